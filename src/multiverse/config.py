@@ -1,0 +1,168 @@
+"""Settings: one TOML file, read into frozen values. Every mistake is named with its key and a hint."""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import tomllib
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from multiverse.core.errors import Refused
+from multiverse.core.model import CloneKind, Mount
+
+
+@dataclass(frozen=True)
+class HostSettings:
+    """What this machine declares for VMs, apart from what it has. Memory and disk in MiB."""
+
+    name: str = "localhost"
+    cores: int = 2
+    memory: int = 4096
+    disk: int = 65536
+
+
+@dataclass(frozen=True)
+class SlurmSettings:
+    """Where the site's Slurm is, and the names that our partitions and features have there."""
+
+    conf: Path = Path("/etc/slurm/slurm.conf")
+    bin_dir: Path | None = None  # None: found on PATH
+    gate_partition: str = "vm"
+    run_partition: str = "vmrun"
+    gate_feature: str = "mvgate"
+    node_feature: str = "vm"  # every VM has it; the run partition's node set is made of it
+    inbox: Path = Path("/run/multiverse/inbox")  # where job_submit.lua and the epilog drop hints
+    munge_key: Path = Path("/etc/munge/munge.key")
+    controller_address: str = ""  # slurmctld as the guests reach it; empty: the network's gateway
+    guest_conf: Path | None = None  # a directory with files that replace the derived ones in guests
+    command_timeout: float = 20.0
+
+
+@dataclass(frozen=True)
+class QemuSettings:
+    binary: str = "qemu-system-x86_64"
+    accel: Literal["auto", "kvm", "tcg"] = "auto"
+    images: Path = Path("/var/lib/multiverse/images")
+    templates: Path = Path("/dev/shm/multiverse/templates")  # memory files: a file system in memory
+    vms: Path = Path("/var/lib/multiverse/vms")
+    run: Path = Path("/run/multiverse/vms")  # sockets; keep it short, socket paths are at most 107 bytes
+    bridge: str = "mvbr0"
+    base_cpus: int = 1
+    base_memory: int = 256
+    max_cpus: int = 64  # a VM can be plugged up to this many
+    max_memory: int = 262144
+
+
+@dataclass(frozen=True)
+class NetworkSettings:
+    """The guests' network: addresses come from here, by serial; there is no DHCP."""
+
+    subnet: str = "10.213.0.0/16"
+    gateway: str = "10.213.0.1"  # this host on the bridge
+    first: int = 256  # the first address given to a VM, counted from the subnet's own
+    hosts: tuple[tuple[str, str], ...] = ()  # (name, address) that every guest's /etc/hosts holds
+
+
+@dataclass(frozen=True)
+class ImageSettings:
+    default: str = "slim"
+    kind: CloneKind = CloneKind.INSTANT  # for jobs that ask for none
+    guest_reserve: int = 80  # MiB of a VM's memory that its kernel and daemons need
+
+
+@dataclass(frozen=True)
+class PacingSettings:
+    provisioning: int = 4  # VMs between claim and node at the same time
+    spawn_timeout: float = 60.0  # from start to a registered node
+    pin_timeout: float = 60.0  # from pin to running
+    reclaim_grace: float = 5.0  # for the guest to write back and unmount
+    complete_timeout: float = 120.0  # for a job to leave COMPLETING
+    retry_base: float = 2.0  # back-off after a failed attempt: base, doubled each time,
+    retry_limit: float = 300.0  # up to this
+    replacements: int = 2  # VMs replaced within one attempt
+    attempts: int = 5  # failed attempts in a row before the job is given up
+
+
+@dataclass(frozen=True)
+class Settings:
+    state_dir: Path = Path("/var/lib/multiverse")
+    socket: Path = Path("/run/multiverse/api.sock")
+    poll: float = 2.0  # seconds between looks when nothing hints
+    host: HostSettings = field(default_factory=HostSettings)
+    slurm: SlurmSettings = field(default_factory=SlurmSettings)
+    qemu: QemuSettings = field(default_factory=QemuSettings)
+    network: NetworkSettings = field(default_factory=NetworkSettings)
+    image: ImageSettings = field(default_factory=ImageSettings)
+    pacing: PacingSettings = field(default_factory=PacingSettings)
+    mounts: tuple[Mount, ...] = ()
+
+
+def load(path: Path) -> Settings:
+    """Read settings from a TOML file. Raises `Refused`, naming every wrong key, if any is wrong."""
+    try:
+        raw = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise Refused(f"cannot read {path}: {error.strerror}", hint="name the file with --config") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise Refused(f"{path} is not TOML: {error}", hint="mend that line") from error
+    return parse(raw, str(path))
+
+
+def parse(raw: dict[str, Any], origin: str) -> Settings:
+    """Settings from a parsed document. `origin` is what errors call it."""
+    problems = list(_unknown_keys(Settings, raw, ""))
+    if not problems:
+        try:
+            settings = TypeAdapter(Settings).validate_python(raw)
+        except ValidationError as error:
+            problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg'].lower()}" for e in error.errors()]
+        else:
+            problems = list(_contradictions(settings))
+            if not problems:
+                return settings
+    raise Refused(f"{origin}: " + "; ".join(problems), hint="mend these keys and start again")
+
+
+def _unknown_keys(cls: type, raw: dict[str, Any], prefix: str) -> list[str]:
+    hints = get_type_hints(cls)
+    names = [f.name for f in fields(cls)]
+    found: list[str] = []
+    for key, value in raw.items():
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=1)
+            found.append(f"{prefix}{key}: no such key" + (f", did you mean {near[0]}?" if near else ""))
+            continue
+        inner = hints[key]
+        if is_dataclass(inner) and isinstance(inner, type) and isinstance(value, dict):
+            found += _unknown_keys(inner, value, f"{prefix}{key}.")
+        elif get_origin(inner) is tuple and isinstance(value, list):
+            item = get_args(inner)[0]
+            if isinstance(item, type) and is_dataclass(item):
+                for i, one in enumerate(value):
+                    if isinstance(one, dict):
+                        found += _unknown_keys(item, one, f"{prefix}{key}.{i}.")
+    return found
+
+
+def _contradictions(s: Settings) -> list[str]:
+    found: list[str] = []
+    try:
+        network = ipaddress.IPv4Network(s.network.subnet)
+        if ipaddress.IPv4Address(s.network.gateway) not in network:
+            found.append(f"network.gateway: {s.network.gateway} is not in network.subnet {network}")
+        if not 0 < s.network.first < network.num_addresses - 2:
+            found.append(f"network.first: must lie within {network}")
+    except ValueError as error:
+        found.append(f"network: {error}")
+    if not 1 <= len(s.qemu.bridge) <= 15:
+        found.append("qemu.bridge: an interface name has 1 to 15 bytes")
+    if s.host.cores < 1 or s.host.memory < s.qemu.base_memory:
+        found.append(f"host: needs at least one core and {s.qemu.base_memory} MiB of memory")
+    longest = len(str(s.qemu.run)) + len("/mvxxxxx-99999999/agent")
+    if longest > 107:
+        found.append(f"qemu.run: {s.qemu.run} is too long for the sockets in it, at most {107 - 24} bytes")
+    return found

@@ -1,0 +1,43 @@
+"""What can go wrong, said as what is true afterwards.
+
+A driver translates whatever its platform throws into one of these, once, at its edge, and keeps the
+cause. The planner decides by the class alone; the text and the hint are for people.
+"""
+
+from __future__ import annotations
+
+
+class MultiverseError(Exception):
+    """An error that an operator may see. `hint` is the next step, a sentence, or empty."""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.hint})" if self.hint else self.message
+
+
+class Refused(MultiverseError):
+    """It was not done and never will be as asked; asking again is pointless."""
+
+
+class Exhausted(MultiverseError):
+    """It was not done for want of something that may come back: memory, disk, a free address."""
+
+
+class Gone(MultiverseError):
+    """What it was to act on does not exist (any more)."""
+
+
+class Stale(MultiverseError):
+    """What it was to act on has moved on since: the restart count rose, the state changed."""
+
+
+class Unknown(MultiverseError):
+    """No reply, or none that could be understood: it may have been done. Look before doing more."""
+
+
+class Broken(MultiverseError):
+    """It was tried and failed in a way that will repeat until somebody mends the cause."""

@@ -1,0 +1,453 @@
+"""The nouns of Multiverse: immutable values, shared by every layer.
+
+Memory and disk are MiB, times are seconds, processors are counts of vCPUs. Monotonic times (`since`,
+`began`) come from `Clock.now()` and mean nothing across a reboot; wall times are Unix time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+# --- sizes and requests ----------------------------------------------------------------------------
+
+
+class CloneKind(StrEnum):
+    """How a VM comes from its template or image (DESIGN, "Words")."""
+
+    INSTANT = "instant"
+    LINKED = "linked"
+    FULL = "full"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Size:
+    """How large a VM or a request is. `disk` 0 means the image's own size."""
+
+    cpus: int
+    memory: int
+    disk: int = 0
+
+    def __str__(self) -> str:
+        text = f"{self.cpus} CPU{'s' if self.cpus != 1 else ''}, {self.memory} MiB"
+        return f"{text}, {self.disk} MiB disk" if self.disk else text
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a job asks for, per node. `size.memory` is what the job may use, not what its VM has."""
+
+    nodes: int
+    size: Size
+    image: str | None = None
+    kind: CloneKind | None = None
+    features: tuple[str, ...] = ()
+
+
+# --- the scheduler's side --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class JobRef:
+    """One run of one job. Job ids come again and requeued jobs keep theirs, hence all three.
+
+    `job_id` is the scheduler's own string (`123`, `123_4`), `submitted` Unix time, `restarts` the
+    scheduler's restart count. A store serves one cluster, so the cluster's name is not repeated here.
+    """
+
+    job_id: str
+    submitted: int
+    restarts: int = 0
+
+
+class JobState(StrEnum):
+    PENDING = "pending"
+    RUNNING = "running"
+    SUSPENDED = "suspended"
+    COMPLETING = "completing"  # ended, but its node is not free of it yet
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job of ours as the scheduler shows it; jobs outside our partitions are never shown.
+
+    `rank` orders pending jobs as the scheduler would start them (lower first). `eligible` says that
+    nothing but the gate keeps it waiting: no hold, dependency, begin time or limit. `gated` says that
+    it waits at the gate; `pinned` names the attempt's feature it is tied to. `problem` says why its
+    request cannot be served at all; `request` is None exactly then. `result` is the scheduler's own
+    word for how it ended (`COMPLETED`, `FAILED`, ...).
+    """
+
+    ref: JobRef
+    name: str
+    uid: int
+    state: JobState
+    request: Request | None
+    problem: str = ""
+    reason: str = ""
+    rank: int = 0
+    eligible: bool = True
+    held: bool = False
+    gated: bool = True
+    pinned: str | None = None
+    nodes: tuple[str, ...] = ()
+    result: str = ""
+    exit_code: int = 0
+    work_dir: str = ""
+
+
+class NodeState(StrEnum):
+    IDLE = "idle"
+    BUSY = "busy"  # runs a job, or is completing one
+    DOWN = "down"  # down, drained, failing or not answering
+    JOINING = "joining"  # known by name, not registered yet
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A VM as the scheduler sees it; only dynamic nodes of our site are shown."""
+
+    name: str
+    state: NodeState
+    features: tuple[str, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerView:
+    """One look. `jobs` by job id, `nodes` by name. Ended jobs may be missing or shown as ended."""
+
+    jobs: Mapping[str, Job] = field(default_factory=lambda: MappingProxyType({}))
+    nodes: Mapping[str, Node] = field(default_factory=lambda: MappingProxyType({}))
+
+
+# --- the hypervisor's side -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A machine that runs VMs: what it declares to have for them, and what it can do.
+
+    `abilities` are names such as `instant`, `full`, `plug_memory`, `plug_cpus`. `machine` is what the
+    machine itself has, shown beside the declared capacity; None if the platform does not tell.
+    """
+
+    name: str
+    capacity: Size
+    abilities: frozenset[str] = frozenset()
+    machine: Size | None = None
+    accelerator: str = ""
+
+
+class VmCondition(StrEnum):
+    MAKING = "making"  # begun, not complete
+    PARKED = "parked"  # restored and paused, or ready to boot; no identity yet
+    RUNNING = "running"
+    DEAD = "dead"  # its process is gone or its guest has stopped; things of it remain
+
+
+@dataclass(frozen=True, slots=True)
+class VmSeen:
+    """A VM as its host sees it. `private` and `shared` are memory in MiB (0: not measured)."""
+
+    name: str
+    host: str
+    condition: VmCondition
+    reason: str = ""
+    cpu_s: float = 0.0
+    private: float = 0.0
+    shared: float = 0.0
+
+
+class TemplateCondition(StrEnum):
+    BUILDING = "building"
+    READY = "ready"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateSeen:
+    name: str
+    host: str
+    image: str
+    condition: TemplateCondition
+    size: Size
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HypervisorView:
+    """One look. VMs by name, templates by (host, image), hosts by name."""
+
+    hosts: Mapping[str, Host] = field(default_factory=lambda: MappingProxyType({}))
+    vms: Mapping[str, VmSeen] = field(default_factory=lambda: MappingProxyType({}))
+    templates: Mapping[tuple[str, str], TemplateSeen] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True, slots=True)
+class VmSpec:
+    """What `create` needs. Nothing of a job is in it: a created VM has no identity."""
+
+    name: str
+    host: str
+    image: str
+    kind: CloneKind
+    size: Size
+    mac: str
+
+
+# --- identity --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """A user as the guest must know him: passwd entry and every group he is in, (name, gid)."""
+
+    name: str
+    uid: int
+    gid: int
+    home: str
+    shell: str
+    groups: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A file system that the guest mounts: fields as in fstab(5). `options` go to the file system."""
+
+    source: str
+    target: str
+    type: str = "nfs4"
+    options: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GuestFile:
+    """A file that the agent writes before anything starts. `owner` is a user name in the image."""
+
+    path: str
+    content: bytes
+    mode: int = 0o644
+    owner: str = "root"
+
+
+@dataclass(frozen=True, slots=True)
+class Daemon:
+    """A process that the agent starts and watches. It runs in the foreground, as `user`.
+
+    `ready_path`, when set, is a path (a socket) whose appearing says that it serves; the next
+    daemon starts only then.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    user: str = "root"
+    ready_path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """What a node needs to join the scheduler: opaque to all but the scheduler's driver and the agent."""
+
+    files: tuple[GuestFile, ...] = ()
+    directories: tuple[tuple[str, str, int], ...] = ()  # path, owner, mode
+    daemons: tuple[Daemon, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What makes a clone itself. Random bytes and the clock are added when it is sent, never kept."""
+
+    hostname: str
+    mac: str
+    address: str  # with prefix length: 10.1.2.3/16
+    gateway: str  # may be empty
+    machine_id: str  # 32 hex digits
+    users: tuple[User, ...] = ()
+    mounts: tuple[Mount, ...] = ()
+    peers: tuple[tuple[str, str], ...] = ()  # (host name, address)
+    membership: Membership = Membership()
+
+
+# --- our rows --------------------------------------------------------------------------------------
+
+
+class AttemptState(StrEnum):
+    QUEUED = "queued"
+    CLAIMED = "claimed"
+    SPAWNING = "spawning"
+    SPAWNED = "spawned"
+    ALLOCATED = "allocated"
+    RECLAIMING = "reclaiming"
+    DONE = "done"
+    CANCELLED = "cancelled"
+    REQUEUED = "requeued"
+    REVOKED = "revoked"
+    FAILED = "failed"
+
+
+class VmState(StrEnum):
+    PLANNED = "planned"
+    PARKED = "parked"
+    STARTING = "starting"
+    JOINED = "joined"
+    SERVING = "serving"
+    LOST = "lost"
+    RELEASING = "releasing"
+    GONE = "gone"
+
+
+class TemplateState(StrEnum):
+    ABSENT = "absent"
+    BUILDING = "building"
+    READY = "ready"
+    BROKEN = "broken"
+    RETIRING = "retiring"
+
+
+Outcome = Literal["done", "cancelled", "requeued", "revoked", "failed"]
+RowKind = Literal["attempt", "vm", "template"]
+
+
+class Key(NamedTuple):
+    """Names a row: an attempt by its number, a VM by its serial, a template by its number."""
+
+    kind: RowKind
+    id: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One try at giving a job its VMs.
+
+    `since` is when it entered its state; `not_before` when it may be admitted (back-off); `tries`
+    counts the attempts before it that failed in a row; `replaced` the VMs replaced within it.
+    `note` is what the user is told while it waits.
+    """
+
+    id: int
+    version: int
+    state: AttemptState
+    since: float
+    job: JobRef
+    job_name: str
+    uid: int
+    request: Request
+    outcome: Outcome | None = None
+    reason: str = ""
+    gated: bool = True
+    not_before: float = 0.0
+    tries: int = 0
+    replaced: int = 0
+    note: str = ""
+    work_dir: str = ""
+    quarantined: str = ""
+
+    @property
+    def key(self) -> Key:
+        return Key("attempt", self.id)
+
+    @property
+    def feature(self) -> str:
+        """The feature that ties its job to its nodes."""
+        return f"mv_{self.id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Vm:
+    """A VM from before it exists until it is seen gone. `size` is the VM's own, `told` the node's."""
+
+    id: int  # the serial
+    version: int
+    state: VmState
+    since: float
+    name: str
+    host: str
+    image: str
+    kind: CloneKind
+    size: Size
+    told: Size
+    mac: str
+    address: str  # with prefix length
+    attempt: int | None = None
+    reason: str = ""
+    failed: bool = False
+    quarantined: str = ""
+
+    @property
+    def key(self) -> Key:
+        return Key("vm", self.id)
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A template of one image on one host. References are counted from the VM rows, not kept here."""
+
+    id: int
+    version: int
+    state: TemplateState
+    since: float
+    host: str
+    image: str
+    size: Size
+    reason: str = ""
+    tries: int = 0
+    quarantined: str = ""
+
+    @property
+    def key(self) -> Key:
+        return Key("template", self.id)
+
+
+Row = Attempt | Vm | Template
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Capacity held on a host by one row."""
+
+    owner: Key
+    host: str
+    size: Size
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Seen(Generic[T]):
+    """A value that was looked at; the look began at `began` (monotonic). Anything newer is not in it."""
+
+    value: T
+    began: float
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """All that was seen, and when effects last ended. A source that is None is unknown, never empty.
+
+    `quiet` maps a row to the time its last effect ended, infinity while one runs: absence counts
+    only in a look that began later.
+    """
+
+    scheduler: Seen[SchedulerView] | None = None
+    hypervisor: Seen[HypervisorView] | None = None
+    quiet: Mapping[Key, float] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """How long a named part of an effect took, in seconds. Stages of one effect follow each other."""
+
+    name: str
+    seconds: float
+
+
+Detail = Mapping[str, Any]
