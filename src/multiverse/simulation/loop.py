@@ -1,0 +1,152 @@
+"""Virtual time: an event loop that sleeps in no time at all, and always the same way for the same seed.
+
+Time jumps to the next timer as soon as nothing is ready. What is ready runs in an order drawn from the
+seed, so that no code comes to rely on the order that asyncio happens to give. Whatever would let the
+real world in (threads, executors, processes, sockets) raises `Intrusion`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from contextvars import Context
+from random import Random
+from typing import Any, TypeVar
+
+import async_solipsism
+
+T = TypeVar("T")
+
+STEPS = 5_000_000  # turns of the loop before it is taken for one that will never end
+TICK = 1e-6  # seconds; async-solipsism's resolution
+
+DAY = 86_400.0  # asyncio never waits longer at once; async-solipsism takes a wait that long for one without end
+
+# Audit events. Processes, name look-ups and sockets; threads have an event of their own from 3.12 on only.
+_FORBIDDEN = frozenset(
+    (
+        "subprocess.Popen",
+        "os.exec",
+        "os.fork",
+        "os.forkpty",
+        "os.posix_spawn",
+        "os.spawn",
+        "os.system",
+        "socket.__new__",
+        "socket.getaddrinfo",
+        "socket.gethostbyname",
+    )
+)
+
+
+class Intrusion(RuntimeError):
+    """Simulated code reached for the real world."""
+
+
+class Livelock(RuntimeError):
+    """The loop turned `STEPS` times without coming to its end."""
+
+
+class _Shuffled(deque[Any]):
+    """The queue of ready callbacks; the next one is any of them."""
+
+    def __init__(self, rng: Random) -> None:
+        super().__init__()
+        self._rng = rng
+
+    def popleft(self) -> Any:
+        if len(self) > 1:
+            self.rotate(-self._rng.randrange(len(self)))
+        return super().popleft()
+
+
+class _Selector(async_solipsism.selector.Selector):  # type: ignore[misc]  # untyped
+    def select(self, timeout: float | None = None) -> Any:
+        return super().select(None if timeout is None else min(timeout, DAY - 1.0))
+
+
+class VirtualLoop(async_solipsism.EventLoop):  # type: ignore[misc]  # untyped
+    """An asyncio event loop in virtual time. `time()` begins at 0."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._selector = _Selector(self._selector.clock)
+        self._ready = _Shuffled(Random(f"{seed}/loop"))
+        self._steps = 0
+
+    def call_at(self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None) -> Any:
+        # A timer is never due at once: time then moves in every chain of timers, however short they are.
+        return super().call_at(max(when, self.time() + TICK), callback, *args, context=context)
+
+    async def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
+        raise Intrusion("an executor is not allowed in virtual time")
+
+    def call_soon_threadsafe(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> Any:
+        if not _virtual():
+            raise Intrusion("a thread is not allowed in virtual time")
+        return self.call_soon(callback, *args, context=context)
+
+    def _run_once(self) -> None:
+        self._steps += 1
+        if self._steps > STEPS:
+            raise Livelock(f"no end after {STEPS} turns, at {self.time():.3f} s")
+        super()._run_once()
+
+
+def _virtual() -> bool:
+    return isinstance(asyncio._get_running_loop(), VirtualLoop)
+
+
+def _guard(event: str, _args: tuple[Any, ...]) -> None:
+    if event in _FORBIDDEN and _virtual():
+        raise Intrusion(f"{event} is not allowed in virtual time")
+
+
+@contextmanager
+def _no_threads() -> Iterator[None]:
+    """Python 3.11 has no audit event for threads, so `threading` is told by hand, for as long as we run."""
+    real = threading._start_new_thread  # type: ignore[attr-defined]
+
+    def guarded(*args: Any) -> Any:
+        if _virtual():
+            raise Intrusion("a thread is not allowed in virtual time")
+        return real(*args)
+
+    threading._start_new_thread = guarded  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        threading._start_new_thread = real  # type: ignore[attr-defined]
+
+
+# An audit hook cannot be taken away again, so there is one for the life of the process, and it looks
+# at nothing unless the thread runs a virtual loop.
+sys.addaudithook(_guard)
+
+
+def run(main: Coroutine[Any, Any, T], seed: int) -> T:
+    """Run `main` to its end in virtual time and return what it returns. Tasks that it leaves behind are
+    cancelled. Raises what `main` raises; `SleepForeverError` if everything waits for nothing."""
+    loop = VirtualLoop(seed)
+    try:
+        asyncio.set_event_loop(loop)
+        try:
+            with _no_threads():
+                return loop.run_until_complete(main)  # type: ignore[no-any-return]
+        finally:
+            _cancel_rest(loop)
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+def _cancel_rest(loop: VirtualLoop) -> None:
+    rest = [task for task in asyncio.all_tasks(loop) if not task.done()]
+    for task in rest:
+        task.cancel()
+    if rest:
+        loop.run_until_complete(asyncio.gather(*rest, return_exceptions=True))
