@@ -72,6 +72,8 @@ class _Selector(async_solipsism.selector.Selector):  # type: ignore[misc]  # unt
 class VirtualLoop(async_solipsism.EventLoop):  # type: ignore[misc]  # untyped
     """An asyncio event loop in virtual time. `time()` begins at 0."""
 
+    _selector: Any
+
     def __init__(self, seed: int) -> None:
         super().__init__()
         self._selector = _Selector(self._selector.clock)

@@ -1,0 +1,301 @@
+"""A simulated Slurm: its jobs and nodes, its one-second beat, and what it does when nodes fall silent.
+
+It behaves as Slurm 22.05 was seen to (DESIGN 4). Everything here happens at once; the latencies of
+commands belong to the port (`simulation.scheduler`), those of daemons to their callbacks here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+from multiverse.core.errors import Refused
+from multiverse.core.model import JobState, SchedulerView, Size
+from multiverse.simulation.clock import EPOCH
+from multiverse.simulation.guests import Guest, Joining
+from multiverse.simulation.jobs import Batch, JobRecord, NodeRecord
+
+LIVE = (JobState.RUNNING, JobState.SUSPENDED)
+
+
+@dataclass(frozen=True)
+class ClusterSettings:
+    """Times in seconds; ranges are drawn from. `flavor` is the largest size that the gate lets through."""
+
+    beat: float = 1.0
+    silence: float = 60.0  # SlurmdTimeout
+    requeue_delay: float = 121.0  # the begin time that slurmctld gives to what it queues again
+    launch: tuple[float, float] = (0.02, 0.2)  # from start to the script's first instruction
+    epilog: tuple[float, float] = (0.02, 0.6)  # from a run's end to a node that is free of it
+    memory: tuple[float, float] = (2.0, 90.0)  # how long an ended job is remembered (MinJobAge)
+    flavor: Size = field(default=Size(64, 262_144))
+    max_nodes: int = 16
+    first_id: int = 1
+    last_id: int = 60_000  # then ids come again
+    node_feature: str = "vm"
+
+
+class Cluster:
+    """slurmctld and its queue. `up` is whether it answers."""
+
+    def __init__(self, rng: Random, settings: ClusterSettings) -> None:
+        self.settings = settings
+        self.up = True
+        self.jobs: dict[str, JobRecord] = {}
+        self.nodes: dict[str, NodeRecord] = {}
+        self.history: list[JobRecord] = []  # every job there ever was
+        self.violations: list[str] = []
+        self._rng = rng
+        self._loop = asyncio.get_running_loop()
+        self._next = settings.first_id
+        self._missed: list[Callable[[], None]] = []
+        self._loop.call_later(rng.uniform(0.0, settings.beat), self._beat)
+
+    # --- what users do
+
+    def submit(self, batch: Batch) -> str:
+        """Queue a job at the gate; its id. `Refused` if no flavor holds it."""
+        return self._queue(batch, self._new_id()).job_id
+
+    def submit_array(self, batch: Batch, tasks: int) -> list[str]:
+        """Queue an array; the ids of its tasks."""
+        base = self._new_id()
+        return [self._queue(batch, f"{base}_{task}").job_id for task in range(tasks)]
+
+    def cancel(self, job_id: str) -> None:
+        job = self.jobs[job_id]
+        if job.state is JobState.PENDING:
+            self._end(job, "CANCELLED")
+        elif job.state in LIVE:
+            self._stop(job, "CANCELLED")
+        elif job.state is JobState.COMPLETING and job.again:
+            job.again, job.result = False, "CANCELLED"
+
+    def hold(self, job_id: str, held: bool = True) -> None:
+        self.jobs[job_id].held = held
+
+    def change(self, job_id: str, **changes: Any) -> None:
+        """Change what a pending job asks for: fields of `Batch`."""
+        job = self.jobs[job_id]
+        if job.state is JobState.PENDING:
+            job.batch = replace(job.batch, **changes)
+
+    def requeue(self, job_id: str) -> None:
+        """Stop a running job; it is queued again, with the features it has, after slurmctld's delay."""
+        job = self.jobs[job_id]
+        if job.state in LIVE:
+            job.again = True
+            self._stop(job, "")
+
+    def suspend(self, job_id: str) -> None:
+        self._suspend(self.jobs[job_id], JobState.RUNNING, JobState.SUSPENDED)
+
+    def resume(self, job_id: str) -> None:
+        self._suspend(self.jobs[job_id], JobState.SUSPENDED, JobState.RUNNING)
+
+    # --- what daemons tell it
+
+    def register(self, guest: Guest, joining: Joining) -> bool:
+        """A node's daemon comes up. False if nobody answers; it tries again then."""
+        if not self.up:
+            return False
+        known = self.nodes.get(joining.name)
+        if known is None:
+            self.nodes[joining.name] = NodeRecord(joining.name, joining.features, joining.size, guest)
+        elif known.guest is guest:
+            known.silent = None
+        else:  # another VM under a name that must never recur
+            self.violations.append(f"node {joining.name} registered from a second VM")
+        return True
+
+    def fell_silent(self, guest: Guest) -> None:
+        """Its daemon is gone. Slurm notices only after `silence`."""
+        node = self.nodes.get(guest.name)
+        if node is not None and node.guest is guest:
+            node.silent = self._loop.time()
+
+    def script_ended(self, job: JobRecord, restarts: int) -> None:
+        def tell() -> None:
+            if job.state in LIVE and job.restarts == restarts:
+                job.exit_code = job.batch.exit_code
+                self._stop(job, "FAILED" if job.exit_code else "COMPLETED")
+
+        self._hear(tell)
+
+    # --- what operators do
+
+    def set_down(self, name: str, reason: str) -> None:
+        """Set a node DOWN: what runs there loses it. Nothing to do for one that does not exist."""
+        node = self.nodes.get(name)
+        if node is None or node.down:
+            return
+        node.down, node.reason = True, reason
+        job = node.job
+        if job is None:
+            return
+        if job.state in LIVE:
+            job.again = job.batch.requeue
+            self._stop(job, "NODE_FAIL")
+        self._let_go(job, name)
+
+    def delete(self, name: str) -> None:
+        """Forget a node. `Refused` while a job is on it; absent is success."""
+        node = self.nodes.get(name)
+        if node is None:
+            return
+        if node.job is not None:
+            raise Refused(f"node {name} is in use by job {node.job.job_id}", hint="wait until the job has left it")
+        del self.nodes[name]
+
+    def go_away(self) -> None:
+        """slurmctld stops answering; guests go on."""
+        self.up = False
+
+    def come_back(self) -> None:
+        """slurmctld answers again, and hears what it missed."""
+        self.up = True
+        missed, self._missed = self._missed, []
+        for tell in missed:
+            tell()
+
+    # --- what it shows
+
+    def view(self) -> SchedulerView:
+        ranked = sorted(self.jobs.values(), key=self._order)
+        jobs = {job.job_id: job.shown(rank, self._eligible(job)) for rank, job in enumerate(ranked)}
+        return SchedulerView(jobs, {name: node.shown() for name, node in sorted(self.nodes.items())})
+
+    def offers(self, feature: str) -> bool:
+        """Whether any node has this feature; a job cannot be given one that none has."""
+        return any(feature in node.features for node in self.nodes.values())
+
+    # --- inside
+
+    def _new_id(self) -> int:
+        taken = {job_id.partition("_")[0] for job_id in self.jobs}
+        while str(self._next) in taken:
+            self._next += 1
+        base, self._next = self._next, self._next + 1
+        if self._next > self.settings.last_id:
+            self._next = self.settings.first_id
+        return base
+
+    def _queue(self, batch: Batch, job_id: int | str) -> JobRecord:
+        flavor = self.settings.flavor
+        if batch.size.cpus > flavor.cpus or batch.size.memory > flavor.memory or batch.nodes > self.settings.max_nodes:
+            raise Refused(f"no host holds {batch.size} on {batch.nodes} nodes", hint=f"at most {flavor} fits")
+        job = JobRecord(str(job_id), self._wall(), batch, self._loop.time() + batch.delay, held=batch.held)
+        self.jobs[job.job_id] = job
+        self.history.append(job)
+        return job
+
+    def _order(self, job: JobRecord) -> tuple[int, int, int, int]:
+        base, _, task = job.job_id.partition("_")
+        return (-job.batch.priority, job.submitted, int(base), int(task or 0))
+
+    def _eligible(self, job: JobRecord) -> bool:
+        before = self.jobs.get(job.batch.after)
+        waits = before is not None and before.state is not JobState.ENDED
+        return not (job.held or job.bad or waits or job.begin > self._loop.time())
+
+    def _beat(self) -> None:
+        self._loop.call_later(self.settings.beat, self._beat)
+        if not self.up:
+            return
+        now = self._loop.time()
+        for node in list(self.nodes.values()):
+            if node.silent is not None and now - node.silent >= self.settings.silence:
+                self.set_down(node.name, "Not responding")
+        for job in [job for job in self.jobs.values() if job.state is JobState.ENDED and job.ended <= now]:
+            del self.jobs[job.job_id]
+        for job in sorted(self.jobs.values(), key=self._order):
+            if job.state is JobState.PENDING and job.pin is not None:
+                self._try(job, job.pin)
+
+    def _try(self, job: JobRecord, pin: str) -> None:
+        if not self.offers(pin):
+            # Slurm finds out when it happens to look at the job's constraints, not at once.
+            job.bad = job.bad or self._rng.random() < 0.5
+        if not self._eligible(job):
+            return
+        needed = (pin, *job.batch.features)
+        size = job.batch.size
+        fit = [
+            node
+            for _, node in sorted(self.nodes.items())
+            if not node.down and node.silent is None and node.job is None and set(needed) <= set(node.features)
+            if node.size.cpus >= size.cpus and node.size.memory >= size.memory
+        ][: job.batch.nodes]
+        if len(fit) == job.batch.nodes:
+            self._start(job, fit)
+
+    def _start(self, job: JobRecord, nodes: list[NodeRecord]) -> None:
+        job.state, job.nodes, job.delayed = JobState.RUNNING, tuple(node.name for node in nodes), False
+        job.busy = list(job.nodes)
+        for node in nodes:
+            node.job = job
+            node.guest.allot(job)
+        restarts = job.restarts
+
+        def launch() -> None:
+            if job.state in LIVE and job.restarts == restarts:
+                nodes[0].guest.launch(job)
+            if job.state is JobState.SUSPENDED:
+                nodes[0].guest.suspend(job)
+
+        self._after(self.settings.launch, launch)
+
+    def _stop(self, job: JobRecord, result: str) -> None:
+        """End what runs of a job; it is COMPLETING until every node has let go of it."""
+        job.state, job.result = JobState.COMPLETING, result
+        for name in list(job.busy):
+            guest = self.nodes[name].guest
+            guest.kill(job)
+            self._after(self.settings.epilog, self._epilog(job, job.restarts, guest))
+
+    def _epilog(self, job: JobRecord, restarts: int, guest: Guest) -> Callable[[], None]:
+        def done() -> None:
+            if guest.alive:  # the dead send no word: their node goes DOWN by and by
+                self._hear(lambda: self._let_go(job, guest.name) if job.restarts == restarts else None)
+
+        return done
+
+    def _let_go(self, job: JobRecord, name: str) -> None:
+        if name not in job.busy:
+            return
+        job.busy.remove(name)
+        self.nodes[name].job = None
+        if job.busy or job.state is not JobState.COMPLETING:
+            return
+        if not job.again:
+            self._end(job, job.result)
+            return
+        # Its features stay as they are, the pin among them: only we know that its nodes are no good.
+        job.state, job.again, job.result, job.nodes = JobState.PENDING, False, "", ()
+        job.restarts += 1
+        job.begin, job.delayed = self._loop.time() + self.settings.requeue_delay, True
+
+    def _end(self, job: JobRecord, result: str) -> None:
+        job.state, job.result = JobState.ENDED, result
+        job.ended = self._loop.time() + self._rng.uniform(*self.settings.memory)
+
+    def _suspend(self, job: JobRecord, before: JobState, after: JobState) -> None:
+        if job.state is before and job.nodes:
+            job.state = after
+            guest = self.nodes[job.nodes[0]].guest
+            (guest.suspend if after is JobState.SUSPENDED else guest.resume)(job)
+
+    def _hear(self, tell: Callable[[], None]) -> None:
+        if self.up:
+            tell()
+        else:
+            self._missed.append(tell)
+
+    def _after(self, pace: tuple[float, float], do: Callable[[], None]) -> None:
+        self._loop.call_later(self._rng.uniform(*pace), do)
+
+    def _wall(self) -> int:
+        return int(EPOCH + self._loop.time())

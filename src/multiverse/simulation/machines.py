@@ -1,0 +1,200 @@
+"""Simulated hosts: their templates and VMs, and an account of what they were made to carry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from multiverse.core.errors import Broken, Gone, Refused
+from multiverse.core.model import (
+    CloneKind,
+    Host,
+    HypervisorView,
+    Identity,
+    Size,
+    TemplateCondition,
+    TemplateSeen,
+    VmCondition,
+    VmSeen,
+    VmSpec,
+)
+from multiverse.simulation.guests import Guest
+
+ABILITIES = frozenset({"instant", "linked", "full", "plug_cpus", "plug_memory"})
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image by name; one that does not boot breaks every template of it."""
+
+    name: str
+    boots: bool = True
+
+
+@dataclass(eq=False)
+class Machine:
+    """A VM on a host, or what is left of one."""
+
+    spec: VmSpec
+    condition: VmCondition = VmCondition.MAKING
+    reason: str = ""
+    guest: Guest | None = None
+
+
+class Machines:
+    """All hosts, templates and VMs. Changes happen at once; `boot` makes the guest of a started VM."""
+
+    def __init__(
+        self, hosts: tuple[Host, ...], images: tuple[Image, ...], boot: Callable[[str, Identity], Guest]
+    ) -> None:
+        self.hosts = {host.name: host for host in hosts}
+        self.images = {image.name: image for image in images}
+        self.vms: dict[str, Machine] = {}
+        self.templates: dict[tuple[str, str], TemplateSeen] = {}
+        self.violations: list[str] = []
+        self.made: list[str] = []  # every VM that ever was begun
+        self._boot = boot
+
+    # --- templates
+
+    def begin_template(self, host: str, image: str, size: Size) -> bool:
+        """Begin to build a template; False if it is there already. `Gone`, `Refused`."""
+        if host not in self.hosts:
+            raise Gone(f"no host {host}")
+        if image not in self.images:
+            raise Refused(f"no image {image}", hint="build it first")
+        known = self.templates.get((host, image))
+        if known is not None and known.condition is TemplateCondition.READY:
+            return False
+        self.templates[host, image] = TemplateSeen(image, host, image, TemplateCondition.BUILDING, size)
+        self._weigh(host)
+        return True
+
+    def finish_template(self, host: str, image: str) -> None:
+        """It has been frozen. `Broken` if the image does not boot, `Gone` if it was dropped meanwhile."""
+        known = self.templates.get((host, image))
+        if known is None:
+            raise Gone(f"the template of {image} on {host} was dropped while it was made")
+        boots = self.images[image].boots
+        condition = TemplateCondition.READY if boots else TemplateCondition.BROKEN
+        reason = "" if boots else "the guest never came to its fork point"
+        self.templates[host, image] = TemplateSeen(image, host, image, condition, known.size, reason)
+        if not boots:
+            raise Broken(f"image {image} does not boot", hint="look at its console")
+
+    def drop_template(self, host: str, image: str) -> None:
+        self.templates.pop((host, image), None)
+
+    # --- VMs
+
+    def begin(self, spec: VmSpec) -> Machine:
+        """Something of the VM now exists, and weighs on its host. `Gone`, `Refused`, `Broken`."""
+        known = self.vms.get(spec.name)
+        if known is not None:
+            if known.spec != spec:
+                raise Refused(f"{spec.name} exists already, and is another", hint="destroy it first")
+            if known.condition is VmCondition.DEAD:
+                raise Broken(f"{spec.name} is dead", hint="destroy it")
+            return known
+        if spec.host not in self.hosts:
+            raise Gone(f"no host {spec.host}")
+        if spec.image not in self.images:
+            raise Refused(f"no image {spec.image}", hint="build it first")
+        self._parent(spec)
+        machine = self.vms[spec.name] = Machine(spec)
+        self.made.append(spec.name)
+        self._weigh(spec.host)
+        return machine
+
+    def park(self, name: str) -> None:
+        """It is complete, without identity. `Gone` if it was destroyed meanwhile, or its template was."""
+        machine = self._get(name)
+        if machine.condition is VmCondition.MAKING:
+            self._parent(machine.spec)
+            machine.condition = VmCondition.PARKED
+
+    def start(self, name: str, size: Size, identity: Identity) -> None:
+        """Give it its identity and let it run. `Gone`, `Broken`, `Refused` for one that runs as another."""
+        machine = self._get(name)
+        if machine.condition is VmCondition.RUNNING:
+            assert machine.guest is not None
+            if machine.guest.identity != identity:
+                raise Refused(f"{name} runs already, under another identity", hint="destroy it")
+            return
+        if machine.condition is not VmCondition.PARKED:
+            raise Broken(f"{name} is {machine.condition}: {machine.reason or 'not complete'}", hint="destroy it")
+        if size != machine.spec.size:
+            self.violations.append(f"{name} was made as {machine.spec.size} and started as {size}")
+        self._know_apart(name, identity)
+        machine.condition = VmCondition.RUNNING
+        machine.guest = self._boot(name, identity)
+
+    def die(self, name: str, reason: str) -> None:
+        """Its process ends; what it had on its host remains."""
+        machine = self.vms.get(name)
+        if machine is not None and machine.condition is not VmCondition.DEAD:
+            machine.condition, machine.reason = VmCondition.DEAD, reason
+            self._stop(machine)
+
+    def destroy(self, name: str) -> None:
+        """Nothing of it is left. Absent is success."""
+        machine = self.vms.pop(name, None)
+        if machine is not None:
+            self._stop(machine)
+
+    # --- what it shows
+
+    def used(self, host: str) -> Size:
+        """What VMs and templates take of a host now. Only what runs or boots takes CPUs: a frozen template has none."""
+        sizes = [machine.spec.size for machine in self.vms.values() if machine.spec.host == host]
+        templates = [seen for seen in self.templates.values() if seen.host == host]
+        building = [seen.size.cpus for seen in templates if seen.condition is TemplateCondition.BUILDING]
+        return Size(
+            sum(size.cpus for size in sizes) + sum(building),
+            sum(size.memory for size in sizes) + sum(seen.size.memory for seen in templates),
+            sum(size.disk for size in sizes),
+        )
+
+    def view(self) -> HypervisorView:
+        vms = {
+            name: VmSeen(name, machine.spec.host, machine.condition, machine.reason)
+            for name, machine in sorted(self.vms.items())
+        }
+        return HypervisorView(dict(self.hosts), vms, dict(sorted(self.templates.items())))
+
+    # --- inside
+
+    def _get(self, name: str) -> Machine:
+        machine = self.vms.get(name)
+        if machine is None:
+            raise Gone(f"no VM {name}")
+        return machine
+
+    def _parent(self, spec: VmSpec) -> None:
+        if spec.kind is CloneKind.FULL:
+            return
+        template = self.templates.get((spec.host, spec.image))
+        if template is None or template.condition is not TemplateCondition.READY:
+            raise Gone(f"no template of {spec.image} on {spec.host}", hint="prepare it first")
+
+    def _stop(self, machine: Machine) -> None:
+        if machine.guest is not None:
+            guest, machine.guest = machine.guest, None
+            guest.die()
+            guest.cluster.fell_silent(guest)
+
+    def _weigh(self, host: str) -> None:
+        used, capacity = self.used(host), self.hosts[host].capacity
+        if used.cpus > capacity.cpus or used.memory > capacity.memory or used.disk > capacity.disk:
+            self.violations.append(f"host {host} of {capacity} was made to carry {used}")
+
+    def _know_apart(self, name: str, identity: Identity) -> None:
+        if identity.hostname != name:
+            self.violations.append(f"{name} was told to be {identity.hostname}")
+        for other in self.vms.values():
+            if other.guest is None:
+                continue
+            theirs = other.guest.identity
+            for what in ("hostname", "mac", "address", "machine_id"):
+                if getattr(theirs, what) == getattr(identity, what):
+                    self.violations.append(f"{name} and {theirs.hostname} share {what} {getattr(identity, what)}")

@@ -1,0 +1,134 @@
+"""A `ports.Scheduler` over the simulated cluster: its commands take time, and fail as Slurm 22.05's do."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from random import Random
+
+from multiverse.core.errors import Gone, Refused, Stale, Unknown
+from multiverse.core.model import Attempt, JobRef, JobState, Membership, SchedulerView, User, Vm
+from multiverse.simulation.cluster import LIVE
+from multiverse.simulation.guests import Joining
+from multiverse.simulation.jobs import JobRecord
+from multiverse.simulation.world import World
+
+
+@dataclass(frozen=True)
+class CommandPace:
+    """How long commands take, in seconds, as ranges that are drawn from: before the effect, after it, and
+    until slurmctld is given up for dead."""
+
+    there: tuple[float, float] = (0.005, 0.05)
+    back: tuple[float, float] = (0.002, 0.03)
+    patience: tuple[float, float] = (2.0, 10.0)
+
+
+class SimulatedScheduler:
+    """See `ports.Scheduler`: this is its contract's plainest reading."""
+
+    def __init__(self, world: World, rng: Random, pace: CommandPace | None = None) -> None:
+        self._world = world
+        self._cluster = world.cluster
+        self._rng = rng
+        self._pace = pace or CommandPace()
+
+    async def look(self) -> SchedulerView:
+        await self._reach()
+        view = self._cluster.view()
+        await self._reply()
+        return view
+
+    async def pin(self, job: JobRef, feature: str) -> None:
+        await self._reach()
+        record = self._reread(job)
+        if record.pin == feature and record.state in LIVE:
+            return  # said before, and it has started since
+        if record.state is not JobState.PENDING:
+            raise Stale(f"job {job.job_id} is {record.state}")
+        if record.held:
+            raise Stale(f"job {job.job_id} is held by its user")
+        if not self._cluster.offers(feature):
+            raise Refused(f"no node has the feature {feature}", hint="pin after its nodes have registered")
+        record.pin = feature
+        self._wake(record)
+        await self._reply()
+
+    async def unpin(self, job: JobRef) -> None:
+        await self._reach()
+        record = self._reread(job)
+        if record.state is not JobState.PENDING:
+            raise Stale(f"job {job.job_id} is {record.state}")
+        record.pin = None
+        self._wake(record)
+        await self._reply()
+
+    async def requeue(self, job: JobRef) -> None:
+        await self._reach()
+        record = self._reread(job)
+        if record.state not in LIVE:
+            raise Stale(f"job {job.job_id} is {record.state}")
+        self._cluster.requeue(job.job_id)
+        record.pin = None
+        await self._reply()
+
+    async def revoke(self, job: JobRef, reason: str) -> None:
+        await self._reach()
+        record = self._reread(job)
+        if record.state is JobState.ENDED and record.result == "CANCELLED":
+            return
+        if record.state is not JobState.PENDING:
+            raise Stale(f"job {job.job_id} is {record.state}")
+        record.comment = reason
+        self._cluster.cancel(job.job_id)
+        await self._reply()
+
+    async def fail(self, node: str, reason: str) -> None:
+        await self._reach()
+        self._cluster.set_down(node, reason)
+        await self._reply()
+
+    async def remove(self, node: str) -> None:
+        await self._reach()
+        self._cluster.delete(node)
+        await self._reply()
+
+    async def explain(self, job: JobRef, text: str) -> None:
+        await self._reach()
+        self._reread(job).comment = text
+        await self._reply()
+
+    async def membership(self, vm: Vm, attempt: Attempt | None) -> Membership:
+        features: tuple[str, ...] = (self._cluster.settings.node_feature,)
+        if attempt is not None:
+            features += (*attempt.request.features, attempt.feature)
+        return Joining(vm.name, features, vm.told).pack()
+
+    async def user(self, uid: int) -> User:
+        user = self._world.user(uid)
+        if user is None:
+            raise Gone(f"no user has the uid {uid}", hint="look at the site's user database")
+        return user
+
+    def _reread(self, job: JobRef) -> JobRecord:
+        record = self._cluster.jobs.get(job.job_id)
+        if record is None:
+            raise Gone(f"no job {job.job_id}")
+        if record.ref != job:
+            raise Stale(f"job {job.job_id} is now {record.ref}")
+        return record
+
+    def _wake(self, record: JobRecord) -> None:
+        """What slurmctld itself had put in its way is taken away; what its user wants stays."""
+        record.bad = False
+        if record.delayed:
+            record.begin, record.delayed = asyncio.get_running_loop().time(), False
+
+    async def _reach(self) -> None:
+        await asyncio.sleep(self._rng.uniform(*self._pace.there))
+        if not self._cluster.up:
+            await asyncio.sleep(self._rng.uniform(*self._pace.patience))
+            raise Unknown("slurmctld does not answer", hint="see whether it runs")
+
+    async def _reply(self) -> None:
+        await asyncio.sleep(self._rng.uniform(*self._pace.back))

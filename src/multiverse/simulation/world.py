@@ -1,0 +1,93 @@
+"""The one simulated world: a cluster, hosts with VMs, guests in them. It judges what was done to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+from random import Random
+
+from multiverse.core.model import Host, Identity, JobState, Size, User
+from multiverse.simulation.cluster import Cluster, ClusterSettings
+from multiverse.simulation.guests import Guest, GuestPace, Run
+from multiverse.simulation.machines import ABILITIES, Image, Machines
+
+
+@dataclass(frozen=True)
+class WorldSettings:
+    """What there is. `users` are the uids that the site knows."""
+
+    hosts: tuple[Host, ...] = (Host("h1", Size(8, 8192, 65536), ABILITIES, Size(2, 4096, 65536), "tcg"),)
+    images: tuple[Image, ...] = (Image("slim"), Image("dud", boots=False))
+    users: tuple[int, ...] = (1000, 1001)
+    cluster: ClusterSettings = field(default_factory=ClusterSettings)
+    guests: GuestPace = field(default_factory=GuestPace)
+
+
+class World:
+    """Made inside a running virtual loop; lives as long as that loop, whoever controls it meanwhile."""
+
+    def __init__(self, seed: int, settings: WorldSettings | None = None) -> None:
+        self.settings = settings or WorldSettings()
+        self.runs: list[Run] = []
+        self.guests: list[Guest] = []
+        self._rng = Random(f"{seed}/guests")
+        self.cluster = Cluster(Random(f"{seed}/cluster"), self.settings.cluster)
+        self.machines = Machines(self.settings.hosts, self.settings.images, self._boot)
+
+    def user(self, uid: int) -> User | None:
+        if uid not in self.settings.users:
+            return None
+        return User(f"u{uid}", uid, uid, f"/home/u{uid}", "/bin/sh", ((f"u{uid}", uid),))
+
+    def kill_vm(self, name: str, reason: str = "its process was killed") -> None:
+        self.machines.die(name, reason)
+
+    async def settle(self, limit: float) -> bool:
+        """Wait until every job has ended and nothing is left, for `limit` seconds at most."""
+        until = asyncio.get_running_loop().time() + limit
+        while self.unfinished() or self.leftovers():
+            if asyncio.get_running_loop().time() >= until:
+                return False
+            await asyncio.sleep(0.5)  # virtual: the world has no single event for "all is over"
+        return True
+
+    # --- judgement
+
+    def unfinished(self) -> list[str]:
+        """Jobs that have not ended, each with its state."""
+        return [f"job {job.job_id} is {job.state}" for job in self.cluster.history if job.state is not JobState.ENDED]
+
+    def leftovers(self) -> list[str]:
+        """VMs and nodes that exist; templates may stay."""
+        return [f"vm {name}" for name in self.machines.vms] + [f"node {name}" for name in self.cluster.nodes]
+
+    def violations(self) -> list[str]:
+        """What must never happen and did: shared identities, oversubscribed hosts, jobs run wrongly."""
+        return self.machines.violations + self.cluster.violations + self._strangers() + self._once()
+
+    def _strangers(self) -> list[str]:
+        return [
+            f"VM {guest.name} served {len(guest.served)} jobs: {guest.served}"
+            for guest in self.guests
+            if len(guest.served) > 1
+        ] + [f"VM name {name} came again" for name, times in Counter(self.machines.made).items() if times > 1]
+
+    def _once(self) -> list[str]:
+        wrong: list[str] = []
+        for job in self.cluster.history:
+            runs = [run for run in self.runs if (run.job_id, run.submitted) == (job.job_id, job.submitted)]
+            whole = [run for run in runs if run.completed]
+            starts = Counter(run.restarts for run in runs)
+            told = f"job {job.job_id}"
+            wrong += [f"{told} started {n} times as restart {restart}" for restart, n in starts.items() if n > 1]
+            ran = int(job.result in ("COMPLETED", "FAILED"))
+            if len(whole) != ran and job.state is JobState.ENDED:
+                wrong.append(f"{told} is {job.result}, and its script came to its end {len(whole)} times")
+        return wrong
+
+    def _boot(self, name: str, identity: Identity) -> Guest:
+        guest = Guest(name, identity, self.cluster, self.runs, self._rng, self.settings.guests)
+        self.guests.append(guest)
+        guest.boot()
+        return guest

@@ -1,0 +1,244 @@
+"""The simulated world by itself, driven by hand through the ports."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import pytest
+
+from multiverse.core.errors import Gone, Refused, Stale, Unknown
+from multiverse.core.model import (
+    Attempt,
+    AttemptState,
+    CloneKind,
+    Identity,
+    Job,
+    JobState,
+    NodeState,
+    Request,
+    Size,
+    Vm,
+    VmSpec,
+    VmState,
+)
+from multiverse.simulation.cluster import ClusterSettings
+from multiverse.simulation.hypervisor import SimulatedHypervisor
+from multiverse.simulation.jobs import Batch
+from multiverse.simulation.loop import run
+from multiverse.simulation.scheduler import SimulatedScheduler
+from multiverse.simulation.world import World, WorldSettings
+
+SIZE = Size(1, 256)
+
+
+@dataclass
+class Hand:
+    """Does by hand what the controller would."""
+
+    world: World
+    scheduler: SimulatedScheduler
+    hypervisor: SimulatedHypervisor
+    serial: int = 0
+
+    async def job(self, job_id: str) -> Job:
+        return (await self.scheduler.look()).jobs[job_id]
+
+    async def until(self, met: Callable[[], bool], limit: float = 300.0) -> None:
+        for _ in range(int(limit / 0.1)):
+            if met():
+                return
+            await asyncio.sleep(0.1)
+        raise AssertionError("it never came")
+
+    async def boot(self, feature: str, number: int = 1, size: Size = SIZE) -> str:
+        self.serial += 1
+        name = f"mvsim-{self.serial}"
+        mac, address = f"02:00:00:00:00:{self.serial:02x}", f"10.1.0.{self.serial}/16"
+        told = Size(size.cpus, size.memory - 80)
+        vm = Vm(self.serial, 1, VmState.STARTING, 0.0, name, "h1", "slim", CloneKind.INSTANT, size, told, mac, address)
+        request = Request(1, told)
+        ref = (await self.scheduler.look()).jobs
+        job = next(iter(ref.values())).ref
+        attempt = Attempt(number, 1, AttemptState.SPAWNING, 0.0, job, "job", 1000, request)
+        await self.hypervisor.prepare("h1", "slim", SIZE)
+        await self.hypervisor.create(VmSpec(name, "h1", "slim", CloneKind.INSTANT, size, mac))
+        membership = await self.scheduler.membership(vm, attempt)
+        await self.hypervisor.start(
+            name, size, Identity(name, mac, address, "", f"{self.serial:032x}", membership=membership)
+        )
+        return name
+
+    async def serve(self, job_id: str, number: int = 1) -> list[str]:
+        job = await self.job(job_id)
+        assert job.request is not None
+        names = [await self.boot(f"mv_{number}", number) for _ in range(job.request.nodes)]
+        await self.until(lambda: all(name in self.world.cluster.nodes for name in names))
+        await self.scheduler.pin(job.ref, f"mv_{number}")
+        return names
+
+    async def clear(self, names: list[str]) -> None:
+        for name in names:
+            await self.hypervisor.destroy(name, 1.0)
+            await self.scheduler.fail(name, "test")
+            await self.scheduler.remove(name)
+
+
+def by_hand(seed: int, drive: Callable[[Hand], Any], **cluster: Any) -> World:
+    async def main() -> World:
+        world = World(seed, WorldSettings(cluster=ClusterSettings(**cluster)))
+        hand = Hand(world, SimulatedScheduler(world, Random(seed)), SimulatedHypervisor(world, Random(seed)))
+        await drive(hand)
+        return world
+
+    return run(main(), seed)
+
+
+@pytest.mark.parametrize("batch", [Batch(), Batch(exit_code=3), Batch(nodes=3)])
+def test_a_job_runs_once(batch: Batch) -> None:
+    async def drive(hand: Hand) -> None:
+        job_id = hand.world.cluster.submit(batch)
+        await asyncio.sleep(5)
+        assert (await hand.job(job_id)).state is JobState.PENDING
+        names = await hand.serve(job_id)
+        await hand.until(lambda: not hand.world.unfinished())
+        await hand.clear(names)
+
+    world = by_hand(3, drive)
+    assert not world.violations() and not world.leftovers()
+    assert [run.completed for run in world.runs] == [True]
+    assert world.cluster.history[0].result == ("FAILED" if batch.exit_code else "COMPLETED")
+    assert len(world.machines.made) == batch.nodes
+
+
+def test_a_dead_vm_is_found_out_and_its_job_waits_on_its_old_feature() -> None:
+    async def drive(hand: Hand) -> None:
+        job_id = hand.world.cluster.submit(Batch(seconds=50))
+        names = await hand.serve(job_id)
+        await hand.until(lambda: bool(hand.world.runs))
+        hand.world.kill_vm(names[0])
+        await asyncio.sleep(20)
+        assert (await hand.job(job_id)).state is JobState.RUNNING
+        await asyncio.sleep(20)
+        job = await hand.job(job_id)
+        assert (job.state, job.ref.restarts, job.pinned, job.eligible) == (JobState.PENDING, 1, "mv_1", False)
+        await hand.scheduler.unpin(job.ref)
+        job = await hand.job(job_id)
+        assert job.gated and job.eligible and job.pinned is None
+        await hand.clear(names)
+        names = await hand.serve(job_id, 2)
+        await hand.until(lambda: not hand.world.unfinished())
+        await hand.clear(names)
+
+    world = by_hand(4, drive, silence=30.0)
+    assert not world.violations() and not world.leftovers()
+    assert [run.completed for run in world.runs] == [False, True]
+
+
+def test_a_job_that_may_not_be_requeued_fails_with_its_node() -> None:
+    async def drive(hand: Hand) -> None:
+        job_id = hand.world.cluster.submit(Batch(seconds=50, requeue=False, nodes=2))
+        names = await hand.serve(job_id)
+        await hand.until(lambda: bool(hand.world.runs))
+        await hand.scheduler.fail(names[1], "lost")
+        await hand.until(lambda: not hand.world.unfinished())
+        await hand.clear(names)
+
+    world = by_hand(4, drive)
+    assert world.cluster.history[0].result == "NODE_FAIL"
+    assert not world.violations() and not world.leftovers()
+
+
+def test_a_pin_without_a_node_is_refused_and_a_pin_that_lost_its_node_is_bad() -> None:
+    async def drive(hand: Hand) -> None:
+        job_id = hand.world.cluster.submit(Batch(nodes=2))
+        ref = (await hand.job(job_id)).ref
+        with pytest.raises(Refused):
+            await hand.scheduler.pin(ref, "mv_1")
+        name = await hand.boot("mv_1")
+        await hand.until(lambda: name in hand.world.cluster.nodes)
+        await hand.scheduler.pin(ref, "mv_1")
+        await hand.clear([name])
+        await asyncio.sleep(10)
+        job = await hand.job(job_id)
+        assert (job.reason, job.eligible, job.held) == ("BadConstraints", False, False)
+        await hand.scheduler.unpin(ref)
+        assert (await hand.job(job_id)).eligible
+        hand.world.cluster.cancel(job_id)
+
+    by_hand(5, drive)
+
+
+def test_suspension_stops_the_scripts_clock() -> None:
+    async def drive(hand: Hand) -> None:
+        job_id = hand.world.cluster.submit(Batch(seconds=10))
+        await hand.serve(job_id)
+        await hand.until(lambda: bool(hand.world.runs))
+        hand.world.cluster.suspend(job_id)
+        await asyncio.sleep(100)
+        assert (await hand.job(job_id)).state is JobState.SUSPENDED
+        hand.world.cluster.resume(job_id)
+        await hand.until(lambda: not hand.world.unfinished())
+
+    (only,) = by_hand(6, drive).runs
+    assert only.completed and only.ended is not None and only.ended - only.began > 100
+
+
+def test_what_happens_while_slurmctld_is_away_is_heard_later() -> None:
+    async def drive(hand: Hand) -> None:
+        job_id = hand.world.cluster.submit(Batch(seconds=3))
+        names = await hand.serve(job_id)
+        await hand.until(lambda: bool(hand.world.runs))
+        hand.world.cluster.go_away()
+        await asyncio.sleep(10)
+        with pytest.raises(Unknown):
+            await hand.scheduler.look()
+        hand.world.cluster.come_back()
+        await hand.until(lambda: not hand.world.unfinished())
+        await hand.clear(names)
+
+    world = by_hand(7, drive)
+    assert world.cluster.history[0].result == "COMPLETED" and not world.violations()
+
+
+def test_job_ids_come_again() -> None:
+    async def drive(hand: Hand) -> None:
+        refs = []
+        for _ in range(5):
+            job_id = hand.world.cluster.submit(Batch())
+            refs.append((await hand.job(job_id)).ref)
+            hand.world.cluster.cancel(job_id)
+            await asyncio.sleep(5)
+        assert [ref.job_id for ref in refs] == ["1", "2", "1", "2", "1"]
+        with pytest.raises((Stale, Gone)):
+            await hand.scheduler.unpin(refs[0])
+
+    by_hand(8, drive, last_id=2, memory=(2.0, 3.0))
+
+
+def test_wrongs_are_noticed() -> None:
+    async def drive(hand: Hand) -> None:
+        hand.world.cluster.submit(Batch())
+        for _ in range(9):
+            await hand.boot("mv_1", size=Size(1, 1024))
+
+    assert any("made to carry" in wrong for wrong in by_hand(9, drive).violations())
+
+
+def test_nodes_know_their_states() -> None:
+    async def drive(hand: Hand) -> None:
+        job_id = hand.world.cluster.submit(Batch(seconds=5))
+        (name,) = await hand.serve(job_id)
+        await hand.until(lambda: bool(hand.world.runs))
+        with pytest.raises(Refused):
+            await hand.scheduler.remove(name)
+        view = await hand.scheduler.look()
+        assert view.nodes[name].state is NodeState.BUSY and view.jobs[job_id].nodes == (name,)
+        await hand.until(lambda: not hand.world.unfinished())
+        assert (await hand.scheduler.look()).nodes[name].state is NodeState.IDLE
+        await hand.clear([name])
+
+    by_hand(10, drive)
