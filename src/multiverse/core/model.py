@@ -329,7 +329,8 @@ class Attempt:
 
     `since` is when it entered its state; `not_before` when it may be admitted (back-off); `tries`
     counts the attempts before it that failed in a row; `replaced` the VMs replaced within it.
-    `note` is what the user is told while it waits.
+    `note` is what the user is told while it waits. `gated` says that its job is known to be at the
+    gate; `stray` that the job was seen running on nodes that are not this attempt's.
     """
 
     id: int
@@ -343,6 +344,7 @@ class Attempt:
     outcome: Outcome | None = None
     reason: str = ""
     gated: bool = True
+    stray: bool = False
     not_before: float = 0.0
     tries: int = 0
     replaced: int = 0

@@ -1,0 +1,221 @@
+"""Effects: what rows ask for is done here, beside the planner, one lane for each object.
+
+A lane does one thing at a time, so that the destruction of a VM never overtakes its creation. An
+effect means *ensure*: as long as its row asks for it, it is repeated, each time after a longer pause.
+Nothing here writes a row; what came of an effect goes back to the planner as a message and, above all,
+is looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from multiverse.core.errors import Gone, MultiverseError, Refused, Stale, Unknown
+from multiverse.core.lifecycle import Effect, EffectKind, effect_of
+from multiverse.core.model import Attempt, Identity, Key, Row, Stage, Template, Vm, VmSpec
+from multiverse.core.rows import Done, Rows
+from multiverse.ports import Clock, Hypervisor, Scheduler
+
+log = structlog.get_logger()
+
+AGAIN, AGAIN_LIMIT = 2.0, 60.0
+"""Pause before an effect is repeated, doubled each time up to the limit; seconds."""
+
+TIMEOUTS: dict[EffectKind, float] = {EffectKind.BUILD: 600.0, EffectKind.CREATE: 300.0, EffectKind.START: 300.0}
+OTHER_TIMEOUT = 60.0
+
+
+@dataclass
+class _Lane:
+    effect: Effect
+    state: str
+    task: asyncio.Task[None] | None = None
+    began: float = 0.0
+    ended: float | None = None
+    runs: int = 0
+
+
+@dataclass
+class Surroundings:
+    """What effects need beside the row itself: its relatives, and what every guest is given."""
+
+    gateway: str
+    hosts: tuple[tuple[str, str], ...]
+    mounts: tuple[object, ...]
+    grace: float
+    rows: Rows = field(default_factory=lambda: Rows(""))
+
+
+class Effects:
+    """Runs what the live rows ask for. `done` is called, on the loop, with each effect's end."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        hypervisor: Hypervisor,
+        clock: Clock,
+        around: Surroundings,
+        done: Callable[[Done], None],
+    ) -> None:
+        self._scheduler, self._hypervisor, self._clock = scheduler, hypervisor, clock
+        self._around, self._done = around, done
+        self._lanes: dict[Key, _Lane] = {}
+        self._quiet: dict[Key, float] = {}
+
+    # --- what runs, and when something is due -------------------------------------------------------
+
+    def quiet(self) -> Mapping[Key, float]:
+        """For each live row, when its last effect ended; infinity while one runs."""
+        return dict(self._quiet)
+
+    def next_due(self) -> float:
+        """When the next repetition is due."""
+        return min((self._due(lane) for lane in self._lanes.values() if lane.task is None), default=float("inf"))
+
+    @staticmethod
+    def _due(lane: _Lane) -> float:
+        if lane.ended is None:
+            return 0.0
+        if lane.effect.kind is EffectKind.EXPLAIN:
+            return float("inf")
+        return lane.ended + min(AGAIN_LIMIT, AGAIN * 2.0 ** min(lane.runs - 1, 16))
+
+    def ensure(self, rows: Rows, strangers: Sequence[str] = ()) -> None:
+        """Make the lanes follow the rows. `strangers` are names of our site that no row explains."""
+        self._around.rows = rows
+        live: dict[Key, tuple[Effect | None, Row | str]] = {}
+        for table in (rows.attempts, rows.vms, rows.templates):
+            for row in table.values():  # type: ignore[attr-defined]
+                live[row.key] = (effect_of(row), row)
+        for name in strangers:
+            key = Key("vm", serial_of(name))
+            if key not in live:
+                live[key] = (Effect(EffectKind.RELEASE, key, name), name)
+        for key in [key for key, lane in self._lanes.items() if live.get(key, (None, ""))[0] != lane.effect]:
+            lane = self._lanes[key]
+            if lane.task is None:
+                del self._lanes[key]
+            elif not lane.task.cancelling():
+                lane.task.cancel()  # its end wakes the loop, and the lane is free then
+        for key, (effect, subject) in live.items():
+            if effect is None:
+                continue
+            lane = self._lanes.setdefault(key, _Lane(effect, _state(subject)))
+            if lane.task is None and lane.effect == effect and self._due(lane) <= self._clock.now():
+                self._begin(lane, subject)
+        for key in [key for key in self._quiet if key not in live and key not in self._lanes]:
+            del self._quiet[key]
+
+    def _begin(self, lane: _Lane, subject: Row | str) -> None:
+        lane.began, lane.state = self._clock.now(), _state(subject)
+        lane.runs += 1
+        self._quiet[lane.effect.key] = float("inf")
+        lane.task = asyncio.create_task(self._run(lane, subject), name=f"{lane.effect.kind} {lane.effect.key}")
+
+    async def _run(self, lane: _Lane, subject: Row | str) -> None:
+        error: MultiverseError | None = None
+        stages: Sequence[Stage] = ()
+        limit = TIMEOUTS.get(lane.effect.kind, OTHER_TIMEOUT)
+        try:
+            async with asyncio.timeout(limit):
+                stages = await self._act(lane.effect, subject) or ()
+        except MultiverseError as caught:
+            error = caught
+        except TimeoutError:
+            error = Unknown(f"{lane.effect.kind} did not end within {limit:g} s")
+        except Exception as caught:  # a bug in a driver must not stop the loop, and is never lost
+            log.exception("effect failed unexpectedly", effect=lane.effect.kind, key=str(lane.effect.key))
+            error = Unknown(f"{type(caught).__name__}: {caught}")
+        finally:
+            lane.task = None
+            lane.ended = self._quiet[lane.effect.key] = self._clock.now()
+            if error is not None and not isinstance(error, Stale):
+                log.warning("effect failed", effect=lane.effect.kind, key=str(lane.effect.key), why=str(error))
+            self._done(Done(lane.effect.key, lane.effect.kind, lane.state, error, tuple(stages)))
+
+    async def close(self) -> None:
+        """Stop all that runs. What was begun is found again by the first look of whoever comes next."""
+        tasks = [lane.task for lane in self._lanes.values() if lane.task]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # --- the effects themselves ----------------------------------------------------------------------
+
+    async def _act(self, effect: Effect, subject: Row | str) -> Sequence[Stage] | None:
+        match effect.kind, subject:
+            case EffectKind.GATE, Attempt():
+                await self._scheduler.unpin(subject.job)
+            case EffectKind.EXPLAIN, Attempt():
+                await self._scheduler.explain(subject.job, effect.text)
+            case EffectKind.PIN, Attempt():
+                await self._scheduler.pin(subject.job, subject.feature)
+            case EffectKind.REQUEUE, Attempt():
+                await self._scheduler.requeue(subject.job)
+            case EffectKind.REVOKE, Attempt():
+                await self._scheduler.revoke(subject.job, effect.text)
+            case EffectKind.CREATE, Vm():
+                return await self._hypervisor.create(
+                    VmSpec(subject.name, subject.host, subject.image, subject.kind, subject.size, subject.mac)
+                )
+            case EffectKind.START, Vm():
+                return await self._start(subject)
+            case EffectKind.RELEASE, Vm():
+                await self._release(subject.name, 0.0 if subject.failed else self._around.grace)
+            case EffectKind.RELEASE, str():
+                await self._release(subject, 0.0)
+            case EffectKind.BUILD, Template():
+                return await self._hypervisor.prepare(subject.host, subject.image, subject.size)
+            case EffectKind.DROP, Template():
+                await self._hypervisor.drop(subject.host, subject.image)
+            case _:
+                raise AssertionError(f"no such effect: {effect}")
+        return None
+
+    async def _start(self, vm: Vm) -> Sequence[Stage]:
+        attempt = self._around.rows.attempts.get(vm.attempt) if vm.attempt is not None else None
+        peers = tuple(
+            (peer.name, peer.address.partition("/")[0])
+            for peer in self._around.rows.vms.values()
+            if peer.attempt == vm.attempt
+        )
+        try:
+            users = (await self._scheduler.user(attempt.uid),) if attempt else ()
+        except Gone as error:
+            raise Refused(f"the job's user is unknown here: {error.message}") from error
+        membership = await self._scheduler.membership(vm, attempt)
+        identity = Identity(
+            hostname=vm.name,
+            mac=vm.mac,
+            address=vm.address,
+            gateway=self._around.gateway,
+            machine_id="",
+            users=users,
+            mounts=self._around.mounts,  # type: ignore[arg-type]
+            peers=(*self._around.hosts, *peers),
+            membership=membership,
+        )
+        return await self._hypervisor.start(vm.name, vm.size, identity)
+
+    async def _release(self, name: str, grace: float) -> None:
+        """Node DOWN if something still runs there, VM destroyed, node forgotten. A node that is alive
+        and empty needs no DOWN: it is gone before Slurm could give it another job, for its feature is
+        nobody's but its own job's."""
+        if grace == 0:
+            await self._scheduler.fail(name, "multiverse: its VM is gone")
+        await self._hypervisor.destroy(name, grace)
+        await self._scheduler.remove(name)
+
+
+def _state(subject: Row | str) -> str:
+    return "" if isinstance(subject, str) else str(subject.state)
+
+
+def serial_of(name: str) -> int:
+    """The serial in a VM's name, `mv<site>-<serial>`; 0 if it has none."""
+    tail = name.rpartition("-")[2]
+    return int(tail) if tail.isdigit() else 0

@@ -1,0 +1,178 @@
+"""The controller: looks at the world, plans, commits, and lets the effects follow. The only writer of rows."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections import deque
+
+import structlog
+
+from multiverse.config import Settings
+from multiverse.controller.effects import Effects, Surroundings
+from multiverse.controller.observe import Observer
+from multiverse.core.errors import MultiverseError
+from multiverse.core.lifecycle import EffectKind
+from multiverse.core.model import AttemptState, HypervisorView, SchedulerView, Size, VmState, World
+from multiverse.core.pacing import Policy
+from multiverse.core.plan import orphans, plan
+from multiverse.core.rows import Command, Done, Message, Rows
+from multiverse.ports import Clock, Hypervisor, Scheduler
+from multiverse.store import Store
+
+log = structlog.get_logger()
+
+EXPECTING = 0.1
+"""Seconds between looks at the scheduler while a node's registration or a job's end is awaited."""
+
+_SCHEDULER_EFFECTS = (EffectKind.GATE, EffectKind.PIN, EffectKind.REQUEUE, EffectKind.REVOKE, EffectKind.START)
+
+
+def policy_of(settings: Settings) -> Policy:
+    """The planner's policy from the settings."""
+    s, p = settings, settings.pacing
+    return Policy(
+        subnet=ipaddress.IPv4Network(s.network.subnet),
+        gateway=s.network.gateway,
+        first_address=s.network.first,
+        image=s.image.default,
+        kind=s.image.kind,
+        base=Size(s.qemu.base_cpus, s.qemu.base_memory),
+        guest_reserve=s.image.guest_reserve,
+        provisioning=p.provisioning,
+        spawn_timeout=p.spawn_timeout,
+        pin_timeout=p.pin_timeout,
+        complete_timeout=p.complete_timeout,
+        retry_base=p.retry_base,
+        retry_limit=p.retry_limit,
+        replacements=p.replacements,
+        attempts=p.attempts,
+    )
+
+
+class Controller:
+    """Runs until cancelled. A restart needs no code of its own: it is the first look."""
+
+    def __init__(
+        self, store: Store, scheduler: Scheduler, hypervisor: Hypervisor, clock: Clock, settings: Settings
+    ) -> None:
+        self._store, self._clock, self._settings = store, clock, settings
+        self.policy = policy_of(settings)
+        self._wake = asyncio.Event()
+        self._inbox: deque[Message] = deque()
+        self._rows = Rows(store.site)
+        self._expecting = False
+        self._strangers: dict[str, float] = {}
+        self.scheduler: Observer[SchedulerView] = Observer(
+            "scheduler", scheduler.look, clock, self._scheduler_interval, self._wake.set
+        )
+        self.hypervisor: Observer[HypervisorView] = Observer(
+            "hypervisor", hypervisor.look, clock, lambda: settings.poll, self._wake.set
+        )
+        self._effects = Effects(
+            scheduler,
+            hypervisor,
+            clock,
+            Surroundings(
+                gateway=settings.network.gateway,
+                hosts=settings.network.hosts,
+                mounts=settings.mounts,
+                grace=settings.pacing.reclaim_grace,
+            ),
+            self._effect_ended,
+        )
+
+    # --- from outside --------------------------------------------------------------------------------
+
+    def hint(self) -> None:
+        """Something may have changed in the scheduler: look sooner."""
+        self.scheduler.poke(burst=True)
+
+    def command(self, command: Command) -> None:
+        """Take an operator's wish; what comes of it is seen in the rows."""
+        self._inbox.append(command)
+        self._wake.set()
+
+    # --- the loop ------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Observe, plan and act until cancelled."""
+        tasks = [asyncio.create_task(self.scheduler.run()), asyncio.create_task(self.hypervisor.run())]
+        try:
+            while True:
+                self._wake.clear()
+                self._pass()
+                await self._sleep(tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._effects.close()
+
+    async def _sleep(self, observers: list[asyncio.Task[None]]) -> None:
+        left = min(self._settings.poll, self._effects.next_due() - self._clock.now())
+        if left > 0:
+            try:
+                async with asyncio.timeout(left):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+        for task in observers:
+            if task.done():
+                task.result()  # an observer ends only by a bug: raise it here
+
+    def _pass(self) -> None:
+        """One pass: the world first, the rows second, one commit, then the effects. Awaits nothing."""
+        world = World(self.scheduler.latest, self.hypervisor.latest, self._effects.quiet())
+        messages = list(self._inbox)
+        try:
+            with self._store.transaction() as tx:
+                rows = tx.load_active()
+                moves = plan(rows, world, messages, self._clock.now(), self.policy)
+                for move in moves:
+                    tx.apply(move)
+                for message in messages:
+                    if isinstance(message, Done):
+                        self._journal_done(tx, rows, message)
+                rows = tx.load_active() if moves else rows
+        except MultiverseError as error:
+            # Nothing was kept, and nothing will be done that is not kept: the messages stay, we try again.
+            log.error("the pass was not committed", why=str(error))
+            return
+        for _ in messages:
+            self._inbox.popleft()
+        self._rows = rows
+        self._expecting = any(
+            vm.state is VmState.STARTING for vm in rows.vms.values()
+        ) or any(a.state in (AttemptState.SPAWNED, AttemptState.RECLAIMING) for a in rows.attempts.values())
+        self._effects.ensure(rows, self._confirmed_strangers(rows, world))
+
+    @staticmethod
+    def _journal_done(tx: object, rows: Rows, done: Done) -> None:
+        table = {"attempt": rows.attempts, "vm": rows.vms, "template": rows.templates}[done.key.kind]
+        row = table.get(done.key.id)  # type: ignore[attr-defined]
+        if row is not None and (done.stages or done.error):
+            tx.measured(row, str(done.kind), done.stages, str(done.error) if done.error else "")  # type: ignore[attr-defined]
+
+    def _confirmed_strangers(self, rows: Rows, world: World) -> list[str]:
+        """Of the names that no row explains, those seen so in two looks: a single one destroys nothing."""
+        if world.scheduler is None or world.hypervisor is None:
+            return []
+        began = min(world.scheduler.began, world.hypervisor.began)
+        names = orphans(rows, world)
+        self._strangers = {name: self._strangers.get(name, began) for name in names}
+        confirmed = [name for name in names if self._strangers[name] < began]
+        return confirmed
+
+    # --- pace ----------------------------------------------------------------------------------------
+
+    def _scheduler_interval(self) -> float:
+        return EXPECTING if self._expecting else self._settings.poll
+
+    def _effect_ended(self, done: Done) -> None:
+        self._inbox.append(done)
+        if done.key.kind != "attempt":
+            self.hypervisor.poke()
+        if done.kind in _SCHEDULER_EFFECTS or done.kind is EffectKind.RELEASE:
+            self.scheduler.poke(burst=done.kind is not EffectKind.RELEASE)
+        self._wake.set()

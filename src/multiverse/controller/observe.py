@@ -1,0 +1,81 @@
+"""Observers: one polling task for each source, quicker when a hint says that something may have changed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+import structlog
+
+from multiverse.core.errors import MultiverseError
+from multiverse.core.model import Seen
+from multiverse.ports import Clock
+
+T = TypeVar("T")
+log = structlog.get_logger()
+
+BURST = (0.0, 0.05, 0.15, 0.4)
+"""Seconds after a hint at which to look: what it speaks of may not be visible at once."""
+
+LOOK_TIMEOUT = 60.0
+
+
+class Observer(Generic[T]):
+    """Keeps the latest whole view of one source. After a failed look the source is unknown."""
+
+    def __init__(
+        self,
+        name: str,
+        look: Callable[[], Awaitable[T]],
+        clock: Clock,
+        interval: Callable[[], float],
+        seen: Callable[[], None],
+    ) -> None:
+        self.name = name
+        self.latest: Seen[T] | None = None
+        self.failure = ""
+        self.looks = 0
+        self._look, self._clock, self._interval, self._seen = look, clock, interval, seen
+        self._due: list[float] = []
+        self._poked = asyncio.Event()
+
+    def poke(self, *, burst: bool = False) -> None:
+        """Look soon: once, or several times when the change may take a moment to be visible."""
+        now = self._clock.now()
+        self._due = sorted({*self._due, *(now + wait for wait in (BURST if burst else BURST[:1]))})
+        self._poked.set()
+
+    async def run(self) -> None:
+        while True:
+            began = self._clock.now()
+            self._due = [due for due in self._due if due > began]
+            try:
+                async with asyncio.timeout(LOOK_TIMEOUT):
+                    value = await self._look()
+            except (MultiverseError, TimeoutError) as error:
+                text = str(error) or f"no answer within {LOOK_TIMEOUT:g} s"
+                if text != self.failure:
+                    log.warning("source is unknown", source=self.name, why=text)
+                self.latest, self.failure = None, text
+            else:
+                if self.failure:
+                    log.info("source is back", source=self.name)
+                self.latest, self.failure = Seen(value, began), ""
+            self.looks += 1
+            self._seen()
+            await self._wait(began)
+
+    async def _wait(self, began: float) -> None:
+        """Until the next look is due: a hint's time, or the interval since the last look began."""
+        while True:
+            due = min([began + self._interval(), *self._due])
+            left = due - self._clock.now()
+            if left <= 0:
+                return
+            self._poked.clear()
+            try:
+                async with asyncio.timeout(left):
+                    await self._poked.wait()
+            except TimeoutError:
+                return

@@ -1,0 +1,115 @@
+"""Which host: sizes, free capacity, and the choice among the hosts that fit."""
+
+from __future__ import annotations
+
+import ipaddress
+import zlib
+from collections.abc import Collection, Iterable, Mapping
+
+from multiverse.core.model import Claim, Host, Size
+from multiverse.core.pacing import Policy
+
+BLOCK = 128
+"""MiB: x86 Linux plugs memory in blocks of this size (DESIGN, section 5)."""
+
+
+def vm_size(told: Size, policy: Policy) -> Size:
+    """The size of a VM whose node is told to have `told`: room for the guest's kernel and daemons, and
+    for the page structures of plugged memory (64 bytes for each page of 4096: 1/64)."""
+    wanted = told.memory + policy.guest_reserve + told.memory // 50
+    plugged = -(-max(0, wanted - policy.base.memory) // BLOCK) * BLOCK
+    return Size(max(told.cpus, policy.base.cpus), policy.base.memory + plugged, told.disk)
+
+
+def vm_claim(size: Size, policy: Policy) -> Size:
+    """What a VM of `size` holds on its host."""
+    return Size(size.cpus, size.memory + policy.vm_overhead, size.disk)
+
+
+def template_claim(policy: Policy) -> Size:
+    """What a template holds on its host: its frozen memory, and no CPU."""
+    return Size(0, policy.base.memory, 0)
+
+
+class Room:
+    """What is free on each host, while one pass takes from it and gives back."""
+
+    def __init__(self, hosts: Mapping[str, Host], claims: Iterable[Claim]) -> None:
+        self.free = {name: [h.capacity.cpus, h.capacity.memory, h.capacity.disk] for name, h in hosts.items()}
+        for claim in claims:
+            self.take(claim.host, claim.size)
+
+    def take(self, host: str, size: Size) -> None:
+        self._add(host, size, -1)
+
+    def give(self, host: str, size: Size) -> None:
+        self._add(host, size, 1)
+
+    def _add(self, host: str, size: Size, sign: int) -> None:
+        if host in self.free:
+            free = self.free[host]
+            free[0] += sign * size.cpus
+            free[1] += sign * size.memory
+            free[2] += sign * size.disk
+
+    def fits(self, host: str, size: Size) -> bool:
+        cpus, memory, disk = self.free[host]
+        return size.cpus <= cpus and size.memory <= memory and size.disk <= disk
+
+    def place(self, size: Size, count: int, among: Collection[str]) -> list[str] | None:
+        """Hosts for `count` VMs of one size, all or none; takes the room. The emptiest host first, by
+        free CPUs, then memory, then name, so that equals are decided alike in every run."""
+        chosen: list[str] = []
+        for _ in range(count):
+            fitting = [h for h in among if h in self.free and self.fits(h, size)]
+            if not fitting:
+                for host in chosen:
+                    self.give(host, size)
+                return None
+            best = min(fitting, key=lambda h: (-self.free[h][0], -self.free[h][1], h))
+            self.take(best, size)
+            chosen.append(best)
+        return chosen
+
+
+def largest(hosts: Mapping[str, Host], policy: Policy) -> Size:
+    """The largest request that an empty host could serve: what to tell whoever asked for more. Zero
+    without hosts. The host with the most memory is named, then the one with the most CPUs."""
+    if not hosts:
+        return Size(0, 0)
+    best = max((h.capacity for h in hosts.values()), key=lambda c: (c.memory, c.cpus))
+    room = best.memory - policy.vm_overhead - template_claim(policy).memory
+    # vm_size() backwards: blocks of memory that fit, less the reserve and the page structures.
+    whole = policy.base.memory + (room - policy.base.memory) // BLOCK * BLOCK
+    told = max(0, (whole - policy.guest_reserve) * 50 // 51)
+    return Size(best.cpus, told, best.disk)
+
+
+def could_ever_fit(told: Size, count: int, hosts: Mapping[str, Host], policy: Policy) -> bool:
+    """Whether empty hosts, with nothing on them but a template each, could hold the request."""
+    room = Room(hosts, ())
+    for host in hosts:
+        room.take(host, template_claim(policy))
+    return room.place(vm_claim(vm_size(told, policy), policy), count, sorted(hosts)) is not None
+
+
+def mac_of(site: str, serial: int) -> str:
+    """A locally administered MAC address of this site's own: 16 bits of the site, 24 of the serial."""
+    tail = (zlib.crc32(site.encode()) & 0xFFFF).to_bytes(2, "big") + (serial & 0xFFFFFF).to_bytes(3, "big")
+    return ":".join(f"{byte:02x}" for byte in (0x02, *tail))
+
+
+def address_of(serial: int, used: Collection[str], policy: Policy) -> str | None:
+    """An address with its prefix length for the VM `serial`; None if all are in use. Neighbouring
+    serials get neighbouring addresses, and one comes back only after all others: a peer's stale
+    ARP entry for it has long expired by then."""
+    net = policy.subnet
+    span = net.num_addresses - 1 - policy.first_address
+    for step in range(span):
+        candidate = net.network_address + policy.first_address + (serial + step) % span
+        text = f"{candidate}/{net.prefixlen}"
+        if text not in used and candidate != ipaddress.IPv4Address(policy.gateway):
+            return text
+    return None
+
+

@@ -1,0 +1,514 @@
+"""The planner: from the committed rows and what was seen of the world, all the moves of one pass.
+
+Pure: no I/O, no clock, no chance, no iteration over a set. Steps free, then admission uses. The pass
+repeats until nothing more follows, so that a look is answered in one commit however many rows it moves.
+
+Three rules run through all of it. Unknown is not absent: a source that is None moves nothing, and a
+deadline has passed only if a look that began after it still did not show the thing. Absence counts
+only in a look that began after the object's last effect ended. And a pair of state and sight that
+cannot be puts that one record in quarantine, with a reason, and stops nobody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import StrEnum
+
+from multiverse.core.admission import admit, kind_of, need_template, plan_vms
+from multiverse.core.errors import Broken, Exhausted, Gone, Refused
+from multiverse.core.lifecycle import EffectKind, Event
+from multiverse.core.model import (
+    Attempt,
+    AttemptState,
+    Claim,
+    CloneKind,
+    Job,
+    JobState,
+    NodeState,
+    Outcome,
+    Request,
+    SchedulerView,
+    Size,
+    TemplateCondition,
+    TemplateState,
+    Vm,
+    VmCondition,
+    VmState,
+    World,
+)
+from multiverse.core.pacing import Policy
+from multiverse.core.placement import Room, vm_claim, vm_size
+from multiverse.core.rows import Change, Command, Done, Draft, Message, Move, Rows
+
+A, V, T = AttemptState, VmState, TemplateState
+
+ROUNDS = 16
+"""More rounds than the longest chain of moves that one look can set off; a guard, never reached."""
+
+
+def plan(rows: Rows, world: World, messages: Sequence[Message], now: float, policy: Policy) -> list[Move]:
+    """All moves of one pass, in the order in which they are to be applied."""
+    draft = Draft(rows, now)
+    for message in messages:
+        if isinstance(message, Done):
+            _heed(draft, message)
+        else:
+            _obey(draft, message, policy)
+    for _ in range(ROUNDS):
+        before = len(draft.moves)
+        _open_attempts(draft, world)
+        for template_id in sorted(draft.templates):
+            _step_template(draft, template_id, world)
+        for vm_id in sorted(draft.vms):
+            _step_vm(draft, vm_id, world, policy)
+        for attempt_id in sorted(draft.attempts):
+            _step_attempt(draft, attempt_id, world, policy)
+        admit(draft, world, policy)
+        if len(draft.moves) == before:
+            break
+    return draft.moves
+
+
+def orphans(rows: Rows, world: World) -> list[str]:
+    """Names of our site that were seen, on a host or in the scheduler, without a live row. A node on
+    which the scheduler runs a job is never among them."""
+    if world.scheduler is None or world.hypervisor is None:
+        return []
+    known = {vm.name for vm in rows.vms.values()}
+    nodes = world.scheduler.value.nodes
+    names = {*nodes, *world.hypervisor.value.vms} - known
+    return sorted(n for n in names if n not in nodes or nodes[n].state is not NodeState.BUSY)
+
+
+# --- messages --------------------------------------------------------------------------------------
+
+_DEFINITE = (Refused, Exhausted, Gone, Broken)
+
+
+def _heed(draft: Draft, done: Done) -> None:
+    """An effect said that it failed for good. What it says of success is not heeded: that is looked at."""
+    if not isinstance(done.error, _DEFINITE):
+        return
+    row = draft.get(done.key)
+    if row is None or row.state != done.state or row.quarantined:
+        return
+    why = str(done.error)
+    if isinstance(row, Vm) and done.kind in (EffectKind.CREATE, EffectKind.START):
+        draft.move(Change(_releasing(row, why), Event.FAILED, why))
+    elif done.kind is EffectKind.BUILD and not isinstance(row, (Vm, Attempt)):
+        draft.move(Change(replace(row, state=T.BROKEN, reason=why, tries=row.tries + 1), Event.BROKE, why))
+    elif isinstance(row, Attempt) and done.kind is EffectKind.PIN and isinstance(done.error, Refused):
+        draft.move(Change(_given_back(row, why, tries=row.tries + 1), Event.GAVE_UP, why))
+
+
+def _obey(draft: Draft, command: Command, policy: Policy) -> None:
+    row = draft.template_for(command.host, command.image)
+    if command.verb == "build" and (row is None or row.state is T.BROKEN):
+        need_template(draft, command.host, command.image, policy, "an operator asked for it")
+    elif command.verb == "drop" and row is not None and row.state in (T.READY, T.BROKEN, T.BUILDING):
+        draft.move(Change(replace(row, state=T.RETIRING), Event.DROPPED, "an operator asked for it"))
+
+
+# --- the scheduler's word --------------------------------------------------------------------------
+
+
+class Sight(StrEnum):
+    """What a look says of an attempt's job."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    COMPLETING = "completing"
+    ENDED = "ended"
+    RESTARTED = "restarted"
+    UNSEEN = "unseen"
+
+
+def _sight(attempt: Attempt, view: SchedulerView) -> tuple[Sight, Job | None]:
+    job = view.jobs.get(attempt.job.job_id)
+    if job is None or job.ref.submitted != attempt.job.submitted or job.ref.restarts < attempt.job.restarts:
+        return Sight.UNSEEN, None  # gone, or another job that got the same id
+    if job.ref.restarts > attempt.job.restarts:
+        return Sight.RESTARTED, job
+    match job.state:
+        case JobState.PENDING:
+            return Sight.PENDING, job
+        case JobState.RUNNING | JobState.SUSPENDED:
+            return Sight.RUNNING, job
+        case JobState.COMPLETING:
+            return Sight.COMPLETING, job
+        case JobState.ENDED:
+            return Sight.ENDED, job
+
+
+def _open_attempts(draft: Draft, world: World) -> None:
+    """A pending job without a live attempt gets one."""
+    if world.scheduler is None:
+        return
+    served = {a.job for a in draft.attempts.values()}
+    for _, job in sorted(world.scheduler.value.jobs.items()):
+        if job.state is JobState.PENDING and job.ref not in served:
+            _open(draft, job)
+
+
+def _open(draft: Draft, job: Job, *, tries: int = 0, not_before: float = 0.0) -> None:
+    attempt = Attempt(
+        id=draft.attempt_id(),
+        version=0,
+        state=A.QUEUED,
+        since=draft.now,
+        job=job.ref,
+        job_name=job.name,
+        uid=job.uid,
+        request=job.request or Request(0, Size(0, 0)),
+        gated=_at_gate(job),
+        tries=tries,
+        not_before=not_before,
+        work_dir=job.work_dir,
+    )
+    draft.move(Change(attempt, Event.SUBMITTED, f"restart {job.ref.restarts}" if job.ref.restarts else ""))
+
+
+def _at_gate(job: Job) -> bool:
+    return job.gated and job.pinned is None
+
+
+# --- attempts --------------------------------------------------------------------------------------
+
+
+def _step_attempt(draft: Draft, attempt_id: int, world: World, policy: Policy) -> None:
+    attempt = draft.attempts.get(attempt_id)
+    if attempt is None or world.scheduler is None:
+        return
+    began = world.scheduler.began
+    if began < attempt.since and attempt.state is not A.RECLAIMING:
+        # The look is older than the state: what it says of the job was already heeded.
+        if attempt.state is A.CLAIMED:
+            _see_to_vms(draft, attempt, world, policy)
+        return
+    sight, job = _sight(attempt, world.scheduler.value)
+    if attempt.quarantined and sight not in (Sight.ENDED, Sight.UNSEEN):
+        return
+    if attempt.state is A.RECLAIMING:
+        _finish(draft, attempt, sight, job, world, policy)
+    elif not _ended(draft, attempt, sight, job, world):
+        match attempt.state:
+            case A.QUEUED:
+                _step_queued(draft, attempt, sight, job)
+            case A.CLAIMED | A.SPAWNING:
+                _step_making(draft, attempt, sight, job, world, policy)
+            case A.SPAWNED:
+                _step_spawned(draft, attempt, sight, job, began, policy)
+            case A.ALLOCATED:
+                _step_allocated(draft, attempt, sight)
+            case _:
+                pass
+
+
+def _given_back(attempt: Attempt, reason: str, *, tries: int) -> Attempt:
+    """The attempt on its way out, its job to go back to the gate."""
+    return replace(attempt, state=A.RECLAIMING, outcome="requeued", reason=reason, gated=False, tries=tries, note="")
+
+
+def _ended(draft: Draft, attempt: Attempt, sight: Sight, job: Job | None, world: World) -> bool:
+    """What ends an attempt from any state: the job ended, or was started over by the scheduler."""
+    assert world.scheduler is not None
+    if sight is Sight.UNSEEN and world.scheduler.began <= world.quiet.get(attempt.key, attempt.since):
+        return True  # not there, but the look is too old to say so
+    if sight in (Sight.ENDED, Sight.UNSEEN):
+        result = job.result if job else ""
+        ran = attempt.state is A.ALLOCATED or (attempt.state is A.SPAWNED and result != "CANCELLED")
+        event, outcome = (Event.ENDED, "done") if ran else (Event.CANCELLED, "cancelled")
+        why = result if job else "the scheduler no longer shows the job"
+        _reclaim(draft, attempt, event, outcome, why)  # type: ignore[arg-type]
+        return True
+    if sight is Sight.RESTARTED:
+        _reclaim(draft, attempt, Event.RESTARTED, "requeued", "the scheduler requeued the job")
+        return True
+    return False
+
+
+def _reclaim(draft: Draft, attempt: Attempt, event: Event, outcome: Outcome, reason: str) -> None:
+    draft.move(
+        Change(
+            replace(attempt, state=A.RECLAIMING, outcome=outcome, reason=reason, note="", quarantined=""),
+            event,
+            reason,
+        )
+    )
+
+
+def _quarantine(draft: Draft, attempt: Attempt, why: str) -> None:
+    draft.move(Change(replace(attempt, quarantined=why), Event.QUARANTINED, why))
+
+
+def _step_queued(draft: Draft, attempt: Attempt, sight: Sight, job: Job | None) -> None:
+    assert job is not None
+    if sight is Sight.PENDING:
+        request = job.request or Request(0, Size(0, 0))
+        fresh = replace(
+            attempt,
+            request=request,
+            job_name=job.name,
+            uid=job.uid,
+            work_dir=job.work_dir,
+            gated=_at_gate(job),
+            stray=False,
+        )
+        if fresh != attempt:
+            draft.move(Change(fresh, Event.NOTED, "changed while waiting" if request != attempt.request else ""))
+    elif sight is Sight.RUNNING and not attempt.stray:
+        # Requeued by Slurm with its old pin, it was started on a VM that is about to go.
+        draft.move(Change(replace(attempt, stray=True), Event.NOTED, "it runs on a VM of an earlier attempt"))
+
+
+def _step_making(
+    draft: Draft, attempt: Attempt, sight: Sight, job: Job | None, world: World, policy: Policy
+) -> None:
+    assert job is not None
+    if sight is not Sight.PENDING:
+        _quarantine(draft, attempt, f"the job is {sight} before it was given its nodes")
+        return
+    if job.held:
+        _give_back(draft, attempt, Event.CHANGED, "the job was held")
+    elif job.request != attempt.request:
+        _give_back(draft, attempt, Event.CHANGED, "the job's request was changed")
+    else:
+        _see_to_vms(draft, attempt, world, policy)
+
+
+def _give_back(draft: Draft, attempt: Attempt, event: Event, reason: str, *, failed: bool = False) -> None:
+    draft.move(Change(_given_back(attempt, reason, tries=attempt.tries + failed), event, reason))
+
+
+def _see_to_vms(draft: Draft, attempt: Attempt, world: World, policy: Policy) -> None:
+    """Claimed and spawning: replace what failed, and go on when all VMs have come as far."""
+    if attempt.quarantined:
+        return
+    vms = draft.serving_vms_of(attempt)
+    missing = attempt.request.nodes - len(vms)
+    if missing > 0:
+        _replace_vms(draft, attempt, missing, world, policy)
+    elif attempt.state is A.CLAIMED and all(vm.state is not V.PLANNED for vm in vms):
+        started = [Change(replace(vm, state=V.STARTING), Event.START) for vm in vms if vm.state is V.PARKED]
+        draft.move(Change(replace(attempt, state=A.SPAWNING), Event.MADE), *started)
+    elif attempt.state is A.SPAWNING and all(vm.state is V.JOINED for vm in vms):
+        draft.move(Change(replace(attempt, state=A.SPAWNED, gated=False), Event.ALL_JOINED))
+
+
+def _replace_vms(draft: Draft, attempt: Attempt, missing: int, world: World, policy: Policy) -> None:
+    failures = [vm.reason for vm in draft.vms_of(attempt) if vm.failed and vm.reason]
+    why = failures[-1] if failures else "a VM was lost"
+    if attempt.replaced + missing > policy.replacements:
+        if attempt.tries + 1 >= policy.attempts:
+            text = f"no VM could be made for it in {policy.attempts} attempts: {why}"
+            _reclaim(draft, attempt, Event.GAVE_UP, "failed", text)
+        else:
+            _give_back(draft, attempt, Event.GAVE_UP, why, failed=True)
+        return
+    if world.hypervisor is None:
+        return
+    hosts = world.hypervisor.value.hosts
+    able = [
+        name
+        for name, host in sorted(hosts.items())
+        if kind_of(attempt, policy).value in host.abilities
+        and (kind_of(attempt, policy) is not CloneKind.INSTANT or _template_ready(draft, name, attempt, policy))
+    ]
+    size = vm_claim(vm_size(attempt.request.size, policy), policy)
+    chosen = Room(hosts, draft.claims.values()).place(size, missing, able)
+    vms = plan_vms(draft, attempt, chosen, policy) if chosen else None
+    if vms is None:
+        _give_back(draft, attempt, Event.GAVE_UP, f"{why}; no room for another VM", failed=True)
+        return
+    draft.move(
+        Change(replace(attempt, replaced=attempt.replaced + missing), Event.REPLACED, why),
+        *(Change(vm, Event.PLANNED) for vm in vms),
+        make=(Claim(vm.key, vm.host, vm_claim(vm.size, policy)) for vm in vms),
+    )
+
+
+def _template_ready(draft: Draft, host: str, attempt: Attempt, policy: Policy) -> bool:
+    template = draft.template_for(host, attempt.request.image or policy.image)
+    return template is not None and template.state is T.READY
+
+
+def _step_spawned(
+    draft: Draft, attempt: Attempt, sight: Sight, job: Job | None, began: float, policy: Policy
+) -> None:
+    assert job is not None
+    vms = draft.serving_vms_of(attempt)
+    if sight in (Sight.RUNNING, Sight.COMPLETING):
+        if sorted(job.nodes) != sorted(vm.name for vm in vms) and sight is Sight.RUNNING:
+            _quarantine(draft, attempt, f"its job runs on {', '.join(job.nodes)}, not on its own VMs")
+            return
+        serving = [Change(replace(vm, state=V.SERVING), Event.RUNS) for vm in vms if vm.state is V.JOINED]
+        draft.move(Change(replace(attempt, state=A.ALLOCATED), Event.RUNS), *serving)
+    elif job.held:
+        _give_back(draft, attempt, Event.CHANGED, "the job was held")
+    elif job.request != attempt.request:
+        _give_back(draft, attempt, Event.CHANGED, "the job's request was changed")
+    elif len(vms) < attempt.request.nodes or any(vm.failed for vm in vms):
+        _give_back(draft, attempt, Event.GAVE_UP, "a VM was lost before the job ran", failed=True)
+    elif began - attempt.since > policy.pin_timeout:
+        _give_back(
+            draft, attempt, Event.PIN_EXPIRED, f"the scheduler did not start it: {job.reason or 'no reason'}", failed=True
+        )
+
+
+def _step_allocated(draft: Draft, attempt: Attempt, sight: Sight) -> None:
+    if sight is Sight.COMPLETING:
+        _reclaim(draft, attempt, Event.ENDED, "done", "its job is completing")
+    elif sight is Sight.PENDING:
+        # Pending again with the same restart count: the launch was taken back before it counted.
+        _give_back(draft, attempt, Event.CHANGED, "the scheduler took the launch back")
+
+
+def _finish(
+    draft: Draft, attempt: Attempt, sight: Sight, job: Job | None, world: World, policy: Policy
+) -> None:
+    """Reclaiming: the job must be off our nodes and off their feature before the VMs may go, and the
+    VMs must be gone before the attempt is over."""
+    assert world.scheduler is not None
+    began = world.scheduler.began
+    if began <= world.quiet.get(attempt.key, 0.0) or began < attempt.since:
+        return  # nothing seen yet since our last word in this matter
+    vms = draft.vms_of(attempt)
+    names = {vm.name for vm in vms}
+    on_ours = job is not None and any(node in names for node in job.nodes)
+    if job is not None and job.state is JobState.COMPLETING and on_ours:
+        if began - attempt.since <= policy.complete_timeout:
+            return
+    elif job is not None and job.state in (JobState.RUNNING, JobState.SUSPENDED) and on_ours:
+        if attempt.outcome == "requeued" and sight is Sight.RUNNING:
+            # Our pin was answered after we had given up on it: the job has its nodes, so let it run.
+            draft.move(Change(replace(attempt, outcome="done"), Event.NOTED, "the job started after all"))
+        if sight is not Sight.RESTARTED or began - attempt.since <= policy.complete_timeout:
+            return  # a restarted one is being requeued by the attempt that came after this
+    elif job is not None and job.state is JobState.PENDING and (job.pinned == attempt.feature):
+        if attempt.gated and sight is Sight.PENDING:
+            draft.move(Change(replace(attempt, gated=False), Event.NOTED))
+        return  # the gate first: a pending job on a feature that no node has may never start
+    if attempt.outcome in ("revoked", "failed") and sight in (Sight.PENDING, Sight.RUNNING):
+        return  # not cancelled yet
+    if attempt.outcome == "requeued" and not attempt.gated:
+        draft.move(Change(replace(attempt, gated=True), Event.NOTED, "its job is off our nodes"))
+        attempt = draft.attempts[attempt.id]
+    leaving = [vm for vm in vms if vm.state not in (V.RELEASING, V.LOST)]
+    if leaving:
+        draft.move(*(Change(_releasing(vm, "", failed=vm.failed), Event.RELEASED, attempt.reason) for vm in leaving))
+    if vms:
+        return
+    outcome = attempt.outcome or "done"
+    draft.move(Change(replace(attempt, state=A(outcome), quarantined=""), Event.RECLAIMED, attempt.reason))
+    if outcome == "requeued" and sight is Sight.PENDING and job is not None:
+        wait = policy.backoff(attempt.tries)
+        _open(draft, job, tries=attempt.tries, not_before=draft.now + wait if wait else 0.0)
+
+
+# --- VMs -------------------------------------------------------------------------------------------
+
+
+def _releasing(vm: Vm, reason: str, *, failed: bool = True) -> Vm:
+    return replace(vm, state=V.RELEASING, reason=reason or vm.reason, failed=failed)
+
+
+def _step_vm(draft: Draft, vm_id: int, world: World, policy: Policy) -> None:
+    vm = draft.vms.get(vm_id)
+    if vm is None or vm.quarantined or world.hypervisor is None:
+        return
+    hypervisor, began = world.hypervisor.value, world.hypervisor.began
+    if vm.host not in hypervisor.hosts:
+        if vm.state is not V.LOST:
+            draft.move(Change(replace(vm, state=V.LOST, failed=True), Event.LOST, f"host {vm.host} is out of reach"))
+        return
+    if vm.state is V.LOST:
+        draft.move(Change(_releasing(vm, f"host {vm.host} was out of reach"), Event.FOUND))
+        return
+    if vm.state is V.RELEASING:
+        _step_releasing(draft, vm, world)
+        return
+    seen = hypervisor.vms.get(vm.name)
+    absent = seen is None and began > world.quiet.get(vm.key, vm.since) and began > vm.since
+    dead = seen is not None and seen.condition is VmCondition.DEAD
+    if vm.state is V.PLANNED:
+        if seen is not None and seen.condition in (VmCondition.PARKED, VmCondition.RUNNING):
+            draft.move(Change(replace(vm, state=V.PARKED), Event.EXISTS))
+        elif began - vm.since > policy.spawn_timeout:
+            _fail(draft, vm, Event.FAILED, f"it was not made within {policy.spawn_timeout:g} s")
+        return
+    if dead or absent:
+        why = (seen.reason if seen else "") or "the VM died"
+        if vm.state in (V.JOINED, V.SERVING) and _job_is_pinned(draft, vm, world):
+            # Unpin first: the row stays until the attempt has put its job back at the gate.
+            if not vm.failed:
+                draft.move(Change(replace(vm, failed=True, reason=why), Event.NOTED, why))
+            return
+        _fail(draft, vm, Event.DIED, why)
+        return
+    attempt = draft.attempts.get(vm.attempt) if vm.attempt is not None else None
+    if vm.state is V.PARKED and attempt is not None and attempt.state is A.SPAWNING:
+        draft.move(Change(replace(vm, state=V.STARTING), Event.START))
+    elif vm.state is V.STARTING:
+        _step_starting(draft, vm, world, policy)
+
+
+def _job_is_pinned(draft: Draft, vm: Vm, world: World) -> bool:
+    """Whether its attempt's job waits, tied to it, or may: a pin may be on its way, unseen as yet."""
+    attempt = draft.attempts.get(vm.attempt) if vm.attempt is not None else None
+    if attempt is None:
+        return False
+    if world.scheduler is None or attempt.state is A.SPAWNED:
+        return True
+    if attempt.state is A.RECLAIMING and attempt.outcome == "requeued" and not attempt.gated:
+        return True
+    job = world.scheduler.value.jobs.get(attempt.job.job_id)
+    return job is not None and job.state is JobState.PENDING and job.pinned == attempt.feature
+
+
+def _fail(draft: Draft, vm: Vm, event: Event, why: str) -> None:
+    draft.move(Change(_releasing(vm, why), event, why))
+
+
+def _step_starting(draft: Draft, vm: Vm, world: World, policy: Policy) -> None:
+    if world.scheduler is None:
+        return
+    node = world.scheduler.value.nodes.get(vm.name)
+    if node is not None and node.state in (NodeState.IDLE, NodeState.BUSY):
+        draft.move(Change(replace(vm, state=V.JOINED), Event.REGISTERED))
+    elif node is not None and node.state is NodeState.DOWN:
+        _fail(draft, vm, Event.FAILED, f"its node came up down: {node.reason or 'no reason given'}")
+    elif world.scheduler.began - vm.since > policy.spawn_timeout:
+        _fail(draft, vm, Event.FAILED, f"its node did not register within {policy.spawn_timeout:g} s")
+
+
+def _step_releasing(draft: Draft, vm: Vm, world: World) -> None:
+    """Gone only when a destruction has ended and, in looks begun since, neither side shows it."""
+    ended = world.quiet.get(vm.key)
+    if ended is None or world.scheduler is None or world.hypervisor is None:
+        return
+    if min(world.scheduler.began, world.hypervisor.began) <= max(ended, vm.since):
+        return
+    if vm.name not in world.hypervisor.value.vms and vm.name not in world.scheduler.value.nodes:
+        draft.move(Change(replace(vm, state=V.GONE), Event.ABSENT), free=[vm.key])
+
+
+# --- templates -------------------------------------------------------------------------------------
+
+
+def _step_template(draft: Draft, template_id: int, world: World) -> None:
+    row = draft.templates.get(template_id)
+    if row is None or row.quarantined or world.hypervisor is None:
+        return
+    ended = world.quiet.get(row.key)
+    if world.hypervisor.began <= max(ended or 0.0, row.since) or row.host not in world.hypervisor.value.hosts:
+        return
+    seen = world.hypervisor.value.templates.get((row.host, row.image))
+    ready = seen is not None and seen.condition is TemplateCondition.READY
+    if row.state is T.BUILDING and ready:
+        draft.move(Change(replace(row, state=T.READY, tries=0), Event.BUILT))
+    elif row.state is T.READY and not ready:
+        why = seen.reason if seen else "it is no longer there"
+        draft.move(Change(replace(row, state=T.ABSENT), Event.VANISHED, why), free=[row.key])
+    elif row.state is T.RETIRING and ended is not None and seen is None:
+        draft.move(Change(replace(row, state=T.ABSENT), Event.ABSENT), free=[row.key])

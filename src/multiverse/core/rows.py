@@ -1,0 +1,163 @@
+"""The committed rows, the moves that change them, and the working copy that one pass plans on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from multiverse.core.errors import MultiverseError
+from multiverse.core.lifecycle import TERMINAL, EffectKind, Event
+from multiverse.core.model import (
+    Attempt,
+    Claim,
+    Key,
+    Row,
+    Stage,
+    Template,
+    Vm,
+    VmState,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """All live rows at the start of a pass, the claims, and the numbers that come next."""
+
+    site: str
+    next_serial: int = 1
+    next_attempt: int = 1
+    next_template: int = 1
+    attempts: Mapping[int, Attempt] = field(default_factory=dict)
+    vms: Mapping[int, Vm] = field(default_factory=dict)
+    templates: Mapping[int, Template] = field(default_factory=dict)
+    claims: Sequence[Claim] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One row's part of a move: its new value, whose `version` is still the one it replaces (0: new)."""
+
+    row: Row
+    event: Event
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Rows that change together, with the claims that come and go with them: one decision, all or
+    nothing. A gang's admission is one move."""
+
+    changes: tuple[Change, ...]
+    make: tuple[Claim, ...] = ()
+    free: tuple[Key, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """An effect ended. `error` None: it reported success. `state` is the row's when it began, so that
+    a late message about a state since left is known for what it is."""
+
+    key: Key
+    kind: EffectKind
+    state: str
+    error: MultiverseError | None = None
+    stages: tuple[Stage, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What an operator asks of a template: `build` or `drop`."""
+
+    verb: str
+    host: str
+    image: str
+
+
+Message = Done | Command
+R = TypeVar("R", Attempt, Vm, Template)
+
+
+class Draft:
+    """The rows as the moves planned so far leave them. Nothing here outlives the pass."""
+
+    def __init__(self, rows: Rows, now: float) -> None:
+        self.now = now
+        self.site = rows.site
+        self.attempts = dict(rows.attempts)
+        self.vms = dict(rows.vms)
+        self.templates = dict(rows.templates)
+        self.claims = {claim.owner: claim for claim in rows.claims}
+        self.moves: list[Move] = []
+        self._serial, self._attempt, self._template = rows.next_serial, rows.next_attempt, rows.next_template
+
+    # --- numbers -----------------------------------------------------------------------------------
+
+    def serial(self) -> int:
+        self._serial += 1
+        return self._serial - 1
+
+    def attempt_id(self) -> int:
+        self._attempt += 1
+        return self._attempt - 1
+
+    def template_id(self) -> int:
+        self._template += 1
+        return self._template - 1
+
+    # --- moves -------------------------------------------------------------------------------------
+
+    def move(self, *changes: Change, make: Iterable[Claim] = (), free: Iterable[Key] = ()) -> None:
+        """Plan one move and go on from what it leaves. Rows entering a new state get `since` = now."""
+        stamped = []
+        for change in changes:
+            row = change.row
+            old = self.get(row.key)
+            if old is None or old.state != row.state:
+                row = replace(row, since=self.now)
+            stamped.append(replace(change, row=row))
+            self._put(replace(row, version=row.version + 1))
+        made, freed = tuple(make), tuple(free)
+        for claim in made:
+            self.claims[claim.owner] = claim
+        for key in freed:
+            self.claims.pop(key, None)
+        self.moves.append(Move(tuple(stamped), made, freed))
+
+    def get(self, key: Key) -> Row | None:
+        return {"attempt": self.attempts, "vm": self.vms, "template": self.templates}[key.kind].get(key.id)  # type: ignore[attr-defined,no-any-return]
+
+    def _put(self, row: Row) -> None:
+        match row:
+            case Attempt():
+                self._store(self.attempts, row)
+            case Vm():
+                self._store(self.vms, row)
+            case Template():
+                self._store(self.templates, row)
+
+    @staticmethod
+    def _store(table: dict[int, R], row: R) -> None:
+        if row.state in TERMINAL:
+            table.pop(row.id, None)
+        else:
+            table[row.id] = row
+
+    # --- questions ---------------------------------------------------------------------------------
+
+    def vms_of(self, attempt: Attempt) -> list[Vm]:
+        """The attempt's live VMs, those being released too, by serial."""
+        return [vm for _, vm in sorted(self.vms.items()) if vm.attempt == attempt.id]
+
+    def serving_vms_of(self, attempt: Attempt) -> list[Vm]:
+        """Those of its VMs that are not on their way out."""
+        return [vm for vm in self.vms_of(attempt) if vm.state not in (VmState.RELEASING, VmState.LOST)]
+
+    def addresses(self) -> set[str]:
+        return {vm.address for vm in self.vms.values()}
+
+    def template_for(self, host: str, image: str) -> Template | None:
+        for _, template in sorted(self.templates.items()):
+            if template.host == host and template.image == image:
+                return template
+        return None

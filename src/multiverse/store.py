@@ -1,0 +1,368 @@
+"""The only SQL: live rows, claims, and the journal, in one SQLite file.
+
+Synchronous, on the loop's thread: one connection, explicit BEGIN IMMEDIATE, one commit for each pass.
+A row is its dataclass as JSON beside the few columns that are asked for; the dataclass is the schema.
+After a failure inside a transaction nothing of it is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from pydantic import TypeAdapter
+
+from multiverse.core import lifecycle
+from multiverse.core.errors import Broken, Exhausted, MultiverseError, Refused
+from multiverse.core.lifecycle import TERMINAL
+from multiverse.core.model import Attempt, Claim, Key, Row, RowKind, Size, Stage, Template, Vm
+from multiverse.core.rows import Change, Move, Rows
+from multiverse.ports import Clock
+
+metadata = sa.MetaData()
+_meta = sa.Table(
+    "meta", metadata, sa.Column("key", sa.String, primary_key=True), sa.Column("value", sa.String, nullable=False)
+)
+
+
+def _row_table(name: str, *extra: sa.Column[Any]) -> sa.Table:
+    return sa.Table(
+        name,
+        metadata,
+        sa.Column("id", sa.Integer, primary_key=True),
+        sa.Column("version", sa.Integer, nullable=False),
+        sa.Column("state", sa.String, nullable=False),
+        sa.Column("live", sa.Boolean, nullable=False, index=True),
+        sa.Column("body", sa.String, nullable=False),
+        *extra,
+    )
+
+
+_attempts = _row_table("attempts", sa.Column("job_id", sa.String, nullable=False, index=True))
+_vms = _row_table("vms", sa.Column("attempt", sa.Integer, nullable=True, index=True))
+_templates = _row_table("templates")
+_claims = sa.Table(
+    "claims",
+    metadata,
+    sa.Column("kind", sa.String, primary_key=True),
+    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("host", sa.String, nullable=False),
+    sa.Column("cpus", sa.Integer, nullable=False),
+    sa.Column("memory", sa.Integer, nullable=False),
+    sa.Column("disk", sa.Integer, nullable=False),
+)
+_journal = sa.Table(
+    "journal",
+    metadata,
+    sa.Column("seq", sa.Integer, primary_key=True, autoincrement=True),
+    sa.Column("boot", sa.String, nullable=False),
+    sa.Column("mono", sa.Float, nullable=False),
+    sa.Column("wall", sa.Float, nullable=False),
+    sa.Column("kind", sa.String, nullable=False),
+    sa.Column("id", sa.Integer, nullable=False),
+    sa.Column("attempt", sa.Integer, nullable=True, index=True),
+    sa.Column("event", sa.String, nullable=False),
+    sa.Column("source", sa.String, nullable=True),
+    sa.Column("target", sa.String, nullable=True),
+    sa.Column("reason", sa.String, nullable=False),
+    sa.Column("detail", sa.String, nullable=False),
+)
+
+_TABLES: dict[RowKind, sa.Table] = {"attempt": _attempts, "vm": _vms, "template": _templates}
+_ADAPTERS: dict[RowKind, TypeAdapter[Any]] = {
+    "attempt": TypeAdapter(Attempt),
+    "vm": TypeAdapter(Vm),
+    "template": TypeAdapter(Template),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of the journal. `mono` compares only among entries of one `boot`."""
+
+    seq: int
+    boot: str
+    mono: float
+    wall: float
+    kind: RowKind
+    id: int
+    attempt: int | None
+    event: str
+    source: str | None
+    target: str | None
+    reason: str
+    detail: dict[str, Any]
+
+
+class StoreConflict(MultiverseError):
+    """A move was planned on a row that has changed since, or against the tables: a bug, never routine."""
+
+
+class Store:
+    """Opens or makes the database. `path` ":memory:" keeps it in this process alone."""
+
+    def __init__(self, path: Path | str, clock: Clock, *, site: str | None = None) -> None:
+        self._clock = clock
+        if str(path) == ":memory:":
+            engine = sa.create_engine("sqlite://", poolclass=sa.pool.StaticPool)
+        else:
+            engine = sa.create_engine(f"sqlite:///{path}")
+        sa.event.listen(engine, "connect", _configure)
+        self._cache: dict[tuple[RowKind, int, int], Row] = {}
+        try:
+            self._connection = engine.connect()
+            with self._begin():
+                metadata.create_all(self._connection)
+                self._set_default("site", site or "".join(secrets.choice("abcdefghjkmnpqrstvwxyz0123456789") for _ in range(5)))
+                for counter in ("next_serial", "next_attempt", "next_template"):
+                    self._set_default(counter, "1")
+                self._enter_boot()
+        except sa.exc.DatabaseError as error:
+            raise Broken(f"cannot open {path}: {error.orig}", hint="is it a database of Multiverse?") from error
+        self.site = self._meta("site")
+
+    def close(self) -> None:
+        self._connection.close()
+        self._connection.engine.dispose()
+
+    # --- transactions ------------------------------------------------------------------------------
+
+    @contextmanager
+    def transaction(self) -> Iterator[Transaction]:
+        """One transaction. Leaving it commits; an exception rolls back, and nothing of it is kept.
+        Raises `Exhausted` when the disk is full."""
+        with self._begin():
+            yield Transaction(self)
+
+    @contextmanager
+    def _begin(self) -> Iterator[None]:
+        try:
+            self._connection.exec_driver_sql("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._connection.exec_driver_sql("COMMIT")
+            except BaseException:
+                self._cache.clear()
+                if self._connection.connection.dbapi_connection.in_transaction:  # type: ignore[union-attr]
+                    self._connection.exec_driver_sql("ROLLBACK")
+                raise
+        except sa.exc.OperationalError as error:
+            raise Exhausted(f"the database did not take it: {error.orig}", hint="is its disk full?") from error
+        finally:
+            # The driver's transaction is over; SQLAlchemy's view of it must not stay open across passes.
+            self._connection.commit()
+
+    def _enter_boot(self) -> None:
+        """Monotonic times of an earlier boot mean nothing now: live rows are taken as of this moment."""
+        boot = self._clock.boot_id()
+        before = self._connection.scalar(sa.select(_meta.c.value).where(_meta.c.key == "boot"))
+        if before not in (None, boot):
+            for kind, table in _TABLES.items():
+                for row in self._live(kind):
+                    moved = replace(row, since=self._clock.now())
+                    if isinstance(moved, Attempt):
+                        moved = replace(moved, not_before=0.0)
+                    self._execute(
+                        table.update().where(table.c.id == row.id).values(body=json.dumps(asdict(moved), default=str))
+                    )
+        self._cache.clear()
+        self._put_meta("boot", boot)
+
+    # --- rows --------------------------------------------------------------------------------------
+
+    def _live(self, kind: RowKind) -> list[Any]:
+        table = _TABLES[kind]
+        rows = self._connection.execute(
+            sa.select(table.c.id, table.c.version, table.c.body).where(table.c.live).order_by(table.c.id)
+        )
+        return [self._decode(kind, *row) for row in rows]
+
+    def _decode(self, kind: RowKind, id_: int, version: int, body: str) -> Any:
+        cached = self._cache.get((kind, id_, version))
+        if cached is None:
+            cached = self._cache[kind, id_, version] = _ADAPTERS[kind].validate_json(body)
+        return cached
+
+    def _execute(self, statement: sa.Executable) -> sa.CursorResult[Any]:
+        return self._connection.execute(statement)
+
+    def _meta(self, key: str) -> str:
+        value = self._connection.scalar(sa.select(_meta.c.value).where(_meta.c.key == key))
+        self._connection.commit()
+        return str(value)
+
+    def _put_meta(self, key: str, value: str) -> None:
+        self._execute(sa.text("INSERT OR REPLACE INTO meta VALUES (:key, :value)").bindparams(key=key, value=value))
+
+    def _set_default(self, key: str, value: str) -> None:
+        self._execute(sa.text("INSERT OR IGNORE INTO meta VALUES (:key, :value)").bindparams(key=key, value=value))
+
+    # --- for people ----------------------------------------------------------------------------------
+
+    def rows(self) -> Rows:
+        """The live rows as last committed."""
+        with self.transaction() as tx:
+            return tx.load_active()
+
+    def attempts(self, *, job_id: str | None = None, limit: int = 1000) -> list[Attempt]:
+        """Attempts, the newest first, ended ones too; of one job, or of an array (`123` finds `123_4`)."""
+        query = sa.select(_attempts.c.id, _attempts.c.version, _attempts.c.body)
+        if job_id is not None:
+            array = _attempts.c.job_id.like(f"{job_id.replace('%', '').replace('_', '/_')}/_%", escape="/")
+            query = query.where((_attempts.c.job_id == job_id) | array)
+        rows = self._execute(query.order_by(_attempts.c.id.desc()).limit(limit)).all()
+        self._connection.commit()
+        return [self._decode_once("attempt", row) for row in rows]
+
+    def vms_of(self, attempts: Sequence[int]) -> list[Vm]:
+        """All VMs, gone ones too, that were made for these attempts."""
+        rows = self._execute(
+            sa.select(_vms.c.id, _vms.c.version, _vms.c.body).where(_vms.c.attempt.in_(attempts)).order_by(_vms.c.id)
+        ).all()
+        self._connection.commit()
+        return [self._decode_once("vm", row) for row in rows]
+
+    @staticmethod
+    def _decode_once(kind: RowKind, row: sa.Row[Any]) -> Any:
+        return _ADAPTERS[kind].validate_json(row[2])
+
+    def journal(self, *, attempts: Sequence[int] | None = None, after: int = 0) -> list[Entry]:
+        """Journal entries in order; of these attempts and their VMs only, if given."""
+        query = sa.select(_journal).where(_journal.c.seq > after)
+        if attempts is not None:
+            query = query.where(_journal.c.attempt.in_(attempts))
+        rows = self._execute(query.order_by(_journal.c.seq)).mappings().all()
+        self._connection.commit()
+        return [Entry(**{**row, "detail": json.loads(row["detail"])}) for row in rows]
+
+
+class Transaction:
+    """What may be done between BEGIN and COMMIT."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def load_active(self) -> Rows:
+        """All live rows and claims, with the numbers that come next."""
+        s = self._store
+        meta = dict(s._execute(sa.select(_meta.c.key, _meta.c.value)).tuples().all())
+        claims = s._execute(sa.select(_claims).order_by(_claims.c.kind, _claims.c.id)).all()
+        return Rows(
+            site=meta["site"],
+            next_serial=int(meta["next_serial"]),
+            next_attempt=int(meta["next_attempt"]),
+            next_template=int(meta["next_template"]),
+            attempts={row.id: row for row in s._live("attempt")},
+            vms={row.id: row for row in s._live("vm")},
+            templates={row.id: row for row in s._live("template")},
+            claims=tuple(Claim(Key(c.kind, c.id), c.host, Size(c.cpus, c.memory, c.disk)) for c in claims),
+        )
+
+    def apply(self, move: Move) -> None:
+        """Write one move: version check, table check, rows, claims, journal. Raises `StoreConflict`."""
+        for key in move.free:
+            self._store._execute(_claims.delete().where(_claims.c.kind == key.kind, _claims.c.id == key.id))
+        for change in move.changes:
+            self._apply(change)
+        for claim in move.make:
+            self._store._execute(
+                _claims.insert().values(
+                    kind=claim.owner.kind,
+                    id=claim.owner.id,
+                    host=claim.host,
+                    cpus=claim.size.cpus,
+                    memory=claim.size.memory,
+                    disk=claim.size.disk,
+                )
+            )
+
+    def _apply(self, change: Change) -> None:
+        row, s = change.row, self._store
+        kind = row.key.kind
+        table = _TABLES[kind]
+        old = s._execute(sa.select(table.c.version, table.c.state).where(table.c.id == row.id)).one_or_none()
+        source = None
+        if old is not None:
+            if old.version != row.version:
+                raise StoreConflict(f"{row.key} has version {old.version}, the move was made for {row.version}")
+            source = type(row.state)(old.state)
+        elif row.version != 0:
+            raise StoreConflict(f"{row.key} does not exist, the move was made for version {row.version}")
+        if not lifecycle.allowed(kind, source, change.event, row.state):
+            raise StoreConflict(f"{row.key}: no arrow {source} --{change.event}--> {row.state} in its table")
+        written = replace(row, version=row.version + 1)
+        live = written.state not in TERMINAL
+        values: dict[str, Any] = {
+            "version": written.version,
+            "state": str(written.state),
+            "live": live,
+            "body": json.dumps(asdict(written), default=str),
+        }
+        if isinstance(written, Attempt):
+            values["job_id"] = written.job.job_id
+        elif isinstance(written, Vm):
+            values["attempt"] = written.attempt
+        if old is None:
+            s._execute(table.insert().values(id=row.id, **values))
+            counter = {"attempt": "next_attempt", "vm": "next_serial", "template": "next_template"}[kind]
+            s._execute(
+                sa.text("UPDATE meta SET value = MAX(CAST(value AS INTEGER), :next) WHERE key = :key").bindparams(
+                    next=row.id + 1, key=counter
+                )
+            )
+        else:
+            s._execute(table.update().where(table.c.id == row.id).values(**values))
+        s._cache.pop((kind, row.id, row.version), None)
+        if live:
+            s._cache[kind, row.id, written.version] = written
+        self._journal(written, str(change.event), source, written.state, change.reason, {})
+
+    def measured(self, row: Row, event: str, stages: Sequence[Stage], error: str = "") -> None:
+        """Journal what an effect reported: its stages, in seconds, or its error."""
+        detail = {"stages": [[stage.name, round(stage.seconds, 6)] for stage in stages]} if stages else {}
+        self._journal(row, event, None, None, error, detail)
+
+    def _journal(
+        self, row: Row, event: str, source: object, target: object, reason: str, detail: dict[str, Any]
+    ) -> None:
+        s = self._store
+        attempt = row.id if isinstance(row, Attempt) else row.attempt if isinstance(row, Vm) else None
+        s._execute(
+            _journal.insert().values(
+                boot=s._clock.boot_id(),
+                mono=s._clock.now(),
+                wall=s._clock.wall(),
+                kind=row.key.kind,
+                id=row.id,
+                attempt=attempt,
+                event=event,
+                source=str(source) if source else None,
+                target=str(target) if target else None,
+                reason=reason,
+                detail=json.dumps(detail),
+            )
+        )
+
+
+def _configure(connection: Any, _record: Any) -> None:
+    connection.isolation_level = None  # we say BEGIN ourselves
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA journal_mode=WAL")
+    cursor.execute("PRAGMA synchronous=FULL")
+    cursor.execute("PRAGMA foreign_keys=ON")
+    cursor.close()
+
+
+def open_store(state_dir: Path, clock: Clock) -> Store:
+    """The store in a state directory, made if need be. Raises `Refused` if the directory cannot be used."""
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise Refused(f"cannot use {state_dir}: {error.strerror}", hint="set state_dir in the settings") from error
+    return Store(state_dir / "multiverse.db", clock)
