@@ -16,7 +16,7 @@ import structlog
 
 from multiverse.core.errors import Gone, MultiverseError, Refused, Stale, Unknown
 from multiverse.core.lifecycle import Effect, EffectKind, effect_of
-from multiverse.core.model import Attempt, Identity, Key, Row, Stage, Template, Vm, VmSpec
+from multiverse.core.model import Attempt, Identity, Key, Mount, Row, Stage, Template, Vm, VmSpec
 from multiverse.core.rows import Done, Rows
 from multiverse.ports import Clock, Hypervisor, Scheduler
 
@@ -45,7 +45,7 @@ class Surroundings:
 
     gateway: str
     hosts: tuple[tuple[str, str], ...]
-    mounts: tuple[object, ...]
+    mounts: tuple[Mount, ...]
     grace: float
     rows: Rows = field(default_factory=lambda: Rows(""))
 
@@ -89,7 +89,7 @@ class Effects:
         self._around.rows = rows
         live: dict[Key, tuple[Effect | None, Row | str]] = {}
         for table in (rows.attempts, rows.vms, rows.templates):
-            for row in table.values():  # type: ignore[attr-defined]
+            for row in table.values():
                 live[row.key] = (effect_of(row), row)
         for name in strangers:
             key = Key("vm", serial_of(name))
@@ -195,7 +195,7 @@ class Effects:
             gateway=self._around.gateway,
             machine_id="",
             users=users,
-            mounts=self._around.mounts,  # type: ignore[arg-type]
+            mounts=self._around.mounts,
             peers=(*self._around.hosts, *peers),
             membership=membership,
         )

@@ -18,7 +18,7 @@ from multiverse.core.pacing import Policy
 from multiverse.core.plan import orphans, plan
 from multiverse.core.rows import Command, Done, Message, Rows
 from multiverse.ports import Clock, Hypervisor, Scheduler
-from multiverse.store import Store
+from multiverse.store import Store, Transaction
 
 log = structlog.get_logger()
 
@@ -142,17 +142,16 @@ class Controller:
         for _ in messages:
             self._inbox.popleft()
         self._rows = rows
-        self._expecting = any(
-            vm.state is VmState.STARTING for vm in rows.vms.values()
-        ) or any(a.state in (AttemptState.SPAWNED, AttemptState.RECLAIMING) for a in rows.attempts.values())
+        self._expecting = any(vm.state is VmState.STARTING for vm in rows.vms.values()) or any(
+            a.state in (AttemptState.SPAWNED, AttemptState.RECLAIMING) for a in rows.attempts.values()
+        )
         self._effects.ensure(rows, self._confirmed_strangers(rows, world))
 
     @staticmethod
-    def _journal_done(tx: object, rows: Rows, done: Done) -> None:
-        table = {"attempt": rows.attempts, "vm": rows.vms, "template": rows.templates}[done.key.kind]
-        row = table.get(done.key.id)  # type: ignore[attr-defined]
+    def _journal_done(tx: Transaction, rows: Rows, done: Done) -> None:
+        row = rows.get(done.key)
         if row is not None and (done.stages or done.error):
-            tx.measured(row, str(done.kind), done.stages, str(done.error) if done.error else "")  # type: ignore[attr-defined]
+            tx.measured(row, str(done.kind), done.stages, str(done.error) if done.error else "")
 
     def _confirmed_strangers(self, rows: Rows, world: World) -> list[str]:
         """Of the names that no row explains, those seen so in two looks: a single one destroys nothing."""

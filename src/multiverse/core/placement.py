@@ -111,5 +111,3 @@ def address_of(serial: int, used: Collection[str], policy: Policy) -> str | None
         if text not in used and candidate != ipaddress.IPv4Address(policy.gateway):
             return text
     return None
-
-

@@ -262,9 +262,7 @@ def _step_queued(draft: Draft, attempt: Attempt, sight: Sight, job: Job | None) 
         draft.move(Change(replace(attempt, stray=True), Event.NOTED, "it runs on a VM of an earlier attempt"))
 
 
-def _step_making(
-    draft: Draft, attempt: Attempt, sight: Sight, job: Job | None, world: World, policy: Policy
-) -> None:
+def _step_making(draft: Draft, attempt: Attempt, sight: Sight, job: Job | None, world: World, policy: Policy) -> None:
     assert job is not None
     if sight is not Sight.PENDING:
         _quarantine(draft, attempt, f"the job is {sight} before it was given its nodes")
@@ -333,9 +331,7 @@ def _template_ready(draft: Draft, host: str, attempt: Attempt, policy: Policy) -
     return template is not None and template.state is T.READY
 
 
-def _step_spawned(
-    draft: Draft, attempt: Attempt, sight: Sight, job: Job | None, began: float, policy: Policy
-) -> None:
+def _step_spawned(draft: Draft, attempt: Attempt, sight: Sight, job: Job | None, began: float, policy: Policy) -> None:
     assert job is not None
     vms = draft.serving_vms_of(attempt)
     if sight in (Sight.RUNNING, Sight.COMPLETING):
@@ -352,7 +348,11 @@ def _step_spawned(
         _give_back(draft, attempt, Event.GAVE_UP, "a VM was lost before the job ran", failed=True)
     elif began - attempt.since > policy.pin_timeout:
         _give_back(
-            draft, attempt, Event.PIN_EXPIRED, f"the scheduler did not start it: {job.reason or 'no reason'}", failed=True
+            draft,
+            attempt,
+            Event.PIN_EXPIRED,
+            f"the scheduler did not start it: {job.reason or 'no reason'}",
+            failed=True,
         )
 
 
@@ -364,9 +364,7 @@ def _step_allocated(draft: Draft, attempt: Attempt, sight: Sight) -> None:
         _give_back(draft, attempt, Event.CHANGED, "the scheduler took the launch back")
 
 
-def _finish(
-    draft: Draft, attempt: Attempt, sight: Sight, job: Job | None, world: World, policy: Policy
-) -> None:
+def _finish(draft: Draft, attempt: Attempt, sight: Sight, job: Job | None, world: World, policy: Policy) -> None:
     """Reclaiming: the job must be off our nodes and off their feature before the VMs may go, and the
     VMs must be gone before the attempt is over."""
     assert world.scheduler is not None

@@ -33,6 +33,16 @@ class Rows:
     templates: Mapping[int, Template] = field(default_factory=dict)
     claims: Sequence[Claim] = ()
 
+    def get(self, key: Key) -> Row | None:
+        """The live row of that key."""
+        match key.kind:
+            case "attempt":
+                return self.attempts.get(key.id)
+            case "vm":
+                return self.vms.get(key.id)
+            case "template":
+                return self.templates.get(key.id)
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -125,7 +135,13 @@ class Draft:
         self.moves.append(Move(tuple(stamped), made, freed))
 
     def get(self, key: Key) -> Row | None:
-        return {"attempt": self.attempts, "vm": self.vms, "template": self.templates}[key.kind].get(key.id)  # type: ignore[attr-defined,no-any-return]
+        match key.kind:
+            case "attempt":
+                return self.attempts.get(key.id)
+            case "vm":
+                return self.vms.get(key.id)
+            case "template":
+                return self.templates.get(key.id)
 
     def _put(self, row: Row) -> None:
         match row:
