@@ -1,0 +1,88 @@
+"""Reads slurm.conf and derives the one that guests get. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+# Lines about the site's other machines and about slurmctld's own business: a guest neither needs nor should
+# parse them. Scripts and plugins of bare-metal nodes are not in the image.
+_DROPPED = frozenset(
+    """
+    nodename downnodes nodeset partitionname frontendname include
+    slurmctldhost controlmachine controladdr backupcontroller backupaddr
+    authinfo slurmdspooldir slurmdpidfile slurmdlogfile slurmdsyslogdebug slurmddebug slurmschedlogfile
+    prolog epilog prologslurmctld epilogslurmctld taskprolog taskepilog srunprolog srunepilog
+    healthcheckprogram healthcheckinterval healthchecknodestate resumeprogram suspendprogram rebootprogram
+    unkillablestepprogram proctracktype taskplugin taskpluginparam plugstackconfig jobsubmitplugins clifilterplugins
+    gresTypes acctgatherenergytype acctgatherfilesystemtype acctgatherinterconnecttype acctgatherprofiletype
+    topologyplugin debugflags jobcontainertype mpidefault plugindir launchparameters
+    statesavelocation slurmctldpidfile slurmctldlogfile accountingstoragepass jobcompparams jobcomppass
+    """.lower().split()
+)
+
+_GUEST = """\
+AuthInfo={auth_info}
+SlurmctldHost={name}({address})
+SlurmdSpoolDir=/var/spool/slurmd
+SlurmdPidFile=/run/slurmd.pid
+SlurmdLogFile=/var/log/slurmd.log
+SlurmdDebug=error
+StateSaveLocation=/var/spool/slurmd
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+DebugFlags=NO_CONF_HASH
+LaunchParameters=
+HealthCheckInterval=0
+"""
+
+CGROUP = "IgnoreSystemd=yes\nCgroupPlugin=cgroup/v2\n"
+
+
+def settings(text: str) -> Iterator[tuple[str, str]]:
+    """Each line's first key, lower case, and its value. Comments and continuations are taken care of."""
+    for line in re.sub(r"\\\n", " ", text).splitlines():
+        bare = re.sub(r"(?<!\\)#.*", "", line).strip()
+        key, equals, value = bare.partition("=")
+        if equals:
+            yield key.strip().lower(), value.strip()
+        elif bare.lower().startswith("include"):
+            yield "include", bare[7:].strip()
+
+
+def value(text: str, key: str, default: str = "") -> str:
+    """The last value of a key."""
+    return next((v for k, v in reversed(list(settings(text))) if k == key.lower()), default)
+
+
+def included(text: str) -> list[str]:
+    """The files that it includes."""
+    return [name for key, name in settings(text) if key == "include"]
+
+
+def memory_per_cpu(text: str, default: int) -> int:
+    """DefMemPerCPU in MiB."""
+    found = value(text, "DefMemPerCPU")
+    return int(found) if found.isdigit() and int(found) else default
+
+
+def for_guest(text: str, address: str) -> str:
+    """A guest's slurm.conf from the site's: the cluster's rules are kept, its machines are not."""
+    host = value(text, "SlurmctldHost") or value(text, "ControlMachine")
+    name = host.partition("(")[0].strip() or "slurmctld"
+    kept = [f"{key}={found}" for key, found in settings(text) if key not in _DROPPED]
+    return "\n".join(kept) + "\n" + _GUEST.format(
+        name=name, address=address, auth_info=_auth_info(value(text, "AuthInfo"))
+    )
+
+
+def _auth_info(text: str) -> str:
+    """The site's AuthInfo with the guest's own munge socket."""
+    others = [part for part in text.split(",") if part and not part.startswith("socket=")]
+    return ",".join(["socket=/run/munge/munge.socket.2", *others])
+
+
+def node_conf(cpus: int, memory: int, features: Iterable[str]) -> str:
+    """slurmd's --conf: what the node says of itself. Memory in MiB."""
+    return f"CPUs={cpus} RealMemory={memory} Feature={','.join(dict.fromkeys(features))}"

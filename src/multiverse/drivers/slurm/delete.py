@@ -1,0 +1,50 @@
+"""Deletes nodes in batches: each deletion takes slurmctld's write locks, however many nodes it names."""
+
+from __future__ import annotations
+
+import asyncio
+
+from multiverse.core.errors import Gone, Refused
+from multiverse.drivers.slurm.command import SlurmCommands
+
+
+class Deleter:
+    """Nodes whose deletion is asked for while one runs go together in the next."""
+
+    def __init__(self, commands: SlurmCommands) -> None:
+        self._commands = commands
+        self._waiting: dict[str, asyncio.Future[None]] = {}
+        self._lock = asyncio.Lock()
+
+    async def delete(self, node: str) -> None:
+        """Returns when Slurm has forgotten the node. Raises as `Scheduler.remove` does."""
+        verdict = self._waiting.setdefault(node, asyncio.get_running_loop().create_future())
+        async with self._lock:
+            batch, self._waiting = self._waiting, {}
+            try:
+                await self._delete_all(batch)
+            finally:
+                # Cancelled half way: those who wait for it ask again, which is harmless.
+                self._waiting = {n: f for n, f in batch.items() if not f.done()} | self._waiting
+        await asyncio.shield(verdict)  # others may wait for the same one
+
+    async def _delete_all(self, batch: dict[str, asyncio.Future[None]]) -> None:
+        if len(batch) > 1:
+            try:
+                await self._commands.run("scontrol", "delete", f"NodeName={','.join(batch)}")
+            except (Gone, Refused):
+                pass  # one of them spoils it for all: find out which
+            else:
+                for verdict in batch.values():
+                    verdict.set_result(None)
+                return
+        for node, verdict in batch.items():
+            try:
+                await self._commands.run("scontrol", "delete", f"NodeName={node}")
+            except Gone:
+                verdict.set_result(None)
+            except Exception as error:
+                verdict.set_exception(error)
+                verdict.exception()  # whoever waits raises it; nobody may be waiting any more
+            else:
+                verdict.set_result(None)

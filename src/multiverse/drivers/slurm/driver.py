@@ -1,0 +1,157 @@
+"""Slurm as a `Scheduler` (ports.py): VMs are dynamic nodes, jobs wait at the gate and are pinned by a feature."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping
+
+from multiverse.config import Settings
+from multiverse.core.errors import Gone, Refused, Stale
+from multiverse.core.model import Attempt, JobRef, Membership, SchedulerView, User, Vm
+from multiverse.drivers.slurm import account, conf, parse
+from multiverse.drivers.slurm import membership as guest
+from multiverse.drivers.slurm.command import SlurmCommands
+from multiverse.drivers.slurm.delete import Deleter
+from multiverse.drivers.slurm.reread import Fresh, reread
+
+_TOLD_AT_MOST = 500  # bytes of a line left for a user
+
+
+class SlurmScheduler:
+    """`images` names the images that a job may ask for as a feature; it is asked anew at each look."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        site: str,
+        *,
+        images: Callable[[], Collection[str]] = tuple,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self._settings = settings
+        self._slurm = settings.slurm
+        self._site = site
+        self._images = images
+        self._commands = SlurmCommands(settings.slurm, env)
+        self._deleter = Deleter(self._commands)
+
+    async def look(self) -> SchedulerView:
+        names = await asyncio.to_thread(self._names)
+        # -a: hidden partitions too; -t all: ended jobs, which newer releases leave out otherwise.
+        jobs, nodes = await asyncio.gather(
+            self._commands.json("squeue", "-a", "-t", "all"), self._commands.json("sinfo", "-a")
+        )
+        seen_jobs, seen_nodes = await asyncio.gather(
+            asyncio.to_thread(parse.jobs, jobs.get("jobs", ()), names),
+            asyncio.to_thread(parse.nodes, nodes.get("nodes") or nodes.get("sinfo", ()), names),
+        )
+        return SchedulerView(jobs=seen_jobs, nodes=seen_nodes)
+
+    def _names(self) -> parse.Names:
+        default = conf.memory_per_cpu(guest.read(self._slurm.conf), parse.MEMORY_PER_CPU)
+        return parse.Names(
+            site=self._site,
+            gate_partition=self._slurm.gate_partition,
+            run_partition=self._slurm.run_partition,
+            gate_feature=self._slurm.gate_feature,
+            images=frozenset(self._images()),
+            memory_per_cpu=default,
+        )
+
+    async def _reread(self, job: JobRef) -> Fresh:
+        return await reread(self._commands, job, self._slurm.gate_feature)
+
+    async def pin(self, job: JobRef, feature: str) -> None:
+        fresh = await self._reread(job)
+        if not fresh.pending:
+            raise Stale(f"job {job.job_id} is {fresh.state.lower()}")
+        if fresh.priority == 0:
+            raise Stale(f"job {job.job_id} is held: {fresh.reason}")
+        if fresh.partition == self._slurm.run_partition and fresh.pinned == feature:
+            return
+        changes = [f"Partition={self._slurm.run_partition}", f"Features={'&'.join((*fresh.own, feature))}"]
+        if job.restarts:
+            changes.append("StartTime=now")  # a requeued job has a begin time two minutes off
+        # One update: between two, the job would wait for its features in the wrong partition and lose its turn.
+        try:
+            await self._update(job, *changes)
+        except Refused:
+            # "Requested partition configuration not available now" is a remark, not a refusal: the nodes
+            # are busy or too small at this moment, and the job has been moved all the same.
+            after = await self._reread(job)
+            if after.partition != self._slurm.run_partition or after.pinned != feature:
+                raise
+
+    async def unpin(self, job: JobRef) -> None:
+        fresh = await self._reread(job)
+        if not fresh.pending:
+            raise Stale(f"job {job.job_id} is {fresh.state.lower()}")
+        await self._to_gate(job, fresh)
+        after = await self._reread(job)
+        if after.partition != self._slurm.gate_partition:
+            raise Stale(f"job {job.job_id} left the gate at once")
+        if after.priority == 0 and parse.slurms_hold(after.reason, after.description):
+            await self._commands.run("scontrol", "release", job.job_id)
+
+    async def _to_gate(self, job: JobRef, fresh: Fresh) -> None:
+        if fresh.partition == self._slurm.gate_partition and fresh.at_gate:
+            return
+        features = "&".join((*fresh.own, self._slurm.gate_feature))
+        await self._update(job, f"Partition={self._slurm.gate_partition}", f"Features={features}")
+
+    async def requeue(self, job: JobRef) -> None:
+        fresh = await self._reread(job)
+        if fresh.requeued:  # by an earlier call; its nodes are not free of it yet
+            await self._to_gate(job, fresh)
+            return
+        if fresh.pending:
+            await self.unpin(job)
+            return
+        if not fresh.active:
+            raise Stale(f"job {job.job_id} is {fresh.state.lower()}")
+        await self._commands.run("scontrol", "requeue", job.job_id)
+        try:
+            await self._to_gate(job, fresh)
+        except (Stale, Gone, Refused):
+            return  # it is queued again; the next look shows where, and `unpin` puts it right
+
+    async def revoke(self, job: JobRef, reason: str) -> None:
+        fresh = await self._reread(job)
+        if fresh.ended:
+            return
+        if not fresh.pending:
+            raise Stale(f"job {job.job_id} is {fresh.state.lower()}")
+        await self.explain(job, reason)
+        # Only while it is pending: one that started in the meantime goes on.
+        await self._commands.run("scancel", "--state=PENDING", job.job_id)
+
+    async def fail(self, node: str, reason: str) -> None:
+        name = f"NodeName={node}"
+        try:
+            # Drained as well: with ReturnToService=2 a slurmd that still answers would make a DOWN node idle again.
+            await self._commands.run("scontrol", "update", name, "State=DRAIN", f"Reason={_line(reason)}")
+            await self._commands.run("scontrol", "update", name, "State=DOWN", f"Reason={_line(reason)}")
+        except Gone:
+            return
+
+    async def remove(self, node: str) -> None:
+        await self._deleter.delete(node)
+
+    async def explain(self, job: JobRef, text: str) -> None:
+        await self._reread(job)
+        await self._update(job, f"AdminComment={_line(text)}")
+
+    async def membership(self, vm: Vm, attempt: Attempt | None) -> Membership:
+        return await asyncio.to_thread(guest.membership, self._settings, vm, attempt)
+
+    async def user(self, uid: int) -> User:
+        return await asyncio.to_thread(account.lookup, uid)
+
+    async def _update(self, job: JobRef, *changes: str) -> None:
+        await self._commands.run("scontrol", "update", f"JobId={job.job_id}", *changes)
+
+
+def _line(text: str) -> str:
+    """One printable line. scontrol takes the whole argument as the value, quotes included."""
+    plain = "".join(c if c.isprintable() else " " for c in text.replace('"', "'"))
+    return " ".join(plain.split())[:_TOLD_AT_MOST]

@@ -1,0 +1,313 @@
+"""What Slurm's JSON says, in our words. Pure; reads 22.05's plain values and 23.11's wrapped ones.
+
+22.05: `"job_state": "PENDING"`, `"priority": 4`. From 23.11: `["PENDING"]`, `{"set": …, "infinite": …, "number": …}`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet
+
+from multiverse.core.model import (
+    CloneKind,
+    Job,
+    JobRef,
+    JobState,
+    Node,
+    NodeState,
+    Request,
+    Size,
+)
+
+Record = Mapping[str, Any]
+
+_STATES = {
+    "PENDING": JobState.PENDING,
+    "REQUEUED": JobState.PENDING,
+    "REQUEUE_HOLD": JobState.PENDING,
+    "REQUEUE_FED": JobState.PENDING,
+    "SPECIAL_EXIT": JobState.PENDING,
+    "SUSPENDED": JobState.SUSPENDED,
+    "STOPPED": JobState.SUSPENDED,
+    "STAGE_OUT": JobState.COMPLETING,
+    "BOOT_FAIL": JobState.ENDED,
+    "CANCELLED": JobState.ENDED,
+    "COMPLETED": JobState.ENDED,
+    "DEADLINE": JobState.ENDED,
+    "FAILED": JobState.ENDED,
+    "NODE_FAIL": JobState.ENDED,
+    "OUT_OF_MEMORY": JobState.ENDED,
+    "PREEMPTED": JobState.ENDED,
+    "REVOKED": JobState.ENDED,
+    "TIMEOUT": JobState.ENDED,
+}
+# Reasons that speak of the gate, of waiting one's turn, or not yet of anything. Any other is a limit, a
+# dependency, a hold or a closed partition: a reason we do not know keeps a job waiting, not a VM idle.
+_FREE_REASONS = frozenset(
+    ("", "None", "Priority", "Resources", "ReqNodeNotAvail", "NodeDown", "PartitionConfig", "BadConstraints")
+)
+_USER_HOLDS = ("JobHeldUser", "JobHeldAdmin")
+_NODE_DOWN = frozenset(
+    ("DOWN", "DRAIN", "DRAINED", "DRAINING", "FAIL", "ERROR", "NOT_RESPONDING", "INVALID_REG", "POWERED_DOWN")
+)
+_NODE_BUSY = frozenset(("ALLOCATED", "MIXED", "COMPLETING"))
+_KINDS = frozenset(kind.value for kind in CloneKind)
+REQUEUE_DELAY = 130  # Slurm gives a requeued job a begin time 121 s off (job_mgr.c: credential lifetime + 1)
+MEMORY_PER_CPU = 512  # MiB, for a site that sets no DefMemPerCPU and a job that asks for none
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What parsing needs to know of the site. `memory_per_cpu` in MiB is Slurm's DefMemPerCPU."""
+
+    site: str
+    gate_partition: str
+    run_partition: str
+    gate_feature: str
+    images: Collection[str]
+    memory_per_cpu: int = MEMORY_PER_CPU
+
+
+# --- values ----------------------------------------------------------------------------------------
+
+
+def number(value: Any) -> int | None:
+    """A number in either form; None if unset or infinite."""
+    if isinstance(value, Mapping):
+        return number(value.get("number")) if value.get("set") and not value.get("infinite") else None
+    return int(value) if isinstance(value, int | float) else None
+
+
+def words(value: Any) -> tuple[str, ...]:
+    """A state or a list of features in either form."""
+    if isinstance(value, str):
+        return tuple(word for word in value.split(",") if word)
+    return tuple(str(word) for word in value or ())
+
+
+def exit_code(value: Any) -> int:
+    """An exit code as a shell would show it: 128 + signal for a killed one. 22.05 has the raw wait status."""
+    if isinstance(value, Mapping):
+        signal = value.get("signal")
+        killed = number(signal.get("id", signal.get("signal_id"))) if isinstance(signal, Mapping) else None
+        return 128 + killed if killed else number(value.get("return_code")) or 0
+    status = number(value) or 0
+    return 128 + (status & 0x7F) if status & 0x7F else status >> 8 & 0xFF
+
+
+def task_ids(text: str) -> list[int]:
+    """`0-2,5,8-12:2%1` as task ids, in order."""
+    found: list[int] = []
+    for part in text.partition("%")[0].strip("[]").split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part)
+        if match:
+            first, last, step = match.groups()
+            found.extend(range(int(first), int(last or first) + 1, int(step or 1)))
+    return found
+
+
+def features(text: str, gate_feature: str) -> tuple[tuple[str, ...], str | None]:
+    """A job's own features (neither the gate's nor a pin's), and the pin's if it has one."""
+    all_of = [word.strip() for word in re.split(r"[&,]", text) if word.strip()]
+    pins = [word for word in all_of if is_pin(word)]
+    own = dict.fromkeys(word for word in all_of if word != gate_feature and not is_pin(word))
+    return tuple(own), pins[-1] if pins else None
+
+
+def is_pin(feature: str) -> bool:
+    return re.fullmatch(r"mv_\d+", feature) is not None
+
+
+# --- jobs ------------------------------------------------------------------------------------------
+
+
+def jobs(records: Iterable[Record], names: Names) -> dict[str, Job]:
+    """All jobs in our partitions by job id, array tasks one by one, with their rank."""
+    ours = {names.gate_partition, names.run_partition}
+    # Two records of one id: Slurm keeps an ended one until MinJobAge while a new one has its id. The newer counts.
+    mine = [record for record in records if ours & set(words(record["partition"]))]
+    mine.sort(key=lambda record: number(record["submit_time"]) or 0)
+    found = {job.ref.job_id: (job, record) for record in mine for job in _expand(record, names)}
+    _throttle(found)
+    pending = [pair for pair in found.values() if pair[0].state is JobState.PENDING]
+    pending.sort(key=_order)
+    ranks = {job.ref.job_id: rank for rank, (job, _) in enumerate(pending)}
+    return {key: replace(job, rank=ranks.get(key, 0)) for key, (job, _) in found.items()}
+
+
+def _order(pair: tuple[Job, Record]) -> tuple[int, int, int, int]:
+    """Slurm's own order among jobs of one partition: priority, submit time, job id (job_mgr.c, sort_job_queue2)."""
+    job, record = pair
+    base, _, task = job.ref.job_id.partition("_")
+    return -(number(record["priority"]) or 0), job.ref.submitted, int(base), int(task or 0)
+
+
+def _expand(record: Record, names: Names) -> Iterator[Job]:
+    array, task = number(record.get("array_job_id")), number(record.get("array_task_id"))
+    tasks = record.get("array_task_string") or ""
+    if array and task is None and tasks:
+        one = _job(record, f"{array}_0", names)
+        for each in task_ids(tasks):
+            yield replace(one, ref=replace(one.ref, job_id=f"{array}_{each}"))
+    else:
+        yield _job(record, f"{array}_{task}" if array and task is not None else str(record["job_id"]), names)
+
+
+def _job(record: Record, job_id: str, names: Names) -> Job:
+    states = [word.upper() for word in words(record["job_state"])]
+    state = _state(states)
+    restarts, submitted = number(record["restart_cnt"]) or 0, number(record["submit_time"]) or 0
+    if state is JobState.COMPLETING and restarts and not number(record.get("start_time")):
+        # Requeued and not yet off its nodes: Slurm has counted the restart and forgotten the start, but what
+        # completes is the run before. It becomes a job of its own, with a new submit time, when it is pending.
+        restarts -= 1
+    partition, reason = str(record["partition"]), str(record.get("state_reason") or "")
+    own, pinned = features(str(record.get("features") or ""), names.gate_feature)
+    priority, eligible_at = number(record["priority"]) or 0, number(record.get("eligible_time")) or 0
+    held = priority == 0 and not slurms_hold(reason, str(record.get("state_description") or ""))
+    free = priority > 0 and _unhindered(reason, str(record.get("dependency") or ""), restarts, submitted, eligible_at)
+    request, problem = _request(record, own, names)
+    return Job(
+        ref=JobRef(job_id, submitted, restarts),
+        name=str(record.get("name") or ""),
+        uid=int(record["user_id"]),
+        state=state,
+        request=request,
+        problem=problem,
+        reason="" if reason == "None" else reason,
+        eligible=state is not JobState.PENDING or free,
+        held=state is JobState.PENDING and held,
+        gated=names.gate_partition in words(partition),
+        pinned=pinned,
+        nodes=hosts(str(record.get("nodes") or "")),
+        result=states[0] if state is JobState.ENDED else "",
+        exit_code=exit_code(record.get("exit_code")),
+        work_dir=str(record.get("current_working_directory") or ""),
+    )
+
+
+def _state(states: list[str]) -> JobState:
+    if "COMPLETING" in states:
+        return JobState.COMPLETING
+    # A word that we do not know is one of a job with nodes (CONFIGURING, RESIZING, SIGNALING, whatever comes
+    # next): to take it for an ended job would end its VM.
+    return next((_STATES[word] for word in states if word in _STATES), JobState.RUNNING)
+
+
+def slurms_hold(reason: str, description: str) -> bool:
+    """Priority 0 that neither a user nor an operator asked for: no node has its feature any more, or its
+    launch failed. Lifting it is ours."""
+    return reason not in _USER_HOLDS or description.startswith("launch failed")
+
+
+def _unhindered(reason: str, dependency: str, restarts: int, submitted: int, eligible_at: int) -> bool:
+    if reason == "BeginTime":
+        # Slurm's own delay after a requeue, which the pin lifts; a begin time of the user's own has passed by then.
+        return restarts > 0 and 0 < eligible_at - submitted <= REQUEUE_DELAY
+    return reason in _FREE_REASONS and "(unfulfilled)" not in dependency
+
+
+def _throttle(found: dict[str, tuple[Job, Record]]) -> None:
+    """Array tasks beyond the array's `%limit` are not eligible; pinned ones count as running."""
+    arrays: dict[int, list[str]] = {}
+    for job_id, (_, record) in found.items():
+        if number(record.get("array_max_tasks")):
+            arrays.setdefault(number(record["array_job_id"]) or 0, []).append(job_id)
+    for members in arrays.values():
+        limit = max(number(found[job_id][1]["array_max_tasks"]) or 0 for job_id in members)
+        waiting: list[tuple[int, str]] = []
+        for job_id in members:
+            job = found[job_id][0]
+            if job.state in (JobState.RUNNING, JobState.SUSPENDED) or (
+                job.state is JobState.PENDING and not job.gated and job.pinned
+            ):
+                limit -= 1
+            elif job.state is JobState.PENDING and job.eligible:
+                waiting.append((int(job_id.partition("_")[2] or 0), job_id))
+        for _, job_id in sorted(waiting)[max(limit, 0) :]:
+            job, record = found[job_id]
+            found[job_id] = (replace(job, eligible=False, reason="JobArrayTaskLimit"), record)
+
+
+# --- requests --------------------------------------------------------------------------------------
+
+
+def _request(record: Record, own: tuple[str, ...], names: Names) -> tuple[Request | None, str]:
+    problem = _problem(record, own, names)
+    if problem:
+        return None, problem
+    nodes = max(number(record.get("node_count")) or 1, 1)
+    cpus = _cpus(record, nodes)
+    per_node, per_cpu = number(record.get("memory_per_node")), number(record.get("memory_per_cpu"))
+    # --mem=0 asks for all of a node's memory: all of a VM's is what its job gets anyway.
+    memory = per_node or (per_cpu or names.memory_per_cpu) * cpus
+    return (
+        Request(
+            nodes=nodes,
+            size=Size(cpus, memory, number(record.get("minimum_tmp_disk_per_node")) or 0),
+            image=next((word for word in own if word in names.images), None),
+            kind=next((CloneKind(word) for word in own if word in _KINDS), None),
+            features=own,
+        ),
+        "",
+    )
+
+
+def _cpus(record: Record, nodes: int) -> int:
+    """vCPUs of each node. `cpus_per_task` is null in 22.05's JSON, but the totals tell it."""
+    cpus, tasks = number(record.get("cpus")) or 1, number(record.get("tasks")) or 1
+    per_task = max(number(record.get("cpus_per_task")) or 1, cpus // tasks, 1)
+    tasks_here = max(number(record.get("tasks_per_node")) or 0, -(-tasks // nodes))
+    return max(-(-cpus // nodes), tasks_here * per_task, number(record.get("minimum_cpus_per_node")) or 1)
+
+
+def _problem(record: Record, own: tuple[str, ...], names: Names) -> str:
+    images = [word for word in own if word in names.images]
+    kinds = [word for word in own if word in _KINDS]
+    checks = (
+        (int(record["user_id"]) == 0, "Multiverse runs no job as root: submit as a user, e.g. sbatch --uid=NAME"),
+        (bool(number(record.get("het_job_id"))), "heterogeneous jobs are not served: submit their parts as jobs"),
+        ("," in str(record["partition"]), f"name one partition only: {names.gate_partition}"),
+        (bool(record.get("resv_name")), "reservations are not served: submit without --reservation"),
+        (bool(record.get("prefer")), "--prefer is not served: ask with --constraint"),
+        (bool(record.get("required_nodes")), "a job's nodes are made for it: submit without --nodelist"),
+        (bool(record.get("tres_per_node") or record.get("tres_per_job")), "generic resources are not served yet"),
+        (any(set(word) & set("|[]()*!") for word in own), "alternatives in --constraint are not served: join with &"),
+        (len(images) > 1, f"one image only, not {' and '.join(images)}"),
+        (len(kinds) > 1, f"one kind of clone only, not {' and '.join(kinds)}"),
+    )
+    return next((text for wrong, text in checks if wrong), "")
+
+
+# --- nodes -----------------------------------------------------------------------------------------
+
+
+def nodes(records: Iterable[Record], names: Names) -> dict[str, Node]:
+    """The dynamic nodes of our site, by name."""
+    mine = (r for r in records if str(r["name"]).startswith(f"mv{names.site}-"))
+    return {str(r["name"]): _node(r) for r in mine}
+
+
+def _node(record: Record) -> Node:
+    states = {word.upper() for word in (*words(record["state"]), *words(record.get("state_flags")))}
+    if states & _NODE_DOWN:
+        state = NodeState.DOWN
+    elif states & _NODE_BUSY:
+        state = NodeState.BUSY
+    else:
+        state = NodeState.IDLE if "IDLE" in states else NodeState.JOINING
+    return Node(
+        name=str(record["name"]),
+        state=state,
+        features=words(record.get("active_features") or record.get("features")),
+        reason=str(record.get("reason") or ""),
+    )
+
+
+def hosts(text: str) -> tuple[str, ...]:
+    """A Slurm host list, expanded."""
+    return tuple(NodeSet(text, resolver=RESOLVER_NOGROUP)) if text and text != "(null)" else ()

@@ -1,0 +1,88 @@
+"""One job, read again just before it is changed: is it still the run that the caller means?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from multiverse.core.errors import Gone, Stale
+from multiverse.core.model import JobRef
+from multiverse.drivers.slurm import parse
+from multiverse.drivers.slurm.command import SlurmCommands
+
+# squeue's columns have a fixed width, so nothing that a user writes (a name, a directory, a list of features)
+# can be taken for another field. It asks slurmctld for this one job; the JSON of 22.05 is always of all jobs.
+_COLUMNS = (
+    ("JobArrayID", 40),
+    ("State", 16),
+    ("Partition", 256),
+    ("Feature", 2048),
+    ("RestartCnt", 12),
+    ("SubmitTime", 24),
+    ("StartTime", 24),
+    ("PriorityLong", 24),
+    ("Reason", 512),
+)
+_FORMAT = ",".join(f"{name}:{width}" for name, width in _COLUMNS)
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """What matters of a job at this moment. `requeued` says that the run meant is ending and will queue again."""
+
+    state: str
+    partition: str
+    own: tuple[str, ...]
+    pinned: str | None
+    at_gate: bool
+    priority: int
+    reason: str
+    description: str
+    requeued: bool
+
+    @property
+    def pending(self) -> bool:
+        return self.state == "PENDING"
+
+    @property
+    def active(self) -> bool:
+        return self.state in ("RUNNING", "SUSPENDED", "CONFIGURING", "STOPPED", "SIGNALING", "RESIZING")
+
+    @property
+    def ended(self) -> bool:
+        return not self.pending and not self.active and self.state != "COMPLETING"
+
+
+async def reread(commands: SlurmCommands, job: JobRef, gate_feature: str) -> Fresh:
+    """Raises `Gone` if there is no such job, `Stale` if it is another run of it or another job of that id."""
+    text = await commands.run("squeue", "-h", "-a", "-r", "-t", "all", "-j", job.job_id, "-O", _FORMAT)
+    rows = [row for row in map(_cells, text.splitlines()) if row["JobArrayID"] == job.job_id]
+    if not rows:
+        raise Gone(f"Slurm knows no job {job.job_id}")
+    row = max(rows, key=lambda row: int(row["SubmitTime"]))
+    restarts, submitted = int(row["RestartCnt"]), int(row["SubmitTime"])
+    requeued = row["State"] == "COMPLETING" and restarts == job.restarts + 1 and submitted == job.submitted
+    if not requeued and (submitted, restarts) != (job.submitted, job.restarts):
+        raise Stale(
+            f"job {job.job_id} moved on: submitted {submitted}, restarts {restarts}; "
+            f"expected {job.submitted}, {job.restarts}"
+        )
+    own, pinned = parse.features("" if row["Feature"] == "(null)" else row["Feature"], gate_feature)
+    return Fresh(
+        state=row["State"],
+        partition=row["Partition"],
+        own=own,
+        pinned=pinned,
+        at_gate=gate_feature in row["Feature"].replace(",", "&").split("&"),
+        priority=int(row["PriorityLong"] or 0),
+        reason=row["Reason"],
+        description=row["Reason"],
+        requeued=requeued,
+    )
+
+
+def _cells(line: str) -> dict[str, str]:
+    cells, at = {}, 0
+    for name, width in _COLUMNS:
+        cells[name] = line[at : at + width].strip()
+        at += width
+    return cells
