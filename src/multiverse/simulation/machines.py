@@ -22,6 +22,8 @@ from multiverse.simulation.guests import Guest
 
 ABILITIES = frozenset({"instant", "linked", "full", "plug_cpus", "plug_memory"})
 
+OVERHEAD = 32  # MiB of its own that a hypervisor's process needs beside its guest's memory
+
 
 @dataclass(frozen=True)
 class Image:
@@ -145,15 +147,11 @@ class Machines:
     # --- what it shows
 
     def used(self, host: str) -> Size:
-        """What VMs and templates take of a host now. Only what runs or boots takes CPUs: a frozen template has none."""
+        """What VMs and templates take of a host now. A template is frozen memory and takes no CPU."""
         sizes = [machine.spec.size for machine in self.vms.values() if machine.spec.host == host]
-        templates = [seen for seen in self.templates.values() if seen.host == host]
-        building = [seen.size.cpus for seen in templates if seen.condition is TemplateCondition.BUILDING]
-        return Size(
-            sum(size.cpus for size in sizes) + sum(building),
-            sum(size.memory for size in sizes) + sum(seen.size.memory for seen in templates),
-            sum(size.disk for size in sizes),
-        )
+        frozen = [seen.size.memory for seen in self.templates.values() if seen.host == host]
+        memory = sum(size.memory + OVERHEAD for size in sizes) + sum(frozen)
+        return Size(sum(size.cpus for size in sizes), memory, sum(size.disk for size in sizes))
 
     def view(self) -> HypervisorView:
         vms = {
