@@ -1,0 +1,248 @@
+"""What every `ports.Hypervisor` keeps to: one suite for the simulated one and for QEMU."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from random import Random
+
+import pytest
+
+from multiverse.core.errors import Gone, MultiverseError, Refused
+from multiverse.core.model import (
+    CloneKind,
+    Daemon,
+    Identity,
+    Membership,
+    Size,
+    TemplateCondition,
+    VmCondition,
+    VmSeen,
+    VmSpec,
+)
+from multiverse.ports import Hypervisor
+from multiverse.simulation.hypervisor import SimulatedHypervisor
+from multiverse.simulation.loop import run
+from multiverse.simulation.world import World
+
+
+class Harness(ABC):
+    """What the suite needs beside the port itself. `image` is one that boots, `size` one that fits twice."""
+
+    hypervisor: Hypervisor
+    host: str
+    image: str
+    size: Size
+    serial = 0
+
+    @abstractmethod
+    async def kill(self, name: str) -> None:
+        """End a VM behind the hypervisor's back."""
+
+    @abstractmethod
+    def remains(self, name: str) -> list[str]:
+        """Whatever of this VM can still be found on its host, by other means than `look`."""
+
+    def spec(self, kind: CloneKind = CloneKind.INSTANT) -> VmSpec:
+        self.serial += 1
+        return VmSpec(
+            f"mvtest0-{self.serial}", self.host, self.image, kind, self.size, f"02:00:5e:00:00:{self.serial:02x}"
+        )
+
+    def identity(self, spec: VmSpec) -> Identity:
+        """A guest that joins nothing: its only daemon sleeps."""
+        daemon = Daemon("sleeper", ("/bin/sleep", "1000000"))
+        number = int(spec.name.partition("-")[2])
+        return Identity(
+            hostname=spec.name,
+            mac=spec.mac,
+            address=f"10.213.200.{number}/16",
+            gateway="",
+            machine_id=f"{number:032x}",
+            membership=Membership(daemons=(daemon,)),
+        )
+
+    async def seen(self, name: str) -> VmSeen | None:
+        return (await self.hypervisor.look()).vms.get(name)
+
+    async def condition(self, name: str) -> VmCondition | None:
+        seen = await self.seen(name)
+        return None if seen is None else seen.condition
+
+    async def created(self) -> VmSpec:
+        await self.hypervisor.prepare(self.host, self.image, self.size)
+        spec = self.spec()
+        await self.hypervisor.create(spec)
+        return spec
+
+
+async def a_look_is_whole(h: Harness) -> None:
+    one, two = await h.created(), await h.created()
+    view = await h.hypervisor.look()
+    assert {one.name, two.name} <= set(view.vms)
+    assert view.hosts[h.host].capacity.cpus > 0 and "instant" in view.hosts[h.host].abilities
+    assert view.templates[h.host, h.image].condition is TemplateCondition.READY
+    assert all(seen.host in view.hosts for seen in view.vms.values())
+
+
+async def prepare_is_ensure(h: Harness) -> None:
+    await h.hypervisor.prepare(h.host, h.image, h.size)
+    await h.hypervisor.prepare(h.host, h.image, h.size)
+    view = await h.hypervisor.look()
+    assert view.templates[h.host, h.image].condition is TemplateCondition.READY
+
+
+async def there_is_no_template_of_no_image(h: Harness) -> None:
+    with pytest.raises(Refused):
+        await h.hypervisor.prepare(h.host, "no-such-image", h.size)
+    assert (h.host, "no-such-image") not in (await h.hypervisor.look()).templates
+
+
+async def create_is_ensure(h: Harness) -> None:
+    spec = await h.created()
+    await h.hypervisor.create(spec)
+    assert await h.condition(spec.name) is VmCondition.PARKED
+    assert len([name for name in (await h.hypervisor.look()).vms if name == spec.name]) == 1
+
+
+async def create_needs_its_template_and_host(h: Harness) -> None:
+    await h.created()
+    spec = h.spec()
+    elsewhere = VmSpec("mvtest0-90", "no-such-host", h.image, spec.kind, spec.size, spec.mac)
+    unmade = VmSpec("mvtest0-91", h.host, "no-such-image", spec.kind, spec.size, spec.mac)
+    for wrong in (elsewhere, unmade):
+        with pytest.raises((Gone, Refused)):
+            await h.hypervisor.create(wrong)
+        await h.hypervisor.destroy(wrong.name, 0)
+        assert not h.remains(wrong.name)
+
+
+async def start_is_ensure(h: Harness) -> None:
+    spec = await h.created()
+    await h.hypervisor.start(spec.name, spec.size, h.identity(spec))
+    assert await h.condition(spec.name) is VmCondition.RUNNING
+    await h.hypervisor.start(spec.name, spec.size, h.identity(spec))
+    assert await h.condition(spec.name) is VmCondition.RUNNING
+
+
+async def create_of_one_that_runs_changes_nothing(h: Harness) -> None:
+    spec = await h.created()
+    await h.hypervisor.start(spec.name, spec.size, h.identity(spec))
+    await h.hypervisor.create(spec)
+    assert await h.condition(spec.name) is VmCondition.RUNNING
+
+
+async def start_of_none_is_gone(h: Harness) -> None:
+    spec = h.spec()
+    with pytest.raises(Gone):
+        await h.hypervisor.start(spec.name, spec.size, h.identity(spec))
+
+
+async def destroy_leaves_nothing_in_any_condition(h: Harness) -> None:
+    parked, running = await h.created(), await h.created()
+    await h.hypervisor.start(running.name, running.size, h.identity(running))
+    for name in (parked.name, running.name, "mvtest0-92"):
+        await h.hypervisor.destroy(name, 1.0)
+        assert not h.remains(name)
+        assert await h.condition(name) is None
+        await h.hypervisor.destroy(name, 1.0)
+
+
+async def a_dead_vm_is_shown_until_it_is_destroyed(h: Harness) -> None:
+    spec = await h.created()
+    await h.hypervisor.start(spec.name, spec.size, h.identity(spec))
+    await h.kill(spec.name)
+    for _ in range(50):
+        if await h.condition(spec.name) is VmCondition.DEAD:
+            break
+        await asyncio.sleep(0.1)
+    assert await h.condition(spec.name) is VmCondition.DEAD
+    with pytest.raises(MultiverseError):
+        await h.hypervisor.start(spec.name, spec.size, h.identity(spec))
+    await h.hypervisor.destroy(spec.name, 1.0)
+    assert not h.remains(spec.name)
+    assert await h.condition(spec.name) is None
+
+
+async def what_a_cut_create_leaves_destroy_removes(h: Harness) -> None:
+    await h.hypervisor.prepare(h.host, h.image, h.size)
+    for cut in (0.0, 0.004, 0.02, 0.06, 0.1):
+        spec = h.spec()
+        making = asyncio.ensure_future(h.hypervisor.create(spec))
+        await asyncio.sleep(cut)
+        making.cancel()
+        await asyncio.gather(making, return_exceptions=True)
+        await h.hypervisor.destroy(spec.name, 0)
+        assert not h.remains(spec.name)
+        assert await h.condition(spec.name) is None
+
+
+async def a_cut_create_may_be_said_again(h: Harness) -> None:
+    await h.hypervisor.prepare(h.host, h.image, h.size)
+    for cut in (0.004, 0.06):
+        spec = h.spec()
+        making = asyncio.ensure_future(h.hypervisor.create(spec))
+        await asyncio.sleep(cut)
+        making.cancel()
+        await asyncio.gather(making, return_exceptions=True)
+        await h.hypervisor.create(spec)
+        assert await h.condition(spec.name) is VmCondition.PARKED
+
+
+async def drop_is_ensure_and_its_clones_go_on(h: Harness) -> None:
+    spec = await h.created()
+    await h.hypervisor.drop(h.host, h.image)
+    await h.hypervisor.drop(h.host, h.image)
+    assert (h.host, h.image) not in (await h.hypervisor.look()).templates
+    await h.hypervisor.start(spec.name, spec.size, h.identity(spec))
+    assert await h.condition(spec.name) is VmCondition.RUNNING
+    with pytest.raises(Gone):
+        await h.hypervisor.create(h.spec())
+
+
+Check = Callable[[Harness], Awaitable[None]]
+SUITE: tuple[Check, ...] = (
+    a_look_is_whole,
+    prepare_is_ensure,
+    there_is_no_template_of_no_image,
+    create_is_ensure,
+    create_needs_its_template_and_host,
+    start_is_ensure,
+    create_of_one_that_runs_changes_nothing,
+    start_of_none_is_gone,
+    destroy_leaves_nothing_in_any_condition,
+    a_dead_vm_is_shown_until_it_is_destroyed,
+    what_a_cut_create_leaves_destroy_removes,
+    a_cut_create_may_be_said_again,
+    drop_is_ensure_and_its_clones_go_on,
+)
+
+
+class Simulated(Harness):
+    host, image, size = "h1", "slim", Size(1, 256)
+
+    def __init__(self, seed: int) -> None:
+        self.world = World(seed)
+        self.hypervisor = SimulatedHypervisor(self.world, Random(seed))
+
+    def identity(self, spec: VmSpec) -> Identity:
+        whole = super().identity(spec)
+        return Identity(whole.hostname, whole.mac, whole.address, whole.gateway, whole.machine_id)
+
+    async def kill(self, name: str) -> None:
+        self.world.kill_vm(name)
+
+    def remains(self, name: str) -> list[str]:
+        return [vm for vm in self.world.machines.vms if vm == name]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("check", SUITE, ids=lambda check: check.__name__)
+def test_simulated(check: Check, seed: int) -> None:
+    async def main() -> None:
+        harness = Simulated(seed)
+        await check(harness)
+        assert not harness.world.violations()
+
+    run(main(), seed)

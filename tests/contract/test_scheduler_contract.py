@@ -1,0 +1,317 @@
+"""What every `ports.Scheduler` keeps to: one suite for the simulated one and for Slurm."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from multiverse.core.errors import Gone, Refused, Stale
+from multiverse.core.model import (
+    Attempt,
+    AttemptState,
+    CloneKind,
+    Identity,
+    Job,
+    JobRef,
+    JobState,
+    NodeState,
+    Request,
+    SchedulerView,
+    Size,
+    Vm,
+    VmSpec,
+    VmState,
+)
+from multiverse.ports import Scheduler
+from multiverse.simulation.hypervisor import SimulatedHypervisor
+from multiverse.simulation.jobs import Batch
+from multiverse.simulation.loop import run
+from multiverse.simulation.scheduler import SimulatedScheduler
+from multiverse.simulation.world import World
+
+
+class Harness(ABC):
+    """What the suite needs beside the port itself. `uid` is a user's whom the site knows. Each check
+    runs on a cluster of its own or cleans up after itself; `base` is where its serials begin."""
+
+    scheduler: Scheduler
+    uid: int
+    base = 0
+    site = "test0"
+    patience = 30.0  # seconds that a condition may take
+    used = 0
+
+    @abstractmethod
+    async def submit(self, seconds: float = 3600.0, *, held: bool = False, priority: int = 1000) -> str:
+        """Queue a job of one node, one CPU and 64 MiB at the gate; its id."""
+
+    @abstractmethod
+    async def cancel(self, job_id: str) -> None:
+        """As its user would."""
+
+    @abstractmethod
+    async def join(self, vm: Vm, attempt: Attempt) -> None:
+        """Begin to bring up a node of this VM, with the port's own `membership`."""
+
+    # --- what the suite builds on them
+
+    async def view(self, met: Callable[[SchedulerView], bool] = lambda _: True) -> SchedulerView:
+        """The first look that shows what is waited for."""
+        for _ in range(int(self.patience / 0.2)):
+            view = await self.scheduler.look()
+            if met(view):
+                return view
+            await asyncio.sleep(0.2)
+        raise AssertionError(f"it never came; last seen: {view}")
+
+    async def job(self, job_id: str, met: Callable[[Job], bool] = lambda _: True) -> Job:
+        view = await self.view(lambda view: job_id in view.jobs and met(view.jobs[job_id]))
+        return view.jobs[job_id]
+
+    async def node(self, job: Job) -> tuple[str, str]:
+        """A node for this job, registered: its name and the attempt's feature."""
+        self.used += 1
+        number = self.base + self.used
+        size = Size(1, 64)
+        vm = Vm(
+            id=number,
+            version=1,
+            state=VmState.STARTING,
+            since=0.0,
+            name=f"mv{self.site}-{number}",
+            host="h1",
+            image="slim",
+            kind=CloneKind.INSTANT,
+            size=Size(1, 256),
+            told=size,
+            mac=f"02:00:5e:01:00:{number:02x}",
+            address=f"10.213.201.{number}/16",
+            attempt=number,
+        )
+        attempt = Attempt(
+            number, 1, AttemptState.SPAWNING, 0.0, job.ref, job.name, job.uid, job.request or Request(1, size)
+        )
+        await self.join(vm, attempt)
+        await self.view(lambda view: vm.name in view.nodes and view.nodes[vm.name].state is NodeState.IDLE)
+        return vm.name, attempt.feature
+
+    async def running(self) -> tuple[Job, str]:
+        """A job that runs on a node of its own."""
+        job = await self.job(await self.submit())
+        name, feature = await self.node(job)
+        await self.scheduler.pin(job.ref, feature)
+        return await self.job(job.ref.job_id, lambda job: job.state is JobState.RUNNING), name
+
+
+def later(ref: JobRef, restarts: int = 1) -> JobRef:
+    return replace(ref, restarts=ref.restarts + restarts)
+
+
+async def a_look_is_whole_and_in_order(h: Harness) -> None:
+    ids = [await h.submit(priority=priority) for priority in (1000, 3000, 2000)]
+    view = await h.scheduler.look()
+    jobs = [view.jobs[job_id] for job_id in ids]
+    assert all(job.state is JobState.PENDING and job.gated and job.pinned is None for job in jobs)
+    assert all(job.eligible and not job.held and job.ref.restarts == 0 for job in jobs)
+    assert all(job.request == Request(1, Size(1, 64)) and job.uid == h.uid for job in jobs)
+    assert jobs[1].rank < jobs[2].rank < jobs[0].rank
+
+
+async def a_held_job_is_shown_held_and_not_pinned(h: Harness) -> None:
+    job = await h.job(await h.submit(held=True))
+    assert job.held and not job.eligible
+    _, feature = await h.node(job)
+    with pytest.raises(Stale):
+        await h.scheduler.pin(job.ref, feature)
+    await h.scheduler.unpin(job.ref)
+    assert (await h.job(job.ref.job_id)).held, "a user's hold is the user's"
+
+
+async def a_pinned_job_runs_on_its_node_and_ends(h: Harness) -> None:
+    job = await h.job(await h.submit(seconds=1.0))
+    name, feature = await h.node(job)
+    node = (await h.scheduler.look()).nodes[name]
+    assert feature in node.features
+    await h.scheduler.pin(job.ref, feature)
+    await h.scheduler.pin(job.ref, feature)
+    job = await h.job(job.ref.job_id, lambda job: job.state is not JobState.PENDING)
+    assert job.nodes == (name,) and job.pinned == feature and not job.gated
+    view = await h.view(lambda view: _over(view, job.ref) and view.nodes[name].state is NodeState.IDLE)
+    assert view.jobs.get(job.ref.job_id) is None or view.jobs[job.ref.job_id].result == "COMPLETED"
+
+
+def _over(view: SchedulerView, ref: JobRef) -> bool:
+    job = view.jobs.get(ref.job_id)
+    return job is None or job.ref.submitted != ref.submitted or job.state is JobState.ENDED
+
+
+async def a_job_that_moved_on_is_stale(h: Harness) -> None:
+    job = await h.job(await h.submit())
+    _, feature = await h.node(job)
+    for ref in (later(job.ref), replace(job.ref, submitted=job.ref.submitted - 100)):
+        with pytest.raises(Stale):
+            await h.scheduler.pin(ref, feature)
+        with pytest.raises(Stale):
+            await h.scheduler.unpin(ref)
+        with pytest.raises(Stale):
+            await h.scheduler.revoke(ref, "test")
+    same = await h.job(job.ref.job_id)
+    assert same.state is JobState.PENDING and same.gated
+
+
+async def no_job_is_gone(h: Harness) -> None:
+    ref = JobRef("59999", 1_600_000_000)
+    with pytest.raises(Gone):
+        await h.scheduler.pin(ref, "mv_1")
+    with pytest.raises(Gone):
+        await h.scheduler.unpin(ref)
+
+
+async def a_pin_needs_a_node(h: Harness) -> None:
+    job = await h.job(await h.submit())
+    with pytest.raises(Refused):
+        await h.scheduler.pin(job.ref, "mv_987654")
+    assert (await h.job(job.ref.job_id)).gated
+
+
+async def unpin_restores_the_gate(h: Harness) -> None:
+    job = await h.job(await h.submit())
+    await h.scheduler.unpin(job.ref)
+    name, feature = await h.node(job)
+    await h.scheduler.fail(name, "so that the pinned job stays pending")
+    await h.scheduler.pin(job.ref, feature)
+    assert (await h.job(job.ref.job_id)).pinned == feature
+    for _ in range(2):
+        await h.scheduler.unpin(job.ref)
+        back = await h.job(job.ref.job_id)
+        assert back.gated and back.pinned is None and back.eligible and not back.held
+
+
+async def unpin_of_a_job_that_runs_is_stale(h: Harness) -> None:
+    job, _ = await h.running()
+    with pytest.raises(Stale):
+        await h.scheduler.unpin(job.ref)
+    with pytest.raises(Stale):
+        await h.scheduler.revoke(job.ref, "test")
+
+
+async def requeue_brings_it_back_to_the_gate(h: Harness) -> None:
+    job, name = await h.running()
+    with pytest.raises(Stale):
+        await h.scheduler.requeue(later(job.ref))
+    await h.scheduler.requeue(job.ref)
+    back = await h.job(job.ref.job_id, lambda job: job.state is JobState.PENDING and job.gated)
+    assert back.ref == later(job.ref) and back.pinned is None
+    with pytest.raises(Stale):
+        await h.scheduler.requeue(job.ref)
+    await h.view(lambda view: view.nodes[name].state is NodeState.IDLE)
+    with pytest.raises(Stale):
+        await h.scheduler.pin(job.ref, "mv_1")
+
+
+async def revoke_ends_a_pending_job(h: Harness) -> None:
+    job = await h.job(await h.submit())
+    await h.scheduler.revoke(job.ref, "no host could ever hold it")
+    await h.view(lambda view: _over(view, job.ref))
+
+
+async def a_node_with_a_job_is_not_removed(h: Harness) -> None:
+    job, name = await h.running()
+    with pytest.raises(Refused):
+        await h.scheduler.remove(name)
+    assert (await h.job(job.ref.job_id)).state is JobState.RUNNING
+
+
+async def a_removed_node_is_gone_and_absent_is_success(h: Harness) -> None:
+    job = await h.job(await h.submit())
+    name, _ = await h.node(job)
+    await h.scheduler.fail(name, "test")
+    await h.scheduler.fail(name, "test")
+    assert (await h.scheduler.look()).nodes[name].state is NodeState.DOWN
+    for _ in range(2):
+        await h.scheduler.remove(name)
+        assert name not in (await h.scheduler.look()).nodes
+    await h.scheduler.fail(name, "test")
+
+
+async def a_node_that_fails_loses_its_job(h: Harness) -> None:
+    job, name = await h.running()
+    await h.scheduler.fail(name, "its VM was lost")
+    back = await h.job(job.ref.job_id, lambda job: job.state is JobState.PENDING)
+    assert back.ref == later(job.ref)
+    await h.scheduler.unpin(back.ref)
+    back = await h.job(job.ref.job_id)
+    assert back.gated and back.eligible
+    await h.scheduler.remove(name)
+
+
+async def a_line_is_left_for_the_user(h: Harness) -> None:
+    job = await h.job(await h.submit())
+    for _ in range(2):
+        await h.scheduler.explain(job.ref, "waiting for capacity: the hosts are full")
+    assert (await h.job(job.ref.job_id)).eligible
+
+
+async def users_are_known_or_gone(h: Harness) -> None:
+    user = await h.scheduler.user(h.uid)
+    assert user.uid == h.uid and user.name and user.home.startswith("/")
+    with pytest.raises(Gone):
+        await h.scheduler.user(3_999_999)
+
+
+Check = Callable[[Harness], Awaitable[None]]
+SUITE: tuple[Check, ...] = (
+    a_look_is_whole_and_in_order,
+    a_held_job_is_shown_held_and_not_pinned,
+    a_pinned_job_runs_on_its_node_and_ends,
+    a_job_that_moved_on_is_stale,
+    no_job_is_gone,
+    a_pin_needs_a_node,
+    unpin_restores_the_gate,
+    unpin_of_a_job_that_runs_is_stale,
+    requeue_brings_it_back_to_the_gate,
+    revoke_ends_a_pending_job,
+    a_node_with_a_job_is_not_removed,
+    a_removed_node_is_gone_and_absent_is_success,
+    a_node_that_fails_loses_its_job,
+    a_line_is_left_for_the_user,
+    users_are_known_or_gone,
+)
+
+
+class Simulated(Harness):
+    uid = 1000
+
+    def __init__(self, seed: int) -> None:
+        self.world = World(seed)
+        self.scheduler = SimulatedScheduler(self.world, Random(seed))
+        self.hypervisor = SimulatedHypervisor(self.world, Random(seed))
+
+    async def submit(self, seconds: float = 3600.0, *, held: bool = False, priority: int = 1000) -> str:
+        return self.world.cluster.submit(Batch(seconds=seconds, size=Size(1, 64), held=held, priority=priority))
+
+    async def cancel(self, job_id: str) -> None:
+        self.world.cluster.cancel(job_id)
+
+    async def join(self, vm: Vm, attempt: Attempt) -> None:
+        await self.hypervisor.prepare(vm.host, vm.image, vm.size)
+        await self.hypervisor.create(VmSpec(vm.name, vm.host, vm.image, vm.kind, vm.size, vm.mac))
+        membership = await self.scheduler.membership(vm, attempt)
+        identity = Identity(vm.name, vm.mac, vm.address, "", f"{vm.id:032x}", membership=membership)
+        await self.hypervisor.start(vm.name, vm.size, identity)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("check", SUITE, ids=lambda check: check.__name__)
+def test_simulated(check: Check, seed: int) -> None:
+    async def main() -> None:
+        harness = Simulated(seed)
+        await check(harness)
+        assert not harness.world.machines.violations
+
+    run(main(), seed)
