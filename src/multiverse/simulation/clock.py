@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 
 EPOCH = 1_700_000_000.0  # Unix time at which every simulation begins
+READING = 1e-7  # seconds that reading the clock takes
 
 
 class VirtualClock:
     """A `ports.Clock` over the loop that runs when it is made. `ahead` is what `now()` begins at: never
-    zero, lest a time be taken for a missing one."""
+    zero, lest a time be taken for a missing one. As with a real clock, no two readings are alike: what
+    happens at one virtual instant still has an order."""
 
     def __init__(self, *, ahead: float = 1000.0, boot: str = "simulated-boot") -> None:
         self._loop = asyncio.get_running_loop()
         self._ahead = ahead
         self._boot = boot
+        self._last = 0.0
 
     def now(self) -> float:
-        return self._loop.time() + self._ahead
+        self._last = max(self._loop.time() + self._ahead, self._last + READING)
+        return self._last
 
     def wall(self) -> float:
         return self._loop.time() + EPOCH

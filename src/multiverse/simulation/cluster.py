@@ -48,6 +48,7 @@ class Cluster:
         self.nodes: dict[str, NodeRecord] = {}
         self.history: list[JobRecord] = []  # every job there ever was
         self.violations: list[str] = []
+        self.hint: Callable[[], None] = lambda: None  # what job_submit.lua and EpilogSlurmctld call
         self._rng = rng
         self._loop = asyncio.get_running_loop()
         self._next = settings.first_id
@@ -65,8 +66,9 @@ class Cluster:
         base = self._new_id()
         return [self._queue(batch, f"{base}_{task}").job_id for task in range(tasks)]
 
-    def cancel(self, job_id: str) -> None:
+    def cancel(self, job_id: str, by_user: bool = True) -> None:
         job = self.jobs[job_id]
+        job.by_user = job.by_user or by_user
         if job.state is JobState.PENDING:
             self._end(job, "CANCELLED")
         elif job.state in LIVE:
@@ -74,8 +76,11 @@ class Cluster:
         elif job.state is JobState.COMPLETING and job.again:
             job.again, job.result = False, "CANCELLED"
 
-    def hold(self, job_id: str, held: bool = True) -> None:
-        self.jobs[job_id].held = held
+    def hold(self, job_id: str) -> None:
+        self.jobs[job_id].held = True
+
+    def release(self, job_id: str) -> None:
+        self.jobs[job_id].held = False
 
     def change(self, job_id: str, **changes: Any) -> None:
         """Change what a pending job asks for: fields of `Batch`."""
@@ -190,6 +195,7 @@ class Cluster:
         job = JobRecord(str(job_id), self._wall(), batch, self._loop.time() + batch.delay, held=batch.held)
         self.jobs[job.job_id] = job
         self.history.append(job)
+        self.hint()
         return job
 
     def _order(self, job: JobRecord) -> tuple[int, int, int, int]:
@@ -251,6 +257,7 @@ class Cluster:
     def _stop(self, job: JobRecord, result: str) -> None:
         """End what runs of a job; it is COMPLETING until every node has let go of it."""
         job.state, job.result = JobState.COMPLETING, result
+        self.hint()
         for name in list(job.busy):
             guest = self.nodes[name].guest
             guest.kill(job)

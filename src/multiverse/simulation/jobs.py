@@ -57,6 +57,7 @@ class JobRecord:
     result: str = ""
     exit_code: int = 0
     comment: str = ""
+    by_user: bool = False  # its user cancelled it
     ended: float = 0.0
 
     @property

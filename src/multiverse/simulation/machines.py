@@ -120,7 +120,8 @@ class Machines:
         machine = self._get(name)
         if machine.condition is VmCondition.RUNNING:
             assert machine.guest is not None
-            if machine.guest.identity != identity:
+            theirs = machine.guest.identity
+            if (theirs.hostname, theirs.mac, theirs.address) != (identity.hostname, identity.mac, identity.address):
                 raise Refused(f"{name} runs already, under another identity", hint="destroy it")
             return
         if machine.condition is not VmCondition.PARKED:
@@ -194,5 +195,6 @@ class Machines:
                 continue
             theirs = other.guest.identity
             for what in ("hostname", "mac", "address", "machine_id"):
-                if getattr(theirs, what) == getattr(identity, what):
-                    self.violations.append(f"{name} and {theirs.hostname} share {what} {getattr(identity, what)}")
+                mine = getattr(identity, what)  # empty: the driver's to make, when it sends it
+                if mine and getattr(theirs, what) == mine:
+                    self.violations.append(f"{name} and {theirs.hostname} share {what} {mine}")

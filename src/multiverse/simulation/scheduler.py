@@ -80,7 +80,7 @@ class SimulatedScheduler:
         if record.state is not JobState.PENDING:
             raise Stale(f"job {job.job_id} is {record.state}")
         record.comment = reason
-        self._cluster.cancel(job.job_id)
+        self._cluster.cancel(job.job_id, by_user=False)
         await self._reply()
 
     async def fail(self, node: str, reason: str) -> None:

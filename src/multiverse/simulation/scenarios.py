@@ -1,0 +1,97 @@
+"""Scenarios drawn from a seed: users who do what users do, and as much trouble as is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+from multiverse.config import PacingSettings, Settings
+from multiverse.core.model import Host, Size
+from multiverse.simulation.cluster import ClusterSettings
+from multiverse.simulation.faults import Mishaps, Odds
+from multiverse.simulation.jobs import Batch
+from multiverse.simulation.machines import ABILITIES
+from multiverse.simulation.run import Arrival, Deed, Scenario
+from multiverse.simulation.world import WorldSettings
+
+IMPOSSIBLE = Size(2, 1_000_000)  # larger than any host, yet within the gate's flavor here
+
+
+def calm(seed: int) -> Scenario:
+    """A crowd of jobs, users who change their minds, and nothing that goes wrong."""
+    rng = Random(f"{seed}/scenario")
+    hosts = tuple(_host(rng, number) for number in range(rng.choice((1, 1, 2, 3))))
+    cluster = ClusterSettings(
+        silence=rng.choice((20.0, 60.0, 300.0)),
+        last_id=rng.choice((12, 60_000)),
+        memory=(2.0, rng.choice((2.5, 30.0, 300.0))),
+        flavor=Size(64, 2_000_000),
+        first_id=rng.randint(1, 10),
+    )
+    pacing = PacingSettings(provisioning=rng.choice((1, 4, 16)))
+    arrivals = tuple(_arrival(rng) for _ in range(rng.randint(1, 12)))
+    return Scenario(
+        seed, arrivals, WorldSettings(hosts, cluster=cluster), Settings(pacing=pacing), hints=rng.choice((0.0, 0.9))
+    )
+
+
+def troubled(seed: int, database: Path | str = ":memory:") -> Scenario:
+    """The same crowd, with calls that fail, VMs that die, a slurmctld that goes away and a controller that
+    dies, for ten minutes; what then remains must come to its end."""
+    rng = Random(f"{seed}/trouble")
+    until = 600.0
+    return replace(
+        calm(seed),
+        scheduler_odds=Odds.even(rng.choice((0.0, 0.02, 0.1, 0.3)), until),
+        hypervisor_odds=Odds.even(rng.choice((0.0, 0.02, 0.1, 0.3)), until),
+        mishaps=Mishaps(
+            vm_dies=rng.choice((0.0, 10.0, 60.0)), cluster_away=rng.choice((0.0, 30.0, 200.0)), until=until
+        ),
+        crashes=rng.choice((0.0, 1.0, 5.0, 60.0)),
+        database=database,
+    )
+
+
+def _host(rng: Random, number: int) -> Host:
+    capacity = Size(rng.choice((2, 4, 8)), rng.choice((2048, 4096, 16384)), 65536)
+    return Host(f"h{number}", capacity, ABILITIES, Size(2, 4096, 65536), "tcg")
+
+
+def _arrival(rng: Random) -> Arrival:
+    batch = Batch(
+        name=rng.choice(("hello", "hpl", "sweep")),
+        uid=rng.choice((1000, 1001)),
+        seconds=rng.choice((0.0, 0.5, 5.0, 60.0)),
+        exit_code=rng.choice((0, 0, 3)),
+        nodes=rng.choice((1, 1, 1, 2)),
+        size=rng.choice((Size(1, 64), Size(1, 500), Size(2, 900))),
+        priority=rng.randint(1, 3) * 1000,
+        requeue=rng.random() < 0.9,
+        delay=rng.choice((0.0, 0.0, 20.0)),
+    )
+    if rng.random() < 0.05:
+        batch = replace(batch, size=IMPOSSIBLE)
+    elif rng.random() < 0.03:
+        batch = replace(batch, problem="asks for a reservation, which VMs cannot keep")
+    tasks = rng.randint(2, 5) if rng.random() < 0.2 else 0
+    return Arrival(rng.uniform(0.5, 60.0), batch, tasks, _deeds(rng))
+
+
+def _deeds(rng: Random) -> tuple[Deed, ...]:
+    """What its user does to it. Whatever is stopped is set going again, so that it can end."""
+    at = rng.choice((rng.uniform(0.0, 3.0), rng.uniform(0.0, 30.0)))
+    wait = rng.uniform(0.1, 20.0)
+    match rng.randrange(12):
+        case 0 | 1:
+            return (Deed(at, "cancel"),)
+        case 2:
+            return (Deed(at, "hold"), Deed(at + wait, "release"))
+        case 3:
+            return (Deed(at, "requeue"),)
+        case 4:
+            return (Deed(at, "suspend"), Deed(at + wait, "resume"), Deed(3000.0, "resume"))
+        case 5:
+            return (Deed(at, "change", (("size", Size(1, 300)),)),)
+        case _:
+            return ()
