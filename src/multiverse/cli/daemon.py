@@ -1,0 +1,38 @@
+"""`multiverse daemon --config FILE`: the controller with its API, in the foreground."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import structlog
+import typer
+
+from multiverse.config import load
+
+
+def daemon(
+    config: Annotated[Path, typer.Option("--config", "-c", help="The settings, a TOML file.")] = Path(
+        "/etc/multiverse/multiverse.toml"
+    ),
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
+) -> None:
+    """Run the controller in the foreground; SIGTERM ends it and leaves VMs and jobs as they are."""
+    settings = load(config)
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.format_exc_info,
+            structlog.processors.KeyValueRenderer(key_order=["timestamp", "level", "event"]),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG if verbose else logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    from multiverse.service.daemon import serve  # its parts take a while to load, and only this verb needs them
+
+    asyncio.run(serve(settings))

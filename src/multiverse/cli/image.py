@@ -1,0 +1,79 @@
+"""`multiverse image build|list`: bootable disks with everything that a job needs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from multiverse.cli import render
+from multiverse.config import Settings, load
+from multiverse.core.errors import Refused
+from multiverse.guest import image as images
+
+app = typer.Typer(help="Images: bootable disks with everything that a job needs.", no_args_is_help=True)
+
+Directory = Annotated[
+    Path | None,
+    typer.Option("--images", help="Where images are kept; else that of $MULTIVERSE_CONFIG, or the default."),
+]
+
+
+def images_dir(directory: Path | None) -> Path:
+    """The images' directory: as given, as the daemon's settings say, or a site's default."""
+    if directory is not None:
+        return directory
+    config = os.environ.get("MULTIVERSE_CONFIG")
+    return load(Path(config)).qemu.images if config else Settings().qemu.images
+
+
+@app.command()
+def build(
+    flavour: Annotated[str, typer.Argument(metavar="slim|stock", help="slim: no service manager; stock: systemd.")],
+    name: Annotated[str | None, typer.Option("--name", "-n", help="The image's name; else the flavour's.")] = None,
+    package: Annotated[list[str] | None, typer.Option("--package", "-p", help="A Debian package to add.")] = None,
+    hooks: Annotated[
+        Path | None, typer.Option("--hooks", help="A directory of programs, run in the image in the order of names.")
+    ] = None,
+    directory: Directory = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Build an image from this machine's own apt sources. Built before from the same inputs, it is kept."""
+    if flavour not in ("slim", "stock"):
+        raise Refused(f"no such flavour: {flavour}", hint="multiverse image build slim, or stock")
+    if os.geteuid() != 0:
+        raise Refused("building an image needs root", hint="run it with sudo")
+    said = (lambda _line: None) if json else (lambda line: render.console.print(f"  {line}", markup=False))
+    made = images.build(
+        name or flavour,
+        "slim" if flavour == "slim" else "stock",
+        images_dir(directory),
+        packages=tuple(package or ()),
+        hooks=hooks,
+        progress=said,
+    )
+    if json:
+        render.as_json({"name": made.name, "flavour": made.flavour, "key": made.key, "path": str(made.path)})
+    else:
+        render.console.print(f"image {made.name} ({made.flavour}) {made.key[:12]} in {made.path}", markup=False)
+
+
+@app.command("list")
+def list_(
+    directory: Directory = None, json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
+) -> None:
+    """Show the images that there are."""
+    found = images.list_images(images_dir(directory))
+    if json:
+        render.as_json(
+            [{"name": i.name, "flavour": i.flavour, "key": i.key, "packages": list(i.packages), "path": str(i.path)}
+             for i in found]
+        )  # fmt: skip
+        return
+    table = render.table("IMAGE", "FLAVOUR", "KEY", "DISK", "PACKAGES", right=("DISK",), fold=("PACKAGES",))
+    for one in found:
+        taken = (one.path / "disk.raw").stat().st_blocks * 512 / 2**20
+        table.add_row(one.name, one.flavour, one.key[:12], render.memory(taken), " ".join(one.packages))
+    render.show(table, "No images; multiverse image build slim makes one.")

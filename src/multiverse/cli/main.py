@@ -1,0 +1,52 @@
+"""The command line: one file for each verb, put together here."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+import typer
+
+from multiverse.cli import bench, daemon, demo, hosts, image, jobs, lab, template, timeline, vms
+from multiverse.cli.render import errors
+from multiverse.core.errors import MultiverseError
+
+app = typer.Typer(
+    name="multiverse",
+    help="A virtual machine of its own for every Slurm job.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("jobs")(jobs.jobs)
+app.command("vms")(vms.vms)
+app.command("hosts")(hosts.hosts)
+app.command("timeline")(timeline.timeline)
+app.add_typer(template.app, name="template")
+app.add_typer(image.app, name="image")
+app.command("daemon")(daemon.daemon)
+app.add_typer(lab.app, name="lab")
+app.add_typer(bench.app, name="bench")
+app.command("demo")(demo.demo)
+
+
+def main() -> None:
+    """Entry point. Errors for people go to stderr, with the next step; the exit status is 1 then."""
+    try:
+        status = app(standalone_mode=False)
+    except MultiverseError as error:
+        errors.print(f"multiverse: {error.message}", markup=False)
+        if error.hint:
+            errors.print(f"  next: {error.hint}", markup=False, style="dim")
+        sys.exit(1)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(141)
+    sys.exit(status if isinstance(status, int) else 0)

@@ -1,0 +1,129 @@
+"""What the command line prints: tables that read well at 80 columns and at 140, JSON, and progress lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+# Not on a terminal nobody wraps lines for us, and a cut one is lost: let tables be as wide as they need.
+_WIDTH = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else 200
+
+console = Console(width=_WIDTH, highlight=False, soft_wrap=False)
+errors = Console(stderr=True, highlight=False, soft_wrap=True)
+
+STATE_STYLES = {
+    "queued": "yellow",
+    "claimed": "cyan",
+    "spawning": "cyan",
+    "spawned": "blue",
+    "allocated": "bold green",
+    "reclaiming": "magenta",
+    "done": "green",
+    "cancelled": "dim",
+    "requeued": "yellow",
+    "revoked": "red",
+    "failed": "red",
+    "serving": "bold green",
+    "joined": "blue",
+    "starting": "cyan",
+    "releasing": "magenta",
+    "ready": "green",
+    "building": "cyan",
+    "broken": "red",
+}
+
+
+def state(word: str, quarantined: str = "") -> Text:
+    if quarantined:
+        return Text(f"{word} (quarantined)", style="bold red")
+    return Text(word, style=STATE_STYLES.get(word, ""))
+
+
+def table(*columns: str, right: Sequence[str] = (), fold: Sequence[str] = ()) -> Table:
+    """An empty table. Columns named in `fold` give way first when the line is too short."""
+    made = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    for column in columns:
+        made.add_column(
+            column,
+            justify="right" if column in right else "left",
+            no_wrap=column not in fold,
+            overflow="fold" if column in fold else "ellipsis",
+            ratio=None,
+        )
+    return made
+
+
+def as_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
+
+
+def show(made: Table, empty: str) -> None:
+    if made.row_count:
+        console.print(made)
+    else:
+        console.print(empty)
+
+
+def duration(seconds: float) -> str:
+    """Short for people: 0.48 s, 12.3 s, 4m10s, 2h05m, 3d04h."""
+    if seconds < 10:
+        return f"{seconds:.2f} s"
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours}h{minutes:02d}m"
+    days, hours = divmod(hours, 24)
+    return f"{days}d{hours:02d}h"
+
+
+def memory(mib: float) -> str:
+    """MiB, or GiB from 10 of them on."""
+    if mib >= 10 * 1024:
+        return f"{mib / 1024:.1f} GiB"
+    return f"{mib:.0f} MiB"
+
+
+def bar(parts: Sequence[tuple[float, str]], width: int) -> Text:
+    """A bar of `width` cells, divided as the parts' seconds are; every part that lasted gets a cell."""
+    total = sum(seconds for seconds, _ in parts) or 1.0
+    text = Text()
+    for seconds, style in parts:
+        cells = round(seconds / total * width)
+        text.append("━" * max(1 if seconds > 0 else 0, cells), style=style)
+    return text
+
+
+PHASE_STYLES: Mapping[str, str] = {
+    "queued": "yellow",
+    "clone": "cyan",
+    "join": "blue",
+    "launch": "bright_blue",
+    "run": "green",
+    "reclaim": "magenta",
+}
+
+
+@contextmanager
+def step(text: str) -> Iterator[None]:
+    """A progress line for a long step: what it is while it lasts, how long it took when it is over."""
+    began = time.monotonic()
+    if console.is_terminal:
+        with console.status(f"{text} …"):
+            yield
+    else:
+        yield
+    console.print(f"[green]✓[/] {text} [dim]{duration(time.monotonic() - began)}[/]")

@@ -1,0 +1,67 @@
+"""`multiverse timeline JOB`: where a job's time went, and all that happened on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from multiverse.cli import render
+from multiverse.client import Client
+
+
+def timeline(
+    job: Annotated[str, typer.Argument(help="A job id: 123, or 123_4; 123 shows all tasks of an array.")],
+    events: Annotated[bool, typer.Option("--events", "-e", help="Every event as well.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show where a job's time went, attempt by attempt."""
+    with Client() as client:
+        found = client.timeline(job)
+    if json:
+        render.as_json(found)
+        return
+    for one in found:
+        print_one(one, events=events)
+
+
+def print_one(one: Mapping[str, Any], *, events: bool = False) -> None:
+    """One attempt: its bar, its phases with their stages, and with `events` its journal."""
+    total = sum(phase["seconds"] for phase in one["phases"])
+    head = Text.assemble(
+        ("job ", "bold"), (one["job_id"], "bold"), f"  attempt {one['attempt']}  ",
+        render.state(one["state"]), f"  {render.duration(total)} in all",
+    )  # fmt: skip
+    render.console.print(head)
+    width = min(60, render.console.width - 4)
+    parts = [(phase["seconds"], render.PHASE_STYLES[phase["name"]]) for phase in one["phases"]]
+    render.console.print(Text("  ") + render.bar(parts, width))
+    for phase in one["phases"]:
+        line = Text("  ")
+        line.append(f"{phase['name']:<8}", style=render.PHASE_STYLES[phase["name"]])
+        line.append(f"{render.duration(phase['seconds']):>9}")
+        render.console.print(line)
+        for text in _stage_lines(phase["stages"], render.console.width - 12):
+            render.console.print(Text(f"            {text}", style="dim"))
+    if events:
+        table = render.table("AT", "OF", "EVENT", "STATE", "REASON", right=("AT",), fold=("REASON",))
+        for entry in one["entries"]:
+            table.add_row(
+                f"{entry['at']:.3f} s", entry["subject"], entry["event"], render.state(entry["state"]), entry["reason"]
+            )
+        render.console.print(table)
+    render.console.print()
+
+
+def _stage_lines(stages: Sequence[Sequence[Any]], width: int) -> list[str]:
+    """The stages as `name 12 ms` one after the other, broken between stages."""
+    lines: list[str] = []
+    for name, seconds in stages:
+        item = f"{name} {seconds * 1000:.0f} ms"
+        if lines and len(lines[-1]) + len(item) + 3 <= width:
+            lines[-1] += f" · {item}"
+        else:
+            lines.append(item)
+    return lines

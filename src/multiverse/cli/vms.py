@@ -1,0 +1,37 @@
+"""`multiverse vms`: the VMs that exist, or are about to."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from multiverse.cli import render
+from multiverse.client import Client
+
+
+def vms(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Show VMs: their state, whom they serve, and the memory that is theirs alone."""
+    with Client() as client:
+        found = client.vms()
+    if json:
+        render.as_json(found)
+        return
+    table = render.table(
+        "VM", "STATE", "JOB", "HOST", "KIND", "CPUS", "MEMORY", "UNIQUE", "CPU TIME", "ADDRESS",
+        right=("CPUS", "MEMORY", "UNIQUE", "CPU TIME"),
+    )  # fmt: skip
+    for one in found:
+        table.add_row(
+            one["name"],
+            render.state(one["state"], one["quarantined"]),
+            one["job_id"] or "–",
+            one["host"],
+            one["kind"],
+            str(one["cpus"]),
+            render.memory(one["memory"]),
+            render.memory(one["private"]) if one["private"] else "–",
+            render.duration(one["cpu_s"]) if one["cpu_s"] else "–",
+            one["address"],
+        )
+    render.show(table, "No VMs.")

@@ -1,0 +1,246 @@
+"""What the API shows: plain values, made from rows, the last looks and the journal. Times in seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from multiverse.core.lifecycle import Event
+from multiverse.core.model import Attempt, Size, VmSeen
+from multiverse.core.rows import Rows
+from multiverse.store import Entry
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """One attempt of a job. `waiting` is why it waits, `reason` how it ended; `age` since its state began."""
+
+    job_id: str
+    name: str
+    uid: int
+    attempt: int
+    state: str
+    nodes: int
+    cpus: int
+    memory: int
+    image: str
+    kind: str
+    age: float
+    waiting: str
+    reason: str
+    restarts: int
+    vms: tuple[str, ...]
+    quarantined: str
+
+
+@dataclass(frozen=True, slots=True)
+class VmView:
+    """A live VM. Memory in MiB: `private` is its own alone (unique), `pss` with its part of what is shared."""
+
+    name: str
+    state: str
+    host: str
+    image: str
+    kind: str
+    cpus: int
+    memory: int
+    address: str
+    attempt: int | None
+    job_id: str
+    age: float
+    cpu_s: float
+    private: float
+    pss: float
+    reason: str
+    quarantined: str
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateView:
+    host: str
+    image: str
+    state: str
+    memory: int
+    age: float
+    references: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class HostView:
+    """A host: what it declares, what of that is claimed, and what the machine itself has."""
+
+    name: str
+    reachable: bool
+    declared: Size
+    claimed: Size
+    machine: Size | None
+    accelerator: str
+    abilities: tuple[str, ...]
+    vms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A named part of an attempt's time. `stages` are what an effect in it reported: (name, seconds)."""
+
+    name: str
+    began: float
+    seconds: float
+    stages: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineEntry:
+    at: float  # seconds since the first entry
+    subject: str
+    event: str
+    state: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineView:
+    """Where one attempt's time went, and all that happened to it and its VMs."""
+
+    job_id: str
+    attempt: int
+    state: str
+    wall: float  # Unix time of the first entry
+    phases: tuple[Phase, ...]
+    entries: tuple[TimelineEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceView:
+    name: str
+    known: bool
+    looks: int
+    failure: str
+
+
+@dataclass(frozen=True, slots=True)
+class StatusView:
+    """The controller itself: its process, its site, its two sources."""
+
+    pid: int
+    version: str
+    site: str
+    sources: tuple[SourceView, ...]
+    attempts: Mapping[str, int]
+    vms: Mapping[str, int]
+    quarantined: tuple[str, ...]
+
+
+_MILESTONES: tuple[tuple[str, Event, Event], ...] = (
+    ("queued", Event.SUBMITTED, Event.ADMITTED),
+    ("clone", Event.ADMITTED, Event.MADE),
+    ("join", Event.MADE, Event.ALL_JOINED),
+    ("launch", Event.ALL_JOINED, Event.RUNS),
+    ("run", Event.RUNS, Event.ENDED),
+    ("reclaim", Event.ENDED, Event.RECLAIMED),
+)
+
+_STAGED = {"create": "clone", "start": "join"}
+
+
+def phases(entries: Sequence[Entry], now: float) -> tuple[Phase, ...]:
+    """An attempt's phases from its journal, in order; one that has not ended lasts until `now`. A phase
+    that was cut short ends where reclaiming began, whatever ended it."""
+    moments: dict[str, float] = {}
+    reclaiming = None
+    for entry in entries:
+        if entry.kind != "attempt":
+            continue
+        moments.setdefault(entry.event, entry.mono)
+        if entry.target == "reclaiming" and entry.source != "reclaiming":
+            reclaiming = entry.mono
+    stages: dict[str, list[tuple[str, float]]] = {}
+    for entry in entries:
+        phase = _STAGED.get(entry.event)
+        if phase and phase not in stages and "stages" in entry.detail:
+            stages[phase] = [(str(name), float(seconds)) for name, seconds in entry.detail["stages"]]
+    found: list[Phase] = []
+    for name, first, last in _MILESTONES:
+        began = reclaiming if name == "reclaim" else moments.get(first)
+        if began is None:
+            continue
+        ended = moments.get(last)
+        if name != "reclaim" and ended is None:
+            ended = reclaiming
+        found.append(Phase(name, began, (ended if ended is not None else now) - began, tuple(stages.get(name, ()))))
+    return tuple(found)
+
+
+def timeline(attempt: Attempt, entries: Sequence[Entry], now: float) -> TimelineView:
+    """One attempt's story. `entries` are its own and its VMs', in order."""
+    first = entries[0].mono if entries else 0.0
+    return TimelineView(
+        job_id=attempt.job.job_id,
+        attempt=attempt.id,
+        state=str(attempt.state),
+        wall=entries[0].wall if entries else 0.0,
+        phases=phases(entries, now),
+        entries=tuple(
+            TimelineEntry(
+                at=entry.mono - first,
+                subject=f"{entry.kind} {entry.id}",
+                event=entry.event,
+                state=entry.target or "",
+                reason=entry.reason
+                or ", ".join(f"{name} {seconds * 1000:.0f} ms" for name, seconds in entry.detail.get("stages", ())),
+            )
+            for entry in entries
+        ),
+    )
+
+
+def job_view(attempt: Attempt, vms: Sequence[str], now: float, image: str, kind: str) -> JobView:
+    """`image` and `kind` are the site's defaults, for requests that name none."""
+    size = attempt.request.size
+    return JobView(
+        job_id=attempt.job.job_id,
+        name=attempt.job_name,
+        uid=attempt.uid,
+        attempt=attempt.id,
+        state=str(attempt.state),
+        nodes=attempt.request.nodes,
+        cpus=size.cpus,
+        memory=size.memory,
+        image=attempt.request.image or image,
+        kind=str(attempt.request.kind or kind),
+        age=max(0.0, now - attempt.since),
+        waiting=attempt.note,
+        reason=attempt.reason,
+        restarts=attempt.job.restarts,
+        vms=tuple(vms),
+        quarantined=attempt.quarantined,
+    )
+
+
+def vm_views(rows: Rows, measured: Mapping[str, VmSeen], now: float) -> list[VmView]:
+    views = []
+    for vm in rows.vms.values():
+        attempt = rows.attempts.get(vm.attempt) if vm.attempt is not None else None
+        seen = measured.get(vm.name)
+        views.append(
+            VmView(
+                name=vm.name,
+                state=str(vm.state),
+                host=vm.host,
+                image=vm.image,
+                kind=str(vm.kind),
+                cpus=vm.size.cpus,
+                memory=vm.size.memory,
+                address=vm.address.partition("/")[0],
+                attempt=vm.attempt,
+                job_id=attempt.job.job_id if attempt else "",
+                age=max(0.0, now - vm.since),
+                cpu_s=seen.cpu_s if seen else 0.0,
+                private=seen.private if seen else 0.0,
+                pss=seen.private + seen.shared if seen else 0.0,
+                reason=vm.reason,
+                quarantined=vm.quarantined,
+            )
+        )
+    return views

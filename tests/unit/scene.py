@@ -1,0 +1,178 @@
+"""A stage for the planner: rows in a real store, a world set by hand, a clock moved by hand."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import replace
+from types import MappingProxyType
+
+from multiverse.core.model import (
+    Attempt,
+    Host,
+    HypervisorView,
+    Job,
+    JobRef,
+    JobState,
+    Key,
+    Node,
+    NodeState,
+    Request,
+    SchedulerView,
+    Seen,
+    Size,
+    TemplateCondition,
+    TemplateSeen,
+    Vm,
+    VmCondition,
+    VmSeen,
+    World,
+)
+from multiverse.core.pacing import Policy
+from multiverse.core.plan import plan
+from multiverse.core.rows import Done, Message, Move, Rows
+from multiverse.store import Store
+
+POLICY = Policy(subnet=ipaddress.IPv4Network("10.9.0.0/16"), gateway="10.9.0.1")
+
+
+class HandClock:
+    def __init__(self, now: float = 1000.0, boot: str = "boot-1") -> None:
+        self.time, self.boot = now, boot
+
+    def now(self) -> float:
+        return self.time
+
+    def wall(self) -> float:
+        return 1_700_000_000.0 + self.time
+
+    def boot_id(self) -> str:
+        return self.boot
+
+
+class Scene:
+    """`look()` makes both views as of now; `run()` plans and commits until nothing more follows."""
+
+    def __init__(self, policy: Policy = POLICY, cpus: int = 4, memory: int = 8192) -> None:
+        self.clock, self.policy = HandClock(), policy
+        self.store = Store(":memory:", self.clock, site="test0")
+        self.jobs: dict[str, Job] = {}
+        self.nodes: dict[str, Node] = {}
+        abilities = frozenset({"instant", "full"})
+        self.hosts: dict[str, Host] = {"h1": Host("h1", Size(cpus, memory, 65536), abilities)}
+        self.vms: dict[str, VmSeen] = {}
+        self.templates: dict[tuple[str, str], TemplateSeen] = {}
+        self.quiet: dict[Key, float] = {}
+        self.scheduler_known = self.hypervisor_known = True
+        self.world = World()
+
+    @property
+    def rows(self) -> Rows:
+        return self.store.rows()
+
+    def attempt(self, attempt_id: int = 1) -> Attempt:
+        return next(a for a in self.store.attempts() if a.id == attempt_id)
+
+    def all_vms(self, attempt_id: int = 1) -> list[Vm]:
+        return self.store.vms_of([attempt_id])
+
+    def job(self, job_id: str = "7", *, nodes: int = 1, size: Size | None = None, **more: object) -> Job:
+        """Submit, or change, a job as the scheduler shows it."""
+        fresh = Job(
+            ref=JobRef(job_id, 500),
+            name="hello",
+            uid=1000,
+            state=JobState.PENDING,
+            request=Request(nodes, size or Size(1, 100)),
+        )
+        self.jobs[job_id] = replace(self.jobs.get(job_id, fresh), **more)  # type: ignore[arg-type]
+        return self.jobs[job_id]
+
+    def template(self, image: str = "slim") -> None:
+        self.templates["h1", image] = TemplateSeen("t", "h1", image, TemplateCondition.READY, self.policy.base)
+
+    def seen(self, name: str, condition: VmCondition) -> None:
+        self.vms[name] = VmSeen(name, "h1", condition)
+
+    def node(self, name: str, state: NodeState = NodeState.IDLE) -> None:
+        self.nodes[name] = Node(name, state)
+
+    def ended(self, key: Key) -> None:
+        """That row's effect has ended, now."""
+        self.quiet[key] = self.clock.time
+
+    def pass_time(self, seconds: float) -> None:
+        self.clock.time += seconds
+
+    def look(self) -> None:
+        now = self.clock.time
+        self.world = World(
+            Seen(SchedulerView(dict(self.jobs), dict(self.nodes)), now) if self.scheduler_known else None,
+            Seen(HypervisorView(dict(self.hosts), dict(self.vms), dict(self.templates)), now)
+            if self.hypervisor_known
+            else None,
+            MappingProxyType(dict(self.quiet)),
+        )
+
+    def run(self, *messages: Message) -> list[Move]:
+        """Time passes, both sources are looked at, one pass is planned and committed."""
+        self.pass_time(1.0)
+        self.look()
+        self.pass_time(0.01)
+        return self.commit(*messages)
+
+    def commit(self, *messages: Message) -> list[Move]:
+        with self.store.transaction() as tx:
+            moves = plan(tx.load_active(), self.world, list(messages), self.clock.time, self.policy)
+            for move in moves:
+                tx.apply(move)
+        return moves
+
+    # --- the way of a job ---------------------------------------------------------------------------
+
+    def to_claimed(self, **job: object) -> Attempt:
+        self.template()
+        self.job(**job)  # type: ignore[arg-type]
+        self.run()  # the template's row is made, then found built
+        self.run()
+        self.run()
+        return self.attempt()
+
+    def to_spawning(self, **job: object) -> Attempt:
+        self.to_claimed(**job)
+        for vm in self.all_vms():
+            self.seen(vm.name, VmCondition.PARKED)
+            self.ended(vm.key)
+        self.run()
+        return self.attempt()
+
+    def to_spawned(self, **job: object) -> Attempt:
+        self.to_spawning(**job)
+        for vm in self.all_vms():
+            self.seen(vm.name, VmCondition.RUNNING)
+            self.node(vm.name)
+            self.ended(vm.key)
+        self.run()
+        return self.attempt()
+
+    def to_allocated(self, **job: object) -> Attempt:
+        attempt = self.to_spawned(**job)
+        names = tuple(vm.name for vm in self.all_vms())
+        for name in names:
+            self.node(name, NodeState.BUSY)
+        self.jobs[attempt.job.job_id] = replace(
+            self.jobs[attempt.job.job_id], state=JobState.RUNNING, nodes=names, gated=False, pinned=attempt.feature
+        )
+        self.ended(attempt.key)
+        self.run()
+        return self.attempt()
+
+    def clear(self) -> None:
+        """The hosts and the scheduler have forgotten all VMs, and their destruction has ended."""
+        for vm in self.rows.vms.values():
+            self.ended(vm.key)
+        self.vms.clear()
+        self.nodes.clear()
+
+
+def failed(row: Attempt | Vm, kind: object, error: object) -> Done:
+    return Done(row.key, kind, str(row.state), error)  # type: ignore[arg-type]

@@ -1,0 +1,471 @@
+"""The planner's decisions, one by one, on a real store and a world set by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from multiverse.core.errors import Broken, Refused, Unknown
+from multiverse.core.lifecycle import EffectKind, effect_of
+from multiverse.core.model import (
+    AttemptState,
+    JobRef,
+    JobState,
+    NodeState,
+    Size,
+    TemplateState,
+    VmCondition,
+    VmState,
+)
+from multiverse.core.plan import orphans
+from multiverse.core.rows import Command
+from tests.unit.scene import POLICY, Scene, failed
+
+A, V = AttemptState, VmState
+
+
+def states(scene: Scene) -> list[str]:
+    return [str(vm.state) for vm in scene.all_vms()]
+
+
+def effect(row: object) -> EffectKind | None:
+    found = effect_of(row)  # type: ignore[arg-type]
+    return found.kind if found else None
+
+
+def test_a_job_makes_its_template_first_and_waits_without_claims_of_its_own() -> None:
+    scene = Scene()
+    scene.job()
+    scene.run()
+    assert scene.attempt().state is A.QUEUED
+    (template,) = scene.rows.templates.values()
+    assert template.state is TemplateState.BUILDING and effect(template) is EffectKind.BUILD
+    assert [claim.owner for claim in scene.rows.claims] == [template.key]
+    scene.ended(template.key)
+    scene.run()
+    assert scene.attempt().state is A.QUEUED, "the look shows no template yet"
+    scene.template()
+    scene.run()
+    assert scene.attempt().state is A.CLAIMED
+
+
+def test_admission_claims_before_anything_exists() -> None:
+    scene = Scene()
+    attempt = scene.to_claimed(size=Size(2, 1000))
+    (vm,) = scene.all_vms()
+    assert attempt.state is A.CLAIMED and vm.state is V.PLANNED and effect(vm) is EffectKind.CREATE
+    claim = next(c for c in scene.rows.claims if c.owner == vm.key)
+    assert claim.size.cpus == 2 and claim.size.memory >= vm.size.memory >= 1000
+    assert vm.name == "mvtest0-1" and vm.address == "10.9.1.1/16"
+
+
+def test_the_whole_way_of_a_job() -> None:
+    scene = Scene()
+    attempt = scene.to_spawning()
+    assert attempt.state is A.SPAWNING and states(scene) == ["starting"]
+    (vm,) = scene.all_vms()
+    scene.seen(vm.name, VmCondition.RUNNING)
+    scene.ended(vm.key)
+    scene.run()
+    assert scene.attempt().state is A.SPAWNING, "no node yet"
+    scene.node(vm.name)
+    scene.run()
+    assert scene.attempt().state is A.SPAWNED and effect(scene.attempt()) is EffectKind.PIN
+    scene.jobs["7"] = replace(
+        scene.jobs["7"], state=JobState.RUNNING, nodes=(vm.name,), gated=False, pinned=attempt.feature
+    )
+    scene.run()
+    assert scene.attempt().state is A.ALLOCATED and states(scene) == ["serving"]
+    scene.jobs["7"] = replace(scene.jobs["7"], state=JobState.COMPLETING, result="COMPLETED")
+    scene.run()
+    assert scene.attempt().state is A.RECLAIMING and states(scene) == ["serving"], "COMPLETING comes to its end first"
+    scene.jobs["7"] = replace(scene.jobs["7"], state=JobState.ENDED)
+    scene.run()
+    assert states(scene) == ["releasing"]
+    scene.clear()
+    scene.run()
+    assert scene.attempt().state is A.DONE and states(scene) == ["gone"]
+    assert not scene.rows.attempts and not scene.rows.vms
+    assert [c.owner.kind for c in scene.rows.claims] == ["template"]
+
+
+def test_a_gang_is_admitted_whole_or_not_at_all() -> None:
+    scene = Scene(replace(POLICY, provisioning=8), cpus=3)
+    scene.to_claimed(nodes=4)
+    assert scene.attempt().state is A.RECLAIMING, "four CPUs never fit on three"
+    scene = Scene(cpus=4)
+    scene.to_claimed(nodes=4)
+    assert states(scene) == ["planned"] * 4
+    for vm in scene.all_vms()[:3]:
+        scene.seen(vm.name, VmCondition.PARKED)
+    scene.run()
+    assert states(scene) == ["parked"] * 3 + ["planned"] and scene.attempt().state is A.CLAIMED
+    scene.seen(scene.all_vms()[3].name, VmCondition.PARKED)
+    scene.run()
+    assert states(scene) == ["starting"] * 4
+
+
+def test_what_fits_on_no_host_is_revoked_with_what_would_fit() -> None:
+    scene = Scene(cpus=4, memory=4096)
+    scene.job(size=Size(5, 100))
+    scene.run()
+    attempt = scene.attempt()
+    assert attempt.state is A.RECLAIMING and attempt.outcome == "revoked"
+    assert "5 CPUs" in attempt.reason and "the largest that fits is 4 CPUs" in attempt.reason
+    assert effect(attempt) is EffectKind.REVOKE
+    scene.run()
+    assert scene.attempt().state is A.RECLAIMING, "not over before the scheduler says so"
+    scene.jobs["7"] = replace(scene.jobs["7"], state=JobState.ENDED, result="CANCELLED")
+    scene.ended(attempt.key)
+    scene.run()
+    assert scene.attempt().state is A.REVOKED
+
+
+def test_the_first_that_waits_for_capacity_blocks_those_behind_it() -> None:
+    scene = Scene(cpus=4)
+    scene.to_claimed(size=Size(2, 100))
+    scene.job("8", size=Size(4, 100), rank=1)
+    scene.jobs["8"] = replace(scene.jobs["8"], ref=JobRef("8", 501))
+    scene.job("9", rank=2)
+    scene.jobs["9"] = replace(scene.jobs["9"], ref=JobRef("9", 502))
+    for _ in range(5):
+        scene.run()
+    found = {a.job.job_id: a for a in scene.rows.attempts.values()}
+    assert found["8"].state is found["9"].state is A.QUEUED
+    assert "hosts are full" in found["8"].note and effect(found["8"]) is EffectKind.EXPLAIN
+
+
+@pytest.mark.parametrize("stage", ["to_claimed", "to_spawning", "to_spawned"])
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_job_cancelled_on_the_way_releases_its_vms(stage: str, gone: bool) -> None:
+    scene = Scene()
+    getattr(scene, stage)()
+    if gone:
+        del scene.jobs["7"]
+    else:
+        scene.jobs["7"] = replace(scene.jobs["7"], state=JobState.ENDED, result="CANCELLED")
+    scene.run()
+    scene.run()
+    # Of a pinned job that is no longer shown nobody knows whether it ran.
+    outcome = "done" if stage == "to_spawned" and gone else "cancelled"
+    assert scene.attempt().state is A.RECLAIMING and scene.attempt().outcome == outcome
+    assert states(scene) == ["releasing"]
+    scene.clear()
+    scene.run()
+    assert str(scene.attempt().state) == outcome
+
+
+def test_unknown_is_not_absent() -> None:
+    scene = Scene()
+    scene.to_allocated()
+    scene.scheduler_known = scene.hypervisor_known = False
+    scene.jobs.clear()
+    scene.vms.clear()
+    scene.nodes.clear()
+    for _ in range(3):
+        assert scene.run() == []
+    scene.pass_time(10_000)
+    assert scene.run() == []
+
+
+def test_absence_counts_only_in_a_look_begun_after_the_last_effect() -> None:
+    scene = Scene()
+    scene.to_spawned()
+    attempt = scene.attempt()
+    scene.look()  # the look begins ...
+    scene.pass_time(1)
+    scene.ended(attempt.key)  # ... and the pin ends after that
+    del scene.jobs["7"]
+    scene.world = replace(scene.world, quiet=dict(scene.quiet))
+    scene.commit()
+    assert scene.attempt().state is A.SPAWNED
+    scene.run()
+    assert scene.attempt().state is A.RECLAIMING
+
+
+def test_a_failed_vm_is_replaced_within_the_attempt_and_then_no_more() -> None:
+    scene = Scene(replace(POLICY, replacements=2, attempts=2, retry_base=0.0))
+    scene.to_claimed()
+    for count in (2, 3):
+        vm = scene.all_vms()[-1]
+        scene.run(failed(vm, EffectKind.CREATE, Broken("no luck")))
+        assert len(scene.all_vms()) == count and scene.attempt().state is A.CLAIMED
+    scene.run(failed(scene.all_vms()[-1], EffectKind.CREATE, Broken("no luck")))
+    attempt = scene.attempt()
+    assert attempt.state is A.RECLAIMING and attempt.outcome == "requeued" and attempt.tries == 1
+    scene.clear()
+    for _ in range(3):
+        scene.run()
+    assert scene.attempt().state is A.REQUEUED
+    second = scene.attempt(2)
+    assert second.state is A.CLAIMED and second.tries == 1, "the same job, another attempt"
+    for _ in range(3):
+        scene.run(failed(scene.all_vms(2)[-1], EffectKind.CREATE, Broken("no luck")))
+    assert scene.attempt(2).outcome == "failed" and "2 attempts: no luck" in scene.attempt(2).reason
+    assert effect(scene.attempt(2)) is EffectKind.REVOKE, "given up, and the user is told"
+
+
+def test_an_unknown_end_of_an_effect_moves_nothing() -> None:
+    scene = Scene()
+    scene.to_claimed()
+    assert scene.run(failed(scene.all_vms()[0], EffectKind.CREATE, Unknown("no reply"))) == []
+
+
+def test_a_late_message_about_a_state_since_left_is_not_heeded() -> None:
+    scene = Scene()
+    scene.to_claimed()
+    late = failed(scene.all_vms()[0], EffectKind.CREATE, Broken("too late"))
+    scene.seen(scene.all_vms()[0].name, VmCondition.PARKED)
+    scene.run()
+    assert states(scene) == ["starting"]
+    scene.run(late)
+    assert states(scene) == ["starting"]
+
+
+def test_a_pin_that_starts_nothing_goes_back_to_the_gate_and_backs_off_with_slurms_reason() -> None:
+    scene = Scene()
+    attempt = scene.to_spawned()
+    scene.job(gated=False, pinned=attempt.feature, reason="QOSMaxJobsPerUserLimit")
+    scene.pass_time(POLICY.pin_timeout)
+    scene.run()
+    attempt = scene.attempt()
+    assert attempt.outcome == "requeued" and "QOSMaxJobsPerUserLimit" in attempt.reason
+    assert effect(attempt) is EffectKind.GATE and states(scene) == ["joined"], "the gate comes before the node goes"
+    scene.job(gated=True, pinned=None)
+    scene.ended(attempt.key)
+    scene.run()
+    assert states(scene) == ["releasing"]
+    scene.clear()
+    scene.run()
+    assert scene.attempt().state is A.REQUEUED
+    assert scene.attempt(2).not_before > scene.clock.time
+
+
+def test_a_job_that_starts_just_as_its_pin_is_taken_back_keeps_its_vm() -> None:
+    scene = Scene()
+    attempt = scene.to_spawned()
+    scene.job(gated=False, pinned=attempt.feature)
+    scene.pass_time(POLICY.pin_timeout)
+    scene.run()
+    name = scene.all_vms()[0].name
+    scene.jobs["7"] = replace(scene.jobs["7"], state=JobState.RUNNING, nodes=(name,))
+    scene.ended(attempt.key)
+    for _ in range(3):
+        scene.run()
+    assert scene.attempt().outcome == "done" and states(scene) == ["joined"]
+    scene.jobs["7"] = replace(scene.jobs["7"], state=JobState.ENDED, result="COMPLETED")
+    scene.run()
+    assert states(scene) == ["releasing"]
+
+
+def test_a_vm_that_dies_before_the_job_runs_is_kept_until_the_job_is_off_it() -> None:
+    scene = Scene()
+    attempt = scene.to_spawned()
+    scene.job(gated=False, pinned=attempt.feature)
+    scene.seen(scene.all_vms()[0].name, VmCondition.DEAD)
+    scene.run()
+    scene.run()
+    assert scene.attempt().outcome == "requeued" and states(scene) == ["joined"]
+    scene.job(gated=True, pinned=None)
+    scene.ended(attempt.key)
+    scene.run()
+    assert states(scene) == ["releasing"]
+
+
+def test_a_vm_that_dies_under_its_job_goes_down_and_the_scheduler_decides() -> None:
+    scene = Scene()
+    scene.to_allocated()
+    scene.seen(scene.all_vms()[0].name, VmCondition.DEAD)
+    scene.run()
+    assert scene.attempt().state is A.ALLOCATED and states(scene) == ["releasing"]
+    assert scene.all_vms()[0].failed, "so that its node is set DOWN first"
+    ref = scene.jobs["7"].ref
+    scene.jobs["7"] = replace(
+        scene.jobs["7"], state=JobState.PENDING, ref=replace(ref, restarts=1), nodes=(), eligible=False
+    )
+    scene.run()
+    assert scene.attempt().state is A.RECLAIMING and scene.attempt().outcome == "requeued"
+    second = scene.attempt(2)
+    assert second.state is A.QUEUED and effect(second) is EffectKind.GATE, "it still wears the old pin"
+    scene.job(gated=True, pinned=None)
+    scene.clear()
+    scene.run()
+    assert scene.attempt().state is A.REQUEUED
+
+
+def test_a_held_job_gives_its_vms_back_and_waits_without_penalty() -> None:
+    scene = Scene()
+    scene.to_spawning()
+    scene.job(held=True, eligible=False)
+    scene.run()
+    assert scene.attempt().outcome == "requeued"
+    scene.run()
+    scene.clear()
+    scene.run()
+    second = scene.attempt(2)
+    assert second.state is A.QUEUED and second.tries == 0
+    scene.run()
+    assert scene.attempt(2).state is A.QUEUED
+    scene.job(held=False, eligible=True)
+    scene.run()
+    assert scene.attempt(2).state is A.CLAIMED
+
+
+def test_a_changed_request_while_waiting_is_taken_as_it_is_now() -> None:
+    scene = Scene(cpus=1)
+    scene.to_claimed()
+    scene.job("8")
+    scene.jobs["8"] = replace(scene.jobs["8"], ref=JobRef("8", 501), rank=1)
+    scene.run()
+    request = replace(scene.jobs["8"].request, size=Size(1, 700))  # type: ignore[type-var]
+    scene.job("8", request=request)
+    scene.run()
+    assert scene.attempt(2).request == request
+
+
+def test_a_job_id_that_comes_again_is_another_job() -> None:
+    scene = Scene()
+    scene.to_allocated()
+    scene.jobs["7"] = replace(scene.jobs["7"], ref=JobRef("7", 900), state=JobState.PENDING, nodes=(), pinned=None)
+    scene.jobs["7"] = replace(scene.jobs["7"], gated=True)
+    scene.run()
+    assert scene.attempt().state is A.RECLAIMING and scene.attempt().outcome == "done"
+    assert scene.attempt(2).job == JobRef("7", 900)
+
+
+def test_what_cannot_be_is_quarantined_and_stops_nobody_else() -> None:
+    scene = Scene()
+    scene.to_claimed()
+    scene.jobs["7"] = replace(scene.jobs["7"], state=JobState.RUNNING, nodes=("elsewhere",))
+    scene.job("8")
+    scene.jobs["8"] = replace(scene.jobs["8"], ref=JobRef("8", 501))
+    scene.run()
+    assert "before it was given its nodes" in scene.attempt().quarantined
+    assert effect(scene.attempt()) is None
+    assert scene.attempt(2).state is A.CLAIMED
+    scene.jobs["7"] = replace(scene.jobs["7"], state=JobState.ENDED, result="COMPLETED")
+    for _ in range(3):
+        scene.run()
+        scene.clear()
+    assert scene.attempt().state in (A.CANCELLED, A.DONE), "the job's end ends the quarantine"
+
+
+def test_a_node_that_comes_up_down_fails_its_vm() -> None:
+    scene = Scene()
+    scene.to_spawning()
+    scene.node(scene.all_vms()[0].name, NodeState.DOWN)
+    scene.run()
+    assert states(scene)[0] == "releasing" and len(scene.all_vms()) == 2
+
+
+def test_gone_needs_both_sides_and_looks_begun_after_the_destruction() -> None:
+    scene = Scene()
+    scene.to_claimed()
+    del scene.jobs["7"]
+    vm = scene.all_vms()[0]
+    for _ in range(3):
+        scene.run()
+    assert states(scene) == ["releasing"], "nothing was destroyed yet, so nothing is known to be gone"
+    scene.ended(vm.key)
+    scene.node(vm.name)
+    scene.run()
+    assert states(scene) == ["releasing"], "the scheduler still shows its node"
+    scene.nodes.clear()
+    scene.run()
+    assert states(scene) == ["gone"] and scene.attempt().state is A.CANCELLED
+
+
+def test_an_unreachable_host_keeps_its_claims() -> None:
+    scene = Scene()
+    scene.to_allocated()
+    host = scene.hosts.pop("h1")
+    scene.vms.clear()
+    scene.run()
+    assert states(scene) == ["lost"] and len(scene.rows.claims) == 2
+    scene.hosts["h1"] = host
+    scene.run()
+    assert states(scene) == ["releasing"]
+
+
+def test_a_broken_template_is_tried_again_later_and_says_why() -> None:
+    scene = Scene()
+    scene.job()
+    scene.run()
+    (template,) = scene.rows.templates.values()
+    scene.run(failed(template, EffectKind.BUILD, Broken("it does not boot")))  # type: ignore[arg-type]
+    (template,) = scene.rows.templates.values()
+    assert template.state is TemplateState.BROKEN
+    scene.run()
+    assert "it does not boot" in scene.attempt().note
+    scene.pass_time(POLICY.backoff(1))
+    scene.run()
+    (template,) = scene.rows.templates.values()
+    assert template.state is TemplateState.BUILDING
+
+
+def test_a_template_that_nothing_uses_makes_way() -> None:
+    scene = Scene(memory=1024)
+    scene.template("other")
+    scene.run(Command("build", "h1", "other"))
+    scene.run()
+    scene.to_claimed(size=Size(1, 500))
+    assert next(t for t in scene.rows.templates.values() if t.image == "other").state is TemplateState.RETIRING
+
+
+def test_operators_build_and_drop() -> None:
+    scene = Scene()
+    scene.run(Command("build", "h1", "slim"))
+    (template,) = scene.rows.templates.values()
+    assert template.state is TemplateState.BUILDING
+    scene.template()
+    scene.run()
+    scene.run(Command("drop", "h1", "slim"))
+    (template,) = scene.rows.templates.values()
+    assert template.state is TemplateState.RETIRING and effect(template) is EffectKind.DROP
+    scene.ended(template.key)
+    scene.templates.clear()
+    scene.run()
+    assert not scene.rows.templates and not scene.rows.claims
+
+
+def test_a_refused_pin_goes_back_to_the_gate() -> None:
+    scene = Scene()
+    attempt = scene.to_spawned()
+    scene.run(failed(attempt, EffectKind.PIN, Refused("no such feature")))
+    assert scene.attempt().outcome == "requeued" and scene.attempt().reason == "no such feature"
+
+
+def test_strangers_are_named_but_never_a_node_with_a_job() -> None:
+    scene = Scene()
+    scene.to_claimed()
+    scene.seen("mvtest0-77", VmCondition.RUNNING)
+    scene.node("mvtest0-78", NodeState.IDLE)
+    scene.node("mvtest0-79", NodeState.BUSY)
+    scene.seen("mvtest0-79", VmCondition.RUNNING)
+    scene.look()
+    assert orphans(scene.rows, scene.world) == ["mvtest0-77", "mvtest0-78"]
+    scene.hypervisor_known = False
+    scene.look()
+    assert orphans(scene.rows, scene.world) == []
+
+
+def test_nobody_is_revoked_while_no_host_is_in_sight() -> None:
+    scene = Scene()
+    scene.hosts.clear()
+    scene.job(size=Size(64, 10**6))
+    scene.run()
+    assert scene.attempt().state is A.QUEUED
+
+
+def test_a_machine_that_was_rebooted_keeps_its_rows_and_forgets_old_times() -> None:
+    scene = Scene()
+    scene.to_allocated()
+    scene.clock.boot, scene.clock.time = "boot-2", 5.0
+    scene.quiet.clear()
+    with scene.store._begin():
+        scene.store._enter_boot()
+    assert all(row.since == 5.0 for row in scene.rows.attempts.values())
+    scene.vms.clear()
+    scene.run()
+    assert states(scene) == ["releasing"], "its VM did not outlive the machine"
