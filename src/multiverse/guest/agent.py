@@ -322,7 +322,7 @@ class Channel:
 
     def receive(self) -> tuple[list[dict[str, Any]], bool]:
         """Messages that have arrived, and whether the host's end is open. Never blocks."""
-        messages = []
+        messages: list[dict[str, Any]] = []
         while True:
             try:
                 data = os.read(self.fd, 65536)
@@ -655,7 +655,7 @@ class Agent:
 
     def _collect(self) -> list[Daemon]:
         """Reap every child that has ended; as first process, orphans too. Returns the daemons among them."""
-        dead = []
+        dead: list[Daemon] = []
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 from multiverse.core.errors import Broken, Refused
 from multiverse.guest import agent, initramfs
@@ -46,7 +46,7 @@ _EXCLUDED = (
 )  # fmt: skip
 _BOOT = ("root=/dev/vda", "rw", "console=ttyS0", "quiet", "net.ifnames=0", "panic=-1",
          # A plugged DIMM is usable at once, and brings the memory for its own page structures.
-         "memhp_default_state=online", "memory_hotplug.memmap_on_memory=1")  # fmt: skip
+         "memhp_default_state=online", "memory_hotplug.memmap_on_memory=1", "swiotlb=noforce")  # fmt: skip
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,39}")
 _PACKAGE = re.compile(r"[a-z0-9][a-z0-9+.:-]*")
 
@@ -357,4 +357,4 @@ def _refresh(old: Image, work: Path) -> str:
         raise Broken("debugfs did not put the agent into the image", hint=again)
     source.unlink()
     commands.unlink()
-    return cast(str, old.release)
+    return old.release

@@ -1,0 +1,242 @@
+"""QEMU as a hypervisor: one host, this machine. The host side does the work, in threads of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import structlog
+
+from multiverse.config import Settings
+from multiverse.core.errors import Gone, Refused
+from multiverse.core.model import (
+    CloneKind,
+    Host,
+    HypervisorView,
+    Identity,
+    Size,
+    Stage,
+    TemplateCondition,
+    TemplateSeen,
+    VmCondition,
+    VmSeen,
+    VmSpec,
+)
+from multiverse.drivers.qemu.host import manifest, probe, process, templates, vms
+from multiverse.drivers.qemu.host.machine import Accelerator, Machine, Memory, limits
+from multiverse.drivers.qemu.host.manifest import Manifest, Phase
+from multiverse.drivers.qemu.host.vms import Places, Vms
+from multiverse.guest import image as images
+from multiverse.guest.image import Image
+
+log = structlog.get_logger(__name__)
+T = TypeVar("T")
+
+_TEMPLATE_MAC = "02:00:00:00:00:01"  # on no bridge; each clone gets its own
+_CONSOLE_LIMIT = 1 << 20  # bytes of a guest's console that are kept
+
+
+class QemuHypervisor:
+    """`ports.Hypervisor` with QEMU on this machine. `site` marks which VMs are ours: `mv<site>-…`."""
+
+    def __init__(self, settings: Settings, site: str) -> None:
+        self._settings = settings.qemu
+        self._host = settings.host
+        self._prefix = f"mv{site}-"
+        qemu = settings.qemu
+        self._vms = Vms(Places(qemu.vms.absolute(), qemu.run.absolute(), qemu.bridge, qemu.binary))
+        self._version = probe.qemu_version(qemu.binary)
+        self._accelerator = probe.accelerator(qemu.accel, qemu.binary, self._version, settings.state_dir / "kvm.json")
+        self._limits = limits(Size(qemu.base_cpus, qemu.base_memory), Size(settings.host.cores, settings.host.memory),
+                              Size(qemu.max_cpus, qemu.max_memory))  # fmt: skip
+        self._manifests: dict[str, tuple[tuple[int, int], Manifest | None]] = {}
+        self._reasons: dict[str, str] = {}
+        self._threads = ThreadPoolExecutor(64, thread_name_prefix="qemu")
+        vms.raise_file_limit()
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """How guests are run: by KVM, or emulated."""
+        return self._accelerator
+
+    # --- looking --------------------------------------------------------------------------------------
+
+    async def look(self) -> HypervisorView:
+        """See `ports.Hypervisor`. Runs no program and asks no QEMU: manifests and /proc tell."""
+        return await self._in_thread(self._look)
+
+    def _look(self) -> HypervisorView:
+        name = self._host.name
+        seen = {path.name: self._seen(path) for path in self._directories()}
+        return HypervisorView({name: self._as_host()}, seen, {(name, t.image): t for t in self._templates()})
+
+    def _as_host(self) -> Host:
+        capacity = Size(self._host.cores, self._host.memory, self._host.disk)
+        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
+        abilities = frozenset({"instant", "linked", "full", "plug_cpus", "plug_memory"})
+        return Host(self._host.name, capacity, abilities, Size(os.cpu_count() or 1, pages), self._accelerator.name)
+
+    def _directories(self) -> list[Path]:
+        """Of our VMs: wherever a part of one is left, for a create may have been cut anywhere."""
+        found: dict[str, Path] = {}
+        for place in (self._vms.places.vms, self._vms.places.run):
+            if place.is_dir():
+                found.update({e.name: self._vms.places.vms / e.name for e in os.scandir(place) if e.name.startswith(self._prefix)})
+        return [found[name] for name in sorted(found)]
+
+    def _manifest(self, path: Path) -> Manifest | None:
+        try:
+            stat = (path / manifest.FILE).stat()
+        except OSError:
+            self._manifests.pop(path.name, None)
+            return None
+        # Each write makes a new file, so its inode and time tell a new one.
+        stamp = (stat.st_ino, stat.st_mtime_ns)
+        cached = self._manifests.get(path.name)
+        if cached is None or cached[0] != stamp:
+            cached = self._manifests[path.name] = (stamp, manifest.read(path))
+        return cached[1]
+
+    def _seen(self, path: Path) -> VmSeen:
+        known = self._manifest(path)
+        self._hear(path.name)
+        if known is None:
+            return VmSeen(path.name, self._host.name, VmCondition.MAKING, "its making was begun")
+        if known.phase is Phase.MAKING and (not known.pid or vms.lives(known)):
+            return VmSeen(path.name, self._host.name, VmCondition.MAKING)
+        if not vms.lives(known):
+            process.reap(known.pid)
+            return VmSeen(path.name, self._host.name, VmCondition.DEAD, "its QEMU has ended")
+        parked = known.phase is Phase.PARKED
+        reason = self._reasons.get(path.name, "")
+        return VmSeen(path.name, self._host.name, VmCondition.PARKED if parked else VmCondition.RUNNING, reason)
+
+    def _hear(self, name: str) -> None:
+        channel = self._vms.channels.get(name)
+        for report in channel.news() if channel is not None else ():
+            if report.type == "daemon_ended":
+                self._reasons[name] = report.reason
+                log.warning("a daemon has ended in a guest", vm=name, reason=report.reason)
+
+    def _templates(self) -> list[TemplateSeen]:
+        place, host = self._settings.templates, self._host.name
+        found = []
+        base = Size(self._settings.base_cpus, self._settings.base_memory)
+        for image in sorted(templates.building(place)) if place.is_dir() else ():
+            found.append(TemplateSeen(image, host, image, TemplateCondition.BUILDING, base))
+        for path in sorted(place.glob("[!.]*/template.json")) if place.is_dir() else ():
+            template = templates.load(path.parent)
+            if template is not None and template.key == self._key(template.image, template.size):
+                found.append(TemplateSeen(f"{template.image}-{template.key}", host, template.image,
+                                          TemplateCondition.READY, template.size))  # fmt: skip
+        return found
+
+    async def measure(self) -> Mapping[str, tuple[float, float, float]]:
+        """(CPU seconds, unique MiB, proportional MiB) of each VM that lives. Costs a millisecond or more each."""
+        return await self._in_thread(self._measure)
+
+    def _measure(self) -> dict[str, tuple[float, float, float]]:
+        found = {}
+        for path in self._directories():
+            known = self._manifest(path)
+            if known is not None and vms.lives(known):
+                found[path.name] = (process.cpu_seconds(known.pid), *process.memory(known.pid))
+                console = self._vms.places.of(path.name).console
+                # QEMU appends, so a cut file goes on from its new end.
+                if console.exists() and console.stat().st_size > _CONSOLE_LIMIT:
+                    os.truncate(console, 0)
+        return found
+
+    def audit(self, name: str) -> Mapping[str, str | int]:
+        """What the guest said of itself when it started: digests of its ids and of random bytes, CPUs, memory."""
+        report = self._vms.audits.get(name)
+        return dict(report.audit) if report is not None else {}
+
+    # --- templates ------------------------------------------------------------------------------------
+
+    async def prepare(self, host: str, image: str, size: Size) -> Sequence[Stage]:
+        """See `ports.Hypervisor`."""
+        self._check_host(host)
+        return await self._in_thread(self._prepare, image, size)
+
+    def _prepare(self, name: str, size: Size) -> Sequence[Stage]:
+        image = images.load(self._settings.images, name)
+        return templates.prepare(self._settings.templates.absolute(), image, self._parent(image, size),
+                                 self._settings.binary, self._version, self._vms.places.run)  # fmt: skip
+
+    async def drop(self, host: str, image: str) -> None:
+        """See `ports.Hypervisor`."""
+        self._check_host(host)
+        await self._in_thread(templates.drop, self._settings.templates.absolute(), image)
+
+    def _parent(self, image: Image, size: Size) -> Callable[[Path, Path], Machine]:
+        def machine(disk: Path, memory: Path) -> Machine:
+            return self._machine(f"template-{image.name}", image, size, Memory(size.memory, memory), disk, "qcow2", _TEMPLATE_MAC)
+
+        return machine
+
+    def _key(self, name: str, size: Size) -> str:
+        """The key that a template of this image would have now; empty if there is no such image."""
+        try:
+            image = images.load(self._settings.images, name)
+        except Refused:
+            return ""
+        return templates.key_of(image, self._parent(image, size)(Path("/"), Path("/")), self._version)
+
+    def _machine(self, name: str, image: Image, size: Size, memory: Memory, disk: Path, disk_format: str, mac: str) -> Machine:
+        return Machine(name, self._accelerator, size.cpus, memory, self._limits, disk, disk_format, mac,
+                       image.kernel, image.initrd, self._accelerator.cmdline(image.cmdline))  # fmt: skip
+
+    # --- VMs ------------------------------------------------------------------------------------------
+
+    async def create(self, vm: VmSpec) -> Sequence[Stage]:
+        """See `ports.Hypervisor`."""
+        self._check_host(vm.host)
+        self._check_name(vm.name)
+        return await self._in_thread(self._create, vm)
+
+    def _create(self, spec: VmSpec) -> Sequence[Stage]:
+        image = images.load(self._settings.images, spec.image)
+        template = None
+        if spec.kind is CloneKind.INSTANT:
+            template = templates.load(self._settings.templates.absolute() / spec.image)
+            if template is None or template.key != self._key(spec.image, template.size):
+                raise Gone(f"there is no template of image {spec.image} on {spec.host}", hint="it is made on demand: prepare it first")
+
+        def machine(disk: Path, disk_format: str) -> Machine:
+            if template is None:
+                return self._machine(spec.name, image, spec.size, Memory(spec.size.memory), disk, disk_format, spec.mac)
+            made = self._machine(spec.name, image, template.size, Memory(template.size.memory, template.memory), disk,
+                                 disk_format, spec.mac)  # fmt: skip
+            return template.clone_of(made)
+
+        return self._vms.create(spec, image, template, machine)
+
+    async def start(self, name: str, size: Size, identity: Identity) -> Sequence[Stage]:
+        """See `ports.Hypervisor`."""
+        self._check_name(name)
+        return await self._in_thread(self._vms.start, name, size, identity)
+
+    async def destroy(self, name: str, grace: float) -> None:
+        """See `ports.Hypervisor`."""
+        self._check_name(name)
+        await self._in_thread(self._vms.destroy, name, grace)
+        self._reasons.pop(name, None)
+
+    # --- helpers --------------------------------------------------------------------------------------
+
+    def _check_host(self, host: str) -> None:
+        if host != self._host.name:
+            raise Gone(f"there is no host {host}", hint=f"QEMU runs on {self._host.name} only")
+
+    def _check_name(self, name: str) -> None:
+        serial = name.removeprefix(self._prefix)
+        if serial == name or not serial.isalnum() or len(name.encode()) > 15:
+            raise Refused(f"{name!r} is no VM of ours", hint=f"they are {self._prefix}<serial>, at most 15 bytes")
+
+    async def _in_thread(self, function: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(*arguments))

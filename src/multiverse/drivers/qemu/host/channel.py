@@ -1,0 +1,90 @@
+"""The host's end of the channel to a guest's agent: a Unix socket that QEMU serves."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import deque
+from pathlib import Path
+
+from multiverse.core.errors import Broken, Unknown
+from multiverse.guest.protocol import Lines, Report
+
+
+class Channel:
+    """One connection to an agent. Nothing that a guest sends is held without bound."""
+
+    def __init__(self, path: Path) -> None:
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._lines = Lines()
+        self._reports: deque[Report] = deque(maxlen=256)
+        try:
+            self._sock.connect(str(path))
+        except OSError as error:
+            self._sock.close()
+            raise Unknown(f"nobody listens for the agent at {path}: {error.strerror or error}") from error
+
+    def queue(self, line: bytes) -> bytes:
+        """Send what fits without waiting, so that a paused guest finds it; returns the rest, for `send`."""
+        self._sock.setblocking(False)
+        sent = 0
+        try:
+            while sent < len(line):
+                sent += self._sock.send(line[sent:])
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise Unknown(f"the agent's channel is closed: {error.strerror or error}") from error
+        return line[sent:]
+
+    def send(self, line: bytes, timeout: float) -> None:
+        """Send all of a line."""
+        if not line:
+            return
+        self._sock.settimeout(timeout)
+        try:
+            self._sock.sendall(line)
+        except OSError as error:
+            raise Unknown(f"the agent takes no message: {error.strerror or error}") from error
+
+    def expect(self, types: frozenset[str], timeout: float) -> Report:
+        """The next report of one of `types`. `Broken` if the agent reports a failure, `Unknown` for no word in time."""
+        deadline = time.monotonic() + timeout
+        while True:
+            while self._reports:
+                report = self._reports.popleft()
+                if report.type in types:
+                    return report
+                if report.type == "failed":
+                    raise Broken(f"in the guest: {report.reason}", hint="its console log is beside the VM's manifest")
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise Unknown(f"the agent did not say {' or '.join(sorted(types))} within {timeout:.0f} s")
+            self._sock.settimeout(left)
+            try:
+                data = self._sock.recv(65536)
+            except TimeoutError:
+                continue
+            except OSError as error:
+                raise Unknown(f"the agent's channel broke: {error.strerror or error}") from error
+            if not data:
+                raise Unknown("the VM closed the agent's channel")
+            self._reports.extend(self._lines.feed(data))
+
+    def news(self) -> list[Report]:
+        """Reports that came unasked since the last call. Never waits."""
+        self._sock.setblocking(False)
+        try:
+            for _ in range(16):  # a guest that floods us must not keep us here
+                data = self._sock.recv(65536)
+                if not data:
+                    break
+                self._reports.extend(self._lines.feed(data))
+        except OSError:
+            pass
+        found = list(self._reports)
+        self._reports.clear()
+        return found
+
+    def close(self) -> None:
+        self._sock.close()

@@ -1,0 +1,119 @@
+"""QEMU's command line: the machine that templates and clones share, device by device, in the same order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from multiverse.core.model import Size
+from multiverse.guest.protocol import PORT
+
+SPARE_PORTS = 4  # PCI Express root ports for devices plugged later
+DIMMS = 8  # slots for memory plugged later
+_TCG_CMDLINE = ("mitigations=off", "tsc=reliable")  # an emulated CPU has no leaks to guard, and one clock
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """How guests' instructions are run: `kvm` or `tcg`."""
+
+    name: str
+
+    @property
+    def options(self) -> str:
+        return "kvm" if self.name == "kvm" else "tcg,thread=multi"
+
+    @property
+    def cpu(self) -> str:
+        return "host" if self.name == "kvm" else "max"
+
+    def cmdline(self, image: str) -> str:
+        return image if self.name == "kvm" else " ".join((image, *_TCG_CMDLINE))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Boot memory. With `file` it is mapped from there: shared for a template, private (copy-on-write) for a clone."""
+
+    size: int
+    file: Path | None = None
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """What one QEMU is connected to: descriptors of its listening sockets and of its tap, its console's log."""
+
+    monitor: int
+    agent: int
+    tap: int
+    console: Path
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One VM as QEMU is to make it. `limits` is how far it can be plugged up."""
+
+    name: str
+    accelerator: Accelerator
+    cpus: int
+    memory: Memory
+    limits: Size
+    disk: Path
+    disk_format: str
+    mac: str
+    kernel: Path
+    initrd: Path
+    cmdline: str
+
+    def shape(self) -> list[str]:
+        """The arguments that must be the same for a template and its clones; all else may differ."""
+        memory = f"{self.memory.size}M"
+        if self.limits.memory > self.memory.size:
+            memory += f",slots={DIMMS},maxmem={self.limits.memory}M"
+        backing = ",memory-backend=ram" if self.memory.file is not None else ""
+        argv = ["-machine", f"q35,usb=off,vmport=off,smm=off,sata=off,smbus=off,dump-guest-core=off,mem-merge=off{backing}",
+                "-accel", self.accelerator.options, "-cpu", self.accelerator.cpu,
+                "-smp", f"{self.cpus},maxcpus={max(self.limits.cpus, self.cpus)}", "-m", memory]  # fmt: skip
+        for i in range(SPARE_PORTS):
+            # Without the reserve the guest finds no room for a large BAR later.
+            argv += ["-device", f"pcie-root-port,id=rp{i},bus=pcie.0,chassis={i + 1},addr={i + 8},pref64-reserve=256M"]
+        return argv
+
+    def argv(self, binary: str, wiring: Wiring, *, paused: bool, incoming: bool = False) -> list[str]:
+        """The whole command line."""
+        modern = "disable-legacy=on,disable-modern=off"
+        argv = [binary, "-name", self.name, "-nodefaults", "-no-user-config", "-display", "none", "-vga", "none",
+                "-no-reboot", "-action", "panic=shutdown,watchdog=shutdown", "-rtc", "base=utc",
+                "-global", "migration.x-events=on"]  # fmt: skip
+        if self.memory.file is not None:
+            share = "on" if self.memory.shared else "off"
+            argv += ["-object", f"memory-backend-file,id=ram,size={self.memory.size}M,mem-path={_value(self.memory.file)},share={share}"]
+        argv += self.shape()
+        argv += ["-kernel", str(self.kernel), "-initrd", str(self.initrd), "-append", self.cmdline,
+                 "-chardev", f"socket,id=qmp,fd={wiring.monitor},server=on,wait=off", "-mon", "chardev=qmp,mode=control",
+                 "-chardev", f"file,id=console,path={_value(wiring.console)},append=on", "-serial", "chardev:console",
+                 "-device", f"virtio-serial-pci,id=vserial,bus=pcie.0,addr=3,max_ports=4,{modern}",
+                 "-chardev", f"socket,id=agent,fd={wiring.agent},server=on,wait=off",
+                 "-device", f"virtserialport,bus=vserial.0,nr=1,chardev=agent,name={PORT}",
+                 "-blockdev", f"driver=file,node-name=file,filename={_value(self.disk)},aio=threads,cache.direct=off,discard=unmap",
+                 "-blockdev", f"driver={self.disk_format},node-name=disk,file=file,discard=unmap",
+                 "-device", f"virtio-blk-pci,drive=disk,bus=pcie.0,addr=4,num-queues=1,werror=report,rerror=report,{modern}",
+                 "-netdev", f"tap,id=net,fd={wiring.tap}",
+                 "-device", f"virtio-net-pci,netdev=net,mac={self.mac},bus=pcie.0,addr=5,romfile=,{modern}",
+                 "-device", "vmgenid,guid=auto"]  # fmt: skip
+        if paused:
+            argv.append("-S")
+        if incoming:
+            argv += ["-incoming", "defer"]
+        return argv
+
+
+def limits(base: Size, capacity: Size, most: Size) -> Size:
+    """How far VMs of a template can grow: no further than the host declares. Room for more costs a guest memory."""
+    return Size(max(base.cpus, min(most.cpus, capacity.cpus)), max(base.memory, min(most.memory, -(-capacity.memory // 128) * 128)))
+
+
+def _value(path: Path) -> str:
+    """A path inside an option list, where commas are doubled (qemu(1))."""
+    return str(path).replace(",", ",,")

@@ -1,0 +1,125 @@
+"""Processes that outlive us: started in a session of their own, known by pid *and* start time."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+_DEAD = frozenset({"Z", "X", "x"})
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def spawn(argv: Sequence[str], fds: Sequence[int], log: Path, environment: Mapping[str, str]) -> tuple[int, int]:
+    """Start a program in a new session with `fds` open at the same numbers. Returns pid and start time.
+
+    Only these are inherited: the others are close-on-exec, and glibc clears that flag for a dup2 onto itself.
+    """
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
+    try:
+        actions = [(os.POSIX_SPAWN_DUP2, null, 0), (os.POSIX_SPAWN_DUP2, out, 1), (os.POSIX_SPAWN_DUP2, out, 2),
+                   *((os.POSIX_SPAWN_DUP2, fd, fd) for fd in fds)]  # fmt: skip
+        pid = os.posix_spawnp(argv[0], list(argv), environment, file_actions=actions, setsid=True,
+                              setsigdef=range(1, 32), setsigmask=())  # fmt: skip
+    finally:
+        os.close(null)
+        os.close(out)
+    return pid, start_time(pid)
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of proc(5) stat from the third (state) on; the second may hold spaces and parentheses."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:  # noqa: PTH123  (on the path of each look)
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def start_time(pid: int) -> int:
+    """When it started, in clock ticks since boot; 0 if there is none such."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields else 0
+
+
+def alive(pid: int, started: int) -> bool:
+    """Is it the same process, and neither dead nor waiting to be reaped?"""
+    fields = _stat(pid) if pid > 0 else None
+    return fields is not None and fields[0] not in _DEAD and int(fields[19]) == started
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time spent."""
+    fields = _stat(pid)
+    return (int(fields[11]) + int(fields[12])) / TICKS if fields else 0.0
+
+
+def memory(pid: int) -> tuple[float, float]:
+    """(unique, proportional) memory in MiB: private pages, and PSS (proc(5) smaps_rollup)."""
+    unique = proportional = 0
+    try:
+        with open(f"/proc/{pid}/smaps_rollup") as file:  # noqa: PTH123
+            for line in file:
+                key, _, rest = line.partition(":")
+                if key in ("Private_Clean", "Private_Dirty", "Private_Hugetlb"):
+                    unique += int(rest.split()[0])
+                elif key == "Pss":
+                    proportional = int(rest.split()[0])
+    except OSError:
+        return 0.0, 0.0
+    return unique / 1024, proportional / 1024
+
+
+def end(pid: int, started: int, timeout: float = 10.0) -> bool:
+    """Kill that process, never one that got its number, and wait until it is gone. False if it does not go."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        # The handle was had first: if the process is ours now, the handle is its, whatever comes later.
+        if start_time(pid) != started:
+            return True
+        try:
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+        except ProcessLookupError:
+            return True
+        return wait(handle, pid, timeout)
+    finally:
+        os.close(handle)
+
+
+def wait(handle: int, pid: int, timeout: float) -> bool:
+    """Wait for a process to end by its pidfd, and reap it if it is our child."""
+    poller = select.poll()
+    poller.register(handle, select.POLLIN)
+    if not poller.poll(timeout * 1000):
+        return False
+    reap(pid)
+    return True
+
+
+def reap(pid: int) -> None:
+    try:
+        os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        pass
+
+
+def with_part(part: str) -> Iterator[tuple[int, int]]:
+    """(pid, start time) of each process whose command line has `part`, up to the end of an argument or a comma.
+
+    For the moment between a start and its being written down: the command line tells whose it is.
+    """
+    wanted = (os.fsencode(part) + b"\0", os.fsencode(part) + b",")
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if any(w in line for w in wanted) and (started := start_time(int(entry.name))):
+                yield int(entry.name), started

@@ -1,0 +1,283 @@
+"""VMs on this host: create, start, destroy, each from what is on disk alone."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Stale
+from multiverse.core.model import CloneKind, Identity, Size, Stage, VmSpec
+from multiverse.drivers.qemu.host import link, manifest, process, templates
+from multiverse.drivers.qemu.host.channel import Channel
+from multiverse.drivers.qemu.host.machine import DIMMS, Machine
+from multiverse.drivers.qemu.host.manifest import Manifest, Phase
+from multiverse.drivers.qemu.host.qmp import Command, QmpError
+from multiverse.drivers.qemu.host.session import Paths, Session, remove
+from multiverse.drivers.qemu.host.templates import BOOT_TIMEOUT, Template
+from multiverse.guest.image import Image
+from multiverse.guest.protocol import FLUSH, HELLO, Report, identity_message
+
+_BLOCK = 128  # MiB: x86 Linux takes plugged memory in blocks of this
+_WAKE_TIMEOUT = 30.0  # seconds for a restored guest's first byte
+_START_TIMEOUT = 120.0  # seconds for its mounts and daemons
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+class Laps:
+    """Measures stages that follow each other."""
+
+    def __init__(self) -> None:
+        self.stages: list[Stage] = []
+        self._last = time.monotonic()
+
+    def __call__(self, name: str) -> None:
+        now = time.monotonic()
+        self.stages.append(Stage(name, now - self._last))
+        self._last = now
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where VMs are kept on this host, what they are connected to, and the QEMU that runs them."""
+
+    vms: Path
+    run: Path
+    bridge: str
+    binary: str
+
+    def of(self, name: str) -> Paths:
+        return Paths(self.vms / name, self.run / name)
+
+
+class Vms:
+    """The VMs of one host. Open connections are a convenience: without one, it is made again."""
+
+    def __init__(self, places: Places) -> None:
+        self.places = places
+        self._sessions: dict[str, Session] = {}
+        self.channels: dict[str, Channel] = {}
+        self.audits: dict[str, Report] = {}
+
+    # --- create ---------------------------------------------------------------------------------------
+
+    def create(self, spec: VmSpec, image: Image, template: Template | None,
+               machine: Callable[[Path, str], Machine]) -> list[Stage]:  # fmt: skip
+        """Bring a VM into being, paused; with a template as its instant clone, else ready to boot.
+
+        `machine` makes the VM from its disk. One that exists whole is left as it is.
+        """
+        lap = Laps()
+        paths = self.places.of(spec.name)
+        with manifest.locked(paths.home, make=True):
+            known = manifest.read(paths.home)
+            if known is not None and known.phase is not Phase.MAKING:
+                if lives(known):
+                    return []
+                raise Stale(f"VM {spec.name} is dead", hint="destroy it first")
+            if known is not None or any(paths.home.iterdir()):
+                self._end(spec.name, paths, known)  # what a cut create left
+                remove_files(paths)
+            try:
+                disk, kind = self._disk(spec, paths, image, template)
+                lap("overlay" if spec.kind is not CloneKind.FULL else "disk")
+                made = machine(disk, kind)
+                record = Manifest(spec.name, spec.kind, Phase.MAKING, spec.mac, made.cpus, made.memory.size, boot_id=_BOOT_ID)
+                manifest.write(paths.home, record)
+
+                def spawned(pid: int, started: int) -> None:
+                    nonlocal record
+                    record = replace(record, pid=pid, started=started)
+                    manifest.write(paths.home, record)
+
+                session = Session.launch(made, paths, self.places.binary, tap=spec.name, bridge=self.places.bridge, paused=True,
+                                         incoming=template is not None, spawned=spawned, lap=lap)  # fmt: skip
+                try:
+                    if template is not None:
+                        session.restore(template.state)
+                        lap("restore")
+                    manifest.write(paths.home, replace(record, phase=Phase.PARKED))
+                except FileNotFoundError as error:
+                    raise Gone(f"the template of {spec.image} is gone", hint="it is made again on demand") from error
+                except BaseException:
+                    session.close()
+                    raise
+                self._sessions[spec.name] = session
+            except OSError as error:
+                raise Exhausted(f"cannot make VM {spec.name}: {error}", hint=f"is there room in {self.places.vms}?") from error
+        return lap.stages
+
+    def _disk(self, spec: VmSpec, paths: Paths, image: Image, template: Template | None) -> tuple[Path, str]:
+        if template is not None:
+            templates.clone_overlay(template, paths.home / "disk.qcow2")
+            return paths.home / "disk.qcow2", "qcow2"
+        if spec.kind is CloneKind.LINKED:
+            templates.make_overlay(paths.home / "disk.qcow2", image.disk, "raw")
+            return paths.home / "disk.qcow2", "qcow2"
+        copy = ["cp", "--reflink=auto", "--sparse=always", "--", str(image.disk), str(paths.home / "disk.raw")]
+        done = subprocess.run(copy, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
+        if done.returncode != 0:
+            raise Exhausted(f"cannot copy the disk of {image.name}: {done.stderr.strip()[-200:]}", hint="is the disk full?")
+        return paths.home / "disk.raw", "raw"
+
+    # --- start ----------------------------------------------------------------------------------------
+
+    def start(self, name: str, size: Size, identity: Identity) -> list[Stage]:
+        """Plug a VM up to its size, let it run and make it someone; until its daemons have been started."""
+        lap = Laps()
+        paths = self.places.of(name)
+        with manifest.locked(paths.home, make=False) as there:
+            known = manifest.read(paths.home) if there else None
+            if known is None or known.phase is Phase.MAKING:
+                raise Gone(f"there is no VM {name} to start", hint="create it first")
+            if not lives(known):
+                raise Gone(f"VM {name} is dead", hint="destroy it and create another")
+            if known.phase is Phase.STARTED:
+                return []
+            session = self._session(name, known, paths)
+            plugged = 0
+            if known.kind is CloneKind.INSTANT:
+                plugged = max(0, -(-(size.memory - known.memory) // _BLOCK) * _BLOCK)
+                self._plug(session, known, size.cpus, plugged)
+            lap("plug")
+            resumed = known.phase is Phase.STARTING
+            booted = known.kind is not CloneKind.INSTANT
+            manifest.write(paths.home, replace(known, phase=Phase.STARTING))
+            report = self._awaken(session, identity, max(size.cpus, known.cpus), plugged, lap, ask=resumed, booted=booted)
+            manifest.write(paths.home, replace(known, phase=Phase.STARTED))
+            self.audits[name] = report
+            # The monitor is not needed while it runs; the channel tells if a daemon ends.
+            self._sessions.pop(name, None)
+            session.monitor.close()
+            self.channels[name] = session.channel
+        inside = sum(stage.seconds for stage in report.stages)
+        lap("answer")
+        *before, answer = lap.stages
+        return [*before, *report.stages, Stage("answer", max(0.0, answer.seconds - inside))]
+
+    def _awaken(self, session: Session, identity: Identity, cpus: int, plugged: int, lap: Laps, *,
+                ask: bool, booted: bool) -> Report:  # fmt: skip
+        """Let the guest run and become someone. `ask`: it may have been told before; `booted`: it comes up first."""
+        channel = session.channel
+        if ask or booted:
+            session.monitor.execute("cont")
+            channel.send(HELLO, _WAKE_TIMEOUT)
+            word = channel.expect(frozenset({"fork_point", "becoming", "started"}), BOOT_TIMEOUT)
+            lap("boot" if booted else "ask")
+            if word.type == "started":
+                return word
+            if word.type == "becoming":
+                return channel.expect(frozenset({"started"}), _START_TIMEOUT)
+            channel.send(identity_message(identity, cpus, plugged), _WAKE_TIMEOUT)
+        else:
+            # The identity waits in the channel when the guest wakes.
+            rest = channel.queue(identity_message(identity, cpus, plugged))
+            session.monitor.execute("cont")
+            channel.send(rest, _WAKE_TIMEOUT)
+        channel.expect(frozenset({"forked"}), _WAKE_TIMEOUT)
+        lap("first_byte")
+        return channel.expect(frozenset({"started"}), _START_TIMEOUT)
+
+    def _plug(self, session: Session, known: Manifest, cpus: int, plugged: int) -> None:
+        """Plug what is missing. What an earlier, cut start has plugged is found by its id and left."""
+        present = {d["name"] for d in session.monitor.execute("qom-list", path="/machine/peripheral")}
+        commands: list[Command] = []
+        if plugged and "dimm0" not in present:
+            slots = session.monitor.execute("query-memory-devices")
+            if len(slots) >= DIMMS:
+                raise Exhausted(f"VM {known.name} has no free memory slot", hint="make it anew")
+            backend = {"qom-type": "memory-backend-ram", "id": "mem0", "size": plugged << 20}
+            commands += [("object-add", backend), ("device_add", {"driver": "pc-dimm", "id": "dimm0", "memdev": "mem0"})]
+        if cpus > known.cpus:
+            free = [c for c in session.monitor.execute("query-hotpluggable-cpus") if "qom-path" not in c]
+            free.sort(key=lambda c: tuple(sorted(c["props"].items())))
+            missing = [f"cpu{i}" for i in range(known.cpus, cpus) if f"cpu{i}" not in present]
+            if len(free) < len(missing):
+                raise Exhausted(f"VM {known.name} cannot have {cpus} CPUs", hint="its template was made for fewer: drop it")
+            commands += [("device_add", {"driver": c["type"], "id": i, **c["props"]}) for i, c in zip(missing, free, strict=False)]
+        try:
+            if commands:
+                session.monitor.execute_all(commands)
+        except QmpError as error:
+            raise Exhausted(f"cannot plug VM {known.name} up to {cpus} CPUs and {plugged} MiB more: {error.message}",
+                            hint="it is larger than its template allows; see host.cores and host.memory") from error  # fmt: skip
+
+    def _session(self, name: str, known: Manifest, paths: Paths) -> Session:
+        session = self._sessions.get(name)
+        if session is None or (session.pid, session.started) != (known.pid, known.started):
+            session = Session.rejoin(known.pid, known.started, paths)
+            self._sessions[name] = session
+        return session
+
+    # --- destroy --------------------------------------------------------------------------------------
+
+    def destroy(self, name: str, grace: float) -> None:
+        """End a VM and remove all of it. `Broken` if its process cannot be ended."""
+        paths = self.places.of(name)
+        if not paths.home.exists() and not paths.run.exists():
+            return self._forget(name)
+        known = manifest.read(paths.home)
+        if grace > 0 and known is not None and known.phase in (Phase.STARTED, Phase.STARTING) and lives(known):
+            self._flush(name, paths, grace)
+        # Ended before the lock is had: whoever holds it, waiting for this guest, then lets go.
+        if known is not None and known.pid:
+            process.end(known.pid, known.started)
+        with manifest.locked(paths.home, make=True):
+            self._end(name, paths, manifest.read(paths.home))
+            self._forget(name)
+            link.remove_tap(name)
+            remove(paths)
+
+    def _flush(self, name: str, paths: Paths, grace: float) -> None:
+        deadline = time.monotonic() + grace
+        try:
+            channel = self.channels.get(name)
+            if channel is None and (session := self._sessions.get(name)) is not None:
+                return  # its start is under way: there is nothing to write back yet
+            channel = channel or Channel(paths.agent)
+            self.channels[name] = channel
+            channel.send(FLUSH, grace)
+            channel.expect(frozenset({"flushed"}), max(0.0, deadline - time.monotonic()))
+        except MultiverseError:
+            return  # it had its time
+
+    def _end(self, name: str, paths: Paths, known: Manifest | None) -> None:
+        """End its process, the one written down and any that was started before that could be done."""
+        suspects = {(known.pid, known.started)} if known is not None and known.pid and known.boot_id == _BOOT_ID else set()
+        if known is None or not known.pid:
+            suspects.update(process.with_part(f"path={paths.console}"))
+        for pid, started in suspects:
+            if not process.end(pid, started):
+                raise Broken(f"the process {pid} of VM {name} cannot be ended", hint="is it stuck in the kernel? see its stack")
+
+    def _forget(self, name: str) -> None:
+        session = self._sessions.pop(name, None)
+        if session is not None:
+            session.close()
+        channel = self.channels.pop(name, None)
+        if channel is not None:
+            channel.close()
+        self.audits.pop(name, None)
+
+
+def lives(known: Manifest) -> bool:
+    """Does its process live? Pids of another boot mean nothing."""
+    return known.boot_id == _BOOT_ID and process.alive(known.pid, known.started)
+
+
+def remove_files(paths: Paths) -> None:
+    """Remove what a cut create left, but neither the directory, for its lock is held, nor the manifest before the rest."""
+    for entry in sorted(paths.home.iterdir(), key=lambda p: p.name == manifest.FILE):
+        entry.unlink(missing_ok=True)
+    for path in (paths.monitor, paths.agent):
+        path.unlink(missing_ok=True)
+
+
+def raise_file_limit() -> None:
+    """Each VM keeps connections open: a thousand of them need more descriptors than the usual soft limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65536) if hard != resource.RLIM_INFINITY else 65536, hard))
+
