@@ -114,7 +114,9 @@ class Store:
         else:
             engine = sa.create_engine(f"sqlite:///{path}")
         sa.event.listen(engine, "connect", _configure)
+        self._open = False
         self._cache: dict[tuple[RowKind, int, int], Row] = {}
+        self._active: Rows | None = None  # as committed; we are the only writer, so a quiet pass reads nothing
         try:
             self._connection = engine.connect()
             with self._begin():
@@ -146,11 +148,13 @@ class Store:
     def _begin(self) -> Iterator[None]:
         try:
             self._connection.exec_driver_sql("BEGIN IMMEDIATE")
+            self._open = True
             try:
                 yield
                 self._connection.exec_driver_sql("COMMIT")
             except BaseException:
                 self._cache.clear()
+                self._active = None
                 if self._connection.connection.dbapi_connection.in_transaction:  # type: ignore[union-attr]
                     self._connection.exec_driver_sql("ROLLBACK")
                 raise
@@ -158,6 +162,14 @@ class Store:
             raise Exhausted(f"the database did not take it: {error.orig}", hint="is its disk full?") from error
         finally:
             # The driver's transaction is over; SQLAlchemy's view of it must not stay open across passes.
+            self._open = False
+            self._connection.commit()
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Reads by themselves, or within a transaction that they must not end."""
+        yield
+        if not self._open:
             self._connection.commit()
 
     def _enter_boot(self) -> None:
@@ -195,9 +207,8 @@ class Store:
         return self._connection.execute(statement)
 
     def _meta(self, key: str) -> str:
-        value = self._connection.scalar(sa.select(_meta.c.value).where(_meta.c.key == key))
-        self._connection.commit()
-        return str(value)
+        with self._reading():
+            return str(self._connection.scalar(sa.select(_meta.c.value).where(_meta.c.key == key)))
 
     def _put_meta(self, key: str, value: str) -> None:
         self._execute(sa.text("INSERT OR REPLACE INTO meta VALUES (:key, :value)").bindparams(key=key, value=value))
@@ -218,14 +229,15 @@ class Store:
         if job_id is not None:
             array = _attempts.c.job_id.like(f"{job_id.replace('%', '').replace('_', '/_')}/_%", escape="/")
             query = query.where((_attempts.c.job_id == job_id) | array)
-        rows = self._execute(query.order_by(_attempts.c.id.desc()).limit(limit)).all()
-        self._connection.commit()
+        with self._reading():
+            rows = self._execute(query.order_by(_attempts.c.id.desc()).limit(limit)).all()
         return [_ADAPTERS["attempt"].validate_json(row.body) for row in rows]
 
     def vms_of(self, attempts: Sequence[int]) -> list[Vm]:
         """All VMs, gone ones too, that were made for these attempts."""
-        rows = self._execute(sa.select(_vms.c.body).where(_vms.c.attempt.in_(attempts)).order_by(_vms.c.id)).all()
-        self._connection.commit()
+        query = sa.select(_vms.c.body).where(_vms.c.attempt.in_(attempts))
+        with self._reading():
+            rows = self._execute(query.order_by(_vms.c.id)).all()
         return [_ADAPTERS["vm"].validate_json(row.body) for row in rows]
 
     def journal(self, *, attempts: Sequence[int] | None = None, after: int = 0) -> list[Entry]:
@@ -233,8 +245,8 @@ class Store:
         query = sa.select(_journal).where(_journal.c.seq > after)
         if attempts is not None:
             query = query.where(_journal.c.attempt.in_(attempts))
-        rows = self._execute(query.order_by(_journal.c.seq)).mappings().all()
-        self._connection.commit()
+        with self._reading():
+            rows = self._execute(query.order_by(_journal.c.seq)).mappings().all()
         return [Entry(**{**row, "detail": json.loads(row["detail"])}) for row in rows]
 
 
@@ -246,6 +258,12 @@ class Transaction:
 
     def load_active(self) -> Rows:
         """All live rows and claims, with the numbers that come next."""
+        s = self._store
+        if s._active is None:
+            s._active = self._read_active()
+        return s._active
+
+    def _read_active(self) -> Rows:
         s = self._store
         meta = {row.key: row.value for row in s._execute(sa.select(_meta))}
         claims = s._execute(sa.select(_claims).order_by(_claims.c.kind, _claims.c.id)).all()
@@ -262,6 +280,7 @@ class Transaction:
 
     def apply(self, move: Move) -> None:
         """Write one move: version check, table check, rows, claims, journal. Raises `StoreConflict`."""
+        self._store._active = None
         for key in move.free:
             self._store._execute(_claims.delete().where(_claims.c.kind == key.kind, _claims.c.id == key.id))
         for change in move.changes:

@@ -131,8 +131,10 @@ class _Simulation:
         for deed in sorted(arrival.deeds, key=lambda deed: deed.after):
             await asyncio.sleep(deed.after - passed)
             passed = deed.after
+            while not cluster.up:
+                await asyncio.sleep(1.0)  # whoever gets no answer tries again
             for record in records:
-                if cluster.up and cluster.jobs.get(record.job_id) is record:
+                if cluster.jobs.get(record.job_id) is record:
                     getattr(cluster, deed.what)(record.job_id, **dict(deed.changes))
 
     # --- the controller, again and again

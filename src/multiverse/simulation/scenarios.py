@@ -90,7 +90,7 @@ def _deeds(rng: Random) -> tuple[Deed, ...]:
         case 3:
             return (Deed(at, "requeue"),)
         case 4:
-            return (Deed(at, "suspend"), Deed(at + wait, "resume"), Deed(3000.0, "resume"))
+            return (Deed(at, "suspend"), Deed(at + wait, "resume"), Deed(200.0, "resume"))
         case 5:
             return (Deed(at, "change", (("size", Size(1, 300)),)),)
         case _:
