@@ -14,7 +14,7 @@ from multiverse import __version__
 from multiverse.config import Settings
 from multiverse.controller.loop import Controller
 from multiverse.core.admission import references
-from multiverse.core.model import Size, VmSeen
+from multiverse.core.model import Size
 from multiverse.core.rows import Command, Draft
 from multiverse.ports import Clock
 from multiverse.service.views import (
@@ -31,7 +31,7 @@ from multiverse.service.views import (
 )
 from multiverse.store import Store
 
-Measure = Callable[[], Awaitable[Mapping[str, VmSeen]]]
+Measure = Callable[[], Awaitable[Mapping[str, tuple[float, float, float]]]]
 
 
 class TemplateWish(BaseModel):
@@ -42,7 +42,7 @@ class TemplateWish(BaseModel):
 
 
 def make_api(controller: Controller, store: Store, clock: Clock, settings: Settings, measure: Measure) -> FastAPI:
-    """The application. `measure` gives each VM's memory and CPU time, now."""
+    """The application. `measure` gives each VM's CPU seconds, unique memory and PSS in MiB, as of now."""
     api = FastAPI(title="Multiverse", version=__version__, docs_url=None, redoc_url=None)
 
     @api.get("/status")

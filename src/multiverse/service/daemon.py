@@ -20,7 +20,7 @@ from multiverse.controller.loop import Controller
 from multiverse.core.errors import Refused
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.drivers.slurm.driver import SlurmScheduler
-from multiverse.drivers.slurm.inbox import Inbox
+from multiverse.drivers.slurm.inbox import hints
 from multiverse.guest.image import list_images
 from multiverse.service.api import make_api
 from multiverse.store import open_store
@@ -102,7 +102,7 @@ async def serve(settings: Settings) -> None:
             asyncio.create_task(_heed_inbox(settings, controller), name="inbox"),
             asyncio.create_task(server.serve(sockets=[sock]), name="api"),
         ]
-        stopping = asyncio.create_task(stop.wait(), name="stop")
+        stopping: asyncio.Task[object] = asyncio.create_task(stop.wait(), name="stop")
         try:
             await asyncio.wait([*work, stopping], return_when=asyncio.FIRST_COMPLETED)
             for task in work:
@@ -119,6 +119,5 @@ async def serve(settings: Settings) -> None:
 
 
 async def _heed_inbox(settings: Settings, controller: Controller) -> None:
-    async with Inbox(settings.slurm.inbox) as hints:
-        async for _ in hints:
-            controller.hint()
+    async for _ in hints(settings.slurm.inbox):
+        controller.hint()

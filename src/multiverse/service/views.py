@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from multiverse.core.lifecycle import Event
-from multiverse.core.model import Attempt, Size, VmSeen
+from multiverse.core.model import Attempt, Size
 from multiverse.core.rows import Rows
 from multiverse.store import Entry
 
@@ -218,11 +218,11 @@ def job_view(attempt: Attempt, vms: Sequence[str], now: float, image: str, kind:
     )
 
 
-def vm_views(rows: Rows, measured: Mapping[str, VmSeen], now: float) -> list[VmView]:
+def vm_views(rows: Rows, measured: Mapping[str, tuple[float, float, float]], now: float) -> list[VmView]:
     views = []
     for vm in rows.vms.values():
         attempt = rows.attempts.get(vm.attempt) if vm.attempt is not None else None
-        seen = measured.get(vm.name)
+        cpu_s, private, pss = measured.get(vm.name, (0.0, 0.0, 0.0))
         views.append(
             VmView(
                 name=vm.name,
@@ -236,9 +236,9 @@ def vm_views(rows: Rows, measured: Mapping[str, VmSeen], now: float) -> list[VmV
                 attempt=vm.attempt,
                 job_id=attempt.job.job_id if attempt else "",
                 age=max(0.0, now - vm.since),
-                cpu_s=seen.cpu_s if seen else 0.0,
-                private=seen.private if seen else 0.0,
-                pss=seen.private + seen.shared if seen else 0.0,
+                cpu_s=cpu_s,
+                private=private,
+                pss=pss,
                 reason=vm.reason,
                 quarantined=vm.quarantined,
             )

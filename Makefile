@@ -1,0 +1,41 @@
+# Two commands matter: `make demo` and `make test`. Both install what they need.
+PATH := $(CURDIR)/.venv/bin:$(PATH)
+export PATH
+
+.PHONY: help setup demo test lint unit integration test-slow docs clean
+
+help:
+	@echo "make demo       build the image, start the lab, run real jobs in VMs, leave nothing running"
+	@echo "make test       lint, types, unit, contract, simulation, integration on the real lab (root)"
+	@echo "make test-slow  what takes longer"
+	@echo "make setup      install packages and the Python environment only"
+	@echo "make docs       redraw the life cycle in docs/architecture.md from the tables"
+
+setup:
+	@scripts/setup
+
+demo: setup
+	@multiverse demo
+
+test: lint unit integration
+
+lint: setup
+	ruff check src tests
+	ruff format --check src tests
+	mypy
+	lint-imports --no-logo
+
+unit: setup
+	pytest tests/unit tests/contract tests/simulation -m "not integration and not slow"
+
+integration: setup
+	pytest tests/contract tests/integration -m "integration and not slow"
+
+test-slow: setup
+	pytest tests -m slow
+
+docs: setup
+	python scripts/lifecycle
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis var

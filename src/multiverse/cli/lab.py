@@ -1,0 +1,113 @@
+"""`multiverse lab up|down|status|env`: a whole cluster on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from multiverse.cli.render import as_json, console, duration, show, table
+from multiverse.core.errors import Refused
+from multiverse.lab import lifecycle
+from multiverse.lab.configure import environment
+from multiverse.lab.layout import layout
+from multiverse.lab.plan import Wishes, load, shares
+
+app = typer.Typer(help="A whole cluster on this machine.", no_args_is_help=True)
+
+Dir = Annotated[
+    Path | None, typer.Option("--dir", help="The lab's directory; else $MULTIVERSE_LAB, else /var/lib/multiverse/lab.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_DOWN = 3
+
+
+def mebibytes(text: str) -> int:
+    """`16G`, `2048M` or `2048` as MiB."""
+    match = re.fullmatch(r"(\d+)\s*([MGT]?)i?B?", text.strip(), re.IGNORECASE)
+    if not match:
+        raise Refused(f"--memory {text}: not a size", hint="write it as 16G or 16384M")
+    return int(match[1]) * {"": 1, "M": 1, "G": 1024, "T": 1024 * 1024}[match[2].upper()]
+
+
+def _line(name: str, word: str, seconds: float) -> None:
+    console.print(f"  {name:<12}{word:<18}{duration(seconds):>8}", markup=False)
+
+
+def _silent(name: str, word: str, seconds: float) -> None:
+    pass
+
+
+@app.command()
+def up(
+    directory: Dir = None,
+    cores: Annotated[int | None, typer.Option(min=1, help="Cores declared for VMs. [first time: 8]")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory declared for VMs. [first time: 16G]")] = None,
+    share: Annotated[list[Path] | None, typer.Option(help="A directory that guests see too; may be repeated.")] = None,
+    image: Annotated[str | None, typer.Option(help="The image of jobs that name none. [first time: slim]")] = None,
+    json: Json = False,
+) -> None:
+    """Bring up the lab, or what has died of it."""
+    where = layout(directory)
+    wishes = Wishes(
+        cores=cores,
+        memory=mebibytes(memory) if memory else None,
+        shares=shares(share or ()),
+        image=image,
+    )
+    settings = asyncio.run(lifecycle.up(where, wishes, _silent if json else _line))
+    if json:
+        as_json(lifecycle.status(where))
+        return
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
+    console.print(
+        f"The lab declares {settings.host.cores} cores and {settings.host.memory} MiB for VMs; this machine has "
+        f"{os.cpu_count()} and {machine}.",
+        f'Next: eval "$({_command(where.root, directory)} env)"',
+        sep="\n",
+        markup=False,
+    )
+
+
+def _command(root: Path, directory: Path | None) -> str:
+    program = shlex.quote(sys.argv[0])
+    return f"{program} lab" if directory is None else f"MULTIVERSE_LAB={shlex.quote(str(root))} {program} lab"
+
+
+@app.command()
+def down(directory: Dir = None) -> None:
+    """End everything of the lab. Its directory keeps logs, keys, the database and caches."""
+    asyncio.run(lifecycle.down(layout(directory), _line))
+
+
+@app.command()
+def status(directory: Dir = None, json: Json = False) -> None:
+    """Show each part with its pid. Exits with 3 unless all are alive."""
+    found = lifecycle.status(layout(directory))
+    if json:
+        as_json(found)
+    else:
+        made = table("PART", "PID", "STATE", right=("PID",))
+        for name, part in found.items():
+            made.add_row(name, str(part.get("pid") or part.get("address") or "–"), "alive" if part["alive"] else "dead")
+        show(made, "no lab")
+    if not all(part["alive"] for part in found.values()):
+        raise typer.Exit(_DOWN)
+
+
+@app.command()
+def env(directory: Dir = None) -> None:
+    """Print what a shell needs to use the lab: eval "$(multiverse lab env)"."""
+    where = layout(directory)
+    if load(where) is None:
+        raise Refused(f"there is no lab in {where.root}", hint="bring it up first: multiverse lab up")
+    for name, value in environment(where).items():
+        print(f"export {name}={shlex.quote(value)}")
+    print(f"export MULTIVERSE_LAB={shlex.quote(str(where.root))}")
+    print(f'export PATH={shlex.quote(str(Path(sys.executable).parent))}:"$PATH"')

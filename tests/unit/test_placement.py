@@ -1,0 +1,93 @@
+"""Sizes, room and names: what placement promises, over all inputs."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from multiverse.core.model import Host, Size
+from multiverse.core.placement import (
+    BLOCK,
+    Room,
+    address_of,
+    could_ever_fit,
+    largest,
+    mac_of,
+    template_claim,
+    vm_claim,
+    vm_size,
+)
+from tests.unit.scene import POLICY
+
+sizes = st.builds(Size, st.integers(1, 128), st.integers(1, 2**20))
+
+
+def host(cpus: int, memory: int, name: str = "h1") -> Host:
+    return Host(name, Size(cpus, memory, 1 << 20))
+
+
+@given(sizes)
+def test_a_vm_has_more_than_its_node_is_told_and_memory_comes_in_blocks(told: Size) -> None:
+    size = vm_size(told, POLICY)
+    plugged = size.memory - POLICY.base.memory
+    assert plugged >= 0 and plugged % BLOCK == 0
+    assert size.memory - plugged // 64 - POLICY.guest_reserve // 2 > told.memory, "the guest really has it"
+    assert size.memory <= told.memory * 51 // 50 + POLICY.guest_reserve + POLICY.base.memory + BLOCK
+    assert size.cpus >= told.cpus
+
+
+@given(st.integers(1, 64), st.integers(600, 10**6))
+def test_the_largest_that_fits_does_fit_and_a_little_more_does_not(cpus: int, memory: int) -> None:
+    hosts = {"h1": host(cpus, memory)}
+    fit = largest(hosts, POLICY)
+    assert could_ever_fit(fit, 1, hosts, POLICY)
+    assert not could_ever_fit(Size(cpus + 1, 1), 1, hosts, POLICY)
+    assert not could_ever_fit(Size(1, fit.memory + BLOCK + 2), 1, hosts, POLICY)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 16), st.integers(300, 8192)), min_size=1, max_size=5), sizes, st.integers(1, 9)
+)
+def test_placement_takes_all_or_nothing_and_never_more_than_there_is(
+    machines: list[tuple[int, int]], told: Size, count: int
+) -> None:
+    hosts = {f"h{i}": host(c, m, f"h{i}") for i, (c, m) in enumerate(machines)}
+    room = Room(hosts, ())
+    before = {name: list(free) for name, free in room.free.items()}
+    size = vm_claim(vm_size(told, POLICY), POLICY)
+    chosen = room.place(size, count, sorted(hosts))
+    if chosen is None:
+        assert room.free == before
+    else:
+        assert len(chosen) == count and all(min(free) >= 0 for free in room.free.values())
+
+
+def test_without_hosts_nothing_fits() -> None:
+    assert largest({}, POLICY) == Size(0, 0)
+    assert not could_ever_fit(Size(1, 1), 1, {}, POLICY)
+    assert template_claim(POLICY).cpus == 0
+
+
+@given(st.integers(1, 2**24 - 1), st.integers(1, 2**24 - 1))
+def test_macs_are_local_unicast_and_different_for_different_serials(one: int, two: int) -> None:
+    assert int(mac_of("abcde", one)[:2], 16) & 0b11 == 0b10
+    assert (mac_of("abcde", one) == mac_of("abcde", two)) == (one == two)
+
+
+@given(st.integers(1, 10**7), st.sets(st.integers(1, 3000), max_size=50))
+def test_addresses_are_free_ones_of_the_subnet_and_never_the_gateway(serial: int, others: set[int]) -> None:
+    used = {address_of(other, (), POLICY) or "" for other in others}
+    address = address_of(serial, used, POLICY)
+    assert address and address not in used and address.endswith("/16")
+    assert address != f"{POLICY.gateway}/16" and not address.startswith("10.9.0.")
+
+
+def test_a_full_subnet_has_no_address() -> None:
+    import ipaddress
+    from dataclasses import replace
+
+    small = replace(POLICY, subnet=ipaddress.IPv4Network("10.9.0.0/29"), first_address=2)
+    taken: set[str] = set()
+    while (address := address_of(1, taken, small)) is not None:
+        taken.add(address)
+    assert taken == {f"10.9.0.{n}/29" for n in range(2, 7)}

@@ -1,0 +1,135 @@
+"""The planner is total: whatever the rows and whatever is seen, it answers, keeps to the tables, claims
+for every VM and never claims more than there is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from multiverse.core.errors import Broken, Exhausted, Gone, Refused, Stale, Unknown
+from multiverse.core.lifecycle import TABLES, EffectKind, effect_of
+from multiverse.core.model import (
+    Attempt,
+    AttemptState,
+    Job,
+    JobRef,
+    JobState,
+    NodeState,
+    Request,
+    Size,
+    Vm,
+    VmCondition,
+)
+from multiverse.core.rows import Command, Done, Message
+from tests.unit.scene import Scene
+
+ERRORS = (Broken, Exhausted, Gone, Refused, Stale, Unknown)
+
+
+@st.composite
+def turns(draw: st.DrawFn) -> list[tuple[str, int, int, int]]:
+    """What happens to the world between passes: (what, to which, how, by how much)."""
+    what = st.sampled_from(
+        ["submit", "job", "vm", "node", "template", "host", "effect", "error", "time", "source", "command", "forget"]
+    )
+    number = st.integers(0, 11)
+    return draw(st.lists(st.tuples(what, number, number, number), min_size=1, max_size=40))
+
+
+def act(scene: Scene, what: str, which: int, how: int, much: int) -> Message | None:
+    rows = scene.rows
+    vms = [vm.name for vm in rows.vms.values()] + ["mvtest0-9999"]
+    name = vms[which % len(vms)]
+    live = [*rows.attempts.values(), *rows.vms.values(), *rows.templates.values()]
+    match what:
+        case "submit":
+            size = Size(1 + how % 5, 100 * (1 + much))
+            scene.jobs[str(which)] = Job(
+                JobRef(str(which), 500 + much), "j", 1000, JobState.PENDING, Request(1 + how % 3, size), rank=how
+            )
+        case "job" if str(which) in scene.jobs:
+            job = scene.jobs[str(which)]
+            mine = [a for a in rows.attempts.values() if a.job.job_id == str(which)]
+            nodes = tuple(vm.name for vm in rows.vms.values() if mine and vm.attempt == mine[0].id)
+            scene.jobs[str(which)] = [
+                replace(job, state=JobState.RUNNING, nodes=nodes, gated=False),
+                replace(job, state=JobState.COMPLETING),
+                replace(job, state=JobState.ENDED, result="COMPLETED", nodes=()),
+                replace(job, held=True, eligible=False),
+                replace(job, held=False, eligible=True),
+                replace(job, ref=replace(job.ref, restarts=job.ref.restarts + 1), state=JobState.PENDING, nodes=()),
+                replace(job, gated=False, pinned=mine[0].feature if mine else "mv_77"),
+                replace(job, gated=True, pinned=None),
+                replace(job, request=Request(1, Size(1 + much, 300))),
+                replace(job, problem="it cannot be served", request=None),
+                replace(job, state=JobState.RUNNING, nodes=("elsewhere",)),
+                replace(job, state=JobState.SUSPENDED),
+            ][how]
+        case "vm":
+            scene.seen(name, list(VmCondition)[how % 4])
+        case "node":
+            scene.node(name, list(NodeState)[how % 4])
+        case "template":
+            scene.template() if how % 2 else scene.templates.clear()
+        case "host":
+            scene.hosts = {} if how == 0 else Scene().hosts
+        case "effect" if live:
+            scene.quiet[live[which % len(live)].key] = float("inf") if how == 0 else scene.clock.time
+        case "error" if live:
+            row = live[which % len(live)]
+            kinds = list(EffectKind)
+            return Done(row.key, kinds[how % len(kinds)], str(row.state), ERRORS[much % len(ERRORS)]("no"))
+        case "time":
+            scene.pass_time(much * 30.0)
+        case "source":
+            scene.scheduler_known, scene.hypervisor_known = how % 3 > 0, much % 3 > 0
+        case "command":
+            return Command("build" if how % 2 else "drop", "h1", "slim")
+        case "forget":
+            [scene.vms, scene.nodes, scene.jobs][how % 3].clear()  # type: ignore[index]
+        case _:
+            pass
+    return None
+
+
+def check(scene: Scene) -> None:
+    rows = scene.rows
+    owners = {claim.owner for claim in rows.claims}
+    assert {vm.key for vm in rows.vms.values()} <= owners, "every VM has its claim until it is gone"
+    for owner in owners:
+        assert rows.get(owner) is not None, "no claim outlives its row"
+    assert len({vm.address for vm in rows.vms.values()}) == len(rows.vms)
+    capacity = Scene().hosts["h1"].capacity
+    assert sum(c.size.cpus for c in rows.claims) <= capacity.cpus
+    assert sum(c.size.memory for c in rows.claims) <= capacity.memory
+    live = [a.job for a in rows.attempts.values() if a.state is not AttemptState.RECLAIMING]
+    assert len(set(live)) == len(live), "one attempt at a time for each run of a job"
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(turns())
+def test_whatever_happens_the_planner_answers_and_keeps_its_invariants(script: list[tuple[str, int, int, int]]) -> None:
+    scene = Scene()
+    for turn in script:
+        message = act(scene, *turn)
+        scene.run(*([message] if message else []))  # apply() refuses every move that no table has
+        check(scene)
+    assert not scene.commit(), "a pass leaves nothing that the next one, seeing the same, would still do"
+
+
+def test_every_state_of_every_table_can_be_left_but_the_last_ones() -> None:
+    for table in TABLES.values():
+        sources = {arrow.source for arrow in table if arrow.target is not arrow.source}
+        targets = {arrow.target for arrow in table}
+        last = {str(state) for state in targets - sources}
+        assert last <= {"done", "cancelled", "requeued", "revoked", "failed", "gone", "absent"}
+
+
+def test_a_quarantined_row_wants_nothing() -> None:
+    scene = Scene()
+    scene.to_claimed()
+    rows: list[Attempt | Vm] = [*scene.rows.attempts.values(), *scene.rows.vms.values()]
+    assert any(effect_of(row) for row in rows)
+    assert not any(effect_of(replace(row, quarantined="because")) for row in rows)
