@@ -72,8 +72,10 @@ def for_guest(text: str, address: str) -> str:
     host = value(text, "SlurmctldHost") or value(text, "ControlMachine")
     name = host.partition("(")[0].strip() or "slurmctld"
     kept = [f"{key}={found}" for key, found in settings(text) if key not in _DROPPED]
-    return "\n".join(kept) + "\n" + _GUEST.format(
-        name=name, address=address, auth_info=_auth_info(value(text, "AuthInfo"))
+    return (
+        "\n".join(kept)
+        + "\n"
+        + _GUEST.format(name=name, address=address, auth_info=_auth_info(value(text, "AuthInfo")))
     )
 
 

@@ -1,0 +1,90 @@
+"""A plain slurmd on this machine, as a node of the lab: what starting in a VM is compared with."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from multiverse.core.errors import Broken
+from multiverse.drivers.slurm import conf
+from multiverse.lab.configure import BARE_FEATURE, environment
+from multiverse.lab.parts import Lab, Part
+from multiverse.lab.process import Command
+
+NODE = "bare1"
+
+
+def _directory(lab: Lab) -> Path:
+    return lab.where.run / "bare"
+
+
+def _prepare(lab: Lab) -> None:
+    """A configuration directory of its own: the lab's, with a cgroup setup that any machine has."""
+    directory = _directory(lab)
+    for path in (directory, directory / "spool"):
+        path.mkdir(exist_ok=True)
+        path.chmod(0o755)
+    text = lab.where.slurm_conf.read_text()
+    (directory / "slurm.conf").write_text(
+        "\n".join(
+            [
+                *(line for line in text.splitlines() if not line.startswith("SlurmdSpoolDir=")),
+                f"SlurmdSpoolDir={directory}/spool",
+                "DebugFlags=NO_CONF_HASH",
+            ]
+        )
+    )
+    version = "v2" if Path("/sys/fs/cgroup/cgroup.controllers").exists() else "v1"
+    (directory / "cgroup.conf").write_text(
+        f"CgroupPlugin=cgroup/{version}\nCgroupMountpoint=/sys/fs/cgroup\nIgnoreSystemd=yes\n"
+    )
+
+
+def _slurmd(lab: Lab) -> Command:
+    directory = _directory(lab)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
+    node = conf.node_conf(os.cpu_count() or 1, memory * 3 // 4, [BARE_FEATURE])
+    argv = ["slurmd", "-D", "-Z", "-N", NODE, "-f", f"{directory}/slurm.conf", "--conf", node]
+    return Command(argv, lab.where.log / "slurmd.out", env={"SLURM_CONF": f"{directory}/slurm.conf"})
+
+
+def _ready(lab: Lab) -> bool:
+    shown = _slurm(lab, "sinfo", "-h", "-n", NODE, "-o", "%T")
+    return shown.returncode == 0 and shown.stdout.strip() == "idle"
+
+
+def _slurm(lab: Lab, *argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        argv, env=os.environ | environment(lab.where), capture_output=True, text=True, timeout=30, check=False
+    )
+
+
+SLURMD = Part("slurmd", _slurmd, ready=_ready, prepare=_prepare)
+
+
+async def start(lab: Lab) -> None:
+    """Start it; returns when its node is idle in partition `bare`. `Broken` if it does not come up."""
+    await SLURMD.ensure(lab)
+
+
+async def stop(lab: Lab) -> None:
+    """End it, with whatever runs on it, and make Slurm forget its node."""
+    await asyncio.to_thread(_slurm, lab, "scontrol", "update", f"NodeName={NODE}", "State=DOWN", "Reason=stopped")
+    await SLURMD.stop(lab.where)
+    deleted = await asyncio.to_thread(_slurm, lab, "scontrol", "delete", f"NodeName={NODE}")
+    if deleted.returncode and "Invalid node name" not in deleted.stderr:
+        raise Broken(f"cannot delete node {NODE}: {deleted.stderr.strip()}", hint="see whether jobs are still on it")
+
+
+@asynccontextmanager
+async def baremetal(lab: Lab) -> AsyncIterator[str]:
+    """The node's name, while it runs."""
+    await start(lab)
+    try:
+        yield NODE
+    finally:
+        await stop(lab)

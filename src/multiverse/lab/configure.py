@@ -1,0 +1,86 @@
+"""Writes a lab's configuration files. The same plan writes the same files."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import socket
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from multiverse import config
+from multiverse.config import Settings
+from multiverse.drivers.slurm import install
+from multiverse.lab.layout import Layout
+from multiverse.lab.plan import LabPlan, outermost
+
+CLUSTER = "multiverse"
+MEMORY_PER_CPU = 150  # MiB: Slurm's DefMemPerCPU
+MAX_NODES = 4096
+BARE_PARTITION = BARE_FEATURE = "bare"
+SLURM_USER = "slurm"
+
+
+def hostname() -> str:
+    return socket.gethostname().partition(".")[0]
+
+
+def configure(where: Layout, plan: LabPlan) -> Settings:
+    """Write every file below etc/, and return the controller's settings as it will read them."""
+    environment = Environment(
+        loader=PackageLoader("multiverse.lab"), undefined=StrictUndefined, keep_trailing_newline=True
+    )
+    environment.filters["toml"] = lambda value: json.dumps(str(value), ensure_ascii=False)
+    values = {
+        "where": where,
+        "plan": plan,
+        "cluster": CLUSTER,
+        "hostname": hostname(),
+        "exports": outermost(plan.shares),
+        "memory_per_cpu": MEMORY_PER_CPU,
+        "max_node_count": MAX_NODES,
+        "bare_partition": BARE_PARTITION,
+        "bare_feature": BARE_FEATURE,
+        "bare_set": "barenodes",
+    }
+    slurm = pwd.getpwnam(SLURM_USER)
+    for name in ("slurm.conf", "ganesha.conf", "multiverse.toml"):
+        _write(where.etc / name, environment.get_template(name).render(values))
+    _write(where.etc / "slurmdbd.conf", environment.get_template("slurmdbd.conf").render(values), 0o600, slurm.pw_uid)
+    _write(where.etc / "plugstack.conf", "")
+    _write(where.etc / "cgroup.conf", "CgroupAutomount=no\n")
+    settings = config.load(where.settings)
+    install.write(install.render(settings, _site(settings, plan, slurm.pw_uid)), where.etc)
+    return settings
+
+
+def _site(settings: Settings, plan: LabPlan, slurm_uid: int) -> install.Site:
+    return install.Site(
+        images=tuple(dict.fromkeys((plan.image, "slim", "stock"))),
+        gate_nodes=min(plan.cores, install.MAX_GATE_NODES),  # a node has a core at least
+        largest=install.largest(settings),
+        memory_per_cpu=MEMORY_PER_CPU,
+        slurm_uid=slurm_uid,
+        max_node_count=MAX_NODES,
+    )
+
+
+def _write(path: Path, content: str, mode: int = 0o644, owner: int = 0) -> None:
+    beside = path.with_name(f".{path.name}.new")
+    beside.touch(mode=0o600)
+    os.chown(beside, owner, -1)
+    beside.write_text(content)
+    beside.chmod(mode)
+    beside.replace(path)
+
+
+def environment(where: Layout) -> dict[str, Any]:
+    """What the commands of users and of ours find the lab by."""
+    return {
+        "SLURM_CONF": str(where.slurm_conf),
+        "MULTIVERSE_SOCKET": str(where.socket),
+        "MULTIVERSE_CONFIG": str(where.settings),
+    }

@@ -1,0 +1,113 @@
+"""Where everything of a lab lies. Nothing of it is outside its directory, but the templates' memory in /dev/shm."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from multiverse.core.errors import Refused
+
+DEFAULT = Path("/var/lib/multiverse/lab")
+_LONGEST = 60  # bytes: sockets of VMs lie below, and a socket's path has at most 107
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    root: Path
+
+    @property
+    def state(self) -> Path:
+        return self.root / "lab.json"
+
+    @property
+    def etc(self) -> Path:
+        return self.root / "etc"
+
+    @property
+    def slurm_conf(self) -> Path:
+        return self.etc / "slurm.conf"
+
+    @property
+    def settings(self) -> Path:
+        return self.etc / "multiverse.toml"
+
+    @property
+    def log(self) -> Path:
+        return self.root / "log"
+
+    @property
+    def run(self) -> Path:
+        """Sockets and records of processes; removed when the lab goes down."""
+        return self.root / "run"
+
+    @property
+    def munge(self) -> Path:
+        """munged's own: it insists that nobody else can write to its directories."""
+        return self.root / "munge"
+
+    @property
+    def munge_socket(self) -> Path:
+        return self.munge / "socket"
+
+    @property
+    def munge_key(self) -> Path:
+        return self.munge / "key"
+
+    @property
+    def database(self) -> Path:
+        return self.root / "db"
+
+    @property
+    def database_socket(self) -> Path:
+        return self.run / "db" / "socket"
+
+    @property
+    def slurmctld(self) -> Path:
+        return self.root / "slurmctld"
+
+    @property
+    def slurmdbd(self) -> Path:
+        return self.run / "slurmdbd"
+
+    @property
+    def inbox(self) -> Path:
+        return self.run / "inbox"
+
+    @property
+    def nfs(self) -> Path:
+        return self.run / "nfs"
+
+    @property
+    def controller(self) -> Path:
+        """The controller's store, and what it keeps of VMs."""
+        return self.root / "controller"
+
+    @property
+    def socket(self) -> Path:
+        return self.run / "api.sock"
+
+    @property
+    def memory(self) -> Path:
+        """Templates' memory: a file system in memory. Named after the directory, so that labs do not share it."""
+        return Path("/dev/shm") / f"multiverse-{hashlib.sha256(bytes(self.root)).hexdigest()[:8]}"
+
+    def make(self) -> None:
+        """Make the directories, readable by users whatever the umask: they need slurm.conf and munge's socket."""
+        for path in [*reversed(self.root.parents), self.root, self.etc, self.log, self.run]:
+            if not path.exists():
+                path.mkdir()
+                path.chmod(0o755)
+
+
+def layout(directory: Path | None) -> Layout:
+    """The lab in `directory`; else in $MULTIVERSE_LAB, else in the default place. `Refused` if it cannot be there."""
+    root = directory or Path(os.environ.get("MULTIVERSE_LAB") or DEFAULT)
+    root = root.resolve()
+    if not re.fullmatch(r"[A-Za-z0-9_./+-]+", str(root)):
+        raise Refused(f"{root}: Slurm's files cannot name this path", hint="choose one of letters, digits and ._+-")
+    if len(bytes(root)) > _LONGEST:
+        raise Refused(f"{root} is too long for the sockets in it", hint=f"choose one of at most {_LONGEST} bytes")
+    return Layout(root)

@@ -1,0 +1,155 @@
+"""Processes that outlive the command which started them, known by pid and start time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import pwd
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from multiverse.core.errors import Broken
+
+_INTERVAL = 0.02  # seconds between two tries to reach a socket that is not there yet
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A process of ours. `born` is its start time in clock ticks since boot: a pid alone comes again. `digest`
+    is of the configuration it was started with; `since` is Unix time."""
+
+    pid: int
+    born: int
+    boot: str
+    digest: str
+    since: float
+
+    def alive(self) -> bool:
+        return self.boot == _boot_id() and _born(self.pid) == self.born
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    argv: Sequence[str]
+    log: Path
+    user: str = "root"
+    env: Mapping[str, str] = field(default_factory=dict)
+    umask: int = 0o022
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _born(pid: int) -> int | None:
+    """Field 22 of proc(5)'s stat; None for a process that is gone or only waits to be reaped."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def recorded(record: Path) -> Running | None:
+    """The process of a record, if it is still alive."""
+    try:
+        running = Running(**json.loads(record.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+    return running if running.alive() else None
+
+
+def start(command: Command, record: Path, digest: str) -> subprocess.Popen[bytes]:
+    """Start it in a session of its own, write its record, and return it. `Broken` if it cannot be executed."""
+    account = pwd.getpwnam(command.user)
+    command.log.parent.mkdir(parents=True, exist_ok=True)
+    with command.log.open("ab") as log:
+        try:
+            process = subprocess.Popen(
+                command.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd="/",
+                env=_environment() | dict(command.env),
+                user=account.pw_uid,
+                group=account.pw_gid,
+                extra_groups=os.getgrouplist(account.pw_name, account.pw_gid),
+                umask=command.umask,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise Broken(
+                f"cannot run {command.argv[0]}: {error.strerror}", hint="install the lab's packages: make setup"
+            ) from error
+    running = Running(process.pid, _born(process.pid) or 0, _boot_id(), digest, time.time())
+    beside = record.with_suffix(".new")
+    beside.write_text(json.dumps(asdict(running)))
+    beside.chmod(0o644)
+    beside.replace(record)
+    return process
+
+
+def _environment() -> dict[str, str]:
+    """Nothing that a caller's shell sets for Slurm's commands, nor its locale, may change a daemon."""
+    path = os.environ.get("PATH", "")
+    return {"PATH": f"{path}:/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8", "HOME": "/"}
+
+
+async def until(
+    reached: Callable[[], bool], process: subprocess.Popen[bytes], command: Command, timeout: float
+) -> None:
+    """Wait until `reached` (a try to connect), at most `timeout` seconds. `Broken`, with the log's last line, if
+    the process ends or the time does."""
+    name, log = command.argv[0], command.log
+    deadline = time.monotonic() + timeout
+    while not await asyncio.to_thread(reached):
+        if process.poll() is not None:
+            raise Broken(f"{name} ended with {process.returncode}: {last_line(log)}", hint=f"see {log}")
+        if time.monotonic() > deadline:
+            raise Broken(f"{name} is not ready after {timeout:g} s: {last_line(log)}", hint=f"see {log}")
+        await asyncio.sleep(_INTERVAL)
+
+
+async def stop(running: Running, grace: float) -> None:
+    """Ask it to end, and end it after `grace` seconds; returns when it is gone. Gone already is as good."""
+    try:
+        handle = os.pidfd_open(running.pid)
+    except ProcessLookupError:
+        return
+    try:
+        # Checked with the descriptor in hand: from here on the pid cannot become another's.
+        for sent, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, 10.0)):
+            if not running.alive():
+                return
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(handle, sent)
+            await asyncio.to_thread(select.select, [handle], [], [], patience)
+        if running.alive():
+            raise Broken(f"process {running.pid} does not end", hint="see what it waits for in /proc")
+    finally:
+        os.close(handle)
+        _reap(running.pid)
+
+
+def _reap(pid: int) -> None:
+    """It may be this very process that started it."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)
+
+
+def last_line(log: Path) -> str:
+    """For an error message."""
+    with contextlib.suppress(OSError):
+        lines = [line for line in log.read_text(errors="replace").splitlines()[-20:] if line.strip()]
+        if lines:
+            return lines[-1].strip()[:300]
+    return "it left no word"

@@ -1,0 +1,103 @@
+"""A lab for a while, with a user of its own: what the demonstration, the benchmarks and the tests run in.
+
+The process gets a mount namespace of its own, in which its user exists; the lab's daemons inherit it.
+The lab goes down whatever ends the session, and what could be left of one that was killed is in one
+directory: `multiverse lab down --dir` ends that too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from multiverse.config import Settings
+from multiverse.core.errors import Broken, Refused
+from multiverse.lab import lifecycle
+from multiverse.lab.configure import environment
+from multiverse.lab.layout import Layout
+from multiverse.lab.lifecycle import Progress
+from multiverse.lab.plan import Wishes
+from multiverse.lab.users import PrivateUser, enter_private_namespace, private_users
+
+USER, UID = "ada", 30707
+
+
+@dataclass(frozen=True)
+class Session:
+    """A running lab and a user in it."""
+
+    where: Layout
+    settings: Settings
+    user: PrivateUser
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def run(self, *argv: str, stdin: str = "", timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+        """Run a command as the user, in his home, as after a login."""
+        return subprocess.run(
+            argv,
+            input=stdin,
+            text=True,
+            capture_output=True,
+            timeout=timeout,
+            cwd=self.user.home,
+            env={**self.env, "HOME": str(self.user.home), "USER": self.user.name, "LOGNAME": self.user.name},
+            user=self.user.uid,
+            group=self.user.uid,
+            extra_groups=[],
+            umask=0o022,
+            check=False,
+        )
+
+    def submit(self, script: str, *options: str) -> str:
+        """`sbatch` a script; the job id. Raises `Refused` with what sbatch said."""
+        done = self.run("sbatch", "--parsable", *options, stdin=script)
+        match = re.search(r"^(\d+)", done.stdout, re.MULTILINE)
+        if done.returncode != 0 or match is None:
+            raise Refused(re.sub(r"^sbatch: (error: )?", "", done.stderr.strip(), flags=re.MULTILINE))
+        return match[1]
+
+
+@asynccontextmanager
+async def session(where: Layout, wishes: Wishes, progress: Progress) -> AsyncIterator[Session]:
+    """A lab in `where` for as long as the context lasts. Call it from a process with one thread that is to
+    do nothing else: it changes this process's mount namespace."""
+    if os.geteuid() != 0:
+        raise Refused("a lab needs root: it makes links and starts daemons as their own users", hint="use sudo")
+    enter_private_namespace()
+    home = where.root / "home" / USER
+    (user,) = private_users(where.root / "users", [(USER, UID, home)])
+    where.make()
+    os.environ.pop("SUDO_USER", None)  # whoever called us is not who submits here
+    try:
+        shares = (*wishes.shares, home)
+        settings = await lifecycle.up(
+            where, Wishes(wishes.cores, wishes.memory, shares, wishes.image, wishes.images), progress
+        )
+        yield Session(where, settings, user, session_environment(where))
+    finally:
+        await asyncio.shield(lifecycle.down(where, lambda name, word, seconds: None))
+
+
+def session_environment(where: Layout) -> dict[str, str]:
+    """The environment of a user's shell in the lab: nothing of this process's own leaks in."""
+    path = os.environ.get("PATH", "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin")
+    base = {"PATH": f"{Path(sys.executable).parent}:{path}", "LANG": os.environ.get("LANG", "C.UTF-8")}
+    return base | environment(where)
+
+
+def until_alive(status: Mapping[str, Mapping[str, object]]) -> Sequence[str]:
+    """The parts that are not alive."""
+    return [name for name, part in status.items() if not part["alive"]]
+
+
+def check(where: Layout) -> None:
+    """Raises `Broken` naming the parts of the lab that have died."""
+    if dead := until_alive(lifecycle.status(where)):
+        raise Broken(f"dead in the lab: {', '.join(dead)}", hint="multiverse lab up brings them back; see its log/")

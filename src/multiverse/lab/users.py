@@ -1,0 +1,68 @@
+"""Users that only this process and its children know: for tests and demonstrations. /etc is not touched."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from multiverse.core.errors import Broken
+
+_CLONE_NEWNS = 0x00020000
+_MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
+
+
+class PrivateUser(NamedTuple):
+    """A user with a group of his own, of the same name and number. `home` is made if it is missing."""
+
+    name: str
+    uid: int
+    home: Path
+
+
+def enter_private_namespace() -> None:
+    """Give this process a mount namespace of its own: whatever it mounts from now on vanishes with it and its
+    children. Needs root, and a process with one thread."""
+    _checked("unshare", _libc().unshare(_CLONE_NEWNS))
+    # Mounts would travel back to the parent's namespace through shared ones.
+    _checked("mount", _libc().mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None))
+
+
+def private_users(directory: Path, users: Sequence[tuple[str, int, Path]]) -> list[PrivateUser]:
+    """Add (name, uid, home) to /etc/passwd and /etc/group as this mount namespace sees them: extended copies,
+    kept in `directory`, are mounted over both. Call `enter_private_namespace` first. Homes are made, and owned."""
+    made = [PrivateUser(name, uid, Path(home)) for name, uid, home in users]
+    names, uids = {user.name for user in made}, {str(user.uid) for user in made}
+    directory.mkdir(parents=True, exist_ok=True)
+    directory.chmod(0o755)
+    lines = {
+        "passwd": [f"{user.name}:x:{user.uid}:{user.uid}::{user.home}:/bin/sh" for user in made],
+        "group": [f"{user.name}:x:{user.uid}:" for user in made],
+    }
+    for file, added in lines.items():
+        known = [line for line in Path("/etc", file).read_text().splitlines() if not _clashes(line, names, uids)]
+        copy = directory / file
+        copy.write_text("\n".join([*known, *added]) + "\n")
+        copy.chmod(0o644)
+        _checked(f"mount {file}", _libc().mount(bytes(copy), f"/etc/{file}".encode(), None, _MS_BIND, None))
+    for user in made:
+        user.home.mkdir(parents=True, exist_ok=True)
+        user.home.chmod(0o755)
+        os.chown(user.home, user.uid, user.uid)
+    return made
+
+
+def _clashes(line: str, names: set[str], uids: set[str]) -> bool:
+    fields = line.split(":")
+    return fields[0] in names or (len(fields) > 2 and fields[2] in uids)
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _checked(what: str, answer: int) -> None:
+    if answer != 0:
+        raise Broken(f"{what}: {os.strerror(ctypes.get_errno())}", hint="this needs root")
