@@ -63,6 +63,12 @@ def _wanted(controller: bool) -> Iterator[Part]:
     return (part for part in PARTS if controller or part is not CONTROLLER)
 
 
+async def stop_controller(where: Layout) -> int:
+    """End the controller, then every VM that is left; how many there were."""
+    await CONTROLLER.stop(where)
+    return await vms.destroy_all(where)
+
+
 async def down(where: Layout, progress: Progress = lambda name, word, seconds: None) -> None:
     """End everything, in reverse order, VMs of a controller that is dead too. What stays is inside the directory:
     logs, keys, the database and caches. The first error is raised after everything else has been tried."""

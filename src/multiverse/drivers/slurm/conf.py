@@ -15,7 +15,7 @@ _DROPPED = frozenset(
     prolog epilog prologslurmctld epilogslurmctld taskprolog taskepilog srunprolog srunepilog
     healthcheckprogram healthcheckinterval healthchecknodestate resumeprogram suspendprogram rebootprogram
     unkillablestepprogram proctracktype taskplugin taskpluginparam plugstackconfig jobsubmitplugins clifilterplugins
-    gresTypes acctgatherenergytype acctgatherfilesystemtype acctgatherinterconnecttype acctgatherprofiletype
+    grestypes acctgatherenergytype acctgatherfilesystemtype acctgatherinterconnecttype acctgatherprofiletype
     topologyplugin debugflags jobcontainertype mpidefault plugindir launchparameters
     statesavelocation slurmctldpidfile slurmctldlogfile accountingstoragepass jobcompparams jobcomppass
     """.lower().split()
@@ -33,7 +33,6 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
 DebugFlags=NO_CONF_HASH
-LaunchParameters=
 HealthCheckInterval=0
 """
 
@@ -41,24 +40,24 @@ CGROUP = "IgnoreSystemd=yes\nCgroupPlugin=cgroup/v2\n"
 
 
 def settings(text: str) -> Iterator[tuple[str, str]]:
-    """Each line's first key, lower case, and its value. Comments and continuations are taken care of."""
+    """Each line's first key and its value. Comments and continuations are taken care of."""
     for line in re.sub(r"\\\n", " ", text).splitlines():
         bare = re.sub(r"(?<!\\)#.*", "", line).strip()
         key, equals, value = bare.partition("=")
         if equals:
-            yield key.strip().lower(), value.strip()
+            yield key.strip(), value.strip()
         elif bare.lower().startswith("include"):
             yield "include", bare[7:].strip()
 
 
 def value(text: str, key: str, default: str = "") -> str:
     """The last value of a key."""
-    return next((v for k, v in reversed(list(settings(text))) if k == key.lower()), default)
+    return next((v for k, v in reversed(list(settings(text))) if k.lower() == key.lower()), default)
 
 
 def included(text: str) -> list[str]:
     """The files that it includes."""
-    return [name for key, name in settings(text) if key == "include"]
+    return [name for key, name in settings(text) if key.lower() == "include"]
 
 
 def memory_per_cpu(text: str, default: int) -> int:
@@ -71,7 +70,7 @@ def for_guest(text: str, address: str) -> str:
     """A guest's slurm.conf from the site's: the cluster's rules are kept, its machines are not."""
     host = value(text, "SlurmctldHost") or value(text, "ControlMachine")
     name = host.partition("(")[0].strip() or "slurmctld"
-    kept = [f"{key}={found}" for key, found in settings(text) if key not in _DROPPED]
+    kept = [f"{key}={found}" for key, found in settings(text) if key.lower() not in _DROPPED]
     return (
         "\n".join(kept)
         + "\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Mapping
 
 from multiverse.config import Settings
@@ -42,7 +43,7 @@ class SlurmScheduler:
             self._commands.json("squeue", "-a", "-t", "all"), self._commands.json("sinfo", "-a")
         )
         seen_jobs, seen_nodes = await asyncio.gather(
-            asyncio.to_thread(parse.jobs, jobs.get("jobs", ()), names),
+            asyncio.to_thread(parse.jobs, jobs.get("jobs", ()), names, time.time()),
             asyncio.to_thread(parse.nodes, nodes.get("nodes") or nodes.get("sinfo", ()), names),
         )
         return SchedulerView(jobs=seen_jobs, nodes=seen_nodes)

@@ -21,7 +21,7 @@ _DIRECTORIES = (
 )
 _SOCKET = "/run/munge/munge.socket.2"
 # --num-threads: one credential at a time is all that one node asks for.
-_MUNGED = Daemon("munged", ("munged", "--foreground", "--num-threads=1"), user="munge", ready_path=_SOCKET)
+_MUNGED = Daemon("munged", ("/usr/sbin/munged", "--foreground", "--num-threads=1"), user="munge", ready_path=_SOCKET)
 
 
 def read(path: Path) -> str:
@@ -37,7 +37,9 @@ def membership(settings: Settings, vm: Vm, attempt: Attempt | None) -> Membershi
     """Files, directories and daemons for one VM. Reads the site's slurm.conf and munge key: blocks briefly."""
     own = (*attempt.request.features, attempt.feature) if attempt else ()
     node = conf.node_conf(vm.told.cpus, vm.told.memory, (settings.slurm.node_feature, *own))
-    slurmd = Daemon("slurmd", ("slurmd", "-D", "-Z", "-N", vm.name, "-f", "/etc/slurm/slurm.conf", "--conf", node))
+    slurmd = Daemon(
+        "slurmd", ("/usr/sbin/slurmd", "-D", "-Z", "-N", vm.name, "-f", "/etc/slurm/slurm.conf", "--conf", node)
+    )
     return Membership(files=tuple(_files(settings)), directories=_DIRECTORIES, daemons=(_MUNGED, slurmd))
 
 

@@ -45,11 +45,11 @@ _STATES = {
     "REVOKED": JobState.ENDED,
     "TIMEOUT": JobState.ENDED,
 }
-# Reasons that speak of the gate, of waiting one's turn, or not yet of anything. Any other is a limit, a
-# dependency, a hold or a closed partition: a reason we do not know keeps a job waiting, not a VM idle.
+# Reasons that speak of the gate, of waiting one's turn, or not yet of anything (BeginTime: the time itself tells).
+# Any other is a limit, a dependency, a hold or a closed partition: better a job that waits than a VM that idles.
 _FREE_REASONS = frozenset(
-    ("", "None", "Priority", "Resources", "ReqNodeNotAvail", "NodeDown", "PartitionConfig", "BadConstraints")
-)
+    ["None", "Priority", "Resources", "ReqNodeNotAvail", "NodeDown", "PartitionConfig", "BadConstraints", "BeginTime"]
+) | {""}
 _USER_HOLDS = ("JobHeldUser", "JobHeldAdmin")
 _NODE_DOWN = frozenset(
     ("DOWN", "DRAIN", "DRAINED", "DRAINING", "FAIL", "ERROR", "NOT_RESPONDING", "INVALID_REG", "POWERED_DOWN")
@@ -125,13 +125,13 @@ def is_pin(feature: str) -> bool:
 # --- jobs ------------------------------------------------------------------------------------------
 
 
-def jobs(records: Iterable[Record], names: Names) -> dict[str, Job]:
-    """All jobs in our partitions by job id, array tasks one by one, with their rank."""
+def jobs(records: Iterable[Record], names: Names, now: float) -> dict[str, Job]:
+    """All jobs in our partitions by job id, array tasks one by one, with their rank. `now` is Unix time."""
     ours = {names.gate_partition, names.run_partition}
     # Two records of one id: Slurm keeps an ended one until MinJobAge while a new one has its id. The newer counts.
     mine = [record for record in records if ours & set(words(record["partition"]))]
     mine.sort(key=lambda record: number(record["submit_time"]) or 0)
-    found = {job.ref.job_id: (job, record) for record in mine for job in _expand(record, names)}
+    found = {job.ref.job_id: (job, record) for record in mine for job in _expand(record, names, now)}
     _throttle(found)
     pending = [pair for pair in found.values() if pair[0].state is JobState.PENDING]
     pending.sort(key=_order)
@@ -146,18 +146,19 @@ def _order(pair: tuple[Job, Record]) -> tuple[int, int, int, int]:
     return -(number(record["priority"]) or 0), job.ref.submitted, int(base), int(task or 0)
 
 
-def _expand(record: Record, names: Names) -> Iterator[Job]:
+def _expand(record: Record, names: Names, now: float) -> Iterator[Job]:
     array, task = number(record.get("array_job_id")), number(record.get("array_task_id"))
     tasks = record.get("array_task_string") or ""
     if array and task is None and tasks:
-        one = _job(record, f"{array}_0", names)
+        one = _job(record, f"{array}_0", names, now)
         for each in task_ids(tasks):
             yield replace(one, ref=replace(one.ref, job_id=f"{array}_{each}"))
     else:
-        yield _job(record, f"{array}_{task}" if array and task is not None else str(record["job_id"]), names)
+        own_id = f"{array}_{task}" if array and task is not None else str(record["job_id"])
+        yield _job(record, own_id, names, now)
 
 
-def _job(record: Record, job_id: str, names: Names) -> Job:
+def _job(record: Record, job_id: str, names: Names, now: float) -> Job:
     states = [word.upper() for word in words(record["job_state"])]
     state = _state(states)
     restarts, submitted = number(record["restart_cnt"]) or 0, number(record["submit_time"]) or 0
@@ -167,9 +168,13 @@ def _job(record: Record, job_id: str, names: Names) -> Job:
         restarts -= 1
     partition, reason = str(record["partition"]), str(record.get("state_reason") or "")
     own, pinned = features(str(record.get("features") or ""), names.gate_feature)
-    priority, eligible_at = number(record["priority"]) or 0, number(record.get("eligible_time")) or 0
+    priority, begin = number(record["priority"]) or 0, number(record.get("eligible_time")) or 0
+    dependency = str(record.get("dependency") or "")
+    # Slurm's own delay after a requeue, which the pin lifts; a begin time of the user's own has passed by then.
+    delayed = restarts > 0 and 0 < begin - submitted <= REQUEUE_DELAY
+    early = begin > now and not delayed
     held = priority == 0 and not slurms_hold(reason, str(record.get("state_description") or ""))
-    free = priority > 0 and _unhindered(reason, str(record.get("dependency") or ""), restarts, submitted, eligible_at)
+    free = priority > 0 and not early and reason in _FREE_REASONS and "(unfulfilled)" not in dependency
     request, problem = _request(record, own, names)
     return Job(
         ref=JobRef(job_id, submitted, restarts),
@@ -202,13 +207,6 @@ def slurms_hold(reason: str, description: str) -> bool:
     """Priority 0 that neither a user nor an operator asked for: no node has its feature any more, or its
     launch failed. Lifting it is ours."""
     return reason not in _USER_HOLDS or description.startswith("launch failed")
-
-
-def _unhindered(reason: str, dependency: str, restarts: int, submitted: int, eligible_at: int) -> bool:
-    if reason == "BeginTime":
-        # Slurm's own delay after a requeue, which the pin lifts; a begin time of the user's own has passed by then.
-        return restarts > 0 and 0 < eligible_at - submitted <= REQUEUE_DELAY
-    return reason in _FREE_REASONS and "(unfulfilled)" not in dependency
 
 
 def _throttle(found: dict[str, tuple[Job, Record]]) -> None:

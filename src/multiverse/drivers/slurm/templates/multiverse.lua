@@ -66,14 +66,19 @@ local function too_large(job)
   local memory = number(job.min_mem_per_node, nil)
   local per_cpu = number(job.min_mem_per_cpu, nil) or site.memory_per_cpu
   if not memory or memory == 0 then memory = per_cpu * cpus end
-  if cpus <= site.max_cpus and memory <= site.max_memory then return nil end
+  if cpus <= site.max_cpus and memory <= site.max_memory then
+    if nodes * cpus <= site.total_cpus and nodes * (memory + site.reserve) <= site.total_memory then return nil end
+    return string.format("the job asks for %d nodes of %d CPUs and %d MiB; all hosts together have %d CPUs and"
+      .. " %d MiB, of which each VM needs %d MiB for itself: ask for fewer or smaller nodes",
+      nodes, cpus, memory, site.total_cpus, site.total_memory, site.reserve)
+  end
   return string.format("the job asks for %d CPUs and %d MiB on one node; the largest VM for a job here has"
     .. " %d CPUs and %d MiB: ask for less per node, or spread the job over more nodes with -N",
     cpus, memory, site.max_cpus, site.max_memory)
 end
 
 local function refuse(sentence)
-  slurm.log_user("Multiverse: %s", sentence)
+  slurm.log_user("%s", sentence)
   return slurm.ERROR
 end
 

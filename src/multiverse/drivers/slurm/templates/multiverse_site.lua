@@ -6,6 +6,9 @@ return {
   inbox = "{{ inbox }}",
   max_cpus = {{ max_cpus }},
   max_memory = {{ max_memory }},
+  total_cpus = {{ total_cpus }},
+  total_memory = {{ total_memory }},
+  reserve = {{ reserve }},
   memory_per_cpu = {{ memory_per_cpu }},
   administrators = { {% for uid in administrators %}[{{ uid }}] = true, {% endfor %}},
 }

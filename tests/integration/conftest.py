@@ -1,0 +1,92 @@
+"""A lab of its own for the whole session, with users that exist nowhere else; it is taken down whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from multiverse.config import Settings
+from multiverse.lab import configure, lifecycle
+from multiverse.lab.layout import Layout, layout
+from multiverse.lab.plan import Wishes
+from multiverse.lab.users import PrivateUser, enter_private_namespace, private_users
+
+_NEEDED = ("slurmctld", "slurmdbd", "slurmd", "munged", "mariadbd", "ganesha.nfsd")
+
+
+@dataclass(frozen=True)
+class LabUnderTest:
+    where: Layout
+    settings: Settings
+    user: PrivateUser
+    other: PrivateUser
+
+    @property
+    def env(self) -> dict[str, str]:
+        return os.environ | configure.environment(self.where)
+
+    def run(self, *argv: str, user: PrivateUser | None = None, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """A command as `user`, in his home; as root, in /, if none is given."""
+        return subprocess.run(
+            argv,
+            env=self.env | ({"HOME": str(user.home)} if user else {}),
+            cwd=user.home if user else "/",
+            user=user.uid if user else None,
+            group=user.uid if user else None,
+            extra_groups=[] if user else None,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=check,
+        )
+
+    def sbatch(self, script: str, *options: str, user: PrivateUser | None = None) -> str:
+        """Submit a script as the user; the job id."""
+        done = self.run("sbatch", "--parsable", *options, f"--wrap={script}", user=user or self.user, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+
+@pytest.fixture(scope="session")
+def lab() -> Iterator[LabUnderTest]:
+    """Everything but the controller: it is in the tests' hands (see `controller`)."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    missing = [program for program in _NEEDED if not shutil.which(program)]
+    assert not missing, f"not installed: {' '.join(missing)}; run make setup"
+    directory = Path(tempfile.mkdtemp(prefix="mvlab-"))
+    directory.chmod(0o755)  # users go through it
+    where = layout(directory / "lab")
+    try:
+        enter_private_namespace()
+        user, other = private_users(
+            directory / "users",
+            [("ada", 61801, directory / "home" / "ada"), ("bob", 61802, directory / "home" / "bob")],
+        )
+        wishes = Wishes(cores=8, memory=16384, shares=(directory / "home",))
+        settings = asyncio.run(lifecycle.up(where, wishes, controller=False))
+        yield LabUnderTest(where, settings, user, other)
+    finally:
+        asyncio.run(lifecycle.down(where))
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def controller(lab: LabUnderTest) -> Iterator[Callable[[], int]]:
+    """The lab's controller runs while the module's tests do. Call it for its pid; it starts again if it has died."""
+
+    def ensure() -> int:
+        asyncio.run(lifecycle.up(lab.where, Wishes()))
+        return int(lifecycle.status(lab.where)["controller"]["pid"])
+
+    ensure()
+    yield ensure
+    asyncio.run(lifecycle.stop_controller(lab.where))

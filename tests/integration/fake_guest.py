@@ -1,0 +1,120 @@
+"""A node without a VM: slurmd in a network namespace of its own, with the membership that a guest would be given."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+from pathlib import Path
+
+from multiverse.config import Settings
+from multiverse.core.model import (
+    Attempt,
+    AttemptState,
+    CloneKind,
+    JobRef,
+    Membership,
+    Request,
+    Size,
+    Vm,
+    VmState,
+)
+
+SITE = "test0"
+
+
+def vm(serial: int, address: str, told: Size) -> Vm:
+    return Vm(
+        id=serial,
+        version=0,
+        state=VmState.STARTING,
+        since=0.0,
+        name=f"mv{SITE}-{serial}",
+        host="localhost",
+        image="slim",
+        kind=CloneKind.INSTANT,
+        size=told,
+        told=told,
+        mac=f"02:00:00:00:01:{serial:02x}",
+        address=address,
+    )
+
+
+def attempt(number: int, job: JobRef, request: Request) -> Attempt:
+    return Attempt(
+        id=number, version=0, state=AttemptState.SPAWNING, since=0.0, job=job, job_name="", uid=0, request=request
+    )
+
+
+class FakeGuest:
+    """Call `start`, and `stop` whatever happened; both may be repeated."""
+
+    def __init__(self, settings: Settings, machine: Vm, directory: Path) -> None:
+        self.name = machine.name
+        self._bridge = settings.qemu.bridge
+        self._munge = settings.slurm.munge_key.parent / "socket"
+        self._address = machine.address
+        self._link = f"mvt{machine.id}"
+        self._directory = directory / machine.name
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self, membership: Membership, peers: tuple[tuple[str, str], ...] = ()) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._directory.chmod(0o755)
+        for file in membership.files:
+            (self._directory / Path(file.path).name).write_bytes(self._moved(file.path, file.content))
+        hosts = "".join(f"{address} {name}\n" for name, address in peers)
+        (self._directory / "hosts").write_text(Path("/etc/hosts").read_text() + hosts)
+        _ip("netns", "add", self.name)
+        _ip("link", "add", self._link, "type", "veth", "peer", "name", "eth0", "netns", self.name)
+        _ip("link", "set", self._link, "master", self._bridge, "up")
+        _ip("-n", self.name, "addr", "add", self._address, "dev", "eth0")
+        for link in ("lo", "eth0"):
+            _ip("-n", self.name, "link", "set", link, "up")
+        slurmd = next(daemon for daemon in membership.daemons if daemon.name == "slurmd")
+        argv = [word.replace("/etc/slurm/", f"{self._directory}/") for word in slurmd.argv]
+        # A host name, and a network, of its own; the rest is this machine's. Dies with the namespace's first process.
+        setup = (
+            f"hostname {self.name} && mount --bind {self._directory}/hosts /etc/hosts && "
+            f'SLURM_CONF={self._directory}/slurm.conf exec "$@"'
+        )
+        with (self._directory / "out").open("wb") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                "nsenter",
+                f"--net=/run/netns/{self.name}",
+                *("unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"),
+                *("sh", "-c", setup, "slurmd"),
+                *argv,
+                stdout=log,
+                stderr=log,
+            )
+
+    def _moved(self, path: str, content: bytes) -> bytes:
+        if path.endswith("/slurm.conf"):
+            for old, new in (
+                ("/var/spool/slurmd", f"{self._directory}/spool"),
+                ("/run/slurmd.pid", f"{self._directory}/pid"),
+                ("/var/log/slurmd.log", f"{self._directory}/log"),
+                ("/run/munge/munge.socket.2", str(self._munge)),
+            ):
+                content = content.replace(old.encode(), new.encode())
+            (self._directory / "spool").mkdir(exist_ok=True)
+        if path.endswith("/cgroup.conf"):
+            version = "v2" if Path("/sys/fs/cgroup/cgroup.controllers").exists() else "v1"
+            return f"CgroupPlugin=cgroup/{version}\nCgroupMountpoint=/sys/fs/cgroup\nIgnoreSystemd=yes\n".encode()
+        return content
+
+    async def stop(self) -> None:
+        if self._process is not None:
+            if self._process.returncode is None:
+                self._process.kill()
+            await self._process.wait()
+            self._process = None
+        with contextlib.suppress(subprocess.CalledProcessError):
+            _ip("netns", "del", self.name)  # with its end of the link, and so the other
+        with contextlib.suppress(subprocess.CalledProcessError):
+            _ip("link", "del", self._link)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(("ip", *arguments), check=True, capture_output=True)

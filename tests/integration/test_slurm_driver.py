@@ -1,0 +1,377 @@
+"""The scheduler's port on a real slurmctld; nodes are slurmds in network namespaces (see fake_guest)."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multiverse.config import Settings
+from multiverse.core.errors import Gone, MultiverseError, Refused, Stale, Unknown
+from multiverse.core.model import CloneKind, Job, JobRef, JobState, NodeState, SchedulerView, Size
+from multiverse.drivers.slurm.driver import SlurmScheduler
+from multiverse.drivers.slurm.inbox import hints
+from tests.integration.fake_guest import SITE, FakeGuest, attempt, vm
+
+pytestmark = pytest.mark.integration
+
+_serials = iter(range(1, 10000))
+
+
+@pytest.fixture
+def scheduler(lab: Any) -> SlurmScheduler:
+    return SlurmScheduler(lab.settings, SITE, images=lambda: ["slim", "stock"])
+
+
+@pytest.fixture(autouse=True)
+async def clean(lab: Any) -> AsyncIterator[None]:
+    """No job outlives its test."""
+    yield
+    lab.run("scancel", "--partition=vm", check=False)
+    lab.run("scancel", "--partition=vmrun", check=False)
+
+
+Spawn = Callable[..., Awaitable[FakeGuest]]
+
+
+@pytest.fixture
+async def spawn(lab: Any, scheduler: SlurmScheduler) -> AsyncIterator[Spawn]:
+    """Make a node for a job, joined: `await spawn(job, 7)` has the feature mv_7."""
+    guests: list[FakeGuest] = []
+
+    async def make(job: Job, number: int, peers: int = 1) -> FakeGuest:
+        assert job.request is not None
+        network = ipaddress.IPv4Network(lab.settings.network.subnet)
+        told = Size(job.request.size.cpus, job.request.size.memory + 20)
+        serials = [next(_serials) for _ in range(peers)]
+        machines = [vm(n, f"{network[512 + n]}/{network.prefixlen}", told) for n in serials]
+        known = tuple((m.name, m.address.partition("/")[0]) for m in machines)
+        for machine in machines:
+            guest = FakeGuest(lab.settings, machine, lab.where.run / "fake")
+            guests.append(guest)
+            membership = await scheduler.membership(machine, attempt(number, job.ref, job.request))
+            await guest.start(membership, known)
+            await reached(scheduler, lambda view, name=guest.name: _idle(view, name))
+        return guests[-1]
+
+    yield make
+    for guest in guests:
+        await scheduler.fail(guest.name, "the test has ended")
+        await guest.stop()
+        while True:
+            try:
+                await scheduler.remove(guest.name)
+                break
+            except Refused:
+                await asyncio.sleep(0.2)
+
+
+def _idle(view: SchedulerView, name: str) -> bool:
+    return name in view.nodes and view.nodes[name].state is NodeState.IDLE
+
+
+async def reached(
+    scheduler: SlurmScheduler, what: Callable[[SchedulerView], bool], timeout: float = 20.0
+) -> SchedulerView:
+    deadline = time.monotonic() + timeout
+    while True:
+        view = await scheduler.look()
+        if what(view):
+            return view
+        assert time.monotonic() < deadline, view
+        await asyncio.sleep(0.1)
+
+
+async def job_of(scheduler: SlurmScheduler, job_id: str) -> Job:
+    return (await scheduler.look()).jobs[job_id]
+
+
+async def became(scheduler: SlurmScheduler, job_id: str, *states: JobState) -> Job:
+    view = await reached(scheduler, lambda view: job_id in view.jobs and view.jobs[job_id].state in states)
+    return view.jobs[job_id]
+
+
+async def output(path: Path, text: str) -> None:
+    deadline = time.monotonic() + 10
+    while not path.exists() or text not in path.read_text():
+        assert time.monotonic() < deadline, path.read_text() if path.exists() else path
+        await asyncio.sleep(0.05)
+
+
+async def test_a_job_waits_at_the_gate_runs_when_pinned_and_ends(
+    lab: Any, scheduler: SlurmScheduler, spawn: Spawn
+) -> None:
+    job_id = lab.sbatch("hostname; id -un; exit 3", "-C", "slim&instant", "--mem=100", "-o", "out.txt")
+    waiting = await job_of(scheduler, job_id)
+    assert (waiting.state, waiting.gated, waiting.eligible, waiting.held) == (JobState.PENDING, True, True, False)
+    assert (waiting.uid, waiting.pinned, waiting.nodes) == (lab.user.uid, None, ())
+    request = waiting.request
+    assert request is not None
+    assert (request.nodes, request.size, request.image, request.kind) == (1, Size(1, 100), "slim", CloneKind.INSTANT)
+
+    guest = await spawn(waiting, 7)
+    assert (await scheduler.look()).nodes[guest.name].features == ("vm", "slim", "instant", "mv_7")
+    assert (await job_of(scheduler, job_id)).state is JobState.PENDING  # a node alone does not start it
+    await scheduler.pin(waiting.ref, "mv_7")
+    await scheduler.pin(waiting.ref, "mv_7")  # twice is as good as once
+    ended = await became(scheduler, job_id, JobState.ENDED)
+    assert (ended.result, ended.exit_code, ended.nodes) == ("FAILED", 3, (guest.name,))
+    await output(lab.user.home / "out.txt", f"{guest.name}\n{lab.user.name}\n")
+
+    await scheduler.remove(guest.name)
+    await scheduler.remove(guest.name)
+    assert guest.name not in (await scheduler.look()).nodes
+    state = lab.run("sacct", "-nXP", "-j", job_id, "-o", "State,ExitCode,User").stdout.strip()
+    assert state == f"FAILED|3:0|{lab.user.name}"
+
+
+async def test_array_tasks_are_pinned_one_by_one_within_the_arrays_limit(
+    lab: Any, scheduler: SlurmScheduler, spawn: Spawn
+) -> None:
+    job_id = lab.sbatch("sleep 100", "--array=0-8:2%2")
+    view = await scheduler.look()
+    tasks = {name: job for name, job in view.jobs.items() if name.startswith(f"{job_id}_")}
+    assert [name for name in sorted(tasks, key=lambda n: tasks[n].rank)] == [f"{job_id}_{i}" for i in (0, 2, 4, 6, 8)]
+    assert [name for name, job in tasks.items() if job.eligible] == [f"{job_id}_0", f"{job_id}_2"]
+    task = tasks[f"{job_id}_2"]
+    await spawn(task, 11)
+    await scheduler.pin(task.ref, "mv_11")
+    running = await became(scheduler, task.ref.job_id, JobState.RUNNING)
+    assert running.ref == task.ref
+    after = (await scheduler.look()).jobs
+    assert [name for name in sorted(after) if name.startswith(f"{job_id}_") and after[name].gated] == [
+        f"{job_id}_{i}" for i in (0, 4, 6, 8)
+    ]
+    assert [n for n, j in after.items() if j.eligible and j.gated and n.startswith(f"{job_id}_")] == [f"{job_id}_0"]
+
+
+async def test_srun_waits_at_the_gate_and_goes_on(lab: Any, scheduler: SlurmScheduler, spawn: Spawn) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *("srun", "-J", "interactive", "hostname"),
+        env=lab.env,
+        cwd=lab.user.home,
+        user=lab.user.uid,
+        group=lab.user.uid,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    view = await reached(scheduler, lambda view: any(job.name == "interactive" for job in view.jobs.values()))
+    job = next(job for job in view.jobs.values() if job.name == "interactive")
+    guest = await spawn(job, 12)
+    await scheduler.pin(job.ref, "mv_12")
+    out, _ = await asyncio.wait_for(process.communicate(), 30)
+    assert (process.returncode, out.decode()) == (0, f"{guest.name}\n")
+
+
+async def test_a_gang_gets_its_nodes_by_one_feature_and_srun_reaches_them_all(
+    lab: Any, scheduler: SlurmScheduler, spawn: Spawn
+) -> None:
+    job_id = lab.sbatch("srun hostname | sort", "-N2", "-n2", "-o", "gang.txt")
+    job = await job_of(scheduler, job_id)
+    assert job.request is not None
+    assert (job.request.nodes, job.request.size.cpus) == (2, 1)
+    await spawn(job, 13, peers=2)
+    await scheduler.pin(job.ref, "mv_13")
+    ended = await became(scheduler, job_id, JobState.ENDED)
+    assert (ended.result, len(ended.nodes)) == ("COMPLETED", 2)
+    await output(lab.user.home / "gang.txt", "".join(f"{name}\n" for name in sorted(ended.nodes)))
+
+
+async def test_a_node_that_fails_sends_its_job_back_and_it_starts_again_at_once(
+    lab: Any, scheduler: SlurmScheduler, spawn: Spawn
+) -> None:
+    job_id = lab.sbatch("sleep 100")
+    first = await job_of(scheduler, job_id)
+    guest = await spawn(first, 21)
+    await scheduler.pin(first.ref, "mv_21")
+    await became(scheduler, job_id, JobState.RUNNING)
+    with pytest.raises(Refused):
+        await scheduler.remove(guest.name)
+    await scheduler.fail(guest.name, "lost")
+    await scheduler.fail(guest.name, "lost")
+    again = await became(scheduler, job_id, JobState.PENDING)
+    assert (again.ref.restarts, again.pinned, again.gated) == (1, "mv_21", False)
+    assert (await scheduler.look()).nodes[guest.name].state is NodeState.DOWN
+    with pytest.raises(Stale):
+        await scheduler.pin(first.ref, "mv_21")
+    await scheduler.unpin(again.ref)
+    await scheduler.unpin(again.ref)
+    gated = await job_of(scheduler, job_id)
+    assert (gated.gated, gated.pinned, gated.eligible) == (True, None, True)
+    await guest.stop()
+    await scheduler.remove(guest.name)
+    await spawn(gated, 22)
+    await scheduler.pin(gated.ref, "mv_22")
+    assert (await became(scheduler, job_id, JobState.RUNNING)).ref == gated.ref
+
+
+async def test_requeue_stops_a_run_and_puts_the_job_back_at_the_gate(
+    lab: Any, scheduler: SlurmScheduler, spawn: Spawn
+) -> None:
+    job_id = lab.sbatch("trap '' TERM; sleep 100 & wait; sleep 100")
+    job = await job_of(scheduler, job_id)
+    await spawn(job, 31)
+    await scheduler.pin(job.ref, "mv_31")
+    await became(scheduler, job_id, JobState.RUNNING)
+    await scheduler.requeue(job.ref)
+    ending = await job_of(scheduler, job_id)
+    if ending.state is JobState.COMPLETING:  # what completes is still the run that was stopped
+        assert ending.ref == job.ref
+        await scheduler.requeue(job.ref)
+    back = await became(scheduler, job_id, JobState.PENDING)
+    assert (back.ref.restarts, back.gated, back.pinned, back.eligible) == (1, True, None, True)
+    with pytest.raises(Stale):
+        await scheduler.requeue(job.ref)
+    await scheduler.pin(back.ref, "mv_31")
+    assert (await became(scheduler, job_id, JobState.RUNNING)).ref == back.ref
+
+
+async def test_a_job_that_is_cancelled_held_or_dependent(lab: Any, scheduler: SlurmScheduler) -> None:
+    held = lab.sbatch("true", "--hold")
+    dependent = lab.sbatch("true", f"--dependency=afterok:{held}")
+    later = lab.sbatch("true", "--begin=now+1000")
+    view = await scheduler.look()
+    for job_id in (held, dependent, later):
+        assert not view.jobs[job_id].eligible, view.jobs[job_id]
+    assert [view.jobs[job_id].held for job_id in (held, dependent, later)] == [True, False, False]
+    with pytest.raises(Stale):
+        await scheduler.pin(view.jobs[held].ref, "mv_1")
+    await scheduler.unpin(view.jobs[held].ref)
+    assert (await job_of(scheduler, held)).held  # the user's hold is his own
+    lab.run("scancel", held, user=lab.user)
+    cancelled = await became(scheduler, held, JobState.ENDED)
+    assert cancelled.result == "CANCELLED"
+    for call in (
+        scheduler.pin(cancelled.ref, "mv_1"),
+        scheduler.unpin(cancelled.ref),
+        scheduler.requeue(cancelled.ref),
+    ):
+        with pytest.raises(Stale):
+            await call
+
+
+async def test_revoke_cancels_and_says_why(lab: Any, scheduler: SlurmScheduler) -> None:
+    job_id = lab.sbatch("true")
+    job = await job_of(scheduler, job_id)
+    await scheduler.explain(job.ref, 'waits for "memory"\nof a host')
+    assert "AdminComment=waits for 'memory' of a host" in lab.run("scontrol", "show", "job", job_id).stdout
+    await scheduler.revoke(job.ref, "no host has 900 GiB")
+    await scheduler.revoke(job.ref, "no host has 900 GiB")
+    assert (await became(scheduler, job_id, JobState.ENDED)).result == "CANCELLED"
+    assert "AdminComment=no host has 900 GiB" in lab.run("scontrol", "show", "job", job_id).stdout
+
+
+async def test_another_run_or_no_job_at_all_is_not_touched(lab: Any, scheduler: SlurmScheduler) -> None:
+    job = await job_of(scheduler, lab.sbatch("true"))
+    wrong = (replace(job.ref, restarts=1), replace(job.ref, submitted=job.ref.submitted - 5))
+    for ref, error in ((wrong[0], Stale), (wrong[1], Stale), (JobRef("99999999", 1), Gone)):
+        for call in (
+            scheduler.pin(ref, "mv_1"),
+            scheduler.unpin(ref),
+            scheduler.requeue(ref),
+            scheduler.revoke(ref, "x"),
+            scheduler.explain(ref, "x"),
+        ):
+            with pytest.raises(error):
+                await call
+    assert await job_of(scheduler, job.ref.job_id) == job
+    await scheduler.fail("mvtest0-99999", "never was")
+    await scheduler.remove("mvtest0-99999")
+
+
+async def test_no_answer_is_unknown_and_never_an_empty_view(lab: Any, tmp_path: Path) -> None:
+    text = lab.where.slurm_conf.read_text().replace("SlurmctldPort=", "SlurmctldPort=1#")
+    (tmp_path / "slurm.conf").write_text(text)
+    settings: Settings = replace(lab.settings, slurm=replace(lab.settings.slurm, conf=tmp_path / "slurm.conf"))
+    for timeout in (1.0, 20.0):
+        settings = replace(settings, slurm=replace(settings.slurm, command_timeout=timeout))
+        with pytest.raises(Unknown):
+            await SlurmScheduler(settings, SITE).look()
+
+
+async def test_the_user_and_what_a_vm_is_given(lab: Any, scheduler: SlurmScheduler) -> None:
+    user = await scheduler.user(lab.user.uid)
+    assert (user.name, user.home, user.groups) == (lab.user.name, str(lab.user.home), ((lab.user.name, lab.user.uid),))
+    with pytest.raises(Gone):
+        await scheduler.user(61999)
+    membership = await scheduler.membership(vm(1, "10.0.0.9/16"), None)
+    files = {file.path: file for file in membership.files}
+    key = files["/etc/munge/munge.key"]
+    assert (key.mode, key.owner, key.content) == (0o400, "munge", lab.where.munge_key.read_bytes())
+    assert f"({lab.settings.network.gateway})" in files["/etc/slurm/slurm.conf"].content.decode()
+
+
+async def test_submission_and_end_leave_hints(lab: Any, scheduler: SlurmScheduler, spawn: Spawn) -> None:
+    seen: list[tuple[str, str]] = []
+
+    async def listen() -> None:
+        async for hint in hints(lab.settings.slurm.inbox):
+            seen.append(tuple(hint))  # type: ignore[arg-type]
+
+    listening = asyncio.create_task(listen())
+    try:
+        job_id = lab.sbatch("true")
+        job = await job_of(scheduler, job_id)
+        await spawn(job, 41)
+        await scheduler.pin(job.ref, "mv_41")
+        await became(scheduler, job_id, JobState.ENDED)
+        deadline = time.monotonic() + 5
+        while ("end", job_id) not in seen or ("submit", "") not in seen:
+            assert time.monotonic() < deadline, seen
+            await asyncio.sleep(0.05)
+        assert not any(lab.settings.slurm.inbox.iterdir())
+    finally:
+        listening.cancel()
+
+
+REFUSED = {
+    "too many cpus": (("-n", "9"), "the largest VM for a job here has 8 CPUs"),
+    "too much memory": (("--mem=99G",), "the largest VM for a job here has 8 CPUs"),
+    "more than all hosts": (("-N2", "-n16"), "all hosts together have 8 CPUs"),
+    "our feature": (("-C", "mv_1"), "Multiverse's own"),
+    "the gate's": (("-C", "mvgate"), "Multiverse's own"),
+    "alternatives": (("-C", "slim|stock"), "alternatives"),
+    "brackets": (("-C", "[slim]"), "alternatives"),
+    "prefer": (("--prefer=slim",), "--constraint"),
+    "partitions": (("-p", "vm,bare"), "name vm alone"),
+    "the run partition": (("-p", "vmrun"), "submit to partition vm"),
+    "node list": (("-w", "mvgate1"), "without --nodelist"),
+    "reservation": (("--reservation=x",), "reservations"),
+}
+
+
+@pytest.mark.parametrize(("options", "sentence"), REFUSED.values(), ids=REFUSED)
+async def test_what_cannot_be_served_is_refused_at_submission(
+    lab: Any, options: tuple[str, ...], sentence: str
+) -> None:
+    done = lab.run("sbatch", *options, "--wrap=true", user=lab.user, check=False)
+    assert done.returncode != 0
+    assert sentence in done.stderr
+
+
+async def test_root_and_heterogeneous_jobs_are_refused(lab: Any) -> None:
+    done = lab.run("sbatch", "--wrap=true", check=False)
+    assert done.returncode != 0
+    assert "Multiverse runs no job as root: submit as a user" in done.stderr
+    done = lab.run("sbatch", "-n1", "--wrap=true", ":", "-n1", user=lab.user, check=False)
+    assert done.returncode != 0
+    assert "heterogeneous" in done.stderr
+
+
+@pytest.mark.parametrize("change", ["Partition=vmrun", "Partition=bare", "Features=mv_3", "ReqNodeList=mvgate1"])
+async def test_users_cannot_move_their_jobs(lab: Any, scheduler: SlurmScheduler, change: str) -> None:
+    job_id = lab.sbatch("true")
+    assert lab.run("scontrol", "update", f"JobId={job_id}", change, user=lab.user, check=False).returncode != 0
+    assert lab.run("scontrol", "update", f"JobId={job_id}", "Nice=7", user=lab.user, check=False).returncode == 0
+    assert (await job_of(scheduler, job_id)).gated
+
+
+async def test_errors_are_ours(lab: Any) -> None:
+    settings = replace(lab.settings, slurm=replace(lab.settings.slurm, bin_dir=Path("/nonexistent")))
+    with pytest.raises(MultiverseError):
+        await SlurmScheduler(settings, SITE).look()
