@@ -77,8 +77,8 @@ def admit(draft: Draft, world: World, policy: Policy) -> None:
         size = vm_size(attempt.request.size, policy)
         chosen = room.place(vm_claim(size, policy), attempt.request.nodes, among)
         if chosen is None:
+            blocked = _spread(draft, attempt, hosts, policy, room) or "waiting for capacity: the hosts are full"
             _make_way(draft, queue, policy)
-            blocked = "waiting for capacity: the hosts are full"
             _tell(draft, attempt, blocked, policy)
             continue
         vms = plan_vms(draft, attempt, chosen, policy)
@@ -167,20 +167,41 @@ def _usable_hosts(
     ready = [name for name, row in rows.items() if row and row.state is TemplateState.READY]
     if ready:
         return ready, ""
+    why = _template_on_its_way(draft, attempt, rows, policy, room)
+    broken = next((row for row in rows.values() if row), None)
+    if not why and broken:
+        why = f"the template of image {image} is broken on {broken.host}: {broken.reason}"
+    return [], why or f"no host has room for the template of image {image}"
+
+
+def _spread(draft: Draft, attempt: Attempt, hosts: Mapping[str, Host], policy: Policy, room: Room) -> str:
+    """The hosts that have the template are too full, or too small for all of a gang: see to one more."""
+    if kind_of(attempt, policy) is not CloneKind.INSTANT:
+        return ""
+    image = image_of(attempt, policy)
+    able = [name for name, host in sorted(hosts.items()) if CloneKind.INSTANT.value in host.abilities]
+    rows = {name: draft.template_for(name, image) for name in able}
+    lacking = {name: row for name, row in rows.items() if not (row and row.state is TemplateState.READY)}
+    return _template_on_its_way(draft, attempt, lacking, policy, room)
+
+
+def _template_on_its_way(
+    draft: Draft, attempt: Attempt, rows: Mapping[str, Template | None], policy: Policy, room: Room
+) -> str:
+    """Ask for the template on one of these hosts, unless it is being built on one already; says so, or
+    nothing if none of them can have it now."""
+    image = image_of(attempt, policy)
     for name, row in rows.items():
         if row and row.state in (TemplateState.BUILDING, TemplateState.RETIRING):
-            return [], f"the template of image {image} is being built on {name}"
+            return f"the template of image {image} is being built on {name}"
     for name, row in rows.items():
         retry = row is not None and draft.now >= row.since + policy.backoff(row.tries)
         if (row is None or retry) and (row is not None or room.fits(name, template_claim(policy))):
             if row is None:
                 room.take(name, template_claim(policy))
             need_template(draft, name, image, policy, f"job {attempt.job.job_id} needs it")
-            return [], f"the template of image {image} is being built on {name}"
-    broken = next((row for row in rows.values() if row), None)
-    if broken:
-        return [], f"the template of image {image} is broken on {broken.host}: {broken.reason}"
-    return [], f"no host has room for the template of image {image}"
+            return f"the template of image {image} is being built on {name}"
+    return ""
 
 
 def _make_way(draft: Draft, queue: list[Attempt], policy: Policy) -> None:

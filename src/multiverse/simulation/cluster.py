@@ -53,6 +53,8 @@ class Cluster:
         self._loop = asyncio.get_running_loop()
         self._next = settings.first_id
         self._missed: list[Callable[[], None]] = []
+        self._back = asyncio.Event()
+        self._back.set()
         self._loop.call_later(rng.uniform(0.0, settings.beat), self._beat)
 
     # --- what users do
@@ -158,13 +160,19 @@ class Cluster:
     def go_away(self) -> None:
         """slurmctld stops answering; guests go on."""
         self.up = False
+        self._back.clear()
 
     def come_back(self) -> None:
         """slurmctld answers again, and hears what it missed."""
         self.up = True
+        self._back.set()
         missed, self._missed = self._missed, []
         for tell in missed:
             tell()
+
+    async def answers(self) -> None:
+        """Wait until slurmctld answers."""
+        await self._back.wait()
 
     # --- what it shows
 

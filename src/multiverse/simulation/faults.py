@@ -74,8 +74,11 @@ class Odds:
 class Wire:
     """Between one caller and the world's ports."""
 
-    def __init__(self, rng: Random, odds: Odds | None = None) -> None:
+    def __init__(self, rng: Random, odds: Odds | None = None, *, outlives: bool = True) -> None:
+        """`outlives`: what was begun may go on without its caller, as a command that runs as a process of
+        its own does, and a library's call does not."""
         self._rng = rng
+        self._outlives = outlives
         self._odds = odds or Odds()
         self._severed = False
         self._running: dict[int, asyncio.Task[Any]] = {}
@@ -87,7 +90,7 @@ class Wire:
         """The caller dies: each of its calls is cut short or runs to its end unheard, by chance."""
         self._severed = True
         for task in list(self._running.values()):
-            if self._rng.random() < 0.5:
+            if not self._outlives or self._rng.random() < 0.5:
                 task.cancel()
 
     async def call(self, name: str, do: Callable[[], Coroutine[Any, Any, T]]) -> T:

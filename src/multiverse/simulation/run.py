@@ -59,7 +59,7 @@ class Scenario:
     crashes: float = 0.0
     down: tuple[float, float] = (0.1, 20.0)
     hints: float = 0.9
-    limit: float = 20_000.0
+    limit: float = 4000.0
     database: Path | str = ":memory:"
 
 
@@ -105,15 +105,16 @@ class _Simulation:
     async def whole(cls, scenario: Scenario) -> Outcome:
         self = cls(scenario)
         tasks = [asyncio.create_task(self._live(arrival)) for arrival in scenario.arrivals]
-        tasks += befall(self.world, self._random("mishaps"), scenario.mishaps)
+        mishaps = befall(self.world, self._random("mishaps"), scenario.mishaps)
         reign = asyncio.create_task(self._reign())
         try:
             await self._until(lambda: all(task.done() for task in tasks) and self._at_rest(), reign)
-            for task in tasks:
+            for task in (*tasks, *mishaps):
                 if task.done():
                     task.result()
         finally:
-            reign.cancel()
+            for task in (reign, *mishaps):
+                task.cancel()
         return self._judge()
 
     def _random(self, name: str) -> Random:
@@ -131,8 +132,7 @@ class _Simulation:
         for deed in sorted(arrival.deeds, key=lambda deed: deed.after):
             await asyncio.sleep(deed.after - passed)
             passed = deed.after
-            while not cluster.up:
-                await asyncio.sleep(1.0)  # whoever gets no answer tries again
+            await cluster.answers()  # whoever gets no answer tries again
             for record in records:
                 if cluster.jobs.get(record.job_id) is record:
                     getattr(cluster, deed.what)(record.job_id, **dict(deed.changes))
@@ -143,7 +143,7 @@ class _Simulation:
         while True:
             wires = [
                 Wire(self._random(f"wire-s-{self.crashes}"), self.scenario.scheduler_odds),
-                Wire(self._random(f"wire-h-{self.crashes}"), self.scenario.hypervisor_odds),
+                Wire(self._random(f"wire-h-{self.crashes}"), self.scenario.hypervisor_odds, outlives=False),
             ]
             self.wires += wires
             scheduler = FaultyScheduler(self.scheduler, wires[0])

@@ -30,7 +30,7 @@ def calm(seed: int) -> Scenario:
         first_id=rng.randint(1, 10),
     )
     pacing = PacingSettings(provisioning=rng.choice((1, 4, 16)))
-    arrivals = tuple(_arrival(rng) for _ in range(rng.randint(1, 12)))
+    arrivals = tuple(_arrival(rng) for _ in range(rng.randint(1, 8)))
     return Scenario(
         seed, arrivals, WorldSettings(hosts, cluster=cluster), Settings(pacing=pacing), hints=rng.choice((0.0, 0.9))
     )
@@ -38,9 +38,9 @@ def calm(seed: int) -> Scenario:
 
 def troubled(seed: int, database: Path | str = ":memory:") -> Scenario:
     """The same crowd, with calls that fail, VMs that die, a slurmctld that goes away and a controller that
-    dies, for ten minutes; what then remains must come to its end."""
+    dies, for five minutes; what then remains must come to its end."""
     rng = Random(f"{seed}/trouble")
-    until = 600.0
+    until = 300.0
     return replace(
         calm(seed),
         scheduler_odds=Odds.even(rng.choice((0.0, 0.02, 0.1, 0.3)), until),
@@ -62,7 +62,7 @@ def _arrival(rng: Random) -> Arrival:
     batch = Batch(
         name=rng.choice(("hello", "hpl", "sweep")),
         uid=rng.choice((1000, 1001)),
-        seconds=rng.choice((0.0, 0.5, 5.0, 60.0)),
+        seconds=rng.choice((0.0, 0.5, 5.0, 40.0)),
         exit_code=rng.choice((0, 0, 3)),
         nodes=rng.choice((1, 1, 1, 2)),
         size=rng.choice((Size(1, 64), Size(1, 500), Size(2, 900))),
@@ -75,7 +75,7 @@ def _arrival(rng: Random) -> Arrival:
     elif rng.random() < 0.03:
         batch = replace(batch, problem="asks for a reservation, which VMs cannot keep")
     tasks = rng.randint(2, 5) if rng.random() < 0.2 else 0
-    return Arrival(rng.uniform(0.5, 60.0), batch, tasks, _deeds(rng))
+    return Arrival(rng.uniform(0.5, 30.0), batch, tasks, _deeds(rng))
 
 
 def _deeds(rng: Random) -> tuple[Deed, ...]:
@@ -90,7 +90,7 @@ def _deeds(rng: Random) -> tuple[Deed, ...]:
         case 3:
             return (Deed(at, "requeue"),)
         case 4:
-            return (Deed(at, "suspend"), Deed(at + wait, "resume"), Deed(200.0, "resume"))
+            return (Deed(at, "suspend"), Deed(at + wait, "resume"), Deed(100.0, "resume"))
         case 5:
             return (Deed(at, "change", (("size", Size(1, 300)),)),)
         case _:
