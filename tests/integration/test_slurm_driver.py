@@ -299,7 +299,7 @@ async def test_the_user_and_what_a_vm_is_given(lab: Any, scheduler: SlurmSchedul
     assert (user.name, user.home, user.groups) == (lab.user.name, str(lab.user.home), ((lab.user.name, lab.user.uid),))
     with pytest.raises(Gone):
         await scheduler.user(61999)
-    membership = await scheduler.membership(vm(1, "10.0.0.9/16"), None)
+    membership = await scheduler.membership(vm(1, "10.0.0.9/16", Size(1, 200)), None)
     files = {file.path: file for file in membership.files}
     key = files["/etc/munge/munge.key"]
     assert (key.mode, key.owner, key.content) == (0o400, "munge", lab.where.munge_key.read_bytes())

@@ -56,6 +56,7 @@ _NODE_DOWN = frozenset(
 )
 _NODE_BUSY = frozenset(("ALLOCATED", "MIXED", "COMPLETING"))
 _KINDS = frozenset(kind.value for kind in CloneKind)
+_SKEW = 5  # seconds that slurmctld's clock may be ahead of ours
 REQUEUE_DELAY = 130  # Slurm gives a requeued job a begin time 121 s off (job_mgr.c: credential lifetime + 1)
 MEMORY_PER_CPU = 512  # MiB, for a site that sets no DefMemPerCPU and a job that asks for none
 
@@ -162,9 +163,10 @@ def _job(record: Record, job_id: str, names: Names, now: float) -> Job:
     states = [word.upper() for word in words(record["job_state"])]
     state = _state(states)
     restarts, submitted = number(record["restart_cnt"]) or 0, number(record["submit_time"]) or 0
-    if state is JobState.COMPLETING and restarts and not number(record.get("start_time")):
-        # Requeued and not yet off its nodes: Slurm has counted the restart and forgotten the start, but what
-        # completes is the run before. It becomes a job of its own, with a new submit time, when it is pending.
+    end = number(record.get("end_time")) or 0
+    if state is JobState.COMPLETING and restarts and (end == 0 or end > now + _SKEW):
+        # Requeued and not yet off its nodes: Slurm has counted the restart, and the end that it shows is none or
+        # the next run's. What completes is the run before; the next gets a submit time of its own when it is pending.
         restarts -= 1
     partition, reason = str(record["partition"]), str(record.get("state_reason") or "")
     own, pinned = features(str(record.get("features") or ""), names.gate_feature)
