@@ -6,7 +6,9 @@ says that it is at the fork point and blocks in a read. A template is frozen the
 in that read, with its identity already waiting, and becomes itself: randomness first, for until then it
 would draw the same bytes as its siblings; then clock, names, addresses, users, mounts, daemons.
 
-It acts by system calls rather than by tools: on an emulated CPU an exec costs 30 ms, a call nothing.
+It acts by system calls rather than by tools: on an emulated CPU an exec costs 30 ms, a call nothing. There,
+what counts is how much *different* code runs in a clone, in Python and kernel alike, for each piece is
+translated once: hence files written in place, plain descriptors, one netlink message, no hashing.
 Modules with a random state of their own (random, tempfile, uuid) are never imported here.
 """
 
@@ -17,7 +19,6 @@ import ctypes
 import errno
 import fcntl
 import gc
-import hashlib
 import json
 import os
 import pwd
@@ -34,15 +35,19 @@ PORT = "org.multiverse.agent"
 MAX_LINE = 1 << 20  # bytes of one message, either way
 LOGS = "/var/log/multiverse"
 DAEMON_TIMEOUT = 30.0  # seconds for a daemon's ready path to appear, and for plugged memory to come
+TEMPLATE = "multiverse.template"  # on the kernel's command line: this VM is to be frozen, so let it be warm
 MODULES = ("virtio_console", "virtio_net", "nfsv4", "nfs")
+
+CPUS, BLOCKS = "/sys/devices/system/cpu", "/sys/devices/system/memory"
+_boot_memory = 0  # MiB that were online at the fork point
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
-# <linux/random.h>, <linux/if.h>, <linux/sockios.h>, <linux/route.h>, <linux/mount.h>
+# <linux/random.h>, <linux/if.h>, <linux/sockios.h>, <linux/rtnetlink.h>, <linux/mount.h>
 RNDADDENTROPY, RNDRESEEDCRNG = 0x40085203, 0x5207
-SIOCADDRT, SIOCGIFFLAGS, SIOCSIFFLAGS, SIOCSIFADDR, SIOCSIFNETMASK, SIOCSIFHWADDR = (
-    0x890B, 0x8913, 0x8914, 0x8916, 0x891C, 0x8924)  # fmt: skip
-IFF_UP, RTF_UP, RTF_GATEWAY, ARPHRD_ETHER = 0x1, 0x1, 0x2, 1
+SIOCGIFFLAGS, SIOCSIFFLAGS, SIOCSIFHWADDR = 0x8913, 0x8914, 0x8924
+IFF_UP, ARPHRD_ETHER = 0x1, 1
+RTM_NEWADDR, RTM_DELADDR, RTM_NEWROUTE, NLM_REQUEST_ACK, NLM_CREATE_REPLACE, NLMSG_ERROR = 20, 21, 24, 0x5, 0x500, 2
 MS = {"ro": 1, "nosuid": 2, "nodev": 4, "noexec": 8, "sync": 16, "dirsync": 128, "noatime": 1024,
       "nodiratime": 2048, "relatime": 1 << 21, "strictatime": 1 << 24}  # fmt: skip
 NOT_FOR_THE_KERNEL = frozenset({"", "rw", "defaults", "_netdev", "auto", "noauto", "nofail", "user", "nouser", "hard", "x-systemd"})
@@ -104,70 +109,94 @@ def load_module(path: str) -> None:
         os.close(fd)
 
 
-def _sockaddr(address: str) -> bytes:
-    return struct.pack("=HH4s8x", socket.AF_INET, 0, socket.inet_aton(address))
-
-
 def interface() -> str:
-    """The first network interface that is not the loopback."""
-    names = sorted(n for n in os.listdir("/sys/class/net") if n != "lo" and os.path.exists(f"/sys/class/net/{n}/device"))
+    """The first network interface that is a device."""
+    names = sorted(n for n in os.listdir("/sys/class/net") if os.path.exists(f"/sys/class/net/{n}/device"))
     if not names:
         raise Failure("the guest has no network interface")
     return names[0]
 
 
-def link_up(sock: socket.socket, name: str, up: bool = True) -> None:
-    raw = bytearray(struct.pack("16sh14x", name.encode(), 0))
-    fcntl.ioctl(sock, SIOCGIFFLAGS, raw)
+def link_up(sock: socket.socket, name: str) -> None:
+    """Set an interface up (netdevice(7))."""
+    raw = fcntl.ioctl(sock, SIOCGIFFLAGS, struct.pack("16sh14x", name.encode(), 0))
     flags = struct.unpack_from("h", raw, 16)[0]
-    fcntl.ioctl(sock, SIOCSIFFLAGS, struct.pack("16sh14x", name.encode(), flags | IFF_UP if up else flags & ~IFF_UP))
+    if not flags & IFF_UP:
+        fcntl.ioctl(sock, SIOCSIFFLAGS, struct.pack("16sh14x", name.encode(), flags | IFF_UP))
 
 
-def set_network(mac: str, address: str, gateway: str) -> None:
-    """Give the interface its MAC, address with prefix length and default route (netdevice(7), route(8))."""
-    name = interface()
-    host, _, prefix = address.partition("/")
-    mask = socket.inet_ntoa(struct.pack("!I", (0xFFFFFFFF << (32 - int(prefix or "24"))) & 0xFFFFFFFF))
+def _attribute(kind: int, value: bytes) -> bytes:
+    return struct.pack("HH", 4 + len(value), kind) + value  # values here are multiples of four bytes
+
+
+def _request(kind: int, body: bytes) -> bytes:
+    return struct.pack("IHHII", 16 + len(body), kind, NLM_REQUEST_ACK | NLM_CREATE_REPLACE, 0, 0) + body
+
+
+def set_network(name: str, mac: str, address: str, gateway: str) -> None:
+    """Give an interface that is up its MAC, its address with prefix length and a default route (rtnetlink(7))."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        with open(f"/sys/class/net/{name}/address") as file:
-            current = file.read().strip()
-        if current != mac.lower():
-            link_up(sock, name, False)
-            raw = bytes.fromhex(mac.replace(":", ""))
-            fcntl.ioctl(sock, SIOCSIFHWADDR, struct.pack("16sH6s8x", name.encode(), ARPHRD_ETHER, raw))
-        fcntl.ioctl(sock, SIOCSIFADDR, struct.pack("16s16s", name.encode(), _sockaddr(host)))
-        fcntl.ioctl(sock, SIOCSIFNETMASK, struct.pack("16s16s", name.encode(), _sockaddr(mask)))
-        link_up(sock, name)
-        if gateway:
-            zero = _sockaddr("0.0.0.0")
-            # struct rtentry on a 64-bit machine: pad, dst, gateway, genmask, flags, and the rest zero.
-            route = struct.pack("Q16s16s16sH", 0, zero, _sockaddr(gateway), zero, RTF_UP | RTF_GATEWAY)
-            try:
-                fcntl.ioctl(sock, SIOCADDRT, route + bytes(120 - len(route)))
-            except OSError as error:
-                if error.errno != errno.EEXIST:
-                    raise
+        raw = bytes.fromhex(mac.replace(":", ""))
+        fcntl.ioctl(sock, SIOCSIFHWADDR, struct.pack("16sH6s8x", name.encode(), ARPHRD_ETHER, raw))
+    index = socket.if_nametoindex(name)
+    requests = [_request(RTM_NEWADDR, _address(index, address))]
+    if gateway:
+        # Table main, protocol static, scope universe, unicast; RTA_GATEWAY, RTA_OIF.
+        requests.append(_request(RTM_NEWROUTE, struct.pack("BBBBBBBBI", socket.AF_INET, 0, 0, 0, 254, 4, 0, 1, 0)
+                                 + _attribute(5, socket.inet_aton(gateway)) + _attribute(4, struct.pack("I", index))))  # fmt: skip
+    _netlink(requests)
+
+
+def _address(index: int, address: str) -> bytes:
+    host, _, prefix = address.partition("/")
+    local = socket.inet_aton(host)
+    body = struct.pack("BBBBI", socket.AF_INET, int(prefix or "24"), 0, 0, index)
+    return body + _attribute(2, local) + _attribute(1, local)  # IFA_LOCAL, IFA_ADDRESS
+
+
+def _netlink(requests: list[bytes]) -> None:
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as netlink:
+        netlink.bind((0, 0))
+        for request in requests:
+            netlink.send(request)
+            answer = netlink.recv(4096)
+            code = -struct.unpack_from("i", answer, 16)[0] if struct.unpack_from("H", answer, 4)[0] == NLMSG_ERROR else 0
+            if code:
+                raise OSError(code, os.strerror(code), "rtnetlink")
 
 
 # --- getting ready ---------------------------------------------------------------------------------
 
 
-def write(path: str, content: str | bytes, mode: int = 0o644, owner: tuple[int, int] = (0, 0)) -> None:
-    """Replace a file. It is never seen with wider permissions than `mode`."""
-    data = content.encode() if isinstance(content, str) else content
-    fresh = f"{path}.new"
+def read(path: str) -> str:
+    """A small file's content."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.unlink(fresh)
-    except FileNotFoundError:
-        pass
-    fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        os.write(fd, data) if data else None
-        os.fchown(fd, *owner)
-        os.fchmod(fd, mode)
+        return os.read(fd, MAX_LINE).decode("utf-8", "surrogateescape")
     finally:
         os.close(fd)
-    os.rename(fresh, path)
+
+
+def write(path: str, content: str | bytes, mode: int = 0o644, owner: tuple[int, int] = (0, 0)) -> None:
+    """Make a file hold `content`; nobody else can open it before it has its mode and owner.
+
+    In place, for nothing else runs yet: replacing it by a rename makes the kernel allocate and write blocks.
+    """
+    data = content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        before = os.fstat(fd)
+        if (before.st_uid, before.st_gid) != owner:
+            os.fchown(fd, *owner)
+        if before.st_mode & 0o7777 != mode:
+            os.fchmod(fd, mode)
+        at = 0
+        while at < len(data):
+            at += os.write(fd, data[at:])
+        if before.st_size > len(data):
+            os.ftruncate(fd, len(data))
+    finally:
+        os.close(fd)
 
 
 def prepare_first() -> None:
@@ -296,15 +325,33 @@ def warm() -> None:
 # --- the channel -----------------------------------------------------------------------------------
 
 
+_IDENTITY, _FORKED = b'{"type":"identity"', b'{"type":"forked"}\n'
+
+
 class Channel:
     """JSON lines over the virtio port, either way at most `MAX_LINE` bytes each."""
 
     def __init__(self, path: str) -> None:
-        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-        # The driver sends SIGIO when the host's end opens or closes: while closed, poll(2) would return at once.
+        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._buffer = bytearray()
+
+    def wait(self) -> list[dict[str, Any]]:
+        """Block until messages come; none if the host's end is closed. This is the read that clones wake up in."""
+        while True:
+            data = os.read(self.fd, 65536)
+            if data.startswith(_IDENTITY):
+                os.write(self.fd, _FORKED)  # before anything else: it takes the measure of the fork
+            if not data:
+                self._buffer.clear()
+                return []
+            messages = self._feed(data)
+            if messages:
+                return messages
+
+    def watch(self) -> None:
+        """From now on never block, and let SIGIO say when the host's end opens: poll(2) returns at once while it is closed."""
         fcntl.fcntl(self.fd, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(self.fd, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
-        self._buffer = bytearray()
 
     def send(self, type_: str, **fields: Any) -> None:
         """Send a message; without a host to read it, it is lost: the host asks again if it must know."""
@@ -333,18 +380,23 @@ class Channel:
             if not data:
                 self._buffer.clear()  # the rest of a line will not come
                 return messages, False
-            self._buffer += data
-            while (end := self._buffer.find(b"\n")) >= 0:
-                line = bytes(self._buffer[:end])
-                del self._buffer[: end + 1]
-                try:
-                    message = json.loads(line)
-                except ValueError:
-                    continue
-                if isinstance(message, dict):
-                    messages.append(message)
-            if len(self._buffer) > MAX_LINE:
-                self._buffer.clear()
+            messages += self._feed(data)
+
+    def _feed(self, data: bytes) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = []
+        self._buffer += data
+        while (end := self._buffer.find(b"\n")) >= 0:
+            line = bytes(self._buffer[:end])
+            del self._buffer[: end + 1]
+            try:
+                message = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(message, dict):
+                messages.append(message)
+        if len(self._buffer) > MAX_LINE:
+            self._buffer.clear()
+        return messages
 
 
 # --- becoming someone ------------------------------------------------------------------------------
@@ -356,22 +408,23 @@ def set_hosts(hostname: str, address: str, peers: list[list[str]]) -> None:
 
 
 def add_users(users: list[dict[str, Any]]) -> None:
-    """Add passwd and group entries. A name that the image has keeps its id there; a user's groups all become his."""
-    with open("/etc/passwd") as file:
-        passwd = {line.split(":", 1)[0]: line.rstrip("\n") for line in file}
-    with open("/etc/group") as file:
-        groups = {line.split(":", 1)[0]: line.rstrip("\n").split(":") for line in file if line.count(":") >= 3}
+    """Add passwd and group entries; a user becomes a member of every group of his, by its id in the image if it has one."""
+    passwd = read("/etc/passwd").splitlines()
+    groups = [line.split(":") for line in read("/etc/group").splitlines() if line.count(":") >= 3]
     for user in users:
         name = user["name"]
-        passwd[name] = f"{name}:*:{user['uid']}:{user['gid']}::{user['home']}:{user['shell']}"
+        passwd = [line for line in passwd if not line.startswith(f"{name}:")]
+        passwd.append(f"{name}:*:{user['uid']}:{user['gid']}::{user['home']}:{user['shell']}")
         for group, gid in user["groups"]:
-            same = next((g for g in groups.values() if g[2] == str(gid)), None)
-            entry = same or groups.setdefault(group, [group, "*", str(gid), ""])
+            entry = next((g for g in groups if g[2] == str(gid)), None)
+            if entry is None:
+                entry = [group, "*", str(gid), ""]
+                groups.append(entry)
             members = [m for m in entry[3].split(",") if m]
             if name not in members:
                 entry[3] = ",".join([*members, name])
-    write("/etc/passwd", "".join(f"{line}\n" for line in passwd.values()))
-    write("/etc/group", "".join(":".join(entry) + "\n" for entry in groups.values()))
+    write("/etc/passwd", "".join(f"{line}\n" for line in passwd))
+    write("/etc/group", "".join(":".join(entry) + "\n" for entry in groups))
 
 
 def mount_one(source: str, target: str, kind: str, options: str) -> None:
@@ -405,18 +458,16 @@ def mount_one(source: str, target: str, kind: str, options: str) -> None:
 
 
 def plug(cpus: int, memory: int) -> None:
-    """Put plugged CPUs to work, and wait until `cpus` of them and `memory` MiB of plugged memory are there."""
+    """Put plugged CPUs to work; wait until `cpus` of them, and `memory` MiB more than at the fork point, are there."""
     deadline = time.monotonic() + DAEMON_TIMEOUT
-    base = "/sys/devices/system/cpu"
     while True:
-        for name in os.listdir(base):
-            online = f"{base}/{name}/online"
-            if name[:3] == "cpu" and name[3:].isdigit() and os.path.exists(online):
-                with open(online, "r+") as file:
-                    if file.read(1) == "0":
-                        file.write("1")
-        have = len(os.sched_getaffinity(0)) if os.getpid() != 1 else _online(f"{base}/online")
-        blocks = _plugged_memory()
+        have = online_cpus()
+        for number in range(1, cpus) if have < cpus else ():
+            path = f"{CPUS}/cpu{number}/online"
+            if os.path.exists(path) and read(path)[:1] == "0":
+                write_to(path, "1")
+                have = online_cpus()
+        blocks = memory_blocks() - _boot_memory if memory else 0
         if have >= cpus and blocks >= memory:
             return
         if time.monotonic() > deadline:
@@ -424,33 +475,29 @@ def plug(cpus: int, memory: int) -> None:
         time.sleep(0.002)
 
 
-def _online(path: str) -> int:
+def write_to(path: str, text: str) -> None:
+    """Write to a kernel's file."""
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)
+
+
+def online_cpus() -> int:
+    """CPUs that are online; the file says `0-2,5`."""
     count = 0
-    with open(path) as file:
-        for part in file.read().strip().split(","):
-            first, _, last = part.partition("-")
-            count += int(last or first) - int(first) + 1
+    for part in read(f"{CPUS}/online").strip().split(","):
+        first, _, last = part.partition("-")
+        count += int(last or first) - int(first) + 1
     return count
 
 
-def _memory_blocks() -> int:
+def memory_blocks() -> int:
     """MiB of memory blocks that are online."""
-    base = "/sys/devices/system/memory"
-    with open(f"{base}/block_size_bytes") as file:
-        size = int(file.read(), 16) >> 20
-    count = 0
-    for name in os.listdir(base):
-        if name[:6] == "memory" and name[6:].isdigit():
-            with open(f"{base}/{name}/online") as file:
-                count += file.read(1) == "1"
-    return count * size
-
-
-_boot_memory = 0
-
-
-def _plugged_memory() -> int:
-    return _memory_blocks() - _boot_memory
+    size = int(read(f"{BLOCKS}/block_size_bytes"), 16) >> 20
+    names = [n for n in os.listdir(BLOCKS) if n[:6] == "memory" and n[6:].isdigit()]
+    return size * sum(read(f"{BLOCKS}/{name}/online")[:1] == "1" for name in names)
 
 
 class Daemon:
@@ -527,7 +574,11 @@ class Agent:
         self.state: dict[str, Any] = {"type_": "fork_point", "version": VERSION}
 
     def serve(self) -> None:
-        """The main loop; ends with the VM."""
+        """Wait at the fork point, then answer for ever; ends with the VM."""
+        while self.state["type_"] == "fork_point" and (messages := self.channel.wait()):
+            for message in messages:
+                self.handle(message)
+        self.channel.watch()
         poller = select.poll()
         poller.register(self.wake, select.POLLIN)
         poller.register(self.channel.fd, select.POLLIN)
@@ -569,7 +620,6 @@ class Agent:
         if self.state["type_"] != "fork_point":
             self.channel.send(**self.state)
             return
-        self.channel.send("forked")
         self.state = {"type_": "becoming"}
         stages: list[tuple[str, float]] = []
         last = time.monotonic()
@@ -580,9 +630,9 @@ class Agent:
             stages.append((name, round(now - last, 6)))
             last = now
 
-        identity = message["identity"]
         add_entropy(base64.b64decode(message["random"]))
         time.clock_settime(time.CLOCK_REALTIME, message["time"] + (time.monotonic() - last))
+        identity = message["identity"]
         write("/etc/machine-id", identity["machine_id"] + "\n", 0o444)
         hostname, address = identity["hostname"], identity["address"]
         socket.sethostname(hostname)
@@ -590,7 +640,7 @@ class Agent:
         set_hosts(hostname, address.partition("/")[0], identity["peers"])
         add_users(identity["users"])
         stage("identity")
-        set_network(identity["mac"], address, identity["gateway"])
+        set_network(interface(), identity["mac"], address, identity["gateway"])
         stage("network")
         membership = identity["membership"]
         for path, owner, mode in membership["directories"]:
@@ -618,16 +668,11 @@ class Agent:
         self._say("started", stages=stages, audit=self.audit())
 
     def audit(self) -> dict[str, Any]:
-        """What tells clones apart and shows their size, without giving anything away."""
-        with open("/proc/meminfo") as file:
-            total = int(file.readline().split()[1]) >> 10
-        with open("/etc/machine-id", "rb") as id_:
-            machine_id = hashlib.sha256(id_.read()).hexdigest()[:16]
-        with open("/proc/sys/kernel/random/boot_id", "rb") as id_:
-            boot_id = hashlib.sha256(id_.read()).hexdigest()[:16]
-        drawn = hashlib.sha256(os.urandom(32)).hexdigest()[:16]
-        online = _online("/sys/devices/system/cpu/online")
-        return {"cpus": online, "memory": total, "machine_id": machine_id, "boot_id": boot_id, "random": drawn}
+        """What tells clones apart, and their size. The random bytes are used for nothing else."""
+        boot_id = read("/proc/sys/kernel/random/boot_id").strip()
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
+        return {"cpus": online_cpus(), "memory": memory, "machine_id": read("/etc/machine-id").strip(),
+                "boot_id": boot_id, "random": os.urandom(8).hex()}  # fmt: skip
 
     def _owner(self, name: str) -> tuple[int, int]:
         if name == "root":
@@ -691,6 +736,83 @@ class Agent:
         self.channel.send("flushed")
 
 
+# --- rehearsing, in a template only ----------------------------------------------------------------
+
+_REHEARSAL = "/run/multiverse-rehearsal"
+_SLURM_CONF = f"""ClusterName=rehearsal
+SlurmctldHost=localhost(127.0.0.1)
+AuthInfo=socket={_REHEARSAL}/munge
+SlurmdSpoolDir={_REHEARSAL}
+SlurmdPidFile={_REHEARSAL}/slurmd.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+NodeName=rehearsal NodeAddr=127.0.0.1 CPUs=1
+"""
+
+
+def rehearse() -> None:
+    """Do once, with throwaway facts, what each clone will do: what that reads, resolves or allocates is shared then.
+
+    All of it is undone; the keys used are made up and die with the processes that held them.
+    """
+    line = json.dumps({"type": "rehearsal", "random": base64.b64encode(os.urandom(64)).decode(), "list": [1.5, None, {}]})
+    add_entropy(base64.b64decode(json.loads(line)["random"]))
+    time.clock_settime(time.CLOCK_REALTIME, time.time())
+    kept = {path: read(path) for path in ("/etc/passwd", "/etc/group", "/etc/hosts", "/etc/machine-id", "/etc/hostname")}
+    add_users([{"name": "rehearsal", "uid": 64999, "gid": 64999, "home": "/", "shell": "/bin/sh", "groups": [["rehearsal", 64999]]}])
+    set_hosts("rehearsal", "127.0.0.1", [["a", "127.0.0.1"]])
+    for path, content in kept.items():
+        write(path, content, 0o444 if path == "/etc/machine-id" else 0o644)
+    name = interface()
+    set_network(name, read(f"/sys/class/net/{name}/address").strip(), "192.0.2.1/32", "")  # TEST-NET-1
+    _netlink([_request(RTM_DELADDR, _address(socket.if_nametoindex(name), "192.0.2.1/32"))])
+    plug(1, 0)
+    _rehearse_daemons()
+
+
+def _rehearse_daemons() -> None:
+    try:
+        owner = pwd.getpwnam("munge")
+    except KeyError:
+        return
+    os.makedirs(_REHEARSAL, exist_ok=True)
+    os.chown(_REHEARSAL, owner.pw_uid, owner.pw_gid)
+    write(f"{_REHEARSAL}/key", os.urandom(128), 0o400, (owner.pw_uid, owner.pw_gid))
+    write(f"{_REHEARSAL}/slurm.conf", _SLURM_CONF)
+    options = [f"--{name}={_REHEARSAL}/{value}" for name, value in (
+        ("key-file", "key"), ("socket", "munge"), ("pid-file", "munged.pid"), ("seed-file", "seed"), ("log-file", "log"))]  # fmt: skip
+    munged = Daemon({"name": "munged", "argv": ["/usr/sbin/munged", "-F", "-f", *options], "user": "munge",
+                     "ready_path": f"{_REHEARSAL}/munge"})  # fmt: skip
+    slurmd = Daemon({"name": "slurmd", "argv": ["/usr/sbin/slurmd", "-D", "-N", "rehearsal", "-f", f"{_REHEARSAL}/slurm.conf"],
+                     "user": "root", "ready_path": ""})  # fmt: skip
+    started = []
+    try:
+        for daemon, seconds in ((munged, 1.0), (slurmd, 4.0)):
+            daemon.start()
+            started.append(daemon)
+            deadline = time.monotonic() + seconds
+            # slurmd has no controller to register with and would try for ever: it has had what it needs by then.
+            while time.monotonic() < deadline and os.waitpid(daemon.pid, os.WNOHANG)[0] == 0:
+                time.sleep(0.02)
+    except (Failure, ChildProcessError):
+        pass
+    finally:
+        for daemon in started:
+            try:
+                os.killpg(daemon.pid, signal.SIGKILL)
+                os.waitpid(daemon.pid, 0)
+            except (ProcessLookupError, ChildProcessError):
+                pass
+        for directory in (_REHEARSAL, LOGS):
+            for entry in os.listdir(directory):
+                path = f"{directory}/{entry}"
+                if os.path.isdir(path):
+                    run(["/bin/rm", "-rf", path])
+                else:
+                    os.unlink(path)
+        os.rmdir(_REHEARSAL)
+
+
 def _ending(status: int) -> str:
     code = os.waitstatus_to_exitcode(status)
     return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
@@ -714,8 +836,12 @@ def main() -> None:
     global _boot_memory
     channel = Channel(find_port())
     try:
-        _boot_memory = _memory_blocks()
-        warm()
+        _boot_memory = memory_blocks()
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            link_up(sock, interface())
+        if TEMPLATE in read("/proc/cmdline").split():
+            warm()
+            rehearse()
         agent = Agent(channel, reading)
         # What exists now never goes away: the collector need not touch, and so unshare, its pages.
         gc.collect()

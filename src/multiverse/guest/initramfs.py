@@ -21,7 +21,7 @@ bb=/bin/busybox
 $bb mount -t devtmpfs -o mode=0755 dev /dev
 $bb mount -t proc proc /proc
 for module in $($bb cat /modules); do $bb insmod /lib/$module; done
-$bb mount -t ext4 -o rw,noatime /dev/vda /root || exec $bb sh -c 'echo "initramfs: no root file system"; sleep 1; reboot -f'
+$bb mount -t ext4 -o rw,noatime,noauto_da_alloc /dev/vda /root || $bb reboot -f
 $bb umount /proc
 $bb mount -o move /dev /root/dev
 exec $bb switch_root /root "$(INIT)"

@@ -18,9 +18,9 @@ from typing import Any
 
 from multiverse.core.errors import Refused
 from multiverse.core.model import Identity, Stage
-from multiverse.guest.agent import MAX_LINE, PORT
+from multiverse.guest.agent import MAX_LINE, PORT, TEMPLATE
 
-__all__ = ["FLUSH", "HELLO", "MAX_LINE", "PORT", "Lines", "Report", "identity_message"]
+__all__ = ["FLUSH", "HELLO", "MAX_LINE", "PORT", "TEMPLATE", "Lines", "Report", "identity_message"]
 
 HELLO = b'{"type":"hello"}\n'
 FLUSH = b'{"type":"flush"}\n'

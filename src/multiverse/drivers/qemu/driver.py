@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,6 +33,7 @@ from multiverse.drivers.qemu.host.manifest import Manifest, Phase
 from multiverse.drivers.qemu.host.vms import Places, Vms
 from multiverse.guest import image as images
 from multiverse.guest.image import Image
+from multiverse.guest.protocol import TEMPLATE
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -175,7 +177,8 @@ class QemuHypervisor:
 
     def _parent(self, image: Image, size: Size) -> Callable[[Path, Path], Machine]:
         def machine(disk: Path, memory: Path) -> Machine:
-            return self._machine(f"template-{image.name}", image, size, Memory(size.memory, memory), disk, "qcow2", _TEMPLATE_MAC)
+            made = self._machine(f"template-{image.name}", image, size, Memory(size.memory, memory), disk, "qcow2", _TEMPLATE_MAC)
+            return replace(made, cmdline=f"{made.cmdline} {TEMPLATE}")
 
         return machine
 
