@@ -842,6 +842,7 @@ def main() -> None:
         if TEMPLATE in read("/proc/cmdline").split():
             warm()
             rehearse()
+            os.sync()  # or else each clone's first act would be to write this back
         agent = Agent(channel, reading)
         # What exists now never goes away: the collector need not touch, and so unshare, its pages.
         gc.collect()

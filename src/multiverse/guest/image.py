@@ -49,7 +49,7 @@ _BOOT = ("root=/dev/vda", "rw", "console=ttyS0", "quiet", "net.ifnames=0", "pani
          "memhp_default_state=online", "memory_hotplug.memmap_on_memory=1", "swiotlb=noforce")  # fmt: skip
 # What a single job's VM has no use for, and every clone would otherwise pay for: pressure figures, audit,
 # mandatory access control between services, watchdogs, IPv6 autoconfiguration (identities have IPv4 addresses).
-_LEAN = ("psi=0", "audit=0", "apparmor=0", "nowatchdog", "ipv6.disable_ipv6=1", "transparent_hugepage=madvise")
+_LEAN = ("psi=0", "audit=0", "lsm=", "nowatchdog", "ipv6.disable_ipv6=1", "transparent_hugepage=madvise")
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,39}")
 _PACKAGE = re.compile(r"[a-z0-9][a-z0-9+.:-]*")
 

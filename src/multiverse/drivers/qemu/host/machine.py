@@ -100,8 +100,7 @@ class Machine:
                  "-blockdev", f"driver={self.disk_format},node-name=disk,file=file,discard=unmap",
                  "-device", f"virtio-blk-pci,drive=disk,bus=pcie.0,addr=4,num-queues=1,werror=report,rerror=report,{modern}",
                  "-netdev", f"tap,id=net,fd={wiring.tap}",
-                 "-device", f"virtio-net-pci,netdev=net,mac={self.mac},bus=pcie.0,addr=5,romfile=,guest_announce=off,{modern}",
-                 "-device", "vmgenid,guid=auto"]  # fmt: skip
+                 "-device", f"virtio-net-pci,netdev=net,mac={self.mac},bus=pcie.0,addr=5,romfile=,guest_announce=off,{modern}"]  # fmt: skip
         if paused:
             argv.append("-S")
         if incoming:
