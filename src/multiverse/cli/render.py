@@ -32,6 +32,7 @@ STATE_STYLES = {
     "cancelled": "dim",
     "requeued": "yellow",
     "revoked": "red",
+    "refused": "red",
     "failed": "red",
     "serving": "bold green",
     "joined": "blue",

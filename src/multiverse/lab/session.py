@@ -12,18 +12,19 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from multiverse.config import Settings
-from multiverse.core.errors import Broken, Refused
+from multiverse.core.errors import Refused
 from multiverse.lab import lifecycle
 from multiverse.lab.configure import environment
 from multiverse.lab.layout import Layout
 from multiverse.lab.lifecycle import Progress
-from multiverse.lab.plan import Wishes
+from multiverse.lab.parts import Lab
+from multiverse.lab.plan import Wishes, load
 from multiverse.lab.users import PrivateUser, enter_private_namespace, private_users
 
 USER, UID = "ada", 30707
@@ -36,6 +37,7 @@ class Session:
     where: Layout
     settings: Settings
     user: PrivateUser
+    lab: Lab
     env: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, *argv: str, stdin: str = "", timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
@@ -80,7 +82,9 @@ async def session(where: Layout, wishes: Wishes, progress: Progress) -> AsyncIte
         settings = await lifecycle.up(
             where, Wishes(wishes.cores, wishes.memory, shares, wishes.image, wishes.images), progress
         )
-        yield Session(where, settings, user, session_environment(where))
+        plan = load(where)
+        assert plan is not None, "the lab is up, so its plan is written"
+        yield Session(where, settings, user, Lab(where, plan), session_environment(where))
     finally:
         await asyncio.shield(lifecycle.down(where, lambda name, word, seconds: None))
 
@@ -90,14 +94,3 @@ def session_environment(where: Layout) -> dict[str, str]:
     path = os.environ.get("PATH", "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin")
     base = {"PATH": f"{Path(sys.executable).parent}:{path}", "LANG": os.environ.get("LANG", "C.UTF-8")}
     return base | environment(where)
-
-
-def until_alive(status: Mapping[str, Mapping[str, object]]) -> Sequence[str]:
-    """The parts that are not alive."""
-    return [name for name, part in status.items() if not part["alive"]]
-
-
-def check(where: Layout) -> None:
-    """Raises `Broken` naming the parts of the lab that have died."""
-    if dead := until_alive(lifecycle.status(where)):
-        raise Broken(f"dead in the lab: {', '.join(dead)}", hint="multiverse lab up brings them back; see its log/")

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import structlog
 import uvicorn
@@ -97,12 +98,12 @@ async def serve(settings: Settings) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         log.info("daemon started", site=store.site, socket=str(settings.socket), pid=os.getpid())
-        work = [
+        work: list[asyncio.Task[Any]] = [
             asyncio.create_task(controller.run(), name="controller"),
             asyncio.create_task(_heed_inbox(settings, controller), name="inbox"),
             asyncio.create_task(server.serve(sockets=[sock]), name="api"),
         ]
-        stopping: asyncio.Task[object] = asyncio.create_task(stop.wait(), name="stop")
+        stopping: asyncio.Task[Any] = asyncio.create_task(stop.wait(), name="stop")
         try:
             await asyncio.wait([*work, stopping], return_when=asyncio.FIRST_COMPLETED)
             for task in work:

@@ -1,0 +1,54 @@
+"""What it costs to run a job's step on the machine itself: its slurmstepd and what that started, from /proc."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cost(job: str) -> tuple[float, float, float] | None:
+    """CPU seconds, unique and proportional MiB of the job's slurmstepd with its descendants; None if it is
+    not found. slurmd's own share, a fork, is not in it: the baseline is, if anything, shown too small."""
+    processes = {int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()}
+    parents = {pid: parent for pid in processes if (parent := _parent(pid)) is not None}
+    found = {pid for pid in parents if _command(pid).startswith(f"slurmstepd: [{job}.")}
+    if not found:
+        return None
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    costs = [one for pid in sorted(found) if (one := _cost(pid)) is not None]
+    return (sum(c[0] for c in costs), sum(c[1] for c in costs), sum(c[2] for c in costs)) if costs else None
+
+
+def _fields(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _parent(pid: int) -> int | None:
+    fields = _fields(pid)
+    return int(fields[1]) if fields else None
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _cost(pid: int) -> tuple[float, float, float] | None:
+    """utime and stime of proc(5), with those of waited-for children; Private_* and Pss of smaps_rollup."""
+    fields = _fields(pid)
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return None
+    if not fields:
+        return None
+    sizes = {line.split(":")[0]: int(line.split()[1]) for line in text.splitlines()[1:] if line.endswith("kB")}
+    private = sum(size for name, size in sizes.items() if name.startswith("Private_"))
+    cpu = sum(int(field) for field in fields[11:15]) / os.sysconf("SC_CLK_TCK")
+    return cpu, private / 1024, sizes.get("Pss", 0) / 1024

@@ -1,0 +1,152 @@
+"""`multiverse bench`: measurements, with their baseline in the same run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from multiverse.bench import baremetal, latency
+from multiverse.bench.stats import Summary
+from multiverse.cli import render
+from multiverse.cli.render import console
+from multiverse.client import Client
+from multiverse.core.errors import Refused
+from multiverse.guest import image
+from multiverse.lab.baremetal import baremetal as bare_slurmd
+from multiverse.lab.layout import layout
+from multiverse.lab.plan import Wishes
+from multiverse.lab.session import Session, session
+
+app = typer.Typer(help="Measurements, with their baseline in the same run.", no_args_is_help=True)
+
+
+@app.callback()
+def callback() -> None:
+    """Keeps `latency` a verb of its own while it is the only one."""
+
+
+@app.command("latency")
+def latency_(
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Jobs of each kind.")] = 30,
+    seed: Annotated[int, typer.Option(help="Of the gaps and of the order.")] = 1,
+    kinds: Annotated[str, typer.Option(help="Which kinds, with commas.")] = ",".join(k.name for k in latency.KINDS),
+    directory: Annotated[Path, typer.Option("--dir", help="Where the lab is kept.")] = Path(
+        "/var/lib/multiverse/bench"
+    ),
+    images: Annotated[Path, typer.Option("--images", help="Where images are kept.")] = Path(
+        "/var/lib/multiverse/images"
+    ),
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """From `sbatch` to the script's first instruction: instant clones, full boots, bare metal."""
+    chosen = _chosen(kinds)
+    for name in ("slim", "stock"):
+        if any(f"{name}&" in option for kind in chosen for option in kind.options):
+            image.build(
+                name, name, images, progress=lambda line: None if json else console.print(f"  {line}", style="dim")
+            )
+    found = asyncio.run(_latency(directory, images, jobs, seed, chosen, json))
+    if json:
+        render.as_json(found)
+    else:
+        _print(found)
+
+
+def _say(line: str) -> None:
+    console.print(f"  {line}", style="dim", markup=False)
+
+
+def _silent(_line: str) -> None:
+    pass
+
+
+def _chosen(kinds: str) -> list[latency.Kind]:
+    known = {kind.name: kind for kind in latency.KINDS}
+    names = [name.strip() for name in kinds.split(",") if name.strip()]
+    if wrong := [name for name in names if name not in known]:
+        raise Refused(f"no such kind: {', '.join(wrong)}", hint=f"there are: {', '.join(known)}")
+    return [known[name] for name in names]
+
+
+async def _latency(
+    directory: Path, images: Path, jobs: int, seed: int, kinds: Sequence[latency.Kind], json: bool
+) -> dict[str, Any]:
+    def part(name: str, word: str, seconds: float) -> None:
+        if not json:
+            console.print(f"[green]✓[/] {name} {word} [dim]{render.duration(seconds)}[/]")
+
+    def progress(kind: str, number: int, of: int, seconds: float) -> None:
+        if not json:
+            console.print(f"  {number:>4} of {of}  {kind:<12}{render.duration(seconds):>9}", markup=False)
+
+    wishes = Wishes(cores=8, memory=16384, image="slim", images=images)
+    async with session(layout(directory), wishes, part) as lab, bare_slurmd(lab.lab):
+        with Client(lab.settings.socket) as client:
+            await asyncio.to_thread(_warm, lab, client, kinds)
+            samples = await asyncio.to_thread(latency.run, lab, client, jobs, seed, kinds, baremetal.cost, progress)
+            host = client.hosts()[0]
+    return {
+        "jobs": jobs,
+        "seed": seed,
+        "accelerator": host["accelerator"],
+        "machine": host["machine"],
+        "declared": host["declared"],
+        "note": "every kind goes through Slurm from submission to end; cpu_s and memory are taken at the script's "
+        "first instruction",
+        "kinds": {name: asdict(latency.result(one)) for name, one in samples.items()},
+    }
+
+
+def _warm(lab: Session, client: Client, kinds: Sequence[latency.Kind]) -> None:
+    """One job of each kind that is not counted: the template is made, and the page cache is warm for all."""
+    latency.run(lab, client, 1, 0, kinds, lambda job: None, lambda *_: None)
+
+
+def _print(found: dict[str, Any]) -> None:
+    machine = found["machine"] or {}
+    console.print(
+        f"\n{found['jobs']} jobs of each kind, interleaved, gaps of 0 to 1 s (seed {found['seed']}); guests run on "
+        f"{found['accelerator']}; this machine has {machine.get('cpus')} CPUs. {found['note']}.\n",
+        markup=False,
+    )
+    table = render.table(
+        "KIND", "SUBMIT → START p50", "95 % OF p50", "p95", "MAX", "CPU", "UNIQUE", "PSS",
+        right=("SUBMIT → START p50", "p95", "MAX", "CPU", "UNIQUE", "PSS"),
+    )  # fmt: skip
+    for name, one in found["kinds"].items():
+        start = Summary(**one["submit_to_start"])
+        table.add_row(
+            name,
+            f"{start.p50:.2f} s",
+            f"{start.low:.2f}–{start.high:.2f}",
+            f"{start.p95:.2f} s",
+            f"{start.max:.2f} s",
+            _median(one["cpu_s"], "s", 2),
+            _median(one["uss_mib"], "MiB", 1),
+            _median(one["pss_mib"], "MiB", 1),
+        )
+    console.print(table)
+    for name, one in found["kinds"].items():
+        if one["stages"]:
+            console.print(f"{name}: clone start → first byte {_median(one['first_byte'], 's', 3)}, "
+                          f"→ node idle {_median(one['node_idle'], 's', 2)} (medians)", markup=False)  # fmt: skip
+            stages = " · ".join(f"{stage} {seconds * 1000:.0f}" for stage, seconds in one["stages"].items())
+            console.print(f"  ms: {stages}", style="dim", markup=False)
+    bare = found["kinds"].get("bare_metal")
+    if bare:
+        base = bare["submit_to_start"]["p50"]
+        ratios = ", ".join(
+            f"{name} {one['submit_to_start']['p50'] / base:.1f}×"
+            for name, one in found["kinds"].items()
+            if name != "bare_metal"
+        )
+        console.print(f"beside bare metal's {base:.2f} s: {ratios}", markup=False)
+
+
+def _median(one: dict[str, Any] | None, unit: str, digits: int) -> str:
+    return f"{one['p50']:.{digits}f} {unit}" if one else "–"
