@@ -68,7 +68,8 @@ def memory_per_cpu(text: str, default: int) -> int:
 
 def for_guest(text: str, address: str) -> str:
     """A guest's slurm.conf from the site's: the cluster's rules are kept, its machines are not."""
-    host = value(text, "SlurmctldHost") or value(text, "ControlMachine")
+    hosts = [found for key, found in settings(text) if key.lower() in ("slurmctldhost", "controlmachine")]
+    host = hosts[0] if hosts else ""  # the first is the primary one
     name = host.partition("(")[0].strip() or "slurmctld"
     kept = [f"{key}={found}" for key, found in settings(text) if key.lower() not in _DROPPED]
     return (

@@ -1,0 +1,236 @@
+"""Configuration that is derived and rendered, and the inbox."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from multiverse.config import Settings, SlurmSettings
+from multiverse.core.errors import Broken, Gone, MultiverseError, Refused, Stale, Unknown
+from multiverse.core.model import CloneKind, Size, Vm, VmState
+from multiverse.drivers.slurm import conf, install, membership
+from multiverse.drivers.slurm.command import meaning
+from multiverse.drivers.slurm.inbox import Hint, hints, take
+from multiverse.drivers.slurm.reread import _cells
+
+SITE_CONF = """\
+# the site's
+ClusterName=prod  # its name
+SlurmctldHost=head(192.0.2.1)
+SlurmctldHost=spare(192.0.2.2)
+AuthInfo=cred_expire=60,socket=/site/munge
+DefMemPerCPU=2048
+ProctrackType=proctrack/cgroup
+TaskPlugin=task/affinity,task/cgroup
+Prolog=/site/prolog
+SlurmdSpoolDir=/site/spool
+PrologFlags=Alloc,\\
+Contain
+NodeName=n[1-9] CPUs=4
+PartitionName=all Nodes=ALL
+Include more.conf
+"""
+
+
+def test_a_guests_slurm_conf() -> None:
+    made = conf.for_guest(SITE_CONF, "10.1.0.1")
+    keys = {key.lower(): value for key, value in conf.settings(made)}
+    assert keys["clustername"] == "prod"
+    assert keys["slurmctldhost"] == "head(10.1.0.1)"
+    assert made.lower().count("slurmctldhost") == 1
+    assert keys["authinfo"] == "socket=/run/munge/munge.socket.2,cred_expire=60"
+    assert (keys["proctracktype"], keys["taskplugin"]) == ("proctrack/linuxproc", "task/none")
+    assert keys["prologflags"] == "Alloc, Contain"
+    for gone in ("prolog", "nodename", "partitionname", "include"):
+        assert gone not in keys
+    assert "/site" not in made
+
+
+def test_values_of_slurm_conf() -> None:
+    assert conf.memory_per_cpu(SITE_CONF, 7) == 2048
+    assert conf.memory_per_cpu("", 7) == 7
+    assert conf.included(SITE_CONF) == ["more.conf"]
+    assert conf.node_conf(2, 300, ("vm", "a", "vm", "mv_1")) == "CPUs=2 RealMemory=300 Feature=vm,a,mv_1"
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Settings:
+    (tmp_path / "slurm.conf").write_text(SITE_CONF)
+    (tmp_path / "more.conf").write_text("KillWait=7\n")
+    (tmp_path / "key").write_bytes(b"secret")
+    slurm = SlurmSettings(conf=tmp_path / "slurm.conf", munge_key=tmp_path / "key", inbox=tmp_path / "inbox")
+    return Settings(slurm=slurm)
+
+
+VM = Vm(
+    id=1,
+    version=0,
+    state=VmState.STARTING,
+    since=0.0,
+    name="mvab12c-1",
+    host="localhost",
+    image="slim",
+    kind=CloneKind.INSTANT,
+    size=Size(2, 384),
+    told=Size(2, 300),
+    mac="02:00:00:00:00:02",
+    address="10.1.2.3/16",
+)
+
+
+def test_membership_of_a_pooled_vm(site: Settings, tmp_path: Path) -> None:
+    given = membership.membership(site, VM, None)
+    files = {file.path: file for file in given.files}
+    assert b"KillWait=7" in files["/etc/slurm/slurm.conf"].content
+    assert b"head(10.213.0.1)" in files["/etc/slurm/slurm.conf"].content
+    munged, slurmd = given.daemons
+    assert (munged.user, munged.ready_path) == ("munge", "/run/munge/munge.socket.2")
+    assert slurmd.argv[-1] == "CPUs=2 RealMemory=300 Feature=vm"
+    guest_conf = tmp_path / "guest"
+    guest_conf.mkdir()
+    (guest_conf / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
+    own = replace(site, slurm=replace(site.slurm, guest_conf=guest_conf, controller_address="10.9.9.9"))
+    files = {file.path: file for file in membership.membership(own, VM, None).files}
+    assert files["/etc/slurm/cgroup.conf"].content == b"CgroupPlugin=disabled\n"
+    assert b"head(10.9.9.9)" in files["/etc/slurm/slurm.conf"].content
+
+
+def test_membership_without_a_key_is_broken(site: Settings) -> None:
+    site.slurm.munge_key.unlink()
+    with pytest.raises(Broken, match="munge_key"):
+        membership.membership(site, VM, None)
+
+
+@pytest.mark.parametrize(
+    ("complaint", "error"),
+    [
+        ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", Unknown),
+        ("slurm_update error: Socket timed out on send/recv operation", Unknown),
+        ("Invalid job id specified for job 5", Gone),
+        ("delete_node nodename=n1: Invalid node name specified", Gone),
+        ("22_9: Invalid feature specification", Refused),
+        ("Job is no longer pending execution for job 5", Stale),
+        ("scontrol: fatal: Unable to process configuration file", Broken),
+        ("", Refused),
+    ],
+)
+def test_complaints(complaint: str, error: type[MultiverseError]) -> None:
+    assert type(meaning("scontrol", complaint)) is error
+
+
+def test_columns_cannot_be_forged_by_a_jobs_own_words() -> None:
+    row = _cells(
+        f"{'5_1':<40}{'PENDING':<16}{'vm':<256}{'a&mvgate':<2048}{'1':<12}{'1000':<24}{'N/A':<24}{'4':<24}{'None':<512}"
+    )
+    assert (row["JobArrayID"], row["Feature"], row["RestartCnt"]) == ("5_1", "a&mvgate", "1")
+
+
+# --- what a site installs --------------------------------------------------------------------------
+
+
+def rendered(settings: Settings) -> dict[str, str]:
+    return install.render(
+        settings,
+        install.Site(
+            images=("slim",), gate_nodes=4, largest=install.largest(settings), memory_per_cpu=150, slurm_uid=64
+        ),
+    )
+
+
+def test_the_gate_is_as_large_as_the_largest_vm(site: Settings) -> None:
+    text = rendered(site)["multiverse.conf"].replace("\\\n", "")
+    gate = next(line for line in text.splitlines() if line.startswith("NodeName="))
+    host = site.host
+    assert f"CPUs={host.cores} RealMemory={host.memory - 256 - 80} " in gate
+    assert "Feature=mvgate,slim,instant,linked,full State=DRAIN" in gate
+    assert "mvgate[1-4] NodeAddr=127.0.1.[1-4] Port=1" in gate
+    with pytest.raises(Refused):
+        install.render(site, install.Site((), 0, Size(1, 1), 1, 0))
+
+
+LUA = """
+slurm = { SUCCESS = 0, ERROR = -1, log_user = function(f, ...) io.write(string.format(f, ...)) end,
+          log_error = function(f, ...) io.write("error " .. string.format(f, ...)) end }
+dofile("job_submit.lua")
+local job = { %s }
+local parts = { vm = { flag_default = 1 }, other = { flag_default = 0 } }
+local answer = slurm_job_submit(job, parts, 1000)
+io.write("|", answer, "|", tostring(job.features))
+"""
+
+
+def _lua() -> str | None:
+    return next((path for name in ("lua5.1", "lua5.3", "lua5.4", "lua") if (path := shutil.which(name))), None)
+
+
+@pytest.mark.skipif(_lua() is None, reason="no Lua here; the integration tests run the script in slurmctld")
+@pytest.mark.parametrize(
+    ("fields", "answer"),
+    [
+        ("user_id = 1000, min_cpus = 1", "|0|mvgate"),
+        ("user_id = 1000, features = 'slim'", "|0|slim&mvgate"),
+        ("user_id = 1000, partition = 'other', features = 'a|b'", "|0|a|b"),
+        ("user_id = 0", "Multiverse runs no job as root: submit as a user, e.g. sbatch --uid=NAME|-1|nil"),
+        ("user_id = 1000, features = {}", "error "),  # an error of ours blocks nobody
+    ],
+)
+def test_the_submit_script(site: Settings, tmp_path: Path, fields: str, answer: str) -> None:
+    install.write(rendered(site), tmp_path)
+    install.make_inbox(tmp_path / "inbox", 0)
+    program = LUA % fields
+    lua = _lua()
+    assert lua
+    done = subprocess.run([lua, "-"], input=program, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert answer in done.stdout
+    if answer.startswith("error"):
+        assert "|0|" in done.stdout
+
+
+def test_the_epilog_leaves_a_hint_and_never_fails(site: Settings, tmp_path: Path) -> None:
+    install.write(rendered(site), tmp_path)
+    epilog = tmp_path / "multiverse-epilog"
+    job = {"SLURM_JOB_PARTITION": "vmrun", "SLURM_JOB_ID": "7"}
+    assert subprocess.run([epilog], env=job, check=False).returncode == 0  # no inbox
+    (tmp_path / "inbox").mkdir()
+    task = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}
+    for env in (job, job | task, job | {"SLURM_JOB_PARTITION": "other", "SLURM_JOB_ID": "8"}):
+        assert subprocess.run([epilog], env=env, check=False).returncode == 0
+    assert sorted(take(tmp_path / "inbox")) == [Hint("end", "5_2"), Hint("end", "7")]
+
+
+# --- the inbox -------------------------------------------------------------------------------------
+
+
+def _appears(path: Path) -> None:
+    deadline = time.monotonic() + 5
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+async def test_hints_come_are_consumed_and_survive_the_directory(tmp_path: Path) -> None:
+    inbox = tmp_path / "inbox"
+    inbox.mkdir()
+    (inbox / "submit").touch()
+    (inbox / "end.12;rm").touch()
+    stream = hints(inbox)
+
+    async def following() -> Hint:
+        return await asyncio.wait_for(anext(stream), 5)
+
+    assert await following() == Hint("submit", "")
+    waiting = asyncio.create_task(following())
+    await asyncio.sleep(0)
+    (inbox / "end.12_3").touch()
+    assert await waiting == Hint("end", "12_3")
+    assert [path.name for path in inbox.iterdir()] == ["end.12;rm"]
+    shutil.rmtree(inbox)
+    waiting = asyncio.create_task(following())
+    await asyncio.wait_for(asyncio.to_thread(_appears, inbox), 5)
+    (inbox / "end.4").touch()
+    assert await waiting == Hint("end", "4")

@@ -1,0 +1,277 @@
+"""What squeue and sinfo say, in our words: captured from 22.05.8, and the same in the form of 23.11 and later."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multiverse.core.model import CloneKind, Job, JobRef, JobState, NodeState, Size
+from multiverse.drivers.slurm import parse
+
+DATA = Path(__file__).parent / "slurm_data"
+JOBS: list[dict[str, Any]] = json.loads((DATA / "squeue-22.05.8.json").read_text())["jobs"]
+NODES: list[dict[str, Any]] = json.loads((DATA / "sinfo-22.05.8.json").read_text())["nodes"]
+NAMES = parse.Names(
+    site="ab12c", gate_partition="vm", run_partition="vmrun", gate_feature="mvgate", images=("slim", "stock")
+)
+NOW = 1795254668.0  # when they were captured
+
+
+WRAPPED = [
+    "array_job_id",
+    "array_task_id",
+    "array_max_tasks",
+    "het_job_id",
+    "node_count",
+    "cpus",
+    "tasks",
+    "tasks_per_node",
+    "cpus_per_task",
+    "memory_per_node",
+    "memory_per_cpu",
+    "minimum_cpus_per_node",
+    "minimum_tmp_disk_per_node",
+    "priority",
+    "submit_time",
+    "eligible_time",
+    "start_time",
+    "end_time",
+]
+
+
+def newer(record: dict[str, Any]) -> dict[str, Any]:
+    """A record of 22.05 in the form of 24.11."""
+    made = dict(record)
+    for key in WRAPPED:
+        value = record[key]
+        made[key] = {"set": value is not None, "infinite": False, "number": value or 0}
+    made["job_state"] = [record["job_state"]]
+    status = record["exit_code"]
+    made["exit_code"] = {
+        "status": ["SUCCESS"],
+        "return_code": {"set": True, "infinite": False, "number": status >> 8},
+        "signal": {"id": {"set": bool(status & 127), "infinite": False, "number": status & 127}, "name": ""},
+    }
+    return made
+
+
+def newer_node(record: dict[str, Any]) -> dict[str, Any]:
+    made = dict(record)
+    made["state"] = [record["state"].upper(), *record["state_flags"]]
+    del made["state_flags"]
+    made["features"] = made["active_features"] = record["features"].split(",")
+    return made
+
+
+def parsed(records: list[dict[str, Any]], now: float = NOW) -> dict[str, Job]:
+    return parse.jobs(records, NAMES, now)
+
+
+def by_name(name: str, **changes: Any) -> dict[str, Any]:
+    return next(record for record in JOBS if record["name"] == name) | changes
+
+
+def one(record: dict[str, Any], now: float = NOW) -> Job:
+    (job,) = parsed([record], now).values()
+    return job
+
+
+def test_both_forms_say_the_same() -> None:
+    assert parsed(JOBS) == parsed([newer(record) for record in JOBS])
+    assert parse.nodes(NODES, NAMES) == parse.nodes([newer_node(record) for record in NODES], NAMES)
+
+
+def test_what_was_captured() -> None:
+    jobs = parsed(JOBS)
+    assert sorted(jobs, key=lambda job_id: [int(part) for part in job_id.split("_")]) == [
+        *("15", "16", "17", "18", "19", "20", "22_0", "22_3", "22_6", "22_9", "22_20", "23", "24", "27")
+    ]
+    states = {job_id: (job.eligible, job.held, job.gated, job.pinned) for job_id, job in jobs.items()}
+    assert states["16"] == (False, True, True, None)  # held by its user
+    assert states["17"] == (False, False, True, None)  # a dependency
+    assert states["18"] == (False, False, True, None)  # a begin time
+    assert states["19"] == (True, False, False, "mv_1")
+    assert states["20"] == (False, True, True, None)  # held by an operator
+    assert states["23"] == (True, False, True, None)
+    running, ended = jobs["19"], jobs["15"]
+    assert (running.state, running.nodes, running.uid) == (JobState.RUNNING, ("mvab12c-1",), 65534)
+    assert (ended.state, ended.result, ended.exit_code) == (JobState.ENDED, "FAILED", 3)
+    assert running.ref == JobRef("19", 1795254665, 0)
+
+
+def test_the_tasks_of_a_limited_array() -> None:
+    """22_3 is pinned, 22_6 held: of the others, one is within the limit of two."""
+    jobs = parsed(JOBS)
+    assert jobs["22_3"].pinned == "mv_1"
+    tasks = [jobs[f"22_{task}"] for task in (0, 9, 20)]
+    assert [task.eligible for task in tasks] == [True, False, False]
+    assert tasks[1].reason == "JobArrayTaskLimit"
+    assert {task.ref.submitted for task in tasks} == {1795254665}
+
+
+def test_ranks_follow_priority_then_task() -> None:
+    jobs = parsed(JOBS)
+    pending = sorted((job for job in jobs.values() if job.state is JobState.PENDING), key=lambda job: job.rank)
+    assert [job.rank for job in pending] == list(range(len(pending)))
+    assert [job.ref.job_id for job in pending if job.eligible] == ["22_0", "22_3", "23", "24", "27"]
+    assert {pending[-1].ref.job_id, pending[-2].ref.job_id, pending[-3].ref.job_id} == {"16", "20", "22_6"}
+
+
+@pytest.mark.parametrize(
+    ("text", "tasks"),
+    [
+        ("0-2,5%1", [0, 1, 2, 5]),
+        ("7", [7]),
+        ("0-10:5", [0, 5, 10]),
+        ("[3-4]", [3, 4]),
+        ("", []),
+    ],
+)
+def test_array_task_ids(text: str, tasks: list[int]) -> None:
+    assert parse.task_ids(text) == tasks
+
+
+def test_requests() -> None:
+    jobs = parsed(JOBS)
+    assert jobs["22_0"].request is not None
+    assert (jobs["22_0"].request.size, jobs["22_0"].request.nodes) == (Size(4, 300), 1)  # -n2 -c2 --mem=300
+    assert jobs["23"].request is not None
+    assert (jobs["23"].request.size, jobs["23"].request.nodes) == (Size(4, 600), 2)  # -N2 -n3 -c2: two tasks on one
+    assert jobs["27"].request is not None
+    assert jobs["27"].request.size == Size(1, parse.MEMORY_PER_CPU)  # --mem=0: all of the VM's, whatever that is
+
+
+def test_image_and_kind_are_features() -> None:
+    job = one(by_name("n2", features="slim&linked&fast&mvgate"))
+    assert job.request is not None
+    assert (job.request.image, job.request.kind) == ("slim", CloneKind.LINKED)
+    assert job.request.features == ("slim", "linked", "fast")
+    assert parse.features("a&mv_3&mvgate,b&mv_x", "mvgate") == (("a", "b", "mv_x"), "mv_3")
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"user_id": 0}, "root"),
+        ({"het_job_id": 9}, "heterogeneous"),
+        ({"partition": "vm,other"}, "partition"),
+        ({"resv_name": "x"}, "reservations"),
+        ({"prefer": "x"}, "--prefer"),
+        ({"required_nodes": "mvgate1"}, "--nodelist"),
+        ({"tres_per_node": "gres:gpu:1"}, "generic"),
+        ({"features": "slim|stock&mvgate"}, "alternatives"),
+        ({"features": "slim&stock&mvgate"}, "one image"),
+        ({"features": "full&linked&mvgate"}, "one kind"),
+    ],
+)
+def test_what_cannot_be_served_is_said(changes: dict[str, Any], word: str) -> None:
+    job = one(by_name("n2", **changes))
+    assert job.request is None
+    assert word in job.problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "eligible", "held"),
+    [
+        ({"state_reason": "Priority"}, True, False),
+        ({"state_reason": "None", "dependency": "afterok:16(unfulfilled)"}, False, False),
+        ({"state_reason": "ReqNodeNotAvail", "eligible_time": int(NOW) + 900}, False, False),  # not evaluated yet
+        ({"state_reason": "BeginTime", "eligible_time": int(NOW) - 1}, True, False),  # the reason is an old one
+        ({"state_reason": "QOSMaxJobsPerUserLimit"}, False, False),
+        ({"state_reason": "Licenses"}, False, False),
+        ({"state_reason": "SomethingNew"}, False, False),
+        ({"state_reason": "BadConstraints", "priority": 0}, False, False),  # Slurm's own hold, ours to lift
+        ({"state_reason": "JobHeldUser", "priority": 0}, False, True),
+        (
+            {"state_reason": "JobHeldUser", "priority": 0, "state_description": "launch failed requeued held"},
+            False,
+            False,
+        ),
+    ],
+)
+def test_eligible_and_held(changes: dict[str, Any], eligible: bool, held: bool) -> None:
+    job = one(by_name("n2", **changes))
+    assert (job.eligible, job.held) == (eligible, held)
+
+
+def test_a_requeued_job_does_not_wait_for_slurms_delay() -> None:
+    at = int(NOW)
+    requeued = by_name("n2", restart_cnt=1, submit_time=at, eligible_time=at + 121, state_reason="BeginTime")
+    assert one(requeued).eligible
+    assert not one(requeued | {"restart_cnt": 0}).eligible
+    assert not one(requeued | {"eligible_time": at + 900}).eligible
+
+
+def test_a_requeued_job_that_completes_is_still_the_run_before() -> None:
+    """As seen: the restart is counted, and the end shown is none or lies in the future."""
+    record = by_name("run", job_state="COMPLETING", restart_cnt=1, start_time=0, end_time=0)
+    before = JobRef("19", 1795254665, 0)
+    assert one(record).ref == before
+    assert one(record | {"end_time": int(NOW) + 3600}).ref == before
+    ended = one(record | {"end_time": int(NOW) - 1})
+    assert (ended.ref.restarts, ended.state) == (1, JobState.COMPLETING)
+
+
+@pytest.mark.parametrize(
+    ("word", "state"),
+    [
+        ("CONFIGURING", JobState.RUNNING),
+        ("SUSPENDED", JobState.SUSPENDED),
+        ("REQUEUE_HOLD", JobState.PENDING),
+        ("NODE_FAIL", JobState.ENDED),
+        ("NEVER_HEARD_OF", JobState.RUNNING),
+    ],
+)
+def test_states(word: str, state: JobState) -> None:
+    assert one(by_name("run", job_state=word)).state is state
+
+
+def test_the_newer_of_two_jobs_of_one_id_counts() -> None:
+    old, new = by_name("run", job_state="FAILED"), by_name("run", submit_time=1795254700)
+    assert one_of(parsed([new, old])).ref.submitted == 1795254700
+
+
+def one_of(jobs: dict[str, Job]) -> Job:
+    (job,) = jobs.values()
+    return job
+
+
+def test_jobs_of_other_partitions_are_not_shown() -> None:
+    assert parsed([by_name("run", partition="bare")]) == {}
+
+
+@pytest.mark.parametrize(
+    ("value", "code"), [(0, 0), (768, 3), (9, 137), ({"return_code": {"set": True, "number": 3}}, 3), (None, 0)]
+)
+def test_exit_codes(value: Any, code: int) -> None:
+    assert parse.exit_code(value) == code
+    killed = {"return_code": {"set": True, "number": 0}, "signal": {"signal_id": 9, "name": "KILL"}}
+    assert parse.exit_code(killed) == 137
+
+
+def test_only_our_sites_nodes_are_shown() -> None:
+    assert list(parse.nodes(NODES, NAMES)) == ["mvab12c-1"]
+    assert parse.nodes(NODES, replace(NAMES, site="ab12")) == {}
+
+
+@pytest.mark.parametrize(
+    ("state", "flags", "seen"),
+    [
+        ("idle", ["DYNAMIC_NORM"], NodeState.IDLE),
+        ("mixed", ["DYNAMIC_NORM"], NodeState.BUSY),
+        ("idle", ["COMPLETING"], NodeState.BUSY),
+        ("idle", ["DRAIN"], NodeState.DOWN),
+        ("down", [], NodeState.DOWN),
+        ("allocated", ["NOT_RESPONDING"], NodeState.DOWN),
+        ("unknown", [], NodeState.JOINING),
+        ("future", [], NodeState.JOINING),
+    ],
+)
+def test_node_states(state: str, flags: list[str], seen: NodeState) -> None:
+    record = NODES[-1] | {"state": state, "state_flags": flags}
+    for form in (record, newer_node(record)):
+        assert parse.nodes([form], NAMES)["mvab12c-1"].state is seen
