@@ -75,6 +75,25 @@ _journal = sa.Table(
 )
 
 _TABLES: dict[RowKind, sa.Table] = {"attempt": _attempts, "vm": _vms, "template": _templates}
+_COUNTERS: dict[RowKind, str] = {"attempt": "next_attempt", "vm": "next_serial", "template": "next_template"}
+
+# What every pass executes is built once: SQLAlchemy takes longer to build and key a statement than SQLite to run it.
+_LIVE = {
+    kind: sa.select(table.c.id, table.c.version, table.c.body).where(table.c.live).order_by(table.c.id)
+    for kind, table in _TABLES.items()
+}
+_STATE = {
+    kind: sa.select(table.c.version, table.c.state).where(table.c.id == sa.bindparam("row"))
+    for kind, table in _TABLES.items()
+}
+_INSERT = {kind: table.insert() for kind, table in _TABLES.items()}
+_UPDATE = {kind: table.update().where(table.c.id == sa.bindparam("row")) for kind, table in _TABLES.items()}
+_COUNT = sa.text("UPDATE meta SET value = MAX(CAST(value AS INTEGER), :next) WHERE key = :key")
+_CLAIM = _claims.insert()
+_ALL_CLAIMS = sa.select(_claims).order_by(_claims.c.kind, _claims.c.id)
+_ALL_META = sa.select(_meta)
+_NOTE = _journal.insert()
+
 _ADAPTERS: dict[RowKind, TypeAdapter[Any]] = {
     "attempt": TypeAdapter(Attempt),
     "vm": TypeAdapter(Vm),
@@ -191,11 +210,7 @@ class Store:
     # --- rows --------------------------------------------------------------------------------------
 
     def _live(self, kind: RowKind) -> list[Any]:
-        table = _TABLES[kind]
-        rows = self._connection.execute(
-            sa.select(table.c.id, table.c.version, table.c.body).where(table.c.live).order_by(table.c.id)
-        )
-        return [self._decode(kind, *row) for row in rows]
+        return [self._decode(kind, *row) for row in self._connection.execute(_LIVE[kind])]
 
     def _decode(self, kind: RowKind, id_: int, version: int, body: str) -> Any:
         cached = self._cache.get((kind, id_, version))
@@ -203,8 +218,8 @@ class Store:
             cached = self._cache[kind, id_, version] = _ADAPTERS[kind].validate_json(body)
         return cached
 
-    def _execute(self, statement: sa.Executable) -> sa.CursorResult[Any]:
-        return self._connection.execute(statement)
+    def _execute(self, statement: sa.Executable, values: dict[str, Any] | None = None) -> sa.CursorResult[Any]:
+        return self._connection.execute(statement, values)
 
     def _meta(self, key: str) -> str:
         with self._reading():
@@ -265,8 +280,8 @@ class Transaction:
 
     def _read_active(self) -> Rows:
         s = self._store
-        meta = {row.key: row.value for row in s._execute(sa.select(_meta))}
-        claims = s._execute(sa.select(_claims).order_by(_claims.c.kind, _claims.c.id)).all()
+        meta = {row.key: row.value for row in s._execute(_ALL_META)}
+        claims = s._execute(_ALL_CLAIMS).all()
         return Rows(
             site=meta["site"],
             next_serial=int(meta["next_serial"]),
@@ -286,22 +301,14 @@ class Transaction:
         for change in move.changes:
             self._apply(change)
         for claim in move.make:
-            self._store._execute(
-                _claims.insert().values(
-                    kind=claim.owner.kind,
-                    id=claim.owner.id,
-                    host=claim.host,
-                    cpus=claim.size.cpus,
-                    memory=claim.size.memory,
-                    disk=claim.size.disk,
-                )
-            )
+            size = claim.size
+            held = {"cpus": size.cpus, "memory": size.memory, "disk": size.disk}
+            self._store._execute(_CLAIM, {"kind": claim.owner.kind, "id": claim.owner.id, "host": claim.host, **held})
 
     def _apply(self, change: Change) -> None:
         row, s = change.row, self._store
         kind = row.key.kind
-        table = _TABLES[kind]
-        old = s._execute(sa.select(table.c.version, table.c.state).where(table.c.id == row.id)).one_or_none()
+        old = s._execute(_STATE[kind], {"row": row.id}).one_or_none()
         source = None
         if old is not None:
             if old.version != row.version:
@@ -324,15 +331,10 @@ class Transaction:
         elif isinstance(written, Vm):
             values["attempt"] = written.attempt
         if old is None:
-            s._execute(table.insert().values(id=row.id, **values))
-            counter = {"attempt": "next_attempt", "vm": "next_serial", "template": "next_template"}[kind]
-            s._execute(
-                sa.text("UPDATE meta SET value = MAX(CAST(value AS INTEGER), :next) WHERE key = :key").bindparams(
-                    next=row.id + 1, key=counter
-                )
-            )
+            s._execute(_INSERT[kind], {"id": row.id, **values})
+            s._execute(_COUNT, {"next": row.id + 1, "key": _COUNTERS[kind]})
         else:
-            s._execute(table.update().where(table.c.id == row.id).values(**values))
+            s._execute(_UPDATE[kind], {"row": row.id, **values})
         s._cache.pop((kind, row.id, row.version), None)
         if live:
             s._cache[kind, row.id, written.version] = written
@@ -349,19 +351,20 @@ class Transaction:
         s = self._store
         attempt = row.id if isinstance(row, Attempt) else row.attempt if isinstance(row, Vm) else None
         s._execute(
-            _journal.insert().values(
-                boot=s._clock.boot_id(),
-                mono=s._clock.now(),
-                wall=s._clock.wall(),
-                kind=row.key.kind,
-                id=row.id,
-                attempt=attempt,
-                event=event,
-                source=str(source) if source else None,
-                target=str(target) if target else None,
-                reason=reason,
-                detail=json.dumps(detail),
-            )
+            _NOTE,
+            {
+                "boot": s._clock.boot_id(),
+                "mono": s._clock.now(),
+                "wall": s._clock.wall(),
+                "kind": row.key.kind,
+                "id": row.id,
+                "attempt": attempt,
+                "event": event,
+                "source": str(source) if source else None,
+                "target": str(target) if target else None,
+                "reason": reason,
+                "detail": json.dumps(detail),
+            },
         )
 
 

@@ -30,6 +30,7 @@ from multiverse.core.model import (
     Request,
     SchedulerView,
     Size,
+    Template,
     TemplateCondition,
     TemplateState,
     Vm,
@@ -94,11 +95,12 @@ def _heed(draft: Draft, done: Done) -> None:
     if row is None or row.state != done.state or row.quarantined:
         return
     why = str(done.error)
-    if isinstance(row, Vm) and done.kind in (EffectKind.CREATE, EffectKind.START):
+    making = (V.PLANNED, V.STARTING)
+    if isinstance(row, Vm) and done.kind in (EffectKind.CREATE, EffectKind.START) and row.state in making:
         draft.move(Change(_releasing(row, why), Event.FAILED, why))
-    elif done.kind is EffectKind.BUILD and not isinstance(row, (Vm, Attempt)):
+    elif isinstance(row, Template) and done.kind is EffectKind.BUILD and row.state is T.BUILDING:
         draft.move(Change(replace(row, state=T.BROKEN, reason=why, tries=row.tries + 1), Event.BROKE, why))
-    elif isinstance(row, Attempt) and done.kind is EffectKind.PIN and isinstance(done.error, Refused):
+    elif isinstance(row, Attempt) and row.state is A.SPAWNED and isinstance(done.error, Refused):
         draft.move(Change(_given_back(row, why, tries=row.tries + 1), Event.GAVE_UP, why))
 
 
