@@ -115,6 +115,19 @@ class Effects:
         lane.runs += 1
         self._quiet[lane.effect.key] = float("inf")
         lane.task = asyncio.create_task(self._run(lane, subject), name=f"{lane.effect.kind} {lane.effect.key}")
+        lane.task.add_done_callback(lambda task: self._never_ran(lane, task))
+
+    def _never_ran(self, lane: _Lane, task: asyncio.Task[None]) -> None:
+        """A task that is cancelled before its first step does not even reach its `finally`."""
+        if lane.task is task:
+            self._ended(lane, None, ())
+
+    def _ended(self, lane: _Lane, error: MultiverseError | None, stages: Sequence[Stage]) -> None:
+        lane.task = None
+        lane.ended = self._quiet[lane.effect.key] = self._clock.now()
+        if error is not None and not isinstance(error, Stale):
+            log.warning("effect failed", effect=lane.effect.kind, key=str(lane.effect.key), why=str(error))
+        self._done(Done(lane.effect.key, lane.effect.kind, lane.state, error, tuple(stages)))
 
     async def _run(self, lane: _Lane, subject: Row | str) -> None:
         error: MultiverseError | None = None
@@ -131,11 +144,7 @@ class Effects:
             log.exception("effect failed unexpectedly", effect=lane.effect.kind, key=str(lane.effect.key))
             error = Unknown(f"{type(caught).__name__}: {caught}")
         finally:
-            lane.task = None
-            lane.ended = self._quiet[lane.effect.key] = self._clock.now()
-            if error is not None and not isinstance(error, Stale):
-                log.warning("effect failed", effect=lane.effect.kind, key=str(lane.effect.key), why=str(error))
-            self._done(Done(lane.effect.key, lane.effect.kind, lane.state, error, tuple(stages)))
+            self._ended(lane, error, stages)
 
     async def close(self) -> None:
         """Stop all that runs. What was begun is found again by the first look of whoever comes next."""
