@@ -12,6 +12,9 @@ translated once: hence files written in place, plain descriptors, one netlink me
 Modules with a random state of their own (random, tempfile, uuid) are never imported here.
 """
 
+# Paths stay strings and files descriptors: pathlib and io are code that each clone would pay for again.
+# ruff: noqa: PTH101, PTH103, PTH106, PTH108, PTH110, PTH112, PTH114, PTH119, PTH120, PTH123, PTH208, PTH211
+
 from __future__ import annotations
 
 import base64
@@ -50,7 +53,9 @@ IFF_UP, ARPHRD_ETHER = 0x1, 1
 RTM_NEWADDR, RTM_DELADDR, RTM_NEWROUTE, NLM_REQUEST_ACK, NLM_CREATE_REPLACE, NLMSG_ERROR = 20, 21, 24, 0x5, 0x500, 2
 MS = {"ro": 1, "nosuid": 2, "nodev": 4, "noexec": 8, "sync": 16, "dirsync": 128, "noatime": 1024,
       "nodiratime": 2048, "relatime": 1 << 21, "strictatime": 1 << 24}  # fmt: skip
-NOT_FOR_THE_KERNEL = frozenset({"", "rw", "defaults", "_netdev", "auto", "noauto", "nofail", "user", "nouser", "hard", "x-systemd"})
+NOT_FOR_THE_KERNEL = frozenset(
+    {"", "rw", "defaults", "_netdev", "auto", "noauto", "nofail", "user", "nouser", "hard", "x-systemd"}
+)
 MS_BIND, MNT_DETACH = 4096, 2
 
 
@@ -142,8 +147,9 @@ def set_network(name: str, mac: str, address: str, gateway: str) -> None:
     requests = [_request(RTM_NEWADDR, _address(index, address))]
     if gateway:
         # Table main, protocol static, scope universe, unicast; RTA_GATEWAY, RTA_OIF.
-        requests.append(_request(RTM_NEWROUTE, struct.pack("BBBBBBBBI", socket.AF_INET, 0, 0, 0, 254, 4, 0, 1, 0)
-                                 + _attribute(5, socket.inet_aton(gateway)) + _attribute(4, struct.pack("I", index))))  # fmt: skip
+        route = struct.pack("BBBBBBBBI", socket.AF_INET, 0, 0, 0, 254, 4, 0, 1, 0)
+        route += _attribute(5, socket.inet_aton(gateway)) + _attribute(4, struct.pack("I", index))
+        requests.append(_request(RTM_NEWROUTE, route))
     _netlink(requests)
 
 
@@ -160,7 +166,9 @@ def _netlink(requests: list[bytes]) -> None:
         for request in requests:
             netlink.send(request)
             answer = netlink.recv(4096)
-            code = -struct.unpack_from("i", answer, 16)[0] if struct.unpack_from("H", answer, 4)[0] == NLMSG_ERROR else 0
+            code = (
+                -struct.unpack_from("i", answer, 16)[0] if struct.unpack_from("H", answer, 4)[0] == NLMSG_ERROR else 0
+            )
             if code:
                 raise OSError(code, os.strerror(code), "rtnetlink")
 
@@ -202,8 +210,10 @@ def write(path: str, content: str | bytes, mode: int = 0o644, owner: tuple[int, 
 def prepare_first() -> None:
     """What a service manager would have done, when there is none: file systems, loopback, limits."""
     for source, target, kind, flags, data in (
-        ("proc", "/proc", "proc", 14, ""), ("sysfs", "/sys", "sysfs", 14, ""), ("dev", "/dev", "devtmpfs", 2, "mode=0755"),
-        ("devpts", "/dev/pts", "devpts", 10, "gid=5,mode=620,ptmxmode=000"), ("shm", "/dev/shm", "tmpfs", 6, "mode=1777"),
+        ("proc", "/proc", "proc", 14, ""), ("sysfs", "/sys", "sysfs", 14, ""),
+        ("dev", "/dev", "devtmpfs", 2, "mode=0755"),
+        ("devpts", "/dev/pts", "devpts", 10, "gid=5,mode=620,ptmxmode=000"),
+        ("shm", "/dev/shm", "tmpfs", 6, "mode=1777"),
         ("run", "/run", "tmpfs", 6, "mode=0755"), ("mqueue", "/dev/mqueue", "mqueue", 14, ""),
     ):  # fmt: skip
         try:
@@ -349,7 +359,7 @@ class Channel:
                 return messages
 
     def watch(self) -> None:
-        """From now on never block, and let SIGIO say when the host's end opens: poll(2) returns at once while it is closed."""
+        """Never block from now on; SIGIO says when the host's end opens, for while closed poll(2) returns at once."""
         fcntl.fcntl(self.fd, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(self.fd, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
 
@@ -358,7 +368,7 @@ class Channel:
         data = json.dumps({"type": type_, **fields}, separators=(",", ":")).encode() + b"\n"
         while data:
             try:
-                data = data[os.write(self.fd, data):]
+                data = data[os.write(self.fd, data) :]
             except BlockingIOError:
                 poller = select.poll()
                 poller.register(self.fd, select.POLLOUT)
@@ -408,7 +418,7 @@ def set_hosts(hostname: str, address: str, peers: list[list[str]]) -> None:
 
 
 def add_users(users: list[dict[str, Any]]) -> None:
-    """Add passwd and group entries; a user becomes a member of every group of his, by its id in the image if it has one."""
+    """Add passwd and group entries. A group that the image has, by its number, keeps its name and gets the user."""
     passwd = read("/etc/passwd").splitlines()
     groups = [line.split(":") for line in read("/etc/group").splitlines() if line.count(":") >= 3]
     for user in users:
@@ -666,6 +676,9 @@ class Agent:
             self._await(daemon)
             stage(f"daemon_{daemon.name}")
         self._say("started", stages=stages, audit=self.audit())
+        if os.getpid() == 1:
+            # Not before: a huge page for each of our own first touches would be 2 MiB that no sibling shares.
+            write_to("/sys/kernel/mm/transparent_hugepage/enabled", "always")
 
     def audit(self) -> dict[str, Any]:
         """What tells clones apart, and their size. The random bytes are used for nothing else."""
@@ -719,7 +732,9 @@ class Agent:
         except BlockingIOError:
             pass
         for daemon in self._collect():
-            self.channel.send("daemon_ended", name=daemon.name, reason=f"{_ending(daemon.status or 0)}: {daemon.tail()}")
+            self.channel.send(
+                "daemon_ended", name=daemon.name, reason=f"{_ending(daemon.status or 0)}: {daemon.tail()}"
+            )
 
     def flush(self) -> None:
         """Write back and unmount what lies on the network. The job is over, so its processes are not asked."""
@@ -755,11 +770,26 @@ def rehearse() -> None:
 
     All of it is undone; the keys used are made up and die with the processes that held them.
     """
-    line = json.dumps({"type": "rehearsal", "random": base64.b64encode(os.urandom(64)).decode(), "list": [1.5, None, {}]})
+    line = json.dumps(
+        {"type": "rehearsal", "random": base64.b64encode(os.urandom(64)).decode(), "list": [1.5, None, {}]}
+    )
     add_entropy(base64.b64decode(json.loads(line)["random"]))
     time.clock_settime(time.CLOCK_REALTIME, time.time())
-    kept = {path: read(path) for path in ("/etc/passwd", "/etc/group", "/etc/hosts", "/etc/machine-id", "/etc/hostname")}
-    add_users([{"name": "rehearsal", "uid": 64999, "gid": 64999, "home": "/", "shell": "/bin/sh", "groups": [["rehearsal", 64999]]}])
+    kept = {
+        path: read(path) for path in ("/etc/passwd", "/etc/group", "/etc/hosts", "/etc/machine-id", "/etc/hostname")
+    }
+    add_users(
+        [
+            {
+                "name": "rehearsal",
+                "uid": 64999,
+                "gid": 64999,
+                "home": "/",
+                "shell": "/bin/sh",
+                "groups": [["rehearsal", 64999]],
+            }
+        ]
+    )
     set_hosts("rehearsal", "127.0.0.1", [["a", "127.0.0.1"]])
     for path, content in kept.items():
         write(path, content, 0o444 if path == "/etc/machine-id" else 0o644)
@@ -780,11 +810,12 @@ def _rehearse_daemons() -> None:
     write(f"{_REHEARSAL}/key", os.urandom(128), 0o400, (owner.pw_uid, owner.pw_gid))
     write(f"{_REHEARSAL}/slurm.conf", _SLURM_CONF)
     options = [f"--{name}={_REHEARSAL}/{value}" for name, value in (
-        ("key-file", "key"), ("socket", "munge"), ("pid-file", "munged.pid"), ("seed-file", "seed"), ("log-file", "log"))]  # fmt: skip
+        ("key-file", "key"), ("socket", "munge"), ("pid-file", "munged.pid"), ("seed-file", "seed"),
+        ("log-file", "log"))]  # fmt: skip
     munged = Daemon({"name": "munged", "argv": ["/usr/sbin/munged", "-F", "-f", *options], "user": "munge",
                      "ready_path": f"{_REHEARSAL}/munge"})  # fmt: skip
-    slurmd = Daemon({"name": "slurmd", "argv": ["/usr/sbin/slurmd", "-D", "-N", "rehearsal", "-f", f"{_REHEARSAL}/slurm.conf"],
-                     "user": "root", "ready_path": ""})  # fmt: skip
+    argv = ["/usr/sbin/slurmd", "-D", "-N", "rehearsal", "-f", f"{_REHEARSAL}/slurm.conf"]
+    slurmd = Daemon({"name": "slurmd", "argv": argv, "user": "root", "ready_path": ""})  # fmt: skip
     started = []
     try:
         for daemon, seconds in ((munged, 1.0), (slurmd, 4.0)):

@@ -109,7 +109,9 @@ def load(images: Path, name: str) -> Image:
         image = Image(**raw)
     except (OSError, ValueError, TypeError, KeyError) as error:
         known = ", ".join(i.name for i in list_images(images)) or "none"
-        raise Refused(f"no image {name!r} in {images}", hint=f"there are: {known}; see `multiverse image build`") from error
+        raise Refused(
+            f"no image {name!r} in {images}", hint=f"there are: {known}; see `multiverse image build`"
+        ) from error
     missing = [p.name for p in (image.disk, image.kernel, image.initrd) if not p.is_file()]
     if missing:
         raise Refused(f"image {name} lacks {', '.join(missing)}", hint="build it again: `multiverse image build`")
@@ -173,7 +175,9 @@ def build(
                 release = _refresh(old, work)
             else:
                 release = _bootstrap(recipe, name, work, say)
-            image = Image(name, flavour, key, base, out_dir / name, recipe.cmdline, release, recipe.suite, recipe.packages)
+            image = Image(
+                name, flavour, key, base, out_dir / name, recipe.cmdline, release, recipe.suite, recipe.packages
+            )
             raw = {k: v for k, v in asdict(image).items() if k != "path"}
             (work / "image.json").write_text(json.dumps(raw, indent=1) + "\n")
             os.sync()
@@ -225,7 +229,9 @@ def _suite() -> str:
     facts = dict(line.split("=", 1) for line in Path("/etc/os-release").read_text().splitlines() if "=" in line)
     suite = facts.get("VERSION_CODENAME", "").strip('"')
     if not suite:
-        raise Refused("/etc/os-release names no release of Debian", hint="images are made on a Debian host, from its sources")
+        raise Refused(
+            "/etc/os-release names no release of Debian", hint="images are made on a Debian host, from its sources"
+        )
     return suite
 
 
@@ -257,7 +263,9 @@ def _locked(path: Path) -> Iterator[None]:
 def _run(argv: Sequence[str | Path], what: str, hint: str) -> str:
     environment = {**os.environ, "INITRD": "No", "LC_ALL": "C.UTF-8", "DEBIAN_FRONTEND": "noninteractive"}
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, errors="replace", env=environment, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            argv, capture_output=True, text=True, errors="replace", env=environment, stdin=subprocess.DEVNULL
+        )
     except OSError as error:
         raise Broken(f"{what}: {error}", hint="`make setup` installs what is needed") from error
     if done.returncode != 0:
@@ -274,8 +282,9 @@ def _bootstrap(recipe: _Recipe, name: str, work: Path, say: Progress) -> str:
     # The host's own way to reach its sources: proxies, date checks. mmdebstrap reads none of it by itself.
     apt_conf.write_text(_run(["apt-config", "dump", "Acquire"], "apt-config", "is apt in order here?"))
     wanted = ",".join((*_PACKAGES[recipe.flavour], *recipe.packages))
-    argv: list[str | Path] = ["mmdebstrap", "--mode=root", f"--variant={_VARIANT[recipe.flavour]}", f"--include={wanted}",
-            f"--aptopt={apt_conf}", "--dpkgopt=force-unsafe-io", *(f"--dpkgopt=path-exclude={p}" for p in _EXCLUDED)]  # fmt: skip
+    argv: list[str | Path] = ["mmdebstrap", "--mode=root", f"--variant={_VARIANT[recipe.flavour]}"]
+    argv += [f"--include={wanted}", f"--aptopt={apt_conf}", "--dpkgopt=force-unsafe-io"]
+    argv += [f"--dpkgopt=path-exclude={path}" for path in _EXCLUDED]
     argv += [f"--customize-hook={hook}" for hook in recipe.hooks]
     _run([*argv, recipe.suite, root, *recipe.sources], "mmdebstrap", "does `apt-get update` work on this host?")
     release = _release(root)
@@ -333,7 +342,9 @@ def _enable_unit(root: Path) -> None:
     units = root / "etc/systemd/system"
     (units / "multi-user.target.wants").mkdir(parents=True, exist_ok=True)
     (units / "multiverse-agent.service").write_text(_UNIT)
-    (units / "multi-user.target.wants/multiverse-agent.service").symlink_to("/etc/systemd/system/multiverse-agent.service")
+    (units / "multi-user.target.wants/multiverse-agent.service").symlink_to(
+        "/etc/systemd/system/multiverse-agent.service"
+    )
     # The agent starts these itself, with the identity's files. Masked, so that no dependency brings them back.
     for unit in ("slurmd.service", "munge.service"):
         path = units / unit

@@ -49,8 +49,15 @@ def identity_message(identity: Identity, cpus: int, plugged: int) -> bytes:
             return base64.b64encode(value).decode()
         raise TypeError(f"cannot send {type(value).__name__}")
 
-    message = {"type": "identity", "random": base64.b64encode(os.urandom(64)).decode(), "cpus": cpus, "plugged": plugged,
-               "identity": asdict(identity), "time": time.time()}  # fmt: skip
+    # The type comes first: the agent knows the message by its first bytes, before it has parsed any.
+    message = {
+        "type": "identity",
+        "random": base64.b64encode(os.urandom(64)).decode(),
+        "cpus": cpus,
+        "plugged": plugged,
+        "identity": asdict(identity),
+        "time": time.time(),
+    }
     line = json.dumps(message, default=plain, separators=(",", ":")).encode() + b"\n"
     if len(line) > MAX_LINE:
         raise Refused(f"the identity of {identity.hostname} has {len(line)} bytes, over {MAX_LINE}",

@@ -87,7 +87,13 @@ class QemuHypervisor:
         found: dict[str, Path] = {}
         for place in (self._vms.places.vms, self._vms.places.run):
             if place.is_dir():
-                found.update({e.name: self._vms.places.vms / e.name for e in os.scandir(place) if e.name.startswith(self._prefix)})
+                found.update(
+                    {
+                        e.name: self._vms.places.vms / e.name
+                        for e in os.scandir(place)
+                        if e.name.startswith(self._prefix)
+                    }
+                )
         return [found[name] for name in sorted(found)]
 
     def _manifest(self, path: Path) -> Manifest | None:
@@ -111,7 +117,7 @@ class QemuHypervisor:
         if known.phase is Phase.MAKING and (not known.pid or vms.lives(known)):
             return VmSeen(path.name, self._host.name, VmCondition.MAKING)
         if not vms.lives(known):
-            process.reap(known.pid)
+            process.reap(known.pid, known.started)
             return VmSeen(path.name, self._host.name, VmCondition.DEAD, "its QEMU has ended")
         parked = known.phase is Phase.PARKED
         reason = self._reasons.get(path.name, "")
@@ -126,11 +132,9 @@ class QemuHypervisor:
 
     def _templates(self) -> list[TemplateSeen]:
         place, host = self._settings.templates, self._host.name
-        found = []
         base = Size(self._settings.base_cpus, self._settings.base_memory)
-        for image in sorted(templates.building(place)) if place.is_dir() else ():
-            found.append(TemplateSeen(image, host, image, TemplateCondition.BUILDING, base))
-        for path in sorted(place.glob("[!.]*/template.json")) if place.is_dir() else ():
+        found = [TemplateSeen(i, host, i, TemplateCondition.BUILDING, base) for i in sorted(templates.building(place))]
+        for path in sorted(place.glob("[!.]*/template.json")):
             template = templates.load(path.parent)
             if template is not None and template.key == self._key(template.image, template.size):
                 found.append(TemplateSeen(f"{template.image}-{template.key}", host, template.image,
@@ -146,7 +150,7 @@ class QemuHypervisor:
         for path in self._directories():
             known = self._manifest(path)
             if known is not None and vms.lives(known):
-                found[path.name] = (process.cpu_seconds(known.pid), *process.memory(known.pid))
+                found[path.name] = (process.cpu_seconds(known.pid), *process.memory(known.pid, "/memory"))
                 console = self._vms.places.of(path.name).console
                 # QEMU appends, so a cut file goes on from its new end.
                 if console.exists() and console.stat().st_size > _CONSOLE_LIMIT:
@@ -177,7 +181,9 @@ class QemuHypervisor:
 
     def _parent(self, image: Image, size: Size) -> Callable[[Path, Path], Machine]:
         def machine(disk: Path, memory: Path) -> Machine:
-            made = self._machine(f"template-{image.name}", image, size, Memory(size.memory, memory), disk, "qcow2", _TEMPLATE_MAC)
+            made = self._machine(
+                f"template-{image.name}", image, size, Memory(size.memory, memory), disk, "qcow2", _TEMPLATE_MAC
+            )
             return replace(made, cmdline=f"{made.cmdline} {TEMPLATE}")
 
         return machine
@@ -190,7 +196,9 @@ class QemuHypervisor:
             return ""
         return templates.key_of(image, self._parent(image, size)(Path("/"), Path("/")), self._version)
 
-    def _machine(self, name: str, image: Image, size: Size, memory: Memory, disk: Path, disk_format: str, mac: str) -> Machine:
+    def _machine(
+        self, name: str, image: Image, size: Size, memory: Memory, disk: Path, disk_format: str, mac: str
+    ) -> Machine:
         return Machine(name, self._accelerator, size.cpus, memory, self._limits, disk, disk_format, mac,
                        image.kernel, image.initrd, self._accelerator.cmdline(image.cmdline))  # fmt: skip
 
@@ -208,7 +216,10 @@ class QemuHypervisor:
         if spec.kind is CloneKind.INSTANT:
             template = templates.load(self._settings.templates.absolute() / spec.image)
             if template is None or template.key != self._key(spec.image, template.size):
-                raise Gone(f"there is no template of image {spec.image} on {spec.host}", hint="it is made on demand: prepare it first")
+                raise Gone(
+                    f"there is no template of image {spec.image} on {spec.host}",
+                    hint="it is made on demand: prepare it first",
+                )
 
         def machine(disk: Path, disk_format: str) -> Machine:
             if template is None:
@@ -229,6 +240,11 @@ class QemuHypervisor:
         self._check_name(name)
         await self._in_thread(self._vms.destroy, name, grace)
         self._reasons.pop(name, None)
+
+    def close(self) -> None:
+        """Let go: calls that still wait end with `Unknown`. VMs and templates stay as they are."""
+        self._vms.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     # --- helpers --------------------------------------------------------------------------------------
 

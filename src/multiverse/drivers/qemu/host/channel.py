@@ -86,5 +86,12 @@ class Channel:
         self._reports.clear()
         return found
 
+    def hang_up(self) -> None:
+        """End the connection, also under somebody who waits on it in another thread."""
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
     def close(self) -> None:
         self._sock.close()

@@ -28,7 +28,9 @@ def open_tap(name: str, bridge: str | None, *, isolated: bool = False) -> int:
     try:
         fd = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise Broken(f"cannot open /dev/net/tun: {error.strerror}", hint="load the tun module, or run as root") from error
+        raise Broken(
+            f"cannot open /dev/net/tun: {error.strerror}", hint="load the tun module, or run as root"
+        ) from error
     try:
         fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TAP | IFF_NO_PI | IFF_VNET_HDR))
         if bridge is not None:

@@ -80,7 +80,7 @@ def locked(directory: Path, *, make: bool) -> Iterator[bool]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             try:
-                same = os.path.samestat(os.fstat(fd), os.stat(directory))
+                same = os.path.samestat(os.fstat(fd), directory.stat())
             except FileNotFoundError:
                 same = False
             if same:

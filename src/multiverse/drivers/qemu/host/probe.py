@@ -51,7 +51,9 @@ def accelerator(wanted: str, binary: str, version: str, memory_file: Path) -> Ac
         return Accelerator("kvm")
     if wanted == "kvm":
         raise Broken(f"KVM does not run guests on this machine: {reason}", hint='set qemu.accel = "tcg", or mend KVM')
-    log.warning("KVM does not run guests on this machine: guests run emulated (TCG), several times slower", reason=reason)
+    log.warning(
+        "KVM does not run guests on this machine: guests run emulated (TCG), several times slower", reason=reason
+    )
     return Accelerator("tcg")
 
 
@@ -87,7 +89,9 @@ def _probe(binary: str) -> str:
                 "-drive", f"file={disk.name},format=raw,if=ide,readonly=off,snapshot=on",
                 "-device", "isa-debug-exit,iobase=0x501,iosize=1"]  # fmt: skip
         try:
-            done = subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=_LIMIT, stdin=subprocess.DEVNULL)
+            done = subprocess.run(
+                argv, capture_output=True, text=True, errors="replace", timeout=_LIMIT, stdin=subprocess.DEVNULL
+            )
         except subprocess.TimeoutExpired:
             return f"a guest of one instruction hung for {_LIMIT:.0f} s"
         except OSError as error:

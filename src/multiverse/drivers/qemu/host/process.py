@@ -57,17 +57,24 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS if fields else 0.0
 
 
-def memory(pid: int) -> tuple[float, float]:
-    """(unique, proportional) memory in MiB: private pages, and PSS (proc(5) smaps_rollup)."""
+def memory(pid: int, shared_file: str = "") -> tuple[float, float]:
+    """(unique, proportional) memory in MiB: private pages, and PSS (proc(5), smaps).
+
+    Of a mapping of `shared_file` only the pages that were written count as unique: the others stay
+    with the file when the process ends, even if nobody else happens to map them now.
+    """
     unique = proportional = 0
+    shared = False
     try:
-        with open(f"/proc/{pid}/smaps_rollup") as file:  # noqa: PTH123
+        with open(f"/proc/{pid}/smaps") as file:  # noqa: PTH123
             for line in file:
                 key, _, rest = line.partition(":")
-                if key in ("Private_Clean", "Private_Dirty", "Private_Hugetlb"):
+                if key == "Anonymous" if shared else key in ("Private_Clean", "Private_Dirty", "Private_Hugetlb"):
                     unique += int(rest.split()[0])
                 elif key == "Pss":
-                    proportional = int(rest.split()[0])
+                    proportional += int(rest.split()[0])
+                elif "-" in key:  # the head of a mapping: its range, and last its path
+                    shared = bool(shared_file) and line.rstrip().removesuffix(" (deleted)").endswith(shared_file)
     except OSError:
         return 0.0, 0.0
     return unique / 1024, proportional / 1024
@@ -87,26 +94,37 @@ def end(pid: int, started: int, timeout: float = 10.0) -> bool:
             signal.pidfd_send_signal(handle, signal.SIGKILL)
         except ProcessLookupError:
             return True
-        return wait(handle, pid, timeout)
+        return wait(handle, timeout)
     finally:
         os.close(handle)
 
 
-def wait(handle: int, pid: int, timeout: float) -> bool:
+def wait(handle: int, timeout: float) -> bool:
     """Wait for a process to end by its pidfd, and reap it if it is our child."""
     poller = select.poll()
     poller.register(handle, select.POLLIN)
     if not poller.poll(timeout * 1000):
         return False
-    reap(pid)
+    try:
+        os.waitid(os.P_PIDFD, handle, os.WEXITED | os.WNOHANG)
+    except ChildProcessError:
+        pass
     return True
 
 
-def reap(pid: int) -> None:
+def reap(pid: int, started: int) -> None:
+    """Reap that process if it is our child and has died, and no other one that got its number."""
     try:
-        os.waitpid(pid, os.WNOHANG)
+        handle = os.pidfd_open(pid)
+    except OSError:
+        return
+    try:
+        if start_time(pid) == started:
+            os.waitid(os.P_PIDFD, handle, os.WEXITED | os.WNOHANG)
     except ChildProcessError:
         pass
+    finally:
+        os.close(handle)
 
 
 def with_part(part: str) -> Iterator[tuple[int, int]]:

@@ -78,7 +78,9 @@ class Monitor:
             elif "return" in message:
                 values.append(message["return"])
             elif "error" in message:
-                problem = problem or QmpError(f"QEMU refused {commands[len(values)][0]}: {message['error'].get('desc')}")
+                problem = problem or QmpError(
+                    f"QEMU refused {commands[len(values)][0]}: {message['error'].get('desc')}"
+                )
                 values.append(None)
         if problem is not None:
             raise problem
@@ -95,13 +97,22 @@ class Monitor:
             if message.get("event") == "MIGRATION" and data.get("status") == "failed":
                 raise Broken("QEMU could not carry over the device state", hint="its log is beside the VM's manifest")
 
+    def hang_up(self) -> None:
+        """End the connection, also under somebody who waits on it in another thread."""
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
     def close(self) -> None:
         self._sock.close()
 
     def __enter__(self) -> Monitor:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _read(self, deadline: float) -> dict[str, Any]:

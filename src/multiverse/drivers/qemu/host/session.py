@@ -53,7 +53,9 @@ class Paths:
                 text = path.read_bytes()[-400:].decode(errors="replace")
             except OSError:
                 continue
-            text = " | ".join("".join(c if c.isprintable() else " " for c in line).strip() for line in text.splitlines())
+            text = " | ".join(
+                "".join(c if c.isprintable() else " " for c in line).strip() for line in text.splitlines()
+            )
             if text.strip():
                 said.append(f"; {name}: {text.strip()}")
         return "".join(said)
@@ -110,7 +112,10 @@ class Session:
             process.end(pid, started)
             tail = paths.tail()
             kind = Exhausted if "allocate memory" in tail else Broken
-            raise kind(f"QEMU for {machine.name} did not come up{tail}", hint="its command line is not to this machine's liking") from error
+            raise kind(
+                f"QEMU for {machine.name} did not come up{tail}",
+                hint="its command line is not to this machine's liking",
+            ) from error
         lap("exec")
         return cls(pid, started, monitor, channel)
 
@@ -127,16 +132,30 @@ class Session:
     def freeze(self, state: Path) -> None:
         """Stop the guest and write the state of its devices; memory stays in its file, untouched from now on."""
         with state.open("wb") as file:
-            commands: list[Command] = [("stop", {}), ("getfd", {"fdname": "state"}), _IGNORE_SHARED, ("migrate", {"uri": "fd:state"})]
+            commands: list[Command] = [
+                ("stop", {}),
+                ("getfd", {"fdname": "state"}),
+                _IGNORE_SHARED,
+                ("migrate", {"uri": "fd:state"}),
+            ]
             self.monitor.execute_all(commands, file.fileno())
             self.monitor.wait_event("MIGRATION", _MOVE_TIMEOUT, status="completed")
 
     def restore(self, state: Path) -> None:
         """Load the state of the devices, into the memory that it was frozen with."""
         with state.open("rb") as file:
-            commands: list[Command] = [("getfd", {"fdname": "state"}), _IGNORE_SHARED, ("migrate-incoming", {"uri": "fd:state"})]
+            commands: list[Command] = [
+                ("getfd", {"fdname": "state"}),
+                _IGNORE_SHARED,
+                ("migrate-incoming", {"uri": "fd:state"}),
+            ]
             self.monitor.execute_all(commands, file.fileno())
             self.monitor.wait_event("MIGRATION", _MOVE_TIMEOUT, status="completed")
+
+    def hang_up(self) -> None:
+        """End both connections, also under somebody who waits on them in another thread."""
+        self.monitor.hang_up()
+        self.channel.hang_up()
 
     def close(self) -> None:
         self.monitor.close()

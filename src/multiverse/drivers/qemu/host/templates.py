@@ -18,10 +18,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError
 from multiverse.core.model import Size, Stage
+from multiverse.drivers.qemu.host import machine as machine_module
 from multiverse.drivers.qemu.host import process
 from multiverse.drivers.qemu.host.machine import Machine
 from multiverse.drivers.qemu.host.session import Paths, Session
@@ -69,8 +71,13 @@ def key_of(image: Image, machine: Machine, version: str) -> str:
     """The key of the template that this image, machine and QEMU make; its name and places are not in it."""
     facts = [version, image.key, machine.cmdline, *machine.shape()]
     digest = hashlib.sha256("\0".join(facts).encode())
-    digest.update(Path(__file__).with_name("machine.py").read_bytes())  # the device list
+    digest.update(_device_list())
     return digest.hexdigest()[:16]
+
+
+@cache
+def _device_list() -> bytes:
+    return Path(machine_module.__file__).read_bytes()
 
 
 def load(path: Path) -> Template | None:
@@ -105,6 +112,7 @@ def prepare(templates: Path, image: Image, machine: Callable[[Path, Path], Machi
     templates.mkdir(parents=True, exist_ok=True)
     final = templates / image.name
     size = machine(final, final).memory.size
+    short = hashlib.sha256(image.name.encode()).hexdigest()[:8]  # socket paths have no room for the name
     with _locked(templates / f".{image.name}.lock"):
         key = key_of(image, machine(final, final), version)
         found = load(final)
@@ -115,10 +123,12 @@ def prepare(templates: Path, image: Image, machine: Callable[[Path, Path], Machi
         _remove(final, templates)
         free = shutil.disk_usage(templates).free >> 20
         if free < size + 64:
-            raise Exhausted(f"{templates} has {free} MiB free, a template takes {size + 64}", hint="drop a template nobody needs")
+            raise Exhausted(
+                f"{templates} has {free} MiB free, a template takes {size + 64}", hint="drop a template nobody needs"
+            )
         work = Path(tempfile.mkdtemp(prefix=f".{image.name}.building-", dir=templates))
         try:
-            stages = _boot_and_freeze(work, final, image, machine, binary, run / f".{image.name}.t")
+            stages = _boot_and_freeze(work, final, image, machine, binary, run / f".t-{short}")
             facts = {"image": image.name, "key": key, "cpus": machine(final, final).cpus, "memory": size}
             (work / "template.json").write_text(json.dumps(facts))
             work.rename(final)
@@ -142,7 +152,19 @@ def drop(templates: Path, image: str) -> None:
 def make_overlay(path: Path, backing: Path, backing_format: str) -> None:
     """An empty qcow2 overlay. `backing` is written into it as it is, and need not be there yet."""
     size = f"{_virtual_size(backing, backing_format)}" if backing.exists() else ""
-    _qemu_img("create", "-q", "-u", "-f", "qcow2", "-b", str(backing), "-F", backing_format, str(path), *([size] if size else []))
+    _qemu_img(
+        "create",
+        "-q",
+        "-u",
+        "-f",
+        "qcow2",
+        "-b",
+        str(backing),
+        "-F",
+        backing_format,
+        str(path),
+        *([size] if size else []),
+    )
 
 
 def _virtual_size(path: Path, kind: str) -> int:
@@ -153,9 +175,13 @@ def _virtual_size(path: Path, kind: str) -> int:
 
 
 def _qemu_img(*arguments: str) -> None:
-    done = subprocess.run(["qemu-img", *arguments], capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        ["qemu-img", *arguments], capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL
+    )
     if done.returncode != 0:
-        raise Broken(f"qemu-img failed: {done.stderr.strip()[-300:]}", hint="is the disk full, is qemu-utils installed?")
+        raise Broken(
+            f"qemu-img failed: {done.stderr.strip()[-300:]}", hint="is the disk full, is qemu-utils installed?"
+        )
 
 
 def _boot_and_freeze(work: Path, final: Path, image: Image, machine: Callable[[Path, Path], Machine], binary: str,
@@ -171,8 +197,9 @@ def _boot_and_freeze(work: Path, final: Path, image: Image, machine: Callable[[P
     paths = Paths(work, run)
     shutil.rmtree(run, ignore_errors=True)
     try:
-        session = Session.launch(parent, paths, binary, tap=f"mvt{os.getpid() % 100000}-{hash(image.name) % 1000}", bridge=None,
-                                 paused=False)  # fmt: skip
+        session = Session.launch(
+            parent, paths, binary, tap="mvt%d", bridge=None, paused=False
+        )  # the kernel picks the number
         try:
             overlaid = time.monotonic()
             session.channel.expect(frozenset({"fork_point"}), BOOT_TIMEOUT)
@@ -214,14 +241,9 @@ def _remove(path: Path, templates: Path) -> None:
 def _sweep(templates: Path, image: str) -> None:
     for rubbish in [*templates.glob(f".{image}.building-*"), *templates.glob(f".{image}.dropped-*")]:
         # The QEMU of a builder that was killed holds the memory file by its name.
-        for path in (rubbish / "memory",):
-            for pid, started in _holders(path):
-                process.end(pid, started)
+        for pid, started in process.with_part(f"mem-path={rubbish / 'memory'}"):
+            process.end(pid, started)
         shutil.rmtree(rubbish, ignore_errors=True)
-
-
-def _holders(memory: Path) -> Iterator[tuple[int, int]]:
-    return process.with_part(f"mem-path={memory}")
 
 
 @contextmanager

@@ -85,7 +85,9 @@ class Vms:
                 disk, kind = self._disk(spec, paths, image, template)
                 lap("overlay" if spec.kind is not CloneKind.FULL else "disk")
                 made = machine(disk, kind)
-                record = Manifest(spec.name, spec.kind, Phase.MAKING, spec.mac, made.cpus, made.memory.size, boot_id=_BOOT_ID)
+                record = Manifest(
+                    spec.name, spec.kind, Phase.MAKING, spec.mac, made.cpus, made.memory.size, boot_id=_BOOT_ID
+                )
                 manifest.write(paths.home, record)
 
                 def spawned(pid: int, started: int) -> None:
@@ -93,8 +95,9 @@ class Vms:
                     record = replace(record, pid=pid, started=started)
                     manifest.write(paths.home, record)
 
-                session = Session.launch(made, paths, self.places.binary, tap=spec.name, bridge=self.places.bridge, paused=True,
-                                         incoming=template is not None, spawned=spawned, lap=lap)  # fmt: skip
+                session = Session.launch(made, paths, self.places.binary, tap=spec.name, bridge=self.places.bridge,
+                session = Session.launch(made, paths, self.places.binary, tap=spec.name,
+                                         bridge=self.places.bridge,
                 try:
                     if template is not None:
                         session.restore(template.state)
@@ -107,7 +110,9 @@ class Vms:
                     raise
                 self._sessions[spec.name] = session
             except OSError as error:
-                raise Exhausted(f"cannot make VM {spec.name}: {error}", hint=f"is there room in {self.places.vms}?") from error
+                raise Exhausted(
+                    f"cannot make VM {spec.name}: {error}", hint=f"is there room in {self.places.vms}?"
+                ) from error
         return lap.stages
 
     def _disk(self, spec: VmSpec, paths: Paths, image: Image, template: Template | None) -> tuple[Path, str]:
@@ -120,7 +125,9 @@ class Vms:
         copy = ["cp", "--reflink=auto", "--sparse=always", "--", str(image.disk), str(paths.home / "disk.raw")]
         done = subprocess.run(copy, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
         if done.returncode != 0:
-            raise Exhausted(f"cannot copy the disk of {image.name}: {done.stderr.strip()[-200:]}", hint="is the disk full?")
+            raise Exhausted(
+                f"cannot copy the disk of {image.name}: {done.stderr.strip()[-200:]}", hint="is the disk full?"
+            )
         return paths.home / "disk.raw", "raw"
 
     # --- start ----------------------------------------------------------------------------------------
@@ -146,7 +153,8 @@ class Vms:
             resumed = known.phase is Phase.STARTING
             booted = known.kind is not CloneKind.INSTANT
             manifest.write(paths.home, replace(known, phase=Phase.STARTING))
-            report = self._awaken(session, identity, max(size.cpus, known.cpus), plugged, lap, ask=resumed, booted=booted)
+            cpus = known.cpus if booted else max(size.cpus, known.cpus)
+            report = self._awaken(session, identity, cpus, plugged, lap, ask=resumed, booted=booted)
             manifest.write(paths.home, replace(known, phase=Phase.STARTED))
             self.audits[name] = report
             # The monitor is not needed while it runs; the channel tells if a daemon ends.
@@ -190,20 +198,28 @@ class Vms:
             if len(slots) >= DIMMS:
                 raise Exhausted(f"VM {known.name} has no free memory slot", hint="make it anew")
             backend = {"qom-type": "memory-backend-ram", "id": "mem0", "size": plugged << 20}
-            commands += [("object-add", backend), ("device_add", {"driver": "pc-dimm", "id": "dimm0", "memdev": "mem0"})]
+            commands += [
+                ("object-add", backend),
+                ("device_add", {"driver": "pc-dimm", "id": "dimm0", "memdev": "mem0"}),
+            ]
         if cpus > known.cpus:
             free = [c for c in session.monitor.execute("query-hotpluggable-cpus") if "qom-path" not in c]
             free.sort(key=lambda c: tuple(sorted(c["props"].items())))
             missing = [f"cpu{i}" for i in range(known.cpus, cpus) if f"cpu{i}" not in present]
             if len(free) < len(missing):
-                raise Exhausted(f"VM {known.name} cannot have {cpus} CPUs", hint="its template was made for fewer: drop it")
-            commands += [("device_add", {"driver": c["type"], "id": i, **c["props"]}) for i, c in zip(missing, free, strict=False)]
+                raise Exhausted(
+                    f"VM {known.name} cannot have {cpus} CPUs", hint="its template was made for fewer: drop it"
+                )
+            commands += [
+                ("device_add", {"driver": c["type"], "id": i, **c["props"]})
+                for i, c in zip(missing, free, strict=False)
+            ]
         try:
             if commands:
                 session.monitor.execute_all(commands)
         except QmpError as error:
             raise Exhausted(f"cannot plug VM {known.name} up to {cpus} CPUs and {plugged} MiB more: {error.message}",
-                            hint="it is larger than its template allows; see host.cores and host.memory") from error  # fmt: skip
+                            hint="does its template allow as much? see host.cores, host.memory") from error  # fmt: skip
 
     def _session(self, name: str, known: Manifest, paths: Paths) -> Session:
         session = self._sessions.get(name)
@@ -223,7 +239,7 @@ class Vms:
         if grace > 0 and known is not None and known.phase in (Phase.STARTED, Phase.STARTING) and lives(known):
             self._flush(name, paths, grace)
         # Ended before the lock is had: whoever holds it, waiting for this guest, then lets go.
-        if known is not None and known.pid:
+        if known is not None and lives(known):
             process.end(known.pid, known.started)
         with manifest.locked(paths.home, make=True):
             self._end(name, paths, manifest.read(paths.home))
@@ -234,24 +250,40 @@ class Vms:
     def _flush(self, name: str, paths: Paths, grace: float) -> None:
         deadline = time.monotonic() + grace
         try:
-            channel = self.channels.get(name)
-            if channel is None and (session := self._sessions.get(name)) is not None:
-                return  # its start is under way: there is nothing to write back yet
+            # Taken out, so that no look reads from it meanwhile; QEMU serves one connection at a time.
+            channel = self.channels.pop(name, None)
+            if channel is None and name in self._sessions:
+                return  # its start is under way, or has failed: no job has written anything
             channel = channel or Channel(paths.agent)
-            self.channels[name] = channel
+        except MultiverseError:
+            return
+        try:
             channel.send(FLUSH, grace)
             channel.expect(frozenset({"flushed"}), max(0.0, deadline - time.monotonic()))
         except MultiverseError:
             return  # it had its time
+        finally:
+            channel.close()
 
     def _end(self, name: str, paths: Paths, known: Manifest | None) -> None:
         """End its process, the one written down and any that was started before that could be done."""
-        suspects = {(known.pid, known.started)} if known is not None and known.pid and known.boot_id == _BOOT_ID else set()
+        suspects = (
+            {(known.pid, known.started)} if known is not None and known.pid and known.boot_id == _BOOT_ID else set()
+        )
         if known is None or not known.pid:
             suspects.update(process.with_part(f"path={paths.console}"))
         for pid, started in suspects:
             if not process.end(pid, started):
-                raise Broken(f"the process {pid} of VM {name} cannot be ended", hint="is it stuck in the kernel? see its stack")
+                raise Broken(
+                    f"the process {pid} of VM {name} cannot be ended", hint="is it stuck in the kernel? see its stack"
+                )
+
+    def close(self) -> None:
+        """Hang up everywhere, which ends all waiting. VMs go on; what is on disk is enough to find them again."""
+        for session in list(self._sessions.values()):
+            session.hang_up()
+        for channel in list(self.channels.values()):
+            channel.hang_up()
 
     def _forget(self, name: str) -> None:
         session = self._sessions.pop(name, None)
@@ -269,7 +301,7 @@ def lives(known: Manifest) -> bool:
 
 
 def remove_files(paths: Paths) -> None:
-    """Remove what a cut create left, but neither the directory, for its lock is held, nor the manifest before the rest."""
+    """Remove what a cut create left, the manifest last; not the directory, for its lock is held."""
     for entry in sorted(paths.home.iterdir(), key=lambda p: p.name == manifest.FILE):
         entry.unlink(missing_ok=True)
     for path in (paths.monitor, paths.agent):
@@ -280,4 +312,3 @@ def raise_file_limit() -> None:
     """Each VM keeps connections open: a thousand of them need more descriptors than the usual soft limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65536) if hard != resource.RLIM_INFINITY else 65536, hard))
-
