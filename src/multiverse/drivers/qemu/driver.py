@@ -39,6 +39,12 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 _TEMPLATE_MAC = "02:00:00:00:00:01"  # on no bridge; each clone gets its own
+_CONDITIONS = {
+    Phase.MAKING: VmCondition.MAKING,
+    Phase.PARKED: VmCondition.PARKED,
+    Phase.STARTING: VmCondition.STARTING,
+    Phase.STARTED: VmCondition.RUNNING,
+}
 _CONSOLE_LIMIT = 1 << 20  # bytes of a guest's console that are kept
 
 
@@ -119,9 +125,7 @@ class QemuHypervisor:
         if not vms.lives(known):
             process.reap(known.pid, known.started)
             return VmSeen(path.name, self._host.name, VmCondition.DEAD, "its QEMU has ended")
-        parked = known.phase is Phase.PARKED
-        reason = self._reasons.get(path.name, "")
-        return VmSeen(path.name, self._host.name, VmCondition.PARKED if parked else VmCondition.RUNNING, reason)
+        return VmSeen(path.name, self._host.name, _CONDITIONS[known.phase], self._reasons.get(path.name, ""))
 
     def _hear(self, name: str) -> None:
         channel = self._vms.channels.get(name)

@@ -95,9 +95,17 @@ class Vms:
                     record = replace(record, pid=pid, started=started)
                     manifest.write(paths.home, record)
 
-                session = Session.launch(made, paths, self.places.binary, tap=spec.name, bridge=self.places.bridge,
-                session = Session.launch(made, paths, self.places.binary, tap=spec.name,
-                                         bridge=self.places.bridge,
+                session = Session.launch(
+                    made,
+                    paths,
+                    self.places.binary,
+                    tap=spec.name,
+                    bridge=self.places.bridge,
+                    paused=True,
+                    incoming=template is not None,
+                    spawned=spawned,
+                    lap=lap,
+                )
                 try:
                     if template is not None:
                         session.restore(template.state)
