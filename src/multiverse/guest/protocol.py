@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 import os
 import time
 from collections.abc import Mapping
@@ -94,7 +93,7 @@ def _parse(line: bytes) -> Report | None:
         raw = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(raw, dict) or raw.get("type") not in _TYPES:
+    if not isinstance(raw, dict) or not isinstance(raw.get("type"), str) or raw["type"] not in _TYPES:
         return None
     reason = raw.get("reason")
     name = raw.get("name")
@@ -111,9 +110,9 @@ def _stages(raw: Any) -> tuple[Stage, ...]:
     found = []
     for item in raw[:64] if isinstance(raw, list) else ():
         if isinstance(item, list) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], int | float):
-            seconds = float(item[1])
-            if math.isfinite(seconds) and 0 <= seconds < 3600:
-                found.append(Stage(_clean(item[0])[:40], seconds))
+            # Compared before it is converted: a number of JSON may be too large for a float.
+            if 0 <= item[1] < 3600:
+                found.append(Stage(_clean(item[0])[:40], float(item[1])))
     return tuple(found)
 
 

@@ -1,0 +1,218 @@
+"""The host side, as far as it goes without a QEMU."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from multiverse.core.errors import Broken, Unknown
+from multiverse.core.model import CloneKind, Size
+from multiverse.drivers.qemu.host import manifest, probe, process
+from multiverse.drivers.qemu.host.machine import Accelerator, Machine, Memory, Wiring, limits
+from multiverse.drivers.qemu.host.manifest import Manifest, Phase
+from multiverse.drivers.qemu.host.qmp import Monitor, QmpError
+
+
+def sleeper(tmp_path: Path, *fds: int) -> tuple[int, int]:
+    return process.spawn([sys.executable, "-c", "import time; time.sleep(600)", f"path={tmp_path}/console.log"], fds,
+                         tmp_path / "log", dict(os.environ))  # fmt: skip
+
+
+def test_a_process_is_ended_once_and_found_gone_after(tmp_path: Path) -> None:
+    pid, started = sleeper(tmp_path)
+    assert process.alive(pid, started)
+    assert os.getsid(pid) == pid
+    assert process.end(pid, started)
+    assert not process.alive(pid, started)
+    assert process.end(pid, started)
+
+
+def test_one_that_got_the_number_is_not_killed(tmp_path: Path) -> None:
+    pid, started = sleeper(tmp_path)
+    try:
+        assert process.end(pid, started - 1)
+        assert process.alive(pid, started)
+    finally:
+        process.end(pid, started)
+
+
+def test_the_dead_are_seen_before_they_are_reaped(tmp_path: Path) -> None:
+    pid, started = sleeper(tmp_path)
+    handle = os.pidfd_open(pid)
+    signal.pidfd_send_signal(handle, signal.SIGKILL)
+    os.waitid(os.P_PIDFD, handle, os.WEXITED | os.WNOWAIT)
+    assert not process.alive(pid, started)
+    process.reap(pid, started)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)
+    os.close(handle)
+
+
+def test_a_process_is_found_by_its_command_line_alone(tmp_path: Path) -> None:
+    pid, started = sleeper(tmp_path)
+    try:
+        deadline = time.monotonic() + 5
+        while (found := list(process.with_part(f"path={tmp_path}/console.log"))) == [] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert found == [(pid, started)]
+        assert list(process.with_part(f"path={tmp_path}/console")) == []
+    finally:
+        process.end(pid, started)
+
+
+def test_only_what_is_handed_over_is_inherited(tmp_path: Path) -> None:
+    handed, kept = os.pipe(), os.pipe()
+    pid, started = sleeper(tmp_path, handed[0])
+    try:
+        deadline = time.monotonic() + 5
+        while b"python" not in Path(f"/proc/{pid}/cmdline").read_bytes() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        opened = {int(p.name) for p in Path(f"/proc/{pid}/fd").iterdir()}
+        assert handed[0] in opened and not opened & {handed[1], *kept}
+    finally:
+        process.end(pid, started)
+        for fd in (*handed, *kept):
+            os.close(fd)
+
+
+def test_a_manifest_that_cannot_be_read_is_none(tmp_path: Path) -> None:
+    kept = Manifest("mva-1", CloneKind.INSTANT, Phase.PARKED, "02:00:00:00:00:01", 1, 256, 7, 8, "boot")
+    manifest.write(tmp_path, kept)
+    assert manifest.read(tmp_path) == kept
+    (tmp_path / manifest.FILE).write_text('{"name": "mva-1"')
+    assert manifest.read(tmp_path) is None
+    assert manifest.read(tmp_path / "nowhere") is None
+
+
+def test_a_lock_holds_until_the_directory_is_gone(tmp_path: Path) -> None:
+    home = tmp_path / "vm"
+    order: list[str] = []
+
+    def second() -> None:
+        with manifest.locked(home, make=False) as there:
+            order.append(f"second: {there}")
+
+    with manifest.locked(home, make=True) as there:
+        assert there
+        waiting = threading.Thread(target=second)
+        waiting.start()
+        waiting.join(0.05)
+        order.append("first")
+        home.rmdir()
+    waiting.join(5)
+    assert order == ["first", "second: False"]
+
+
+def machine(**changes: object) -> Machine:
+    facts = {"name": "mva-1", "accelerator": Accelerator("tcg"), "cpus": 1, "memory": Memory(256, Path("/t/memory")),
+             "limits": Size(8, 4096), "disk": Path("/v/a,b/disk"), "disk_format": "qcow2", "mac": "02:00:00:00:00:01",
+             "kernel": Path("/k"), "initrd": Path("/i"), "cmdline": "quiet"}  # fmt: skip
+    return Machine(**{**facts, **changes})  # type: ignore[arg-type]
+
+
+def test_template_and_clone_are_the_same_machine() -> None:
+    parent = machine(name="template", memory=Memory(256, Path("/w/memory"), shared=True), mac="02:00:00:00:00:09")
+    assert parent.shape() == machine().shape()
+    wiring = Wiring(5, 6, 7, Path("/c"))
+    assert "share=on" in " ".join(parent.argv("qemu", wiring, paused=False))
+    clone = machine().argv("qemu", wiring, paused=True, incoming=True)
+    assert "share=off" in " ".join(clone) and "-S" in clone and "defer" in clone
+
+
+def test_a_comma_in_a_path_does_not_end_the_option() -> None:
+    assert "filename=/v/a,,b/disk,discard" in " ".join(machine().argv("qemu", Wiring(5, 6, 7, Path("/c")), paused=True))
+
+
+def test_limits_are_the_hosts_but_never_below_the_base() -> None:
+    assert limits(Size(1, 256), Size(8, 5000), Size(64, 262144)) == Size(8, 5120)
+    assert limits(Size(2, 512), Size(1, 256), Size(64, 262144)) == Size(2, 512)
+
+
+class FakeQemu:
+    """Answers on a Unix socket with prepared lines, one batch for each command line received."""
+
+    def __init__(self, path: Path, *batches: list[str]) -> None:
+        self.server = socket.socket(socket.AF_UNIX)
+        self.server.bind(str(path))
+        self.server.listen()
+        self.thread = threading.Thread(target=self._serve, args=(batches,), daemon=True)
+        self.thread.start()
+
+    def _serve(self, batches: tuple[list[str], ...]) -> None:
+        peer, _ = self.server.accept()
+        with peer, peer.makefile("r") as commands:
+            peer.sendall(b'{"QMP": {}}\n')
+            for batch in (['{"return": {}}'], *batches):
+                commands.readline()
+                peer.sendall(("\n".join(batch) + "\n").encode())
+
+
+def test_events_between_replies_are_kept(tmp_path: Path) -> None:
+    FakeQemu(
+        tmp_path / "q",
+        ['{"event": "STOP"}', '{"return": 1}'],
+        ['{"return": 2}', '{"event": "MIGRATION", "data": {"status": "done"}}'],
+    )
+    with Monitor.connect(tmp_path / "q", timeout=5) as monitor:
+        assert monitor.execute_all([("one", {}), ("two", {})]) == [1, 2]
+        assert monitor.wait_event("MIGRATION", 5, status="done") == {"status": "done"}
+
+
+def test_a_refusal_is_raised_after_all_were_answered(tmp_path: Path) -> None:
+    FakeQemu(tmp_path / "q", ['{"error": {"desc": "no such thing"}}'], ['{"return": 2}'], ['{"return": 3}'])
+    with Monitor.connect(tmp_path / "q", timeout=5) as monitor:
+        with pytest.raises(QmpError, match="refused one: no such thing"):
+            monitor.execute_all([("one", {}), ("two", {})])
+        assert monitor.execute("three") == 3
+
+
+def test_silence_is_unknown(tmp_path: Path) -> None:
+    FakeQemu(tmp_path / "q")
+    with Monitor.connect(tmp_path / "q", timeout=5) as monitor, pytest.raises(Unknown):
+        monitor.wait_event("STOP", 0.05)
+    with pytest.raises(Unknown):
+        Monitor.connect(tmp_path / "nobody")
+
+
+def test_the_probes_answer_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def ask(binary: str) -> str:
+        asked.append(binary)
+        return "it hung"
+
+    monkeypatch.setattr(probe, "_probe", ask)
+    kept = tmp_path / "state/kvm.json"
+    for _ in range(2):
+        assert probe.accelerator("auto", "qemu", "7.2", kept).name == "tcg"
+    assert len(asked) == 1
+    assert probe.accelerator("auto", "qemu", "8.0", kept).name == "tcg"
+    assert len(asked) == 2
+    with pytest.raises(Broken, match="it hung"):
+        probe.accelerator("kvm", "qemu", "8.0", kept)
+    assert probe.accelerator("tcg", "qemu", "8.0", tmp_path / "none").name == "tcg"
+
+
+def test_the_boot_sector_is_one() -> None:
+    assert len(probe._BOOT_SECTOR) == 512 and probe._BOOT_SECTOR.endswith(b"\x55\xaa")
+
+
+def test_unique_memory_leaves_out_the_shared_file(tmp_path: Path) -> None:
+    shared = tmp_path / "memory"
+    shared.write_bytes(bytes(32 << 20))
+    code = ("import mmap, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY); "
+            "[m[i] for i in range(0, len(m), 4096)]; m[0] = 1; print('ready', flush=True); sys.stdin.read()")  # fmt: skip
+    child = subprocess.Popen([sys.executable, "-c", code, str(shared)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdin and child.stdout and child.stdout.readline() == b"ready\n"
+    apart, _ = process.memory(child.pid, "/memory")
+    together, _ = process.memory(child.pid)
+    child.communicate()
+    assert together - apart > 24
