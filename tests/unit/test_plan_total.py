@@ -68,7 +68,7 @@ def act(scene: Scene, what: str, which: int, how: int, much: int) -> Message | N
                 replace(job, state=JobState.SUSPENDED),
             ][how]
         case "vm":
-            scene.seen(name, list(VmCondition)[how % 4])
+            scene.seen(name, list(VmCondition)[how % 5])
         case "node":
             scene.node(name, list(NodeState)[how % 4])
         case "template":

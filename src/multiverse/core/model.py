@@ -146,7 +146,8 @@ class Host:
 class VmCondition(StrEnum):
     MAKING = "making"  # begun, not complete
     PARKED = "parked"  # restored and paused, or ready to boot; no identity yet
-    RUNNING = "running"
+    STARTING = "starting"  # it runs, but is not all itself yet: mounts, users, daemons
+    RUNNING = "running"  # it has its identity, its mounts, and its daemons have been started
     DEAD = "dead"  # its process is gone or its guest has stopped; things of it remain
 
 

@@ -35,6 +35,7 @@ from multiverse.core.model import (
     TemplateState,
     Vm,
     VmCondition,
+    VmSeen,
     VmState,
     World,
 )
@@ -432,7 +433,7 @@ def _step_vm(draft: Draft, vm_id: int, world: World, policy: Policy) -> None:
     absent = seen is None and began > world.quiet.get(vm.key, vm.since) and began > vm.since
     dead = seen is not None and seen.condition is VmCondition.DEAD
     if vm.state is V.PLANNED:
-        if seen is not None and seen.condition in (VmCondition.PARKED, VmCondition.RUNNING):
+        if seen is not None and seen.condition not in (VmCondition.MAKING, VmCondition.DEAD):
             draft.move(Change(replace(vm, state=V.PARKED), Event.EXISTS))
         elif began - vm.since > policy.spawn_timeout:
             _fail(draft, vm, Event.FAILED, f"it was not made within {policy.spawn_timeout:g} s")
@@ -450,7 +451,7 @@ def _step_vm(draft: Draft, vm_id: int, world: World, policy: Policy) -> None:
     if vm.state is V.PARKED and attempt is not None and attempt.state is A.SPAWNING:
         draft.move(Change(replace(vm, state=V.STARTING), Event.START))
     elif vm.state is V.STARTING:
-        _step_starting(draft, vm, world, policy)
+        _step_starting(draft, vm, seen, world, policy)
 
 
 def _job_is_pinned(draft: Draft, vm: Vm, world: World) -> bool:
@@ -470,11 +471,13 @@ def _fail(draft: Draft, vm: Vm, event: Event, why: str) -> None:
     draft.move(Change(_releasing(vm, why), event, why))
 
 
-def _step_starting(draft: Draft, vm: Vm, world: World, policy: Policy) -> None:
+def _step_starting(draft: Draft, vm: Vm, seen: VmSeen | None, world: World, policy: Policy) -> None:
+    """Joined when both sides say so: the node is registered, and the guest is all itself."""
     if world.scheduler is None:
         return
     node = world.scheduler.value.nodes.get(vm.name)
-    if node is not None and node.state in (NodeState.IDLE, NodeState.BUSY):
+    registered = node is not None and node.state in (NodeState.IDLE, NodeState.BUSY)
+    if registered and seen is not None and seen.condition is VmCondition.RUNNING:
         draft.move(Change(replace(vm, state=V.JOINED), Event.REGISTERED))
     elif node is not None and node.state is NodeState.DOWN:
         _fail(draft, vm, Event.FAILED, f"its node came up down: {node.reason or 'no reason given'}")
