@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from multiverse.core.errors import Gone, MultiverseError, Refused
+from multiverse.core.errors import Broken, Exhausted, Gone, Refused
 from multiverse.core.model import (
     CloneKind,
     Daemon,
@@ -44,6 +44,10 @@ class Harness(ABC):
     def remains(self, name: str) -> list[str]:
         """Whatever of this VM can still be found on its host, by other means than `look`."""
 
+    def address(self, number: int) -> str:
+        """One for the VM of this serial, with its prefix length."""
+        return f"10.213.200.{number}/16"
+
     def spec(self, kind: CloneKind = CloneKind.INSTANT) -> VmSpec:
         self.serial += 1
         return VmSpec(
@@ -57,7 +61,7 @@ class Harness(ABC):
         return Identity(
             hostname=spec.name,
             mac=spec.mac,
-            address=f"10.213.200.{number}/16",
+            address=self.address(number),
             gateway="",
             machine_id=f"{number:032x}",
             membership=Membership(daemons=(daemon,)),
@@ -158,8 +162,11 @@ async def a_dead_vm_is_shown_until_it_is_destroyed(h: Harness) -> None:
             break
         await asyncio.sleep(0.1)
     assert await h.condition(spec.name) is VmCondition.DEAD
-    with pytest.raises(MultiverseError):
+    definite = (Refused, Exhausted, Gone, Broken)  # anything else would be tried again, in vain
+    with pytest.raises(definite):
         await h.hypervisor.start(spec.name, spec.size, h.identity(spec))
+    with pytest.raises(definite):
+        await h.hypervisor.create(spec)
     await h.hypervisor.destroy(spec.name, 1.0)
     assert not h.remains(spec.name)
     assert await h.condition(spec.name) is None

@@ -129,10 +129,12 @@ class Sight(StrEnum):
 
 def _sight(attempt: Attempt, view: SchedulerView) -> tuple[Sight, Job | None]:
     job = view.jobs.get(attempt.job.job_id)
-    if job is None or job.ref.submitted != attempt.job.submitted or job.ref.restarts < attempt.job.restarts:
-        return Sight.UNSEEN, None  # gone, or another job that got the same id
-    if job.ref.restarts > attempt.job.restarts:
-        return Sight.RESTARTED, job
+    if job is None:
+        return Sight.UNSEEN, None
+    if job.ref.restarts > attempt.job.restarts and job.ref.submitted >= attempt.job.submitted:
+        return Sight.RESTARTED, job  # Slurm gives what it requeues a new submit time
+    if job.ref != attempt.job:
+        return Sight.UNSEEN, None  # another job that got the same id
     match job.state:
         case JobState.PENDING:
             return Sight.PENDING, job
@@ -435,6 +437,8 @@ def _step_vm(draft: Draft, vm_id: int, world: World, policy: Policy) -> None:
     if vm.state is V.PLANNED:
         if seen is not None and seen.condition not in (VmCondition.MAKING, VmCondition.DEAD):
             draft.move(Change(replace(vm, state=V.PARKED), Event.EXISTS))
+        elif seen is not None and dead and began > world.quiet.get(vm.key, vm.since):
+            _fail(draft, vm, Event.FAILED, seen.reason or "the VM died while it was made")
         elif began - vm.since > policy.spawn_timeout:
             _fail(draft, vm, Event.FAILED, f"it was not made within {policy.spawn_timeout:g} s")
         return

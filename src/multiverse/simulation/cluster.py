@@ -200,7 +200,9 @@ class Cluster:
         flavor = self.settings.flavor
         if batch.size.cpus > flavor.cpus or batch.size.memory > flavor.memory or batch.nodes > self.settings.max_nodes:
             raise Refused(f"no host holds {batch.size} on {batch.nodes} nodes", hint=f"at most {flavor} fits")
-        job = JobRecord(str(job_id), self._wall(), batch, self._loop.time() + batch.delay, held=batch.held)
+        job = JobRecord(
+            len(self.history), str(job_id), self._wall(), batch, self._loop.time() + batch.delay, held=batch.held
+        )
         self.jobs[job.job_id] = job
         self.history.append(job)
         self.hint()
@@ -291,6 +293,7 @@ class Cluster:
         # Its features stay as they are, the pin among them: only we know that its nodes are no good.
         job.state, job.again, job.result, job.nodes = JobState.PENDING, False, "", ()
         job.restarts += 1
+        job.submitted = self._wall()  # so does Slurm 22.05: what is queued again counts as submitted then
         job.begin, job.delayed = self._loop.time() + self.settings.requeue_delay, True
 
     def _end(self, job: JobRecord, result: str) -> None:

@@ -44,8 +44,7 @@ class Joining:
 class Run:
     """One start of a script in a guest: the truth about what ran."""
 
-    job_id: str
-    submitted: int
+    job: int  # its `JobRecord.number`
     restarts: int
     node: str
     began: float
@@ -63,7 +62,7 @@ class GuestPace:
 
 @dataclass(eq=False)
 class Guest:
-    """A running guest. `served` are the jobs, as (id, submitted), that ever had this node."""
+    """A running guest. `served` are the jobs, as (number, id), that ever had this node."""
 
     name: str
     identity: Identity
@@ -72,7 +71,7 @@ class Guest:
     rng: Random
     pace: GuestPace
     alive: bool = True
-    served: list[tuple[str, int]] = field(default_factory=list)
+    served: list[tuple[int, str]] = field(default_factory=list)
     _job: JobRecord | None = None
     _run: Run | None = None
     _rest: float = 0.0  # seconds of the script still to go
@@ -91,7 +90,7 @@ class Guest:
 
     def allot(self, job: JobRecord) -> None:
         """This node is now the job's."""
-        key = (job.job_id, job.submitted)
+        key = (job.number, job.job_id)
         if key not in self.served:
             self.served.append(key)
 
@@ -100,7 +99,7 @@ class Guest:
         if not self.alive:
             return  # nobody hears it; slurmctld finds out when the node does not answer
         self._job = job
-        self._run = Run(job.job_id, job.submitted, job.restarts, self.name, self._now())
+        self._run = Run(job.number, job.restarts, self.name, self._now())
         self.runs.append(self._run)
         self._rest = job.batch.seconds
         self.resume(job)

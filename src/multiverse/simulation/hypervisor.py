@@ -61,7 +61,9 @@ class SimulatedHypervisor:
     async def start(self, name: str, size: Size, identity: Identity) -> Sequence[Stage]:
         plug = await self._take("plug", self._pace.command)
         self._machines.start(name, size, identity)
-        return (plug, await self._take("identity", self._pace.start))
+        identity_sent = await self._take("identity", self._pace.start)
+        self._machines.started(name)
+        return (plug, identity_sent)
 
     async def destroy(self, name: str, grace: float) -> None:
         await self._take("command", self._pace.command)

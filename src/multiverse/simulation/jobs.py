@@ -39,8 +39,10 @@ class Batch:
 
 @dataclass(eq=False)
 class JobRecord:
-    """A job in slurmctld's memory. It is at the gate while `pin` is None."""
+    """A job in slurmctld's memory. It is at the gate while `pin` is None. `number` is the world's own: job ids
+    come again, and submit times change."""
 
+    number: int
     job_id: str
     submitted: int
     batch: Batch

@@ -118,7 +118,7 @@ class Machines:
     def start(self, name: str, size: Size, identity: Identity) -> None:
         """Give it its identity and let it run. `Gone`, `Broken`, `Refused` for one that runs as another."""
         machine = self._get(name)
-        if machine.condition is VmCondition.RUNNING:
+        if machine.condition in (VmCondition.STARTING, VmCondition.RUNNING):
             assert machine.guest is not None
             theirs = machine.guest.identity
             if (theirs.hostname, theirs.mac, theirs.address) != (identity.hostname, identity.mac, identity.address):
@@ -129,8 +129,15 @@ class Machines:
         if size != machine.spec.size:
             self.violations.append(f"{name} was made as {machine.spec.size} and started as {size}")
         self._know_apart(name, identity)
-        machine.condition = VmCondition.RUNNING
+        machine.condition = VmCondition.STARTING
         machine.guest = self._boot(name, identity)
+
+    def started(self, name: str) -> None:
+        """It has become someone. `Gone` or `Broken` if it was destroyed or died meanwhile."""
+        machine = self._get(name)
+        if machine.condition is VmCondition.DEAD:
+            raise Broken(f"{name} died while it was started: {machine.reason}", hint="destroy it")
+        machine.condition = VmCondition.RUNNING
 
     def die(self, name: str, reason: str) -> None:
         """Its process ends; what it had on its host remains."""

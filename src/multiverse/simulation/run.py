@@ -71,7 +71,7 @@ class Outcome:
     seconds: float
     crashes: int
     faults: dict[str, int]
-    results: dict[str, str]  # by job id and submit time
+    results: dict[str, str]  # by the world's number and the job id
     journal: list[str]
     wrongs: list[str]
 
@@ -203,7 +203,7 @@ class _Simulation:
             seconds=self.loop.time(),
             crashes=self.crashes,
             faults=faults,
-            results={f"{job.job_id}@{job.submitted}": job.result for job in self.world.cluster.history},
+            results={f"{job.number}: {job.job_id}": job.result for job in self.world.cluster.history},
             journal=[
                 f"{e.mono:10.3f} {e.kind} {e.id} {e.event}: {e.source} -> {e.target} {e.reason} {e.detail or ''}"
                 for e in entries

@@ -66,6 +66,10 @@ class SimulatedScheduler:
     async def requeue(self, job: JobRef) -> None:
         await self._reach()
         record = self._reread(job)
+        if record.state is JobState.PENDING:
+            record.pin = None
+            self._wake(record)
+            return
         if record.state not in LIVE:
             raise Stale(f"job {job.job_id} is {record.state}")
         self._cluster.requeue(job.job_id)

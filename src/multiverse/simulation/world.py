@@ -76,7 +76,7 @@ class World:
     def _once(self) -> list[str]:
         wrong: list[str] = []
         for job in self.cluster.history:
-            runs = [run for run in self.runs if (run.job_id, run.submitted) == (job.job_id, job.submitted)]
+            runs = [run for run in self.runs if run.job == job.number]
             whole = [run for run in runs if run.completed]
             starts = Counter(run.restarts for run in runs)
             told = f"job {job.job_id}"
