@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.integration.fake_guest import SITE, FakeGuest, attempt, vm
 
 from multiverse.config import Settings
 from multiverse.core.errors import Gone, MultiverseError, Refused, Stale, Unknown
 from multiverse.core.model import CloneKind, Job, JobRef, JobState, NodeState, SchedulerView, Size
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.drivers.slurm.inbox import hints
-from tests.integration.fake_guest import SITE, FakeGuest, attempt, vm
 
 pytestmark = pytest.mark.integration
 
@@ -137,7 +137,7 @@ async def test_array_tasks_are_pinned_one_by_one_within_the_arrays_limit(
     job_id = lab.sbatch("sleep 100", "--array=0-8:2%2")
     view = await scheduler.look()
     tasks = {name: job for name, job in view.jobs.items() if name.startswith(f"{job_id}_")}
-    assert [name for name in sorted(tasks, key=lambda n: tasks[n].rank)] == [f"{job_id}_{i}" for i in (0, 2, 4, 6, 8)]
+    assert sorted(tasks, key=lambda name: tasks[name].rank) == [f"{job_id}_{i}" for i in (0, 2, 4, 6, 8)]
     assert [name for name, job in tasks.items() if job.eligible] == [f"{job_id}_0", f"{job_id}_2"]
     task = tasks[f"{job_id}_2"]
     await spawn(task, 11)
@@ -307,11 +307,11 @@ async def test_the_user_and_what_a_vm_is_given(lab: Any, scheduler: SlurmSchedul
 
 
 async def test_submission_and_end_leave_hints(lab: Any, scheduler: SlurmScheduler, spawn: Spawn) -> None:
-    seen: list[tuple[str, str]] = []
+    seen: set[tuple[str, str]] = set()
 
     async def listen() -> None:
         async for hint in hints(lab.settings.slurm.inbox):
-            seen.append(tuple(hint))  # type: ignore[arg-type]
+            seen.add(hint)
 
     listening = asyncio.create_task(listen())
     try:

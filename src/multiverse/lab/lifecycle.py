@@ -115,7 +115,7 @@ def status(where: Layout) -> dict[str, dict[str, Any]]:
             "since": running.since if running else None,
         }
     plan = load(where)
-    there = bridge.index(plan) is not None if plan else False
+    there = bridge.is_up(plan) if plan else False
     found["bridge"] = {
         "name": plan.bridge if plan else None,
         "address": f"{plan.gateway}/{plan.prefix}" if plan else None,

@@ -81,6 +81,7 @@ class SlurmScheduler:
             # are busy or too small at this moment, and the job has been moved all the same.
             after = await self._reread(job)
             if after.partition != self._slurm.run_partition or after.pinned != feature:
+                await self._to_gate(job, after)  # features that no node has are refused, the partition is not
                 raise
 
     async def unpin(self, job: JobRef) -> None:

@@ -20,8 +20,6 @@ _DIRECTORIES = (
     ("/sys/fs/cgroup/system.slice", "root", 0o755),  # cgroup/v2 makes its scope there, systemd or not
 )
 _SOCKET = "/run/munge/munge.socket.2"
-# --num-threads: one credential at a time is all that one node asks for.
-_MUNGED = Daemon("munged", ("/usr/sbin/munged", "--foreground", "--num-threads=1"), user="munge", ready_path=_SOCKET)
 
 
 def read(path: Path) -> str:
@@ -40,7 +38,14 @@ def membership(settings: Settings, vm: Vm, attempt: Attempt | None) -> Membershi
     slurmd = Daemon(
         "slurmd", ("/usr/sbin/slurmd", "-D", "-Z", "-N", vm.name, "-f", "/etc/slurm/slurm.conf", "--conf", node)
     )
-    return Membership(files=tuple(_files(settings)), directories=_DIRECTORIES, daemons=(_MUNGED, slurmd))
+    return Membership(files=tuple(_files(settings)), directories=_DIRECTORIES, daemons=(_munged(vm), slurmd))
+
+
+def _munged(vm: Vm) -> Daemon:
+    """It holds up slurmd, which waits for a second if it is not there: so it is spared what a node has no use for,
+    more threads, a look at the name service for its own address, and reading all groups (measured: 0.1 s)."""
+    spared = ("--num-threads=1", f"--origin={vm.address.partition('/')[0]}", "--group-update-time=-1")
+    return Daemon("munged", ("/usr/sbin/munged", "--foreground", *spared), user="munge", ready_path=_SOCKET)
 
 
 def _files(settings: Settings) -> Iterator[GuestFile]:

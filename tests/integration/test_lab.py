@@ -1,0 +1,94 @@
+"""The lab comes up, comes back and goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multiverse.lab import baremetal, lifecycle
+from multiverse.lab.layout import layout
+from multiverse.lab.parts import Lab
+from multiverse.lab.plan import Wishes, load
+
+pytestmark = pytest.mark.integration
+
+
+async def test_up_again_is_harmless_and_brings_back_what_died(lab: Any) -> None:
+    before, plan = lifecycle.status(lab.where), load(lab.where)
+    words: dict[str, str] = {}
+    await lifecycle.up(lab.where, Wishes(), lambda name, word, _: words.__setitem__(name, word), controller=False)
+    assert set(words.values()) == {"is up", "runs"}
+    assert lifecycle.status(lab.where) == before
+
+    job_id = lab.sbatch("true", "--hold")
+    for name in ("slurmctld", "munged"):
+        os.kill(before[name]["pid"], signal.SIGKILL)
+    assert not lifecycle.status(lab.where)["slurmctld"]["alive"]
+    await lifecycle.up(lab.where, Wishes(), lambda name, word, _: words.__setitem__(name, word), controller=False)
+    assert (words["slurmctld"], words["munged"], words["mariadb"]) == ("started", "started", "runs")
+    assert load(lab.where) == plan
+    assert lab.run("squeue", "-h", "-j", job_id, "-o", "%i").stdout.strip() == job_id
+    lab.run("scancel", job_id)
+
+
+async def test_users_can_use_it_and_read_no_secret(lab: Any) -> None:
+    assert lab.run("sinfo", "-h", user=lab.user).returncode == 0
+    for secret in (lab.where.munge_key, lab.where.etc / "slurmdbd.conf"):
+        assert not secret.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+    assert lab.run("cat", str(lab.where.munge_key), user=lab.user, check=False).returncode != 0
+
+
+async def test_users_of_the_private_namespace_exist_nowhere_else(lab: Any) -> None:
+    assert lab.run("getent", "passwd", lab.user.name).stdout.startswith(f"{lab.user.name}:x:{lab.user.uid}:")
+    outside = subprocess.run(
+        ["nsenter", "--target=1", "--mount", "getent", "passwd", lab.user.name], capture_output=True, check=False
+    )
+    assert outside.returncode != 0
+
+
+async def test_a_plain_slurmd_for_the_baseline(lab: Any) -> None:
+    plan = load(lab.where)
+    assert plan is not None
+    async with baremetal.baremetal(Lab(lab.where, plan)) as node:
+        done = await asyncio.to_thread(lab.run, "srun", "-p", "bare", "id", "-un", user=lab.user)
+        assert done.stdout.strip() == lab.user.name
+        assert node in lab.run("sinfo", "-hN", "-p", "bare", "-o", "%N").stdout
+    assert node not in lab.run("sinfo", "-hN", "-o", "%N").stdout
+
+
+async def test_a_second_lab_beside_the_first_leaves_nothing(lab: Any) -> None:
+    directory = Path(tempfile.mkdtemp(prefix="mvlab-"))
+    directory.chmod(0o755)
+    where = layout(directory / "lab")
+    umask = os.umask(0o077)
+    try:
+        await lifecycle.up(where, Wishes(), controller=False)
+        first, second = load(lab.where), load(where)
+        assert first is not None
+        assert second is not None
+        assert first.bridge != second.bridge
+        assert first.subnet != second.subnet
+        status = lifecycle.status(where)
+        assert all(part["alive"] for name, part in status.items() if name != "controller")
+        await lifecycle.down(where)
+        await lifecycle.down(where)
+        assert not Path("/sys/class/net", second.bridge).exists()
+        assert not where.run.exists()
+        assert not where.memory.exists()
+        for name, part in status.items():
+            if part.get("pid"):
+                assert not Path(f"/proc/{part['pid']}/exe").exists(), name
+        assert all(part["alive"] for name, part in lifecycle.status(lab.where).items() if name != "controller")
+    finally:
+        os.umask(umask)
+        await lifecycle.down(where)
+        shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,210 @@
+"""Where a lab lies, what it shares, and how it knows its processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from multiverse import config
+from multiverse.cli.lab import mebibytes
+from multiverse.core.errors import Broken, Refused
+from multiverse.lab import configure, plan, process
+from multiverse.lab.layout import layout
+from multiverse.lab.plan import LabPlan, Wishes
+
+PLAN = LabPlan(
+    cores=8,
+    memory=16384,
+    image="slim",
+    images="/var/lib/multiverse/images",
+    shares=("/home", "/home/ada", "/srv/data"),
+    bridge="mvlab210",
+    subnet="10.210.0.0/16",
+    slurmctld_port=20001,
+    slurmd_port=20002,
+    slurmdbd_port=20003,
+    nfs_port=20004,
+)
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A directory whose path leaves room for sockets."""
+    made = Path(tempfile.mkdtemp(prefix="mvlab-"))
+    yield made
+    shutil.rmtree(made)
+
+
+def test_where_a_lab_may_lie(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MULTIVERSE_LAB", "/srv/lab")
+    assert layout(None).root == Path("/srv/lab")
+    assert layout(Path("/srv/other")).root == Path("/srv/other")
+    assert layout(Path("/srv/a")).memory != layout(Path("/srv/b")).memory
+    for wrong in ("/srv/a b", "/srv/a;b", "/srv/" + "x" * 60):
+        with pytest.raises(Refused):
+            layout(Path(wrong))
+
+
+def test_a_plan_is_made_once_and_kept(short: Path) -> None:
+    where = layout(short)
+    where.state.write_text(json.dumps(asdict(PLAN)))
+    kept = plan.decide(where, Wishes())
+    assert kept == PLAN
+    more = plan.decide(where, Wishes(cores=4, shares=(Path("/opt/x"),)))
+    assert more == replace(PLAN, cores=4, shares=(*PLAN.shares, "/opt/x"))
+    assert plan.load(where) == more
+    where.state.write_text("{}")
+    with pytest.raises(Broken):
+        plan.load(where)
+
+
+def test_two_new_labs_do_not_collide(short: Path) -> None:
+    plans = []
+    for name in ("one", "two"):
+        (short / name).mkdir()
+        plans.append(plan.decide(layout(short / name), Wishes()))
+    ports = [{p.slurmctld_port, p.slurmd_port, p.slurmdbd_port, p.nfs_port} for p in plans]
+    assert [len(found) for found in ports] == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("path", "fine"),
+    [
+        ("/", False),
+        ("/etc/x", False),
+        ("/usr", False),
+        ("/tmp", False),
+        ("/var", False),
+        ("/tmp/x", True),
+        ("/home", True),
+        ('/srv/"x', False),
+        ("/srv/a b", False),
+    ],
+)
+def test_what_guests_may_mount(path: str, fine: bool) -> None:
+    assert plan.sharable(Path(path)) is fine
+
+
+def test_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert tmp_path in plan.shares(())
+    monkeypatch.chdir("/")
+    assert Path("/") not in plan.shares(())
+    for wrong in (tmp_path / "missing", Path("/")):
+        with pytest.raises(Refused):
+            plan.shares([wrong])
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "ab").mkdir()
+    found = plan.outermost(str(tmp_path / name) for name in ("a/b", "a", "ab", "missing"))
+    assert found == [str(tmp_path / "a"), str(tmp_path / "ab")]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("16G", 16384), ("512M", 512), ("100", 100), ("1T", 1048576), ("2GiB", 2048)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert mebibytes(text) == size
+    with pytest.raises(Refused):
+        mebibytes(f"{text}x")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="files get their owners")
+def test_configuration_is_read_back_as_settings(short: Path) -> None:
+    if not _has_user("slurm"):
+        pytest.skip("no slurm user here")
+    where = layout(short / "lab")
+    where.make()
+    share = short / "data"
+    share.mkdir()
+    settings = configure.configure(where, replace(PLAN, shares=(str(share),)))
+    assert settings == config.load(where.settings)
+    assert (settings.host.cores, settings.host.memory, settings.qemu.bridge) == (8, 16384, "mvlab210")
+    assert settings.mounts[0].source == f"10.210.0.1:{share}"
+    assert "port=20004" in settings.mounts[0].options
+    assert (where.etc / "slurmdbd.conf").stat().st_mode & 0o777 == 0o600
+    assert where.slurm_conf.stat().st_mode & 0o777 == 0o644
+    before = {path.name: path.read_bytes() for path in where.etc.iterdir()}
+    configure.configure(where, replace(PLAN, shares=(str(share),)))
+    assert before == {path.name: path.read_bytes() for path in where.etc.iterdir()}
+
+
+def _has_user(name: str) -> bool:
+    return name in {entry.pw_name for entry in pwd.getpwall()}
+
+
+def test_directories_are_readable_whatever_the_umask(short: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        where = layout(short / "a" / "lab")
+        where.make()
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (where.root.parent, where.root, where.etc, where.run)} == {0o755}
+
+
+# --- processes -------------------------------------------------------------------------------------
+
+
+def command(log: Path, text: str) -> process.Command:
+    return process.Command([sys.executable, "-c", text], log, user=_me())
+
+
+def _me() -> str:
+    return pwd.getpwuid(os.geteuid()).pw_name
+
+
+async def test_a_process_is_known_by_its_record_and_ended(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("sets its user")
+    record, log = tmp_path / "record.json", tmp_path / "log"
+    started = process.start(command(log, "import time; time.sleep(100)"), record, "abc")
+    running = process.recorded(record)
+    assert running is not None
+    assert (running.pid, running.digest, running.alive()) == (started.pid, "abc", True)
+    another = replace(running, born=running.born + 1)  # the pid came again
+    assert not another.alive()
+    await process.stop(another, 1.0)
+    assert running.alive()
+    await process.stop(running, 5.0)
+    assert not running.alive()
+    await process.stop(running, 5.0)
+    assert process.recorded(record) is None
+    started.wait()
+
+
+async def test_a_stubborn_process_is_killed(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("sets its user")
+    record, log = tmp_path / "record.json", tmp_path / "log"
+    text = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(100)"
+    started = process.start(command(log, text), record, "")
+    await process.until(lambda: "up" in log.read_text(), started, command(log, ""), 10.0)
+    running = process.recorded(record)
+    assert running is not None
+    began = time.monotonic()
+    await process.stop(running, 0.2)
+    assert not running.alive()
+    assert time.monotonic() - began < 5
+    started.wait()
+
+
+async def test_what_does_not_come_up_says_its_last_word(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("sets its user")
+    log = tmp_path / "log"
+    wanted = command(log, "print('no such key'); raise SystemExit(3)")
+    started = process.start(wanted, tmp_path / "record.json", "")
+    with pytest.raises(Broken, match="ended with 3: no such key"):
+        await process.until(lambda: False, started, wanted, 10.0)
+    with pytest.raises(Broken, match="cannot run"):
+        process.start(process.Command(["/nonexistent"], log), tmp_path / "record.json", "")
