@@ -209,10 +209,11 @@ def test_unique_memory_leaves_out_the_shared_file(tmp_path: Path) -> None:
     shared = tmp_path / "memory"
     shared.write_bytes(bytes(32 << 20))
     code = ("import mmap, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY); "
-            "[m[i] for i in range(0, len(m), 4096)]; m[0] = 1; print('ready', flush=True); sys.stdin.read()")  # fmt: skip
-    child = subprocess.Popen([sys.executable, "-c", code, str(shared)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            "[m[i] for i in range(0, len(m), 4096)]; m[0] = 1; print('ready', flush=True); input()")  # fmt: skip
+    argv = [sys.executable, "-c", code, str(shared)]
+    child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdin and child.stdout and child.stdout.readline() == b"ready\n"
     apart, _ = process.memory(child.pid, "/memory")
     together, _ = process.memory(child.pid)
-    child.communicate()
+    child.communicate(b"\n")
     assert together - apart > 24

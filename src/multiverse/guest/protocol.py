@@ -107,13 +107,14 @@ def _clean(text: str) -> str:
 
 
 def _stages(raw: Any) -> tuple[Stage, ...]:
-    found = []
-    for item in raw[:64] if isinstance(raw, list) else ():
-        if isinstance(item, list) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], int | float):
-            # Compared before it is converted: a number of JSON may be too large for a float.
-            if 0 <= item[1] < 3600:
-                found.append(Stage(_clean(item[0])[:40], float(item[1])))
-    return tuple(found)
+    items = raw[:64] if isinstance(raw, list) else []
+    pairs = [item for item in items if isinstance(item, list) and len(item) == 2]
+    # Compared before it is converted: a number of JSON may be too large for a float.
+    return tuple(
+        Stage(_clean(name)[:40], float(seconds))
+        for name, seconds in pairs
+        if isinstance(name, str) and isinstance(seconds, int | float) and 0 <= seconds < 3600
+    )
 
 
 def _audit(raw: Any) -> dict[str, str | int]:

@@ -1,0 +1,306 @@
+"""QEMU's driver on real guests: an image, a template, and clones of every kind on a bridge of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from multiverse.config import HostSettings, QemuSettings, Settings
+from multiverse.core.errors import Broken, Gone, MultiverseError
+from multiverse.core.model import (
+    CloneKind,
+    Daemon,
+    GuestFile,
+    Identity,
+    Membership,
+    Size,
+    Stage,
+    TemplateCondition,
+    User,
+    VmCondition,
+    VmSpec,
+)
+from multiverse.drivers.qemu.driver import QemuHypervisor
+from multiverse.drivers.qemu.host import manifest
+from multiverse.guest import image
+
+pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="taps and images need root")]
+
+CACHE = Path(os.environ.get("MULTIVERSE_TEST_CACHE", Path(__file__).parents[2] / "var/cache/test"))
+SITE = f"q{os.getpid() % 46656:04x}"[:5]
+BASE = Size(1, 256)
+SLEEPER = Daemon("sleeper", ("/bin/sleep", "1000000"))
+
+
+@dataclasses.dataclass
+class Lab:
+    settings: Settings
+    hypervisor: QemuHypervisor
+    serial: int = 0
+
+    def spec(self, kind: CloneKind = CloneKind.INSTANT, size: Size = BASE) -> VmSpec:
+        self.serial += 1
+        return VmSpec(
+            f"mv{SITE}-{self.serial}", "h", "slim", kind, size, f"02:00:5e:00:{os.getpid() % 256:02x}:{self.serial:02x}"
+        )
+
+    def identity(self, spec: VmSpec, *daemons: Daemon, **more: object) -> Identity:
+        number = int(spec.name.partition("-")[2])
+        facts = {"hostname": spec.name, "mac": spec.mac, "address": f"10.219.7.{number}/24", "gateway": "10.219.7.254",
+                 "machine_id": f"{number:032x}", "users": (User("ann", 4001, 4001, "/", "/bin/sh", (("lab", 4100),)),),
+                 "peers": (("head", "10.219.7.254"),),
+                 "membership": Membership(daemons=daemons or (SLEEPER,)), **more}  # fmt: skip
+        return Identity(**facts)  # type: ignore[arg-type]
+
+    async def started(self, spec: VmSpec, *daemons: Daemon, **more: object) -> list[Stage]:
+        stages = [*await self.hypervisor.create(spec)]
+        return [*stages, *await self.hypervisor.start(spec.name, spec.size, self.identity(spec, *daemons, **more))]
+
+    async def condition(self, name: str) -> VmCondition | None:
+        seen = (await self.hypervisor.look()).vms.get(name)
+        return None if seen is None else seen.condition
+
+    def pid(self, name: str) -> int:
+        known = manifest.read(self.settings.qemu.vms / name)
+        assert known is not None
+        return known.pid
+
+    def remains(self, name: str) -> list[str]:
+        """What the operating system still has of a VM."""
+        qemu = self.settings.qemu
+        places = [qemu.vms / name, qemu.run / name, Path("/sys/class/net") / name]
+        found = [str(path) for path in places if path.exists()]
+        for entry in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                arguments = entry.read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if b"-incoming" in arguments or b"-chardev" in arguments:
+                found += [str(entry)] if name.encode() in arguments else []
+        return found
+
+
+async def until(what: Callable[[], Awaitable[bool]], seconds: float = 20.0) -> None:
+    """Look again and again, for a bounded time: a hypervisor's view has no event to wait for."""
+    deadline = time.monotonic() + seconds
+    while not await what():
+        assert time.monotonic() < deadline, "it did not come to that in time"
+        await asyncio.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def settings() -> Iterator[Settings]:
+    """Directories and a bridge of our own; nothing of them is left."""
+    image.build("slim", "slim", CACHE / "images", packages=("hpcc",), progress=print)
+    place, memory = Path(tempfile.mkdtemp(prefix="mvq-")), Path(tempfile.mkdtemp(prefix="mvq-", dir="/dev/shm"))
+    bridge = f"mvq{os.getpid()}"
+    qemu = QemuSettings(
+        images=CACHE / "images", templates=memory / "t", vms=place / "vms", run=place / "run", bridge=bridge
+    )
+    try:
+        for command in (
+            f"link add {bridge} type bridge",
+            f"addr add 10.219.7.254/24 dev {bridge}",
+            f"link set {bridge} up",
+        ):
+            subprocess.run(["ip", *command.split()], check=True)
+        yield Settings(state_dir=place, host=HostSettings("h", 4, 8192), qemu=qemu)
+    finally:
+        subprocess.run(["ip", "link", "del", bridge], check=False)
+        shutil.rmtree(place)
+        shutil.rmtree(memory)
+
+
+@pytest.fixture
+async def lab(settings: Settings) -> Lab:
+    hypervisor = QemuHypervisor(settings, SITE)
+    await hypervisor.prepare("h", "slim", BASE)
+    return Lab(settings, hypervisor, int(time.monotonic() * 10) % 100)
+
+
+@pytest.fixture(autouse=True)
+async def swept(lab: Lab) -> object:
+    yield
+    view = await lab.hypervisor.look()
+    for name in view.vms:
+        await lab.hypervisor.destroy(name, 0)
+        assert lab.remains(name) == []
+    lab.hypervisor.close()
+
+
+async def test_two_clones_at_once_are_strangers_and_leave_nothing(lab: Lab) -> None:
+    specs = [lab.spec(), lab.spec()]
+    stages = await asyncio.gather(*(lab.started(spec) for spec in specs))
+    one, two = (lab.hypervisor.audit(spec.name) for spec in specs)
+    for fact in ("machine_id", "boot_id", "random"):
+        assert one[fact] and one[fact] != two[fact]
+    assert one["machine_id"] == lab.identity(specs[0]).machine_id
+    assert [stage.name for stage in stages[0]][:6] == ["overlay", "tap", "exec", "restore", "plug", "first_byte"]
+    view = await lab.hypervisor.look()
+    assert [view.vms[spec.name].condition for spec in specs] == [VmCondition.RUNNING] * 2
+    assert view.templates["h", "slim"].condition is TemplateCondition.READY
+    measured = await lab.hypervisor.measure()
+    assert all(measured[spec.name][1] > 1 for spec in specs)
+    for spec in specs:
+        await lab.hypervisor.destroy(spec.name, 2.0)
+        assert lab.remains(spec.name) == []
+        await lab.hypervisor.destroy(spec.name, 2.0)
+    assert not (await lab.hypervisor.look()).vms
+
+
+async def test_a_clone_is_who_it_was_told_to_be(lab: Lab) -> None:
+    """Asked from inside, over the network that it was given."""
+    spec = lab.spec()
+    lines: list[str] = []
+    done = asyncio.Event()
+
+    async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        lines.extend((await reader.read()).decode().splitlines())
+        writer.close()
+        done.set()
+
+    server = await asyncio.start_server(hear, "10.219.7.254", 0)
+    port = server.sockets[0].getsockname()[1]
+    questions = ("hostname", "id ann", "cat /sys/class/net/eth0/address", "stat -c '%a %U' /etc/site/key",
+                 "date +%s", "stat -fc %T /sys/fs/cgroup", "ls -d /sys/fs/cgroup/system.slice")  # fmt: skip
+    script = f"exec 3<>/dev/tcp/head/{port}; {{ {'; '.join(questions)}; }} >&3"
+    teller = Daemon("teller", ("/bin/bash", "-c", script))
+    membership = Membership((GuestFile("/etc/site/key", b"secret", 0o400, "munge"),), (), (teller,))
+    async with server:
+        await lab.started(spec, membership=membership)
+        await asyncio.wait_for(done.wait(), 30)
+    assert lines[:4] == [spec.name, "uid=4001(ann) gid=4001 groups=4001,4100(lab)", spec.mac, "400 munge"]
+    assert abs(int(lines[4]) - time.time()) < 10
+    assert lines[5:] == ["cgroup2fs", "/sys/fs/cgroup/system.slice"]
+
+
+async def test_a_clone_is_plugged_up_to_its_size(lab: Lab) -> None:
+    spec = lab.spec(size=Size(2, 768))
+    await lab.started(spec)
+    audit = lab.hypervisor.audit(spec.name)
+    assert audit["cpus"] == 2
+    assert 768 - 80 <= int(audit["memory"]) <= 768
+
+
+@pytest.mark.parametrize("kind", [CloneKind.FULL, CloneKind.LINKED])
+async def test_a_clone_that_boots_becomes_someone_too(lab: Lab, kind: CloneKind) -> None:
+    spec = lab.spec(kind, Size(2, 384))
+    stages = await lab.started(spec)
+    assert "boot" in [stage.name for stage in stages]
+    audit = lab.hypervisor.audit(spec.name)
+    assert audit["cpus"] == 2 and audit["machine_id"] == lab.identity(spec).machine_id
+    await lab.hypervisor.destroy(spec.name, 2.0)
+    assert lab.remains(spec.name) == []
+
+
+async def test_a_killed_vm_is_dead_until_it_is_destroyed(lab: Lab) -> None:
+    spec = lab.spec()
+    await lab.started(spec)
+    os.kill(lab.pid(spec.name), signal.SIGKILL)
+
+    async def dead() -> bool:
+        return await lab.condition(spec.name) is VmCondition.DEAD
+
+    await until(dead)
+    assert await lab.condition(spec.name) is VmCondition.DEAD
+    with pytest.raises(Gone):
+        await lab.hypervisor.start(spec.name, BASE, lab.identity(spec))
+    with pytest.raises(MultiverseError):
+        await lab.hypervisor.create(spec)
+    await lab.hypervisor.destroy(spec.name, 2.0)
+    assert lab.remains(spec.name) == []
+
+
+async def test_another_driver_finds_everything_on_disk(lab: Lab) -> None:
+    parked, running = lab.spec(), lab.spec()
+    await lab.hypervisor.create(parked)
+    await lab.started(running)
+    lab.hypervisor.close()
+    lab.hypervisor = QemuHypervisor(lab.settings, SITE)
+    assert await lab.condition(parked.name) is VmCondition.PARKED
+    assert await lab.condition(running.name) is VmCondition.RUNNING
+    assert await lab.hypervisor.create(parked) == []
+    await lab.hypervisor.start(parked.name, BASE, lab.identity(parked))
+    assert lab.hypervisor.audit(parked.name)["machine_id"] == lab.identity(parked).machine_id
+    began = time.monotonic()
+    await lab.hypervisor.destroy(running.name, 20.0)
+    assert time.monotonic() - began < 15  # the guest answered the flush
+    assert lab.remains(running.name) == []
+
+
+async def test_a_start_whose_answer_was_lost_is_said_again(lab: Lab) -> None:
+    spec = lab.spec()
+    await lab.hypervisor.create(spec)
+    first = asyncio.ensure_future(lab.hypervisor.start(spec.name, BASE, lab.identity(spec)))
+
+    async def told() -> bool:
+        known = manifest.read(lab.settings.qemu.vms / spec.name)
+        return known is not None and known.phase is manifest.Phase.STARTING
+
+    await until(told)
+    lab.hypervisor.close()
+    with pytest.raises(MultiverseError):
+        await first
+    lab.hypervisor = QemuHypervisor(lab.settings, SITE)
+    await lab.hypervisor.start(spec.name, BASE, lab.identity(spec))
+    assert lab.hypervisor.audit(spec.name)["machine_id"] == lab.identity(spec).machine_id
+
+
+async def test_a_daemon_that_cannot_serve_says_why(lab: Lab) -> None:
+    spec = lab.spec()
+    broken = Daemon("broken", ("/bin/sh", "-c", "echo no licence >&2; exit 3"), ready_path="/run/never")
+    with pytest.raises(Broken, match=r"exit code 3.*no licence"):
+        await lab.started(spec, broken)
+
+
+async def test_a_daemon_that_dies_is_reported(lab: Lab) -> None:
+    spec = lab.spec()
+    await lab.started(spec, Daemon("brief", ("/bin/sh", "-c", "exit 4")))
+
+    async def noted() -> bool:
+        return bool((await lab.hypervisor.look()).vms[spec.name].reason)
+
+    await until(noted)
+    reason = (await lab.hypervisor.look()).vms[spec.name].reason
+    assert "brief" in reason and "exit code 4" in reason
+
+
+async def test_destroy_does_not_wait_for_a_start_that_hangs(lab: Lab) -> None:
+    spec = lab.spec()
+    stuck = Daemon("stuck", ("/bin/sleep", "1000000"), ready_path="/run/never")
+    starting = asyncio.ensure_future(lab.started(spec, stuck))
+
+    async def runs() -> bool:
+        return await lab.condition(spec.name) is VmCondition.RUNNING
+
+    await until(runs)
+    began = time.monotonic()
+    await lab.hypervisor.destroy(spec.name, 0)
+    assert time.monotonic() - began < 10
+    assert lab.remains(spec.name) == []
+    with pytest.raises(MultiverseError):
+        await starting
+
+
+async def test_numerical_work_runs_for_a_plain_user(lab: Lab) -> None:
+    """OpenMPI in a slim guest: two ranks that meet, as nobody in particular."""
+    spec = lab.spec(size=Size(2, 512))
+    heard = socket.create_server(("10.219.7.254", 0))
+    port = heard.getsockname()[1]
+    script = f"cd /tmp; {{ mpirun -np 2 hostname; echo $?; id -un; }} >o 2>&1; cat o >/dev/tcp/head/{port}"
+    await lab.started(spec, Daemon("mpi", ("/bin/bash", "-c", script), user="ann"))
+    heard.settimeout(60)
+    peer, _ = await asyncio.to_thread(heard.accept)
+    with heard, peer, peer.makefile() as lines:
+        assert (await asyncio.to_thread(lines.read)).split() == [spec.name, spec.name, "0", "ann"]
