@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import shutil
 import signal
 import stat
@@ -22,6 +23,14 @@ from multiverse.lab.plan import Wishes, load
 pytestmark = pytest.mark.integration
 
 
+def _kill(pid: int) -> None:
+    """And see it dead."""
+    handle = os.pidfd_open(pid)
+    os.kill(pid, signal.SIGKILL)
+    assert select.select([handle], [], [], 10)[0]
+    os.close(handle)
+
+
 async def test_up_again_is_harmless_and_brings_back_what_died(lab: Any) -> None:
     before, plan = lifecycle.status(lab.where), load(lab.where)
     words: dict[str, str] = {}
@@ -31,7 +40,7 @@ async def test_up_again_is_harmless_and_brings_back_what_died(lab: Any) -> None:
 
     job_id = lab.sbatch("true", "--hold")
     for name in ("slurmctld", "munged"):
-        os.kill(before[name]["pid"], signal.SIGKILL)
+        _kill(before[name]["pid"])
     assert not lifecycle.status(lab.where)["slurmctld"]["alive"]
     await lifecycle.up(lab.where, Wishes(), lambda name, word, _: words.__setitem__(name, word), controller=False)
     assert (words["slurmctld"], words["munged"], words["mariadb"]) == ("started", "started", "runs")
