@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -63,6 +63,7 @@ class QemuHypervisor:
                               Size(qemu.max_cpus, qemu.max_memory))  # fmt: skip
         self._manifests: dict[str, tuple[tuple[int, int], Manifest | None]] = {}
         self._reasons: dict[str, str] = {}
+        self._making: dict[str, Future[Sequence[Stage]]] = {}
         self._threads = ThreadPoolExecutor(64, thread_name_prefix="qemu")
         vms.raise_file_limit()
 
@@ -212,7 +213,13 @@ class QemuHypervisor:
         """See `ports.Hypervisor`."""
         self._check_host(vm.host)
         self._check_name(vm.name)
-        return await self._in_thread(self._create, vm)
+        making = self._making[vm.name] = self._threads.submit(self._create, vm)
+        making.add_done_callback(lambda done: self._made(vm.name, done))
+        return await asyncio.wrap_future(making)
+
+    def _made(self, name: str, making: Future[Sequence[Stage]]) -> None:
+        if self._making.get(name) is making:
+            del self._making[name]
 
     def _create(self, spec: VmSpec) -> Sequence[Stage]:
         image = images.load(self._settings.images, spec.image)
@@ -242,7 +249,13 @@ class QemuHypervisor:
     async def destroy(self, name: str, grace: float) -> None:
         """See `ports.Hypervisor`."""
         self._check_name(name)
+        making = self._making.get(name)
         await self._in_thread(self._vms.destroy, name, grace)
+        if making is not None:
+            # A thread goes on when whoever waited for it is cancelled. Its QEMU has just been ended, so it
+            # ends soon, and then goes what it made meanwhile.
+            await asyncio.wait([asyncio.wrap_future(making)])
+            await self._in_thread(self._vms.destroy, name, 0.0)
         self._reasons.pop(name, None)
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Stale
+from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError
 from multiverse.core.model import CloneKind, Identity, Size, Stage, VmSpec
 from multiverse.drivers.qemu.host import link, manifest, process, templates
 from multiverse.drivers.qemu.host.channel import Channel
@@ -77,7 +77,7 @@ class Vms:
             if known is not None and known.phase is not Phase.MAKING:
                 if lives(known):
                     return []
-                raise Stale(f"VM {spec.name} is dead", hint="destroy it first")
+                raise Broken(f"VM {spec.name} is dead", hint="destroy it first")
             if known is not None or any(paths.home.iterdir()):
                 self._end(spec.name, paths, known)  # what a cut create left
                 remove_files(paths)

@@ -1,0 +1,87 @@
+"""The hypervisor's contract (tests/contract), kept by QEMU with real guests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from tests.contract.test_hypervisor_contract import SUITE, Check, Harness
+
+from multiverse.config import HostSettings, QemuSettings, Settings
+from multiverse.core.model import Size
+from multiverse.drivers.qemu.driver import QemuHypervisor
+from multiverse.drivers.qemu.host import manifest
+from multiverse.guest import image
+
+pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="taps and images need root")]
+
+CACHE = Path(os.environ.get("MULTIVERSE_TEST_CACHE", Path(__file__).parents[2] / "var/cache/test"))
+
+
+@pytest.fixture(scope="module")
+def settings() -> Iterator[Settings]:
+    """Directories and a bridge of our own; nothing of them is left."""
+    image.build("slim", "slim", CACHE / "images", packages=("hpcc",), progress=print)
+    place, memory = Path(tempfile.mkdtemp(prefix="mvc-")), Path(tempfile.mkdtemp(prefix="mvc-", dir="/dev/shm"))
+    bridge = f"mvc{os.getpid()}"
+    try:
+        subprocess.run(["ip", "link", "add", bridge, "type", "bridge"], check=True)
+        subprocess.run(["ip", "link", "set", bridge, "up"], check=True)
+        yield Settings(
+            state_dir=place,
+            host=HostSettings("h", 4, 8192),
+            qemu=QemuSettings(
+                images=CACHE / "images", templates=memory / "t", vms=place / "vms", run=place / "run", bridge=bridge
+            ),
+        )
+    finally:
+        subprocess.run(["ip", "link", "del", bridge], check=False)
+        shutil.rmtree(place)
+        shutil.rmtree(memory)
+
+
+class Real(Harness):
+    host, image, size = "h", "slim", Size(1, 256)
+    site = f"c{os.getpid() % 10000:04d}"
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.hypervisor = QemuHypervisor(settings, self.site)
+
+    async def kill(self, name: str) -> None:
+        known = manifest.read(self.settings.qemu.vms / name)
+        assert known is not None
+        os.kill(known.pid, signal.SIGKILL)
+
+    def remains(self, name: str) -> list[str]:
+        qemu = self.settings.qemu
+        places = [qemu.vms / name, qemu.run / name, Path("/sys/class/net") / name]
+        found = [str(path) for path in places if path.exists()]
+        for entry in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                if f"{qemu.vms / name}/".encode() in entry.read_bytes():
+                    found.append(str(entry))
+            except OSError:
+                continue
+        return found
+
+
+@pytest.fixture
+async def harness(settings: Settings) -> AsyncIterator[Real]:
+    real = Real(settings)
+    yield real
+    for name in (await real.hypervisor.look()).vms:
+        await real.hypervisor.destroy(name, 0)
+        assert not real.remains(name)
+    real.hypervisor.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("check", SUITE, ids=lambda check: check.__name__)
+async def test_qemu(check: Check, harness: Real) -> None:
+    await check(harness)
