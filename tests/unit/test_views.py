@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 from multiverse.cli import render
@@ -21,7 +22,7 @@ def test_a_jobs_phases_follow_each_other_without_gap() -> None:
     scene.run()
     found = phases(scene.store.journal(attempts=[1]), scene.clock.time)
     assert [p.name for p in found] == ["queued", "clone", "join", "launch", "run", "reclaim"]
-    for one, after in zip(found, found[1:], strict=False):
+    for one, after in itertools.pairwise(found):
         assert one.began + one.seconds == after.began
     assert found[1].stages == (("overlay", 0.002), ("exec", 0.047))
 

@@ -9,6 +9,7 @@ is looked at.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -202,7 +203,7 @@ class Effects:
             mac=vm.mac,
             address=vm.address,
             gateway=self._around.gateway,
-            machine_id="",
+            machine_id=machine_id(vm.name),
             users=users,
             mounts=self._around.mounts,
             peers=(*self._around.hosts, *peers),
@@ -222,6 +223,12 @@ class Effects:
 
 def _state(subject: Row | str) -> str:
     return "" if isinstance(subject, str) else str(subject.state)
+
+
+def machine_id(name: str) -> str:
+    """32 hex digits (machine-id(5)) that are this VM's alone, for names never recur; the same each time, so
+    that an identity that is sent again is the same identity."""
+    return hashlib.sha256(f"multiverse machine-id {name}".encode()).hexdigest()[:32]
 
 
 def serial_of(name: str) -> int:

@@ -1,0 +1,35 @@
+"""The documentation says what the code does, where that can be checked."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_the_life_cycle_is_drawn_from_the_tables() -> None:
+    done = subprocess.run([sys.executable, ROOT / "scripts/lifecycle", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_verb_that_the_pages_name_exists() -> None:
+    from typer.main import get_command
+
+    from multiverse.cli.main import app
+
+    command = get_command(app)
+    verbs = command.commands  # type: ignore[attr-defined]
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        for verb, sub in re.findall(r"`?multiverse ([a-z]+)(?: ([a-z]+))?", page.read_text()):
+            if verb in verbs and hasattr(verbs[verb], "commands") and sub:
+                assert sub in verbs[verb].commands, f"{page.name}: multiverse {verb} {sub}"
