@@ -282,7 +282,7 @@ async def test_destroy_does_not_wait_for_a_start_that_hangs(lab: Lab) -> None:
     starting = asyncio.ensure_future(lab.started(spec, stuck))
 
     async def runs() -> bool:
-        return await lab.condition(spec.name) is VmCondition.RUNNING
+        return await lab.condition(spec.name) is VmCondition.STARTING
 
     await until(runs)
     began = time.monotonic()
