@@ -40,6 +40,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, rea
 CACHE = Path(os.environ.get("MULTIVERSE_TEST_CACHE", Path(__file__).parents[2] / "var/cache/test"))
 SITE = f"q{os.getpid() % 46656:04x}"[:5]
 BASE = Size(1, 256)
+NET = f"10.219.{os.getpid() % 256}"  # of our own, for two runs at once would share its routes
+HEAD = f"{NET}.254"
 SLEEPER = Daemon("sleeper", ("/bin/sleep", "1000000"))
 
 
@@ -57,9 +59,9 @@ class Lab:
 
     def identity(self, spec: VmSpec, *daemons: Daemon, **more: object) -> Identity:
         number = int(spec.name.partition("-")[2])
-        facts = {"hostname": spec.name, "mac": spec.mac, "address": f"10.219.7.{number}/24", "gateway": "10.219.7.254",
+        facts = {"hostname": spec.name, "mac": spec.mac, "address": f"{NET}.{number}/24", "gateway": HEAD,
                  "machine_id": f"{number:032x}", "users": (User("ann", 4001, 4001, "/", "/bin/sh", (("lab", 4100),)),),
-                 "peers": (("head", "10.219.7.254"),),
+                 "peers": (("head", HEAD),),
                  "membership": Membership(daemons=daemons or (SLEEPER,)), **more}  # fmt: skip
         return Identity(**facts)  # type: ignore[arg-type]
 
@@ -111,7 +113,7 @@ def settings() -> Iterator[Settings]:
     try:
         for command in (
             f"link add {bridge} type bridge",
-            f"addr add 10.219.7.254/24 dev {bridge}",
+            f"addr add {NET}.254/24 dev {bridge}",
             f"link set {bridge} up",
         ):
             subprocess.run(["ip", *command.split()], check=True)
@@ -170,7 +172,7 @@ async def test_a_clone_is_who_it_was_told_to_be(lab: Lab) -> None:
         writer.close()
         done.set()
 
-    server = await asyncio.start_server(hear, "10.219.7.254", 0)
+    server = await asyncio.start_server(hear, HEAD, 0)
     port = server.sockets[0].getsockname()[1]
     questions = ("hostname", "id ann", "cat /sys/class/net/eth0/address", "stat -c '%a %U' /etc/site/key",
                  "date +%s", "stat -fc %T /sys/fs/cgroup", "ls -d /sys/fs/cgroup/system.slice")  # fmt: skip
@@ -296,7 +298,7 @@ async def test_destroy_does_not_wait_for_a_start_that_hangs(lab: Lab) -> None:
 async def test_numerical_work_runs_for_a_plain_user(lab: Lab) -> None:
     """OpenMPI in a slim guest: two ranks that meet, as nobody in particular."""
     spec = lab.spec(size=Size(2, 512))
-    heard = socket.create_server(("10.219.7.254", 0))
+    heard = socket.create_server((HEAD, 0))
     port = heard.getsockname()[1]
     script = f"cd /tmp; {{ mpirun -np 2 hostname; echo $?; id -un; }} >o 2>&1; cat o >/dev/tcp/head/{port}"
     await lab.started(spec, Daemon("mpi", ("/bin/bash", "-c", script), user="ann"))
