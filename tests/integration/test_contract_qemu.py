@@ -11,13 +11,13 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from tests.contract.test_hypervisor_contract import SUITE, Check, Harness
 
 from multiverse.config import HostSettings, QemuSettings, Settings
 from multiverse.core.model import Size
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.drivers.qemu.host import manifest
 from multiverse.guest import image
+from tests.contract.test_hypervisor_contract import SUITE, Check, Harness
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="taps and images need root")]
 

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from tests.contract.test_scheduler_contract import SUITE, Check, Harness
-from tests.integration.fake_guest import SITE, FakeGuest
 
 from multiverse.core.errors import Refused
 from multiverse.core.model import Attempt, Vm
 from multiverse.drivers.slurm.driver import SlurmScheduler
+from tests.contract.test_scheduler_contract import SUITE, Check, Harness
+from tests.integration.fake_guest import SITE, FakeGuest
 
 pytestmark = pytest.mark.integration
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integration.fake_guest import SITE, FakeGuest, attempt, vm
 
 from multiverse.config import Settings
 from multiverse.core.errors import Gone, MultiverseError, Refused, Stale, Unknown
 from multiverse.core.model import CloneKind, Job, JobRef, JobState, NodeState, SchedulerView, Size
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.drivers.slurm.inbox import hints
+from tests.integration.fake_guest import SITE, FakeGuest, attempt, vm
 
 pytestmark = pytest.mark.integration
 

@@ -1,0 +1,223 @@
+"""Real jobs in real VMs: the whole path, with nothing simulated in it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multiverse.client import Client
+from tests.integration.conftest import LabUnderTest
+
+pytestmark = pytest.mark.integration
+
+LIMIT = 120.0
+
+
+def until(what: str, ask: Callable[[], Any], limit: float = LIMIT) -> Any:
+    """The first true answer. Fails, saying what was waited for, when none comes."""
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        if answer := ask():
+            return answer
+        time.sleep(0.1)
+    raise AssertionError(f"in vain: {what}")
+
+
+@pytest.fixture(scope="module")
+def client(lab: LabUnderTest, controller: Callable[[], int]) -> Client:
+    controller()
+    return Client(lab.settings.socket)
+
+
+def latest(client: Client, job: str) -> dict[str, Any]:
+    found = client.jobs(job)
+    return found[-1] if found else {}
+
+
+def ended(client: Client, job: str, state: str) -> dict[str, Any]:
+    over = ("done", "cancelled", "revoked", "failed")
+    row = until(f"job {job} is over", lambda: (r := latest(client, job)) and r["state"] in over and r)
+    assert row["state"] == state, row
+    return dict(row)
+
+
+def accounted(lab: LabUnderTest, job: str) -> tuple[str, str]:
+    """The job's state and exit code as sacct keeps them, once slurmdbd has heard of its end."""
+
+    def ask() -> tuple[str, str] | None:
+        line = lab.run("sacct", "-X", "-n", "-P", "-o", "State,ExitCode", "-j", job).stdout.strip()
+        state, _, code = line.partition("|")
+        return (state.split()[0], code) if state and state not in ("PENDING", "RUNNING") else None
+
+    return until(f"sacct of {job}", ask, 30)
+
+
+def written(path: Path) -> str:
+    return str(until(f"{path.name} is written", lambda: path.exists() and path.read_text(), 20))
+
+
+def nothing_left(lab: LabUnderTest, client: Client) -> None:
+    """No VM, claim but the template's, node, tap, overlay or socket remains."""
+    until("no VM is left", lambda: not client.vms(), 30)
+    assert not [n for n in lab.run("sinfo", "-h", "-N", "-o", "%N").stdout.split() if n.startswith("mv") and "-" in n]
+    for place in (lab.settings.qemu.vms, lab.settings.qemu.run):
+        assert not list(place.glob("mv*"))
+    site = client.status()["site"]
+    assert not list(Path("/sys/class/net").glob(f"mv{site}*"))
+    (host,) = client.hosts()
+    assert host["claimed"]["cpus"] == 0
+
+
+def test_a_job_runs_in_a_vm_of_its_own_as_its_user_where_it_was_submitted(lab: LabUnderTest, client: Client) -> None:
+    out = lab.user.home / "hello.out"
+    job = lab.sbatch("hostname; id -u; id -un; pwd; nproc; echo to-stderr >&2", f"--output={out}")
+    row = ended(client, job, "done")
+    lines = written(out).split()
+    assert lines == [row["vms"][0], str(lab.user.uid), lab.user.name, str(lab.user.home), "1", "to-stderr"]
+    assert out.stat().st_uid == lab.user.uid
+    assert accounted(lab, job) == ("COMPLETED", "0:0")
+    nothing_left(lab, client)
+
+
+def test_the_exit_code_is_true(lab: LabUnderTest, client: Client) -> None:
+    job = lab.sbatch("exit 3", "--output=/dev/null")
+    ended(client, job, "done")
+    assert accounted(lab, job) == ("FAILED", "3:0")
+
+
+def test_a_job_has_the_size_it_asked_for(lab: LabUnderTest, client: Client) -> None:
+    out = lab.user.home / "size.out"
+    job = lab.sbatch(
+        "nproc; awk '/MemTotal/{print int($2/1024)}' /proc/meminfo", f"--output={out}", "-n3", "--mem=1700"
+    )
+    ended(client, job, "done")
+    cpus, memory = map(int, written(out).split())
+    assert cpus == 3 and memory >= 1700
+
+
+def test_each_task_of_an_array_has_a_vm_of_its_own(lab: LabUnderTest, client: Client) -> None:
+    job = lab.sbatch("hostname", "--array=1-3", f"--output={lab.user.home}/task-%a.out")
+    for task in (1, 2, 3):
+        ended(client, f"{job}_{task}", "done")
+    hosts = {written(lab.user.home / f"task-{task}.out").strip() for task in (1, 2, 3)}
+    assert len(hosts) == 3
+
+
+def test_srun_waits_at_the_gate_and_goes_on_as_usual(lab: LabUnderTest, client: Client) -> None:
+    done = lab.run("srun", "--quiet", "hostname", user=lab.user)
+    assert done.stdout.startswith("mv")
+    nothing_left(lab, client)
+
+
+def test_a_job_of_two_vms_runs_on_both(lab: LabUnderTest, client: Client) -> None:
+    out = lab.user.home / "gang.out"
+    job = lab.sbatch("srun --quiet hostname", "-N2", f"--output={out}")
+    row = ended(client, job, "done")
+    assert sorted(written(out).split()) == sorted(row["vms"]) and len(row["vms"]) == 2
+
+
+def test_a_job_cancelled_while_its_vm_is_made_leaves_nothing(lab: LabUnderTest, client: Client) -> None:
+    out = lab.user.home / "never.out"
+    job = lab.sbatch("echo ran", f"--output={out}")
+    until("its VM is being made", lambda: latest(client, job).get("state") in ("claimed", "spawning"))
+    lab.run("scancel", job, user=lab.user)
+    ended(client, job, "cancelled")
+    assert accounted(lab, job)[0] == "CANCELLED" and not out.exists()
+    nothing_left(lab, client)
+
+
+def test_a_running_job_that_is_cancelled_ends_its_vm(lab: LabUnderTest, client: Client) -> None:
+    job = lab.sbatch("sleep 600", "--output=/dev/null")
+    until("it runs", lambda: latest(client, job).get("state") == "allocated")
+    lab.run("scancel", job, user=lab.user)
+    ended(client, job, "done")
+    assert accounted(lab, job)[0] == "CANCELLED"
+    nothing_left(lab, client)
+
+
+def test_what_is_larger_than_any_host_is_refused_with_what_would_fit(lab: LabUnderTest) -> None:
+    done = lab.run("sbatch", "-c64", "--mem=1T", "--wrap=true", user=lab.user, check=False)
+    assert done.returncode != 0
+    assert "64 CPUs" in done.stderr and "the largest VM for a job here has 8 CPUs" in done.stderr
+
+
+def test_clones_are_strangers(lab: LabUnderTest, client: Client) -> None:
+    script = (
+        "cat /etc/machine-id; cat /sys/class/net/eth0/address; head -c 16 /dev/urandom | od -An -tx1 | tr -d ' ';"
+        " date +%s"
+    )
+    job = lab.sbatch(script, "--array=1-4", f"--output={lab.user.home}/strange-%a.out")
+    before = time.time()
+    for task in range(1, 5):
+        ended(client, f"{job}_{task}", "done")
+    told = [written(lab.user.home / f"strange-{task}.out").split() for task in range(1, 5)]
+    for column in range(3):
+        assert len({lines[column] for lines in told}) == 4, told
+    assert all(before - 2 <= int(lines[3]) <= time.time() + 2 for lines in told), "their clocks are right"
+
+
+def test_a_killed_controller_goes_on_where_it_was(
+    lab: LabUnderTest, client: Client, controller: Callable[[], int]
+) -> None:
+    out = lab.user.home / "survivor.out"
+    running = lab.sbatch("sleep 8; echo survived", f"--output={out}")
+    until("it runs", lambda: latest(client, running).get("state") == "allocated")
+    making = lab.sbatch("echo made", f"--output={lab.user.home}/made.out")
+    until("the other is being made", lambda: latest(client, making).get("state") in ("claimed", "spawning"))
+    os.kill(controller(), signal.SIGKILL)
+    controller()
+    ended(client, running, "done")
+    ended(client, making, "done")
+    assert written(out) == "survived\n" and written(lab.user.home / "made.out") == "made\n"
+    assert len(client.jobs(running)) == 1, "it ran once, in one attempt"
+    nothing_left(lab, client)
+
+
+def test_a_vm_that_is_killed_under_its_job_is_noticed_and_the_job_is_requeued(
+    lab: LabUnderTest, client: Client
+) -> None:
+    job = lab.sbatch("sleep 600", "--output=/dev/null", "--requeue")
+    row = until("it runs", lambda: (r := latest(client, job)).get("state") == "allocated" and r)
+    (vm,) = row["vms"]
+    pid = next(
+        int(p.name) for p in Path("/proc").iterdir()
+        if p.name.isdigit() and f"\0{vm}\0".encode() in _cmdline(p)
+    )  # fmt: skip
+    os.kill(pid, signal.SIGKILL)
+    first = until("its attempt is over", lambda: (r := client.jobs(job)[0])["state"] == "requeued" and r, 60)
+    assert first["reason"]
+    until("it waits again", lambda: latest(client, job).get("state") == "queued", 30)
+    lab.run("scancel", job, user=lab.user)
+    ended(client, job, "cancelled")
+    nothing_left(lab, client)
+
+
+def _cmdline(process: Path) -> bytes:
+    try:
+        return (process / "cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_a_full_clone_runs_a_job_as_an_instant_one_does(lab: LabUnderTest, client: Client) -> None:
+    out = lab.user.home / "full.out"
+    job = lab.sbatch("hostname", "-C", "full", f"--output={out}")
+    row = ended(client, job, "done")
+    assert row["kind"] == "full" and written(out).strip() == row["vms"][0]
+
+
+def test_where_a_jobs_time_went_adds_up(lab: LabUnderTest, client: Client) -> None:
+    job = lab.sbatch("true", "--output=/dev/null")
+    ended(client, job, "done")
+    (one,) = client.timeline(job)
+    assert [p["name"] for p in one["phases"]] == ["queued", "clone", "join", "launch", "run", "reclaim"]
+    stages = {name for phase in one["phases"] for name, _ in phase["stages"]}
+    assert {"overlay", "exec", "restore", "first_byte", "identity", "mounts"} <= stages
+    for phase in one["phases"]:
+        assert sum(seconds for _, seconds in phase["stages"]) <= phase["seconds"] + 0.05
