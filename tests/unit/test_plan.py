@@ -294,6 +294,30 @@ def test_a_vm_that_dies_under_its_job_goes_down_and_the_scheduler_decides() -> N
     assert scene.attempt().state is A.REQUEUED
 
 
+def test_a_job_that_was_completing_when_it_was_requeued_is_told_so() -> None:
+    scene = Scene()
+    scene.to_allocated()
+    scene.jobs["7"] = replace(scene.jobs["7"], state=JobState.COMPLETING)
+    scene.run()
+    assert scene.attempt().outcome == "done"
+    ref = replace(scene.jobs["7"].ref, restarts=1)
+    scene.jobs["7"] = replace(scene.jobs["7"], state=JobState.PENDING, ref=ref, nodes=(), eligible=False)
+    scene.run()
+    assert scene.attempt().outcome == "requeued" and "requeued" in scene.attempt().reason
+
+
+def test_an_ended_attempt_says_how_its_job_ended() -> None:
+    scene = Scene()
+    scene.to_allocated()
+    scene.jobs["7"] = replace(scene.jobs["7"], state=JobState.COMPLETING)
+    scene.run()
+    scene.jobs["7"] = replace(scene.jobs["7"], state=JobState.ENDED, result="TIMEOUT", nodes=())
+    scene.run()
+    scene.clear()
+    scene.run()
+    assert scene.attempt().state is A.DONE and scene.attempt().reason == "TIMEOUT"
+
+
 def test_a_held_job_gives_its_vms_back_and_waits_without_penalty() -> None:
     scene = Scene()
     scene.to_spawning()

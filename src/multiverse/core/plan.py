@@ -369,6 +369,21 @@ def _step_allocated(draft: Draft, attempt: Attempt, sight: Sight) -> None:
         _give_back(draft, attempt, Event.CHANGED, "the scheduler took the launch back")
 
 
+def _learn_the_end(draft: Draft, attempt: Attempt, sight: Sight, job: Job | None) -> Attempt:
+    """A job that is completing has not said yet how it ends: over, or queued again."""
+    if attempt.outcome != "done" or job is None:
+        return attempt
+    if sight is Sight.RESTARTED:
+        told = replace(attempt, outcome="requeued", reason="the scheduler requeued the job", gated=True)
+    elif sight is Sight.ENDED and job.result:
+        told = replace(attempt, reason=job.result)
+    else:
+        return attempt
+    if told != attempt:
+        draft.move(Change(told, Event.NOTED, told.reason))
+    return draft.attempts[attempt.id]
+
+
 def _finish(draft: Draft, attempt: Attempt, sight: Sight, job: Job | None, world: World, policy: Policy) -> None:
     """Reclaiming: the job must be off our nodes and off their feature before the VMs may go, and the
     VMs must be gone before the attempt is over."""
@@ -376,6 +391,7 @@ def _finish(draft: Draft, attempt: Attempt, sight: Sight, job: Job | None, world
     began = world.scheduler.began
     if began <= world.quiet.get(attempt.key, 0.0) or began < attempt.since:
         return  # nothing seen yet since our last word in this matter
+    attempt = _learn_the_end(draft, attempt, sight, job)
     vms = draft.vms_of(attempt)
     names = {vm.name for vm in vms}
     on_ours = job is not None and any(node in names for node in job.nodes)
