@@ -233,6 +233,13 @@ def _slurmctld_ready(lab: Lab) -> bool:
 # --- ganesha and the controller --------------------------------------------------------------------
 
 
+def _prepare_ganesha(lab: Lab) -> None:
+    # It finds file systems there, and goes on without a single export if it is missing.
+    if not Path("/etc/mtab").exists():
+        raise Broken("there is no /etc/mtab, which NFS-Ganesha reads", hint="make setup links it to /proc/self/mounts")
+    _directory(lab.where.nfs, "root", 0o755)
+
+
 def _ganesha(lab: Lab) -> Command:
     where = lab.where
     argv = ["ganesha.nfsd", "-F", "-f", f"{where.etc}/ganesha.conf", "-L", "STDOUT"]
@@ -286,7 +293,7 @@ PARTS = (
         "ganesha",
         _ganesha,
         ready=lambda lab: _answers((lab.plan.gateway, lab.plan.nfs_port)),
-        prepare=lambda lab: _directory(lab.where.nfs, "root", 0o755),
+        prepare=_prepare_ganesha,
         reads=("ganesha.conf",),
     ),
     CONTROLLER,
