@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -260,11 +261,14 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
+def _environment() -> dict[str, str]:
+    return {**os.environ, "INITRD": "No", "LC_ALL": "C.UTF-8", "DEBIAN_FRONTEND": "noninteractive"}
+
+
 def _run(argv: Sequence[str | Path], what: str, hint: str) -> str:
-    environment = {**os.environ, "INITRD": "No", "LC_ALL": "C.UTF-8", "DEBIAN_FRONTEND": "noninteractive"}
     try:
         done = subprocess.run(
-            argv, capture_output=True, text=True, errors="replace", env=environment, stdin=subprocess.DEVNULL
+            argv, capture_output=True, text=True, errors="replace", env=_environment(), stdin=subprocess.DEVNULL
         )
     except OSError as error:
         raise Broken(f"{what}: {error}", hint="`make setup` installs what is needed") from error
@@ -274,19 +278,42 @@ def _run(argv: Sequence[str | Path], what: str, hint: str) -> str:
     return done.stdout
 
 
+def _mmdebstrap(arguments: Sequence[str | Path], say: Progress) -> None:
+    """Run it in a PID namespace of its own: if it is interrupted, or this process is killed, the kernel ends all that
+    it started (apt, dpkg and their scripts) and takes away what they mounted. `say` gets its own word for each step."""
+    alone = ("setpriv", "--pdeathsig=KILL", "unshare", "--fork", "--pid", "--mount-proc", "--kill-child=KILL")
+    tail: deque[str] = deque(maxlen=6)
+    with subprocess.Popen(
+        (*alone, "mmdebstrap", *arguments), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env=_environment(), text=True, errors="replace",
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                tail.append(line.strip())
+                if line.startswith("I: ") and line.endswith("...\n"):
+                    say(line[3:-4])
+        except BaseException:
+            process.kill()
+            process.stdout.read()  # its end: nobody is left who could write to it, nor below the image's root
+            raise
+    if process.returncode != 0:
+        raise Broken(f"mmdebstrap failed: {'; '.join(tail)}", hint="does `apt-get update` work on this host?")
+
+
 def _bootstrap(recipe: _Recipe, name: str, work: Path, say: Progress) -> str:
     """Make disk, kernel and ramdisk in `work`, from packages. Returns the kernel's release."""
     root = work / "root"
-    say(f"image {name}: installing Debian {recipe.suite} with mmdebstrap (minutes)")
+    say(f"image {name}: installing Debian {recipe.suite} with mmdebstrap, which takes minutes")
     apt_conf = work / "apt.conf"
     # The host's own way to reach its sources: proxies, date checks. mmdebstrap reads none of it by itself.
     apt_conf.write_text(_run(["apt-config", "dump", "Acquire"], "apt-config", "is apt in order here?"))
     wanted = ",".join((*_PACKAGES[recipe.flavour], *recipe.packages))
-    argv: list[str | Path] = ["mmdebstrap", "--mode=root", f"--variant={_VARIANT[recipe.flavour]}"]
+    argv: list[str | Path] = ["--mode=root", f"--variant={_VARIANT[recipe.flavour]}"]
     argv += [f"--include={wanted}", f"--aptopt={apt_conf}", "--dpkgopt=force-unsafe-io"]
     argv += [f"--dpkgopt=path-exclude={path}" for path in _EXCLUDED]
     argv += [f"--customize-hook={hook}" for hook in recipe.hooks]
-    _run([*argv, recipe.suite, root, *recipe.sources], "mmdebstrap", "does `apt-get update` work on this host?")
+    _mmdebstrap([*argv, recipe.suite, root, *recipe.sources], say)
     release = _release(root)
     _strip_identity(root)
     _install_agent(root)
