@@ -6,7 +6,8 @@ import asyncio
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +27,8 @@ from multiverse.lab.session import Session, session
 
 IMAGE = "hpc"
 LIMIT = 600.0
+ATTEMPTS = 3  # a job that was requeued so often would be so for ever
+LOG = "see log/controller.log in the lab's directory"
 
 HELLO = """#!/bin/sh
 echo "hello from $(hostname): $(nproc) CPU, $(awk '/MemTotal/{print int($2/1024)}' /proc/meminfo) MiB, as $(id -un)"
@@ -92,7 +95,7 @@ class Row:
     state: str = "submitted"
     vm: str = ""
     note: str = ""
-    seen: list[str] = field(default_factory=list)
+    said: str = ""
 
     @property
     def over(self) -> bool:
@@ -105,63 +108,66 @@ def demo(
         "/var/lib/multiverse/images"
     ),
 ) -> None:
-    """Build the image, start a lab, run real jobs in VMs, show where their time went, leave nothing running."""
-    with render.step("guest image: slim, with hpcc"):
-        image.build(IMAGE, "slim", images, packages=("hpcc",), progress=_say)
+    """Build the image, start a lab, run real jobs in VMs, show where their time went, leave nothing running.
+
+    Ctrl-C ends everything as well. What is left of one that was killed: multiverse lab down --dir DIR.
+    """
+    with render.step("guest image") as say:
+        image.build(IMAGE, "slim", images, packages=("hpcc",), progress=say)
     asyncio.run(_demo(directory, images))
 
 
-def _say(line: str) -> None:
-    console.print(f"  [dim]{line}[/]")
-
-
 def _part(name: str, word: str, seconds: float) -> None:
-    console.print(f"[green]✓[/] {name} {word} [dim]{duration(seconds)}[/]")
+    console.print(f"  [green]✓[/] {name} {word} [dim]{duration(seconds)}[/]")
 
 
 async def _demo(directory: Path, images: Path) -> None:
     wishes = Wishes(cores=8, memory=16384, image=IMAGE, images=images)
-    async with session(layout(directory), wishes, _part) as lab:
+    stack = AsyncExitStack()
+    try:
+        with render.step("lab, a whole cluster on this machine"):
+            lab = await stack.enter_async_context(session(layout(directory), wishes, _part))
         with Client(lab.settings.socket) as client:
-            await asyncio.to_thread(_template, client)
-            rows = await asyncio.to_thread(_run, lab, client)
-        wrong = await asyncio.to_thread(_report, lab, rows)
-        began = time.monotonic()
-    console.print(f"[green]✓[/] everything ended [dim]{duration(time.monotonic() - began)}[/]")
+            await _template(client)
+            rows = await _run(lab, client)
+            wrong = await _report(lab, client, rows)
+    finally:
+        with render.step("everything ended"):
+            await stack.aclose()
     if wrong:
         raise Broken(f"not as expected: {', '.join(wrong)}", hint=f"see the logs in {directory}/log")
 
 
-def _template(client: Client) -> None:
+async def _template(client: Client) -> None:
     """The parent of all: it would be made for the first job, but here the wait is to be seen for what it is."""
     deadline = time.monotonic() + LIMIT
-    host = _eventually(deadline, lambda: client.hosts() or None)[0]
+    host = (await _eventually(deadline, lambda: client.hosts() or None))[0]
     machine = host["machine"] or {}
-    with render.step(f"template booted and frozen at its fork point ({host['accelerator']})"):
+    with render.step(f"template, booted and frozen at its fork point ({host['accelerator']})"):
         client.template("build", IMAGE, host["name"])
-        row = _eventually(
+        row = await _eventually(
             deadline, lambda: next((t for t in client.templates() if t["state"] in ("ready", "broken")), None)
         )
     if row["state"] == "broken":
         raise Broken(f"the template is broken: {row['reason']}")
     declared = host["declared"]
     console.print(
-        f"  the host declares {declared['cpus']} cores and {render.memory(declared['memory'])} for VMs; "
-        f"this machine has {machine.get('cpus')} and {render.memory(machine.get('memory', 0))}",
+        f"  declared for VMs: {declared['cpus']} cores, {render.memory(declared['memory'])}; "
+        f"this machine has {machine.get('cpus')}, {render.memory(machine.get('memory', 0))}",
         style="dim",
     )
 
 
-def _eventually(deadline: float, ask: Any) -> Any:
+async def _eventually(deadline: float, ask: Any) -> Any:
     while time.monotonic() < deadline:
         answer = ask()
         if answer is not None:
             return answer
-        time.sleep(0.05)
-    raise Broken("the controller did not get that far in time", hint="see the lab's log/controller.out")
+        await asyncio.sleep(0.05)
+    raise Broken("the controller did not get that far in time", hint=LOG)
 
 
-def _run(lab: Session, client: Client) -> list[Row]:
+async def _run(lab: Session, client: Client) -> list[Row]:
     """Submit the jobs and follow them to their ends."""
     console.print()
     rows = [Row("hello", lab.submit(HELLO, "--job-name=hello", "--output=hello.out"), "COMPLETED")]
@@ -175,57 +181,67 @@ def _run(lab: Session, client: Client) -> list[Row]:
         huge = lab.submit(HELLO, "--job-name=huge", "--cpus-per-task=64", "--mem=1T")
         rows.append(Row("larger than any", huge, "refused"))
     except Refused as error:
-        rows.append(Row("larger than any", "–", "refused", "refused", note=error.message))
+        rows.append(
+            Row("larger than any", "–", "refused", "refused", note="at submission, see below", said=error.message)
+        )
     deadline = time.monotonic() + LIMIT
-    with Live(console=console, refresh_per_second=10, transient=False, auto_refresh=False) as live:
+    with Live(console=console, auto_refresh=False) as live:
         while not all(row.over for row in rows):
             if time.monotonic() > deadline:
-                raise Broken("the jobs did not end in time", hint="see the lab's log/controller.out")
+                late = ", ".join(row.what for row in rows if not row.over)
+                raise Broken(f"not over after {duration(LIMIT)}: {late}", hint=LOG)
             _follow(client, rows)
             if victim.state in ("claimed", "spawning") and victim.note == "":
-                lab.run("scancel", victim.job)
                 victim.note = f"scancel while {victim.state}"
+                await asyncio.to_thread(lab.run, "scancel", victim.job)
             if console.is_terminal:
                 live.update(_table(rows), refresh=True)
-            time.sleep(0.05)
+            await asyncio.sleep(0.05)
         live.update(_table(rows), refresh=True)
+    for row in rows:
+        if row.said:
+            console.print(Text.assemble((f"{row.what}: ", "bold"), row.said))
     return rows
 
 
 def _follow(client: Client, rows: Sequence[Row]) -> None:
-    latest: dict[str, Mapping[str, Any]] = {job["job_id"]: job for job in client.jobs(ended=True)}
+    """Take over what the controller knows of each job: of its latest attempt, which is listed last."""
+    jobs = client.jobs(ended=True)
+    latest: dict[str, Mapping[str, Any]] = {job["job_id"]: job for job in jobs}
     for row in rows:
         job = latest.get(row.job)
         if job is None or row.over:
             continue
         if row.state != job["state"]:
             row.state = job["state"]
-            row.seen.append(job["state"])
             if not console.is_terminal:
                 console.print(f"  {row.job:>6}  {row.what:<16} {row.state}", markup=False)
-        row.vm = " ".join(job["vms"])
+        row.vm = job["vms"][-1] if job["vms"] else ""
+        again = [one["reason"] for one in jobs if one["job_id"] == row.job and one["state"] == "requeued"]
+        if len(again) == ATTEMPTS:
+            raise Broken(f"{row.what} was requeued {ATTEMPTS} times: {again[-1]}", hint=LOG)
+        if again:
+            row.note = f"requeued: {again[-1]}"
 
 
 def _table(rows: Sequence[Row]) -> Table:
     table = render.table("JOB", "WHAT", "STATE", "VM", "", fold=("",))
+    table.columns[2].min_width = table.columns[3].min_width = 10  # they hold still while states change
     for row in rows:
-        table.add_row(
-            row.job, row.what, render.state(row.state) if row.state != "refused" else "refused", row.vm, row.note
-        )
+        table.add_row(row.job, row.what, render.state(row.state), row.vm, Text(row.note))
     return table
 
 
-def _report(lab: Session, rows: Sequence[Row]) -> list[str]:
+async def _report(lab: Session, client: Client, rows: Sequence[Row]) -> list[str]:
     """Where each job's time went, what it printed, and what Slurm keeps of it; the names of what went wrong."""
     wrong: list[str] = []
     console.rule("where the time went", style="dim")
-    with Client(lab.settings.socket) as client:
-        for row in rows:
-            if row.job != "–":
-                _times(client, row)
+    for row in rows:
+        if row.job != "–":
+            _times(client, row)
     console.print(_legend())
     console.rule("what Slurm keeps (sacct)", style="dim")
-    kept = _accounts(lab, rows)
+    kept = await _accounts(lab, rows)
     table = render.table("JOB", "NAME", "STATE", "EXIT", "NODE", right=("EXIT",))
     for row in rows:
         if row.job == "–":
@@ -275,12 +291,14 @@ def _legend() -> Text:
     return text
 
 
-def _accounts(lab: Session, rows: Sequence[Row]) -> dict[str, tuple[str, str, str, str]]:
+async def _accounts(lab: Session, rows: Sequence[Row]) -> dict[str, tuple[str, str, str, str]]:
     """What sacct says, once slurmdbd has heard of every end."""
     jobs = [row.job for row in rows if row.job != "–"]
     deadline = time.monotonic() + 30
     while True:
-        done = lab.run("sacct", "-X", "-n", "-P", "-o", "JobID,JobName,State,ExitCode,NodeList", "-j", ",".join(jobs))
+        done = await asyncio.to_thread(
+            lab.run, "sacct", "-X", "-n", "-P", "-o", "JobID,JobName,State,ExitCode,NodeList", "-j", ",".join(jobs)
+        )
         kept = {}
         for line in done.stdout.splitlines():
             job, name, word, code, node = line.split("|")
@@ -288,7 +306,7 @@ def _accounts(lab: Session, rows: Sequence[Row]) -> dict[str, tuple[str, str, st
         ended = all(kept.get(job, ("", "PENDING", "", ""))[1] not in ("PENDING", "RUNNING", "") for job in jobs)
         if ended or time.monotonic() > deadline:
             return kept
-        time.sleep(0.25)
+        await asyncio.sleep(0.25)
 
 
 def _text(path: Path) -> str:

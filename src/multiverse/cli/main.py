@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import click
@@ -32,8 +33,16 @@ app.add_typer(bench.app, name="bench")
 app.command("demo")(demo.demo)
 
 
+def _interrupt(_number: int, _frame: object) -> None:
+    """Whoever ends a command otherwise, or closes its terminal, means what Ctrl-C means: end, and clean up."""
+    signal.raise_signal(signal.SIGINT)
+
+
 def main() -> None:
     """Entry point. Errors for people go to stderr, with the next step; the exit status is 1 then."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup(1) set that
+            signal.signal(number, _interrupt)
     try:
         status = app(standalone_mode=False)
     except MultiverseError as error:

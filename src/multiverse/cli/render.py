@@ -6,12 +6,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -119,12 +120,16 @@ PHASE_STYLES: Mapping[str, str] = {
 
 
 @contextmanager
-def step(text: str) -> Iterator[None]:
-    """A progress line for a long step: what it is while it lasts, how long it took when it is over."""
+def step(text: str) -> Iterator[Callable[[str], None]]:
+    """A progress line for a long step: what it is about and for how long while it lasts, and what it took when it is
+    over. It yields a function that says what it is about now; off a terminal each word of that is a line."""
     began = time.monotonic()
     if console.is_terminal:
-        with console.status(f"{text} …"):
-            yield
+        columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task(f"{text} …")
+            yield lambda word: progress.update(task, description=f"{text}: {word}")
     else:
-        yield
+        console.print(f"  {text} …", markup=False)
+        yield lambda word: console.print(f"    {word}", markup=False)
     console.print(f"[green]✓[/] {text} [dim]{duration(time.monotonic() - began)}[/]")

@@ -7,13 +7,14 @@ directory: `multiverse lab down --dir` ends that too.
 
 from __future__ import annotations
 
-import asyncio
+import fcntl
 import os
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -62,8 +63,36 @@ class Session:
         done = self.run("sbatch", "--parsable", *options, stdin=script)
         match = re.search(r"^(\d+)", done.stdout, re.MULTILINE)
         if done.returncode != 0 or match is None:
-            raise Refused(re.sub(r"^sbatch: (error: )?", "", done.stderr.strip(), flags=re.MULTILINE))
+            raise Refused(_complaint(done.stderr))
         return match[1]
+
+
+def _complaint(stderr: str) -> str:
+    """sbatch's own words; its last line says only that something was said before."""
+    lines = [re.sub(r"^sbatch: (error: )?", "", line) for line in stderr.strip().splitlines()]
+    return "\n".join(line for line in lines if not line.startswith("Batch job submission failed") or len(lines) == 1)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ctrl-C once more, by somebody in a hurry, would leave half of the lab running."""
+    before = signal.signal(signal.SIGINT, lambda number, frame: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _alone(where: Layout) -> Iterator[None]:
+    """One session at a time in a directory: the first to end would end the other's lab."""
+    where.make()
+    with (where.root / "session").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise Refused(f"{where.root} is in use", hint="wait for its end, or take another --dir") from error
+        yield
 
 
 @asynccontextmanager
@@ -72,21 +101,22 @@ async def session(where: Layout, wishes: Wishes, progress: Progress) -> AsyncIte
     do nothing else: it changes this process's mount namespace."""
     if os.geteuid() != 0:
         raise Refused("a lab needs root: it makes links and starts daemons as their own users", hint="use sudo")
-    enter_private_namespace()
-    home = where.root / "home" / USER
-    (user,) = private_users(where.root / "users", [(USER, UID, home)])
-    where.make()
-    os.environ.pop("SUDO_USER", None)  # whoever called us is not who submits here
-    try:
-        shares = (*wishes.shares, home)
-        settings = await lifecycle.up(
-            where, Wishes(wishes.cores, wishes.memory, shares, wishes.image, wishes.images), progress
-        )
-        plan = load(where)
-        assert plan is not None, "the lab is up, so its plan is written"
-        yield Session(where, settings, user, Lab(where, plan), session_environment(where))
-    finally:
-        await asyncio.shield(lifecycle.down(where, lambda name, word, seconds: None))
+    with _alone(where):
+        enter_private_namespace()
+        home = where.root / "home" / USER
+        (user,) = private_users(where.root / "users", [(USER, UID, home)])
+        os.environ.pop("SUDO_USER", None)  # whoever called us is not who submits here
+        try:
+            shares = (*wishes.shares, home)
+            settings = await lifecycle.up(
+                where, Wishes(wishes.cores, wishes.memory, shares, wishes.image, wishes.images), progress
+            )
+            plan = load(where)
+            assert plan is not None, "the lab is up, so its plan is written"
+            yield Session(where, settings, user, Lab(where, plan), session_environment(where))
+        finally:
+            with _undisturbed():
+                await lifecycle.down(where)
 
 
 def session_environment(where: Layout) -> dict[str, str]:
