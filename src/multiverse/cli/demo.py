@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +23,8 @@ from multiverse.client import Client
 from multiverse.core.errors import Broken, MultiverseError, Refused
 from multiverse.guest import image
 from multiverse.lab.layout import layout
+from multiverse.lab.lifecycle import Progress
+from multiverse.lab.parts import PARTS
 from multiverse.lab.plan import Wishes
 from multiverse.lab.session import Session, session
 
@@ -113,20 +116,31 @@ def demo(
     Ctrl-C ends everything as well. What is left of one that was killed: multiverse lab down --dir DIR.
     """
     with render.step("guest image") as say:
-        image.build(IMAGE, "slim", images, packages=("hpcc",), progress=say)
+        image.build(
+            IMAGE, "slim", images, packages=("hpcc",), progress=lambda line: say(line.removeprefix(f"image {IMAGE}: "))
+        )
     asyncio.run(_demo(directory, images))
 
 
-def _part(name: str, word: str, seconds: float) -> None:
-    console.print(f"  [green]✓[/] {name} {word} [dim]{duration(seconds)}[/]")
+def _parts(say: Callable[[str], None]) -> Progress:
+    """A line for each part of the lab, and the word that the next one is being started."""
+    names = ["bridge", *(part.name for part in PARTS)]
+    following = dict(pairwise(names))
+
+    def progress(name: str, word: str, seconds: float) -> None:
+        console.print(f"  [green]✓[/] {name} {word} [dim]{duration(seconds)}[/]")
+        if name in following:
+            say(f"starting {following[name]}")
+
+    return progress
 
 
 async def _demo(directory: Path, images: Path) -> None:
     wishes = Wishes(cores=8, memory=16384, image=IMAGE, images=images)
     stack = AsyncExitStack()
     try:
-        with render.step("lab, a whole cluster on this machine"):
-            lab = await stack.enter_async_context(session(layout(directory), wishes, _part))
+        with render.step("lab, a whole cluster on this machine") as say:
+            lab = await stack.enter_async_context(session(layout(directory), wishes, _parts(say)))
         with Client(lab.settings.socket) as client:
             await _template(client)
             rows = await _run(lab, client)
@@ -169,7 +183,6 @@ async def _eventually(deadline: float, ask: Any) -> Any:
 
 async def _run(lab: Session, client: Client) -> list[Row]:
     """Submit the jobs and follow them to their ends."""
-    console.print()
     rows = [Row("hello", lab.submit(HELLO, "--job-name=hello", "--output=hello.out"), "COMPLETED")]
     array = lab.submit(ARRAY, "--job-name=array", "--array=1-3", "--output=array-%a.out")
     rows += [Row(f"array task {task}", f"{array}_{task}", "COMPLETED") for task in (1, 2, 3)]
