@@ -59,6 +59,11 @@ NOT_FOR_THE_KERNEL = frozenset(
 MS_BIND, MNT_DETACH = 4096, 2
 
 
+# <linux/ptrace.h>, <linux/auxvec.h>, <sys/user.h> of x86-64: places in its 27 words; the guard's in the thread's block
+PTRACE_TRACEME, PTRACE_CONT, PTRACE_GETREGS, PTRACE_SETREGS, PTRACE_DETACH = 0, 7, 12, 13, 17
+AT_ENTRY, RIP, RSP, FS_BASE, STACK_GUARD, INT3 = 9, 16, 19, 21, 0x28, b"\xcc"
+
+
 class Failure(Exception):
     """Something in the identity could not be done; the text is for the operator."""
 
@@ -112,6 +117,13 @@ def load_module(path: str) -> None:
                 raise OSError(code, os.strerror(code), path)
     finally:
         os.close(fd)
+
+
+def ptrace(request: int, pid: int, data: ctypes.Array[ctypes.c_ulong] | None = None) -> None:
+    """ptrace(2) with no address. Raises OSError."""
+    if _libc.ptrace(ctypes.c_long(request), ctypes.c_long(pid), None, data) == -1:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), "ptrace")
 
 
 def interface() -> str:
@@ -518,6 +530,100 @@ def memory_blocks() -> int:
     return size * sum(read(f"{BLOCKS}/{name}/online")[:1] == "1" for name in names)
 
 
+def spawn(name: str, argv: list[str], user: str, traced: bool = False) -> int:
+    """Start a program as `user`, its output in the log of that name; traced, it stops there. Returns its process id.
+
+    Raises OSError, and KeyError if the image has no such user.
+    """
+    entry = pwd.getpwnam(user)
+    groups = os.getgrouplist(user, entry.pw_gid)
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        os.setpgid(0, 0)
+        log = os.open(f"{LOGS}/{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
+        null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+        for source, target in ((null, 0), (log, 1), (log, 2)):
+            os.dup2(source, target)
+        for number in (signal.SIGCHLD, signal.SIGIO, signal.SIGHUP, signal.SIGPIPE, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        os.setgroups(groups)
+        os.setgid(entry.pw_gid)
+        os.setuid(entry.pw_uid)
+        if traced:
+            ptrace(PTRACE_TRACEME, 0)
+        # hwloc asks the CPU itself for what the kernel tells as well: each question is slow where CPUs are virtual.
+        os.execve(argv[0], argv, {**os.environ, "HWLOC_COMPONENTS": "-x86"})
+    except BaseException as error:
+        os.write(2, f"{error}\n".encode())
+    os._exit(127)
+
+
+class Held:
+    """A program that was started in the template and stopped before its first instruction, for each clone to release.
+
+    By then it is loaded and linked, for all clones at once, but has read neither argument, key nor random byte of
+    its own. What the kernel drew for it is alike in all clones: where it lies in memory, as with the kernel itself;
+    the guard of its stack is drawn anew. Only x86-64 (ptrace(2), ld.so(8)). Raises OSError.
+    """
+
+    def __init__(self, name: str, program: str, user: str) -> None:
+        self.program, self.user = program, user
+        self.pid = spawn(name, [program], user, traced=True)
+        self._stopped()
+        self._memory = os.open(f"/proc/{self.pid}/mem", os.O_RDWR | os.O_CLOEXEC)
+        with open(f"/proc/{self.pid}/auxv", "rb") as file:
+            entry = dict(struct.iter_unpack("QQ", file.read()))[AT_ENTRY]
+        code = os.pread(self._memory, 1, entry)
+        os.pwrite(self._memory, INT3, entry)
+        ptrace(PTRACE_CONT, self.pid)
+        self._stopped()
+        os.pwrite(self._memory, code, entry)
+        self._registers = (ctypes.c_ulong * 27)()
+        ptrace(PTRACE_GETREGS, self.pid, self._registers)
+        self._registers[RIP] = entry
+        # As it starts, its stack holds the count of its arguments (one), them, 0, its environment, 0.
+        words = os.pread(self._memory, 4096, self._registers[RSP] + 24)
+        pointers = struct.unpack_from(f"{len(words) // 8}Q", words)
+        self._environment = pointers[: pointers.index(0) + 1]
+
+    def _stopped(self) -> None:
+        status = os.waitpid(self.pid, 0)[1]
+        if not os.WIFSTOPPED(status) or os.WSTOPSIG(status) != signal.SIGTRAP:
+            raise OSError(errno.ESRCH, f"{self.program} did not stop: wait status {status:#x}")
+
+    def release(self, argv: list[str]) -> int:
+        """Let it run with these arguments, put below those it was started with. Returns its process id."""
+        text = b"".join(os.fsencode(word) + b"\0" for word in argv)
+        at = self._registers[RSP] - len(text) & ~15
+        pointers, place = [], at
+        for word in argv:
+            pointers.append(place)
+            place += len(os.fsencode(word)) + 1
+        stack = [len(argv), *pointers, 0, *self._environment]
+        self._registers[RSP] = at - 8 * len(stack) & ~15
+        os.pwrite(self._memory, text, at)
+        os.pwrite(self._memory, struct.pack(f"{len(stack)}Q", *stack), self._registers[RSP])
+        os.pwrite(self._memory, b"\0" + os.urandom(7), self._registers[FS_BASE] + STACK_GUARD)
+        ptrace(PTRACE_SETREGS, self.pid, self._registers)
+        os.close(self._memory)
+        ptrace(PTRACE_DETACH, self.pid)
+        return self.pid
+
+
+_held: dict[str, Held] = {}  # by the name of the daemon
+
+
+def hold_daemons() -> None:
+    """Start what the clones will let run. What is missing in this image they will be told at the attempt."""
+    for name, user in (("munged", "munge"), ("slurmd", "root")):
+        try:
+            _held[name] = Held(name, f"/usr/sbin/{name}", user)
+        except (OSError, KeyError):
+            continue
+
+
 class Daemon:
     """A child that is to live as long as the VM."""
 
@@ -536,40 +642,14 @@ class Daemon:
                 os.unlink(self.ready_path)  # one from before would say too early that it serves
             except FileNotFoundError:
                 pass
-        log = os.open(f"{LOGS}/{self.name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
-        null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            if self.user == "root":
-                actions = [(os.POSIX_SPAWN_DUP2, null, 0), (os.POSIX_SPAWN_DUP2, log, 1), (os.POSIX_SPAWN_DUP2, log, 2)]
-                self.pid = os.posix_spawn(self.argv[0], self.argv, os.environ, file_actions=actions, setpgroup=0,
-                                          setsigdef=range(1, 32), setsigmask=())  # fmt: skip
+            held = _held.pop(self.name, None)
+            if held is not None and (held.program, held.user) == (self.argv[0], self.user):
+                self.pid = held.release(self.argv)
             else:
-                self.pid = self._fork(null, log)
+                self.pid = spawn(self.name, self.argv, self.user)
         except (OSError, KeyError) as error:
             raise Failure(f"cannot start {self.name} ({self.argv[0]}): {error}") from error
-        finally:
-            os.close(log)
-            os.close(null)
-
-    def _fork(self, null: int, log: int) -> int:
-        user = pwd.getpwnam(self.user)
-        groups = os.getgrouplist(self.user, user.pw_gid)
-        pid = os.fork()
-        if pid:
-            return pid
-        try:
-            os.setpgid(0, 0)
-            for source, target in ((null, 0), (log, 1), (log, 2)):
-                os.dup2(source, target)
-            for number in (signal.SIGCHLD, signal.SIGIO, signal.SIGPIPE, signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, signal.SIG_DFL)
-            os.setgroups(groups)
-            os.setgid(user.pw_gid)
-            os.setuid(user.pw_uid)
-            os.execve(self.argv[0], self.argv, os.environ)
-        except BaseException as error:
-            os.write(2, f"{error}\n".encode())
-        os._exit(127)
 
     def tail(self) -> str:
         """The last lines of its log, for the operator."""
@@ -716,7 +796,7 @@ class Agent:
                 raise Failure(f"{daemon.name} ended ({_ending(daemon.status)}): {daemon.tail()}")
             if time.monotonic() > deadline:
                 raise Failure(f"{daemon.name} did not make {daemon.ready_path}: {daemon.tail()}")
-            time.sleep(0.001)
+            time.sleep(0.02)
 
     def _collect(self) -> list[Daemon]:
         """Reap every child that has ended; as first process, orphans too. Returns the daemons among them."""
@@ -881,6 +961,7 @@ def main() -> None:
         if TEMPLATE in read("/proc/cmdline").split():
             warm()
             rehearse()
+            hold_daemons()
             os.sync()  # or else each clone's first act would be to write this back
         agent = Agent(channel, reading)
         # What exists now never goes away: the collector need not touch, and so unshare, its pages.
