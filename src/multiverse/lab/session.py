@@ -1,8 +1,8 @@
 """A lab for a while, with a user of its own: what the demonstration, the benchmarks and the tests run in.
 
 The process gets a mount namespace of its own, in which its user exists; the lab's daemons inherit it.
-The lab goes down whatever ends the session, and what could be left of one that was killed is in one
-directory: `multiverse lab down --dir` ends that too.
+The lab goes down whatever ends the session. What is left of one that was killed outright, `multiverse lab down --dir`
+ends, and so does the next session there.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -95,6 +96,15 @@ def _alone(where: Layout) -> Iterator[None]:
         yield
 
 
+async def _forget(where: Layout) -> None:
+    """End what a killed session left, and forget the jobs of every earlier one: Slurm would take them up again."""
+    await lifecycle.down(where)
+    for path in (where.slurmctld, where.database):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in where.controller.glob("multiverse.db*"):
+        path.unlink()
+
+
 @asynccontextmanager
 async def session(where: Layout, wishes: Wishes, progress: Progress) -> AsyncIterator[Session]:
     """A lab in `where` for as long as the context lasts. Call it from a process with one thread that is to
@@ -102,6 +112,7 @@ async def session(where: Layout, wishes: Wishes, progress: Progress) -> AsyncIte
     if os.geteuid() != 0:
         raise Refused("a lab needs root: it makes links and starts daemons as their own users", hint="use sudo")
     with _alone(where):
+        await _forget(where)
         enter_private_namespace()
         home = where.root / "home" / USER
         (user,) = private_users(where.root / "users", [(USER, UID, home)])
