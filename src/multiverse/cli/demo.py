@@ -146,7 +146,7 @@ async def _demo(directory: Path, images: Path) -> None:
             rows = await _run(lab, client)
             wrong = await _report(lab, client, rows)
     finally:
-        with render.step("everything ended"):
+        with render.step("ending everything", "everything ended"):
             await stack.aclose()
     if wrong:
         raise Broken(f"not as expected: {', '.join(wrong)}", hint=f"see the logs in {directory}/log")
@@ -157,7 +157,7 @@ async def _template(client: Client) -> None:
     deadline = time.monotonic() + LIMIT
     host = (await _eventually(deadline, lambda: client.hosts() or None))[0]
     machine = host["machine"] or {}
-    with render.step(f"template, booted and frozen at its fork point ({host['accelerator']})"):
+    with render.step(f"template ({host['accelerator']}): boot it, freeze it at its fork point"):
         client.template("build", IMAGE, host["name"])
         row = await _eventually(
             deadline, lambda: next((t for t in client.templates() if t["state"] in ("ready", "broken")), None)

@@ -120,9 +120,10 @@ PHASE_STYLES: Mapping[str, str] = {
 
 
 @contextmanager
-def step(text: str) -> Iterator[Callable[[str], None]]:
+def step(text: str, done: str = "") -> Iterator[Callable[[str], None]]:
     """A progress line for a long step: what it is about and for how long while it lasts, and what it took when it is
-    over. It yields a function that says what it is about now; off a terminal each word of that is a line."""
+    over (`done`, or the same text). It yields a function that says what it is about now; off a terminal each word of
+    that is a line."""
     began = time.monotonic()
     if console.is_terminal:
         columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
@@ -132,4 +133,4 @@ def step(text: str) -> Iterator[Callable[[str], None]]:
     else:
         console.print(f"  {text} …", markup=False)
         yield lambda word: console.print(f"    {word}", markup=False)
-    console.print(f"[green]✓[/] {text} [dim]{duration(time.monotonic() - began)}[/]")
+    console.print(f"[green]✓[/] {done or text} [dim]{duration(time.monotonic() - began)}[/]")
