@@ -280,12 +280,18 @@ def test_a_vm_that_dies_under_its_job_goes_down_and_the_scheduler_decides() -> N
     scene.run()
     assert scene.attempt().state is A.ALLOCATED and states(scene) == ["releasing"]
     assert scene.all_vms()[0].failed, "so that its node is set DOWN first"
+    assert effect(scene.all_vms()[0]) is EffectKind.END, "the node stays while the job is on it"
+    scene.ended(scene.all_vms()[0].key)
+    scene.jobs["7"] = replace(scene.jobs["7"], state=JobState.COMPLETING)
+    scene.run()
+    assert effect(scene.all_vms()[0]) is EffectKind.END
     ref = scene.jobs["7"].ref
     scene.jobs["7"] = replace(
         scene.jobs["7"], state=JobState.PENDING, ref=replace(ref, restarts=1), nodes=(), eligible=False
     )
     scene.run()
     assert scene.attempt().state is A.RECLAIMING and scene.attempt().outcome == "requeued"
+    assert effect(scene.all_vms()[0]) is EffectKind.RELEASE
     second = scene.attempt(2)
     assert second.state is A.QUEUED and effect(second) is EffectKind.GATE, "it still wears the old pin"
     scene.job(gated=True, pinned=None)

@@ -174,10 +174,16 @@ class Effects:
                 )
             case EffectKind.START, Vm():
                 return await self._start(subject)
-            case EffectKind.RELEASE, Vm():
-                await self._release(subject.name, 0.0 if subject.failed else self._around.grace)
+            case ((EffectKind.END | EffectKind.RELEASE), Vm()):
+                if subject.failed:
+                    await self._scheduler.fail(subject.name, "multiverse: its VM is gone")
+                await self._hypervisor.destroy(subject.name, 0.0 if subject.failed else self._around.grace)
+                if effect.kind is EffectKind.RELEASE:
+                    await self._scheduler.remove(subject.name)
             case EffectKind.RELEASE, str():
-                await self._release(subject, 0.0)
+                await self._scheduler.fail(subject, "multiverse: nothing explains it")
+                await self._hypervisor.destroy(subject, 0.0)
+                await self._scheduler.remove(subject)
             case EffectKind.BUILD, Template():
                 return await self._hypervisor.prepare(subject.host, subject.image, subject.size)
             case EffectKind.DROP, Template():
@@ -210,15 +216,6 @@ class Effects:
             membership=membership,
         )
         return await self._hypervisor.start(vm.name, vm.size, identity)
-
-    async def _release(self, name: str, grace: float) -> None:
-        """Node DOWN if something still runs there, VM destroyed, node forgotten. A node that is alive
-        and empty needs no DOWN: it is gone before Slurm could give it another job, for its feature is
-        nobody's but its own job's."""
-        if grace == 0:
-            await self._scheduler.fail(name, "multiverse: its VM is gone")
-        await self._hypervisor.destroy(name, grace)
-        await self._scheduler.remove(name)
 
 
 def _state(subject: Row | str) -> str:

@@ -142,7 +142,7 @@ class Controller:
         for _ in messages:
             self._inbox.popleft()
         self._rows = rows
-        self._expecting = any(vm.state is VmState.STARTING for vm in rows.vms.values()) or any(
+        self._expecting = any(vm.state in (VmState.STARTING, VmState.RELEASING) for vm in rows.vms.values()) or any(
             a.state in (AttemptState.SPAWNED, AttemptState.RECLAIMING) for a in rows.attempts.values()
         )
         self._effects.ensure(rows, self._confirmed_strangers(rows, world))
@@ -172,6 +172,6 @@ class Controller:
         self._inbox.append(done)
         if done.key.kind != "attempt":
             self.hypervisor.poke()
-        if done.kind in _SCHEDULER_EFFECTS or done.kind is EffectKind.RELEASE:
-            self.scheduler.poke(burst=done.kind is not EffectKind.RELEASE)
+        if done.kind in _SCHEDULER_EFFECTS or done.kind in (EffectKind.END, EffectKind.RELEASE):
+            self.scheduler.poke(burst=done.kind in _SCHEDULER_EFFECTS)
         self._wake.set()

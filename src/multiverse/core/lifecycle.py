@@ -116,7 +116,7 @@ VM: tuple[Transition, ...] = (
     *_arrows([*_VM_LIVE, V.RELEASING], Event.LOST, V.LOST),
     *_arrows([V.LOST], Event.FOUND, V.RELEASING),
     *_arrows([V.RELEASING], Event.ABSENT, V.GONE),
-    *(Transition(s, Event.NOTED, s) for s in (V.JOINED, V.SERVING)),
+    *(Transition(s, Event.NOTED, s) for s in (V.JOINED, V.SERVING, V.RELEASING)),
     *(Transition(s, Event.QUARANTINED, s) for s in (*_VM_LIVE, V.LOST, V.RELEASING)),
 )
 
@@ -150,7 +150,8 @@ class EffectKind(StrEnum):
     REVOKE = "revoke"
     CREATE = "create"
     START = "start"
-    RELEASE = "release"
+    END = "end"  # set the node DOWN if it must be, and destroy the VM
+    RELEASE = "release"  # the same, and delete the node
     BUILD = "build"
     DROP = "drop"
 
@@ -185,8 +186,8 @@ def effect_of(row: Row) -> Effect | None:
             return Effect(EffectKind.CREATE, row.key)
         case Vm(state=V.STARTING):
             return Effect(EffectKind.START, row.key)
-        case Vm(state=V.RELEASING):
-            return Effect(EffectKind.RELEASE, row.key)
+        case Vm(state=V.RELEASING, forget=forget):
+            return Effect(EffectKind.RELEASE if forget else EffectKind.END, row.key)
         case Template(state=T.BUILDING):
             return Effect(EffectKind.BUILD, row.key)
         case Template(state=T.RETIRING):

@@ -365,7 +365,10 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Vm:
-    """A VM from before it exists until it is seen gone. `size` is the VM's own, `told` the node's."""
+    """A VM from before it exists until it is seen gone. `size` is the VM's own, `told` the node's.
+
+    `forget` says that no job was seen on its node since it was ended: only then may the node be deleted.
+    """
 
     id: int  # the serial
     version: int
@@ -382,6 +385,7 @@ class Vm:
     attempt: int | None = None
     reason: str = ""
     failed: bool = False
+    forget: bool = False
     quarantined: str = ""
 
     @property

@@ -80,6 +80,7 @@ def orphans(rows: Rows, world: World) -> list[str]:
     known = {vm.name for vm in rows.vms.values()}
     nodes = world.scheduler.value.nodes
     names = {*nodes, *world.hypervisor.value.vms} - known
+    names -= _occupied(world.scheduler.value)
     return sorted(n for n in names if n not in nodes or nodes[n].state is not NodeState.BUSY)
 
 
@@ -415,7 +416,11 @@ def _finish(draft: Draft, attempt: Attempt, sight: Sight, job: Job | None, world
         attempt = draft.attempts[attempt.id]
     leaving = [vm for vm in vms if vm.state not in (V.RELEASING, V.LOST)]
     if leaving:
-        draft.move(*(Change(_releasing(vm, "", failed=vm.failed), Event.RELEASED, attempt.reason) for vm in leaving))
+        stuck = names & _occupied(world.scheduler.value)  # a limit has passed: their nodes go DOWN first
+        released = [
+            _releasing(vm, "", failed=vm.failed or vm.name in stuck, forget=vm.name not in stuck) for vm in leaving
+        ]
+        draft.move(*(Change(vm, Event.RELEASED, attempt.reason) for vm in released))
     if vms:
         return
     outcome = attempt.outcome or "done"
@@ -428,8 +433,8 @@ def _finish(draft: Draft, attempt: Attempt, sight: Sight, job: Job | None, world
 # --- VMs -------------------------------------------------------------------------------------------
 
 
-def _releasing(vm: Vm, reason: str, *, failed: bool = True) -> Vm:
-    return replace(vm, state=V.RELEASING, reason=reason or vm.reason, failed=failed)
+def _releasing(vm: Vm, reason: str, *, failed: bool = True, forget: bool = False) -> Vm:
+    return replace(vm, state=V.RELEASING, reason=reason or vm.reason, failed=failed, forget=forget)
 
 
 def _step_vm(draft: Draft, vm_id: int, world: World, policy: Policy) -> None:
@@ -514,6 +519,16 @@ def _step_releasing(draft: Draft, vm: Vm, world: World) -> None:
         return
     if vm.name not in world.hypervisor.value.vms and vm.name not in world.scheduler.value.nodes:
         draft.move(Change(replace(vm, state=V.GONE), Event.ABSENT), free=[vm.key])
+    elif not vm.forget and vm.name not in _occupied(world.scheduler.value):
+        draft.move(Change(replace(vm, forget=True), Event.NOTED, "no job is on its node"))
+
+
+def _occupied(view: SchedulerView) -> set[str]:
+    """Nodes that a job runs on, or is not done with. slurmctld 22.05 lets such a node be deleted once it is
+    DOWN, and dies of it when it comes to the job's last step (a null pointer in step_mgr.c)."""
+    return {
+        node for job in view.jobs.values() if job.state not in (JobState.PENDING, JobState.ENDED) for node in job.nodes
+    }
 
 
 # --- templates -------------------------------------------------------------------------------------
