@@ -475,7 +475,7 @@ def mount_one(source: str, target: str, kind: str, options: str) -> None:
         elif option not in NOT_FOR_THE_KERNEL and not option.startswith("x-"):
             data.append(option)
     try:
-        address = socket.gethostbyname(server)
+        address = socket.gethostbyname(server.encode())  # as text it would be encoded by a codec, loaded in each clone
         # Which address of ours faces the server: the kernel's choice of route tells, nothing is sent.
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
             sock.connect((address, 2049))
