@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -115,6 +116,8 @@ def demo(
 
     Ctrl-C ends everything as well. What is left of one that was killed: multiverse lab down --dir DIR.
     """
+    if os.geteuid() != 0:
+        raise Refused("the demonstration needs root: it makes links and starts daemons", hint="sudo make demo")
     with render.step("guest image") as say:
         image.build(
             IMAGE, "slim", images, packages=("hpcc",), progress=lambda line: say(line.removeprefix(f"image {IMAGE}: "))
