@@ -42,6 +42,8 @@ TEMPLATE = "multiverse.template"  # on the kernel's command line: this VM is to 
 MODULES = ("virtio_console", "virtio_net", "nfsv4", "nfs")
 
 CPUS, BLOCKS = "/sys/devices/system/cpu", "/sys/devices/system/memory"
+_owners = {"root": (0, 0)}
+_interface = ""  # our network interface, once it was looked for
 _boot_memory = 0  # MiB that were online at the fork point
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -102,9 +104,12 @@ def add_entropy(seed: bytes) -> None:
 
     The first alone leaves two clones with identical bytes until the next scheduled reseeding.
     """
-    with open("/dev/random", "rb", buffering=0) as device:
+    device = os.open("/dev/random", os.O_RDONLY | os.O_CLOEXEC)
+    try:
         fcntl.ioctl(device, RNDADDENTROPY, struct.pack("ii", len(seed) * 8, len(seed)) + seed)
         fcntl.ioctl(device, RNDRESEEDCRNG)
+    finally:
+        os.close(device)
 
 
 def load_module(path: str) -> None:
@@ -127,11 +132,14 @@ def ptrace(request: int, pid: int, data: ctypes.Array[ctypes.c_ulong] | None = N
 
 
 def interface() -> str:
-    """The first network interface that is a device."""
-    names = sorted(n for n in os.listdir("/sys/class/net") if os.path.exists(f"/sys/class/net/{n}/device"))
-    if not names:
-        raise Failure("the guest has no network interface")
-    return names[0]
+    """The first network interface that is a device, remembered. Raises Failure."""
+    global _interface
+    if not _interface:
+        names = sorted(n for n in os.listdir("/sys/class/net") if os.path.exists(f"/sys/class/net/{n}/device"))
+        if not names:
+            raise Failure("the guest has no network interface")
+        _interface = names[0]
+    return _interface
 
 
 def link_up(sock: socket.socket, name: str) -> None:
@@ -217,6 +225,23 @@ def write(path: str, content: str | bytes, mode: int = 0o644, owner: tuple[int, 
             os.ftruncate(fd, len(data))
     finally:
         os.close(fd)
+
+
+def make_directory(path: str) -> None:
+    """Make a directory with its parents, if it is not there: asking is less code than an exception."""
+    if not os.path.isdir(path):
+        os.makedirs(path, exist_ok=True)
+
+
+def owner_ids(name: str) -> tuple[int, int]:
+    """The uid and gid of a user of the image, remembered. Raises Failure."""
+    if name not in _owners:
+        try:
+            entry = pwd.getpwnam(name)
+        except KeyError:
+            raise Failure(f"the image has no user {name!r}") from None
+        _owners[name] = entry.pw_uid, entry.pw_gid
+    return _owners[name]
 
 
 def prepare_first() -> None:
@@ -458,7 +483,7 @@ def add_users(users: list[dict[str, Any]]) -> None:
 
 def mount_one(source: str, target: str, kind: str, options: str) -> None:
     """Mount a file system where fstab(5) would. NFSv4 goes straight to mount(2), which wants the addresses."""
-    os.makedirs(target, exist_ok=True)
+    make_directory(target)
     if kind != "nfs4":
         load_on_demand(True)
         argv = ["/bin/mount", "-t", kind, *(["-o", options] if options else []), "--", source, target]
@@ -475,7 +500,8 @@ def mount_one(source: str, target: str, kind: str, options: str) -> None:
         elif option not in NOT_FOR_THE_KERNEL and not option.startswith("x-"):
             data.append(option)
     try:
-        address = socket.gethostbyname(server.encode())  # as text it would be encoded by a codec, loaded in each clone
+        # As bytes: text would go through a codec, and each clone would load that anew.
+        address = socket.gethostbyname(server.encode())  # type: ignore[arg-type]
         # Which address of ours faces the server: the kernel's choice of route tells, nothing is sent.
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
             sock.connect((address, 2049))
@@ -617,10 +643,13 @@ _held: dict[str, Held] = {}  # by the name of the daemon
 
 def hold_daemons() -> None:
     """Start what the clones will let run. What is missing in this image they will be told at the attempt."""
+    for path in ("/etc/slurm", "/var/lib/munge", "/var/log/munge", "/var/spool/slurmd"):
+        make_directory(path)  # making one costs a clone 15 ms; it sets owner and mode
     for name, user in (("munged", "munge"), ("slurmd", "root")):
         try:
+            owner_ids(user)
             _held[name] = Held(name, f"/usr/sbin/{name}", user)
-        except (OSError, KeyError):
+        except (OSError, KeyError, Failure):
             continue
 
 
@@ -742,12 +771,12 @@ class Agent:
         stage("network")
         membership = identity["membership"]
         for path, owner, mode in membership["directories"]:
-            os.makedirs(path, exist_ok=True)
-            os.chown(path, *self._owner(owner))
+            make_directory(path)
+            os.chown(path, *owner_ids(owner))
             os.chmod(path, mode)
         for file in membership["files"]:
-            os.makedirs(os.path.dirname(file["path"]), exist_ok=True)
-            write(file["path"], base64.b64decode(file["content"]), file["mode"], self._owner(file["owner"]))
+            make_directory(os.path.dirname(file["path"]))
+            write(file["path"], base64.b64decode(file["content"]), file["mode"], owner_ids(file["owner"]))
         stage("files")
         plug(message["cpus"], message["plugged"])
         stage("plugged")
@@ -774,15 +803,6 @@ class Agent:
         return {"cpus": online_cpus(), "memory": memory, "machine_id": read("/etc/machine-id").strip(),
                 "boot_id": boot_id, "random": os.urandom(8).hex()}  # fmt: skip
 
-    def _owner(self, name: str) -> tuple[int, int]:
-        if name == "root":
-            return 0, 0
-        try:
-            entry = pwd.getpwnam(name)
-        except KeyError:
-            raise Failure(f"the image has no user {name!r}") from None
-        return entry.pw_uid, entry.pw_gid
-
     def _start(self, daemon: Daemon) -> None:
         self.daemons.append(daemon)
         daemon.start()
@@ -796,7 +816,7 @@ class Agent:
                 raise Failure(f"{daemon.name} ended ({_ending(daemon.status)}): {daemon.tail()}")
             if time.monotonic() > deadline:
                 raise Failure(f"{daemon.name} did not make {daemon.ready_path}: {daemon.tail()}")
-            time.sleep(0.02)
+            time.sleep(0.005)
 
     def _collect(self) -> list[Daemon]:
         """Reap every child that has ended; as first process, orphans too. Returns the daemons among them."""
