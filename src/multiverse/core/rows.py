@@ -35,13 +35,19 @@ class Rows:
 
     def get(self, key: Key) -> Row | None:
         """The live row of that key."""
-        match key.kind:
-            case "attempt":
-                return self.attempts.get(key.id)
-            case "vm":
-                return self.vms.get(key.id)
-            case "template":
-                return self.templates.get(key.id)
+        return _find(key, self.attempts, self.vms, self.templates)
+
+
+def _find(
+    key: Key, attempts: Mapping[int, Attempt], vms: Mapping[int, Vm], templates: Mapping[int, Template]
+) -> Row | None:
+    match key.kind:
+        case "attempt":
+            return attempts.get(key.id)
+        case "vm":
+            return vms.get(key.id)
+        case "template":
+            return templates.get(key.id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +141,7 @@ class Draft:
         self.moves.append(Move(tuple(stamped), made, freed))
 
     def get(self, key: Key) -> Row | None:
-        match key.kind:
-            case "attempt":
-                return self.attempts.get(key.id)
-            case "vm":
-                return self.vms.get(key.id)
-            case "template":
-                return self.templates.get(key.id)
+        return _find(key, self.attempts, self.vms, self.templates)
 
     def _put(self, row: Row) -> None:
         match row:
