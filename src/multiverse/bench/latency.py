@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from multiverse.bench.stats import Summary, summary
+from multiverse.bench.stats import Summary, percentile, summary
 from multiverse.client import Client
 from multiverse.core.errors import Broken
 from multiverse.lab.session import Session
@@ -187,25 +187,29 @@ def _stages(samples: Samples, one: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One kind's figures, as `--json` prints them. `stages` are medians, in the order of their happening."""
+    """One kind's figures, as `--json` prints them. `stages` (seconds, in the order of their happening), `cpu_s`,
+    `uss_mib` and `pss_mib` are medians; None where a kind has no such thing."""
 
     submit_to_start: Summary | None
     first_byte: Summary | None
     node_idle: Summary | None
     stages: dict[str, float]
-    cpu_s: Summary | None
-    uss_mib: Summary | None
-    pss_mib: Summary | None
+    cpu_s: float | None
+    uss_mib: float | None
+    pss_mib: float | None
 
 
 def result(samples: Samples) -> Result:
-    medians = {name: summary(values) for name, values in samples.stages.items()}
     return Result(
         submit_to_start=summary(samples.submit_to_start),
         first_byte=summary(samples.first_byte),
         node_idle=summary(samples.node_idle),
-        stages={name: one.p50 for name, one in medians.items() if one},
-        cpu_s=summary(samples.cpu_s),
-        uss_mib=summary(samples.uss_mib),
-        pss_mib=summary(samples.pss_mib),
+        stages={name: percentile(values, 0.5) for name, values in samples.stages.items()},
+        cpu_s=_median(samples.cpu_s),
+        uss_mib=_median(samples.uss_mib),
+        pss_mib=_median(samples.pss_mib),
     )
+
+
+def _median(samples: Sequence[float]) -> float | None:
+    return percentile(samples, 0.5) if samples else None

@@ -126,15 +126,15 @@ def _print(found: dict[str, Any]) -> None:
             f"{start.low:.2f}–{start.high:.2f}",
             f"{start.p95:.2f} s",
             f"{start.max:.2f} s",
-            _median(one["cpu_s"], "s", 2),
-            _median(one["uss_mib"], "MiB", 1),
-            _median(one["pss_mib"], "MiB", 1),
+            _figure(one["cpu_s"], "s", 2),
+            _figure(one["uss_mib"], "MiB", 1),
+            _figure(one["pss_mib"], "MiB", 1),
         )
     console.print(table)
     for name, one in found["kinds"].items():
         if one["stages"]:
-            console.print(f"{name}: clone start → first byte {_median(one['first_byte'], 's', 3)}, "
-                          f"→ node idle {_median(one['node_idle'], 's', 2)} (medians)", markup=False)  # fmt: skip
+            console.print(f"{name}: clone start → first byte {_figure(_p50(one['first_byte']), 's', 3)}, "
+                          f"→ node idle {_figure(_p50(one['node_idle']), 's', 2)} (medians)", markup=False)  # fmt: skip
             stages = " · ".join(f"{stage} {seconds * 1000:.0f}" for stage, seconds in one["stages"].items())
             console.print(f"  ms: {stages}", style="dim", markup=False)
     bare = found["kinds"].get("bare_metal")
@@ -148,5 +148,9 @@ def _print(found: dict[str, Any]) -> None:
         console.print(f"beside bare metal's {base:.2f} s: {ratios}", markup=False)
 
 
-def _median(one: dict[str, Any] | None, unit: str, digits: int) -> str:
-    return f"{one['p50']:.{digits}f} {unit}" if one else "–"
+def _p50(one: dict[str, Any] | None) -> float | None:
+    return float(one["p50"]) if one else None
+
+
+def _figure(value: float | None, unit: str, digits: int) -> str:
+    return f"{value:.{digits}f} {unit}" if value is not None else "–"
