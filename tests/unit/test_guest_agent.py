@@ -129,3 +129,24 @@ def test_a_flood_without_end_of_line_is_dropped(wire: tuple[agent.Channel, socke
     for _ in range(5):
         assert channel._feed(b"x" * (agent.MAX_LINE // 2)) == []
         assert len(channel._buffer) <= agent.MAX_LINE
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may become a daemon's user")
+def test_a_held_program_runs_only_when_released_and_with_the_arguments_given_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "LOGS", str(tmp_path))
+    monkeypatch.setenv("KEPT", "through it all")
+    held = agent.Held("sh", "/bin/sh", "root")
+    assert os.waitpid(held.pid, os.WNOHANG) == (0, 0)
+    script = 'echo "$KEPT $# $1 ${#2}"; exit 7'
+    pid = held.release(["/bin/sh", "-c", script, "x", "a b", "y" * 5000])
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert (tmp_path / "sh.log").read_text() == "through it all 2 a b 5000\n"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may become a daemon's user")
+def test_a_program_that_is_missing_cannot_be_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "LOGS", str(tmp_path))
+    with pytest.raises(OSError, match="did not stop"):
+        agent.Held("nothing", "/nonexistent", "root")

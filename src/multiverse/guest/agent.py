@@ -620,7 +620,7 @@ class Held:
             raise OSError(errno.ESRCH, f"{self.program} did not stop: wait status {status:#x}")
 
     def release(self, argv: list[str]) -> int:
-        """Let it run with these arguments, put below those it was started with. Returns its process id."""
+        """Let it run with these arguments; ps(1) goes on showing the first ones. Returns its process id."""
         text = b"".join(os.fsencode(word) + b"\0" for word in argv)
         at = self._registers[RSP] - len(text) & ~15
         pointers, place = [], at
