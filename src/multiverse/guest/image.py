@@ -278,14 +278,15 @@ def _run(argv: Sequence[str | Path], what: str, hint: str) -> str:
     return done.stdout
 
 
-def _mmdebstrap(arguments: Sequence[str | Path], say: Progress) -> None:
+def _mmdebstrap(arguments: Sequence[str | Path], work: Path, say: Progress) -> None:
     """Run it in a PID namespace of its own: if it is interrupted, or this process is killed, the kernel ends all that
-    it started (apt, dpkg and their scripts) and takes away what they mounted. `say` gets its own word for each step."""
+    it started (apt, dpkg and their scripts) and takes away what they mounted. Its own temporary files are in `work`.
+    `say` gets its own word for each step."""
     alone = ("setpriv", "--pdeathsig=KILL", "unshare", "--fork", "--pid", "--mount-proc", "--kill-child=KILL")
     tail: deque[str] = deque(maxlen=6)
     with subprocess.Popen(
         (*alone, "mmdebstrap", *arguments), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env=_environment(), text=True, errors="replace",
+        env={**_environment(), "TMPDIR": str(work)}, text=True, errors="replace",
     ) as process:  # fmt: skip
         assert process.stdout is not None
         try:
@@ -313,7 +314,7 @@ def _bootstrap(recipe: _Recipe, name: str, work: Path, say: Progress) -> str:
     argv += [f"--include={wanted}", f"--aptopt={apt_conf}", "--dpkgopt=force-unsafe-io"]
     argv += [f"--dpkgopt=path-exclude={path}" for path in _EXCLUDED]
     argv += [f"--customize-hook={hook}" for hook in recipe.hooks]
-    _mmdebstrap([*argv, recipe.suite, root, *recipe.sources], say)
+    _mmdebstrap([*argv, recipe.suite, root, *recipe.sources], work, say)
     release = _release(root)
     _strip_identity(root)
     _install_agent(root)
