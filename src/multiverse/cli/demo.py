@@ -214,6 +214,8 @@ async def _run(lab: Session, client: Client) -> list[Row]:
                 live.update(_table(rows), refresh=True)
             await asyncio.sleep(0.05)
         live.update(_table(rows), refresh=True)
+    if not console.is_terminal:
+        console.print()  # there Live does not end its last line
     for row in rows:
         if row.said:
             console.print(Text.assemble((f"{row.what}: ", "bold"), row.said))
