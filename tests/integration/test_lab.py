@@ -10,6 +10,7 @@ import signal
 import stat
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,12 @@ async def test_up_again_is_harmless_and_brings_back_what_died(lab: Any) -> None:
     assert set(words.values()) == {"is up", "runs"}
     assert lifecycle.status(lab.where) == before
 
+    submitted = time.time()
     job_id = lab.sbatch("true", "--hold")
+    kept = lab.where.slurmctld / "job_state"  # slurmctld writes it some seconds later; killed before, it forgets
+    while not kept.exists() or kept.stat().st_mtime < submitted:
+        assert time.time() < submitted + 30, "slurmctld does not save its state"
+        await asyncio.sleep(0.1)
     for name in ("slurmctld", "munged"):
         _kill(before[name]["pid"])
     assert not lifecycle.status(lab.where)["slurmctld"]["alive"]
