@@ -81,13 +81,15 @@ class Listener:
     def __exit__(self, *_: object) -> None:
         self._socket.close()
 
-    def wait(self, job: str, timeout: float) -> tuple[float, socket.socket]:
+    def wait(self, job: str, timeout: float, alive: Callable[[], bool]) -> tuple[float, socket.socket]:
         """When the job's script said its first word, and the connection that holds it. Words of other jobs
-        are let go. `Broken` if it does not come in time."""
+        are let go. `Broken` if it does not come in time, or nothing is `alive` any more that could start it."""
         deadline = time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
-            if not select.select([self._socket], [], [], left)[0]:
-                break
+            if not select.select([self._socket], [], [], min(left, 1.0))[0]:
+                if not alive():
+                    raise Broken(f"the lab went down while job {job} was awaited")
+                continue
             arrived = time.monotonic()
             connection, _ = self._socket.accept()
             connection.settimeout(5.0)
@@ -124,7 +126,7 @@ def _one(lab: Session, client: Client, listener: Listener, kind: Kind, samples: 
     script = SCRIPT.format(host=listener.host, port=listener.port)
     began = time.monotonic()
     job = lab.submit(script, "--output=/dev/null", *kind.options)
-    arrived, connection = listener.wait(job, JOB_LIMIT)
+    arrived, connection = listener.wait(job, JOB_LIMIT, lab.settings.socket.exists)
     with connection:
         samples.submit_to_start.append(arrived - began)
         cost = _vm_cost(client, job) if kind.vm else bare_cost(job)
