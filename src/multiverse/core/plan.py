@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
 
-from multiverse.core.admission import admit, kind_of, need_template, plan_vms
+from multiverse.core.admission import admit, image_of, kind_of, need_template, plan_vms
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused
 from multiverse.core.lifecycle import EffectKind, Event
 from multiverse.core.model import (
@@ -333,7 +333,7 @@ def _replace_vms(draft: Draft, attempt: Attempt, missing: int, world: World, pol
 
 
 def _template_ready(draft: Draft, host: str, attempt: Attempt, policy: Policy) -> bool:
-    template = draft.template_for(host, attempt.request.image or policy.image)
+    template = draft.template_for(host, image_of(attempt, policy))
     return template is not None and template.state is T.READY
 
 
