@@ -12,6 +12,7 @@ from multiverse.core.model import (
     AttemptState,
     JobRef,
     JobState,
+    Key,
     NodeState,
     Size,
     TemplateState,
@@ -19,7 +20,7 @@ from multiverse.core.model import (
     VmState,
 )
 from multiverse.core.plan import orphans
-from multiverse.core.rows import Command
+from multiverse.core.rows import Command, Done
 from tests.unit.scene import POLICY, Scene, failed
 
 A, V = AttemptState, VmState
@@ -499,3 +500,70 @@ def test_a_machine_that_was_rebooted_keeps_its_rows_and_forgets_old_times() -> N
     scene.vms.clear()
     scene.run()
     assert states(scene) == ["releasing"], "its VM did not outlive the machine"
+
+
+def test_a_fenced_host_frees_its_vms_though_nobody_can_look_there() -> None:
+    scene = Scene()
+    scene.to_allocated()
+    (vm,) = scene.all_vms()
+    scene.hosts.pop("h1")
+    scene.run(Command("fence", "h1"))  # nothing is lost yet: a fence is for what is
+    assert scene.all_vms()[0].state is VmState.LOST and not scene.all_vms()[0].fenced
+    scene.run(Command("fence", "elsewhere"))
+    assert scene.all_vms()[0].state is VmState.LOST
+    scene.run(Command("fence", "h1"))
+    assert scene.all_vms()[0].state is VmState.RELEASING and scene.all_vms()[0].fenced
+    assert vm.key in [claim.owner for claim in scene.rows.claims], "its claim is held until it is seen gone"
+    scene.jobs.clear()
+    scene.ended(scene.attempt().key)
+    scene.clear()
+    scene.run()
+    scene.run()
+    assert scene.all_vms()[0].state is VmState.GONE and not [c for c in scene.rows.claims if c.owner == vm.key]
+
+
+def test_a_job_does_not_start_again_while_its_earlier_run_may_go_on() -> None:
+    scene = Scene()
+    first = scene.to_allocated()
+    scene.hosts["h2"] = replace(scene.hosts["h1"], name="h2")
+    scene.templates["h2", "slim"] = replace(scene.templates["h1", "slim"], host="h2")
+    scene.run(Command("build", "h2", "slim"))
+    scene.run()
+    host = scene.hosts.pop("h1")
+    again = replace(first.job, submitted=first.job.submitted + 60, restarts=1)
+    scene.job(ref=again, state=JobState.PENDING, nodes=(), gated=True, pinned=None)
+    for _ in range(4):
+        scene.run()
+    second = scene.attempt(2)
+    assert second.state is A.QUEUED and "neither back nor fenced" in second.note
+    scene.hosts["h1"] = host
+    scene.run()
+    assert scene.all_vms(1)[0].state is VmState.RELEASING
+    assert scene.attempt(2).state is A.QUEUED, "back, but its VM is not gone yet"
+    scene.clear()
+    scene.run()
+    scene.run()
+    assert scene.attempt(2).state is A.CLAIMED
+
+
+def test_a_retry_ends_quarantine_and_back_off() -> None:
+    scene = Scene()
+    attempt = scene.to_claimed()
+    scene.job(state=JobState.RUNNING, nodes=("elsewhere",))
+    scene.run()
+    assert scene.attempt().quarantined
+    scene.job(state=JobState.PENDING, nodes=())
+    scene.run()
+    assert scene.attempt().quarantined, "it stays until somebody has looked at it"
+    scene.run(Command("retry", key=attempt.key))
+    assert not scene.attempt().quarantined
+    scene.run(Command("retry", key=Key("attempt", 99)))  # long gone: nothing to do
+
+    broken = Scene()
+    broken.job()
+    broken.run()
+    (template,) = broken.rows.templates.values()
+    broken.run(Done(template.key, EffectKind.BUILD, "building", Broken("no boot")))
+    assert broken.rows.templates[1].state is TemplateState.BROKEN
+    broken.run(Command("retry", key=template.key))
+    assert broken.rows.templates[1].state is TemplateState.BUILDING

@@ -177,7 +177,7 @@ class Effects:
             case ((EffectKind.END | EffectKind.RELEASE), Vm()):
                 if subject.failed:
                     await self._scheduler.fail(subject.name, "multiverse: its VM is gone")
-                await self._hypervisor.destroy(subject.name, 0.0 if subject.failed else self._around.grace)
+                await self._destroy(subject)
                 if effect.kind is EffectKind.RELEASE:
                     await self._scheduler.remove(subject.name)
             case EffectKind.RELEASE, str():
@@ -191,6 +191,13 @@ class Effects:
             case _:
                 raise AssertionError(f"no such effect: {effect}")
         return None
+
+    async def _destroy(self, vm: Vm) -> None:
+        try:
+            await self._hypervisor.destroy(vm.name, 0.0 if vm.failed else self._around.grace)
+        except MultiverseError:
+            if not vm.fenced:  # its host is off: what is left of it goes when the host is back
+                raise
 
     async def _start(self, vm: Vm) -> Sequence[Stage]:
         attempt = self._around.rows.attempts.get(vm.attempt) if vm.attempt is not None else None

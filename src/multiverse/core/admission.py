@@ -62,6 +62,9 @@ def admit(draft: Draft, world: World, policy: Policy) -> None:
             continue
         if not job.eligible or not attempt.gated or attempt.stray or draft.now < attempt.not_before:
             continue
+        if earlier := _earlier_run(draft, attempt):
+            _tell(draft, attempt, earlier, policy)
+            continue
         if blocked:
             _tell(draft, attempt, blocked, policy)
             continue
@@ -91,6 +94,20 @@ def admit(draft: Draft, world: World, policy: Policy) -> None:
             *(Change(vm, Event.PLANNED) for vm in vms),
             make=(Claim(vm.key, vm.host, vm_claim(vm.size, policy)) for vm in vms),
         )
+
+
+def _earlier_run(draft: Draft, attempt: Attempt) -> str:
+    """Why an earlier run of the same job may still go on, if it may: the scheduler queues a job again as soon
+    as its node is silent, and nothing may run twice."""
+    for _, vm in sorted(draft.vms.items()):
+        owner = draft.attempts.get(vm.attempt) if vm.attempt is not None else None
+        if owner and owner.job.job_id == attempt.job.job_id and owner.job.restarts < attempt.job.restarts:
+            if vm.state is VmState.LOST:
+                return (
+                    f"its earlier run may go on in {vm.name}: host {vm.host} is out of reach, neither back nor fenced"
+                )
+            return f"waiting until {vm.name} of its earlier run is gone"
+    return ""
 
 
 def _rank(job: Job | None) -> int:

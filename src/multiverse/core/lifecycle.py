@@ -56,6 +56,7 @@ class Event(StrEnum):
     RELEASED = "released"
     LOST = "lost"
     FOUND = "found"
+    FENCED = "fenced"
     ABSENT = "absent"
     # template
     NEEDED = "needed"
@@ -65,6 +66,7 @@ class Event(StrEnum):
     DROPPED = "dropped"
     # any
     QUARANTINED = "quarantined"
+    RETRIED = "retried"  # an operator's word that its quarantine or its back-off is over
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ def _arrows(sources: Iterable[State | None], event: Event, *targets: State) -> l
     return [Transition(source, event, target) for source in sources for target in targets]
 
 
+_OF_ANY = (Event.QUARANTINED, Event.RETRIED)
 _EARLY = (A.QUEUED, A.CLAIMED, A.SPAWNING, A.SPAWNED)
 _LIVE = (*_EARLY, A.ALLOCATED)
 
@@ -99,7 +102,7 @@ ATTEMPT: tuple[Transition, ...] = (
     *_arrows([A.RECLAIMING], Event.RECLAIMED, A.DONE, A.CANCELLED, A.REQUEUED, A.REVOKED, A.FAILED),
     *(Transition(s, Event.REPLACED, s) for s in (A.CLAIMED, A.SPAWNING)),
     *(Transition(s, Event.NOTED, s) for s in (*_LIVE, A.RECLAIMING)),
-    *(Transition(s, Event.QUARANTINED, s) for s in (*_LIVE, A.RECLAIMING)),
+    *(Transition(s, event, s) for s in (*_LIVE, A.RECLAIMING) for event in _OF_ANY),
 )
 
 _VM_LIVE = (V.PLANNED, V.PARKED, V.STARTING, V.JOINED, V.SERVING)
@@ -115,9 +118,10 @@ VM: tuple[Transition, ...] = (
     *_arrows(_VM_LIVE, Event.RELEASED, V.RELEASING),
     *_arrows([*_VM_LIVE, V.RELEASING], Event.LOST, V.LOST),
     *_arrows([V.LOST], Event.FOUND, V.RELEASING),
+    *_arrows([V.LOST], Event.FENCED, V.RELEASING),
     *_arrows([V.RELEASING], Event.ABSENT, V.GONE),
     *(Transition(s, Event.NOTED, s) for s in (V.JOINED, V.SERVING, V.RELEASING)),
-    *(Transition(s, Event.QUARANTINED, s) for s in (*_VM_LIVE, V.LOST, V.RELEASING)),
+    *(Transition(s, event, s) for s in (*_VM_LIVE, V.LOST, V.RELEASING) for event in _OF_ANY),
 )
 
 TEMPLATE: tuple[Transition, ...] = (
@@ -128,7 +132,7 @@ TEMPLATE: tuple[Transition, ...] = (
     *_arrows([T.READY, T.BROKEN], Event.VANISHED, T.ABSENT),
     *_arrows([T.BUILDING, T.READY, T.BROKEN], Event.DROPPED, T.RETIRING),
     *_arrows([T.RETIRING], Event.ABSENT, T.ABSENT),
-    *(Transition(s, Event.QUARANTINED, s) for s in (T.BUILDING, T.READY, T.BROKEN, T.RETIRING)),
+    *(Transition(s, event, s) for s in (T.BUILDING, T.READY, T.BROKEN, T.RETIRING) for event in _OF_ANY),
 )
 
 TABLES: dict[RowKind, tuple[Transition, ...]] = {"attempt": ATTEMPT, "vm": VM, "template": TEMPLATE}

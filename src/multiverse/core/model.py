@@ -368,6 +368,7 @@ class Vm:
     """A VM from before it exists until it is seen gone. `size` is the VM's own, `told` the node's.
 
     `forget` says that no job was seen on its node since it was ended: only then may the node be deleted.
+    `fenced` says that an operator vouched for its host being off: it counts as ended, though nobody saw it.
     """
 
     id: int  # the serial
@@ -386,6 +387,7 @@ class Vm:
     reason: str = ""
     failed: bool = False
     forget: bool = False
+    fenced: bool = False
     quarantined: str = ""
 
     @property

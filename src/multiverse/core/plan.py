@@ -28,6 +28,7 @@ from multiverse.core.model import (
     NodeState,
     Outcome,
     Request,
+    Row,
     SchedulerView,
     Size,
     Template,
@@ -108,10 +109,30 @@ def _heed(draft: Draft, done: Done) -> None:
 
 def _obey(draft: Draft, command: Command, policy: Policy) -> None:
     row = draft.template_for(command.host, command.image)
-    if command.verb == "build" and (row is None or row.state is T.BROKEN):
-        need_template(draft, command.host, command.image, policy, "an operator asked for it")
-    elif command.verb == "drop" and row is not None and row.state in (T.READY, T.BROKEN, T.BUILDING):
-        draft.move(Change(replace(row, state=T.RETIRING), Event.DROPPED, "an operator asked for it"))
+    why = "an operator asked for it"
+    match command.verb:
+        case "build" if row is None or row.state is T.BROKEN:
+            need_template(draft, command.host, command.image, policy, why)
+        case "drop" if row is not None and row.state in (T.READY, T.BROKEN, T.BUILDING):
+            draft.move(Change(replace(row, state=T.RETIRING), Event.DROPPED, why))
+        case "retry" if command.key is not None and (record := draft.get(command.key)) is not None:
+            _retry(draft, record, policy, why)
+        case "fence":
+            for _, vm in sorted(draft.vms.items()):
+                if vm.state is V.LOST and vm.host == command.host:
+                    fenced = replace(_releasing(vm, vm.reason), fenced=True, quarantined="")
+                    draft.move(Change(fenced, Event.FENCED, f"an operator says that host {vm.host} is off"))
+        case _:
+            pass
+
+
+def _retry(draft: Draft, row: Row, policy: Policy, why: str) -> None:
+    if isinstance(row, Attempt) and (row.quarantined or row.not_before > draft.now):
+        draft.move(Change(replace(row, quarantined="", not_before=0.0), Event.RETRIED, why))
+    elif not isinstance(row, Attempt) and row.quarantined:
+        draft.move(Change(replace(row, quarantined=""), Event.RETRIED, why))
+    elif isinstance(row, Template) and row.state is T.BROKEN:
+        need_template(draft, row.host, row.image, policy, why)
 
 
 # --- the scheduler's word --------------------------------------------------------------------------
@@ -442,7 +463,7 @@ def _step_vm(draft: Draft, vm_id: int, world: World, policy: Policy) -> None:
     if vm is None or vm.quarantined or world.hypervisor is None:
         return
     hypervisor, began = world.hypervisor.value, world.hypervisor.began
-    if vm.host not in hypervisor.hosts:
+    if vm.host not in hypervisor.hosts and not vm.fenced:
         if vm.state is not V.LOST:
             draft.move(Change(replace(vm, state=V.LOST, failed=True), Event.LOST, f"host {vm.host} is out of reach"))
         return

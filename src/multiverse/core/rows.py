@@ -83,11 +83,14 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What an operator asks of a template: `build` or `drop`."""
+    """What an operator asks for. Of a template: `build` or `drop` (`host`, `image`). Of a record: `retry`
+    (`key`), that its quarantine or back-off be over. Of a host out of reach: `fence` (`host`), which is the
+    operator's word that the host is off, and nothing of it runs."""
 
     verb: str
-    host: str
-    image: str
+    host: str = ""
+    image: str = ""
+    key: Key | None = None
 
 
 Message = Done | Command
