@@ -2,12 +2,13 @@
 PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PATH
 
-.PHONY: help setup demo test lint unit integration test-slow docs clean
+.PHONY: help setup demo test lint unit integration test-slow mutants docs clean
 
 help:
 	@echo "make demo       build the image, start the lab, run real jobs in VMs, leave nothing running"
 	@echo "make test       lint, types, unit, contract, simulation, integration on the real lab (root)"
 	@echo "make test-slow  what takes longer"
+	@echo "make mutants    would the tests notice? mutation testing of the core, a quarter of an hour"
 	@echo "make setup      install packages and the Python environment only"
 	@echo "make docs       redraw the life cycle in docs/architecture.md from the tables"
 
@@ -34,8 +35,12 @@ integration: setup
 test-slow: setup
 	pytest tests -m slow
 
+mutants: setup
+	nice -n 19 mutmut run --max-children 1
+	mutmut results
+
 docs: setup
 	python scripts/lifecycle
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis var
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis var mutants
