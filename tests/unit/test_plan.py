@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from multiverse.core.errors import Broken, Refused, Unknown
+from multiverse.core.errors import Broken, Exhausted, Gone, Refused, Unknown
 from multiverse.core.lifecycle import EffectKind, effect_of
 from multiverse.core.model import (
     AttemptState,
+    Claim,
     JobRef,
     JobState,
     Key,
@@ -567,3 +568,277 @@ def test_a_retry_ends_quarantine_and_back_off() -> None:
     assert broken.rows.templates[1].state is TemplateState.BROKEN
     broken.run(Command("retry", key=template.key))
     assert broken.rows.templates[1].state is TemplateState.BUILDING
+
+
+# --- what ends a state -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", ["to_claimed", "to_spawning", "to_spawned"])
+@pytest.mark.parametrize("change", [{"held": True, "eligible": False}, {"request": None, "problem": "what is this?"}])
+def test_a_job_held_or_changed_before_it_runs_gives_its_vms_back_without_penalty(
+    stage: str, change: dict[str, object]
+) -> None:
+    scene = Scene()
+    getattr(scene, stage)()
+    scene.job(**change)  # type: ignore[arg-type]
+    scene.run()
+    attempt = scene.attempt()
+    assert attempt.outcome == "requeued" and attempt.tries == 0 and not attempt.gated
+    found = effect_of(attempt)
+    assert scene.attempt().state is A.RECLAIMING and found and found.kind is EffectKind.GATE
+
+
+def test_a_launch_that_the_scheduler_took_back_goes_to_the_gate_without_penalty() -> None:
+    scene = Scene()
+    scene.to_allocated()
+    scene.jobs["7"] = replace(scene.jobs["7"], state=JobState.PENDING, nodes=())
+    scene.run()
+    attempt = scene.attempt()
+    assert attempt.state is A.RECLAIMING and attempt.outcome == "requeued" and attempt.tries == 0
+    assert states(scene) == ["serving"], "the job still wears the pin"
+
+
+def test_a_job_that_runs_elsewhere_is_quarantined_with_the_nodes_named() -> None:
+    scene = Scene()
+    attempt = scene.to_spawned()
+    scene.job(state=JobState.RUNNING, gated=False, pinned=attempt.feature)
+    scene.jobs["7"] = replace(scene.jobs["7"], nodes=("elsewhere", "beyond"))
+    scene.run()
+    assert scene.attempt().state is A.SPAWNED
+    assert "runs on elsewhere, beyond, not on its own VMs" in scene.attempt().quarantined
+    scene.jobs["7"] = replace(scene.jobs["7"], state=JobState.ENDED, result="COMPLETED")
+    scene.run()
+    assert scene.attempt().state is A.RECLAIMING and not scene.attempt().quarantined
+
+
+def test_a_job_already_completing_when_first_seen_ran() -> None:
+    scene = Scene()
+    attempt = scene.to_spawned()
+    scene.job(state=JobState.COMPLETING, gated=False, pinned=attempt.feature)
+    scene.run()
+    scene.run()
+    assert scene.attempt().state is A.RECLAIMING and scene.attempt().outcome == "done"
+
+
+def look_at(scene: Scene, time: float) -> None:
+    """One pass on a look that began exactly then."""
+    scene.clock.time = time
+    scene.look()
+    scene.pass_time(0.01)
+    scene.commit()
+
+
+# --- deadlines: only a look that began after them counts --------------------------------------------
+
+
+def test_a_pin_expires_only_in_a_look_begun_after_its_deadline() -> None:
+    scene = Scene()
+    attempt = scene.to_spawned()
+    scene.job(gated=False, pinned=attempt.feature)
+    look_at(scene, attempt.since + POLICY.pin_timeout)
+    assert scene.attempt().state is A.SPAWNED
+    look_at(scene, attempt.since + POLICY.pin_timeout + 0.5)
+    assert scene.attempt().state is A.RECLAIMING and scene.attempt().tries == 1
+
+
+def test_a_vm_that_was_not_made_fails_only_in_a_look_begun_after_its_deadline() -> None:
+    scene = Scene()
+    scene.to_claimed()
+    since = scene.all_vms()[0].since
+    look_at(scene, since + POLICY.spawn_timeout)
+    assert states(scene) == ["planned"]
+    look_at(scene, since + POLICY.spawn_timeout + 0.5)
+    assert states(scene) == ["releasing", "planned"], "another is made for it"
+
+
+def test_a_node_that_did_not_register_fails_its_vm_only_in_a_look_begun_after_its_deadline() -> None:
+    scene = Scene()
+    scene.to_spawning()
+    since = scene.all_vms()[0].since
+    look_at(scene, since + POLICY.spawn_timeout)
+    assert states(scene) == ["starting"]
+    look_at(scene, since + POLICY.spawn_timeout + 0.5)
+    assert states(scene)[0] == "releasing"
+
+
+@pytest.mark.parametrize("ready", [VmCondition.STARTING, VmCondition.PARKED])
+def test_a_registered_node_whose_guest_is_not_all_itself_has_not_joined(ready: VmCondition) -> None:
+    scene = Scene()
+    scene.to_spawning()
+    scene.seen(scene.all_vms()[0].name, ready)
+    scene.node(scene.all_vms()[0].name)
+    scene.run()
+    assert states(scene) == ["starting"]
+
+
+def test_a_completing_job_keeps_its_vms_until_the_limit_and_then_its_node_goes_down_first() -> None:
+    scene = Scene()
+    scene.to_allocated()
+    scene.jobs["7"] = replace(scene.jobs["7"], state=JobState.COMPLETING)
+    scene.run()
+    since = scene.attempt().since
+    look_at(scene, since + POLICY.complete_timeout)
+    assert states(scene) == ["serving"]
+    look_at(scene, since + POLICY.complete_timeout + 0.5)
+    (vm,) = scene.all_vms()
+    assert vm.state is V.RELEASING and vm.failed and not vm.forget
+    found = effect_of(vm)
+    assert found and found.kind is EffectKind.END
+
+
+def test_a_vm_whose_job_has_left_it_is_released_with_its_node_at_once() -> None:
+    scene = Scene()
+    scene.to_allocated()
+    scene.jobs["7"] = replace(scene.jobs["7"], state=JobState.ENDED, result="COMPLETED", nodes=())
+    scene.run()
+    scene.run()
+    (vm,) = scene.all_vms()
+    assert vm.state is V.RELEASING and vm.forget and not vm.failed
+
+
+# --- absence and effects ----------------------------------------------------------------------------
+
+
+def test_gone_only_in_a_look_begun_after_the_destruction_ended() -> None:
+    scene = Scene()
+    scene.to_claimed()
+    del scene.jobs["7"]
+    scene.run()
+    scene.run()
+    scene.pass_time(5)
+    ended = scene.clock.time
+    scene.clear()
+    look_at(scene, ended)
+    assert states(scene) == ["releasing"] and len(scene.rows.claims) == 2
+    look_at(scene, ended + 0.5)
+    assert states(scene) == ["gone"] and len(scene.rows.claims) == 1
+
+
+def test_nothing_is_reclaimed_on_a_look_that_an_effect_still_ran_through() -> None:
+    scene = Scene()
+    attempt = scene.to_spawned()
+    scene.job(gated=False, pinned=attempt.feature, held=True, eligible=False)
+    scene.run()
+    scene.job(gated=True, pinned=None)
+    scene.pass_time(5)
+    ended = scene.clock.time
+    scene.ended(attempt.key)
+    look_at(scene, ended)
+    assert states(scene) == ["joined"], "the look is no newer than the gate's end"
+    look_at(scene, ended + 0.5)
+    assert states(scene) == ["releasing"]
+
+
+def test_a_pin_that_reaches_the_scheduler_late_is_taken_back_again() -> None:
+    scene = Scene()
+    attempt = scene.to_spawned()
+    scene.job(held=True, eligible=False)
+    scene.run()  # given back; seen at the gate, so the VM may go
+    scene.run()
+    assert scene.attempt().gated and states(scene) == ["releasing"]
+    scene.job(gated=False, pinned=attempt.feature)
+    scene.clear()
+    scene.run()
+    found = effect_of(scene.attempt())
+    assert scene.attempt().state is A.RECLAIMING and found and found.kind is EffectKind.GATE
+
+
+# --- failures ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [Refused, Exhausted, Gone, Broken])
+def test_every_definite_failure_of_making_a_vm_replaces_it_and_its_claim_is_made(error: type[Exception]) -> None:
+    scene = Scene()
+    scene.to_claimed()
+    scene.run(failed(scene.all_vms()[0], EffectKind.CREATE, error("no")))
+    assert states(scene) == ["releasing", "planned"]
+    owners = [claim.owner for claim in scene.rows.claims]
+    assert all(vm.key in owners for vm in scene.all_vms()), "one to be gone yet, one to come"
+
+
+def test_a_failed_effect_of_another_kind_fails_no_vm() -> None:
+    scene = Scene()
+    scene.to_claimed()
+    scene.run(failed(scene.all_vms()[0], EffectKind.RELEASE, Broken("no")))
+    assert states(scene) == ["planned"]
+
+
+def test_a_failed_pin_that_may_yet_work_moves_nothing_and_a_refused_one_counts_once() -> None:
+    scene = Scene()
+    attempt = scene.to_spawned()
+    scene.run(failed(attempt, EffectKind.PIN, Gone("not now")))
+    assert scene.attempt().state is A.SPAWNED
+    scene.run(failed(attempt, EffectKind.PIN, Refused("never")))
+    assert scene.attempt().state is A.RECLAIMING and scene.attempt().tries == 1
+
+
+def test_a_template_that_breaks_counts_one_failure_and_its_claim_stays() -> None:
+    scene = Scene()
+    scene.job()
+    scene.run()
+    (template,) = scene.rows.templates.values()
+    scene.run(Done(template.key, EffectKind.DROP, str(template.state), Broken("no")))
+    assert next(iter(scene.rows.templates.values())).state is TemplateState.BUILDING
+    scene.run(Done(template.key, EffectKind.BUILD, str(template.state), Broken("no")))
+    (template,) = scene.rows.templates.values()
+    assert template.state is TemplateState.BROKEN and template.tries == 1
+    assert list(scene.rows.claims) == [Claim(template.key, "h1", Size(0, POLICY.base.memory))]
+
+
+def test_without_room_for_a_replacement_the_attempt_gives_up_and_that_counts() -> None:
+    scene = Scene(cpus=1)
+    scene.to_claimed()
+    scene.run(failed(scene.all_vms()[0], EffectKind.CREATE, Broken("no luck")))
+    attempt = scene.attempt()
+    assert attempt.state is A.RECLAIMING and attempt.outcome == "requeued" and attempt.tries == 1
+    assert attempt.reason == "no luck; no room for another VM" and len(scene.all_vms()) == 1
+
+
+def test_a_vm_lost_before_its_job_ran_counts_as_a_failure() -> None:
+    scene = Scene()
+    scene.to_spawned()
+    scene.hosts.clear()
+    scene.run()
+    assert scene.attempt().outcome == "requeued" and scene.attempt().tries == 1
+    assert states(scene) == ["lost"]
+
+
+def test_a_dead_vm_whose_pin_was_taken_back_is_kept_until_the_gate_is_seen() -> None:
+    scene = Scene()
+    attempt = scene.to_spawned()
+    scene.job(gated=False, pinned=attempt.feature, held=True, eligible=False)
+    scene.run()
+    scene.seen(scene.all_vms()[0].name, VmCondition.DEAD)
+    scene.run()
+    assert states(scene) == ["joined"] and scene.all_vms()[0].failed
+    scene.scheduler_known = False
+    scene.run()
+    assert states(scene) == ["joined"], "who cannot see the scheduler takes it for pinned"
+
+
+# --- operators --------------------------------------------------------------------------------------
+
+
+def test_an_operator_builds_what_is_broken_and_leaves_what_is_ready() -> None:
+    scene = Scene()
+    scene.template()
+    scene.run(Command("drop", "h1", "slim"))
+    assert not scene.rows.templates, "there is nothing to drop"
+    scene.run(Command("build", "h1", "slim"))
+    scene.run()
+    (ready,) = scene.rows.templates.values()
+    assert ready.state is TemplateState.READY
+    assert scene.run(Command("build", "h1", "slim")) == []
+    scene.run(Command("drop", "h1", "slim"))
+    assert scene.run(Command("drop", "h1", "slim")) == []
+    scene.run(Command("build", "h1", "slim"))
+    assert next(iter(scene.rows.templates.values())).state is TemplateState.RETIRING
+
+
+def test_a_node_down_before_its_guest_is_ready_says_why_it_failed() -> None:
+    scene = Scene()
+    scene.to_spawning()
+    vm = scene.all_vms()[0]
+    scene.node(vm.name, NodeState.DOWN)
+    scene.run()
+    assert scene.all_vms()[0].failed and "came up down" in scene.all_vms()[0].reason
