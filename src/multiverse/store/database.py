@@ -1,4 +1,4 @@
-"""The only SQL: live rows, claims, and the journal, in one SQLite file.
+"""Live rows, claims, and the journal, in one SQLite file.
 
 Synchronous, on the loop's thread: one connection, explicit BEGIN IMMEDIATE, one commit for each pass.
 A row is its dataclass as JSON beside the few columns that are asked for; the dataclass is the schema.
@@ -24,57 +24,10 @@ from multiverse.core.lifecycle import TERMINAL
 from multiverse.core.model import Attempt, Claim, Key, Row, RowKind, Size, Stage, Template, Vm
 from multiverse.core.rows import Change, Move, Rows
 from multiverse.ports import Clock
+from multiverse.store import schema
+from multiverse.store.upgrade import upgrade
 
-metadata = sa.MetaData()
-_meta = sa.Table(
-    "meta", metadata, sa.Column("key", sa.String, primary_key=True), sa.Column("value", sa.String, nullable=False)
-)
-
-
-def _row_table(name: str, *extra: sa.Column[Any]) -> sa.Table:
-    return sa.Table(
-        name,
-        metadata,
-        sa.Column("id", sa.Integer, primary_key=True),
-        sa.Column("version", sa.Integer, nullable=False),
-        sa.Column("state", sa.String, nullable=False),
-        sa.Column("live", sa.Boolean, nullable=False, index=True),
-        sa.Column("body", sa.String, nullable=False),
-        *extra,
-    )
-
-
-_attempts = _row_table("attempts", sa.Column("job_id", sa.String, nullable=False, index=True))
-_vms = _row_table("vms", sa.Column("attempt", sa.Integer, nullable=True, index=True))
-_templates = _row_table("templates")
-_claims = sa.Table(
-    "claims",
-    metadata,
-    sa.Column("kind", sa.String, primary_key=True),
-    sa.Column("id", sa.Integer, primary_key=True),
-    sa.Column("host", sa.String, nullable=False),
-    sa.Column("cpus", sa.Integer, nullable=False),
-    sa.Column("memory", sa.Integer, nullable=False),
-    sa.Column("disk", sa.Integer, nullable=False),
-)
-_journal = sa.Table(
-    "journal",
-    metadata,
-    sa.Column("seq", sa.Integer, primary_key=True, autoincrement=True),
-    sa.Column("boot", sa.String, nullable=False),
-    sa.Column("mono", sa.Float, nullable=False),
-    sa.Column("wall", sa.Float, nullable=False),
-    sa.Column("kind", sa.String, nullable=False),
-    sa.Column("id", sa.Integer, nullable=False),
-    sa.Column("attempt", sa.Integer, nullable=True, index=True),
-    sa.Column("event", sa.String, nullable=False),
-    sa.Column("source", sa.String, nullable=True),
-    sa.Column("target", sa.String, nullable=True),
-    sa.Column("reason", sa.String, nullable=False),
-    sa.Column("detail", sa.String, nullable=False),
-)
-
-_TABLES: dict[RowKind, sa.Table] = {"attempt": _attempts, "vm": _vms, "template": _templates}
+_TABLES: dict[RowKind, sa.Table] = {"attempt": schema.attempts, "vm": schema.vms, "template": schema.templates}
 _COUNTERS: dict[RowKind, str] = {"attempt": "next_attempt", "vm": "next_serial", "template": "next_template"}
 
 # What every pass executes is built once: SQLAlchemy takes longer to build and key a statement than SQLite to run it.
@@ -89,10 +42,13 @@ _STATE = {
 _INSERT = {kind: table.insert() for kind, table in _TABLES.items()}
 _UPDATE = {kind: table.update().where(table.c.id == sa.bindparam("row")) for kind, table in _TABLES.items()}
 _COUNT = sa.text("UPDATE meta SET value = MAX(CAST(value AS INTEGER), :next) WHERE key = :key")
-_CLAIM = _claims.insert()
-_ALL_CLAIMS = sa.select(_claims).order_by(_claims.c.kind, _claims.c.id)
-_ALL_META = sa.select(_meta)
-_NOTE = _journal.insert()
+_CLAIM = schema.claims.insert()
+_UNCLAIM = schema.claims.delete().where(
+    schema.claims.c.kind == sa.bindparam("owner"), schema.claims.c.id == sa.bindparam("row")
+)
+_ALL_CLAIMS = sa.select(schema.claims).order_by(schema.claims.c.kind, schema.claims.c.id)
+_ALL_META = sa.select(schema.meta)
+_NOTE = schema.journal.insert()
 
 _ADAPTERS: dict[RowKind, TypeAdapter[Any]] = {
     "attempt": TypeAdapter(Attempt),
@@ -128,7 +84,8 @@ class Store:
 
     def __init__(self, path: Path | str, clock: Clock, *, site: str | None = None) -> None:
         self._clock = clock
-        if str(path) == ":memory:":
+        kept = None if str(path) == ":memory:" else Path(path)
+        if kept is None:
             engine = sa.create_engine("sqlite://", poolclass=sa.pool.StaticPool)
         else:
             engine = sa.create_engine(f"sqlite:///{path}")
@@ -139,13 +96,14 @@ class Store:
         try:
             self._connection = engine.connect()
             with self._begin():
-                metadata.create_all(self._connection)
-                self._set_default(
-                    "site", site or "".join(secrets.choice("abcdefghjkmnpqrstvwxyz0123456789") for _ in range(5))
-                )
+                upgrade(self._connection, kept)
+                self._set_default("site", site or _new_site())
                 for counter in ("next_serial", "next_attempt", "next_template"):
                     self._set_default(counter, "1")
                 self._enter_boot()
+        except MultiverseError:
+            engine.dispose()
+            raise
         except sa.exc.DatabaseError as error:
             raise Broken(f"cannot open {path}: {error.orig}", hint="is it a database of Multiverse?") from error
         self.site = self._meta("site")
@@ -194,7 +152,7 @@ class Store:
     def _enter_boot(self) -> None:
         """Monotonic times of an earlier boot mean nothing now: live rows are taken as of this moment."""
         boot = self._clock.boot_id()
-        before = self._connection.scalar(sa.select(_meta.c.value).where(_meta.c.key == "boot"))
+        before = self._connection.scalar(sa.select(schema.meta.c.value).where(schema.meta.c.key == "boot"))
         if before not in (None, boot):
             for kind, table in _TABLES.items():
                 for row in self._live(kind):
@@ -223,7 +181,7 @@ class Store:
 
     def _meta(self, key: str) -> str:
         with self._reading():
-            return str(self._connection.scalar(sa.select(_meta.c.value).where(_meta.c.key == key)))
+            return str(self._connection.scalar(sa.select(schema.meta.c.value).where(schema.meta.c.key == key)))
 
     def _put_meta(self, key: str, value: str) -> None:
         self._execute(sa.text("INSERT OR REPLACE INTO meta VALUES (:key, :value)").bindparams(key=key, value=value))
@@ -240,28 +198,29 @@ class Store:
 
     def attempts(self, *, job_id: str | None = None, limit: int = 1000) -> list[Attempt]:
         """Attempts, the newest first, ended ones too; of one job, or of an array (`123` finds `123_4`)."""
-        query = sa.select(_attempts.c.body)
+        query = sa.select(schema.attempts.c.body)
         if job_id is not None:
-            array = _attempts.c.job_id.like(f"{job_id.replace('%', '').replace('_', '/_')}/_%", escape="/")
-            query = query.where((_attempts.c.job_id == job_id) | array)
+            # Not LIKE, which would read every attempt there ever was: "`" follows "_", so this is the index's range.
+            known = schema.attempts.c.job_id
+            query = query.where((known == job_id) | ((known > f"{job_id}_") & (known < f"{job_id}`")))
         with self._reading():
-            rows = self._execute(query.order_by(_attempts.c.id.desc()).limit(limit)).all()
+            rows = self._execute(query.order_by(schema.attempts.c.id.desc()).limit(limit)).all()
         return [_ADAPTERS["attempt"].validate_json(row.body) for row in rows]
 
     def vms_of(self, attempts: Sequence[int]) -> list[Vm]:
         """All VMs, gone ones too, that were made for these attempts."""
-        query = sa.select(_vms.c.body).where(_vms.c.attempt.in_(attempts))
+        query = sa.select(schema.vms.c.body).where(schema.vms.c.attempt.in_(attempts))
         with self._reading():
-            rows = self._execute(query.order_by(_vms.c.id)).all()
+            rows = self._execute(query.order_by(schema.vms.c.id)).all()
         return [_ADAPTERS["vm"].validate_json(row.body) for row in rows]
 
     def journal(self, *, attempts: Sequence[int] | None = None, after: int = 0) -> list[Entry]:
         """Journal entries in order; of these attempts and their VMs only, if given."""
-        query = sa.select(_journal).where(_journal.c.seq > after)
+        query = sa.select(schema.journal).where(schema.journal.c.seq > after)
         if attempts is not None:
-            query = query.where(_journal.c.attempt.in_(attempts))
+            query = query.where(schema.journal.c.attempt.in_(attempts))
         with self._reading():
-            rows = self._execute(query.order_by(_journal.c.seq)).mappings().all()
+            rows = self._execute(query.order_by(schema.journal.c.seq)).mappings().all()
         return [Entry(**{**row, "detail": json.loads(row["detail"])}) for row in rows]
 
 
@@ -297,7 +256,7 @@ class Transaction:
         """Write one move: version check, table check, rows, claims, journal. Raises `StoreConflict`."""
         self._store._active = None
         for key in move.free:
-            self._store._execute(_claims.delete().where(_claims.c.kind == key.kind, _claims.c.id == key.id))
+            self._store._execute(_UNCLAIM, {"owner": key.kind, "row": key.id})
         for change in move.changes:
             self._apply(change)
         for claim in move.make:

@@ -1,0 +1,61 @@
+"""The tables, as the newest revision has them. A change here is a new revision in `versions`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sqlalchemy as sa
+
+HEAD = "0002"
+"""The newest revision: what a database is upgraded to."""
+
+metadata = sa.MetaData()
+meta = sa.Table(
+    "meta", metadata, sa.Column("key", sa.String, primary_key=True), sa.Column("value", sa.String, nullable=False)
+)
+
+
+def _row_table(name: str, *extra: sa.Column[Any]) -> sa.Table:
+    return sa.Table(
+        name,
+        metadata,
+        sa.Column("id", sa.Integer, primary_key=True),
+        sa.Column("version", sa.Integer, nullable=False),
+        sa.Column("state", sa.String, nullable=False),
+        sa.Column("live", sa.Boolean, nullable=False),
+        sa.Column("body", sa.String, nullable=False),
+        *extra,
+        # Of the live rows alone: those that have ended are many, and never asked for by that.
+        sa.Index(f"ix_{name}_live", "id", sqlite_where=sa.text("live = 1")),
+    )
+
+
+attempts = _row_table("attempts", sa.Column("job_id", sa.String, nullable=False, index=True))
+vms = _row_table("vms", sa.Column("attempt", sa.Integer, nullable=True, index=True))
+templates = _row_table("templates")
+claims = sa.Table(
+    "claims",
+    metadata,
+    sa.Column("kind", sa.String, primary_key=True),
+    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("host", sa.String, nullable=False),
+    sa.Column("cpus", sa.Integer, nullable=False),
+    sa.Column("memory", sa.Integer, nullable=False),
+    sa.Column("disk", sa.Integer, nullable=False),
+)
+journal = sa.Table(
+    "journal",
+    metadata,
+    sa.Column("seq", sa.Integer, primary_key=True, autoincrement=True),
+    sa.Column("boot", sa.String, nullable=False),
+    sa.Column("mono", sa.Float, nullable=False),
+    sa.Column("wall", sa.Float, nullable=False),
+    sa.Column("kind", sa.String, nullable=False),
+    sa.Column("id", sa.Integer, nullable=False),
+    sa.Column("attempt", sa.Integer, nullable=True, index=True),
+    sa.Column("event", sa.String, nullable=False),
+    sa.Column("source", sa.String, nullable=True),
+    sa.Column("target", sa.String, nullable=True),
+    sa.Column("reason", sa.String, nullable=False),
+    sa.Column("detail", sa.String, nullable=False),
+)

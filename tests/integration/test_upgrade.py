@@ -1,0 +1,69 @@
+"""The daemon is replaced by one with a newer schema while a job runs: the job does not notice."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from alembic.operations import Operations
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+
+from multiverse.client import Client
+from multiverse.lab.parts import CONTROLLER
+from multiverse.store import schema, upgrade
+from tests.integration.conftest import LabUnderTest
+from tests.integration.test_jobs import accounted, ended, latest, nothing_left, qemu_of, until
+
+pytestmark = pytest.mark.integration
+
+
+def put_back(path: Path) -> None:
+    """The database as the software from before Alembic would have left it."""
+    scripts = ScriptDirectory(upgrade.VERSIONS.parent, version_locations=[upgrade.VERSIONS])
+    engine = sa.create_engine(f"sqlite:///{path}")
+    with engine.begin() as connection:
+        context = MigrationContext.configure(
+            connection, opts={"fn": lambda revisions, _: scripts._downgrade_revs(upgrade.BASELINE, revisions)}
+        )
+        with Operations.context(context):
+            context.run_migrations()
+        connection.execute(sa.text("DROP TABLE alembic_version"))
+    engine.dispose()
+
+
+def schema_of(path: Path) -> str | None:
+    with closing(sqlite3.connect(path)) as connection:
+        if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'").fetchone():
+            return None
+        return str(connection.execute("SELECT version_num FROM alembic_version").fetchone()[0])
+
+
+def test_a_job_goes_on_in_its_vm_through_an_upgrade(lab: LabUnderTest, controller: Callable[[], int]) -> None:
+    client = Client(lab.settings.socket)
+    database = lab.settings.state_dir / "multiverse.db"
+    out, go = lab.user.home / "upgraded.out", lab.user.home / "go"
+    script = f"echo began in $(hostname); until [ -e {go} ]; do sleep 0.2; done; echo ended in $(hostname)"
+    job = lab.sbatch(script, f"--output={out}")
+    row = until("it runs", lambda: (r := latest(client, job)).get("state") == "allocated" and r)
+    (vm,) = row["vms"]
+    qemu = qemu_of(vm)
+
+    asyncio.run(CONTROLLER.stop(lab.where))
+    put_back(database)
+    assert schema_of(database) is None
+    controller()
+
+    assert schema_of(database) == schema.HEAD
+    assert schema_of(database.with_name("multiverse.db.schema-0001")) is None, "the copy is the old one"
+    assert latest(client, job)["state"] == "allocated" and qemu_of(vm) == qemu
+    go.touch()
+    ended(client, job, "done")
+    assert out.read_text().split("\n")[:2] == [f"began in {vm}", f"ended in {vm}"]
+    assert accounted(lab, job) == ("COMPLETED", "0:0") and len(client.jobs(job)) == 1
+    nothing_left(lab, client)
