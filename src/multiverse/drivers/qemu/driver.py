@@ -81,6 +81,8 @@ class QemuHypervisor:
     def _look(self) -> HypervisorView:
         name = self._host.name
         seen = {path.name: self._seen(path) for path in self._directories()}
+        for gone in set(self._manifests) - set(seen):
+            self._manifests.pop(gone, None)  # a name never comes again
         return HypervisorView({name: self._as_host()}, seen, {(name, t.image): t for t in self._templates()})
 
     def _as_host(self) -> Host:
