@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from multiverse.client import Client
 from multiverse.config import Settings
 from multiverse.guest import image
 from multiverse.lab import configure, lifecycle
@@ -94,3 +95,9 @@ def controller(lab: LabUnderTest) -> Iterator[Callable[[], int]]:
     ensure()
     yield ensure
     asyncio.run(lifecycle.stop_controller(lab.where))
+
+
+@pytest.fixture(scope="module")
+def client(lab: LabUnderTest, controller: Callable[[], int]) -> Client:
+    controller()
+    return Client(lab.settings.socket)

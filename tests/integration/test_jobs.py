@@ -6,84 +6,14 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from multiverse.client import Client
 from tests.integration.conftest import LabUnderTest
+from tests.integration.watch import accounted, ended, latest, nothing_left, qemu_of, until, written
 
 pytestmark = pytest.mark.integration
-
-LIMIT = 120.0
-
-
-def until(what: str, ask: Callable[[], Any], limit: float = LIMIT) -> Any:
-    """The first true answer. Fails, saying what was waited for, when none comes."""
-    deadline = time.monotonic() + limit
-    while time.monotonic() < deadline:
-        if answer := ask():
-            return answer
-        time.sleep(0.1)
-    raise AssertionError(f"in vain: {what}")
-
-
-@pytest.fixture(scope="module")
-def client(lab: LabUnderTest, controller: Callable[[], int]) -> Client:
-    controller()
-    return Client(lab.settings.socket)
-
-
-def latest(client: Client, job: str) -> dict[str, Any]:
-    found = client.jobs(job)
-    return found[-1] if found else {}
-
-
-def ended(client: Client, job: str, state: str) -> dict[str, Any]:
-    over = ("done", "cancelled", "revoked", "failed")
-    row = until(f"job {job} is over", lambda: (r := latest(client, job)) and r["state"] in over and r)
-    assert row["state"] == state, row
-    return dict(row)
-
-
-def accounted(lab: LabUnderTest, job: str) -> tuple[str, str]:
-    """The job's state and exit code as sacct keeps them, once slurmdbd has heard of its end."""
-
-    def ask() -> tuple[str, str] | None:
-        line = lab.run("sacct", "-X", "-n", "-P", "-o", "State,ExitCode", "-j", job).stdout.strip()
-        state, _, code = line.partition("|")
-        return (state.split()[0], code) if state and state not in ("PENDING", "RUNNING") else None
-
-    return until(f"sacct of {job}", ask, 30)
-
-
-def written(path: Path) -> str:
-    return str(until(f"{path.name} is written", lambda: path.exists() and path.read_text(), 20))
-
-
-def qemu_of(vm: str) -> int:
-    """The pid of the VM's QEMU."""
-    for process in Path("/proc").iterdir():
-        try:
-            words = (process / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if words[0].endswith(b"qemu-system-x86_64") and vm.encode() in words:
-            return int(process.name)
-    raise AssertionError(f"{vm} has no QEMU")
-
-
-def nothing_left(lab: LabUnderTest, client: Client) -> None:
-    """No VM, claim but the template's, node, tap, overlay or socket remains."""
-    until("no VM is left", lambda: not client.vms(), 30)
-    assert not [n for n in lab.run("sinfo", "-h", "-N", "-o", "%N").stdout.split() if n.startswith("mv") and "-" in n]
-    for place in (lab.settings.qemu.vms, lab.settings.qemu.run):
-        assert not list(place.glob("mv*"))
-    site = client.status()["site"]
-    assert not list(Path("/sys/class/net").glob(f"mv{site}*"))
-    (host,) = client.hosts()
-    assert host["claimed"]["cpus"] == 0
 
 
 def test_a_job_runs_in_a_vm_of_its_own_as_its_user_where_it_was_submitted(lab: LabUnderTest, client: Client) -> None:

@@ -1,0 +1,109 @@
+"""Many small jobs in a row: each runs once, and what the controller and the host hold for them does not grow."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from multiverse.client import Client
+from tests.integration.conftest import LabUnderTest
+from tests.integration.watch import nothing_left, until
+
+pytestmark = pytest.mark.integration
+
+AT_ONCE = 4
+JOURNAL_PER_JOB = 8 << 10
+"""Bytes that the database may keep of each job: its attempt, its VM, and some twenty lines of journal."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What is held at one moment, with nothing running. Memory in KiB, the database in bytes."""
+
+    memory: int
+    descriptors: int
+    threads: int
+    links: int
+    mounts: int
+    files: int
+    database: int
+
+
+def held(lab: LabUnderTest, pid: int) -> Held:
+    process = Path(f"/proc/{pid}")
+    fields = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
+    places = (lab.where.controller, lab.where.run, lab.where.memory, lab.where.etc, lab.where.inbox)
+    with sqlite3.connect(f"file:{lab.settings.state_dir}/multiverse.db?mode=ro", uri=True) as store:
+        ((pages,),), ((size,),) = store.execute("PRAGMA page_count"), store.execute("PRAGMA page_size")
+    store.close()
+    return Held(
+        memory=int(fields["VmRSS"].split()[0]),
+        descriptors=len(list((process / "fd").iterdir())),
+        threads=int(fields["Threads"]),
+        links=len(list(Path("/sys/class/net", lab.settings.qemu.bridge, "brif").iterdir())),
+        mounts=len((process / "mounts").read_text().splitlines()),
+        files=sum(1 for place in places for path in place.rglob("*") if path.is_file()),
+        database=pages * size,
+    )
+
+
+def run_in_a_row(lab: LabUnderTest, client: Client, jobs: int) -> None:
+    """So many jobs, at most `AT_ONCE` at a time; each has run once, by its own word."""
+    word = lab.user.home / "row"
+    word.mkdir(exist_ok=True)
+    os.chown(word, lab.user.uid, lab.user.uid)
+    waiting: list[str] = []
+    ran: list[str] = []
+    for _ in range(jobs):
+        if len(waiting) == AT_ONCE:
+            until("a job has ended", partial(ended_of, word, waiting))
+        over = ended_of(word, waiting)
+        ran, waiting = [*ran, *over], [job for job in waiting if job not in over]
+        waiting.append(lab.sbatch(f"echo $SLURM_RESTART_COUNT >> {word}/$SLURM_JOB_ID", "--output=/dev/null"))
+    ran += waiting
+    until("all have ended", lambda: all((word / job).exists() for job in ran))
+    nothing_left(lab, client)
+    assert {job: (word / job).read_text() for job in ran} == dict.fromkeys(ran, "\n"), "once each, never restarted"
+    for path in word.iterdir():
+        path.unlink()
+
+
+def ended_of(word: Path, jobs: list[str]) -> list[str]:
+    """Those that have left their word."""
+    return [job for job in jobs if (word / job).exists()]
+
+
+def flat(lab: LabUnderTest, client: Client, pid: int, warming: int, jobs: int) -> None:
+    """After `warming` jobs everything has its size; after `jobs` more it has it still."""
+    run_in_a_row(lab, client, warming)
+    before = held(lab, pid)
+    run_in_a_row(lab, client, jobs)
+    after = held(lab, pid)
+    print("\n" + "\n".join(f"{k:12} {v:>10} -> {asdict(after)[k]:>10}" for k, v in asdict(before).items()))
+    # The heap settles: a part for good, and for each job less than the smallest row that could be forgotten in it.
+    assert after.memory - before.memory <= 4096 + jobs
+    # Threads are made when they are first needed, 64 at most; a descriptor or two comes and goes with a look.
+    assert after.threads <= 64 + 32
+    assert after.descriptors <= before.descriptors + 6
+    assert (after.links, after.mounts, after.files) == (before.links, before.mounts, before.files)
+    assert after.database - before.database <= jobs * JOURNAL_PER_JOB
+
+
+def test_thirty_jobs_in_a_row_leave_nothing_behind(
+    lab: LabUnderTest, client: Client, controller: Callable[[], int]
+) -> None:
+    flat(lab, client, controller(), 8, 22)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(5400)
+def test_a_thousand_jobs_in_a_row_leave_nothing_behind(
+    lab: LabUnderTest, client: Client, controller: Callable[[], int]
+) -> None:
+    flat(lab, client, controller(), 100, int(os.environ.get("MULTIVERSE_ROW", "1000")) - 100)
