@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 
 from multiverse.core.errors import Gone, Refused
+from multiverse.drivers.slurm import parse
 from multiverse.drivers.slurm.command import SlurmCommands
 
 
 class Deleter:
     """Nodes whose deletion is asked for while one runs go together in the next."""
 
-    def __init__(self, commands: SlurmCommands) -> None:
+    def __init__(self, commands: SlurmCommands, partitions: tuple[str, ...]) -> None:
         self._commands = commands
+        self._partitions = ",".join(partitions)
         self._waiting: dict[str, asyncio.Future[None]] = {}
         self._lock = asyncio.Lock()
 
@@ -29,6 +31,16 @@ class Deleter:
         await asyncio.shield(verdict)  # others may wait for the same one
 
     async def _delete_all(self, batch: dict[str, asyncio.Future[None]]) -> None:
+        # Slurm refuses to delete a node that is busy, but not a DOWN one whose job still completes: slurmctld 22.05
+        # dies of that (decision 7).
+        text = await self._commands.run(
+            "squeue", "-h", "-a", "-p", self._partitions, "-t", "RUNNING,SUSPENDED,COMPLETING", "-o", "%N"
+        )
+        busy = {node for line in text.splitlines() for node in parse.hosts(line.strip())}
+        for node in [node for node in batch if node in busy]:
+            verdict = batch.pop(node)
+            verdict.set_exception(Refused(f"a job is on node {node}", hint="wait until it has left"))
+            verdict.exception()
         if len(batch) > 1:
             try:
                 await self._commands.run("scontrol", "delete", f"NodeName={','.join(batch)}")

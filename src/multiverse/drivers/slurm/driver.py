@@ -34,7 +34,7 @@ class SlurmScheduler:
         self._site = site
         self._images = images
         self._commands = SlurmCommands(settings.slurm, env)
-        self._deleter = Deleter(self._commands)
+        self._deleter = Deleter(self._commands, (settings.slurm.gate_partition, settings.slurm.run_partition))
 
     async def look(self) -> SchedulerView:
         names = await asyncio.to_thread(self._names)
@@ -64,6 +64,8 @@ class SlurmScheduler:
 
     async def pin(self, job: JobRef, feature: str) -> None:
         fresh = await self._reread(job)
+        if fresh.active and fresh.pinned == feature:
+            return  # said before, and it has started since
         if not fresh.pending:
             raise Stale(f"job {job.job_id} is {fresh.state.lower()}")
         if fresh.priority == 0:
