@@ -96,21 +96,25 @@ class Hypervisor(Protocol):
 
     async def prepare(self, host: str, image: str, size: Size) -> Sequence[Stage]:
         """Boot and freeze the template of an image on a host. `Broken` if the image does not boot,
-        `Refused` if there is no such image, `Exhausted` for want of memory or disk."""
+        `Refused` if there is no such image, `Exhausted` for want of memory or disk, `Gone` if there is no
+        such host or it was dropped meanwhile."""
         ...
 
     async def drop(self, host: str, image: str) -> None:
-        """Remove a template. VMs that were forked from it go on; absent is success."""
+        """Remove a template; one that is being made is not waited for, and does not come back. VMs that were
+        forked from it go on; absent is success."""
         ...
 
     async def create(self, vm: VmSpec) -> Sequence[Stage]:
         """Bring a VM into being without identity, paused where the platform can. `Gone` if the
-        template or host is missing. After an error something of it may remain, until `destroy`."""
+        template or host is missing, `Refused` if it exists and is another. After an error something of
+        it may remain, until `destroy`."""
         ...
 
     async def start(self, name: str, size: Size, identity: Identity) -> Sequence[Stage]:
         """Give it its size and identity and let it run, until its daemons have been started. `Gone` if
-        there is no such VM, `Broken` if the guest did not answer or refused its identity."""
+        there is no such VM, `Refused` if it is another's identity, `Broken` if the guest did not answer or
+        refused its identity."""
         ...
 
     async def destroy(self, name: str, grace: float) -> None:

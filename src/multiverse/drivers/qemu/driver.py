@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -64,6 +65,7 @@ class QemuHypervisor:
         self._manifests: dict[str, tuple[tuple[int, int], Manifest | None]] = {}
         self._reasons: dict[str, str] = {}
         self._making: dict[str, Future[Sequence[Stage]]] = {}
+        self._drops: Counter[str] = Counter()  # of each image's template
         self._threads = ThreadPoolExecutor(64, thread_name_prefix="qemu")
         vms.raise_file_limit()
 
@@ -174,16 +176,19 @@ class QemuHypervisor:
     async def prepare(self, host: str, image: str, size: Size) -> Sequence[Stage]:
         """See `ports.Hypervisor`."""
         self._check_host(host)
-        return await self._in_thread(self._prepare, image, size)
+        return await self._in_thread(self._prepare, image, size, self._drops[image])
 
-    def _prepare(self, name: str, size: Size) -> Sequence[Stage]:
+    def _prepare(self, name: str, size: Size, drops: int) -> Sequence[Stage]:
         image = images.load(self._settings.images, name)
         return templates.prepare(self._settings.templates.absolute(), image, self._parent(image, size),
-                                 self._settings.binary, self._version, self._vms.places.run)  # fmt: skip
+                                 self._settings.binary, self._version, self._vms.places.run,
+                                 lambda: self._drops[name] != drops)  # fmt: skip
 
     async def drop(self, host: str, image: str) -> None:
         """See `ports.Hypervisor`."""
         self._check_host(host)
+        # A thread goes on when whoever waited for it is cancelled: it must not make the template after this.
+        self._drops[image] += 1
         await self._in_thread(templates.drop, self._settings.templates.absolute(), image)
 
     def _parent(self, image: Image, size: Size) -> Callable[[Path, Path], Machine]:

@@ -104,8 +104,9 @@ def building(templates: Path) -> set[str]:
 
 
 def prepare(templates: Path, image: Image, machine: Callable[[Path, Path], Machine], binary: str, version: str,
-            run: Path) -> list[Stage]:  # fmt: skip
+            run: Path, dropped: Callable[[], bool] = lambda: False) -> list[Stage]:  # fmt: skip
     """Make the template of an image, unless it is there. `machine` gives the VM, from its disk and memory file.
+    `dropped` says whether it has been dropped since it was asked for: then nothing is made, and `Gone` raised.
 
     Raises `Broken` if the image does not boot and `Exhausted` for want of room; nothing half is left.
     """
@@ -115,6 +116,9 @@ def prepare(templates: Path, image: Image, machine: Callable[[Path, Path], Machi
     short = hashlib.sha256(image.name.encode()).hexdigest()[:8]  # socket paths have no room for the name
     with _locked(templates / f".{image.name}.lock"):
         key = key_of(image, machine(final, final), version)
+        gone = Gone(f"the template of {image.name} was dropped while it was made", hint="it is made again on demand")
+        if dropped():
+            raise gone
         found = load(final)
         if found is not None and found.key == key:
             return []
@@ -131,7 +135,13 @@ def prepare(templates: Path, image: Image, machine: Callable[[Path, Path], Machi
             stages = _boot_and_freeze(work, final, image, machine, binary, run / f".t-{short}")
             facts = {"image": image.name, "key": key, "cpus": machine(final, final).cpus, "memory": size}
             (work / "template.json").write_text(json.dumps(facts))
+            if dropped():
+                raise gone
             work.rename(final)
+        except Broken as error:
+            if dropped():
+                raise gone from error
+            raise
         except OSError as error:
             raise Exhausted(f"cannot make the template of {image.name}: {error}", hint="is there room left?") from error
         finally:
@@ -140,10 +150,11 @@ def prepare(templates: Path, image: Image, machine: Callable[[Path, Path], Machi
 
 
 def drop(templates: Path, image: str) -> None:
-    """Remove a template and what is left of unfinished ones. VMs that map its memory keep it until they end."""
+    """Remove a template and what is left of unfinished ones; one that is being made is ended, not waited for.
+    VMs that map its memory keep it until they end."""
     if not templates.is_dir():
         return
-    with _locked(templates / f".{image}.lock") as lock:
+    with _locked(templates / f".{image}.lock", lambda: _end_builders(templates, image)) as lock:
         _sweep(templates, image)
         _remove(templates / image, templates)
         lock.unlink(missing_ok=True)
@@ -239,17 +250,34 @@ def _remove(path: Path, templates: Path) -> None:
 
 
 def _sweep(templates: Path, image: str) -> None:
+    _end_builders(templates, image)  # the QEMU of one that was killed goes on without it
     for rubbish in [*templates.glob(f".{image}.building-*"), *templates.glob(f".{image}.dropped-*")]:
-        # The QEMU of a builder that was killed holds the memory file by its name.
-        for pid, started in process.with_part(f"mem-path={rubbish / 'memory'}"):
-            process.end(pid, started)
         shutil.rmtree(rubbish, ignore_errors=True)
 
 
+def _end_builders(templates: Path, image: str) -> None:
+    """End the QEMUs that make this image's template: they hold its memory file by its name."""
+    for work in templates.glob(f".{image}.building-*"):
+        for pid, started in process.with_part(f"mem-path={work / 'memory'}"):
+            process.end(pid, started)
+
+
+def _taken(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 @contextmanager
-def _locked(path: Path) -> Iterator[Path]:
+def _locked(path: Path, hurry: Callable[[], None] | None = None) -> Iterator[Path]:
+    """Hold a template's lock. `hurry` is done, again and again, to whoever holds it."""
     while True:
         with path.open("w") as file:
+            while hurry is not None and not _taken(file.fileno()):
+                hurry()
+                time.sleep(0.02)
             fcntl.flock(file, fcntl.LOCK_EX)
             try:
                 same = os.path.samestat(os.fstat(file.fileno()), path.stat())

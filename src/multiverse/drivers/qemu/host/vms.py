@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError
+from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused
 from multiverse.core.model import CloneKind, Identity, Size, Stage, VmSpec
 from multiverse.drivers.qemu.host import link, manifest, process, templates
 from multiverse.drivers.qemu.host.channel import Channel
@@ -75,6 +75,8 @@ class Vms:
         with manifest.locked(paths.home, make=True):
             known = manifest.read(paths.home)
             if known is not None and known.phase is not Phase.MAKING:
+                if (known.mac, known.kind) != (spec.mac, spec.kind):
+                    raise Refused(f"VM {spec.name} exists already, and is another", hint="destroy it first")
                 if lives(known):
                     return []
                 raise Broken(f"VM {spec.name} is dead", hint="destroy it first")
@@ -150,6 +152,10 @@ class Vms:
                 raise Gone(f"there is no VM {name} to start", hint="create it first")
             if not lives(known):
                 raise Gone(f"VM {name} is dead", hint="destroy it and create another")
+            if (identity.hostname, identity.mac) != (name, known.mac):
+                raise Refused(
+                    f"VM {name} cannot be {identity.hostname} with {identity.mac}", hint="destroy it and create another"
+                )
             if known.phase is Phase.STARTED:
                 return []
             session = self._session(name, known, paths)
@@ -249,7 +255,8 @@ class Vms:
         # Ended before the lock is had: whoever holds it, waiting for this guest, then lets go.
         if known is not None and lives(known):
             process.end(known.pid, known.started)
-        with manifest.locked(paths.home, make=True):
+        # Not made anew: another destroy may have removed it meanwhile and returned, and then nothing is left.
+        with manifest.locked(paths.home, make=False):
             self._end(name, paths, manifest.read(paths.home))
             self._forget(name)
             link.remove_tap(name)
