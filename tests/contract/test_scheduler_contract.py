@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from random import Random
 
@@ -47,8 +48,44 @@ class Harness(ABC):
     used = 0
 
     @abstractmethod
-    async def submit(self, seconds: float = 3600.0, *, held: bool = False, priority: int = 1000) -> str:
-        """Queue a job of one node, one CPU and 64 MiB at the gate; its id."""
+    async def submit(
+        self,
+        seconds: float = 3600.0,
+        *,
+        held: bool = False,
+        priority: int = 1000,
+        nodes: int = 1,
+        name: str = "job",
+        lingers: float = 0.0,
+    ) -> str:
+        """Queue a job of one CPU and 64 MiB on each node at the gate; its id. One that `lingers` takes about
+        that many seconds to be stopped."""
+
+    @abstractmethod
+    async def submit_array(self, tasks: int) -> list[str]:
+        """Queue an array of such jobs; its tasks' ids."""
+
+    @abstractmethod
+    async def cancel(self, job_id: str) -> None:
+        """As its user."""
+
+    @abstractmethod
+    async def hold(self, job_id: str) -> None:
+        """As its user; and so the other way."""
+
+    @abstractmethod
+    async def release(self, job_id: str) -> None: ...
+
+    @abstractmethod
+    async def suspend(self, job_id: str) -> None:
+        """As an operator; and so the other way."""
+
+    @abstractmethod
+    async def resume(self, job_id: str) -> None: ...
+
+    @abstractmethod
+    def away(self) -> AbstractAsyncContextManager[None]:
+        """Within it the scheduler does not answer, and each call says so within seconds."""
 
     @abstractmethod
     async def join(self, vm: Vm, attempt: Attempt) -> None:
@@ -73,8 +110,8 @@ class Harness(ABC):
         view = await self.view(lambda view: job_id in view.jobs and met(view.jobs[job_id]))
         return view.jobs[job_id]
 
-    async def node(self, job: Job) -> tuple[str, str]:
-        """A node for this job, registered: its name and the attempt's feature."""
+    async def node(self, job: Job, feature: str = "") -> tuple[str, str]:
+        """A node for this job, registered: its name and the attempt's feature. `feature`: of the same attempt."""
         self.used += 1
         number = self.base + self.used
         size = Size(1, 64)
@@ -94,15 +131,22 @@ class Harness(ABC):
             attempt=number,
         )
         attempt = Attempt(
-            number, 1, AttemptState.SPAWNING, 0.0, job.ref, job.name, job.uid, job.request or Request(1, size)
+            int(feature.removeprefix("mv_") or number),
+            1,
+            AttemptState.SPAWNING,
+            0.0,
+            job.ref,
+            job.name,
+            job.uid,
+            job.request or Request(1, size),
         )
         await self.join(vm, attempt)
         await self.view(lambda view: vm.name in view.nodes and view.nodes[vm.name].state is NodeState.IDLE)
         return vm.name, attempt.feature
 
-    async def running(self) -> tuple[Job, str]:
+    async def running(self, *, lingers: float = 0.0) -> tuple[Job, str]:
         """A job that runs on a node of its own."""
-        job = await self.job(await self.submit())
+        job = await self.job(await self.submit(lingers=lingers))
         name, feature = await self.node(job)
         await self.scheduler.pin(job.ref, feature)
         return await self.job(job.ref.job_id, lambda job: job.state is JobState.RUNNING), name
@@ -305,8 +349,44 @@ class Simulated(Harness):
         self.scheduler = SimulatedScheduler(self.world, Random(seed))
         self.hypervisor = SimulatedHypervisor(self.world, Random(seed))
 
-    async def submit(self, seconds: float = 3600.0, *, held: bool = False, priority: int = 1000) -> str:
-        return self.world.cluster.submit(Batch(seconds=seconds, size=Size(1, 64), held=held, priority=priority))
+    async def submit(
+        self,
+        seconds: float = 3600.0,
+        *,
+        held: bool = False,
+        priority: int = 1000,
+        nodes: int = 1,
+        name: str = "job",
+        lingers: float = 0.0,
+    ) -> str:
+        batch = Batch(
+            name, seconds=seconds, nodes=nodes, size=Size(1, 64), held=held, priority=priority, lingers=lingers
+        )
+        return self.world.cluster.submit(batch)
+
+    async def submit_array(self, tasks: int) -> list[str]:
+        return self.world.cluster.submit_array(Batch(seconds=3600.0, size=Size(1, 64)), tasks)
+
+    async def cancel(self, job_id: str) -> None:
+        self.world.cluster.cancel(job_id)
+
+    async def hold(self, job_id: str) -> None:
+        self.world.cluster.hold(job_id)
+
+    async def release(self, job_id: str) -> None:
+        self.world.cluster.release(job_id)
+
+    async def suspend(self, job_id: str) -> None:
+        self.world.cluster.suspend(job_id)
+
+    async def resume(self, job_id: str) -> None:
+        self.world.cluster.resume(job_id)
+
+    @asynccontextmanager
+    async def away(self) -> AsyncIterator[None]:
+        self.world.cluster.go_away()
+        yield
+        self.world.cluster.come_back()
 
     async def join(self, vm: Vm, attempt: Attempt) -> None:
         await self.hypervisor.prepare(vm.host, vm.image, vm.size)

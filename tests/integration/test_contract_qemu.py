@@ -18,6 +18,7 @@ from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.drivers.qemu.host import manifest
 from multiverse.guest import image
 from tests.contract.test_hypervisor_contract import SUITE, Check, Harness
+from tests.contract.test_hypervisor_troubles import TROUBLES
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="taps and images need root")]
 
@@ -44,6 +45,10 @@ def settings() -> Iterator[Settings]:
         subprocess.run(["ip", "link", "del", bridge], check=False)
         shutil.rmtree(place)
         shutil.rmtree(memory)
+
+
+# Those that drop the template come last: the next one makes it anew.
+CHECKS = sorted((*SUITE, *TROUBLES), key=lambda check: "drop" in check.__name__)
 
 
 class Real(Harness):
@@ -82,6 +87,6 @@ async def harness(settings: Settings) -> AsyncIterator[Real]:
     real.hypervisor.close()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("check", SUITE, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 async def test_qemu(check: Check, harness: Real) -> None:
     await check(harness)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import os
+import signal
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +16,14 @@ import pytest
 from multiverse.core.errors import Refused
 from multiverse.core.model import Attempt, Vm
 from multiverse.drivers.slurm.driver import SlurmScheduler
+from multiverse.lab import lifecycle
 from tests.contract.test_scheduler_contract import SUITE, Check, Harness
+from tests.contract.test_scheduler_troubles import TROUBLES
 from tests.integration.fake_guest import SITE, FakeGuest
 
 pytestmark = pytest.mark.integration
+
+_OPTIONS = ("--ntasks-per-node=1", "--mem=64", "--requeue", "--output=/dev/null")
 
 
 class Real(Harness):
@@ -28,12 +36,59 @@ class Real(Harness):
         self.scheduler = SlurmScheduler(lab.settings, SITE, images=lambda: ["slim"])
         self.guests: list[FakeGuest] = []
 
-    async def submit(self, seconds: float = 3600.0, *, held: bool = False, priority: int = 1000) -> str:
-        options = ["--cpus-per-task=1", "--mem=64", "--requeue", *(["--hold"] if held else [])]
-        job_id: str = await asyncio.to_thread(self.lab.sbatch, f"sleep {seconds:g}", *options)
+    async def submit(
+        self,
+        seconds: float = 3600.0,
+        *,
+        held: bool = False,
+        priority: int = 1000,
+        nodes: int = 1,
+        name: str = "job",
+        lingers: float = 0.0,
+    ) -> str:
+        script = f"sleep {seconds:g}"
+        if lingers:  # until KillWait has passed
+            script = f"trap '' TERM; {script} & while :; do wait; sleep 1; done"
+        options = [f"--job-name={name}", f"--nodes={nodes}", *_OPTIONS, *(["--hold"] if held else [])]
+        job_id: str = await asyncio.to_thread(self.lab.sbatch, script, *options)
         if not held:
-            await asyncio.to_thread(self.lab.run, "scontrol", "update", f"JobId={job_id}", f"Priority={priority}")
+            await self._run("scontrol", "update", f"JobId={job_id}", f"Priority={priority}")
         return job_id
+
+    async def submit_array(self, tasks: int) -> list[str]:
+        base = await asyncio.to_thread(self.lab.sbatch, "sleep 3600", f"--array=1-{tasks}", *_OPTIONS)
+        return [f"{base}_{task}" for task in range(1, tasks + 1)]
+
+    async def cancel(self, job_id: str) -> None:
+        await self._run("scancel", job_id, user=self.lab.user)
+
+    async def hold(self, job_id: str) -> None:
+        await self._run("scontrol", "hold", job_id, user=self.lab.user)
+
+    async def release(self, job_id: str) -> None:
+        await self._run("scontrol", "release", job_id, user=self.lab.user)
+
+    async def suspend(self, job_id: str) -> None:
+        await self._run("scontrol", "suspend", job_id)
+
+    async def resume(self, job_id: str) -> None:
+        await self._run("scontrol", "resume", job_id)
+
+    @asynccontextmanager
+    async def away(self) -> AsyncIterator[None]:
+        pid = lifecycle.status(self.lab.where)["slurmctld"]["pid"]
+        usual = self.scheduler
+        brief = replace(self.lab.settings.slurm, command_timeout=2.0)
+        self.scheduler = SlurmScheduler(replace(self.lab.settings, slurm=brief), SITE, images=lambda: ["slim"])
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+            self.scheduler = usual
+
+    async def _run(self, *command: str, user: Any = None) -> None:
+        await asyncio.to_thread(self.lab.run, *command, user=user)
 
     def address(self, number: int) -> str:
         network = ipaddress.IPv4Network(self.lab.settings.network.subnet)
@@ -68,6 +123,6 @@ async def harness(lab: Any) -> AsyncIterator[Real]:
     await real.clean()
 
 
-@pytest.mark.parametrize("check", SUITE, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", (*SUITE, *TROUBLES), ids=lambda check: check.__name__)
 async def test_slurm(check: Check, harness: Real) -> None:
     await check(harness)

@@ -16,8 +16,8 @@ class Batch:
     """What a user hands to `sbatch`, and what the script will do: run for `seconds`, exit with `exit_code`.
 
     `delay` is its `--begin`, in seconds; `after` a job id that must have ended first; `requeue` says whether
-    a run that loses its node is queued again. `problem` makes it a job that the gate let through but that
-    this scheme cannot serve.
+    a run that loses its node is queued again. `lingers` is how many seconds it takes to be stopped. `problem`
+    makes it a job that the gate let through but that this scheme cannot serve.
     """
 
     name: str = "job"
@@ -34,6 +34,7 @@ class Batch:
     held: bool = False
     delay: float = 0.0
     after: str = ""
+    lingers: float = 0.0
     problem: str = ""
 
 

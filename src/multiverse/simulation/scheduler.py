@@ -49,6 +49,7 @@ class SimulatedScheduler:
         if record.held:
             raise Stale(f"job {job.job_id} is held by its user")
         if not self._cluster.offers(feature):
+            record.pin = None  # Slurm has moved it all the same, and the driver puts it back at the gate
             raise Refused(f"no node has the feature {feature}", hint="pin after its nodes have registered")
         record.pin = feature
         self._wake(record)

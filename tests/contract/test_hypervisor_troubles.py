@@ -1,0 +1,158 @@
+"""What every `ports.Hypervisor` keeps to in trouble: replies that are lost, calls that come twice, late or at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+
+import pytest
+from tests.contract.test_hypervisor_contract import Check, Harness, Simulated
+
+from multiverse.core.errors import Gone, MultiverseError
+from multiverse.core.model import TemplateCondition, VmCondition
+from multiverse.simulation.loop import run
+
+
+async def cut(call: Awaitable[object], after: float) -> None:
+    """Make a call whose caller goes away: its reply is lost, and it may have been done."""
+    task = asyncio.ensure_future(call)
+    await asyncio.sleep(after)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def at_once(*calls: Awaitable[object]) -> list[object]:
+    """Make calls at the same time; what came of each. Nothing but our own errors may come."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    wrong = [r for r in results if isinstance(r, BaseException) and not isinstance(r, MultiverseError)]
+    assert not wrong, wrong
+    return list(results)
+
+
+async def template(h: Harness) -> TemplateCondition | None:
+    seen = (await h.hypervisor.look()).templates.get((h.host, h.image))
+    return None if seen is None else seen.condition
+
+
+async def building(h: Harness) -> asyncio.Task[object]:
+    """A template that is being made; the call that makes it."""
+    await h.hypervisor.drop(h.host, h.image)
+    making = asyncio.ensure_future(h.hypervisor.prepare(h.host, h.image, h.size))
+    for _ in range(500):
+        if await template(h) is TemplateCondition.BUILDING:
+            return making
+        await asyncio.sleep(0.02)
+    raise AssertionError("its making never began")
+
+
+# --- lost replies ----------------------------------------------------------------------------------
+
+
+async def a_start_whose_reply_is_lost_is_said_again(h: Harness) -> None:
+    for after in (0.0, 0.01, 0.05, 0.2):
+        spec = await h.created()
+        await cut(h.hypervisor.start(spec.name, spec.size, h.identity(spec)), after)
+        assert await h.condition(spec.name) in (VmCondition.PARKED, VmCondition.STARTING, VmCondition.RUNNING)
+        await h.hypervisor.start(spec.name, spec.size, h.identity(spec))
+        assert await h.condition(spec.name) is VmCondition.RUNNING
+        await h.hypervisor.destroy(spec.name, 0)
+
+
+async def a_destroy_whose_reply_is_lost_is_said_again(h: Harness) -> None:
+    for after in (0.0, 0.005, 0.02, 0.1):
+        spec = await h.created()
+        await cut(h.hypervisor.destroy(spec.name, 0), after)
+        await h.hypervisor.destroy(spec.name, 0)
+        assert not h.remains(spec.name) and await h.condition(spec.name) is None
+
+
+# --- repeats ---------------------------------------------------------------------------------------
+
+
+async def calls_said_twice_at_once_are_as_good_as_once(h: Harness) -> None:
+    prepared = await at_once(*(h.hypervisor.prepare(h.host, h.image, h.size) for _ in range(2)))
+    assert not [result for result in prepared if isinstance(result, Exception)]
+    assert await template(h) is TemplateCondition.READY
+    spec = h.spec()
+    created = await at_once(*(h.hypervisor.create(spec) for _ in range(2)))
+    assert not [result for result in created if isinstance(result, Exception)]
+    assert await h.condition(spec.name) is VmCondition.PARKED
+    started = await at_once(*(h.hypervisor.start(spec.name, spec.size, h.identity(spec)) for _ in range(2)))
+    assert not [result for result in started if isinstance(result, Exception)]
+    assert await h.condition(spec.name) is VmCondition.RUNNING
+    assert await at_once(*(h.hypervisor.destroy(spec.name, 1.0) for _ in range(2))) == [None, None]
+    assert not h.remains(spec.name) and await h.condition(spec.name) is None
+
+
+# --- stale calls -----------------------------------------------------------------------------------
+
+
+async def a_destroyed_vm_is_gone(h: Harness) -> None:
+    spec = await h.created()
+    await h.hypervisor.destroy(spec.name, 0)
+    with pytest.raises(Gone):
+        await h.hypervisor.start(spec.name, spec.size, h.identity(spec))
+    assert not h.remains(spec.name)
+
+
+async def a_vm_is_destroyed_while_it_starts(h: Harness) -> None:
+    for after in (0.0, 0.02, 0.1):
+        spec = await h.created()
+        starting = asyncio.ensure_future(h.hypervisor.start(spec.name, spec.size, h.identity(spec)))
+        await asyncio.sleep(after)
+        await h.hypervisor.destroy(spec.name, 0)
+        assert not h.remains(spec.name)
+        await at_once(starting)
+        assert not h.remains(spec.name) and await h.condition(spec.name) is None
+
+
+async def a_create_and_a_drop_at_once_leave_a_whole_vm_or_none(h: Harness) -> None:
+    await h.hypervisor.prepare(h.host, h.image, h.size)
+    spec = h.spec()
+    made, _ = await at_once(h.hypervisor.create(spec), h.hypervisor.drop(h.host, h.image))
+    if isinstance(made, Exception):
+        assert isinstance(made, Gone)
+    else:
+        assert await h.condition(spec.name) is VmCondition.PARKED
+    await h.hypervisor.destroy(spec.name, 0)
+    assert not h.remains(spec.name) and await template(h) is None
+
+
+async def a_template_that_is_dropped_while_it_is_made_stays_away(h: Harness) -> None:
+    """Whoever makes it has gone or has not: what goes on without him must not bring it back."""
+    for gone in (False, True):
+        making = await building(h)
+        waiting = asyncio.ensure_future(h.hypervisor.prepare(h.host, h.image, h.size))
+        await asyncio.sleep(0.1)
+        if gone:
+            making.cancel()
+            waiting.cancel()
+        await h.hypervisor.drop(h.host, h.image)
+        assert await template(h) is None
+        for result in await asyncio.gather(making, waiting, return_exceptions=True):
+            assert isinstance(result, asyncio.CancelledError if gone else Gone), result
+        assert await template(h) is None
+    await h.hypervisor.prepare(h.host, h.image, h.size)
+    assert await template(h) is TemplateCondition.READY
+
+
+TROUBLES: tuple[Check, ...] = (
+    a_start_whose_reply_is_lost_is_said_again,
+    a_destroy_whose_reply_is_lost_is_said_again,
+    calls_said_twice_at_once_are_as_good_as_once,
+    a_destroyed_vm_is_gone,
+    a_vm_is_destroyed_while_it_starts,
+    a_template_that_is_dropped_while_it_is_made_stays_away,
+    a_create_and_a_drop_at_once_leave_a_whole_vm_or_none,
+)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("check", TROUBLES, ids=lambda check: check.__name__)
+def test_simulated(check: Check, seed: int) -> None:
+    async def main() -> None:
+        harness = Simulated(seed)
+        await check(harness)
+        assert not harness.world.violations()
+
+    run(main(), seed)
