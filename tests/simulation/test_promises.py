@@ -12,6 +12,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from multiverse.config import PacingSettings, Settings
 from multiverse.core.model import Host, Size
-from multiverse.simulation.faults import Fault, Mishaps, Odds
+from multiverse.simulation.faults import Fault, Odds, What, every
 from multiverse.simulation.jobs import Batch
 from multiverse.simulation.machines import ABILITIES
 from multiverse.simulation.run import Arrival, Deed, Outcome, Scenario, simulate
@@ -84,7 +85,7 @@ def test_a_job_is_held_and_released(after: float) -> None:
 
 @pytest.mark.parametrize("after", [0.1, 4.5, 5.5])
 def test_a_job_changes_while_it_waits(after: float) -> None:
-    assert one(Batch(), Deed(after, "change", (("nodes", 2), ("size", Size(2, 700))))) == "COMPLETED"
+    assert one(Batch(), Deed(after, "change", Size(2, 700), 2)) == "COMPLETED"
 
 
 def test_a_job_is_requeued_by_its_user() -> None:
@@ -126,9 +127,7 @@ def test_the_controller_dies_again_and_again(seed: int, tmp_path: Path) -> None:
     scenario = Scenario(
         seed,
         arrivals,
-        mishaps=Mishaps(until=60.0),
-        crashes=1.0,
-        down=(0.05, 3.0),
+        mishaps=every(1.0, What.CRASH, Random(seed), 60.0),
         database=tmp_path / "multiverse.db",
     )
     outcome = keeps_its_promises(scenario)
@@ -139,7 +138,7 @@ def test_the_controller_dies_again_and_again(seed: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_vms_die_like_flies(seed: int) -> None:
     arrivals = tuple(Arrival(float(n), Batch(seconds=5.0)) for n in range(4))
-    keeps_its_promises(Scenario(seed, arrivals, mishaps=Mishaps(vm_dies=4.0, until=120.0)))
+    keeps_its_promises(Scenario(seed, arrivals, mishaps=every(4.0, What.VM_DIES, Random(seed), 120.0)))
 
 
 # --- capacity --------------------------------------------------------------------------------------

@@ -842,3 +842,23 @@ def test_a_node_down_before_its_guest_is_ready_says_why_it_failed() -> None:
     scene.node(vm.name, NodeState.DOWN)
     scene.run()
     assert scene.all_vms()[0].failed and "came up down" in scene.all_vms()[0].reason
+
+
+def test_a_host_that_was_out_of_reach_for_a_moment_costs_its_jobs_nothing() -> None:
+    scene = Scene()
+    scene.to_allocated()
+    host = scene.hosts.pop("h1")
+    scene.run()
+    assert states(scene) == ["lost"]
+    scene.hosts["h1"] = host
+    scene.run()
+    assert states(scene) == ["serving"] and not scene.all_vms()[0].failed
+
+
+def test_a_job_that_starts_just_as_its_host_gets_out_of_reach_runs_on_its_own_vms() -> None:
+    scene = Scene()
+    attempt = scene.to_spawned()
+    scene.hosts.clear()
+    scene.job(state=JobState.RUNNING, nodes=tuple(vm.name for vm in scene.all_vms()), gated=False, pinned="mv_1")
+    scene.run()
+    assert scene.attempt(attempt.id).state is A.ALLOCATED and states(scene) == ["lost"]

@@ -25,6 +25,9 @@ log = structlog.get_logger()
 EXPECTING = 0.1
 """Seconds between looks at the scheduler while a node's registration or a job's end is awaited."""
 
+UNCOMMITTED = 1.0
+"""Seconds until a pass that was not committed is tried again: whatever is due stays due, and must not make us spin."""
+
 _SCHEDULER_EFFECTS = (EffectKind.GATE, EffectKind.PIN, EffectKind.REQUEUE, EffectKind.REVOKE, EffectKind.START)
 
 
@@ -101,8 +104,10 @@ class Controller:
         try:
             while True:
                 self._wake.clear()
-                self._pass()
-                await self._sleep(tasks)
+                if self._pass():
+                    await self._sleep(tasks)
+                else:
+                    await asyncio.sleep(UNCOMMITTED)
         finally:
             for task in tasks:
                 task.cancel()
@@ -121,8 +126,9 @@ class Controller:
             if task.done():
                 task.result()  # an observer ends only by a bug: raise it here
 
-    def _pass(self) -> None:
-        """One pass: the world first, the rows second, one commit, then the effects. Awaits nothing."""
+    def _pass(self) -> bool:
+        """One pass: the world first, the rows second, one commit, then the effects. Awaits nothing. False if
+        it was not committed: then nothing of it has happened."""
         world = World(self.scheduler.latest, self.hypervisor.latest, self._effects.quiet())
         messages = list(self._inbox)
         try:
@@ -138,7 +144,7 @@ class Controller:
         except MultiverseError as error:
             # Nothing was kept, and nothing will be done that is not kept: the messages stay, we try again.
             log.error("the pass was not committed", why=str(error))
-            return
+            return False
         for _ in messages:
             self._inbox.popleft()
         self._rows = rows
@@ -146,6 +152,7 @@ class Controller:
             a.state in (AttemptState.SPAWNED, AttemptState.RECLAIMING) for a in rows.attempts.values()
         )
         self._effects.ensure(rows, self._confirmed_strangers(rows, world))
+        return True
 
     @staticmethod
     def _journal_done(tx: Transaction, rows: Rows, done: Done) -> None:

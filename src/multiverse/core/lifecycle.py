@@ -117,7 +117,7 @@ VM: tuple[Transition, ...] = (
     *_arrows([V.PARKED, V.STARTING, V.JOINED, V.SERVING], Event.DIED, V.RELEASING),
     *_arrows(_VM_LIVE, Event.RELEASED, V.RELEASING),
     *_arrows([*_VM_LIVE, V.RELEASING], Event.LOST, V.LOST),
-    *_arrows([V.LOST], Event.FOUND, V.RELEASING),
+    *_arrows([V.LOST], Event.FOUND, V.SERVING, V.RELEASING),
     *_arrows([V.LOST], Event.FENCED, V.RELEASING),
     *_arrows([V.RELEASING], Event.ABSENT, V.GONE),
     *(Transition(s, Event.NOTED, s) for s in (V.JOINED, V.SERVING, V.RELEASING)),

@@ -362,7 +362,8 @@ def _step_spawned(draft: Draft, attempt: Attempt, sight: Sight, job: Job | None,
     assert job is not None
     vms = draft.serving_vms_of(attempt)
     if sight in (Sight.RUNNING, Sight.COMPLETING):
-        if sorted(job.nodes) != sorted(vm.name for vm in vms) and sight is Sight.RUNNING:
+        own = {vm.name for vm in draft.vms_of(attempt)}  # those too that were lost in this very moment
+        if not own.issuperset(job.nodes) and sight is Sight.RUNNING:
             _quarantine(draft, attempt, f"its job runs on {', '.join(job.nodes)}, not on its own VMs")
             return
         serving = [Change(replace(vm, state=V.SERVING), Event.RUNS) for vm in vms if vm.state is V.JOINED]
@@ -468,7 +469,7 @@ def _step_vm(draft: Draft, vm_id: int, world: World, policy: Policy) -> None:
             draft.move(Change(replace(vm, state=V.LOST, failed=True), Event.LOST, f"host {vm.host} is out of reach"))
         return
     if vm.state is V.LOST:
-        draft.move(Change(_releasing(vm, f"host {vm.host} was out of reach"), Event.FOUND))
+        _find_again(draft, vm, hypervisor.vms.get(vm.name))
         return
     if vm.state is V.RELEASING:
         _step_releasing(draft, vm, world)
@@ -498,6 +499,15 @@ def _step_vm(draft: Draft, vm_id: int, world: World, policy: Policy) -> None:
         draft.move(Change(replace(vm, state=V.STARTING), Event.START))
     elif vm.state is V.STARTING:
         _step_starting(draft, vm, seen, world, policy)
+
+
+def _find_again(draft: Draft, vm: Vm, seen: VmSeen | None) -> None:
+    """Its host is back. A VM whose job runs on goes on with it; any other has missed too much."""
+    attempt = draft.attempts.get(vm.attempt) if vm.attempt is not None else None
+    if attempt and attempt.state is A.ALLOCATED and seen is not None and seen.condition is VmCondition.RUNNING:
+        draft.move(Change(replace(vm, state=V.SERVING, failed=False, reason=""), Event.FOUND, "its job runs on"))
+    else:
+        draft.move(Change(_releasing(vm, f"host {vm.host} was out of reach"), Event.FOUND))
 
 
 def _job_is_pinned(draft: Draft, vm: Vm, world: World) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from multiverse.core.errors import Refused
 from multiverse.core.model import JobState, SchedulerView, Size
 from multiverse.simulation.clock import EPOCH
-from multiverse.simulation.guests import Guest, Joining
+from multiverse.simulation.guests import Guest, Joining, Run
 from multiverse.simulation.jobs import Batch, JobRecord, NodeRecord
 
 LIVE = (JobState.RUNNING, JobState.SUSPENDED)
@@ -88,7 +88,7 @@ class Cluster:
         """Change what a pending job asks for: fields of `Batch`."""
         job = self.jobs[job_id]
         if job.state is JobState.PENDING:
-            job.batch = replace(job.batch, **changes)
+            job.batch = replace(job.batch, **{what: to for what, to in changes.items() if to is not None})
 
     def requeue(self, job_id: str) -> None:
         """Stop a running job; it is queued again, with the features it has, after slurmctld's delay."""
@@ -105,13 +105,16 @@ class Cluster:
 
     # --- what daemons tell it
 
-    def register(self, guest: Guest, joining: Joining) -> bool:
-        """A node's daemon comes up. False if nobody answers; it tries again then."""
+    def register(self, guest: Guest, joining: Joining, *, small: bool = False) -> bool:
+        """A node's daemon comes up, `small` with less memory than it was to have. False if nobody answers; it
+        tries again then."""
         if not self.up:
             return False
         known = self.nodes.get(joining.name)
         if known is None:
-            self.nodes[joining.name] = NodeRecord(joining.name, joining.features, joining.size, guest)
+            node = self.nodes[joining.name] = NodeRecord(joining.name, joining.features, joining.size, guest)
+            if small:
+                node.down, node.reason = True, "Low RealMemory"
         elif known.guest is guest:
             known.silent = None
         else:  # another VM under a name that must never recur
@@ -124,13 +127,26 @@ class Cluster:
         if node is not None and node.guest is guest:
             node.silent = self._loop.time()
 
-    def script_ended(self, job: JobRecord, restarts: int) -> None:
-        def tell() -> None:
-            if job.state in LIVE and job.restarts == restarts:
-                job.exit_code = job.batch.exit_code
-                self._stop(job, "FAILED" if job.exit_code else "COMPLETED")
+    def answers_again(self, guest: Guest) -> None:
+        """A node that could not be reached can: slurmctld hears of it with its next ping."""
+        node = self.nodes.get(guest.name)
+        if node is None or node.guest is not guest:
+            guest.register_again()
+            return
+        node.silent = None
+        if node.down and node.reason == "Not responding":
+            node.down, node.reason = False, ""  # ReturnToService=2
+        job = node.job
+        if job is not None and job.state in LIVE and job.nodes[0] == node.name and not guest.has_run(job):
+            job.again = job.batch.requeue  # it was launched into the void
+            self._stop(job, "NODE_FAIL")
 
-        self._hear(tell)
+    def script_ended(self, job: JobRecord, run: Run) -> None:
+        """The daemon of the job's first node says that its script has ended."""
+        if job.state in LIVE and job.restarts == run.restarts:
+            run.heard = True
+            job.exit_code = job.batch.exit_code
+            self._stop(job, "FAILED" if job.exit_code else "COMPLETED")
 
     # --- what operators do
 
@@ -161,6 +177,12 @@ class Cluster:
         """slurmctld stops answering; guests go on."""
         self.up = False
         self._back.clear()
+
+    def reconfigure(self) -> None:
+        """slurmctld reads its configuration again, as at its start: it looks at what every job asks for."""
+        for job in self.jobs.values():
+            if job.state is JobState.PENDING and job.pin is not None and not self.offers(job.pin):
+                job.bad = True
 
     def come_back(self) -> None:
         """slurmctld answers again, and hears what it missed."""
@@ -276,7 +298,7 @@ class Cluster:
     def _epilog(self, job: JobRecord, restarts: int, guest: Guest) -> Callable[[], None]:
         def done() -> None:
             if guest.alive:  # the dead send no word: their node goes DOWN by and by
-                self._hear(lambda: self._let_go(job, guest.name) if job.restarts == restarts else None)
+                guest.tell(lambda: self._let_go(job, guest.name) if job.restarts == restarts else None)
 
         return done
 
@@ -306,7 +328,7 @@ class Cluster:
             guest = self.nodes[job.nodes[0]].guest
             (guest.suspend if after is JobState.SUSPENDED else guest.resume)(job)
 
-    def _hear(self, tell: Callable[[], None]) -> None:
+    def hear(self, tell: Callable[[], None]) -> None:
         if self.up:
             tell()
         else:

@@ -1,18 +1,23 @@
 """What goes wrong, by seed: on the way to a port and back, and in the world itself.
 
-`Wire` decides the fate of each call; `FaultyScheduler` and `FaultyHypervisor` put every call of a port
-through one. A wire can also be severed: the caller has died, and what it had begun may or may not come
-to its end, but nobody hears of it and nothing new is begun.
+`Wire` puts every call of a port through its fate, which `Fates` draws from the seed and the call's own name
+(port, method, subject, how often so far): what happens to one call does not hang on how many others there
+were, so that a scenario can be made smaller and still meet the same end. All that was drawn is kept as a list
+of blows, and the same scenario can be played again with that list, or a part of it, instead of dice.
+
+A wire can also be severed: the caller has died, and what it had begun may or may not come to its end, but
+nobody hears of it and nothing new is begun.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from hashlib import blake2b
 from random import Random
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from multiverse.core.errors import Broken, Exhausted, MultiverseError, Unknown
 from multiverse.core.model import (
@@ -29,9 +34,9 @@ from multiverse.core.model import (
     VmSpec,
 )
 from multiverse.ports import Hypervisor, Scheduler
-from multiverse.simulation.world import World
 
 T = TypeVar("T")
+Port = Literal["scheduler", "hypervisor"]
 
 
 class Fault(StrEnum):
@@ -44,6 +49,8 @@ class Fault(StrEnum):
     LOST = "lost"  # done, and no reply for a long time, then Unknown
     CUT = "cut"  # stopped somewhere in the middle, then Unknown
     TWICE = "twice"  # done again at once, as by a transport that tries again
+    LATE = "late"  # Unknown at once, and done all the same, much later
+    STALE = "stale"  # a look shows what an earlier one showed
 
 
 DEFINITE: Mapping[str, tuple[type[MultiverseError], ...]] = {
@@ -53,15 +60,27 @@ DEFINITE: Mapping[str, tuple[type[MultiverseError], ...]] = {
 }
 """The definite errors that a call may meet without anybody's fault; others have none."""
 
+FRESH = 3.0
+"""Seconds: no stale look is older. slurmctld answers from memory, under one lock; a reply can only be slow."""
+
+
+def possible(port: Port, method: str, fault: Fault) -> bool:
+    """Whether this can happen to such a call. A command that was given up may yet arrive at slurmctld, for it
+    is a process of its own; a host's own library does nothing behind its caller's back."""
+    if fault is Fault.STALE:
+        return (port, method) == ("scheduler", "look")
+    if fault is Fault.LATE:
+        return port == "scheduler" and method not in ("look", "membership", "user")
+    return True
+
 
 @dataclass(frozen=True)
 class Odds:
     """How likely each fault is, for each call, until `until` (virtual seconds since the loop began).
-    Calls in `spared` always succeed. Times in seconds, ranges that are drawn from."""
+    Times in seconds, ranges that are drawn from."""
 
     rates: Mapping[Fault, float] = field(default_factory=dict)
     until: float = float("inf")
-    spared: tuple[str, ...] = ()
     slow: tuple[float, float] = (1.0, 15.0)
     silence: tuple[float, float] = (5.0, 30.0)
 
@@ -71,103 +90,176 @@ class Odds:
         return Odds({fault: rate / len(Fault) for fault in Fault}, until)
 
 
-class Wire:
-    """Between one caller and the world's ports."""
+@dataclass(frozen=True)
+class Blow:
+    """A fault that one call meets: `call` names it, `seconds` is how slow, how silent, when cut or how late."""
 
-    def __init__(self, rng: Random, odds: Odds | None = None, *, outlives: bool = True) -> None:
-        """`outlives`: what was begun may go on without its caller, as a command that runs as a process of
-        its own does, and a library's call does not."""
-        self._rng = rng
-        self._outlives = outlives
-        self._odds = odds or Odds()
+    call: str
+    fault: Fault
+    seconds: float = 0.0
+
+
+class Fates:
+    """What is to happen to each call of one simulation: drawn from the seed, or as a list says."""
+
+    def __init__(self, seed: int, odds: Mapping[Port, Odds], blows: Sequence[Blow] | None = None) -> None:
+        self.met: list[Blow] = []
+        self.told: Callable[[str], None] = lambda _: None
+        self._seed, self._odds = seed, odds
+        self._blows = None if blows is None else {blow.call: blow for blow in blows}
+        self._times: dict[str, int] = {}
+        self._view: tuple[float, SchedulerView] | None = None
+
+    def chance(self, *what: object) -> float:
+        """A number from 0 to 1 that is always the same for the same thing and seed."""
+        digest = blake2b(f"{self._seed}/{what}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") / (1 << 64)
+
+    def between(self, bounds: tuple[float, float], *what: object) -> float:
+        low, high = bounds
+        return low + (high - low) * self.chance(*what)
+
+    def draw(self, port: Port, method: str, subject: str) -> tuple[str, Blow | None]:
+        """The call's name, and what it meets."""
+        base = f"{port}.{method} {subject}".rstrip()
+        self._times[base] = self._times.get(base, 0) + 1
+        call = f"{base} #{self._times[base]}"
+        blow = self._roll(port, method, call) if self._blows is None else self._blows.get(call)
+        if blow is not None:
+            self.met.append(blow)
+            self.told(f"{blow.call}: {blow.fault}" + (f", {blow.seconds:.1f} s" if blow.seconds else ""))
+        return call, blow
+
+    def _roll(self, port: Port, method: str, call: str) -> Blow | None:
+        odds = self._odds[port]
+        if not odds.rates or asyncio.get_running_loop().time() >= odds.until:
+            return None
+        point = self.chance(call)
+        for fault, rate in odds.rates.items():
+            point -= rate
+            if point < 0:
+                return Blow(call, fault, self._seconds(odds, fault, call)) if possible(port, method, fault) else None
+        return None
+
+    def _seconds(self, odds: Odds, fault: Fault, call: str) -> float:
+        match fault:
+            case Fault.SLOW | Fault.LATE:
+                return round(self.between(odds.slow, call, "slow"), 3)
+            case Fault.HUNG | Fault.LOST:
+                return round(self.between(odds.silence, call, "silence"), 3)
+            case Fault.CUT:
+                return round(self.between((0.001, 0.3), call, "cut"), 3)
+            case _:
+                return 0.0
+
+    def old_view(self, fresh: SchedulerView, blow: Blow | None) -> SchedulerView:
+        """What a look shows: the view before, where it is to be stale and that one is not too old."""
+        now = asyncio.get_running_loop().time()
+        if blow and blow.fault is Fault.STALE and self._view and now - self._view[0] <= FRESH:
+            return self._view[1]
+        self._view = (now, fresh)
+        return fresh
+
+
+class Wire:
+    """Between one caller and one of the world's ports."""
+
+    def __init__(self, fates: Fates, port: Port) -> None:
+        self._fates, self._port = fates, port
         self._severed = False
-        self._running: dict[int, asyncio.Task[Any]] = {}
-        self._waiting: dict[int, asyncio.Future[None]] = {}
-        self._calls = 0
-        self.met: dict[str, int] = {}  # faults, by "call: fault", for the test's report
+        self._running: dict[str, asyncio.Task[Any]] = {}
+        self._waiting: list[asyncio.Future[None]] = []
 
     def sever(self) -> None:
-        """The caller dies: each of its calls is cut short or runs to its end unheard, by chance."""
+        """The caller dies: each of its calls is cut short or runs to its end unheard, by chance. A command
+        is a process of its own and may go on; a library's call does not."""
         self._severed = True
-        for task in list(self._running.values()):
-            if not self._outlives or self._rng.random() < 0.5:
+        for call, task in list(self._running.items()):
+            if self._port == "hypervisor" or self._fates.chance("sever", call) < 0.5:
                 task.cancel()
 
-    async def call(self, name: str, do: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def call(self, method: str, subject: str, do: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Make one call, or let it meet its fate."""
-        self._calls += 1
-        number = self._calls
         if self._severed:
-            await self._nothing(number)
-        task = asyncio.create_task(self._meet(name, do))
-        self._running[number] = task
+            await self._nothing()
+        call, blow = self._fates.draw(self._port, method, subject)
+        task = asyncio.create_task(self._meet(method, blow, do))
+        self._running[call] = task
         # A call that outlives its caller must not be collected half-way, nor its error be reported.
-        task.add_done_callback(lambda ended: self._over(number, ended))
+        task.add_done_callback(lambda ended: self._over(call, ended))
         try:
             result = await asyncio.shield(task)
         except BaseException:
             if self._severed:
-                await self._nothing(number)
+                await self._nothing()
             task.cancel()
             raise
         if self._severed:
-            await self._nothing(number)
+            await self._nothing()
         return result
 
-    def _over(self, number: int, task: asyncio.Task[Any]) -> None:
-        self._running.pop(number, None)
+    def _over(self, call: str, task: asyncio.Task[Any]) -> None:
+        self._running.pop(call, None)
         if not task.cancelled():
             task.exception()
 
-    async def _nothing(self, number: int) -> None:
+    async def _nothing(self) -> None:
         # Kept here, or the collector would end the severed caller at a moment of its own choosing.
-        self._waiting[number] = asyncio.get_running_loop().create_future()
-        await self._waiting[number]
+        self._waiting.append(asyncio.get_running_loop().create_future())
+        await self._waiting[-1]
 
-    async def _meet(self, name: str, do: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        fault = self._draw(name)
-        if fault is None:
-            return await do()
-        self.met[f"{name}: {fault}"] = self.met.get(f"{name}: {fault}", 0) + 1
-        match fault:
+    async def _meet(self, method: str, blow: Blow | None, do: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        if blow is None:
+            return self._shown(await do(), None)
+        match blow.fault:
             case Fault.UNREACHED:
-                raise Unknown(f"{name} got no answer", hint="simulated")
+                raise Unknown(f"{method} got no answer", hint="simulated")
             case Fault.FAILED:
-                definite = DEFINITE.get(name, (Unknown,))
-                raise self._rng.choice(definite)(f"{name} failed", hint="simulated")
+                definite = DEFINITE.get(method, (Unknown,))
+                which = int(self._fates.chance(blow.call, "error") * len(definite))
+                raise definite[which](f"{method} failed", hint="simulated")
             case Fault.SLOW:
-                await asyncio.sleep(self._rng.uniform(*self._odds.slow))
-                return await do()
+                await asyncio.sleep(blow.seconds)
+                return self._shown(await do(), None)
             case Fault.HUNG:
-                await asyncio.sleep(self._rng.uniform(*self._odds.silence))
-                raise Unknown(f"{name} hung", hint="simulated")
+                await asyncio.sleep(blow.seconds)
+                raise Unknown(f"{method} hung", hint="simulated")
             case Fault.LOST:
                 await do()
-                await asyncio.sleep(self._rng.uniform(*self._odds.silence))
-                raise Unknown(f"the reply to {name} was lost", hint="simulated")
+                await asyncio.sleep(blow.seconds)
+                raise Unknown(f"the reply to {method} was lost", hint="simulated")
             case Fault.CUT:
                 try:
-                    await asyncio.wait_for(do(), self._rng.uniform(0.001, 0.3))
+                    await asyncio.wait_for(do(), blow.seconds)
                 except TimeoutError:
                     pass
-                raise Unknown(f"{name} was cut short", hint="simulated")
+                raise Unknown(f"{method} was cut short", hint="simulated")
             case Fault.TWICE:
                 result = await do()
                 try:
                     await do()
                 except MultiverseError:
                     pass
-                return result
+                return self._shown(result, None)
+            case Fault.LATE:
+                self._later(blow, do)
+                raise Unknown(f"{method} was given up", hint="simulated")
+            case Fault.STALE:
+                return self._shown(await do(), blow)
 
-    def _draw(self, name: str) -> Fault | None:
-        point = self._rng.random()
-        if name in self._odds.spared or asyncio.get_running_loop().time() >= self._odds.until:
-            return None
-        for fault, rate in self._odds.rates.items():
-            point -= rate
-            if point < 0:
-                return fault
-        return None
+    def _shown(self, result: T, blow: Blow | None) -> T:
+        if isinstance(result, SchedulerView):
+            return cast(T, self._fates.old_view(result, blow))
+        return result
+
+    def _later(self, blow: Blow, do: Callable[[], Coroutine[Any, Any, object]]) -> None:
+        async def arrive() -> None:
+            await asyncio.sleep(blow.seconds)
+            await do()
+
+        task = asyncio.create_task(arrive())
+        self._running[f"{blow.call}, late"] = task
+        task.add_done_callback(lambda ended: self._over(f"{blow.call}, late", ended))
 
 
 class FaultyScheduler:
@@ -178,34 +270,34 @@ class FaultyScheduler:
         self._call = wire.call
 
     async def look(self) -> SchedulerView:
-        return await self._call("look", lambda: self._inner.look())
+        return await self._call("look", "", lambda: self._inner.look())
 
     async def pin(self, job: JobRef, feature: str) -> None:
-        await self._call("pin", lambda: self._inner.pin(job, feature))
+        await self._call("pin", job.job_id, lambda: self._inner.pin(job, feature))
 
     async def unpin(self, job: JobRef) -> None:
-        await self._call("unpin", lambda: self._inner.unpin(job))
+        await self._call("unpin", job.job_id, lambda: self._inner.unpin(job))
 
     async def requeue(self, job: JobRef) -> None:
-        await self._call("requeue", lambda: self._inner.requeue(job))
+        await self._call("requeue", job.job_id, lambda: self._inner.requeue(job))
 
     async def revoke(self, job: JobRef, reason: str) -> None:
-        await self._call("revoke", lambda: self._inner.revoke(job, reason))
+        await self._call("revoke", job.job_id, lambda: self._inner.revoke(job, reason))
 
     async def fail(self, node: str, reason: str) -> None:
-        await self._call("fail", lambda: self._inner.fail(node, reason))
+        await self._call("fail", node, lambda: self._inner.fail(node, reason))
 
     async def remove(self, node: str) -> None:
-        await self._call("remove", lambda: self._inner.remove(node))
+        await self._call("remove", node, lambda: self._inner.remove(node))
 
     async def explain(self, job: JobRef, text: str) -> None:
-        await self._call("explain", lambda: self._inner.explain(job, text))
+        await self._call("explain", job.job_id, lambda: self._inner.explain(job, text))
 
     async def membership(self, vm: Vm, attempt: Attempt | None) -> Membership:
-        return await self._call("membership", lambda: self._inner.membership(vm, attempt))
+        return await self._call("membership", vm.name, lambda: self._inner.membership(vm, attempt))
 
     async def user(self, uid: int) -> User:
-        return await self._call("user", lambda: self._inner.user(uid))
+        return await self._call("user", str(uid), lambda: self._inner.user(uid))
 
 
 class FaultyHypervisor:
@@ -216,57 +308,77 @@ class FaultyHypervisor:
         self._call = wire.call
 
     async def look(self) -> HypervisorView:
-        return await self._call("look", lambda: self._inner.look())
+        return await self._call("look", "", lambda: self._inner.look())
 
     async def prepare(self, host: str, image: str, size: Size) -> Sequence[Stage]:
-        return await self._call("prepare", lambda: self._inner.prepare(host, image, size))
+        return await self._call("prepare", f"{host}/{image}", lambda: self._inner.prepare(host, image, size))
 
     async def drop(self, host: str, image: str) -> None:
-        await self._call("drop", lambda: self._inner.drop(host, image))
+        await self._call("drop", f"{host}/{image}", lambda: self._inner.drop(host, image))
 
     async def create(self, vm: VmSpec) -> Sequence[Stage]:
-        return await self._call("create", lambda: self._inner.create(vm))
+        return await self._call("create", vm.name, lambda: self._inner.create(vm))
 
     async def start(self, name: str, size: Size, identity: Identity) -> Sequence[Stage]:
-        return await self._call("start", lambda: self._inner.start(name, size, identity))
+        return await self._call("start", name, lambda: self._inner.start(name, size, identity))
 
     async def destroy(self, name: str, grace: float) -> None:
-        await self._call("destroy", lambda: self._inner.destroy(name, grace))
+        await self._call("destroy", name, lambda: self._inner.destroy(name, grace))
+
+
+# --- what befalls the world ------------------------------------------------------------------------
+
+
+class What(StrEnum):
+    """The kinds of mishap, and which part of the simulation does them."""
+
+    VM_DIES = "a VM dies"
+    REGISTERS_AGAIN = "a node registers again"
+    CLUSTER_AWAY = "slurmctld is away"
+    CLUSTER_RESTARTS = "slurmctld restarts"
+    RECONFIGURED = "slurmctld reads its configuration again"
+    HOST_AWAY = "a host is out of reach"
+    HOST_FENCED = "a host is out of reach, switched off and fenced"
+    DISK_FULL = "the store's disk is full"
+    CRASH = "the controller dies"
 
 
 @dataclass(frozen=True)
-class Mishaps:
-    """What befalls the world itself until `until`: the mean seconds between two, 0 for never."""
+class Mishap:
+    """Something that befalls the world `at` some time, for some `seconds`. `pick`, from 0 to 1, chooses
+    among what there then is to befall."""
 
-    vm_dies: float = 0.0
-    cluster_away: float = 0.0
-    away: tuple[float, float] = (2.0, 40.0)  # for how long, in seconds
-    until: float = 600.0
+    at: float
+    what: What
+    seconds: float = 0.0
+    pick: float = 0.0
 
 
-def befall(world: World, rng: Random, mishaps: Mishaps) -> list[asyncio.Task[None]]:
-    """Let mishaps befall the world from now on; the tasks end by themselves after `until`."""
+@dataclass(frozen=True)
+class Death:
+    """The controller dies at its `commit`th commit that changes anything, right before or right `after` it,
+    and stays away for `seconds`."""
 
-    async def every(mean: float, do: Callable[[], Awaitable[None]]) -> None:
-        if mean <= 0:
-            return
-        while True:
-            await asyncio.sleep(rng.expovariate(1.0 / mean))
-            if asyncio.get_running_loop().time() >= mishaps.until:
-                return
-            await do()
+    commit: int
+    after: bool = False
+    seconds: float = 1.0
 
-    async def vm_dies() -> None:
-        names = sorted(world.machines.vms)
-        if names:
-            world.kill_vm(rng.choice(names))
 
-    async def cluster_away() -> None:
-        world.cluster.go_away()
-        await asyncio.sleep(rng.uniform(*mishaps.away))
-        world.cluster.come_back()
+LASTS: Mapping[What, tuple[float, float]] = {
+    What.CLUSTER_AWAY: (2.0, 150.0),
+    What.CLUSTER_RESTARTS: (1.0, 10.0),
+    What.HOST_AWAY: (2.0, 300.0),
+    What.HOST_FENCED: (20.0, 200.0),
+    What.DISK_FULL: (0.5, 60.0),
+    What.CRASH: (0.1, 20.0),
+}
+"""For how long, in seconds: a range that is drawn from."""
 
-    return [
-        asyncio.create_task(every(mishaps.vm_dies, vm_dies)),
-        asyncio.create_task(every(mishaps.cluster_away, cluster_away)),
-    ]
+
+def every(mean: float, what: What, rng: Random, until: float) -> tuple[Mishap, ...]:
+    """Mishaps of one kind, `mean` seconds apart by chance, until `until`; none for 0."""
+    found: list[Mishap] = []
+    at = 0.0
+    while mean > 0 and (at := at + rng.expovariate(1.0 / mean)) < until:
+        found.append(Mishap(round(at, 3), what, round(rng.uniform(*LASTS.get(what, (0.0, 0.0))), 3), rng.random()))
+    return tuple(found)

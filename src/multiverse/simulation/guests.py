@@ -50,6 +50,7 @@ class Run:
     began: float
     ended: float | None = None
     completed: bool = False  # it came to its own end
+    heard: bool = False  # and the scheduler was told
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class GuestPace:
 
     boot: tuple[float, float] = (0.4, 1.2)  # from start to a daemon that registers
     retry: float = 1.0  # between tries to register while slurmctld is away
+    mute: float = 0.0  # the share that never registers, though all else looks well
+    small: float = 0.0  # the share that registers as smaller than it was told to be, and is set DOWN for it
 
 
 @dataclass(eq=False)
@@ -70,6 +73,7 @@ class Guest:
     runs: list[Run]  # the world's ledger
     rng: Random
     pace: GuestPace
+    say: Callable[[str], None] = lambda _: None  # told what its scripts do
     alive: bool = True
     served: list[tuple[int, str]] = field(default_factory=list)
     _job: JobRecord | None = None
@@ -77,10 +81,12 @@ class Guest:
     _rest: float = 0.0  # seconds of the script still to go
     _resumed: float = 0.0
     _timer: asyncio.TimerHandle | None = None
+    _cut: bool = False  # its host is out of reach
+    _untold: list[Callable[[], None]] = field(default_factory=list)
 
     def boot(self) -> None:
         """Begin to boot; the node registers by and by. A guest without a daemon never joins."""
-        if self.identity.membership.daemons:
+        if self.identity.membership.daemons and self.rng.random() >= self.pace.mute:
             self._later(self.rng.uniform(*self.pace.boot), self._register)
 
     def die(self) -> None:
@@ -96,11 +102,12 @@ class Guest:
 
     def launch(self, job: JobRecord) -> None:
         """Run the job's script (told to its first node only)."""
-        if not self.alive:
+        if not self.reachable:
             return  # nobody hears it; slurmctld finds out when the node does not answer
         self._job = job
         self._run = Run(job.number, job.restarts, self.name, self._now())
         self.runs.append(self._run)
+        self.say(f"{self.name}: the script of {job.job_id} begins")
         self._rest = job.batch.seconds
         self.resume(job)
 
@@ -117,15 +124,51 @@ class Guest:
 
     def kill(self, job: JobRecord) -> None:
         """End the job's script, if it runs here."""
-        if self._job is job:
+        if self._cut:
+            self._untold.append(lambda: self.kill(job))
+        elif self._job is job:
             self._interrupt()
+
+    @property
+    def reachable(self) -> bool:
+        return self.alive and not self._cut
+
+    def has_run(self, job: JobRecord) -> bool:
+        """Whether it has this very run of the job, going or ended."""
+        return any((run.job, run.restarts, run.node) == (job.number, job.restarts, self.name) for run in self.runs)
+
+    def cut_off(self) -> None:
+        """Nobody hears it and it hears nobody; what it runs goes on."""
+        self._cut = True
+        self.cluster.fell_silent(self)
+
+    def reconnect(self) -> None:
+        """It answers again, and hears what it missed before it tells what nobody heard."""
+        self._cut = False
+        untold, self._untold = self._untold, []
+        for tell in untold:
+            tell()
+        if self.alive:
+            self.cluster.answers_again(self)
+
+    def tell(self, word: Callable[[], None]) -> None:
+        """Say something to slurmctld, now or when it can be reached."""
+        if self._cut:
+            self._untold.append(lambda: self.tell(word))
+        else:
+            self.cluster.hear(word)
+
+    def register_again(self) -> None:
+        """Its daemon was started anew."""
+        self._register()
 
     def _script_ends(self) -> None:
         job, run = self._job, self._run
         assert job is not None and run is not None
         run.completed = True
         self._interrupt()
-        self.cluster.script_ended(job, run.restarts)
+        self.say(f"{self.name}: the script of {job.job_id} has come to its end")
+        self.tell(lambda: self.cluster.script_ended(job, run))
 
     def _interrupt(self) -> None:
         if self._timer is not None:
@@ -137,8 +180,12 @@ class Guest:
     def _register(self) -> None:
         if not self.alive:
             return
-        if not self.cluster.register(self, Joining.unpack(self.identity.membership)):
+        joining = Joining.unpack(self.identity.membership)
+        if self._cut or not self.cluster.register(self, joining, small=self._small()):
             self._later(self.pace.retry, self._register)
+
+    def _small(self) -> bool:
+        return self.pace.small > 0 and self.rng.random() < self.pace.small
 
     def _later(self, seconds: float, do: Callable[[], None]) -> None:
         asyncio.get_running_loop().call_later(seconds, do)

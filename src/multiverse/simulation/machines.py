@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from multiverse.core.errors import Broken, Gone, Refused
+from multiverse.core.errors import Broken, Gone, Refused, Unknown
 from multiverse.core.model import (
     CloneKind,
     Host,
@@ -55,14 +55,14 @@ class Machines:
         self.templates: dict[tuple[str, str], TemplateSeen] = {}
         self.violations: list[str] = []
         self.made: list[str] = []  # every VM that ever was begun
+        self.away: set[str] = set()  # hosts that cannot be reached; what is on them goes on
         self._boot = boot
 
     # --- templates
 
     def begin_template(self, host: str, image: str, size: Size) -> bool:
         """Begin to build a template; False if it is there already. `Gone`, `Refused`."""
-        if host not in self.hosts:
-            raise Gone(f"no host {host}")
+        self._reach(host)
         if image not in self.images:
             raise Refused(f"no image {image}", hint="build it first")
         known = self.templates.get((host, image))
@@ -81,16 +81,19 @@ class Machines:
         condition = TemplateCondition.READY if boots else TemplateCondition.BROKEN
         reason = "" if boots else "the guest never came to its fork point"
         self.templates[host, image] = TemplateSeen(image, host, image, condition, known.size, reason)
+        self._reach(host)
         if not boots:
             raise Broken(f"image {image} does not boot", hint="look at its console")
 
     def drop_template(self, host: str, image: str) -> None:
+        self._reach(host)
         self.templates.pop((host, image), None)
 
     # --- VMs
 
     def begin(self, spec: VmSpec) -> Machine:
         """Something of the VM now exists, and weighs on its host. `Gone`, `Refused`, `Broken`."""
+        self._reach(spec.host)
         known = self.vms.get(spec.name)
         if known is not None:
             if known.spec != spec:
@@ -98,8 +101,6 @@ class Machines:
             if known.condition is VmCondition.DEAD:
                 raise Broken(f"{spec.name} is dead", hint="destroy it")
             return known
-        if spec.host not in self.hosts:
-            raise Gone(f"no host {spec.host}")
         if spec.image not in self.images:
             raise Refused(f"no image {spec.image}", hint="build it first")
         self._parent(spec)
@@ -148,9 +149,34 @@ class Machines:
 
     def destroy(self, name: str) -> None:
         """Nothing of it is left. Absent is success."""
-        machine = self.vms.pop(name, None)
+        machine = self.vms.get(name)
         if machine is not None:
+            self._reach(machine.spec.host)
+            del self.vms[name]
             self._stop(machine)
+
+    # --- hosts
+
+    def leave(self, host: str) -> None:
+        """The host cannot be reached any more, neither by us nor by slurmctld."""
+        self.away.add(host)
+        for guest in self._guests(host):
+            guest.cut_off()
+
+    def come_back(self, host: str) -> None:
+        self.away.discard(host)
+        for guest in self._guests(host):
+            guest.reconnect()
+
+    def switch_off(self, host: str) -> None:
+        """All VMs and templates of the host end, and nothing of them remains on it."""
+        for name in [name for name, machine in self.vms.items() if machine.spec.host == host]:
+            self._stop(self.vms.pop(name))
+        for key in [key for key in self.templates if key[0] == host]:
+            del self.templates[key]
+
+    def _guests(self, host: str) -> list[Guest]:
+        return [machine.guest for machine in self.vms.values() if machine.spec.host == host and machine.guest]
 
     # --- what it shows
 
@@ -165,8 +191,11 @@ class Machines:
         vms = {
             name: VmSeen(name, machine.spec.host, machine.condition, machine.reason)
             for name, machine in sorted(self.vms.items())
+            if machine.spec.host not in self.away
         }
-        return HypervisorView(dict(self.hosts), vms, dict(sorted(self.templates.items())))
+        hosts = {name: host for name, host in self.hosts.items() if name not in self.away}
+        templates = {key: seen for key, seen in sorted(self.templates.items()) if key[0] not in self.away}
+        return HypervisorView(hosts, vms, templates)
 
     # --- inside
 
@@ -174,7 +203,14 @@ class Machines:
         machine = self.vms.get(name)
         if machine is None:
             raise Gone(f"no VM {name}")
+        self._reach(machine.spec.host)
         return machine
+
+    def _reach(self, host: str) -> None:
+        if host not in self.hosts:
+            raise Gone(f"no host {host}")
+        if host in self.away:
+            raise Unknown(f"host {host} does not answer", hint="see whether it runs")
 
     def _parent(self, spec: VmSpec) -> None:
         if spec.kind is CloneKind.FULL:

@@ -9,7 +9,8 @@ from random import Random
 from multiverse.config import PacingSettings, Settings
 from multiverse.core.model import Host, Size
 from multiverse.simulation.cluster import ClusterSettings
-from multiverse.simulation.faults import Mishaps, Odds
+from multiverse.simulation.faults import Death, Odds, What, every
+from multiverse.simulation.guests import GuestPace
 from multiverse.simulation.jobs import Batch
 from multiverse.simulation.machines import ABILITIES
 from multiverse.simulation.run import Arrival, Deed, Scenario
@@ -37,20 +38,44 @@ def calm(seed: int) -> Scenario:
 
 
 def troubled(seed: int, database: Path | str = ":memory:") -> Scenario:
-    """The same crowd, with calls that fail, VMs that die, a slurmctld that goes away and a controller that
-    dies, for five minutes; what then remains must come to its end."""
+    """The same crowd, with calls that fail, VMs that die, hosts and a slurmctld that go away, a disk that
+    fills up and a controller that dies, for five minutes; what then remains must come to its end."""
     rng = Random(f"{seed}/trouble")
     until = 300.0
+    scenario = calm(seed)
+    odds = [Odds.even(rng.choice((0.0, 0.02, 0.1, 0.3)), until) for _ in range(2)]
+    mishaps = tuple(mishap for what, means in MEANS.items() for mishap in every(rng.choice(means), what, rng, until))
+    pace = GuestPace(
+        boot=(0.4, rng.choice((1.2, 1.2, 100.0))), mute=rng.choice((0.0, 0.0, 0.1)), small=rng.choice((0.0, 0.0, 0.1))
+    )
     return replace(
-        calm(seed),
-        scheduler_odds=Odds.even(rng.choice((0.0, 0.02, 0.1, 0.3)), until),
-        hypervisor_odds=Odds.even(rng.choice((0.0, 0.02, 0.1, 0.3)), until),
-        mishaps=Mishaps(
-            vm_dies=rng.choice((0.0, 10.0, 60.0)), cluster_away=rng.choice((0.0, 30.0, 200.0)), until=until
-        ),
-        crashes=rng.choice((0.0, 1.0, 5.0, 60.0)),
+        scenario,
+        world=replace(scenario.world, guests=pace),
+        scheduler_odds=odds[0],
+        hypervisor_odds=odds[1],
+        mishaps=tuple(sorted(mishaps, key=lambda mishap: mishap.at)),
+        deaths=_deaths(rng, rng.choice((0, 0, 5, 30))),
         database=database,
     )
+
+
+MEANS: dict[What, tuple[float, ...]] = {
+    What.VM_DIES: (0.0, 10.0, 60.0),
+    What.REGISTERS_AGAIN: (0.0, 0.0, 20.0),
+    What.CLUSTER_AWAY: (0.0, 0.0, 60.0, 200.0),
+    What.CLUSTER_RESTARTS: (0.0, 0.0, 60.0),
+    What.RECONFIGURED: (0.0, 0.0, 30.0),
+    What.HOST_AWAY: (0.0, 0.0, 60.0, 200.0),
+    What.HOST_FENCED: (0.0, 0.0, 200.0),
+    What.DISK_FULL: (0.0, 0.0, 60.0),
+    What.CRASH: (0.0, 0.0, 5.0, 60.0),
+}
+"""The mean seconds between two mishaps of a kind: one of these is drawn for each history, 0 for never."""
+
+
+def _deaths(rng: Random, count: int) -> tuple[Death, ...]:
+    """Deaths at commits, some right after one another: the controller dies during its recovery too."""
+    return tuple(Death(n, rng.random() < 0.5, rng.uniform(0.05, 5.0)) for n in sorted(rng.sample(range(1, 80), count)))
 
 
 def _host(rng: Random, number: int) -> Host:
@@ -92,6 +117,6 @@ def _deeds(rng: Random) -> tuple[Deed, ...]:
         case 4:
             return (Deed(at, "suspend"), Deed(at + wait, "resume"), Deed(100.0, "resume"))
         case 5:
-            return (Deed(at, "change", (("size", Size(1, 300)),)),)
+            return (Deed(at, "change", Size(1, 300)),)
         case _:
             return ()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from random import Random
 
 from multiverse.core.model import Host, Identity, JobState, Size, User
@@ -31,6 +33,7 @@ class World:
         self.settings = settings or WorldSettings()
         self.runs: list[Run] = []
         self.guests: list[Guest] = []
+        self.ran: Callable[[str], None] = lambda _: None  # told what scripts do
         self._rng = Random(f"{seed}/guests")
         self.cluster = Cluster(Random(f"{seed}/cluster"), self.settings.cluster)
         self.machines = Machines(self.settings.hosts, self.settings.images, self._boot)
@@ -42,6 +45,20 @@ class World:
 
     def kill_vm(self, name: str, reason: str = "its process was killed") -> None:
         self.machines.die(name, reason)
+
+    def host(self, pick: float) -> str:
+        names = sorted(self.machines.hosts)
+        return names[int(pick * len(names))]
+
+    def vm(self, pick: float) -> str | None:
+        """One of the VMs there are, by a number from 0 to 1."""
+        names = sorted(self.machines.vms)
+        return names[int(pick * len(names))] if names else None
+
+    def registers_again(self, name: str) -> None:
+        guest = self.machines.vms[name].guest
+        if guest is not None:
+            guest.register_again()
 
     async def settle(self, limit: float) -> bool:
         """Wait until every job has ended and nothing is left, for `limit` seconds at most."""
@@ -66,6 +83,10 @@ class World:
         """What must never happen and did: shared identities, oversubscribed hosts, jobs run wrongly."""
         return self.machines.violations + self.cluster.violations + self._strangers() + self._once()
 
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
     def _strangers(self) -> list[str]:
         return [
             f"VM {guest.name} served {len(guest.served)} jobs: {guest.served}"
@@ -77,17 +98,21 @@ class World:
         wrong: list[str] = []
         for job in self.cluster.history:
             runs = [run for run in self.runs if run.job == job.number]
-            whole = [run for run in runs if run.completed]
+            whole = [run for run in runs if run.heard]
             starts = Counter(run.restarts for run in runs)
             told = f"job {job.job_id}"
             wrong += [f"{told} started {n} times as restart {restart}" for restart, n in starts.items() if n > 1]
             ran = int(job.result in ("COMPLETED", "FAILED"))
             if len(whole) != ran and job.state is JobState.ENDED:
                 wrong.append(f"{told} is {job.result}, and its script came to its end {len(whole)} times")
+            ends = [(run.began, self._now() if run.ended is None else run.ended, run) for run in runs]
+            for (_, ended, one), (began, _, other) in pairwise(sorted(ends, key=lambda end: end[0])):
+                if began < ended:
+                    wrong.append(f"{told} ran in {other.node} while it still ran in {one.node}")
         return wrong
 
     def _boot(self, name: str, identity: Identity) -> Guest:
-        guest = Guest(name, identity, self.cluster, self.runs, self._rng, self.settings.guests)
+        guest = Guest(name, identity, self.cluster, self.runs, self._rng, self.settings.guests, lambda w: self.ran(w))
         self.guests.append(guest)
         guest.boot()
         return guest
