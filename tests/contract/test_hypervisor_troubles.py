@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from dataclasses import replace
 
 import pytest
 from tests.contract.test_hypervisor_contract import Check, Harness, Simulated
 
-from multiverse.core.errors import Gone, MultiverseError
-from multiverse.core.model import TemplateCondition, VmCondition
+from multiverse.core.errors import Gone, MultiverseError, Refused
+from multiverse.core.model import CloneKind, TemplateCondition, VmCondition
 from multiverse.simulation.loop import run
 
 
@@ -95,6 +96,17 @@ async def a_destroyed_vm_is_gone(h: Harness) -> None:
     assert not h.remains(spec.name)
 
 
+async def a_vm_does_not_become_another(h: Harness) -> None:
+    spec, other = await h.created(), h.spec()
+    for _ in range(2):  # parked, and then running
+        with pytest.raises(Refused):
+            await h.hypervisor.start(spec.name, spec.size, h.identity(other))
+        with pytest.raises(Refused):
+            await h.hypervisor.create(replace(spec, mac=other.mac))
+        await h.hypervisor.start(spec.name, spec.size, h.identity(spec))
+        assert await h.condition(spec.name) is VmCondition.RUNNING
+
+
 async def a_vm_is_destroyed_while_it_starts(h: Harness) -> None:
     for after in (0.0, 0.02, 0.1):
         spec = await h.created()
@@ -104,6 +116,16 @@ async def a_vm_is_destroyed_while_it_starts(h: Harness) -> None:
         assert not h.remains(spec.name)
         await at_once(starting)
         assert not h.remains(spec.name) and await h.condition(spec.name) is None
+
+
+async def only_an_instant_clone_needs_a_template(h: Harness) -> None:
+    await h.hypervisor.drop(h.host, h.image)
+    for kind in (CloneKind.LINKED, CloneKind.FULL):
+        spec = h.spec(kind)
+        await h.hypervisor.create(spec)
+        assert await h.condition(spec.name) is VmCondition.PARKED
+        await h.hypervisor.destroy(spec.name, 0)
+        assert not h.remains(spec.name)
 
 
 async def a_create_and_a_drop_at_once_leave_a_whole_vm_or_none(h: Harness) -> None:
@@ -141,9 +163,11 @@ TROUBLES: tuple[Check, ...] = (
     a_destroy_whose_reply_is_lost_is_said_again,
     calls_said_twice_at_once_are_as_good_as_once,
     a_destroyed_vm_is_gone,
+    a_vm_does_not_become_another,
     a_vm_is_destroyed_while_it_starts,
     a_template_that_is_dropped_while_it_is_made_stays_away,
     a_create_and_a_drop_at_once_leave_a_whole_vm_or_none,
+    only_an_instant_clone_needs_a_template,
 )
 
 

@@ -192,6 +192,25 @@ async def a_call_to_another_run_changes_nothing(h: Harness) -> None:
         assert (await still(h, job)).eligible, name
 
 
+async def a_call_to_the_run_before_changes_nothing(h: Harness) -> None:
+    job, name = await h.running()
+    feature = job.pinned or ""
+    await h.scheduler.requeue(job.ref)
+    back = await h.job(job.ref.job_id, lambda job: job.state is JobState.PENDING and job.gated)
+    for call in calls_of(h, job.ref, feature).values():
+        with pytest.raises(Stale):
+            await call()
+    assert (await still(h, back)).eligible
+    await h.view(lambda view: view.nodes[name].state is NodeState.IDLE)
+    await h.scheduler.pin(back.ref, feature)
+    again = await h.job(job.ref.job_id, lambda job: job.state is JobState.RUNNING)
+    for call in calls_of(h, job.ref, feature).values():
+        with pytest.raises(Stale):
+            await call()
+    same = await h.job(job.ref.job_id)
+    assert (same.state, same.ref) == (JobState.RUNNING, again.ref)
+
+
 async def a_job_that_has_ended_is_left_alone(h: Harness) -> None:
     job, name = await h.running()
     await h.cancel(job.ref.job_id)
@@ -412,6 +431,7 @@ TROUBLES: tuple[Check, ...] = (
     a_pin_said_again_to_one_that_has_started_is_done,
     a_refused_pin_leaves_the_job_at_the_gate,
     a_call_to_another_run_changes_nothing,
+    a_call_to_the_run_before_changes_nothing,
     a_job_that_has_ended_is_left_alone,
     a_job_that_completes_is_left_alone_and_its_node_stays,
     a_failed_node_stays_until_its_job_has_left_it,

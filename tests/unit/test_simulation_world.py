@@ -124,7 +124,7 @@ def test_a_dead_vm_is_found_out_and_its_job_waits_on_its_old_feature() -> None:
         assert (await hand.job(job_id)).state is JobState.RUNNING
         await asyncio.sleep(20)
         job = await hand.job(job_id)
-        assert (job.state, job.ref.restarts, job.pinned, job.eligible) == (JobState.PENDING, 1, "mv_1", False)
+        assert (job.state, job.ref.restarts, job.pinned, job.eligible) == (JobState.PENDING, 1, "mv_1", True)
         await hand.scheduler.unpin(job.ref)
         job = await hand.job(job_id)
         assert job.gated and job.eligible and job.pinned is None

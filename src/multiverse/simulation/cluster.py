@@ -200,7 +200,9 @@ class Cluster:
 
     def view(self) -> SchedulerView:
         ranked = sorted(self.jobs.values(), key=self._order)
-        jobs = {job.job_id: job.shown(rank, self._eligible(job)) for rank, job in enumerate(ranked)}
+        jobs = {
+            job.job_id: job.shown(rank, self._eligible(job, delayed=job.delayed)) for rank, job in enumerate(ranked)
+        }
         return SchedulerView(jobs, {name: node.shown() for name, node in sorted(self.nodes.items())})
 
     def offers(self, feature: str) -> bool:
@@ -234,10 +236,11 @@ class Cluster:
         base, _, task = job.job_id.partition("_")
         return (-job.batch.priority, job.submitted, int(base), int(task or 0))
 
-    def _eligible(self, job: JobRecord) -> bool:
+    def _eligible(self, job: JobRecord, delayed: bool = False) -> bool:
+        """`delayed`: its begin time is not its user's, and our pin lifts it."""
         before = self.jobs.get(job.batch.after)
         waits = before is not None and before.state is not JobState.ENDED
-        return not (job.held or job.bad or waits or job.begin > self._loop.time())
+        return not (job.held or job.bad or waits or (job.begin > self._loop.time() and not delayed))
 
     def _beat(self) -> None:
         self._loop.call_later(self.settings.beat, self._beat)
@@ -293,7 +296,9 @@ class Cluster:
         for name in list(job.busy):
             guest = self.nodes[name].guest
             guest.kill(job)
-            self._after(self.settings.epilog, self._epilog(job, job.restarts, guest))
+            least, most = self.settings.epilog
+            lingers = 0.0 if result in ("COMPLETED", "FAILED") else job.batch.lingers
+            self._after((least + lingers, most + lingers), self._epilog(job, job.restarts, guest))
 
     def _epilog(self, job: JobRecord, restarts: int, guest: Guest) -> Callable[[], None]:
         def done() -> None:

@@ -117,16 +117,14 @@ class Machines:
             machine.condition = VmCondition.PARKED
 
     def start(self, name: str, size: Size, identity: Identity) -> None:
-        """Give it its identity and let it run. `Gone`, `Broken`, `Refused` for one that runs as another."""
+        """Give it its identity and let it run. `Gone`, also if it is incomplete or dead; `Refused` if another's."""
         machine = self._get(name)
-        if machine.condition in (VmCondition.STARTING, VmCondition.RUNNING):
-            assert machine.guest is not None
-            theirs = machine.guest.identity
-            if (theirs.hostname, theirs.mac, theirs.address) != (identity.hostname, identity.mac, identity.address):
-                raise Refused(f"{name} runs already, under another identity", hint="destroy it")
-            return
+        if machine.condition in (VmCondition.MAKING, VmCondition.DEAD):
+            raise Gone(f"{name} is {machine.condition}: {machine.reason or 'not complete'}", hint="destroy it")
+        if (identity.hostname, identity.mac) != (name, machine.spec.mac):
+            raise Refused(f"{name} cannot be {identity.hostname} with {identity.mac}", hint="destroy it")
         if machine.condition is not VmCondition.PARKED:
-            raise Broken(f"{name} is {machine.condition}: {machine.reason or 'not complete'}", hint="destroy it")
+            return  # said before
         if size != machine.spec.size:
             self.violations.append(f"{name} was made as {machine.spec.size} and started as {size}")
         self._know_apart(name, identity)
@@ -213,8 +211,8 @@ class Machines:
             raise Unknown(f"host {host} does not answer", hint="see whether it runs")
 
     def _parent(self, spec: VmSpec) -> None:
-        if spec.kind is CloneKind.FULL:
-            return
+        if spec.kind is not CloneKind.INSTANT:
+            return  # it is made from its image
         template = self.templates.get((spec.host, spec.image))
         if template is None or template.condition is not TemplateCondition.READY:
             raise Gone(f"no template of {spec.image} on {spec.host}", hint="prepare it first")
