@@ -57,6 +57,10 @@ class Client:
     def template(self, verb: str, image: str, host: str = "") -> dict[str, Any]:
         return dict(self._call("POST", f"/templates/{verb}", json={"image": image, "host": host}))
 
+    def repair(self, name: str, *, fenced: bool = False) -> dict[str, Any]:
+        """Ask that a trouble of `status` be repaired; what comes of it is seen there."""
+        return dict(self._call("POST", "/repair", json={"name": name, "fenced": fenced}))
+
     def timeline(self, job: str) -> list[dict[str, Any]]:
         return list(self._call("GET", f"/timeline/{job}"))
 

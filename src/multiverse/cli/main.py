@@ -8,7 +8,7 @@ import sys
 import click
 import typer
 
-from multiverse.cli import bench, daemon, demo, hosts, image, jobs, lab, template, timeline, vms
+from multiverse.cli import bench, daemon, demo, hosts, image, jobs, lab, repair, status, template, timeline, vms
 from multiverse.cli.render import errors
 from multiverse.core.errors import MultiverseError
 
@@ -24,6 +24,8 @@ app = typer.Typer(
 app.command("jobs")(jobs.jobs)
 app.command("vms")(vms.vms)
 app.command("hosts")(hosts.hosts)
+app.command("status")(status.status)
+app.command("repair")(repair.repair)
 app.command("timeline")(timeline.timeline)
 app.add_typer(template.app, name="template")
 app.add_typer(image.app, name="image")

@@ -38,6 +38,8 @@ class _Lane:
     began: float = 0.0
     ended: float | None = None
     runs: int = 0
+    failures: int = 0  # in a row
+    why: str = ""
 
 
 @dataclass
@@ -76,6 +78,14 @@ class Effects:
     def next_due(self) -> float:
         """When the next repetition is due."""
         return min((self._due(lane) for lane in self._lanes.values() if lane.task is None), default=float("inf"))
+
+    def failing(self, often: int) -> list[tuple[Effect, int, str, float]]:
+        """Effects that failed at least `often` times in a row: how often, why, and when they are tried again."""
+        return [
+            (lane.effect, lane.failures, lane.why, self._due(lane))
+            for _, lane in sorted(self._lanes.items())
+            if lane.failures >= often
+        ]
 
     @staticmethod
     def _due(lane: _Lane) -> float:
@@ -126,7 +136,9 @@ class Effects:
     def _ended(self, lane: _Lane, error: MultiverseError | None, stages: Sequence[Stage]) -> None:
         lane.task = None
         lane.ended = self._quiet[lane.effect.key] = self._clock.now()
-        if error is not None and not isinstance(error, Stale):
+        failed = error is not None and not isinstance(error, Stale)
+        lane.failures, lane.why = (lane.failures + 1, str(error)) if failed else (0, "")
+        if failed:
             log.warning("effect failed", effect=lane.effect.kind, key=str(lane.effect.key), why=str(error))
         self._done(Done(lane.effect.key, lane.effect.kind, lane.state, error, tuple(stages)))
 

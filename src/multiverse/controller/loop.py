@@ -12,7 +12,7 @@ from multiverse.config import Settings
 from multiverse.controller.effects import Effects, Surroundings
 from multiverse.controller.observe import Observer
 from multiverse.core.errors import MultiverseError
-from multiverse.core.lifecycle import EffectKind
+from multiverse.core.lifecycle import Effect, EffectKind
 from multiverse.core.model import AttemptState, HypervisorView, SchedulerView, Size, VmState, World
 from multiverse.core.pacing import Policy
 from multiverse.core.plan import orphans, plan
@@ -66,6 +66,9 @@ class Controller:
         self._rows = Rows(store.site)
         self._expecting = False
         self._strangers: dict[str, float] = {}
+        self.began = clock.now()
+        self.uncommitted: tuple[float, str] | None = None
+        """Since when passes are not kept, and why."""
         self.scheduler: Observer[SchedulerView] = Observer(
             "scheduler", scheduler.look, clock, self._scheduler_interval, self._wake.set
         )
@@ -90,6 +93,14 @@ class Controller:
     def hint(self) -> None:
         """Something may have changed in the scheduler: look sooner."""
         self.scheduler.poke(burst=True)
+
+    def strangers(self) -> list[str]:
+        """Names of our site that no row explained at the last pass."""
+        return sorted(self._strangers)
+
+    def failing(self, often: int) -> list[tuple[Effect, int, str, float]]:
+        """Effects that failed at least `often` times in a row: how often, why, and when they are tried again."""
+        return self._effects.failing(often)
 
     def command(self, command: Command) -> None:
         """Take an operator's wish; what comes of it is seen in the rows."""
@@ -144,7 +155,9 @@ class Controller:
         except MultiverseError as error:
             # Nothing was kept, and nothing will be done that is not kept: the messages stay, we try again.
             log.error("the pass was not committed", why=str(error))
+            self.uncommitted = (self.uncommitted[0] if self.uncommitted else self._clock.now(), str(error))
             return False
+        self.uncommitted = None
         for _ in messages:
             self._inbox.popleft()
         self._rows = rows

@@ -36,6 +36,7 @@ class Observer(Generic[T]):
         self.latest: Seen[T] | None = None
         self.failure = ""
         self.looks = 0
+        self.since = clock.now()  # since when it is known, or unknown
         self._look, self._clock, self._interval, self._seen = look, clock, interval, seen
         self._due: list[float] = []
         self._poked = asyncio.Event()
@@ -57,14 +58,20 @@ class Observer(Generic[T]):
                 text = str(error) or f"no answer within {LOOK_TIMEOUT:g} s"
                 if text != self.failure:
                     log.warning("source is unknown", source=self.name, why=text)
+                self._turn(self.latest is not None)
                 self.latest, self.failure = None, text
             else:
                 if self.failure:
                     log.info("source is back", source=self.name)
+                self._turn(self.latest is None)
                 self.latest, self.failure = Seen(value, began), ""
             self.looks += 1
             self._seen()
             await self._wait(began)
+
+    def _turn(self, turned: bool) -> None:
+        if turned:
+            self.since = self._clock.now()
 
     async def _wait(self, began: float) -> None:
         """Until the next look is due: a hint's time, or the interval since the last look began."""

@@ -17,6 +17,15 @@ from multiverse.core.admission import references
 from multiverse.core.model import Size
 from multiverse.core.rows import Command, Draft
 from multiverse.ports import Clock
+from multiverse.service.troubles import (
+    OFTEN,
+    Failing,
+    Situation,
+    Trouble,
+    Unanswered,
+    command_for,
+    troubles,
+)
 from multiverse.service.views import (
     HostView,
     JobView,
@@ -25,6 +34,7 @@ from multiverse.service.views import (
     TemplateView,
     TimelineView,
     VmView,
+    job_counts,
     job_view,
     timeline,
     vm_views,
@@ -41,30 +51,72 @@ class TemplateWish(BaseModel):
     host: str = Field(default="", max_length=255)
 
 
+class RepairWish(BaseModel):
+    """Which trouble; `fenced` is the operator's word that the host of that name is off."""
+
+    name: str = Field(min_length=1, max_length=255)
+    fenced: bool = False
+
+
 def make_api(controller: Controller, store: Store, clock: Clock, settings: Settings, measure: Measure) -> FastAPI:
     """The application. `measure` gives each VM's CPU seconds, unique memory and PSS in MiB, as of now."""
     api = FastAPI(title="Multiverse", version=__version__, docs_url=None, redoc_url=None)
 
     @api.get("/status")
     async def status() -> StatusView:
-        rows = store.rows()
+        rows, now = store.rows(), clock.now()
         return StatusView(
             pid=os.getpid(),
             version=__version__,
             site=store.site,
+            up=now - controller.began,
             sources=tuple(
-                SourceView(source.name, source.latest is not None, source.looks, source.failure)
+                SourceView(
+                    name=source.name,
+                    known=source.latest is not None,
+                    looks=source.looks,
+                    age=now - source.latest.began if source.latest else 0.0,
+                    unknown_for=0.0 if source.latest else now - source.since,
+                    failure=source.failure,
+                )
                 for source in (controller.scheduler, controller.hypervisor)
             ),
+            jobs=job_counts(rows),
             attempts=Counter(str(a.state) for a in rows.attempts.values()),
             vms=Counter(str(v.state) for v in rows.vms.values()),
-            quarantined=tuple(
-                f"{row.key}: {row.quarantined}"
-                for table in (rows.attempts, rows.vms, rows.templates)
-                for row in table.values()
-                if row.quarantined
-            ),
+            templates=Counter(str(t.state) for t in rows.templates.values()),
+            troubles=tuple(_troubles()),
         )
+
+    def _troubles() -> list[Trouble]:
+        now, since = clock.now(), controller.uncommitted
+        situation = Situation(
+            rows=store.rows(),
+            now=now,
+            unanswered=[
+                Unanswered(source.name, now - source.since, source.failure)
+                for source in (controller.scheduler, controller.hypervisor)
+                if source.failure
+            ],
+            failing=[
+                Failing(str(effect.kind), str(effect.key), times, why, due - now)
+                for effect, times, why, due in controller.failing(OFTEN)
+            ],
+            strangers=controller.strangers(),
+            uncommitted=(now - since[0], since[1]) if since else None,
+        )
+        return troubles(situation, controller.policy)
+
+    @api.post("/repair", status_code=202)
+    async def repair(wish: RepairWish) -> RepairWish:
+        """Ask for the repair of a trouble that there is. A host is fenced on the operator's word alone."""
+        found = next((one for one in _troubles() if one.name == wish.name and one.repair), None)
+        if found is None:
+            raise HTTPException(404, f"there is nothing named {wish.name} to repair")
+        if found.needs_fenced and not wish.fenced:
+            raise HTTPException(409, f"{wish.name} may still run its jobs: say that it is fenced")
+        controller.command(command_for(found))
+        return wish
 
     @api.get("/jobs")
     async def jobs(job: str | None = None, ended: bool = False, limit: int = 200) -> list[JobView]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from multiverse.core.lifecycle import Event
-from multiverse.core.model import Attempt, Size
+from multiverse.core.model import Attempt, AttemptState, Size
 from multiverse.core.rows import Rows
+from multiverse.service.troubles import Trouble
 from multiverse.store import Entry
 
 
@@ -113,23 +115,46 @@ class TimelineView:
 
 @dataclass(frozen=True, slots=True)
 class SourceView:
+    """`age` of the last look that succeeded (0: none did), `unknown_for` how long there has been none."""
+
     name: str
     known: bool
     looks: int
+    age: float
+    unknown_for: float
     failure: str
 
 
 @dataclass(frozen=True, slots=True)
 class StatusView:
-    """The controller itself: its process, its site, its two sources."""
+    """The controller itself: its process, its site, its two sources; how much there is of what; what is wrong."""
 
     pid: int
     version: str
     site: str
+    up: float
     sources: tuple[SourceView, ...]
+    jobs: Mapping[str, int]  # waiting, provisioning, running, ending
     attempts: Mapping[str, int]
     vms: Mapping[str, int]
-    quarantined: tuple[str, ...]
+    templates: Mapping[str, int]
+    troubles: tuple[Trouble, ...]
+
+
+_STAGE_OF_A_JOB = {
+    AttemptState.QUEUED: "waiting",
+    AttemptState.CLAIMED: "provisioning",
+    AttemptState.SPAWNING: "provisioning",
+    AttemptState.SPAWNED: "provisioning",
+    AttemptState.ALLOCATED: "running",
+    AttemptState.RECLAIMING: "ending",
+}
+
+
+def job_counts(rows: Rows) -> dict[str, int]:
+    """Live attempts by what a user would say of them."""
+    found = Counter(_STAGE_OF_A_JOB[attempt.state] for attempt in rows.attempts.values())
+    return {stage: found[stage] for stage in ("waiting", "provisioning", "running", "ending")}
 
 
 _MILESTONES: tuple[tuple[str, Event, Event], ...] = (
