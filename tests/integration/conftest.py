@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +18,10 @@ from multiverse.config import Settings
 from multiverse.guest import image
 from multiverse.lab import configure, lifecycle
 from multiverse.lab.layout import Layout, layout
+from multiverse.lab.parts import CONTROLLER
 from multiverse.lab.plan import Wishes
 from multiverse.lab.users import PrivateUser, enter_private_namespace, private_users
+from tests.integration.mortal import Deadly, Mortal
 
 CACHE = Path(os.environ.get("MULTIVERSE_TEST_CACHE", Path(__file__).parents[2] / "var/cache/test"))
 _NEEDED = ("slurmctld", "slurmdbd", "slurmd", "munged", "mariadbd", "ganesha.nfsd")
@@ -101,3 +103,20 @@ def controller(lab: LabUnderTest) -> Iterator[Callable[[], int]]:
 def client(lab: LabUnderTest, controller: Callable[[], int]) -> Client:
     controller()
     return Client(lab.settings.socket)
+
+
+@pytest.fixture
+def deadly(lab: LabUnderTest, client: Client, controller: Callable[[], int]) -> Iterator[Deadly]:
+    """Takes the usual daemon's place with one whose fates are set; at the end all of the lab runs again."""
+    controller()
+    mortals: list[Mortal] = []
+
+    def begin(fates: Sequence[str]) -> Mortal:
+        asyncio.run(CONTROLLER.stop(lab.where))
+        mortals.append(Mortal(lab, fates))
+        return mortals[-1]
+
+    yield begin
+    for mortal in mortals:
+        mortal.close()
+    controller()

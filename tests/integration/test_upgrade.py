@@ -18,7 +18,7 @@ from multiverse.client import Client
 from multiverse.lab.parts import CONTROLLER
 from multiverse.store import schema, upgrade
 from tests.integration.conftest import LabUnderTest
-from tests.integration.test_jobs import accounted, ended, latest, nothing_left, qemu_of, until
+from tests.integration.watch import accounted, ended, latest, nothing_left, qemu_of, until
 
 pytestmark = pytest.mark.integration
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from multiverse.client import Client
-from tests.integration.conftest import LabUnderTest
+
+if TYPE_CHECKING:
+    from tests.integration.conftest import LabUnderTest
 
 LIMIT = 120.0
 
