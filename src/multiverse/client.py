@@ -39,6 +39,10 @@ class Client:
     def status(self) -> dict[str, Any]:
         return dict(self._call("GET", "/status"))
 
+    def metrics(self) -> str:
+        """What the daemon has done, in Prometheus' text format."""
+        return self._ask("GET", "/metrics").text
+
     def jobs(self, job: str | None = None, *, ended: bool = False) -> list[dict[str, Any]]:
         params: dict[str, str] = {"ended": str(ended).lower()}
         if job is not None:
@@ -65,6 +69,9 @@ class Client:
         return list(self._call("GET", f"/timeline/{job}"))
 
     def _call(self, method: str, path: str, **more: Any) -> Any:
+        return self._ask(method, path, **more).json()
+
+    def _ask(self, method: str, path: str, **more: Any) -> httpx.Response:
         try:
             response = self._http.request(method, path, **more)
         except httpx.ConnectError as error:
@@ -80,4 +87,4 @@ class Client:
             raise Gone(str(response.json().get("detail", "not found")))
         if response.status_code >= 400:
             raise MultiverseError(f"the daemon refused it: {response.text[:300]}")
-        return response.json()
+        return response

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-from collections import deque
+from collections import Counter, deque
 
 import structlog
 
@@ -69,6 +69,8 @@ class Controller:
         self.began = clock.now()
         self.uncommitted: tuple[float, str] | None = None
         """Since when passes are not kept, and why."""
+        self.effects_ended: Counter[tuple[str, str]] = Counter()
+        """By kind, and the error's class or "done"."""
         self.scheduler: Observer[SchedulerView] = Observer(
             "scheduler", scheduler.look, clock, self._scheduler_interval, self._wake.set
         )
@@ -190,6 +192,7 @@ class Controller:
 
     def _effect_ended(self, done: Done) -> None:
         self._inbox.append(done)
+        self.effects_ended[str(done.kind), type(done.error).__name__.lower() if done.error else "done"] += 1
         if done.key.kind != "attempt":
             self.hypervisor.poke()
         if done.kind in _SCHEDULER_EFFECTS or done.kind in (EffectKind.END, EffectKind.RELEASE):

@@ -7,7 +7,8 @@ import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI, HTTPException, Response
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field
 
 from multiverse import __version__
@@ -17,6 +18,7 @@ from multiverse.core.admission import references
 from multiverse.core.model import Size
 from multiverse.core.rows import Command, Draft
 from multiverse.ports import Clock
+from multiverse.service.metrics import Executed, Metrics
 from multiverse.service.troubles import (
     OFTEN,
     Failing,
@@ -58,7 +60,9 @@ class RepairWish(BaseModel):
     fenced: bool = False
 
 
-def make_api(controller: Controller, store: Store, clock: Clock, settings: Settings, measure: Measure) -> FastAPI:
+def make_api(
+    controller: Controller, store: Store, clock: Clock, settings: Settings, measure: Measure, executed: Executed
+) -> FastAPI:
     """The application. `measure` gives each VM's CPU seconds, unique memory and PSS in MiB, as of now."""
     api = FastAPI(title="Multiverse", version=__version__, docs_url=None, redoc_url=None)
 
@@ -106,6 +110,12 @@ def make_api(controller: Controller, store: Store, clock: Clock, settings: Setti
             uncommitted=(now - since[0], since[1]) if since else None,
         )
         return troubles(situation, controller.policy)
+
+    metrics = Metrics(controller, store, executed)
+
+    @api.get("/metrics")
+    async def counts() -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     @api.post("/repair", status_code=202)
     async def repair(wish: RepairWish) -> RepairWish:

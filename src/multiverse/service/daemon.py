@@ -24,6 +24,7 @@ from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.drivers.slurm.inbox import hints
 from multiverse.guest.image import list_images
 from multiverse.service.api import make_api
+from multiverse.service.metrics import Executed
 from multiverse.store import open_store
 
 log = structlog.get_logger()
@@ -83,7 +84,7 @@ def _bind(path: Path) -> socket.socket:
 async def serve(settings: Settings) -> None:
     """Run until SIGTERM or SIGINT. Running VMs and jobs are left as they are; the next start finds them."""
     with _alone(settings.state_dir):
-        clock = SystemClock()
+        executed, clock = Executed(), SystemClock()
         store = open_store(settings.state_dir, clock)
         scheduler = SlurmScheduler(
             settings, store.site, images=lambda: [i.name for i in list_images(settings.qemu.images)]
@@ -91,7 +92,7 @@ async def serve(settings: Settings) -> None:
         hypervisor = QemuHypervisor(settings, store.site)
         controller = Controller(store, scheduler, hypervisor, clock, settings)
         sock = _bind(settings.socket)
-        api = make_api(controller, store, clock, settings, hypervisor.measure)
+        api = make_api(controller, store, clock, settings, hypervisor.measure, executed)
         server = _Server(uvicorn.Config(api, log_level="warning", access_log=False, lifespan="off"))
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()

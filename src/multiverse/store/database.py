@@ -91,6 +91,7 @@ class Store:
             engine = sa.create_engine(f"sqlite:///{path}")
         sa.event.listen(engine, "connect", _configure)
         self._open = False
+        self.commits = 0  # that changed something
         self._cache: dict[tuple[RowKind, int, int], Row] = {}
         self._active: Rows | None = None  # as committed; we are the only writer, so a quiet pass reads nothing
         try:
@@ -127,8 +128,10 @@ class Store:
             self._connection.exec_driver_sql("BEGIN IMMEDIATE")
             self._open = True
             try:
+                before = self._changes()
                 yield
                 self._connection.exec_driver_sql("COMMIT")
+                self.commits += self._changes() > before
             except BaseException:
                 self._cache.clear()
                 self._active = None
@@ -141,6 +144,9 @@ class Store:
             # The driver's transaction is over; SQLAlchemy's view of it must not stay open across passes.
             self._open = False
             self._connection.commit()
+
+    def _changes(self) -> int:
+        return int(self._connection.connection.dbapi_connection.total_changes)  # type: ignore[union-attr]
 
     @contextmanager
     def _reading(self) -> Iterator[None]:

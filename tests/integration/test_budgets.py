@@ -1,0 +1,63 @@
+"""How much is done for a job, counted on the real lab: commands of Slurm, commits, processes. Never time.
+
+What polling does by the clock alone is not a job's: squeue and sinfo are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from multiverse.client import Client
+from tests.integration.conftest import LabUnderTest
+from tests.integration.test_jobs import ended, nothing_left
+
+pytestmark = pytest.mark.integration
+
+IN_A_ROW, AT_ONCE = 20, 10
+ALONE = {"scontrol update": 1.1, "scontrol delete": 1.1, "commits": 11.0, "qemu": 1.1, "others": 0.1}
+"""At most so many for each job: its pin is an update, its node is deleted, its VM is one QEMU."""
+
+TOGETHER = ALONE | {"scontrol update": 2.1, "commits": 8.0}
+"""One that waits for its turn is told so: another update. Several share a commit."""
+
+
+def counts(client: Client) -> dict[str, float]:
+    found = dict.fromkeys(ALONE, 0.0)
+    for family in text_string_to_metric_families(client.metrics()):
+        for name, labels, value, *_ in family.samples:
+            if name == "multiverse_commits_total":
+                found["commits"] = value
+            elif name == "multiverse_processes_total" and labels["program"] not in ("squeue", "sinfo"):
+                program = labels["program"]
+                key = "qemu" if program.startswith("qemu-system") else program if program in ALONE else "others"
+                found[key] += value
+    return found
+
+
+def check(what: str, jobs: int, budgets: dict[str, float], before: dict[str, float], after: dict[str, float]) -> None:
+    per_job = {name: (after[name] - before[name]) / jobs for name in budgets}
+    print(f"{what}, for each of {jobs} jobs:", ", ".join(f"{name} {value:.2f}" for name, value in per_job.items()))
+    assert {name: value for name, value in per_job.items() if value > budgets[name]} == {}, per_job
+    assert per_job["scontrol update"] >= 1 and per_job["qemu"] >= 1, "what must be done was counted"
+
+
+def test_a_job_costs_no_more_than_its_budget(lab: LabUnderTest, controller: Callable[[], int]) -> None:
+    controller()
+    client = Client(lab.settings.socket)
+    ended(client, lab.sbatch("true", "--output=/dev/null"), "done")  # the template is there from now on
+    nothing_left(lab, client)
+    before = counts(client)
+    for _ in range(IN_A_ROW):
+        ended(client, lab.sbatch("true", "--output=/dev/null"), "done")
+    nothing_left(lab, client)
+    after = counts(client)
+    check("one after the other", IN_A_ROW, ALONE, before, after)
+
+    array = lab.sbatch("true", f"--array=1-{AT_ONCE}", "--output=/dev/null")
+    for task in range(1, AT_ONCE + 1):
+        ended(client, f"{array}_{task}", "done")
+    nothing_left(lab, client)
+    check("at once", AT_ONCE, TOGETHER, after, counts(client))

@@ -1,0 +1,98 @@
+"""What is done is counted, and a job in virtual time costs exactly what it must."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections import Counter
+from random import Random
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from multiverse.config import Settings
+from multiverse.controller.loop import Controller
+from multiverse.service.metrics import Executed, Metrics
+from multiverse.simulation.clock import VirtualClock
+from multiverse.simulation.hypervisor import SimulatedHypervisor
+from multiverse.simulation.jobs import Batch
+from multiverse.simulation.loop import run
+from multiverse.simulation.scheduler import SimulatedScheduler
+from multiverse.simulation.world import World
+from multiverse.store import Store
+
+
+class Counted:
+    """A port whose calls are counted; looks come by the clock, so they are not a job's."""
+
+    def __init__(self, port: Any, calls: Counter[str]) -> None:
+        self._port, self._calls = port, calls
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "look":
+            self._calls[name] += 1
+        return getattr(self._port, name)
+
+
+async def _serve(jobs: int) -> tuple[Counter[str], int, str]:
+    """What serving so many jobs took, once their template is there."""
+    world, clock, calls = World(1), VirtualClock(), Counter[str]()
+    store = Store(":memory:", clock, site="count")
+    scheduler: Any = Counted(SimulatedScheduler(world, Random(1)), calls)
+    hypervisor: Any = Counted(SimulatedHypervisor(world, Random(2)), calls)
+    controller = Controller(store, scheduler, hypervisor, clock, Settings())
+    world.cluster.hint = controller.hint
+    work = asyncio.create_task(controller.run())
+    commits = 0
+    for batch in (1, jobs):
+        calls.clear()
+        commits = store.commits
+        for _ in range(batch):
+            world.cluster.submit(Batch())
+        while world.unfinished() or world.leftovers() or store.rows().attempts or store.rows().vms:  # noqa: ASYNC110
+            await asyncio.sleep(1.0)
+    work.cancel()
+    assert world.violations() == []
+    return calls, store.commits - commits, Metrics(controller, store, _EXECUTED).text().decode()
+
+
+_EXECUTED = Executed()
+
+
+def test_a_job_needs_each_call_once() -> None:
+    calls, commits, _ = run(_serve(1), 1)
+    assert calls == {"create": 1, "membership": 1, "user": 1, "start": 1, "pin": 1, "destroy": 1, "remove": 1}
+    assert commits <= 10
+
+
+def test_jobs_together_need_no_more_calls_and_fewer_commits_each() -> None:
+    calls, commits, _ = run(_serve(4), 1)
+    assert {name: times for name, times in calls.items() if times != 4} == {}
+    assert commits <= 4 * 8
+
+
+def test_processes_are_counted_by_program_and_of_some_by_what_they_do() -> None:
+    before = _EXECUTED.programs.copy()
+    subprocess.run(["/bin/true", "7"], check=True)
+    subprocess.run(["/bin/true", "8"], check=True)
+    assert _EXECUTED.programs - before == {"true": 2}
+
+
+def test_the_text_has_every_count() -> None:
+    _, _, text = run(_serve(1), 1)
+    found = {family.name: family.samples for family in text_string_to_metric_families(text)}
+    assert set(found) >= {"multiverse_commits", "multiverse_looks", "multiverse_effects", "multiverse_rows"}
+    effects = {tuple(sorted(s.labels.items())): s.value for s in found["multiverse_effects"]}
+    assert effects[("kind", "pin"), ("outcome", "done")] == 2
+    assert [s.labels for s in found["multiverse_rows"]] == [{"of": "template", "state": "ready"}]
+
+
+def test_a_transaction_that_changes_nothing_is_no_commit() -> None:
+    async def quiet() -> tuple[int, int]:
+        store = Store(":memory:", VirtualClock(), site="count")
+        before = store.commits
+        store.rows()
+        return before, store.commits
+
+    before, after = run(quiet(), 1)
+    assert before == after == 1
