@@ -8,7 +8,21 @@ import sys
 import click
 import typer
 
-from multiverse.cli import bench, daemon, demo, hosts, image, jobs, lab, repair, status, template, timeline, vms
+from multiverse.cli import (
+    bench,
+    daemon,
+    demo,
+    hosts,
+    image,
+    jobs,
+    lab,
+    repair,
+    simulate,
+    status,
+    template,
+    timeline,
+    vms,
+)
 from multiverse.cli.render import errors
 from multiverse.core.errors import MultiverseError
 
@@ -32,6 +46,7 @@ app.add_typer(image.app, name="image")
 app.command("daemon")(daemon.daemon)
 app.add_typer(lab.app, name="lab")
 app.add_typer(bench.app, name="bench")
+app.add_typer(simulate.app, name="simulate")
 app.command("demo")(demo.demo)
 
 
