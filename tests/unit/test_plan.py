@@ -11,6 +11,7 @@ from multiverse.core.lifecycle import EffectKind, effect_of
 from multiverse.core.model import (
     AttemptState,
     Claim,
+    CloneKind,
     JobRef,
     JobState,
     Key,
@@ -862,3 +863,195 @@ def test_a_job_that_starts_just_as_its_host_gets_out_of_reach_runs_on_its_own_vm
     scene.job(state=JobState.RUNNING, nodes=tuple(vm.name for vm in scene.all_vms()), gated=False, pinned="mv_1")
     scene.run()
     assert scene.attempt(attempt.id).state is A.ALLOCATED and states(scene) == ["lost"]
+
+
+# --- the end ----------------------------------------------------------------------------------------
+
+
+def show(scene: Scene, **more: object) -> None:
+    """What the scheduler shows of job 7 is now this."""
+    scene.jobs["7"] = replace(scene.jobs["7"], **more)  # type: ignore[arg-type]
+
+
+def restarted(scene: Scene, **more: object) -> None:
+    """The scheduler started job 7 over, and shows it so."""
+    ref = scene.jobs["7"].ref
+    show(scene, ref=replace(ref, restarts=ref.restarts + 1, submitted=ref.submitted + 60), **more)
+
+
+@pytest.mark.parametrize("state", [JobState.RUNNING, JobState.SUSPENDED])
+def test_a_restarted_job_keeps_our_nodes_until_the_limit_and_then_they_go_down_first(state: JobState) -> None:
+    scene = Scene()
+    scene.to_allocated()
+    restarted(scene, state=state)
+    scene.run()
+    attempt = scene.attempt()
+    assert attempt.state is A.RECLAIMING and attempt.outcome == "requeued"
+    look_at(scene, attempt.since + POLICY.complete_timeout)
+    assert states(scene) == ["serving"] and scene.attempt().outcome == "requeued"
+    look_at(scene, attempt.since + POLICY.complete_timeout + 0.5)
+    (vm,) = scene.all_vms()
+    assert vm.state is V.RELEASING and vm.failed and not vm.forget, "the job is still on its node"
+    show(scene, state=JobState.PENDING, nodes=(), gated=True, pinned=None)
+    scene.run()
+    scene.clear()
+    scene.run()
+    assert scene.attempt().state is A.REQUEUED
+
+
+@pytest.mark.parametrize("state", [JobState.RUNNING, JobState.SUSPENDED, JobState.COMPLETING])
+def test_a_restarted_job_that_is_elsewhere_releases_our_nodes_at_once(state: JobState) -> None:
+    scene = Scene()
+    scene.to_allocated()
+    restarted(scene, state=state, nodes=("elsewhere",))
+    scene.run()
+    scene.run()
+    (vm,) = scene.all_vms()
+    assert vm.state is V.RELEASING and vm.forget and not vm.failed
+
+
+@pytest.mark.parametrize("state", [JobState.RUNNING, JobState.SUSPENDED])
+def test_a_job_that_started_after_all_keeps_its_vm_for_as_long_as_it_runs(state: JobState) -> None:
+    scene = Scene()
+    attempt = scene.to_spawned()
+    show(scene, gated=False, pinned=attempt.feature)
+    scene.pass_time(POLICY.pin_timeout)
+    scene.run()
+    assert scene.attempt().outcome == "requeued"
+    show(scene, state=state, nodes=(scene.all_vms()[0].name,))
+    scene.run()
+    attempt = scene.attempt()
+    assert attempt.state is A.RECLAIMING and attempt.outcome == "done" and effect(attempt) is None
+    scene.pass_time(POLICY.complete_timeout * 2)
+    assert scene.run() == [], "it has all the time that the scheduler gives it"
+    assert states(scene) == ["joined"]
+
+
+def test_a_failed_attempt_waits_for_its_jobs_cancellation() -> None:
+    scene = Scene(replace(POLICY, replacements=0, attempts=1))
+    scene.to_claimed()
+    (vm,) = scene.all_vms()
+    scene.run(failed(vm, EffectKind.CREATE, Broken("no luck")))
+    assert scene.attempt().outcome == "failed" and scene.attempt().reason.endswith("1 attempts: no luck")
+    scene.clear()
+    scene.run()
+    scene.run()
+    assert states(scene) == ["gone"] and scene.attempt().state is A.RECLAIMING
+    show(scene, state=JobState.RUNNING, nodes=(vm.name,))
+    scene.run()
+    attempt = scene.attempt()
+    assert attempt.state is A.RECLAIMING and attempt.outcome == "failed", "not to be let run after all"
+    assert effect(attempt) is EffectKind.REVOKE
+    show(scene, state=JobState.ENDED, result="CANCELLED", nodes=())
+    scene.run()
+    assert scene.attempt().state is A.FAILED
+
+
+def test_a_failed_attempt_keeps_its_vms_until_its_job_is_cancelled() -> None:
+    scene = Scene(replace(POLICY, replacements=0, attempts=1))
+    scene.to_claimed(nodes=2)
+    one, other = scene.all_vms()
+    scene.run(failed(one, EffectKind.CREATE, Broken("no luck")))
+    scene.run()
+    assert scene.attempt().outcome == "failed" and states(scene) == ["releasing", "planned"]
+    show(scene, state=JobState.RUNNING, nodes=(other.name,))
+    scene.run()
+    assert scene.attempt().outcome == "failed" and states(scene) == ["releasing", "planned"]
+    show(scene, state=JobState.ENDED, result="CANCELLED", nodes=())
+    scene.run()
+    assert states(scene) == ["releasing", "releasing"]
+
+
+def completing() -> Scene:
+    scene = Scene()
+    scene.to_allocated()
+    show(scene, state=JobState.COMPLETING)
+    scene.run()
+    assert scene.attempt().outcome == "done" and scene.attempt().reason == "its job is completing"
+    return scene
+
+
+def test_an_end_without_a_result_teaches_nothing() -> None:
+    scene = completing()
+    show(scene, state=JobState.ENDED, result="", nodes=())
+    scene.run()
+    assert scene.attempt().reason == "its job is completing" and states(scene) == ["releasing"]
+
+
+def test_a_completing_job_that_vanishes_is_done() -> None:
+    scene = completing()
+    del scene.jobs["7"]
+    scene.run()
+    assert states(scene) == ["releasing"]
+    scene.clear()
+    scene.run()
+    assert scene.attempt().state is A.DONE and scene.attempt().reason == "its job is completing"
+
+
+def test_the_gate_of_a_job_requeued_while_completing_is_left_to_its_next_attempt() -> None:
+    scene = completing()
+    restarted(scene, state=JobState.PENDING, nodes=(), eligible=False, gated=False)
+    scene.run()
+    first, second = scene.attempt(1), scene.attempt(2)
+    assert first.outcome == "requeued" and first.gated and effect(first) is None
+    assert states(scene) == ["serving"], "the job still wears its pin"
+    assert effect(second) is EffectKind.GATE
+    show(scene, gated=True, pinned=None)
+    scene.run()
+    assert states(scene) == ["releasing"]
+
+
+def test_only_an_attempt_that_ran_learns_how_its_job_ended() -> None:
+    scene = Scene()
+    scene.to_claimed()
+    job = scene.jobs.pop("7")
+    scene.run()
+    assert scene.attempt().outcome == "cancelled" and "no longer shows" in scene.attempt().reason
+    scene.jobs["7"] = replace(job, state=JobState.ENDED, result="TIMEOUT")
+    scene.run()
+    assert scene.attempt().outcome == "cancelled" and "no longer shows" in scene.attempt().reason
+
+
+# --- replacing --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [CloneKind.INSTANT, CloneKind.FULL])
+def test_a_vm_is_replaced_on_a_host_that_can_make_it_however_empty_the_others_are(kind: CloneKind) -> None:
+    scene = Scene(replace(POLICY, kind=kind))
+    attempt = scene.to_claimed()
+    assert attempt.state is A.CLAIMED
+    large = replace(scene.hosts["h1"], capacity=Size(64, 65536, 65536))
+    other = CloneKind.FULL if kind is CloneKind.INSTANT else CloneKind.INSTANT
+    scene.hosts["h2"] = replace(large, name="h2", abilities=frozenset({other.value}))
+    scene.hosts["h3"] = replace(large, name="h3")
+    scene.run(Command("build", "h2", "slim"), Command("build", "h3", "slim"))
+    scene.run(failed(scene.all_vms()[0], EffectKind.CREATE, Broken("no luck")))
+    # A template on h3 is only being built; who boots from the image needs none.
+    assert [vm.host for vm in scene.all_vms()] == ["h1", "h1" if kind is CloneKind.INSTANT else "h3"]
+    assert scene.attempt().replaced == 1
+
+
+def test_an_instant_clone_is_replaced_on_the_emptiest_host_with_a_ready_template_of_its_image() -> None:
+    scene = Scene()
+    scene.to_claimed()
+    large = replace(scene.hosts["h1"], capacity=Size(64, 65536, 65536))
+    for name, image in (("h2", "slim"), ("h3", "other")):
+        scene.hosts[name] = replace(large, name=name, capacity=Size(64 if name == "h2" else 128, 65536, 65536))
+        scene.templates[name, image] = replace(scene.templates["h1", "slim"], host=name, image=image)
+        scene.run(Command("build", name, image))
+    scene.run()
+    scene.run(failed(scene.all_vms()[0], EffectKind.CREATE, Broken("no luck")))
+    assert [vm.host for vm in scene.all_vms()] == ["h1", "h2"]
+
+
+def test_replacements_are_counted_by_vm_and_the_last_failure_is_the_reason() -> None:
+    scene = Scene(replace(POLICY, replacements=3))
+    scene.to_claimed(nodes=2)
+    one, other = scene.all_vms()
+    scene.run(failed(one, EffectKind.CREATE, Broken("first")), failed(other, EffectKind.CREATE, Broken("second")))
+    assert scene.attempt().replaced == 2 and states(scene) == ["releasing"] * 2 + ["planned"] * 2
+    one, other = scene.all_vms()[2:]
+    scene.run(failed(one, EffectKind.CREATE, Broken("third")), failed(other, EffectKind.CREATE, Broken("fourth")))
+    attempt = scene.attempt()
+    assert attempt.state is A.RECLAIMING and attempt.outcome == "requeued" and attempt.tries == 1
+    assert attempt.reason == "fourth", "three may be replaced, not four"

@@ -1,0 +1,295 @@
+"""Admission's rules, one by one, on rows made by hand: who waits and why, and what templates do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from multiverse.core.admission import references
+from multiverse.core.lifecycle import Event
+from multiverse.core.model import (
+    Attempt,
+    AttemptState,
+    Claim,
+    CloneKind,
+    Host,
+    HypervisorView,
+    Job,
+    JobState,
+    Key,
+    Request,
+    Row,
+    SchedulerView,
+    Seen,
+    Size,
+    Template,
+    TemplateCondition,
+    TemplateSeen,
+    TemplateState,
+    Vm,
+    VmState,
+    World,
+)
+from multiverse.core.pacing import Policy
+from multiverse.core.plan import plan
+from multiverse.core.rows import Change, Command, Draft, Rows
+from tests.unit.rows import attempt, template, vm
+from tests.unit.scene import POLICY
+
+A, V, T = AttemptState, VmState, TemplateState
+SMALL = Size(1, 100)
+NOW = 1000.0
+
+
+def rows(*some: Row, claims: Iterable[Claim] = ()) -> Rows:
+    return Rows(
+        "test0",
+        100,
+        100,
+        100,
+        {row.id: row for row in some if isinstance(row, Attempt)},
+        {row.id: row for row in some if isinstance(row, Vm)},
+        {row.id: row for row in some if isinstance(row, Template)},
+        tuple(claims),
+    )
+
+
+def host(name: str = "h1", *, cpus: int = 4, memory: int = 4096, abilities: Iterable[str] = ("instant",)) -> Host:
+    return Host(name, Size(cpus, memory, 65536), frozenset(abilities))
+
+
+def full(name: str = "h1") -> Claim:
+    """Somebody holds every CPU of that host."""
+    return Claim(Key("vm", 90 + int(name[1:])), name, Size(4, 0))
+
+
+def planned(here: Rows, *hosts: Host, now: float = NOW, policy: Policy = POLICY) -> list[Change]:
+    """What is decided when all attempts' jobs wait at the gate, in the order of their numbers, and the world
+    shows the templates that the rows say are ready."""
+    jobs = {
+        a.job.job_id: Job(a.job, a.job_name, a.uid, JobState.PENDING, a.request, rank=a.id)
+        for a in here.attempts.values()
+        if a.state is A.QUEUED
+    }
+    templates = {
+        (t.host, t.image): TemplateSeen("t", t.host, t.image, TemplateCondition.READY, t.size)
+        for t in here.templates.values()
+        if t.state is T.READY
+    }
+    view = HypervisorView({h.name: h for h in hosts}, {}, templates)
+    moves = plan(here, World(Seen(SchedulerView(jobs), now), Seen(view, now)), [], now, policy)
+    return [change for move in moves for change in move.changes]
+
+
+def of(changes: list[Change], kind: str) -> list[Change]:
+    return [change for change in changes if change.row.key.kind == kind]
+
+
+def notes(changes: list[Change]) -> dict[int, str]:
+    return {c.row.id: c.row.note for c in changes if isinstance(c.row, Attempt) and c.event is Event.NOTED}
+
+
+# --- templates --------------------------------------------------------------------------------------
+
+
+def test_a_template_is_held_by_the_instant_clones_of_its_image_on_its_host() -> None:
+    here = rows(
+        vm(V.SERVING, id=1),
+        vm(V.RELEASING, id=2),
+        vm(V.SERVING, id=3, host="h2"),
+        vm(V.SERVING, id=4, image="other"),
+        vm(V.SERVING, id=5, kind=CloneKind.FULL),
+    )
+    draft = Draft(here, NOW)
+    assert references(draft, template(T.READY)) == 2
+    assert references(draft, template(T.READY, host="h2")) == 1
+    assert references(draft, template(T.READY, host="h2", image="other")) == 0
+
+
+def test_what_nothing_holds_and_nobody_in_the_queue_wants_makes_way_the_oldest_first() -> None:
+    next_in_line = Request(1, SMALL, image="next")
+    here = rows(
+        attempt(A.QUEUED, id=1),
+        attempt(A.QUEUED, id=2, job="8", request=next_in_line),
+        attempt(A.ALLOCATED, id=3, job="9"),
+        vm(V.LOST, id=1, image="held", attempt=3),
+        template(T.READY, id=1, since=1.0),
+        template(T.READY, id=2, since=2.0, image="next"),
+        template(T.READY, id=3, since=3.0, image="held"),
+        template(T.BROKEN, id=4, since=4.0, image="broken"),
+        template(T.READY, id=5, since=6.0, image="newer"),
+        template(T.READY, id=6, since=5.0, image="older"),
+        claims=[full()],
+    )
+    dropped = of(planned(here, host()), "template")
+    print([(c.row.id, c.row.state, c.event) for c in dropped])
+    assert dropped[0].row.id == 6 and dropped[0].row.state is T.RETIRING
+
+
+def test_what_the_queue_wants_stays_though_nothing_holds_it() -> None:
+    here = rows(
+        attempt(A.QUEUED, id=1),
+        attempt(A.QUEUED, id=2, job="8", request=Request(1, SMALL, image="next")),
+        template(T.READY, id=1),
+        template(T.READY, id=2, image="next"),
+        claims=[full()],
+    )
+    assert of(planned(here, host()), "template") == []
+
+
+def test_a_template_is_spread_to_one_more_host_that_is_able_and_has_room() -> None:
+    here = rows(attempt(A.QUEUED), template(T.READY, host="h2"), claims=[full("h2")])
+    hosts = [host("h1", abilities=["full"]), host("h2"), host("h3"), host("h4")]
+    changes = planned(here, *hosts)
+    (asked,) = of(changes, "template")
+    assert isinstance(asked.row, Template)
+    assert asked.row.host == "h3" and asked.row.image == "slim" and asked.row.state is T.BUILDING
+    assert notes(changes) == {1: "the template of image slim is being built on h3"}
+
+
+@pytest.mark.parametrize("state", [T.BUILDING, T.RETIRING])
+def test_a_template_on_its_way_to_one_host_is_not_asked_for_on_another(state: T) -> None:
+    here = rows(attempt(A.QUEUED), template(T.READY), template(state, id=2, host="h3", since=NOW), claims=[full("h1")])
+    changes = planned(here, host("h1"), host("h2"), host("h3"))
+    assert of(changes, "template") == []
+    assert notes(changes) == {1: "the template of image slim is being built on h3"}
+
+
+def test_a_template_is_not_spread_where_it_has_no_room_nor_for_a_job_that_needs_none() -> None:
+    crowded = Claim(Key("vm", 98), "h2", Size(0, 4096 - POLICY.base.memory + 1))
+    here = rows(attempt(A.QUEUED), template(T.READY), claims=[full(), crowded])
+    changes = planned(here, host("h1"), host("h2"))
+    assert of(changes, "template") == []
+    assert notes(changes) == {1: "waiting for capacity: the hosts are full"}
+    just = replace(crowded, size=Size(0, 4096 - POLICY.base.memory))
+    (asked,) = of(planned(replace(here, claims=(full(), just)), host("h1"), host("h2")), "template")
+    assert isinstance(asked.row, Template) and asked.row.host == "h2"
+    boots = rows(attempt(A.QUEUED, request=Request(1, SMALL, kind=CloneKind.FULL)), claims=[full(), full("h2")])
+    able = ["full", "instant"]
+    changes = planned(boots, host("h1", abilities=able), host("h2", abilities=able))
+    assert of(changes, "template") == []
+    assert notes(changes) == {1: "waiting for capacity: the hosts are full"}
+
+
+@pytest.mark.parametrize(("waited", "built"), [(POLICY.backoff(2) - 0.5, False), (POLICY.backoff(2), True)])
+def test_a_broken_template_is_built_again_once_its_back_off_is_over(waited: float, built: bool) -> None:
+    here = rows(attempt(A.QUEUED), template(T.BROKEN, tries=2, reason="no boot", since=NOW - waited))
+    changes = of(planned(here, host()), "template")
+    assert [(c.row.state, c.row.reason) for c in changes] == ([(T.BUILDING, "")] if built else [])
+
+
+# --- who waits --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("waited", "told"), [(POLICY.patience - 0.5, False), (POLICY.patience, True)])
+def test_a_user_is_told_once_he_has_waited_long_enough(waited: float, told: bool) -> None:
+    here = rows(attempt(A.QUEUED, since=NOW - waited), template(T.READY), claims=[full()])
+    why = "waiting for capacity: the hosts are full"
+    assert notes(planned(here, host())) == ({1: why} if told else {})
+    again = rows(attempt(A.QUEUED, note=why), template(T.READY), claims=[full()])
+    assert notes(planned(again, host())) == {}, "and not twice"
+
+
+@pytest.mark.parametrize(
+    ("owner", "waits"),
+    [
+        ({"restarts": 1}, True),
+        ({"restarts": 2}, False),
+        ({"restarts": 3}, False),
+        ({"restarts": 1, "job": "8"}, False),
+    ],
+)
+@pytest.mark.parametrize("state", [V.LOST, V.RELEASING])
+def test_a_job_waits_for_vms_of_its_own_earlier_runs_only(owner: dict[str, object], waits: bool, state: V) -> None:
+    earlier = attempt(A.RECLAIMING, id=1, outcome="requeued", **owner)  # type: ignore[arg-type]
+    here = rows(
+        earlier,
+        attempt(A.QUEUED, id=2, restarts=2),
+        vm(state, id=4),  # serves nobody
+        vm(state, id=5, attempt=1, host="h2"),
+        template(T.READY),
+    )
+    changes = planned(here, host("h1"))
+    admitted = [c.row.id for c in changes if c.event is Event.ADMITTED]
+    assert admitted == ([] if waits else [2])
+    gone = "waiting until mvtest0-5 of its earlier run is gone"
+    out_of_reach = "its earlier run may go on in mvtest0-5: host h2 is out of reach, neither back nor fenced"
+    # Its host is out of sight, so that a VM being released there is lost in the same pass.
+    assert notes(changes).get(2, "") == (out_of_reach if waits else "")
+    changes = planned(here, host("h1"), host("h2", abilities=[]))
+    assert notes(changes).get(2, "") == (gone if waits else "")
+
+
+def test_one_that_waits_for_its_earlier_run_blocks_nobody() -> None:
+    here = rows(
+        attempt(A.RECLAIMING, id=1, outcome="requeued"),
+        attempt(A.QUEUED, id=2, restarts=1),
+        attempt(A.QUEUED, id=3, job="8"),
+        vm(V.LOST, attempt=1, host="h2"),
+        template(T.READY),
+    )
+    assert [c.row.id for c in planned(here, host()) if c.event is Event.ADMITTED] == [3]
+
+
+def test_as_many_vms_are_made_at_once_as_may_be_but_one_gang_larger_than_that() -> None:
+    policy = replace(POLICY, provisioning=2)
+    pair = Request(2, SMALL)
+    idle = rows(attempt(A.QUEUED, request=Request(3, SMALL)), template(T.READY))
+    assert [c.row.id for c in planned(idle, host(), policy=policy) if c.event is Event.ADMITTED] == [1]
+    making = rows(
+        attempt(A.CLAIMED, id=1, job="6", request=pair),
+        attempt(A.QUEUED, id=2),
+        attempt(A.QUEUED, id=3, job="8"),
+        vm(V.PLANNED, attempt=1, since=NOW),
+        template(T.READY),
+    )
+    unseen = {key: row for key, row in making.attempts.items() if key != 1}
+    changes = planned(replace(making, attempts=unseen), host(), policy=policy)
+    assert [c.row.id for c in changes if c.event is Event.ADMITTED] == [2]
+    assert notes(changes) == {3: "waiting for a turn: as many VMs as may be made at once are being made"}
+
+
+# --- operators --------------------------------------------------------------------------------------
+
+
+def obeyed(here: Rows, command: Command) -> list[Change]:
+    """What a command alone does, with nothing seen of the world."""
+    return [change for move in plan(here, World(), [command], NOW, POLICY) for change in move.changes]
+
+
+def test_a_fence_releases_what_is_lost_on_that_host_and_nothing_else() -> None:
+    here = rows(
+        vm(V.LOST, id=1, reason="it was out of reach", quarantined="odd"),
+        vm(V.LOST, id=2, host="h2"),
+        vm(V.SERVING, id=3),
+    )
+    (change,) = obeyed(here, Command("fence", "h1"))
+    fenced = replace(here.vms[1], state=V.RELEASING, since=NOW, fenced=True, failed=True, quarantined="")
+    assert (change.row, change.event) == (fenced, Event.FENCED)
+
+
+RETRIED: list[tuple[Row, dict[str, object] | None]] = [
+    (attempt(A.QUEUED, not_before=NOW + 0.5), {"not_before": 0.0}),
+    (attempt(A.QUEUED, not_before=NOW), None),
+    (attempt(A.QUEUED), None),
+    (attempt(A.SPAWNED, quarantined="odd"), {"quarantined": ""}),
+    (vm(V.JOINED, quarantined="odd"), {"quarantined": ""}),
+    (vm(V.JOINED), None),
+    (template(T.READY, quarantined="odd"), {"quarantined": ""}),
+    (template(T.BROKEN, quarantined="odd"), {"quarantined": ""}),
+    (template(T.BROKEN, reason="no boot", tries=3), {"state": T.BUILDING, "since": NOW, "reason": ""}),
+    (template(T.READY), None),
+]
+
+
+@pytest.mark.parametrize(("row", "becomes"), RETRIED)
+def test_a_retry_ends_what_holds_a_record_back_and_changes_nothing_else(
+    row: Row, becomes: dict[str, object] | None
+) -> None:
+    changes = obeyed(rows(row), Command("retry", key=row.key))
+    assert [c.row for c in changes] == ([] if becomes is None else [replace(row, **becomes)])
+    if becomes is not None:
+        assert changes[0].event is (Event.NEEDED if "state" in becomes else Event.RETRIED)
+    assert obeyed(rows(row), Command("retry")) == []
