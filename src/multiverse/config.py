@@ -84,7 +84,7 @@ class PacingSettings:
     retry_base: float = 2.0  # back-off after a failed attempt: base, doubled each time,
     retry_limit: float = 300.0  # up to this
     replacements: int = 2  # VMs replaced within one attempt
-    attempts: int = 5  # failed attempts in a row before the job is given up
+    attempts: int = 12  # failed attempts in a row before the job is given up; with the back-off, half an hour
 
 
 @dataclass(frozen=True)

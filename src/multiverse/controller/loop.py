@@ -25,10 +25,17 @@ log = structlog.get_logger()
 EXPECTING = 0.1
 """Seconds between looks at the scheduler while a node's registration or a job's end is awaited."""
 
+WANING = 0.05
+"""What has been awaited for long is looked for less often: pauses grow to this share of the time waited."""
+
 UNCOMMITTED = 1.0
 """Seconds until a pass that was not committed is tried again: whatever is due stays due, and must not make us spin."""
 
 _SCHEDULER_EFFECTS = (EffectKind.GATE, EffectKind.PIN, EffectKind.REQUEUE, EffectKind.REVOKE, EffectKind.START)
+
+
+_AWAITED_OF_VMS = (VmState.STARTING, VmState.RELEASING)
+_AWAITED_OF_ATTEMPTS = (AttemptState.SPAWNED, AttemptState.RECLAIMING)
 
 
 def policy_of(settings: Settings) -> Policy:
@@ -64,7 +71,7 @@ class Controller:
         self._wake = asyncio.Event()
         self._inbox: deque[Message] = deque()
         self._rows = Rows(store.site)
-        self._expecting = False
+        self._expecting: float | None = None  # since when the newest of what is awaited is
         self._strangers: dict[str, float] = {}
         self.began = clock.now()
         self.uncommitted: tuple[float, str] | None = None
@@ -163,9 +170,9 @@ class Controller:
         for _ in messages:
             self._inbox.popleft()
         self._rows = rows
-        self._expecting = any(vm.state in (VmState.STARTING, VmState.RELEASING) for vm in rows.vms.values()) or any(
-            a.state in (AttemptState.SPAWNED, AttemptState.RECLAIMING) for a in rows.attempts.values()
-        )
+        awaited = [vm.since for vm in rows.vms.values() if vm.state in _AWAITED_OF_VMS]
+        awaited += [a.since for a in rows.attempts.values() if a.state in _AWAITED_OF_ATTEMPTS]
+        self._expecting = max(awaited, default=None)
         self._effects.ensure(rows, self._confirmed_strangers(rows, world))
         return True
 
@@ -188,7 +195,10 @@ class Controller:
     # --- pace ----------------------------------------------------------------------------------------
 
     def _scheduler_interval(self) -> float:
-        return EXPECTING if self._expecting else self._settings.poll
+        if self._expecting is None:
+            return self._settings.poll
+        waited = self._clock.now() - self._expecting
+        return min(self._settings.poll, max(EXPECTING, WANING * waited))
 
     def _effect_ended(self, done: Done) -> None:
         self._inbox.append(done)

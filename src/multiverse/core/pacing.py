@@ -27,7 +27,7 @@ class Policy:
     retry_base: float = 2.0
     retry_limit: float = 300.0
     replacements: int = 2
-    attempts: int = 5
+    attempts: int = 12
     patience: float = 2.0  # how long a job waits before its user is told why
 
     def backoff(self, tries: int) -> float:

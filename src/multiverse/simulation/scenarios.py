@@ -24,7 +24,7 @@ def calm(seed: int) -> Scenario:
     rng = Random(f"{seed}/scenario")
     hosts = tuple(_host(rng, number) for number in range(rng.choice((1, 1, 2, 3))))
     cluster = ClusterSettings(
-        silence=rng.choice((20.0, 60.0, 300.0)),
+        silence=rng.choice((10.0, 20.0, 20.0, 60.0, 300.0)),
         last_id=rng.choice((12, 60_000)),
         memory=(2.0, rng.choice((2.5, 30.0, 300.0))),
         flavor=Size(64, 2_000_000),
@@ -39,9 +39,9 @@ def calm(seed: int) -> Scenario:
 
 def troubled(seed: int, database: Path | str = ":memory:") -> Scenario:
     """The same crowd, with calls that fail, VMs that die, hosts and a slurmctld that go away, a disk that
-    fills up and a controller that dies, for five minutes; what then remains must come to its end."""
+    fills up and a controller that dies, for a minute; what then remains must come to its end."""
     rng = Random(f"{seed}/trouble")
-    until = 300.0
+    until = 60.0
     scenario = calm(seed)
     odds = [Odds.even(rng.choice((0.0, 0.02, 0.1, 0.3)), until) for _ in range(2)]
     mishaps = tuple(mishap for what, means in MEANS.items() for mishap in every(rng.choice(means), what, rng, until))
@@ -60,15 +60,15 @@ def troubled(seed: int, database: Path | str = ":memory:") -> Scenario:
 
 
 MEANS: dict[What, tuple[float, ...]] = {
-    What.VM_DIES: (0.0, 10.0, 60.0),
+    What.VM_DIES: (0.0, 5.0, 30.0),
     What.REGISTERS_AGAIN: (0.0, 0.0, 20.0),
-    What.CLUSTER_AWAY: (0.0, 0.0, 60.0, 200.0),
-    What.CLUSTER_RESTARTS: (0.0, 0.0, 60.0),
+    What.CLUSTER_AWAY: (0.0, 0.0, 30.0, 100.0),
+    What.CLUSTER_RESTARTS: (0.0, 0.0, 30.0),
     What.RECONFIGURED: (0.0, 0.0, 30.0),
-    What.HOST_AWAY: (0.0, 0.0, 60.0, 200.0),
-    What.HOST_FENCED: (0.0, 0.0, 200.0),
-    What.DISK_FULL: (0.0, 0.0, 60.0),
-    What.CRASH: (0.0, 0.0, 5.0, 60.0),
+    What.HOST_AWAY: (0.0, 0.0, 30.0, 60.0),
+    What.HOST_FENCED: (0.0, 0.0, 60.0),
+    What.DISK_FULL: (0.0, 0.0, 30.0),
+    What.CRASH: (0.0, 0.0, 8.0, 60.0),
 }
 """The mean seconds between two mishaps of a kind: one of these is drawn for each history, 0 for never."""
 
