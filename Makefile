@@ -8,7 +8,7 @@ help:
 	@echo "make demo       build the image, start the lab, run real jobs in VMs, leave nothing running"
 	@echo "make test       lint, types, unit, contract, simulation, integration on the real lab (root)"
 	@echo "make test-slow  what takes longer"
-	@echo "make mutants    would the tests notice? mutation testing of the core, a quarter of an hour"
+	@echo "make mutants    would the tests notice? mutation testing of the core, about an hour"
 	@echo "make setup      install packages and the Python environment only"
 	@echo "make docs       redraw the life cycle in docs/architecture.md from the tables"
 
