@@ -92,6 +92,9 @@ class Settings:
     state_dir: Path = Path("/var/lib/multiverse")
     socket: Path = Path("/run/multiverse/api.sock")
     poll: float = 2.0  # seconds between looks when nothing hints
+    trace: Path | None = (
+        None  # a file that every call to Slurm and to the hypervisor is recorded in, anew at each start
+    )
     host: HostSettings = field(default_factory=HostSettings)
     slurm: SlurmSettings = field(default_factory=SlurmSettings)
     qemu: QemuSettings = field(default_factory=QemuSettings)

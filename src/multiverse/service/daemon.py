@@ -23,9 +23,11 @@ from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.drivers.slurm.inbox import hints
 from multiverse.guest.image import list_images
+from multiverse.ports import Hypervisor, Scheduler
 from multiverse.service.api import make_api
 from multiverse.service.metrics import Executed
 from multiverse.store import open_store
+from multiverse.trace import RecordingHypervisor, RecordingScheduler, Trace
 
 log = structlog.get_logger()
 
@@ -90,7 +92,8 @@ async def serve(settings: Settings) -> None:
             settings, store.site, images=lambda: [i.name for i in list_images(settings.qemu.images)]
         )
         hypervisor = QemuHypervisor(settings, store.site)
-        controller = Controller(store, scheduler, hypervisor, clock, settings)
+        trace = Trace(settings.trace, clock) if settings.trace else None
+        controller = Controller(store, *_traced(scheduler, hypervisor, trace), clock, settings)
         sock = _bind(settings.socket)
         api = make_api(controller, store, clock, settings, hypervisor.measure, executed)
         server = _Server(uvicorn.Config(api, log_level="warning", access_log=False, lifespan="off"))
@@ -117,7 +120,17 @@ async def serve(settings: Settings) -> None:
             await asyncio.gather(*work, stopping, return_exceptions=True)
             settings.socket.unlink(missing_ok=True)
             store.close()
+            if trace is not None:
+                trace.close()
             log.info("daemon stopped")
+
+
+def _traced(scheduler: Scheduler, hypervisor: Hypervisor, trace: Trace | None) -> tuple[Scheduler, Hypervisor]:
+    return (
+        (RecordingScheduler(scheduler, trace), RecordingHypervisor(hypervisor, trace))
+        if trace
+        else (scheduler, hypervisor)
+    )
 
 
 async def _heed_inbox(settings: Settings, controller: Controller) -> None:

@@ -129,6 +129,13 @@ class Guest:
         elif self._job is job:
             self._interrupt()
 
+    def finish(self, job: JobRecord) -> bool:
+        """The job's script comes to its end now, whatever time it was to take. False if it does not run here."""
+        if self._job is not job:
+            return False
+        self._script_ends()
+        return True
+
     @property
     def reachable(self) -> bool:
         return self.alive and not self._cut

@@ -1,0 +1,421 @@
+"""Plays a trace of real calls (`multiverse.trace`) to the fakes, and tells where they differ.
+
+The trace's lines come in their order, no sooner than they came. What users and mishaps did is played when the
+trace first shows it; each call is made with the same arguments and must be answered alike; after each look the
+fakes must come to show the same. A fake may be quicker, and either side may pass unseen through what does not
+last. Scripts and guests wait for the trace: it says when they end and register.
+
+A trace must begin with the controller's first look, with no VM and no job running, and end like that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+from multiverse.core.errors import Gone, MultiverseError
+from multiverse.core.model import CloneKind, Host, Identity, JobRef, JobState, Membership, Size, VmSpec
+from multiverse.simulation.cluster import LIVE, ClusterSettings
+from multiverse.simulation.guests import GuestPace, Joining
+from multiverse.simulation.hypervisor import SimulatedHypervisor
+from multiverse.simulation.jobs import Batch, JobRecord
+from multiverse.simulation.loop import run
+from multiverse.simulation.machines import Image
+from multiverse.simulation.scheduler import SimulatedScheduler
+from multiverse.simulation.world import World, WorldSettings
+from multiverse.trace import View, hypervisor_view, scheduler_view
+
+PATIENCE = 200.0  # virtual seconds within which the fakes must come to show what the trace shows
+HASTE = 10.0  # the same once they have differed: much of what comes then follows from it
+BEAT = 0.02  # virtual seconds between two looks at the fakes
+ENDLESS = 1e9  # seconds: a time that the trace decides
+ANY_SIZE = Size(1 << 20, 1 << 40)
+UNSURE = ("Unknown", "TimeoutError", "cancelled")  # it may have been done: nothing to compare
+
+Line = dict[str, Any]
+Item = tuple[str, str]  # kind and name, as in a `View`
+Shown = tuple[Any, ...]  # what of an item is compared
+
+PASSING = {
+    "jobs": ("completing",),
+    "nodes": ("joining", "busy"),
+    "vms": ("making", "starting"),
+    "templates": ("building",),
+}
+"""What a real thing may pass through where the fake is never seen in it."""
+
+
+def replay(lines: Iterable[str]) -> list[str]:
+    """The differences between a trace and the fakes, a sentence each; empty if there are none."""
+
+    async def main() -> list[str]:
+        return await _Replay([json.loads(line) for line in lines]).run()
+
+    return run(main(), seed=0)
+
+
+@dataclass
+class _Track:
+    """What the fake has shown of an item, without repetitions, and how far the trace has come along it."""
+
+    shown: list[Shown]
+    at: int = 0
+    differs: bool = False
+
+    def reach(self, kind: str, wanted: Shown) -> bool:
+        for place in range(self.at, len(self.shown)):
+            if self.shown[place] == wanted:
+                self.at = place
+                return True
+            if place > self.at and not _passes(kind, self.shown[place], wanted):
+                return False
+        return False
+
+
+def _passes(kind: str, shown: Shown, wanted: Shown) -> bool:
+    """Whether a fake on its way to what is wanted may have shown this, unseen in the trace."""
+    match kind, shown[0]:
+        case "jobs", "ended":
+            return False
+        case "jobs", "running":
+            return wanted[0] != "pending" or bool(wanted[-1] > shown[-1])
+        case (("nodes" | "vms"), ("down" | "dead")):
+            return wanted == ("absent",)
+        case (("nodes" | "vms"), "absent"):
+            return False
+    return True
+
+
+def _compared(kind: str, seen: Any, restarts: int = 0) -> Shown:
+    """What of an item is compared. `restarts` is the count it began with."""
+    if kind != "jobs":
+        return (seen["condition"] if isinstance(seen, dict) else seen or "absent",)
+    if seen is None:
+        return ("ended",)
+    match seen["state"]:
+        case "pending":
+            return ("pending", seen["gated"], seen["pinned"], seen["held"], seen["restarts"] - restarts)
+        case "running" | "suspended":
+            return (seen["state"], seen["pinned"], seen["restarts"] - restarts)
+    return (seen["state"],)
+
+
+@dataclass
+class _Job:
+    """A job of the trace, and the fake's job that plays it."""
+
+    record: JobRecord
+    restarts: int  # the trace's count when it was first seen
+    submitted: dict[int, int] = field(default_factory=dict)  # the trace's own submit times, by restart count
+
+
+class _Replay:
+    def __init__(self, lines: list[Line]) -> None:
+        self.lines = lines
+        self.world = World(0, _settings(lines))
+        self.scheduler = SimulatedScheduler(self.world, Random(0))
+        self.hypervisor = SimulatedHypervisor(self.world, Random(0))
+        self.loop = asyncio.get_running_loop()
+        self.jobs: dict[str, _Job] = {}
+        self.joining: dict[str, Joining] = {}
+        self.tasks: dict[int, asyncio.Task[str]] = {}
+        self.tracks: dict[Item, _Track] = {}
+        self.found: list[str] = []
+        self.sights: dict[Item, list[tuple[float, Any]]] = {}
+        for line in lines:
+            for kind, new in _news(line).items():
+                for name, seen in new.items():
+                    self.sights.setdefault((kind, name), []).append((line["ended"], seen))
+
+    async def run(self) -> list[str]:
+        self._make_templates()
+        watching = asyncio.create_task(self._watch())
+        points = [(line["began"], 1, number) for number, line in enumerate(self.lines)]
+        points += [(line["ended"], 0, number) for number, line in enumerate(self.lines)]
+        for at, begins, number in sorted(points):
+            await asyncio.sleep(max(0.0, at - self.loop.time()))
+            line = self.lines[number]
+            if line["call"].endswith(".look"):
+                if not begins:
+                    await self._seen(line)
+            else:
+                await self._begin(number, line)
+                if not begins:
+                    await self._end(number, line)
+            self._sample()
+        watching.cancel()
+        ahead = [
+            f"at the end: {kind} {name}: the trace shows {_told(track.shown[track.at])}, "
+            f"the fake {_told(track.shown[-1])}"
+            for (kind, name), track in self.tracks.items()
+            if not track.differs and track.shown[track.at] != track.shown[-1]
+        ]
+        return self.found + ahead + [f"the simulated world says: {wrong}" for wrong in self.world.violations()]
+
+    def _make_templates(self) -> None:
+        """Those that the first look shows were there before."""
+        first = next((line for line in self.lines if line["call"] == "hypervisor.look" and _news(line)), {})
+        for where, seen in first.get("templates", {}).items():
+            host, image = where.split("/", 1)
+            self.world.machines.begin_template(host, image, Size(*seen["size"]))
+            if seen["condition"] == "ready":
+                self.world.machines.finish_template(host, image)
+
+    # --- calls
+
+    async def _begin(self, number: int, line: Line) -> None:
+        if number in self.tasks:
+            return
+        if line["result"] != "ok" and line["result"] not in UNSURE:
+            # Something had happened that only a later look shows.
+            subject = ("jobs", line["job"][0]) if "job" in line else ("vms", line.get("vm", ""))
+            later = next((seen for at, seen in self.sights.get(subject, ()) if at > line["began"]), ...)
+            if later is not ...:
+                await self._play(subject, later, line["ended"])
+            if line["result"] == "Gone" and subject[1] in self.jobs and later is None:
+                self.world.cluster.jobs.pop(self.jobs[subject[1]].record.job_id, None)
+        self.tasks[number] = asyncio.create_task(self._answer(line))
+
+    async def _end(self, number: int, line: Line) -> None:
+        task = self.tasks[number]
+        if line["result"] in UNSURE:
+            task.cancel()
+            return
+        said = f"{line['began']:.3f} s: {line['call']} of {_subject(line)}: the trace says {line['result']}, the fake"
+        if not await self._come(task.done):
+            self.found.append(f"{said} does not answer")
+        elif task.result() != line["result"]:
+            self.found.append(f"{said} {task.result()}")
+
+    async def _answer(self, line: Line) -> str:
+        try:
+            await self._call(line)
+        except MultiverseError as error:
+            return type(error).__name__
+        return "ok"
+
+    def _call(self, line: Line) -> Awaitable[Any]:
+        match line["call"].split("."):
+            case ["scheduler", ("unpin" | "requeue") as name]:
+                return getattr(self.scheduler, name)(self._ref(line))  # type: ignore[no-any-return]
+            case ["scheduler", "pin"]:
+                return self.scheduler.pin(self._ref(line), line["feature"])
+            case ["scheduler", "revoke"]:
+                return self.scheduler.revoke(self._ref(line), line["reason"])
+            case ["scheduler", "explain"]:
+                return self.scheduler.explain(self._ref(line), line["text"])
+            case ["scheduler", "fail"]:
+                return self.scheduler.fail(line["node"], line["reason"])
+            case ["scheduler", "remove"]:
+                return self.scheduler.remove(line["node"])
+            case ["scheduler", "membership"]:
+                features = (self.world.cluster.settings.node_feature, *line["features"])
+                self.joining[line["node"]] = Joining(line["node"], features, Size(*line["told"]))
+                return asyncio.sleep(0)
+            case ["scheduler", "user"]:
+                return self.scheduler.user(line["uid"])
+            case ["hypervisor", "prepare"]:
+                return self.hypervisor.prepare(line["host"], line["image"], Size(*line["size"]))
+            case ["hypervisor", "drop"]:
+                return self.hypervisor.drop(line["host"], line["image"])
+            case ["hypervisor", "create"]:
+                return self.hypervisor.create(
+                    VmSpec(
+                        line["vm"],
+                        line["host"],
+                        line["image"],
+                        CloneKind(line["kind"]),
+                        Size(*line["size"]),
+                        line["mac"],
+                    )
+                )
+            case ["hypervisor", "start"]:
+                return self.hypervisor.start(line["vm"], Size(*line["size"]), self._identity(line))
+            case ["hypervisor", "destroy"]:
+                return self.hypervisor.destroy(line["vm"], line["grace"])
+        raise ValueError(f"no such call: {line['call']}")
+
+    def _ref(self, line: Line) -> JobRef:
+        """The fake's own ref for the run of a job that the trace names. `Gone` for one never seen."""
+        job_id, submitted, restarts = line["job"]
+        job = self.jobs.get(job_id)
+        if job is None:
+            raise Gone(f"no job {job_id} was seen")
+        record = job.record
+        same = job.submitted.get(restarts) == submitted and restarts - job.restarts == record.restarts
+        return JobRef(record.job_id, record.submitted - (not same), restarts - job.restarts)
+
+    def _identity(self, line: Line) -> Identity:
+        joining = self.joining.get(line["vm"])
+        membership = joining.pack() if joining else Membership()
+        return Identity(line["hostname"], line["mac"], line["address"], "", "", membership=membership)
+
+    # --- looks
+
+    async def _seen(self, line: Line) -> None:
+        news = [
+            (kind, name, seen) for kind, new in _news(line).items() if kind != "hosts" for name, seen in new.items()
+        ]
+        for kind, name, seen in sorted(news, key=lambda new: new[0], reverse=True):  # VMs, nodes, then jobs
+            await self._play((kind, name), seen, line["ended"])
+        self._sample()
+        for kind, name, seen in news:
+            await self._compare(line, kind, name, seen)
+
+    async def _compare(self, line: Line, kind: str, name: str, seen: Any) -> None:
+        wanted = _compared(kind, seen, self.jobs[name].restarts if kind == "jobs" else 0)
+        track = self.tracks.setdefault((kind, name), _Track([("absent",)]))
+        if track.differs or track.reach(kind, wanted) or wanted[0] in PASSING[kind]:
+            return
+        if not await self._come(lambda: track.reach(kind, wanted)):
+            track.differs = True  # what follows from it would say nothing new
+            ours, theirs = _told(track.shown[-1]), _told(wanted)
+            self.found.append(f"{line['ended']:.3f} s: {kind} {name}: the trace shows {theirs}, the fake {ours}")
+
+    async def _watch(self) -> None:
+        while True:
+            self._sample()
+            await asyncio.sleep(BEAT)
+
+    def _sample(self) -> None:
+        view: View = scheduler_view(self.world.cluster.view()) | hypervisor_view(self.world.machines.view())
+        ours = view.pop("jobs")
+        view["jobs"] = {name: ours.get(job.record.job_id) for name, job in self.jobs.items()}
+        for kind in PASSING:
+            here = {item[1] for item in self.tracks if item[0] == kind} if kind != "jobs" else set()
+            for name in sorted(here | set(view[kind])):
+                now = _compared(kind, view[kind].get(name))
+                track = self.tracks.setdefault((kind, name), _Track([now if kind == "jobs" else ("absent",)]))
+                if track.shown[-1] != now:
+                    track.shown.append(now)
+
+    async def _come(self, met: Callable[[], bool]) -> bool:
+        until = self.loop.time() + (HASTE if self.found else PATIENCE)
+        while not met():
+            if self.loop.time() >= until:
+                return False
+            await asyncio.sleep(BEAT)
+            self._sample()
+        return True
+
+    # --- what was done to the world
+
+    async def _play(self, item: Item, seen: Any, at: float) -> None:
+        """Do to the fakes what must have been done by users, guests and mishaps for this to be seen."""
+        kind, name = item
+        machine = self.world.machines.vms.get(name)
+        if kind == "jobs":
+            await self._play_job(name, seen, at)
+        elif kind == "vms" and seen == "dead":
+            self.world.kill_vm(name)
+        elif kind == "nodes" and seen in ("idle", "busy") and name not in self.world.cluster.nodes:
+            if machine is not None and await self._come(lambda: machine.guest is not None):
+                self.world.registers_again(name)
+        elif kind == "nodes" and seen == "down":
+            self.world.cluster.set_down(name, "the trace says so")
+
+    async def _play_job(self, name: str, seen: Any, at: float) -> None:
+        cluster = self.world.cluster
+        known = self.jobs.get(name)
+        if seen is not None:
+            if known is None or (seen["state"] != "ended" and known.record.state is JobState.ENDED):
+                known = self._submit(name, seen)
+            known.submitted[seen["restarts"]] = seen["submitted"]
+        if known is None:
+            return
+        record = known.record
+        mine = [self.tasks[n] for n in self.tasks if self.lines[n].get("job", [""])[0] == name]
+        await self._come(lambda: all(task.done() for task in mine))  # what we did ourselves comes first
+        state = JobState(seen["state"]) if seen else JobState.ENDED
+        end = seen or {"result": "", "exit_code": 0, "restarts": 0}
+        if state is JobState.COMPLETING:
+            later = (sight for when, sight in self.sights["jobs", name] if when > at)
+            end = next((sight for sight in later if sight is None or sight["state"] != "completing"), None) or end
+            if end["restarts"] > seen["restarts"] or end["state"] != "ended":
+                return  # it is queued again: shown when it is
+        if seen is not None and seen["restarts"] - known.restarts > record.restarts and not record.again:
+            await self._come(lambda: record.state in LIVE)
+            cluster.requeue(record.job_id)
+        elif state is JobState.PENDING and seen["held"] != record.held:
+            (cluster.hold if seen["held"] else cluster.release)(record.job_id)
+        elif state is JobState.SUSPENDED:
+            cluster.suspend(record.job_id)
+        elif state is JobState.RUNNING:
+            cluster.resume(record.job_id)
+        elif state in (JobState.COMPLETING, JobState.ENDED) and record.state not in (
+            JobState.COMPLETING,
+            JobState.ENDED,
+        ):
+            await self._over(record, end["result"], end["exit_code"])
+
+    def _submit(self, name: str, seen: Any) -> _Job:
+        batch = Batch(
+            name=name,
+            seconds=ENDLESS,
+            problem=seen["problem"],
+            held=seen["held"],
+            requeue=not self._ends_with_its_node(name),
+        )
+        if asked := seen["request"]:
+            batch = replace(
+                batch,
+                nodes=asked["nodes"],
+                size=Size(*asked["size"]),
+                image=asked["image"],
+                kind=asked["kind"] and CloneKind(asked["kind"]),
+                features=tuple(asked["features"]),
+            )
+        record = self.world.cluster.jobs[self.world.cluster.submit(batch)]
+        self.jobs[name] = job = _Job(record, seen["restarts"])
+        self.tracks.pop(("jobs", name), None)  # an id that comes again is another job
+        self._sample()
+        return job
+
+    def _ends_with_its_node(self, name: str) -> bool:
+        return any(seen and seen["result"] == "NODE_FAIL" for _, seen in self.sights["jobs", name])
+
+    async def _over(self, record: JobRecord, result: str, code: int) -> None:
+        """The job ended in the trace, by itself or by somebody's hand."""
+        if result in ("COMPLETED", "FAILED"):
+            record.batch = replace(record.batch, exit_code=code or int(result == "FAILED"))
+            await self._come(lambda: self._finished(record))
+        elif result != "NODE_FAIL":  # that follows from what befell its node
+            self.world.cluster.cancel(record.job_id)
+
+    def _finished(self, record: JobRecord) -> bool:
+        machine = self.world.machines.vms.get(record.nodes[0]) if record.nodes else None
+        return machine is not None and machine.guest is not None and machine.guest.finish(record)
+
+
+def _told(shown: Shown) -> str:
+    return " ".join(map(str, shown))
+
+
+def _news(line: Line) -> View:
+    return {kind: line[kind] for kind in ("hosts", "vms", "templates", "nodes", "jobs") if kind in line}
+
+
+def _subject(line: Line) -> str:
+    named = line.get("job") or line.get("vm") or line.get("node") or line.get("image") or line.get("uid")
+    return " ".join(map(str, named)) if isinstance(named, list) else str(named)
+
+
+def _settings(lines: list[Line]) -> WorldSettings:
+    """The world that the trace was taken in: its hosts, the images it names, the users it knows."""
+    hosts = {name: seen for line in lines for name, seen in line.get("hosts", {}).items() if seen}
+    images = {line["image"]: True for line in lines if "image" in line and line["result"] != "Refused"}
+    for line in lines:
+        images |= {where.split("/", 1)[1]: True for where in line.get("templates", {})}
+    broken = {line["image"] for line in lines if line["call"] == "hypervisor.prepare" and line["result"] == "Broken"}
+    users = {line["uid"] for line in lines if line["call"] == "scheduler.user" and line["result"] == "ok"}
+    return WorldSettings(
+        hosts=tuple(Host(name, Size(*seen["capacity"]), frozenset(seen["abilities"])) for name, seen in hosts.items()),
+        images=tuple(Image(name, boots=name not in broken) for name in sorted(images)),
+        users=tuple(sorted(users)),
+        cluster=ClusterSettings(silence=ENDLESS, memory=(ENDLESS, ENDLESS), flavor=ANY_SIZE, max_nodes=1 << 20),
+        guests=GuestPace(mute=1.0),
+    )

@@ -1,0 +1,262 @@
+"""A trace: every call over the two ports as a line of JSON, with what came of it. `simulation.replay` plays it.
+
+A line has the call's name, its arguments, when it `began` and `ended` (seconds since the trace began) and its
+`result`: "ok", "cancelled", or the class of its error. A look is written only when it shows something new, and
+then only what is new; what it shows no longer is null. No content of a membership or an identity is written:
+there are secrets in them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import structlog
+
+from multiverse.core.errors import Refused
+from multiverse.core.model import (
+    Attempt,
+    HypervisorView,
+    Identity,
+    Job,
+    JobRef,
+    Membership,
+    SchedulerView,
+    Size,
+    Stage,
+    User,
+    Vm,
+    VmSpec,
+)
+from multiverse.ports import Clock, Hypervisor, Scheduler
+
+T = TypeVar("T")
+View = dict[str, dict[str, Any]]
+"""What a look shows, by kind (`jobs`, `vms`, ...) and name: plain values, as JSON has them."""
+
+log = structlog.get_logger()
+
+
+class Trace:
+    """An open trace. A disk that fills up ends it, never a call."""
+
+    def __init__(self, path: Path, clock: Clock) -> None:
+        """Begins a new trace in `path`. Raises `Refused` if it cannot be written."""
+        try:
+            self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", buffering=1)
+        except OSError as error:
+            raise Refused(f"cannot write {path}: {error.strerror}", hint="set trace in the settings") from error
+        self._clock = clock
+        self._origin = clock.now()
+        self._shown: dict[str, tuple[str, View]] = {}
+
+    async def call(self, name: str, answer: Awaitable[T], **arguments: Any) -> T:
+        """Wait for the answer and write the line."""
+        began, result = self._now(), "ok"
+        try:
+            return await answer
+        except BaseException as error:
+            result = _class(error)
+            raise
+        finally:
+            self._write({"call": name, **arguments, "began": began, "ended": self._now(), "result": result})
+
+    async def look(self, name: str, answer: Awaitable[T], view: Callable[[T], View]) -> T:
+        """Wait for the answer and write what is new in it."""
+        began = self._now()
+        before = self._shown.get(name, ("", {}))
+        seen, result = before[1], "ok"
+        try:
+            value = await answer
+            seen = view(value)
+            return value
+        except BaseException as error:
+            result = _class(error)
+            raise
+        finally:
+            if (result, seen) != before:
+                self._shown[name] = (result, seen)
+                new = difference(before[1], seen)
+                self._write({"call": name, "began": began, "ended": self._now(), "result": result, **new})
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _now(self) -> float:
+        return round(self._clock.now() - self._origin, 6)
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        if self._file.closed:
+            return
+        try:
+            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        except OSError as error:
+            log.warning("the trace ends here", why=str(error))
+            try:
+                self._file.close()
+            except OSError:
+                pass  # what was not written is lost; the file counts as closed all the same
+
+
+def _class(error: BaseException) -> str:
+    return "cancelled" if isinstance(error, asyncio.CancelledError) else type(error).__name__
+
+
+def difference(before: View, after: View) -> View:
+    """What `after` shows otherwise than `before`, None for what it does not show."""
+    kinds = {kind: {**before.get(kind, {}), **after.get(kind, {})} for kind in {**before, **after}}
+    news = {
+        kind: {
+            name: after.get(kind, {}).get(name)
+            for name in names
+            if before.get(kind, {}).get(name) != after.get(kind, {}).get(name)
+        }
+        for kind, names in kinds.items()
+    }
+    return {kind: new for kind, new in news.items() if new}
+
+
+def scheduler_view(view: SchedulerView) -> View:
+    return {
+        "jobs": {job_id: _job(job) for job_id, job in view.jobs.items()},
+        "nodes": {name: str(node.state) for name, node in view.nodes.items()},
+    }
+
+
+def hypervisor_view(view: HypervisorView) -> View:
+    return {
+        "hosts": {
+            name: {"capacity": plain(host.capacity), "abilities": sorted(host.abilities)}
+            for name, host in view.hosts.items()
+        },
+        "vms": {name: str(vm.condition) for name, vm in view.vms.items()},
+        "templates": {
+            f"{host}/{image}": {"condition": str(seen.condition), "size": plain(seen.size)}
+            for (host, image), seen in view.templates.items()
+        },
+    }
+
+
+def _job(job: Job) -> dict[str, Any]:
+    asked = job.request
+    return {
+        "submitted": job.ref.submitted,
+        "restarts": job.ref.restarts,
+        "state": str(job.state),
+        "gated": job.gated,
+        "pinned": job.pinned,
+        "held": job.held,
+        "eligible": job.eligible,
+        "nodes": list(job.nodes),
+        "request": asked
+        and {
+            "nodes": asked.nodes,
+            "size": plain(asked.size),
+            "image": asked.image,
+            "kind": asked.kind and str(asked.kind),
+            "features": list(asked.features),
+        },
+        "problem": job.problem,
+        "result": job.result,
+        "exit_code": job.exit_code,
+    }
+
+
+def plain(value: Size) -> list[int]:
+    return [value.cpus, value.memory, value.disk]
+
+
+def _ref(job: JobRef) -> list[Any]:
+    return [job.job_id, job.submitted, job.restarts]
+
+
+class RecordingScheduler:
+    """A `ports.Scheduler` that is another one, and traces its calls."""
+
+    def __init__(self, inner: Scheduler, trace: Trace) -> None:
+        self._inner, self._trace = inner, trace
+
+    async def look(self) -> SchedulerView:
+        return await self._trace.look("scheduler.look", self._inner.look(), scheduler_view)
+
+    async def pin(self, job: JobRef, feature: str) -> None:
+        await self._trace.call("scheduler.pin", self._inner.pin(job, feature), job=_ref(job), feature=feature)
+
+    async def unpin(self, job: JobRef) -> None:
+        await self._trace.call("scheduler.unpin", self._inner.unpin(job), job=_ref(job))
+
+    async def requeue(self, job: JobRef) -> None:
+        await self._trace.call("scheduler.requeue", self._inner.requeue(job), job=_ref(job))
+
+    async def revoke(self, job: JobRef, reason: str) -> None:
+        await self._trace.call("scheduler.revoke", self._inner.revoke(job, reason), job=_ref(job), reason=reason)
+
+    async def fail(self, node: str, reason: str) -> None:
+        await self._trace.call("scheduler.fail", self._inner.fail(node, reason), node=node, reason=reason)
+
+    async def remove(self, node: str) -> None:
+        await self._trace.call("scheduler.remove", self._inner.remove(node), node=node)
+
+    async def explain(self, job: JobRef, text: str) -> None:
+        await self._trace.call("scheduler.explain", self._inner.explain(job, text), job=_ref(job), text=text)
+
+    async def membership(self, vm: Vm, attempt: Attempt | None) -> Membership:
+        features = [*attempt.request.features, attempt.feature] if attempt else []
+        return await self._trace.call(
+            "scheduler.membership",
+            self._inner.membership(vm, attempt),
+            node=vm.name,
+            told=plain(vm.told),
+            features=features,
+        )
+
+    async def user(self, uid: int) -> User:
+        return await self._trace.call("scheduler.user", self._inner.user(uid), uid=uid)
+
+
+class RecordingHypervisor:
+    """A `ports.Hypervisor` that is another one, and traces its calls."""
+
+    def __init__(self, inner: Hypervisor, trace: Trace) -> None:
+        self._inner, self._trace = inner, trace
+
+    async def look(self) -> HypervisorView:
+        return await self._trace.look("hypervisor.look", self._inner.look(), hypervisor_view)
+
+    async def prepare(self, host: str, image: str, size: Size) -> Sequence[Stage]:
+        return await self._trace.call(
+            "hypervisor.prepare", self._inner.prepare(host, image, size), host=host, image=image, size=plain(size)
+        )
+
+    async def drop(self, host: str, image: str) -> None:
+        await self._trace.call("hypervisor.drop", self._inner.drop(host, image), host=host, image=image)
+
+    async def create(self, vm: VmSpec) -> Sequence[Stage]:
+        return await self._trace.call(
+            "hypervisor.create",
+            self._inner.create(vm),
+            vm=vm.name,
+            host=vm.host,
+            image=vm.image,
+            kind=str(vm.kind),
+            size=plain(vm.size),
+            mac=vm.mac,
+        )
+
+    async def start(self, name: str, size: Size, identity: Identity) -> Sequence[Stage]:
+        return await self._trace.call(
+            "hypervisor.start",
+            self._inner.start(name, size, identity),
+            vm=name,
+            size=plain(size),
+            hostname=identity.hostname,
+            mac=identity.mac,
+            address=identity.address,
+        )
+
+    async def destroy(self, name: str, grace: float) -> None:
+        await self._trace.call("hypervisor.destroy", self._inner.destroy(name, grace), vm=name, grace=grace)

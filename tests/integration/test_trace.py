@@ -1,0 +1,66 @@
+"""What real Slurm and real QEMU were asked and did, played to the fakes: they answer and do the same."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from multiverse.client import Client
+from multiverse.lab import lifecycle
+from multiverse.lab.parts import CONTROLLER, Lab
+from multiverse.lab.plan import load
+from multiverse.simulation.replay import replay
+from tests.integration.conftest import LabUnderTest
+from tests.integration.watch import ended, latest, nothing_left, qemu_of, until
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def trace(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[Path]:
+    """The lab's controller, started anew with `trace` in its settings; where the trace is."""
+    path = lab.where.log / "trace"
+    asyncio.run(lifecycle.stop_controller(lab.where))
+    settings = lab.where.settings.read_text()
+    lab.where.settings.write_text(f'trace = "{path}"\n{settings}')
+    plan = load(lab.where)
+    assert plan is not None
+    asyncio.run(CONTROLLER.ensure(Lab(lab.where, plan)))
+    yield path
+    asyncio.run(lifecycle.stop_controller(lab.where))
+    lab.where.settings.write_text(settings)
+
+
+def test_a_trace_of_real_jobs_replays_against_the_fakes(lab: LabUnderTest, trace: Path) -> None:
+    client = Client(lab.settings.socket)
+    runs = lab.sbatch("true", "--output=/dev/null")
+    fails = lab.sbatch("exit 3", "--output=/dev/null")
+    ended(client, runs, "done")
+    ended(client, fails, "done")
+    cancelled = lab.sbatch("sleep 600", "--output=/dev/null")
+    until("it runs", lambda: latest(client, cancelled).get("state") == "allocated")
+    lab.run("scancel", cancelled, user=lab.user)
+    ended(client, cancelled, "done")
+    held = lab.sbatch("true", "--output=/dev/null", "--hold")
+    until("it is seen held", lambda: any(f'"{held}":' in line and '"held":true' in line for line in lines(trace)))
+    lab.run("scontrol", "release", held, user=lab.user)
+    ended(client, held, "done")
+    killed = lab.sbatch("sleep 600", "--output=/dev/null", "--requeue")
+    row = until("it runs", lambda: (r := latest(client, killed)).get("state") == "allocated" and r)
+    os.kill(qemu_of(row["vms"][0]), signal.SIGKILL)
+    until("its attempt is over", lambda: client.jobs(killed)[0]["state"] == "requeued", 60)
+    until("it runs again", lambda: latest(client, killed).get("state") == "allocated")
+    lab.run("scancel", killed, user=lab.user)
+    ended(client, killed, "done")
+    nothing_left(lab, client)
+    asyncio.run(lifecycle.stop_controller(lab.where))
+    assert replay(lines(trace)) == []
+
+
+def lines(trace: Path) -> list[str]:
+    return trace.read_text().splitlines()

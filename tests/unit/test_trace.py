@@ -1,0 +1,107 @@
+"""The recorder: what a trace holds, what it leaves out, and that it is never in the way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from multiverse.core.errors import Gone, Refused, Stale
+from multiverse.core.model import GuestFile, Identity, JobRef, Membership, Size
+from multiverse.simulation.clock import VirtualClock
+from multiverse.simulation.hypervisor import SimulatedHypervisor
+from multiverse.simulation.jobs import Batch
+from multiverse.simulation.loop import run
+from multiverse.simulation.scheduler import SimulatedScheduler
+from multiverse.simulation.world import World
+from multiverse.trace import RecordingHypervisor, RecordingScheduler, Trace
+
+Drive = Callable[[World, RecordingScheduler, RecordingHypervisor], Coroutine[Any, Any, None]]
+
+
+def record(path: Path, drive: Drive) -> None:
+    async def main() -> None:
+        world, trace = World(0), Trace(path, VirtualClock())
+        await drive(
+            world,
+            RecordingScheduler(SimulatedScheduler(world, Random(0)), trace),
+            RecordingHypervisor(SimulatedHypervisor(world, Random(0)), trace),
+        )
+        trace.close()
+
+    run(main(), seed=0)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_call_is_a_line_with_its_arguments_and_what_came_of_it(tmp_path: Path) -> None:
+    async def drive(world: World, scheduler: RecordingScheduler, hypervisor: RecordingHypervisor) -> None:
+        await hypervisor.prepare("h1", "slim", Size(1, 256))
+        with pytest.raises(Gone):
+            await scheduler.unpin(JobRef("7", 5, 1))
+        task = asyncio.create_task(hypervisor.destroy("mvx-1", 1.0))
+        await asyncio.sleep(1e-4)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    record(tmp_path / "trace", drive)
+    prepared, unpinned, destroyed = lines(tmp_path / "trace")
+    assert prepared["call"] == "hypervisor.prepare" and prepared["result"] == "ok"
+    assert (prepared["host"], prepared["image"], prepared["size"]) == ("h1", "slim", [1, 256, 0])
+    assert 0 <= prepared["began"] < prepared["ended"] <= unpinned["began"]
+    assert (unpinned["job"], unpinned["result"]) == (["7", 5, 1], "Gone")
+    assert (destroyed["vm"], destroyed["result"]) == ("mvx-1", "cancelled")
+
+
+def test_a_look_is_written_only_with_what_is_new(tmp_path: Path) -> None:
+    async def drive(world: World, scheduler: RecordingScheduler, hypervisor: RecordingHypervisor) -> None:
+        one, two = world.cluster.submit(Batch()), world.cluster.submit(Batch())
+        await scheduler.look()
+        await scheduler.look()
+        world.cluster.hold(two)
+        view = await scheduler.look()
+        assert view == world.cluster.view()
+        del world.cluster.jobs[one]
+        await scheduler.look()
+
+    record(tmp_path / "trace", drive)
+    first, held, gone = lines(tmp_path / "trace")
+    assert set(first["jobs"]) == {"1", "2"} and first["jobs"]["1"]["gated"]
+    assert set(held["jobs"]) == {"2"} and held["jobs"]["2"]["held"]
+    assert gone["jobs"] == {"1": None}
+
+
+def test_no_secret_is_written_and_the_file_is_its_owners(tmp_path: Path) -> None:
+    async def drive(world: World, scheduler: RecordingScheduler, hypervisor: RecordingHypervisor) -> None:
+        secret = Membership((GuestFile("/etc/munge/munge.key", b"hush"),))
+        identity = Identity("mvx-1", "02:00:00:00:00:01", "10.0.0.1/16", "", "0" * 32, membership=secret)
+        with pytest.raises(Gone):
+            await hypervisor.start("mvx-1", Size(1, 256), identity)
+
+    record(tmp_path / "trace", drive)
+    assert "mvx-1" in (tmp_path / "trace").read_text()
+    assert "hush" not in (tmp_path / "trace").read_text()
+    assert (tmp_path / "trace").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_full_disk_ends_the_trace_and_no_call() -> None:
+    async def drive(world: World, scheduler: RecordingScheduler, hypervisor: RecordingHypervisor) -> None:
+        job = world.cluster.submit(Batch())
+        assert job in (await scheduler.look()).jobs
+        with pytest.raises(Stale):
+            await scheduler.unpin(JobRef(job, 0, 3))
+
+    record(Path("/dev/full"), drive)
+
+
+def test_a_trace_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="set trace"):
+        record(tmp_path / "absent" / "trace", None)  # type: ignore[arg-type]
