@@ -60,6 +60,8 @@ DEFINITE: Mapping[str, tuple[type[MultiverseError], ...]] = {
 }
 """The definite errors that a call may meet without anybody's fault; others have none."""
 
+FOREVER = 1e12  # seconds; JSON has no infinity
+
 FRESH = 3.0
 """Seconds: no stale look is older. slurmctld answers from memory, under one lock; a reply can only be slow."""
 
@@ -80,12 +82,12 @@ class Odds:
     Times in seconds, ranges that are drawn from."""
 
     rates: Mapping[Fault, float] = field(default_factory=dict)
-    until: float = float("inf")
+    until: float = FOREVER
     slow: tuple[float, float] = (1.0, 15.0)
     silence: tuple[float, float] = (5.0, 30.0)
 
     @staticmethod
-    def even(rate: float, until: float = float("inf")) -> Odds:
+    def even(rate: float, until: float = FOREVER) -> Odds:
         """Every fault as likely as every other, `rate` together."""
         return Odds({fault: rate / len(Fault) for fault in Fault}, until)
 

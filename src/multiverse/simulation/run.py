@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from random import Random
 from typing import Literal
 
@@ -82,7 +81,7 @@ class Scenario:
     deaths: tuple[Death, ...] = ()
     hints: float = 0.9
     limit: float = 4000.0
-    database: Path | str = ":memory:"
+    database: str = ":memory:"
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ class Died(BaseException):
 class MortalStore(Store):
     """A store whose disk may be full, and at whose commits its process may die."""
 
-    def __init__(self, path: Path | str, clock: Clock, site: str, at_commit: Callable[[bool], None]) -> None:
+    def __init__(self, path: str, clock: Clock, site: str, at_commit: Callable[[bool], None]) -> None:
         super().__init__(path, clock, site=site)
         self.full = False
         self._at_commit = at_commit  # called before (False) and after (True) each commit that changes anything

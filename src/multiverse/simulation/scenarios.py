@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 
 from multiverse.config import PacingSettings, Settings
@@ -37,7 +36,7 @@ def calm(seed: int) -> Scenario:
     )
 
 
-def troubled(seed: int, database: Path | str = ":memory:") -> Scenario:
+def troubled(seed: int, database: str = ":memory:") -> Scenario:
     """The same crowd, with calls that fail, VMs that die, hosts and a slurmctld that go away, a disk that
     fills up and a controller that dies, for a minute; what then remains must come to its end."""
     rng = Random(f"{seed}/trouble")
