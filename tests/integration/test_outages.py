@@ -1,0 +1,155 @@
+"""What a job's VM depends on goes away for a while: jobs wait or go on, and end well when it is back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from multiverse.client import Client
+from multiverse.lab import lifecycle
+from multiverse.lab.plan import Wishes
+from tests.integration.conftest import LabUnderTest
+from tests.integration.mortal import Deadly, counting, over
+from tests.integration.watch import accounted, ended, latest, nothing_left, qemu_of, until, written
+
+pytestmark = pytest.mark.integration
+slow = pytest.mark.slow
+
+
+def mend(lab: LabUnderTest) -> None:
+    """As an operator would: `multiverse lab up`, but for the controller, which is in the tests' hands."""
+    asyncio.run(lifecycle.up(lab.where, Wishes(), controller=False))
+
+
+def kept_by_slurm(lab: LabUnderTest, since: float) -> None:
+    """slurmctld writes its jobs down some seconds later; killed before, it forgets them."""
+    kept = lab.where.slurmctld / "job_state"
+    until("slurmctld has saved its jobs", lambda: kept.exists() and kept.stat().st_mtime > since, 30)
+
+
+def looks(client: Client) -> int:
+    return sum(int(source["looks"]) for source in client.status()["sources"] if source["name"] == "hypervisor")
+
+
+@pytest.mark.parametrize(
+    "fate",
+    [
+        "after attempt:spawning slurmctld",
+        pytest.param("before scontrol:update slurmctld", marks=slow),
+        pytest.param("after scontrol:update slurmctld", marks=slow),
+        "after attempt:spawning munged",
+        "after attempt:spawning ganesha",
+    ],
+)
+def test_a_service_killed_while_a_vm_starts(
+    lab: LabUnderTest, client: Client, controller: Callable[[], int], deadly: Deadly, fate: str
+) -> None:
+    path, script = counting(lab, "service")
+    mortal = deadly([fate])
+    submitted = time.time()
+    job = lab.sbatch(script, "--output=/dev/null")
+    kept_by_slurm(lab, submitted)
+    until("it is killed", lambda: mortal.up() and not mortal.left())
+    mend(lab)
+    until(f"job {job} is over", lambda: over(mortal, job))
+    mortal.close()
+    controller()
+    assert written(path) == "run 0\n" and accounted(lab, job) == ("COMPLETED", "0:0")
+    nothing_left(lab, client)
+
+
+@pytest.mark.parametrize("state", ["spawning", "allocated"])
+def test_a_vm_that_stands_still_for_a_while_goes_on(
+    lab: LabUnderTest, client: Client, controller: Callable[[], int], state: str
+) -> None:
+    path, script = counting(lab, "still", "sleep 2; echo end >> still.count")
+    job = lab.sbatch(script, "--output=/dev/null")
+    (vm,) = until(f"it is {state}", lambda: (r := latest(client, job)).get("state") == state and r)["vms"]
+    pid = qemu_of(vm)
+    os.kill(pid, signal.SIGSTOP)
+    since = looks(client) + 3
+    until("the controller has looked at it", lambda: looks(client) >= since)
+    os.kill(pid, signal.SIGCONT)
+    row = ended(client, job, "done")
+    assert row["vms"] == [vm] and len(client.jobs(job)) == 1, "in that same VM"
+    assert written(path) == "run 0\nend\n" and accounted(lab, job) == ("COMPLETED", "0:0")
+    nothing_left(lab, client)
+
+
+@slow
+def test_a_slurmd_killed_in_its_guest(lab: LabUnderTest, client: Client, controller: Callable[[], int]) -> None:
+    """Root on the host lends the job a shell that may do it: guests mount the homes as the host has them."""
+    shell = lab.user.home / "rootsh"
+    shutil.copy("/bin/bash", shell)
+    shell.chmod(0o4755)
+    path, script = counting(lab, "slurmd", f"{shell} -p -c 'kill -9 $(pidof slurmd)'; echo end >> slurmd.count")
+    job = lab.sbatch(script, "--output=/dev/null", "--requeue")
+    until("the job has ended", lambda: path.exists() and "end" in path.read_text())
+    ended(client, job, "done")
+    shell.unlink()
+    assert written(path) == "run 0\nend\n", "what ran to its end is not run again"
+    nothing_left(lab, client)
+
+
+@pytest.fixture
+def small(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[Path]:
+    """The controller's state directory is a small file system of its own."""
+    controller()
+    asyncio.run(lifecycle.stop_controller(lab.where))
+    directory = lab.where.controller
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128m,mode=755", "tmpfs", directory], check=True)
+    try:
+        controller()
+        yield directory
+    finally:
+        asyncio.run(lifecycle.stop_controller(lab.where))
+        subprocess.run(["umount", directory], check=True)
+        controller()
+
+
+def fill(path: Path) -> None:
+    """Take all the room there is."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT)
+    try:
+        for size in (1 << 20, 1 << 12):
+            while True:
+                try:
+                    if os.write(fd, bytes(size)) < size:
+                        break
+                except OSError:
+                    break
+    finally:
+        os.close(fd)
+
+
+def test_a_full_state_directory_loses_nothing(
+    lab: LabUnderTest, client: Client, controller: Callable[[], int], small: Path
+) -> None:
+    pid, log = controller(), lab.where.log / "controller.log"
+    go = lab.user.home / "go"
+    go.unlink(missing_ok=True)
+    path, script = counting(lab, "full", f"until [ -e {go} ]; do sleep 0.2; done; echo end >> full.count")
+    running = lab.sbatch(script, "--output=/dev/null")
+    until("it runs", lambda: latest(client, running).get("state") == "allocated" and path.exists())
+    said = log.stat().st_size
+    fill(small / "filler")
+    later, other = counting(lab, "later")
+    waiting = lab.sbatch(other, "--output=/dev/null")
+    until("the daemon says so", lambda: "is its disk full?" in log.read_text()[said:])
+    go.touch()
+    until("the job that runs goes on", lambda: path.read_text() == "run 0\nend\n")
+    (small / "filler").unlink()
+    for job in (running, waiting):
+        ended(client, job, "done")
+        assert accounted(lab, job) == ("COMPLETED", "0:0")
+    assert written(path) == "run 0\nend\n" and written(later) == "run 0\n"
+    assert controller() == pid, "without a restart"
+    nothing_left(lab, client)
