@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from multiverse.core.errors import Broken, Unknown
+from multiverse.config import HostSettings, QemuSettings, Settings
+from multiverse.core.errors import Broken, Exhausted, Unknown
 from multiverse.core.model import CloneKind, Size
+from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.drivers.qemu.host import manifest, probe, process
 from multiverse.drivers.qemu.host.machine import Accelerator, Machine, Memory, Wiring, limits
 from multiverse.drivers.qemu.host.manifest import Manifest, Phase
@@ -90,6 +96,39 @@ def test_a_manifest_that_cannot_be_read_is_none(tmp_path: Path) -> None:
     (tmp_path / manifest.FILE).write_text('{"name": "mva-1"')
     assert manifest.read(tmp_path) is None
     assert manifest.read(tmp_path / "nowhere") is None
+
+
+def test_a_manifest_for_which_there_is_no_room_leaves_the_old_one(tmp_path: Path) -> None:
+    kept = Manifest("mva-1", CloneKind.INSTANT, Phase.PARKED, "02:00:00:00:00:01", 1, 256, 7, 8, "boot")
+    manifest.write(tmp_path, kept)
+    (tmp_path / f"{manifest.FILE}.new").symlink_to("/dev/full")
+    with pytest.raises(Exhausted, match=r"mva-1.*is there room in"):
+        manifest.write(tmp_path, replace(kept, phase=Phase.STARTING))
+    assert manifest.read(tmp_path) == kept
+
+
+def test_a_look_forgets_what_is_gone(tmp_path: Path) -> None:
+    binary = tmp_path / "qemu"
+    binary.write_text("#!/bin/sh\necho QEMU emulator version 8.2.0\n")
+    binary.chmod(0o755)
+    qemu = QemuSettings(
+        str(binary), "tcg", images=tmp_path, templates=tmp_path / "t", vms=tmp_path / "vms", run=tmp_path / "run"
+    )
+    hypervisor = QemuHypervisor(Settings(state_dir=tmp_path, host=HostSettings("h", 1, 256), qemu=qemu), "a")
+    home = qemu.vms / "mva-1"
+    home.mkdir(parents=True)
+    manifest.write(home, Manifest(home.name, CloneKind.INSTANT, Phase.MAKING, "02:00:00:00:00:01", 1, 256))
+
+    def held() -> int:
+        gc.collect()
+        return sum(isinstance(each, Manifest) and each.name == home.name for each in gc.get_objects())
+
+    before = held()
+    assert set(asyncio.run(hypervisor.look()).vms) == {home.name}
+    assert held() == before + 1
+    shutil.rmtree(home)
+    assert not asyncio.run(hypervisor.look()).vms
+    assert held() == before
 
 
 def test_a_lock_holds_until_the_directory_is_gone(tmp_path: Path) -> None:

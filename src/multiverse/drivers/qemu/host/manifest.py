@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from multiverse.core.errors import Exhausted
 from multiverse.core.model import CloneKind
 
 FILE = "manifest.json"
@@ -45,10 +46,15 @@ class Manifest:
 
 
 def write(directory: Path, manifest: Manifest) -> None:
-    """Replace the manifest in `directory`."""
+    """Replace the manifest in `directory`. After `Exhausted` the old one stands."""
     fresh = directory / f"{FILE}.new"
-    fresh.write_text(json.dumps(asdict(manifest)))
-    fresh.rename(directory / FILE)
+    try:
+        fresh.write_text(json.dumps(asdict(manifest)))
+        fresh.rename(directory / FILE)
+    except OSError as error:
+        raise Exhausted(
+            f"cannot write down how far VM {manifest.name} is: {error}", hint=f"is there room in {directory}?"
+        ) from error
 
 
 def read(directory: Path) -> Manifest | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused
+from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Unknown
 from multiverse.core.model import CloneKind, Identity, Size, Stage, VmSpec
 from multiverse.drivers.qemu.host import link, manifest, process, templates
 from multiverse.drivers.qemu.host.channel import Channel
@@ -169,7 +169,10 @@ class Vms:
             manifest.write(paths.home, replace(known, phase=Phase.STARTING))
             cpus = known.cpus if booted else max(size.cpus, known.cpus)
             report = self._awaken(session, identity, cpus, plugged, lap, ask=resumed, booted=booted)
-            manifest.write(paths.home, replace(known, phase=Phase.STARTED))
+            try:
+                manifest.write(paths.home, replace(known, phase=Phase.STARTED))
+            except Exhausted as error:  # it runs all the same: when asked again, the guest says so
+                raise Unknown(f"VM {name} has been started, but: {error.message}", hint=error.hint) from error
             self.audits[name] = report
             # The monitor is not needed while it runs; the channel tells if a daemon ends.
             self._sessions.pop(name, None)
