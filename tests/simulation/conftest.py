@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 
 import pytest
 import structlog
 
+from multiverse.simulation.fuzz import hush
+
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     before = structlog.get_config()
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    hush()
     yield
     structlog.configure(**before)

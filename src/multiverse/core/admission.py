@@ -100,7 +100,7 @@ def _earlier_run(draft: Draft, attempt: Attempt) -> str:
     """Why an earlier run of the same job may still go on, if it may: the scheduler queues a job again as soon
     as its node is silent, and nothing may run twice."""
     for _, vm in sorted(draft.vms.items()):
-        owner = draft.attempts.get(vm.attempt) if vm.attempt is not None else None
+        owner = draft.attempt_of(vm)
         if owner and owner.job.job_id == attempt.job.job_id and owner.job.restarts < attempt.job.restarts:
             if vm.state is VmState.LOST:
                 return (

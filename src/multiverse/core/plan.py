@@ -494,7 +494,7 @@ def _step_vm(draft: Draft, vm_id: int, world: World, policy: Policy) -> None:
             return
         _fail(draft, vm, Event.DIED, why)
         return
-    attempt = draft.attempts.get(vm.attempt) if vm.attempt is not None else None
+    attempt = draft.attempt_of(vm)
     if vm.state is V.PARKED and attempt is not None and attempt.state is A.SPAWNING:
         draft.move(Change(replace(vm, state=V.STARTING), Event.START))
     elif vm.state is V.STARTING:
@@ -503,7 +503,7 @@ def _step_vm(draft: Draft, vm_id: int, world: World, policy: Policy) -> None:
 
 def _find_again(draft: Draft, vm: Vm, seen: VmSeen | None) -> None:
     """Its host is back. A VM whose job runs on goes on with it; any other has missed too much."""
-    attempt = draft.attempts.get(vm.attempt) if vm.attempt is not None else None
+    attempt = draft.attempt_of(vm)
     if attempt and attempt.state is A.ALLOCATED and seen is not None and seen.condition is VmCondition.RUNNING:
         draft.move(Change(replace(vm, state=V.SERVING, failed=False, reason=""), Event.FOUND, "its job runs on"))
     else:
@@ -512,7 +512,7 @@ def _find_again(draft: Draft, vm: Vm, seen: VmSeen | None) -> None:
 
 def _job_is_pinned(draft: Draft, vm: Vm, world: World) -> bool:
     """Whether its attempt's job waits, tied to it, or may: a pin may be on its way, unseen as yet."""
-    attempt = draft.attempts.get(vm.attempt) if vm.attempt is not None else None
+    attempt = draft.attempt_of(vm)
     if attempt is None:
         return False
     if world.scheduler is None or attempt.state is A.SPAWNED:

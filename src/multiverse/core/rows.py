@@ -172,6 +172,10 @@ class Draft:
         """Those of its VMs that are not on their way out."""
         return [vm for vm in self.vms_of(attempt) if vm.state not in (VmState.RELEASING, VmState.LOST)]
 
+    def attempt_of(self, vm: Vm) -> Attempt | None:
+        """The live attempt that the VM serves, if any."""
+        return self.attempts.get(vm.attempt) if vm.attempt is not None else None
+
     def addresses(self) -> set[str]:
         return {vm.address for vm in self.vms.values()}
 

@@ -60,15 +60,6 @@ class World:
         if guest is not None:
             guest.register_again()
 
-    async def settle(self, limit: float) -> bool:
-        """Wait until every job has ended and nothing is left, for `limit` seconds at most."""
-        until = asyncio.get_running_loop().time() + limit
-        while self.unfinished() or self.leftovers():
-            if asyncio.get_running_loop().time() >= until:
-                return False
-            await asyncio.sleep(0.5)  # virtual: the world has no single event for "all is over"
-        return True
-
     # --- judgement
 
     def unfinished(self) -> list[str]:
