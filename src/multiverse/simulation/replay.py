@@ -321,6 +321,7 @@ class _Replay:
     async def _play_job(self, name: str, seen: Any, at: float) -> None:
         cluster = self.world.cluster
         known = self.jobs.get(name)
+        before = known and known.record
         if seen is not None:
             if known is None or (seen["state"] != "ended" and known.record.state is JobState.ENDED):
                 known = self._submit(name, seen)
@@ -331,6 +332,9 @@ class _Replay:
         mine = [self.tasks[n] for n in self.tasks if self.lines[n].get("job", [""])[0] == name]
         await self._come(lambda: all(task.done() for task in mine))  # what we did ourselves comes first
         state = JobState(seen["state"]) if seen else JobState.ENDED
+        if known.record is not before and state is JobState.ENDED:
+            cluster.cancel(record.job_id)  # over before the trace began: how, nobody asks
+            return
         end = seen or {"result": "", "exit_code": 0, "restarts": 0}
         if state is JobState.COMPLETING:
             later = (sight for when, sight in self.sights["jobs", name] if when > at)

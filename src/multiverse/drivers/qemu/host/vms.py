@@ -84,46 +84,50 @@ class Vms:
                 self._end(spec.name, paths, known)  # what a cut create left
                 remove_files(paths)
             try:
-                disk, kind = self._disk(spec, paths, image, template)
-                lap("overlay" if spec.kind is not CloneKind.FULL else "disk")
-                made = machine(disk, kind)
-                record = Manifest(
-                    spec.name, spec.kind, Phase.MAKING, spec.mac, made.cpus, made.memory.size, boot_id=_BOOT_ID
-                )
-                manifest.write(paths.home, record)
-
-                def spawned(pid: int, started: int) -> None:
-                    nonlocal record
-                    record = replace(record, pid=pid, started=started)
-                    manifest.write(paths.home, record)
-
-                session = Session.launch(
-                    made,
-                    paths,
-                    self.places.binary,
-                    tap=spec.name,
-                    bridge=self.places.bridge,
-                    paused=True,
-                    incoming=template is not None,
-                    spawned=spawned,
-                    lap=lap,
-                )
-                try:
-                    if template is not None:
-                        session.restore(template.state)
-                        lap("restore")
-                    manifest.write(paths.home, replace(record, phase=Phase.PARKED))
-                except FileNotFoundError as error:
+                self._sessions[spec.name] = self._launch(spec, paths, image, template, machine, lap)
+            except (OSError, Broken) as error:
+                if template is not None and not template.state.exists():  # dropped under it, at whatever stage
                     raise Gone(f"the template of {spec.image} is gone", hint="it is made again on demand") from error
-                except BaseException:
-                    session.close()
+                if isinstance(error, Broken):
                     raise
-                self._sessions[spec.name] = session
-            except OSError as error:
                 raise Exhausted(
                     f"cannot make VM {spec.name}: {error}", hint=f"is there room in {self.places.vms}?"
                 ) from error
         return lap.stages
+
+    def _launch(self, spec: VmSpec, paths: Paths, image: Image, template: Template | None,
+                machine: Callable[[Path, str], Machine], lap: Laps) -> Session:  # fmt: skip
+        disk, kind = self._disk(spec, paths, image, template)
+        lap("overlay" if spec.kind is not CloneKind.FULL else "disk")
+        made = machine(disk, kind)
+        record = Manifest(spec.name, spec.kind, Phase.MAKING, spec.mac, made.cpus, made.memory.size, boot_id=_BOOT_ID)
+        manifest.write(paths.home, record)
+
+        def spawned(pid: int, started: int) -> None:
+            nonlocal record
+            record = replace(record, pid=pid, started=started)
+            manifest.write(paths.home, record)
+
+        session = Session.launch(
+            made,
+            paths,
+            self.places.binary,
+            tap=spec.name,
+            bridge=self.places.bridge,
+            paused=True,
+            incoming=template is not None,
+            spawned=spawned,
+            lap=lap,
+        )
+        try:
+            if template is not None:
+                session.restore(template.state)
+                lap("restore")
+            manifest.write(paths.home, replace(record, phase=Phase.PARKED))
+        except BaseException:
+            session.close()
+            raise
+        return session
 
     def _disk(self, spec: VmSpec, paths: Paths, image: Image, template: Template | None) -> tuple[Path, str]:
         if template is not None:
