@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -118,9 +118,15 @@ class Store:
     @contextmanager
     def transaction(self) -> Iterator[Transaction]:
         """One transaction. Leaving it commits; an exception rolls back, and nothing of it is kept.
-        Raises `Exhausted` when the disk is full."""
-        with self._begin():
-            yield Transaction(self)
+        Raises `Exhausted` when the disk is full. Nothing is asked of the database before there is something to
+        read or write, which in most passes there is not."""
+        with ExitStack() as stack:
+
+            def begin() -> None:
+                if not self._open:
+                    stack.enter_context(self._begin())
+
+            yield Transaction(self, begin)
 
     @contextmanager
     def _begin(self) -> Iterator[None]:
@@ -233,13 +239,15 @@ class Store:
 class Transaction:
     """What may be done between BEGIN and COMMIT."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, begin: Callable[[], None]) -> None:
         self._store = store
+        self._begin = begin
 
     def load_active(self) -> Rows:
         """All live rows and claims, with the numbers that come next."""
         s = self._store
         if s._active is None:
+            self._begin()
             s._active = self._read_active()
         return s._active
 
@@ -260,6 +268,7 @@ class Transaction:
 
     def apply(self, move: Move) -> None:
         """Write one move: version check, table check, rows, claims, journal. Raises `StoreConflict`."""
+        self._begin()
         self._store._active = None
         for key in move.free:
             self._store._execute(_UNCLAIM, {"owner": key.kind, "row": key.id})
@@ -307,6 +316,7 @@ class Transaction:
 
     def measured(self, row: Row, event: str, stages: Sequence[Stage], error: str = "") -> None:
         """Journal what an effect reported: its stages, in seconds, or its error."""
+        self._begin()
         detail = {"stages": [[stage.name, round(stage.seconds, 6)] for stage in stages]} if stages else {}
         self._journal(row, event, None, None, error, detail)
 
