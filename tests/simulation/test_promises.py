@@ -284,7 +284,7 @@ batches = st.builds(Batch, seconds=st.sampled_from((0.0, 2.0, 20.0)), nodes=st.i
 machines = st.lists(st.builds(Size, st.integers(1, 8), st.integers(1024, 6000), st.just(65536)), min_size=1, max_size=3)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 1 << 20),
     capacities=machines,

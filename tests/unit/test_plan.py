@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused, Unknown
-from multiverse.core.lifecycle import EffectKind, effect_of
+from multiverse.core.lifecycle import EffectKind, Event, effect_of
 from multiverse.core.model import (
     AttemptState,
     Claim,
@@ -21,8 +21,9 @@ from multiverse.core.model import (
     VmCondition,
     VmState,
 )
+from multiverse.core import plan as planner
 from multiverse.core.plan import orphans
-from multiverse.core.rows import Command, Done
+from multiverse.core.rows import Change, Command, Done, Draft
 from tests.unit.scene import POLICY, Scene, failed
 
 A, V = AttemptState, VmState
@@ -1055,3 +1056,33 @@ def test_replacements_are_counted_by_vm_and_the_last_failure_is_the_reason() -> 
     attempt = scene.attempt()
     assert attempt.state is A.RECLAIMING and attempt.outcome == "requeued" and attempt.tries == 1
     assert attempt.reason == "fourth", "three may be replaced, not four"
+
+
+@pytest.mark.parametrize("fault", ["it breaks", "it wants what the tables forbid"])
+def test_a_fault_in_deciding_about_one_record_costs_that_record_only(
+    monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    scene = Scene()
+    scene.job("8")
+    scene.to_claimed()
+    first, second = scene.store.vms_of([1, 2])
+    sound = planner._step_vm
+
+    def unsound(draft: Draft, vm_id: int, *rest: object) -> None:
+        if vm_id != first.id:
+            return sound(draft, vm_id, *rest)  # type: ignore[arg-type]
+        if fault == "it breaks":
+            raise KeyError("x")
+        draft.move(Change(replace(draft.vms[vm_id], state=V.SERVING), Event.RUNS))
+
+    monkeypatch.setattr(planner, "_step_vm", unsound)
+    for vm in (first, second):
+        scene.seen(vm.name, VmCondition.PARKED)
+    scene.run()
+    scene.run()
+    first, second = scene.store.vms_of([1, 2])
+    assert first.state is V.PLANNED and first.quarantined.startswith("a fault of Multiverse")
+    assert second.state is V.STARTING
+    monkeypatch.undo()
+    scene.run(Command("retry", key=first.key))
+    assert scene.store.vms_of([1, 2])[0].state is V.STARTING, "mended and retried, it goes on"

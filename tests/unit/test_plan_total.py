@@ -106,9 +106,11 @@ def check(scene: Scene) -> None:
     assert sum(c.size.memory for c in rows.claims) <= capacity.memory
     live = [a.job for a in rows.attempts.values() if a.state is not AttemptState.RECLAIMING]
     assert len(set(live)) == len(live), "one attempt at a time for each run of a job"
+    for row in (*rows.attempts.values(), *rows.vms.values(), *rows.templates.values()):
+        assert "a fault of Multiverse" not in row.quarantined
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=250, suppress_health_check=[HealthCheck.too_slow])
 @given(turns())
 def test_whatever_happens_the_planner_answers_and_keeps_its_invariants(script: list[tuple[str, int, int, int]]) -> None:
     scene = Scene()

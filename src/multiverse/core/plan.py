@@ -11,7 +11,8 @@ cannot be puts that one record in quarantine, with a reason, and stops nobody el
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from enum import StrEnum
 
@@ -25,6 +26,7 @@ from multiverse.core.model import (
     CloneKind,
     Job,
     JobState,
+    Key,
     NodeState,
     Outcome,
     Request,
@@ -55,22 +57,41 @@ def plan(rows: Rows, world: World, messages: Sequence[Message], now: float, poli
     draft = Draft(rows, now)
     for message in messages:
         if isinstance(message, Done):
-            _heed(draft, message)
+            with _at_worst_one(draft, message.key):
+                _heed(draft, message)
         else:
             _obey(draft, message, policy)
     for _ in range(ROUNDS):
         before = len(draft.moves)
         _open_attempts(draft, world)
         for template_id in sorted(draft.templates):
-            _step_template(draft, template_id, world)
+            with _at_worst_one(draft, Key("template", template_id)):
+                _step_template(draft, template_id, world)
         for vm_id in sorted(draft.vms):
-            _step_vm(draft, vm_id, world, policy)
+            with _at_worst_one(draft, Key("vm", vm_id)):
+                _step_vm(draft, vm_id, world, policy)
         for attempt_id in sorted(draft.attempts):
-            _step_attempt(draft, attempt_id, world, policy)
+            with _at_worst_one(draft, Key("attempt", attempt_id)):
+                _step_attempt(draft, attempt_id, world, policy)
         admit(draft, world, policy)
         if len(draft.moves) == before:
             break
     return draft.moves
+
+
+@contextmanager
+def _at_worst_one(draft: Draft, key: Key) -> Iterator[None]:
+    """A fault of ours in deciding about one record costs that record, never the others: it is quarantined."""
+    try:
+        yield
+    except Exception as error:
+        row = draft.get(key)
+        if row is None:
+            raise
+        if row.quarantined:
+            return
+        why = f"a fault of Multiverse, please report it: {error!r}"
+        draft.move(Change(replace(row, quarantined=why), Event.QUARANTINED, why))
 
 
 def orphans(rows: Rows, world: World) -> list[str]:

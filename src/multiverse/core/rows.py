@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from multiverse.core.errors import MultiverseError
-from multiverse.core.lifecycle import TERMINAL, EffectKind, Event
+from multiverse.core.errors import Broken, MultiverseError
+from multiverse.core.lifecycle import TERMINAL, EffectKind, Event, allowed
 from multiverse.core.model import (
     Attempt,
     Claim,
@@ -127,15 +127,20 @@ class Draft:
     # --- moves -------------------------------------------------------------------------------------
 
     def move(self, *changes: Change, make: Iterable[Claim] = (), free: Iterable[Key] = ()) -> None:
-        """Plan one move and go on from what it leaves. Rows entering a new state get `since` = now."""
+        """Plan one move and go on from what it leaves. Rows entering a new state get `since` = now.
+        Raises `Broken`, with nothing planned, if the tables lack an arrow that it needs."""
         stamped = []
         for change in changes:
             row = change.row
             old = self.get(row.key)
-            if old is None or old.state != row.state:
+            source = old.state if old else None
+            if not allowed(row.key.kind, source, change.event, row.state):
+                raise Broken(f"{row.key}: no arrow {source} --{change.event}--> {row.state} in its table")
+            if source != row.state:
                 row = replace(row, since=self.now)
             stamped.append(replace(change, row=row))
-            self._put(replace(row, version=row.version + 1))
+        for change in stamped:
+            self._put(replace(change.row, version=change.row.version + 1))
         made, freed = tuple(make), tuple(free)
         for claim in made:
             self.claims[claim.owner] = claim
