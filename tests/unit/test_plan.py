@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from multiverse.core import plan as planner
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused, Unknown
 from multiverse.core.lifecycle import EffectKind, Event, effect_of
 from multiverse.core.model import (
@@ -21,7 +22,6 @@ from multiverse.core.model import (
     VmCondition,
     VmState,
 )
-from multiverse.core import plan as planner
 from multiverse.core.plan import orphans
 from multiverse.core.rows import Change, Command, Done, Draft
 from tests.unit.scene import POLICY, Scene, failed
