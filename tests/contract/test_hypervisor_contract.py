@@ -42,6 +42,10 @@ class Harness(ABC):
         """End a VM behind the hypervisor's back."""
 
     @abstractmethod
+    def cpus(self, name: str) -> int:
+        """How many a VM that runs has."""
+
+    @abstractmethod
     def remains(self, name: str) -> list[str]:
         """Whatever of this VM can still be found on its host, by other means than `look`."""
 
@@ -247,6 +251,9 @@ class Simulated(Harness):
 
     async def kill(self, name: str) -> None:
         self.world.kill_vm(name)
+
+    def cpus(self, name: str) -> int:
+        return self.world.machines.vms[name].spec.size.cpus
 
     def remains(self, name: str) -> list[str]:
         return [vm for vm in self.world.machines.vms if vm == name]

@@ -67,6 +67,19 @@ async def a_destroy_whose_reply_is_lost_is_said_again(h: Harness) -> None:
         assert not h.remains(spec.name) and await h.condition(spec.name) is None
 
 
+async def a_prepare_or_a_drop_whose_reply_is_lost_is_said_again(h: Harness) -> None:
+    await h.hypervisor.drop(h.host, h.image)
+    await cut(h.hypervisor.prepare(h.host, h.image, h.size), 0.3)
+    await h.hypervisor.prepare(h.host, h.image, h.size)
+    assert await template(h) is TemplateCondition.READY
+    await cut(h.hypervisor.drop(h.host, h.image), 0.002)
+    await h.hypervisor.prepare(h.host, h.image, h.size)  # the opposite undoes what may have been done
+    assert await template(h) is TemplateCondition.READY
+    await cut(h.hypervisor.drop(h.host, h.image), 0.002)
+    await h.hypervisor.drop(h.host, h.image)
+    assert await template(h) is None
+
+
 # --- repeats ---------------------------------------------------------------------------------------
 
 
@@ -83,6 +96,14 @@ async def calls_said_twice_at_once_are_as_good_as_once(h: Harness) -> None:
     assert await h.condition(spec.name) is VmCondition.RUNNING
     assert await at_once(*(h.hypervisor.destroy(spec.name, 1.0) for _ in range(2))) == [None, None]
     assert not h.remains(spec.name) and await h.condition(spec.name) is None
+
+
+async def a_start_said_again_with_another_size_changes_nothing(h: Harness) -> None:
+    spec = await h.created()
+    await h.hypervisor.start(spec.name, spec.size, h.identity(spec))
+    for size in (replace(spec.size, cpus=spec.size.cpus + 1), spec.size):
+        await h.hypervisor.start(spec.name, size, h.identity(spec))
+        assert await h.condition(spec.name) is VmCondition.RUNNING and h.cpus(spec.name) == spec.size.cpus
 
 
 # --- stale calls -----------------------------------------------------------------------------------
@@ -164,7 +185,9 @@ async def a_template_that_is_dropped_while_it_is_made_stays_away(h: Harness) -> 
 TROUBLES: tuple[Check, ...] = (
     a_start_whose_reply_is_lost_is_said_again,
     a_destroy_whose_reply_is_lost_is_said_again,
+    a_prepare_or_a_drop_whose_reply_is_lost_is_said_again,
     calls_said_twice_at_once_are_as_good_as_once,
+    a_start_said_again_with_another_size_changes_nothing,
     a_destroyed_vm_is_gone,
     a_vm_does_not_become_another,
     a_vm_is_destroyed_while_it_starts,

@@ -29,11 +29,12 @@ from multiverse.core.model import (
     VmState,
 )
 from multiverse.ports import Scheduler
+from multiverse.simulation.cluster import ClusterSettings
 from multiverse.simulation.hypervisor import SimulatedHypervisor
 from multiverse.simulation.jobs import Batch
 from multiverse.simulation.loop import run
 from multiverse.simulation.scheduler import SimulatedScheduler
-from multiverse.simulation.world import World
+from multiverse.simulation.world import World, WorldSettings
 
 
 class Harness(ABC):
@@ -84,8 +85,12 @@ class Harness(ABC):
     async def resume(self, job_id: str) -> None: ...
 
     @abstractmethod
-    def away(self) -> AbstractAsyncContextManager[None]:
-        """Within it the scheduler does not answer, and each call says so within seconds."""
+    def away(self, *, gone: bool = False) -> AbstractAsyncContextManager[None]:
+        """Within it the scheduler does not answer, or is not even there, and each call says so within seconds."""
+
+    @abstractmethod
+    def forgetting(self) -> AbstractAsyncContextManager[None]:
+        """At its end the scheduler has forgotten the jobs that were queued within it: their ids come again."""
 
     @abstractmethod
     async def join(self, vm: Vm, attempt: Attempt) -> None:
@@ -345,7 +350,7 @@ class Simulated(Harness):
     uid = 1000
 
     def __init__(self, seed: int) -> None:
-        self.world = World(seed)
+        self.world = World(seed, WorldSettings(cluster=ClusterSettings(last_id=1)))  # ids come again when they are free
         self.scheduler = SimulatedScheduler(self.world, Random(seed))
         self.hypervisor = SimulatedHypervisor(self.world, Random(seed))
 
@@ -383,10 +388,18 @@ class Simulated(Harness):
         self.world.cluster.resume(job_id)
 
     @asynccontextmanager
-    async def away(self) -> AsyncIterator[None]:
+    async def away(self, *, gone: bool = False) -> AsyncIterator[None]:
         self.world.cluster.go_away()
         yield
         self.world.cluster.come_back()
+
+    @asynccontextmanager
+    async def forgetting(self) -> AsyncIterator[None]:
+        jobs = self.world.cluster.jobs
+        before = set(jobs)
+        yield
+        await asyncio.sleep(self.world.settings.cluster.memory[1] + 1.0)
+        assert set(jobs) == before
 
     async def join(self, vm: Vm, attempt: Attempt) -> None:
         await self.hypervisor.prepare(vm.host, vm.image, vm.size)

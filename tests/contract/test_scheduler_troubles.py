@@ -192,6 +192,21 @@ async def a_call_to_another_run_changes_nothing(h: Harness) -> None:
         assert (await still(h, job)).eligible, name
 
 
+async def a_call_to_another_job_of_that_id_changes_nothing(h: Harness) -> None:
+    async with h.forgetting():
+        before = await h.job(await h.submit())
+        await h.cancel(before.ref.job_id)
+        await h.job(before.ref.job_id, lambda job: job.state is JobState.ENDED)
+    job, _, feature = await waiting_on_a_node(h)
+    assert job.ref.job_id == before.ref.job_id and job.ref != before.ref
+    for name, call in calls_of(h, before.ref, feature).items():
+        with pytest.raises(Stale):
+            await call()
+        assert (await still(h, job)).eligible, name
+    await h.scheduler.pin(job.ref, feature)
+    assert (await h.job(job.ref.job_id)).pinned == feature
+
+
 async def a_call_to_the_run_before_changes_nothing(h: Harness) -> None:
     job, name = await h.running()
     feature = job.pinned or ""
@@ -374,7 +389,7 @@ async def a_gang_waits_for_all_its_nodes_and_loses_them_together(h: Harness) -> 
 
 
 async def odd_characters_are_only_characters(h: Harness) -> None:
-    name = 'it\'s "odd" = JobId=1 Käse\t(null),|&'
+    name = 'it\'s "odd" = JobId=1 Käse\t(null),|&\nJobId=1 Priority=0'
     job = await h.job(await h.submit(name=name))
     assert job.name == name
     _, feature = await h.node(job)
@@ -391,11 +406,11 @@ async def odd_characters_are_only_characters(h: Harness) -> None:
 # --- no answer -------------------------------------------------------------------------------------
 
 
-async def no_answer_is_unknown_and_all_can_be_said_again(h: Harness) -> None:
+async def unknown_and_said_again(h: Harness, *, gone: bool) -> None:
     job, name, feature = await waiting_on_a_node(h)
     other, _ = await h.running()
     node = other.nodes[0]
-    async with h.away():
+    async with h.away(gone=gone):
         attempts = [
             h.scheduler.look(),
             h.scheduler.pin(job.ref, feature),
@@ -420,6 +435,14 @@ async def no_answer_is_unknown_and_all_can_be_said_again(h: Harness) -> None:
     assert (await still(h, back)).eligible
 
 
+async def no_answer_is_unknown_and_all_can_be_said_again(h: Harness) -> None:
+    await unknown_and_said_again(h, gone=False)
+
+
+async def nobody_there_is_unknown_and_all_can_be_said_again(h: Harness) -> None:
+    await unknown_and_said_again(h, gone=True)
+
+
 TROUBLES: tuple[Check, ...] = (
     a_pin_or_an_unpin_whose_reply_is_lost_is_said_again,
     a_requeue_whose_reply_is_lost_is_done_once,
@@ -431,6 +454,7 @@ TROUBLES: tuple[Check, ...] = (
     a_pin_said_again_to_one_that_has_started_is_done,
     a_refused_pin_leaves_the_job_at_the_gate,
     a_call_to_another_run_changes_nothing,
+    a_call_to_another_job_of_that_id_changes_nothing,
     a_call_to_the_run_before_changes_nothing,
     a_job_that_has_ended_is_left_alone,
     a_job_that_completes_is_left_alone_and_its_node_stays,
@@ -444,6 +468,7 @@ TROUBLES: tuple[Check, ...] = (
     a_gang_waits_for_all_its_nodes_and_loses_them_together,
     odd_characters_are_only_characters,
     no_answer_is_unknown_and_all_can_be_said_again,
+    nobody_there_is_unknown_and_all_can_be_said_again,
 )
 
 

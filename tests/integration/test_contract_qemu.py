@@ -16,6 +16,7 @@ from multiverse.config import HostSettings, QemuSettings, Settings
 from multiverse.core.model import Size
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.drivers.qemu.host import manifest
+from multiverse.drivers.qemu.host.qmp import Monitor
 from multiverse.guest import image
 from tests.contract.test_hypervisor_contract import SUITE, Check, Harness
 from tests.contract.test_hypervisor_troubles import TROUBLES
@@ -63,6 +64,10 @@ class Real(Harness):
         known = manifest.read(self.settings.qemu.vms / name)
         assert known is not None
         os.kill(known.pid, signal.SIGKILL)
+
+    def cpus(self, name: str) -> int:
+        with Monitor.connect(self.settings.qemu.run / name / "qmp") as monitor:
+            return len(monitor.execute("query-cpus-fast"))
 
     def remains(self, name: str) -> list[str]:
         qemu = self.settings.qemu

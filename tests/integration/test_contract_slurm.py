@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +18,8 @@ from multiverse.core.errors import Refused
 from multiverse.core.model import Attempt, Vm
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.lab import lifecycle
+from multiverse.lab.parts import PARTS
+from multiverse.lab.plan import Wishes
 from tests.contract.test_scheduler_contract import SUITE, Check, Harness
 from tests.contract.test_scheduler_troubles import TROUBLES
 from tests.integration.fake_guest import SITE, FakeGuest
@@ -75,17 +78,44 @@ class Real(Harness):
         await self._run("scontrol", "resume", job_id)
 
     @asynccontextmanager
-    async def away(self) -> AsyncIterator[None]:
-        pid = lifecycle.status(self.lab.where)["slurmctld"]["pid"]
+    async def away(self, *, gone: bool = False) -> AsyncIterator[None]:
         usual = self.scheduler
         brief = replace(self.lab.settings.slurm, command_timeout=2.0)
         self.scheduler = SlurmScheduler(replace(self.lab.settings, slurm=brief), SITE, images=lambda: ["slim"])
+        try:
+            async with self._without_slurmctld() if gone else self._silent_slurmctld():
+                yield
+        finally:
+            self.scheduler = usual
+
+    @asynccontextmanager
+    async def _silent_slurmctld(self) -> AsyncIterator[None]:
+        pid = lifecycle.status(self.lab.where)["slurmctld"]["pid"]
         os.kill(pid, signal.SIGSTOP)
         try:
             yield
         finally:
             os.kill(pid, signal.SIGCONT)
-            self.scheduler = usual
+
+    @asynccontextmanager
+    async def _without_slurmctld(self) -> AsyncIterator[None]:
+        """It has written all of its state down when it is gone."""
+        await next(part for part in PARTS if part.name == "slurmctld").stop(self.lab.where)
+        try:
+            yield
+        finally:
+            await lifecycle.up(self.lab.where, Wishes(), controller=False)
+
+    @asynccontextmanager
+    async def forgetting(self) -> AsyncIterator[None]:
+        """Its state is put back, as from a copy that was kept."""
+        state, kept = self.lab.where.slurmctld, self.lab.where.root / "kept"
+        async with self._without_slurmctld():
+            await self._run("cp", "-a", str(state), str(kept))
+        yield
+        async with self._without_slurmctld():
+            shutil.rmtree(state)
+            kept.rename(state)
 
     async def _run(self, *command: str, user: Any = None) -> None:
         await asyncio.to_thread(self.lab.run, *command, user=user)
