@@ -447,6 +447,21 @@ def test_a_template_that_nothing_uses_makes_way() -> None:
     assert next(t for t in scene.rows.templates.values() if t.image == "other").state is TemplateState.RETIRING
 
 
+def test_templates_make_way_one_after_the_other() -> None:
+    scene = Scene(memory=1600)
+    for image in ("one", "two"):
+        scene.template(image)
+        scene.run(Command("build", "h1", image))
+        scene.run()
+    scene.to_claimed(size=Size(1, 1000))
+    states = {t.image: t.state for t in scene.rows.templates.values()}
+    assert states["one"] is TemplateState.RETIRING and states["two"] is TemplateState.READY
+    del scene.templates["h1", "one"]
+    scene.ended(next(t.key for t in scene.rows.templates.values() if t.image == "one"))
+    scene.run()
+    assert {t.image: t.state for t in scene.rows.templates.values()}["two"] is TemplateState.RETIRING
+
+
 def test_operators_build_and_drop() -> None:
     scene = Scene()
     scene.run(Command("build", "h1", "slim"))

@@ -81,7 +81,7 @@ def admit(draft: Draft, world: World, policy: Policy) -> None:
         chosen = room.place(vm_claim(size, policy), attempt.request.nodes, among)
         if chosen is None:
             blocked = _spread(draft, attempt, hosts, policy, room) or "waiting for capacity: the hosts are full"
-            _make_way(draft, queue, policy)
+            _make_way(draft, queue, hosts, policy)
             _tell(draft, attempt, blocked, policy)
             continue
         vms = plan_vms(draft, attempt, chosen, policy)
@@ -221,8 +221,11 @@ def _template_on_its_way(
     return ""
 
 
-def _make_way(draft: Draft, queue: list[Attempt], policy: Policy) -> None:
-    """Retire one template that nothing uses and nobody in the queue needs: kept only while they fit."""
+def _make_way(draft: Draft, queue: list[Attempt], hosts: Mapping[str, Host], policy: Policy) -> None:
+    """Retire one template that nothing uses and nobody in the queue needs: kept only while they fit. One after
+    the other: the room of the first may be enough."""
+    if any(template.state is TemplateState.RETIRING and template.host in hosts for template in draft.templates.values()):
+        return
     wanted = {image_of(a, policy) for a in queue}
     for _, template in sorted(draft.templates.items(), key=lambda item: (item[1].since, item[0])):
         if template.state is TemplateState.READY and template.image not in wanted and not references(draft, template):
