@@ -224,7 +224,9 @@ def _template_on_its_way(
 def _make_way(draft: Draft, queue: list[Attempt], hosts: Mapping[str, Host], policy: Policy) -> None:
     """Retire one template that nothing uses and nobody in the queue needs: kept only while they fit. One after
     the other: the room of the first may be enough."""
-    if any(template.state is TemplateState.RETIRING and template.host in hosts for template in draft.templates.values()):
+    if any(
+        template.state is TemplateState.RETIRING and template.host in hosts for template in draft.templates.values()
+    ):
         return
     wanted = {image_of(a, policy) for a in queue}
     for _, template in sorted(draft.templates.items(), key=lambda item: (item[1].since, item[0])):
