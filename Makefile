@@ -2,12 +2,13 @@
 PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PATH
 
-.PHONY: help setup demo test lint unit integration test-slow mutants docs clean
+.PHONY: help setup demo test lint unit images integration test-slow test-trixie mutants docs clean
 
 help:
 	@echo "make demo       build the image, start the lab, run real jobs in VMs, leave nothing running"
 	@echo "make test       lint, types, unit, contract, simulation, integration on the real lab (root)"
 	@echo "make test-slow  what takes longer"
+	@echo "make test-trixie the same suite on Debian 13, with its Slurm 24.11 and QEMU 10, in a root of its own"
 	@echo "make mutants    would the tests notice? mutation testing of the core, about an hour"
 	@echo "make setup      install packages and the Python environment only"
 	@echo "make docs       redraw the life cycle in docs/architecture.md from the tables"
@@ -29,11 +30,18 @@ lint: setup
 unit: setup
 	pytest tests/unit tests/contract tests/simulation -m "not integration and not slow"
 
+images: setup
+	python -m tests.integration.images
+
 integration: setup
 	pytest tests/contract tests/integration -m "integration and not slow"
 
 test-slow: setup
 	pytest tests -m slow
+
+test-trixie:
+	scripts/in-debian trixie make setup images
+	scripts/in-debian --alone trixie make integration
 
 mutants: setup
 	nice -n 19 mutmut run --max-children 1

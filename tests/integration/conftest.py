@@ -15,15 +15,14 @@ import pytest
 
 from multiverse.client import Client
 from multiverse.config import Settings
-from multiverse.guest import image
 from multiverse.lab import configure, lifecycle
 from multiverse.lab.layout import Layout, layout
 from multiverse.lab.parts import CONTROLLER
 from multiverse.lab.plan import Wishes
 from multiverse.lab.users import PrivateUser, enter_private_namespace, private_users
+from tests.integration.images import IMAGES, slim
 from tests.integration.mortal import Deadly, Mortal
 
-CACHE = Path(os.environ.get("MULTIVERSE_TEST_CACHE", Path(__file__).parents[2] / "var/cache/test"))
 _NEEDED = ("slurmctld", "slurmdbd", "slurmd", "munged", "mariadbd", "ganesha.nfsd")
 
 
@@ -76,7 +75,7 @@ def lab() -> Iterator[LabUnderTest]:
             directory / "users",
             [("ada", 61801, directory / "home" / "ada"), ("bob", 61802, directory / "home" / "bob")],
         )
-        wishes = Wishes(cores=8, memory=16384, shares=(directory / "home",), images=CACHE / "images")
+        wishes = Wishes(cores=8, memory=16384, shares=(directory / "home",), images=IMAGES)
         settings = asyncio.run(lifecycle.up(where, wishes, controller=False))
         yield LabUnderTest(where, settings, user, other)
     finally:
@@ -88,7 +87,7 @@ def lab() -> Iterator[LabUnderTest]:
 def controller(lab: LabUnderTest) -> Iterator[Callable[[], int]]:
     """The lab's controller runs while the module's tests do. Call it for its pid; it starts again if it has died."""
 
-    image.build("slim", "slim", CACHE / "images", packages=("hpcc",), progress=print)
+    slim()
 
     def ensure() -> int:
         asyncio.run(lifecycle.up(lab.where, Wishes()))

@@ -17,19 +17,17 @@ from multiverse.core.model import Size
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.drivers.qemu.host import manifest
 from multiverse.drivers.qemu.host.qmp import Monitor
-from multiverse.guest import image
 from tests.contract.test_hypervisor_contract import SUITE, Check, Harness
 from tests.contract.test_hypervisor_troubles import TROUBLES
+from tests.integration.images import IMAGES, slim
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="taps and images need root")]
-
-CACHE = Path(os.environ.get("MULTIVERSE_TEST_CACHE", Path(__file__).parents[2] / "var/cache/test"))
 
 
 @pytest.fixture(scope="module")
 def settings() -> Iterator[Settings]:
     """Directories and a bridge of our own; nothing of them is left."""
-    image.build("slim", "slim", CACHE / "images", packages=("hpcc",), progress=print)
+    slim()
     place, memory = Path(tempfile.mkdtemp(prefix="mvc-")), Path(tempfile.mkdtemp(prefix="mvc-", dir="/dev/shm"))
     bridge = f"mvc{os.getpid()}"
     try:
@@ -39,7 +37,7 @@ def settings() -> Iterator[Settings]:
             state_dir=place,
             host=HostSettings("h", 4, 8192),
             qemu=QemuSettings(
-                images=CACHE / "images", templates=memory / "t", vms=place / "vms", run=place / "run", bridge=bridge
+                images=IMAGES, templates=memory / "t", vms=place / "vms", run=place / "run", bridge=bridge
             ),
         )
     finally:

@@ -33,11 +33,10 @@ from multiverse.core.model import (
 )
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.drivers.qemu.host import manifest
-from multiverse.guest import image
+from tests.integration.images import IMAGES, slim
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="taps and images need root")]
 
-CACHE = Path(os.environ.get("MULTIVERSE_TEST_CACHE", Path(__file__).parents[2] / "var/cache/test"))
 SITE = f"q{os.getpid() % 46656:04x}"[:5]
 BASE = Size(1, 256)
 NET = f"10.219.{os.getpid() % 256}"  # of our own, for two runs at once would share its routes
@@ -104,12 +103,10 @@ async def until(what: Callable[[], Awaitable[bool]], seconds: float = 20.0) -> N
 @pytest.fixture(scope="module")
 def settings() -> Iterator[Settings]:
     """Directories and a bridge of our own; nothing of them is left."""
-    image.build("slim", "slim", CACHE / "images", packages=("hpcc",), progress=print)
+    slim()
     place, memory = Path(tempfile.mkdtemp(prefix="mvq-")), Path(tempfile.mkdtemp(prefix="mvq-", dir="/dev/shm"))
     bridge = f"mvq{os.getpid()}"
-    qemu = QemuSettings(
-        images=CACHE / "images", templates=memory / "t", vms=place / "vms", run=place / "run", bridge=bridge
-    )
+    qemu = QemuSettings(images=IMAGES, templates=memory / "t", vms=place / "vms", run=place / "run", bridge=bridge)
     try:
         for command in (
             f"link add {bridge} type bridge",
