@@ -72,6 +72,7 @@ class ImageSettings:
     default: str = "slim"
     kind: CloneKind = CloneKind.INSTANT  # for jobs that ask for none
     guest_reserve: int = 80  # MiB of a VM's memory that its kernel and daemons need
+    tmp_disk: int = 12288  # MiB that a job may ask for with --tmp: every image has them free on its disk
 
 
 @dataclass(frozen=True)

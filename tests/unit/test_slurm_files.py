@@ -56,7 +56,9 @@ def test_values_of_slurm_conf() -> None:
     assert conf.memory_per_cpu(SITE_CONF, 7) == 2048
     assert conf.memory_per_cpu("", 7) == 7
     assert conf.included(SITE_CONF) == ["more.conf"]
-    assert conf.node_conf(2, 300, ("vm", "a", "vm", "mv_1")) == "CPUs=2 RealMemory=300 Feature=vm,a,mv_1"
+    assert conf.node_conf(Size(2, 300, 50), ("vm", "a", "vm", "mv_1")) == (
+        "CPUs=2 Sockets=1 CoresPerSocket=2 ThreadsPerCore=1 RealMemory=300 TmpDisk=50 Feature=vm,a,mv_1"
+    )
 
 
 @pytest.fixture
@@ -91,7 +93,7 @@ def test_membership_of_a_pooled_vm(site: Settings, tmp_path: Path) -> None:
     assert b"head(10.213.0.1)" in files["/etc/slurm/slurm.conf"].content
     munged, slurmd = given.daemons
     assert (munged.user, munged.ready_path) == ("munge", "/run/munge/munge.socket.2")
-    assert slurmd.argv[-1] == "CPUs=2 RealMemory=300 Feature=vm"
+    assert slurmd.argv[-1].startswith("CPUs=2 ") and slurmd.argv[-1].endswith(" RealMemory=300 TmpDisk=0 Feature=vm")
     guest_conf = tmp_path / "guest"
     guest_conf.mkdir()
     (guest_conf / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
@@ -147,7 +149,8 @@ def test_the_gate_is_as_large_as_the_largest_vm(site: Settings) -> None:
     text = rendered(site)["multiverse.conf"].replace("\\\n", "")
     gate = next(line for line in text.splitlines() if line.startswith("NodeName="))
     host = site.host
-    assert f"CPUs={host.cores} RealMemory={host.memory - 256 - 80} " in gate
+    assert f"CPUs={host.cores} Sockets=1 CoresPerSocket={host.cores} ThreadsPerCore=1 " in gate
+    assert f"RealMemory={host.memory - 256 - 80} TmpDisk={site.image.tmp_disk} " in gate
     assert "Feature=mvgate,slim,instant,linked,full State=DRAIN" in gate
     assert "mvgate[1-4] NodeAddr=127.0.1.[1-4] Port=1" in gate
     with pytest.raises(Refused):

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from multiverse.core.errors import Broken
-from multiverse.drivers.slurm import conf
 from multiverse.lab.configure import BARE_FEATURE, environment
 from multiverse.lab.parts import Lab, Part
 from multiverse.lab.process import Command
@@ -47,7 +46,7 @@ def _prepare(lab: Lab) -> None:
 def _slurmd(lab: Lab) -> Command:
     directory = _directory(lab)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
-    node = conf.node_conf(os.cpu_count() or 1, memory * 3 // 4, [BARE_FEATURE])
+    node = f"CPUs={os.cpu_count() or 1} RealMemory={memory * 3 // 4} Feature={BARE_FEATURE}"
     argv = ["slurmd", "-D", "-Z", "-N", NODE, "-f", f"{directory}/slurm.conf", "--conf", node]
     return Command(argv, lab.where.log / "slurmd.out", env={"SLURM_CONF": f"{directory}/slurm.conf"})
 

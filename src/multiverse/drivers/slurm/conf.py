@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
+from multiverse.core.model import Size
+
 # Lines about the site's other machines and about slurmctld's own business: a guest neither needs nor should
 # parse them. Scripts and plugins of bare-metal nodes are not in the image.
 _DROPPED = frozenset(
@@ -85,6 +87,9 @@ def _auth_info(text: str) -> str:
     return ",".join(["socket=/run/munge/munge.socket.2", *others])
 
 
-def node_conf(cpus: int, memory: int, features: Iterable[str]) -> str:
-    """slurmd's --conf: what the node says of itself. Memory in MiB."""
-    return f"CPUs={cpus} RealMemory={memory} Feature={','.join(dict.fromkeys(features))}"
+def node_conf(size: Size, features: Iterable[str]) -> str:
+    """slurmd's --conf: what the node says of itself. One socket with one thread in each core, as its guest sees it."""
+    return (
+        f"CPUs={size.cpus} Sockets=1 CoresPerSocket={size.cpus} ThreadsPerCore=1 RealMemory={size.memory}"
+        f" TmpDisk={size.disk} Feature={','.join(dict.fromkeys(features))}"
+    )

@@ -47,7 +47,7 @@ def largest(settings: Settings) -> Size:
     """The largest request of one node that a host can serve, with the template it is forked from beside it."""
     host, qemu = settings.host, settings.qemu
     memory = min(host.memory - qemu.base_memory, qemu.max_memory) - settings.image.guest_reserve
-    return Size(min(host.cores, qemu.max_cpus), max(memory, 1), host.disk)
+    return Size(min(host.cores, qemu.max_cpus), max(memory, 1), min(host.disk, settings.image.tmp_disk))
 
 
 def render(settings: Settings, site: Site) -> dict[str, str]:

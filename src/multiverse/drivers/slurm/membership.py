@@ -34,7 +34,7 @@ def read(path: Path) -> str:
 def membership(settings: Settings, vm: Vm, attempt: Attempt | None) -> Membership:
     """Files, directories and daemons for one VM. Reads the site's slurm.conf and munge key: blocks briefly."""
     own = (*attempt.request.features, attempt.feature) if attempt else ()
-    node = conf.node_conf(vm.told.cpus, vm.told.memory, (settings.slurm.node_feature, *own))
+    node = conf.node_conf(vm.told, (settings.slurm.node_feature, *own))
     slurmd = Daemon(
         "slurmd", ("/usr/sbin/slurmd", "-D", "-Z", "-N", vm.name, "-f", "/etc/slurm/slurm.conf", "--conf", node)
     )

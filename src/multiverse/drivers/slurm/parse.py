@@ -276,6 +276,15 @@ def _problem(record: Record, own: tuple[str, ...], names: Names) -> str:
         (bool(record.get("prefer")), "--prefer is not served: ask with --constraint"),
         (bool(record.get("required_nodes")), "a job's nodes are made for it: submit without --nodelist"),
         (bool(record.get("tres_per_node") or record.get("tres_per_job")), "generic resources are not served yet"),
+        (
+            bool(number(record.get("core_spec")) or number(record.get("thread_spec"))),
+            "a VM has no cores to set aside: submit without --core-spec and --thread-spec",
+        ),
+        (
+            bool(set(words(record.get("profile"))) - {"None", "NONE", "NOT_SET"}),
+            "profiles are not kept of VMs: submit without --profile",
+        ),
+        (bool(record.get("cluster_features")), "--cluster-constraint is not served: submit without it"),
         (any(set(word) & set("|[]()*!") for word in own), "alternatives in --constraint are not served: join with &"),
         (len(images) > 1, f"one image only, not {' and '.join(images)}"),
         (len(kinds) > 1, f"one kind of clone only, not {' and '.join(kinds)}"),

@@ -5,6 +5,7 @@ local multiverse = {}
 local site = dofile("{{ directory }}/multiverse_site.lua")
 
 local NO_VAL, NO_VAL16 = 4294967294, 65534
+local PENDING = 0 -- the base state of a waiting job (slurm.h)
 
 local function number(value, unset)
   if type(value) ~= "number" or value == unset or value >= NO_VAL - 1 then return nil end
@@ -35,6 +36,44 @@ local function any_ours(text)
   return false
 end
 
+-- What no VM has or can be given, and what to do instead. Slurm would take most of these and ignore them.
+local UNSERVED = {
+  { "burst_buffer", "burst buffers are not served: stage files in the job itself, without --bb and --bbf" },
+  { "container", "--container is not served: ask for an image with --constraint" },
+  { "cpu_freq_min", "a VM does not set its host's clock: submit without --cpu-freq" },
+  { "cpu_freq_max", "a VM does not set its host's clock: submit without --cpu-freq" },
+  { "cpu_freq_gov", "a VM does not set its host's clock: submit without --cpu-freq" },
+  { "contiguous", "VMs have no neighbours: submit without --contiguous" },
+  { "cpus_per_tres", "generic resources are not served: submit without GPUs" },
+  { "delay_boot", "a VM has its features from its start: submit without --delay-boot" },
+  { "exc_nodes", "nodes are made for each job: submit without --exclude" },
+  { "mem_per_tres", "generic resources are not served: submit without GPUs" },
+  { "network", "--network is not served: a VM has one network" },
+  { "power_flags", "--power is not served: submit without it" },
+  { "prefer", "--prefer is not served: ask with --constraint" },
+  { "reboot", "each VM is fresh: submit without --reboot" },
+  { "req_nodes", "nodes are made for each job: submit without --nodelist" },
+  { "req_switch", "VMs have no switches: submit without --switches" },
+  { "reservation", "reservations are not served: submit without --reservation" },
+  { "tres_bind", "generic resources are not served: submit without --gpu-bind" },
+  { "tres_freq", "generic resources are not served: submit without --gpu-freq" },
+  { "tres_per_job", "generic resources are not served: submit without GPUs" },
+  { "tres_per_node", "generic resources are not served: submit without --gres and GPUs" },
+  { "tres_per_socket", "generic resources are not served: submit without GPUs" },
+  { "tres_per_task", "generic resources are not served: submit without GPUs" },
+}
+local ENFORCE_BINDING, SPREAD, DISABLE_BINDING = 16, 256, 524288 -- bits of bitflags (slurm.h)
+
+-- Whether a field holds a wish. Unset ones are 0, or the greatest numbers of their width.
+local function asked(value)
+  if type(value) == "string" then return value ~= "" end
+  return type(value) == "number" and value > 0 and value ~= NO_VAL16 and value < NO_VAL - 1
+end
+
+local function has_bit(value, bit)
+  return type(value) == "number" and math.floor(value / bit) % 2 == 1
+end
+
 -- What is wrong with a job's wishes about features and nodes, or nil.
 local function wrong_wishes(job)
   local features = job.features or ""
@@ -46,26 +85,63 @@ local function wrong_wishes(job)
   if string.find(features, "[|%[%]%(%)%*!]") then
     return "alternatives and counts in --constraint are not served: join features with &"
   end
-  if (job.prefer or "") ~= "" then return "--prefer is not served: ask with --constraint" end
-  if (job.req_nodes or "") ~= "" then return "nodes are made for each job: submit without --nodelist" end
-  if string.find("," .. (job.exc_nodes or ""), ",mv") then
-    return "nodes are made for each job: submit without --exclude"
+  for _, row in ipairs(UNSERVED) do
+    if asked(job[row[1]]) then return row[2] end
   end
-  if (job.reservation or "") ~= "" then return "reservations are not served: submit without --reservation" end
+  if has_bit(job.bitflags, SPREAD) then return "--spread-job is not served: say how many VMs with --nodes" end
+  if has_bit(job.bitflags, ENFORCE_BINDING) or has_bit(job.bitflags, DISABLE_BINDING) then
+    return "generic resources are not served: submit without --gres-flags"
+  end
+  if job.shared == 1 then return "a VM is its job's own: submit without --oversubscribe" end
+  if job.immediate == 1 then return "a VM is made once its job waits: submit without --immediate" end
+  if job.min_mem_per_node == 0 then
+    return "--mem=0 asks for all of a node, and a VM is as large as its job asks: say how much with --mem"
+  end
   return nil
+end
+
+-- What is wrong with a job's wishes about sockets, cores and threads, or nil. A VM has one socket with a core for
+-- each CPU, and one thread in each core.
+local function wrong_topology(job)
+  local threads = number(job.threads_per_core, NO_VAL16) or 1
+  local per_core = type(job.ntasks_per_core) == "number" and job.ntasks_per_core ~= NO_VAL16 and job.ntasks_per_core
+  if (number(job.sockets_per_node, NO_VAL16) or 1) > 1 then
+    return "a VM has one socket: submit without --sockets-per-node, or ask for CPUs with --mincpus"
+  end
+  if threads > 1 or (per_core or 1) > 1 then
+    return "a VM's cores have one thread each: submit without --threads-per-core, --ntasks-per-core and --hint"
+  end
+  if asked(job.threads_per_core) and number(job.cores_per_socket, NO_VAL16) == 1 then
+    return "--hint=memory_bound is not served: a VM has as many cores as its job asks for"
+  end
+  if asked(job.ntasks_per_socket) then return "a VM has one socket: ask with --ntasks-per-node" end
+  return nil
+end
+
+-- The job's nodes, CPUs of each, tasks and memory of each, as far as they are known.
+local function sizes(job)
+  local tasks = number(job.num_tasks, NO_VAL)
+  local tasks_per_node = number(job.ntasks_per_node, NO_VAL16)
+  local nodes = number(job.min_nodes, NO_VAL)
+  if not nodes or nodes == 0 then nodes = tasks and tasks_per_node and ceil_div(tasks, tasks_per_node) or 1 end
+  local per_task = math.max(number(job.cpus_per_task, NO_VAL16) or 1, 1)
+  local tasks_here = math.max(tasks_per_node or 0, ceil_div(tasks or 1, nodes))
+  local cpus = math.max(tasks_here * per_task, number(job.pn_min_cpus, NO_VAL16) or 1,
+                        number(job.cores_per_socket, NO_VAL16) or 1,
+                        ceil_div(number(job.min_cpus, NO_VAL) or 1, nodes))
+  local memory = number(job.min_mem_per_node, nil)
+  if not memory or memory == 0 then memory = (number(job.min_mem_per_cpu, nil) or site.memory_per_cpu) * cpus end
+  return nodes, cpus, memory
 end
 
 -- What is too large about a job, with what would fit, or nil.
 local function too_large(job)
-  local nodes = math.max(number(job.min_nodes, NO_VAL) or 1, 1)
-  local per_task = math.max(number(job.cpus_per_task, NO_VAL16) or 1, 1)
-  local tasks = number(job.num_tasks, NO_VAL) or 1
-  local tasks_here = math.max(number(job.ntasks_per_node, NO_VAL16) or 0, ceil_div(tasks, nodes))
-  local cpus = math.max(tasks_here * per_task, number(job.pn_min_cpus, NO_VAL16) or 1,
-                        ceil_div(number(job.min_cpus, NO_VAL) or 1, nodes))
-  local memory = number(job.min_mem_per_node, nil)
-  local per_cpu = number(job.min_mem_per_cpu, nil) or site.memory_per_cpu
-  if not memory or memory == 0 then memory = per_cpu * cpus end
+  local nodes, cpus, memory = sizes(job)
+  local room = number(job.pn_min_tmp_disk, NO_VAL) or 0
+  if room > site.max_disk then
+    return string.format("the job asks for %d MiB on disk with --tmp; a VM has %d MiB: use a shared file system",
+      room, site.max_disk)
+  end
   if cpus <= site.max_cpus and memory <= site.max_memory then
     if nodes * cpus <= site.total_cpus and nodes * (memory + site.reserve) <= site.total_memory then return nil end
     return string.format("the job asks for %d nodes of %d CPUs and %d MiB; all hosts together have %d CPUs and"
@@ -75,6 +151,22 @@ local function too_large(job)
   return string.format("the job asks for %d CPUs and %d MiB on one node; the largest VM for a job here has"
     .. " %d CPUs and %d MiB: ask for less per node, or spread the job over more nodes with -N",
     cpus, memory, site.max_cpus, site.max_memory)
+end
+
+-- More tasks than CPUs: only --overcommit makes such a job, and no field says so.
+local function overcommitted(job)
+  local tasks, cpus = number(job.num_tasks, NO_VAL), number(job.min_cpus, NO_VAL)
+  if tasks and cpus and tasks > cpus then
+    return "--overcommit is not served: ask for a CPU for each task, and overcommit in the job with srun"
+  end
+  return nil
+end
+
+-- How many VMs a job gets is settled here: Slurm guesses for a waiting job, and its guess changes.
+local function settle(job)
+  local nodes, cpus = sizes(job)
+  job.min_nodes, job.max_nodes = nodes, nodes
+  if asked(job.cores_per_socket) then job.pn_min_cpus = cpus end
 end
 
 local function refuse(sentence)
@@ -103,8 +195,9 @@ local function submit(job, partitions, uid)
   if number(job.het_job_offset, NO_VAL) then
     return refuse("heterogeneous jobs are not served: submit their parts as jobs of their own")
   end
-  local sentence = wrong_wishes(job) or too_large(job)
+  local sentence = wrong_wishes(job) or wrong_topology(job) or overcommitted(job) or too_large(job)
   if sentence then return refuse(sentence) end
+  settle(job)
   if job.features and job.features ~= "" then
     job.features = job.features .. "&" .. site.gate_feature
   else
@@ -112,6 +205,23 @@ local function submit(job, partitions, uid)
   end
   hint()
   return slurm.SUCCESS
+end
+
+-- The sizes that a job has after a change; its record keeps fewer of them than a submission has.
+local function changed(job, record)
+  local memory = (job.min_mem_per_node or job.min_mem_per_cpu) and job or record
+  return {
+    min_nodes = number(job.min_nodes, NO_VAL) or record.min_nodes,
+    min_cpus = number(job.min_cpus, NO_VAL) or record.min_cpus,
+    pn_min_cpus = number(job.pn_min_cpus, NO_VAL16) or record.pn_min_cpus,
+    min_mem_per_node = memory.min_mem_per_node,
+    min_mem_per_cpu = memory.min_mem_per_cpu,
+    num_tasks = job.num_tasks,
+    cpus_per_task = job.cpus_per_task,
+    ntasks_per_node = job.ntasks_per_node,
+    cores_per_socket = job.cores_per_socket,
+    pn_min_tmp_disk = job.pn_min_tmp_disk,
+  }
 end
 
 local function modify(job, record, partitions, uid)
@@ -127,8 +237,13 @@ local function modify(job, record, partitions, uid)
   if job.features or job.req_nodes then
     return refuse("a submitted job's constraint and nodes are fixed: cancel it and submit it anew")
   end
-  local sentence = wrong_wishes(job) or too_large(job)
+  local nodes = number(job.min_nodes, NO_VAL)
+  if nodes and record.job_state % 256 ~= PENDING then
+    return refuse("a running job keeps its VMs: cancel it and submit it anew")
+  end
+  local sentence = wrong_wishes(job) or wrong_topology(job) or too_large(changed(job, record))
   if sentence then return refuse(sentence) end
+  if nodes then job.max_nodes = nodes end
   hint()
   return slurm.SUCCESS
 end

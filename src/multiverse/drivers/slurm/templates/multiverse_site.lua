@@ -6,6 +6,7 @@ return {
   inbox = "{{ inbox }}",
   max_cpus = {{ max_cpus }},
   max_memory = {{ max_memory }},
+  max_disk = {{ max_disk }},
   total_cpus = {{ total_cpus }},
   total_memory = {{ total_memory }},
   reserve = {{ reserve }},
