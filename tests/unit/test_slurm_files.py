@@ -45,7 +45,7 @@ def test_a_guests_slurm_conf() -> None:
     assert keys["slurmctldhost"] == "head(10.1.0.1)"
     assert made.lower().count("slurmctldhost") == 1
     assert keys["authinfo"] == "socket=/run/munge/munge.socket.2,cred_expire=60"
-    assert (keys["proctracktype"], keys["taskplugin"]) == ("proctrack/linuxproc", "task/none")
+    assert (keys["proctracktype"], keys["taskplugin"]) == ("proctrack/linuxproc", "task/affinity")
     assert keys["prologflags"] == "Alloc, Contain"
     for gone in ("prolog", "nodename", "partitionname", "include"):
         assert gone not in keys
@@ -164,7 +164,7 @@ dofile("job_submit.lua")
 local job = { %s }
 local parts = { vm = { flag_default = 1 }, other = { flag_default = 0 } }
 local answer = slurm_job_submit(job, parts, 1000)
-io.write("|", answer, "|", tostring(job.features))
+io.write("|", answer, "|", tostring(job.features), "|", tostring(job.min_nodes), "-", tostring(job.max_nodes))
 """
 
 
@@ -181,6 +181,15 @@ def _lua() -> str | None:
         ("user_id = 1000, partition = 'other', features = 'a|b'", "|0|a|b"),
         ("user_id = 0", "Multiverse runs no job as root: submit as a user, e.g. sbatch --uid=NAME|-1|nil"),
         ("user_id = 1000, features = {}", "error "),  # an error of ours blocks nobody
+        ("user_id = 1000, num_tasks = 3, min_cpus = 3", "|mvgate|1-1"),  # without -N: one VM
+        ("user_id = 1000, num_tasks = 5, min_cpus = 5, ntasks_per_node = 2", "|mvgate|3-3"),
+        ("user_id = 1000, min_nodes = 2, max_nodes = 3, num_tasks = 4294967294", "|mvgate|2-2"),
+        ("user_id = 1000, contiguous = 65534, req_switch = 4294967294, delay_boot = 4294967294", "|0|mvgate"),
+        ("user_id = 1000, contiguous = 1", "VMs have no neighbours: submit without --contiguous|-1"),
+        ("user_id = 1000, bitflags = 503316736", "--spread-job is not served"),
+        ("user_id = 1000, min_mem_per_node = 0", "say how much with --mem"),
+        ("user_id = 1000, num_tasks = 3, min_cpus = 1", "--overcommit is not served"),
+        ("user_id = 1000, partition = 'other', contiguous = 1, min_mem_per_node = 0", "|0|nil|nil-nil"),
     ],
 )
 def test_the_submit_script(site: Settings, tmp_path: Path, fields: str, answer: str) -> None:
