@@ -51,6 +51,9 @@ class QemuSettings:
     vms: Path = Path("/var/lib/multiverse/vms")
     run: Path = Path("/run/multiverse/vms")  # sockets; keep it short, socket paths are at most 107 bytes
     bridge: str = "mvbr0"
+    # The first user, and how many, that QEMUs run as, one for each VM, and that nothing else may have. By default
+    # from where systemd's list of users (UIDS-GIDS) has lions. [0, 0]: they all run as the daemon's own.
+    uids: tuple[int, int] = (0x7000_0000, 65536)
     base_cpus: int = 1
     base_memory: int = 256
     max_cpus: int = 64  # a VM can be plugged up to this many
@@ -164,6 +167,9 @@ def _contradictions(s: Settings) -> list[str]:
         found.append(f"network: {error}")
     if not 1 <= len(s.qemu.bridge) <= 15:
         found.append("qemu.bridge: an interface name has 1 to 15 bytes")
+    first, count = s.qemu.uids
+    if (first, count) != (0, 0) and not (first > 0 and count > 1 and first + count <= 1 << 31):
+        found.append("qemu.uids: the first user and how many, two at least, below 2147483648; or [0, 0]")
     if s.host.cores < 1 or s.host.memory < s.qemu.base_memory:
         found.append(f"host: needs at least one core and {s.qemu.base_memory} MiB of memory")
     longest = len(str(s.qemu.run)) + len("/mvxxxxx-99999999/agent")

@@ -29,6 +29,8 @@ def settings() -> Iterator[Settings]:
     """Directories and a bridge of our own; nothing of them is left."""
     slim()
     place, memory = Path(tempfile.mkdtemp(prefix="mvc-")), Path(tempfile.mkdtemp(prefix="mvc-", dir="/dev/shm"))
+    for path in (place, memory):
+        path.chmod(0o711)  # VMs' users go through it
     bridge = f"mvc{os.getpid()}"
     try:
         subprocess.run(["ip", "link", "add", bridge, "type", "bridge"], check=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from multiverse.core.errors import Refused
 
 DEFAULT = Path("/var/lib/multiverse/lab")
+_UIDS = 4096  # for each lab, out of 65536 times as many that nobody has (systemd's UIDS-GIDS)
 _LONGEST = 60  # bytes: sockets of VMs lie below, and a socket's path has at most 107
 
 
@@ -92,7 +93,16 @@ class Layout:
     @property
     def memory(self) -> Path:
         """Templates' memory: a file system in memory. Named after the directory, so that labs do not share it."""
-        return Path("/dev/shm") / f"multiverse-{hashlib.sha256(bytes(self.root)).hexdigest()[:8]}"
+        return Path("/dev/shm") / f"multiverse-{self._digest[:8]}"
+
+    @property
+    def uids(self) -> tuple[int, int]:
+        """The first user, and how many, that VMs' QEMUs run as: others than those of the labs beside it."""
+        return 0x7000_0000 + int(self._digest[:4], 16) * _UIDS, _UIDS
+
+    @property
+    def _digest(self) -> str:
+        return hashlib.sha256(bytes(self.root)).hexdigest()
 
     def make(self) -> None:
         """Make the directories, readable by users whatever the umask: they need slurm.conf and munge's socket."""

@@ -257,7 +257,7 @@ CONTROLLER = Part(
     "controller",
     _controller,
     ready=lambda lab: _answers(str(lab.where.socket)),
-    prepare=lambda lab: _directory(lab.where.controller, "root", 0o755),
+    prepare=lambda lab: _directory(lab.where.controller, "root", 0o711),  # VMs' users go through it
     reads=("multiverse.toml",),
     grace=20.0,
 )

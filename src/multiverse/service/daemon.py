@@ -53,10 +53,19 @@ class _Server(uvicorn.Server):
         yield
 
 
+def _close_doors(settings: Settings) -> None:
+    """From here on, what this process makes is its user's alone, unless something else is said on the spot."""
+    for path in (settings.state_dir, settings.socket.parent, settings.slurm.inbox.parent):
+        path.mkdir(parents=True, exist_ok=True)  # others go through these to what is theirs
+    os.umask(0o077)
+    settings.state_dir.chmod(0o711)
+    for path in settings.state_dir.glob("multiverse.db*"):
+        path.chmod(0o600)
+
+
 @contextlib.contextmanager
 def _alone(state_dir: Path) -> Iterator[None]:
     """Holds the state directory for this process. Raises `Refused` if another daemon has it."""
-    state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     with (state_dir / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -69,7 +78,6 @@ def _alone(state_dir: Path) -> Iterator[None]:
 
 def _bind(path: Path) -> socket.socket:
     """A listening Unix socket that only its owner can use, from its first moment on."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o177)
@@ -85,6 +93,7 @@ def _bind(path: Path) -> socket.socket:
 
 async def serve(settings: Settings) -> None:
     """Run until SIGTERM or SIGINT. Running VMs and jobs are left as they are; the next start finds them."""
+    _close_doors(settings)
     with _alone(settings.state_dir):
         executed, clock = Executed(), SystemClock()
         store = open_store(settings.state_dir, clock)

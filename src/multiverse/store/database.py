@@ -360,7 +360,7 @@ def _configure(connection: Any, _record: Any) -> None:
 def open_store(state_dir: Path, clock: Clock) -> Store:
     """The store in a state directory, made if need be. Raises `Refused` if the directory cannot be used."""
     try:
-        state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        state_dir.mkdir(parents=True, exist_ok=True, mode=0o711)
     except OSError as error:
         raise Refused(f"cannot use {state_dir}: {error.strerror}", hint="set state_dir in the settings") from error
     return Store(state_dir / "multiverse.db", clock)

@@ -31,6 +31,7 @@ from multiverse.core.model import (
 from multiverse.drivers.qemu.host import manifest, probe, process, templates, vms
 from multiverse.drivers.qemu.host.machine import Accelerator, Machine, Memory, limits
 from multiverse.drivers.qemu.host.manifest import Manifest, Phase
+from multiverse.drivers.qemu.host.sealed import maps_readonly
 from multiverse.drivers.qemu.host.vms import Places, Vms
 from multiverse.guest import image as images
 from multiverse.guest.image import Image
@@ -57,8 +58,9 @@ class QemuHypervisor:
         self._host = settings.host
         self._prefix = f"mv{site}-"
         qemu = settings.qemu
-        self._vms = Vms(Places(qemu.vms.absolute(), qemu.run.absolute(), qemu.bridge, qemu.binary))
         self._version = probe.qemu_version(qemu.binary)
+        self._vms = Vms(Places(qemu.vms.absolute(), qemu.run.absolute(), qemu.bridge, qemu.binary, qemu.uids,
+                               maps_readonly(self._version)))  # fmt: skip
         self._accelerator = probe.accelerator(qemu.accel, qemu.binary, self._version, settings.state_dir / "kvm.json")
         self._limits = limits(Size(qemu.base_cpus, qemu.base_memory), Size(settings.host.cores, settings.host.memory),
                               Size(qemu.max_cpus, qemu.max_memory))  # fmt: skip
@@ -179,16 +181,18 @@ class QemuHypervisor:
         return await self._in_thread(self._prepare, image, size, self._drops[image])
 
     def _prepare(self, name: str, size: Size, drops: int) -> Sequence[Stage]:
+        self._vms.owners.check()
         image = images.load(self._settings.images, name)
         return templates.prepare(self._settings.templates.absolute(), image, self._parent(image, size),
                                  self._settings.binary, self._version, self._vms.places.run,
-                                 lambda: self._drops[name] != drops)  # fmt: skip
+                                 self._vms.owners.builder, lambda: self._drops[name] != drops)  # fmt: skip
 
     async def drop(self, host: str, image: str) -> None:
         """See `ports.Hypervisor`."""
         self._check_host(host)
         # A thread goes on when whoever waited for it is cancelled: it must not make the template after this.
         self._drops[image] += 1
+        self._vms.sealed.drop(image)
         await self._in_thread(templates.drop, self._settings.templates.absolute(), image)
 
     def _parent(self, image: Image, size: Size) -> Callable[[Path, Path], Machine]:

@@ -8,6 +8,8 @@ from pathlib import Path
 from multiverse.core.model import Size
 from multiverse.guest.protocol import PORT
 
+# What a QEMU that a guest has taken over cannot ask of the kernel (seccomp(2)): to run a program, above all.
+_SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
 SPARE_PORTS = 4  # PCI Express root ports for devices plugged later
 DIMMS = 8  # slots for memory plugged later
 # An emulated CPU has no leaks to guard, one clock, and nothing to calibrate: QEMU's time-stamp counter runs at
@@ -29,6 +31,14 @@ class Accelerator:
     def cpu(self) -> str:
         return "host" if self.name == "kvm" else "max"
 
+    def groups(self) -> list[int]:
+        """Whom the kernel lets use it, beside root: a user of our own has to be one of them."""
+        try:
+            device = Path("/dev/kvm").stat() if self.name == "kvm" else None
+        except FileNotFoundError:
+            device = None
+        return [device.st_gid] if device is not None and device.st_gid else []
+
     def cmdline(self, image: str) -> str:
         return image if self.name == "kvm" else " ".join((image, *_TCG_CMDLINE))
 
@@ -40,6 +50,7 @@ class Memory:
     size: int
     file: Path | None = None
     shared: bool = False
+    readonly: bool = False  # the file, not the memory: only QEMU 8.2 and later can tell them apart
 
 
 @dataclass(frozen=True)
@@ -89,13 +100,13 @@ class Machine:
         modern = "disable-legacy=on,disable-modern=off"
         argv = [binary, "-name", self.name, "-nodefaults", "-no-user-config", "-display", "none", "-vga", "none",
                 "-no-reboot", "-action", "panic=shutdown,watchdog=shutdown", "-rtc", "base=utc",
-                "-global", "migration.x-events=on"]  # fmt: skip
+                "-global", "migration.x-events=on", "-sandbox", _SANDBOX]  # fmt: skip
         quiet = "romfile=,guest_announce=off"  # no boot ROM; a clone announces itself when it has its address
         if self.memory.file is not None:
-            share = "on" if self.memory.shared else "off"
+            how = ("on" if self.memory.shared else "off") + (",readonly=on,rom=off" if self.memory.readonly else "")
             argv += [
                 "-object",
-                f"memory-backend-file,id=ram,size={self.memory.size}M,mem-path={_value(self.memory.file)},share={share}",
+                f"memory-backend-file,id=ram,size={self.memory.size}M,mem-path={_value(self.memory.file)},share={how}",
             ]
         argv += self.shape()
         argv += ["-kernel", str(self.kernel), "-initrd", str(self.initrd), "-append", self.cmdline,

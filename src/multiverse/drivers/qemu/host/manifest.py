@@ -32,7 +32,10 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class Manifest:
-    """`pid` 0: its QEMU was not started yet, or this was not written down. `cpus` and `memory` as booted, in MiB."""
+    """`pid` 0: its QEMU was not started yet, or this was not written down. `cpus` and `memory` as booted, in MiB.
+
+    `uid` 0: its QEMU runs as the daemon's own user.
+    """
 
     name: str
     kind: CloneKind
@@ -43,12 +46,14 @@ class Manifest:
     pid: int = 0
     started: int = 0  # the process's start, in clock ticks since the machine's boot
     boot_id: str = ""
+    uid: int = 0
 
 
 def write(directory: Path, manifest: Manifest) -> None:
     """Replace the manifest in `directory`. After `Exhausted` the old one stands."""
     fresh = directory / f"{FILE}.new"
     try:
+        fresh.touch(mode=0o600)
         fresh.write_text(json.dumps(asdict(manifest)))
         fresh.rename(directory / FILE)
     except OSError as error:

@@ -18,7 +18,7 @@ def spawn(argv: Sequence[str], fds: Sequence[int], log: Path, environment: Mappi
     Only these are inherited: the others are close-on-exec, and glibc clears that flag for a dup2 onto itself.
     """
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         actions = [(os.POSIX_SPAWN_DUP2, null, 0), (os.POSIX_SPAWN_DUP2, out, 1), (os.POSIX_SPAWN_DUP2, out, 2),
                    *((os.POSIX_SPAWN_DUP2, fd, fd) for fd in fds)]  # fmt: skip

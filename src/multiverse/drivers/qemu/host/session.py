@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from multiverse.core.errors import Broken, Exhausted, Unknown
 from multiverse.drivers.qemu.host import link, process
 from multiverse.drivers.qemu.host.channel import Channel
 from multiverse.drivers.qemu.host.machine import Machine, Wiring
+from multiverse.drivers.qemu.host.owners import Owner
 from multiverse.drivers.qemu.host.qmp import Command, Monitor
 
 _ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
@@ -72,15 +73,18 @@ class Session:
 
     @classmethod
     def launch(cls, machine: Machine, paths: Paths, binary: str, *, tap: str, bridge: str | None, paused: bool,
-               incoming: bool = False, spawned: Callable[[int, int], None] = lambda pid, started: None,
+               incoming: bool = False, owner: Owner | None = None, fds: Sequence[int] = (),
+               spawned: Callable[[int, int], None] = lambda pid, started: None,
                lap: Callable[[str], None] = lambda name: None) -> Session:  # fmt: skip
         """Start a QEMU and connect. `spawned` is told its pid and start time at once; `lap` the end of each stage.
 
         We make the listening sockets, and hand them over: connecting needs no waiting for them to appear.
+        So are the tap and `fds`, at their own numbers; all else it opens as `owner`, whose are its console and disk.
         After an error the process may run on; its command line names `machine.disk`.
         """
-        paths.run.mkdir(parents=True, exist_ok=True)
-        fds: list[int] = []
+        paths.run.parent.mkdir(parents=True, exist_ok=True)
+        paths.run.mkdir(mode=0o700, exist_ok=True)
+        ours: list[int] = []
         try:
             for path in (paths.monitor, paths.agent):
                 path.unlink(missing_ok=True)
@@ -88,16 +92,21 @@ class Session:
                     listener.bind(str(path))
                     path.chmod(0o600)
                     listener.listen(1)
-                    fds.append(listener.detach())
-            fds.append(link.open_tap(tap, bridge))
+                    ours.append(listener.detach())
+            ours.append(link.open_tap(tap, bridge))
             lap("tap")
-            argv = machine.argv(binary, Wiring(fds[0], fds[1], fds[2], paths.console), paused=paused, incoming=incoming)
+            argv = machine.argv(
+                binary, Wiring(ours[0], ours[1], ours[2], paths.console), paused=paused, incoming=incoming
+            )
+            if owner is not None:
+                owner.give(paths.console)
+                argv = [*owner.become(*machine.accelerator.groups()), *argv]
             try:
-                pid, started = process.spawn(argv, fds, paths.log, _ENVIRONMENT)
+                pid, started = process.spawn(argv, (*ours, *fds), paths.log, _ENVIRONMENT)
             except OSError as error:
                 raise Broken(f"cannot run {binary}: {error.strerror}", hint="`make setup` installs QEMU") from error
         finally:
-            for fd in fds:
+            for fd in ours:
                 os.close(fd)
         spawned(pid, started)
         try:
@@ -112,10 +121,10 @@ class Session:
             process.end(pid, started)
             tail = paths.tail()
             kind = Exhausted if "allocate memory" in tail else Broken
-            raise kind(
-                f"QEMU for {machine.name} did not come up{tail}",
-                hint="its command line is not to this machine's liking",
-            ) from error
+            hint = "its command line is not to this machine's liking"
+            if "Permission denied" in tail:
+                hint = "may every user go through the directories above that file? see qemu.uids"
+            raise kind(f"QEMU for {machine.name} did not come up{tail}", hint=hint) from error
         lap("exec")
         return cls(pid, started, monitor, channel)
 

@@ -26,6 +26,7 @@ from multiverse.core.model import Size, Stage
 from multiverse.drivers.qemu.host import machine as machine_module
 from multiverse.drivers.qemu.host import process
 from multiverse.drivers.qemu.host.machine import Machine
+from multiverse.drivers.qemu.host.owners import Owner
 from multiverse.drivers.qemu.host.session import Paths, Session
 from multiverse.guest.image import Image
 
@@ -104,13 +105,15 @@ def building(templates: Path) -> set[str]:
 
 
 def prepare(templates: Path, image: Image, machine: Callable[[Path, Path], Machine], binary: str, version: str,
-            run: Path, dropped: Callable[[], bool] = lambda: False) -> list[Stage]:  # fmt: skip
+            run: Path, owner: Owner | None, dropped: Callable[[], bool] = lambda: False) -> list[Stage]:  # fmt: skip
     """Make the template of an image, unless it is there. `machine` gives the VM, from its disk and memory file.
+    Its QEMU runs as `owner`, in whose group one has to be to read what is made; to write to it, nobody may.
     `dropped` says whether it has been dropped since it was asked for: then nothing is made, and `Gone` raised.
 
     Raises `Broken` if the image does not boot and `Exhausted` for want of room; nothing half is left.
     """
     templates.mkdir(parents=True, exist_ok=True)
+    templates.chmod(0o711)
     final = templates / image.name
     size = machine(final, final).memory.size
     short = hashlib.sha256(image.name.encode()).hexdigest()[:8]  # socket paths have no room for the name
@@ -132,9 +135,10 @@ def prepare(templates: Path, image: Image, machine: Callable[[Path, Path], Machi
             )
         work = Path(tempfile.mkdtemp(prefix=f".{image.name}.building-", dir=templates))
         try:
-            stages = _boot_and_freeze(work, final, image, machine, binary, run / f".t-{short}")
+            stages = _boot_and_freeze(work, final, image, machine, binary, run / f".t-{short}", owner)
             facts = {"image": image.name, "key": key, "cpus": machine(final, final).cpus, "memory": size}
             (work / "template.json").write_text(json.dumps(facts))
+            _close(work, owner)
             if dropped():
                 raise gone
             work.rename(final)
@@ -196,7 +200,7 @@ def _qemu_img(*arguments: str) -> None:
 
 
 def _boot_and_freeze(work: Path, final: Path, image: Image, machine: Callable[[Path, Path], Machine], binary: str,
-                     run: Path) -> list[Stage]:  # fmt: skip
+                     run: Path, owner: Owner | None) -> list[Stage]:  # fmt: skip
     began = time.monotonic()
     make_overlay(work / "disk.qcow2", image.disk, "raw")
     # Its backing file will be there under the final name only.
@@ -206,10 +210,15 @@ def _boot_and_freeze(work: Path, final: Path, image: Image, machine: Callable[[P
     parent = machine(work / "disk.qcow2", work / "memory")
     parent = replace(parent, kernel=image.kernel, initrd=image.initrd, memory=replace(parent.memory, shared=True))
     paths = Paths(work, run)
+    written = (work / "memory", work / "disk.qcow2")
     shutil.rmtree(run, ignore_errors=True)
+    if owner is not None:
+        owner.admit(work)
+        for path in written:
+            owner.give(path)
     try:
         session = Session.launch(
-            parent, paths, binary, tap="mvt%d", bridge=None, paused=False
+            parent, paths, binary, tap="mvt%d", bridge=None, paused=False, owner=owner
         )  # the kernel picks the number
         try:
             overlaid = time.monotonic()
@@ -231,6 +240,15 @@ def _boot_and_freeze(work: Path, final: Path, image: Image, machine: Callable[[P
     (work / "initrd.stub").write_bytes(bytes(4096))
     frozen = time.monotonic()
     return [Stage("overlay", overlaid - began), Stage("boot", booted - overlaid), Stage("freeze", frozen - booted)]
+
+
+def _close(work: Path, owner: Owner | None) -> None:
+    """Nobody may write to any of it again; what QEMUs open by its name, those in the owner's group may read."""
+    for path in work.iterdir():
+        opened = path.name in ("memory", "disk.qcow2", "kernel.stub", "initrd.stub")
+        if owner is not None:
+            os.chown(path, 0, owner.readers if opened else 0)
+        path.chmod(0o440 if opened else 0o400)
 
 
 def clone_overlay(template: Template, path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +17,9 @@ from multiverse.drivers.qemu.host import link, manifest, process, templates
 from multiverse.drivers.qemu.host.channel import Channel
 from multiverse.drivers.qemu.host.machine import DIMMS, Machine
 from multiverse.drivers.qemu.host.manifest import Manifest, Phase
+from multiverse.drivers.qemu.host.owners import Owners
 from multiverse.drivers.qemu.host.qmp import Command, QmpError
+from multiverse.drivers.qemu.host.sealed import Sealed
 from multiverse.drivers.qemu.host.session import Paths, Session, remove
 from multiverse.drivers.qemu.host.templates import BOOT_TIMEOUT, Template
 from multiverse.guest.image import Image
@@ -48,6 +52,8 @@ class Places:
     run: Path
     bridge: str
     binary: str
+    uids: tuple[int, int] = (0, 0)  # the first user for QEMUs, and how many; none: they run as ours
+    maps_readonly: bool = True  # what that QEMU can, see `sealed`
 
     def of(self, name: str) -> Paths:
         return Paths(self.vms / name, self.run / name)
@@ -61,6 +67,8 @@ class Vms:
         self._sessions: dict[str, Session] = {}
         self.channels: dict[str, Channel] = {}
         self.audits: dict[str, Report] = {}
+        self.owners = Owners(places.vms, *places.uids)
+        self.sealed = Sealed()
 
     # --- create ---------------------------------------------------------------------------------------
 
@@ -71,6 +79,7 @@ class Vms:
         `machine` makes the VM from its disk. One that exists whole is left as it is.
         """
         lap = Laps()
+        self.owners.check()
         paths = self.places.of(spec.name)
         with manifest.locked(paths.home, make=True):
             known = manifest.read(paths.home)
@@ -100,25 +109,33 @@ class Vms:
         disk, kind = self._disk(spec, paths, image, template)
         lap("overlay" if spec.kind is not CloneKind.FULL else "disk")
         made = machine(disk, kind)
-        record = Manifest(spec.name, spec.kind, Phase.MAKING, spec.mac, made.cpus, made.memory.size, boot_id=_BOOT_ID)
+        owner = self.owners.lease(spec.name)
+        record = Manifest(spec.name, spec.kind, Phase.MAKING, spec.mac, made.cpus, made.memory.size, boot_id=_BOOT_ID,
+                          uid=owner.uid if owner is not None else 0)  # fmt: skip
         manifest.write(paths.home, record)
+        if owner is not None:
+            owner.admit(paths.home)
+            owner.give(disk)
 
         def spawned(pid: int, started: int) -> None:
             nonlocal record
             record = replace(record, pid=pid, started=started)
             manifest.write(paths.home, record)
 
-        session = Session.launch(
-            made,
-            paths,
-            self.places.binary,
-            tap=spec.name,
-            bridge=self.places.bridge,
-            paused=True,
-            incoming=template is not None,
-            spawned=spawned,
-            lap=lap,
-        )
+        with self._mapped(made, template) as (made, fds):
+            session = Session.launch(
+                made,
+                paths,
+                self.places.binary,
+                tap=spec.name,
+                bridge=self.places.bridge,
+                paused=True,
+                incoming=template is not None,
+                owner=owner,
+                fds=fds,
+                spawned=spawned,
+                lap=lap,
+            )
         try:
             if template is not None:
                 session.restore(template.state)
@@ -128,6 +145,20 @@ class Vms:
             session.close()
             raise
         return session
+
+    @contextmanager
+    def _mapped(self, machine: Machine, template: Template | None) -> Iterator[tuple[Machine, list[int]]]:
+        """The machine as it maps its template's memory, which it cannot write to, and what it has to inherit for it."""
+        if template is None:
+            yield machine, []
+        elif self.places.maps_readonly:
+            yield replace(machine, memory=replace(machine.memory, readonly=True)), []
+        else:
+            fd = self.sealed.open(template)
+            try:
+                yield replace(machine, memory=replace(machine.memory, file=Path(f"/proc/self/fd/{fd}"))), [fd]
+            finally:
+                os.close(fd)
 
     def _disk(self, spec: VmSpec, paths: Paths, image: Image, template: Template | None) -> tuple[Path, str]:
         if template is not None:
@@ -264,9 +295,11 @@ class Vms:
             process.end(known.pid, known.started)
         # Not made anew: another destroy may have removed it meanwhile and returned, and then nothing is left.
         with manifest.locked(paths.home, make=False):
-            self._end(name, paths, manifest.read(paths.home))
+            known = manifest.read(paths.home)
+            self._end(name, paths, known)
             self._forget(name)
             link.remove_tap(name)
+            self.owners.release(name, known.uid if known is not None else 0)
             remove(paths)
 
     def _flush(self, name: str, paths: Paths, grace: float) -> None:

@@ -1,0 +1,126 @@
+"""What other users of the host, and a QEMU that its guest has taken over, can get at: tried as them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from multiverse.drivers.qemu.host import manifest
+from multiverse.drivers.qemu.host.templates import Template, load
+from tests.integration.test_qemu_driver import Lab, lab, settings, swept
+
+__all__ = ["lab", "settings", "swept"]  # fixtures
+pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="taps and images need root")]
+
+NOBODY = 65534
+# Tries everything there is to do with each path, and prints what it was let do.
+_TRY = """
+import json, os, socket, sys
+for path in sys.argv[1:]:
+    done = []
+    for word, flags in (("read", os.O_RDONLY), ("write", os.O_WRONLY)):
+        try:
+            os.close(os.open(path, flags | os.O_NONBLOCK))
+            done.append(word)
+        except OSError:
+            pass
+    try:
+        os.close(os.open(f"{path}/new", os.O_WRONLY | os.O_CREAT)); os.unlink(f"{path}/new"); done.append("make")
+    except OSError:
+        pass
+    with socket.socket(socket.AF_UNIX) as sock:
+        try:
+            sock.connect(path); done.append("connect")
+        except OSError:
+            pass
+    print(json.dumps([path, done]))
+"""
+
+
+def allowed(paths: Sequence[Path], uid: int, *groups: int) -> dict[Path, list[str]]:
+    """What that user is let do with each path, where that is anything."""
+    argv = ["/usr/bin/python3", "-c", _TRY, *map(str, paths)]
+    done = subprocess.run(argv, user=uid, group=uid, extra_groups=groups, capture_output=True, text=True, check=True)
+    found = dict(json.loads(line) for line in done.stdout.splitlines())
+    assert len(found) == len(paths) > 0, "it has tried them all"
+    return {Path(path): words for path, words in found.items() if words}
+
+
+def everything(*places: Path) -> list[Path]:
+    return [path for place in places for path in (place, *place.rglob("*")) if not path.is_symlink()]
+
+
+def status(pid: int) -> dict[str, str]:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
+
+
+def uid_of(lab: Lab, name: str) -> int:
+    known = manifest.read(lab.settings.qemu.vms / name)
+    assert known is not None
+    return known.uid
+
+
+def template(lab: Lab) -> Template:
+    found = load(lab.settings.qemu.templates / "slim")
+    assert found is not None
+    return found
+
+
+async def test_others_get_at_nothing_and_a_vm_at_its_own(lab: Lab) -> None:
+    one, two = lab.spec(), lab.spec()
+    await lab.started(one)
+    await lab.hypervisor.create(two)
+    qemu = lab.settings.qemu
+    first, _ = qemu.uids
+    things = everything(*(place / spec.name for place in (qemu.vms, qemu.run) for spec in (one, two)), qemu.templates)
+    assert {"disk.qcow2", "manifest.json", "console.log", "qemu.log", "qmp", "agent", "memory"} <= {
+        path.name for path in things
+    }
+    assert allowed(things, 0), "root is let, so the trying works"
+    inside = [path for path in things if path != qemu.templates and not path.name.endswith(".lock")]
+    assert allowed(inside, NOBODY) == {}
+
+    # Its QEMU: its own disk and console; of templates to read what it maps; of another VM, and of ours, nothing.
+    home = qemu.vms / one.name
+    own = allowed(inside, uid_of(lab, one.name), first)
+    assert own.pop(home / "disk.qcow2") == own.pop(home / "console.log") == ["read", "write"]
+    assert own and all(path.parent == template(lab).path and words == ["read"] for path, words in own.items())
+    assert {path.name for path in own} == {"memory", "disk.qcow2", "kernel.stub", "initrd.stub"}
+
+
+async def test_a_qemu_is_nobody_and_can_become_nobody(lab: Lab) -> None:
+    one, two = lab.spec(), lab.spec()
+    await lab.hypervisor.create(one)
+    await lab.hypervisor.create(two)
+    first, count = lab.settings.qemu.uids
+    users = {uid_of(lab, one.name), uid_of(lab, two.name)}
+    assert len(users) == 2 and all(first < uid < first + count for uid in users)
+    about = status(lab.pid(one.name))
+    assert set(about["Uid"].split()) == set(about["Gid"].split()) == {str(uid_of(lab, one.name))}
+    assert about["Groups"] == str(first)
+    assert {int(about[f"Cap{kind}"], 16) for kind in ("Inh", "Prm", "Eff", "Bnd", "Amb")} == {0}
+    assert (about["NoNewPrivs"], about["Seccomp"]) == ("1", "2")
+    await lab.hypervisor.destroy(one.name, 0)
+    await lab.hypervisor.destroy(two.name, 0)
+    assert not list((lab.settings.qemu.vms / ".uids").iterdir())
+
+
+async def test_nothing_that_a_clone_holds_open_writes_to_its_template(lab: Lab) -> None:
+    spec = lab.spec()
+    await lab.hypervisor.create(spec)
+    frozen = template(lab)
+    before = frozen.memory.stat().st_mtime_ns, frozen.memory.read_bytes()[:4096]
+    spoil = "import os, sys; fd = os.open(sys.argv[1], os.O_WRONLY); os.pwrite(fd, b'spoilt', 0)"
+    held = [path for path in Path(f"/proc/{lab.pid(spec.name)}/fd").iterdir() if path.is_symlink()]
+    mapped = [path for path in held if "memory" in os.fspath(path.readlink())]
+    assert mapped
+    for path in mapped:  # even as root, and through the descriptors themselves
+        assert subprocess.run([sys.executable, "-c", spoil, str(path)], capture_output=True).returncode != 0
+    assert (frozen.memory.stat().st_mtime_ns, frozen.memory.read_bytes()[:4096]) == before

@@ -1,0 +1,74 @@
+"""Users for VMs are leased by what is on disk, and templates' memory is sealed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from multiverse.core.errors import Exhausted, Gone, Refused
+from multiverse.core.model import Size
+from multiverse.drivers.qemu.host.owners import Owners
+from multiverse.drivers.qemu.host.sealed import Sealed, maps_readonly
+from multiverse.drivers.qemu.host.templates import Template
+
+
+def lease(owners: Owners, name: str) -> int:
+    owner = owners.lease(name)
+    assert owner is not None
+    return owner.uid
+
+
+def test_no_two_vms_have_the_same_user_and_one_keeps_its_own(tmp_path: Path) -> None:
+    owners = Owners(tmp_path, 1000, 4)
+    taken = {name: lease(owners, name) for name in ("mva-1", "mva-2", "mva-4")}  # the first and the last fall together
+    assert set(taken.values()) == {1001, 1002, 1003}
+    assert {name: lease(Owners(tmp_path, 1000, 4), name) for name in taken} == taken
+    with pytest.raises(Exhausted):
+        owners.lease("mva-3")
+    owners.release("mva-1", taken["mva-2"])  # another's stays
+    with pytest.raises(Exhausted):
+        owners.lease("mva-3")
+    owners.release("mva-1")
+    owners.release("mva-1")
+    assert lease(owners, "mva-3") == taken["mva-1"]
+
+
+def test_without_users_every_qemu_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    none = Owners(tmp_path, 0, 0)
+    none.check()
+    assert none.lease("mva-1") is None and none.builder is None
+    with pytest.raises(Refused, match=r"not root.*uids"):
+        Owners(tmp_path, 1000, 4).check()
+
+
+def test_sealed_memory_is_the_template_s_and_nobody_s_to_change(tmp_path: Path) -> None:
+    template = Template("slim", "k", tmp_path, Size(1, 1))
+    with template.memory.open("wb") as file:  # holes and data
+        file.truncate(1 << 20)
+        file.seek(300_000)
+        file.write(b"here")
+    sealed = Sealed()
+    fd = sealed.open(template)
+    again = sealed.open(template)
+    assert os.fstat(fd).st_ino == os.fstat(again).st_ino, "all clones share one"
+    assert os.pread(fd, 1 << 20, 0) == template.memory.read_bytes()
+    with pytest.raises(PermissionError):
+        os.pwrite(fd, b"x", 0)
+    (tmp_path / "new").write_bytes(b"another template")
+    (tmp_path / "new").rename(template.memory)
+    other = sealed.open(template)
+    assert os.pread(other, 100, 0) == b"another template"
+    sealed.drop("slim")
+    template.memory.unlink()
+    with pytest.raises(Gone):
+        sealed.open(template)
+    for each in (fd, again, other):
+        os.close(each)
+
+
+def test_which_qemu_maps_what_it_may_only_read() -> None:
+    said = {"7.2.22 (Debian 1:7.2)": False, "8.1.0": False, "8.2.0": True, "10.0.2": True}
+    assert {word: maps_readonly(f"QEMU emulator version {word}") for word in said} == said
