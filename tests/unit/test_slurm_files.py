@@ -181,8 +181,8 @@ def _lua() -> str | None:
         ("user_id = 1000, partition = 'other', features = 'a|b'", "|0|a|b"),
         ("user_id = 0", "Multiverse runs no job as root: submit as a user, e.g. sbatch --uid=NAME|-1|nil"),
         ("user_id = 1000, features = {}", "error "),  # an error of ours blocks nobody
-        ("user_id = 1000, num_tasks = 3, min_cpus = 3", "|mvgate|1-1"),  # without -N: one VM
-        ("user_id = 1000, num_tasks = 5, min_cpus = 5, ntasks_per_node = 2", "|mvgate|3-3"),
+        ("user_id = 1000, num_tasks = 2, min_cpus = 2", "|mvgate|1-1"),  # without -N: one VM
+        ("user_id = 1000, num_tasks = 2, min_cpus = 2, ntasks_per_node = 1", "|mvgate|2-2"),
         ("user_id = 1000, min_nodes = 2, max_nodes = 3, num_tasks = 4294967294", "|mvgate|2-2"),
         ("user_id = 1000, contiguous = 65534, req_switch = 4294967294, delay_boot = 4294967294", "|0|mvgate"),
         ("user_id = 1000, contiguous = 1", "VMs have no neighbours: submit without --contiguous|-1"),
