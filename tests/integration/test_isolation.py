@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from multiverse.drivers.qemu.host import manifest
+from multiverse.drivers.qemu.host.cages import Cages
 from multiverse.drivers.qemu.host.templates import Template, load
 from tests.integration.test_qemu_driver import Lab, lab, settings, swept
 
@@ -124,3 +126,35 @@ async def test_nothing_that_a_clone_holds_open_writes_to_its_template(lab: Lab) 
     for path in mapped:  # even as root, and through the descriptors themselves
         assert subprocess.run([sys.executable, "-c", spoil, str(path)], capture_output=True).returncode != 0
     assert (frozen.memory.stat().st_mtime_ns, frozen.memory.read_bytes()[:4096]) == before
+
+
+def test_what_is_put_in_a_cage_takes_no_more_than_it_may() -> None:
+    cages, name = Cages(), f"mvtest-{os.getpid()}"
+    ends = {}
+    for word, size, script in (("fits", 16, "pass"), ("grows", 300, "pass"), ("forks", 16, "import os; os.fork()")):
+        code = f"import sys; sys.stdin.readline(); block = bytearray(b'x') * ({size} << 20); {script}"
+        greedy = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, process_group=0
+        )
+        try:
+            cages.limit(name, 128, 1)
+            cages.put(name, greedy.pid, 1)
+            greedy.communicate(b"\n")
+            ends[word] = greedy.returncode
+        finally:
+            greedy.kill()
+            greedy.wait()
+            cages.remove(name)
+    assert ends == {"fits": 0, "grows": -signal.SIGKILL, "forks": 1}
+    cages.remove(name)
+
+
+async def test_a_vm_s_cage_goes_with_it(lab: Lab) -> None:
+    spec = lab.spec()
+    await lab.hypervisor.create(spec)
+    pid = lab.pid(spec.name)
+    inside = [line for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines() if line.endswith(spec.name)]
+    assert inside, "it is in a cage"
+    os.kill(pid, signal.SIGKILL)
+    await lab.hypervisor.destroy(spec.name, 0)
+    assert not list(Path("/sys/fs/cgroup").glob(f"**/{spec.name}"))

@@ -1,14 +1,18 @@
-"""Users for VMs are leased by what is on disk, and templates' memory is sealed."""
+"""Users for VMs are leased by what is on disk, templates' memory is sealed, and QEMUs are limited."""
 
 from __future__ import annotations
 
 import os
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from multiverse.core.errors import Exhausted, Gone, Refused
 from multiverse.core.model import Size
+from multiverse.drivers.qemu.host.cages import Cages
 from multiverse.drivers.qemu.host.owners import Owners
 from multiverse.drivers.qemu.host.sealed import Sealed, maps_readonly
 from multiverse.drivers.qemu.host.templates import Template
@@ -72,3 +76,18 @@ def test_sealed_memory_is_the_template_s_and_nobody_s_to_change(tmp_path: Path) 
 def test_which_qemu_maps_what_it_may_only_read() -> None:
     said = {"7.2.22 (Debian 1:7.2)": False, "8.1.0": False, "8.2.0": True, "10.0.2": True}
     assert {word: maps_readonly(f"QEMU emulator version {word}") for word in said} == said
+
+
+def test_without_control_groups_a_vm_s_user_is_limited_and_it_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mounts").write_text("proc /proc proc rw 0 0\n")
+    cages = Cages(tmp_path / "mounts")
+    assert "no control group" in capsys.readouterr().out
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        cages.limit("mva-1", 100, 7)
+        cages.put("mva-1", child.pid, 7)
+        assert resource.prlimit(child.pid, resource.RLIMIT_NPROC) == (7, 7)
+        child.communicate(b"\n")
+    cages.put("mva-1", child.pid, 7)  # it has ended
+    cages.remove("mva-1")

@@ -31,6 +31,10 @@ class Accelerator:
     def cpu(self) -> str:
         return "host" if self.name == "kvm" else "max"
 
+    def footprint(self, memory: int) -> int:
+        """MiB that a QEMU may take whose guest has `memory` MiB: with its own, and the code that emulation makes."""
+        return memory + 256 + (0 if self.name == "kvm" else 1024)  # accel/tcg/region.c: a GiB of code at most
+
     def groups(self) -> list[int]:
         """Whom the kernel lets use it, beside root: a user of our own has to be one of them."""
         try:

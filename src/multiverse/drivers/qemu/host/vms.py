@@ -14,6 +14,7 @@ from pathlib import Path
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Unknown
 from multiverse.core.model import CloneKind, Identity, Size, Stage, VmSpec
 from multiverse.drivers.qemu.host import link, manifest, process, templates
+from multiverse.drivers.qemu.host.cages import Cages
 from multiverse.drivers.qemu.host.channel import Channel
 from multiverse.drivers.qemu.host.machine import DIMMS, Machine
 from multiverse.drivers.qemu.host.manifest import Manifest, Phase
@@ -28,6 +29,7 @@ from multiverse.guest.protocol import FLUSH, HELLO, Report, identity_message
 _BLOCK = 128  # MiB: x86 Linux takes plugged memory in blocks of this
 _WAKE_TIMEOUT = 30.0  # seconds for a restored guest's first byte
 _START_TIMEOUT = 120.0  # seconds for its mounts and daemons
+_WORKERS = 128  # QEMU's pool has 64 at most (util/thread-pool.c), and some it starts for a moment
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -69,6 +71,7 @@ class Vms:
         self.audits: dict[str, Report] = {}
         self.owners = Owners(places.vms, *places.uids)
         self.sealed = Sealed()
+        self.cages = Cages()
 
     # --- create ---------------------------------------------------------------------------------------
 
@@ -121,7 +124,9 @@ class Vms:
             nonlocal record
             record = replace(record, pid=pid, started=started)
             manifest.write(paths.home, record)
+            self.cages.put(spec.name, pid, tasks(spec.size))
 
+        self.cages.limit(spec.name, made.accelerator.footprint(spec.size.memory), tasks(spec.size))
         with self._mapped(made, template) as (made, fds):
             session = Session.launch(
                 made,
@@ -299,6 +304,7 @@ class Vms:
             self._end(name, paths, known)
             self._forget(name)
             link.remove_tap(name)
+            self.cages.remove(name)
             self.owners.release(name, known.uid if known is not None else 0)
             remove(paths)
 
@@ -353,6 +359,11 @@ class Vms:
 def lives(known: Manifest) -> bool:
     """Does its process live? Pids of another boot mean nothing."""
     return known.boot_id == _BOOT_ID and process.alive(known.pid, known.started)
+
+
+def tasks(size: Size) -> int:
+    """How many threads a QEMU may have: one for each CPU, and those that wait for its disk."""
+    return size.cpus + _WORKERS
 
 
 def remove_files(paths: Paths) -> None:
