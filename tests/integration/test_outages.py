@@ -66,6 +66,34 @@ def test_a_service_killed_while_a_vm_starts(
     nothing_left(lab, client)
 
 
+@pytest.mark.parametrize(
+    "service", [pytest.param("slurmctld", marks=slow), "munged", pytest.param("ganesha", marks=slow)]
+)
+def test_a_service_killed_while_a_job_runs(
+    lab: LabUnderTest, client: Client, controller: Callable[[], int], service: str
+) -> None:
+    go = lab.user.home / "go"
+    go.unlink(missing_ok=True)
+    path, script = counting(lab, "under", f"until [ -e {go} ]; do sleep 0.2; done; echo end >> under.count")
+    job = lab.sbatch(script, "--output=/dev/null")
+    until("it runs", lambda: latest(client, job).get("state") == "allocated" and path.exists())
+    if service == "slurmctld":
+        changed = time.time()
+        lab.run("scontrol", "update", f"JobId={job}", "Comment=kept", user=lab.user)
+        kept_by_slurm(lab, changed)
+    os.kill(int(lifecycle.status(lab.where)[service]["pid"]), signal.SIGKILL)
+    if service != "ganesha":
+        until("the controller does not know", lambda: not all(s["known"] for s in client.status()["sources"]))
+    waiting = looks(client) + 3
+    until("the controller has looked since", lambda: looks(client) >= waiting)
+    assert latest(client, job)["state"] == "allocated", "unknown is not absent"
+    mend(lab)
+    go.touch()
+    ended(client, job, "done")
+    assert written(path) == "run 0\nend\n" and accounted(lab, job) == ("COMPLETED", "0:0")
+    nothing_left(lab, client)
+
+
 @pytest.mark.parametrize("state", ["spawning", "allocated"])
 def test_a_vm_that_stands_still_for_a_while_goes_on(
     lab: LabUnderTest, client: Client, controller: Callable[[], int], state: str
@@ -81,6 +109,36 @@ def test_a_vm_that_stands_still_for_a_while_goes_on(
     row = ended(client, job, "done")
     assert row["vms"] == [vm] and len(client.jobs(job)) == 1, "in that same VM"
     assert written(path) == "run 0\nend\n" and accounted(lab, job) == ("COMPLETED", "0:0")
+    nothing_left(lab, client)
+
+
+@pytest.fixture
+def impatient(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[None]:
+    """Slurm gives a silent node up after ten seconds."""
+    controller()
+    conf = lab.where.slurm_conf
+    whole = conf.read_text()
+    conf.write_text(whole.replace("SlurmdTimeout=60", "SlurmdTimeout=10"))
+    lab.run("scontrol", "reconfigure")
+    yield
+    conf.write_text(whole)
+    lab.run("scontrol", "reconfigure")
+
+
+@slow
+def test_a_vm_that_stands_still_for_too_long_follows_slurms_verdict(
+    lab: LabUnderTest, client: Client, controller: Callable[[], int], impatient: None
+) -> None:
+    path, script = counting(lab, "verdict", "[ $SLURM_RESTART_COUNT ] || sleep 60; echo end >> verdict.count")
+    job = lab.sbatch(script, "--requeue", "--output=/dev/null")
+    row = until("it runs", lambda: (r := latest(client, job)).get("state") == "allocated" and r)
+    until("it has said so", lambda: path.exists() and path.read_text() == "run 0\n")
+    (vm,) = row["vms"]
+    os.kill(qemu_of(vm), signal.SIGSTOP)
+    row = ended(client, job, "done")
+    assert row["vms"] != [vm] and client.jobs(job)[0]["state"] == "requeued"
+    assert written(path) == "run 0\nrun 1\nend\n", "the first run never went on"
+    assert accounted(lab, job) == ("COMPLETED", "0:0")
     nothing_left(lab, client)
 
 
