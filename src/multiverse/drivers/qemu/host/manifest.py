@@ -47,6 +47,8 @@ class Manifest:
     started: int = 0  # the process's start, in clock ticks since the machine's boot
     boot_id: str = ""
     uid: int = 0
+    address: str = ""  # what it may speak as on the bridge, and with which other VMs; none before it is someone
+    peers: tuple[str, ...] = ()
 
 
 def write(directory: Path, manifest: Manifest) -> None:
@@ -67,6 +69,7 @@ def read(directory: Path) -> Manifest | None:
     try:
         raw = json.loads((directory / FILE).read_text())
         raw["kind"], raw["phase"] = CloneKind(raw["kind"]), Phase(raw["phase"])
+        raw["peers"] = tuple(raw.get("peers", ()))
         return Manifest(**raw)
     except (OSError, ValueError, TypeError, KeyError):
         return None

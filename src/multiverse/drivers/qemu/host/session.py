@@ -93,7 +93,7 @@ class Session:
                     path.chmod(0o600)
                     listener.listen(1)
                     ours.append(listener.detach())
-            ours.append(link.open_tap(tap, bridge))
+            ours.append(link.open_tap(tap, bridge, machine.mac))
             lap("tap")
             argv = machine.argv(
                 binary, Wiring(ours[0], ours[1], ours[2], paths.console), paused=paused, incoming=incoming

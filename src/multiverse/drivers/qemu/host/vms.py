@@ -16,6 +16,7 @@ from multiverse.core.model import CloneKind, Identity, Size, Stage, VmSpec
 from multiverse.drivers.qemu.host import link, manifest, process, templates
 from multiverse.drivers.qemu.host.cages import Cages
 from multiverse.drivers.qemu.host.channel import Channel
+from multiverse.drivers.qemu.host.filter import Filter
 from multiverse.drivers.qemu.host.machine import DIMMS, Machine
 from multiverse.drivers.qemu.host.manifest import Manifest, Phase
 from multiverse.drivers.qemu.host.owners import Owners
@@ -56,6 +57,7 @@ class Places:
     binary: str
     uids: tuple[int, int] = (0, 0)  # the first user for QEMUs, and how many; none: they run as ours
     maps_readonly: bool = True  # what that QEMU can, see `sealed`
+    prefix: str = "mv"  # what the names of our VMs begin with
 
     def of(self, name: str) -> Paths:
         return Paths(self.vms / name, self.run / name)
@@ -72,6 +74,7 @@ class Vms:
         self.owners = Owners(places.vms, *places.uids)
         self.sealed = Sealed()
         self.cages = Cages()
+        self.filter = Filter(places.prefix, places.vms)
 
     # --- create ---------------------------------------------------------------------------------------
 
@@ -206,7 +209,12 @@ class Vms:
             lap("plug")
             resumed = known.phase is Phase.STARTING
             booted = known.kind is not CloneKind.INSTANT
-            manifest.write(paths.home, replace(known, phase=Phase.STARTING))
+            # Peers are told by their names, which are those of their taps; other hosts are none of the bridge's ports.
+            peers = tuple(peer for peer, _ in identity.peers if peer != name and peer.startswith(self.places.prefix))
+            known = replace(known, phase=Phase.STARTING, address=identity.address.partition("/")[0], peers=peers)
+            manifest.write(paths.home, known)
+            self.filter.admit(known)
+            link.isolate(name, not peers)
             cpus = known.cpus if booted else max(size.cpus, known.cpus)
             report = self._awaken(session, identity, cpus, plugged, lap, ask=resumed, booted=booted)
             try:
@@ -305,8 +313,11 @@ class Vms:
             self._forget(name)
             link.remove_tap(name)
             self.cages.remove(name)
+            if known is not None:
+                self.filter.forget(known)
             self.owners.release(name, known.uid if known is not None else 0)
             remove(paths)
+        self.filter.sweep()
 
     def _flush(self, name: str, paths: Paths, grace: float) -> None:
         deadline = time.monotonic() + grace
