@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 
 from multiverse.config import Settings
-from multiverse.core.errors import Gone, Refused, Stale
+from multiverse.core.errors import Gone, Refused, Stale, Unknown
 from multiverse.core.model import Attempt, JobRef, Membership, SchedulerView, User, Vm
 from multiverse.drivers.slurm import account, conf, parse
 from multiverse.drivers.slurm import membership as guest
@@ -34,18 +34,25 @@ class SlurmScheduler:
         self._site = site
         self._images = images
         self._commands = SlurmCommands(settings.slurm, env)
+        self._nodes_by: tuple[str, ...] = ("sinfo", "-a")
         self._deleter = Deleter(self._commands, (settings.slurm.gate_partition, settings.slurm.run_partition))
 
     async def look(self) -> SchedulerView:
         names = await asyncio.to_thread(self._names)
         # -a: hidden partitions too; -t all: ended jobs, which newer releases leave out otherwise.
         jobs, nodes = await asyncio.gather(
-            self._commands.json("squeue", "-a", "-t", "all"), self._commands.json("sinfo", "-a")
+            self._commands.json("squeue", "-a", "-t", "all"), self._commands.json(*self._nodes_by)
         )
-        seen_jobs, seen_nodes = await asyncio.gather(
-            asyncio.to_thread(parse.jobs, jobs.get("jobs", ()), names, time.time()),
-            asyncio.to_thread(parse.nodes, nodes.get("nodes") or nodes.get("sinfo", ()), names),
-        )
+        if "sinfo" in nodes:  # from 23.02 on it tells of nodes by the group; scontrol has no JSON before
+            self._nodes_by = ("scontrol", "-a", "show", "nodes")
+            nodes = await self._commands.json(*self._nodes_by)
+        try:
+            seen_jobs, seen_nodes = await asyncio.gather(
+                asyncio.to_thread(parse.jobs, jobs.get("jobs", ()), names, time.time()),
+                asyncio.to_thread(parse.nodes, nodes.get("nodes", ()), names),
+            )
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise Unknown(f"Slurm's JSON is not as it was: {error!r}", hint="which release is this? report it") from error
         return SchedulerView(jobs=seen_jobs, nodes=seen_nodes)
 
     def _names(self) -> parse.Names:

@@ -56,6 +56,7 @@ _NODE_DOWN = frozenset(
 )
 _NODE_BUSY = frozenset(("ALLOCATED", "MIXED", "COMPLETING"))
 _KINDS = frozenset(kind.value for kind in CloneKind)
+_NO_THREADS = 0x7FFE  # how 24.11's JSON shows a --thread-spec that was not asked for: NO_VAL16 without its highest bit
 _SKEW = 5  # seconds that slurmctld's clock may be ahead of ours
 REQUEUE_DELAY = 130  # Slurm gives a requeued job a begin time 121 s off (job_mgr.c: credential lifetime + 1)
 MEMORY_PER_CPU = 512  # MiB, for a site that sets no DefMemPerCPU and a job that asks for none
@@ -275,9 +276,12 @@ def _problem(record: Record, own: tuple[str, ...], names: Names) -> str:
         (bool(record.get("resv_name")), "reservations are not served: submit without --reservation"),
         (bool(record.get("prefer")), "--prefer is not served: ask with --constraint"),
         (bool(record.get("required_nodes")), "a job's nodes are made for it: submit without --nodelist"),
-        (bool(record.get("tres_per_node") or record.get("tres_per_job")), "generic resources are not served yet"),
         (
-            bool(number(record.get("core_spec")) or number(record.get("thread_spec"))),
+            any("gres" in str(record.get(f"tres_per_{what}")) for what in ("node", "job", "socket", "task")),
+            "generic resources are not served: submit without GPUs and --gres",
+        ),
+        (
+            bool(number(record.get("core_spec")) or (number(record.get("thread_spec")) or _NO_THREADS) != _NO_THREADS),
             "a VM has no cores to set aside: submit without --core-spec and --thread-spec",
         ),
         (

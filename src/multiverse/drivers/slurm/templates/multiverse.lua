@@ -64,9 +64,10 @@ local UNSERVED = {
 }
 local ENFORCE_BINDING, SPREAD, DISABLE_BINDING = 16, 256, 524288 -- bits of bitflags (slurm.h)
 
--- Whether a field holds a wish. Unset ones are 0, or the greatest numbers of their width.
+-- Whether a field holds a wish. Unset ones are 0, or the greatest numbers of their width; from 23.11 on
+-- --cpus-per-task is in tres_per_task, too.
 local function asked(value)
-  if type(value) == "string" then return value ~= "" end
+  if type(value) == "string" then return value ~= "" and not string.find(value, "^cpu[=:]%d+$") end
   return type(value) == "number" and value > 0 and value ~= NO_VAL16 and value < NO_VAL - 1
 end
 
