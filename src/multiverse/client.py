@@ -65,6 +65,10 @@ class Client:
         """Ask that a trouble of `status` be repaired; what comes of it is seen there."""
         return dict(self._call("POST", "/repair", json={"name": name, "fenced": fenced}))
 
+    def audit_identity(self) -> dict[str, Any]:
+        """What each VM that runs says of itself, compared."""
+        return dict(self._call("GET", "/audit/identity"))
+
     def timeline(self, job: str) -> list[dict[str, Any]]:
         return list(self._call("GET", f"/timeline/{job}"))
 

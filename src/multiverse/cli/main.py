@@ -9,6 +9,7 @@ import click
 import typer
 
 from multiverse.cli import (
+    audit,
     bench,
     daemon,
     demo,
@@ -41,6 +42,7 @@ app.command("hosts")(hosts.hosts)
 app.command("status")(status.status)
 app.command("repair")(repair.repair)
 app.command("timeline")(timeline.timeline)
+app.add_typer(audit.app, name="audit")
 app.add_typer(template.app, name="template")
 app.add_typer(image.app, name="image")
 app.command("daemon")(daemon.daemon)

@@ -36,7 +36,7 @@ from typing import Any
 VERSION = 1
 PORT = "org.multiverse.agent"
 MAX_LINE = 1 << 20  # bytes of one message, either way
-LOGS = "/var/log/multiverse"
+LOGS, SSH = "/var/log/multiverse", "/etc/ssh"
 DAEMON_TIMEOUT = 30.0  # seconds for a daemon's ready path to appear, and for plugged memory to come
 TEMPLATE = "multiverse.template"  # on the kernel's command line: this VM is to be frozen, so let it be warm
 MODULES = ("virtio_console", "virtio_net", "nfsv4", "nfs")
@@ -50,7 +50,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 # <linux/random.h>, <linux/if.h>, <linux/sockios.h>, <linux/rtnetlink.h>, <linux/mount.h>
 RNDADDENTROPY, RNDRESEEDCRNG = 0x40085203, 0x5207
-SIOCGIFFLAGS, SIOCSIFFLAGS, SIOCSIFHWADDR = 0x8913, 0x8914, 0x8924
+SIOCGIFFLAGS, SIOCSIFFLAGS, SIOCSIFHWADDR, SIOCGIFADDR = 0x8913, 0x8914, 0x8924, 0x8915
 IFF_UP, ARPHRD_ETHER = 0x1, 1
 RTM_NEWADDR, RTM_DELADDR, RTM_NEWROUTE, NLM_REQUEST_ACK, NLM_CREATE_REPLACE, NLMSG_ERROR = 20, 21, 24, 0x5, 0x500, 2
 MS = {"ro": 1, "nosuid": 2, "nodev": 4, "noexec": 8, "sync": 16, "dirsync": 128, "noatime": 1024,
@@ -731,6 +731,8 @@ class Agent:
                 self.become(message)
             elif message.get("type") == "flush":
                 self.flush()
+            elif message.get("type") == "audit":
+                self.channel.send("audited", audit={**self.audit(), **self.state.get("audit", {}), **self.present()})
             elif message.get("type") == "hello":
                 self.channel.send(**self.state)
         except Failure as error:
@@ -802,6 +804,17 @@ class Agent:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
         return {"cpus": online_cpus(), "memory": memory, "machine_id": read("/etc/machine-id").strip(),
                 "boot_id": boot_id, "random": os.urandom(8).hex()}  # fmt: skip
+
+    def present(self) -> dict[str, Any]:
+        """What it is and has now: its names on the network, the ends of its host keys, the time in milliseconds."""
+        name = interface()
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            address = fcntl.ioctl(sock, SIOCGIFADDR, struct.pack("16s24x", name.encode()))[20:24]
+        keys = [read(f"{SSH}/{file}").split()[1][-20:] for file in sorted(os.listdir(SSH)) if file.endswith("_key.pub")
+                ] if os.path.isdir(SSH) else []  # fmt: skip
+        return {"hostname": socket.gethostname(), "mac": read(f"/sys/class/net/{name}/address").strip(),
+                "address": socket.inet_ntoa(address), "host_keys": " ".join(keys),
+                "now": time.time_ns() // 1_000_000, "fresh": os.urandom(8).hex()}  # fmt: skip
 
     def _start(self, daemon: Daemon) -> None:
         self.daemons.append(daemon)

@@ -19,12 +19,13 @@ from multiverse.core.errors import Refused
 from multiverse.core.model import Identity, Stage
 from multiverse.guest.agent import MAX_LINE, PORT, TEMPLATE
 
-__all__ = ["FLUSH", "HELLO", "MAX_LINE", "PORT", "TEMPLATE", "Lines", "Report", "identity_message"]
+__all__ = ["AUDIT", "FLUSH", "HELLO", "MAX_LINE", "PORT", "TEMPLATE", "Lines", "Report", "identity_message"]
 
 HELLO = b'{"type":"hello"}\n'
 FLUSH = b'{"type":"flush"}\n'
+AUDIT = b'{"type":"audit"}\n'
 _TEXT = 1000  # characters of any text that is kept
-_TYPES = frozenset({"fork_point", "forked", "becoming", "started", "failed", "flushed", "daemon_ended"})
+_TYPES = frozenset({"fork_point", "forked", "becoming", "started", "failed", "flushed", "daemon_ended", "audited"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,8 @@ from multiverse.core.admission import references
 from multiverse.core.model import Size
 from multiverse.core.rows import Command, Draft
 from multiverse.ports import Clock
+from multiverse.service import identity
+from multiverse.service.identity import Facts, IdentityAudit
 from multiverse.service.metrics import Executed, Metrics
 from multiverse.service.troubles import (
     OFTEN,
@@ -44,6 +46,7 @@ from multiverse.service.views import (
 from multiverse.store import Store
 
 Measure = Callable[[], Awaitable[Mapping[str, tuple[float, float, float]]]]
+Examine = Callable[[], Awaitable[Mapping[str, Facts]]]
 
 
 class TemplateWish(BaseModel):
@@ -61,9 +64,16 @@ class RepairWish(BaseModel):
 
 
 def make_api(
-    controller: Controller, store: Store, clock: Clock, settings: Settings, measure: Measure, executed: Executed
+    controller: Controller,
+    store: Store,
+    clock: Clock,
+    settings: Settings,
+    measure: Measure,
+    examine: Examine,
+    executed: Executed,
 ) -> FastAPI:
-    """The application. `measure` gives each VM's CPU seconds, unique memory and PSS in MiB, as of now."""
+    """The application. `measure` gives each VM's CPU seconds, unique memory and PSS in MiB, as of now; `examine` what
+    each guest says of itself."""
     api = FastAPI(title="Multiverse", version=__version__, docs_url=None, redoc_url=None)
 
     @api.get("/status")
@@ -201,6 +211,10 @@ def make_api(
             raise HTTPException(404, f"no such host: {wish.host or '(none named)'}; there are: {', '.join(hosts)}")
         controller.command(Command(verb, host, wish.image))
         return TemplateWish(image=wish.image, host=host)
+
+    @api.get("/audit/identity")
+    async def audit_identity() -> IdentityAudit:
+        return identity.audit(store.rows(), await examine())
 
     @api.get("/timeline/{job}")
     async def timelines(job: str) -> list[TimelineView]:

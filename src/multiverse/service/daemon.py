@@ -104,7 +104,7 @@ async def serve(settings: Settings) -> None:
         trace = Trace(settings.trace, clock) if settings.trace else None
         controller = Controller(store, *_traced(scheduler, hypervisor, trace), clock, settings)
         sock = _bind(settings.socket)
-        api = make_api(controller, store, clock, settings, hypervisor.measure, executed)
+        api = make_api(controller, store, clock, settings, hypervisor.measure, hypervisor.examine, executed)
         server = _Server(uvicorn.Config(api, log_level="warning", access_log=False, lifespan="off"))
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()

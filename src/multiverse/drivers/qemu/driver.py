@@ -14,7 +14,7 @@ from typing import TypeVar
 import structlog
 
 from multiverse.config import Settings
-from multiverse.core.errors import Gone, Refused
+from multiverse.core.errors import Gone, MultiverseError, Refused
 from multiverse.core.model import (
     CloneKind,
     Host,
@@ -172,6 +172,20 @@ class QemuHypervisor:
         """What the guest said of itself when it started: digests of its ids and of random bytes, CPUs, memory."""
         report = self._vms.audits.get(name)
         return dict(report.audit) if report is not None else {}
+
+    async def examine(self) -> Mapping[str, Mapping[str, str | int]]:
+        """What each guest that runs says of itself now, see `Vms.examine`; `error` instead if it does not."""
+        names = [path.name for path in await self._in_thread(self._directories)]
+        found = await asyncio.gather(*(self._in_thread(self._examine, name) for name in names))
+        return {name: facts for name, facts in zip(names, found, strict=True) if facts is not None}
+
+    def _examine(self, name: str) -> Mapping[str, str | int] | None:
+        try:
+            return self._vms.examine(name)
+        except Gone:
+            return None
+        except MultiverseError as error:
+            return {"error": error.message}
 
     # --- templates ------------------------------------------------------------------------------------
 

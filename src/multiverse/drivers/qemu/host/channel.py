@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -18,6 +19,8 @@ class Channel:
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._lines = Lines()
         self._reports: deque[Report] = deque(maxlen=256)
+        self._news: deque[Report] = deque(maxlen=16)  # what came unasked while an answer was awaited
+        self._talk = threading.Lock()
         try:
             self._sock.connect(str(path))
         except OSError as error:
@@ -55,6 +58,8 @@ class Channel:
                 report = self._reports.popleft()
                 if report.type in types:
                     return report
+                if report.type == "daemon_ended":
+                    self._news.append(report)
                 if report.type == "failed":
                     raise Broken(f"in the guest: {report.reason}", hint="its console log is beside the VM's manifest")
             left = deadline - time.monotonic()
@@ -71,10 +76,23 @@ class Channel:
                 raise Unknown("the VM closed the agent's channel")
             self._reports.extend(self._lines.feed(data))
 
+    def ask(self, line: bytes, answer: str, timeout: float) -> Report:
+        """Say something and hear its answer; others who would talk or listen meanwhile wait for their turn."""
+        deadline = time.monotonic() + timeout
+        if not self._talk.acquire(timeout=timeout):
+            raise Unknown(f"the agent is asked something else for {timeout:.0f} s already")
+        try:
+            self.send(line, timeout)
+            return self.expect(frozenset({answer}), max(0.0, deadline - time.monotonic()))
+        finally:
+            self._talk.release()
+
     def news(self) -> list[Report]:
         """Reports that came unasked since the last call. Never waits."""
-        self._sock.setblocking(False)
+        if not self._talk.acquire(blocking=False):
+            return []
         try:
+            self._sock.setblocking(False)
             for _ in range(16):  # a guest that floods us must not keep us here
                 data = self._sock.recv(65536)
                 if not data:
@@ -82,7 +100,10 @@ class Channel:
                 self._reports.extend(self._lines.feed(data))
         except OSError:
             pass
-        found = list(self._reports)
+        finally:
+            self._talk.release()
+        found = [*self._news, *self._reports]
+        self._news.clear()
         self._reports.clear()
         return found
 

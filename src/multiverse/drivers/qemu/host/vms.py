@@ -25,10 +25,11 @@ from multiverse.drivers.qemu.host.sealed import Sealed
 from multiverse.drivers.qemu.host.session import Paths, Session, remove
 from multiverse.drivers.qemu.host.templates import BOOT_TIMEOUT, Template
 from multiverse.guest.image import Image
-from multiverse.guest.protocol import FLUSH, HELLO, Report, identity_message
+from multiverse.guest.protocol import AUDIT, FLUSH, HELLO, Report, identity_message
 
 _BLOCK = 128  # MiB: x86 Linux takes plugged memory in blocks of this
 _WAKE_TIMEOUT = 30.0  # seconds for a restored guest's first byte
+_ASK_TIMEOUT = 10.0  # seconds for an answer that needs no work; a guest may be busy
 _START_TIMEOUT = 120.0  # seconds for its mounts and daemons
 _WORKERS = 128  # QEMU's pool has 64 at most (util/thread-pool.c), and some it starts for a moment
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -293,6 +294,24 @@ class Vms:
             self._sessions[name] = session
         return session
 
+    # --- examine --------------------------------------------------------------------------------------
+
+    def examine(self, name: str) -> dict[str, str | int]:
+        """What a guest that has been started says of itself, now and when it was; `skew` is how far its clock is from
+        ours, in milliseconds beyond what asking took. `Gone` if it is not started, `Unknown` if it does not answer."""
+        paths = self.places.of(name)
+        known = manifest.read(paths.home)
+        if known is None or known.phase is not Phase.STARTED or not lives(known):
+            raise Gone(f"there is no VM {name} that runs", hint="see `multiverse vms`")
+        channel = self.channels.get(name)
+        if channel is None:
+            channel = self.channels[name] = Channel(paths.agent)
+        asked = time.time_ns() // 1_000_000
+        facts = dict(channel.ask(AUDIT, "audited", _ASK_TIMEOUT).audit)
+        heard = -(-time.time_ns() // 1_000_000)
+        now = int(facts.pop("now", 0))
+        return {**facts, "skew": min(0, now - asked) or max(0, now - heard)}
+
     # --- destroy --------------------------------------------------------------------------------------
 
     def destroy(self, name: str, grace: float) -> None:
@@ -330,8 +349,7 @@ class Vms:
         except MultiverseError:
             return
         try:
-            channel.send(FLUSH, grace)
-            channel.expect(frozenset({"flushed"}), max(0.0, deadline - time.monotonic()))
+            channel.ask(FLUSH, "flushed", max(0.0, deadline - time.monotonic()))
         except MultiverseError:
             return  # it had its time
         finally:

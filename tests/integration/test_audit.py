@@ -1,0 +1,47 @@
+"""`multiverse audit identity` on the real lab: clones made at the same instant are strangers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from multiverse.client import Client
+from tests.integration.conftest import LabUnderTest
+from tests.integration.test_jobs import ended, latest, nothing_left, until
+from tests.integration.test_status import multiverse
+
+pytestmark = pytest.mark.integration
+
+
+def test_clones_of_one_instant_are_strangers(lab: LabUnderTest, client: Client, controller: Callable[[], int]) -> None:
+    alone = multiverse(lab, "audit", "identity")
+    assert alone.returncode == 1 and "no two VMs" in alone.stdout
+    go = lab.user.home / "audited"
+    job = lab.sbatch(f"until [ -e {go} ]; do sleep 0.2; done", "--array=1-4", "--output=/dev/null")
+    tasks = [f"{job}_{task}" for task in range(1, 5)]
+    until("all run", lambda: all(latest(client, task).get("state") == "allocated" for task in tasks))
+
+    done = multiverse(lab, "audit", "identity", "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 0 and found["strangers"], found
+    assert sorted(vm["job_id"] for vm in found["vms"]) == tasks
+    first = {vm["name"]: vm for vm in found["vms"]}
+    assert all(vm["facts"][key] for vm in first.values() for key in ("machine_id", "boot_id", "random", "mac"))
+
+    # Asked by another daemon, later: each is who it was, with its clock kept.
+    asked = controller()
+    lab.run("kill", "-9", str(asked))
+    controller()
+    until("the new one looks", lambda: all(source["known"] for source in client.status()["sources"]))
+    done = multiverse(lab, "audit", "identity")
+    assert done.returncode == 0 and "4 VMs, all strangers." in done.stdout, done.stdout
+    for vm in client.audit_identity()["vms"]:
+        before = first[vm["name"]]["facts"]
+        assert {key for key, value in vm["facts"].items() if value != before[key]} == {"fresh"}
+        assert abs(vm["skew"]) < 1000
+    go.touch()
+    for task in tasks:
+        ended(client, task, "done")
+    nothing_left(lab, client)

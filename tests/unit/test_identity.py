@@ -1,0 +1,56 @@
+"""Which VMs are no strangers, and what is said of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from multiverse.core.rows import Rows
+from multiverse.service.identity import UNIQUE, audit
+
+NOBODY = Rows("test0")
+
+
+def guest(name: str, **other: Any) -> dict[str, str | int]:
+    return {**{key: f"{key} of {name}" for key in UNIQUE}, "hostname": name, "skew": 0, **other}
+
+
+def said(**of_second: Any) -> dict[str, dict[str, str | int]]:
+    return {"mva-1": guest("mva-1"), "mva-2": guest("mva-2", **of_second)}
+
+
+def test_strangers_have_nothing_in_common() -> None:
+    found = audit(NOBODY, said(skew=-999))
+    assert found.strangers and [vm.problems for vm in found.vms] == [(), ()]
+    assert audit(NOBODY, {"mva-1": guest("mva-1", host_keys=""), "mva-2": guest("mva-2", host_keys="")}).strangers
+
+
+@pytest.mark.parametrize("key", sorted(set(UNIQUE) - {"hostname"}))
+def test_what_two_share_is_named_at_both(key: str) -> None:
+    found = audit(NOBODY, said(**{key: f"{key} of mva-1"}))
+    assert not found.strangers
+    assert [vm.problems for vm in found.vms] == [
+        (f"the same {UNIQUE[key]} as mva-2: {key} of mva-1",), (f"the same {UNIQUE[key]} as mva-1: {key} of mva-1",)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("facts", "problem"),
+    [
+        ({"skew": 1000}, "its clock is 1000 ms off"),
+        ({"skew": -86_400_000}, "its clock is -86400000 ms off"),
+        ({"skew": "no number"}, "its clock is no number ms off"),
+        ({"boot_id": ""}, "it says nothing of its boot id"),
+        ({"hostname": "other"}, "its host name is other, and it was told mva-2"),
+        ({"error": "it sleeps"}, "it did not answer: it sleeps"),
+    ],
+)
+def test_one_that_is_wrong_is_no_stranger(facts: dict[str, Any], problem: str) -> None:
+    found = audit(NOBODY, said(**facts))
+    assert not found.strangers and found.vms[0].problems == () and problem in found.vms[1].problems
+
+
+def test_one_alone_shows_nothing() -> None:
+    assert not audit(NOBODY, {"mva-1": guest("mva-1")}).strangers
+    assert not audit(NOBODY, {}).strangers
