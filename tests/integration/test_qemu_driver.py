@@ -294,6 +294,21 @@ async def test_destroy_does_not_wait_for_a_start_that_hangs(lab: Lab) -> None:
         await starting
 
 
+async def test_a_driver_that_is_closed_waits_for_no_template(lab: Lab) -> None:
+    await lab.hypervisor.drop("h", "slim")
+    making = asyncio.ensure_future(lab.hypervisor.prepare("h", "slim", BASE))
+
+    async def boots() -> bool:
+        return bool(list(lab.settings.qemu.run.glob(".t-*/agent")))
+
+    await until(boots)
+    lab.hypervisor.close()
+    with pytest.raises(Gone):
+        await making
+    lab.hypervisor = QemuHypervisor(lab.settings, SITE)
+    assert not list(lab.settings.qemu.templates.glob(".slim.building-*"))
+
+
 async def test_numerical_work_runs_for_a_plain_user(lab: Lab) -> None:
     """OpenMPI in a slim guest: two ranks that meet, as nobody in particular."""
     spec = lab.spec(size=Size(2, 512))

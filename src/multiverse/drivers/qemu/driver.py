@@ -68,6 +68,7 @@ class QemuHypervisor:
         self._reasons: dict[str, str] = {}
         self._making: dict[str, Future[Sequence[Stage]]] = {}
         self._drops: Counter[str] = Counter()  # of each image's template
+        self._closed = False
         self._threads = ThreadPoolExecutor(64, thread_name_prefix="qemu")
         vms.raise_file_limit()
 
@@ -198,8 +199,8 @@ class QemuHypervisor:
         self._vms.owners.check()
         image = images.load(self._settings.images, name)
         return templates.prepare(self._settings.templates.absolute(), image, self._parent(image, size),
-                                 self._settings.binary, self._version, self._vms.places.run,
-                                 self._vms.owners.builder, lambda: self._drops[name] != drops)  # fmt: skip
+                                 self._settings.binary, self._version, self._vms.places.run, self._vms.owners.builder,
+                                 lambda: self._closed or self._drops[name] != drops)  # fmt: skip
 
     async def drop(self, host: str, image: str) -> None:
         """See `ports.Hypervisor`."""
@@ -284,7 +285,12 @@ class QemuHypervisor:
         self._reasons.pop(name, None)
 
     def close(self) -> None:
-        """Let go: calls that still wait end with `Unknown`. VMs and templates stay as they are."""
+        """Let go, waiting for nothing: calls that still wait end with an error. VMs and templates stay as they are; a
+        template that is being made is given up, for nobody could finish it."""
+        self._closed = True
+        place = self._settings.templates.absolute()
+        for image in templates.building(place):
+            templates.end_builders(place, image)
         self._vms.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 

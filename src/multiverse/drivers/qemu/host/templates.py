@@ -135,7 +135,7 @@ def prepare(templates: Path, image: Image, machine: Callable[[Path, Path], Machi
             )
         work = Path(tempfile.mkdtemp(prefix=f".{image.name}.building-", dir=templates))
         try:
-            stages = _boot_and_freeze(work, final, image, machine, binary, run / f".t-{short}", owner)
+            stages = _boot_and_freeze(work, final, image, machine, binary, run / f".t-{short}", owner, dropped)
             facts = {"image": image.name, "key": key, "cpus": machine(final, final).cpus, "memory": size}
             (work / "template.json").write_text(json.dumps(facts))
             _close(work, owner)
@@ -158,7 +158,7 @@ def drop(templates: Path, image: str) -> None:
     VMs that map its memory keep it until they end."""
     if not templates.is_dir():
         return
-    with _locked(templates / f".{image}.lock", lambda: _end_builders(templates, image)) as lock:
+    with _locked(templates / f".{image}.lock", lambda: end_builders(templates, image)) as lock:
         _sweep(templates, image)
         _remove(templates / image, templates)
         lock.unlink(missing_ok=True)
@@ -200,7 +200,7 @@ def _qemu_img(*arguments: str) -> None:
 
 
 def _boot_and_freeze(work: Path, final: Path, image: Image, machine: Callable[[Path, Path], Machine], binary: str,
-                     run: Path, owner: Owner | None) -> list[Stage]:  # fmt: skip
+                     run: Path, owner: Owner | None, dropped: Callable[[], bool]) -> list[Stage]:  # fmt: skip
     began = time.monotonic()
     make_overlay(work / "disk.qcow2", image.disk, "raw")
     # Its backing file will be there under the final name only.
@@ -216,9 +216,14 @@ def _boot_and_freeze(work: Path, final: Path, image: Image, machine: Callable[[P
         owner.admit(work)
         for path in written:
             owner.give(path)
+
+    def spawned(pid: int, started: int) -> None:
+        if dropped():  # whoever dropped it looked for this process too soon
+            process.end(pid, started)
+
     try:
         session = Session.launch(
-            parent, paths, binary, tap="mvt%d", bridge=None, paused=False, owner=owner
+            parent, paths, binary, tap="mvt%d", bridge=None, paused=False, owner=owner, spawned=spawned
         )  # the kernel picks the number
         try:
             overlaid = time.monotonic()
@@ -268,12 +273,12 @@ def _remove(path: Path, templates: Path) -> None:
 
 
 def _sweep(templates: Path, image: str) -> None:
-    _end_builders(templates, image)  # the QEMU of one that was killed goes on without it
+    end_builders(templates, image)  # the QEMU of one that was killed goes on without it
     for rubbish in [*templates.glob(f".{image}.building-*"), *templates.glob(f".{image}.dropped-*")]:
         shutil.rmtree(rubbish, ignore_errors=True)
 
 
-def _end_builders(templates: Path, image: str) -> None:
+def end_builders(templates: Path, image: str) -> None:
     """End the QEMUs that make this image's template: they hold its memory file by its name."""
     for work in templates.glob(f".{image}.building-*"):
         for pid, started in process.with_part(f"mem-path={work / 'memory'}"):
