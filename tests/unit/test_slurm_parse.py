@@ -275,3 +275,25 @@ def test_node_states(state: str, flags: list[str], seen: NodeState) -> None:
     record = NODES[-1] | {"state": state, "state_flags": flags}
     for form in (record, newer_node(record)):
         assert parse.nodes([form], NAMES)["mvab12c-1"].state is seen
+
+
+def test_what_24_11_says_of_waiting_jobs() -> None:
+    """Captured from 24.11.5: each asked for what its line here says."""
+    records = json.loads((DATA / "squeue-24.11.5.json").read_text())["jobs"]
+    at = max(record["submit_time"]["number"] for record in records) + 1.0
+    found = parse.jobs(records, NAMES, at)
+    assert sorted(found) == ["1", "2", "3_1", "3_2", "3_3", "4", "5"]
+    assert not [job.problem for job in found.values() if job.problem]
+    assert found["1"].request and found["1"].request.size == Size(2, 700)
+    assert found["4"].held and found["4"].request and found["4"].request.size == Size(4, 1200)
+    assert not found["5"].eligible and found["5"].reason in ("Dependency", "BeginTime")
+    assert [found[job].eligible for job in ("1", "2", "3_1", "3_2", "3_3")] == [True, True, True, False, False]
+    assert sorted(("1", "2", "3_1"), key=lambda job: found[job].rank) == ["1", "2", "3_1"]
+    assert all(job.gated and job.state is JobState.PENDING for job in found.values())
+
+
+def test_what_24_11_says_of_a_gate_node() -> None:
+    (record,) = json.loads((DATA / "scontrol-nodes-24.11.5.json").read_text())["nodes"]
+    assert parse.nodes([record], NAMES) == {}, "it is no VM of ours"
+    ours = {**record, "name": "mvab12c-7"}
+    assert parse.nodes([ours], NAMES)["mvab12c-7"].state is NodeState.DOWN

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from multiverse.config import SlurmSettings
-from multiverse.core.errors import Broken, Gone, MultiverseError, Refused, Stale, Unknown
+from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Stale, Unknown
 
 # What Slurm says (slurm_errno.c, and the commands themselves), and what is then true. The first that matches counts.
 _MEANINGS: tuple[tuple[str, type[MultiverseError]], ...] = (
@@ -20,6 +20,8 @@ _MEANINGS: tuple[tuple[str, type[MultiverseError]], ...] = (
     ("communication connection failure", Unknown),
     ("connection refused", Unknown),
     ("in standby mode", Unknown),
+    ("resource temporarily unavailable", Exhausted),  # 24.11 of a job whose last change is on its way to slurmdbd
+    ("try again in a bit", Exhausted),  # ESLURM_JOB_SETTING_DB_INX, the same of one just submitted
     ("invalid job id", Gone),
     ("invalid node name", Gone),
     ("no longer pending execution", Stale),
@@ -51,7 +53,7 @@ class SlurmCommands:
         }
 
     async def run(self, program: str, *args: str) -> str:
-        """Its standard output. Raises what its complaint means: `Gone`, `Stale`, `Refused`, `Broken`, and
+        """Its standard output. Raises what its complaint means: `Gone`, `Stale`, `Refused`, `Broken`, `Exhausted`, and
         `Unknown` when slurmctld did not answer in time, since it may act on the request all the same."""
         path = str(Path(self._bin) / program) if self._bin else program
         try:

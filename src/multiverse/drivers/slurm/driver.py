@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 
 from multiverse.config import Settings
-from multiverse.core.errors import Gone, Refused, Stale, Unknown
+from multiverse.core.errors import Exhausted, Gone, Refused, Stale, Unknown
 from multiverse.core.model import Attempt, JobRef, Membership, SchedulerView, User, Vm
 from multiverse.drivers.slurm import account, conf, parse
 from multiverse.drivers.slurm import membership as guest
@@ -15,6 +15,7 @@ from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.delete import Deleter
 from multiverse.drivers.slurm.reread import Fresh, reread
 
+_PAUSES = (0.05, 0.1, 0.2, *(0.4,) * 20)  # seconds between asking and asking again
 _TOLD_AT_MOST = 500  # bytes of a line left for a user
 
 
@@ -52,7 +53,9 @@ class SlurmScheduler:
                 asyncio.to_thread(parse.nodes, nodes.get("nodes", ()), names),
             )
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise Unknown(f"Slurm's JSON is not as it was: {error!r}", hint="which release is this? report it") from error
+            raise Unknown(
+                f"Slurm's JSON is not as it was: {error!r}", hint="which release is this? report it"
+            ) from error
         return SchedulerView(jobs=seen_jobs, nodes=seen_nodes)
 
     def _names(self) -> parse.Names:
@@ -159,7 +162,16 @@ class SlurmScheduler:
         return await asyncio.to_thread(account.lookup, uid)
 
     async def _update(self, job: JobRef, *changes: str) -> None:
-        await self._commands.run("scontrol", "update", f"JobId={job.job_id}", *changes)
+        """Change a job. For some seconds after a change of its own slurmctld may not be able to (24.11): it is asked
+        again, and `Exhausted` raised in the end."""
+        change = ("scontrol", "update", f"JobId={job.job_id}", *changes)
+        for pause in _PAUSES:
+            try:
+                await self._commands.run(*change)
+                return
+            except Exhausted:
+                await asyncio.sleep(pause)
+        await self._commands.run(*change)
 
 
 def _line(text: str) -> str:
