@@ -51,9 +51,21 @@ def state(word: str, quarantined: str = "") -> Text:
     return Text(word, style=STATE_STYLES.get(word, ""))
 
 
+class _Plain(Table):
+    """A table whose strings are text and nothing else: what users call their jobs is neither markup nor an escape."""
+
+    def add_row(self, *cells: Any, **more: Any) -> None:
+        super().add_row(*(plain(cell) if isinstance(cell, str) else cell for cell in cells), **more)
+
+
+def plain(text: str) -> Text:
+    """Text as it is, with a blank for each character that a terminal would act on."""
+    return Text("".join(c if c.isprintable() else " " for c in text))
+
+
 def table(*columns: str, right: Sequence[str] = (), fold: Sequence[str] = ()) -> Table:
     """An empty table. Columns named in `fold` give way first when the line is too short."""
-    made = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    made = _Plain(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     for column in columns:
         made.add_column(
             column,

@@ -1,0 +1,20 @@
+"""What others write is shown as it is, and does nothing."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from multiverse.cli import render
+
+
+def test_a_cell_is_neither_markup_nor_an_escape() -> None:
+    table = render.table("NAME", "STATE")
+    for name in ("[red]a[/red]", "[/none]", "\x1b[31mred\x07", "two\nlines\r\ttab", "b\u202ec"):
+        table.add_row(name, render.state("done"))
+    out = io.StringIO()
+    Console(file=out, width=80, force_terminal=False).print(table)
+    shown = out.getvalue()
+    assert "[red]a[/red]" in shown and "[/none]" in shown and " [31mred" in shown and "two lines  tab" in shown
+    assert not {c for c in shown if not c.isprintable()} - {"\n"}
