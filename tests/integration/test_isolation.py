@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from multiverse.core.model import Daemon
 from multiverse.drivers.qemu.host import manifest
 from multiverse.drivers.qemu.host.cages import Cages
 from multiverse.drivers.qemu.host.templates import Template, load
-from tests.integration.test_qemu_driver import Lab, lab, settings, swept
+from tests.integration.test_qemu_driver import Lab, lab, settings, swept, until
 
 __all__ = ["lab", "settings", "swept"]  # fixtures
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="taps and images need root")]
@@ -158,3 +159,31 @@ async def test_a_vm_s_cage_goes_with_it(lab: Lab) -> None:
     os.kill(pid, signal.SIGKILL)
     await lab.hypervisor.destroy(spec.name, 0)
     assert not list(Path("/sys/fs/cgroup").glob(f"**/{spec.name}"))
+
+
+_FLOOD = """
+import ctypes, os
+agent = os.pidfd_open(1)
+for number in range(3, 20):  # the agent's own end of the channel, for its port is opened once only
+    fd = ctypes.CDLL(None).syscall(438, agent, number, 0)  # pidfd_getfd(2)
+    if fd >= 0 and "/vport" in os.readlink(f"/proc/self/fd/{fd}"):
+        break
+os.set_blocking(fd, True)
+while True:
+    os.write(fd, b'{"type":"flushed"}\\n' * 3000)
+"""
+
+
+async def test_a_guest_that_floods_its_channel_costs_its_own_job_only(lab: Lab) -> None:
+    wild, quiet = lab.spec(), lab.spec()
+    await lab.started(wild, Daemon("flood", ("/usr/bin/python3", "-c", _FLOOD)))
+
+    async def cut_off() -> bool:
+        return "flooded" in (await lab.hypervisor.look()).vms[wild.name].reason
+
+    await until(cut_off, 60)
+    await lab.started(quiet)
+    said = await lab.hypervisor.examine()
+    assert "error" in said[wild.name] and said[quiet.name]["hostname"] == quiet.name
+    await lab.hypervisor.destroy(wild.name, 1.0)
+    assert lab.remains(wild.name) == []

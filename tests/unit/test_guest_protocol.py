@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from multiverse.core.errors import Refused
 from multiverse.core.model import GuestFile, Identity, Membership, Stage, User
 from multiverse.guest import agent
-from multiverse.guest.protocol import MAX_LINE, Lines, identity_message
+from multiverse.guest.protocol import _TYPES, MAX_LINE, Lines, identity_message
 
 
 def identity(content: bytes = b"\x00key") -> Identity:
@@ -97,8 +97,33 @@ def test_a_line_without_end_is_not_kept() -> None:
     assert [report.type for report in lines.feed(b'"}\n{"type":"forked"}\n')] == ["forked"]
 
 
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=50) | st.sampled_from(sorted(_TYPES)),
+    lambda inner: st.lists(inner, max_size=70) | st.dictionaries(st.text(max_size=50), inner, max_size=40),
+    max_leaves=30,
+)
+_KEYS = st.sampled_from(["type", "reason", "name", "stages", "audit"])
+
+
 @given(st.lists(st.binary(max_size=200), max_size=20))
 def test_no_bytes_break_it(chunks: list[bytes]) -> None:
     lines = Lines()
     for chunk in chunks:
         lines.feed(chunk)
+
+
+@given(st.sampled_from(sorted(_TYPES)), st.dictionaries(_KEYS, _VALUES), st.binary(max_size=100), st.integers(1, 500))
+def test_what_comes_of_any_message_is_bounded_and_of_its_types(
+    kind: str, fields: dict[str, object], rubbish: bytes, cut: int
+) -> None:
+    """Messages as an agent makes them, with anything in them, among anything else."""
+    line = json.dumps({**fields, "type": kind}).encode() + b"\n"
+    data = rubbish + b"\n" + line + rubbish + b"\n" + line
+    lines = Lines()
+    found = [report for at in range(0, len(data), cut) for report in lines.feed(data[at : at + cut])]
+    assert len([report for report in found if report.type == kind]) >= 2
+    for report in found:
+        assert report.type in _TYPES and len(report.reason) <= 2002 and report.reason.isprintable()
+        assert len(report.stages) <= 64 and all(0 <= stage.seconds < 3600 for stage in report.stages)
+        assert len(report.audit) <= 32 and all(len(key) <= 40 for key in report.audit)
+        assert all(isinstance(value, int) or len(value) <= 1000 for value in report.audit.values())

@@ -55,12 +55,18 @@ class _Server(uvicorn.Server):
 
 def _close_doors(settings: Settings) -> None:
     """From here on, what this process makes is its user's alone, unless something else is said on the spot."""
-    for path in (settings.state_dir, settings.socket.parent, settings.slurm.inbox.parent):
-        path.mkdir(parents=True, exist_ok=True)  # others go through these to what is theirs
-    os.umask(0o077)
-    settings.state_dir.chmod(0o711)
-    for path in settings.state_dir.glob("multiverse.db*"):
-        path.chmod(0o600)
+    try:
+        for path in (settings.state_dir, settings.socket.parent, settings.slurm.inbox.parent):
+            path.mkdir(parents=True, exist_ok=True)  # others go through these to what is theirs
+        os.umask(0o077)
+        settings.state_dir.chmod(0o711)
+        for path in settings.state_dir.glob("multiverse.db*"):
+            path.chmod(0o600)
+    except OSError as error:
+        raise Refused(
+            f"cannot use {error.filename}: {error.strerror}",
+            hint="run the daemon as root, or see state_dir, socket and slurm.inbox in its settings",
+        ) from error
 
 
 @contextlib.contextmanager
@@ -101,6 +107,7 @@ async def serve(settings: Settings) -> None:
             settings, store.site, images=lambda: [i.name for i in list_images(settings.qemu.images)]
         )
         hypervisor = QemuHypervisor(settings, store.site)
+        hypervisor.check()
         trace = Trace(settings.trace, clock) if settings.trace else None
         controller = Controller(store, *_traced(scheduler, hypervisor, trace), clock, settings)
         sock = _bind(settings.socket)

@@ -28,7 +28,7 @@ from multiverse.core.model import (
     VmSeen,
     VmSpec,
 )
-from multiverse.drivers.qemu.host import manifest, probe, process, templates, vms
+from multiverse.drivers.qemu.host import link, manifest, probe, process, templates, vms
 from multiverse.drivers.qemu.host.machine import Accelerator, Machine, Memory, limits
 from multiverse.drivers.qemu.host.manifest import Manifest, Phase
 from multiverse.drivers.qemu.host.sealed import maps_readonly
@@ -76,6 +76,11 @@ class QemuHypervisor:
     def accelerator(self) -> Accelerator:
         """How guests are run: by KVM, or emulated."""
         return self._accelerator
+
+    def check(self) -> None:
+        """Raise `Refused` or `Broken` with what this process is not let do: VMs need users and links of their own."""
+        self._vms.owners.check()
+        os.close(link.open_tap("mvt%d", None))
 
     # --- looking --------------------------------------------------------------------------------------
 
@@ -141,6 +146,9 @@ class QemuHypervisor:
             if report.type == "daemon_ended":
                 self._reasons[name] = report.reason
                 log.warning("a daemon has ended in a guest", vm=name, reason=report.reason)
+            elif report.type == "flooded":
+                self._reasons[name] = report.reason
+                log.warning("a guest is listened to no longer", vm=name, reason=report.reason)
 
     def _templates(self) -> list[TemplateSeen]:
         place, host = self._settings.templates, self._host.name

@@ -9,11 +9,15 @@ from collections import deque
 from pathlib import Path
 
 from multiverse.core.errors import Broken, Unknown
-from multiverse.guest.protocol import Lines, Report
+from multiverse.guest.protocol import MAX_LINE, Lines, Report
+
+# What reading and parsing may cost us: an agent says some hundred bytes in a job's life, and at most one long line.
+_BURST = 4 * MAX_LINE  # bytes
+_RATE = 64 << 10  # bytes a second
 
 
 class Channel:
-    """One connection to an agent. Nothing that a guest sends is held without bound."""
+    """One connection to an agent. Nothing that a guest sends is held, or read, without bound."""
 
     def __init__(self, path: Path) -> None:
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -21,6 +25,7 @@ class Channel:
         self._reports: deque[Report] = deque(maxlen=256)
         self._news: deque[Report] = deque(maxlen=16)  # what came unasked while an answer was awaited
         self._talk = threading.Lock()
+        self._credit, self._heard = float(_BURST), time.monotonic()
         try:
             self._sock.connect(str(path))
         except OSError as error:
@@ -67,7 +72,7 @@ class Channel:
                 raise Unknown(f"the agent did not say {' or '.join(sorted(types))} within {timeout:.0f} s")
             self._sock.settimeout(left)
             try:
-                data = self._sock.recv(65536)
+                data = self._receive()
             except TimeoutError:
                 continue
             except OSError as error:
@@ -93,19 +98,31 @@ class Channel:
             return []
         try:
             self._sock.setblocking(False)
-            for _ in range(16):  # a guest that floods us must not keep us here
-                data = self._sock.recv(65536)
-                if not data:
-                    break
+            while data := self._receive():
                 self._reports.extend(self._lines.feed(data))
         except OSError:
             pass
+        except Broken as error:
+            self._news.append(Report("flooded", error.message))
         finally:
             self._talk.release()
         found = [*self._news, *self._reports]
         self._news.clear()
         self._reports.clear()
         return found
+
+    def _receive(self) -> bytes:
+        """What has arrived. `Broken` if that is more than an agent has to say: then this is the connection's end."""
+        if self._credit < 0:
+            return b""
+        data = self._sock.recv(65536)
+        now = time.monotonic()
+        self._credit = min(_BURST, self._credit + (now - self._heard) * _RATE) - len(data)
+        self._heard = now
+        if self._credit < 0:
+            self.hang_up()
+            raise Broken("the guest flooded its channel, which was closed", hint="see what its job does as root")
+        return data
 
     def hang_up(self) -> None:
         """End the connection, also under somebody who waits on it in another thread."""

@@ -42,6 +42,8 @@ def open_tap(name: str, bridge: str | None, mac: str = "") -> int:
         os.close(fd)
         if error.errno == errno.EBUSY:
             raise Exhausted(f"the link {name} is in use", hint="is a VM of that name still running?") from error
+        if error.errno == errno.EPERM:
+            raise Broken(f"cannot make the link {name}: {error.strerror}", hint="run it as root") from error
         raise Broken(f"cannot make the link {name} on {bridge}: {error.strerror}",
                      hint=f"is there a bridge {bridge}? see `multiverse lab up`") from error  # fmt: skip
     return fd
