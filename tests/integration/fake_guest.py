@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import subprocess
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from multiverse.core.model import (
     VmState,
 )
 
-SITE = "test0"
+SITE = f"t{os.getpid() % 65536:04x}"  # of our own, for two runs at once would share its network namespaces
 
 
 def vm(serial: int, address: str, told: Size) -> Vm:
@@ -54,7 +55,7 @@ class FakeGuest:
         self._bridge = settings.qemu.bridge
         self._munge = settings.slurm.munge_key.parent / "socket"
         self._address = machine.address
-        self._link = f"mvt{machine.id}"
+        self._link = machine.name.replace("mv", "mf", 1)
         self._directory = directory / machine.name
         self._process: asyncio.subprocess.Process | None = None
 

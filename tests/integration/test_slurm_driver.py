@@ -281,8 +281,8 @@ async def test_another_run_or_no_job_at_all_is_not_touched(lab: Any, scheduler: 
                 await call
     after = await job_of(scheduler, job.ref.job_id)
     assert replace(after, reason="", rank=0) == replace(job, reason="", rank=0)
-    await scheduler.fail("mvtest0-99999", "never was")
-    await scheduler.remove("mvtest0-99999")
+    await scheduler.fail(f"mv{SITE}-99999", "never was")
+    await scheduler.remove(f"mv{SITE}-99999")
 
 
 async def test_no_answer_is_unknown_and_never_an_empty_view(lab: Any, tmp_path: Path) -> None:
