@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from multiverse.client import Client
-from multiverse.config import Settings
+from multiverse.config import QemuSettings, Settings
+from multiverse.drivers.qemu.host import probe
 from multiverse.lab import configure, lifecycle
 from multiverse.lab.layout import Layout, layout
 from multiverse.lab.parts import CONTROLLER
@@ -60,7 +61,15 @@ class LabUnderTest:
 
 
 @pytest.fixture(scope="session")
-def lab() -> Iterator[LabUnderTest]:
+def accelerator(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file in which a state directory keeps whether KVM runs guests here: to find that out takes seconds."""
+    file, binary = tmp_path_factory.mktemp("probe") / "kvm.json", QemuSettings().binary
+    probe.accelerator("auto", binary, probe.qemu_version(binary), file)
+    return file
+
+
+@pytest.fixture(scope="session")
+def lab(accelerator: Path) -> Iterator[LabUnderTest]:
     """Everything but the controller: it is in the tests' hands (see `controller`)."""
     if os.geteuid() != 0:
         pytest.skip("needs root")
@@ -76,6 +85,8 @@ def lab() -> Iterator[LabUnderTest]:
             [("ada", 61801, directory / "home" / "ada"), ("bob", 61802, directory / "home" / "bob")],
         )
         wishes = Wishes(cores=8, memory=16384, shares=(directory / "home",), images=IMAGES)
+        where.controller.mkdir(parents=True)
+        shutil.copy(accelerator, where.controller)
         settings = asyncio.run(lifecycle.up(where, wishes, controller=False))
         yield LabUnderTest(where, settings, user, other)
     finally:
@@ -83,11 +94,15 @@ def lab() -> Iterator[LabUnderTest]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-@pytest.fixture(scope="module")
-def controller(lab: LabUnderTest) -> Iterator[Callable[[], int]]:
-    """The lab's controller runs while the module's tests do. Call it for its pid; it starts again if it has died."""
-
+@pytest.fixture(scope="session")
+def _images() -> None:
     slim()
+
+
+@pytest.fixture(scope="module")
+def controller(lab: LabUnderTest, _images: None) -> Iterator[Callable[[], int]]:
+    """The lab's controller runs, and goes on until a module wants none. Call it for its pid; it starts again if it
+    has died."""
 
     def ensure() -> int:
         asyncio.run(lifecycle.up(lab.where, Wishes()))
@@ -95,27 +110,31 @@ def controller(lab: LabUnderTest) -> Iterator[Callable[[], int]]:
 
     ensure()
     yield ensure
-    asyncio.run(lifecycle.stop_controller(lab.where))
+    for partition in ("vm", "vmrun"):  # what a failed test left is not the next module's trouble
+        lab.run("scancel", f"--partition={partition}", check=False)
 
 
 @pytest.fixture(scope="module")
 def client(lab: LabUnderTest, controller: Callable[[], int]) -> Client:
-    controller()
     return Client(lab.settings.socket)
 
 
+@pytest.fixture(scope="module")
+def no_controller(lab: LabUnderTest) -> None:
+    """Jobs and nodes are in the tests' hands alone. Templates stay, for whoever comes next."""
+    asyncio.run(CONTROLLER.stop(lab.where))
+
+
 @pytest.fixture
-def deadly(lab: LabUnderTest, client: Client, controller: Callable[[], int]) -> Iterator[Deadly]:
-    """Takes the usual daemon's place with one whose fates are set; at the end all of the lab runs again."""
-    controller()
+def deadly(lab: LabUnderTest, _images: None) -> Iterator[Deadly]:
+    """In the usual daemon's place, ones whose fates are set: for modules that want no other."""
+    asyncio.run(CONTROLLER.stop(lab.where))
     mortals: list[Mortal] = []
 
     def begin(fates: Sequence[str]) -> Mortal:
-        asyncio.run(CONTROLLER.stop(lab.where))
         mortals.append(Mortal(lab, fates))
         return mortals[-1]
 
     yield begin
     for mortal in mortals:
         mortal.close()
-    controller()

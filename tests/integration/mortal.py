@@ -23,9 +23,14 @@ class Mortal:
     def __init__(self, lab: LabUnderTest, fates: Sequence[str]) -> None:
         self._lab = lab
         self._file = lab.where.root / "fates"
-        self._file.write_text("".join(f"{fate}\n" for fate in fates))
-        self._process: subprocess.Popen[bytes] | None = None
+        self.client = Client(lab.settings.socket, timeout=10.0)
         self.deaths = 0
+        self.doom(fates)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def doom(self, fates: Sequence[str]) -> None:
+        """From now on these are its fates."""
+        self._file.write_text("".join(f"{fate}\n" for fate in fates))
 
     def left(self) -> list[str]:
         """What has not come to pass yet."""
@@ -42,19 +47,16 @@ class Mortal:
             with (where.log / "deadly.log").open("ab") as log:
                 self._process = subprocess.Popen(argv, stdout=log, stderr=log, cwd=Path(__file__).parents[2])
         try:
-            return bool(self._client().status())
+            return bool(self.client.status())
         except MultiverseError:
             return False
 
     def tell(self, ask: Callable[[Client], Any]) -> Any:
         """The answer, if it lives long enough to give one."""
         try:
-            return ask(self._client()) if self.up() else None
+            return ask(self.client) if self.up() else None
         except MultiverseError:
             return None
-
-    def _client(self) -> Client:
-        return Client(self._lab.settings.socket, timeout=10.0)
 
     def close(self) -> None:
         if self._process is not None:

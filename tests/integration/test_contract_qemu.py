@@ -18,19 +18,20 @@ from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.drivers.qemu.host import manifest
 from multiverse.drivers.qemu.host.qmp import Monitor
 from tests.contract.test_hypervisor_contract import SUITE, Check, Harness
-from tests.contract.test_hypervisor_troubles import TROUBLES
+from tests.contract.test_hypervisor_troubles import TROUBLES, only_an_instant_clone_needs_a_template
 from tests.integration.images import IMAGES, slim
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="taps and images need root")]
 
 
 @pytest.fixture(scope="module")
-def settings() -> Iterator[Settings]:
+def settings(accelerator: Path) -> Iterator[Settings]:
     """Directories and a bridge of our own; nothing of them is left."""
     slim()
     place, memory = Path(tempfile.mkdtemp(prefix="mvc-")), Path(tempfile.mkdtemp(prefix="mvc-", dir="/dev/shm"))
     for path in (place, memory):
         path.chmod(0o711)  # VMs' users go through it
+    shutil.copy(accelerator, place)
     bridge = f"mvc{os.getpid()}"
     try:
         subprocess.run(["ip", "link", "add", bridge, "type", "bridge"], check=True)
@@ -48,8 +49,8 @@ def settings() -> Iterator[Settings]:
         shutil.rmtree(memory)
 
 
-# Those that drop the template come last: the next one makes it anew.
-CHECKS = sorted((*SUITE, *TROUBLES), key=lambda check: "drop" in check.__name__)
+# Those that drop the template come last, and last of all the one that needs none: each next one makes it anew.
+CHECKS = sorted((*SUITE, *TROUBLES), key=lambda c: (c is only_an_instant_clone_needs_a_template, "drop" in c.__name__))
 
 
 class Real(Harness):

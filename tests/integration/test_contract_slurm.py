@@ -147,7 +147,7 @@ class Real(Harness):
 
 
 @pytest.fixture
-async def harness(lab: Any) -> AsyncIterator[Real]:
+async def harness(lab: Any, no_controller: None) -> AsyncIterator[Real]:
     real = Real(lab)
     yield real
     await real.clean()

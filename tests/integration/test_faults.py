@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 
 import pytest
 
-from multiverse.client import Client
 from multiverse.core.lifecycle import TABLES
 from tests.integration.conftest import LabUnderTest
-from tests.integration.mortal import Deadly, counting, over
-from tests.integration.watch import accounted, nothing_left, until, written
+from tests.integration.mortal import Deadly, Mortal, counting, over
+from tests.integration.watch import accounted, kept_by_slurm, mend, nothing_left, until, written
 
 pytestmark = pytest.mark.integration
 slow = pytest.mark.slow
@@ -40,32 +39,40 @@ MIDWAY += ["scontrol:update", "scontrol:delete"]
     ],
 )  # fmt: skip
 def test_a_controller_killed_in_each_state_runs_its_job_once(
-    lab: LabUnderTest, client: Client, controller: Callable[[], int], deadly: Deadly, fates: list[str]
+    lab: LabUnderTest, deadly: Deadly, fates: list[str]
 ) -> None:
     path, script = counting(lab, "each")
-    with_template = any("template:" in fate for fate in fates)
-    if with_template:
-        client.template("build", "slim")
-        until("there is a template", lambda: [t for t in client.templates() if t["state"] == "ready"])
-    mortal = deadly(fates)
-    if with_template:
-        until("the template is to go", lambda: mortal.tell(lambda c: c.template("drop", "slim")))
-        until("it is gone", lambda: mortal.tell(lambda c: not c.templates()))
+    mortal = deadly(())
+    if any("template:" in fate for fate in fates):
+        say(mortal, "build", ["ready"])
+        mortal.doom(fates)
+        say(mortal, "drop", [])
+    else:
+        mortal.doom(fates)
     job = lab.sbatch(script, "--output=/dev/null")
     until(f"job {job} is over", lambda: over(mortal, job))
     until("all fates have come to pass", lambda: mortal.up() and not mortal.left(), 30)
-    mortal.close()
-    controller()
     assert written(path) == "run 0\n" and accounted(lab, job) == ("COMPLETED", "0:0")
-    assert len(client.jobs(job)) == 1, "in one attempt"
-    nothing_left(lab, client)
+    assert len(mortal.client.jobs(job)) == 1, "in one attempt"
+    nothing_left(lab, mortal.client)
 
 
-def test_a_controller_killed_at_each_other_end_leaves_nothing(
-    lab: LabUnderTest, client: Client, controller: Callable[[], int], deadly: Deadly
-) -> None:
+def say(mortal: Mortal, word: str, states: list[str]) -> None:
+    """An operator's word about the template, until it has come to that: said again, for it may die with the daemon."""
+
+    def heeded() -> bool:
+        seen = mortal.tell(lambda client: [template["state"] for template in client.templates()])
+        if seen != states:
+            mortal.tell(lambda client: client.template(word, "slim"))
+        return bool(seen == states)
+
+    until(f"the template has heard: {word}", heeded)
+
+
+def test_a_controller_killed_at_each_other_end_leaves_nothing(lab: LabUnderTest, deadly: Deadly) -> None:
     path, script = counting(lab, "ends", "[ $SLURM_RESTART_COUNT ] || sleep 600")
     mortal = deadly([f"{when} {state} controller" for state in AT_EACH_END for when in ("before", "after")])
+    until("it is up", mortal.up)
     never = lab.sbatch("true", "--hold", "--output=/dev/null")
     again = lab.sbatch(script, "--requeue", "--output=/dev/null")
     until("it runs", lambda: over(mortal, again, "allocated") and path.exists())
@@ -74,22 +81,39 @@ def test_a_controller_killed_at_each_other_end_leaves_nothing(
     until("one is over", lambda: over(mortal, never, "cancelled"))
     until("the other has run again", lambda: over(mortal, again))
     until("all fates have come to pass", lambda: mortal.up() and not mortal.left(), 30)
-    mortal.close()
-    controller()
     assert written(path) == "run 0\nrun 1\n" and accounted(lab, again) == ("COMPLETED", "0:0")
-    nothing_left(lab, client)
+    nothing_left(lab, mortal.client)
 
 
-@pytest.mark.parametrize("state", ["parked", "starting", pytest.param("joined", marks=slow)])
-def test_a_qemu_killed_before_the_job_runs_is_replaced(
-    lab: LabUnderTest, client: Client, controller: Callable[[], int], deadly: Deadly, state: str
-) -> None:
+@pytest.mark.parametrize("state", [pytest.param("parked", marks=slow), "starting", pytest.param("joined", marks=slow)])
+def test_a_qemu_killed_before_the_job_runs_is_replaced(lab: LabUnderTest, deadly: Deadly, state: str) -> None:
     path, script = counting(lab, "emulator")
     mortal = deadly([f"after vm:{state} qemu"])
     job = lab.sbatch(script, "--output=/dev/null")
     until(f"job {job} is over", lambda: over(mortal, job))
     assert not mortal.left()
-    mortal.close()
-    controller()
     assert written(path) == "run 0\n" and accounted(lab, job) == ("COMPLETED", "0:0")
-    nothing_left(lab, client)
+    nothing_left(lab, mortal.client)
+
+
+@pytest.mark.parametrize(
+    "fate",
+    [
+        "after attempt:spawning slurmctld",
+        pytest.param("before scontrol:update slurmctld", marks=slow),
+        pytest.param("after scontrol:update slurmctld", marks=slow),
+        pytest.param("after attempt:spawning munged", marks=slow),
+        pytest.param("after attempt:spawning ganesha", marks=slow),
+    ],
+)
+def test_a_service_killed_while_a_vm_starts(lab: LabUnderTest, deadly: Deadly, fate: str) -> None:
+    path, script = counting(lab, "service")
+    mortal = deadly([fate])
+    submitted = time.time()
+    job = lab.sbatch(script, "--output=/dev/null")
+    kept_by_slurm(lab, submitted)
+    until("it is killed", lambda: mortal.up() and not mortal.left())
+    mend(lab)
+    until(f"job {job} is over", lambda: over(mortal, job))
+    assert written(path) == "run 0\n" and accounted(lab, job) == ("COMPLETED", "0:0")
+    nothing_left(lab, mortal.client)

@@ -20,8 +20,9 @@ from multiverse.lab import baremetal, lifecycle
 from multiverse.lab.layout import layout
 from multiverse.lab.parts import Lab
 from multiverse.lab.plan import Wishes, load
+from tests.integration.watch import kept_by_slurm
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_controller")]
 
 
 def _kill(pid: int) -> None:
@@ -41,10 +42,7 @@ async def test_up_again_is_harmless_and_brings_back_what_died(lab: Any) -> None:
 
     submitted = time.time()
     job_id = lab.sbatch("true", "--hold")
-    kept = lab.where.slurmctld / "job_state"  # slurmctld writes it some seconds later; killed before, it forgets
-    while not kept.exists() or kept.stat().st_mtime < submitted:
-        assert time.time() < submitted + 30, "slurmctld does not save its state"
-        await asyncio.sleep(0.1)
+    await asyncio.to_thread(kept_by_slurm, lab, submitted)
     for name in ("slurmctld", "munged"):
         _kill(before[name]["pid"])
     assert not lifecycle.status(lab.where)["slurmctld"]["alive"]

@@ -15,55 +15,17 @@ import pytest
 
 from multiverse.client import Client
 from multiverse.lab import lifecycle
-from multiverse.lab.plan import Wishes
+from multiverse.lab.parts import CONTROLLER
 from tests.integration.conftest import LabUnderTest
-from tests.integration.mortal import Deadly, counting, over
-from tests.integration.watch import accounted, ended, latest, nothing_left, qemu_of, until, written
+from tests.integration.mortal import counting
+from tests.integration.watch import accounted, ended, kept_by_slurm, latest, mend, nothing_left, qemu_of, until, written
 
 pytestmark = pytest.mark.integration
 slow = pytest.mark.slow
 
 
-def mend(lab: LabUnderTest) -> None:
-    """As an operator would: `multiverse lab up`, but for the controller, which is in the tests' hands."""
-    asyncio.run(lifecycle.up(lab.where, Wishes(), controller=False))
-
-
-def kept_by_slurm(lab: LabUnderTest, since: float) -> None:
-    """slurmctld writes its jobs down some seconds later; killed before, it forgets them."""
-    kept = lab.where.slurmctld / "job_state"
-    until("slurmctld has saved its jobs", lambda: kept.exists() and kept.stat().st_mtime > since, 30)
-
-
 def looks(client: Client) -> int:
     return sum(int(source["looks"]) for source in client.status()["sources"] if source["name"] == "hypervisor")
-
-
-@pytest.mark.parametrize(
-    "fate",
-    [
-        "after attempt:spawning slurmctld",
-        pytest.param("before scontrol:update slurmctld", marks=slow),
-        pytest.param("after scontrol:update slurmctld", marks=slow),
-        "after attempt:spawning munged",
-        "after attempt:spawning ganesha",
-    ],
-)
-def test_a_service_killed_while_a_vm_starts(
-    lab: LabUnderTest, client: Client, controller: Callable[[], int], deadly: Deadly, fate: str
-) -> None:
-    path, script = counting(lab, "service")
-    mortal = deadly([fate])
-    submitted = time.time()
-    job = lab.sbatch(script, "--output=/dev/null")
-    kept_by_slurm(lab, submitted)
-    until("it is killed", lambda: mortal.up() and not mortal.left())
-    mend(lab)
-    until(f"job {job} is over", lambda: over(mortal, job))
-    mortal.close()
-    controller()
-    assert written(path) == "run 0\n" and accounted(lab, job) == ("COMPLETED", "0:0")
-    nothing_left(lab, client)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +56,7 @@ def test_a_service_killed_while_a_job_runs(
     nothing_left(lab, client)
 
 
-@pytest.mark.parametrize("state", ["spawning", "allocated"])
+@pytest.mark.parametrize("state", [pytest.param("spawning", marks=slow), "allocated"])
 def test_a_vm_that_stands_still_for_a_while_goes_on(
     lab: LabUnderTest, client: Client, controller: Callable[[], int], state: str
 ) -> None:
@@ -115,7 +77,6 @@ def test_a_vm_that_stands_still_for_a_while_goes_on(
 @pytest.fixture
 def impatient(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[None]:
     """Slurm gives a silent node up after ten seconds."""
-    controller()
     conf = lab.where.slurm_conf
     whole = conf.read_text()
     conf.write_text(whole.replace("SlurmdTimeout=60", "SlurmdTimeout=10"))
@@ -160,15 +121,17 @@ def test_a_slurmd_killed_in_its_guest(lab: LabUnderTest, client: Client, control
 @pytest.fixture
 def small(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[Path]:
     """The controller's state directory is a small file system of its own."""
-    controller()
-    asyncio.run(lifecycle.stop_controller(lab.where))
+    asyncio.run(CONTROLLER.stop(lab.where))
     directory = lab.where.controller
+    probed = (directory / "kvm.json").read_bytes()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128m,mode=755", "tmpfs", directory], check=True)
     try:
+        (directory / "kvm.json").write_bytes(probed)
         controller()
         yield directory
     finally:
-        asyncio.run(lifecycle.stop_controller(lab.where))
+        left = [*lab.settings.qemu.vms.glob("mv*")]
+        asyncio.run((lifecycle.stop_controller if left else CONTROLLER.stop)(lab.where))
         subprocess.run(["umount", directory], check=True)
         controller()
 

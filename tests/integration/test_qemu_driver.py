@@ -101,12 +101,13 @@ async def until(what: Callable[[], Awaitable[bool]], seconds: float = 20.0) -> N
 
 
 @pytest.fixture(scope="module")
-def settings() -> Iterator[Settings]:
+def settings(accelerator: Path) -> Iterator[Settings]:
     """Directories and a bridge of our own; nothing of them is left."""
     slim()
     place, memory = Path(tempfile.mkdtemp(prefix="mvq-")), Path(tempfile.mkdtemp(prefix="mvq-", dir="/dev/shm"))
     for path in (place, memory):
         path.chmod(0o711)  # VMs' users go through it
+    shutil.copy(accelerator, place)
     bridge = f"mvq{os.getpid()}"
     qemu = QemuSettings(images=IMAGES, templates=memory / "t", vms=place / "vms", run=place / "run", bridge=bridge)
     try:

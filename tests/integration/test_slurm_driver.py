@@ -19,7 +19,7 @@ from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.drivers.slurm.inbox import hints
 from tests.integration.fake_guest import SITE, FakeGuest, attempt, vm
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_controller")]
 
 _serials = iter(range(1, 10000))
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multiverse.client import Client
+from multiverse.lab import lifecycle
+from multiverse.lab.plan import Wishes
 
 if TYPE_CHECKING:
     from tests.integration.conftest import LabUnderTest
@@ -89,3 +92,14 @@ def emulators() -> list[str]:
         if b"qemu-system-x86_64" in line.split(b"\0")[0]:
             found.append(line.replace(b"\0", b" ").decode())
     return found
+
+
+def mend(lab: LabUnderTest) -> None:
+    """As an operator would: `multiverse lab up`, but for the controller, which is in the tests' hands."""
+    asyncio.run(lifecycle.up(lab.where, Wishes(), controller=False))
+
+
+def kept_by_slurm(lab: LabUnderTest, since: float) -> None:
+    """slurmctld writes its jobs down some seconds later; killed before, it forgets them."""
+    kept = lab.where.slurmctld / "job_state"
+    until("slurmctld has saved its jobs", lambda: kept.exists() and kept.stat().st_mtime > since, 30)
