@@ -11,7 +11,7 @@ help:
 	@echo "make test-trixie the same suite on Debian 13, with its Slurm 24.11 and QEMU 10, in a root of its own"
 	@echo "make mutants    would the tests notice? mutation testing of the core, about an hour"
 	@echo "make setup      install packages and the Python environment only"
-	@echo "make docs       redraw the life cycle in docs/architecture.md from the tables"
+	@echo "make docs       redraw the life cycle from the tables, and docs/options.md from its tests"
 
 setup:
 	@scripts/setup
@@ -49,6 +49,7 @@ mutants: setup
 
 docs: setup
 	python scripts/lifecycle
+	python scripts/options
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis var mutants

@@ -145,6 +145,10 @@ def test_requests() -> None:
     assert jobs["27"].request.size == Size(1, parse.MEMORY_PER_CPU)  # --mem=0: all of the VM's, whatever that is
 
 
+def test_profiles_that_were_not_asked_for() -> None:
+    assert all(one(by_name("n2", profile=word)).request for word in ([], "", ["NONE"], ["NOT_SET"], "None"))
+
+
 def test_image_and_kind_are_features() -> None:
     job = one(by_name("n2", features="slim&linked&fast&mvgate"))
     assert job.request is not None
@@ -158,6 +162,10 @@ def test_image_and_kind_are_features() -> None:
     [
         ({"user_id": 0}, "root"),
         ({"het_job_id": 9}, "heterogeneous"),
+        ({"core_spec": 1}, "cores to set aside"),
+        ({"thread_spec": 2}, "cores to set aside"),
+        ({"profile": ["Task"]}, "--profile"),
+        ({"cluster_features": "far"}, "--cluster-constraint"),
         ({"partition": "vm,other"}, "partition"),
         ({"resv_name": "x"}, "reservations"),
         ({"prefer": "x"}, "--prefer"),

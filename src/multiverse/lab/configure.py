@@ -52,6 +52,7 @@ def configure(where: Layout, plan: LabPlan) -> Settings:
     _write(where.etc / "slurmdbd.conf", environment.get_template("slurmdbd.conf").render(values), 0o600, slurm.pw_uid)
     _write(where.etc / "plugstack.conf", "")
     _write(where.etc / "cgroup.conf", "CgroupAutomount=no\n")
+    _write(where.etc / "mail", f"#!/bin/sh\n{{ echo \"$@\"; cat; }} >> '{where.slurmctld}/mail'\n", 0o755)
     settings = config.load(where.settings)
     install.write(install.render(settings, _site(settings, plan, slurm.pw_uid)), where.etc)
     return settings

@@ -93,6 +93,9 @@ local function wrong_wishes(job)
   if has_bit(job.bitflags, ENFORCE_BINDING) or has_bit(job.bitflags, DISABLE_BINDING) then
     return "generic resources are not served: submit without --gres-flags"
   end
+  if string.find(job.script or "", "\n#[BD][BW]%s") then
+    return "burst buffers are not served: stage files in the job itself, without #BB and #DW"
+  end
   if job.shared == 1 then return "a VM is its job's own: submit without --oversubscribe" end
   if job.immediate == 1 then return "a VM is made once its job waits: submit without --immediate" end
   if job.min_mem_per_node == 0 then

@@ -1,0 +1,487 @@
+"""Every option of sbatch, srun and salloc in a VM partition: honoured or refused, and what shows it on the real lab.
+
+docs/options.md is drawn from these rows (`make docs`); test_options.py proves each of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Verdict(StrEnum):
+    HONOURED = "honoured"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A job whose output shows rows as honoured. In `options`, `{home}`, `{now}` and `{<job>}` stand for the user's
+    home, the time and an earlier job's id; the output goes to the job's own name there."""
+
+    options: str
+    script: str
+    prefix: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One row. `names` as in the man page, `note` the reason.
+
+    An honoured row is shown by lines, regular expressions, that `job`'s output holds; a refused one by what the
+    user is told of `attempt`. `test` names the test of test_options.py that shows what neither can.
+    """
+
+    names: str
+    verdict: Verdict
+    note: str
+    job: str = ""
+    sees: tuple[str, ...] = ()
+    attempt: tuple[str, ...] = ()
+    told: str = ""
+    test: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    title: str
+    rows: tuple[Option, ...] = field(default_factory=tuple)
+
+
+def honoured(names: str, note: str, job: str, *sees: str) -> Option:
+    return Option(names, Verdict.HONOURED, note, job=job, sees=sees)
+
+
+def tested(names: str, note: str, test: str) -> Option:
+    return Option(names, Verdict.HONOURED, note, test=test)
+
+
+def refused(names: str, told: str, *attempt: str, note: str = "") -> Option:
+    """`told` is what the user reads, and in the table too unless there is a `note`."""
+    return Option(names, Verdict.REFUSED, note or told, attempt=attempt, told=told)
+
+
+def denied(names: str, note: str, test: str) -> Option:
+    return Option(names, Verdict.REFUSED, note, test=test)
+
+
+_SIZE = """\
+echo nproc=$(nproc) nodes=$SLURM_NNODES tasks=$SLURM_TASKS_PER_NODE
+echo per_node=$SLURM_MEM_PER_NODE per_cpu=$SLURM_MEM_PER_CPU
+echo memory=$(awk '/MemTotal/{print int($2/1024)}' /proc/meminfo)
+"""
+
+# All are submitted at once, in this order.
+JOBS = {
+    "plain": Submission(
+        "--job-name=named --output={home}/%x.out --error=named.err --input={home}/in --open-mode=append"
+        " --chdir={home}/dir --account=physics --qos=normal --wckey=key --comment=said --nice=3 --no-requeue"
+        " --time=30 --time-min=5 --deadline=now+3hours --constraint=slim&instant --batch=slim --clusters=multiverse"
+        " --export=ALL,COLOUR=green --propagate=STACK --acctg-freq=task=1 --use-min-nodes"
+        " --hint=nomultithread --mail-type=BEGIN --mail-user=ada --mcs-label=any --ignore-pbs",
+        """\
+cat
+echo name=$SLURM_JOB_NAME account=$SLURM_JOB_ACCOUNT qos=$SLURM_JOB_QOS
+echo directory=$PWD colour=$COLOUR stack=$(ulimit -s) home=$HOME
+echo complaint >&2
+lscpu | grep '^Thread'
+squeue -h -a -j $SLURM_JOB_ID -O wckey
+scontrol show job -o $SLURM_JOB_ID | tr ' ' '\\n'
+dd if=/dev/zero bs=60M count=1 2>/dev/null | sleep 4
+touch {home}/plain.over
+""",
+        prefix=("prlimit", "--stack=4194304:"),
+    ),
+    "size": Submission("--ntasks=2 --cpus-per-task=2 --mem-per-cpu=200", _SIZE),
+    "memory": Submission(
+        "--mem=700 --tmp=500 --exclusive --sockets-per-node=1 --cores-per-socket=3 --threads-per-core=1"
+        " --ntasks-per-core=1",
+        _SIZE + "lscpu | grep -E '^(Thread|Core|Socket)'\n"
+        "[ $(df -m --output=avail /tmp | tail -1) -ge 500 ] && echo room=enough\n",
+    ),
+    "default": Submission("--extra-node-info=1:2:1 --get-user-env", _SIZE + "echo home=$HOME user=$USER\n"),
+    "steps": Submission(
+        "--ntasks=2 --mem=300",
+        """\
+cd {home}
+srun --quiet --label --unbuffered --threads=1 --input=none --msg-timeout=60 --wait=60 --propagate=NONE \\
+     --preserve-env --disable-status --quit-on-interrupt --mpi=none --slurmd-debug=error \\
+     --prolog=$PWD/epilog --epilog=$PWD/epilog hostname
+srun --quiet --ntasks=1 --cpu-bind=map_cpu:1 grep Cpus_allowed_list /proc/self/status
+srun --quiet --ntasks=1 --exact --cpus-per-task=1 sh -c 'echo exact=$(nproc)'
+srun --quiet --multi-prog programs
+srun --quiet --ntasks=1 --task-prolog=$PWD/prolog --task-epilog=$PWD/epilog sh -c 'echo prolog=$PROLOG'
+cat epilogued
+srun --quiet --ntasks=1 --bcast=/tmp/tool --bcast-exclude=/lib --compress --send-libs=no ./tool
+sbcast in /tmp/in && cat /tmp/in
+srun --quiet --kill-on-bad-exit=1 sh -c '[ $SLURM_PROCID = 1 ] && exit 3; sleep 900'
+echo bad=$?
+srun --quiet sleep 900 &
+until srun --quiet --overlap --ntasks=1 echo overlapped; do sleep 1; done
+srun --quiet --overcommit --overlap --ntasks=5 sh -c 'echo tasks=$SLURM_NTASKS'
+scancel $SLURM_JOB_ID
+""",
+    ),
+    "spread": Submission(
+        "--nodes=2-3 --ntasks-per-node=2 --distribution=cyclic --wait-all-nodes=1 --mem=150",
+        "echo nodes=$SLURM_NNODES\nsrun --quiet sh -c 'echo rank $SLURM_PROCID on $SLURM_NODEID'\n"
+        "srun --quiet --relative=1 --nodes=1 --ntasks=1 sh -c 'echo $SLURMD_NODENAME of $SLURM_JOB_NODELIST'\n",
+    ),
+    "split": Submission("--ntasks=3 --ntasks-per-node=2 --mem=150", _SIZE),
+    "array": Submission("--array=1-2%1", "echo from=$(date +%s.%N); sleep 2; echo to=$(date +%s.%N)\n"),
+    "after": Submission("--dependency=afterok:{plain}", "ls {home}/plain.over\n"),
+    "never": Submission("--dependency=afternotok:{plain} --kill-on-invalid-dep=yes", "echo ran\n"),
+    "begin": Submission(
+        "--begin=now+25 --mincpus=2 --export=ALL,ASKED={now}",
+        _SIZE + "[ $(date +%s) -ge $((ASKED + 24)) ] && echo later=yes\n",
+    ),
+    "signal": Submission(
+        "--signal=B:USR1@10 --time=1",
+        "trap 'echo signalled' USR1\nsleep 900 &\nwait\necho went on\nwait\n",
+    ),
+    "held": Submission("--hold --mem=150", _SIZE + "scontrol show job -o $SLURM_JOB_ID | tr ' ' '\\n'\n"),
+    "busy": Submission(
+        "--requeue --open-mode=append --time=60 --mem=150",
+        "echo restarts=${SLURM_RESTART_COUNT:-0}\nsrun --quiet sh -c 'echo stepping; sleep 900' &\n"
+        "until [ -e {home}/busy.over ]; do sleep 1; done\n",
+    ),
+    "first": Submission("--licenses=seat:1", "echo from=$(date +%s.%N); sleep 2; echo to=$(date +%s.%N)\n"),
+    "second": Submission("--licenses=seat:1", "echo from=$(date +%s.%N); sleep 2; echo to=$(date +%s.%N)\n"),
+}
+
+_GPUS = "generic resources are not served: submit without GPUs"
+
+GROUPS = (
+    Group(
+        "Size",
+        (
+            honoured("-n, --ntasks", "without `-N`: one VM for all tasks", "size", "nproc=4 nodes=1 tasks=2"),
+            honoured("-c, --cpus-per-task", "the VM has as many for each task", "size", "nproc=4 .*"),
+            honoured(
+                "-N, --nodes", "as many VMs, all or none; of a range, the fewest", "spread", "nodes=2", "rank 3 on 1"
+            ),
+            honoured("--ntasks-per-node", "without `-N` it tells how many VMs", "split", "nproc=2 nodes=2 .*"),
+            honoured("--mem-per-cpu", "in MiB that the job may use", "size", "per_node= per_cpu=200", "memory=8.."),
+            honoured("--mem", "in MiB that the job may use, in each VM", "memory", "per_node=700 .*", "memory=[7-9].."),
+            honoured("no --mem", "`DefMemPerCPU` for each CPU", "default", "per_node= per_cpu=150", "memory=[3-4].."),
+            refused(
+                "--mem=0",
+                "--mem=0 asks for all of a node, and a VM is as large as its job asks: say how much with --mem",
+                "--mem=0",
+            ),
+            honoured("--mincpus", "the VM has as many", "begin", "nproc=2 .*"),
+            honoured("--tmp", "free on the VM's disk, up to `image.tmp_disk`", "memory", "room=enough"),
+            refused(
+                "--tmp beyond that",
+                "the job asks for 204800 MiB on disk with --tmp; a VM has 12288 MiB: use a shared file system",
+                "--tmp=200G",
+            ),
+            honoured("--exclusive", "a VM is its job's own, always", "memory", "nproc=3 .*"),
+            refused("-s, --oversubscribe", "a VM is its job's own: submit without --oversubscribe", "--oversubscribe"),
+            refused(
+                "-O, --overcommit",
+                "--overcommit is not served: ask for a CPU for each task, and overcommit in the job with srun",
+                "--overcommit",
+                "--ntasks=3",
+            ),
+            refused(
+                "more than any host has",
+                "the largest VM for a job here has 8 CPUs",
+                "--cpus-per-task=64",
+                note="the answer names the largest VM that there is",
+            ),
+        ),
+    ),
+    Group(
+        "Nodes and their inside",
+        (
+            honoured("-C, --constraint", "images and kinds of clones, joined by `&`", "plain", ".*slim&instant.*"),
+            honoured("--batch", "a feature of `--constraint`", "plain", ".*slim.*"),
+            refused(
+                "--constraint with alternatives",
+                "alternatives and counts in --constraint are not served: join features with &",
+                "--constraint=slim|stock",
+            ),
+            refused(
+                "--constraint with ours",
+                "the constraint mv_1 is Multiverse's own: submit without it",
+                "--constraint=mv_1",
+            ),
+            refused("--prefer", "--prefer is not served: ask with --constraint", "--prefer=slim"),
+            refused("-w, --nodelist", "nodes are made for each job: submit without --nodelist", "--nodelist=mvgate1"),
+            refused(
+                "-F, --nodefile", "nodes are made for each job: submit without --nodelist", "--nodefile={home}/nodes"
+            ),
+            refused("-x, --exclude", "nodes are made for each job: submit without --exclude", "--exclude=mvgate1"),
+            refused("-p, --partition with several", "several partitions are not served: name vm alone", "-pvm,bare"),
+            refused(
+                "-p, --partition=vmrun",
+                "submit to partition vm: jobs are moved on from there by themselves",
+                "--partition=vmrun",
+            ),
+            honoured("--sockets-per-node=1", "a VM has one socket", "memory", r"Socket\(s\): +1"),
+            honoured("--cores-per-socket", "a VM has a core for each CPU", "memory", r"Core\(s\) per socket: +3"),
+            honoured("--threads-per-core=1", "a core has one thread", "memory", r"Thread\(s\) per core: +1"),
+            honoured("-B, --extra-node-info", "as the three before", "default", "nproc=2 .*"),
+            honoured("--ntasks-per-core=1", "a core has one thread", "memory", "nproc=3 .*"),
+            honoured(
+                "--hint=nomultithread, compute_bound", "cores have one thread", "plain", r"Thread\(s\) per core: +1"
+            ),
+            refused(
+                "--hint=multithread",
+                "a VM's cores have one thread each: submit without --threads-per-core, --ntasks-per-core and --hint",
+                "--hint=multithread",
+            ),
+            refused(
+                "--hint=memory_bound",
+                "--hint=memory_bound is not served: a VM has as many cores as its job asks for",
+                "--hint=memory_bound",
+            ),
+            refused(
+                "--sockets-per-node above 1",
+                "a VM has one socket: submit without --sockets-per-node, or ask for CPUs with --mincpus",
+                "--sockets-per-node=2",
+            ),
+            refused(
+                "--threads-per-core, --ntasks-per-core above 1",
+                "a VM's cores have one thread each: submit without --threads-per-core, --ntasks-per-core and --hint",
+                "--threads-per-core=2",
+            ),
+            refused("--ntasks-per-socket", "a VM has one socket: ask with --ntasks-per-node", "--ntasks-per-socket=1"),
+            refused(
+                "-S, --core-spec",
+                "Ignoring -S since it's not allowed by configuration",
+                "--core-spec=1",
+                note="dropped by sbatch, aloud; refused where `AllowSpecResourcesUsage` is set",
+            ),
+            refused(
+                "--thread-spec",
+                "Ignoring --thread-spec since it's not allowed by configuration",
+                "--thread-spec=1",
+                note="dropped by sbatch, aloud; refused where `AllowSpecResourcesUsage` is set",
+            ),
+            refused("--contiguous", "VMs have no neighbours: submit without --contiguous", "--contiguous"),
+            refused("--switches", "VMs have no switches: submit without --switches", "--switches=1"),
+            refused("--spread-job", "--spread-job is not served: say how many VMs with --nodes", "--spread-job"),
+            honoured("--use-min-nodes", "of a range, the fewest, always", "spread", "nodes=2"),
+            honoured("-m, --distribution", "over the job's VMs", "spread", "rank 1 on 1", "rank 2 on 0"),
+            honoured("--wait-all-nodes", "all VMs have joined before the job starts", "spread", "rank 1 on 1"),
+            honoured("--mcs-label", "no other job is on its nodes", "plain", "name=named .*"),
+            refused("--reboot", "rebooting of nodes is only allowed for admins", "--reboot", note="each VM is fresh"),
+            refused(
+                "--delay-boot", "a VM has its features from its start: submit without --delay-boot", "--delay-boot=1"
+            ),
+            refused("--cpu-freq", "a VM does not set its host's clock: submit without --cpu-freq", "--cpu-freq=high"),
+            refused("--power", "--power is not served: submit without it", "--power=level"),
+            refused("--network", "--network is not served: a VM has one network", "--network=ib"),
+            refused("--container", "--container is not served: ask for an image with --constraint", "--container=/x"),
+        ),
+    ),
+    Group(
+        "Generic resources",
+        (
+            refused("--gres", "generic resources are not served: submit without --gres and GPUs", "--gres=gpu:1"),
+            refused(
+                "--gres-flags",
+                "generic resources are not served: submit without --gres-flags",
+                "--gres-flags=disable-binding",
+            ),
+            refused("-G, --gpus", _GPUS, "--gpus=1"),
+            refused(
+                "--gpus-per-node",
+                "generic resources are not served: submit without --gres and GPUs",
+                "--gpus-per-node=1",
+            ),
+            refused(
+                "--gpus-per-socket",
+                _GPUS,
+                "--gpus-per-socket=1",
+                "--sockets-per-node=1",
+                note=_GPUS,
+            ),
+            refused("--gpus-per-task", _GPUS, "--gpus-per-task=1", "--ntasks=1"),
+            refused("--ntasks-per-gpu", _GPUS, "--ntasks-per-gpu=1", "--gpus=1"),
+            refused("--cpus-per-gpu", _GPUS, "--cpus-per-gpu=1", "--gpus=1"),
+            refused("--mem-per-gpu", _GPUS, "--mem-per-gpu=100", "--gpus=1"),
+            refused("--gpu-bind", "generic resources are not served: submit without --gpu-bind", "--gpu-bind=none"),
+            refused("--gpu-freq", "generic resources are not served: submit without --gpu-freq", "--gpu-freq=high"),
+            refused("--bb", "burst buffers are not served: stage files in the job itself", "--bb=capacity=1G"),
+            refused("--bbf", "burst buffers are not served: stage files in the job itself", "--bbf={home}/buffer"),
+            tested("-L, --licenses", "a job waits at the gate until they are free", "test_licences_are_never_exceeded"),
+        ),
+    ),
+    Group(
+        "When",
+        (
+            tested("-t, --time", "the VM goes when the time is over", "test_a_job_is_warned_and_ends_with_its_time"),
+            honoured("--time-min", "the job gets at least that", "plain", "TimeMin=00:05:00"),
+            honoured("--signal", "sent to the script or its steps", "signal", "signalled"),
+            honoured("--deadline", "a job that cannot end before it is ended by Slurm", "plain", "Deadline=20.*"),
+            honoured("-b, --begin", "no VM is made before", "begin", "later=yes"),
+            honoured("-d, --dependency", "no VM is made before it is met", "after", ".*/plain.over"),
+            tested("--kill-on-invalid-dep", "the job goes without a VM", "test_a_job_whose_dependency_is_never_met"),
+            tested("-a, --array with %N", "each task a VM of its own, N at most", "test_an_arrays_limit_holds"),
+            tested("-H, --hold", "no VM is made before its release", "test_a_held_job_is_changed_and_released"),
+            honoured("--nice", "orders the gate as any queue", "plain", "Nice=3"),
+            tested("--priority", "operators only, by Slurm's rule", "test_root_submits_for_a_user"),
+            tested("--requeue", "each run in fresh VMs", "test_a_running_job_is_looked_after"),
+            honoured("--no-requeue", "a lost VM ends the job", "plain", "Requeue=0"),
+            tested(
+                "-k, --no-kill",
+                "the job goes on without a lost VM; it was its first one: until its time is over",
+                "test_a_job_that_is_not_to_be_killed_outlives_one_of_its_vms",
+            ),
+            tested("-W, --wait", "sbatch ends as the job does", "test_sbatch_waits_and_ends_as_the_job"),
+            tested("-I, --immediate=SECONDS", "waits that long for a VM", "test_srun_with_a_terminal"),
+            denied(
+                "-I, --immediate",
+                "a VM is made once its job waits: submit without --immediate",
+                "test_immediately_is_refused",
+            ),
+            refused(
+                "--test-only",
+                "Requested node configuration is not available",
+                "--test-only",
+                note="Slurm knows of no node that a VM could become",
+            ),
+            refused(
+                "--reservation",
+                "reservations are not served: submit without --reservation",
+                "--reservation=any",
+            ),
+            denied(
+                "jobs of several components (`:`)",
+                "heterogeneous jobs are not served: submit their parts as jobs of their own",
+                "test_heterogeneous_jobs_are_refused",
+            ),
+            honoured("-M, --clusters", "this cluster", "plain", "name=named .*"),
+            refused(
+                "-M, --clusters with others",
+                "No cluster 'other' known by database",
+                "--clusters=other",
+                note="no federation: Slurm refuses what it does not know",
+            ),
+            denied(
+                "--cluster-constraint",
+                "ended with a comment: --cluster-constraint is not served: submit without it",
+                "test_what_only_the_controller_sees_ends_the_job_with_a_reason",
+            ),
+        ),
+    ),
+    Group(
+        "Environment, files and accounting",
+        (
+            honoured("-J, --job-name", "", "plain", "name=named .*"),
+            honoured("-A, --account", "", "plain", "name=named account=physics .*"),
+            honoured("-q, --qos", "", "plain", ".* qos=normal"),
+            honoured("--wckey", "", "plain", "key *"),
+            honoured("--comment", "", "plain", "Comment=said"),
+            honoured("-D, --chdir", "on a file system that guests mount", "plain", "directory=.*/dir .*"),
+            honoured("--export, --export-file", "", "plain", ".* colour=green .*"),
+            honoured("--get-user-env", "as in the image", "default", "home=.+ user=ada"),
+            honoured("--propagate", "limits of the submitting shell", "plain", ".* stack=4096 .*"),
+            honoured("-i, --input", "", "plain", "given"),
+            honoured("-o, --output, -e, --error", "with Slurm's patterns", "plain", "name=named .*"),
+            honoured("--open-mode", "", "plain", "before"),
+            tested("--mail-type, --mail-user", "sent by slurmctld", "test_mail_is_sent"),
+            tested(
+                "--acctg-freq", "steps are sampled in the VM", "test_figures_of_a_step_are_sampled_as_often_as_asked"
+            ),
+            denied(
+                "--profile",
+                "ended with a comment: profiles are not kept of VMs: submit without --profile",
+                "test_what_only_the_controller_sees_ends_the_job_with_a_reason",
+            ),
+            tested("--uid, --gid", "root submits for a user, by Slurm's rule", "test_root_submits_for_a_user"),
+            honoured("--ignore-pbs, --wrap, --parsable, --quiet, --verbose", "sbatch's own", "plain", "name=named .*"),
+        ),
+    ),
+    Group(
+        "srun, salloc and steps",
+        (
+            tested("srun --pty", "a terminal in the VM", "test_srun_with_a_terminal"),
+            tested(
+                "salloc",
+                "its command runs where it was called, its steps in the VM",
+                "test_salloc_runs_steps_in_its_vm",
+            ),
+            denied(
+                "--resv-ports",
+                "by Slurm's rule: no ports are set aside without `MpiParams`",
+                "test_steps_that_slurm_refuses",
+            ),
+            denied("-Z, --no-allocate", "root's, by Slurm's rule", "test_steps_that_slurm_refuses"),
+            denied("--het-group", "there are no heterogeneous jobs", "test_steps_that_slurm_refuses"),
+            tested("--jobid", "a step in a job that has its VM", "test_salloc_without_a_shell"),
+            tested("salloc --no-shell, --bell, --no-bell, --kill-command", "", "test_salloc_without_a_shell"),
+            honoured(
+                "--label, --unbuffered, --threads, --msg-timeout, --disable-status, --quit-on-interrupt, "
+                "--preserve-env, --mpi=none, --slurmd-debug, --prolog, --epilog",
+                "srun's own",
+                "steps",
+                "[01]: mv.*",
+            ),
+            honoured("--cpu-bind", "to the VM's CPUs", "steps", r"Cpus_allowed_list:\s*1"),
+            honoured("--exact", "", "steps", "exact=1"),
+            honoured("--overlap", "", "steps", "overlapped"),
+            honoured("srun --overcommit in a job", "", "steps", "tasks=5"),
+            honoured("--multi-prog", "", "steps", "first", "second"),
+            honoured("--task-prolog, --task-epilog", "run in the VM", "steps", "prolog=yes", "epilogued"),
+            honoured(
+                "--bcast, --bcast-exclude, --compress, --send-libs", "to the VM's own disk", "steps", "tool=/tmp/tool"
+            ),
+            honoured("sbcast", "to the VM's own disk", "steps", "given"),
+            honoured("-K, --kill-on-bad-exit", "", "steps", "bad=[1-9].*"),
+            honoured("-r, --relative", "", "spread", "mv.* of mv.*"),
+            refused(
+                "--x11",
+                "x11 forwarding",
+                "srun",
+                "--x11",
+                "true",
+                note="needs `PrologFlags=X11`, and xauth in the image; ours has neither",
+            ),
+            denied(
+                "sattach",
+                "it finds no node that is not in slurm.conf (22.05); write to a file, or use srun --overlap",
+                "test_a_running_job_is_looked_after",
+            ),
+            tested("sstat", "", "test_a_running_job_is_looked_after"),
+            tested(
+                "sacct, seff",
+                "states, times and memory as ever",
+                "test_figures_of_a_step_are_sampled_as_often_as_asked",
+            ),
+        ),
+    ),
+    Group(
+        "scontrol by the job's user",
+        (
+            tested(
+                "update of a waiting job's memory, CPUs, time, name, comment, nice value",
+                "the VM follows",
+                "test_a_held_job_is_changed_and_released",
+            ),
+            denied(
+                "update of a job's features, partition and nodes",
+                "they are Multiverse's: cancel it and submit it anew",
+                "test_what_is_multiverses_of_a_job_is_not_a_users_to_change",
+            ),
+            denied(
+                "update of a running job's number of nodes",
+                "a running job keeps its VMs",
+                "test_a_running_job_is_looked_after",
+            ),
+            tested(
+                "update of a running job's time, name and comment",
+                "by Slurm's rules",
+                "test_a_running_job_is_looked_after",
+            ),
+            tested("hold, release", "", "test_a_held_job_is_changed_and_released"),
+            tested("requeue of a running job", "in a fresh VM", "test_a_running_job_is_looked_after"),
+            tested(
+                "suspend, resume", "operators only, by Slurm's rule; the VM stays", "test_a_running_job_is_looked_after"
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,337 @@
+"""Every row of the table of options (options.py), on the real lab. All jobs are submitted at once, then looked at."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from multiverse.client import Client
+from tests.integration.conftest import LabUnderTest
+from tests.integration.options import GROUPS, JOBS, Option
+from tests.integration.watch import accounted, ended, qemu_of, until
+
+pytestmark = pytest.mark.integration
+
+ROWS = [row for group in GROUPS for row in group.rows]
+ENOUGH = 400.0  # seconds for all jobs, on a machine that does other things besides
+
+
+@dataclass
+class Board:
+    """The jobs that were submitted: their ids, and where their output is."""
+
+    lab: LabUnderTest
+    client: Client
+    home: Path
+    ids: dict[str, str] = field(default_factory=dict)
+
+    def output(self, job: str) -> str:
+        path = self.home / ("named.out" if job == "plain" else f"{job}.out")
+        return path.read_text() if path.exists() else ""
+
+    def state(self, job: str) -> str:
+        return self.lab.run("squeue", "-a", "-h", "-t", "all", "-o", "%T", "-j", self.ids[job]).stdout.strip()
+
+    def over(self, job: str) -> str:
+        """Its output, once it has ended and its VMs, which wrote it, are gone."""
+        busy = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED")
+        number = self.ids[job]
+        until(f"job {job} is over", lambda: not set(busy) & set(self.state(job).split()), ENOUGH)
+        until(f"the VMs of job {job} are gone", lambda: number not in self._live(), ENOUGH)
+        return self.output(job)
+
+    def _live(self) -> set[str]:
+        return {row["job_id"].partition("_")[0] for row in self.client.jobs()}
+
+    def update(self, job: str, *changes: str) -> subprocess.CompletedProcess[str]:
+        return self.lab.run("scontrol", "update", f"JobId={self.ids[job]}", *changes, user=self.lab.user, check=False)
+
+
+def filled(text: str, board: Board) -> str:
+    return text.replace("{home}", str(board.home)).replace("{now}", str(int(time.time())))
+
+
+@pytest.fixture(scope="module")
+def board(lab: LabUnderTest, client: Client) -> Iterator[Board]:
+    home = lab.user.home / "options"
+    board = Board(lab, client, home)
+    files = {
+        "in": "given\n",
+        "named.out": "before\n",
+        "nodes": "mvgate1\n",
+        "buffer": "#BB capacity=1G\n",
+        "programs": "0 echo first\n1 echo second\n",
+        "prolog": "#!/bin/sh\necho export PROLOG=yes\n",
+        "epilog": f"#!/bin/sh\necho epilogued > {home}/epilogued\n",
+        "tool": "#!/bin/sh\necho tool=$0\n",
+    }
+    for directory in (home, home / "dir"):
+        directory.mkdir()
+        os.chown(directory, lab.user.uid, lab.user.uid)
+    for name, text in files.items():
+        (home / name).write_text(text)
+        (home / name).chmod(0o755)
+        os.chown(home / name, lab.user.uid, lab.user.uid)
+    for name, job in JOBS.items():
+        text = filled(job.options, board)
+        for other, number in board.ids.items():
+            text = text.replace(f"{{{other}}}", number)
+        output = [] if "--output" in text else [f"--output={home}/{name}{'-%a' if '--array' in text else ''}.out"]
+        wrapped = f"--wrap={filled(job.script, board)}"
+        done = lab.run(
+            *job.prefix, "sbatch", "--parsable", *output, *shlex.split(text), wrapped, user=lab.user, check=False
+        )
+        assert done.returncode == 0, f"{name}: {done.stderr}"
+        board.ids[name] = done.stdout.strip().partition(";")[0]
+    yield board
+    lab.run("scancel", "--user", lab.user.name)
+    until("all its VMs are gone", lambda: not client.jobs(), ENOUGH)
+
+
+def test_no_option_of_sbatch_srun_or_salloc_is_missing(lab: LabUnderTest) -> None:
+    known = set(re.findall(r"--[a-z0-9][a-z0-9-]*", " ".join(row.names for row in ROWS)))
+    for command in ("sbatch", "srun", "salloc"):
+        shown = set(re.findall(r"--[a-z0-9][a-z0-9-]*", lab.run(command, "--help").stdout))
+        assert not shown - known - {"--help", "--usage", "--version"}, command
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.attempt], ids=lambda row: row.names)
+def test_what_is_refused_says_so(board: Board, row: Option) -> None:
+    words = [filled(word, board) for word in row.attempt]
+    command = words if words[0] == "srun" else ["sbatch", *words, "--begin=now+1hour", "--wrap=true"]
+    done = board.lab.run(*command, user=board.lab.user, check=False)
+    assert re.search(re.escape(row.told), done.stderr), done.stderr
+    assert done.returncode != 0 or "Ignoring" in row.told
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.job], ids=lambda row: row.names)
+def test_what_is_honoured_is_seen_by_the_job(board: Board, row: Option) -> None:
+    lines = [line.strip() for line in board.over(row.job).splitlines()]
+    for wanted in row.sees:
+        assert any(re.fullmatch(wanted, line) for line in lines), (wanted, lines)
+
+
+# --- what takes more than a look at a job's output -------------------------------------------------
+
+
+def _spans(*texts: str) -> list[tuple[float, float]]:
+    """When the jobs began and ended, in order."""
+    found = [re.findall(r"^(?:from|to)=(\S+)$", text, re.MULTILINE) for text in texts]
+    return sorted((float(begin), float(end)) for begin, end in found)
+
+
+def test_an_arrays_limit_holds(board: Board) -> None:
+    board.over("array")
+    (_, end), (begin, _) = _spans(*((board.home / f"array-{task}.out").read_text() for task in (1, 2)))
+    assert end <= begin
+
+
+def test_licences_are_never_exceeded(board: Board) -> None:
+    (_, end), (begin, _) = _spans(board.over("first"), board.over("second"))
+    assert end <= begin
+
+
+def test_a_job_whose_dependency_is_never_met(board: Board, client: Client) -> None:
+    assert board.over("never") == ""
+    assert accounted(board.lab, board.ids["never"])[0] == "CANCELLED"
+    assert not [vm for row in client.jobs(board.ids["never"]) for vm in row["vms"]]
+
+
+def test_a_job_is_warned_and_ends_with_its_time(board: Board) -> None:
+    assert "signalled\nwent on\n" in board.over("signal")
+    assert accounted(board.lab, board.ids["signal"])[0] == "TIMEOUT"
+
+
+def test_a_held_job_is_changed_and_released(board: Board, client: Client) -> None:
+    changes = ("MinMemoryNode=600", "NumCPUs=2", "TimeLimit=20", "JobName=renamed", "Comment=changed", "Nice=7")
+    for change in changes:
+        assert board.update("held", change).returncode == 0, change
+    assert not [vm for row in client.jobs(board.ids["held"]) for vm in row["vms"]]
+    board.lab.run("scontrol", "release", board.ids["held"], user=board.lab.user)
+    lines = board.over("held").split()
+    memory = next(int(line.partition("=")[2]) for line in lines if line.startswith("memory="))
+    assert memory >= 600 and "nproc=2" in lines
+    assert {"TimeLimit=00:20:00", "JobName=renamed", "Comment=changed", "Nice=7"} <= set(lines)
+
+
+def test_what_is_multiverses_of_a_job_is_not_a_users_to_change(board: Board) -> None:
+    job = board.lab.sbatch("true", "--begin=now+1hour", "--output=/dev/null")
+    board.ids["fixed"] = job
+    before = board.lab.run("squeue", "-h", "-a", "-j", job, "-o", "%P %f %D %m %i").stdout
+    for change in (
+        "Features=slim",
+        "Partition=bare",
+        "Partition=vmrun",
+        "ReqNodeList=mvgate1",
+        "ExcNodeList=mvgate1",
+        "Prefer=slim",
+        "ReservationName=any",
+        "MinMemoryNode=0",
+        "MinMemoryNode=999999",
+        "NumNodes=99",
+        "DelayBoot=5",
+        "AdminComment=mine",
+    ):
+        assert board.update("fixed", change).returncode != 0, change
+    assert board.lab.run("squeue", "-h", "-a", "-j", job, "-o", "%P %f %D %m %i").stdout == before
+
+
+def test_a_running_job_is_looked_after(board: Board, client: Client) -> None:
+    lab, job = board.lab, board.ids["busy"]
+    until(
+        "it takes a step", lambda: "restarts=0" in board.output("busy") and "stepping" in board.output("busy"), ENOUGH
+    )
+    (vm,) = client.jobs(job)[-1]["vms"]
+    for change in ("TimeLimit=30", "JobName=other", "Comment=running"):
+        assert board.update("busy", change).returncode == 0, change
+    shown = lab.run("squeue", "-h", "-a", "-j", job, "-o", "%l %j %k").stdout.split()
+    assert shown == ["30:00", "other", "running"]
+    assert board.update("busy", "NumNodes=2").returncode != 0
+    figures = lab.run("sstat", "-n", "-P", "-a", "-j", job, "-o", "JobID,NTasks", user=lab.user).stdout.split()
+    assert f"{job}.batch|1" in figures and f"{job}.0|1" in figures
+    assert "can't find address for host" in lab.run("sattach", f"{job}.0", user=lab.user, check=False).stderr
+
+    lab.run("scontrol", "suspend", job)
+    until("it is suspended", lambda: board.state("busy") == "SUSPENDED")
+    lab.run("scontrol", "resume", job)
+    until("it goes on", lambda: board.state("busy") == "RUNNING")
+    assert client.jobs(job)[-1]["vms"] == [vm]
+
+    lab.run("scontrol", "requeue", job, user=lab.user)
+    until("it runs again", lambda: "restarts=1" in board.output("busy"), ENOUGH)
+    assert client.jobs(job)[-1]["vms"] != [vm]
+    (board.home / "busy.over").touch()
+    assert "restarts=0" in board.over("busy"), "its output was appended to"
+
+
+def test_sbatch_waits_and_ends_as_the_job(board: Board) -> None:
+    done = board.lab.run("sbatch", "--wait", "--output=/dev/null", "--wrap=exit 3", user=board.lab.user, check=False)
+    assert done.returncode == 3
+
+
+def test_srun_with_a_terminal(board: Board) -> None:
+    lab = board.lab
+    ours, theirs = pty.openpty()
+    srun = subprocess.Popen(
+        ["srun", "--quiet", "--immediate=300", "--pty", "sh", "-c", "tty; hostname"],
+        env=lab.env | {"HOME": str(lab.user.home)},
+        cwd=lab.user.home,
+        user=lab.user.uid,
+        group=lab.user.uid,
+        extra_groups=[],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    shown = b""
+    while b"\nmv" not in shown:
+        shown += os.read(ours, 4096)
+    assert b"/dev/pts/" in shown
+    assert srun.wait(ENOUGH) == 0
+    os.close(ours)
+
+
+def test_salloc_runs_steps_in_its_vm(board: Board) -> None:
+    done = board.lab.run(
+        "salloc", "--quiet", "--no-bell", "--ntasks=2", "srun", "--quiet", "hostname", user=board.lab.user
+    )
+    first, second = done.stdout.split()
+    assert first == second and first.startswith("mv")
+
+
+def test_salloc_without_a_shell(board: Board) -> None:
+    lab = board.lab
+    done = lab.run("salloc", "--no-shell", "--bell", "--kill-command=TERM", user=lab.user)
+    found = re.search(r"Granted job allocation (\d+)", done.stderr)
+    assert found
+    assert lab.run("srun", "--quiet", f"--jobid={found[1]}", "hostname", user=lab.user).stdout.startswith("mv")
+    lab.run("scancel", found[1], user=lab.user)
+
+
+def test_root_submits_for_a_user(board: Board, client: Client) -> None:
+    lab = board.lab
+    options = [f"--uid={lab.user.name}", f"--gid={lab.user.uid}", "--priority=77", f"--chdir={board.home}"]
+    wrapped = "--wrap=id -u; squeue -h -a -j $SLURM_JOB_ID -o priority=%Q"
+    done = lab.run("sbatch", "--parsable", *options, "--output=for.out", wrapped)
+    ended(client, done.stdout.strip(), "done")
+    assert (board.home / "for.out").read_text().split() == [str(lab.user.uid), "priority=77"]
+    for option in options[:2]:
+        assert lab.run("sbatch", option, "--wrap=true", user=lab.user, check=False).returncode != 0
+
+
+def test_mail_is_sent(board: Board) -> None:
+    board.over("plain")
+    mails = board.lab.where.slurmctld / "mail"
+    until(
+        "slurmctld sent it", lambda: mails.exists() and f"Job_id={board.ids['plain']} Name=named" in mails.read_text()
+    )
+
+
+def test_figures_of_a_step_are_sampled_as_often_as_asked(board: Board) -> None:
+    """For four seconds of its life, 60 MiB: the default of 30 s would not see it."""
+    board.over("plain")
+    accounted(board.lab, board.ids["plain"])
+    shown = board.lab.run("sacct", "-n", "-P", "--units=M", "-o", "MaxRSS", "-j", f"{board.ids['plain']}.batch").stdout
+    assert float(shown.strip().rstrip("M")) >= 50, shown
+
+
+def test_immediately_is_refused(board: Board) -> None:
+    done = board.lab.run("srun", "--immediate", "true", user=board.lab.user, check=False)
+    assert done.returncode != 0
+    assert "a VM is made once its job waits: submit without --immediate" in done.stderr
+
+
+def test_heterogeneous_jobs_are_refused(board: Board) -> None:
+    done = board.lab.run("sbatch", "-n1", ":", "-n1", "--wrap=true", user=board.lab.user, check=False)
+    assert done.returncode != 0
+    assert "heterogeneous jobs are not served: submit their parts as jobs of their own" in done.stderr
+
+
+def test_steps_that_slurm_refuses(board: Board) -> None:
+    for option in ("--no-allocate", "--het-group=1"):
+        done = board.lab.run("srun", option, "--nodelist=mvgate1", "true", user=board.lab.user, check=False)
+        assert done.returncode != 0, option
+
+
+@pytest.mark.slow
+def test_a_job_that_is_not_to_be_killed_outlives_one_of_its_vms(board: Board, client: Client) -> None:
+    lab, over = board.lab, board.home / "outlived.over"
+    job = lab.sbatch(f"until [ -e {over} ]; do sleep 1; done", "--no-kill", "--nodes=2", "--output=/dev/null")
+    until("it runs", lambda: client.jobs(job) and client.jobs(job)[-1]["state"] == "allocated", ENOUGH)
+    first = lab.run("squeue", "-h", "-a", "-j", job, "-o", "%B").stdout.strip()
+    (other,) = set(client.jobs(job)[-1]["vms"]) - {first}
+    os.kill(qemu_of(other), signal.SIGKILL)
+    until(
+        "Slurm has it on one node", lambda: lab.run("squeue", "-h", "-a", "-j", job, "-o", "%N").stdout.strip() == first
+    )
+    over.touch()
+    ended(client, job, "done")
+    # A line for each of its sizes: before and after the loss.
+    account = ("sacct", "-X", "-n", "-P", "-D", "-o", "State", "-j", job)
+    until("it completed", lambda: lab.run(*account).stdout.split() == ["RESIZING", "COMPLETED"], 30)
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("--profile=task", "profiles are not kept of VMs: submit without --profile"),
+        ("--cluster-constraint=any", "--cluster-constraint is not served: submit without it"),
+    ],
+)
+def test_what_only_the_controller_sees_ends_the_job_with_a_reason(
+    board: Board, client: Client, option: str, told: str
+) -> None:
+    job = board.lab.sbatch("true", option, "--output=/dev/null")
+    ended(client, job, "revoked")
+    assert told in board.lab.run("scontrol", "show", "job", job).stdout
