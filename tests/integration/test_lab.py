@@ -9,6 +9,7 @@ import shutil
 import signal
 import stat
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -16,13 +17,35 @@ from typing import Any
 
 import pytest
 
+from multiverse.drivers.qemu.host import process
 from multiverse.lab import baremetal, lifecycle
-from multiverse.lab.layout import layout
+from multiverse.lab.layout import Layout, layout
 from multiverse.lab.parts import Lab
 from multiverse.lab.plan import Wishes, load
+from tests.integration.images import IMAGES, slim
 from tests.integration.watch import kept_by_slurm
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_controller")]
+
+
+_BUILDS = """
+import asyncio, sys
+from dataclasses import replace
+from pathlib import Path
+from multiverse import config
+from multiverse.core.model import Size
+from multiverse.drivers.qemu.driver import QemuHypervisor
+
+settings = config.load(Path(sys.argv[1]))
+settings = replace(settings, qemu=replace(settings.qemu, accel="tcg"))
+asyncio.run(QemuHypervisor(settings, "dead0").prepare(settings.host.name, "slim", Size(1, 256)))
+"""
+
+
+def _makers(where: Layout) -> set[int]:
+    """The QEMUs that make a template of that lab."""
+    works = where.memory.glob(".slim.building-*")
+    return {pid for work in works for pid, _ in process.with_part(f"mem-path={work / 'memory'}")}
 
 
 def _kill(pid: int) -> None:
@@ -79,12 +102,13 @@ async def test_a_plain_slurmd_for_the_baseline(lab: Any) -> None:
 
 
 async def test_a_second_lab_beside_the_first_leaves_nothing(lab: Any) -> None:
+    slim()
     directory = Path(tempfile.mkdtemp(prefix="mvlab-"))
     directory.chmod(0o755)
     where = layout(directory / "lab")
     umask = os.umask(0o077)
     try:
-        await lifecycle.up(where, Wishes(), controller=False)
+        await lifecycle.up(where, Wishes(images=IMAGES), controller=False)
         first, second = load(lab.where), load(where)
         assert first is not None
         assert second is not None
@@ -92,8 +116,16 @@ async def test_a_second_lab_beside_the_first_leaves_nothing(lab: Any) -> None:
         assert first.subnet != second.subnet
         status = lifecycle.status(where)
         assert all(part["alive"] for name, part in status.items() if name != "controller")
+        builder = subprocess.Popen([sys.executable, "-c", _BUILDS, str(where.settings)])
+        while not (built := _makers(where)):
+            assert builder.poll() is None
+            await asyncio.sleep(0.1)
+        builder.kill()
+        builder.wait()
+        assert _makers(where) == built, "the template's QEMU outlives who began it"
         await lifecycle.down(where)
         await lifecycle.down(where)
+        assert not any(Path(f"/proc/{pid}/exe").exists() for pid in built)
         assert not Path("/sys/class/net", second.bridge).exists()
         assert not where.run.exists()
         assert not where.memory.exists()

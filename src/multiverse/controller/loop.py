@@ -70,6 +70,7 @@ class Controller:
         self.policy = policy_of(settings)
         self._wake = asyncio.Event()
         self._inbox: deque[Message] = deque()
+        self._asked: list[asyncio.Future[None]] = []  # one for each command in the inbox
         self._rows = Rows(store.site)
         self._expecting: float | None = None  # since when the newest of what is awaited is
         self._strangers: dict[str, float] = {}
@@ -111,10 +112,14 @@ class Controller:
         """Effects that failed at least `often` times in a row: how often, why, and when they are tried again."""
         return self._effects.failing(often)
 
-    def command(self, command: Command) -> None:
-        """Take an operator's wish; what comes of it is seen in the rows."""
+    def command(self, command: Command) -> asyncio.Future[None]:
+        """Take an operator's wish; what comes of it is seen in the rows. Done when it is committed: till then it is
+        lost if the daemon dies."""
         self._inbox.append(command)
         self._wake.set()
+        committed = asyncio.get_running_loop().create_future()
+        self._asked.append(committed)
+        return committed
 
     # --- the loop ------------------------------------------------------------------------------------
 
@@ -169,6 +174,10 @@ class Controller:
         self.uncommitted = None
         for _ in messages:
             self._inbox.popleft()
+        for committed in self._asked:
+            if not committed.done():  # whoever asked may have gone
+                committed.set_result(None)
+        self._asked.clear()
         self._rows = rows
         awaited = [vm.since for vm in rows.vms.values() if vm.state in _AWAITED_OF_VMS]
         awaited += [a.since for a in rows.attempts.values() if a.state in _AWAITED_OF_ATTEMPTS]

@@ -23,7 +23,7 @@ async def destroy_all(where: Layout) -> int:
     settings = replace(settings, qemu=replace(settings.qemu, accel="tcg"))
     count = 0
     for site in _sites(settings):
-        count += await _destroy(QemuHypervisor(settings, site))
+        count += await _destroy(QemuHypervisor(settings, site), settings.host.name, settings.qemu.templates)
     return count
 
 
@@ -38,7 +38,7 @@ def _entries(place: Path) -> list[str]:
     return [path.name for path in place.iterdir()] if place.is_dir() else []
 
 
-async def _destroy(hypervisor: QemuHypervisor) -> int:
+async def _destroy(hypervisor: QemuHypervisor, host: str, templates: Path) -> int:
     view = await hypervisor.look()
     limit = asyncio.Semaphore(_ENOUGH)
 
@@ -47,6 +47,12 @@ async def _destroy(hypervisor: QemuHypervisor) -> int:
             await hypervisor.destroy(name, 0)
 
     await asyncio.gather(*(end(name) for name in sorted(view.vms)))
-    for host, image in sorted(view.templates):
+    for image in sorted(_begun(templates)):
         await hypervisor.drop(host, image)
     return len(view.vms)
+
+
+def _begun(templates: Path) -> set[str]:
+    """Images that have a template, whatever its key, or whose making was begun: its QEMU outlives who began it."""
+    made = (name for name in _entries(templates) if not name.startswith("."))
+    return {*made, *(name[1 : -len(".lock")] for name in _entries(templates) if name.endswith(".lock"))}

@@ -3,6 +3,7 @@ wishes to the controller; it decides nothing."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
@@ -44,6 +45,8 @@ from multiverse.service.views import (
     vm_views,
 )
 from multiverse.store import Store
+
+COMMITTED_WITHIN = 10.0  # seconds that whoever asks for something waits at most
 
 Measure = Callable[[], Awaitable[Mapping[str, tuple[float, float, float]]]]
 Examine = Callable[[], Awaitable[Mapping[str, Facts]]]
@@ -135,7 +138,7 @@ def make_api(
             raise HTTPException(404, f"there is nothing named {wish.name} to repair")
         if found.needs_fenced and not wish.fenced:
             raise HTTPException(409, f"{wish.name} may still run its jobs: say that it is fenced")
-        controller.command(command_for(found))
+        await _taken(command_for(found))
         return wish
 
     @api.get("/jobs")
@@ -197,20 +200,27 @@ def make_api(
 
     @api.post("/templates/build", status_code=202)
     async def build(wish: TemplateWish) -> TemplateWish:
-        return _command("build", wish)
+        return await _command("build", wish)
 
     @api.post("/templates/drop", status_code=202)
     async def drop(wish: TemplateWish) -> TemplateWish:
-        return _command("drop", wish)
+        return await _command("drop", wish)
 
-    def _command(verb: str, wish: TemplateWish) -> TemplateWish:
+    async def _command(verb: str, wish: TemplateWish) -> TemplateWish:
         seen = controller.hypervisor.latest
         hosts = sorted(seen.value.hosts) if seen else []
         host = wish.host or (hosts[0] if len(hosts) == 1 else "")
         if host not in hosts:
             raise HTTPException(404, f"no such host: {wish.host or '(none named)'}; there are: {', '.join(hosts)}")
-        controller.command(Command(verb, host, wish.image))
+        await _taken(Command(verb, host, wish.image))
         return TemplateWish(image=wish.image, host=host)
+
+    async def _taken(command: Command) -> None:
+        """What is answered is committed, and outlives the daemon."""
+        try:
+            await asyncio.wait_for(controller.command(command), COMMITTED_WITHIN)
+        except TimeoutError as error:
+            raise HTTPException(503, "it is not committed yet, and may be later: see multiverse status") from error
 
     @api.get("/audit/identity")
     async def audit_identity() -> IdentityAudit:
