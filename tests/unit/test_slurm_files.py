@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from multiverse.config import Settings, SlurmSettings
-from multiverse.core.errors import Broken, Gone, MultiverseError, Refused, Stale, Unknown
+from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Stale, Unknown
 from multiverse.core.model import CloneKind, Size, Vm, VmState
 from multiverse.drivers.slurm import conf, install, membership
 from multiverse.drivers.slurm.command import meaning
@@ -86,6 +86,14 @@ VM = Vm(
 )
 
 
+def test_what_a_site_has_configured_in_vain_is_named() -> None:
+    assert conf.unserved(SITE_CONF) == conf.unserved("PreemptType=preempt/none\n") == []
+    (preemption,) = conf.unserved("preempttype=preempt/qos\n")
+    assert preemption.startswith("preemption")
+    (federation,) = conf.unserved("FederationParameters=fed_display\n")
+    assert "federation" in federation
+
+
 def test_membership_of_a_pooled_vm(site: Settings, tmp_path: Path) -> None:
     given = membership.membership(site, VM, None)
     files = {file.path: file for file in given.files}
@@ -114,6 +122,7 @@ def test_membership_without_a_key_is_broken(site: Settings) -> None:
     [
         ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", Unknown),
         ("slurm_update error: Socket timed out on send/recv operation", Unknown),
+        ("Resource temporarily unavailable for job 8", Exhausted),
         ("Invalid job id specified for job 5", Gone),
         ("delete_node nodename=n1: Invalid node name specified", Gone),
         ("22_9: Invalid feature specification", Refused),

@@ -117,6 +117,8 @@ async def serve(settings: Settings) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
+        for sentence in scheduler.unserved():
+            log.warning(sentence)
         log.info("daemon started", site=store.site, socket=str(settings.socket), pid=os.getpid())
         work: list[asyncio.Task[Any]] = [
             asyncio.create_task(controller.run(), name="controller"),

@@ -68,6 +68,16 @@ def memory_per_cpu(text: str, default: int) -> int:
     return int(found) if found.isdigit() and int(found) else default
 
 
+def unserved(text: str) -> list[str]:
+    """What the site has configured that does not reach jobs in VMs, a sentence each, for the daemon's log."""
+    found = []
+    if value(text, "PreemptType", "preempt/none").lower() != "preempt/none":
+        found.append("preemption does not reach jobs at the gate: they wait for room, whoever runs")
+    if value(text, "FederationParameters"):
+        found.append("a federation's jobs are not served: those in VMs are of this cluster alone")
+    return found
+
+
 def for_guest(text: str, address: str) -> str:
     """A guest's slurm.conf from the site's: the cluster's rules are kept, its machines are not."""
     hosts = [found for key, found in settings(text) if key.lower() in ("slurmctldhost", "controlmachine")]

@@ -38,6 +38,10 @@ class SlurmScheduler:
         self._nodes_by: tuple[str, ...] = ("sinfo", "-a")
         self._deleter = Deleter(self._commands, (settings.slurm.gate_partition, settings.slurm.run_partition))
 
+    def unserved(self) -> list[str]:
+        """What the site's Slurm is configured to do that does not reach jobs in VMs, a sentence each."""
+        return conf.unserved(guest.read(self._slurm.conf))
+
     async def look(self) -> SchedulerView:
         names = await asyncio.to_thread(self._names)
         # -a: hidden partitions too; -t all: ended jobs, which newer releases leave out otherwise.
