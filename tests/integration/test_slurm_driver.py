@@ -138,17 +138,19 @@ async def test_array_tasks_are_pinned_one_by_one_within_the_arrays_limit(
     view = await scheduler.look()
     tasks = {name: job for name, job in view.jobs.items() if name.startswith(f"{job_id}_")}
     assert sorted(tasks, key=lambda name: tasks[name].rank) == [f"{job_id}_{i}" for i in (0, 2, 4, 6, 8)]
-    assert [name for name, job in tasks.items() if job.eligible] == [f"{job_id}_0", f"{job_id}_2"]
+    limit = f"JobArrayTaskLimit: {job_id}"
+    assert view.limits[limit] == 2 and all(job.uses == ((limit, 1),) for job in tasks.values())
     task = tasks[f"{job_id}_2"]
     await spawn(task, 11)
     await scheduler.pin(task.ref, "mv_11")
     running = await became(scheduler, task.ref.job_id, JobState.RUNNING)
     assert running.ref == task.ref
-    after = (await scheduler.look()).jobs
+    view = await scheduler.look()
+    after = view.jobs
     assert [name for name in sorted(after) if name.startswith(f"{job_id}_") and after[name].gated] == [
         f"{job_id}_{i}" for i in (0, 4, 6, 8)
     ]
-    assert [n for n, j in after.items() if j.eligible and j.gated and n.startswith(f"{job_id}_")] == [f"{job_id}_0"]
+    assert view.limits[limit] == 1 and all(after[f"{job_id}_{i}"].eligible for i in (0, 4, 6, 8))
 
 
 async def test_srun_waits_at_the_gate_and_goes_on(lab: Any, scheduler: SlurmScheduler, spawn: Spawn) -> None:

@@ -22,6 +22,7 @@ from multiverse.config import PacingSettings, Settings
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Refused
 from multiverse.core.model import Host, SchedulerView, Size
+from multiverse.simulation.cluster import ClusterSettings
 from multiverse.simulation.faults import Death, Fault, Mishap, Odds, What, every
 from multiverse.simulation.fuzz import fuzz, load, save
 from multiverse.simulation.jobs import Batch
@@ -81,6 +82,20 @@ def test_a_job_ends_as_its_script_does() -> None:
 
 def test_a_gang_runs() -> None:
     assert one(Batch(nodes=4)) == "COMPLETED"
+
+
+@pytest.mark.parametrize(
+    "limits", [ClusterSettings(max_jobs=1), ClusterSettings(max_jobs=2, max_cpus=3), ClusterSettings(max_cpus=2)]
+)
+def test_a_limit_keeps_no_vm_waiting_and_no_job_of_another_user(limits: ClusterSettings) -> None:
+    """The world itself objects to a job that has its VMs while a limit holds it back."""
+    many = tuple(Arrival(1.0 + n / 10, Batch(seconds=20.0, nodes=1 + n % 2)) for n in range(4))
+    other = Arrival(2.0, Batch(uid=1001, seconds=0.5, priority=1))
+    array = Arrival(2.5, Batch(uid=1001, seconds=1.0, at_most=1), tasks=3)
+    scenario = Scenario(5, (*many, other, array), WorldSettings(cluster=limits))
+    outcome = keeps_its_promises(scenario)
+    assert set(outcome.results.values()) == {"COMPLETED"}
+    assert any("held back by" in line for line in outcome.journal)
 
 
 @pytest.mark.parametrize("after", [0.1, 2.0, 4.5, 5.0, 6.0, 8.0])

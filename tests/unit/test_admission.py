@@ -293,3 +293,61 @@ def test_a_retry_ends_what_holds_a_record_back_and_changes_nothing_else(
     if becomes is not None:
         assert changes[0].event is (Event.NEEDED if "state" in becomes else Event.RETRIED)
     assert obeyed(rows(row), Command("retry")) == []
+
+
+# --- limits -----------------------------------------------------------------------------------------
+
+
+def limited(here: Rows, left: dict[str, int], uses: dict[int, dict[str, int]], pinned: int = 0) -> list[Change]:
+    """What is decided when each attempt's job takes so much of what is left; attempt `pinned` is past the gate."""
+    jobs = {
+        a.job.job_id: replace(
+            Job(a.job, a.job_name, a.uid, JobState.PENDING, a.request, rank=a.id, uses=tuple(uses[a.id].items())),
+            gated=a.id != pinned,
+            pinned=a.feature if a.id == pinned else None,
+        )
+        for a in here.attempts.values()
+    }
+    view = HypervisorView({"h1": host(cpus=8, abilities=["full"])}, {}, {})
+    moves = plan(here, World(Seen(SchedulerView(jobs, {}, left), NOW), Seen(view, NOW)), [], NOW, POLICY)
+    return [change for move in moves for change in move.changes]
+
+
+def three(*states: AttemptState) -> Rows:
+    found = [
+        attempt(state, id=n, job=str(n), request=Request(1, SMALL, kind=CloneKind.FULL), since=NOW - 30)
+        for n, state in enumerate(states, 1)
+    ]
+    return rows(*found, *(vm(V.JOINED, id=n, attempt=n) for n, state in enumerate(states, 1) if state is A.SPAWNED))
+
+
+def admitted(changes: list[Change]) -> list[int]:
+    return [change.row.id for change in changes if change.event is Event.ADMITTED]
+
+
+def test_no_more_are_admitted_than_a_limit_leaves_and_the_others_are_told() -> None:
+    changes = limited(three(A.QUEUED, A.QUEUED, A.QUEUED), {"cpu": 3}, {1: {"cpu": 1}, 2: {"cpu": 2}, 3: {"cpu": 1}})
+    assert admitted(changes) == [1, 2]
+    assert notes(changes) == {3: "held back by cpu"}
+
+
+def test_one_that_a_limit_holds_back_blocks_nobody() -> None:
+    changes = limited(three(A.QUEUED, A.QUEUED, A.QUEUED), {"cpu": 1}, {1: {"cpu": 2}, 2: {"cpu": 1}, 3: {}})
+    assert admitted(changes) == [2, 3]
+
+
+def test_what_is_admitted_and_does_not_run_yet_counts() -> None:
+    here = three(A.SPAWNED, A.QUEUED, A.QUEUED)
+    uses = {1: {"jobs": 1}, 2: {"jobs": 1}, 3: {"jobs": 1}}
+    assert admitted(limited(here, {"jobs": 2}, uses, pinned=1)) == [2]
+    assert admitted(limited(here, {"jobs": 1}, uses, pinned=1)) == []
+
+
+def test_every_limit_must_leave_enough() -> None:
+    changes = limited(three(A.QUEUED, A.QUEUED), {"a": 2, "b": 0}, {1: {"a": 1, "b": 1}, 2: {"a": 1}})
+    assert admitted(changes) == [2]
+    assert notes(changes) == {1: "held back by b"}
+
+
+def test_a_limit_lowered_below_what_runs_lets_nothing_start() -> None:
+    assert admitted(limited(three(A.QUEUED), {"jobs": -2}, {1: {"jobs": 1}})) == []

@@ -244,6 +244,29 @@ def test_a_pin_that_starts_nothing_goes_back_to_the_gate_and_backs_off_with_slur
     scene.run()
     assert scene.attempt().state is A.REQUEUED
     assert scene.attempt(2).not_before > scene.clock.time
+    assert "QOSMaxJobsPerUserLimit" in scene.attempt(2).note, "its user is told"
+
+
+def test_a_pinned_job_that_slurm_holds_back_gives_its_vm_up_soon() -> None:
+    """Not at once: what Slurm says may still be about the gate."""
+    scene = Scene()
+    attempt = scene.to_spawned()
+    scene.job(gated=False, pinned=attempt.feature, eligible=False, reason="AssocGrpCPUMinutesLimit")
+    scene.pass_time(POLICY.held_timeout / 2)
+    scene.run()
+    assert scene.attempt().state is A.SPAWNED
+    scene.pass_time(POLICY.held_timeout / 2)
+    scene.run()
+    assert scene.attempt().outcome == "requeued" and "AssocGrpCPUMinutesLimit" in scene.attempt().reason
+
+
+def test_a_pin_that_is_on_its_way_is_waited_for_whatever_held_the_job_back() -> None:
+    scene = Scene()
+    scene.to_spawned()
+    scene.job(eligible=False)
+    scene.pass_time(POLICY.pin_timeout - 2)
+    scene.run()
+    assert scene.attempt().state is A.SPAWNED
 
 
 def test_a_job_that_starts_just_as_its_pin_is_taken_back_keeps_its_vm() -> None:

@@ -114,6 +114,22 @@ def test_a_job_runs_once(batch: Batch) -> None:
     assert len(world.machines.made) == batch.nodes
 
 
+def test_a_job_that_a_limit_holds_back_while_it_has_its_vms_is_a_violation() -> None:
+    async def drive(hand: Hand) -> None:
+        first, second = (hand.world.cluster.submit(Batch(seconds=30)) for _ in range(2))
+        names = await hand.serve(first, 1)
+        await hand.until(lambda: bool(hand.world.runs))
+        assert (await hand.scheduler.look()).limits == {"jobs of 1000": 0}
+        assert (await hand.job(second)).uses == (("jobs of 1000", 1),) and not hand.world.violations()
+        names += await hand.serve(second, 2)
+        await hand.until(lambda: not hand.world.unfinished())
+        await hand.clear(names)
+
+    world = by_hand(3, drive, max_jobs=1)
+    assert any("a limit holds it back: jobs of 1000" in wrong for wrong in world.violations())
+    assert [run.completed for run in world.runs] == [True, True], "it starts when it may"
+
+
 def test_a_dead_vm_is_found_out_and_its_job_waits_on_its_old_feature() -> None:
     async def drive(hand: Hand) -> None:
         job_id = hand.world.cluster.submit(Batch(seconds=50))

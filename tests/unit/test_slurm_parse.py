@@ -11,6 +11,7 @@ import pytest
 
 from multiverse.core.model import CloneKind, Job, JobRef, JobState, NodeState, Size
 from multiverse.drivers.slurm import parse
+from multiverse.drivers.slurm.limits import Limits
 
 DATA = Path(__file__).parent / "slurm_data"
 JOBS: list[dict[str, Any]] = json.loads((DATA / "squeue-22.05.8.json").read_text())["jobs"]
@@ -104,20 +105,30 @@ def test_what_was_captured() -> None:
 
 
 def test_the_tasks_of_a_limited_array() -> None:
-    """22_3 is pinned, 22_6 held: of the others, one is within the limit of two."""
-    jobs = parsed(JOBS)
-    assert jobs["22_3"].pinned == "mv_1"
-    tasks = [jobs[f"22_{task}"] for task in (0, 9, 20)]
-    assert [task.eligible for task in tasks] == [True, False, False]
-    assert tasks[1].reason == "JobArrayTaskLimit"
+    """Four of them wait, 22_3 pinned and 22_6 held: each will take one of the two that may run."""
+    limits = Limits(JOBS)
+    jobs = parse.jobs(JOBS, NAMES, NOW, limits.uses)
+    assert limits.left == {"JobArrayTaskLimit: 22": 2}
+    tasks = [jobs[f"22_{task}"] for task in (0, 3, 9, 20)]
+    assert [task.uses for task in tasks] == [(("JobArrayTaskLimit: 22", 1),)] * 4
+    assert all(task.eligible for task in tasks) and jobs["16"].uses == ()
     assert {task.ref.submitted for task in tasks} == {1795254665}
+
+
+def test_slurms_word_on_a_limit_that_is_counted_is_not_waited_for_at_the_gate() -> None:
+    uses = (("QOSMaxJobsPerUserLimit: QOS tight, uid 1", 1),)
+    waits = by_name("n2", state_reason="QOSMaxJobsPerUserLimit")
+    pinned = waits | {"features": "mv_3", "partition": "vmrun"}
+    for record, eligible in ((waits, True), (waits | {"state_reason": "QOSGrpCpuLimit"}, False), (pinned, False)):
+        (job,) = parse.jobs([record], NAMES, NOW, lambda _: uses).values()
+        assert job.eligible is eligible and job.uses == uses
 
 
 def test_ranks_follow_priority_then_task() -> None:
     jobs = parsed(JOBS)
     pending = sorted((job for job in jobs.values() if job.state is JobState.PENDING), key=lambda job: job.rank)
     assert [job.rank for job in pending] == list(range(len(pending)))
-    assert [job.ref.job_id for job in pending if job.eligible] == ["22_0", "22_3", "23", "24", "27"]
+    assert [job.ref.job_id for job in pending if job.eligible] == [*("22_0", "22_3", "22_9", "22_20", "23", "24", "27")]
     assert {pending[-1].ref.job_id, pending[-2].ref.job_id, pending[-3].ref.job_id} == {"16", "20", "22_6"}
 
 
@@ -289,13 +300,15 @@ def test_what_24_11_says_of_waiting_jobs() -> None:
     """Captured from 24.11.5: each asked for what its line here says."""
     records = json.loads((DATA / "squeue-24.11.5.json").read_text())["jobs"]
     at = max(record["submit_time"]["number"] for record in records) + 1.0
-    found = parse.jobs(records, NAMES, at)
+    limits = Limits(records)
+    found = parse.jobs(records, NAMES, at, limits.uses)
     assert sorted(found) == ["1", "2", "3_1", "3_2", "3_3", "4", "5"]
     assert not [job.problem for job in found.values() if job.problem]
     assert found["1"].request and found["1"].request.size == Size(2, 700)
     assert found["4"].held and found["4"].request and found["4"].request.size == Size(4, 1200)
     assert not found["5"].eligible and found["5"].reason in ("Dependency", "BeginTime")
-    assert [found[job].eligible for job in ("1", "2", "3_1", "3_2", "3_3")] == [True, True, True, False, False]
+    assert all(found[job].eligible for job in ("1", "2", "3_1", "3_2", "3_3"))
+    assert limits.left == {"JobArrayTaskLimit: 3": 1} and found["3_3"].uses == (("JobArrayTaskLimit: 3", 1),)
     assert sorted(("1", "2", "3_1"), key=lambda job: found[job].rank) == ["1", "2", "3_1"]
     assert all(job.gated and job.state is JobState.PENDING for job in found.values())
 

@@ -2,11 +2,12 @@
 
 Attempts are taken in the scheduler's order. The first one that waits for capacity blocks those behind
 it, so that nothing overtakes it for ever; one that waits for something of its own (its template, its
-back-off) blocks nobody.
+back-off) or for a limit of the scheduler's blocks nobody.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from multiverse.core.model import (
     CloneKind,
     Host,
     Job,
+    SchedulerView,
     Template,
     TemplateState,
     Vm,
@@ -51,6 +53,7 @@ def admit(draft: Draft, world: World, policy: Policy) -> None:
         (a for a in draft.attempts.values() if a.state is AttemptState.QUEUED and not a.quarantined),
         key=lambda a: (_rank(jobs.get(a.job.job_id)), a.id),
     )
+    left = _limits_left(draft, world.scheduler.value)
     blocked = ""
     for attempt in queue:
         job = jobs.get(attempt.job.job_id)
@@ -64,6 +67,9 @@ def admit(draft: Draft, world: World, policy: Policy) -> None:
             continue
         if earlier := _earlier_run(draft, attempt):
             _tell(draft, attempt, earlier, policy)
+            continue
+        if over := next((limit for limit, count in job.uses if count > left[limit]), ""):
+            _tell(draft, attempt, f"held back by {over}", policy)
             continue
         if blocked:
             _tell(draft, attempt, blocked, policy)
@@ -94,6 +100,17 @@ def admit(draft: Draft, world: World, policy: Policy) -> None:
             *(Change(vm, Event.PLANNED) for vm in vms),
             make=(Claim(vm.key, vm.host, vm_claim(vm.size, policy)) for vm in vms),
         )
+        left.subtract(dict(job.uses))
+
+
+def _limits_left(draft: Draft, view: SchedulerView) -> Counter[str]:
+    """What each limit lets run beside what is admitted: the scheduler counts only what it has started."""
+    left = Counter(view.limits)
+    for _, attempt in sorted(draft.attempts.items()):
+        job = view.jobs.get(attempt.job.job_id)
+        if attempt.state is not AttemptState.QUEUED and job is not None and job.ref == attempt.job:
+            left.subtract(dict(job.uses))
+    return left
 
 
 def _earlier_run(draft: Draft, attempt: Attempt) -> str:

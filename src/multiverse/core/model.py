@@ -76,10 +76,11 @@ class Job:
     """A job of ours as the scheduler shows it; jobs outside our partitions are never shown.
 
     `rank` orders pending jobs as the scheduler would start them (lower first). `eligible` says that
-    nothing but the gate keeps it waiting: no hold, dependency, begin time or limit. `gated` says that
-    it waits at the gate; `pinned` names the attempt's feature it is tied to. `problem` says why its
-    request cannot be served at all; `request` is None exactly then. `result` is the scheduler's own
-    word for how it ended (`COMPLETED`, `FAILED`, ...).
+    nothing but the gate keeps it waiting, and limits that are counted: no hold, dependency, begin time
+    or other limit. `gated` says that it waits at the gate; `pinned` names the attempt's feature it is
+    tied to. `problem` says why its request cannot be served at all; `request` is None exactly then.
+    `result` is the scheduler's own word for how it ended (`COMPLETED`, `FAILED`, ...). `uses` is what a
+    pending job will take of which of the view's limits once it runs.
     """
 
     ref: JobRef
@@ -98,6 +99,7 @@ class Job:
     result: str = ""
     exit_code: int = 0
     work_dir: str = ""
+    uses: tuple[tuple[str, int], ...] = ()
 
 
 class NodeState(StrEnum):
@@ -119,10 +121,12 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerView:
-    """One look. `jobs` by job id, `nodes` by name. Ended jobs may be missing or shown as ended."""
+    """One look. `jobs` by job id, `nodes` by name. Ended jobs may be missing or shown as ended. `limits`
+    is how much more each lets run, beside all that runs or ran when the jobs were looked at."""
 
     jobs: Mapping[str, Job] = field(default_factory=lambda: MappingProxyType({}))
     nodes: Mapping[str, Node] = field(default_factory=lambda: MappingProxyType({}))
+    limits: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
 
 # --- the hypervisor's side -------------------------------------------------------------------------

@@ -23,6 +23,7 @@ class Policy:
     provisioning: int = 4
     spawn_timeout: float = 60.0
     pin_timeout: float = 60.0
+    held_timeout: float = 10.0  # a pinned job that the scheduler holds back; its reason may be an old one till then
     complete_timeout: float = 120.0
     retry_base: float = 2.0
     retry_limit: float = 300.0

@@ -199,7 +199,7 @@ def _open_attempts(draft: Draft, world: World) -> None:
             _open(draft, job)
 
 
-def _open(draft: Draft, job: Job, *, tries: int = 0, not_before: float = 0.0) -> None:
+def _open(draft: Draft, job: Job, *, tries: int = 0, not_before: float = 0.0, note: str = "") -> None:
     attempt = Attempt(
         id=draft.attempt_id(),
         version=0,
@@ -212,6 +212,7 @@ def _open(draft: Draft, job: Job, *, tries: int = 0, not_before: float = 0.0) ->
         gated=_at_gate(job),
         tries=tries,
         not_before=not_before,
+        note=note,
         work_dir=job.work_dir,
     )
     draft.move(Change(attempt, Event.SUBMITTED, f"restart {job.ref.restarts}" if job.ref.restarts else ""))
@@ -395,14 +396,9 @@ def _step_spawned(draft: Draft, attempt: Attempt, sight: Sight, job: Job | None,
         _give_back(draft, attempt, Event.CHANGED, "the job's request was changed")
     elif len(vms) < attempt.request.nodes or any(vm.failed for vm in vms):
         _give_back(draft, attempt, Event.GAVE_UP, "a VM was lost before the job ran", failed=True)
-    elif began - attempt.since > policy.pin_timeout:
-        _give_back(
-            draft,
-            attempt,
-            Event.PIN_EXPIRED,
-            f"the scheduler did not start it: {job.reason or 'no reason'}",
-            failed=True,
-        )
+    elif began - attempt.since > (policy.pin_timeout if job.eligible or not job.pinned else policy.held_timeout):
+        why = f"the scheduler did not start it: {job.reason or 'no reason'}"
+        _give_back(draft, attempt, Event.PIN_EXPIRED, why, failed=True)
 
 
 def _step_allocated(draft: Draft, attempt: Attempt, sight: Sight) -> None:
@@ -470,7 +466,7 @@ def _finish(draft: Draft, attempt: Attempt, sight: Sight, job: Job | None, world
     draft.move(Change(replace(attempt, state=A(outcome), quarantined=""), Event.RECLAIMED, attempt.reason))
     if outcome == "requeued" and sight is Sight.PENDING and job is not None:
         wait = policy.backoff(attempt.tries)
-        _open(draft, job, tries=attempt.tries, not_before=draft.now + wait if wait else 0.0)
+        _open(draft, job, tries=attempt.tries, not_before=draft.now + wait if wait else 0.0, note=attempt.reason)
 
 
 # --- VMs -------------------------------------------------------------------------------------------

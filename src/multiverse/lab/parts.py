@@ -287,7 +287,7 @@ PARTS = (
         _slurmctld,
         ready=_slurmctld_ready,
         prepare=_prepare_slurmctld,
-        reads=("slurm.conf", "multiverse.conf", "job_submit.lua", "multiverse.lua", "multiverse_site.lua"),
+        reads=("slurm.conf", "site.conf", "multiverse.conf", "job_submit.lua", "multiverse.lua", "multiverse_site.lua"),
     ),
     Part(
         "ganesha",

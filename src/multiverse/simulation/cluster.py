@@ -7,6 +7,7 @@ commands belong to the port (`simulation.scheduler`), those of daemons to their 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -23,7 +24,8 @@ LIVE = (JobState.RUNNING, JobState.SUSPENDED)
 
 @dataclass(frozen=True)
 class ClusterSettings:
-    """Times in seconds; ranges are drawn from. `flavor` is the largest size that the gate lets through."""
+    """Times in seconds; ranges are drawn from. `flavor` is the largest size that the gate lets through. No user may
+    run more than `max_jobs`, nor on more than `max_cpus`, at once (0: as many as he likes)."""
 
     beat: float = 1.0
     silence: float = 60.0  # SlurmdTimeout
@@ -36,6 +38,8 @@ class ClusterSettings:
     first_id: int = 1
     last_id: int = 60_000  # then ids come again
     node_feature: str = "vm"
+    max_jobs: int = 0
+    max_cpus: int = 0
 
 
 class Cluster:
@@ -201,15 +205,39 @@ class Cluster:
     def view(self) -> SchedulerView:
         ranked = sorted(self.jobs.values(), key=self._order)
         jobs = {
-            job.job_id: job.shown(rank, self._eligible(job, delayed=job.delayed)) for rank, job in enumerate(ranked)
+            job.job_id: job.shown(rank, self._eligible(job, delayed=job.delayed), self._uses(job))
+            for rank, job in enumerate(ranked)
         }
-        return SchedulerView(jobs, {name: node.shown() for name, node in sorted(self.nodes.items())})
+        nodes = {name: node.shown() for name, node in sorted(self.nodes.items())}
+        return SchedulerView(jobs, nodes, self._limits_left())
 
     def offers(self, feature: str) -> bool:
         """Whether any node has this feature; a job cannot be given one that none has."""
         return any(feature in node.features for node in self.nodes.values())
 
     # --- inside
+
+    def _uses(self, job: JobRecord) -> dict[str, int]:
+        """What a job takes of which limit while it runs."""
+        batch, array = job.batch, job.job_id.partition("_")[0]
+        limits = (
+            (self.settings.max_jobs, f"jobs of {batch.uid}", 1),
+            (self.settings.max_cpus, f"CPUs of {batch.uid}", batch.nodes * batch.size.cpus),
+            (batch.at_most, f"array {array}", 1),
+        )
+        return {limit: count for most, limit, count in limits if most}
+
+    def _limits_left(self) -> Counter[str]:
+        """What is left of each limit beside what runs."""
+        left: Counter[str] = Counter()
+        for job in self.jobs.values():
+            most = {"jobs": self.settings.max_jobs, "CPUs": self.settings.max_cpus, "array": job.batch.at_most}
+            for limit in self._uses(job):
+                left.setdefault(limit, most[limit.partition(" ")[0]])
+        for job in self.jobs.values():
+            if job.state in LIVE:
+                left.subtract(self._uses(job))
+        return left
 
     def _new_id(self) -> int:
         taken = {job_id.partition("_")[0] for job_id in self.jobs}
@@ -270,7 +298,13 @@ class Cluster:
             if not node.down and node.silent is None and node.job is None and set(needed) <= set(node.features)
             if node.size.cpus >= size.cpus and node.size.memory >= size.memory
         ][: job.batch.nodes]
-        if len(fit) == job.batch.nodes:
+        if len(fit) < job.batch.nodes:
+            return
+        left = self._limits_left()
+        over = [limit for limit, count in self._uses(job).items() if count > left[limit]]
+        if over:
+            self.violations.append(f"job {job.job_id} has its VMs, and a limit holds it back: {over[0]}")
+        else:
             self._start(job, fit)
 
     def _start(self, job: JobRecord, nodes: list[NodeRecord]) -> None:

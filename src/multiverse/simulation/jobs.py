@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,8 @@ class Batch:
 
     `delay` is its `--begin`, in seconds; `after` a job id that must have ended first; `requeue` says whether
     a run that loses its node is queued again. `lingers` is how many seconds it takes to be stopped. `problem`
-    makes it a job that the gate let through but that this scheme cannot serve.
+    makes it a job that the gate let through but that this scheme cannot serve. Of an array, `at_most` tasks
+    run at once (0: all).
     """
 
     name: str = "job"
@@ -36,6 +38,7 @@ class Batch:
     after: str = ""
     lingers: float = 0.0
     problem: str = ""
+    at_most: int = 0
 
 
 @dataclass(eq=False)
@@ -67,7 +70,7 @@ class JobRecord:
     def ref(self) -> JobRef:
         return JobRef(self.job_id, self.submitted, self.restarts)
 
-    def shown(self, rank: int, eligible: bool) -> Job:
+    def shown(self, rank: int, eligible: bool, uses: Mapping[str, int]) -> Job:
         batch = self.batch
         request = None if batch.problem else Request(batch.nodes, batch.size, batch.image, batch.kind, batch.features)
         pending = self.state is JobState.PENDING
@@ -88,6 +91,7 @@ class JobRecord:
             result=self.result,
             exit_code=self.exit_code,
             work_dir=f"/home/u{batch.uid}",
+            uses=tuple(uses.items()) if pending else (),
         )
 
 

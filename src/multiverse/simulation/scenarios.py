@@ -29,6 +29,8 @@ def calm(seed: int) -> Scenario:
         flavor=Size(64, 2_000_000),
         first_id=rng.randint(1, 10),
     )
+    chance = Random(f"{seed}/limits")
+    cluster = replace(cluster, max_jobs=chance.choice((0, 0, 1, 2)), max_cpus=chance.choice((0, 0, 4)))
     pacing = PacingSettings(provisioning=rng.choice((1, 4, 16)))
     arrivals = tuple(_arrival(rng) for _ in range(rng.randint(1, 8)))
     return Scenario(
@@ -100,6 +102,7 @@ def _arrival(rng: Random) -> Arrival:
     elif rng.random() < 0.03:
         batch = replace(batch, problem="asks for a reservation, which VMs cannot keep")
     tasks = rng.randint(2, 5) if rng.random() < 0.2 else 0
+    batch = replace(batch, at_most=tasks // 2 % 2)
     return Arrival(rng.uniform(0.5, 30.0), batch, tasks, _deeds(rng))
 
 

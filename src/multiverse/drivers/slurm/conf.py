@@ -78,6 +78,12 @@ def unserved(text: str) -> list[str]:
     return found
 
 
+def limits_are_kept(text: str) -> bool:
+    """Whether slurmctld holds jobs back by the limits of associations and QOS."""
+    kept = {word.strip() for word in value(text, "AccountingStorageEnforce").lower().split(",")}
+    return not kept.isdisjoint(("limits", "safe", "all"))
+
+
 def for_guest(text: str, address: str) -> str:
     """A guest's slurm.conf from the site's: the cluster's rules are kept, its machines are not."""
     hosts = [found for key, found in settings(text) if key.lower() in ("slurmctldhost", "controlmachine")]

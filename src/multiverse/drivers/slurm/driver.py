@@ -13,6 +13,7 @@ from multiverse.drivers.slurm import account, conf, parse
 from multiverse.drivers.slurm import membership as guest
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.delete import Deleter
+from multiverse.drivers.slurm.limits import Limits, licences
 from multiverse.drivers.slurm.reread import Fresh, reread
 
 _PAUSES = (0.05, 0.1, 0.2, *(0.4,) * 20)  # seconds between asking and asking again
@@ -43,27 +44,45 @@ class SlurmScheduler:
         return conf.unserved(guest.read(self._slurm.conf))
 
     async def look(self) -> SchedulerView:
-        names = await asyncio.to_thread(self._names)
-        # -a: hidden partitions too; -t all: ended jobs, which newer releases leave out otherwise.
-        jobs, nodes = await asyncio.gather(
-            self._commands.json("squeue", "-a", "-t", "all"), self._commands.json(*self._nodes_by)
-        )
-        if "sinfo" in nodes:  # from 23.02 on it tells of nodes by the group; scontrol has no JSON before
-            self._nodes_by = ("scontrol", "-a", "show", "nodes")
-            nodes = await self._commands.json(*self._nodes_by)
+        names, enforced = await asyncio.to_thread(self._names)
         try:
+            (jobs, limits), nodes = await asyncio.gather(self._look_at_jobs(names, enforced), self._look_at_nodes())
             seen_jobs, seen_nodes = await asyncio.gather(
-                asyncio.to_thread(parse.jobs, jobs.get("jobs", ()), names, time.time()),
-                asyncio.to_thread(parse.nodes, nodes.get("nodes", ()), names),
+                asyncio.to_thread(parse.jobs, jobs, names, time.time(), limits.uses),
+                asyncio.to_thread(parse.nodes, nodes, names),
             )
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise Unknown(
                 f"Slurm's JSON is not as it was: {error!r}", hint="which release is this? report it"
             ) from error
-        return SchedulerView(jobs=seen_jobs, nodes=seen_nodes)
+        return SchedulerView(jobs=seen_jobs, nodes=seen_nodes, limits=limits.left)
 
-    def _names(self) -> parse.Names:
-        default = conf.memory_per_cpu(guest.read(self._slurm.conf), parse.MEMORY_PER_CPU)
+    async def _look_at_jobs(self, names: parse.Names, enforced: bool) -> tuple[list[parse.Record], Limits]:
+        """Jobs first, limits second: a job that starts in between counts twice, and none is forgotten."""
+        # -a: hidden partitions too; -t all: ended jobs, which newer releases leave out otherwise.
+        document = await self._commands.json("squeue", "-a", "-t", "all")
+        jobs = parse.ours(document.get("jobs", ()), names)
+        waiting = parse.waiting(jobs, names)
+        assoc_mgr, free = await asyncio.gather(
+            self._show(enforced and bool(waiting), "assoc_mgr", "flags=assoc,qos"),
+            self._show(any(map(licences, waiting)), "licenses"),
+        )
+        return jobs, Limits(jobs, assoc_mgr, free)
+
+    async def _look_at_nodes(self) -> list[parse.Record]:
+        document = await self._commands.json(*self._nodes_by)
+        if "sinfo" in document:  # from 23.02 on it tells of nodes by the group; scontrol has no JSON before
+            self._nodes_by = ("scontrol", "-a", "show", "nodes")
+            document = await self._commands.json(*self._nodes_by)
+        return list(document.get("nodes", ()))
+
+    async def _show(self, wanted: bool, *what: str) -> str:
+        return await self._commands.run("scontrol", "show", *what) if wanted else ""
+
+    def _names(self) -> tuple[parse.Names, bool]:
+        """What parsing needs to know, and whether Slurm keeps limits of associations and QOS."""
+        text = guest.read(self._slurm.conf)
+        default = conf.memory_per_cpu(text, parse.MEMORY_PER_CPU)
         return parse.Names(
             site=self._site,
             gate_partition=self._slurm.gate_partition,
@@ -71,7 +90,7 @@ class SlurmScheduler:
             gate_feature=self._slurm.gate_feature,
             images=frozenset(self._images()),
             memory_per_cpu=default,
-        )
+        ), conf.limits_are_kept(text)
 
     async def _reread(self, job: JobRef) -> Fresh:
         return await reread(self._commands, job, self._slurm.gate_feature)

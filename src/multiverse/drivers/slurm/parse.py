@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from multiverse.core.model import (
 )
 
 Record = Mapping[str, Any]
+Uses = tuple[tuple[str, int], ...]
 
 _STATES = {
     "PENDING": JobState.PENDING,
@@ -46,7 +47,8 @@ _STATES = {
     "TIMEOUT": JobState.ENDED,
 }
 # Reasons that speak of the gate, of waiting one's turn, or not yet of anything (BeginTime: the time itself tells).
-# Any other is a limit, a dependency, a hold or a closed partition: better a job that waits than a VM that idles.
+# Any other is a dependency, a hold, a closed partition or a limit that we do not count: better a job that waits than a
+# VM that idles.
 _FREE_REASONS = frozenset(
     ["None", "Priority", "Resources", "ReqNodeNotAvail", "NodeDown", "PartitionConfig", "BadConstraints", "BeginTime"]
 ) | {""}
@@ -127,18 +129,36 @@ def is_pin(feature: str) -> bool:
 # --- jobs ------------------------------------------------------------------------------------------
 
 
-def jobs(records: Iterable[Record], names: Names, now: float) -> dict[str, Job]:
-    """All jobs in our partitions by job id, array tasks one by one, with their rank. `now` is Unix time."""
-    ours = {names.gate_partition, names.run_partition}
+def jobs(
+    records: Iterable[Record], names: Names, now: float, uses: Callable[[Record], Uses] = lambda record: ()
+) -> dict[str, Job]:
+    """All jobs in our partitions by job id, array tasks one by one, with their rank. `now` is Unix time; `uses` says
+    what a job takes of which limit."""
     # Two records of one id: Slurm keeps an ended one until MinJobAge while a new one has its id. The newer counts.
-    mine = [record for record in records if ours & set(words(record["partition"]))]
+    mine = ours(records, names)
     mine.sort(key=lambda record: number(record["submit_time"]) or 0)
-    found = {job.ref.job_id: (job, record) for record in mine for job in _expand(record, names, now)}
-    _throttle(found)
+    found = {job.ref.job_id: (job, record) for record in mine for job in _expand(record, names, now, uses(record))}
     pending = [pair for pair in found.values() if pair[0].state is JobState.PENDING]
     pending.sort(key=_order)
     ranks = {job.ref.job_id: rank for rank, (job, _) in enumerate(pending)}
     return {key: replace(job, rank=ranks.get(key, 0)) for key, (job, _) in found.items()}
+
+
+def ours(records: Iterable[Record], names: Names) -> list[Record]:
+    """The jobs in our partitions."""
+    partitions = {names.gate_partition, names.run_partition}
+    return [record for record in records if partitions & set(words(record["partition"]))]
+
+
+def waiting(records: Iterable[Record], names: Names) -> list[Record]:
+    """The jobs that wait at the gate, and are not held."""
+    return [
+        record
+        for record in ours(records, names)
+        if names.gate_partition in words(record["partition"])
+        and "PENDING" in words(record["job_state"])
+        and number(record["priority"])
+    ]
 
 
 def _order(pair: tuple[Job, Record]) -> tuple[int, int, int, int]:
@@ -148,19 +168,19 @@ def _order(pair: tuple[Job, Record]) -> tuple[int, int, int, int]:
     return -(number(record["priority"]) or 0), job.ref.submitted, int(base), int(task or 0)
 
 
-def _expand(record: Record, names: Names, now: float) -> Iterator[Job]:
+def _expand(record: Record, names: Names, now: float, uses: Uses) -> Iterator[Job]:
     array, task = number(record.get("array_job_id")), number(record.get("array_task_id"))
     tasks = record.get("array_task_string") or ""
     if array and task is None and tasks:
-        one = _job(record, f"{array}_0", names, now)
+        one = _job(record, f"{array}_0", names, now, uses)
         for each in task_ids(tasks):
             yield replace(one, ref=replace(one.ref, job_id=f"{array}_{each}"))
     else:
         own_id = f"{array}_{task}" if array and task is not None else str(record["job_id"])
-        yield _job(record, own_id, names, now)
+        yield _job(record, own_id, names, now, uses)
 
 
-def _job(record: Record, job_id: str, names: Names, now: float) -> Job:
+def _job(record: Record, job_id: str, names: Names, now: float, uses: Uses) -> Job:
     states = [word.upper() for word in words(record["job_state"])]
     state = _state(states)
     restarts, submitted = number(record["restart_cnt"]) or 0, number(record["submit_time"]) or 0
@@ -177,7 +197,10 @@ def _job(record: Record, job_id: str, names: Names, now: float) -> Job:
     delayed = restarts > 0 and 0 < begin - submitted <= REQUEUE_DELAY
     early = begin > now and not delayed
     held = priority == 0 and not slurms_hold(reason, str(record.get("state_description") or ""))
-    free = priority > 0 and not early and reason in _FREE_REASONS and "(unfulfilled)" not in dependency
+    gated = names.gate_partition in words(partition)
+    # Slurm's reason may be as old as its last turn; what we count we know better, of a job that is not pinned yet.
+    counted = gated and reason in {limit.partition(":")[0] for limit, _ in uses}
+    free = priority > 0 and not early and (counted or reason in _FREE_REASONS) and "(unfulfilled)" not in dependency
     request, problem = _request(record, own, names)
     return Job(
         ref=JobRef(job_id, submitted, restarts),
@@ -189,12 +212,13 @@ def _job(record: Record, job_id: str, names: Names, now: float) -> Job:
         reason="" if reason == "None" else reason,
         eligible=state is not JobState.PENDING or free,
         held=state is JobState.PENDING and held,
-        gated=names.gate_partition in words(partition),
+        gated=gated,
         pinned=pinned,
         nodes=hosts(str(record.get("nodes") or "")),
         result=states[0] if state is JobState.ENDED else "",
         exit_code=exit_code(record.get("exit_code")),
         work_dir=str(record.get("current_working_directory") or ""),
+        uses=uses if state is JobState.PENDING else (),
     )
 
 
@@ -210,28 +234,6 @@ def slurms_hold(reason: str, description: str) -> bool:
     """Priority 0 that neither a user nor an operator asked for: no node has its feature any more, or its
     launch failed. Lifting it is ours."""
     return reason not in _USER_HOLDS or description.startswith("launch failed")
-
-
-def _throttle(found: dict[str, tuple[Job, Record]]) -> None:
-    """Array tasks beyond the array's `%limit` are not eligible; pinned ones count as running."""
-    arrays: dict[int, list[str]] = {}
-    for job_id, (_, record) in found.items():
-        if number(record.get("array_max_tasks")):
-            arrays.setdefault(number(record["array_job_id"]) or 0, []).append(job_id)
-    for members in arrays.values():
-        limit = max(number(found[job_id][1]["array_max_tasks"]) or 0 for job_id in members)
-        waiting: list[tuple[int, str]] = []
-        for job_id in members:
-            job = found[job_id][0]
-            if job.state in (JobState.RUNNING, JobState.SUSPENDED) or (
-                job.state is JobState.PENDING and not job.gated and job.pinned
-            ):
-                limit -= 1
-            elif job.state is JobState.PENDING and job.eligible:
-                waiting.append((int(job_id.partition("_")[2] or 0), job_id))
-        for _, job_id in sorted(waiting)[max(limit, 0) :]:
-            job, record = found[job_id]
-            found[job_id] = (replace(job, eligible=False, reason="JobArrayTaskLimit"), record)
 
 
 # --- requests --------------------------------------------------------------------------------------

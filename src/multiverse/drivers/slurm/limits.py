@@ -1,0 +1,152 @@
+"""What Slurm's limits leave, and what each job would take of that. Pure; reads squeue's records, and the text of
+`scontrol show assoc_mgr` and `scontrol show licenses`.
+
+Slurm's own word on a job at the gate is not enough: it looks for nodes before it looks at most limits, and does not
+count what is pinned (decision 12). A limit is named by the reason that Slurm would give, and by whom it binds:
+`AssocGrpCpuLimit: account physics`. Limits of minutes, per job, of partitions and of generic resources are not counted:
+of those, what Slurm says of the pinned job is heeded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from multiverse.drivers.slurm.parse import Record, Uses, number, words
+
+_KINDS = ("", "cpu", "mem", "node", "billing")  # "" for jobs, then those TRES that every job has
+_REASONS = {
+    "Max": ("AssocMaxJobsLimit",),
+    "Grp": ("AssocGrpJobsLimit", "AssocGrpCpuLimit", "AssocGrpMemLimit", "AssocGrpNodeLimit", "AssocGrpBilling"),
+    "QOS": ("QOSGrpJobsLimit", "QOSGrpCpuLimit", "QOSGrpMemLimit", "QOSGrpNodeLimit", "QOSGrpBilling"),
+    "PU": (
+        "QOSMaxJobsPerUserLimit",
+        "QOSMaxCpuPerUserLimit",
+        "QOSMaxMemoryPerUser",
+        "QOSMaxNodePerUserLimit",
+        "QOSMaxBillingPerUser",
+    ),
+    "PA": ("MaxJobsPerAccount", "MaxCpuPerAccount", "MaxMemoryPerAccount", "MaxNodePerAccount", "MaxBillingPerAccount"),
+}
+_FAMILIES = {
+    "GrpJobs": "Grp", "GrpTRES": "Grp", "MaxJobs": "Max",
+    "MaxJobsPU": "PU", "MaxTRESPU": "PU", "MaxJobsPA": "PA", "MaxTRESPA": "PA",
+}  # fmt: skip
+_MIB = {"K": 2**-10, "": 1, "M": 1, "G": 2**10, "T": 2**20, "P": 2**30}
+_RUNNING = {"RUNNING", "SUSPENDED"}
+
+
+@dataclass(slots=True)
+class _Entry:
+    """An association or a QOS: its plain fields, and what its limits leave, by family, kind and whose it is (a QOS
+    has `U<uid>` and `A<account>` too)."""
+
+    fields: dict[str, str] = field(default_factory=dict)
+    left: dict[tuple[str, str, str], int] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Whose limits they are, to be read by users."""
+        if "QOS" in self.fields:
+            return f"QOS {self.fields['QOS'].partition('(')[0]}"
+        user, account = self.fields["UserName"].partition("(")[0], self.fields["Account"]
+        return f"user {user} in account {account}" if user else f"account {account}"
+
+    def limit(self, family: str, kind: str, whose: str) -> str:
+        """The limit's name."""
+        known = _REASONS["QOS" if family == "Grp" and "QOS" in self.fields else family]
+        bound = {"U": f", uid {whose[1:]}", "A": f", account {whose[1:]}"}.get(whose[:1], "")
+        return f"{known[_KINDS.index(kind)]}: {self.name}{bound}"
+
+
+class Limits:
+    """`left` by limit: how much more may run; negative where an operator has lowered it since."""
+
+    def __init__(self, records: Collection[Record] = (), assoc_mgr: str = "", licences_text: str = "") -> None:
+        entries = list(_entries(assoc_mgr))
+        self._qos = {e.fields["QOS"].partition("(")[0]: e for e in entries if "QOS" in e.fields}
+        self._associations = {int(e.fields["ID"]): e for e in entries if e.fields.get("ID", "").isdigit()}
+        self._accounts = {e.fields["Account"]: e for e in self._associations.values() if not e.fields["UserName"]}
+        self.left = {e.limit(*key): left for e in entries for key, left in e.left.items()}
+        self.left |= dict(_arrays_left(records))
+        for name, free in re.findall(r"LicenseName=(\S+)\s.*?\bFree=(\d+)", licences_text, re.DOTALL):
+            self.left[f"Licenses: {name}"] = int(free)
+
+    def uses(self, record: Record) -> Uses:
+        """What a job takes of which limit while it runs."""
+        takes = {"": 1, **_tres(str(record.get("tres_req_str") or ""))}
+        found = {limit: takes.get(kind, 0) for limit, kind in self._bounds(record)}
+        found |= {f"Licenses: {name}": count for name, count in licences(record).items()}
+        if number(record.get("array_max_tasks")):
+            found[f"JobArrayTaskLimit: {number(record.get('array_job_id'))}"] = 1
+        return tuple((limit, count) for limit, count in found.items() if count and limit in self.left)
+
+    def _bounds(self, record: Record) -> Iterator[tuple[str, str]]:
+        """The limits that bind a job, each with its kind. What its QOS limits, its associations do not (Slurm's
+        "Resource Limits": the first of QOS, user and account counts), but for an account's that is above another's."""
+        qos = self._qos.get(str(record.get("qos") or ""))
+        whose = ("", f"U{number(record.get('user_id'))}", f"A{record.get('account')}")
+        binding = [key for key in qos.left if key[2] in whose] if qos else []
+        yield from ((qos.limit(*key), key[1]) for key in binding if qos)
+        taken = {("Max" if family != "Grp" and not kind else family, kind) for family, kind, _ in binding}
+        own = here = self._associations.get(number(record.get("association_id")) or 0)
+        while here is not None:
+            for family, kind, _ in here.left:
+                # An account's MaxJobs is handed down to its users when it is set, and is theirs.
+                if (family, kind) not in taken and (family == "Grp" or here is own):
+                    yield here.limit(family, kind, ""), kind
+            here = self._above(here)
+
+    def _above(self, entry: _Entry) -> _Entry | None:
+        if entry.fields["UserName"]:
+            return self._accounts.get(entry.fields["Account"])
+        return self._accounts.get(entry.fields.get("ParentAccount", "").partition("(")[0])
+
+
+def licences(record: Record) -> dict[str, int]:
+    """The licences that a job asks for. One of several (`a|b`, from 24.05 on) is left to Slurm."""
+    text = str(record.get("licenses") or "")
+    found = re.findall(r"([^,;:=]+)(?:[:=](\d+))?", "" if "|" in text else text)
+    return {name: int(count or 1) for name, count in found}
+
+
+def _entries(text: str) -> Iterator[_Entry]:
+    """The associations and QOS that assoc_mgr shows, whether a line each or several."""
+    entry, section, whose = _Entry(), "", ""
+    for word in text.replace("Account Limits", "Section=A").replace("User Limits", "Section=U").split():
+        key, equals, value = word.partition("=")
+        if equals and key in ("ClusterName", "QOS"):
+            if entry.fields:
+                yield entry
+            entry, section, whose = _Entry(), "", ""
+        if key == "Section":
+            section = value
+        elif not equals:
+            whose = section and section + re.sub(r".+\((\d+)\)", r"\1", word)  # a user is `61801` or `ada(61801)`
+        elif key in _FAMILIES:
+            for kind, limit, used in re.findall(r"(?:^|,)(?:([\w/:]+)=)?(\d+)\((\d+)\)", value):
+                if kind in _KINDS:
+                    entry.left[_FAMILIES[key], kind, whose] = int(limit) - int(used)
+        else:
+            entry.fields.setdefault(key, value)
+    if entry.fields:
+        yield entry
+
+
+def _tres(text: str) -> dict[str, int]:
+    """`cpu=2,mem=1.50G,node=1` by kind; memory in MiB."""
+    found = re.findall(r"(\w+)=([\d.]+)([KMGTP]?)", text)
+    return {kind: round(float(count) * _MIB[unit]) for kind, count, unit in found}
+
+
+def _arrays_left(records: Iterable[Record]) -> Iterator[tuple[str, int]]:
+    """What is left of each array's `%limit`."""
+    arrays: dict[int, list[Record]] = {}
+    for record in records:
+        if number(record.get("array_max_tasks")):
+            arrays.setdefault(number(record["array_job_id"]) or 0, []).append(record)
+    for array, members in arrays.items():
+        limit = max(number(record["array_max_tasks"]) or 0 for record in members)
+        running = sum(not _RUNNING.isdisjoint(words(record["job_state"])) for record in members)
+        yield f"JobArrayTaskLimit: {array}", limit - running

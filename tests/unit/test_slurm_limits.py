@@ -1,0 +1,103 @@
+"""What limits leave, and what a job takes of them: as 22.05.8 showed it while a job of ada and one of bob ran."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multiverse.drivers.slurm import conf
+from multiverse.drivers.slurm.limits import Limits, licences
+
+ASSOC_MGR = (Path(__file__).parent / "slurm_data" / "assoc_mgr-22.05.8.txt").read_text()
+LICENSES = "LicenseName=matlab\n    Total=3 Used=1 Free=2 Reserved=0 Remote=no\n"
+ADA: dict[str, Any] = {
+    "account": "physics",
+    "association_id": 5,
+    "qos": "normal",
+    "user_id": 61801,
+    "tres_req_str": "cpu=1,mem=1.50G,node=1,billing=1",
+}
+BOB = ADA | {"association_id": 6, "user_id": 61802, "qos": "tight"}
+OF_ACCOUNT = {"AssocGrpCpuLimit: account physics": 1, "AssocGrpMemLimit: account physics": 1536}
+
+
+def test_what_is_left_is_the_limit_less_what_runs() -> None:
+    assert Limits((), ASSOC_MGR, LICENSES).left == {
+        "AssocGrpCpuLimit: account physics": 5 - 2,
+        "AssocGrpMemLimit: account physics": 4096 - 200,
+        "AssocGrpCpuLimit: user ada in account physics": 3 - 1,
+        "AssocMaxJobsLimit: user ada in account physics": 2 - 1,
+        "QOSGrpJobsLimit: QOS tight": 4 - 1,
+        "QOSMaxJobsPerUserLimit: QOS tight, uid 61802": 1 - 1,
+        "QOSMaxCpuPerUserLimit: QOS tight, uid 61802": 2 - 1,
+        "Licenses: matlab": 2,
+    }
+
+
+def test_a_job_takes_of_its_own_limits_and_those_above() -> None:
+    limits = Limits((), ASSOC_MGR)
+    own = {"AssocMaxJobsLimit: user ada in account physics": 1, "AssocGrpCpuLimit: user ada in account physics": 1}
+    assert dict(limits.uses(ADA)) == OF_ACCOUNT | own
+    tight = {
+        "QOSGrpJobsLimit: QOS tight": 1,
+        "QOSMaxJobsPerUserLimit: QOS tight, uid 61802": 1,
+        "QOSMaxCpuPerUserLimit: QOS tight, uid 61802": 1,
+    }
+    assert dict(limits.uses(BOB)) == OF_ACCOUNT | tight
+
+
+def test_what_a_qos_limits_its_associations_do_not() -> None:
+    """Ada's MaxJobs gives way to the QOS' MaxJobsPerUser, her GrpTRES and the account's to its GrpTRES."""
+    shown = ASSOC_MGR.replace("      61802\n", "      ada(61801)\n").replace(
+        "QOS=tight(2)", "QOS=tight(2) GrpTRES=cpu=9(0)"
+    )
+    limits = Limits((), shown)
+    names = {name.partition(":")[0] for name, _ in limits.uses(ADA | {"qos": "tight"})}
+    assert names == {
+        *("QOSGrpJobsLimit", "QOSGrpCpuLimit", "QOSMaxJobsPerUserLimit", "QOSMaxCpuPerUserLimit"),
+        "AssocGrpMemLimit",
+    }
+
+
+def test_where_no_limit_is_shown_a_job_takes_nothing() -> None:
+    assert Limits().uses(ADA | {"licenses": "matlab", "array_max_tasks": 0}) == ()
+    assert Limits((), ASSOC_MGR).uses(ADA | {"association_id": 99, "qos": "unheard-of"}) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "asked"),
+    [
+        ("", {}),
+        ("matlab", {"matlab": 1}),
+        ("matlab:2,fluent@server=3", {"matlab": 2, "fluent@server": 3}),
+        ("matlab|fluent", {}),
+    ],
+)
+def test_licences(text: str, asked: dict[str, int]) -> None:
+    assert licences({"licenses": text}) == asked
+    known = {f"Licenses: {name}": count for name, count in asked.items() if name == "matlab"}
+    assert dict(Limits((), "", LICENSES).uses({"licenses": text})) == known
+
+
+def test_an_array_runs_so_many_tasks() -> None:
+    records = [
+        {"array_job_id": 7, "array_max_tasks": 3, "job_state": state}
+        for state in ("PENDING", "RUNNING", "SUSPENDED", "COMPLETED")
+    ]
+    assert Limits(records).left == {"JobArrayTaskLimit: 7": 1}
+    assert Limits(records).uses(records[0]) == (("JobArrayTaskLimit: 7", 1),)
+
+
+@pytest.mark.parametrize(
+    ("line", "kept"),
+    [
+        ("", False),
+        ("AccountingStorageEnforce=associations", False),
+        ("AccountingStorageEnforce=associations, limits,qos", True),
+        ("accountingstorageenforce=safe", True),
+    ],
+)
+def test_whether_limits_are_kept(line: str, kept: bool) -> None:
+    assert conf.limits_are_kept(f"ClusterName=x\n{line}\n") is kept
