@@ -210,6 +210,28 @@ def test_a_failed_vm_is_replaced_within_the_attempt_and_then_no_more() -> None:
     assert effect(scene.attempt(2)) is EffectKind.REVOKE, "given up, and the user is told"
 
 
+def test_a_gang_whose_vms_have_started_is_not_mended_but_rolled_back() -> None:
+    """They know each other by name; a fourth that comes later would be a stranger to them."""
+    scene = Scene(replace(POLICY, retry_base=0.0))
+    scene.to_claimed(nodes=3)
+    scene.run(failed(scene.all_vms()[1], EffectKind.CREATE, Broken("no luck")))
+    assert len(scene.all_vms()) == 4 and scene.attempt().state is A.CLAIMED, "nobody knows anybody yet"
+    for vm in scene.all_vms():
+        scene.seen(vm.name, VmCondition.PARKED)
+        scene.ended(vm.key)
+    scene.run()
+    starting = [vm for vm in scene.all_vms() if vm.state is V.STARTING]
+    assert scene.attempt().state is A.SPAWNING and len(starting) == 3
+    scene.run(failed(starting[0], EffectKind.START, Broken("no luck")))
+    attempt = scene.attempt()
+    assert (attempt.state, attempt.outcome, attempt.tries) == (A.RECLAIMING, "requeued", 1)
+    assert len(scene.all_vms()) == 4
+    scene.run()
+    scene.ended(attempt.key)
+    scene.run()
+    assert set(states(scene)) == {"releasing"}
+
+
 def test_an_unknown_end_of_an_effect_moves_nothing() -> None:
     scene = Scene()
     scene.to_claimed()

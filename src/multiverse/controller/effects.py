@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import structlog
@@ -28,6 +29,9 @@ AGAIN, AGAIN_LIMIT = 2.0, 60.0
 
 TIMEOUTS: dict[EffectKind, float] = {EffectKind.BUILD: 600.0, EffectKind.CREATE: 300.0, EffectKind.START: 300.0}
 OTHER_TIMEOUT = 60.0
+
+TELLING = 2
+"""Jobs that are told why they wait, at the same time: hundreds may wait, and none of that is urgent."""
 
 
 @dataclass
@@ -68,6 +72,7 @@ class Effects:
         self._around, self._done = around, done
         self._lanes: dict[Key, _Lane] = {}
         self._quiet: dict[Key, float] = {}
+        self._telling = asyncio.Semaphore(TELLING)
 
     # --- what runs, and when something is due -------------------------------------------------------
 
@@ -147,7 +152,8 @@ class Effects:
         stages: Sequence[Stage] = ()
         limit = TIMEOUTS.get(lane.effect.kind, OTHER_TIMEOUT)
         try:
-            async with asyncio.timeout(limit):
+            turn = self._telling if lane.effect.kind is EffectKind.EXPLAIN else nullcontext()
+            async with turn, asyncio.timeout(limit):
                 stages = await self._act(lane.effect, subject) or ()
         except MultiverseError as caught:
             error = caught
@@ -216,7 +222,7 @@ class Effects:
         peers = tuple(
             (peer.name, peer.address.partition("/")[0])
             for peer in self._around.rows.vms.values()
-            if peer.attempt == vm.attempt
+            if peer.attempt == vm.attempt and not peer.failed
         )
         try:
             users = (await self._scheduler.user(attempt.uid),) if attempt else ()

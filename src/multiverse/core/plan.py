@@ -346,7 +346,9 @@ def _see_to_vms(draft: Draft, attempt: Attempt, world: World, policy: Policy) ->
 def _replace_vms(draft: Draft, attempt: Attempt, missing: int, world: World, policy: Policy) -> None:
     failures = [vm.reason for vm in draft.vms_of(attempt) if vm.failed and vm.reason]
     why = failures[-1] if failures else "a VM was lost"
-    if attempt.replaced + missing > policy.replacements:
+    # Once a gang's VMs start, they know each other by name and let nobody else in: then it is all of them or none.
+    told = attempt.state is A.SPAWNING and attempt.request.nodes > 1
+    if told or attempt.replaced + missing > policy.replacements:
         if attempt.tries + 1 >= policy.attempts:
             text = f"no VM could be made for it in {policy.attempts} attempts: {why}"
             _reclaim(draft, attempt, Event.GAVE_UP, "failed", text)
