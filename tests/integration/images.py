@@ -16,5 +16,10 @@ def slim() -> image.Image:
     return image.build("slim", "slim", IMAGES, packages=("hpcc",), progress=print)
 
 
+def mpi() -> image.Image:
+    """One with MPICH and Open MPI. Slurm's PMIx plugin opens libpmix.so, which Debian has in libpmix-dev only."""
+    return image.build("mpi", "slim", IMAGES, packages=("mpich", "openmpi-bin", "libpmix-dev"), progress=print)
+
+
 if __name__ == "__main__":
     slim()

@@ -222,7 +222,7 @@ class Effects:
         peers = tuple(
             (peer.name, peer.address.partition("/")[0])
             for peer in self._around.rows.vms.values()
-            if peer.attempt == vm.attempt and not peer.failed
+            if peer.attempt == vm.attempt and peer.id != vm.id and not peer.failed
         )
         try:
             users = (await self._scheduler.user(attempt.uid),) if attempt else ()

@@ -14,6 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from multiverse import config
 from multiverse.config import Settings
 from multiverse.drivers.slurm import install
+from multiverse.guest.image import list_images
 from multiverse.lab.layout import Layout
 from multiverse.lab.plan import LabPlan, outermost
 
@@ -61,7 +62,9 @@ def configure(where: Layout, plan: LabPlan) -> Settings:
 
 def _site(settings: Settings, plan: LabPlan, slurm_uid: int) -> install.Site:
     return install.Site(
-        images=tuple(dict.fromkeys((plan.image, "slim", "stock"))),
+        images=tuple(
+            dict.fromkeys((plan.image, "slim", "stock", *(i.name for i in list_images(settings.qemu.images))))
+        ),
         gate_nodes=min(plan.cores, install.MAX_GATE_NODES),  # a node has a core at least
         largest=install.largest(settings),
         memory_per_cpu=MEMORY_PER_CPU,

@@ -1,0 +1,150 @@
+"""Limits of slurmdbd's, licences and arrays on the real lab: never exceeded by what waits with VMs, is pinned and runs,
+and no VM is made for a job that may not start. A real slurmctld enforces them; jobs run in real VMs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from multiverse.client import Client
+from multiverse.lab import lifecycle
+from multiverse.lab.parts import CONTROLLER
+from multiverse.lab.plan import Wishes
+from tests.integration.conftest import LabUnderTest
+from tests.integration.watch import ended, latest, nothing_left, until
+
+pytestmark = pytest.mark.integration
+
+SITE = """\
+AccountingStorageEnforce=associations,limits,qos
+PriorityType=priority/multifactor
+PriorityWeightQOS=1000
+"""
+ACTIVE = ("claimed", "spawning", "spawned", "allocated")
+
+
+def sacctmgr(lab: LabUnderTest, *words: str) -> None:
+    lab.run("sacctmgr", "-i", *words)
+
+
+@pytest.fixture(scope="module")
+def limited(lab: LabUnderTest) -> Iterator[None]:
+    """The site's Slurm keeps limits while this module's tests run."""
+    site = lab.where.etc / "site.conf"
+    sacctmgr(lab, "add", "account", "physics", "Description=physics", "Organization=lab")
+    sacctmgr(lab, "add", "qos", "tight", "GrpTRES=cpu=2")
+    sacctmgr(lab, "add", "qos", "urgent", "Priority=100")
+    sacctmgr(lab, "add", "qos", "closed", "GrpTRES=cpu=0")
+    qos = "qos=normal,tight,urgent"
+    sacctmgr(lab, "add", "user", "ada", "account=physics", "MaxJobs=2", qos)
+    sacctmgr(lab, "add", "user", "bob", "account=physics", qos)
+    site.write_text(SITE)
+    asyncio.run(lifecycle.up(lab.where, Wishes(), controller=False))
+    yield
+    site.write_text("")
+    sacctmgr(lab, "delete", "account", "physics")
+    sacctmgr(lab, "delete", "qos", "tight,urgent,closed")
+    asyncio.run(lifecycle.up(lab.where, Wishes(), controller=False))
+
+
+@pytest.fixture(scope="module")
+def controller(limited: None, controller: Callable[[], int]) -> Callable[[], int]:
+    return controller
+
+
+def active(client: Client) -> set[str]:
+    """The jobs that have VMs, or run, as of one moment."""
+    return {str(row["job_id"]) for row in client.jobs() if row["state"] in ACTIVE}
+
+
+def test_limits_hold_for_what_waits_is_pinned_and_runs_together(
+    lab: LabUnderTest, client: Client, controller: Callable[[], int]
+) -> None:
+    controller()
+    go = lab.user.home / "go"
+    go.unlink(missing_ok=True)
+    out, script = "--output=/dev/null", f"until [ -e {go} ]; do sleep 0.2; done"
+    array = lab.sbatch(script, out, "--array=1-2%1", user=lab.other)
+    groups = {
+        "MaxJobs of ada": (2, [lab.sbatch(script, out) for _ in range(3)]),
+        "GrpTRES of a QOS": (2, [lab.sbatch(script, out, "--qos=tight", user=lab.other) for _ in range(3)]),
+        "one licence": (1, [lab.sbatch(script, out, "--licenses=seat", user=lab.other) for _ in range(2)]),
+        "one task of the array": (1, [f"{array}_1", f"{array}_2"]),
+    }
+    everyone = [job for _, jobs in groups.values() for job in jobs]
+
+    def settled() -> bool:
+        now = active(client)
+        for name, (limit, jobs) in groups.items():
+            those = now.intersection(jobs)
+            assert len(those) <= limit, f"{name}: {those} have VMs"
+        told = [row["waiting"].partition(":")[0] for row in client.jobs() if row["job_id"] in everyone]
+        why = ("AssocMaxJobsLimit", "QOSGrpCpuLimit", "Licenses", "JobArrayTaskLimit")
+        return sorted(filter(None, told)) == sorted(f"held back by {limit}" for limit in why)
+
+    until("what a limit leaves is used, and the others are told of it", settled)
+    go.touch()
+    for job in everyone:
+        ended(client, job, "done")
+    assert {job: len(client.jobs(job)) for job in everyone} == dict.fromkeys(everyone, 1), "none went back to the gate"
+    nothing_left(lab, client)
+
+
+def test_jobs_start_in_the_order_of_slurms_priority(
+    lab: LabUnderTest, client: Client, controller: Callable[[], int]
+) -> None:
+    controller()
+    asyncio.run(CONTROLLER.stop(lab.where))
+    later = lab.sbatch("true", "--output=/dev/null", user=lab.other)
+    first = lab.sbatch("true", "--output=/dev/null", "--qos=urgent")
+    controller()
+    rows = {job: ended(client, job, "done") for job in (later, first)}
+    serial = {job: int(row["vms"][0].rpartition("-")[2]) for job, row in rows.items()}
+    assert serial[first] < serial[later]
+    nothing_left(lab, client)
+
+
+def test_a_limit_that_shows_only_after_the_pin_gives_the_vm_back_and_its_user_is_told(
+    lab: LabUnderTest, client: Client, controller: Callable[[], int]
+) -> None:
+    """A QOS of the partition that jobs run in: nothing tells of it at the gate."""
+    controller()
+    run = f"PartitionName={lab.settings.slurm.run_partition}"
+    lab.run("scontrol", "update", run, "QOS=closed")
+    try:
+        job = lab.sbatch("true", "--output=/dev/null")
+        until("its attempt is given up", lambda: any(row["state"] == "requeued" for row in client.jobs(job)))
+        assert "QOSGrpCpuLimit" in client.jobs(job)[0]["reason"]
+        until("its user is told", lambda: "QOSGrpCpuLimit" in lab.run("scontrol", "show", "job", job).stdout)
+    finally:
+        lab.run("scontrol", "update", run, "QOS=")
+    ended(client, job, "done")
+    nothing_left(lab, client)
+
+
+@pytest.mark.slow
+def test_five_hundred_that_may_not_start_delay_none_that_may(
+    lab: LabUnderTest, client: Client, controller: Callable[[], int]
+) -> None:
+    controller()
+
+    def alone() -> float:
+        began = time.monotonic()
+        ended(client, lab.sbatch("true", "--output=/dev/null", user=lab.other), "done")
+        return time.monotonic() - began
+
+    before = alone()
+    holders = [lab.sbatch("sleep 3600", "--output=/dev/null") for _ in range(2)]
+    until("ada's two jobs run", lambda: active(client).issuperset(holders))
+    waiting = [lab.sbatch("true", "--output=/dev/null") for _ in range(500)]
+    try:
+        times = [alone() for _ in range(3)]
+        print(f"a job of bob's: {before:.1f} s alone, {times} with 500 of ada's waiting")
+        assert active(client) == set(holders)
+        until("they are told", lambda: "AssocMaxJobsLimit" in str(latest(client, waiting[-1]).get("waiting")), 300)
+    finally:
+        lab.run("scancel", "--user=ada")
+    nothing_left(lab, client)
