@@ -1,6 +1,6 @@
 """How much is done for a job, counted on the real lab: commands of Slurm, commits, processes. Never time.
 
-What polling does by the clock alone is not a job's: squeue and sinfo are left out.
+What polling does by the clock alone is not a job's: squeue, sinfo and scontrol show are left out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def counts(client: Client) -> dict[str, float]:
         for name, labels, value, *_ in family.samples:
             if name == "multiverse_commits_total":
                 found["commits"] = value
-            elif name == "multiverse_processes_total" and labels["program"] not in ("squeue", "sinfo"):
+            elif name == "multiverse_processes_total" and labels["program"] not in ("squeue", "sinfo", "scontrol show"):
                 program = labels["program"]
                 key = "qemu" if program.startswith("qemu-system") else program if program in ALONE else "others"
                 found[key] += value

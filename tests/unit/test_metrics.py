@@ -76,6 +76,8 @@ def test_processes_are_counted_by_program_and_of_some_by_what_they_do() -> None:
     subprocess.run(["/bin/true", "7"], check=True)
     subprocess.run(["/bin/true", "8"], check=True)
     assert _EXECUTED.programs - before == {"true": 2}
+    subprocess.run(["setpriv", "--no-new-privs", "--", "/bin/true"], check=True)
+    assert _EXECUTED.programs - before == {"true": 3}, "what only prepares for a program is not counted"
 
 
 def test_the_text_has_every_count() -> None:

@@ -37,6 +37,8 @@ class Executed:
 
 def _called(argv: list[str]) -> str:
     program = PurePath(argv[0]).name
+    if program == "setpriv" and "--" in argv:  # it becomes what it runs
+        return _called(argv[argv.index("--") + 1 :])
     return f"{program} {argv[1]}" if program in _VERBS and len(argv) > 1 else program
 
 

@@ -72,7 +72,7 @@ class SlurmScheduler:
     async def _look_at_nodes(self) -> list[parse.Record]:
         document = await self._commands.json(*self._nodes_by)
         if "sinfo" in document:  # from 23.02 on it tells of nodes by the group; scontrol has no JSON before
-            self._nodes_by = ("scontrol", "-a", "show", "nodes")
+            self._nodes_by = ("scontrol", "show", "nodes", "-a")
             document = await self._commands.json(*self._nodes_by)
         return list(document.get("nodes", ()))
 
