@@ -80,8 +80,7 @@ async def a_pin_or_an_unpin_whose_reply_is_lost_is_said_again(h: Harness) -> Non
 
 
 async def a_requeue_whose_reply_is_lost_is_done_once(h: Harness) -> None:
-    job, name = await h.running()
-    feature = job.pinned or ""
+    job, _ = await h.running()
     for after in (0.0, 0.012, 0.03):
         await cut(h.scheduler.requeue(job.ref), after)
         try:
@@ -92,7 +91,7 @@ async def a_requeue_whose_reply_is_lost_is_done_once(h: Harness) -> None:
         assert next_run(back.ref, job.ref)
         await h.scheduler.unpin(back.ref)
         assert (await still(h, back)).eligible
-        await h.view(lambda view: view.nodes[name].state is NodeState.IDLE)
+        _, feature = await h.node(back)  # each run has nodes of its own
         await h.scheduler.pin(back.ref, feature)  # in spite of the begin time that Slurm gives to what it requeues
         job = await h.job(job.ref.job_id, lambda job: job.state is JobState.RUNNING)
         assert job.ref == back.ref
@@ -217,6 +216,7 @@ async def a_call_to_the_run_before_changes_nothing(h: Harness) -> None:
             await call()
     assert (await still(h, back)).eligible
     await h.view(lambda view: view.nodes[name].state is NodeState.IDLE)
+    _, feature = await h.node(back)  # each run has nodes of its own
     await h.scheduler.pin(back.ref, feature)
     again = await h.job(job.ref.job_id, lambda job: job.state is JobState.RUNNING)
     for call in calls_of(h, job.ref, feature).values():

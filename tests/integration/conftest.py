@@ -87,6 +87,7 @@ def lab(accelerator: Path) -> Iterator[LabUnderTest]:
         wishes = Wishes(cores=8, memory=16384, shares=(directory / "home",), images=IMAGES)
         where.controller.mkdir(parents=True)
         shutil.copy(accelerator, where.controller)
+        (where.controller / accelerator.name).chmod(0o600)
         settings = asyncio.run(lifecycle.up(where, wishes, controller=False))
         yield LabUnderTest(where, settings, user, other)
     finally:

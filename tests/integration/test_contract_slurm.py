@@ -125,7 +125,7 @@ class Real(Harness):
         return f"{network[number]}/{network.prefixlen}"
 
     async def join(self, vm: Vm, attempt: Attempt) -> None:
-        guest = FakeGuest(self.lab.settings, vm, self.lab.where.run / "fake")
+        guest = FakeGuest(self.lab.settings, vm, self.lab.where.root.parent / "fake")
         self.guests.append(guest)
         membership = await self.scheduler.membership(vm, attempt)
         await guest.start(membership, ((vm.name, vm.address.partition("/")[0]),))

@@ -53,7 +53,7 @@ async def spawn(lab: Any, scheduler: SlurmScheduler) -> AsyncIterator[Spawn]:
         machines = [vm(n, f"{network[512 + n]}/{network.prefixlen}", told) for n in serials]
         known = tuple((m.name, m.address.partition("/")[0]) for m in machines)
         for machine in machines:
-            guest = FakeGuest(lab.settings, machine, lab.where.run / "fake")
+            guest = FakeGuest(lab.settings, machine, lab.where.root.parent / "fake")
             guests.append(guest)
             membership = await scheduler.membership(machine, attempt(number, job.ref, job.request))
             await guest.start(membership, known)
