@@ -155,15 +155,15 @@ async def test_array_tasks_are_pinned_one_by_one_within_the_arrays_limit(
 
 async def test_srun_waits_at_the_gate_and_goes_on(lab: Any, scheduler: SlurmScheduler, spawn: Spawn) -> None:
     process = await asyncio.create_subprocess_exec(
-        *("srun", "-J", "interactive", "hostname"),
+        *("srun", "-J", "gated-srun", "hostname"),
         env=lab.env,
         cwd=lab.user.home,
         user=lab.user.uid,
         group=lab.user.uid,
         stdout=asyncio.subprocess.PIPE,
     )
-    view = await reached(scheduler, lambda view: any(job.name == "interactive" for job in view.jobs.values()))
-    job = next(job for job in view.jobs.values() if job.name == "interactive")
+    view = await reached(scheduler, lambda view: any(job.name == "gated-srun" for job in view.jobs.values()))
+    job = next(job for job in view.jobs.values() if job.name == "gated-srun")
     guest = await spawn(job, 12)
     await scheduler.pin(job.ref, "mv_12")
     out, _ = await asyncio.wait_for(process.communicate(), 30)
