@@ -9,7 +9,7 @@ help:
 	@echo "make test       lint, types, unit, contract, simulation, integration on the real lab (root)"
 	@echo "make test-slow  what takes longer"
 	@echo "make test-trixie the same suite on Debian 13, with its Slurm 24.11 and QEMU 10, in a root of its own"
-	@echo "make mutants    would the tests notice? mutation testing of the core, about an hour"
+	@echo "make mutants    would the tests notice? mutation testing of the core, half an hour or more"
 	@echo "make setup      install packages and the Python environment only"
 	@echo "make docs       redraw the life cycle from the tables, and docs/options.md from its tests"
 
