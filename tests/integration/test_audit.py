@@ -15,6 +15,7 @@ from tests.integration.test_status import multiverse
 pytestmark = pytest.mark.integration
 
 
+@pytest.mark.slow
 def test_clones_of_one_instant_are_strangers(lab: LabUnderTest, client: Client, controller: Callable[[], int]) -> None:
     alone = multiverse(lab, "audit", "identity")
     assert alone.returncode == 1 and "no two VMs" in alone.stdout

@@ -16,7 +16,7 @@ from tests.integration.test_jobs import ended, nothing_left
 
 pytestmark = pytest.mark.integration
 
-IN_A_ROW, AT_ONCE = 10, 10
+IN_A_ROW, AT_ONCE = 5, 10
 ALONE = {"scontrol update": 1.1, "scontrol delete": 1.1, "commits": 11.0, "qemu": 1.1, "others": 0.1}
 """At most so many for each job: its pin is an update, its node is deleted, its VM is one QEMU."""
 

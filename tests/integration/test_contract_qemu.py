@@ -93,6 +93,14 @@ async def harness(settings: Settings) -> AsyncIterator[Real]:
     real.hypervisor.close()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+# Each boots a template, several times.
+LONG = ("a_prepare_or_a_drop_whose_reply_is_lost_is_said_again", "a_create_and_a_drop_at_once_leave_a_whole_vm_or_none",
+        "a_template_that_is_dropped_while_it_is_made_stays_away")  # fmt: skip
+MARKED = [
+    pytest.param(check, marks=[pytest.mark.slow] * (check.__name__ in LONG), id=check.__name__) for check in CHECKS
+]
+
+
+@pytest.mark.parametrize("check", MARKED)
 async def test_qemu(check: Check, harness: Real) -> None:
     await check(harness)

@@ -101,6 +101,7 @@ def allreduce(lab: LabUnderTest, client: Client, *run: str, library: str, option
     nothing_left(lab, client)
 
 
+@pytest.mark.slow
 def test_open_mpi_by_mpirun(lab: LabUnderTest, client: Client, controller: Callable[[], int]) -> None:
     controller()
     allreduce(lab, client, "mpirun", library=OPEN_MPI)

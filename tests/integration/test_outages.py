@@ -28,9 +28,7 @@ def looks(client: Client) -> int:
     return sum(int(source["looks"]) for source in client.status()["sources"] if source["name"] == "hypervisor")
 
 
-@pytest.mark.parametrize(
-    "service", [pytest.param("slurmctld", marks=slow), "munged", pytest.param("ganesha", marks=slow)]
-)
+@pytest.mark.parametrize("service", [pytest.param(name, marks=slow) for name in ("slurmctld", "munged", "ganesha")])
 def test_a_service_killed_while_a_job_runs(
     lab: LabUnderTest, client: Client, controller: Callable[[], int], service: str
 ) -> None:

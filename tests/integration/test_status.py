@@ -53,6 +53,7 @@ def dud(lab: LabUnderTest) -> Iterator[Path]:
         shutil.rmtree(path)
 
 
+@pytest.mark.slow
 def test_a_broken_template_is_shown_mended_and_repaired(
     lab: LabUnderTest, controller: Callable[[], int], dud: Path
 ) -> None:

@@ -36,6 +36,7 @@ def trace(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[Path]:
     lab.where.settings.write_text(settings)
 
 
+@pytest.mark.slow
 def test_a_trace_of_real_jobs_replays_against_the_fakes(lab: LabUnderTest, trace: Path) -> None:
     client = Client(lab.settings.socket)
     runs = lab.sbatch("true", "--output=/dev/null")
