@@ -53,8 +53,9 @@ def isolate(name: str, isolated: bool) -> None:
     """An isolated port reaches no other isolated port. A tap that has gone, or is on no bridge, needs no such thing."""
     try:
         Path(f"/sys/class/net/{name}/brport/isolated").write_text("1" if isolated else "0")
-    except FileNotFoundError:
-        return
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENODEV):  # the second if it goes as we write
+            raise Broken(f"cannot isolate the link {name}: {error.strerror}", hint="run it as root") from error
 
 
 def _join(name: str, bridge: str, mac: str) -> None:
