@@ -95,10 +95,10 @@ def flat(lab: LabUnderTest, client: Client, pid: int, warming: int, jobs: int) -
     assert after.database - before.database <= jobs * JOURNAL_PER_JOB
 
 
-def test_twenty_jobs_in_a_row_leave_nothing_behind(
+def test_a_dozen_jobs_in_a_row_leave_nothing_behind(
     lab: LabUnderTest, client: Client, controller: Callable[[], int]
 ) -> None:
-    flat(lab, client, controller(), 6, 14)
+    flat(lab, client, controller(), 4, 8)
 
 
 @pytest.mark.slow

@@ -195,7 +195,7 @@ async def test_a_clone_is_plugged_up_to_its_size(lab: Lab) -> None:
     assert 768 - 80 <= int(audit["memory"]) <= 768
 
 
-@pytest.mark.parametrize("kind", [CloneKind.FULL, CloneKind.LINKED])
+@pytest.mark.parametrize("kind", [pytest.param(CloneKind.FULL, marks=pytest.mark.slow), CloneKind.LINKED])
 async def test_a_clone_that_boots_becomes_someone_too(lab: Lab, kind: CloneKind) -> None:
     spec = lab.spec(kind, Size(2, 384))
     stages = await lab.started(spec)
