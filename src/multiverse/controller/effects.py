@@ -218,7 +218,7 @@ class Effects:
                 raise
 
     async def _start(self, vm: Vm) -> Sequence[Stage]:
-        attempt = self._around.rows.attempts.get(vm.attempt) if vm.attempt is not None else None
+        attempt = self._around.rows.attempt_of(vm)
         peers = tuple(
             (peer.name, peer.address.partition("/")[0])
             for peer in self._around.rows.vms.values()

@@ -37,6 +37,14 @@ class Rows:
         """The live row of that key."""
         return _find(key, self.attempts, self.vms, self.templates)
 
+    def attempt_of(self, vm: Vm) -> Attempt | None:
+        """The live attempt that the VM serves, if any."""
+        return _served(vm, self.attempts)
+
+
+def _served(vm: Vm, attempts: Mapping[int, Attempt]) -> Attempt | None:
+    return attempts.get(vm.attempt) if vm.attempt is not None else None
+
 
 def _find(
     key: Key, attempts: Mapping[int, Attempt], vms: Mapping[int, Vm], templates: Mapping[int, Template]
@@ -179,7 +187,7 @@ class Draft:
 
     def attempt_of(self, vm: Vm) -> Attempt | None:
         """The live attempt that the VM serves, if any."""
-        return self.attempts.get(vm.attempt) if vm.attempt is not None else None
+        return _served(vm, self.attempts)
 
     def addresses(self) -> set[str]:
         return {vm.address for vm in self.vms.values()}

@@ -54,5 +54,10 @@ async def _destroy(hypervisor: QemuHypervisor, host: str, templates: Path) -> in
 
 def _begun(templates: Path) -> set[str]:
     """Images that have a template, whatever its key, or whose making was begun: its QEMU outlives who began it."""
-    made = (name for name in _entries(templates) if not name.startswith("."))
-    return {*made, *(name[1 : -len(".lock")] for name in _entries(templates) if name.endswith(".lock"))}
+    found = set()
+    for name in _entries(templates):
+        if not name.startswith("."):
+            found.add(name)
+        elif name.endswith(".lock"):
+            found.add(name[1 : -len(".lock")])
+    return found

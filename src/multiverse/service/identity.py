@@ -63,7 +63,7 @@ def audit(rows: Rows, said: Mapping[str, Facts]) -> IdentityAudit:
             others = ", ".join(other for other in names if other != name)
             if name in names and others:
                 problems.append(f"the same {UNIQUE[key]} as {others}: {value}")
-        attempt = rows.attempts.get(row.attempt) if row is not None and row.attempt is not None else None
+        attempt = rows.attempt_of(row) if row is not None else None
         skew = facts.get("skew", 0)
         found.append(
             VmIdentity(

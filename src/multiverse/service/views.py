@@ -246,7 +246,7 @@ def job_view(attempt: Attempt, vms: Sequence[str], now: float, image: str, kind:
 def vm_views(rows: Rows, measured: Mapping[str, tuple[float, float, float]], now: float) -> list[VmView]:
     views = []
     for vm in rows.vms.values():
-        attempt = rows.attempts.get(vm.attempt) if vm.attempt is not None else None
+        attempt = rows.attempt_of(vm)
         cpu_s, private, pss = measured.get(vm.name, (0.0, 0.0, 0.0))
         views.append(
             VmView(
