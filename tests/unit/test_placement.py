@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -65,7 +67,16 @@ def test_placement_takes_all_or_nothing_and_never_more_than_there_is(
 def test_without_hosts_nothing_fits() -> None:
     assert largest({}, POLICY) == Size(0, 0)
     assert not could_ever_fit(Size(1, 1), 1, {}, POLICY)
-    assert template_claim(POLICY).cpus == 0
+
+
+def test_a_template_is_claimed_as_often_as_its_host_holds_it() -> None:
+    base = POLICY.base.memory
+    once, twice = host(4, 4096), replace(host(4, 4096), template_copies=2)
+    assert template_claim(POLICY, once) == Size(0, base) and template_claim(POLICY, twice) == Size(0, 2 * base)
+    assert template_claim(POLICY, None) == Size(0, 2 * base), "of a host out of sight the worst is assumed"
+    fits = largest({"h1": once}, POLICY)
+    assert could_ever_fit(fits, 1, {"h1": once}, POLICY) and not could_ever_fit(fits, 1, {"h1": twice}, POLICY)
+    assert could_ever_fit(largest({"h1": twice}, POLICY), 1, {"h1": twice}, POLICY)
 
 
 @given(st.integers(1, 2**24 - 1), st.integers(1, 2**24 - 1))
@@ -84,7 +95,6 @@ def test_addresses_are_free_ones_of_the_subnet_and_never_the_gateway(serial: int
 
 def test_a_full_subnet_has_no_address() -> None:
     import ipaddress
-    from dataclasses import replace
 
     small = replace(POLICY, subnet=ipaddress.IPv4Network("10.9.0.0/29"), first_address=2)
     taken: set[str] = set()

@@ -169,13 +169,13 @@ def plan_vms(draft: Draft, attempt: Attempt, hosts: list[str], policy: Policy) -
     return vms
 
 
-def need_template(draft: Draft, host: str, image: str, policy: Policy, reason: str) -> None:
+def need_template(draft: Draft, host: str, image: str, hosts: Mapping[str, Host], policy: Policy, reason: str) -> None:
     """Plan the building of a template, whether it was never there or is broken."""
     old = draft.template_for(host, image)
     row = old or Template(draft.template_id(), 0, TemplateState.ABSENT, draft.now, host, image, policy.base)
     draft.move(
         Change(replace(row, state=TemplateState.BUILDING, reason=""), Event.NEEDED, reason),
-        make=[] if row.key in draft.claims else [Claim(row.key, host, template_claim(policy))],
+        make=[] if row.key in draft.claims else [Claim(row.key, host, template_claim(policy, hosts.get(host)))],
     )
 
 
@@ -201,7 +201,7 @@ def _usable_hosts(
     ready = [name for name, row in rows.items() if row and row.state is TemplateState.READY]
     if ready:
         return ready, ""
-    why = _template_on_its_way(draft, attempt, rows, policy, room)
+    why = _template_on_its_way(draft, attempt, rows, hosts, policy, room)
     broken = next((row for row in rows.values() if row), None)
     if not why and broken:
         why = f"the template of image {image} is broken on {broken.host}: {broken.reason}"
@@ -216,11 +216,16 @@ def _spread(draft: Draft, attempt: Attempt, hosts: Mapping[str, Host], policy: P
     able = [name for name, host in sorted(hosts.items()) if CloneKind.INSTANT.value in host.abilities]
     rows = {name: draft.template_for(name, image) for name in able}
     lacking = {name: row for name, row in rows.items() if not (row and row.state is TemplateState.READY)}
-    return _template_on_its_way(draft, attempt, lacking, policy, room)
+    return _template_on_its_way(draft, attempt, lacking, hosts, policy, room)
 
 
 def _template_on_its_way(
-    draft: Draft, attempt: Attempt, rows: Mapping[str, Template | None], policy: Policy, room: Room
+    draft: Draft,
+    attempt: Attempt,
+    rows: Mapping[str, Template | None],
+    hosts: Mapping[str, Host],
+    policy: Policy,
+    room: Room,
 ) -> str:
     """Ask for the template on one of these hosts, unless it is being built on one already; says so, or
     nothing if none of them can have it now."""
@@ -230,10 +235,11 @@ def _template_on_its_way(
             return f"the template of image {image} is being built on {name}"
     for name, row in rows.items():
         retry = row is not None and draft.now >= row.since + policy.backoff(row.tries)
-        if (row is None or retry) and (row is not None or room.fits(name, template_claim(policy))):
+        claim = template_claim(policy, hosts[name])
+        if (row is None or retry) and (row is not None or room.fits(name, claim)):
             if row is None:
-                room.take(name, template_claim(policy))
-            need_template(draft, name, image, policy, f"job {attempt.job.job_id} needs it")
+                room.take(name, claim)
+            need_template(draft, name, image, hosts, policy, f"job {attempt.job.job_id} needs it")
             return f"the template of image {image} is being built on {name}"
     return ""
 

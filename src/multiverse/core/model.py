@@ -138,6 +138,7 @@ class Host:
 
     `abilities` are names such as `instant`, `full`, `plug_memory`, `plug_cpus`. `machine` is what the
     machine itself has, shown beside the declared capacity; None if the platform does not tell.
+    `template_copies` is how often the memory of a template is held there while it has clones.
     """
 
     name: str
@@ -145,6 +146,7 @@ class Host:
     abilities: frozenset[str] = frozenset()
     machine: Size | None = None
     accelerator: str = ""
+    template_copies: int = 1
 
 
 class VmCondition(StrEnum):

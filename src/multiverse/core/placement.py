@@ -26,9 +26,10 @@ def vm_claim(size: Size, policy: Policy) -> Size:
     return Size(size.cpus, size.memory + policy.vm_overhead, size.disk)
 
 
-def template_claim(policy: Policy) -> Size:
-    """What a template holds on its host: its frozen memory, and no CPU."""
-    return Size(0, policy.base.memory, 0)
+def template_claim(policy: Policy, host: Host | None) -> Size:
+    """What a template holds on that host: its frozen memory, as often as it is kept there, and no CPU. Of a host that
+    is not in sight the worst is assumed."""
+    return Size(0, policy.base.memory * (host.template_copies if host else 2), 0)
 
 
 class Room:
@@ -77,8 +78,9 @@ def largest(hosts: Mapping[str, Host], policy: Policy) -> Size:
     without hosts. The host with the most memory is named, then the one with the most CPUs."""
     if not hosts:
         return Size(0, 0)
-    best = max((h.capacity for h in hosts.values()), key=lambda c: (c.memory, c.cpus))
-    room = best.memory - policy.vm_overhead - template_claim(policy).memory
+    host = max(hosts.values(), key=lambda h: (h.capacity.memory, h.capacity.cpus))
+    best = host.capacity
+    room = best.memory - policy.vm_overhead - template_claim(policy, host).memory
     # vm_size() backwards: blocks of memory that fit, less the reserve and the page structures.
     whole = policy.base.memory + (room - policy.base.memory) // BLOCK * BLOCK
     told = max(0, (whole - policy.guest_reserve) * 50 // 51)
@@ -88,8 +90,8 @@ def largest(hosts: Mapping[str, Host], policy: Policy) -> Size:
 def could_ever_fit(told: Size, count: int, hosts: Mapping[str, Host], policy: Policy) -> bool:
     """Whether empty hosts, with nothing on them but a template each, could hold the request."""
     room = Room(hosts, ())
-    for host in hosts:
-        room.take(host, template_claim(policy))
+    for name, host in hosts.items():
+        room.take(name, template_claim(policy, host))
     return room.place(vm_claim(vm_size(told, policy), policy), count, sorted(hosts)) is not None
 
 

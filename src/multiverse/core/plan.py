@@ -11,7 +11,7 @@ cannot be puts that one record in quarantine, with a reason, and stops nobody el
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import StrEnum
@@ -24,6 +24,7 @@ from multiverse.core.model import (
     AttemptState,
     Claim,
     CloneKind,
+    Host,
     Job,
     JobState,
     Key,
@@ -60,7 +61,7 @@ def plan(rows: Rows, world: World, messages: Sequence[Message], now: float, poli
             with _at_worst_one(draft, message.key):
                 _heed(draft, message)
         else:
-            _obey(draft, message, policy)
+            _obey(draft, message, world.hypervisor.value.hosts if world.hypervisor else {}, policy)
     for _ in range(ROUNDS):
         before = len(draft.moves)
         _open_attempts(draft, world)
@@ -128,16 +129,16 @@ def _heed(draft: Draft, done: Done) -> None:
         draft.move(Change(_given_back(row, why, tries=row.tries + 1), Event.GAVE_UP, why))
 
 
-def _obey(draft: Draft, command: Command, policy: Policy) -> None:
+def _obey(draft: Draft, command: Command, hosts: Mapping[str, Host], policy: Policy) -> None:
     row = draft.template_for(command.host, command.image)
     why = "an operator asked for it"
     match command.verb:
         case "build" if row is None or row.state is T.BROKEN:
-            need_template(draft, command.host, command.image, policy, why)
+            need_template(draft, command.host, command.image, hosts, policy, why)
         case "drop" if row is not None and row.state in (T.READY, T.BROKEN, T.BUILDING):
             draft.move(Change(replace(row, state=T.RETIRING), Event.DROPPED, why))
         case "retry" if command.key is not None and (record := draft.get(command.key)) is not None:
-            _retry(draft, record, policy, why)
+            _retry(draft, record, hosts, policy, why)
         case "fence":
             for _, vm in sorted(draft.vms.items()):
                 if vm.state is V.LOST and vm.host == command.host:
@@ -147,13 +148,13 @@ def _obey(draft: Draft, command: Command, policy: Policy) -> None:
             pass
 
 
-def _retry(draft: Draft, row: Row, policy: Policy, why: str) -> None:
+def _retry(draft: Draft, row: Row, hosts: Mapping[str, Host], policy: Policy, why: str) -> None:
     if isinstance(row, Attempt) and (row.quarantined or row.not_before > draft.now):
         draft.move(Change(replace(row, quarantined="", not_before=0.0), Event.RETRIED, why))
     elif not isinstance(row, Attempt) and row.quarantined:
         draft.move(Change(replace(row, quarantined=""), Event.RETRIED, why))
     elif isinstance(row, Template) and row.state is T.BROKEN:
-        need_template(draft, row.host, row.image, policy, why)
+        need_template(draft, row.host, row.image, hosts, policy, why)
 
 
 # --- the scheduler's word --------------------------------------------------------------------------

@@ -181,7 +181,8 @@ class Machines:
     def used(self, host: str) -> Size:
         """What VMs and templates take of a host now. A template is frozen memory and takes no CPU."""
         sizes = [machine.spec.size for machine in self.vms.values() if machine.spec.host == host]
-        frozen = [seen.size.memory for seen in self.templates.values() if seen.host == host]
+        copies = self.hosts[host].template_copies
+        frozen = [seen.size.memory * copies for seen in self.templates.values() if seen.host == host]
         memory = sum(size.memory + OVERHEAD for size in sizes) + sum(frozen)
         return Size(sum(size.cpus for size in sizes), memory, sum(size.disk for size in sizes))
 

@@ -82,7 +82,8 @@ def _deaths(rng: Random, count: int) -> tuple[Death, ...]:
 
 def _host(rng: Random, number: int) -> Host:
     capacity = Size(rng.choice((2, 4, 8)), rng.choice((2048, 4096, 16384)), 65536)
-    return Host(f"h{number}", capacity, ABILITIES, Size(2, 4096, 65536), "tcg")
+    copies = 1 + number % 2
+    return Host(f"h{number}", capacity, ABILITIES, Size(2, 4096, 65536), "tcg", template_copies=copies)
 
 
 def _arrival(rng: Random) -> Arrival:

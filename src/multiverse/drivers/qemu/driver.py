@@ -99,7 +99,9 @@ class QemuHypervisor:
         capacity = Size(self._host.cores, self._host.memory, self._host.disk)
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
         abilities = frozenset({"instant", "linked", "full", "plug_cpus", "plug_memory"})
-        return Host(self._host.name, capacity, abilities, Size(os.cpu_count() or 1, pages), self._accelerator.name)
+        copies = 1 if self._vms.places.maps_readonly else 2  # see `sealed`
+        return Host(self._host.name, capacity, abilities, Size(os.cpu_count() or 1, pages), self._accelerator.name,
+                    copies)  # fmt: skip
 
     def _directories(self) -> list[Path]:
         """Of our VMs: wherever a part of one is left, for a create may have been cut anywhere."""
