@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.core.model import Daemon
+from multiverse.core.model import Daemon, Size
 from multiverse.drivers.qemu.host import manifest
 from multiverse.drivers.qemu.host.cages import Cages
 from multiverse.drivers.qemu.host.templates import Template, load
@@ -159,6 +159,27 @@ async def test_a_vm_s_cage_goes_with_it(lab: Lab) -> None:
     os.kill(pid, signal.SIGKILL)
     await lab.hypervisor.destroy(spec.name, 0)
     assert not list(Path("/sys/fs/cgroup").glob(f"**/{spec.name}"))
+
+
+async def test_a_vm_s_cage_grows_with_it(lab: Lab) -> None:
+    """One that was made before anybody asked for it gets its size when it starts, and so does its cage."""
+
+    def limits() -> dict[str, int]:
+        cage = [path for path in Path("/sys/fs/cgroup").glob(f"**/{spec.name}") if path.is_dir()]
+        names = {"memory.max": "MiB", "memory.limit_in_bytes": "MiB", "pids.max": "threads"}
+        found = {
+            names[path.name]: int(path.read_text()) for one in cage for path in one.iterdir() if path.name in names
+        }
+        return {**found, "MiB": found["MiB"] >> 20}
+
+    spec = lab.spec()
+    await lab.hypervisor.create(spec)
+    parked = limits()
+    grown = Size(2, 768)
+    await lab.hypervisor.start(spec.name, grown, lab.identity(spec))
+    assert lab.hypervisor.audit(spec.name)["cpus"] == grown.cpus
+    more = {"MiB": grown.memory - spec.size.memory, "threads": grown.cpus - spec.size.cpus}
+    assert limits() == {each: parked[each] + more[each] for each in parked}
 
 
 _FLOOD = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import filecmp
 import gc
 import os
 import shutil
@@ -10,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import replace
@@ -21,7 +23,7 @@ from multiverse.config import HostSettings, QemuSettings, Settings
 from multiverse.core.errors import Broken, Exhausted, Unknown
 from multiverse.core.model import CloneKind, Size
 from multiverse.drivers.qemu.driver import QemuHypervisor
-from multiverse.drivers.qemu.host import manifest, probe, process
+from multiverse.drivers.qemu.host import copies, manifest, probe, process
 from multiverse.drivers.qemu.host.machine import Accelerator, Machine, Memory, Wiring, limits
 from multiverse.drivers.qemu.host.manifest import Manifest, Phase
 from multiverse.drivers.qemu.host.qmp import Monitor, QmpError
@@ -39,6 +41,39 @@ def test_a_process_is_ended_once_and_found_gone_after(tmp_path: Path) -> None:
     assert process.end(pid, started)
     assert not process.alive(pid, started)
     assert process.end(pid, started)
+
+
+def test_when_memory_runs_out_it_goes_before_us(tmp_path: Path) -> None:
+    pid, started = sleeper(tmp_path)
+    try:
+        ours = int(Path("/proc/self/oom_score_adj").read_text())
+        assert int(Path(f"/proc/{pid}/oom_score_adj").read_text()) == 500 > ours
+    finally:
+        process.end(pid, started)
+
+
+def test_what_a_process_has_alone_is_told_from_what_it_maps(tmp_path: Path) -> None:
+    (tmp_path / "template").write_bytes(b"x" * (32 << 20))
+    code = """
+import mmap, sys
+file = open(sys.argv[1], "rb")
+seen = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+sum(seen[at] for at in range(0, len(seen), 4096))
+for at in range(0, 8 << 20, 4096):
+    seen[at] = 1
+print(flush=True)
+input()
+"""
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "template")], text=True,
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE) as one:  # fmt: skip
+        assert one.stdout is not None
+        one.stdout.readline()
+        private, shared = process.resident(one.pid)
+        exact, _ = process.memory(one.pid, "/template")
+        one.communicate("\n")
+    assert 8 <= private < 24 <= shared < 48
+    assert exact == pytest.approx(private, abs=4)
+    assert process.resident(one.pid) == (0.0, 0.0)
 
 
 def test_one_that_got_the_number_is_not_killed(tmp_path: Path) -> None:
@@ -87,6 +122,22 @@ def test_only_what_is_handed_over_is_inherited(tmp_path: Path) -> None:
         process.end(pid, started)
         for fd in (*handed, *kept):
             os.close(fd)
+
+
+def test_a_disk_is_copied_without_its_holes_where_nothing_can_be_shared(tmp_path: Path) -> None:
+    disk = tmp_path / "disk.raw"
+    with disk.open("wb") as file:
+        file.write(b"boot" * 1024)
+        file.truncate(64 << 20)
+    other = Path(tempfile.mkdtemp(dir="/dev/shm"))  # another file system, so there is nothing to share
+    try:
+        assert copies.copy(disk, other / "disk.raw") == "copy"
+        assert filecmp.cmp(disk, other / "disk.raw", shallow=False)
+        assert (other / "disk.raw").stat().st_blocks * 512 < 1 << 20
+        with pytest.raises(Exhausted, match="is the disk full"):
+            copies.copy(disk, Path("/dev/full"))
+    finally:
+        shutil.rmtree(other)
 
 
 def test_a_manifest_that_cannot_be_read_is_none(tmp_path: Path) -> None:

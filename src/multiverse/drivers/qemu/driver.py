@@ -59,9 +59,9 @@ class QemuHypervisor:
         self._prefix = f"mv{site}-"
         qemu = settings.qemu
         self._version = probe.qemu_version(qemu.binary)
-        self._vms = Vms(Places(qemu.vms.absolute(), qemu.run.absolute(), qemu.bridge, qemu.binary, qemu.uids,
-                               maps_readonly(self._version), self._prefix))  # fmt: skip
         self._accelerator = probe.accelerator(qemu.accel, qemu.binary, self._version, settings.state_dir / "kvm.json")
+        self._vms = Vms(Places(qemu.vms.absolute(), qemu.run.absolute(), qemu.bridge, qemu.binary, qemu.uids,
+                               maps_readonly(self._version), self._prefix, self._accelerator))  # fmt: skip
         self._limits = limits(Size(qemu.base_cpus, qemu.base_memory), Size(settings.host.cores, settings.host.memory),
                               Size(qemu.max_cpus, qemu.max_memory))  # fmt: skip
         self._manifests: dict[str, tuple[tuple[int, int], Manifest | None]] = {}

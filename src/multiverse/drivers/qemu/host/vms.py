@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,11 +12,11 @@ from pathlib import Path
 
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Unknown
 from multiverse.core.model import CloneKind, Identity, Size, Stage, VmSpec
-from multiverse.drivers.qemu.host import link, manifest, process, templates
+from multiverse.drivers.qemu.host import copies, link, manifest, process, templates
 from multiverse.drivers.qemu.host.cages import Cages
 from multiverse.drivers.qemu.host.channel import Channel
 from multiverse.drivers.qemu.host.filter import Filter
-from multiverse.drivers.qemu.host.machine import DIMMS, Machine
+from multiverse.drivers.qemu.host.machine import DIMMS, Accelerator, Machine
 from multiverse.drivers.qemu.host.manifest import Manifest, Phase
 from multiverse.drivers.qemu.host.owners import Owners
 from multiverse.drivers.qemu.host.qmp import Command, QmpError
@@ -59,6 +58,7 @@ class Places:
     uids: tuple[int, int] = (0, 0)  # the first user for QEMUs, and how many; none: they run as ours
     maps_readonly: bool = True  # what that QEMU can, see `sealed`
     prefix: str = "mv"  # what the names of our VMs begin with
+    accelerator: Accelerator = Accelerator("tcg")
 
     def of(self, name: str) -> Paths:
         return Paths(self.vms / name, self.run / name)
@@ -113,8 +113,8 @@ class Vms:
 
     def _launch(self, spec: VmSpec, paths: Paths, image: Image, template: Template | None,
                 machine: Callable[[Path, str], Machine], lap: Laps) -> Session:  # fmt: skip
-        disk, kind = self._disk(spec, paths, image, template)
-        lap("overlay" if spec.kind is not CloneKind.FULL else "disk")
+        disk, kind, how = self._disk(spec, paths, image, template)
+        lap(how)
         made = machine(disk, kind)
         owner = self.owners.lease(spec.name)
         record = Manifest(spec.name, spec.kind, Phase.MAKING, spec.mac, made.cpus, made.memory.size, boot_id=_BOOT_ID,
@@ -130,7 +130,7 @@ class Vms:
             manifest.write(paths.home, record)
             self.cages.put(spec.name, pid, tasks(spec.size))
 
-        self.cages.limit(spec.name, made.accelerator.footprint(spec.size.memory), tasks(spec.size))
+        self.cages.limit(spec.name, self.places.accelerator.footprint(spec.size.memory), tasks(spec.size))
         with self._mapped(made, template) as (made, fds):
             session = Session.launch(
                 made,
@@ -169,20 +169,15 @@ class Vms:
             finally:
                 os.close(fd)
 
-    def _disk(self, spec: VmSpec, paths: Paths, image: Image, template: Template | None) -> tuple[Path, str]:
+    def _disk(self, spec: VmSpec, paths: Paths, image: Image, template: Template | None) -> tuple[Path, str, str]:
+        """The VM's disk, its format, and how it was made: `overlay`, `reflink` or `copy`."""
         if template is not None:
             templates.clone_overlay(template, paths.home / "disk.qcow2")
-            return paths.home / "disk.qcow2", "qcow2"
+            return paths.home / "disk.qcow2", "qcow2", "overlay"
         if spec.kind is CloneKind.LINKED:
             templates.make_overlay(paths.home / "disk.qcow2", image.disk, "raw")
-            return paths.home / "disk.qcow2", "qcow2"
-        copy = ["cp", "--reflink=auto", "--sparse=always", "--", str(image.disk), str(paths.home / "disk.raw")]
-        done = subprocess.run(copy, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
-        if done.returncode != 0:
-            raise Exhausted(
-                f"cannot copy the disk of {image.name}: {done.stderr.strip()[-200:]}", hint="is the disk full?"
-            )
-        return paths.home / "disk.raw", "raw"
+            return paths.home / "disk.qcow2", "qcow2", "overlay"
+        return paths.home / "disk.raw", "raw", copies.copy(image.disk, paths.home / "disk.raw")
 
     # --- start ----------------------------------------------------------------------------------------
 
@@ -206,6 +201,9 @@ class Vms:
             plugged = 0
             if known.kind is CloneKind.INSTANT:
                 plugged = max(0, -(-(size.memory - known.memory) // _BLOCK) * _BLOCK)
+                # It may have been made as another size, before anybody asked for it.
+                self.cages.limit(name, self.places.accelerator.footprint(known.memory + plugged), tasks(size))
+                self.cages.put(name, known.pid, tasks(size))
                 self._plug(session, known, size.cpus, plugged)
             lap("plug")
             resumed = known.phase is Phase.STARTING
