@@ -49,8 +49,9 @@ class Client:
             params["job"] = job
         return list(self._call("GET", "/jobs", params=params))
 
-    def vms(self) -> list[dict[str, Any]]:
-        return list(self._call("GET", "/vms"))
+    def vms(self, *, exact: bool = False) -> list[dict[str, Any]]:
+        """`exact`: measured now, page by page, with PSS; costs milliseconds for each VM."""
+        return list(self._call("GET", "/vms", params={"exact": str(exact).lower()}))
 
     def hosts(self) -> list[dict[str, Any]]:
         return list(self._call("GET", "/hosts"))

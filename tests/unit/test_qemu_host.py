@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -158,15 +159,22 @@ def test_a_manifest_for_which_there_is_no_room_leaves_the_old_one(tmp_path: Path
     assert manifest.read(tmp_path) == kept
 
 
-def test_a_look_forgets_what_is_gone(tmp_path: Path) -> None:
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[QemuHypervisor]:
+    """A host side whose QEMU only says its version."""
     binary = tmp_path / "qemu"
     binary.write_text("#!/bin/sh\necho QEMU emulator version 8.2.0\n")
     binary.chmod(0o755)
     qemu = QemuSettings(
         str(binary), "tcg", images=tmp_path, templates=tmp_path / "t", vms=tmp_path / "vms", run=tmp_path / "run"
     )
-    hypervisor = QemuHypervisor(Settings(state_dir=tmp_path, host=HostSettings("h", 1, 256), qemu=qemu), "a")
-    home = qemu.vms / "mva-1"
+    made = QemuHypervisor(Settings(state_dir=tmp_path, host=HostSettings("h", 1, 256), qemu=qemu), "a")
+    yield made
+    made.close()
+
+
+def test_a_look_forgets_what_is_gone(tmp_path: Path, host: QemuHypervisor) -> None:
+    home = tmp_path / "vms" / "mva-1"
     home.mkdir(parents=True)
     manifest.write(home, Manifest(home.name, CloneKind.INSTANT, Phase.MAKING, "02:00:00:00:00:01", 1, 256))
 
@@ -175,11 +183,29 @@ def test_a_look_forgets_what_is_gone(tmp_path: Path) -> None:
         return sum(isinstance(each, Manifest) and each.name == home.name for each in gc.get_objects())
 
     before = held()
-    assert set(asyncio.run(hypervisor.look()).vms) == {home.name}
+    assert set(asyncio.run(host.look()).vms) == {home.name}
     assert held() == before + 1
     shutil.rmtree(home)
-    assert not asyncio.run(hypervisor.look()).vms
+    assert not asyncio.run(host.look()).vms
     assert held() == before
+
+
+def test_a_look_weighs_a_vm_and_keeps_its_console_short(tmp_path: Path, host: QemuHypervisor) -> None:
+    pid, started = sleeper(tmp_path)
+    home = tmp_path / "vms" / "mva-1"
+    home.mkdir(parents=True)
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    facts = Manifest(home.name, CloneKind.INSTANT, Phase.STARTED, "02:00:00:00:00:01", 1, 256, pid, started, boot)
+    manifest.write(home, facts)
+    (home / "console.log").write_bytes(b"x" * ((1 << 20) + 1))
+    try:
+        view = asyncio.run(host.look())
+        seen = view.vms[home.name]
+        assert 0 < seen.private < 64 and 0 < seen.shared < 64
+        assert (home / "console.log").stat().st_size == 0
+        assert 0 < view.hosts["h"].available <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
+    finally:
+        process.end(pid, started)
 
 
 def test_a_lock_holds_until_the_directory_is_gone(tmp_path: Path) -> None:

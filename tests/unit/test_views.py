@@ -6,8 +6,8 @@ import itertools
 from dataclasses import replace
 
 from multiverse.cli import render
-from multiverse.core.model import JobState, Stage
-from multiverse.service.views import phases, timeline
+from multiverse.core.model import HypervisorView, JobState, Stage
+from multiverse.service.views import host_view, phases, timeline, vm_views
 from tests.unit.scene import Scene
 
 
@@ -35,6 +35,24 @@ def test_a_job_cut_short_has_no_phase_after_its_end_but_reclaim() -> None:
     view = timeline(scene.attempt(), scene.store.journal(attempts=[1]), scene.clock.time)
     assert [p.name for p in view.phases] == ["queued", "clone", "join", "reclaim"]
     assert view.entries[0].at == 0.0 and view.entries[0].event == "submitted"
+
+
+def test_memory_is_shown_as_seen_and_exactly_where_it_was_measured() -> None:
+    scene = Scene()
+    scene.to_allocated()
+    ((name, seen),) = scene.vms.items()
+    scene.vms[name] = replace(seen, cpu_s=1.0, private=60.0, shared=90.0)
+    held = {key: replace(one, held=220.0) for key, one in scene.templates.items()}
+    host = replace(scene.hosts["h1"], available=9000, template_copies=2)
+    (vm,) = vm_views(scene.rows, scene.vms, {}, scene.clock.time)
+    assert (vm.cpu_s, vm.private, vm.shared, vm.pss) == (1.0, 60.0, 90.0, 0.0)
+    (vm,) = vm_views(scene.rows, scene.vms, {name: (2.0, 61.5, 70.0)}, scene.clock.time)
+    assert (vm.cpu_s, vm.private, vm.shared, vm.pss) == (2.0, 61.5, 90.0, 70.0)
+    (unseen,) = vm_views(scene.rows, {}, {}, scene.clock.time)
+    assert (unseen.private, unseen.shared) == (0.0, 0.0)
+    view = host_view(host, scene.rows, HypervisorView({"h1": host}, scene.vms, held))
+    assert (view.private, view.shared, view.templates, view.available) == (60.0, 90.0, 220.0, 9000)
+    assert view.claimed.memory < view.declared.memory and view.template_copies == 2 and view.vms == 1
 
 
 def test_durations_and_sizes_read_well() -> None:

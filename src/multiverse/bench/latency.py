@@ -142,7 +142,7 @@ def _one(lab: Session, client: Client, listener: Listener, kind: Kind, samples: 
 
 
 def _vm_cost(client: Client, job: str) -> tuple[float, float, float] | None:
-    for vm in client.vms():
+    for vm in client.vms(exact=True):
         if vm["job_id"] == job and vm["private"]:
             return vm["cpu_s"], vm["private"], vm["pss"]
     return None

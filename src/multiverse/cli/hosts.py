@@ -1,4 +1,4 @@
-"""`multiverse hosts`: what hosts declare, what of it is claimed, and what the machines have."""
+"""`multiverse hosts`: what hosts declare, what of it is claimed, what the machines have and what VMs take of it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def hosts(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = Fa
         render.as_json(found)
         return
     table = render.table(
-        "HOST", "VMS", "CPUS CLAIMED", "MEMORY CLAIMED", "MACHINE HAS", "RUNS ON", "CLONES", right=("VMS",),
-        fold=("MACHINE HAS", "CLONES"),
+        "HOST", "VMS", "CPUS CLAIMED", "MEMORY CLAIMED", "UNIQUE", "SHARED", "TEMPLATES", "MACHINE HAS", "RUNS ON",
+        "CLONES", right=("VMS", "UNIQUE", "SHARED"), fold=("TEMPLATES", "MACHINE HAS", "CLONES"),
     )  # fmt: skip
     for one in found:
         declared, claimed = one["declared"], one["claimed"]
@@ -28,12 +28,18 @@ def hosts(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = Fa
             str(one["vms"]),
             f"{claimed['cpus']} of {declared['cpus']}",
             f"{render.memory(claimed['memory'])} of {render.memory(declared['memory'])}",
-            _machine(one["machine"]),
+            render.memory(one["private"]),
+            render.memory(one["shared"]),
+            render.memory(one["templates"]) + (", held twice" if one["template_copies"] > 1 else ""),
+            _machine(one["machine"], one["available"]),
             one["accelerator"],
             " ".join(a for a in one["abilities"] if a in ("instant", "linked", "full")),
         )
     render.show(table, "No host is in sight; multiverse lab status tells more.")
 
 
-def _machine(size: dict[str, Any] | None) -> str:
-    return f"{size['cpus']} CPUs, {render.memory(size['memory'])}" if size else "–"
+def _machine(size: dict[str, Any] | None, available: int) -> str:
+    if not size:
+        return "–"
+    free = f", {render.memory(available)} available" if available else ""
+    return f"{size['cpus']} CPUs, {render.memory(size['memory'])}{free}"

@@ -11,15 +11,15 @@ from multiverse.client import Client
 
 
 def vms(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Show VMs: their state, whom they serve, and the memory that is theirs alone."""
+    """Show VMs: their state, whom they serve, the memory that is theirs alone, and what they share with others."""
     with Client() as client:
         found = client.vms()
     if json:
         render.as_json(found)
         return
     table = render.table(
-        "VM", "STATE", "JOB", "HOST", "KIND", "CPUS", "MEMORY", "UNIQUE", "CPU TIME", "ADDRESS",
-        right=("CPUS", "MEMORY", "UNIQUE", "CPU TIME"),
+        "VM", "STATE", "JOB", "HOST", "KIND", "CPUS", "MEMORY", "UNIQUE", "SHARED", "CPU TIME", "ADDRESS",
+        right=("CPUS", "MEMORY", "UNIQUE", "SHARED", "CPU TIME"),
     )  # fmt: skip
     for one in found:
         table.add_row(
@@ -31,6 +31,7 @@ def vms(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = Fals
             str(one["cpus"]),
             render.memory(one["memory"]),
             render.memory(one["private"]) if one["private"] else "–",
+            render.memory(one["shared"]) if one["shared"] else "–",
             render.duration(one["cpu_s"]) if one["cpu_s"] else "–",
             one["address"],
         )

@@ -139,6 +139,7 @@ class Host:
     `abilities` are names such as `instant`, `full`, `plug_memory`, `plug_cpus`. `machine` is what the
     machine itself has, shown beside the declared capacity; None if the platform does not tell.
     `template_copies` is how often the memory of a template is held there while it has clones.
+    `available` is what the machine could give to new processes at this look, in MiB; 0 if that is unknown.
     """
 
     name: str
@@ -147,6 +148,7 @@ class Host:
     machine: Size | None = None
     accelerator: str = ""
     template_copies: int = 1
+    available: int = 0
 
 
 class VmCondition(StrEnum):
@@ -159,7 +161,8 @@ class VmCondition(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class VmSeen:
-    """A VM as its host sees it. `private` and `shared` are memory in MiB (0: not measured)."""
+    """A VM as its host sees it. Memory in MiB (0: not measured), a few seconds old at most: `private` goes when the
+    VM ends; `shared` is what it maps of its template and of programs, whole, however many map it too."""
 
     name: str
     host: str
@@ -178,12 +181,15 @@ class TemplateCondition(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TemplateSeen:
+    """A template as its host sees it. `held` is the memory that it takes there now, all copies, in MiB."""
+
     name: str
     host: str
     image: str
     condition: TemplateCondition
     size: Size
     reason: str = ""
+    held: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

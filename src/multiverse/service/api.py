@@ -16,7 +16,6 @@ from multiverse import __version__
 from multiverse.config import Settings
 from multiverse.controller.loop import Controller
 from multiverse.core.admission import references
-from multiverse.core.model import Size
 from multiverse.core.rows import Command, Draft
 from multiverse.ports import Clock
 from multiverse.service import identity
@@ -39,6 +38,7 @@ from multiverse.service.views import (
     TemplateView,
     TimelineView,
     VmView,
+    host_view,
     job_counts,
     job_view,
     timeline,
@@ -75,8 +75,8 @@ def make_api(
     examine: Examine,
     executed: Executed,
 ) -> FastAPI:
-    """The application. `measure` gives each VM's CPU seconds, unique memory and PSS in MiB, as of now; `examine` what
-    each guest says of itself."""
+    """The application. `measure` gives each VM's CPU seconds, unique memory and PSS in MiB, exactly and as of now;
+    `examine` what each guest says of itself."""
     api = FastAPI(title="Multiverse", version=__version__, docs_url=None, redoc_url=None)
 
     @api.get("/status")
@@ -158,28 +158,16 @@ def make_api(
         ]
 
     @api.get("/vms")
-    async def vms() -> list[VmView]:
-        return vm_views(store.rows(), await measure(), clock.now())
+    async def vms(exact: bool = False) -> list[VmView]:
+        """With figures a few seconds old; `exact` goes through every page of every VM, milliseconds for each."""
+        seen = controller.hypervisor.latest
+        measured = await measure() if exact else {}
+        return vm_views(store.rows(), seen.value.vms if seen else {}, measured, clock.now())
 
     @api.get("/hosts")
     async def hosts() -> list[HostView]:
         rows, seen = store.rows(), controller.hypervisor.latest
-        views = []
-        for name, host in sorted(seen.value.hosts.items()) if seen else ():
-            held = [claim.size for claim in rows.claims if claim.host == name]
-            views.append(
-                HostView(
-                    name=name,
-                    reachable=True,
-                    declared=host.capacity,
-                    claimed=Size(sum(s.cpus for s in held), sum(s.memory for s in held), sum(s.disk for s in held)),
-                    machine=host.machine,
-                    accelerator=host.accelerator,
-                    abilities=tuple(sorted(host.abilities)),
-                    vms=sum(vm.host == name for vm in rows.vms.values()),
-                )
-            )
-        return views
+        return [host_view(host, rows, seen.value) for _, host in sorted(seen.value.hosts.items())] if seen else []
 
     @api.get("/templates")
     async def templates() -> list[TemplateView]:

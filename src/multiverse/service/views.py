@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from multiverse.core.lifecycle import Event
-from multiverse.core.model import Attempt, AttemptState, Size
+from multiverse.core.model import Attempt, AttemptState, Host, HypervisorView, Size, VmCondition, VmSeen
 from multiverse.core.rows import Rows
 from multiverse.service.troubles import Trouble
 from multiverse.store import Entry
@@ -37,7 +37,9 @@ class JobView:
 
 @dataclass(frozen=True, slots=True)
 class VmView:
-    """A live VM. Memory in MiB: `private` is its own alone (unique), `pss` with its part of what is shared."""
+    """A live VM. Memory in MiB: `private` is its own alone (unique) and goes with it; `shared` is what it maps of its
+    template and of programs, whole, however many others map the same; `pss` is the former with its part of the latter,
+    0 unless it was asked for exactly."""
 
     name: str
     state: str
@@ -52,6 +54,7 @@ class VmView:
     age: float
     cpu_s: float
     private: float
+    shared: float
     pss: float
     reason: str
     quarantined: str
@@ -70,7 +73,9 @@ class TemplateView:
 
 @dataclass(frozen=True, slots=True)
 class HostView:
-    """A host: what it declares, what of that is claimed, and what the machine itself has."""
+    """A host: what it declares, what of that is claimed, and what the machine itself has. Memory in MiB: `available`
+    of the machine's own (0: unknown), `private` to its VMs, `shared` as they map it (what two map counts twice), and
+    `templates`, what these and the copies of them take."""
 
     name: str
     reachable: bool
@@ -80,6 +85,11 @@ class HostView:
     accelerator: str
     abilities: tuple[str, ...]
     vms: int
+    available: int
+    private: float
+    shared: float
+    templates: float
+    template_copies: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,11 +253,35 @@ def job_view(attempt: Attempt, vms: Sequence[str], now: float, image: str, kind:
     )
 
 
-def vm_views(rows: Rows, measured: Mapping[str, tuple[float, float, float]], now: float) -> list[VmView]:
+def host_view(host: Host, rows: Rows, seen: HypervisorView) -> HostView:
+    held = [claim.size for claim in rows.claims if claim.host == host.name]
+    vms = [vm for _, vm in sorted(seen.vms.items()) if vm.host == host.name]
+    return HostView(
+        name=host.name,
+        reachable=True,
+        declared=host.capacity,
+        claimed=Size(sum(s.cpus for s in held), sum(s.memory for s in held), sum(s.disk for s in held)),
+        machine=host.machine,
+        accelerator=host.accelerator,
+        abilities=tuple(sorted(host.abilities)),
+        vms=sum(vm.host == host.name for vm in rows.vms.values()),
+        available=host.available,
+        private=sum(vm.private for vm in vms),
+        shared=sum(vm.shared for vm in vms),
+        templates=sum(one.held for _, one in sorted(seen.templates.items()) if one.host == host.name),
+        template_copies=host.template_copies,
+    )
+
+
+def vm_views(
+    rows: Rows, seen: Mapping[str, VmSeen], exact: Mapping[str, tuple[float, float, float]], now: float
+) -> list[VmView]:
+    """As the last look saw them; of those in `exact`, (CPU seconds, unique and proportional MiB) are as given."""
     views = []
     for vm in rows.vms.values():
         attempt = rows.attempt_of(vm)
-        cpu_s, private, pss = measured.get(vm.name, (0.0, 0.0, 0.0))
+        last = seen.get(vm.name) or VmSeen(vm.name, vm.host, VmCondition.MAKING)
+        cpu_s, private, pss = exact.get(vm.name, (last.cpu_s, last.private, 0.0))
         views.append(
             VmView(
                 name=vm.name,
@@ -263,6 +297,7 @@ def vm_views(rows: Rows, measured: Mapping[str, tuple[float, float, float]], now
                 age=max(0.0, now - vm.since),
                 cpu_s=cpu_s,
                 private=private,
+                shared=last.shared,
                 pss=pss,
                 reason=vm.reason,
                 quarantined=vm.quarantined,

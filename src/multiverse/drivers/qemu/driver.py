@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -47,6 +49,7 @@ _CONDITIONS = {
     Phase.STARTING: VmCondition.STARTING,
     Phase.STARTED: VmCondition.RUNNING,
 }
+_MEASURED_FOR = 2.0  # seconds that a VM's figures count as new
 _CONSOLE_LIMIT = 1 << 20  # bytes of a guest's console that are kept
 
 
@@ -65,6 +68,7 @@ class QemuHypervisor:
         self._limits = limits(Size(qemu.base_cpus, qemu.base_memory), Size(settings.host.cores, settings.host.memory),
                               Size(qemu.max_cpus, qemu.max_memory))  # fmt: skip
         self._manifests: dict[str, tuple[tuple[int, int], Manifest | None]] = {}
+        self._figures: dict[str, tuple[float, VmSeen]] = {}
         self._reasons: dict[str, str] = {}
         self._making: dict[str, Future[Sequence[Stage]]] = {}
         self._drops: Counter[str] = Counter()  # of each image's template
@@ -91,8 +95,9 @@ class QemuHypervisor:
     def _look(self) -> HypervisorView:
         name = self._host.name
         seen = {path.name: self._seen(path) for path in self._directories()}
-        for gone in set(self._manifests) - set(seen):
+        for gone in (*(set(self._manifests) - set(seen)), *(set(self._figures) - set(seen))):
             self._manifests.pop(gone, None)  # a name never comes again
+            self._figures.pop(gone, None)
         return HypervisorView({name: self._as_host()}, seen, {(name, t.image): t for t in self._templates()})
 
     def _as_host(self) -> Host:
@@ -101,7 +106,7 @@ class QemuHypervisor:
         abilities = frozenset({"instant", "linked", "full", "plug_cpus", "plug_memory"})
         copies = 1 if self._vms.places.maps_readonly else 2  # see `sealed`
         return Host(self._host.name, capacity, abilities, Size(os.cpu_count() or 1, pages), self._accelerator.name,
-                    copies)  # fmt: skip
+                    copies, probe.available_memory())  # fmt: skip
 
     def _directories(self) -> list[Path]:
         """Of our VMs: wherever a part of one is left, for a create may have been cut anywhere."""
@@ -135,12 +140,33 @@ class QemuHypervisor:
         self._hear(path.name)
         if known is None:
             return VmSeen(path.name, self._host.name, VmCondition.MAKING, "its making was begun")
-        if known.phase is Phase.MAKING and (not known.pid or vms.lives(known)):
+        if known.phase is Phase.MAKING and not known.pid:
             return VmSeen(path.name, self._host.name, VmCondition.MAKING)
         if not vms.lives(known):
             process.reap(known.pid, known.started)
             return VmSeen(path.name, self._host.name, VmCondition.DEAD, "its QEMU has ended")
-        return VmSeen(path.name, self._host.name, _CONDITIONS[known.phase], self._reasons.get(path.name, ""))
+        seen = VmSeen(path.name, self._host.name, _CONDITIONS[known.phase], self._reasons.get(path.name, ""))
+        return self._weighed(seen, known.pid)
+
+    def _weighed(self, seen: VmSeen, pid: int) -> VmSeen:
+        """With what it takes, and its console kept short. Each VM's turn comes every few seconds: looks are often."""
+        now = time.monotonic()
+        since, before = self._figures.get(seen.name, (-math.inf, seen))
+        if now - since >= _MEASURED_FOR:
+            private, shared = process.resident(pid)
+            before = replace(seen, cpu_s=process.cpu_seconds(pid), private=private, shared=shared)
+            self._figures[seen.name] = (now, before)
+            self._cut_console(self._vms.places.of(seen.name).console)
+        return replace(seen, cpu_s=before.cpu_s, private=before.private, shared=before.shared)
+
+    @staticmethod
+    def _cut_console(console: Path) -> None:
+        """QEMU appends, so a file that is cut goes on from its new end."""
+        try:
+            if console.stat().st_size > _CONSOLE_LIMIT:
+                os.truncate(console, 0)
+        except FileNotFoundError:
+            return
 
     def _hear(self, name: str) -> None:
         channel = self._vms.channels.get(name)
@@ -159,8 +185,9 @@ class QemuHypervisor:
         for path in sorted(place.glob("[!.]*/template.json")):
             template = templates.load(path.parent)
             if template is not None and template.key == self._key(template.image, template.size):
+                held = (template.held() + self._vms.sealed.held(template.image)) / 2**20
                 found.append(TemplateSeen(f"{template.image}-{template.key}", host, template.image,
-                                          TemplateCondition.READY, template.size))  # fmt: skip
+                                          TemplateCondition.READY, template.size, held=held))  # fmt: skip
         return found
 
     async def measure(self) -> Mapping[str, tuple[float, float, float]]:
@@ -173,10 +200,6 @@ class QemuHypervisor:
             known = self._manifest(path)
             if known is not None and vms.lives(known):
                 found[path.name] = (process.cpu_seconds(known.pid), *process.memory(known.pid, "/memory"))
-                console = self._vms.places.of(path.name).console
-                # QEMU appends, so a cut file goes on from its new end.
-                if console.exists() and console.stat().st_size > _CONSOLE_LIMIT:
-                    os.truncate(console, 0)
         return found
 
     def audit(self, name: str) -> Mapping[str, str | int]:

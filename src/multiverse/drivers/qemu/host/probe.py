@@ -38,6 +38,15 @@ _CODE = (b"\x31\xc0\x8e\xd8" b"\x66\xb9" + _TURNS.to_bytes(4, "little") + b"\xff
 _BOOT_SECTOR = _CODE.ljust(510, b"\0") + b"\x55\xaa"
 
 
+def available_memory() -> int:
+    """MiB that this machine could give to new processes without swapping (proc(5), MemAvailable); 0 if unknown."""
+    try:
+        with open("/proc/meminfo") as file:  # noqa: PTH123  (on the path of each look)
+            return next((int(line.split()[1]) >> 10 for line in file if line.startswith("MemAvailable:")), 0)
+    except OSError:
+        return 0
+
+
 def qemu_version(binary: str) -> str:
     """The first line of `qemu --version`. `Refused` if there is no such program."""
     try:

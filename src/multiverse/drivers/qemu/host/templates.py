@@ -47,6 +47,13 @@ class Template:
     def memory(self) -> Path:
         return self.path / "memory"
 
+    def held(self) -> int:
+        """Bytes that its memory takes: less than its size, for nothing is kept of pages that were never written."""
+        try:
+            return self.memory.stat().st_blocks * 512
+        except FileNotFoundError:
+            return 0
+
     @property
     def state(self) -> Path:
         return self.path / "state"
