@@ -23,6 +23,8 @@ class HostSettings:
     cores: int = 2
     memory: int = 4096
     disk: int = 65536
+    overcommit: float = 1.0  # times `memory` that VMs may claim; above 1, VMs that have run for a while count as what
+    floor: int = 1024  # they take, and nobody starts who might leave the machine with less than this available
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,10 @@ def _contradictions(s: Settings) -> list[str]:
         found.append("qemu.uids: the first user and how many, two at least, below 2147483648; or [0, 0]")
     if s.host.cores < 1 or s.host.memory < s.qemu.base_memory:
         found.append(f"host: needs at least one core and {s.qemu.base_memory} MiB of memory")
+    if s.host.overcommit < 1:
+        found.append("host.overcommit: 1 or more; to claim less, declare less host.memory")
+    if s.host.floor < 0:
+        found.append("host.floor: MiB that stay available, 0 or more")
     longest = len(str(s.qemu.run)) + len("/mvxxxxx-99999999/agent")
     if longest > 107:
         found.append(f"qemu.run: {s.qemu.run} is too long for the sockets in it, at most {107 - 24} bytes")

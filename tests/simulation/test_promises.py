@@ -10,15 +10,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multiverse.config import PacingSettings, Settings
+from multiverse.config import HostSettings, PacingSettings, Settings
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Refused
 from multiverse.core.model import Host, SchedulerView, Size
@@ -26,7 +28,7 @@ from multiverse.simulation.cluster import ClusterSettings
 from multiverse.simulation.faults import Death, Fault, Mishap, Odds, What, every
 from multiverse.simulation.fuzz import fuzz, load, save
 from multiverse.simulation.jobs import Batch
-from multiverse.simulation.machines import ABILITIES
+from multiverse.simulation.machines import ABILITIES, Machines
 from multiverse.simulation.run import Arrival, Deed, Outcome, Scenario, simulate
 from multiverse.simulation.scenarios import IMPOSSIBLE, calm, troubled
 from multiverse.simulation.scheduler import SimulatedScheduler
@@ -218,6 +220,55 @@ def test_something_breaks_at_each_moment(what: What) -> None:
     for moment in moments(ONE):
         outcome = keeps_its_promises(replace(ONE, mishaps=(Mishap(moment + 1.0, what, 8.0),)))
         assert set(outcome.results.values()) == {"COMPLETED"}, outcome.story()
+
+
+# --- more claimed than declared ------------------------------------------------------------------------
+
+
+SMALL, MIDDLING = Size(1, 200), Size(1, 500)
+
+
+def crowded(seed: int, sizes: Sequence[Size] = (SMALL, MIDDLING), floor: int = 1000, **trouble: Any) -> Scenario:
+    """Jobs that ask for far more than a host declares, and mostly touch less. The world keeps its own account of what
+    they take, and objects when the machine has less than 1000 MiB left."""
+    rng = Random(f"{seed}/crowd")
+    arrivals = tuple(
+        Arrival(rng.uniform(0.0, 40.0), Batch(seconds=rng.uniform(80.0, 160.0), size=rng.choice(sizes), nodes=nodes))
+        for nodes in (*(1,) * 24, 2)
+    )
+    host = Host("h1", Size(64, 2500, 1 << 20), ABILITIES, Size(2, 4000, 0), "tcg", template_copies=2)
+    policy = Settings(host=HostSettings(overcommit=3.0, floor=floor), pacing=PacingSettings(provisioning=8))
+    return Scenario(seed, arrivals, WorldSettings((host,), overcommit=3.0, floor=1000), policy, **trouble)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_machine_keeps_its_floor_however_much_is_claimed(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Machines] = []
+    make = Machines.__init__
+
+    def kept(self: Machines, *rest: Any) -> None:
+        make(self, *rest)
+        made.append(self)
+
+    monkeypatch.setattr(Machines, "__init__", kept)
+    outcome = keeps_its_promises(crowded(seed))
+    assert set(outcome.results.values()) == {"COMPLETED"}, outcome.story()
+    assert made[0].most_claimed > 1.5, "far more was claimed than is declared"
+    assert any("h1 must keep 1000 MiB available" in line for line in outcome.journal)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_machine_keeps_its_floor_in_trouble_too(seed: int) -> None:
+    rng = Random(f"{seed}/trouble")
+    kinds = (What.VM_DIES, What.HOST_AWAY, What.CRASH, What.CLUSTER_RESTARTS)
+    mishaps = tuple(mishap for what in kinds for mishap in every(40.0, what, rng, 120.0))
+    odds = Odds.even(0.05, 120.0)
+    keeps_its_promises(crowded(seed, mishaps=mishaps, scheduler_odds=odds, hypervisor_odds=odds))
+
+
+def test_the_world_notices_a_floor_that_nobody_keeps() -> None:
+    wrongs = simulate(crowded(0, (SMALL,), floor=0)).wrongs
+    assert wrongs and all("was to keep 1000" in wrong for wrong in wrongs)
 
 
 # --- what fuzzing found -------------------------------------------------------------------------------

@@ -29,10 +29,13 @@ from multiverse.core.model import (
     TemplateSeen,
     TemplateState,
     Vm,
+    VmCondition,
+    VmSeen,
     VmState,
     World,
 )
 from multiverse.core.pacing import Policy
+from multiverse.core.placement import template_claim, vm_claim, vm_size
 from multiverse.core.plan import plan
 from multiverse.core.rows import Change, Command, Draft, Rows
 from tests.unit.rows import attempt, template, vm
@@ -351,3 +354,58 @@ def test_every_limit_must_leave_enough() -> None:
 
 def test_a_limit_lowered_below_what_runs_lets_nothing_start() -> None:
     assert admitted(limited(three(A.QUEUED), {"jobs": -2}, {1: {"jobs": 1}})) == []
+
+
+# --- more claimed than declared --------------------------------------------------------------------
+
+BOLD = replace(POLICY, overcommit=4.0, floor=1000)
+
+
+def crowd(available: int, *vms: tuple[Vm, float], policy: Policy = BOLD) -> str:
+    """Whether a small job is admitted to a host that declares what these VMs claim, and no more; else why not. Beside
+    each VM, the memory that it was seen to have."""
+    claims = [Claim(one.key, "h1", vm_claim(one.size, policy)) for one, _ in vms]
+    ready = template(T.READY)
+    claims.append(Claim(ready.key, "h1", template_claim(policy, host())))
+    h1 = replace(host(cpus=64, memory=sum(claim.size.memory for claim in claims)), available=available)
+    here = rows(attempt(A.QUEUED, request=Request(1, SMALL)), ready, *(one for one, _ in vms), claims=claims)
+    job = Job(here.attempts[1].job, "hello", 1000, JobState.PENDING, here.attempts[1].request)
+    seen = {one.name: VmSeen(one.name, "h1", VmCondition.RUNNING, private=held) for one, held in vms}
+    frozen = TemplateSeen("t", "h1", ready.image, TemplateCondition.READY, ready.size, held=256.0)
+    view = HypervisorView({"h1": h1}, seen, {("h1", ready.image): frozen})
+    world = World(Seen(SchedulerView({job.ref.job_id: job}), NOW - 1), Seen(view, NOW - 1))
+    (change,) = [
+        c for move in plan(here, world, [], NOW, policy) for c in move.changes if c.row.key == Key("attempt", 1)
+    ]
+    return change.reason
+
+
+CLAIM = vm_claim(vm_size(SMALL, BOLD), BOLD).memory
+
+
+def serving(since: float, serial: int = 5) -> Vm:
+    return replace(vm(V.SERVING, id=serial, since=since), size=Size(1, 2304))
+
+
+def test_a_vm_that_has_run_for_a_while_counts_as_what_it_takes() -> None:
+    room = 1000 + CLAIM + 64
+    assert crowd(room, (serving(NOW - 30), 200.0)) == "on h1"
+    assert crowd(room, (serving(NOW - 29), 200.0)) == "waiting for memory: h1 must keep 1000 MiB available"
+    assert "must keep" in crowd(room, (serving(NOW - 30), 0.0)), "nobody has measured it"
+    assert "must keep" in crowd(room, (replace(serving(NOW - 300), state=V.RELEASING), 200.0))
+
+
+def test_the_floor_is_kept_to_the_last_mib() -> None:
+    assert crowd(1000 + CLAIM + 64, (serving(0.0), 200.0)) == "on h1"
+    assert "must keep 1000 MiB" in crowd(1000 + CLAIM + 63, (serving(0.0), 200.0))
+
+
+def test_without_over_commit_nobody_asks_what_the_machine_has_left() -> None:
+    assert "the hosts are full" in crowd(100_000, (serving(0.0), 200.0), policy=POLICY)
+
+
+def test_no_more_is_claimed_than_may_be_however_little_is_taken() -> None:
+    many = [(serving(0.0, serial), 20.0) for serial in range(5, 8)]
+    assert crowd(100_000, *many) == "on h1"
+    barely = replace(BOLD, overcommit=1.0 + (CLAIM - 1) / (3 * 2336 + 256))
+    assert "the hosts are full" in crowd(100_000, *many, policy=barely)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiverse.core.model import Host, Size
+from multiverse.core.model import Claim, Host, Key, Size
 from multiverse.core.placement import (
     BLOCK,
     Room,
@@ -15,9 +16,11 @@ from multiverse.core.placement import (
     could_ever_fit,
     largest,
     mac_of,
+    short_of_memory,
     template_claim,
     vm_claim,
     vm_size,
+    yet_to_come,
 )
 from tests.unit.scene import POLICY
 
@@ -101,3 +104,46 @@ def test_a_full_subnet_has_no_address() -> None:
     while (address := address_of(1, taken, small)) is not None:
         taken.add(address)
     assert taken == {f"10.9.0.{n}/29" for n in range(2, 7)}
+
+
+# --- more claimed than declared --------------------------------------------------------------------
+
+BOLD = replace(POLICY, overcommit=3.0, floor=1000)
+
+
+@given(st.integers(1, 10**6), st.floats(0, 10**6))
+def test_what_may_yet_come_is_the_rest_of_the_claim_and_less_once_settled(claim: int, held: float) -> None:
+    rest = yet_to_come(Size(1, claim), held, POLICY, settled=False)
+    assert rest == max(0, math.ceil(claim - held)) and rest + held >= claim
+    settled = yet_to_come(Size(1, claim), held, POLICY, settled=True)
+    assert min(rest, 64) <= settled <= rest and settled <= max(64, held / 4 + 1)
+
+
+@given(st.integers(1, 20_000), st.integers(0, 20_000), st.integers(0, 20_000))
+def test_room_is_what_may_be_claimed_or_what_the_machine_has_left_if_that_is_less(
+    available: int, coming: int, claimed: int
+) -> None:
+    one = replace(host(4, 4096), available=available)
+    room = Room({"h1": one}, [Claim(Key("vm", 1), "h1", Size(0, claimed))])
+    room.overcommit(one, coming, BOLD)
+    by_claims, by_machine = 3 * 4096 - claimed, available - 1000 - coming
+    assert room.free["h1"][1] == min(by_claims, by_machine)
+    lacks = room.lack_memory(Size(1, 500), ["h1"])
+    assert (lacks == ["h1"]) == (by_machine < 500 and by_machine < by_claims)
+    assert not room.lack_memory(Size(5, 500), ["h1"]), "it lacks CPUs"
+
+
+def test_nothing_is_over_committed_by_default_or_where_the_machine_is_not_known() -> None:
+    for one, policy in ((replace(host(4, 4096), available=10), POLICY), (host(4, 4096), BOLD)):
+        room = Room({"h1": one}, ())
+        room.overcommit(one, 5000, policy)
+        assert room.free["h1"][1] == 4096 and not room.tight
+        assert not short_of_memory(one, policy)
+
+
+def test_what_never_fits_the_machine_is_impossible_however_much_is_declared() -> None:
+    small = replace(host(4, 16384), machine=Size(2, 6000), available=5500)
+    fit = largest({"h1": small}, BOLD)
+    assert could_ever_fit(fit, 1, {"h1": small}, BOLD) and fit.memory < 5000
+    assert not could_ever_fit(Size(1, 8000), 1, {"h1": small}, BOLD)
+    assert could_ever_fit(Size(1, 8000), 1, {"h1": small}, POLICY), "as it is declared, so it is taken"

@@ -52,6 +52,16 @@ def test_a_quarantined_record_is_named_with_its_job_and_repair_takes_it_up_again
     assert seen(scene) == [] and scene.attempt().state is AttemptState.ALLOCATED
 
 
+def test_a_host_that_is_short_of_memory_is_named_only_where_more_is_claimed_than_declared() -> None:
+    bold = replace(POLICY, overcommit=2.0, floor=1000)
+    scene = Scene()
+    for available, policy, kinds in ((999, bold, ["memory"]), (1000, bold, []), (0, bold, []), (999, POLICY, [])):
+        host = replace(scene.hosts["h1"], available=available)
+        found = troubles(Situation(scene.rows, scene.clock.time, hosts=[host]), policy)
+        assert [one.kind for one in found] == kinds
+        assert all("999 MiB are available, 1000 are to be kept" in one.wrong and not one.repair for one in found)
+
+
 def test_what_is_still_impossible_is_quarantined_again_under_a_new_version() -> None:
     scene = Scene()
     quarantined(scene)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from multiverse.cli import render
 from multiverse.core.model import HypervisorView, JobState, Stage
 from multiverse.service.views import host_view, phases, timeline, vm_views
-from tests.unit.scene import Scene
+from tests.unit.scene import POLICY, Scene
 
 
 def test_a_jobs_phases_follow_each_other_without_gap() -> None:
@@ -50,7 +50,7 @@ def test_memory_is_shown_as_seen_and_exactly_where_it_was_measured() -> None:
     assert (vm.cpu_s, vm.private, vm.shared, vm.pss) == (2.0, 61.5, 90.0, 70.0)
     (unseen,) = vm_views(scene.rows, {}, {}, scene.clock.time)
     assert (unseen.private, unseen.shared) == (0.0, 0.0)
-    view = host_view(host, scene.rows, HypervisorView({"h1": host}, scene.vms, held))
+    view = host_view(host, scene.rows, HypervisorView({"h1": host}, scene.vms, held), POLICY)
     assert (view.private, view.shared, view.templates, view.available) == (60.0, 90.0, 220.0, 9000)
     assert view.claimed.memory < view.declared.memory and view.template_copies == 2 and view.vms == 1
 

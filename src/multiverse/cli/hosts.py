@@ -27,7 +27,7 @@ def hosts(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = Fa
             one["name"],
             str(one["vms"]),
             f"{claimed['cpus']} of {declared['cpus']}",
-            f"{render.memory(claimed['memory'])} of {render.memory(declared['memory'])}",
+            _claimed(claimed["memory"], declared["memory"], one["overcommit"]),
             render.memory(one["private"]),
             render.memory(one["shared"]),
             render.memory(one["templates"]) + (", held twice" if one["template_copies"] > 1 else ""),
@@ -36,6 +36,11 @@ def hosts(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = Fa
             " ".join(a for a in one["abilities"] if a in ("instant", "linked", "full")),
         )
     render.show(table, "No host is in sight; multiverse lab status tells more.")
+
+
+def _claimed(claimed: int, declared: int, overcommit: float) -> str:
+    times = f" × {overcommit:g}" if overcommit > 1 else ""
+    return f"{render.memory(claimed)} of {render.memory(declared)}{times}"
 
 
 def _machine(size: dict[str, Any] | None, available: int) -> str:

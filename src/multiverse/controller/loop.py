@@ -49,6 +49,8 @@ def policy_of(settings: Settings) -> Policy:
         kind=s.image.kind,
         base=Size(s.qemu.base_cpus, s.qemu.base_memory),
         guest_reserve=s.image.guest_reserve,
+        overcommit=s.host.overcommit,
+        floor=s.host.floor,
         provisioning=p.provisioning,
         spawn_timeout=p.spawn_timeout,
         pin_timeout=p.pin_timeout,

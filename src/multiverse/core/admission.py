@@ -18,8 +18,10 @@ from multiverse.core.model import (
     Claim,
     CloneKind,
     Host,
+    HypervisorView,
     Job,
     SchedulerView,
+    Size,
     Template,
     TemplateState,
     Vm,
@@ -36,6 +38,7 @@ from multiverse.core.placement import (
     template_claim,
     vm_claim,
     vm_size,
+    yet_to_come,
 )
 from multiverse.core.rows import Change, Draft
 
@@ -48,7 +51,7 @@ def admit(draft: Draft, world: World, policy: Policy) -> None:
         return
     jobs = world.scheduler.value.jobs
     hosts = world.hypervisor.value.hosts
-    room = Room(hosts, draft.claims.values())
+    room = room_of(draft, world.hypervisor.value, policy)
     queue = sorted(
         (a for a in draft.attempts.values() if a.state is AttemptState.QUEUED and not a.quarantined),
         key=lambda a: (_rank(jobs.get(a.job.job_id)), a.id),
@@ -86,7 +89,7 @@ def admit(draft: Draft, world: World, policy: Policy) -> None:
         size = vm_size(attempt.request.size, policy)
         chosen = room.place(vm_claim(size, policy), attempt.request.nodes, among)
         if chosen is None:
-            blocked = _spread(draft, attempt, hosts, policy, room) or "waiting for capacity: the hosts are full"
+            blocked = _spread(draft, attempt, hosts, policy, room) or _full(room, vm_claim(size, policy), among, policy)
             _make_way(draft, queue, hosts, policy)
             _tell(draft, attempt, blocked, policy)
             continue
@@ -101,6 +104,39 @@ def admit(draft: Draft, world: World, policy: Policy) -> None:
             make=(Claim(vm.key, vm.host, vm_claim(vm.size, policy)) for vm in vms),
         )
         left.subtract(dict(job.uses))
+
+
+def room_of(draft: Draft, view: HypervisorView, policy: Policy) -> Room:
+    """What is free on the hosts in sight, as far as declared, or over-committed."""
+    room = Room(view.hosts, draft.claims.values())
+    if policy.overcommit > 1:
+        coming: Counter[str] = Counter()
+        for claim in draft.claims.values():
+            coming[claim.host] += _yet_to_come(draft, claim, view, policy)
+        for name, host in sorted(view.hosts.items()):
+            room.overcommit(host, coming[name], policy)
+    return room
+
+
+def _yet_to_come(draft: Draft, claim: Claim, view: HypervisorView, policy: Policy) -> int:
+    """MiB that a row may yet take of its host's machine; one on its way out too, for its end may be long in coming."""
+    row = draft.get(claim.owner)
+    held, settled = 0.0, False
+    match row:
+        case Vm() if (vm := view.vms.get(row.name)) is not None:
+            held = vm.private
+            settled = held > 0 and row.state is VmState.SERVING and draft.now - row.since >= policy.settle
+        case Template() if (template := view.templates.get((row.host, row.image))) is not None:
+            held = template.held
+        case _:
+            pass
+    return yet_to_come(claim.size, held, policy, settled=settled)
+
+
+def _full(room: Room, size: Size, among: list[str], policy: Policy) -> str:
+    if tight := room.lack_memory(size, among):
+        return f"waiting for memory: {', '.join(tight)} must keep {policy.floor} MiB available"
+    return "waiting for capacity: the hosts are full"
 
 
 def _limits_left(draft: Draft, view: SchedulerView) -> Counter[str]:

@@ -20,6 +20,9 @@ class Policy:
     base: Size = Size(1, 256)
     guest_reserve: int = 80
     vm_overhead: int = 32  # QEMU's own memory beside the guest's
+    overcommit: float = 1.0  # times its declared memory that a host may claim
+    floor: int = 1024  # above 1, what its machine must keep available all the same
+    settle: float = 30.0  # then, how long a VM serves its job before it counts as what it takes
     provisioning: int = 4
     spawn_timeout: float = 60.0
     pin_timeout: float = 60.0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import zlib
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 
 from multiverse.core.model import Claim, Host, Size
 from multiverse.core.pacing import Policy
@@ -32,13 +34,44 @@ def template_claim(policy: Policy, host: Host | None) -> Size:
     return Size(0, policy.base.memory * (host.template_copies if host else 2), 0)
 
 
+def short_of_memory(host: Host, policy: Policy) -> bool:
+    """Whether more may be claimed there than is declared, and its machine has less left than it must keep: nobody new
+    starts there then, and what nobody needs now gives way."""
+    return policy.overcommit > 1 and 0 < host.available < policy.floor
+
+
+def yet_to_come(claim: Size, held: float, policy: Policy, *, settled: bool) -> int:
+    """MiB that whoever holds a claim may yet take, beside the `held` that he has: the rest of it; one that has settled
+    is taken to stay as he is, within a quarter or half a block of memory."""
+    rest = max(0, math.ceil(claim.memory - held))
+    return min(rest, max(BLOCK // 2, math.ceil(held / 4))) if settled else rest
+
+
 class Room:
-    """What is free on each host, while one pass takes from it and gives back."""
+    """What is free on each host, while one pass takes from it and gives back. `tight` are the hosts whose machine has
+    less left than could be claimed."""
 
     def __init__(self, hosts: Mapping[str, Host], claims: Iterable[Claim]) -> None:
         self.free = {name: [h.capacity.cpus, h.capacity.memory, h.capacity.disk] for name, h in hosts.items()}
+        self.tight: set[str] = set()
         for claim in claims:
             self.take(claim.host, claim.size)
+
+    def overcommit(self, host: Host, coming: int, policy: Policy) -> None:
+        """Let more be claimed there than is declared, while its machine has it, when all has come that is yet to come
+        and above what it must keep. Not where nobody knows what the machine has."""
+        if policy.overcommit > 1 and host.available > 0:
+            free = self.free[host.name]
+            free[1] += int(host.capacity.memory * (policy.overcommit - 1))
+            left = host.available - policy.floor - coming
+            if left < free[1]:
+                free[1] = left
+                self.tight.add(host.name)
+
+    def lack_memory(self, size: Size, among: Collection[str]) -> list[str]:
+        """Hosts that would fit, but for the memory that their machine has left."""
+        tight = [name for name in among if name in self.tight and size.memory > self.free[name][1]]
+        return [name for name in tight if self.fits(name, replace(size, memory=self.free[name][1]))]
 
     def take(self, host: str, size: Size) -> None:
         self._add(host, size, -1)
@@ -78,7 +111,7 @@ def largest(hosts: Mapping[str, Host], policy: Policy) -> Size:
     without hosts. The host with the most memory is named, then the one with the most CPUs."""
     if not hosts:
         return Size(0, 0)
-    host = max(hosts.values(), key=lambda h: (h.capacity.memory, h.capacity.cpus))
+    host = max(_empty(hosts, policy).values(), key=lambda h: (h.capacity.memory, h.capacity.cpus))
     best = host.capacity
     room = best.memory - policy.vm_overhead - template_claim(policy, host).memory
     # vm_size() backwards: blocks of memory that fit, less the reserve and the page structures.
@@ -87,9 +120,24 @@ def largest(hosts: Mapping[str, Host], policy: Policy) -> Size:
     return Size(best.cpus, told, best.disk)
 
 
+def _empty(hosts: Mapping[str, Host], policy: Policy) -> dict[str, Host]:
+    """The hosts as what they can carry at once with nothing on them: where more is claimed than is declared, VMs that
+    start have to fit into the machine all the same."""
+    if policy.overcommit <= 1:
+        return dict(hosts)
+    return {
+        name: replace(
+            host, capacity=replace(host.capacity, memory=min(host.capacity.memory, host.machine.memory - policy.floor))
+        )
+        if host.machine
+        else host
+        for name, host in hosts.items()
+    }
+
+
 def could_ever_fit(told: Size, count: int, hosts: Mapping[str, Host], policy: Policy) -> bool:
     """Whether empty hosts, with nothing on them but a template each, could hold the request."""
-    room = Room(hosts, ())
+    room = Room(_empty(hosts, policy), ())
     for name, host in hosts.items():
         room.take(name, template_claim(policy, host))
     return room.place(vm_claim(vm_size(told, policy), policy), count, sorted(hosts)) is not None

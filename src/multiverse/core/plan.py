@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from enum import StrEnum
 
-from multiverse.core.admission import admit, image_of, kind_of, need_template, plan_vms
+from multiverse.core.admission import admit, image_of, kind_of, need_template, plan_vms, room_of
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused
 from multiverse.core.lifecycle import EffectKind, Event
 from multiverse.core.model import (
@@ -44,7 +44,7 @@ from multiverse.core.model import (
     World,
 )
 from multiverse.core.pacing import Policy
-from multiverse.core.placement import Room, vm_claim, vm_size
+from multiverse.core.placement import vm_claim, vm_size
 from multiverse.core.rows import Change, Command, Done, Draft, Message, Move, Rows
 
 A, V, T = AttemptState, VmState, TemplateState
@@ -366,7 +366,7 @@ def _replace_vms(draft: Draft, attempt: Attempt, missing: int, world: World, pol
         and (kind_of(attempt, policy) is not CloneKind.INSTANT or _template_ready(draft, name, attempt, policy))
     ]
     size = vm_claim(vm_size(attempt.request.size, policy), policy)
-    chosen = Room(hosts, draft.claims.values()).place(size, missing, able)
+    chosen = room_of(draft, world.hypervisor.value, policy).place(size, missing, able)
     vms = plan_vms(draft, attempt, chosen, policy) if chosen else None
     if vms is None:
         _give_back(draft, attempt, Event.GAVE_UP, f"{why}; no room for another VM", failed=True)

@@ -106,7 +106,7 @@ def make_api(
         )
 
     def _troubles() -> list[Trouble]:
-        now, since = clock.now(), controller.uncommitted
+        now, since, seen = clock.now(), controller.uncommitted, controller.hypervisor.latest
         situation = Situation(
             rows=store.rows(),
             now=now,
@@ -121,6 +121,7 @@ def make_api(
             ],
             strangers=controller.strangers(),
             uncommitted=(now - since[0], since[1]) if since else None,
+            hosts=[host for _, host in sorted(seen.value.hosts.items())] if seen else (),
         )
         return troubles(situation, controller.policy)
 
@@ -167,7 +168,10 @@ def make_api(
     @api.get("/hosts")
     async def hosts() -> list[HostView]:
         rows, seen = store.rows(), controller.hypervisor.latest
-        return [host_view(host, rows, seen.value) for _, host in sorted(seen.value.hosts.items())] if seen else []
+        policy = controller.policy
+        return (
+            [host_view(host, rows, seen.value, policy) for _, host in sorted(seen.value.hosts.items())] if seen else []
+        )
 
     @api.get("/templates")
     async def templates() -> list[TemplateView]:

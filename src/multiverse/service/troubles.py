@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from multiverse.core.model import Attempt, AttemptState, Key, Row, Template, TemplateState, Vm, VmState
+from multiverse.core.model import Attempt, AttemptState, Host, Key, Row, Template, TemplateState, Vm, VmState
 from multiverse.core.pacing import Policy
+from multiverse.core.placement import short_of_memory
 from multiverse.core.rows import Command, Rows
 
 OFTEN = 3
@@ -57,6 +58,7 @@ class Situation:
     failing: Sequence[Failing] = ()
     strangers: Sequence[str] = ()
     uncommitted: tuple[float, str] | None = None
+    hosts: Sequence[Host] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,9 @@ class Trouble:
     """`wrong` is what is the matter, `todo` what an operator can do, `repair` what `multiverse repair NAME` would do
     (empty: nothing). `version` rises when its record has moved: what is wrong after a repair is wrong anew."""
 
-    kind: Literal["source", "store", "quarantine", "back-off", "template", "host", "fenced", "effect", "stranger"]
+    kind: Literal[
+        "source", "store", "memory", "quarantine", "back-off", "template", "host", "fenced", "effect", "stranger"
+    ]
     name: str
     wrong: str
     todo: str
@@ -80,6 +84,7 @@ def troubles(s: Situation, policy: Policy) -> list[Trouble]:
         *_store(s),
         *_sources(s),
         *_hosts(s),
+        *_short_hosts(s, policy),
         *_quarantined(s),
         *_templates(s, policy),
         *_back_offs(s),
@@ -140,6 +145,19 @@ def _hosts(s: Situation) -> Iterator[Trouble]:
             f"{_names(fenced)}: fenced, and on the way out",
             "keep their host off; when it comes back, what is left of them there is ended",
         )
+
+
+def _short_hosts(s: Situation, policy: Policy) -> Iterator[Trouble]:
+    for host in s.hosts:
+        if short_of_memory(host, policy):
+            yield Trouble(
+                "memory",
+                f"memory-{host.name}",
+                f"{host.name} is short of memory: {host.available} MiB are available, {policy.floor} are to be kept",
+                "no VM starts there until jobs have ended, and those that nobody needs now give way; if it comes to "
+                "nothing left, the kernel ends a VM, and its job is queued again: see what else takes memory there, or "
+                "lower host.overcommit",
+            )
 
 
 def _jobs_of(rows: Rows, vms: Sequence[Vm]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from multiverse.core.lifecycle import Event
 from multiverse.core.model import Attempt, AttemptState, Host, HypervisorView, Size, VmCondition, VmSeen
+from multiverse.core.pacing import Policy
 from multiverse.core.rows import Rows
 from multiverse.service.troubles import Trouble
 from multiverse.store import Entry
@@ -75,7 +76,8 @@ class TemplateView:
 class HostView:
     """A host: what it declares, what of that is claimed, and what the machine itself has. Memory in MiB: `available`
     of the machine's own (0: unknown), `private` to its VMs, `shared` as they map it (what two map counts twice), and
-    `templates`, what these and the copies of them take."""
+    `templates`, what these and the copies of them take. `overcommit` times what is declared may be claimed, above 1
+    while the machine keeps `floor` available."""
 
     name: str
     reachable: bool
@@ -90,6 +92,8 @@ class HostView:
     shared: float
     templates: float
     template_copies: int
+    overcommit: float
+    floor: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +257,7 @@ def job_view(attempt: Attempt, vms: Sequence[str], now: float, image: str, kind:
     )
 
 
-def host_view(host: Host, rows: Rows, seen: HypervisorView) -> HostView:
+def host_view(host: Host, rows: Rows, seen: HypervisorView, policy: Policy) -> HostView:
     held = [claim.size for claim in rows.claims if claim.host == host.name]
     vms = [vm for _, vm in sorted(seen.vms.items()) if vm.host == host.name]
     return HostView(
@@ -270,6 +274,8 @@ def host_view(host: Host, rows: Rows, seen: HypervisorView) -> HostView:
         shared=sum(vm.shared for vm in vms),
         templates=sum(one.held for _, one in sorted(seen.templates.items()) if one.host == host.name),
         template_copies=host.template_copies,
+        overcommit=policy.overcommit,
+        floor=policy.floor,
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from zlib import crc32
 
 from multiverse.core.errors import Broken, Gone, Refused, Unknown
 from multiverse.core.model import (
@@ -23,6 +25,8 @@ from multiverse.simulation.guests import Guest
 ABILITIES = frozenset({"instant", "linked", "full", "plug_cpus", "plug_memory"})
 
 OVERHEAD = 32  # MiB of its own that a hypervisor's process needs beside its guest's memory
+PARKED = 18.0  # MiB that are a parked clone's alone (DESIGN 5)
+FILLS = 20.0  # seconds that a VM's memory fills for; from then on it grows by a fifth, in a minute
 
 
 @dataclass(frozen=True)
@@ -41,13 +45,31 @@ class Machine:
     condition: VmCondition = VmCondition.MAKING
     reason: str = ""
     guest: Guest | None = None
+    woken: float = 0.0
+
+    def private(self, now: float) -> float:
+        """MiB that are its own by now. Some fill what they have, others hardly touch it: their names tell."""
+        if self.condition is VmCondition.DEAD:
+            return 0.0
+        if self.guest is None:
+            return PARKED
+        whole = self.spec.size.memory + OVERHEAD - PARKED
+        share = (0.1 + crc32(self.spec.name.encode()) % 70 / 100) * whole
+        age = now - self.woken
+        return PARKED + share * (min(1.0, age / FILLS) + min(0.2, max(0.0, age - FILLS) / 300))
 
 
 class Machines:
-    """All hosts, templates and VMs. Changes happen at once; `boot` makes the guest of a started VM."""
+    """All hosts, templates and VMs. Changes happen at once; `boot` makes the guest of a started VM. With `overcommit`
+    above 1 the memory of the hosts' machines is kept account of: they must keep `floor` MiB available."""
 
     def __init__(
-        self, hosts: tuple[Host, ...], images: tuple[Image, ...], boot: Callable[[str, Identity], Guest]
+        self,
+        hosts: tuple[Host, ...],
+        images: tuple[Image, ...],
+        boot: Callable[[str, Identity], Guest],
+        overcommit: float = 1.0,
+        floor: int = 0,
     ) -> None:
         self.hosts = {host.name: host for host in hosts}
         self.images = {image.name: image for image in images}
@@ -56,7 +78,8 @@ class Machines:
         self.violations: list[str] = []
         self.made: list[str] = []  # every VM that ever was begun
         self.away: set[str] = set()  # hosts that cannot be reached; what is on them goes on
-        self._boot = boot
+        self.most_claimed = 0.0  # times what a host declares
+        self._boot, self._overcommit, self._floor = boot, overcommit, floor
 
     # --- templates
 
@@ -87,6 +110,7 @@ class Machines:
 
     def drop_template(self, host: str, image: str) -> None:
         self._reach(host)
+        self._watch(host)
         self.templates.pop((host, image), None)
 
     # --- VMs
@@ -129,6 +153,7 @@ class Machines:
             self.violations.append(f"{name} was made as {machine.spec.size} and started as {size}")
         self._know_apart(name, identity)
         machine.condition = VmCondition.STARTING
+        machine.woken = self._now()
         machine.guest = self._boot(name, identity)
 
     def started(self, name: str) -> None:
@@ -142,6 +167,7 @@ class Machines:
         """Its process ends; what it had on its host remains."""
         machine = self.vms.get(name)
         if machine is not None and machine.condition is not VmCondition.DEAD:
+            self._watch(machine.spec.host)
             machine.condition, machine.reason = VmCondition.DEAD, reason
             self._stop(machine)
 
@@ -150,6 +176,7 @@ class Machines:
         machine = self.vms.get(name)
         if machine is not None:
             self._reach(machine.spec.host)
+            self._watch(machine.spec.host)
             del self.vms[name]
             self._stop(machine)
 
@@ -168,6 +195,7 @@ class Machines:
 
     def switch_off(self, host: str) -> None:
         """All VMs and templates of the host end, and nothing of them remains on it."""
+        self._watch(host)
         for name in [name for name, machine in self.vms.items() if machine.spec.host == host]:
             self._stop(self.vms.pop(name))
         for key in [key for key in self.templates if key[0] == host]:
@@ -181,19 +209,38 @@ class Machines:
     def used(self, host: str) -> Size:
         """What VMs and templates take of a host now. A template is frozen memory and takes no CPU."""
         sizes = [machine.spec.size for machine in self.vms.values() if machine.spec.host == host]
-        copies = self.hosts[host].template_copies
-        frozen = [seen.size.memory * copies for seen in self.templates.values() if seen.host == host]
-        memory = sum(size.memory + OVERHEAD for size in sizes) + sum(frozen)
+        memory = sum(size.memory + OVERHEAD for size in sizes) + self._frozen(host)
         return Size(sum(size.cpus for size in sizes), memory, sum(size.disk for size in sizes))
+
+    def available(self, host: str) -> int:
+        """MiB that a host's machine has left, by what its VMs really take."""
+        machine = self.hosts[host].machine
+        assert machine is not None, "a host whose memory is watched has a machine"
+        vms = sum(one.private(self._now()) for one in self.vms.values() if one.spec.host == host)
+        return int(machine.memory - vms - self._frozen(host))
+
+    def _frozen(self, host: str) -> int:
+        copies = self.hosts[host].template_copies
+        return sum(seen.size.memory * copies for seen in self.templates.values() if seen.host == host)
 
     def view(self) -> HypervisorView:
         vms = {
-            name: VmSeen(name, machine.spec.host, machine.condition, machine.reason)
+            name: VmSeen(
+                name, machine.spec.host, machine.condition, machine.reason, private=machine.private(self._now())
+            )
             for name, machine in sorted(self.vms.items())
             if machine.spec.host not in self.away
         }
-        hosts = {name: host for name, host in self.hosts.items() if name not in self.away}
-        templates = {key: seen for key, seen in sorted(self.templates.items()) if key[0] not in self.away}
+        hosts = {
+            name: replace(host, available=self.available(name)) if self._overcommit > 1 else host
+            for name, host in self.hosts.items()
+            if name not in self.away
+        }
+        templates = {
+            key: replace(seen, held=float(seen.size.memory * self.hosts[key[0]].template_copies))
+            for key, seen in sorted(self.templates.items())
+            if key[0] not in self.away
+        }
         return HypervisorView(hosts, vms, templates)
 
     # --- inside
@@ -226,8 +273,20 @@ class Machines:
 
     def _weigh(self, host: str) -> None:
         used, capacity = self.used(host), self.hosts[host].capacity
-        if used.cpus > capacity.cpus or used.memory > capacity.memory or used.disk > capacity.disk:
+        times = used.memory / capacity.memory
+        self.most_claimed = max(self.most_claimed, times)
+        if used.cpus > capacity.cpus or times > self._overcommit or used.disk > capacity.disk:
             self.violations.append(f"host {host} of {capacity} was made to carry {used}")
+        self._watch(host)
+
+    def _watch(self, host: str) -> None:
+        """Between what is given back, what a host has left only falls: it is enough to look before that."""
+        if self._overcommit > 1 and (left := self.available(host)) < self._floor:
+            self.violations.append(f"host {host} had {left} MiB available, and was to keep {self._floor}")
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
 
     def _know_apart(self, name: str, identity: Identity) -> None:
         if identity.hostname != name:
