@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from multiverse import config
-from multiverse.cli.lab import mebibytes
+from multiverse.cli.lab import chosen, mebibytes
 from multiverse.core.errors import Broken, Refused
 from multiverse.lab import configure, plan, process
 from multiverse.lab.layout import layout
@@ -53,6 +53,35 @@ def test_where_a_lab_may_lie(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     for wrong in ("/srv/a b", "/srv/a;b", "/srv/" + "x" * 60):
         with pytest.raises(Refused):
             layout(Path(wrong))
+
+
+def test_settings_are_read_from_words() -> None:
+    words = ["host.overcommit=2.5", "image.kind=full", "host.floor=2048", "qemu.uids=[0, 0]"]
+    assert chosen(words) == {
+        "host": {"overcommit": 2.5, "floor": 2048}, "image": {"kind": "full"}, "qemu": {"uids": [0, 0]},
+    }  # fmt: skip
+    for wrong in ("pacing=8", "pacing.provisioning", "pacing.provisioning="):
+        with pytest.raises(Refused, match="not a setting"):
+            chosen([wrong])
+
+
+def test_the_controllers_settings_are_kept_until_others_are_wished(short: Path) -> None:
+    where = layout(short)
+    where.make()
+    before = asdict(PLAN)
+    del before["settings"]  # as it was written before there were any
+    where.state.write_text(json.dumps(before))
+    wished = {"host": {"overcommit": 2.5}, "pacing": {"provisioning": 7, "spawn_timeout": 90.0}}
+    for wishes, pacing in (
+        (Wishes(settings=wished), (7, 90.0)),
+        (Wishes(), (7, 90.0)),
+        (Wishes(settings={}), (4, 60.0)),
+    ):
+        settings = configure.configure(where, plan.decide(where, wishes))
+        assert (settings.pacing.provisioning, settings.pacing.spawn_timeout) == pacing
+        assert settings.host.overcommit == (2.5 if pacing[0] == 7 else 1.0) and len(settings.mounts) > 0
+    with pytest.raises(Refused, match=r"host\.overcomit: no such key"):
+        configure.configure(where, plan.decide(where, Wishes(settings={"host": {"overcomit": 2}})))
 
 
 def test_a_plan_is_made_once_and_kept(short: Path) -> None:

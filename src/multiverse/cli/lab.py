@@ -7,8 +7,10 @@ import os
 import re
 import shlex
 import sys
+import tomllib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -36,6 +38,21 @@ def mebibytes(text: str) -> int:
     return int(match[1]) * {"": 1, "M": 1, "G": 1024, "T": 1024 * 1024}[match[2].upper()]
 
 
+def chosen(words: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """`section.key=value` as settings by section and key; values as in TOML, else text."""
+    found: dict[str, dict[str, Any]] = {}
+    for word in words:
+        match = re.fullmatch(r"([a-z_]+)\.([a-z_]+)=(.+)", word)
+        if not match:
+            raise Refused(f"--set {word}: not a setting", hint="write it as pacing.provisioning=8")
+        section, key, text = match.groups()
+        try:
+            found.setdefault(section, {})[key] = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            found.setdefault(section, {})[key] = text
+    return found
+
+
 def _line(name: str, word: str, seconds: float) -> None:
     console.print(f"  {name:<12}{word:<18}{duration(seconds):>8}", markup=False)
 
@@ -51,6 +68,10 @@ def up(
     memory: Annotated[str | None, typer.Option(help="Memory declared for VMs. [first time: 16G]")] = None,
     share: Annotated[list[Path] | None, typer.Option(help="A directory that guests see too; may be repeated.")] = None,
     image: Annotated[str | None, typer.Option(help="The image of jobs that name none. [first time: slim]")] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="A setting of the controller, as pacing.provisioning=8; may be repeated."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Bring up the lab, or what has died of it."""
@@ -60,6 +81,7 @@ def up(
         memory=mebibytes(memory) if memory else None,
         shares=shares(share or ()),
         image=image,
+        settings=chosen(setting) if setting else None,
     )
     settings = asyncio.run(lifecycle.up(where, wishes, _silent if json else _line))
     if json:

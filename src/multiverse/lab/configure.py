@@ -35,6 +35,9 @@ def configure(where: Layout, plan: LabPlan) -> Settings:
         loader=PackageLoader("multiverse.lab"), undefined=StrictUndefined, keep_trailing_newline=True
     )
     environment.filters["toml"] = lambda value: json.dumps(str(value), ensure_ascii=False)
+    environment.filters["value"] = lambda value: json.dumps(
+        value, ensure_ascii=False
+    )  # of JSON's, TOML lacks null only
     values = {
         "where": where,
         "plan": plan,

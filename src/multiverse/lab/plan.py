@@ -7,9 +7,10 @@ import json
 import os
 import random
 import socket
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from pyroute2 import IPRoute
 
@@ -19,18 +20,21 @@ from multiverse.lab.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What `lab up` was asked for; None: as before, or the default. Memory in MiB."""
+    """What `lab up` was asked for; None: as before, or the default. Memory in MiB. `settings` are the controller's,
+    by section and key; given, they replace those given before."""
 
     cores: int | None = None
     memory: int | None = None
     shares: tuple[Path, ...] = ()
     image: str | None = None
     images: Path | None = None
+    settings: Mapping[str, Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LabPlan:
-    """Ports are this machine's; `bridge` has the first address of `subnet`. Memory in MiB."""
+    """Ports are this machine's; `bridge` has the first address of `subnet`. Memory in MiB. `settings` are those of the
+    controller's that a lab does not choose by itself, by section and key."""
 
     cores: int
     memory: int
@@ -43,6 +47,7 @@ class LabPlan:
     slurmd_port: int
     slurmdbd_port: int
     nfs_port: int
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def gateway(self) -> str:
@@ -75,6 +80,7 @@ def decide(where: Layout, wishes: Wishes) -> LabPlan:
         image=wishes.image or plan.image,
         images=str(wishes.images) if wishes.images else plan.images,
         shares=tuple(shares),
+        settings=plan.settings if wishes.settings is None else wishes.settings,
     )
     beside = where.state.with_suffix(".new")
     beside.write_text(json.dumps(asdict(plan), indent=2) + "\n")

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from multiverse.config import Settings
@@ -119,9 +119,7 @@ async def session(where: Layout, wishes: Wishes, progress: Progress) -> AsyncIte
         os.environ.pop("SUDO_USER", None)  # whoever called us is not who submits here
         try:
             shares = (*wishes.shares, home)
-            settings = await lifecycle.up(
-                where, Wishes(wishes.cores, wishes.memory, shares, wishes.image, wishes.images), progress
-            )
+            settings = await lifecycle.up(where, replace(wishes, shares=shares), progress)
             plan = load(where)
             assert plan is not None, "the lab is up, so its plan is written"
             yield Session(where, settings, user, Lab(where, plan), session_environment(where))
