@@ -59,8 +59,8 @@ class Client:
     def templates(self) -> list[dict[str, Any]]:
         return list(self._call("GET", "/templates"))
 
-    def template(self, verb: str, image: str, host: str = "") -> dict[str, Any]:
-        return dict(self._call("POST", f"/templates/{verb}", json={"image": image, "host": host}))
+    def template(self, verb: str, image: str, host: str = "", **which: int | str | None) -> dict[str, Any]:
+        return dict(self._call("POST", f"/templates/{verb}", json={"image": image, "host": host, **which}))
 
     def repair(self, name: str, *, fenced: bool = False) -> dict[str, Any]:
         """Ask that a trouble of `status` be repaired; what comes of it is seen there."""

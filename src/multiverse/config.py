@@ -77,6 +77,7 @@ class ImageSettings:
     default: str = "slim"
     kind: CloneKind = CloneKind.INSTANT  # for jobs that ask for none
     guest_reserve: int = 80  # MiB of a VM's memory that its kernel and daemons need
+    per_account: bool = False  # templates, and the layout of addresses that their VMs share, are one account's alone
     tmp_disk: int = 12288  # MiB that a job may ask for with --tmp: every image has them free on its disk
 
 

@@ -20,6 +20,7 @@ from multiverse.core.model import (
     SchedulerView,
     Size,
     Stage,
+    TemplateKey,
     User,
     Vm,
     VmSpec,
@@ -94,13 +95,13 @@ class Hypervisor(Protocol):
         """All hosts, templates and VMs of our site, with what is left of dead ones. Raises `Unknown`."""
         ...
 
-    async def prepare(self, host: str, image: str, size: Size) -> Sequence[Stage]:
-        """Boot and freeze the template of an image on a host. `Broken` if the image does not boot,
+    async def prepare(self, template: TemplateKey) -> Sequence[Stage]:
+        """Boot and freeze a template. `Broken` if the image does not boot,
         `Refused` if there is no such image, `Exhausted` for want of memory or disk, `Gone` if there is no
         such host or it was dropped meanwhile."""
         ...
 
-    async def drop(self, host: str, image: str) -> None:
+    async def drop(self, template: TemplateKey) -> None:
         """Remove a template; one that is being made is not waited for, and does not come back. VMs that were
         forked from it go on; absent is success."""
         ...

@@ -28,6 +28,7 @@ from multiverse.core.model import (
     SchedulerView,
     Size,
     Stage,
+    TemplateKey,
     User,
     Vm,
     VmSpec,
@@ -130,13 +131,20 @@ def scheduler_view(view: SchedulerView) -> View:
 def hypervisor_view(view: HypervisorView) -> View:
     return {
         "hosts": {
-            name: {"capacity": plain(host.capacity), "abilities": sorted(host.abilities)}
+            name: {
+                "capacity": plain(host.capacity),
+                "abilities": sorted(host.abilities),
+                "images": {image: sorted(can) for image, can in host.images.items()},
+            }
             for name, host in view.hosts.items()
         },
         "vms": {name: str(vm.condition) for name, vm in view.vms.items()},
         "templates": {
-            f"{host}/{image}": {"condition": str(seen.condition), "size": plain(seen.size)}
-            for (host, image), seen in view.templates.items()
+            "/".join((which.host, which.image, str(which.size), which.account)): {
+                "condition": str(seen.condition),
+                **_template(which),
+            }
+            for which, seen in view.templates.items()
         },
     }
 
@@ -159,11 +167,16 @@ def _job(job: Job) -> dict[str, Any]:
             "image": asked.image,
             "kind": asked.kind and str(asked.kind),
             "features": list(asked.features),
+            "account": asked.account,
         },
         "problem": job.problem,
         "result": job.result,
         "exit_code": job.exit_code,
     }
+
+
+def _template(which: TemplateKey) -> dict[str, Any]:
+    return {"host": which.host, "image": which.image, "size": plain(which.size), "account": which.account}
 
 
 def plain(value: Size) -> list[int]:
@@ -227,13 +240,11 @@ class RecordingHypervisor:
     async def look(self) -> HypervisorView:
         return await self._trace.look("hypervisor.look", self._inner.look(), hypervisor_view)
 
-    async def prepare(self, host: str, image: str, size: Size) -> Sequence[Stage]:
-        return await self._trace.call(
-            "hypervisor.prepare", self._inner.prepare(host, image, size), host=host, image=image, size=plain(size)
-        )
+    async def prepare(self, template: TemplateKey) -> Sequence[Stage]:
+        return await self._trace.call("hypervisor.prepare", self._inner.prepare(template), **_template(template))
 
-    async def drop(self, host: str, image: str) -> None:
-        await self._trace.call("hypervisor.drop", self._inner.drop(host, image), host=host, image=image)
+    async def drop(self, template: TemplateKey) -> None:
+        await self._trace.call("hypervisor.drop", self._inner.drop(template), **_template(template))
 
     async def create(self, vm: VmSpec) -> Sequence[Stage]:
         return await self._trace.call(
@@ -245,6 +256,7 @@ class RecordingHypervisor:
             kind=str(vm.kind),
             size=plain(vm.size),
             mac=vm.mac,
+            template=vm.template and _template(vm.template),
         )
 
     async def start(self, name: str, size: Size, identity: Identity) -> Sequence[Stage]:

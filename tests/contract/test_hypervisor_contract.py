@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -17,6 +18,7 @@ from multiverse.core.model import (
     Membership,
     Size,
     TemplateCondition,
+    TemplateKey,
     VmCondition,
     VmSeen,
     VmSpec,
@@ -49,6 +51,10 @@ class Harness(ABC):
     def remains(self, name: str) -> list[str]:
         """Whatever of this VM can still be found on its host, by other means than `look`."""
 
+    @property
+    def template(self) -> TemplateKey:
+        return TemplateKey(self.host, self.image, self.size)
+
     def address(self, number: int) -> str:
         """One for the VM of this serial, with its prefix length."""
         return f"10.213.200.{number}/16"
@@ -58,9 +64,9 @@ class Harness(ABC):
 
     def spec(self, kind: CloneKind = CloneKind.INSTANT) -> VmSpec:
         self.serial += 1
-        return VmSpec(
-            self.name(self.serial), self.host, self.image, kind, self.size, f"02:00:5e:00:00:{self.serial:02x}"
-        )
+        mac = f"02:00:5e:00:00:{self.serial:02x}"
+        template = self.template if kind is CloneKind.INSTANT else None
+        return VmSpec(self.name(self.serial), self.host, self.image, kind, self.size, mac, template)
 
     def identity(self, spec: VmSpec) -> Identity:
         """A guest that joins nothing: its only daemon sleeps."""
@@ -83,7 +89,7 @@ class Harness(ABC):
         return None if seen is None else seen.condition
 
     async def created(self) -> VmSpec:
-        await self.hypervisor.prepare(self.host, self.image, self.size)
+        await self.hypervisor.prepare(self.template)
         spec = self.spec()
         await self.hypervisor.create(spec)
         return spec
@@ -94,21 +100,22 @@ async def a_look_is_whole(h: Harness) -> None:
     view = await h.hypervisor.look()
     assert {one.name, two.name} <= set(view.vms)
     assert view.hosts[h.host].capacity.cpus > 0 and "instant" in view.hosts[h.host].abilities
-    assert view.templates[h.host, h.image].condition is TemplateCondition.READY
+    assert view.templates[h.template].condition is TemplateCondition.READY
     assert all(seen.host in view.hosts for seen in view.vms.values())
 
 
 async def prepare_is_ensure(h: Harness) -> None:
-    await h.hypervisor.prepare(h.host, h.image, h.size)
-    await h.hypervisor.prepare(h.host, h.image, h.size)
+    await h.hypervisor.prepare(h.template)
+    await h.hypervisor.prepare(h.template)
     view = await h.hypervisor.look()
-    assert view.templates[h.host, h.image].condition is TemplateCondition.READY
+    assert view.templates[h.template].condition is TemplateCondition.READY
 
 
 async def there_is_no_template_of_no_image(h: Harness) -> None:
+    unmade = h.template._replace(image="no-such-image")
     with pytest.raises(Refused):
-        await h.hypervisor.prepare(h.host, "no-such-image", h.size)
-    assert (h.host, "no-such-image") not in (await h.hypervisor.look()).templates
+        await h.hypervisor.prepare(unmade)
+    assert unmade not in (await h.hypervisor.look()).templates
 
 
 async def create_is_ensure(h: Harness) -> None:
@@ -121,9 +128,12 @@ async def create_is_ensure(h: Harness) -> None:
 async def create_needs_its_template_and_host(h: Harness) -> None:
     await h.created()
     spec = h.spec()
-    elsewhere = VmSpec(h.name(90), "no-such-host", h.image, spec.kind, spec.size, spec.mac)
-    unmade = VmSpec(h.name(91), h.host, "no-such-image", spec.kind, spec.size, spec.mac)
-    for wrong in (elsewhere, unmade):
+    place, image = h.template._replace(host="no-such-host"), h.template._replace(image="no-such-image")
+    elsewhere = replace(spec, name=h.name(90), host=place.host, template=place)
+    unmade = replace(spec, name=h.name(91), image=image.image, template=image)
+    another = replace(spec, name=h.name(92), template=h.template._replace(account="another"))
+    none = replace(spec, name=h.name(93), template=None)
+    for wrong in (elsewhere, unmade, another, none):
         with pytest.raises((Gone, Refused)):
             await h.hypervisor.create(wrong)
         await h.hypervisor.destroy(wrong.name, 0)
@@ -181,7 +191,7 @@ async def a_dead_vm_is_shown_until_it_is_destroyed(h: Harness) -> None:
 
 
 async def what_a_cut_create_leaves_destroy_removes(h: Harness) -> None:
-    await h.hypervisor.prepare(h.host, h.image, h.size)
+    await h.hypervisor.prepare(h.template)
     cut_short: list[str] = []
     for cut in (0.0, 0.001, 0.002, 0.004, 0.01, 0.02, 0.06, 0.1):
         spec = h.spec()
@@ -198,7 +208,7 @@ async def what_a_cut_create_leaves_destroy_removes(h: Harness) -> None:
 
 
 async def a_cut_create_may_be_said_again(h: Harness) -> None:
-    await h.hypervisor.prepare(h.host, h.image, h.size)
+    await h.hypervisor.prepare(h.template)
     for cut in (0.004, 0.06):
         spec = h.spec()
         making = asyncio.ensure_future(h.hypervisor.create(spec))
@@ -211,9 +221,9 @@ async def a_cut_create_may_be_said_again(h: Harness) -> None:
 
 async def drop_is_ensure_and_its_clones_go_on(h: Harness) -> None:
     spec = await h.created()
-    await h.hypervisor.drop(h.host, h.image)
-    await h.hypervisor.drop(h.host, h.image)
-    assert (h.host, h.image) not in (await h.hypervisor.look()).templates
+    await h.hypervisor.drop(h.template)
+    await h.hypervisor.drop(h.template)
+    assert h.template not in (await h.hypervisor.look()).templates
     await h.hypervisor.start(spec.name, spec.size, h.identity(spec))
     assert await h.condition(spec.name) is VmCondition.RUNNING
     with pytest.raises(Gone):

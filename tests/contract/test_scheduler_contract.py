@@ -24,6 +24,7 @@ from multiverse.core.model import (
     Request,
     SchedulerView,
     Size,
+    TemplateKey,
     Vm,
     VmSpec,
     VmState,
@@ -402,8 +403,9 @@ class Simulated(Harness):
         assert set(jobs) == before
 
     async def join(self, vm: Vm, attempt: Attempt) -> None:
-        await self.hypervisor.prepare(vm.host, vm.image, vm.size)
-        await self.hypervisor.create(VmSpec(vm.name, vm.host, vm.image, vm.kind, vm.size, vm.mac))
+        template = TemplateKey(vm.host, vm.image, vm.size)
+        await self.hypervisor.prepare(template)
+        await self.hypervisor.create(VmSpec(vm.name, vm.host, vm.image, vm.kind, vm.size, vm.mac, template))
         membership = await self.scheduler.membership(vm, attempt)
         identity = Identity(vm.name, vm.mac, vm.address, "", f"{vm.id:032x}", membership=membership)
         await self.hypervisor.start(vm.name, vm.size, identity)

@@ -15,8 +15,8 @@ import pytest
 from multiverse.core.model import Daemon, Size
 from multiverse.drivers.qemu.host import manifest
 from multiverse.drivers.qemu.host.cages import Cages
-from multiverse.drivers.qemu.host.templates import Template, load
-from tests.integration.test_qemu_driver import Lab, lab, settings, swept, until
+from multiverse.drivers.qemu.host.templates import Template, load, name_of
+from tests.integration.test_qemu_driver import PARENT, Lab, lab, settings, swept, until
 
 __all__ = ["lab", "settings", "swept"]  # fixtures
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="taps and images need root")]
@@ -71,7 +71,7 @@ def uid_of(lab: Lab, name: str) -> int:
 
 
 def template(lab: Lab) -> Template:
-    found = load(lab.settings.qemu.templates / "slim")
+    found = load(lab.settings.qemu.templates / name_of(PARENT))
     assert found is not None
     return found
 

@@ -33,12 +33,13 @@ import asyncio, sys
 from dataclasses import replace
 from pathlib import Path
 from multiverse import config
-from multiverse.core.model import Size
+from multiverse.core.model import Size, TemplateKey
 from multiverse.drivers.qemu.driver import QemuHypervisor
 
 settings = config.load(Path(sys.argv[1]))
 settings = replace(settings, qemu=replace(settings.qemu, accel="tcg"))
-asyncio.run(QemuHypervisor(settings, "dead0").prepare(settings.host.name, "slim", Size(1, 256)))
+template = TemplateKey(settings.host.name, "slim", Size(1, 256))
+asyncio.run(QemuHypervisor(settings, "dead0").prepare(template))
 """
 
 

@@ -28,6 +28,7 @@ from multiverse.core.model import (
     Size,
     Stage,
     TemplateCondition,
+    TemplateKey,
     User,
     VmCondition,
     VmSpec,
@@ -40,6 +41,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, rea
 
 SITE = f"q{os.getpid() % 46656:04x}"[:5]
 BASE = Size(1, 256)
+PARENT = TemplateKey("h", "slim", BASE)
 NET = f"10.219.{os.getpid() % 256}"  # of our own, for two runs at once would share its routes
 HEAD = f"{NET}.254"
 SLEEPER = Daemon("sleeper", ("/bin/sleep", "1000000"))
@@ -53,9 +55,9 @@ class Lab:
 
     def spec(self, kind: CloneKind = CloneKind.INSTANT, size: Size = BASE) -> VmSpec:
         self.serial += 1
-        return VmSpec(
-            f"mv{SITE}-{self.serial}", "h", "slim", kind, size, f"02:00:5e:00:{os.getpid() % 256:02x}:{self.serial:02x}"
-        )
+        mac = f"02:00:5e:00:{os.getpid() % 256:02x}:{self.serial:02x}"
+        template = PARENT if kind is CloneKind.INSTANT else None
+        return VmSpec(f"mv{SITE}-{self.serial}", "h", "slim", kind, size, mac, template)
 
     def identity(self, spec: VmSpec, *daemons: Daemon, **more: object) -> Identity:
         number = int(spec.name.partition("-")[2])
@@ -128,7 +130,7 @@ def settings(accelerator: Path) -> Iterator[Settings]:
 @pytest.fixture
 async def lab(settings: Settings) -> Lab:
     hypervisor = QemuHypervisor(settings, SITE)
-    await hypervisor.prepare("h", "slim", BASE)
+    await hypervisor.prepare(PARENT)
     return Lab(settings, hypervisor, int(time.monotonic() * 10) % 100)
 
 
@@ -152,7 +154,7 @@ async def test_two_clones_at_once_are_strangers_and_leave_nothing(lab: Lab) -> N
     assert [stage.name for stage in stages[0]][:6] == ["overlay", "tap", "exec", "restore", "plug", "first_byte"]
     view = await lab.hypervisor.look()
     assert [view.vms[spec.name].condition for spec in specs] == [VmCondition.RUNNING] * 2
-    assert view.templates["h", "slim"].condition is TemplateCondition.READY
+    assert view.templates[PARENT].condition is TemplateCondition.READY
     measured = await lab.hypervisor.measure()
     assert all(measured[spec.name][1] > 1 for spec in specs)
     for spec in specs:
@@ -329,8 +331,8 @@ async def test_destroy_does_not_wait_for_a_start_that_hangs(lab: Lab) -> None:
 
 
 async def test_a_driver_that_is_closed_waits_for_no_template(lab: Lab) -> None:
-    await lab.hypervisor.drop("h", "slim")
-    making = asyncio.ensure_future(lab.hypervisor.prepare("h", "slim", BASE))
+    await lab.hypervisor.drop(PARENT)
+    making = asyncio.ensure_future(lab.hypervisor.prepare(PARENT))
 
     async def boots() -> bool:
         return bool(list(lab.settings.qemu.run.glob(".t-*/agent")))
@@ -340,7 +342,7 @@ async def test_a_driver_that_is_closed_waits_for_no_template(lab: Lab) -> None:
     with pytest.raises(Gone):
         await making
     lab.hypervisor = QemuHypervisor(lab.settings, SITE)
-    assert not list(lab.settings.qemu.templates.glob(".slim.building-*"))
+    assert not list(lab.settings.qemu.templates.glob(".*.building-*"))
 
 
 async def test_numerical_work_runs_for_a_plain_user(lab: Lab) -> None:

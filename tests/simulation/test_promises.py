@@ -138,6 +138,14 @@ def test_a_gang_that_needs_two_uneven_hosts_gets_a_template_on_both() -> None:
     assert one(Batch(nodes=2, size=Size(2, 900)), world=WorldSettings(hosts)) == "COMPLETED"
 
 
+def test_jobs_of_an_image_that_can_plug_nothing_share_templates_and_make_way_for_each_other() -> None:
+    sizes = (Size(1, 300), Size(2, 700), Size(1, 300), Size(2, 1500), Size(1, 1400), Size(1, 64))
+    arrivals = tuple(Arrival(float(n), Batch(image="stiff", size=size)) for n, size in enumerate(sizes))
+    world = WorldSettings((Host("h1", Size(4, 4096, 65536), ABILITIES),))
+    outcome = keeps_its_promises(Scenario(7, arrivals, world))
+    assert set(outcome.results.values()) == {"COMPLETED"}
+
+
 # --- single troubles -------------------------------------------------------------------------------
 
 

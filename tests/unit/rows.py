@@ -24,6 +24,7 @@ def attempt(state: AttemptState, *, id: int = 1, job: str = "7", restarts: int =
 
 def vm(state: VmState, *, id: int = 1, **more: object) -> Vm:
     values: dict[str, object] = {"since": 0.0, "host": "h1", "image": "slim", "kind": CloneKind.INSTANT, **more}
+    values.setdefault("parent", Size(1, 256) if values["kind"] is CloneKind.INSTANT else None)
     return Vm(
         id=id,
         version=1,
@@ -38,5 +39,5 @@ def vm(state: VmState, *, id: int = 1, **more: object) -> Vm:
 
 
 def template(state: TemplateState, *, id: int = 1, **more: object) -> Template:
-    values: dict[str, object] = {"since": 0.0, "host": "h1", "image": "slim", **more}
-    return Template(id=id, version=1, state=state, size=Size(1, 256), **values)  # type: ignore[arg-type]
+    values: dict[str, object] = {"since": 0.0, "host": "h1", "image": "slim", "size": Size(1, 256), **more}
+    return Template(id=id, version=1, state=state, **values)  # type: ignore[arg-type]

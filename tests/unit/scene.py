@@ -21,6 +21,7 @@ from multiverse.core.model import (
     Seen,
     Size,
     TemplateCondition,
+    TemplateKey,
     TemplateSeen,
     Vm,
     VmCondition,
@@ -60,7 +61,7 @@ class Scene:
         abilities = frozenset({"instant", "full"})
         self.hosts: dict[str, Host] = {"h1": Host("h1", Size(cpus, memory, 65536), abilities)}
         self.vms: dict[str, VmSeen] = {}
-        self.templates: dict[tuple[str, str], TemplateSeen] = {}
+        self.templates: dict[TemplateKey, TemplateSeen] = {}
         self.quiet: dict[Key, float] = {}
         self.scheduler_known = self.hypervisor_known = True
         self.world = World()
@@ -87,8 +88,11 @@ class Scene:
         self.jobs[job_id] = replace(self.jobs.get(job_id, fresh), **more)  # type: ignore[arg-type]
         return self.jobs[job_id]
 
-    def template(self, image: str = "slim") -> None:
-        self.templates["h1", image] = TemplateSeen("t", "h1", image, TemplateCondition.READY, self.policy.base)
+    def template(self, image: str = "slim", size: Size | None = None, host: str = "h1") -> TemplateKey:
+        """There is one that is ready, of the base size unless told otherwise."""
+        seen = TemplateSeen("t", host, image, TemplateCondition.READY, size or self.policy.base)
+        self.templates[seen.which] = seen
+        return seen.which
 
     def seen(self, name: str, condition: VmCondition) -> None:
         self.vms[name] = VmSeen(name, "h1", condition)

@@ -26,6 +26,7 @@ from multiverse.core.model import (
     Size,
     Template,
     TemplateCondition,
+    TemplateKey,
     TemplateSeen,
     TemplateState,
     Vm,
@@ -63,6 +64,11 @@ def host(name: str = "h1", *, cpus: int = 4, memory: int = 4096, abilities: Iter
     return Host(name, Size(cpus, memory, 65536), frozenset(abilities))
 
 
+def stiff(name: str = "h1", *, cpus: int = 4, memory: int = 4096, can: Iterable[str] = ("fork",)) -> Host:
+    """A host whose image cannot plug all."""
+    return replace(host(name, cpus=cpus, memory=memory), images={"slim": frozenset(can)})
+
+
 def full(name: str = "h1") -> Claim:
     """Somebody holds every CPU of that host."""
     return Claim(Key("vm", 90 + int(name[1:])), name, Size(4, 0))
@@ -77,7 +83,7 @@ def planned(here: Rows, *hosts: Host, now: float = NOW, policy: Policy = POLICY)
         if a.state is A.QUEUED
     }
     templates = {
-        (t.host, t.image): TemplateSeen("t", t.host, t.image, TemplateCondition.READY, t.size)
+        t.which: TemplateSeen("t", t.host, t.image, TemplateCondition.READY, t.size, account=t.account)
         for t in here.templates.values()
         if t.state is T.READY
     }
@@ -181,6 +187,121 @@ def test_a_broken_template_is_built_again_once_its_back_off_is_over(waited: floa
     here = rows(attempt(A.QUEUED), template(T.BROKEN, tries=2, reason="no boot", since=NOW - waited))
     changes = of(planned(here, host()), "template")
     assert [(c.row.state, c.row.reason) for c in changes] == ([(T.BUILDING, "")] if built else [])
+
+
+# --- templates by size and account ------------------------------------------------------------------
+
+
+def test_an_image_that_can_plug_nothing_gets_a_template_of_the_size_and_its_vms_have_it() -> None:
+    here = rows(attempt(A.QUEUED, request=Request(1, Size(2, 700))), template(T.READY))
+    (asked,) = of(planned(here, stiff()), "template")
+    assert isinstance(asked.row, Template) and asked.row.size == Size(2, 1024) and asked.row.state is T.BUILDING
+    here = rows(*here.attempts.values(), template(T.READY, size=Size(2, 1024)))
+    (made,) = of(planned(here, stiff()), "vm")
+    assert isinstance(made.row, Vm) and made.row.template == TemplateKey("h1", "slim", Size(2, 1024))
+    assert made.row.size == Size(2, 1024) and made.row.told == Size(2, 700)
+
+
+@pytest.mark.parametrize(
+    ("can", "parent", "size"),
+    [
+        (("fork", "plug_cpus"), Size(1, 1024), Size(2, 1024)),
+        (("fork", "plug_memory"), Size(2, 256), Size(2, 896)),
+        (("fork", "plug_cpus", "plug_memory"), Size(1, 256), Size(2, 896)),
+    ],
+)
+def test_what_an_image_can_plug_is_plugged(can: tuple[str, ...], parent: Size, size: Size) -> None:
+    here = rows(attempt(A.QUEUED, request=Request(1, Size(2, 700))), template(T.READY, size=parent))
+    (made,) = of(planned(here, stiff(can=can)), "vm")
+    assert isinstance(made.row, Vm) and (made.row.parent, made.row.size) == (parent, size)
+
+
+def test_the_closest_template_that_is_ready_serves_before_another_is_built() -> None:
+    here = rows(
+        attempt(A.QUEUED, request=Request(1, Size(1, 300))),
+        template(T.READY, id=1, size=Size(4, 512)),
+        template(T.READY, id=2, size=Size(2, 1024)),
+        template(T.READY, id=3, size=Size(2, 512)),
+        template(T.READY, id=4, size=Size(1, 512), account="physics"),
+        template(T.BUILDING, id=5, size=Size(1, 512), since=NOW),
+        template(T.READY, id=6, size=Size(1, 256)),
+    )
+    changes = planned(here, stiff())
+    (made,) = of(changes, "vm")
+    assert isinstance(made.row, Vm) and made.row.parent == made.row.size == Size(2, 512)
+
+
+def test_a_gang_that_would_never_have_room_with_a_larger_template_gets_one_of_its_own() -> None:
+    here = rows(attempt(A.QUEUED, request=Request(3, Size(1, 300))), template(T.READY, size=Size(2, 1024)))
+    (asked,) = of(planned(here, stiff()), "template")
+    assert isinstance(asked.row, Template) and asked.row.size == Size(1, 512)
+    roomy = of(planned(here, stiff(cpus=8, memory=8192)), "vm")
+    assert len(roomy) == 3
+
+
+def test_each_account_has_templates_of_its_own_where_it_is_told_so() -> None:
+    theirs = Request(1, SMALL, account="physics")
+    here = rows(attempt(A.QUEUED, request=theirs), template(T.READY), template(T.READY, id=2, account="biology"))
+    (asked,) = of(planned(here, host()), "template")
+    assert isinstance(asked.row, Template) and (asked.row.size, asked.row.account) == (POLICY.base, "physics")
+    here = rows(attempt(A.QUEUED, request=theirs), template(T.READY), template(T.READY, id=2, account="physics"))
+    (made,) = of(planned(here, host()), "vm")
+    assert isinstance(made.row, Vm) and made.row.template == here.templates[2].which
+
+
+def test_an_image_that_cannot_be_forked_waits_and_says_so_or_boots() -> None:
+    instant, full_clone = Request(1, SMALL), Request(1, Size(2, 700), kind=CloneKind.FULL)
+    changes = planned(rows(attempt(A.QUEUED, request=instant)), stiff(can=()))
+    assert notes(changes) == {1: "no host can make instant clones of image slim"} and not of(changes, "template")
+    its = replace(stiff(can=()), abilities=frozenset({"full"}))
+    (made,) = of(planned(rows(attempt(A.QUEUED, request=full_clone)), its), "vm")
+    assert isinstance(made.row, Vm) and made.row.template is None and made.row.size == Size(2, 896)
+
+
+def test_who_waits_for_room_for_a_template_is_not_overtaken() -> None:
+    crowded = Claim(Key("vm", 98), "h1", Size(0, 4096 - 512))
+    here = rows(
+        attempt(A.QUEUED, id=1, request=Request(1, Size(1, 700))),
+        attempt(A.QUEUED, id=2, job="8"),
+        template(T.READY),
+        claims=[crowded],
+    )
+    changes = planned(here, stiff())
+    why = "waiting for capacity: no host has room for the template of image slim"
+    assert not of(changes, "vm") and notes(changes) == {1: why, 2: why}
+
+
+def test_templates_alone_are_in_nobody_s_way_even_if_others_behind_want_them() -> None:
+    big, small = Size(1, 1700), Size(1, 700)
+    here = rows(
+        attempt(A.QUEUED, id=1, request=Request(1, big)),
+        attempt(A.QUEUED, id=2, job="8", request=Request(1, small)),
+        template(T.READY, id=1, size=Size(1, 1024)),
+        template(T.BROKEN, id=2, size=Size(1, 2048), since=NOW),
+        claims=[Claim(Key("template", 1), "h1", Size(0, 1024)), Claim(Key("template", 2), "h1", Size(0, 2048))],
+    )
+    (dropped,) = of(planned(here, stiff()), "template")
+    assert dropped.row.state is T.RETIRING and dropped.row.id == 1
+    busy = replace(here, claims=(*here.claims, Claim(Key("vm", 98), "h1", Size(1, 100))))
+    assert of(planned(busy, stiff()), "template") == [], "a VM will go, and make room"
+
+
+def test_an_operator_drops_the_templates_that_he_describes() -> None:
+    some = [
+        template(T.READY, id=1),
+        template(T.READY, id=2, size=Size(2, 512)),
+        template(T.READY, id=3, account="physics"),
+        template(T.READY, id=4, image="other"),
+    ]
+
+    def dropped(**which: object) -> list[int]:
+        command = Command("drop", "h1", "slim", **which)  # type: ignore[arg-type]
+        moves = plan(rows(*some), World(), [command], NOW, POLICY)
+        return [change.row.id for move in moves for change in move.changes if change.event is Event.DROPPED]
+
+    assert dropped() == [1, 2, 3]
+    assert dropped(size=Size(2, 512)) == [2]
+    assert dropped(account="physics") == [3] and dropped(account="") == [1, 2]
 
 
 # --- who waits --------------------------------------------------------------------------------------
@@ -366,13 +487,13 @@ def crowd(available: int, *vms: tuple[Vm, float], policy: Policy = BOLD) -> str:
     each VM, the memory that it was seen to have."""
     claims = [Claim(one.key, "h1", vm_claim(one.size, policy)) for one, _ in vms]
     ready = template(T.READY)
-    claims.append(Claim(ready.key, "h1", template_claim(policy, host())))
+    claims.append(Claim(ready.key, "h1", template_claim(ready.size, host())))
     h1 = replace(host(cpus=64, memory=sum(claim.size.memory for claim in claims)), available=available)
     here = rows(attempt(A.QUEUED, request=Request(1, SMALL)), ready, *(one for one, _ in vms), claims=claims)
     job = Job(here.attempts[1].job, "hello", 1000, JobState.PENDING, here.attempts[1].request)
     seen = {one.name: VmSeen(one.name, "h1", VmCondition.RUNNING, private=held) for one, held in vms}
     frozen = TemplateSeen("t", "h1", ready.image, TemplateCondition.READY, ready.size, held=256.0)
-    view = HypervisorView({"h1": h1}, seen, {("h1", ready.image): frozen})
+    view = HypervisorView({"h1": h1}, seen, {ready.which: frozen})
     world = World(Seen(SchedulerView({job.ref.job_id: job}), NOW - 1), Seen(view, NOW - 1))
     (change,) = [
         c for move in plan(here, world, [], NOW, policy) for c in move.changes if c.row.key == Key("attempt", 1)
@@ -380,7 +501,7 @@ def crowd(available: int, *vms: tuple[Vm, float], policy: Policy = BOLD) -> str:
     return change.reason
 
 
-CLAIM = vm_claim(vm_size(SMALL, BOLD), BOLD).memory
+CLAIM = vm_claim(vm_size(SMALL, BOLD.base, BOLD), BOLD).memory
 
 
 def serving(since: float, serial: int = 5) -> Vm:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiverse.core.model import Claim, Host, Key, Size
+from multiverse.core.pacing import Policy
 from multiverse.core.placement import (
     BLOCK,
     Room,
@@ -16,9 +17,11 @@ from multiverse.core.placement import (
     could_ever_fit,
     largest,
     mac_of,
+    parent_size,
+    serves_as,
     short_of_memory,
     template_claim,
-    vm_claim,
+    vm_claims,
     vm_size,
     yet_to_come,
 )
@@ -27,13 +30,22 @@ from tests.unit.scene import POLICY
 sizes = st.builds(Size, st.integers(1, 128), st.integers(1, 2**20))
 
 
-def host(cpus: int, memory: int, name: str = "h1") -> Host:
-    return Host(name, Size(cpus, memory, 1 << 20))
+def host(cpus: int, memory: int, name: str = "h1", *, stiff: bool = False) -> Host:
+    """A `stiff` one's image can plug nothing."""
+    return Host(name, Size(cpus, memory, 1 << 20), images={"slim": frozenset({"fork"})} if stiff else {})
+
+
+def parents(told: Size, hosts: dict[str, Host], policy: Policy = POLICY) -> dict[str, Size]:
+    return {name: parent_size(told, each, "slim", policy) for name, each in hosts.items()}
+
+
+def could_fit(told: Size, count: int, hosts: dict[str, Host], policy: Policy = POLICY) -> bool:
+    return could_ever_fit(told, count, parents(told, hosts, policy), hosts, policy)
 
 
 @given(sizes)
 def test_a_vm_has_more_than_its_node_is_told_and_memory_comes_in_blocks(told: Size) -> None:
-    size = vm_size(told, POLICY)
+    size = vm_size(told, POLICY.base, POLICY)
     plugged = size.memory - POLICY.base.memory
     assert plugged >= 0 and plugged % BLOCK == 0
     assert size.memory - plugged // 64 - POLICY.guest_reserve // 2 > told.memory, "the guest really has it"
@@ -44,10 +56,50 @@ def test_a_vm_has_more_than_its_node_is_told_and_memory_comes_in_blocks(told: Si
 @given(st.integers(1, 64), st.integers(600, 10**6))
 def test_the_largest_that_fits_does_fit_and_a_little_more_does_not(cpus: int, memory: int) -> None:
     hosts = {"h1": host(cpus, memory)}
-    fit = largest(hosts, POLICY)
-    assert could_ever_fit(fit, 1, hosts, POLICY)
-    assert not could_ever_fit(Size(cpus + 1, 1), 1, hosts, POLICY)
-    assert not could_ever_fit(Size(1, fit.memory + BLOCK + 2), 1, hosts, POLICY)
+    fit = largest(hosts, "slim", POLICY)
+    assert could_fit(fit, 1, hosts)
+    assert not could_fit(Size(cpus + 1, 1), 1, hosts)
+    assert not could_fit(Size(1, fit.memory + BLOCK + 2), 1, hosts)
+
+
+def test_what_is_plugged_needs_no_template_of_its_own() -> None:
+    assert {parent_size(Size(n, 100 * n), host(64, 1 << 20), "slim", POLICY) for n in range(1, 50)} == {POLICY.base}
+    cpus_only = Host("h1", Size(64, 1 << 20), images={"slim": frozenset({"fork", "plug_cpus"})})
+    memory_only = Host("h1", Size(64, 1 << 20), images={"slim": frozenset({"fork", "plug_memory"})})
+    assert parent_size(Size(3, 900), cpus_only, "slim", POLICY) == Size(1, 1024)
+    assert parent_size(Size(3, 900), memory_only, "slim", POLICY) == Size(3, 256)
+    assert vm_size(Size(3, 900), Size(1, 1024), POLICY) == Size(3, 1024)
+
+
+@given(sizes, st.integers(1, 128), st.integers(600, 1 << 22))
+def test_a_vm_that_nothing_can_be_plugged_into_is_as_large_as_its_template(told: Size, cpus: int, memory: int) -> None:
+    its = host(cpus, memory, stiff=True)
+    parent = parent_size(told, its, "slim", POLICY)
+    size = vm_size(told, parent, POLICY)
+    assert size == parent, "nothing is plugged"
+    assert size.cpus == told.cpus and size.memory >= told.memory + POLICY.guest_reserve
+    cut = parent.memory & (parent.memory - 1) != 0
+    assert not cut or could_fit(told, 1, {"h1": replace(its, capacity=Size(128, memory))}), "cut to what the host holds"
+    assert serves_as(parent, parent, its, "slim", POLICY) or cpus < told.cpus
+
+
+@given(st.integers(1, 64), st.integers(1200, 10**6))
+def test_of_an_image_that_can_plug_nothing_the_largest_that_fits_does_fit(cpus: int, memory: int) -> None:
+    hosts = {"h1": host(cpus, memory, stiff=True)}
+    fit = largest(hosts, "slim", POLICY)
+    assert could_fit(fit, 1, hosts)
+    assert not could_fit(Size(1, fit.memory + BLOCK + 2), 1, hosts)
+
+
+def test_a_template_that_is_larger_serves_up_to_twice_the_size_while_its_host_holds_a_vm_of_it() -> None:
+    its, own = host(8, 8192, stiff=True), Size(2, 1024)
+    for other in (own, Size(4, 2048), Size(3, 1024), Size(2, 2048)):
+        assert serves_as(other, own, its, "slim", POLICY)
+    for other in (Size(1, 1024), Size(2, 1023), Size(5, 1024), Size(2, 2049)):
+        assert not serves_as(other, own, its, "slim", POLICY)
+    assert not serves_as(Size(4, 2048), own, host(3, 8192, stiff=True), "slim", POLICY)
+    assert not serves_as(Size(4, 2048), own, host(8, 4096, stiff=True), "slim", POLICY)
+    assert not serves_as(Size(2, 2048), own, host(8, 8192), "slim", POLICY), "what is plugged is the base's"
 
 
 @given(
@@ -59,8 +111,7 @@ def test_placement_takes_all_or_nothing_and_never_more_than_there_is(
     hosts = {f"h{i}": host(c, m, f"h{i}") for i, (c, m) in enumerate(machines)}
     room = Room(hosts, ())
     before = {name: list(free) for name, free in room.free.items()}
-    size = vm_claim(vm_size(told, POLICY), POLICY)
-    chosen = room.place(size, count, sorted(hosts))
+    chosen = room.place(count, vm_claims(told, parents(told, hosts), POLICY))
     if chosen is None:
         assert room.free == before
     else:
@@ -68,18 +119,20 @@ def test_placement_takes_all_or_nothing_and_never_more_than_there_is(
 
 
 def test_without_hosts_nothing_fits() -> None:
-    assert largest({}, POLICY) == Size(0, 0)
-    assert not could_ever_fit(Size(1, 1), 1, {}, POLICY)
+    assert largest({}, "slim", POLICY) == Size(0, 0)
+    assert not could_fit(Size(1, 1), 1, {})
 
 
 def test_a_template_is_claimed_as_often_as_its_host_holds_it() -> None:
-    base = POLICY.base.memory
     once, twice = host(4, 4096), replace(host(4, 4096), template_copies=2)
-    assert template_claim(POLICY, once) == Size(0, base) and template_claim(POLICY, twice) == Size(0, 2 * base)
-    assert template_claim(POLICY, None) == Size(0, 2 * base), "of a host out of sight the worst is assumed"
-    fits = largest({"h1": once}, POLICY)
-    assert could_ever_fit(fits, 1, {"h1": once}, POLICY) and not could_ever_fit(fits, 1, {"h1": twice}, POLICY)
-    assert could_ever_fit(largest({"h1": twice}, POLICY), 1, {"h1": twice}, POLICY)
+    size = Size(4, 512)
+    assert template_claim(size, once) == Size(0, 512) and template_claim(size, twice) == Size(0, 1024)
+    assert template_claim(size, None) == Size(0, 1024), "of a host out of sight the worst is assumed"
+    for stiff in ({}, {"slim": frozenset({"fork"})}):
+        once, twice = replace(once, images=stiff), replace(twice, images=stiff)
+        fits = largest({"h1": once}, "slim", POLICY)
+        assert could_fit(fits, 1, {"h1": once}) and not could_fit(fits, 1, {"h1": twice})
+        assert could_fit(largest({"h1": twice}, "slim", POLICY), 1, {"h1": twice})
 
 
 @given(st.integers(1, 2**24 - 1), st.integers(1, 2**24 - 1))
@@ -128,9 +181,9 @@ def test_room_is_what_may_be_claimed_or_what_the_machine_has_left_if_that_is_les
     room.overcommit(one, coming, BOLD)
     by_claims, by_machine = 3 * 4096 - claimed, available - 1000 - coming
     assert room.free["h1"][1] == min(by_claims, by_machine)
-    lacks = room.lack_memory(Size(1, 500), ["h1"])
+    lacks = room.lack_memory({"h1": Size(1, 500)})
     assert (lacks == ["h1"]) == (by_machine < 500 and by_machine < by_claims)
-    assert not room.lack_memory(Size(5, 500), ["h1"]), "it lacks CPUs"
+    assert not room.lack_memory({"h1": Size(5, 500)}), "it lacks CPUs"
 
 
 def test_nothing_is_over_committed_by_default_or_where_the_machine_is_not_known() -> None:
@@ -143,7 +196,9 @@ def test_nothing_is_over_committed_by_default_or_where_the_machine_is_not_known(
 
 def test_what_never_fits_the_machine_is_impossible_however_much_is_declared() -> None:
     small = replace(host(4, 16384), machine=Size(2, 6000), available=5500)
-    fit = largest({"h1": small}, BOLD)
-    assert could_ever_fit(fit, 1, {"h1": small}, BOLD) and fit.memory < 5000
-    assert not could_ever_fit(Size(1, 8000), 1, {"h1": small}, BOLD)
-    assert could_ever_fit(Size(1, 8000), 1, {"h1": small}, POLICY), "as it is declared, so it is taken"
+    fit = largest({"h1": small}, "slim", BOLD)
+    assert could_fit(fit, 1, {"h1": small}, BOLD) and fit.memory < 5000
+    assert not could_fit(Size(1, 8000), 1, {"h1": small}, BOLD)
+    assert could_fit(Size(1, 8000), 1, {"h1": small}), "as it is declared, so it is taken"
+    stiff = replace(small, images={"slim": frozenset({"fork"})})
+    assert could_fit(largest({"h1": stiff}, "slim", BOLD), 1, {"h1": stiff}, BOLD)

@@ -501,7 +501,7 @@ def test_templates_make_way_one_after_the_other() -> None:
     scene.to_claimed(size=Size(1, 1000))
     states = {t.image: t.state for t in scene.rows.templates.values()}
     assert states["one"] is TemplateState.RETIRING and states["two"] is TemplateState.READY
-    del scene.templates["h1", "one"]
+    del scene.templates[next(which for which in scene.templates if which.image == "one")]
     scene.ended(next(t.key for t in scene.rows.templates.values() if t.image == "one"))
     scene.run()
     assert {t.image: t.state for t in scene.rows.templates.values()}["two"] is TemplateState.RETIRING
@@ -589,7 +589,7 @@ def test_a_job_does_not_start_again_while_its_earlier_run_may_go_on() -> None:
     scene = Scene()
     first = scene.to_allocated()
     scene.hosts["h2"] = replace(scene.hosts["h1"], name="h2")
-    scene.templates["h2", "slim"] = replace(scene.templates["h1", "slim"], host="h2")
+    scene.template(host="h2")
     scene.run(Command("build", "h2", "slim"))
     scene.run()
     host = scene.hosts.pop("h1")
@@ -1098,7 +1098,7 @@ def test_an_instant_clone_is_replaced_on_the_emptiest_host_with_a_ready_template
     large = replace(scene.hosts["h1"], capacity=Size(64, 65536, 65536))
     for name, image in (("h2", "slim"), ("h3", "other")):
         scene.hosts[name] = replace(large, name=name, capacity=Size(64 if name == "h2" else 128, 65536, 65536))
-        scene.templates[name, image] = replace(scene.templates["h1", "slim"], host=name, image=image)
+        scene.template(image, host=name)
         scene.run(Command("build", name, image))
     scene.run()
     scene.run(failed(scene.all_vms()[0], EffectKind.CREATE, Broken("no luck")))

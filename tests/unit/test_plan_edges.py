@@ -145,9 +145,9 @@ def test_a_template_that_vanishes_is_absent_and_frees_its_claim(said: str) -> No
     scene = Scene()
     scene.to_claimed()
     (row,) = scene.rows.templates.values()
-    del scene.templates["h1", "slim"]
+    del scene.templates[row.which]
     if said:
-        scene.templates["h1", "slim"] = TemplateSeen("t", "h1", "slim", TemplateCondition.BROKEN, row.size, said)
+        scene.templates[row.which] = TemplateSeen("t", "h1", "slim", TemplateCondition.BROKEN, row.size, said)
     scene.run()
     assert not scene.rows.templates and row.key not in {claim.owner for claim in scene.rows.claims}
     (entry,) = [entry for entry in scene.store.journal() if entry.event == "vanished"]

@@ -65,7 +65,7 @@ def test_sealed_memory_is_the_template_s_and_nobody_s_to_change(tmp_path: Path) 
     (tmp_path / "new").rename(template.memory)
     other = sealed.open(template)
     assert os.pread(other, 100, 0) == b"another template"
-    sealed.drop("slim")
+    sealed.drop(tmp_path.name)
     template.memory.unlink()
     with pytest.raises(Gone):
         sealed.open(template)

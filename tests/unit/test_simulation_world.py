@@ -21,6 +21,7 @@ from multiverse.core.model import (
     NodeState,
     Request,
     Size,
+    TemplateKey,
     Vm,
     VmSpec,
     VmState,
@@ -64,8 +65,9 @@ class Hand:
         ref = (await self.scheduler.look()).jobs
         job = next(iter(ref.values())).ref
         attempt = Attempt(number, 1, AttemptState.SPAWNING, 0.0, job, "job", 1000, request)
-        await self.hypervisor.prepare("h1", "slim", SIZE)
-        await self.hypervisor.create(VmSpec(name, "h1", "slim", CloneKind.INSTANT, size, mac))
+        template = TemplateKey("h1", "slim", SIZE)
+        await self.hypervisor.prepare(template)
+        await self.hypervisor.create(VmSpec(name, "h1", "slim", CloneKind.INSTANT, size, mac, template))
         membership = await self.scheduler.membership(vm, attempt)
         await self.hypervisor.start(
             name, size, Identity(name, mac, address, "", f"{self.serial:032x}", membership=membership)

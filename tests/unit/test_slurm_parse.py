@@ -72,6 +72,13 @@ def parsed(records: list[dict[str, Any]], now: float = NOW) -> dict[str, Job]:
     return parse.jobs(records, NAMES, now)
 
 
+def test_an_account_counts_where_each_has_templates_of_its_own() -> None:
+    record = by_name(JOBS[0]["name"], account="physics")
+    assert [job.request and job.request.account for job in parsed([record]).values()] == [""]
+    (job,) = parse.jobs([record], replace(NAMES, per_account=True), NOW).values()
+    assert job.request is not None and job.request.account == "physics"
+
+
 def by_name(name: str, **changes: Any) -> dict[str, Any]:
     return next(record for record in JOBS if record["name"] == name) | changes
 

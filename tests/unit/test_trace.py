@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from multiverse.core.errors import Gone, Refused, Stale
-from multiverse.core.model import GuestFile, Identity, JobRef, Membership, Size
+from multiverse.core.model import GuestFile, Identity, JobRef, Membership, Size, TemplateKey
 from multiverse.simulation.clock import VirtualClock
 from multiverse.simulation.hypervisor import SimulatedHypervisor
 from multiverse.simulation.jobs import Batch
@@ -43,7 +43,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_a_call_is_a_line_with_its_arguments_and_what_came_of_it(tmp_path: Path) -> None:
     async def drive(world: World, scheduler: RecordingScheduler, hypervisor: RecordingHypervisor) -> None:
-        await hypervisor.prepare("h1", "slim", Size(1, 256))
+        await hypervisor.prepare(TemplateKey("h1", "slim", Size(1, 256)))
         with pytest.raises(Gone):
             await scheduler.unpin(JobRef("7", 5, 1))
         task = asyncio.create_task(hypervisor.destroy("mvx-1", 1.0))

@@ -50,6 +50,8 @@ def test_a_database_from_before_alembic_comes_along_with_all_its_rows(old: Path)
     assert rows.site == "test0" and (rows.next_attempt, rows.next_serial, rows.next_template) == (3, 3, 2)
     assert [a.state for a in rows.attempts.values()] == [AttemptState.ALLOCATED, AttemptState.CLAIMED]
     assert [vm.state for vm in rows.vms.values()] == [VmState.SERVING, VmState.PLANNED]
+    (template,) = rows.templates.values()
+    assert {vm.template for vm in rows.vms.values()} == {template.which}, "they hold the one that they came from"
     assert len(rows.claims) == 3 and len(store.journal()) == 15
     store.close()
     assert dump(old.with_name("db.schema-0001")) == before, "the copy is what there was"
@@ -107,7 +109,7 @@ def test_a_failed_upgrade_leaves_the_database_as_it_was(old: Path) -> None:
     with closing(sqlite3.connect(old)) as connection:
         connection.execute("DROP INDEX ix_templates_live")  # so the last step of the revision fails
     before = dump(old)
-    with pytest.raises(Broken, match="could not be upgraded from schema 0001 to 0002"):
+    with pytest.raises(Broken, match="could not be upgraded from schema 0001 to 0003"):
         Store(old, HandClock(boot="another"))
     assert dump(old) == before
 

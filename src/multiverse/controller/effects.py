@@ -187,8 +187,9 @@ class Effects:
             case EffectKind.REVOKE, Attempt():
                 await self._scheduler.revoke(subject.job, effect.text)
             case EffectKind.CREATE, Vm():
+                vm = subject
                 return await self._hypervisor.create(
-                    VmSpec(subject.name, subject.host, subject.image, subject.kind, subject.size, subject.mac)
+                    VmSpec(vm.name, vm.host, vm.image, vm.kind, vm.size, vm.mac, vm.template)
                 )
             case EffectKind.START, Vm():
                 return await self._start(subject)
@@ -203,9 +204,9 @@ class Effects:
                 await self._hypervisor.destroy(subject, 0.0)
                 await self._scheduler.remove(subject)
             case EffectKind.BUILD, Template():
-                return await self._hypervisor.prepare(subject.host, subject.image, subject.size)
+                return await self._hypervisor.prepare(subject.which)
             case EffectKind.DROP, Template():
-                await self._hypervisor.drop(subject.host, subject.image)
+                await self._hypervisor.drop(subject.which)
             case _:
                 raise AssertionError(f"no such effect: {effect}")
         return None

@@ -8,7 +8,7 @@ back-off) or for a limit of the scheduler's blocks nobody.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from multiverse.core.lifecycle import Event
@@ -23,6 +23,7 @@ from multiverse.core.model import (
     SchedulerView,
     Size,
     Template,
+    TemplateKey,
     TemplateState,
     Vm,
     VmState,
@@ -35,8 +36,11 @@ from multiverse.core.placement import (
     could_ever_fit,
     largest,
     mac_of,
+    parent_size,
+    serves_as,
     template_claim,
     vm_claim,
+    vm_claims,
     vm_size,
     yet_to_come,
 )
@@ -62,7 +66,9 @@ def admit(draft: Draft, world: World, policy: Policy) -> None:
         job = jobs.get(attempt.job.job_id)
         if job is None or job.ref != attempt.job:
             continue
-        if job.problem or not could_ever_fit(attempt.request.size, attempt.request.nodes, hosts, policy):
+        told, nodes = attempt.request.size, attempt.request.nodes
+        parents = parents_of(draft, attempt, hosts, policy)
+        if job.problem or not could_ever_fit(told, nodes, parents, hosts, policy):
             if hosts:  # without a host in sight nothing is known to be impossible
                 _revoke(draft, attempt, job.problem or too_large(attempt, hosts, policy))
             continue
@@ -78,22 +84,26 @@ def admit(draft: Draft, world: World, policy: Policy) -> None:
             _tell(draft, attempt, blocked, policy)
             continue
         starting = sum(vm.state in PROVISIONING for vm in draft.vms.values())
-        if starting and starting + attempt.request.nodes > policy.provisioning:
+        if starting and starting + nodes > policy.provisioning:
             blocked = "waiting for a turn: as many VMs as may be made at once are being made"
             _tell(draft, attempt, blocked, policy)
             continue
-        among, why = _usable_hosts(draft, attempt, hosts, policy, room)
+        among, why = _usable_hosts(draft, attempt, hosts, parents, policy, room)
         if not among:
+            if not why:  # its template too needs room, and nobody may take that before it
+                image = image_of(attempt, policy)
+                blocked = why = f"waiting for capacity: no host has room for the template of image {image}"
+                _make_way(draft, attempt, queue, hosts, policy)
             _tell(draft, attempt, why, policy)
             continue
-        size = vm_size(attempt.request.size, policy)
-        chosen = room.place(vm_claim(size, policy), attempt.request.nodes, among)
+        claims = vm_claims(told, {name: parents[name] for name in among}, policy)
+        chosen = room.place(nodes, claims)
         if chosen is None:
-            blocked = _spread(draft, attempt, hosts, policy, room) or _full(room, vm_claim(size, policy), among, policy)
-            _make_way(draft, queue, hosts, policy)
+            blocked = _spread(draft, attempt, hosts, parents, policy, room) or _full(room, claims, policy)
+            _make_way(draft, attempt, queue, hosts, policy)
             _tell(draft, attempt, blocked, policy)
             continue
-        vms = plan_vms(draft, attempt, chosen, policy)
+        vms = plan_vms(draft, attempt, chosen, parents, policy)
         if vms is None:
             blocked = "waiting for a free address"
             _tell(draft, attempt, blocked, policy)
@@ -126,15 +136,15 @@ def _yet_to_come(draft: Draft, claim: Claim, view: HypervisorView, policy: Polic
         case Vm() if (vm := view.vms.get(row.name)) is not None:
             held = vm.private
             settled = held > 0 and row.state is VmState.SERVING and draft.now - row.since >= policy.settle
-        case Template() if (template := view.templates.get((row.host, row.image))) is not None:
+        case Template() if (template := view.templates.get(row.which)) is not None:
             held = template.held
         case _:
             pass
     return yet_to_come(claim.size, held, policy, settled=settled)
 
 
-def _full(room: Room, size: Size, among: list[str], policy: Policy) -> str:
-    if tight := room.lack_memory(size, among):
+def _full(room: Room, claims: Mapping[str, Size], policy: Policy) -> str:
+    if tight := room.lack_memory(claims):
         return f"waiting for memory: {', '.join(tight)} must keep {policy.floor} MiB available"
     return "waiting for capacity: the hosts are full"
 
@@ -175,8 +185,40 @@ def image_of(attempt: Attempt, policy: Policy) -> str:
     return attempt.request.image or policy.image
 
 
-def plan_vms(draft: Draft, attempt: Attempt, hosts: list[str], policy: Policy) -> list[Vm] | None:
+def parents_of(draft: Draft, attempt: Attempt, hosts: Mapping[str, Host], policy: Policy) -> dict[str, Size]:
+    """The size of the template that the attempt's VMs are forked from, on each host: of what its image cannot plug,
+    a ready one with more of it is as good as one that would have to be built, unless a gang could never have room
+    with it. VMs that are not forked are sized as if from the base."""
+    if kind_of(attempt, policy) is not CloneKind.INSTANT:
+        return dict.fromkeys(sorted(hosts), policy.base)
+    told, image = attempt.request.size, image_of(attempt, policy)
+    own = {name: parent_size(told, host, image, policy) for name, host in sorted(hosts.items())}
+    nearest = dict(own)
+    for name, host in sorted(hosts.items()):
+        if host.image_can(image, "plug_cpus") and host.image_can(image, "plug_memory"):
+            continue
+        ready = [
+            template.size
+            for template in draft.templates.values()
+            if template.state is TemplateState.READY
+            and template.which == template_key(attempt, name, template.size, policy)
+            and serves_as(template.size, own[name], host, image, policy)
+        ]
+        nearest[name] = min(ready, key=lambda size: (size.memory, size.cpus), default=own[name])
+    if nearest == own or could_ever_fit(told, attempt.request.nodes, nearest, hosts, policy):
+        return nearest
+    return own
+
+
+def template_key(attempt: Attempt, host: str, size: Size, policy: Policy) -> TemplateKey:
+    return TemplateKey(host, image_of(attempt, policy), size, attempt.request.account)
+
+
+def plan_vms(
+    draft: Draft, attempt: Attempt, hosts: list[str], parents: Mapping[str, Size], policy: Policy
+) -> list[Vm] | None:
     """New rows for VMs of the attempt, one on each of `hosts`; None when addresses have run out."""
+    kind = kind_of(attempt, policy)
     vms: list[Vm] = []
     used = draft.addresses()
     for host in hosts:
@@ -194,112 +236,157 @@ def plan_vms(draft: Draft, attempt: Attempt, hosts: list[str], policy: Policy) -
                 name=f"mv{draft.site}-{serial}",
                 host=host,
                 image=image_of(attempt, policy),
-                kind=kind_of(attempt, policy),
-                size=vm_size(attempt.request.size, policy),
+                kind=kind,
+                size=vm_size(attempt.request.size, parents[host], policy),
                 told=attempt.request.size,
                 mac=mac_of(draft.site, serial),
                 address=address,
                 attempt=attempt.id,
+                parent=parents[host] if kind is CloneKind.INSTANT else None,
+                account=attempt.request.account,
             )
         )
     return vms
 
 
-def need_template(draft: Draft, host: str, image: str, hosts: Mapping[str, Host], policy: Policy, reason: str) -> None:
+def need_template(draft: Draft, which: TemplateKey, hosts: Mapping[str, Host], reason: str) -> None:
     """Plan the building of a template, whether it was never there or is broken."""
-    old = draft.template_for(host, image)
-    row = old or Template(draft.template_id(), 0, TemplateState.ABSENT, draft.now, host, image, policy.base)
+    host, image, size, account = which
+    row = draft.template_for(which) or Template(
+        draft.template_id(), 0, TemplateState.ABSENT, draft.now, host, image, size, account=account
+    )
     draft.move(
         Change(replace(row, state=TemplateState.BUILDING, reason=""), Event.NEEDED, reason),
-        make=[] if row.key in draft.claims else [Claim(row.key, host, template_claim(policy, hosts.get(host)))],
+        make=[] if row.key in draft.claims else [Claim(row.key, host, template_claim(size, hosts.get(host)))],
     )
 
 
 def too_large(attempt: Attempt, hosts: Mapping[str, Host], policy: Policy) -> str:
     """The sentence for a job that no empty host could hold."""
-    fit = largest(hosts, policy)
+    fit = largest(hosts, image_of(attempt, policy), policy)
     many = f"{attempt.request.nodes} VMs of " if attempt.request.nodes > 1 else "a VM of "
     return f"{many}{attempt.request.size} fits on no host; the largest that fits is {fit} per node"
 
 
 def _usable_hosts(
-    draft: Draft, attempt: Attempt, hosts: Mapping[str, Host], policy: Policy, room: Room
+    draft: Draft,
+    attempt: Attempt,
+    hosts: Mapping[str, Host],
+    parents: Mapping[str, Size],
+    policy: Policy,
+    room: Room,
 ) -> tuple[list[str], str]:
     """Hosts that can make this attempt's VMs now; when there are none, why. Asks for a template where
     one is missing."""
     kind, image = kind_of(attempt, policy), image_of(attempt, policy)
-    able = [name for name, host in sorted(hosts.items()) if kind.value in host.abilities]
+    able = able_hosts(attempt, hosts, policy)
     if not able:
-        return [], f"no host can make {kind} clones"
+        return [], f"no host can make {kind} clones of image {image}"
     if kind is not CloneKind.INSTANT:  # booted from the image: no template in it
         return able, ""
-    rows = {name: draft.template_for(name, image) for name in able}
-    ready = [name for name, row in rows.items() if row and row.state is TemplateState.READY]
+    rows = _templates_of(draft, attempt, able, parents, policy)
+    ready = [which.host for which, row in rows.items() if row and row.state is TemplateState.READY]
     if ready:
         return ready, ""
     why = _template_on_its_way(draft, attempt, rows, hosts, policy, room)
     broken = next((row for row in rows.values() if row), None)
     if not why and broken:
         why = f"the template of image {image} is broken on {broken.host}: {broken.reason}"
-    return [], why or f"no host has room for the template of image {image}"
+    return [], why
 
 
-def _spread(draft: Draft, attempt: Attempt, hosts: Mapping[str, Host], policy: Policy, room: Room) -> str:
+def able_hosts(attempt: Attempt, hosts: Mapping[str, Host], policy: Policy) -> list[str]:
+    """Hosts that can make clones of the attempt's kind and image at all, with a template or without."""
+    kind, image = kind_of(attempt, policy), image_of(attempt, policy)
+    return [
+        name
+        for name, host in sorted(hosts.items())
+        if kind.value in host.abilities and (kind is not CloneKind.INSTANT or host.image_can(image, "fork"))
+    ]
+
+
+def _templates_of(
+    draft: Draft, attempt: Attempt, hosts: Iterable[str], parents: Mapping[str, Size], policy: Policy
+) -> dict[TemplateKey, Template | None]:
+    keys = [template_key(attempt, name, parents[name], policy) for name in hosts]
+    return {which: draft.template_for(which) for which in keys}
+
+
+def _spread(
+    draft: Draft,
+    attempt: Attempt,
+    hosts: Mapping[str, Host],
+    parents: Mapping[str, Size],
+    policy: Policy,
+    room: Room,
+) -> str:
     """The hosts that have the template are too full, or too small for all of a gang: see to one more."""
     if kind_of(attempt, policy) is not CloneKind.INSTANT:
         return ""
-    image = image_of(attempt, policy)
-    able = [name for name, host in sorted(hosts.items()) if CloneKind.INSTANT.value in host.abilities]
-    rows = {name: draft.template_for(name, image) for name in able}
-    lacking = {name: row for name, row in rows.items() if not (row and row.state is TemplateState.READY)}
+    rows = _templates_of(draft, attempt, able_hosts(attempt, hosts, policy), parents, policy)
+    lacking = {which: row for which, row in rows.items() if not (row and row.state is TemplateState.READY)}
     return _template_on_its_way(draft, attempt, lacking, hosts, policy, room)
 
 
 def _template_on_its_way(
     draft: Draft,
     attempt: Attempt,
-    rows: Mapping[str, Template | None],
+    rows: Mapping[TemplateKey, Template | None],
     hosts: Mapping[str, Host],
     policy: Policy,
     room: Room,
 ) -> str:
-    """Ask for the template on one of these hosts, unless it is being built on one already; says so, or
-    nothing if none of them can have it now."""
+    """Ask for one of these templates, unless one of them is being built already; says so, or nothing if none
+    of them can be had now."""
     image = image_of(attempt, policy)
-    for name, row in rows.items():
+    for which, row in rows.items():
         if row and row.state in (TemplateState.BUILDING, TemplateState.RETIRING):
-            return f"the template of image {image} is being built on {name}"
-    for name, row in rows.items():
+            return f"the template of image {image} is being built on {which.host}"
+    for which, row in rows.items():
+        claim = template_claim(which.size, hosts[which.host])
         retry = row is not None and draft.now >= row.since + policy.backoff(row.tries)
-        claim = template_claim(policy, hosts[name])
-        if (row is None or retry) and (row is not None or room.fits(name, claim)):
+        if (row is None or retry) and (row is not None or room.fits(which.host, claim)):
             if row is None:
-                room.take(name, claim)
-            need_template(draft, name, image, hosts, policy, f"job {attempt.job.job_id} needs it")
-            return f"the template of image {image} is being built on {name}"
+                room.take(which.host, claim)
+            need_template(draft, which, hosts, f"job {attempt.job.job_id} needs it")
+            return f"the template of image {image} is being built on {which.host}"
     return ""
 
 
-def _make_way(draft: Draft, queue: list[Attempt], hosts: Mapping[str, Host], policy: Policy) -> None:
-    """Retire one template that nothing uses and nobody in the queue needs: kept only while they fit. One after
-    the other: the room of the first may be enough."""
+def _make_way(draft: Draft, attempt: Attempt, queue: list[Attempt], hosts: Mapping[str, Host], policy: Policy) -> None:
+    """Retire one template that nothing uses, so that the attempt may have its room: one that nobody in the queue
+    needs, kept only while they fit, or else one that this attempt does not need, where templates alone are in its
+    way. One after the other: the room of the first may be enough."""
     if any(
         template.state is TemplateState.RETIRING and template.host in hosts for template in draft.templates.values()
     ):
         return
-    wanted = {image_of(a, policy) for a in queue}
-    for _, template in sorted(draft.templates.items(), key=lambda item: (item[1].since, item[0])):
-        if template.state is TemplateState.READY and template.image not in wanted and not references(draft, template):
-            draft.move(Change(replace(template, state=TemplateState.RETIRING), Event.DROPPED, "its memory is needed"))
-            return
+    busy = {claim.host for claim in draft.claims.values() if claim.owner.kind == "vm"}
+    # Jobs that ask for the same want the same: one of each speaks for all.
+    wanted = {key for one in {a.request: a for a in queue}.values() for key in _wanted(draft, one, hosts, policy)}
+    mine = set(_wanted(draft, attempt, hosts, policy))
+    idle = [
+        template
+        for _, template in sorted(draft.templates.items(), key=lambda item: (item[1].since, item[0]))
+        if template.state in (TemplateState.READY, TemplateState.BROKEN) and not references(draft, template)
+    ]
+    unwanted = (t for t in idle if t.which not in wanted and t.state is TemplateState.READY)
+    in_the_way = (t for t in idle if t.which not in mine and t.host in hosts and t.host not in busy)
+    spare = next(unwanted, None) or next(in_the_way, None)
+    if spare:
+        draft.move(Change(replace(spare, state=TemplateState.RETIRING), Event.DROPPED, "its memory is needed"))
+
+
+def _wanted(draft: Draft, attempt: Attempt, hosts: Mapping[str, Host], policy: Policy) -> list[TemplateKey]:
+    if kind_of(attempt, policy) is not CloneKind.INSTANT:
+        return []
+    parents = parents_of(draft, attempt, hosts, policy)
+    return [template_key(attempt, name, size, policy) for name, size in parents.items()]
 
 
 def references(draft: Draft, template: Template) -> int:
     """How many live VMs were, or are about to be, forked from it."""
-    return sum(
-        vm.host == template.host and vm.image == template.image and vm.kind is CloneKind.INSTANT
-        for vm in draft.vms.values()
-    )
+    return sum(vm.template == template.which for vm in draft.vms.values())
 
 
 def _revoke(draft: Draft, attempt: Attempt, reason: str) -> None:

@@ -38,13 +38,15 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a job asks for, per node. `size.memory` is what the job may use, not what its VM has."""
+    """What a job asks for, per node. `size.memory` is what the job may use, not what its VM has. `account`: its VMs
+    are forked from that account's own templates; empty where all share them."""
 
     nodes: int
     size: Size
     image: str | None = None
     kind: CloneKind | None = None
     features: tuple[str, ...] = ()
+    account: str = ""
 
 
 # --- the scheduler's side --------------------------------------------------------------------------
@@ -140,6 +142,7 @@ class Host:
     machine itself has, shown beside the declared capacity; None if the platform does not tell.
     `template_copies` is how often the memory of a template is held there while it has clones.
     `available` is what the machine could give to new processes at this look, in MiB; 0 if that is unknown.
+    `images` says of each image what it can do here: `fork`, `plug_cpus`, `plug_memory`.
     """
 
     name: str
@@ -149,6 +152,11 @@ class Host:
     accelerator: str = ""
     template_copies: int = 1
     available: int = 0
+    images: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+    def image_can(self, image: str, ability: str) -> bool:
+        """Whether the image has that ability. One that was not seen has all: who needs it finds out."""
+        return image not in self.images or ability in self.images[image]
 
 
 class VmCondition(StrEnum):
@@ -179,6 +187,15 @@ class TemplateCondition(StrEnum):
     BROKEN = "broken"
 
 
+class TemplateKey(NamedTuple):
+    """Which template: a host may have several of one image, by size, and each account its own (empty: for all)."""
+
+    host: str
+    image: str
+    size: Size
+    account: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class TemplateSeen:
     """A template as its host sees it. `held` is the memory that it takes there now, all copies, in MiB."""
@@ -190,20 +207,26 @@ class TemplateSeen:
     size: Size
     reason: str = ""
     held: float = 0.0
+    account: str = ""
+
+    @property
+    def which(self) -> TemplateKey:
+        return TemplateKey(self.host, self.image, self.size, self.account)
 
 
 @dataclass(frozen=True, slots=True)
 class HypervisorView:
-    """One look. VMs by name, templates by (host, image), hosts by name."""
+    """One look. VMs and hosts by name."""
 
     hosts: Mapping[str, Host] = field(default_factory=lambda: MappingProxyType({}))
     vms: Mapping[str, VmSeen] = field(default_factory=lambda: MappingProxyType({}))
-    templates: Mapping[tuple[str, str], TemplateSeen] = field(default_factory=lambda: MappingProxyType({}))
+    templates: Mapping[TemplateKey, TemplateSeen] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True, slots=True)
 class VmSpec:
-    """What `create` needs. Nothing of a job is in it: a created VM has no identity."""
+    """What `create` needs. Nothing of a job is in it: a created VM has no identity. `template` is what it is
+    forked from; None for one that boots from its image."""
 
     name: str
     host: str
@@ -211,6 +234,7 @@ class VmSpec:
     kind: CloneKind
     size: Size
     mac: str
+    template: TemplateKey | None = None
 
 
 # --- identity --------------------------------------------------------------------------------------
@@ -381,6 +405,8 @@ class Vm:
 
     `forget` says that no job was seen on its node since it was ended: only then may the node be deleted.
     `fenced` says that an operator vouched for its host being off: it counts as ended, though nobody saw it.
+    `parent` is the size of the template that it is forked from, None if it boots from its image, and `account`
+    whose template that is.
     """
 
     id: int  # the serial
@@ -401,15 +427,22 @@ class Vm:
     forget: bool = False
     fenced: bool = False
     quarantined: str = ""
+    parent: Size | None = None
+    account: str = ""
 
     @property
     def key(self) -> Key:
         return Key("vm", self.id)
 
+    @property
+    def template(self) -> TemplateKey | None:
+        return TemplateKey(self.host, self.image, self.parent, self.account) if self.parent else None
+
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A template of one image on one host. References are counted from the VM rows, not kept here."""
+    """A template of one image at one size on one host, for one account or for all. References are counted from the
+    VM rows, not kept here."""
 
     id: int
     version: int
@@ -421,10 +454,15 @@ class Template:
     reason: str = ""
     tries: int = 0
     quarantined: str = ""
+    account: str = ""
 
     @property
     def key(self) -> Key:
         return Key("template", self.id)
+
+    @property
+    def which(self) -> TemplateKey:
+        return TemplateKey(self.host, self.image, self.size, self.account)
 
 
 Row = Attempt | Vm | Template

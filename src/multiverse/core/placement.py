@@ -15,12 +15,49 @@ BLOCK = 128
 """MiB: x86 Linux plugs memory in blocks of this size (DESIGN, section 5)."""
 
 
-def vm_size(told: Size, policy: Policy) -> Size:
-    """The size of a VM whose node is told to have `told`: room for the guest's kernel and daemons, and
-    for the page structures of plugged memory (64 bytes for each page of 4096: 1/64)."""
-    wanted = told.memory + policy.guest_reserve + told.memory // 50
-    plugged = -(-max(0, wanted - policy.base.memory) // BLOCK) * BLOCK
-    return Size(max(told.cpus, policy.base.cpus), policy.base.memory + plugged, told.disk)
+def _memory(told: Size, policy: Policy) -> int:
+    """What a VM needs whose node is told to have `told`: with room for the guest's kernel and daemons, and for the
+    page structures of plugged memory (64 bytes for each page of 4096: 1/64)."""
+    return told.memory + policy.guest_reserve + told.memory // 50
+
+
+def parent_size(told: Size, host: Host, image: str, policy: Policy) -> Size:
+    """The size of the template that a VM for `told` is forked from. What the image can plug is the base's, and
+    plugged later. What it cannot, the template has from the start: CPUs as asked; memory as the next power of two,
+    so that templates are shared, or as much as the host holds for the template and for a VM beside it."""
+    cpus = policy.base.cpus if host.image_can(image, "plug_cpus") else max(told.cpus, policy.base.cpus)
+    if host.image_can(image, "plug_memory"):
+        return Size(cpus, policy.base.memory)
+    wanted, most = _memory(told, policy), _most_memory(host, policy)
+    shared = max(policy.base.memory, 1 << (wanted - 1).bit_length())
+    return Size(cpus, most if wanted <= most < shared else shared)
+
+
+def serves_as(other: Size, own: Size, host: Host, image: str, policy: Policy) -> bool:
+    """Whether a template of the size `other` will do where one of the size `own` is meant: of what the image cannot
+    plug it may have up to twice as much, while the host holds it and a VM of it."""
+
+    def enough(have: int, need: int, ability: str) -> bool:
+        return have == need if host.image_can(image, ability) else need <= have <= 2 * need
+
+    return (
+        enough(other.cpus, own.cpus, "plug_cpus")
+        and enough(other.memory, own.memory, "plug_memory")
+        and other.cpus <= host.capacity.cpus
+        and other.memory <= max(own.memory, _most_memory(host, policy))
+    )
+
+
+def _most_memory(host: Host, policy: Policy) -> int:
+    """The most that a template, and a VM of the same size beside it, can have on this host."""
+    room = _empty(host, policy).capacity.memory - policy.vm_overhead
+    return room // (1 + host.template_copies) // BLOCK * BLOCK
+
+
+def vm_size(told: Size, parent: Size, policy: Policy) -> Size:
+    """The size of a VM whose node is told to have `told`, forked from a template of that size, or as if."""
+    plugged = -(-max(0, _memory(told, policy) - parent.memory) // BLOCK) * BLOCK
+    return Size(max(told.cpus, parent.cpus), parent.memory + plugged, told.disk)
 
 
 def vm_claim(size: Size, policy: Policy) -> Size:
@@ -28,10 +65,10 @@ def vm_claim(size: Size, policy: Policy) -> Size:
     return Size(size.cpus, size.memory + policy.vm_overhead, size.disk)
 
 
-def template_claim(policy: Policy, host: Host | None) -> Size:
-    """What a template holds on that host: its frozen memory, as often as it is kept there, and no CPU. Of a host that
-    is not in sight the worst is assumed."""
-    return Size(0, policy.base.memory * (host.template_copies if host else 2), 0)
+def template_claim(size: Size, host: Host | None) -> Size:
+    """What a template of `size` holds on that host: its frozen memory, as often as it is kept there, and no CPU. Of a
+    host that is not in sight the worst is assumed."""
+    return Size(0, size.memory * (host.template_copies if host else 2), 0)
 
 
 def short_of_memory(host: Host, policy: Policy) -> bool:
@@ -68,10 +105,15 @@ class Room:
                 free[1] = left
                 self.tight.add(host.name)
 
-    def lack_memory(self, size: Size, among: Collection[str]) -> list[str]:
-        """Hosts that would fit, but for the memory that their machine has left."""
-        tight = [name for name in among if name in self.tight and size.memory > self.free[name][1]]
-        return [name for name in tight if self.fits(name, replace(size, memory=self.free[name][1]))]
+    def lack_memory(self, claims: Mapping[str, Size]) -> list[str]:
+        """Hosts that would fit what is to be claimed there, but for the memory that their machine has left."""
+        return [
+            name
+            for name, claim in claims.items()
+            if name in self.tight
+            and claim.memory > self.free[name][1]
+            and self.fits(name, replace(claim, memory=self.free[name][1]))
+        ]
 
     def take(self, host: str, size: Size) -> None:
         self._add(host, size, -1)
@@ -90,57 +132,61 @@ class Room:
         cpus, memory, disk = self.free[host]
         return size.cpus <= cpus and size.memory <= memory and size.disk <= disk
 
-    def place(self, size: Size, count: int, among: Collection[str]) -> list[str] | None:
-        """Hosts for `count` VMs of one size, all or none; takes the room. The emptiest host first, by
-        free CPUs, then memory, then name, so that equals are decided alike in every run."""
+    def place(self, count: int, claims: Mapping[str, Size]) -> list[str] | None:
+        """Hosts for `count` VMs, each with what it would claim there, all or none; takes the room. The emptiest
+        host first, by free CPUs, then memory, then name, so that equals are decided alike in every run."""
         chosen: list[str] = []
         for _ in range(count):
-            fitting = [h for h in among if h in self.free and self.fits(h, size)]
+            fitting = [h for h, claim in claims.items() if h in self.free and self.fits(h, claim)]
             if not fitting:
                 for host in chosen:
-                    self.give(host, size)
+                    self.give(host, claims[host])
                 return None
             best = min(fitting, key=lambda h: (-self.free[h][0], -self.free[h][1], h))
-            self.take(best, size)
+            self.take(best, claims[best])
             chosen.append(best)
         return chosen
 
 
-def largest(hosts: Mapping[str, Host], policy: Policy) -> Size:
+def largest(hosts: Mapping[str, Host], image: str, policy: Policy) -> Size:
     """The largest request that an empty host could serve: what to tell whoever asked for more. Zero
     without hosts. The host with the most memory is named, then the one with the most CPUs."""
     if not hosts:
         return Size(0, 0)
-    host = max(_empty(hosts, policy).values(), key=lambda h: (h.capacity.memory, h.capacity.cpus))
+    empty = (_empty(host, policy) for host in hosts.values())
+    host = max(empty, key=lambda h: (h.capacity.memory, h.capacity.cpus))
     best = host.capacity
-    room = best.memory - policy.vm_overhead - template_claim(policy, host).memory
     # vm_size() backwards: blocks of memory that fit, less the reserve and the page structures.
+    room = best.memory - policy.vm_overhead - template_claim(policy.base, host).memory
     whole = policy.base.memory + (room - policy.base.memory) // BLOCK * BLOCK
+    if not host.image_can(image, "plug_memory"):
+        whole = _most_memory(host, policy)
     told = max(0, (whole - policy.guest_reserve) * 50 // 51)
     return Size(best.cpus, told, best.disk)
 
 
-def _empty(hosts: Mapping[str, Host], policy: Policy) -> dict[str, Host]:
-    """The hosts as what they can carry at once with nothing on them: where more is claimed than is declared, VMs that
-    start have to fit into the machine all the same."""
-    if policy.overcommit <= 1:
-        return dict(hosts)
-    return {
-        name: replace(
-            host, capacity=replace(host.capacity, memory=min(host.capacity.memory, host.machine.memory - policy.floor))
-        )
-        if host.machine
-        else host
-        for name, host in hosts.items()
-    }
+def _empty(host: Host, policy: Policy) -> Host:
+    """The host as what it can carry at once with nothing on it: where more is claimed than is declared, VMs that start
+    have to fit into the machine all the same."""
+    if policy.overcommit <= 1 or not host.machine:
+        return host
+    most = min(host.capacity.memory, host.machine.memory - policy.floor)
+    return replace(host, capacity=replace(host.capacity, memory=most))
 
 
-def could_ever_fit(told: Size, count: int, hosts: Mapping[str, Host], policy: Policy) -> bool:
-    """Whether empty hosts, with nothing on them but a template each, could hold the request."""
-    room = Room(_empty(hosts, policy), ())
-    for name, host in hosts.items():
-        room.take(name, template_claim(policy, host))
-    return room.place(vm_claim(vm_size(told, policy), policy), count, sorted(hosts)) is not None
+def could_ever_fit(
+    told: Size, count: int, parents: Mapping[str, Size], hosts: Mapping[str, Host], policy: Policy
+) -> bool:
+    """Whether empty hosts, with nothing on them but the template of that size, could hold the request."""
+    room = Room({name: _empty(host, policy) for name, host in hosts.items()}, ())
+    for name, parent in parents.items():
+        room.take(name, template_claim(parent, hosts[name]))
+    return room.place(count, vm_claims(told, parents, policy)) is not None
+
+
+def vm_claims(told: Size, parents: Mapping[str, Size], policy: Policy) -> dict[str, Size]:
+    """What a VM for `told` would hold on each of these hosts, by the size of its template there."""
+    return {host: vm_claim(vm_size(told, parent, policy), policy) for host, parent in parents.items()}
 
 
 def mac_of(site: str, serial: int) -> str:

@@ -16,7 +16,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from enum import StrEnum
 
-from multiverse.core.admission import admit, image_of, kind_of, need_template, plan_vms, room_of
+from multiverse.core.admission import (
+    able_hosts,
+    admit,
+    kind_of,
+    need_template,
+    parents_of,
+    plan_vms,
+    room_of,
+    template_key,
+)
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused
 from multiverse.core.lifecycle import EffectKind, Event
 from multiverse.core.model import (
@@ -36,6 +45,7 @@ from multiverse.core.model import (
     Size,
     Template,
     TemplateCondition,
+    TemplateKey,
     TemplateState,
     Vm,
     VmCondition,
@@ -44,7 +54,7 @@ from multiverse.core.model import (
     World,
 )
 from multiverse.core.pacing import Policy
-from multiverse.core.placement import vm_claim, vm_size
+from multiverse.core.placement import vm_claim, vm_claims
 from multiverse.core.rows import Change, Command, Done, Draft, Message, Move, Rows
 
 A, V, T = AttemptState, VmState, TemplateState
@@ -130,15 +140,19 @@ def _heed(draft: Draft, done: Done) -> None:
 
 
 def _obey(draft: Draft, command: Command, hosts: Mapping[str, Host], policy: Policy) -> None:
-    row = draft.template_for(command.host, command.image)
     why = "an operator asked for it"
     match command.verb:
-        case "build" if row is None or row.state is T.BROKEN:
-            need_template(draft, command.host, command.image, hosts, policy, why)
-        case "drop" if row is not None and row.state in (T.READY, T.BROKEN, T.BUILDING):
-            draft.move(Change(replace(row, state=T.RETIRING), Event.DROPPED, why))
+        case "build":
+            which = TemplateKey(command.host, command.image, command.size or policy.base, command.account or "")
+            row = draft.template_for(which)
+            if row is None or row.state is T.BROKEN:
+                need_template(draft, which, hosts, why)
+        case "drop":
+            for _, row in sorted(draft.templates.items()):
+                if _meant(command, row) and row.state in (T.READY, T.BROKEN, T.BUILDING):
+                    draft.move(Change(replace(row, state=T.RETIRING), Event.DROPPED, why))
         case "retry" if command.key is not None and (record := draft.get(command.key)) is not None:
-            _retry(draft, record, hosts, policy, why)
+            _retry(draft, record, hosts, why)
         case "fence":
             for _, vm in sorted(draft.vms.items()):
                 if vm.state is V.LOST and vm.host == command.host:
@@ -148,13 +162,21 @@ def _obey(draft: Draft, command: Command, hosts: Mapping[str, Host], policy: Pol
             pass
 
 
-def _retry(draft: Draft, row: Row, hosts: Mapping[str, Host], policy: Policy, why: str) -> None:
+def _meant(command: Command, row: Template) -> bool:
+    return (
+        (row.host, row.image) == (command.host, command.image)
+        and command.size in (None, row.size)
+        and command.account in (None, row.account)
+    )
+
+
+def _retry(draft: Draft, row: Row, hosts: Mapping[str, Host], why: str) -> None:
     if isinstance(row, Attempt) and (row.quarantined or row.not_before > draft.now):
         draft.move(Change(replace(row, quarantined="", not_before=0.0), Event.RETRIED, why))
     elif not isinstance(row, Attempt) and row.quarantined:
         draft.move(Change(replace(row, quarantined=""), Event.RETRIED, why))
     elif isinstance(row, Template) and row.state is T.BROKEN:
-        need_template(draft, row.host, row.image, hosts, policy, why)
+        need_template(draft, row.which, hosts, why)
 
 
 # --- the scheduler's word --------------------------------------------------------------------------
@@ -359,15 +381,16 @@ def _replace_vms(draft: Draft, attempt: Attempt, missing: int, world: World, pol
     if world.hypervisor is None:
         return
     hosts = world.hypervisor.value.hosts
-    able = [
-        name
-        for name, host in sorted(hosts.items())
-        if kind_of(attempt, policy).value in host.abilities
-        and (kind_of(attempt, policy) is not CloneKind.INSTANT or _template_ready(draft, name, attempt, policy))
-    ]
-    size = vm_claim(vm_size(attempt.request.size, policy), policy)
-    chosen = room_of(draft, world.hypervisor.value, policy).place(size, missing, able)
-    vms = plan_vms(draft, attempt, chosen, policy) if chosen else None
+    parents = parents_of(draft, attempt, hosts, policy)
+    able = {
+        name: parents[name]
+        for name in able_hosts(attempt, hosts, policy)
+        if kind_of(attempt, policy) is not CloneKind.INSTANT
+        or _template_ready(draft, template_key(attempt, name, parents[name], policy))
+    }
+    room = room_of(draft, world.hypervisor.value, policy)
+    chosen = room.place(missing, vm_claims(attempt.request.size, able, policy))
+    vms = plan_vms(draft, attempt, chosen, parents, policy) if chosen else None
     if vms is None:
         _give_back(draft, attempt, Event.GAVE_UP, f"{why}; no room for another VM", failed=True)
         return
@@ -378,8 +401,8 @@ def _replace_vms(draft: Draft, attempt: Attempt, missing: int, world: World, pol
     )
 
 
-def _template_ready(draft: Draft, host: str, attempt: Attempt, policy: Policy) -> bool:
-    template = draft.template_for(host, image_of(attempt, policy))
+def _template_ready(draft: Draft, which: TemplateKey) -> bool:
+    template = draft.template_for(which)
     return template is not None and template.state is T.READY
 
 
@@ -592,7 +615,7 @@ def _step_template(draft: Draft, template_id: int, world: World) -> None:
     ended = world.quiet.get(row.key)
     if world.hypervisor.began <= max(ended or 0.0, row.since) or row.host not in world.hypervisor.value.hosts:
         return
-    seen = world.hypervisor.value.templates.get((row.host, row.image))
+    seen = world.hypervisor.value.templates.get(row.which)
     ready = seen is not None and seen.condition is TemplateCondition.READY
     if row.state is T.BUILDING and ready:
         draft.move(Change(replace(row, state=T.READY, tries=0), Event.BUILT))

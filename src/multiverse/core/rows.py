@@ -13,8 +13,10 @@ from multiverse.core.model import (
     Claim,
     Key,
     Row,
+    Size,
     Stage,
     Template,
+    TemplateKey,
     Vm,
     VmState,
 )
@@ -91,14 +93,17 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What an operator asks for. Of a template: `build` or `drop` (`host`, `image`). Of a record: `retry`
-    (`key`), that its quarantine or back-off be over. Of a host out of reach: `fence` (`host`), which is the
-    operator's word that the host is off, and nothing of it runs."""
+    """What an operator asks for. Of templates (`host`, `image`): `build` one, of the base size and for all unless
+    `size` and `account` say otherwise, or `drop` all that these describe. Of a record: `retry` (`key`), that its
+    quarantine or back-off be over. Of a host out of reach: `fence` (`host`), which is the operator's word that the
+    host is off, and nothing of it runs."""
 
     verb: str
     host: str = ""
     image: str = ""
     key: Key | None = None
+    size: Size | None = None
+    account: str | None = None
 
 
 Message = Done | Command
@@ -192,8 +197,5 @@ class Draft:
     def addresses(self) -> set[str]:
         return {vm.address for vm in self.vms.values()}
 
-    def template_for(self, host: str, image: str) -> Template | None:
-        for _, template in sorted(self.templates.items()):
-            if template.host == host and template.image == image:
-                return template
-        return None
+    def template_for(self, which: TemplateKey) -> Template | None:
+        return next((template for _, template in sorted(self.templates.items()) if template.which == which), None)

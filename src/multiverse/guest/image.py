@@ -28,6 +28,9 @@ from multiverse.guest import agent, initramfs
 Flavour = Literal["slim", "stock"]
 Progress = Callable[[str], None]
 
+ABILITIES = ("fork", "plug_cpus", "plug_memory")
+"""What an image of ours can do: be forked at its agent's fork point, and take up CPUs and memory that come later."""
+
 BUILDER_VERSION = 1  # raise it when the steps below change what comes out
 DISK_MIB = 16384  # the disk as the guest sees it; sparse, so only what is written takes space
 AGENT_PATH = "/usr/lib/multiverse/agent.py"
@@ -77,7 +80,8 @@ WantedBy=multi-user.target
 
 @dataclass(frozen=True)
 class Image:
-    """An image on disk. `cmdline` is its kernel command line; `base` the key of all but the agent."""
+    """An image on disk. `cmdline` is its kernel command line; `base` the key of all but the agent. `abilities` are
+    some of ABILITIES; a manifest that does not tell means all."""
 
     name: str
     flavour: Flavour
@@ -88,6 +92,7 @@ class Image:
     release: str
     suite: str
     packages: tuple[str, ...] = ()
+    abilities: tuple[str, ...] = ABILITIES
 
     @property
     def disk(self) -> Path:
@@ -105,9 +110,7 @@ class Image:
 def load(images: Path, name: str) -> Image:
     """The image of that name. `Refused` if there is none that is whole."""
     try:
-        raw = json.loads((images / name / "image.json").read_text())
-        raw["path"], raw["packages"] = images / name, tuple(raw["packages"])
-        image = Image(**raw)
+        image = _read(images / name)
     except (OSError, ValueError, TypeError, KeyError) as error:
         known = ", ".join(i.name for i in list_images(images)) or "none"
         raise Refused(
@@ -125,11 +128,16 @@ def list_images(images: Path) -> list[Image]:
     for path in sorted(images.glob("*/image.json")):
         if not path.parent.name.startswith("."):
             try:
-                raw = json.loads(path.read_text())
-                found.append(Image(**{**raw, "path": path.parent, "packages": tuple(raw["packages"])}))
+                found.append(_read(path.parent))
             except (OSError, ValueError, TypeError, KeyError):
                 continue
     return found
+
+
+def _read(path: Path) -> Image:
+    raw = json.loads((path / "image.json").read_text())
+    abilities = tuple(raw.get("abilities", ABILITIES))
+    return Image(**{**raw, "path": path, "packages": tuple(raw["packages"]), "abilities": abilities})
 
 
 def build(

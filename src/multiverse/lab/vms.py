@@ -23,7 +23,7 @@ async def destroy_all(where: Layout) -> int:
     settings = replace(settings, qemu=replace(settings.qemu, accel="tcg"))
     count = 0
     for site in _sites(settings):
-        count += await _destroy(QemuHypervisor(settings, site), settings.host.name, settings.qemu.templates)
+        count += await _destroy(QemuHypervisor(settings, site))
     return count
 
 
@@ -38,7 +38,7 @@ def _entries(place: Path) -> list[str]:
     return [path.name for path in place.iterdir()] if place.is_dir() else []
 
 
-async def _destroy(hypervisor: QemuHypervisor, host: str, templates: Path) -> int:
+async def _destroy(hypervisor: QemuHypervisor) -> int:
     view = await hypervisor.look()
     limit = asyncio.Semaphore(_ENOUGH)
 
@@ -47,17 +47,5 @@ async def _destroy(hypervisor: QemuHypervisor, host: str, templates: Path) -> in
             await hypervisor.destroy(name, 0)
 
     await asyncio.gather(*(end(name) for name in sorted(view.vms)))
-    for image in sorted(_begun(templates)):
-        await hypervisor.drop(host, image)
+    await hypervisor.drop_all()
     return len(view.vms)
-
-
-def _begun(templates: Path) -> set[str]:
-    """Images that have a template, whatever its key, or whose making was begun: its QEMU outlives who began it."""
-    found = set()
-    for name in _entries(templates):
-        if not name.startswith("."):
-            found.add(name)
-        elif name.endswith(".lock"):
-            found.add(name[1 : -len(".lock")])
-    return found

@@ -16,6 +16,7 @@ from multiverse import __version__
 from multiverse.config import Settings
 from multiverse.controller.loop import Controller
 from multiverse.core.admission import references
+from multiverse.core.model import Size
 from multiverse.core.rows import Command, Draft
 from multiverse.ports import Clock
 from multiverse.service import identity
@@ -53,10 +54,15 @@ Examine = Callable[[], Awaitable[Mapping[str, Facts]]]
 
 
 class TemplateWish(BaseModel):
-    """Which template: of which image, on which host; empty for the only one there is."""
+    """Which templates: of which image, on which host (empty for the only one there is), of which size (memory in MiB),
+    for which account (empty: for all). What is not told is the base's, and for all, of one that is built; of those
+    that are dropped it is any, but that one of `cpus` and `memory` alone means the base's other."""
 
     image: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     host: str = Field(default="", max_length=255)
+    cpus: int | None = Field(default=None, ge=1, le=4096)
+    memory: int | None = Field(default=None, ge=1, le=1 << 30)
+    account: str | None = Field(default=None, max_length=255)
 
 
 class RepairWish(BaseModel):
@@ -182,7 +188,9 @@ def make_api(
                 row.host,
                 row.image,
                 str(row.state),
+                row.size.cpus,
                 row.size.memory,
+                row.account,
                 now - row.since,
                 references(draft, row),
                 row.reason,
@@ -204,8 +212,14 @@ def make_api(
         host = wish.host or (hosts[0] if len(hosts) == 1 else "")
         if host not in hosts:
             raise HTTPException(404, f"no such host: {wish.host or '(none named)'}; there are: {', '.join(hosts)}")
-        await _taken(Command(verb, host, wish.image))
-        return TemplateWish(image=wish.image, host=host)
+        size = None
+        if wish.cpus or wish.memory or verb == "build":
+            base = controller.policy.base
+            size = Size(wish.cpus or base.cpus, wish.memory or base.memory)
+        account = wish.account or "" if verb == "build" else wish.account
+        await _taken(Command(verb, host, wish.image, size=size, account=account))
+        told = {"cpus": size.cpus, "memory": size.memory} if size else {}
+        return wish.model_copy(update={"host": host, "account": account, **told})
 
     async def _taken(command: Command) -> None:
         """What is answered is committed, and outlives the daemon."""

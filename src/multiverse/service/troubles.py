@@ -195,7 +195,7 @@ def _templates(s: Situation, policy: Policy) -> Iterator[Trouble]:
             yield Trouble(
                 "template",
                 name_of(row.key),
-                f"the template of {row.image} on {row.host} is broken{_times(row.tries)}: {row.reason}",
+                f"{_of_template(row)} is broken{_times(row.tries)}: {row.reason}",
                 f"mend the image: multiverse image build; when a job needs it, it is tried again {again}",
                 "builds it again now",
                 version=row.version,
@@ -250,7 +250,11 @@ def _called(rows: Rows, row: Row) -> str:
         case Vm():
             return f"VM {row.name}" + "".join(f" of job {job}" for job in _jobs_of(rows, [row]))
         case Template():
-            return f"the template of {row.image} on {row.host}"
+            return _of_template(row)
+
+
+def _of_template(row: Template) -> str:
+    return f"the template of {row.image} on {row.host}" + (f" for account {row.account}" if row.account else "")
 
 
 def _names(vms: Sequence[Vm]) -> str:

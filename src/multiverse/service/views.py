@@ -63,10 +63,14 @@ class VmView:
 
 @dataclass(frozen=True, slots=True)
 class TemplateView:
+    """`account` is the one whose jobs' VMs alone are forked from it; empty: all."""
+
     host: str
     image: str
     state: str
+    cpus: int
     memory: int
+    account: str
     age: float
     references: int
     reason: str

@@ -29,6 +29,7 @@ from multiverse.core.model import (
     SchedulerView,
     Size,
     Stage,
+    TemplateKey,
     User,
     Vm,
     VmSpec,
@@ -312,11 +313,12 @@ class FaultyHypervisor:
     async def look(self) -> HypervisorView:
         return await self._call("look", "", lambda: self._inner.look())
 
-    async def prepare(self, host: str, image: str, size: Size) -> Sequence[Stage]:
-        return await self._call("prepare", f"{host}/{image}", lambda: self._inner.prepare(host, image, size))
+    async def prepare(self, template: TemplateKey) -> Sequence[Stage]:
+        what = f"{template.host}/{template.image}"
+        return await self._call("prepare", what, lambda: self._inner.prepare(template))
 
-    async def drop(self, host: str, image: str) -> None:
-        await self._call("drop", f"{host}/{image}", lambda: self._inner.drop(host, image))
+    async def drop(self, template: TemplateKey) -> None:
+        await self._call("drop", f"{template.host}/{template.image}", lambda: self._inner.drop(template))
 
     async def create(self, vm: VmSpec) -> Sequence[Stage]:
         return await self._call("create", vm.name, lambda: self._inner.create(vm))

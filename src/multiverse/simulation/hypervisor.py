@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from multiverse.core.model import HypervisorView, Identity, Size, Stage, VmSpec
+from multiverse.core.model import HypervisorView, Identity, Size, Stage, TemplateKey, VmSpec
 from multiverse.simulation.world import World
 
 
@@ -38,17 +38,17 @@ class SimulatedHypervisor:
         await self._take("reply", self._pace.look)
         return view
 
-    async def prepare(self, host: str, image: str, size: Size) -> Sequence[Stage]:
+    async def prepare(self, template: TemplateKey) -> Sequence[Stage]:
         await self._take("command", self._pace.command)
-        if not self._machines.begin_template(host, image, size):
+        if not self._machines.begin_template(template):
             return ()
         boot = await self._take("boot", self._pace.template)
-        self._machines.finish_template(host, image)
+        self._machines.finish_template(template)
         return (boot,)
 
-    async def drop(self, host: str, image: str) -> None:
+    async def drop(self, template: TemplateKey) -> None:
         await self._take("command", self._pace.command)
-        self._machines.drop_template(host, image)
+        self._machines.drop_template(template)
         await self._take("reply", self._pace.command)
 
     async def create(self, vm: VmSpec) -> Sequence[Stage]:

@@ -19,7 +19,7 @@ class Batch:
     `delay` is its `--begin`, in seconds; `after` a job id that must have ended first; `requeue` says whether
     a run that loses its node is queued again. `lingers` is how many seconds it takes to be stopped. `problem`
     makes it a job that the gate let through but that this scheme cannot serve. Of an array, `at_most` tasks
-    run at once (0: all).
+    run at once (0: all). `account` is whose templates it is to have, empty where all share them.
     """
 
     name: str = "job"
@@ -39,6 +39,7 @@ class Batch:
     lingers: float = 0.0
     problem: str = ""
     at_most: int = 0
+    account: str = ""
 
 
 @dataclass(eq=False)
@@ -72,14 +73,14 @@ class JobRecord:
 
     def shown(self, rank: int, eligible: bool, uses: Mapping[str, int]) -> Job:
         batch = self.batch
-        request = None if batch.problem else Request(batch.nodes, batch.size, batch.image, batch.kind, batch.features)
+        request = Request(batch.nodes, batch.size, batch.image, batch.kind, batch.features, batch.account)
         pending = self.state is JobState.PENDING
         return Job(
             ref=self.ref,
             name=batch.name,
             uid=batch.uid,
             state=self.state,
-            request=request,
+            request=None if batch.problem else request,
             problem=batch.problem,
             reason="BadConstraints" if self.bad else "JobHeldUser" if self.held else "" if eligible else "BeginTime",
             rank=rank,

@@ -15,6 +15,7 @@ from multiverse.core.model import (
     Identity,
     Size,
     TemplateCondition,
+    TemplateKey,
     TemplateSeen,
     VmCondition,
     VmSeen,
@@ -23,6 +24,7 @@ from multiverse.core.model import (
 from multiverse.simulation.guests import Guest
 
 ABILITIES = frozenset({"instant", "linked", "full", "plug_cpus", "plug_memory"})
+IMAGE_ABILITIES = frozenset({"fork", "plug_cpus", "plug_memory"})
 
 OVERHEAD = 32  # MiB of its own that a hypervisor's process needs beside its guest's memory
 PARKED = 18.0  # MiB that are a parked clone's alone (DESIGN 5)
@@ -31,10 +33,11 @@ FILLS = 20.0  # seconds that a VM's memory fills for; from then on it grows by a
 
 @dataclass(frozen=True)
 class Image:
-    """An image by name; one that does not boot breaks every template of it."""
+    """An image by name; one that does not boot breaks every template of it. `abilities` as in `Host.images`."""
 
     name: str
     boots: bool = True
+    abilities: frozenset[str] = IMAGE_ABILITIES
 
 
 @dataclass(eq=False)
@@ -71,10 +74,11 @@ class Machines:
         overcommit: float = 1.0,
         floor: int = 0,
     ) -> None:
-        self.hosts = {host.name: host for host in hosts}
         self.images = {image.name: image for image in images}
+        can = {image.name: image.abilities for image in images}
+        self.hosts = {host.name: replace(host, images=can) for host in hosts}
         self.vms: dict[str, Machine] = {}
-        self.templates: dict[tuple[str, str], TemplateSeen] = {}
+        self.templates: dict[TemplateKey, TemplateSeen] = {}
         self.violations: list[str] = []
         self.made: list[str] = []  # every VM that ever was begun
         self.away: set[str] = set()  # hosts that cannot be reached; what is on them goes on
@@ -83,35 +87,38 @@ class Machines:
 
     # --- templates
 
-    def begin_template(self, host: str, image: str, size: Size) -> bool:
+    def begin_template(self, which: TemplateKey) -> bool:
         """Begin to build a template; False if it is there already. `Gone`, `Refused`."""
-        self._reach(host)
-        if image not in self.images:
-            raise Refused(f"no image {image}", hint="build it first")
-        known = self.templates.get((host, image))
+        self._reach(which.host)
+        if which.image not in self.images:
+            raise Refused(f"no image {which.image}", hint="build it first")
+        known = self.templates.get(which)
         if known is not None and known.condition is TemplateCondition.READY:
             return False
-        self.templates[host, image] = TemplateSeen(image, host, image, TemplateCondition.BUILDING, size)
-        self._weigh(host)
+        self._show(which, TemplateCondition.BUILDING)
+        self._weigh(which.host)
         return True
 
-    def finish_template(self, host: str, image: str) -> None:
+    def finish_template(self, which: TemplateKey) -> None:
         """It has been frozen. `Broken` if the image does not boot, `Gone` if it was dropped meanwhile."""
-        known = self.templates.get((host, image))
-        if known is None:
-            raise Gone(f"the template of {image} on {host} was dropped while it was made")
-        boots = self.images[image].boots
-        condition = TemplateCondition.READY if boots else TemplateCondition.BROKEN
-        reason = "" if boots else "the guest never came to its fork point"
-        self.templates[host, image] = TemplateSeen(image, host, image, condition, known.size, reason)
-        self._reach(host)
-        if not boots:
-            raise Broken(f"image {image} does not boot", hint="look at its console")
+        if which not in self.templates:
+            raise Gone(f"the template of {which.image} on {which.host} was dropped while it was made")
+        if self.images[which.image].boots:
+            self._show(which, TemplateCondition.READY)
+        else:
+            self._show(which, TemplateCondition.BROKEN, "the guest never came to its fork point")
+        self._reach(which.host)
+        if not self.images[which.image].boots:
+            raise Broken(f"image {which.image} does not boot", hint="look at its console")
 
-    def drop_template(self, host: str, image: str) -> None:
-        self._reach(host)
-        self._watch(host)
-        self.templates.pop((host, image), None)
+    def drop_template(self, which: TemplateKey) -> None:
+        self._reach(which.host)
+        self._watch(which.host)
+        self.templates.pop(which, None)
+
+    def _show(self, which: TemplateKey, condition: TemplateCondition, reason: str = "") -> None:
+        host, image, size, account = which
+        self.templates[which] = TemplateSeen(image, host, image, condition, size, reason, account=account)
 
     # --- VMs
 
@@ -198,8 +205,8 @@ class Machines:
         self._watch(host)
         for name in [name for name, machine in self.vms.items() if machine.spec.host == host]:
             self._stop(self.vms.pop(name))
-        for key in [key for key in self.templates if key[0] == host]:
-            del self.templates[key]
+        for which in [which for which in self.templates if which.host == host]:
+            del self.templates[which]
 
     def _guests(self, host: str) -> list[Guest]:
         return [machine.guest for machine in self.vms.values() if machine.spec.host == host and machine.guest]
@@ -237,9 +244,9 @@ class Machines:
             if name not in self.away
         }
         templates = {
-            key: replace(seen, held=float(seen.size.memory * self.hosts[key[0]].template_copies))
-            for key, seen in sorted(self.templates.items())
-            if key[0] not in self.away
+            which: replace(seen, held=float(seen.size.memory * self.hosts[which.host].template_copies))
+            for which, seen in sorted(self.templates.items())
+            if which.host not in self.away
         }
         return HypervisorView(hosts, vms, templates)
 
@@ -261,9 +268,14 @@ class Machines:
     def _parent(self, spec: VmSpec) -> None:
         if spec.kind is not CloneKind.INSTANT:
             return  # it is made from its image
-        template = self.templates.get((spec.host, spec.image))
+        template = self.templates.get(spec.template) if spec.template else None
         if template is None or template.condition is not TemplateCondition.READY:
-            raise Gone(f"no template of {spec.image} on {spec.host}", hint="prepare it first")
+            raise Gone(f"no such template of {spec.image} on {spec.host}", hint="prepare it first")
+        can = self.images[spec.image].abilities
+        if ("plug_cpus" not in can and spec.size.cpus != template.size.cpus) or (
+            "plug_memory" not in can and spec.size.memory != template.size.memory
+        ):
+            self.violations.append(f"{spec.name} of {spec.size} cannot come from {template.image} of {template.size}")
 
     def _stop(self, machine: Machine) -> None:
         if machine.guest is not None:

@@ -12,19 +12,29 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
 from multiverse.core.errors import Gone, MultiverseError
-from multiverse.core.model import CloneKind, Host, Identity, JobRef, JobState, Membership, Size, VmSpec
+from multiverse.core.model import (
+    CloneKind,
+    Host,
+    Identity,
+    JobRef,
+    JobState,
+    Membership,
+    Size,
+    TemplateKey,
+    VmSpec,
+)
 from multiverse.simulation.cluster import LIVE, ClusterSettings
 from multiverse.simulation.guests import GuestPace, Joining
 from multiverse.simulation.hypervisor import SimulatedHypervisor
 from multiverse.simulation.jobs import Batch, JobRecord
 from multiverse.simulation.loop import run
-from multiverse.simulation.machines import Image
+from multiverse.simulation.machines import IMAGE_ABILITIES, Image
 from multiverse.simulation.scheduler import SimulatedScheduler
 from multiverse.simulation.world import World, WorldSettings
 from multiverse.trace import View, hypervisor_view, scheduler_view
@@ -159,11 +169,10 @@ class _Replay:
     def _make_templates(self) -> None:
         """Those that the first look shows were there before."""
         first = next((line for line in self.lines if line["call"] == "hypervisor.look" and _news(line)), {})
-        for where, seen in first.get("templates", {}).items():
-            host, image = where.split("/", 1)
-            self.world.machines.begin_template(host, image, Size(*seen["size"]))
+        for seen in first.get("templates", {}).values():
+            self.world.machines.begin_template(_template(seen))
             if seen["condition"] == "ready":
-                self.world.machines.finish_template(host, image)
+                self.world.machines.finish_template(_template(seen))
 
     # --- calls
 
@@ -219,9 +228,9 @@ class _Replay:
             case ["scheduler", "user"]:
                 return self.scheduler.user(line["uid"])
             case ["hypervisor", "prepare"]:
-                return self.hypervisor.prepare(line["host"], line["image"], Size(*line["size"]))
+                return self.hypervisor.prepare(_template(line))
             case ["hypervisor", "drop"]:
-                return self.hypervisor.drop(line["host"], line["image"])
+                return self.hypervisor.drop(_template(line))
             case ["hypervisor", "create"]:
                 return self.hypervisor.create(
                     VmSpec(
@@ -231,6 +240,7 @@ class _Replay:
                         CloneKind(line["kind"]),
                         Size(*line["size"]),
                         line["mac"],
+                        line["template"] and _template(line["template"]),
                     )
                 )
             case ["hypervisor", "start"]:
@@ -372,6 +382,7 @@ class _Replay:
                 image=asked["image"],
                 kind=asked["kind"] and CloneKind(asked["kind"]),
                 features=tuple(asked["features"]),
+                account=asked["account"],
             )
         record = self.world.cluster.jobs[self.world.cluster.submit(batch)]
         self.jobs[name] = job = _Job(record, seen["restarts"])
@@ -403,6 +414,10 @@ def _news(line: Line) -> View:
     return {kind: line[kind] for kind in ("hosts", "vms", "templates", "nodes", "jobs") if kind in line}
 
 
+def _template(seen: Mapping[str, Any]) -> TemplateKey:
+    return TemplateKey(seen["host"], seen["image"], Size(*seen["size"]), seen["account"])
+
+
 def _subject(line: Line) -> str:
     named = line.get("job") or line.get("vm") or line.get("node") or line.get("image") or line.get("uid")
     return " ".join(map(str, named)) if isinstance(named, list) else str(named)
@@ -413,12 +428,13 @@ def _settings(lines: list[Line]) -> WorldSettings:
     hosts = {name: seen for line in lines for name, seen in line.get("hosts", {}).items() if seen}
     images = {line["image"]: True for line in lines if "image" in line and line["result"] != "Refused"}
     for line in lines:
-        images |= {where.split("/", 1)[1]: True for where in line.get("templates", {})}
+        images |= {seen["image"]: True for seen in line.get("templates", {}).values() if seen}
+    can = {image: frozenset(able) for seen in hosts.values() for image, able in seen["images"].items()}
     broken = {line["image"] for line in lines if line["call"] == "hypervisor.prepare" and line["result"] == "Broken"}
     users = {line["uid"] for line in lines if line["call"] == "scheduler.user" and line["result"] == "ok"}
     return WorldSettings(
         hosts=tuple(Host(name, Size(*seen["capacity"]), frozenset(seen["abilities"])) for name, seen in hosts.items()),
-        images=tuple(Image(name, boots=name not in broken) for name in sorted(images)),
+        images=tuple(Image(name, name not in broken, can.get(name, IMAGE_ABILITIES)) for name in sorted(images)),
         users=tuple(sorted(users)),
         cluster=ClusterSettings(silence=ENDLESS, memory=(ENDLESS, ENDLESS), flavor=ANY_SIZE, max_nodes=1 << 20),
         guests=GuestPace(mute=1.0),

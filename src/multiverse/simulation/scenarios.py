@@ -32,7 +32,8 @@ def calm(seed: int) -> Scenario:
     chance = Random(f"{seed}/limits")
     cluster = replace(cluster, max_jobs=chance.choice((0, 0, 1, 2)), max_cpus=chance.choice((0, 0, 4)))
     pacing = PacingSettings(provisioning=rng.choice((1, 4, 16)))
-    arrivals = tuple(_arrival(rng) for _ in range(rng.randint(1, 8)))
+    tastes = Random(f"{seed}/images")
+    arrivals = tuple(_with_image(_arrival(rng), tastes) for _ in range(rng.randint(1, 8)))
     return Scenario(
         seed, arrivals, WorldSettings(hosts, cluster=cluster), Settings(pacing=pacing), hints=rng.choice((0.0, 0.9))
     )
@@ -105,6 +106,12 @@ def _arrival(rng: Random) -> Arrival:
     tasks = rng.randint(2, 5) if rng.random() < 0.2 else 0
     batch = replace(batch, at_most=tasks // 2 % 2)
     return Arrival(rng.uniform(0.5, 30.0), batch, tasks, _deeds(rng))
+
+
+def _with_image(arrival: Arrival, rng: Random) -> Arrival:
+    """Some want an image that can plug nothing, some have an account whose templates are its own."""
+    image, account = rng.choice((None, None, None, "stiff")), rng.choice(("", "", "", "physics"))
+    return replace(arrival, batch=replace(arrival.batch, image=image, account=account))
 
 
 def _deeds(rng: Random) -> tuple[Deed, ...]:

@@ -21,7 +21,11 @@ class WorldSettings:
     that many times what they declare, and are watched: their machines must keep `floor` MiB available."""
 
     hosts: tuple[Host, ...] = (Host("h1", Size(8, 8192, 65536), ABILITIES, Size(2, 4096, 65536), "tcg"),)
-    images: tuple[Image, ...] = (Image("slim"), Image("dud", boots=False))
+    images: tuple[Image, ...] = (
+        Image("slim"),
+        Image("stiff", abilities=frozenset({"fork"})),
+        Image("dud", boots=False),
+    )
     users: tuple[int, ...] = (1000, 1001)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
     guests: GuestPace = field(default_factory=GuestPace)

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from multiverse.core.model import (
     Size,
     Stage,
     TemplateCondition,
+    TemplateKey,
     TemplateSeen,
     VmCondition,
     VmSeen,
@@ -34,6 +35,7 @@ from multiverse.drivers.qemu.host import link, manifest, probe, process, templat
 from multiverse.drivers.qemu.host.machine import Accelerator, Machine, Memory, limits
 from multiverse.drivers.qemu.host.manifest import Manifest, Phase
 from multiverse.drivers.qemu.host.sealed import maps_readonly
+from multiverse.drivers.qemu.host.templates import Template
 from multiverse.drivers.qemu.host.vms import Places, Vms
 from multiverse.guest import image as images
 from multiverse.guest.image import Image
@@ -71,7 +73,7 @@ class QemuHypervisor:
         self._figures: dict[str, tuple[float, VmSeen]] = {}
         self._reasons: dict[str, str] = {}
         self._making: dict[str, Future[Sequence[Stage]]] = {}
-        self._drops: Counter[str] = Counter()  # of each image's template
+        self._drops: Counter[str] = Counter()  # of each template, by name
         self._closed = False
         self._threads = ThreadPoolExecutor(64, thread_name_prefix="qemu")
         vms.raise_file_limit()
@@ -98,15 +100,17 @@ class QemuHypervisor:
         for gone in (*(set(self._manifests) - set(seen)), *(set(self._figures) - set(seen))):
             self._manifests.pop(gone, None)  # a name never comes again
             self._figures.pop(gone, None)
-        return HypervisorView({name: self._as_host()}, seen, {(name, t.image): t for t in self._templates()})
+        known = images.list_images(self._settings.images)
+        return HypervisorView({name: self._as_host(known)}, seen, {t.which: t for t in self._templates()})
 
-    def _as_host(self) -> Host:
+    def _as_host(self, known: Iterable[Image]) -> Host:
         capacity = Size(self._host.cores, self._host.memory, self._host.disk)
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
         abilities = frozenset({"instant", "linked", "full", "plug_cpus", "plug_memory"})
         copies = 1 if self._vms.places.maps_readonly else 2  # see `sealed`
         return Host(self._host.name, capacity, abilities, Size(os.cpu_count() or 1, pages), self._accelerator.name,
-                    copies, probe.available_memory())  # fmt: skip
+                    copies, probe.available_memory(),
+                    {image.name: frozenset(image.abilities) for image in known})  # fmt: skip
 
     def _directories(self) -> list[Path]:
         """Of our VMs: wherever a part of one is left, for a create may have been cut anywhere."""
@@ -180,14 +184,17 @@ class QemuHypervisor:
 
     def _templates(self) -> list[TemplateSeen]:
         place, host = self._settings.templates, self._host.name
-        base = Size(self._settings.base_cpus, self._settings.base_memory)
-        found = [TemplateSeen(i, host, i, TemplateCondition.BUILDING, base) for i in sorted(templates.building(place))]
+        found = [
+            TemplateSeen(name, host, image, TemplateCondition.BUILDING, size, account=account)
+            for name, (image, size, account) in templates.building(place).items()
+        ]
         for path in sorted(place.glob("[!.]*/template.json")):
             template = templates.load(path.parent)
-            if template is not None and template.key == self._key(template.image, template.size):
-                held = (template.held() + self._vms.sealed.held(template.image)) / 2**20
-                found.append(TemplateSeen(f"{template.image}-{template.key}", host, template.image,
-                                          TemplateCondition.READY, template.size, held=held))  # fmt: skip
+            if template is not None and self._of_use(template):
+                name = path.parent.name
+                held = (template.held() + self._vms.sealed.held(name)) / 2**20
+                found.append(TemplateSeen(f"{name}-{template.key}", host, template.image, TemplateCondition.READY,
+                                          template.size, held=held, account=template.account))  # fmt: skip
         return found
 
     async def measure(self) -> Mapping[str, tuple[float, float, float]]:
@@ -223,25 +230,36 @@ class QemuHypervisor:
 
     # --- templates ------------------------------------------------------------------------------------
 
-    async def prepare(self, host: str, image: str, size: Size) -> Sequence[Stage]:
+    async def prepare(self, template: TemplateKey) -> Sequence[Stage]:
         """See `ports.Hypervisor`."""
-        self._check_host(host)
-        return await self._in_thread(self._prepare, image, size, self._drops[image])
+        self._check_host(template.host)
+        return await self._in_thread(self._prepare, template, self._drops[templates.name_of(template)])
 
-    def _prepare(self, name: str, size: Size, drops: int) -> Sequence[Stage]:
+    def _prepare(self, which: TemplateKey, drops: int) -> Sequence[Stage]:
         self._vms.owners.check()
-        image = images.load(self._settings.images, name)
-        return templates.prepare(self._settings.templates.absolute(), image, self._parent(image, size),
-                                 self._settings.binary, self._version, self._vms.places.run, self._vms.owners.builder,
+        place, name = self._settings.templates.absolute(), templates.name_of(which)
+        image = images.load(self._settings.images, which.image)
+        for stale in templates.drop_stale(place, self._of_use):
+            self._vms.sealed.drop(stale)
+        return templates.prepare(place, image, which.account, self._parent(image, which.size), self._settings.binary,
+                                 self._version, self._vms.places.run, self._vms.owners.builder,
                                  lambda: self._closed or self._drops[name] != drops)  # fmt: skip
 
-    async def drop(self, host: str, image: str) -> None:
+    async def drop(self, template: TemplateKey) -> None:
         """See `ports.Hypervisor`."""
-        self._check_host(host)
+        self._check_host(template.host)
+        await self._drop(templates.name_of(template))
+
+    async def drop_all(self) -> None:
+        """Remove every template of this host, those too that another life of ours, or an older one, has begun."""
+        for name in templates.names(self._settings.templates.absolute()):
+            await self._drop(name)
+
+    async def _drop(self, name: str) -> None:
         # A thread goes on when whoever waited for it is cancelled: it must not make the template after this.
-        self._drops[image] += 1
-        self._vms.sealed.drop(image)
-        await self._in_thread(templates.drop, self._settings.templates.absolute(), image)
+        self._drops[name] += 1
+        self._vms.sealed.drop(name)
+        await self._in_thread(templates.drop, self._settings.templates.absolute(), name)
 
     def _parent(self, image: Image, size: Size) -> Callable[[Path, Path], Machine]:
         def machine(disk: Path, memory: Path) -> Machine:
@@ -252,18 +270,23 @@ class QemuHypervisor:
 
         return machine
 
-    def _key(self, name: str, size: Size) -> str:
-        """The key that a template of this image would have now; empty if there is no such image."""
+    def _of_use(self, template: Template) -> bool:
+        """Is it what would be made now, of that image and size and for that account?"""
+        which = TemplateKey(self._host.name, template.image, template.size, template.account)
         try:
-            image = images.load(self._settings.images, name)
+            image = images.load(self._settings.images, template.image)
         except Refused:
-            return ""
-        return templates.key_of(image, self._parent(image, size)(Path("/"), Path("/")), self._version)
+            return False
+        key = templates.key_of(image, self._parent(image, template.size)(Path("/"), Path("/")), self._version)
+        return (template.path.name, template.key) == (templates.name_of(which), key)
 
     def _machine(
         self, name: str, image: Image, size: Size, memory: Memory, disk: Path, disk_format: str, mac: str
     ) -> Machine:
-        return Machine(name, self._accelerator, size.cpus, memory, self._limits, disk, disk_format, mac,
+        # Room for what is never plugged would cost the guest memory.
+        most = Size(self._limits.cpus if "plug_cpus" in image.abilities else size.cpus,
+                    self._limits.memory if "plug_memory" in image.abilities else memory.size)  # fmt: skip
+        return Machine(name, self._accelerator, size.cpus, memory, most, disk, disk_format, mac,
                        image.kernel, image.initrd, self._accelerator.cmdline(image.cmdline))  # fmt: skip
 
     # --- VMs ------------------------------------------------------------------------------------------
@@ -284,10 +307,11 @@ class QemuHypervisor:
         image = images.load(self._settings.images, spec.image)
         template = None
         if spec.kind is CloneKind.INSTANT:
-            template = templates.load(self._settings.templates.absolute() / spec.image)
-            if template is None or template.key != self._key(spec.image, template.size):
+            path = self._settings.templates.absolute() / templates.name_of(spec.template) if spec.template else None
+            template = templates.load(path) if path else None
+            if template is None or not self._of_use(template):
                 raise Gone(
-                    f"there is no template of image {spec.image} on {spec.host}",
+                    f"there is no such template of image {spec.image} on {spec.host}",
                     hint="it is made on demand: prepare it first",
                 )
 
@@ -322,8 +346,8 @@ class QemuHypervisor:
         template that is being made is given up, for nobody could finish it."""
         self._closed = True
         place = self._settings.templates.absolute()
-        for image in templates.building(place):
-            templates.end_builders(place, image)
+        for name in templates.building(place):
+            templates.end_builders(place, name)
         self._vms.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 

@@ -90,6 +90,7 @@ class SlurmScheduler:
             gate_feature=self._slurm.gate_feature,
             images=frozenset(self._images()),
             memory_per_cpu=default,
+            per_account=self._settings.image.per_account,
         ), conf.limits_are_kept(text)
 
     async def _reread(self, job: JobRef) -> Fresh:

@@ -66,7 +66,8 @@ MEMORY_PER_CPU = 512  # MiB, for a site that sets no DefMemPerCPU and a job that
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What parsing needs to know of the site. `memory_per_cpu` in MiB is Slurm's DefMemPerCPU."""
+    """What parsing needs to know of the site. `memory_per_cpu` in MiB is Slurm's DefMemPerCPU; `per_account` says that
+    each account has templates of its own."""
 
     site: str
     gate_partition: str
@@ -74,6 +75,7 @@ class Names:
     gate_feature: str
     images: Collection[str]
     memory_per_cpu: int = MEMORY_PER_CPU
+    per_account: bool = False
 
 
 # --- values ----------------------------------------------------------------------------------------
@@ -255,6 +257,7 @@ def _request(record: Record, own: tuple[str, ...], names: Names) -> tuple[Reques
             image=next((word for word in own if word in names.images), None),
             kind=next((CloneKind(word) for word in own if word in _KINDS), None),
             features=own,
+            account=str(record.get("account") or "") if names.per_account else "",
         ),
         "",
     )

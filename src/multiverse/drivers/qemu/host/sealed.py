@@ -25,39 +25,40 @@ def maps_readonly(version: str) -> bool:
 
 
 class Sealed:
-    """The sealed memory of each image's template, kept while the template is the same."""
+    """The sealed memory of each template, kept while the template is the same."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: dict[str, tuple[int, int]] = {}  # of an image: its memory file's inode, the descriptor
+        self._kept: dict[str, tuple[int, int]] = {}  # by name: its memory file's inode, the descriptor
 
     def open(self, template: Template) -> int:
         """A descriptor of the caller's own. `Gone` if the template has been dropped."""
+        name = template.path.name
         with self._lock:
             try:
                 with template.memory.open("rb") as file:
                     inode = os.fstat(file.fileno()).st_ino
-                    if self._kept.get(template.image, (0, 0))[0] != inode:
-                        self._let_go(template.image)
-                        self._kept[template.image] = (inode, _sealed_copy(file.fileno()))
+                    if self._kept.get(name, (0, 0))[0] != inode:
+                        self._let_go(name)
+                        self._kept[name] = (inode, _sealed_copy(file.fileno()))
             except FileNotFoundError as error:
                 raise Gone(f"the template of {template.image} is gone", hint="it is made again on demand") from error
-            return fcntl.fcntl(self._kept[template.image][1], fcntl.F_DUPFD_CLOEXEC, 3)
+            return fcntl.fcntl(self._kept[name][1], fcntl.F_DUPFD_CLOEXEC, 3)
 
-    def held(self, image: str) -> int:
+    def held(self, name: str) -> int:
         """Bytes of memory that its copy takes; 0 if there is none."""
         with self._lock:
-            kept = self._kept.get(image)
+            kept = self._kept.get(name)
             return os.fstat(kept[1]).st_blocks * 512 if kept else 0
 
-    def drop(self, image: str) -> None:
+    def drop(self, name: str) -> None:
         """Let go of it; VMs that map it keep it until they end."""
         with self._lock:
-            self._let_go(image)
+            self._let_go(name)
 
-    def _let_go(self, image: str) -> None:
-        if image in self._kept:
-            os.close(self._kept.pop(image)[1])
+    def _let_go(self, name: str) -> None:
+        if name in self._kept:
+            os.close(self._kept.pop(name)[1])
 
 
 def _sealed_copy(source: int) -> int:

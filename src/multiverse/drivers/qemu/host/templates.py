@@ -1,8 +1,9 @@
 """Templates: a VM of an image, booted to its fork point and frozen, memory and disk together.
 
-`<templates>/<image>/` holds `memory`, `state` (of the devices), `disk.qcow2` (on the image's disk),
-`overlay.qcow2` (empty, on that; copied for each clone), stubs of kernel and ramdisk, and
-`template.json`. Nothing writes to any of them again. It is made beside its place and renamed into it.
+`<templates>/<image>@<cpus>x<memory>/`, with `@` and a hash of its account where it is for one alone, holds
+`memory`, `state` (of the devices), `disk.qcow2` (on the image's disk), `overlay.qcow2` (empty, on that; copied
+for each clone), stubs of kernel and ramdisk, and `template.json`. Nothing writes to any of them again. It is made
+beside its place and renamed into it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from functools import cache
 from pathlib import Path
 
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError
-from multiverse.core.model import Size, Stage
+from multiverse.core.model import Size, Stage, TemplateKey
 from multiverse.drivers.qemu.host import machine as machine_module
 from multiverse.drivers.qemu.host import process
 from multiverse.drivers.qemu.host.machine import Machine
@@ -42,6 +43,7 @@ class Template:
     key: str
     path: Path
     size: Size
+    account: str = ""
 
     @property
     def memory(self) -> Path:
@@ -75,6 +77,12 @@ class Template:
         return replace(machine, kernel=self.kernel, initrd=self.initrd)
 
 
+def name_of(which: TemplateKey) -> str:
+    """Its directory's name. No image's name holds an `@`, and an account's may hold anything."""
+    name = f"{which.image}@{which.size.cpus}x{which.size.memory}"
+    return f"{name}@{hashlib.sha256(which.account.encode()).hexdigest()[:16]}" if which.account else name
+
+
 def key_of(image: Image, machine: Machine, version: str) -> str:
     """The key of the template that this image, machine and QEMU make; its name and places are not in it."""
     facts = [version, image.key, machine.cmdline, *machine.shape()]
@@ -92,27 +100,44 @@ def load(path: Path) -> Template | None:
     """The template in that directory, if there is a whole one."""
     try:
         raw = json.loads((path / "template.json").read_text())
-        return Template(str(raw["image"]), str(raw["key"]), path, Size(int(raw["cpus"]), int(raw["memory"])))
+        size = Size(int(raw["cpus"]), int(raw["memory"]))
+        return Template(str(raw["image"]), str(raw["key"]), path, size, str(raw["account"]))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
-def building(templates: Path) -> set[str]:
-    """Names of images whose templates are being made by a process that lives."""
+def names(templates: Path) -> list[str]:
+    """Names of all that there are, whole or not, and of those whose making was begun."""
     found = set()
-    for path in templates.glob(".*.lock"):
+    for path in templates.iterdir() if templates.is_dir() else ():
+        if not path.name.startswith("."):
+            found.add(path.name)
+        elif path.name.endswith(".lock"):
+            found.add(path.name[1 : -len(".lock")])
+    return sorted(found)
+
+
+def building(templates: Path) -> dict[str, tuple[str, Size, str]]:
+    """The templates that are being made by a process that lives, by name: of which image, size and account."""
+    found = {}
+    for path in sorted(templates.glob(".*.lock")):
         try:
             with path.open() as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            found.add(path.name[1:-5])
+            try:
+                image, cpus, memory, account = json.loads(path.read_text())
+            except (OSError, ValueError):
+                continue  # it is being removed, or not begun yet
+            found[path.name[1:-5]] = (image, Size(cpus, memory), account)
         except OSError:
             continue
     return found
 
 
-def prepare(templates: Path, image: Image, machine: Callable[[Path, Path], Machine], binary: str, version: str,
-            run: Path, owner: Owner | None, dropped: Callable[[], bool] = lambda: False) -> list[Stage]:  # fmt: skip
+def prepare(templates: Path, image: Image, account: str, machine: Callable[[Path, Path], Machine], binary: str,
+            version: str, run: Path, owner: Owner | None,
+            dropped: Callable[[], bool] = lambda: False) -> list[Stage]:  # fmt: skip
     """Make the template of an image, unless it is there. `machine` gives the VM, from its disk and memory file.
     Its QEMU runs as `owner`, in whose group one has to be to read what is made; to write to it, nobody may.
     `dropped` says whether it has been dropped since it was asked for: then nothing is made, and `Gone` raised.
@@ -121,18 +146,21 @@ def prepare(templates: Path, image: Image, machine: Callable[[Path, Path], Machi
     """
     templates.mkdir(parents=True, exist_ok=True)
     templates.chmod(0o711)
-    final = templates / image.name
-    size = machine(final, final).memory.size
-    short = hashlib.sha256(image.name.encode()).hexdigest()[:8]  # socket paths have no room for the name
-    with _locked(templates / f".{image.name}.lock"):
-        key = key_of(image, machine(final, final), version)
-        gone = Gone(f"the template of {image.name} was dropped while it was made", hint="it is made again on demand")
+    parent = machine(Path("/"), Path("/"))
+    cpus, size = parent.cpus, parent.memory.size
+    name = name_of(TemplateKey("", image.name, Size(cpus, size), account))
+    final = templates / name
+    short = hashlib.sha256(name.encode()).hexdigest()[:8]  # socket paths have no room for the name
+    with _locked(templates / f".{name}.lock") as lock:
+        key = key_of(image, parent, version)
+        gone = Gone(f"the template {name} was dropped while it was made", hint="it is made again on demand")
         if dropped():
             raise gone
         found = load(final)
         if found is not None and found.key == key:
             return []
-        _sweep(templates, image.name)
+        lock.write_text(json.dumps([image.name, cpus, size, account]))
+        _sweep(templates, name)
         # The one that is there is of no use, and what it takes may be what is missing.
         _remove(final, templates)
         free = shutil.disk_usage(templates).free >> 20
@@ -140,10 +168,10 @@ def prepare(templates: Path, image: Image, machine: Callable[[Path, Path], Machi
             raise Exhausted(
                 f"{templates} has {free} MiB free, a template takes {size + 64}", hint="drop a template nobody needs"
             )
-        work = Path(tempfile.mkdtemp(prefix=f".{image.name}.building-", dir=templates))
+        work = Path(tempfile.mkdtemp(prefix=f".{name}.building-", dir=templates))
         try:
             stages = _boot_and_freeze(work, final, image, machine, binary, run / f".t-{short}", owner, dropped)
-            facts = {"image": image.name, "key": key, "cpus": machine(final, final).cpus, "memory": size}
+            facts = {"image": image.name, "key": key, "cpus": cpus, "memory": size, "account": account}
             (work / "template.json").write_text(json.dumps(facts))
             _close(work, owner)
             if dropped():
@@ -160,15 +188,31 @@ def prepare(templates: Path, image: Image, machine: Callable[[Path, Path], Machi
     return stages
 
 
-def drop(templates: Path, image: str) -> None:
+def drop(templates: Path, name: str) -> None:
     """Remove a template and what is left of unfinished ones; one that is being made is ended, not waited for.
     VMs that map its memory keep it until they end."""
     if not templates.is_dir():
         return
-    with _locked(templates / f".{image}.lock", lambda: end_builders(templates, image)) as lock:
-        _sweep(templates, image)
-        _remove(templates / image, templates)
+    with _locked(templates / f".{name}.lock", lambda: end_builders(templates, name)) as lock:
+        _sweep(templates, name)
+        _remove(templates / name, templates)
         lock.unlink(missing_ok=True)
+
+
+def drop_stale(templates: Path, of_use: Callable[[Template], bool]) -> list[str]:
+    """Remove what no VM can be forked from any more, for its image has changed, or QEMU, or where templates lie; what
+    is being made or dropped is left alone. Their names."""
+    dropped = []
+    for name in names(templates):
+        found = load(templates / name)
+        if not (templates / name).exists() or (found is not None and of_use(found)):
+            continue
+        with (templates / f".{name}.lock").open("a") as file:
+            if _taken(file.fileno()):
+                _remove(templates / name, templates)
+                Path(file.name).unlink(missing_ok=True)
+                dropped.append(name)
+    return dropped
 
 
 def make_overlay(path: Path, backing: Path, backing_format: str) -> None:
@@ -279,15 +323,15 @@ def _remove(path: Path, templates: Path) -> None:
         shutil.rmtree(away)
 
 
-def _sweep(templates: Path, image: str) -> None:
-    end_builders(templates, image)  # the QEMU of one that was killed goes on without it
-    for rubbish in [*templates.glob(f".{image}.building-*"), *templates.glob(f".{image}.dropped-*")]:
+def _sweep(templates: Path, name: str) -> None:
+    end_builders(templates, name)  # the QEMU of one that was killed goes on without it
+    for rubbish in [*templates.glob(f".{name}.building-*"), *templates.glob(f".{name}.dropped-*")]:
         shutil.rmtree(rubbish, ignore_errors=True)
 
 
-def end_builders(templates: Path, image: str) -> None:
-    """End the QEMUs that make this image's template: they hold its memory file by its name."""
-    for work in templates.glob(f".{image}.building-*"):
+def end_builders(templates: Path, name: str) -> None:
+    """End the QEMUs that make this template: they hold its memory file by its name."""
+    for work in templates.glob(f".{name}.building-*"):
         for pid, started in process.with_part(f"mem-path={work / 'memory'}"):
             process.end(pid, started)
 
@@ -304,7 +348,7 @@ def _taken(descriptor: int) -> bool:
 def _locked(path: Path, hurry: Callable[[], None] | None = None) -> Iterator[Path]:
     """Hold a template's lock. `hurry` is done, again and again, to whoever holds it."""
     while True:
-        with path.open("w") as file:
+        with path.open("a") as file:  # what its holder wrote stays
             while hurry is not None and not _taken(file.fileno()):
                 hurry()
                 time.sleep(0.02)

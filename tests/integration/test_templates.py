@@ -1,0 +1,70 @@
+"""Templates by size and by account: jobs of an image that can plug nothing, and accounts that share no template."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from multiverse.client import Client
+from multiverse.lab.parts import CONTROLLER, Lab
+from multiverse.lab.plan import load
+from tests.integration.conftest import LabUnderTest
+from tests.integration.images import stiff
+from tests.integration.watch import accounted, ended, nothing_left, until, written
+
+pytestmark = pytest.mark.integration
+
+
+def dropped(client: Client, image: str, account: str | None = None) -> None:
+    client.template("drop", image, account=account)
+    those = {"image": image} | ({"account": account} if account else {})
+    until("they are dropped", lambda: not [row for row in client.templates() if those.items() <= row.items()])
+
+
+def test_jobs_of_an_image_that_can_plug_nothing_get_their_size_and_share_templates(
+    lab: LabUnderTest, client: Client, controller: Callable[[], int]
+) -> None:
+    stiff()
+    controller()  # Slurm learns of the image
+    out = lab.user.home / "stiff.out"
+    facts = "nproc; awk '/MemTotal/{print int($2/1024)}' /proc/meminfo; cat /sys/devices/system/cpu/possible"
+    job = lab.sbatch(facts, "--constraint=stiff", "-n2", "--mem=600", f"--output={out}")
+    row = ended(client, job, "done")
+    cpus, memory, possible = written(out).split()
+    assert (cpus, possible) == ("2", "0-1") and int(memory) >= 600, "all is there from the start, and no room for more"
+    assert accounted(lab, job) == ("COMPLETED", "0:0")
+
+    close = lab.sbatch("true", "--constraint=stiff", "-n1", "--mem=500", "--output=/dev/null")
+    (vm,) = ended(client, close, "done")["vms"]
+    assert accounted(lab, close) == ("COMPLETED", "0:0") and vm not in row["vms"]
+    (one,) = [row for row in client.templates() if row["image"] == "stiff"]
+    assert (one["state"], one["cpus"], one["memory"]) == ("ready", 2, 1024), "the close one served both"
+    dropped(client, "stiff")
+    nothing_left(lab, client)
+
+
+@pytest.mark.slow
+def test_each_account_has_templates_of_its_own(
+    lab: LabUnderTest, client: Client, controller: Callable[[], int]
+) -> None:
+    controller()
+    told = lab.where.settings.read_text()
+    lab.where.settings.write_text(told.replace("[image]\n", "[image]\nper_account = true\n"))
+    plan = load(lab.where)
+    assert plan is not None
+    asyncio.run(CONTROLLER.ensure(Lab(lab.where, plan)))
+    accounts = ("physics", "../../etc")
+    try:
+        jobs = [lab.sbatch("true", f"--account={account}", "--output=/dev/null") for account in accounts]
+        for job in jobs:
+            ended(client, job, "done")
+        ready = {row["account"] for row in client.templates() if row["state"] == "ready"}
+        assert ready.issuperset(accounts)
+        assert not [path for path in lab.settings.qemu.templates.rglob("*") if "etc" in path.name]
+        for account in accounts:
+            dropped(client, "slim", account)
+    finally:
+        controller()  # with the settings as they were
+    nothing_left(lab, client)
