@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import filecmp
 import os
 import shutil
 import signal
@@ -34,7 +33,7 @@ from multiverse.core.model import (
     VmSpec,
 )
 from multiverse.drivers.qemu.driver import QemuHypervisor
-from multiverse.drivers.qemu.host import copies, manifest
+from multiverse.drivers.qemu.host import manifest
 from tests.integration.images import IMAGES, slim
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="taps and images need root")]
@@ -208,37 +207,6 @@ async def test_a_clone_that_boots_becomes_someone_too(lab: Lab, kind: CloneKind)
     assert audit["cpus"] == 2 and audit["machine_id"] == lab.identity(spec).machine_id
     await lab.hypervisor.destroy(spec.name, 2.0)
     assert lab.remains(spec.name) == []
-
-
-@pytest.fixture
-def reflinks(tmp_path: Path) -> Iterator[Path]:
-    """A file system that can share blocks between files."""
-    if not Path("/dev/loop-control").exists() or "btrfs" not in Path("/proc/filesystems").read_text():
-        pytest.skip("this kernel mounts no file system that shares blocks")
-    image, place = tmp_path / "btrfs", tmp_path / "mounted"
-    with image.open("wb") as file:
-        file.truncate(256 << 20)
-    place.mkdir()
-    subprocess.run(["mkfs.btrfs", "-q", str(image)], check=True)
-    subprocess.run(["mount", "-o", "loop", str(image), str(place)], check=True)
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", str(place)], check=True)
-
-
-def test_a_full_clones_disk_shares_its_blocks_where_it_can(reflinks: Path) -> None:
-    disk, copy = reflinks / "disk.raw", reflinks / "copy.raw"
-    disk.write_bytes(os.urandom(32 << 20))
-    os.sync()
-    before = shutil.disk_usage(reflinks).used
-    assert copies.copy(disk, copy) == "reflink"
-    os.sync()
-    assert shutil.disk_usage(reflinks).used - before < 4 << 20
-    assert filecmp.cmp(disk, copy, shallow=False)
-    with copy.open("r+b") as file:
-        file.write(b"mine")
-    assert disk.read_bytes()[:4] != b"mine" == copy.read_bytes()[:4]
 
 
 async def test_a_killed_vm_is_dead_until_it_is_destroyed(lab: Lab) -> None:
