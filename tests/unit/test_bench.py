@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-import pytest
+import re
+import socket
+from statistics import fmean
+from typing import Any
 
-from multiverse.bench.latency import KINDS, Samples, _stages, result
-from multiverse.bench.stats import percentile, summary
-from multiverse.cli.bench import _chosen
-from multiverse.core.errors import Refused
+import pytest
+from typer.testing import CliRunner
+
+from multiverse.bench import burst as bursts
+from multiverse.bench.arrivals import Arrivals
+from multiverse.bench.density import busy, overcommit
+from multiverse.bench.latency import KINDS, Samples, _stages, plugging, result
+from multiverse.bench.stats import excess, percentile, ratio, summary
+from multiverse.cli.bench import kinds_of
+from multiverse.cli.main import app
+from multiverse.core.errors import Broken, Refused
 
 
 def test_percentiles_lie_between_neighbours() -> None:
@@ -40,7 +50,120 @@ def test_the_first_byte_is_the_sum_of_the_stages_up_to_it() -> None:
 
 
 def test_kinds_are_chosen_by_name() -> None:
-    assert [kind.name for kind in _chosen("instant, bare_metal")] == ["instant", "bare_metal"]
-    assert len(KINDS) == 4
+    assert [kind.name for kind in kinds_of("instant, bare_metal", KINDS)] == ["instant", "bare_metal"]
+    assert [kind.name for kind in kinds_of(",".join(kind.name for kind in KINDS), KINDS)] == [k.name for k in KINDS]
     with pytest.raises(Refused, match="no such kind: fast"):
-        _chosen("fast")
+        kinds_of("fast", KINDS)
+
+
+# --- comparisons -----------------------------------------------------------------------------------
+
+
+def test_a_ratio_lies_within_its_bounds_and_is_the_same_each_time() -> None:
+    slow, fast = [30.0, 31.0, 32.0, 90.0], [2.0, 2.1, 1.9, 2.0]
+    by_medians, by_means = ratio(slow, fast), ratio(slow, fast, fmean)
+    assert by_medians is not None and by_means is not None and by_medians == ratio(slow, fast)
+    assert by_medians.value == pytest.approx(31.5 / 2.0) and by_means.value == pytest.approx(45.75 / 2.0)
+    for one in (by_medians, by_means):
+        assert one.low < one.value < one.high
+    assert ratio(slow, slow) is not None and ratio([], fast) is None and ratio(slow, []) is None
+
+
+def test_an_excess_is_of_medians_and_may_be_nothing() -> None:
+    found = excess([0.15, 0.16, 0.17], [0.10, 0.11, 0.12])
+    assert found is not None and found.value == pytest.approx(0.05) and found.low <= found.value <= found.high
+    same = excess([1.0, 2.0, 3.0], [1.0, 2.0, 3.0])
+    assert same is not None and same.low < 0.0 < same.high
+    assert excess([], [1.0]) is None
+
+
+def test_plugging_is_what_a_larger_clone_takes_beyond_a_small_one() -> None:
+    small, large = Samples(node_idle=[1.0], first_byte=[0.1]), Samples(node_idle=[1.25], first_byte=[0.125])
+    small.stages["join.plug"], large.stages["join.plug"] = [0.0], [0.03]
+    found = plugging({"instant": small, "plugged": large})
+    assert {name: one and one.value for name, one in found.items()} == {
+        "plug": pytest.approx(0.03), "first_byte": pytest.approx(0.025), "node_idle": pytest.approx(0.25),
+    }  # fmt: skip
+    assert plugging({"instant": small}) == {}
+
+
+# --- bursts ----------------------------------------------------------------------------------------
+
+
+def story(job: str, clone: float, join: float, state: str = "done") -> dict[str, Any]:
+    phases = [
+        {"name": "queued", "seconds": 7.0, "stages": []},
+        {"name": "clone", "seconds": clone, "stages": [["overlay", 0.002]]},
+        {"name": "join", "seconds": join, "stages": []},
+        {"name": "run", "seconds": 100.0, "stages": []},
+    ]
+    return {"job_id": job, "state": state, "phases": phases}
+
+
+def test_provisioning_is_from_the_claim_to_the_node_of_the_attempt_that_ran() -> None:
+    samples = bursts.Samples(submit_to_start=[9.0, 10.0], all_ran=10.0)
+    bursts.tell(samples, [story("5_1", 1.0, 1.0), story("5_2", 9.0, 9.0, "requeued"), story("5_2", 2.0, 2.0)], 2)
+    found = bursts.result(samples)
+    assert samples.provisioning == [2.0, 4.0] and found.again == 1
+    assert found.provisioning is not None and found.provisioning.mean == 3.0
+    assert found.stages["clone.overlay"] == 0.002 and "run" not in found.stages
+
+
+def test_a_job_without_an_attempt_that_ran_ends_the_benchmark() -> None:
+    with pytest.raises(Broken, match="1 attempts ran 2 jobs"):
+        bursts.tell(bursts.Samples(), [story("5_1", 1.0, 1.0), story("5_2", 1.0, 1.0, "failed")], 2)
+
+
+def test_each_kind_stands_beside_the_instant_one() -> None:
+    full, instant = bursts.Samples([30.0] * 5, [60.0] * 5), bursts.Samples([2.0] * 5, [6.0] * 5)
+    (one,) = bursts.ratios({"full_stock": full, "instant": instant})
+    assert (one.over, one.under) == ("full_stock", "instant")
+    assert [e and e.value for e in (one.means, one.medians, one.submit_to_start)] == [15.0, 15.0, 10.0]
+    assert bursts.ratios({"full_stock": full}) == []
+
+
+def say(script: str, word: str) -> socket.socket:
+    """What a job's script does: connect, and say who it is."""
+    match = re.search(r"/dev/tcp/([\d.]+)/(\d+)", script)
+    assert match is not None
+    one = socket.create_connection((match[1], int(match[2])))
+    one.sendall(f"{word}\n".encode())
+    return one
+
+
+def test_arrivals_are_stamped_as_they_come_and_held_until_the_end() -> None:
+    arrivals = Arrivals("127.0.0.1", hold=True)
+    with say(arrivals.script, "5_2") as second, say(arrivals.script, "5_1") as first:
+        try:
+            assert arrivals.wait(["5_1", "5_2"], 30.0, lambda: True) == []
+            assert set(arrivals.at) == {"5_1", "5_2"}
+            assert arrivals.wait(["5_1", "5_3"], 0.01, lambda: True) == ["5_3"]
+            with pytest.raises(Broken, match="the lab went down while 1 jobs"):
+                arrivals.wait(["5_3"], 30.0, lambda: False)
+        finally:
+            arrivals.close()
+        assert first.recv(1) == second.recv(1) == b"", "they are let go"
+
+
+# --- density ---------------------------------------------------------------------------------------
+
+
+def test_a_cpu_is_busy_unless_it_idles_or_waits_for_a_disk() -> None:
+    before = (100, 0, 50, 1000, 10, 0, 0, 0)
+    assert busy(before, (130, 0, 60, 1050, 20, 0, 0, 0)) == pytest.approx(0.4)
+    assert busy(before, (100, 0, 50, 1200, 10, 0, 0, 0)) == 0.0
+
+
+def test_so_much_is_over_committed_as_so_many_vms_claim() -> None:
+    assert overcommit(10, 288, 16384) == 1.0
+    for vms in (57, 100, 200):
+        times = overcommit(vms, 288, 16384)
+        assert times * 16384 >= (vms + 4) * 288 > (times - 0.2) * 16384
+
+
+def test_what_cannot_be_asked_for_is_refused_before_a_lab_starts() -> None:
+    for words in (["burst", "0"], ["burst", "--every", "0"], ["density", "--most", "0"], ["burst", "many"]):
+        assert CliRunner().invoke(app, ["bench", *words]).exit_code == 2
+    with pytest.raises(Refused, match="no such kind: fast") as caught:
+        CliRunner().invoke(app, ["bench", "burst", "3", "--kinds", "fast"], catch_exceptions=False)
+    assert caught.value.hint

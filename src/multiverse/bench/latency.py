@@ -13,11 +13,11 @@ import random
 import select
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from multiverse.bench.stats import Summary, percentile, summary
+from multiverse.bench.stats import Estimate, Summary, excess, percentile, summary
 from multiverse.client import Client
 from multiverse.core.errors import Broken
 from multiverse.lab.session import Session
@@ -42,6 +42,7 @@ class Kind:
 
 KINDS = (
     Kind("instant", ("--constraint=slim&instant",)),
+    Kind("plugged", ("--constraint=slim&instant", "--cpus-per-task=2", "--mem=1G")),
     Kind("full_same", ("--constraint=slim&full",)),
     Kind("full_stock", ("--constraint=stock&full",)),
     Kind("bare_metal", ("--partition=bare",), vm=False),
@@ -211,6 +212,19 @@ def result(samples: Samples) -> Result:
         uss_mib=_median(samples.uss_mib),
         pss_mib=_median(samples.pss_mib),
     )
+
+
+def plugging(found: Mapping[str, Samples]) -> dict[str, Estimate | None]:
+    """What it adds to plug a second CPU and memory into a clone, in seconds: to the stage of that name, up to the
+    agent's first byte, up to an idle node. Nothing unless both were measured."""
+    if "plugged" not in found or "instant" not in found:
+        return {}
+    more, less = found["plugged"], found["instant"]
+    return {
+        "plug": excess(more.stages.get("join.plug", ()), less.stages.get("join.plug", ())),
+        "first_byte": excess(more.first_byte, less.first_byte),
+        "node_idle": excess(more.node_idle, less.node_idle),
+    }
 
 
 def _median(samples: Sequence[float]) -> float | None:

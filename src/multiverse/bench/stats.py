@@ -1,10 +1,13 @@
-"""Summaries of samples: median, 95th percentile and maximum, and a bootstrap interval of the median."""
+"""Summaries of samples, and comparisons of two: each with an interval by the bootstrap, 95 % wide, 1,000 resamples."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
+
+RESAMPLES = 1000
 
 
 def percentile(samples: Sequence[float], share: float) -> float:
@@ -17,11 +20,16 @@ def percentile(samples: Sequence[float], share: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
+def median(samples: Sequence[float]) -> float:
+    return percentile(samples, 0.5)
+
+
 @dataclass(frozen=True, slots=True)
 class Summary:
     """Of `n` samples, in their own unit. `low` and `high` bound the median with 95 % confidence."""
 
     n: int
+    mean: float
     p50: float
     p95: float
     max: float
@@ -30,16 +38,53 @@ class Summary:
 
 
 def summary(samples: Sequence[float], seed: int = 1) -> Summary | None:
-    """A summary, or None of nothing. The interval is the percentile bootstrap of the median, 1,000 resamples."""
+    """A summary, or None of nothing. The interval is the percentile bootstrap of the median."""
     if not samples:
         return None
     chance = random.Random(seed)
-    medians = [percentile(chance.choices(samples, k=len(samples)), 0.5) for _ in range(1000)]
+    medians = [median(chance.choices(samples, k=len(samples))) for _ in range(RESAMPLES)]
     return Summary(
         n=len(samples),
+        mean=fmean(samples),
         p50=percentile(samples, 0.5),
         p95=percentile(samples, 0.95),
         max=max(samples),
         low=percentile(medians, 0.025),
         high=percentile(medians, 0.975),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A figure made of two sets of samples, and its bounds with 95 % confidence."""
+
+    value: float
+    low: float
+    high: float
+
+
+Figure = Callable[[Sequence[float]], float]
+
+
+def ratio(over: Sequence[float], under: Sequence[float], of: Figure = median, seed: int = 1) -> Estimate | None:
+    """How many times `over` is `under`, by their medians, or means; None unless there is something of both."""
+    return _compared(over, under, lambda a, b: of(a) / of(b), seed)
+
+
+def excess(more: Sequence[float], less: Sequence[float], seed: int = 1) -> Estimate | None:
+    """By how much the median of `more` exceeds that of `less`; None unless there is something of both."""
+    return _compared(more, less, lambda a, b: median(a) - median(b), seed)
+
+
+def _compared(
+    one: Sequence[float],
+    other: Sequence[float],
+    figure: Callable[[Sequence[float], Sequence[float]], float],
+    seed: int,
+) -> Estimate | None:
+    """Both are drawn again, each from its own."""
+    if not one or not other:
+        return None
+    chance = random.Random(seed)
+    drawn = [figure(chance.choices(one, k=len(one)), chance.choices(other, k=len(other))) for _ in range(RESAMPLES)]
+    return Estimate(figure(one, other), percentile(drawn, 0.025), percentile(drawn, 0.975))

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from multiverse.bench import baremetal, latency
-from multiverse.bench.stats import Summary
+from multiverse.bench.stats import Estimate, Summary
 from multiverse.cli import render
 from multiverse.cli.render import console
 from multiverse.client import Client
@@ -19,15 +19,16 @@ from multiverse.core.errors import Refused
 from multiverse.guest import image
 from multiverse.lab.baremetal import baremetal as bare_slurmd
 from multiverse.lab.layout import layout
+from multiverse.lab.lifecycle import Progress
 from multiverse.lab.plan import Wishes
 from multiverse.lab.session import Session, session
 
 app = typer.Typer(help="Measurements, with their baseline in the same run.", no_args_is_help=True)
 
-
-@app.callback()
-def callback() -> None:
-    """Keeps `latency` a verb of its own while it is the only one."""
+DIRECTORY, IMAGES = Path("/var/lib/multiverse/bench"), Path("/var/lib/multiverse/images")
+Dir = Annotated[Path, typer.Option("--dir", help="Where the lab is kept.")]
+Images = Annotated[Path, typer.Option("--images", help="Where images are kept.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command("latency")
@@ -35,21 +36,13 @@ def latency_(
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Jobs of each kind.")] = 30,
     seed: Annotated[int, typer.Option(help="Of the gaps and of the order.")] = 1,
     kinds: Annotated[str, typer.Option(help="Which kinds, with commas.")] = ",".join(k.name for k in latency.KINDS),
-    directory: Annotated[Path, typer.Option("--dir", help="Where the lab is kept.")] = Path(
-        "/var/lib/multiverse/bench"
-    ),
-    images: Annotated[Path, typer.Option("--images", help="Where images are kept.")] = Path(
-        "/var/lib/multiverse/images"
-    ),
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    directory: Dir = DIRECTORY,
+    images: Images = IMAGES,
+    json: Json = False,
 ) -> None:
     """From `sbatch` to the script's first instruction: instant clones, full boots, bare metal."""
-    chosen = _chosen(kinds)
-    for name in ("slim", "stock"):
-        if any(f"{name}&" in option for kind in chosen for option in kind.options):
-            image.build(
-                name, name, images, progress=lambda line: None if json else console.print(f"  {line}", style="dim")
-            )
+    chosen = kinds_of(kinds, latency.KINDS)
+    build_images(chosen, images, json)
     found = asyncio.run(_latency(directory, images, jobs, seed, chosen, json))
     if json:
         render.as_json(found)
@@ -57,16 +50,28 @@ def latency_(
         _print(found)
 
 
-def _say(line: str) -> None:
-    console.print(f"  {line}", style="dim", markup=False)
+def build_images(kinds: Sequence[latency.Kind], images: Path, silent: bool) -> None:
+    """Those that these kinds ask for, unless they are there."""
+    for name in ("slim", "stock"):
+        if any(f"{name}&" in option for kind in kinds for option in kind.options):
+            image.build(
+                name, name, images, progress=lambda line: None if silent else console.print(f"  {line}", style="dim")
+            )
 
 
-def _silent(_line: str) -> None:
-    pass
+def part(silent: bool) -> Progress:
+    """Tells of the lab's parts as they come up."""
+
+    def say(name: str, word: str, seconds: float) -> None:
+        if not silent:
+            console.print(f"[green]✓[/] {name} {word} [dim]{render.duration(seconds)}[/]")
+
+    return say
 
 
-def _chosen(kinds: str) -> list[latency.Kind]:
-    known = {kind.name: kind for kind in latency.KINDS}
+def kinds_of(kinds: str, among: Sequence[latency.Kind]) -> list[latency.Kind]:
+    """By their names, with commas between. `Refused` names those that there are."""
+    known = {kind.name: kind for kind in among}
     names = [name.strip() for name in kinds.split(",") if name.strip()]
     if wrong := [name for name in names if name not in known]:
         raise Refused(f"no such kind: {', '.join(wrong)}", hint=f"there are: {', '.join(known)}")
@@ -76,16 +81,12 @@ def _chosen(kinds: str) -> list[latency.Kind]:
 async def _latency(
     directory: Path, images: Path, jobs: int, seed: int, kinds: Sequence[latency.Kind], json: bool
 ) -> dict[str, Any]:
-    def part(name: str, word: str, seconds: float) -> None:
-        if not json:
-            console.print(f"[green]✓[/] {name} {word} [dim]{render.duration(seconds)}[/]")
-
     def progress(kind: str, number: int, of: int, seconds: float) -> None:
         if not json:
             console.print(f"  {number:>4} of {of}  {kind:<12}{render.duration(seconds):>9}", markup=False)
 
-    wishes = Wishes(cores=8, memory=16384, image="slim", images=images)
-    async with session(layout(directory), wishes, part) as lab, bare_slurmd(lab.lab):
+    wishes = Wishes(cores=8, memory=16384, image="slim", images=images, settings={})
+    async with session(layout(directory), wishes, part(json)) as lab, bare_slurmd(lab.lab):
         with Client(lab.settings.socket) as client:
             await asyncio.to_thread(_warm, lab, client, kinds)
             samples = await asyncio.to_thread(latency.run, lab, client, jobs, seed, kinds, baremetal.cost, progress)
@@ -99,6 +100,7 @@ async def _latency(
         "note": "every kind goes through Slurm from submission to end; cpu_s and memory are taken at the script's "
         "first instruction",
         "kinds": {name: asdict(latency.result(one)) for name, one in samples.items()},
+        "plugging": {name: one and asdict(one) for name, one in latency.plugging(samples).items()},
     }
 
 
@@ -137,6 +139,12 @@ def _print(found: dict[str, Any]) -> None:
                           f"→ node idle {_figure(_p50(one['node_idle']), 's', 2)} (medians)", markup=False)  # fmt: skip
             stages = " · ".join(f"{stage} {seconds * 1000:.0f}" for stage, seconds in one["stages"].items())
             console.print(f"  ms: {stages}", style="dim", markup=False)
+    if adds := {name: Estimate(**one) for name, one in found["plugging"].items() if one}:
+        told = ", ".join(
+            f"{name} {one.value * 1000:+.0f} ms ({one.low * 1000:+.0f} to {one.high * 1000:+.0f})"
+            for name, one in adds.items()
+        )
+        console.print(f"plugging a CPU and memory adds, medians with 95 %: {told}", markup=False)
     bare = found["kinds"].get("bare_metal")
     if bare:
         base = bare["submit_to_start"]["p50"]

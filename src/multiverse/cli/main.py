@@ -11,8 +11,10 @@ import typer
 from multiverse.cli import (
     audit,
     bench,
+    burst,
     daemon,
     demo,
+    density,
     hosts,
     image,
     jobs,
@@ -47,6 +49,8 @@ app.add_typer(template.app, name="template")
 app.add_typer(image.app, name="image")
 app.command("daemon")(daemon.daemon)
 app.add_typer(lab.app, name="lab")
+bench.app.command("burst")(burst.burst)
+bench.app.command("density")(density.density)
 app.add_typer(bench.app, name="bench")
 app.add_typer(simulate.app, name="simulate")
 app.command("demo")(demo.demo)

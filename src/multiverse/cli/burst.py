@@ -1,0 +1,124 @@
+"""`multiverse bench burst`: many jobs at once, or one each few seconds, of every kind of clone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from multiverse.bench import burst as bursts
+from multiverse.bench.latency import Kind
+from multiverse.bench.stats import Estimate, Summary
+from multiverse.cli import render
+from multiverse.cli.bench import DIRECTORY, IMAGES, Dir, Images, Json, build_images, kinds_of, part
+from multiverse.cli.render import console
+from multiverse.client import Client
+from multiverse.lab.layout import layout
+from multiverse.lab.plan import Wishes
+from multiverse.lab.session import session
+
+ALL = ",".join(kind.name for kind in bursts.KINDS)
+PATIENT = 900.0  # seconds for a node to register: on few CPUs full boots at once are slow, and that is to be measured
+
+
+def burst(
+    jobs: Annotated[int, typer.Argument(min=1, help="Jobs of each kind.")] = 50,
+    every: Annotated[
+        float | None, typer.Option(min=0.1, help="Submit one each so many seconds, not all at once.")
+    ] = None,
+    kinds: Annotated[str, typer.Option(help="Which kinds, with commas.")] = ALL,
+    provisioning: Annotated[int, typer.Option(min=1, help="VMs between claim and node at the same time.")] = 4,
+    directory: Dir = DIRECTORY,
+    images: Images = IMAGES,
+    json: Json = False,
+) -> None:
+    """Provisioning and first instruction of many jobs, and how many times faster instant clones are than full ones."""
+    chosen = kinds_of(kinds, bursts.KINDS)
+    build_images(chosen, images, json)
+    found = asyncio.run(_burst(directory, images, jobs, every, chosen, provisioning, json))
+    if json:
+        render.as_json(found)
+    else:
+        _print(found)
+
+
+async def _burst(
+    directory: Path, images: Path, jobs: int, every: float | None, kinds: Sequence[Kind], provisioning: int, json: bool
+) -> dict[str, Any]:
+    def progress(kind: str, number: int, of: int, seconds: float) -> None:
+        if not json:
+            console.print(f"  {number:>4} of {of}  {kind:<12}{render.duration(seconds):>9}", markup=False)
+
+    pacing = {"provisioning": provisioning, "spawn_timeout": PATIENT}
+    wishes = Wishes(max(8, min(jobs, 50)), 16384, image="slim", images=images, settings={"pacing": pacing})
+    async with session(layout(directory), wishes, part(json)) as lab:
+        with Client(lab.settings.socket) as client:
+            # The template is made, and the page cache is warm for all.
+            await asyncio.to_thread(bursts.run, lab, client, 1, None, kinds, lambda *_: None)
+            samples = await asyncio.to_thread(bursts.run, lab, client, jobs, every, kinds, progress)
+            host = client.hosts()[0]
+    return {
+        "jobs": jobs,
+        "every": every,
+        "provisioning_at_once": provisioning,
+        "accelerator": host["accelerator"],
+        "machine": host["machine"],
+        "declared": host["declared"],
+        "note": "provisioning is from the claim to a node that can run the job; a burst is one array",
+        "kinds": {name: asdict(bursts.result(one)) for name, one in samples.items()},
+        "ratios": [asdict(one) for one in bursts.ratios(samples)],
+        "paper": bursts.PAPER["burst" if every is None else "steady"],
+    }
+
+
+def _print(found: Mapping[str, Any]) -> None:
+    machine = found["machine"] or {}
+    how = "at once" if found["every"] is None else f"one each {found['every']:g} s"
+    console.print(
+        f"\n{found['jobs']} jobs of each kind, {how}, kind after kind; at most {found['provisioning_at_once']} VMs "
+        f"being made; guests run on {found['accelerator']}; this machine has {machine.get('cpus')} CPUs. "
+        f"{found['note']}.\n",
+        markup=False,
+    )
+    table = render.table(
+        "KIND", "PROVISIONING mean", "p50", "95 % OF p50", "p95", "SUBMIT → START mean", "p95", "ALL RAN", "AGAIN",
+        right=("PROVISIONING mean", "p50", "p95", "SUBMIT → START mean", "ALL RAN", "AGAIN"),
+    )  # fmt: skip
+    for name, one in found["kinds"].items():
+        made, start = Summary(**one["provisioning"]), Summary(**one["submit_to_start"])
+        table.add_row(
+            name,
+            f"{made.mean:.2f} s",
+            f"{made.p50:.2f} s",
+            f"{made.low:.2f}–{made.high:.2f}",
+            f"{made.p95:.2f} s",
+            f"{start.mean:.1f} s",
+            f"{start.p95:.1f} s",
+            f"{one['all_ran']:.1f} s",
+            str(one["again"]),
+        )
+    console.print(table)
+    for name, one in found["kinds"].items():
+        stages = " · ".join(f"{stage} {seconds * 1000:.0f}" for stage, seconds in one["stages"].items())
+        console.print(f"{name}, ms: {stages}", style="dim", markup=False)
+    for one in found["ratios"]:
+        console.print(
+            f"{one['over']} ÷ {one['under']}: provisioning {times(one['means'])} of means, {times(one['medians'])} of "
+            f"medians; submit → start {times(one['submit_to_start'])} of means",
+            markup=False,
+        )
+    paper = found["paper"]
+    console.print(
+        f"the paper, on vSphere: full {paper['full']:g} s, instant {paper['instant']:g} s, {paper['ratio']:g}×",
+        style="dim",
+        markup=False,
+    )
+
+
+def times(found: Mapping[str, float]) -> str:
+    one = Estimate(**found)
+    return f"{one.value:.1f}× ({one.low:.1f}–{one.high:.1f})"

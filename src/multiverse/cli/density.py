@@ -1,0 +1,107 @@
+"""`multiverse bench density`: how many VMs with a running job each a host holds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from multiverse.bench import density as densities
+from multiverse.bench.density import Step
+from multiverse.bench.latency import Kind
+from multiverse.cli import render
+from multiverse.cli.bench import DIRECTORY, IMAGES, Dir, Images, Json, build_images, part
+from multiverse.cli.render import console
+from multiverse.client import Client
+from multiverse.lab.layout import layout
+from multiverse.lab.plan import Wishes
+from multiverse.lab.session import session
+
+CLAIM = 288  # MiB that a VM of the smallest size claims, with its QEMU
+OURS = 2048  # MiB that the machine keeps for all else: so much less is declared
+
+
+def density(
+    most: Annotated[int, typer.Option(min=1, max=2000, help="Stop at so many VMs.")] = 200,
+    by: Annotated[int, typer.Option("--step", min=1, help="Jobs added at a time.")] = 20,
+    floor: Annotated[int, typer.Option(min=0, help="Stop when less is available, in MiB.")] = 1024,
+    patience: Annotated[float, typer.Option(min=1.0, help="Stop when no job has started for so many seconds.")] = 120.0,
+    provisioning: Annotated[int, typer.Option(min=1, help="VMs between claim and node at the same time.")] = 4,
+    directory: Dir = DIRECTORY,
+    images: Images = IMAGES,
+    json: Json = False,
+) -> None:
+    """Add jobs that hold their VMs until memory or CPUs give out, and measure what each takes."""
+    build_images([Kind("instant", densities.OPTIONS)], images, json)
+    found = asyncio.run(_density(directory, images, most, by, floor, patience, provisioning, json))
+    if json:
+        render.as_json(found)
+    else:
+        _print(found)
+
+
+async def _density(
+    directory: Path, images: Path, most: int, by: int, floor: int, patience: float, provisioning: int, json: bool
+) -> dict[str, Any]:
+    def progress(step: Step) -> None:
+        if not json:
+            console.print(
+                f"  {step.vms:>4} VMs: the last started after {render.duration(step.slowest)}; {step.private:.1f} MiB "
+                f"each their own; {render.memory(step.available)} available; CPUs {step.busy:.0%}",
+                markup=False,
+            )
+
+    declared = densities.machine_memory() - OURS
+    host = {"overcommit": densities.overcommit(most, CLAIM, declared), "floor": floor}
+    settings = {"host": host, "pacing": {"provisioning": provisioning, "spawn_timeout": patience}}
+    wishes = Wishes(most, declared, image="slim", images=images, settings=settings)
+    async with session(layout(directory), wishes, part(json)) as lab:
+        with Client(lab.settings.socket) as client:
+            found = await asyncio.to_thread(densities.run, lab, client, most, by, floor, patience, progress)
+            seen = client.hosts()[0]
+    return {
+        "most": most,
+        "accelerator": seen["accelerator"],
+        "machine": seen["machine"],
+        "declared": seen["declared"],
+        "overcommit": seen["overcommit"],
+        "templates": seen["templates"],
+        "gave_out": found.gave_out,
+        "vms": found.most,
+        "steps": [asdict(step) for step in found.steps],
+    }
+
+
+def _print(found: Mapping[str, Any]) -> None:
+    machine = found["machine"] or {}
+    console.print(
+        f"\nJobs that hold their VMs; guests run on {found['accelerator']}; this machine has {machine.get('cpus')} "
+        f"CPUs and {render.memory(machine.get('memory', 0))}, of which {render.memory(found['declared']['memory'])} "
+        f"are declared and {found['overcommit']:g} times that may be claimed; templates take "
+        f"{render.memory(found['templates'])}. Shared memory is counted in each VM that maps it.\n",
+        markup=False,
+    )
+    table = render.table(
+        "VMS", "UNIQUE", "SHARED", "MACHINE USED", "PER VM", "AVAILABLE", "CPUS, IDLE", "OF ONE, EACH", "LAST STARTED",
+        right=("VMS", "UNIQUE", "SHARED", "MACHINE USED", "PER VM", "AVAILABLE", "CPUS, IDLE", "OF ONE, EACH",
+               "LAST STARTED"),
+    )  # fmt: skip
+    for one in found["steps"]:
+        table.add_row(
+            str(one["vms"]),
+            f"{one['private']:.1f} MiB",
+            f"{one['shared']:.1f} MiB",
+            render.memory(one["used"]),
+            f"{one['used'] / one['vms']:.1f} MiB",
+            render.memory(one["available"]),
+            f"{one['busy']:.0%}",
+            f"{one['vm_cpu']:.2%}",
+            f"{one['slowest']:.1f} s",
+        )
+    render.show(table, "Not one job started.")
+    end = f"then gave out: {found['gave_out']}" if found["gave_out"] else "and nothing had given out"
+    console.print(f"{found['vms']} VMs ran jobs at once, {end}", markup=False)
