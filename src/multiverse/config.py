@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from multiverse.core.errors import Refused
-from multiverse.core.model import CloneKind, Mount
+from multiverse.core.model import CloneKind, Depth, Mount
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,29 @@ class PacingSettings:
     retry_base: float = 2.0  # back-off after a failed attempt: base, doubled each time,
     retry_limit: float = 300.0  # up to this
     replacements: int = 2  # VMs replaced within one attempt
+    # Clones a second from one template, or of one image on one host; 0: as fast as they are made.
+    instant_rate: float = 0.0
+    linked_rate: float = 0.0
+    full_rate: float = 0.0
     attempts: int = 12  # failed attempts in a row before the job is given up; with the back-off, half an hour
 
 
 @dataclass(frozen=True)
+class PoolSettings:
+    """A warm pool: VMs that are made before any job asks. Between `min` and `max` of them, by the arrival rate."""
+
+    image: str = "slim"
+    depth: Depth = Depth.PARKED
+    min: int = 1
+    max: int = 0  # no more than min
+    cpus: int = 1  # of joined ones: the size that their nodes have; parked ones become of any
+    memory: int = 512
+    max_age: float = 3600.0  # seconds after which a spare is replaced by a fresh one
+
+
+@dataclass(frozen=True)
 class Settings:
+    include: Path | None = None  # another file of settings; what it says holds instead of what this one does
     state_dir: Path = Path("/var/lib/multiverse")
     socket: Path = Path("/run/multiverse/api.sock")
     poll: float = 2.0  # seconds between looks when nothing hints
@@ -109,17 +127,34 @@ class Settings:
     image: ImageSettings = field(default_factory=ImageSettings)
     pacing: PacingSettings = field(default_factory=PacingSettings)
     mounts: tuple[Mount, ...] = ()
+    pool: tuple[PoolSettings, ...] = ()
 
 
 def load(path: Path) -> Settings:
-    """Read settings from a TOML file. Raises `Refused`, naming every wrong key, if any is wrong."""
+    """Read settings from a TOML file, and the one that it includes. Raises `Refused`, naming every wrong key, if any
+    is wrong."""
+    raw = _read(path)
+    include = raw.get("include")
+    if not isinstance(include, str):
+        return parse(raw, str(path))
+    other = path.parent / include
+    return parse(_merged(raw, _read(other)), f"{path} with {other}")
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Tables are merged, key by key; of all else what is `above` holds."""
+    both = {key: _merged(below[key], above[key]) for key in below.keys() & above.keys()
+            if isinstance(below[key], dict) and isinstance(above[key], dict)}  # fmt: skip
+    return {**below, **above, **both}
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
-        raw = tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text())
     except OSError as error:
         raise Refused(f"cannot read {path}: {error.strerror}", hint="name the file with --config") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise Refused(f"{path} is not TOML: {error}", hint="mend that line") from error
-    return parse(raw, str(path))
 
 
 def parse(raw: dict[str, Any], origin: str) -> Settings:
@@ -173,6 +208,19 @@ def _contradictions(s: Settings) -> list[str]:
     first, count = s.qemu.uids
     if (first, count) != (0, 0) and not (first > 0 and count > 1 and first + count <= 1 << 31):
         found.append("qemu.uids: the first user and how many, two at least, below 2147483648; or [0, 0]")
+    for i, pool in enumerate(s.pool):
+        most = pool.max or pool.min
+        if not 0 <= pool.min <= most or most < 1:
+            found.append(f"pool.{i}: min is at least 0, max at least 1 and no less than min")
+        if pool.cpus < 1 or pool.memory < 1 or pool.max_age <= 0:
+            found.append(f"pool.{i}: cpus, memory and max_age are more than 0")
+    if s.pool and s.image.per_account:
+        found.append("pool: its VMs are forked from templates for all: not with image.per_account")
+    same = [(p.image, p.depth, (p.cpus, p.memory) if p.depth is Depth.JOINED else ()) for p in s.pool]
+    if len(set(same)) < len(same):
+        found.append("pool: two of them keep the same VMs: join them into one")
+    if min(s.pacing.instant_rate, s.pacing.linked_rate, s.pacing.full_rate) < 0:
+        found.append("pacing: a rate is clones a second, or 0 for no limit")
     if s.host.cores < 1 or s.host.memory < s.qemu.base_memory:
         found.append(f"host: needs at least one core and {s.qemu.base_memory} MiB of memory")
     if s.host.overcommit < 1:

@@ -49,8 +49,9 @@ class Scheduler(Protocol):
         """All jobs in our partitions and all nodes of our site. Raises `Unknown`; never a partial view."""
         ...
 
-    async def pin(self, job: JobRef, feature: str) -> None:
-        """Tie a pending job to the nodes that carry `feature`, and let it start. A held job raises `Stale`."""
+    async def pin(self, job: JobRef, feature: str, text: str = "") -> None:
+        """Tie a pending job to the nodes that carry `feature`, and let it start; `text`, if any, is left for its user
+        as by `explain`, in the same word. A held job raises `Stale`."""
         ...
 
     async def unpin(self, job: JobRef) -> None:
@@ -116,6 +117,11 @@ class Hypervisor(Protocol):
         """Give it its size and identity and let it run, until its daemons have been started. `Gone` if
         there is no such VM, `Refused` if it is another's identity, `Broken` if the guest did not answer or
         refused its identity."""
+        ...
+
+    async def introduce(self, name: str, user: User) -> None:
+        """Let a VM that runs know a user whom it did not know when it was started, and set its clock. `Gone` if there
+        is no such VM, `Broken` or `Unknown` if its guest did not do it."""
         ...
 
     async def destroy(self, name: str, grace: float) -> None:

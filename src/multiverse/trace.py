@@ -33,6 +33,7 @@ from multiverse.core.model import (
     Vm,
     VmSpec,
 )
+from multiverse.core.pool import node_features
 from multiverse.ports import Clock, Hypervisor, Scheduler
 
 T = TypeVar("T")
@@ -196,8 +197,10 @@ class RecordingScheduler:
     async def look(self) -> SchedulerView:
         return await self._trace.look("scheduler.look", self._inner.look(), scheduler_view)
 
-    async def pin(self, job: JobRef, feature: str) -> None:
-        await self._trace.call("scheduler.pin", self._inner.pin(job, feature), job=_ref(job), feature=feature)
+    async def pin(self, job: JobRef, feature: str, text: str = "") -> None:
+        await self._trace.call(
+            "scheduler.pin", self._inner.pin(job, feature, text), job=_ref(job), feature=feature, text=text
+        )
 
     async def unpin(self, job: JobRef) -> None:
         await self._trace.call("scheduler.unpin", self._inner.unpin(job), job=_ref(job))
@@ -218,7 +221,7 @@ class RecordingScheduler:
         await self._trace.call("scheduler.explain", self._inner.explain(job, text), job=_ref(job), text=text)
 
     async def membership(self, vm: Vm, attempt: Attempt | None) -> Membership:
-        features = [*attempt.request.features, attempt.feature] if attempt else []
+        features = list(node_features(vm, attempt))
         return await self._trace.call(
             "scheduler.membership",
             self._inner.membership(vm, attempt),
@@ -269,6 +272,9 @@ class RecordingHypervisor:
             mac=identity.mac,
             address=identity.address,
         )
+
+    async def introduce(self, name: str, user: User) -> None:
+        await self._trace.call("hypervisor.introduce", self._inner.introduce(name, user), vm=name, uid=user.uid)
 
     async def destroy(self, name: str, grace: float) -> None:
         await self._trace.call("hypervisor.destroy", self._inner.destroy(name, grace), vm=name, grace=grace)

@@ -19,6 +19,7 @@ from multiverse.core.model import (
     Size,
     TemplateCondition,
     TemplateKey,
+    User,
     VmCondition,
     VmSeen,
     VmSpec,
@@ -161,6 +162,25 @@ async def start_of_none_is_gone(h: Harness) -> None:
         await h.hypervisor.start(spec.name, spec.size, h.identity(spec))
 
 
+async def a_parked_clone_becomes_of_the_size_it_is_started_with(h: Harness) -> None:
+    spec = await h.created()
+    await h.hypervisor.start(spec.name, Size(spec.size.cpus + 1, spec.size.memory + 128), h.identity(spec))
+    assert h.cpus(spec.name) == spec.size.cpus + 1
+
+
+async def one_that_runs_learns_of_a_user(h: Harness) -> None:
+    spec, user = await h.created(), User("late", 4711, 4711, "/home/late", "/bin/sh", (("late", 4711),))
+    with pytest.raises(Gone):
+        await h.hypervisor.introduce(spec.name, user)  # parked: nobody listens
+    await h.hypervisor.start(spec.name, spec.size, h.identity(spec))
+    await h.hypervisor.introduce(spec.name, user)
+    await h.hypervisor.introduce(spec.name, user)
+    assert await h.condition(spec.name) is VmCondition.RUNNING
+    await h.hypervisor.destroy(spec.name, 0)
+    with pytest.raises(Gone):
+        await h.hypervisor.introduce(spec.name, user)
+
+
 async def destroy_leaves_nothing_in_any_condition(h: Harness) -> None:
     parked, running = await h.created(), await h.created()
     await h.hypervisor.start(running.name, running.size, h.identity(running))
@@ -240,6 +260,8 @@ SUITE: tuple[Check, ...] = (
     start_is_ensure,
     create_of_one_that_runs_changes_nothing,
     start_of_none_is_gone,
+    a_parked_clone_becomes_of_the_size_it_is_started_with,
+    one_that_runs_learns_of_a_user,
     destroy_leaves_nothing_in_any_condition,
     a_dead_vm_is_shown_until_it_is_destroyed,
     what_a_cut_create_leaves_destroy_removes,
@@ -263,7 +285,7 @@ class Simulated(Harness):
         self.world.kill_vm(name)
 
     def cpus(self, name: str) -> int:
-        return self.world.machines.vms[name].spec.size.cpus
+        return self.world.machines.vms[name].takes.cpus
 
     def remains(self, name: str) -> list[str]:
         return [vm for vm in self.world.machines.vms if vm == name]

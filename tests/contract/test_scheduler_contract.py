@@ -407,7 +407,8 @@ class Simulated(Harness):
         await self.hypervisor.prepare(template)
         await self.hypervisor.create(VmSpec(vm.name, vm.host, vm.image, vm.kind, vm.size, vm.mac, template))
         membership = await self.scheduler.membership(vm, attempt)
-        identity = Identity(vm.name, vm.mac, vm.address, "", f"{vm.id:032x}", membership=membership)
+        users = tuple(user for uid in self.world.settings.users if (user := self.world.user(uid)))
+        identity = Identity(vm.name, vm.mac, vm.address, "", f"{vm.id:032x}", users, membership=membership)
         await self.hypervisor.start(vm.name, vm.size, identity)
 
 

@@ -35,7 +35,10 @@ def latest(client: Client, job: str) -> dict[str, Any]:
 
 def ended(client: Client, job: str, state: str) -> dict[str, Any]:
     over = ("done", "cancelled", "revoked", "failed")
-    row = until(f"job {job} is over", lambda: (r := latest(client, job)) and r["state"] in over and r)
+    try:
+        row = until(f"job {job} is over", lambda: (r := latest(client, job)) and r["state"] in over and r)
+    except AssertionError as error:
+        raise AssertionError(f"{error}; it is {latest(client, job)}, and the VMs are {client.vms()}") from error
     assert row["state"] == state, row
     return dict(row)
 

@@ -510,14 +510,14 @@ def serving(since: float, serial: int = 5) -> Vm:
 
 def test_a_vm_that_has_run_for_a_while_counts_as_what_it_takes() -> None:
     room = 1000 + CLAIM + 64
-    assert crowd(room, (serving(NOW - 30), 200.0)) == "on h1"
+    assert crowd(room, (serving(NOW - 30), 200.0)) == "instant on h1"
     assert crowd(room, (serving(NOW - 29), 200.0)) == "waiting for memory: h1 must keep 1000 MiB available"
     assert "must keep" in crowd(room, (serving(NOW - 30), 0.0)), "nobody has measured it"
     assert "must keep" in crowd(room, (replace(serving(NOW - 300), state=V.RELEASING), 200.0))
 
 
 def test_the_floor_is_kept_to_the_last_mib() -> None:
-    assert crowd(1000 + CLAIM + 64, (serving(0.0), 200.0)) == "on h1"
+    assert crowd(1000 + CLAIM + 64, (serving(0.0), 200.0)) == "instant on h1"
     assert "must keep 1000 MiB" in crowd(1000 + CLAIM + 63, (serving(0.0), 200.0))
 
 
@@ -527,6 +527,6 @@ def test_without_over_commit_nobody_asks_what_the_machine_has_left() -> None:
 
 def test_no_more_is_claimed_than_may_be_however_little_is_taken() -> None:
     many = [(serving(0.0, serial), 20.0) for serial in range(5, 8)]
-    assert crowd(100_000, *many) == "on h1"
+    assert crowd(100_000, *many) == "instant on h1"
     barely = replace(BOLD, overcommit=1.0 + (CLAIM - 1) / (3 * 2336 + 256))
     assert "the hosts are full" in crowd(100_000, *many, policy=barely)

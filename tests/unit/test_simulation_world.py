@@ -70,7 +70,9 @@ class Hand:
         await self.hypervisor.create(VmSpec(name, "h1", "slim", CloneKind.INSTANT, size, mac, template))
         membership = await self.scheduler.membership(vm, attempt)
         await self.hypervisor.start(
-            name, size, Identity(name, mac, address, "", f"{self.serial:032x}", membership=membership)
+            name,
+            size,
+            Identity(name, mac, address, "", f"{self.serial:032x}", (self.world.user(1000),), membership=membership),
         )
         return name
 

@@ -101,7 +101,8 @@ def test_membership_of_a_pooled_vm(site: Settings, tmp_path: Path) -> None:
     assert b"head(10.213.0.1)" in files["/etc/slurm/slurm.conf"].content
     munged, slurmd = given.daemons
     assert (munged.user, munged.ready_path) == ("munge", "/run/munge/munge.socket.2")
-    assert slurmd.argv[-1].startswith("CPUs=2 ") and slurmd.argv[-1].endswith(" RealMemory=300 TmpDisk=0 Feature=vm")
+    assert slurmd.argv[-1].startswith("CPUs=2 ")
+    assert slurmd.argv[-1].endswith(f" RealMemory=300 TmpDisk=0 Feature=vm,{VM.image},instant,auto,mv_v{VM.id}")
     guest_conf = tmp_path / "guest"
     guest_conf.mkdir()
     (guest_conf / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
@@ -160,7 +161,7 @@ def test_the_gate_is_as_large_as_the_largest_vm(site: Settings) -> None:
     host = site.host
     assert f"CPUs={host.cores} Sockets=1 CoresPerSocket={host.cores} ThreadsPerCore=1 " in gate
     assert f"RealMemory={host.memory - 256 - 80} TmpDisk={site.image.tmp_disk} " in gate
-    assert "Feature=mvgate,slim,instant,linked,full State=DRAIN" in gate
+    assert "Feature=mvgate,slim,instant,linked,full,auto State=DRAIN" in gate
     assert "mvgate[1-4] NodeAddr=127.0.1.[1-4] Port=1" in gate
     with pytest.raises(Refused):
         install.render(site, install.Site((), 0, Size(1, 1), 1, 0))

@@ -180,7 +180,7 @@ class Daemon:
         jobs = job_counts(Scene().rows)
         return {
             "pid": 1, "version": "0", "site": "test0", "up": 5.0, "sources": sources, "jobs": jobs, "attempts": {},
-            "vms": {}, "templates": {}, "troubles": list(self.troubles),
+            "vms": {}, "templates": {}, "pools": [], "troubles": list(self.troubles),
         }  # fmt: skip
 
     def repair(self, name: str, *, fenced: bool) -> None:

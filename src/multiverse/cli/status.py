@@ -40,6 +40,11 @@ def _show(found: Mapping[str, Any]) -> None:
     for name in ("vms", "templates"):
         counts = ", ".join(f"{count} {state}" for state, count in sorted(found[name].items()))
         _line("VMs" if name == "vms" else name, counts or "none")
+    for pool in found["pools"]:
+        size = f" of {pool['cpus']} CPU, {render.memory(pool['memory'])}" if pool["cpus"] else ""
+        making = f", {pool['making']} in the making" if pool["making"] else ""
+        _line("pool", f"{pool['ready']} of {pool['wanted']} {pool['depth']} {pool['image']}{size}{making}"
+              f" ({pool['least']} to {pool['most']} by the arrival rate)")  # fmt: skip
     render.console.print()
     if not found["troubles"]:
         render.console.print("No trouble.", style="green")

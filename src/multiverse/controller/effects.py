@@ -18,7 +18,7 @@ import structlog
 
 from multiverse.core.errors import Gone, MultiverseError, Refused, Stale, Unknown
 from multiverse.core.lifecycle import Effect, EffectKind, effect_of
-from multiverse.core.model import Attempt, Identity, Key, Mount, Row, Stage, Template, Vm, VmSpec
+from multiverse.core.model import Attempt, Depth, Identity, Key, Mount, Row, Stage, Template, User, Vm, VmSpec
 from multiverse.core.rows import Done, Rows
 from multiverse.ports import Clock, Hypervisor, Scheduler
 
@@ -181,7 +181,8 @@ class Effects:
             case EffectKind.EXPLAIN, Attempt():
                 await self._scheduler.explain(subject.job, effect.text)
             case EffectKind.PIN, Attempt():
-                await self._scheduler.pin(subject.job, subject.feature)
+                await self._introduce(subject)
+                await self._scheduler.pin(subject.job, subject.feature, effect.text)
             case EffectKind.REQUEUE, Attempt():
                 await self._scheduler.requeue(subject.job)
             case EffectKind.REVOKE, Attempt():
@@ -218,17 +219,26 @@ class Effects:
             if not vm.fenced:  # its host is off: what is left of it goes when the host is back
                 raise
 
+    async def _introduce(self, attempt: Attempt) -> None:
+        """A VM that joined before its job came is told whom it serves, before the job may start there."""
+        joined = [vm for vm in self._around.rows.vms.values() if vm.attempt == attempt.id and vm.pool is Depth.JOINED]
+        for vm in joined:
+            await self._hypervisor.introduce(vm.name, await self._user(attempt.uid))
+
+    async def _user(self, uid: int) -> User:
+        try:
+            return await self._scheduler.user(uid)
+        except Gone as error:
+            raise Refused(f"the job's user is unknown here: {error.message}") from error
+
     async def _start(self, vm: Vm) -> Sequence[Stage]:
         attempt = self._around.rows.attempt_of(vm)
         peers = tuple(
             (peer.name, peer.address.partition("/")[0])
             for peer in self._around.rows.vms.values()
-            if peer.attempt == vm.attempt and peer.id != vm.id and not peer.failed
+            if vm.attempt is not None and peer.attempt == vm.attempt and peer.id != vm.id and not peer.failed
         )
-        try:
-            users = (await self._scheduler.user(attempt.uid),) if attempt else ()
-        except Gone as error:
-            raise Refused(f"the job's user is unknown here: {error.message}") from error
+        users = (await self._user(attempt.uid),) if attempt else ()
         membership = await self._scheduler.membership(vm, attempt)
         identity = Identity(
             hostname=vm.name,

@@ -13,9 +13,10 @@ from multiverse.controller.effects import Effects, Surroundings
 from multiverse.controller.observe import Observer
 from multiverse.core.errors import MultiverseError
 from multiverse.core.lifecycle import Effect, EffectKind
-from multiverse.core.model import AttemptState, HypervisorView, SchedulerView, Size, VmState, World
-from multiverse.core.pacing import Policy
+from multiverse.core.model import AttemptState, CloneKind, HypervisorView, SchedulerView, Size, VmState, World
+from multiverse.core.pacing import Meter, Policy, Pool
 from multiverse.core.plan import orphans, plan
+from multiverse.core.refill import Standing, standing
 from multiverse.core.rows import Command, Done, Message, Rows
 from multiverse.ports import Clock, Hypervisor, Scheduler
 from multiverse.store import Store, Transaction
@@ -59,6 +60,15 @@ def policy_of(settings: Settings) -> Policy:
         retry_limit=p.retry_limit,
         replacements=p.replacements,
         attempts=p.attempts,
+        pools=tuple(
+            Pool(pool.image, pool.depth, pool.min, pool.max or pool.min, Size(pool.cpus, pool.memory), pool.max_age)
+            for pool in s.pool
+        ),
+        rates={
+            CloneKind.INSTANT: p.instant_rate,
+            CloneKind.LINKED: p.linked_rate,
+            CloneKind.FULL: p.full_rate,
+        },
     )
 
 
@@ -70,6 +80,7 @@ class Controller:
     ) -> None:
         self._store, self._clock, self._settings = store, clock, settings
         self.policy = policy_of(settings)
+        self._meter = Meter(self.policy)
         self._wake = asyncio.Event()
         self._inbox: deque[Message] = deque()
         self._asked: list[asyncio.Future[None]] = []  # one for each command in the inbox
@@ -110,6 +121,10 @@ class Controller:
         """Names of our site that no row explained at the last pass."""
         return sorted(self._strangers)
 
+    def pools(self) -> list[Standing]:
+        """The warm pools, as of the last pass."""
+        return standing(self._rows, World(forecast=self._meter.forecast(self._clock.now())), self.policy)
+
     def failing(self, often: int) -> list[tuple[Effect, int, str, float]]:
         """Effects that failed at least `often` times in a row: how often, why, and when they are tried again."""
         return self._effects.failing(often)
@@ -142,7 +157,8 @@ class Controller:
             await self._effects.close()
 
     async def _sleep(self, observers: list[asyncio.Task[None]]) -> None:
-        left = min(self._settings.poll, self._effects.next_due() - self._clock.now())
+        now = self._clock.now()
+        left = min(self._settings.poll, self._effects.next_due() - now, self._meter.next_due(now) - now)
         if left > 0:
             try:
                 async with asyncio.timeout(left):
@@ -156,12 +172,13 @@ class Controller:
     def _pass(self) -> bool:
         """One pass: the world first, the rows second, one commit, then the effects. Awaits nothing. False if
         it was not committed: then nothing of it has happened."""
-        world = World(self.scheduler.latest, self.hypervisor.latest, self._effects.quiet())
+        now = self._clock.now()
+        world = World(self.scheduler.latest, self.hypervisor.latest, self._effects.quiet(), self._meter.forecast(now))
         messages = list(self._inbox)
         try:
             with self._store.transaction() as tx:
                 rows = tx.load_active()
-                moves = plan(rows, world, messages, self._clock.now(), self.policy)
+                moves = plan(rows, world, messages, now, self.policy)
                 for move in moves:
                     tx.apply(move)
                 for message in messages:
@@ -174,6 +191,7 @@ class Controller:
             self.uncommitted = (self.uncommitted[0] if self.uncommitted else self._clock.now(), str(error))
             return False
         self.uncommitted = None
+        self._meter.note(moves, now)
         for _ in messages:
             self._inbox.popleft()
         for committed in self._asked:

@@ -8,9 +8,10 @@ back-off) or for a limit of the scheduler's blocks nobody.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
+from multiverse.core.kinds import Choice, choose
 from multiverse.core.lifecycle import Event
 from multiverse.core.model import (
     Attempt,
@@ -20,6 +21,7 @@ from multiverse.core.model import (
     Host,
     HypervisorView,
     Job,
+    Key,
     SchedulerView,
     Size,
     Template,
@@ -29,7 +31,7 @@ from multiverse.core.model import (
     VmState,
     World,
 )
-from multiverse.core.pacing import Policy
+from multiverse.core.pacing import Policy, paid, wait_for
 from multiverse.core.placement import (
     Room,
     address_of,
@@ -44,15 +46,17 @@ from multiverse.core.placement import (
     vm_size,
     yet_to_come,
 )
+from multiverse.core.pool import give_back, is_parked_spare, joined_for, make_way, parked_for
 from multiverse.core.rows import Change, Draft
 
 PROVISIONING = (VmState.PLANNED, VmState.PARKED, VmState.STARTING)
 
 
-def admit(draft: Draft, world: World, policy: Policy) -> None:
-    """Plan the admission of whatever may start now. Needs both sources; with one unknown, all wait."""
+def admit(draft: Draft, world: World, policy: Policy) -> bool:
+    """Plan the admission of whatever may start now. Needs both sources; with one unknown, all wait. True if jobs
+    wait for room or for a turn."""
     if world.scheduler is None or world.hypervisor is None:
-        return
+        return True
     jobs = world.scheduler.value.jobs
     hosts = world.hypervisor.value.hosts
     room = room_of(draft, world.hypervisor.value, policy)
@@ -61,13 +65,18 @@ def admit(draft: Draft, world: World, policy: Policy) -> None:
         key=lambda a: (_rank(jobs.get(a.job.job_id)), a.id),
     )
     left = _limits_left(draft, world.scheduler.value)
+    view = world.hypervisor.value
     blocked = ""
+
+    def room_without(gone: Collection[Key]) -> Room:
+        return room_of(draft, view, policy, without=gone)
+
     for attempt in queue:
         job = jobs.get(attempt.job.job_id)
         if job is None or job.ref != attempt.job:
             continue
         told, nodes = attempt.request.size, attempt.request.nodes
-        parents = parents_of(draft, attempt, hosts, policy)
+        choice, parents = settle(draft, attempt, hosts, world, policy)
         if job.problem or not could_ever_fit(told, nodes, parents, hosts, policy):
             if hosts:  # without a host in sight nothing is known to be impossible
                 _revoke(draft, attempt, job.problem or too_large(attempt, hosts, policy))
@@ -83,45 +92,108 @@ def admit(draft: Draft, world: World, policy: Policy) -> None:
         if blocked:
             _tell(draft, attempt, blocked, policy)
             continue
-        starting = sum(vm.state in PROVISIONING for vm in draft.vms.values())
+        if _take_joined(draft, attempt, world, policy):
+            left.subtract(dict(job.uses))
+            continue
+        starting = sum(vm.state in PROVISIONING and not is_parked_spare(vm) for vm in draft.vms.values())
         if starting and starting + nodes > policy.provisioning:
             blocked = "waiting for a turn: as many VMs as may be made at once are being made"
             _tell(draft, attempt, blocked, policy)
             continue
-        among, why = _usable_hosts(draft, attempt, hosts, parents, policy, room)
+        among, why = _usable_hosts(draft, attempt, choice, hosts, parents, policy, room)
         if not among:
             if not why:  # its template too needs room, and nobody may take that before it
                 image = image_of(attempt, policy)
                 blocked = why = f"waiting for capacity: no host has room for the template of image {image}"
-                _make_way(draft, attempt, queue, hosts, policy)
+                able = able_hosts(attempt, choice.kind, hosts, policy)
+                template_claims = {name: template_claim(parents[name], hosts[name]) for name in able}
+                if not make_way(draft, image, 1, template_claims, room_without):
+                    _make_way(draft, attempt, queue, hosts, policy)
             _tell(draft, attempt, why, policy)
             continue
         claims = vm_claims(told, {name: parents[name] for name in among}, policy)
-        chosen = room.place(nodes, claims)
+        parked = parked_for(draft, attempt, image_of(attempt, policy), parents, room, world, policy)
+        unpaced, why = _unpaced(draft, attempt, choice, among, nodes - len(parked), policy)
+        chosen = room.place(nodes - len(parked), {name: claims[name] for name in unpaced})
         if chosen is None:
-            blocked = _spread(draft, attempt, hosts, parents, policy, room) or _full(room, claims, policy)
-            _make_way(draft, attempt, queue, hosts, policy)
-            _tell(draft, attempt, blocked, policy)
+            give_back(parked, room)
+            if not why:
+                blocked = why = _spread(draft, attempt, choice, hosts, parents, policy, room) or _full(
+                    room, claims, policy
+                )
+                if not make_way(draft, image_of(attempt, policy), nodes, claims, room_without):
+                    _make_way(draft, attempt, queue, hosts, policy)
+            _tell(draft, attempt, why, policy)
             continue
-        vms = plan_vms(draft, attempt, chosen, parents, policy)
+        vms = plan_vms(draft, attempt, choice.kind, chosen, parents, policy)
         if vms is None:
             blocked = "waiting for a free address"
             _tell(draft, attempt, blocked, policy)
             continue
-        draft.move(
-            Change(replace(attempt, state=AttemptState.CLAIMED, note=""), Event.ADMITTED, f"on {', '.join(chosen)}"),
-            *(Change(vm, Event.PLANNED) for vm in vms),
-            make=(Claim(vm.key, vm.host, vm_claim(vm.size, policy)) for vm in vms),
-        )
+        _admit(draft, attempt, choice, [vm for vm, _ in parked], vms, policy)
         left.subtract(dict(job.uses))
+    return bool(blocked)
 
 
-def room_of(draft: Draft, view: HypervisorView, policy: Policy) -> Room:
-    """What is free on the hosts in sight, as far as declared, or over-committed."""
-    room = Room(view.hosts, draft.claims.values())
+def settle(
+    draft: Draft, attempt: Attempt, hosts: Mapping[str, Host], world: World, policy: Policy
+) -> tuple[Choice, dict[str, Size]]:
+    """The kind of the attempt's clones, and the size of template that they are forked from, or as if, on each host."""
+    parents = parents_of(draft, attempt, hosts, policy)
+    forking = able_hosts(attempt, CloneKind.INSTANT, hosts, policy)
+    rows = _templates_of(draft, attempt, forking, parents, policy)
+    choice = choose(draft, attempt, rows, hosts, world, policy)
+    return choice, parents if _forks(choice) else dict.fromkeys(sorted(hosts), policy.base)
+
+
+def _forks(choice: Choice) -> bool:
+    return choice.kind is CloneKind.INSTANT
+
+
+def _take_joined(draft: Draft, attempt: Attempt, world: World, policy: Policy) -> bool:
+    """Admit it at once to a node that is there already, if one fits and it may be an instant clone."""
+    kind = attempt.request.kind or policy.kind
+    vm = joined_for(draft, attempt, image_of(attempt, policy), world)
+    if vm is None or kind not in (CloneKind.INSTANT, CloneKind.AUTO):
+        return False
+    taken = replace(vm, attempt=attempt.id)
+    _admit(draft, replace(attempt, pin=vm.feature), Choice(CloneKind.INSTANT), [taken], [], policy)
+    return True
+
+
+def _admit(draft: Draft, attempt: Attempt, choice: Choice, taken: list[Vm], made: list[Vm], policy: Policy) -> None:
+    """One move: the attempt is claimed with all its VMs, those out of the pool and those to be made."""
+    hosts = ", ".join(vm.host for vm in (*taken, *made))
+    before = "".join(f", {vm.pool} before" for vm in taken[:1])
+    story = f"{choice.kind} on {hosts}{before}{', ' if choice.why else ''}{choice.why}"
+    draft.move(
+        Change(replace(attempt, state=AttemptState.CLAIMED, note="", choice=story), Event.ADMITTED, story),
+        *(Change(vm, Event.TAKEN, f"by job {attempt.job.job_id}") for vm in taken),
+        *(Change(vm, Event.PLANNED) for vm in made),
+        free=[vm.key for vm in taken],
+        make=(Claim(vm.key, vm.host, vm_claim(vm.size, policy)) for vm in (*taken, *made)),
+    )
+
+
+def _unpaced(
+    draft: Draft, attempt: Attempt, choice: Choice, among: list[str], count: int, policy: Policy
+) -> tuple[list[str], str]:
+    """Of these hosts, those on which a clone may be made now; when there are none, why."""
+    image = image_of(attempt, policy)
+    waits = {host: wait_for((host, image, choice.kind), draft.paced, draft.now, policy) for host in among}
+    ready = [host for host, wait in waits.items() if wait <= 0]
+    if ready or not count:
+        return ready, ""
+    return [], f"waiting for a turn: {choice.kind} clones of {image} are made at {policy.rates[choice.kind]:g} a second"
+
+
+def room_of(draft: Draft, view: HypervisorView, policy: Policy, *, without: Collection[Key] = ()) -> Room:
+    """What is free on the hosts in sight, as far as declared, or over-committed; `without` the claims of some rows."""
+    claims = [claim for claim in draft.claims.values() if claim.owner not in without]
+    room = Room(view.hosts, claims)
     if policy.overcommit > 1:
         coming: Counter[str] = Counter()
-        for claim in draft.claims.values():
+        for claim in claims:
             coming[claim.host] += _yet_to_come(draft, claim, view, policy)
         for name, host in sorted(view.hosts.items()):
             room.overcommit(host, coming[name], policy)
@@ -177,10 +249,6 @@ def _rank(job: Job | None) -> int:
     return job.rank if job else 1 << 62
 
 
-def kind_of(attempt: Attempt, policy: Policy) -> CloneKind:
-    return attempt.request.kind or policy.kind
-
-
 def image_of(attempt: Attempt, policy: Policy) -> str:
     return attempt.request.image or policy.image
 
@@ -188,9 +256,7 @@ def image_of(attempt: Attempt, policy: Policy) -> str:
 def parents_of(draft: Draft, attempt: Attempt, hosts: Mapping[str, Host], policy: Policy) -> dict[str, Size]:
     """The size of the template that the attempt's VMs are forked from, on each host: of what its image cannot plug,
     a ready one with more of it is as good as one that would have to be built, unless a gang could never have room
-    with it. VMs that are not forked are sized as if from the base."""
-    if kind_of(attempt, policy) is not CloneKind.INSTANT:
-        return dict.fromkeys(sorted(hosts), policy.base)
+    with it."""
     told, image = attempt.request.size, image_of(attempt, policy)
     own = {name: parent_size(told, host, image, policy) for name, host in sorted(hosts.items())}
     nearest = dict(own)
@@ -215,10 +281,27 @@ def template_key(attempt: Attempt, host: str, size: Size, policy: Policy) -> Tem
 
 
 def plan_vms(
-    draft: Draft, attempt: Attempt, hosts: list[str], parents: Mapping[str, Size], policy: Policy
+    draft: Draft, attempt: Attempt, kind: CloneKind, hosts: list[str], parents: Mapping[str, Size], policy: Policy
 ) -> list[Vm] | None:
     """New rows for VMs of the attempt, one on each of `hosts`; None when addresses have run out."""
-    kind = kind_of(attempt, policy)
+    told, image, account = attempt.request.size, image_of(attempt, policy), attempt.request.account
+    sizes = {host: vm_size(told, parents[host], policy) for host in hosts}
+    vms = make_vms(draft, hosts, image, kind, sizes, told, parents, account, policy)
+    return [replace(vm, attempt=attempt.id) for vm in vms] if vms is not None else None
+
+
+def make_vms(
+    draft: Draft,
+    hosts: list[str],
+    image: str,
+    kind: CloneKind,
+    sizes: Mapping[str, Size],
+    told: Size,
+    parents: Mapping[str, Size],
+    account: str,
+    policy: Policy,
+) -> list[Vm] | None:
+    """New rows for VMs that serve nobody yet, one on each of `hosts`; None when addresses have run out."""
     vms: list[Vm] = []
     used = draft.addresses()
     for host in hosts:
@@ -235,17 +318,18 @@ def plan_vms(
                 since=draft.now,
                 name=f"mv{draft.site}-{serial}",
                 host=host,
-                image=image_of(attempt, policy),
+                image=image,
                 kind=kind,
-                size=vm_size(attempt.request.size, parents[host], policy),
-                told=attempt.request.size,
+                size=sizes[host],
+                told=told,
                 mac=mac_of(draft.site, serial),
                 address=address,
-                attempt=attempt.id,
                 parent=parents[host] if kind is CloneKind.INSTANT else None,
-                account=attempt.request.account,
+                account=account,
             )
         )
+    for host in hosts:
+        draft.paced[host, image, kind] = paid((host, image, kind), draft.paced, draft.now, policy)
     return vms
 
 
@@ -271,6 +355,7 @@ def too_large(attempt: Attempt, hosts: Mapping[str, Host], policy: Policy) -> st
 def _usable_hosts(
     draft: Draft,
     attempt: Attempt,
+    choice: Choice,
     hosts: Mapping[str, Host],
     parents: Mapping[str, Size],
     policy: Policy,
@@ -278,26 +363,35 @@ def _usable_hosts(
 ) -> tuple[list[str], str]:
     """Hosts that can make this attempt's VMs now; when there are none, why. Asks for a template where
     one is missing."""
-    kind, image = kind_of(attempt, policy), image_of(attempt, policy)
-    able = able_hosts(attempt, hosts, policy)
+    kind, image = choice.kind, image_of(attempt, policy)
+    able = able_hosts(attempt, kind, hosts, policy)
     if not able:
         return [], f"no host can make {kind} clones of image {image}"
-    if kind is not CloneKind.INSTANT:  # booted from the image: no template in it
+    if not _forks(choice):  # booted from the image: no template in it
+        if choice.prepare:
+            forking = able_hosts(attempt, CloneKind.INSTANT, hosts, policy)
+            forked = parents_of(draft, attempt, hosts, policy)
+            rows = _templates_of(draft, attempt, forking, forked, policy)
+            template_on_its_way(draft, rows, hosts, policy, room, "others like this job will need it")
         return able, ""
     rows = _templates_of(draft, attempt, able, parents, policy)
     ready = [which.host for which, row in rows.items() if row and row.state is TemplateState.READY]
     if ready:
         return ready, ""
-    why = _template_on_its_way(draft, attempt, rows, hosts, policy, room)
+    why = template_on_its_way(draft, rows, hosts, policy, room, f"job {attempt.job.job_id} needs it")
     broken = next((row for row in rows.values() if row), None)
     if not why and broken:
         why = f"the template of image {image} is broken on {broken.host}: {broken.reason}"
     return [], why
 
 
-def able_hosts(attempt: Attempt, hosts: Mapping[str, Host], policy: Policy) -> list[str]:
-    """Hosts that can make clones of the attempt's kind and image at all, with a template or without."""
-    kind, image = kind_of(attempt, policy), image_of(attempt, policy)
+def able_hosts(attempt: Attempt, kind: CloneKind, hosts: Mapping[str, Host], policy: Policy) -> list[str]:
+    """Hosts that can make clones of that kind of the attempt's image at all, with a template or without."""
+    return makers_of(image_of(attempt, policy), kind, hosts)
+
+
+def makers_of(image: str, kind: CloneKind, hosts: Mapping[str, Host]) -> list[str]:
+    """Hosts that can make clones of that kind and image at all."""
     return [
         name
         for name, host in sorted(hosts.items())
@@ -315,41 +409,42 @@ def _templates_of(
 def _spread(
     draft: Draft,
     attempt: Attempt,
+    choice: Choice,
     hosts: Mapping[str, Host],
     parents: Mapping[str, Size],
     policy: Policy,
     room: Room,
 ) -> str:
     """The hosts that have the template are too full, or too small for all of a gang: see to one more."""
-    if kind_of(attempt, policy) is not CloneKind.INSTANT:
+    if not _forks(choice):
         return ""
-    rows = _templates_of(draft, attempt, able_hosts(attempt, hosts, policy), parents, policy)
+    able = able_hosts(attempt, choice.kind, hosts, policy)
+    rows = _templates_of(draft, attempt, able, parents, policy)
     lacking = {which: row for which, row in rows.items() if not (row and row.state is TemplateState.READY)}
-    return _template_on_its_way(draft, attempt, lacking, hosts, policy, room)
+    return template_on_its_way(draft, lacking, hosts, policy, room, f"job {attempt.job.job_id} needs it")
 
 
-def _template_on_its_way(
+def template_on_its_way(
     draft: Draft,
-    attempt: Attempt,
     rows: Mapping[TemplateKey, Template | None],
     hosts: Mapping[str, Host],
     policy: Policy,
     room: Room,
+    wanted: str,
 ) -> str:
-    """Ask for one of these templates, unless one of them is being built already; says so, or nothing if none
-    of them can be had now."""
-    image = image_of(attempt, policy)
+    """Ask for one of these templates, because it is `wanted`, unless one of them is being built already; says so,
+    or nothing if none of them can be had now."""
     for which, row in rows.items():
         if row and row.state in (TemplateState.BUILDING, TemplateState.RETIRING):
-            return f"the template of image {image} is being built on {which.host}"
+            return f"the template of image {which.image} is being built on {which.host}"
     for which, row in rows.items():
         claim = template_claim(which.size, hosts[which.host])
         retry = row is not None and draft.now >= row.since + policy.backoff(row.tries)
         if (row is None or retry) and (row is not None or room.fits(which.host, claim)):
             if row is None:
                 room.take(which.host, claim)
-            need_template(draft, which, hosts, f"job {attempt.job.job_id} needs it")
-            return f"the template of image {image} is being built on {which.host}"
+            need_template(draft, which, hosts, wanted)
+            return f"the template of image {which.image} is being built on {which.host}"
     return ""
 
 
@@ -378,7 +473,7 @@ def _make_way(draft: Draft, attempt: Attempt, queue: list[Attempt], hosts: Mappi
 
 
 def _wanted(draft: Draft, attempt: Attempt, hosts: Mapping[str, Host], policy: Policy) -> list[TemplateKey]:
-    if kind_of(attempt, policy) is not CloneKind.INSTANT:
+    if (attempt.request.kind or policy.kind) not in (CloneKind.INSTANT, CloneKind.AUTO):
         return []
     parents = parents_of(draft, attempt, hosts, policy)
     return [template_key(attempt, name, size, policy) for name, size in parents.items()]

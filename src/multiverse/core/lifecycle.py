@@ -49,6 +49,7 @@ class Event(StrEnum):
     # vm
     PLANNED = "planned"
     EXISTS = "exists"
+    TAKEN = "taken"  # out of the pool, by an attempt
     START = "start"
     REGISTERED = "registered"
     FAILED = "failed"
@@ -120,6 +121,7 @@ VM: tuple[Transition, ...] = (
     *_arrows([V.LOST], Event.FOUND, V.SERVING, V.RELEASING),
     *_arrows([V.LOST], Event.FENCED, V.RELEASING),
     *_arrows([V.RELEASING], Event.ABSENT, V.GONE),
+    *(Transition(s, Event.TAKEN, s) for s in (V.PARKED, V.JOINED)),
     *(Transition(s, Event.NOTED, s) for s in (V.JOINED, V.SERVING, V.RELEASING)),
     *(Transition(s, event, s) for s in (*_VM_LIVE, V.LOST, V.RELEASING) for event in _OF_ANY),
 )
@@ -180,8 +182,8 @@ def effect_of(row: Row) -> Effect | None:
             return Effect(EffectKind.GATE, row.key)
         case Attempt(state=A.QUEUED, note=note) if note:
             return Effect(EffectKind.EXPLAIN, row.key, note)
-        case Attempt(state=A.SPAWNED):
-            return Effect(EffectKind.PIN, row.key)
+        case Attempt(state=A.SPAWNED, choice=choice):
+            return Effect(EffectKind.PIN, row.key, choice)
         case Attempt(state=A.RECLAIMING, outcome="revoked" | "failed"):
             return Effect(EffectKind.REVOKE, row.key, row.reason)
         case Attempt(state=A.RECLAIMING, outcome="requeued", gated=False):

@@ -16,11 +16,19 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 
 class CloneKind(StrEnum):
-    """How a VM comes from its template or image (DESIGN, "Words")."""
+    """How a VM comes from its template or image (DESIGN, "Words"). `AUTO` is a wish only: no VM is of that kind."""
 
     INSTANT = "instant"
     LINKED = "linked"
     FULL = "full"
+    AUTO = "auto"
+
+
+class Depth(StrEnum):
+    """How far a VM of the warm pool is made before any job asks for it."""
+
+    PARKED = "parked"  # restored and paused: of any size yet, and nobody yet
+    JOINED = "joined"  # an idle node of one size
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -388,6 +396,8 @@ class Attempt:
     note: str = ""
     work_dir: str = ""
     quarantined: str = ""
+    pin: str = ""  # the feature of the one VM that it took joined from the pool
+    choice: str = ""  # what its VMs are, and why: its user is told when it is pinned
 
     @property
     def key(self) -> Key:
@@ -396,13 +406,14 @@ class Attempt:
     @property
     def feature(self) -> str:
         """The feature that ties its job to its nodes."""
-        return f"mv_{self.id}"
+        return self.pin or f"mv_{self.id}"
 
 
 @dataclass(frozen=True, slots=True)
 class Vm:
     """A VM from before it exists until it is seen gone. `size` is the VM's own, `told` the node's.
 
+    `pool` says that it was made for the warm pool, and how far; it is spare until it serves an `attempt`.
     `forget` says that no job was seen on its node since it was ended: only then may the node be deleted.
     `fenced` says that an operator vouched for its host being off: it counts as ended, though nobody saw it.
     `parent` is the size of the template that it is forked from, None if it boots from its image, and `account`
@@ -429,6 +440,7 @@ class Vm:
     quarantined: str = ""
     parent: Size | None = None
     account: str = ""
+    pool: Depth | None = None
 
     @property
     def key(self) -> Key:
@@ -437,6 +449,11 @@ class Vm:
     @property
     def template(self) -> TemplateKey | None:
         return TemplateKey(self.host, self.image, self.parent, self.account) if self.parent else None
+
+    @property
+    def feature(self) -> str:
+        """What a job is tied to that takes it when it has joined already, and cannot learn another feature."""
+        return f"mv_v{self.id}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -489,6 +506,21 @@ class Seen(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
+class Forecast:
+    """What the controller remembers of what went before, and a restart forgets: nothing but the pace hangs on it.
+
+    `arrivals` is how many VMs a second jobs ask for, by image. `seconds` is how long VMs lately took from claim to
+    node, by image and kind. `paced` says until when the making of clones is paid for, by (host, image, kind): see
+    `pacing.Meter`. `rest` says before when the pool of an image makes no more, for its VMs failed.
+    """
+
+    arrivals: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    seconds: Mapping[tuple[str, CloneKind], float] = field(default_factory=lambda: MappingProxyType({}))
+    paced: Mapping[tuple[str, str, CloneKind], float] = field(default_factory=lambda: MappingProxyType({}))
+    rest: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True, slots=True)
 class World:
     """All that was seen, and when effects last ended. A source that is None is unknown, never empty.
 
@@ -499,6 +531,7 @@ class World:
     scheduler: Seen[SchedulerView] | None = None
     hypervisor: Seen[HypervisorView] | None = None
     quiet: Mapping[Key, float] = field(default_factory=lambda: MappingProxyType({}))
+    forecast: Forecast = Forecast()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,10 @@ from enum import StrEnum
 from multiverse.core.admission import (
     able_hosts,
     admit,
-    kind_of,
     need_template,
-    parents_of,
     plan_vms,
     room_of,
+    settle,
     template_key,
 )
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused
@@ -33,6 +32,7 @@ from multiverse.core.model import (
     AttemptState,
     Claim,
     CloneKind,
+    Depth,
     Host,
     Job,
     JobState,
@@ -55,6 +55,8 @@ from multiverse.core.model import (
 )
 from multiverse.core.pacing import Policy
 from multiverse.core.placement import vm_claim, vm_claims
+from multiverse.core.pool import is_spare
+from multiverse.core.refill import keep
 from multiverse.core.rows import Change, Command, Done, Draft, Message, Move, Rows
 
 A, V, T = AttemptState, VmState, TemplateState
@@ -65,7 +67,7 @@ ROUNDS = 16
 
 def plan(rows: Rows, world: World, messages: Sequence[Message], now: float, policy: Policy) -> list[Move]:
     """All moves of one pass, in the order in which they are to be applied."""
-    draft = Draft(rows, now)
+    draft = Draft(rows, now, world.forecast.paced)
     for message in messages:
         if isinstance(message, Done):
             with _at_worst_one(draft, message.key):
@@ -84,7 +86,8 @@ def plan(rows: Rows, world: World, messages: Sequence[Message], now: float, poli
         for attempt_id in sorted(draft.attempts):
             with _at_worst_one(draft, Key("attempt", attempt_id)):
                 _step_attempt(draft, attempt_id, world, policy)
-        admit(draft, world, policy)
+        crowded = admit(draft, world, policy)
+        keep(draft, world, policy, crowded=crowded)
         if len(draft.moves) == before:
             break
     return draft.moves
@@ -255,7 +258,7 @@ def _step_attempt(draft: Draft, attempt_id: int, world: World, policy: Policy) -
     began = world.scheduler.began
     if began < attempt.since and attempt.state is not A.RECLAIMING:
         # The look is older than the state: what it says of the job was already heeded.
-        if attempt.state is A.CLAIMED:
+        if attempt.state in (A.CLAIMED, A.SPAWNING):
             _see_to_vms(draft, attempt, world, policy)
         return
     sight, job = _sight(attempt, world.scheduler.value)
@@ -381,16 +384,16 @@ def _replace_vms(draft: Draft, attempt: Attempt, missing: int, world: World, pol
     if world.hypervisor is None:
         return
     hosts = world.hypervisor.value.hosts
-    parents = parents_of(draft, attempt, hosts, policy)
+    choice, parents = settle(draft, attempt, hosts, world, policy)
     able = {
         name: parents[name]
-        for name in able_hosts(attempt, hosts, policy)
-        if kind_of(attempt, policy) is not CloneKind.INSTANT
+        for name in able_hosts(attempt, choice.kind, hosts, policy)
+        if choice.kind is not CloneKind.INSTANT
         or _template_ready(draft, template_key(attempt, name, parents[name], policy))
     }
     room = room_of(draft, world.hypervisor.value, policy)
     chosen = room.place(missing, vm_claims(attempt.request.size, able, policy))
-    vms = plan_vms(draft, attempt, chosen, parents, policy) if chosen else None
+    vms = plan_vms(draft, attempt, choice.kind, chosen, parents, policy) if chosen else None
     if vms is None:
         _give_back(draft, attempt, Event.GAVE_UP, f"{why}; no room for another VM", failed=True)
         return
@@ -538,7 +541,8 @@ def _step_vm(draft: Draft, vm_id: int, world: World, policy: Policy) -> None:
         _fail(draft, vm, Event.DIED, why)
         return
     attempt = draft.attempt_of(vm)
-    if vm.state is V.PARKED and attempt is not None and attempt.state is A.SPAWNING:
+    to_join = vm.pool is Depth.JOINED and is_spare(vm)
+    if vm.state is V.PARKED and (to_join or (attempt is not None and attempt.state is A.SPAWNING)):
         draft.move(Change(replace(vm, state=V.STARTING), Event.START))
     elif vm.state is V.STARTING:
         _step_starting(draft, vm, seen, world, policy)

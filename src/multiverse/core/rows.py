@@ -11,6 +11,7 @@ from multiverse.core.lifecycle import TERMINAL, EffectKind, Event, allowed
 from multiverse.core.model import (
     Attempt,
     Claim,
+    CloneKind,
     Key,
     Row,
     Size,
@@ -71,8 +72,8 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Rows that change together, with the claims that come and go with them: one decision, all or
-    nothing. A gang's admission is one move."""
+    """Rows that change together, with the claims that go and come with them, in this order: one decision,
+    all or nothing. A gang's admission is one move."""
 
     changes: tuple[Change, ...]
     make: tuple[Claim, ...] = ()
@@ -113,8 +114,9 @@ R = TypeVar("R", Attempt, Vm, Template)
 class Draft:
     """The rows as the moves planned so far leave them. Nothing here outlives the pass."""
 
-    def __init__(self, rows: Rows, now: float) -> None:
+    def __init__(self, rows: Rows, now: float, paced: Mapping[tuple[str, str, CloneKind], float] | None = None) -> None:
         self.now = now
+        self.paced = dict(paced or {})  # see `Forecast`, with what this pass makes
         self.site = rows.site
         self.attempts = dict(rows.attempts)
         self.vms = dict(rows.vms)
@@ -155,10 +157,10 @@ class Draft:
         for change in stamped:
             self._put(replace(change.row, version=change.row.version + 1))
         made, freed = tuple(make), tuple(free)
-        for claim in made:
-            self.claims[claim.owner] = claim
         for key in freed:
             self.claims.pop(key, None)
+        for claim in made:
+            self.claims[claim.owner] = claim
         self.moves.append(Move(tuple(stamped), made, freed))
 
     def get(self, key: Key) -> Row | None:

@@ -38,6 +38,7 @@ PORT = "org.multiverse.agent"
 MAX_LINE = 1 << 20  # bytes of one message, either way
 LOGS, SSH = "/var/log/multiverse", "/etc/ssh"
 DAEMON_TIMEOUT = 30.0  # seconds for a daemon's ready path to appear, and for plugged memory to come
+CLOCK_MAY_BE_OFF = 0.5  # seconds; less is not worth a step under daemons that run
 TEMPLATE = "multiverse.template"  # on the kernel's command line: this VM is to be frozen, so let it be warm
 MODULES = ("virtio_console", "virtio_net", "nfsv4", "nfs")
 
@@ -731,6 +732,8 @@ class Agent:
                 self.become(message)
             elif message.get("type") == "flush":
                 self.flush()
+            elif message.get("type") == "introduce":
+                self.introduce(message)
             elif message.get("type") == "audit":
                 self.channel.send("audited", audit={**self.audit(), **self.state.get("audit", {}), **self.present()})
             elif message.get("type") == "hello":
@@ -797,6 +800,13 @@ class Agent:
         if os.getpid() == 1:
             # Not before: a huge page for each of our own first touches would be 2 MiB that no sibling shares.
             write_to("/sys/kernel/mm/transparent_hugepage/enabled", "always")
+
+    def introduce(self, message: dict[str, Any]) -> None:
+        """Know one more user: this VM was a node before anybody knew whose job it would run."""
+        add_users([message["user"]])
+        if abs(message["time"] - time.time()) > CLOCK_MAY_BE_OFF:
+            time.clock_settime(time.CLOCK_REALTIME, message["time"])
+        self.channel.send("introduced")
 
     def audit(self) -> dict[str, Any]:
         """What tells clones apart, and their size. The random bytes are used for nothing else."""

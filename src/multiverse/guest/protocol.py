@@ -16,16 +16,29 @@ from types import MappingProxyType
 from typing import Any
 
 from multiverse.core.errors import Refused
-from multiverse.core.model import Identity, Stage
+from multiverse.core.model import Identity, Stage, User
 from multiverse.guest.agent import MAX_LINE, PORT, TEMPLATE
 
-__all__ = ["AUDIT", "FLUSH", "HELLO", "MAX_LINE", "PORT", "TEMPLATE", "Lines", "Report", "identity_message"]
+__all__ = [
+    "AUDIT",
+    "FLUSH",
+    "HELLO",
+    "MAX_LINE",
+    "PORT",
+    "TEMPLATE",
+    "Lines",
+    "Report",
+    "identity_message",
+    "introduction",
+]
 
 HELLO = b'{"type":"hello"}\n'
 FLUSH = b'{"type":"flush"}\n'
 AUDIT = b'{"type":"audit"}\n'
 _TEXT = 1000  # characters of any text that is kept
-_TYPES = frozenset({"fork_point", "forked", "becoming", "started", "failed", "flushed", "daemon_ended", "audited"})
+_TYPES = frozenset(
+    {"fork_point", "forked", "becoming", "started", "failed", "flushed", "daemon_ended", "audited", "introduced"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +76,12 @@ def identity_message(identity: Identity, cpus: int, plugged: int) -> bytes:
         raise Refused(f"the identity of {identity.hostname} has {len(line)} bytes, over {MAX_LINE}",
                       hint="are there very large files in the guests' configuration?")  # fmt: skip
     return line
+
+
+def introduction(user: User) -> bytes:
+    """The line that tells a VM of one more user, and the time."""
+    message = {"type": "introduce", "user": asdict(user), "time": time.time()}
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
 class Lines:

@@ -58,6 +58,7 @@ def configure(where: Layout, plan: LabPlan) -> Settings:
     _write(where.etc / "cgroup.conf", "CgroupAutomount=no\n")
     _write(where.etc / "mail", f"#!/bin/sh\n{{ echo \"$@\"; cat; }} >> '{where.slurmctld}/mail'\n", 0o755)
     (where.etc / "site.conf").touch()
+    (where.etc / "site.toml").touch()
     settings = config.load(where.settings)
     install.write(install.render(settings, _site(settings, plan, slurm.pw_uid)), where.etc)
     return settings

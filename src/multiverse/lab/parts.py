@@ -258,7 +258,7 @@ CONTROLLER = Part(
     _controller,
     ready=lambda lab: _answers(str(lab.where.socket)),
     prepare=lambda lab: _directory(lab.where.controller, "root", 0o711),  # VMs' users go through it
-    reads=("multiverse.toml",),
+    reads=("multiverse.toml", "site.toml"),
     grace=20.0,
 )
 

@@ -42,6 +42,7 @@ from multiverse.service.views import (
     host_view,
     job_counts,
     job_view,
+    pool_view,
     timeline,
     vm_views,
 )
@@ -108,6 +109,7 @@ def make_api(
             attempts=Counter(str(a.state) for a in rows.attempts.values()),
             vms=Counter(str(v.state) for v in rows.vms.values()),
             templates=Counter(str(t.state) for t in rows.templates.values()),
+            pools=tuple(map(pool_view, controller.pools())),
             troubles=tuple(_troubles()),
         )
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from multiverse.core.lifecycle import Event
-from multiverse.core.model import Attempt, AttemptState, Host, HypervisorView, Size, VmCondition, VmSeen
+from multiverse.core.model import Attempt, AttemptState, Depth, Host, HypervisorView, Size, VmCondition, VmSeen
 from multiverse.core.pacing import Policy
+from multiverse.core.refill import Standing
 from multiverse.core.rows import Rows
 from multiverse.service.troubles import Trouble
 from multiverse.store import Entry
@@ -144,6 +145,21 @@ class SourceView:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolView:
+    """A warm pool: what it keeps between `least` and `most` of, and how many it wants now, has ready, is making."""
+
+    image: str
+    depth: str
+    cpus: int  # of joined ones; parked ones become of any size
+    memory: int
+    least: int
+    most: int
+    wanted: int
+    ready: int
+    making: int
+
+
+@dataclass(frozen=True, slots=True)
 class StatusView:
     """The controller itself: its process, its site, its two sources; how much there is of what; what is wrong."""
 
@@ -156,6 +172,7 @@ class StatusView:
     attempts: Mapping[str, int]
     vms: Mapping[str, int]
     templates: Mapping[str, int]
+    pools: tuple[PoolView, ...]
     troubles: tuple[Trouble, ...]
 
 
@@ -235,6 +252,22 @@ def timeline(attempt: Attempt, entries: Sequence[Entry], now: float) -> Timeline
             )
             for entry in entries
         ),
+    )
+
+
+def pool_view(one: Standing) -> PoolView:
+    pool = one.pool
+    joined = pool.size if pool.depth is Depth.JOINED else Size(0, 0)
+    return PoolView(
+        image=pool.image,
+        depth=str(pool.depth),
+        cpus=joined.cpus,
+        memory=joined.memory,
+        least=pool.least,
+        most=pool.most,
+        wanted=one.wanted,
+        ready=one.ready,
+        making=one.making,
     )
 
 

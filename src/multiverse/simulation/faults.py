@@ -58,6 +58,7 @@ DEFINITE: Mapping[str, tuple[type[MultiverseError], ...]] = {
     "prepare": (Exhausted, Broken),
     "create": (Exhausted, Broken),
     "start": (Broken,),
+    "introduce": (Broken,),
 }
 """The definite errors that a call may meet without anybody's fault; others have none."""
 
@@ -275,8 +276,8 @@ class FaultyScheduler:
     async def look(self) -> SchedulerView:
         return await self._call("look", "", lambda: self._inner.look())
 
-    async def pin(self, job: JobRef, feature: str) -> None:
-        await self._call("pin", job.job_id, lambda: self._inner.pin(job, feature))
+    async def pin(self, job: JobRef, feature: str, text: str = "") -> None:
+        await self._call("pin", job.job_id, lambda: self._inner.pin(job, feature, text))
 
     async def unpin(self, job: JobRef) -> None:
         await self._call("unpin", job.job_id, lambda: self._inner.unpin(job))
@@ -325,6 +326,9 @@ class FaultyHypervisor:
 
     async def start(self, name: str, size: Size, identity: Identity) -> Sequence[Stage]:
         return await self._call("start", name, lambda: self._inner.start(name, size, identity))
+
+    async def introduce(self, name: str, user: User) -> None:
+        await self._call("introduce", name, lambda: self._inner.introduce(name, user))
 
     async def destroy(self, name: str, grace: float) -> None:
         await self._call("destroy", name, lambda: self._inner.destroy(name, grace))

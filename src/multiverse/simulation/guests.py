@@ -76,6 +76,7 @@ class Guest:
     say: Callable[[str], None] = lambda _: None  # told what its scripts do
     alive: bool = True
     served: list[tuple[int, str]] = field(default_factory=list)
+    users: set[int] = field(default_factory=set)  # whom it knows, beside those of its identity
     _job: JobRecord | None = None
     _run: Run | None = None
     _rest: float = 0.0  # seconds of the script still to go
@@ -104,6 +105,9 @@ class Guest:
         """Run the job's script (told to its first node only)."""
         if not self.reachable:
             return  # nobody hears it; slurmctld finds out when the node does not answer
+        known = self.users | {user.uid for user in self.identity.users}
+        if job.batch.uid not in known:
+            self.cluster.violations.append(f"{self.name} got job {job.job_id} of user {job.batch.uid}, a stranger")
         self._job = job
         self._run = Run(job.number, job.restarts, self.name, self._now())
         self.runs.append(self._run)

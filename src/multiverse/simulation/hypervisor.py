@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from multiverse.core.model import HypervisorView, Identity, Size, Stage, TemplateKey, VmSpec
+from multiverse.core.model import HypervisorView, Identity, Size, Stage, TemplateKey, User, VmSpec
 from multiverse.simulation.world import World
 
 
@@ -64,6 +64,11 @@ class SimulatedHypervisor:
         identity_sent = await self._take("identity", self._pace.start)
         self._machines.started(name)
         return (plug, identity_sent)
+
+    async def introduce(self, name: str, user: User) -> None:
+        await self._take("command", self._pace.command)
+        self._machines.introduce(name, user)
+        await self._take("reply", self._pace.command)
 
     async def destroy(self, name: str, grace: float) -> None:
         await self._take("command", self._pace.command)

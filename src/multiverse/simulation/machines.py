@@ -17,6 +17,7 @@ from multiverse.core.model import (
     TemplateCondition,
     TemplateKey,
     TemplateSeen,
+    User,
     VmCondition,
     VmSeen,
     VmSpec,
@@ -48,6 +49,7 @@ class Machine:
     condition: VmCondition = VmCondition.MAKING
     reason: str = ""
     guest: Guest | None = None
+    size: Size | None = None  # what it was started with
     woken: float = 0.0
 
     def private(self, now: float) -> float:
@@ -56,10 +58,17 @@ class Machine:
             return 0.0
         if self.guest is None:
             return PARKED
-        whole = self.spec.size.memory + OVERHEAD - PARKED
+        whole = self.takes.memory + OVERHEAD - PARKED
         share = (0.1 + crc32(self.spec.name.encode()) % 70 / 100) * whole
         age = now - self.woken
         return PARKED + share * (min(1.0, age / FILLS) + min(0.2, max(0.0, age - FILLS) / 300))
+
+    @property
+    def takes(self) -> Size:
+        """What it takes of its host. Until it runs, a clone of a template has touched none of its memory."""
+        if self.size is None and self.spec.kind is CloneKind.INSTANT:
+            return Size(0, 0, 0)
+        return self.size or self.spec.size
 
 
 class Machines:
@@ -156,8 +165,10 @@ class Machines:
             raise Refused(f"{name} cannot be {identity.hostname} with {identity.mac}", hint="destroy it")
         if machine.condition is not VmCondition.PARKED:
             return  # said before
-        if size != machine.spec.size:
+        if size != machine.spec.size and machine.spec.kind is not CloneKind.INSTANT:
             self.violations.append(f"{name} was made as {machine.spec.size} and started as {size}")
+        machine.size = size
+        self._weigh(machine.spec.host)
         self._know_apart(name, identity)
         machine.condition = VmCondition.STARTING
         machine.woken = self._now()
@@ -169,6 +180,13 @@ class Machines:
         if machine.condition is VmCondition.DEAD:
             raise Broken(f"{name} died while it was started: {machine.reason}", hint="destroy it")
         machine.condition = VmCondition.RUNNING
+
+    def introduce(self, name: str, user: User) -> None:
+        """Its guest knows this user from now on. `Gone` if it does not run."""
+        machine = self._get(name)
+        if machine.guest is None:
+            raise Gone(f"{name} is {machine.condition}", hint="start it first")
+        machine.guest.users.add(user.uid)
 
     def die(self, name: str, reason: str) -> None:
         """Its process ends; what it had on its host remains."""
@@ -215,7 +233,7 @@ class Machines:
 
     def used(self, host: str) -> Size:
         """What VMs and templates take of a host now. A template is frozen memory and takes no CPU."""
-        sizes = [machine.spec.size for machine in self.vms.values() if machine.spec.host == host]
+        sizes = [machine.takes for machine in self.vms.values() if machine.spec.host == host]
         memory = sum(size.memory + OVERHEAD for size in sizes) + self._frozen(host)
         return Size(sum(size.cpus for size in sizes), memory, sum(size.disk for size in sizes))
 

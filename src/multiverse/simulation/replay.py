@@ -27,6 +27,7 @@ from multiverse.core.model import (
     Membership,
     Size,
     TemplateKey,
+    User,
     VmSpec,
 )
 from multiverse.simulation.cluster import LIVE, ClusterSettings
@@ -245,6 +246,8 @@ class _Replay:
                 )
             case ["hypervisor", "start"]:
                 return self.hypervisor.start(line["vm"], Size(*line["size"]), self._identity(line))
+            case ["hypervisor", "introduce"]:
+                return self.hypervisor.introduce(line["vm"], self._user(line["uid"]))
             case ["hypervisor", "destroy"]:
                 return self.hypervisor.destroy(line["vm"], line["grace"])
         raise ValueError(f"no such call: {line['call']}")
@@ -262,7 +265,12 @@ class _Replay:
     def _identity(self, line: Line) -> Identity:
         joining = self.joining.get(line["vm"])
         membership = joining.pack() if joining else Membership()
-        return Identity(line["hostname"], line["mac"], line["address"], "", "", membership=membership)
+        users = (self._user(Batch.uid),)  # a trace does not say whose jobs are whose: here they are all one user's
+        return Identity(line["hostname"], line["mac"], line["address"], "", "", users, membership=membership)
+
+    @staticmethod
+    def _user(uid: int) -> User:
+        return User(f"u{uid}", uid, uid, f"/home/u{uid}", "/bin/sh")
 
     # --- looks
 

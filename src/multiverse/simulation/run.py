@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Literal
 
@@ -149,6 +149,7 @@ class MortalStore(Store):
 class _Simulation:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
+        self.settings = scenario.settings
         self.loop = asyncio.get_running_loop()
         self.clock = VirtualClock()
         self.world = World(scenario.seed, scenario.world)
@@ -182,6 +183,8 @@ class _Simulation:
             while self.loop.time() < scenario.limit and not (all(task.done() for task in tasks) and self._at_rest()):
                 if reign.done():
                     reign.result()
+                if all(task.done() for task in tasks) and not self.world.unfinished():
+                    self._end_pools()
                 await asyncio.sleep(1.0)  # virtual: rest is a state of many parts, and none of them announces it
             for task in tasks:
                 if task.done():
@@ -190,6 +193,13 @@ class _Simulation:
             for task in (reign, *tasks):
                 task.cancel()
         return self._judge()
+
+    def _end_pools(self) -> None:
+        """All jobs are over: the operator takes the pools out of the settings, so that nothing has to remain."""
+        if self.settings.pool and self.controller is not None:
+            self._tell("operator: no pools any more, and the daemon anew")
+            self.settings = replace(self.settings, pool=())
+            self._die(1.0)
 
     def _tell(self, what: str) -> None:
         self.told.append((self.loop.time(), what))
@@ -323,7 +333,7 @@ class _Simulation:
                 FaultyScheduler(self.scheduler, self.wires[0]),
                 FaultyHypervisor(self.hypervisor, self.wires[1]),
                 self.clock,
-                self.scenario.settings,
+                self.settings,
             )
             task = asyncio.create_task(self.controller.run())
             end = asyncio.create_task(self.killed.wait())

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from multiverse.config import PacingSettings, Settings
-from multiverse.core.model import Host, Size
+from multiverse.config import PacingSettings, PoolSettings, Settings
+from multiverse.core.model import CloneKind, Depth, Host, Size
 from multiverse.simulation.cluster import ClusterSettings
 from multiverse.simulation.faults import Death, Odds, What, every
 from multiverse.simulation.guests import GuestPace
@@ -34,9 +34,26 @@ def calm(seed: int) -> Scenario:
     pacing = PacingSettings(provisioning=rng.choice((1, 4, 16)))
     tastes = Random(f"{seed}/images")
     arrivals = tuple(_with_image(_arrival(rng), tastes) for _ in range(rng.randint(1, 8)))
-    return Scenario(
-        seed, arrivals, WorldSettings(hosts, cluster=cluster), Settings(pacing=pacing), hints=rng.choice((0.0, 0.9))
-    )
+    settings = _with_pools(Settings(pacing=pacing), Random(f"{seed}/pools"))
+    return Scenario(seed, arrivals, WorldSettings(hosts, cluster=cluster), settings, hints=rng.choice((0.0, 0.9)))
+
+
+def _with_pools(settings: Settings, rng: Random) -> Settings:
+    """Every second history has warm pools and a pace, and leaves it to us which kind of clone is made."""
+    if rng.random() < 0.5:
+        return settings
+    pools = [
+        PoolSettings("slim", Depth.PARKED, rng.randint(0, 2), rng.randint(2, 4), max_age=rng.choice((20.0, 3600.0)))
+    ]
+    pools += [
+        PoolSettings("slim", Depth.JOINED, rng.randint(0, 1), rng.randint(1, 2), size.cpus, size.memory, max_age)
+        for size in (Size(1, 500), Size(2, 900))
+        for max_age in (rng.choice((20.0, 3600.0)),)
+    ]
+    kind = rng.choice((CloneKind.INSTANT, CloneKind.AUTO))
+    pacing = replace(settings.pacing, instant_rate=rng.choice((0.0, 0.1, 200.0)), linked_rate=rng.choice((0.0, 0.25)))
+    image = replace(settings.image, kind=kind)
+    return replace(settings, pool=tuple(rng.sample(pools, rng.randint(1, 3))), pacing=pacing, image=image)
 
 
 def troubled(seed: int, database: str = ":memory:") -> Scenario:

@@ -8,6 +8,7 @@ from random import Random
 
 from multiverse.core.errors import Gone, Refused, Stale, Unknown
 from multiverse.core.model import Attempt, JobRef, JobState, Membership, SchedulerView, User, Vm
+from multiverse.core.pool import node_features
 from multiverse.simulation.cluster import LIVE
 from multiverse.simulation.guests import Joining
 from multiverse.simulation.jobs import JobRecord
@@ -39,7 +40,7 @@ class SimulatedScheduler:
         await self._reply()
         return view
 
-    async def pin(self, job: JobRef, feature: str) -> None:
+    async def pin(self, job: JobRef, feature: str, text: str = "") -> None:
         await self._reach()
         record = self._reread(job)
         if record.pin == feature and record.state in LIVE:
@@ -104,9 +105,7 @@ class SimulatedScheduler:
         await self._reply()
 
     async def membership(self, vm: Vm, attempt: Attempt | None) -> Membership:
-        features: tuple[str, ...] = (self._cluster.settings.node_feature,)
-        if attempt is not None:
-            features += (*attempt.request.features, attempt.feature)
+        features = (self._cluster.settings.node_feature, *node_features(vm, attempt))
         return Joining(vm.name, features, vm.told).pack()
 
     async def user(self, uid: int) -> User:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from multiverse.config import ImageSettings
 from multiverse.core.model import Size
 from multiverse.simulation.faults import Odds
 from multiverse.simulation.guests import GuestPace
@@ -76,6 +77,9 @@ def _plainer(scenario: Scenario) -> Iterator[Callable[[Scenario], Scenario]]:
     yield lambda s: replace(s, hints=1.0)
     yield lambda s: replace(s, world=replace(s.world, guests=GuestPace()))
     yield lambda s: replace(s, world=replace(s.world, hosts=s.world.hosts[:1]))
+    yield lambda s: replace(s, settings=replace(s.settings, image=ImageSettings()))
+    for index in range(len(scenario.settings.pool)):
+        yield _without_pool(index)
     for index, arrival in enumerate(scenario.arrivals):
         yield _arrival(index, deeds=())
         for nth in range(len(arrival.deeds)):
@@ -85,6 +89,13 @@ def _plainer(scenario: Scenario) -> Iterator[Callable[[Scenario], Scenario]]:
         for name in (field.name for field in fields(Batch)):
             if getattr(plain, name) != getattr(arrival.batch, name):
                 yield _batch(index, name, getattr(plain, name))
+
+
+def _without_pool(index: int) -> Callable[[Scenario], Scenario]:
+    def fewer(s: Scenario) -> Scenario:
+        return replace(s, settings=replace(s.settings, pool=(*s.settings.pool[:index], *s.settings.pool[index + 1 :])))
+
+    return fewer
 
 
 def _arrival(index: int, **changes: Any) -> Callable[[Scenario], Scenario]:

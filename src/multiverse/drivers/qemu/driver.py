@@ -27,6 +27,7 @@ from multiverse.core.model import (
     TemplateCondition,
     TemplateKey,
     TemplateSeen,
+    User,
     VmCondition,
     VmSeen,
     VmSpec,
@@ -328,6 +329,11 @@ class QemuHypervisor:
         """See `ports.Hypervisor`."""
         self._check_name(name)
         return await self._in_thread(self._vms.start, name, size, identity)
+
+    async def introduce(self, name: str, user: User) -> None:
+        """See `ports.Hypervisor`."""
+        self._check_name(name)
+        await self._in_thread(self._vms.introduce, name, user)
 
     async def destroy(self, name: str, grace: float) -> None:
         """See `ports.Hypervisor`."""

@@ -96,7 +96,7 @@ class SlurmScheduler:
     async def _reread(self, job: JobRef) -> Fresh:
         return await reread(self._commands, job, self._slurm.gate_feature)
 
-    async def pin(self, job: JobRef, feature: str) -> None:
+    async def pin(self, job: JobRef, feature: str, text: str = "") -> None:
         fresh = await self._reread(job)
         if fresh.active and fresh.pinned == feature:
             return  # said before, and it has started since
@@ -107,6 +107,8 @@ class SlurmScheduler:
         if fresh.partition == self._slurm.run_partition and fresh.pinned == feature:
             return
         changes = [f"Partition={self._slurm.run_partition}", f"Features={'&'.join((*fresh.own, feature))}"]
+        if text:
+            changes.append(f"AdminComment={_line(text)}")
         if job.restarts:
             changes.append("StartTime=now")  # a requeued job has a begin time two minutes off
         # One update: between two, the job would wait for its features in the wrong partition and lose its turn.

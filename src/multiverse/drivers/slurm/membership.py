@@ -8,6 +8,7 @@ from pathlib import Path
 from multiverse.config import Settings
 from multiverse.core.errors import Broken
 from multiverse.core.model import Attempt, Daemon, GuestFile, Membership, Vm
+from multiverse.core.pool import node_features
 from multiverse.drivers.slurm import conf
 
 _DIRECTORIES = (
@@ -33,8 +34,7 @@ def read(path: Path) -> str:
 
 def membership(settings: Settings, vm: Vm, attempt: Attempt | None) -> Membership:
     """Files, directories and daemons for one VM. Reads the site's slurm.conf and munge key: blocks briefly."""
-    own = (*attempt.request.features, attempt.feature) if attempt else ()
-    node = conf.node_conf(vm.told, (settings.slurm.node_feature, *own))
+    node = conf.node_conf(vm.told, (settings.slurm.node_feature, *node_features(vm, attempt)))
     slurmd = Daemon(
         "slurmd", ("/usr/sbin/slurmd", "-D", "-Z", "-N", vm.name, "-f", "/etc/slurm/slurm.conf", "--conf", node)
     )

@@ -125,7 +125,7 @@ def features(text: str, gate_feature: str) -> tuple[tuple[str, ...], str | None]
 
 
 def is_pin(feature: str) -> bool:
-    return re.fullmatch(r"mv_\d+", feature) is not None
+    return re.fullmatch(r"mv_v?\d+", feature) is not None
 
 
 # --- jobs ------------------------------------------------------------------------------------------

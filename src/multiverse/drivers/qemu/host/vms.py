@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Unknown
-from multiverse.core.model import CloneKind, Identity, Size, Stage, VmSpec
+from multiverse.core.model import CloneKind, Identity, Size, Stage, User, VmSpec
 from multiverse.drivers.qemu.host import copies, link, manifest, process, templates
 from multiverse.drivers.qemu.host.cages import Cages
 from multiverse.drivers.qemu.host.channel import Channel
@@ -24,7 +24,7 @@ from multiverse.drivers.qemu.host.sealed import Sealed
 from multiverse.drivers.qemu.host.session import Paths, Session, remove
 from multiverse.drivers.qemu.host.templates import BOOT_TIMEOUT, Template
 from multiverse.guest.image import Image
-from multiverse.guest.protocol import AUDIT, FLUSH, HELLO, Report, identity_message
+from multiverse.guest.protocol import AUDIT, FLUSH, HELLO, Report, identity_message, introduction
 
 _BLOCK = 128  # MiB: x86 Linux takes plugged memory in blocks of this
 _WAKE_TIMEOUT = 30.0  # seconds for a restored guest's first byte
@@ -294,9 +294,22 @@ class Vms:
 
     # --- examine --------------------------------------------------------------------------------------
 
+    def introduce(self, name: str, user: User) -> None:
+        """Tell a guest that has been started of one more user. `Gone` if it is not started, `Unknown` if it does not
+        answer, `Broken` if it could not."""
+        self._started_channel(name).ask(introduction(user), "introduced", _ASK_TIMEOUT)
+
     def examine(self, name: str) -> dict[str, str | int]:
         """What a guest that has been started says of itself, now and when it was; `skew` is how far its clock is from
         ours, in milliseconds beyond what asking took. `Gone` if it is not started, `Unknown` if it does not answer."""
+        channel = self._started_channel(name)
+        asked = time.time_ns() // 1_000_000
+        facts = dict(channel.ask(AUDIT, "audited", _ASK_TIMEOUT).audit)
+        heard = -(-time.time_ns() // 1_000_000)
+        now = int(facts.pop("now", 0))
+        return {**facts, "skew": min(0, now - asked) or max(0, now - heard)}
+
+    def _started_channel(self, name: str) -> Channel:
         paths = self.places.of(name)
         known = manifest.read(paths.home)
         if known is None or known.phase is not Phase.STARTED or not lives(known):
@@ -304,11 +317,7 @@ class Vms:
         channel = self.channels.get(name)
         if channel is None:
             channel = self.channels[name] = Channel(paths.agent)
-        asked = time.time_ns() // 1_000_000
-        facts = dict(channel.ask(AUDIT, "audited", _ASK_TIMEOUT).audit)
-        heard = -(-time.time_ns() // 1_000_000)
-        now = int(facts.pop("now", 0))
-        return {**facts, "skew": min(0, now - asked) or max(0, now - heard)}
+        return channel
 
     # --- destroy --------------------------------------------------------------------------------------
 

@@ -1,0 +1,87 @@
+"""Which kind of clone a job's VMs are: as asked for, or else whatever will be a node first.
+
+The Multiverse paper leaves a "mixed system" of full and instant clones to the future; this is one. A clone of
+a template that is ready wins nearly always. It does not where the image cannot be forked, where its template is
+broken or waits behind others for its pace, and where a template would have to be made for a single job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from multiverse.core.model import (
+    Attempt,
+    CloneKind,
+    Depth,
+    Forecast,
+    Host,
+    Template,
+    TemplateKey,
+    TemplateState,
+    VmState,
+    World,
+)
+from multiverse.core.pacing import ARRIVALS_FADE, Policy, wait_for
+from multiverse.core.pool import spares
+from multiverse.core.rows import Draft
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A kind, and why it was chosen (empty: it was asked for). `prepare`: its template is worth making for the jobs
+    that come after, though this one does not wait for it."""
+
+    kind: CloneKind
+    why: str = ""
+    prepare: bool = False
+
+
+def choose(draft: Draft, attempt: Attempt, templates: Mapping[TemplateKey, Template | None],
+           hosts: Mapping[str, Host], world: World, policy: Policy) -> Choice:  # fmt: skip
+    """The kind for an attempt that is to be admitted now. `templates` are those that it could be forked from, on the
+    hosts that fork its image, None where there is none."""
+    asked = attempt.request.kind or policy.kind
+    if asked is not CloneKind.AUTO:
+        return Choice(asked)
+    image = attempt.request.image or policy.image
+    if any(vm.state is VmState.PARKED and vm.image == image for vm in spares(draft, Depth.PARKED)):
+        return Choice(CloneKind.INSTANT, "one is parked")
+    boots = any(CloneKind.LINKED.value in host.abilities for host in hosts.values())
+    if not boots:
+        return Choice(CloneKind.INSTANT, "no host boots clones")
+    if not templates:
+        return Choice(CloneKind.LINKED, "no host can fork its image")
+    forecast = world.forecast
+    fork, boot = policy.takes(image, CloneKind.INSTANT, forecast), policy.takes(image, CloneKind.LINKED, forecast)
+    rows = [row for row in templates.values() if row is not None]
+    ready = [row.host for row in rows if row.state is TemplateState.READY]
+    if ready:
+        return _of_ready(image, ready, fork, boot, draft, policy)
+    return _without(attempt, image, rows, fork, boot, draft, forecast, policy)
+
+
+def _of_ready(image: str, ready: list[str], fork: float, boot: float, draft: Draft, policy: Policy) -> Choice:
+    paced = draft.paced
+    wait = min(wait_for((name, image, CloneKind.INSTANT), paced, draft.now, policy) for name in ready)
+    if wait + fork > boot:
+        return Choice(CloneKind.LINKED, f"clones queued on its template take {wait:.1f} s more, a boot {boot:.1f} s")
+    return Choice(CloneKind.INSTANT, f"its template is ready: {fork + wait:.1f} s, a boot {boot:.1f} s")
+
+
+def _without(attempt: Attempt, image: str, rows: list[Template], fork: float, boot: float, draft: Draft,
+             forecast: Forecast, policy: Policy) -> Choice:  # fmt: skip
+    """No template is ready."""
+    building = [row for row in rows if row.state in (TemplateState.BUILDING, TemplateState.RETIRING)]
+    broken = [row for row in rows if row.state is TemplateState.BROKEN]
+    # Of what arrived of late, this one is no reason to make a template.
+    others = forecast.arrivals.get(image, 0.0) * ARRIVALS_FADE - attempt.request.nodes
+    if broken and not building:
+        return Choice(CloneKind.LINKED, f"its template is broken on {broken[0].host}")
+    if not building and others < 1:
+        return Choice(CloneKind.LINKED, "no other job wants this image of late: not worth a template")
+    since = min((row.since for row in building), default=draft.now)
+    wait = max(0.0, since + policy.template_seconds - draft.now)
+    if wait + fork < boot:
+        return Choice(CloneKind.INSTANT, f"its template is ready in {wait:.0f} s, sooner than a boot of {boot:.1f} s")
+    return Choice(CloneKind.LINKED, f"a boot takes {boot:.1f} s, its template {wait:.0f} s more", prepare=not building)

@@ -1,0 +1,151 @@
+"""The warm pool: VMs made before any job asks for them, each taken by one job and never given back.
+
+A *parked* spare is a clone restored and paused: it becomes of any size and anybody when it is taken, and
+holds hardly any memory and no CPU till then. A *joined* one is an idle node of one size: a job of one VM that
+it fits is tied to it at once, by the feature that is the VM's own.
+
+Spares are nobody's: whatever needs their memory gets it. One that is too old, whose template is gone, or that
+no pool of the settings wants any more is released.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+
+from multiverse.core.lifecycle import Event
+from multiverse.core.model import (
+    Attempt,
+    CloneKind,
+    Depth,
+    Key,
+    NodeState,
+    Size,
+    Vm,
+    VmCondition,
+    VmState,
+    World,
+)
+from multiverse.core.pacing import Policy, Pool
+from multiverse.core.placement import Room, vm_claim, vm_size
+from multiverse.core.rows import Change, Draft
+
+Taken = tuple[Vm, Size]
+"""A spare as it serves, and what it claims more than before."""
+
+_LIVE = (VmState.PLANNED, VmState.PARKED, VmState.STARTING, VmState.JOINED)
+
+
+def spares(draft: Draft, depth: Depth | None = None) -> list[Vm]:
+    """The pool's VMs that serve nobody yet and are not on their way out, by serial."""
+    return [
+        vm
+        for _, vm in sorted(draft.vms.items())
+        if vm.pool is not None and depth in (None, vm.pool) and is_spare(vm) and vm.state in _LIVE
+    ]
+
+
+def is_spare(vm: Vm) -> bool:
+    return vm.pool is not None and vm.attempt is None and not vm.quarantined and not vm.failed
+
+
+def is_parked_spare(vm: Vm) -> bool:
+    return is_spare(vm) and vm.state is VmState.PARKED
+
+
+def spare_size(pool: Pool, parent: Size, policy: Policy) -> Size:
+    """The size that a pool's VM is made with, forked from a template of the size `parent`."""
+    return parent if pool.depth is Depth.PARKED else vm_size(pool.size, parent, policy)
+
+
+def spare_claim(depth: Depth, size: Size, policy: Policy) -> Size:
+    """What a spare of `size` holds. A parked one is paused: it writes to none of its memory, and needs what QEMU
+    itself does."""
+    return vm_claim(Size(0, 0, 0) if depth is Depth.PARKED else size, policy)
+
+
+# --- taking ----------------------------------------------------------------------------------------
+
+
+def joined_for(draft: Draft, attempt: Attempt, image: str, world: World) -> Vm | None:
+    """The joined spare that fits best: as many CPUs as asked for, and no more memory than must be."""
+    assert world.scheduler is not None
+    request, nodes = attempt.request, world.scheduler.value.nodes
+    if request.nodes != 1:
+        return None  # VMs of one job are tied to it by one feature, and know each other from their start
+    fit = [
+        vm
+        for vm in spares(draft, Depth.JOINED)
+        if vm.state is VmState.JOINED and vm.image == image and vm.account == request.account
+        if vm.told.cpus == request.size.cpus and vm.told.memory >= request.size.memory
+        if vm.told.disk >= request.size.disk and set(request.features) <= {image, CloneKind.INSTANT, CloneKind.AUTO}
+        if vm.name in nodes and nodes[vm.name].state is NodeState.IDLE and _well(vm, world)
+    ]
+    return min(fit, key=lambda vm: (vm.told.memory, vm.id), default=None)
+
+
+def parked_for(draft: Draft, attempt: Attempt, image: str, parents: Mapping[str, Size], room: Room, world: World,
+               policy: Policy) -> list[Taken]:  # fmt: skip
+    """Parked spares that can become the attempt's VMs where they are, on the emptiest hosts first, and no more than it
+    needs. Takes the room that they come to need."""
+    found: list[Taken] = []
+    left = [vm for vm in spares(draft, Depth.PARKED) if vm.state is VmState.PARKED and vm.image == image]
+    left = [vm for vm in left if vm.account == attempt.request.account and vm.parent == parents.get(vm.host)]
+    left = [vm for vm in left if vm.host in room.free and _well(vm, world)]
+    while left and len(found) < attempt.request.nodes:
+        left.sort(key=lambda vm: (-room.free[vm.host][0], -room.free[vm.host][1], vm.id))
+        vm = left.pop(0)
+        size = vm_size(attempt.request.size, parents[vm.host], policy)
+        more = _less(vm_claim(size, policy), spare_claim(Depth.PARKED, size, policy))
+        if room.fits(vm.host, more):
+            room.take(vm.host, more)
+            found.append((replace(vm, attempt=attempt.id, size=size, told=attempt.request.size), more))
+    return found
+
+
+def give_back(taken: list[Taken], room: Room) -> None:
+    """Undo what `parked_for` took of the room."""
+    for vm, more in taken:
+        room.give(vm.host, more)
+
+
+def _less(one: Size, other: Size) -> Size:
+    return Size(one.cpus - other.cpus, one.memory - other.memory, one.disk - other.disk)
+
+
+def _well(vm: Vm, world: World) -> bool:
+    assert world.hypervisor is not None
+    seen = world.hypervisor.value.vms.get(vm.name)
+    return seen is not None and seen.condition in (VmCondition.PARKED, VmCondition.RUNNING)
+
+
+def node_features(vm: Vm, attempt: Attempt | None) -> tuple[str, ...]:
+    """What a VM's node offers to jobs: to that of its attempt alone, or, of a spare, to whichever takes it."""
+    if attempt is not None:
+        return (*attempt.request.features, attempt.feature)
+    return (vm.image, CloneKind.INSTANT.value, CloneKind.AUTO.value, vm.feature)
+
+
+# --- giving way ------------------------------------------------------------------------------------
+
+
+def make_way(draft: Draft, image: str, count: int, claims: Mapping[str, Size],
+             room_without: Callable[[Collection[Key]], Room]) -> bool:  # fmt: skip
+    """Release as many spares as it takes for `count` such claims, by host, to have room: joined ones first, for they
+    hold the most, and parked ones of `image` last. What is being released already counts as free. False if there are
+    no spares, or all of them would not be enough: then they stay."""
+    leaving = {vm.key for vm in draft.vms.values() if vm.state is VmState.RELEASING}
+    order = sorted(spares(draft), key=lambda vm: (vm.pool is Depth.PARKED, vm.image == image, vm.id))
+    if not order and not leaving:
+        return False
+    for going in range(len(order) + 1):
+        if room_without(leaving | {vm.key for vm in order[:going]}).place(count, claims) is not None:
+            for vm in order[:going]:
+                release(draft, vm, "its memory is needed")
+            return True
+    return False
+
+
+def release(draft: Draft, vm: Vm, why: str) -> None:
+    """Plan the end of a spare. No job ever had its node, so the node may be deleted at once."""
+    draft.move(Change(replace(vm, state=VmState.RELEASING, reason=why, forget=True), Event.RELEASED, why))

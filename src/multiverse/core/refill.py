@@ -1,0 +1,133 @@
+"""Keeping the warm pools: what is spent is released, what is lacking is made, after all that jobs need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from multiverse.core.admission import make_vms, makers_of, room_of, template_on_its_way
+from multiverse.core.lifecycle import Event
+from multiverse.core.model import (
+    Claim,
+    CloneKind,
+    Depth,
+    HypervisorView,
+    NodeState,
+    TemplateKey,
+    TemplateState,
+    Vm,
+    VmState,
+    World,
+)
+from multiverse.core.pacing import Policy, Pool, wait_for
+from multiverse.core.placement import parent_size, short_of_memory
+from multiverse.core.pool import release, spare_claim, spare_size, spares
+from multiverse.core.rows import Change, Draft, Rows
+
+_MAKING = (VmState.PLANNED, VmState.STARTING)
+
+
+def keep(draft: Draft, world: World, policy: Policy, *, crowded: bool) -> None:
+    """Release the spares that are of no use any more, and plan what the pools lack. `crowded`: jobs wait for
+    room or for a turn, and nothing is made for those that have not come yet."""
+    if world.scheduler is None or world.hypervisor is None:
+        return
+    hosts = world.hypervisor.value.hosts
+    for vm in spares(draft):
+        if vm.host in hosts and short_of_memory(hosts[vm.host], policy):
+            release(draft, vm, f"host {vm.host} is short of memory")
+    unwanted = {vm.id: vm for vm in spares(draft)}
+    for pool in policy.pools:
+        mine = [vm for vm in unwanted.values() if _of(vm, pool)]
+        for vm in mine:
+            del unwanted[vm.id]
+        mine = [vm for vm in mine if not _spent(draft, vm, pool, world)]
+        wanted = wanted_of(pool, world, policy)
+        for vm in mine[: max(0, len(mine) - wanted)]:  # the oldest
+            release(draft, vm, f"its pool keeps {wanted} now")
+        if not crowded and len(mine) < wanted and _may_make(draft, pool, world):
+            _refill(draft, pool, wanted - len(mine), world.hypervisor.value, policy)
+    for vm in unwanted.values():
+        release(draft, vm, "no pool of the settings wants it")
+
+
+def wanted_of(pool: Pool, world: World, policy: Policy) -> int:
+    """How many spares the pool is to have now."""
+    seconds = policy.takes(pool.image, CloneKind.INSTANT, world.forecast)
+    return pool.wanted(world.forecast.arrivals.get(pool.image, 0.0), seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A pool as it stands: how many spares it is to have now, has ready, and has in the making."""
+
+    pool: Pool
+    wanted: int
+    ready: int
+    making: int
+
+
+def standing(rows: Rows, world: World, policy: Policy) -> list[Standing]:
+    """Every pool of the settings, in their order."""
+    found = []
+    for pool in policy.pools:
+        mine = [vm for vm in spares(Draft(rows, 0.0)) if _of(vm, pool)]
+        ready = sum(vm.state.value == pool.depth.value for vm in mine)
+        found.append(Standing(pool, wanted_of(pool, world, policy), ready, len(mine) - ready))
+    return found
+
+
+def _may_make(draft: Draft, pool: Pool, world: World) -> bool:
+    """Not while one that failed is on its way out, and then not before its image's rest is over."""
+    failed = any(vm.pool and vm.attempt is None and vm.failed and vm.image == pool.image for vm in draft.vms.values())
+    return not failed and draft.now >= world.forecast.rest.get(pool.image, 0.0)
+
+
+def _of(vm: Vm, pool: Pool) -> bool:
+    same = vm.image == pool.image and vm.pool is pool.depth
+    return same and (pool.depth is Depth.PARKED or vm.told == pool.size)
+
+
+def _spent(draft: Draft, vm: Vm, pool: Pool, world: World) -> bool:
+    """Release the spare if it is of no use any more, saying why."""
+    assert world.scheduler is not None
+    template = draft.template_for(vm.template) if vm.template else None
+    node = world.scheduler.value.nodes.get(vm.name)
+    why = ""
+    if template is None or template.state is not TemplateState.READY:
+        why = "its template is gone"
+    elif vm.state in (VmState.PARKED, VmState.JOINED) and draft.now - vm.since > pool.max_age:
+        why = f"it is older than {pool.max_age:g} s"
+    elif vm.state is VmState.JOINED and world.scheduler.began > vm.since and (not node or node.state is NodeState.DOWN):
+        why = f"its node is down: {node.reason}" if node else "its node is gone"
+    if why:
+        release(draft, vm, why)
+    return bool(why)
+
+
+def _refill(draft: Draft, pool: Pool, lacking: int, view: HypervisorView, policy: Policy) -> None:
+    """Plan as many spares as may be made beside what is being made for jobs: half of a turn, one at least."""
+    kind, hosts = CloneKind.INSTANT, view.hosts
+    parents = {
+        name: parent_size(pool.size, hosts[name], pool.image, policy) for name in makers_of(pool.image, kind, hosts)
+    }
+    keys = [TemplateKey(name, pool.image, size) for name, size in parents.items()]
+    rows = {key: draft.template_for(key) for key in keys}
+    room = room_of(draft, view, policy)
+    ready = [key.host for key, row in rows.items() if row is not None and row.state is TemplateState.READY]
+    if not ready:
+        template_on_its_way(draft, rows, hosts, policy, room, "its pool needs it")
+        return
+    making = sum(vm.pool is not None and vm.attempt is None and vm.state in _MAKING for vm in draft.vms.values())
+    sizes = {name: spare_size(pool, parents[name], policy) for name in ready}
+    claims = {name: spare_claim(pool.depth, size, policy) for name, size in sizes.items()}
+    for _ in range(min(lacking, max(1, policy.provisioning // 2) - making)):
+        turn = [name for name in ready if not wait_for((name, pool.image, kind), draft.paced, draft.now, policy)]
+        chosen = room.place(1, {name: claims[name] for name in turn})
+        vms = make_vms(draft, chosen, pool.image, kind, sizes, pool.size, parents, "", policy) if chosen else None
+        if vms is None:
+            return
+        vms = [replace(vm, pool=pool.depth) for vm in vms]
+        draft.move(
+            *(Change(vm, Event.PLANNED, f"for the {pool.depth} pool of {pool.image}") for vm in vms),
+            make=(Claim(vm.key, vm.host, claims[vm.host]) for vm in vms),
+        )

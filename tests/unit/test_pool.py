@@ -1,0 +1,397 @@
+"""The warm pool, the choice of a kind, and the pace of clones: rule by rule, on the planner's stage."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from multiverse.core.admission import settle
+from multiverse.core.errors import Broken
+from multiverse.core.lifecycle import EffectKind, Event, effect_of
+from multiverse.core.model import (
+    AttemptState,
+    CloneKind,
+    Depth,
+    Forecast,
+    Host,
+    Key,
+    NodeState,
+    Request,
+    Size,
+    TemplateState,
+    Vm,
+    VmCondition,
+    VmState,
+    World,
+)
+from multiverse.core.pacing import Meter, Policy, Pool, paid, wait_for
+from multiverse.core.pool import node_features
+from multiverse.core.rows import Change, Draft, Move
+from tests.unit import rows as hand
+from tests.unit.scene import POLICY, Scene, failed
+
+A, V, T = AttemptState, VmState, TemplateState
+PARKED = Pool("slim", Depth.PARKED, 2, 2, Size(1, 512), 100.0)
+JOINED = Pool("slim", Depth.JOINED, 1, 1, Size(1, 512), 100.0)
+PARENT = ("h1", "slim", CloneKind.INSTANT)
+
+
+def scene(*pools: Pool, memory: int = 8192, **policy: object) -> Scene:
+    made = Scene(replace(POLICY, pools=pools, **policy), memory=memory)  # type: ignore[arg-type]
+    made.template()
+    return made
+
+
+def fill(s: Scene) -> list[Vm]:
+    """Let the pools be made, as far as they go."""
+    for _ in range(6):
+        s.run()
+        for vm in s.rows.vms.values():
+            s.ended(vm.key)
+            s.seen(vm.name, VmCondition.RUNNING if vm.state in (V.STARTING, V.JOINED) else VmCondition.PARKED)
+            if vm.state is V.STARTING:
+                s.node(vm.name)
+    return spare(s)
+
+
+def spare(s: Scene) -> list[Vm]:
+    return [vm for vm in s.rows.vms.values() if vm.attempt is None and vm.state in (V.PARKED, V.JOINED)]
+
+
+# --- filling ---------------------------------------------------------------------------------------
+
+
+def test_a_parked_pool_is_filled_and_holds_hardly_anything() -> None:
+    s = scene(PARKED)
+    vms = fill(s)
+    assert [(vm.state, vm.pool, vm.size) for vm in vms] == [(V.PARKED, Depth.PARKED, POLICY.base)] * 2
+    held = [claim.size for claim in s.rows.claims if claim.owner.kind == "vm"]
+    assert held == [Size(0, POLICY.vm_overhead, 0)] * 2
+    assert effect_of(vms[0]) is None
+
+
+def test_a_joined_pool_is_filled_with_nodes() -> None:
+    s = scene(JOINED)
+    (vm,) = fill(s)
+    assert (vm.state, vm.told) == (V.JOINED, Size(1, 512))
+    assert node_features(vm, None) == ("slim", "instant", "auto", f"mv_v{vm.id}")
+
+
+def test_the_pool_takes_half_of_the_turns_and_no_more() -> None:
+    s = scene(replace(PARKED, least=4, most=4), provisioning=4)
+    s.run()
+    s.run()
+    s.run()
+    assert len(s.rows.vms) == 2
+
+
+def test_nothing_is_made_for_the_pool_while_jobs_wait_for_room() -> None:
+    s = scene(PARKED, memory=1024)
+    s.job(size=Size(4, 300))
+    s.job("8", size=Size(4, 300))
+    for _ in range(4):
+        s.run()
+    assert [vm.attempt for vm in s.rows.vms.values()] == [1]
+
+
+def test_the_pool_rests_after_a_failure() -> None:
+    s = scene(PARKED)
+    s.run()
+    s.run()
+    s.run()
+    first = next(iter(s.rows.vms.values()))
+    meter = Meter(s.policy)
+    moves = s.run(failed(first, EffectKind.CREATE, Broken("it does not come up")))
+    meter.note(moves, s.clock.time)
+    rest = meter.forecast(s.clock.time).rest["slim"]
+    assert rest == s.clock.time + s.policy.retry_base
+    assert not [c for move in moves for c in move.changes if c.event is Event.PLANNED], "not in the same moment"
+    s.ended(first.key)
+    s.pass_time(1.0)
+    s.look()
+    s.world = replace(s.world, forecast=Forecast(rest={"slim": s.clock.time + 1.0}))
+    assert not [c for move in s.commit() for c in move.changes if c.event is Event.PLANNED]
+    assert first.id not in s.rows.vms
+    s.world = replace(s.world, forecast=Forecast(rest={"slim": s.clock.time}))
+    assert [c for move in s.commit() for c in move.changes if c.event is Event.PLANNED]
+
+
+# --- taking ----------------------------------------------------------------------------------------
+
+
+def test_a_job_takes_a_parked_vm_and_its_size_with_it() -> None:
+    s = scene(PARKED)
+    first, _ = fill(s)
+    s.job(size=Size(3, 1000))
+    s.run()
+    (vm,) = s.all_vms()
+    assert (vm.id, vm.state, vm.told) == (first.id, V.STARTING, Size(3, 1000))
+    assert vm.size.cpus == 3 and vm.size.memory >= 1000
+    claim = next(claim.size for claim in s.rows.claims if claim.owner == vm.key)
+    assert (claim.cpus, claim.memory) == (3, vm.size.memory + POLICY.vm_overhead)
+    assert len([v for v in s.rows.vms.values() if v.state is V.PLANNED]) == 1, "the pool is refilled behind it"
+
+
+def test_a_gang_takes_what_is_parked_and_makes_the_rest() -> None:
+    s = scene(replace(PARKED, least=1, most=1), provisioning=8)
+    fill(s)
+    s.job(nodes=2)
+    s.run()
+    assert [(vm.pool, vm.state) for vm in s.all_vms()] == [(Depth.PARKED, V.PARKED), (None, V.PLANNED)]
+
+
+def test_a_job_takes_a_node_that_fits_at_once() -> None:
+    s = scene(JOINED)
+    (vm,) = fill(s)
+    s.job(size=Size(1, 400))
+    s.run()
+    attempt = s.attempt()
+    assert (attempt.state, attempt.feature) == (A.SPAWNED, vm.feature)
+    assert s.all_vms()[0].id == vm.id and s.all_vms()[0].told == Size(1, 512)
+    effect = effect_of(attempt)
+    assert effect is not None and effect.kind is EffectKind.PIN and "joined before" in effect.text
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Request(1, Size(2, 400)),
+        Request(1, Size(1, 600)),
+        Request(1, Size(1, 400, 100)),
+        Request(2, Size(1, 400)),
+        Request(1, Size(1, 400), features=("gpu",)),
+        Request(1, Size(1, 400), image="stock"),
+        Request(1, Size(1, 400), kind=CloneKind.FULL),
+    ],
+    ids=str,
+)
+def test_a_job_that_it_does_not_fit_leaves_the_node(request_: Request) -> None:
+    s = scene(JOINED)
+    s.template("stock")
+    (vm,) = fill(s)
+    s.job(request=request_)
+    s.run()
+    assert s.rows.vms[vm.id].attempt is None
+
+
+@pytest.mark.parametrize("state", [NodeState.DOWN, NodeState.BUSY, None])
+def test_a_node_that_is_not_idle_is_not_taken(state: NodeState | None) -> None:
+    s = scene(JOINED)
+    (vm,) = fill(s)
+    if state is None:
+        del s.nodes[vm.name]
+    else:
+        s.node(vm.name, state)
+    s.job(size=Size(1, 400))
+    s.run()
+    assert s.rows.vms[vm.id].attempt is None
+
+
+def test_whoever_has_served_goes_and_never_back() -> None:
+    s = scene(JOINED)
+    (vm,) = fill(s)
+    s.job(size=Size(1, 400))
+    s.run()
+    s.job(held=True)
+    s.run()
+    s.ended(Key("attempt", 1))
+    s.job(gated=True, pinned=None)
+    s.run()
+    s.run()
+    assert s.rows.vms[vm.id].state is V.RELEASING
+
+
+# --- leaving ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pool", [PARKED, JOINED], ids=["parked", "joined"])
+def test_what_is_too_old_is_replaced(pool: Pool) -> None:
+    s = scene(replace(pool, least=1, most=1))
+    (vm,) = fill(s)
+    s.pass_time(101.0)
+    s.run()
+    old = s.rows.vms[vm.id]
+    assert (old.state, old.forget) == (V.RELEASING, True) and "older than 100 s" in old.reason
+    assert len([v for v in s.rows.vms.values() if v.state is V.PLANNED]) == 1
+
+
+@pytest.mark.parametrize("pool", [PARKED, JOINED], ids=["parked", "joined"])
+def test_without_its_template_a_spare_goes(pool: Pool) -> None:
+    s = scene(pool)
+    vms = fill(s)
+    s.templates.clear()
+    s.run()
+    assert {s.rows.vms[vm.id].state for vm in vms} == {V.RELEASING}
+
+
+def test_what_no_pool_wants_any_more_goes() -> None:
+    s = scene(PARKED)
+    vms = fill(s)
+    s.policy = POLICY
+    s.run()
+    assert {s.rows.vms[vm.id].state for vm in vms} == {V.RELEASING}
+
+
+def test_spares_give_way_to_a_job_that_needs_their_room_and_no_more_of_them_than_must() -> None:
+    s = scene(replace(JOINED, least=3, most=3), memory=2300)  # template 256, each node 512 + 80 + 32 and rounding
+    vms = fill(s)
+    assert len(vms) == 3
+    s.job(size=Size(2, 500))
+    s.run()
+    leaving = [vm for vm in s.rows.vms.values() if vm.state is V.RELEASING]
+    assert len(leaving) == 1 and leaving[0].reason == "its memory is needed"
+    s.run()
+    assert len([vm for vm in s.rows.vms.values() if vm.state is V.RELEASING]) == 1, "one was enough"
+
+
+def test_spares_stay_if_all_of_them_would_not_be_enough() -> None:
+    s = scene(JOINED, memory=2300)
+    s.job("6", size=Size(1, 1000))
+    s.to_allocated(job_id="6")
+    fill(s)
+    before = [vm.id for vm in spare(s)]
+    s.job("7", size=Size(1, 1800))
+    s.run()
+    assert [vm.id for vm in spare(s)] == before
+
+
+# --- numbers ---------------------------------------------------------------------------------------
+
+
+def test_a_pool_wants_more_the_more_jobs_arrive_and_never_more_than_most() -> None:
+    pool = Pool("slim", Depth.PARKED, 1, 10, Size(1, 512))
+    wanted = [pool.wanted(rate, 2.0) for rate in (0.0, 0.1, 0.5, 1.0, 5.0)]
+    assert wanted == [1, 2, 3, 5, 10]
+
+
+def test_the_arrival_rate_fades() -> None:
+    meter = Meter(POLICY)
+    arrival = Move((Change(hand.attempt(A.QUEUED), Event.SUBMITTED),))
+    for _ in range(60):
+        meter.note([arrival], 100.0)
+    now, later, much_later = (meter.forecast(at).arrivals.get("slim", 0.0) for at in (100.0, 160.0, 1000.0))
+    assert now == pytest.approx(1.0) and later == pytest.approx(0.3679, abs=1e-3) and much_later == 0.0
+
+
+def test_how_long_vms_take_is_learnt_but_not_from_spares_that_were_taken() -> None:
+    meter = Meter(POLICY)
+    vm = hand.vm(V.PLANNED, attempt=1)
+    meter.note([Move((Change(vm, Event.PLANNED),))], 10.0)
+    meter.note([Move((Change(replace(vm, state=V.JOINED), Event.REGISTERED),))], 13.0)
+    taken = hand.vm(V.PARKED, id=2, pool=Depth.PARKED)
+    meter.note([Move((Change(taken, Event.PLANNED),))], 10.0)
+    meter.note([Move((Change(replace(taken, attempt=2), Event.TAKEN),))], 500.0)
+    meter.note([Move((Change(replace(taken, state=V.JOINED, attempt=2), Event.REGISTERED),))], 501.0)
+    assert meter.forecast(501.0).seconds == {("slim", CloneKind.INSTANT): 3.0}
+
+
+# --- pace ------------------------------------------------------------------------------------------
+
+
+def paced(rate: float) -> Policy:
+    return replace(POLICY, rates={CloneKind.INSTANT: rate})
+
+
+def test_fifteen_a_minute_is_one_each_four_seconds() -> None:
+    policy, until = paced(0.25), {}
+    assert wait_for(PARENT, until, 100.0, policy) == 0.0
+    until = {PARENT: paid(PARENT, until, 100.0, policy)}
+    assert wait_for(PARENT, until, 100.0, policy) == 4.0
+    assert wait_for(PARENT, until, 104.0, policy) == 0.0
+
+
+def test_two_hundred_a_second_lets_two_hundred_start_at_once() -> None:
+    policy, until, made = paced(200.0), {PARENT: 0.0}, 0
+    while wait_for(PARENT, until, 100.0, policy) == 0.0:
+        until, made = {PARENT: paid(PARENT, until, 100.0, policy)}, made + 1
+    assert made == 200
+
+
+def test_a_job_waits_for_the_pace_of_its_template_and_blocks_nobody() -> None:
+    s = scene(rates={CloneKind.INSTANT: 0.25}, provisioning=8, patience=0.0)
+    s.template("stock")
+    for job, image in (("1", "slim"), ("2", "slim"), ("3", "stock")):
+        s.job(job, request=Request(1, Size(1, 100), image=image))
+    s.run()
+    s.run()
+    claimed = {a.job.job_id for a in s.rows.attempts.values() if a.state is A.CLAIMED}
+    assert claimed == {"1", "3"}
+    waits = next(a for a in s.rows.attempts.values() if a.job.job_id == "2")
+    assert "0.25 a second" in waits.note
+
+
+# --- kinds -----------------------------------------------------------------------------------------
+
+
+def chosen(template: T | None, *, kind: CloneKind = CloneKind.AUTO, abilities: str = "instant linked full",
+           since: float = 0.0, **forecast: object) -> tuple[CloneKind, str, bool]:  # fmt: skip
+    policy = replace(POLICY, kind=kind, rates={CloneKind.INSTANT: 1.0})
+    some = [hand.template(template, since=since)] if template else []
+    attempt = hand.attempt(A.QUEUED)
+    world = World(forecast=Forecast(**forecast))  # type: ignore[arg-type]
+    draft = Draft(Scene().rows, 100.0, world.forecast.paced)
+    draft.templates = {row.id: row for row in some}
+    hosts = {"h1": Host("h1", Size(4, 4096, 65536), frozenset(abilities.split()))}
+    choice, _ = settle(draft, attempt, hosts, world, policy)
+    return choice.kind, choice.why, choice.prepare
+
+
+OFTEN = {"slim": 1.0}
+
+
+def test_a_kind_that_was_asked_for_is_the_kind() -> None:
+    assert chosen(None, kind=CloneKind.FULL) == (CloneKind.FULL, "", False)
+
+
+def test_auto_forks_a_template_that_is_ready() -> None:
+    kind, why, _ = chosen(T.READY)
+    assert kind is CloneKind.INSTANT and "ready" in why
+
+
+def test_auto_boots_when_the_queue_of_the_template_is_longer_than_a_boot() -> None:
+    kind, why, _ = chosen(T.READY, paced={PARENT: 120.0})
+    assert kind is CloneKind.LINKED and "queued on its template" in why
+
+
+def test_auto_boots_a_single_job_and_makes_no_template_for_it() -> None:
+    kind, why, prepare = chosen(None)
+    assert (kind, prepare) == (CloneKind.LINKED, False) and "not worth a template" in why
+
+
+def test_auto_makes_the_template_for_those_that_come_after() -> None:
+    kind, _, prepare = chosen(None, arrivals=OFTEN)
+    assert (kind, prepare) == (CloneKind.LINKED, True)
+
+
+def test_auto_waits_for_a_template_that_is_sooner_than_a_boot() -> None:
+    kind, why, _ = chosen(T.BUILDING, arrivals=OFTEN, since=95.0)
+    assert kind is CloneKind.INSTANT and "ready in 5 s" in why
+
+
+def test_auto_boots_when_its_template_is_broken_or_no_host_forks() -> None:
+    assert chosen(T.BROKEN, arrivals=OFTEN)[0] is CloneKind.LINKED
+    assert chosen(T.READY, abilities="linked full")[0] is CloneKind.LINKED
+    assert chosen(None, abilities="instant")[0] is CloneKind.INSTANT
+
+
+def test_auto_takes_what_is_parked_whatever_was_seen() -> None:
+    s = scene(PARKED, kind=CloneKind.AUTO)
+    fill(s)
+    s.job(size=Size(2, 500))
+    s.look()
+    s.world = replace(s.world, forecast=Forecast(seconds={("slim", CloneKind.INSTANT): 99.0}))
+    s.commit()
+    assert s.all_vms()[0].pool is Depth.PARKED
+
+
+def test_a_kind_not_seen_yet_is_as_slow_as_the_others() -> None:
+    busy = Forecast(seconds={("slim", CloneKind.INSTANT): 15.0})
+    assert POLICY.takes("slim", CloneKind.LINKED, busy) == 80.0
+    assert POLICY.takes("stock", CloneKind.LINKED, busy) == 8.0
+    assert chosen(T.READY, seconds=dict(busy.seconds))[0] is CloneKind.INSTANT
+
+
+def test_auto_follows_what_was_seen_here() -> None:
+    slow = {("slim", CloneKind.INSTANT): 9.0, ("slim", CloneKind.LINKED): 3.0}
+    assert chosen(T.READY, seconds=slow)[0] is CloneKind.LINKED
