@@ -40,8 +40,27 @@ class Kind:
     vm: bool = True
 
 
+WARM = "warm"
+"""The default image again, under a name of its own: its VMs are kept in pools, those of the others are made anew."""
+
+POOLS = f"""\
+[[pool]]
+image = "{WARM}"
+depth = "parked"
+min = 1
+
+[[pool]]
+image = "{WARM}"
+depth = "joined"
+min = 1
+cpus = 1
+memory = 150
+"""
+
 KINDS = (
     Kind("instant", ("--constraint=slim&instant",)),
+    Kind("parked", (f"--constraint={WARM}&instant", "--mem=160")),  # more than the joined one has
+    Kind("joined", (f"--constraint={WARM}&instant", "--mem=150")),
     Kind("plugged", ("--constraint=slim&instant", "--cpus-per-task=2", "--mem=1G")),
     Kind("full_same", ("--constraint=slim&full",)),
     Kind("full_stock", ("--constraint=stock&full",)),
@@ -117,6 +136,7 @@ def run(
     found = {kind.name: Samples() for kind in kinds}
     with Listener(lab.settings.network.gateway) as listener:
         for number, kind in enumerate(order, 1):
+            _until_pools_are_full(client)
             time.sleep(chance.random())
             took = _one(lab, client, listener, kind, found[kind.name], bare_cost)
             progress(kind.name, number, len(order), took)
@@ -158,6 +178,15 @@ def _until_over(client: Client, job: str) -> dict[str, Any]:
             return one
         time.sleep(0.05)
     raise Broken(f"job {job} was not reclaimed within {JOB_LIMIT:g} s", hint="see the lab's log/controller.log")
+
+
+def _until_pools_are_full(client: Client) -> None:
+    """Nor must it pay for what is made for those after it."""
+    deadline = time.monotonic() + JOB_LIMIT
+    while any(pool["ready"] < pool["wanted"] for pool in client.status()["pools"]):
+        if time.monotonic() > deadline:
+            raise Broken(f"the pools were not full within {JOB_LIMIT:g} s", hint="see the lab's log/controller.log")
+        time.sleep(0.05)
 
 
 def _until_ended(lab: Session, job: str) -> None:

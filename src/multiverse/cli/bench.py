@@ -52,11 +52,17 @@ def latency_(
 
 def build_images(kinds: Sequence[latency.Kind], images: Path, silent: bool) -> None:
     """Those that these kinds ask for, unless they are there."""
-    for name in ("slim", "stock"):
-        if any(f"{name}&" in option for kind in kinds for option in kind.options):
+    flavours: dict[str, image.Flavour] = {"slim": "slim", "stock": "stock", latency.WARM: "slim"}
+    for name, flavour in flavours.items():
+        if asked_for(name, kinds):
             image.build(
-                name, name, images, progress=lambda line: None if silent else console.print(f"  {line}", style="dim")
+                name, flavour, images, progress=lambda line: None if silent else console.print(f"  {line}", style="dim")
             )
+
+
+def asked_for(name: str, kinds: Sequence[latency.Kind]) -> bool:
+    """Whether some of the kinds are of this image."""
+    return any(f"{name}&" in option for kind in kinds for option in kind.options)
 
 
 def part(silent: bool) -> Progress:
@@ -85,8 +91,9 @@ async def _latency(
         if not json:
             console.print(f"  {number:>4} of {of}  {kind:<12}{render.duration(seconds):>9}", markup=False)
 
+    site = latency.POOLS if asked_for(latency.WARM, kinds) else ""
     wishes = Wishes(cores=8, memory=16384, image="slim", images=images, settings={})
-    async with session(layout(directory), wishes, part(json)) as lab, bare_slurmd(lab.lab):
+    async with session(layout(directory), wishes, part(json), site) as lab, bare_slurmd(lab.lab):
         with Client(lab.settings.socket) as client:
             await asyncio.to_thread(_warm, lab, client, kinds)
             samples = await asyncio.to_thread(latency.run, lab, client, jobs, seed, kinds, baremetal.cost, progress)

@@ -106,13 +106,14 @@ async def _forget(where: Layout) -> None:
 
 
 @asynccontextmanager
-async def session(where: Layout, wishes: Wishes, progress: Progress) -> AsyncIterator[Session]:
-    """A lab in `where` for as long as the context lasts. Call it from a process with one thread that is to
-    do nothing else: it changes this process's mount namespace."""
+async def session(where: Layout, wishes: Wishes, progress: Progress, site: str = "") -> AsyncIterator[Session]:
+    """A lab in `where` for as long as the context lasts, with the settings of `site` (TOML) above its own. Call it
+    from a process with one thread that is to do nothing else: it changes this process's mount namespace."""
     if os.geteuid() != 0:
         raise Refused("a lab needs root: it makes links and starts daemons as their own users", hint="use sudo")
     with _alone(where):
         await _forget(where)
+        (where.etc / "site.toml").write_text(site)
         enter_private_namespace()
         home = where.root / "home" / USER
         (user,) = private_users(where.root / "users", [(USER, UID, home)])
