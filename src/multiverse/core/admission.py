@@ -153,8 +153,10 @@ def _forks(choice: Choice) -> bool:
 def _take_joined(draft: Draft, attempt: Attempt, world: World, policy: Policy) -> bool:
     """Admit it at once to a node that is there already, if one fits and it may be an instant clone."""
     kind = attempt.request.kind or policy.kind
+    if not policy.pools or kind not in (CloneKind.INSTANT, CloneKind.AUTO):
+        return False
     vm = joined_for(draft, attempt, image_of(attempt, policy), world)
-    if vm is None or kind not in (CloneKind.INSTANT, CloneKind.AUTO):
+    if vm is None:
         return False
     taken = replace(vm, attempt=attempt.id)
     _admit(draft, replace(attempt, pin=vm.feature), Choice(CloneKind.INSTANT), [taken], [], policy)

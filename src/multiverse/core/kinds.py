@@ -45,7 +45,7 @@ def choose(draft: Draft, attempt: Attempt, templates: Mapping[TemplateKey, Templ
     if asked is not CloneKind.AUTO:
         return Choice(asked)
     image = attempt.request.image or policy.image
-    if any(vm.state is VmState.PARKED and vm.image == image for vm in spares(draft, Depth.PARKED)):
+    if policy.pools and any(vm.state is VmState.PARKED and vm.image == image for vm in spares(draft, Depth.PARKED)):
         return Choice(CloneKind.INSTANT, "one is parked")
     boots = any(CloneKind.LINKED.value in host.abilities for host in hosts.values())
     if not boots:

@@ -89,6 +89,8 @@ def parked_for(draft: Draft, attempt: Attempt, image: str, parents: Mapping[str,
     """Parked spares that can become the attempt's VMs where they are, on the emptiest hosts first, and no more than it
     needs. Takes the room that they come to need."""
     found: list[Taken] = []
+    if not policy.pools:
+        return found
     left = [vm for vm in spares(draft, Depth.PARKED) if vm.state is VmState.PARKED and vm.image == image]
     left = [vm for vm in left if vm.account == attempt.request.account and vm.parent == parents.get(vm.host)]
     left = [vm for vm in left if vm.host in room.free and _well(vm, world)]
