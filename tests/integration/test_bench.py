@@ -1,0 +1,82 @@
+"""The benchmarks on the real lab: small ones, whose figures are whole. What they come to is nobody's business here."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from multiverse.bench import arrivals, burst, density
+from multiverse.client import Client
+from multiverse.core.errors import Broken
+from multiverse.lab.parts import Lab
+from multiverse.lab.plan import load
+from multiverse.lab.session import Session, session_environment
+from tests.integration.conftest import LabUnderTest
+from tests.integration.images import IMAGES
+from tests.integration.watch import nothing_left
+
+pytestmark = pytest.mark.integration
+
+INSTANT = [kind for kind in burst.KINDS if kind.name == "instant"]
+
+
+@pytest.fixture(scope="module")
+def bench(lab: LabUnderTest, controller: Callable[[], int]) -> Session:
+    plan = load(lab.where)
+    assert plan is not None
+    return Session(lab.where, lab.settings, lab.user, Lab(lab.where, plan), session_environment(lab.where))
+
+
+def test_three_jobs_at_once_are_all_measured(bench: Session, lab: LabUnderTest, client: Client) -> None:
+    samples = burst.run(bench, client, 3, None, INSTANT, lambda *_: None)["instant"]
+    assert len(samples.provisioning) == len(samples.submit_to_start) == 3 and samples.again == 0
+    assert all(0 < made < start for made, start in zip(samples.provisioning, samples.submit_to_start, strict=True))
+    assert max(samples.submit_to_start) == pytest.approx(samples.all_ran)
+    assert len(samples.stages["clone.restore"]) == len(samples.stages["join.first_byte"]) == 3
+    nothing_left(lab, client)
+
+
+def test_a_job_that_fails_ends_the_benchmark(bench: Session, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals, "SCRIPT", arrivals.SCRIPT.replace("exit 0", "exit 3"))
+    with pytest.raises(Broken, match=r"1 jobs have not completed: \d+_1 is FAILED"):
+        burst.run(bench, client, 1, None, INSTANT, lambda *_: None)
+
+
+def test_vms_are_added_measured_and_let_go(bench: Session, lab: LabUnderTest, client: Client) -> None:
+    told: list[density.Step] = []
+    found = density.run(bench, client, 3, 2, 0, 120.0, told.append)
+    assert [step.vms for step in found.steps] == [2, 3] == [step.vms for step in told]
+    assert found.most == 3 and found.gave_out == ""
+    for step in found.steps:
+        assert 5 < step.private < 256 and step.shared > 5 and 0 < step.busy <= 1 and step.vm_cpu > 0
+    nothing_left(lab, client)
+
+
+def test_a_density_ends_when_memory_is_below_its_floor(bench: Session, lab: LabUnderTest, client: Client) -> None:
+    found = density.run(bench, client, 2, 1, 1 << 30, 120.0, lambda step: None)
+    assert found.most == 1 and found.gave_out.startswith("memory: ")
+    nothing_left(lab, client)
+
+
+@pytest.mark.slow
+def test_a_burst_has_a_lab_of_its_own_and_leaves_nothing_of_it() -> None:
+    directory = Path(tempfile.mkdtemp(prefix="mvb-"))
+    directory.chmod(0o755)
+    program = Path(sys.executable).with_name("multiverse")
+    words = ["bench", "burst", "3", "--kinds", "linked,instant", "--dir", directory / "lab", "--images", IMAGES]
+    try:
+        done = subprocess.run([program, *words, "--json"], capture_output=True, text=True, timeout=400)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert [one["provisioning"]["n"] for one in found["kinds"].values()] == [3, 3]
+        assert found["ratios"][0]["over"] == "linked" and found["ratios"][0]["means"]["value"] > 0
+        assert not (directory / "lab" / "run").exists()
+    finally:
+        shutil.rmtree(directory)
