@@ -70,7 +70,7 @@ def test_a_burst_has_a_lab_of_its_own_and_leaves_nothing_of_it() -> None:
     directory = Path(tempfile.mkdtemp(prefix="mvb-"))
     directory.chmod(0o755)
     program = Path(sys.executable).with_name("multiverse")
-    words = ["bench", "burst", "3", "--kinds", "linked,instant", "--dir", directory / "lab", "--images", IMAGES]
+    words = ["bench", "burst", "3", "--kinds", "linked,instant", "--dir", f"{directory}/lab", "--images", f"{IMAGES}"]
     try:
         done = subprocess.run([program, *words, "--json"], capture_output=True, text=True, timeout=400)
         assert done.returncode == 0, done.stderr

@@ -122,7 +122,8 @@ def _completed(lab: Session, submitted: Mapping[str, float]) -> None:
         wrong = {job: states.get(job, "unknown") for job in submitted if states.get(job) != "COMPLETED"}
         if not wrong:
             return
-        if time.monotonic() > deadline:
+        over = any(state not in ("unknown", "PENDING", "RUNNING", "COMPLETING") for state in wrong.values())
+        if over or time.monotonic() > deadline:
             told = ", ".join(f"{job} is {state}" for job, state in list(wrong.items())[:3])
             raise Broken(f"{len(wrong)} jobs have not completed: {told}", hint="see the lab's log/slurmctld.log")
         time.sleep(0.2)
