@@ -112,6 +112,8 @@ def test_a_process_is_found_by_its_command_line_alone(tmp_path: Path) -> None:
 
 def test_only_what_is_handed_over_is_inherited(tmp_path: Path) -> None:
     handed, kept = os.pipe(), os.pipe()
+    os.set_inheritable(kept[0], True)  # as what whoever started us has left open
+    process.hand_on_nothing()
     pid, started = sleeper(tmp_path, handed[0])
     try:
         deadline = time.monotonic() + 5

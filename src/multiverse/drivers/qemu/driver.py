@@ -78,6 +78,7 @@ class QemuHypervisor:
         self._closed = False
         self._threads = ThreadPoolExecutor(64, thread_name_prefix="qemu")
         vms.raise_file_limit()
+        process.hand_on_nothing()
 
     @property
     def accelerator(self) -> Accelerator:
