@@ -509,7 +509,7 @@ def serving(since: float, serial: int = 5) -> Vm:
 
 
 def test_a_vm_that_has_run_for_a_while_counts_as_what_it_takes() -> None:
-    room = 1000 + CLAIM + 64
+    room = 1000 + CLAIM + 50
     assert crowd(room, (serving(NOW - 30), 200.0)) == "instant on h1"
     assert crowd(room, (serving(NOW - 29), 200.0)) == "waiting for memory: h1 must keep 1000 MiB available"
     assert "must keep" in crowd(room, (serving(NOW - 30), 0.0)), "nobody has measured it"
@@ -517,8 +517,8 @@ def test_a_vm_that_has_run_for_a_while_counts_as_what_it_takes() -> None:
 
 
 def test_the_floor_is_kept_to_the_last_mib() -> None:
-    assert crowd(1000 + CLAIM + 64, (serving(0.0), 200.0)) == "instant on h1"
-    assert "must keep 1000 MiB" in crowd(1000 + CLAIM + 63, (serving(0.0), 200.0))
+    assert crowd(1000 + CLAIM + 50, (serving(0.0), 200.0)) == "instant on h1"
+    assert "must keep 1000 MiB" in crowd(1000 + CLAIM + 49, (serving(0.0), 200.0))
 
 
 def test_without_over_commit_nobody_asks_what_the_machine_has_left() -> None:

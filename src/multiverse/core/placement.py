@@ -79,9 +79,9 @@ def short_of_memory(host: Host, policy: Policy) -> bool:
 
 def yet_to_come(claim: Size, held: float, policy: Policy, *, settled: bool) -> int:
     """MiB that whoever holds a claim may yet take, beside the `held` that he has: the rest of it; one that has settled
-    is taken to stay as he is, within a quarter or half a block of memory."""
+    is taken to stay as he is, within a quarter."""
     rest = max(0, math.ceil(claim.memory - held))
-    return min(rest, max(BLOCK // 2, math.ceil(held / 4))) if settled else rest
+    return min(rest, math.ceil(held / 4)) if settled else rest
 
 
 class Room:
