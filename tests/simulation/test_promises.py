@@ -176,6 +176,16 @@ def test_vms_die_like_flies(seed: int) -> None:
     keeps_its_promises(Scenario(seed, arrivals, mishaps=every(4.0, What.VM_DIES, Random(seed), 120.0)))
 
 
+def test_a_guest_that_floods_its_channel_costs_its_own_job_the_writing_back_and_nothing_else() -> None:
+    arrivals = tuple(Arrival(1.0 + n, Batch(seconds=60.0)) for n in range(3))
+    outcome = keeps_its_promises(Scenario(7, arrivals, mishaps=(Mishap(40.0, What.FLOODS, pick=0.5),)))
+    assert set(outcome.results.values()) == {"COMPLETED"} and len(outcome.results) == 3
+    told = [what.removesuffix(" floods its channel") for _, what in outcome.told if "floods" in what]
+    (wild,) = [what.rpartition(" ")[2] for what in told]
+    kept = {what.partition(":")[0] for _, what in outcome.told if "written back" in what}
+    assert kept == {f"mvsimul-{n}" for n in (1, 2, 3)} - {wild}
+
+
 # --- at each moment ---------------------------------------------------------------------------------
 
 ONE = Scenario(7, (Arrival(1.0, Batch(seconds=3.0)),))

@@ -341,6 +341,7 @@ class What(StrEnum):
     """The kinds of mishap, and which part of the simulation does them."""
 
     VM_DIES = "a VM dies"
+    FLOODS = "a guest floods its channel"
     REGISTERS_AGAIN = "a node registers again"
     CLUSTER_AWAY = "slurmctld is away"
     CLUSTER_RESTARTS = "slurmctld restarts"

@@ -74,6 +74,7 @@ class SimulatedHypervisor:
         await self._take("command", self._pace.command)
         if grace > 0:
             await self._take("flush", (0.0, min(grace, 0.5)))
+            self._machines.write_back(name)
         self._machines.destroy(name)
         await self._take("stop", self._pace.stop)
 

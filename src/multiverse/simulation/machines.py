@@ -43,13 +43,14 @@ class Image:
 
 @dataclass(eq=False)
 class Machine:
-    """A VM on a host, or what is left of one."""
+    """A VM on a host, or what is left of one. A `deaf` one's guest is neither heard nor told anything any more."""
 
     spec: VmSpec
     condition: VmCondition = VmCondition.MAKING
     reason: str = ""
     guest: Guest | None = None
     size: Size | None = None  # what it was started with
+    deaf: bool = False
     woken: float = 0.0
 
     def private(self, now: float) -> float:
@@ -179,6 +180,8 @@ class Machines:
         machine = self._get(name)
         if machine.condition is VmCondition.DEAD:
             raise Broken(f"{name} died while it was started: {machine.reason}", hint="destroy it")
+        if machine.deaf and machine.condition is VmCondition.STARTING:
+            raise Broken(f"{name} was not started: {machine.reason}", hint="destroy it")
         machine.condition = VmCondition.RUNNING
 
     def introduce(self, name: str, user: User) -> None:
@@ -186,7 +189,21 @@ class Machines:
         machine = self._get(name)
         if machine.guest is None:
             raise Gone(f"{name} is {machine.condition}", hint="start it first")
+        if machine.deaf:
+            raise Broken(f"{name} is not told anything: {machine.reason}", hint="destroy it")
         machine.guest.users.add(user.uid)
+
+    def flood(self, name: str) -> None:
+        """Its guest says too much, and is cut off; what it runs goes on."""
+        machine = self.vms[name]
+        if machine.guest is not None:
+            machine.deaf, machine.reason = True, "the guest flooded its channel, which was closed"
+
+    def write_back(self, name: str) -> None:
+        """What its guest has in memory comes to where it belongs, if it can be told so."""
+        machine = self.vms.get(name)
+        if machine is not None and machine.guest is not None and not machine.deaf:
+            machine.guest.say(f"{name}: all that was written is written back")
 
     def die(self, name: str, reason: str) -> None:
         """Its process ends; what it had on its host remains."""

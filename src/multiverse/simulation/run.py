@@ -251,6 +251,10 @@ class _Simulation:
                 if name := world.vm(mishap.pick):
                     self._tell(f"mishap: {name} dies")
                     world.kill_vm(name)
+            case What.FLOODS:
+                if name := world.vm(mishap.pick):
+                    self._tell(f"mishap: the guest of {name} floods its channel")
+                    world.machines.flood(name)
             case What.REGISTERS_AGAIN:
                 if name := world.vm(mishap.pick):
                     self._tell(f"mishap: the daemon of {name} starts again")

@@ -81,6 +81,7 @@ def troubled(seed: int, database: str = ":memory:") -> Scenario:
 
 MEANS: dict[What, tuple[float, ...]] = {
     What.VM_DIES: (0.0, 5.0, 30.0),
+    What.FLOODS: (0.0, 0.0, 20.0),
     What.REGISTERS_AGAIN: (0.0, 0.0, 20.0),
     What.CLUSTER_AWAY: (0.0, 0.0, 30.0, 100.0),
     What.CLUSTER_RESTARTS: (0.0, 0.0, 30.0),
