@@ -4,8 +4,11 @@ and no VM is made for a job that may not start. A real slurmctld enforces them; 
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from itertools import accumulate
 
 import pytest
 
@@ -60,6 +63,22 @@ def active(client: Client) -> set[str]:
     return {str(row["job_id"]) for row in client.jobs() if row["state"] in ACTIVE}
 
 
+def at_once(lab: LabUnderTest, jobs: Sequence[str]) -> int:
+    """The most of these jobs that had been admitted and had not ended, at any one time: from the controller's journal
+    and from slurmdbd's accounts. Those keep whole seconds, so an end may be up to one later than it is taken for."""
+    ask = ("env", "SLURM_TIME_FORMAT=%s", "sacct", "-X", "-n", "-P", "-o", "JobID,End", "-j", ",".join(jobs))
+    lines = until("they are accounted", lambda: "Unknown" not in (text := lab.run(*ask).stdout) and text)
+    ends = {job: float(end) for job, end in (line.split("|") for line in lines.split())}
+    with closing(sqlite3.connect(lab.settings.state_dir / "multiverse.db")) as database:
+        begins = database.execute(
+            "SELECT attempts.job_id, journal.wall FROM journal JOIN attempts ON attempts.id = journal.id "
+            "WHERE journal.kind = 'attempt' AND journal.event = 'admitted'"
+        ).fetchall()
+    changes = [(wall, 1) for job, wall in begins if job in ends] + [(end, -1) for end in ends.values()]
+    assert len(changes) == 2 * len(jobs)
+    return max(accumulate(change for _, change in sorted(changes)))
+
+
 def test_limits_hold_for_what_waits_is_pinned_and_runs_together(
     lab: LabUnderTest, client: Client, controller: Callable[[], int]
 ) -> None:
@@ -90,6 +109,8 @@ def test_limits_hold_for_what_waits_is_pinned_and_runs_together(
     for job in everyone:
         ended(client, job, "done")
     assert {job: len(client.jobs(job)) for job in everyone} == dict.fromkeys(everyone, 1), "none went back to the gate"
+    for name, (limit, jobs) in groups.items():
+        assert at_once(lab, jobs) == limit, name
     nothing_left(lab, client)
 
 
