@@ -29,7 +29,8 @@ class Option:
     """One row. `names` as in the man page, `note` the reason.
 
     An honoured row is shown by lines, regular expressions, that `job`'s output holds; a refused one by what the
-    user is told of `attempt`. `test` names the test of test_options.py that shows what neither can.
+    user is told of `attempt`. `test` names the test of test_options.py that shows what neither can. `since` is the
+    first release of Slurm that has the option, if 22.05 has not, and `until` the first that has it no more.
     """
 
     names: str
@@ -40,6 +41,8 @@ class Option:
     attempt: tuple[str, ...] = ()
     told: str = ""
     test: str = ""
+    since: str = ""
+    until: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +59,13 @@ def tested(names: str, note: str, test: str) -> Option:
     return Option(names, Verdict.HONOURED, note, test=test)
 
 
-def refused(names: str, told: str, *attempt: str, note: str = "") -> Option:
+def refused(names: str, told: str, *attempt: str, note: str = "", since: str = "", until: str = "") -> Option:
     """`told` is what the user reads, and in the table too unless there is a `note`."""
-    return Option(names, Verdict.REFUSED, note or told, attempt=attempt, told=told)
+    return Option(names, Verdict.REFUSED, note or told, attempt=attempt, told=told, since=since, until=until)
 
 
-def denied(names: str, note: str, test: str) -> Option:
-    return Option(names, Verdict.REFUSED, note, test=test)
+def denied(names: str, note: str, test: str, since: str = "") -> Option:
+    return Option(names, Verdict.REFUSED, note, test=test, since=since)
 
 
 _SIZE = """\
@@ -275,6 +278,18 @@ GROUPS = (
             refused("--power", "--power is not served: submit without it", "--power=level"),
             refused("--network", "--network is not served: a VM has one network", "--network=ib"),
             refused("--container", "--container is not served: ask for an image with --constraint", "--container=/x"),
+            denied(
+                "--container-id",
+                "at the gate: --container-id is not served: ask for an image with --constraint",
+                "test_a_container_that_is_named_by_its_id_is_refused_at_the_gate",
+                since="23.02",
+            ),
+            refused(
+                "--oom-kill-step",
+                "a VM's memory is all its job's, not each step's: submit without --oom-kill-step",
+                "--oom-kill-step=1",
+                since="24.05",
+            ),
         ),
     ),
     Group(
@@ -285,6 +300,26 @@ GROUPS = (
                 "--gres-flags",
                 "generic resources are not served: submit without --gres-flags",
                 "--gres-flags=disable-binding",
+            ),
+            refused(
+                "--gres-flags=multiple-tasks-per-sharing",
+                "generic resources are not served: submit without --gres-flags",
+                "--gres-flags=multiple-tasks-per-sharing",
+                since="23.11",
+            ),
+            refused(
+                "--tres-bind",
+                "generic resources are not served: submit without --gpu-bind",
+                "--tres-bind=gres/gpu:closest",
+                since="23.11",
+            ),
+            refused(
+                "--tres-per-task",
+                _GPUS,
+                "--tres-per-task=license/seat:1",
+                "--ntasks=1",
+                note=f"but of CPUs, as -c: {_GPUS}",
+                since="23.11",
             ),
             refused("-G, --gpus", _GPUS, "--gpus=1"),
             refused(

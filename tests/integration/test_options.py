@@ -57,6 +57,18 @@ class Board:
         return self.lab.run("scontrol", "update", f"JobId={self.ids[job]}", *changes, user=self.lab.user, check=False)
 
 
+def release(text: str) -> tuple[int, ...]:
+    """`slurm-wlm 24.11.5` and `24.11` as numbers."""
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
+
+
+def needs_its_release(row: Option, lab: LabUnderTest) -> None:
+    """Not every row is one of this Slurm's."""
+    here = release(lab.run("sbatch", "--version").stdout)
+    if not (release(row.since) or here) <= here < (release(row.until) or (99,)):
+        pytest.skip(f"Slurm {here[0]}.{here[1]:02} has no such option")
+
+
 def filled(text: str, board: Board) -> str:
     return text.replace("{home}", str(board.home)).replace("{now}", str(int(time.time())))
 
@@ -107,6 +119,7 @@ def test_no_option_of_sbatch_srun_or_salloc_is_missing(lab: LabUnderTest) -> Non
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.attempt], ids=lambda row: row.names)
 def test_what_is_refused_says_so(board: Board, row: Option) -> None:
+    needs_its_release(row, board.lab)
     words = [filled(word, board) for word in row.attempt]
     command = words if words[0] == "srun" else ["sbatch", *words, "--begin=now+1hour", "--wrap=true"]
     done = board.lab.run(*command, user=board.lab.user, check=False)
@@ -302,6 +315,12 @@ def test_steps_that_slurm_refuses(board: Board) -> None:
     for option in ("--no-allocate", "--het-group=1"):
         done = board.lab.run("srun", option, "--nodelist=mvgate1", "true", user=board.lab.user, check=False)
         assert done.returncode != 0, option
+
+
+def test_a_container_that_is_named_by_its_id_is_refused_at_the_gate(board: Board, client: Client) -> None:
+    needs_its_release(next(row for row in ROWS if row.names == "--container-id"), board.lab)
+    job = board.lab.sbatch("true", "--container-id=x", "--output=/dev/null")
+    assert "--container-id is not served" in ended(client, job, "revoked")["reason"]
 
 
 @pytest.mark.slow

@@ -279,6 +279,8 @@ def _problem(record: Record, own: tuple[str, ...], names: Names) -> str:
         (bool(number(record.get("het_job_id"))), "heterogeneous jobs are not served: submit their parts as jobs"),
         ("," in str(record["partition"]), f"name one partition only: {names.gate_partition}"),
         (bool(record.get("resv_name")), "reservations are not served: submit without --reservation"),
+        # Of an id, from 23.02 on, the submit script is told nothing.
+        (bool(record.get("container_id")), "--container-id is not served: ask for an image with --constraint"),
         (bool(record.get("prefer")), "--prefer is not served: ask with --constraint"),
         (bool(record.get("required_nodes")), "a job's nodes are made for it: submit without --nodelist"),
         (

@@ -62,7 +62,8 @@ local UNSERVED = {
   { "tres_per_socket", "generic resources are not served: submit without GPUs" },
   { "tres_per_task", "generic resources are not served: submit without GPUs" },
 }
-local ENFORCE_BINDING, SPREAD, DISABLE_BINDING = 16, 256, 524288 -- bits of bitflags (slurm.h)
+-- Bits of bitflags (slurm.h, from 22.05 to 24.11): what --gres-flags asks for, the last three from 23.11 on.
+local SPREAD, GRES_FLAGS = 2 ^ 8, { 2 ^ 4, 2 ^ 19, 2 ^ 38, 2 ^ 39, 2 ^ 40 }
 
 -- Whether a field holds a wish. Unset ones are 0, or the greatest numbers of their width; from 23.11 on
 -- --cpus-per-task is in tres_per_task, too.
@@ -90,8 +91,11 @@ local function wrong_wishes(job)
     if asked(job[row[1]]) then return row[2] end
   end
   if has_bit(job.bitflags, SPREAD) then return "--spread-job is not served: say how many VMs with --nodes" end
-  if has_bit(job.bitflags, ENFORCE_BINDING) or has_bit(job.bitflags, DISABLE_BINDING) then
-    return "generic resources are not served: submit without --gres-flags"
+  for _, bit in ipairs(GRES_FLAGS) do
+    if has_bit(job.bitflags, bit) then return "generic resources are not served: submit without --gres-flags" end
+  end
+  if job.environment and job.environment.SLURM_OOM_KILL_STEP == "1" then -- no field says so
+    return "a VM's memory is all its job's, not each step's: submit without --oom-kill-step"
   end
   if string.find(job.script or "", "\n#[BD][BW]%s") then
     return "burst buffers are not served: stage files in the job itself, without #BB and #DW"
