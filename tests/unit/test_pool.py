@@ -141,6 +141,30 @@ def test_a_gang_takes_what_is_parked_and_makes_the_rest() -> None:
     assert [(vm.pool, vm.state) for vm in s.all_vms()] == [(Depth.PARKED, V.PARKED), (None, V.PLANNED)]
 
 
+@pytest.mark.parametrize("kind", [CloneKind.LINKED, CloneKind.FULL])
+def test_a_job_that_wants_another_kind_leaves_what_is_parked(kind: CloneKind) -> None:
+    s = scene(PARKED)
+    s.hosts["h1"] = replace(s.hosts["h1"], abilities=frozenset({"instant", "linked", "full"}))
+    fill(s)
+    s.job(request=Request(1, Size(1, 400), kind=kind))
+    s.run()
+    assert [(vm.kind, vm.pool) for vm in s.all_vms()] == [(kind, None)]
+
+
+def test_spares_do_not_keep_a_template_that_is_in_the_way() -> None:
+    s = scene(PARKED, memory=900)  # one template, two spares, and 580 MiB
+    vms = fill(s)
+    stiff = frozenset({"fork"})
+    s.hosts["h1"] = replace(s.hosts["h1"], images={"stiff": stiff})
+    s.job(request=Request(1, Size(1, 200), image="stiff"))
+    s.template("stiff", Size(1, 384))  # as much as the host holds twice, for the template and for its VM
+    for _ in range(3):
+        s.run()
+    assert s.rows.templates[1].state is T.RETIRING
+    gone = {s.rows.vms[vm.id].state for vm in vms if vm.id in s.rows.vms}
+    assert gone == {V.RELEASING}, "the spares go with their template"
+
+
 def test_a_job_takes_a_node_that_fits_at_once() -> None:
     s = scene(JOINED)
     (vm,) = fill(s)

@@ -46,7 +46,7 @@ from multiverse.core.placement import (
     vm_size,
     yet_to_come,
 )
-from multiverse.core.pool import give_back, is_parked_spare, joined_for, make_way, parked_for
+from multiverse.core.pool import give_back, is_parked_spare, is_spare, joined_for, make_way, parked_for
 from multiverse.core.rows import Change, Draft
 
 PROVISIONING = (VmState.PLANNED, VmState.PARKED, VmState.STARTING)
@@ -112,7 +112,11 @@ def admit(draft: Draft, world: World, policy: Policy) -> bool:
             _tell(draft, attempt, why, policy)
             continue
         claims = vm_claims(told, {name: parents[name] for name in among}, policy)
-        parked = parked_for(draft, attempt, image_of(attempt, policy), parents, room, world, policy)
+        parked = (
+            parked_for(draft, attempt, image_of(attempt, policy), parents, room, world, policy)
+            if _forks(choice)
+            else []
+        )
         unpaced, why = _unpaced(draft, attempt, choice, among, nodes - len(parked), policy)
         chosen = room.place(nodes - len(parked), {name: claims[name] for name in unpaced})
         if chosen is None:
@@ -458,14 +462,17 @@ def _make_way(draft: Draft, attempt: Attempt, queue: list[Attempt], hosts: Mappi
         template.state is TemplateState.RETIRING and template.host in hosts for template in draft.templates.values()
     ):
         return
-    busy = {claim.host for claim in draft.claims.values() if claim.owner.kind == "vm"}
+    spare_keys = {vm.key for vm in draft.vms.values() if is_spare(vm)}  # they go with their template
+    serving = [vm for vm in draft.vms.values() if vm.key not in spare_keys]
+    busy = {c.host for c in draft.claims.values() if c.owner.kind == "vm" and c.owner not in spare_keys}
     # Jobs that ask for the same want the same: one of each speaks for all.
     wanted = {key for one in {a.request: a for a in queue}.values() for key in _wanted(draft, one, hosts, policy)}
     mine = set(_wanted(draft, attempt, hosts, policy))
     idle = [
         template
         for _, template in sorted(draft.templates.items(), key=lambda item: (item[1].since, item[0]))
-        if template.state in (TemplateState.READY, TemplateState.BROKEN) and not references(draft, template)
+        if template.state in (TemplateState.READY, TemplateState.BROKEN)
+        and not any(vm.template == template.which for vm in serving)
     ]
     unwanted = (t for t in idle if t.which not in wanted and t.state is TemplateState.READY)
     in_the_way = (t for t in idle if t.which not in mine and t.host in hosts and t.host not in busy)
