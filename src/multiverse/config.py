@@ -60,6 +60,9 @@ class QemuSettings:
     base_memory: int = 256
     max_cpus: int = 64  # a VM can be plugged up to this many
     max_memory: int = 262144
+    # MiB that an emulated guest's translated code may take; what does not fit is translated again. 0: as much as it
+    # comes to, some 60 of a VM with a job. Less memory for each VM, for more of the CPUs' time.
+    tb_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -223,6 +226,8 @@ def _contradictions(s: Settings) -> list[str]:
         found.append("pacing: a rate is clones a second, or 0 for no limit")
     if s.host.cores < 1 or s.host.memory < s.qemu.base_memory:
         found.append(f"host: needs at least one core and {s.qemu.base_memory} MiB of memory")
+    if s.qemu.tb_size != 0 and s.qemu.tb_size < 8:
+        found.append("qemu.tb_size: 8 MiB at least, or 0")
     if s.host.overcommit < 1:
         found.append("host.overcommit: 1 or more; to claim less, declare less host.memory")
     if s.host.floor < 0:

@@ -33,6 +33,7 @@ def test_values_are_read_into_their_types(tmp_path: Path) -> None:
         ({"host": {"cores": 0}}, "at least one core"),
         ({"host": {"overcommit": 0.5}}, "host.overcommit"),
         ({"host": {"floor": -1}}, "host.floor"),
+        ({"qemu": {"tb_size": 4}}, "qemu.tb_size"),
         ({"mounts": [{"sourse": "x"}]}, "mounts.0.sourse: no such key, did you mean source"),
         ({"qemu": {"accel": "xen"}}, "qemu.accel"),
         ({"network": {"subnet": "10.0.0.0/16", "gateway": "10.1.0.1"}}, "network.gateway"),

@@ -143,6 +143,13 @@ def test_a_disk_is_copied_without_its_holes_where_nothing_can_be_shared(tmp_path
         shutil.rmtree(other)
 
 
+def test_emulation_keeps_as_much_code_as_it_may_and_is_let_have_that() -> None:
+    plain, spare, kvm = Accelerator("tcg"), Accelerator("tcg", 32), Accelerator("kvm", 32)
+    assert [each.options for each in (plain, spare, kvm)] == ["tcg,thread=multi", "tcg,thread=multi,tb-size=32", "kvm"]
+    assert plain.footprint(256) - spare.footprint(256) == 1024 - 32
+    assert kvm.footprint(256) == spare.footprint(256) - 32
+
+
 def test_a_manifest_that_cannot_be_read_is_none(tmp_path: Path) -> None:
     kept = Manifest("mva-1", CloneKind.INSTANT, Phase.PARKED, "02:00:00:00:00:01", 1, 256, 7, 8, "boot")
     manifest.write(tmp_path, kept)

@@ -31,6 +31,17 @@ AN_END = 300.0
 
 
 @dataclass(frozen=True, slots=True)
+class Bounds:
+    """Stop at `most` VMs, `by` so many at a time; or when less than `floor` MiB are available, or none of a step's jobs
+    has started for `patience` seconds."""
+
+    most: int
+    by: int
+    floor: int
+    patience: float
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """The host with so many jobs running. Memory in MiB: medians of VMs, and the machine's; `busy` is the share of the
     machine's CPUs that is used while nothing is asked of any VM, `vm_cpu` the median VM's share of one CPU; `slowest`
@@ -62,19 +73,18 @@ class Found:
 Progress = Callable[[Step], None]
 
 
-def run(lab: Session, client: Client, most: int, by: int, floor: int, patience: float, progress: Progress) -> Found:
-    """Up to `most` jobs, `by` so many at a time, until less than `floor` MiB are available or none of a step's jobs has
-    started for `patience` seconds. All have ended when it returns."""
+def run(lab: Session, client: Client, bounds: Bounds, progress: Progress) -> Found:
+    """Add jobs until a bound is met or something has given out. All have ended when it returns."""
     steps: list[Step] = []
     before = _available(client)
     with Arrivals(lab.settings.network.gateway, hold=True) as arrivals:
         gave_out = ""
-        while not gave_out and (there := len(arrivals.at)) < most:
-            count = min(by, most - there)
+        while not gave_out and (there := len(arrivals.at)) < bounds.most:
+            count = min(bounds.by, bounds.most - there)
             began = time.monotonic()
             array = lab.submit(arrivals.script, f"--array=1-{count}", *OPTIONS)
             jobs = [f"{array}_{task}" for task in range(1, count + 1)]
-            missing = arrivals.wait(jobs, patience, lab.settings.socket.exists)
+            missing = arrivals.wait(jobs, bounds.patience, lab.settings.socket.exists)
             if missing:
                 gave_out = f"{len(missing)} more did not start: {_why(client, missing[0])}"
                 lab.run("scancel", array)
@@ -83,7 +93,7 @@ def run(lab: Session, client: Client, most: int, by: int, floor: int, patience: 
             step = _measured(client, len(arrivals.at), slowest, before)
             steps.append(step)
             progress(step)
-            gave_out = _given_out(step, floor, client)
+            gave_out = _given_out(step, bounds.floor, client)
     _until_all_have_ended(client)
     return Found(tuple(steps), gave_out)
 

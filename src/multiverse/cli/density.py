@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from multiverse.bench import density as densities
-from multiverse.bench.density import Step
+from multiverse.bench.density import Bounds, Step
 from multiverse.bench.latency import Kind
 from multiverse.cli import render
 from multiverse.cli.bench import DIRECTORY, IMAGES, Dir, Images, Json, build_images, part
@@ -31,22 +31,31 @@ def density(
     floor: Annotated[int, typer.Option(min=0, help="Stop when less is available, in MiB.")] = 1024,
     patience: Annotated[float, typer.Option(min=1.0, help="Stop when no job has started for so many seconds.")] = 120.0,
     provisioning: Annotated[int, typer.Option(min=1, help="VMs between claim and node at the same time.")] = 4,
+    tb_size: Annotated[
+        int, typer.Option(min=0, help="MiB of translated code that each VM keeps, see qemu.tb_size.")
+    ] = 32,
     directory: Dir = DIRECTORY,
     images: Images = IMAGES,
     json: Json = False,
 ) -> None:
     """Add jobs that hold their VMs until memory or CPUs give out, and measure what each takes."""
     build_images([Kind("instant", densities.OPTIONS)], images, json)
-    found = asyncio.run(_density(directory, images, most, by, floor, patience, provisioning, json))
+    declared = densities.machine_memory() - OURS
+    settings: dict[str, dict[str, Any]] = {
+        "host": {"overcommit": densities.overcommit(most, CLAIM, declared), "floor": floor},
+        "pacing": {"provisioning": provisioning, "spawn_timeout": patience},
+        "qemu": {"tb_size": tb_size, "max_cpus": 1, "max_memory": 1024},  # room to grow costs each guest memory
+    }
+    wishes = Wishes(most, declared, image="slim", images=images, settings=settings)
+    found = asyncio.run(_density(directory, wishes, Bounds(most, by, floor, patience), json))
+    found["tb_size"] = tb_size
     if json:
         render.as_json(found)
     else:
         _print(found)
 
 
-async def _density(
-    directory: Path, images: Path, most: int, by: int, floor: int, patience: float, provisioning: int, json: bool
-) -> dict[str, Any]:
+async def _density(directory: Path, wishes: Wishes, bounds: Bounds, json: bool) -> dict[str, Any]:
     def progress(step: Step) -> None:
         if not json:
             console.print(
@@ -55,16 +64,12 @@ async def _density(
                 markup=False,
             )
 
-    declared = densities.machine_memory() - OURS
-    host = {"overcommit": densities.overcommit(most, CLAIM, declared), "floor": floor}
-    settings = {"host": host, "pacing": {"provisioning": provisioning, "spawn_timeout": patience}}
-    wishes = Wishes(most, declared, image="slim", images=images, settings=settings)
     async with session(layout(directory), wishes, part(json)) as lab:
         with Client(lab.settings.socket) as client:
-            found = await asyncio.to_thread(densities.run, lab, client, most, by, floor, patience, progress)
+            found = await asyncio.to_thread(densities.run, lab, client, bounds, progress)
             seen = client.hosts()[0]
     return {
-        "most": most,
+        "most": bounds.most,
         "accelerator": seen["accelerator"],
         "machine": seen["machine"],
         "declared": seen["declared"],
@@ -82,7 +87,8 @@ def _print(found: Mapping[str, Any]) -> None:
         f"\nJobs that hold their VMs; guests run on {found['accelerator']}; this machine has {machine.get('cpus')} "
         f"CPUs and {render.memory(machine.get('memory', 0))}, of which {render.memory(found['declared']['memory'])} "
         f"are declared and {found['overcommit']:g} times that may be claimed; templates take "
-        f"{render.memory(found['templates'])}. Shared memory is counted in each VM that maps it.\n",
+        f"{render.memory(found['templates'])}; of translated code each keeps {found['tb_size'] or 1024} MiB at most. "
+        "Shared memory is counted in each VM that maps it; the CPUs are the machine's, whoever uses them.\n",
         markup=False,
     )
     table = render.table(

@@ -65,7 +65,8 @@ class QemuHypervisor:
         self._prefix = f"mv{site}-"
         qemu = settings.qemu
         self._version = probe.qemu_version(qemu.binary)
-        self._accelerator = probe.accelerator(qemu.accel, qemu.binary, self._version, settings.state_dir / "kvm.json")
+        found = probe.accelerator(qemu.accel, qemu.binary, self._version, settings.state_dir / "kvm.json")
+        self._accelerator = replace(found, tb_size=qemu.tb_size)
         self._vms = Vms(Places(qemu.vms.absolute(), qemu.run.absolute(), qemu.bridge, qemu.binary, qemu.uids,
                                maps_readonly(self._version), self._prefix, self._accelerator))  # fmt: skip
         self._limits = limits(Size(qemu.base_cpus, qemu.base_memory), Size(settings.host.cores, settings.host.memory),

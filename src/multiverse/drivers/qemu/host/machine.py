@@ -19,13 +19,16 @@ _TCG_CMDLINE = ("mitigations=off", "tsc=reliable", "lpj=4000000")
 
 @dataclass(frozen=True)
 class Accelerator:
-    """How guests' instructions are run: `kvm` or `tcg`."""
+    """How guests' instructions are run: `kvm` or `tcg`. `tb_size`: MiB of code that emulation keeps; 0: a GiB."""
 
     name: str
+    tb_size: int = 0
 
     @property
     def options(self) -> str:
-        return "kvm" if self.name == "kvm" else "tcg,thread=multi"
+        if self.name == "kvm":
+            return "kvm"
+        return "tcg,thread=multi" + (f",tb-size={self.tb_size}" if self.tb_size else "")
 
     @property
     def cpu(self) -> str:
@@ -33,7 +36,7 @@ class Accelerator:
 
     def footprint(self, memory: int) -> int:
         """MiB that a QEMU may take whose guest has `memory` MiB: with its own, and the code that emulation makes."""
-        return memory + 256 + (0 if self.name == "kvm" else 1024)  # accel/tcg/region.c: a GiB of code at most
+        return memory + 256 + (0 if self.name == "kvm" else self.tb_size or 1024)  # accel/tcg/region.c
 
     def groups(self) -> list[int]:
         """Whom the kernel lets use it, beside root: a user of our own has to be one of them."""
