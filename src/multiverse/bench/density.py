@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from multiverse.bench.arrivals import Arrivals
@@ -24,7 +25,7 @@ ALONE = 5.0
 """Seconds over which CPU time is taken, with nothing asked of any VM."""
 
 BUSY = 0.95
-"""Of the machine's CPUs: above it, VMs that only wait leave nothing to run a job with."""
+"""Of the machine's CPUs: when VMs that only wait use more, nothing is left to run their jobs with."""
 
 OPTIONS = ("--constraint=slim&instant", "--output=/dev/null")
 AN_END = 300.0
@@ -44,8 +45,8 @@ class Bounds:
 @dataclass(frozen=True, slots=True)
 class Step:
     """The host with so many jobs running. Memory in MiB: medians of VMs, and the machine's; `busy` is the share of the
-    machine's CPUs that is used while nothing is asked of any VM, `vm_cpu` the median VM's share of one CPU; `slowest`
-    is from submission to the start of the last job of this step."""
+    machine's CPUs that is used, by whomever, while nothing is asked of any VM, `vm_cpu` the mean VM's share of one CPU;
+    `slowest` is from submission to the start of the last job of this step."""
 
     vms: int
     slowest: float
@@ -115,7 +116,7 @@ def _measured(client: Client, vms: int, slowest: float, before: int) -> Step:
         used=before - available,
         available=available,
         busy=busy(idle, spent),
-        vm_cpu=median(shares),
+        vm_cpu=fmean(shares),
     )
 
 
@@ -131,7 +132,13 @@ def busy(before: Sequence[int], after: Sequence[int]) -> float:
 
 
 def _available(client: Client) -> int:
-    return sum(int(host["available"]) for host in client.hosts())
+    """MiB that the machine has left, when it has been looked at."""
+    deadline = time.monotonic() + AN_END
+    while not (hosts := client.hosts()):
+        if time.monotonic() > deadline:
+            raise Broken("no host came in sight", hint="see the lab's log/controller.log")
+        time.sleep(0.1)
+    return sum(int(host["available"]) for host in hosts)
 
 
 def _given_out(step: Step, floor: int, client: Client) -> str:
@@ -140,8 +147,8 @@ def _given_out(step: Step, floor: int, client: Client) -> str:
         return f"{step.vms - running} jobs that ran have been lost"
     if step.available < floor:
         return f"memory: {step.available} MiB are available, {floor} were to be left"
-    if step.busy > BUSY:
-        return f"the CPUs: {step.busy:.0%} of them are used while nothing is asked of any VM"
+    if (used := step.vms * step.vm_cpu / (os.cpu_count() or 1)) > BUSY:
+        return f"the CPUs: VMs that only wait use {used:.0%} of them"
     return ""
 
 
