@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import filecmp
 import gc
+import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -22,9 +25,9 @@ import pytest
 
 from multiverse.config import HostSettings, QemuSettings, Settings
 from multiverse.core.errors import Broken, Exhausted, Unknown
-from multiverse.core.model import CloneKind, Size
+from multiverse.core.model import CloneKind, Size, TemplateKey
 from multiverse.drivers.qemu.driver import QemuHypervisor
-from multiverse.drivers.qemu.host import copies, manifest, probe, process
+from multiverse.drivers.qemu.host import copies, manifest, probe, process, templates
 from multiverse.drivers.qemu.host.machine import Accelerator, Machine, Memory, Wiring, limits
 from multiverse.drivers.qemu.host.manifest import Manifest, Phase
 from multiverse.drivers.qemu.host.qmp import Monitor, QmpError
@@ -241,6 +244,36 @@ def machine(**changes: object) -> Machine:
              "limits": Size(8, 4096), "disk": Path("/v/a,b/disk"), "disk_format": "qcow2", "mac": "02:00:00:00:00:01",
              "kernel": Path("/k"), "initrd": Path("/i"), "cmdline": "quiet"}  # fmt: skip
     return Machine(**{**facts, **changes})  # type: ignore[arg-type]
+
+
+def test_templates_of_no_use_are_removed_but_not_what_is_in_use_or_being_made(tmp_path: Path) -> None:
+    def made(name: str, **more: object) -> None:
+        (tmp_path / name).mkdir()
+        facts = {"image": "slim", "key": "k", "cpus": 1, "memory": 256, **more}
+        (tmp_path / name / "template.json").write_text(json.dumps(facts))
+
+    made("slim@1x256", account="")
+    made("slim@2x512", account="", cpus=2, memory=512, key="of an older image")
+    made("slim")  # from before templates had sizes in their names
+    (tmp_path / ".slim@1x512.building-dead").mkdir()
+    (tmp_path / ".slim@1x512.lock").touch()  # nobody holds it: whoever began has died
+    (tmp_path / ".other@1x256.building-now").mkdir()
+    with (tmp_path / ".other@1x256.lock").open("w") as held:
+        held.write('["other", 1, 256, "physics"]')
+        held.flush()
+        fcntl.flock(held, fcntl.LOCK_EX)
+        dropped = templates.drop_stale(tmp_path, lambda one: (one.path.name, one.key) == ("slim@1x256", "k"))
+        assert templates.building(tmp_path) == {"other@1x256": ("other", Size(1, 256), "physics")}
+    assert dropped == ["slim", "slim@1x512", "slim@2x512"]
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"slim@1x256", ".other@1x256.building-now", ".other@1x256.lock"}
+
+
+def test_a_template_s_directory_does_not_name_the_account_it_is_for() -> None:
+    which = TemplateKey("h", "slim", Size(2, 512))
+    assert templates.name_of(which) == "slim@2x512"
+    names = {templates.name_of(which._replace(account=account)) for account in ("../../etc", "a/b", "a@b", "a b", "é")}
+    assert len(names) == 5 and all(re.fullmatch(r"slim@2x512@[0-9a-f]{16}", name) for name in names)
 
 
 def test_template_and_clone_are_the_same_machine() -> None:

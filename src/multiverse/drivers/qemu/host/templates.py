@@ -200,15 +200,16 @@ def drop(templates: Path, name: str) -> None:
 
 
 def drop_stale(templates: Path, of_use: Callable[[Template], bool]) -> list[str]:
-    """Remove what no VM can be forked from any more, for its image has changed, or QEMU, or where templates lie; what
-    is being made or dropped is left alone. Their names."""
+    """Remove what no VM can be forked from any more, for its image has changed, or QEMU, or where templates lie, and
+    what is left of those who died while they made one; what is being made or dropped is left alone. Their names."""
     dropped = []
     for name in names(templates):
         found = load(templates / name)
-        if not (templates / name).exists() or (found is not None and of_use(found)):
+        if found is not None and of_use(found):
             continue
         with (templates / f".{name}.lock").open("a") as file:
             if _taken(file.fileno()):
+                _sweep(templates, name)
                 _remove(templates / name, templates)
                 Path(file.name).unlink(missing_ok=True)
                 dropped.append(name)
