@@ -18,8 +18,8 @@ def hosts(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = Fa
         render.as_json(found)
         return
     table = render.table(
-        "HOST", "VMS", "CPUS CLAIMED", "MEMORY CLAIMED", "UNIQUE", "SHARED", "TEMPLATES", "MACHINE HAS", "RUNS ON",
-        "CLONES", right=("VMS", "UNIQUE", "SHARED"), fold=("TEMPLATES", "MACHINE HAS", "CLONES"),
+        "HOST", "VMS", "CPUS CLAIMED", "MEMORY CLAIMED", "VMS TAKE", "TEMPLATES", "MACHINE HAS", "CLONES",
+        right=("VMS",), fold=("CPUS CLAIMED", "MEMORY CLAIMED", "VMS TAKE", "TEMPLATES", "MACHINE HAS", "CLONES"),
     )  # fmt: skip
     for one in found:
         declared, claimed = one["declared"], one["claimed"]
@@ -28,11 +28,9 @@ def hosts(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = Fa
             str(one["vms"]),
             f"{claimed['cpus']} of {declared['cpus']}",
             _claimed(claimed["memory"], declared["memory"], one["overcommit"]),
-            render.memory(one["private"]),
-            render.memory(one["shared"]),
+            f"{render.memory(one['private'])}, {render.memory(one['shared'])} shared",
             render.memory(one["templates"]) + (", held twice" if one["template_copies"] > 1 else ""),
-            _machine(one["machine"], one["available"]),
-            one["accelerator"],
+            f"{_machine(one['machine'], one['available'])}, runs {one['accelerator']}",
             " ".join(a for a in one["abilities"] if a in ("instant", "linked", "full")),
         )
     render.show(table, "No host is in sight; multiverse lab status tells more.")

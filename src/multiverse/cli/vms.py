@@ -17,21 +17,20 @@ def vms(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = Fals
     if json:
         render.as_json(found)
         return
+    several = len({one["host"] for one in found}) > 1
     table = render.table(
-        "VM", "STATE", "JOB", "HOST", "KIND", "CPUS", "MEMORY", "UNIQUE", "SHARED", "CPU TIME", "ADDRESS",
-        right=("CPUS", "MEMORY", "UNIQUE", "SHARED", "CPU TIME"),
+        "VM", "STATE", "JOB", *(["HOST"] if several else []), "KIND", "SIZE", "UNIQUE, SHARED", "CPU TIME", "ADDRESS",
+        right=("CPU TIME",), fold=("SIZE", "UNIQUE, SHARED", "CPU TIME"),
     )  # fmt: skip
     for one in found:
         table.add_row(
             one["name"],
             render.state(one["state"], one["quarantined"]),
             one["job_id"] or "–",
-            one["host"],
+            *([one["host"]] if several else []),
             one["kind"],
-            str(one["cpus"]),
-            render.memory(one["memory"]),
-            render.memory(one["private"]) if one["private"] else "–",
-            render.memory(one["shared"]) if one["shared"] else "–",
+            f"{one['cpus']}, {render.memory(one['memory'])}",
+            f"{render.memory(one['private'])}, {render.memory(one['shared'])}" if one["private"] else "–",
             render.duration(one["cpu_s"]) if one["cpu_s"] else "–",
             one["address"],
         )
