@@ -31,9 +31,8 @@ def enter_private_namespace() -> None:
 
 
 def private_users(directory: Path, users: Sequence[tuple[str, int, Path]]) -> list[PrivateUser]:
-    """Add (name, uid, home) to /etc/passwd and /etc/group as this mount namespace sees them: extended copies are
-    mounted over both, from a file system of their own that `directory` is needed for while this runs. Call
-    `enter_private_namespace` first. Homes are made, and owned."""
+    """Add (name, uid, home) to /etc/passwd and /etc/group as this mount namespace sees them: extended copies,
+    kept in `directory`, are mounted over both. Call `enter_private_namespace` first. Homes are made, and owned."""
     made = [PrivateUser(name, uid, Path(home)) for name, uid, home in users]
     names, uids = {user.name for user in made}, {str(user.uid) for user in made}
     directory.mkdir(parents=True, exist_ok=True)
@@ -42,16 +41,12 @@ def private_users(directory: Path, users: Sequence[tuple[str, int, Path]]) -> li
         "passwd": [f"{user.name}:x:{user.uid}:{user.uid}::{user.home}:/bin/sh" for user in made],
         "group": [f"{user.name}:x:{user.uid}:" for user in made],
     }
-    # NFS-Ganesha 6 knows a file system by the last place where a part of it is mounted: were this the homes' own, it
-    # would find them nowhere.
-    _checked("mount tmpfs", _libc().mount(b"tmpfs", bytes(directory), b"tmpfs", 0, b"mode=755"))
     for file, added in lines.items():
         known = [line for line in Path("/etc", file).read_text().splitlines() if not _clashes(line, names, uids)]
         copy = directory / file
         copy.write_text("\n".join([*known, *added]) + "\n")
         copy.chmod(0o644)
         _checked(f"mount {file}", _libc().mount(bytes(copy), f"/etc/{file}".encode(), None, _MS_BIND, None))
-    _checked("umount", _libc().umount(bytes(directory)))
     for user in made:
         user.home.mkdir(parents=True, exist_ok=True)
         user.home.chmod(0o755)
