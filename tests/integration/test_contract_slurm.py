@@ -7,6 +7,7 @@ import ipaddress
 import os
 import shutil
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -116,6 +117,8 @@ class Real(Harness):
         async with self._without_slurmctld():
             shutil.rmtree(state)
             kept.rename(state)
+            # In the same second, as Slurm's clock counts, that job id would be of the same job to anybody.
+            await asyncio.sleep(1.0 - time.time() % 1.0)
 
     async def _run(self, *command: str, user: Any = None) -> None:
         await asyncio.to_thread(self.lab.run, *command, user=user)

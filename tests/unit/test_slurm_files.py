@@ -123,6 +123,8 @@ def test_membership_without_a_key_is_broken(site: Settings) -> None:
     [
         ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", Unknown),
         ("slurm_update error: Socket timed out on send/recv operation", Unknown),
+        ("Unexpected missing socket error for job 66", Unknown),
+        ("slurm_load_jobs error: Connection reset by peer", Unknown),
         ("Resource temporarily unavailable for job 8", Exhausted),
         ("Invalid job id specified for job 5", Gone),
         ("delete_node nodename=n1: Invalid node name specified", Gone),

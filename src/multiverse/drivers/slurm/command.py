@@ -18,7 +18,14 @@ _MEANINGS: tuple[tuple[str, type[MultiverseError]], ...] = (
     ("socket timed out", Unknown),
     ("zero bytes were transmitted", Unknown),
     ("communication connection failure", Unknown),
+    ("communication shutdown failure", Unknown),
+    ("message send failure", Unknown),
+    ("message receive failure", Unknown),
+    ("unexpected missing socket error", Unknown),  # 24.11, when slurmctld ends as it is asked
     ("connection refused", Unknown),
+    ("connection reset by peer", Unknown),
+    ("connection timed out", Unknown),
+    ("broken pipe", Unknown),
     ("in standby mode", Unknown),
     ("resource temporarily unavailable", Exhausted),  # 24.11 of a job whose last change is on its way to slurmdbd
     ("try again in a bit", Exhausted),  # ESLURM_JOB_SETTING_DB_INX, the same of one just submitted
