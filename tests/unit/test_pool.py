@@ -95,6 +95,17 @@ def test_nothing_is_made_for_the_pool_while_jobs_wait_for_room() -> None:
     assert [vm.attempt for vm in s.rows.vms.values()] == [1]
 
 
+def test_on_a_small_host_the_pool_waits_until_a_job_has_started() -> None:
+    s = scene(replace(PARKED, least=1, most=1))
+    s.hosts["h1"] = replace(s.hosts["h1"], machine=Size(2, 8192))
+    fill(s)
+    attempt = s.to_allocated()
+    assert attempt.since > s.clock.time - 1.0 and not spare(s)
+    assert not [vm for vm in s.rows.vms.values() if vm.state is V.PLANNED], "its script may not have begun yet"
+    s.run()
+    assert [vm.pool for vm in s.rows.vms.values() if vm.state is V.PLANNED] == [Depth.PARKED]
+
+
 def test_the_pool_rests_after_a_failure() -> None:
     s = scene(PARKED)
     s.run()

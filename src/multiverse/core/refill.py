@@ -7,9 +7,12 @@ from dataclasses import dataclass, replace
 from multiverse.core.admission import make_vms, makers_of, room_of, template_on_its_way
 from multiverse.core.lifecycle import Event
 from multiverse.core.model import (
+    Attempt,
+    AttemptState,
     Claim,
     CloneKind,
     Depth,
+    Host,
     HypervisorView,
     NodeState,
     TemplateKey,
@@ -24,6 +27,9 @@ from multiverse.core.pool import release, spare_claim, spare_size, spares
 from multiverse.core.rows import Change, Draft, Rows
 
 _MAKING = (VmState.PLANNED, VmState.STARTING)
+
+LAUNCH = 1.0
+"""Seconds from a job's running, as Slurm shows it, until its script has begun."""
 
 
 def keep(draft: Draft, world: World, policy: Policy, *, crowded: bool) -> None:
@@ -76,6 +82,25 @@ def standing(rows: Rows, world: World, policy: Policy) -> list[Standing]:
     return found
 
 
+def _has_leisure(draft: Draft, host: Host) -> bool:
+    """Whether another spare may be made there: not at the cost of jobs that are starting. Half of the machine's CPUs
+    are enough for both together, and one of a single pair."""
+    cpus = (host.machine or host.capacity).cpus
+    at_work = 0
+    for vm in draft.vms.values():
+        attempt = draft.attempt_of(vm)
+        if vm.host == host.name:
+            at_work += _is_starting(attempt, draft.now) if attempt is not None else vm.state in _MAKING
+    return at_work < max(1, cpus // 2)
+
+
+def _is_starting(attempt: Attempt, now: float) -> bool:
+    """From its admission until its script has begun, which nobody tells us: some time after the job runs."""
+    if attempt.state is AttemptState.ALLOCATED:
+        return now - attempt.since < LAUNCH
+    return attempt.state in (AttemptState.CLAIMED, AttemptState.SPAWNING, AttemptState.SPAWNED)
+
+
 def _may_make(draft: Draft, pool: Pool, world: World) -> bool:
     """Not while one that failed is on its way out, and then not before its image's rest is over."""
     failed = any(vm.pool and vm.attempt is None and vm.failed and vm.image == pool.image for vm in draft.vms.values())
@@ -121,7 +146,12 @@ def _refill(draft: Draft, pool: Pool, lacking: int, view: HypervisorView, policy
     sizes = {name: spare_size(pool, parents[name], policy) for name in ready}
     claims = {name: spare_claim(pool.depth, size, policy) for name, size in sizes.items()}
     for _ in range(min(lacking, max(1, policy.provisioning // 2) - making)):
-        turn = [name for name in ready if not wait_for((name, pool.image, kind), draft.paced, draft.now, policy)]
+        turn = [
+            name
+            for name in ready
+            if _has_leisure(draft, hosts[name])
+            and not wait_for((name, pool.image, kind), draft.paced, draft.now, policy)
+        ]
         chosen = room.place(1, {name: claims[name] for name in turn})
         vms = make_vms(draft, chosen, pool.image, kind, sizes, pool.size, parents, "", policy) if chosen else None
         if vms is None:

@@ -39,16 +39,16 @@ def calm(seed: int) -> Scenario:
 
 
 def _with_pools(settings: Settings, rng: Random) -> Settings:
-    """Every second history has warm pools and a pace, and leaves it to us which kind of clone is made."""
-    if rng.random() < 0.5:
+    """Every fourth history has warm pools and a pace, and leaves it to us which kind of clone is made."""
+    if rng.random() < 0.75:
         return settings
     pools = [
-        PoolSettings("slim", Depth.PARKED, rng.randint(0, 2), rng.randint(2, 4), max_age=rng.choice((20.0, 3600.0)))
+        PoolSettings("slim", Depth.PARKED, rng.randint(0, 2), rng.randint(2, 4), max_age=rng.choice((60.0, 3600.0)))
     ]
     pools += [
         PoolSettings("slim", Depth.JOINED, rng.randint(0, 1), rng.randint(1, 2), size.cpus, size.memory, max_age)
         for size in (Size(1, 500), Size(2, 900))
-        for max_age in (rng.choice((20.0, 3600.0)),)
+        for max_age in (rng.choice((60.0, 3600.0)),)
     ]
     kind = rng.choice((CloneKind.INSTANT, CloneKind.AUTO))
     pacing = replace(settings.pacing, instant_rate=rng.choice((0.0, 0.1, 200.0)), linked_rate=rng.choice((0.0, 0.25)))
