@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import select
 import socket
+from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from multiverse.bench import burst as bursts
+from multiverse.bench import density as densities
 from multiverse.bench.arrivals import Arrivals
 from multiverse.bench.density import busy, overcommit
 from multiverse.bench.latency import KINDS, Samples, _stages, plugging, result
@@ -167,3 +171,54 @@ def test_what_cannot_be_asked_for_is_refused_before_a_lab_starts() -> None:
     with pytest.raises(Refused, match="no such kind: fast") as caught:
         CliRunner().invoke(app, ["bench", "burst", "3", "--kinds", "fast"], catch_exceptions=False)
     assert caught.value.hint
+
+
+class FakeHost:
+    """A lab and its controller's client in one: each task of an array connects at once, and its VM takes 100 MiB."""
+
+    def __init__(self, memory: int, starts: int) -> None:
+        self.memory, self.starts = memory, starts
+        self.running: list[socket.socket] = []
+        self.settings = SimpleNamespace(network=SimpleNamespace(gateway="127.0.0.1"), socket=Path("/"))
+
+    def submit(self, script: str, array: str, *_: str) -> str:
+        for task in range(1, int(array.rpartition("-")[2]) + 1):
+            if len(self.running) < self.starts:
+                self.running.append(say(script, f"7_{task}"))
+        return "7"
+
+    def run(self, *_: str) -> None:
+        pass
+
+    def hosts(self) -> list[dict[str, Any]]:
+        return [{"available": self.memory - 100 * len(self.running)}]
+
+    def vms(self, *, exact: bool = False) -> list[dict[str, Any]]:
+        over = not select.select(self.running, [], [], 0)[0]  # they are held until the end
+        names = [f"mv-{n}" for n in range(len(self.running))] if over else []
+        return [{"name": name, "cpu_s": 1.0, "private": 90.0, "shared": 80.0} for name in names]
+
+    def jobs(self) -> list[dict[str, Any]]:
+        return []
+
+    def status(self) -> dict[str, Any]:
+        return {"jobs": {"running": len(self.running)}}
+
+
+@pytest.mark.parametrize(
+    ("memory", "starts", "most", "said"),
+    [
+        (10_000, 9, 1, ""),
+        (1150, 9, 1, "memory: 1050 MiB are available, 1100 were to be left"),
+        (10_000, 0, 0, "1 more did not start"),
+    ],
+)
+def test_density_ends_where_something_gives_out(
+    memory: int, starts: int, most: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(densities, "ALONE", 0.01)
+    fake = FakeHost(memory, starts)
+    found = densities.run(fake, fake, densities.Bounds(1, 1, 1100, 0.05), lambda step: None)  # type: ignore[arg-type]
+    assert found.most == most and found.gave_out.startswith(said) and bool(found.gave_out) == bool(said)
+    if found.steps:
+        assert (found.steps[0].private, found.steps[0].used) == (90.0, 100)
