@@ -30,13 +30,13 @@ def test_jobs_of_an_image_that_can_plug_nothing_get_their_size_and_share_templat
     controller()  # Slurm learns of the image
     out = lab.user.home / "stiff.out"
     facts = "nproc; awk '/MemTotal/{print int($2/1024)}' /proc/meminfo; cat /sys/devices/system/cpu/possible"
-    job = lab.sbatch(facts, "--constraint=stiff", "-n2", "--mem=600", f"--output={out}")
+    job = lab.sbatch(facts, "--constraint=stiff&instant", "-n2", "--mem=600", f"--output={out}")
     row = ended(client, job, "done")
     cpus, memory, possible = written(out).split()
     assert (cpus, possible) == ("2", "0-1") and int(memory) >= 600, "all is there from the start, and no room for more"
     assert accounted(lab, job) == ("COMPLETED", "0:0")
 
-    close = lab.sbatch("true", "--constraint=stiff", "-n1", "--mem=500", "--output=/dev/null")
+    close = lab.sbatch("true", "--constraint=stiff&instant", "-n1", "--mem=500", "--output=/dev/null")
     (vm,) = ended(client, close, "done")["vms"]
     assert accounted(lab, close) == ("COMPLETED", "0:0") and vm not in row["vms"]
     (one,) = [row for row in client.templates() if row["image"] == "stiff"]
