@@ -89,7 +89,7 @@ def flat(lab: LabUnderTest, client: Client, pid: int, warming: int, jobs: int) -
     before, half, after = readings
     # The heap settles: SQLite's cache, a thread's arena now and then. What is forgotten for each job, the smallest row
     # of it, would show in the second half as in the first.
-    assert min(half.memory - before.memory, after.memory - half.memory) <= 1024 + jobs // 2
+    assert min(half.memory - before.memory, after.memory - half.memory) <= 4096 + jobs // 2
     assert after.memory - before.memory <= 8192 + jobs
     # Threads are made when they are first needed, 64 at most; a descriptor or two comes and goes with a look.
     assert after.threads <= 64 + 32
