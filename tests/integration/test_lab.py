@@ -45,7 +45,7 @@ asyncio.run(QemuHypervisor(settings, "dead0").prepare(template))
 
 def _makers(where: Layout) -> set[int]:
     """The QEMUs that make a template of that lab."""
-    works = where.memory.glob(".slim.building-*")
+    works = where.memory.glob(".slim@1x256.building-*")
     return {pid for work in works for pid, _ in process.with_part(f"mem-path={work / 'memory'}")}
 
 
