@@ -22,7 +22,7 @@ from tests.integration.conftest import LabUnderTest
 from tests.integration.images import IMAGES
 from tests.integration.watch import nothing_left
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 INSTANT = [kind for kind in burst.KINDS if kind.name == "instant"]
 
@@ -67,7 +67,6 @@ def test_a_density_ends_when_memory_is_below_its_floor(bench: Session, lab: LabU
     nothing_left(lab, client)
 
 
-@pytest.mark.slow
 def test_a_burst_has_a_lab_of_its_own_and_leaves_nothing_of_it() -> None:
     directory = Path(tempfile.mkdtemp(prefix="mvb-"))
     directory.chmod(0o755)
