@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
+from multiverse.client import Client
 from multiverse.core.errors import Broken
 
 # It ends when its connection does.
@@ -81,3 +82,12 @@ class Arrivals:
                 self._held.append(connection)
             else:
                 connection.close()
+
+
+def until_nothing_is_left(client: Client, limit: float) -> None:
+    """No job and no VM is known any more. `Broken` if that takes more than `limit` seconds."""
+    deadline = time.monotonic() + limit
+    while client.jobs() or client.vms():
+        if time.monotonic() > deadline:
+            raise Broken(f"jobs were not reclaimed within {limit:g} s", hint="see the lab's log/controller.log")
+        time.sleep(0.1)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from multiverse.bench.arrivals import Arrivals
+from multiverse.bench.arrivals import Arrivals, until_nothing_is_left
 from multiverse.bench.latency import Kind
 from multiverse.bench.stats import Estimate, Summary, median, ratio, summary
 from multiverse.client import Client
@@ -69,7 +69,7 @@ def _of_kind(lab: Session, client: Client, jobs: int, every: float | None, kind:
         samples = Samples(all_ran=max(arrivals.at[job] for job in submitted) - began)
         samples.submit_to_start = [arrivals.at[job] - at for job, at in submitted.items()]
     progress(kind.name, jobs, jobs, samples.all_ran)
-    _until_nothing_is_left(client)
+    until_nothing_is_left(client, STILL)  # the next kind must not pay for this one's end
     _completed(lab, submitted)
     stories = [story for job in dict.fromkeys(_whole(job) for job in submitted) for story in client.timeline(job)]
     tell(samples, stories, jobs)
@@ -101,15 +101,6 @@ def _lost(client: Client, kind: Kind, missing: Sequence[str]) -> str:
     first = missing[0]
     why = said.get(first, "the controller knows nothing of it")
     return f"{len(missing)} jobs of kind {kind.name} did not start: job {first}: {why}"
-
-
-def _until_nothing_is_left(client: Client) -> None:
-    """The next kind must not pay for this one's end."""
-    deadline = time.monotonic() + STILL
-    while client.jobs() or client.vms():
-        if time.monotonic() > deadline:
-            raise Broken(f"jobs were not reclaimed within {STILL:g} s", hint="see the lab's log/controller.log")
-        time.sleep(0.1)
 
 
 def _completed(lab: Session, submitted: Mapping[str, float]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from multiverse.bench.arrivals import Arrivals
+from multiverse.bench.arrivals import Arrivals, until_nothing_is_left
 from multiverse.bench.stats import median
 from multiverse.client import Client
 from multiverse.core.errors import Broken
@@ -95,7 +95,7 @@ def run(lab: Session, client: Client, bounds: Bounds, progress: Progress) -> Fou
             steps.append(step)
             progress(step)
             gave_out = _given_out(step, bounds.floor, client)
-    _until_all_have_ended(client)
+    until_nothing_is_left(client, AN_END)
     return Found(tuple(steps), gave_out)
 
 
@@ -155,14 +155,6 @@ def _given_out(step: Step, floor: int, client: Client) -> str:
 def _why(client: Client, job: str) -> str:
     one: dict[str, Any] = next((one for one in client.jobs() if one["job_id"] == job), {})
     return f"job {job}: {one.get('waiting') or one.get('reason') or one.get('state') or 'nobody knows of it'}"
-
-
-def _until_all_have_ended(client: Client) -> None:
-    deadline = time.monotonic() + AN_END
-    while client.jobs() or client.vms():
-        if time.monotonic() > deadline:
-            raise Broken(f"VMs were not gone within {AN_END:g} s", hint="see the lab's log/controller.log")
-        time.sleep(0.2)
 
 
 def overcommit(vms: int, claim: int, declared: int) -> float:

@@ -57,15 +57,13 @@ def admit(draft: Draft, world: World, policy: Policy) -> bool:
     wait for room or for a turn."""
     if world.scheduler is None or world.hypervisor is None:
         return True
-    jobs = world.scheduler.value.jobs
-    hosts = world.hypervisor.value.hosts
-    room = room_of(draft, world.hypervisor.value, policy)
+    jobs, view = world.scheduler.value.jobs, world.hypervisor.value
+    hosts, room = view.hosts, room_of(draft, view, policy)
     queue = sorted(
         (a for a in draft.attempts.values() if a.state is AttemptState.QUEUED and not a.quarantined),
         key=lambda a: (_rank(jobs.get(a.job.job_id)), a.id),
     )
     left = _limits_left(draft, world.scheduler.value)
-    view = world.hypervisor.value
     blocked = ""
 
     def room_without(gone: Collection[Key]) -> Room:
@@ -154,10 +152,13 @@ def _forks(choice: Choice) -> bool:
     return choice.kind is CloneKind.INSTANT
 
 
+def _may_fork(attempt: Attempt, policy: Policy) -> bool:
+    return (attempt.request.kind or policy.kind) in (CloneKind.INSTANT, CloneKind.AUTO)
+
+
 def _take_joined(draft: Draft, attempt: Attempt, world: World, policy: Policy) -> bool:
     """Admit it at once to a node that is there already, if one fits and it may be an instant clone."""
-    kind = attempt.request.kind or policy.kind
-    if not policy.pools or kind not in (CloneKind.INSTANT, CloneKind.AUTO):
+    if not policy.pools or not _may_fork(attempt, policy):
         return False
     vm = joined_for(draft, attempt, image_of(attempt, policy), world)
     if vm is None:
@@ -482,7 +483,7 @@ def _make_way(draft: Draft, attempt: Attempt, queue: list[Attempt], hosts: Mappi
 
 
 def _wanted(draft: Draft, attempt: Attempt, hosts: Mapping[str, Host], policy: Policy) -> list[TemplateKey]:
-    if (attempt.request.kind or policy.kind) not in (CloneKind.INSTANT, CloneKind.AUTO):
+    if not _may_fork(attempt, policy):
         return []
     parents = parents_of(draft, attempt, hosts, policy)
     return [template_key(attempt, name, size, policy) for name, size in parents.items()]

@@ -39,9 +39,7 @@ _LIVE = (VmState.PLANNED, VmState.PARKED, VmState.STARTING, VmState.JOINED)
 def spares(draft: Draft, depth: Depth | None = None) -> list[Vm]:
     """The pool's VMs that serve nobody yet and are not on their way out, by serial."""
     return [
-        vm
-        for _, vm in sorted(draft.vms.items())
-        if vm.pool is not None and depth in (None, vm.pool) and is_spare(vm) and vm.state in _LIVE
+        vm for _, vm in sorted(draft.vms.items()) if is_spare(vm) and depth in (None, vm.pool) and vm.state in _LIVE
     ]
 
 
