@@ -24,8 +24,18 @@ def mpi() -> image.Image:
 
 def stiff() -> image.Image:
     """The default image again, but its manifest says that it can plug nothing."""
-    own, path = slim(), IMAGES / "stiff"
-    facts = json.loads((own.path / "image.json").read_text()) | {"name": "stiff", "abilities": ["fork"]}
+    return again("stiff", abilities=["fork"])
+
+
+def narrow() -> image.Image:
+    """The default image again, but its kernel has no room for more than two CPUs, which nobody has told the host."""
+    return again("narrow", cmdline=f"{slim().cmdline} possible_cpus=2")
+
+
+def again(name: str, **other: object) -> image.Image:
+    """The default image by another name, and with another manifest."""
+    own, path = slim(), IMAGES / name
+    facts = json.loads((own.path / "image.json").read_text()) | {"name": name, **other}
     path.mkdir(exist_ok=True)
     for file in (own.disk, own.kernel, own.initrd):
         beside = path / f".{file.name}.new"
@@ -33,7 +43,7 @@ def stiff() -> image.Image:
         beside.replace(path / file.name)  # which does nothing if it is that file already
         beside.unlink(missing_ok=True)
     (path / "image.json").write_text(json.dumps(facts))
-    return image.load(IMAGES, "stiff")
+    return image.load(IMAGES, name)
 
 
 if __name__ == "__main__":

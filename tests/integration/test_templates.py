@@ -11,7 +11,7 @@ from multiverse.client import Client
 from multiverse.lab.parts import CONTROLLER, Lab
 from multiverse.lab.plan import load
 from tests.integration.conftest import LabUnderTest
-from tests.integration.images import stiff
+from tests.integration.images import narrow, stiff
 from tests.integration.watch import accounted, ended, nothing_left, until, written
 
 pytestmark = pytest.mark.integration
@@ -42,6 +42,25 @@ def test_jobs_of_an_image_that_can_plug_nothing_get_their_size_and_share_templat
     (one,) = [row for row in client.templates() if row["image"] == "stiff"]
     assert (one["state"], one["cpus"], one["memory"]) == ("ready", 2, 1024), "the close one served both"
     dropped(client, "stiff")
+    nothing_left(lab, client)
+
+
+def test_what_a_kernel_has_no_room_for_is_found_out_and_not_tried_again(
+    lab: LabUnderTest, client: Client, controller: Callable[[], int]
+) -> None:
+    narrow()
+    controller()
+    for which in ("first", "after a restart"):
+        out = lab.user.home / "narrow.out"
+        job = lab.sbatch("nproc", "--constraint=narrow&instant", "-n2", f"--output={out}")
+        ended(client, job, "done")
+        assert written(out).split() == ["2"] and accounted(lab, job) == ("COMPLETED", "0:0")
+        out.unlink()
+        sizes = {row["cpus"] for row in client.templates() if row["image"] == "narrow"}
+        assert sizes == ({1, 2} if which == "first" else {2}), "its first template told"
+        dropped(client, "narrow")
+        asyncio.run(CONTROLLER.stop(lab.where))
+        controller()
     nothing_left(lab, client)
 
 

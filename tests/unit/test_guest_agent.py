@@ -82,7 +82,7 @@ def test_an_address_request_is_laid_out_as_the_kernel_wants_it() -> None:
 def test_cpu_lists_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, count in (("0\n", 1), ("0-3\n", 4), ("0-1,3,6-7\n", 5)):
         monkeypatch.setattr(agent, "read", lambda path, text=text: text)
-        assert agent.online_cpus() == count
+        assert agent.count_cpus("online") == count
 
 
 @pytest.fixture

@@ -83,6 +83,12 @@ def test_fields_of_wrong_types_are_left_out() -> None:
     assert (report.audit, report.reason) == ({}, "")
 
 
+@pytest.mark.parametrize(("said", "possible"), [("8", 8), ("-1", 0), ("1e9", 0), ("true", 0), ('"8"', 0), ("[]", 0)])
+def test_how_many_cpus_it_has_room_for_is_a_number_or_unknown(said: str, possible: int) -> None:
+    (report,) = Lines().feed(b'{"type":"fork_point","possible":%s}\n' % said.encode())
+    assert report.possible == possible
+
+
 def test_control_characters_do_not_reach_a_screen() -> None:
     raw = {"type": "failed", "reason": "\x1b[2Jgone" + "x" * 5000}
     (report,) = Lines().feed(json.dumps(raw).encode() + b"\n")

@@ -28,9 +28,11 @@ from multiverse.core.errors import Broken, Exhausted, Unknown
 from multiverse.core.model import CloneKind, Size, TemplateKey
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.drivers.qemu.host import copies, manifest, probe, process, templates
+from multiverse.drivers.qemu.host.found import Found
 from multiverse.drivers.qemu.host.machine import Accelerator, Machine, Memory, Wiring, limits
 from multiverse.drivers.qemu.host.manifest import Manifest, Phase
 from multiverse.drivers.qemu.host.qmp import Monitor, QmpError
+from multiverse.guest.image import Image
 
 
 def sleeper(tmp_path: Path, *fds: int) -> tuple[int, int]:
@@ -375,3 +377,30 @@ def test_unique_memory_leaves_out_the_shared_file(tmp_path: Path) -> None:
     together, _ = process.memory(child.pid)
     child.communicate(b"\n")
     assert together - apart > 24
+
+
+def test_what_guests_lack_is_kept_for_that_image_and_qemu_until_either_changes(tmp_path: Path) -> None:
+    file = tmp_path / "state/guests.json"
+    slim = Image("slim", "slim", "k1", "b1", tmp_path, "quiet", "6.1", "bookworm")
+    others = [replace(slim, name="stock"), replace(slim, key="k2"), replace(slim, cmdline="nosmp")]
+    found = Found(file, "8.2 tcg")
+    assert found.abilities(slim) == {"fork", "plug_cpus", "plug_memory"}
+    found.lacks(slim, "plug_cpus", "no room", [slim])
+    found.lacks(slim, "plug_cpus", "no room", [slim])
+    for reader in (found, Found(file, "8.2 tcg")):
+        assert reader.abilities(slim) == {"fork", "plug_memory"}
+        assert all("plug_cpus" in reader.abilities(other) for other in others)
+    assert "plug_cpus" in Found(file, "8.2 kvm").abilities(slim)
+
+    found.lacks(others[0], "plug_memory", "no room", [others[0]])
+    assert "plug_cpus" in found.abilities(slim), "an image that is no more is forgotten"
+    assert Found(file, "8.2 tcg").abilities(others[0]) == {"fork", "plug_cpus"}
+
+
+def test_what_guests_lack_is_known_even_if_it_cannot_be_kept(tmp_path: Path) -> None:
+    (tmp_path / "guests.json").write_text("[1]")
+    slim = Image("slim", "slim", "k1", "b1", tmp_path, "quiet", "6.1", "bookworm")
+    found = Found(tmp_path / "guests.json", "8.2 tcg")
+    (tmp_path / "guests.new").mkdir()  # nothing can be written there
+    found.lacks(slim, "plug_cpus", "no room", [slim])
+    assert "plug_cpus" not in found.abilities(slim)

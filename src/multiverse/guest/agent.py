@@ -518,12 +518,12 @@ def plug(cpus: int, memory: int) -> None:
     """Put plugged CPUs to work; wait until `cpus` of them, and `memory` MiB more than at the fork point, are there."""
     deadline = time.monotonic() + DAEMON_TIMEOUT
     while True:
-        have = online_cpus()
+        have = count_cpus("online")
         for number in range(1, cpus) if have < cpus else ():
             path = f"{CPUS}/cpu{number}/online"
             if os.path.exists(path) and read(path)[:1] == "0":
                 write_to(path, "1")
-                have = online_cpus()
+                have = count_cpus("online")
         blocks = memory_blocks() - _boot_memory if memory else 0
         if have >= cpus and blocks >= memory:
             return
@@ -541,10 +541,10 @@ def write_to(path: str, text: str) -> None:
         os.close(fd)
 
 
-def online_cpus() -> int:
-    """CPUs that are online; the file says `0-2,5`."""
+def count_cpus(which: str) -> int:
+    """CPUs that are `online`, or `possible`: what the kernel has room for; the file says `0-2,5`."""
     count = 0
-    for part in read(f"{CPUS}/online").strip().split(","):
+    for part in read(f"{CPUS}/{which}").strip().split(","):
         first, _, last = part.partition("-")
         count += int(last or first) - int(first) + 1
     return count
@@ -699,7 +699,7 @@ class Agent:
         self.daemons: list[Daemon] = []
         self.mounts: list[str] = []
         # What `hello` is answered with: a host that lost our word, or has restarted, asks again.
-        self.state: dict[str, Any] = {"type_": "fork_point", "version": VERSION}
+        self.state: dict[str, Any] = {"type_": "fork_point", "version": VERSION, "possible": count_cpus("possible")}
 
     def serve(self) -> None:
         """Wait at the fork point, then answer for ever; ends with the VM."""
@@ -812,7 +812,7 @@ class Agent:
         """What tells clones apart, and their size. The random bytes are used for nothing else."""
         boot_id = read("/proc/sys/kernel/random/boot_id").strip()
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
-        return {"cpus": online_cpus(), "memory": memory, "machine_id": read("/etc/machine-id").strip(),
+        return {"cpus": count_cpus("online"), "memory": memory, "machine_id": read("/etc/machine-id").strip(),
                 "boot_id": boot_id, "random": os.urandom(8).hex()}  # fmt: skip
 
     def present(self) -> dict[str, Any]:
@@ -1011,7 +1011,7 @@ def main() -> None:
         gc.collect()
         gc.freeze()
         gc.disable()
-        channel.send("fork_point", version=VERSION)
+        channel.send(**agent.state)
         agent.serve()
     except BaseException as error:
         channel.send("failed", reason=f"the agent ended: {type(error).__name__}: {error}")

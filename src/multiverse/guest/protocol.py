@@ -43,12 +43,14 @@ _TYPES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A message from the agent. `audit` says what tells clones apart, see `Agent.audit`."""
+    """A message from the agent. `audit` says what tells clones apart, see `Agent.audit`; `possible` how many CPUs its
+    kernel has room for, 0 if it did not say."""
 
     type: str
     reason: str = ""
     stages: tuple[Stage, ...] = ()
     audit: Mapping[str, str | int] = field(default_factory=lambda: MappingProxyType({}))
+    possible: int = 0
 
 
 def identity_message(identity: Identity, cpus: int, plugged: int) -> bytes:
@@ -118,7 +120,12 @@ def _parse(line: bytes) -> Report | None:
     reason = raw.get("reason")
     name = raw.get("name")
     text = ": ".join(_clean(part) for part in (name, reason) if isinstance(part, str))
-    return Report(raw["type"], text, _stages(raw.get("stages")), MappingProxyType(_audit(raw.get("audit"))))
+    audit = MappingProxyType(_audit(raw.get("audit")))
+    return Report(raw["type"], text, _stages(raw.get("stages")), audit, _count(raw.get("possible")))
+
+
+def _count(raw: Any) -> int:
+    return raw if type(raw) is int and 0 <= raw < 1 << 20 else 0  # a bool is no number
 
 
 def _clean(text: str) -> str:

@@ -33,6 +33,7 @@ from multiverse.core.model import (
     VmSpec,
 )
 from multiverse.drivers.qemu.host import link, manifest, probe, process, templates, vms
+from multiverse.drivers.qemu.host.found import Found
 from multiverse.drivers.qemu.host.machine import Accelerator, Machine, Memory, limits
 from multiverse.drivers.qemu.host.manifest import Manifest, Phase
 from multiverse.drivers.qemu.host.sealed import maps_readonly
@@ -40,7 +41,7 @@ from multiverse.drivers.qemu.host.templates import Template
 from multiverse.drivers.qemu.host.vms import Places, Vms
 from multiverse.guest import image as images
 from multiverse.guest.image import Image
-from multiverse.guest.protocol import TEMPLATE
+from multiverse.guest.protocol import TEMPLATE, Report
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -67,6 +68,7 @@ class QemuHypervisor:
         self._version = probe.qemu_version(qemu.binary)
         found = probe.accelerator(qemu.accel, qemu.binary, self._version, settings.state_dir / "kvm.json")
         self._accelerator = replace(found, tb_size=qemu.tb_size)
+        self._found = Found(settings.state_dir / "guests.json", f"{self._version} {found.name}")
         self._vms = Vms(Places(qemu.vms.absolute(), qemu.run.absolute(), qemu.bridge, qemu.binary, qemu.uids,
                                maps_readonly(self._version), self._prefix, self._accelerator))  # fmt: skip
         self._limits = limits(Size(qemu.base_cpus, qemu.base_memory), Size(settings.host.cores, settings.host.memory),
@@ -104,7 +106,8 @@ class QemuHypervisor:
             self._manifests.pop(gone, None)  # a name never comes again
             self._figures.pop(gone, None)
         known = images.list_images(self._settings.images)
-        return HypervisorView({name: self._as_host(known)}, seen, {t.which: t for t in self._templates()})
+        ready = {t.which: t for t in self._templates()}  # before what they have shown that their images can do
+        return HypervisorView({name: self._as_host(known)}, seen, ready)
 
     def _as_host(self, known: Iterable[Image]) -> Host:
         capacity = Size(self._host.cores, self._host.memory, self._host.disk)
@@ -113,7 +116,7 @@ class QemuHypervisor:
         copies = 1 if self._vms.places.maps_readonly else 2  # see `sealed`
         return Host(self._host.name, capacity, abilities, Size(os.cpu_count() or 1, pages), self._accelerator.name,
                     copies, probe.available_memory(),
-                    {image.name: frozenset(image.abilities) for image in known})  # fmt: skip
+                    {image.name: self._found.abilities(image) for image in known})  # fmt: skip
 
     def _directories(self) -> list[Path]:
         """Of our VMs: wherever a part of one is left, for a create may have been cut anywhere."""
@@ -246,7 +249,14 @@ class QemuHypervisor:
             self._vms.sealed.drop(stale)
         return templates.prepare(place, image, which.account, self._parent(image, which.size), self._settings.binary,
                                  self._version, self._vms.places.run, self._vms.owners.builder,
-                                 lambda: self._closed or self._drops[name] != drops)  # fmt: skip
+                                 lambda: self._closed or self._drops[name] != drops,
+                                 lambda report: self._learn(image, which.size, report))  # fmt: skip
+
+    def _learn(self, image: Image, size: Size, report: Report) -> None:
+        room = self._most(image, size).cpus
+        if 0 < report.possible < room:
+            reason = f"its kernel has room for {report.possible} CPUs of {room}"
+            self._found.lacks(image, "plug_cpus", reason, images.list_images(self._settings.images))
 
     async def drop(self, template: TemplateKey) -> None:
         """See `ports.Hypervisor`."""
@@ -286,11 +296,14 @@ class QemuHypervisor:
     def _machine(
         self, name: str, image: Image, size: Size, memory: Memory, disk: Path, disk_format: str, mac: str
     ) -> Machine:
-        # Room for what is never plugged would cost the guest memory.
-        most = Size(self._limits.cpus if "plug_cpus" in image.abilities else size.cpus,
-                    self._limits.memory if "plug_memory" in image.abilities else memory.size)  # fmt: skip
+        most = self._most(image, Size(size.cpus, memory.size))
         return Machine(name, self._accelerator, size.cpus, memory, most, disk, disk_format, mac,
                        image.kernel, image.initrd, self._accelerator.cmdline(image.cmdline))  # fmt: skip
+
+    def _most(self, image: Image, size: Size) -> Size:
+        """What a VM of `size` can be plugged up to. Room for what is never plugged would cost the guest memory."""
+        return Size(self._limits.cpus if "plug_cpus" in image.abilities else size.cpus,
+                    self._limits.memory if "plug_memory" in image.abilities else size.memory)  # fmt: skip
 
     # --- VMs ------------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from multiverse.drivers.qemu.host.machine import Machine
 from multiverse.drivers.qemu.host.owners import Owner
 from multiverse.drivers.qemu.host.session import Paths, Session
 from multiverse.guest.image import Image
+from multiverse.guest.protocol import Report
 
 BOOT_TIMEOUT = 240.0  # seconds from power-on to the fork point; a stock boot under emulation is slow
 _STUB = 64 << 10
@@ -137,10 +138,12 @@ def building(templates: Path) -> dict[str, tuple[str, Size, str]]:
 
 def prepare(templates: Path, image: Image, account: str, machine: Callable[[Path, Path], Machine], binary: str,
             version: str, run: Path, owner: Owner | None,
-            dropped: Callable[[], bool] = lambda: False) -> list[Stage]:  # fmt: skip
+            dropped: Callable[[], bool] = lambda: False,
+            said: Callable[[Report], None] = lambda _: None) -> list[Stage]:  # fmt: skip
     """Make the template of an image, unless it is there. `machine` gives the VM, from its disk and memory file.
     Its QEMU runs as `owner`, in whose group one has to be to read what is made; to write to it, nobody may.
     `dropped` says whether it has been dropped since it was asked for: then nothing is made, and `Gone` raised.
+    `said` is given what the guest said at its fork point, before the template is there.
 
     Raises `Broken` if the image does not boot and `Exhausted` for want of room; nothing half is left.
     """
@@ -170,7 +173,8 @@ def prepare(templates: Path, image: Image, account: str, machine: Callable[[Path
             )
         work = Path(tempfile.mkdtemp(prefix=f".{name}.building-", dir=templates))
         try:
-            stages = _boot_and_freeze(work, final, image, machine, binary, run / f".t-{short}", owner, dropped)
+            stages, report = _boot_and_freeze(work, final, image, machine, binary, run / f".t-{short}", owner, dropped)
+            said(report)
             facts = {"image": image.name, "key": key, "cpus": cpus, "memory": size, "account": account}
             (work / "template.json").write_text(json.dumps(facts))
             _close(work, owner)
@@ -252,7 +256,8 @@ def _qemu_img(*arguments: str) -> None:
 
 
 def _boot_and_freeze(work: Path, final: Path, image: Image, machine: Callable[[Path, Path], Machine], binary: str,
-                     run: Path, owner: Owner | None, dropped: Callable[[], bool]) -> list[Stage]:  # fmt: skip
+                     run: Path, owner: Owner | None,
+                     dropped: Callable[[], bool]) -> tuple[list[Stage], Report]:  # fmt: skip
     began = time.monotonic()
     make_overlay(work / "disk.qcow2", image.disk, "raw")
     # Its backing file will be there under the final name only.
@@ -279,7 +284,7 @@ def _boot_and_freeze(work: Path, final: Path, image: Image, machine: Callable[[P
         )  # the kernel picks the number
         try:
             overlaid = time.monotonic()
-            session.channel.expect(frozenset({"fork_point"}), BOOT_TIMEOUT)
+            report = session.channel.expect(frozenset({"fork_point"}), BOOT_TIMEOUT)
             booted = time.monotonic()
             session.freeze(work / "state")
         except MultiverseError as error:
@@ -296,7 +301,8 @@ def _boot_and_freeze(work: Path, final: Path, image: Image, machine: Callable[[P
         (work / "kernel.stub").write_bytes(file.read(_STUB))
     (work / "initrd.stub").write_bytes(bytes(4096))
     frozen = time.monotonic()
-    return [Stage("overlay", overlaid - began), Stage("boot", booted - overlaid), Stage("freeze", frozen - booted)]
+    stages = [Stage("overlay", overlaid - began), Stage("boot", booted - overlaid), Stage("freeze", frozen - booted)]
+    return stages, report
 
 
 def _close(work: Path, owner: Owner | None) -> None:
