@@ -58,6 +58,8 @@ def test_what_a_kernel_has_no_room_for_is_found_out_and_not_tried_again(
         out.unlink()
         sizes = {row["cpus"] for row in client.templates() if row["image"] == "narrow"}
         assert sizes == ({1, 2} if which == "first" else {2}), "its first template told"
+        (host,) = client.hosts()
+        assert host["images"]["narrow"] == ["fork", "plug_memory"]
         dropped(client, "narrow")
         asyncio.run(CONTROLLER.stop(lab.where))
         controller()

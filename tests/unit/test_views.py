@@ -43,7 +43,9 @@ def test_memory_is_shown_as_seen_and_exactly_where_it_was_measured() -> None:
     ((name, seen),) = scene.vms.items()
     scene.vms[name] = replace(seen, cpu_s=1.0, private=60.0, shared=90.0)
     held = {key: replace(one, held=220.0) for key, one in scene.templates.items()}
-    host = replace(scene.hosts["h1"], available=9000, template_copies=2)
+    host = replace(
+        scene.hosts["h1"], available=9000, template_copies=2, images={"slim": frozenset({"plug_memory", "fork"})}
+    )
     (vm,) = vm_views(scene.rows, scene.vms, {}, scene.clock.time)
     assert (vm.cpu_s, vm.private, vm.shared, vm.pss) == (1.0, 60.0, 90.0, 0.0)
     (vm,) = vm_views(scene.rows, scene.vms, {name: (2.0, 61.5, 70.0)}, scene.clock.time)
@@ -52,6 +54,7 @@ def test_memory_is_shown_as_seen_and_exactly_where_it_was_measured() -> None:
     assert (unseen.private, unseen.shared) == (0.0, 0.0)
     view = host_view(host, scene.rows, HypervisorView({"h1": host}, scene.vms, held), POLICY)
     assert (view.private, view.shared, view.templates, view.available) == (60.0, 90.0, 220.0, 9000)
+    assert view.images == {"slim": ("fork", "plug_memory")}
     assert view.claimed.memory < view.declared.memory and view.template_copies == 2 and view.vms == 1
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from multiverse.cli import render
 from multiverse.client import Client
+
+_PLUGGED = {"plug_cpus": "CPUs", "plug_memory": "memory"}
 
 
 def hosts(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
@@ -34,6 +37,11 @@ def hosts(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = Fa
             " ".join(a for a in one["abilities"] if a in ("instant", "linked", "full")),
         )
     render.show(table, "No host is in sight; multiverse lab status tells more.")
+    for one in found:
+        for image, can in one["images"].items():
+            if lacking := [what for ability, what in _PLUGGED.items() if ability not in can]:
+                told = f"On {one['name']} guests of {image} take up no {' or '.join(lacking)} while they run: "
+                render.console.print(Text(f"{told}it has a template for each size.", style="dim"))
 
 
 def _claimed(claimed: int, declared: int, overcommit: float) -> str:

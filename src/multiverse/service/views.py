@@ -82,7 +82,7 @@ class HostView:
     """A host: what it declares, what of that is claimed, and what the machine itself has. Memory in MiB: `available`
     of the machine's own (0: unknown), `private` to its VMs, `shared` as they map it (what two map counts twice), and
     `templates`, what these and the copies of them take. `overcommit` times what is declared may be claimed, above 1
-    while the machine keeps `floor` available."""
+    while the machine keeps `floor` available. `images` says of each image what it can do here."""
 
     name: str
     reachable: bool
@@ -91,6 +91,7 @@ class HostView:
     machine: Size | None
     accelerator: str
     abilities: tuple[str, ...]
+    images: Mapping[str, tuple[str, ...]]
     vms: int
     available: int
     private: float
@@ -305,6 +306,7 @@ def host_view(host: Host, rows: Rows, seen: HypervisorView, policy: Policy) -> H
         machine=host.machine,
         accelerator=host.accelerator,
         abilities=tuple(sorted(host.abilities)),
+        images={image: tuple(sorted(can)) for image, can in sorted(host.images.items())},
         vms=sum(vm.host == host.name for vm in rows.vms.values()),
         available=host.available,
         private=sum(vm.private for vm in vms),
