@@ -46,7 +46,8 @@ def test_a_guests_slurm_conf() -> None:
     assert made.lower().count("slurmctldhost") == 1
     assert keys["authinfo"] == "socket=/run/munge/munge.socket.2,cred_expire=60"
     assert (keys["proctracktype"], keys["taskplugin"]) == ("proctrack/linuxproc", "task/affinity")
-    assert keys["prologflags"] == "Alloc, Contain"
+    assert keys["prologflags"] == "Alloc,Contain"
+    assert "PrologFlags=DeferBatch,Contain\n" in conf.for_guest("PrologFlags=DeferBatch,X11\n", "10.1.0.1")
     for gone in ("prolog", "nodename", "partitionname", "include"):
         assert gone not in keys
     assert "/site" not in made
@@ -90,6 +91,8 @@ def test_what_a_site_has_configured_in_vain_is_named() -> None:
     assert conf.unserved(SITE_CONF) == conf.unserved("PreemptType=preempt/none\n") == []
     (preemption,) = conf.unserved("preempttype=preempt/qos\n")
     assert preemption.startswith("preemption")
+    (display,) = conf.unserved("PrologFlags=Alloc,X11\n")
+    assert display.startswith("X11")
     (federation,) = conf.unserved("FederationParameters=fed_display\n")
     assert "federation" in federation
 

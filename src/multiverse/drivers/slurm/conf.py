@@ -42,8 +42,9 @@ CGROUP = "IgnoreSystemd=yes\nCgroupPlugin=cgroup/v2\n"
 
 
 def settings(text: str) -> Iterator[tuple[str, str]]:
-    """Each line's first key and its value. Comments and continuations are taken care of."""
-    for line in re.sub(r"\\\n", " ", text).splitlines():
+    """Each line's first key and its value. Comments and continuations (joined by nothing, as Slurm does) are taken care
+    of."""
+    for line in re.sub(r"\\\n", "", text).splitlines():
         bare = re.sub(r"(?<!\\)#.*", "", line).strip()
         key, equals, value = bare.partition("=")
         if equals:
@@ -73,6 +74,8 @@ def unserved(text: str) -> list[str]:
     found = []
     if value(text, "PreemptType", "preempt/none").lower() != "preempt/none":
         found.append("preemption does not reach jobs at the gate: they wait for room, whoever runs")
+    if "x11" in value(text, "PrologFlags").lower().split(","):
+        found.append("X11 forwarding does not reach VMs: what runs there has no display")
     if value(text, "FederationParameters"):
         found.append("a federation's jobs are not served: those in VMs are of this cluster alone")
     return found
@@ -89,12 +92,17 @@ def for_guest(text: str, address: str) -> str:
     hosts = [found for key, found in settings(text) if key.lower() in ("slurmctldhost", "controlmachine")]
     host = hosts[0] if hosts else ""  # the first is the primary one
     name = host.partition("(")[0].strip() or "slurmctld"
-    kept = [f"{key}={found}" for key, found in settings(text) if key.lower() not in _DROPPED]
+    kept = [f"{key}={_for_guest(key, found)}" for key, found in settings(text) if key.lower() not in _DROPPED]
     return (
         "\n".join(kept)
         + "\n"
         + _GUEST.format(name=name, address=address, auth_info=_auth_info(value(text, "AuthInfo")))
     )
+
+
+def _for_guest(key: str, found: str) -> str:
+    """Slurm reads no configuration that has X11 with proctrack/linuxproc: what that flag asks for besides is left."""
+    return re.sub(r"(?i)\bx11\b", "Contain", found) if key.lower() == "prologflags" else found
 
 
 def _auth_info(text: str) -> str:
