@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,14 +23,29 @@ from hypothesis import strategies as st
 
 from multiverse.config import HostSettings, PacingSettings, Settings
 from multiverse.controller.loop import Controller
+from multiverse.core import plan
 from multiverse.core.errors import Refused
-from multiverse.core.model import Host, SchedulerView, Size
+from multiverse.core.lifecycle import TABLES, Event
+from multiverse.core.model import Host, SchedulerView, Size, Vm, VmState, World
+from multiverse.core.pacing import Policy
+from multiverse.core.rows import Change, Draft
 from multiverse.simulation.cluster import ClusterSettings
-from multiverse.simulation.faults import Death, Fault, Mishap, Odds, What, every
-from multiverse.simulation.fuzz import fuzz, load, save
+from multiverse.simulation.faults import (
+    Death,
+    Fault,
+    FaultyHypervisor,
+    FaultyScheduler,
+    Mishap,
+    Odds,
+    Port,
+    What,
+    every,
+    possible,
+)
+from multiverse.simulation.fuzz import Verdict, fuzz, load, save
 from multiverse.simulation.jobs import Batch
 from multiverse.simulation.machines import ABILITIES, Machines
-from multiverse.simulation.run import Arrival, Deed, Outcome, Scenario, simulate
+from multiverse.simulation.run import Arrival, Deed, Outcome, Scenario, arrow, simulate
 from multiverse.simulation.scenarios import IMPOSSIBLE, calm, troubled
 from multiverse.simulation.scheduler import SimulatedScheduler
 from multiverse.simulation.shrink import explicit, shrink
@@ -51,15 +67,43 @@ def test_calm(first: int) -> None:
         keeps_its_promises(calm(seed))
 
 
-def never_wrong(seeds: range) -> None:
-    bad = [verdict for verdict in fuzz(seeds) if verdict.wrongs]
-    told = [f"seed {verdict.seed}: {'; '.join(verdict.wrongs)}" for verdict in bad]
-    assert not bad, "\n".join([*told, "multiverse simulate shrink SEED makes one small and tells its story"])
+def never_wrong(seeds: range) -> list[Verdict]:
+    verdicts = list(fuzz(seeds))
+    told = [f"seed {verdict.seed}: {'; '.join(verdict.wrongs)}" for verdict in verdicts if verdict.wrongs]
+    assert not told, "\n".join([*told, "multiverse simulate shrink SEED makes one small and tells its story"])
+    return verdicts
+
+
+ONLY_BY_HAND = {
+    arrow(kind, one.source, one.event, one.target)
+    for kind, table in TABLES.items()
+    for one in table
+    if one.event in (Event.QUARANTINED, Event.RETRIED)  # a fault of ours, and an operator's word
+}
 
 
 @pytest.mark.timeout(1500)
 def test_troubled() -> None:
-    never_wrong(range(HISTORIES))
+    """All keep their promises; and together they take every arrow of the tables and meet every fault that there is."""
+    verdicts = never_wrong(range(HISTORIES))
+    taken = Counter(name for verdict in verdicts for name in verdict.arrows)
+    tables = {arrow(kind, one.source, one.event, one.target) for kind, table in TABLES.items() for one in table}
+    assert tables - set(taken) == ONLY_BY_HAND
+    met = {name for verdict in verdicts for name in verdict.faults}
+    assert every_fault() <= met
+
+
+def every_fault() -> set[str]:
+    """Each fault that a call of each port may meet, as `Outcome.faults` names it."""
+    ports: dict[Port, type] = {"scheduler": FaultyScheduler, "hypervisor": FaultyHypervisor}
+    return {
+        f"{port}.{method}: {fault}"
+        for port, kind in ports.items()
+        for method in vars(kind)
+        if not method.startswith("_")
+        for fault in Fault
+        if possible(port, method, fault)
+    }
 
 
 @pytest.mark.slow
@@ -347,6 +391,38 @@ def test_a_broken_planner_is_found_shrunk_kept_and_replayed(monkeypatch: pytest.
     again = load(tmp_path / "small.json")
     assert again == small and simulate(again).journal == simulate(small).journal
     assert "WRONG" in simulate(again).story()
+
+
+def test_the_world_notices_a_job_that_is_cancelled_for_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multiverse.core.admission.could_ever_fit", lambda *_: False)
+    (wrong,) = simulate(ONE).wrongs
+    assert "nothing justifies" in wrong and "fits on no host" in wrong
+
+
+def test_the_world_notices_a_run_that_we_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a VM that serves and is well, once: its job is queued again and comes to its end, and a week is lost."""
+    step, ended = plan._step_vm, set[int]()
+
+    def unsound(draft: Draft, vm_id: int, world: World, policy: Policy) -> None:
+        vm = draft.vms.get(vm_id)
+        if vm is not None and vm.state is VmState.SERVING and not ended:
+            ended.add(vm_id)
+            plan._fail(draft, vm, Event.DIED, "it is Friday")
+        else:
+            step(draft, vm_id, world, policy)
+
+    monkeypatch.setattr(plan, "_step_vm", unsound)
+    outcome = simulate(replace(ONE, arrivals=(Arrival(1.0, Batch(seconds=30.0)),)))
+    assert list(outcome.results.values()) == ["COMPLETED"]
+    assert outcome.wrongs == ["job 1 ran on VMs that were all well, and lost mvsimul-1, which we set DOWN"]
+
+
+def test_the_world_notices_a_vm_that_nothing_is_claimed_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsound(draft: Draft, vm: Vm, world: World) -> None:
+        draft.move(Change(replace(vm, state=VmState.GONE), Event.ABSENT), free=[vm.key])
+
+    monkeypatch.setattr(plan, "_step_releasing", unsound)
+    assert any("nothing is claimed for it" in wrong for wrong in simulate(ONE).wrongs)
 
 
 def test_drawn_faults_and_the_same_ones_as_a_list_tell_the_same_story() -> None:

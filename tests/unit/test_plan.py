@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from multiverse.core import admission
 from multiverse.core import plan as planner
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused, Unknown
 from multiverse.core.lifecycle import EffectKind, Event, effect_of
 from multiverse.core.model import (
+    Attempt,
     AttemptState,
     Claim,
     CloneKind,
@@ -1146,3 +1148,39 @@ def test_a_fault_in_deciding_about_one_record_costs_that_record_only(
     monkeypatch.undo()
     scene.run(Command("retry", key=first.key))
     assert scene.store.vms_of([1, 2])[0].state is V.STARTING, "mended and retried, it goes on"
+
+
+def test_a_quarantined_vm_goes_when_its_job_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene()
+    scene.to_allocated()
+    monkeypatch.setattr(planner, "_step_vm", lambda *_: {}["x"])
+    scene.run()
+    (vm,) = scene.all_vms()
+    assert vm.quarantined
+    monkeypatch.undo()
+    scene.run()
+    assert scene.all_vms()[0].state is V.SERVING, "it serves on, and nothing is done to it"
+    scene.jobs["7"] = replace(scene.jobs["7"], state=JobState.ENDED, result="COMPLETED")
+    scene.run()
+    scene.clear()
+    scene.run()
+    scene.run()
+    assert not scene.rows.vms and not scene.rows.attempts
+
+
+def test_a_fault_in_admitting_one_job_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene()
+    scene.template()
+    scene.job("7")
+    scene.job("8")
+    sound = admission.settle
+
+    def unsound(draft: Draft, attempt: Attempt, *rest: object) -> object:
+        return {}["x"] if attempt.job.job_id == "7" else sound(draft, attempt, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(admission, "settle", unsound)
+    for _ in range(3):
+        scene.run()
+    by_job = {attempt.job.job_id: attempt for attempt in scene.rows.attempts.values()}
+    assert by_job["7"].state is A.QUEUED and by_job["7"].quarantined.startswith("a fault of Multiverse")
+    assert by_job["8"].state is A.CLAIMED

@@ -47,7 +47,7 @@ from multiverse.core.placement import (
     yet_to_come,
 )
 from multiverse.core.pool import give_back, is_parked_spare, is_spare, joined_for, make_way, parked_for
-from multiverse.core.rows import Change, Draft
+from multiverse.core.rows import Change, Draft, at_worst_one
 
 PROVISIONING = (VmState.PLANNED, VmState.PARKED, VmState.STARTING)
 
@@ -70,70 +70,71 @@ def admit(draft: Draft, world: World, policy: Policy) -> bool:
         return room_of(draft, view, policy, without=gone)
 
     for attempt in queue:
-        job = jobs.get(attempt.job.job_id)
-        if job is None or job.ref != attempt.job:
-            continue
-        told, nodes = attempt.request.size, attempt.request.nodes
-        choice, parents = settle(draft, attempt, hosts, world, policy)
-        if job.problem or not could_ever_fit(told, nodes, parents, hosts, policy):
-            if hosts:  # without a host in sight nothing is known to be impossible
-                _revoke(draft, attempt, job.problem or too_large(attempt, hosts, policy))
-            continue
-        if not job.eligible or not attempt.gated or attempt.stray or draft.now < attempt.not_before:
-            continue
-        if earlier := _earlier_run(draft, attempt):
-            _tell(draft, attempt, earlier, policy)
-            continue
-        if over := next((limit for limit, count in job.uses if count > left[limit]), ""):
-            _tell(draft, attempt, f"held back by {over}", policy)
-            continue
-        if blocked:
-            _tell(draft, attempt, blocked, policy)
-            continue
-        if _take_joined(draft, attempt, world, policy):
+        with at_worst_one(draft, attempt.key):
+            job = jobs.get(attempt.job.job_id)
+            if job is None or job.ref != attempt.job:
+                continue
+            told, nodes = attempt.request.size, attempt.request.nodes
+            choice, parents = settle(draft, attempt, hosts, world, policy)
+            if job.problem or not could_ever_fit(told, nodes, parents, hosts, policy):
+                if hosts:  # without a host in sight nothing is known to be impossible
+                    _revoke(draft, attempt, job.problem or too_large(attempt, hosts, policy))
+                continue
+            if not job.eligible or not attempt.gated or attempt.stray or draft.now < attempt.not_before:
+                continue
+            if earlier := _earlier_run(draft, attempt):
+                _tell(draft, attempt, earlier, policy)
+                continue
+            if over := next((limit for limit, count in job.uses if count > left[limit]), ""):
+                _tell(draft, attempt, f"held back by {over}", policy)
+                continue
+            if blocked:
+                _tell(draft, attempt, blocked, policy)
+                continue
+            if _take_joined(draft, attempt, world, policy):
+                left.subtract(dict(job.uses))
+                continue
+            starting = sum(vm.state in PROVISIONING and not is_parked_spare(vm) for vm in draft.vms.values())
+            if starting and starting + nodes > policy.provisioning:
+                blocked = "waiting for a turn: as many VMs as may be made at once are being made"
+                _tell(draft, attempt, blocked, policy)
+                continue
+            among, why = _usable_hosts(draft, attempt, choice, hosts, parents, policy, room)
+            if not among:
+                if not why:  # its template too needs room, and nobody may take that before it
+                    image = image_of(attempt, policy)
+                    blocked = why = f"waiting for capacity: no host has room for the template of image {image}"
+                    able = able_hosts(attempt, choice.kind, hosts, policy)
+                    template_claims = {name: template_claim(parents[name], hosts[name]) for name in able}
+                    if not make_way(draft, image, 1, template_claims, room_without):
+                        _make_way(draft, attempt, queue, hosts, policy)
+                _tell(draft, attempt, why, policy)
+                continue
+            claims = vm_claims(told, {name: parents[name] for name in among}, policy)
+            parked = (
+                parked_for(draft, attempt, image_of(attempt, policy), parents, room, world, policy)
+                if _forks(choice)
+                else []
+            )
+            unpaced, why = _unpaced(draft, attempt, choice, among, nodes - len(parked), policy)
+            chosen = room.place(nodes - len(parked), {name: claims[name] for name in unpaced})
+            if chosen is None:
+                give_back(parked, room)
+                if not why:
+                    blocked = why = _spread(draft, attempt, choice, hosts, parents, policy, room) or _full(
+                        room, claims, policy
+                    )
+                    if not make_way(draft, image_of(attempt, policy), nodes, claims, room_without):
+                        _make_way(draft, attempt, queue, hosts, policy)
+                _tell(draft, attempt, why, policy)
+                continue
+            vms = plan_vms(draft, attempt, choice.kind, chosen, parents, policy)
+            if vms is None:
+                blocked = "waiting for a free address"
+                _tell(draft, attempt, blocked, policy)
+                continue
+            _admit(draft, attempt, choice, [vm for vm, _ in parked], vms, policy)
             left.subtract(dict(job.uses))
-            continue
-        starting = sum(vm.state in PROVISIONING and not is_parked_spare(vm) for vm in draft.vms.values())
-        if starting and starting + nodes > policy.provisioning:
-            blocked = "waiting for a turn: as many VMs as may be made at once are being made"
-            _tell(draft, attempt, blocked, policy)
-            continue
-        among, why = _usable_hosts(draft, attempt, choice, hosts, parents, policy, room)
-        if not among:
-            if not why:  # its template too needs room, and nobody may take that before it
-                image = image_of(attempt, policy)
-                blocked = why = f"waiting for capacity: no host has room for the template of image {image}"
-                able = able_hosts(attempt, choice.kind, hosts, policy)
-                template_claims = {name: template_claim(parents[name], hosts[name]) for name in able}
-                if not make_way(draft, image, 1, template_claims, room_without):
-                    _make_way(draft, attempt, queue, hosts, policy)
-            _tell(draft, attempt, why, policy)
-            continue
-        claims = vm_claims(told, {name: parents[name] for name in among}, policy)
-        parked = (
-            parked_for(draft, attempt, image_of(attempt, policy), parents, room, world, policy)
-            if _forks(choice)
-            else []
-        )
-        unpaced, why = _unpaced(draft, attempt, choice, among, nodes - len(parked), policy)
-        chosen = room.place(nodes - len(parked), {name: claims[name] for name in unpaced})
-        if chosen is None:
-            give_back(parked, room)
-            if not why:
-                blocked = why = _spread(draft, attempt, choice, hosts, parents, policy, room) or _full(
-                    room, claims, policy
-                )
-                if not make_way(draft, image_of(attempt, policy), nodes, claims, room_without):
-                    _make_way(draft, attempt, queue, hosts, policy)
-            _tell(draft, attempt, why, policy)
-            continue
-        vms = plan_vms(draft, attempt, choice.kind, chosen, parents, policy)
-        if vms is None:
-            blocked = "waiting for a free address"
-            _tell(draft, attempt, blocked, policy)
-            continue
-        _admit(draft, attempt, choice, [vm for vm, _ in parked], vms, policy)
-        left.subtract(dict(job.uses))
     return bool(blocked)
 
 

@@ -11,8 +11,7 @@ cannot be puts that one record in quarantine, with a reason, and stops nobody el
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 
@@ -57,7 +56,7 @@ from multiverse.core.pacing import Policy
 from multiverse.core.placement import vm_claim, vm_claims
 from multiverse.core.pool import is_spare
 from multiverse.core.refill import keep
-from multiverse.core.rows import Change, Command, Done, Draft, Message, Move, Rows
+from multiverse.core.rows import Change, Command, Done, Draft, Message, Move, Rows, at_worst_one
 
 A, V, T = AttemptState, VmState, TemplateState
 
@@ -70,7 +69,7 @@ def plan(rows: Rows, world: World, messages: Sequence[Message], now: float, poli
     draft = Draft(rows, now, world.forecast.paced)
     for message in messages:
         if isinstance(message, Done):
-            with _at_worst_one(draft, message.key):
+            with at_worst_one(draft, message.key):
                 _heed(draft, message)
         else:
             _obey(draft, message, world.hypervisor.value.hosts if world.hypervisor else {}, policy)
@@ -78,34 +77,19 @@ def plan(rows: Rows, world: World, messages: Sequence[Message], now: float, poli
         before = len(draft.moves)
         _open_attempts(draft, world)
         for template_id in sorted(draft.templates):
-            with _at_worst_one(draft, Key("template", template_id)):
+            with at_worst_one(draft, Key("template", template_id)):
                 _step_template(draft, template_id, world)
         for vm_id in sorted(draft.vms):
-            with _at_worst_one(draft, Key("vm", vm_id)):
+            with at_worst_one(draft, Key("vm", vm_id)):
                 _step_vm(draft, vm_id, world, policy)
         for attempt_id in sorted(draft.attempts):
-            with _at_worst_one(draft, Key("attempt", attempt_id)):
+            with at_worst_one(draft, Key("attempt", attempt_id)):
                 _step_attempt(draft, attempt_id, world, policy)
         crowded = admit(draft, world, policy)
         keep(draft, world, policy, crowded=crowded)
         if len(draft.moves) == before:
             break
     return draft.moves
-
-
-@contextmanager
-def _at_worst_one(draft: Draft, key: Key) -> Iterator[None]:
-    """A fault of ours in deciding about one record costs that record, never the others: it is quarantined."""
-    try:
-        yield
-    except Exception as error:
-        row = draft.get(key)
-        if row is None:
-            raise
-        if row.quarantined:
-            return
-        why = f"a fault of Multiverse, please report it: {error!r}"
-        draft.move(Change(replace(row, quarantined=why), Event.QUARANTINED, why))
 
 
 def orphans(rows: Rows, world: World) -> list[str]:
@@ -488,7 +472,8 @@ def _finish(draft: Draft, attempt: Attempt, sight: Sight, job: Job | None, world
         released = [
             _releasing(vm, "", failed=vm.failed or vm.name in stuck, forget=vm.name not in stuck) for vm in leaving
         ]
-        draft.move(*(Change(vm, Event.RELEASED, attempt.reason) for vm in released))
+        # Its job is over, and so is a quarantine, which was for the job's sake.
+        draft.move(*(Change(replace(vm, quarantined=""), Event.RELEASED, attempt.reason) for vm in released))
     if vms:
         return
     outcome = attempt.outcome or "done"

@@ -152,6 +152,12 @@ class Cluster:
             job.exit_code = job.batch.exit_code
             self._stop(job, "FAILED" if job.exit_code else "COMPLETED")
 
+    def stopped_by_us(self, job: JobRecord, how: str) -> None:
+        """We end a run. That may be done to one that has lost a VM, and never to one that is whole."""
+        guests = [self.nodes[name].guest for name in job.nodes if name in self.nodes]
+        if job.state in LIVE and all(guest.alive and guest.serves() is job for guest in guests):
+            self.violations.append(f"job {job.job_id} ran on VMs that were all well, and {how}")
+
     # --- what operators do
 
     def set_down(self, name: str, reason: str) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from hashlib import blake2b
 from random import Random
@@ -52,6 +52,7 @@ class Fault(StrEnum):
     TWICE = "twice"  # done again at once, as by a transport that tries again
     LATE = "late"  # Unknown at once, and done all the same, much later
     STALE = "stale"  # a look shows what an earlier one showed
+    TORN = "torn"  # a look shows jobs of an earlier moment beside nodes of this one, or the other way round
 
 
 DEFINITE: Mapping[str, tuple[type[MultiverseError], ...]] = {
@@ -65,13 +66,14 @@ DEFINITE: Mapping[str, tuple[type[MultiverseError], ...]] = {
 FOREVER = 1e12  # seconds; JSON has no infinity
 
 FRESH = 3.0
-"""Seconds: no stale look is older. slurmctld answers from memory, under one lock; a reply can only be slow."""
+"""Seconds: no stale look is older, and none is torn further apart. slurmctld answers from memory, under one lock; a
+reply can only be slow. But jobs and nodes are asked for in two questions."""
 
 
 def possible(port: Port, method: str, fault: Fault) -> bool:
     """Whether this can happen to such a call. A command that was given up may yet arrive at slurmctld, for it
     is a process of its own; a host's own library does nothing behind its caller's back."""
-    if fault is Fault.STALE:
+    if fault in (Fault.STALE, Fault.TORN):
         return (port, method) == ("scheduler", "look")
     if fault is Fault.LATE:
         return port == "scheduler" and method not in ("look", "membership", "user")
@@ -159,9 +161,14 @@ class Fates:
     def old_view(self, fresh: SchedulerView, blow: Blow | None) -> SchedulerView:
         """What a look shows: the view before, where it is to be stale and that one is not too old."""
         now = asyncio.get_running_loop().time()
-        if blow and blow.fault is Fault.STALE and self._view and now - self._view[0] <= FRESH:
-            return self._view[1]
+        old = self._view[1] if self._view and now - self._view[0] <= FRESH else fresh
+        if blow and blow.fault is Fault.STALE:
+            return old
         self._view = (now, fresh)
+        if blow and blow.fault is Fault.TORN:
+            if self.chance(blow.call, "torn") < 0.5:
+                return replace(fresh, jobs=old.jobs, limits=old.limits)
+            return replace(fresh, nodes=old.nodes)
         return fresh
 
 
@@ -248,7 +255,7 @@ class Wire:
             case Fault.LATE:
                 self._later(blow, do)
                 raise Unknown(f"{method} was given up", hint="simulated")
-            case Fault.STALE:
+            case Fault.STALE | Fault.TORN:
                 return self._shown(await do(), blow)
 
     def _shown(self, result: T, blow: Blow | None) -> T:

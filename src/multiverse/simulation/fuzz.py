@@ -29,6 +29,7 @@ class Verdict:
     commits: int = 0
     deaths: int = 0
     faults: dict[str, int] = field(default_factory=dict)
+    arrows: dict[str, int] = field(default_factory=dict)
 
 
 def hush() -> None:
@@ -51,6 +52,7 @@ def judge(seed: int) -> Verdict:
         outcome.commits,
         outcome.crashes,
         dict(outcome.faults()),
+        dict(outcome.arrows),
     )
 
 

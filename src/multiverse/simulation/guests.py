@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING
 
-from multiverse.core.model import Daemon, GuestFile, Identity, Membership, Size
+from multiverse.core.model import Daemon, GuestFile, Identity, JobState, Membership, Size
 from multiverse.simulation.jobs import JobRecord
 
 if TYPE_CHECKING:
@@ -148,6 +148,13 @@ class Guest:
         """Whether it has this very run of the job, going or ended."""
         return any((run.job, run.restarts, run.node) == (job.number, job.restarts, self.name) for run in self.runs)
 
+    def serves(self) -> JobRecord | None:
+        """The job that slurmctld believes to run on this very node; None if there is none, or its node is DOWN."""
+        node = self.cluster.nodes.get(self.name)
+        if node is None or node.guest is not self or node.down or node.job is None:
+            return None
+        return node.job if node.job.state in (JobState.RUNNING, JobState.SUSPENDED) else None
+
     def cut_off(self) -> None:
         """Nobody hears it and it hears nobody; what it runs goes on."""
         self._cut = True
@@ -170,8 +177,11 @@ class Guest:
             self.cluster.hear(word)
 
     def register_again(self) -> None:
-        """Its daemon was started anew."""
-        self._register()
+        """Its daemon was started anew; or, of one that is dead, slurmctld takes up only now what it sent before."""
+        if self.alive:
+            self._register()
+        elif self.cluster.register(self, Joining.unpack(self.identity.membership)):
+            self.cluster.fell_silent(self)
 
     def _script_ends(self) -> None:
         job, run = self._job, self._run

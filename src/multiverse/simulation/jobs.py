@@ -65,6 +65,7 @@ class JobRecord:
     exit_code: int = 0
     comment: str = ""
     by_user: bool = False  # its user cancelled it
+    revoked: str = ""  # why we cancelled it
     ended: float = 0.0
 
     @property

@@ -220,6 +220,8 @@ class Machines:
             self._reach(machine.spec.host)
             self._watch(machine.spec.host)
             del self.vms[name]
+            if machine.guest is not None and (job := machine.guest.serves()) is not None:
+                self.violations.append(f"{name} was destroyed while job {job.job_id} ran on it")
             self._stop(machine)
 
     # --- hosts

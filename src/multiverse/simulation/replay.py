@@ -331,8 +331,8 @@ class _Replay:
         elif kind == "vms" and seen == "dead":
             self.world.kill_vm(name)
         elif kind == "nodes" and seen in ("idle", "busy") and name not in self.world.cluster.nodes:
-            if machine is not None and await self._come(lambda: machine.guest is not None):
-                self.world.registers_again(name)
+            if machine is not None and await self._come(lambda: machine.guest is not None) and machine.guest:
+                machine.guest.register_again()
         elif kind == "nodes" and seen == "down":
             self.world.cluster.set_down(name, "the trace says so")
 

@@ -13,7 +13,7 @@ from typing import Literal
 from multiverse.config import Settings
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Exhausted
-from multiverse.core.model import Size
+from multiverse.core.model import Size, TemplateCondition
 from multiverse.core.rows import Command
 from multiverse.ports import Clock
 from multiverse.simulation.clock import VirtualClock
@@ -28,6 +28,7 @@ from multiverse.simulation.faults import (
     What,
     Wire,
 )
+from multiverse.simulation.guests import GuestPace
 from multiverse.simulation.hypervisor import SimulatedHypervisor
 from multiverse.simulation.jobs import Batch
 from multiverse.simulation.loop import run
@@ -97,6 +98,7 @@ class Outcome:
     journal: list[str]
     told: list[tuple[float, str]]  # what happened outside the controller, by virtual time
     wrongs: list[str]
+    arrows: Counter[str] = field(default_factory=Counter)  # how often each arrow of the tables was taken, see `arrow`
 
     def faults(self) -> Counter[str]:
         """How often each fault was met, by "port.method: fault"."""
@@ -142,6 +144,11 @@ class MortalStore(Store):
         if changed:
             self._at_commit(True)
 
+    def forget(self) -> None:
+        """All that is only in memory is lost, as when a process dies: what comes next is read from the database."""
+        self._cache.clear()
+        self._active = None
+
     def _changes(self) -> int:
         return int(self._connection.connection.dbapi_connection.total_changes)  # type: ignore[union-attr]
 
@@ -164,6 +171,7 @@ class _Simulation:
         self.commits = self.crashes = self.hints = 0
         self.deaths = {(death.commit, death.after): death for death in scenario.deaths}
         self.down = 0.0
+        self.unclaimed: set[str] = set()
         self.disk_full = 0
         self.wires: list[Wire] = []
         self.controller: Controller | None = None
@@ -256,9 +264,10 @@ class _Simulation:
                     self._tell(f"mishap: the guest of {name} floods its channel")
                     world.machines.flood(name)
             case What.REGISTERS_AGAIN:
-                if name := world.vm(mishap.pick):
-                    self._tell(f"mishap: the daemon of {name} starts again")
-                    world.registers_again(name)
+                if guest := world.guest(mishap.pick):
+                    how = "starts again" if guest.alive else "is heard only now"
+                    self._tell(f"mishap: the daemon of {guest.name} {how}")
+                    guest.register_again()
             case What.CLUSTER_AWAY | What.CLUSTER_RESTARTS:
                 self._tell(f"mishap: {mishap.what}, {mishap.seconds:.1f} s")
                 cluster.go_away()
@@ -314,10 +323,22 @@ class _Simulation:
 
     def _at_commit(self, after: bool) -> None:
         self.commits += not after
+        if after:
+            self._account()
         death = self.deaths.pop((self.commits, after), None)
         if death is not None and self.controller is not None:
             self._die(death.seconds)
             raise Died
+
+    def _account(self) -> None:
+        """What is claimed against what there is: each VM within reach has a row that lives and a claim on its host."""
+        rows, machines = self.store.rows(), self.world.machines
+        claimed = {(claim.owner, claim.host) for claim in rows.claims}
+        live = {vm.name: vm for vm in rows.vms.values()}
+        for name, machine in machines.vms.items():
+            vm = live.get(name)
+            if vm is None or (vm.key, machine.spec.host) not in claimed:
+                self.unclaimed.add(f"VM {name} is on {machine.spec.host} and nothing is claimed for it")
 
     def _die(self, seconds: float) -> None:
         """Cut all that the controller has to do with the world, at once: the dead do not tidy up."""
@@ -348,6 +369,7 @@ class _Simulation:
             task.cancel()  # never awaited: its calls just never return
             task.add_done_callback(lambda task: task.cancelled() or task.exception())
             await asyncio.sleep(self.down)
+            self.store.forget()
             if self.scenario.database != ":memory:":
                 self.store.close()
                 self.store = self._open()
@@ -366,6 +388,7 @@ class _Simulation:
         wrongs += [f"{row.key} is still {row.state}: {row.reason}" for row in rows.attempts.values()]
         wrongs += [f"{row.key} is still {row.state}: {row.reason}" for row in rows.vms.values()]
         wrongs += [f"claim of {claim.owner} is left" for claim in rows.claims if claim.owner.kind != "template"]
+        wrongs += sorted(self.unclaimed) + self._templates_claimed()
         entries = self.store.journal()
         ahead = self.clock.now() - self.loop.time()
         told = sorted([*self.told, *((e.mono - ahead, _line(e)) for e in entries)], key=lambda line: line[0])
@@ -378,16 +401,52 @@ class _Simulation:
             results={f"{job.number}: {job.job_id}": job.result for job in self.world.cluster.history},
             journal=[f"{e.mono:10.3f} {_line(e)}" for e in entries],
             told=told,
+            arrows=Counter(arrow(e.kind, e.source, e.event, e.target) for e in entries if e.target is not None),
             wrongs=wrongs + [f"{e.kind} {e.id} quarantined: {e.reason}" for e in entries if e.event == "quarantined"],
         )
 
+    def _templates_claimed(self) -> list[str]:
+        """Templates that are there and not claimed; a claim for one that is gone is only too much."""
+        rows = self.store.rows()
+        claimed = {rows.templates[claim.owner.id].which for claim in rows.claims if claim.owner.kind == "template"}
+        seen = self.world.machines.templates.items()
+        there = {which for which, one in seen if one.condition is not TemplateCondition.BROKEN}
+        return [f"template {which} is there and nothing is claimed for it" for which in sorted(there - claimed)]
+
     def _unreasoned(self) -> list[str]:
-        """Jobs that ended without having run, and neither their user nor a reason explains it."""
-        return [
-            f"job {job.job_id} ended as {job.result} without a reason"
-            for job in self.world.cluster.history
-            if job.result == "CANCELLED" and not job.by_user and not job.comment
-        ]
+        """Jobs that ended without having run, and neither their user nor a reason that holds explains it. Why a run
+        was lost is judged when it is: see `Machines.destroy` and `Cluster.stopped_by_us`."""
+        scenario, wrong = self.scenario, []
+        trouble = bool(
+            scenario.mishaps
+            or scenario.blows
+            or scenario.hypervisor_odds.rates
+            or scenario.scheduler_odds.rates
+            or scenario.world.guests != GuestPace()
+        )
+        boots = {image.name: image.boots for image in scenario.world.images}
+        for job in self.world.cluster.history:
+            if job.result != "CANCELLED" or job.by_user:
+                continue
+            because = {
+                job.batch.problem or "-": True,
+                "fits on no host": not self._surely_fits(job.batch),
+                "no VM could be made": trouble or not boots.get(job.batch.image or "slim", False),
+            }
+            if not any(right and why in job.revoked for why, right in because.items()):
+                wrong.append(f"job {job.job_id} was cancelled by us, which nothing justifies: {job.revoked!r}")
+        return wrong
+
+    def _surely_fits(self, batch: Batch) -> bool:
+        """Whether the empty hosts hold a job by far: with four times the memory that it asks for."""
+        each, size = 4 * (batch.size.memory + 256), batch.size
+        holds = (min(h.capacity.cpus // size.cpus, h.capacity.memory // each) for h in self.scenario.world.hosts)
+        return sum(holds) >= batch.nodes
+
+
+def arrow(kind: str, source: object, event: object, target: object) -> str:
+    """How an arrow of a table is called."""
+    return f"{kind}: {source or 'nothing'} - {event} -> {target}"
 
 
 def _line(entry: Entry) -> str:

@@ -22,16 +22,17 @@ def calm(seed: int) -> Scenario:
     """A crowd of jobs, users who change their minds, and nothing that goes wrong."""
     rng = Random(f"{seed}/scenario")
     hosts = tuple(_host(rng, number) for number in range(rng.choice((1, 1, 2, 3))))
+    first = rng.randint(1, 10)
     cluster = ClusterSettings(
         silence=rng.choice((10.0, 20.0, 20.0, 60.0, 300.0)),
-        last_id=rng.choice((12, 60_000)),
+        last_id=rng.choice((first, first + 1, 60_000)),
         memory=(2.0, rng.choice((2.5, 30.0, 300.0))),
         flavor=Size(64, 2_000_000),
-        first_id=rng.randint(1, 10),
+        first_id=first,
     )
     chance = Random(f"{seed}/limits")
     cluster = replace(cluster, max_jobs=chance.choice((0, 0, 1, 2)), max_cpus=chance.choice((0, 0, 4)))
-    pacing = PacingSettings(provisioning=rng.choice((1, 4, 16)))
+    pacing = PacingSettings(provisioning=rng.choice((1, 4, 16)), attempts=rng.choice((2, 12)))
     tastes = Random(f"{seed}/images")
     arrivals = tuple(_with_image(_arrival(rng), tastes) for _ in range(rng.randint(1, 8)))
     settings = _with_pools(Settings(pacing=pacing), Random(f"{seed}/pools"))
@@ -62,7 +63,11 @@ def troubled(seed: int, database: str = ":memory:") -> Scenario:
     rng = Random(f"{seed}/trouble")
     until = 60.0
     scenario = calm(seed)
-    odds = [Odds.even(rng.choice((0.0, 0.02, 0.1, 0.3)), until) for _ in range(2)]
+    rates, silence = (
+        (0.0, 0.02, 0.1, 0.3),
+        (5.0, rng.choice((30.0, 30.0, 30.0, 700.0))),
+    )  # the last outlasts all patience
+    odds = [replace(Odds.even(rng.choice(rates), until), silence=silence) for _ in range(2)]
     mishaps = tuple(mishap for what, means in MEANS.items() for mishap in every(rng.choice(means), what, rng, until))
     pace = GuestPace(
         boot=(0.4, rng.choice((1.2, 1.2, 100.0))), mute=rng.choice((0.0, 0.0, 0.1)), small=rng.choice((0.0, 0.0, 0.1))
@@ -115,6 +120,7 @@ def _arrival(rng: Random) -> Arrival:
         size=rng.choice((Size(1, 64), Size(1, 500), Size(2, 900))),
         priority=rng.randint(1, 3) * 1000,
         requeue=rng.random() < 0.9,
+        lingers=rng.choice((0.0, 0.0, 0.0, 4.0, 200.0)),
         delay=rng.choice((0.0, 0.0, 20.0)),
     )
     if rng.random() < 0.05:

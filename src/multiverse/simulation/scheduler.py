@@ -74,6 +74,7 @@ class SimulatedScheduler:
             return
         if record.state not in LIVE:
             raise Stale(f"job {job.job_id} is {record.state}")
+        self._cluster.stopped_by_us(record, "queued again")
         self._cluster.requeue(job.job_id)
         record.pin = None
         await self._reply()
@@ -85,12 +86,15 @@ class SimulatedScheduler:
             return
         if record.state is not JobState.PENDING:
             raise Stale(f"job {job.job_id} is {record.state}")
-        record.comment = reason
+        record.comment = record.revoked = reason
         self._cluster.cancel(job.job_id, by_user=False)
         await self._reply()
 
     async def fail(self, node: str, reason: str) -> None:
         await self._reach()
+        known = self._cluster.nodes.get(node)
+        if known is not None and known.job is not None and not known.down and known.guest.alive:
+            self._cluster.stopped_by_us(known.job, f"lost {node}, which we set DOWN")
         self._cluster.set_down(node, reason)
         await self._reply()
 

@@ -63,10 +63,9 @@ class World:
         names = sorted(self.machines.vms)
         return names[int(pick * len(names))] if names else None
 
-    def registers_again(self, name: str) -> None:
-        guest = self.machines.vms[name].guest
-        if guest is not None:
-            guest.register_again()
+    def guest(self, pick: float) -> Guest | None:
+        """One of the guests there are or were, the latest the likeliest."""
+        return self.guests[-1 - int(pick * pick * len(self.guests))] if self.guests else None
 
     # --- judgement
 
