@@ -370,6 +370,17 @@ def test_what_is_awaited_for_long_is_looked_for_less_often(monkeypatch: pytest.M
     assert looks < outcome.seconds * 2
 
 
+@pytest.mark.parametrize("crash", [(), (Mishap(10.0, What.CRASH, 1.0),)], ids=["in one life", "and after a restart"])
+def test_a_job_that_needs_a_host_out_of_reach_waits_for_it(crash: tuple[Mishap, ...]) -> None:
+    """Troubled 653: a gang was cancelled as fitting on no host, for one of the two that it needed was away."""
+    hosts = tuple(Host(name, Size(2, 4096, 65536), ABILITIES) for name in ("h1", "h2"))
+    arrivals = (Arrival(1.0, Batch(nodes=2, size=Size(2, 300))), Arrival(15.0, Batch(nodes=2, size=Size(2, 900))))
+    away = Mishap(9.0, What.HOST_AWAY, 90.0, pick=0.9)
+    outcome = keeps_its_promises(Scenario(7, arrivals, WorldSettings(hosts), mishaps=(away, *crash)))
+    assert set(outcome.results.values()) == {"COMPLETED"}
+    assert any("out of reach now: h2" in line for line in outcome.journal)
+
+
 # --- the tools themselves -----------------------------------------------------------------------------
 
 

@@ -87,6 +87,7 @@ class Controller:
         self._rows = Rows(store.site)
         self._expecting: float | None = None  # since when the newest of what is awaited is
         self._strangers: dict[str, float] = {}
+        self._hosts: set[str] = set()  # that were ever in sight
         self.began = clock.now()
         self.uncommitted: tuple[float, str] | None = None
         """Since when passes are not kept, and why."""
@@ -173,7 +174,10 @@ class Controller:
         """One pass: the world first, the rows second, one commit, then the effects. Awaits nothing. False if
         it was not committed: then nothing of it has happened."""
         now = self._clock.now()
-        world = World(self.scheduler.latest, self.hypervisor.latest, self._effects.quiet(), self._meter.forecast(now))
+        if self.hypervisor.latest is not None:
+            self._hosts |= self.hypervisor.latest.value.hosts.keys()
+        forecast, hosts = self._meter.forecast(now), frozenset(self._hosts)
+        world = World(self.scheduler.latest, self.hypervisor.latest, self._effects.quiet(), forecast, hosts)
         messages = list(self._inbox)
         try:
             with self._store.transaction() as tx:

@@ -76,9 +76,15 @@ def admit(draft: Draft, world: World, policy: Policy) -> bool:
                 continue
             told, nodes = attempt.request.size, attempt.request.nodes
             choice, parents = settle(draft, attempt, hosts, world, policy)
-            if job.problem or not could_ever_fit(told, nodes, parents, hosts, policy):
-                if hosts:  # without a host in sight nothing is known to be impossible
-                    _revoke(draft, attempt, job.problem or too_large(attempt, hosts, policy))
+            if job.problem:
+                _revoke(draft, attempt, job.problem)
+                continue
+            if not could_ever_fit(told, nodes, parents, hosts, policy):
+                large = too_large(attempt, hosts, policy) if hosts else "no host is in sight"
+                if away := _away(draft, world, hosts):  # nobody knows what they could hold
+                    _tell(draft, attempt, f"{large}; out of reach now: {', '.join(away)}", policy)
+                elif hosts:
+                    _revoke(draft, attempt, large)
                 continue
             if not job.eligible or not attempt.gated or attempt.stray or draft.now < attempt.not_before:
                 continue
@@ -136,6 +142,11 @@ def admit(draft: Draft, world: World, policy: Policy) -> bool:
             _admit(draft, attempt, choice, [vm for vm, _ in parked], vms, policy)
             left.subtract(dict(job.uses))
     return bool(blocked)
+
+
+def _away(draft: Draft, world: World, hosts: Mapping[str, Host]) -> list[str]:
+    """Hosts that were seen in this life, or that something is claimed on since an earlier one, and are out of reach."""
+    return sorted({*world.hosts, *(claim.host for claim in draft.claims.values())} - set(hosts))
 
 
 def settle(
