@@ -15,12 +15,11 @@ pytestmark = pytest.mark.integration
 slow = pytest.mark.slow
 
 ELSEWHERE = {
-    "attempt:revoked": "the gate refuses what could never run; simulation",
-    "attempt:failed": "takes five attempts without a VM; simulation",
+    "attempt:failed": "takes half an hour of attempts without a VM; simulation",
     "vm:lost": "this lab's only host is never out of reach; simulation",
-    "template:broken": "takes an image that does not boot; simulation",
+    "template:broken": "takes an image that does not boot, see test_status; simulation",
 }
-AT_EACH_END = ("attempt:cancelled", "attempt:requeued")
+AT_EACH_END = ("attempt:cancelled", "attempt:requeued", "attempt:revoked")
 STATES = [f"{kind}:{state}" for kind, table in TABLES.items() for state in dict.fromkeys(t.target for t in table)]
 ON_ITS_WAY = [state for state in STATES if state not in ELSEWHERE and state not in AT_EACH_END]
 MIDWAY = ["qemu", *(f"manifest:{phase}" for phase in ("making", "parked", "starting", "started"))]
@@ -75,10 +74,12 @@ def test_a_controller_killed_at_each_other_end_leaves_nothing(lab: LabUnderTest,
     until("it is up", mortal.up)
     never = lab.sbatch("true", "--hold", "--output=/dev/null")
     again = lab.sbatch(script, "--requeue", "--output=/dev/null")
+    unserved = lab.sbatch("true", "--profile=task", "--output=/dev/null")
     until("it runs", lambda: over(mortal, again, "allocated") and path.exists())
     lab.run("scontrol", "requeue", again)
     lab.run("scancel", never)
     until("one is over", lambda: over(mortal, never, "cancelled"))
+    until("one is refused", lambda: over(mortal, unserved, "revoked"))
     until("the other has run again", lambda: over(mortal, again))
     until("all fates have come to pass", lambda: mortal.up() and not mortal.left(), 30)
     assert written(path) == "run 0\nrun 1\n" and accounted(lab, again) == ("COMPLETED", "0:0")

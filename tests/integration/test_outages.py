@@ -113,6 +113,7 @@ def test_a_slurmd_killed_in_its_guest(lab: LabUnderTest, client: Client, control
     ended(client, job, "done")
     shell.unlink()
     assert written(path) == "run 0\nend\n", "what ran to its end is not run again"
+    assert len(client.jobs(job)) == 1
     nothing_left(lab, client)
 
 

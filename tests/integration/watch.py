@@ -81,7 +81,9 @@ def nothing_left(lab: LabUnderTest, client: Client) -> None:
     assert not list(Path("/sys/class/net").glob(f"mv{site}*"))
     assert not [line for line in emulators() if str(qemu.vms) in line or str(qemu.templates) in line]
     (host,) = client.hosts()
-    assert host["claimed"]["cpus"] == 0
+    frozen = sum(one["memory"] for one in client.templates() if one["state"] != "absent") * host["template_copies"]
+    assert (host["claimed"]["cpus"], host["claimed"]["memory"]) == (0, frozen)
+    assert not list(Path("/sys/fs/cgroup").glob(f"**/multiverse/mv{site}*"))
 
 
 def emulators() -> list[str]:

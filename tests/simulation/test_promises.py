@@ -381,6 +381,15 @@ def test_a_job_that_needs_a_host_out_of_reach_waits_for_it(crash: tuple[Mishap, 
     assert any("out of reach now: h2" in line for line in outcome.journal)
 
 
+def test_a_job_that_only_a_host_given_up_could_hold_is_refused_with_the_reason() -> None:
+    hosts = tuple(Host(name, Size(2, 4096, 65536), ABILITIES) for name in ("h1", "h2"))
+    gone = Mishap(2.0, What.HOST_FENCED, 60.0, pick=0.9)
+    job = Arrival(10.0, Batch(nodes=2, size=Size(2, 300)))
+    outcome = simulate(Scenario(7, (job,), WorldSettings(hosts), mishaps=(gone,)))
+    assert list(outcome.results.values()) == ["CANCELLED"]
+    assert any("fits on no host" in line for line in outcome.journal)
+
+
 # --- the tools themselves -----------------------------------------------------------------------------
 
 

@@ -158,18 +158,22 @@ def test_a_dead_vm_is_found_out_and_its_job_waits_on_its_old_feature() -> None:
     assert [run.completed for run in world.runs] == [False, True]
 
 
-def test_a_job_that_may_not_be_requeued_fails_with_its_node() -> None:
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_job_that_may_not_be_requeued_fails_with_its_node(lost: bool) -> None:
     async def drive(hand: Hand) -> None:
         job_id = hand.world.cluster.submit(Batch(seconds=50, requeue=False, nodes=2))
         names = await hand.serve(job_id)
         await hand.until(lambda: bool(hand.world.runs))
+        if lost:
+            hand.world.kill_vm(names[1])
         await hand.scheduler.fail(names[1], "lost")
         await hand.until(lambda: not hand.world.unfinished())
         await hand.clear(names)
 
     world = by_hand(4, drive)
-    assert world.cluster.history[0].result == "NODE_FAIL"
-    assert not world.violations() and not world.leftovers()
+    assert world.cluster.history[0].result == "NODE_FAIL" and not world.leftovers()
+    well = "job 1 ran on VMs that were all well, and lost mvsim-2, which we set DOWN"
+    assert world.violations() == ([] if lost else [well])
 
 
 def test_a_pin_without_a_node_is_refused_and_a_pin_that_lost_its_node_is_bad() -> None:

@@ -93,3 +93,21 @@ def test_a_commit_is_on_disk_when_it_returns(tmp_path: Path) -> None:
     assert other.execute("select state from attempts").fetchall() == [("claimed",)]
     assert other.execute("pragma journal_mode").fetchone() == ("wal",)
     other.close()
+
+
+def test_hosts_once_seen_are_known_ever_after(tmp_path: Path) -> None:
+    clock = HandClock()
+    store = Store(tmp_path / "db", clock)
+    assert store.rows().hosts == frozenset()
+    for hosts in ({"h1"}, {"h1", "h2"}):
+        with store.transaction() as tx:
+            tx.keep_hosts(frozenset(hosts))
+    with pytest.raises(RuntimeError), store.transaction() as tx:
+        tx.keep_hosts(frozenset())
+        raise RuntimeError("the machine died here")
+    commits = store.commits
+    with store.transaction() as tx:
+        tx.keep_hosts(frozenset({"h1", "h2"}))
+    assert store.commits == commits, "what is known is not written again"
+    store.close()
+    assert Store(tmp_path / "db", clock).rows().hosts == {"h1", "h2"}

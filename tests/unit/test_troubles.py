@@ -236,3 +236,14 @@ def test_what_is_no_trouble_or_has_no_repair_is_refused_with_what_to_do(monkeypa
 def test_a_key_and_a_name_are_the_same_thing() -> None:
     trouble = Trouble("quarantine", "vm-12", "", "")
     assert command_for(trouble) == Command("retry", key=Key("vm", 12))
+
+
+def test_a_host_out_of_reach_that_holds_nothing_is_shown_until_an_operator_gives_it_up() -> None:
+    scene = Scene()
+    with scene.store.transaction() as tx:
+        tx.keep_hosts(frozenset({"h1", "h2"}))
+    here = [scene.hosts["h1"]]
+    assert seen(scene) == [], "nothing is known while the hosts' side is not"
+    (one,) = seen(scene, hosts=here)
+    assert one.name == "h2" and one.needs_fenced and command_for(one) == Command("fence", host="h2")
+    assert [trouble.name for trouble in seen(scene, hosts=[])] == ["h1", "h2"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from collections import Counter, deque
+from collections.abc import Sequence
 
 import structlog
 
@@ -72,6 +73,12 @@ def policy_of(settings: Settings) -> Policy:
     )
 
 
+def _hosts(rows: Rows, world: World, messages: Sequence[Message]) -> frozenset[str]:
+    """The hosts that are known now, in sight or not."""
+    off = {one.host for one in messages if isinstance(one, Command) and one.verb == "fence"}
+    return rows.hosts - off | (world.hypervisor.value.hosts.keys() if world.hypervisor else set())
+
+
 class Controller:
     """Runs until cancelled. A restart needs no code of its own: it is the first look."""
 
@@ -87,7 +94,6 @@ class Controller:
         self._rows = Rows(store.site)
         self._expecting: float | None = None  # since when the newest of what is awaited is
         self._strangers: dict[str, float] = {}
-        self._hosts: set[str] = set()  # that were ever in sight
         self.began = clock.now()
         self.uncommitted: tuple[float, str] | None = None
         """Since when passes are not kept, and why."""
@@ -174,13 +180,11 @@ class Controller:
         """One pass: the world first, the rows second, one commit, then the effects. Awaits nothing. False if
         it was not committed: then nothing of it has happened."""
         now = self._clock.now()
-        if self.hypervisor.latest is not None:
-            self._hosts |= self.hypervisor.latest.value.hosts.keys()
-        forecast, hosts = self._meter.forecast(now), frozenset(self._hosts)
-        world = World(self.scheduler.latest, self.hypervisor.latest, self._effects.quiet(), forecast, hosts)
+        world = World(self.scheduler.latest, self.hypervisor.latest, self._effects.quiet(), self._meter.forecast(now))
         messages = list(self._inbox)
         try:
             with self._store.transaction() as tx:
+                tx.keep_hosts(_hosts(tx.load_active(), world, messages))
                 rows = tx.load_active()
                 moves = plan(rows, world, messages, now, self.policy)
                 for move in moves:

@@ -81,7 +81,7 @@ def admit(draft: Draft, world: World, policy: Policy) -> bool:
                 continue
             if not could_ever_fit(told, nodes, parents, hosts, policy):
                 large = too_large(attempt, hosts, policy) if hosts else "no host is in sight"
-                if away := _away(draft, world, hosts):  # nobody knows what they could hold
+                if away := sorted(draft.hosts - set(hosts)):  # nobody knows what they could hold
                     _tell(draft, attempt, f"{large}; out of reach now: {', '.join(away)}", policy)
                 elif hosts:
                     _revoke(draft, attempt, large)
@@ -142,11 +142,6 @@ def admit(draft: Draft, world: World, policy: Policy) -> bool:
             _admit(draft, attempt, choice, [vm for vm, _ in parked], vms, policy)
             left.subtract(dict(job.uses))
     return bool(blocked)
-
-
-def _away(draft: Draft, world: World, hosts: Mapping[str, Host]) -> list[str]:
-    """Hosts that were seen in this life, or that something is claimed on since an earlier one, and are out of reach."""
-    return sorted({*world.hosts, *(claim.host for claim in draft.claims.values())} - set(hosts))
 
 
 def settle(

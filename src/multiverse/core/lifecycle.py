@@ -96,13 +96,13 @@ ATTEMPT: tuple[Transition, ...] = (
     *_arrows([A.QUEUED], Event.IMPOSSIBLE, A.RECLAIMING),
     *_arrows([A.SPAWNED], Event.PIN_EXPIRED, A.RECLAIMING),
     *_arrows([A.CLAIMED, A.SPAWNING, A.SPAWNED], Event.GAVE_UP, A.RECLAIMING),
-    *_arrows(_LIVE, Event.ENDED, A.RECLAIMING),
-    *_arrows(_LIVE, Event.CANCELLED, A.RECLAIMING),
+    *_arrows([A.SPAWNED, A.ALLOCATED], Event.ENDED, A.RECLAIMING),
+    *_arrows(_EARLY, Event.CANCELLED, A.RECLAIMING),
     *_arrows(_LIVE, Event.RESTARTED, A.RECLAIMING),
     *_arrows([A.CLAIMED, A.SPAWNING, A.SPAWNED, A.ALLOCATED], Event.CHANGED, A.RECLAIMING),
     *_arrows([A.RECLAIMING], Event.RECLAIMED, A.DONE, A.CANCELLED, A.REQUEUED, A.REVOKED, A.FAILED),
     *(Transition(s, Event.REPLACED, s) for s in (A.CLAIMED, A.SPAWNING)),
-    *(Transition(s, Event.NOTED, s) for s in (*_LIVE, A.RECLAIMING)),
+    *(Transition(s, Event.NOTED, s) for s in (A.QUEUED, A.RECLAIMING)),
     *(Transition(s, event, s) for s in (*_LIVE, A.RECLAIMING) for event in _OF_ANY),
 )
 
@@ -114,7 +114,7 @@ VM: tuple[Transition, ...] = (
     *_arrows([V.PARKED], Event.START, V.STARTING),
     *_arrows([V.STARTING], Event.REGISTERED, V.JOINED),
     *_arrows([V.JOINED], Event.RUNS, V.SERVING),
-    *_arrows([V.PLANNED, V.PARKED, V.STARTING], Event.FAILED, V.RELEASING),
+    *_arrows([V.PLANNED, V.STARTING], Event.FAILED, V.RELEASING),
     *_arrows([V.PARKED, V.STARTING, V.JOINED, V.SERVING], Event.DIED, V.RELEASING),
     *_arrows(_VM_LIVE, Event.RELEASED, V.RELEASING),
     *_arrows([*_VM_LIVE, V.RELEASING], Event.LOST, V.LOST),
@@ -127,11 +127,10 @@ VM: tuple[Transition, ...] = (
 )
 
 TEMPLATE: tuple[Transition, ...] = (
-    *_arrows([None, T.ABSENT], Event.NEEDED, T.BUILDING),
-    *_arrows([T.BROKEN], Event.NEEDED, T.BUILDING),
+    *_arrows([None, T.BROKEN], Event.NEEDED, T.BUILDING),
     *_arrows([T.BUILDING], Event.BUILT, T.READY),
     *_arrows([T.BUILDING], Event.BROKE, T.BROKEN),
-    *_arrows([T.READY, T.BROKEN], Event.VANISHED, T.ABSENT),
+    *_arrows([T.READY], Event.VANISHED, T.ABSENT),
     *_arrows([T.BUILDING, T.READY, T.BROKEN], Event.DROPPED, T.RETIRING),
     *_arrows([T.RETIRING], Event.ABSENT, T.ABSENT),
     *(Transition(s, event, s) for s in (T.BUILDING, T.READY, T.BROKEN, T.RETIRING) for event in _OF_ANY),

@@ -525,14 +525,13 @@ class World:
     """All that was seen, and when effects last ended. A source that is None is unknown, never empty.
 
     `quiet` maps a row to the time its last effect ended, infinity while one runs: absence counts
-    only in a look that began later. `hosts` are the names of all that were seen in this life, in reach now or not.
+    only in a look that began later.
     """
 
     scheduler: Seen[SchedulerView] | None = None
     hypervisor: Seen[HypervisorView] | None = None
     quiet: Mapping[Key, float] = field(default_factory=lambda: MappingProxyType({}))
     forecast: Forecast = Forecast()
-    hosts: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

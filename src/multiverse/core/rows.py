@@ -36,6 +36,8 @@ class Rows:
     vms: Mapping[int, Vm] = field(default_factory=dict)
     templates: Mapping[int, Template] = field(default_factory=dict)
     claims: Sequence[Claim] = ()
+    hosts: frozenset[str] = frozenset()
+    """All that were ever in sight, but for those of which an operator said since that they are off."""
 
     def get(self, key: Key) -> Row | None:
         """The live row of that key."""
@@ -123,6 +125,7 @@ class Draft:
         self.vms = dict(rows.vms)
         self.templates = dict(rows.templates)
         self.claims = {claim.owner: claim for claim in rows.claims}
+        self.hosts = rows.hosts
         self.moves: list[Move] = []
         self._serial, self._attempt, self._template = rows.next_serial, rows.next_attempt, rows.next_template
 

@@ -129,7 +129,7 @@ def make_api(
             ],
             strangers=controller.strangers(),
             uncommitted=(now - since[0], since[1]) if since else None,
-            hosts=[host for _, host in sorted(seen.value.hosts.items())] if seen else (),
+            hosts=[host for _, host in sorted(seen.value.hosts.items())] if seen else None,
         )
         return troubles(situation, controller.policy)
 

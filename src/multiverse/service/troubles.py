@@ -58,7 +58,7 @@ class Situation:
     failing: Sequence[Failing] = ()
     strangers: Sequence[str] = ()
     uncommitted: tuple[float, str] | None = None
-    hosts: Sequence[Host] = ()
+    hosts: Sequence[Host] | None = None  # in reach; None while that is unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,18 @@ def _sources(s: Situation) -> Iterator[Trouble]:
 
 
 def _hosts(s: Situation) -> Iterator[Trouble]:
-    for host in sorted({vm.host for vm in s.rows.vms.values() if vm.state is VmState.LOST}):
+    losing = {vm.host for vm in s.rows.vms.values() if vm.state is VmState.LOST}
+    away = s.rows.hosts - {host.name for host in s.hosts} - losing if s.hosts is not None else ()
+    for host in sorted(away):
+        yield Trouble(
+            "host",
+            host,
+            f"host {host} is out of reach; nothing runs there, but jobs that only it could hold wait for it",
+            "bring it back; if it is off for good, say so with --fenced",
+            f"forgets {host} until it is seen again: jobs that no other host can hold are then refused",
+            needs_fenced=True,
+        )
+    for host in sorted(losing):
         lost = [vm for _, vm in sorted(s.rows.vms.items()) if vm.host == host and vm.state is VmState.LOST]
         jobs = _jobs_of(s.rows, lost)
         waiting = f"; waiting for them: job {', '.join(jobs)}" if jobs else ""
@@ -148,7 +159,7 @@ def _hosts(s: Situation) -> Iterator[Trouble]:
 
 
 def _short_hosts(s: Situation, policy: Policy) -> Iterator[Trouble]:
-    for host in s.hosts:
+    for host in s.hosts or ():
         if short_of_memory(host, policy):
             yield Trouble(
                 "memory",

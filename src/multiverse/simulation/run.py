@@ -424,13 +424,14 @@ class _Simulation:
             or scenario.scheduler_odds.rates
             or scenario.world.guests != GuestPace()
         )
+        given_up = any(mishap.what is What.HOST_FENCED for mishap in scenario.mishaps)
         boots = {image.name: image.boots for image in scenario.world.images}
         for job in self.world.cluster.history:
             if job.result != "CANCELLED" or job.by_user:
                 continue
             because = {
                 job.batch.problem or "-": True,
-                "fits on no host": not self._surely_fits(job.batch),
+                "fits on no host": given_up or not self._surely_fits(job.batch),
                 "no VM could be made": trouble or not boots.get(job.batch.image or "slim", False),
             }
             if not any(right and why in job.revoked for why, right in because.items()):

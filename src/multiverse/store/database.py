@@ -264,7 +264,15 @@ class Transaction:
             vms={row.id: row for row in s._live("vm")},
             templates={row.id: row for row in s._live("template")},
             claims=tuple(Claim(Key(c.kind, c.id), c.host, Size(c.cpus, c.memory, c.disk)) for c in claims),
+            hosts=frozenset(json.loads(meta.get("hosts", "[]"))),
         )
+
+    def keep_hosts(self, hosts: frozenset[str]) -> None:
+        """From now on these are the hosts that are known."""
+        if hosts != self.load_active().hosts:
+            self._begin()
+            self._store._active = None
+            self._store._put_meta("hosts", json.dumps(sorted(hosts)))
 
     def apply(self, move: Move) -> None:
         """Write one move: version check, table check, rows, claims, journal. Raises `StoreConflict`."""
