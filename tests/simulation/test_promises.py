@@ -446,7 +446,8 @@ def test_the_world_notices_a_vm_that_nothing_is_claimed_for(monkeypatch: pytest.
 
 
 def test_drawn_faults_and_the_same_ones_as_a_list_tell_the_same_story() -> None:
-    outcome = simulate(troubled(3))
+    odds = Odds.even(0.2, 60.0)
+    outcome = simulate(replace(troubled(3), scheduler_odds=odds, hypervisor_odds=odds))
     assert outcome.blows
     assert simulate(explicit(outcome)).journal == outcome.journal
 
