@@ -355,6 +355,7 @@ class What(StrEnum):
     RECONFIGURED = "slurmctld reads its configuration again"
     HOST_AWAY = "a host is out of reach"
     HOST_FENCED = "a host is out of reach, switched off and fenced"
+    DROPPED = "an operator drops a template"
     DISK_FULL = "the store's disk is full"
     CRASH = "the controller dies"
 

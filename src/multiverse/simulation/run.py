@@ -281,6 +281,12 @@ class _Simulation:
                 cluster.reconfigure()
             case What.HOST_AWAY | What.HOST_FENCED:
                 await self._host_away(world.host(mishap.pick), mishap)
+            case What.DROPPED:
+                rows = [row for _, row in sorted(self.store.rows().templates.items())]
+                if rows and self.controller is not None:
+                    row = rows[int(mishap.pick * len(rows))]
+                    self._tell(f"operator drops template {row.id}, which is {row.state}")
+                    self.controller.command(Command("drop", row.host, row.image, size=row.size, account=row.account))
             case What.DISK_FULL:
                 self._tell(f"mishap: {mishap.what}, {mishap.seconds:.1f} s")
                 self.disk_full += 1

@@ -93,6 +93,7 @@ MEANS: dict[What, tuple[float, ...]] = {
     What.RECONFIGURED: (0.0, 0.0, 30.0),
     What.HOST_AWAY: (0.0, 0.0, 30.0, 60.0),
     What.HOST_FENCED: (0.0, 0.0, 60.0),
+    What.DROPPED: (0.0, 0.0, 10.0),
     What.DISK_FULL: (0.0, 0.0, 30.0),
     What.CRASH: (0.0, 0.0, 8.0, 60.0),
 }
@@ -140,7 +141,7 @@ def _with_image(arrival: Arrival, rng: Random) -> Arrival:
 
 def _deeds(rng: Random) -> tuple[Deed, ...]:
     """What its user does to it. Whatever is stopped is set going again, so that it can end."""
-    at = rng.choice((rng.uniform(0.0, 3.0), rng.uniform(0.0, 30.0)))
+    at = rng.choice((rng.uniform(0.0, 3.0), rng.uniform(3.0, 8.0), rng.uniform(0.0, 30.0)))  # the second: as it starts
     wait = rng.uniform(0.1, 20.0)
     match rng.randrange(12):
         case 0 | 1:
