@@ -175,7 +175,7 @@ async def test_a_vm_s_cage_grows_with_it(lab: Lab) -> None:
     spec = lab.spec()
     await lab.hypervisor.create(spec)
     parked = limits()
-    grown = Size(2, 768)
+    grown = Size(lab.cpus, 768)
     await lab.hypervisor.start(spec.name, grown, lab.identity(spec))
     assert lab.hypervisor.audit(spec.name)["cpus"] == grown.cpus
     more = {"MiB": grown.memory - spec.size.memory, "threads": grown.cpus - spec.size.cpus}
