@@ -32,6 +32,7 @@ from multiverse.drivers.qemu.host.found import Found
 from multiverse.drivers.qemu.host.machine import Accelerator, Machine, Memory, Wiring, limits
 from multiverse.drivers.qemu.host.manifest import Manifest, Phase
 from multiverse.drivers.qemu.host.qmp import Monitor, QmpError
+from multiverse.drivers.qemu.host.session import Paths
 from multiverse.guest.image import Image
 
 
@@ -404,3 +405,16 @@ def test_what_guests_lack_is_known_even_if_it_cannot_be_kept(tmp_path: Path) -> 
     (tmp_path / "guests.new").mkdir()  # nothing can be written there
     found.lacks(slim, "plug_cpus", "no room", [slim])
     assert "plug_cpus" not in found.abilities(slim)
+
+
+def test_of_a_console_only_the_end_is_read_however_long_its_qemu_has_made_it(tmp_path: Path) -> None:
+    paths = Paths(tmp_path, tmp_path / "run")
+    assert paths.tail() == ""
+    paths.log.write_text("short\n")
+    with paths.console.open("wb") as file:
+        file.truncate(1 << 40)
+        file.seek(0, os.SEEK_END)
+        file.write(b"x" * 300 + b"\nKernel\x1b panic\n")
+    said = paths.tail()
+    assert said.startswith("; QEMU: short; console: ") and said.endswith(f"{'x' * 300} | Kernel  panic")
+    assert len(said) < 500

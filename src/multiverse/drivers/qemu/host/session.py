@@ -18,6 +18,7 @@ from multiverse.drivers.qemu.host.qmp import Command, Monitor
 
 _ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
 _MOVE_TIMEOUT = 30.0  # seconds for under one MiB
+_TAIL = 400  # bytes of a log that say what went wrong
 # Memory lies in the template's file, which both sides map: only the devices' state is moved.
 _IGNORE_SHARED: Command = (
     "migrate-set-capabilities", {"capabilities": [{"capability": "x-ignore-shared", "state": True}]})  # fmt: skip
@@ -47,11 +48,14 @@ class Paths:
         return self.home / "qemu.log"
 
     def tail(self) -> str:
-        """The last of what QEMU and the guest's console said, for an error message."""
+        """The last of what QEMU and the guest's console said, for an error message. The console is its QEMU's own
+        file, which may be of any size."""
         said = []
         for name, path in (("QEMU", self.log), ("console", self.console)):
             try:
-                text = path.read_bytes()[-400:].decode(errors="replace")
+                with path.open("rb") as file:
+                    file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+                    text = file.read(_TAIL).decode(errors="replace")
             except OSError:
                 continue
             text = " | ".join(
