@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -372,6 +373,47 @@ async def test_users_cannot_move_their_jobs(lab: Any, scheduler: SlurmScheduler,
     assert lab.run("scontrol", "update", f"JobId={job_id}", change, user=lab.user, check=False).returncode != 0
     assert lab.run("scontrol", "update", f"JobId={job_id}", "Nice=7", user=lab.user, check=False).returncode == 0
     assert (await job_of(scheduler, job_id)).gated
+
+
+@pytest.fixture
+def breaks(lab: Any) -> Iterator[Callable[[str], None]]:
+    """Gives our script other words, which slurmctld reads at its next job; what it said before comes back."""
+    ours, loader = lab.where.etc / "multiverse.lua", lab.where.etc / "job_submit.lua"
+    before = ours.read_text()
+
+    def write(text: str) -> None:
+        ours.write_text(text)
+        later = loader.stat().st_mtime + 2  # slurmctld asks for the loader's time alone, in seconds
+        os.utime(loader, (later, later))
+
+    yield write
+    write(before)
+
+
+@pytest.mark.parametrize("harm", ["empty", "syntax", "rule"])
+def test_where_our_script_is_broken_our_partitions_are_closed_and_no_others(
+    lab: Any, breaks: Callable[[str], None], harm: str
+) -> None:
+    waiting = lab.sbatch("true", "--hold")
+    rule = "local function wrong_wishes(job)"
+    whole = (lab.where.etc / "multiverse.lua").read_text()
+    assert rule in whole
+
+    def elsewhere() -> tuple[int, str]:
+        """What Slurm itself says there: the partition has no node now, which is all that it complains about."""
+        other = lab.run("sbatch", "-p", "bare", "--hold", "--wrap=true", user=lab.user, check=False)
+        return other.returncode, other.stderr
+
+    before = elsewhere()
+    assert "Multiverse" not in before[1]
+    breaks({"empty": "", "syntax": "x = = 1", "rule": whole.replace(rule, f"{rule} error('in it')")}[harm])
+    for options in (("-p", "vm"), ()):
+        refused = lab.run("sbatch", *options, "--wrap=true", user=lab.user, check=False)
+        assert refused.returncode != 0 and "Multiverse cannot look at this job" in refused.stderr
+    change = ("scontrol", "update", f"JobId={waiting}", "Nice=7")
+    assert lab.run(*change, user=lab.user, check=False).returncode != 0
+    lab.run(*change)  # the controller's own go on
+    assert elsewhere() == before
 
 
 async def test_errors_are_ours(lab: Any) -> None:

@@ -172,6 +172,7 @@ def test_the_gate_is_as_large_as_the_largest_vm(site: Settings) -> None:
         install.render(site, install.Site((), 0, Size(1, 1), 1, 0))
 
 
+FAILED = "Multiverse cannot look at this job, so it is refused: tell an administrator, whom slurmctld's log tells why"
 LUA = """
 slurm = { SUCCESS = 0, ERROR = -1, log_user = function(f, ...) io.write(string.format(f, ...)) end,
           log_error = function(f, ...) io.write("error " .. string.format(f, ...)) end }
@@ -195,7 +196,9 @@ def _lua() -> str | None:
         ("user_id = 1000, features = 'slim'", "|0|slim&mvgate"),
         ("user_id = 1000, partition = 'other', features = 'a|b'", "|0|a|b"),
         ("user_id = 0", "Multiverse runs no job as root: submit as a user, e.g. sbatch --uid=NAME|-1|nil"),
-        ("user_id = 1000, features = {}", "error "),  # an error of ours blocks nobody
+        ("user_id = 1000, features = {}", f"{FAILED}|-1|"),
+        ("user_id = 1000, partition = 'vm', features = {}", f"{FAILED}|-1|"),
+        ("user_id = 1000, partition = 'other', features = {}", "|0|table"),  # an error of ours blocks nobody else
         ("user_id = 1000, num_tasks = 2, min_cpus = 2", "|mvgate|1-1"),  # without -N: one VM
         ("user_id = 1000, num_tasks = 2, min_cpus = 2, ntasks_per_node = 1", "|mvgate|2-2"),
         ("user_id = 1000, min_nodes = 2, max_nodes = 3, num_tasks = 4294967294", "|mvgate|2-2"),
@@ -219,8 +222,71 @@ def test_the_submit_script(site: Settings, tmp_path: Path, fields: str, answer: 
     assert lua
     done = subprocess.run([lua, "-"], input=program, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert answer in done.stdout
-    if answer.startswith("error"):
-        assert "|0|" in done.stdout
+    assert ("error multiverse: " in done.stdout) == (FAILED in answer)
+
+
+# A site's own rules beside ours, in both functions; its head is that of the script that we install.
+_SITE_RULES = """
+function slurm_job_submit(job, partitions, uid)
+  if job.account == "closed" then slurm.log_user("%s", "this account is closed"); return slurm.ERROR end
+  return multiverse.submit(job, partitions, uid)
+end
+function slurm_job_modify(job, record, partitions, uid)
+  if job.account == "closed" then slurm.log_user("%s", "this account is closed"); return slurm.ERROR end
+  return multiverse.modify(job, record, partitions, uid)
+end
+return slurm.SUCCESS
+"""
+_ASK = """
+slurm = { SUCCESS = 0, ERROR = -1, log_user = function(f, ...) io.write(string.format(f, ...)) end,
+          log_error = function(f, ...) logged = true end }
+dofile("job_submit.lua")
+local parts = { vm = { flag_default = 1 }, other = { flag_default = 0 } }
+io.write("|", %s, "|", logged and "logged" or "")
+"""
+
+
+@pytest.mark.skipif(_lua() is None, reason="no Lua here; the integration tests run the script in slurmctld")
+@pytest.mark.parametrize("own_rules", [False, True])
+@pytest.mark.parametrize("harm", ["none", "missing", "empty", "syntax", "site missing"])
+def test_what_our_script_cannot_look_at_is_refused_and_nothing_else(
+    site: Settings, tmp_path: Path, harm: str, own_rules: bool
+) -> None:
+    files = rendered(site)
+    if own_rules:
+        head, function, _ = files["job_submit.lua"].partition("\nfunction slurm_job_submit")
+        assert function
+        files["job_submit.lua"] = head + _SITE_RULES
+    install.write(files, tmp_path)
+    ours = tmp_path / ("multiverse_site.lua" if harm == "site missing" else "multiverse.lua")
+    if harm.endswith("missing"):
+        ours.unlink()
+    elif harm != "none":
+        ours.write_text("" if harm == "empty" else "local x = = 1")
+    lua = _lua()
+    assert lua
+
+    def answer(call: str) -> str:
+        done = subprocess.run([lua, "-"], input=_ASK % call, cwd=tmp_path, capture_output=True, text=True, check=True)
+        said, code, logged = done.stdout.split("|")
+        assert (logged == "logged") == (harm != "none")
+        return f"{code} {said}".strip()
+
+    well = harm == "none"
+    refused, fixed = f"-1 {FAILED}", "-1 a submitted job's constraint and nodes are fixed: cancel it and submit it anew"
+    for partition in ("partition = 'vm', ", "partition = 'other,vm', ", "partition = 'vmrun', ", ""):
+        said = answer(f"slurm_job_submit({{ {partition}user_id = 1000, min_cpus = 1 }}, parts, 1000)")
+        assert said.startswith("0" if "'vm'" in partition or not partition else "-1") if well else said == refused
+    assert answer("slurm_job_submit({ partition = 'other', user_id = 1000 }, parts, 1000)") == "0"
+    record = "{ partition = 'vm', job_state = 0 }"
+    assert answer(f"slurm_job_modify({{ features = 'x' }}, {record}, parts, 1000)") == (fixed if well else refused)
+    assert answer(f"slurm_job_modify({{ features = 'x' }}, {record}, parts, 64)") == "0", "the controller goes on"
+    moved = answer("slurm_job_modify({ partition = 'vm' }, { partition = 'other' }, parts, 1000)")
+    assert moved.startswith("-1 submit the job to partition vm") if well else moved == refused
+    assert answer("slurm_job_modify({ features = 'x' }, { partition = 'other' }, parts, 1000)") == "0"
+    for call in ("slurm_job_submit({ partition = 'other', account = 'closed' }, parts, 0)",
+                 "slurm_job_modify({ account = 'closed' }, { partition = 'other' }, parts, 0)"):  # fmt: skip
+        assert answer(call) == ("-1 this account is closed" if own_rules else "0")
 
 
 def test_the_epilog_leaves_a_hint_and_never_fails(site: Settings, tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ FILES = {
     "multiverse-epilog": 0o755,
 }
 _TEMPLATES = {"multiverse-epilog": "epilog"}
+# What users of our partitions are told when our Lua cannot tell what their jobs ask for.
+_FAILED = "Multiverse cannot look at this job, so it is refused: tell an administrator, whom slurmctld's log tells why"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ def render(settings: Settings, site: Site) -> dict[str, str]:
         "administrators": sorted({0, site.slurm_uid}),
         "max_node_count": site.max_node_count,
         "default": site.default,
+        "failed": _FAILED,
     }
     return {name: environment.get_template(_TEMPLATES.get(name, name)).render(values) for name in FILES}
 

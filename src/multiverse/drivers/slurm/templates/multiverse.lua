@@ -188,9 +188,7 @@ local function hint()
   if file then file:close() end
 end
 
-local function submit(job, partitions, uid)
-  local partition = job.partition or default_partition(partitions)
-  if not partition or not any_ours(partition) then return slurm.SUCCESS end
+local function submit(job, partition)
   if #words(partition, ",") > 1 then
     return refuse("several partitions are not served: name " .. site.gate_partition .. " alone")
   end
@@ -232,12 +230,10 @@ local function changed(job, record)
   }
 end
 
-local function modify(job, record, partitions, uid)
-  if site.administrators[uid] then return slurm.SUCCESS end
+local function modify(job, record)
   local wanted = job.partition or ""
   if not ours(record.partition) then
-    if any_ours(wanted) then return refuse("submit the job to partition " .. site.gate_partition .. " instead") end
-    return slurm.SUCCESS
+    return refuse("submit the job to partition " .. site.gate_partition .. " instead")
   end
   if wanted ~= "" and wanted ~= record.partition then
     return refuse("this job's partition is Multiverse's to change: cancel it and submit it anew")
@@ -256,15 +252,25 @@ local function modify(job, record, partitions, uid)
   return slurm.SUCCESS
 end
 
--- An error of ours must not keep anybody's job from being submitted: it is logged, and the job goes on as it is.
+-- After an error nothing is known of a job of ours, and what is not refused here Slurm takes and ignores.
 local function guarded(what, ...)
   local fine, answer = pcall(what, ...)
   if fine then return answer end
   slurm.log_error("multiverse: %s", tostring(answer))
-  return slurm.SUCCESS
+  return refuse("{{ failed }}")
 end
 
-function multiverse.submit(job, partitions, uid) return guarded(submit, job, partitions, uid) end
-function multiverse.modify(job, record, partitions, uid) return guarded(modify, job, record, partitions, uid) end
+-- Jobs of other partitions pass before anything is done that could fail.
+function multiverse.submit(job, partitions, uid)
+  local partition = job.partition or default_partition(partitions)
+  if not any_ours(partition) then return slurm.SUCCESS end
+  return guarded(submit, job, partition)
+end
+
+function multiverse.modify(job, record, partitions, uid)
+  if site.administrators[uid] then return slurm.SUCCESS end
+  if not ours(record.partition) and not any_ours(job.partition) then return slurm.SUCCESS end
+  return guarded(modify, job, record)
+end
 
 return multiverse
