@@ -32,7 +32,7 @@ from multiverse.core.model import (
     VmSeen,
     VmSpec,
 )
-from multiverse.drivers.qemu.host import link, manifest, probe, process, templates, vms
+from multiverse.drivers.qemu.host import link, manifest, probe, process, templates, trust, vms
 from multiverse.drivers.qemu.host.found import Found
 from multiverse.drivers.qemu.host.machine import Accelerator, Machine, Memory, limits
 from multiverse.drivers.qemu.host.manifest import Manifest, Phase
@@ -89,9 +89,15 @@ class QemuHypervisor:
         return self._accelerator
 
     def check(self) -> None:
-        """Raise `Refused` or `Broken` with what this process is not let do: VMs need users and links of their own."""
+        """Raise `Refused` or `Broken` with what this process is not let do: VMs need users and links of their own, and
+        places that nobody else writes to. Those are made."""
         self._vms.owners.check()
         os.close(link.open_tap("mvt%d", None))
+        places = self._vms.places
+        for place, mode in ((self._settings.templates.absolute(), 0o711), (places.vms, 0o711), (places.run, 0o700)):
+            trust.make(place, mode)
+        if self._settings.images.exists():  # each image is looked at when it is used
+            trust.check(self._settings.images)
 
     # --- looking --------------------------------------------------------------------------------------
 
@@ -244,7 +250,8 @@ class QemuHypervisor:
     def _prepare(self, which: TemplateKey, drops: int) -> Sequence[Stage]:
         self._vms.owners.check()
         place, name = self._settings.templates.absolute(), templates.name_of(which)
-        image = images.load(self._settings.images, which.image)
+        image = self._image(which.image)
+        trust.make(place, 0o711)
         for stale in templates.drop_stale(place, self._of_use):
             self._vms.sealed.drop(stale)
         return templates.prepare(place, image, which.account, self._parent(image, which.size), self._settings.binary,
@@ -265,7 +272,10 @@ class QemuHypervisor:
 
     async def drop_all(self) -> None:
         """Remove every template of this host, those too that another life of ours, or an older one, has begun."""
-        for name in templates.names(self._settings.templates.absolute()):
+        place = self._settings.templates.absolute()
+        if place.exists():
+            trust.check(place)
+        for name in templates.names(place):
             await self._drop(name)
 
     async def _drop(self, name: str) -> None:
@@ -320,7 +330,7 @@ class QemuHypervisor:
             del self._making[name]
 
     def _create(self, spec: VmSpec) -> Sequence[Stage]:
-        image = images.load(self._settings.images, spec.image)
+        image = self._image(spec.image)
         template = None
         if spec.kind is CloneKind.INSTANT:
             path = self._settings.templates.absolute() / templates.name_of(spec.template) if spec.template else None
@@ -330,6 +340,7 @@ class QemuHypervisor:
                     f"there is no such template of image {spec.image} on {spec.host}",
                     hint="it is made on demand: prepare it first",
                 )
+            trust.check(template.path.parent)
 
         def machine(disk: Path, disk_format: str) -> Machine:
             if template is None:
@@ -339,6 +350,12 @@ class QemuHypervisor:
             return template.clone_of(made)
 
         return self._vms.create(spec, image, template, machine)
+
+    def _image(self, name: str) -> Image:
+        """The image of that name. `Refused` if there is none, or one that others than root could have written to."""
+        image = images.load(self._settings.images, name)
+        trust.check(image.path, inside=True)
+        return image
 
     async def start(self, name: str, size: Size, identity: Identity) -> Sequence[Stage]:
         """See `ports.Hypervisor`."""

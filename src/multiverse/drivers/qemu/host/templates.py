@@ -140,15 +140,13 @@ def prepare(templates: Path, image: Image, account: str, machine: Callable[[Path
             version: str, run: Path, owner: Owner | None,
             dropped: Callable[[], bool] = lambda: False,
             said: Callable[[Report], None] = lambda _: None) -> list[Stage]:  # fmt: skip
-    """Make the template of an image, unless it is there. `machine` gives the VM, from its disk and memory file.
-    Its QEMU runs as `owner`, in whose group one has to be to read what is made; to write to it, nobody may.
+    """Make the template of an image, unless it is there; `templates` is. `machine` gives the VM, from its disk and
+    memory file. Its QEMU runs as `owner`, in whose group one has to be to read what is made; nobody may write to it.
     `dropped` says whether it has been dropped since it was asked for: then nothing is made, and `Gone` raised.
     `said` is given what the guest said at its fork point, before the template is there.
 
     Raises `Broken` if the image does not boot and `Exhausted` for want of room; nothing half is left.
     """
-    templates.mkdir(parents=True, exist_ok=True)
-    templates.chmod(0o711)
     parent = machine(Path("/"), Path("/"))
     cpus, size = parent.cpus, parent.memory.size
     name = name_of(TemplateKey("", image.name, Size(cpus, size), account))
