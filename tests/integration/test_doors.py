@@ -41,14 +41,16 @@ def test_other_users_are_let_in_nowhere(lab: LabUnderTest, client: Client, contr
     until("it runs", lambda: latest(client, job).get("state") == "allocated")
     root = lab.where.root
     things = everything(root, lab.where.memory)
-    for needed in ("controller/multiverse.db", "run/api.sock", "run/inbox", "munge/key", "run/vms", "controller/vms"):
+    for needed in ("controller/multiverse.db", "run/api.sock", "run/inbox", "munge/key", "run/vms", "controller/vms",
+                   "log/controller.log"):  # fmt: skip
         assert root / needed in things
     for uid in (lab.other.uid, lab.user.uid):  # whose job it is makes no difference
         found = {path: words for path, words in allowed(things, uid).items() if path not in (root, lab.where.memory)}
         assert {word for words in found.values() for word in words} == {"read", "connect"}
         sockets = {path for path, words in found.items() if "connect" in words}
         assert sockets == {root / "munge/socket", root / "run/db/socket"}, "both ask who it is that calls"
-        hidden = {root / "run/api.sock", root / "munge/key", root / "etc/slurmdbd.conf", root / "run/inbox"}
+        hidden = {root / "run/api.sock", root / "munge/key", root / "etc/slurmdbd.conf", root / "run/inbox",
+                  root / "log/controller.log"}  # fmt: skip
         assert not hidden & set(found)
         assert not [p for p in found if any(p.is_relative_to(root / place) for place in _CLOSED)]
         assert not [p for p in found if not p.is_relative_to(root)], "of templates, nothing"

@@ -250,7 +250,8 @@ def _controller(lab: Lab) -> Command:
     where = lab.where
     program = Path(sys.executable).with_name("multiverse")
     argv = [str(program)] if program.exists() else [sys.executable, "-c", "import multiverse.cli.main as m; m.main()"]
-    return Command([*argv, "daemon", "--config", str(where.settings)], where.log / "controller.log")
+    # It tells the last words of guests' consoles.
+    return Command([*argv, "daemon", "--config", str(where.settings)], where.log / "controller.log", log_mode=0o600)
 
 
 CONTROLLER = Part(

@@ -42,6 +42,7 @@ class Command:
     user: str = "root"
     env: Mapping[str, str] = field(default_factory=dict)
     umask: int = 0o022
+    log_mode: int = 0o644
 
 
 def _boot_id() -> str:
@@ -72,6 +73,7 @@ def start(command: Command, record: Path, digest: str) -> subprocess.Popen[bytes
     account = pwd.getpwnam(command.user)
     command.log.parent.mkdir(parents=True, exist_ok=True)
     with command.log.open("ab") as log:
+        os.fchmod(log.fileno(), command.log_mode)
         try:
             process = subprocess.Popen(
                 command.argv,
