@@ -62,6 +62,13 @@ def test_a_host_that_is_short_of_memory_is_named_only_where_more_is_claimed_than
         assert all("999 MiB are available, 1000 are to be kept" in one.wrong and not one.repair for one in found)
 
 
+def test_what_was_wrong_from_the_start_is_shown_after_what_came_later() -> None:
+    scene = Scene()
+    quarantined(scene)
+    standing = Trouble("unserved", "preemption", "it reaches nobody", "tell them")
+    assert [one.kind for one in seen(scene, standing=[standing])] == ["quarantine", "unserved"]
+
+
 def test_what_is_still_impossible_is_quarantined_again_under_a_new_version() -> None:
     scene = Scene()
     quarantined(scene)
@@ -201,6 +208,13 @@ def test_status_exits_with_0_without_trouble_and_with_1_with_one(monkeypatch: py
     assert run(monkeypatch, Daemon(), "status").exit_code == 0
     assert run(monkeypatch, Daemon(SOURCE), "status").exit_code == status.TROUBLED
     assert run(monkeypatch, Daemon(SOURCE), "status", "--json").exit_code == status.TROUBLED
+
+
+def test_what_no_one_can_mend_is_shown_and_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    unserved = SOURCE | {"kind": "unserved", "name": "preemption", "wrong": "it reaches nobody"}
+    shown = run(monkeypatch, Daemon(unserved), "status")
+    assert shown.exit_code == 0 and "it reaches nobody" in shown.stdout and "No trouble" not in shown.stdout
+    assert run(monkeypatch, Daemon(unserved, SOURCE), "status").exit_code == status.TROUBLED
 
 
 def test_repair_does_what_it_said_and_never_a_host_that_was_not_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from fastapi import FastAPI, HTTPException, Response
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -81,9 +81,10 @@ def make_api(
     measure: Measure,
     examine: Examine,
     executed: Executed,
+    standing: Sequence[Trouble] = (),
 ) -> FastAPI:
     """The application. `measure` gives each VM's CPU seconds, unique memory and PSS in MiB, exactly and as of now;
-    `examine` what each guest says of itself."""
+    `examine` what each guest says of itself. `standing` are troubles that last as long as this process."""
     api = FastAPI(title="Multiverse", version=__version__, docs_url=None, redoc_url=None)
 
     @api.get("/status")
@@ -130,6 +131,7 @@ def make_api(
             strangers=controller.strangers(),
             uncommitted=(now - since[0], since[1]) if since else None,
             hosts=[host for _, host in sorted(seen.value.hosts.items())] if seen else None,
+            standing=standing,
         )
         return troubles(situation, controller.policy)
 

@@ -26,6 +26,7 @@ from multiverse.guest.image import list_images
 from multiverse.ports import Hypervisor, Scheduler
 from multiverse.service.api import make_api
 from multiverse.service.metrics import Executed
+from multiverse.service.troubles import Trouble
 from multiverse.store import open_store
 from multiverse.trace import RecordingHypervisor, RecordingScheduler, Trace
 
@@ -111,14 +112,15 @@ async def serve(settings: Settings) -> None:
         trace = Trace(settings.trace, clock) if settings.trace else None
         controller = Controller(store, *_traced(scheduler, hypervisor, trace), clock, settings)
         sock = _bind(settings.socket)
-        api = make_api(controller, store, clock, settings, hypervisor.measure, hypervisor.examine, executed)
+        standing = [Trouble("unserved", *each) for each in scheduler.unserved()]
+        api = make_api(controller, store, clock, settings, hypervisor.measure, hypervisor.examine, executed, standing)
         server = _Server(uvicorn.Config(api, log_level="warning", access_log=False, lifespan="off"))
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        for sentence in scheduler.unserved():
-            log.warning(sentence)
+        for trouble in standing:
+            log.warning(trouble.wrong)
         log.info("daemon started", site=store.site, socket=str(settings.socket), pid=os.getpid())
         work: list[asyncio.Task[Any]] = [
             asyncio.create_task(controller.run(), name="controller"),

@@ -50,7 +50,8 @@ class Failing:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """All that troubles are read from. `uncommitted` is (for how long, why) while passes are not kept."""
+    """All that troubles are read from. `uncommitted` is (for how long, why) while passes are not kept; `standing` are
+    those that were there from the start."""
 
     rows: Rows
     now: float
@@ -59,6 +60,7 @@ class Situation:
     strangers: Sequence[str] = ()
     uncommitted: tuple[float, str] | None = None
     hosts: Sequence[Host] | None = None  # in reach; None while that is unknown
+    standing: Sequence[Trouble] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,17 @@ class Trouble:
     (empty: nothing). `version` rises when its record has moved: what is wrong after a repair is wrong anew."""
 
     kind: Literal[
-        "source", "store", "memory", "quarantine", "back-off", "template", "host", "fenced", "effect", "stranger"
+        "source",
+        "store",
+        "memory",
+        "quarantine",
+        "back-off",
+        "template",
+        "host",
+        "fenced",
+        "effect",
+        "stranger",
+        "unserved",
     ]
     name: str
     wrong: str
@@ -90,6 +102,7 @@ def troubles(s: Situation, policy: Policy) -> list[Trouble]:
         *_back_offs(s),
         *_effects(s),
         *_strangers(s),
+        *s.standing,
     ]
 
 

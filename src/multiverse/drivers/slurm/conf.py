@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from multiverse.core.model import Size
 
@@ -69,15 +70,44 @@ def memory_per_cpu(text: str, default: int) -> int:
     return int(found) if found.isdigit() and int(found) else default
 
 
-def unserved(text: str) -> list[str]:
-    """What the site has configured that does not reach jobs in VMs, a sentence each, for the daemon's log."""
+class Unserved(NamedTuple):
+    """What a site has configured that does not reach jobs in VMs: its name, what that means, and what to do."""
+
+    name: str
+    wrong: str
+    todo: str
+
+
+def unserved(text: str) -> list[Unserved]:
+    """What of a slurm.conf does not reach jobs in VMs."""
     found = []
-    if value(text, "PreemptType", "preempt/none").lower() != "preempt/none":
-        found.append("preemption does not reach jobs at the gate: they wait for room, whoever runs")
+    kind = value(text, "PreemptType", "preempt/none")
+    if kind.lower() != "preempt/none":
+        found.append(
+            Unserved(
+                "preemption",
+                f"preemption ({kind}) does not reach jobs at the gate: they wait for room, whoever runs",
+                "nothing is to be mended: tell users that a job in a VM preempts none and is preempted by none; or set "
+                "PreemptType=preempt/none and restart the daemon",
+            )
+        )
     if "x11" in value(text, "PrologFlags").lower().split(","):
-        found.append("X11 forwarding does not reach VMs: what runs there has no display")
+        found.append(
+            Unserved(
+                "x11",
+                "X11 forwarding does not reach VMs: what runs there has no display",
+                "nothing is to be mended: tell users to run what wants a display elsewhere",
+            )
+        )
     if value(text, "FederationParameters"):
-        found.append("a federation's jobs are not served: those in VMs are of this cluster alone")
+        found.append(
+            Unserved(
+                "federation",
+                "a federation's jobs are not served: those in VMs are of this cluster alone",
+                "tell users to submit jobs for VMs with --clusters and this cluster's name; or take "
+                "FederationParameters out of slurm.conf and restart the daemon",
+            )
+        )
     return found
 
 

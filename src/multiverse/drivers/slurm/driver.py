@@ -39,8 +39,8 @@ class SlurmScheduler:
         self._nodes_by: tuple[str, ...] = ("sinfo", "-a")
         self._deleter = Deleter(self._commands, (settings.slurm.gate_partition, settings.slurm.run_partition))
 
-    def unserved(self) -> list[str]:
-        """What the site's Slurm is configured to do that does not reach jobs in VMs, a sentence each."""
+    def unserved(self) -> list[conf.Unserved]:
+        """What the site's Slurm is configured to do that does not reach jobs in VMs."""
         return conf.unserved(guest.read(self._slurm.conf))
 
     async def look(self) -> SchedulerView:
