@@ -11,6 +11,7 @@ import socket
 import subprocess
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,14 +38,15 @@ def ether(to, sender, kind, body): wire.send(mac(to) + mac(sender) + struct.pack
 def arp(to, sender, claimed, address, asked):
     ether(to, sender, 0x806, struct.pack("!HHBBH6s4s6s4s", 1, 0x800, 6, 4, 1, mac(claimed), socket.inet_aton(address),
           bytes(6), socket.inet_aton(asked)))
-def udp(to, sender, source, target, port, text):
+def udp(to, sender, source, target, port, text, tagged=0):
     data = struct.pack("!HHHH", 9, port, 8 + len(text), 0) + text.encode()
     head = struct.pack("!BBHHHBBH4s4s", 0x45, 0, 20 + len(data), 0, 0, 64, 17, 0, socket.inet_aton(source),
                        socket.inet_aton(target))
     total = sum(struct.unpack("!10H", head))
     total = (total & 0xffff) + (total >> 16)
     total = ~((total & 0xffff) + (total >> 16)) & 0xffff
-    ether(to, sender, 0x800, head[:10] + struct.pack("!H", total) + head[12:] + data)
+    packet = head[:10] + struct.pack("!H", total) + head[12:] + data
+    ether(to, sender, tagged or 0x800, struct.pack("!HH", 7, 0x800) + packet if tagged else packet)
 def say(target, port, text): socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(text.encode(), (target, port))
 def connect(target):
     with socket.socket() as sock:
@@ -109,6 +111,10 @@ async def puppets(lab: Lab) -> AsyncIterator[list[Puppet]]:
             writer.close()
 
 
+def _address_of(link: str) -> str:
+    return Path(f"/sys/class/net/{link}/address").read_text().strip()
+
+
 async def test_only_vms_of_one_job_hear_and_reach_each_other(lab: Lab, puppets: list[Puppet]) -> None:
     one, two, other = puppets
     assert await one.do(f"connect({two.address!r})") == await two.do(f"connect({one.address!r})") == errno.ECONNREFUSED
@@ -129,7 +135,7 @@ async def test_only_vms_of_one_job_hear_and_reach_each_other(lab: Lab, puppets: 
 
 async def test_a_vm_speaks_as_nobody_else(lab: Lab, puppets: list[Puppet]) -> None:
     one, two, other = puppets
-    bridge = open(f"/sys/class/net/{lab.settings.qemu.bridge}/address").read().strip()  # noqa: PTH123, SIM115
+    bridge = _address_of(lab.settings.qemu.bridge)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as head:
         head.bind((HEAD, 0))
         head.settimeout(30)
@@ -142,6 +148,9 @@ async def test_a_vm_speaks_as_nobody_else(lab: Lab, puppets: list[Puppet]) -> No
                     await one.do(f"arp('ff:ff:ff:ff:ff:ff', {sender!r}, {claimed!r}, {address!r}, {HEAD!r})")
                     await one.do(f"arp({two.spec.mac!r}, {sender!r}, {claimed!r}, {HEAD!r}, {two.address!r})")
         await one.do(f"ether('ff:ff:ff:ff:ff:ff', {one.spec.mac!r}, 0x86dd, bytes(60))")
+        # What it may say, in a VLAN (802.1Q, 802.1ad), of which it has none.
+        for kind in (0x8100, 0x88A8):
+            await one.do(f"udp({two.spec.mac!r}, {one.spec.mac!r}, {one.address!r}, {two.address!r}, 9, 'tag', {kind})")
         await one.do(f"udp({bridge!r}, {one.spec.mac!r}, {one.address!r}, {HEAD!r}, {port}, 'honest')")
         said, speaker = await asyncio.to_thread(head.recvfrom, 100)
         assert (said, speaker[0]) == (b"honest", one.address)
@@ -149,6 +158,7 @@ async def test_a_vm_speaks_as_nobody_else(lab: Lab, puppets: list[Puppet]) -> No
     heard = await two.heard("the end")
     claims_head = ipaddress.IPv4Address(HEAD).packed.hex()
     mine = one.spec.mac.replace(":", "")
+    assert not any(b"tag".hex() in frame for frame in heard)
     assert not any(frame[24:28] == "86dd" or (frame[24:28] == "0806" and frame[56:64] == claims_head)
                    for frame in heard if frame[12:24] == mine)  # fmt: skip
     known = subprocess.run(["ip", "neigh", "show", other.address], capture_output=True, text=True, check=True).stdout

@@ -1,8 +1,9 @@
 """Who may say what on the bridge: a table of nftables for each site, by libnftables(3), in a fraction of a millisecond.
 
 A VM speaks as itself only: frames with another hardware or internet address, and all that is neither IPv4 nor ARP, end
-at its tap, before the bridge learns from them. Between VMs only those of one job hear each other. VMs that are not in
-the table say nothing at all. What is in it is in the manifests too: it is made again from them whenever it is gone.
+at its tap, before the bridge learns from them. Between VMs only those of one job hear each other, and over the bridge
+alone: what one would send another through this host, which may route, ends here. VMs that are not in the table say
+nothing at all. What is in it is in the manifests too: it is made again from them whenever it is gone.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ delete table bridge {table}
 table bridge {table} {{
     set guests {{ type ifname . ether_addr . ipv4_addr; }}
     set pairs {{ type ifname . ifname; }}
+    set addresses {{ type ipv4_addr; }}
     chain arriving {{
         type filter hook prerouting priority -300; policy accept;
         iifname "{prefix}*" jump from_guest
@@ -42,6 +44,10 @@ table bridge {table} {{
     chain between {{
         type filter hook forward priority 0; policy accept;
         iifname "{prefix}*" oifname "mv*" iifname . oifname != @pairs drop
+    }}
+    chain routed {{
+        type filter hook input priority 0; policy accept;
+        iifname "{prefix}*" ether type ip ip daddr @addresses drop
     }}
 }}
 """
@@ -103,7 +109,10 @@ class Filter:
         return self._vms.glob(f"{self._prefix}*")
 
     def _elements(self, verb: str, known: Manifest) -> list[str]:
-        lines = [f'{verb} element bridge {self._table} guests {{ "{known.name}" . {known.mac} . {known.address} }}']
+        lines = [
+            f'{verb} element bridge {self._table} guests {{ "{known.name}" . {known.mac} . {known.address} }}',
+            f"{verb} element bridge {self._table} addresses {{ {known.address} }}",
+        ]
         for peer in known.peers:
             for one, two in ((known.name, peer), (peer, known.name)):
                 lines.append(f'{verb} element bridge {self._table} pairs {{ "{one}" . "{two}" }}')

@@ -1,0 +1,83 @@
+"""What a host that routes does with what one VM sends another: taps without VMs, in a namespace of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="taps need root")]
+
+# Prints which taps hear each word. The first two are of one job.
+_HOST = """
+import json, os, select, socket, struct, subprocess, sys
+from pathlib import Path
+from multiverse.core.model import CloneKind
+from multiverse.drivers.qemu.host import link, manifest
+from multiverse.drivers.qemu.host.filter import Filter
+from multiverse.drivers.qemu.host.manifest import Manifest, Phase
+
+def run(command): subprocess.run(command.split(), check=True)
+def name(n): return f"mvr-{n}"
+def mac(n): return f"02:00:00:00:00:0{n}"
+def address(n): return f"10.1.2.{n}"
+for command in ("mount -t sysfs sysfs /sys", "ip link set lo up", "ip link add bridge0 type bridge",
+                "ip addr add 10.1.2.254/24 dev bridge0", "ip link set bridge0 up"):
+    run(command)
+Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
+vms = Path(sys.argv[1])
+rules, taps = Filter("mvr-", vms), {}
+for n, peers in ((1, (name(2),)), (2, (name(1),)), (3, ())):
+    taps[n] = link.open_tap(name(n), "bridge0", mac(n))
+    known = Manifest(name(n), CloneKind.INSTANT, Phase.STARTED, mac(n), 1, 256, address=address(n), peers=peers)
+    (vms / name(n)).mkdir()
+    manifest.write(vms / name(n), known)
+    rules.admit(known)
+    link.isolate(name(n), not peers)
+    run(f"ip neigh replace {address(n)} lladdr {mac(n)} dev bridge0")
+head = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+octets = lambda text: bytes.fromhex(text.replace(":", ""))
+def say(to, target, word, tag=b""):
+    data = struct.pack("!HHHH", 9, 9, 8 + len(word), 0) + word
+    ip = struct.pack("!BBHHHBBH4s4s", 0x45, 0, 20 + len(data), 0, 0, 64, 17, 0, socket.inet_aton(address(1)),
+                     socket.inet_aton(target))
+    total = sum(struct.unpack("!10H", ip))
+    total = (total & 0xffff) + (total >> 16)
+    ip = ip[:10] + struct.pack("!H", ~((total & 0xffff) + (total >> 16)) & 0xffff) + ip[12:]
+    os.write(taps[1], bytes(10) + octets(to) + octets(mac(1)) + tag + struct.pack("!H", 0x800) + ip + data)
+def hear(n):  # all until the host's own word, which comes last
+    head.sendto(b"the end", (address(n), 9))
+    found = b""
+    while b"the end" not in found:
+        assert select.select([taps[n]], [], [], 10)[0], "the host is not heard"
+        found += os.read(taps[n], 65536)
+    return found
+bridge = Path("/sys/class/net/bridge0/address").read_text().strip()
+def tell():
+    for n in (2, 3):
+        say(mac(n), address(n), b"by the bridge")
+        say(bridge, address(n), b"by the host")
+        say("ff:ff:ff:ff:ff:ff", address(n), b"to all")
+        say(mac(n), address(n), b"8021q", struct.pack("!HH", 0x8100, 7))
+        say(mac(n), address(n), b"8021ad", struct.pack("!HH", 0x88a8, 7))
+        say(bridge, address(n), b"tagged", struct.pack("!HH", 0x8100, 7))
+    words = (b"by the bridge", b"by the host", b"to all", b"8021q", b"8021ad", b"tagged")
+    heard = {n: hear(n) for n in (2, 3)}
+    return {word.decode(): [n for n in heard if word in heard[n]] for word in words}
+found = [tell()]
+run("nft flush chain bridge mvr routed")
+print(json.dumps([*found, tell()]))
+"""
+
+
+def test_a_host_that_routes_carries_nothing_from_vm_to_vm(tmp_path: Path) -> None:
+    argv = ["unshare", "--net", "--mount", sys.executable, "-c", _HOST, str(tmp_path)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    ours, open_host = json.loads(done.stdout.splitlines()[-1])
+    assert ours == {"by the bridge": [2], "by the host": [], "to all": [2], "8021q": [], "8021ad": [], "tagged": []}
+    assert open_host == ours | {"by the host": [2, 3]}, "the host does route"
