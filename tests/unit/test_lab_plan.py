@@ -159,7 +159,8 @@ def test_configuration_is_read_back_as_settings(short: Path) -> None:
     assert settings == config.load(where.settings)
     assert (settings.host.cores, settings.host.memory, settings.qemu.bridge) == (8, 16384, "mvlab210")
     assert settings.mounts[0].source == f"10.210.0.1:{share}"
-    assert "port=20004" in settings.mounts[0].options
+    assert {"nosuid", "nodev", "port=20004"} <= set(settings.mounts[0].options.split(","))
+    assert "PrivilegedPort = true;" in (where.etc / "ganesha.conf").read_text()
     assert (where.etc / "slurmdbd.conf").stat().st_mode & 0o777 == 0o600
     assert where.slurm_conf.stat().st_mode & 0o777 == 0o644
     before = {path.name: path.read_bytes() for path in where.etc.iterdir()}
@@ -196,7 +197,10 @@ async def test_a_process_is_known_by_its_record_and_ended(tmp_path: Path) -> Non
     if os.geteuid() != 0:
         pytest.skip("sets its user")
     record, log = tmp_path / "record.json", tmp_path / "log"
-    started = process.start(command(log, "import time; time.sleep(100)"), record, "abc")
+    log.touch(mode=0o644)
+    quiet = replace(command(log, "import time; time.sleep(100)"), log_mode=0o600)
+    started = process.start(quiet, record, "abc")
+    assert log.stat().st_mode & 0o777 == 0o600
     running = process.recorded(record)
     assert running is not None
     assert (running.pid, running.digest, running.alive()) == (started.pid, "abc", True)
