@@ -35,7 +35,7 @@ def calm(seed: int) -> Scenario:
     pacing = PacingSettings(provisioning=rng.choice((1, 4, 16)), attempts=rng.choice((2, 12)))
     tastes = Random(f"{seed}/images")
     arrivals = tuple(_with_image(_arrival(rng), tastes) for _ in range(rng.randint(1, 8)))
-    settings = _with_pools(Settings(pacing=pacing), Random(f"{seed}/pools"))
+    settings = _with_pools(Settings(pacing=pacing, poll=rng.choice((2.0, 5.0))), Random(f"{seed}/pools"))
     return Scenario(seed, arrivals, WorldSettings(hosts, cluster=cluster), settings, hints=rng.choice((0.0, 0.9)))
 
 
@@ -47,7 +47,7 @@ def _with_pools(settings: Settings, rng: Random) -> Settings:
         PoolSettings("slim", Depth.PARKED, rng.randint(0, 2), rng.randint(2, 4), max_age=rng.choice((60.0, 3600.0)))
     ]
     pools += [
-        PoolSettings("slim", Depth.JOINED, rng.randint(0, 1), rng.randint(1, 2), size.cpus, size.memory, max_age)
+        PoolSettings("slim", Depth.JOINED, rng.randint(0, 2), 2, size.cpus, size.memory, max_age)
         for size in (Size(1, 500), Size(2, 900))
         for max_age in (rng.choice((60.0, 3600.0)),)
     ]
@@ -63,10 +63,8 @@ def troubled(seed: int, database: str = ":memory:") -> Scenario:
     rng = Random(f"{seed}/trouble")
     until = 60.0
     scenario = calm(seed)
-    rates, silence = (
-        (0.0, 0.02, 0.1, 0.3),
-        (5.0, rng.choice((30.0, 30.0, 30.0, 700.0))),
-    )  # the last outlasts all patience
+    rates = (0.0, 0.02, 0.1, 0.3)
+    silence = (5.0, rng.choice((*(30.0,) * 6, 700.0)))  # the longest outlasts the patience that effects have
     odds = [replace(Odds.even(rng.choice(rates), until), silence=silence) for _ in range(2)]
     mishaps = tuple(mishap for what, means in MEANS.items() for mishap in every(rng.choice(means), what, rng, until))
     pace = GuestPace(
@@ -121,7 +119,7 @@ def _arrival(rng: Random) -> Arrival:
         size=rng.choice((Size(1, 64), Size(1, 500), Size(2, 900))),
         priority=rng.randint(1, 3) * 1000,
         requeue=rng.random() < 0.9,
-        lingers=rng.choice((0.0, 0.0, 0.0, 4.0, 200.0)),
+        lingers=rng.choice((*(0.0,) * 8, 4.0, 200.0)),
         delay=rng.choice((0.0, 0.0, 20.0)),
     )
     if rng.random() < 0.05:
