@@ -79,6 +79,20 @@ def test_an_address_request_is_laid_out_as_the_kernel_wants_it() -> None:
     assert struct.unpack_from("HH4s", raw, 24) == (8, 2, bytes([10, 1, 2, 3]))
 
 
+def test_it_tells_the_ends_of_its_host_keys(
+    wire: tuple[agent.Channel, socket.socket], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "SSH", str(tmp_path / "ssh"))
+    monkeypatch.setattr(agent, "interface", lambda: "lo")
+    someone = agent.Agent(wire[0], -1)
+    assert someone.present()["host_keys"] == ""
+    (tmp_path / "ssh").mkdir()
+    for kind in ("rsa", "ed25519"):
+        (tmp_path / f"ssh/ssh_host_{kind}_key").write_text("a secret")
+        (tmp_path / f"ssh/ssh_host_{kind}_key.pub").write_text(f"ssh-{kind} AAAA{kind:.>30} root@here\n")
+    assert someone.present()["host_keys"] == f"{'ed25519':.>20} {'rsa':.>20}"
+
+
 def test_cpu_lists_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, count in (("0\n", 1), ("0-3\n", 4), ("0-1,3,6-7\n", 5)):
         monkeypatch.setattr(agent, "read", lambda path, text=text: text)

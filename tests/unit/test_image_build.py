@@ -76,6 +76,18 @@ def test_the_key_tells_every_input(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert keys()[0] == before[0] and keys()[1] != before[1]
 
 
+def test_an_image_keeps_no_key_and_no_name_of_its_own(tmp_path: Path) -> None:
+    files = ("etc/ssh/ssh_host_ed25519_key", "etc/ssh/ssh_host_ed25519_key.pub", "etc/munge/munge.key",
+             "var/lib/systemd/random-seed", "etc/machine-id", "etc/shadow", "etc/ssh/sshd_config")  # fmt: skip
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("root:secret:1::::::\n")
+    image._strip_identity(tmp_path)
+    left = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+    assert left.pop("etc/ssh/sshd_config") and left.pop("etc/hosts") == "127.0.0.1 localhost\n"
+    assert left == {"etc/machine-id": "", "etc/hostname": "", "etc/shadow": "root:!*:1::::::\n"}
+
+
 def test_modules_come_after_what_they_need(tmp_path: Path) -> None:
     base = tmp_path / "lib/modules/6.1"
     base.mkdir(parents=True)
