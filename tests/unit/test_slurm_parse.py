@@ -224,6 +224,20 @@ def test_eligible_and_held(changes: dict[str, Any], eligible: bool, held: bool) 
     assert (job.eligible, job.held) == (eligible, held)
 
 
+@pytest.mark.parametrize(
+    ("column", "slurms"),
+    [
+        ("JobHeldUser", False),
+        ("job requeued in held state", False),  # as seen after `scontrol requeuehold`: no word of JobHeldUser
+        ("job requeued in special exit state", False),
+        ("launch failed requeued held", True),
+        ("BadConstraints", True),
+    ],
+)
+def test_whose_hold_it_is_by_squeues_column(column: str, slurms: bool) -> None:
+    assert parse.slurms_hold(column, column) is slurms
+
+
 def test_a_requeued_job_does_not_wait_for_slurms_delay() -> None:
     at = int(NOW)
     requeued = by_name("n2", restart_cnt=1, submit_time=at, eligible_time=at + 121, state_reason="BeginTime")

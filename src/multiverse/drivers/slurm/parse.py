@@ -234,8 +234,12 @@ def _state(states: list[str]) -> JobState:
 
 def slurms_hold(reason: str, description: str) -> bool:
     """Priority 0 that neither a user nor an operator asked for: no node has its feature any more, or its
-    launch failed. Lifting it is ours."""
-    return reason not in _USER_HOLDS or description.startswith("launch failed")
+    launch failed. Lifting it is ours.
+
+    squeue's column of reasons has the description instead, where there is one; after `scontrol requeuehold` there is.
+    """
+    asked = reason in _USER_HOLDS or description.startswith("job requeued in ")
+    return not asked or description.startswith("launch failed")
 
 
 # --- requests --------------------------------------------------------------------------------------
