@@ -55,8 +55,8 @@ def honoured(names: str, note: str, job: str, *sees: str) -> Option:
     return Option(names, Verdict.HONOURED, note, job=job, sees=sees)
 
 
-def tested(names: str, note: str, test: str) -> Option:
-    return Option(names, Verdict.HONOURED, note, test=test)
+def tested(names: str, note: str, test: str, since: str = "") -> Option:
+    return Option(names, Verdict.HONOURED, note, test=test, since=since)
 
 
 def refused(names: str, told: str, *attempt: str, note: str = "", since: str = "", until: str = "") -> Option:
@@ -73,11 +73,12 @@ echo nproc=$(nproc) nodes=$SLURM_NNODES tasks=$SLURM_TASKS_PER_NODE
 echo per_node=$SLURM_MEM_PER_NODE per_cpu=$SLURM_MEM_PER_CPU
 echo memory=$(awk '/MemTotal/{print int($2/1024)}' /proc/meminfo)
 """
+_SPAN = "echo from=$(date +%s.%N); sleep 2; echo to=$(date +%s.%N)\n"
 
 # All are submitted at once, in this order.
 JOBS = {
     "plain": Submission(
-        "--job-name=named --output={home}/%x.out --error=named.err --input={home}/in --open-mode=append"
+        "--job-name=named --output={home}/%x.out --error=%j.err --input={home}/in --open-mode=append"
         " --chdir={home}/dir --account=physics --qos=normal --wckey=key --comment=said --nice=3 --no-requeue"
         " --time=30 --time-min=5 --deadline=now+3hours --constraint=slim&instant --batch=slim --clusters=multiverse"
         " --export=ALL,COLOUR=green --propagate=STACK --acctg-freq=task=1 --use-min-nodes"
@@ -90,7 +91,7 @@ echo complaint >&2
 lscpu | grep '^Thread'
 squeue -h -a -j $SLURM_JOB_ID -O wckey
 scontrol show job -o $SLURM_JOB_ID | tr ' ' '\\n'
-dd if=/dev/zero bs=60M count=1 2>/dev/null | sleep 4
+dd if=/dev/zero bs=100M count=1 2>/dev/null | sleep 4
 touch {home}/plain.over
 """,
         prefix=("prlimit", "--stack=4194304:"),
@@ -98,8 +99,8 @@ touch {home}/plain.over
     "size": Submission("--ntasks=2 --cpus-per-task=2 --mem-per-cpu=200", _SIZE),
     "memory": Submission(
         "--mem=700 --tmp=500 --exclusive --sockets-per-node=1 --cores-per-socket=3 --threads-per-core=1"
-        " --ntasks-per-core=1",
-        _SIZE + "lscpu | grep -E '^(Thread|Core|Socket)'\n"
+        " --ntasks-per-core=1 --export-file={home}/variables",
+        _SIZE + "echo colour=$COLOUR\nlscpu | grep -E '^(Thread|Core|Socket)'\n"
         "[ $(df -m --output=avail /tmp | tail -1) -ge 500 ] && echo room=enough\n",
     ),
     "default": Submission("--extra-node-info=1:2:1 --get-user-env", _SIZE + "echo home=$HOME user=$USER\n"),
@@ -111,6 +112,10 @@ srun --quiet --label --unbuffered --threads=1 --input=none --msg-timeout=60 --wa
      --preserve-env --disable-status --quit-on-interrupt --mpi=none --slurmd-debug=error \\
      --prolog=$PWD/epilog --epilog=$PWD/epilog hostname
 srun --quiet --ntasks=1 --cpu-bind=map_cpu:1 grep Cpus_allowed_list /proc/self/status
+srun --quiet --ntasks=1 --mem-bind=map_mem:0 grep -om1 bind:0 /proc/self/numa_maps
+srun --quiet --ntasks=1 --resv-ports=2 true 2>&1
+srun --quiet --ntasks=1 --het-group=1 true 2>&1
+srun --quiet --ntasks=1 --accel-bind=gn echo nothing to bind to
 srun --quiet --ntasks=1 --exact --cpus-per-task=1 sh -c 'echo exact=$(nproc)'
 srun --quiet --multi-prog programs
 srun --quiet --ntasks=1 --task-prolog=$PWD/prolog --task-epilog=$PWD/epilog sh -c 'echo prolog=$PROLOG'
@@ -131,7 +136,7 @@ scancel $SLURM_JOB_ID
         "srun --quiet --relative=1 --nodes=1 --ntasks=1 sh -c 'echo $SLURMD_NODENAME of $SLURM_JOB_NODELIST'\n",
     ),
     "split": Submission("--ntasks=3 --ntasks-per-node=2 --mem=150", _SIZE),
-    "array": Submission("--array=1-2%1", "echo from=$(date +%s.%N); sleep 2; echo to=$(date +%s.%N)\n"),
+    "array": Submission("--array=1-2%1 --output={home}/%A_%a-%N.out", _SPAN),
     "after": Submission("--dependency=afterok:{plain}", "ls {home}/plain.over\n"),
     "never": Submission("--dependency=afternotok:{plain} --kill-on-invalid-dep=yes", "echo ran\n"),
     "begin": Submission(
@@ -148,8 +153,10 @@ scancel $SLURM_JOB_ID
         "echo restarts=${SLURM_RESTART_COUNT:-0}\nsrun --quiet sh -c 'echo stepping; sleep 900' &\n"
         "until [ -e {home}/busy.over ]; do sleep 1; done\n",
     ),
-    "first": Submission("--licenses=seat:1", "echo from=$(date +%s.%N); sleep 2; echo to=$(date +%s.%N)\n"),
-    "second": Submission("--licenses=seat:1", "echo from=$(date +%s.%N); sleep 2; echo to=$(date +%s.%N)\n"),
+    "first": Submission("--licenses=seat:1", _SPAN),
+    "nice": Submission("--licenses=seat:1 --nice=100", _SPAN),
+    "second": Submission("--licenses=seat:1", _SPAN),
+    "burn": Submission("--mem=150", "timeout 8 sh -c 'while :; do :; done'\n"),
 }
 
 _GPUS = "generic resources are not served: submit without GPUs"
@@ -265,6 +272,12 @@ GROUPS = (
             ),
             refused("--contiguous", "VMs have no neighbours: submit without --contiguous", "--contiguous"),
             refused("--switches", "VMs have no switches: submit without --switches", "--switches=1"),
+            tested(
+                "--segment",
+                "of a block topology only, by Slurm's rule; without one any nodes will do",
+                "test_what_newer_releases_have",
+                since="24.05",
+            ),
             refused("--spread-job", "--spread-job is not served: say how many VMs with --nodes", "--spread-job"),
             honoured("--use-min-nodes", "of a range, the fewest, always", "spread", "nodes=2"),
             honoured("-m, --distribution", "over the job's VMs", "spread", "rank 1 on 1", "rank 2 on 0"),
@@ -290,6 +303,7 @@ GROUPS = (
                 "--oom-kill-step=1",
                 since="24.05",
             ),
+            refused("--stepmgr", "--stepmgr is not served: submit without it", "--stepmgr", since="24.05"),
         ),
     ),
     Group(
@@ -351,16 +365,20 @@ GROUPS = (
             tested("-t, --time", "the VM goes when the time is over", "test_a_job_is_warned_and_ends_with_its_time"),
             honoured("--time-min", "the job gets at least that", "plain", "TimeMin=00:05:00"),
             honoured("--signal", "sent to the script or its steps", "signal", "signalled"),
-            honoured("--deadline", "a job that cannot end before it is ended by Slurm", "plain", "Deadline=20.*"),
+            tested(
+                "--deadline",
+                "a job that cannot end before it is ended by Slurm",
+                "test_a_deadline_ends_a_waiting_job",
+            ),
             honoured("-b, --begin", "no VM is made before", "begin", "later=yes"),
             honoured("-d, --dependency", "no VM is made before it is met", "after", ".*/plain.over"),
             tested("--kill-on-invalid-dep", "the job goes without a VM", "test_a_job_whose_dependency_is_never_met"),
             tested("-a, --array with %N", "each task a VM of its own, N at most", "test_an_arrays_limit_holds"),
             tested("-H, --hold", "no VM is made before its release", "test_a_held_job_is_changed_and_released"),
-            honoured("--nice", "orders the gate as any queue", "plain", "Nice=3"),
+            tested("--nice", "orders the gate as any queue", "test_a_nicer_job_lets_others_go_first"),
             tested("--priority", "operators only, by Slurm's rule", "test_root_submits_for_a_user"),
             tested("--requeue", "each run in fresh VMs", "test_a_running_job_is_looked_after"),
-            honoured("--no-requeue", "a lost VM ends the job", "plain", "Requeue=0"),
+            tested("--no-requeue", "a lost VM ends the job", "test_a_job_that_is_not_to_be_requeued_ends_with_its_vm"),
             tested(
                 "-k, --no-kill",
                 "the job goes on without a lost VM; it was its first one: until its time is over",
@@ -411,12 +429,14 @@ GROUPS = (
             honoured("-q, --qos", "", "plain", ".* qos=normal"),
             honoured("--wckey", "", "plain", "key *"),
             honoured("--comment", "", "plain", "Comment=said"),
+            tested("--extra", "a label", "test_what_newer_releases_have", since="23.11"),
             honoured("-D, --chdir", "on a file system that guests mount", "plain", "directory=.*/dir .*"),
-            honoured("--export, --export-file", "", "plain", ".* colour=green .*"),
+            honoured("--export", "", "plain", ".* colour=green .*"),
+            honoured("--export-file", "", "memory", "colour=blue"),
             honoured("--get-user-env", "as in the image", "default", "home=.+ user=ada"),
             honoured("--propagate", "limits of the submitting shell", "plain", ".* stack=4096 .*"),
             honoured("-i, --input", "", "plain", "given"),
-            honoured("-o, --output, -e, --error", "with Slurm's patterns", "plain", "name=named .*"),
+            tested("-o, --output, -e, --error", "with Slurm's patterns", "test_files_are_named_by_slurms_patterns"),
             honoured("--open-mode", "", "plain", "before"),
             tested("--mail-type, --mail-user", "sent by slurmctld", "test_mail_is_sent"),
             tested(
@@ -440,13 +460,25 @@ GROUPS = (
                 "its command runs where it was called, its steps in the VM",
                 "test_salloc_runs_steps_in_its_vm",
             ),
-            denied(
+            Option(
                 "--resv-ports",
+                Verdict.REFUSED,
                 "by Slurm's rule: no ports are set aside without `MpiParams`",
-                "test_steps_that_slurm_refuses",
+                job="steps",
+                sees=(".*Requires more ports than can be reserved.*",),
             ),
-            denied("-Z, --no-allocate", "root's, by Slurm's rule", "test_steps_that_slurm_refuses"),
-            denied("--het-group", "there are no heterogeneous jobs", "test_steps_that_slurm_refuses"),
+            denied("-Z, --no-allocate", "root's, by Slurm's rule", "test_a_running_job_is_looked_after"),
+            Option(
+                "--het-group",
+                Verdict.REFUSED,
+                "no job has a second component; outside of a job srun ignores it itself",
+                job="steps",
+                sees=(".*Requested het-group offset exceeds highest hetjob index.*",),
+            ),
+            honoured("--mem-bind", "a VM has one NUMA node", "steps", "bind:0"),
+            honoured("--accel-bind", "to generic resources, of which a VM has none", "steps", "nothing to bind to"),
+            tested("--external-launcher", "", "test_what_newer_releases_have", since="23.11"),
+            tested("--treewidth", "srun's own", "test_what_newer_releases_have", since="24.05"),
             tested("--jobid", "a step in a job that has its VM", "test_salloc_without_a_shell"),
             tested("salloc --no-shell, --bell, --no-bell, --kill-command", "", "test_salloc_without_a_shell"),
             honoured(
@@ -468,25 +500,15 @@ GROUPS = (
             honoured("sbcast", "to the VM's own disk", "steps", "given"),
             honoured("-K, --kill-on-bad-exit", "", "steps", "bad=[1-9].*"),
             honoured("-r, --relative", "", "spread", "mv.* of mv.*"),
-            refused(
-                "--x11",
-                "x11 forwarding",
-                "srun",
-                "--x11",
-                "true",
-                note="needs `PrologFlags=X11`, and xauth in the image; ours has neither",
-            ),
+            denied("--x11", "by Slurm's rule: there is none without `PrologFlags=X11`", "test_x11_is_not_forwarded"),
             denied(
                 "sattach",
                 "it finds no node that is not in slurm.conf (22.05); write to a file, or use srun --overlap",
                 "test_a_running_job_is_looked_after",
             ),
             tested("sstat", "", "test_a_running_job_is_looked_after"),
-            tested(
-                "sacct, seff",
-                "states, times and memory as ever",
-                "test_figures_of_a_step_are_sampled_as_often_as_asked",
-            ),
+            tested("sacct", "states, times and memory as ever", "test_figures_of_a_step_are_sampled_as_often_as_asked"),
+            tested("seff", "how well a job used its CPUs, from sacct's figures", "test_a_jobs_efficiency_is_told"),
         ),
     ),
     Group(
@@ -512,8 +534,19 @@ GROUPS = (
                 "by Slurm's rules",
                 "test_a_running_job_is_looked_after",
             ),
-            tested("hold, release", "", "test_a_held_job_is_changed_and_released"),
+            tested("hold, release of a waiting job", "", "test_a_held_job_is_changed_and_released"),
+            denied(
+                "requeue, suspend of a waiting job",
+                "Slurm refuses; the job waits on",
+                "test_a_held_job_is_changed_and_released",
+            ),
+            tested("hold, release of a running job", "it runs on in its VM", "test_a_running_job_is_looked_after"),
             tested("requeue of a running job", "in a fresh VM", "test_a_running_job_is_looked_after"),
+            tested(
+                "requeuehold of a running job",
+                "it waits without a VM until its release",
+                "test_a_job_that_is_requeued_and_held_waits_without_a_vm",
+            ),
             tested(
                 "suspend, resume", "operators only, by Slurm's rule; the VM stays", "test_a_running_job_is_looked_after"
             ),

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import pty
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,7 @@ import pytest
 from multiverse.client import Client
 from tests.integration.conftest import LabUnderTest
 from tests.integration.options import GROUPS, JOBS, Option
-from tests.integration.watch import accounted, ended, qemu_of, until
+from tests.integration.watch import accounted, ended, latest, qemu_of, until
 
 pytestmark = pytest.mark.integration
 
@@ -86,6 +89,7 @@ def board(lab: LabUnderTest, client: Client) -> Iterator[Board]:
         "prolog": "#!/bin/sh\necho export PROLOG=yes\n",
         "epilog": f"#!/bin/sh\necho epilogued > {home}/epilogued\n",
         "tool": "#!/bin/sh\necho tool=$0\n",
+        "variables": f"COLOUR=blue\0PATH={os.defpath}\0",
     }
     for directory in (home, home / "dir"):
         directory.mkdir()
@@ -98,7 +102,7 @@ def board(lab: LabUnderTest, client: Client) -> Iterator[Board]:
         text = filled(job.options, board)
         for other, number in board.ids.items():
             text = text.replace(f"{{{other}}}", number)
-        output = [] if "--output" in text else [f"--output={home}/{name}{'-%a' if '--array' in text else ''}.out"]
+        output = [] if "--output" in text else [f"--output={home}/{name}.out"]
         wrapped = f"--wrap={filled(job.script, board)}"
         done = lab.run(
             *job.prefix, "sbatch", "--parsable", *output, *shlex.split(text), wrapped, user=lab.user, check=False
@@ -110,11 +114,22 @@ def board(lab: LabUnderTest, client: Client) -> Iterator[Board]:
     until("all its VMs are gone", lambda: not client.jobs(), ENOUGH)
 
 
+def options_in(text: str) -> set[str]:
+    return set(re.findall(r"--[a-z0-9][a-z0-9-]*", text))
+
+
+def man_page(command: str) -> str:
+    """The headings of its options, where its man page is installed: --help does not show all."""
+    page = Path(f"/usr/share/man/man1/{command}.1.gz")
+    text = gzip.decompress(page.read_bytes()).decode().replace("\\-", "-") if page.exists() else ""
+    return "\n".join(re.findall(r"(?m)^\\fB-.*$", text))
+
+
 def test_no_option_of_sbatch_srun_or_salloc_is_missing(lab: LabUnderTest) -> None:
-    known = set(re.findall(r"--[a-z0-9][a-z0-9-]*", " ".join(row.names for row in ROWS)))
+    known = options_in(" ".join(row.names for row in ROWS)) | {"--help", "--usage", "--version"}
     for command in ("sbatch", "srun", "salloc"):
-        shown = set(re.findall(r"--[a-z0-9][a-z0-9-]*", lab.run(command, "--help").stdout))
-        assert not shown - known - {"--help", "--usage", "--version"}, command
+        shown = options_in(lab.run(command, "--help").stdout + man_page(command))
+        assert not shown - known, command
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.attempt], ids=lambda row: row.names)
@@ -145,13 +160,42 @@ def _spans(*texts: str) -> list[tuple[float, float]]:
 
 def test_an_arrays_limit_holds(board: Board) -> None:
     board.over("array")
-    (_, end), (begin, _) = _spans(*((board.home / f"array-{task}.out").read_text() for task in (1, 2)))
+    (_, end), (begin, _) = _spans(*(path.read_text() for path in board.home.glob(f"{board.ids['array']}_*.out")))
     assert end <= begin
+
+
+def test_files_are_named_by_slurms_patterns(board: Board, client: Client) -> None:
+    board.over("plain")
+    assert (board.home / "dir" / f"{board.ids['plain']}.err").read_text() == "complaint\n"
+    assert (board.home / "named.out").exists()
+    job = board.ids["array"]
+    board.over("array")
+    vms = {task: client.jobs(f"{job}_{task}")[-1]["vms"][0] for task in (1, 2)}
+    assert {path.name for path in board.home.glob(f"{job}_*")} == {f"{job}_{task}-{vm}.out" for task, vm in vms.items()}
 
 
 def test_licences_are_never_exceeded(board: Board) -> None:
-    (_, end), (begin, _) = _spans(board.over("first"), board.over("second"))
-    assert end <= begin
+    spans = _spans(*map(board.over, ("first", "nice", "second")))
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+
+
+def test_a_nicer_job_lets_others_go_first(board: Board) -> None:
+    """It was submitted before the other, while a third had the licence that both want."""
+    nicer, other = _spans(board.over("nice")) + _spans(board.over("second"))
+    assert other < nicer
+
+
+@pytest.mark.slow
+def test_a_deadline_ends_a_waiting_job(board: Board, client: Client) -> None:
+    over = board.home / "seat.over"
+    board.over("second")
+    holder = board.lab.sbatch(f"until [ -e {over} ]; do sleep 1; done", "--licenses=seat:1", "--output=/dev/null")
+    until("it has the licence", lambda: latest(client, holder).get("state") == "allocated", ENOUGH)
+    late = board.lab.sbatch("true", "--licenses=seat:1", "--time=1", "--deadline=now+70", "--output=/dev/null")
+    assert accounted(board.lab, late, ENOUGH)[0] == "DEADLINE"
+    assert not [vm for row in client.jobs(late) for vm in row["vms"]]
+    over.touch()
+    ended(client, holder, "done")
 
 
 def test_a_job_whose_dependency_is_never_met(board: Board, client: Client) -> None:
@@ -169,7 +213,9 @@ def test_a_held_job_is_changed_and_released(board: Board, client: Client) -> Non
     changes = ("MinMemoryNode=600", "NumCPUs=2", "TimeLimit=20", "JobName=renamed", "Comment=changed", "Nice=7")
     for change in changes:
         assert board.update("held", change).returncode == 0, change
-    assert not [vm for row in client.jobs(board.ids["held"]) for vm in row["vms"]]
+    for verb in ("requeue", "suspend"):
+        assert board.lab.run("scontrol", verb, board.ids["held"], check=False).returncode != 0, verb
+    assert board.state("held") == "PENDING" and not [vm for row in client.jobs(board.ids["held"]) for vm in row["vms"]]
     board.lab.run("scontrol", "release", board.ids["held"], user=board.lab.user)
     lines = board.over("held").split()
     memory = next(int(line.partition("=")[2]) for line in lines if line.startswith("memory="))
@@ -214,11 +260,16 @@ def test_a_running_job_is_looked_after(board: Board, client: Client) -> None:
     assert f"{job}.batch|1" in figures and f"{job}.0|1" in figures
     assert "can't find address for host" in lab.run("sattach", f"{job}.0", user=lab.user, check=False).stderr
 
+    intruder = lab.run("srun", "--no-allocate", f"--nodelist={vm}", "id", user=lab.other, check=False)
+    assert intruder.returncode != 0 and not intruder.stdout, intruder
+
     lab.run("scontrol", "suspend", job)
     until("it is suspended", lambda: board.state("busy") == "SUSPENDED")
     lab.run("scontrol", "resume", job)
     until("it goes on", lambda: board.state("busy") == "RUNNING")
-    assert client.jobs(job)[-1]["vms"] == [vm]
+    for verb in ("hold", "release"):
+        lab.run("scontrol", verb, job, user=lab.user)
+        assert board.state("busy") == "RUNNING" and client.jobs(job)[-1]["vms"] == [vm], verb
 
     lab.run("scontrol", "requeue", job, user=lab.user)
     until("it runs again", lambda: "restarts=1" in board.output("busy"), ENOUGH)
@@ -292,11 +343,26 @@ def test_mail_is_sent(board: Board) -> None:
 
 
 def test_figures_of_a_step_are_sampled_as_often_as_asked(board: Board) -> None:
-    """For four seconds of its life, 60 MiB: the default of 30 s would not see it."""
+    """For four seconds of its life, 100 MiB: the default of 30 s would not see it."""
     board.over("plain")
     accounted(board.lab, board.ids["plain"])
     shown = board.lab.run("sacct", "-n", "-P", "--units=M", "-o", "MaxRSS", "-j", f"{board.ids['plain']}.batch").stdout
-    assert float(shown.strip().rstrip("M")) >= 50, shown
+    assert float(shown.strip().rstrip("M")) >= 100, shown
+
+
+def test_a_jobs_efficiency_is_told(board: Board) -> None:
+    """CPU time by what it could have been, as seff has it: of a job that counts, and of one that sleeps."""
+
+    def efficiency(job: str) -> float:
+        board.over(job)
+        accounted(board.lab, board.ids[job])
+        ask = ("sacct", "-n", "-P", "-o", "TotalCPU,CPUTimeRAW", "-j", board.ids[job])
+        used, had = board.lab.run(*ask).stdout.splitlines()[0].split("|")  # the job's own line: all its steps
+        minutes, seconds = used.split(":")[-2:]
+        return (60 * int(minutes) + float(seconds)) / int(had)
+
+    assert efficiency("burn") > 0.5
+    assert efficiency("signal") < 0.2
 
 
 def test_immediately_is_refused(board: Board) -> None:
@@ -311,16 +377,55 @@ def test_heterogeneous_jobs_are_refused(board: Board) -> None:
     assert "heterogeneous jobs are not served: submit their parts as jobs of their own" in done.stderr
 
 
-def test_steps_that_slurm_refuses(board: Board) -> None:
-    for option in ("--no-allocate", "--het-group=1"):
-        done = board.lab.run("srun", option, "--nodelist=mvgate1", "true", user=board.lab.user, check=False)
-        assert done.returncode != 0, option
+@pytest.mark.skipif(not shutil.which("xauth"), reason="srun asks xauth for the display's key before it asks slurmctld")
+def test_x11_is_not_forwarded(board: Board) -> None:
+    lab = board.lab
+    (lab.user.home / ".Xauthority").touch()
+    os.chown(lab.user.home / ".Xauthority", lab.user.uid, lab.user.uid)
+    lab.run("xauth", "add", "localhost:10", ".", "0" * 32, user=lab.user)
+    done = lab.run("env", "DISPLAY=localhost:10", "srun", "--x11", "true", user=lab.user, check=False)
+    assert done.returncode != 0 and "X11 forwarding not available" in done.stderr, done.stderr
+
+
+def test_what_newer_releases_have(board: Board) -> None:
+    lab = board.lab
+    needs_its_release(next(row for row in ROWS if row.names == "--treewidth"), lab)
+    steps = "srun --quiet --treewidth=off hostname; srun --quiet --external-launcher --ntasks=1 hostname"
+    script = f"{steps}; scontrol show job $SLURM_JOB_ID | grep Extra"
+    board.ids["newer"] = lab.sbatch(script, "--extra=labelled", "--segment=1", f"--output={board.home}/newer.out")
+    first, second, extra = board.over("newer").split()
+    assert first == second and first.startswith("mv") and extra == "Extra=labelled"
 
 
 def test_a_container_that_is_named_by_its_id_is_refused_at_the_gate(board: Board, client: Client) -> None:
     needs_its_release(next(row for row in ROWS if row.names == "--container-id"), board.lab)
     job = board.lab.sbatch("true", "--container-id=x", "--output=/dev/null")
     assert "--container-id is not served" in ended(client, job, "revoked")["reason"]
+
+
+@pytest.mark.slow
+def test_a_job_that_is_requeued_and_held_waits_without_a_vm(board: Board, client: Client) -> None:
+    lab, over = board.lab, board.home / "requeued.over"
+    job = lab.sbatch(f"until [ -e {over} ]; do sleep 1; done", "--requeue", "--output=/dev/null")
+    until("it runs", lambda: latest(client, job).get("state") == "allocated", ENOUGH)
+    lab.run("scontrol", "requeuehold", job, user=lab.user)
+    until("it waits again", lambda: latest(client, job)["state"] == "queued", ENOUGH)
+    assert lab.run("squeue", "-h", "-a", "-j", job, "-o", "%T %Q").stdout.split() == ["PENDING", "0"]
+    (first, second) = client.jobs(job)
+    assert first["state"] == "requeued" and not second["vms"]
+    over.touch()
+    lab.run("scontrol", "release", job, user=lab.user)
+    assert ended(client, job, "done")["vms"] != first["vms"]
+    assert accounted(lab, job)[0] == "COMPLETED"
+
+
+@pytest.mark.slow
+def test_a_job_that_is_not_to_be_requeued_ends_with_its_vm(board: Board, client: Client) -> None:
+    job = board.lab.sbatch("sleep 900", "--no-requeue", "--output=/dev/null")
+    row = until("it runs", lambda: (r := latest(client, job)).get("state") == "allocated" and r, ENOUGH)
+    os.kill(qemu_of(row["vms"][0]), signal.SIGKILL)
+    ended(client, job, "done")
+    assert accounted(board.lab, job)[0] == "NODE_FAIL" and len(client.jobs(job)) == 1
 
 
 @pytest.mark.slow

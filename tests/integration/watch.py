@@ -43,7 +43,7 @@ def ended(client: Client, job: str, state: str) -> dict[str, Any]:
     return dict(row)
 
 
-def accounted(lab: LabUnderTest, job: str) -> tuple[str, str]:
+def accounted(lab: LabUnderTest, job: str, limit: float = 30.0) -> tuple[str, str]:
     """The job's state and exit code as sacct keeps them, once slurmdbd has heard of its end."""
 
     def ask() -> tuple[str, str] | None:
@@ -51,7 +51,7 @@ def accounted(lab: LabUnderTest, job: str) -> tuple[str, str]:
         state, _, code = line.partition("|")
         return (state.split()[0], code) if state and state not in ("PENDING", "RUNNING") else None
 
-    return until(f"sacct of {job}", ask, 30)
+    return until(f"sacct of {job}", ask, limit)
 
 
 def written(path: Path) -> str:

@@ -174,7 +174,8 @@ def test_the_gate_is_as_large_as_the_largest_vm(site: Settings) -> None:
 
 FAILED = "Multiverse cannot look at this job, so it is refused: tell an administrator, whom slurmctld's log tells why"
 LUA = """
-slurm = { SUCCESS = 0, ERROR = -1, log_user = function(f, ...) io.write(string.format(f, ...)) end,
+slurm = { SUCCESS = 0, ERROR = -1, STEPMGR_ENABLED = 2^41,
+          log_user = function(f, ...) io.write(string.format(f, ...)) end,
           log_error = function(f, ...) io.write("error " .. string.format(f, ...)) end }
 dofile("job_submit.lua")
 local job = { %s }
@@ -206,7 +207,8 @@ def _lua() -> str | None:
         ("user_id = 1000, contiguous = 1", "VMs have no neighbours: submit without --contiguous|-1"),
         ("user_id = 1000, bitflags = 503316736", "--spread-job is not served"),
         *((f"user_id = 1000, bitflags = 2^{bit}", "without --gres-flags") for bit in (4, 19, 38, 39, 40)),
-        ("user_id = 1000, bitflags = 2^41 + 2^37 + 2^20 + 2^5", "|0|mvgate"),
+        ("user_id = 1000, bitflags = 2^42 + 2^37 + 2^20 + 2^5", "|0|mvgate"),
+        ("user_id = 1000, bitflags = 2^41", "--stepmgr is not served"),
         ("user_id = 1000, environment = { SLURM_OOM_KILL_STEP = '1' }", "without --oom-kill-step|-1"),
         ("user_id = 1000, environment = { SLURM_OOM_KILL_STEP = '0' }", "|0|mvgate"),
         ("user_id = 1000, min_mem_per_node = 0", "say how much with --mem"),

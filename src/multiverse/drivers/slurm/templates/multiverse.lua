@@ -73,7 +73,7 @@ local function asked(value)
 end
 
 local function has_bit(value, bit)
-  return type(value) == "number" and math.floor(value / bit) % 2 == 1
+  return type(value) == "number" and type(bit) == "number" and math.floor(value / bit) % 2 == 1
 end
 
 -- What is wrong with a job's wishes about features and nodes, or nil.
@@ -93,6 +93,9 @@ local function wrong_wishes(job)
   if has_bit(job.bitflags, SPREAD) then return "--spread-job is not served: say how many VMs with --nodes" end
   for _, bit in ipairs(GRES_FLAGS) do
     if has_bit(job.bitflags, bit) then return "generic resources are not served: submit without --gres-flags" end
+  end
+  if has_bit(job.bitflags, slurm.STEPMGR_ENABLED) then -- a name that Slurm has from 24.05 on
+    return "--stepmgr is not served: submit without it"
   end
   if job.environment and job.environment.SLURM_OOM_KILL_STEP == "1" then -- no field says so
     return "a VM's memory is all its job's, not each step's: submit without --oom-kill-step"
