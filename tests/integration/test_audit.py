@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -15,6 +15,23 @@ from tests.integration.test_status import multiverse
 pytestmark = pytest.mark.integration
 
 
+def all_run(client: Client, tasks: Sequence[str]) -> None:
+    until("all run", lambda: all(latest(client, task).get("state") == "allocated" for task in tasks))
+
+
+def test_an_audit_shows_two_clones_to_be_strangers(
+    lab: LabUnderTest, client: Client, controller: Callable[[], int]
+) -> None:
+    job = lab.sbatch("sleep 900", "--array=1-2", "--output=/dev/null")
+    tasks = [f"{job}_1", f"{job}_2"]
+    all_run(client, tasks)
+    done = multiverse(lab, "audit", "identity")
+    assert done.returncode == 0 and "2 VMs, all strangers." in done.stdout, done.stdout
+    lab.run("scancel", job, user=lab.user)
+    for task in tasks:
+        ended(client, task, "done")
+
+
 @pytest.mark.slow
 def test_clones_of_one_instant_are_strangers(lab: LabUnderTest, client: Client, controller: Callable[[], int]) -> None:
     alone = multiverse(lab, "audit", "identity")
@@ -22,7 +39,7 @@ def test_clones_of_one_instant_are_strangers(lab: LabUnderTest, client: Client, 
     go = lab.user.home / "audited"
     job = lab.sbatch(f"until [ -e {go} ]; do sleep 0.2; done", "--array=1-4", "--output=/dev/null")
     tasks = [f"{job}_{task}" for task in range(1, 5)]
-    until("all run", lambda: all(latest(client, task).get("state") == "allocated" for task in tasks))
+    all_run(client, tasks)
 
     done = multiverse(lab, "audit", "identity", "--json")
     found = json.loads(done.stdout)
