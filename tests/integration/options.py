@@ -288,7 +288,7 @@ GROUPS = (
                 "--delay-boot", "a VM has its features from its start: submit without --delay-boot", "--delay-boot=1"
             ),
             refused("--cpu-freq", "a VM does not set its host's clock: submit without --cpu-freq", "--cpu-freq=high"),
-            refused("--power", "--power is not served: submit without it", "--power=level"),
+            refused("--power", "--power is not served: submit without it", "--power=level", until="24.05"),
             refused("--network", "--network is not served: a VM has one network", "--network=ib"),
             refused("--container", "--container is not served: ask for an image with --constraint", "--container=/x"),
             denied(
@@ -297,10 +297,10 @@ GROUPS = (
                 "test_a_container_that_is_named_by_its_id_is_refused_at_the_gate",
                 since="23.02",
             ),
-            refused(
+            denied(
                 "--oom-kill-step",
-                "a VM's memory is all its job's, not each step's: submit without --oom-kill-step",
-                "--oom-kill-step=1",
+                "by Slurm's rule: it takes what task/cgroup sees, which guests have not; each job has its memory alone",
+                "test_what_newer_releases_have",
                 since="24.05",
             ),
             refused("--stepmgr", "--stepmgr is not served: submit without it", "--stepmgr", since="24.05"),
@@ -503,9 +503,10 @@ GROUPS = (
             denied("--x11", "by Slurm's rule: there is none without `PrologFlags=X11`", "test_x11_is_not_forwarded"),
             denied(
                 "sattach",
-                "it finds no node that is not in slurm.conf (22.05); write to a file, or use srun --overlap",
-                "test_a_running_job_is_looked_after",
+                "before 24.11: it finds no node that is not in slurm.conf; write to a file, or use srun --overlap",
+                "test_a_step_is_attached_to_where_its_node_is_found",
             ),
+            tested("sattach", "", "test_a_step_is_attached_to_where_its_node_is_found", since="24.11"),
             tested("sstat", "", "test_a_running_job_is_looked_after"),
             tested("sacct", "states, times and memory as ever", "test_figures_of_a_step_are_sampled_as_often_as_asked"),
             tested("seff", "how well a job used its CPUs, from sacct's figures", "test_a_jobs_efficiency_is_told"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from itertools import accumulate
@@ -24,7 +23,9 @@ pytestmark = pytest.mark.integration
 SITE = """\
 AccountingStorageEnforce=associations,limits,qos
 PriorityType=priority/multifactor
-PriorityWeightQOS=1000
+PriorityWeightQOS=100000
+PriorityWeightFairshare=1000
+PriorityCalcPeriod=1
 """
 ACTIVE = ("claimed", "spawning", "spawned", "allocated")
 
@@ -42,8 +43,8 @@ def limited(lab: LabUnderTest) -> Iterator[None]:
     sacctmgr(lab, "add", "qos", "urgent", "Priority=100")
     sacctmgr(lab, "add", "qos", "closed", "GrpTRES=cpu=0")
     qos = "qos=normal,tight,urgent"
-    sacctmgr(lab, "add", "user", "ada", "account=physics", "MaxJobs=2", qos)
-    sacctmgr(lab, "add", "user", "bob", "account=physics", qos)
+    sacctmgr(lab, "add", "user", "ada", "account=physics", "MaxJobs=2", "Fairshare=1", qos)
+    sacctmgr(lab, "add", "user", "bob", "account=physics", "Fairshare=1000", qos)
     site.write_text(SITE)
     asyncio.run(lifecycle.up(lab.where, Wishes(), controller=False))
     yield
@@ -77,6 +78,18 @@ def at_once(lab: LabUnderTest, jobs: Sequence[str]) -> int:
     changes = [(wall, 1) for job, wall in begins if job in ends] + [(end, -1) for end in ends.values()]
     assert len(changes) == 2 * len(jobs)
     return max(accumulate(change for _, change in sorted(changes)))
+
+
+def journalled(lab: LabUnderTest, job: str) -> dict[str, int]:
+    """Where in the journal a job's events are."""
+    with closing(sqlite3.connect(lab.settings.state_dir / "multiverse.db")) as database:
+        return dict(
+            database.execute(
+                "SELECT journal.event, journal.seq FROM journal JOIN attempts ON attempts.id = journal.id "
+                "WHERE journal.kind = 'attempt' AND attempts.job_id = ?",
+                (job,),
+            ).fetchall()
+        )
 
 
 def test_limits_hold_for_what_waits_is_pinned_and_runs_together(
@@ -122,9 +135,32 @@ def test_jobs_start_in_the_order_of_slurms_priority(
     later = lab.sbatch("true", "--output=/dev/null", user=lab.other)
     first = lab.sbatch("true", "--output=/dev/null", "--qos=urgent")
     controller()
-    rows = {job: ended(client, job, "done") for job in (later, first)}
-    serial = {job: int(row["vms"][0].rpartition("-")[2]) for job, row in rows.items()}
-    assert serial[first] < serial[later]
+    assert in_order_of_start(client, (later, first)) == [first, later]
+    nothing_left(lab, client)
+
+
+def in_order_of_start(client: Client, jobs: Sequence[str]) -> list[str]:
+    """These jobs, once they have ended, by the serial numbers of their VMs."""
+    serial = {job: int(ended(client, job, "done")["vms"][0].rpartition("-")[2]) for job in jobs}
+    return sorted(jobs, key=serial.__getitem__)
+
+
+@pytest.mark.slow
+def test_who_has_had_less_of_his_share_comes_first(
+    lab: LabUnderTest, client: Client, controller: Callable[[], int]
+) -> None:
+    controller()
+    ended(client, lab.sbatch("true", "--output=/dev/null"), "done")
+    asyncio.run(CONTROLLER.stop(lab.where))
+
+    def factor(user: str) -> float:
+        return float(lab.run("sshare", "-n", "-P", "-U", "-A", "physics", "-u", user, "-o", "FairShare").stdout)
+
+    until("Slurm has seen who used what of his share", lambda: factor("bob") > factor("ada"))
+    later = lab.sbatch("true", "--output=/dev/null")
+    first = lab.sbatch("true", "--output=/dev/null", user=lab.other)
+    controller()
+    assert in_order_of_start(client, (later, first)) == [first, later]
     nothing_left(lab, client)
 
 
@@ -150,20 +186,19 @@ def test_a_limit_that_shows_only_after_the_pin_gives_the_vm_back_and_its_user_is
 def test_five_hundred_that_may_not_start_delay_none_that_may(
     lab: LabUnderTest, client: Client, controller: Callable[[], int]
 ) -> None:
+    """By the journal: such a job is admitted before the controller has seen one that is submitted after it was seen."""
     controller()
-
-    def alone() -> float:
-        began = time.monotonic()
-        ended(client, lab.sbatch("true", "--output=/dev/null", user=lab.other), "done")
-        return time.monotonic() - began
-
-    before = alone()
     holders = [lab.sbatch("sleep 3600", "--output=/dev/null") for _ in range(2)]
     until("ada's two jobs run", lambda: active(client).issuperset(holders))
     waiting = [lab.sbatch("true", "--output=/dev/null") for _ in range(500)]
     try:
-        times = [alone() for _ in range(3)]
-        print(f"a job of bob's: {before:.1f} s alone, {times} with 500 of ada's waiting")
+        for _ in range(3):
+            free = lab.sbatch("true", "--output=/dev/null", user=lab.other)
+            until("the controller has seen it", lambda job=free: client.jobs(job))
+            waiting.append(lab.sbatch("true", "--output=/dev/null"))
+            ended(client, free, "done")
+            until("the controller has seen the next one", lambda: client.jobs(waiting[-1]))
+            assert journalled(lab, free)["admitted"] < journalled(lab, waiting[-1])["submitted"]
         assert active(client) == set(holders)
         until("they are told", lambda: "AssocMaxJobsLimit" in str(latest(client, waiting[-1]).get("waiting")), 300)
     finally:

@@ -21,7 +21,7 @@ import pytest
 from multiverse.client import Client
 from tests.integration.conftest import LabUnderTest
 from tests.integration.options import GROUPS, JOBS, Option
-from tests.integration.watch import accounted, ended, latest, qemu_of, until
+from tests.integration.watch import accounted, ended, latest, qemu_of, release, until
 
 pytestmark = pytest.mark.integration
 
@@ -43,7 +43,10 @@ class Board:
         return path.read_text() if path.exists() else ""
 
     def state(self, job: str) -> str:
-        return self.lab.run("squeue", "-a", "-h", "-t", "all", "-o", "%T", "-j", self.ids[job]).stdout.strip()
+        """Nothing of one that Slurm has forgotten, which it says as an error."""
+        told = self.lab.run("squeue", "-a", "-h", "-t", "all", "-o", "%T", "-j", self.ids[job], check=False)
+        assert told.returncode == 0 or "Invalid job id" in told.stderr, told
+        return told.stdout.strip()
 
     def over(self, job: str) -> str:
         """Its output, once it has ended and its VMs, which wrote it, are gone."""
@@ -58,11 +61,6 @@ class Board:
 
     def update(self, job: str, *changes: str) -> subprocess.CompletedProcess[str]:
         return self.lab.run("scontrol", "update", f"JobId={self.ids[job]}", *changes, user=self.lab.user, check=False)
-
-
-def release(text: str) -> tuple[int, ...]:
-    """`slurm-wlm 24.11.5` and `24.11` as numbers."""
-    return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
 
 
 def needs_its_release(row: Option, lab: LabUnderTest) -> None:
@@ -258,7 +256,6 @@ def test_a_running_job_is_looked_after(board: Board, client: Client) -> None:
     assert board.update("busy", "NumNodes=2").returncode != 0
     figures = lab.run("sstat", "-n", "-P", "-a", "-j", job, "-o", "JobID,NTasks", user=lab.user).stdout.split()
     assert f"{job}.batch|1" in figures and f"{job}.0|1" in figures
-    assert "can't find address for host" in lab.run("sattach", f"{job}.0", user=lab.user, check=False).stderr
 
     intruder = lab.run("srun", "--no-allocate", f"--nodelist={vm}", "id", user=lab.other, check=False)
     assert intruder.returncode != 0 and not intruder.stdout, intruder
@@ -391,10 +388,24 @@ def test_what_newer_releases_have(board: Board) -> None:
     lab = board.lab
     needs_its_release(next(row for row in ROWS if row.names == "--treewidth"), lab)
     steps = "srun --quiet --treewidth=off hostname; srun --quiet --external-launcher --ntasks=1 hostname"
-    script = f"{steps}; scontrol show job $SLURM_JOB_ID | grep Extra"
-    board.ids["newer"] = lab.sbatch(script, "--extra=labelled", "--segment=1", f"--output={board.home}/newer.out")
-    first, second, extra = board.over("newer").split()
-    assert first == second and first.startswith("mv") and extra == "Extra=labelled"
+    facts = "scontrol show job $SLURM_JOB_ID | grep -o 'Extra=.*'; scontrol show config | grep -o 'task/[a-z]*'"
+    options = ("--extra=labelled", "--segment=1", "--oom-kill-step=1")
+    board.ids["newer"] = lab.sbatch(f"{steps}; {facts}", *options, f"--output={board.home}/newer.out")
+    first, second, extra, plugin = board.over("newer").split()
+    assert first == second and first.startswith("mv") and (extra, plugin) == ("Extra=labelled", "task/none")
+
+
+def test_a_step_is_attached_to_where_its_node_is_found(board: Board) -> None:
+    lab, log = board.lab, board.home / "attached.log"
+    job = lab.sbatch(f"srun sh -c 'echo here; touch {log}; sleep 3; echo and gone'", "--output=/dev/null")
+    board.ids["attached"] = job
+    until("its step runs", log.exists, ENOUGH)
+    done = lab.run("sattach", f"{job}.0", user=lab.user, check=False)
+    if release(lab.run("sbatch", "--version").stdout) < (24, 11):
+        assert "can't find address for host" in done.stderr
+    else:
+        assert "and gone" in done.stdout.splitlines()
+    board.over("attached")
 
 
 def test_a_container_that_is_named_by_its_id_is_refused_at_the_gate(board: Board, client: Client) -> None:

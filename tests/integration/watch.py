@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -52,6 +53,11 @@ def accounted(lab: LabUnderTest, job: str, limit: float = 30.0) -> tuple[str, st
         return (state.split()[0], code) if state and state not in ("PENDING", "RUNNING") else None
 
     return until(f"sacct of {job}", ask, limit)
+
+
+def release(text: str) -> tuple[int, ...]:
+    """`slurm-wlm 24.11.5` and `24.11` as numbers."""
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
 
 
 def written(path: Path) -> str:

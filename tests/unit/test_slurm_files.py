@@ -209,8 +209,6 @@ def _lua() -> str | None:
         *((f"user_id = 1000, bitflags = 2^{bit}", "without --gres-flags") for bit in (4, 19, 38, 39, 40)),
         ("user_id = 1000, bitflags = 2^42 + 2^37 + 2^20 + 2^5", "|0|mvgate"),
         ("user_id = 1000, bitflags = 2^41", "--stepmgr is not served"),
-        ("user_id = 1000, environment = { SLURM_OOM_KILL_STEP = '1' }", "without --oom-kill-step|-1"),
-        ("user_id = 1000, environment = { SLURM_OOM_KILL_STEP = '0' }", "|0|mvgate"),
         ("user_id = 1000, min_mem_per_node = 0", "say how much with --mem"),
         ("user_id = 1000, num_tasks = 3, min_cpus = 1", "--overcommit is not served"),
         ("user_id = 1000, partition = 'other', contiguous = 1, min_mem_per_node = 0", "|0|nil|nil-nil"),

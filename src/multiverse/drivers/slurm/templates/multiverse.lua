@@ -55,12 +55,13 @@ local UNSERVED = {
   { "req_nodes", "nodes are made for each job: submit without --nodelist" },
   { "req_switch", "VMs have no switches: submit without --switches" },
   { "reservation", "reservations are not served: submit without --reservation" },
-  { "tres_bind", "generic resources are not served: submit without --gpu-bind" },
-  { "tres_freq", "generic resources are not served: submit without --gpu-freq" },
   { "tres_per_job", "generic resources are not served: submit without GPUs" },
   { "tres_per_node", "generic resources are not served: submit without --gres and GPUs" },
   { "tres_per_socket", "generic resources are not served: submit without GPUs" },
   { "tres_per_task", "generic resources are not served: submit without GPUs" },
+  -- After the GPUs themselves, which from 24.05 on bring them along.
+  { "tres_bind", "generic resources are not served: submit without --gpu-bind" },
+  { "tres_freq", "generic resources are not served: submit without --gpu-freq" },
 }
 -- Bits of bitflags (slurm.h, from 22.05 to 24.11): what --gres-flags asks for, the last three from 23.11 on.
 local SPREAD, GRES_FLAGS = 2 ^ 8, { 2 ^ 4, 2 ^ 19, 2 ^ 38, 2 ^ 39, 2 ^ 40 }
@@ -96,9 +97,6 @@ local function wrong_wishes(job)
   end
   if has_bit(job.bitflags, slurm.STEPMGR_ENABLED) then -- a name that Slurm has from 24.05 on
     return "--stepmgr is not served: submit without it"
-  end
-  if job.environment and job.environment.SLURM_OOM_KILL_STEP == "1" then -- no field says so
-    return "a VM's memory is all its job's, not each step's: submit without --oom-kill-step"
   end
   if string.find(job.script or "", "\n#[BD][BW]%s") then
     return "burst buffers are not served: stage files in the job itself, without #BB and #DW"
