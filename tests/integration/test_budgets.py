@@ -26,7 +26,7 @@ TOGETHER = ALONE | {"scontrol update": 2.1, "commits": 8.0}
 
 
 AGAIN = {"scontrol update": 1.5}
-"""From 24.11 on slurmctld may answer that it cannot change a job just now; it is asked again, once or twice for most."""
+"""From 24.11 on slurmctld may say that it cannot change a job just now, and is asked again, once or twice in most."""
 
 
 def counts(client: Client) -> dict[str, float]:
