@@ -422,8 +422,9 @@ def test_a_job_that_is_requeued_and_held_waits_without_a_vm(board: Board, client
     lab.run("scontrol", "requeuehold", job, user=lab.user)
     until("it waits again", lambda: latest(client, job)["state"] == "queued", ENOUGH)
     assert lab.run("squeue", "-h", "-a", "-j", job, "-o", "%T %Q").stdout.split() == ["PENDING", "0"]
+    until("its VM is gone", lambda: client.jobs(job)[0]["state"] == "requeued", ENOUGH)
     (first, second) = client.jobs(job)
-    assert first["state"] == "requeued" and not second["vms"]
+    assert second["state"] == "queued" and not second["vms"]
     over.touch()
     lab.run("scontrol", "release", job, user=lab.user)
     assert ended(client, job, "done")["vms"] != first["vms"]
