@@ -93,7 +93,10 @@ def test_a_qemu_killed_before_the_job_runs_is_replaced(lab: LabUnderTest, deadly
     job = lab.sbatch(script, "--output=/dev/null")
     until(f"job {job} is over", lambda: over(mortal, job))
     assert not mortal.left()
-    assert written(path) == "run 0\n" and accounted(lab, job) == ("COMPLETED", "0:0")
+    # Once: Slurm may have given it the node that had just died, and it is another run of the job then, of no script.
+    (run,) = written(path).splitlines()
+    assert state == "joined" or run == "run 0"
+    assert accounted(lab, job) == ("COMPLETED", "0:0")
     nothing_left(lab, mortal.client)
 
 
