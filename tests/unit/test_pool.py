@@ -27,6 +27,7 @@ from multiverse.core.model import (
 )
 from multiverse.core.pacing import Meter, Policy, Pool, paid, wait_for
 from multiverse.core.pool import node_features
+from multiverse.core.refill import standing
 from multiverse.core.rows import Change, Draft, Move
 from tests.unit import rows as hand
 from tests.unit.scene import POLICY, Scene, failed
@@ -430,3 +431,63 @@ def test_a_kind_not_seen_yet_is_as_slow_as_the_others() -> None:
 def test_auto_follows_what_was_seen_here() -> None:
     slow = {("slim", CloneKind.INSTANT): 9.0, ("slim", CloneKind.LINKED): 3.0}
     assert chosen(T.READY, seconds=slow)[0] is CloneKind.LINKED
+
+
+def test_what_boots_has_the_template_made_for_those_after_it_and_does_not_wait_for_it() -> None:
+    s = Scene(replace(POLICY, kind=CloneKind.AUTO))
+    s.hosts["h1"] = replace(s.hosts["h1"], abilities=frozenset({"instant", "linked"}))
+    s.job()
+    for _ in range(2):
+        s.pass_time(1.0)
+        s.look()
+        s.world = replace(s.world, forecast=Forecast(arrivals=OFTEN))
+        s.commit()
+    (template,) = s.rows.templates.values()
+    assert template.state is T.BUILDING and s.attempt().state is A.CLAIMED
+    assert s.all_vms()[0].kind is CloneKind.LINKED and s.all_vms()[0].parent is None
+    (needed,) = [entry for entry in s.store.journal() if entry.event == "needed"]
+    assert needed.reason == "others like this job will need it"
+
+
+def test_a_broken_template_is_named_and_a_building_one_is_waited_for_all_the_same() -> None:
+    kind, why, prepare = chosen(T.BROKEN, arrivals=OFTEN)
+    assert (kind, why, prepare) == (CloneKind.LINKED, "its template is broken on h1", False)
+    assert chosen(T.BUILDING, since=95.0)[0] is CloneKind.INSTANT, "though nobody else wants it"
+    late = chosen(T.BUILDING, since=99.0, seconds={("slim", CloneKind.LINKED): 10.0, ("slim", CloneKind.INSTANT): 1.5})
+    assert late == (CloneKind.LINKED, "a boot takes 10.0 s, its template 9 s more", False)
+
+
+def test_the_pace_and_a_pools_rest_say_when_to_look_again() -> None:
+    meter = Meter(paced(0.25))
+    assert meter.next_due(0.0) == float("inf")
+    vm = hand.vm(V.PLANNED)
+    meter.note([Move((Change(vm, Event.PLANNED),))], 0.0)
+    assert meter.next_due(0.0) == 4.0 and meter.next_due(4.0) == float("inf")
+    spare_vm = replace(vm, state=V.RELEASING, attempt=None, pool=Depth.PARKED)
+    meter.note([Move((Change(spare_vm, Event.FAILED),))], 1.0)
+    assert meter.next_due(1.0) == 1.0 + POLICY.backoff(1)
+    fast = Meter(paced(4.0))
+    for _ in range(8):
+        fast.note([Move((Change(vm, Event.PLANNED),))], 0.0)
+    assert fast.next_due(0.0) == 2.0 - 0.75, "a second's worth at once is let through before"
+
+
+def test_a_pool_stands_with_what_is_ready_and_what_is_being_made() -> None:
+    s = scene(PARKED, JOINED)
+    s.run()
+    s.run()
+    by_depth = {one.pool.depth: one for one in standing(s.rows, World(), s.policy)}
+    making = by_depth[Depth.PARKED].making + by_depth[Depth.JOINED].making
+    assert making > 0 and by_depth[Depth.PARKED].ready == 0
+    fill(s)
+    found = {one.pool.depth: (one.wanted, one.ready, one.making) for one in standing(s.rows, World(), s.policy)}
+    assert found == {Depth.PARKED: (2, 2, 0), Depth.JOINED: (1, 1, 0)}
+
+
+def test_a_job_with_templates_of_its_own_leaves_what_is_parked_for_all() -> None:
+    s = scene(PARKED)
+    before = {vm.id for vm in fill(s)}
+    s.job(request=Request(1, Size(1, 100), account="physics"))
+    s.run()
+    s.run()
+    assert {vm.id for vm in spare(s)} == before and s.rows.templates[2].account == "physics"
