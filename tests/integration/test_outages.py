@@ -16,6 +16,7 @@ import pytest
 from multiverse.client import Client
 from multiverse.lab import lifecycle
 from multiverse.lab.parts import CONTROLLER
+from multiverse.lab.plan import Wishes
 from tests.integration.conftest import LabUnderTest
 from tests.integration.mortal import counting
 from tests.integration.watch import accounted, ended, kept_by_slurm, latest, mend, nothing_left, qemu_of, until, written
@@ -101,17 +102,29 @@ def test_a_vm_that_stands_still_for_too_long_follows_slurms_verdict(
     nothing_left(lab, client)
 
 
-@slow
-def test_a_slurmd_killed_in_its_guest(lab: LabUnderTest, client: Client, controller: Callable[[], int]) -> None:
-    """Root on the host lends the job a shell that may do it: guests mount the homes as the host has them."""
-    shell = lab.user.home / "rootsh"
+@pytest.fixture
+def lending(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[Path]:
+    """A shell that root lends to jobs: for this test guests mount the homes without `nosuid`."""
+    (mount,) = lab.settings.mounts
+    options = ",".join(each for each in mount.options.split(",") if each != "nosuid")
+    site, shell = lab.where.etc / "site.toml", lab.user.home / "rootsh"
+    words = {"source": mount.source, "target": mount.target, "type": mount.type, "options": options}
+    site.write_text("[[mounts]]\n" + "".join(f'{key} = "{value}"\n' for key, value in words.items()))
     shutil.copy("/bin/bash", shell)
     shell.chmod(0o4755)
-    path, script = counting(lab, "slurmd", f"{shell} -p -c 'kill -9 $(pidof slurmd)'; echo end >> slurmd.count")
+    asyncio.run(lifecycle.up(lab.where, Wishes()))
+    yield shell
+    shell.unlink()
+    site.write_text("")
+    asyncio.run(lifecycle.up(lab.where, Wishes()))
+
+
+@slow
+def test_a_slurmd_killed_in_its_guest(lab: LabUnderTest, client: Client, lending: Path) -> None:
+    path, script = counting(lab, "slurmd", f"{lending} -p -c 'kill -9 $(pidof slurmd)'; echo end >> slurmd.count")
     job = lab.sbatch(script, "--output=/dev/null", "--requeue")
     until("the job has ended", lambda: path.exists() and "end" in path.read_text())
     ended(client, job, "done")
-    shell.unlink()
     assert written(path) == "run 0\nend\n", "what ran to its end is not run again"
     assert len(client.jobs(job)) == 1
     nothing_left(lab, client)
