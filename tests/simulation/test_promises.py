@@ -76,9 +76,10 @@ def never_wrong(seeds: range) -> list[Verdict]:
 BY_OTHERS = {
     *(arrow("attempt", state, "restarted", "reclaiming") for state in ("queued", "claimed", "spawning", "spawned")),
     arrow("attempt", "spawned", "pin expired", "reclaiming"),
+    arrow("attempt", "spawned", "changed", "reclaiming"),
     arrow("attempt", "allocated", "changed", "reclaiming"),  # a launch that slurmctld takes back
 }
-"""Arrows that want a moment of their own: the unit tests walk them."""
+"""Arrows that want a moment of their own: the unit tests and the histories of one job walk them."""
 
 
 @pytest.mark.timeout(1500)
