@@ -19,6 +19,7 @@ from multiverse.core.model import (
     JobState,
     Key,
     NodeState,
+    Request,
     Size,
     TemplateState,
     VmCondition,
@@ -1184,3 +1185,17 @@ def test_a_fault_in_admitting_one_job_costs_the_others_nothing(monkeypatch: pyte
     by_job = {attempt.job.job_id: attempt for attempt in scene.rows.attempts.values()}
     assert by_job["7"].state is A.QUEUED and by_job["7"].quarantined.startswith("a fault of Multiverse")
     assert by_job["8"].state is A.CLAIMED
+
+
+def test_a_job_that_is_changed_before_it_is_refused_is_not_refused() -> None:
+    """Troubled 1600: the first try to cancel it hung, its user made it smaller, and the second try cancelled it."""
+    scene = Scene()
+    scene.template()
+    scene.job(size=Size(1, 1 << 20))
+    scene.run()
+    assert scene.attempt().state is A.RECLAIMING and scene.attempt().outcome == "revoked"
+    scene.job(request=Request(1, Size(1, 100)))
+    scene.run()
+    scene.run()
+    assert scene.attempt(1).state is A.REQUEUED
+    assert scene.attempt(2).state is A.CLAIMED

@@ -437,6 +437,11 @@ def _learn_the_end(draft: Draft, attempt: Attempt, sight: Sight, job: Job | None
     return draft.attempts[attempt.id]
 
 
+def _other_wish(job: Job, attempt: Attempt) -> bool:
+    """Whether the job asks for something else than what was refused. What this scheme cannot read is no wish."""
+    return job.request is not None and job.request != attempt.request
+
+
 def _finish(draft: Draft, attempt: Attempt, sight: Sight, job: Job | None, world: World, policy: Policy) -> None:
     """Reclaiming: the job must be off our nodes and off their feature before the VMs may go, and the
     VMs must be gone before the attempt is over."""
@@ -445,6 +450,10 @@ def _finish(draft: Draft, attempt: Attempt, sight: Sight, job: Job | None, world
     if began <= world.quiet.get(attempt.key, 0.0) or began < attempt.since:
         return  # nothing seen yet since our last word in this matter
     attempt = _learn_the_end(draft, attempt, sight, job)
+    if attempt.outcome == "revoked" and sight is Sight.PENDING and job is not None and _other_wish(job, attempt):
+        again = replace(attempt, outcome="requeued", gated=_at_gate(job))
+        draft.move(Change(again, Event.NOTED, "changed before it was refused"))
+        attempt = draft.attempts[attempt.id]
     vms = draft.vms_of(attempt)
     names = {vm.name for vm in vms}
     on_ours = job is not None and any(node in names for node in job.nodes)

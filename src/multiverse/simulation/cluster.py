@@ -92,6 +92,7 @@ class Cluster:
         """Change what a pending job asks for: fields of `Batch`."""
         job = self.jobs[job_id]
         if job.state is JobState.PENDING:
+            job.changed = (self._loop.time(), job.batch)
             job.batch = replace(job.batch, **{what: to for what, to in changes.items() if to is not None})
 
     def requeue(self, job_id: str) -> None:

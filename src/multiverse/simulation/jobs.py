@@ -66,6 +66,8 @@ class JobRecord:
     comment: str = ""
     by_user: bool = False  # its user cancelled it
     revoked: str = ""  # why we cancelled it
+    cancelled: float = 0.0  # and when
+    changed: tuple[float, Batch] | None = None  # when its user changed it last, and what it had asked for before
     ended: float = 0.0
 
     @property

@@ -30,7 +30,7 @@ from multiverse.simulation.faults import (
 )
 from multiverse.simulation.guests import GuestPace
 from multiverse.simulation.hypervisor import SimulatedHypervisor
-from multiverse.simulation.jobs import Batch
+from multiverse.simulation.jobs import Batch, JobRecord
 from multiverse.simulation.loop import run
 from multiverse.simulation.scheduler import SimulatedScheduler
 from multiverse.simulation.world import World, WorldSettings
@@ -437,7 +437,7 @@ class _Simulation:
                 continue
             because = {
                 job.batch.problem or "-": True,
-                "fits on no host": given_up or not self._surely_fits(job.batch),
+                "fits on no host": given_up or not all(map(self._surely_fits, _wishes(job))),
                 "no VM could be made": trouble or not boots.get(job.batch.image or "slim", False),
             }
             if not any(right and why in job.revoked for why, right in because.items()):
@@ -449,6 +449,12 @@ class _Simulation:
         each, size = 4 * (batch.size.memory + 256), batch.size
         holds = (min(h.capacity.cpus // size.cpus, h.capacity.memory // each) for h in self.scenario.world.hosts)
         return sum(holds) >= batch.nodes
+
+
+def _wishes(job: JobRecord) -> list[Batch]:
+    """What it asked for when it was cancelled, and shortly before: a command that was given up may arrive late."""
+    late = job.changed is not None and job.cancelled - job.changed[0] < 20.0
+    return [job.batch, job.changed[1]] if late and job.changed else [job.batch]
 
 
 def arrow(kind: str, source: object, event: object, target: object) -> str:

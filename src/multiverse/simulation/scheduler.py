@@ -87,6 +87,7 @@ class SimulatedScheduler:
         if record.state is not JobState.PENDING:
             raise Stale(f"job {job.job_id} is {record.state}")
         record.comment = record.revoked = reason
+        record.cancelled = asyncio.get_running_loop().time()
         self._cluster.cancel(job.job_id, by_user=False)
         await self._reply()
 
