@@ -97,7 +97,8 @@ def test_troubled() -> None:
     assert tables - BY_OTHERS - taken == set()
     met = {tuple(name.split(": ")) for verdict in verdicts for name in verdict.faults}
     calls = {call for call, _ in met}
-    rare = {"scheduler.requeue", "hypervisor.introduce"}  # their faults: the histories of one kind of fault, the contracts
+    # Called so seldom that others walk their faults: the histories of one kind of fault, and the contracts.
+    rare = {"scheduler.requeue", "hypervisor.introduce"}
     assert calls | rare == {f"{port}.{method}" for port, method in methods()}
     for fault in Fault:
         able = {port for port, method in methods() if possible(port, method, fault)}
