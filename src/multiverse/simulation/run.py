@@ -145,9 +145,8 @@ class MortalStore(Store):
             self._at_commit(True)
 
     def forget(self) -> None:
-        """All that is only in memory is lost, as when a process dies: what comes next is read from the database."""
-        self._cache.clear()
-        self._active = None
+        """All that is only in memory is lost, as when a process dies."""
+        self._forget()
 
     def _changes(self) -> int:
         return int(self._connection.connection.dbapi_connection.total_changes)  # type: ignore[union-attr]
@@ -337,7 +336,7 @@ class _Simulation:
             raise Died
 
     def _account(self) -> None:
-        """What is claimed against what there is: each VM within reach has a row that lives and a claim on its host."""
+        """What is claimed against what there is: each VM has a row that lives and a claim on its host."""
         rows, machines = self.store.rows(), self.world.machines
         claimed = {(claim.owner, claim.host) for claim in rows.claims}
         live = {vm.name: vm for vm in rows.vms.values()}
@@ -436,7 +435,7 @@ class _Simulation:
             if job.result != "CANCELLED" or job.by_user:
                 continue
             because = {
-                job.batch.problem or "-": True,
+                job.batch.problem: bool(job.batch.problem),
                 "fits on no host": given_up or not all(map(self._surely_fits, _wishes(job))),
                 "no VM could be made": trouble or not boots.get(job.batch.image or "slim", False),
             }
@@ -453,8 +452,9 @@ class _Simulation:
 
 def _wishes(job: JobRecord) -> list[Batch]:
     """What it asked for when it was cancelled, and shortly before: a command that was given up may arrive late."""
-    late = job.changed is not None and job.cancelled - job.changed[0] < 20.0
-    return [job.batch, job.changed[1]] if late and job.changed else [job.batch]
+    if job.changed is None or job.cancelled - job.changed[0] >= 20.0:
+        return [job.batch]
+    return [job.batch, job.changed[1]]
 
 
 def arrow(kind: str, source: object, event: object, target: object) -> str:

@@ -139,8 +139,7 @@ class Store:
                 self._connection.exec_driver_sql("COMMIT")
                 self.commits += self._changes() > before
             except BaseException:
-                self._cache.clear()
-                self._active = None
+                self._forget()
                 if self._connection.connection.dbapi_connection.in_transaction:  # type: ignore[union-attr]
                     self._connection.exec_driver_sql("ROLLBACK")
                 raise
@@ -160,6 +159,11 @@ class Store:
         yield
         if not self._open:
             self._connection.commit()
+
+    def _forget(self) -> None:
+        """What is next asked for is read from the database."""
+        self._cache.clear()
+        self._active = None
 
     def _enter_boot(self) -> None:
         """Monotonic times of an earlier boot mean nothing now: live rows are taken as of this moment."""

@@ -20,6 +20,17 @@ from multiverse.guest.image import Image
 log = structlog.get_logger()
 
 
+def remember(file: Path, facts: object, what: str) -> None:
+    """Keep what was found out for the next start: the file is replaced whole. What cannot be kept is said."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        fresh = file.with_suffix(".new")
+        fresh.write_text(json.dumps(facts))
+        fresh.rename(file)
+    except OSError as error:
+        log.warning(f"cannot remember {what}", path=str(file), reason=error.strerror)
+
+
 class Found:
     """Lacking abilities, by image as it is built now. `around` tells QEMU and accelerator: with others all is open
     again. A file that cannot be read or written costs what it tells: the next template finds it out."""
@@ -45,13 +56,7 @@ class Found:
             keys = {self._key(one) for one in known}
             kept = {one: what for one, what in self._lacking.items() if one in keys}
             self._lacking = kept | {key: kept.get(key, frozenset()) | {ability}}
-            try:
-                self._file.parent.mkdir(parents=True, exist_ok=True)
-                fresh = self._file.with_suffix(".new")
-                fresh.write_text(json.dumps({one: sorted(what) for one, what in self._lacking.items()}))
-                fresh.rename(self._file)
-            except OSError as error:
-                log.warning("cannot remember what guests can do", path=str(self._file), reason=error.strerror)
+            remember(self._file, {one: sorted(what) for one, what in self._lacking.items()}, "what guests can do")
 
     def _key(self, image: Image) -> str:
         return f"{self._around} {image.name} {image.key} {zlib.crc32(image.cmdline.encode()):x}"

@@ -19,6 +19,7 @@ from pathlib import Path
 import structlog
 
 from multiverse.core.errors import Broken, Refused
+from multiverse.drivers.qemu.host.found import remember
 from multiverse.drivers.qemu.host.machine import Accelerator
 
 log = structlog.get_logger(__name__)
@@ -85,13 +86,7 @@ def _remembered(key: str, binary: str, memory_file: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         pass
     reason = _probe(binary)
-    try:
-        memory_file.parent.mkdir(parents=True, exist_ok=True)
-        fresh = memory_file.with_suffix(".new")
-        fresh.write_text(json.dumps({"key": key, "reason": reason}))
-        fresh.rename(memory_file)
-    except OSError as error:
-        log.warning("cannot remember whether KVM runs guests", path=str(memory_file), reason=error.strerror)
+    remember(memory_file, {"key": key, "reason": reason}, "whether KVM runs guests")
     return reason
 
 
