@@ -20,6 +20,7 @@ RTM_NEWNEIGH, NLM_F_REQUEST, NLM_F_ACK, NLM_F_CREATE = 28, 0x1, 0x4, 0x400
 NUD_NOARP, NTF_MASTER, NDA_LLADDR = 0x40, 0x4, 2
 IFF_TAP, IFF_NO_PI, IFF_VNET_HDR = 0x2, 0x1000, 0x4000
 SIOCGIFFLAGS, SIOCSIFFLAGS, SIOCBRADDIF, IFF_UP = 0x8913, 0x8914, 0x89A2, 0x1
+SIOCSIFHWADDR, ARPHRD_ETHER = 0x8924, 1
 
 
 def open_tap(name: str, bridge: str | None, mac: str = "") -> int:
@@ -59,8 +60,12 @@ def isolate(name: str, isolated: bool) -> None:
 
 
 def _join(name: str, bridge: str, mac: str) -> None:
+    octets = bytes.fromhex(mac.replace(":", ""))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         index = socket.if_nametoindex(name)
+        # A bridge without an address of its own takes its ports' lowest: never this one's, so it keeps what it has.
+        own = b"\xfe" + octets[1:]
+        fcntl.ioctl(sock, SIOCSIFHWADDR, struct.pack("16sH6s16x", name.encode(), ARPHRD_ETHER, own))
         try:
             fcntl.ioctl(sock, SIOCBRADDIF, struct.pack("16si20x", bridge.encode(), index))
         except OSError as error:
@@ -71,12 +76,12 @@ def _join(name: str, bridge: str, mac: str) -> None:
         raw = fcntl.ioctl(sock, SIOCGIFFLAGS, struct.pack("16sh14x", name.encode(), 0))
         flags = struct.unpack_from("h", raw, 16)[0]
         fcntl.ioctl(sock, SIOCSIFFLAGS, struct.pack("16sh14x", name.encode(), flags | IFF_UP))
-        _expect(index, mac)  # only a port that is up takes it
+        _expect(index, octets)  # only a port that is up takes it
 
 
-def _expect(index: int, mac: str) -> None:
+def _expect(index: int, octets: bytes) -> None:
     """Tell the bridge for good where that address is: else it would forget a silent guest, and ask all ports."""
-    lladdr = struct.pack("=HH6s2x", 10, NDA_LLADDR, bytes.fromhex(mac.replace(":", "")))
+    lladdr = struct.pack("=HH6s2x", 10, NDA_LLADDR, octets)
     body = struct.pack("=BxxxiHBB", socket.AF_BRIDGE, index, NUD_NOARP, NTF_MASTER, 0) + lladdr
     head = struct.pack("=IHHII", 16 + len(body), RTM_NEWNEIGH, NLM_F_REQUEST | NLM_F_ACK | NLM_F_CREATE, 1, 0)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as sock:
