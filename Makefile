@@ -7,8 +7,8 @@ export PATH
 help:
 	@echo "make demo       build the image, start the lab, run real jobs in VMs, leave nothing running"
 	@echo "make test       lint, types, unit, contract, simulation, integration on the real lab (root)"
-	@echo "make test-slow  what takes longer"
-	@echo "make test-trixie the same suite on Debian 13, with its Slurm 24.11 and QEMU 10, in a root of its own"
+	@echo "make test-slow  what takes longer: three hours or more, with all of test-trixie"
+	@echo "make test-trixie the integration tests on Debian 13, with its Slurm 24.11 and QEMU 10, in a root of its own"
 	@echo "make mutants    would the tests notice? mutation testing of the core, half an hour or more"
 	@echo "make setup      install packages and the Python environment only"
 	@echo "make docs       redraw the life cycle from the tables, and docs/options.md from its tests"
@@ -38,6 +38,7 @@ integration: setup
 
 test-slow: setup
 	pytest tests -m slow
+	$(MAKE) test-trixie
 
 test-trixie:
 	scripts/in-debian trixie make setup images
