@@ -1,0 +1,192 @@
+"""Paces, rests and the choice of a kind at their edges: what mutation testing found that no other test would have
+noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from multiverse.core.kinds import Choice, choose
+from multiverse.core.lifecycle import Event
+from multiverse.core.model import (
+    AttemptState,
+    CloneKind,
+    Depth,
+    Forecast,
+    Host,
+    Size,
+    Template,
+    TemplateState,
+    Vm,
+    VmState,
+    World,
+)
+from multiverse.core.pacing import ARRIVALS_FADE, SMOOTHING, Meter, Policy, Pool, wait_for
+from multiverse.core.refill import wanted_of
+from multiverse.core.rows import Change, Draft, Move, Rows
+from tests.unit import rows as hand
+from tests.unit.scene import POLICY
+
+A, V, T = AttemptState, VmState, TemplateState
+INSTANT, LINKED, FULL = CloneKind.INSTANT, CloneKind.LINKED, CloneKind.FULL
+PARKED = Pool("slim", Depth.PARKED, 0, 10, Size(1, 100))
+PARENT = ("h1", "slim", INSTANT)
+
+
+def note(meter: Meter, row: object, event: Event, now: float) -> None:
+    meter.note([Move((Change(row, event),))], now)  # type: ignore[arg-type]
+
+
+# --- how many are wanted ----------------------------------------------------------------------------
+
+
+def test_hardly_any_arrivals_want_nothing_beyond_the_least() -> None:
+    assert [PARKED.wanted(rate, 1.0) for rate in (0.0, 0.01, 0.05, 0.06)] == [0, 0, 0, 1]
+
+
+def test_a_pool_goes_by_the_arrivals_and_the_forks_of_its_own_image() -> None:
+    seconds = {("slim", INSTANT): 4.0, ("slim", LINKED): 100.0, ("other", INSTANT): 100.0}
+    world = World(forecast=Forecast(arrivals={"slim": 1.0, "other": 9.0}, seconds=seconds))
+    assert wanted_of(PARKED, world, POLICY) == 8, "4 while one is made, and 4 for chance"
+    others = World(forecast=Forecast(arrivals={"other": 9.0}, seconds=seconds))
+    assert wanted_of(PARKED, others, POLICY) == 0
+
+
+# --- what is remembered -----------------------------------------------------------------------------
+
+
+def test_a_kind_that_nobody_knows_takes_no_time_and_one_not_seen_is_slower_by_the_mean_of_the_others() -> None:
+    assert replace(POLICY, seconds={}).takes("slim", FULL, Forecast()) == 0.0
+    usual = replace(POLICY, seconds={INSTANT: 1.0, LINKED: 10.0, FULL: 20.0})
+    seen = Forecast(seconds={("slim", INSTANT): 2.0, ("slim", LINKED): 40.0})
+    assert usual.takes("slim", FULL, seen) == 60.0
+
+
+def test_how_long_vms_take_is_a_moving_mean() -> None:
+    meter = Meter(POLICY)
+    for serial, began, joined in ((1, 0.0, 10.0), (2, 20.0, 40.0)):
+        note(meter, hand.vm(V.PLANNED, id=serial, attempt=1), Event.PLANNED, began)
+        note(meter, hand.vm(V.JOINED, id=serial, attempt=1), Event.REGISTERED, joined)
+    assert meter.forecast(40.0).seconds["slim", INSTANT] == pytest.approx(10.0 + SMOOTHING * 10.0)
+
+
+def test_a_job_arrives_once_and_counts_for_a_while() -> None:
+    meter = Meter(POLICY)
+    queued = hand.attempt(A.QUEUED)
+    note(meter, queued, Event.SUBMITTED, 0.0)
+    once = meter.forecast(0.0).arrivals
+    note(meter, queued, Event.NOTED, 0.0)
+    assert meter.forecast(0.0).arrivals == once == {"slim": 1 / ARRIVALS_FADE}
+    assert "slim" in meter.forecast(4 * ARRIVALS_FADE).arrivals, "faded to a fiftieth"
+
+
+def test_what_the_pace_has_given_out_is_remembered_until_it_is_paid_for() -> None:
+    meter = Meter(replace(POLICY, rates={INSTANT: 0.25}))
+    note(meter, hand.vm(V.PLANNED), Event.PLANNED, 10.0)
+    assert meter.forecast(13.0).paced == {PARENT: 14.0} and meter.forecast(15.0).paced == {}
+
+
+# --- a pool's rest ----------------------------------------------------------------------------------
+
+
+def spare(state: V, serial: int = 1, depth: Depth = Depth.PARKED, attempt: int | None = None) -> Vm:
+    return hand.vm(state, id=serial, pool=depth, attempt=attempt)
+
+
+def test_a_pool_rests_twice_as_long_after_a_second_failure() -> None:
+    meter = Meter(POLICY)
+    note(meter, spare(V.RELEASING), Event.FAILED, 100.0)
+    assert meter.forecast(100.0).rest == {"slim": 100.0 + POLICY.backoff(1)}
+    note(meter, spare(V.RELEASING, 2), Event.DIED, 200.0)
+    assert meter.forecast(200.0).rest == {"slim": 200.0 + POLICY.backoff(2)}
+
+
+@pytest.mark.parametrize(
+    ("depth", "state", "event", "rested"),
+    [
+        (Depth.PARKED, V.PARKED, Event.EXISTS, True),
+        (Depth.JOINED, V.PARKED, Event.EXISTS, False),
+        (Depth.JOINED, V.STARTING, Event.START, False),
+        (Depth.JOINED, V.JOINED, Event.REGISTERED, True),
+    ],
+)
+def test_a_rest_is_over_when_a_spare_has_come_as_far_as_its_pool(
+    depth: Depth, state: V, event: Event, rested: bool
+) -> None:
+    meter = Meter(POLICY)
+    note(meter, spare(V.RELEASING, 1, depth), Event.FAILED, 100.0)
+    note(meter, spare(state, 2, depth), event, 101.0)
+    assert ("slim" in meter.forecast(101.0).rest) is not rested
+
+
+def test_a_vm_that_a_job_has_taken_is_no_failure_of_the_pool() -> None:
+    meter = Meter(POLICY)
+    note(meter, spare(V.RELEASING, attempt=1), Event.DIED, 100.0)
+    assert meter.forecast(100.0).rest == {}
+
+
+# --- pace -------------------------------------------------------------------------------------------
+
+
+def test_the_first_clone_waits_for_nothing_and_neither_does_a_kind_without_a_pace() -> None:
+    assert wait_for(PARENT, {}, 0.0, replace(POLICY, rates={INSTANT: 0.25})) == 0.0
+    assert wait_for(PARENT, {PARENT: 50.0}, 10.0, POLICY) == 0.0, "it had one when that was noted"
+
+
+# --- kinds ------------------------------------------------------------------------------------------
+
+
+def chosen(*templates: Template | None, spares: Iterable[Vm] = (), hosts: str = "instant linked",
+           policy: Policy = POLICY, **forecast: object) -> Choice:  # fmt: skip
+    """For a job that leaves the kind to us, now being 100."""
+    world = World(forecast=Forecast(**forecast))  # type: ignore[arg-type]
+    draft = Draft(Rows("test0", vms={vm.id: vm for vm in spares}), 100.0, world.forecast.paced)
+    found = {hand.template(T.READY, id=n + 1, host=f"h{n + 1}").which: row for n, row in enumerate(templates)}
+    here = {"h1": Host("h1", Size(4, 4096, 65536), frozenset(hosts.split()))}
+    return choose(draft, hand.attempt(A.QUEUED), found, here, world, replace(policy, kind=CloneKind.AUTO))
+
+
+def seconds(fork: float, boot: float) -> dict[tuple[str, CloneKind], float]:
+    return {("slim", INSTANT): fork, ("slim", LINKED): boot}
+
+
+POOLED = replace(POLICY, pools=(PARKED,))
+
+
+def test_what_is_parked_decides_only_if_it_is_parked_and_of_the_image() -> None:
+    assert chosen(spares=[spare(V.PARKED)], policy=POOLED) == Choice(INSTANT, "one is parked")
+    others = [spare(V.PLANNED), replace(spare(V.PARKED, 2), image="other"), spare(V.PARKED, 3, Depth.JOINED)]
+    for some in ([], *([one] for one in others), others):
+        assert chosen(spares=some, policy=POOLED) == Choice(LINKED, "no host can fork its image")
+
+
+def test_a_user_is_told_why_his_vms_are_what_they_are() -> None:
+    assert chosen(None, hosts="instant full") == Choice(INSTANT, "no host boots clones")
+    ready = hand.template(T.READY)
+    waits = replace(POLICY, rates={INSTANT: 0.5})
+    assert chosen(ready, policy=waits, paced={PARENT: 102.0}, seconds=seconds(1.0, 9.0)) == Choice(
+        INSTANT, "its template is ready: 3.0 s, a boot 9.0 s"
+    )
+    assert chosen(None) == Choice(LINKED, "no other job wants this image of late: not worth a template")
+
+
+def test_of_two_that_take_as_long_a_ready_template_wins_and_one_in_the_making_loses() -> None:
+    assert chosen(hand.template(T.READY), seconds=seconds(5.0, 5.0)).kind is INSTANT
+    policy = replace(POLICY, template_seconds=4.0)
+    building = hand.template(T.BUILDING, since=100.0)
+    assert chosen(building, policy=policy, seconds=seconds(1.0, 5.0)).kind is LINKED
+    assert chosen(building, policy=policy, seconds=seconds(1.0, 5.5)).kind is INSTANT
+
+
+def test_a_template_that_is_overdue_is_expected_at_any_moment() -> None:
+    overdue = hand.template(T.BUILDING, since=0.0)
+    assert chosen(overdue, seconds=seconds(1.5, 2.0)) == Choice(
+        INSTANT, "its template is ready in 0 s, sooner than a boot of 2.0 s"
+    )
+
+
+@pytest.mark.parametrize(("arrived", "worth"), [(1.0, False), (1.9, False), (2.0, True), (2.5, True)])
+def test_one_other_job_of_late_makes_a_template_worth_while(arrived: float, worth: bool) -> None:
+    assert chosen(None, arrivals={"slim": arrived / ARRIVALS_FADE}).prepare is worth

@@ -1,0 +1,174 @@
+"""Sizes, room and names at their edges: what mutation testing found that no other test would have noticed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from multiverse.core.errors import MultiverseError
+from multiverse.core.model import Host, Size
+from multiverse.core.pacing import Policy
+from multiverse.core.placement import (
+    Room,
+    address_of,
+    largest,
+    mac_of,
+    parent_size,
+    serves_as,
+    short_of_memory,
+    vm_claim,
+    vm_size,
+)
+from tests.unit.scene import POLICY
+
+
+def host(name: str = "h1", *, cpus: int = 4, memory: int = 8192, disk: int = 65536, can: str | None = None) -> Host:
+    """What its image can do is not known unless told."""
+    return Host(name, Size(cpus, memory, disk), images={} if can is None else {"slim": frozenset(can.split())})
+
+
+# --- sizes ------------------------------------------------------------------------------------------
+
+
+def test_a_size_says_what_it_is() -> None:
+    assert str(Size(1, 100)) == "1 CPU, 100 MiB"
+    assert str(Size(2, 100)) == "2 CPUs, 100 MiB"
+    assert str(Size(0, 100, 5)) == "0 CPUs, 100 MiB, 5 MiB disk"
+
+
+def test_an_error_says_what_may_help() -> None:
+    plain, helpful = MultiverseError("it is full"), MultiverseError("it is full", hint="make room")
+    assert (str(plain), str(helpful), plain.hint) == ("it is full", "it is full (make room)", "")
+    assert repr(plain) == "MultiverseError('it is full')"
+
+
+@pytest.mark.parametrize(("told", "needed", "memory"), [(926, 1024, 1024), (927, 1025, 2048)])
+def test_memory_that_is_a_power_of_two_gets_a_template_of_just_that(told: int, needed: int, memory: int) -> None:
+    assert told + POLICY.guest_reserve + told // 50 == needed
+    assert parent_size(Size(1, told), host(memory=65536, can="fork"), "slim", POLICY) == Size(1, memory)
+
+
+def test_a_disk_is_as_large_as_asked_for_and_so_is_its_claim() -> None:
+    size = vm_size(Size(1, 100, 5000), POLICY.base, POLICY)
+    assert size.disk == 5000 and vm_claim(size, POLICY).disk == 5000
+    assert largest({"h1": host(disk=7000)}, "slim", POLICY).disk == 7000
+
+
+@pytest.mark.parametrize(
+    ("can", "other", "serves"),
+    [
+        ("fork plug_cpus plug_memory", Size(1, 256), True),
+        ("fork plug_cpus plug_memory", Size(2, 256), False),
+        ("fork plug_cpus plug_memory", Size(1, 512), False),
+        ("fork plug_cpus", Size(1, 512), True),
+        ("fork plug_cpus", Size(2, 256), False),
+        ("fork plug_memory", Size(2, 256), True),
+        ("fork plug_memory", Size(1, 512), False),
+    ],
+)
+def test_only_of_what_cannot_be_plugged_may_a_template_have_more(can: str, other: Size, serves: bool) -> None:
+    assert serves_as(other, Size(1, 256), host(can=can), "slim", POLICY) is serves
+
+
+def test_the_largest_that_fits_is_that_of_the_host_with_the_most_memory_and_then_the_most_cpus() -> None:
+    small, roomy, many = host("h1", cpus=16, memory=4096), host("h2", cpus=2), host("h3", cpus=4)
+    for order in ((small, roomy, many), (many, roomy, small)):
+        fit = largest({one.name: one for one in order}, "slim", POLICY)
+        assert fit.cpus == 4 and fit.memory > 4096
+
+
+def test_what_can_be_plugged_is_not_held_by_a_template() -> None:
+    known, stiff = host(can="fork plug_cpus plug_memory"), host(can="fork plug_cpus")
+    assert largest({"h1": known}, "slim", POLICY) == largest({"h1": host()}, "slim", POLICY)
+    assert largest({"h1": stiff}, "slim", POLICY).memory < 4096, "its template takes as much again"
+
+
+def test_on_a_host_that_is_too_small_for_any_vm_nothing_fits() -> None:
+    assert largest({"h1": host(memory=64)}, "slim", POLICY).memory == 0
+
+
+# --- more claimed than declared ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overcommit", "available", "short"),
+    [(1.0, 500, False), (1.5, 0, False), (1.5, 1, True), (1.5, 1023, True), (1.5, 1024, False), (2.5, 500, True)],
+)
+def test_a_host_is_short_of_memory_below_its_floor_and_nowhere_else(
+    overcommit: float, available: int, short: bool
+) -> None:
+    policy = replace(POLICY, overcommit=overcommit, floor=1024)
+    assert short_of_memory(replace(host(), available=available), policy) is short
+
+
+def half_more() -> Policy:
+    return replace(POLICY, overcommit=1.5, floor=1000)
+
+
+def test_half_as_much_again_may_be_claimed() -> None:
+    roomy = replace(host(memory=1000), available=100_000)
+    room = Room({"h1": roomy}, ())
+    room.overcommit(roomy, 0, half_more())
+    assert room.free["h1"][1] == 1500 and not room.tight
+
+
+def test_a_vm_fits_into_its_machine_even_where_half_as_much_again_may_be_claimed() -> None:
+    small = replace(host(memory=16384), machine=Size(4, 5096))
+    assert largest({"h1": small}, "slim", half_more()) == largest({"h1": host(memory=4096)}, "slim", POLICY)
+
+
+def test_memory_is_lacking_only_where_one_more_mib_would_not_do() -> None:
+    machine = replace(host(memory=4000), available=1500)
+    room = Room({"h1": machine}, ())
+    room.overcommit(machine, 0, half_more())
+    assert room.free["h1"][1] == 500
+    assert room.lack_memory({"h1": Size(1, 501)}) == ["h1"]
+    assert room.lack_memory({"h1": Size(1, 500)}) == []
+    assert room.lack_memory({"h1": Size(9, 501)}) == [], "its CPUs are lacking too"
+
+
+# --- room -------------------------------------------------------------------------------------------
+
+
+def test_what_is_taken_is_gone_until_it_is_given_back() -> None:
+    room = Room({"h1": host()}, ())
+    room.take("h1", Size(1, 100, 1000))
+    assert room.free["h1"] == [3, 8092, 64536]
+    room.give("h1", Size(1, 100, 1000))
+    assert room.free["h1"] == [4, 8192, 65536]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (host("h1", cpus=2, memory=8192), host("h2", cpus=4, memory=4096)),
+        (host("h1", memory=4096, disk=65536), host("h2", memory=8192, disk=1000)),
+    ],
+)
+def test_the_emptiest_host_has_the_most_cpus_left_and_then_the_most_memory(first: Host, second: Host) -> None:
+    assert Room({"h1": first, "h2": second}, ()).place(1, {"h1": Size(1, 1), "h2": Size(1, 1)}) == ["h2"]
+
+
+def test_of_equal_hosts_the_first_by_name_is_chosen() -> None:
+    assert Room({"h2": host("h2"), "h1": host("h1")}, ()).place(1, {"h2": Size(1, 1), "h1": Size(1, 1)}) == ["h1"]
+
+
+# --- names ------------------------------------------------------------------------------------------
+
+
+def test_a_mac_is_six_bytes_of_which_the_last_three_are_the_serial() -> None:
+    mac = mac_of("test0", 0x1ABCDEF)
+    assert len(mac) == 17 and mac.startswith("02:") and mac.endswith(":ab:cd:ef")
+    assert mac_of("test1", 0x1ABCDEF)[:8] != mac[:8], "another site"
+
+
+def test_an_address_that_is_taken_is_passed_over_for_the_next() -> None:
+    own = address_of(5, (), POLICY)
+    assert own == "10.9.1.5/16"
+    assert address_of(5, {own}, POLICY) == address_of(6, (), POLICY) == "10.9.1.6/16"
+    assert address_of(5, {own, "10.9.1.6/16"}, POLICY) == "10.9.1.7/16"
+
+
+def test_the_gateway_is_nobodys_address() -> None:
+    assert address_of(5, (), replace(POLICY, gateway="10.9.1.5")) == "10.9.1.6/16"
