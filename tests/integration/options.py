@@ -77,6 +77,11 @@ _SPAN = "echo from=$(date +%s.%N); sleep 2; echo to=$(date +%s.%N)\n"
 
 # All are submitted at once, in this order.
 JOBS = {
+    # First, for it waits until its time is over.
+    "signal": Submission(
+        "--signal=B:USR1@10 --time=1",
+        "trap 'echo signalled' USR1\nsleep 900 &\nwait\necho went on\nwait\n",
+    ),
     "plain": Submission(
         "--job-name=named --output={home}/%x.out --error=%j.err --input={home}/in --open-mode=append"
         " --chdir={home}/dir --account=physics --qos=normal --wckey=key --comment=said --nice=3 --no-requeue"
@@ -142,10 +147,6 @@ scancel $SLURM_JOB_ID
     "begin": Submission(
         "--begin=now+25 --mincpus=2 --export=ALL,ASKED={now}",
         _SIZE + "[ $(date +%s) -ge $((ASKED + 24)) ] && echo later=yes\n",
-    ),
-    "signal": Submission(
-        "--signal=B:USR1@10 --time=1",
-        "trap 'echo signalled' USR1\nsleep 900 &\nwait\necho went on\nwait\n",
     ),
     "held": Submission("--hold --mem=150", _SIZE + "scontrol show job -o $SLURM_JOB_ID | tr ' ' '\\n'\n"),
     "busy": Submission(

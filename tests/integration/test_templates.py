@@ -45,6 +45,7 @@ def test_jobs_of_an_image_that_can_plug_nothing_get_their_size_and_share_templat
     nothing_left(lab, client)
 
 
+@pytest.mark.slow
 def test_what_a_kernel_has_no_room_for_is_found_out_by_its_first_template(
     lab: LabUnderTest, client: Client, controller: Callable[[], int]
 ) -> None:
