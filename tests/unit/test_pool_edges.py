@@ -1,0 +1,367 @@
+"""The warm pool at its edges: what mutation testing found that no other test would have noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+import pytest
+
+from multiverse.core.lifecycle import Event
+from multiverse.core.model import (
+    Attempt,
+    AttemptState,
+    Claim,
+    CloneKind,
+    Depth,
+    Forecast,
+    Host,
+    HypervisorView,
+    Job,
+    JobState,
+    Key,
+    Node,
+    NodeState,
+    Request,
+    Row,
+    SchedulerView,
+    Seen,
+    Size,
+    Template,
+    TemplateCondition,
+    TemplateSeen,
+    TemplateState,
+    Vm,
+    VmCondition,
+    VmSeen,
+    VmState,
+    World,
+)
+from multiverse.core.pacing import Pool
+from multiverse.core.placement import Room, vm_claim, vm_size
+from multiverse.core.plan import plan
+from multiverse.core.pool import give_back, joined_for, make_way, parked_for
+from multiverse.core.rows import Change, Draft, Rows
+from tests.unit.rows import attempt, template, vm
+from tests.unit.scene import POLICY
+
+A, V, T = AttemptState, VmState, TemplateState
+NOW = 1000.0
+PARENT = Size(1, 256)
+PARKED = Pool("slim", Depth.PARKED, 1, 1, Size(1, 100), 100.0)
+JOINED = Pool("slim", Depth.JOINED, 1, 1, Size(1, 100), 100.0)
+
+
+def host(name: str = "h1", *, cpus: int = 64, memory: int = 65536, **more: object) -> Host:
+    return Host(name, Size(cpus, memory, 65536), frozenset({"instant", "full"}), **more)  # type: ignore[arg-type]
+
+
+def parked(serial: int = 1, **more: object) -> Vm:
+    return vm(V.PARKED, id=serial, **{"pool": Depth.PARKED, "since": NOW - 50, **more})
+
+
+def joined(serial: int = 1, told: Size = Size(1, 100), **more: object) -> Vm:  # noqa: B008
+    made = vm(V.JOINED, id=serial, **{"pool": Depth.JOINED, "since": NOW - 50, **more})
+    return replace(made, told=told)
+
+
+def world(*vms: Vm, hosts: Collection[Host] = (), jobs: Collection[Job] = (), nodes: Mapping[str, Node] | None = None,
+          ready: Collection[Template] = (), dead: Collection[int] = (), **forecast: object) -> World:  # fmt: skip
+    """All VMs run, but for those; all that have joined are idle nodes unless told."""
+    seen = {
+        one.name: VmSeen(one.name, one.host, VmCondition.DEAD if one.id in dead else VmCondition.RUNNING) for one in vms
+    }
+    idle = {one.name: Node(one.name, NodeState.IDLE) for one in vms if one.state is V.JOINED}
+    frozen = {t.which: TemplateSeen("t", t.host, t.image, TemplateCondition.READY, t.size) for t in ready}
+    return World(
+        Seen(SchedulerView({job.ref.job_id: job for job in jobs}, idle if nodes is None else nodes), NOW),
+        Seen(HypervisorView({one.name: one for one in hosts or (host(),)}, seen, frozen), NOW),
+        forecast=Forecast(**forecast),  # type: ignore[arg-type]
+    )
+
+
+def drafted(*some: Row, claims: Collection[Claim] = ()) -> Rows:
+    return Rows(
+        "test0", 100, 100, 100,
+        {row.id: row for row in some if isinstance(row, Attempt)},
+        {row.id: row for row in some if isinstance(row, Vm)},
+        {row.id: row for row in some if isinstance(row, Template)},
+        tuple(claims),
+    )  # fmt: skip
+
+
+def kept(*some: Row, pools: tuple[Pool, ...] = (PARKED,), hosts: Collection[Host] = (),
+         nodes: Mapping[str, Node] | None = None, claims: Collection[Claim] = (), forecast: Forecast | None = None,
+         **policy: object) -> list[Change]:  # fmt: skip
+    """What is decided for these pools, while no job waits that has no attempt yet."""
+    rules = replace(POLICY, pools=pools, **policy)  # type: ignore[arg-type]
+    vms = [row for row in some if isinstance(row, Vm)]
+    ready = [row for row in some if isinstance(row, Template) and row.state is T.READY]
+    jobs = [
+        Job(a.job, a.job_name, a.uid, JobState.PENDING if a.state is A.QUEUED else JobState.RUNNING, a.request,
+            nodes=tuple(one.name for one in vms if one.attempt == a.id))
+        for a in some if isinstance(a, Attempt)
+    ]  # fmt: skip
+    here = world(*vms, hosts=hosts, jobs=jobs, nodes=nodes, ready=ready)
+    if forecast is not None:
+        here = replace(here, forecast=forecast)
+    moves = plan(drafted(*some, claims=claims), here, [], NOW, rules)
+    return [change for move in moves for change in move.changes]
+
+
+def made(changes: list[Change]) -> list[Vm]:
+    return [c.row for c in changes if isinstance(c.row, Vm) and c.event is Event.PLANNED]
+
+
+def released(changes: list[Change]) -> list[tuple[int, str]]:
+    return [(c.row.id, c.reason) for c in changes if c.event is Event.RELEASED]
+
+
+READY = template(T.READY)
+
+# --- taking: joined ---------------------------------------------------------------------------------
+
+
+def taken(request: Request, *vms: Vm) -> Vm | None:
+    return joined_for(Draft(drafted(*vms), NOW), attempt(A.QUEUED, request=request), "slim", world(*vms))
+
+
+def test_a_node_that_has_just_what_is_asked_for_is_taken() -> None:
+    exact = joined(told=Size(1, 100))
+    assert taken(Request(1, Size(1, 100), features=("slim", "instant", "auto")), exact) == exact
+    assert taken(Request(1, Size(1, 101)), exact) is None
+
+
+def test_the_node_with_the_least_memory_that_is_enough_is_taken_and_the_first_of_equals() -> None:
+    large, fit, also = joined(1, Size(1, 900)), joined(2, Size(1, 400)), joined(3, Size(1, 400))
+    assert taken(Request(1, Size(1, 300)), also, large, fit) == fit
+
+
+# --- taking: parked ---------------------------------------------------------------------------------
+
+
+def grown(*vms: Vm, nodes: int = 1, size: Size = Size(1, 1000), hosts: Collection[Host] = (),  # noqa: B008
+          dead: Collection[int] = (), room: Room | None = None) -> list[int]:  # fmt: skip
+    """Which spares become the VMs of such an attempt."""
+    hosts = hosts or (host(),)
+    room = room or Room({one.name: one for one in hosts}, ())
+    parents = {one.name: PARENT for one in hosts}
+    found = parked_for(
+        Draft(drafted(*vms), NOW), attempt(A.QUEUED, request=Request(nodes, size)), "slim", parents, room,
+        world(*vms, hosts=hosts, dead=dead), replace(POLICY, pools=(PARKED,)),
+    )  # fmt: skip
+    return [one.id for one, _ in found]
+
+
+def test_only_what_is_parked_for_anybody_is_well_and_of_the_image_is_taken() -> None:
+    assert grown(parked()) == [1]
+    for other in (
+        parked(image="other"),
+        parked(account="physics"),
+        parked(parent=Size(2, 256)),
+        parked(pool=Depth.JOINED),
+        replace(parked(), state=V.PLANNED),
+        parked(host="h2"),
+    ):
+        assert grown(other) == [], other
+    assert grown(parked(), dead=[1]) == []
+
+
+def test_one_that_its_host_does_not_show_is_not_taken() -> None:
+    here, unseen = world(), parked()
+    found = parked_for(
+        Draft(drafted(unseen), NOW), attempt(A.QUEUED), "slim", {"h1": PARENT}, Room({"h1": host()}, ()), here,
+        replace(POLICY, pools=(PARKED,)),
+    )  # fmt: skip
+    assert found == []
+
+
+def test_no_more_are_taken_than_are_needed_and_than_have_room_to_grow() -> None:
+    two = (parked(1), parked(2))
+    assert grown(*two) == [1] and grown(*two, nodes=2) == [1, 2]
+    grows = vm_claim(vm_size(Size(1, 1000), PARENT, POLICY), POLICY).memory - POLICY.vm_overhead
+    assert grown(*two, nodes=2, hosts=[host(memory=2 * grows)]) == [1, 2]
+    assert grown(*two, nodes=2, hosts=[host(memory=2 * grows - 1)]) == [1]
+    assert grown(*two, nodes=2, hosts=[host(cpus=1)]) == [1]
+    assert grown(*two, nodes=2, size=Size(1, 100, 40_000)) == [1]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [({"cpus": 2, "memory": 8192}, {"cpus": 4, "memory": 4096}), ({"memory": 4096}, {"memory": 8192})],
+)
+def test_those_on_the_emptiest_host_are_taken_first(first: dict[str, int], second: dict[str, int]) -> None:
+    hosts = [host("h1", **first), host("h2", **second)]
+    assert grown(parked(1), parked(2, host="h2"), size=Size(1, 100), hosts=hosts) == [2]
+
+
+def test_room_that_was_taken_for_nothing_is_given_back() -> None:
+    room = Room({"h1": host()}, ())
+    before = {name: list(free) for name, free in room.free.items()}
+    spare = parked()
+    found = parked_for(
+        Draft(drafted(spare), NOW), attempt(A.QUEUED, request=Request(1, Size(2, 1000, 500))), "slim", {"h1": PARENT},
+        room, world(spare), replace(POLICY, pools=(PARKED,)),
+    )  # fmt: skip
+    assert room.free != before
+    give_back(found, room)
+    assert room.free == before
+
+
+# --- giving way -------------------------------------------------------------------------------------
+
+
+def gives_way(*vms: Vm, needed: int) -> tuple[bool, list[int]]:
+    """Whether there is room then, and who goes, where every VM holds 100 MiB of a host that has no more."""
+    claims = [Claim(one.key, "h1", Size(0, 100)) for one in vms]
+    draft = Draft(drafted(*vms, claims=claims), NOW)
+
+    def without(gone: Collection[Key]) -> Room:
+        return Room({"h1": host(memory=100 * len(vms))}, [claim for claim in claims if claim.owner not in gone])
+
+    enough = make_way(draft, "slim", 1, {"h1": Size(0, needed)}, without)
+    return enough, [change.row.id for move in draft.moves for change in move.changes]
+
+
+def test_joined_spares_go_first_and_those_parked_of_the_image_last() -> None:
+    vms = (parked(1), parked(2, image="other"), joined(3))
+    assert gives_way(*vms, needed=100) == (True, [3])
+    assert gives_way(*vms, needed=200) == (True, [3, 2])
+    assert gives_way(*vms, needed=300) == (True, [3, 2, 1])
+    assert gives_way(*vms, needed=301) == (False, [])
+
+
+def test_what_is_going_already_is_waited_for_before_anybody_else_goes() -> None:
+    leaving = replace(vm(V.RELEASING, id=9), pool=Depth.PARKED)
+    assert gives_way(leaving, parked(1), needed=100) == (True, [])
+    assert gives_way(leaving, needed=100) == (True, [])
+    assert gives_way(leaving, needed=101) == (False, [])
+    assert gives_way(vm(V.SERVING, id=9), needed=0) == (False, []), "there are no spares"
+
+
+# --- keeping ----------------------------------------------------------------------------------------
+
+
+def test_spares_go_where_memory_is_short_and_nowhere_else() -> None:
+    hosts = [host("h1", available=100), host("h2", available=100_000)]
+    changes = kept(
+        READY, template(T.READY, id=2, host="h2"), parked(1), parked(2, host="h2"),
+        pools=(replace(PARKED, least=2, most=2),), hosts=hosts, overcommit=1.5, floor=1024,
+    )  # fmt: skip
+    assert released(changes) == [(1, "host h1 is short of memory")]
+
+
+def test_a_pool_that_is_made_smaller_releases_its_oldest() -> None:
+    assert released(kept(READY, parked(1), parked(2), parked(3))) == [
+        (1, "its pool keeps 1 now"),
+        (2, "its pool keeps 1 now"),
+    ]
+
+
+def test_one_that_is_too_old_counts_for_a_smaller_pool() -> None:
+    changes = kept(READY, parked(1, since=NOW - 101), parked(2))
+    assert released(changes) == [(1, "it is older than 100 s")]
+
+
+def test_a_spare_is_as_old_as_it_may_be_until_it_is_older() -> None:
+    assert released(kept(READY, parked(since=NOW - 100))) == []
+
+
+@pytest.mark.parametrize(
+    ("nodes", "since", "why"),
+    [
+        ({}, NOW - 1, "its node is gone"),
+        ({}, NOW, ""),
+        ({"mvtest0-1": Node("mvtest0-1", NodeState.DOWN, (), "no answer")}, NOW - 1, "its node is down: no answer"),
+        ({"mvtest0-1": Node("mvtest0-1", NodeState.IDLE)}, NOW - 1, ""),
+    ],
+)
+def test_a_joined_spare_without_its_node_goes(nodes: dict[str, Node], since: float, why: str) -> None:
+    assert released(kept(READY, joined(since=since), pools=(JOINED,), nodes=nodes)) == ([(1, why)] if why else [])
+
+
+def test_a_spare_whose_template_is_gone_or_that_no_pool_wants_says_so() -> None:
+    assert released(kept(parked())) == [(1, "its template is gone")]
+    assert released(kept(READY, parked(), pools=())) == [(1, "no pool of the settings wants it")]
+
+
+def test_a_pool_of_nodes_of_another_size_wants_others_and_what_is_parked_fits_any() -> None:
+    changes = kept(READY, joined(told=Size(1, 999)), pools=(JOINED,))
+    assert released(changes) == [(1, "no pool of the settings wants it")]
+    assert [one.told for one in made(changes)] == [JOINED.size]
+    assert kept(READY, parked(), pools=(replace(PARKED, size=Size(1, 999)),)) == []
+
+
+def test_a_pool_that_wants_nothing_has_no_template_made() -> None:
+    assert kept(pools=(replace(PARKED, least=0),)) == []
+
+
+def test_nothing_is_kept_or_made_while_a_source_is_not_known() -> None:
+    rows, rules = drafted(READY, parked(since=0.0)), replace(POLICY, pools=(PARKED,))
+    known = world(parked(), ready=[READY])
+    assert plan(rows, replace(known, scheduler=None), [], NOW, rules) == []
+    assert plan(rows, replace(known, hypervisor=None), [], NOW, rules) == []
+
+
+# --- making -----------------------------------------------------------------------------------------
+
+
+def spares_of(serials: range, state: V) -> list[Vm]:
+    return [replace(parked(serial), state=state) for serial in serials]
+
+
+@pytest.mark.parametrize(
+    ("provisioning", "making", "more"), [(8, 0, 4), (8, 3, 1), (8, 4, 0), (2, 0, 1), (2, 1, 0), (1, 0, 1)]
+)
+def test_half_of_the_turns_are_the_pools_one_at_least(provisioning: int, making: int, more: int) -> None:
+    pool = replace(PARKED, least=9, most=9)
+    rows = drafted(READY, *spares_of(range(1, 1 + making), V.PLANNED))
+    planned = plan(rows, world(ready=[READY]), [], NOW, replace(POLICY, pools=(pool,), provisioning=provisioning))
+    assert len(made([change for move in planned for change in move.changes])) == more
+
+
+def test_no_more_are_made_than_are_lacking() -> None:
+    pool = replace(PARKED, least=3, most=3)
+    assert len(made(kept(READY, parked(1), parked(2), pools=(pool,), provisioning=8))) == 1
+
+
+def test_the_vms_of_a_joined_pool_have_the_memory_that_their_nodes_are_told() -> None:
+    (one,) = made(kept(READY, pools=(replace(JOINED, size=Size(2, 1000)),)))
+    assert one.size == vm_size(Size(2, 1000), PARENT, POLICY) != PARENT
+
+
+def test_a_pool_is_made_at_the_pace_of_its_template() -> None:
+    pool, rates = replace(PARKED, least=4, most=4), {CloneKind.INSTANT: 0.25}
+    assert len(made(kept(READY, pools=(pool,), provisioning=8, rates=rates))) == 1
+    paid = Forecast(paced={("h1", "slim", CloneKind.INSTANT): NOW + 0.5})
+    assert made(kept(READY, pools=(pool,), provisioning=8, rates=rates, forecast=paid)) == []
+
+
+def test_a_pool_has_its_template_made_only_where_its_image_can_be_forked() -> None:
+    stiff, unable = frozenset({"fork", "plug_cpus"}), frozenset({"plug_cpus"})
+    (change,) = kept(pools=(replace(PARKED, size=Size(1, 900)),), hosts=[host(images={"slim": stiff})])
+    assert isinstance(change.row, Template) and change.reason == "its pool needs it"
+    assert change.row.size == Size(1, 1024), "as large as what cannot be plugged must be"
+    assert kept(hosts=[host(images={"slim": unable})]) == []
+
+
+def test_a_pools_broken_template_is_tried_again_after_its_back_off() -> None:
+    broken = template(T.BROKEN, tries=1, since=NOW - POLICY.backoff(1))
+    (change,) = kept(broken)
+    assert change.event is Event.NEEDED
+    assert kept(replace(broken, since=broken.since + 0.5)) == []
+
+
+@pytest.mark.parametrize(("since", "free"), [(NOW - 1.0, True), (NOW - 0.5, False)])
+def test_a_job_is_starting_until_its_script_has_begun(since: float, free: bool) -> None:
+    running = attempt(A.ALLOCATED, since=since)
+    changes = kept(READY, running, vm(V.SERVING, id=9, attempt=1), hosts=[host(cpus=2)])
+    assert bool(made(changes)) is free
+
+
+@pytest.mark.parametrize(("cpus", "starting", "free"), [(3, 1, False), (4, 1, True), (4, 2, False), (6, 2, True)])
+def test_half_of_the_cpus_are_left_to_jobs_that_start(cpus: int, starting: int, free: bool) -> None:
+    running = [attempt(A.ALLOCATED, id=n, job=str(n), since=NOW - 0.5) for n in range(1, 1 + starting)]
+    old = attempt(A.ALLOCATED, id=9, job="9", since=NOW - 500)
+    vms = [vm(V.SERVING, id=10 + a.id, attempt=a.id) for a in (*running, old)]
+    assert bool(made(kept(READY, *running, old, *vms, hosts=[host(cpus=cpus)]))) is free

@@ -1,0 +1,232 @@
+"""VMs and templates at their edges: what mutation testing found that no other test would have noticed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from multiverse.core.lifecycle import EffectKind, Event, effect_of
+from multiverse.core.model import (
+    Attempt,
+    AttemptState,
+    Depth,
+    Host,
+    HypervisorView,
+    Job,
+    JobState,
+    Key,
+    Node,
+    NodeState,
+    Row,
+    SchedulerView,
+    Seen,
+    Size,
+    Template,
+    TemplateCondition,
+    TemplateSeen,
+    TemplateState,
+    Vm,
+    VmCondition,
+    VmSeen,
+    VmState,
+    World,
+)
+from multiverse.core.plan import plan
+from multiverse.core.rows import Change, Command, Rows
+from tests.unit.rows import attempt, template, vm
+from tests.unit.scene import POLICY, Scene
+
+A, V, T = AttemptState, VmState, TemplateState
+NOW = 1000.0
+H1 = Host("h1", Size(4, 8192, 65536), frozenset({"instant"}))
+DEAD, RUNNING = VmCondition.DEAD, VmCondition.RUNNING
+
+
+def decided(*some: Row, jobs: tuple[Job, ...] = (), seen: VmCondition | None = None, why: str = "",
+            node: Node | None = None, quiet: dict[Key, float] | None = None, at: float = NOW,
+            scheduler: bool = True, built: bool = True) -> list[Change]:  # fmt: skip
+    """What is decided when the first VM is seen so, on a host in sight."""
+    name = "mvtest0-1"
+    rows = Rows(
+        "test0", 10, 10, 10,
+        {row.id: row for row in some if isinstance(row, Attempt)},
+        {row.id: row for row in some if isinstance(row, Vm)},
+        {row.id: row for row in some if isinstance(row, Template)},
+    )  # fmt: skip
+    vms = {name: VmSeen(name, "h1", seen, why)} if seen else {}
+    frozen = TemplateSeen("t", "h1", "slim", TemplateCondition.READY, Size(1, 256))
+    view = SchedulerView({job.ref.job_id: job for job in jobs}, {name: node} if node else {})
+    templates = {frozen.which: frozen} if built else {}
+    world = World(
+        Seen(view, at) if scheduler else None, Seen(HypervisorView({"h1": H1}, vms, templates), at), quiet or {}
+    )
+    return [change for move in plan(rows, world, [], NOW, POLICY) for change in move.changes]
+
+
+def of_vm(changes: list[Change]) -> list[tuple[Event, str, str]]:
+    """Of each of its moves the event, the state after it and the reason kept."""
+    return [(c.event, str(c.row.state), c.row.reason) for c in changes if isinstance(c.row, Vm)]
+
+
+def job(of: Attempt, state: JobState = JobState.PENDING, *, pinned: bool = False, **more: object) -> Job:
+    feature = of.feature if pinned else None
+    made = Job(of.job, of.job_name, of.uid, state, of.request, gated=not pinned, pinned=feature)
+    return replace(made, **more)  # type: ignore[arg-type]
+
+
+# --- looks ------------------------------------------------------------------------------------------
+
+
+def test_absence_does_not_count_in_a_look_that_began_as_the_vm_was_started() -> None:
+    one, starting = attempt(A.SPAWNING), vm(V.STARTING, attempt=1, since=NOW - 5)
+    quiet = {starting.key: NOW - 6}
+    assert of_vm(decided(one, starting, jobs=(job(one),), quiet=quiet, at=NOW - 5)) == []
+    died = (Event.DIED, "releasing", "the VM died")
+    assert died in of_vm(decided(one, starting, jobs=(job(one),), quiet=quiet, at=NOW - 4))
+
+
+def test_a_vm_in_quarantine_is_left_alone() -> None:
+    one = attempt(A.ALLOCATED)
+    runs = job(one, JobState.RUNNING, pinned=True, nodes=("mvtest0-1",))
+    quarantined = vm(V.SERVING, attempt=1, quarantined="it cannot be")
+    assert of_vm(decided(one, quarantined, jobs=(runs,), seen=DEAD)) == []
+    assert of_vm(decided(one, replace(quarantined, quarantined=""), jobs=(runs,), seen=DEAD, why="it broke")) == [
+        (Event.DIED, "releasing", "it broke")
+    ]
+
+
+def test_nothing_is_gone_while_the_scheduler_is_not_known() -> None:
+    leaving = vm(V.RELEASING)
+    assert decided(leaving, quiet={leaving.key: NOW - 5}, scheduler=False) == []
+
+
+# --- a dead VM and its job's pin --------------------------------------------------------------------
+
+
+def test_a_dead_node_of_the_pool_goes_for_it_is_nobodys() -> None:
+    spare = vm(V.JOINED, pool=Depth.JOINED)
+    assert of_vm(decided(spare, template(T.READY), seen=DEAD))[0] == (Event.DIED, "releasing", "the VM died")
+
+
+def test_a_dead_vm_of_a_gang_that_is_not_complete_goes_at_once() -> None:
+    one = attempt(A.SPAWNING)
+    assert of_vm(decided(one, vm(V.JOINED, attempt=1), jobs=(job(one),), seen=DEAD))[0][:2] == (
+        Event.DIED,
+        "releasing",
+    )
+
+
+def kept(one: Attempt, state: V, *jobs: Job, scheduler: bool = True, quiet: float = 0.0) -> bool:
+    """Whether a VM of the attempt that is found dead stays until its job is off it."""
+    changes = decided(
+        one, vm(state, attempt=1), jobs=jobs, seen=DEAD, why="it broke", scheduler=scheduler, quiet={one.key: quiet}
+    )
+    (first, *_) = of_vm(changes)
+    assert first[2] == "it broke" and not any(c.row.quarantined for c in changes)
+    return first == (Event.NOTED, str(state), "it broke")
+
+
+def test_a_dead_vm_stays_while_its_job_may_be_tied_to_it() -> None:
+    spawned, leaving = attempt(A.SPAWNED, gated=False), attempt(A.RECLAIMING, outcome="requeued", gated=False)
+    assert kept(spawned, V.JOINED, job(spawned)), "its pin is on its way"
+    assert kept(leaving, V.JOINED, job(leaving), quiet=float("inf")), "its pin may yet arrive"
+    assert kept(attempt(A.ALLOCATED), V.SERVING, scheduler=False), "nobody knows"
+    ran = attempt(A.ALLOCATED)
+    assert kept(ran, V.SERVING, job(ran, pinned=True)), "its launch was taken back"
+
+
+def test_a_dead_vm_goes_when_its_job_is_not_tied_to_it() -> None:
+    ran = attempt(A.ALLOCATED)
+    assert not kept(ran, V.SERVING, job(ran))
+    over = attempt(A.RECLAIMING, outcome="done", gated=False)
+    completing = job(over, JobState.COMPLETING, nodes=("mvtest0-1",))
+    assert not kept(over, V.SERVING, completing), "its job has ended"
+    waits = attempt(A.RECLAIMING, outcome="requeued", gated=True)
+    assert not kept(waits, V.JOINED, job(waits), quiet=float("inf")), "its job is at the gate"
+
+
+# --- hosts out of reach -----------------------------------------------------------------------------
+
+
+def test_a_vm_that_is_out_of_reach_has_failed_until_its_job_is_seen_to_run_on() -> None:
+    scene = Scene()
+    scene.to_allocated()
+    host = scene.hosts.pop("h1")
+    scene.run()
+    assert scene.all_vms()[0].state is V.LOST and scene.all_vms()[0].failed
+    scene.hosts["h1"] = host
+    scene.run()
+    (vm,) = scene.all_vms()
+    assert (vm.state, vm.failed, vm.reason) == (V.SERVING, False, "")
+    assert [entry.reason for entry in scene.store.journal() if entry.event in ("lost", "found")] == [
+        "host h1 is out of reach",
+        "its job runs on",
+    ]
+
+
+def test_whoever_is_found_again_has_no_reason_to_go_or_has_this_one() -> None:
+    ran = attempt(A.ALLOCATED)
+    runs = job(ran, JobState.RUNNING, pinned=True, nodes=("mvtest0-1",))
+    lost = vm(V.LOST, attempt=1, failed=True, reason="it broke")
+    assert of_vm(decided(ran, lost, jobs=(runs,), seen=RUNNING)) == [(Event.FOUND, "serving", "")]
+    (gone,) = of_vm(decided(ran, lost, jobs=(runs,), seen=DEAD))
+    assert gone == (Event.FOUND, "releasing", "host h1 was out of reach")
+
+
+# --- nodes ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("reason", "said"), [("Low RealMemory", "Low RealMemory"), ("", "no reason given")])
+def test_a_node_that_comes_up_down_says_why(reason: str, said: str) -> None:
+    one, node = attempt(A.SPAWNING), Node("mvtest0-1", NodeState.DOWN, (), reason)
+    changes = decided(one, vm(V.STARTING, attempt=1), jobs=(job(one),), seen=RUNNING, node=node)
+    assert of_vm(changes)[0] == (Event.FAILED, "releasing", f"its node came up down: {said}")
+    assert changes[0].reason == changes[0].row.reason
+
+
+def test_a_node_is_deleted_once_no_job_is_on_it() -> None:
+    leaving = vm(V.RELEASING, failed=True)
+    (change,) = decided(leaving, node=Node("mvtest0-1", NodeState.DOWN), quiet={leaving.key: NOW - 5})
+    assert isinstance(change.row, Vm) and change.row.forget and change.reason == "no job is on its node"
+    found = effect_of(change.row)
+    assert found and found.kind is EffectKind.RELEASE
+
+
+# --- templates --------------------------------------------------------------------------------------
+
+
+def test_a_template_in_quarantine_is_left_alone() -> None:
+    assert decided(template(T.BUILDING, quarantined="it cannot be")) == []
+    assert decided(template(T.READY, quarantined="it cannot be"), built=False) == []
+
+
+def test_a_template_that_is_built_has_forgotten_its_failures() -> None:
+    (change,) = decided(template(T.BUILDING, tries=3))
+    assert isinstance(change.row, Template) and (change.row.state, change.row.tries) == (T.READY, 0)
+
+
+# --- claims -----------------------------------------------------------------------------------------
+
+
+def test_the_room_of_a_vm_that_is_gone_is_free_in_the_same_pass() -> None:
+    scene = Scene(cpus=1)
+    scene.to_allocated()
+    scene.jobs["7"] = replace(scene.jobs["7"], state=JobState.ENDED, result="COMPLETED", nodes=())
+    scene.run()
+    scene.job("8")
+    scene.run()
+    assert scene.attempt(2).state is A.QUEUED
+    scene.clear()
+    scene.run()
+    assert scene.all_vms()[0].state is V.GONE and scene.attempt(2).state is A.CLAIMED
+
+
+def test_a_fence_keeps_the_reason_that_a_vm_had_and_the_journal_says_who_spoke() -> None:
+    scene = Scene()
+    scene.to_allocated()
+    del scene.hosts["h1"]
+    scene.run()
+    scene.run(Command("fence", "h1"))
+    (entry,) = [entry for entry in scene.store.journal() if entry.event == "fenced"]
+    assert entry.reason == "an operator says that host h1 is off"
