@@ -410,6 +410,30 @@ def test_what_becomes_of_a_job_that_was_refused_or_started_after_all_is_told() -
     assert told(late, Event.NOTED) == ["the job started after all"]
 
 
+def test_the_journal_says_when_a_job_was_off_our_nodes_and_what_its_attempt_ended_for() -> None:
+    scene = Scene()
+    scene.to_spawned()
+    scene.job(held=True, eligible=False)
+    scene.run()
+    scene.ended(scene.attempt().key)
+    scene.run()
+    scene.clear()
+    scene.run()
+    assert told(scene, Event.NOTED) == ["its job is off our nodes"]
+    assert told(scene, Event.RECLAIMED) == ["the job was held"]
+
+
+def test_a_job_that_was_completing_and_is_requeued_says_so() -> None:
+    scene = Scene()
+    attempt = scene.to_allocated()
+    on(scene, scene.all_vms()[0].name, state=JobState.COMPLETING, pinned=attempt.feature)
+    scene.run()
+    requeue(scene, state=JobState.PENDING, gated=True, pinned=None)
+    scene.run()
+    assert scene.attempt().reason == "the scheduler requeued the job"
+    assert told(scene, Event.NOTED)[0] == "the scheduler requeued the job"
+
+
 # --- faults of ours ---------------------------------------------------------------------------------
 
 
@@ -460,3 +484,12 @@ def test_what_an_operator_builds_is_claimed_as_often_as_its_host_holds_it() -> N
     scene.run(Command("build", "h1", "slim", account="physics"))
     (row,), (claim,) = scene.rows.templates.values(), scene.rows.claims
     assert (row.account, claim.size) == ("physics", Size(0, POLICY.base.memory))
+
+
+def test_the_journal_says_that_an_operator_asked_for_it() -> None:
+    scene = Scene()
+    scene.run(Command("build", "h1", "slim"))
+    scene.run(Command("drop", "h1", "slim"))
+    assert {entry.event: entry.reason for entry in scene.store.journal()} == dict.fromkeys(
+        ("needed", "dropped"), "an operator asked for it"
+    )

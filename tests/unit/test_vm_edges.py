@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from multiverse.core.errors import Broken
 from multiverse.core.lifecycle import EffectKind, Event, effect_of
 from multiverse.core.model import (
     Attempt,
@@ -33,7 +34,7 @@ from multiverse.core.model import (
     World,
 )
 from multiverse.core.plan import plan
-from multiverse.core.rows import Change, Command, Rows
+from multiverse.core.rows import Change, Command, Draft, Rows
 from tests.unit.rows import attempt, template, vm
 from tests.unit.scene import POLICY, Scene
 
@@ -230,3 +231,23 @@ def test_a_fence_keeps_the_reason_that_a_vm_had_and_the_journal_says_who_spoke()
     scene.run(Command("fence", "h1"))
     (entry,) = [entry for entry in scene.store.journal() if entry.event == "fenced"]
     assert entry.reason == "an operator says that host h1 is off"
+
+
+# --- rows -------------------------------------------------------------------------------------------
+
+
+def test_a_row_is_found_by_its_kind_and_number_and_a_vm_knows_whom_it_serves() -> None:
+    one, serving, frozen = attempt(A.ALLOCATED), vm(V.SERVING, attempt=1), template(T.READY)
+    rows = Rows("test0", attempts={1: one}, vms={1: serving}, templates={1: frozen})
+    assert [rows.get(row.key) for row in (one, serving, frozen)] == [one, serving, frozen]
+    assert rows.get(Key("vm", 2)) is None
+    assert rows.attempt_of(serving) == one and rows.attempt_of(vm(V.PARKED)) is None
+
+
+def test_a_move_that_no_table_has_says_which_and_what_was_never_claimed_is_freed_all_the_same() -> None:
+    draft = Draft(Rows("test0", vms={1: vm(V.RELEASING)}), NOW)
+    with pytest.raises(Broken, match="vm 1: no arrow releasing --runs--> serving in its table"):
+        draft.move(Change(vm(V.SERVING), Event.RUNS))
+    assert not draft.moves
+    draft.move(Change(vm(V.GONE), Event.ABSENT), free=[Key("vm", 1)])
+    assert not draft.vms
