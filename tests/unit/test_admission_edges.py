@@ -228,6 +228,13 @@ def test_nodes_that_are_there_already_count_for_a_limit_as_they_are_taken() -> N
     assert admitted(changes) == {1}
 
 
+def test_however_many_nodes_are_there_they_are_all_taken_in_one_pass() -> None:
+    joined = [vm(V.JOINED, id=n, pool=Depth.JOINED) for n in range(1, 31)]
+    policy = replace(EAGER, pools=(replace(PARKED, depth=Depth.JOINED, least=30, most=30),))
+    jobs = [queued(n) for n in range(1, 31)]
+    assert admitted(decided(READY, *joined, *jobs, policy=policy, hosts=[host()])) == set(range(1, 31))
+
+
 # --- the story --------------------------------------------------------------------------------------
 
 
@@ -275,7 +282,18 @@ def test_spares_give_their_room_to_a_template_that_a_job_needs() -> None:
     lean = replace(spare, size=Size(1, 256))
     held = [claim_of(READY), claim_of(lean)]
     changes = decided(READY, lean, queued(1, Size(1, 50), image="other"), hosts=[tight], claims=held, policy=policy)
-    assert [c.row.key for c in changes if c.event is Event.RELEASED] == [lean.key]
+    assert [(c.row.key, c.reason) for c in changes if c.event is Event.RELEASED] == [(lean.key, "its memory is needed")]
+
+
+def test_what_is_parked_of_the_jobs_own_image_gives_way_last() -> None:
+    ready = [READY, template(T.READY, id=2, image="other")]
+    parked = [vm(V.PARKED, id=n, pool=Depth.PARKED, image="slim" if n == 1 else "other") for n in (1, 2, 3)]
+    claims = [*map(claim_of, ready), *(Claim(one.key, "h1", Size(0, 32)) for one in parked)]
+    pools = (replace(PARKED, most=1), replace(PARKED, image="other", least=2))
+    room = sum(claim.size.memory for claim in claims) + 288 - 2 * 32  # for one VM, once two spares have gone
+    policy = replace(EAGER, pools=pools)
+    changes = decided(*ready, *parked, queued(1), hosts=[host(memory=room)], claims=claims, policy=policy)
+    assert [c.row.id for c in changes if c.event is Event.RELEASED] == [2, 3]
 
 
 def test_two_jobs_do_not_have_templates_made_where_there_is_room_for_one() -> None:
@@ -301,6 +319,7 @@ def test_of_templates_as_old_as_each_other_the_first_makes_way() -> None:
     full = Claim(Key("vm", 90), "h1", Size(64, 0))
     changes = decided(READY, *idle, queued(1), hosts=[host()], claims=[full])
     assert [(event, row.id) for event, row in templates(changes)] == [(Event.DROPPED, 2)]
+    assert [c.reason for c in changes if c.event is Event.DROPPED] == ["its memory is needed"]
 
 
 @pytest.mark.parametrize(
