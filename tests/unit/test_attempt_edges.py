@@ -493,3 +493,12 @@ def test_the_journal_says_that_an_operator_asked_for_it() -> None:
     assert {entry.event: entry.reason for entry in scene.store.journal()} == dict.fromkeys(
         ("needed", "dropped"), "an operator asked for it"
     )
+
+
+def test_the_journal_says_who_ended_a_quarantine() -> None:
+    stuck = hand.attempt(A.QUEUED, quarantined="it cannot be")
+    vm = hand.vm(V.SERVING, quarantined="it cannot be")
+    rows = Rows("test0", attempts={1: stuck}, vms={1: vm})
+    moves = plan(rows, World(), [Command("retry", key=row.key) for row in (stuck, vm)], 1000.0, POLICY)
+    found = [(change.event, change.reason) for move in moves for change in move.changes]
+    assert found == [(Event.RETRIED, "an operator asked for it")] * 2

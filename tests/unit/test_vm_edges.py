@@ -125,6 +125,7 @@ def kept(one: Attempt, state: V, *jobs: Job, scheduler: bool = True, quiet: floa
     )
     (first, *_) = of_vm(changes)
     assert first[2] == "it broke" and not any(c.row.quarantined for c in changes)
+    assert next(c.reason for c in changes if isinstance(c.row, Vm)) == "it broke"
     return first == (Event.NOTED, str(state), "it broke")
 
 
