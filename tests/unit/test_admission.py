@@ -133,7 +133,6 @@ def test_what_nothing_holds_and_nobody_in_the_queue_wants_makes_way_the_oldest_f
         claims=[full()],
     )
     dropped = of(planned(here, host()), "template")
-    print([(c.row.id, c.row.state, c.event) for c in dropped])
     assert dropped[0].row.id == 6 and dropped[0].row.state is T.RETIRING
 
 

@@ -331,6 +331,13 @@ def test_the_vms_of_a_joined_pool_have_the_memory_that_their_nodes_are_told() ->
     assert one.size == vm_size(Size(2, 1000), PARENT, POLICY) != PARENT
 
 
+def test_a_pool_is_filled_elsewhere_while_a_host_with_a_spare_is_out_of_reach() -> None:
+    lost = replace(parked(1), host="h2", state=V.LOST, failed=True)
+    planned = plan(drafted(READY, lost), world(ready=[READY]), [], NOW, replace(POLICY, pools=(PARKED,)))
+    (one,) = made([change for move in planned for change in move.changes])
+    assert one.host == "h1"
+
+
 def test_a_pool_is_made_at_the_pace_of_its_template() -> None:
     pool, rates = replace(PARKED, least=4, most=4), {CloneKind.INSTANT: 0.25}
     assert len(made(kept(READY, pools=(pool,), provisioning=8, rates=rates))) == 1

@@ -102,8 +102,13 @@ def _is_starting(attempt: Attempt, now: float) -> bool:
 
 
 def _may_make(draft: Draft, pool: Pool, world: World) -> bool:
-    """Not while one that failed is on its way out, and then not before its image's rest is over."""
-    failed = any(vm.pool and vm.attempt is None and vm.failed and vm.image == pool.image for vm in draft.vms.values())
+    """Not while one that failed is on its way out, and then not before its image's rest is over.
+
+    One whose host is out of reach has not failed to come up, and may be there for long."""
+    failed = any(
+        vm.pool and vm.attempt is None and vm.failed and vm.state is not VmState.LOST and vm.image == pool.image
+        for vm in draft.vms.values()
+    )
     return not failed and draft.now >= world.forecast.rest.get(pool.image, 0.0)
 
 
