@@ -29,10 +29,11 @@ from multiverse.core.model import CloneKind, Size, TemplateKey
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.drivers.qemu.host import copies, manifest, probe, process, templates
 from multiverse.drivers.qemu.host.found import Found
-from multiverse.drivers.qemu.host.machine import Accelerator, Machine, Memory, Wiring, limits
+from multiverse.drivers.qemu.host.machine import DIMMS, Accelerator, Machine, Memory, Wiring, limits
 from multiverse.drivers.qemu.host.manifest import Manifest, Phase
 from multiverse.drivers.qemu.host.qmp import Monitor, QmpError
 from multiverse.drivers.qemu.host.session import Paths
+from multiverse.drivers.qemu.host.vms import ladder
 from multiverse.guest.image import Image
 
 
@@ -418,3 +419,11 @@ def test_of_a_console_only_the_end_is_read_however_long_its_qemu_has_made_it(tmp
     said = paths.tail()
     assert said.startswith("; QEMU: short; console: ") and said.endswith(f"{'x' * 300} | Kernel  panic")
     assert len(said) < 500
+
+
+def test_memory_comes_in_modules_of_which_the_guest_can_describe_the_next() -> None:
+    assert ladder(256, 0) == [] and ladder(256, 768) == [768] and ladder(100, 128) == [128]
+    assert ladder(256, 32768) == [2048, 18432, 12288]
+    found = ladder(150, 1 << 20)
+    assert all(size <= 8 * (150 + sum(found[:number])) for number, size in enumerate(found))
+    assert sum(found) == 1 << 20 and len(found) <= DIMMS

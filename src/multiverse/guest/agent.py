@@ -45,7 +45,7 @@ MODULES = ("virtio_console", "virtio_net", "nfsv4", "nfs")
 CPUS, BLOCKS = "/sys/devices/system/cpu", "/sys/devices/system/memory"
 _owners = {"root": (0, 0)}
 _interface = ""  # our network interface, once it was looked for
-_boot_memory = 0  # MiB that were online at the fork point
+_boot_memory = _boot_usable = 0  # MiB that were online at the fork point, and of them those that the kernel gives out
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -526,7 +526,9 @@ def plug(cpus: int, memory: int) -> None:
             if os.path.exists(path) and read(path)[:1] == "0":
                 write_to(path, "1")
                 have = count_cpus("online")
-        blocks = memory_blocks() - _boot_memory if memory else 0
+        # A large guest has hundreds of blocks to look at: not before they can be there. A kernel may keep 1/64 of each.
+        near = memory and usable_memory() - _boot_usable >= memory * 63 // 64
+        blocks = memory_blocks() - _boot_memory if near else 0
         if have >= cpus and blocks >= memory:
             return
         if time.monotonic() > deadline:
@@ -550,6 +552,11 @@ def count_cpus(which: str) -> int:
         first, _, last = part.partition("-")
         count += int(last or first) - int(first) + 1
     return count
+
+
+def usable_memory() -> int:
+    """MiB of memory that the kernel gives out, by one call."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
 
 
 def memory_blocks() -> int:
@@ -996,10 +1003,10 @@ def main() -> None:
     if first:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-    global _boot_memory
+    global _boot_memory, _boot_usable
     channel = Channel(find_port())
     try:
-        _boot_memory = memory_blocks()
+        _boot_memory, _boot_usable = memory_blocks(), usable_memory()
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
             link_up(sock, interface())
         load_on_demand(False)

@@ -64,6 +64,17 @@ class Places:
         return Paths(self.vms / name, self.run / name)
 
 
+def ladder(memory: int, plugged: int) -> list[int]:
+    """Sizes in MiB of the modules by which a guest of `memory` MiB gets `plugged` MiB more.
+
+    Linux describes each page of 4 KiB in 64 bytes, of a whole module before any of it can be used: so none is more than
+    eight times what is there before it, of which it then takes an eighth."""
+    sizes: list[int] = []
+    while (left := plugged - sum(sizes)) > 0:
+        sizes.append(min(left, 8 * (memory + sum(sizes)) // _BLOCK * _BLOCK or left))
+    return sizes
+
+
 class Vms:
     """The VMs of one host. Open connections are a convenience: without one, it is made again."""
 
@@ -257,14 +268,15 @@ class Vms:
         """Plug what is missing. What an earlier, cut start has plugged is found by its id and left."""
         present = {d["name"] for d in session.monitor.execute("qom-list", path="/machine/peripheral")}
         commands: list[Command] = []
-        if plugged and "dimm0" not in present:
-            slots = session.monitor.execute("query-memory-devices")
-            if len(slots) >= DIMMS:
-                raise Exhausted(f"VM {known.name} has no free memory slot", hint="make it anew")
-            backend = {"qom-type": "memory-backend-ram", "id": "mem0", "size": plugged << 20}
+        for number, size in enumerate(ladder(known.memory, plugged)):
+            if f"dimm{number}" in present:
+                continue
+            if number >= DIMMS:
+                raise Exhausted(f"VM {known.name} has no memory slot left", hint="make it anew")
+            backend = {"qom-type": "memory-backend-ram", "id": f"mem{number}", "size": size << 20}
             commands += [
                 ("object-add", backend),
-                ("device_add", {"driver": "pc-dimm", "id": "dimm0", "memdev": "mem0"}),
+                ("device_add", {"driver": "pc-dimm", "id": f"dimm{number}", "memdev": f"mem{number}"}),
             ]
         if cpus > known.cpus:
             free = [c for c in session.monitor.execute("query-hotpluggable-cpus") if "qom-path" not in c]
