@@ -123,13 +123,13 @@ async def test_nothing_that_a_clone_holds_open_writes_to_its_template(lab: Lab) 
     spoil = "import os, sys; fd = os.open(sys.argv[1], os.O_WRONLY); os.pwrite(fd, b'spoilt', 0)"
     held = [path for path in Path(f"/proc/{lab.pid(spec.name)}/fd").iterdir() if path.is_symlink()]
     mapped = [path for path in held if "memory" in os.fspath(path.readlink())]
-    if not any("memfd:" in os.fspath(path.readlink()) for path in mapped):
-        # A QEMU that maps the file itself, as one who may only read it.
+    assert mapped
+    if any("memfd:" in os.fspath(path.readlink()) for path in mapped):
+        for path in mapped:  # a sealed copy: not even as root, and through the descriptors themselves
+            assert subprocess.run([sys.executable, "-c", spoil, str(path)], capture_output=True).returncode != 0
+    else:  # a QEMU that maps the file itself, as one who may only read it
         own = allowed([frozen.memory, *mapped], uid_of(lab, spec.name), lab.settings.qemu.uids[0])
         assert own and all(words == ["read"] for words in own.values())
-        return
-    for path in mapped:  # a sealed copy: not even as root, and through the descriptors themselves
-        assert subprocess.run([sys.executable, "-c", spoil, str(path)], capture_output=True).returncode != 0
     assert (frozen.memory.stat().st_mtime_ns, frozen.memory.read_bytes()[:4096]) == before
 
 

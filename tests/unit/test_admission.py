@@ -39,25 +39,12 @@ from multiverse.core.pacing import Policy
 from multiverse.core.placement import template_claim, vm_claim, vm_size
 from multiverse.core.plan import plan
 from multiverse.core.rows import Change, Command, Draft, Rows
-from tests.unit.rows import attempt, template, vm
+from tests.unit.rows import as_ready, attempt, changes_of, rows, template, vm
 from tests.unit.scene import POLICY
 
 A, V, T = AttemptState, VmState, TemplateState
 SMALL = Size(1, 100)
 NOW = 1000.0
-
-
-def rows(*some: Row, claims: Iterable[Claim] = ()) -> Rows:
-    return Rows(
-        "test0",
-        100,
-        100,
-        100,
-        {row.id: row for row in some if isinstance(row, Attempt)},
-        {row.id: row for row in some if isinstance(row, Vm)},
-        {row.id: row for row in some if isinstance(row, Template)},
-        tuple(claims),
-    )
 
 
 def host(name: str = "h1", *, cpus: int = 4, memory: int = 4096, abilities: Iterable[str] = ("instant",)) -> Host:
@@ -82,14 +69,9 @@ def planned(here: Rows, *hosts: Host, now: float = NOW, policy: Policy = POLICY)
         for a in here.attempts.values()
         if a.state is A.QUEUED
     }
-    templates = {
-        t.which: TemplateSeen("t", t.host, t.image, TemplateCondition.READY, t.size, account=t.account)
-        for t in here.templates.values()
-        if t.state is T.READY
-    }
-    view = HypervisorView({h.name: h for h in hosts}, {}, templates)
+    view = HypervisorView({h.name: h for h in hosts}, {}, as_ready(here.templates.values()))
     moves = plan(here, World(Seen(SchedulerView(jobs), now), Seen(view, now)), [], now, policy)
-    return [change for move in moves for change in move.changes]
+    return changes_of(moves)
 
 
 def of(changes: list[Change], kind: str) -> list[Change]:
@@ -433,7 +415,7 @@ def limited(here: Rows, left: dict[str, int], uses: dict[int, dict[str, int]], p
     }
     view = HypervisorView({"h1": host(cpus=8, abilities=["full"])}, {}, {})
     moves = plan(here, World(Seen(SchedulerView(jobs, {}, left), NOW), Seen(view, NOW)), [], NOW, POLICY)
-    return [change for move in moves for change in move.changes]
+    return changes_of(moves)
 
 
 def three(*states: AttemptState) -> Rows:

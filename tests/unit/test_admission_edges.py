@@ -29,8 +29,6 @@ from multiverse.core.model import (
     Seen,
     Size,
     Template,
-    TemplateCondition,
-    TemplateSeen,
     TemplateState,
     Vm,
     VmCondition,
@@ -41,8 +39,8 @@ from multiverse.core.model import (
 from multiverse.core.pacing import Policy, Pool
 from multiverse.core.placement import template_claim, vm_claim, vm_size
 from multiverse.core.plan import plan
-from multiverse.core.rows import Change, Rows
-from tests.unit.rows import attempt, template, vm
+from multiverse.core.rows import Change
+from tests.unit.rows import as_ready, attempt, changes_of, rows, template, vm
 from tests.unit.scene import POLICY
 
 A, V, T = AttemptState, VmState, TemplateState
@@ -70,38 +68,27 @@ def decided(*some: Row, hosts: Collection[Host] = (), policy: Policy = EAGER, cl
             began: float = NOW, **forecast: object) -> list[Change]:  # fmt: skip
     """What is decided when the jobs of all attempts that do not run wait at the gate, in their order, and all VMs and
     templates are seen as their rows say."""
-    rows = Rows(
-        "test0", 100, 100, 100,
-        {row.id: row for row in some if isinstance(row, Attempt)},
-        {row.id: row for row in some if isinstance(row, Vm)},
-        {row.id: row for row in some if isinstance(row, Template)},
-        tuple(claims), frozenset(known),
-    )  # fmt: skip
+    here = rows(*some, claims=claims, known=known)
     jobs = {}
-    for a in rows.attempts.values():
+    for a in here.attempts.values():
         state = JobState.RUNNING if a.state is A.ALLOCATED else JobState.PENDING
-        nodes = tuple(one.name for one in rows.vms.values() if one.attempt == a.id)
+        nodes = tuple(one.name for one in here.vms.values() if one.attempt == a.id)
         job = Job(a.job, a.job_name, a.uid, state, a.request, rank=a.id, nodes=nodes)
         if a.id not in gone:
             jobs[a.job.job_id] = replace(job, **(change or {}).get(a.id, {}))  # type: ignore[arg-type]
     vms = {
         one.name: VmSeen(one.name, one.host, VmCondition.RUNNING, private=1.0)
-        for one in rows.vms.values()
+        for one in here.vms.values()
         if one.state is not V.PLANNED and one.id not in unseen
     }
-    nodes_ = {one.name: Node(one.name, NodeState.IDLE) for one in rows.vms.values() if one.state is V.JOINED}
-    frozen = {
-        t.which: TemplateSeen("t", t.host, t.image, TemplateCondition.READY, t.size, account=t.account)
-        for t in rows.templates.values()
-        if t.state is T.READY
-    }
+    nodes_ = {one.name: Node(one.name, NodeState.IDLE) for one in here.vms.values() if one.state is V.JOINED}
     world = World(
         Seen(SchedulerView(jobs, nodes_, limits or {}), began),
-        Seen(HypervisorView({one.name: one for one in hosts}, vms, frozen), began),
+        Seen(HypervisorView({one.name: one for one in hosts}, vms, as_ready(some)), began),
         {Key("attempt", number): float("inf") for number in gone},
         Forecast(**forecast),  # type: ignore[arg-type]
     )
-    changes = [one for move in plan(rows, world, [], NOW, policy) for one in move.changes]
+    changes = changes_of(plan(here, world, [], NOW, policy))
     assert not [c for c in changes if c.event is Event.QUARANTINED]
     return changes
 

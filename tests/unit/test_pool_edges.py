@@ -28,8 +28,6 @@ from multiverse.core.model import (
     Seen,
     Size,
     Template,
-    TemplateCondition,
-    TemplateSeen,
     TemplateState,
     Vm,
     VmCondition,
@@ -41,8 +39,8 @@ from multiverse.core.pacing import Pool
 from multiverse.core.placement import Room, vm_claim, vm_size
 from multiverse.core.plan import plan
 from multiverse.core.pool import give_back, joined_for, make_way, parked_for
-from multiverse.core.rows import Change, Draft, Rows
-from tests.unit.rows import attempt, template, vm
+from multiverse.core.rows import Change, Draft
+from tests.unit.rows import as_ready, attempt, changes_of, rows, template, vm
 from tests.unit.scene import POLICY
 
 A, V, T = AttemptState, VmState, TemplateState
@@ -66,28 +64,17 @@ def joined(serial: int = 1, told: Size = Size(1, 100), **more: object) -> Vm:  #
 
 
 def world(*vms: Vm, hosts: Collection[Host] = (), jobs: Collection[Job] = (), nodes: Mapping[str, Node] | None = None,
-          ready: Collection[Template] = (), dead: Collection[int] = (), **forecast: object) -> World:  # fmt: skip
+          ready: Collection[Row] = (), dead: Collection[int] = (), **forecast: object) -> World:  # fmt: skip
     """All VMs run, but for those; all that have joined are idle nodes unless told."""
     seen = {
         one.name: VmSeen(one.name, one.host, VmCondition.DEAD if one.id in dead else VmCondition.RUNNING) for one in vms
     }
     idle = {one.name: Node(one.name, NodeState.IDLE) for one in vms if one.state is V.JOINED}
-    frozen = {t.which: TemplateSeen("t", t.host, t.image, TemplateCondition.READY, t.size) for t in ready}
     return World(
         Seen(SchedulerView({job.ref.job_id: job for job in jobs}, idle if nodes is None else nodes), NOW),
-        Seen(HypervisorView({one.name: one for one in hosts or (host(),)}, seen, frozen), NOW),
+        Seen(HypervisorView({one.name: one for one in hosts or (host(),)}, seen, as_ready(ready)), NOW),
         forecast=Forecast(**forecast),  # type: ignore[arg-type]
     )
-
-
-def drafted(*some: Row, claims: Collection[Claim] = ()) -> Rows:
-    return Rows(
-        "test0", 100, 100, 100,
-        {row.id: row for row in some if isinstance(row, Attempt)},
-        {row.id: row for row in some if isinstance(row, Vm)},
-        {row.id: row for row in some if isinstance(row, Template)},
-        tuple(claims),
-    )  # fmt: skip
 
 
 def kept(*some: Row, pools: tuple[Pool, ...] = (PARKED,), hosts: Collection[Host] = (),
@@ -96,17 +83,16 @@ def kept(*some: Row, pools: tuple[Pool, ...] = (PARKED,), hosts: Collection[Host
     """What is decided for these pools, while no job waits that has no attempt yet."""
     rules = replace(POLICY, pools=pools, **policy)  # type: ignore[arg-type]
     vms = [row for row in some if isinstance(row, Vm)]
-    ready = [row for row in some if isinstance(row, Template) and row.state is T.READY]
     jobs = [
         Job(a.job, a.job_name, a.uid, JobState.PENDING if a.state is A.QUEUED else JobState.RUNNING, a.request,
             nodes=tuple(one.name for one in vms if one.attempt == a.id))
         for a in some if isinstance(a, Attempt)
     ]  # fmt: skip
-    here = world(*vms, hosts=hosts, jobs=jobs, nodes=nodes, ready=ready)
+    here = world(*vms, hosts=hosts, jobs=jobs, nodes=nodes, ready=some)
     if forecast is not None:
         here = replace(here, forecast=forecast)
-    moves = plan(drafted(*some, claims=claims), here, [], NOW, rules)
-    return [change for move in moves for change in move.changes]
+    moves = plan(rows(*some, claims=claims), here, [], NOW, rules)
+    return changes_of(moves)
 
 
 def made(changes: list[Change]) -> list[Vm]:
@@ -123,7 +109,7 @@ READY = template(T.READY)
 
 
 def taken(request: Request, *vms: Vm) -> Vm | None:
-    return joined_for(Draft(drafted(*vms), NOW), attempt(A.QUEUED, request=request), "slim", world(*vms))
+    return joined_for(Draft(rows(*vms), NOW), attempt(A.QUEUED, request=request), "slim", world(*vms))
 
 
 def test_a_node_that_has_just_what_is_asked_for_is_taken() -> None:
@@ -147,7 +133,7 @@ def grown(*vms: Vm, nodes: int = 1, size: Size = Size(1, 1000), hosts: Collectio
     room = room or Room({one.name: one for one in hosts}, ())
     parents = {one.name: PARENT for one in hosts}
     found = parked_for(
-        Draft(drafted(*vms), NOW), attempt(A.QUEUED, request=Request(nodes, size)), "slim", parents, room,
+        Draft(rows(*vms), NOW), attempt(A.QUEUED, request=Request(nodes, size)), "slim", parents, room,
         world(*vms, hosts=hosts, dead=dead), replace(POLICY, pools=(PARKED,)),
     )  # fmt: skip
     return [one.id for one, _ in found]
@@ -170,7 +156,7 @@ def test_only_what_is_parked_for_anybody_is_well_and_of_the_image_is_taken() -> 
 def test_one_that_its_host_does_not_show_is_not_taken() -> None:
     here, unseen = world(), parked()
     found = parked_for(
-        Draft(drafted(unseen), NOW), attempt(A.QUEUED), "slim", {"h1": PARENT}, Room({"h1": host()}, ()), here,
+        Draft(rows(unseen), NOW), attempt(A.QUEUED), "slim", {"h1": PARENT}, Room({"h1": host()}, ()), here,
         replace(POLICY, pools=(PARKED,)),
     )  # fmt: skip
     assert found == []
@@ -200,7 +186,7 @@ def test_room_that_was_taken_for_nothing_is_given_back() -> None:
     before = {name: list(free) for name, free in room.free.items()}
     spare = parked()
     found = parked_for(
-        Draft(drafted(spare), NOW), attempt(A.QUEUED, request=Request(1, Size(2, 1000, 500))), "slim", {"h1": PARENT},
+        Draft(rows(spare), NOW), attempt(A.QUEUED, request=Request(1, Size(2, 1000, 500))), "slim", {"h1": PARENT},
         room, world(spare), replace(POLICY, pools=(PARKED,)),
     )  # fmt: skip
     assert room.free != before
@@ -214,7 +200,7 @@ def test_room_that_was_taken_for_nothing_is_given_back() -> None:
 def gives_way(*vms: Vm, needed: int) -> tuple[bool, list[int]]:
     """Whether there is room then, and who goes, where every VM holds 100 MiB of a host that has no more."""
     claims = [Claim(one.key, "h1", Size(0, 100)) for one in vms]
-    draft = Draft(drafted(*vms, claims=claims), NOW)
+    draft = Draft(rows(*vms, claims=claims), NOW)
 
     def without(gone: Collection[Key]) -> Room:
         return Room({"h1": host(memory=100 * len(vms))}, [claim for claim in claims if claim.owner not in gone])
@@ -297,10 +283,10 @@ def test_a_pool_that_wants_nothing_has_no_template_made() -> None:
 
 
 def test_nothing_is_kept_or_made_while_a_source_is_not_known() -> None:
-    rows, rules = drafted(READY, parked(since=0.0)), replace(POLICY, pools=(PARKED,))
+    here, rules = rows(READY, parked(since=0.0)), replace(POLICY, pools=(PARKED,))
     known = world(parked(), ready=[READY])
-    assert plan(rows, replace(known, scheduler=None), [], NOW, rules) == []
-    assert plan(rows, replace(known, hypervisor=None), [], NOW, rules) == []
+    assert plan(here, replace(known, scheduler=None), [], NOW, rules) == []
+    assert plan(here, replace(known, hypervisor=None), [], NOW, rules) == []
 
 
 # --- making -----------------------------------------------------------------------------------------
@@ -315,9 +301,9 @@ def spares_of(serials: range, state: V) -> list[Vm]:
 )
 def test_half_of_the_turns_are_the_pools_one_at_least(provisioning: int, making: int, more: int) -> None:
     pool = replace(PARKED, least=9, most=9)
-    rows = drafted(READY, *spares_of(range(1, 1 + making), V.PLANNED))
-    planned = plan(rows, world(ready=[READY]), [], NOW, replace(POLICY, pools=(pool,), provisioning=provisioning))
-    assert len(made([change for move in planned for change in move.changes])) == more
+    here = rows(READY, *spares_of(range(1, 1 + making), V.PLANNED))
+    planned = plan(here, world(ready=[READY]), [], NOW, replace(POLICY, pools=(pool,), provisioning=provisioning))
+    assert len(made(changes_of(planned))) == more
 
 
 def test_no_more_are_made_than_are_lacking() -> None:
@@ -333,8 +319,8 @@ def test_the_vms_of_a_joined_pool_have_the_memory_that_their_nodes_are_told() ->
 
 def test_a_pool_is_filled_elsewhere_while_a_host_with_a_spare_is_out_of_reach() -> None:
     lost = replace(parked(1), host="h2", state=V.LOST, failed=True)
-    planned = plan(drafted(READY, lost), world(ready=[READY]), [], NOW, replace(POLICY, pools=(PARKED,)))
-    (one,) = made([change for move in planned for change in move.changes])
+    planned = plan(rows(READY, lost), world(ready=[READY]), [], NOW, replace(POLICY, pools=(PARKED,)))
+    (one,) = made(changes_of(planned))
     assert one.host == "h1"
 
 

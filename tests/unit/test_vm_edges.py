@@ -35,7 +35,7 @@ from multiverse.core.model import (
 )
 from multiverse.core.plan import plan
 from multiverse.core.rows import Change, Command, Draft, Rows
-from tests.unit.rows import attempt, template, vm
+from tests.unit.rows import attempt, rows, template, vm
 from tests.unit.scene import POLICY, Scene
 
 A, V, T = AttemptState, VmState, TemplateState
@@ -49,12 +49,6 @@ def decided(*some: Row, jobs: tuple[Job, ...] = (), seen: VmCondition | None = N
             scheduler: bool = True, built: bool = True) -> list[Change]:  # fmt: skip
     """What is decided when the first VM is seen so, on a host in sight."""
     name = "mvtest0-1"
-    rows = Rows(
-        "test0", 10, 10, 10,
-        {row.id: row for row in some if isinstance(row, Attempt)},
-        {row.id: row for row in some if isinstance(row, Vm)},
-        {row.id: row for row in some if isinstance(row, Template)},
-    )  # fmt: skip
     vms = {name: VmSeen(name, "h1", seen, why)} if seen else {}
     frozen = TemplateSeen("t", "h1", "slim", TemplateCondition.READY, Size(1, 256))
     view = SchedulerView({job.ref.job_id: job for job in jobs}, {name: node} if node else {})
@@ -62,7 +56,7 @@ def decided(*some: Row, jobs: tuple[Job, ...] = (), seen: VmCondition | None = N
     world = World(
         Seen(view, at) if scheduler else None, Seen(HypervisorView({"h1": H1}, vms, templates), at), quiet or {}
     )
-    return [change for move in plan(rows, world, [], NOW, POLICY) for change in move.changes]
+    return [change for move in plan(rows(*some), world, [], NOW, POLICY) for change in move.changes]
 
 
 def of_vm(changes: list[Change]) -> list[tuple[Event, str, str]]:

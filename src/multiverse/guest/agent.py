@@ -820,8 +820,7 @@ class Agent:
     def audit(self) -> dict[str, Any]:
         """What tells clones apart, and their size. The random bytes are used for nothing else."""
         boot_id = read("/proc/sys/kernel/random/boot_id").strip()
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
-        return {"cpus": count_cpus("online"), "memory": memory, "machine_id": read("/etc/machine-id").strip(),
+        return {"cpus": count_cpus("online"), "memory": usable_memory(), "machine_id": read("/etc/machine-id").strip(),
                 "boot_id": boot_id, "random": os.urandom(8).hex()}  # fmt: skip
 
     def present(self) -> dict[str, Any]:
