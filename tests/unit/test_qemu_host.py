@@ -157,6 +157,23 @@ def test_emulation_keeps_as_much_code_as_it_may_and_is_let_have_that() -> None:
     assert kvm.footprint(256) == spare.footprint(256) - 32
 
 
+def test_programs_lie_where_chance_puts_them_unless_emulation_would_forget_their_code() -> None:
+    kvm, late, early = Accelerator("kvm", relocates=False), Accelerator("tcg"), Accelerator("tcg", relocates=False)
+    assert ["norandmaps" in each.cmdline("quiet").split() for each in (kvm, late, early)] == [False, False, True]
+
+
+def test_a_qemu_tells_its_release() -> None:
+    said = {
+        "7.2.22 (Debian 1:7.2)": False,
+        "8.1.0": False,
+        "8.2": True,
+        "8.2.0-rc1": True,
+        "10.0.2": True,
+        "of mine": False,
+    }
+    assert {word: probe.is_since(f"QEMU emulator version {word}", 8, 2) for word in said} == said
+
+
 def test_a_manifest_that_cannot_be_read_is_none(tmp_path: Path) -> None:
     kept = Manifest("mva-1", CloneKind.INSTANT, Phase.PARKED, "02:00:00:00:00:01", 1, 256, 7, 8, "boot")
     manifest.write(tmp_path, kept)

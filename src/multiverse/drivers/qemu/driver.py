@@ -36,7 +36,6 @@ from multiverse.drivers.qemu.host import link, manifest, probe, process, templat
 from multiverse.drivers.qemu.host.found import Found
 from multiverse.drivers.qemu.host.machine import Accelerator, Machine, Memory, limits
 from multiverse.drivers.qemu.host.manifest import Manifest, Phase
-from multiverse.drivers.qemu.host.sealed import maps_readonly
 from multiverse.drivers.qemu.host.templates import Template
 from multiverse.drivers.qemu.host.vms import Places, Vms
 from multiverse.guest import image as images
@@ -67,10 +66,10 @@ class QemuHypervisor:
         qemu = settings.qemu
         self._version = probe.qemu_version(qemu.binary)
         found = probe.accelerator(qemu.accel, qemu.binary, self._version, settings.state_dir / "kvm.json")
-        self._accelerator = replace(found, tb_size=qemu.tb_size)
+        self._accelerator = replace(found, tb_size=qemu.tb_size, relocates=probe.is_since(self._version, 8))
         self._found = Found(settings.state_dir / "guests.json", f"{self._version} {found.name}")
         self._vms = Vms(Places(qemu.vms.absolute(), qemu.run.absolute(), qemu.bridge, qemu.binary, qemu.uids,
-                               maps_readonly(self._version), self._prefix, self._accelerator))  # fmt: skip
+                               probe.is_since(self._version, 8, 2), self._prefix, self._accelerator))  # fmt: skip
         self._limits = limits(Size(qemu.base_cpus, qemu.base_memory), Size(settings.host.cores, settings.host.memory),
                               Size(qemu.max_cpus, qemu.max_memory))  # fmt: skip
         self._manifests: dict[str, tuple[tuple[int, int], Manifest | None]] = {}

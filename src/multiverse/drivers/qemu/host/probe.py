@@ -60,6 +60,12 @@ def qemu_version(binary: str) -> str:
     return found[0]
 
 
+def is_since(version: str, *release: int) -> bool:
+    """Is a QEMU that says this of itself of that release, or a later one? Not if it says none."""
+    found = re.search(r"version ([\d.]+)", version)
+    return found is not None and tuple(int(part) for part in found[1].split(".") if part) >= release
+
+
 def accelerator(wanted: str, binary: str, version: str, memory_file: Path) -> Accelerator:
     """The accelerator to use. `auto` asks the probe and says aloud when it falls back.
 

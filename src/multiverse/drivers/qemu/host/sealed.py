@@ -9,19 +9,12 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import threading
 
 from multiverse.core.errors import Gone
 from multiverse.drivers.qemu.host.templates import Template
 
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-
-
-def maps_readonly(version: str) -> bool:
-    """Can this QEMU map a file privately that it may only read? (`rom=off`, since 8.2)"""
-    found = re.search(r"version (\d+)\.(\d+)", version)
-    return found is not None and (int(found[1]), int(found[2])) >= (8, 2)
 
 
 class Sealed:

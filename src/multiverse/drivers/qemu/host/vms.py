@@ -56,7 +56,7 @@ class Places:
     bridge: str
     binary: str
     uids: tuple[int, int] = (0, 0)  # the first user for QEMUs, and how many; none: they run as ours
-    maps_readonly: bool = True  # what that QEMU can, see `sealed`
+    maps_readonly: bool = True  # that QEMU can, by rom=off: 8.2 and later; see `sealed`
     prefix: str = "mv"  # what the names of our VMs begin with
     accelerator: Accelerator = Accelerator("tcg")
 
