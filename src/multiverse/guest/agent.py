@@ -363,7 +363,7 @@ def warm() -> None:
     and plugins every byte is read. Anything that is missing in this image is passed over.
     """
     for argv in (["/usr/sbin/slurmd", "-V"], ["/usr/sbin/slurmd", "-C"], ["/usr/sbin/munged", "--version"],
-                 ["/usr/sbin/slurmstepd", "infinity"], ["/usr/bin/srun", "--version"], ["/bin/bash", "-c", "exit 0"],
+                 ["/usr/sbin/slurmstepd"], ["/usr/bin/srun", "--version"], ["/bin/bash", "-c", "exit 0"],
                  ["/bin/bash", "-lc", "hostname; id; date; sleep 0"], ["/bin/sh", "-c", "exit 0"]):  # fmt: skip
         run(argv, 5.0)
     plugins = [f"{top}/{name}" for top in ("/usr/lib/x86_64-linux-gnu/slurm-wlm", "/usr/lib/x86_64-linux-gnu/slurm")
@@ -375,6 +375,16 @@ def warm() -> None:
                     pass
         except OSError:
             continue
+
+
+def practise() -> None:
+    """Run what the first job will start, so that this VM has it loaded, and emulation its code translated.
+
+    slurmstepd ends because nobody tells it what to do.
+    """
+    for argv in (["/usr/sbin/slurmstepd"], ["/bin/bash", "-c", "exit 0"]):
+        for _ in range(2):
+            run(argv, 5.0)
 
 
 # --- the channel -----------------------------------------------------------------------------------
@@ -805,6 +815,9 @@ class Agent:
             self.mounts.append(each["target"])
         stage("mounts")
         load_on_demand(True)
+        if not identity["users"]:  # a spare: nobody waits for it yet
+            practise()
+            stage("practised")
         self._say("started", stages=stages, audit=self.audit())
         if os.getpid() == 1:
             # Not before: a huge page for each of our own first touches would be 2 MiB that no sibling shares.
