@@ -16,10 +16,14 @@ from multiverse.core.model import (
     Depth,
     Forecast,
     Host,
+    HypervisorView,
+    Seen,
     Size,
     Template,
     TemplateState,
     Vm,
+    VmCondition,
+    VmSeen,
     VmState,
     World,
 )
@@ -139,10 +143,15 @@ def test_the_first_clone_waits_for_nothing_and_neither_does_a_kind_without_a_pac
 
 
 def chosen(*templates: Template | None, spares: Iterable[Vm] = (), hosts: str = "instant linked",
-           policy: Policy = POLICY, **forecast: object) -> Choice:  # fmt: skip
+           policy: Policy = POLICY, waiting: int = 0, **forecast: object) -> Choice:  # fmt: skip
     """For a job that leaves the kind to us, now being 100."""
-    world = World(forecast=Forecast(**forecast))  # type: ignore[arg-type]
+    seen = {vm.name: VmSeen(vm.name, vm.host, VmCondition.PARKED) for vm in spares}
+    world = World(
+        hypervisor=Seen(HypervisorView({}, seen, {}), 99.0),
+        forecast=Forecast(**forecast),  # type: ignore[arg-type]
+    )
     draft = Draft(Rows("test0", vms={vm.id: vm for vm in spares}), 100.0, world.forecast.paced)
+    draft.waiting[PARENT] = waiting
     found = {hand.template(T.READY, id=n + 1, host=f"h{n + 1}").which: row for n, row in enumerate(templates)}
     here = {"h1": Host("h1", Size(4, 4096, 65536), frozenset(hosts.split()))}
     return choose(draft, hand.attempt(A.QUEUED), found, here, world, replace(policy, kind=CloneKind.AUTO))
@@ -155,11 +164,26 @@ def seconds(fork: float, boot: float) -> dict[tuple[str, CloneKind], float]:
 POOLED = replace(POLICY, pools=(PARKED,))
 
 
-def test_what_is_parked_decides_only_if_it_is_parked_and_of_the_image() -> None:
-    assert chosen(spares=[spare(V.PARKED)], policy=POOLED) == Choice(INSTANT, "one is parked")
-    others = [spare(V.PLANNED), replace(spare(V.PARKED, 2), image="other"), spare(V.PARKED, 3, Depth.JOINED)]
+def test_what_is_parked_decides_only_if_this_job_can_have_it() -> None:
+    assert chosen(None, spares=[spare(V.PARKED)], policy=POOLED) == Choice(INSTANT, "one is parked")
+    others = [
+        spare(V.PLANNED),
+        replace(spare(V.PARKED, 2), image="other"),
+        spare(V.PARKED, 3, Depth.JOINED),
+        replace(spare(V.PARKED, 4), parent=Size(2, 512)),
+        replace(spare(V.PARKED, 5), account="other"),
+        replace(spare(V.PARKED, 6), since=100.0 - PARKED.max_age - 1),
+    ]
     for some in ([], *([one] for one in others), others):
-        assert chosen(spares=some, policy=POOLED) == Choice(LINKED, "no host can fork its image")
+        assert chosen(None, spares=some, policy=POOLED) == chosen(None), some
+    assert chosen(spares=[spare(V.PARKED)], policy=POOLED) == Choice(LINKED, "no host can fork its image")
+
+
+def test_a_clone_waits_for_those_before_it_that_wait_for_the_same_pace() -> None:
+    ready, pace = hand.template(T.READY), replace(POLICY, rates={INSTANT: 2.0})
+    told = [chosen(ready, policy=pace, waiting=count, seconds=seconds(1.0, 5.0)) for count in (7, 8, 9)]
+    assert [choice.kind for choice in told] == [INSTANT, INSTANT, LINKED]
+    assert told[2].why == "clones queued on its template take 4.5 s more, a boot 5.0 s"
 
 
 def test_a_user_is_told_why_his_vms_are_what_they_are() -> None:
@@ -180,11 +204,18 @@ def test_of_two_that_take_as_long_a_ready_template_wins_and_one_in_the_making_lo
     assert chosen(building, policy=policy, seconds=seconds(1.0, 5.5)).kind is INSTANT
 
 
-def test_a_template_that_is_overdue_is_expected_at_any_moment() -> None:
-    overdue = hand.template(T.BUILDING, since=0.0)
-    assert chosen(overdue, seconds=seconds(1.5, 2.0)) == Choice(
-        INSTANT, "its template is ready in 0 s, sooner than a boot of 2.0 s"
+def test_a_template_that_is_overdue_is_expected_to_take_as_long_again() -> None:
+    on_time, late = (hand.template(T.BUILDING, since=100.0 - POLICY.template_seconds - late) for late in (0, 4))
+    assert chosen(on_time, seconds=seconds(1.5, 5.0)) == Choice(
+        INSTANT, "its template is ready in 0 s, sooner than a boot of 5.0 s"
     )
+    assert chosen(late, seconds=seconds(1.5, 5.0)) == Choice(LINKED, "a boot takes 5.0 s, its template 4 s more")
+
+
+def test_a_template_on_its_way_out_is_none_in_the_making() -> None:
+    retiring = hand.template(T.RETIRING, since=99.0)
+    assert chosen(retiring).why == "no other job wants this image of late: not worth a template"
+    assert chosen(retiring, arrivals={"slim": 1.0}) == replace(chosen(None, arrivals={"slim": 1.0}))
 
 
 @pytest.mark.parametrize(("arrived", "worth"), [(1.0, False), (1.9, False), (2.0, True), (2.5, True)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -428,6 +429,82 @@ def test_a_kind_not_seen_yet_is_as_slow_as_the_others() -> None:
     assert chosen(T.READY, seconds=dict(busy.seconds))[0] is CloneKind.INSTANT
 
 
+def test_auto_boots_what_no_host_could_hold_beside_its_template() -> None:
+    s = Scene(replace(POLICY, kind=CloneKind.AUTO))
+    s.hosts["h1"] = replace(
+        s.hosts["h1"], abilities=frozenset({"instant", "linked"}), images={"slim": frozenset(["fork"])}
+    )
+    s.job(size=Size(1, 5000))  # the template would have as much, and 8192 are there
+    s.look()
+    s.world = replace(s.world, forecast=Forecast(arrivals=OFTEN))
+    s.commit()
+    (vm,) = s.all_vms()
+    assert vm.kind is CloneKind.LINKED and s.attempt().state is A.CLAIMED
+    s = Scene(s.policy)
+    s.hosts["h1"] = replace(s.hosts["h1"], abilities=frozenset({"instant"}), images={"slim": frozenset(["fork"])})
+    s.job(size=Size(1, 5000))
+    s.run()
+    assert "fits on no host" in s.attempt().reason, "and none boots it"
+
+
+def test_auto_spreads_a_burst_over_both_kinds_where_clones_queue_on_their_template() -> None:
+    s = Scene(replace(POLICY, kind=CloneKind.AUTO, provisioning=64, rates={CloneKind.INSTANT: 1.0}), memory=1 << 20)
+    s.hosts["h1"] = replace(
+        s.hosts["h1"], abilities=frozenset({"instant", "linked"}), capacity=Size(64, 1 << 20, 1 << 20)
+    )
+    first = s.to_claimed(job_id="99", request=Request(1, Size(1, 400), kind=CloneKind.INSTANT))
+    for number in range(1, 21):
+        s.job(str(number))
+    s.run()
+    kinds = Counter(vm.kind for vm in s.rows.vms.values() if vm.attempt != first.id)
+    waiting = sum(attempt.state is A.QUEUED for attempt in s.rows.attempts.values())
+    boot, fork = (POLICY.seconds[kind] for kind in (CloneKind.LINKED, CloneKind.INSTANT))
+    assert kinds[CloneKind.INSTANT] == 1 and waiting == int(boot - fork), "the others would wait longer than they boot"
+    assert kinds[CloneKind.LINKED] == 20 - 1 - waiting
+
+
+def test_two_that_come_together_are_reason_enough_for_a_template() -> None:
+    s = Scene(replace(POLICY, kind=CloneKind.AUTO))
+    s.hosts["h1"] = replace(s.hosts["h1"], abilities=frozenset({"instant", "linked"}))
+    s.job("1")
+    s.job("2")
+    s.run()
+    assert [template.state for template in s.rows.templates.values()] == [T.BUILDING]
+
+
+def test_a_job_gets_no_spare_that_is_older_than_its_pool_lets_it_be() -> None:
+    for pool in (PARKED, JOINED):
+        s = scene(pool)
+        old = {vm.id for vm in fill(s)}
+        s.pass_time(pool.max_age + 1.0)  # with nobody to look: the daemon was down
+        s.job(size=Size(1, 400))
+        s.run()
+        assert old and not old & {vm.id for vm in s.all_vms()}
+
+
+def test_a_spare_in_which_a_daemon_has_ended_serves_nobody() -> None:
+    for pool in (replace(PARKED, least=1, most=1), JOINED):
+        s = scene(pool)
+        (vm,) = fill(s)
+        s.vms[vm.name] = replace(s.vms[vm.name], reason="slurmd ended (exit code 1)")
+        s.job(size=Size(1, 400))
+        s.run()
+        assert vm.id not in {one.id for one in s.all_vms()}
+        assert s.rows.vms[vm.id].state is V.RELEASING
+        assert any(entry.reason == "slurmd ended (exit code 1)" for entry in s.store.journal())
+
+
+def test_the_pool_leaves_jobs_their_turns() -> None:
+    s = scene(replace(PARKED, least=4, most=4), provisioning=4)
+    for number in range(1, 5):
+        s.job(str(number), size=Size(1, 200))
+    s.run()
+    s.run()
+    s.run()
+    making = [vm.attempt for vm in s.rows.vms.values()]
+    assert len(making) == 4 and None not in making
+
+
 def test_auto_follows_what_was_seen_here() -> None:
     slow = {("slim", CloneKind.INSTANT): 9.0, ("slim", CloneKind.LINKED): 3.0}
     assert chosen(T.READY, seconds=slow)[0] is CloneKind.LINKED
@@ -450,8 +527,8 @@ def test_what_boots_has_the_template_made_for_those_after_it_and_does_not_wait_f
 
 
 def test_a_broken_template_is_named_and_a_building_one_is_waited_for_all_the_same() -> None:
-    kind, why, prepare = chosen(T.BROKEN, arrivals=OFTEN)
-    assert (kind, why, prepare) == (CloneKind.LINKED, "its template is broken on h1", False)
+    assert chosen(T.BROKEN, arrivals=OFTEN) == (CloneKind.LINKED, "its template is broken on h1", True)
+    assert not chosen(T.BROKEN)[2], "nobody else wants it"
     assert chosen(T.BUILDING, since=95.0)[0] is CloneKind.INSTANT, "though nobody else wants it"
     late = chosen(T.BUILDING, since=99.0, seconds={("slim", CloneKind.LINKED): 10.0, ("slim", CloneKind.INSTANT): 1.5})
     assert late == (CloneKind.LINKED, "a boot takes 10.0 s, its template 9 s more", False)

@@ -109,7 +109,7 @@ READY = template(T.READY)
 
 
 def taken(request: Request, *vms: Vm) -> Vm | None:
-    return joined_for(Draft(rows(*vms), NOW), attempt(A.QUEUED, request=request), "slim", world(*vms))
+    return joined_for(Draft(rows(*vms), NOW), attempt(A.QUEUED, request=request), "slim", world(*vms), POLICY)
 
 
 def test_a_node_that_has_just_what_is_asked_for_is_taken() -> None:

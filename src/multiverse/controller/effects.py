@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from multiverse.core.errors import Gone, MultiverseError, Refused, Stale, Unknown
+from multiverse.core.errors import Broken, Gone, MultiverseError, Refused, Stale, Unknown
 from multiverse.core.lifecycle import Effect, EffectKind, effect_of
 from multiverse.core.model import Attempt, Depth, Identity, Key, Mount, Row, Stage, Template, User, Vm, VmSpec
 from multiverse.core.rows import Done, Rows
@@ -223,7 +223,10 @@ class Effects:
         """A VM that joined before its job came is told whom it serves, before the job may start there."""
         joined = [vm for vm in self._around.rows.vms.values() if vm.attempt == attempt.id and vm.pool is Depth.JOINED]
         for vm in joined:
-            await self._hypervisor.introduce(vm.name, await self._user(attempt.uid))
+            try:
+                await self._hypervisor.introduce(vm.name, await self._user(attempt.uid))
+            except Broken as error:  # another VM may take it in; this one never will
+                raise Refused(f"{vm.name} could not be told of its user: {error.message}") from error
 
     async def _user(self, uid: int) -> User:
         try:

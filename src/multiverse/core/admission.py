@@ -57,6 +57,7 @@ def admit(draft: Draft, world: World, policy: Policy) -> bool:
     wait for room or for a turn."""
     if world.scheduler is None or world.hypervisor is None:
         return True
+    draft.waiting.clear()  # each round of a pass decides anew
     jobs, view = world.scheduler.value.jobs, world.hypervisor.value
     hosts, room = view.hosts, room_of(draft, view, policy)
     queue = sorted(
@@ -167,7 +168,7 @@ def _take_joined(draft: Draft, attempt: Attempt, world: World, policy: Policy) -
     """Admit it at once to a node that is there already, if one fits and it may be an instant clone."""
     if not policy.pools or not _may_fork(attempt, policy):
         return False
-    vm = joined_for(draft, attempt, image_of(attempt, policy), world)
+    vm = joined_for(draft, attempt, image_of(attempt, policy), world, policy)
     if vm is None:
         return False
     taken = replace(vm, attempt=attempt.id)
@@ -198,6 +199,7 @@ def _unpaced(
     ready = [host for host, wait in waits.items() if wait <= 0]
     if ready or not count:
         return ready, ""
+    draft.waiting[min(waits, key=lambda host: (waits[host], host)), image, choice.kind] += count
     return [], f"waiting for a turn: {choice.kind} clones of {image} are made at {policy.rates[choice.kind]:g} a second"
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from multiverse.core.model import (
     Attempt,
+    AttemptState,
     CloneKind,
     Depth,
     Forecast,
@@ -23,7 +24,8 @@ from multiverse.core.model import (
     World,
 )
 from multiverse.core.pacing import ARRIVALS_FADE, Policy, wait_for
-from multiverse.core.pool import spares
+from multiverse.core.placement import could_ever_fit
+from multiverse.core.pool import fit_to_serve, spares
 from multiverse.core.rows import Draft
 
 
@@ -45,43 +47,60 @@ def choose(draft: Draft, attempt: Attempt, templates: Mapping[TemplateKey, Templ
     if asked is not CloneKind.AUTO:
         return Choice(asked)
     image = attempt.request.image or policy.image
-    if policy.pools and any(vm.state is VmState.PARKED and vm.image == image for vm in spares(draft, Depth.PARKED)):
-        return Choice(CloneKind.INSTANT, "one is parked")
     boots = any(CloneKind.LINKED.value in host.abilities for host in hosts.values())
     if not boots:
         return Choice(CloneKind.INSTANT, "no host boots clones")
     if not templates:
         return Choice(CloneKind.LINKED, "no host can fork its image")
+    parents = {which.host: which.size for which in templates}
+    if not could_ever_fit(attempt.request.size, attempt.request.nodes, parents, hosts, policy):
+        return Choice(CloneKind.LINKED, "no host could hold the template beside it")
+    parked = (vm for vm in spares(draft, Depth.PARKED) if vm.state is VmState.PARKED and vm.template in templates)
+    if any(fit_to_serve(vm, draft, world, policy) for vm in parked):
+        return Choice(CloneKind.INSTANT, "one is parked")
     forecast = world.forecast
     fork, boot = policy.takes(image, CloneKind.INSTANT, forecast), policy.takes(image, CloneKind.LINKED, forecast)
     rows = [row for row in templates.values() if row is not None]
     ready = [row.host for row in rows if row.state is TemplateState.READY]
     if ready:
         return _of_ready(image, ready, fork, boot, draft, policy)
-    return _without(attempt, image, rows, fork, boot, draft, forecast, policy)
+    return _without(image, rows, fork, boot, _others(draft, attempt, image, forecast, policy), draft, policy)
 
 
 def _of_ready(image: str, ready: list[str], fork: float, boot: float, draft: Draft, policy: Policy) -> Choice:
-    paced = draft.paced
-    wait = min(wait_for((name, image, CloneKind.INSTANT), paced, draft.now, policy) for name in ready)
+    kind = CloneKind.INSTANT
+    wait = min(
+        wait_for((name, image, kind), draft.paced, draft.now, policy)
+        + draft.waiting[name, image, kind] * policy.interval(kind)
+        for name in ready
+    )
     if wait + fork > boot:
         return Choice(CloneKind.LINKED, f"clones queued on its template take {wait:.1f} s more, a boot {boot:.1f} s")
     return Choice(CloneKind.INSTANT, f"its template is ready: {fork + wait:.1f} s, a boot {boot:.1f} s")
 
 
-def _without(attempt: Attempt, image: str, rows: list[Template], fork: float, boot: float, draft: Draft,
-             forecast: Forecast, policy: Policy) -> Choice:  # fmt: skip
+def _others(draft: Draft, attempt: Attempt, image: str, forecast: Forecast, policy: Policy) -> float:
+    """How many VMs of the image others asked for of late: who came in this very pass is not in the forecast yet."""
+    fresh = sum(
+        one.request.nodes
+        for one in draft.attempts.values()
+        if one.state is AttemptState.QUEUED and one.since >= draft.now and (one.request.image or policy.image) == image
+    )
+    return forecast.arrivals.get(image, 0.0) * ARRIVALS_FADE + fresh - attempt.request.nodes
+
+
+def _without(image: str, rows: list[Template], fork: float, boot: float, others: float, draft: Draft,
+             policy: Policy) -> Choice:  # fmt: skip
     """No template is ready."""
-    building = [row for row in rows if row.state in (TemplateState.BUILDING, TemplateState.RETIRING)]
+    building = [row for row in rows if row.state is TemplateState.BUILDING]
     broken = [row for row in rows if row.state is TemplateState.BROKEN]
-    # Of what arrived of late, this one is no reason to make a template.
-    others = forecast.arrivals.get(image, 0.0) * ARRIVALS_FADE - attempt.request.nodes
     if broken and not building:
-        return Choice(CloneKind.LINKED, f"its template is broken on {broken[0].host}")
+        return Choice(CloneKind.LINKED, f"its template is broken on {broken[0].host}", prepare=others >= 1)
     if not building and others < 1:
         return Choice(CloneKind.LINKED, "no other job wants this image of late: not worth a template")
-    since = min((row.since for row in building), default=draft.now)
-    wait = max(0.0, since + policy.template_seconds - draft.now)
+    # What is overdue is expected to take as long again as it is.
+    waits = [abs(row.since + policy.template_seconds - draft.now) for row in building]
+    wait = min(waits, default=policy.template_seconds)
     if wait + fork < boot:
         return Choice(CloneKind.INSTANT, f"its template is ready in {wait:.0f} s, sooner than a boot of {boot:.1f} s")
     return Choice(CloneKind.LINKED, f"a boot takes {boot:.1f} s, its template {wait:.0f} s more", prepare=not building)

@@ -65,7 +65,7 @@ def spare_claim(depth: Depth, size: Size, policy: Policy) -> Size:
 # --- taking ----------------------------------------------------------------------------------------
 
 
-def joined_for(draft: Draft, attempt: Attempt, image: str, world: World) -> Vm | None:
+def joined_for(draft: Draft, attempt: Attempt, image: str, world: World, policy: Policy) -> Vm | None:
     """The joined spare that fits best: as many CPUs as asked for, and no more memory than must be."""
     assert world.scheduler is not None
     request, nodes = attempt.request, world.scheduler.value.nodes
@@ -77,7 +77,7 @@ def joined_for(draft: Draft, attempt: Attempt, image: str, world: World) -> Vm |
         if vm.state is VmState.JOINED and vm.image == image and vm.account == request.account
         if vm.told.cpus == request.size.cpus and vm.told.memory >= request.size.memory
         if vm.told.disk >= request.size.disk and set(request.features) <= {image, CloneKind.INSTANT, CloneKind.AUTO}
-        if vm.name in nodes and nodes[vm.name].state is NodeState.IDLE and _well(vm, world)
+        if vm.name in nodes and nodes[vm.name].state is NodeState.IDLE and fit_to_serve(vm, draft, world, policy)
     ]
     return min(fit, key=lambda vm: (vm.told.memory, vm.id), default=None)
 
@@ -91,7 +91,7 @@ def parked_for(draft: Draft, attempt: Attempt, image: str, parents: Mapping[str,
         return found
     left = [vm for vm in spares(draft, Depth.PARKED) if vm.state is VmState.PARKED and vm.image == image]
     left = [vm for vm in left if vm.account == attempt.request.account and vm.parent == parents.get(vm.host)]
-    left = [vm for vm in left if vm.host in room.free and _well(vm, world)]
+    left = [vm for vm in left if vm.host in room.free and fit_to_serve(vm, draft, world, policy)]
     while left and len(found) < attempt.request.nodes:
         left.sort(key=lambda vm: (-room.free[vm.host][0], -room.free[vm.host][1], vm.id))
         vm = left.pop(0)
@@ -113,10 +113,23 @@ def _less(one: Size, other: Size) -> Size:
     return Size(one.cpus - other.cpus, one.memory - other.memory, one.disk - other.disk)
 
 
-def _well(vm: Vm, world: World) -> bool:
+def fit_to_serve(vm: Vm, draft: Draft, world: World, policy: Policy) -> bool:
+    """Whether a spare may still become a job's: it lives, nothing in it has failed, and it is not older than its pool
+    lets it be, though nobody has had the time to release it."""
     assert world.hypervisor is not None
     seen = world.hypervisor.value.vms.get(vm.name)
-    return seen is not None and seen.condition in (VmCondition.PARKED, VmCondition.RUNNING)
+    well = seen is not None and seen.condition in (VmCondition.PARKED, VmCondition.RUNNING) and not seen.reason
+    return well and not any(too_old(vm, pool, draft.now) for pool in policy.pools if is_of(vm, pool))
+
+
+def is_of(vm: Vm, pool: Pool) -> bool:
+    """Whether the VM is such a one as the pool keeps."""
+    same = vm.image == pool.image and vm.pool is pool.depth
+    return same and (pool.depth is Depth.PARKED or vm.told == pool.size)
+
+
+def too_old(vm: Vm, pool: Pool, now: float) -> bool:
+    return vm.state in (VmState.PARKED, VmState.JOINED) and now - vm.since > pool.max_age
 
 
 def node_features(vm: Vm, attempt: Attempt | None) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from multiverse.core.admission import make_vms, makers_of, room_of, template_on_its_way
@@ -11,7 +12,6 @@ from multiverse.core.model import (
     AttemptState,
     Claim,
     CloneKind,
-    Depth,
     Host,
     HypervisorView,
     NodeState,
@@ -23,7 +23,7 @@ from multiverse.core.model import (
 )
 from multiverse.core.pacing import Policy, Pool, wait_for
 from multiverse.core.placement import parent_size, short_of_memory
-from multiverse.core.pool import release, spare_claim, spare_size, spares
+from multiverse.core.pool import is_of, release, spare_claim, spare_size, spares, too_old
 from multiverse.core.rows import Change, Draft, Rows
 
 _MAKING = (VmState.PLANNED, VmState.STARTING)
@@ -43,7 +43,7 @@ def keep(draft: Draft, world: World, policy: Policy, *, crowded: bool) -> None:
             release(draft, vm, f"host {vm.host} is short of memory")
     unwanted = {vm.id: vm for vm in spares(draft)}
     for pool in policy.pools:
-        mine = [vm for vm in unwanted.values() if _of(vm, pool)]
+        mine = [vm for vm in unwanted.values() if is_of(vm, pool)]
         for vm in mine:
             del unwanted[vm.id]
         mine = [vm for vm in mine if not _spent(draft, vm, pool, world)]
@@ -76,7 +76,7 @@ def standing(rows: Rows, world: World, policy: Policy) -> list[Standing]:
     """Every pool of the settings, in their order."""
     found = []
     for pool in policy.pools:
-        mine = [vm for vm in spares(Draft(rows, 0.0)) if _of(vm, pool)]
+        mine = [vm for vm in spares(Draft(rows, 0.0)) if is_of(vm, pool)]
         ready = sum(vm.state.value == pool.depth.value for vm in mine)
         found.append(Standing(pool, wanted_of(pool, world, policy), ready, len(mine) - ready))
     return found
@@ -112,21 +112,18 @@ def _may_make(draft: Draft, pool: Pool, world: World) -> bool:
     return not failed and draft.now >= world.forecast.rest.get(pool.image, 0.0)
 
 
-def _of(vm: Vm, pool: Pool) -> bool:
-    same = vm.image == pool.image and vm.pool is pool.depth
-    return same and (pool.depth is Depth.PARKED or vm.told == pool.size)
-
-
 def _spent(draft: Draft, vm: Vm, pool: Pool, world: World) -> bool:
     """Release the spare if it is of no use any more, saying why."""
-    assert world.scheduler is not None
+    assert world.scheduler is not None and world.hypervisor is not None
     template = draft.template_for(vm.template) if vm.template else None
     node = world.scheduler.value.nodes.get(vm.name)
     why = ""
     if template is None or template.state is not TemplateState.READY:
         why = "its template is gone"
-    elif vm.state in (VmState.PARKED, VmState.JOINED) and draft.now - vm.since > pool.max_age:
+    elif too_old(vm, pool, draft.now):
         why = f"it is older than {pool.max_age:g} s"
+    elif (seen := world.hypervisor.value.vms.get(vm.name)) and seen.reason:
+        why = seen.reason
     elif vm.state is VmState.JOINED and world.scheduler.began > vm.since and (not node or node.state is NodeState.DOWN):
         why = f"its node is down: {node.reason}" if node else "its node is gone"
     if why:
@@ -147,10 +144,12 @@ def _refill(draft: Draft, pool: Pool, lacking: int, view: HypervisorView, policy
     if not ready:
         template_on_its_way(draft, rows, hosts, policy, room, "its pool needs it")
         return
-    making = sum(vm.pool is not None and vm.attempt is None and vm.state in _MAKING for vm in draft.vms.values())
+    being_made = Counter(vm.attempt is None for vm in draft.vms.values() if vm.state in _MAKING)
+    turns = policy.provisioning - being_made[False]  # jobs' come first
+    may = max(1, turns // 2) - being_made[True] if turns > 0 else 0
     sizes = {name: spare_size(pool, parents[name], policy) for name in ready}
     claims = {name: spare_claim(pool.depth, size, policy) for name, size in sizes.items()}
-    for _ in range(min(lacking, max(1, policy.provisioning // 2) - making)):
+    for _ in range(min(lacking, may)):
         turn = [
             name
             for name in ready

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -120,6 +121,9 @@ class Draft:
     def __init__(self, rows: Rows, now: float, paced: Mapping[tuple[str, str, CloneKind], float] | None = None) -> None:
         self.now = now
         self.paced = dict(paced or {})  # see `Forecast`, with what this pass makes
+        self.waiting: Counter[tuple[str, str, CloneKind]] = (
+            Counter()
+        )  # clones that wait for it, as admission goes along
         self.site = rows.site
         self.attempts = dict(rows.attempts)
         self.vms = dict(rows.vms)
