@@ -716,6 +716,18 @@ def test_a_vm_that_was_not_made_fails_only_in_a_look_begun_after_its_deadline() 
     assert states(scene) == ["releasing", "planned"], "another is made for it"
 
 
+def test_a_vm_that_is_being_made_is_let_be_until_that_has_ended() -> None:
+    scene = Scene()
+    scene.to_claimed()
+    (vm,) = scene.all_vms()
+    scene.quiet[vm.key] = float("inf")
+    look_at(scene, vm.since + 4 * POLICY.spawn_timeout)
+    assert states(scene) == ["planned"], "a large disk may take as long to copy"
+    scene.ended(vm.key)
+    look_at(scene, scene.clock.time + 1.0)
+    assert states(scene) == ["releasing", "planned"]
+
+
 def test_a_node_that_did_not_register_fails_its_vm_only_in_a_look_begun_after_its_deadline() -> None:
     scene = Scene()
     scene.to_spawning()

@@ -522,7 +522,8 @@ def _step_vm(draft: Draft, vm_id: int, world: World, policy: Policy) -> None:
             draft.move(Change(replace(vm, state=V.PARKED), Event.EXISTS))
         elif seen is not None and dead and began > world.quiet.get(vm.key, vm.since):
             _fail(draft, vm, Event.FAILED, seen.reason or "the VM died while it was made")
-        elif began - vm.since > policy.spawn_timeout:
+        elif began - vm.since > policy.spawn_timeout and began > world.quiet.get(vm.key, 0.0):
+            # Not while it is under way: to copy a large disk may take longer, and that has a time limit of its own.
             _fail(draft, vm, Event.FAILED, f"it was not made within {policy.spawn_timeout:g} s")
         return
     if dead or absent:

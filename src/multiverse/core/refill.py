@@ -116,14 +116,14 @@ def _spent(draft: Draft, vm: Vm, pool: Pool, world: World) -> bool:
     """Release the spare if it is of no use any more, saying why."""
     assert world.scheduler is not None and world.hypervisor is not None
     template = draft.template_for(vm.template) if vm.template else None
-    node = world.scheduler.value.nodes.get(vm.name)
+    node, seen = world.scheduler.value.nodes.get(vm.name), world.hypervisor.value.vms.get(vm.name)
     why = ""
     if template is None or template.state is not TemplateState.READY:
         why = "its template is gone"
     elif too_old(vm, pool, draft.now):
         why = f"it is older than {pool.max_age:g} s"
-    elif (seen := world.hypervisor.value.vms.get(vm.name)) and seen.reason:
-        why = seen.reason
+    elif vm.state in (VmState.PARKED, VmState.JOINED) and seen is not None and seen.reason:
+        why = seen.reason  # a daemon has ended in it
     elif vm.state is VmState.JOINED and world.scheduler.began > vm.since and (not node or node.state is NodeState.DOWN):
         why = f"its node is down: {node.reason}" if node else "its node is gone"
     if why:
