@@ -199,6 +199,20 @@ async def test_a_clone_is_plugged_up_to_its_size(lab: Lab) -> None:
     assert 768 - 80 <= int(audit["memory"]) <= 768
 
 
+async def test_a_spare_that_was_tried_out_is_paused_and_nobody_until_it_is_started(lab: Lab) -> None:
+    spec = dataclasses.replace(lab.spec(), spare=True)
+    stages = await lab.hypervisor.create(spec)
+    assert stages[-1].name == "tried"
+    assert await lab.condition(spec.name) is VmCondition.PARKED
+    before = await lab.hypervisor.measure()
+    await asyncio.sleep(0.3)
+    after = await lab.hypervisor.measure()
+    assert after[spec.name][0] - before[spec.name][0] < 0.05, "it takes no CPU time"
+    assert await lab.hypervisor.create(spec) == []
+    assert "first_byte" in [stage.name for stage in await lab.started(spec)]
+    assert await lab.condition(spec.name) is VmCondition.RUNNING
+
+
 @pytest.mark.parametrize("kind", [pytest.param(CloneKind.FULL, marks=pytest.mark.slow), CloneKind.LINKED])
 async def test_a_clone_that_boots_becomes_someone_too(lab: Lab, kind: CloneKind) -> None:
     spec = lab.spec(kind, Size(2, 384))

@@ -190,7 +190,7 @@ class Effects:
             case EffectKind.CREATE, Vm():
                 vm = subject
                 return await self._hypervisor.create(
-                    VmSpec(vm.name, vm.host, vm.image, vm.kind, vm.size, vm.mac, vm.template)
+                    VmSpec(vm.name, vm.host, vm.image, vm.kind, vm.size, vm.mac, vm.template, vm.pool is Depth.PARKED)
                 )
             case EffectKind.START, Vm():
                 return await self._start(subject)

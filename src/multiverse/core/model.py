@@ -234,7 +234,8 @@ class HypervisorView:
 @dataclass(frozen=True, slots=True)
 class VmSpec:
     """What `create` needs. Nothing of a job is in it: a created VM has no identity. `template` is what it is
-    forked from; None for one that boots from its image."""
+    forked from; None for one that boots from its image. `spare`: made before anybody waits for it, so it may take
+    longer now to be quicker later."""
 
     name: str
     host: str
@@ -243,6 +244,7 @@ class VmSpec:
     size: Size
     mac: str
     template: TemplateKey | None = None
+    spare: bool = False
 
 
 # --- identity --------------------------------------------------------------------------------------

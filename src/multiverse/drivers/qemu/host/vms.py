@@ -160,11 +160,23 @@ class Vms:
             if template is not None:
                 session.restore(template.state)
                 lap("restore")
+                if spec.spare:
+                    self._try_out(session)
+                    lap("tried")
             manifest.write(paths.home, replace(record, phase=Phase.PARKED))
         except BaseException:
             session.close()
             raise
         return session
+
+    @staticmethod
+    def _try_out(session: Session) -> None:
+        """Let a clone that nobody waits for yet wake and say where it is, and stop it there again: then the way from
+        its device to its agent is mapped, and emulation has translated it."""
+        session.monitor.execute("cont")
+        session.channel.send(HELLO, _WAKE_TIMEOUT)
+        session.channel.expect(frozenset({"fork_point"}), _WAKE_TIMEOUT)
+        session.monitor.execute("stop")
 
     @contextmanager
     def _mapped(self, machine: Machine, template: Template | None) -> Iterator[tuple[Machine, list[int]]]:
