@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import sys
 
-import click
 import typer
 
 from multiverse.cli import (
@@ -61,22 +60,31 @@ def _interrupt(_number: int, _frame: object) -> None:
     signal.raise_signal(signal.SIGINT)
 
 
+def _show(error: typer.TyperException) -> None:
+    """Print what is wrong with a command line as typer does, with how to get help."""
+    show = getattr(error, "show", None)
+    if show is not None:
+        show()
+    else:
+        errors.print(error.format_message(), markup=False)
+
+
 def main() -> None:
     """Entry point. Errors for people go to stderr, with the next step; the exit status is 1 then."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup(1) set that
             signal.signal(number, _interrupt)
     try:
-        status = app(standalone_mode=False)
+        status = app(prog_name="multiverse", standalone_mode=False)
     except MultiverseError as error:
         errors.print(f"multiverse: {error.message}", markup=False)
         if error.hint:
             errors.print(f"  next: {error.hint}", markup=False, style="dim")
         sys.exit(1)
-    except click.ClickException as error:
-        error.show()
+    except typer.TyperException as error:  # the command line itself is wrong
+        _show(error)
         sys.exit(error.exit_code)
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except BrokenPipeError:
         sys.stderr.close()
