@@ -371,3 +371,15 @@ def test_hosts_that_lack_memory_are_named() -> None:
     hosts = [host(name, available=1100) for name in ("h1", "h2")]
     told = notes(decided(*both, queued(1), hosts=hosts, claims=[claim_of(one) for one in both], policy=policy))
     assert told == {1: "waiting for memory: h1, h2 must keep 1000 MiB available"}
+
+
+def test_a_template_beside_which_its_own_job_has_no_room_gives_way_to_it() -> None:
+    """Seen in the simulation (troubled 1581, as it then was): it was kept for the very job that it kept out."""
+    large, gang = template(T.READY, size=Size(1, 896)), queued(1, Size(1, 500), nodes=2, kind=CloneKind.AUTO)
+    small = host(memory=2048, can="fork", template_copies=1)
+    held = [Claim(large.key, "h1", template_claim(large.size, small))]
+    assert (Event.DROPPED, large.id) in [
+        (event, row.id) for event, row in templates(decided(large, gang, hosts=[small], claims=held))
+    ]
+    (alone, _) = made(decided(gang, hosts=[small]))
+    assert alone.kind is CloneKind.LINKED

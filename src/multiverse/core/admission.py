@@ -495,6 +495,8 @@ def _wanted(draft: Draft, attempt: Attempt, hosts: Mapping[str, Host], policy: P
     if not _may_fork(attempt, policy):
         return []
     parents = parents_of(draft, attempt, hosts, policy)
+    if not could_ever_fit(attempt.request.size, attempt.request.nodes, parents, hosts, policy):
+        return []  # if it is to run, then by booting, perhaps where such a template is now
     return [template_key(attempt, name, size, policy) for name, size in parents.items()]
 
 
