@@ -57,7 +57,9 @@ def configure(where: Layout, plan: LabPlan) -> Settings:
     _write(where.etc / "plugstack.conf", "")
     _write(where.etc / "cgroup.conf", "CgroupAutomount=no\n")
     _write(where.etc / "mail", f"#!/bin/sh\n{{ echo \"$@\"; cat; }} >> '{where.slurmctld}/mail'\n", 0o755)
-    (where.etc / "site.conf").touch()
+    own = where.etc / "site.conf"
+    if not own.exists() or not own.stat().st_size:  # each of Slurm's commands complains of an empty file
+        _write(own, "# Yours: whatever else this lab's Slurm is to have.\n")
     (where.etc / "site.toml").touch()
     settings = config.load(where.settings)
     install.write(install.render(settings, _site(settings, plan, slurm.pw_uid)), where.etc)
