@@ -176,6 +176,7 @@ def test_what_is_parked_decides_only_if_this_job_can_have_it() -> None:
     ]
     for some in ([], *([one] for one in others), others):
         assert chosen(None, spares=some, policy=POOLED) == chosen(None), some
+    assert chosen(None, spares=[spare(V.PARKED)]) == chosen(None), "no pool of the settings wants it any more"
     assert chosen(spares=[spare(V.PARKED)], policy=POOLED) == Choice(LINKED, "no host can fork its image")
 
 
@@ -215,7 +216,7 @@ def test_a_template_that_is_overdue_is_expected_to_take_as_long_again() -> None:
 def test_a_template_on_its_way_out_is_none_in_the_making() -> None:
     retiring = hand.template(T.RETIRING, since=99.0)
     assert chosen(retiring).why == "no other job wants this image of late: not worth a template"
-    assert chosen(retiring, arrivals={"slim": 1.0}) == replace(chosen(None, arrivals={"slim": 1.0}))
+    assert chosen(retiring, arrivals={"slim": 1.0}) == chosen(None, arrivals={"slim": 1.0})
 
 
 @pytest.mark.parametrize(("arrived", "worth"), [(1.0, False), (1.9, False), (2.0, True), (2.5, True)])

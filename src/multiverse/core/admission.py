@@ -31,7 +31,7 @@ from multiverse.core.model import (
     VmState,
     World,
 )
-from multiverse.core.pacing import Policy, paid, wait_for
+from multiverse.core.pacing import Policy, image_of, paid, wait_for
 from multiverse.core.placement import (
     Room,
     address_of,
@@ -263,10 +263,6 @@ def _earlier_run(draft: Draft, attempt: Attempt) -> str:
 
 def _rank(job: Job | None) -> int:
     return job.rank if job else 1 << 62
-
-
-def image_of(attempt: Attempt, policy: Policy) -> str:
-    return attempt.request.image or policy.image
 
 
 def parents_of(draft: Draft, attempt: Attempt, hosts: Mapping[str, Host], policy: Policy) -> dict[str, Size]:

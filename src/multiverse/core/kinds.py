@@ -23,7 +23,7 @@ from multiverse.core.model import (
     VmState,
     World,
 )
-from multiverse.core.pacing import ARRIVALS_FADE, Policy, wait_for
+from multiverse.core.pacing import ARRIVALS_FADE, Policy, image_of, wait_for
 from multiverse.core.placement import could_ever_fit
 from multiverse.core.pool import fit_to_serve, spares
 from multiverse.core.rows import Draft
@@ -46,7 +46,7 @@ def choose(draft: Draft, attempt: Attempt, templates: Mapping[TemplateKey, Templ
     asked = attempt.request.kind or policy.kind
     if asked is not CloneKind.AUTO:
         return Choice(asked)
-    image = attempt.request.image or policy.image
+    image = image_of(attempt, policy)
     boots = any(CloneKind.LINKED.value in host.abilities for host in hosts.values())
     if not boots:
         return Choice(CloneKind.INSTANT, "no host boots clones")
@@ -55,8 +55,10 @@ def choose(draft: Draft, attempt: Attempt, templates: Mapping[TemplateKey, Templ
     parents = {which.host: which.size for which in templates}
     if not could_ever_fit(attempt.request.size, attempt.request.nodes, parents, hosts, policy):
         return Choice(CloneKind.LINKED, "no host could hold the template beside it")
-    parked = (vm for vm in spares(draft, Depth.PARKED) if vm.state is VmState.PARKED and vm.template in templates)
-    if any(fit_to_serve(vm, draft, world, policy) for vm in parked):
+    if policy.pools and any(
+        vm.state is VmState.PARKED and vm.template in templates and fit_to_serve(vm, draft, world, policy)
+        for vm in spares(draft, Depth.PARKED)
+    ):
         return Choice(CloneKind.INSTANT, "one is parked")
     forecast = world.forecast
     fork, boot = policy.takes(image, CloneKind.INSTANT, forecast), policy.takes(image, CloneKind.LINKED, forecast)
@@ -64,7 +66,7 @@ def choose(draft: Draft, attempt: Attempt, templates: Mapping[TemplateKey, Templ
     ready = [row.host for row in rows if row.state is TemplateState.READY]
     if ready:
         return _of_ready(image, ready, fork, boot, draft, policy)
-    return _without(image, rows, fork, boot, _others(draft, attempt, image, forecast, policy), draft, policy)
+    return _without(attempt, image, rows, fork, boot, draft, forecast, policy)
 
 
 def _of_ready(image: str, ready: list[str], fork: float, boot: float, draft: Draft, policy: Policy) -> Choice:
@@ -84,20 +86,22 @@ def _others(draft: Draft, attempt: Attempt, image: str, forecast: Forecast, poli
     fresh = sum(
         one.request.nodes
         for one in draft.attempts.values()
-        if one.state is AttemptState.QUEUED and one.since >= draft.now and (one.request.image or policy.image) == image
+        if one.state is AttemptState.QUEUED and one.since >= draft.now and image_of(one, policy) == image
     )
     return forecast.arrivals.get(image, 0.0) * ARRIVALS_FADE + fresh - attempt.request.nodes
 
 
-def _without(image: str, rows: list[Template], fork: float, boot: float, others: float, draft: Draft,
-             policy: Policy) -> Choice:  # fmt: skip
+def _without(attempt: Attempt, image: str, rows: list[Template], fork: float, boot: float, draft: Draft,
+             forecast: Forecast, policy: Policy) -> Choice:  # fmt: skip
     """No template is ready."""
     building = [row for row in rows if row.state is TemplateState.BUILDING]
-    broken = [row for row in rows if row.state is TemplateState.BROKEN]
-    if broken and not building:
-        return Choice(CloneKind.LINKED, f"its template is broken on {broken[0].host}", prepare=others >= 1)
-    if not building and others < 1:
-        return Choice(CloneKind.LINKED, "no other job wants this image of late: not worth a template")
+    if not building:
+        worth = _others(draft, attempt, image, forecast, policy) >= 1
+        broken = next((row for row in rows if row.state is TemplateState.BROKEN), None)
+        if broken:
+            return Choice(CloneKind.LINKED, f"its template is broken on {broken.host}", prepare=worth)
+        if not worth:
+            return Choice(CloneKind.LINKED, "no other job wants this image of late: not worth a template")
     # What is overdue is expected to take as long again as it is.
     waits = [abs(row.since + policy.template_seconds - draft.now) for row in building]
     wait = min(waits, default=policy.template_seconds)

@@ -95,6 +95,11 @@ class Policy:
         return self.seconds.get(kind, 0.0) * (sum(seen) / len(seen) if seen else 1.0)
 
 
+def image_of(attempt: Attempt, policy: Policy) -> str:
+    """The image of the attempt's VMs."""
+    return attempt.request.image or policy.image
+
+
 Parent = tuple[str, str, CloneKind]
 """What a pace is kept of: (host, image, kind), which is the template for instant clones."""
 
@@ -133,7 +138,7 @@ class Meter:
 
     def _note_attempt(self, attempt: Attempt, event: Event, now: float) -> None:
         if event is Event.SUBMITTED and attempt.state is AttemptState.QUEUED:
-            image = attempt.request.image or self._policy.image
+            image = image_of(attempt, self._policy)
             self._arrivals[image] = (self._faded(image, now) + attempt.request.nodes, now)
 
     def _note_vm(self, vm: Vm, event: Event, now: float) -> None:
