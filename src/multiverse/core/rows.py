@@ -121,9 +121,7 @@ class Draft:
     def __init__(self, rows: Rows, now: float, paced: Mapping[tuple[str, str, CloneKind], float] | None = None) -> None:
         self.now = now
         self.paced = dict(paced or {})  # see `Forecast`, with what this pass makes
-        self.waiting: Counter[tuple[str, str, CloneKind]] = (
-            Counter()
-        )  # clones that wait for it, as admission goes along
+        self.waiting = Counter[tuple[str, str, CloneKind]]()  # clones that wait for that, as admission goes along
         self.site = rows.site
         self.attempts = dict(rows.attempts)
         self.vms = dict(rows.vms)
