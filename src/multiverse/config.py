@@ -112,6 +112,7 @@ class PoolSettings:
     cpus: int = 1  # of joined ones: the size that their nodes have; parked ones become of any
     memory: int = 512
     max_age: float = 3600.0  # seconds after which a spare is replaced by a fresh one
+    offer: bool = True  # joined ones: whether a job takes one as it is submitted, without waiting at the gate
 
 
 @dataclass(frozen=True)

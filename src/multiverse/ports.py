@@ -68,16 +68,27 @@ class Scheduler(Protocol):
         ...
 
     async def fail(self, node: str, reason: str) -> None:
-        """Set a node DOWN, so that whatever runs there is ended by the scheduler's own rules. A node
+        """Set a node DOWN, so that whatever runs there is ended by the scheduler's own rules, and withdraw it. A node
         that does not exist is as good as down."""
         ...
 
     async def remove(self, node: str) -> None:
-        """Make the scheduler forget a node. `Refused` while a job is on it; absent is success."""
+        """Make the scheduler forget a node, its offer too. `Refused` while a job is on it; absent is success."""
         ...
 
     async def explain(self, job: JobRef, text: str) -> None:
         """Leave one line for the job's user, where the scheduler shows such things."""
+        ...
+
+    async def offer(self, vm: Vm) -> None:
+        """Let one job that comes and fits take this joined spare by itself, tied to it as by `pin`; it waits there
+        until `Hypervisor.introduce`. An offer that was taken or withdrawn never comes again, however often this is
+        said. A scheduler that can offer nothing does nothing: its looks show no offer."""
+        ...
+
+    async def withdraw(self, node: str) -> None:
+        """No job that comes may take it any more, and `offer` is without effect from now on. Nothing to do for one that
+        was taken or never offered: the next look tells."""
         ...
 
     async def membership(self, vm: Vm, attempt: Attempt | None) -> Membership:

@@ -220,6 +220,14 @@ class RecordingScheduler:
     async def explain(self, job: JobRef, text: str) -> None:
         await self._trace.call("scheduler.explain", self._inner.explain(job, text), job=_ref(job), text=text)
 
+    async def offer(self, vm: Vm) -> None:
+        await self._trace.call(
+            "scheduler.offer", self._inner.offer(vm), node=vm.name, image=vm.image, told=plain(vm.told)
+        )
+
+    async def withdraw(self, node: str) -> None:
+        await self._trace.call("scheduler.withdraw", self._inner.withdraw(node), node=node)
+
     async def membership(self, vm: Vm, attempt: Attempt | None) -> Membership:
         features = list(node_features(vm, attempt))
         return await self._trace.call(

@@ -16,6 +16,7 @@ from multiverse.core.model import (
     Attempt,
     AttemptState,
     CloneKind,
+    Depth,
     Identity,
     Job,
     JobRef,
@@ -55,7 +56,7 @@ class Harness(ABC):
         seconds: float = 3600.0,
         *,
         held: bool = False,
-        priority: int = 1000,
+        priority: int | None = None,
         nodes: int = 1,
         name: str = "job",
         lingers: float = 0.0,
@@ -94,8 +95,12 @@ class Harness(ABC):
         """At its end the scheduler has forgotten the jobs that were queued within it: their ids come again."""
 
     @abstractmethod
-    async def join(self, vm: Vm, attempt: Attempt) -> None:
+    async def join(self, vm: Vm, attempt: Attempt | None) -> None:
         """Begin to bring up a node of this VM, with the port's own `membership`."""
+
+    @abstractmethod
+    async def introduce(self, node: str) -> None:
+        """Let it know the user whose jobs these are."""
 
     def address(self, number: int) -> str:
         """One for the node of this serial, with its prefix length."""
@@ -118,10 +123,34 @@ class Harness(ABC):
 
     async def node(self, job: Job, feature: str = "") -> tuple[str, str]:
         """A node for this job, registered: its name and the attempt's feature. `feature`: of the same attempt."""
+        vm = self._vm()
+        attempt = Attempt(
+            int(feature.removeprefix("mv_") or vm.id),
+            1,
+            AttemptState.SPAWNING,
+            0.0,
+            job.ref,
+            job.name,
+            job.uid,
+            job.request or Request(1, vm.told),
+        )
+        await self._joined(replace(vm, attempt=vm.id), attempt)
+        return vm.name, attempt.feature
+
+    async def spare(self) -> Vm:
+        """A node that serves nobody yet, registered."""
+        vm = replace(self._vm(), state=VmState.JOINED, pool=Depth.JOINED)
+        await self._joined(vm, None)
+        return vm
+
+    async def _joined(self, vm: Vm, attempt: Attempt | None) -> None:
+        await self.join(vm, attempt)
+        await self.view(lambda view: vm.name in view.nodes and view.nodes[vm.name].state is NodeState.IDLE)
+
+    def _vm(self) -> Vm:
         self.used += 1
         number = self.base + self.used
-        size = Size(1, 64)
-        vm = Vm(
+        return Vm(
             id=number,
             version=1,
             state=VmState.STARTING,
@@ -131,24 +160,10 @@ class Harness(ABC):
             image="slim",
             kind=CloneKind.INSTANT,
             size=Size(1, 256),
-            told=size,
+            told=Size(1, 64),
             mac=f"02:00:5e:01:00:{number & 255:02x}",
             address=self.address(number),
-            attempt=number,
         )
-        attempt = Attempt(
-            int(feature.removeprefix("mv_") or number),
-            1,
-            AttemptState.SPAWNING,
-            0.0,
-            job.ref,
-            job.name,
-            job.uid,
-            job.request or Request(1, size),
-        )
-        await self.join(vm, attempt)
-        await self.view(lambda view: vm.name in view.nodes and view.nodes[vm.name].state is NodeState.IDLE)
-        return vm.name, attempt.feature
 
     async def running(self, *, lingers: float = 0.0) -> tuple[Job, str]:
         """A job that runs on a node of its own."""
@@ -326,6 +341,65 @@ async def users_are_known_or_gone(h: Harness) -> None:
         await h.scheduler.user(3_999_999)
 
 
+async def an_offer_is_taken_by_a_job_as_it_comes_and_by_one_alone(h: Harness) -> None:
+    vm = await h.spare()
+    await h.scheduler.look()
+    for _ in range(2):
+        await h.scheduler.offer(vm)
+    assert (await h.scheduler.look()).offers[vm.name] is False
+    job = await h.job(await h.submit(seconds=1.0), lambda job: job.state is JobState.RUNNING)
+    assert (job.nodes, job.pinned, job.gated) == ((vm.name,), vm.feature, False)
+    assert (await h.scheduler.look()).offers[vm.name] is True
+    await h.scheduler.offer(vm)
+    await h.scheduler.withdraw(vm.name)
+    assert (await h.scheduler.look()).offers[vm.name] is True, "what is taken stays taken"
+    other = await h.job(await h.submit())
+    assert other.state is JobState.PENDING and other.gated
+    await asyncio.sleep(3.0)
+    assert (await h.job(job.ref.job_id)).state is JobState.RUNNING, "its user is not known yet"
+    await h.introduce(vm.name)
+    await h.scheduler.pin(job.ref, vm.feature, "it took a spare")
+    view = await h.view(lambda view: _over(view, job.ref) and view.nodes[vm.name].state is NodeState.IDLE)
+    assert view.jobs.get(job.ref.job_id) is None or view.jobs[job.ref.job_id].result == "COMPLETED"
+    await h.scheduler.remove(vm.name)
+    assert vm.name not in (await h.scheduler.look()).offers
+
+
+async def what_was_withdrawn_is_not_taken_and_never_offered_again(h: Harness) -> None:
+    vm, other = await h.spare(), await h.spare()
+    await h.scheduler.look()
+    await h.scheduler.offer(vm)
+    await h.scheduler.withdraw(vm.name)
+    await h.scheduler.offer(vm)
+    await h.scheduler.withdraw(other.name)
+    await h.scheduler.offer(other)
+    assert not {vm.name, other.name} & (await h.scheduler.look()).offers.keys()
+    assert (await h.job(await h.submit())).gated
+
+
+async def a_job_that_would_not_start_on_it_takes_no_offer(h: Harness) -> None:
+    vm = await h.spare()
+    await h.scheduler.look()
+    await h.scheduler.offer(vm)
+    for job_id in (await h.submit(held=True), await h.submit(nodes=2), *await h.submit_array(2)):
+        job = await h.job(job_id)
+        assert job.gated and job.pinned is None
+    assert (await h.scheduler.look()).offers[vm.name] is False
+    await h.scheduler.fail(vm.name, "it has failed")
+    assert vm.name not in (await h.scheduler.look()).offers, "nobody may take what is down"
+
+
+async def nobody_takes_an_offer_when_nobody_has_looked_for_long(h: Harness) -> None:
+    vm = await h.spare()
+    await h.scheduler.look()
+    await h.scheduler.offer(vm)
+    await asyncio.sleep(12.5)
+    job_id = await h.submit()
+    assert (await h.job(job_id)).gated
+    again = await h.job(await h.submit())
+    assert again.pinned == vm.feature, "somebody is there again"
+
+
 Check = Callable[[Harness], Awaitable[None]]
 SUITE: tuple[Check, ...] = (
     a_look_is_whole_and_in_order,
@@ -344,6 +418,10 @@ SUITE: tuple[Check, ...] = (
     a_node_that_fails_loses_its_job,
     a_line_is_left_for_the_user,
     users_are_known_or_gone,
+    an_offer_is_taken_by_a_job_as_it_comes_and_by_one_alone,
+    what_was_withdrawn_is_not_taken_and_never_offered_again,
+    a_job_that_would_not_start_on_it_takes_no_offer,
+    nobody_takes_an_offer_when_nobody_has_looked_for_long,
 )
 
 
@@ -360,13 +438,13 @@ class Simulated(Harness):
         seconds: float = 3600.0,
         *,
         held: bool = False,
-        priority: int = 1000,
+        priority: int | None = None,
         nodes: int = 1,
         name: str = "job",
         lingers: float = 0.0,
     ) -> str:
         batch = Batch(
-            name, seconds=seconds, nodes=nodes, size=Size(1, 64), held=held, priority=priority, lingers=lingers
+            name, seconds=seconds, nodes=nodes, size=Size(1, 64), held=held, priority=priority or 1000, lingers=lingers
         )
         return self.world.cluster.submit(batch)
 
@@ -402,12 +480,18 @@ class Simulated(Harness):
         await asyncio.sleep(self.world.settings.cluster.memory[1] + 1.0)
         assert set(jobs) == before
 
-    async def join(self, vm: Vm, attempt: Attempt) -> None:
+    async def introduce(self, node: str) -> None:
+        user = self.world.user(self.uid)
+        assert user is not None
+        await self.hypervisor.introduce(node, user)
+
+    async def join(self, vm: Vm, attempt: Attempt | None) -> None:
         template = TemplateKey(vm.host, vm.image, vm.size)
         await self.hypervisor.prepare(template)
         await self.hypervisor.create(VmSpec(vm.name, vm.host, vm.image, vm.kind, vm.size, vm.mac, template))
         membership = await self.scheduler.membership(vm, attempt)
-        users = tuple(user for uid in self.world.settings.users if (user := self.world.user(uid)))
+        known = self.world.settings.users if attempt is not None else ()
+        users = tuple(user for uid in known if (user := self.world.user(uid)))
         identity = Identity(vm.name, vm.mac, vm.address, "", f"{vm.id:032x}", users, membership=membership)
         await self.hypervisor.start(vm.name, vm.size, identity)
 

@@ -20,6 +20,8 @@ from multiverse.core.model import (
     Vm,
     VmState,
 )
+from multiverse.guest.agent import MOST_WAIT, make_pipe
+from multiverse.guest.protocol import INTRODUCED
 
 SITE = f"t{os.getpid() % 65536:04x}"  # of our own, for two runs at once would share its network namespaces
 
@@ -58,12 +60,15 @@ class FakeGuest:
         self._link = machine.name.replace("mv", "mf", 1)
         self._directory = directory / machine.name
         self._process: asyncio.subprocess.Process | None = None
+        self._introduced: int | None = None
 
     async def start(self, membership: Membership, peers: tuple[tuple[str, str], ...] = ()) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._directory.chmod(0o755)
         for file in membership.files:
-            (self._directory / Path(file.path).name).write_bytes(self._moved(file.path, file.content))
+            path = self._directory / Path(file.path).name
+            path.write_bytes(self._moved(file.path, file.content))
+            path.chmod(file.mode | 0o444)
         hosts = "".join(f"{address} {name}\n" for name, address in peers)
         (self._directory / "hosts").write_text(Path("/etc/hosts").read_text() + hosts)
         _ip("netns", "add", self.name)
@@ -100,12 +105,24 @@ class FakeGuest:
             ):
                 content = content.replace(old.encode(), new.encode())
             (self._directory / "spool").mkdir(exist_ok=True)
+            content = content.replace(b"=/etc/slurm/", f"={self._directory}/".encode())
+        if path.endswith("/multiverse-prolog"):
+            self._introduced = make_pipe(str(self._directory / "introduced"))
+            return content.replace(INTRODUCED.encode(), f"{self._directory}/introduced".encode())
         if path.endswith("/cgroup.conf"):
             version = "v2" if Path("/sys/fs/cgroup/cgroup.controllers").exists() else "v1"
             return f"CgroupPlugin=cgroup/{version}\nCgroupMountpoint=/sys/fs/cgroup\nIgnoreSystemd=yes\n".encode()
         return content
 
+    def introduce(self) -> None:
+        """What the agent does when it is told of a user whom this machine knows anyway."""
+        assert self._introduced is not None
+        os.write(self._introduced, b"\n" * MOST_WAIT)
+
     async def stop(self) -> None:
+        if self._introduced is not None:
+            os.close(self._introduced)
+            self._introduced = None
         if self._process is not None:
             if self._process.returncode is None:
                 self._process.kill()

@@ -45,7 +45,7 @@ class Real(Harness):
         seconds: float = 3600.0,
         *,
         held: bool = False,
-        priority: int = 1000,
+        priority: int | None = None,
         nodes: int = 1,
         name: str = "job",
         lingers: float = 0.0,
@@ -55,7 +55,7 @@ class Real(Harness):
             script = f"trap '' TERM; {script} & while :; do wait; sleep 1; done"
         options = [f"--job-name={name}", f"--nodes={nodes}", *_OPTIONS, *(["--hold"] if held else [])]
         job_id: str = await asyncio.to_thread(self.lab.sbatch, script, *options)
-        if not held:
+        if priority is not None and not held:
             await self._run("scontrol", "update", f"JobId={job_id}", f"Priority={priority}")
         return job_id
 
@@ -127,7 +127,10 @@ class Real(Harness):
         network = ipaddress.IPv4Network(self.lab.settings.network.subnet)
         return f"{network[number]}/{network.prefixlen}"
 
-    async def join(self, vm: Vm, attempt: Attempt) -> None:
+    async def introduce(self, node: str) -> None:
+        next(guest for guest in self.guests if guest.name == node).introduce()
+
+    async def join(self, vm: Vm, attempt: Attempt | None) -> None:
         guest = FakeGuest(self.lab.settings, vm, self.lab.where.root.parent / "fake")
         self.guests.append(guest)
         membership = await self.scheduler.membership(vm, attempt)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +14,7 @@ import pytest
 from multiverse.client import Client
 from multiverse.lab import lifecycle
 from multiverse.lab.plan import Wishes
-from tests.integration.conftest import LabUnderTest
+from tests.integration.conftest import CONTROLLER, LabUnderTest
 from tests.integration.watch import ended, nothing_left, until, written
 
 pytestmark = pytest.mark.integration
@@ -51,6 +54,14 @@ def full(client: Client) -> dict[str, str]:
     return dict(until("both pools are full", ask))
 
 
+def on_offer(lab: LabUnderTest, client: Client, controller: Callable[[], int]) -> dict[str, str]:
+    """The spares, once the joined one is on offer from a controller that would not be started anew now."""
+    controller()
+    found, spares = full(client), lab.settings.slurm.inbox / "spares" / "list"
+    until("it is on offer", lambda: spares.exists() and found["joined"] in spares.read_text())
+    return found
+
+
 DEPTHS = ("parked", "joined")
 
 
@@ -87,6 +98,7 @@ def test_a_job_that_fits_the_joined_one_is_its_user_at_home_there(lab: LabUnderT
     assert (host, user, home, place) == (before["joined"], lab.user.name, str(lab.user.home), str(lab.user.home))
     told = lab.run("scontrol", "show", "job", job).stdout
     assert "AdminComment=instant on" in told and "joined before" in told
+    assert any(entry["event"] == "took a spare" for entry in events(client, job)), "as it was submitted"
     after = full(client)
     assert after["joined"] != before["joined"], "whoever has served a job serves no other"
     assert after["parked"] == before["parked"]
@@ -99,3 +111,66 @@ def test_left_to_us_the_kind_is_chosen_and_the_reason_is_told(lab: LabUnderTest,
     (admitted,) = [entry for entry in events(client, job) if entry["event"] == "admitted"]
     assert "parked before, one is parked" in admitted["reason"]
     assert admitted["reason"] in lab.run("scontrol", "show", "job", job).stdout
+
+
+def test_srun_takes_the_joined_one_too(lab: LabUnderTest, client: Client) -> None:
+    before = full(client)
+    done = lab.run("srun", "--mem=250", "sh", "-c", "hostname; id -un", user=lab.user)
+    assert done.stdout.split() == [before["joined"], lab.user.name]
+
+
+def test_what_waits_at_the_gate_gets_the_joined_one_once_it_is_withdrawn(lab: LabUnderTest, client: Client) -> None:
+    before = full(client)
+    out = lab.user.home / "array.out"
+    job = lab.sbatch("hostname", f"--output={out}", "--mem=250", "--array=7-7")
+    ended(client, f"{job}_7", "done")
+    assert written(out).split() == [before["joined"]]
+    story = {entry["event"] for entry in events(client, f"{job}_7")}
+    assert "taken" in story and "took a spare" not in story
+
+
+def test_a_job_that_came_when_the_controller_had_died_waits_in_its_node_until_that_is_back(
+    lab: LabUnderTest, client: Client, controller: Callable[[], int]
+) -> None:
+    before = on_offer(lab, client, controller)
+    out = lab.user.home / "alone.out"
+    os.kill(controller(), signal.SIGKILL)
+    job = lab.sbatch("hostname; id -un", f"--output={out}", "--mem=250")
+    until("it runs", lambda: state(lab, job) == "RUNNING")
+    time.sleep(1.0)
+    assert state(lab, job) == "RUNNING" and not out.exists(), "its user is not known there yet"
+    controller()
+    ended(client, job, "done")
+    assert written(out).split() == [before["joined"], lab.user.name]
+
+
+def test_no_job_takes_one_when_the_controller_was_stopped(
+    lab: LabUnderTest, client: Client, controller: Callable[[], int]
+) -> None:
+    before = full(client)
+    asyncio.run(CONTROLLER.stop(lab.where))
+    job = lab.sbatch("true", "--output=/dev/null", "--mem=250")
+    shown = lab.run("squeue", "-h", "-a", "-j", job, "-o", "%T %P %f").stdout.split()
+    assert shown == ["PENDING", "vm", "mvgate"]
+    controller()
+    ended(client, job, "done")
+    assert any(entry["event"] == "taken" for entry in events(client, job)), "at the gate"
+    assert full(client)["joined"] != before["joined"]
+
+
+def test_a_job_that_is_cancelled_before_it_was_let_in_leaves_nothing(
+    lab: LabUnderTest, client: Client, controller: Callable[[], int]
+) -> None:
+    before = on_offer(lab, client, controller)
+    os.kill(controller(), signal.SIGKILL)
+    job = lab.sbatch("true", "--output=/dev/null", "--mem=250")
+    until("it runs", lambda: state(lab, job) == "RUNNING")
+    lab.run("scancel", job, user=lab.user)
+    controller()
+    until("it is over", lambda: not state(lab, job))
+    assert full(client)["joined"] != before["joined"], "whoever was taken serves no other"
+
+
+def state(lab: LabUnderTest, job: str) -> str:
+    """Pending, running or completing; nothing of one that is over."""
+    return lab.run("squeue", "-h", "-a", "-j", job, "-t", "PD,R,CG", "-o", "%T", check=False).stdout.strip()

@@ -328,7 +328,7 @@ async def test_submission_and_end_leave_hints(lab: Any, scheduler: SlurmSchedule
         while ("end", job_id) not in seen or ("submit", "") not in seen:
             assert time.monotonic() < deadline, seen
             await asyncio.sleep(0.05)
-        assert not any(lab.settings.slurm.inbox.iterdir())
+        assert not any(path.is_file() for path in lab.settings.slurm.inbox.iterdir())
     finally:
         listening.cancel()
 

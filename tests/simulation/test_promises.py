@@ -20,16 +20,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multiverse.config import HostSettings, PacingSettings, Settings
+from multiverse.config import HostSettings, PacingSettings, PoolSettings, Settings
 from multiverse.controller.loop import Controller
 from multiverse.core import plan
 from multiverse.core.errors import Refused
 from multiverse.core.lifecycle import TABLES, Event
-from multiverse.core.model import Host, SchedulerView, Size, Vm, VmState, World
+from multiverse.core.model import Depth, Host, SchedulerView, Size, Vm, VmState, World
 from multiverse.core.pacing import Policy
 from multiverse.core.rows import Change, Draft
 from multiverse.simulation.cluster import ClusterSettings
 from multiverse.simulation.faults import (
+    Blow,
     Death,
     Fault,
     FaultyHypervisor,
@@ -77,6 +78,7 @@ BY_OTHERS = {
     *(arrow("attempt", state, "restarted", "reclaiming") for state in ("queued", "claimed", "spawning", "spawned")),
     arrow("attempt", "spawned", "pin expired", "reclaiming"),
     arrow("attempt", "spawned", "changed", "reclaiming"),
+    arrow("attempt", "spawned", "noted", "spawned"),
     arrow("attempt", "allocated", "changed", "reclaiming"),  # a launch that slurmctld takes back
 }
 """Arrows that want a moment of their own: the unit tests and the histories of one job walk them."""
@@ -238,13 +240,19 @@ def test_a_guest_that_floods_its_channel_costs_its_own_job_the_writing_back_and_
 
 ONE = Scenario(7, (Arrival(1.0, Batch(seconds=3.0)),))
 GANG = Scenario(7, (Arrival(1.0, Batch(seconds=3.0, nodes=2)),))
+TAKER = Scenario(
+    7,
+    (Arrival(20.0, Batch(seconds=3.0, size=Size(1, 500))),),
+    settings=Settings(pool=(PoolSettings(depth=Depth.JOINED, min=1, memory=500),)),
+)
+"""Of a job that takes a spare by itself, as it is submitted."""
 
 
 def commits(scenario: Scenario) -> range:
     return range(1, keeps_its_promises(scenario).commits + 1)
 
 
-@pytest.mark.parametrize("scenario", [ONE, GANG], ids=["one", "gang"])
+@pytest.mark.parametrize("scenario", [ONE, GANG, TAKER], ids=["one", "gang", "taker"])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_the_controller_dies_at_each_commit(scenario: Scenario, after: bool) -> None:
     for commit in commits(scenario):
@@ -256,10 +264,12 @@ def test_the_controller_dies_at_each_commit(scenario: Scenario, after: bool) -> 
 
 def moments(scenario: Scenario) -> list[float]:
     """Seconds after the submission at which something happened, each a little before and a little after."""
-    at = {round(at - 1.0, 3) for at, _ in keeps_its_promises(scenario).told if at > 1.0}
+    submitted = scenario.arrivals[0].at
+    at = {round(at - submitted, 3) for at, _ in keeps_its_promises(scenario).told if at > submitted}
     return sorted({max(0.0, moment + aside) for moment in at for aside in (-0.002, 0.002)})
 
 
+@pytest.mark.parametrize("scenario", [ONE, TAKER], ids=["one", "taker"])
 @pytest.mark.parametrize(
     ("deeds", "results"),
     [
@@ -271,21 +281,37 @@ def moments(scenario: Scenario) -> list[float]:
     ],
     ids=lambda deeds: "-".join(deeds) if isinstance(deeds, tuple) else "",
 )
-def test_a_user_changes_his_mind_at_each_moment(deeds: tuple[str, ...], results: set[str]) -> None:
-    for moment in moments(ONE):
+def test_a_user_changes_his_mind_at_each_moment(scenario: Scenario, deeds: tuple[str, ...], results: set[str]) -> None:
+    for moment in moments(scenario):
         done = tuple(
             Deed(moment + 15.0 * nth, what, Size(2, 700) if what == "change" else None)  # type: ignore[arg-type]
             for nth, what in enumerate(deeds)
         )
-        outcome = keeps_its_promises(replace(ONE, arrivals=(replace(ONE.arrivals[0], deeds=done),)))
+        outcome = keeps_its_promises(replace(scenario, arrivals=(replace(scenario.arrivals[0], deeds=done),)))
         assert set(outcome.results.values()) <= results, outcome.story()
 
 
-@pytest.mark.parametrize("what", [What.VM_DIES, What.HOST_AWAY, What.CLUSTER_RESTARTS, What.CLUSTER_AWAY])
-def test_something_breaks_at_each_moment(what: What) -> None:
-    for moment in moments(ONE):
-        outcome = keeps_its_promises(replace(ONE, mishaps=(Mishap(moment + 1.0, what, 8.0),)))
+@pytest.mark.parametrize("scenario", [ONE, TAKER], ids=["one", "taker"])
+@pytest.mark.parametrize(
+    "what", [What.VM_DIES, What.HOST_AWAY, What.CLUSTER_RESTARTS, What.CLUSTER_AWAY, What.FLOODS, What.CRASH]
+)
+def test_something_breaks_at_each_moment(what: What, scenario: Scenario) -> None:
+    for moment in moments(scenario):
+        mishap = Mishap(moment + scenario.arrivals[0].at, what, 8.0)
+        outcome = keeps_its_promises(replace(scenario, mishaps=(mishap,)))
         assert set(outcome.results.values()) == {"COMPLETED"}, outcome.story()
+
+
+def test_a_job_takes_the_spare_that_waits_for_it() -> None:
+    outcome = keeps_its_promises(TAKER)
+    assert outcome.arrows[arrow("attempt", "queued", "took a spare", "spawned")] == 1
+
+
+@pytest.mark.parametrize("fault", [Fault.FAILED, Fault.LOST, Fault.CUT, Fault.TWICE])
+def test_whatever_becomes_of_the_introduction_its_job_runs_once(fault: Fault) -> None:
+    for nth in range(1, 4):
+        blows = tuple(Blow(f"hypervisor.introduce mvsimul-1 #{n}", fault, 1.0) for n in range(1, nth + 1))
+        assert set(keeps_its_promises(replace(TAKER, blows=blows)).results.values()) == {"COMPLETED"}
 
 
 # --- more claimed than declared ------------------------------------------------------------------------

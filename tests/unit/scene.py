@@ -26,6 +26,7 @@ from multiverse.core.model import (
     Vm,
     VmCondition,
     VmSeen,
+    VmState,
     World,
 )
 from multiverse.core.pacing import Policy
@@ -169,6 +170,17 @@ class Scene:
         self.ended(attempt.key)
         self.run()
         return self.attempt()
+
+    def fill(self) -> None:
+        """Let the pools be made, as far as they go."""
+        for _ in range(6):
+            self.run()
+            for vm in self.rows.vms.values():
+                self.ended(vm.key)
+                awake = vm.state in (VmState.STARTING, VmState.JOINED)
+                self.seen(vm.name, VmCondition.RUNNING if awake else VmCondition.PARKED)
+                if vm.state is VmState.STARTING:
+                    self.node(vm.name)
 
     def clear(self) -> None:
         """The hosts and the scheduler have forgotten all VMs, and their destruction has ended."""

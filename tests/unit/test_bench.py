@@ -17,7 +17,7 @@ from multiverse.bench import burst as bursts
 from multiverse.bench import density as densities
 from multiverse.bench.arrivals import Arrivals
 from multiverse.bench.density import busy, overcommit
-from multiverse.bench.latency import KINDS, Samples, _stages, plugging, result
+from multiverse.bench.latency import KINDS, Samples, _stages, beside, plugging, result
 from multiverse.bench.stats import excess, percentile, ratio, summary
 from multiverse.cli.bench import kinds_of
 from multiverse.cli.main import app
@@ -79,6 +79,15 @@ def test_an_excess_is_of_medians_and_may_be_nothing() -> None:
     same = excess([1.0, 2.0, 3.0], [1.0, 2.0, 3.0])
     assert same is not None and same.low < 0.0 < same.high
     assert excess([], [1.0]) is None
+
+
+def test_each_kind_is_told_beside_bare_metal() -> None:
+    found = {"joined": Samples([0.6, 0.8, 1.0]), "bare_metal": Samples([0.4, 0.4, 0.4])}
+    (one,) = beside(found)
+    assert one.kind == "joined" and one.ratio is not None and one.excess is not None
+    assert one.ratio.value == pytest.approx(2.0) and one.excess.value == pytest.approx(0.4)
+    assert one.ratio.low < 2.0 < one.ratio.high
+    assert beside({"joined": Samples([0.6])}) == []
 
 
 def test_plugging_is_what_a_larger_clone_takes_beyond_a_small_one() -> None:

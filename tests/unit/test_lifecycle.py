@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from multiverse.core.lifecycle import Effect, EffectKind, effect_of
-from multiverse.core.model import AttemptState, Key, Row, TemplateState, VmState
+from multiverse.core.model import AttemptState, Key, Offer, Row, TemplateState, VmState
 from tests.unit.rows import attempt, template, vm
 from tests.unit.scene import POLICY
 
@@ -37,6 +37,10 @@ EFFECTS: list[tuple[Row, E | None, str]] = [
     (vm(V.PARKED), None, ""),
     (vm(V.STARTING), E.START, ""),
     (vm(V.JOINED), None, ""),
+    (vm(V.JOINED, offer=Offer.CLOSED), None, ""),
+    (vm(V.JOINED, offer=Offer.TAKEN), None, ""),
+    (vm(V.JOINED, offer=Offer.OPEN, attempt=1), None, ""),
+    (vm(V.RELEASING, offer=Offer.OPEN), E.END, ""),
     (vm(V.SERVING, failed=True), None, ""),
     (vm(V.LOST, failed=True, forget=True), None, ""),
     (vm(V.RELEASING), E.END, ""),
@@ -52,6 +56,20 @@ EFFECTS: list[tuple[Row, E | None, str]] = [
 ]
 
 
+ON_OFFER: list[tuple[Row, E]] = [
+    (vm(V.JOINED, offer=Offer.OPEN), E.OFFER),
+    (vm(V.JOINED, offer=Offer.CLOSING), E.WITHDRAW),
+    (vm(V.LOST, offer=Offer.OPEN), E.WITHDRAW),
+    (vm(V.LOST, offer=Offer.CLOSING), E.WITHDRAW),
+]
+
+
+@pytest.mark.parametrize(("row", "kind"), ON_OFFER)
+def test_what_is_on_offer_is_withdrawn_unless_all_is_well_with_it(row: Row, kind: E) -> None:
+    assert effect_of(row) == Effect(kind, row.key)
+    assert effect_of(replace(row, quarantined="somebody has to look at it")) == Effect(E.WITHDRAW, row.key)
+
+
 @pytest.mark.parametrize(("row", "kind", "text"), EFFECTS)
 def test_a_state_permits_one_effect_on_its_own_row_and_none_in_quarantine(row: Row, kind: E | None, text: str) -> None:
     assert effect_of(row) == (Effect(kind, row.key, text) if kind else None)
@@ -60,7 +78,7 @@ def test_a_state_permits_one_effect_on_its_own_row_and_none_in_quarantine(row: R
 
 def test_no_state_is_left_out() -> None:
     assert {row.state for row, _, _ in EFFECTS} == {*A, *V, *T}
-    assert {kind for _, kind, _ in EFFECTS if kind} == set(E)
+    assert {kind for _, kind, _ in EFFECTS if kind} | {kind for _, kind in ON_OFFER} == set(E)
 
 
 def test_rows_of_different_kinds_with_one_number_have_different_keys() -> None:

@@ -22,7 +22,6 @@ from multiverse.core.model import (
     Size,
     TemplateState,
     Vm,
-    VmCondition,
     VmState,
     World,
 )
@@ -35,7 +34,7 @@ from tests.unit.scene import POLICY, Scene, failed
 
 A, V, T = AttemptState, VmState, TemplateState
 PARKED = Pool("slim", Depth.PARKED, 2, 2, Size(1, 512), 100.0)
-JOINED = Pool("slim", Depth.JOINED, 1, 1, Size(1, 512), 100.0)
+JOINED = Pool("slim", Depth.JOINED, 1, 1, Size(1, 512), 100.0, offer=False)  # offers: test_offers
 PARENT = ("h1", "slim", CloneKind.INSTANT)
 
 
@@ -46,14 +45,8 @@ def scene(*pools: Pool, memory: int = 8192, **policy: object) -> Scene:
 
 
 def fill(s: Scene) -> list[Vm]:
-    """Let the pools be made, as far as they go."""
-    for _ in range(6):
-        s.run()
-        for vm in s.rows.vms.values():
-            s.ended(vm.key)
-            s.seen(vm.name, VmCondition.RUNNING if vm.state in (V.STARTING, V.JOINED) else VmCondition.PARKED)
-            if vm.state is V.STARTING:
-                s.node(vm.name)
+    """The spares, once the pools are as full as they get."""
+    s.fill()
     return spare(s)
 
 

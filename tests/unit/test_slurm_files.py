@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import subprocess
 import time
@@ -13,11 +14,14 @@ import pytest
 
 from multiverse.config import Settings, SlurmSettings
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Stale, Unknown
-from multiverse.core.model import CloneKind, Size, Vm, VmState
+from multiverse.core.model import AttemptState, CloneKind, Size, Vm, VmState
 from multiverse.drivers.slurm import conf, install, membership
 from multiverse.drivers.slurm.command import meaning
 from multiverse.drivers.slurm.inbox import Hint, hints, take
 from multiverse.drivers.slurm.reread import _cells
+from multiverse.guest import agent
+from multiverse.guest.protocol import INTRODUCED
+from tests.unit import rows as hand
 
 SITE_CONF = """\
 # the site's
@@ -113,6 +117,50 @@ def test_membership_of_a_pooled_vm(site: Settings, tmp_path: Path) -> None:
     files = {file.path: file for file in membership.membership(own, VM, None).files}
     assert files["/etc/slurm/cgroup.conf"].content == b"CgroupPlugin=disabled\n"
     assert b"head(10.9.9.9)" in files["/etc/slurm/slurm.conf"].content
+
+
+def test_a_job_that_took_a_spare_waits_there_for_its_user_and_no_other_does(site: Settings, tmp_path: Path) -> None:
+    files = {file.path: file for file in membership.membership(site, VM, None).files}
+    assert b"\nProlog=/etc/slurm/multiverse-prolog\n" in files["/etc/slurm/slurm.conf"].content
+    assert (files["/etc/slurm/multiverse-prolog"].mode, agent.INTRODUCED) == (0o755, INTRODUCED)
+    pipe = tmp_path / "pipe"
+    waiting = files["/etc/slurm/multiverse-prolog"].content.replace(INTRODUCED.encode(), str(pipe).encode())
+    descriptor = agent.make_pipe(str(pipe))
+    with subprocess.Popen(["sh", "-c", waiting]) as job:
+        with pytest.raises(subprocess.TimeoutExpired):
+            job.wait(0.3)
+        os.write(descriptor, b"\n" * agent.MOST_WAIT)
+        assert job.wait(10.0) == 0
+    os.close(descriptor)
+    attempt = hand.attempt(AttemptState.SPAWNING)
+    files = {file.path: file for file in membership.membership(site, VM, attempt).files}
+    assert "/etc/slurm/multiverse-prolog" not in files and b"Prolog=" not in files["/etc/slurm/slurm.conf"].content
+
+
+def test_with_a_slurm_conf_of_the_sites_own_in_guests_no_job_would_wait(site: Settings, tmp_path: Path) -> None:
+    assert membership.may_be_offered(site, VM)
+    own = replace(site, slurm=replace(site.slurm, guest_conf=tmp_path / "guest"))
+    (tmp_path / "guest").mkdir()
+    assert membership.may_be_offered(own, VM)
+    (tmp_path / "guest" / "slurm.conf").write_text("ClusterName=own\n")
+    assert not membership.may_be_offered(own, VM)
+
+
+@pytest.mark.parametrize(
+    ("line", "may"),
+    [
+        ("MaxMemPerCPU=150", True),
+        ("MaxMemPerCPU=149", False),
+        ("MaxMemPerCPU=UNLIMITED", True),
+        ("LaunchParameters=use_interactive_step", True),
+        ("LaunchParameters=Disable_Send_Gids,slurmstepd_memlock", False),
+    ],
+)
+def test_nor_is_a_spare_offered_where_slurm_would_change_the_job_or_ask_for_its_user(
+    site: Settings, line: str, may: bool
+) -> None:
+    site.slurm.conf.write_text(SITE_CONF + line + "\n")
+    assert membership.may_be_offered(site, VM) == may
 
 
 def test_membership_without_a_key_is_broken(site: Settings) -> None:
@@ -223,6 +271,106 @@ def test_the_submit_script(site: Settings, tmp_path: Path, fields: str, answer: 
     done = subprocess.run([lua, "-"], input=program, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert answer in done.stdout
     assert ("error multiverse: " in done.stdout) == (FAILED in answer)
+
+
+SPARES = """\
+mvab-1 mv_v1 warm 0 0 1 300 0
+mvab-2 mv_v2 slim 1 1 1 300 500
+mvab-3 mv_v3 slim 1 1 2 900 0
+"""
+
+
+@pytest.mark.skipif(_lua() is None, reason="no Lua here; the integration tests run the script in slurmctld")
+@pytest.mark.parametrize(
+    ("fields", "feature"),
+    [
+        ("min_cpus = 1", "mv_v2"),
+        ("min_cpus = 1, features = 'slim'", "slim&mv_v2"),
+        ("min_cpus = 1, features = 'slim&auto'", "slim&auto&mv_v2"),
+        ("min_cpus = 1, features = 'instant'", "instant&mv_v2"),
+        ("min_cpus = 1, features = 'warm&instant'", "warm&instant&mv_v1"),
+        ("min_cpus = 1, features = 'warm'", "warm&mvgate"),  # its kind is left to a site that makes others
+        ("min_cpus = 1, features = 'full'", "full&mvgate"),
+        ("min_cpus = 1, features = 'slim&linked'", "slim&linked&mvgate"),
+        ("min_cpus = 1, min_mem_per_node = 300", "mv_v2"),
+        ("min_cpus = 1, min_mem_per_node = 301", "mvgate"),
+        ("min_cpus = 1, pn_min_tmp_disk = 500", "mv_v2"),
+        ("min_cpus = 1, pn_min_tmp_disk = 501", "mvgate"),
+        ("min_cpus = 2, num_tasks = 2", "mv_v3"),
+        ("min_cpus = 2, cpus_per_task = 2, min_mem_per_cpu = 450", "mv_v3"),
+        ("min_cpus = 2, cpus_per_task = 2, min_mem_per_cpu = 451", "mvgate"),
+        ("min_cpus = 2, min_nodes = 2", "mvgate"),
+        ("min_cpus = 1, priority = 0", "mvgate"),
+        ("min_cpus = 1, priority = 4294967294, begin_time = 0, dependency = ''", "mv_v2"),
+        ("min_cpus = 1, begin_time = os.time() + 60", "mvgate"),
+        ("min_cpus = 1, begin_time = os.time() - 60", "mv_v2"),
+        ("min_cpus = 1, dependency = 'afterok:7'", "mvgate"),
+        ("min_cpus = 1, array_inx = '1-2'", "mvgate"),
+        ("min_cpus = 1, licenses = 'matlab:1'", "mvgate"),
+        ("min_cpus = 1, features = 'instant&auto'", "instant&auto&mvgate"),
+    ],
+)
+def test_the_submit_script_takes_a_spare_that_fits(site: Settings, tmp_path: Path, fields: str, feature: str) -> None:
+    spares = _spares(site, tmp_path, int(time.time()) + 10)
+    said = _submitted(tmp_path, fields)
+    assert f"|0|{feature}|" in said
+    spare = feature.rpartition("&")[2] if "mv_v" in feature else ""
+    taken = sorted(path.name for path in spares.glob("taken.*"))
+    assert taken == ([f"taken.mvab-{spare[-1]}"] if spare else [])
+    assert len(list(spares.glob("open.*"))) == 3 - len(taken)
+
+
+@pytest.mark.skipif(_lua() is None, reason="no Lua here; the integration tests run the script in slurmctld")
+def test_the_submit_script_takes_each_spare_once_and_none_of_an_old_list(site: Settings, tmp_path: Path) -> None:
+    spares = _spares(site, tmp_path, int(time.time()) + 10)
+    assert "|0|mv_v2|" in _submitted(tmp_path, "min_cpus = 1")
+    assert "|0|mvgate|" in _submitted(tmp_path, "min_cpus = 1"), "though the list names it yet"
+    (spares / "taken.mvab-2").rename(spares / "open.mvab-2")
+    for text in (f"{int(time.time()) - 1}\n{SPARES}", "", "soon\nmv_v2\n", f"{int(time.time()) + 10}\nmv_v2 slim\n"):
+        (spares / "list").write_text(text)
+        assert "|0|mvgate|" in _submitted(tmp_path, "min_cpus = 1")
+
+
+@pytest.mark.skipif(_lua() is None, reason="no Lua here; the integration tests run the script in slurmctld")
+@pytest.mark.parametrize(
+    ("partitions", "feature"),
+    [
+        ("gate = { state_up = 3, max_time = 60 }, run = { state_up = 3, max_time = 60 }", "mv_v2"),
+        ("gate = { state_up = 1 }, run = { state_up = 3 }", "mvgate"),  # closed for jobs that start
+        ("gate = { state_up = 3 }, run = { state_up = 1 }", "mvgate"),
+        ("gate = { state_up = 3, allow_groups = 'staff' }, run = { state_up = 3 }", "mvgate"),
+        ("gate = { state_up = 3 }, run = { state_up = 3, qos = 'short' }", "mvgate"),
+        ("gate = { state_up = 3 }", "mvgate"),  # nor may he see where jobs run
+        ("gate = { state_up = 3, max_mem_per_cpu = 100 }, run = { state_up = 3, max_mem_per_cpu = 100 }", "mvgate"),
+        ("gate = { state_up = 3, max_mem_per_cpu = 150 }, run = { state_up = 3, max_mem_per_cpu = 150 }", "mv_v2"),
+    ],
+)
+def test_no_job_passes_by_a_gate_that_is_closed_or_has_rules_of_its_own(
+    site: Settings, tmp_path: Path, partitions: str, feature: str
+) -> None:
+    _spares(site, tmp_path, int(time.time()) + 10)
+    assert f"|0|{feature}|" in _submitted(tmp_path, "min_cpus = 1", f"local p = {{ {partitions} }}")
+
+
+def _spares(site: Settings, tmp_path: Path, until: int) -> Path:
+    install.write(rendered(site), tmp_path)
+    install.make_inbox(tmp_path / "inbox", 0)
+    spares = tmp_path / "inbox" / "spares"
+    spares.mkdir()
+    (spares / "list").write_text(f"{until}\n{SPARES}")
+    for number in (1, 2, 3):
+        (spares / f"open.mvab-{number}").touch()
+    return spares
+
+
+def _submitted(tmp_path: Path, fields: str, partitions: str = "local p = { gate = OPEN, run = OPEN }") -> str:
+    lua = _lua()
+    assert lua
+    parts = "local parts = { vm = p.gate, vmrun = p.run }\nif parts.vm then parts.vm.flag_default = 1 end"
+    usual = "local parts = { vm = { flag_default = 1 }, other = { flag_default = 0 } }"
+    program = LUA.replace(usual, f"local OPEN = {{ state_up = 3 }}\n{partitions}\n{parts}")
+    program %= f"user_id = 1000, {fields}"
+    return subprocess.run([lua, "-"], input=program, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
 
 
 # A site's own rules beside ours, in both functions; its head is that of the script that we install.

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from multiverse.bench.stats import Estimate, Summary, excess, percentile, summary
+from multiverse.bench.stats import Estimate, Summary, excess, percentile, ratio, summary
 from multiverse.client import Client
 from multiverse.core.errors import Broken
 from multiverse.lab.session import Session
@@ -254,6 +254,27 @@ def plugging(found: Mapping[str, Samples]) -> dict[str, Estimate | None]:
         "first_byte": excess(more.first_byte, less.first_byte),
         "node_idle": excess(more.node_idle, less.node_idle),
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """How a kind's median from submission to start compares with that of bare metal: times as long, seconds more."""
+
+    kind: str
+    ratio: Estimate | None
+    excess: Estimate | None
+
+
+def beside(found: Mapping[str, Samples], base: str = "bare_metal") -> list[Beside]:
+    """Each kind beside the machine itself; nothing unless that was measured."""
+    if base not in found:
+        return []
+    less = found[base].submit_to_start
+    return [
+        Beside(name, ratio(one.submit_to_start, less), excess(one.submit_to_start, less))
+        for name, one in found.items()
+        if name != base
+    ]
 
 
 def _median(samples: Sequence[float]) -> float | None:

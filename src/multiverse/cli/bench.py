@@ -107,6 +107,7 @@ async def _latency(
         "note": "every kind goes through Slurm from submission to end; cpu_s and memory are taken at the script's "
         "first instruction",
         "kinds": {name: asdict(latency.result(one)) for name, one in samples.items()},
+        "beside": [asdict(one) for one in latency.beside(samples)],
         "plugging": {name: one and asdict(one) for name, one in latency.plugging(samples).items()},
     }
 
@@ -152,15 +153,16 @@ def _print(found: dict[str, Any]) -> None:
             for name, one in adds.items()
         )
         console.print(f"plugging a CPU and memory adds, medians with 95 %: {told}", markup=False)
-    bare = found["kinds"].get("bare_metal")
-    if bare:
-        base = bare["submit_to_start"]["p50"]
-        ratios = ", ".join(
-            f"{name} {one['submit_to_start']['p50'] / base:.1f}×"
-            for name, one in found["kinds"].items()
-            if name != "bare_metal"
-        )
-        console.print(f"beside bare metal's {base:.2f} s: {ratios}", markup=False)
+    if found["beside"]:
+        base = found["kinds"]["bare_metal"]["submit_to_start"]["p50"]
+        console.print(f"beside bare metal's {base:.2f} s, medians with 95 %:", markup=False)
+        for one in found["beside"]:
+            times, more = Estimate(**one["ratio"]), Estimate(**one["excess"])
+            console.print(
+                f"  {one['kind']:<12}{times.value:.2f}× ({times.low:.2f}–{times.high:.2f}), "
+                f"{more.value:+.2f} s ({more.low:+.2f} to {more.high:+.2f})",
+                markup=False,
+            )
 
 
 def _p50(one: dict[str, Any] | None) -> float | None:

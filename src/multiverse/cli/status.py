@@ -44,7 +44,8 @@ def _show(found: Mapping[str, Any]) -> None:
     for pool in found["pools"]:
         size = f" of {pool['cpus']} CPU, {render.memory(pool['memory'])}" if pool["cpus"] else ""
         making = f", {pool['making']} in the making" if pool["making"] else ""
-        _line("pool", f"{pool['ready']} of {pool['wanted']} {pool['depth']} {pool['image']}{size}{making}"
+        offered = f", {pool['offered']} on offer" if pool["offered"] else ""
+        _line("pool", f"{pool['ready']} of {pool['wanted']} {pool['depth']} {pool['image']}{size}{offered}{making}"
               f" ({pool['least']} to {pool['most']} by the arrival rate)")  # fmt: skip
     render.console.print()
     if not found["troubles"]:

@@ -194,6 +194,10 @@ class Effects:
                 )
             case EffectKind.START, Vm():
                 return await self._start(subject)
+            case EffectKind.OFFER, Vm():
+                await self._scheduler.offer(subject)
+            case EffectKind.WITHDRAW, Vm():
+                await self._scheduler.withdraw(subject.name)
             case ((EffectKind.END | EffectKind.RELEASE), Vm()):
                 if subject.failed:
                     await self._scheduler.fail(subject.name, "multiverse: its VM is gone")

@@ -34,7 +34,7 @@ UNCOMMITTED = 1.0
 """Seconds until a pass that was not committed is tried again: whatever is due stays due, and must not make us spin."""
 
 _SCHEDULER_EFFECTS = (EffectKind.GATE, EffectKind.PIN, EffectKind.REQUEUE, EffectKind.REVOKE, EffectKind.START)
-
+_LOOKED_FOR = (EffectKind.WITHDRAW, EffectKind.END, EffectKind.RELEASE)
 
 _AWAITED_OF_VMS = (VmState.STARTING, VmState.RELEASING)
 _AWAITED_OF_ATTEMPTS = (AttemptState.SPAWNED, AttemptState.RECLAIMING)
@@ -62,7 +62,15 @@ def policy_of(settings: Settings) -> Policy:
         replacements=p.replacements,
         attempts=p.attempts,
         pools=tuple(
-            Pool(pool.image, pool.depth, pool.min, pool.max or pool.min, Size(pool.cpus, pool.memory), pool.max_age)
+            Pool(
+                pool.image,
+                pool.depth,
+                pool.min,
+                pool.max or pool.min,
+                Size(pool.cpus, pool.memory),
+                pool.max_age,
+                pool.offer,
+            )
             for pool in s.pool
         ),
         rates={
@@ -240,8 +248,8 @@ class Controller:
     def _effect_ended(self, done: Done) -> None:
         self._inbox.append(done)
         self.effects_ended[str(done.kind), type(done.error).__name__.lower() if done.error else "done"] += 1
-        if done.key.kind != "attempt":
+        if done.key.kind != "attempt" or done.kind is EffectKind.PIN:
             self.hypervisor.poke()
-        if done.kind in _SCHEDULER_EFFECTS or done.kind in (EffectKind.END, EffectKind.RELEASE):
+        if done.kind in _SCHEDULER_EFFECTS or done.kind in _LOOKED_FOR:
             self.scheduler.poke(burst=done.kind in _SCHEDULER_EFFECTS)
         self._wake.set()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from enum import StrEnum
 
 from multiverse.core.kinds import Choice, choose
 from multiverse.core.lifecycle import Event
@@ -22,6 +23,7 @@ from multiverse.core.model import (
     HypervisorView,
     Job,
     Key,
+    Offer,
     SchedulerView,
     Size,
     Template,
@@ -46,17 +48,33 @@ from multiverse.core.placement import (
     vm_size,
     yet_to_come,
 )
-from multiverse.core.pool import give_back, is_parked_spare, is_spare, joined_for, make_way, parked_for
+from multiverse.core.pool import (
+    give_back,
+    is_parked_spare,
+    is_spare,
+    joined_for,
+    make_way,
+    parked_for,
+    withdraw,
+)
 from multiverse.core.rows import Change, Draft, at_worst_one
 
 PROVISIONING = (VmState.PLANNED, VmState.PARKED, VmState.STARTING)
 
 
-def admit(draft: Draft, world: World, policy: Policy) -> bool:
-    """Plan the admission of whatever may start now. Needs both sources; with one unknown, all wait. True if jobs
-    wait for room or for a turn."""
+class Crowd(StrEnum):
+    """What jobs wait for that might start otherwise: nothing for those that have not come yet may be in their way."""
+
+    NONE = ""
+    TURN = "turn"  # as many VMs as may be made at once are being made, or the room that it needs is being left
+    ROOM = "room"  # or an address
+
+
+def admit(draft: Draft, world: World, policy: Policy) -> Crowd:
+    """Plan the admission of whatever may start now. Needs both sources; with one unknown, all wait. Says what jobs
+    wait for."""
     if world.scheduler is None or world.hypervisor is None:
-        return True
+        return Crowd.TURN
     draft.waiting.clear()  # each round of a pass decides anew
     jobs, view = world.scheduler.value.jobs, world.hypervisor.value
     hosts, room = view.hosts, room_of(draft, view, policy)
@@ -65,10 +83,18 @@ def admit(draft: Draft, world: World, policy: Policy) -> bool:
         key=lambda a: (_rank(jobs.get(a.job.job_id)), a.id),
     )
     left = _limits_left(draft, world.scheduler.value)
-    blocked = ""
+    promised: set[int] = set()  # spares that jobs wait for until they are withdrawn from others
+    blocked, crowd = "", Crowd.NONE
 
     def room_without(gone: Collection[Key]) -> Room:
         return room_of(draft, view, policy, without=gone)
+
+    def clear_the_way(attempt: Attempt, count: int, claims: Mapping[str, Size]) -> Crowd:
+        """What the first in the queue waits for: if spares that give way are enough, only until they are gone."""
+        if make_way(draft, image_of(attempt, policy), count, claims, room_without):
+            return Crowd.TURN
+        _make_way(draft, attempt, queue, hosts, policy)
+        return Crowd.ROOM
 
     for attempt in queue:
         with at_worst_one(draft, attempt.key):
@@ -98,11 +124,14 @@ def admit(draft: Draft, world: World, policy: Policy) -> bool:
             if blocked:
                 _tell(draft, attempt, blocked, policy)
                 continue
-            if _take_joined(draft, attempt, world, policy):
+            spare = _joined_for(draft, attempt, promised, world, policy)
+            if spare is not None:
                 left.subtract(dict(job.uses))
+                _take_joined(draft, attempt, spare, promised, policy)
                 continue
             starting = sum(vm.state in PROVISIONING and not is_parked_spare(vm) for vm in draft.vms.values())
             if starting and starting + nodes > policy.provisioning:
+                crowd = Crowd.TURN
                 blocked = "waiting for a turn: as many VMs as may be made at once are being made"
                 _tell(draft, attempt, blocked, policy)
                 continue
@@ -113,8 +142,7 @@ def admit(draft: Draft, world: World, policy: Policy) -> bool:
                     blocked = why = f"waiting for capacity: no host has room for the template of image {image}"
                     able = able_hosts(attempt, choice.kind, hosts, policy)
                     template_claims = {name: template_claim(parents[name], hosts[name]) for name in able}
-                    if not make_way(draft, image, 1, template_claims, room_without):
-                        _make_way(draft, attempt, queue, hosts, policy)
+                    crowd = clear_the_way(attempt, 1, template_claims)
                 _tell(draft, attempt, why, policy)
                 continue
             claims = vm_claims(told, {name: parents[name] for name in among}, policy)
@@ -131,18 +159,18 @@ def admit(draft: Draft, world: World, policy: Policy) -> bool:
                     blocked = why = _spread(draft, attempt, choice, hosts, parents, policy, room) or _full(
                         room, claims, policy
                     )
-                    if not make_way(draft, image_of(attempt, policy), nodes, claims, room_without):
-                        _make_way(draft, attempt, queue, hosts, policy)
+                    crowd = clear_the_way(attempt, nodes, claims)
                 _tell(draft, attempt, why, policy)
                 continue
             vms = plan_vms(draft, attempt, choice.kind, chosen, parents, policy)
             if vms is None:
+                crowd = Crowd.ROOM
                 blocked = "waiting for a free address"
                 _tell(draft, attempt, blocked, policy)
                 continue
             _admit(draft, attempt, choice, [vm for vm, _ in parked], vms, policy)
             left.subtract(dict(job.uses))
-    return bool(blocked)
+    return crowd
 
 
 def settle(
@@ -164,16 +192,22 @@ def _may_fork(attempt: Attempt, policy: Policy) -> bool:
     return (attempt.request.kind or policy.kind) in (CloneKind.INSTANT, CloneKind.AUTO)
 
 
-def _take_joined(draft: Draft, attempt: Attempt, world: World, policy: Policy) -> bool:
-    """Admit it at once to a node that is there already, if one fits and it may be an instant clone."""
+def _joined_for(draft: Draft, attempt: Attempt, promised: Collection[int], world: World, policy: Policy) -> Vm | None:
+    """A node that is there already, if one fits that is `promised` to no other and it may be an instant clone."""
     if not policy.pools or not _may_fork(attempt, policy):
-        return False
-    vm = joined_for(draft, attempt, image_of(attempt, policy), world, policy)
-    if vm is None:
-        return False
+        return None
+    return joined_for(draft, attempt, image_of(attempt, policy), world, policy, promised)
+
+
+def _take_joined(draft: Draft, attempt: Attempt, vm: Vm, promised: set[int], policy: Policy) -> None:
+    """Admit it at once to a node that is there already; if that is on offer, withdraw it from those that come first."""
+    if vm.offer in (Offer.OPEN, Offer.CLOSING):
+        promised.add(vm.id)
+        if vm.offer is Offer.OPEN:
+            withdraw(draft, vm, f"job {attempt.job.job_id} is to have it")
+        return
     taken = replace(vm, attempt=attempt.id)
     _admit(draft, replace(attempt, pin=vm.feature), Choice(CloneKind.INSTANT), [taken], [], policy)
-    return True
 
 
 def _admit(draft: Draft, attempt: Attempt, choice: Choice, taken: list[Vm], made: list[Vm], policy: Policy) -> None:

@@ -15,6 +15,7 @@ from multiverse.core.model import (
     Attempt,
     AttemptState,
     Key,
+    Offer,
     Row,
     RowKind,
     Template,
@@ -34,6 +35,7 @@ class Event(StrEnum):
     SUBMITTED = "submitted"
     NOTED = "noted"  # same state, something about it was learnt
     ADMITTED = "admitted"
+    TOOK = "took a spare"  # by itself, as it was submitted
     IMPOSSIBLE = "impossible"
     MADE = "made"
     REPLACED = "replaced"
@@ -90,6 +92,7 @@ _LIVE = (*_EARLY, A.ALLOCATED)
 ATTEMPT: tuple[Transition, ...] = (
     *_arrows([None], Event.SUBMITTED, A.QUEUED),
     *_arrows([A.QUEUED], Event.ADMITTED, A.CLAIMED),
+    *_arrows([A.QUEUED], Event.TOOK, A.SPAWNED),
     *_arrows([A.CLAIMED], Event.MADE, A.SPAWNING),
     *_arrows([A.SPAWNING], Event.ALL_JOINED, A.SPAWNED),
     *_arrows([A.SPAWNED], Event.RUNS, A.ALLOCATED),
@@ -102,7 +105,7 @@ ATTEMPT: tuple[Transition, ...] = (
     *_arrows([A.CLAIMED, A.SPAWNING, A.SPAWNED, A.ALLOCATED], Event.CHANGED, A.RECLAIMING),
     *_arrows([A.RECLAIMING], Event.RECLAIMED, A.DONE, A.CANCELLED, A.REQUEUED, A.REVOKED, A.FAILED),
     *(Transition(s, Event.REPLACED, s) for s in (A.CLAIMED, A.SPAWNING)),
-    *(Transition(s, Event.NOTED, s) for s in (A.QUEUED, A.RECLAIMING)),
+    *(Transition(s, Event.NOTED, s) for s in (A.QUEUED, A.SPAWNED, A.RECLAIMING)),
     *(Transition(s, event, s) for s in (*_LIVE, A.RECLAIMING) for event in _OF_ANY),
 )
 
@@ -155,6 +158,8 @@ class EffectKind(StrEnum):
     REVOKE = "revoke"
     CREATE = "create"
     START = "start"
+    OFFER = "offer"
+    WITHDRAW = "withdraw"
     END = "end"  # set the node DOWN if it must be, and destroy the VM
     RELEASE = "release"  # the same, and delete the node
     BUILD = "build"
@@ -170,10 +175,19 @@ class Effect:
     text: str = ""
 
 
+def _on_offer(row: Row) -> bool:
+    """Whether a job may come and take it by itself."""
+    match row:
+        case Vm(state=V.JOINED | V.LOST, attempt=None, offer=Offer.OPEN | Offer.CLOSING):
+            return True
+        case _:
+            return False
+
+
 def effect_of(row: Row) -> Effect | None:
     """What the row's state permits. Derived, never stored."""
     if row.quarantined:
-        return None
+        return Effect(EffectKind.WITHDRAW, row.key) if _on_offer(row) else None  # no job may come to it either
     match row:
         case Attempt(state=A.QUEUED, stray=True):
             return Effect(EffectKind.REQUEUE, row.key)
@@ -191,6 +205,10 @@ def effect_of(row: Row) -> Effect | None:
             return Effect(EffectKind.CREATE, row.key)
         case Vm(state=V.STARTING):
             return Effect(EffectKind.START, row.key)
+        case Vm(state=V.JOINED, attempt=None, offer=Offer.OPEN):
+            return Effect(EffectKind.OFFER, row.key)
+        case Vm() if _on_offer(row):
+            return Effect(EffectKind.WITHDRAW, row.key)
         case Vm(state=V.RELEASING, forget=forget):
             return Effect(EffectKind.RELEASE if forget else EffectKind.END, row.key)
         case Template(state=T.BUILDING):

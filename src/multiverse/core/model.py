@@ -31,6 +31,15 @@ class Depth(StrEnum):
     JOINED = "joined"  # an idle node of one size
 
 
+class Offer(StrEnum):
+    """How it stands with a joined spare that jobs may take by themselves, as they are submitted."""
+
+    OPEN = "open"
+    TAKEN = "taken"  # by a submission: its job is on its way, unless it was refused after that
+    CLOSING = "closing"  # being withdrawn: it may be taken yet
+    CLOSED = "closed"  # withdrawn, and nobody took it; it is never offered again
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Size:
     """How large a VM or a request is. `disk` 0 means the image's own size."""
@@ -132,11 +141,13 @@ class Node:
 @dataclass(frozen=True, slots=True)
 class SchedulerView:
     """One look. `jobs` by job id, `nodes` by name. Ended jobs may be missing or shown as ended. `limits`
-    is how much more each lets run, beside all that runs or ran when the jobs were looked at."""
+    is how much more each lets run, beside all that runs or ran when the jobs were looked at. `offers` are the names
+    of the nodes that jobs may take by themselves, and of those that were taken: True."""
 
     jobs: Mapping[str, Job] = field(default_factory=lambda: MappingProxyType({}))
     nodes: Mapping[str, Node] = field(default_factory=lambda: MappingProxyType({}))
     limits: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    offers: Mapping[str, bool] = field(default_factory=lambda: MappingProxyType({}))
 
 
 # --- the hypervisor's side -------------------------------------------------------------------------
@@ -178,7 +189,8 @@ class VmCondition(StrEnum):
 @dataclass(frozen=True, slots=True)
 class VmSeen:
     """A VM as its host sees it. Memory in MiB (0: not measured), a few seconds old at most: `private` goes when the
-    VM ends; `shared` is what it maps of its template and of programs, whole, however many map it too."""
+    VM ends; `shared` is what it maps of its template and of programs, whole, however many map it too. `introduced` are
+    the users that its guest was told of after its start."""
 
     name: str
     host: str
@@ -187,6 +199,7 @@ class VmSeen:
     cpu_s: float = 0.0
     private: float = 0.0
     shared: float = 0.0
+    introduced: tuple[int, ...] = ()
 
 
 class TemplateCondition(StrEnum):
@@ -419,7 +432,8 @@ class Vm:
     `forget` says that no job was seen on its node since it was ended: only then may the node be deleted.
     `fenced` says that an operator vouched for its host being off: it counts as ended, though nobody saw it.
     `parent` is the size of the template that it is forked from, None if it boots from its image, and `account`
-    whose template that is.
+    whose template that is. A joined spare's `offer` stands so since `offered`; `unwanted` is why it is to be released
+    once it is closed.
     """
 
     id: int  # the serial
@@ -443,6 +457,9 @@ class Vm:
     parent: Size | None = None
     account: str = ""
     pool: Depth | None = None
+    offer: Offer | None = None
+    offered: float = 0.0
+    unwanted: str = ""
 
     @property
     def key(self) -> Key:

@@ -24,7 +24,8 @@ SMOOTHING = 0.2
 class Pool:
     """A warm pool: so many VMs of an image, made as far as `depth` before any job asks. At least `least` are kept,
     at most `most`, in between as many as the arrival rate asks for. `size` is what the nodes of joined ones are told
-    to have; `max_age`, in seconds, is when a spare is replaced by a fresh one."""
+    to have; `max_age`, in seconds, is when a spare is replaced by a fresh one. Joined ones that it is to `offer` are
+    taken by jobs themselves, as these are submitted."""
 
     image: str
     depth: Depth
@@ -32,6 +33,7 @@ class Pool:
     most: int
     size: Size
     max_age: float = 3600.0
+    offer: bool = True
 
     def wanted(self, rate: float, seconds: float) -> int:
         """How many spares, with `rate` VMs asked for a second, each of which takes `seconds` to make: what is used

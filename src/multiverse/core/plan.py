@@ -11,6 +11,7 @@ cannot be puts that one record in quarantine, with a reason, and stops nobody el
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -37,6 +38,7 @@ from multiverse.core.model import (
     JobState,
     Key,
     NodeState,
+    Offer,
     Outcome,
     Request,
     Row,
@@ -59,6 +61,10 @@ from multiverse.core.refill import keep
 from multiverse.core.rows import Change, Command, Done, Draft, Message, Move, Rows, at_worst_one
 
 A, V, T = AttemptState, VmState, TemplateState
+
+COMING, UNSERVED = 30.0, 5.0
+"""Seconds after which a spare that was taken is given up, if no look since has shown the job that took it: slurmctld
+lets others go first between job_submit.lua and the job's making. And if one has, but a job that cannot be served."""
 
 ROUNDS = 16
 """More rounds than the longest chain of moves that one look can set off; a guard, never reached."""
@@ -85,8 +91,7 @@ def plan(rows: Rows, world: World, messages: Sequence[Message], now: float, poli
         for attempt_id in sorted(draft.attempts):
             with at_worst_one(draft, Key("attempt", attempt_id)):
                 _step_attempt(draft, attempt_id, world, policy)
-        crowded = admit(draft, world, policy)
-        keep(draft, world, policy, crowded=crowded)
+        keep(draft, world, policy, admit(draft, world, policy))
         if len(draft.moves) == before:
             break
     return draft.moves
@@ -123,7 +128,10 @@ def _heed(draft: Draft, done: Done) -> None:
     elif isinstance(row, Template) and done.kind is EffectKind.BUILD and row.state is T.BUILDING:
         draft.move(Change(replace(row, state=T.BROKEN, reason=why, tries=row.tries + 1), Event.BROKE, why))
     elif isinstance(row, Attempt) and row.state is A.SPAWNED and isinstance(done.error, Refused):
-        draft.move(Change(_given_back(row, why, tries=row.tries + 1), Event.GAVE_UP, why))
+        if not any(vm.offer is Offer.TAKEN for vm in draft.vms_of(row)):
+            draft.move(Change(_given_back(row, why, tries=row.tries + 1), Event.GAVE_UP, why))
+        elif row.reason != why:  # its job may be in there already, let in by an earlier word: see `_let_down`
+            draft.move(Change(replace(row, reason=why), Event.NOTED, why))
 
 
 def _obey(draft: Draft, command: Command, hosts: Mapping[str, Host], policy: Policy) -> None:
@@ -200,16 +208,33 @@ def _sight(attempt: Attempt, view: SchedulerView) -> tuple[Sight, Job | None]:
 
 
 def _open_attempts(draft: Draft, world: World) -> None:
-    """A pending job without a live attempt gets one."""
+    """A pending job without a live attempt gets one, and so does one that took a spare as it was submitted: that may
+    run already."""
     if world.scheduler is None:
         return
     served = {a.job for a in draft.attempts.values()}
+    spares = {vm.feature: vm for vm in draft.vms.values() if is_spare(vm) and vm.state is V.JOINED and vm.offer}
     for _, job in sorted(world.scheduler.value.jobs.items()):
-        if job.state is JobState.PENDING and job.ref not in served:
-            _open(draft, job)
+        if job.ref in served or job.state not in (JobState.PENDING, JobState.RUNNING, JobState.SUSPENDED):
+            continue
+        spare = spares.pop(job.pinned, None) if job.pinned else None
+        if job.state is JobState.PENDING or spare:
+            attempt = _open(draft, job)
+            if spare and not job.problem:
+                _take(draft, attempt, spare)
 
 
-def _open(draft: Draft, job: Job, *, tries: int = 0, not_before: float = 0.0, note: str = "") -> None:
+def _take(draft: Draft, attempt: Attempt, spare: Vm) -> None:
+    """Its job has taken a spare by itself, and is tied to it already. What is left to do is to introduce its user."""
+    story = f"{spare.kind} on {spare.host}, joined before, taken as it was submitted"
+    taken = replace(attempt, state=A.SPAWNED, gated=False, pin=spare.feature, choice=story)
+    serving = replace(spare, attempt=attempt.id, offer=Offer.TAKEN, unwanted="")
+    draft.move(
+        Change(taken, Event.TOOK, story), Change(serving, Event.TAKEN, f"by job {attempt.job.job_id}, as it came")
+    )
+
+
+def _open(draft: Draft, job: Job, *, tries: int = 0, not_before: float = 0.0, note: str = "") -> Attempt:
     attempt = Attempt(
         id=draft.attempt_id(),
         version=0,
@@ -226,6 +251,7 @@ def _open(draft: Draft, job: Job, *, tries: int = 0, not_before: float = 0.0, no
         work_dir=job.work_dir,
     )
     draft.move(Change(attempt, Event.SUBMITTED, f"restart {job.ref.restarts}" if job.ref.restarts else ""))
+    return draft.attempts[attempt.id]
 
 
 def _at_gate(job: Job) -> bool:
@@ -257,7 +283,7 @@ def _step_attempt(draft: Draft, attempt_id: int, world: World, policy: Policy) -
             case A.CLAIMED | A.SPAWNING:
                 _step_making(draft, attempt, sight, job, world, policy)
             case A.SPAWNED:
-                _step_spawned(draft, attempt, sight, job, began, policy)
+                _step_spawned(draft, attempt, sight, job, world, policy)
             case A.ALLOCATED:
                 _step_allocated(draft, attempt, sight)
             case _:
@@ -393,14 +419,18 @@ def _template_ready(draft: Draft, which: TemplateKey) -> bool:
     return template is not None and template.state is T.READY
 
 
-def _step_spawned(draft: Draft, attempt: Attempt, sight: Sight, job: Job | None, began: float, policy: Policy) -> None:
-    assert job is not None
+def _step_spawned(draft: Draft, attempt: Attempt, sight: Sight, job: Job | None, world: World, policy: Policy) -> None:
+    assert job is not None and world.scheduler is not None
+    began = world.scheduler.began
+    waits = _let_down(draft, attempt, world, policy)
     vms = draft.serving_vms_of(attempt)
     if sight in (Sight.RUNNING, Sight.COMPLETING):
         own = {vm.name for vm in draft.vms_of(attempt)}  # those too that were lost in this very moment
         if not own.issuperset(job.nodes) and sight is Sight.RUNNING:
             _quarantine(draft, attempt, f"its job runs on {', '.join(job.nodes)}, not on its own VMs")
             return
+        if waits:
+            return  # so does its end
         serving = [Change(replace(vm, state=V.SERVING), Event.RUNS) for vm in vms if vm.state is V.JOINED]
         draft.move(Change(replace(attempt, state=A.ALLOCATED), Event.RUNS), *serving)
     elif job.held:
@@ -409,9 +439,41 @@ def _step_spawned(draft: Draft, attempt: Attempt, sight: Sight, job: Job | None,
         _give_back(draft, attempt, Event.CHANGED, "the job's request was changed")
     elif len(vms) < attempt.request.nodes or any(vm.failed for vm in vms):
         _give_back(draft, attempt, Event.GAVE_UP, "a VM was lost before the job ran", failed=True)
+    elif down := next((vm.name for vm in vms if vm.offer and _is_down(vm, world.scheduler.value)), ""):
+        _give_back(draft, attempt, Event.GAVE_UP, f"node {down} is down", failed=True)
     elif began - attempt.since > (policy.pin_timeout if job.eligible or not job.pinned else policy.held_timeout):
         why = f"the scheduler did not start it: {job.reason or 'no reason'}"
         _give_back(draft, attempt, Event.PIN_EXPIRED, why, failed=True)
+
+
+def _is_down(vm: Vm, view: SchedulerView) -> bool:
+    return vm.name in view.nodes and view.nodes[vm.name].state is NodeState.DOWN
+
+
+def _let_down(draft: Draft, attempt: Attempt, world: World, policy: Policy) -> bool:
+    """Whether the job, which took its spare by itself, waits in it until its user is known, or its user is being told
+    what it has. A spare that cannot be told of its user, or was not in time, is given up: its node goes DOWN, and the
+    scheduler queues the job again."""
+    unmet = [vm for vm in draft.vms_of(attempt) if _unmet(vm, attempt, world)]
+    if unmet and world.hypervisor is not None:
+        began = world.hypervisor.began
+        heard = began > world.quiet.get(attempt.key, math.inf)  # what was said last may have let it in
+        if heard and (attempt.reason or began - attempt.since > policy.pin_timeout):
+            why = attempt.reason or f"it was not told of its user within {policy.pin_timeout:g} s"
+            down = [Change(_releasing(vm, why), Event.DIED, why) for vm in unmet if vm.state is not V.LOST]
+            if down:
+                draft.move(*down)
+    took = any(vm.offer is Offer.TAKEN for vm in draft.vms_of(attempt))
+    return bool(unmet) or (took and world.quiet.get(attempt.key) == math.inf)
+
+
+def _unmet(vm: Vm, attempt: Attempt, world: World) -> bool:
+    """Whether its job took this VM by itself and nobody has seen yet that its guest knows the user. One on its way out
+    never will."""
+    if vm.offer is not Offer.TAKEN or vm.state is V.RELEASING or (vm.failed and vm.state is not V.LOST):
+        return False
+    seen = world.hypervisor.value.vms.get(vm.name) if world.hypervisor else None
+    return seen is None or attempt.uid not in seen.introduced
 
 
 def _step_allocated(draft: Draft, attempt: Attempt, sight: Sight) -> None:
@@ -461,6 +523,12 @@ def _finish(draft: Draft, attempt: Attempt, sight: Sight, job: Job | None, world
         if began - attempt.since <= policy.complete_timeout:
             return
     elif job is not None and job.state in (JobState.RUNNING, JobState.SUSPENDED) and on_ours:
+        unmet = [vm for vm in vms if _unmet(vm, attempt, world) and vm.state is not V.LOST]
+        said = max(attempt.since, world.quiet.get(attempt.key, 0.0))
+        if unmet and world.hypervisor is not None and world.hypervisor.began > said:
+            why = "its job started when nobody introduced its user any more"
+            draft.move(*(Change(_releasing(vm, why), Event.DIED, why) for vm in unmet))
+            return
         if attempt.outcome == "requeued" and sight is Sight.RUNNING:
             # Our pin was answered after we had given up on it: the job has its nodes, so let it run.
             draft.move(Change(replace(attempt, outcome="done"), Event.NOTED, "the job started after all"))
@@ -541,12 +609,33 @@ def _step_vm(draft: Draft, vm_id: int, world: World, policy: Policy) -> None:
         draft.move(Change(replace(vm, state=V.STARTING), Event.START))
     elif vm.state is V.STARTING:
         _step_starting(draft, vm, seen, world, policy)
+    elif vm.state is V.JOINED and is_spare(vm) and vm.offer:
+        _step_offered(draft, vm, world)
+
+
+def _step_offered(draft: Draft, vm: Vm, world: World) -> None:
+    """Whether it was taken, or is withdrawn, a look must show that began after our last word in the matter."""
+    if world.scheduler is None or world.scheduler.began <= max(world.quiet.get(vm.key, 0.0), vm.offered):
+        return
+    taken = world.scheduler.value.offers.get(vm.name)
+    if vm.offer is Offer.TAKEN:
+        busy = vm.name in _occupied(world.scheduler.value)  # by a job that cannot be served: its node goes DOWN
+        if world.scheduler.began - vm.offered > (UNSERVED if busy else COMING):
+            why = "the job that took it did not come"
+            gone = replace(vm, state=V.RELEASING, reason=why, failed=busy, forget=not busy)
+            draft.move(Change(gone, Event.RELEASED, why))
+    elif taken:
+        draft.move(Change(replace(vm, offer=Offer.TAKEN, offered=draft.now), Event.NOTED, "taken by a submission"))
+    elif vm.offer is Offer.CLOSING and taken is None and vm.key in world.quiet:
+        draft.move(Change(replace(vm, offer=Offer.CLOSED, offered=draft.now), Event.NOTED))
 
 
 def _find_again(draft: Draft, vm: Vm, seen: VmSeen | None) -> None:
     """Its host is back. A VM whose job runs on goes on with it; any other has missed too much."""
     attempt = draft.attempt_of(vm)
-    if attempt and attempt.state is A.ALLOCATED and seen is not None and seen.condition is VmCondition.RUNNING:
+    running = seen is not None and seen.condition is VmCondition.RUNNING
+    let_in = seen is not None and attempt is not None and attempt.uid in seen.introduced and vm.offer is Offer.TAKEN
+    if attempt and running and (attempt.state is A.ALLOCATED or (attempt.state is A.SPAWNED and let_in)):
         draft.move(Change(replace(vm, state=V.SERVING, failed=False, reason=""), Event.FOUND, "its job runs on"))
     else:
         draft.move(Change(_releasing(vm, f"host {vm.host} was out of reach"), Event.FOUND))

@@ -20,6 +20,7 @@ from multiverse.core.model import (
     Depth,
     Key,
     NodeState,
+    Offer,
     Size,
     Vm,
     VmCondition,
@@ -33,13 +34,20 @@ from multiverse.core.rows import Change, Draft
 Taken = tuple[Vm, Size]
 """A spare as it serves, and what it claims more than before."""
 
+WITHDRAWN = 2.0
+"""Seconds that a job waits for a spare to be withdrawn from others; then it is given another VM."""
+
 _LIVE = (VmState.PLANNED, VmState.PARKED, VmState.STARTING, VmState.JOINED)
 
 
 def spares(draft: Draft, depth: Depth | None = None) -> list[Vm]:
-    """The pool's VMs that serve nobody yet and are not on their way out, by serial."""
+    """The pool's VMs that serve nobody yet, are not on their way out, and were not taken by a job on its way, by
+    serial."""
     return [
-        vm for _, vm in sorted(draft.vms.items()) if is_spare(vm) and depth in (None, vm.pool) and vm.state in _LIVE
+        vm
+        for _, vm in sorted(draft.vms.items())
+        if is_spare(vm) and depth in (None, vm.pool) and vm.state in _LIVE
+        if not vm.unwanted and vm.offer is not Offer.TAKEN
     ]
 
 
@@ -65,8 +73,11 @@ def spare_claim(depth: Depth, size: Size, policy: Policy) -> Size:
 # --- taking ----------------------------------------------------------------------------------------
 
 
-def joined_for(draft: Draft, attempt: Attempt, image: str, world: World, policy: Policy) -> Vm | None:
-    """The joined spare that fits best: as many CPUs as asked for, and no more memory than must be."""
+def joined_for(
+    draft: Draft, attempt: Attempt, image: str, world: World, policy: Policy, promised: Collection[int] = ()
+) -> Vm | None:
+    """The joined spare that fits best: as many CPUs as asked for, no more memory than must be, and not on offer to
+    others if there is another. None of those that are `promised` to jobs before this."""
     assert world.scheduler is not None
     request, nodes = attempt.request, world.scheduler.value.nodes
     if request.nodes != 1:
@@ -75,11 +86,12 @@ def joined_for(draft: Draft, attempt: Attempt, image: str, world: World, policy:
         vm
         for vm in spares(draft, Depth.JOINED)
         if vm.state is VmState.JOINED and vm.image == image and vm.account == request.account
+        if vm.id not in promised and not (vm.offer is Offer.CLOSING and draft.now - vm.offered > WITHDRAWN)
         if vm.told.cpus == request.size.cpus and vm.told.memory >= request.size.memory
         if vm.told.disk >= request.size.disk and set(request.features) <= {image, CloneKind.INSTANT, CloneKind.AUTO}
         if vm.name in nodes and nodes[vm.name].state is NodeState.IDLE and fit_to_serve(vm, draft, world, policy)
     ]
-    return min(fit, key=lambda vm: (vm.told.memory, vm.id), default=None)
+    return min(fit, key=lambda vm: (vm.told.memory, vm.offer is Offer.OPEN, vm.id), default=None)
 
 
 def parked_for(draft: Draft, attempt: Attempt, image: str, parents: Mapping[str, Size], room: Room, world: World,
@@ -147,7 +159,7 @@ def make_way(draft: Draft, image: str, count: int, claims: Mapping[str, Size],
     """Release as many spares as it takes for `count` such claims, by host, to have room: joined ones first, for they
     hold the most, and parked ones of `image` last. What is being released already counts as free. False if there are
     no spares, or all of them would not be enough: then they stay."""
-    leaving = {vm.key for vm in draft.vms.values() if vm.state is VmState.RELEASING}
+    leaving = {vm.key for vm in draft.vms.values() if vm.state is VmState.RELEASING or vm.unwanted}
     order = sorted(spares(draft), key=lambda vm: (vm.pool is Depth.PARKED, vm.image == image, vm.id))
     if not order and not leaving:
         return False
@@ -160,5 +172,41 @@ def make_way(draft: Draft, image: str, count: int, claims: Mapping[str, Size],
 
 
 def release(draft: Draft, vm: Vm, why: str) -> None:
-    """Plan the end of a spare. No job ever had its node, so the node may be deleted at once."""
-    draft.move(Change(replace(vm, state=VmState.RELEASING, reason=why, forget=True), Event.RELEASED, why))
+    """Plan the end of a spare. No job ever had its node, so the node may be deleted at once; but not while one may
+    take it yet."""
+    if vm.offer in (Offer.OPEN, Offer.CLOSING):
+        withdraw(draft, replace(vm, unwanted=why), why)
+    else:
+        draft.move(Change(replace(vm, state=VmState.RELEASING, reason=why, forget=True), Event.RELEASED, why))
+
+
+# --- offers ----------------------------------------------------------------------------------------
+
+
+def may_offer(vm: Vm, draft: Draft, world: World, policy: Policy) -> bool:
+    """Whether a joined spare may be offered to jobs as they come: it never was, is an idle node, and fit to serve."""
+    assert world.scheduler is not None
+    node = world.scheduler.value.nodes.get(vm.name)
+    ready = vm.state is VmState.JOINED and vm.offer is None and node is not None and node.state is NodeState.IDLE
+    return ready and is_offered(vm, policy) and fit_to_serve(vm, draft, world, policy)
+
+
+def is_offered(vm: Vm, policy: Policy) -> bool:
+    """Whether a pool of the settings offers such as this."""
+    return any(pool.offer for pool in policy.pools if is_of(vm, pool))
+
+
+def named_by_none(image: str, default: str, kind: CloneKind) -> tuple[bool, bool]:
+    """Whether jobs that name no image, and those that name no kind of clone, are served by an instant clone of `image`,
+    where these are the site's defaults."""
+    return image == default, kind in (CloneKind.INSTANT, CloneKind.AUTO)
+
+
+def offer(draft: Draft, vm: Vm) -> None:
+    """Let a job that comes take it by itself."""
+    draft.move(Change(replace(vm, offer=Offer.OPEN, offered=draft.now), Event.NOTED, "offered to jobs as they come"))
+
+
+def withdraw(draft: Draft, vm: Vm, why: str) -> None:
+    """Plan that no job may take it by itself any more. It counts as withdrawn only when a look shows it."""
+    draft.move(Change(replace(vm, offer=Offer.CLOSING, offered=draft.now), Event.NOTED, f"no longer offered: {why}"))

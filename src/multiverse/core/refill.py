@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from multiverse.core.admission import make_vms, makers_of, room_of, template_on_its_way
+from multiverse.core.admission import Crowd, make_vms, makers_of, room_of, template_on_its_way
 from multiverse.core.lifecycle import Event
 from multiverse.core.model import (
     Attempt,
@@ -15,6 +15,7 @@ from multiverse.core.model import (
     Host,
     HypervisorView,
     NodeState,
+    Offer,
     TemplateKey,
     TemplateState,
     Vm,
@@ -23,7 +24,19 @@ from multiverse.core.model import (
 )
 from multiverse.core.pacing import Policy, Pool, wait_for
 from multiverse.core.placement import parent_size, short_of_memory
-from multiverse.core.pool import is_of, release, spare_claim, spare_size, spares, too_old
+from multiverse.core.pool import (
+    is_of,
+    is_offered,
+    is_spare,
+    may_offer,
+    offer,
+    release,
+    spare_claim,
+    spare_size,
+    spares,
+    too_old,
+    withdraw,
+)
 from multiverse.core.rows import Change, Draft, Rows
 
 _MAKING = (VmState.PLANNED, VmState.STARTING)
@@ -32,12 +45,15 @@ LAUNCH = 1.0
 """Seconds from a job's running, as Slurm shows it, until its script has begun."""
 
 
-def keep(draft: Draft, world: World, policy: Policy, *, crowded: bool) -> None:
-    """Release the spares that are of no use any more, and plan what the pools lack. `crowded`: jobs wait for
-    room or for a turn, and nothing is made for those that have not come yet."""
+def keep(draft: Draft, world: World, policy: Policy, crowd: Crowd) -> None:
+    """Release the spares that are of no use any more, and plan what the pools lack; nothing while jobs wait for room or
+    for a turn. Of those that are there, none is on offer to others while jobs wait for room."""
     if world.scheduler is None or world.hypervisor is None:
         return
     hosts = world.hypervisor.value.hosts
+    for vm in [vm for _, vm in sorted(draft.vms.items()) if is_spare(vm) and vm.unwanted]:
+        if vm.state is VmState.JOINED and vm.offer is Offer.CLOSED:
+            release(draft, vm, vm.unwanted)
     for vm in spares(draft):
         if vm.host in hosts and short_of_memory(hosts[vm.host], policy):
             release(draft, vm, f"host {vm.host} is short of memory")
@@ -50,10 +66,32 @@ def keep(draft: Draft, world: World, policy: Policy, *, crowded: bool) -> None:
         wanted = wanted_of(pool, world, policy)
         for vm in mine[: max(0, len(mine) - wanted)]:  # the oldest
             release(draft, vm, f"its pool keeps {wanted} now")
-        if not crowded and len(mine) < wanted and _may_make(draft, pool, world):
+        if not crowd and len(mine) < wanted and _may_make(draft, pool, world):
             _refill(draft, pool, wanted - len(mine), world.hypervisor.value, policy)
     for vm in unwanted.values():
         release(draft, vm, "no pool of the settings wants it")
+    _see_to_offers(draft, world, policy, crowd)
+
+
+def _see_to_offers(draft: Draft, world: World, policy: Policy, crowd: Crowd) -> None:
+    for vm in spares(draft):
+        if vm.offer is Offer.OPEN and crowd is Crowd.ROOM:
+            withdraw(draft, vm, "jobs wait for room")
+        elif vm.offer is Offer.OPEN and not is_offered(vm, policy):
+            withdraw(draft, vm, "its pool offers none")
+        elif vm.offer is Offer.CLOSED and is_offered(vm, policy) and not crowd and not _in_change(draft, vm):
+            release(draft, vm, "it was withdrawn, and nobody took it")  # and another is made and offered
+        elif not crowd and may_offer(vm, draft, world, policy):
+            offer(draft, vm)
+
+
+def _in_change(draft: Draft, spare: Vm) -> bool:
+    """Whether another such spare is being made, or on its way out: they are replaced one after the other."""
+    changing = (*_MAKING, VmState.PARKED, VmState.RELEASING)
+    return any(
+        vm.state in changing and vm.attempt is None and (vm.pool, vm.image) == (spare.pool, spare.image)
+        for vm in draft.vms.values()
+    )
 
 
 def wanted_of(pool: Pool, world: World, policy: Policy) -> int:
@@ -64,12 +102,14 @@ def wanted_of(pool: Pool, world: World, policy: Policy) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """A pool as it stands: how many spares it is to have now, has ready, and has in the making."""
+    """A pool as it stands: how many spares it is to have now, has ready, of these on offer to jobs as they come, and
+    has in the making."""
 
     pool: Pool
     wanted: int
     ready: int
     making: int
+    offered: int
 
 
 def standing(rows: Rows, world: World, policy: Policy) -> list[Standing]:
@@ -78,7 +118,8 @@ def standing(rows: Rows, world: World, policy: Policy) -> list[Standing]:
     for pool in policy.pools:
         mine = [vm for vm in spares(Draft(rows, 0.0)) if is_of(vm, pool)]
         ready = sum(vm.state.value == pool.depth.value for vm in mine)
-        found.append(Standing(pool, wanted_of(pool, world, policy), ready, len(mine) - ready))
+        offered = sum(vm.offer is Offer.OPEN for vm in mine)
+        found.append(Standing(pool, wanted_of(pool, world, policy), ready, len(mine) - ready, offered))
     return found
 
 

@@ -35,6 +35,8 @@ from typing import Any
 
 VERSION = 1
 PORT = "org.multiverse.agent"
+INTRODUCED = "/run/multiverse/introduced"
+MOST_WAIT = 64  # lines in that pipe: as many may read one each
 MAX_LINE = 1 << 20  # bytes of one message, either way
 LOGS, SSH = "/var/log/multiverse", "/etc/ssh"
 DAEMON_TIMEOUT = 30.0  # seconds for a daemon's ready path to appear, and for plugged memory to come
@@ -382,9 +384,19 @@ def practise() -> None:
 
     slurmstepd ends because nobody tells it what to do.
     """
-    for argv in (["/usr/sbin/slurmstepd"], ["/bin/bash", "-c", "exit 0"]):
+    for argv in (["/bin/sh", "-c", ":"], ["/usr/sbin/slurmstepd"], ["/bin/bash", "-c", "exit 0"]):
         for _ in range(2):
             run(argv, 5.0)
+
+
+def make_pipe(path: str) -> int:
+    """A named pipe, held open, so that who reads from it waits until something is written. Its descriptor."""
+    make_directory(os.path.dirname(path))
+    try:
+        os.mkfifo(path, 0o600)
+    except FileExistsError:
+        pass
+    return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 # --- the channel -----------------------------------------------------------------------------------
@@ -717,6 +729,7 @@ class Agent:
         self.wake = wake
         self.daemons: list[Daemon] = []
         self.mounts: list[str] = []
+        self.introduced: int | None = None  # a pipe in which a job waits until its user is known
         # What `hello` is answered with: a host that lost our word, or has restarted, asks again.
         self.state: dict[str, Any] = {"type_": "fork_point", "version": VERSION, "possible": count_cpus("possible")}
 
@@ -804,6 +817,8 @@ class Agent:
         stage("files")
         plug(message["cpus"], message["plugged"])
         stage("plugged")
+        if not identity["users"]:
+            self.introduced = make_pipe(INTRODUCED)
         # The daemons first, for they wait for others in between, and the mounts in those moments. Nobody runs
         # a job here before `started` is said.
         for daemon in [Daemon(spec) for spec in membership["daemons"]]:
@@ -828,6 +843,11 @@ class Agent:
         add_users([message["user"]])
         if abs(message["time"] - time.time()) > CLOCK_MAY_BE_OFF:
             time.clock_settime(time.CLOCK_REALTIME, message["time"])
+        if self.introduced is not None:
+            try:
+                os.write(self.introduced, b"\n" * MOST_WAIT)
+            except BlockingIOError:
+                pass  # told before, and so often that there is enough to read
         self.channel.send("introduced")
 
     def audit(self) -> dict[str, Any]:

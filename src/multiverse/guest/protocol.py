@@ -23,6 +23,7 @@ __all__ = [
     "AUDIT",
     "FLUSH",
     "HELLO",
+    "INTRODUCED",
     "MAX_LINE",
     "PORT",
     "TEMPLATE",
@@ -78,6 +79,10 @@ def identity_message(identity: Identity, cpus: int, plugged: int) -> bytes:
         raise Refused(f"the identity of {identity.hostname} has {len(line)} bytes, over {MAX_LINE}",
                       hint="are there very large files in the guests' configuration?")  # fmt: skip
     return line
+
+
+INTRODUCED = "/run/multiverse/introduced"
+"""In a guest that joined before its job came, a pipe from which a line can be read once its user is known."""
 
 
 def introduction(user: User) -> bytes:

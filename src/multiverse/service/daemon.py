@@ -138,6 +138,7 @@ async def serve(settings: Settings) -> None:
             for task in (*work[:2], stopping):
                 task.cancel()
             await asyncio.gather(*work, stopping, return_exceptions=True)
+            scheduler.close()
             hypervisor.close()  # or this process would last as long as its longest call
             settings.socket.unlink(missing_ok=True)
             store.close()

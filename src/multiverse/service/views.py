@@ -147,7 +147,8 @@ class SourceView:
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """A warm pool: what it keeps between `least` and `most` of, and how many it wants now, has ready, is making."""
+    """A warm pool: what it keeps between `least` and `most` of, and how many it wants now, has ready, is making, has on
+    offer to jobs as they come."""
 
     image: str
     depth: str
@@ -158,6 +159,7 @@ class PoolView:
     wanted: int
     ready: int
     making: int
+    offered: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +218,8 @@ def phases(entries: Sequence[Entry], now: float) -> tuple[Phase, ...]:
         moments.setdefault(entry.event, entry.mono)
         if entry.target == "reclaiming" and entry.source != "reclaiming":
             reclaiming = entry.mono
+    if (took := moments.get(Event.TOOK)) is not None:  # what it took had been cloned and had joined before
+        moments |= dict.fromkeys((Event.ADMITTED, Event.MADE, Event.ALL_JOINED), took)
     stages: dict[str, list[tuple[str, float]]] = {}
     for entry in entries:
         phase = _STAGED.get(entry.event)
@@ -269,6 +273,7 @@ def pool_view(one: Standing) -> PoolView:
         wanted=one.wanted,
         ready=one.ready,
         making=one.making,
+        offered=one.offered,
     )
 
 

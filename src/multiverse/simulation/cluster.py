@@ -7,6 +7,7 @@ commands belong to the port (`simulation.scheduler`), those of daemons to their 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -14,12 +15,10 @@ from random import Random
 from typing import Any
 
 from multiverse.core.errors import Refused
-from multiverse.core.model import JobState, SchedulerView, Size
+from multiverse.core.model import CloneKind, JobState, SchedulerView, Size, Vm
 from multiverse.simulation.clock import EPOCH
-from multiverse.simulation.guests import Guest, Joining, Run
+from multiverse.simulation.guests import LIVE, Guest, Joining, Run
 from multiverse.simulation.jobs import Batch, JobRecord, NodeRecord
-
-LIVE = (JobState.RUNNING, JobState.SUSPENDED)
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,34 @@ class ClusterSettings:
     node_feature: str = "vm"
     max_jobs: int = 0
     max_cpus: int = 0
+    heeded: float = 10.0  # how long the list of spares holds after we looked last
+    probes: float = 0.0  # the share of submissions before which their user asks what would come of it
+
+
+@dataclass
+class Spare:
+    """A node on offer: what of, and whether a job that names no image, or no kind, may take it."""
+
+    vm: Vm
+    any_image: bool
+    any_kind: bool
+    taken: bool = False
+
+    def suits(self, batch: Batch) -> bool:
+        """Whether a job may take it as it is submitted (multiverse.lua, take_spare)."""
+        named = {*batch.features, *([batch.image] if batch.image else []), *([batch.kind.value] if batch.kind else [])}
+        kinds = {CloneKind.INSTANT.value, CloneKind.AUTO.value}
+        told = self.vm.told
+        return (
+            named <= {self.vm.image} | kinds
+            and (self.any_image or self.vm.image in named)
+            and (self.any_kind or bool(named & kinds))
+            and batch.nodes == 1
+            and (batch.size.cpus, batch.account) == (told.cpus, self.vm.account)
+            and batch.size.memory <= told.memory
+            and batch.size.disk <= told.disk
+            and not (batch.held or batch.delay or batch.after or batch.at_most)
+        )
 
 
 class Cluster:
@@ -56,6 +83,9 @@ class Cluster:
         self._rng = rng
         self._loop = asyncio.get_running_loop()
         self._next = settings.first_id
+        self._spares: dict[str, Spare] = {}
+        self._made: set[str] = set()  # nodes that were ever offered, or withdrawn before
+        self._looked = -math.inf
         self._missed: list[Callable[[], None]] = []
         self._back = asyncio.Event()
         self._back.set()
@@ -65,7 +95,14 @@ class Cluster:
 
     def submit(self, batch: Batch) -> str:
         """Queue a job at the gate; its id. `Refused` if no flavor holds it."""
-        return self._queue(batch, self._new_id()).job_id
+        if self.settings.probes and self._rng.random() < self.settings.probes:
+            self._take_spare(batch)  # sbatch --test-only: job_submit.lua cannot tell it from a submission
+        job = self._queue(batch, self._new_id())
+        job.pin = self._take_spare(batch)
+        job.took = job.pin is not None
+        if job.pin and self._rng.random() < 0.5:
+            self._try(job, job.pin)  # what srun and salloc ask for is looked at at once, a batch job at the next beat
+        return job.job_id
 
     def submit_array(self, batch: Batch, tasks: int) -> list[str]:
         """Queue an array; the ids of its tasks."""
@@ -154,9 +191,10 @@ class Cluster:
             self._stop(job, "FAILED" if job.exit_code else "COMPLETED")
 
     def stopped_by_us(self, job: JobRecord, how: str) -> None:
-        """We end a run. That may be done to one that has lost a VM, and never to one that is whole."""
+        """We end a run. That may be done to one that has lost a VM or has not begun, and never to one that is whole."""
         guests = [self.nodes[name].guest for name in job.nodes if name in self.nodes]
-        if job.state in LIVE and all(guest.alive and guest.serves() is job for guest in guests):
+        whole = all(guest.alive and guest.serves() is job and not guest.waits for guest in guests)
+        if job.state in LIVE and whole:
             self.violations.append(f"job {job.job_id} ran on VMs that were all well, and {how}")
 
     # --- what operators do
@@ -207,6 +245,38 @@ class Cluster:
         """Wait until slurmctld answers."""
         await self._back.wait()
 
+    # --- spares that jobs take by themselves
+
+    def offer(self, spare: Spare) -> None:
+        """Put a spare on offer, unless it was before, or was withdrawn."""
+        if spare.vm.name not in self._made:
+            self._made.add(spare.vm.name)
+            self._spares[spare.vm.name] = spare
+
+    def withdraw(self, node: str) -> None:
+        self._made.add(node)
+        if node in self._spares and not self._spares[node].taken:
+            del self._spares[node]
+
+    def forget(self, node: str) -> None:
+        self._spares.pop(node, None)
+
+    def look_at_offers(self) -> dict[str, bool]:
+        """The nodes on offer, and whether they were taken. As long as somebody looks, jobs may take them."""
+        self._looked = self._loop.time()
+        return {node: spare.taken for node, spare in self._spares.items()}
+
+    def _take_spare(self, batch: Batch) -> str | None:
+        if self._loop.time() - self._looked > self.settings.heeded:
+            return None
+        for name, spare in self._spares.items():
+            if not spare.taken and spare.suits(batch):
+                if name not in self.nodes:
+                    self.violations.append(f"{name} is on offer, and is no node: its job would be refused")
+                spare.taken = True
+                return spare.vm.feature
+        return None
+
     # --- what it shows
 
     def view(self) -> SchedulerView:
@@ -241,10 +311,12 @@ class Cluster:
             most = {"jobs": self.settings.max_jobs, "CPUs": self.settings.max_cpus, "array": job.batch.at_most}
             for limit in self._uses(job):
                 left.setdefault(limit, most[limit.partition(" ")[0]])
-        for job in self.jobs.values():
-            if job.state in LIVE:
-                left.subtract(self._uses(job))
+        for job in self._live():
+            left.subtract(self._uses(job))
         return left
+
+    def _live(self) -> list[JobRecord]:
+        return [job for job in self.jobs.values() if job.state in LIVE]
 
     def _new_id(self) -> int:
         taken = {job_id.partition("_")[0] for job_id in self.jobs}
@@ -309,9 +381,10 @@ class Cluster:
             return
         left = self._limits_left()
         over = [limit for limit, count in self._uses(job).items() if count > left[limit]]
-        if over:
+        # A job that took a spare may have overtaken one that was admitted before: that waits for its turn.
+        if over and not any(one.took and over[0] in self._uses(one) for one in (job, *self._live())):
             self.violations.append(f"job {job.job_id} has its VMs, and a limit holds it back: {over[0]}")
-        else:
+        elif not over:
             self._start(job, fit)
 
     def _start(self, job: JobRecord, nodes: list[NodeRecord]) -> None:
@@ -344,7 +417,8 @@ class Cluster:
     def _epilog(self, job: JobRecord, restarts: int, guest: Guest) -> Callable[[], None]:
         def done() -> None:
             if guest.alive:  # the dead send no word: their node goes DOWN by and by
-                guest.tell(lambda: self._let_go(job, guest.name) if job.restarts == restarts else None)
+                let_go = lambda: self._let_go(job, guest.name) if job.restarts == restarts else None  # noqa: E731
+                guest.after_prolog(lambda: guest.tell(let_go))
 
         return done
 

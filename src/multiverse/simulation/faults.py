@@ -163,7 +163,7 @@ class Fates:
         now = asyncio.get_running_loop().time()
         old = self._view[1] if self._view and now - self._view[0] <= FRESH else fresh
         if blow and blow.fault is Fault.STALE:
-            return old
+            return replace(old, offers=fresh.offers)  # those are on our own disk
         self._view = (now, fresh)
         if blow and blow.fault is Fault.TORN:
             if self.chance(blow.call, "torn") < 0.5:
@@ -303,6 +303,12 @@ class FaultyScheduler:
 
     async def explain(self, job: JobRef, text: str) -> None:
         await self._call("explain", job.job_id, lambda: self._inner.explain(job, text))
+
+    async def offer(self, vm: Vm) -> None:
+        await self._call("offer", vm.name, lambda: self._inner.offer(vm))
+
+    async def withdraw(self, node: str) -> None:
+        await self._call("withdraw", node, lambda: self._inner.withdraw(node))
 
     async def membership(self, vm: Vm, attempt: Attempt | None) -> Membership:
         return await self._call("membership", vm.name, lambda: self._inner.membership(vm, attempt))

@@ -15,6 +15,7 @@ from multiverse.simulation.jobs import JobRecord
 if TYPE_CHECKING:
     from multiverse.simulation.cluster import Cluster
 
+LIVE = (JobState.RUNNING, JobState.SUSPENDED)
 _FILE = "/etc/multiverse/simulated.json"
 
 
@@ -84,6 +85,8 @@ class Guest:
     _timer: asyncio.TimerHandle | None = None
     _cut: bool = False  # its host is out of reach
     _untold: list[Callable[[], None]] = field(default_factory=list)
+    _waiting: set[tuple[int, int]] = field(default_factory=set)  # runs that wait for their user, or did
+    _after_prolog: list[Callable[[], None]] = field(default_factory=list)
 
     def boot(self) -> None:
         """Begin to boot; the node registers by and by. A guest without a daemon never joins."""
@@ -106,6 +109,12 @@ class Guest:
         if not self.reachable:
             return  # nobody hears it; slurmctld finds out when the node does not answer
         known = self.users | {user.uid for user in self.identity.users}
+        if not known:  # a spare that was taken: its prolog waits
+            restarts = job.restarts
+            self._waiting.add((job.number, restarts))
+            go_on = lambda: self.launch(job) if job.state in LIVE and job.restarts == restarts else None  # noqa: E731
+            self.after_prolog(go_on)
+            return
         if job.batch.uid not in known:
             self.cluster.violations.append(f"{self.name} got job {job.job_id} of user {job.batch.uid}, a stranger")
         self._job = job
@@ -114,6 +123,25 @@ class Guest:
         self.say(f"{self.name}: the script of {job.job_id} begins")
         self._rest = job.batch.seconds
         self.resume(job)
+
+    def after_prolog(self, do: Callable[[], None]) -> None:
+        """Do something now, or, in a spare that was taken, once its user is known."""
+        if self.waits:
+            self._after_prolog.append(do)
+        else:
+            do()
+
+    def introduce(self, uid: int) -> None:
+        """Know one more user. Who waits for one goes on."""
+        self.users.add(uid)
+        waiting, self._after_prolog = self._after_prolog, []
+        for do in waiting:
+            do()
+
+    @property
+    def waits(self) -> bool:
+        """Whether a job here would wait until its user is known."""
+        return self.alive and not self.users and not self.identity.users
 
     def suspend(self, job: JobRecord) -> None:
         if self._job is job and self._timer is not None:
@@ -145,15 +173,17 @@ class Guest:
         return self.alive and not self._cut
 
     def has_run(self, job: JobRecord) -> bool:
-        """Whether it has this very run of the job, going or ended."""
-        return any((run.job, run.restarts, run.node) == (job.number, job.restarts, self.name) for run in self.runs)
+        """Whether it has this very run of the job, going or ended, or waiting for its user."""
+        return (job.number, job.restarts) in self._waiting or any(
+            (run.job, run.restarts, run.node) == (job.number, job.restarts, self.name) for run in self.runs
+        )
 
     def serves(self) -> JobRecord | None:
         """The job that slurmctld believes to run on this very node; None if there is none, or its node is DOWN."""
         node = self.cluster.nodes.get(self.name)
         if node is None or node.guest is not self or node.down or node.job is None:
             return None
-        return node.job if node.job.state in (JobState.RUNNING, JobState.SUSPENDED) else None
+        return node.job if node.job.state in LIVE else None
 
     def cut_off(self) -> None:
         """Nobody hears it and it hears nobody; what it runs goes on."""

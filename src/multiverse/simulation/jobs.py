@@ -55,6 +55,7 @@ class JobRecord:
     state: JobState = JobState.PENDING
     restarts: int = 0
     pin: str | None = None
+    took: bool = False  # it has its pin by taking a spare as it was submitted
     held: bool = False  # by its user
     bad: bool = False  # BadConstraints: priority 0, though nobody holds it
     delayed: bool = False  # `begin` is slurmctld's own, after a requeue
@@ -73,6 +74,10 @@ class JobRecord:
     @property
     def ref(self) -> JobRef:
         return JobRef(self.job_id, self.submitted, self.restarts)
+
+    def unpin(self) -> None:
+        """Back to the gate, however it came by its pin."""
+        self.pin, self.took = None, False
 
     def shown(self, rank: int, eligible: bool, uses: Mapping[str, int]) -> Job:
         batch = self.batch

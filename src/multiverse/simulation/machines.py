@@ -191,7 +191,7 @@ class Machines:
             raise Gone(f"{name} is {machine.condition}", hint="start it first")
         if machine.deaf:
             raise Broken(f"{name} is not told anything: {machine.reason}", hint="destroy it")
-        machine.guest.users.add(user.uid)
+        machine.guest.introduce(user.uid)
 
     def flood(self, name: str) -> None:
         """Its guest says too much, and is cut off; what it runs goes on."""
@@ -270,7 +270,12 @@ class Machines:
     def view(self) -> HypervisorView:
         vms = {
             name: VmSeen(
-                name, machine.spec.host, machine.condition, machine.reason, private=machine.private(self._now())
+                name,
+                machine.spec.host,
+                machine.condition,
+                machine.reason,
+                private=machine.private(self._now()),
+                introduced=tuple(sorted(machine.guest.users)) if machine.guest else (),
             )
             for name, machine in sorted(self.vms.items())
             if machine.spec.host not in self.away

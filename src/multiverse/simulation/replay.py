@@ -30,8 +30,8 @@ from multiverse.core.model import (
     User,
     VmSpec,
 )
-from multiverse.simulation.cluster import LIVE, ClusterSettings
-from multiverse.simulation.guests import GuestPace, Joining
+from multiverse.simulation.cluster import ClusterSettings
+from multiverse.simulation.guests import LIVE, GuestPace, Joining
 from multiverse.simulation.hypervisor import SimulatedHypervisor
 from multiverse.simulation.jobs import Batch, JobRecord
 from multiverse.simulation.loop import run
@@ -226,6 +226,8 @@ class _Replay:
                 features = (self.world.cluster.settings.node_feature, *line["features"])
                 self.joining[line["node"]] = Joining(line["node"], features, Size(*line["told"]))
                 return asyncio.sleep(0)
+            case ["scheduler", "offer" | "withdraw"]:
+                return asyncio.sleep(0)  # what comes of an offer the jobs show that take it
             case ["scheduler", "user"]:
                 return self.scheduler.user(line["uid"])
             case ["hypervisor", "prepare"]:

@@ -164,7 +164,7 @@ class _Simulation:
             {"scheduler": scenario.scheduler_odds, "hypervisor": scenario.hypervisor_odds},
             scenario.blows,
         )
-        self.scheduler = SimulatedScheduler(self.world, Random(f"{scenario.seed}/scheduler"))
+        self.scheduler = SimulatedScheduler(self.world, Random(f"{scenario.seed}/scheduler"), image=self.settings.image)
         self.hypervisor = SimulatedHypervisor(self.world, Random(f"{scenario.seed}/hypervisor"))
         self.told: list[tuple[float, str]] = []
         self.commits = self.crashes = self.hints = 0

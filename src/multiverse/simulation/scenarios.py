@@ -36,6 +36,9 @@ def calm(seed: int) -> Scenario:
     tastes = Random(f"{seed}/images")
     arrivals = tuple(_with_image(_arrival(rng), tastes) for _ in range(rng.randint(1, 8)))
     settings = _with_pools(Settings(pacing=pacing, poll=rng.choice((2.0, 5.0))), Random(f"{seed}/pools"))
+    if takers := _takers(seed, settings):
+        cluster = replace(cluster, probes=Random(f"{seed}/probes").choice((0.0, 0.0, 0.2)))
+        arrivals = (*takers, *arrivals)
     return Scenario(seed, arrivals, WorldSettings(hosts, cluster=cluster), settings, hints=rng.choice((0.0, 0.9)))
 
 
@@ -47,7 +50,7 @@ def _with_pools(settings: Settings, rng: Random) -> Settings:
         PoolSettings("slim", Depth.PARKED, rng.randint(0, 2), rng.randint(2, 4), max_age=rng.choice((60.0, 3600.0)))
     ]
     pools += [
-        PoolSettings("slim", Depth.JOINED, rng.randint(0, 2), 2, size.cpus, size.memory, max_age)
+        PoolSettings("slim", Depth.JOINED, rng.choice((0, 1, 2, 2)), 2, size.cpus, size.memory, max_age)
         for size in (Size(1, 500), Size(2, 900))
         for max_age in (rng.choice((60.0, 3600.0)),)
     ]
@@ -63,6 +66,7 @@ def troubled(seed: int, database: str = ":memory:") -> Scenario:
     rng = Random(f"{seed}/trouble")
     until = 60.0
     scenario = calm(seed)
+    takers = len(_takers(seed, scenario.settings))
     rates = (0.0, 0.02, 0.1, 0.3)
     silence = (5.0, rng.choice((*(30.0,) * 6, 700.0)))  # the longest outlasts the patience that effects have
     odds = [replace(Odds.even(rng.choice(rates), until), silence=silence) for _ in range(2)]
@@ -73,7 +77,7 @@ def troubled(seed: int, database: str = ":memory:") -> Scenario:
     return replace(
         scenario,
         # More jobs make a history longer, not harder.
-        arrivals=tuple(replace(one, tasks=min(one.tasks, 2)) for one in scenario.arrivals[:3]),
+        arrivals=tuple(replace(one, tasks=min(one.tasks, 2)) for one in scenario.arrivals[: takers + 3]),
         world=replace(scenario.world, guests=pace),
         scheduler_odds=odds[0],
         hypervisor_odds=odds[1],
@@ -130,6 +134,21 @@ def _arrival(rng: Random) -> Arrival:
     tasks = rng.randint(2, 5) if rng.random() < 0.2 else 0
     batch = replace(batch, at_most=tasks // 2 % 2)
     return Arrival(rng.uniform(0.5, 30.0), batch, tasks, _deeds(rng))
+
+
+def _takers(seed: int, settings: Settings) -> tuple[Arrival, ...]:
+    """Jobs that come when joined spares may be ready, and take one as they are submitted."""
+    if all(pool.depth is not Depth.JOINED for pool in settings.pool):
+        return ()
+    rng = Random(f"{seed}/takers")
+    return tuple(_taker(rng) for _ in range(rng.randint(1, 4)))
+
+
+def _taker(rng: Random) -> Arrival:
+    one = _arrival(rng)
+    size = rng.choice((Size(1, 64), Size(1, 500), Size(2, 900)))
+    batch = replace(one.batch, nodes=1, size=size, problem="", at_most=0, delay=rng.choice((0.0, 0.0, 0.0, 20.0)))
+    return replace(one, at=rng.uniform(4.0, 120.0), batch=batch, tasks=0)
 
 
 def _with_image(arrival: Arrival, rng: Random) -> Arrival:

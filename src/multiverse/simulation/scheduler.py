@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
+from multiverse.config import ImageSettings
 from multiverse.core.errors import Gone, Refused, Stale, Unknown
 from multiverse.core.model import Attempt, JobRef, JobState, Membership, SchedulerView, User, Vm
-from multiverse.core.pool import node_features
-from multiverse.simulation.cluster import LIVE
-from multiverse.simulation.guests import Joining
+from multiverse.core.pool import named_by_none, node_features
+from multiverse.simulation.cluster import Spare
+from multiverse.simulation.guests import LIVE, Joining
 from multiverse.simulation.jobs import JobRecord
 from multiverse.simulation.world import World
 
@@ -28,15 +29,19 @@ class CommandPace:
 class SimulatedScheduler:
     """See `ports.Scheduler`: this is its contract's plainest reading."""
 
-    def __init__(self, world: World, rng: Random, pace: CommandPace | None = None) -> None:
+    def __init__(
+        self, world: World, rng: Random, pace: CommandPace | None = None, image: ImageSettings | None = None
+    ) -> None:
         self._world = world
+        self._image = image or ImageSettings()
         self._cluster = world.cluster
         self._rng = rng
         self._pace = pace or CommandPace()
 
     async def look(self) -> SchedulerView:
         await self._reach()
-        view = self._cluster.view()
+        offers = self._cluster.look_at_offers()
+        view = replace(self._cluster.view(), offers=offers)
         await self._reply()
         return view
 
@@ -61,7 +66,7 @@ class SimulatedScheduler:
         record = self._reread(job)
         if record.state is not JobState.PENDING:
             raise Stale(f"job {job.job_id} is {record.state}")
-        record.pin = None
+        record.unpin()
         self._wake(record)
         await self._reply()
 
@@ -69,14 +74,14 @@ class SimulatedScheduler:
         await self._reach()
         record = self._reread(job)
         if record.state is JobState.PENDING:
-            record.pin = None
+            record.unpin()
             self._wake(record)
             return
         if record.state not in LIVE:
             raise Stale(f"job {job.job_id} is {record.state}")
         self._cluster.stopped_by_us(record, "queued again")
         self._cluster.requeue(job.job_id)
-        record.pin = None
+        record.unpin()
         await self._reply()
 
     async def revoke(self, job: JobRef, reason: str) -> None:
@@ -92,6 +97,7 @@ class SimulatedScheduler:
         await self._reply()
 
     async def fail(self, node: str, reason: str) -> None:
+        self._cluster.withdraw(node)
         await self._reach()
         known = self._cluster.nodes.get(node)
         if known is not None and known.job is not None and not known.down and known.guest.alive:
@@ -100,14 +106,22 @@ class SimulatedScheduler:
         await self._reply()
 
     async def remove(self, node: str) -> None:
+        self._cluster.withdraw(node)
         await self._reach()
         self._cluster.delete(node)
+        self._cluster.forget(node)
         await self._reply()
 
     async def explain(self, job: JobRef, text: str) -> None:
         await self._reach()
         self._reread(job).comment = text
         await self._reply()
+
+    async def offer(self, vm: Vm) -> None:
+        self._cluster.offer(Spare(vm, *named_by_none(vm.image, self._image.default, self._image.kind)))
+
+    async def withdraw(self, node: str) -> None:
+        self._cluster.withdraw(node)
 
     async def membership(self, vm: Vm, attempt: Attempt | None) -> Membership:
         features = (self._cluster.settings.node_feature, *node_features(vm, attempt))

@@ -175,6 +175,8 @@ class Store:
                     moved = replace(row, since=self._clock.now())
                     if isinstance(moved, Attempt):
                         moved = replace(moved, not_before=0.0)
+                    elif isinstance(moved, Vm):
+                        moved = replace(moved, offered=moved.since)
                     self._execute(
                         table.update().where(table.c.id == row.id).values(body=json.dumps(asdict(moved), default=str))
                     )

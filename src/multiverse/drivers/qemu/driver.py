@@ -160,7 +160,8 @@ class QemuHypervisor:
         if not vms.lives(known):
             process.reap(known.pid, known.started)
             return VmSeen(path.name, self._host.name, VmCondition.DEAD, "its QEMU has ended")
-        seen = VmSeen(path.name, self._host.name, _CONDITIONS[known.phase], self._reasons.get(path.name, ""))
+        reason = self._reasons.get(path.name, "")
+        seen = VmSeen(path.name, self._host.name, _CONDITIONS[known.phase], reason, introduced=known.introduced)
         return self._weighed(seen, known.pid)
 
     def _weighed(self, seen: VmSeen, pid: int) -> VmSeen:

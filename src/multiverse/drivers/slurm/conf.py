@@ -117,8 +117,9 @@ def limits_are_kept(text: str) -> bool:
     return not kept.isdisjoint(("limits", "safe", "all"))
 
 
-def for_guest(text: str, address: str) -> str:
-    """A guest's slurm.conf from the site's: the cluster's rules are kept, its machines are not."""
+def for_guest(text: str, address: str, prolog: str = "") -> str:
+    """A guest's slurm.conf from the site's: the cluster's rules are kept, its machines are not. `prolog`: a program in
+    the guest that runs before its job."""
     hosts = [found for key, found in settings(text) if key.lower() in ("slurmctldhost", "controlmachine")]
     host = hosts[0] if hosts else ""  # the first is the primary one
     name = host.partition("(")[0].strip() or "slurmctld"
@@ -127,6 +128,7 @@ def for_guest(text: str, address: str) -> str:
         "\n".join(kept)
         + "\n"
         + _GUEST.format(name=name, address=address, auth_info=_auth_info(value(text, "AuthInfo")))
+        + (f"Prolog={prolog}\n" if prolog else "")
     )
 
 

@@ -8,15 +8,18 @@ from collections.abc import Callable, Collection, Mapping
 
 from multiverse.config import Settings
 from multiverse.core.errors import Exhausted, Gone, Refused, Stale, Unknown
-from multiverse.core.model import Attempt, JobRef, Membership, SchedulerView, User, Vm
+from multiverse.core.model import Attempt, JobRef, Membership, NodeState, SchedulerView, User, Vm
+from multiverse.core.pool import named_by_none
 from multiverse.drivers.slurm import account, conf, parse
 from multiverse.drivers.slurm import membership as guest
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.delete import Deleter
 from multiverse.drivers.slurm.limits import Limits, licences
+from multiverse.drivers.slurm.offers import Offers
 from multiverse.drivers.slurm.reread import Fresh, reread
 
 _PAUSES = (0.05, 0.1, 0.2, *(0.4,) * 20)  # seconds between asking and asking again
+_TERM = 10.0  # seconds that offers hold without a look, or a few looks' time if that is more
 _TOLD_AT_MOST = 500  # bytes of a line left for a user
 
 
@@ -37,13 +40,19 @@ class SlurmScheduler:
         self._images = images
         self._commands = SlurmCommands(settings.slurm, env)
         self._nodes_by: tuple[str, ...] = ("sinfo", "-a")
+        self._offers = Offers(settings.slurm.inbox, site, max(_TERM, 4 * settings.poll))
         self._deleter = Deleter(self._commands, (settings.slurm.gate_partition, settings.slurm.run_partition))
 
     def unserved(self) -> list[conf.Unserved]:
         """What the site's Slurm is configured to do that does not reach jobs in VMs."""
         return conf.unserved(guest.read(self._slurm.conf))
 
+    def close(self) -> None:
+        """Offer nothing any more: nobody is there to introduce users."""
+        self._offers.close()
+
     async def look(self) -> SchedulerView:
+        offers = self._offers.look()
         names, enforced = await asyncio.to_thread(self._names)
         try:
             (jobs, limits), nodes = await asyncio.gather(self._look_at_jobs(names, enforced), self._look_at_nodes())
@@ -55,7 +64,9 @@ class SlurmScheduler:
             raise Unknown(
                 f"Slurm's JSON is not as it was: {error!r}", hint="which release is this? report it"
             ) from error
-        return SchedulerView(jobs=seen_jobs, nodes=seen_nodes, limits=limits.left)
+        # A submission that names the features of a node that Slurm does not know is refused.
+        self._offers.keep([name for name, node in seen_nodes.items() if node.state is NodeState.IDLE])
+        return SchedulerView(jobs=seen_jobs, nodes=seen_nodes, limits=limits.left, offers=offers)
 
     async def _look_at_jobs(self, names: parse.Names, enforced: bool) -> tuple[list[parse.Record], Limits]:
         """Jobs first, limits second: a job that starts in between counts twice, and none is forgotten."""
@@ -98,14 +109,15 @@ class SlurmScheduler:
 
     async def pin(self, job: JobRef, feature: str, text: str = "") -> None:
         fresh = await self._reread(job)
-        if fresh.active and fresh.pinned == feature:
-            return  # said before, and it has started since
+        tied = fresh.partition == self._slurm.run_partition and fresh.pinned == feature
+        if tied and (fresh.active or (fresh.pending and fresh.priority)):
+            if text and not fresh.comment:
+                await self._update(job, f"AdminComment={_line(text)}")
+            return  # said before, or it took a spare by itself; it may have started since
         if not fresh.pending:
             raise Stale(f"job {job.job_id} is {fresh.state.lower()}")
         if fresh.priority == 0:
             raise Stale(f"job {job.job_id} is held: {fresh.reason}")
-        if fresh.partition == self._slurm.run_partition and fresh.pinned == feature:
-            return
         changes = [f"Partition={self._slurm.run_partition}", f"Features={'&'.join((*fresh.own, feature))}"]
         if text:
             changes.append(f"AdminComment={_line(text)}")
@@ -167,6 +179,7 @@ class SlurmScheduler:
 
     async def fail(self, node: str, reason: str) -> None:
         name = f"NodeName={node}"
+        self._offers.close_to(node)
         try:
             # Drained as well: with ReturnToService=2 a slurmd that still answers would make a DOWN node idle again.
             await self._commands.run("scontrol", "update", name, "State=DRAIN", f"Reason={_line(reason)}")
@@ -175,11 +188,21 @@ class SlurmScheduler:
             return
 
     async def remove(self, node: str) -> None:
+        self._offers.close_to(node)  # first: a job that names the features of a node that is gone is refused
         await self._deleter.delete(node)
+        self._offers.forget(node)
 
     async def explain(self, job: JobRef, text: str) -> None:
         await self._reread(job)
         await self._update(job, f"AdminComment={_line(text)}")
+
+    async def offer(self, vm: Vm) -> None:
+        if await asyncio.to_thread(guest.may_be_offered, self._settings, vm):
+            any_image, any_kind = named_by_none(vm.image, self._settings.image.default, self._settings.image.kind)
+            self._offers.offer(vm, any_image=any_image, any_kind=any_kind)
+
+    async def withdraw(self, node: str) -> None:
+        self._offers.withdraw(node)
 
     async def membership(self, vm: Vm, attempt: Attempt | None) -> Membership:
         return await asyncio.to_thread(guest.membership, self._settings, vm, attempt)

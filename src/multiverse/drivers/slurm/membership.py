@@ -10,6 +10,7 @@ from multiverse.core.errors import Broken
 from multiverse.core.model import Attempt, Daemon, GuestFile, Membership, Vm
 from multiverse.core.pool import node_features
 from multiverse.drivers.slurm import conf
+from multiverse.guest.protocol import INTRODUCED
 
 _DIRECTORIES = (
     ("/etc/munge", "munge", 0o700),
@@ -21,6 +22,12 @@ _DIRECTORIES = (
     ("/sys/fs/cgroup/system.slice", "root", 0o755),  # cgroup/v2 makes its scope there, systemd or not
 )
 _SOCKET = "/run/munge/munge.socket.2"
+_PROLOG = "/etc/slurm/multiverse-prolog"
+_WAIT = f"""\
+#!/bin/sh
+# A job that took this node as it was submitted waits here until its user is known.
+read -r _ < {INTRODUCED}
+""".encode()
 
 
 def read(path: Path) -> str:
@@ -38,7 +45,9 @@ def membership(settings: Settings, vm: Vm, attempt: Attempt | None) -> Membershi
     slurmd = Daemon(
         "slurmd", ("/usr/sbin/slurmd", "-D", "-Z", "-N", vm.name, "-f", "/etc/slurm/slurm.conf", "--conf", node)
     )
-    return Membership(files=tuple(_files(settings)), directories=_DIRECTORIES, daemons=(_munged(vm), slurmd))
+    return Membership(
+        files=tuple(_files(settings, spare=attempt is None)), directories=_DIRECTORIES, daemons=(_munged(vm), slurmd)
+    )
 
 
 def _munged(vm: Vm) -> Daemon:
@@ -48,13 +57,26 @@ def _munged(vm: Vm) -> Daemon:
     return Daemon("munged", ("/usr/sbin/munged", "--foreground", *spared), user="munge", ready_path=_SOCKET)
 
 
-def _files(settings: Settings) -> Iterator[GuestFile]:
+def may_be_offered(settings: Settings, vm: Vm) -> bool:
+    """Whether a job may take this spare by itself: its node keeps it waiting until its user is introduced, which it
+    does not with a slurm.conf of the site's own; nobody else asks who that is before; and Slurm gives no job more CPUs
+    for its memory than it asked for, which would not fit any more."""
+    own, text = settings.slurm.guest_conf, read(settings.slurm.conf)
+    waits = own is None or not (own / "slurm.conf").is_file()
+    known_before = "disable_send_gids" not in conf.value(text, "LaunchParameters").lower()
+    most = conf.value(text, "MaxMemPerCPU")
+    return waits and known_before and (not most.isdigit() or vm.told.memory <= int(most or 0) * vm.told.cpus)
+
+
+def _files(settings: Settings, *, spare: bool) -> Iterator[GuestFile]:
     slurm = settings.slurm
     address = slurm.controller_address or settings.network.gateway
     derived = {
-        "slurm.conf": conf.for_guest(read(slurm.conf), address).encode(),
+        "slurm.conf": conf.for_guest(read(slurm.conf), address, _PROLOG if spare else "").encode(),
         "cgroup.conf": conf.CGROUP.encode(),
     }
+    if spare:
+        yield GuestFile(_PROLOG, _WAIT, 0o755)
     for name, content in sorted((derived | dict(_replacements(slurm.guest_conf))).items()):
         yield GuestFile(f"/etc/slurm/{name}", content)
     try:

@@ -21,6 +21,7 @@ _COLUMNS = (
     ("StartTime", 24),
     ("PriorityLong", 24),
     ("Reason", 512),
+    ("admin_comment", 16),  # whether there is one
 )
 _FORMAT = ",".join(f"{name}:{width}" for name, width in _COLUMNS)
 
@@ -38,6 +39,7 @@ class Fresh:
     reason: str
     description: str
     requeued: bool
+    comment: bool
 
     @property
     def pending(self) -> bool:
@@ -77,6 +79,7 @@ async def reread(commands: SlurmCommands, job: JobRef, gate_feature: str) -> Fre
         reason=row["Reason"],
         description=row["Reason"],
         requeued=requeued,
+        comment=row["admin_comment"] not in ("", "N/A", "(null)"),
     )
 
 

@@ -49,6 +49,7 @@ class Manifest:
     uid: int = 0
     address: str = ""  # what it may speak as on the bridge, and with which other VMs; none before it is someone
     peers: tuple[str, ...] = ()
+    introduced: tuple[int, ...] = ()  # users that its guest was told of after its start
 
 
 def write(directory: Path, manifest: Manifest) -> None:
@@ -70,6 +71,7 @@ def read(directory: Path) -> Manifest | None:
         raw = json.loads((directory / FILE).read_text())
         raw["kind"], raw["phase"] = CloneKind(raw["kind"]), Phase(raw["phase"])
         raw["peers"] = tuple(raw.get("peers", ()))
+        raw["introduced"] = tuple(raw.get("introduced", ()))
         return Manifest(**raw)
     except (OSError, ValueError, TypeError, KeyError):
         return None

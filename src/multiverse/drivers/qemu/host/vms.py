@@ -322,6 +322,11 @@ class Vms:
         """Tell a guest that has been started of one more user. `Gone` if it is not started, `Unknown` if it does not
         answer, `Broken` if it could not."""
         self._started_channel(name).ask(introduction(user), "introduced", _ASK_TIMEOUT)
+        home = self.places.of(name).home
+        with manifest.locked(home, make=False):
+            known = manifest.read(home)
+            if known is not None and user.uid not in known.introduced:
+                manifest.write(home, replace(known, introduced=(*known.introduced, user.uid)))
 
     def examine(self, name: str) -> dict[str, str | int]:
         """What a guest that has been started says of itself, now and when it was; `skew` is how far its clock is from

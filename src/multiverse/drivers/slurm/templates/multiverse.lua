@@ -1,5 +1,5 @@
 -- Multiverse's part of job_submit.lua: sends jobs to the gate and refuses what cannot be served.
--- slurmctld holds its locks while this runs, so it reads and writes nothing but one empty file.
+-- slurmctld holds its locks while this runs, so it touches nothing but a few tiny files of its own machine.
 
 local multiverse = {}
 local site = dofile("{{ directory }}/multiverse_site.lua")
@@ -143,6 +143,59 @@ local function sizes(job)
   return nodes, cpus, memory
 end
 
+-- Whether an instant clone of an image is what the job asks for; any_image, any_kind: also if it names none.
+local function wants(job, image, any_image, any_kind)
+  local says_image, kinds = any_image, 0
+  for _, word in ipairs(words(job.features, "&,%s")) do
+    if word == image then says_image = true
+    elseif word == "instant" or word == "auto" then kinds = kinds + 1
+    else return false end
+  end
+  return says_image and (kinds == 1 or kinds == 0 and any_kind)
+end
+
+-- Whether a job may pass by the gate: that is open, and whatever holds there holds where jobs run.
+local GOVERNED = { "allow_accounts", "allow_alloc_nodes", "allow_groups", "allow_qos", "deny_accounts", "deny_qos",
+                   "qos", "max_time", "default_time", "max_nodes", "min_nodes", "max_share", "max_cpus_per_node",
+                   "max_mem_per_cpu", "max_mem_per_node", "def_mem_per_cpu", "def_mem_per_node" }
+local UP = 3 -- PARTITION_UP (slurm.h)
+
+local function may_pass(partitions)
+  local gate, run = (partitions or {})[site.gate_partition], (partitions or {})[site.run_partition]
+  if not gate or not run or gate.state_up ~= UP or run.state_up ~= UP then return false end
+  for _, field in ipairs(GOVERNED) do
+    if gate[field] ~= run[field] then return false end
+  end
+  return true
+end
+
+-- The feature of a spare that is this job's from now on, or nil: an idle node that fits it, on offer in the list that
+-- the controller keeps. To rename its file is to take it; only one can. A job that would not start now takes none.
+local function take_spare(job, partitions)
+  local list = io.open(site.inbox .. "/spares/list")
+  if not list then return nil end
+  local lines = words(list:read("*a"), "\n")
+  list:close()
+  if (tonumber(lines[1]) or 0) < os.time() then return nil end -- no controller is there to let its user in
+  if job.priority == 0 or asked(job.dependency) or asked(job.array_inx) or asked(job.licenses)
+    or (number(job.begin_time, nil) or 0) > os.time() then return nil end
+  local nodes, cpus, memory = sizes(job)
+  local room = number(job.pn_min_tmp_disk, NO_VAL) or 0
+  if nodes ~= 1 or not may_pass(partitions) then return nil end
+  local most = number(partitions[site.run_partition].max_mem_per_cpu, nil) or 0
+  if most > 0 and memory > most * cpus then return nil end -- Slurm would give it more CPUs
+  for row = 2, #lines do
+    local node, feature, image, any_image, any_kind, has_cpus, has_memory, has_disk = string.match(lines[row],
+      "^(%S+) (%S+) (%S+) ([01]) ([01]) (%d+) (%d+) (%d+)$")
+    if node and cpus == tonumber(has_cpus) and memory <= tonumber(has_memory) and room <= tonumber(has_disk)
+      and wants(job, image, any_image == "1", any_kind == "1")
+      and os.rename(site.inbox .. "/spares/open." .. node, site.inbox .. "/spares/taken." .. node) then
+      return feature
+    end
+  end
+  return nil
+end
+
 -- What is too large about a job, with what would fit, or nil.
 local function too_large(job)
   local nodes, cpus, memory = sizes(job)
@@ -189,7 +242,7 @@ local function hint()
   if file then file:close() end
 end
 
-local function submit(job, partition)
+local function submit(job, partition, partitions)
   if #words(partition, ",") > 1 then
     return refuse("several partitions are not served: name " .. site.gate_partition .. " alone")
   end
@@ -205,10 +258,13 @@ local function submit(job, partition)
   local sentence = wrong_wishes(job) or wrong_topology(job) or overcommitted(job) or too_large(job)
   if sentence then return refuse(sentence) end
   settle(job)
+  local spare = take_spare(job, partitions)
+  if spare then job.partition = site.run_partition end
+  local mark = spare or site.gate_feature
   if job.features and job.features ~= "" then
-    job.features = job.features .. "&" .. site.gate_feature
+    job.features = job.features .. "&" .. mark
   else
-    job.features = site.gate_feature
+    job.features = mark
   end
   hint()
   return slurm.SUCCESS
@@ -265,7 +321,7 @@ end
 function multiverse.submit(job, partitions, uid)
   local partition = job.partition or default_partition(partitions)
   if not any_ours(partition) then return slurm.SUCCESS end
-  return guarded(submit, job, partition)
+  return guarded(submit, job, partition, partitions)
 end
 
 function multiverse.modify(job, record, partitions, uid)
