@@ -116,7 +116,10 @@ async def there_is_no_template_of_no_image(h: Harness) -> None:
     unmade = h.template._replace(image="no-such-image")
     with pytest.raises(Refused):
         await h.hypervisor.prepare(unmade)
-    assert unmade not in (await h.hypervisor.look()).templates
+    view = await h.hypervisor.look()
+    assert unmade not in view.templates
+    images = view.hosts[h.host].images
+    assert h.image in images and unmade.image not in images, "what a look shows decides what is made of which image"
 
 
 async def create_is_ensure(h: Harness) -> None:

@@ -37,7 +37,7 @@ class Real(Harness):
     def __init__(self, lab: Any) -> None:
         self.lab = lab
         self.uid = lab.user.uid
-        self.scheduler = SlurmScheduler(lab.settings, SITE, images=lambda: ["slim"])
+        self.scheduler = SlurmScheduler(lab.settings, SITE)
         self.guests: list[FakeGuest] = []
 
     async def submit(
@@ -82,7 +82,7 @@ class Real(Harness):
     async def away(self, *, gone: bool = False) -> AsyncIterator[None]:
         usual = self.scheduler
         brief = replace(self.lab.settings.slurm, command_timeout=2.0)
-        self.scheduler = SlurmScheduler(replace(self.lab.settings, slurm=brief), SITE, images=lambda: ["slim"])
+        self.scheduler = SlurmScheduler(replace(self.lab.settings, slurm=brief), SITE)
         try:
             async with self._without_slurmctld() if gone else self._silent_slurmctld():
                 yield

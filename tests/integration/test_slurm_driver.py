@@ -27,7 +27,7 @@ _serials = iter(range(1, 10000))
 
 @pytest.fixture
 def scheduler(lab: Any) -> SlurmScheduler:
-    return SlurmScheduler(lab.settings, SITE, images=lambda: ["slim", "stock"])
+    return SlurmScheduler(lab.settings, SITE)
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable
 
 import pytest
@@ -26,12 +27,20 @@ def dropped(client: Client, image: str, account: str | None = None) -> None:
 def test_jobs_of_an_image_that_can_plug_nothing_get_their_size_and_share_templates(
     lab: LabUnderTest, client: Client, controller: Callable[[], int]
 ) -> None:
-    stiff()
+    image = stiff()
     controller()  # Slurm learns of the image
+    shutil.rmtree(image.path)
+    until("no host shows it", lambda: "stiff" not in client.hosts()[0]["images"])
     out = lab.user.home / "stiff.out"
     facts = "nproc; awk '/MemTotal/{print int($2/1024)}' /proc/meminfo; cat /sys/devices/system/cpu/possible"
     job = lab.sbatch(facts, "--constraint=stiff&instant", "-n2", "--mem=600", f"--output={out}")
+    why = "no host has image stiff"
+    until("it waits for its image", lambda: [row["waiting"] for row in client.jobs(job)] == [why])
+    (trouble,) = client.status()["troubles"]
+    assert trouble["name"] == "image-stiff" and job in trouble["jobs"]
+    stiff()
     row = ended(client, job, "done")
+    assert row["image"] == "stiff"
     cpus, memory, possible = written(out).split()
     assert (cpus, possible) == ("2", "0-1") and int(memory) >= 600, "all is there from the start, and no room for more"
     assert accounted(lab, job) == ("COMPLETED", "0:0")

@@ -25,7 +25,7 @@ from multiverse.controller.loop import Controller
 from multiverse.core import plan
 from multiverse.core.errors import Refused
 from multiverse.core.lifecycle import TABLES, Event
-from multiverse.core.model import Depth, Host, SchedulerView, Size, Vm, VmState, World
+from multiverse.core.model import CloneKind, Depth, Host, SchedulerView, Size, Vm, VmState, World
 from multiverse.core.pacing import Policy
 from multiverse.core.rows import Change, Draft
 from multiverse.simulation.cluster import ClusterSettings
@@ -44,7 +44,7 @@ from multiverse.simulation.faults import (
 )
 from multiverse.simulation.fuzz import Verdict, fuzz, load, save
 from multiverse.simulation.jobs import Batch
-from multiverse.simulation.machines import ABILITIES, Machines
+from multiverse.simulation.machines import ABILITIES, Image, Machines
 from multiverse.simulation.run import Arrival, Deed, Outcome, Scenario, arrow, simulate
 from multiverse.simulation.scenarios import IMPOSSIBLE, calm, troubled
 from multiverse.simulation.scheduler import SimulatedScheduler
@@ -194,6 +194,17 @@ def test_jobs_of_an_image_that_can_plug_nothing_share_templates_and_make_way_for
     world = WorldSettings((Host("h1", Size(4, 4096, 65536), ABILITIES),))
     outcome = keeps_its_promises(Scenario(7, arrivals, world))
     assert set(outcome.results.values()) == {"COMPLETED"}
+
+
+@pytest.mark.parametrize("kind", CloneKind)
+@pytest.mark.parametrize("since", [0.5, 1.0, 1.2, 2.5, 30.0])
+def test_an_image_may_be_newer_than_the_look_and_come_after_its_job(since: float, kind: CloneKind) -> None:
+    world = replace(WorldSettings(), images=(Image("slim"), Image("stiff", abilities=frozenset({"fork"}), since=since)))
+    batch = Batch(image="stiff", kind=kind, size=Size(2, 700))
+    outcome = keeps_its_promises(Scenario(7, (Arrival(1.0, batch), Arrival(1.1, Batch())), world))
+    assert set(outcome.results.values()) == {"COMPLETED"}
+    asked = sum("building (needed" in line for line in outcome.journal)
+    assert asked <= 2, "one of each image, and none of a size that this one cannot use"
 
 
 # --- single troubles -------------------------------------------------------------------------------

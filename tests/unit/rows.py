@@ -23,6 +23,12 @@ from multiverse.core.model import (
 )
 from multiverse.core.rows import Change, Move, Rows
 
+IMAGES = {
+    name: frozenset({"fork", "plug_cpus", "plug_memory"})
+    for name in ("slim", "stock", "other", "next", "older", "newer", "one", "two", "held", "broken")
+}
+"""Images that a host has, unless a test says otherwise: they can do all."""
+
 
 def attempt(state: AttemptState, *, id: int = 1, job: str = "7", restarts: int = 0, **more: object) -> Attempt:
     ref = JobRef(job, 500, restarts)

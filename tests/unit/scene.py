@@ -33,6 +33,7 @@ from multiverse.core.pacing import Policy
 from multiverse.core.plan import plan
 from multiverse.core.rows import Done, Message, Move, Rows
 from multiverse.store import Store
+from tests.unit.rows import IMAGES
 
 POLICY = Policy(subnet=ipaddress.IPv4Network("10.9.0.0/16"), gateway="10.9.0.1")
 
@@ -60,7 +61,7 @@ class Scene:
         self.jobs: dict[str, Job] = {}
         self.nodes: dict[str, Node] = {}
         abilities = frozenset({"instant", "full"})
-        self.hosts: dict[str, Host] = {"h1": Host("h1", Size(cpus, memory, 65536), abilities)}
+        self.hosts: dict[str, Host] = {"h1": Host("h1", Size(cpus, memory, 65536), abilities, images=IMAGES)}
         self.vms: dict[str, VmSeen] = {}
         self.templates: dict[TemplateKey, TemplateSeen] = {}
         self.quiet: dict[Key, float] = {}

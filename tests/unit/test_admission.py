@@ -39,7 +39,7 @@ from multiverse.core.pacing import Policy
 from multiverse.core.placement import template_claim, vm_claim, vm_size
 from multiverse.core.plan import plan
 from multiverse.core.rows import Change, Command, Draft, Rows
-from tests.unit.rows import as_ready, attempt, changes_of, rows, template, vm
+from tests.unit.rows import IMAGES, as_ready, attempt, changes_of, rows, template, vm
 from tests.unit.scene import POLICY
 
 A, V, T = AttemptState, VmState, TemplateState
@@ -48,7 +48,7 @@ NOW = 1000.0
 
 
 def host(name: str = "h1", *, cpus: int = 4, memory: int = 4096, abilities: Iterable[str] = ("instant",)) -> Host:
-    return Host(name, Size(cpus, memory, 65536), frozenset(abilities))
+    return Host(name, Size(cpus, memory, 65536), frozenset(abilities), images=IMAGES)
 
 
 def stiff(name: str = "h1", *, cpus: int = 4, memory: int = 4096, can: Iterable[str] = ("fork",)) -> Host:
@@ -228,6 +228,35 @@ def test_each_account_has_templates_of_its_own_where_it_is_told_so() -> None:
     here = rows(attempt(A.QUEUED, request=theirs), template(T.READY), template(T.READY, id=2, account="physics"))
     (made,) = of(planned(here, host()), "vm")
     assert isinstance(made.row, Vm) and made.row.template == here.templates[2].which
+
+
+@pytest.mark.parametrize("kind", [None, *CloneKind])
+def test_a_job_waits_for_an_image_that_no_host_has_and_nothing_is_made_of_it(kind: CloneKind | None) -> None:
+    """It may be newer than the look: what it can plug is not known before."""
+    here = rows(attempt(A.QUEUED, request=Request(1, Size(2, 700), image="mine", kind=kind)),
+                attempt(A.QUEUED, id=2, job="8"), template(T.READY))  # fmt: skip
+    abilities = ("instant", "linked", "full")
+    changes = planned(here, host(abilities=abilities), replace(host("h2", abilities=abilities), images={}))
+    assert notes(changes) == {1: "no host has image mine"} and not of(changes, "template")
+    assert [c.row.attempt for c in of(changes, "vm") if isinstance(c.row, Vm)] == [2], "it keeps nobody waiting"
+    later = planned(here, host(abilities=abilities), replace(stiff("h2"), images={"mine": frozenset({"fork"})},
+                                                             abilities=frozenset(abilities)))  # fmt: skip
+    made = [c.row for c in later if isinstance(c.row, Vm | Template) and c.row.image == "mine"]
+    assert made and {row.host for row in made} == {"h2"}
+    assert all(row.size == Size(2, 1024) for row in made if isinstance(row, Template))
+
+
+def test_only_hosts_that_have_its_image_judge_whether_a_job_is_too_large() -> None:
+    small = replace(host(memory=1024), images={"mine": IMAGES["slim"]})
+    here = rows(attempt(A.QUEUED, request=Request(1, Size(1, 3000), image="mine")))
+    (refused,) = of(planned(here, small, host("h2", memory=65536)), "attempt")
+    assert refused.event is Event.IMPOSSIBLE and "the largest that fits is 4 CPUs" in refused.reason
+    away = replace(here, hosts=frozenset({"h1", "h2", "h3"}))
+    (told,) = notes(planned(away, small, host("h2", memory=65536))).values()
+    assert "fits on no host" in told and told.endswith("out of reach now: h3")
+    unknown = replace(small, images={})
+    (told,) = notes(planned(away, unknown)).values()
+    assert told == "no host has image mine; out of reach now: h2, h3"
 
 
 def test_an_image_that_cannot_be_forked_waits_and_says_so_or_boots() -> None:

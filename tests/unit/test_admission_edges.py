@@ -40,7 +40,7 @@ from multiverse.core.pacing import Policy, Pool
 from multiverse.core.placement import template_claim, vm_claim, vm_size
 from multiverse.core.plan import plan
 from multiverse.core.rows import Change
-from tests.unit.rows import as_ready, attempt, changes_of, rows, template, vm
+from tests.unit.rows import IMAGES, as_ready, attempt, changes_of, rows, template, vm
 from tests.unit.scene import POLICY
 
 A, V, T = AttemptState, VmState, TemplateState
@@ -52,7 +52,7 @@ EAGER = replace(POLICY, patience=0.0)
 
 
 def host(name: str = "h1", *, cpus: int = 64, memory: int = 65536, can: str | None = None, **more: object) -> Host:
-    images = {} if can is None else {"slim": frozenset(can.split())}
+    images = IMAGES if can is None else {"slim": frozenset(can.split())}
     abilities = frozenset({"instant", "full", "linked"})
     return Host(name, Size(cpus, memory, 65536), abilities, images=images, **more)  # type: ignore[arg-type]
 

@@ -153,7 +153,7 @@ def chosen(*templates: Template | None, spares: Iterable[Vm] = (), hosts: str = 
     draft = Draft(Rows("test0", vms={vm.id: vm for vm in spares}), 100.0, world.forecast.paced)
     draft.waiting[PARENT] = waiting
     found = {hand.template(T.READY, id=n + 1, host=f"h{n + 1}").which: row for n, row in enumerate(templates)}
-    here = {"h1": Host("h1", Size(4, 4096, 65536), frozenset(hosts.split()))}
+    here = {"h1": Host("h1", Size(4, 4096, 65536), frozenset(hosts.split()), images=hand.IMAGES)}
     return choose(draft, hand.attempt(A.QUEUED), found, here, world, replace(policy, kind=CloneKind.AUTO))
 
 

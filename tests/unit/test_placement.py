@@ -25,6 +25,7 @@ from multiverse.core.placement import (
     vm_size,
     yet_to_come,
 )
+from tests.unit.rows import IMAGES
 from tests.unit.scene import POLICY
 
 sizes = st.builds(Size, st.integers(1, 128), st.integers(1, 2**20))
@@ -32,7 +33,7 @@ sizes = st.builds(Size, st.integers(1, 128), st.integers(1, 2**20))
 
 def host(cpus: int, memory: int, name: str = "h1", *, stiff: bool = False) -> Host:
     """A `stiff` one's image can plug nothing."""
-    return Host(name, Size(cpus, memory, 1 << 20), images={"slim": frozenset({"fork"})} if stiff else {})
+    return Host(name, Size(cpus, memory, 1 << 20), images={"slim": frozenset({"fork"})} if stiff else IMAGES)
 
 
 def parents(told: Size, hosts: dict[str, Host], policy: Policy = POLICY) -> dict[str, Size]:

@@ -20,12 +20,13 @@ from multiverse.core.placement import (
     vm_claim,
     vm_size,
 )
+from tests.unit.rows import IMAGES
 from tests.unit.scene import POLICY
 
 
 def host(name: str = "h1", *, cpus: int = 4, memory: int = 8192, disk: int = 65536, can: str | None = None) -> Host:
-    """What its image can do is not known unless told."""
-    return Host(name, Size(cpus, memory, disk), images={} if can is None else {"slim": frozenset(can.split())})
+    """Its image can do all unless told."""
+    return Host(name, Size(cpus, memory, disk), images=IMAGES if can is None else {"slim": frozenset(can.split())})
 
 
 # --- sizes ------------------------------------------------------------------------------------------

@@ -362,7 +362,7 @@ def chosen(template: T | None, *, kind: CloneKind = CloneKind.AUTO, abilities: s
     world = World(forecast=Forecast(**forecast))  # type: ignore[arg-type]
     draft = Draft(Scene().rows, 100.0, world.forecast.paced)
     draft.templates = {row.id: row for row in some}
-    hosts = {"h1": Host("h1", Size(4, 4096, 65536), frozenset(abilities.split()))}
+    hosts = {"h1": Host("h1", Size(4, 4096, 65536), frozenset(abilities.split()), images=hand.IMAGES)}
     choice, _ = settle(draft, attempt, hosts, world, policy)
     return choice.kind, choice.why, choice.prepare
 

@@ -40,7 +40,7 @@ from multiverse.core.placement import Room, vm_claim, vm_size
 from multiverse.core.plan import plan
 from multiverse.core.pool import give_back, joined_for, make_way, parked_for
 from multiverse.core.rows import Change, Draft
-from tests.unit.rows import as_ready, attempt, changes_of, rows, template, vm
+from tests.unit.rows import IMAGES, as_ready, attempt, changes_of, rows, template, vm
 from tests.unit.scene import POLICY
 
 A, V, T = AttemptState, VmState, TemplateState
@@ -51,7 +51,8 @@ JOINED = Pool("slim", Depth.JOINED, 1, 1, Size(1, 100), 100.0)
 
 
 def host(name: str = "h1", *, cpus: int = 64, memory: int = 65536, **more: object) -> Host:
-    return Host(name, Size(cpus, memory, 65536), frozenset({"instant", "full"}), **more)  # type: ignore[arg-type]
+    facts: dict[str, object] = {"images": IMAGES, **more}
+    return Host(name, Size(cpus, memory, 65536), frozenset({"instant", "full"}), **facts)  # type: ignore[arg-type]
 
 
 def parked(serial: int = 1, **more: object) -> Vm:

@@ -16,9 +16,7 @@ from multiverse.drivers.slurm.limits import Limits
 DATA = Path(__file__).parent / "slurm_data"
 JOBS: list[dict[str, Any]] = json.loads((DATA / "squeue-22.05.8.json").read_text())["jobs"]
 NODES: list[dict[str, Any]] = json.loads((DATA / "sinfo-22.05.8.json").read_text())["nodes"]
-NAMES = parse.Names(
-    site="ab12c", gate_partition="vm", run_partition="vmrun", gate_feature="mvgate", images=("slim", "stock")
-)
+NAMES = parse.Names(site="ab12c", gate_partition="vm", run_partition="vmrun", gate_feature="mvgate")
 NOW = 1795254668.0  # when they were captured
 
 
@@ -168,10 +166,11 @@ def test_profiles_that_were_not_asked_for() -> None:
 
 
 def test_image_and_kind_are_features() -> None:
-    job = one(by_name("n2", features="slim&linked&fast&mvgate"))
+    job = one(by_name("n2", features="linked&mine&mvgate"))
     assert job.request is not None
-    assert (job.request.image, job.request.kind) == ("slim", CloneKind.LINKED)
-    assert job.request.features == ("slim", "linked", "fast")
+    assert (job.request.image, job.request.kind) == ("mine", CloneKind.LINKED), "whether it is there, the hosts know"
+    assert job.request.features == ("linked", "mine")
+    assert "one image only, not slim and fast" in one(by_name("n2", features="slim&fast&full&mvgate")).problem
     assert parse.features("a&mv_3&mvgate,b&mv_x", "mvgate") == (("a", "b", "mv_x"), "mv_3")
 
 

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from multiverse.cli import repair, status
 from multiverse.core.errors import Broken, Refused
 from multiverse.core.lifecycle import EffectKind, Event
-from multiverse.core.model import AttemptState, JobState, Key, TemplateState, VmState
+from multiverse.core.model import AttemptState, Depth, Host, JobState, Key, Request, Size, TemplateState, VmState
+from multiverse.core.pacing import Policy, Pool
 from multiverse.core.rows import Change, Command, Done, Move
 from multiverse.service.troubles import Failing, Situation, Trouble, Unanswered, command_for, troubles
 from multiverse.service.views import job_counts
@@ -60,6 +61,26 @@ def test_a_host_that_is_short_of_memory_is_named_only_where_more_is_claimed_than
         found = troubles(Situation(scene.rows, scene.clock.time, hosts=[host]), policy)
         assert [one.kind for one in found] == kinds
         assert all("999 MiB are available, 1000 are to be kept" in one.wrong and not one.repair for one in found)
+
+
+def test_an_image_that_no_host_has_is_named_with_who_waits_for_it() -> None:
+    policy = replace(POLICY, pools=(Pool("stock", Depth.PARKED, 1, 1, Size(1, 100), 100.0),))
+    scene = Scene()
+    scene.job(request=Request(1, Size(1, 100), image="mine"))
+    scene.run()
+    bare = [replace(scene.hosts["h1"], images={"slim": frozenset[str]()})]
+
+    def found(hosts: list[Host] | None, policy: Policy) -> list[tuple[str, tuple[str, ...]]]:
+        return [
+            (one.name, one.jobs)
+            for one in troubles(Situation(scene.rows, scene.clock.time, hosts=hosts), policy)
+            if one.kind == "image"
+        ]
+
+    assert found(bare, POLICY) == [], "it may have come a moment ago"
+    scene.clock.time += POLICY.patience
+    assert found(bare, policy) == [("image-mine", ("7",)), ("image-stock", ())]
+    assert found([replace(bare[0], images={"mine": frozenset()})], POLICY) == found(None, policy) == []
 
 
 def test_what_was_wrong_from_the_start_is_shown_after_what_came_later() -> None:

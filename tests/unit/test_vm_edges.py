@@ -35,12 +35,12 @@ from multiverse.core.model import (
 )
 from multiverse.core.plan import plan
 from multiverse.core.rows import Change, Command, Draft, Rows
-from tests.unit.rows import attempt, rows, template, vm
+from tests.unit.rows import IMAGES, attempt, rows, template, vm
 from tests.unit.scene import POLICY, Scene
 
 A, V, T = AttemptState, VmState, TemplateState
 NOW = 1000.0
-H1 = Host("h1", Size(4, 8192, 65536), frozenset({"instant"}))
+H1 = Host("h1", Size(4, 8192, 65536), frozenset({"instant"}), images=IMAGES)
 DEAD, RUNNING = VmCondition.DEAD, VmCondition.RUNNING
 
 

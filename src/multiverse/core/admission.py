@@ -107,11 +107,13 @@ def admit(draft: Draft, world: World, policy: Policy) -> Crowd:
                 _revoke(draft, attempt, job.problem)
                 continue
             if not could_ever_fit(told, nodes, parents, hosts, policy):
-                large = too_large(attempt, hosts, policy) if hosts else "no host is in sight"
+                why = _unfit(attempt, hosts, parents, policy)
                 if away := sorted(draft.hosts - set(hosts)):  # nobody knows what they could hold
-                    _tell(draft, attempt, f"{large}; out of reach now: {', '.join(away)}", policy)
-                elif hosts:
-                    _revoke(draft, attempt, large)
+                    _tell(draft, attempt, f"{why}; out of reach now: {', '.join(away)}", policy)
+                elif parents:
+                    _revoke(draft, attempt, why)
+                elif hosts:  # an image can come: it may be newer than the look
+                    _tell(draft, attempt, why, policy)
                 continue
             if not job.eligible or not attempt.gated or attempt.stray or draft.now < attempt.not_before:
                 continue
@@ -176,12 +178,13 @@ def admit(draft: Draft, world: World, policy: Policy) -> Crowd:
 def settle(
     draft: Draft, attempt: Attempt, hosts: Mapping[str, Host], world: World, policy: Policy
 ) -> tuple[Choice, dict[str, Size]]:
-    """The kind of the attempt's clones, and the size of template that they are forked from, or as if, on each host."""
+    """The kind of the attempt's clones, and the size of template that they are forked from, or as if, on each host
+    that has their image."""
     parents = parents_of(draft, attempt, hosts, policy)
     forking = able_hosts(attempt, CloneKind.INSTANT, hosts, policy)
     rows = _templates_of(draft, attempt, forking, parents, policy)
     choice = choose(draft, attempt, rows, hosts, world, policy)
-    return choice, parents if _forks(choice) else dict.fromkeys(sorted(hosts), policy.base)
+    return choice, parents if _forks(choice) else dict.fromkeys(parents, policy.base)
 
 
 def _forks(choice: Choice) -> bool:
@@ -300,13 +303,14 @@ def _rank(job: Job | None) -> int:
 
 
 def parents_of(draft: Draft, attempt: Attempt, hosts: Mapping[str, Host], policy: Policy) -> dict[str, Size]:
-    """The size of the template that the attempt's VMs are forked from, on each host: of what its image cannot plug,
-    a ready one with more of it is as good as one that would have to be built, unless a gang could never have room
-    with it."""
+    """The size of the template that the attempt's VMs are forked from, on each host that has their image: of what
+    that cannot plug, a ready one with more of it is as good as one that would have to be built, unless a gang could
+    never have room with it."""
     told, image = attempt.request.size, image_of(attempt, policy)
-    own = {name: parent_size(told, host, image, policy) for name, host in sorted(hosts.items())}
+    having = {name: host for name, host in sorted(hosts.items()) if image in host.images}
+    own = {name: parent_size(told, host, image, policy) for name, host in having.items()}
     nearest = dict(own)
-    for name, host in sorted(hosts.items()):
+    for name, host in having.items():
         if host.image_can(image, "plug_cpus") and host.image_can(image, "plug_memory"):
             continue
         ready = [
@@ -391,9 +395,12 @@ def need_template(draft: Draft, which: TemplateKey, hosts: Mapping[str, Host], r
     )
 
 
-def too_large(attempt: Attempt, hosts: Mapping[str, Host], policy: Policy) -> str:
-    """The sentence for a job that no empty host could hold."""
-    fit = largest(hosts, image_of(attempt, policy), policy)
+def _unfit(attempt: Attempt, hosts: Mapping[str, Host], parents: Mapping[str, Size], policy: Policy) -> str:
+    """Why none of these hosts could hold the job, were they empty. `parents` has those that have its image."""
+    image = image_of(attempt, policy)
+    if not parents:
+        return f"no host has image {image}" if hosts else "no host is in sight"
+    fit = largest({name: hosts[name] for name in parents}, image, policy)
     many = f"{attempt.request.nodes} VMs of " if attempt.request.nodes > 1 else "a VM of "
     return f"{many}{attempt.request.size} fits on no host; the largest that fits is {fit} per node"
 
@@ -441,7 +448,9 @@ def makers_of(image: str, kind: CloneKind, hosts: Mapping[str, Host]) -> list[st
     return [
         name
         for name, host in sorted(hosts.items())
-        if kind.value in host.abilities and (kind is not CloneKind.INSTANT or host.image_can(image, "fork"))
+        if image in host.images
+        and kind.value in host.abilities
+        and (kind is not CloneKind.INSTANT or host.image_can(image, "fork"))
     ]
 
 

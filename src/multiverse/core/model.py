@@ -161,7 +161,7 @@ class Host:
     machine itself has, shown beside the declared capacity; None if the platform does not tell.
     `template_copies` is how often the memory of a template is held there while it has clones.
     `available` is what the machine could give to new processes at this look, in MiB; 0 if that is unknown.
-    `images` says of each image what it can do here: `fork`, `plug_cpus`, `plug_memory`.
+    `images` are those that are there, each with what it can do: `fork`, `plug_cpus`, `plug_memory`.
     """
 
     name: str
@@ -174,8 +174,8 @@ class Host:
     images: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def image_can(self, image: str, ability: str) -> bool:
-        """Whether the image has that ability. One that was not seen has all: who needs it finds out."""
-        return image not in self.images or ability in self.images[image]
+        """Whether the image is there, and has that ability."""
+        return ability in self.images.get(image, ())
 
 
 class VmCondition(StrEnum):

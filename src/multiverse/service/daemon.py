@@ -22,7 +22,6 @@ from multiverse.core.errors import Refused
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.drivers.slurm.inbox import hints
-from multiverse.guest.image import list_images
 from multiverse.ports import Hypervisor, Scheduler
 from multiverse.service.api import make_api
 from multiverse.service.metrics import Executed
@@ -104,9 +103,7 @@ async def serve(settings: Settings) -> None:
     with _alone(settings.state_dir):
         executed, clock = Executed(), SystemClock()
         store = open_store(settings.state_dir, clock)
-        scheduler = SlurmScheduler(
-            settings, store.site, images=lambda: [i.name for i in list_images(settings.qemu.images)]
-        )
+        scheduler = SlurmScheduler(settings, store.site)
         hypervisor = QemuHypervisor(settings, store.site)
         hypervisor.check()
         trace = Trace(settings.trace, clock) if settings.trace else None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from multiverse.core.model import Attempt, AttemptState, Host, Key, Row, Template, TemplateState, Vm, VmState
-from multiverse.core.pacing import Policy
+from multiverse.core.pacing import Policy, image_of
 from multiverse.core.placement import short_of_memory
 from multiverse.core.rows import Command, Rows
 
@@ -72,6 +72,7 @@ class Trouble:
         "source",
         "store",
         "memory",
+        "image",
         "quarantine",
         "back-off",
         "template",
@@ -97,6 +98,7 @@ def troubles(s: Situation, policy: Policy) -> list[Trouble]:
         *_sources(s),
         *_hosts(s),
         *_short_hosts(s, policy),
+        *_images(s, policy),
         *_quarantined(s),
         *_templates(s, policy),
         *_back_offs(s),
@@ -182,6 +184,26 @@ def _short_hosts(s: Situation, policy: Policy) -> Iterator[Trouble]:
                 "nothing left, the kernel ends a VM, and its job is queued again: see what else takes memory there, or "
                 "lower host.overcommit",
             )
+
+
+def _images(s: Situation, policy: Policy) -> Iterator[Trouble]:
+    """Images that jobs or pools want, and no host in reach has. One that came a moment ago is in the next look."""
+    there = {image for host in s.hosts or () for image in host.images}
+    wanted: dict[str, list[str]] = {pool.image: [] for pool in policy.pools}
+    for _, row in sorted(s.rows.attempts.items()):
+        if row.state is AttemptState.QUEUED and s.now - row.since >= policy.patience:
+            wanted.setdefault(image_of(row, policy), []).append(row.job.job_id)
+    for image in sorted(wanted.keys() - there) if s.hosts else ():
+        jobs = tuple(wanted[image])
+        who = [f"job {', '.join(jobs)}"] if jobs else []
+        who += ["a pool"] if any(pool.image == image for pool in policy.pools) else []
+        yield Trouble(
+            "image",
+            f"image-{image}",
+            f"no host has image {image}; waiting for it: {' and '.join(who)}",
+            f"build it: multiverse image build slim --name {image}, or stock; or end what asks for it",
+            jobs=jobs,
+        )
 
 
 def _jobs_of(rows: Rows, vms: Sequence[Vm]) -> tuple[str, ...]:

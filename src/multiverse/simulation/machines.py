@@ -34,11 +34,13 @@ FILLS = 20.0  # seconds that a VM's memory fills for; from then on it grows by a
 
 @dataclass(frozen=True)
 class Image:
-    """An image by name; one that does not boot breaks every template of it. `abilities` as in `Host.images`."""
+    """An image by name, there from a time `since` on; one that does not boot breaks every template of it. `abilities`
+    as in `Host.images`."""
 
     name: str
     boots: bool = True
     abilities: frozenset[str] = IMAGE_ABILITIES
+    since: float = 0.0
 
 
 @dataclass(eq=False)
@@ -85,8 +87,7 @@ class Machines:
         floor: int = 0,
     ) -> None:
         self.images = {image.name: image for image in images}
-        can = {image.name: image.abilities for image in images}
-        self.hosts = {host.name: replace(host, images=can) for host in hosts}
+        self.hosts = {host.name: host for host in hosts}
         self.vms: dict[str, Machine] = {}
         self.templates: dict[TemplateKey, TemplateSeen] = {}
         self.violations: list[str] = []
@@ -100,8 +101,7 @@ class Machines:
     def begin_template(self, which: TemplateKey) -> bool:
         """Begin to build a template; False if it is there already. `Gone`, `Refused`."""
         self._reach(which.host)
-        if which.image not in self.images:
-            raise Refused(f"no image {which.image}", hint="build it first")
+        self._of_image(which.image)
         known = self.templates.get(which)
         if known is not None and known.condition is TemplateCondition.READY:
             return False
@@ -142,8 +142,7 @@ class Machines:
             if known.condition is VmCondition.DEAD:
                 raise Broken(f"{spec.name} is dead", hint="destroy it")
             return known
-        if spec.image not in self.images:
-            raise Refused(f"no image {spec.image}", hint="build it first")
+        self._of_image(spec.image)
         self._parent(spec)
         machine = self.vms[spec.name] = Machine(spec)
         self.made.append(spec.name)
@@ -280,8 +279,9 @@ class Machines:
             for name, machine in sorted(self.vms.items())
             if machine.spec.host not in self.away
         }
+        there = {image.name: image.abilities for image in self.images.values() if image.since <= self._now()}
         hosts = {
-            name: replace(host, available=self.available(name)) if self._overcommit > 1 else host
+            name: replace(host, images=there, available=self.available(name) if self._overcommit > 1 else 0)
             for name, host in self.hosts.items()
             if name not in self.away
         }
@@ -306,6 +306,10 @@ class Machines:
             raise Gone(f"no host {host}")
         if host in self.away:
             raise Unknown(f"host {host} does not answer", hint="see whether it runs")
+
+    def _of_image(self, name: str) -> None:
+        if name not in self.images or self.images[name].since > self._now():
+            raise Refused(f"no image {name}", hint="build it first")
 
     def _parent(self, spec: VmSpec) -> None:
         if spec.kind is not CloneKind.INSTANT:

@@ -67,6 +67,8 @@ def troubled(seed: int, database: str = ":memory:") -> Scenario:
     until = 60.0
     scenario = calm(seed)
     takers = len(_takers(seed, scenario.settings))
+    late = Random(f"{seed}/late").choice((0.0, 0.0, 5.0, 40.0))
+    images = tuple(replace(one, since=late if one.name == "stiff" else 0.0) for one in scenario.world.images)
     rates = (0.0, 0.02, 0.1, 0.3)
     silence = (5.0, rng.choice((*(30.0,) * 6, 700.0)))  # the longest outlasts the patience that effects have
     odds = [replace(Odds.even(rng.choice(rates), until), silence=silence) for _ in range(2)]
@@ -78,7 +80,7 @@ def troubled(seed: int, database: str = ":memory:") -> Scenario:
         scenario,
         # More jobs make a history longer, not harder.
         arrivals=tuple(replace(one, tasks=min(one.tasks, 2)) for one in scenario.arrivals[: takers + 3]),
-        world=replace(scenario.world, guests=pace),
+        world=replace(scenario.world, images=images, guests=pace),
         scheduler_odds=odds[0],
         hypervisor_odds=odds[1],
         mishaps=tuple(sorted(mishaps, key=lambda mishap: mishap.at)),

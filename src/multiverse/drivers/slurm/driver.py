@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 
 from multiverse.config import Settings
 from multiverse.core.errors import Exhausted, Gone, Refused, Stale, Unknown
@@ -24,20 +24,10 @@ _TOLD_AT_MOST = 500  # bytes of a line left for a user
 
 
 class SlurmScheduler:
-    """`images` names the images that a job may ask for as a feature; it is asked anew at each look."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        site: str,
-        *,
-        images: Callable[[], Collection[str]] = tuple,
-        env: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, settings: Settings, site: str, *, env: Mapping[str, str] | None = None) -> None:
         self._settings = settings
         self._slurm = settings.slurm
         self._site = site
-        self._images = images
         self._commands = SlurmCommands(settings.slurm, env)
         self._nodes_by: tuple[str, ...] = ("sinfo", "-a")
         self._offers = Offers(settings.slurm.inbox, site, max(_TERM, 4 * settings.poll))
@@ -99,7 +89,6 @@ class SlurmScheduler:
             gate_partition=self._slurm.gate_partition,
             run_partition=self._slurm.run_partition,
             gate_feature=self._slurm.gate_feature,
-            images=frozenset(self._images()),
             memory_per_cpu=default,
             per_account=self._settings.image.per_account,
         ), conf.limits_are_kept(text)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,7 +73,6 @@ class Names:
     gate_partition: str
     run_partition: str
     gate_feature: str
-    images: Collection[str]
     memory_per_cpu: int = MEMORY_PER_CPU
     per_account: bool = False
 
@@ -258,13 +257,19 @@ def _request(record: Record, own: tuple[str, ...], names: Names) -> tuple[Reques
         Request(
             nodes=nodes,
             size=Size(cpus, memory, number(record.get("minimum_tmp_disk_per_node")) or 0),
-            image=next((word for word in own if word in names.images), None),
+            image=next(iter(_images(own)), None),
             kind=next((CloneKind(word) for word in own if word in _KINDS), None),
             features=own,
             account=str(record.get("account") or "") if names.per_account else "",
         ),
         "",
     )
+
+
+def _images(own: Iterable[str]) -> list[str]:
+    """The images that a job's own features name: whatever is no kind of clone. The gate's nodes have no others, and
+    whether there is such an image only the hosts can say."""
+    return [word for word in own if word not in _KINDS]
 
 
 def _cpus(record: Record, nodes: int) -> int:
@@ -276,7 +281,7 @@ def _cpus(record: Record, nodes: int) -> int:
 
 
 def _problem(record: Record, own: tuple[str, ...], names: Names) -> str:
-    images = [word for word in own if word in names.images]
+    images = _images(own)
     kinds = [word for word in own if word in _KINDS]
     checks = (
         (int(record["user_id"]) == 0, "Multiverse runs no job as root: submit as a user, e.g. sbatch --uid=NAME"),
