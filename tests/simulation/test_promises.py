@@ -360,6 +360,19 @@ def test_a_machine_keeps_its_floor_however_much_is_claimed(seed: int, monkeypatc
     assert any("h1 must keep 1000 MiB available" in line for line in outcome.journal)
 
 
+def test_nobody_waits_behind_a_job_whose_memory_others_on_the_machine_have() -> None:
+    crowd = crowded(0)
+    large = Arrival(0.5, Batch(seconds=5.0, size=Size(1, 1500)), deeds=(Deed(1500.0, "cancel"),))
+    for others, result in ((0, "COMPLETED"), (800, "CANCELLED")):
+        world = replace(crowd.world, others=others)
+        outcome = keeps_its_promises(replace(crowd, arrivals=(large, *crowd.arrivals), world=world, limit=3000.0))
+        assert sorted(outcome.results.values()) == sorted([result, *["COMPLETED"] * len(crowd.arrivals)])
+        told = any("of which others there leave too little" in line for line in outcome.journal)
+        assert told == (result == "CANCELLED")
+        last = max(at for at, what in outcome.told if "COMPLETED" in what)
+        assert last < 1500, f"the others wait for it, till {last}"
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_a_machine_keeps_its_floor_in_trouble_too(seed: int) -> None:
     rng = Random(f"{seed}/trouble")

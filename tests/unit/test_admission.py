@@ -14,6 +14,7 @@ from multiverse.core.model import (
     AttemptState,
     Claim,
     CloneKind,
+    Depth,
     Host,
     HypervisorView,
     Job,
@@ -35,7 +36,7 @@ from multiverse.core.model import (
     VmState,
     World,
 )
-from multiverse.core.pacing import Policy
+from multiverse.core.pacing import Policy, Pool
 from multiverse.core.placement import template_claim, vm_claim, vm_size
 from multiverse.core.plan import plan
 from multiverse.core.rows import Change, Command, Draft, Rows
@@ -540,3 +541,47 @@ def test_no_more_is_claimed_than_may_be_however_little_is_taken() -> None:
     assert crowd(100_000, *many) == "instant on h1"
     barely = replace(BOLD, overcommit=1.0 + (CLAIM - 1) / (3 * 2336 + 256))
     assert "the hosts are full" in crowd(100_000, *many, policy=barely)
+
+
+def test_nobody_waits_behind_a_job_whose_memory_others_on_the_machine_have() -> None:
+    ready, busy = template(T.READY), replace(serving(0.0), size=Size(1, 4096))
+    here = rows(attempt(A.QUEUED, request=Request(1, Size(1, 5000))), attempt(A.QUEUED, id=2, job="8"), ready, busy,
+                claims=[Claim(ready.key, "h1", template_claim(ready.size, host())),
+                        Claim(busy.key, "h1", vm_claim(busy.size, BOLD))])  # fmt: skip
+
+    def decided(available: int, held: float) -> tuple[list[int], dict[int, str]]:
+        """Who is admitted, and what the others are told."""
+        jobs = {a.job.job_id: Job(a.job, "hello", 1000, JobState.PENDING, a.request, rank=a.id)
+                for a in here.attempts.values()}  # fmt: skip
+        seen = {busy.name: VmSeen(busy.name, "h1", VmCondition.RUNNING, private=held)}
+        h1 = replace(host(cpus=64, memory=8192), available=available)
+        view = HypervisorView({"h1": h1}, seen, as_ready([ready]))
+        moves = plan(here, World(Seen(SchedulerView(jobs), NOW), Seen(view, NOW)), [], NOW, BOLD)
+        changes = [change for move in moves for change in move.changes]
+        return [c.row.attempt for c in of(changes, "vm") if isinstance(c.row, Vm) and c.row.attempt], notes(changes)
+
+    # Its own claim, and that of the template beside it.
+    need = vm_claim(vm_size(Size(1, 5000), BOLD.base, BOLD), BOLD).memory + 256
+    floor = "h1 must keep 1000 MiB available"
+    both = dict.fromkeys((1, 2), f"waiting for memory: {floor}")
+    assert decided(1000 + need - 2000, 2000.0) == ([], both), "it would fit if the VM ended"
+    beyond = {1: f"waiting for memory: {floor}, of which others there leave too little"}
+    assert decided(1000 + need - 2001, 2000.0) == ([2], beyond)
+    assert decided(1000 + need + 1000, 2000.0)[0] == [1, 2]
+
+
+def test_a_spare_that_gives_way_gives_back_what_it_holds() -> None:
+    ready, spare = template(T.READY), replace(vm(V.JOINED, id=5, pool=Depth.JOINED, since=NOW), size=Size(1, 1024))
+    here = rows(attempt(A.QUEUED, request=Request(1, Size(2, 100))), ready, spare,
+                claims=[Claim(ready.key, "h1", template_claim(ready.size, host())),
+                        Claim(spare.key, "h1", vm_claim(spare.size, BOLD))])  # fmt: skip
+    job = Job(here.attempts[1].job, "hello", 1000, JobState.PENDING, here.attempts[1].request)
+    pooled = replace(BOLD, pools=(Pool("slim", Depth.JOINED, 1, 1, SMALL, 1e9),))
+    for held, released in ((float(CLAIM), True), (float(CLAIM - 1), False)):
+        seen = {spare.name: VmSeen(spare.name, "h1", VmCondition.RUNNING, private=held)}
+        h1 = replace(host(cpus=64, memory=8192), available=1000 + 256)  # the template's, and nothing more
+        view = HypervisorView({"h1": h1}, seen, as_ready([ready]))
+        world = World(Seen(SchedulerView({"7": job}), NOW), Seen(view, NOW))
+        changes = [c for move in plan(here, world, [], NOW, pooled) for c in move.changes]
+        gone = [c for c in of(changes, "vm") if c.event is Event.RELEASED and c.reason == "its memory is needed"]
+        assert bool(gone) == released, held

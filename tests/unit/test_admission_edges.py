@@ -370,7 +370,8 @@ def test_hosts_that_lack_memory_are_named() -> None:
     both = [READY, template(T.READY, id=2, host="h2")]
     hosts = [host(name, available=1100) for name in ("h1", "h2")]
     told = notes(decided(*both, queued(1), hosts=hosts, claims=[claim_of(one) for one in both], policy=policy))
-    assert told == {1: "waiting for memory: h1, h2 must keep 1000 MiB available"}
+    why = "waiting for memory: h1, h2 must keep 1000 MiB available, of which others there leave too little"
+    assert told == {1: why}
 
 
 def test_a_template_beside_which_its_own_job_has_no_room_gives_way_to_it() -> None:

@@ -8,9 +8,10 @@ back-off) or for a limit of the scheduler's blocks nobody.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from enum import StrEnum
+from functools import cache
 
 from multiverse.core.kinds import Choice, choose
 from multiverse.core.lifecycle import Event
@@ -38,6 +39,7 @@ from multiverse.core.placement import (
     Room,
     address_of,
     could_ever_fit,
+    fits_beside_templates,
     largest,
     mac_of,
     parent_size,
@@ -89,6 +91,10 @@ def admit(draft: Draft, world: World, policy: Policy) -> Crowd:
     def room_without(gone: Collection[Key]) -> Room:
         return room_of(draft, view, policy, without=gone)
 
+    @cache
+    def empty() -> Room:
+        return room_without(draft.claims)
+
     def clear_the_way(attempt: Attempt, count: int, claims: Mapping[str, Size]) -> Crowd:
         """What the first in the queue waits for: if spares that give way are enough, only until they are gone."""
         if make_way(draft, image_of(attempt, policy), count, claims, room_without):
@@ -139,7 +145,8 @@ def admit(draft: Draft, world: World, policy: Policy) -> Crowd:
                 continue
             among, why = _usable_hosts(draft, attempt, choice, hosts, parents, policy, room)
             if not among:
-                if not why:  # its template too needs room, and nobody may take that before it
+                if not why and not (why := _beyond(attempt, hosts, parents, empty, policy)):
+                    # Its template too needs room, and nobody may take that before it.
                     image = image_of(attempt, policy)
                     blocked = why = f"waiting for capacity: no host has room for the template of image {image}"
                     able = able_hosts(attempt, choice.kind, hosts, policy)
@@ -157,7 +164,7 @@ def admit(draft: Draft, world: World, policy: Policy) -> Crowd:
             chosen = room.place(nodes - len(parked), {name: claims[name] for name in unpaced})
             if chosen is None:
                 give_back(parked, room)
-                if not why:
+                if not why and not (why := _beyond(attempt, hosts, parents, empty, policy)):
                     blocked = why = _spread(draft, attempt, choice, hosts, parents, policy, room) or _full(
                         room, claims, policy
                     )
@@ -241,31 +248,50 @@ def _unpaced(
 
 
 def room_of(draft: Draft, view: HypervisorView, policy: Policy, *, without: Collection[Key] = ()) -> Room:
-    """What is free on the hosts in sight, as far as declared, or over-committed; `without` the claims of some rows."""
-    claims = [claim for claim in draft.claims.values() if claim.owner not in without]
-    room = Room(view.hosts, claims)
+    """What is free on the hosts in sight, as far as declared, or over-committed; `without` some rows, as if what they
+    claim and hold had been given back."""
+    room = Room(view.hosts, (claim for claim in draft.claims.values() if claim.owner not in without))
     if policy.overcommit > 1:
         coming: Counter[str] = Counter()
-        for claim in claims:
-            coming[claim.host] += _yet_to_come(draft, claim, view, policy)
+        for claim in draft.claims.values():
+            held, settled = _held(draft, claim.owner, view, policy)
+            gone = claim.owner in without
+            coming[claim.host] += -int(held) if gone else yet_to_come(claim.size, held, policy, settled=settled)
         for name, host in sorted(view.hosts.items()):
             room.overcommit(host, coming[name], policy)
     return room
 
 
-def _yet_to_come(draft: Draft, claim: Claim, view: HypervisorView, policy: Policy) -> int:
-    """MiB that a row may yet take of its host's machine; one on its way out too, for its end may be long in coming."""
-    row = draft.get(claim.owner)
-    held, settled = 0.0, False
-    match row:
+def _held(draft: Draft, owner: Key, view: HypervisorView, policy: Policy) -> tuple[float, bool]:
+    """MiB that a row holds of its host's machine, and whether it has settled. One on its way out may yet take the rest
+    of its claim too, for its end may be long in coming."""
+    match row := draft.get(owner):
         case Vm() if (vm := view.vms.get(row.name)) is not None:
-            held = vm.private
-            settled = held > 0 and row.state is VmState.SERVING and draft.now - row.since >= policy.settle
+            settled = vm.private > 0 and row.state is VmState.SERVING and draft.now - row.since >= policy.settle
+            return vm.private, settled
         case Template() if (template := view.templates.get(row.which)) is not None:
-            held = template.held
+            return template.held, False
         case _:
-            pass
-    return yet_to_come(claim.size, held, policy, settled=settled)
+            return 0.0, False
+
+
+def _beyond(
+    attempt: Attempt,
+    hosts: Mapping[str, Host],
+    parents: Mapping[str, Size],
+    empty: Callable[[], Room],
+    policy: Policy,
+) -> str:
+    """Why the attempt would have no room now on `empty` hosts either, with nothing of ours on them: others on their
+    machines have the memory, which nobody behind it is to wait for. Where no more is claimed than declared, nobody
+    looks what others have."""
+    told, nodes = attempt.request.size, attempt.request.nodes
+    if policy.overcommit <= 1 or fits_beside_templates(told, nodes, parents, hosts, empty().copy(), policy):
+        return ""
+    lacking = ", ".join(sorted(empty().tight & parents.keys()))
+    return (
+        f"waiting for memory: {lacking} must keep {policy.floor} MiB available, of which others there leave too little"
+    )
 
 
 def _full(room: Room, claims: Mapping[str, Size], policy: Policy) -> str:

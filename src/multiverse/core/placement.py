@@ -115,6 +115,13 @@ class Room:
             and self.fits(name, replace(claim, memory=self.free[name][1]))
         ]
 
+    def copy(self) -> Room:
+        """What is free, to be taken from by itself."""
+        other = Room({}, ())
+        other.free = {name: list(free) for name, free in self.free.items()}
+        other.tight = set(self.tight)
+        return other
+
     def take(self, host: str, size: Size) -> None:
         self._add(host, size, -1)
 
@@ -179,6 +186,13 @@ def could_ever_fit(
 ) -> bool:
     """Whether empty hosts, with nothing on them but the template of that size, could hold the request."""
     room = Room({name: _empty(host, policy) for name, host in hosts.items()}, ())
+    return fits_beside_templates(told, count, parents, hosts, room, policy)
+
+
+def fits_beside_templates(
+    told: Size, count: int, parents: Mapping[str, Size], hosts: Mapping[str, Host], room: Room, policy: Policy
+) -> bool:
+    """Whether there is room for the templates of these sizes and then for the request; takes it."""
     for name, parent in parents.items():
         room.take(name, template_claim(parent, hosts[name]))
     return room.place(count, vm_claims(told, parents, policy)) is not None

@@ -76,7 +76,8 @@ class Machine:
 
 class Machines:
     """All hosts, templates and VMs. Changes happen at once; `boot` makes the guest of a started VM. With `overcommit`
-    above 1 the memory of the hosts' machines is kept account of: they must keep `floor` MiB available."""
+    above 1 the memory of the hosts' machines is kept account of: they must keep `floor` MiB available, beside what
+    `others` hold."""
 
     def __init__(
         self,
@@ -85,6 +86,7 @@ class Machines:
         boot: Callable[[str, Identity], Guest],
         overcommit: float = 1.0,
         floor: int = 0,
+        others: int = 0,
     ) -> None:
         self.images = {image.name: image for image in images}
         self.hosts = {host.name: host for host in hosts}
@@ -94,7 +96,7 @@ class Machines:
         self.made: list[str] = []  # every VM that ever was begun
         self.away: set[str] = set()  # hosts that cannot be reached; what is on them goes on
         self.most_claimed = 0.0  # times what a host declares
-        self._boot, self._overcommit, self._floor = boot, overcommit, floor
+        self._boot, self._overcommit, self._floor, self._others = boot, overcommit, floor, others
 
     # --- templates
 
@@ -256,11 +258,11 @@ class Machines:
         return Size(sum(size.cpus for size in sizes), memory, sum(size.disk for size in sizes))
 
     def available(self, host: str) -> int:
-        """MiB that a host's machine has left, by what its VMs really take."""
+        """MiB that a host's machine has left, by what its VMs and others there really take."""
         machine = self.hosts[host].machine
         assert machine is not None, "a host whose memory is watched has a machine"
         vms = sum(one.private(self._now()) for one in self.vms.values() if one.spec.host == host)
-        return int(machine.memory - vms - self._frozen(host))
+        return int(machine.memory - self._others - vms - self._frozen(host))
 
     def _frozen(self, host: str) -> int:
         copies = self.hosts[host].template_copies

@@ -18,7 +18,8 @@ from multiverse.simulation.machines import ABILITIES, Image, Machines
 @dataclass(frozen=True)
 class WorldSettings:
     """What there is. `users` are the uids that the site knows. With `overcommit` above 1, hosts may be made to carry
-    that many times what they declare, and are watched: their machines must keep `floor` MiB available."""
+    that many times what they declare, and are watched: their machines must keep `floor` MiB available, beside what
+    `others` on each of them hold (MiB)."""
 
     hosts: tuple[Host, ...] = (Host("h1", Size(8, 8192, 65536), ABILITIES, Size(2, 4096, 65536), "tcg"),)
     images: tuple[Image, ...] = (
@@ -31,6 +32,7 @@ class WorldSettings:
     guests: GuestPace = field(default_factory=GuestPace)
     overcommit: float = 1.0
     floor: int = 0
+    others: int = 0
 
 
 class World:
@@ -43,7 +45,7 @@ class World:
         self.ran: Callable[[str], None] = lambda _: None  # told what scripts do
         self._rng = Random(f"{seed}/guests")
         self.cluster = Cluster(Random(f"{seed}/cluster"), self.settings.cluster)
-        watched = (self.settings.overcommit, self.settings.floor)
+        watched = (self.settings.overcommit, self.settings.floor, self.settings.others)
         self.machines = Machines(self.settings.hosts, self.settings.images, self._boot, *watched)
 
     def user(self, uid: int) -> User | None:
