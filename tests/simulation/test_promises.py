@@ -199,12 +199,15 @@ def test_jobs_of_an_image_that_can_plug_nothing_share_templates_and_make_way_for
 @pytest.mark.parametrize("kind", CloneKind)
 @pytest.mark.parametrize("since", [0.5, 1.0, 1.2, 2.5, 30.0])
 def test_an_image_may_be_newer_than_the_look_and_come_after_its_job(since: float, kind: CloneKind) -> None:
-    world = replace(WorldSettings(), images=(Image("slim"), Image("stiff", abilities=frozenset({"fork"}), since=since)))
+    world = replace(
+        WorldSettings(), images=(Image("slim"), Image("stiff", abilities=frozenset({"fork"}), since=(since,)))
+    )
     batch = Batch(image="stiff", kind=kind, size=Size(2, 700))
     outcome = keeps_its_promises(Scenario(7, (Arrival(1.0, batch), Arrival(1.1, Batch())), world))
     assert set(outcome.results.values()) == {"COMPLETED"}
     asked = sum("building (needed" in line for line in outcome.journal)
     assert asked <= 2, "one of each image, and none of a size that this one cannot use"
+    assert not any("no image" in line for line in outcome.journal), "nothing is tried that must be refused"
 
 
 # --- single troubles -------------------------------------------------------------------------------

@@ -247,17 +247,40 @@ def test_a_job_waits_for_an_image_that_no_host_has_and_nothing_is_made_of_it(kin
     assert all(row.size == Size(2, 1024) for row in made if isinstance(row, Template))
 
 
-def test_only_hosts_that_have_its_image_judge_whether_a_job_is_too_large() -> None:
+def test_a_job_too_large_for_the_hosts_that_have_its_image_waits_while_it_may_come_to_others() -> None:
     small = replace(host(memory=1024), images={"mine": IMAGES["slim"]})
     here = rows(attempt(A.QUEUED, request=Request(1, Size(1, 3000), image="mine")))
-    (refused,) = of(planned(here, small, host("h2", memory=65536)), "attempt")
-    assert refused.event is Event.IMPOSSIBLE and "the largest that fits is 4 CPUs" in refused.reason
+    (told,) = notes(planned(here, small, host("h2", memory=65536))).values()
+    assert "fits on no host; the largest that fits is 4 CPUs" in told and told.endswith("; without image mine: h2")
+    for other in (host("h2", memory=2048), replace(host("h2", memory=65536), images=small.images)):
+        (change, *_) = of(planned(here, small, other), "attempt")
+        assert (change.event is Event.IMPOSSIBLE) == (other.capacity.memory < 3000)
     away = replace(here, hosts=frozenset({"h1", "h2", "h3"}))
     (told,) = notes(planned(away, small, host("h2", memory=65536))).values()
-    assert "fits on no host" in told and told.endswith("out of reach now: h3")
-    unknown = replace(small, images={})
-    (told,) = notes(planned(away, unknown)).values()
+    assert "fits on no host" in told and told.endswith("; without image mine: h2; out of reach now: h3")
+    (told,) = notes(planned(away, host(memory=65536))).values()
     assert told == "no host has image mine; out of reach now: h2, h3"
+
+
+def test_one_too_large_for_any_host_is_refused_before_its_image_comes() -> None:
+    (change,) = of(planned(rows(attempt(A.QUEUED, request=Request(1, Size(1, 9000), image="mine"))), host()), "attempt")
+    assert change.event is Event.IMPOSSIBLE and "9000 MiB fits on no host" in change.reason
+
+
+def test_nothing_makes_way_on_a_host_that_lacks_the_image() -> None:
+    """The template there and the spare beside it are of no use to the job, and others want them."""
+    idle, mine = template(T.READY, id=1, host="h2"), template(T.READY, id=2, image="mine")
+    spare = replace(vm(V.JOINED, id=7, host="h2", pool=Depth.JOINED, since=NOW), size=Size(1, 512))
+    here = rows(attempt(A.QUEUED, request=Request(1, SMALL, image="mine")), idle, mine, spare,
+                vm(V.SERVING, id=3, host="h1", image="mine"),
+                claims=[full("h1"), Claim(idle.key, "h2", Size(0, 3000)), Claim(spare.key, "h2", Size(4, 1096)),
+                        Claim(mine.key, "h1", Size(0, 256))])  # fmt: skip
+    policy = replace(POLICY, pools=(Pool("slim", Depth.JOINED, 1, 1, SMALL, 1e9),))
+    has, lacks = replace(host(), images={"mine": IMAGES["slim"]}), host("h2")
+    lacks = replace(lacks, images={"slim": IMAGES["slim"]})
+    changes = planned(here, has, lacks, policy=policy)
+    assert notes(changes) == {1: "waiting for capacity: the hosts are full"}
+    assert not [c for c in changes if c.event in (Event.DROPPED, Event.RELEASED)]
 
 
 def test_an_image_that_cannot_be_forked_waits_and_says_so_or_boots() -> None:

@@ -281,7 +281,18 @@ def test_a_vm_that_is_lost_while_it_is_made_is_replaced_on_a_host_that_is_in_sig
     del scene.hosts["h1"]
     scene.run()
     assert [(vm.host, vm.state) for vm in scene.all_vms()] == [("h1", V.LOST), ("h2", V.PLANNED)]
-    assert told(scene, Event.REPLACED) == ["a VM was lost"] and not scene.attempt().quarantined
+    assert scene.attempt().choice == "instant on h1; then instant on h2"
+    assert told(scene, Event.REPLACED) == ["a VM was lost; now instant on h2"] and not scene.attempt().quarantined
+
+
+def test_an_attempt_whose_image_went_meanwhile_waits_for_it_and_is_charged_no_try() -> None:
+    scene = Scene()
+    scene.to_claimed()
+    scene.hosts["h1"] = replace(scene.hosts["h1"], images={})
+    scene.run(failed(scene.all_vms()[0], EffectKind.CREATE, Refused("no image slim")))
+    attempt = scene.attempt()
+    assert attempt.state is A.RECLAIMING and attempt.tries == 0
+    assert told(scene, Event.GAVE_UP) == ["no image slim; no host has its image"]
 
 
 def test_a_gang_of_two_whose_vms_have_started_is_not_mended_either() -> None:

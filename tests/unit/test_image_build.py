@@ -43,6 +43,7 @@ def test_half_an_image_is_none(tmp_path: Path) -> None:
     (tmp_path / "slim/image.json").write_text(json.dumps(facts))
     with pytest.raises(Refused, match="lacks"):
         image.load(tmp_path, "slim")
+    assert image.list_images(tmp_path) == [], "it may be being copied"
     for name in ("disk.raw", "vmlinuz", "initrd.img"):
         (tmp_path / "slim" / name).touch()
     assert image.load(tmp_path, "slim").key == "k"

@@ -129,7 +129,7 @@ def test_a_template_is_claimed_as_often_as_its_host_holds_it() -> None:
     size = Size(4, 512)
     assert template_claim(size, once) == Size(0, 512) and template_claim(size, twice) == Size(0, 1024)
     assert template_claim(size, None) == Size(0, 1024), "of a host out of sight the worst is assumed"
-    for stiff in ({}, {"slim": frozenset({"fork"})}):
+    for stiff in (IMAGES, {"slim": frozenset({"fork"})}):
         once, twice = replace(once, images=stiff), replace(twice, images=stiff)
         fits = largest({"h1": once}, "slim", POLICY)
         assert could_fit(fits, 1, {"h1": once}) and not could_fit(fits, 1, {"h1": twice})

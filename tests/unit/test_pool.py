@@ -389,6 +389,33 @@ def test_auto_boots_a_single_job_and_makes_no_template_for_it() -> None:
     assert (kind, prepare) == (CloneKind.LINKED, False) and "not worth a template" in why
 
 
+def test_auto_makes_the_template_for_those_that_have_waited_for_long() -> None:
+    """They came together, long ago, and wait for their image: what came of late is forgotten by now."""
+    s = Scene(replace(POLICY, kind=CloneKind.AUTO), cpus=64, memory=65536)
+    able = replace(s.hosts["h1"], abilities=frozenset({"instant", "linked"}))
+    s.hosts["h1"] = replace(able, images={})
+    for number in range(2):
+        s.job(str(number))
+    s.run()
+    s.pass_time(600.0)
+    s.run()
+    assert not s.all_vms() and not s.rows.templates
+    s.hosts["h1"] = able
+    s.run()
+    assert len(s.rows.templates) == 1 and "its template" in s.attempt().choice
+
+
+def test_who_is_held_makes_no_template_worth_its_while() -> None:
+    s = Scene(replace(POLICY, kind=CloneKind.AUTO), cpus=64)
+    s.hosts["h1"] = replace(s.hosts["h1"], abilities=frozenset({"instant", "linked"}))
+    s.job("1", eligible=False)
+    s.run()
+    s.pass_time(600.0)
+    s.job("0")
+    s.run()
+    assert not s.rows.templates and "not worth a template" in s.attempt(2).choice
+
+
 def test_auto_makes_the_template_for_those_that_come_after() -> None:
     kind, _, prepare = chosen(None, arrivals=OFTEN)
     assert (kind, prepare) == (CloneKind.LINKED, True)

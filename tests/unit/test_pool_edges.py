@@ -272,6 +272,12 @@ def test_a_spare_whose_template_is_gone_or_that_no_pool_wants_says_so() -> None:
     assert released(kept(READY, parked(), pools=())) == [(1, "no pool of the settings wants it")]
 
 
+def test_spares_of_an_image_that_is_gone_go_too_and_those_out_of_sight_stay() -> None:
+    """Whatever the template says: no job is given one any more, and the pool would be full of them."""
+    assert released(kept(READY, parked(), hosts=[host(images={})])) == [(1, "its image is gone")]
+    assert released(kept(READY, parked(), hosts=[host("h2")])) == []
+
+
 def test_a_pool_of_nodes_of_another_size_wants_others_and_what_is_parked_fits_any() -> None:
     changes = kept(READY, joined(told=Size(1, 999)), pools=(JOINED,))
     assert released(changes) == [(1, "no pool of the settings wants it")]

@@ -80,6 +80,8 @@ def test_an_image_that_no_host_has_is_named_with_who_waits_for_it() -> None:
     assert found(bare, POLICY) == [], "it may have come a moment ago"
     scene.clock.time += POLICY.patience
     assert found(bare, policy) == [("image-mine", ("7",)), ("image-stock", ())]
+    (mine, _) = [t for t in troubles(Situation(scene.rows, scene.clock.time, hosts=bare), policy) if t.kind == "image"]
+    assert mine.wrong == "no host has image mine; waiting for it: job 7" and "image build slim --name mine" in mine.todo
     assert found([replace(bare[0], images={"mine": frozenset()})], POLICY) == found(None, policy) == []
 
 

@@ -113,12 +113,10 @@ def admit(draft: Draft, world: World, policy: Policy) -> Crowd:
                 _revoke(draft, attempt, job.problem)
                 continue
             if not could_ever_fit(told, nodes, parents, hosts, policy):
-                why = _unfit(attempt, hosts, parents, policy)
-                if away := sorted(draft.hosts - set(hosts)):  # nobody knows what they could hold
-                    _tell(draft, attempt, f"{why}; out of reach now: {', '.join(away)}", policy)
-                elif parents:
+                why, hope = _unfit(draft, attempt, hosts, parents, policy)
+                if not hope:
                     _revoke(draft, attempt, why)
-                elif hosts:  # an image can come: it may be newer than the look
+                elif job.eligible:
                     _tell(draft, attempt, why, policy)
                 continue
             if not job.eligible or not attempt.gated or attempt.stray or draft.now < attempt.not_before:
@@ -222,9 +220,7 @@ def _take_joined(draft: Draft, attempt: Attempt, vm: Vm, promised: set[int], pol
 
 def _admit(draft: Draft, attempt: Attempt, choice: Choice, taken: list[Vm], made: list[Vm], policy: Policy) -> None:
     """One move: the attempt is claimed with all its VMs, those out of the pool and those to be made."""
-    hosts = ", ".join(vm.host for vm in (*taken, *made))
-    before = "".join(f", {vm.pool} before" for vm in taken[:1])
-    story = f"{choice.kind} on {hosts}{before}{', ' if choice.why else ''}{choice.why}"
+    story = story_of(choice, (*taken, *made), "".join(f", {vm.pool} before" for vm in taken[:1]))
     draft.move(
         Change(replace(attempt, state=AttemptState.CLAIMED, note="", choice=story), Event.ADMITTED, story),
         *(Change(vm, Event.TAKEN, f"by job {attempt.job.job_id}") for vm in taken),
@@ -232,6 +228,12 @@ def _admit(draft: Draft, attempt: Attempt, choice: Choice, taken: list[Vm], made
         free=[vm.key for vm in taken],
         make=(Claim(vm.key, vm.host, vm_claim(vm.size, policy)) for vm in (*taken, *made)),
     )
+
+
+def story_of(choice: Choice, vms: Iterable[Vm], before: str = "") -> str:
+    """What was chosen for an attempt, as its user is told."""
+    hosts = ", ".join(vm.host for vm in vms)
+    return f"{choice.kind} on {hosts}{before}{', ' if choice.why else ''}{choice.why}"
 
 
 def _unpaced(
@@ -421,14 +423,25 @@ def need_template(draft: Draft, which: TemplateKey, hosts: Mapping[str, Host], r
     )
 
 
-def _unfit(attempt: Attempt, hosts: Mapping[str, Host], parents: Mapping[str, Size], policy: Policy) -> str:
-    """Why none of these hosts could hold the job, were they empty. `parents` has those that have its image."""
-    image = image_of(attempt, policy)
-    if not parents:
-        return f"no host has image {image}" if hosts else "no host is in sight"
-    fit = largest({name: hosts[name] for name in parents}, image, policy)
-    many = f"{attempt.request.nodes} VMs of " if attempt.request.nodes > 1 else "a VM of "
-    return f"{many}{attempt.request.size} fits on no host; the largest that fits is {fit} per node"
+def _unfit(
+    draft: Draft, attempt: Attempt, hosts: Mapping[str, Host], parents: Mapping[str, Size], policy: Policy
+) -> tuple[str, bool]:
+    """Why none of the hosts that have its image could hold the job, were they empty, and whether others may yet:
+    those that its image can still come to, and those out of reach, of which nobody knows what they could hold."""
+    told, nodes, image = attempt.request.size, attempt.request.nodes, image_of(attempt, policy)
+    without = sorted(hosts.keys() - parents.keys())
+    hope = could_ever_fit(told, nodes, {**parents, **dict.fromkeys(without, policy.base)}, hosts, policy)
+    if not hosts:
+        why = "no host is in sight"
+    elif hope and not parents:
+        why = f"no host has image {image}"
+    else:
+        fit = largest({name: hosts[name] for name in parents or hosts}, image, policy)
+        many = f"{nodes} VMs of " if nodes > 1 else "a VM of "
+        why = f"{many}{told} fits on no host; the largest that fits is {fit} per node"
+        why += f"; without image {image}: {', '.join(without)}" if hope else ""
+    away = sorted(draft.hosts - set(hosts))
+    return why + (f"; out of reach now: {', '.join(away)}" if away else ""), hope or bool(away) or not hosts
 
 
 def _usable_hosts(
@@ -537,6 +550,7 @@ def _make_way(draft: Draft, attempt: Attempt, queue: list[Attempt], hosts: Mappi
         template.state is TemplateState.RETIRING and template.host in hosts for template in draft.templates.values()
     ):
         return
+    having = {name for name, host in hosts.items() if image_of(attempt, policy) in host.images}
     spare_keys = {vm.key for vm in draft.vms.values() if is_spare(vm)}  # they go with their template
     serving = [vm for vm in draft.vms.values() if vm.key not in spare_keys]
     busy = {c.host for c in draft.claims.values() if c.owner.kind == "vm" and c.owner not in spare_keys}
@@ -547,10 +561,11 @@ def _make_way(draft: Draft, attempt: Attempt, queue: list[Attempt], hosts: Mappi
         template
         for _, template in sorted(draft.templates.items(), key=lambda item: (item[1].since, item[0]))
         if template.state in (TemplateState.READY, TemplateState.BROKEN)
+        and template.host in having
         and not any(vm.template == template.which for vm in serving)
     ]
     unwanted = (t for t in idle if t.which not in wanted and t.state is TemplateState.READY)
-    in_the_way = (t for t in idle if t.which not in mine and t.host in hosts and t.host not in busy)
+    in_the_way = (t for t in idle if t.which not in mine and t.host not in busy)
     spare = next(unwanted, None) or next(in_the_way, None)
     if spare:
         draft.move(Change(replace(spare, state=TemplateState.RETIRING), Event.DROPPED, "its memory is needed"))

@@ -15,7 +15,6 @@ from multiverse.core.model import (
     AttemptState,
     CloneKind,
     Depth,
-    Forecast,
     Host,
     Template,
     TemplateKey,
@@ -66,7 +65,7 @@ def choose(draft: Draft, attempt: Attempt, templates: Mapping[TemplateKey, Templ
     ready = [row.host for row in rows if row.state is TemplateState.READY]
     if ready:
         return _of_ready(image, ready, fork, boot, draft, policy)
-    return _without(attempt, image, rows, fork, boot, draft, forecast, policy)
+    return _without(attempt, image, rows, fork, boot, draft, world, policy)
 
 
 def _of_ready(image: str, ready: list[str], fork: float, boot: float, draft: Draft, policy: Policy) -> Choice:
@@ -81,22 +80,25 @@ def _of_ready(image: str, ready: list[str], fork: float, boot: float, draft: Dra
     return Choice(CloneKind.INSTANT, f"its template is ready: {fork + wait:.1f} s, a boot {boot:.1f} s")
 
 
-def _others(draft: Draft, attempt: Attempt, image: str, forecast: Forecast, policy: Policy) -> float:
-    """How many VMs of the image others asked for of late: who came in this very pass is not in the forecast yet."""
-    fresh = sum(
-        one.request.nodes
-        for one in draft.attempts.values()
-        if one.state is AttemptState.QUEUED and one.since >= draft.now and image_of(one, policy) == image
-    )
-    return forecast.arrivals.get(image, 0.0) * ARRIVALS_FADE + fresh - attempt.request.nodes
+def _others(draft: Draft, attempt: Attempt, image: str, world: World, policy: Policy) -> float:
+    """How many VMs of the image others asked for of late, or wait for: who came in this very pass is not in the
+    forecast yet, and who came long ago no longer."""
+    jobs = world.scheduler.value.jobs if world.scheduler else {}
+    queued = [
+        one for one in draft.attempts.values() if one.state is AttemptState.QUEUED and image_of(one, policy) == image
+    ]
+    fresh = sum(one.request.nodes for one in queued if one.since >= draft.now)
+    waiting = sum(one.request.nodes for one in queued if (job := jobs.get(one.job.job_id)) and job.eligible)
+    came = world.forecast.arrivals.get(image, 0.0) * ARRIVALS_FADE + fresh
+    return max(came, waiting) - attempt.request.nodes
 
 
 def _without(attempt: Attempt, image: str, rows: list[Template], fork: float, boot: float, draft: Draft,
-             forecast: Forecast, policy: Policy) -> Choice:  # fmt: skip
+             world: World, policy: Policy) -> Choice:  # fmt: skip
     """No template is ready."""
     building = [row for row in rows if row.state is TemplateState.BUILDING]
     if not building:
-        worth = _others(draft, attempt, image, forecast, policy) >= 1
+        worth = _others(draft, attempt, image, world, policy) >= 1
         broken = next((row for row in rows if row.state is TemplateState.BROKEN), None)
         if broken:
             return Choice(CloneKind.LINKED, f"its template is broken on {broken.host}", prepare=worth)

@@ -166,7 +166,7 @@ def largest(hosts: Mapping[str, Host], image: str, policy: Policy) -> Size:
     # vm_size() backwards: blocks of memory that fit, less the reserve and the page structures.
     room = best.memory - policy.vm_overhead - template_claim(policy.base, host).memory
     whole = policy.base.memory + (room - policy.base.memory) // BLOCK * BLOCK
-    if not host.image_can(image, "plug_memory"):
+    if image in host.images and not host.image_can(image, "plug_memory"):
         whole = _most_memory(host, policy)
     told = max(0, (whole - policy.guest_reserve) * 50 // 51)
     return Size(best.cpus, told, best.disk)

@@ -23,6 +23,7 @@ from multiverse.core.admission import (
     plan_vms,
     room_of,
     settle,
+    story_of,
     template_key,
 )
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused
@@ -405,10 +406,13 @@ def _replace_vms(draft: Draft, attempt: Attempt, missing: int, world: World, pol
     chosen = room.place(missing, vm_claims(attempt.request.size, able, policy))
     vms = plan_vms(draft, attempt, choice.kind, chosen, parents, policy) if chosen else None
     if vms is None:
-        _give_back(draft, attempt, Event.GAVE_UP, f"{why}; no room for another VM", failed=True)
+        lacks = "no room for another VM" if parents else "no host has its image"
+        _give_back(draft, attempt, Event.GAVE_UP, f"{why}; {lacks}", failed=bool(parents))
         return
+    story = story_of(choice, vms)
+    again = replace(attempt, replaced=attempt.replaced + missing, choice=f"{attempt.choice}; then {story}")
     draft.move(
-        Change(replace(attempt, replaced=attempt.replaced + missing), Event.REPLACED, why),
+        Change(again, Event.REPLACED, f"{why}; now {story}"),
         *(Change(vm, Event.PLANNED) for vm in vms),
         make=(Claim(vm.key, vm.host, vm_claim(vm.size, policy)) for vm in vms),
     )

@@ -160,7 +160,8 @@ def make_way(draft: Draft, image: str, count: int, claims: Mapping[str, Size],
     hold the most, and parked ones of `image` last. What is being released already counts as free. False if there are
     no spares, or all of them would not be enough: then they stay."""
     leaving = {vm.key for vm in draft.vms.values() if vm.state is VmState.RELEASING or vm.unwanted}
-    order = sorted(spares(draft), key=lambda vm: (vm.pool is Depth.PARKED, vm.image == image, vm.id))
+    here = (vm for vm in spares(draft) if vm.host in claims)
+    order = sorted(here, key=lambda vm: (vm.pool is Depth.PARKED, vm.image == image, vm.id))
     if not order and not leaving:
         return False
     for going in range(len(order) + 1):

@@ -159,7 +159,10 @@ def _spent(draft: Draft, vm: Vm, pool: Pool, world: World) -> bool:
     template = draft.template_for(vm.template) if vm.template else None
     node, seen = world.scheduler.value.nodes.get(vm.name), world.hypervisor.value.vms.get(vm.name)
     why = ""
-    if template is None or template.state is not TemplateState.READY:
+    host = world.hypervisor.value.hosts.get(vm.host)
+    if host is not None and vm.image not in host.images:
+        why = "its image is gone"
+    elif template is None or template.state is not TemplateState.READY:
         why = "its template is gone"
     elif too_old(vm, pool, draft.now):
         why = f"it is older than {pool.max_age:g} s"

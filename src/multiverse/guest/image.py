@@ -116,8 +116,7 @@ def load(images: Path, name: str) -> Image:
         raise Refused(
             f"no image {name!r} in {images}", hint=f"there are: {known}; see `multiverse image build`"
         ) from error
-    missing = [p.name for p in (image.disk, image.kernel, image.initrd) if not p.is_file()]
-    if missing:
+    if missing := _missing(image):
         raise Refused(f"image {name} lacks {', '.join(missing)}", hint="build it again: `multiverse image build`")
     return image
 
@@ -128,10 +127,16 @@ def list_images(images: Path) -> list[Image]:
     for path in sorted(images.glob("*/image.json")):
         if not path.parent.name.startswith("."):
             try:
-                found.append(_read(path.parent))
+                image = _read(path.parent)
             except (OSError, ValueError, TypeError, KeyError):
                 continue
+            if not _missing(image):  # it may be being copied
+                found.append(image)
     return found
+
+
+def _missing(image: Image) -> list[str]:
+    return [file.name for file in (image.disk, image.kernel, image.initrd) if not file.is_file()]
 
 
 def _read(path: Path) -> Image:

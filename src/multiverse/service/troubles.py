@@ -188,19 +188,22 @@ def _short_hosts(s: Situation, policy: Policy) -> Iterator[Trouble]:
 
 def _images(s: Situation, policy: Policy) -> Iterator[Trouble]:
     """Images that jobs or pools want, and no host in reach has. One that came a moment ago is in the next look."""
-    there = {image for host in s.hosts or () for image in host.images}
+    if not s.hosts:
+        return
+    there = {image for host in s.hosts for image in host.images}
+    away = s.rows.hosts - {host.name for host in s.hosts}
     wanted: dict[str, list[str]] = {pool.image: [] for pool in policy.pools}
     for _, row in sorted(s.rows.attempts.items()):
         if row.state is AttemptState.QUEUED and s.now - row.since >= policy.patience:
             wanted.setdefault(image_of(row, policy), []).append(row.job.job_id)
-    for image in sorted(wanted.keys() - there) if s.hosts else ():
+    for image in sorted(wanted.keys() - there):
         jobs = tuple(wanted[image])
-        who = [f"job {', '.join(jobs)}"] if jobs else []
+        who = [f"job {_some(jobs)}"] if jobs else []
         who += ["a pool"] if any(pool.image == image for pool in policy.pools) else []
         yield Trouble(
             "image",
             f"image-{image}",
-            f"no host has image {image}; waiting for it: {' and '.join(who)}",
+            f"no host{' in reach' * bool(away)} has image {image}; waiting for it: {' and '.join(who)}",
             f"build it: multiverse image build slim --name {image}, or stock; or end what asks for it",
             jobs=jobs,
         )
@@ -304,8 +307,12 @@ def _of_template(row: Template) -> str:
 
 
 def _names(vms: Sequence[Vm]) -> str:
-    shown = ", ".join(vm.name for vm in vms[:4])
-    return f"{shown} and {len(vms) - 4} more" if len(vms) > 4 else shown
+    return _some([vm.name for vm in vms])
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:4])
+    return f"{shown} and {len(names) - 4} more" if len(names) > 4 else shown
 
 
 def _times(tries: int) -> str:

@@ -34,13 +34,13 @@ FILLS = 20.0  # seconds that a VM's memory fills for; from then on it grows by a
 
 @dataclass(frozen=True)
 class Image:
-    """An image by name, there from a time `since` on; one that does not boot breaks every template of it. `abilities`
-    as in `Host.images`."""
+    """An image by name; one that does not boot breaks every template of it. `abilities` as in `Host.images`. `since`
+    when it is there, on each host in their order, and on all further ones as on the last; none: from the start."""
 
     name: str
     boots: bool = True
     abilities: frozenset[str] = IMAGE_ABILITIES
-    since: float = 0.0
+    since: tuple[float, ...] = ()
 
 
 @dataclass(eq=False)
@@ -103,7 +103,7 @@ class Machines:
     def begin_template(self, which: TemplateKey) -> bool:
         """Begin to build a template; False if it is there already. `Gone`, `Refused`."""
         self._reach(which.host)
-        self._of_image(which.image)
+        self._of_image(which.image, which.host)
         known = self.templates.get(which)
         if known is not None and known.condition is TemplateCondition.READY:
             return False
@@ -144,7 +144,7 @@ class Machines:
             if known.condition is VmCondition.DEAD:
                 raise Broken(f"{spec.name} is dead", hint="destroy it")
             return known
-        self._of_image(spec.image)
+        self._of_image(spec.image, spec.host)
         self._parent(spec)
         machine = self.vms[spec.name] = Machine(spec)
         self.made.append(spec.name)
@@ -281,9 +281,10 @@ class Machines:
             for name, machine in sorted(self.vms.items())
             if machine.spec.host not in self.away
         }
-        there = {image.name: image.abilities for image in self.images.values() if image.since <= self._now()}
         hosts = {
-            name: replace(host, images=there, available=self.available(name) if self._overcommit > 1 else 0)
+            name: replace(
+                host, images=self._images(name), available=self.available(name) if self._overcommit > 1 else 0
+            )
             for name, host in self.hosts.items()
             if name not in self.away
         }
@@ -309,8 +310,16 @@ class Machines:
         if host in self.away:
             raise Unknown(f"host {host} does not answer", hint="see whether it runs")
 
-    def _of_image(self, name: str) -> None:
-        if name not in self.images or self.images[name].since > self._now():
+    def _images(self, host: str) -> dict[str, frozenset[str]]:
+        number, now = list(self.hosts).index(host), self._now()
+        return {
+            image.name: image.abilities
+            for image in self.images.values()
+            if not image.since or image.since[min(number, len(image.since) - 1)] <= now
+        }
+
+    def _of_image(self, name: str, host: str) -> None:
+        if name not in self._images(host):
             raise Refused(f"no image {name}", hint="build it first")
 
     def _parent(self, spec: VmSpec) -> None:

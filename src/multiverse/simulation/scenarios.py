@@ -67,8 +67,9 @@ def troubled(seed: int, database: str = ":memory:") -> Scenario:
     until = 60.0
     scenario = calm(seed)
     takers = len(_takers(seed, scenario.settings))
-    late = Random(f"{seed}/late").choice((0.0, 0.0, 5.0, 40.0))
-    images = tuple(replace(one, since=late if one.name == "stiff" else 0.0) for one in scenario.world.images)
+    fates = Random(f"{seed}/late")
+    late = tuple(fates.choice((0.0, 0.0, 5.0, 40.0)) for _ in scenario.world.hosts)
+    images = tuple(replace(one, since=late if one.name == "stiff" else ()) for one in scenario.world.images)
     rates = (0.0, 0.02, 0.1, 0.3)
     silence = (5.0, rng.choice((*(30.0,) * 6, 700.0)))  # the longest outlasts the patience that effects have
     odds = [replace(Odds.even(rng.choice(rates), until), silence=silence) for _ in range(2)]
