@@ -25,7 +25,6 @@ from multiverse.core.model import (
     VmCondition,
     VmSeen,
     VmState,
-    World,
 )
 from multiverse.core.pacing import Pool
 from multiverse.core.pool import named_by_none
@@ -90,8 +89,13 @@ def test_a_joined_spare_is_offered_once_it_is_an_idle_node() -> None:
     assert (s.spare.state, s.spare.offer) == (V.JOINED, Offer.OPEN)
     effect = effect_of(s.spare)
     assert effect is not None and effect.kind is EffectKind.OFFER
-    (pool,) = standing(s.rows, World(), s.policy)
+    (pool,) = standing(s.rows, s.world, s.policy)
     assert (pool.ready, pool.offered, pool.making) == (1, 1, 0)
+    for offers in ({}, {s.spare.name: True}):  # a scheduler that cannot offer it; a job that has just taken it
+        s.offers = offers
+        s.look()
+        (pool,) = standing(s.rows, s.world, s.policy)
+        assert (pool.ready, pool.offered) == (1, 0)
 
 
 def test_a_pool_that_does_not_offer_keeps_its_spares_to_the_gate() -> None:

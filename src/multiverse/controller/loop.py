@@ -138,7 +138,8 @@ class Controller:
 
     def pools(self) -> list[Standing]:
         """The warm pools, as of the last pass."""
-        return standing(self._rows, World(forecast=self._meter.forecast(self._clock.now())), self.policy)
+        world = World(self.scheduler.latest, forecast=self._meter.forecast(self._clock.now()))
+        return standing(self._rows, world, self.policy)
 
     def failing(self, often: int) -> list[tuple[Effect, int, str, float]]:
         """Effects that failed at least `often` times in a row: how often, why, and when they are tried again."""

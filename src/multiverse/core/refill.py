@@ -114,11 +114,12 @@ class Standing:
 
 def standing(rows: Rows, world: World, policy: Policy) -> list[Standing]:
     """Every pool of the settings, in their order."""
+    shown = world.scheduler.value.offers if world.scheduler else {}
     found = []
     for pool in policy.pools:
         mine = [vm for vm in spares(Draft(rows, 0.0)) if is_of(vm, pool)]
         ready = sum(vm.state.value == pool.depth.value for vm in mine)
-        offered = sum(vm.offer is Offer.OPEN for vm in mine)
+        offered = sum(vm.offer is Offer.OPEN and shown.get(vm.name) is False for vm in mine)
         found.append(Standing(pool, wanted_of(pool, world, policy), ready, len(mine) - ready, offered))
     return found
 
