@@ -78,11 +78,14 @@ def test_how_long_vms_take_is_a_moving_mean() -> None:
 
 def test_a_job_arrives_once_and_counts_for_a_while() -> None:
     meter = Meter(POLICY)
-    queued = hand.attempt(A.QUEUED)
-    note(meter, queued, Event.SUBMITTED, 0.0)
+    note(meter, hand.attempt(A.QUEUED), Event.SUBMITTED, 0.0)
+    assert not meter.forecast(0.0).arrivals, "it may be held, or wait for others of its array"
+    note(meter, hand.attempt(A.CLAIMED), Event.ADMITTED, 0.0)
     once = meter.forecast(0.0).arrivals
-    note(meter, queued, Event.NOTED, 0.0)
+    note(meter, hand.attempt(A.CLAIMED), Event.REPLACED, 0.0)
     assert meter.forecast(0.0).arrivals == once == {"slim": 1 / ARRIVALS_FADE}
+    note(meter, hand.attempt(A.SPAWNED, id=2), Event.TOOK, 0.0)
+    assert meter.forecast(0.0).arrivals == {"slim": 2 / ARRIVALS_FADE}
     assert "slim" in meter.forecast(4 * ARRIVALS_FADE).arrivals, "faded to a fiftieth"
 
 
@@ -219,6 +222,6 @@ def test_a_template_on_its_way_out_is_none_in_the_making() -> None:
     assert chosen(retiring, arrivals={"slim": 1.0}) == chosen(None, arrivals={"slim": 1.0})
 
 
-@pytest.mark.parametrize(("arrived", "worth"), [(1.0, False), (1.9, False), (2.0, True), (2.5, True)])
+@pytest.mark.parametrize(("arrived", "worth"), [(0.0, False), (0.9, False), (1.0, True), (1.5, True)])
 def test_one_other_job_of_late_makes_a_template_worth_while(arrived: float, worth: bool) -> None:
     assert chosen(None, arrivals={"slim": arrived / ARRIVALS_FADE}).prepare is worth

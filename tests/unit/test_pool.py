@@ -297,7 +297,7 @@ def test_a_pool_wants_more_the_more_jobs_arrive_and_never_more_than_most() -> No
 
 def test_the_arrival_rate_fades() -> None:
     meter = Meter(POLICY)
-    arrival = Move((Change(hand.attempt(A.QUEUED), Event.SUBMITTED),))
+    arrival = Move((Change(hand.attempt(A.CLAIMED), Event.ADMITTED),))
     for _ in range(60):
         meter.note([arrival], 100.0)
     now, later, much_later = (meter.forecast(at).arrivals.get("slim", 0.0) for at in (100.0, 160.0, 1000.0))

@@ -81,16 +81,18 @@ def _of_ready(image: str, ready: list[str], fork: float, boot: float, draft: Dra
 
 
 def _others(draft: Draft, attempt: Attempt, image: str, world: World, policy: Policy) -> float:
-    """How many VMs of the image others asked for of late, or wait for: who came in this very pass is not in the
-    forecast yet, and who came long ago no longer."""
+    """How many VMs of the image others were given of late, or want now: those that wait, and are not held, and those
+    that this very pass has admitted, of which the forecast does not know yet."""
     jobs = world.scheduler.value.jobs if world.scheduler else {}
-    queued = [
-        one for one in draft.attempts.values() if one.state is AttemptState.QUEUED and image_of(one, policy) == image
-    ]
-    fresh = sum(one.request.nodes for one in queued if one.since >= draft.now)
-    waiting = sum(one.request.nodes for one in queued if (job := jobs.get(one.job.job_id)) and job.eligible)
-    came = world.forecast.arrivals.get(image, 0.0) * ARRIVALS_FADE + fresh
-    return max(came, waiting) - attempt.request.nodes
+
+    def wants(one: Attempt) -> bool:
+        if one.state is AttemptState.QUEUED:
+            return (job := jobs.get(one.job.job_id)) is not None and job.eligible
+        return one.state is AttemptState.CLAIMED and one.since >= draft.now
+
+    others = (one for one in draft.attempts.values() if one.id != attempt.id and image_of(one, policy) == image)
+    now = sum(one.request.nodes for one in others if wants(one))
+    return world.forecast.arrivals.get(image, 0.0) * ARRIVALS_FADE + now
 
 
 def _without(attempt: Attempt, image: str, rows: list[Template], fork: float, boot: float, draft: Draft,

@@ -528,7 +528,7 @@ class Seen(Generic[T]):
 class Forecast:
     """What the controller remembers of what went before, and a restart forgets: nothing but the pace hangs on it.
 
-    `arrivals` is how many VMs a second jobs ask for, by image. `seconds` is how long VMs lately took from claim to
+    `arrivals` is how many VMs a second jobs are given, by image. `seconds` is how long VMs lately took from claim to
     node, by image and kind. `paced` says until when the making of clones is paid for, by (host, image, kind): see
     `pacing.Meter`. `rest` says before when the pool of an image makes no more, for its VMs failed.
     """

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from multiverse.core.lifecycle import Event
-from multiverse.core.model import Attempt, AttemptState, CloneKind, Depth, Forecast, Size, Vm, VmState
+from multiverse.core.model import Attempt, CloneKind, Depth, Forecast, Size, Vm, VmState
 from multiverse.core.rows import Move
 
 ARRIVALS_FADE = 60.0
@@ -139,7 +139,7 @@ class Meter:
                     self._note_vm(change.row, change.event, now)
 
     def _note_attempt(self, attempt: Attempt, event: Event, now: float) -> None:
-        if event is Event.SUBMITTED and attempt.state is AttemptState.QUEUED:
+        if event in (Event.ADMITTED, Event.TOOK):  # not when it came: it may be held, or wait for others of its array
             image = image_of(attempt, self._policy)
             self._arrivals[image] = (self._faded(image, now) + attempt.request.nodes, now)
 
