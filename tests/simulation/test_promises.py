@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from ipaddress import IPv4Network
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -27,6 +28,7 @@ from multiverse.core.errors import Refused
 from multiverse.core.lifecycle import TABLES, Event
 from multiverse.core.model import CloneKind, Depth, Host, SchedulerView, Size, Vm, VmState, World
 from multiverse.core.pacing import Policy
+from multiverse.core.placement import vm_claim, vm_size
 from multiverse.core.rows import Change, Draft
 from multiverse.simulation.cluster import ClusterSettings
 from multiverse.simulation.faults import (
@@ -208,6 +210,17 @@ def test_an_image_may_be_newer_than_the_look_and_come_after_its_job(since: float
     asked = sum("building (needed" in line for line in outcome.journal)
     assert asked <= 2, "one of each image, and none of a size that this one cannot use"
     assert not any("no image" in line for line in outcome.journal), "nothing is tried that must be refused"
+
+
+def test_a_template_that_was_dropped_is_held_by_the_vms_that_map_it() -> None:
+    policy = Policy(subnet=IPv4Network("10.9.0.0/16"), gateway="10.9.0.1")
+    one = vm_claim(vm_size(Size(1, 300), policy.base, policy), policy).memory
+    host = Host("h1", Size(8, policy.base.memory + 2 * one, 65536), ABILITIES)
+    arrivals = tuple(Arrival(at, Batch(size=Size(1, 300), seconds=60.0)) for at in (1.0, 12.0))
+    dropped = Mishap(11.0, What.DROPPED)
+    outcome = keeps_its_promises(Scenario(7, arrivals, WorldSettings((host,)), mishaps=(dropped,)))
+    assert set(outcome.results.values()) == {"COMPLETED"}
+    assert any("the hosts are full" in line for line in outcome.journal)
 
 
 # --- single troubles -------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiverse.core.model import Claim, Host, Key, Size
+from multiverse.core.model import Claim, CloneKind, Host, Key, Size, TemplateState, VmState
 from multiverse.core.pacing import Policy
 from multiverse.core.placement import (
     BLOCK,
@@ -16,6 +16,7 @@ from multiverse.core.placement import (
     address_of,
     could_ever_fit,
     largest,
+    left_behind,
     mac_of,
     parent_size,
     serves_as,
@@ -25,7 +26,7 @@ from multiverse.core.placement import (
     vm_size,
     yet_to_come,
 )
-from tests.unit.rows import IMAGES
+from tests.unit.rows import IMAGES, template, vm
 from tests.unit.scene import POLICY
 
 sizes = st.builds(Size, st.integers(1, 128), st.integers(1, 2**20))
@@ -134,6 +135,14 @@ def test_a_template_is_claimed_as_often_as_its_host_holds_it() -> None:
         fits = largest({"h1": once}, "slim", POLICY)
         assert could_fit(fits, 1, {"h1": once}) and not could_fit(fits, 1, {"h1": twice})
         assert could_fit(largest({"h1": twice}, "slim", POLICY), 1, {"h1": twice})
+
+
+def test_what_was_dropped_is_held_once_by_the_vms_that_map_it() -> None:
+    twice = {"h1": replace(host(4, 4096), template_copies=2)}
+    vms = [vm(VmState.SERVING, id=n, origin=origin) for n, origin in ((1, 1), (2, 7), (3, 7), (4, 8), (5, None))]
+    boots = vm(VmState.SERVING, id=6, kind=CloneKind.FULL)
+    held = left_behind([*vms, boots], {1: template(TemplateState.READY)}, twice)
+    assert held == [Claim(Key("template", n), "h1", Size(0, 512)) for n in (7, 8)]
 
 
 @given(st.integers(1, 2**24 - 1), st.integers(1, 2**24 - 1))

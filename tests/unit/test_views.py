@@ -6,7 +6,8 @@ import itertools
 from dataclasses import replace
 
 from multiverse.cli import render
-from multiverse.core.model import HypervisorView, JobState, Stage
+from multiverse.core.model import HypervisorView, JobState, Key, Stage
+from multiverse.core.rows import Command
 from multiverse.service.views import host_view, phases, timeline, vm_views
 from tests.unit.scene import POLICY, Scene
 
@@ -56,6 +57,14 @@ def test_memory_is_shown_as_seen_and_exactly_where_it_was_measured() -> None:
     assert (view.private, view.shared, view.templates, view.available) == (60.0, 90.0, 220.0, 9000)
     assert view.images == {"slim": ("fork", "plug_memory")}
     assert view.claimed.memory < view.declared.memory and view.template_copies == 2 and view.vms == 1
+    scene.run(Command("drop", "h1", "slim"))
+    scene.templates.clear()
+    scene.ended(Key("template", 1))
+    scene.run()
+    assert not scene.rows.templates
+    later = host_view(host, scene.rows, HypervisorView({"h1": host}, scene.vms, {}), POLICY)
+    claims = sum(claim.size.memory for claim in scene.rows.claims)
+    assert later.claimed.memory == claims + 2 * POLICY.base.memory, "it is gone, and its VM maps it"
 
 
 def test_durations_and_sizes_read_well() -> None:

@@ -41,6 +41,7 @@ from multiverse.core.placement import (
     could_ever_fit,
     fits_beside_templates,
     largest,
+    left_behind,
     mac_of,
     parent_size,
     serves_as,
@@ -252,7 +253,10 @@ def _unpaced(
 def room_of(draft: Draft, view: HypervisorView, policy: Policy, *, without: Collection[Key] = ()) -> Room:
     """What is free on the hosts in sight, as far as declared, or over-committed; `without` some rows, as if what they
     claim and hold had been given back."""
+    staying = [vm for vm in draft.vms.values() if vm.key not in without]
     room = Room(view.hosts, (claim for claim in draft.claims.values() if claim.owner not in without))
+    for claim in left_behind(staying, draft.templates, view.hosts):
+        room.take(claim.host, claim.size)
     if policy.overcommit > 1:
         coming: Counter[str] = Counter()
         for claim in draft.claims.values():
@@ -382,7 +386,9 @@ def make_vms(
     """New rows for VMs that serve nobody yet, one on each of `hosts`; None when addresses have run out."""
     vms: list[Vm] = []
     used = draft.addresses()
+    instant = kind is CloneKind.INSTANT
     for host in hosts:
+        template = draft.template_for(TemplateKey(host, image, parents[host], account)) if instant else None
         serial = draft.serial()
         address = address_of(serial, used, policy)
         if address is None:
@@ -402,8 +408,9 @@ def make_vms(
                 told=told,
                 mac=mac_of(draft.site, serial),
                 address=address,
-                parent=parents[host] if kind is CloneKind.INSTANT else None,
+                parent=parents[host] if instant else None,
                 account=account,
+                origin=template.id if template else None,
             )
         )
     for host in hosts:

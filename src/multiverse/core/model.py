@@ -431,9 +431,9 @@ class Vm:
     `pool` says that it was made for the warm pool, and how far; it is spare until it serves an `attempt`.
     `forget` says that no job was seen on its node since it was ended: only then may the node be deleted.
     `fenced` says that an operator vouched for its host being off: it counts as ended, though nobody saw it.
-    `parent` is the size of the template that it is forked from, None if it boots from its image, and `account`
-    whose template that is. A joined spare's `offer` stands so since `offered`; `unwanted` is why it is to be released
-    once it is closed.
+    `parent` is the size of the template that it is forked from, None if it boots from its image, `account` whose
+    template that is, and `origin` the template's row, which may be gone before it. A joined spare's `offer` stands so
+    since `offered`; `unwanted` is why it is to be released once it is closed.
     """
 
     id: int  # the serial
@@ -456,6 +456,7 @@ class Vm:
     quarantined: str = ""
     parent: Size | None = None
     account: str = ""
+    origin: int | None = None
     pool: Depth | None = None
     offer: Offer | None = None
     offered: float = 0.0

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
-from multiverse.core.model import Claim, Host, Size
+from multiverse.core.model import Claim, Host, Key, Size, Template, Vm
 from multiverse.core.pacing import Policy
 
 BLOCK = 128
@@ -69,6 +69,17 @@ def template_claim(size: Size, host: Host | None) -> Size:
     """What a template of `size` holds on that host: its frozen memory, as often as it is kept there, and no CPU. Of a
     host that is not in sight the worst is assumed."""
     return Size(0, size.memory * (host.template_copies if host else 2), 0)
+
+
+def left_behind(vms: Iterable[Vm], templates: Mapping[int, Template], hosts: Mapping[str, Host]) -> list[Claim]:
+    """What templates hold whose rows are gone, for they were dropped or their image was built anew: their VMs map
+    their memory to the end."""
+    gone = {vm.origin: vm for vm in vms if vm.origin is not None and vm.parent and vm.origin not in templates}
+    return [
+        Claim(Key("template", origin), vm.host, template_claim(vm.parent, hosts.get(vm.host)))
+        for origin, vm in sorted(gone.items())
+        if vm.parent
+    ]
 
 
 def short_of_memory(host: Host, policy: Policy) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from multiverse.core.lifecycle import Event
 from multiverse.core.model import Attempt, AttemptState, Depth, Host, HypervisorView, Size, VmCondition, VmSeen
 from multiverse.core.pacing import Policy
+from multiverse.core.placement import left_behind
 from multiverse.core.refill import Standing
 from multiverse.core.rows import Rows
 from multiverse.service.troubles import Trouble
@@ -301,7 +302,8 @@ def job_view(attempt: Attempt, vms: Sequence[str], now: float, image: str, kind:
 
 
 def host_view(host: Host, rows: Rows, seen: HypervisorView, policy: Policy) -> HostView:
-    held = [claim.size for claim in rows.claims if claim.host == host.name]
+    claims = (*rows.claims, *left_behind(rows.vms.values(), rows.templates, {host.name: host}))
+    held = [claim.size for claim in claims if claim.host == host.name]
     vms = [vm for _, vm in sorted(seen.vms.items()) if vm.host == host.name]
     return HostView(
         name=host.name,

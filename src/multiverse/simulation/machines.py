@@ -43,6 +43,14 @@ class Image:
     since: tuple[float, ...] = ()
 
 
+@dataclass(frozen=True)
+class Frozen:
+    """A template as it was made once: the next one of the same key is another."""
+
+    which: TemplateKey
+    made: int
+
+
 @dataclass(eq=False)
 class Machine:
     """A VM on a host, or what is left of one. A `deaf` one's guest is neither heard nor told anything any more."""
@@ -54,6 +62,7 @@ class Machine:
     size: Size | None = None  # what it was started with
     deaf: bool = False
     woken: float = 0.0
+    template: Frozen | None = None  # whose memory it maps
 
     def private(self, now: float) -> float:
         """MiB that are its own by now. Some fill what they have, others hardly touch it: their names tell."""
@@ -92,6 +101,7 @@ class Machines:
         self.hosts = {host.name: host for host in hosts}
         self.vms: dict[str, Machine] = {}
         self.templates: dict[TemplateKey, TemplateSeen] = {}
+        self._builds: dict[TemplateKey, int] = {}
         self.violations: list[str] = []
         self.made: list[str] = []  # every VM that ever was begun
         self.away: set[str] = set()  # hosts that cannot be reached; what is on them goes on
@@ -107,6 +117,7 @@ class Machines:
         known = self.templates.get(which)
         if known is not None and known.condition is TemplateCondition.READY:
             return False
+        self._builds[which] = self._builds.get(which, 0) + 1
         self._show(which, TemplateCondition.BUILDING)
         self._weigh(which.host)
         return True
@@ -146,7 +157,7 @@ class Machines:
             return known
         self._of_image(spec.image, spec.host)
         self._parent(spec)
-        machine = self.vms[spec.name] = Machine(spec)
+        machine = self.vms[spec.name] = Machine(spec, template=self._now_of(spec.template))
         self.made.append(spec.name)
         self._weigh(spec.host)
         return machine
@@ -265,8 +276,14 @@ class Machines:
         return int(machine.memory - self._others - vms - self._frozen(host))
 
     def _frozen(self, host: str) -> int:
-        copies = self.hosts[host].template_copies
-        return sum(seen.size.memory * copies for seen in self.templates.values() if seen.host == host)
+        """MiB of templates, of those too that were dropped while VMs map them."""
+        there = {self._now_of(which) for which in self.templates}
+        there |= {one.template for one in self.vms.values() if one.condition is not VmCondition.DEAD}
+        mine = (one.which.size.memory for one in there if one is not None and one.which.host == host)
+        return sum(mine) * self.hosts[host].template_copies
+
+    def _now_of(self, which: TemplateKey | None) -> Frozen | None:
+        return Frozen(which, self._builds[which]) if which is not None else None
 
     def view(self) -> HypervisorView:
         vms = {
