@@ -7,6 +7,7 @@ broken or waits behind others for its pace, and where a template would have to b
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -85,13 +86,18 @@ def _others(draft: Draft, attempt: Attempt, image: str, world: World, policy: Po
     that this very pass has admitted, of which the forecast does not know yet."""
     jobs = world.scheduler.value.jobs if world.scheduler else {}
 
-    def wants(one: Attempt) -> bool:
+    def wanted(one: Attempt) -> int:
         if one.state is AttemptState.QUEUED:
-            return (job := jobs.get(one.job.job_id)) is not None and job.eligible
-        return one.state is AttemptState.CLAIMED and one.since >= draft.now
+            wants = (job := jobs.get(one.job.job_id)) is not None and job.eligible
+        else:
+            wants = one.state is AttemptState.CLAIMED and one.since >= draft.now
+        return one.request.nodes if wants else 0
 
-    others = (one for one in draft.attempts.values() if one.id != attempt.id and image_of(one, policy) == image)
-    now = sum(one.request.nodes for one in others if wants(one))
+    if draft.wanted is None:  # once for all who ask in this pass: who is admitted meanwhile counts as before
+        draft.wanted = Counter()
+        for one in draft.attempts.values():
+            draft.wanted[image_of(one, policy)] += wanted(one)
+    now = draft.wanted[image] - wanted(attempt)
     return world.forecast.arrivals.get(image, 0.0) * ARRIVALS_FADE + now
 
 

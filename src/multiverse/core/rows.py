@@ -122,6 +122,7 @@ class Draft:
         self.now = now
         self.paced = dict(paced or {})  # see `Forecast`, with what this pass makes
         self.waiting = Counter[tuple[str, str, CloneKind]]()  # clones that wait for that, as admission goes along
+        self.wanted: Counter[str] | None = None  # VMs that jobs want now, by image; when somebody first asks
         self.site = rows.site
         self.attempts = dict(rows.attempts)
         self.vms = dict(rows.vms)
