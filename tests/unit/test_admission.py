@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from multiverse.core.admission import references
+from multiverse.core.admission import references, room_of
 from multiverse.core.lifecycle import Event
 from multiverse.core.model import (
     Attempt,
@@ -270,17 +270,35 @@ def test_one_too_large_for_any_host_is_refused_before_its_image_comes() -> None:
 def test_nothing_makes_way_on_a_host_that_lacks_the_image() -> None:
     """The template there and the spare beside it are of no use to the job, and others want them."""
     idle, mine = template(T.READY, id=1, host="h2"), template(T.READY, id=2, image="mine")
-    spare = replace(vm(V.JOINED, id=7, host="h2", pool=Depth.JOINED, since=NOW), size=Size(1, 512))
-    here = rows(attempt(A.QUEUED, request=Request(1, SMALL, image="mine")), idle, mine, spare,
-                vm(V.SERVING, id=3, host="h1", image="mine"),
-                claims=[full("h1"), Claim(idle.key, "h2", Size(0, 3000)), Claim(spare.key, "h2", Size(4, 1096)),
-                        Claim(mine.key, "h1", Size(0, 256))])  # fmt: skip
-    policy = replace(POLICY, pools=(Pool("slim", Depth.JOINED, 1, 1, SMALL, 1e9),))
-    has, lacks = replace(host(), images={"mine": IMAGES["slim"]}), host("h2")
-    lacks = replace(lacks, images={"slim": IMAGES["slim"]})
-    changes = planned(here, has, lacks, policy=policy)
+    policy = replace(POLICY, pools=tuple(Pool(image, Depth.JOINED, 1, 1, Size(2, 100), 1e9) for image in IMAGES))
+    policy = replace(policy, pools=(*policy.pools, replace(policy.pools[0], image="mine")))
+    busy = replace(vm(V.SERVING, id=3, image="mine", since=NOW), size=Size(2, 512))
+    idle_node = replace(vm(V.JOINED, since=NOW), pool=Depth.JOINED, size=Size(2, 512), told=Size(2, 100))
+    elsewhere, here = replace(idle_node, id=7, host="h2"), replace(idle_node, id=8, image="mine")
+    claims = [Claim(one.key, one.host, vm_claim(one.size, POLICY)) for one in (busy, elsewhere, here)]
+    claims += [Claim(idle.key, "h2", Size(0, 3000)), Claim(mine.key, "h1", Size(0, 256))]
+    hosts = [replace(host(name), images={image: IMAGES["slim"]}) for name, image in (("h1", "mine"), ("h2", "slim"))]
+    asks = attempt(A.QUEUED, request=Request(1, SMALL, image="mine"))
+    changes = planned(rows(asks, idle, mine, busy, elsewhere, here, claims=claims), *hosts, policy=policy)
+    assert [c.row.key for c in changes if c.event is Event.RELEASED] == [here.key]
+    kept = rows(asks, idle, mine, busy, replace(here, state=V.SERVING, pool=None), elsewhere, claims=claims)
+    changes = planned(kept, *hosts, policy=policy)
     assert notes(changes) == {1: "waiting for capacity: the hosts are full"}
     assert not [c for c in changes if c.event in (Event.DROPPED, Event.RELEASED)]
+
+
+def test_one_that_boots_needs_no_template_beside_it_to_have_room() -> None:
+    """An idle template is in its way, not others on the machine: that is retired."""
+    idle = template(T.READY)
+    asks = attempt(A.QUEUED, request=Request(1, Size(1, 5000), kind=CloneKind.FULL))
+    claim = vm_claim(vm_size(Size(1, 5000), BOLD.base, BOLD), BOLD).memory
+    h1 = replace(host(cpus=64, memory=8192, abilities=("instant", "full")), available=1000 + claim - 256)
+    here = rows(asks, idle, claims=[Claim(idle.key, "h1", template_claim(idle.size, h1))])
+    job = Job(asks.job, "hello", 1000, JobState.PENDING, asks.request)
+    seen = {idle.which: replace(as_ready([idle])[idle.which], held=256.0)}
+    world = World(Seen(SchedulerView({"7": job}), NOW), Seen(HypervisorView({"h1": h1}, {}, seen), NOW))
+    changes = changes_of(plan(here, world, [], NOW, BOLD))
+    assert [c.row.key for c in changes if c.event is Event.DROPPED] == [idle.key]
 
 
 def test_an_image_that_cannot_be_forked_waits_and_says_so_or_boots() -> None:
@@ -591,6 +609,21 @@ def test_nobody_waits_behind_a_job_whose_memory_others_on_the_machine_have() -> 
     beyond = {1: f"waiting for memory: {floor}, of which others there leave too little"}
     assert decided(1000 + need - 2001, 2000.0) == ([2], beyond)
     assert decided(1000 + need + 1000, 2000.0)[0] == [1, 2]
+
+    here = replace(here, attempts={**here.attempts, 1: replace(here.attempts[1], note=beyond[1])})
+    assert decided(1000 + need - 2000 + BOLD.floor // 8 - 1, 2000.0) == ([2], {}), "told once, by a hair"
+    assert decided(1000 + need - 2000 + BOLD.floor // 8, 2000.0) == ([], both)
+
+
+def test_memory_of_a_dropped_template_comes_back_with_the_vms_that_map_it() -> None:
+    vms = [replace(vm(V.SERVING, id=n, origin=9), size=Size(1, 512)) for n in (1, 2)]
+    draft = Draft(rows(*vms, claims=[Claim(one.key, "h1", vm_claim(one.size, BOLD)) for one in vms]), NOW)
+    view = HypervisorView({"h1": replace(host(memory=65536), available=5000)}, {
+        one.name: VmSeen(one.name, "h1", VmCondition.RUNNING, private=300.0) for one in vms
+    }, {})  # fmt: skip
+    coming = 75  # they have settled: a quarter of what they hold
+    left = {n: room_of(draft, view, BOLD, without=[one.key for one in vms[:n]]).free["h1"][1] for n in range(3)}
+    assert left == {0: 4000 - 2 * coming, 1: 4000 - coming + 300, 2: 4000 + 600 + 256}
 
 
 def test_a_spare_that_gives_way_gives_back_what_it_holds() -> None:

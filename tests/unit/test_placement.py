@@ -138,11 +138,10 @@ def test_a_template_is_claimed_as_often_as_its_host_holds_it() -> None:
 
 
 def test_what_was_dropped_is_held_once_by_the_vms_that_map_it() -> None:
-    twice = {"h1": replace(host(4, 4096), template_copies=2)}
     vms = [vm(VmState.SERVING, id=n, origin=origin) for n, origin in ((1, 1), (2, 7), (3, 7), (4, 8), (5, None))]
     boots = vm(VmState.SERVING, id=6, kind=CloneKind.FULL)
-    held = left_behind([*vms, boots], {1: template(TemplateState.READY)}, twice)
-    assert held == [Claim(Key("template", n), "h1", Size(0, 512)) for n in (7, 8)]
+    held = left_behind([*vms, boots], {1: template(TemplateState.READY)})
+    assert held == [Claim(Key("template", n), "h1", Size(0, 256)) for n in (7, 8)]
 
 
 @given(st.integers(1, 2**24 - 1), st.integers(1, 2**24 - 1))

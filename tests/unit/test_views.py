@@ -64,7 +64,7 @@ def test_memory_is_shown_as_seen_and_exactly_where_it_was_measured() -> None:
     assert not scene.rows.templates
     later = host_view(host, scene.rows, HypervisorView({"h1": host}, scene.vms, {}), POLICY)
     claims = sum(claim.size.memory for claim in scene.rows.claims)
-    assert later.claimed.memory == claims + 2 * POLICY.base.memory, "it is gone, and its VM maps it"
+    assert later.claimed.memory == claims + POLICY.base.memory, "it is gone, and its VM maps it"
 
 
 def test_durations_and_sizes_read_well() -> None:

@@ -8,7 +8,7 @@ back-off) or for a limit of the scheduler's blocks nobody.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from enum import StrEnum
 from functools import cache
@@ -25,6 +25,7 @@ from multiverse.core.model import (
     Job,
     Key,
     Offer,
+    Request,
     SchedulerView,
     Size,
     Template,
@@ -39,7 +40,6 @@ from multiverse.core.placement import (
     Room,
     address_of,
     could_ever_fit,
-    fits_beside_templates,
     largest,
     left_behind,
     mac_of,
@@ -79,6 +79,7 @@ def admit(draft: Draft, world: World, policy: Policy) -> Crowd:
     if world.scheduler is None or world.hypervisor is None:
         return Crowd.TURN
     draft.waiting.clear()  # each round of a pass decides anew
+    draft.wanted = None
     jobs, view = world.scheduler.value.jobs, world.hypervisor.value
     hosts, room = view.hosts, room_of(draft, view, policy)
     queue = sorted(
@@ -95,6 +96,17 @@ def admit(draft: Draft, world: World, policy: Policy) -> Crowd:
     @cache
     def empty() -> Room:
         return room_without(draft.claims)
+
+    said: dict[tuple[Request, CloneKind, bool], str] = {}
+
+    def beyond(attempt: Attempt, choice: Choice, parents: Mapping[str, Size]) -> str:
+        """See `_beyond`; where no more is claimed than declared, nobody looks what others have."""
+        if policy.overcommit <= 1:
+            return ""
+        alike = (attempt.request, choice.kind, _TOO_LITTLE in attempt.note)
+        if alike not in said:
+            said[alike] = _beyond(attempt, choice, parents, hosts, empty(), policy)
+        return said[alike]
 
     def clear_the_way(attempt: Attempt, count: int, claims: Mapping[str, Size]) -> Crowd:
         """What the first in the queue waits for: if spares that give way are enough, only until they are gone."""
@@ -144,7 +156,7 @@ def admit(draft: Draft, world: World, policy: Policy) -> Crowd:
                 continue
             among, why = _usable_hosts(draft, attempt, choice, hosts, parents, policy, room)
             if not among:
-                if not why and not (why := _beyond(attempt, hosts, parents, empty, policy)):
+                if not why and not (why := beyond(attempt, choice, parents)):
                     # Its template too needs room, and nobody may take that before it.
                     image = image_of(attempt, policy)
                     blocked = why = f"waiting for capacity: no host has room for the template of image {image}"
@@ -163,7 +175,7 @@ def admit(draft: Draft, world: World, policy: Policy) -> Crowd:
             chosen = room.place(nodes - len(parked), {name: claims[name] for name in unpaced})
             if chosen is None:
                 give_back(parked, room)
-                if not why and not (why := _beyond(attempt, hosts, parents, empty, policy)):
+                if not why and not (why := beyond(attempt, choice, parents)):
                     blocked = why = _spread(draft, attempt, choice, hosts, parents, policy, room) or _full(
                         room, claims, policy
                     )
@@ -255,7 +267,8 @@ def room_of(draft: Draft, view: HypervisorView, policy: Policy, *, without: Coll
     claim and hold had been given back."""
     staying = [vm for vm in draft.vms.values() if vm.key not in without]
     room = Room(view.hosts, (claim for claim in draft.claims.values() if claim.owner not in without))
-    for claim in left_behind(staying, draft.templates, view.hosts):
+    mapped = left_behind(staying, draft.templates)
+    for claim in mapped:
         room.take(claim.host, claim.size)
     if policy.overcommit > 1:
         coming: Counter[str] = Counter()
@@ -263,6 +276,8 @@ def room_of(draft: Draft, view: HypervisorView, policy: Policy, *, without: Coll
             held, settled = _held(draft, claim.owner, view, policy)
             gone = claim.owner in without
             coming[claim.host] += -int(held) if gone else yet_to_come(claim.size, held, policy, settled=settled)
+        for claim in left_behind(draft.vms.values(), draft.templates):
+            coming[claim.host] -= claim.size.memory if claim not in mapped else 0
         for name, host in sorted(view.hosts.items()):
             room.overcommit(host, coming[name], policy)
     return room
@@ -281,23 +296,28 @@ def _held(draft: Draft, owner: Key, view: HypervisorView, policy: Policy) -> tup
             return 0.0, False
 
 
+_TOO_LITTLE = "of which others there leave too little"
+
+
 def _beyond(
     attempt: Attempt,
-    hosts: Mapping[str, Host],
+    choice: Choice,
     parents: Mapping[str, Size],
-    empty: Callable[[], Room],
+    hosts: Mapping[str, Host],
+    empty: Room,
     policy: Policy,
 ) -> str:
     """Why the attempt would have no room now on `empty` hosts either, with nothing of ours on them: others on their
-    machines have the memory, which nobody behind it is to wait for. Where no more is claimed than declared, nobody
-    looks what others have."""
-    told, nodes = attempt.request.size, attempt.request.nodes
-    if policy.overcommit <= 1 or fits_beside_templates(told, nodes, parents, hosts, empty().copy(), policy):
+    machines have the memory, which nobody behind it is to wait for. What these hold is not known to the MiB: who was
+    told this once is told so until there is some more than enough."""
+    room, nodes = empty.copy(), attempt.request.nodes
+    for name, parent in parents.items():
+        room.take(name, template_claim(parent, hosts[name]) if _forks(choice) else Size(0, 0, 0))
+        room.take(name, Size(0, policy.floor // 8 if _TOO_LITTLE in attempt.note else 0, 0))
+    if room.place(nodes, vm_claims(attempt.request.size, parents, policy)) is not None:
         return ""
-    lacking = ", ".join(sorted(empty().tight & parents.keys()))
-    return (
-        f"waiting for memory: {lacking} must keep {policy.floor} MiB available, of which others there leave too little"
-    )
+    lacking = ", ".join(sorted(empty.tight & parents.keys()))
+    return f"waiting for memory: {lacking} must keep {policy.floor} MiB available, {_TOO_LITTLE}"
 
 
 def _full(room: Room, claims: Mapping[str, Size], policy: Policy) -> str:

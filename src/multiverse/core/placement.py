@@ -71,12 +71,12 @@ def template_claim(size: Size, host: Host | None) -> Size:
     return Size(0, size.memory * (host.template_copies if host else 2), 0)
 
 
-def left_behind(vms: Iterable[Vm], templates: Mapping[int, Template], hosts: Mapping[str, Host]) -> list[Claim]:
+def left_behind(vms: Iterable[Vm], templates: Mapping[int, Template]) -> list[Claim]:
     """What templates hold whose rows are gone, for they were dropped or their image was built anew: their VMs map
-    their memory to the end."""
+    their memory to the end, which is there once then, however often a template is held."""
     gone = {vm.origin: vm for vm in vms if vm.origin is not None and vm.parent and vm.origin not in templates}
     return [
-        Claim(Key("template", origin), vm.host, template_claim(vm.parent, hosts.get(vm.host)))
+        Claim(Key("template", origin), vm.host, Size(0, vm.parent.memory, 0))
         for origin, vm in sorted(gone.items())
         if vm.parent
     ]
@@ -197,13 +197,6 @@ def could_ever_fit(
 ) -> bool:
     """Whether empty hosts, with nothing on them but the template of that size, could hold the request."""
     room = Room({name: _empty(host, policy) for name, host in hosts.items()}, ())
-    return fits_beside_templates(told, count, parents, hosts, room, policy)
-
-
-def fits_beside_templates(
-    told: Size, count: int, parents: Mapping[str, Size], hosts: Mapping[str, Host], room: Room, policy: Policy
-) -> bool:
-    """Whether there is room for the templates of these sizes and then for the request; takes it."""
     for name, parent in parents.items():
         room.take(name, template_claim(parent, hosts[name]))
     return room.place(count, vm_claims(told, parents, policy)) is not None

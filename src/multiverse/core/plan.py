@@ -406,8 +406,9 @@ def _replace_vms(draft: Draft, attempt: Attempt, missing: int, world: World, pol
     chosen = room.place(missing, vm_claims(attempt.request.size, able, policy))
     vms = plan_vms(draft, attempt, choice.kind, chosen, parents, policy) if chosen else None
     if vms is None:
-        lacks = "no room for another VM" if parents else "no host has its image"
-        _give_back(draft, attempt, Event.GAVE_UP, f"{why}; {lacks}", failed=bool(parents))
+        imageless = hosts and not parents
+        lacks = "no host has its image" if imageless else "no room for another VM"
+        _give_back(draft, attempt, Event.GAVE_UP, f"{why}; {lacks}", failed=not imageless)
         return
     story = story_of(choice, vms)
     again = replace(attempt, replaced=attempt.replaced + missing, choice=f"{attempt.choice}; then {story}")

@@ -302,7 +302,7 @@ def job_view(attempt: Attempt, vms: Sequence[str], now: float, image: str, kind:
 
 
 def host_view(host: Host, rows: Rows, seen: HypervisorView, policy: Policy) -> HostView:
-    claims = (*rows.claims, *left_behind(rows.vms.values(), rows.templates, {host.name: host}))
+    claims = (*rows.claims, *left_behind(rows.vms.values(), rows.templates))
     held = [claim.size for claim in claims if claim.host == host.name]
     vms = [vm for _, vm in sorted(seen.vms.items()) if vm.host == host.name]
     return HostView(

@@ -276,11 +276,20 @@ class Machines:
         return int(machine.memory - self._others - vms - self._frozen(host))
 
     def _frozen(self, host: str) -> int:
-        """MiB of templates, of those too that were dropped while VMs map them."""
+        """MiB of templates, and of those that were dropped while VMs map them: these are there once."""
         there = {self._now_of(which) for which in self.templates}
-        there |= {one.template for one in self.vms.values() if one.condition is not VmCondition.DEAD}
-        mine = (one.which.size.memory for one in there if one is not None and one.which.host == host)
-        return sum(mine) * self.hosts[host].template_copies
+        mapped = {one.template for one in self.vms.values() if one.condition is not VmCondition.DEAD}
+        copies = self.hosts[host].template_copies
+        return sum(
+            one.which.size.memory * (copies if one in there else 1)
+            for one in there | mapped
+            if one is not None and one.which.host == host
+        )
+
+    def _held(self, seen: TemplateSeen) -> float:
+        """MiB that a look shows: of one that is not ready, none."""
+        ready = seen.condition is TemplateCondition.READY
+        return float(seen.size.memory * self.hosts[seen.host].template_copies) if ready else 0.0
 
     def _now_of(self, which: TemplateKey | None) -> Frozen | None:
         return Frozen(which, self._builds[which]) if which is not None else None
@@ -306,7 +315,7 @@ class Machines:
             if name not in self.away
         }
         templates = {
-            which: replace(seen, held=float(seen.size.memory * self.hosts[which.host].template_copies))
+            which: replace(seen, held=self._held(seen))
             for which, seen in sorted(self.templates.items())
             if which.host not in self.away
         }
