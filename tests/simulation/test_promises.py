@@ -406,6 +406,16 @@ def test_the_world_notices_a_floor_that_nobody_keeps() -> None:
 # --- what fuzzing found -------------------------------------------------------------------------------
 
 
+def test_a_host_that_was_seen_while_nothing_could_be_kept_is_known_all_the_same() -> None:
+    """Troubled 4438, as it then was: the disk was full from the start, and the only host that could hold the job out of
+    reach when it had room again: the job was cancelled."""
+    hosts = (Host("h0", Size(8, 2048, 65536), ABILITIES), Host("h1", Size(4, 16384, 65536), ABILITIES))
+    mishaps = (Mishap(0.0, What.DISK_FULL, 30.0), Mishap(20.0, What.HOST_AWAY, 60.0, pick=0.9))
+    one = Arrival(1.0, Batch(nodes=2, size=Size(2, 900)))
+    outcome = keeps_its_promises(Scenario(7, (one,), WorldSettings(hosts), mishaps=mishaps))
+    assert set(outcome.results.values()) == {"COMPLETED"}
+
+
 def test_a_full_disk_is_waited_out_and_not_run_against(monkeypatch: pytest.MonkeyPatch) -> None:
     """Troubled 0, as it then was: with an effect due, the pass that was not committed was tried again at once,
     for ever: the loop never turned, and the disk could not have been found to have room again."""

@@ -81,10 +81,9 @@ def policy_of(settings: Settings) -> Policy:
     )
 
 
-def _hosts(rows: Rows, world: World, messages: Sequence[Message]) -> frozenset[str]:
-    """The hosts that are known now, in sight or not."""
-    off = {one.host for one in messages if isinstance(one, Command) and one.verb == "fence"}
-    return rows.hosts - off | (world.hypervisor.value.hosts.keys() if world.hypervisor else set())
+def _switched_off(messages: Sequence[Message]) -> set[str]:
+    """The hosts that an operator says are off: they are known again when they are seen again."""
+    return {one.host for one in messages if isinstance(one, Command) and one.verb == "fence"}
 
 
 class Controller:
@@ -102,6 +101,7 @@ class Controller:
         self._rows = Rows(store.site)
         self._expecting: float | None = None  # since when the newest of what is awaited is
         self._strangers: dict[str, float] = {}
+        self._sighted: set[str] = set()  # hosts seen since a pass was last committed
         self.began = clock.now()
         self.uncommitted: tuple[float, str] | None = None
         """Since when passes are not kept, and why."""
@@ -191,9 +191,12 @@ class Controller:
         now = self._clock.now()
         world = World(self.scheduler.latest, self.hypervisor.latest, self._effects.quiet(), self._meter.forecast(now))
         messages = list(self._inbox)
+        in_sight = set(world.hypervisor.value.hosts) if world.hypervisor else set()
+        self._sighted |= in_sight
         try:
             with self._store.transaction() as tx:
-                tx.keep_hosts(_hosts(tx.load_active(), world, messages))
+                known = tx.load_active().hosts | self._sighted
+                tx.keep_hosts(known - _switched_off(messages) | in_sight)
                 rows = tx.load_active()
                 moves = plan(rows, world, messages, now, self.policy)
                 for move in moves:
@@ -208,6 +211,7 @@ class Controller:
             self.uncommitted = (self.uncommitted[0] if self.uncommitted else self._clock.now(), str(error))
             return False
         self.uncommitted = None
+        self._sighted.clear()
         self._meter.note(moves, now)
         for _ in messages:
             self._inbox.popleft()
