@@ -166,6 +166,10 @@ def test_configuration_is_read_back_as_settings(short: Path) -> None:
     before = {path.name: path.read_bytes() for path in where.etc.iterdir()}
     configure.configure(where, replace(PLAN, shares=(str(share),)))
     assert before == {path.name: path.read_bytes() for path in where.etc.iterdir()}
+    wished = {"qemu": {"images": str(share), "base_memory": 384}, "pacing": {"attempts": 3}}
+    settings = configure.configure(where, replace(PLAN, settings=wished))
+    assert (settings.qemu.images, settings.qemu.base_memory, settings.pacing.attempts) == (share, 384, 3)
+    assert settings.qemu.bridge == "mvlab210"
 
 
 def _has_user(name: str) -> bool:

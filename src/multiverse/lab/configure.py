@@ -43,6 +43,7 @@ def configure(where: Layout, plan: LabPlan) -> Settings:
         "plan": plan,
         "cluster": CLUSTER,
         "hostname": hostname(),
+        "sections": _sections(where, plan),
         "exports": outermost(plan.shares),
         "memory_per_cpu": MEMORY_PER_CPU,
         "max_node_count": MAX_NODES,
@@ -64,6 +65,28 @@ def configure(where: Layout, plan: LabPlan) -> Settings:
     settings = config.load(where.settings)
     install.write(install.render(settings, _site(settings, plan, slurm.pw_uid)), where.etc)
     return settings
+
+
+def _sections(where: Layout, plan: LabPlan) -> dict[str, dict[str, Any]]:
+    """The controller's settings by section: the lab's own, and those that were wished for, which hold instead."""
+    name = hostname()
+    sections: dict[str, dict[str, Any]] = {
+        "host": {"name": name, "cores": plan.cores, "memory": plan.memory},
+        "slurm": {"conf": str(where.slurm_conf), "inbox": str(where.inbox), "munge_key": str(where.munge_key)},
+        "qemu": {
+            "images": plan.images,
+            "templates": str(where.memory),
+            "vms": str(where.controller / "vms"),
+            "run": str(where.run / "vms"),
+            "bridge": plan.bridge,
+            "uids": list(where.uids),
+        },
+        "network": {"subnet": plan.subnet, "gateway": plan.gateway, "hosts": [[name, plan.gateway]]},
+        "image": {"default": plan.image},
+    }
+    for section, wished in plan.settings.items():
+        sections[section] = {**sections.get(section, {}), **wished}
+    return sections
 
 
 def _site(settings: Settings, plan: LabPlan, slurm_uid: int) -> install.Site:
