@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from multiverse.core.errors import Gone, Refused, Stale
+from multiverse.core.errors import Gone, Refused, Stale, Unknown
 from multiverse.core.model import (
     Attempt,
     AttemptState,
@@ -169,7 +169,10 @@ class Harness(ABC):
         """A job that runs on a node of its own."""
         job = await self.job(await self.submit(lingers=lingers))
         name, feature = await self.node(job)
-        await self.scheduler.pin(job.ref, feature)
+        try:
+            await self.scheduler.pin(job.ref, feature)
+        except Unknown:  # 24.11 drops a connection now and then; it is said again, as the controller would
+            await self.scheduler.pin(job.ref, feature)
         return await self.job(job.ref.job_id, lambda job: job.state is JobState.RUNNING), name
 
 

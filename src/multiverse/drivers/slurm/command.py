@@ -21,7 +21,7 @@ _MEANINGS: tuple[tuple[str, type[MultiverseError]], ...] = (
     ("communication shutdown failure", Unknown),
     ("message send failure", Unknown),
     ("message receive failure", Unknown),
-    ("unexpected missing socket error", Unknown),  # 24.11, when slurmctld ends as it is asked
+    ("unexpected missing socket error", Unknown),  # 24.11, when slurmctld ends as it is asked, or now and then
     ("connection refused", Unknown),
     ("connection reset by peer", Unknown),
     ("connection timed out", Unknown),
