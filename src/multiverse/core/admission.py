@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from copy import deepcopy
 from dataclasses import replace
 from enum import StrEnum
 from functools import cache
@@ -310,10 +311,11 @@ def _beyond(
     """Why the attempt would have no room now on `empty` hosts either, with nothing of ours on them: others on their
     machines have the memory, which nobody behind it is to wait for. What these hold is not known to the MiB: who was
     told this once is told so until there is some more than enough."""
-    room, nodes = empty.copy(), attempt.request.nodes
+    room, nodes = deepcopy(empty), attempt.request.nodes
+    margin = policy.floor // 8 if _TOO_LITTLE in attempt.note else 0
     for name, parent in parents.items():
-        room.take(name, template_claim(parent, hosts[name]) if _forks(choice) else Size(0, 0, 0))
-        room.take(name, Size(0, policy.floor // 8 if _TOO_LITTLE in attempt.note else 0, 0))
+        frozen = template_claim(parent, hosts[name]).memory if _forks(choice) else 0
+        room.take(name, Size(0, frozen + margin, 0))
     if room.place(nodes, vm_claims(attempt.request.size, parents, policy)) is not None:
         return ""
     lacking = ", ".join(sorted(empty.tight & parents.keys()))

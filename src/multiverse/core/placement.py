@@ -74,12 +74,12 @@ def template_claim(size: Size, host: Host | None) -> Size:
 def left_behind(vms: Iterable[Vm], templates: Mapping[int, Template]) -> list[Claim]:
     """What templates hold whose rows are gone, for they were dropped or their image was built anew: their VMs map
     their memory to the end, which is there once then, however often a template is held."""
-    gone = {vm.origin: vm for vm in vms if vm.origin is not None and vm.parent and vm.origin not in templates}
-    return [
-        Claim(Key("template", origin), vm.host, Size(0, vm.parent.memory, 0))
-        for origin, vm in sorted(gone.items())
-        if vm.parent
-    ]
+    gone = {
+        vm.origin: Claim(Key("template", vm.origin), vm.host, Size(0, vm.parent.memory, 0))
+        for vm in vms
+        if vm.origin is not None and vm.parent and vm.origin not in templates
+    }
+    return [claim for _, claim in sorted(gone.items())]
 
 
 def short_of_memory(host: Host, policy: Policy) -> bool:
@@ -125,13 +125,6 @@ class Room:
             and claim.memory > self.free[name][1]
             and self.fits(name, replace(claim, memory=self.free[name][1]))
         ]
-
-    def copy(self) -> Room:
-        """What is free, to be taken from by itself."""
-        other = Room({}, ())
-        other.free = {name: list(free) for name, free in self.free.items()}
-        other.tight = set(self.tight)
-        return other
 
     def take(self, host: str, size: Size) -> None:
         self._add(host, size, -1)

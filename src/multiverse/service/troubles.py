@@ -137,10 +137,14 @@ def _sources(s: Situation) -> Iterator[Trouble]:
         yield Trouble("source", one.source, wrong, _SOURCES_TODO[one.source])
 
 
+def _out_of_reach(s: Situation) -> frozenset[str]:
+    """The hosts that are known and not in sight; none while what is in sight is unknown."""
+    return s.rows.hosts - {host.name for host in s.hosts} if s.hosts is not None else frozenset()
+
+
 def _hosts(s: Situation) -> Iterator[Trouble]:
     losing = {vm.host for vm in s.rows.vms.values() if vm.state is VmState.LOST}
-    away = s.rows.hosts - {host.name for host in s.hosts} - losing if s.hosts is not None else ()
-    for host in sorted(away):
+    for host in sorted(_out_of_reach(s) - losing):
         yield Trouble(
             "host",
             host,
@@ -191,7 +195,7 @@ def _images(s: Situation, policy: Policy) -> Iterator[Trouble]:
     if not s.hosts:
         return
     there = {image for host in s.hosts for image in host.images}
-    away = s.rows.hosts - {host.name for host in s.hosts}
+    away = _out_of_reach(s)
     wanted: dict[str, list[str]] = {pool.image: [] for pool in policy.pools}
     for _, row in sorted(s.rows.attempts.items()):
         if row.state is AttemptState.QUEUED and s.now - row.since >= policy.patience:
