@@ -103,6 +103,11 @@ class Scheduler(Protocol):
 class Hypervisor(Protocol):
     """What runs VMs, on one host or many. What a host can do is data (`Host.abilities`)."""
 
+    @property
+    def hosts(self) -> Sequence[str]:
+        """The names of all hosts that the settings name, whether or not any of them has ever answered."""
+        ...
+
     async def look(self) -> HypervisorView:
         """All hosts, templates and VMs of our site, with what is left of dead ones. Raises `Unknown`."""
         ...

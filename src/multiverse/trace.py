@@ -248,6 +248,10 @@ class RecordingHypervisor:
     def __init__(self, inner: Hypervisor, trace: Trace) -> None:
         self._inner, self._trace = inner, trace
 
+    @property
+    def hosts(self) -> Sequence[str]:
+        return self._inner.hosts
+
     async def look(self) -> HypervisorView:
         return await self._trace.look("hypervisor.look", self._inner.look(), hypervisor_view)
 

@@ -538,6 +538,18 @@ def test_no_scenario_is_refused(tmp_path: Path) -> None:
         load(tmp_path / "no.json")
 
 
+def test_no_job_is_cancelled_for_a_host_that_has_not_answered_since_the_settings_named_it() -> None:
+    """Seed 7002731, as the simulator then was. A host was out of reach when the controller first looked; the hosts that
+    did answer could not hold the job together, and the job was cancelled though the other host could."""
+    hosts = tuple(Host(f"h{n}", Size(8, memory, 65536), ABILITIES) for n, memory in enumerate((16384, 2048)))
+    away = (Mishap(0.0, What.HOST_AWAY, 60.0, pick=0.0),)
+    arrivals = (Arrival(1.0, Batch(nodes=2, size=Size(1, 900), seconds=1.0)),)
+    outcome = simulate(Scenario(1, arrivals, WorldSettings(hosts), mishaps=away))
+    assert outcome.wrongs == []
+    assert list(outcome.results.values()) == ["COMPLETED"]
+    assert outcome.seconds > 60.0, "the job ran without the host that it needs"
+
+
 # --- capacity --------------------------------------------------------------------------------------
 
 sizes = st.builds(Size, st.integers(1, 6), st.integers(16, 3000))

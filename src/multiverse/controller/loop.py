@@ -101,7 +101,9 @@ class Controller:
         self._rows = Rows(store.site)
         self._expecting: float | None = None  # since when the newest of what is awaited is
         self._strangers: dict[str, float] = {}
-        self._sighted: set[str] = set()  # hosts seen since a pass was last committed
+        # Hosts to be kept as known in the next commit: those that were seen since the last one and, at the start, those
+        # that the settings name. One that has not answered yet may hold what those that have answered cannot.
+        self._sighted: set[str] = set(hypervisor.hosts)
         self.began = clock.now()
         self.uncommitted: tuple[float, str] | None = None
         """Since when passes are not kept, and why."""

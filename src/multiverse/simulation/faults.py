@@ -324,6 +324,10 @@ class FaultyHypervisor:
         self._inner = inner
         self._call = wire.call
 
+    @property
+    def hosts(self) -> Sequence[str]:
+        return self._inner.hosts
+
     async def look(self) -> HypervisorView:
         return await self._call("look", "", lambda: self._inner.look())
 

@@ -32,6 +32,10 @@ class SimulatedHypervisor:
         self._rng = rng
         self._pace = pace or HostPace()
 
+    @property
+    def hosts(self) -> Sequence[str]:
+        return list(self._machines.hosts)
+
     async def look(self) -> HypervisorView:
         await self._take("look", self._pace.look)
         view = self._machines.view()

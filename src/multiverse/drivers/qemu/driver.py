@@ -87,6 +87,11 @@ class QemuHypervisor:
         """How guests are run: by KVM, or emulated."""
         return self._accelerator
 
+    @property
+    def hosts(self) -> Sequence[str]:
+        """See `ports.Hypervisor`."""
+        return [self._host.name]
+
     def check(self) -> None:
         """Raise `Refused` or `Broken` with what this process is not let do: VMs need users and links of their own, and
         places that nobody else writes to. Those are made."""
