@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from hashlib import blake2b
 from random import Random
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from multiverse.core.errors import Broken, Exhausted, MultiverseError, Unknown
 from multiverse.core.model import (
@@ -63,6 +63,38 @@ DEFINITE: Mapping[str, tuple[type[MultiverseError], ...]] = {
 }
 """The definite errors that a call may meet without anybody's fault; others have none."""
 
+CALL_IDS: Mapping[tuple[Port, str], str] = {
+    ("scheduler", "look"): "s1",
+    ("scheduler", "pin"): "s2",
+    ("scheduler", "unpin"): "s3",
+    ("scheduler", "requeue"): "s4",
+    ("scheduler", "revoke"): "s5",
+    ("scheduler", "fail"): "s6",
+    ("scheduler", "remove"): "s7",
+    ("scheduler", "explain"): "s8",
+    ("scheduler", "offer"): "s9",
+    ("scheduler", "withdraw"): "s10",
+    ("scheduler", "membership"): "s11",
+    ("scheduler", "user"): "s12",
+    ("hypervisor", "look"): "h1",
+    ("hypervisor", "prepare"): "h2",
+    ("hypervisor", "drop"): "h3",
+    ("hypervisor", "create"): "h4",
+    ("hypervisor", "start"): "h5",
+    ("hypervisor", "introduce"): "h6",
+    ("hypervisor", "destroy"): "h7",
+}
+"""What faults are drawn from in place of a call's name: a port's method may be renamed, and each seed still makes the
+same history. An id is never changed and never given to another call."""
+
+
+def stable_id(call: str) -> str:
+    """A call's name with the id of its method in place of that method's name."""
+    name, _, rest = call.partition(" ")
+    port, _, method = name.partition(".")
+    return f"{CALL_IDS[cast(Port, port), method]} {rest}"
+
+
 FOREVER = 1e12  # seconds; JSON has no infinity
 
 FRESH = 3.0
@@ -96,6 +128,14 @@ class Odds:
         return Odds({fault: rate / len(Fault) for fault in Fault}, until)
 
 
+class Call(NamedTuple):
+    """A call as it was made: when (virtual seconds), the id of its method, and its arguments."""
+
+    at: float
+    id: str
+    arguments: tuple[object, ...]
+
+
 @dataclass(frozen=True)
 class Blow:
     """A fault that one call meets: `call` names it, `seconds` is how slow, how silent, when cut or how late."""
@@ -110,6 +150,7 @@ class Fates:
 
     def __init__(self, seed: int, odds: Mapping[Port, Odds], blows: Sequence[Blow] | None = None) -> None:
         self.met: list[Blow] = []
+        self.calls: list[Call] = []
         self.told: Callable[[str], None] = lambda _: None
         self._seed, self._odds = seed, odds
         self._blows = None if blows is None else {blow.call: blow for blow in blows}
@@ -131,6 +172,7 @@ class Fates:
         self._times[base] = self._times.get(base, 0) + 1
         call = f"{base} #{self._times[base]}"
         blow = self._roll(port, method, call) if self._blows is None else self._blows.get(call)
+
         if blow is not None:
             self.met.append(blow)
             self.told(f"{blow.call}: {blow.fault}" + (f", {blow.seconds:.1f} s" if blow.seconds else ""))
@@ -140,11 +182,12 @@ class Fates:
         odds = self._odds[port]
         if not odds.rates or asyncio.get_running_loop().time() >= odds.until:
             return None
-        point = self.chance(call)
+        stable = stable_id(call)
+        point = self.chance(stable)
         for fault, rate in odds.rates.items():
             point -= rate
             if point < 0:
-                return Blow(call, fault, self._seconds(odds, fault, call)) if possible(port, method, fault) else None
+                return Blow(call, fault, self._seconds(odds, fault, stable)) if possible(port, method, fault) else None
         return None
 
     def _seconds(self, odds: Odds, fault: Fault, call: str) -> float:
@@ -166,7 +209,7 @@ class Fates:
             return replace(old, offers=fresh.offers)  # those are on our own disk
         self._view = (now, fresh)
         if blow and blow.fault is Fault.TORN:
-            if self.chance(blow.call, "torn") < 0.5:
+            if self.chance(stable_id(blow.call), "torn") < 0.5:
                 return replace(fresh, jobs=old.jobs, limits=old.limits)
             return replace(fresh, nodes=old.nodes)
         return fresh
@@ -186,13 +229,15 @@ class Wire:
         is a process of its own and may go on; a library's call does not."""
         self._severed = True
         for call, task in list(self._running.items()):
-            if self._port == "hypervisor" or self._fates.chance("sever", call) < 0.5:
+            if self._port == "hypervisor" or self._fates.chance("sever", stable_id(call)) < 0.5:
                 task.cancel()
 
-    async def call(self, method: str, subject: str, do: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Make one call, or let it meet its fate."""
+    async def call(self, method: str, subject: str, do: Callable[[], Coroutine[Any, Any, T]], *arguments: object) -> T:
+        """Make one call, or let it meet its fate. `arguments` are kept as made, for whoever compares two checkouts."""
         if self._severed:
             await self._nothing()
+        now = asyncio.get_running_loop().time()
+        self._fates.calls.append(Call(now, CALL_IDS[self._port, method], arguments))
         call, blow = self._fates.draw(self._port, method, subject)
         task = asyncio.create_task(self._meet(method, blow, do))
         self._running[call] = task
@@ -227,7 +272,7 @@ class Wire:
                 raise Unknown(f"{method} got no answer", hint="simulated")
             case Fault.FAILED:
                 definite = DEFINITE.get(method, (Unknown,))
-                which = int(self._fates.chance(blow.call, "error") * len(definite))
+                which = int(self._fates.chance(stable_id(blow.call), "error") * len(definite))
                 raise definite[which](f"{method} failed", hint="simulated")
             case Fault.SLOW:
                 await asyncio.sleep(blow.seconds)
@@ -284,37 +329,37 @@ class FaultyScheduler:
         return await self._call("look", "", lambda: self._inner.look())
 
     async def pin(self, job: JobRef, feature: str, text: str = "") -> None:
-        await self._call("pin", job.job_id, lambda: self._inner.pin(job, feature, text))
+        await self._call("pin", job.job_id, lambda: self._inner.pin(job, feature, text), job, feature)
 
     async def unpin(self, job: JobRef) -> None:
-        await self._call("unpin", job.job_id, lambda: self._inner.unpin(job))
+        await self._call("unpin", job.job_id, lambda: self._inner.unpin(job), job)
 
     async def requeue(self, job: JobRef) -> None:
-        await self._call("requeue", job.job_id, lambda: self._inner.requeue(job))
+        await self._call("requeue", job.job_id, lambda: self._inner.requeue(job), job)
 
     async def revoke(self, job: JobRef, reason: str) -> None:
-        await self._call("revoke", job.job_id, lambda: self._inner.revoke(job, reason))
+        await self._call("revoke", job.job_id, lambda: self._inner.revoke(job, reason), job)
 
     async def fail(self, node: str, reason: str) -> None:
-        await self._call("fail", node, lambda: self._inner.fail(node, reason))
+        await self._call("fail", node, lambda: self._inner.fail(node, reason), node)
 
     async def remove(self, node: str) -> None:
-        await self._call("remove", node, lambda: self._inner.remove(node))
+        await self._call("remove", node, lambda: self._inner.remove(node), node)
 
     async def explain(self, job: JobRef, text: str) -> None:
-        await self._call("explain", job.job_id, lambda: self._inner.explain(job, text))
+        await self._call("explain", job.job_id, lambda: self._inner.explain(job, text), job)
 
     async def offer(self, vm: Vm) -> None:
-        await self._call("offer", vm.name, lambda: self._inner.offer(vm))
+        await self._call("offer", vm.name, lambda: self._inner.offer(vm), vm)
 
     async def withdraw(self, node: str) -> None:
-        await self._call("withdraw", node, lambda: self._inner.withdraw(node))
+        await self._call("withdraw", node, lambda: self._inner.withdraw(node), node)
 
     async def membership(self, vm: Vm, attempt: Attempt | None) -> Membership:
-        return await self._call("membership", vm.name, lambda: self._inner.membership(vm, attempt))
+        return await self._call("membership", vm.name, lambda: self._inner.membership(vm, attempt), vm, attempt)
 
     async def user(self, uid: int) -> User:
-        return await self._call("user", str(uid), lambda: self._inner.user(uid))
+        return await self._call("user", str(uid), lambda: self._inner.user(uid), uid)
 
 
 class FaultyHypervisor:
@@ -333,22 +378,22 @@ class FaultyHypervisor:
 
     async def prepare(self, template: TemplateKey) -> Sequence[Stage]:
         what = f"{template.host}/{template.image}"
-        return await self._call("prepare", what, lambda: self._inner.prepare(template))
+        return await self._call("prepare", what, lambda: self._inner.prepare(template), template)
 
     async def drop(self, template: TemplateKey) -> None:
-        await self._call("drop", f"{template.host}/{template.image}", lambda: self._inner.drop(template))
+        await self._call("drop", f"{template.host}/{template.image}", lambda: self._inner.drop(template), template)
 
     async def create(self, vm: VmSpec) -> Sequence[Stage]:
-        return await self._call("create", vm.name, lambda: self._inner.create(vm))
+        return await self._call("create", vm.name, lambda: self._inner.create(vm), vm)
 
     async def start(self, name: str, size: Size, identity: Identity) -> Sequence[Stage]:
-        return await self._call("start", name, lambda: self._inner.start(name, size, identity))
+        return await self._call("start", name, lambda: self._inner.start(name, size, identity), name, size, identity)
 
     async def introduce(self, name: str, user: User) -> None:
-        await self._call("introduce", name, lambda: self._inner.introduce(name, user))
+        await self._call("introduce", name, lambda: self._inner.introduce(name, user), name, user)
 
     async def destroy(self, name: str, grace: float) -> None:
-        await self._call("destroy", name, lambda: self._inner.destroy(name, grace))
+        await self._call("destroy", name, lambda: self._inner.destroy(name, grace), name, grace)
 
 
 # --- what befalls the world ------------------------------------------------------------------------

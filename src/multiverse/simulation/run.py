@@ -19,6 +19,7 @@ from multiverse.ports import Clock
 from multiverse.simulation.clock import VirtualClock
 from multiverse.simulation.faults import (
     Blow,
+    Call,
     Death,
     Fates,
     FaultyHypervisor,
@@ -98,6 +99,8 @@ class Outcome:
     journal: list[str]
     told: list[tuple[float, str]]  # what happened outside the controller, by virtual time
     wrongs: list[str]
+    calls: tuple[Call, ...] = ()
+    entries: tuple[Entry, ...] = ()
     arrows: Counter[str] = field(default_factory=Counter)  # how often each arrow of the tables was taken, see `arrow`
 
     def faults(self) -> Counter[str]:
@@ -403,6 +406,8 @@ class _Simulation:
             crashes=self.crashes,
             commits=self.commits,
             blows=tuple(self.fates.met),
+            calls=tuple(self.fates.calls),
+            entries=tuple(entries),
             results={f"{job.number}: {job.job_id}": job.result for job in self.world.cluster.history},
             journal=[f"{e.mono:10.3f} {_line(e)}" for e in entries],
             told=told,
