@@ -16,7 +16,7 @@ from multiverse.core.model import (
     HypervisorView,
     Identity,
     JobRef,
-    Membership,
+    NodeBootstrap,
     SchedulerView,
     Size,
     Stage,
@@ -45,7 +45,7 @@ class Scheduler(Protocol):
     """A batch scheduler. Calls that name a job carry its expected restart count (in `JobRef`), reread the
     job first, and raise `Stale` if it moved or is another job of the same id, `Gone` if there is none."""
 
-    async def look(self) -> SchedulerView:
+    async def observe(self) -> SchedulerView:
         """All jobs in our partitions and all nodes of our site. Raises `Unknown`; never a partial view."""
         ...
 
@@ -67,12 +67,12 @@ class Scheduler(Protocol):
         """Cancel a pending job for good, leaving `reason` where its user finds it."""
         ...
 
-    async def fail(self, node: str, reason: str) -> None:
+    async def set_down(self, node: str, reason: str) -> None:
         """Set a node DOWN, so that whatever runs there is ended by the scheduler's own rules, and withdraw it. A node
         that does not exist is as good as down."""
         ...
 
-    async def remove(self, node: str) -> None:
+    async def delete_node(self, node: str) -> None:
         """Make the scheduler forget a node, its offer too. `Refused` while a job is on it; absent is success."""
         ...
 
@@ -82,7 +82,7 @@ class Scheduler(Protocol):
 
     async def offer(self, vm: Vm) -> None:
         """Let one job that comes and fits take this joined spare by itself, tied to it as by `pin`; it waits there
-        until `Hypervisor.introduce`. An offer that was taken or withdrawn never comes again, however often this is
+        until `Hypervisor.add_user`. An offer that was taken or withdrawn never comes again, however often this is
         said. A scheduler that can offer nothing does nothing: its looks show no offer."""
         ...
 
@@ -91,7 +91,7 @@ class Scheduler(Protocol):
         was taken or never offered: the next look tells."""
         ...
 
-    async def membership(self, vm: Vm, attempt: Attempt | None) -> Membership:
+    async def bootstrap(self, vm: Vm, attempt: Attempt | None) -> NodeBootstrap:
         """What this VM needs to become a node of this cluster, for this attempt's job."""
         ...
 
@@ -108,17 +108,17 @@ class Hypervisor(Protocol):
         """The names of all hosts that the settings name, whether or not any of them has ever answered."""
         ...
 
-    async def look(self) -> HypervisorView:
+    async def observe(self) -> HypervisorView:
         """All hosts, templates and VMs of our site, with what is left of dead ones. Raises `Unknown`."""
         ...
 
-    async def prepare(self, template: TemplateKey) -> Sequence[Stage]:
+    async def build_template(self, template: TemplateKey) -> Sequence[Stage]:
         """Boot and freeze a template. `Broken` if the image does not boot,
         `Refused` if there is no such image, `Exhausted` for want of memory or disk, `Gone` if there is no
         such host or it was dropped meanwhile."""
         ...
 
-    async def drop(self, template: TemplateKey) -> None:
+    async def delete_template(self, template: TemplateKey) -> None:
         """Remove a template; one that is being made is not waited for, and does not come back. VMs that were
         forked from it go on; absent is success."""
         ...
@@ -135,7 +135,7 @@ class Hypervisor(Protocol):
         refused its identity."""
         ...
 
-    async def introduce(self, name: str, user: User) -> None:
+    async def add_user(self, name: str, user: User) -> None:
         """Let a VM that runs know a user whom it did not know when it was started, and set its clock. `Gone` if there
         is no such VM, `Broken` or `Unknown` if its guest did not do it."""
         ...

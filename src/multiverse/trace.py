@@ -24,7 +24,7 @@ from multiverse.core.model import (
     Identity,
     Job,
     JobRef,
-    Membership,
+    NodeBootstrap,
     SchedulerView,
     Size,
     Stage,
@@ -67,7 +67,7 @@ class Trace:
         finally:
             self._write({"call": name, **arguments, "began": began, "ended": self._now(), "result": result})
 
-    async def look(self, name: str, answer: Awaitable[T], view: Callable[[T], View]) -> T:
+    async def observe(self, name: str, answer: Awaitable[T], view: Callable[[T], View]) -> T:
         """Wait for the answer and write what is new in it."""
         began = self._now()
         before = self._shown.get(name, ("", {}))
@@ -194,8 +194,8 @@ class RecordingScheduler:
     def __init__(self, inner: Scheduler, trace: Trace) -> None:
         self._inner, self._trace = inner, trace
 
-    async def look(self) -> SchedulerView:
-        return await self._trace.look("scheduler.look", self._inner.look(), scheduler_view)
+    async def observe(self) -> SchedulerView:
+        return await self._trace.observe("scheduler.observe", self._inner.observe(), scheduler_view)
 
     async def pin(self, job: JobRef, feature: str, text: str = "") -> None:
         await self._trace.call(
@@ -211,11 +211,11 @@ class RecordingScheduler:
     async def revoke(self, job: JobRef, reason: str) -> None:
         await self._trace.call("scheduler.revoke", self._inner.revoke(job, reason), job=_ref(job), reason=reason)
 
-    async def fail(self, node: str, reason: str) -> None:
-        await self._trace.call("scheduler.fail", self._inner.fail(node, reason), node=node, reason=reason)
+    async def set_down(self, node: str, reason: str) -> None:
+        await self._trace.call("scheduler.set_down", self._inner.set_down(node, reason), node=node, reason=reason)
 
-    async def remove(self, node: str) -> None:
-        await self._trace.call("scheduler.remove", self._inner.remove(node), node=node)
+    async def delete_node(self, node: str) -> None:
+        await self._trace.call("scheduler.delete_node", self._inner.delete_node(node), node=node)
 
     async def explain(self, job: JobRef, text: str) -> None:
         await self._trace.call("scheduler.explain", self._inner.explain(job, text), job=_ref(job), text=text)
@@ -228,11 +228,11 @@ class RecordingScheduler:
     async def withdraw(self, node: str) -> None:
         await self._trace.call("scheduler.withdraw", self._inner.withdraw(node), node=node)
 
-    async def membership(self, vm: Vm, attempt: Attempt | None) -> Membership:
+    async def bootstrap(self, vm: Vm, attempt: Attempt | None) -> NodeBootstrap:
         features = list(node_features(vm, attempt))
         return await self._trace.call(
-            "scheduler.membership",
-            self._inner.membership(vm, attempt),
+            "scheduler.bootstrap",
+            self._inner.bootstrap(vm, attempt),
             node=vm.name,
             told=plain(vm.told),
             features=features,
@@ -252,14 +252,18 @@ class RecordingHypervisor:
     def hosts(self) -> Sequence[str]:
         return self._inner.hosts
 
-    async def look(self) -> HypervisorView:
-        return await self._trace.look("hypervisor.look", self._inner.look(), hypervisor_view)
+    async def observe(self) -> HypervisorView:
+        return await self._trace.observe("hypervisor.observe", self._inner.observe(), hypervisor_view)
 
-    async def prepare(self, template: TemplateKey) -> Sequence[Stage]:
-        return await self._trace.call("hypervisor.prepare", self._inner.prepare(template), **_template(template))
+    async def build_template(self, template: TemplateKey) -> Sequence[Stage]:
+        return await self._trace.call(
+            "hypervisor.build_template", self._inner.build_template(template), **_template(template)
+        )
 
-    async def drop(self, template: TemplateKey) -> None:
-        await self._trace.call("hypervisor.drop", self._inner.drop(template), **_template(template))
+    async def delete_template(self, template: TemplateKey) -> None:
+        await self._trace.call(
+            "hypervisor.delete_template", self._inner.delete_template(template), **_template(template)
+        )
 
     async def create(self, vm: VmSpec) -> Sequence[Stage]:
         return await self._trace.call(
@@ -285,8 +289,8 @@ class RecordingHypervisor:
             address=identity.address,
         )
 
-    async def introduce(self, name: str, user: User) -> None:
-        await self._trace.call("hypervisor.introduce", self._inner.introduce(name, user), vm=name, uid=user.uid)
+    async def add_user(self, name: str, user: User) -> None:
+        await self._trace.call("hypervisor.add_user", self._inner.add_user(name, user), vm=name, uid=user.uid)
 
     async def destroy(self, name: str, grace: float) -> None:
         await self._trace.call("hypervisor.destroy", self._inner.destroy(name, grace), vm=name, grace=grace)

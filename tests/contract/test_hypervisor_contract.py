@@ -15,7 +15,7 @@ from multiverse.core.model import (
     CloneKind,
     Daemon,
     Identity,
-    Membership,
+    NodeBootstrap,
     Size,
     TemplateCondition,
     TemplateKey,
@@ -79,18 +79,18 @@ class Harness(ABC):
             address=self.address(number),
             gateway="",
             machine_id=f"{number:032x}",
-            membership=Membership(daemons=(daemon,)),
+            bootstrap=NodeBootstrap(daemons=(daemon,)),
         )
 
     async def seen(self, name: str) -> VmSeen | None:
-        return (await self.hypervisor.look()).vms.get(name)
+        return (await self.hypervisor.observe()).vms.get(name)
 
     async def condition(self, name: str) -> VmCondition | None:
         seen = await self.seen(name)
         return None if seen is None else seen.condition
 
     async def created(self) -> VmSpec:
-        await self.hypervisor.prepare(self.template)
+        await self.hypervisor.build_template(self.template)
         spec = self.spec()
         await self.hypervisor.create(spec)
         return spec
@@ -98,7 +98,7 @@ class Harness(ABC):
 
 async def a_look_is_whole(h: Harness) -> None:
     one, two = await h.created(), await h.created()
-    view = await h.hypervisor.look()
+    view = await h.hypervisor.observe()
     assert {one.name, two.name} <= set(view.vms)
     assert view.hosts[h.host].capacity.cpus > 0 and "instant" in view.hosts[h.host].abilities
     assert view.templates[h.template].condition is TemplateCondition.READY
@@ -106,17 +106,17 @@ async def a_look_is_whole(h: Harness) -> None:
 
 
 async def prepare_is_ensure(h: Harness) -> None:
-    await h.hypervisor.prepare(h.template)
-    await h.hypervisor.prepare(h.template)
-    view = await h.hypervisor.look()
+    await h.hypervisor.build_template(h.template)
+    await h.hypervisor.build_template(h.template)
+    view = await h.hypervisor.observe()
     assert view.templates[h.template].condition is TemplateCondition.READY
 
 
 async def there_is_no_template_of_no_image(h: Harness) -> None:
     unmade = h.template._replace(image="no-such-image")
     with pytest.raises(Refused):
-        await h.hypervisor.prepare(unmade)
-    view = await h.hypervisor.look()
+        await h.hypervisor.build_template(unmade)
+    view = await h.hypervisor.observe()
     assert unmade not in view.templates
     images = view.hosts[h.host].images
     assert h.image in images and unmade.image not in images, "what a look shows decides what is made of which image"
@@ -126,7 +126,7 @@ async def create_is_ensure(h: Harness) -> None:
     spec = await h.created()
     await h.hypervisor.create(spec)
     assert await h.condition(spec.name) is VmCondition.PARKED
-    assert len([name for name in (await h.hypervisor.look()).vms if name == spec.name]) == 1
+    assert len([name for name in (await h.hypervisor.observe()).vms if name == spec.name]) == 1
 
 
 async def create_needs_its_template_and_host(h: Harness) -> None:
@@ -167,7 +167,7 @@ async def start_of_none_is_gone(h: Harness) -> None:
 
 async def a_parked_clone_becomes_of_the_size_it_is_started_with(h: Harness) -> None:
     spec = await h.created()
-    more = (await h.hypervisor.look()).hosts[h.host].image_can(h.image, "plug_cpus")
+    more = (await h.hypervisor.observe()).hosts[h.host].image_can(h.image, "plug_cpus")
     cpus = spec.size.cpus + more
     await h.hypervisor.start(spec.name, Size(cpus, spec.size.memory + 128), h.identity(spec))
     assert h.cpus(spec.name) == cpus
@@ -176,14 +176,14 @@ async def a_parked_clone_becomes_of_the_size_it_is_started_with(h: Harness) -> N
 async def one_that_runs_learns_of_a_user(h: Harness) -> None:
     spec, user = await h.created(), User("late", 4711, 4711, "/home/late", "/bin/sh", (("late", 4711),))
     with pytest.raises(Gone):
-        await h.hypervisor.introduce(spec.name, user)  # parked: nobody listens
+        await h.hypervisor.add_user(spec.name, user)  # parked: nobody listens
     await h.hypervisor.start(spec.name, spec.size, h.identity(spec))
-    await h.hypervisor.introduce(spec.name, user)
-    await h.hypervisor.introduce(spec.name, user)
+    await h.hypervisor.add_user(spec.name, user)
+    await h.hypervisor.add_user(spec.name, user)
     assert await h.condition(spec.name) is VmCondition.RUNNING
     await h.hypervisor.destroy(spec.name, 0)
     with pytest.raises(Gone):
-        await h.hypervisor.introduce(spec.name, user)
+        await h.hypervisor.add_user(spec.name, user)
 
 
 async def destroy_leaves_nothing_in_any_condition(h: Harness) -> None:
@@ -216,7 +216,7 @@ async def a_dead_vm_is_shown_until_it_is_destroyed(h: Harness) -> None:
 
 
 async def what_a_cut_create_leaves_destroy_removes(h: Harness) -> None:
-    await h.hypervisor.prepare(h.template)
+    await h.hypervisor.build_template(h.template)
     cut_short: list[str] = []
     for cut in (0.0, 0.001, 0.002, 0.004, 0.01, 0.02, 0.06, 0.1):
         spec = h.spec()
@@ -229,11 +229,11 @@ async def what_a_cut_create_leaves_destroy_removes(h: Harness) -> None:
         cut_short.append(spec.name)
     await asyncio.sleep(1.0)  # what went on regardless must not bring a VM back after its end
     assert not [name for name in cut_short if h.remains(name)]
-    assert not set(cut_short) & set((await h.hypervisor.look()).vms)
+    assert not set(cut_short) & set((await h.hypervisor.observe()).vms)
 
 
 async def a_cut_create_may_be_said_again(h: Harness) -> None:
-    await h.hypervisor.prepare(h.template)
+    await h.hypervisor.build_template(h.template)
     for cut in (0.004, 0.06):
         spec = h.spec()
         making = asyncio.ensure_future(h.hypervisor.create(spec))
@@ -246,9 +246,9 @@ async def a_cut_create_may_be_said_again(h: Harness) -> None:
 
 async def drop_is_ensure_and_its_clones_go_on(h: Harness) -> None:
     spec = await h.created()
-    await h.hypervisor.drop(h.template)
-    await h.hypervisor.drop(h.template)
-    assert h.template not in (await h.hypervisor.look()).templates
+    await h.hypervisor.delete_template(h.template)
+    await h.hypervisor.delete_template(h.template)
+    assert h.template not in (await h.hypervisor.observe()).templates
     await h.hypervisor.start(spec.name, spec.size, h.identity(spec))
     assert await h.condition(spec.name) is VmCondition.RUNNING
     with pytest.raises(Gone):

@@ -31,14 +31,14 @@ async def at_once(*calls: Awaitable[object]) -> list[object]:
 
 
 async def template(h: Harness) -> TemplateCondition | None:
-    seen = (await h.hypervisor.look()).templates.get(h.template)
+    seen = (await h.hypervisor.observe()).templates.get(h.template)
     return None if seen is None else seen.condition
 
 
 async def building(h: Harness) -> asyncio.Task[object]:
     """A template that is being made; the call that makes it."""
-    await h.hypervisor.drop(h.template)
-    making = asyncio.ensure_future(h.hypervisor.prepare(h.template))
+    await h.hypervisor.delete_template(h.template)
+    making = asyncio.ensure_future(h.hypervisor.build_template(h.template))
     for _ in range(500):
         if await template(h) is TemplateCondition.BUILDING:
             return making
@@ -68,15 +68,15 @@ async def a_destroy_whose_reply_is_lost_is_said_again(h: Harness) -> None:
 
 
 async def a_prepare_or_a_drop_whose_reply_is_lost_is_said_again(h: Harness) -> None:
-    await h.hypervisor.drop(h.template)
-    await cut(h.hypervisor.prepare(h.template), 0.3)
-    await h.hypervisor.prepare(h.template)
+    await h.hypervisor.delete_template(h.template)
+    await cut(h.hypervisor.build_template(h.template), 0.3)
+    await h.hypervisor.build_template(h.template)
     assert await template(h) is TemplateCondition.READY
-    await cut(h.hypervisor.drop(h.template), 0.002)
-    await h.hypervisor.prepare(h.template)  # the opposite undoes what may have been done
+    await cut(h.hypervisor.delete_template(h.template), 0.002)
+    await h.hypervisor.build_template(h.template)  # the opposite undoes what may have been done
     assert await template(h) is TemplateCondition.READY
-    await cut(h.hypervisor.drop(h.template), 0.002)
-    await h.hypervisor.drop(h.template)
+    await cut(h.hypervisor.delete_template(h.template), 0.002)
+    await h.hypervisor.delete_template(h.template)
     assert await template(h) is None
 
 
@@ -84,7 +84,7 @@ async def a_prepare_or_a_drop_whose_reply_is_lost_is_said_again(h: Harness) -> N
 
 
 async def calls_said_twice_at_once_are_as_good_as_once(h: Harness) -> None:
-    prepared = await at_once(*(h.hypervisor.prepare(h.template) for _ in range(2)))
+    prepared = await at_once(*(h.hypervisor.build_template(h.template) for _ in range(2)))
     assert not [result for result in prepared if isinstance(result, Exception)]
     assert await template(h) is TemplateCondition.READY
     spec = h.spec()
@@ -140,7 +140,7 @@ async def a_vm_is_destroyed_while_it_starts(h: Harness) -> None:
 
 
 async def only_an_instant_clone_needs_a_template(h: Harness) -> None:
-    await h.hypervisor.drop(h.template)
+    await h.hypervisor.delete_template(h.template)
     for kind in (CloneKind.LINKED, CloneKind.FULL):
         spec = h.spec(kind)
         await h.hypervisor.create(spec)
@@ -151,11 +151,11 @@ async def only_an_instant_clone_needs_a_template(h: Harness) -> None:
 
 async def a_create_and_a_drop_at_once_leave_a_whole_vm_or_none(h: Harness) -> None:
     for after in (0.0, 0.02):  # its disk is opened at one time, its memory at another
-        await h.hypervisor.prepare(h.template)
+        await h.hypervisor.build_template(h.template)
         spec = h.spec()
         creating = asyncio.ensure_future(h.hypervisor.create(spec))
         await asyncio.sleep(after)
-        made, _ = await at_once(creating, h.hypervisor.drop(h.template))
+        made, _ = await at_once(creating, h.hypervisor.delete_template(h.template))
         if isinstance(made, Exception):
             assert isinstance(made, Gone), made
         else:
@@ -168,17 +168,17 @@ async def a_template_that_is_dropped_while_it_is_made_stays_away(h: Harness) -> 
     """Whoever makes it has gone or has not: what goes on without him must not bring it back."""
     for gone in (False, True):
         making = await building(h)
-        waiting = asyncio.ensure_future(h.hypervisor.prepare(h.template))
+        waiting = asyncio.ensure_future(h.hypervisor.build_template(h.template))
         await asyncio.sleep(0.1)
         if gone:
             making.cancel()
             waiting.cancel()
-        await h.hypervisor.drop(h.template)
+        await h.hypervisor.delete_template(h.template)
         assert await template(h) is None
         for result in await asyncio.gather(making, waiting, return_exceptions=True):
             assert isinstance(result, asyncio.CancelledError if gone else Gone), result
         assert await template(h) is None
-    await h.hypervisor.prepare(h.template)
+    await h.hypervisor.build_template(h.template)
     assert await template(h) is TemplateCondition.READY
 
 

@@ -81,6 +81,6 @@ def test_a_fake_that_runs_ahead_is_found_out() -> None:
 def test_jobs_that_were_over_before_the_trace_began_are_no_difference(result: str) -> None:
     lines = json.loads(json.dumps(LINES))
     over = next(seen for line in reversed(lines) for seen in line.get("jobs", {}).values() if seen)
-    first = next(line for line in lines if line["call"] == "scheduler.look")
+    first = next(line for line in lines if line["call"] == "scheduler.observe")
     first.setdefault("jobs", {})["99"] = {**over, "state": "ended", "result": result}
     assert replay(map(json.dumps, lines)) == []

@@ -111,7 +111,7 @@ class Harness(ABC):
     async def view(self, met: Callable[[SchedulerView], bool] = lambda _: True) -> SchedulerView:
         """The first look that shows what is waited for."""
         for _ in range(int(self.patience / 0.2)):
-            view = await self.scheduler.look()
+            view = await self.scheduler.observe()
             if met(view):
                 return view
             await asyncio.sleep(0.2)
@@ -187,7 +187,7 @@ def next_run(ref: JobRef, before: JobRef) -> bool:
 
 async def a_look_is_whole_and_in_order(h: Harness) -> None:
     ids = [await h.submit(priority=priority) for priority in (1000, 3000, 2000)]
-    view = await h.scheduler.look()
+    view = await h.scheduler.observe()
     jobs = [view.jobs[job_id] for job_id in ids]
     assert all(job.state is JobState.PENDING and job.gated and job.pinned is None for job in jobs)
     assert all(job.eligible and not job.held and job.ref.restarts == 0 for job in jobs)
@@ -208,7 +208,7 @@ async def a_held_job_is_shown_held_and_not_pinned(h: Harness) -> None:
 async def a_pinned_job_runs_on_its_node_and_ends(h: Harness) -> None:
     job = await h.job(await h.submit(seconds=1.0))
     name, feature = await h.node(job)
-    node = (await h.scheduler.look()).nodes[name]
+    node = (await h.scheduler.observe()).nodes[name]
     assert feature in node.features
     await h.scheduler.pin(job.ref, feature)
     await h.scheduler.pin(job.ref, feature)
@@ -256,7 +256,7 @@ async def unpin_restores_the_gate(h: Harness) -> None:
     job = await h.job(await h.submit())
     await h.scheduler.unpin(job.ref)
     name, feature = await h.node(job)
-    await h.scheduler.fail(name, "so that the pinned job stays pending")
+    await h.scheduler.set_down(name, "so that the pinned job stays pending")
     await h.scheduler.pin(job.ref, feature)
     assert (await h.job(job.ref.job_id)).pinned == feature
     for _ in range(2):
@@ -303,31 +303,31 @@ async def revoke_ends_a_pending_job(h: Harness) -> None:
 async def a_node_with_a_job_is_not_removed(h: Harness) -> None:
     job, name = await h.running()
     with pytest.raises(Refused):
-        await h.scheduler.remove(name)
+        await h.scheduler.delete_node(name)
     assert (await h.job(job.ref.job_id)).state is JobState.RUNNING
 
 
 async def a_removed_node_is_gone_and_absent_is_success(h: Harness) -> None:
     job = await h.job(await h.submit())
     name, _ = await h.node(job)
-    await h.scheduler.fail(name, "test")
-    await h.scheduler.fail(name, "test")
-    assert (await h.scheduler.look()).nodes[name].state is NodeState.DOWN
+    await h.scheduler.set_down(name, "test")
+    await h.scheduler.set_down(name, "test")
+    assert (await h.scheduler.observe()).nodes[name].state is NodeState.DOWN
     for _ in range(2):
-        await h.scheduler.remove(name)
-        assert name not in (await h.scheduler.look()).nodes
-    await h.scheduler.fail(name, "test")
+        await h.scheduler.delete_node(name)
+        assert name not in (await h.scheduler.observe()).nodes
+    await h.scheduler.set_down(name, "test")
 
 
 async def a_node_that_fails_loses_its_job(h: Harness) -> None:
     job, name = await h.running()
-    await h.scheduler.fail(name, "its VM was lost")
+    await h.scheduler.set_down(name, "its VM was lost")
     back = await h.job(job.ref.job_id, lambda job: job.state is JobState.PENDING)
     assert next_run(back.ref, job.ref)
     await h.scheduler.unpin(back.ref)
     back = await h.job(job.ref.job_id)
     assert back.gated and back.eligible
-    await h.scheduler.remove(name)
+    await h.scheduler.delete_node(name)
 
 
 async def a_line_is_left_for_the_user(h: Harness) -> None:
@@ -346,16 +346,16 @@ async def users_are_known_or_gone(h: Harness) -> None:
 
 async def an_offer_is_taken_by_a_job_as_it_comes_and_by_one_alone(h: Harness) -> None:
     vm = await h.spare()
-    await h.scheduler.look()
+    await h.scheduler.observe()
     for _ in range(2):
         await h.scheduler.offer(vm)
-    assert (await h.scheduler.look()).offers[vm.name] is False
+    assert (await h.scheduler.observe()).offers[vm.name] is False
     job = await h.job(await h.submit(seconds=1.0), lambda job: job.state is JobState.RUNNING)
     assert (job.nodes, job.pinned, job.gated) == ((vm.name,), vm.feature, False)
-    assert (await h.scheduler.look()).offers[vm.name] is True
+    assert (await h.scheduler.observe()).offers[vm.name] is True
     await h.scheduler.offer(vm)
     await h.scheduler.withdraw(vm.name)
-    assert (await h.scheduler.look()).offers[vm.name] is True, "what is taken stays taken"
+    assert (await h.scheduler.observe()).offers[vm.name] is True, "what is taken stays taken"
     other = await h.job(await h.submit())
     assert other.state is JobState.PENDING and other.gated
     await asyncio.sleep(3.0)
@@ -364,37 +364,37 @@ async def an_offer_is_taken_by_a_job_as_it_comes_and_by_one_alone(h: Harness) ->
     await h.scheduler.pin(job.ref, vm.feature, "it took a spare")
     view = await h.view(lambda view: _over(view, job.ref) and view.nodes[vm.name].state is NodeState.IDLE)
     assert view.jobs.get(job.ref.job_id) is None or view.jobs[job.ref.job_id].result == "COMPLETED"
-    await h.scheduler.remove(vm.name)
-    assert vm.name not in (await h.scheduler.look()).offers
+    await h.scheduler.delete_node(vm.name)
+    assert vm.name not in (await h.scheduler.observe()).offers
 
 
 async def what_was_withdrawn_is_not_taken_and_never_offered_again(h: Harness) -> None:
     vm, other = await h.spare(), await h.spare()
-    await h.scheduler.look()
+    await h.scheduler.observe()
     await h.scheduler.offer(vm)
     await h.scheduler.withdraw(vm.name)
     await h.scheduler.offer(vm)
     await h.scheduler.withdraw(other.name)
     await h.scheduler.offer(other)
-    assert not {vm.name, other.name} & (await h.scheduler.look()).offers.keys()
+    assert not {vm.name, other.name} & (await h.scheduler.observe()).offers.keys()
     assert (await h.job(await h.submit())).gated
 
 
 async def a_job_that_would_not_start_on_it_takes_no_offer(h: Harness) -> None:
     vm = await h.spare()
-    await h.scheduler.look()
+    await h.scheduler.observe()
     await h.scheduler.offer(vm)
     for job_id in (await h.submit(held=True), await h.submit(nodes=2), *await h.submit_array(2)):
         job = await h.job(job_id)
         assert job.gated and job.pinned is None
-    assert (await h.scheduler.look()).offers[vm.name] is False
-    await h.scheduler.fail(vm.name, "it has failed")
-    assert vm.name not in (await h.scheduler.look()).offers, "nobody may take what is down"
+    assert (await h.scheduler.observe()).offers[vm.name] is False
+    await h.scheduler.set_down(vm.name, "it has failed")
+    assert vm.name not in (await h.scheduler.observe()).offers, "nobody may take what is down"
 
 
 async def nobody_takes_an_offer_when_nobody_has_looked_for_long(h: Harness) -> None:
     vm = await h.spare()
-    await h.scheduler.look()
+    await h.scheduler.observe()
     await h.scheduler.offer(vm)
     await asyncio.sleep(12.5)
     job_id = await h.submit()
@@ -486,16 +486,16 @@ class Simulated(Harness):
     async def introduce(self, node: str) -> None:
         user = self.world.user(self.uid)
         assert user is not None
-        await self.hypervisor.introduce(node, user)
+        await self.hypervisor.add_user(node, user)
 
     async def join(self, vm: Vm, attempt: Attempt | None) -> None:
         template = TemplateKey(vm.host, vm.image, vm.size)
-        await self.hypervisor.prepare(template)
+        await self.hypervisor.build_template(template)
         await self.hypervisor.create(VmSpec(vm.name, vm.host, vm.image, vm.kind, vm.size, vm.mac, template))
-        membership = await self.scheduler.membership(vm, attempt)
+        bootstrap = await self.scheduler.bootstrap(vm, attempt)
         known = self.world.settings.users if attempt is not None else ()
         users = tuple(user for uid in known if (user := self.world.user(uid)))
-        identity = Identity(vm.name, vm.mac, vm.address, "", f"{vm.id:032x}", users, membership=membership)
+        identity = Identity(vm.name, vm.mac, vm.address, "", f"{vm.id:032x}", users, bootstrap=bootstrap)
         await self.hypervisor.start(vm.name, vm.size, identity)
 
 

@@ -49,7 +49,7 @@ async def waiting_on_a_node(h: Harness) -> tuple[Job, str, str]:
     """A job, and a node of its that is DOWN, so that a pinned job stays pending; the node and the feature."""
     job = await h.job(await h.submit())
     name, feature = await h.node(job)
-    await h.scheduler.fail(name, "so that the pinned job stays pending")
+    await h.scheduler.set_down(name, "so that the pinned job stays pending")
     return job, name, feature
 
 
@@ -112,12 +112,12 @@ async def a_node_goes_whatever_replies_are_lost(h: Harness) -> None:
     job = await h.job(await h.submit())
     for after in (0.0, 0.008, 0.02):
         name, _ = await h.node(job)
-        await cut(h.scheduler.fail(name, "test"), after)
-        await h.scheduler.fail(name, "test")
-        assert (await h.scheduler.look()).nodes[name].state is NodeState.DOWN
-        await cut(h.scheduler.remove(name), after)
-        await h.scheduler.remove(name)
-        assert name not in (await h.scheduler.look()).nodes
+        await cut(h.scheduler.set_down(name, "test"), after)
+        await h.scheduler.set_down(name, "test")
+        assert (await h.scheduler.observe()).nodes[name].state is NodeState.DOWN
+        await cut(h.scheduler.delete_node(name), after)
+        await h.scheduler.delete_node(name)
+        assert name not in (await h.scheduler.observe()).nodes
 
 
 # --- repeats ---------------------------------------------------------------------------------------
@@ -131,9 +131,9 @@ async def calls_said_twice_at_once_are_as_good_as_once(h: Harness) -> None:
     assert unpins == [None, None] and (await still(h, job)).eligible
     words = await at_once(h.scheduler.explain(job.ref, "one"), h.scheduler.explain(job.ref, "two"))
     assert words == [None, None]
-    assert await at_once(h.scheduler.fail(name, "one"), h.scheduler.fail(name, "two")) == [None, None]
-    assert await at_once(h.scheduler.remove(name), h.scheduler.remove(name)) == [None, None]
-    assert name not in (await h.scheduler.look()).nodes
+    assert await at_once(h.scheduler.set_down(name, "one"), h.scheduler.set_down(name, "two")) == [None, None]
+    assert await at_once(h.scheduler.delete_node(name), h.scheduler.delete_node(name)) == [None, None]
+    assert name not in (await h.scheduler.observe()).nodes
     await at_once(h.scheduler.revoke(job.ref, "one"), h.scheduler.revoke(job.ref, "two"))
     assert (await h.job(job.ref.job_id, lambda job: job.state is JobState.ENDED)).result == "CANCELLED"
     await h.scheduler.revoke(job.ref, "three")
@@ -237,7 +237,7 @@ async def a_job_that_has_ended_is_left_alone(h: Harness) -> None:
     await h.scheduler.revoke(job.ref, "it has ended as revoked would")
     assert (await h.job(job.ref.job_id)).state is JobState.ENDED
     await h.view(lambda view: view.nodes[name].state is NodeState.IDLE)
-    await h.scheduler.remove(name)
+    await h.scheduler.delete_node(name)
 
 
 async def a_job_that_completes_is_left_alone_and_its_node_stays(h: Harness) -> None:
@@ -249,8 +249,8 @@ async def a_job_that_completes_is_left_alone_and_its_node_stays(h: Harness) -> N
         with pytest.raises(Stale):
             await calls_of(h, job.ref, job.pinned or "")[what]()
     with pytest.raises(Refused):
-        await h.scheduler.remove(name)
-    view = await h.scheduler.look()
+        await h.scheduler.delete_node(name)
+    view = await h.scheduler.observe()
     assert view.jobs[job.ref.job_id].state is JobState.COMPLETING and view.nodes[name].state is NodeState.BUSY
     ended = await h.job(job.ref.job_id, lambda job: job.state is JobState.ENDED)
     assert ended.ref == job.ref and ended.result == "CANCELLED"
@@ -261,16 +261,16 @@ async def a_failed_node_stays_until_its_job_has_left_it(h: Harness) -> None:
     job, name = await h.running(lingers=4.0)
     await h.cancel(job.ref.job_id)
     await h.job(job.ref.job_id, lambda job: job.state is JobState.COMPLETING)
-    await h.scheduler.fail(name, "its VM was lost")
+    await h.scheduler.set_down(name, "its VM was lost")
     for _ in range(int(h.patience / 0.1)):
-        seen = (await h.scheduler.look()).jobs[job.ref.job_id]
+        seen = (await h.scheduler.observe()).jobs[job.ref.job_id]
         try:
-            await h.scheduler.remove(name)
+            await h.scheduler.delete_node(name)
         except Refused:
             await asyncio.sleep(0.1)
         else:
             break
-    assert name not in (await h.scheduler.look()).nodes
+    assert name not in (await h.scheduler.observe()).nodes
     seen = await h.job(job.ref.job_id, lambda job: job.state is JobState.ENDED)
     assert seen.ref == job.ref
 
@@ -279,7 +279,7 @@ async def a_failed_node_stays_down(h: Harness) -> None:
     """With ReturnToService=2 a node that was set DOWN comes back as soon as its slurmd says a word."""
     _, name, _ = await waiting_on_a_node(h)
     for _ in range(5):
-        assert (await h.scheduler.look()).nodes[name].state is NodeState.DOWN
+        assert (await h.scheduler.observe()).nodes[name].state is NodeState.DOWN
         await asyncio.sleep(0.3)
 
 
@@ -334,7 +334,7 @@ async def a_job_whose_feature_no_node_has_comes_back(h: Harness) -> None:
     """It may become BadConstraints, with priority 0, which is nobody's hold."""
     job, name, feature = await waiting_on_a_node(h)
     await h.scheduler.pin(job.ref, feature)
-    await h.scheduler.remove(name)
+    await h.scheduler.delete_node(name)
     for _ in range(15):
         seen = await h.job(job.ref.job_id)
         assert seen.pinned == feature and not seen.held
@@ -379,7 +379,7 @@ async def a_gang_waits_for_all_its_nodes_and_loses_them_together(h: Harness) -> 
     await h.scheduler.pin(job.ref, feature)
     running = await h.job(job.ref.job_id, lambda job: job.state is JobState.RUNNING)
     assert sorted(running.nodes) == sorted((one, two))
-    await h.scheduler.fail(two, "its VM was lost")
+    await h.scheduler.set_down(two, "its VM was lost")
     back = await h.job(job.ref.job_id, lambda job: job.state is JobState.PENDING)
     assert next_run(back.ref, job.ref)
     view = await h.view(lambda view: view.nodes[one].state is NodeState.IDLE)
@@ -399,8 +399,8 @@ async def odd_characters_are_only_characters(h: Harness) -> None:
     running = await h.job(job.ref.job_id, lambda job: job.state is JobState.RUNNING)
     assert running.ref == job.ref
     for node in running.nodes:
-        await h.scheduler.fail(node, 'a "reason", it\'s\nState=RESUME Käse')
-        assert (await h.scheduler.look()).nodes[node].state is NodeState.DOWN
+        await h.scheduler.set_down(node, 'a "reason", it\'s\nState=RESUME Käse')
+        assert (await h.scheduler.observe()).nodes[node].state is NodeState.DOWN
 
 
 # --- no answer -------------------------------------------------------------------------------------
@@ -412,21 +412,21 @@ async def unknown_and_said_again(h: Harness, *, gone: bool) -> None:
     node = other.nodes[0]
     async with h.away(gone=gone):
         attempts = [
-            h.scheduler.look(),
+            h.scheduler.observe(),
             h.scheduler.pin(job.ref, feature),
             h.scheduler.requeue(other.ref),
             h.scheduler.revoke(job.ref, "test"),
             h.scheduler.explain(job.ref, "test"),
             h.scheduler.unpin(job.ref),
-            h.scheduler.fail(node, "test"),
-            h.scheduler.remove(name),
+            h.scheduler.set_down(node, "test"),
+            h.scheduler.delete_node(name),
         ]
         results = await asyncio.gather(*attempts, return_exceptions=True)
         assert all(isinstance(result, Unknown) for result in results), results
         assert (await h.scheduler.user(h.uid)).uid == h.uid
     # What was asked for may be done by now, or not: the node that was to fail took its job with it, or did not.
-    await h.scheduler.fail(node, "test")
-    await h.scheduler.remove(name)
+    await h.scheduler.set_down(node, "test")
+    await h.scheduler.delete_node(name)
     view = await h.view(lambda view: name not in view.nodes and view.nodes[node].state is NodeState.DOWN)
     assert view.jobs[job.ref.job_id].ref == job.ref and view.jobs[job.ref.job_id].state is JobState.PENDING
     back = await h.job(other.ref.job_id, lambda job: job.state is JobState.PENDING)

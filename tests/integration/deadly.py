@@ -20,8 +20,8 @@ from typing import Any
 from multiverse import config
 from multiverse.cli.daemon import daemon
 from multiverse.core.rows import Move
-from multiverse.drivers.qemu.host import manifest, process
 from multiverse.drivers.slurm.command import SlurmCommands
+from multiverse.host import manifest, process
 from multiverse.lab.process import recorded
 from multiverse.store import Store, Transaction
 

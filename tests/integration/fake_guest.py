@@ -14,7 +14,7 @@ from multiverse.core.model import (
     AttemptState,
     CloneKind,
     JobRef,
-    Membership,
+    NodeBootstrap,
     Request,
     Size,
     Vm,
@@ -62,10 +62,10 @@ class FakeGuest:
         self._process: asyncio.subprocess.Process | None = None
         self._introduced: int | None = None
 
-    async def start(self, membership: Membership, peers: tuple[tuple[str, str], ...] = ()) -> None:
+    async def start(self, bootstrap: NodeBootstrap, peers: tuple[tuple[str, str], ...] = ()) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._directory.chmod(0o755)
-        for file in membership.files:
+        for file in bootstrap.files:
             path = self._directory / Path(file.path).name
             path.write_bytes(self._moved(file.path, file.content))
             path.chmod(file.mode | 0o444)
@@ -77,7 +77,7 @@ class FakeGuest:
         _ip("-n", self.name, "addr", "add", self._address, "dev", "eth0")
         for link in ("lo", "eth0"):
             _ip("-n", self.name, "link", "set", link, "up")
-        slurmd = next(daemon for daemon in membership.daemons if daemon.name == "slurmd")
+        slurmd = next(daemon for daemon in bootstrap.daemons if daemon.name == "slurmd")
         argv = [word.replace("/etc/slurm/", f"{self._directory}/") for word in slurmd.argv]
         # A host name, and a network, of its own; the rest is this machine's. Dies with the namespace's first process.
         setup = (

@@ -15,8 +15,8 @@ import pytest
 from multiverse.config import HostSettings, QemuSettings, Settings
 from multiverse.core.model import Size
 from multiverse.drivers.qemu.driver import QemuHypervisor
-from multiverse.drivers.qemu.host import manifest
-from multiverse.drivers.qemu.host.qmp import Monitor
+from multiverse.host import manifest
+from multiverse.host.qmp import Monitor
 from tests.contract.test_hypervisor_contract import SUITE, Check, Harness
 from tests.contract.test_hypervisor_troubles import TROUBLES, only_an_instant_clone_needs_a_template
 from tests.integration.images import IMAGES, slim
@@ -87,7 +87,7 @@ class Real(Harness):
 async def harness(settings: Settings) -> AsyncIterator[Real]:
     real = Real(settings)
     yield real
-    for name in (await real.hypervisor.look()).vms:
+    for name in (await real.hypervisor.observe()).vms:
         await real.hypervisor.destroy(name, 0)
         assert not real.remains(name)
     real.hypervisor.close()  # type: ignore[attr-defined]

@@ -133,19 +133,19 @@ class Real(Harness):
     async def join(self, vm: Vm, attempt: Attempt | None) -> None:
         guest = FakeGuest(self.lab.settings, vm, self.lab.where.root.parent / "fake")
         self.guests.append(guest)
-        membership = await self.scheduler.membership(vm, attempt)
-        await guest.start(membership, ((vm.name, vm.address.partition("/")[0]),))
+        bootstrap = await self.scheduler.bootstrap(vm, attempt)
+        await guest.start(bootstrap, ((vm.name, vm.address.partition("/")[0]),))
 
     async def clean(self) -> None:
         for partition in ("vm", "vmrun"):
             self.lab.run("scancel", f"--partition={partition}", check=False)
         for guest in self.guests:
-            await self.scheduler.fail(guest.name, "the test has ended")
+            await self.scheduler.set_down(guest.name, "the test has ended")
             await guest.stop()
             async with asyncio.timeout(30):
                 while True:
                     try:
-                        await self.scheduler.remove(guest.name)
+                        await self.scheduler.delete_node(guest.name)
                         break
                     except Refused:
                         await asyncio.sleep(0.2)  # its job is completing

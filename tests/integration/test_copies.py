@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.drivers.qemu.host import copies
+from multiverse.host import copies
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")]
 

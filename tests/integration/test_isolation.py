@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from multiverse.core.model import Daemon, Size
-from multiverse.drivers.qemu.host import manifest
-from multiverse.drivers.qemu.host.cages import Cages
-from multiverse.drivers.qemu.host.templates import Template, load, name_of
+from multiverse.host import manifest
+from multiverse.host.cages import Cages
+from multiverse.host.templates import Template, load, name_of
 from tests.integration.test_qemu_driver import PARENT, Lab, lab, settings, swept, until
 
 __all__ = ["lab", "settings", "swept"]  # fixtures
@@ -204,7 +204,7 @@ async def test_a_guest_that_floods_its_channel_costs_its_own_job_only(lab: Lab) 
     await lab.started(wild, Daemon("flood", ("/usr/bin/python3", "-c", _FLOOD)))
 
     async def cut_off() -> bool:
-        return "flooded" in (await lab.hypervisor.look()).vms[wild.name].reason
+        return "flooded" in (await lab.hypervisor.observe()).vms[wild.name].reason
 
     await until(cut_off, 60)
     await lab.started(quiet)

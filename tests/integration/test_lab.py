@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from multiverse.drivers.qemu.host import process
+from multiverse.host import process
 from multiverse.lab import baremetal, lifecycle
 from multiverse.lab.layout import Layout, layout
 from multiverse.lab.parts import Lab
@@ -39,7 +39,7 @@ from multiverse.drivers.qemu.driver import QemuHypervisor
 settings = config.load(Path(sys.argv[1]))
 settings = replace(settings, qemu=replace(settings.qemu, accel="tcg"))
 template = TemplateKey(settings.host.name, "slim", Size(1, 256))
-asyncio.run(QemuHypervisor(settings, "dead0").prepare(template))
+asyncio.run(QemuHypervisor(settings, "dead0").build_template(template))
 """
 
 

@@ -23,7 +23,7 @@ from multiverse.core.model import (
     Daemon,
     GuestFile,
     Identity,
-    Membership,
+    NodeBootstrap,
     Size,
     Stage,
     TemplateCondition,
@@ -33,7 +33,7 @@ from multiverse.core.model import (
     VmSpec,
 )
 from multiverse.drivers.qemu.driver import QemuHypervisor
-from multiverse.drivers.qemu.host import manifest
+from multiverse.host import manifest
 from tests.integration.images import IMAGES, slim
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="taps and images need root")]
@@ -64,7 +64,7 @@ class Lab:
         facts = {"hostname": spec.name, "mac": spec.mac, "address": f"{NET}.{number}/24", "gateway": HEAD,
                  "machine_id": f"{number:032x}", "users": (User("ann", 4001, 4001, "/", "/bin/sh", (("lab", 4100),)),),
                  "peers": (("head", HEAD),),
-                 "membership": Membership(daemons=daemons or (SLEEPER,)), **more}  # fmt: skip
+                 "bootstrap": NodeBootstrap(daemons=daemons or (SLEEPER,)), **more}  # fmt: skip
         return Identity(**facts)  # type: ignore[arg-type]
 
     async def started(self, spec: VmSpec, *daemons: Daemon, **more: object) -> list[Stage]:
@@ -72,7 +72,7 @@ class Lab:
         return [*stages, *await self.hypervisor.start(spec.name, spec.size, self.identity(spec, *daemons, **more))]
 
     async def condition(self, name: str) -> VmCondition | None:
-        seen = (await self.hypervisor.look()).vms.get(name)
+        seen = (await self.hypervisor.observe()).vms.get(name)
         return None if seen is None else seen.condition
 
     def pid(self, name: str) -> int:
@@ -130,15 +130,15 @@ def settings(accelerator: Path) -> Iterator[Settings]:
 @pytest.fixture
 async def lab(settings: Settings) -> Lab:
     hypervisor = QemuHypervisor(settings, SITE)
-    await hypervisor.prepare(PARENT)
-    can = (await hypervisor.look()).hosts["h"].image_can("slim", "plug_cpus")
+    await hypervisor.build_template(PARENT)
+    can = (await hypervisor.observe()).hosts["h"].image_can("slim", "plug_cpus")
     return Lab(settings, hypervisor, int(time.monotonic() * 10) % 100, 2 if can else 1)
 
 
 @pytest.fixture(autouse=True)
 async def swept(lab: Lab) -> object:
     yield
-    view = await lab.hypervisor.look()
+    view = await lab.hypervisor.observe()
     for name in view.vms:
         await lab.hypervisor.destroy(name, 0)
         assert lab.remains(name) == []
@@ -153,7 +153,7 @@ async def test_two_clones_at_once_are_strangers_and_leave_nothing(lab: Lab) -> N
         assert one[fact] and one[fact] != two[fact]
     assert one["machine_id"] == lab.identity(specs[0]).machine_id
     assert [stage.name for stage in stages[0]][:6] == ["overlay", "tap", "exec", "restore", "plug", "first_byte"]
-    view = await lab.hypervisor.look()
+    view = await lab.hypervisor.observe()
     assert [view.vms[spec.name].condition for spec in specs] == [VmCondition.RUNNING] * 2
     assert view.templates[PARENT].condition is TemplateCondition.READY
     measured = await lab.hypervisor.measure()
@@ -162,7 +162,7 @@ async def test_two_clones_at_once_are_strangers_and_leave_nothing(lab: Lab) -> N
         await lab.hypervisor.destroy(spec.name, 2.0)
         assert lab.remains(spec.name) == []
         await lab.hypervisor.destroy(spec.name, 2.0)
-    assert not (await lab.hypervisor.look()).vms
+    assert not (await lab.hypervisor.observe()).vms
 
 
 async def test_a_clone_is_who_it_was_told_to_be(lab: Lab) -> None:
@@ -182,9 +182,9 @@ async def test_a_clone_is_who_it_was_told_to_be(lab: Lab) -> None:
                  "date +%s", "stat -fc %T /sys/fs/cgroup", "ls -d /sys/fs/cgroup/system.slice")  # fmt: skip
     script = f"exec 3<>/dev/tcp/head/{port}; {{ {'; '.join(questions)}; }} >&3"
     teller = Daemon("teller", ("/bin/bash", "-c", script))
-    membership = Membership((GuestFile("/etc/site/key", b"secret", 0o400, "munge"),), (), (teller,))
+    bootstrap = NodeBootstrap((GuestFile("/etc/site/key", b"secret", 0o400, "munge"),), (), (teller,))
     async with server:
-        await lab.started(spec, membership=membership)
+        await lab.started(spec, bootstrap=bootstrap)
         await asyncio.wait_for(done.wait(), 30)
     assert lines[:4] == [spec.name, "uid=4001(ann) gid=4001 groups=4001,4100(lab)", spec.mac, "400 munge"]
     assert abs(int(lines[4]) - time.time()) < 10
@@ -290,10 +290,10 @@ async def test_a_daemon_that_dies_is_reported(lab: Lab) -> None:
     await lab.started(spec, Daemon("brief", ("/bin/sh", "-c", "exit 4")))
 
     async def noted() -> bool:
-        return bool((await lab.hypervisor.look()).vms[spec.name].reason)
+        return bool((await lab.hypervisor.observe()).vms[spec.name].reason)
 
     await until(noted)
-    reason = (await lab.hypervisor.look()).vms[spec.name].reason
+    reason = (await lab.hypervisor.observe()).vms[spec.name].reason
     assert "brief" in reason and "exit code 4" in reason
 
 
@@ -315,8 +315,8 @@ async def test_destroy_does_not_wait_for_a_start_that_hangs(lab: Lab) -> None:
 
 
 async def test_a_driver_that_is_closed_waits_for_no_template(lab: Lab) -> None:
-    await lab.hypervisor.drop(PARENT)
-    making = asyncio.ensure_future(lab.hypervisor.prepare(PARENT))
+    await lab.hypervisor.delete_template(PARENT)
+    making = asyncio.ensure_future(lab.hypervisor.build_template(PARENT))
 
     async def boots() -> bool:
         return bool(list(lab.settings.qemu.run.glob(".t-*/agent")))

@@ -17,9 +17,9 @@ _HOST = """
 import json, os, select, socket, struct, subprocess, sys
 from pathlib import Path
 from multiverse.core.model import CloneKind
-from multiverse.drivers.qemu.host import link, manifest
-from multiverse.drivers.qemu.host.filter import Filter
-from multiverse.drivers.qemu.host.manifest import Manifest, Phase
+from multiverse.host import link, manifest
+from multiverse.host.filter import Filter
+from multiverse.host.manifest import Manifest, Phase
 
 def run(command): subprocess.run(command.split(), check=True)
 def name(n): return f"mvr-{n}"

@@ -56,18 +56,18 @@ async def spawn(lab: Any, scheduler: SlurmScheduler) -> AsyncIterator[Spawn]:
         for machine in machines:
             guest = FakeGuest(lab.settings, machine, lab.where.root.parent / "fake")
             guests.append(guest)
-            membership = await scheduler.membership(machine, attempt(number, job.ref, job.request))
-            await guest.start(membership, known)
+            bootstrap = await scheduler.bootstrap(machine, attempt(number, job.ref, job.request))
+            await guest.start(bootstrap, known)
             await reached(scheduler, lambda view, name=guest.name: _idle(view, name))
         return guests[-1]
 
     yield make
     for guest in guests:
-        await scheduler.fail(guest.name, "the test has ended")
+        await scheduler.set_down(guest.name, "the test has ended")
         await guest.stop()
         while True:
             try:
-                await scheduler.remove(guest.name)
+                await scheduler.delete_node(guest.name)
                 break
             except Refused:
                 await asyncio.sleep(0.2)
@@ -82,7 +82,7 @@ async def reached(
 ) -> SchedulerView:
     deadline = time.monotonic() + timeout
     while True:
-        view = await scheduler.look()
+        view = await scheduler.observe()
         if what(view):
             return view
         assert time.monotonic() < deadline, view
@@ -90,7 +90,7 @@ async def reached(
 
 
 async def job_of(scheduler: SlurmScheduler, job_id: str) -> Job:
-    return (await scheduler.look()).jobs[job_id]
+    return (await scheduler.observe()).jobs[job_id]
 
 
 async def became(scheduler: SlurmScheduler, job_id: str, *states: JobState) -> Job:
@@ -117,7 +117,7 @@ async def test_a_job_waits_at_the_gate_runs_when_pinned_and_ends(
     assert (request.nodes, request.size, request.image, request.kind) == (1, Size(1, 100), "slim", CloneKind.INSTANT)
 
     guest = await spawn(waiting, 7)
-    assert (await scheduler.look()).nodes[guest.name].features == ("vm", "slim", "instant", "mv_7")
+    assert (await scheduler.observe()).nodes[guest.name].features == ("vm", "slim", "instant", "mv_7")
     assert (await job_of(scheduler, job_id)).state is JobState.PENDING  # a node alone does not start it
     await scheduler.pin(waiting.ref, "mv_7")
     await scheduler.pin(waiting.ref, "mv_7")  # twice is as good as once
@@ -125,9 +125,9 @@ async def test_a_job_waits_at_the_gate_runs_when_pinned_and_ends(
     assert (ended.result, ended.exit_code, ended.nodes) == ("FAILED", 3, (guest.name,))
     await output(lab.user.home / "out.txt", f"{guest.name}\n{lab.user.name}\n")
 
-    await scheduler.remove(guest.name)
-    await scheduler.remove(guest.name)
-    assert guest.name not in (await scheduler.look()).nodes
+    await scheduler.delete_node(guest.name)
+    await scheduler.delete_node(guest.name)
+    assert guest.name not in (await scheduler.observe()).nodes
     state = lab.run("sacct", "-nXP", "-j", job_id, "-o", "State,ExitCode,User").stdout.strip()
     assert state == f"FAILED|3:0|{lab.user.name}"
 
@@ -136,7 +136,7 @@ async def test_array_tasks_are_pinned_one_by_one_within_the_arrays_limit(
     lab: Any, scheduler: SlurmScheduler, spawn: Spawn
 ) -> None:
     job_id = lab.sbatch("sleep 100", "--array=0-8:2%2")
-    view = await scheduler.look()
+    view = await scheduler.observe()
     tasks = {name: job for name, job in view.jobs.items() if name.startswith(f"{job_id}_")}
     assert sorted(tasks, key=lambda name: tasks[name].rank) == [f"{job_id}_{i}" for i in (0, 2, 4, 6, 8)]
     limit = f"JobArrayTaskLimit: {job_id}"
@@ -146,7 +146,7 @@ async def test_array_tasks_are_pinned_one_by_one_within_the_arrays_limit(
     await scheduler.pin(task.ref, "mv_11")
     running = await became(scheduler, task.ref.job_id, JobState.RUNNING)
     assert running.ref == task.ref
-    view = await scheduler.look()
+    view = await scheduler.observe()
     after = view.jobs
     assert [name for name in sorted(after) if name.startswith(f"{job_id}_") and after[name].gated] == [
         f"{job_id}_{i}" for i in (0, 4, 6, 8)
@@ -194,12 +194,12 @@ async def test_a_node_that_fails_sends_its_job_back_and_it_starts_again_at_once(
     await scheduler.pin(first.ref, "mv_21")
     await became(scheduler, job_id, JobState.RUNNING)
     with pytest.raises(Refused):
-        await scheduler.remove(guest.name)
-    await scheduler.fail(guest.name, "lost")
-    await scheduler.fail(guest.name, "lost")
+        await scheduler.delete_node(guest.name)
+    await scheduler.set_down(guest.name, "lost")
+    await scheduler.set_down(guest.name, "lost")
     again = await became(scheduler, job_id, JobState.PENDING)
     assert (again.ref.restarts, again.pinned, again.gated) == (1, "mv_21", False)
-    assert (await scheduler.look()).nodes[guest.name].state is NodeState.DOWN
+    assert (await scheduler.observe()).nodes[guest.name].state is NodeState.DOWN
     with pytest.raises(Stale):
         await scheduler.pin(first.ref, "mv_21")
     await scheduler.unpin(again.ref)
@@ -207,7 +207,7 @@ async def test_a_node_that_fails_sends_its_job_back_and_it_starts_again_at_once(
     gated = await job_of(scheduler, job_id)
     assert (gated.gated, gated.pinned, gated.eligible) == (True, None, True)
     await guest.stop()
-    await scheduler.remove(guest.name)
+    await scheduler.delete_node(guest.name)
     await spawn(gated, 22)
     await scheduler.pin(gated.ref, "mv_22")
     assert (await became(scheduler, job_id, JobState.RUNNING)).ref == gated.ref
@@ -238,7 +238,7 @@ async def test_a_job_that_is_cancelled_held_or_dependent(lab: Any, scheduler: Sl
     held = lab.sbatch("true", "--hold")
     dependent = lab.sbatch("true", f"--dependency=afterok:{held}")
     later = lab.sbatch("true", "--begin=now+1000")
-    view = await scheduler.look()
+    view = await scheduler.observe()
     for job_id in (held, dependent, later):
         assert not view.jobs[job_id].eligible, view.jobs[job_id]
     assert [view.jobs[job_id].held for job_id in (held, dependent, later)] == [True, False, False]
@@ -284,8 +284,8 @@ async def test_another_run_or_no_job_at_all_is_not_touched(lab: Any, scheduler: 
                 await call
     after = await job_of(scheduler, job.ref.job_id)
     assert replace(after, reason="", rank=0) == replace(job, reason="", rank=0)
-    await scheduler.fail(f"mv{SITE}-99999", "never was")
-    await scheduler.remove(f"mv{SITE}-99999")
+    await scheduler.set_down(f"mv{SITE}-99999", "never was")
+    await scheduler.delete_node(f"mv{SITE}-99999")
 
 
 async def test_no_answer_is_unknown_and_never_an_empty_view(lab: Any, tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ async def test_no_answer_is_unknown_and_never_an_empty_view(lab: Any, tmp_path: 
     for timeout in (1.0, 20.0):
         settings = replace(settings, slurm=replace(settings.slurm, command_timeout=timeout))
         with pytest.raises(Unknown):
-            await SlurmScheduler(settings, SITE).look()
+            await SlurmScheduler(settings, SITE).observe()
 
 
 async def test_the_user_and_what_a_vm_is_given(lab: Any, scheduler: SlurmScheduler) -> None:
@@ -303,8 +303,8 @@ async def test_the_user_and_what_a_vm_is_given(lab: Any, scheduler: SlurmSchedul
     assert (user.name, user.home, user.groups) == (lab.user.name, str(lab.user.home), ((lab.user.name, lab.user.uid),))
     with pytest.raises(Gone):
         await scheduler.user(61999)
-    membership = await scheduler.membership(vm(1, "10.0.0.9/16", Size(1, 200)), None)
-    files = {file.path: file for file in membership.files}
+    bootstrap = await scheduler.bootstrap(vm(1, "10.0.0.9/16", Size(1, 200)), None)
+    files = {file.path: file for file in bootstrap.files}
     key = files["/etc/munge/munge.key"]
     assert (key.mode, key.owner, key.content) == (0o400, "munge", lab.where.munge_key.read_bytes())
     assert f"({lab.settings.network.gateway})" in files["/etc/slurm/slurm.conf"].content.decode()
@@ -419,4 +419,4 @@ def test_where_our_script_is_broken_our_partitions_are_closed_and_no_others(
 async def test_errors_are_ours(lab: Any) -> None:
     settings = replace(lab.settings, slurm=replace(lab.settings.slurm, bin_dir=Path("/nonexistent")))
     with pytest.raises(MultiverseError):
-        await SlurmScheduler(settings, SITE).look()
+        await SlurmScheduler(settings, SITE).observe()

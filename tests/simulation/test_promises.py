@@ -102,7 +102,7 @@ def test_troubled() -> None:
     met = {tuple(name.split(": ")) for verdict in verdicts for name in verdict.faults}
     calls = {call for call, _ in met}
     # Called so seldom that others walk their faults: the histories of one kind of fault, and the contracts.
-    rare = {"scheduler.requeue", "hypervisor.introduce"}
+    rare = {"scheduler.requeue", "hypervisor.add_user"}
     assert calls | rare == {f"{port}.{method}" for port, method in methods()}
     for fault in Fault:
         able = {port for port, method in methods() if possible(port, method, fault)}
@@ -337,7 +337,7 @@ def test_a_job_takes_the_spare_that_waits_for_it() -> None:
 @pytest.mark.parametrize("fault", [Fault.FAILED, Fault.LOST, Fault.CUT, Fault.TWICE])
 def test_whatever_becomes_of_the_introduction_its_job_runs_once(fault: Fault) -> None:
     for nth in range(1, 4):
-        blows = tuple(Blow(f"hypervisor.introduce mvsimul-1 #{n}", fault, 1.0) for n in range(1, nth + 1))
+        blows = tuple(Blow(f"hypervisor.add_user mvsimul-1 #{n}", fault, 1.0) for n in range(1, nth + 1))
         assert set(keeps_its_promises(replace(TAKER, blows=blows)).results.values()) == {"COMPLETED"}
 
 
@@ -437,7 +437,7 @@ def test_a_full_disk_is_waited_out_and_not_run_against(monkeypatch: pytest.Monke
 def test_what_is_awaited_for_long_is_looked_for_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that lingers on a silent node had squeue asked ten times a second for as long as it lasted."""
     looks = 0
-    look = SimulatedScheduler.look
+    look = SimulatedScheduler.observe
 
     async def counted(self: SimulatedScheduler) -> SchedulerView:
         nonlocal looks

@@ -109,7 +109,7 @@ class Scene:
     def pass_time(self, seconds: float) -> None:
         self.clock.time += seconds
 
-    def look(self) -> None:
+    def observe(self) -> None:
         now = self.clock.time
         self.world = World(
             Seen(SchedulerView(dict(self.jobs), dict(self.nodes)), now) if self.scheduler_known else None,
@@ -122,7 +122,7 @@ class Scene:
     def run(self, *messages: Message) -> list[Move]:
         """Time passes, both sources are looked at, one pass is planned and committed."""
         self.pass_time(1.0)
-        self.look()
+        self.observe()
         self.pass_time(0.01)
         return self.commit(*messages)
 

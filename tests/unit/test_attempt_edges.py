@@ -55,7 +55,7 @@ def on(scene: Scene, *nodes: str, state: JobState = JobState.RUNNING, pinned: st
 
 def look_at_once(scene: Scene) -> None:
     """One pass on a look that began in the very moment of the last commit."""
-    scene.look()
+    scene.observe()
     scene.commit()
 
 
@@ -325,7 +325,7 @@ def test_the_pace_of_the_passes_before_is_kept() -> None:
     built(scene)
     scene.job()
     scene.pass_time(1.0)
-    scene.look()
+    scene.observe()
     wait = Forecast(paced={("h1", "slim", CloneKind.INSTANT): scene.clock.time + 0.5})
     scene.world = replace(scene.world, forecast=wait)
     scene.commit()

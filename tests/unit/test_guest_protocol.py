@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiverse.core.errors import Refused
-from multiverse.core.model import GuestFile, Identity, Membership, Stage, User
+from multiverse.core.model import GuestFile, Identity, NodeBootstrap, Stage, User
 from multiverse.guest import agent
 from multiverse.guest.protocol import _TYPES, MAX_LINE, Lines, identity_message
 
@@ -19,7 +19,7 @@ def identity(content: bytes = b"\x00key") -> Identity:
     user = User("alice", 2000, 2000, "/home/alice", "/bin/bash", (("hpc", 2100),))
     files = (GuestFile("/etc/munge/munge.key", content, 0o400, "munge"),)
     return Identity(
-        "mva-1", "02:00:00:00:00:01", "10.0.0.9/16", "", "0" * 32, users=(user,), membership=Membership(files)
+        "mva-1", "02:00:00:00:00:01", "10.0.0.9/16", "", "0" * 32, users=(user,), bootstrap=NodeBootstrap(files)
     )
 
 

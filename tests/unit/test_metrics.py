@@ -29,7 +29,7 @@ class Counted:
         self._port, self._calls = port, calls
 
     def __getattr__(self, name: str) -> Any:
-        if name != "look":
+        if name != "observe":
             self._calls[name] += 1
         return getattr(self._port, name)
 
@@ -61,7 +61,7 @@ _EXECUTED = Executed()
 
 def test_a_job_needs_each_call_once() -> None:
     calls, commits, _ = run(_serve(1), 1)
-    assert calls == {"create": 1, "membership": 1, "user": 1, "start": 1, "pin": 1, "destroy": 1, "remove": 1}
+    assert calls == {"create": 1, "bootstrap": 1, "user": 1, "start": 1, "pin": 1, "destroy": 1, "delete_node": 1}
     assert commits <= 10
 
 

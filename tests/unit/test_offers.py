@@ -55,8 +55,8 @@ class Stage(Scene):
     def spare(self) -> Vm:
         return next(iter(self.rows.vms.values()))
 
-    def look(self) -> None:
-        super().look()
+    def observe(self) -> None:
+        super().observe()
         if self.world.scheduler is not None:
             seen = self.world.scheduler
             view = replace(seen.value, offers=dict(self.offers))
@@ -93,7 +93,7 @@ def test_a_joined_spare_is_offered_once_it_is_an_idle_node() -> None:
     assert (pool.ready, pool.offered, pool.making) == (1, 1, 0)
     for offers in ({}, {s.spare.name: True}):  # a scheduler that cannot offer it; a job that has just taken it
         s.offers = offers
-        s.look()
+        s.observe()
         (pool,) = standing(s.rows, s.world, s.policy)
         assert (pool.ready, pool.offered) == (1, 0)
 
@@ -371,7 +371,7 @@ def test_on_a_host_out_of_reach_it_is_withdrawn() -> None:
 def test_a_look_from_before_says_nothing_of_it() -> None:
     s = Stage()
     vm = s.spare
-    s.look()
+    s.observe()
     s.quiet[vm.key] = s.clock.time + 10.0
     s.offers[vm.name] = True
     s.run()
@@ -508,7 +508,7 @@ def listed(inbox: Path) -> list[str]:
 def test_an_offer_is_a_file_and_a_line_in_the_list(inbox: Path, now: list[float]) -> None:
     one = offers(inbox)
     offer(one)
-    assert one.look() == {NODE: False}
+    assert one.observe() == {NODE: False}
     assert (inbox / "spares" / "list").read_text() == f"1010\n{LINE}"
     assert (inbox / "spares").stat().st_mode & 0o777 == 0o700
     assert (inbox / "spares" / "list").stat().st_mode & 0o777 == 0o644
@@ -521,7 +521,7 @@ def test_to_take_it_is_to_rename_it_and_it_does_not_come_back(inbox: Path) -> No
     offer(one)
     one.withdraw(NODE)
     one.close_to(NODE)
-    assert one.look() == {NODE: True}
+    assert one.observe() == {NODE: True}
     one.keep([NODE])
     assert listed(inbox) == []
 
@@ -530,12 +530,12 @@ def test_what_is_withdrawn_is_not_offered_whenever_that_was_said(inbox: Path) ->
     one = offers(inbox)
     one.withdraw(NODE)
     offer(one)
-    assert one.look() == {}
+    assert one.observe() == {}
     other = replace(SPARE, id=13, name="mvtest0-13")
     offer(one, other)
     one.withdraw(other.name)
     one.withdraw(other.name)
-    assert one.look() == {}
+    assert one.observe() == {}
 
 
 def test_of_a_node_that_is_gone_nothing_remains(inbox: Path) -> None:
@@ -543,7 +543,7 @@ def test_of_a_node_that_is_gone_nothing_remains(inbox: Path) -> None:
     offer(one)
     one.forget(NODE)
     one.forget("mvtest0-99")
-    one.look()
+    one.observe()
     one.keep([NODE])
     assert names(inbox) == ["list"] and listed(inbox) == []
 
@@ -552,7 +552,7 @@ def test_the_list_names_nodes_that_the_scheduler_knows_and_does_not_grow_old(inb
     one = offers(inbox)
     offer(one)
     for now[0] in (1004.0, 1006.0, 1012.0):
-        one.look()
+        one.observe()
         one.keep([NODE])
         assert int((inbox / "spares" / "list").read_text().split()[0]) > now[0] + 4
         assert listed(inbox) == [LINE.strip()]
@@ -568,7 +568,7 @@ def test_a_new_daemon_lists_what_the_last_one_offered_once_its_rows_say_so(inbox
     offer(first)
     first.close()
     second = offers(inbox)
-    assert second.look() == {NODE: False}
+    assert second.observe() == {NODE: False}
     second.keep([NODE])
     assert not (inbox / "spares" / "list").exists()
     offer(second)
@@ -579,16 +579,16 @@ def test_a_new_daemon_lists_what_the_last_one_offered_once_its_rows_say_so(inbox
 def test_what_another_database_left_is_nobodys(inbox: Path) -> None:
     offer(Offers(inbox, "other", 10.0), replace(SPARE, name="mvother-12"))
     one = offers(inbox)
-    assert one.look() == {}
+    assert one.observe() == {}
     offer(one)
-    one.look()
+    one.observe()
     one.keep([NODE, "mvother-12"])
     assert listed(inbox) == [LINE.strip()]
 
 
 def test_without_an_inbox_nothing_is_offered_and_that_is_said(tmp_path: Path) -> None:
     one = offers(tmp_path / "none")
-    assert one.look() == {}
+    assert one.observe() == {}
     with pytest.raises(Exhausted, match="cannot offer spares") as caught:
         offer(one)
     assert caught.value.hint
@@ -603,12 +603,12 @@ def test_without_an_inbox_nothing_is_offered_and_that_is_said(tmp_path: Path) ->
 def test_a_directory_that_cannot_be_read_is_unknown_and_not_empty(inbox: Path) -> None:
     one = offers(inbox)
     offer(one)
-    one.look()
+    one.observe()
     (inbox / "spares").rename(inbox / "away")
     (inbox / "spares").touch()
-    assert one.look() == {NODE: False}, "as it was seen last"
+    assert one.observe() == {NODE: False}, "as it was seen last"
     with pytest.raises(Unknown):
-        offers(inbox).look()
+        offers(inbox).observe()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="root would follow no link of another's")
@@ -620,7 +620,7 @@ def test_no_link_of_slurmctlds_user_is_followed(inbox: Path, tmp_path: Path) -> 
     for name in (".list.new", "list", f"open.{NODE}"):
         (inbox / "spares" / name).unlink(missing_ok=True)
         (inbox / "spares" / name).symlink_to(secret)
-    one.look()
+    one.observe()
     one.keep([NODE])
     offer(one, replace(SPARE, id=13, name="mvtest0-13"))
     assert secret.read_text() == "as it was"

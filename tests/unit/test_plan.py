@@ -180,7 +180,7 @@ def test_absence_counts_only_in_a_look_begun_after_the_last_effect() -> None:
     scene = Scene()
     scene.to_spawned()
     attempt = scene.attempt()
-    scene.look()  # the look begins ...
+    scene.observe()  # the look begins ...
     scene.pass_time(1)
     scene.ended(attempt.key)  # ... and the pin ends after that
     del scene.jobs["7"]
@@ -540,10 +540,10 @@ def test_strangers_are_named_but_never_a_node_with_a_job() -> None:
     scene.node("mvtest0-78", NodeState.IDLE)
     scene.node("mvtest0-79", NodeState.BUSY)
     scene.seen("mvtest0-79", VmCondition.RUNNING)
-    scene.look()
+    scene.observe()
     assert orphans(scene.rows, scene.world) == ["mvtest0-77", "mvtest0-78"]
     scene.hypervisor_known = False
-    scene.look()
+    scene.observe()
     assert orphans(scene.rows, scene.world) == []
 
 
@@ -688,7 +688,7 @@ def test_a_job_already_completing_when_first_seen_ran() -> None:
 def look_at(scene: Scene, time: float) -> None:
     """One pass on a look that began exactly then."""
     scene.clock.time = time
-    scene.look()
+    scene.observe()
     scene.pass_time(0.01)
     scene.commit()
 

@@ -40,7 +40,7 @@ def test_a_vm_that_dies_while_it_is_made_has_failed_once_its_making_has_ended() 
     scene.run()
     assert scene.all_vms()[0].state is V.PLANNED
     scene.ended(vm.key)
-    scene.look()
+    scene.observe()
     scene.commit()
     assert scene.all_vms()[0].state is V.PLANNED, "a look that began as it ended may be the older one"
     scene.run()
@@ -74,7 +74,7 @@ def test_absence_counts_only_in_a_look_that_began_after_the_effect_ended() -> No
     scene.run()
     assert scene.all_vms()[0].state is V.STARTING
     scene.ended(vm.key)
-    scene.look()
+    scene.observe()
     scene.commit()
     assert scene.all_vms()[0].state is V.STARTING
     scene.run()
@@ -161,7 +161,7 @@ def test_a_template_built_after_failures_starts_counting_anew() -> None:
     (row,) = scene.rows.templates.values()
     scene.template()
     scene.ended(row.key)
-    scene.look()
+    scene.observe()
     scene.commit()
     assert next(iter(scene.rows.templates.values())).state is TemplateState.BUILDING, "that look is no later"
     scene.run()
@@ -268,7 +268,7 @@ def test_a_job_that_is_not_seen_in_an_old_look_is_not_over() -> None:
     attempt = scene.to_allocated()
     scene.jobs.clear()
     scene.ended(attempt.key)
-    scene.look()
+    scene.observe()
     scene.commit()
     assert scene.attempt().state is A.ALLOCATED, "the look began as our last word to the scheduler ended"
     scene.run()

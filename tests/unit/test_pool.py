@@ -115,7 +115,7 @@ def test_the_pool_rests_after_a_failure() -> None:
     assert not [c for move in moves for c in move.changes if c.event is Event.PLANNED], "not in the same moment"
     s.ended(first.key)
     s.pass_time(1.0)
-    s.look()
+    s.observe()
     s.world = replace(s.world, forecast=Forecast(rest={"slim": s.clock.time + 1.0}))
     assert not [c for move in s.commit() for c in move.changes if c.event is Event.PLANNED]
     assert first.id not in s.rows.vms
@@ -436,7 +436,7 @@ def test_auto_takes_what_is_parked_whatever_was_seen() -> None:
     s = scene(PARKED, kind=CloneKind.AUTO)
     fill(s)
     s.job(size=Size(2, 500))
-    s.look()
+    s.observe()
     s.world = replace(s.world, forecast=Forecast(seconds={("slim", CloneKind.INSTANT): 99.0}))
     s.commit()
     assert s.all_vms()[0].pool is Depth.PARKED
@@ -455,7 +455,7 @@ def test_auto_boots_what_no_host_could_hold_beside_its_template() -> None:
         s.hosts["h1"], abilities=frozenset({"instant", "linked"}), images={"slim": frozenset(["fork"])}
     )
     s.job(size=Size(1, 5000))  # the template would have as much, and 8192 are there
-    s.look()
+    s.observe()
     s.world = replace(s.world, forecast=Forecast(arrivals=OFTEN))
     s.commit()
     (vm,) = s.all_vms()
@@ -536,7 +536,7 @@ def test_what_boots_has_the_template_made_for_those_after_it_and_does_not_wait_f
     s.job()
     for _ in range(2):
         s.pass_time(1.0)
-        s.look()
+        s.observe()
         s.world = replace(s.world, forecast=Forecast(arrivals=OFTEN))
         s.commit()
     (template,) = s.rows.templates.values()

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from multiverse.core.errors import Broken, Unknown
-from multiverse.drivers.qemu.host.channel import Channel
 from multiverse.guest.protocol import AUDIT
+from multiverse.host.channel import Channel
 
 WORDS = {
     "nothing but reports": b'{"type":"becoming"}\n',

@@ -27,14 +27,14 @@ from multiverse.config import HostSettings, QemuSettings, Settings
 from multiverse.core.errors import Broken, Exhausted, Unknown
 from multiverse.core.model import CloneKind, Size, TemplateKey
 from multiverse.drivers.qemu.driver import QemuHypervisor
-from multiverse.drivers.qemu.host import copies, manifest, probe, process, templates
-from multiverse.drivers.qemu.host.found import Found
-from multiverse.drivers.qemu.host.machine import DIMMS, Accelerator, Machine, Memory, Wiring, limits
-from multiverse.drivers.qemu.host.manifest import Manifest, Phase
-from multiverse.drivers.qemu.host.qmp import Monitor, QmpError
-from multiverse.drivers.qemu.host.session import Paths
-from multiverse.drivers.qemu.host.vms import ladder
 from multiverse.guest.image import Image
+from multiverse.host import copies, manifest, probe, process, templates
+from multiverse.host.found import Found
+from multiverse.host.machine import DIMMS, Accelerator, Machine, Memory, Wiring, limits
+from multiverse.host.manifest import Manifest, Phase
+from multiverse.host.qmp import Monitor, QmpError
+from multiverse.host.session import Paths
+from multiverse.host.vms import ladder
 
 
 def sleeper(tmp_path: Path, *fds: int) -> tuple[int, int]:
@@ -216,10 +216,10 @@ def test_a_look_forgets_what_is_gone(tmp_path: Path, host: QemuHypervisor) -> No
         return sum(isinstance(each, Manifest) and each.name == home.name for each in gc.get_objects())
 
     before = held()
-    assert set(asyncio.run(host.look()).vms) == {home.name}
+    assert set(asyncio.run(host.observe()).vms) == {home.name}
     assert held() == before + 1
     shutil.rmtree(home)
-    assert not asyncio.run(host.look()).vms
+    assert not asyncio.run(host.observe()).vms
     assert held() == before
 
 
@@ -232,7 +232,7 @@ def test_a_look_weighs_a_vm_and_keeps_its_console_short(tmp_path: Path, host: Qe
     manifest.write(home, facts)
     (home / "console.log").write_bytes(b"x" * ((1 << 20) + 1))
     try:
-        view = asyncio.run(host.look())
+        view = asyncio.run(host.observe())
         seen = view.vms[home.name]
         assert 0 < seen.private < 64 and 0 < seen.shared < 64
         assert (home / "console.log").stat().st_size == 0

@@ -12,10 +12,10 @@ import pytest
 
 from multiverse.core.errors import Exhausted, Gone, Refused
 from multiverse.core.model import Size
-from multiverse.drivers.qemu.host.cages import Cages
-from multiverse.drivers.qemu.host.owners import Owners
-from multiverse.drivers.qemu.host.sealed import Sealed
-from multiverse.drivers.qemu.host.templates import Template
+from multiverse.host.cages import Cages
+from multiverse.host.owners import Owners
+from multiverse.host.sealed import Sealed
+from multiverse.host.templates import Template
 
 
 def lease(owners: Owners, name: str) -> int:

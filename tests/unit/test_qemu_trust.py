@@ -14,7 +14,7 @@ from multiverse.config import HostSettings, QemuSettings, Settings
 from multiverse.core.errors import Refused
 from multiverse.core.model import CloneKind, Size, TemplateKey, VmSpec
 from multiverse.drivers.qemu.driver import QemuHypervisor
-from multiverse.drivers.qemu.host import link, trust
+from multiverse.host import link, trust
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give things away")
 
@@ -163,7 +163,7 @@ async def test_no_template_is_made_or_dropped_where_somebody_else_has_been_first
     _given(memory / "multiverse")
     (memory / "multiverse/templates").mkdir()
     with pytest.raises(Refused, match="belongs to user"):
-        await host.prepare(TemplateKey("h", "slim", Size(1, 256)))
+        await host.build_template(TemplateKey("h", "slim", Size(1, 256)))
     with pytest.raises(Refused, match="belongs to user"):
         await host.drop_all()
     assert not list((memory / "multiverse/templates").iterdir())
@@ -176,6 +176,6 @@ async def test_an_image_that_is_somebody_else_s_is_not_used(host: QemuHypervisor
     kernel.symlink_to("../../kernel")
     os.chown(tmp_path / "images/slim" / part, OTHER, OTHER)
     with pytest.raises(Refused, match=f"belongs to user {OTHER}"):
-        await host.prepare(TemplateKey("h", "slim", Size(1, 256)))
+        await host.build_template(TemplateKey("h", "slim", Size(1, 256)))
     with pytest.raises(Refused, match=f"belongs to user {OTHER}"):
         await host.create(VmSpec("mva-1", "h", "slim", CloneKind.LINKED, Size(1, 256), "02:00:00:00:00:01"))

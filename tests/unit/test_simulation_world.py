@@ -46,7 +46,7 @@ class Hand:
     serial: int = 0
 
     async def job(self, job_id: str) -> Job:
-        return (await self.scheduler.look()).jobs[job_id]
+        return (await self.scheduler.observe()).jobs[job_id]
 
     async def until(self, met: Callable[[], bool], limit: float = 300.0) -> None:
         for _ in range(int(limit / 0.1)):
@@ -62,17 +62,17 @@ class Hand:
         told = Size(size.cpus, size.memory - 80)
         vm = Vm(self.serial, 1, VmState.STARTING, 0.0, name, "h1", "slim", CloneKind.INSTANT, size, told, mac, address)
         request = Request(1, told)
-        ref = (await self.scheduler.look()).jobs
+        ref = (await self.scheduler.observe()).jobs
         job = next(iter(ref.values())).ref
         attempt = Attempt(number, 1, AttemptState.SPAWNING, 0.0, job, "job", 1000, request)
         template = TemplateKey("h1", "slim", SIZE)
-        await self.hypervisor.prepare(template)
+        await self.hypervisor.build_template(template)
         await self.hypervisor.create(VmSpec(name, "h1", "slim", CloneKind.INSTANT, size, mac, template))
-        membership = await self.scheduler.membership(vm, attempt)
+        bootstrap = await self.scheduler.bootstrap(vm, attempt)
         await self.hypervisor.start(
             name,
             size,
-            Identity(name, mac, address, "", f"{self.serial:032x}", (self.world.user(1000),), membership=membership),
+            Identity(name, mac, address, "", f"{self.serial:032x}", (self.world.user(1000),), bootstrap=bootstrap),
         )
         return name
 
@@ -87,8 +87,8 @@ class Hand:
     async def clear(self, names: list[str]) -> None:
         for name in names:
             await self.hypervisor.destroy(name, 1.0)
-            await self.scheduler.fail(name, "test")
-            await self.scheduler.remove(name)
+            await self.scheduler.set_down(name, "test")
+            await self.scheduler.delete_node(name)
 
 
 def by_hand(seed: int, drive: Callable[[Hand], Any], **cluster: Any) -> World:
@@ -123,7 +123,7 @@ def test_a_job_that_a_limit_holds_back_while_it_has_its_vms_is_a_violation() -> 
         first, second = (hand.world.cluster.submit(Batch(seconds=30)) for _ in range(2))
         names = await hand.serve(first, 1)
         await hand.until(lambda: bool(hand.world.runs))
-        assert (await hand.scheduler.look()).limits == {"jobs of 1000": 0}
+        assert (await hand.scheduler.observe()).limits == {"jobs of 1000": 0}
         assert (await hand.job(second)).uses == (("jobs of 1000", 1),) and not hand.world.violations()
         names += await hand.serve(second, 2)
         await hand.until(lambda: not hand.world.unfinished())
@@ -166,7 +166,7 @@ def test_a_job_that_may_not_be_requeued_fails_with_its_node(lost: bool) -> None:
         await hand.until(lambda: bool(hand.world.runs))
         if lost:
             hand.world.kill_vm(names[1])
-        await hand.scheduler.fail(names[1], "lost")
+        await hand.scheduler.set_down(names[1], "lost")
         await hand.until(lambda: not hand.world.unfinished())
         await hand.clear(names)
 
@@ -219,7 +219,7 @@ def test_what_happens_while_slurmctld_is_away_is_heard_later() -> None:
         hand.world.cluster.go_away()
         await asyncio.sleep(10)
         with pytest.raises(Unknown):
-            await hand.scheduler.look()
+            await hand.scheduler.observe()
         hand.world.cluster.come_back()
         await hand.until(lambda: not hand.world.unfinished())
         await hand.clear(names)
@@ -258,11 +258,11 @@ def test_nodes_know_their_states() -> None:
         (name,) = await hand.serve(job_id)
         await hand.until(lambda: bool(hand.world.runs))
         with pytest.raises(Refused):
-            await hand.scheduler.remove(name)
-        view = await hand.scheduler.look()
+            await hand.scheduler.delete_node(name)
+        view = await hand.scheduler.observe()
         assert view.nodes[name].state is NodeState.BUSY and view.jobs[job_id].nodes == (name,)
         await hand.until(lambda: not hand.world.unfinished())
-        assert (await hand.scheduler.look()).nodes[name].state is NodeState.IDLE
+        assert (await hand.scheduler.observe()).nodes[name].state is NodeState.IDLE
         await hand.clear([name])
 
     by_hand(10, drive)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from multiverse.core.errors import Gone, Refused, Stale
-from multiverse.core.model import GuestFile, Identity, JobRef, Membership, Size, TemplateKey
+from multiverse.core.model import GuestFile, Identity, JobRef, NodeBootstrap, Size, TemplateKey
 from multiverse.simulation.clock import VirtualClock
 from multiverse.simulation.hypervisor import SimulatedHypervisor
 from multiverse.simulation.jobs import Batch
@@ -43,7 +43,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_a_call_is_a_line_with_its_arguments_and_what_came_of_it(tmp_path: Path) -> None:
     async def drive(world: World, scheduler: RecordingScheduler, hypervisor: RecordingHypervisor) -> None:
-        await hypervisor.prepare(TemplateKey("h1", "slim", Size(1, 256)))
+        await hypervisor.build_template(TemplateKey("h1", "slim", Size(1, 256)))
         with pytest.raises(Gone):
             await scheduler.unpin(JobRef("7", 5, 1))
         task = asyncio.create_task(hypervisor.destroy("mvx-1", 1.0))
@@ -54,7 +54,7 @@ def test_a_call_is_a_line_with_its_arguments_and_what_came_of_it(tmp_path: Path)
 
     record(tmp_path / "trace", drive)
     prepared, unpinned, destroyed = lines(tmp_path / "trace")
-    assert prepared["call"] == "hypervisor.prepare" and prepared["result"] == "ok"
+    assert prepared["call"] == "hypervisor.build_template" and prepared["result"] == "ok"
     assert (prepared["host"], prepared["image"], prepared["size"]) == ("h1", "slim", [1, 256, 0])
     assert 0 <= prepared["began"] < prepared["ended"] <= unpinned["began"]
     assert (unpinned["job"], unpinned["result"]) == (["7", 5, 1], "Gone")
@@ -64,13 +64,13 @@ def test_a_call_is_a_line_with_its_arguments_and_what_came_of_it(tmp_path: Path)
 def test_a_look_is_written_only_with_what_is_new(tmp_path: Path) -> None:
     async def drive(world: World, scheduler: RecordingScheduler, hypervisor: RecordingHypervisor) -> None:
         one, two = world.cluster.submit(Batch()), world.cluster.submit(Batch())
-        await scheduler.look()
-        await scheduler.look()
+        await scheduler.observe()
+        await scheduler.observe()
         world.cluster.hold(two)
-        view = await scheduler.look()
+        view = await scheduler.observe()
         assert view == world.cluster.view()
         del world.cluster.jobs[one]
-        await scheduler.look()
+        await scheduler.observe()
 
     record(tmp_path / "trace", drive)
     first, held, gone = lines(tmp_path / "trace")
@@ -81,8 +81,8 @@ def test_a_look_is_written_only_with_what_is_new(tmp_path: Path) -> None:
 
 def test_no_secret_is_written_and_the_file_is_its_owners(tmp_path: Path) -> None:
     async def drive(world: World, scheduler: RecordingScheduler, hypervisor: RecordingHypervisor) -> None:
-        secret = Membership((GuestFile("/etc/munge/munge.key", b"hush"),))
-        identity = Identity("mvx-1", "02:00:00:00:00:01", "10.0.0.1/16", "", "0" * 32, membership=secret)
+        secret = NodeBootstrap((GuestFile("/etc/munge/munge.key", b"hush"),))
+        identity = Identity("mvx-1", "02:00:00:00:00:01", "10.0.0.1/16", "", "0" * 32, bootstrap=secret)
         with pytest.raises(Gone):
             await hypervisor.start("mvx-1", Size(1, 256), identity)
 
@@ -95,7 +95,7 @@ def test_no_secret_is_written_and_the_file_is_its_owners(tmp_path: Path) -> None
 def test_a_full_disk_ends_the_trace_and_no_call() -> None:
     async def drive(world: World, scheduler: RecordingScheduler, hypervisor: RecordingHypervisor) -> None:
         job = world.cluster.submit(Batch())
-        assert job in (await scheduler.look()).jobs
+        assert job in (await scheduler.observe()).jobs
         with pytest.raises(Stale):
             await scheduler.unpin(JobRef(job, 0, 3))
 

@@ -200,18 +200,18 @@ class Effects:
                 await self._scheduler.withdraw(subject.name)
             case ((EffectKind.END | EffectKind.RELEASE), Vm()):
                 if subject.failed:
-                    await self._scheduler.fail(subject.name, "multiverse: its VM is gone")
+                    await self._scheduler.set_down(subject.name, "multiverse: its VM is gone")
                 await self._destroy(subject)
                 if effect.kind is EffectKind.RELEASE:
-                    await self._scheduler.remove(subject.name)
+                    await self._scheduler.delete_node(subject.name)
             case EffectKind.RELEASE, str():
-                await self._scheduler.fail(subject, "multiverse: nothing explains it")
+                await self._scheduler.set_down(subject, "multiverse: nothing explains it")
                 await self._hypervisor.destroy(subject, 0.0)
-                await self._scheduler.remove(subject)
+                await self._scheduler.delete_node(subject)
             case EffectKind.BUILD, Template():
-                return await self._hypervisor.prepare(subject.which)
+                return await self._hypervisor.build_template(subject.which)
             case EffectKind.DROP, Template():
-                await self._hypervisor.drop(subject.which)
+                await self._hypervisor.delete_template(subject.which)
             case _:
                 raise AssertionError(f"no such effect: {effect}")
         return None
@@ -228,7 +228,7 @@ class Effects:
         joined = [vm for vm in self._around.rows.vms.values() if vm.attempt == attempt.id and vm.pool is Depth.JOINED]
         for vm in joined:
             try:
-                await self._hypervisor.introduce(vm.name, await self._user(attempt.uid))
+                await self._hypervisor.add_user(vm.name, await self._user(attempt.uid))
             except Broken as error:  # another VM may take it in; this one never will
                 raise Refused(f"{vm.name} could not be told of its user: {error.message}") from error
 
@@ -246,7 +246,7 @@ class Effects:
             if vm.attempt is not None and peer.attempt == vm.attempt and peer.id != vm.id and not peer.failed
         )
         users = (await self._user(attempt.uid),) if attempt else ()
-        membership = await self._scheduler.membership(vm, attempt)
+        bootstrap = await self._scheduler.bootstrap(vm, attempt)
         identity = Identity(
             hostname=vm.name,
             mac=vm.mac,
@@ -256,7 +256,7 @@ class Effects:
             users=users,
             mounts=self._around.mounts,
             peers=(*self._around.hosts, *peers),
-            membership=membership,
+            bootstrap=bootstrap,
         )
         return await self._hypervisor.start(vm.name, vm.size, identity)
 

@@ -110,10 +110,10 @@ class Controller:
         self.effects_ended: Counter[tuple[str, str]] = Counter()
         """By kind, and the error's class or "done"."""
         self.scheduler: Observer[SchedulerView] = Observer(
-            "scheduler", scheduler.look, clock, self._scheduler_interval, self._wake.set
+            "scheduler", scheduler.observe, clock, self._scheduler_interval, self._wake.set
         )
         self.hypervisor: Observer[HypervisorView] = Observer(
-            "hypervisor", hypervisor.look, clock, lambda: settings.poll, self._wake.set
+            "hypervisor", hypervisor.observe, clock, lambda: settings.poll, self._wake.set
         )
         self._effects = Effects(
             scheduler,

@@ -310,7 +310,7 @@ class Daemon:
 
 
 @dataclass(frozen=True, slots=True)
-class Membership:
+class NodeBootstrap:
     """What a node needs to join the scheduler: opaque to all but the scheduler's driver and the agent."""
 
     files: tuple[GuestFile, ...] = ()
@@ -330,7 +330,7 @@ class Identity:
     users: tuple[User, ...] = ()
     mounts: tuple[Mount, ...] = ()
     peers: tuple[tuple[str, str], ...] = ()  # (host name, address)
-    membership: Membership = Membership()
+    bootstrap: NodeBootstrap = NodeBootstrap()
 
 
 # --- our rows --------------------------------------------------------------------------------------

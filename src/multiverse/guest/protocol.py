@@ -65,13 +65,15 @@ def identity_message(identity: Identity, cpus: int, plugged: int) -> bytes:
             return base64.b64encode(value).decode()
         raise TypeError(f"cannot send {type(value).__name__}")
 
+    fields = asdict(identity)
+    fields["membership"] = fields.pop("bootstrap")  # its name on the wire, which templates of earlier releases know
     # The type comes first: the agent knows the message by its first bytes, before it has parsed any.
     message = {
         "type": "identity",
         "random": base64.b64encode(os.urandom(64)).decode(),
         "cpus": cpus,
         "plugged": plugged,
-        "identity": asdict(identity),
+        "identity": fields,
         "time": time.time(),
     }
     line = json.dumps(message, default=plain, separators=(",", ":")).encode() + b"\n"

@@ -39,7 +39,7 @@ def _entries(place: Path) -> list[str]:
 
 
 async def _destroy(hypervisor: QemuHypervisor) -> int:
-    view = await hypervisor.look()
+    view = await hypervisor.observe()
     limit = asyncio.Semaphore(_ENOUGH)
 
     async def end(name: str) -> None:

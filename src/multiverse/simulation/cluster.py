@@ -261,7 +261,7 @@ class Cluster:
     def forget(self, node: str) -> None:
         self._spares.pop(node, None)
 
-    def look_at_offers(self) -> dict[str, bool]:
+    def observe_offers(self) -> dict[str, bool]:
         """The nodes on offer, and whether they were taken. As long as somebody looks, jobs may take them."""
         self._looked = self._loop.time()
         return {node: spare.taken for node, spare in self._spares.items()}

@@ -25,7 +25,7 @@ from multiverse.core.model import (
     HypervisorView,
     Identity,
     JobRef,
-    Membership,
+    NodeBootstrap,
     SchedulerView,
     Size,
     Stage,
@@ -56,32 +56,32 @@ class Fault(StrEnum):
 
 
 DEFINITE: Mapping[str, tuple[type[MultiverseError], ...]] = {
-    "prepare": (Exhausted, Broken),
+    "build_template": (Exhausted, Broken),
     "create": (Exhausted, Broken),
     "start": (Broken,),
-    "introduce": (Broken,),
+    "add_user": (Broken,),
 }
 """The definite errors that a call may meet without anybody's fault; others have none."""
 
 CALL_IDS: Mapping[tuple[Port, str], str] = {
-    ("scheduler", "look"): "s1",
+    ("scheduler", "observe"): "s1",
     ("scheduler", "pin"): "s2",
     ("scheduler", "unpin"): "s3",
     ("scheduler", "requeue"): "s4",
     ("scheduler", "revoke"): "s5",
-    ("scheduler", "fail"): "s6",
-    ("scheduler", "remove"): "s7",
+    ("scheduler", "set_down"): "s6",
+    ("scheduler", "delete_node"): "s7",
     ("scheduler", "explain"): "s8",
     ("scheduler", "offer"): "s9",
     ("scheduler", "withdraw"): "s10",
-    ("scheduler", "membership"): "s11",
+    ("scheduler", "bootstrap"): "s11",
     ("scheduler", "user"): "s12",
-    ("hypervisor", "look"): "h1",
-    ("hypervisor", "prepare"): "h2",
-    ("hypervisor", "drop"): "h3",
+    ("hypervisor", "observe"): "h1",
+    ("hypervisor", "build_template"): "h2",
+    ("hypervisor", "delete_template"): "h3",
     ("hypervisor", "create"): "h4",
     ("hypervisor", "start"): "h5",
-    ("hypervisor", "introduce"): "h6",
+    ("hypervisor", "add_user"): "h6",
     ("hypervisor", "destroy"): "h7",
 }
 """What faults are drawn from in place of a call's name: a port's method may be renamed, and each seed still makes the
@@ -106,9 +106,9 @@ def possible(port: Port, method: str, fault: Fault) -> bool:
     """Whether this can happen to such a call. A command that was given up may yet arrive at slurmctld, for it
     is a process of its own; a host's own library does nothing behind its caller's back."""
     if fault in (Fault.STALE, Fault.TORN):
-        return (port, method) == ("scheduler", "look")
+        return (port, method) == ("scheduler", "observe")
     if fault is Fault.LATE:
-        return port == "scheduler" and method not in ("look", "membership", "user")
+        return port == "scheduler" and method not in ("observe", "bootstrap", "user")
     return True
 
 
@@ -325,8 +325,8 @@ class FaultyScheduler:
         self._inner = inner
         self._call = wire.call
 
-    async def look(self) -> SchedulerView:
-        return await self._call("look", "", lambda: self._inner.look())
+    async def observe(self) -> SchedulerView:
+        return await self._call("observe", "", lambda: self._inner.observe())
 
     async def pin(self, job: JobRef, feature: str, text: str = "") -> None:
         await self._call("pin", job.job_id, lambda: self._inner.pin(job, feature, text), job, feature)
@@ -340,11 +340,11 @@ class FaultyScheduler:
     async def revoke(self, job: JobRef, reason: str) -> None:
         await self._call("revoke", job.job_id, lambda: self._inner.revoke(job, reason), job)
 
-    async def fail(self, node: str, reason: str) -> None:
-        await self._call("fail", node, lambda: self._inner.fail(node, reason), node)
+    async def set_down(self, node: str, reason: str) -> None:
+        await self._call("set_down", node, lambda: self._inner.set_down(node, reason), node)
 
-    async def remove(self, node: str) -> None:
-        await self._call("remove", node, lambda: self._inner.remove(node), node)
+    async def delete_node(self, node: str) -> None:
+        await self._call("delete_node", node, lambda: self._inner.delete_node(node), node)
 
     async def explain(self, job: JobRef, text: str) -> None:
         await self._call("explain", job.job_id, lambda: self._inner.explain(job, text), job)
@@ -355,8 +355,8 @@ class FaultyScheduler:
     async def withdraw(self, node: str) -> None:
         await self._call("withdraw", node, lambda: self._inner.withdraw(node), node)
 
-    async def membership(self, vm: Vm, attempt: Attempt | None) -> Membership:
-        return await self._call("membership", vm.name, lambda: self._inner.membership(vm, attempt), vm, attempt)
+    async def bootstrap(self, vm: Vm, attempt: Attempt | None) -> NodeBootstrap:
+        return await self._call("bootstrap", vm.name, lambda: self._inner.bootstrap(vm, attempt), vm, attempt)
 
     async def user(self, uid: int) -> User:
         return await self._call("user", str(uid), lambda: self._inner.user(uid), uid)
@@ -373,15 +373,20 @@ class FaultyHypervisor:
     def hosts(self) -> Sequence[str]:
         return self._inner.hosts
 
-    async def look(self) -> HypervisorView:
-        return await self._call("look", "", lambda: self._inner.look())
+    async def observe(self) -> HypervisorView:
+        return await self._call("observe", "", lambda: self._inner.observe())
 
-    async def prepare(self, template: TemplateKey) -> Sequence[Stage]:
+    async def build_template(self, template: TemplateKey) -> Sequence[Stage]:
         what = f"{template.host}/{template.image}"
-        return await self._call("prepare", what, lambda: self._inner.prepare(template), template)
+        return await self._call("build_template", what, lambda: self._inner.build_template(template), template)
 
-    async def drop(self, template: TemplateKey) -> None:
-        await self._call("drop", f"{template.host}/{template.image}", lambda: self._inner.drop(template), template)
+    async def delete_template(self, template: TemplateKey) -> None:
+        await self._call(
+            "delete_template",
+            f"{template.host}/{template.image}",
+            lambda: self._inner.delete_template(template),
+            template,
+        )
 
     async def create(self, vm: VmSpec) -> Sequence[Stage]:
         return await self._call("create", vm.name, lambda: self._inner.create(vm), vm)
@@ -389,8 +394,8 @@ class FaultyHypervisor:
     async def start(self, name: str, size: Size, identity: Identity) -> Sequence[Stage]:
         return await self._call("start", name, lambda: self._inner.start(name, size, identity), name, size, identity)
 
-    async def introduce(self, name: str, user: User) -> None:
-        await self._call("introduce", name, lambda: self._inner.introduce(name, user), name, user)
+    async def add_user(self, name: str, user: User) -> None:
+        await self._call("add_user", name, lambda: self._inner.add_user(name, user), name, user)
 
     async def destroy(self, name: str, grace: float) -> None:
         await self._call("destroy", name, lambda: self._inner.destroy(name, grace), name, grace)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING
 
-from multiverse.core.model import Daemon, GuestFile, Identity, JobState, Membership, Size
+from multiverse.core.model import Daemon, GuestFile, Identity, JobState, NodeBootstrap, Size
 from multiverse.simulation.jobs import JobRecord
 
 if TYPE_CHECKING:
@@ -27,14 +27,14 @@ class Joining:
     features: tuple[str, ...]
     size: Size
 
-    def pack(self) -> Membership:
+    def pack(self) -> NodeBootstrap:
         text = json.dumps([self.name, list(self.features), self.size.cpus, self.size.memory])
-        return Membership((GuestFile(_FILE, text.encode()),), (), (Daemon("slurmd", ("slurmd", "-Z", "-D")),))
+        return NodeBootstrap((GuestFile(_FILE, text.encode()),), (), (Daemon("slurmd", ("slurmd", "-Z", "-D")),))
 
     @staticmethod
-    def unpack(membership: Membership) -> Joining:
+    def unpack(bootstrap: NodeBootstrap) -> Joining:
         """Read what `pack` made. `ValueError` for any other membership."""
-        for file in membership.files:
+        for file in bootstrap.files:
             if file.path == _FILE:
                 name, features, cpus, memory = json.loads(file.content)
                 return Joining(name, tuple(features), Size(cpus, memory))
@@ -90,7 +90,7 @@ class Guest:
 
     def boot(self) -> None:
         """Begin to boot; the node registers by and by. A guest without a daemon never joins."""
-        if self.identity.membership.daemons and self.rng.random() >= self.pace.mute:
+        if self.identity.bootstrap.daemons and self.rng.random() >= self.pace.mute:
             self._later(self.rng.uniform(*self.pace.boot), self._register)
 
     def die(self) -> None:
@@ -210,7 +210,7 @@ class Guest:
         """Its daemon was started anew; or, of one that is dead, slurmctld takes up only now what it sent before."""
         if self.alive:
             self._register()
-        elif self.cluster.register(self, Joining.unpack(self.identity.membership)):
+        elif self.cluster.register(self, Joining.unpack(self.identity.bootstrap)):
             self.cluster.fell_silent(self)
 
     def _script_ends(self) -> None:
@@ -231,7 +231,7 @@ class Guest:
     def _register(self) -> None:
         if not self.alive:
             return
-        joining = Joining.unpack(self.identity.membership)
+        joining = Joining.unpack(self.identity.bootstrap)
         if self._cut or not self.cluster.register(self, joining, small=self._small()):
             self._later(self.pace.retry, self._register)
 

@@ -15,7 +15,7 @@ from multiverse.simulation.world import World
 class HostPace:
     """How long things take, in seconds, as ranges that are drawn from (DESIGN 5 measured the middle ones)."""
 
-    look: tuple[float, float] = (0.001, 0.02)
+    observe: tuple[float, float] = (0.001, 0.02)
     command: tuple[float, float] = (0.001, 0.01)
     template: tuple[float, float] = (3.0, 5.0)
     instant: tuple[float, float] = (0.08, 0.2)
@@ -36,13 +36,13 @@ class SimulatedHypervisor:
     def hosts(self) -> Sequence[str]:
         return list(self._machines.hosts)
 
-    async def look(self) -> HypervisorView:
-        await self._take("look", self._pace.look)
+    async def observe(self) -> HypervisorView:
+        await self._take("look", self._pace.observe)
         view = self._machines.view()
-        await self._take("reply", self._pace.look)
+        await self._take("reply", self._pace.observe)
         return view
 
-    async def prepare(self, template: TemplateKey) -> Sequence[Stage]:
+    async def build_template(self, template: TemplateKey) -> Sequence[Stage]:
         await self._take("command", self._pace.command)
         if not self._machines.begin_template(template):
             return ()
@@ -50,7 +50,7 @@ class SimulatedHypervisor:
         self._machines.finish_template(template)
         return (boot,)
 
-    async def drop(self, template: TemplateKey) -> None:
+    async def delete_template(self, template: TemplateKey) -> None:
         await self._take("command", self._pace.command)
         self._machines.drop_template(template)
         await self._take("reply", self._pace.command)
@@ -69,7 +69,7 @@ class SimulatedHypervisor:
         self._machines.started(name)
         return (plug, identity_sent)
 
-    async def introduce(self, name: str, user: User) -> None:
+    async def add_user(self, name: str, user: User) -> None:
         await self._take("command", self._pace.command)
         self._machines.introduce(name, user)
         await self._take("reply", self._pace.command)

@@ -24,7 +24,7 @@ from multiverse.core.model import (
     Identity,
     JobRef,
     JobState,
-    Membership,
+    NodeBootstrap,
     Size,
     TemplateKey,
     User,
@@ -150,7 +150,7 @@ class _Replay:
         for at, begins, number in sorted(points):
             await asyncio.sleep(max(0.0, at - self.loop.time()))
             line = self.lines[number]
-            if line["call"].endswith(".look"):
+            if line["call"].endswith(".observe"):
                 if not begins:
                     await self._seen(line)
             else:
@@ -169,7 +169,7 @@ class _Replay:
 
     def _make_templates(self) -> None:
         """Those that the first look shows were there before."""
-        first = next((line for line in self.lines if line["call"] == "hypervisor.look" and _news(line)), {})
+        first = next((line for line in self.lines if line["call"] == "hypervisor.observe" and _news(line)), {})
         for seen in first.get("templates", {}).values():
             self.world.machines.begin_template(_template(seen))
             if seen["condition"] == "ready":
@@ -218,11 +218,11 @@ class _Replay:
                 return self.scheduler.revoke(self._ref(line), line["reason"])
             case ["scheduler", "explain"]:
                 return self.scheduler.explain(self._ref(line), line["text"])
-            case ["scheduler", "fail"]:
-                return self.scheduler.fail(line["node"], line["reason"])
-            case ["scheduler", "remove"]:
-                return self.scheduler.remove(line["node"])
-            case ["scheduler", "membership"]:
+            case ["scheduler", "set_down"]:
+                return self.scheduler.set_down(line["node"], line["reason"])
+            case ["scheduler", "delete_node"]:
+                return self.scheduler.delete_node(line["node"])
+            case ["scheduler", "bootstrap"]:
                 features = (self.world.cluster.settings.node_feature, *line["features"])
                 self.joining[line["node"]] = Joining(line["node"], features, Size(*line["told"]))
                 return asyncio.sleep(0)
@@ -230,10 +230,10 @@ class _Replay:
                 return asyncio.sleep(0)  # what comes of an offer the jobs show that take it
             case ["scheduler", "user"]:
                 return self.scheduler.user(line["uid"])
-            case ["hypervisor", "prepare"]:
-                return self.hypervisor.prepare(_template(line))
-            case ["hypervisor", "drop"]:
-                return self.hypervisor.drop(_template(line))
+            case ["hypervisor", "build_template"]:
+                return self.hypervisor.build_template(_template(line))
+            case ["hypervisor", "delete_template"]:
+                return self.hypervisor.delete_template(_template(line))
             case ["hypervisor", "create"]:
                 return self.hypervisor.create(
                     VmSpec(
@@ -248,8 +248,8 @@ class _Replay:
                 )
             case ["hypervisor", "start"]:
                 return self.hypervisor.start(line["vm"], Size(*line["size"]), self._identity(line))
-            case ["hypervisor", "introduce"]:
-                return self.hypervisor.introduce(line["vm"], self._user(line["uid"]))
+            case ["hypervisor", "add_user"]:
+                return self.hypervisor.add_user(line["vm"], self._user(line["uid"]))
             case ["hypervisor", "destroy"]:
                 return self.hypervisor.destroy(line["vm"], line["grace"])
         raise ValueError(f"no such call: {line['call']}")
@@ -266,9 +266,9 @@ class _Replay:
 
     def _identity(self, line: Line) -> Identity:
         joining = self.joining.get(line["vm"])
-        membership = joining.pack() if joining else Membership()
+        bootstrap = joining.pack() if joining else NodeBootstrap()
         users = (self._user(Batch.uid),)  # a trace does not say whose jobs are whose: here they are all one user's
-        return Identity(line["hostname"], line["mac"], line["address"], "", "", users, membership=membership)
+        return Identity(line["hostname"], line["mac"], line["address"], "", "", users, bootstrap=bootstrap)
 
     @staticmethod
     def _user(uid: int) -> User:
@@ -440,7 +440,9 @@ def _settings(lines: list[Line]) -> WorldSettings:
     for line in lines:
         images |= {seen["image"]: True for seen in line.get("templates", {}).values() if seen}
     can = {image: frozenset(able) for seen in hosts.values() for image, able in seen["images"].items()}
-    broken = {line["image"] for line in lines if line["call"] == "hypervisor.prepare" and line["result"] == "Broken"}
+    broken = {
+        line["image"] for line in lines if line["call"] == "hypervisor.build_template" and line["result"] == "Broken"
+    }
     users = {line["uid"] for line in lines if line["call"] == "scheduler.user" and line["result"] == "ok"}
     return WorldSettings(
         hosts=tuple(Host(name, Size(*seen["capacity"]), frozenset(seen["abilities"])) for name, seen in hosts.items()),

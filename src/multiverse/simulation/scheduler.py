@@ -8,7 +8,7 @@ from random import Random
 
 from multiverse.config import ImageSettings
 from multiverse.core.errors import Gone, Refused, Stale, Unknown
-from multiverse.core.model import Attempt, JobRef, JobState, Membership, SchedulerView, User, Vm
+from multiverse.core.model import Attempt, JobRef, JobState, NodeBootstrap, SchedulerView, User, Vm
 from multiverse.core.pool import named_by_none, node_features
 from multiverse.simulation.cluster import Spare
 from multiverse.simulation.guests import LIVE, Joining
@@ -38,9 +38,9 @@ class SimulatedScheduler:
         self._rng = rng
         self._pace = pace or CommandPace()
 
-    async def look(self) -> SchedulerView:
+    async def observe(self) -> SchedulerView:
         await self._reach()
-        offers = self._cluster.look_at_offers()
+        offers = self._cluster.observe_offers()
         view = replace(self._cluster.view(), offers=offers)
         await self._reply()
         return view
@@ -96,7 +96,7 @@ class SimulatedScheduler:
         self._cluster.cancel(job.job_id, by_user=False)
         await self._reply()
 
-    async def fail(self, node: str, reason: str) -> None:
+    async def set_down(self, node: str, reason: str) -> None:
         self._cluster.withdraw(node)
         await self._reach()
         known = self._cluster.nodes.get(node)
@@ -105,7 +105,7 @@ class SimulatedScheduler:
         self._cluster.set_down(node, reason)
         await self._reply()
 
-    async def remove(self, node: str) -> None:
+    async def delete_node(self, node: str) -> None:
         self._cluster.withdraw(node)
         await self._reach()
         self._cluster.delete(node)
@@ -123,7 +123,7 @@ class SimulatedScheduler:
     async def withdraw(self, node: str) -> None:
         self._cluster.withdraw(node)
 
-    async def membership(self, vm: Vm, attempt: Attempt | None) -> Membership:
+    async def bootstrap(self, vm: Vm, attempt: Attempt | None) -> NodeBootstrap:
         features = (self._cluster.settings.node_feature, *node_features(vm, attempt))
         return Joining(vm.name, features, vm.told).pack()
 

@@ -32,15 +32,15 @@ from multiverse.core.model import (
     VmSeen,
     VmSpec,
 )
-from multiverse.drivers.qemu.host import link, manifest, probe, process, templates, trust, vms
-from multiverse.drivers.qemu.host.found import Found
-from multiverse.drivers.qemu.host.machine import Accelerator, Machine, Memory, limits
-from multiverse.drivers.qemu.host.manifest import Manifest, Phase
-from multiverse.drivers.qemu.host.templates import Template
-from multiverse.drivers.qemu.host.vms import Places, Vms
 from multiverse.guest import image as images
 from multiverse.guest.image import Image
 from multiverse.guest.protocol import TEMPLATE, Report
+from multiverse.host import link, manifest, probe, process, templates, trust, vms
+from multiverse.host.found import Found
+from multiverse.host.machine import Accelerator, Machine, Memory, limits
+from multiverse.host.manifest import Manifest, Phase
+from multiverse.host.templates import Template
+from multiverse.host.vms import Places, Vms
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -105,11 +105,11 @@ class QemuHypervisor:
 
     # --- looking --------------------------------------------------------------------------------------
 
-    async def look(self) -> HypervisorView:
+    async def observe(self) -> HypervisorView:
         """See `ports.Hypervisor`. Runs no program and asks no QEMU: manifests and /proc tell."""
-        return await self._in_thread(self._look)
+        return await self._in_thread(self._observe)
 
-    def _look(self) -> HypervisorView:
+    def _observe(self) -> HypervisorView:
         name = self._host.name
         seen = {path.name: self._seen(path) for path in self._directories()}
         for gone in (*(set(self._manifests) - set(seen)), *(set(self._figures) - set(seen))):
@@ -247,7 +247,7 @@ class QemuHypervisor:
 
     # --- templates ------------------------------------------------------------------------------------
 
-    async def prepare(self, template: TemplateKey) -> Sequence[Stage]:
+    async def build_template(self, template: TemplateKey) -> Sequence[Stage]:
         """See `ports.Hypervisor`."""
         self._check_host(template.host)
         return await self._in_thread(self._prepare, template, self._drops[templates.name_of(template)])
@@ -270,7 +270,7 @@ class QemuHypervisor:
             reason = f"its kernel has room for {report.possible} CPUs of {room}"
             self._found.lacks(image, "plug_cpus", reason, images.list_images(self._settings.images))
 
-    async def drop(self, template: TemplateKey) -> None:
+    async def delete_template(self, template: TemplateKey) -> None:
         """See `ports.Hypervisor`."""
         self._check_host(template.host)
         await self._drop(templates.name_of(template))
@@ -367,7 +367,7 @@ class QemuHypervisor:
         self._check_name(name)
         return await self._in_thread(self._vms.start, name, size, identity)
 
-    async def introduce(self, name: str, user: User) -> None:
+    async def add_user(self, name: str, user: User) -> None:
         """See `ports.Hypervisor`."""
         self._check_name(name)
         await self._in_thread(self._vms.introduce, name, user)

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 
 from multiverse.config import Settings
 from multiverse.core.errors import Exhausted, Gone, Refused, Stale, Unknown
-from multiverse.core.model import Attempt, JobRef, Membership, NodeState, SchedulerView, User, Vm
+from multiverse.core.model import Attempt, JobRef, NodeBootstrap, NodeState, SchedulerView, User, Vm
 from multiverse.core.pool import named_by_none
 from multiverse.drivers.slurm import account, conf, parse
-from multiverse.drivers.slurm import membership as guest
+from multiverse.drivers.slurm import bootstrap as guest
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.delete import Deleter
 from multiverse.drivers.slurm.limits import Limits, licences
@@ -41,8 +41,8 @@ class SlurmScheduler:
         """Offer nothing any more: nobody is there to introduce users."""
         self._offers.close()
 
-    async def look(self) -> SchedulerView:
-        offers = self._offers.look()
+    async def observe(self) -> SchedulerView:
+        offers = self._offers.observe()
         names, enforced = await asyncio.to_thread(self._names)
         try:
             (jobs, limits), nodes = await asyncio.gather(self._look_at_jobs(names, enforced), self._look_at_nodes())
@@ -166,7 +166,7 @@ class SlurmScheduler:
         # Only while it is pending: one that started in the meantime goes on.
         await self._commands.run("scancel", "--state=PENDING", job.job_id)
 
-    async def fail(self, node: str, reason: str) -> None:
+    async def set_down(self, node: str, reason: str) -> None:
         name = f"NodeName={node}"
         self._offers.close_to(node)
         try:
@@ -176,7 +176,7 @@ class SlurmScheduler:
         except Gone:
             return
 
-    async def remove(self, node: str) -> None:
+    async def delete_node(self, node: str) -> None:
         self._offers.close_to(node)  # first: a job that names the features of a node that is gone is refused
         await self._deleter.delete(node)
         self._offers.forget(node)
@@ -193,8 +193,8 @@ class SlurmScheduler:
     async def withdraw(self, node: str) -> None:
         self._offers.withdraw(node)
 
-    async def membership(self, vm: Vm, attempt: Attempt | None) -> Membership:
-        return await asyncio.to_thread(guest.membership, self._settings, vm, attempt)
+    async def bootstrap(self, vm: Vm, attempt: Attempt | None) -> NodeBootstrap:
+        return await asyncio.to_thread(guest.bootstrap, self._settings, vm, attempt)
 
     async def user(self, uid: int) -> User:
         return await asyncio.to_thread(account.lookup, uid)

@@ -70,7 +70,7 @@ class Offers:
         self._lines.pop(node, None)
         self._remove(f"open.{node}", f"taken.{node}", f"made.{node}")
 
-    def look(self) -> dict[str, bool]:
+    def observe(self) -> dict[str, bool]:
         """The nodes on offer, and those that were taken: True. `Unknown` if that cannot be seen, nor ever was."""
         try:
             with self._directory() as directory:

@@ -17,8 +17,8 @@ from pathlib import Path
 import structlog
 
 from multiverse.core.errors import Broken
-from multiverse.drivers.qemu.host import manifest
-from multiverse.drivers.qemu.host.manifest import Manifest
+from multiverse.host import manifest
+from multiverse.host.manifest import Manifest
 
 log = structlog.get_logger(__name__)
 

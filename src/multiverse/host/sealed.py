@@ -12,7 +12,7 @@ import os
 import threading
 
 from multiverse.core.errors import Gone
-from multiverse.drivers.qemu.host.templates import Template
+from multiverse.host.templates import Template
 
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 

@@ -12,19 +12,19 @@ from pathlib import Path
 
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Unknown
 from multiverse.core.model import CloneKind, Identity, Size, Stage, User, VmSpec
-from multiverse.drivers.qemu.host import copies, link, manifest, process, templates
-from multiverse.drivers.qemu.host.cages import Cages
-from multiverse.drivers.qemu.host.channel import Channel
-from multiverse.drivers.qemu.host.filter import Filter
-from multiverse.drivers.qemu.host.machine import DIMMS, Accelerator, Machine
-from multiverse.drivers.qemu.host.manifest import Manifest, Phase
-from multiverse.drivers.qemu.host.owners import Owners
-from multiverse.drivers.qemu.host.qmp import Command, QmpError
-from multiverse.drivers.qemu.host.sealed import Sealed
-from multiverse.drivers.qemu.host.session import Paths, Session, remove
-from multiverse.drivers.qemu.host.templates import BOOT_TIMEOUT, Template
 from multiverse.guest.image import Image
 from multiverse.guest.protocol import AUDIT, FLUSH, HELLO, Report, identity_message, introduction
+from multiverse.host import copies, link, manifest, process, templates
+from multiverse.host.cages import Cages
+from multiverse.host.channel import Channel
+from multiverse.host.filter import Filter
+from multiverse.host.machine import DIMMS, Accelerator, Machine
+from multiverse.host.manifest import Manifest, Phase
+from multiverse.host.owners import Owners
+from multiverse.host.qmp import Command, QmpError
+from multiverse.host.sealed import Sealed
+from multiverse.host.session import Paths, Session, remove
+from multiverse.host.templates import BOOT_TIMEOUT, Template
 
 _BLOCK = 128  # MiB: x86 Linux takes plugged memory in blocks of this
 _WAKE_TIMEOUT = 30.0  # seconds for a restored guest's first byte

@@ -19,8 +19,8 @@ from pathlib import Path
 import structlog
 
 from multiverse.core.errors import Broken, Refused
-from multiverse.drivers.qemu.host.found import remember
-from multiverse.drivers.qemu.host.machine import Accelerator
+from multiverse.host.found import remember
+from multiverse.host.machine import Accelerator
 
 log = structlog.get_logger(__name__)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from multiverse.config import Settings
 from multiverse.core.errors import Broken
-from multiverse.core.model import Attempt, Daemon, GuestFile, Membership, Vm
+from multiverse.core.model import Attempt, Daemon, GuestFile, NodeBootstrap, Vm
 from multiverse.core.pool import node_features
 from multiverse.drivers.slurm import conf
 from multiverse.guest.protocol import INTRODUCED
@@ -39,13 +39,13 @@ def read(path: Path) -> str:
     return text + "".join("\n" + read(path.parent / name) for name in conf.included(text))
 
 
-def membership(settings: Settings, vm: Vm, attempt: Attempt | None) -> Membership:
+def bootstrap(settings: Settings, vm: Vm, attempt: Attempt | None) -> NodeBootstrap:
     """Files, directories and daemons for one VM. Reads the site's slurm.conf and munge key: blocks briefly."""
     node = conf.node_conf(vm.told, (settings.slurm.node_feature, *node_features(vm, attempt)))
     slurmd = Daemon(
         "slurmd", ("/usr/sbin/slurmd", "-D", "-Z", "-N", vm.name, "-f", "/etc/slurm/slurm.conf", "--conf", node)
     )
-    return Membership(
+    return NodeBootstrap(
         files=tuple(_files(settings, spare=attempt is None)), directories=_DIRECTORIES, daemons=(_munged(vm), slurmd)
     )
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from multiverse.core.errors import Broken, Exhausted, Unknown
-from multiverse.drivers.qemu.host import link, process
-from multiverse.drivers.qemu.host.channel import Channel
-from multiverse.drivers.qemu.host.machine import Machine, Wiring
-from multiverse.drivers.qemu.host.owners import Owner
-from multiverse.drivers.qemu.host.qmp import Command, Monitor
+from multiverse.host import link, process
+from multiverse.host.channel import Channel
+from multiverse.host.machine import Machine, Wiring
+from multiverse.host.owners import Owner
+from multiverse.host.qmp import Command, Monitor
 
 _ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
 _MOVE_TIMEOUT = 30.0  # seconds for under one MiB
