@@ -19,22 +19,21 @@ import structlog
 
 from multiverse.core.errors import Refused
 from multiverse.core.model import (
-    Attempt,
     HypervisorView,
     Identity,
     Job,
     JobRef,
     NodeBootstrap,
+    NodeSpec,
     SchedulerView,
     Size,
     Stage,
     TemplateKey,
     User,
-    Vm,
+    VmRef,
     VmSpec,
 )
-from multiverse.core.pool import node_features
-from multiverse.ports import Clock, Hypervisor, Scheduler
+from multiverse.ports import Clock, GuestUsers, Hypervisor, Offers, Scheduler, Source, Templates
 
 T = TypeVar("T")
 View = dict[str, dict[str, Any]]
@@ -67,10 +66,11 @@ class Trace:
         finally:
             self._write({"call": name, **arguments, "began": began, "ended": self._now(), "result": result})
 
-    async def observe(self, name: str, answer: Awaitable[T], view: Callable[[T], View]) -> T:
-        """Wait for the answer and write what is new in it."""
+    async def observe(self, name: str, answer: Awaitable[T], view: Callable[[T], View], source: str = "") -> T:
+        """Wait for the answer and write what is new in it since the last one of this source."""
         began = self._now()
-        before = self._shown.get(name, ("", {}))
+        known = f"{name} {source}"
+        before = self._shown.get(known, ("", {}))
         seen, result = before[1], "ok"
         try:
             value = await answer
@@ -81,7 +81,7 @@ class Trace:
             raise
         finally:
             if (result, seen) != before:
-                self._shown[name] = (result, seen)
+                self._shown[known] = (result, seen)
                 new = difference(before[1], seen)
                 self._write({"call": name, "began": began, "ended": self._now(), "result": result, **new})
 
@@ -193,14 +193,15 @@ class RecordingScheduler:
 
     def __init__(self, inner: Scheduler, trace: Trace) -> None:
         self._inner, self._trace = inner, trace
+        self.offers = RecordingOffers(inner.offers, trace) if inner.offers else None
+        self.submission = inner.submission
 
     async def observe(self) -> SchedulerView:
         return await self._trace.observe("scheduler.observe", self._inner.observe(), scheduler_view)
 
-    async def pin(self, job: JobRef, feature: str, text: str = "") -> None:
-        await self._trace.call(
-            "scheduler.pin", self._inner.pin(job, feature, text), job=_ref(job), feature=feature, text=text
-        )
+    async def pin(self, job: JobRef, tag: str, nodes: Sequence[str], text: str = "") -> None:
+        pinning = self._inner.pin(job, tag, nodes, text)
+        await self._trace.call("scheduler.pin", pinning, job=_ref(job), feature=tag, text=text)
 
     async def unpin(self, job: JobRef) -> None:
         await self._trace.call("scheduler.unpin", self._inner.unpin(job), job=_ref(job))
@@ -220,26 +221,29 @@ class RecordingScheduler:
     async def explain(self, job: JobRef, text: str) -> None:
         await self._trace.call("scheduler.explain", self._inner.explain(job, text), job=_ref(job), text=text)
 
-    async def offer(self, vm: Vm) -> None:
-        await self._trace.call(
-            "scheduler.offer", self._inner.offer(vm), node=vm.name, image=vm.image, told=plain(vm.told)
-        )
-
-    async def withdraw(self, node: str) -> None:
-        await self._trace.call("scheduler.withdraw", self._inner.withdraw(node), node=node)
-
-    async def bootstrap(self, vm: Vm, attempt: Attempt | None) -> NodeBootstrap:
-        features = list(node_features(vm, attempt))
+    async def bootstrap(self, node: NodeSpec) -> NodeBootstrap:
+        making = self._inner.bootstrap(node)
+        features = list(node.features)
         return await self._trace.call(
-            "scheduler.bootstrap",
-            self._inner.bootstrap(vm, attempt),
-            node=vm.name,
-            told=plain(vm.told),
-            features=features,
+            "scheduler.bootstrap", making, node=node.name, told=plain(node.size), features=features
         )
 
     async def user(self, uid: int) -> User:
         return await self._trace.call("scheduler.user", self._inner.user(uid), uid=uid)
+
+
+class RecordingOffers:
+    """A `ports.Offers` that is another one, and traces its calls."""
+
+    def __init__(self, inner: Offers, trace: Trace) -> None:
+        self._inner, self._trace = inner, trace
+
+    async def offer(self, node: NodeSpec) -> None:
+        offering = self._inner.offer(node)
+        await self._trace.call("scheduler.offer", offering, node=node.name, image=node.image, told=plain(node.size))
+
+    async def withdraw(self, node: str) -> None:
+        await self._trace.call("scheduler.withdraw", self._inner.withdraw(node), node=node)
 
 
 class RecordingHypervisor:
@@ -247,23 +251,9 @@ class RecordingHypervisor:
 
     def __init__(self, inner: Hypervisor, trace: Trace) -> None:
         self._inner, self._trace = inner, trace
-
-    @property
-    def hosts(self) -> Sequence[str]:
-        return self._inner.hosts
-
-    async def observe(self) -> HypervisorView:
-        return await self._trace.observe("hypervisor.observe", self._inner.observe(), hypervisor_view)
-
-    async def build_template(self, template: TemplateKey) -> Sequence[Stage]:
-        return await self._trace.call(
-            "hypervisor.build_template", self._inner.build_template(template), **_template(template)
-        )
-
-    async def delete_template(self, template: TemplateKey) -> None:
-        await self._trace.call(
-            "hypervisor.delete_template", self._inner.delete_template(template), **_template(template)
-        )
+        self.sources = [RecordingSource(source, trace) for source in inner.sources]
+        self.templates = RecordingTemplates(inner.templates, trace) if inner.templates else None
+        self.users = RecordingUsers(inner.users, trace) if inner.users else None
 
     async def create(self, vm: VmSpec) -> Sequence[Stage]:
         return await self._trace.call(
@@ -278,19 +268,58 @@ class RecordingHypervisor:
             template=vm.template and _template(vm.template),
         )
 
-    async def start(self, name: str, size: Size, identity: Identity) -> Sequence[Stage]:
+    async def start(self, vm: VmRef, size: Size, identity: Identity) -> Sequence[Stage]:
         return await self._trace.call(
             "hypervisor.start",
-            self._inner.start(name, size, identity),
-            vm=name,
+            self._inner.start(vm, size, identity),
+            vm=vm.name,
             size=plain(size),
             hostname=identity.hostname,
             mac=identity.mac,
             address=identity.address,
         )
 
-    async def add_user(self, name: str, user: User) -> None:
-        await self._trace.call("hypervisor.add_user", self._inner.add_user(name, user), vm=name, uid=user.uid)
+    async def destroy(self, vm: VmRef, grace: float) -> None:
+        await self._trace.call("hypervisor.destroy", self._inner.destroy(vm, grace), vm=vm.name, grace=grace)
 
-    async def destroy(self, name: str, grace: float) -> None:
-        await self._trace.call("hypervisor.destroy", self._inner.destroy(name, grace), vm=name, grace=grace)
+
+class RecordingSource:
+    """A `ports.Source` that is another one, and traces its observations. A trace of several sources names each."""
+
+    def __init__(self, inner: Source, trace: Trace) -> None:
+        self._inner, self._trace = inner, trace
+        self.name = inner.name
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        return self._inner.hosts
+
+    async def observe(self) -> HypervisorView:
+        return await self._trace.observe("hypervisor.observe", self._inner.observe(), hypervisor_view, self.name)
+
+
+class RecordingTemplates:
+    """A `ports.Templates` that is another one, and traces its calls."""
+
+    def __init__(self, inner: Templates, trace: Trace) -> None:
+        self._inner, self._trace = inner, trace
+
+    async def build_template(self, template: TemplateKey) -> Sequence[Stage]:
+        return await self._trace.call(
+            "hypervisor.build_template", self._inner.build_template(template), **_template(template)
+        )
+
+    async def delete_template(self, template: TemplateKey) -> None:
+        await self._trace.call(
+            "hypervisor.delete_template", self._inner.delete_template(template), **_template(template)
+        )
+
+
+class RecordingUsers:
+    """A `ports.GuestUsers` that is another one, and traces its calls."""
+
+    def __init__(self, inner: GuestUsers, trace: Trace) -> None:
+        self._inner, self._trace = inner, trace
+
+    async def add_user(self, vm: VmRef, user: User) -> None:
+        await self._trace.call("hypervisor.add_user", self._inner.add_user(vm, user), vm=vm.name, uid=user.uid)

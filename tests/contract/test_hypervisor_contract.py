@@ -21,6 +21,7 @@ from multiverse.core.model import (
     TemplateKey,
     User,
     VmCondition,
+    VmRef,
     VmSeen,
     VmSpec,
 )
@@ -83,14 +84,14 @@ class Harness(ABC):
         )
 
     async def seen(self, name: str) -> VmSeen | None:
-        return (await self.hypervisor.observe()).vms.get(name)
+        return (await self.hypervisor.sources[0].observe()).vms.get(name)
 
     async def condition(self, name: str) -> VmCondition | None:
         seen = await self.seen(name)
         return None if seen is None else seen.condition
 
     async def created(self) -> VmSpec:
-        await self.hypervisor.build_template(self.template)
+        await self.hypervisor.templates.build_template(self.template)
         spec = self.spec()
         await self.hypervisor.create(spec)
         return spec
@@ -98,7 +99,7 @@ class Harness(ABC):
 
 async def a_look_is_whole(h: Harness) -> None:
     one, two = await h.created(), await h.created()
-    view = await h.hypervisor.observe()
+    view = await h.hypervisor.sources[0].observe()
     assert {one.name, two.name} <= set(view.vms)
     assert view.hosts[h.host].capacity.cpus > 0 and "instant" in view.hosts[h.host].abilities
     assert view.templates[h.template].condition is TemplateCondition.READY
@@ -106,17 +107,17 @@ async def a_look_is_whole(h: Harness) -> None:
 
 
 async def prepare_is_ensure(h: Harness) -> None:
-    await h.hypervisor.build_template(h.template)
-    await h.hypervisor.build_template(h.template)
-    view = await h.hypervisor.observe()
+    await h.hypervisor.templates.build_template(h.template)
+    await h.hypervisor.templates.build_template(h.template)
+    view = await h.hypervisor.sources[0].observe()
     assert view.templates[h.template].condition is TemplateCondition.READY
 
 
 async def there_is_no_template_of_no_image(h: Harness) -> None:
     unmade = h.template._replace(image="no-such-image")
     with pytest.raises(Refused):
-        await h.hypervisor.build_template(unmade)
-    view = await h.hypervisor.observe()
+        await h.hypervisor.templates.build_template(unmade)
+    view = await h.hypervisor.sources[0].observe()
     assert unmade not in view.templates
     images = view.hosts[h.host].images
     assert h.image in images and unmade.image not in images, "what a look shows decides what is made of which image"
@@ -126,7 +127,7 @@ async def create_is_ensure(h: Harness) -> None:
     spec = await h.created()
     await h.hypervisor.create(spec)
     assert await h.condition(spec.name) is VmCondition.PARKED
-    assert len([name for name in (await h.hypervisor.observe()).vms if name == spec.name]) == 1
+    assert len([name for name in (await h.hypervisor.sources[0].observe()).vms if name == spec.name]) == 1
 
 
 async def create_needs_its_template_and_host(h: Harness) -> None:
@@ -140,21 +141,21 @@ async def create_needs_its_template_and_host(h: Harness) -> None:
     for wrong in (elsewhere, unmade, another, none):
         with pytest.raises((Gone, Refused)):
             await h.hypervisor.create(wrong)
-        await h.hypervisor.destroy(wrong.name, 0)
+        await h.hypervisor.destroy(VmRef(wrong.name), 0)
         assert not h.remains(wrong.name)
 
 
 async def start_is_ensure(h: Harness) -> None:
     spec = await h.created()
-    await h.hypervisor.start(spec.name, spec.size, h.identity(spec))
+    await h.hypervisor.start(VmRef(spec.name), spec.size, h.identity(spec))
     assert await h.condition(spec.name) is VmCondition.RUNNING
-    await h.hypervisor.start(spec.name, spec.size, h.identity(spec))
+    await h.hypervisor.start(VmRef(spec.name), spec.size, h.identity(spec))
     assert await h.condition(spec.name) is VmCondition.RUNNING
 
 
 async def create_of_one_that_runs_changes_nothing(h: Harness) -> None:
     spec = await h.created()
-    await h.hypervisor.start(spec.name, spec.size, h.identity(spec))
+    await h.hypervisor.start(VmRef(spec.name), spec.size, h.identity(spec))
     await h.hypervisor.create(spec)
     assert await h.condition(spec.name) is VmCondition.RUNNING
 
@@ -162,43 +163,43 @@ async def create_of_one_that_runs_changes_nothing(h: Harness) -> None:
 async def start_of_none_is_gone(h: Harness) -> None:
     spec = h.spec()
     with pytest.raises(Gone):
-        await h.hypervisor.start(spec.name, spec.size, h.identity(spec))
+        await h.hypervisor.start(VmRef(spec.name), spec.size, h.identity(spec))
 
 
 async def a_parked_clone_becomes_of_the_size_it_is_started_with(h: Harness) -> None:
     spec = await h.created()
-    more = (await h.hypervisor.observe()).hosts[h.host].image_can(h.image, "plug_cpus")
+    more = (await h.hypervisor.sources[0].observe()).hosts[h.host].image_can(h.image, "plug_cpus")
     cpus = spec.size.cpus + more
-    await h.hypervisor.start(spec.name, Size(cpus, spec.size.memory + 128), h.identity(spec))
+    await h.hypervisor.start(VmRef(spec.name), Size(cpus, spec.size.memory + 128), h.identity(spec))
     assert h.cpus(spec.name) == cpus
 
 
 async def one_that_runs_learns_of_a_user(h: Harness) -> None:
     spec, user = await h.created(), User("late", 4711, 4711, "/home/late", "/bin/sh", (("late", 4711),))
     with pytest.raises(Gone):
-        await h.hypervisor.add_user(spec.name, user)  # parked: nobody listens
-    await h.hypervisor.start(spec.name, spec.size, h.identity(spec))
-    await h.hypervisor.add_user(spec.name, user)
-    await h.hypervisor.add_user(spec.name, user)
+        await h.hypervisor.users.add_user(VmRef(spec.name), user)  # parked: nobody listens
+    await h.hypervisor.start(VmRef(spec.name), spec.size, h.identity(spec))
+    await h.hypervisor.users.add_user(VmRef(spec.name), user)
+    await h.hypervisor.users.add_user(VmRef(spec.name), user)
     assert await h.condition(spec.name) is VmCondition.RUNNING
-    await h.hypervisor.destroy(spec.name, 0)
+    await h.hypervisor.destroy(VmRef(spec.name), 0)
     with pytest.raises(Gone):
-        await h.hypervisor.add_user(spec.name, user)
+        await h.hypervisor.users.add_user(VmRef(spec.name), user)
 
 
 async def destroy_leaves_nothing_in_any_condition(h: Harness) -> None:
     parked, running = await h.created(), await h.created()
-    await h.hypervisor.start(running.name, running.size, h.identity(running))
+    await h.hypervisor.start(VmRef(running.name), running.size, h.identity(running))
     for name in (parked.name, running.name, h.name(92)):
-        await h.hypervisor.destroy(name, 1.0)
+        await h.hypervisor.destroy(VmRef(name), 1.0)
         assert not h.remains(name)
         assert await h.condition(name) is None
-        await h.hypervisor.destroy(name, 1.0)
+        await h.hypervisor.destroy(VmRef(name), 1.0)
 
 
 async def a_dead_vm_is_shown_until_it_is_destroyed(h: Harness) -> None:
     spec = await h.created()
-    await h.hypervisor.start(spec.name, spec.size, h.identity(spec))
+    await h.hypervisor.start(VmRef(spec.name), spec.size, h.identity(spec))
     await h.kill(spec.name)
     for _ in range(50):
         if await h.condition(spec.name) is VmCondition.DEAD:
@@ -207,16 +208,16 @@ async def a_dead_vm_is_shown_until_it_is_destroyed(h: Harness) -> None:
     assert await h.condition(spec.name) is VmCondition.DEAD
     definite = (Refused, Exhausted, Gone, Broken)  # anything else would be tried again, in vain
     with pytest.raises(definite):
-        await h.hypervisor.start(spec.name, spec.size, h.identity(spec))
+        await h.hypervisor.start(VmRef(spec.name), spec.size, h.identity(spec))
     with pytest.raises(definite):
         await h.hypervisor.create(spec)
-    await h.hypervisor.destroy(spec.name, 1.0)
+    await h.hypervisor.destroy(VmRef(spec.name), 1.0)
     assert not h.remains(spec.name)
     assert await h.condition(spec.name) is None
 
 
 async def what_a_cut_create_leaves_destroy_removes(h: Harness) -> None:
-    await h.hypervisor.build_template(h.template)
+    await h.hypervisor.templates.build_template(h.template)
     cut_short: list[str] = []
     for cut in (0.0, 0.001, 0.002, 0.004, 0.01, 0.02, 0.06, 0.1):
         spec = h.spec()
@@ -224,16 +225,16 @@ async def what_a_cut_create_leaves_destroy_removes(h: Harness) -> None:
         await asyncio.sleep(cut)
         making.cancel()
         await asyncio.gather(making, return_exceptions=True)
-        await h.hypervisor.destroy(spec.name, 0)
+        await h.hypervisor.destroy(VmRef(spec.name), 0)
         assert not h.remains(spec.name)
         cut_short.append(spec.name)
     await asyncio.sleep(1.0)  # what went on regardless must not bring a VM back after its end
     assert not [name for name in cut_short if h.remains(name)]
-    assert not set(cut_short) & set((await h.hypervisor.observe()).vms)
+    assert not set(cut_short) & set((await h.hypervisor.sources[0].observe()).vms)
 
 
 async def a_cut_create_may_be_said_again(h: Harness) -> None:
-    await h.hypervisor.build_template(h.template)
+    await h.hypervisor.templates.build_template(h.template)
     for cut in (0.004, 0.06):
         spec = h.spec()
         making = asyncio.ensure_future(h.hypervisor.create(spec))
@@ -246,10 +247,10 @@ async def a_cut_create_may_be_said_again(h: Harness) -> None:
 
 async def drop_is_ensure_and_its_clones_go_on(h: Harness) -> None:
     spec = await h.created()
-    await h.hypervisor.delete_template(h.template)
-    await h.hypervisor.delete_template(h.template)
-    assert h.template not in (await h.hypervisor.observe()).templates
-    await h.hypervisor.start(spec.name, spec.size, h.identity(spec))
+    await h.hypervisor.templates.delete_template(h.template)
+    await h.hypervisor.templates.delete_template(h.template)
+    assert h.template not in (await h.hypervisor.sources[0].observe()).templates
+    await h.hypervisor.start(VmRef(spec.name), spec.size, h.identity(spec))
     assert await h.condition(spec.name) is VmCondition.RUNNING
     with pytest.raises(Gone):
         await h.hypervisor.create(h.spec())

@@ -10,7 +10,7 @@ import pytest
 from tests.contract.test_hypervisor_contract import Check, Harness, Simulated
 
 from multiverse.core.errors import Gone, MultiverseError, Refused
-from multiverse.core.model import CloneKind, TemplateCondition, VmCondition
+from multiverse.core.model import CloneKind, TemplateCondition, VmCondition, VmRef
 from multiverse.simulation.loop import run
 
 
@@ -31,14 +31,14 @@ async def at_once(*calls: Awaitable[object]) -> list[object]:
 
 
 async def template(h: Harness) -> TemplateCondition | None:
-    seen = (await h.hypervisor.observe()).templates.get(h.template)
+    seen = (await h.hypervisor.sources[0].observe()).templates.get(h.template)
     return None if seen is None else seen.condition
 
 
 async def building(h: Harness) -> asyncio.Task[object]:
     """A template that is being made; the call that makes it."""
-    await h.hypervisor.delete_template(h.template)
-    making = asyncio.ensure_future(h.hypervisor.build_template(h.template))
+    await h.hypervisor.templates.delete_template(h.template)
+    making = asyncio.ensure_future(h.hypervisor.templates.build_template(h.template))
     for _ in range(500):
         if await template(h) is TemplateCondition.BUILDING:
             return making
@@ -52,31 +52,31 @@ async def building(h: Harness) -> asyncio.Task[object]:
 async def a_start_whose_reply_is_lost_is_said_again(h: Harness) -> None:
     for after in (0.0, 0.01, 0.05, 0.2):
         spec = await h.created()
-        await cut(h.hypervisor.start(spec.name, spec.size, h.identity(spec)), after)
+        await cut(h.hypervisor.start(VmRef(spec.name), spec.size, h.identity(spec)), after)
         assert await h.condition(spec.name) in (VmCondition.PARKED, VmCondition.STARTING, VmCondition.RUNNING)
-        await h.hypervisor.start(spec.name, spec.size, h.identity(spec))
+        await h.hypervisor.start(VmRef(spec.name), spec.size, h.identity(spec))
         assert await h.condition(spec.name) is VmCondition.RUNNING
-        await h.hypervisor.destroy(spec.name, 0)
+        await h.hypervisor.destroy(VmRef(spec.name), 0)
 
 
 async def a_destroy_whose_reply_is_lost_is_said_again(h: Harness) -> None:
     for after in (0.0, 0.005, 0.02, 0.1):
         spec = await h.created()
-        await cut(h.hypervisor.destroy(spec.name, 0), after)
-        await h.hypervisor.destroy(spec.name, 0)
+        await cut(h.hypervisor.destroy(VmRef(spec.name), 0), after)
+        await h.hypervisor.destroy(VmRef(spec.name), 0)
         assert not h.remains(spec.name) and await h.condition(spec.name) is None
 
 
 async def a_prepare_or_a_drop_whose_reply_is_lost_is_said_again(h: Harness) -> None:
-    await h.hypervisor.delete_template(h.template)
-    await cut(h.hypervisor.build_template(h.template), 0.3)
-    await h.hypervisor.build_template(h.template)
+    await h.hypervisor.templates.delete_template(h.template)
+    await cut(h.hypervisor.templates.build_template(h.template), 0.3)
+    await h.hypervisor.templates.build_template(h.template)
     assert await template(h) is TemplateCondition.READY
-    await cut(h.hypervisor.delete_template(h.template), 0.002)
-    await h.hypervisor.build_template(h.template)  # the opposite undoes what may have been done
+    await cut(h.hypervisor.templates.delete_template(h.template), 0.002)
+    await h.hypervisor.templates.build_template(h.template)  # the opposite undoes what may have been done
     assert await template(h) is TemplateCondition.READY
-    await cut(h.hypervisor.delete_template(h.template), 0.002)
-    await h.hypervisor.delete_template(h.template)
+    await cut(h.hypervisor.templates.delete_template(h.template), 0.002)
+    await h.hypervisor.templates.delete_template(h.template)
     assert await template(h) is None
 
 
@@ -84,25 +84,25 @@ async def a_prepare_or_a_drop_whose_reply_is_lost_is_said_again(h: Harness) -> N
 
 
 async def calls_said_twice_at_once_are_as_good_as_once(h: Harness) -> None:
-    prepared = await at_once(*(h.hypervisor.build_template(h.template) for _ in range(2)))
+    prepared = await at_once(*(h.hypervisor.templates.build_template(h.template) for _ in range(2)))
     assert not [result for result in prepared if isinstance(result, Exception)]
     assert await template(h) is TemplateCondition.READY
     spec = h.spec()
     created = await at_once(*(h.hypervisor.create(spec) for _ in range(2)))
     assert not [result for result in created if isinstance(result, Exception)]
     assert await h.condition(spec.name) is VmCondition.PARKED
-    started = await at_once(*(h.hypervisor.start(spec.name, spec.size, h.identity(spec)) for _ in range(2)))
+    started = await at_once(*(h.hypervisor.start(VmRef(spec.name), spec.size, h.identity(spec)) for _ in range(2)))
     assert not [result for result in started if isinstance(result, Exception)]
     assert await h.condition(spec.name) is VmCondition.RUNNING
-    assert await at_once(*(h.hypervisor.destroy(spec.name, 1.0) for _ in range(2))) == [None, None]
+    assert await at_once(*(h.hypervisor.destroy(VmRef(spec.name), 1.0) for _ in range(2))) == [None, None]
     assert not h.remains(spec.name) and await h.condition(spec.name) is None
 
 
 async def a_start_said_again_with_another_size_changes_nothing(h: Harness) -> None:
     spec = await h.created()
-    await h.hypervisor.start(spec.name, spec.size, h.identity(spec))
+    await h.hypervisor.start(VmRef(spec.name), spec.size, h.identity(spec))
     for size in (replace(spec.size, cpus=spec.size.cpus + 1), spec.size):
-        await h.hypervisor.start(spec.name, size, h.identity(spec))
+        await h.hypervisor.start(VmRef(spec.name), size, h.identity(spec))
         assert await h.condition(spec.name) is VmCondition.RUNNING and h.cpus(spec.name) == spec.size.cpus
 
 
@@ -111,9 +111,9 @@ async def a_start_said_again_with_another_size_changes_nothing(h: Harness) -> No
 
 async def a_destroyed_vm_is_gone(h: Harness) -> None:
     spec = await h.created()
-    await h.hypervisor.destroy(spec.name, 0)
+    await h.hypervisor.destroy(VmRef(spec.name), 0)
     with pytest.raises(Gone):
-        await h.hypervisor.start(spec.name, spec.size, h.identity(spec))
+        await h.hypervisor.start(VmRef(spec.name), spec.size, h.identity(spec))
     assert not h.remains(spec.name)
 
 
@@ -121,46 +121,46 @@ async def a_vm_does_not_become_another(h: Harness) -> None:
     spec, other = await h.created(), h.spec()
     for _ in range(2):  # parked, and then running
         with pytest.raises(Refused):
-            await h.hypervisor.start(spec.name, spec.size, h.identity(other))
+            await h.hypervisor.start(VmRef(spec.name), spec.size, h.identity(other))
         with pytest.raises(Refused):
             await h.hypervisor.create(replace(spec, mac=other.mac))
-        await h.hypervisor.start(spec.name, spec.size, h.identity(spec))
+        await h.hypervisor.start(VmRef(spec.name), spec.size, h.identity(spec))
         assert await h.condition(spec.name) is VmCondition.RUNNING
 
 
 async def a_vm_is_destroyed_while_it_starts(h: Harness) -> None:
     for after in (0.0, 0.02, 0.1):
         spec = await h.created()
-        starting = asyncio.ensure_future(h.hypervisor.start(spec.name, spec.size, h.identity(spec)))
+        starting = asyncio.ensure_future(h.hypervisor.start(VmRef(spec.name), spec.size, h.identity(spec)))
         await asyncio.sleep(after)
-        await h.hypervisor.destroy(spec.name, 0)
+        await h.hypervisor.destroy(VmRef(spec.name), 0)
         assert not h.remains(spec.name)
         await at_once(starting)
         assert not h.remains(spec.name) and await h.condition(spec.name) is None
 
 
 async def only_an_instant_clone_needs_a_template(h: Harness) -> None:
-    await h.hypervisor.delete_template(h.template)
+    await h.hypervisor.templates.delete_template(h.template)
     for kind in (CloneKind.LINKED, CloneKind.FULL):
         spec = h.spec(kind)
         await h.hypervisor.create(spec)
         assert await h.condition(spec.name) is VmCondition.PARKED
-        await h.hypervisor.destroy(spec.name, 0)
+        await h.hypervisor.destroy(VmRef(spec.name), 0)
         assert not h.remains(spec.name)
 
 
 async def a_create_and_a_drop_at_once_leave_a_whole_vm_or_none(h: Harness) -> None:
     for after in (0.0, 0.02):  # its disk is opened at one time, its memory at another
-        await h.hypervisor.build_template(h.template)
+        await h.hypervisor.templates.build_template(h.template)
         spec = h.spec()
         creating = asyncio.ensure_future(h.hypervisor.create(spec))
         await asyncio.sleep(after)
-        made, _ = await at_once(creating, h.hypervisor.delete_template(h.template))
+        made, _ = await at_once(creating, h.hypervisor.templates.delete_template(h.template))
         if isinstance(made, Exception):
             assert isinstance(made, Gone), made
         else:
             assert await h.condition(spec.name) is VmCondition.PARKED
-        await h.hypervisor.destroy(spec.name, 0)
+        await h.hypervisor.destroy(VmRef(spec.name), 0)
         assert not h.remains(spec.name) and await template(h) is None
 
 
@@ -168,17 +168,17 @@ async def a_template_that_is_dropped_while_it_is_made_stays_away(h: Harness) -> 
     """Whoever makes it has gone or has not: what goes on without him must not bring it back."""
     for gone in (False, True):
         making = await building(h)
-        waiting = asyncio.ensure_future(h.hypervisor.build_template(h.template))
+        waiting = asyncio.ensure_future(h.hypervisor.templates.build_template(h.template))
         await asyncio.sleep(0.1)
         if gone:
             making.cancel()
             waiting.cancel()
-        await h.hypervisor.delete_template(h.template)
+        await h.hypervisor.templates.delete_template(h.template)
         assert await template(h) is None
         for result in await asyncio.gather(making, waiting, return_exceptions=True):
             assert isinstance(result, asyncio.CancelledError if gone else Gone), result
         assert await template(h) is None
-    await h.hypervisor.build_template(h.template)
+    await h.hypervisor.templates.build_template(h.template)
     assert await template(h) is TemplateCondition.READY
 
 

@@ -27,9 +27,11 @@ from multiverse.core.model import (
     Size,
     TemplateKey,
     Vm,
+    VmRef,
     VmSpec,
     VmState,
 )
+from multiverse.core.pool import node_spec
 from multiverse.ports import Scheduler
 from multiverse.simulation.cluster import ClusterSettings
 from multiverse.simulation.hypervisor import SimulatedHypervisor
@@ -170,9 +172,9 @@ class Harness(ABC):
         job = await self.job(await self.submit(lingers=lingers))
         name, feature = await self.node(job)
         try:
-            await self.scheduler.pin(job.ref, feature)
+            await self.scheduler.pin(job.ref, feature, ())
         except Unknown:  # 24.11 drops a connection now and then; it is said again, as the controller would
-            await self.scheduler.pin(job.ref, feature)
+            await self.scheduler.pin(job.ref, feature, ())
         return await self.job(job.ref.job_id, lambda job: job.state is JobState.RUNNING), name
 
 
@@ -200,7 +202,7 @@ async def a_held_job_is_shown_held_and_not_pinned(h: Harness) -> None:
     assert job.held and not job.eligible
     _, feature = await h.node(job)
     with pytest.raises(Stale):
-        await h.scheduler.pin(job.ref, feature)
+        await h.scheduler.pin(job.ref, feature, ())
     await h.scheduler.unpin(job.ref)
     assert (await h.job(job.ref.job_id)).held, "a user's hold is the user's"
 
@@ -210,8 +212,8 @@ async def a_pinned_job_runs_on_its_node_and_ends(h: Harness) -> None:
     name, feature = await h.node(job)
     node = (await h.scheduler.observe()).nodes[name]
     assert feature in node.features
-    await h.scheduler.pin(job.ref, feature)
-    await h.scheduler.pin(job.ref, feature)
+    await h.scheduler.pin(job.ref, feature, ())
+    await h.scheduler.pin(job.ref, feature, ())
     job = await h.job(job.ref.job_id, lambda job: job.state is not JobState.PENDING)
     assert job.nodes == (name,) and job.pinned == feature and not job.gated
     view = await h.view(lambda view: _over(view, job.ref) and view.nodes[name].state is NodeState.IDLE)
@@ -228,7 +230,7 @@ async def a_job_that_moved_on_is_stale(h: Harness) -> None:
     _, feature = await h.node(job)
     for ref in (later(job.ref), replace(job.ref, submitted=job.ref.submitted - 100)):
         with pytest.raises(Stale):
-            await h.scheduler.pin(ref, feature)
+            await h.scheduler.pin(ref, feature, ())
         with pytest.raises(Stale):
             await h.scheduler.unpin(ref)
         with pytest.raises(Stale):
@@ -240,7 +242,7 @@ async def a_job_that_moved_on_is_stale(h: Harness) -> None:
 async def no_job_is_gone(h: Harness) -> None:
     ref = JobRef("59999", 1_600_000_000)
     with pytest.raises(Gone):
-        await h.scheduler.pin(ref, "mv_1")
+        await h.scheduler.pin(ref, "mv_1", ())
     with pytest.raises(Gone):
         await h.scheduler.unpin(ref)
 
@@ -248,7 +250,7 @@ async def no_job_is_gone(h: Harness) -> None:
 async def a_pin_needs_a_node(h: Harness) -> None:
     job = await h.job(await h.submit())
     with pytest.raises(Refused):
-        await h.scheduler.pin(job.ref, "mv_987654")
+        await h.scheduler.pin(job.ref, "mv_987654", ())
     assert (await h.job(job.ref.job_id)).gated
 
 
@@ -257,7 +259,7 @@ async def unpin_restores_the_gate(h: Harness) -> None:
     await h.scheduler.unpin(job.ref)
     name, feature = await h.node(job)
     await h.scheduler.set_down(name, "so that the pinned job stays pending")
-    await h.scheduler.pin(job.ref, feature)
+    await h.scheduler.pin(job.ref, feature, ())
     assert (await h.job(job.ref.job_id)).pinned == feature
     for _ in range(2):
         await h.scheduler.unpin(job.ref)
@@ -291,7 +293,7 @@ async def requeue_brings_it_back_to_the_gate(h: Harness) -> None:
         await h.scheduler.requeue(job.ref)
     await h.view(lambda view: view.nodes[name].state is NodeState.IDLE)
     with pytest.raises(Stale):
-        await h.scheduler.pin(job.ref, "mv_1")
+        await h.scheduler.pin(job.ref, "mv_1", ())
 
 
 async def revoke_ends_a_pending_job(h: Harness) -> None:
@@ -348,20 +350,20 @@ async def an_offer_is_taken_by_a_job_as_it_comes_and_by_one_alone(h: Harness) ->
     vm = await h.spare()
     await h.scheduler.observe()
     for _ in range(2):
-        await h.scheduler.offer(vm)
+        await h.scheduler.offers.offer(node_spec(vm, None))
     assert (await h.scheduler.observe()).offers[vm.name] is False
     job = await h.job(await h.submit(seconds=1.0), lambda job: job.state is JobState.RUNNING)
     assert (job.nodes, job.pinned, job.gated) == ((vm.name,), vm.feature, False)
     assert (await h.scheduler.observe()).offers[vm.name] is True
-    await h.scheduler.offer(vm)
-    await h.scheduler.withdraw(vm.name)
+    await h.scheduler.offers.offer(node_spec(vm, None))
+    await h.scheduler.offers.withdraw(vm.name)
     assert (await h.scheduler.observe()).offers[vm.name] is True, "what is taken stays taken"
     other = await h.job(await h.submit())
     assert other.state is JobState.PENDING and other.gated
     await asyncio.sleep(3.0)
     assert (await h.job(job.ref.job_id)).state is JobState.RUNNING, "its user is not known yet"
     await h.introduce(vm.name)
-    await h.scheduler.pin(job.ref, vm.feature, "it took a spare")
+    await h.scheduler.pin(job.ref, vm.feature, (), "it took a spare")
     view = await h.view(lambda view: _over(view, job.ref) and view.nodes[vm.name].state is NodeState.IDLE)
     assert view.jobs.get(job.ref.job_id) is None or view.jobs[job.ref.job_id].result == "COMPLETED"
     await h.scheduler.delete_node(vm.name)
@@ -371,11 +373,11 @@ async def an_offer_is_taken_by_a_job_as_it_comes_and_by_one_alone(h: Harness) ->
 async def what_was_withdrawn_is_not_taken_and_never_offered_again(h: Harness) -> None:
     vm, other = await h.spare(), await h.spare()
     await h.scheduler.observe()
-    await h.scheduler.offer(vm)
-    await h.scheduler.withdraw(vm.name)
-    await h.scheduler.offer(vm)
-    await h.scheduler.withdraw(other.name)
-    await h.scheduler.offer(other)
+    await h.scheduler.offers.offer(node_spec(vm, None))
+    await h.scheduler.offers.withdraw(vm.name)
+    await h.scheduler.offers.offer(node_spec(vm, None))
+    await h.scheduler.offers.withdraw(other.name)
+    await h.scheduler.offers.offer(node_spec(other, None))
     assert not {vm.name, other.name} & (await h.scheduler.observe()).offers.keys()
     assert (await h.job(await h.submit())).gated
 
@@ -383,7 +385,7 @@ async def what_was_withdrawn_is_not_taken_and_never_offered_again(h: Harness) ->
 async def a_job_that_would_not_start_on_it_takes_no_offer(h: Harness) -> None:
     vm = await h.spare()
     await h.scheduler.observe()
-    await h.scheduler.offer(vm)
+    await h.scheduler.offers.offer(node_spec(vm, None))
     for job_id in (await h.submit(held=True), await h.submit(nodes=2), *await h.submit_array(2)):
         job = await h.job(job_id)
         assert job.gated and job.pinned is None
@@ -395,7 +397,7 @@ async def a_job_that_would_not_start_on_it_takes_no_offer(h: Harness) -> None:
 async def nobody_takes_an_offer_when_nobody_has_looked_for_long(h: Harness) -> None:
     vm = await h.spare()
     await h.scheduler.observe()
-    await h.scheduler.offer(vm)
+    await h.scheduler.offers.offer(node_spec(vm, None))
     await asyncio.sleep(12.5)
     job_id = await h.submit()
     assert (await h.job(job_id)).gated
@@ -486,17 +488,17 @@ class Simulated(Harness):
     async def introduce(self, node: str) -> None:
         user = self.world.user(self.uid)
         assert user is not None
-        await self.hypervisor.add_user(node, user)
+        await self.hypervisor.users.add_user(VmRef(node), user)
 
     async def join(self, vm: Vm, attempt: Attempt | None) -> None:
         template = TemplateKey(vm.host, vm.image, vm.size)
-        await self.hypervisor.build_template(template)
+        await self.hypervisor.templates.build_template(template)
         await self.hypervisor.create(VmSpec(vm.name, vm.host, vm.image, vm.kind, vm.size, vm.mac, template))
-        bootstrap = await self.scheduler.bootstrap(vm, attempt)
+        bootstrap = await self.scheduler.bootstrap(node_spec(vm, attempt))
         known = self.world.settings.users if attempt is not None else ()
         users = tuple(user for uid in known if (user := self.world.user(uid)))
         identity = Identity(vm.name, vm.mac, vm.address, "", f"{vm.id:032x}", users, bootstrap=bootstrap)
-        await self.hypervisor.start(vm.name, vm.size, identity)
+        await self.hypervisor.start(VmRef(vm.name), vm.size, identity)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -37,7 +37,7 @@ async def at_once(*calls: Awaitable[None]) -> list[BaseException | None]:
 
 def calls_of(h: Harness, ref: JobRef, feature: str) -> dict[str, Callable[[], Awaitable[None]]]:
     return {
-        "pin": lambda: h.scheduler.pin(ref, feature),
+        "pin": lambda: h.scheduler.pin(ref, feature, ()),
         "unpin": lambda: h.scheduler.unpin(ref),
         "requeue": lambda: h.scheduler.requeue(ref),
         "revoke": lambda: h.scheduler.revoke(ref, "test"),
@@ -66,15 +66,15 @@ async def still(h: Harness, job: Job) -> Job:
 async def a_pin_or_an_unpin_whose_reply_is_lost_is_said_again(h: Harness) -> None:
     job, _, feature = await waiting_on_a_node(h)
     for after in CUTS:
-        await cut(h.scheduler.pin(job.ref, feature), after)
-        await h.scheduler.pin(job.ref, feature)
+        await cut(h.scheduler.pin(job.ref, feature, ()), after)
+        await h.scheduler.pin(job.ref, feature, ())
         pinned = await h.job(job.ref.job_id)
         assert pinned.pinned == feature and not pinned.gated and pinned.ref == job.ref
         await cut(h.scheduler.unpin(job.ref), after)
         await h.scheduler.unpin(job.ref)
         assert (await still(h, job)).eligible
     for after in CUTS:  # and the opposite undoes what may have been done in part
-        await cut(h.scheduler.pin(job.ref, feature), after)
+        await cut(h.scheduler.pin(job.ref, feature, ()), after)
         await h.scheduler.unpin(job.ref)
         assert (await still(h, job)).eligible
 
@@ -92,7 +92,7 @@ async def a_requeue_whose_reply_is_lost_is_done_once(h: Harness) -> None:
         await h.scheduler.unpin(back.ref)
         assert (await still(h, back)).eligible
         _, feature = await h.node(back)  # each run has nodes of its own
-        await h.scheduler.pin(back.ref, feature)  # in spite of the begin time that Slurm gives to what it requeues
+        await h.scheduler.pin(back.ref, feature, ())  # in spite of the begin time that Slurm gives to what it requeues
         job = await h.job(job.ref.job_id, lambda job: job.state is JobState.RUNNING)
         assert job.ref == back.ref
 
@@ -125,7 +125,7 @@ async def a_node_goes_whatever_replies_are_lost(h: Harness) -> None:
 
 async def calls_said_twice_at_once_are_as_good_as_once(h: Harness) -> None:
     job, name, feature = await waiting_on_a_node(h)
-    pins = await at_once(h.scheduler.pin(job.ref, feature), h.scheduler.pin(job.ref, feature))
+    pins = await at_once(h.scheduler.pin(job.ref, feature, ()), h.scheduler.pin(job.ref, feature, ()))
     assert pins == [None, None] and (await h.job(job.ref.job_id)).pinned == feature
     unpins = await at_once(h.scheduler.unpin(job.ref), h.scheduler.unpin(job.ref))
     assert unpins == [None, None] and (await still(h, job)).eligible
@@ -150,7 +150,7 @@ async def two_requeues_at_once_are_one(h: Harness) -> None:
 async def a_pin_and_an_unpin_at_once_leave_one_of_the_two(h: Harness) -> None:
     job, _, feature = await waiting_on_a_node(h)
     for _ in range(3):
-        await at_once(h.scheduler.pin(job.ref, feature), h.scheduler.unpin(job.ref))
+        await at_once(h.scheduler.pin(job.ref, feature, ()), h.scheduler.unpin(job.ref))
         seen = await h.job(job.ref.job_id)
         assert seen.gated == (seen.pinned is None) and seen.state is JobState.PENDING
         await h.scheduler.unpin(job.ref)
@@ -159,9 +159,9 @@ async def a_pin_and_an_unpin_at_once_leave_one_of_the_two(h: Harness) -> None:
 
 async def a_pin_said_again_to_one_that_has_started_is_done(h: Harness) -> None:
     job, _ = await h.running()
-    await h.scheduler.pin(job.ref, job.pinned or "")
+    await h.scheduler.pin(job.ref, job.pinned or "", ())
     with pytest.raises(Stale):
-        await h.scheduler.pin(job.ref, "mv_987654")
+        await h.scheduler.pin(job.ref, "mv_987654", ())
     assert (await h.job(job.ref.job_id)).state is JobState.RUNNING
 
 
@@ -170,9 +170,9 @@ async def a_refused_pin_leaves_the_job_at_the_gate(h: Harness) -> None:
     job, _, feature = await waiting_on_a_node(h)
     for _ in range(2):
         with pytest.raises(Refused):
-            await h.scheduler.pin(job.ref, "mv_987654")
+            await h.scheduler.pin(job.ref, "mv_987654", ())
         assert (await still(h, job)).eligible
-        await h.scheduler.pin(job.ref, feature)  # the second time it is pinned elsewhere already
+        await h.scheduler.pin(job.ref, feature, ())  # the second time it is pinned elsewhere already
 
 
 # --- stale calls -----------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ async def a_call_to_another_job_of_that_id_changes_nothing(h: Harness) -> None:
         with pytest.raises(Stale):
             await call()
         assert (await still(h, job)).eligible, name
-    await h.scheduler.pin(job.ref, feature)
+    await h.scheduler.pin(job.ref, feature, ())
     assert (await h.job(job.ref.job_id)).pinned == feature
 
 
@@ -217,7 +217,7 @@ async def a_call_to_the_run_before_changes_nothing(h: Harness) -> None:
     assert (await still(h, back)).eligible
     await h.view(lambda view: view.nodes[name].state is NodeState.IDLE)
     _, feature = await h.node(back)  # each run has nodes of its own
-    await h.scheduler.pin(back.ref, feature)
+    await h.scheduler.pin(back.ref, feature, ())
     again = await h.job(job.ref.job_id, lambda job: job.state is JobState.RUNNING)
     for call in calls_of(h, job.ref, feature).values():
         with pytest.raises(Stale):
@@ -288,12 +288,12 @@ async def a_failed_node_stays_down(h: Harness) -> None:
 
 async def a_hold_is_kept_on_the_way_back_to_the_gate(h: Harness) -> None:
     job, _, feature = await waiting_on_a_node(h)
-    await h.scheduler.pin(job.ref, feature)
+    await h.scheduler.pin(job.ref, feature, ())
     await h.hold(job.ref.job_id)
     held = await h.job(job.ref.job_id)
     assert held.held and not held.eligible and held.pinned == feature
     with pytest.raises(Stale):
-        await h.scheduler.pin(job.ref, feature)
+        await h.scheduler.pin(job.ref, feature, ())
     for _ in range(2):
         await h.scheduler.unpin(job.ref)
         back = await still(h, job)
@@ -322,7 +322,7 @@ async def a_suspended_job_is_requeued_or_goes_on(h: Harness) -> None:
 
 async def a_pinned_job_is_cancelled(h: Harness) -> None:
     job, _, feature = await waiting_on_a_node(h)
-    await h.scheduler.pin(job.ref, feature)
+    await h.scheduler.pin(job.ref, feature, ())
     await h.cancel(job.ref.job_id)
     ended = await h.job(job.ref.job_id, lambda job: job.state is JobState.ENDED)
     assert ended.ref == job.ref and ended.result == "CANCELLED"
@@ -333,7 +333,7 @@ async def a_pinned_job_is_cancelled(h: Harness) -> None:
 async def a_job_whose_feature_no_node_has_comes_back(h: Harness) -> None:
     """It may become BadConstraints, with priority 0, which is nobody's hold."""
     job, name, feature = await waiting_on_a_node(h)
-    await h.scheduler.pin(job.ref, feature)
+    await h.scheduler.pin(job.ref, feature, ())
     await h.scheduler.delete_node(name)
     for _ in range(15):
         seen = await h.job(job.ref.job_id)
@@ -354,7 +354,7 @@ async def each_task_of_an_array_is_a_job_of_its_own(h: Harness) -> None:
     assert one.partition("_")[2] and one.partition("_")[0] == three.partition("_")[0]
     job = await h.job(two)
     _, feature = await h.node(job)
-    await h.scheduler.pin(job.ref, feature)
+    await h.scheduler.pin(job.ref, feature, ())
     running = await h.job(two, lambda job: job.state is JobState.RUNNING)
     assert running.ref == job.ref
     await h.scheduler.explain((await h.job(one)).ref, "waiting for capacity")
@@ -371,12 +371,12 @@ async def a_gang_waits_for_all_its_nodes_and_loses_them_together(h: Harness) -> 
     job = await h.job(await h.submit(nodes=2))
     assert job.request is not None and job.request.nodes == 2
     one, feature = await h.node(job)
-    await h.scheduler.pin(job.ref, feature)
+    await h.scheduler.pin(job.ref, feature, ())
     await asyncio.sleep(1.5)
     assert (await h.job(job.ref.job_id)).state is JobState.PENDING, "one node is not enough"
     await h.scheduler.unpin(job.ref)
     two, _ = await h.node(job, feature)
-    await h.scheduler.pin(job.ref, feature)
+    await h.scheduler.pin(job.ref, feature, ())
     running = await h.job(job.ref.job_id, lambda job: job.state is JobState.RUNNING)
     assert sorted(running.nodes) == sorted((one, two))
     await h.scheduler.set_down(two, "its VM was lost")
@@ -395,7 +395,7 @@ async def odd_characters_are_only_characters(h: Harness) -> None:
     _, feature = await h.node(job)
     await h.scheduler.explain(job.ref, 'a "quote", it\'s\nPriority=0 Käse \x1b[1m %s ;')
     assert (await still(h, job)).eligible
-    await h.scheduler.pin(job.ref, feature)
+    await h.scheduler.pin(job.ref, feature, ())
     running = await h.job(job.ref.job_id, lambda job: job.state is JobState.RUNNING)
     assert running.ref == job.ref
     for node in running.nodes:
@@ -413,7 +413,7 @@ async def unknown_and_said_again(h: Harness, *, gone: bool) -> None:
     async with h.away(gone=gone):
         attempts = [
             h.scheduler.observe(),
-            h.scheduler.pin(job.ref, feature),
+            h.scheduler.pin(job.ref, feature, ()),
             h.scheduler.requeue(other.ref),
             h.scheduler.revoke(job.ref, "test"),
             h.scheduler.explain(job.ref, "test"),

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from multiverse.core.model import Daemon, VmSpec
+from multiverse.core.model import Daemon, VmRef, VmSpec
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from tests.integration.test_qemu_driver import HEAD, NET, SITE, Lab, lab, settings, swept, until
 
@@ -186,10 +186,10 @@ async def test_what_is_filtered_outlives_us_and_goes_with_the_last_vm(lab: Lab, 
     subprocess.run(["nft", "delete", "table", "bridge", f"mv{SITE}"], check=True)
     late = lab.spec()
     await lab.started(late)
-    await lab.hypervisor.destroy(late.name, 0)
+    await lab.hypervisor.destroy(VmRef(late.name), 0)
     assert table() == before
     for puppet in puppets:
         assert puppet.spec.name in table()
-        await lab.hypervisor.destroy(puppet.spec.name, 0)
+        await lab.hypervisor.destroy(VmRef(puppet.spec.name), 0)
         assert puppet.spec.name not in table()
     assert table() == ""

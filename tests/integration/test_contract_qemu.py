@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from multiverse.config import HostSettings, QemuSettings, Settings
-from multiverse.core.model import Size
+from multiverse.core.model import Size, VmRef
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.host import manifest
 from multiverse.host.qmp import Monitor
@@ -88,7 +88,7 @@ async def harness(settings: Settings) -> AsyncIterator[Real]:
     real = Real(settings)
     yield real
     for name in (await real.hypervisor.observe()).vms:
-        await real.hypervisor.destroy(name, 0)
+        await real.hypervisor.destroy(VmRef(name), 0)
         assert not real.remains(name)
     real.hypervisor.close()  # type: ignore[attr-defined]
 

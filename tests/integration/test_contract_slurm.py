@@ -17,6 +17,7 @@ import pytest
 
 from multiverse.core.errors import Refused
 from multiverse.core.model import Attempt, Vm
+from multiverse.core.pool import node_spec
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.lab import lifecycle
 from multiverse.lab.parts import PARTS
@@ -133,7 +134,7 @@ class Real(Harness):
     async def join(self, vm: Vm, attempt: Attempt | None) -> None:
         guest = FakeGuest(self.lab.settings, vm, self.lab.where.root.parent / "fake")
         self.guests.append(guest)
-        bootstrap = await self.scheduler.bootstrap(vm, attempt)
+        bootstrap = await self.scheduler.bootstrap(node_spec(vm, attempt))
         await guest.start(bootstrap, ((vm.name, vm.address.partition("/")[0]),))
 
     async def clean(self) -> None:

@@ -16,6 +16,7 @@ import pytest
 from multiverse.config import Settings
 from multiverse.core.errors import Gone, MultiverseError, Refused, Stale, Unknown
 from multiverse.core.model import CloneKind, Job, JobRef, JobState, NodeState, SchedulerView, Size
+from multiverse.core.pool import node_spec
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.drivers.slurm.inbox import hints
 from tests.integration.fake_guest import SITE, FakeGuest, attempt, vm
@@ -56,7 +57,7 @@ async def spawn(lab: Any, scheduler: SlurmScheduler) -> AsyncIterator[Spawn]:
         for machine in machines:
             guest = FakeGuest(lab.settings, machine, lab.where.root.parent / "fake")
             guests.append(guest)
-            bootstrap = await scheduler.bootstrap(machine, attempt(number, job.ref, job.request))
+            bootstrap = await scheduler.bootstrap(node_spec(machine, attempt(number, job.ref, job.request)))
             await guest.start(bootstrap, known)
             await reached(scheduler, lambda view, name=guest.name: _idle(view, name))
         return guests[-1]
@@ -119,8 +120,8 @@ async def test_a_job_waits_at_the_gate_runs_when_pinned_and_ends(
     guest = await spawn(waiting, 7)
     assert (await scheduler.observe()).nodes[guest.name].features == ("vm", "slim", "instant", "mv_7")
     assert (await job_of(scheduler, job_id)).state is JobState.PENDING  # a node alone does not start it
-    await scheduler.pin(waiting.ref, "mv_7")
-    await scheduler.pin(waiting.ref, "mv_7")  # twice is as good as once
+    await scheduler.pin(waiting.ref, "mv_7", ())
+    await scheduler.pin(waiting.ref, "mv_7", ())  # twice is as good as once
     ended = await became(scheduler, job_id, JobState.ENDED)
     assert (ended.result, ended.exit_code, ended.nodes) == ("FAILED", 3, (guest.name,))
     await output(lab.user.home / "out.txt", f"{guest.name}\n{lab.user.name}\n")
@@ -143,7 +144,7 @@ async def test_array_tasks_are_pinned_one_by_one_within_the_arrays_limit(
     assert view.limits[limit] == 2 and all(job.uses == ((limit, 1),) for job in tasks.values())
     task = tasks[f"{job_id}_2"]
     await spawn(task, 11)
-    await scheduler.pin(task.ref, "mv_11")
+    await scheduler.pin(task.ref, "mv_11", ())
     running = await became(scheduler, task.ref.job_id, JobState.RUNNING)
     assert running.ref == task.ref
     view = await scheduler.observe()
@@ -166,7 +167,7 @@ async def test_srun_waits_at_the_gate_and_goes_on(lab: Any, scheduler: SlurmSche
     view = await reached(scheduler, lambda view: any(job.name == "gated-srun" for job in view.jobs.values()))
     job = next(job for job in view.jobs.values() if job.name == "gated-srun")
     guest = await spawn(job, 12)
-    await scheduler.pin(job.ref, "mv_12")
+    await scheduler.pin(job.ref, "mv_12", ())
     out, _ = await asyncio.wait_for(process.communicate(), 30)
     assert (process.returncode, out.decode()) == (0, f"{guest.name}\n")
 
@@ -179,7 +180,7 @@ async def test_a_gang_gets_its_nodes_by_one_feature_and_srun_reaches_them_all(
     assert job.request is not None
     assert (job.request.nodes, job.request.size.cpus) == (2, 1)
     await spawn(job, 13, peers=2)
-    await scheduler.pin(job.ref, "mv_13")
+    await scheduler.pin(job.ref, "mv_13", ())
     ended = await became(scheduler, job_id, JobState.ENDED)
     assert (ended.result, len(ended.nodes)) == ("COMPLETED", 2)
     await output(lab.user.home / "gang.txt", "".join(f"{name}\n" for name in sorted(ended.nodes)))
@@ -191,7 +192,7 @@ async def test_a_node_that_fails_sends_its_job_back_and_it_starts_again_at_once(
     job_id = lab.sbatch("sleep 100")
     first = await job_of(scheduler, job_id)
     guest = await spawn(first, 21)
-    await scheduler.pin(first.ref, "mv_21")
+    await scheduler.pin(first.ref, "mv_21", ())
     await became(scheduler, job_id, JobState.RUNNING)
     with pytest.raises(Refused):
         await scheduler.delete_node(guest.name)
@@ -201,7 +202,7 @@ async def test_a_node_that_fails_sends_its_job_back_and_it_starts_again_at_once(
     assert (again.ref.restarts, again.pinned, again.gated) == (1, "mv_21", False)
     assert (await scheduler.observe()).nodes[guest.name].state is NodeState.DOWN
     with pytest.raises(Stale):
-        await scheduler.pin(first.ref, "mv_21")
+        await scheduler.pin(first.ref, "mv_21", ())
     await scheduler.unpin(again.ref)
     await scheduler.unpin(again.ref)
     gated = await job_of(scheduler, job_id)
@@ -209,7 +210,7 @@ async def test_a_node_that_fails_sends_its_job_back_and_it_starts_again_at_once(
     await guest.stop()
     await scheduler.delete_node(guest.name)
     await spawn(gated, 22)
-    await scheduler.pin(gated.ref, "mv_22")
+    await scheduler.pin(gated.ref, "mv_22", ())
     assert (await became(scheduler, job_id, JobState.RUNNING)).ref == gated.ref
 
 
@@ -219,7 +220,7 @@ async def test_requeue_stops_a_run_and_puts_the_job_back_at_the_gate(
     job_id = lab.sbatch("trap '' TERM; sleep 100 & wait; sleep 100")
     job = await job_of(scheduler, job_id)
     await spawn(job, 31)
-    await scheduler.pin(job.ref, "mv_31")
+    await scheduler.pin(job.ref, "mv_31", ())
     await became(scheduler, job_id, JobState.RUNNING)
     await scheduler.requeue(job.ref)
     ending = await job_of(scheduler, job_id)
@@ -230,7 +231,7 @@ async def test_requeue_stops_a_run_and_puts_the_job_back_at_the_gate(
     assert (back.ref.restarts, back.gated, back.pinned, back.eligible) == (1, True, None, True)
     with pytest.raises(Stale):
         await scheduler.requeue(job.ref)
-    await scheduler.pin(back.ref, "mv_31")
+    await scheduler.pin(back.ref, "mv_31", ())
     assert (await became(scheduler, job_id, JobState.RUNNING)).ref == back.ref
 
 
@@ -243,14 +244,14 @@ async def test_a_job_that_is_cancelled_held_or_dependent(lab: Any, scheduler: Sl
         assert not view.jobs[job_id].eligible, view.jobs[job_id]
     assert [view.jobs[job_id].held for job_id in (held, dependent, later)] == [True, False, False]
     with pytest.raises(Stale):
-        await scheduler.pin(view.jobs[held].ref, "mv_1")
+        await scheduler.pin(view.jobs[held].ref, "mv_1", ())
     await scheduler.unpin(view.jobs[held].ref)
     assert (await job_of(scheduler, held)).held  # the user's hold is his own
     lab.run("scancel", held, user=lab.user)
     cancelled = await became(scheduler, held, JobState.ENDED)
     assert cancelled.result == "CANCELLED"
     for call in (
-        scheduler.pin(cancelled.ref, "mv_1"),
+        scheduler.pin(cancelled.ref, "mv_1", ()),
         scheduler.unpin(cancelled.ref),
         scheduler.requeue(cancelled.ref),
     ):
@@ -274,7 +275,7 @@ async def test_another_run_or_no_job_at_all_is_not_touched(lab: Any, scheduler: 
     wrong = (replace(job.ref, restarts=1), replace(job.ref, submitted=job.ref.submitted - 5))
     for ref, error in ((wrong[0], Stale), (wrong[1], Stale), (JobRef("99999999", 1), Gone)):
         for call in (
-            scheduler.pin(ref, "mv_1"),
+            scheduler.pin(ref, "mv_1", ()),
             scheduler.unpin(ref),
             scheduler.requeue(ref),
             scheduler.revoke(ref, "x"),
@@ -303,7 +304,7 @@ async def test_the_user_and_what_a_vm_is_given(lab: Any, scheduler: SlurmSchedul
     assert (user.name, user.home, user.groups) == (lab.user.name, str(lab.user.home), ((lab.user.name, lab.user.uid),))
     with pytest.raises(Gone):
         await scheduler.user(61999)
-    bootstrap = await scheduler.bootstrap(vm(1, "10.0.0.9/16", Size(1, 200)), None)
+    bootstrap = await scheduler.bootstrap(node_spec(vm(1, "10.0.0.9/16", Size(1, 200)), None))
     files = {file.path: file for file in bootstrap.files}
     key = files["/etc/munge/munge.key"]
     assert (key.mode, key.owner, key.content) == (0o400, "munge", lab.where.munge_key.read_bytes())
@@ -322,7 +323,7 @@ async def test_submission_and_end_leave_hints(lab: Any, scheduler: SlurmSchedule
         job_id = lab.sbatch("true")
         job = await job_of(scheduler, job_id)
         await spawn(job, 41)
-        await scheduler.pin(job.ref, "mv_41")
+        await scheduler.pin(job.ref, "mv_41", ())
         await became(scheduler, job_id, JobState.ENDED)
         deadline = time.monotonic() + 5
         while ("end", job_id) not in seen or ("submit", "") not in seen:

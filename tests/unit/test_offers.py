@@ -27,7 +27,7 @@ from multiverse.core.model import (
     VmState,
 )
 from multiverse.core.pacing import Pool
-from multiverse.core.pool import named_by_none
+from multiverse.core.pool import named_by_none, node_spec
 from multiverse.core.refill import standing
 from multiverse.drivers.slurm import offers as files
 from multiverse.drivers.slurm.offers import Offers
@@ -498,7 +498,7 @@ def offers(inbox: Path) -> Offers:
 
 
 def offer(one: Offers, vm: Vm = SPARE) -> None:
-    one.offer(vm, any_image=True, any_kind=False)
+    one.offer(node_spec(vm, None), any_image=True, any_kind=False)
 
 
 def listed(inbox: Path) -> list[str]:

@@ -26,7 +26,7 @@ from multiverse.core.model import (
     World,
 )
 from multiverse.core.pacing import Meter, Policy, Pool, paid, wait_for
-from multiverse.core.pool import node_features
+from multiverse.core.pool import node_spec
 from multiverse.core.refill import standing
 from multiverse.core.rows import Change, Draft, Move
 from tests.unit import rows as hand
@@ -70,7 +70,7 @@ def test_a_joined_pool_is_filled_with_nodes() -> None:
     s = scene(JOINED)
     (vm,) = fill(s)
     assert (vm.state, vm.told) == (V.JOINED, Size(1, 512))
-    assert node_features(vm, None) == ("slim", "instant", "auto", f"mv_v{vm.id}")
+    assert node_spec(vm, None).features == ("slim", "instant", "auto", f"mv_v{vm.id}")
 
 
 def test_the_pool_takes_half_of_the_turns_and_no_more() -> None:

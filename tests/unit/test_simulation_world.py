@@ -23,9 +23,11 @@ from multiverse.core.model import (
     Size,
     TemplateKey,
     Vm,
+    VmRef,
     VmSpec,
     VmState,
 )
+from multiverse.core.pool import node_spec
 from multiverse.simulation.cluster import ClusterSettings
 from multiverse.simulation.hypervisor import SimulatedHypervisor
 from multiverse.simulation.jobs import Batch
@@ -68,9 +70,9 @@ class Hand:
         template = TemplateKey("h1", "slim", SIZE)
         await self.hypervisor.build_template(template)
         await self.hypervisor.create(VmSpec(name, "h1", "slim", CloneKind.INSTANT, size, mac, template))
-        bootstrap = await self.scheduler.bootstrap(vm, attempt)
+        bootstrap = await self.scheduler.bootstrap(node_spec(vm, attempt))
         await self.hypervisor.start(
-            name,
+            VmRef(name),
             size,
             Identity(name, mac, address, "", f"{self.serial:032x}", (self.world.user(1000),), bootstrap=bootstrap),
         )
@@ -81,12 +83,12 @@ class Hand:
         assert job.request is not None
         names = [await self.boot(f"mv_{number}", number) for _ in range(job.request.nodes)]
         await self.until(lambda: all(name in self.world.cluster.nodes for name in names))
-        await self.scheduler.pin(job.ref, f"mv_{number}")
+        await self.scheduler.pin(job.ref, f"mv_{number}", ())
         return names
 
     async def clear(self, names: list[str]) -> None:
         for name in names:
-            await self.hypervisor.destroy(name, 1.0)
+            await self.hypervisor.destroy(VmRef(name), 1.0)
             await self.scheduler.set_down(name, "test")
             await self.scheduler.delete_node(name)
 
@@ -181,10 +183,10 @@ def test_a_pin_without_a_node_is_refused_and_a_pin_that_lost_its_node_is_bad() -
         job_id = hand.world.cluster.submit(Batch(nodes=2))
         ref = (await hand.job(job_id)).ref
         with pytest.raises(Refused):
-            await hand.scheduler.pin(ref, "mv_1")
+            await hand.scheduler.pin(ref, "mv_1", ())
         name = await hand.boot("mv_1")
         await hand.until(lambda: name in hand.world.cluster.nodes)
-        await hand.scheduler.pin(ref, "mv_1")
+        await hand.scheduler.pin(ref, "mv_1", ())
         await hand.clear([name])
         await asyncio.sleep(10)
         job = await hand.job(job_id)

@@ -15,6 +15,7 @@ import pytest
 from multiverse.config import Settings, SlurmSettings
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Stale, Unknown
 from multiverse.core.model import AttemptState, CloneKind, Size, Vm, VmState
+from multiverse.core.pool import node_spec
 from multiverse.drivers.slurm import bootstrap, conf, install
 from multiverse.drivers.slurm.command import meaning
 from multiverse.drivers.slurm.inbox import Hint, hints, take
@@ -102,7 +103,7 @@ def test_what_a_site_has_configured_in_vain_is_named() -> None:
 
 
 def test_membership_of_a_pooled_vm(site: Settings, tmp_path: Path) -> None:
-    given = bootstrap.bootstrap(site, VM, None)
+    given = bootstrap.bootstrap(site, node_spec(VM, None))
     files = {file.path: file for file in given.files}
     assert b"KillWait=7" in files["/etc/slurm/slurm.conf"].content
     assert b"head(10.213.0.1)" in files["/etc/slurm/slurm.conf"].content
@@ -114,13 +115,13 @@ def test_membership_of_a_pooled_vm(site: Settings, tmp_path: Path) -> None:
     guest_conf.mkdir()
     (guest_conf / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
     own = replace(site, slurm=replace(site.slurm, guest_conf=guest_conf, controller_address="10.9.9.9"))
-    files = {file.path: file for file in bootstrap.bootstrap(own, VM, None).files}
+    files = {file.path: file for file in bootstrap.bootstrap(own, node_spec(VM, None)).files}
     assert files["/etc/slurm/cgroup.conf"].content == b"CgroupPlugin=disabled\n"
     assert b"head(10.9.9.9)" in files["/etc/slurm/slurm.conf"].content
 
 
 def test_a_job_that_took_a_spare_waits_there_for_its_user_and_no_other_does(site: Settings, tmp_path: Path) -> None:
-    files = {file.path: file for file in bootstrap.bootstrap(site, VM, None).files}
+    files = {file.path: file for file in bootstrap.bootstrap(site, node_spec(VM, None)).files}
     assert b"\nProlog=/etc/slurm/multiverse-prolog\n" in files["/etc/slurm/slurm.conf"].content
     assert (files["/etc/slurm/multiverse-prolog"].mode, agent.INTRODUCED) == (0o755, INTRODUCED)
     pipe = tmp_path / "pipe"
@@ -133,17 +134,17 @@ def test_a_job_that_took_a_spare_waits_there_for_its_user_and_no_other_does(site
         assert job.wait(10.0) == 0
     os.close(descriptor)
     attempt = hand.attempt(AttemptState.SPAWNING)
-    files = {file.path: file for file in bootstrap.bootstrap(site, VM, attempt).files}
+    files = {file.path: file for file in bootstrap.bootstrap(site, node_spec(VM, attempt)).files}
     assert "/etc/slurm/multiverse-prolog" not in files and b"Prolog=" not in files["/etc/slurm/slurm.conf"].content
 
 
 def test_with_a_slurm_conf_of_the_sites_own_in_guests_no_job_would_wait(site: Settings, tmp_path: Path) -> None:
-    assert bootstrap.may_be_offered(site, VM)
+    assert bootstrap.may_be_offered(site, node_spec(VM, None))
     own = replace(site, slurm=replace(site.slurm, guest_conf=tmp_path / "guest"))
     (tmp_path / "guest").mkdir()
-    assert bootstrap.may_be_offered(own, VM)
+    assert bootstrap.may_be_offered(own, node_spec(VM, None))
     (tmp_path / "guest" / "slurm.conf").write_text("ClusterName=own\n")
-    assert not bootstrap.may_be_offered(own, VM)
+    assert not bootstrap.may_be_offered(own, node_spec(VM, None))
 
 
 @pytest.mark.parametrize(
@@ -160,13 +161,13 @@ def test_nor_is_a_spare_offered_where_slurm_would_change_the_job_or_ask_for_its_
     site: Settings, line: str, may: bool
 ) -> None:
     site.slurm.conf.write_text(SITE_CONF + line + "\n")
-    assert bootstrap.may_be_offered(site, VM) == may
+    assert bootstrap.may_be_offered(site, node_spec(VM, None)) == may
 
 
 def test_membership_without_a_key_is_broken(site: Settings) -> None:
     site.slurm.munge_key.unlink()
     with pytest.raises(Broken, match="munge_key"):
-        bootstrap.bootstrap(site, VM, None)
+        bootstrap.bootstrap(site, node_spec(VM, None))
 
 
 @pytest.mark.parametrize(

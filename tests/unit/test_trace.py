@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from multiverse.core.errors import Gone, Refused, Stale
-from multiverse.core.model import GuestFile, Identity, JobRef, NodeBootstrap, Size, TemplateKey
+from multiverse.core.model import GuestFile, Identity, JobRef, NodeBootstrap, Size, TemplateKey, VmRef
 from multiverse.simulation.clock import VirtualClock
 from multiverse.simulation.hypervisor import SimulatedHypervisor
 from multiverse.simulation.jobs import Batch
@@ -43,10 +43,10 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_a_call_is_a_line_with_its_arguments_and_what_came_of_it(tmp_path: Path) -> None:
     async def drive(world: World, scheduler: RecordingScheduler, hypervisor: RecordingHypervisor) -> None:
-        await hypervisor.build_template(TemplateKey("h1", "slim", Size(1, 256)))
+        await hypervisor.templates.build_template(TemplateKey("h1", "slim", Size(1, 256)))
         with pytest.raises(Gone):
             await scheduler.unpin(JobRef("7", 5, 1))
-        task = asyncio.create_task(hypervisor.destroy("mvx-1", 1.0))
+        task = asyncio.create_task(hypervisor.destroy(VmRef("mvx-1"), 1.0))
         await asyncio.sleep(1e-4)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -84,7 +84,7 @@ def test_no_secret_is_written_and_the_file_is_its_owners(tmp_path: Path) -> None
         secret = NodeBootstrap((GuestFile("/etc/munge/munge.key", b"hush"),))
         identity = Identity("mvx-1", "02:00:00:00:00:01", "10.0.0.1/16", "", "0" * 32, bootstrap=secret)
         with pytest.raises(Gone):
-            await hypervisor.start("mvx-1", Size(1, 256), identity)
+            await hypervisor.start(VmRef("mvx-1"), Size(1, 256), identity)
 
     record(tmp_path / "trace", drive)
     assert "mvx-1" in (tmp_path / "trace").read_text()

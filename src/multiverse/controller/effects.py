@@ -18,7 +18,8 @@ import structlog
 
 from multiverse.core.errors import Broken, Gone, MultiverseError, Refused, Stale, Unknown
 from multiverse.core.lifecycle import Effect, EffectKind, effect_of
-from multiverse.core.model import Attempt, Depth, Identity, Key, Mount, Row, Stage, Template, User, Vm, VmSpec
+from multiverse.core.model import Attempt, Depth, Identity, Key, Mount, Row, Stage, Template, User, Vm, VmRef, VmSpec
+from multiverse.core.pool import node_spec
 from multiverse.core.rows import Done, Rows
 from multiverse.ports import Clock, Hypervisor, Scheduler
 
@@ -182,7 +183,7 @@ class Effects:
                 await self._scheduler.explain(subject.job, effect.text)
             case EffectKind.PIN, Attempt():
                 await self._introduce(subject)
-                await self._scheduler.pin(subject.job, subject.feature, effect.text)
+                await self._scheduler.pin(subject.job, subject.feature, self._nodes_of(subject), effect.text)
             case EffectKind.REQUEUE, Attempt():
                 await self._scheduler.requeue(subject.job)
             case EffectKind.REVOKE, Attempt():
@@ -194,10 +195,10 @@ class Effects:
                 )
             case EffectKind.START, Vm():
                 return await self._start(subject)
-            case EffectKind.OFFER, Vm():
-                await self._scheduler.offer(subject)
-            case EffectKind.WITHDRAW, Vm():
-                await self._scheduler.withdraw(subject.name)
+            case EffectKind.OFFER, Vm() if self._scheduler.offers is not None:
+                await self._scheduler.offers.offer(node_spec(subject, None))
+            case EffectKind.WITHDRAW, Vm() if self._scheduler.offers is not None:
+                await self._scheduler.offers.withdraw(subject.name)
             case ((EffectKind.END | EffectKind.RELEASE), Vm()):
                 if subject.failed:
                     await self._scheduler.set_down(subject.name, "multiverse: its VM is gone")
@@ -206,19 +207,22 @@ class Effects:
                     await self._scheduler.delete_node(subject.name)
             case EffectKind.RELEASE, str():
                 await self._scheduler.set_down(subject, "multiverse: nothing explains it")
-                await self._hypervisor.destroy(subject, 0.0)
+                await self._hypervisor.destroy(VmRef(subject), 0.0)
                 await self._scheduler.delete_node(subject)
-            case EffectKind.BUILD, Template():
-                return await self._hypervisor.build_template(subject.which)
-            case EffectKind.DROP, Template():
-                await self._hypervisor.delete_template(subject.which)
+            case EffectKind.BUILD, Template() if self._hypervisor.templates is not None:
+                return await self._hypervisor.templates.build_template(subject.which)
+            case EffectKind.DROP, Template() if self._hypervisor.templates is not None:
+                await self._hypervisor.templates.delete_template(subject.which)
             case _:
                 raise AssertionError(f"no such effect: {effect}")
         return None
 
+    def _nodes_of(self, attempt: Attempt) -> list[str]:
+        return [vm.name for vm in self._around.rows.vms.values() if vm.attempt == attempt.id]
+
     async def _destroy(self, vm: Vm) -> None:
         try:
-            await self._hypervisor.destroy(vm.name, 0.0 if vm.failed else self._around.grace)
+            await self._hypervisor.destroy(VmRef(vm.name), 0.0 if vm.failed else self._around.grace)
         except MultiverseError:
             if not vm.fenced:  # its host is off: what is left of it goes when the host is back
                 raise
@@ -226,9 +230,13 @@ class Effects:
     async def _introduce(self, attempt: Attempt) -> None:
         """A VM that joined before its job came is told whom it serves, before the job may start there."""
         joined = [vm for vm in self._around.rows.vms.values() if vm.attempt == attempt.id and vm.pool is Depth.JOINED]
+        users = self._hypervisor.users
+        if joined and users is None:
+            raise Refused(f"{joined[0].name} cannot be told of its user: its hypervisor adds none to a running guest")
         for vm in joined:
             try:
-                await self._hypervisor.add_user(vm.name, await self._user(attempt.uid))
+                assert users is not None
+                await users.add_user(VmRef(vm.name), await self._user(attempt.uid))
             except Broken as error:  # another VM may take it in; this one never will
                 raise Refused(f"{vm.name} could not be told of its user: {error.message}") from error
 
@@ -246,7 +254,7 @@ class Effects:
             if vm.attempt is not None and peer.attempt == vm.attempt and peer.id != vm.id and not peer.failed
         )
         users = (await self._user(attempt.uid),) if attempt else ()
-        bootstrap = await self._scheduler.bootstrap(vm, attempt)
+        bootstrap = await self._scheduler.bootstrap(node_spec(vm, attempt))
         identity = Identity(
             hostname=vm.name,
             mac=vm.mac,
@@ -258,7 +266,7 @@ class Effects:
             peers=(*self._around.hosts, *peers),
             bootstrap=bootstrap,
         )
-        return await self._hypervisor.start(vm.name, vm.size, identity)
+        return await self._hypervisor.start(VmRef(vm.name), vm.size, identity)
 
 
 def _state(subject: Row | str) -> str:

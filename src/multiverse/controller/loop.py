@@ -103,7 +103,7 @@ class Controller:
         self._strangers: dict[str, float] = {}
         # Hosts to be kept as known in the next commit: those that were seen since the last one and, at the start, those
         # that the settings name. One that has not answered yet may hold what those that have answered cannot.
-        self._sighted: set[str] = set(hypervisor.hosts)
+        self._sighted: set[str] = {host for source in hypervisor.sources for host in source.hosts}
         self.began = clock.now()
         self.uncommitted: tuple[float, str] | None = None
         """Since when passes are not kept, and why."""
@@ -113,7 +113,7 @@ class Controller:
             "scheduler", scheduler.observe, clock, self._scheduler_interval, self._wake.set
         )
         self.hypervisor: Observer[HypervisorView] = Observer(
-            "hypervisor", hypervisor.observe, clock, lambda: settings.poll, self._wake.set
+            "hypervisor", hypervisor.sources[0].observe, clock, lambda: settings.poll, self._wake.set
         )
         self._effects = Effects(
             scheduler,

@@ -260,6 +260,32 @@ class VmSpec:
     spare: bool = False
 
 
+class VmRef(NamedTuple):
+    """Where a VM is found: its name, and the source that answers for it (empty where a hypervisor has only one)."""
+
+    name: str
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSpec:
+    """A VM as the scheduler is to know it as a node.
+
+    `tag` is what ties jobs to it (`Scheduler.pin`), `features` what a job may ask for and find here, the tag among
+    them. `spare` says that the VM joins before its job is known: a job that takes it has to wait on it until the job's
+    user has been added. `image` and `account` are the VM's own; `address` has a prefix length.
+    """
+
+    name: str
+    address: str
+    size: Size
+    features: tuple[str, ...]
+    tag: str
+    image: str
+    account: str = ""
+    spare: bool = False
+
+
 # --- identity --------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from multiverse.core.model import (
     CloneKind,
     Depth,
     Key,
+    NodeSpec,
     NodeState,
     Offer,
     Size,
@@ -144,11 +145,22 @@ def too_old(vm: Vm, pool: Pool, now: float) -> bool:
     return vm.state in (VmState.PARKED, VmState.JOINED) and now - vm.since > pool.max_age
 
 
-def node_features(vm: Vm, attempt: Attempt | None) -> tuple[str, ...]:
-    """What a VM's node offers to jobs: to that of its attempt alone, or, of a spare, to whichever takes it."""
+def node_spec(vm: Vm, attempt: Attempt | None) -> NodeSpec:
+    """The VM as a node. It offers its features to its attempt's job alone or, as a spare, to whichever job takes it."""
     if attempt is not None:
-        return (*attempt.request.features, attempt.feature)
-    return (vm.image, CloneKind.INSTANT.value, CloneKind.AUTO.value, vm.feature)
+        features: tuple[str, ...] = (*attempt.request.features, attempt.feature)
+    else:
+        features = (vm.image, CloneKind.INSTANT.value, CloneKind.AUTO.value, vm.feature)
+    return NodeSpec(
+        name=vm.name,
+        address=vm.address,
+        size=vm.told,
+        features=features,
+        tag=attempt.feature if attempt is not None else vm.feature,
+        image=vm.image,
+        account=vm.account,
+        spare=attempt is None,
+    )
 
 
 # --- giving way ------------------------------------------------------------------------------------

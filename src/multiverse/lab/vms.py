@@ -8,6 +8,7 @@ from pathlib import Path
 
 from multiverse import config
 from multiverse.config import Settings
+from multiverse.core.model import VmRef
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.lab.layout import Layout
 
@@ -44,7 +45,7 @@ async def _destroy(hypervisor: QemuHypervisor) -> int:
 
     async def end(name: str) -> None:
         async with limit:
-            await hypervisor.destroy(name, 0)
+            await hypervisor.destroy(VmRef(name), 0)
 
     await asyncio.gather(*(end(name) for name in sorted(view.vms)))
     await hypervisor.drop_all()

@@ -15,7 +15,7 @@ from random import Random
 from typing import Any
 
 from multiverse.core.errors import Refused
-from multiverse.core.model import CloneKind, JobState, SchedulerView, Size, Vm
+from multiverse.core.model import CloneKind, JobState, NodeSpec, SchedulerView, Size
 from multiverse.simulation.clock import EPOCH
 from multiverse.simulation.guests import LIVE, Guest, Joining, Run
 from multiverse.simulation.jobs import Batch, JobRecord, NodeRecord
@@ -47,7 +47,7 @@ class ClusterSettings:
 class Spare:
     """A node on offer: what of, and whether a job that names no image, or no kind, may take it."""
 
-    vm: Vm
+    node: NodeSpec
     any_image: bool
     any_kind: bool
     taken: bool = False
@@ -56,13 +56,13 @@ class Spare:
         """Whether a job may take it as it is submitted (multiverse.lua, take_spare)."""
         named = {*batch.features, *([batch.image] if batch.image else []), *([batch.kind.value] if batch.kind else [])}
         kinds = {CloneKind.INSTANT.value, CloneKind.AUTO.value}
-        told = self.vm.told
+        told = self.node.size
         return (
-            named <= {self.vm.image} | kinds
-            and (self.any_image or self.vm.image in named)
+            named <= {self.node.image} | kinds
+            and (self.any_image or self.node.image in named)
             and (self.any_kind or bool(named & kinds))
             and batch.nodes == 1
-            and (batch.size.cpus, batch.account) == (told.cpus, self.vm.account)
+            and (batch.size.cpus, batch.account) == (told.cpus, self.node.account)
             and batch.size.memory <= told.memory
             and batch.size.disk <= told.disk
             and not (batch.held or batch.delay or batch.after or batch.at_most)
@@ -249,9 +249,9 @@ class Cluster:
 
     def offer(self, spare: Spare) -> None:
         """Put a spare on offer, unless it was before, or was withdrawn."""
-        if spare.vm.name not in self._made:
-            self._made.add(spare.vm.name)
-            self._spares[spare.vm.name] = spare
+        if spare.node.name not in self._made:
+            self._made.add(spare.node.name)
+            self._spares[spare.node.name] = spare
 
     def withdraw(self, node: str) -> None:
         self._made.add(node)
@@ -274,7 +274,7 @@ class Cluster:
                 if name not in self.nodes:
                     self.violations.append(f"{name} is on offer, and is no node: its job would be refused")
                 spare.taken = True
-                return spare.vm.feature
+                return spare.node.tag
         return None
 
     # --- what it shows

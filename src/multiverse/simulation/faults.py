@@ -21,20 +21,8 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from multiverse.core.errors import Broken, Exhausted, MultiverseError, Unknown
 from multiverse.core.model import (
-    Attempt,
-    HypervisorView,
-    Identity,
-    JobRef,
-    NodeBootstrap,
     SchedulerView,
-    Size,
-    Stage,
-    TemplateKey,
-    User,
-    Vm,
-    VmSpec,
 )
-from multiverse.ports import Hypervisor, Scheduler
 
 T = TypeVar("T")
 Port = Literal["scheduler", "hypervisor"]
@@ -76,6 +64,7 @@ CALL_IDS: Mapping[tuple[Port, str], str] = {
     ("scheduler", "withdraw"): "s10",
     ("scheduler", "bootstrap"): "s11",
     ("scheduler", "user"): "s12",
+    ("scheduler", "publish"): "s13",
     ("hypervisor", "observe"): "h1",
     ("hypervisor", "build_template"): "h2",
     ("hypervisor", "delete_template"): "h3",
@@ -316,89 +305,6 @@ class Wire:
         task = asyncio.create_task(arrive())
         self._running[f"{blow.call}, late"] = task
         task.add_done_callback(lambda ended: self._over(f"{blow.call}, late", ended))
-
-
-class FaultyScheduler:
-    """A `ports.Scheduler` at the other end of a wire."""
-
-    def __init__(self, inner: Scheduler, wire: Wire) -> None:
-        self._inner = inner
-        self._call = wire.call
-
-    async def observe(self) -> SchedulerView:
-        return await self._call("observe", "", lambda: self._inner.observe())
-
-    async def pin(self, job: JobRef, feature: str, text: str = "") -> None:
-        await self._call("pin", job.job_id, lambda: self._inner.pin(job, feature, text), job, feature)
-
-    async def unpin(self, job: JobRef) -> None:
-        await self._call("unpin", job.job_id, lambda: self._inner.unpin(job), job)
-
-    async def requeue(self, job: JobRef) -> None:
-        await self._call("requeue", job.job_id, lambda: self._inner.requeue(job), job)
-
-    async def revoke(self, job: JobRef, reason: str) -> None:
-        await self._call("revoke", job.job_id, lambda: self._inner.revoke(job, reason), job)
-
-    async def set_down(self, node: str, reason: str) -> None:
-        await self._call("set_down", node, lambda: self._inner.set_down(node, reason), node)
-
-    async def delete_node(self, node: str) -> None:
-        await self._call("delete_node", node, lambda: self._inner.delete_node(node), node)
-
-    async def explain(self, job: JobRef, text: str) -> None:
-        await self._call("explain", job.job_id, lambda: self._inner.explain(job, text), job)
-
-    async def offer(self, vm: Vm) -> None:
-        await self._call("offer", vm.name, lambda: self._inner.offer(vm), vm)
-
-    async def withdraw(self, node: str) -> None:
-        await self._call("withdraw", node, lambda: self._inner.withdraw(node), node)
-
-    async def bootstrap(self, vm: Vm, attempt: Attempt | None) -> NodeBootstrap:
-        return await self._call("bootstrap", vm.name, lambda: self._inner.bootstrap(vm, attempt), vm, attempt)
-
-    async def user(self, uid: int) -> User:
-        return await self._call("user", str(uid), lambda: self._inner.user(uid), uid)
-
-
-class FaultyHypervisor:
-    """A `ports.Hypervisor` at the other end of a wire."""
-
-    def __init__(self, inner: Hypervisor, wire: Wire) -> None:
-        self._inner = inner
-        self._call = wire.call
-
-    @property
-    def hosts(self) -> Sequence[str]:
-        return self._inner.hosts
-
-    async def observe(self) -> HypervisorView:
-        return await self._call("observe", "", lambda: self._inner.observe())
-
-    async def build_template(self, template: TemplateKey) -> Sequence[Stage]:
-        what = f"{template.host}/{template.image}"
-        return await self._call("build_template", what, lambda: self._inner.build_template(template), template)
-
-    async def delete_template(self, template: TemplateKey) -> None:
-        await self._call(
-            "delete_template",
-            f"{template.host}/{template.image}",
-            lambda: self._inner.delete_template(template),
-            template,
-        )
-
-    async def create(self, vm: VmSpec) -> Sequence[Stage]:
-        return await self._call("create", vm.name, lambda: self._inner.create(vm), vm)
-
-    async def start(self, name: str, size: Size, identity: Identity) -> Sequence[Stage]:
-        return await self._call("start", name, lambda: self._inner.start(name, size, identity), name, size, identity)
-
-    async def add_user(self, name: str, user: User) -> None:
-        await self._call("add_user", name, lambda: self._inner.add_user(name, user), name, user)
-
-    async def destroy(self, name: str, grace: float) -> None:
-        await self._call("destroy", name, lambda: self._inner.destroy(name, grace), name, grace)
 
 
 # --- what befalls the world ------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from multiverse.core.model import HypervisorView, Identity, Size, Stage, TemplateKey, User, VmSpec
+from multiverse.core.model import HypervisorView, Identity, Size, Stage, TemplateKey, User, VmRef, VmSpec
 from multiverse.simulation.world import World
 
 
@@ -31,6 +31,22 @@ class SimulatedHypervisor:
         self._machines = world.machines
         self._rng = rng
         self._pace = pace or HostPace()
+
+    @property
+    def name(self) -> str:
+        return "simulated"
+
+    @property
+    def sources(self) -> Sequence[SimulatedHypervisor]:
+        return (self,)
+
+    @property
+    def templates(self) -> SimulatedHypervisor:
+        return self
+
+    @property
+    def users(self) -> SimulatedHypervisor:
+        return self
 
     @property
     def hosts(self) -> Sequence[str]:
@@ -62,24 +78,24 @@ class SimulatedHypervisor:
         self._machines.park(vm.name)
         return (command, clone)
 
-    async def start(self, name: str, size: Size, identity: Identity) -> Sequence[Stage]:
+    async def start(self, vm: VmRef, size: Size, identity: Identity) -> Sequence[Stage]:
         plug = await self._take("plug", self._pace.command)
-        self._machines.start(name, size, identity)
+        self._machines.start(vm.name, size, identity)
         identity_sent = await self._take("identity", self._pace.start)
-        self._machines.started(name)
+        self._machines.started(vm.name)
         return (plug, identity_sent)
 
-    async def add_user(self, name: str, user: User) -> None:
+    async def add_user(self, vm: VmRef, user: User) -> None:
         await self._take("command", self._pace.command)
-        self._machines.introduce(name, user)
+        self._machines.introduce(vm.name, user)
         await self._take("reply", self._pace.command)
 
-    async def destroy(self, name: str, grace: float) -> None:
+    async def destroy(self, vm: VmRef, grace: float) -> None:
         await self._take("command", self._pace.command)
         if grace > 0:
             await self._take("flush", (0.0, min(grace, 0.5)))
-            self._machines.write_back(name)
-        self._machines.destroy(name)
+            self._machines.write_back(vm.name)
+        self._machines.destroy(vm.name)
         await self._take("stop", self._pace.stop)
 
     async def _take(self, name: str, pace: tuple[float, float]) -> Stage:

@@ -28,6 +28,7 @@ from multiverse.core.model import (
     Size,
     TemplateKey,
     User,
+    VmRef,
     VmSpec,
 )
 from multiverse.simulation.cluster import ClusterSettings
@@ -213,7 +214,7 @@ class _Replay:
             case ["scheduler", ("unpin" | "requeue") as name]:
                 return getattr(self.scheduler, name)(self._ref(line))  # type: ignore[no-any-return]
             case ["scheduler", "pin"]:
-                return self.scheduler.pin(self._ref(line), line["feature"])
+                return self.scheduler.pin(self._ref(line), line["feature"], ())
             case ["scheduler", "revoke"]:
                 return self.scheduler.revoke(self._ref(line), line["reason"])
             case ["scheduler", "explain"]:
@@ -247,11 +248,11 @@ class _Replay:
                     )
                 )
             case ["hypervisor", "start"]:
-                return self.hypervisor.start(line["vm"], Size(*line["size"]), self._identity(line))
+                return self.hypervisor.start(VmRef(line["vm"]), Size(*line["size"]), self._identity(line))
             case ["hypervisor", "add_user"]:
-                return self.hypervisor.add_user(line["vm"], self._user(line["uid"]))
+                return self.hypervisor.add_user(VmRef(line["vm"]), self._user(line["uid"]))
             case ["hypervisor", "destroy"]:
-                return self.hypervisor.destroy(line["vm"], line["grace"])
+                return self.hypervisor.destroy(VmRef(line["vm"]), line["grace"])
         raise ValueError(f"no such call: {line['call']}")
 
     def _ref(self, line: Line) -> JobRef:

@@ -22,13 +22,12 @@ from multiverse.simulation.faults import (
     Call,
     Death,
     Fates,
-    FaultyHypervisor,
-    FaultyScheduler,
     Mishap,
     Odds,
     What,
     Wire,
 )
+from multiverse.simulation.faulty import FaultyHypervisor, FaultyScheduler
 from multiverse.simulation.guests import GuestPace
 from multiverse.simulation.hypervisor import SimulatedHypervisor
 from multiverse.simulation.jobs import Batch, JobRecord

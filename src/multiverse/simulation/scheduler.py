@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
 from multiverse.config import ImageSettings
 from multiverse.core.errors import Gone, Refused, Stale, Unknown
-from multiverse.core.model import Attempt, JobRef, JobState, NodeBootstrap, SchedulerView, User, Vm
-from multiverse.core.pool import named_by_none, node_features
+from multiverse.core.model import JobRef, JobState, NodeBootstrap, NodeSpec, SchedulerView, User
+from multiverse.core.pool import named_by_none
 from multiverse.simulation.cluster import Spare
 from multiverse.simulation.guests import LIVE, Joining
 from multiverse.simulation.jobs import JobRecord
@@ -45,19 +46,19 @@ class SimulatedScheduler:
         await self._reply()
         return view
 
-    async def pin(self, job: JobRef, feature: str, text: str = "") -> None:
+    async def pin(self, job: JobRef, tag: str, nodes: Sequence[str], text: str = "") -> None:
         await self._reach()
         record = self._reread(job)
-        if record.pin == feature and record.state in LIVE:
+        if record.pin == tag and record.state in LIVE:
             return  # said before, and it has started since
         if record.state is not JobState.PENDING:
             raise Stale(f"job {job.job_id} is {record.state}")
         if record.held:
             raise Stale(f"job {job.job_id} is held by its user")
-        if not self._cluster.offers(feature):
+        if not self._cluster.offers(tag):
             record.pin = None  # Slurm has moved it all the same, and the driver puts it back at the gate
-            raise Refused(f"no node has the feature {feature}", hint="pin after its nodes have registered")
-        record.pin = feature
+            raise Refused(f"no node has the feature {tag}", hint="pin after its nodes have registered")
+        record.pin = tag
         self._wake(record)
         await self._reply()
 
@@ -117,15 +118,23 @@ class SimulatedScheduler:
         self._reread(job).comment = text
         await self._reply()
 
-    async def offer(self, vm: Vm) -> None:
-        self._cluster.offer(Spare(vm, *named_by_none(vm.image, self._image.default, self._image.kind)))
+    @property
+    def offers(self) -> SimulatedScheduler:
+        return self
+
+    @property
+    def submission(self) -> None:
+        return None
+
+    async def offer(self, node: NodeSpec) -> None:
+        self._cluster.offer(Spare(node, *named_by_none(node.image, self._image.default, self._image.kind)))
 
     async def withdraw(self, node: str) -> None:
         self._cluster.withdraw(node)
 
-    async def bootstrap(self, vm: Vm, attempt: Attempt | None) -> NodeBootstrap:
-        features = (self._cluster.settings.node_feature, *node_features(vm, attempt))
-        return Joining(vm.name, features, vm.told).pack()
+    async def bootstrap(self, node: NodeSpec) -> NodeBootstrap:
+        features = (self._cluster.settings.node_feature, *node.features)
+        return Joining(node.name, features, node.size).pack()
 
     async def user(self, uid: int) -> User:
         user = self._world.user(uid)

@@ -29,6 +29,7 @@ from multiverse.core.model import (
     TemplateSeen,
     User,
     VmCondition,
+    VmRef,
     VmSeen,
     VmSpec,
 )
@@ -86,6 +87,26 @@ class QemuHypervisor:
     def accelerator(self) -> Accelerator:
         """How guests are run: by KVM, or emulated."""
         return self._accelerator
+
+    @property
+    def name(self) -> str:
+        """See `ports.Source`: this machine answers for itself."""
+        return self._host.name
+
+    @property
+    def sources(self) -> Sequence[QemuHypervisor]:
+        """See `ports.Hypervisor`."""
+        return (self,)
+
+    @property
+    def templates(self) -> QemuHypervisor:
+        """See `ports.Hypervisor`."""
+        return self
+
+    @property
+    def users(self) -> QemuHypervisor:
+        """See `ports.Hypervisor`."""
+        return self
 
     @property
     def hosts(self) -> Sequence[str]:
@@ -362,18 +383,19 @@ class QemuHypervisor:
         trust.check(image.path, inside=True)
         return image
 
-    async def start(self, name: str, size: Size, identity: Identity) -> Sequence[Stage]:
+    async def start(self, vm: VmRef, size: Size, identity: Identity) -> Sequence[Stage]:
         """See `ports.Hypervisor`."""
-        self._check_name(name)
-        return await self._in_thread(self._vms.start, name, size, identity)
+        self._check_name(vm.name)
+        return await self._in_thread(self._vms.start, vm.name, size, identity)
 
-    async def add_user(self, name: str, user: User) -> None:
-        """See `ports.Hypervisor`."""
-        self._check_name(name)
-        await self._in_thread(self._vms.introduce, name, user)
+    async def add_user(self, vm: VmRef, user: User) -> None:
+        """See `ports.GuestUsers`."""
+        self._check_name(vm.name)
+        await self._in_thread(self._vms.introduce, vm.name, user)
 
-    async def destroy(self, name: str, grace: float) -> None:
+    async def destroy(self, vm: VmRef, grace: float) -> None:
         """See `ports.Hypervisor`."""
+        name = vm.name
         self._check_name(name)
         making = self._making.get(name)
         await self._in_thread(self._vms.destroy, name, grace)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from multiverse.config import Settings
 from multiverse.core.errors import Broken
-from multiverse.core.model import Attempt, Daemon, GuestFile, NodeBootstrap, Vm
-from multiverse.core.pool import node_features
+from multiverse.core.model import Daemon, GuestFile, NodeBootstrap, NodeSpec
 from multiverse.drivers.slurm import conf
 from multiverse.guest.protocol import INTRODUCED
 
@@ -39,25 +38,25 @@ def read(path: Path) -> str:
     return text + "".join("\n" + read(path.parent / name) for name in conf.included(text))
 
 
-def bootstrap(settings: Settings, vm: Vm, attempt: Attempt | None) -> NodeBootstrap:
+def bootstrap(settings: Settings, node: NodeSpec) -> NodeBootstrap:
     """Files, directories and daemons for one VM. Reads the site's slurm.conf and munge key: blocks briefly."""
-    node = conf.node_conf(vm.told, (settings.slurm.node_feature, *node_features(vm, attempt)))
+    line = conf.node_conf(node.size, (settings.slurm.node_feature, *node.features))
     slurmd = Daemon(
-        "slurmd", ("/usr/sbin/slurmd", "-D", "-Z", "-N", vm.name, "-f", "/etc/slurm/slurm.conf", "--conf", node)
+        "slurmd", ("/usr/sbin/slurmd", "-D", "-Z", "-N", node.name, "-f", "/etc/slurm/slurm.conf", "--conf", line)
     )
     return NodeBootstrap(
-        files=tuple(_files(settings, spare=attempt is None)), directories=_DIRECTORIES, daemons=(_munged(vm), slurmd)
+        files=tuple(_files(settings, spare=node.spare)), directories=_DIRECTORIES, daemons=(_munged(node), slurmd)
     )
 
 
-def _munged(vm: Vm) -> Daemon:
+def _munged(node: NodeSpec) -> Daemon:
     """It holds up slurmd, which waits for a second if it is not there: so it is spared what a node has no use for,
     more threads, a look at the name service for its own address, and reading all groups (measured: 0.1 s)."""
-    spared = ("--num-threads=1", f"--origin={vm.address.partition('/')[0]}", "--group-update-time=-1")
+    spared = ("--num-threads=1", f"--origin={node.address.partition('/')[0]}", "--group-update-time=-1")
     return Daemon("munged", ("/usr/sbin/munged", "--foreground", *spared), user="munge", ready_path=_SOCKET)
 
 
-def may_be_offered(settings: Settings, vm: Vm) -> bool:
+def may_be_offered(settings: Settings, node: NodeSpec) -> bool:
     """Whether a job may take this spare by itself: its node keeps it waiting until its user is introduced, which it
     does not with a slurm.conf of the site's own; nobody else asks who that is before; and Slurm gives no job more CPUs
     for its memory than it asked for, which would not fit any more."""
@@ -65,7 +64,7 @@ def may_be_offered(settings: Settings, vm: Vm) -> bool:
     waits = own is None or not (own / "slurm.conf").is_file()
     known_before = "disable_send_gids" not in conf.value(text, "LaunchParameters").lower()
     most = conf.value(text, "MaxMemPerCPU")
-    return waits and known_before and (not most.isdigit() or vm.told.memory <= int(most or 0) * vm.told.cpus)
+    return waits and known_before and (not most.isdigit() or node.size.memory <= int(most or 0) * node.size.cpus)
 
 
 def _files(settings: Settings, *, spare: bool) -> Iterator[GuestFile]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from multiverse.config import Settings
 from multiverse.core.errors import Exhausted, Gone, Refused, Stale, Unknown
-from multiverse.core.model import Attempt, JobRef, NodeBootstrap, NodeState, SchedulerView, User, Vm
+from multiverse.core.model import JobRef, NodeBootstrap, NodeSpec, NodeState, SchedulerView, User
 from multiverse.core.pool import named_by_none
 from multiverse.drivers.slurm import account, conf, parse
 from multiverse.drivers.slurm import bootstrap as guest
@@ -96,9 +96,9 @@ class SlurmScheduler:
     async def _reread(self, job: JobRef) -> Fresh:
         return await reread(self._commands, job, self._slurm.gate_feature)
 
-    async def pin(self, job: JobRef, feature: str, text: str = "") -> None:
+    async def pin(self, job: JobRef, tag: str, nodes: Sequence[str], text: str = "") -> None:
         fresh = await self._reread(job)
-        tied = fresh.partition == self._slurm.run_partition and fresh.pinned == feature
+        tied = fresh.partition == self._slurm.run_partition and fresh.pinned == tag
         if tied and (fresh.active or (fresh.pending and fresh.priority)):
             if text and not fresh.comment:
                 await self._update(job, f"AdminComment={_line(text)}")
@@ -107,7 +107,7 @@ class SlurmScheduler:
             raise Stale(f"job {job.job_id} is {fresh.state.lower()}")
         if fresh.priority == 0:
             raise Stale(f"job {job.job_id} is held: {fresh.reason}")
-        changes = [f"Partition={self._slurm.run_partition}", f"Features={'&'.join((*fresh.own, feature))}"]
+        changes = [f"Partition={self._slurm.run_partition}", f"Features={'&'.join((*fresh.own, tag))}"]
         if text:
             changes.append(f"AdminComment={_line(text)}")
         if job.restarts:
@@ -119,7 +119,7 @@ class SlurmScheduler:
             # "Requested partition configuration not available now" is a remark, not a refusal: the nodes
             # are busy or too small at this moment, and the job has been moved all the same.
             after = await self._reread(job)
-            if after.partition != self._slurm.run_partition or after.pinned != feature:
+            if after.partition != self._slurm.run_partition or after.pinned != tag:
                 await self._to_gate(job, after)  # features that no node has are refused, the partition is not
                 raise
 
@@ -185,16 +185,26 @@ class SlurmScheduler:
         await self._reread(job)
         await self._update(job, f"AdminComment={_line(text)}")
 
-    async def offer(self, vm: Vm) -> None:
-        if await asyncio.to_thread(guest.may_be_offered, self._settings, vm):
-            any_image, any_kind = named_by_none(vm.image, self._settings.image.default, self._settings.image.kind)
-            self._offers.offer(vm, any_image=any_image, any_kind=any_kind)
+    @property
+    def offers(self) -> SlurmScheduler:
+        """See `ports.Scheduler`."""
+        return self
+
+    @property
+    def submission(self) -> None:
+        """See `ports.Scheduler`."""
+        return None
+
+    async def offer(self, node: NodeSpec) -> None:
+        if await asyncio.to_thread(guest.may_be_offered, self._settings, node):
+            any_image, any_kind = named_by_none(node.image, self._settings.image.default, self._settings.image.kind)
+            self._offers.offer(node, any_image=any_image, any_kind=any_kind)
 
     async def withdraw(self, node: str) -> None:
         self._offers.withdraw(node)
 
-    async def bootstrap(self, vm: Vm, attempt: Attempt | None) -> NodeBootstrap:
-        return await asyncio.to_thread(guest.bootstrap, self._settings, vm, attempt)
+    async def bootstrap(self, node: NodeSpec) -> NodeBootstrap:
+        return await asyncio.to_thread(guest.bootstrap, self._settings, node)
 
     async def user(self, uid: int) -> User:
         return await asyncio.to_thread(account.lookup, uid)

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from multiverse.core.errors import Exhausted, Unknown
-from multiverse.core.model import Vm
+from multiverse.core.model import NodeSpec
 
 DIRECTORY = "spares"
 _LIST = "list"
@@ -37,18 +37,18 @@ class Offers:
         self._last: dict[str, bool] | None = None
         self._listed: tuple[list[str], float] = ([], 0.0)
 
-    def offer(self, vm: Vm, *, any_image: bool, any_kind: bool) -> None:
+    def offer(self, node: NodeSpec, *, any_image: bool, any_kind: bool) -> None:
         """Offer a spare, unless it was offered or withdrawn before. `any_image`, `any_kind`: also to jobs that name
         none. `Exhausted` if that cannot be written."""
         try:
             with self._directory(make=True) as directory:
-                told = vm.told
-                wants = f"{vm.image} {int(any_image)} {int(any_kind)}"
-                self._lines[vm.name] = f"{vm.name} {vm.feature} {wants} {told.cpus} {told.memory} {told.disk}\n"
-                if self._once(directory, vm.name):
-                    os.close(os.open(f"open.{vm.name}", _NEW, 0o600, dir_fd=directory))
-                    self._write(directory, [*self._listed[0], self._lines[vm.name]])
-                    self._last = {**(self._last or {}), vm.name: False}
+                told = node.size
+                wants = f"{node.image} {int(any_image)} {int(any_kind)}"
+                self._lines[node.name] = f"{node.name} {node.tag} {wants} {told.cpus} {told.memory} {told.disk}\n"
+                if self._once(directory, node.name):
+                    os.close(os.open(f"open.{node.name}", _NEW, 0o600, dir_fd=directory))
+                    self._write(directory, [*self._listed[0], self._lines[node.name]])
+                    self._last = {**(self._last or {}), node.name: False}
         except OSError as error:
             raise self._unwritable(error) from error
 
