@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from multiverse.core.lifecycle import TABLES
+from multiverse.core.machines.tables import TABLES
 from tests.integration.conftest import LabUnderTest
 from tests.integration.mortal import Deadly, Mortal, counting, over
 from tests.integration.watch import accounted, kept_by_slurm, mend, nothing_left, until, written

@@ -23,20 +23,20 @@ from hypothesis import strategies as st
 
 from multiverse.config import HostSettings, PacingSettings, PoolSettings, Settings
 from multiverse.controller.loop import Controller
-from multiverse.core import plan
+from multiverse.core import planner
 from multiverse.core.errors import Refused
-from multiverse.core.lifecycle import TABLES, Event
+from multiverse.core.machines import vm as vm_machine
+from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import CloneKind, Depth, Host, SchedulerView, Size, Vm, VmState, World
-from multiverse.core.pacing import Policy
-from multiverse.core.placement import vm_claim, vm_size
-from multiverse.core.rows import Change, Draft
+from multiverse.core.policy import Policy
+from multiverse.core.provisioning.sizes import vm_claim, vm_size
+from multiverse.core.state import PlanState
+from multiverse.core.transition import Change, Event
 from multiverse.simulation.cluster import ClusterSettings
 from multiverse.simulation.faults import (
     Blow,
     Death,
     Fault,
-    FaultyHypervisor,
-    FaultyScheduler,
     Mishap,
     Odds,
     Port,
@@ -44,6 +44,7 @@ from multiverse.simulation.faults import (
     every,
     possible,
 )
+from multiverse.simulation.faulty import FaultyHypervisor, FaultyScheduler
 from multiverse.simulation.fuzz import Verdict, fuzz, load, save
 from multiverse.simulation.jobs import Batch
 from multiverse.simulation.machines import ABILITIES, Image, Machines
@@ -475,7 +476,7 @@ def test_a_job_that_only_a_host_given_up_could_hold_is_refused_with_the_reason()
 
 def test_a_broken_planner_is_found_shrunk_kept_and_replayed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Were claims never given back, the simulation would notice, and say so in a short story."""
-    monkeypatch.setattr("multiverse.core.plan._step_releasing", lambda *_: None)
+    monkeypatch.setattr("multiverse.core.machines.vm._step_releasing", lambda *_: None)
     arrivals = (*ONE.arrivals, Arrival(2.0, Batch(seconds=1.0)), Arrival(3.0, Batch(), deeds=(Deed(1.0, "cancel"),)))
     mishaps = (Mishap(7.0, What.VM_DIES), Mishap(9.0, What.RECONFIGURED), Mishap(11.0, What.CLUSTER_AWAY, 2.0))
     odds = Odds({Fault.SLOW: 0.1, Fault.TWICE: 0.1})
@@ -501,27 +502,27 @@ def test_the_world_notices_a_job_that_is_cancelled_for_no_reason(monkeypatch: py
 
 def test_the_world_notices_a_run_that_we_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a VM that serves and is well, once: its job is queued again and comes to its end, and a week is lost."""
-    step, ended = plan._step_vm, set[int]()
+    step, ended = planner.step_vm, set[int]()
 
-    def unsound(draft: Draft, vm_id: int, world: World, policy: Policy) -> None:
+    def unsound(draft: PlanState, vm_id: int, world: World, policy: Policy) -> None:
         vm = draft.vms.get(vm_id)
         if vm is not None and vm.state is VmState.SERVING and not ended:
             ended.add(vm_id)
-            plan._fail(draft, vm, Event.DIED, "it is Friday")
+            vm_machine._fail(draft, vm, Event.DIED, "it is Friday")
         else:
             step(draft, vm_id, world, policy)
 
-    monkeypatch.setattr(plan, "_step_vm", unsound)
+    monkeypatch.setattr(planner, "step_vm", unsound)
     outcome = simulate(replace(ONE, arrivals=(Arrival(1.0, Batch(seconds=30.0)),)))
     assert list(outcome.results.values()) == ["COMPLETED"]
     assert outcome.wrongs == ["job 1 ran on VMs that were all well, and lost mvsimul-1, which we set DOWN"]
 
 
 def test_the_world_notices_a_vm_that_nothing_is_claimed_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unsound(draft: Draft, vm: Vm, world: World) -> None:
+    def unsound(draft: PlanState, vm: Vm, world: World) -> None:
         draft.move(Change(replace(vm, state=VmState.GONE), Event.ABSENT), free=[vm.key])
 
-    monkeypatch.setattr(plan, "_step_releasing", unsound)
+    monkeypatch.setattr(vm_machine, "_step_releasing", unsound)
     assert any("nothing is claimed for it" in wrong for wrong in simulate(ONE).wrongs)
 
 

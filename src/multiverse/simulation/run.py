@@ -14,7 +14,7 @@ from multiverse.config import Settings
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Exhausted
 from multiverse.core.model import Size, TemplateCondition
-from multiverse.core.rows import Command
+from multiverse.core.transition import Command
 from multiverse.ports import Clock
 from multiverse.simulation.clock import VirtualClock
 from multiverse.simulation.faults import (
