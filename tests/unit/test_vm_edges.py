@@ -78,7 +78,7 @@ def job(of: Attempt, state: JobState = JobState.PENDING, *, pinned: bool = False
 
 def test_absence_does_not_count_in_a_look_that_began_as_the_vm_was_started() -> None:
     one, starting = attempt(A.SPAWNING), vm(V.STARTING, attempt=1, since=NOW - 5)
-    quiet = {starting.key: NOW - 6}
+    effect_ended_at = {starting.key: NOW - 6}
     assert of_vm(decided(one, starting, jobs=(job(one),), effect_ended_at=effect_ended_at, at=NOW - 5)) == []
     died = (Event.DIED, "releasing", "the VM died")
     assert died in of_vm(decided(one, starting, jobs=(job(one),), effect_ended_at=effect_ended_at, at=NOW - 4))
@@ -124,7 +124,7 @@ def kept(one: Attempt, state: V, *jobs: Job, scheduler: bool = True, effect_ende
         seen=DEAD,
         why="it broke",
         scheduler=scheduler,
-        effect_ended_at={one.key: quiet},
+        effect_ended_at={one.key: effect_ended_at},
     )
     (first, *_) = of_vm(changes)
     assert first[2] == "it broke" and not any(c.row.quarantined for c in changes)
