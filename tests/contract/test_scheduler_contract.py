@@ -31,7 +31,7 @@ from multiverse.core.model import (
     VmSpec,
     VmState,
 )
-from multiverse.core.pool import node_spec
+from multiverse.core.provisioning.spares import node_spec
 from multiverse.ports import Scheduler
 from multiverse.simulation.cluster import ClusterSettings
 from multiverse.simulation.hypervisor import SimulatedHypervisor

@@ -20,7 +20,7 @@ from typing import Any
 
 from multiverse import config
 from multiverse.cli.daemon import daemon
-from multiverse.core.rows import Move
+from multiverse.core.transition import Move
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.host import manifest, process
 from multiverse.lab.process import recorded

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from multiverse.core.lifecycle import TABLES
+from multiverse.core.machines.tables import TABLES
 from tests.integration.conftest import LabUnderTest
 from tests.integration.restarting_daemon import RestartingDaemon, StartDaemon, attempt_is, counting_job
 from tests.integration.watch import accounted, kept_by_slurm, mend, nothing_left, until, written

@@ -16,7 +16,7 @@ import pytest
 from multiverse.config import Settings
 from multiverse.core.errors import Gone, MultiverseError, Refused, Stale, Unknown
 from multiverse.core.model import CloneKind, Job, JobRef, JobState, NodeState, SchedulerView, Size
-from multiverse.core.pool import node_spec
+from multiverse.core.provisioning.spares import node_spec
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.drivers.slurm.inbox import hints
 from tests.integration.fake_guest import SITE, FakeGuest, attempt, vm

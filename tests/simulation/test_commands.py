@@ -7,7 +7,7 @@ from random import Random
 
 from multiverse.config import Settings
 from multiverse.controller.loop import Controller
-from multiverse.core.rows import Command
+from multiverse.core.transition import Command
 from multiverse.simulation.clock import VirtualClock
 from multiverse.simulation.hypervisor import SimulatedHypervisor
 from multiverse.simulation.loop import run

@@ -23,13 +23,15 @@ from hypothesis import strategies as st
 
 from multiverse.config import HostSettings, PacingSettings, PoolSettings, Settings
 from multiverse.controller.loop import Controller
-from multiverse.core import plan
+from multiverse.core import planner
 from multiverse.core.errors import Refused
-from multiverse.core.lifecycle import TABLES, Event
+from multiverse.core.machines import vm as vm_machine
+from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import CloneKind, Depth, Host, SchedulerView, Size, Vm, VmState, World
-from multiverse.core.pacing import Policy
-from multiverse.core.placement import vm_claim, vm_size
-from multiverse.core.rows import Change, Draft
+from multiverse.core.policy import Policy
+from multiverse.core.provisioning.sizes import vm_claim, vm_size
+from multiverse.core.state import PlanState
+from multiverse.core.transition import Change, Event
 from multiverse.simulation.cluster import ClusterSettings
 from multiverse.simulation.faults import (
     CALL_IDS,
@@ -491,7 +493,7 @@ def test_a_broken_planner_is_found_and_its_scenario_shrunk_saved_and_replayed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """If claims were never released, the simulation would report that in a short story."""
-    monkeypatch.setattr("multiverse.core.plan._step_releasing", lambda *_: None)
+    monkeypatch.setattr("multiverse.core.machines.vm._step_releasing", lambda *_: None)
     arrivals = (
         *ONE.arrivals,
         Arrival(2.0, Batch(seconds=1.0)),
@@ -518,34 +520,34 @@ def test_a_broken_planner_is_found_and_its_scenario_shrunk_saved_and_replayed(
 
 
 def test_the_world_reports_a_job_that_is_cancelled_without_a_true_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multiverse.core.admission.could_ever_fit", lambda *_: False)
+    monkeypatch.setattr("multiverse.core.provisioning.admission.could_ever_fit", lambda *_: False)
     (wrong,) = simulate(ONE).violations
     assert "nothing justifies" in wrong and "fits on no host" in wrong
 
 
 def test_the_world_reports_a_healthy_run_that_the_controller_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """The job is queued again and completes, but its first run is lost."""
-    step, ended = plan._step_vm, set[int]()
+    step, ended = planner.step_vm, set[int]()
 
-    def unsound(draft: Draft, vm_id: int, world: World, policy: Policy) -> None:
+    def unsound(draft: PlanState, vm_id: int, world: World, policy: Policy) -> None:
         vm = draft.vms.get(vm_id)
         if vm is not None and vm.state is VmState.SERVING and not ended:
             ended.add(vm_id)
-            plan._fail(draft, vm, Event.DIED, "no reason")
+            vm_machine._fail(draft, vm, Event.DIED, "no reason")
         else:
             step(draft, vm_id, world, policy)
 
-    monkeypatch.setattr(plan, "_step_vm", unsound)
+    monkeypatch.setattr(planner, "step_vm", unsound)
     outcome = simulate(replace(ONE, arrivals=(Arrival(1.0, Batch(seconds=30.0)),)))
     assert list(outcome.results.values()) == ["COMPLETED"]
     assert outcome.violations == ["job 1 ran on VMs that were all well, and lost mvsimul-1, which we set DOWN"]
 
 
 def test_the_world_reports_a_vm_without_a_claim(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unsound(draft: Draft, vm: Vm, world: World) -> None:
+    def unsound(draft: PlanState, vm: Vm, world: World) -> None:
         draft.move(Change(replace(vm, state=VmState.GONE), Event.ABSENT), free=[vm.key])
 
-    monkeypatch.setattr(plan, "_step_releasing", unsound)
+    monkeypatch.setattr(vm_machine, "_step_releasing", unsound)
     assert any("nothing is claimed for it" in wrong for wrong in simulate(ONE).violations)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from multiverse.core.errors import Exhausted, Refused, Unknown
-from multiverse.core.lifecycle import EffectKind, effect_of
+from multiverse.core.machines.tables import effect_of
 from multiverse.core.model import (
     Attempt,
     AttemptState,
@@ -26,9 +26,10 @@ from multiverse.core.model import (
     VmSeen,
     VmState,
 )
-from multiverse.core.pacing import Pool
-from multiverse.core.pool import named_by_none, node_spec
-from multiverse.core.refill import standing
+from multiverse.core.policy import Pool
+from multiverse.core.provisioning.pools import pool_status
+from multiverse.core.provisioning.spares import named_by_none, node_spec
+from multiverse.core.transition import EffectKind
 from multiverse.drivers.slurm import offers as files
 from multiverse.drivers.slurm.offers import Offers
 from multiverse.service.views import phases
@@ -89,12 +90,12 @@ def test_a_joined_spare_is_offered_once_it_is_an_idle_node() -> None:
     assert (s.spare.state, s.spare.offer) == (V.JOINED, Offer.OPEN)
     effect = effect_of(s.spare)
     assert effect is not None and effect.kind is EffectKind.OFFER
-    (pool,) = standing(s.rows, s.world, s.policy)
+    (pool,) = pool_status(s.rows, s.world, s.policy)
     assert (pool.ready, pool.offered, pool.making) == (1, 1, 0)
     for offers in ({}, {s.spare.name: True}):  # a scheduler that cannot offer it; a job that has just taken it
         s.offers = offers
         s.observe()
-        (pool,) = standing(s.rows, s.world, s.policy)
+        (pool,) = pool_status(s.rows, s.world, s.policy)
         assert (pool.ready, pool.offered) == (1, 0)
 
 
@@ -135,7 +136,7 @@ def test_it_is_allocated_when_its_user_is_known_and_not_before() -> None:
     s.run()
     assert s.attempt().state is A.SPAWNED, "another is"
     s.vms[vm.name] = VmSeen(vm.name, "h1", VmCondition.RUNNING, introduced=(1000,))
-    s.quiet[s.attempt().key] = math.inf
+    s.effect_ended_at[s.attempt().key] = math.inf
     s.run()
     assert s.attempt().state is A.SPAWNED, "its user is being told what it is"
     s.introduced()
@@ -159,7 +160,7 @@ def test_a_guest_that_cannot_be_told_ends_and_its_node_goes_down(state: JobState
     s = Stage()
     s.taken()
     s.comes("7", s.spare, state)
-    s.quiet[s.attempt().key] = s.clock.time + 5.0
+    s.effect_ended_at[s.attempt().key] = s.clock.time + 5.0
     s.run(failed(s.attempt(), EffectKind.PIN, Refused("it could not be told of its user")))
     assert s.attempt().state is A.SPAWNED, "the look is from before that was said"
     s.pass_time(5.0)
@@ -172,7 +173,7 @@ def test_a_guest_that_cannot_be_told_ends_and_its_node_goes_down(state: JobState
 def test_one_that_has_let_its_job_in_is_not_ended_because_it_refuses_the_second_word() -> None:
     s = Stage()
     s.taken()
-    s.quiet[s.attempt().key] = s.clock.time + 5.0
+    s.effect_ended_at[s.attempt().key] = s.clock.time + 5.0
     s.run(failed(s.attempt(), EffectKind.PIN, Refused("it could not be told of its user")))
     s.pass_time(5.0)
     s.introduced()  # by the first, whose answer was lost
@@ -194,7 +195,7 @@ def test_one_that_gives_no_answer_is_told_again_and_not_for_ever() -> None:
 def test_while_it_is_being_told_its_time_is_not_over() -> None:
     s = Stage()
     s.taken()
-    s.quiet[s.attempt().key] = math.inf
+    s.effect_ended_at[s.attempt().key] = math.inf
     s.pass_time(2 * s.policy.pin_timeout)
     s.run()
     assert [vm.state for vm in s.all_vms()] == [V.JOINED]
@@ -372,7 +373,7 @@ def test_a_look_from_before_says_nothing_of_it() -> None:
     s = Stage()
     vm = s.spare
     s.observe()
-    s.quiet[vm.key] = s.clock.time + 10.0
+    s.effect_ended_at[vm.key] = s.clock.time + 10.0
     s.offers[vm.name] = True
     s.run()
     assert s.rows.vms[vm.id].offer is Offer.OPEN

@@ -27,7 +27,7 @@ from multiverse.core.model import (
     VmSpec,
     VmState,
 )
-from multiverse.core.pool import node_spec
+from multiverse.core.provisioning.spares import node_spec
 from multiverse.simulation.cluster import ClusterSettings
 from multiverse.simulation.hypervisor import SimulatedHypervisor
 from multiverse.simulation.jobs import Batch

@@ -15,7 +15,7 @@ import pytest
 from multiverse.config import Settings, SlurmSettings
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Stale, Unknown
 from multiverse.core.model import AttemptState, CloneKind, Size, Vm, VmState
-from multiverse.core.pool import node_spec
+from multiverse.core.provisioning.spares import node_spec
 from multiverse.drivers.slurm import bootstrap, conf, install
 from multiverse.drivers.slurm.command import meaning
 from multiverse.drivers.slurm.inbox import Hint, hints, take

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 import structlog
 
 from multiverse.core.errors import Broken, Gone, MultiverseError, Refused, Stale, Unknown
-from multiverse.core.lifecycle import Effect, EffectKind, effect_of
+from multiverse.core.machines.tables import effect_of
 from multiverse.core.model import Attempt, Depth, Identity, Key, Mount, Row, Stage, Template, User, Vm, VmRef, VmSpec
-from multiverse.core.pool import node_spec
-from multiverse.core.rows import Done, Rows
+from multiverse.core.provisioning.spares import node_spec
+from multiverse.core.state import Rows
+from multiverse.core.transition import Done, Effect, EffectKind
 from multiverse.ports import Clock, Hypervisor, Scheduler
 
 log = structlog.get_logger()
@@ -72,14 +73,14 @@ class Effects:
         self._scheduler, self._hypervisor, self._clock = scheduler, hypervisor, clock
         self._around, self._done = around, done
         self._lanes: dict[Key, _Lane] = {}
-        self._quiet: dict[Key, float] = {}
+        self._effect_ended_at: dict[Key, float] = {}
         self._telling = asyncio.Semaphore(TELLING)
 
     # --- what runs, and when something is due -------------------------------------------------------
 
-    def quiet(self) -> Mapping[Key, float]:
+    def ended_at(self) -> Mapping[Key, float]:
         """For each live row, when its last effect ended; infinity while one runs."""
-        return dict(self._quiet)
+        return dict(self._effect_ended_at)
 
     def next_due(self) -> float:
         """When the next repetition is due."""
@@ -124,13 +125,13 @@ class Effects:
             lane = self._lanes.setdefault(key, _Lane(effect, _state(subject)))
             if lane.task is None and lane.effect == effect and self._due(lane) <= self._clock.now():
                 self._begin(lane, subject)
-        for key in [key for key in self._quiet if key not in live and key not in self._lanes]:
-            del self._quiet[key]
+        for key in [key for key in self._effect_ended_at if key not in live and key not in self._lanes]:
+            del self._effect_ended_at[key]
 
     def _begin(self, lane: _Lane, subject: Row | str) -> None:
         lane.began, lane.state = self._clock.now(), _state(subject)
         lane.runs += 1
-        self._quiet[lane.effect.key] = float("inf")
+        self._effect_ended_at[lane.effect.key] = float("inf")
         lane.task = asyncio.create_task(self._run(lane, subject), name=f"{lane.effect.kind} {lane.effect.key}")
         lane.task.add_done_callback(lambda task: self._never_ran(lane, task))
 
@@ -141,7 +142,7 @@ class Effects:
 
     def _ended(self, lane: _Lane, error: MultiverseError | None, stages: Sequence[Stage]) -> None:
         lane.task = None
-        lane.ended = self._quiet[lane.effect.key] = self._clock.now()
+        lane.ended = self._effect_ended_at[lane.effect.key] = self._clock.now()
         failed = error is not None and not isinstance(error, Stale)
         lane.failures, lane.why = (lane.failures + 1, str(error)) if failed else (0, "")
         if failed:

@@ -13,12 +13,13 @@ from multiverse.config import Settings
 from multiverse.controller.effects import Effects, Surroundings
 from multiverse.controller.observe import Observer
 from multiverse.core.errors import MultiverseError
-from multiverse.core.lifecycle import Effect, EffectKind
 from multiverse.core.model import AttemptState, CloneKind, HypervisorView, SchedulerView, Size, VmState, World
-from multiverse.core.pacing import Meter, Policy, Pool
-from multiverse.core.plan import orphans, plan
-from multiverse.core.refill import Standing, standing
-from multiverse.core.rows import Command, Done, Message, Rows
+from multiverse.core.planner import orphans, plan
+from multiverse.core.policy import Policy, Pool
+from multiverse.core.provisioning.forecast import ForecastRecorder
+from multiverse.core.provisioning.pools import PoolStatus, pool_status
+from multiverse.core.state import Rows
+from multiverse.core.transition import Command, Done, Effect, EffectKind, Message
 from multiverse.ports import Clock, Hypervisor, Scheduler
 from multiverse.store import Store, Transaction
 
@@ -94,7 +95,7 @@ class Controller:
     ) -> None:
         self._store, self._clock, self._settings = store, clock, settings
         self.policy = policy_of(settings)
-        self._meter = Meter(self.policy)
+        self._meter = ForecastRecorder(self.policy)
         self._wake = asyncio.Event()
         self._inbox: deque[Message] = deque()
         self._asked: list[asyncio.Future[None]] = []  # one for each command in the inbox
@@ -138,10 +139,10 @@ class Controller:
         """Names of our site that no row explained at the last pass."""
         return sorted(self._strangers)
 
-    def pools(self) -> list[Standing]:
+    def pools(self) -> list[PoolStatus]:
         """The warm pools, as of the last pass."""
         world = World(self.scheduler.latest, forecast=self._meter.forecast(self._clock.now()))
-        return standing(self._rows, world, self.policy)
+        return pool_status(self._rows, world, self.policy)
 
     def failing(self, often: int) -> list[tuple[Effect, int, str, float]]:
         """Effects that failed at least `often` times in a row: how often, why, and when they are tried again."""
@@ -191,7 +192,9 @@ class Controller:
         """One pass: the world first, the rows second, one commit, then the effects. Awaits nothing. False if
         it was not committed: then nothing of it has happened."""
         now = self._clock.now()
-        world = World(self.scheduler.latest, self.hypervisor.latest, self._effects.quiet(), self._meter.forecast(now))
+        world = World(
+            self.scheduler.latest, self.hypervisor.latest, self._effects.ended_at(), self._meter.forecast(now)
+        )
         messages = list(self._inbox)
         in_sight = set(world.hypervisor.value.hosts) if world.hypervisor else set()
         self._sighted |= in_sight

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from multiverse.core.model import TemplateCondition
-from multiverse.core.rows import Rows
+from multiverse.core.state import Rows
 from multiverse.simulation.faults import IncidentKind
 from multiverse.simulation.guests import GuestBehaviour
 from multiverse.simulation.jobs import Batch, JobRecord

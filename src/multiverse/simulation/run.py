@@ -11,7 +11,7 @@ from random import Random
 
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Exhausted
-from multiverse.core.rows import Command
+from multiverse.core.transition import Command
 from multiverse.ports import Clock
 from multiverse.simulation.clock import VirtualClock
 from multiverse.simulation.faults import FaultPlan, FaultyLink, Incident, IncidentKind

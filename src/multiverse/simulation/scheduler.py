@@ -10,7 +10,7 @@ from random import Random
 from multiverse.config import ImageSettings
 from multiverse.core.errors import Gone, Refused, Stale, Unknown
 from multiverse.core.model import JobRef, JobState, NodeBootstrap, NodeSpec, SchedulerView, User
-from multiverse.core.pool import named_by_none
+from multiverse.core.provisioning.spares import named_by_none
 from multiverse.simulation.cluster import OfferedNode
 from multiverse.simulation.guests import LIVE, Registration
 from multiverse.simulation.jobs import JobRecord

@@ -18,11 +18,11 @@ from typing import Any
 import sqlalchemy as sa
 from pydantic import TypeAdapter
 
-from multiverse.core import lifecycle
 from multiverse.core.errors import Broken, Exhausted, MultiverseError, Refused
-from multiverse.core.lifecycle import TERMINAL
+from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import Attempt, Claim, Key, Row, RowKind, Size, Stage, Template, Vm
-from multiverse.core.rows import Change, Move, Rows
+from multiverse.core.state import Rows
+from multiverse.core.transition import TERMINAL, Change, Move
 from multiverse.ports import Clock
 from multiverse.store import schema
 from multiverse.store.upgrade import upgrade
@@ -304,7 +304,7 @@ class Transaction:
             source = type(row.state)(old.state)
         elif row.version != 0:
             raise StoreConflict(f"{row.key} does not exist, the move was made for version {row.version}")
-        if not lifecycle.allowed(kind, source, change.event, row.state):
+        if not TABLES.allowed(kind, source, change.event, row.state):
             raise StoreConflict(f"{row.key}: no arrow {source} --{change.event}--> {row.state} in its table")
         written = replace(row, version=row.version + 1)
         live = written.state not in TERMINAL

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from multiverse.config import Settings
 from multiverse.core.errors import Exhausted, Gone, Refused, Stale, Unknown
 from multiverse.core.model import JobRef, NodeBootstrap, NodeSpec, NodeState, SchedulerView, User
-from multiverse.core.pool import named_by_none
+from multiverse.core.provisioning.spares import named_by_none
 from multiverse.drivers.slurm import account, conf, parse
 from multiverse.drivers.slurm import bootstrap as guest
 from multiverse.drivers.slurm.command import SlurmCommands

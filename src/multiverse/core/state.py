@@ -1,4 +1,4 @@
-"""The committed rows, the moves that change them, and the working copy that one pass plans on."""
+"""The committed rows, and the working copy that one pass plans on."""
 
 from __future__ import annotations
 
@@ -8,21 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from multiverse.core.errors import Broken, MultiverseError
-from multiverse.core.lifecycle import TERMINAL, EffectKind, Event, allowed
-from multiverse.core.model import (
-    Attempt,
-    Claim,
-    CloneKind,
-    Key,
-    Row,
-    Size,
-    Stage,
-    Template,
-    TemplateKey,
-    Vm,
-    VmState,
-)
+from multiverse.core.errors import Broken
+from multiverse.core.model.host import Claim
+from multiverse.core.model.job import Attempt
+from multiverse.core.model.keys import Key
+from multiverse.core.model.sizes import CloneKind
+from multiverse.core.model.template import Template, TemplateKey
+from multiverse.core.model.vm import Vm, VmState
+from multiverse.core.model.world import Row
+from multiverse.core.transition import TERMINAL, Change, Event, Move, Tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,60 +59,20 @@ def _find(
             return templates.get(key.id)
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One row's part of a move: its new value, whose `version` is still the one it replaces (0: new)."""
-
-    row: Row
-    event: Event
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Rows that change together, with the claims that go and come with them, in this order: one decision,
-    all or nothing. A gang's admission is one move."""
-
-    changes: tuple[Change, ...]
-    make: tuple[Claim, ...] = ()
-    free: tuple[Key, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """An effect ended. `error` None: it reported success. `state` is the row's when it began, so that
-    a late message about a state since left is known for what it is."""
-
-    key: Key
-    kind: EffectKind
-    state: str
-    error: MultiverseError | None = None
-    stages: tuple[Stage, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """What an operator asks for. Of templates (`host`, `image`): `build` one, of the base size and for all unless
-    `size` and `account` say otherwise, or `drop` all that these describe. Of a record: `retry` (`key`), that its
-    quarantine or back-off be over. Of a host out of reach: `fence` (`host`), which is the operator's word that the
-    host is off, and nothing of it runs."""
-
-    verb: str
-    host: str = ""
-    image: str = ""
-    key: Key | None = None
-    size: Size | None = None
-    account: str | None = None
-
-
-Message = Done | Command
 R = TypeVar("R", Attempt, Vm, Template)
 
 
-class Draft:
+class PlanState:
     """The rows as the moves planned so far leave them. Nothing here outlives the pass."""
 
-    def __init__(self, rows: Rows, now: float, paced: Mapping[tuple[str, str, CloneKind], float] | None = None) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        now: float,
+        tables: Tables,
+        paced: Mapping[tuple[str, str, CloneKind], float] | None = None,
+    ) -> None:
+        self._tables = tables
         self.now = now
         self.paced = dict(paced or {})  # see `Forecast`, with what this pass makes
         self.waiting = Counter[tuple[str, str, CloneKind]]()  # clones that wait for that, as admission goes along
@@ -156,7 +110,7 @@ class Draft:
             row = change.row
             old = self.get(row.key)
             source = old.state if old else None
-            if not allowed(row.key.kind, source, change.event, row.state):
+            if not self._tables.allowed(row.key.kind, source, change.event, row.state):
                 raise Broken(f"{row.key}: no arrow {source} --{change.event}--> {row.state} in its table")
             if source != row.state:
                 row = replace(row, since=self.now)
@@ -211,15 +165,15 @@ class Draft:
 
 
 @contextmanager
-def at_worst_one(draft: Draft, key: Key) -> Iterator[None]:
+def quarantine_on_error(state: PlanState, key: Key) -> Iterator[None]:
     """A fault of ours in deciding about one record costs that record, never the others: it is quarantined."""
     try:
         yield
     except Exception as error:
-        row = draft.get(key)
+        row = state.get(key)
         if row is None:
             raise
         if row.quarantined:
             return
         why = f"a fault of Multiverse, please report it: {error!r}"
-        draft.move(Change(replace(row, quarantined=why), Event.QUARANTINED, why))
+        state.move(Change(replace(row, quarantined=why), Event.QUARANTINED, why))

@@ -1,63 +1,40 @@
-"""The warm pool: VMs made before any job asks for them, each taken by one job and never given back.
-
-A *parked* spare is a clone restored and paused: it becomes of any size and anybody when it is taken, and
-holds hardly any memory and no CPU till then. A *joined* one is an idle node of one size: a job of one VM that
-it fits is tied to it at once, by the feature that is the VM's own.
-
-Spares are nobody's: whatever needs their memory gets it. One that is too old, whose template is gone, or that
-no pool of the settings wants any more is released.
-"""
+"""Spares of the warm pools: VMs made before any job asks for them, each taken by one job and never given back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from multiverse.core.lifecycle import Event
-from multiverse.core.model import (
-    Attempt,
-    CloneKind,
-    Depth,
-    Key,
-    NodeSpec,
-    NodeState,
-    Offer,
-    Size,
-    Vm,
-    VmCondition,
-    VmState,
-    World,
-)
-from multiverse.core.pacing import Policy, Pool
-from multiverse.core.placement import Room, vm_claim, vm_size
-from multiverse.core.rows import Change, Draft
+from multiverse.core.model.job import Attempt, NodeSpec, NodeState
+from multiverse.core.model.sizes import CloneKind, Depth, Size
+from multiverse.core.model.vm import Offer, Vm, VmCondition, VmState, is_spare
+from multiverse.core.model.world import World
+from multiverse.core.policy import Policy, Pool
+from multiverse.core.provisioning.capacity import Room
+from multiverse.core.provisioning.sizes import vm_claim, vm_size
+from multiverse.core.state import PlanState, Rows
+from multiverse.core.transition import Change, Event
 
 Taken = tuple[Vm, Size]
 """A spare as it serves, and what it claims more than before."""
 
+
 WITHDRAWN = 2.0
 """Seconds that a job waits for a spare to be withdrawn from others; then it is given another VM."""
+
 
 _LIVE = (VmState.PLANNED, VmState.PARKED, VmState.STARTING, VmState.JOINED)
 
 
-def spares(draft: Draft, depth: Depth | None = None) -> list[Vm]:
+def spares(state: PlanState | Rows, depth: Depth | None = None) -> list[Vm]:
     """The pool's VMs that serve nobody yet, are not on their way out, and were not taken by a job on its way, by
     serial."""
     return [
         vm
-        for _, vm in sorted(draft.vms.items())
+        for _, vm in sorted(state.vms.items())
         if is_spare(vm) and depth in (None, vm.pool) and vm.state in _LIVE
         if not vm.unwanted and vm.offer is not Offer.TAKEN
     ]
-
-
-def is_spare(vm: Vm) -> bool:
-    return vm.pool is not None and vm.attempt is None and not vm.quarantined and not vm.failed
-
-
-def is_parked_spare(vm: Vm) -> bool:
-    return is_spare(vm) and vm.state is VmState.PARKED
 
 
 def spare_size(pool: Pool, parent: Size, policy: Policy) -> Size:
@@ -71,11 +48,8 @@ def spare_claim(depth: Depth, size: Size, policy: Policy) -> Size:
     return vm_claim(Size(0, 0, 0) if depth is Depth.PARKED else size, policy)
 
 
-# --- taking ----------------------------------------------------------------------------------------
-
-
 def joined_for(
-    draft: Draft, attempt: Attempt, image: str, world: World, policy: Policy, promised: Collection[int] = ()
+    state: PlanState, attempt: Attempt, image: str, world: World, policy: Policy, promised: Collection[int] = ()
 ) -> Vm | None:
     """The joined spare that fits best: as many CPUs as asked for, no more memory than must be, and not on offer to
     others if there is another. None of those that are `promised` to jobs before this."""
@@ -85,26 +59,26 @@ def joined_for(
         return None  # VMs of one job are tied to it by one feature, and know each other from their start
     fit = [
         vm
-        for vm in spares(draft, Depth.JOINED)
+        for vm in spares(state, Depth.JOINED)
         if vm.state is VmState.JOINED and vm.image == image and vm.account == request.account
-        if vm.id not in promised and not (vm.offer is Offer.CLOSING and draft.now - vm.offered > WITHDRAWN)
+        if vm.id not in promised and not (vm.offer is Offer.CLOSING and state.now - vm.offered > WITHDRAWN)
         if vm.told.cpus == request.size.cpus and vm.told.memory >= request.size.memory
         if vm.told.disk >= request.size.disk and set(request.features) <= {image, CloneKind.INSTANT, CloneKind.AUTO}
-        if vm.name in nodes and nodes[vm.name].state is NodeState.IDLE and fit_to_serve(vm, draft, world, policy)
+        if vm.name in nodes and nodes[vm.name].state is NodeState.IDLE and fit_to_serve(vm, state, world, policy)
     ]
     return min(fit, key=lambda vm: (vm.told.memory, vm.offer is Offer.OPEN, vm.id), default=None)
 
 
-def parked_for(draft: Draft, attempt: Attempt, image: str, parents: Mapping[str, Size], room: Room, world: World,
+def parked_for(state: PlanState, attempt: Attempt, image: str, parents: Mapping[str, Size], room: Room, world: World,
                policy: Policy) -> list[Taken]:  # fmt: skip
     """Parked spares that can become the attempt's VMs where they are, on the emptiest hosts first, and no more than it
     needs. Takes the room that they come to need."""
     found: list[Taken] = []
     if not policy.pools:
         return found
-    left = [vm for vm in spares(draft, Depth.PARKED) if vm.state is VmState.PARKED and vm.image == image]
+    left = [vm for vm in spares(state, Depth.PARKED) if vm.state is VmState.PARKED and vm.image == image]
     left = [vm for vm in left if vm.account == attempt.request.account and vm.parent == parents.get(vm.host)]
-    left = [vm for vm in left if vm.host in room.free and fit_to_serve(vm, draft, world, policy)]
+    left = [vm for vm in left if vm.host in room.free and fit_to_serve(vm, state, world, policy)]
     while left and len(found) < attempt.request.nodes:
         left.sort(key=lambda vm: (-room.free[vm.host][0], -room.free[vm.host][1], vm.id))
         vm = left.pop(0)
@@ -126,13 +100,13 @@ def _less(one: Size, other: Size) -> Size:
     return Size(one.cpus - other.cpus, one.memory - other.memory, one.disk - other.disk)
 
 
-def fit_to_serve(vm: Vm, draft: Draft, world: World, policy: Policy) -> bool:
+def fit_to_serve(vm: Vm, state: PlanState, world: World, policy: Policy) -> bool:
     """Whether a spare may still become a job's: it lives, nothing in it has failed, and it is not older than its pool
     lets it be, though nobody has had the time to release it."""
     assert world.hypervisor is not None
     seen = world.hypervisor.value.vms.get(vm.name)
     well = seen is not None and seen.condition in (VmCondition.PARKED, VmCondition.RUNNING) and not seen.reason
-    return well and not any(too_old(vm, pool, draft.now) for pool in policy.pools if is_of(vm, pool))
+    return well and not any(too_old(vm, pool, state.now) for pool in policy.pools if is_of(vm, pool))
 
 
 def is_of(vm: Vm, pool: Pool) -> bool:
@@ -163,45 +137,21 @@ def node_spec(vm: Vm, attempt: Attempt | None) -> NodeSpec:
     )
 
 
-# --- giving way ------------------------------------------------------------------------------------
-
-
-def make_way(draft: Draft, image: str, count: int, claims: Mapping[str, Size],
-             room_without: Callable[[Collection[Key]], Room]) -> bool:  # fmt: skip
-    """Release as many spares as it takes for `count` such claims, by host, to have room: joined ones first, for they
-    hold the most, and parked ones of `image` last. What is being released already counts as free. False if there are
-    no spares, or all of them would not be enough: then they stay."""
-    leaving = {vm.key for vm in draft.vms.values() if vm.state is VmState.RELEASING or vm.unwanted}
-    here = (vm for vm in spares(draft) if vm.host in claims)
-    order = sorted(here, key=lambda vm: (vm.pool is Depth.PARKED, vm.image == image, vm.id))
-    if not order and not leaving:
-        return False
-    for going in range(len(order) + 1):
-        if room_without(leaving | {vm.key for vm in order[:going]}).place(count, claims) is not None:
-            for vm in order[:going]:
-                release(draft, vm, "its memory is needed")
-            return True
-    return False
-
-
-def release(draft: Draft, vm: Vm, why: str) -> None:
+def release(state: PlanState, vm: Vm, why: str) -> None:
     """Plan the end of a spare. No job ever had its node, so the node may be deleted at once; but not while one may
     take it yet."""
     if vm.offer in (Offer.OPEN, Offer.CLOSING):
-        withdraw(draft, replace(vm, unwanted=why), why)
+        withdraw(state, replace(vm, unwanted=why), why)
     else:
-        draft.move(Change(replace(vm, state=VmState.RELEASING, reason=why, forget=True), Event.RELEASED, why))
+        state.move(Change(replace(vm, state=VmState.RELEASING, reason=why, forget=True), Event.RELEASED, why))
 
 
-# --- offers ----------------------------------------------------------------------------------------
-
-
-def may_offer(vm: Vm, draft: Draft, world: World, policy: Policy) -> bool:
+def may_offer(vm: Vm, state: PlanState, world: World, policy: Policy) -> bool:
     """Whether a joined spare may be offered to jobs as they come: it never was, is an idle node, and fit to serve."""
     assert world.scheduler is not None
     node = world.scheduler.value.nodes.get(vm.name)
     ready = vm.state is VmState.JOINED and vm.offer is None and node is not None and node.state is NodeState.IDLE
-    return ready and is_offered(vm, policy) and fit_to_serve(vm, draft, world, policy)
+    return ready and is_offered(vm, policy) and fit_to_serve(vm, state, world, policy)
 
 
 def is_offered(vm: Vm, policy: Policy) -> bool:
@@ -215,11 +165,11 @@ def named_by_none(image: str, default: str, kind: CloneKind) -> tuple[bool, bool
     return image == default, kind in (CloneKind.INSTANT, CloneKind.AUTO)
 
 
-def offer(draft: Draft, vm: Vm) -> None:
+def offer(state: PlanState, vm: Vm) -> None:
     """Let a job that comes take it by itself."""
-    draft.move(Change(replace(vm, offer=Offer.OPEN, offered=draft.now), Event.NOTED, "offered to jobs as they come"))
+    state.move(Change(replace(vm, offer=Offer.OPEN, offered=state.now), Event.NOTED, "offered to jobs as they come"))
 
 
-def withdraw(draft: Draft, vm: Vm, why: str) -> None:
+def withdraw(state: PlanState, vm: Vm, why: str) -> None:
     """Plan that no job may take it by itself any more. It counts as withdrawn only when a look shows it."""
-    draft.move(Change(replace(vm, offer=Offer.CLOSING, offered=draft.now), Event.NOTED, f"no longer offered: {why}"))
+    state.move(Change(replace(vm, offer=Offer.CLOSING, offered=state.now), Event.NOTED, f"no longer offered: {why}"))
