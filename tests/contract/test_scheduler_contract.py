@@ -482,7 +482,7 @@ class Simulated(Harness):
         jobs = self.world.cluster.jobs
         before = set(jobs)
         yield
-        await asyncio.sleep(self.world.settings.cluster.memory[1] + 1.0)
+        await asyncio.sleep(self.world.settings.cluster.min_job_age[1] + 1.0)
         assert set(jobs) == before
 
     async def introduce(self, node: str) -> None:
