@@ -136,8 +136,8 @@ def test_what_is_refused_says_so(board: Board, row: Option) -> None:
     words = [filled(word, board) for word in row.attempt]
     command = words if words[0] == "srun" else ["sbatch", *words, "--begin=now+1hour", "--wrap=true"]
     done = board.lab.run(*command, user=board.lab.user, check=False)
-    assert re.search(re.escape(row.told), done.stderr), done.stderr
-    assert done.returncode != 0 or "Ignoring" in row.told
+    assert re.search(re.escape(row.node_size), done.stderr), done.stderr
+    assert done.returncode != 0 or "Ignoring" in row.node_size
 
 
 # The one that waits for its time to be over comes last.

@@ -34,13 +34,13 @@ from multiverse.drivers.slurm import offers as files
 from multiverse.drivers.slurm.offers import Offers
 from multiverse.service.views import phases
 from tests.unit import rows as hand
-from tests.unit.scene import POLICY, Scene, failed
+from tests.unit.planner_harness import POLICY, PlannerHarness, failed
 
 A, V = AttemptState, VmState
 POOL = Pool("slim", Depth.JOINED, 1, 1, Size(1, 512), 100.0)
 
 
-class Stage(Scene):
+class Stage(PlannerHarness):
     """With a pool of joined spares, and the offers of the scheduler set by hand."""
 
     def __init__(self, pool: Pool = POOL) -> None:
@@ -100,7 +100,7 @@ def test_a_joined_spare_is_offered_once_it_is_an_idle_node() -> None:
 
 
 def test_a_pool_that_does_not_offer_keeps_its_spares_to_the_gate() -> None:
-    s = Scene(replace(POLICY, pools=(replace(POOL, offer=False),)))
+    s = PlannerHarness(replace(POLICY, pools=(replace(POOL, offer=False),)))
     s.template()
     s.fill()
     s.run()

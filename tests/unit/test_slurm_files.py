@@ -86,7 +86,7 @@ VM = Vm(
     image="slim",
     kind=CloneKind.INSTANT,
     size=Size(2, 384),
-    told=Size(2, 300),
+    node_size=Size(2, 300),
     mac="02:00:00:00:00:02",
     address="10.1.2.3/16",
 )

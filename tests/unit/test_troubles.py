@@ -17,142 +17,144 @@ from multiverse.core.policy import Policy, Pool
 from multiverse.core.transition import Change, Command, Done, EffectKind, Event, Move
 from multiverse.service.troubles import Failing, Situation, Trouble, Unanswered, command_for, troubles
 from multiverse.service.views import job_counts
-from tests.unit.scene import POLICY, Scene
+from tests.unit.planner_harness import POLICY, PlannerHarness
 
 
-def seen(scene: Scene, **more: Any) -> list[Trouble]:
-    return troubles(Situation(scene.rows, scene.clock.time, **more), POLICY)
+def seen(harness: PlannerHarness, **more: Any) -> list[Trouble]:
+    return troubles(Situation(harness.rows, harness.clock.time, **more), POLICY)
 
 
-def quarantined(scene: Scene) -> None:
+def quarantined(harness: PlannerHarness) -> None:
     """The job runs on a node that is not its own."""
-    scene.to_spawned()
-    scene.jobs["7"] = replace(scene.jobs["7"], state=JobState.RUNNING, nodes=("elsewhere",))
-    scene.run()
+    harness.to_spawned()
+    harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.RUNNING, nodes=("elsewhere",))
+    harness.run()
 
 
 def test_a_cluster_that_is_well_has_no_trouble() -> None:
-    scene = Scene()
-    scene.to_allocated()
-    assert seen(scene) == [] and job_counts(scene.rows) == {
+    harness = PlannerHarness()
+    harness.to_allocated()
+    assert seen(harness) == [] and job_counts(harness.rows) == {
         "waiting": 0, "provisioning": 0, "running": 1, "ending": 0,
     }  # fmt: skip
 
 
 def test_a_quarantined_record_is_named_with_its_job_and_repair_takes_it_up_again() -> None:
-    scene = Scene()
-    quarantined(scene)
-    (one,) = seen(scene)
+    harness = PlannerHarness()
+    quarantined(harness)
+    (one,) = seen(harness)
     assert one.name == "attempt-1" and one.jobs == ("7",)
     assert "job 7 is quarantined" in one.wrong and "elsewhere" in one.wrong and "timeline 7" in one.todo
-    scene.jobs["7"] = replace(scene.jobs["7"], nodes=tuple(vm.name for vm in scene.all_vms()))
-    scene.run()
-    assert seen(scene), "without a word from the operator it is left alone"
-    scene.run(command_for(one))
-    assert seen(scene) == [] and scene.attempt().state is AttemptState.ALLOCATED
+    harness.jobs["7"] = replace(harness.jobs["7"], nodes=tuple(vm.name for vm in harness.all_vms()))
+    harness.run()
+    assert seen(harness), "without a word from the operator it is left alone"
+    harness.run(command_for(one))
+    assert seen(harness) == [] and harness.attempt().state is AttemptState.ALLOCATED
 
 
 def test_a_host_that_is_short_of_memory_is_named_only_where_more_is_claimed_than_declared() -> None:
     bold = replace(POLICY, overcommit=2.0, floor=1000)
-    scene = Scene()
+    harness = PlannerHarness()
     for available, policy, kinds in ((999, bold, ["memory"]), (1000, bold, []), (0, bold, []), (999, POLICY, [])):
-        host = replace(scene.hosts["h1"], available=available)
-        found = troubles(Situation(scene.rows, scene.clock.time, hosts=[host]), policy)
+        host = replace(harness.hosts["h1"], available=available)
+        found = troubles(Situation(harness.rows, harness.clock.time, hosts=[host]), policy)
         assert [one.kind for one in found] == kinds
         assert all("999 MiB are available, 1000 are to be kept" in one.wrong and not one.repair for one in found)
 
 
 def test_an_image_that_no_host_has_is_named_with_who_waits_for_it() -> None:
     policy = replace(POLICY, pools=(Pool("stock", Depth.PARKED, 1, 1, Size(1, 100), 100.0),))
-    scene = Scene()
-    scene.job(request=Request(1, Size(1, 100), image="mine"))
-    scene.run()
-    bare = [replace(scene.hosts["h1"], images={"slim": frozenset[str]()})]
+    harness = PlannerHarness()
+    harness.job(request=Request(1, Size(1, 100), image="mine"))
+    harness.run()
+    bare = [replace(harness.hosts["h1"], images={"slim": frozenset[str]()})]
 
     def found(hosts: list[Host] | None, policy: Policy) -> list[tuple[str, tuple[str, ...]]]:
         return [
             (one.name, one.jobs)
-            for one in troubles(Situation(scene.rows, scene.clock.time, hosts=hosts), policy)
+            for one in troubles(Situation(harness.rows, harness.clock.time, hosts=hosts), policy)
             if one.kind == "image"
         ]
 
     assert found(bare, POLICY) == [], "it may have come a moment ago"
-    scene.clock.time += POLICY.patience
+    harness.clock.time += POLICY.patience
     assert found(bare, policy) == [("image-mine", ("7",)), ("image-stock", ())]
-    (mine, _) = [t for t in troubles(Situation(scene.rows, scene.clock.time, hosts=bare), policy) if t.kind == "image"]
+    (mine, _) = [
+        t for t in troubles(Situation(harness.rows, harness.clock.time, hosts=bare), policy) if t.kind == "image"
+    ]
     assert mine.wrong == "no host has image mine; waiting for it: job 7" and "image build slim --name mine" in mine.todo
     assert found([replace(bare[0], images={"mine": frozenset()})], POLICY) == found(None, policy) == []
 
 
 def test_what_was_wrong_from_the_start_is_shown_after_what_came_later() -> None:
-    scene = Scene()
-    quarantined(scene)
+    harness = PlannerHarness()
+    quarantined(harness)
     standing = Trouble("unserved", "preemption", "it reaches nobody", "tell them")
-    assert [one.kind for one in seen(scene, standing=[standing])] == ["quarantine", "unserved"]
+    assert [one.kind for one in seen(harness, standing=[standing])] == ["quarantine", "unserved"]
 
 
 def test_what_is_still_impossible_is_quarantined_again_under_a_new_version() -> None:
-    scene = Scene()
-    quarantined(scene)
-    (one,) = seen(scene)
-    scene.run(command_for(one))
-    (again,) = seen(scene)
+    harness = PlannerHarness()
+    quarantined(harness)
+    (one,) = seen(harness)
+    harness.run(command_for(one))
+    (again,) = seen(harness)
     assert again.name == one.name and again.version > one.version
 
 
 def test_a_quarantined_vm_and_template_are_named_too() -> None:
-    scene = Scene()
-    scene.to_allocated()
-    vm, template = scene.all_vms()[0], scene.rows.templates[1]
-    with scene.store.transaction() as tx:
+    harness = PlannerHarness()
+    harness.to_allocated()
+    vm, template = harness.all_vms()[0], harness.rows.templates[1]
+    with harness.store.transaction() as tx:
         tx.apply(Move((Change(replace(vm, quarantined="odd"), Event.QUARANTINED),)))
         tx.apply(Move((Change(replace(template, quarantined="odd too"), Event.QUARANTINED),)))
-    first, second = seen(scene)
+    first, second = seen(harness)
     assert (first.name, first.jobs) == ("vm-1", ("7",)) and f"VM {vm.name} of job 7" in first.wrong
     assert second.name == "template-1" and "the template of slim on h1" in second.wrong
-    scene.run(command_for(first), command_for(second))
-    assert seen(scene) == []
+    harness.run(command_for(first), command_for(second))
+    assert seen(harness) == []
 
 
 def test_a_broken_template_says_why_and_when_it_is_tried_again_and_repair_builds_it_now() -> None:
-    scene = Scene()
-    scene.job()
-    scene.run()
-    (template,) = scene.rows.templates.values()
-    scene.run(Done(template.key, EffectKind.BUILD, "building", Broken("no kernel")))
-    (one,) = seen(scene)
+    harness = PlannerHarness()
+    harness.job()
+    harness.run()
+    (template,) = harness.rows.templates.values()
+    harness.run(Done(template.key, EffectKind.BUILD, "building", Broken("no kernel")))
+    (one,) = seen(harness)
     assert one.name == "template-1" and "slim on h1 is broken: no kernel" in one.wrong and "in 2 s" in one.todo
-    scene.run(command_for(one))
-    assert scene.rows.templates[1].state is TemplateState.BUILDING and seen(scene) == []
+    harness.run(command_for(one))
+    assert harness.rows.templates[1].state is TemplateState.BUILDING and seen(harness) == []
 
 
 def test_a_host_out_of_reach_shows_its_vms_and_jobs_and_is_fenced_by_its_name_alone() -> None:
-    scene = Scene()
-    scene.to_allocated()
-    host = scene.hosts.pop("h1")
-    scene.run()
-    (one,) = seen(scene)
-    (vm,) = scene.all_vms()
+    harness = PlannerHarness()
+    harness.to_allocated()
+    host = harness.hosts.pop("h1")
+    harness.run()
+    (one,) = seen(harness)
+    (vm,) = harness.all_vms()
     assert vm.state is VmState.LOST and one.name == "h1" and one.needs_fenced and one.jobs == ("7",)
     assert vm.name in one.wrong and "job 7" in one.wrong
     assert command_for(one) == Command("fence", host="h1")
-    scene.run(command_for(one))
-    assert [t.kind for t in seen(scene)] == ["fenced"], "shown until it is gone"
+    harness.run(command_for(one))
+    assert [t.kind for t in seen(harness)] == ["fenced"], "shown until it is gone"
     assert host.name == "h1"
 
 
 def test_a_job_that_backs_off_is_named_and_repair_ends_the_wait() -> None:
-    scene = Scene()
-    scene.job()
-    scene.run()
-    attempt = scene.attempt()
-    with scene.store.transaction() as tx:
-        late = replace(attempt, not_before=scene.clock.time + 300, tries=4)
+    harness = PlannerHarness()
+    harness.job()
+    harness.run()
+    attempt = harness.attempt()
+    with harness.store.transaction() as tx:
+        late = replace(attempt, not_before=harness.clock.time + 300, tries=4)
         tx.apply(Move((Change(late, Event.NOTED),)))
-    (one,) = [t for t in seen(scene) if t.kind == "back-off"]
+    (one,) = [t for t in seen(harness) if t.kind == "back-off"]
     assert one.name == "attempt-1" and "4 times in a row" in one.wrong and "in 5 min" in one.todo
-    scene.run(command_for(one))
-    assert not [t for t in seen(scene) if t.kind == "back-off"]
+    harness.run(command_for(one))
+    assert not [t for t in seen(harness) if t.kind == "back-off"]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +178,7 @@ def test_a_job_that_backs_off_is_named_and_repair_ends_the_wait() -> None:
 def test_what_ends_by_itself_is_shown_and_no_repair_is_offered(
     more: Mapping[str, Any], name: str, words: Sequence[str]
 ) -> None:
-    (one,) = seen(Scene(), **more)
+    (one,) = seen(PlannerHarness(), **more)
     assert one.name == name and not one.repair
     for word in words:
         assert word in f"{one.wrong} {one.todo}"
@@ -206,7 +208,7 @@ class Daemon:
         self.looks += 1
         sources = [{"name": n, "known": True, "looks": self.looks, "age": 0.1, "unknown_for": 0.0, "failure": ""}
                    for n in ("scheduler", "hypervisor")]  # fmt: skip
-        jobs = job_counts(Scene().rows)
+        jobs = job_counts(PlannerHarness().rows)
         return {
             "pid": 1, "version": "0", "site": "test0", "up": 5.0, "sources": sources, "jobs": jobs, "attempts": {},
             "vms": {}, "templates": {}, "pools": [], "troubles": list(self.troubles),
@@ -275,11 +277,11 @@ def test_a_key_and_a_name_are_the_same_thing() -> None:
 
 
 def test_a_host_out_of_reach_that_holds_nothing_is_shown_until_an_operator_gives_it_up() -> None:
-    scene = Scene()
-    with scene.store.transaction() as tx:
+    harness = PlannerHarness()
+    with harness.store.transaction() as tx:
         tx.keep_hosts(frozenset({"h1", "h2"}))
-    here = [scene.hosts["h1"]]
-    assert seen(scene) == [], "nothing is known while the hosts' side is not"
-    (one,) = seen(scene, hosts=here)
+    here = [harness.hosts["h1"]]
+    assert seen(harness) == [], "nothing is known while the hosts' side is not"
+    (one,) = seen(harness, hosts=here)
     assert one.name == "h2" and one.needs_fenced and command_for(one) == Command("fence", host="h2")
-    assert [trouble.name for trouble in seen(scene, hosts=[])] == ["h1", "h2"]
+    assert [trouble.name for trouble in seen(harness, hosts=[])] == ["h1", "h2"]
