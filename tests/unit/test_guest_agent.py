@@ -1,4 +1,4 @@
-"""The parts of the agent that need no VM."""
+"""The parts of the guest agent that need no VM."""
 
 from __future__ import annotations
 
@@ -7,32 +7,21 @@ import os
 import socket
 import stat
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from multiverse.guest import agent
-
-
-def test_it_imports_nothing_but_the_standard_library_and_nothing_with_a_random_state() -> None:
-    code = "import runpy, sys; runpy.run_path(sys.argv[1]); print(' '.join(sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-IS", "-c", code, agent.__file__], capture_output=True, text=True, check=True
-    )
-    loaded = set(done.stdout.split())
-    assert not loaded & {"random", "tempfile", "uuid", "secrets", "multiverse", "hashlib"}
-    assert {name.partition(".")[0] for name in loaded} - {"__main__", "sysconfig"} <= set(sys.stdlib_module_names) | {
-        "__mp_main__"
-    }
+from multiverse.guest.agent import audit, contract, hotplug, network, processes, stopped, users
+from multiverse.guest.agent.channel import HostChannel
+from multiverse.guest.agent.files import write
+from multiverse.guest.agent.server import GuestAgent
 
 
 def test_a_file_is_made_with_its_mode_and_rewritten_whole(tmp_path: Path) -> None:
     path = tmp_path / "key"
     owner = (os.getuid(), os.getgid())
-    agent.write(str(path), "a long first content", 0o400, owner)
-    agent.write(str(path), b"short", 0o640, owner)
+    write(str(path), "a long first content", 0o400, owner)
+    write(str(path), b"short", 0o640, owner)
     assert path.read_bytes() == b"short"
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
@@ -40,7 +29,7 @@ def test_a_file_is_made_with_its_mode_and_rewritten_whole(tmp_path: Path) -> Non
 def test_a_link_in_the_way_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "victim")
     with pytest.raises(OSError):
-        agent.write(str(tmp_path / "link"), "x", 0o600, (os.getuid(), os.getgid()))
+        write(str(tmp_path / "link"), "x", 0o600, (os.getuid(), os.getgid()))
     assert not (tmp_path / "victim").exists()
 
 
@@ -51,15 +40,15 @@ def accounts(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         "/etc/passwd": "root:x:0:0:root:/root:/bin/bash\nalice:x:1:1::/old:/bin/sh\n",
         "/etc/group": "root:x:0:\nusers:x:100:bob\n",
     }
-    monkeypatch.setattr(agent, "read", files.__getitem__)
-    monkeypatch.setattr(agent, "write", files.__setitem__)
+    monkeypatch.setattr(users, "read", files.__getitem__)
+    monkeypatch.setattr(users, "write", files.__setitem__)
     return files
 
 
 def test_a_user_comes_with_every_group(accounts: dict[str, str]) -> None:
     alice = {"name": "alice", "uid": 2000, "gid": 2000, "home": "/home/alice", "shell": "/bin/bash",
              "groups": [["alice", 2000], ["staff", 100], ["hpc", 2100]]}  # fmt: skip
-    agent.add_users([alice])
+    users.add_users([alice])
     assert accounts["/etc/passwd"].splitlines() == [
         "root:x:0:0:root:/root:/bin/bash",
         "alice:*:2000:2000::/home/alice:/bin/bash",
@@ -67,48 +56,45 @@ def test_a_user_comes_with_every_group(accounts: dict[str, str]) -> None:
     groups = accounts["/etc/group"].splitlines()
     assert groups == ["root:x:0:", "users:x:100:bob,alice", "alice:*:2000:alice", "hpc:*:2100:alice"]
     before = dict(accounts)
-    agent.add_users([alice])
+    users.add_users([alice])
     assert accounts == before
 
 
 def test_an_address_request_is_laid_out_as_the_kernel_wants_it() -> None:
-    raw = agent._request(agent.RTM_NEWADDR, agent._address(2, "10.1.2.3/16"))
+    raw = network.address_request(network.RTM_NEWADDR, 2, "10.1.2.3/16")
     length, kind, flags, _, _ = struct.unpack_from("IHHII", raw)
     assert (length, kind, flags) == (len(raw), 20, 0x505)
     assert struct.unpack_from("BBBBI", raw, 16) == (socket.AF_INET, 16, 0, 0, 2)
     assert struct.unpack_from("HH4s", raw, 24) == (8, 2, bytes([10, 1, 2, 3]))
 
 
-def test_it_tells_the_ends_of_its_host_keys(
-    wire: tuple[agent.Channel, socket.socket], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(agent, "SSH", str(tmp_path / "ssh"))
-    monkeypatch.setattr(agent, "interface", lambda: "lo")
-    someone = agent.Agent(wire[0], -1)
-    assert someone.present()["host_keys"] == ""
+def test_it_tells_the_ends_of_its_host_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "SSH", str(tmp_path / "ssh"))
+    monkeypatch.setattr(audit, "interface", lambda: "lo")
+    assert audit.current_facts()["host_keys"] == ""
     (tmp_path / "ssh").mkdir()
     for kind in ("rsa", "ed25519"):
         (tmp_path / f"ssh/ssh_host_{kind}_key").write_text("a secret")
         (tmp_path / f"ssh/ssh_host_{kind}_key.pub").write_text(f"ssh-{kind} AAAA{kind:.>30} root@here\n")
-    assert someone.present()["host_keys"] == f"{'ed25519':.>20} {'rsa':.>20}"
+    assert audit.current_facts()["host_keys"] == f"{'ed25519':.>20} {'rsa':.>20}"
 
 
 def test_cpu_lists_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, count in (("0\n", 1), ("0-3\n", 4), ("0-1,3,6-7\n", 5)):
-        monkeypatch.setattr(agent, "read", lambda path, text=text: text)
-        assert agent.count_cpus("online") == count
+        monkeypatch.setattr(hotplug, "read", lambda path, text=text: text)
+        assert hotplug.count_cpus("online") == count
 
 
 @pytest.fixture
-def wire() -> tuple[agent.Channel, socket.socket]:
+def wire() -> tuple[HostChannel, socket.socket]:
     """A channel whose other end is in our hands."""
     ours, theirs = socket.socketpair()
-    channel = agent.Channel.__new__(agent.Channel)
+    channel = HostChannel.__new__(HostChannel)
     channel.fd, channel._buffer = ours.detach(), bytearray()
     return channel, theirs
 
 
-def test_forked_is_said_before_the_message_is_whole(wire: tuple[agent.Channel, socket.socket]) -> None:
+def test_forked_is_said_before_the_message_is_whole(wire: tuple[HostChannel, socket.socket]) -> None:
     channel, host = wire
     host.send(b'{"type":"identity","x":')
     host.settimeout(5)
@@ -120,17 +106,17 @@ def test_forked_is_said_before_the_message_is_whole(wire: tuple[agent.Channel, s
     assert os.waitstatus_to_exitcode(os.waitpid(reader, 0)[1]) == 0
 
 
-def test_a_second_identity_is_answered_with_what_became_of_the_first(wire: tuple[agent.Channel, socket.socket]) -> None:
+def test_a_second_identity_is_answered_with_what_became_of_the_first(wire: tuple[HostChannel, socket.socket]) -> None:
     channel, host = wire
-    someone = agent.Agent(channel, -1)
+    someone = GuestAgent(channel, -1)
     someone.state = {"type_": "started", "stages": []}
     someone.handle({"type": "identity"})
     assert json.loads(host.recv(1000)) == {"type": "started", "stages": []}
 
 
-def test_what_goes_wrong_is_reported_and_remembered(wire: tuple[agent.Channel, socket.socket]) -> None:
+def test_what_goes_wrong_is_reported_and_remembered(wire: tuple[HostChannel, socket.socket]) -> None:
     channel, host = wire
-    someone = agent.Agent(channel, -1)
+    someone = GuestAgent(channel, -1)
     someone.handle({"type": "identity"})  # it lacks everything
     assert json.loads(host.recv(1000))["type"] == "failed"
     someone.handle({"type": "hello"})
@@ -138,20 +124,20 @@ def test_what_goes_wrong_is_reported_and_remembered(wire: tuple[agent.Channel, s
     someone.handle({"type": "who knows"})
 
 
-def test_a_flood_without_end_of_line_is_dropped(wire: tuple[agent.Channel, socket.socket]) -> None:
+def test_a_flood_without_end_of_line_is_dropped(wire: tuple[HostChannel, socket.socket]) -> None:
     channel, _ = wire
     for _ in range(5):
-        assert channel._feed(b"x" * (agent.MAX_LINE // 2)) == []
-        assert len(channel._buffer) <= agent.MAX_LINE
+        assert channel._feed(b"x" * (contract.MAX_LINE // 2)) == []
+        assert len(channel._buffer) <= contract.MAX_LINE
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may become a daemon's user")
 def test_a_held_program_runs_only_when_released_and_with_the_arguments_given_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent, "LOGS", str(tmp_path))
+    monkeypatch.setattr(processes, "LOGS", str(tmp_path))
     monkeypatch.setenv("KEPT", "through it all")
-    held = agent.Held("sh", "/bin/sh", "root")
+    held = stopped.StoppedProcess("sh", "/bin/sh", "root")
     assert os.waitpid(held.pid, os.WNOHANG) == (0, 0)
     script = 'echo "$KEPT $# $1 ${#2}"; exit 7'
     pid = held.release(["/bin/sh", "-c", script, "x", "a b", "y" * 5000])
@@ -161,6 +147,6 @@ def test_a_held_program_runs_only_when_released_and_with_the_arguments_given_the
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may become a daemon's user")
 def test_a_program_that_is_missing_cannot_be_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "LOGS", str(tmp_path))
+    monkeypatch.setattr(processes, "LOGS", str(tmp_path))
     with pytest.raises(OSError, match="did not stop"):
-        agent.Held("nothing", "/nonexistent", "root")
+        stopped.StoppedProcess("nothing", "/nonexistent", "root")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from multiverse.core.errors import Refused
 from multiverse.core.model import GuestFile, Identity, NodeBootstrap, Stage, User
-from multiverse.guest import agent
+from multiverse.guest.agent.channel import IDENTITY
 from multiverse.guest.protocol import _TYPES, MAX_LINE, Lines, identity_message
 
 
@@ -26,7 +26,7 @@ def identity(content: bytes = b"\x00key") -> Identity:
 def test_an_identity_is_one_line_that_begins_as_the_agent_expects() -> None:
     line = identity_message(identity(), cpus=2, plugged=256)
     assert line.endswith(b"\n") and line.count(b"\n") == 1
-    assert line.startswith(agent._IDENTITY)
+    assert line.startswith(IDENTITY)
     message = json.loads(line)
     assert base64.b64decode(message["identity"]["membership"]["files"][0]["content"]) == b"\x00key"
     assert len(base64.b64decode(message["random"])) == 64

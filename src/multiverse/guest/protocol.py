@@ -17,7 +17,7 @@ from typing import Any
 
 from multiverse.core.errors import Refused
 from multiverse.core.model import Identity, Stage, User
-from multiverse.guest.agent import MAX_LINE, PORT, TEMPLATE
+from multiverse.guest.agent import INTRODUCED, MAX_LINE, PORT, TEMPLATE
 
 __all__ = [
     "AUDIT",
@@ -81,10 +81,6 @@ def identity_message(identity: Identity, cpus: int, plugged: int) -> bytes:
         raise Refused(f"the identity of {identity.hostname} has {len(line)} bytes, over {MAX_LINE}",
                       hint="are there very large files in the guests' configuration?")  # fmt: skip
     return line
-
-
-INTRODUCED = "/run/multiverse/introduced"
-"""In a guest that joined before its job came, a pipe from which a line can be read once its user is known."""
 
 
 def introduction(user: User) -> bytes:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from multiverse.core.errors import Refused
-from multiverse.guest import agent
+from multiverse.guest.assemble import assemble
 from multiverse.images import initramfs
 from multiverse.images.catalog import Flavour
 from multiverse.images.root import AGENT_PATH, AGENT_UNIT
@@ -58,8 +58,7 @@ class Recipe:
     @classmethod
     def of(cls, flavour: Flavour, packages: Sequence[str], hooks: Path | None) -> Recipe:
         """The recipe on this host now. Raises `Refused` if the host has no apt sources, or `hooks` is no directory."""
-        source = Path(agent.__file__).read_text()
-        return cls(flavour, _suite(), tuple(sorted(set(packages))), _sources(), _hooks(hooks), source)
+        return cls(flavour, _suite(), tuple(sorted(set(packages))), _sources(), _hooks(hooks), assemble())
 
     @property
     def cmdline(self) -> str:
