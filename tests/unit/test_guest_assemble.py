@@ -1,4 +1,4 @@
-"""The assembler joins the guest agent's modules into one program. It refuses modules that would change their meaning."""
+"""The assembler joins the guest agent's modules into one program, and refuses those that would change their meaning."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Unknown
 from multiverse.core.model import CloneKind, Identity, Size, Stage, User, VmSpec
-from multiverse.guest.protocol import AUDIT, FLUSH, HELLO, Report, identity_message, introduction
+from multiverse.guest.protocol import AUDIT, FLUSH, HELLO, Report, identity_message
+from multiverse.guest.protocol import add_user_message as introduction
 from multiverse.host import copies, link, manifest, process, templates
 from multiverse.host.cages import Cages
 from multiverse.host.channel import Channel
