@@ -24,6 +24,7 @@ from multiverse.images.root import AGENT_PATH, enable_unit, install_agent, kerne
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,39}")
 _PACKAGE = re.compile(r"[a-z0-9][a-z0-9+.:-]*")
+_SPACE = "check with `df` that the directory of the images has free space"
 
 
 def build(
@@ -52,14 +53,14 @@ def build(
         except Refused:
             old = None
         if old is not None and old.key == key:
-            say(f"image {name}: cached")
+            say(f"image {name}: is up to date")
             return old
         _remove_remains(out_dir, name)
         work = Path(tempfile.mkdtemp(prefix=f".{name}.building-", dir=out_dir))
         try:
             work.chmod(0o755)
             if old is not None and old.base == base and flavour == "slim":
-                say(f"image {name}: putting in the new agent")
+                say(f"image {name}: replacing the guest agent")
                 release = _refresh(old, recipe, work)
             else:
                 release = _bootstrap(recipe, name, work, say)
@@ -77,12 +78,15 @@ def build(
 
 def _check_arguments(name: str, flavour: Flavour, packages: Sequence[str]) -> None:
     if not _NAME.fullmatch(name):
-        raise Refused(f"{name!r} cannot name an image", hint="use lower-case letters, digits, dots and dashes")
+        raise Refused(
+            f"{name!r} is not a valid name of an image",
+            hint="use at most 40 lower-case letters, digits, dots and dashes",
+        )
     wrong = [p for p in packages if not _PACKAGE.fullmatch(p)]
     if wrong:
-        raise Refused(f"not package names: {' '.join(wrong)}", hint="give them as apt knows them")
+        raise Refused(f"not valid names of packages: {' '.join(wrong)}", hint="use names that `apt-cache show` knows")
     if flavour not in PACKAGES:
-        raise Refused(f"no image flavour {flavour!r}", hint="there are slim and stock")
+        raise Refused(f"there is no image flavour {flavour!r}", hint="use slim or stock")
 
 
 @contextmanager
@@ -122,7 +126,7 @@ def _bootstrap(recipe: Recipe, name: str, work: Path, say: Progress) -> str:
     else:
         say(f"image {name}: making the initial ramdisk with initramfs-tools")
         enable_unit(root)
-        run(["chroot", root, "mkinitramfs", "-o", "/boot/initrd.img", release], "mkinitramfs", "is the disk full?")
+        run(["chroot", root, "mkinitramfs", "-o", "/boot/initrd.img", release], "mkinitramfs", _SPACE)
         shutil.move(root / "boot/initrd.img", work / "initrd.img")
     shutil.copy2(root / "boot" / f"vmlinuz-{release}", work / "vmlinuz")
     (work / "initrd.img").chmod(0o644)
@@ -131,7 +135,7 @@ def _bootstrap(recipe: Recipe, name: str, work: Path, say: Progress) -> str:
     # scarce where CPUs are emulated.
     run(["mke2fs", "-q", "-t", "ext4", "-L", "root", "-O", "^has_journal,^metadata_csum,uninit_bg", "-m", "0", "-E",
          "lazy_itable_init=0,nodiscard,assume_storage_prezeroed=1", "-d", root, work / "disk.raw",
-         f"{DISK_MIB}M"], "mke2fs", "is the disk full?")  # fmt: skip
+         f"{DISK_MIB}M"], "mke2fs", _SPACE)  # fmt: skip
     shutil.rmtree(root)
     return release
 
@@ -140,7 +144,7 @@ def _install_packages(recipe: Recipe, root: Path, work: Path, say: Progress) -> 
     """Install Debian with the recipe's packages into `root`, and run the recipe's hooks on it."""
     apt_conf = work / "apt.conf"
     # How the host reaches its sources: proxies, checks of dates. mmdebstrap does not read the host's configuration.
-    apt_conf.write_text(run(["apt-config", "dump", "Acquire"], "apt-config", "is apt in order here?"))
+    apt_conf.write_text(run(["apt-config", "dump", "Acquire"], "apt-config", "check apt's configuration on this host"))
     wanted = ",".join((*PACKAGES[recipe.flavour], *recipe.packages))
     argv: list[str | Path] = ["--mode=root", f"--variant={VARIANT[recipe.flavour]}"]
     argv += [f"--include={wanted}", f"--aptopt={apt_conf}", "--dpkgopt=force-unsafe-io"]
@@ -152,7 +156,7 @@ def _install_packages(recipe: Recipe, root: Path, work: Path, say: Progress) -> 
 
 def _refresh(old: Image, recipe: Recipe, work: Path) -> str:
     """Copy `old` into `work` and replace the guest agent in it, which takes seconds. Returns the kernel's release."""
-    run(["cp", "--reflink=auto", "--sparse=always", old.disk, old.kernel, old.initrd, work], "cp", "is the disk full?")
+    run(["cp", "--reflink=auto", "--sparse=always", old.disk, old.kernel, old.initrd, work], "cp", _SPACE)
     source = work / "agent.py"
     source.write_text(recipe.agent)
     source.chmod(0o755)
@@ -163,7 +167,7 @@ def _refresh(old: Image, recipe: Recipe, work: Path) -> str:
     run(["debugfs", "-w", "-f", commands, work / "disk.raw"], "debugfs", hint)
     # debugfs exits with 0 whatever happens, so the file is read back.
     if run(["debugfs", "-R", f"cat {AGENT_PATH}", work / "disk.raw"], "debugfs", hint) != recipe.agent:
-        raise Broken("debugfs did not put the agent into the image", hint=hint)
+        raise Broken(f"debugfs did not replace the guest agent in image {old.name}", hint=hint)
     source.unlink()
     commands.unlink()
     return old.release

@@ -62,10 +62,11 @@ def load(images: Path, name: str) -> Image:
     except (OSError, ValueError, TypeError, KeyError) as error:
         known = ", ".join(i.name for i in list_images(images)) or "none"
         raise Refused(
-            f"no image {name!r} in {images}", hint=f"there are: {known}; see `multiverse image build`"
+            f"there is no image {name!r} in {images}",
+            hint=f"images present: {known}; build one with `multiverse image build`",
         ) from error
     if missing := _missing(image):
-        raise Refused(f"image {name} lacks {', '.join(missing)}", hint="build it again: `multiverse image build`")
+        raise Refused(f"image {name} lacks {', '.join(missing)}", hint="build it again with `multiverse image build`")
     return image
 
 

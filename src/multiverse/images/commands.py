@@ -25,7 +25,7 @@ def run(argv: Sequence[str | Path], what: str, hint: str) -> str:
             argv, capture_output=True, text=True, errors="replace", env=_environment(), stdin=subprocess.DEVNULL
         )
     except OSError as error:
-        raise Broken(f"{what}: {error}", hint="`make setup` installs what is needed") from error
+        raise Broken(f"{what}: {error}", hint="`make setup` installs the programs that are needed") from error
     if done.returncode != 0:
         tail = "; ".join((done.stderr or done.stdout).strip().splitlines()[-6:])
         raise Broken(f"{what} failed: {tail}", hint=hint)
@@ -56,7 +56,7 @@ def mmdebstrap(arguments: Sequence[str | Path], work: Path, say: Progress) -> No
             process.stdout.read()
             raise
     if process.returncode != 0:
-        raise Broken(f"mmdebstrap failed: {'; '.join(tail)}", hint="does `apt-get update` work on this host?")
+        raise Broken(f"mmdebstrap failed: {'; '.join(tail)}", hint="check that `apt-get update` works on this host")
 
 
 def _environment() -> dict[str, str]:

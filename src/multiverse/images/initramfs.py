@@ -48,7 +48,9 @@ def module_files(root: Path, release: str, wanted: tuple[str, ...]) -> list[str]
         if name in built_in:
             continue
         if name not in path_of:
-            raise Broken(f"kernel {release} has no module {name}", hint="the image needs Debian's generic kernel")
+            raise Broken(
+                f"kernel {release} has no module {name}", hint="use Debian's generic kernel, linux-image-amd64"
+            )
         path = path_of[name]
         # The nearest dependency is listed first; loading begins with the farthest.
         for each in [*reversed(needs[path]), path]:
@@ -68,7 +70,7 @@ def make(root: Path, release: str, init: str, out: Path, work: Path) -> None:
         (tree / name).mkdir(parents=True)
     busybox = next((p for p in (root / "bin/busybox", root / "usr/bin/busybox") if p.is_file()), None)
     if busybox is None:
-        raise Broken("the image has no busybox", hint="busybox-static must be among its packages")
+        raise Broken("the image has no busybox", hint="add the package busybox-static")
     shutil.copy2(busybox, tree / "bin/busybox")
     names = []
     for path in module_files(root, release, ROOT_MODULES + LATER_MODULES):
@@ -82,7 +84,10 @@ def make(root: Path, release: str, init: str, out: Path, work: Path) -> None:
         ["cpio", "-o", "-H", "newc", "--quiet", "-R", "0:0"], input=listing.encode(), cwd=tree, capture_output=True
     )
     if packed.returncode != 0:
-        raise Broken(f"cpio failed: {packed.stderr.decode(errors='replace').strip()}", hint="is the disk full?")
+        raise Broken(
+            f"cpio failed: {packed.stderr.decode(errors='replace').strip()}",
+            hint="check with `df` that the directory of the images has free space",
+        )
     out.write_bytes(gzip.compress(packed.stdout, compresslevel=1))
     shutil.rmtree(tree)
 

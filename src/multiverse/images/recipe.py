@@ -84,9 +84,7 @@ def _suite() -> str:
     facts = dict(line.split("=", 1) for line in Path("/etc/os-release").read_text().splitlines() if "=" in line)
     suite = facts.get("VERSION_CODENAME", "").strip('"')
     if not suite:
-        raise Refused(
-            "/etc/os-release names no release of Debian", hint="images are made on a Debian host, from its sources"
-        )
+        raise Refused("/etc/os-release names no release of Debian", hint="build images on a Debian host")
     return suite
 
 
@@ -96,7 +94,7 @@ def _sources() -> tuple[Path, ...]:
     found = [Path("/etc/apt/sources.list"), *sorted([*parts.glob("*.list"), *parts.glob("*.sources")])]
     used = tuple(p for p in found if p.is_file() and re.search(r"(?m)^\s*(deb\s|Types:)", p.read_text()))
     if not used:
-        raise Refused("this host has no apt sources", hint="see sources.list(5); images are made from the host's own")
+        raise Refused("this host has no apt sources to build an image from", hint="add some, see sources.list(5)")
     return used
 
 
@@ -104,5 +102,5 @@ def _hooks(directory: Path | None) -> tuple[Path, ...]:
     if directory is None:
         return ()
     if not directory.is_dir():
-        raise Refused(f"{directory} is no directory", hint="--hooks names a directory of executables")
+        raise Refused(f"{directory} is not a directory", hint="give --hooks a directory of executables")
     return tuple(sorted(p.resolve() for p in directory.iterdir() if p.is_file() and os.access(p, os.X_OK)))

@@ -37,7 +37,7 @@ def kernel_release(root: Path) -> str:
     """The release of the newest kernel in the image. Raises `Broken` if there is none."""
     kernels = sorted((root / "boot").glob("vmlinuz-*"))
     if not kernels:
-        raise Broken("the image has no kernel", hint="do the host's sources hold linux-image-amd64?")
+        raise Broken("the image has no kernel", hint="check that the host's apt sources have linux-image-amd64")
     return kernels[-1].name.removeprefix("vmlinuz-")
 
 
