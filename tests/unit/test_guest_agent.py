@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from multiverse.guest.agent import audit, contract, hotplug, mounts, network, processes, server, stopped, users
+from multiverse.guest.agent import audit, contract, daemons, hotplug, mounts, network, processes, server, stopped, users
 from multiverse.guest.agent.channel import HostChannel
 from multiverse.guest.agent.files import write
 from multiverse.guest.agent.server import GuestAgent
@@ -87,6 +87,86 @@ def test_cpu_lists_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, count in (("0\n", 1), ("0-3\n", 4), ("0-1,3,6-7\n", 5)):
         monkeypatch.setattr(hotplug, "read", lambda path, text=text: text)
         assert hotplug.count_cpus("online") == count
+
+
+@pytest.fixture
+def sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A guest with one CPU online, a second one plugged, and 1024 MiB of memory in blocks of 128 MiB."""
+    monkeypatch.setattr(hotplug, "CPUS", str(tmp_path / "cpu"))
+    monkeypatch.setattr(hotplug, "BLOCKS", str(tmp_path / "memory"))
+    monkeypatch.setattr(hotplug, "usable_memory", lambda: 128 * len(list((tmp_path / "memory").glob("memory*"))) - 30)
+    (tmp_path / "cpu/cpu1").mkdir(parents=True)
+    (tmp_path / "cpu/cpu1/online").write_text("0\n")
+    (tmp_path / "cpu/online").write_text("0\n")
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory/block_size_bytes").write_text("8000000\n")
+    add_blocks(tmp_path, 8)
+    monkeypatch.setattr(hotplug, "_boot_blocks", 0)
+    monkeypatch.setattr(hotplug, "_boot_usable", 0)
+    hotplug.remember_boot_memory()
+    return tmp_path
+
+
+def add_blocks(sysfs: Path, count: int) -> None:
+    """Bring `count` more blocks online."""
+    first = len(list((sysfs / "memory").glob("memory*")))
+    for number in range(first, first + count):
+        block = sysfs / f"memory/memory{number}"
+        block.mkdir()
+        (block / "online").write_text("1\n")
+
+
+def test_plugged_cpus_are_set_online_and_plugged_memory_is_waited_for(
+    sysfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    def kernel_works(seconds: float) -> None:
+        """The kernel brings one block online at a time."""
+        waits.append(seconds)
+        add_blocks(sysfs, 1)
+
+    def set_online(path: str, text: str) -> None:
+        assert (path, text) == (str(sysfs / "cpu/cpu1/online"), "1")
+        (sysfs / "cpu/online").write_text("0-1\n")
+
+    monkeypatch.setattr(hotplug.time, "sleep", kernel_works)
+    monkeypatch.setattr(hotplug, "write_kernel_file", set_online)
+    hotplug.use_plugged(2, 256)
+    assert hotplug.count_cpus("online") == 2
+    assert len(waits) == 2 and hotplug.memory_blocks() == 1024 + 256
+
+
+def test_memory_that_does_not_come_is_a_failure_that_tells_how_much_came(
+    sysfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hotplug, "DAEMON_TIMEOUT", 0.05)
+    add_blocks(sysfs, 1)
+    with pytest.raises(contract.GuestAgentError) as failure:
+        hotplug.use_plugged(1, 256)
+    assert "256 MiB" in str(failure.value)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may become a daemon's user")
+def test_a_daemon_that_ends_before_it_is_ready_is_a_failure_with_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "LOGS", str(tmp_path))
+    monkeypatch.setattr(daemons, "LOGS", str(tmp_path))
+    ready = tmp_path / "ready"
+    ready.touch()  # left by an earlier run
+    argv = ["/bin/sh", "-c", "echo no configuration; exit 3"]
+    daemon = daemons.DaemonProcess({"name": "slurmd", "argv": argv, "user": "root", "ready_path": str(ready)})
+    with pytest.raises(contract.GuestAgentError) as failure:
+        daemons.Children().start(daemon)
+    for fact in ("slurmd", "exit code 3", "no configuration"):
+        assert fact in str(failure.value)
+
+
+def test_a_program_that_cannot_be_started_has_no_wait_status() -> None:
+    assert processes.run(["/nonexistent"]) == -1
+    assert os.waitstatus_to_exitcode(processes.run(["/bin/sh", "-c", "exit 4"])) == 4
+    assert os.waitstatus_to_exitcode(processes.run(["/bin/sleep", "60"], timeout=0.05)) == -9
 
 
 @pytest.fixture

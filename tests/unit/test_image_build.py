@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from multiverse.core.errors import Broken, Refused
-from multiverse.images import initramfs
+from multiverse.guest.assemble import assemble
+from multiverse.images import initramfs, recipe
 from multiverse.images.build import build
 from multiverse.images.catalog import ABILITIES, Flavour, Image, list_images, load, write_manifest
 from multiverse.images.recipe import Recipe
@@ -100,6 +101,21 @@ def test_each_input_changes_the_key(tmp_path: Path) -> None:
     assert len({base for base, _ in [first, *others]}) == len(others) + 1
     before, other_agent = keys(), keys(agent="two")
     assert other_agent[0] == before[0] and other_agent[1] != before[1]
+
+
+def test_a_change_of_the_assembled_agent_changes_the_key_of_the_image_and_not_that_of_its_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "debian.sources"
+    source.write_text("Types: deb\n")
+    monkeypatch.setattr(recipe, "_suite", lambda: "bookworm")
+    monkeypatch.setattr(recipe, "_sources", lambda: (source,))
+    first = Recipe.of("slim", (), None)
+    assert first.agent == assemble()
+    monkeypatch.setattr(recipe, "assemble", lambda: assemble() + "\n")
+    second = Recipe.of("slim", (), None)
+    assert second.keys()[0] == first.keys()[0]
+    assert second.keys()[1] != first.keys()[1]
 
 
 def test_an_image_keeps_no_key_and_no_name_of_its_own(tmp_path: Path) -> None:
