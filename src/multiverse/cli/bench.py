@@ -16,7 +16,8 @@ from multiverse.cli import render
 from multiverse.cli.render import console
 from multiverse.client import Client
 from multiverse.core.errors import Refused
-from multiverse.guest import image
+from multiverse.images.build import build as build_image
+from multiverse.images.catalog import Flavour
 from multiverse.lab.baremetal import baremetal as bare_slurmd
 from multiverse.lab.layout import layout
 from multiverse.lab.lifecycle import Progress
@@ -52,10 +53,10 @@ def latency_(
 
 def build_images(kinds: Sequence[latency.Kind], images: Path, silent: bool) -> None:
     """Those that these kinds ask for, unless they are there."""
-    flavours: dict[str, image.Flavour] = {"slim": "slim", "stock": "stock", latency.WARM: "slim"}
+    flavours: dict[str, Flavour] = {"slim": "slim", "stock": "stock", latency.WARM: "slim"}
     for name, flavour in flavours.items():
         if asked_for(name, kinds):
-            image.build(
+            build_image(
                 name, flavour, images, progress=lambda line: None if silent else console.print(f"  {line}", style="dim")
             )
 

@@ -22,7 +22,7 @@ from multiverse.cli import render
 from multiverse.cli.render import console, duration
 from multiverse.client import Client
 from multiverse.core.errors import Broken, MultiverseError, Refused
-from multiverse.guest import image
+from multiverse.images.build import build as build_image
 from multiverse.lab.layout import layout
 from multiverse.lab.lifecycle import Progress
 from multiverse.lab.parts import PARTS
@@ -119,7 +119,7 @@ def demo(
     if os.geteuid() != 0:
         raise Refused("the demonstration needs root: it makes links and starts daemons", hint="sudo make demo")
     with render.step("guest image") as say:
-        image.build(
+        build_image(
             IMAGE, "slim", images, packages=("hpcc",), progress=lambda line: say(line.removeprefix(f"image {IMAGE}: "))
         )
     asyncio.run(_demo(directory, images))
