@@ -43,8 +43,8 @@ from multiverse.core.model import (
 from multiverse.core.policy import Policy, Pool
 from multiverse.core.provisioning.pools import PoolStatus
 from multiverse.core.transition import Command, Effect, EffectKind
+from multiverse.service.alerts import Trouble
 from multiverse.service.api import make_api
-from multiverse.service.troubles import Trouble
 from multiverse.store import Entry
 from tests.unit.rows import IMAGES, attempt, rows, template, vm
 from tests.unit.scene import HandClock

@@ -20,9 +20,7 @@ from multiverse.core.provisioning.admission import references
 from multiverse.core.transition import Command
 from multiverse.ports import Clock
 from multiverse.service import identity
-from multiverse.service.identity import Facts, IdentityAudit
-from multiverse.service.metrics import Executed, Metrics
-from multiverse.service.troubles import (
+from multiverse.service.alerts import (
     OFTEN,
     Failing,
     Situation,
@@ -31,6 +29,8 @@ from multiverse.service.troubles import (
     command_for,
     troubles,
 )
+from multiverse.service.identity import Facts, IdentityAudit
+from multiverse.service.metrics import Executed, Metrics
 from multiverse.service.views import (
     HostView,
     JobView,

@@ -23,9 +23,9 @@ from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.drivers.slurm.inbox import hints
 from multiverse.ports import Hypervisor, Scheduler
+from multiverse.service.alerts import Trouble
 from multiverse.service.api import make_api
 from multiverse.service.metrics import Executed
-from multiverse.service.troubles import Trouble
 from multiverse.store import open_store
 from multiverse.trace import RecordingHypervisor, RecordingScheduler, Trace
 

@@ -12,7 +12,7 @@ from multiverse.core.provisioning.capacity import left_behind
 from multiverse.core.provisioning.pools import PoolStatus
 from multiverse.core.state import Rows
 from multiverse.core.transition import Event
-from multiverse.service.troubles import Trouble
+from multiverse.service.alerts import Trouble
 from multiverse.store import Entry
 
 

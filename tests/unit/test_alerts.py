@@ -15,7 +15,7 @@ from multiverse.core.errors import Broken, Refused
 from multiverse.core.model import AttemptState, Depth, Host, JobState, Key, Request, Size, TemplateState, VmState
 from multiverse.core.policy import Policy, Pool
 from multiverse.core.transition import Change, Command, Done, EffectKind, Event, Move
-from multiverse.service.troubles import Failing, Situation, Trouble, Unanswered, command_for, troubles
+from multiverse.service.alerts import Failing, Situation, Trouble, Unanswered, command_for, troubles
 from multiverse.service.views import job_counts
 from tests.unit.scene import POLICY, Scene
 
