@@ -10,18 +10,20 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from multiverse.api import Alert
 from multiverse.cli import repair, status
 from multiverse.core.errors import Broken, Refused
 from multiverse.core.model import AttemptState, Depth, Host, JobState, Key, Request, Size, TemplateState, VmState
 from multiverse.core.policy import Policy, Pool
 from multiverse.core.transition import Change, Command, Done, EffectKind, Event, Move
-from multiverse.service.alerts import Failing, Situation, Trouble, Unanswered, command_for, troubles
-from multiverse.service.views import job_counts
+from multiverse.service.alerts import alerts
+from multiverse.service.convert import findings, job_counts, repair_command
+from multiverse.service.findings import FailingEffect, SourceFailure, StoreFailure
 from tests.unit.scene import POLICY, Scene
 
 
-def seen(scene: Scene, **more: Any) -> list[Trouble]:
-    return troubles(Situation(scene.rows, scene.clock.time, **more), POLICY)
+def seen(scene: Scene, *, hosts: Sequence[Host] | None = None, policy: Policy = POLICY, **more: Any) -> list[Alert]:
+    return alerts(replace(findings(scene.rows, hosts, policy, scene.clock.time), **more))
 
 
 def quarantined(scene: Scene) -> None:
@@ -44,11 +46,11 @@ def test_a_quarantined_record_is_named_with_its_job_and_repair_takes_it_up_again
     quarantined(scene)
     (one,) = seen(scene)
     assert one.name == "attempt-1" and one.jobs == ("7",)
-    assert "job 7 is quarantined" in one.wrong and "elsewhere" in one.wrong and "timeline 7" in one.todo
+    assert "job 7 is quarantined" in one.message and "elsewhere" in one.message and "timeline 7" in one.remedy
     scene.jobs["7"] = replace(scene.jobs["7"], nodes=tuple(vm.name for vm in scene.all_vms()))
     scene.run()
     assert seen(scene), "without a word from the operator it is left alone"
-    scene.run(command_for(one))
+    scene.run(repair_command(one))
     assert seen(scene) == [] and scene.attempt().state is AttemptState.ALLOCATED
 
 
@@ -57,9 +59,9 @@ def test_a_host_that_is_short_of_memory_is_named_only_where_more_is_claimed_than
     scene = Scene()
     for available, policy, kinds in ((999, bold, ["memory"]), (1000, bold, []), (0, bold, []), (999, POLICY, [])):
         host = replace(scene.hosts["h1"], available=available)
-        found = troubles(Situation(scene.rows, scene.clock.time, hosts=[host]), policy)
+        found = seen(scene, hosts=[host], policy=policy)
         assert [one.kind for one in found] == kinds
-        assert all("999 MiB are available, 1000 are to be kept" in one.wrong and not one.repair for one in found)
+        assert all("999 MiB are available, 1000 are to be kept" in one.message and not one.repair for one in found)
 
 
 def test_an_image_that_no_host_has_is_named_with_who_waits_for_it() -> None:
@@ -70,32 +72,31 @@ def test_an_image_that_no_host_has_is_named_with_who_waits_for_it() -> None:
     bare = [replace(scene.hosts["h1"], images={"slim": frozenset[str]()})]
 
     def found(hosts: list[Host] | None, policy: Policy) -> list[tuple[str, tuple[str, ...]]]:
-        return [
-            (one.name, one.jobs)
-            for one in troubles(Situation(scene.rows, scene.clock.time, hosts=hosts), policy)
-            if one.kind == "image"
-        ]
+        return [(one.name, one.jobs) for one in seen(scene, hosts=hosts, policy=policy) if one.kind == "image"]
 
     assert found(bare, POLICY) == [], "it may have come a moment ago"
     scene.clock.time += POLICY.patience
     assert found(bare, policy) == [("image-mine", ("7",)), ("image-stock", ())]
-    (mine, _) = [t for t in troubles(Situation(scene.rows, scene.clock.time, hosts=bare), policy) if t.kind == "image"]
-    assert mine.wrong == "no host has image mine; waiting for it: job 7" and "image build slim --name mine" in mine.todo
+    (mine, _) = [t for t in seen(scene, hosts=bare, policy=policy) if t.kind == "image"]
+    assert (
+        mine.message == "no host has image mine; waiting for it: job 7"
+        and "image build slim --name mine" in mine.remedy
+    )
     assert found([replace(bare[0], images={"mine": frozenset()})], POLICY) == found(None, policy) == []
 
 
 def test_what_was_wrong_from_the_start_is_shown_after_what_came_later() -> None:
     scene = Scene()
     quarantined(scene)
-    standing = Trouble("unserved", "preemption", "it reaches nobody", "tell them")
-    assert [one.kind for one in seen(scene, standing=[standing])] == ["quarantine", "unserved"]
+    standing = Alert("unserved", "preemption", "it reaches nobody", "tell them")
+    assert [one.kind for one in seen(scene, permanent=[standing])] == ["quarantine", "unserved"]
 
 
 def test_what_is_still_impossible_is_quarantined_again_under_a_new_version() -> None:
     scene = Scene()
     quarantined(scene)
     (one,) = seen(scene)
-    scene.run(command_for(one))
+    scene.run(repair_command(one))
     (again,) = seen(scene)
     assert again.name == one.name and again.version > one.version
 
@@ -108,9 +109,9 @@ def test_a_quarantined_vm_and_template_are_named_too() -> None:
         tx.apply(Move((Change(replace(vm, quarantined="odd"), Event.QUARANTINED),)))
         tx.apply(Move((Change(replace(template, quarantined="odd too"), Event.QUARANTINED),)))
     first, second = seen(scene)
-    assert (first.name, first.jobs) == ("vm-1", ("7",)) and f"VM {vm.name} of job 7" in first.wrong
-    assert second.name == "template-1" and "the template of slim on h1" in second.wrong
-    scene.run(command_for(first), command_for(second))
+    assert (first.name, first.jobs) == ("vm-1", ("7",)) and f"VM {vm.name} of job 7" in first.message
+    assert second.name == "template-1" and "the template of slim on h1" in second.message
+    scene.run(repair_command(first), repair_command(second))
     assert seen(scene) == []
 
 
@@ -121,8 +122,8 @@ def test_a_broken_template_says_why_and_when_it_is_tried_again_and_repair_builds
     (template,) = scene.rows.templates.values()
     scene.run(Done(template.key, EffectKind.BUILD, "building", Broken("no kernel")))
     (one,) = seen(scene)
-    assert one.name == "template-1" and "slim on h1 is broken: no kernel" in one.wrong and "in 2 s" in one.todo
-    scene.run(command_for(one))
+    assert one.name == "template-1" and "slim on h1 is broken: no kernel" in one.message and "in 2 s" in one.remedy
+    scene.run(repair_command(one))
     assert scene.rows.templates[1].state is TemplateState.BUILDING and seen(scene) == []
 
 
@@ -134,9 +135,9 @@ def test_a_host_out_of_reach_shows_its_vms_and_jobs_and_is_fenced_by_its_name_al
     (one,) = seen(scene)
     (vm,) = scene.all_vms()
     assert vm.state is VmState.LOST and one.name == "h1" and one.needs_fenced and one.jobs == ("7",)
-    assert vm.name in one.wrong and "job 7" in one.wrong
-    assert command_for(one) == Command("fence", host="h1")
-    scene.run(command_for(one))
+    assert vm.name in one.message and "job 7" in one.message
+    assert repair_command(one) == Command("fence", host="h1")
+    scene.run(repair_command(one))
     assert [t.kind for t in seen(scene)] == ["fenced"], "shown until it is gone"
     assert host.name == "h1"
 
@@ -150,8 +151,8 @@ def test_a_job_that_backs_off_is_named_and_repair_ends_the_wait() -> None:
         late = replace(attempt, not_before=scene.clock.time + 300, tries=4)
         tx.apply(Move((Change(late, Event.NOTED),)))
     (one,) = [t for t in seen(scene) if t.kind == "back-off"]
-    assert one.name == "attempt-1" and "4 times in a row" in one.wrong and "in 5 min" in one.todo
-    scene.run(command_for(one))
+    assert one.name == "attempt-1" and "4 times in a row" in one.message and "in 5 min" in one.remedy
+    scene.run(repair_command(one))
     assert not [t for t in seen(scene) if t.kind == "back-off"]
 
 
@@ -159,18 +160,18 @@ def test_a_job_that_backs_off_is_named_and_repair_ends_the_wait() -> None:
     ("more", "name", "words"),
     [
         (
-            {"unanswered": [Unanswered("scheduler", 300, "no answer")]},
+            {"sources": [SourceFailure("scheduler", 300, "no answer")]},
             "scheduler",
             ("5 min", "no answer", "scontrol ping"),
         ),
-        ({"unanswered": [Unanswered("hypervisor", 3, "gone")]}, "hypervisor", ("host side", "3 s", "gone")),
-        ({"uncommitted": (7200.0, "disk is full")}, "store", ("2 h", "disk is full", "make room")),
+        ({"sources": [SourceFailure("hypervisor", 3, "gone")]}, "hypervisor", ("host side", "3 s", "gone")),
+        ({"store": StoreFailure(7200.0, "disk is full")}, "store", ("2 h", "disk is full", "make room")),
         (
-            {"failing": [Failing("release", "vm 3", 5, "refused", 16)]},
+            {"failing_effects": [FailingEffect("release", "vm 3", 5, "refused", 16)]},
             "vm-3",
             ("release of vm 3 failed 5 times", "16 s"),
         ),
-        ({"strangers": ["mvtest0-9"]}, "mvtest0-9", ("no record explains it", "two looks")),
+        ({"orphans": ["mvtest0-9"]}, "mvtest0-9", ("no record explains it", "two looks")),
     ],
 )
 def test_what_ends_by_itself_is_shown_and_no_repair_is_offered(
@@ -179,7 +180,7 @@ def test_what_ends_by_itself_is_shown_and_no_repair_is_offered(
     (one,) = seen(Scene(), **more)
     assert one.name == name and not one.repair
     for word in words:
-        assert word in f"{one.wrong} {one.todo}"
+        assert word in f"{one.message} {one.remedy}"
 
 
 # --- the commands ----------------------------------------------------------------------------------
@@ -270,8 +271,8 @@ def test_what_is_no_trouble_or_has_no_repair_is_refused_with_what_to_do(monkeypa
 
 
 def test_a_key_and_a_name_are_the_same_thing() -> None:
-    trouble = Trouble("quarantine", "vm-12", "", "")
-    assert command_for(trouble) == Command("retry", key=Key("vm", 12))
+    alert = Alert("quarantine", "vm-12", "", "")
+    assert repair_command(alert) == Command("retry", key=Key("vm", 12))
 
 
 def test_a_host_out_of_reach_that_holds_nothing_is_shown_until_an_operator_gives_it_up() -> None:
@@ -281,5 +282,5 @@ def test_a_host_out_of_reach_that_holds_nothing_is_shown_until_an_operator_gives
     here = [scene.hosts["h1"]]
     assert seen(scene) == [], "nothing is known while the hosts' side is not"
     (one,) = seen(scene, hosts=here)
-    assert one.name == "h2" and one.needs_fenced and command_for(one) == Command("fence", host="h2")
+    assert one.name == "h2" and one.needs_fenced and repair_command(one) == Command("fence", host="h2")
     assert [trouble.name for trouble in seen(scene, hosts=[])] == ["h1", "h2"]

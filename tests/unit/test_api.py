@@ -1,7 +1,7 @@
 """The documents that the API transmits: the same, byte for byte, as those recorded in api_documents.json.
 
-The records were made with the API before its types moved to `multiverse.api`. `python -m tests.unit.test_api` from the
-repository's root writes them anew: only for a change of the API that is meant, which clients of both releases must read.
+The records were made before the API's types moved to `multiverse.api`. To write them anew after an intended change of
+the API, run `python -m tests.unit.test_api` in the repository's root; clients of both releases must read both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from multiverse.config import Settings
+from multiverse.api import Alert
 from multiverse.core.model import (
     AttemptState,
     Claim,
@@ -43,8 +43,8 @@ from multiverse.core.model import (
 from multiverse.core.policy import Policy, Pool
 from multiverse.core.provisioning.pools import PoolStatus
 from multiverse.core.transition import Command, Effect, EffectKind
-from multiverse.service.alerts import Trouble
 from multiverse.service.api import make_api
+from multiverse.service.backend import Backend
 from multiverse.store import Entry
 from tests.unit.rows import IMAGES, attempt, rows, template, vm
 from tests.unit.scene import HandClock
@@ -164,16 +164,10 @@ async def examine() -> Mapping[str, Mapping[str, str | int]]:
 
 
 def serve(controller: ControllerAtRest) -> FastAPI:
-    standing = [Trouble("unserved", "preemption", "it reaches no VM", "tell the users")]
+    permanent = [Alert("unserved", "preemption", "it reaches no VM", "tell the users")]
+    processes = SimpleNamespace(programs={})
     return make_api(
-        controller,
-        StoreOfRows(),
-        HandClock(),
-        Settings(),
-        measure,
-        examine,
-        SimpleNamespace(programs={}),
-        standing,  # type: ignore[arg-type]
+        Backend(controller, StoreOfRows(), HandClock(), measure, examine, processes, permanent)  # type: ignore[arg-type]
     )
 
 

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from multiverse.core.state import Rows
-from multiverse.service.identity import UNIQUE, audit
+from multiverse.service.identity import UNIQUE, KnownVm, audit
 
-NOBODY = Rows("test0")
+NOBODY: dict[str, KnownVm] = {}
 
 
 def guest(name: str, **other: Any) -> dict[str, str | int]:

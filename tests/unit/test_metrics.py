@@ -12,7 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from multiverse.config import Settings
 from multiverse.controller.loop import Controller
-from multiverse.service.metrics import Executed, Metrics
+from multiverse.service.backend import Backend
+from multiverse.service.metrics import Metrics
+from multiverse.service.processes import ProcessCounter
 from multiverse.simulation.clock import VirtualClock
 from multiverse.simulation.hypervisor import SimulatedHypervisor
 from multiverse.simulation.jobs import Batch
@@ -34,6 +36,10 @@ class Counted:
         return getattr(self._port, name)
 
 
+async def _nothing() -> dict[str, Any]:
+    return {}
+
+
 async def _serve(jobs: int) -> tuple[Counter[str], int, str]:
     """What serving so many jobs took, once their template is there."""
     world, clock, calls = World(1), VirtualClock(), Counter[str]()
@@ -53,10 +59,11 @@ async def _serve(jobs: int) -> tuple[Counter[str], int, str]:
             await asyncio.sleep(1.0)
     work.cancel()
     assert world.violations() == []
-    return calls, store.commits - commits, Metrics(controller, store, _EXECUTED).text().decode()
+    backend = Backend(controller, store, clock, _nothing, _nothing, _PROCESSES)
+    return calls, store.commits - commits, Metrics(backend.counts).text().decode()
 
 
-_EXECUTED = Executed()
+_PROCESSES = ProcessCounter()
 
 
 def test_a_job_needs_each_call_once() -> None:
@@ -72,12 +79,12 @@ def test_jobs_together_need_no_more_calls_and_fewer_commits_each() -> None:
 
 
 def test_processes_are_counted_by_program_and_of_some_by_what_they_do() -> None:
-    before = _EXECUTED.programs.copy()
+    before = _PROCESSES.programs.copy()
     subprocess.run(["/bin/true", "7"], check=True)
     subprocess.run(["/bin/true", "8"], check=True)
-    assert _EXECUTED.programs - before == {"true": 2}
+    assert _PROCESSES.programs - before == {"true": 2}
     subprocess.run(["setpriv", "--no-new-privs", "--", "/bin/true"], check=True)
-    assert _EXECUTED.programs - before == {"true": 3}, "what only prepares for a program is not counted"
+    assert _PROCESSES.programs - before == {"true": 3}, "what only prepares for a program is not counted"
 
 
 def test_the_text_has_every_count() -> None:

@@ -8,7 +8,8 @@ from dataclasses import replace
 from multiverse.cli import render
 from multiverse.core.model import HypervisorView, JobState, Key, Stage
 from multiverse.core.transition import Command
-from multiverse.service.views import host_view, phases, timeline, vm_views
+from multiverse.service.convert import host_view, timeline_view, vm_views
+from multiverse.service.timeline import phases
 from tests.unit.scene import POLICY, Scene
 
 
@@ -33,7 +34,7 @@ def test_a_job_cut_short_has_no_phase_after_its_end_but_reclaim() -> None:
     scene.to_spawning()
     del scene.jobs["7"]
     scene.run()
-    view = timeline(scene.attempt(), scene.store.journal(attempts=[1]), scene.clock.time)
+    view = timeline_view(scene.attempt(), scene.store.journal(attempts=[1]), scene.clock.time)
     assert [p.name for p in view.phases] == ["queued", "clone", "join", "reclaim"]
     assert view.entries[0].at == 0.0 and view.entries[0].event == "submitted"
 

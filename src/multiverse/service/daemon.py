@@ -16,6 +16,7 @@ from typing import Any
 import structlog
 import uvicorn
 
+from multiverse.api import Alert
 from multiverse.config import Settings
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Refused
@@ -23,9 +24,9 @@ from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.drivers.slurm.inbox import hints
 from multiverse.ports import Hypervisor, Scheduler
-from multiverse.service.alerts import Trouble
 from multiverse.service.api import make_api
-from multiverse.service.metrics import Executed
+from multiverse.service.backend import Backend
+from multiverse.service.processes import ProcessCounter
 from multiverse.store import open_store
 from multiverse.trace import RecordingHypervisor, RecordingScheduler, Trace
 
@@ -101,7 +102,7 @@ async def serve(settings: Settings) -> None:
     """Run until SIGTERM or SIGINT. Running VMs and jobs are left as they are; the next start finds them."""
     _close_doors(settings)
     with _alone(settings.state_dir):
-        executed, clock = Executed(), SystemClock()
+        processes, clock = ProcessCounter(), SystemClock()
         store = open_store(settings.state_dir, clock)
         scheduler = SlurmScheduler(settings, store.site)
         hypervisor = QemuHypervisor(settings, store.site)
@@ -109,15 +110,16 @@ async def serve(settings: Settings) -> None:
         trace = Trace(settings.trace, clock) if settings.trace else None
         controller = Controller(store, *_traced(scheduler, hypervisor, trace), clock, settings)
         sock = _bind(settings.socket)
-        standing = [Trouble("unserved", *each) for each in scheduler.unserved()]
-        api = make_api(controller, store, clock, settings, hypervisor.measure, hypervisor.examine, executed, standing)
+        permanent = [Alert("unserved", *each) for each in scheduler.unserved()]
+        backend = Backend(controller, store, clock, hypervisor.measure, hypervisor.examine, processes, permanent)
+        api = make_api(backend)
         server = _Server(uvicorn.Config(api, log_level="warning", access_log=False, lifespan="off"))
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        for trouble in standing:
-            log.warning(trouble.wrong)
+        for alert in permanent:
+            log.warning(alert.message)
         log.info("daemon started", site=store.site, socket=str(settings.socket), pid=os.getpid())
         work: list[asyncio.Task[Any]] = [
             asyncio.create_task(controller.run(), name="controller"),

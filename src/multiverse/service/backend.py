@@ -1,0 +1,197 @@
+"""What the API, the metrics and the audit are answered from.
+
+The only module of the service that asks the controller and the store. It decides nothing: it reads what was committed
+and observed, and hands an operator's commands to the controller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from multiverse import __version__
+from multiverse.api import (
+    Alert,
+    HostView,
+    IdentityAudit,
+    JobView,
+    SizeView,
+    SourceView,
+    StatusView,
+    TemplateView,
+    TimelineView,
+    VmView,
+)
+from multiverse.controller.loop import Controller
+from multiverse.core.transition import Command
+from multiverse.ports import Clock
+from multiverse.service import convert, identity
+from multiverse.service.alerts import alerts
+from multiverse.service.findings import FailingEffect, SourceFailure, StoreFailure
+from multiverse.service.identity import Facts
+from multiverse.service.processes import ProcessCounter
+from multiverse.store import Store
+
+COMMIT_TIMEOUT = 10.0
+"""Seconds that a client waits for its command to be committed."""
+
+FAILURES_UNTIL_ALERT = 3
+"""The number of failures in a row from which on a repeated effect is an alert: one or two are routine."""
+
+MAX_JOBS = 10000
+"""The most attempts that one answer lists."""
+
+Measure = Callable[[], Awaitable[Mapping[str, tuple[float, float, float]]]]
+"""Measures each VM now, to the page: CPU seconds, unique MiB and proportional MiB, by name."""
+
+Examine = Callable[[], Awaitable[Mapping[str, Facts]]]
+"""Asks each running guest what it is, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What the daemon has done since it started, and how many live rows there are by kind and state."""
+
+    commits: int
+    processes: Mapping[str, int]
+    sources: Sequence[SourceView]
+    effects: Mapping[tuple[str, str], int]  # by kind and outcome
+    rows: Mapping[str, Mapping[str, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """`permanent` are alerts that last as long as this process."""
+
+    controller: Controller
+    store: Store
+    clock: Clock
+    measure: Measure
+    examine: Examine
+    processes: ProcessCounter
+    permanent: Sequence[Alert] = ()
+
+    # --- the daemon --------------------------------------------------------------------------------
+
+    def status(self) -> StatusView:
+        rows = self.store.rows()
+        states = convert.row_counts(rows)
+        return StatusView(
+            pid=os.getpid(),
+            version=__version__,
+            site=self.store.site,
+            up=self.clock.now() - self.controller.began,
+            sources=self.sources(),
+            jobs=convert.job_counts(rows),
+            attempts=states["attempt"],
+            vms=states["vm"],
+            templates=states["template"],
+            pools=tuple(map(convert.pool_view, self.controller.pools())),
+            alerts=tuple(self.alerts()),
+        )
+
+    def sources(self) -> tuple[SourceView, ...]:
+        now = self.clock.now()
+        return tuple(
+            SourceView(
+                name=source.name,
+                known=source.latest is not None,
+                looks=source.looks,
+                age=now - source.latest.began if source.latest else 0.0,
+                unknown_for=0.0 if source.latest else now - source.since,
+                failure=source.failure,
+            )
+            for source in (self.controller.scheduler, self.controller.hypervisor)
+        )
+
+    def alerts(self) -> list[Alert]:
+        rows, now, policy = self.store.rows(), self.clock.now(), self.controller.policy
+        since, seen = self.controller.uncommitted, self.controller.hypervisor.latest
+        hosts = [host for _, host in sorted(seen.value.hosts.items())] if seen else None
+        found = replace(
+            convert.findings(rows, hosts, policy, now),
+            store=StoreFailure(now - since[0], since[1]) if since else None,
+            sources=[
+                SourceFailure(source.name, source.unknown_for, source.failure)
+                for source in self.sources()
+                if source.failure
+            ],
+            failing_effects=[
+                FailingEffect(str(effect.kind), str(effect.key), failures, reason, due - now)
+                for effect, failures, reason, due in self.controller.failing(FAILURES_UNTIL_ALERT)
+            ],
+            orphans=self.controller.strangers(),
+            permanent=self.permanent,
+        )
+        return alerts(found)
+
+    def counts(self) -> Counts:
+        return Counts(
+            commits=self.store.commits,
+            processes=self.processes.programs,
+            sources=self.sources(),
+            effects=self.controller.effects_ended,
+            rows=convert.row_counts(self.store.rows()),
+        )
+
+    # --- jobs --------------------------------------------------------------------------------------
+
+    def jobs(self, job: str | None = None, *, ended: bool = False, limit: int = 200) -> list[JobView]:
+        """Live attempts, oldest first; with `ended` or a `job`, the last `limit` attempts that ended too."""
+        if ended or job is not None:
+            attempts = list(reversed(self.store.attempts(job_id=job, limit=max(1, min(limit, MAX_JOBS)))))
+        else:
+            attempts = list(self.store.rows().attempts.values())
+        vms = self.store.vms_of([attempt.id for attempt in attempts])
+        return convert.job_views(attempts, vms, self.clock.now(), self.controller.policy)
+
+    def timelines(self, job: str) -> list[TimelineView]:
+        """One timeline for each known attempt of the job, oldest first; empty if there is none."""
+        attempts, now = reversed(self.store.attempts(job_id=job)), self.clock.now()
+        return [convert.timeline_view(a, self.store.journal(attempts=[a.id]), now) for a in attempts]
+
+    # --- VMs, hosts, templates ---------------------------------------------------------------------
+
+    async def vms(self, *, exact: bool = False) -> list[VmView]:
+        seen = self.controller.hypervisor.latest
+        measured = await self.measure() if exact else {}
+        return convert.vm_views(self.store.rows(), seen.value.vms if seen else {}, measured, self.clock.now())
+
+    def hosts(self) -> list[HostView]:
+        seen = self.controller.hypervisor.latest
+        return convert.host_views(self.store.rows(), seen.value, self.controller.policy) if seen else []
+
+    def host_names(self) -> list[str]:
+        """The hosts in reach, by name."""
+        seen = self.controller.hypervisor.latest
+        return sorted(seen.value.hosts) if seen else []
+
+    def templates(self) -> list[TemplateView]:
+        return convert.template_views(self.store.rows(), self.clock.now())
+
+    @property
+    def base_size(self) -> SizeView:
+        """The size of a template that is built without a size."""
+        return convert.size_view(self.controller.policy.base)
+
+    async def identity_audit(self) -> IdentityAudit:
+        return identity.audit(convert.known_vms(self.store.rows()), await self.examine())
+
+    # --- commands ----------------------------------------------------------------------------------
+
+    async def repair(self, alert: Alert) -> None:
+        """Have the alert's repair committed. Raises `TimeoutError` if it is not committed in time."""
+        await self._commit(convert.repair_command(alert))
+
+    async def template(
+        self, verb: str, image: str, host: str, size: tuple[int, int] | None, account: str | None
+    ) -> None:
+        """Have the command to build or drop (`verb`) templates committed. `size` is CPUs and MiB. Raises `TimeoutError`
+        if it is not committed in time."""
+        await self._commit(convert.template_command(verb, image, host, size, account))
+
+    async def _commit(self, command: Command) -> None:
+        """A committed command outlives the daemon, so it is answered only then."""
+        await asyncio.wait_for(self.controller.command(command), COMMIT_TIMEOUT)
