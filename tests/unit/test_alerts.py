@@ -229,15 +229,15 @@ def run(monkeypatch: pytest.MonkeyPatch, daemon: Daemon, *words: str, said: str 
 
 def test_status_exits_with_0_without_trouble_and_with_1_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(monkeypatch, Daemon(), "status").exit_code == 0
-    assert run(monkeypatch, Daemon(SOURCE), "status").exit_code == status.TROUBLED
-    assert run(monkeypatch, Daemon(SOURCE), "status", "--json").exit_code == status.TROUBLED
+    assert run(monkeypatch, Daemon(SOURCE), "status").exit_code == status.ALERTS_PRESENT
+    assert run(monkeypatch, Daemon(SOURCE), "status", "--json").exit_code == status.ALERTS_PRESENT
 
 
 def test_what_no_one_can_mend_is_shown_and_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     unserved = SOURCE | {"kind": "unserved", "name": "preemption", "wrong": "it reaches nobody"}
     shown = run(monkeypatch, Daemon(unserved), "status")
     assert shown.exit_code == 0 and "it reaches nobody" in shown.stdout and "No trouble" not in shown.stdout
-    assert run(monkeypatch, Daemon(unserved, SOURCE), "status").exit_code == status.TROUBLED
+    assert run(monkeypatch, Daemon(unserved, SOURCE), "status").exit_code == status.ALERTS_PRESENT
 
 
 def test_repair_does_what_it_said_and_never_a_host_that_was_not_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from multiverse.api import (
     VmView,
 )
 from multiverse.controller.loop import Controller
+from multiverse.core.model import HypervisorView
 from multiverse.core.transition import Command
 from multiverse.ports import Clock
 from multiverse.service import convert, identity
@@ -73,6 +74,11 @@ class Backend:
     processes: ProcessCounter
     permanent: Sequence[Alert] = ()
 
+    def _seen(self) -> HypervisorView | None:
+        """The last observation of the hosts; None while it is unknown."""
+        latest = self.controller.hypervisor.latest
+        return latest.value if latest else None
+
     # --- the daemon --------------------------------------------------------------------------------
 
     def status(self) -> StatusView:
@@ -108,8 +114,8 @@ class Backend:
 
     def alerts(self) -> list[Alert]:
         rows, now, policy = self.store.rows(), self.clock.now(), self.controller.policy
-        since, seen = self.controller.uncommitted, self.controller.hypervisor.latest
-        hosts = [host for _, host in sorted(seen.value.hosts.items())] if seen else None
+        since, seen = self.controller.uncommitted, self._seen()
+        hosts = [host for _, host in sorted(seen.hosts.items())] if seen else None
         found = replace(
             convert.findings(rows, hosts, policy, now),
             store=StoreFailure(now - since[0], since[1]) if since else None,
@@ -155,18 +161,18 @@ class Backend:
     # --- VMs, hosts, templates ---------------------------------------------------------------------
 
     async def vms(self, *, exact: bool = False) -> list[VmView]:
-        seen = self.controller.hypervisor.latest
+        seen = self._seen()
         measured = await self.measure() if exact else {}
-        return convert.vm_views(self.store.rows(), seen.value.vms if seen else {}, measured, self.clock.now())
+        return convert.vm_views(self.store.rows(), seen.vms if seen else {}, measured, self.clock.now())
 
     def hosts(self) -> list[HostView]:
-        seen = self.controller.hypervisor.latest
-        return convert.host_views(self.store.rows(), seen.value, self.controller.policy) if seen else []
+        seen = self._seen()
+        return convert.host_views(self.store.rows(), seen, self.controller.policy) if seen else []
 
     def host_names(self) -> list[str]:
         """The hosts in reach, by name."""
-        seen = self.controller.hypervisor.latest
-        return sorted(seen.value.hosts) if seen else []
+        seen = self._seen()
+        return sorted(seen.hosts) if seen else []
 
     def templates(self) -> list[TemplateView]:
         return convert.template_views(self.store.rows(), self.clock.now())
