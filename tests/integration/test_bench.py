@@ -52,8 +52,8 @@ def test_a_job_that_fails_ends_the_benchmark(bench: Session, client: Client, mon
 
 
 def test_vms_are_added_measured_and_let_go(bench: Session, lab: LabUnderTest, client: Client) -> None:
-    told: list[density.Step] = []
-    found = density.run(bench, client, density.Bounds(3, 2, 0, 120.0), told.append)
+    told: list[density.DensityStep] = []
+    found = density.run(bench, client, density.DensityBounds(3, 2, 0, 120.0), told.append)
     assert [step.vms for step in found.steps] == [2, 3] == [step.vms for step in told]
     assert found.most == 3 and found.gave_out == ""
     for step in found.steps:
@@ -62,7 +62,7 @@ def test_vms_are_added_measured_and_let_go(bench: Session, lab: LabUnderTest, cl
 
 
 def test_a_density_ends_when_memory_is_below_its_floor(bench: Session, lab: LabUnderTest, client: Client) -> None:
-    found = density.run(bench, client, density.Bounds(2, 1, 1 << 30, 120.0), lambda step: None)
+    found = density.run(bench, client, density.DensityBounds(2, 1, 1 << 30, 120.0), lambda step: None)
     assert found.most == 1 and found.gave_out.startswith("memory: ")
     nothing_left(lab, client)
 

@@ -17,7 +17,7 @@ from multiverse.bench import burst as bursts
 from multiverse.bench import density as densities
 from multiverse.bench.arrivals import Arrivals
 from multiverse.bench.density import busy, overcommit
-from multiverse.bench.latency import KINDS, Samples, _stages, beside, plugging, result
+from multiverse.bench.latency import KINDS, LatencySamples, _stages, beside_bare_metal, plugging, result
 from multiverse.bench.stats import excess, percentile, ratio, summary
 from multiverse.cli.bench import kinds_of
 from multiverse.cli.main import app
@@ -39,7 +39,7 @@ def test_a_summary_bounds_its_median_and_is_the_same_each_time() -> None:
 
 
 def test_the_first_byte_is_the_sum_of_the_stages_up_to_it() -> None:
-    samples = Samples()
+    samples = LatencySamples()
     phases = [
         {"name": "clone", "seconds": 0.1, "stages": [["overlay", 0.01], ["exec", 0.05]]},
         {"name": "join", "seconds": 0.9, "stages": [["first_byte", 0.04], ["identity", 0.07]]},
@@ -82,16 +82,19 @@ def test_an_excess_is_of_medians_and_may_be_nothing() -> None:
 
 
 def test_each_kind_is_told_beside_bare_metal() -> None:
-    found = {"joined": Samples([0.6, 0.8, 1.0]), "bare_metal": Samples([0.4, 0.4, 0.4])}
-    (one,) = beside(found)
+    found = {"joined": LatencySamples([0.6, 0.8, 1.0]), "bare_metal": LatencySamples([0.4, 0.4, 0.4])}
+    (one,) = beside_bare_metal(found)
     assert one.kind == "joined" and one.ratio is not None and one.excess is not None
     assert one.ratio.value == pytest.approx(2.0) and one.excess.value == pytest.approx(0.4)
     assert one.ratio.low < 2.0 < one.ratio.high
-    assert beside({"joined": Samples([0.6])}) == []
+    assert beside_bare_metal({"joined": LatencySamples([0.6])}) == []
 
 
 def test_plugging_is_what_a_larger_clone_takes_beyond_a_small_one() -> None:
-    small, large = Samples(node_idle=[1.0], first_byte=[0.1]), Samples(node_idle=[1.25], first_byte=[0.125])
+    small, large = (
+        LatencySamples(node_idle=[1.0], first_byte=[0.1]),
+        LatencySamples(node_idle=[1.25], first_byte=[0.125]),
+    )
     small.stages["join.plug"], large.stages["join.plug"] = [0.0], [0.03]
     found = plugging({"instant": small, "plugged": large})
     assert {name: one and one.value for name, one in found.items()} == {
@@ -114,8 +117,10 @@ def story(job: str, clone: float, join: float, state: str = "done") -> dict[str,
 
 
 def test_provisioning_is_from_the_claim_to_the_node_of_the_attempt_that_ran() -> None:
-    samples = bursts.Samples(submit_to_start=[9.0, 10.0], all_ran=10.0)
-    bursts.tell(samples, [story("5_1", 1.0, 1.0), story("5_2", 9.0, 9.0, "requeued"), story("5_2", 2.0, 2.0)], 2)
+    samples = bursts.BurstSamples(submit_to_start=[9.0, 10.0], all_ran=10.0)
+    bursts.add_timelines(
+        samples, [story("5_1", 1.0, 1.0), story("5_2", 9.0, 9.0, "requeued"), story("5_2", 2.0, 2.0)], 2
+    )
     found = bursts.result(samples)
     assert samples.provisioning == [2.0, 4.0] and found.again == 1
     assert found.provisioning is not None and found.provisioning.mean == 3.0
@@ -124,11 +129,11 @@ def test_provisioning_is_from_the_claim_to_the_node_of_the_attempt_that_ran() ->
 
 def test_a_job_without_an_attempt_that_ran_ends_the_benchmark() -> None:
     with pytest.raises(Broken, match="1 attempts ran 2 jobs"):
-        bursts.tell(bursts.Samples(), [story("5_1", 1.0, 1.0), story("5_2", 1.0, 1.0, "failed")], 2)
+        bursts.add_timelines(bursts.BurstSamples(), [story("5_1", 1.0, 1.0), story("5_2", 1.0, 1.0, "failed")], 2)
 
 
 def test_each_kind_stands_beside_the_instant_one() -> None:
-    full, instant = bursts.Samples([30.0] * 5, [60.0] * 5), bursts.Samples([2.0] * 5, [6.0] * 5)
+    full, instant = bursts.BurstSamples([30.0] * 5, [60.0] * 5), bursts.BurstSamples([2.0] * 5, [6.0] * 5)
     (one,) = bursts.ratios({"full_stock": full, "instant": instant})
     assert (one.over, one.under) == ("full_stock", "instant")
     assert [e and e.value for e in (one.means, one.medians, one.submit_to_start)] == [15.0, 15.0, 10.0]
@@ -225,9 +230,9 @@ class FakeHost:
 def test_density_ends_where_something_gives_out(
     memory: int, starts: int, most: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(densities, "ALONE", 0.01)
+    monkeypatch.setattr(densities, "IDLE_SECONDS", 0.01)
     fake = FakeHost(memory, starts)
-    found = densities.run(fake, fake, densities.Bounds(1, 1, 1100, 0.05), lambda step: None)  # type: ignore[arg-type]
+    found = densities.run(fake, fake, densities.DensityBounds(1, 1, 1100, 0.05), lambda step: None)  # type: ignore[arg-type]
     assert found.most == most and found.gave_out.startswith(said) and bool(found.gave_out) == bool(said)
     if found.steps:
         assert (found.steps[0].private, found.steps[0].used) == (90.0, 100)

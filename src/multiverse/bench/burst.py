@@ -1,6 +1,6 @@
 """Many jobs at once, or one each few seconds: how long until each had its VM, and until all had run.
 
-Kind after kind, each through Slurm from submission to end. At once means one job array: a single submission. What
+JobKind after kind, each through Slurm from submission to end. At once means one job array: a single submission. What
 provisioning took, from the claim to a node that can run the job, is read from the timelines; when a script began is its
 own word. A job that does not run, or does not complete, ends the benchmark with an error: nothing is left out.
 """
@@ -14,19 +14,19 @@ from statistics import fmean
 from typing import Any
 
 from multiverse.bench.arrivals import Arrivals, until_nothing_is_left
-from multiverse.bench.latency import Kind
+from multiverse.bench.latency import JobKind
 from multiverse.bench.stats import Estimate, Summary, median, ratio, summary
 from multiverse.client import Client
 from multiverse.core.errors import Broken
 from multiverse.lab.session import Session
 
 KINDS = (
-    Kind("full_stock", ("--constraint=stock&full",)),
-    Kind("full_slim", ("--constraint=slim&full",)),
-    Kind("linked", ("--constraint=slim&linked",)),
-    Kind("instant", ("--constraint=slim&instant",)),
+    JobKind("full_stock", ("--constraint=stock&full",)),
+    JobKind("full_slim", ("--constraint=slim&full",)),
+    JobKind("linked", ("--constraint=slim&linked",)),
+    JobKind("instant", ("--constraint=slim&instant",)),
 )
-STILL = 300.0
+START_LIMIT = 300.0
 """Seconds without another job's start after which those that are missing are given up."""
 
 PAPER = {
@@ -37,7 +37,7 @@ PAPER = {
 
 
 @dataclass
-class Samples:
+class BurstSamples:
     """Of one kind, a value for each job, in seconds. `all_ran` is from the first submission to the last start,
     `again` how many attempts it took beyond one for each job."""
 
@@ -53,30 +53,32 @@ Progress = Callable[[str, int, int, float], None]
 
 
 def run(
-    lab: Session, client: Client, jobs: int, every: float | None, kinds: Sequence[Kind], progress: Progress
-) -> dict[str, Samples]:
+    lab: Session, client: Client, jobs: int, every: float | None, kinds: Sequence[JobKind], progress: Progress
+) -> dict[str, BurstSamples]:
     """`jobs` of each kind, all at once or one `every` so many seconds; by the kind's name."""
     return {kind.name: _of_kind(lab, client, jobs, every, kind, progress) for kind in kinds}
 
 
-def _of_kind(lab: Session, client: Client, jobs: int, every: float | None, kind: Kind, progress: Progress) -> Samples:
+def _of_kind(
+    lab: Session, client: Client, jobs: int, every: float | None, kind: JobKind, progress: Progress
+) -> BurstSamples:
     with Arrivals(lab.settings.network.gateway) as arrivals:
         submitted = _submit(lab, arrivals.script, jobs, every, kind)
-        missing = arrivals.wait(submitted, STILL, lab.settings.socket.exists)
+        missing = arrivals.wait(submitted, START_LIMIT, lab.settings.socket.exists)
         if missing:
             raise Broken(_lost(client, kind, missing), hint="see the lab's log/controller.log")
         began = min(submitted.values())
-        samples = Samples(all_ran=max(arrivals.at[job] for job in submitted) - began)
+        samples = BurstSamples(all_ran=max(arrivals.at[job] for job in submitted) - began)
         samples.submit_to_start = [arrivals.at[job] - at for job, at in submitted.items()]
     progress(kind.name, jobs, jobs, samples.all_ran)
-    until_nothing_is_left(client, STILL)  # the next kind must not pay for this one's end
+    until_nothing_is_left(client, START_LIMIT)  # the next kind must not pay for this one's end
     _completed(lab, submitted)
     stories = [story for job in dict.fromkeys(_whole(job) for job in submitted) for story in client.timeline(job)]
-    tell(samples, stories, jobs)
+    add_timelines(samples, stories, jobs)
     return samples
 
 
-def _submit(lab: Session, script: str, jobs: int, every: float | None, kind: Kind) -> dict[str, float]:
+def _submit(lab: Session, script: str, jobs: int, every: float | None, kind: JobKind) -> dict[str, float]:
     """When each job was submitted, by its id."""
     options = ("--output=/dev/null", *kind.options)
     began = time.monotonic()
@@ -96,7 +98,7 @@ def _whole(job: str) -> str:
     return job.partition("_")[0]
 
 
-def _lost(client: Client, kind: Kind, missing: Sequence[str]) -> str:
+def _lost(client: Client, kind: JobKind, missing: Sequence[str]) -> str:
     said = {job["job_id"]: job["waiting"] or job["reason"] or job["state"] for job in client.jobs()}
     first = missing[0]
     why = said.get(first, "the controller knows nothing of it")
@@ -120,7 +122,7 @@ def _completed(lab: Session, submitted: Mapping[str, float]) -> None:
         time.sleep(0.2)
 
 
-def tell(samples: Samples, stories: Sequence[Mapping[str, Any]], jobs: int) -> None:
+def add_timelines(samples: BurstSamples, stories: Sequence[Mapping[str, Any]], jobs: int) -> None:
     """Add what the timelines say of the attempts that ran; one that was given up counts as `again`."""
     whole = [story for story in stories if story["state"] == "done"]
     samples.again = len(stories) - len(whole)
@@ -137,7 +139,7 @@ def tell(samples: Samples, stories: Sequence[Mapping[str, Any]], jobs: int) -> N
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class BurstResult:
     """One kind's figures, as `--json` prints them. Seconds; `stages` are medians, in the order of their happening."""
 
     provisioning: Summary | None
@@ -147,8 +149,8 @@ class Result:
     stages: dict[str, float]
 
 
-def result(samples: Samples) -> Result:
-    return Result(
+def result(samples: BurstSamples) -> BurstResult:
+    return BurstResult(
         provisioning=summary(samples.provisioning),
         submit_to_start=summary(samples.submit_to_start),
         all_ran=samples.all_ran,
@@ -158,7 +160,7 @@ def result(samples: Samples) -> Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Ratio:
+class BurstRatio:
     """How many times as long `over` took as `under`, and what both took is measured as."""
 
     over: str
@@ -168,13 +170,13 @@ class Ratio:
     submit_to_start: Estimate | None  # of means
 
 
-def ratios(found: Mapping[str, Samples], under: str = "instant") -> list[Ratio]:
+def ratios(found: Mapping[str, BurstSamples], under: str = "instant") -> list[BurstRatio]:
     """Each kind beside the instant one; nothing if that was not asked for."""
     if under not in found:
         return []
     base = found[under]
     return [
-        Ratio(
+        BurstRatio(
             name,
             under,
             ratio(one.provisioning, base.provisioning, fmean),

@@ -21,18 +21,18 @@ from multiverse.client import Client
 from multiverse.core.errors import Broken
 from multiverse.lab.session import Session
 
-ALONE = 5.0
+IDLE_SECONDS = 5.0
 """Seconds over which CPU time is taken, with nothing asked of any VM."""
 
-BUSY = 0.95
+MAX_BUSY = 0.95
 """Of the machine's CPUs: when VMs that only wait use more, nothing is left to run their jobs with."""
 
 OPTIONS = ("--constraint=slim&instant", "--output=/dev/null")
-AN_END = 300.0
+END_LIMIT = 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class DensityBounds:
     """Stop at `most` VMs, `by` so many at a time; or when less than `floor` MiB are available, or none of a step's jobs
     has started for `patience` seconds."""
 
@@ -43,7 +43,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class DensityStep:
     """The host with so many jobs running. Memory in MiB: medians of VMs, and the machine's; `busy` is the share of the
     machine's CPUs that is used, by whomever, while nothing is asked of any VM, `vm_cpu` the mean VM's share of one CPU;
     `slowest` is from submission to the start of the last job of this step."""
@@ -59,10 +59,10 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class DensityResult:
     """`gave_out` says what ended it; empty: nothing did, there were as many as were asked for."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[DensityStep, ...]
     gave_out: str
 
     @property
@@ -71,12 +71,12 @@ class Found:
         return self.steps[-1].vms if self.steps else 0
 
 
-Progress = Callable[[Step], None]
+Progress = Callable[[DensityStep], None]
 
 
-def run(lab: Session, client: Client, bounds: Bounds, progress: Progress) -> Found:
+def run(lab: Session, client: Client, bounds: DensityBounds, progress: Progress) -> DensityResult:
     """Add jobs until a bound is met or something has given out. All have ended when it returns."""
-    steps: list[Step] = []
+    steps: list[DensityStep] = []
     before = _available(client)
     with Arrivals(lab.settings.network.gateway, hold=True) as arrivals:
         gave_out = ""
@@ -94,21 +94,21 @@ def run(lab: Session, client: Client, bounds: Bounds, progress: Progress) -> Fou
             step = _measured(client, len(arrivals.at), slowest, before)
             steps.append(step)
             progress(step)
-            gave_out = _given_out(step, bounds.floor, client)
-    until_nothing_is_left(client, AN_END)
-    return Found(tuple(steps), gave_out)
+            gave_out = _exhausted(step, bounds.floor, client)
+    until_nothing_is_left(client, END_LIMIT)
+    return DensityResult(tuple(steps), gave_out)
 
 
-def _measured(client: Client, vms: int, slowest: float, before: int) -> Step:
+def _measured(client: Client, vms: int, slowest: float, before: int) -> DensityStep:
     began = time.monotonic()
     seconds = {one["name"]: one["cpu_s"] for one in client.vms(exact=True)}
     idle = _cpu_times()
-    time.sleep(ALONE)
+    time.sleep(IDLE_SECONDS)
     spent, passed = _cpu_times(), time.monotonic() - began
     over = client.vms(exact=True)  # what it costs to ask is in neither reading of the machine's time
     shares = [(one["cpu_s"] - seconds[one["name"]]) / passed for one in over if one["name"] in seconds]
     available = _available(client)
-    return Step(
+    return DensityStep(
         vms=vms,
         slowest=slowest,
         private=median([one["private"] for one in over]),
@@ -133,7 +133,7 @@ def busy(before: Sequence[int], after: Sequence[int]) -> float:
 
 def _available(client: Client) -> int:
     """MiB that the machine has left, when it has been looked at."""
-    deadline = time.monotonic() + AN_END
+    deadline = time.monotonic() + END_LIMIT
     while not (hosts := client.hosts()):
         if time.monotonic() > deadline:
             raise Broken("no host came in sight", hint="see the lab's log/controller.log")
@@ -141,13 +141,13 @@ def _available(client: Client) -> int:
     return sum(int(host["available"]) for host in hosts)
 
 
-def _given_out(step: Step, floor: int, client: Client) -> str:
+def _exhausted(step: DensityStep, floor: int, client: Client) -> str:
     running = client.status()["jobs"]["running"]
     if running < step.vms:
         return f"{step.vms - running} jobs that ran have been lost"
     if step.available < floor:
         return f"memory: {step.available} MiB are available, {floor} were to be left"
-    if (used := step.vms * step.vm_cpu / (os.cpu_count() or 1)) > BUSY:
+    if (used := step.vms * step.vm_cpu / (os.cpu_count() or 1)) > MAX_BUSY:
         return f"the CPUs: VMs that only wait use {used:.0%} of them"
     return ""
 

@@ -32,7 +32,7 @@ read -r _ <&3
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class JobKind:
     """A way to start a job, as options of sbatch. `vm` False: it runs on the machine itself."""
 
     name: str
@@ -58,18 +58,18 @@ memory = 150
 """
 
 KINDS = (
-    Kind("instant", ("--constraint=slim&instant",)),
-    Kind("parked", (f"--constraint={WARM}&instant", "--mem=160")),  # more than the joined one has
-    Kind("joined", (f"--constraint={WARM}&instant", "--mem=150")),
-    Kind("plugged", ("--constraint=slim&instant", "--cpus-per-task=2", "--mem=1G")),
-    Kind("full_same", ("--constraint=slim&full",)),
-    Kind("full_stock", ("--constraint=stock&full",)),
-    Kind("bare_metal", ("--partition=bare",), vm=False),
+    JobKind("instant", ("--constraint=slim&instant",)),
+    JobKind("parked", (f"--constraint={WARM}&instant", "--mem=160")),  # more than the joined one has
+    JobKind("joined", (f"--constraint={WARM}&instant", "--mem=150")),
+    JobKind("plugged", ("--constraint=slim&instant", "--cpus-per-task=2", "--mem=1G")),
+    JobKind("full_same", ("--constraint=slim&full",)),
+    JobKind("full_stock", ("--constraint=stock&full",)),
+    JobKind("bare_metal", ("--partition=bare",), vm=False),
 )
 
 
 @dataclass
-class Samples:
+class LatencySamples:
     """What was measured of one kind, a value for each job. Seconds and MiB."""
 
     submit_to_start: list[float] = field(default_factory=list)
@@ -88,14 +88,14 @@ BareCost = Callable[[str], tuple[float, float, float] | None]
 """CPU seconds, unique and proportional MiB of what runs a job on the machine itself; None if not found."""
 
 
-class Listener:
+class StartListener:
     """Where scripts report their first instruction. Guests and this machine reach it on the bridge."""
 
     def __init__(self, host: str) -> None:
         self._socket = socket.create_server((host, 0))
         self.host, self.port = host, self._socket.getsockname()[1]
 
-    def __enter__(self) -> Listener:
+    def __enter__(self) -> StartListener:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -125,16 +125,16 @@ def run(
     client: Client,
     jobs: int,
     seed: int,
-    kinds: Sequence[Kind],
+    kinds: Sequence[JobKind],
     bare_cost: BareCost,
     progress: Progress,
-) -> dict[str, Samples]:
+) -> dict[str, LatencySamples]:
     """`jobs` of each kind; their samples by the kind's name."""
     chance = random.Random(seed)
     order = [kind for kind in kinds for _ in range(jobs)]
     chance.shuffle(order)
-    found = {kind.name: Samples() for kind in kinds}
-    with Listener(lab.settings.network.gateway) as listener:
+    found = {kind.name: LatencySamples() for kind in kinds}
+    with StartListener(lab.settings.network.gateway) as listener:
         for number, kind in enumerate(order, 1):
             _until_pools_are_full(client)
             time.sleep(chance.random())
@@ -143,7 +143,9 @@ def run(
     return found
 
 
-def _one(lab: Session, client: Client, listener: Listener, kind: Kind, samples: Samples, bare_cost: BareCost) -> float:
+def _one(
+    lab: Session, client: Client, listener: StartListener, kind: JobKind, samples: LatencySamples, bare_cost: BareCost
+) -> float:
     script = SCRIPT.format(host=listener.host, port=listener.port)
     began = time.monotonic()
     job = lab.submit(script, "--output=/dev/null", *kind.options)
@@ -198,7 +200,7 @@ def _until_ended(lab: Session, job: str) -> None:
     raise Broken(f"job {job} did not end within {JOB_LIMIT:g} s")
 
 
-def _stages(samples: Samples, one: dict[str, Any]) -> None:
+def _stages(samples: LatencySamples, one: dict[str, Any]) -> None:
     """Phases and stages of one attempt. From the clone's start to the agent's first byte is counted over
     the effects' own stages; to the idle node, between the commits of the claim and of the registration."""
     first = 0.0
@@ -218,7 +220,7 @@ def _stages(samples: Samples, one: dict[str, Any]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class LatencyResult:
     """One kind's figures, as `--json` prints them. `stages` (seconds, in the order of their happening), `cpu_s`,
     `uss_mib` and `pss_mib` are medians; None where a kind has no such thing."""
 
@@ -231,8 +233,8 @@ class Result:
     pss_mib: float | None
 
 
-def result(samples: Samples) -> Result:
-    return Result(
+def result(samples: LatencySamples) -> LatencyResult:
+    return LatencyResult(
         submit_to_start=summary(samples.submit_to_start),
         first_byte=summary(samples.first_byte),
         node_idle=summary(samples.node_idle),
@@ -243,7 +245,7 @@ def result(samples: Samples) -> Result:
     )
 
 
-def plugging(found: Mapping[str, Samples]) -> dict[str, Estimate | None]:
+def plugging(found: Mapping[str, LatencySamples]) -> dict[str, Estimate | None]:
     """What it adds to plug a second CPU and memory into a clone, in seconds: to the stage of that name, up to the
     agent's first byte, up to an idle node. Nothing unless both were measured."""
     if "plugged" not in found or "instant" not in found:
@@ -257,7 +259,7 @@ def plugging(found: Mapping[str, Samples]) -> dict[str, Estimate | None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class BareMetalComparison:
     """How a kind's median from submission to start compares with that of bare metal: times as long, seconds more."""
 
     kind: str
@@ -265,13 +267,13 @@ class Beside:
     excess: Estimate | None
 
 
-def beside(found: Mapping[str, Samples], base: str = "bare_metal") -> list[Beside]:
+def beside_bare_metal(found: Mapping[str, LatencySamples], base: str = "bare_metal") -> list[BareMetalComparison]:
     """Each kind beside the machine itself; nothing unless that was measured."""
     if base not in found:
         return []
     less = found[base].submit_to_start
     return [
-        Beside(name, ratio(one.submit_to_start, less), excess(one.submit_to_start, less))
+        BareMetalComparison(name, ratio(one.submit_to_start, less), excess(one.submit_to_start, less))
         for name, one in found.items()
         if name != base
     ]

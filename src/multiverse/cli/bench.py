@@ -50,7 +50,7 @@ def latency_(
         _print(found)
 
 
-def build_images(kinds: Sequence[latency.Kind], images: Path, silent: bool) -> None:
+def build_images(kinds: Sequence[latency.JobKind], images: Path, silent: bool) -> None:
     """Those that these kinds ask for, unless they are there."""
     flavours: dict[str, image.Flavour] = {"slim": "slim", "stock": "stock", latency.WARM: "slim"}
     for name, flavour in flavours.items():
@@ -60,7 +60,7 @@ def build_images(kinds: Sequence[latency.Kind], images: Path, silent: bool) -> N
             )
 
 
-def asked_for(name: str, kinds: Sequence[latency.Kind]) -> bool:
+def asked_for(name: str, kinds: Sequence[latency.JobKind]) -> bool:
     """Whether some of the kinds are of this image."""
     return any(f"{name}&" in option for kind in kinds for option in kind.options)
 
@@ -75,7 +75,7 @@ def part(silent: bool) -> Progress:
     return say
 
 
-def kinds_of(kinds: str, among: Sequence[latency.Kind]) -> list[latency.Kind]:
+def kinds_of(kinds: str, among: Sequence[latency.JobKind]) -> list[latency.JobKind]:
     """By their names, with commas between. `Refused` names those that there are."""
     known = {kind.name: kind for kind in among}
     names = [name.strip() for name in kinds.split(",") if name.strip()]
@@ -85,7 +85,7 @@ def kinds_of(kinds: str, among: Sequence[latency.Kind]) -> list[latency.Kind]:
 
 
 async def _latency(
-    directory: Path, images: Path, jobs: int, seed: int, kinds: Sequence[latency.Kind], json: bool
+    directory: Path, images: Path, jobs: int, seed: int, kinds: Sequence[latency.JobKind], json: bool
 ) -> dict[str, Any]:
     def progress(kind: str, number: int, of: int, seconds: float) -> None:
         if not json:
@@ -107,12 +107,12 @@ async def _latency(
         "note": "every kind goes through Slurm from submission to end; cpu_s and memory are taken at the script's "
         "first instruction",
         "kinds": {name: asdict(latency.result(one)) for name, one in samples.items()},
-        "beside": [asdict(one) for one in latency.beside(samples)],
+        "beside": [asdict(one) for one in latency.beside_bare_metal(samples)],
         "plugging": {name: one and asdict(one) for name, one in latency.plugging(samples).items()},
     }
 
 
-def _warm(lab: Session, client: Client, kinds: Sequence[latency.Kind]) -> None:
+def _warm(lab: Session, client: Client, kinds: Sequence[latency.JobKind]) -> None:
     """One job of each kind that is not counted: the template is made, and the page cache is warm for all."""
     latency.run(lab, client, 1, 0, kinds, lambda job: None, lambda *_: None)
 

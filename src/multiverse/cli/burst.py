@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from multiverse.bench import burst as bursts
-from multiverse.bench.latency import Kind
+from multiverse.bench.latency import JobKind
 from multiverse.bench.stats import Estimate, Summary
 from multiverse.cli import render
 from multiverse.cli.bench import DIRECTORY, IMAGES, Dir, Images, Json, build_images, kinds_of, part
@@ -22,7 +22,9 @@ from multiverse.lab.plan import Wishes
 from multiverse.lab.session import session
 
 ALL = ",".join(kind.name for kind in bursts.KINDS)
-PATIENT = 900.0  # seconds for a node to register: on few CPUs full boots at once are slow, and that is to be measured
+SPAWN_TIMEOUT = (
+    900.0  # seconds for a node to register: on few CPUs full boots at once are slow, and that is to be measured
+)
 
 
 def burst(
@@ -47,13 +49,19 @@ def burst(
 
 
 async def _burst(
-    directory: Path, images: Path, jobs: int, every: float | None, kinds: Sequence[Kind], provisioning: int, json: bool
+    directory: Path,
+    images: Path,
+    jobs: int,
+    every: float | None,
+    kinds: Sequence[JobKind],
+    provisioning: int,
+    json: bool,
 ) -> dict[str, Any]:
     def progress(kind: str, number: int, of: int, seconds: float) -> None:
         if not json:
             console.print(f"  {number:>4} of {of}  {kind:<12}{render.duration(seconds):>9}", markup=False)
 
-    pacing = {"provisioning": provisioning, "spawn_timeout": PATIENT}
+    pacing = {"provisioning": provisioning, "spawn_timeout": SPAWN_TIMEOUT}
     wishes = Wishes(max(8, min(jobs, 50)), 16384, image="slim", images=images, settings={"pacing": pacing})
     async with session(layout(directory), wishes, part(json)) as lab:
         with Client(lab.settings.socket) as client:

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from multiverse.bench import density as densities
-from multiverse.bench.density import Bounds, Step
-from multiverse.bench.latency import Kind
+from multiverse.bench.density import DensityBounds, DensityStep
+from multiverse.bench.latency import JobKind
 from multiverse.cli import render
 from multiverse.cli.bench import DIRECTORY, IMAGES, Dir, Images, Json, build_images, part
 from multiverse.cli.render import console
@@ -39,7 +39,7 @@ def density(
     json: Json = False,
 ) -> None:
     """Add jobs that hold their VMs until memory or CPUs give out, and measure what each takes."""
-    build_images([Kind("instant", densities.OPTIONS)], images, json)
+    build_images([JobKind("instant", densities.OPTIONS)], images, json)
     declared = densities.machine_memory() - OURS
     settings: dict[str, dict[str, Any]] = {
         "host": {"overcommit": densities.overcommit(most, CLAIM, declared), "floor": floor},
@@ -47,7 +47,7 @@ def density(
         "qemu": {"tb_size": tb_size, "max_cpus": 1, "max_memory": 1024},  # room to grow costs each guest memory
     }
     wishes = Wishes(most, declared, image="slim", images=images, settings=settings)
-    found = asyncio.run(_density(directory, wishes, Bounds(most, by, floor, patience), json))
+    found = asyncio.run(_density(directory, wishes, DensityBounds(most, by, floor, patience), json))
     found["tb_size"] = tb_size
     if json:
         render.as_json(found)
@@ -55,8 +55,8 @@ def density(
         _print(found)
 
 
-async def _density(directory: Path, wishes: Wishes, bounds: Bounds, json: bool) -> dict[str, Any]:
-    def progress(step: Step) -> None:
+async def _density(directory: Path, wishes: Wishes, bounds: DensityBounds, json: bool) -> dict[str, Any]:
+    def progress(step: DensityStep) -> None:
         if not json:
             console.print(
                 f"  {step.vms:>4} VMs: the last started after {render.duration(step.slowest)}; {step.private:.1f} MiB "
