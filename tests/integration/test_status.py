@@ -64,10 +64,10 @@ def test_a_broken_template_is_shown_and_repaired(lab: LabUnderTest, controller: 
     assert one["kind"] == "template" and dud.name in one["wrong"]
 
     again = multiverse(lab, "repair", one["name"], "--yes")
-    assert again.returncode == 1 and "still so" in again.stdout, again
+    assert again.returncode == 1 and "not repaired" in again.stdout, again
     shutil.copy(lab.settings.qemu.images / "slim" / "vmlinuz", dud)
     mended = multiverse(lab, "repair", one["name"], "--yes")
-    assert mended.returncode == 0 and "mended" in mended.stdout, mended
+    assert mended.returncode == 0 and "is repaired" in mended.stdout, mended
     assert shown_alerts(lab) == []
     assert multiverse(lab, "template", "drop", dud.name).returncode == 0
 
@@ -89,7 +89,7 @@ def test_a_quarantined_record_is_shown_and_repaired(lab: LabUnderTest, controlle
     assert one["jobs"] == [job] and "for the test" in one["wrong"]
     assert multiverse(lab, "repair", "--dry-run").returncode == 0 and shown_alerts(lab) == [one]
     mended = multiverse(lab, "repair", "--yes")
-    assert mended.returncode == 0 and "mended" in mended.stdout, mended
+    assert mended.returncode == 0 and "is repaired" in mended.stdout, mended
     assert shown_alerts(lab) == [] and latest(client, job)["state"] == "allocated"
     go.touch()
     ended(client, job, "done")

@@ -1,4 +1,4 @@
-"""Each trouble is named, says what is wrong and what to do, and is repaired by the command that mends it."""
+"""Alerts: each has a name, a message and a remedy, and its repair is the command that removes the cause."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def seen(scene: Scene, *, hosts: Sequence[Host] | None = None, policy: Policy = 
 
 
 def quarantined(scene: Scene) -> None:
-    """The job runs on a node that is not its own."""
+    """Make the job run on a node that is not its own, which quarantines its attempt."""
     scene.to_spawned()
     scene.jobs["7"] = replace(scene.jobs["7"], state=JobState.RUNNING, nodes=("elsewhere",))
     scene.run()
 
 
-def test_a_cluster_that_is_well_has_no_trouble() -> None:
+def test_a_healthy_cluster_has_no_alert() -> None:
     scene = Scene()
     scene.to_allocated()
     assert seen(scene) == [] and job_counts(scene.rows) == {
@@ -41,7 +41,7 @@ def test_a_cluster_that_is_well_has_no_trouble() -> None:
     }  # fmt: skip
 
 
-def test_a_quarantined_record_is_named_with_its_job_and_repair_takes_it_up_again() -> None:
+def test_a_quarantined_record_is_named_with_its_job_and_can_be_repaired() -> None:
     scene = Scene()
     quarantined(scene)
     (one,) = seen(scene)
@@ -49,22 +49,22 @@ def test_a_quarantined_record_is_named_with_its_job_and_repair_takes_it_up_again
     assert "job 7 is quarantined" in one.message and "elsewhere" in one.message and "timeline 7" in one.remedy
     scene.jobs["7"] = replace(scene.jobs["7"], nodes=tuple(vm.name for vm in scene.all_vms()))
     scene.run()
-    assert seen(scene), "without a word from the operator it is left alone"
+    assert seen(scene), "without a repair the record is left alone"
     scene.run(repair_command(one))
     assert seen(scene) == [] and scene.attempt().state is AttemptState.ALLOCATED
 
 
-def test_a_host_that_is_short_of_memory_is_named_only_where_more_is_claimed_than_declared() -> None:
+def test_a_host_short_of_memory_is_an_alert_only_with_overcommit() -> None:
     bold = replace(POLICY, overcommit=2.0, floor=1000)
     scene = Scene()
     for available, policy, kinds in ((999, bold, ["memory"]), (1000, bold, []), (0, bold, []), (999, POLICY, [])):
         host = replace(scene.hosts["h1"], available=available)
         found = seen(scene, hosts=[host], policy=policy)
         assert [one.kind for one in found] == kinds
-        assert all("999 MiB are available, 1000 are to be kept" in one.message and not one.repair for one in found)
+        assert all("999 MiB are available, 1000 MiB are to be kept" in one.message and not one.repair for one in found)
 
 
-def test_an_image_that_no_host_has_is_named_with_who_waits_for_it() -> None:
+def test_an_image_that_no_host_has_is_named_with_the_jobs_that_wait() -> None:
     policy = replace(POLICY, pools=(Pool("stock", Depth.PARKED, 1, 1, Size(1, 100), 100.0),))
     scene = Scene()
     scene.job(request=Request(1, Size(1, 100), image="mine"))
@@ -74,7 +74,7 @@ def test_an_image_that_no_host_has_is_named_with_who_waits_for_it() -> None:
     def found(hosts: list[Host] | None, policy: Policy) -> list[tuple[str, tuple[str, ...]]]:
         return [(one.name, one.jobs) for one in seen(scene, hosts=hosts, policy=policy) if one.kind == "image"]
 
-    assert found(bare, POLICY) == [], "it may have come a moment ago"
+    assert found(bare, POLICY) == [], "the image may have been built after the last observation"
     scene.clock.time += POLICY.patience
     assert found(bare, policy) == [("image-mine", ("7",)), ("image-stock", ())]
     (mine, _) = [t for t in seen(scene, hosts=bare, policy=policy) if t.kind == "image"]
@@ -85,14 +85,14 @@ def test_an_image_that_no_host_has_is_named_with_who_waits_for_it() -> None:
     assert found([replace(bare[0], images={"mine": frozenset()})], POLICY) == found(None, policy) == []
 
 
-def test_what_was_wrong_from_the_start_is_shown_after_what_came_later() -> None:
+def test_permanent_alerts_come_last() -> None:
     scene = Scene()
     quarantined(scene)
     standing = Alert("unserved", "preemption", "it reaches nobody", "tell them")
     assert [one.kind for one in seen(scene, permanent=[standing])] == ["quarantine", "unserved"]
 
 
-def test_what_is_still_impossible_is_quarantined_again_under_a_new_version() -> None:
+def test_a_record_quarantined_again_has_a_new_version() -> None:
     scene = Scene()
     quarantined(scene)
     (one,) = seen(scene)
@@ -101,7 +101,7 @@ def test_what_is_still_impossible_is_quarantined_again_under_a_new_version() -> 
     assert again.name == one.name and again.version > one.version
 
 
-def test_a_quarantined_vm_and_template_are_named_too() -> None:
+def test_quarantined_vms_and_templates_are_named_too() -> None:
     scene = Scene()
     scene.to_allocated()
     vm, template = scene.all_vms()[0], scene.rows.templates[1]
@@ -115,7 +115,7 @@ def test_a_quarantined_vm_and_template_are_named_too() -> None:
     assert seen(scene) == []
 
 
-def test_a_broken_template_says_why_and_when_it_is_tried_again_and_repair_builds_it_now() -> None:
+def test_a_broken_template_shows_its_reason_and_next_attempt_and_repair_builds_it_now() -> None:
     scene = Scene()
     scene.job()
     scene.run()
@@ -127,7 +127,7 @@ def test_a_broken_template_says_why_and_when_it_is_tried_again_and_repair_builds
     assert scene.rows.templates[1].state is TemplateState.BUILDING and seen(scene) == []
 
 
-def test_a_host_out_of_reach_shows_its_vms_and_jobs_and_is_fenced_by_its_name_alone() -> None:
+def test_a_host_out_of_reach_shows_its_vms_and_jobs_and_its_repair_fences_it() -> None:
     scene = Scene()
     scene.to_allocated()
     host = scene.hosts.pop("h1")
@@ -138,11 +138,11 @@ def test_a_host_out_of_reach_shows_its_vms_and_jobs_and_is_fenced_by_its_name_al
     assert vm.name in one.message and "job 7" in one.message
     assert repair_command(one) == Command("fence", host="h1")
     scene.run(repair_command(one))
-    assert [t.kind for t in seen(scene)] == ["fenced"], "shown until it is gone"
+    assert [t.kind for t in seen(scene)] == ["fenced"], "the VM is shown until it is gone"
     assert host.name == "h1"
 
 
-def test_a_job_that_backs_off_is_named_and_repair_ends_the_wait() -> None:
+def test_a_job_that_backs_off_is_named_and_repair_ends_the_back_off() -> None:
     scene = Scene()
     scene.job()
     scene.run()
@@ -162,21 +162,20 @@ def test_a_job_that_backs_off_is_named_and_repair_ends_the_wait() -> None:
         (
             {"sources": [SourceFailure("scheduler", 300, "no answer")]},
             "scheduler",
-            ("5 min", "no answer", "scontrol ping"),
+            ("the scheduler", "5 min", "no answer", "scontrol ping"),
         ),
-        ({"sources": [SourceFailure("hypervisor", 3, "gone")]}, "hypervisor", ("host side", "3 s", "gone")),
+        ({"sources": [SourceFailure("cloud-1", 3, "gone")]}, "cloud-1", ("source cloud-1", "daemon's log")),
+        ({"sources": [SourceFailure("hypervisor", 3, "gone")]}, "hypervisor", ("source hypervisor", "3 s", "gone")),
         ({"store": StoreFailure(7200.0, "disk is full")}, "store", ("2 h", "disk is full", "make room")),
         (
             {"failing_effects": [FailingEffect("release", "vm 3", 5, "refused", 16)]},
             "vm-3",
             ("release of vm 3 failed 5 times", "16 s"),
         ),
-        ({"orphans": ["mvtest0-9"]}, "mvtest0-9", ("no record explains it", "two looks")),
+        ({"orphans": ["mvtest0-9"]}, "mvtest0-9", ("no record explains it", "two observations")),
     ],
 )
-def test_what_ends_by_itself_is_shown_and_no_repair_is_offered(
-    more: Mapping[str, Any], name: str, words: Sequence[str]
-) -> None:
+def test_an_alert_that_ends_by_itself_has_no_repair(more: Mapping[str, Any], name: str, words: Sequence[str]) -> None:
     (one,) = seen(Scene(), **more)
     assert one.name == name and not one.repair
     for word in words:
@@ -191,13 +190,13 @@ RECORD = HOST | {"kind": "quarantine", "name": "attempt-1", "repair": "looks aga
 SOURCE = RECORD | {"kind": "source", "name": "scheduler", "repair": ""}
 
 
-class Daemon:
-    """Mends whatever it is asked to, and shows it at the next look."""
+class RepairingClient:
+    """A client whose daemon removes every alert that it is asked to repair."""
 
-    def __init__(self, *troubles: Mapping[str, Any]) -> None:
-        self.troubles, self.asked, self.looks = list(troubles), [], 0
+    def __init__(self, *alerts: Mapping[str, Any]) -> None:
+        self.alerts, self.asked, self.looks = list(alerts), [], 0
 
-    def __enter__(self) -> Daemon:
+    def __enter__(self) -> RepairingClient:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -210,15 +209,15 @@ class Daemon:
         jobs = job_counts(Scene().rows)
         return {
             "pid": 1, "version": "0", "site": "test0", "up": 5.0, "sources": sources, "jobs": jobs, "attempts": {},
-            "vms": {}, "templates": {}, "pools": [], "troubles": list(self.troubles),
+            "vms": {}, "templates": {}, "pools": [], "troubles": list(self.alerts),
         }  # fmt: skip
 
     def repair(self, name: str, *, fenced: bool) -> None:
         self.asked.append((name, fenced))
-        self.troubles = [t for t in self.troubles if t["name"] != name]
+        self.alerts = [one for one in self.alerts if one["name"] != name]
 
 
-def run(monkeypatch: pytest.MonkeyPatch, daemon: Daemon, *words: str, said: str = "") -> Any:
+def run(monkeypatch: pytest.MonkeyPatch, daemon: RepairingClient, *words: str, said: str = "") -> Any:
     app = typer.Typer()
     app.command("status")(status.status)
     app.command("repair")(repair.repair)
@@ -227,27 +226,27 @@ def run(monkeypatch: pytest.MonkeyPatch, daemon: Daemon, *words: str, said: str 
     return CliRunner().invoke(app, words, input=said)
 
 
-def test_status_exits_with_0_without_trouble_and_with_1_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(monkeypatch, Daemon(), "status").exit_code == 0
-    assert run(monkeypatch, Daemon(SOURCE), "status").exit_code == status.ALERTS_PRESENT
-    assert run(monkeypatch, Daemon(SOURCE), "status", "--json").exit_code == status.ALERTS_PRESENT
+def test_status_exits_with_1_if_there_is_an_alert(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(monkeypatch, RepairingClient(), "status").exit_code == 0
+    assert run(monkeypatch, RepairingClient(SOURCE), "status").exit_code == status.ALERTS_PRESENT
+    assert run(monkeypatch, RepairingClient(SOURCE), "status", "--json").exit_code == status.ALERTS_PRESENT
 
 
-def test_what_no_one_can_mend_is_shown_and_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_permanent_alert_is_shown_and_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     unserved = SOURCE | {"kind": "unserved", "name": "preemption", "wrong": "it reaches nobody"}
-    shown = run(monkeypatch, Daemon(unserved), "status")
-    assert shown.exit_code == 0 and "it reaches nobody" in shown.stdout and "No trouble" not in shown.stdout
-    assert run(monkeypatch, Daemon(unserved, SOURCE), "status").exit_code == status.ALERTS_PRESENT
+    shown = run(monkeypatch, RepairingClient(unserved), "status")
+    assert shown.exit_code == 0 and "it reaches nobody" in shown.stdout and "No alerts" not in shown.stdout
+    assert run(monkeypatch, RepairingClient(unserved, SOURCE), "status").exit_code == status.ALERTS_PRESENT
 
 
-def test_repair_does_what_it_said_and_never_a_host_that_was_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    daemon = Daemon(HOST, RECORD, SOURCE)
+def test_repair_without_names_repairs_all_but_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon = RepairingClient(HOST, RECORD, SOURCE)
     assert run(monkeypatch, daemon, "repair", "--yes").exit_code == 0
     assert daemon.asked == [("attempt-1", False)]
 
 
-def test_nothing_is_repaired_when_the_operator_says_no_or_asks_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    daemon = Daemon(RECORD)
+def test_nothing_is_repaired_without_consent_or_in_a_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon = RepairingClient(RECORD)
     assert run(monkeypatch, daemon, "repair", said="n\n").exit_code != 0
     assert run(monkeypatch, daemon, "repair", "--dry-run").exit_code == 0
     assert daemon.asked == []
@@ -255,8 +254,8 @@ def test_nothing_is_repaired_when_the_operator_says_no_or_asks_only(monkeypatch:
     assert daemon.asked == [("attempt-1", False)]
 
 
-def test_a_host_is_fenced_only_by_name_and_with_the_word_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    daemon = Daemon(HOST)
+def test_a_host_is_fenced_only_by_name_and_with_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon = RepairingClient(HOST)
     assert isinstance(run(monkeypatch, daemon, "repair", "h1", "--yes").exception, Refused)
     assert isinstance(run(monkeypatch, daemon, "repair", "--fenced", "--yes").exception, Refused)
     assert daemon.asked == []
@@ -264,23 +263,23 @@ def test_a_host_is_fenced_only_by_name_and_with_the_word_for_it(monkeypatch: pyt
     assert daemon.asked == [("h1", True)]
 
 
-def test_what_is_no_trouble_or_has_no_repair_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_alert_or_one_without_repair_is_refused_with_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, hint in (("attempt-9", "multiverse status"), ("scheduler", SOURCE["todo"])):
-        error = run(monkeypatch, Daemon(SOURCE), "repair", name, "--yes").exception
+        error = run(monkeypatch, RepairingClient(SOURCE), "repair", name, "--yes").exception
         assert isinstance(error, Refused) and hint in error.hint
 
 
-def test_a_key_and_a_name_are_the_same_thing() -> None:
+def test_the_name_of_an_alert_determines_its_record() -> None:
     alert = Alert("quarantine", "vm-12", "", "")
     assert repair_command(alert) == Command("retry", key=Key("vm", 12))
 
 
-def test_a_host_out_of_reach_that_holds_nothing_is_shown_until_an_operator_gives_it_up() -> None:
+def test_an_empty_host_out_of_reach_is_shown_until_an_operator_gives_it_up() -> None:
     scene = Scene()
     with scene.store.transaction() as tx:
         tx.keep_hosts(frozenset({"h1", "h2"}))
     here = [scene.hosts["h1"]]
-    assert seen(scene) == [], "nothing is known while the hosts' side is not"
+    assert seen(scene) == [], "nothing is concluded while the hosts are not observed"
     (one,) = seen(scene, hosts=here)
     assert one.name == "h2" and one.needs_fenced and repair_command(one) == Command("fence", host="h2")
-    assert [trouble.name for trouble in seen(scene, hosts=[])] == ["h1", "h2"]
+    assert [alert.name for alert in seen(scene, hosts=[])] == ["h1", "h2"]

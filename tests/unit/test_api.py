@@ -1,4 +1,4 @@
-"""The documents that the API transmits: the same, byte for byte, as those recorded in api_documents.json.
+"""The documents that the API transmits are the same, byte for byte, as those recorded in api_documents.json.
 
 The records were made before the API's types moved to `multiverse.api`. To write them anew after an intended change of
 the API, run `python -m tests.unit.test_api` in the repository's root; clients of both releases must read both.

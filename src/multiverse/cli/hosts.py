@@ -38,7 +38,7 @@ def hosts(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = Fa
             f"{_machine(one)}, runs {one.accelerator}",
             " ".join(ability for ability in one.abilities if ability in _CLONE_KINDS),
         )
-    render.show(table, "No host is in sight; multiverse lab status tells more.")
+    render.show(table, "No host is in reach; see: multiverse status.")
     for one in found:
         for image, abilities in one.images.items():
             if lacking := [what for ability, what in _PLUG_ABILITIES.items() if ability not in abilities]:

@@ -35,7 +35,7 @@ def repair(
         for alert in plan:
             render.console.print(Text.assemble((alert.name, "bold"), f": {alert.repair}"))
             if alert.needs_fenced:
-                warning = "  If it is not off, its jobs go on there and run a second time elsewhere."
+                warning = "  If the host is not switched off, its jobs go on there and run a second time elsewhere."
                 render.console.print(Text(warning, style="bold red"))
         if not plan:
             render.console.print("There is nothing to repair.")
@@ -51,10 +51,10 @@ def repair(
 def _choose(found: Sequence[Alert], names: Sequence[str], *, fenced: bool) -> list[Alert]:
     """The alerts to repair. A host is fenced only if it is named and the operator assures that it is switched off."""
     if fenced and not names:
-        raise Refused("--fenced vouches for no host", hint="name it: multiverse repair HOST --fenced")
+        raise Refused("--fenced needs the name of a host", hint="multiverse repair HOST --fenced")
     if not names:
         for one in (one for one in found if one.needs_fenced):
-            text = f"{one.name} is left out: only multiverse repair {one.name} --fenced does it"
+            text = f"{one.name} is left out; to repair it: multiverse repair {one.name} --fenced"
             render.console.print(text, markup=False)
         return [one for one in found if one.repair and not one.needs_fenced]
     return [one for name in dict.fromkeys(names) for one in _named(found, name, fenced=fenced)]
@@ -64,14 +64,14 @@ def _named(found: Sequence[Alert], name: str, *, fenced: bool) -> list[Alert]:
     """The alerts of this name that have a repair. Raises `Refused` if there is none, or if it needs `fenced`."""
     same = [one for one in found if one.name == name]
     if not same:
-        raise Refused(f"there is no trouble named {name}", hint="see: multiverse status")
+        raise Refused(f"there is no alert named {name}", hint="see: multiverse status")
     repairable = [one for one in same if one.repair]
     if not repairable:
-        raise Refused(f"no repair is for {name}", hint=same[0].remedy)
+        raise Refused(f"there is no repair for {name}", hint=same[0].remedy)
     if repairable[0].needs_fenced and not fenced:
         raise Refused(
             f"{name} may still run its jobs, and they would run twice",
-            hint=f"if it is off for certain: multiverse repair {name} --fenced",
+            hint=f"if it is switched off for certain: multiverse repair {name} --fenced",
         )
     return repairable
 
@@ -79,9 +79,9 @@ def _named(found: Sequence[Alert], name: str, *, fenced: bool) -> list[Alert]:
 def _repaired(client: Client, alert: Alert) -> bool:
     """Repair one alert, show the outcome, and say whether the alert is gone."""
     client.repair(alert.name, fenced=alert.needs_fenced)
-    with render.step(f"repairing {alert.name}", f"{alert.name}: asked for"):
+    with render.step(f"repairing {alert.name}", f"repair of {alert.name} requested"):
         left = _outcome(client, alert)
-    render.console.print(Text(f"  {alert.name} is mended" if left is None else f"  still so: {left.message}"))
+    render.console.print(Text(f"  {alert.name} is repaired" if left is None else f"  not repaired: {left.message}"))
     return left is None
 
 
@@ -101,4 +101,4 @@ def _outcome(client: Client, alert: Alert) -> Alert | None:
         building = alert.kind == "template" and same is None and status.templates.get("building")
         if judged and not building:
             return same
-    raise Unknown(f"nothing came of it within {LIMIT:g} s", hint="see: multiverse status")
+    raise Unknown(f"the outcome of repairing {alert.name} is unknown after {LIMIT:g} s", hint="see: multiverse status")

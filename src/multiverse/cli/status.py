@@ -15,8 +15,6 @@ from multiverse.client import Client
 ALERTS_PRESENT = 1
 """The exit status when there is an alert with something to do."""
 
-_SOURCE_LABELS = {"hypervisor": "host side"}
-
 
 def status(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Show the state of the controller, and each alert with its remedy.
@@ -40,9 +38,9 @@ def _show(found: StatusView) -> None:
         f"up for {render.duration(found.up)}, pid {found.pid}, site {found.site}, version {found.version}",
     )
     for source in found.sources:
-        _line(_SOURCE_LABELS.get(source.name, source.name), _source(source))
+        _line(source.name, _source(source))
     jobs = found.jobs
-    _line("jobs", f"{jobs['waiting']} waiting, {jobs['provisioning']} being given VMs, {jobs['running']} running, "
+    _line("jobs", f"{jobs['waiting']} waiting, {jobs['provisioning']} being provisioned, {jobs['running']} running, "
           f"{jobs['ending']} ending")  # fmt: skip
     for label, counts in (("VMs", found.vms), ("templates", found.templates)):
         _line(label, ", ".join(f"{count} {state}" for state, count in sorted(counts.items())) or "none")
@@ -50,21 +48,21 @@ def _show(found: StatusView) -> None:
         _line("pool", _pool(pool))
     render.console.print()
     if not found.alerts:
-        render.console.print("No trouble.", style="green")
+        render.console.print("No alerts.", style="green")
     for alert in found.alerts:
         _show_alert(alert)
 
 
 def _source(source: SourceView) -> str:
     if source.known:
-        return f"looked at {render.duration(source.age)} ago"
+        return f"observed {render.duration(source.age)} ago"
     return f"unknown for {render.duration(source.unknown_for)}"
 
 
 def _pool(pool: PoolView) -> str:
     size = f" of {pool.cpus} CPU, {render.memory(pool.memory)}" if pool.cpus else ""
     offered = f", {pool.offered} on offer" if pool.offered else ""
-    making = f", {pool.making} in the making" if pool.making else ""
+    making = f", {pool.making} being created" if pool.making else ""
     return (
         f"{pool.ready} of {pool.wanted} {pool.depth} {pool.image}{size}{offered}{making}"
         f" ({pool.least} to {pool.most} by the arrival rate)"

@@ -47,7 +47,7 @@ def list_(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = Fa
             str(one.references),
             one.reason,
         )
-    render.show(table, "No templates; they are made when a job first needs one.")
+    render.show(table, "No templates. A template is built when a job first needs it.")
 
 
 @app.command()
@@ -66,7 +66,8 @@ def build(
     for template in found:
         if template.state == "broken":
             raise Broken(
-                f"the template of {image} is broken: {template.reason}", hint="mend the image, then build again"
+                f"the template of {image} is broken: {template.reason}",
+                hint="build a better image, then build the template again",
             )
 
 
@@ -111,4 +112,6 @@ def _wait(
         if over(found):
             return found
         time.sleep(0.1)
-    raise Unknown(f"nothing came of it within {LIMIT:g} s", hint="see: multiverse template list")
+    raise Unknown(
+        f"the templates of {request.image} are not as requested after {LIMIT:g} s", hint="see: multiverse template list"
+    )

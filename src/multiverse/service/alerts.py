@@ -25,14 +25,8 @@ from multiverse.service.findings import (
 _SHOWN_NAMES = 4
 """The most names that a sentence lists before it says how many more there are."""
 
-_SOURCES = {
-    "scheduler": "the scheduler does not answer",
-    "hypervisor": "the host side does not answer",
-}
-_SOURCE_REMEDIES = {
-    "scheduler": "no job is started or given up until it answers; see whether slurmctld is well: scontrol ping",
-    "hypervisor": "no VM is made or given up until it answers; the daemon's log has more",
-}
+_SCHEDULER_REMEDY = "check slurmctld: scontrol ping; until it answers, no job is started and none is given up"
+_SOURCE_REMEDY = "see the daemon's log; until it answers, none of its VMs is created, changed or given up"
 
 
 def alerts(found: Findings) -> list[Alert]:
@@ -57,14 +51,16 @@ def _store(one: StoreFailure) -> Alert:
     return Alert(
         "store",
         "store",
-        f"for {_span(one.seconds)} nothing could be written down: {one.reason}",
-        "nothing is done that is not written down: make room in the state directory, the rest comes by itself",
+        f"nothing could be committed for {_span(one.seconds)}: {one.reason}",
+        "make room in the state directory; the controller does nothing before it is committed, and goes on by itself",
     )
 
 
 def _source(one: SourceFailure) -> Alert:
-    message = f"{_SOURCES[one.source]}, for {_span(one.seconds)}: {one.reason}"
-    return Alert("source", one.source, message, _SOURCE_REMEDIES[one.source])
+    subject, remedy = f"source {one.source}", _SOURCE_REMEDY
+    if one.source == "scheduler":
+        subject, remedy = "the scheduler", _SCHEDULER_REMEDY
+    return Alert("source", one.source, f"{subject} has not answered for {_span(one.seconds)}: {one.reason}", remedy)
 
 
 def _host(one: HostAway) -> Alert:
@@ -73,19 +69,21 @@ def _host(one: HostAway) -> Alert:
         return Alert(
             "host",
             host,
-            f"host {host} is out of reach; nothing runs there, but jobs that only it could hold wait for it",
-            "bring it back; if it is off for good, say so with --fenced",
-            f"forgets {host} until it is seen again: jobs that no other host can hold are then refused",
+            f"host {host} is out of reach; it has no VMs, but jobs that only this host could hold wait for it",
+            f"bring the host back; if it is switched off for good, confirm that: multiverse repair {host} --fenced",
+            f"forgets {host} until it is seen again; jobs that no other host can hold are then refused",
             needs_fenced=True,
         )
     names = _some(one.vms)
-    waiting = f"; waiting for them: job {', '.join(one.jobs)}" if one.jobs else ""
+    waiting = f"; affected: job {', '.join(one.jobs)}" if one.jobs else ""
     return Alert(
         "host",
         host,
-        f"host {host} is out of reach, with {names}{waiting}",
-        "bring it back: what is left there is then ended; if it is off for certain, say so with --fenced",
-        f"takes your word that {host} is off: {names} will count as ended, and their jobs may run again",
+        f"host {host} is out of reach, with its VMs ({names}){waiting}",
+        "bring the host back, and what is left of these VMs is ended; if it is switched off for certain, confirm that: "
+        f"multiverse repair {host} --fenced",
+        f"relies on your word that {host} is switched off: its VMs ({names}) then count as ended, and their jobs may "
+        "run again",
         needs_fenced=True,
         version=one.version,
         jobs=one.jobs,
@@ -96,8 +94,8 @@ def _fenced(one: FencedVms) -> Alert:
     return Alert(
         "fenced",
         "fenced",
-        f"{_some(one.vms)}: fenced, and on the way out",
-        "keep their host off; when it comes back, what is left of them there is ended",
+        f"VMs of fenced hosts are not yet removed: {_some(one.vms)}",
+        "keep their hosts switched off; if one comes back, what is left of its VMs is ended",
     )
 
 
@@ -105,10 +103,9 @@ def _memory(one: HostShortOfMemory) -> Alert:
     return Alert(
         "memory",
         f"memory-{one.host}",
-        f"{one.host} is short of memory: {one.available} MiB are available, {one.floor} are to be kept",
-        "no VM starts there until jobs have ended, and those that nobody needs now give way; if it comes to "
-        "nothing left, the kernel ends a VM, and its job is queued again: see what else takes memory there, or "
-        "lower host.overcommit",
+        f"host {one.host} is short of memory: {one.available} MiB are available, {one.floor} MiB are to be kept",
+        "see what else uses memory on the host, or lower host.overcommit; until jobs have ended, no VM starts there "
+        "and spares are removed; if no memory is left, the kernel ends a VM and its job is queued again",
     )
 
 
@@ -119,36 +116,34 @@ def _image(one: MissingImage) -> Alert:
         "image",
         f"image-{one.image}",
         f"no host{' in reach' * one.hosts_away} has image {one.image}; waiting for it: {' and '.join(waiting)}",
-        f"build it: multiverse image build slim --name {one.image}, or stock; or end what asks for it",
+        f"build the image: multiverse image build slim --name {one.image} (or stock); or cancel what asks for it",
         jobs=one.jobs,
     )
 
 
 def _quarantined(one: QuarantinedRecord) -> Alert:
-    story = (
-        f"multiverse timeline {one.jobs[0]} --events tells how it came to that"
-        if one.jobs
-        else "the daemon's log has more"
+    history = (
+        f"see how that came about: multiverse timeline {one.jobs[0]} --events" if one.jobs else "see the daemon's log"
     )
     return Alert(
         "quarantine",
         one.name,
-        f"{one.label} is quarantined, {one.state}: {one.reason}",
-        f"it is left alone until its job has ended; {story}",
-        "has the controller look at it afresh and go on with it",
+        f"{one.label} is quarantined in state {one.state}: {one.reason}",
+        f"{history}; the controller leaves the record alone until its job has ended or it is repaired",
+        "lets the controller judge the record anew and go on with it",
         version=one.version,
         jobs=one.jobs,
     )
 
 
 def _template(one: BrokenTemplate) -> Alert:
-    again = f"in {_span(one.retry_in)} at the soonest" if one.retry_in > 0 else "at once"
+    again = f"in {_span(one.retry_in)} at the earliest" if one.retry_in > 0 else "at once"
     return Alert(
         "template",
         one.name,
         f"{one.label} is broken{_times(one.failures)}: {one.reason}",
-        f"mend the image: multiverse image build; when a job needs it, it is tried again {again}",
-        "builds it again now",
+        f"build a better image: multiverse image build; when a job needs the template, it is built again {again}",
+        "builds the template again now",
         version=one.version,
     )
 
@@ -158,8 +153,8 @@ def _back_off(one: JobBackingOff) -> Alert:
         "back-off",
         one.name,
         f"job {one.job_id} could not be given its VMs{_times(one.failures)}",
-        f"multiverse timeline {one.job_id} --events tells why; it is tried again in {_span(one.retry_in)}",
-        "lets it be tried again now",
+        f"see the reason: multiverse timeline {one.job_id} --events; the next attempt is in {_span(one.retry_in)}",
+        "lets the next attempt begin now",
         version=one.version,
         jobs=(one.job_id,),
     )
@@ -170,7 +165,7 @@ def _effect(one: FailingEffect) -> Alert:
         "effect",
         one.subject.replace(" ", "-"),
         f"{one.kind} of {one.subject} failed {one.failures} times in a row: {one.reason}",
-        f"mend the cause; it is tried again in {_span(max(0.0, one.retry_in))}",
+        f"remove the cause; the next attempt is in {_span(max(0.0, one.retry_in))}",
     )
 
 
@@ -178,8 +173,8 @@ def _orphan(name: str) -> Alert:
     return Alert(
         "stranger",
         name,
-        f"{name} bears our site's name, and no record explains it",
-        "it is removed when two looks have shown it so; nothing is to be done",
+        f"{name} has our site's name, but no record explains it",
+        "nothing is to be done: it is removed once two observations have shown it",
     )
 
 

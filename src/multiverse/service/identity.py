@@ -70,11 +70,11 @@ def _problems(name: str, vm: KnownVm | None, facts: Facts) -> Iterator[str]:
         return
     for key in UNIQUE:
         if not facts.get(key) and key != OPTIONAL:
-            yield f"it says nothing of its {UNIQUE[key]}"
+            yield f"it did not report its {UNIQUE[key]}"
     told = {"hostname": name} | ({"mac": vm.mac, "address": vm.address} if vm is not None else {})
     for key, value in told.items():
         if facts.get(key) and facts[key] != value:
-            yield f"its {UNIQUE[key]} is {facts[key]}, and it was told {value}"
+            yield f"its {UNIQUE[key]} is {facts[key]} instead of {value}"
     skew = facts.get("skew", 0)
     if not isinstance(skew, int) or abs(skew) >= MAX_SKEW:
         yield f"its clock is {skew} ms off"

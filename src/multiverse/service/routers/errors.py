@@ -14,4 +14,6 @@ def committed() -> Iterator[None]:
     try:
         yield
     except TimeoutError as error:
-        raise HTTPException(503, "it is not committed yet, and may be later: see multiverse status") from error
+        raise HTTPException(
+            503, "the command is not committed yet, but may be committed later; see: multiverse status"
+        ) from error

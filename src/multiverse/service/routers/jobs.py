@@ -21,7 +21,7 @@ def router(backend: Backend) -> APIRouter:
         """One timeline for each attempt of the job, in order; for an array, of all its tasks."""
         found = backend.timelines(job)
         if not found:
-            raise HTTPException(404, f"no attempt for job {job} is known")
+            raise HTTPException(404, f"no attempt of job {job} is known")
         return found
 
     return routes

@@ -28,9 +28,11 @@ def router(backend: Backend) -> APIRouter:
         """Repair an alert. A host is fenced only on the operator's assurance that it is switched off."""
         alert = next((one for one in backend.alerts() if one.name == request.name and one.repair), None)
         if alert is None:
-            raise HTTPException(404, f"there is nothing named {request.name} to repair")
+            raise HTTPException(404, f"there is no alert named {request.name} that has a repair")
         if alert.needs_fenced and not request.fenced:
-            raise HTTPException(409, f"{request.name} may still run its jobs: say that it is fenced")
+            raise HTTPException(
+                409, f"host {request.name} may still run its jobs: confirm with fenced that it is switched off"
+            )
         with committed():
             await backend.repair(alert)
         return request

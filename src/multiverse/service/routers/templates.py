@@ -41,7 +41,8 @@ def router(backend: Backend) -> APIRouter:
         hosts = backend.host_names()
         host = name or (hosts[0] if len(hosts) == 1 else "")
         if host not in hosts:
-            raise HTTPException(404, f"no such host: {name or '(none named)'}; there are: {', '.join(hosts)}")
+            problem = f"there is no host {name} in reach" if name else "name a host"
+            raise HTTPException(404, f"{problem}; hosts in reach: {', '.join(hosts) or 'none'}")
         return host
 
     return routes
