@@ -19,8 +19,19 @@ from unittest import mock
 import httpx
 import pytest
 from fastapi import FastAPI
+from pydantic import TypeAdapter, ValidationError
 
-from multiverse.api import Alert
+from multiverse.api import (
+    Alert,
+    HostView,
+    IdentityAudit,
+    JobView,
+    StatusView,
+    TemplateView,
+    TimelineView,
+    VmView,
+    decode,
+)
 from multiverse.core.model import (
     AttemptState,
     Claim,
@@ -219,6 +230,28 @@ async def answers() -> dict[str, Any]:
 def ask() -> dict[str, Any]:
     with mock.patch("os.getpid", lambda: 4711):
         return asyncio.run(answers())
+
+
+def test_a_client_reads_the_transmitted_names_and_ignores_fields_that_it_does_not_know() -> None:
+    document = {"kind": "store", "name": "store", "wrong": "no room", "todo": "make room", "of_a_newer_release": 1}
+    assert decode(Alert, document) == Alert("store", "store", message="no room", remedy="make room")
+
+
+def test_a_document_without_a_required_field_is_an_error() -> None:
+    with pytest.raises(ValidationError, match="todo"):
+        decode(list[Alert], [{"kind": "store", "name": "store", "wrong": "no room"}])
+
+
+def test_every_recorded_document_decodes_to_its_type() -> None:
+    types: dict[str, Any] = {
+        "/status": StatusView, "/jobs": list[JobView], "/vms": list[VmView], "/hosts": list[HostView],
+        "/templates": list[TemplateView], "/timeline/7": list[TimelineView], "/audit/identity": IdentityAudit,
+    }  # fmt: skip
+    recorded = json.loads(RECORDED.read_text())
+    for path, of in types.items():
+        document = json.loads(recorded[f"GET {path} null"]["document"])
+        again = TypeAdapter(of).dump_python(decode(of, document), mode="json", by_alias=True)
+        assert again == document, path
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What people are shown: phases from the journal, and sizes and times as text."""
+"""The conversion of rows and of the journal to the types of the API, and the texts of sizes and durations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from multiverse.service.timeline import phases
 from tests.unit.scene import POLICY, Scene
 
 
-def test_a_jobs_phases_follow_each_other_without_gap() -> None:
+def test_the_phases_of_a_job_follow_each_other_without_gap() -> None:
     scene = Scene()
     scene.to_allocated()
     with scene.store.transaction() as tx:
@@ -29,7 +29,7 @@ def test_a_jobs_phases_follow_each_other_without_gap() -> None:
     assert found[1].stages == (("overlay", 0.002), ("exec", 0.047))
 
 
-def test_a_job_cut_short_has_no_phase_after_its_end_but_reclaim() -> None:
+def test_an_interrupted_job_has_only_the_phase_reclaim_after_its_end() -> None:
     scene = Scene()
     scene.to_spawning()
     del scene.jobs["7"]
@@ -39,7 +39,7 @@ def test_a_job_cut_short_has_no_phase_after_its_end_but_reclaim() -> None:
     assert view.entries[0].at == 0.0 and view.entries[0].event == "submitted"
 
 
-def test_memory_is_shown_as_seen_and_exactly_where_it_was_measured() -> None:
+def test_memory_is_that_of_the_last_observation_or_of_an_exact_measurement() -> None:
     scene = Scene()
     scene.to_allocated()
     ((name, seen),) = scene.vms.items()
@@ -65,10 +65,10 @@ def test_memory_is_shown_as_seen_and_exactly_where_it_was_measured() -> None:
     assert not scene.rows.templates
     later = host_view(host, scene.rows, HypervisorView({"h1": host}, scene.vms, {}), POLICY)
     claims = sum(claim.size.memory for claim in scene.rows.claims)
-    assert later.claimed.memory == claims + POLICY.base.memory, "it is gone, and its VM maps it"
+    assert later.claimed.memory == claims + POLICY.base.memory, "the template is gone, but its VM still maps its memory"
 
 
-def test_durations_and_sizes_read_well() -> None:
+def test_durations_and_sizes_are_short() -> None:
     assert [render.duration(s) for s in (0.481, 12.34, 250, 7500, 273600)] == [
         "0.48 s",
         "12.3 s",
