@@ -104,7 +104,7 @@ class Client:
         return response
 
     def _unreachable(self) -> Refused:
-        """Why no connection could be made."""
+        """The error for a connection that failed."""
         if not self._path.exists():
             return Refused(
                 f"no daemon listens at {self._path}", hint="start one: multiverse lab up, or multiverse daemon"

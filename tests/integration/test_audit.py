@@ -25,7 +25,7 @@ def test_two_clones_share_no_identity(lab: LabUnderTest, client: Client, control
     tasks = [f"{job}_1", f"{job}_2"]
     all_run(client, tasks)
     done = multiverse(lab, "audit", "identity")
-    assert done.returncode == 0 and "2 VMs, all strangers." in done.stdout, done.stdout
+    assert done.returncode == 0 and "2 VMs, all distinct." in done.stdout, done.stdout
     lab.run("scancel", job, user=lab.user)
     for task in tasks:
         ended(client, task, "done")
@@ -55,10 +55,10 @@ def test_clones_made_together_share_no_identity_and_keep_theirs(
     asked = controller()
     lab.run("kill", "-9", str(asked))
     controller()
-    until("the new one looks", lambda: all(source["known"] for source in client.status()["sources"]))
+    until("the new daemon observes", lambda: all(source["known"] for source in client.status()["sources"]))
     until("a minute is over", lambda: time.monotonic() - began > 60)
     done = multiverse(lab, "audit", "identity")
-    assert done.returncode == 0 and "4 VMs, all strangers." in done.stdout, done.stdout
+    assert done.returncode == 0 and "4 VMs, all distinct." in done.stdout, done.stdout
     for vm in client.audit_identity()["vms"]:
         before = first[vm["name"]]["facts"]
         assert {key for key, value in vm["facts"].items() if value != before[key]} == {"fresh"}

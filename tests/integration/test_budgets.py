@@ -22,7 +22,7 @@ ALONE = {"scontrol update": 1.1, "scontrol delete": 1.1, "commits": 11.0, "qemu"
 """The most for each job: its pin is one update, its node is deleted once, its VM is one QEMU."""
 
 TOGETHER = ALONE | {"scontrol update": 2.1, "commits": 8.0}
-"""The most for each of several jobs: a job that waits gets an update that says why, and jobs share commits."""
+"""The most for each of several jobs: a job that waits gets an update with the reason, and jobs share commits."""
 
 
 AGAIN = {"scontrol update": 1.5}

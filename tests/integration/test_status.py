@@ -57,7 +57,7 @@ def dud(lab: LabUnderTest) -> Iterator[Path]:
 def test_a_broken_template_is_shown_and_repaired(lab: LabUnderTest, controller: Callable[[], int], dud: Path) -> None:
     controller()
     client = Client(lab.settings.socket)
-    until("both sources have been looked at", lambda: all(s["known"] for s in client.status()["sources"]))
+    until("both sources have been observed", lambda: all(s["known"] for s in client.status()["sources"]))
     assert shown_alerts(lab) == []
     assert multiverse(lab, "template", "build", dud.name).returncode == 1
     (one,) = shown_alerts(lab)
@@ -66,8 +66,8 @@ def test_a_broken_template_is_shown_and_repaired(lab: LabUnderTest, controller: 
     again = multiverse(lab, "repair", one["name"], "--yes")
     assert again.returncode == 1 and "not repaired" in again.stdout, again
     shutil.copy(lab.settings.qemu.images / "slim" / "vmlinuz", dud)
-    mended = multiverse(lab, "repair", one["name"], "--yes")
-    assert mended.returncode == 0 and "is repaired" in mended.stdout, mended
+    repaired = multiverse(lab, "repair", one["name"], "--yes")
+    assert repaired.returncode == 0 and "is repaired" in repaired.stdout, repaired
     assert shown_alerts(lab) == []
     assert multiverse(lab, "template", "drop", dud.name).returncode == 0
 
@@ -88,8 +88,8 @@ def test_a_quarantined_record_is_shown_and_repaired(lab: LabUnderTest, controlle
     (one,) = until("it is shown", lambda: shown_alerts(lab))
     assert one["jobs"] == [job] and "for the test" in one["wrong"]
     assert multiverse(lab, "repair", "--dry-run").returncode == 0 and shown_alerts(lab) == [one]
-    mended = multiverse(lab, "repair", "--yes")
-    assert mended.returncode == 0 and "is repaired" in mended.stdout, mended
+    repaired = multiverse(lab, "repair", "--yes")
+    assert repaired.returncode == 0 and "is repaired" in repaired.stdout, repaired
     assert shown_alerts(lab) == [] and latest(client, job)["state"] == "allocated"
     go.touch()
     ended(client, job, "done")

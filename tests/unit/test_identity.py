@@ -19,16 +19,16 @@ def said(**of_second: Any) -> dict[str, dict[str, str | int]]:
     return {"mva-1": guest("mva-1"), "mva-2": guest("mva-2", **of_second)}
 
 
-def test_vms_that_share_nothing_are_strangers() -> None:
+def test_vms_that_share_nothing_are_distinct() -> None:
     found = audit(NOBODY, said(skew=-999))
-    assert found.strangers and [vm.problems for vm in found.vms] == [(), ()]
-    assert audit(NOBODY, {"mva-1": guest("mva-1", host_keys=""), "mva-2": guest("mva-2", host_keys="")}).strangers
+    assert found.distinct and [vm.problems for vm in found.vms] == [(), ()]
+    assert audit(NOBODY, {"mva-1": guest("mva-1", host_keys=""), "mva-2": guest("mva-2", host_keys="")}).distinct
 
 
 @pytest.mark.parametrize("key", sorted(set(UNIQUE) - {"hostname"}))
 def test_what_two_vms_share_is_named_for_both(key: str) -> None:
     found = audit(NOBODY, said(**{key: f"{key} of mva-1"}))
-    assert not found.strangers
+    assert not found.distinct
     assert [vm.problems for vm in found.vms] == [
         (f"the same {UNIQUE[key]} as mva-2: {key} of mva-1",), (f"the same {UNIQUE[key]} as mva-1: {key} of mva-1",)
     ]  # fmt: skip
@@ -47,9 +47,9 @@ def test_what_two_vms_share_is_named_for_both(key: str) -> None:
 )
 def test_a_vm_with_a_problem_is_named_and_the_audit_fails(facts: dict[str, Any], problem: str) -> None:
     found = audit(NOBODY, said(**facts))
-    assert not found.strangers and found.vms[0].problems == () and problem in found.vms[1].problems
+    assert not found.distinct and found.vms[0].problems == () and problem in found.vms[1].problems
 
 
 def test_a_single_vm_proves_nothing() -> None:
-    assert not audit(NOBODY, {"mva-1": guest("mva-1")}).strangers
-    assert not audit(NOBODY, {}).strangers
+    assert not audit(NOBODY, {"mva-1": guest("mva-1")}).distinct
+    assert not audit(NOBODY, {}).distinct

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +23,8 @@ class VmIdentity:
 
 @dataclass(frozen=True, slots=True)
 class IdentityAudit:
-    """All running VMs. `strangers` is true if there are at least two, all have answered, and none has a problem."""
+    """All running VMs. `distinct` (transmitted as `strangers`) is true if there are at least two, all have answered,
+    and none has a problem."""
 
     vms: tuple[VmIdentity, ...]
-    strangers: bool
+    distinct: Annotated[bool, Field(alias="strangers")]

@@ -44,12 +44,13 @@ class Alert:
 
 @dataclass(frozen=True, slots=True)
 class SourceView:
-    """A source of observations. `looks` counts the observations so far. `age` is the time since the last successful
-    one began (0: there is none), `unknown_for` how long every observation has failed, `failure` the last error."""
+    """A source of observations. `observations` (transmitted as `looks`) counts them since the daemon's start. `age` is
+    the time since the last successful one began (0: there is none), `unknown_for` how long every observation has
+    failed, `failure` the last error."""
 
     name: str
     known: bool
-    looks: int
+    observations: Annotated[int, Field(alias="looks")]
     age: float
     unknown_for: float
     failure: str

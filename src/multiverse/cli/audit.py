@@ -37,11 +37,11 @@ def identity(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] =
         render.as_json(document)
     else:
         _show(found.vms)
-        if found.strangers:
-            render.console.print(f"{len(found.vms)} VMs, all strangers.", style="green")
+        if found.distinct:
+            render.console.print(f"{len(found.vms)} VMs, all distinct.", style="green")
         elif len(found.vms) < 2:
             render.console.print("There are no two VMs to compare: submit some jobs, then ask again.", style="yellow")
-    if not found.strangers:
+    if not found.distinct:
         raise typer.Exit(NOT_SHOWN)
 
 

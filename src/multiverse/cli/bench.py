@@ -160,11 +160,11 @@ def _print(found: dict[str, Any]) -> None:
             stages = " · ".join(f"{stage} {seconds * 1000:.0f}" for stage, seconds in one["stages"].items())
             console.print(f"  ms: {stages}", style="dim", markup=False)
     if adds := {name: Estimate(**one) for name, one in found["plugging"].items() if one}:
-        told = ", ".join(
+        text = ", ".join(
             f"{name} {one.value * 1000:+.0f} ms ({one.low * 1000:+.0f} to {one.high * 1000:+.0f})"
             for name, one in adds.items()
         )
-        console.print(f"plugging a CPU and memory adds, medians with 95 %: {told}", markup=False)
+        console.print(f"plugging a CPU and memory adds, medians with 95 %: {text}", markup=False)
     if found["beside"]:
         base = found["kinds"]["bare_metal"]["submit_to_start"]["p50"]
         console.print(f"beside bare metal's {base:.2f} s, medians with 95 %:", markup=False)

@@ -89,7 +89,7 @@ def _print(found: Mapping[str, Any]) -> None:
         f"CPUs and {render.memory(machine.get('memory', 0))}, of which {render.memory(found['declared']['memory'])} "
         f"are declared and {found['overcommit']:g} times that may be claimed; templates take "
         f"{render.memory(found['templates'])}; of translated code each keeps {found['tb_size'] or 1024} MiB at most. "
-        "Shared memory is counted in each VM that maps it; the CPUs are the machine's, whoever uses them.\n",
+        "Shared memory is counted in each VM that maps it; CPU figures are those of the whole machine.\n",
         markup=False,
     )
     table = render.table(

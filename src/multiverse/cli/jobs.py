@@ -16,7 +16,7 @@ def jobs(
     ended: Annotated[bool, typer.Option("--all", "-a", help="Those that have ended too.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show jobs: their state, their VMs, and why one waits."""
+    """Show jobs: their state, their VMs, and the reason why a job waits."""
     with Client() as client:
         document = client.jobs(job, ended=ended)
     if json:

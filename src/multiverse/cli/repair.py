@@ -17,7 +17,7 @@ from multiverse.core.errors import Refused, Unknown
 LIMIT = 900.0
 """Seconds to wait for the outcome of a repair: as long as a template may take to build."""
 
-_LOOKS = 2
+_OBSERVATIONS = 2
 """Observations of each source after which the controller has judged a repaired record anew."""
 
 
@@ -88,16 +88,16 @@ def _repaired(client: Client, alert: Alert) -> bool:
 def _outcome(client: Client, alert: Alert) -> Alert | None:
     """The alert that is there again, if any, once the repair has been carried out and the controller has judged the
     record anew."""
-    deadline, looks_before = time.monotonic() + LIMIT, None
+    deadline, first = time.monotonic() + LIMIT, None
     while time.monotonic() < deadline:
         time.sleep(0.1)
         status = decode(StatusView, client.status())
         same = next((one for one in status.alerts if (one.kind, one.name) == (alert.kind, alert.name)), None)
         if same is not None and same.version == alert.version:
             continue
-        looks = [source.looks for source in status.sources]
-        looks_before = looks_before or looks
-        judged = all(now >= then + _LOOKS for now, then in zip(looks, looks_before, strict=True))
+        counts = [source.observations for source in status.sources]
+        first = first or counts
+        judged = all(now >= then + _OBSERVATIONS for now, then in zip(counts, first, strict=True))
         building = alert.kind == "template" and same is None and status.templates.get("building")
         if judged and not building:
             return same

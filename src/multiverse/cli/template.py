@@ -58,7 +58,7 @@ def build(
     memory: Memory = None,
     account: Account = None,
 ) -> None:
-    """Build a template now, and wait until it is ready. Unless told otherwise it has the base size and is for all."""
+    """Build a template now, and wait until it is ready. By default it has the base size and is for all accounts."""
     with Client() as client:
         request = _request(client, "build", image, host, cpus=cpus, memory=memory, account=account)
         with render.step(f"template of {image} on {request.host}"):

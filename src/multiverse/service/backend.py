@@ -104,7 +104,7 @@ class Backend:
             SourceView(
                 name=source.name,
                 known=source.latest is not None,
-                looks=source.looks,
+                observations=source.looks,
                 age=now - source.latest.began if source.latest else 0.0,
                 unknown_for=0.0 if source.latest else now - source.since,
                 failure=source.failure,

@@ -108,7 +108,7 @@ class FailingEffect:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Everything that alerts are made of. `orphans` are the names of objects that bear our site's name and that no
+    """Everything that alerts are made of. `orphans` are the names of objects that have our site's name and that no
     record explains; `permanent` are alerts that last as long as the daemon."""
 
     store: StoreFailure | None = None

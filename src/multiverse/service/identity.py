@@ -71,8 +71,8 @@ def _problems(name: str, vm: KnownVm | None, facts: Facts) -> Iterator[str]:
     for key in UNIQUE:
         if not facts.get(key) and key != OPTIONAL:
             yield f"it did not report its {UNIQUE[key]}"
-    told = {"hostname": name} | ({"mac": vm.mac, "address": vm.address} if vm is not None else {})
-    for key, value in told.items():
+    expected = {"hostname": name} | ({"mac": vm.mac, "address": vm.address} if vm is not None else {})
+    for key, value in expected.items():
         if facts.get(key) and facts[key] != value:
             yield f"its {UNIQUE[key]} is {facts[key]} instead of {value}"
     skew = facts.get("skew", 0)

@@ -31,10 +31,10 @@ class Metrics(Collector):
         processes = CounterMetricFamily("multiverse_processes", "Processes executed.", labels=("program",))
         for program, times in sorted(counts.processes.items()):
             processes.add_metric((program,), times)
-        looks = CounterMetricFamily("multiverse_looks", "Looks at a source.", labels=("source",))
-        known = GaugeMetricFamily("multiverse_source_known", "1 if the last look succeeded.", labels=("source",))
+        observations = CounterMetricFamily("multiverse_looks", "Observations of a source.", labels=("source",))
+        known = GaugeMetricFamily("multiverse_source_known", "1 if the last observation succeeded.", labels=("source",))
         for source in counts.sources:
-            looks.add_metric((source.name,), source.looks)
+            observations.add_metric((source.name,), source.observations)
             known.add_metric((source.name,), source.known)
         effects = CounterMetricFamily("multiverse_effects", "Effects that ended.", labels=("kind", "outcome"))
         for (kind, outcome), times in sorted(counts.effects.items()):
@@ -43,4 +43,4 @@ class Metrics(Collector):
         for of, found in sorted(counts.rows.items()):
             for state, times in sorted(found.items()):
                 states.add_metric((of, state), times)
-        yield from (processes, looks, known, effects, states)
+        yield from (processes, observations, known, effects, states)
