@@ -25,12 +25,12 @@ from multiverse.api import (
     VmView,
 )
 from multiverse.controller.loop import Controller
-from multiverse.core.model import HypervisorView
+from multiverse.core.state import Rows
 from multiverse.core.transition import Command
 from multiverse.ports import Clock
 from multiverse.service import convert, identity
 from multiverse.service.alerts import alerts
-from multiverse.service.findings import FailingEffect, SourceFailure, StoreFailure
+from multiverse.service.findings import SourceFailure, StoreFailure
 from multiverse.service.identity import Facts
 from multiverse.service.processes import ProcessCounter
 from multiverse.store import Store
@@ -74,15 +74,14 @@ class Backend:
     processes: ProcessCounter
     permanent: Sequence[Alert] = ()
 
-    def _seen(self) -> HypervisorView | None:
-        """The last observation of the hosts; None while it is unknown."""
-        latest = self.controller.hypervisor.latest
-        return latest.value if latest else None
+    def _rows(self) -> Rows:
+        """The live rows as committed."""
+        return self.controller.state.rows()
 
     # --- the daemon --------------------------------------------------------------------------------
 
     def status(self) -> StatusView:
-        rows = self.store.rows()
+        rows = self._rows()
         states = convert.row_counts(rows)
         return StatusView(
             pid=os.getpid(),
@@ -99,25 +98,15 @@ class Backend:
         )
 
     def sources(self) -> tuple[SourceView, ...]:
-        now = self.clock.now()
-        return tuple(
-            SourceView(
-                name=source.name,
-                known=source.latest is not None,
-                observations=source.looks,
-                age=now - source.latest.began if source.latest else 0.0,
-                unknown_for=0.0 if source.latest else now - source.since,
-                failure=source.failure,
-            )
-            for source in (self.controller.scheduler, self.controller.hypervisor)
-        )
+        """The scheduler first, then the hypervisor's sources."""
+        now, controller = self.clock.now(), self.controller
+        hypervisors = (convert.source_view(one, now) for one in controller.sources.values())
+        return (convert.source_view(controller.scheduler, now), *hypervisors)
 
     def alerts(self) -> list[Alert]:
-        rows, now, policy = self.store.rows(), self.clock.now(), self.controller.policy
-        since, seen = self.controller.uncommitted, self._seen()
-        hosts = [host for _, host in sorted(seen.hosts.items())] if seen else None
+        now, since = self.clock.now(), self.controller.uncommitted
         found = replace(
-            convert.findings(rows, hosts, policy, now),
+            convert.findings(self._rows(), self.controller.world(), self.controller.policy, now),
             store=StoreFailure(now - since[0], since[1]) if since else None,
             sources=[
                 SourceFailure(source.name, source.unknown_for, source.failure)
@@ -125,10 +114,9 @@ class Backend:
                 if source.failure
             ],
             failing_effects=[
-                FailingEffect(str(effect.kind), str(effect.key), failures, reason, due - now)
-                for effect, failures, reason, due in self.controller.failing(FAILURES_UNTIL_ALERT)
+                convert.failing_effect(failure, now) for failure in self.controller.failing(FAILURES_UNTIL_ALERT)
             ],
-            orphans=self.controller.strangers(),
+            orphans=self.controller.orphans(),
             permanent=self.permanent,
         )
         return alerts(found)
@@ -139,7 +127,7 @@ class Backend:
             processes=self.processes.programs,
             sources=self.sources(),
             effects=self.controller.effects_ended,
-            rows=convert.row_counts(self.store.rows()),
+            rows=convert.row_counts(self._rows()),
         )
 
     # --- jobs --------------------------------------------------------------------------------------
@@ -149,7 +137,7 @@ class Backend:
         if ended or job is not None:
             attempts = list(reversed(self.store.attempts(job_id=job, limit=max(1, min(limit, MAX_JOBS)))))
         else:
-            attempts = list(self.store.rows().attempts.values())
+            attempts = list(self._rows().attempts.values())
         vms = self.store.vms_of([attempt.id for attempt in attempts])
         return convert.job_views(attempts, vms, self.clock.now(), self.controller.policy)
 
@@ -161,21 +149,18 @@ class Backend:
     # --- VMs, hosts, templates ---------------------------------------------------------------------
 
     async def vms(self, *, exact: bool = False) -> list[VmView]:
-        seen = self._seen()
         measured = await self.measure() if exact else {}
-        return convert.vm_views(self.store.rows(), seen.vms if seen else {}, measured, self.clock.now())
+        return convert.vm_views(self._rows(), self.controller.world(), measured, self.clock.now())
 
     def hosts(self) -> list[HostView]:
-        seen = self._seen()
-        return convert.host_views(self.store.rows(), seen, self.controller.policy) if seen else []
+        return convert.host_views(self._rows(), self.controller.world(), self.controller.policy)
 
     def host_names(self) -> list[str]:
         """The hosts in reach, by name."""
-        seen = self._seen()
-        return sorted(seen.hosts) if seen else []
+        return sorted(self.controller.world().hosts)
 
     def templates(self) -> list[TemplateView]:
-        return convert.template_views(self.store.rows(), self.clock.now())
+        return convert.template_views(self._rows(), self.clock.now())
 
     @property
     def base_size(self) -> SizeView:
@@ -183,7 +168,7 @@ class Backend:
         return convert.size_view(self.controller.policy.base)
 
     async def identity_audit(self) -> IdentityAudit:
-        return identity.audit(convert.known_vms(self.store.rows()), await self.examine())
+        return identity.audit(convert.known_vms(self._rows()), await self.examine())
 
     # --- commands ----------------------------------------------------------------------------------
 

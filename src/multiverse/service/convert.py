@@ -1,22 +1,29 @@
 """From rows and observations to the types of the API, and to the findings that alerts are made of.
 
-The only module of the service that reads fields of rows, claims, observed objects and pools. Pure; `now` is the present
-monotonic time.
+The only module of the service that reads fields of rows, claims, observed objects, pools and observers. Pure; `now` is
+the present monotonic time.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from multiverse.api import Alert, HostView, JobView, PoolView, SizeView, TemplateView, TimelineView, VmView
+from multiverse.api import Alert, HostView, JobView, PoolView, SizeView, SourceView, TemplateView, TimelineView, VmView
+from multiverse.controller.effects import Failure
+from multiverse.controller.observers import Observer
 from multiverse.core.model import (
+    ENDING_STATES,
+    PINNED_STATES,
+    WAITING_STATES,
     Attempt,
     AttemptState,
     Depth,
     Host,
-    HypervisorView,
+    HostState,
     Key,
+    Offer,
     Row,
     Size,
     Template,
@@ -25,9 +32,9 @@ from multiverse.core.model import (
     VmCondition,
     VmSeen,
     VmState,
+    World,
 )
 from multiverse.core.policy import Policy, image_of
-from multiverse.core.provisioning.admission import references
 from multiverse.core.provisioning.capacity import left_behind
 from multiverse.core.provisioning.pools import PoolStatus
 from multiverse.core.provisioning.sizes import short_of_memory
@@ -35,6 +42,7 @@ from multiverse.core.state import Rows
 from multiverse.core.transition import Command
 from multiverse.service.findings import (
     BrokenTemplate,
+    FailingEffect,
     FencedVms,
     Findings,
     HostAway,
@@ -50,12 +58,12 @@ from multiverse.store import Entry
 # --- views -----------------------------------------------------------------------------------------
 
 _STAGE_OF_A_JOB = {
-    AttemptState.QUEUED: "waiting",
+    **dict.fromkeys(WAITING_STATES, "waiting"),
     AttemptState.CLAIMED: "provisioning",
     AttemptState.SPAWNING: "provisioning",
-    AttemptState.SPAWNED: "provisioning",
+    **dict.fromkeys(PINNED_STATES, "provisioning"),
     AttemptState.ALLOCATED: "running",
-    AttemptState.RECLAIMING: "ending",
+    **dict.fromkeys(ENDING_STATES, "ending"),
 }
 
 
@@ -67,8 +75,22 @@ def job_counts(rows: Rows) -> dict[str, int]:
 
 def row_counts(rows: Rows) -> dict[str, Counter[str]]:
     """The number of live rows by state, for each kind of row."""
-    tables: Mapping[str, Mapping[int, Row]] = {"attempt": rows.attempts, "vm": rows.vms, "template": rows.templates}
-    return {kind: Counter(str(row.state) for row in table.values()) for kind, table in tables.items()}
+    return {kind: Counter(str(row.state) for row in table.values()) for kind, table in _tables(rows).items()}
+
+
+def _tables(rows: Rows) -> Mapping[str, Mapping[int, Row]]:
+    return {"attempt": rows.attempts, "vm": rows.vms, "template": rows.templates, "offer": rows.offers}
+
+
+def source_view(source: Observer[Any], now: float) -> SourceView:
+    return SourceView(
+        name=source.name,
+        known=source.latest is not None,
+        observations=source.observations,
+        age=now - source.latest.began if source.latest else 0.0,
+        unknown_for=0.0 if source.latest else now - source.since,
+        failure=source.failure,
+    )
 
 
 def size_view(size: Size) -> SizeView:
@@ -134,15 +156,13 @@ def timeline_view(attempt: Attempt, entries: Sequence[Entry], now: float) -> Tim
     return timeline(attempt.job.job_id, attempt.id, str(attempt.state), entries, now)
 
 
-def vm_views(
-    rows: Rows, seen: Mapping[str, VmSeen], exact: Mapping[str, tuple[float, float, float]], now: float
-) -> list[VmView]:
+def vm_views(rows: Rows, world: World, exact: Mapping[str, tuple[float, float, float]], now: float) -> list[VmView]:
     """All live VMs with the figures of the last observation; for a VM in `exact`, with its CPU seconds, unique MiB and
     proportional MiB instead."""
     views = []
     for vm in rows.vms.values():
         attempt = rows.attempt_of(vm)
-        last = seen.get(vm.name) or VmSeen(vm.name, vm.host, VmCondition.MAKING)
+        last = world.vm(vm) or VmSeen(vm.name, vm.host, VmCondition.MAKING)
         cpu_s, private, pss = exact.get(vm.name, (last.cpu_s, last.private, 0.0))
         views.append(
             VmView(
@@ -169,6 +189,7 @@ def vm_views(
 
 
 def template_views(rows: Rows, now: float) -> list[TemplateView]:
+    forked = Counter(vm.template for vm in rows.vms.values())
     return [
         TemplateView(
             host=row.host,
@@ -178,21 +199,23 @@ def template_views(rows: Rows, now: float) -> list[TemplateView]:
             memory=row.size.memory,
             account=row.account,
             age=now - row.since,
-            references=references(rows, row),
+            references=forked[row.which],
             reason=row.reason,
         )
         for row in rows.templates.values()
     ]
 
 
-def host_views(rows: Rows, seen: HypervisorView, policy: Policy) -> list[HostView]:
-    """The hosts of an observation, by name."""
-    return [host_view(host, rows, seen, policy) for _, host in sorted(seen.hosts.items())]
+def host_views(rows: Rows, world: World, policy: Policy) -> list[HostView]:
+    """The hosts in reach, by name."""
+    return [host_view(host, rows, world, policy) for _, host in sorted(world.hosts.items())]
 
 
-def host_view(host: Host, rows: Rows, seen: HypervisorView, policy: Policy) -> HostView:
+def host_view(host: Host, rows: Rows, world: World, policy: Policy) -> HostView:
+    """One host in reach, with what its source shows of it."""
+    seen = world.views[world.source_of[host.name]]
     claims = (*rows.claims, *left_behind(rows.vms.values(), rows.templates))
-    held = [claim.size for claim in claims if claim.host == host.name]
+    held = [claim.size for claim in claims if claim.domain == host.name]
     vms = [vm for _, vm in sorted(seen.vms.items()) if vm.host == host.name]
     return HostView(
         name=host.name,
@@ -234,23 +257,34 @@ def _without_prefix_length(address: str) -> str:
 # --- findings --------------------------------------------------------------------------------------
 
 
-def findings(rows: Rows, hosts: Sequence[Host] | None, policy: Policy, now: float) -> Findings:
-    """What is wrong according to the rows and to the hosts in reach. `hosts` is None while these are unknown."""
+def findings(rows: Rows, world: World, policy: Policy, now: float) -> Findings:
+    """What is wrong according to the rows and to the last observations."""
     return Findings(
-        hosts_away=tuple(_hosts_away(rows, hosts)),
+        hosts_away=tuple(_hosts_away(rows, world)),
         fenced=_fenced_vms(rows),
-        short_of_memory=tuple(_hosts_short_of_memory(hosts, policy)),
-        missing_images=tuple(_missing_images(rows, hosts, policy, now)),
+        short_of_memory=tuple(_hosts_short_of_memory(world, policy)),
+        missing_images=tuple(_missing_images(rows, world, policy, now)),
         quarantined=tuple(_quarantined_records(rows)),
         broken_templates=tuple(_broken_templates(rows, policy, now)),
         backing_off=tuple(_jobs_backing_off(rows, now)),
     )
 
 
-def _hosts_away(rows: Rows, hosts: Sequence[Host] | None) -> Iterator[HostAway]:
+def failing_effect(failure: Failure, now: float) -> FailingEffect:
+    effect = failure.effect
+    return FailingEffect(
+        kind=str(effect.kind),
+        subject=str(effect.key),
+        failures=failure.times,
+        reason=failure.reason,
+        retry_in=failure.again_at - now,
+    )
+
+
+def _hosts_away(rows: Rows, world: World) -> Iterator[HostAway]:
     """The known hosts that are out of reach; those without VMs come first."""
     losing = {vm.host for vm in rows.vms.values() if vm.state is VmState.LOST}
-    for host in sorted(_out_of_reach(rows, hosts) - losing):
+    for host in sorted(_out_of_reach(rows, world) - losing):
         yield HostAway(host)
     for host in sorted(losing):
         lost = [vm for _, vm in sorted(rows.vms.items()) if vm.host == host and vm.state is VmState.LOST]
@@ -259,33 +293,34 @@ def _hosts_away(rows: Rows, hosts: Sequence[Host] | None) -> Iterator[HostAway]:
 
 def _fenced_vms(rows: Rows) -> FencedVms:
     """The VMs whose host an operator has declared to be switched off, until they are gone."""
-    return FencedVms(tuple(vm.name for _, vm in sorted(rows.vms.items()) if vm.fenced))
+    fenced = {host.name for host in rows.hosts.values() if host.state is HostState.FENCED}
+    return FencedVms(tuple(vm.name for _, vm in sorted(rows.vms.items()) if vm.host in fenced))
 
 
-def _hosts_short_of_memory(hosts: Sequence[Host] | None, policy: Policy) -> Iterator[HostShortOfMemory]:
-    for host in hosts or ():
+def _hosts_short_of_memory(world: World, policy: Policy) -> Iterator[HostShortOfMemory]:
+    for _, host in sorted(world.hosts.items()):
         if short_of_memory(host, policy):
             yield HostShortOfMemory(host.name, host.available, policy.floor)
 
 
-def _missing_images(rows: Rows, hosts: Sequence[Host] | None, policy: Policy, now: float) -> Iterator[MissingImage]:
+def _missing_images(rows: Rows, world: World, policy: Policy, now: float) -> Iterator[MissingImage]:
     """Images that jobs or pools want and no host in reach has. A job counts once it has waited for the policy's
     patience, because a new image is seen at the next observation only."""
-    if not hosts:
+    if not world.hosts:
         return
-    there = {image for host in hosts for image in host.images}
+    there = {image for host in world.hosts.values() for image in host.images}
+    away = any(host.name not in world.hosts for host in rows.hosts.values() if host.state is HostState.KNOWN)
     pools = {pool.image for pool in policy.pools}
     wanted: dict[str, list[str]] = {image: [] for image in pools}
     for _, row in sorted(rows.attempts.items()):
         if row.state is AttemptState.QUEUED and now - row.since >= policy.patience:
             wanted.setdefault(image_of(row, policy), []).append(row.job.job_id)
     for image in sorted(wanted.keys() - there):
-        yield MissingImage(image, tuple(wanted[image]), image in pools, bool(_out_of_reach(rows, hosts)))
+        yield MissingImage(image, tuple(wanted[image]), image in pools, away)
 
 
 def _quarantined_records(rows: Rows) -> Iterator[QuarantinedRecord]:
-    tables: Sequence[Mapping[int, Row]] = (rows.attempts, rows.vms, rows.templates)
-    for row in (row for table in tables for row in table.values() if row.quarantined):
+    for row in (row for table in _tables(rows).values() for row in table.values() if row.quarantined):
         yield QuarantinedRecord(
             name=_name_of(row.key),
             label=_label(rows, row),
@@ -315,9 +350,14 @@ def _jobs_backing_off(rows: Rows, now: float) -> Iterator[JobBackingOff]:
             yield JobBackingOff(_name_of(row.key), row.job.job_id, row.tries, row.not_before - now, row.version)
 
 
-def _out_of_reach(rows: Rows, hosts: Sequence[Host] | None) -> frozenset[str]:
-    """The known hosts that the last observation did not show; none while there is no observation."""
-    return rows.hosts - {host.name for host in hosts} if hosts is not None else frozenset()
+def _out_of_reach(rows: Rows, world: World) -> frozenset[str]:
+    """The known hosts that no source shows. While a source is unknown, nothing is concluded about its hosts."""
+    unknown = {name for name, one in world.sources.items() if one.latest is None}
+    return frozenset(
+        host.name
+        for host in rows.hosts.values()
+        if host.state is HostState.KNOWN and host.name not in world.hosts and host.source not in unknown
+    )
 
 
 def _jobs_of(rows: Rows, vms: Sequence[Vm]) -> tuple[str, ...]:
@@ -326,9 +366,15 @@ def _jobs_of(rows: Rows, vms: Sequence[Vm]) -> tuple[str, ...]:
 
 
 def _affected_jobs(rows: Rows, row: Row) -> tuple[str, ...]:
-    if isinstance(row, Attempt):
-        return (row.job.job_id,)
-    return _jobs_of(rows, [row]) if isinstance(row, Vm) else ()
+    match row:
+        case Attempt():
+            return (row.job.job_id,)
+        case Vm():
+            return _jobs_of(rows, [row])
+        case Offer():
+            return _jobs_of(rows, [vm]) if (vm := rows.vms.get(row.id)) else ()
+        case Template():
+            return ()
 
 
 def _label(rows: Rows, row: Row) -> str:
@@ -337,6 +383,9 @@ def _label(rows: Rows, row: Row) -> str:
             return f"the attempt of job {row.job.job_id}"
         case Vm():
             return f"VM {row.name}" + "".join(f" of job {job}" for job in _jobs_of(rows, [row]))
+        case Offer():
+            vm = rows.vms.get(row.id)
+            return f"the offer of VM {vm.name if vm else row.id}"
         case Template():
             return _template_label(row)
 
