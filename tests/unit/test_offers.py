@@ -32,7 +32,7 @@ from multiverse.core.provisioning.spares import named_by_none, node_spec
 from multiverse.core.transition import EffectKind
 from multiverse.drivers.slurm import offers as files
 from multiverse.drivers.slurm.offers import Offers
-from multiverse.service.views import phases
+from multiverse.service.timeline import phases
 from tests.unit import rows as hand
 from tests.unit.planner_harness import POLICY, PlannerHarness, failed
 

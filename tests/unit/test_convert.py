@@ -1,4 +1,4 @@
-"""What people are shown: phases from the journal, and sizes and times as text."""
+"""The conversion of rows and of the journal to the types of the API, and the texts of sizes and durations."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from dataclasses import replace
 from multiverse.cli import render
 from multiverse.core.model import HypervisorView, JobState, Key, Stage
 from multiverse.core.transition import Command
-from multiverse.service.views import host_view, phases, timeline, vm_views
+from multiverse.service.convert import host_view, timeline_view, vm_views
+from multiverse.service.timeline import phases
 from tests.unit.planner_harness import POLICY, PlannerHarness
 
 
-def test_a_jobs_phases_follow_each_other_without_gap() -> None:
+def test_the_phases_of_a_job_follow_each_other_without_gap() -> None:
     harness = PlannerHarness()
     harness.to_allocated()
     with harness.store.transaction() as tx:
@@ -28,17 +29,17 @@ def test_a_jobs_phases_follow_each_other_without_gap() -> None:
     assert found[1].stages == (("overlay", 0.002), ("exec", 0.047))
 
 
-def test_a_job_cut_short_has_no_phase_after_its_end_but_reclaim() -> None:
+def test_an_interrupted_job_has_only_the_phase_reclaim_after_its_end() -> None:
     harness = PlannerHarness()
     harness.to_spawning()
     del harness.jobs["7"]
     harness.run()
-    view = timeline(harness.attempt(), harness.store.journal(attempts=[1]), harness.clock.time)
+    view = timeline_view(harness.attempt(), harness.store.journal(attempts=[1]), harness.clock.time)
     assert [p.name for p in view.phases] == ["queued", "clone", "join", "reclaim"]
     assert view.entries[0].at == 0.0 and view.entries[0].event == "submitted"
 
 
-def test_memory_is_shown_as_seen_and_exactly_where_it_was_measured() -> None:
+def test_memory_is_that_of_the_last_observation_or_of_an_exact_measurement() -> None:
     harness = PlannerHarness()
     harness.to_allocated()
     ((name, seen),) = harness.vms.items()
@@ -64,10 +65,10 @@ def test_memory_is_shown_as_seen_and_exactly_where_it_was_measured() -> None:
     assert not harness.rows.templates
     later = host_view(host, harness.rows, HypervisorView({"h1": host}, harness.vms, {}), POLICY)
     claims = sum(claim.size.memory for claim in harness.rows.claims)
-    assert later.claimed.memory == claims + POLICY.base.memory, "it is gone, and its VM maps it"
+    assert later.claimed.memory == claims + POLICY.base.memory, "the template is gone, but its VM still maps its memory"
 
 
-def test_durations_and_sizes_read_well() -> None:
+def test_durations_and_sizes_are_short() -> None:
     assert [render.duration(s) for s in (0.481, 12.34, 250, 7500, 273600)] == [
         "0.48 s",
         "12.3 s",

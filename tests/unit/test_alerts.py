@@ -1,4 +1,4 @@
-"""Each trouble is named, says what is wrong and what to do, and is repaired by the command that mends it."""
+"""Alerts: each has a name, a message and a remedy, and its repair is the command that removes the cause."""
 
 from __future__ import annotations
 
@@ -10,28 +10,32 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from multiverse.api import Alert
 from multiverse.cli import repair, status
 from multiverse.core.errors import Broken, Refused
 from multiverse.core.model import AttemptState, Depth, Host, JobState, Key, Request, Size, TemplateState, VmState
 from multiverse.core.policy import Policy, Pool
 from multiverse.core.transition import Change, Command, Done, EffectKind, Event, Move
-from multiverse.service.troubles import Failing, Situation, Trouble, Unanswered, command_for, troubles
-from multiverse.service.views import job_counts
+from multiverse.service.alerts import alerts
+from multiverse.service.convert import findings, job_counts, repair_command
+from multiverse.service.findings import FailingEffect, SourceFailure, StoreFailure
 from tests.unit.planner_harness import POLICY, PlannerHarness
 
 
-def seen(harness: PlannerHarness, **more: Any) -> list[Trouble]:
-    return troubles(Situation(harness.rows, harness.clock.time, **more), POLICY)
+def seen(
+    harness: PlannerHarness, *, hosts: Sequence[Host] | None = None, policy: Policy = POLICY, **more: Any
+) -> list[Alert]:
+    return alerts(replace(findings(harness.rows, hosts, policy, harness.clock.time), **more))
 
 
 def quarantined(harness: PlannerHarness) -> None:
-    """The job runs on a node that is not its own."""
+    """Make the job run on a node that is not its own, which quarantines its attempt."""
     harness.to_spawned()
     harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.RUNNING, nodes=("elsewhere",))
     harness.run()
 
 
-def test_a_cluster_that_is_well_has_no_trouble() -> None:
+def test_a_healthy_cluster_has_no_alert() -> None:
     harness = PlannerHarness()
     harness.to_allocated()
     assert seen(harness) == [] and job_counts(harness.rows) == {
@@ -39,30 +43,30 @@ def test_a_cluster_that_is_well_has_no_trouble() -> None:
     }  # fmt: skip
 
 
-def test_a_quarantined_record_is_named_with_its_job_and_repair_takes_it_up_again() -> None:
+def test_a_quarantined_record_is_named_with_its_job_and_can_be_repaired() -> None:
     harness = PlannerHarness()
     quarantined(harness)
     (one,) = seen(harness)
     assert one.name == "attempt-1" and one.jobs == ("7",)
-    assert "job 7 is quarantined" in one.wrong and "elsewhere" in one.wrong and "timeline 7" in one.todo
+    assert "job 7 is quarantined" in one.message and "elsewhere" in one.message and "timeline 7" in one.remedy
     harness.jobs["7"] = replace(harness.jobs["7"], nodes=tuple(vm.name for vm in harness.all_vms()))
     harness.run()
-    assert seen(harness), "without a word from the operator it is left alone"
-    harness.run(command_for(one))
+    assert seen(harness), "without a repair the record is left alone"
+    harness.run(repair_command(one))
     assert seen(harness) == [] and harness.attempt().state is AttemptState.ALLOCATED
 
 
-def test_a_host_that_is_short_of_memory_is_named_only_where_more_is_claimed_than_declared() -> None:
+def test_a_host_short_of_memory_is_an_alert_only_with_overcommit() -> None:
     bold = replace(POLICY, overcommit=2.0, floor=1000)
     harness = PlannerHarness()
     for available, policy, kinds in ((999, bold, ["memory"]), (1000, bold, []), (0, bold, []), (999, POLICY, [])):
         host = replace(harness.hosts["h1"], available=available)
-        found = troubles(Situation(harness.rows, harness.clock.time, hosts=[host]), policy)
+        found = seen(harness, hosts=[host], policy=policy)
         assert [one.kind for one in found] == kinds
-        assert all("999 MiB are available, 1000 are to be kept" in one.wrong and not one.repair for one in found)
+        assert all("999 MiB are available, 1000 MiB are to be kept" in one.message and not one.repair for one in found)
 
 
-def test_an_image_that_no_host_has_is_named_with_who_waits_for_it() -> None:
+def test_an_image_that_no_host_has_is_named_with_the_jobs_that_wait() -> None:
     policy = replace(POLICY, pools=(Pool("stock", Depth.PARKED, 1, 1, Size(1, 100), 100.0),))
     harness = PlannerHarness()
     harness.job(request=Request(1, Size(1, 100), image="mine"))
@@ -70,39 +74,36 @@ def test_an_image_that_no_host_has_is_named_with_who_waits_for_it() -> None:
     bare = [replace(harness.hosts["h1"], images={"slim": frozenset[str]()})]
 
     def found(hosts: list[Host] | None, policy: Policy) -> list[tuple[str, tuple[str, ...]]]:
-        return [
-            (one.name, one.jobs)
-            for one in troubles(Situation(harness.rows, harness.clock.time, hosts=hosts), policy)
-            if one.kind == "image"
-        ]
+        return [(one.name, one.jobs) for one in seen(harness, hosts=hosts, policy=policy) if one.kind == "image"]
 
-    assert found(bare, POLICY) == [], "it may have come a moment ago"
+    assert found(bare, POLICY) == [], "the image may have been built after the last observation"
     harness.clock.time += POLICY.patience
     assert found(bare, policy) == [("image-mine", ("7",)), ("image-stock", ())]
-    (mine, _) = [
-        t for t in troubles(Situation(harness.rows, harness.clock.time, hosts=bare), policy) if t.kind == "image"
-    ]
-    assert mine.wrong == "no host has image mine; waiting for it: job 7" and "image build slim --name mine" in mine.todo
+    (mine, _) = [t for t in seen(harness, hosts=bare, policy=policy) if t.kind == "image"]
+    assert (
+        mine.message == "no host has image mine; waiting for it: job 7"
+        and "image build slim --name mine" in mine.remedy
+    )
     assert found([replace(bare[0], images={"mine": frozenset()})], POLICY) == found(None, policy) == []
 
 
-def test_what_was_wrong_from_the_start_is_shown_after_what_came_later() -> None:
+def test_permanent_alerts_come_last() -> None:
     harness = PlannerHarness()
     quarantined(harness)
-    standing = Trouble("unserved", "preemption", "it reaches nobody", "tell them")
-    assert [one.kind for one in seen(harness, standing=[standing])] == ["quarantine", "unserved"]
+    standing = Alert("unserved", "preemption", "it reaches nobody", "tell them")
+    assert [one.kind for one in seen(harness, permanent=[standing])] == ["quarantine", "unserved"]
 
 
-def test_what_is_still_impossible_is_quarantined_again_under_a_new_version() -> None:
+def test_a_record_quarantined_again_has_a_new_version() -> None:
     harness = PlannerHarness()
     quarantined(harness)
     (one,) = seen(harness)
-    harness.run(command_for(one))
+    harness.run(repair_command(one))
     (again,) = seen(harness)
     assert again.name == one.name and again.version > one.version
 
 
-def test_a_quarantined_vm_and_template_are_named_too() -> None:
+def test_quarantined_vms_and_templates_are_named_too() -> None:
     harness = PlannerHarness()
     harness.to_allocated()
     vm, template = harness.all_vms()[0], harness.rows.templates[1]
@@ -110,25 +111,25 @@ def test_a_quarantined_vm_and_template_are_named_too() -> None:
         tx.apply(Move((Change(replace(vm, quarantined="odd"), Event.QUARANTINED),)))
         tx.apply(Move((Change(replace(template, quarantined="odd too"), Event.QUARANTINED),)))
     first, second = seen(harness)
-    assert (first.name, first.jobs) == ("vm-1", ("7",)) and f"VM {vm.name} of job 7" in first.wrong
-    assert second.name == "template-1" and "the template of slim on h1" in second.wrong
-    harness.run(command_for(first), command_for(second))
+    assert (first.name, first.jobs) == ("vm-1", ("7",)) and f"VM {vm.name} of job 7" in first.message
+    assert second.name == "template-1" and "the template of slim on h1" in second.message
+    harness.run(repair_command(first), repair_command(second))
     assert seen(harness) == []
 
 
-def test_a_broken_template_says_why_and_when_it_is_tried_again_and_repair_builds_it_now() -> None:
+def test_a_broken_template_shows_its_reason_and_next_attempt_and_repair_builds_it_now() -> None:
     harness = PlannerHarness()
     harness.job()
     harness.run()
     (template,) = harness.rows.templates.values()
     harness.run(Done(template.key, EffectKind.BUILD, "building", Broken("no kernel")))
     (one,) = seen(harness)
-    assert one.name == "template-1" and "slim on h1 is broken: no kernel" in one.wrong and "in 2 s" in one.todo
-    harness.run(command_for(one))
+    assert one.name == "template-1" and "slim on h1 is broken: no kernel" in one.message and "in 2 s" in one.remedy
+    harness.run(repair_command(one))
     assert harness.rows.templates[1].state is TemplateState.BUILDING and seen(harness) == []
 
 
-def test_a_host_out_of_reach_shows_its_vms_and_jobs_and_is_fenced_by_its_name_alone() -> None:
+def test_a_host_out_of_reach_shows_its_vms_and_jobs_and_its_repair_fences_it() -> None:
     harness = PlannerHarness()
     harness.to_allocated()
     host = harness.hosts.pop("h1")
@@ -136,14 +137,14 @@ def test_a_host_out_of_reach_shows_its_vms_and_jobs_and_is_fenced_by_its_name_al
     (one,) = seen(harness)
     (vm,) = harness.all_vms()
     assert vm.state is VmState.LOST and one.name == "h1" and one.needs_fenced and one.jobs == ("7",)
-    assert vm.name in one.wrong and "job 7" in one.wrong
-    assert command_for(one) == Command("fence", host="h1")
-    harness.run(command_for(one))
-    assert [t.kind for t in seen(harness)] == ["fenced"], "shown until it is gone"
+    assert vm.name in one.message and "job 7" in one.message
+    assert repair_command(one) == Command("fence", host="h1")
+    harness.run(repair_command(one))
+    assert [t.kind for t in seen(harness)] == ["fenced"], "the VM is shown until it is gone"
     assert host.name == "h1"
 
 
-def test_a_job_that_backs_off_is_named_and_repair_ends_the_wait() -> None:
+def test_a_job_that_backs_off_is_named_and_repair_ends_the_back_off() -> None:
     harness = PlannerHarness()
     harness.job()
     harness.run()
@@ -152,8 +153,8 @@ def test_a_job_that_backs_off_is_named_and_repair_ends_the_wait() -> None:
         late = replace(attempt, not_before=harness.clock.time + 300, tries=4)
         tx.apply(Move((Change(late, Event.NOTED),)))
     (one,) = [t for t in seen(harness) if t.kind == "back-off"]
-    assert one.name == "attempt-1" and "4 times in a row" in one.wrong and "in 5 min" in one.todo
-    harness.run(command_for(one))
+    assert one.name == "attempt-1" and "4 times in a row" in one.message and "in 5 min" in one.remedy
+    harness.run(repair_command(one))
     assert not [t for t in seen(harness) if t.kind == "back-off"]
 
 
@@ -161,27 +162,26 @@ def test_a_job_that_backs_off_is_named_and_repair_ends_the_wait() -> None:
     ("more", "name", "words"),
     [
         (
-            {"unanswered": [Unanswered("scheduler", 300, "no answer")]},
+            {"sources": [SourceFailure("scheduler", 300, "no answer")]},
             "scheduler",
-            ("5 min", "no answer", "scontrol ping"),
+            ("the scheduler", "5 min", "no answer", "scontrol ping"),
         ),
-        ({"unanswered": [Unanswered("hypervisor", 3, "gone")]}, "hypervisor", ("host side", "3 s", "gone")),
-        ({"uncommitted": (7200.0, "disk is full")}, "store", ("2 h", "disk is full", "make room")),
+        ({"sources": [SourceFailure("cloud-1", 3, "gone")]}, "cloud-1", ("source cloud-1", "daemon's log")),
+        ({"sources": [SourceFailure("hypervisor", 3, "gone")]}, "hypervisor", ("source hypervisor", "3 s", "gone")),
+        ({"store": StoreFailure(7200.0, "disk is full")}, "store", ("2 h", "disk is full", "make room")),
         (
-            {"failing": [Failing("release", "vm 3", 5, "refused", 16)]},
+            {"failing_effects": [FailingEffect("release", "vm 3", 5, "refused", 16)]},
             "vm-3",
             ("release of vm 3 failed 5 times", "16 s"),
         ),
-        ({"strangers": ["mvtest0-9"]}, "mvtest0-9", ("no record explains it", "two looks")),
+        ({"orphans": ["mvtest0-9"]}, "mvtest0-9", ("no record explains it", "two observations")),
     ],
 )
-def test_what_ends_by_itself_is_shown_and_no_repair_is_offered(
-    more: Mapping[str, Any], name: str, words: Sequence[str]
-) -> None:
+def test_an_alert_that_ends_by_itself_has_no_repair(more: Mapping[str, Any], name: str, words: Sequence[str]) -> None:
     (one,) = seen(PlannerHarness(), **more)
     assert one.name == name and not one.repair
     for word in words:
-        assert word in f"{one.wrong} {one.todo}"
+        assert word in f"{one.message} {one.remedy}"
 
 
 # --- the commands ----------------------------------------------------------------------------------
@@ -192,13 +192,13 @@ RECORD = HOST | {"kind": "quarantine", "name": "attempt-1", "repair": "looks aga
 SOURCE = RECORD | {"kind": "source", "name": "scheduler", "repair": ""}
 
 
-class Daemon:
-    """Mends whatever it is asked to, and shows it at the next look."""
+class RepairingClient:
+    """A client whose daemon removes every alert that it is asked to repair."""
 
-    def __init__(self, *troubles: Mapping[str, Any]) -> None:
-        self.troubles, self.asked, self.looks = list(troubles), [], 0
+    def __init__(self, *alerts: Mapping[str, Any]) -> None:
+        self.alerts, self.asked, self.looks = list(alerts), [], 0
 
-    def __enter__(self) -> Daemon:
+    def __enter__(self) -> RepairingClient:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -211,15 +211,15 @@ class Daemon:
         jobs = job_counts(PlannerHarness().rows)
         return {
             "pid": 1, "version": "0", "site": "test0", "up": 5.0, "sources": sources, "jobs": jobs, "attempts": {},
-            "vms": {}, "templates": {}, "pools": [], "troubles": list(self.troubles),
+            "vms": {}, "templates": {}, "pools": [], "troubles": list(self.alerts),
         }  # fmt: skip
 
     def repair(self, name: str, *, fenced: bool) -> None:
         self.asked.append((name, fenced))
-        self.troubles = [t for t in self.troubles if t["name"] != name]
+        self.alerts = [one for one in self.alerts if one["name"] != name]
 
 
-def run(monkeypatch: pytest.MonkeyPatch, daemon: Daemon, *words: str, said: str = "") -> Any:
+def run(monkeypatch: pytest.MonkeyPatch, daemon: RepairingClient, *words: str, said: str = "") -> Any:
     app = typer.Typer()
     app.command("status")(status.status)
     app.command("repair")(repair.repair)
@@ -228,27 +228,27 @@ def run(monkeypatch: pytest.MonkeyPatch, daemon: Daemon, *words: str, said: str 
     return CliRunner().invoke(app, words, input=said)
 
 
-def test_status_exits_with_0_without_trouble_and_with_1_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(monkeypatch, Daemon(), "status").exit_code == 0
-    assert run(monkeypatch, Daemon(SOURCE), "status").exit_code == status.TROUBLED
-    assert run(monkeypatch, Daemon(SOURCE), "status", "--json").exit_code == status.TROUBLED
+def test_status_exits_with_1_if_there_is_an_alert(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(monkeypatch, RepairingClient(), "status").exit_code == 0
+    assert run(monkeypatch, RepairingClient(SOURCE), "status").exit_code == status.ALERTS_PRESENT
+    assert run(monkeypatch, RepairingClient(SOURCE), "status", "--json").exit_code == status.ALERTS_PRESENT
 
 
-def test_what_no_one_can_mend_is_shown_and_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_permanent_alert_is_shown_and_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     unserved = SOURCE | {"kind": "unserved", "name": "preemption", "wrong": "it reaches nobody"}
-    shown = run(monkeypatch, Daemon(unserved), "status")
-    assert shown.exit_code == 0 and "it reaches nobody" in shown.stdout and "No trouble" not in shown.stdout
-    assert run(monkeypatch, Daemon(unserved, SOURCE), "status").exit_code == status.TROUBLED
+    shown = run(monkeypatch, RepairingClient(unserved), "status")
+    assert shown.exit_code == 0 and "it reaches nobody" in shown.stdout and "No alerts" not in shown.stdout
+    assert run(monkeypatch, RepairingClient(unserved, SOURCE), "status").exit_code == status.ALERTS_PRESENT
 
 
-def test_repair_does_what_it_said_and_never_a_host_that_was_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    daemon = Daemon(HOST, RECORD, SOURCE)
+def test_repair_without_names_repairs_all_but_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon = RepairingClient(HOST, RECORD, SOURCE)
     assert run(monkeypatch, daemon, "repair", "--yes").exit_code == 0
     assert daemon.asked == [("attempt-1", False)]
 
 
-def test_nothing_is_repaired_when_the_operator_says_no_or_asks_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    daemon = Daemon(RECORD)
+def test_nothing_is_repaired_without_consent_or_in_a_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon = RepairingClient(RECORD)
     assert run(monkeypatch, daemon, "repair", said="n\n").exit_code != 0
     assert run(monkeypatch, daemon, "repair", "--dry-run").exit_code == 0
     assert daemon.asked == []
@@ -256,8 +256,8 @@ def test_nothing_is_repaired_when_the_operator_says_no_or_asks_only(monkeypatch:
     assert daemon.asked == [("attempt-1", False)]
 
 
-def test_a_host_is_fenced_only_by_name_and_with_the_word_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    daemon = Daemon(HOST)
+def test_a_host_is_fenced_only_by_name_and_with_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon = RepairingClient(HOST)
     assert isinstance(run(monkeypatch, daemon, "repair", "h1", "--yes").exception, Refused)
     assert isinstance(run(monkeypatch, daemon, "repair", "--fenced", "--yes").exception, Refused)
     assert daemon.asked == []
@@ -265,23 +265,23 @@ def test_a_host_is_fenced_only_by_name_and_with_the_word_for_it(monkeypatch: pyt
     assert daemon.asked == [("h1", True)]
 
 
-def test_what_is_no_trouble_or_has_no_repair_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_alert_or_one_without_repair_is_refused_with_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, hint in (("attempt-9", "multiverse status"), ("scheduler", SOURCE["todo"])):
-        error = run(monkeypatch, Daemon(SOURCE), "repair", name, "--yes").exception
+        error = run(monkeypatch, RepairingClient(SOURCE), "repair", name, "--yes").exception
         assert isinstance(error, Refused) and hint in error.hint
 
 
-def test_a_key_and_a_name_are_the_same_thing() -> None:
-    trouble = Trouble("quarantine", "vm-12", "", "")
-    assert command_for(trouble) == Command("retry", key=Key("vm", 12))
+def test_the_name_of_an_alert_determines_its_record() -> None:
+    alert = Alert("quarantine", "vm-12", "", "")
+    assert repair_command(alert) == Command("retry", key=Key("vm", 12))
 
 
-def test_a_host_out_of_reach_that_holds_nothing_is_shown_until_an_operator_gives_it_up() -> None:
+def test_an_empty_host_out_of_reach_is_shown_until_an_operator_gives_it_up() -> None:
     harness = PlannerHarness()
     with harness.store.transaction() as tx:
         tx.keep_hosts(frozenset({"h1", "h2"}))
     here = [harness.hosts["h1"]]
-    assert seen(harness) == [], "nothing is known while the hosts' side is not"
+    assert seen(harness) == [], "nothing is concluded while the hosts are not observed"
     (one,) = seen(harness, hosts=here)
-    assert one.name == "h2" and one.needs_fenced and command_for(one) == Command("fence", host="h2")
-    assert [trouble.name for trouble in seen(harness, hosts=[])] == ["h1", "h2"]
+    assert one.name == "h2" and one.needs_fenced and repair_command(one) == Command("fence", host="h2")
+    assert [alert.name for alert in seen(harness, hosts=[])] == ["h1", "h2"]
