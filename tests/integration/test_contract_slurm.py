@@ -20,8 +20,8 @@ from multiverse.core.model import Attempt, Vm
 from multiverse.core.pool import node_spec
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.lab import lifecycle
-from multiverse.lab.parts import PARTS
-from multiverse.lab.plan import Wishes
+from multiverse.lab.plan import LabOptions
+from multiverse.lab.services import SERVICES
 from tests.contract.test_scheduler_contract import SUITE, Check, Harness
 from tests.contract.test_scheduler_troubles import TROUBLES
 from tests.integration.fake_guest import SITE, FakeGuest
@@ -102,11 +102,11 @@ class Real(Harness):
     @asynccontextmanager
     async def _without_slurmctld(self) -> AsyncIterator[None]:
         """It has written all of its state down when it is gone."""
-        await next(part for part in PARTS if part.name == "slurmctld").stop(self.lab.where)
+        await next(service for service in SERVICES if service.name == "slurmctld").stop(self.lab.where)
         try:
             yield
         finally:
-            await lifecycle.up(self.lab.where, Wishes(), controller=False)
+            await lifecycle.up(self.lab.where, LabOptions(), controller=False)
 
     @asynccontextmanager
     async def forgetting(self) -> AsyncIterator[None]:

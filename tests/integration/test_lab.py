@@ -20,8 +20,8 @@ import pytest
 from multiverse.host import process
 from multiverse.lab import baremetal, lifecycle
 from multiverse.lab.layout import Layout, layout
-from multiverse.lab.parts import Lab
-from multiverse.lab.plan import Wishes, load
+from multiverse.lab.plan import LabOptions, load
+from multiverse.lab.services import Lab
 from tests.integration.images import IMAGES, slim
 from tests.integration.watch import kept_by_slurm
 
@@ -60,7 +60,7 @@ def _kill(pid: int) -> None:
 async def test_up_again_is_harmless_and_brings_back_what_died(lab: Any) -> None:
     before, plan = lifecycle.status(lab.where), load(lab.where)
     words: dict[str, str] = {}
-    await lifecycle.up(lab.where, Wishes(), lambda name, word, _: words.__setitem__(name, word), controller=False)
+    await lifecycle.up(lab.where, LabOptions(), lambda name, word, _: words.__setitem__(name, word), controller=False)
     assert set(words.values()) == {"is up", "runs"}
     assert lifecycle.status(lab.where) == before
 
@@ -70,7 +70,7 @@ async def test_up_again_is_harmless_and_brings_back_what_died(lab: Any) -> None:
     for name in ("slurmctld", "munged"):
         _kill(before[name]["pid"])
     assert not lifecycle.status(lab.where)["slurmctld"]["alive"]
-    await lifecycle.up(lab.where, Wishes(), lambda name, word, _: words.__setitem__(name, word), controller=False)
+    await lifecycle.up(lab.where, LabOptions(), lambda name, word, _: words.__setitem__(name, word), controller=False)
     assert (words["slurmctld"], words["munged"], words["mariadb"]) == ("started", "started", "runs")
     assert load(lab.where) == plan
     assert lab.run("squeue", "-h", "-j", job_id, "-o", "%i").stdout.strip() == job_id
@@ -109,7 +109,7 @@ async def test_a_second_lab_beside_the_first_leaves_nothing(lab: Any) -> None:
     where = layout(directory / "lab")
     umask = os.umask(0o077)
     try:
-        await lifecycle.up(where, Wishes(images=IMAGES), controller=False)
+        await lifecycle.up(where, LabOptions(images=IMAGES), controller=False)
         first, second = load(lab.where), load(where)
         assert first is not None
         assert second is not None

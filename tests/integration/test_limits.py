@@ -13,8 +13,8 @@ import pytest
 
 from multiverse.client import Client
 from multiverse.lab import lifecycle
-from multiverse.lab.parts import CONTROLLER
-from multiverse.lab.plan import Wishes
+from multiverse.lab.plan import LabOptions
+from multiverse.lab.services import CONTROLLER
 from tests.integration.conftest import LabUnderTest
 from tests.integration.watch import ended, latest, nothing_left, until
 
@@ -46,12 +46,12 @@ def limited(lab: LabUnderTest) -> Iterator[None]:
     sacctmgr(lab, "add", "user", "ada", "account=physics", "MaxJobs=2", "Fairshare=1", qos)
     sacctmgr(lab, "add", "user", "bob", "account=physics", "Fairshare=1000", qos)
     site.write_text(SITE)
-    asyncio.run(lifecycle.up(lab.where, Wishes(), controller=False))
+    asyncio.run(lifecycle.up(lab.where, LabOptions(), controller=False))
     yield
     site.write_text("")
     sacctmgr(lab, "delete", "account", "physics")
     sacctmgr(lab, "delete", "qos", "tight,urgent,closed")
-    asyncio.run(lifecycle.up(lab.where, Wishes(), controller=False))
+    asyncio.run(lifecycle.up(lab.where, LabOptions(), controller=False))
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ import pytest
 
 from multiverse.client import Client
 from multiverse.lab import lifecycle
-from multiverse.lab.parts import CONTROLLER
-from multiverse.lab.plan import Wishes
+from multiverse.lab.plan import LabOptions
+from multiverse.lab.services import CONTROLLER
 from tests.integration.conftest import LabUnderTest
 from tests.integration.mortal import counting
 from tests.integration.watch import accounted, ended, kept_by_slurm, latest, mend, nothing_left, qemu_of, until, written
@@ -112,11 +112,11 @@ def lending(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[Path]:
     site.write_text("[[mounts]]\n" + "".join(f'{key} = "{value}"\n' for key, value in words.items()))
     shutil.copy("/bin/bash", shell)
     shell.chmod(0o4755)
-    asyncio.run(lifecycle.up(lab.where, Wishes()))
+    asyncio.run(lifecycle.up(lab.where, LabOptions()))
     yield shell
     shell.unlink()
     site.write_text("")
-    asyncio.run(lifecycle.up(lab.where, Wishes()))
+    asyncio.run(lifecycle.up(lab.where, LabOptions()))
 
 
 @slow

@@ -30,7 +30,7 @@ from multiverse.core.pacing import Pool
 from multiverse.core.pool import named_by_none, node_spec
 from multiverse.core.refill import standing
 from multiverse.drivers.slurm import offers as files
-from multiverse.drivers.slurm.offers import Offers
+from multiverse.drivers.slurm.offers import OfferFiles
 from multiverse.service.views import phases
 from tests.unit import rows as hand
 from tests.unit.scene import POLICY, Scene, failed
@@ -493,11 +493,11 @@ def names(inbox: Path) -> list[str]:
     return sorted(path.name for path in (inbox / "spares").iterdir())
 
 
-def offers(inbox: Path) -> Offers:
-    return Offers(inbox, "test0", 10.0)
+def offers(inbox: Path) -> OfferFiles:
+    return OfferFiles(inbox, "test0", 10.0)
 
 
-def offer(one: Offers, vm: Vm = SPARE) -> None:
+def offer(one: OfferFiles, vm: Vm = SPARE) -> None:
     one.offer(node_spec(vm, None), any_image=True, any_kind=False)
 
 
@@ -577,7 +577,7 @@ def test_a_new_daemon_lists_what_the_last_one_offered_once_its_rows_say_so(inbox
 
 
 def test_what_another_database_left_is_nobodys(inbox: Path) -> None:
-    offer(Offers(inbox, "other", 10.0), replace(SPARE, name="mvother-12"))
+    offer(OfferFiles(inbox, "other", 10.0), replace(SPARE, name="mvother-12"))
     one = offers(inbox)
     assert one.observe() == {}
     offer(one)

@@ -93,13 +93,13 @@ VM = Vm(
 
 
 def test_what_a_site_has_configured_in_vain_is_named() -> None:
-    assert conf.unserved(SITE_CONF) == conf.unserved("PreemptType=preempt/none\n") == []
-    (preemption,) = conf.unserved("preempttype=preempt/qos\n")
-    assert preemption.name == "preemption" and "preempt/qos" in preemption.wrong and "restart" in preemption.todo
-    (display,) = conf.unserved("PrologFlags=Alloc,X11\n")
-    assert display.name == "x11" and "display" in display.wrong
-    (federation,) = conf.unserved("FederationParameters=fed_display\n")
-    assert federation.name == "federation" and "--clusters" in federation.todo
+    assert conf.unsupported(SITE_CONF) == conf.unsupported("PreemptType=preempt/none\n") == []
+    (preemption,) = conf.unsupported("preempttype=preempt/qos\n")
+    assert preemption.name == "preemption" and "preempt/qos" in preemption.message and "restart" in preemption.remedy
+    (display,) = conf.unsupported("PrologFlags=Alloc,X11\n")
+    assert display.name == "x11" and "display" in display.message
+    (federation,) = conf.unsupported("FederationParameters=fed_display\n")
+    assert federation.name == "federation" and "--clusters" in federation.remedy
 
 
 def test_membership_of_a_pooled_vm(site: Settings, tmp_path: Path) -> None:

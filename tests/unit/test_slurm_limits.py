@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from multiverse.drivers.slurm import conf
-from multiverse.drivers.slurm.limits import Limits, licences
+from multiverse.drivers.slurm.limits import AccountingLimits, licences
 
 ASSOC_MGR = (Path(__file__).parent / "slurm_data" / "assoc_mgr-22.05.8.txt").read_text()
 LICENSES = "LicenseName=matlab\n    Total=3 Used=1 Free=2 Reserved=0 Remote=no\n"
@@ -24,7 +24,7 @@ OF_ACCOUNT = {"AssocGrpCpuLimit: account physics": 1, "AssocGrpMemLimit: account
 
 
 def test_what_is_left_is_the_limit_less_what_runs() -> None:
-    assert Limits((), ASSOC_MGR, LICENSES).left == {
+    assert AccountingLimits((), ASSOC_MGR, LICENSES).left == {
         "AssocGrpCpuLimit: account physics": 5 - 2,
         "AssocGrpMemLimit: account physics": 4096 - 200,
         "AssocGrpCpuLimit: user ada in account physics": 3 - 1,
@@ -37,7 +37,7 @@ def test_what_is_left_is_the_limit_less_what_runs() -> None:
 
 
 def test_a_job_takes_of_its_own_limits_and_those_above() -> None:
-    limits = Limits((), ASSOC_MGR)
+    limits = AccountingLimits((), ASSOC_MGR)
     own = {"AssocMaxJobsLimit: user ada in account physics": 1, "AssocGrpCpuLimit: user ada in account physics": 1}
     assert dict(limits.uses(ADA)) == OF_ACCOUNT | own
     tight = {
@@ -53,7 +53,7 @@ def test_what_a_qos_limits_its_associations_do_not() -> None:
     shown = ASSOC_MGR.replace("      61802\n", "      ada(61801)\n").replace(
         "QOS=tight(2)", "QOS=tight(2) GrpTRES=cpu=9(0)"
     )
-    limits = Limits((), shown)
+    limits = AccountingLimits((), shown)
     names = {name.partition(":")[0] for name, _ in limits.uses(ADA | {"qos": "tight"})}
     assert names == {
         *("QOSGrpJobsLimit", "QOSGrpCpuLimit", "QOSMaxJobsPerUserLimit", "QOSMaxCpuPerUserLimit"),
@@ -62,8 +62,8 @@ def test_what_a_qos_limits_its_associations_do_not() -> None:
 
 
 def test_where_no_limit_is_shown_a_job_takes_nothing() -> None:
-    assert Limits().uses(ADA | {"licenses": "matlab", "array_max_tasks": 0}) == ()
-    assert Limits((), ASSOC_MGR).uses(ADA | {"association_id": 99, "qos": "unheard-of"}) == ()
+    assert AccountingLimits().uses(ADA | {"licenses": "matlab", "array_max_tasks": 0}) == ()
+    assert AccountingLimits((), ASSOC_MGR).uses(ADA | {"association_id": 99, "qos": "unheard-of"}) == ()
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_where_no_limit_is_shown_a_job_takes_nothing() -> None:
 def test_licences(text: str, asked: dict[str, int]) -> None:
     assert licences({"licenses": text}) == asked
     known = {f"Licenses: {name}": count for name, count in asked.items() if name == "matlab"}
-    assert dict(Limits((), "", LICENSES).uses({"licenses": text})) == known
+    assert dict(AccountingLimits((), "", LICENSES).uses({"licenses": text})) == known
 
 
 def test_an_array_runs_so_many_tasks() -> None:
@@ -86,8 +86,8 @@ def test_an_array_runs_so_many_tasks() -> None:
         {"array_job_id": 7, "array_max_tasks": 3, "job_state": state}
         for state in ("PENDING", "RUNNING", "SUSPENDED", "COMPLETED")
     ]
-    assert Limits(records).left == {"JobArrayTaskLimit: 7": 1}
-    assert Limits(records).uses(records[0]) == (("JobArrayTaskLimit: 7", 1),)
+    assert AccountingLimits(records).left == {"JobArrayTaskLimit: 7": 1}
+    assert AccountingLimits(records).uses(records[0]) == (("JobArrayTaskLimit: 7", 1),)
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ import pytest
 
 from multiverse.core.model import CloneKind, Job, JobRef, JobState, NodeState, Size
 from multiverse.drivers.slurm import parse
-from multiverse.drivers.slurm.limits import Limits
+from multiverse.drivers.slurm.limits import AccountingLimits
 
 DATA = Path(__file__).parent / "slurm_data"
 JOBS: list[dict[str, Any]] = json.loads((DATA / "squeue-22.05.8.json").read_text())["jobs"]
 NODES: list[dict[str, Any]] = json.loads((DATA / "sinfo-22.05.8.json").read_text())["nodes"]
-NAMES = parse.Names(site="ab12c", gate_partition="vm", run_partition="vmrun", gate_feature="mvgate")
+NAMES = parse.SiteNames(site="ab12c", gate_partition="vm", run_partition="vmrun", gate_feature="mvgate")
 NOW = 1795254668.0  # when they were captured
 
 
@@ -111,7 +111,7 @@ def test_what_was_captured() -> None:
 
 def test_the_tasks_of_a_limited_array() -> None:
     """Four of them wait, 22_3 pinned and 22_6 held: each will take one of the two that may run."""
-    limits = Limits(JOBS)
+    limits = AccountingLimits(JOBS)
     jobs = parse.jobs(JOBS, NAMES, NOW, limits.uses)
     assert limits.left == {"JobArrayTaskLimit: 22": 2}
     tasks = [jobs[f"22_{task}"] for task in (0, 3, 9, 20)]
@@ -320,7 +320,7 @@ def test_what_24_11_says_of_waiting_jobs() -> None:
     """Captured from 24.11.5: each asked for what its line here says."""
     records = json.loads((DATA / "squeue-24.11.5.json").read_text())["jobs"]
     at = max(record["submit_time"]["number"] for record in records) + 1.0
-    limits = Limits(records)
+    limits = AccountingLimits(records)
     found = parse.jobs(records, NAMES, at, limits.uses)
     assert sorted(found) == ["1", "2", "3_1", "3_2", "3_3", "4", "5"]
     assert not [job.problem for job in found.values() if job.problem]

@@ -18,7 +18,7 @@ from multiverse.bench.latency import Kind
 from multiverse.bench.stats import Estimate, Summary, median, ratio, summary
 from multiverse.client import Client
 from multiverse.core.errors import Broken
-from multiverse.lab.session import Session
+from multiverse.lab.session import LabSession
 
 KINDS = (
     Kind("full_stock", ("--constraint=stock&full",)),
@@ -53,13 +53,15 @@ Progress = Callable[[str, int, int, float], None]
 
 
 def run(
-    lab: Session, client: Client, jobs: int, every: float | None, kinds: Sequence[Kind], progress: Progress
+    lab: LabSession, client: Client, jobs: int, every: float | None, kinds: Sequence[Kind], progress: Progress
 ) -> dict[str, Samples]:
     """`jobs` of each kind, all at once or one `every` so many seconds; by the kind's name."""
     return {kind.name: _of_kind(lab, client, jobs, every, kind, progress) for kind in kinds}
 
 
-def _of_kind(lab: Session, client: Client, jobs: int, every: float | None, kind: Kind, progress: Progress) -> Samples:
+def _of_kind(
+    lab: LabSession, client: Client, jobs: int, every: float | None, kind: Kind, progress: Progress
+) -> Samples:
     with Arrivals(lab.settings.network.gateway) as arrivals:
         submitted = _submit(lab, arrivals.script, jobs, every, kind)
         missing = arrivals.wait(submitted, STILL, lab.settings.socket.exists)
@@ -76,7 +78,7 @@ def _of_kind(lab: Session, client: Client, jobs: int, every: float | None, kind:
     return samples
 
 
-def _submit(lab: Session, script: str, jobs: int, every: float | None, kind: Kind) -> dict[str, float]:
+def _submit(lab: LabSession, script: str, jobs: int, every: float | None, kind: Kind) -> dict[str, float]:
     """When each job was submitted, by its id."""
     options = ("--output=/dev/null", *kind.options)
     began = time.monotonic()
@@ -103,7 +105,7 @@ def _lost(client: Client, kind: Kind, missing: Sequence[str]) -> str:
     return f"{len(missing)} jobs of kind {kind.name} did not start: job {first}: {why}"
 
 
-def _completed(lab: Session, submitted: Mapping[str, float]) -> None:
+def _completed(lab: LabSession, submitted: Mapping[str, float]) -> None:
     """Raise `Broken` unless Slurm says that each of these jobs has completed; its accounting may be a moment late."""
     jobs = ",".join(dict.fromkeys(_whole(job) for job in submitted))
     deadline = time.monotonic() + 30.0

@@ -19,7 +19,7 @@ from multiverse.bench.arrivals import Arrivals, until_nothing_is_left
 from multiverse.bench.stats import median
 from multiverse.client import Client
 from multiverse.core.errors import Broken
-from multiverse.lab.session import Session
+from multiverse.lab.session import LabSession
 
 ALONE = 5.0
 """Seconds over which CPU time is taken, with nothing asked of any VM."""
@@ -74,7 +74,7 @@ class Found:
 Progress = Callable[[Step], None]
 
 
-def run(lab: Session, client: Client, bounds: Bounds, progress: Progress) -> Found:
+def run(lab: LabSession, client: Client, bounds: Bounds, progress: Progress) -> Found:
     """Add jobs until a bound is met or something has given out. All have ended when it returns."""
     steps: list[Step] = []
     before = _available(client)

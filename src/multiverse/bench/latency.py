@@ -20,7 +20,7 @@ from typing import Any
 from multiverse.bench.stats import Estimate, Summary, excess, percentile, ratio, summary
 from multiverse.client import Client
 from multiverse.core.errors import Broken
-from multiverse.lab.session import Session
+from multiverse.lab.session import LabSession
 
 JOB_LIMIT = 300.0
 
@@ -121,7 +121,7 @@ class Listener:
 
 
 def run(
-    lab: Session,
+    lab: LabSession,
     client: Client,
     jobs: int,
     seed: int,
@@ -143,7 +143,9 @@ def run(
     return found
 
 
-def _one(lab: Session, client: Client, listener: Listener, kind: Kind, samples: Samples, bare_cost: BareCost) -> float:
+def _one(
+    lab: LabSession, client: Client, listener: Listener, kind: Kind, samples: Samples, bare_cost: BareCost
+) -> float:
     script = SCRIPT.format(host=listener.host, port=listener.port)
     began = time.monotonic()
     job = lab.submit(script, "--output=/dev/null", *kind.options)
@@ -189,7 +191,7 @@ def _until_pools_are_full(client: Client) -> None:
         time.sleep(0.05)
 
 
-def _until_ended(lab: Session, job: str) -> None:
+def _until_ended(lab: LabSession, job: str) -> None:
     deadline = time.monotonic() + JOB_LIMIT
     while time.monotonic() < deadline:
         if not lab.run("squeue", "-h", "-j", job, "-t", "PD,R,CG").stdout.strip():

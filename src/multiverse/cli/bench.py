@@ -20,8 +20,8 @@ from multiverse.guest import image
 from multiverse.lab.baremetal import baremetal as bare_slurmd
 from multiverse.lab.layout import layout
 from multiverse.lab.lifecycle import Progress
-from multiverse.lab.plan import Wishes
-from multiverse.lab.session import Session, session
+from multiverse.lab.plan import LabOptions
+from multiverse.lab.session import LabSession, session
 
 app = typer.Typer(help="Measurements, with their baseline in the same run.", no_args_is_help=True)
 
@@ -92,7 +92,7 @@ async def _latency(
             console.print(f"  {number:>4} of {of}  {kind:<12}{render.duration(seconds):>9}", markup=False)
 
     site = latency.POOLS if asked_for(latency.WARM, kinds) else ""
-    wishes = Wishes(cores=8, memory=16384, image="slim", images=images, settings={})
+    wishes = LabOptions(cores=8, memory=16384, image="slim", images=images, settings={})
     async with session(layout(directory), wishes, part(json), site) as lab, bare_slurmd(lab.lab):
         with Client(lab.settings.socket) as client:
             await asyncio.to_thread(_warm, lab, client, kinds)
@@ -112,7 +112,7 @@ async def _latency(
     }
 
 
-def _warm(lab: Session, client: Client, kinds: Sequence[latency.Kind]) -> None:
+def _warm(lab: LabSession, client: Client, kinds: Sequence[latency.Kind]) -> None:
     """One job of each kind that is not counted: the template is made, and the page cache is warm for all."""
     latency.run(lab, client, 1, 0, kinds, lambda job: None, lambda *_: None)
 

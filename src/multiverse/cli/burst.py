@@ -18,7 +18,7 @@ from multiverse.cli.bench import DIRECTORY, IMAGES, Dir, Images, Json, build_ima
 from multiverse.cli.render import console
 from multiverse.client import Client
 from multiverse.lab.layout import layout
-from multiverse.lab.plan import Wishes
+from multiverse.lab.plan import LabOptions
 from multiverse.lab.session import session
 
 ALL = ",".join(kind.name for kind in bursts.KINDS)
@@ -54,7 +54,7 @@ async def _burst(
             console.print(f"  {number:>4} of {of}  {kind:<12}{render.duration(seconds):>9}", markup=False)
 
     pacing = {"provisioning": provisioning, "spawn_timeout": PATIENT}
-    wishes = Wishes(max(8, min(jobs, 50)), 16384, image="slim", images=images, settings={"pacing": pacing})
+    wishes = LabOptions(max(8, min(jobs, 50)), 16384, image="slim", images=images, settings={"pacing": pacing})
     async with session(layout(directory), wishes, part(json)) as lab:
         with Client(lab.settings.socket) as client:
             # The template is made, and the page cache is warm for all.

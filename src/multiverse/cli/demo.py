@@ -25,9 +25,9 @@ from multiverse.core.errors import Broken, MultiverseError, Refused
 from multiverse.guest import image
 from multiverse.lab.layout import layout
 from multiverse.lab.lifecycle import Progress
-from multiverse.lab.parts import PARTS
-from multiverse.lab.plan import Wishes
-from multiverse.lab.session import Session, session
+from multiverse.lab.plan import LabOptions
+from multiverse.lab.services import SERVICES
+from multiverse.lab.session import LabSession, session
 
 IMAGE = "hpc"
 LIMIT = 600.0
@@ -127,7 +127,7 @@ def demo(
 
 def _parts(say: Callable[[str], None]) -> Progress:
     """A line for each part of the lab, and the word that the next one is being started."""
-    names = ["bridge", *(part.name for part in PARTS)]
+    names = ["bridge", *(service.name for service in SERVICES)]
     following = dict(pairwise(names))
 
     def progress(name: str, word: str, seconds: float) -> None:
@@ -139,7 +139,7 @@ def _parts(say: Callable[[str], None]) -> Progress:
 
 
 async def _demo(directory: Path, images: Path) -> None:
-    wishes = Wishes(cores=8, memory=16384, image=IMAGE, images=images)
+    wishes = LabOptions(cores=8, memory=16384, image=IMAGE, images=images)
     stack = AsyncExitStack()
     try:
         with render.step("lab, a whole cluster on this machine") as say:
@@ -184,7 +184,7 @@ async def _eventually(deadline: float, ask: Any) -> Any:
     raise Broken("the controller did not get that far in time", hint=LOG)
 
 
-async def _run(lab: Session, client: Client) -> list[Row]:
+async def _run(lab: LabSession, client: Client) -> list[Row]:
     """Submit the jobs and follow them to their ends."""
     rows = [Row("hello", lab.submit(HELLO, "--job-name=hello", "--output=hello.out"), "COMPLETED")]
     array = lab.submit(ARRAY, "--job-name=array", "--array=1-3", "--output=array-%a.out")
@@ -250,7 +250,7 @@ def _table(rows: Sequence[Row]) -> Table:
     return table
 
 
-async def _report(lab: Session, client: Client, rows: Sequence[Row]) -> list[str]:
+async def _report(lab: LabSession, client: Client, rows: Sequence[Row]) -> list[str]:
     """Where each job's time went, what it printed, and what Slurm keeps of it; the names of what went wrong."""
     wrong: list[str] = []
     console.rule("where the time went", style="dim")
@@ -309,7 +309,7 @@ def _legend() -> Text:
     return text
 
 
-async def _accounts(lab: Session, rows: Sequence[Row]) -> dict[str, tuple[str, str, str, str]]:
+async def _accounts(lab: LabSession, rows: Sequence[Row]) -> dict[str, tuple[str, str, str, str]]:
     """What sacct says, once slurmdbd has heard of every end."""
     jobs = [row.job for row in rows if row.job != "–"]
     deadline = time.monotonic() + 30

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from multiverse.core.errors import Broken
 from multiverse.lab.configure import BARE_FEATURE, environment
-from multiverse.lab.parts import Lab, Part
-from multiverse.lab.process import Command
+from multiverse.lab.process import DaemonCommand
+from multiverse.lab.services import Lab, Service
 
 NODE = "bare1"
 
@@ -43,12 +43,12 @@ def _prepare(lab: Lab) -> None:
     )
 
 
-def _slurmd(lab: Lab) -> Command:
+def _slurmd(lab: Lab) -> DaemonCommand:
     directory = _directory(lab)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
     node = f"CPUs={os.cpu_count() or 1} RealMemory={memory * 3 // 4} Feature={BARE_FEATURE}"
     argv = ["slurmd", "-D", "-Z", "-N", NODE, "-f", f"{directory}/slurm.conf", "--conf", node]
-    return Command(argv, lab.where.log / "slurmd.out", env={"SLURM_CONF": f"{directory}/slurm.conf"})
+    return DaemonCommand(argv, lab.where.log / "slurmd.out", env={"SLURM_CONF": f"{directory}/slurm.conf"})
 
 
 def _ready(lab: Lab) -> bool:
@@ -62,7 +62,7 @@ def _slurm(lab: Lab, *argv: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-SLURMD = Part("slurmd", _slurmd, ready=_ready, prepare=_prepare)
+SLURMD = Service("slurmd", _slurmd, ready=_ready, prepare=_prepare)
 
 
 async def start(lab: Lab) -> None:

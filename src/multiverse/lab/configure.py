@@ -68,7 +68,7 @@ def configure(where: Layout, plan: LabPlan) -> Settings:
 
 
 def _sections(where: Layout, plan: LabPlan) -> dict[str, dict[str, Any]]:
-    """The controller's settings by section: the lab's own, and those that were wished for, which hold instead."""
+    """The controller's settings by section: the lab's own, and those that were requested for, which hold instead."""
     name = hostname()
     sections: dict[str, dict[str, Any]] = {
         "host": {"name": name, "cores": plan.cores, "memory": plan.memory},
@@ -84,8 +84,8 @@ def _sections(where: Layout, plan: LabPlan) -> dict[str, dict[str, Any]]:
         "network": {"subnet": plan.subnet, "gateway": plan.gateway, "hosts": [[name, plan.gateway]]},
         "image": {"default": plan.image},
     }
-    for section, wished in plan.settings.items():
-        sections[section] = {**sections.get(section, {}), **wished}
+    for section, requested in plan.settings.items():
+        sections[section] = {**sections.get(section, {}), **requested}
     return sections
 
 

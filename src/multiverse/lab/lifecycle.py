@@ -17,11 +17,11 @@ from multiverse.core.errors import MultiverseError, Refused
 from multiverse.lab import bridge, vms
 from multiverse.lab.configure import configure
 from multiverse.lab.layout import Layout
-from multiverse.lab.parts import CONTROLLER, PARTS, Lab, Part
-from multiverse.lab.plan import Wishes, decide, load
+from multiverse.lab.plan import LabOptions, decide, load
+from multiverse.lab.services import CONTROLLER, SERVICES, Lab, Service
 
 Progress = Callable[[str, str, float], None]
-"""Called with a part's name, what became of it, and the seconds it took."""
+"""Called with a service's name, what became of it, and the seconds it took."""
 
 
 @contextmanager
@@ -38,29 +38,33 @@ def _alone(where: Layout) -> Iterator[None]:
 
 
 async def up(
-    where: Layout, wishes: Wishes, progress: Progress = lambda name, word, seconds: None, *, controller: bool = True
+    where: Layout,
+    options: LabOptions,
+    progress: Progress = lambda name, word, seconds: None,
+    *,
+    controller: bool = True,
 ) -> Settings:
-    """Bring up what does not run. `controller=False` leaves that one part out. `Broken` names the part that does
+    """Bring up what does not run. `controller=False` leaves that one service out. `Broken` names the service that does
     not come up; what came up before it stays, for the next `up` or for `down`."""
     if os.geteuid() != 0:
         raise Refused("a lab needs root: it makes links and starts daemons as their own users", hint="use sudo")
     where.make()
     with _alone(where):
-        plan = await asyncio.to_thread(decide, where, wishes)
+        plan = await asyncio.to_thread(decide, where, options)
         settings = await asyncio.to_thread(configure, where, plan)
         lab = Lab(where, plan)
         began = time.monotonic()
         made = await asyncio.to_thread(bridge.up, plan)
         progress("bridge", "made" if made else "is up", time.monotonic() - began)
-        for part in _wanted(controller):
+        for service in _wanted(controller):
             began = time.monotonic()
-            started = await part.ensure(lab)
-            progress(part.name, "started" if started else "runs", time.monotonic() - began)
+            started = await service.ensure(lab)
+            progress(service.name, "started" if started else "runs", time.monotonic() - began)
         return settings
 
 
-def _wanted(controller: bool) -> Iterator[Part]:
-    return (part for part in PARTS if controller or part is not CONTROLLER)
+def _wanted(controller: bool) -> Iterator[Service]:
+    return (service for service in SERVICES if controller or service is not CONTROLLER)
 
 
 async def stop_controller(where: Layout) -> int:
@@ -77,10 +81,10 @@ async def down(where: Layout, progress: Progress = lambda name, word, seconds: N
     failed: list[MultiverseError] = []
     with _alone(where):
         plan = load(where)
-        for part in reversed(PARTS):
-            async with _step(part.name, progress, failed) as word:
-                word.append("ended" if await part.stop(where) else "was not running")
-            if part is CONTROLLER and plan is not None:
+        for service in reversed(SERVICES):
+            async with _step(service.name, progress, failed) as word:
+                word.append("ended" if await service.stop(where) else "was not running")
+            if service is CONTROLLER and plan is not None:
                 async with _step("VMs", progress, failed) as word:
                     word.append(f"{await vms.destroy_all(where)} ended")
         if plan is not None:
@@ -105,11 +109,11 @@ async def _step(name: str, progress: Progress, failed: list[MultiverseError]) ->
 
 
 def status(where: Layout) -> dict[str, dict[str, Any]]:
-    """Each part with its pid, whether it is alive, and since when (Unix time). Reads /proc only."""
+    """Each service with its pid, whether it is alive, and since when (Unix time). Reads /proc only."""
     found: dict[str, dict[str, Any]] = {}
-    for part in reversed(PARTS):
-        running = part.running(where)
-        found[part.name] = {
+    for service in reversed(SERVICES):
+        running = service.running(where)
+        found[service.name] = {
             "pid": running.pid if running else None,
             "alive": running is not None,
             "since": running.since if running else None,

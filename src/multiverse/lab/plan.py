@@ -19,7 +19,7 @@ from multiverse.lab.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class LabOptions:
     """What `lab up` was asked for; None: as before, or the default. Memory in MiB. `settings` are the controller's,
     by section and key; given, they replace those given before."""
 
@@ -69,18 +69,18 @@ def load(where: Layout) -> LabPlan | None:
         raise Broken(f"cannot understand {where.state}", hint="remove the lab's directory and start anew") from error
 
 
-def decide(where: Layout, wishes: Wishes) -> LabPlan:
-    """The existing lab's plan, or a new one on free ports, with the wishes in it; written to lab.json."""
+def decide(where: Layout, options: LabOptions) -> LabPlan:
+    """The existing lab's plan, or a new one on free ports, with the options in it; written to lab.json."""
     plan = load(where) or _new(where)
-    shares = dict.fromkeys((*plan.shares, *(str(path) for path in wishes.shares)))
+    shares = dict.fromkeys((*plan.shares, *(str(path) for path in options.shares)))
     plan = replace(
         plan,
-        cores=wishes.cores or plan.cores,
-        memory=wishes.memory or plan.memory,
-        image=wishes.image or plan.image,
-        images=str(wishes.images) if wishes.images else plan.images,
+        cores=options.cores or plan.cores,
+        memory=options.memory or plan.memory,
+        image=options.image or plan.image,
+        images=str(options.images) if options.images else plan.images,
         shares=tuple(shares),
-        settings=plan.settings if wishes.settings is None else wishes.settings,
+        settings=plan.settings if options.settings is None else options.settings,
     )
     beside = where.state.with_suffix(".new")
     beside.write_text(json.dumps(asdict(plan), indent=2) + "\n")
@@ -144,10 +144,10 @@ def _addresses(ip: IPRoute) -> Iterable[str]:
             yield f"{route.get_attr('RTA_DST')}/{route['dst_len']}"
 
 
-def shares(wished: Iterable[Path]) -> tuple[Path, ...]:
+def shares(requested: Iterable[Path]) -> tuple[Path, ...]:
     """What the guests mount: /home, the user's home, the current directory, and what was asked for. `Refused`
     if a wish does not exist or is `/`; the others are left out then."""
-    asked = [Path(os.path.realpath(path)) for path in wished]
+    asked = [Path(os.path.realpath(path)) for path in requested]
     for path in asked:
         if not path.is_dir():
             raise Refused(f"--share {path}: no such directory", hint="make it first")

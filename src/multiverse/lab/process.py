@@ -21,7 +21,7 @@ _INTERVAL = 0.02  # seconds between two tries to reach a socket that is not ther
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningDaemon:
     """A process of ours. `born` is its start time in clock ticks since boot: a pid alone comes again. `digest`
     is of the configuration it was started with; `since` is Unix time."""
 
@@ -36,7 +36,7 @@ class Running:
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class DaemonCommand:
     argv: Sequence[str]
     log: Path
     user: str = "root"
@@ -59,16 +59,16 @@ def _born(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def recorded(record: Path) -> Running | None:
+def recorded(record: Path) -> RunningDaemon | None:
     """The process of a record, if it is still alive."""
     try:
-        running = Running(**json.loads(record.read_text()))
+        running = RunningDaemon(**json.loads(record.read_text()))
     except (OSError, ValueError, TypeError):
         return None
     return running if running.alive() else None
 
 
-def start(command: Command, record: Path, digest: str) -> subprocess.Popen[bytes]:
+def start(command: DaemonCommand, record: Path, digest: str) -> subprocess.Popen[bytes]:
     """Start it in a session of its own, write its record, and return it. `Broken` if it cannot be executed."""
     account = pwd.getpwnam(command.user)
     command.log.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def start(command: Command, record: Path, digest: str) -> subprocess.Popen[bytes
             raise Broken(
                 f"cannot run {command.argv[0]}: {error.strerror}", hint="install the lab's packages: make setup"
             ) from error
-    running = Running(process.pid, _born(process.pid) or 0, _boot_id(), digest, time.time())
+    running = RunningDaemon(process.pid, _born(process.pid) or 0, _boot_id(), digest, time.time())
     beside = record.with_suffix(".new")
     beside.write_text(json.dumps(asdict(running)))
     beside.chmod(0o644)
@@ -107,7 +107,7 @@ def _environment() -> dict[str, str]:
 
 
 async def until(
-    reached: Callable[[], bool], process: subprocess.Popen[bytes], command: Command, timeout: float
+    reached: Callable[[], bool], process: subprocess.Popen[bytes], command: DaemonCommand, timeout: float
 ) -> None:
     """Wait until `reached` (a try to connect), at most `timeout` seconds. `Broken`, with the log's last line, if
     the process ends or the time does."""
@@ -121,7 +121,7 @@ async def until(
         await asyncio.sleep(_INTERVAL)
 
 
-async def stop(running: Running, grace: float) -> None:
+async def stop(running: RunningDaemon, grace: float) -> None:
     """Ask it to end, and end it after `grace` seconds; returns when it is gone. Gone already is as good."""
     try:
         handle = os.pidfd_open(running.pid)

@@ -25,15 +25,15 @@ from multiverse.lab import lifecycle
 from multiverse.lab.configure import environment
 from multiverse.lab.layout import Layout
 from multiverse.lab.lifecycle import Progress
-from multiverse.lab.parts import Lab
-from multiverse.lab.plan import Wishes, load
+from multiverse.lab.plan import LabOptions, load
+from multiverse.lab.services import Lab
 from multiverse.lab.users import PrivateUser, enter_private_namespace, private_users
 
 USER, UID = "ada", 30707
 
 
 @dataclass(frozen=True)
-class Session:
+class LabSession:
     """A running lab and a user in it."""
 
     where: Layout
@@ -106,7 +106,7 @@ async def _forget(where: Layout) -> None:
 
 
 @asynccontextmanager
-async def session(where: Layout, wishes: Wishes, progress: Progress, site: str = "") -> AsyncIterator[Session]:
+async def session(where: Layout, options: LabOptions, progress: Progress, site: str = "") -> AsyncIterator[LabSession]:
     """A lab in `where` for as long as the context lasts, with the settings of `site` (TOML) above its own. Call it
     from a process with one thread that is to do nothing else: it changes this process's mount namespace."""
     if os.geteuid() != 0:
@@ -119,11 +119,11 @@ async def session(where: Layout, wishes: Wishes, progress: Progress, site: str =
         (user,) = private_users(where.root / "users", [(USER, UID, home)])
         os.environ.pop("SUDO_USER", None)  # whoever called us is not who submits here
         try:
-            shares = (*wishes.shares, home)
-            settings = await lifecycle.up(where, replace(wishes, shares=shares), progress)
+            shares = (*options.shares, home)
+            settings = await lifecycle.up(where, replace(options, shares=shares), progress)
             plan = load(where)
             assert plan is not None, "the lab is up, so its plan is written"
-            yield Session(where, settings, user, Lab(where, plan), session_environment(where))
+            yield LabSession(where, settings, user, Lab(where, plan), session_environment(where))
         finally:
             with _undisturbed():
                 await lifecycle.down(where)

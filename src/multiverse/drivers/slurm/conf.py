@@ -70,21 +70,21 @@ def memory_per_cpu(text: str, default: int) -> int:
     return int(found) if found.isdigit() and int(found) else default
 
 
-class Unserved(NamedTuple):
+class UnsupportedSetting(NamedTuple):
     """What a site has configured that does not reach jobs in VMs: its name, what that means, and what to do."""
 
     name: str
-    wrong: str
-    todo: str
+    message: str
+    remedy: str
 
 
-def unserved(text: str) -> list[Unserved]:
+def unsupported(text: str) -> list[UnsupportedSetting]:
     """What of a slurm.conf does not reach jobs in VMs."""
     found = []
     kind = value(text, "PreemptType", "preempt/none")
     if kind.lower() != "preempt/none":
         found.append(
-            Unserved(
+            UnsupportedSetting(
                 "preemption",
                 f"preemption ({kind}) does not reach jobs at the gate: they wait for room, whoever runs",
                 "nothing is to be mended: tell users that a job in a VM preempts none and is preempted by none; or set "
@@ -93,7 +93,7 @@ def unserved(text: str) -> list[Unserved]:
         )
     if "x11" in value(text, "PrologFlags").lower().split(","):
         found.append(
-            Unserved(
+            UnsupportedSetting(
                 "x11",
                 "X11 forwarding does not reach VMs: what runs there has no display",
                 "nothing is to be mended: tell users to run what wants a display elsewhere",
@@ -101,7 +101,7 @@ def unserved(text: str) -> list[Unserved]:
         )
     if value(text, "FederationParameters"):
         found.append(
-            Unserved(
+            UnsupportedSetting(
                 "federation",
                 "a federation's jobs are not served: those in VMs are of this cluster alone",
                 "tell users to submit jobs for VMs with --clusters and this cluster's name; or take "

@@ -9,7 +9,7 @@ from multiverse.drivers.slurm import parse
 from multiverse.drivers.slurm.command import SlurmCommands
 
 
-class Deleter:
+class NodeDeleter:
     """Nodes whose deletion is asked for while one runs go together in the next."""
 
     def __init__(self, commands: SlurmCommands, partitions: tuple[str, ...]) -> None:

@@ -60,7 +60,7 @@ class _Entry:
         return f"{known[_KINDS.index(kind)]}: {self.name}{bound}"
 
 
-class Limits:
+class AccountingLimits:
     """`left` by limit: how much more may run; negative where an operator has lowered it since."""
 
     def __init__(self, records: Collection[Record] = (), assoc_mgr: str = "", licences_text: str = "") -> None:
@@ -114,7 +114,9 @@ def licences(record: Record) -> dict[str, int]:
 def _entries(text: str) -> Iterator[_Entry]:
     """The associations and QOS that assoc_mgr shows, whether a line each or several."""
     entry, section, whose = _Entry(), "", ""
-    for word in text.replace("Account Limits", "Section=A").replace("User Limits", "Section=U").split():
+    for word in (
+        text.replace("Account Limits", "Section=A").replace("User Limits", "Section=U").split()
+    ):
         key, equals, value = word.partition("=")
         if equals and key in ("ClusterName", "QOS"):
             if entry.fields:

@@ -26,7 +26,7 @@ _LIST = "list"
 _NEW = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class Offers:
+class OfferFiles:
     """The spares of `site` on offer in `inbox`; `term` is how many seconds the list holds."""
 
     def __init__(self, inbox: Path, site: str, term: float) -> None:

@@ -65,7 +65,7 @@ MEMORY_PER_CPU = 512  # MiB, for a site that sets no DefMemPerCPU and a job that
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class SiteNames:
     """What parsing needs to know of the site. `memory_per_cpu` in MiB is Slurm's DefMemPerCPU; `per_account` says that
     each account has templates of its own."""
 
@@ -131,7 +131,7 @@ def is_pin(feature: str) -> bool:
 
 
 def jobs(
-    records: Iterable[Record], names: Names, now: float, uses: Callable[[Record], Uses] = lambda record: ()
+    records: Iterable[Record], names: SiteNames, now: float, uses: Callable[[Record], Uses] = lambda record: ()
 ) -> dict[str, Job]:
     """All jobs in our partitions by job id, array tasks one by one, with their rank. `now` is Unix time; `uses` says
     what a job takes of which limit."""
@@ -145,13 +145,13 @@ def jobs(
     return {key: replace(job, rank=ranks.get(key, 0)) for key, (job, _) in found.items()}
 
 
-def ours(records: Iterable[Record], names: Names) -> list[Record]:
+def ours(records: Iterable[Record], names: SiteNames) -> list[Record]:
     """The jobs in our partitions."""
     partitions = {names.gate_partition, names.run_partition}
     return [record for record in records if partitions & set(words(record["partition"]))]
 
 
-def waiting(records: Iterable[Record], names: Names) -> list[Record]:
+def waiting(records: Iterable[Record], names: SiteNames) -> list[Record]:
     """The jobs that wait at the gate, and are not held."""
     return [
         record
@@ -169,7 +169,7 @@ def _order(pair: tuple[Job, Record]) -> tuple[int, int, int, int]:
     return -(number(record["priority"]) or 0), job.ref.submitted, int(base), int(task or 0)
 
 
-def _expand(record: Record, names: Names, now: float, uses: Uses) -> Iterator[Job]:
+def _expand(record: Record, names: SiteNames, now: float, uses: Uses) -> Iterator[Job]:
     array, task = number(record.get("array_job_id")), number(record.get("array_task_id"))
     tasks = record.get("array_task_string") or ""
     if array and task is None and tasks:
@@ -181,7 +181,7 @@ def _expand(record: Record, names: Names, now: float, uses: Uses) -> Iterator[Jo
         yield _job(record, own_id, names, now, uses)
 
 
-def _job(record: Record, job_id: str, names: Names, now: float, uses: Uses) -> Job:
+def _job(record: Record, job_id: str, names: SiteNames, now: float, uses: Uses) -> Job:
     states = [word.upper() for word in words(record["job_state"])]
     state = _state(states)
     restarts, submitted = number(record["restart_cnt"]) or 0, number(record["submit_time"]) or 0
@@ -244,7 +244,7 @@ def slurms_hold(reason: str, description: str) -> bool:
 # --- requests --------------------------------------------------------------------------------------
 
 
-def _request(record: Record, own: tuple[str, ...], names: Names) -> tuple[Request | None, str]:
+def _request(record: Record, own: tuple[str, ...], names: SiteNames) -> tuple[Request | None, str]:
     problem = _problem(record, own, names)
     if problem:
         return None, problem
@@ -280,7 +280,7 @@ def _cpus(record: Record, nodes: int) -> int:
     return max(-(-cpus // nodes), tasks_here * per_task, number(record.get("minimum_cpus_per_node")) or 1)
 
 
-def _problem(record: Record, own: tuple[str, ...], names: Names) -> str:
+def _problem(record: Record, own: tuple[str, ...], names: SiteNames) -> str:
     images = _images(own)
     kinds = [word for word in own if word in _KINDS]
     checks = (
@@ -315,7 +315,7 @@ def _problem(record: Record, own: tuple[str, ...], names: Names) -> str:
 # --- nodes -----------------------------------------------------------------------------------------
 
 
-def nodes(records: Iterable[Record], names: Names) -> dict[str, Node]:
+def nodes(records: Iterable[Record], names: SiteNames) -> dict[str, Node]:
     """The dynamic nodes of our site, by name."""
     mine = (r for r in records if str(r["name"]).startswith(f"mv{names.site}-"))
     return {str(r["name"]): _node(r) for r in mine}

@@ -27,7 +27,7 @@ _FORMAT = ",".join(f"{name}:{width}" for name, width in _COLUMNS)
 
 
 @dataclass(frozen=True, slots=True)
-class Fresh:
+class CurrentJob:
     """What matters of a job at this moment. `requeued` says that the run meant is ending and will queue again."""
 
     state: str
@@ -54,7 +54,7 @@ class Fresh:
         return not self.pending and not self.active and self.state != "COMPLETING"
 
 
-async def reread(commands: SlurmCommands, job: JobRef, gate_feature: str) -> Fresh:
+async def reread(commands: SlurmCommands, job: JobRef, gate_feature: str) -> CurrentJob:
     """Raises `Gone` if there is no such job, `Stale` if it is another run of it or another job of that id."""
     text = await commands.run("squeue", "-h", "-a", "-r", "-t", "all", "-j", job.job_id, "-O", _FORMAT)
     rows = [row for row in map(_cells, text.splitlines()) if row["JobArrayID"] == job.job_id]
@@ -69,7 +69,7 @@ async def reread(commands: SlurmCommands, job: JobRef, gate_feature: str) -> Fre
             f"expected {job.submitted}, {job.restarts}"
         )
     own, pinned = parse.features("" if row["Feature"] == "(null)" else row["Feature"], gate_feature)
-    return Fresh(
+    return CurrentJob(
         state=row["State"],
         partition=row["Partition"],
         own=own,

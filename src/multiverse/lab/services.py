@@ -21,7 +21,7 @@ from multiverse.lab import process
 from multiverse.lab.configure import CLUSTER, SLURM_USER, environment
 from multiverse.lab.layout import Layout
 from multiverse.lab.plan import LabPlan
-from multiverse.lab.process import Command, Running
+from multiverse.lab.process import DaemonCommand, RunningDaemon
 
 _MYSQL_USER = "mysql"
 
@@ -35,12 +35,12 @@ class Lab:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Service:
     """A daemon of the lab. `prepare` makes what it needs, and may block; `ready` tries to reach it; `settle` is done
     once it is reached. `reads` are the files whose change asks for a restart; `grace` is in seconds."""
 
     name: str
-    command: Callable[[Lab], Command]
+    command: Callable[[Lab], DaemonCommand]
     ready: Callable[[Lab], bool]
     prepare: Callable[[Lab], None] = lambda lab: None
     settle: Callable[[Lab], None] = lambda lab: None
@@ -51,7 +51,7 @@ class Part:
     def record(self, where: Layout) -> Path:
         return where.run / f"{self.name}.json"
 
-    def running(self, where: Layout) -> Running | None:
+    def running(self, where: Layout) -> RunningDaemon | None:
         return process.recorded(self.record(where))
 
     def digest(self, lab: Lab) -> str:
@@ -135,7 +135,7 @@ def _prepare_munge(lab: Lab) -> None:
         beside.replace(where.munge_key)
 
 
-def _munged(lab: Lab) -> Command:
+def _munged(lab: Lab) -> DaemonCommand:
     where = lab.where
     argv = [
         "munged",
@@ -147,7 +147,7 @@ def _munged(lab: Lab) -> Command:
         f"--log-file={where.munge}/log",
         f"--seed-file={where.munge}/seed",
     ]
-    return Command(argv, where.log / "munged.log", user="munge")
+    return DaemonCommand(argv, where.log / "munged.log", user="munge")
 
 
 # --- mariadb ---------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def _prepare_mariadb(lab: Lab) -> None:
     (where.database / "made").touch()
 
 
-def _mariadbd(lab: Lab) -> Command:
+def _mariadbd(lab: Lab) -> DaemonCommand:
     where = lab.where
     argv = [
         "mariadbd",
@@ -187,7 +187,7 @@ def _mariadbd(lab: Lab) -> Command:
         "--innodb-lock-wait-timeout=900",
         "--performance-schema=OFF",
     ]
-    return Command(argv, where.log / "mariadb.log", user=_MYSQL_USER)
+    return DaemonCommand(argv, where.log / "mariadb.log", user=_MYSQL_USER)
 
 
 def _settle_mariadb(lab: Lab) -> None:
@@ -203,11 +203,11 @@ def _settle_mariadb(lab: Lab) -> None:
 # --- slurmdbd and slurmctld ------------------------------------------------------------------------
 
 
-def _slurmdbd(lab: Lab) -> Command:
+def _slurmdbd(lab: Lab) -> DaemonCommand:
     where = lab.where
     # slurmdbd has no setting for the database's socket, but its client library heeds this variable.
     env = environment(where) | {"MYSQL_UNIX_PORT": str(where.database_socket)}
-    return Command(["slurmdbd", "-D"], where.log / "slurmdbd.log", user=SLURM_USER, env=env)
+    return DaemonCommand(["slurmdbd", "-D"], where.log / "slurmdbd.log", user=SLURM_USER, env=env)
 
 
 def _settle_slurmdbd(lab: Lab) -> None:
@@ -221,9 +221,9 @@ def _prepare_slurmctld(lab: Lab) -> None:
     install.make_inbox(lab.where.inbox, pwd.getpwnam(SLURM_USER).pw_uid)
 
 
-def _slurmctld(lab: Lab) -> Command:
+def _slurmctld(lab: Lab) -> DaemonCommand:
     where = lab.where
-    return Command(["slurmctld", "-D"], where.log / "slurmctld.log", user=SLURM_USER, env=environment(where))
+    return DaemonCommand(["slurmctld", "-D"], where.log / "slurmctld.log", user=SLURM_USER, env=environment(where))
 
 
 def _slurmctld_ready(lab: Lab) -> bool:
@@ -240,21 +240,23 @@ def _prepare_ganesha(lab: Lab) -> None:
     _directory(lab.where.nfs, "root", 0o755)
 
 
-def _ganesha(lab: Lab) -> Command:
+def _ganesha(lab: Lab) -> DaemonCommand:
     where = lab.where
     argv = ["ganesha.nfsd", "-F", "-f", f"{where.etc}/ganesha.conf", "-L", "STDOUT"]
-    return Command([*argv, "-p", f"{where.nfs}/pid"], where.log / "ganesha.log")
+    return DaemonCommand([*argv, "-p", f"{where.nfs}/pid"], where.log / "ganesha.log")
 
 
-def _controller(lab: Lab) -> Command:
+def _controller(lab: Lab) -> DaemonCommand:
     where = lab.where
     program = Path(sys.executable).with_name("multiverse")
     argv = [str(program)] if program.exists() else [sys.executable, "-c", "import multiverse.cli.main as m; m.main()"]
     # It tells the last words of guests' consoles.
-    return Command([*argv, "daemon", "--config", str(where.settings)], where.log / "controller.log", log_mode=0o600)
+    return DaemonCommand(
+        [*argv, "daemon", "--config", str(where.settings)], where.log / "controller.log", log_mode=0o600
+    )
 
 
-CONTROLLER = Part(
+CONTROLLER = Service(
     "controller",
     _controller,
     ready=lambda lab: _answers(str(lab.where.socket)),
@@ -263,9 +265,9 @@ CONTROLLER = Part(
     grace=20.0,
 )
 
-PARTS = (
-    Part("munged", _munged, ready=lambda lab: _answers(str(lab.where.munge_socket)), prepare=_prepare_munge),
-    Part(
+SERVICES = (
+    Service("munged", _munged, ready=lambda lab: _answers(str(lab.where.munge_socket)), prepare=_prepare_munge),
+    Service(
         "mariadb",
         _mariadbd,
         ready=lambda lab: _answers(str(lab.where.database_socket)),
@@ -274,7 +276,7 @@ PARTS = (
         timeout=60.0,
         grace=30.0,
     ),
-    Part(
+    Service(
         "slurmdbd",
         _slurmdbd,
         ready=lambda lab: _answers(("127.0.0.1", lab.plan.slurmdbd_port)),
@@ -283,14 +285,14 @@ PARTS = (
         reads=("slurmdbd.conf",),
         timeout=60.0,
     ),
-    Part(
+    Service(
         "slurmctld",
         _slurmctld,
         ready=_slurmctld_ready,
         prepare=_prepare_slurmctld,
         reads=("slurm.conf", "site.conf", "multiverse.conf", "job_submit.lua", "multiverse.lua", "multiverse_site.lua"),
     ),
-    Part(
+    Service(
         "ganesha",
         _ganesha,
         ready=lambda lab: _answers((lab.plan.gateway, lab.plan.nfs_port)),
