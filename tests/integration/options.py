@@ -160,7 +160,7 @@ scancel $SLURM_JOB_ID
     "burn": Submission("--mem=150", "timeout 8 sh -c 'while :; do :; done'\n"),
 }
 
-_GPUS = "generic resources are not served: submit without GPUs"
+_GPUS = "generic resources are not supported: submit without GPUs"
 
 GROUPS = (
     Group(
@@ -177,7 +177,7 @@ GROUPS = (
             honoured("no --mem", "`DefMemPerCPU` for each CPU", "default", "per_node= per_cpu=150", "memory=[3-4].."),
             refused(
                 "--mem=0",
-                "--mem=0 asks for all of a node, and a VM is as large as its job asks: say how much with --mem",
+                "--mem=0 (all memory of a node) is not supported: give the size with --mem",
                 "--mem=0",
             ),
             honoured("--mincpus", "the VM has as many", "begin", "nproc=2 .*"),
@@ -188,10 +188,10 @@ GROUPS = (
                 "--tmp=200G",
             ),
             honoured("--exclusive", "a VM is its job's own, always", "memory", "nproc=3 .*"),
-            refused("-s, --oversubscribe", "a VM is its job's own: submit without --oversubscribe", "--oversubscribe"),
+            refused("-s, --oversubscribe", "a VM runs one job only: submit without --oversubscribe", "--oversubscribe"),
             refused(
                 "-O, --overcommit",
-                "--overcommit is not served: ask for a CPU for each task, and overcommit in the job with srun",
+                "--overcommit is not supported: request a CPU for each task, and use srun --overcommit in the job",
                 "--overcommit",
                 "--ntasks=3",
             ),
@@ -210,24 +210,28 @@ GROUPS = (
             honoured("--batch", "a feature of `--constraint`", "plain", ".*slim.*"),
             refused(
                 "--constraint with alternatives",
-                "alternatives and counts in --constraint are not served: join features with &",
+                "alternatives and counts in --constraint are not supported: join features with &",
                 "--constraint=slim|stock",
             ),
             refused(
                 "--constraint with ours",
-                "the constraint mv_1 is Multiverse's own: submit without it",
+                "the constraint mv_1 is reserved for Multiverse: submit without it",
                 "--constraint=mv_1",
             ),
-            refused("--prefer", "--prefer is not served: ask with --constraint", "--prefer=slim"),
-            refused("-w, --nodelist", "nodes are made for each job: submit without --nodelist", "--nodelist=mvgate1"),
+            refused("--prefer", "--prefer is not supported: use --constraint instead", "--prefer=slim"),
             refused(
-                "-F, --nodefile", "nodes are made for each job: submit without --nodelist", "--nodefile={home}/nodes"
+                "-w, --nodelist", "nodes are created for each job: submit without --nodelist", "--nodelist=mvgate1"
             ),
-            refused("-x, --exclude", "nodes are made for each job: submit without --exclude", "--exclude=mvgate1"),
-            refused("-p, --partition with several", "several partitions are not served: name vm alone", "-pvm,bare"),
+            refused(
+                "-F, --nodefile", "nodes are created for each job: submit without --nodelist", "--nodefile={home}/nodes"
+            ),
+            refused("-x, --exclude", "nodes are created for each job: submit without --exclude", "--exclude=mvgate1"),
+            refused(
+                "-p, --partition with several", "several partitions are not supported: submit to vm only", "-pvm,bare"
+            ),
             refused(
                 "-p, --partition=vmrun",
-                "submit to partition vm: jobs are moved on from there by themselves",
+                "submit to partition vm instead: Multiverse moves jobs from there when their VMs are ready",
                 "--partition=vmrun",
             ),
             honoured("--sockets-per-node=1", "a VM has one socket", "memory", r"Socket\(s\): +1"),
@@ -240,25 +244,27 @@ GROUPS = (
             ),
             refused(
                 "--hint=multithread",
-                "a VM's cores have one thread each: submit without --threads-per-core, --ntasks-per-core and --hint",
+                "VM cores have one thread each: submit without --threads-per-core, --ntasks-per-core and --hint",
                 "--hint=multithread",
             ),
             refused(
                 "--hint=memory_bound",
-                "--hint=memory_bound is not served: a VM has as many cores as its job asks for",
+                "--hint=memory_bound is not supported: a VM has as many cores as its job requests",
                 "--hint=memory_bound",
             ),
             refused(
                 "--sockets-per-node above 1",
-                "a VM has one socket: submit without --sockets-per-node, or ask for CPUs with --mincpus",
+                "a VM has one socket: submit without --sockets-per-node, or request CPUs with --mincpus",
                 "--sockets-per-node=2",
             ),
             refused(
                 "--threads-per-core, --ntasks-per-core above 1",
-                "a VM's cores have one thread each: submit without --threads-per-core, --ntasks-per-core and --hint",
+                "VM cores have one thread each: submit without --threads-per-core, --ntasks-per-core and --hint",
                 "--threads-per-core=2",
             ),
-            refused("--ntasks-per-socket", "a VM has one socket: ask with --ntasks-per-node", "--ntasks-per-socket=1"),
+            refused(
+                "--ntasks-per-socket", "a VM has one socket: use --ntasks-per-node instead", "--ntasks-per-socket=1"
+            ),
             refused(
                 "-S, --core-spec",
                 "Ignoring -S since it's not allowed by configuration",
@@ -271,30 +277,34 @@ GROUPS = (
                 "--thread-spec=1",
                 note="dropped by sbatch, aloud; refused where `AllowSpecResourcesUsage` is set",
             ),
-            refused("--contiguous", "VMs have no neighbours: submit without --contiguous", "--contiguous"),
-            refused("--switches", "VMs have no switches: submit without --switches", "--switches=1"),
+            refused("--contiguous", "contiguous nodes are not supported: submit without --contiguous", "--contiguous"),
+            refused("--switches", "VMs are connected to no network switch: submit without --switches", "--switches=1"),
             tested(
                 "--segment",
                 "of a block topology only, by Slurm's rule; without one any nodes will do",
                 "test_what_newer_releases_have",
                 since="24.05",
             ),
-            refused("--spread-job", "--spread-job is not served: say how many VMs with --nodes", "--spread-job"),
+            refused(
+                "--spread-job", "--spread-job is not supported: give the number of VMs with --nodes", "--spread-job"
+            ),
             honoured("--use-min-nodes", "of a range, the fewest, always", "spread", "nodes=2"),
             honoured("-m, --distribution", "over the job's VMs", "spread", "rank 1 on 1", "rank 2 on 0"),
             honoured("--wait-all-nodes", "all VMs have joined before the job starts", "spread", "rank 1 on 1"),
             honoured("--mcs-label", "no other job is on its nodes", "plain", "name=named .*"),
             refused("--reboot", "rebooting of nodes is only allowed for admins", "--reboot", note="each VM is fresh"),
+            refused("--delay-boot", "the features of a VM never change: submit without --delay-boot", "--delay-boot=1"),
             refused(
-                "--delay-boot", "a VM has its features from its start: submit without --delay-boot", "--delay-boot=1"
+                "--cpu-freq",
+                "a VM cannot set the CPU frequency of its host: submit without --cpu-freq",
+                "--cpu-freq=high",
             ),
-            refused("--cpu-freq", "a VM does not set its host's clock: submit without --cpu-freq", "--cpu-freq=high"),
-            refused("--power", "--power is not served: submit without it", "--power=level", until="24.05"),
-            refused("--network", "--network is not served: a VM has one network", "--network=ib"),
-            refused("--container", "--container is not served: ask for an image with --constraint", "--container=/x"),
+            refused("--power", "--power is not supported: submit without it", "--power=level", until="24.05"),
+            refused("--network", "--network is not supported: a VM has one network", "--network=ib"),
+            refused("--container", "--container is not supported: select an image with --constraint", "--container=/x"),
             denied(
                 "--container-id",
-                "at the gate: --container-id is not served: ask for an image with --constraint",
+                "at the gate: --container-id is not supported: select an image with --constraint",
                 "test_a_container_that_is_named_by_its_id_is_refused_at_the_gate",
                 since="23.02",
             ),
@@ -304,27 +314,27 @@ GROUPS = (
                 "test_what_newer_releases_have",
                 since="24.05",
             ),
-            refused("--stepmgr", "--stepmgr is not served: submit without it", "--stepmgr", since="24.05"),
+            refused("--stepmgr", "--stepmgr is not supported: submit without it", "--stepmgr", since="24.05"),
         ),
     ),
     Group(
         "Generic resources",
         (
-            refused("--gres", "generic resources are not served: submit without --gres and GPUs", "--gres=gpu:1"),
+            refused("--gres", "generic resources are not supported: submit without --gres and GPUs", "--gres=gpu:1"),
             refused(
                 "--gres-flags",
-                "generic resources are not served: submit without --gres-flags",
+                "generic resources are not supported: submit without --gres-flags",
                 "--gres-flags=disable-binding",
             ),
             refused(
                 "--gres-flags=multiple-tasks-per-sharing",
-                "generic resources are not served: submit without --gres-flags",
+                "generic resources are not supported: submit without --gres-flags",
                 "--gres-flags=multiple-tasks-per-sharing",
                 since="23.11",
             ),
             refused(
                 "--tres-bind",
-                "generic resources are not served: submit without --gpu-bind",
+                "generic resources are not supported: submit without --gpu-bind",
                 "--tres-bind=gres/gpu:closest",
                 since="23.11",
             ),
@@ -339,7 +349,7 @@ GROUPS = (
             refused("-G, --gpus", _GPUS, "--gpus=1"),
             refused(
                 "--gpus-per-node",
-                "generic resources are not served: submit without --gres and GPUs",
+                "generic resources are not supported: submit without --gres and GPUs",
                 "--gpus-per-node=1",
             ),
             refused(
@@ -353,10 +363,10 @@ GROUPS = (
             refused("--ntasks-per-gpu", _GPUS, "--ntasks-per-gpu=1", "--gpus=1"),
             refused("--cpus-per-gpu", _GPUS, "--cpus-per-gpu=1", "--gpus=1"),
             refused("--mem-per-gpu", _GPUS, "--mem-per-gpu=100", "--gpus=1"),
-            refused("--gpu-bind", "generic resources are not served: submit without --gpu-bind", "--gpu-bind=none"),
-            refused("--gpu-freq", "generic resources are not served: submit without --gpu-freq", "--gpu-freq=high"),
-            refused("--bb", "burst buffers are not served: stage files in the job itself", "--bb=capacity=1G"),
-            refused("--bbf", "burst buffers are not served: stage files in the job itself", "--bbf={home}/buffer"),
+            refused("--gpu-bind", "generic resources are not supported: submit without --gpu-bind", "--gpu-bind=none"),
+            refused("--gpu-freq", "generic resources are not supported: submit without --gpu-freq", "--gpu-freq=high"),
+            refused("--bb", "burst buffers are not supported: stage files in the job itself", "--bb=capacity=1G"),
+            refused("--bbf", "burst buffers are not supported: stage files in the job itself", "--bbf={home}/buffer"),
             tested("-L, --licenses", "a job waits at the gate until they are free", "test_licences_are_never_exceeded"),
         ),
     ),
@@ -389,7 +399,7 @@ GROUPS = (
             tested("-I, --immediate=SECONDS", "waits that long for a VM", "test_srun_with_a_terminal"),
             denied(
                 "-I, --immediate",
-                "a VM is made once its job waits: submit without --immediate",
+                "a VM is created after its job was queued: submit without --immediate",
                 "test_immediately_is_refused",
             ),
             refused(
@@ -400,12 +410,12 @@ GROUPS = (
             ),
             refused(
                 "--reservation",
-                "reservations are not served: submit without --reservation",
+                "reservations are not supported: submit without --reservation",
                 "--reservation=any",
             ),
             denied(
                 "jobs of several components (`:`)",
-                "heterogeneous jobs are not served: submit their parts as jobs of their own",
+                "heterogeneous jobs are not supported: submit each component as a separate job",
                 "test_heterogeneous_jobs_are_refused",
             ),
             honoured("-M, --clusters", "this cluster", "plain", "name=named .*"),
@@ -417,7 +427,7 @@ GROUPS = (
             ),
             denied(
                 "--cluster-constraint",
-                "ended with a comment: --cluster-constraint is not served: submit without it",
+                "ended with a comment: --cluster-constraint is not supported: submit without it",
                 "test_what_only_the_controller_sees_ends_the_job_with_a_reason",
             ),
         ),
@@ -445,7 +455,7 @@ GROUPS = (
             ),
             denied(
                 "--profile",
-                "ended with a comment: profiles are not kept of VMs: submit without --profile",
+                "ended with a comment: profiles of VMs are not supported: submit without --profile",
                 "test_what_only_the_controller_sees_ends_the_job_with_a_reason",
             ),
             tested("--uid, --gid", "root submits for a user, by Slurm's rule", "test_root_submits_for_a_user"),

@@ -369,13 +369,13 @@ def test_a_jobs_efficiency_is_told(board: Board) -> None:
 def test_immediately_is_refused(board: Board) -> None:
     done = board.lab.run("srun", "--immediate", "true", user=board.lab.user, check=False)
     assert done.returncode != 0
-    assert "a VM is made once its job waits: submit without --immediate" in done.stderr
+    assert "a VM is created after its job was queued: submit without --immediate" in done.stderr
 
 
 def test_heterogeneous_jobs_are_refused(board: Board) -> None:
     done = board.lab.run("sbatch", "-n1", ":", "-n1", "--wrap=true", user=board.lab.user, check=False)
     assert done.returncode != 0
-    assert "heterogeneous jobs are not served: submit their parts as jobs of their own" in done.stderr
+    assert "heterogeneous jobs are not supported: submit each component as a separate job" in done.stderr
 
 
 @pytest.mark.skipif(not shutil.which("xauth"), reason="srun asks xauth for the display's key before it asks slurmctld")
@@ -415,7 +415,7 @@ def test_a_step_is_attached_to_where_its_node_is_found(board: Board) -> None:
 def test_a_container_that_is_named_by_its_id_is_refused_at_the_gate(board: Board, client: Client) -> None:
     needs_its_release(next(row for row in ROWS if row.names == "--container-id"), board.lab)
     job = board.lab.sbatch("true", "--container-id=x", "--output=/dev/null")
-    assert "--container-id is not served" in ended(client, job, "revoked")["reason"]
+    assert "--container-id is not supported" in ended(client, job, "revoked")["reason"]
 
 
 @pytest.mark.slow
@@ -465,8 +465,8 @@ def test_a_job_that_is_not_to_be_killed_outlives_one_of_its_vms(board: Board, cl
 @pytest.mark.parametrize(
     ("option", "told"),
     [
-        ("--profile=task", "profiles are not kept of VMs: submit without --profile"),
-        ("--cluster-constraint=any", "--cluster-constraint is not served: submit without it"),
+        ("--profile=task", "profiles of VMs are not supported: submit without --profile"),
+        ("--cluster-constraint=any", "--cluster-constraint is not supported: submit without it"),
     ],
 )
 def test_what_only_the_controller_sees_ends_the_job_with_a_reason(

@@ -334,16 +334,121 @@ async def test_submission_and_end_leave_hints(lab: Any, scheduler: SlurmSchedule
         listening.cancel()
 
 
+# --- sizes -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def publish(scheduler: SlurmScheduler) -> AsyncIterator[Callable[..., Awaitable[None]]]:
+    """Publish the largest sizes of an image, as the controller does; `close` withdraws them."""
+
+    async def sizes(image: str, *largest: Size) -> None:
+        await scheduler.submission.publish({image: largest})
+
+    yield sizes
+    scheduler.close()
+
+
+LARGEST = (Size(2, 1500, 65536), Size(4, 700, 65536))
+TOO_LARGE = {
+    "memory": (("--mem=1501",), "1 CPUs and 1501 MiB"),
+    "memory with an image": (("--mem=1501", "-C", "slim&instant"), "1 CPUs and 1501 MiB"),
+    "memory per CPU": (("-n1", "-c2", "--mem-per-cpu=751"), "2 CPUs and 1502 MiB"),
+    "default memory per CPU": (("-n5",), "5 CPUs and 750 MiB"),
+    "CPUs": (("-n3", "--mem=1500"), "3 CPUs and 1500 MiB"),
+    "memory of the size with more CPUs": (("-n4", "--mem=701"), "4 CPUs and 701 MiB"),
+    "each node of several": (("-N2", "--mem=1501"), "1 CPUs and 1501 MiB"),
+    "disk": (("--tmp=200G",), "204800 MiB"),
+}
+
+
+@pytest.mark.parametrize(("options", "size"), TOO_LARGE.values(), ids=TOO_LARGE)
+async def test_a_job_above_the_published_sizes_is_refused_at_submission(
+    lab: Any, publish: Callable[..., Awaitable[None]], options: tuple[str, ...], size: str
+) -> None:
+    await publish("slim", *LARGEST)
+    done = lab.run("sbatch", *options, "--wrap=true", user=lab.user, check=False)
+    assert done.returncode != 0 and size in done.stderr
+    if "--tmp" not in options[0]:
+        assert "2 CPUs and 1500 MiB" in done.stderr and "4 CPUs and 700 MiB" in done.stderr and "-N" in done.stderr
+
+
+async def test_a_job_of_exactly_the_published_size_runs(
+    lab: Any, scheduler: SlurmScheduler, spawn: Spawn, publish: Callable[..., Awaitable[None]]
+) -> None:
+    await publish("slim", *LARGEST)
+    job_id = lab.sbatch("true", "-n2", "--mem=1500")
+    other = lab.sbatch("true", "-n4", "--mem=700", "-C", "slim")
+    job = await job_of(scheduler, job_id)
+    assert job.request is not None and job.request.size == Size(2, 1500)
+    await spawn(job, 51)
+    await scheduler.pin(job.ref, "mv_51", ())
+    assert (await became(scheduler, job_id, JobState.ENDED)).result == "COMPLETED"
+    waiting = await job_of(scheduler, other)
+    assert (waiting.state, waiting.gated, waiting.eligible) == (JobState.PENDING, True, True)
+
+
+async def test_a_waiting_job_cannot_grow_above_the_published_size(
+    lab: Any, scheduler: SlurmScheduler, publish: Callable[..., Awaitable[None]]
+) -> None:
+    large = lab.sbatch("true", "--mem=9000")
+    await publish("slim", *LARGEST)
+
+    def update(job: str, change: str) -> int:
+        return int(lab.run("scontrol", "update", f"JobId={job}", change, user=lab.user, check=False).returncode)
+
+    for options in ((), ("-C", "slim")):
+        job = lab.sbatch("true", "--mem=100", *options)
+        assert update(job, "MinMemoryNode=1501") != 0
+        assert update(job, "MinMemoryNode=1500") == 0
+        request = (await job_of(scheduler, job)).request
+        assert request is not None and request.size.memory == 1500
+    assert update(large, "Nice=7") == 0, "the update does not change its size"
+
+
+async def test_nothing_is_refused_for_its_size_without_published_sizes(
+    lab: Any, scheduler: SlurmScheduler, publish: Callable[..., Awaitable[None]]
+) -> None:
+    """Slurm itself must not refuse the job either: the gate is larger than any host."""
+    for largest in ({}, {"another": (Size(1, 100),)}):
+        for image, sizes in largest.items():
+            await publish(image, *sizes)
+        job = await job_of(scheduler, lab.sbatch("true", "-n300", "--mem=3T", "-N1"))
+        assert job.request is not None and job.request.size == Size(300, 3 << 20) and job.eligible
+
+
+async def test_other_partitions_do_not_depend_on_the_published_sizes(
+    lab: Any, publish: Callable[..., Awaitable[None]]
+) -> None:
+    def elsewhere() -> tuple[int, str]:
+        done = lab.run("sbatch", "-p", "bare", "--mem=1501", "--hold", "--wrap=true", user=lab.user, check=False)
+        return done.returncode, done.stderr
+
+    before = elsewhere()
+    assert "largest" not in before[1]
+    await publish("slim", *LARGEST)
+    assert elsewhere() == before
+
+
+async def test_the_size_of_the_gate_is_not_taken_for_a_jobs_size(lab: Any, scheduler: SlurmScheduler) -> None:
+    """A job that has its node alone is billed for what it requested, not for a whole node of the gate."""
+    plain, exclusive = lab.sbatch("true", "-n3", "--mem=700"), lab.sbatch("true", "-n3", "--mem=700", "--exclusive")
+    view = await scheduler.observe()
+    sizes = [
+        job.request and (job.request.nodes, job.request.size) for job in map(view.jobs.get, (plain, exclusive)) if job
+    ]
+    assert sizes == [(1, Size(3, 700))] * 2
+    shown = [lab.run("scontrol", "show", "job", "-o", job).stdout for job in (plain, exclusive)]
+    billed = [next(word for word in text.split() if word.startswith(("TRES=", "ReqTRES="))) for text in shown]
+    assert billed[0] == billed[1] and "cpu=3,mem=700M,node=1,billing=3" in billed[0]
+
+
 REFUSED = {
-    "too many cpus": (("-n", "9"), "the largest VM for a job here has 8 CPUs"),
-    "too much memory": (("--mem=99G",), "the largest VM for a job here has 8 CPUs"),
-    "more than all hosts": (("-N2", "-n16"), "all hosts together have 8 CPUs"),
-    "our feature": (("-C", "mv_1"), "Multiverse's own"),
-    "the gate's": (("-C", "mvgate"), "Multiverse's own"),
+    "our feature": (("-C", "mv_1"), "reserved for Multiverse"),
+    "the gate's": (("-C", "mvgate"), "reserved for Multiverse"),
     "alternatives": (("-C", "slim|stock"), "alternatives"),
     "brackets": (("-C", "[slim]"), "alternatives"),
     "prefer": (("--prefer=slim",), "--constraint"),
-    "partitions": (("-p", "vm,bare"), "name vm alone"),
+    "partitions": (("-p", "vm,bare"), "submit to vm only"),
     "the run partition": (("-p", "vmrun"), "submit to partition vm"),
     "node list": (("-w", "mvgate1"), "without --nodelist"),
     "reservation": (("--reservation=x",), "reservations"),
@@ -362,13 +467,15 @@ async def test_what_cannot_be_served_is_refused_at_submission(
 async def test_root_and_heterogeneous_jobs_are_refused(lab: Any) -> None:
     done = lab.run("sbatch", "--wrap=true", check=False)
     assert done.returncode != 0
-    assert "Multiverse runs no job as root: submit as a user" in done.stderr
+    assert "Multiverse runs no jobs of root: submit as a user" in done.stderr
     done = lab.run("sbatch", "-n1", "--wrap=true", ":", "-n1", user=lab.user, check=False)
     assert done.returncode != 0
     assert "heterogeneous" in done.stderr
 
 
-@pytest.mark.parametrize("change", ["Partition=vmrun", "Partition=bare", "Features=mv_3", "ReqNodeList=mvgate1"])
+@pytest.mark.parametrize(
+    "change", ["Partition=vmrun", "Partition=bare", "Features=mv_3", "ReqNodeList=mvgate1", "NumNodes=99"]
+)
 async def test_users_cannot_move_their_jobs(lab: Any, scheduler: SlurmScheduler, change: str) -> None:
     job_id = lab.sbatch("true")
     assert lab.run("scontrol", "update", f"JobId={job_id}", change, user=lab.user, check=False).returncode != 0
@@ -396,7 +503,7 @@ def test_where_our_script_is_broken_our_partitions_are_closed_and_no_others(
     lab: Any, breaks: Callable[[str], None], harm: str
 ) -> None:
     waiting = lab.sbatch("true", "--hold")
-    rule = "local function wrong_wishes(job)"
+    rule = "local function unsupported_option(job)"
     whole = (lab.where.etc / "multiverse.lua").read_text()
     assert rule in whole
 
@@ -410,7 +517,7 @@ def test_where_our_script_is_broken_our_partitions_are_closed_and_no_others(
     breaks({"empty": "", "syntax": "x = = 1", "rule": whole.replace(rule, f"{rule} error('in it')")}[harm])
     for options in (("-p", "vm"), ()):
         refused = lab.run("sbatch", *options, "--wrap=true", user=lab.user, check=False)
-        assert refused.returncode != 0 and "Multiverse cannot look at this job" in refused.stderr
+        assert refused.returncode != 0 and "Multiverse could not check this job" in refused.stderr
     change = ("scontrol", "update", f"JobId={waiting}", "Nice=7")
     assert lab.run(*change, user=lab.user, check=False).returncode != 0
     lab.run(*change)  # the controller's own go on

@@ -520,9 +520,9 @@ def test_to_take_it_is_to_rename_it_and_it_does_not_come_back(inbox: Path) -> No
     (inbox / "spares" / f"open.{NODE}").rename(inbox / "spares" / f"taken.{NODE}")
     offer(one)
     one.withdraw(NODE)
-    one.close_to(NODE)
+    one.withdraw_if_possible(NODE)
     assert one.observe() == {NODE: True}
-    one.keep([NODE])
+    one.renew([NODE])
     assert listed(inbox) == []
 
 
@@ -544,7 +544,7 @@ def test_of_a_node_that_is_gone_nothing_remains(inbox: Path) -> None:
     one.forget(NODE)
     one.forget("mvtest0-99")
     one.observe()
-    one.keep([NODE])
+    one.renew([NODE])
     assert names(inbox) == ["list"] and listed(inbox) == []
 
 
@@ -553,10 +553,10 @@ def test_the_list_names_nodes_that_the_scheduler_knows_and_does_not_grow_old(inb
     offer(one)
     for now[0] in (1004.0, 1006.0, 1012.0):
         one.observe()
-        one.keep([NODE])
+        one.renew([NODE])
         assert int((inbox / "spares" / "list").read_text().split()[0]) > now[0] + 4
         assert listed(inbox) == [LINE.strip()]
-    one.keep([])
+    one.renew([])
     assert listed(inbox) == []
     one.close()
     assert not (inbox / "spares" / "list").exists()
@@ -569,10 +569,10 @@ def test_a_new_daemon_lists_what_the_last_one_offered_once_its_rows_say_so(inbox
     first.close()
     second = offers(inbox)
     assert second.observe() == {NODE: False}
-    second.keep([NODE])
+    second.renew([NODE])
     assert not (inbox / "spares" / "list").exists()
     offer(second)
-    second.keep([NODE])
+    second.renew([NODE])
     assert listed(inbox) == [LINE.strip()]
 
 
@@ -582,7 +582,7 @@ def test_what_another_database_left_is_nobodys(inbox: Path) -> None:
     assert one.observe() == {}
     offer(one)
     one.observe()
-    one.keep([NODE, "mvother-12"])
+    one.renew([NODE, "mvother-12"])
     assert listed(inbox) == [LINE.strip()]
 
 
@@ -594,9 +594,9 @@ def test_without_an_inbox_nothing_is_offered_and_that_is_said(tmp_path: Path) ->
     assert caught.value.hint
     with pytest.raises(Exhausted):
         one.withdraw(NODE)
-    one.close_to(NODE)  # what becomes of nodes on their way out does not hang on it
+    one.withdraw_if_possible(NODE)  # what becomes of nodes on their way out does not hang on it
     one.forget(NODE)
-    one.keep([NODE])
+    one.renew([NODE])
     one.close()
 
 
@@ -621,7 +621,7 @@ def test_no_link_of_slurmctlds_user_is_followed(inbox: Path, tmp_path: Path) -> 
         (inbox / "spares" / name).unlink(missing_ok=True)
         (inbox / "spares" / name).symlink_to(secret)
     one.observe()
-    one.keep([NODE])
+    one.renew([NODE])
     offer(one, replace(SPARE, id=13, name="mvtest0-13"))
     assert secret.read_text() == "as it was"
     (inbox / "spares").rename(inbox / "away")

@@ -23,6 +23,7 @@ from multiverse.drivers.slurm.reread import _cells
 from multiverse.guest import agent
 from multiverse.guest.protocol import INTRODUCED
 from tests.unit import rows as hand
+from tests.unit.slurm_lua import rendered
 
 SITE_CONF = """\
 # the site's
@@ -200,242 +201,18 @@ def test_columns_cannot_be_forged_by_a_jobs_own_words() -> None:
 # --- what a site installs --------------------------------------------------------------------------
 
 
-def rendered(settings: Settings) -> dict[str, str]:
-    return install.render(
-        settings,
-        install.Site(
-            images=("slim",), gate_nodes=4, largest=install.largest(settings), memory_per_cpu=150, slurm_uid=64
-        ),
-    )
-
-
-def test_the_gate_is_as_large_as_the_largest_vm(site: Settings) -> None:
+def test_the_gate_is_larger_than_any_host(site: Settings) -> None:
     text = rendered(site)["multiverse.conf"].replace("\\\n", "")
     gate = next(line for line in text.splitlines() if line.startswith("NodeName="))
-    host = site.host
-    assert f"CPUs={host.cores} Sockets=1 CoresPerSocket={host.cores} ThreadsPerCore=1 " in gate
-    assert f"RealMemory={host.memory - 256 - 80} TmpDisk={site.image.tmp_disk} " in gate
+    fields = dict(word.split("=", 1) for word in gate.split() if "=" in word)
+    assert fields["CPUs"] == fields["CoresPerSocket"] and (fields["Sockets"], fields["ThreadsPerCore"]) == ("1", "1")
+    assert site.qemu.max_cpus * 8 <= int(fields["CPUs"]) < 65536, "Slurm keeps CPUs in 16 bits"
+    assert site.qemu.max_memory * 8 <= int(fields["RealMemory"])
+    assert site.host.disk * 8 <= int(fields["TmpDisk"]) < 1 << 32, "Slurm keeps the disk in 32 bits"
     assert "Feature=mvgate,slim,instant,linked,full,auto State=DRAIN" in gate
     assert "mvgate[1-4] NodeAddr=127.0.1.[1-4] Port=1" in gate
     with pytest.raises(Refused):
-        install.render(site, install.Site((), 0, Size(1, 1), 1, 0))
-
-
-FAILED = "Multiverse cannot look at this job, so it is refused: tell an administrator, whom slurmctld's log tells why"
-LUA = """
-slurm = { SUCCESS = 0, ERROR = -1, STEPMGR_ENABLED = 2^41,
-          log_user = function(f, ...) io.write(string.format(f, ...)) end,
-          log_error = function(f, ...) io.write("error " .. string.format(f, ...)) end }
-dofile("job_submit.lua")
-local job = { %s }
-local parts = { vm = { flag_default = 1 }, other = { flag_default = 0 } }
-local answer = slurm_job_submit(job, parts, 1000)
-io.write("|", answer, "|", tostring(job.features), "|", tostring(job.min_nodes), "-", tostring(job.max_nodes))
-"""
-
-
-def _lua() -> str | None:
-    return next((path for name in ("lua5.1", "lua5.3", "lua5.4", "lua") if (path := shutil.which(name))), None)
-
-
-@pytest.mark.skipif(_lua() is None, reason="no Lua here; the integration tests run the script in slurmctld")
-@pytest.mark.parametrize(
-    ("fields", "answer"),
-    [
-        ("user_id = 1000, min_cpus = 1", "|0|mvgate"),
-        ("user_id = 1000, features = 'slim'", "|0|slim&mvgate"),
-        ("user_id = 1000, partition = 'other', features = 'a|b'", "|0|a|b"),
-        ("user_id = 0", "Multiverse runs no job as root: submit as a user, e.g. sbatch --uid=NAME|-1|nil"),
-        ("user_id = 1000, features = {}", f"{FAILED}|-1|"),
-        ("user_id = 1000, partition = 'vm', features = {}", f"{FAILED}|-1|"),
-        ("user_id = 1000, partition = 'other', features = {}", "|0|table"),  # an error of ours blocks nobody else
-        ("user_id = 1000, num_tasks = 2, min_cpus = 2", "|mvgate|1-1"),  # without -N: one VM
-        ("user_id = 1000, num_tasks = 2, min_cpus = 2, ntasks_per_node = 1", "|mvgate|2-2"),
-        ("user_id = 1000, min_nodes = 2, max_nodes = 3, num_tasks = 4294967294", "|mvgate|2-2"),
-        ("user_id = 1000, contiguous = 65534, req_switch = 4294967294, delay_boot = 4294967294", "|0|mvgate"),
-        ("user_id = 1000, contiguous = 1", "VMs have no neighbours: submit without --contiguous|-1"),
-        ("user_id = 1000, bitflags = 503316736", "--spread-job is not served"),
-        *((f"user_id = 1000, bitflags = 2^{bit}", "without --gres-flags") for bit in (4, 19, 38, 39, 40)),
-        ("user_id = 1000, bitflags = 2^42 + 2^37 + 2^20 + 2^5", "|0|mvgate"),
-        ("user_id = 1000, bitflags = 2^41", "--stepmgr is not served"),
-        ("user_id = 1000, min_mem_per_node = 0", "say how much with --mem"),
-        ("user_id = 1000, num_tasks = 3, min_cpus = 1", "--overcommit is not served"),
-        ("user_id = 1000, partition = 'other', contiguous = 1, min_mem_per_node = 0", "|0|nil|nil-nil"),
-    ],
-)
-def test_the_submit_script(site: Settings, tmp_path: Path, fields: str, answer: str) -> None:
-    install.write(rendered(site), tmp_path)
-    install.make_inbox(tmp_path / "inbox", 0)
-    program = LUA % fields
-    lua = _lua()
-    assert lua
-    done = subprocess.run([lua, "-"], input=program, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert answer in done.stdout
-    assert ("error multiverse: " in done.stdout) == (FAILED in answer)
-
-
-SPARES = """\
-mvab-1 mv_v1 warm 0 0 1 300 0
-mvab-2 mv_v2 slim 1 1 1 300 500
-mvab-3 mv_v3 slim 1 1 2 900 0
-"""
-
-
-@pytest.mark.skipif(_lua() is None, reason="no Lua here; the integration tests run the script in slurmctld")
-@pytest.mark.parametrize(
-    ("fields", "feature"),
-    [
-        ("min_cpus = 1", "mv_v2"),
-        ("min_cpus = 1, features = 'slim'", "slim&mv_v2"),
-        ("min_cpus = 1, features = 'slim&auto'", "slim&auto&mv_v2"),
-        ("min_cpus = 1, features = 'instant'", "instant&mv_v2"),
-        ("min_cpus = 1, features = 'warm&instant'", "warm&instant&mv_v1"),
-        ("min_cpus = 1, features = 'warm'", "warm&mvgate"),  # its kind is left to a site that makes others
-        ("min_cpus = 1, features = 'full'", "full&mvgate"),
-        ("min_cpus = 1, features = 'slim&linked'", "slim&linked&mvgate"),
-        ("min_cpus = 1, min_mem_per_node = 300", "mv_v2"),
-        ("min_cpus = 1, min_mem_per_node = 301", "mvgate"),
-        ("min_cpus = 1, pn_min_tmp_disk = 500", "mv_v2"),
-        ("min_cpus = 1, pn_min_tmp_disk = 501", "mvgate"),
-        ("min_cpus = 2, num_tasks = 2", "mv_v3"),
-        ("min_cpus = 2, cpus_per_task = 2, min_mem_per_cpu = 450", "mv_v3"),
-        ("min_cpus = 2, cpus_per_task = 2, min_mem_per_cpu = 451", "mvgate"),
-        ("min_cpus = 2, min_nodes = 2", "mvgate"),
-        ("min_cpus = 1, priority = 0", "mvgate"),
-        ("min_cpus = 1, priority = 4294967294, begin_time = 0, dependency = ''", "mv_v2"),
-        ("min_cpus = 1, begin_time = os.time() + 60", "mvgate"),
-        ("min_cpus = 1, begin_time = os.time() - 60", "mv_v2"),
-        ("min_cpus = 1, dependency = 'afterok:7'", "mvgate"),
-        ("min_cpus = 1, array_inx = '1-2'", "mvgate"),
-        ("min_cpus = 1, licenses = 'matlab:1'", "mvgate"),
-        ("min_cpus = 1, features = 'instant&auto'", "instant&auto&mvgate"),
-    ],
-)
-def test_the_submit_script_takes_a_spare_that_fits(site: Settings, tmp_path: Path, fields: str, feature: str) -> None:
-    spares = _spares(site, tmp_path, int(time.time()) + 10)
-    said = _submitted(tmp_path, fields)
-    assert f"|0|{feature}|" in said
-    spare = feature.rpartition("&")[2] if "mv_v" in feature else ""
-    taken = sorted(path.name for path in spares.glob("taken.*"))
-    assert taken == ([f"taken.mvab-{spare[-1]}"] if spare else [])
-    assert len(list(spares.glob("open.*"))) == 3 - len(taken)
-
-
-@pytest.mark.skipif(_lua() is None, reason="no Lua here; the integration tests run the script in slurmctld")
-def test_the_submit_script_takes_each_spare_once_and_none_of_an_old_list(site: Settings, tmp_path: Path) -> None:
-    spares = _spares(site, tmp_path, int(time.time()) + 10)
-    assert "|0|mv_v2|" in _submitted(tmp_path, "min_cpus = 1")
-    assert "|0|mvgate|" in _submitted(tmp_path, "min_cpus = 1"), "though the list names it yet"
-    (spares / "taken.mvab-2").rename(spares / "open.mvab-2")
-    for text in (f"{int(time.time()) - 1}\n{SPARES}", "", "soon\nmv_v2\n", f"{int(time.time()) + 10}\nmv_v2 slim\n"):
-        (spares / "list").write_text(text)
-        assert "|0|mvgate|" in _submitted(tmp_path, "min_cpus = 1")
-
-
-@pytest.mark.skipif(_lua() is None, reason="no Lua here; the integration tests run the script in slurmctld")
-@pytest.mark.parametrize(
-    ("partitions", "feature"),
-    [
-        ("gate = { state_up = 3, max_time = 60 }, run = { state_up = 3, max_time = 60 }", "mv_v2"),
-        ("gate = { state_up = 1 }, run = { state_up = 3 }", "mvgate"),  # closed for jobs that start
-        ("gate = { state_up = 3 }, run = { state_up = 1 }", "mvgate"),
-        ("gate = { state_up = 3, allow_groups = 'staff' }, run = { state_up = 3 }", "mvgate"),
-        ("gate = { state_up = 3 }, run = { state_up = 3, qos = 'short' }", "mvgate"),
-        ("gate = { state_up = 3 }", "mvgate"),  # nor may he see where jobs run
-        ("gate = { state_up = 3, max_mem_per_cpu = 100 }, run = { state_up = 3, max_mem_per_cpu = 100 }", "mvgate"),
-        ("gate = { state_up = 3, max_mem_per_cpu = 150 }, run = { state_up = 3, max_mem_per_cpu = 150 }", "mv_v2"),
-    ],
-)
-def test_no_job_passes_by_a_gate_that_is_closed_or_has_rules_of_its_own(
-    site: Settings, tmp_path: Path, partitions: str, feature: str
-) -> None:
-    _spares(site, tmp_path, int(time.time()) + 10)
-    assert f"|0|{feature}|" in _submitted(tmp_path, "min_cpus = 1", f"local p = {{ {partitions} }}")
-
-
-def _spares(site: Settings, tmp_path: Path, until: int) -> Path:
-    install.write(rendered(site), tmp_path)
-    install.make_inbox(tmp_path / "inbox", 0)
-    spares = tmp_path / "inbox" / "spares"
-    spares.mkdir()
-    (spares / "list").write_text(f"{until}\n{SPARES}")
-    for number in (1, 2, 3):
-        (spares / f"open.mvab-{number}").touch()
-    return spares
-
-
-def _submitted(tmp_path: Path, fields: str, partitions: str = "local p = { gate = OPEN, run = OPEN }") -> str:
-    lua = _lua()
-    assert lua
-    parts = "local parts = { vm = p.gate, vmrun = p.run }\nif parts.vm then parts.vm.flag_default = 1 end"
-    usual = "local parts = { vm = { flag_default = 1 }, other = { flag_default = 0 } }"
-    program = LUA.replace(usual, f"local OPEN = {{ state_up = 3 }}\n{partitions}\n{parts}")
-    program %= f"user_id = 1000, {fields}"
-    return subprocess.run([lua, "-"], input=program, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-
-
-# A site's own rules beside ours, in both functions; its head is that of the script that we install.
-_SITE_RULES = """
-function slurm_job_submit(job, partitions, uid)
-  if job.account == "closed" then slurm.log_user("%s", "this account is closed"); return slurm.ERROR end
-  return multiverse.submit(job, partitions, uid)
-end
-function slurm_job_modify(job, record, partitions, uid)
-  if job.account == "closed" then slurm.log_user("%s", "this account is closed"); return slurm.ERROR end
-  return multiverse.modify(job, record, partitions, uid)
-end
-return slurm.SUCCESS
-"""
-_ASK = """
-slurm = { SUCCESS = 0, ERROR = -1, log_user = function(f, ...) io.write(string.format(f, ...)) end,
-          log_error = function(f, ...) logged = true end }
-dofile("job_submit.lua")
-local parts = { vm = { flag_default = 1 }, other = { flag_default = 0 } }
-io.write("|", %s, "|", logged and "logged" or "")
-"""
-
-
-@pytest.mark.skipif(_lua() is None, reason="no Lua here; the integration tests run the script in slurmctld")
-@pytest.mark.parametrize("own_rules", [False, True])
-@pytest.mark.parametrize("harm", ["none", "missing", "empty", "syntax", "site missing"])
-def test_what_our_script_cannot_look_at_is_refused_and_nothing_else(
-    site: Settings, tmp_path: Path, harm: str, own_rules: bool
-) -> None:
-    files = rendered(site)
-    if own_rules:
-        head, function, _ = files["job_submit.lua"].partition("\nfunction slurm_job_submit")
-        assert function
-        files["job_submit.lua"] = head + _SITE_RULES
-    install.write(files, tmp_path)
-    ours = tmp_path / ("multiverse_site.lua" if harm == "site missing" else "multiverse.lua")
-    if harm.endswith("missing"):
-        ours.unlink()
-    elif harm != "none":
-        ours.write_text("" if harm == "empty" else "local x = = 1")
-    lua = _lua()
-    assert lua
-
-    def answer(call: str) -> str:
-        done = subprocess.run([lua, "-"], input=_ASK % call, cwd=tmp_path, capture_output=True, text=True, check=True)
-        said, code, logged = done.stdout.split("|")
-        assert (logged == "logged") == (harm != "none")
-        return f"{code} {said}".strip()
-
-    well = harm == "none"
-    refused, fixed = f"-1 {FAILED}", "-1 a submitted job's constraint and nodes are fixed: cancel it and submit it anew"
-    for partition in ("partition = 'vm', ", "partition = 'other,vm', ", "partition = 'vmrun', ", ""):
-        said = answer(f"slurm_job_submit({{ {partition}user_id = 1000, min_cpus = 1 }}, parts, 1000)")
-        assert said.startswith("0" if "'vm'" in partition or not partition else "-1") if well else said == refused
-    assert answer("slurm_job_submit({ partition = 'other', user_id = 1000 }, parts, 1000)") == "0"
-    record = "{ partition = 'vm', job_state = 0 }"
-    assert answer(f"slurm_job_modify({{ features = 'x' }}, {record}, parts, 1000)") == (fixed if well else refused)
-    assert answer(f"slurm_job_modify({{ features = 'x' }}, {record}, parts, 64)") == "0", "the controller goes on"
-    moved = answer("slurm_job_modify({ partition = 'vm' }, { partition = 'other' }, parts, 1000)")
-    assert moved.startswith("-1 submit the job to partition vm") if well else moved == refused
-    assert answer("slurm_job_modify({ features = 'x' }, { partition = 'other' }, parts, 1000)") == "0"
-    for call in ("slurm_job_submit({ partition = 'other', account = 'closed' }, parts, 0)",
-                 "slurm_job_modify({ account = 'closed' }, { partition = 'other' }, parts, 0)"):  # fmt: skip
-        assert answer(call) == ("-1 this account is closed" if own_rules else "0")
+        install.render(site, install.Site((), 0, 1, 0))
 
 
 def test_the_epilog_leaves_a_hint_and_never_fails(site: Settings, tmp_path: Path) -> None:

@@ -179,8 +179,8 @@ def test_image_and_kind_are_features() -> None:
     [
         ({"user_id": 0}, "root"),
         ({"het_job_id": 9}, "heterogeneous"),
-        ({"core_spec": 1}, "cores to set aside"),
-        ({"thread_spec": 2}, "cores to set aside"),
+        ({"core_spec": 1}, "specialized cores"),
+        ({"thread_spec": 2}, "specialized cores"),
         ({"profile": ["Task"]}, "--profile"),
         ({"cluster_features": "far"}, "--cluster-constraint"),
         ({"partition": "vm,other"}, "partition"),

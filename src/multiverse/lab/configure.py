@@ -93,7 +93,6 @@ def _site(settings: Settings, plan: LabPlan, slurm_uid: int) -> install.Site:
     return install.Site(
         images=tuple(dict.fromkeys((plan.image, *(i.name for i in list_images(settings.qemu.images))))),
         gate_nodes=min(plan.cores, install.MAX_GATE_NODES),  # a node has a core at least
-        largest=install.largest(settings),
         memory_per_cpu=MEMORY_PER_CPU,
         slurm_uid=slurm_uid,
         max_node_count=MAX_NODES,
