@@ -61,7 +61,7 @@ async def test_up_again_is_harmless_and_brings_back_what_died(lab: Any) -> None:
     before, plan = lifecycle.status(lab.where), load(lab.where)
     words: dict[str, str] = {}
     await lifecycle.up(lab.where, LabOptions(), lambda name, word, _: words.__setitem__(name, word), controller=False)
-    assert set(words.values()) == {"is up", "runs"}
+    assert set(words.values()) == {"exists", "runs"}
     assert lifecycle.status(lab.where) == before
 
     submitted = time.time()
