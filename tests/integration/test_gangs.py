@@ -42,7 +42,7 @@ mpi.MPI_Finalize()
 OPEN_MPI, MPICH = "libmpi.so.40", "libmpich.so.12"
 
 
-def test_peers_know_each_other_and_steps_run_across_them(lab: LabUnderTest, client: Client) -> None:
+def test_vms_of_a_job_know_each_other_and_steps_run_on_all(lab: LabUnderTest, client: Client) -> None:
     out = lab.user.home / "gang.out"
     each = "echo $(hostname) $(scontrol show hostnames | xargs getent hosts | wc -l)"
     last = "srun -Q -N1 -n1 -r3 sh -c 'cat; exit 7' 2> /dev/null"
@@ -57,7 +57,7 @@ def test_peers_know_each_other_and_steps_run_across_them(lab: LabUnderTest, clie
 
 
 @pytest.mark.parametrize("state", [pytest.param("claimed", marks=pytest.mark.slow), "spawning"])
-def test_a_gang_that_loses_a_vm_before_its_pin_gets_all_of_them_all_the_same(
+def test_a_job_that_loses_a_vm_before_its_pin_still_gets_all_vms(
     lab: LabUnderTest, client: Client, controller: Callable[[], int], state: str
 ) -> None:
     controller()

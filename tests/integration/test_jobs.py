@@ -27,13 +27,13 @@ def test_a_job_runs_in_a_vm_of_its_own_as_its_user_where_it_was_submitted(lab: L
     nothing_left(lab, client)
 
 
-def test_the_exit_code_is_true(lab: LabUnderTest, client: Client) -> None:
+def test_the_exit_code_is_the_scripts(lab: LabUnderTest, client: Client) -> None:
     job = lab.sbatch("exit 3", "--output=/dev/null")
     ended(client, job, "done")
     assert accounted(lab, job) == ("FAILED", "3:0")
 
 
-def test_a_job_has_the_size_it_asked_for(lab: LabUnderTest, client: Client) -> None:
+def test_a_job_has_the_requested_size(lab: LabUnderTest, client: Client) -> None:
     out = lab.user.home / "size.out"
     job = lab.sbatch(
         "nproc; awk '/MemTotal/{print int($2/1024)}' /proc/meminfo", f"--output={out}", "-n3", "--mem=1700"
@@ -64,7 +64,7 @@ def test_a_job_of_two_vms_runs_on_both(lab: LabUnderTest, client: Client) -> Non
     assert sorted(written(out).split()) == sorted(row["vms"]) and len(row["vms"]) == 2
 
 
-def test_a_job_cancelled_while_its_vm_is_made_leaves_nothing(lab: LabUnderTest, client: Client) -> None:
+def test_a_job_cancelled_while_its_vm_is_created_leaves_nothing(lab: LabUnderTest, client: Client) -> None:
     out = lab.user.home / "never.out"
     job = lab.sbatch("echo ran", f"--output={out}")
     until("its VM is being made", lambda: latest(client, job).get("state") in ("claimed", "spawning"))
@@ -83,13 +83,13 @@ def test_a_running_job_that_is_cancelled_ends_its_vm(lab: LabUnderTest, client: 
     nothing_left(lab, client)
 
 
-def test_what_is_larger_than_any_host_is_refused_with_what_would_fit(lab: LabUnderTest) -> None:
+def test_a_job_larger_than_any_host_is_refused_with_the_largest_size(lab: LabUnderTest) -> None:
     done = lab.run("sbatch", "-c64", "--mem=1T", "--wrap=true", user=lab.user, check=False)
     assert done.returncode != 0
     assert "64 CPUs" in done.stderr and "the largest VM for a job here has 8 CPUs" in done.stderr
 
 
-def test_clones_are_strangers(lab: LabUnderTest, client: Client) -> None:
+def test_clones_share_no_identity(lab: LabUnderTest, client: Client) -> None:
     script = (
         "cat /etc/machine-id; cat /sys/class/net/eth0/address; head -c 16 /dev/urandom | od -An -tx1 | tr -d ' ';"
         " date +%s"
@@ -104,9 +104,7 @@ def test_clones_are_strangers(lab: LabUnderTest, client: Client) -> None:
     assert all(before - 2 <= int(lines[3]) <= time.time() + 2 for lines in told), "their clocks are right"
 
 
-def test_a_killed_controller_goes_on_where_it_was(
-    lab: LabUnderTest, client: Client, controller: Callable[[], int]
-) -> None:
+def test_a_restarted_controller_continues(lab: LabUnderTest, client: Client, controller: Callable[[], int]) -> None:
     out = lab.user.home / "survivor.out"
     running = lab.sbatch("sleep 8; echo survived", f"--output={out}")
     until("it runs", lambda: latest(client, running).get("state") == "allocated")
@@ -144,7 +142,7 @@ def test_a_full_clone_runs_a_job_as_an_instant_one_does(lab: LabUnderTest, clien
     assert row["kind"] == "full" and written(out).strip() == row["vms"][0]
 
 
-def test_where_a_jobs_time_went_adds_up(lab: LabUnderTest, client: Client) -> None:
+def test_the_phases_of_a_job_add_up(lab: LabUnderTest, client: Client) -> None:
     job = lab.sbatch("true", "--output=/dev/null")
     ended(client, job, "done")
     (one,) = client.timeline(job)

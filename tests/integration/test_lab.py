@@ -57,7 +57,7 @@ def _kill(pid: int) -> None:
     os.close(handle)
 
 
-async def test_up_again_is_harmless_and_brings_back_what_died(lab: Any) -> None:
+async def test_lab_up_starts_only_services_that_do_not_run(lab: Any) -> None:
     before, plan = lifecycle.status(lab.where), load(lab.where)
     words: dict[str, str] = {}
     await lifecycle.up(lab.where, LabOptions(), lambda name, word, _: words.__setitem__(name, word), controller=False)
@@ -77,14 +77,14 @@ async def test_up_again_is_harmless_and_brings_back_what_died(lab: Any) -> None:
     lab.run("scancel", job_id)
 
 
-async def test_users_can_use_it_and_read_no_secret(lab: Any) -> None:
+async def test_users_can_use_the_lab_and_read_no_secret(lab: Any) -> None:
     assert lab.run("sinfo", "-h", user=lab.user).returncode == 0
     for secret in (lab.where.munge_key, lab.where.etc / "slurmdbd.conf"):
         assert not secret.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
     assert lab.run("cat", str(lab.where.munge_key), user=lab.user, check=False).returncode != 0
 
 
-async def test_users_of_the_private_namespace_exist_nowhere_else(lab: Any) -> None:
+async def test_users_of_the_private_namespace_do_not_exist_outside(lab: Any) -> None:
     assert lab.run("getent", "passwd", lab.user.name).stdout.startswith(f"{lab.user.name}:x:{lab.user.uid}:")
     outside = subprocess.run(
         ["nsenter", "--target=1", "--mount", "getent", "passwd", lab.user.name], capture_output=True, check=False
@@ -92,7 +92,7 @@ async def test_users_of_the_private_namespace_exist_nowhere_else(lab: Any) -> No
     assert outside.returncode != 0
 
 
-async def test_a_plain_slurmd_for_the_baseline(lab: Any) -> None:
+async def test_a_plain_slurmd_runs_jobs_and_leaves_no_node(lab: Any) -> None:
     plan = load(lab.where)
     assert plan is not None
     async with baremetal.baremetal(Lab(lab.where, plan)) as node:
@@ -102,7 +102,7 @@ async def test_a_plain_slurmd_for_the_baseline(lab: Any) -> None:
     assert node not in lab.run("sinfo", "-hN", "-o", "%N").stdout
 
 
-async def test_a_second_lab_beside_the_first_leaves_nothing(lab: Any) -> None:
+async def test_a_second_lab_runs_beside_the_first_and_leaves_nothing(lab: Any) -> None:
     slim()
     directory = Path(tempfile.mkdtemp(prefix="mvlab-"))
     directory.chmod(0o755)

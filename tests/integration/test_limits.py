@@ -92,7 +92,7 @@ def journalled(lab: LabUnderTest, job: str) -> dict[str, int]:
         )
 
 
-def test_limits_hold_for_what_waits_is_pinned_and_runs_together(
+def test_limits_hold_for_waiting_pinned_and_running_jobs_together(
     lab: LabUnderTest, client: Client, controller: Callable[[], int]
 ) -> None:
     controller()
@@ -146,7 +146,7 @@ def in_order_of_start(client: Client, jobs: Sequence[str]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_who_has_had_less_of_his_share_comes_first(
+def test_a_user_who_has_used_less_of_the_share_comes_first(
     lab: LabUnderTest, client: Client, controller: Callable[[], int]
 ) -> None:
     controller()
@@ -164,7 +164,7 @@ def test_who_has_had_less_of_his_share_comes_first(
     nothing_left(lab, client)
 
 
-def test_a_limit_that_shows_only_after_the_pin_gives_the_vm_back_and_its_user_is_told(
+def test_a_limit_that_shows_only_after_the_pin_sends_the_job_back_with_a_reason(
     lab: LabUnderTest, client: Client, controller: Callable[[], int]
 ) -> None:
     """A QOS of the partition that jobs run in: nothing tells of it at the gate."""
@@ -183,7 +183,7 @@ def test_a_limit_that_shows_only_after_the_pin_gives_the_vm_back_and_its_user_is
 
 
 @pytest.mark.slow
-def test_five_hundred_that_may_not_start_delay_none_that_may(
+def test_500_jobs_that_may_not_start_delay_no_job_that_may(
     lab: LabUnderTest, client: Client, controller: Callable[[], int]
 ) -> None:
     """By the journal: such a job is admitted before the controller has seen one that is submitted after it was seen."""

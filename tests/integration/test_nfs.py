@@ -44,7 +44,7 @@ print(ask(words(53) + made[:16] + words(1, 0, 0, 0), words(24), *walk, words(9, 
 _ACCESS = 13  # NFS4ERR_ACCESS
 
 
-def test_a_user_in_a_vm_cannot_be_another_for_the_file_server(lab: LabUnderTest, client: Client) -> None:
+def test_a_user_in_a_vm_cannot_claim_another_uid_at_the_file_server(lab: LabUnderTest, client: Client) -> None:
     private = lab.other.home / "private"
     private.mkdir(mode=0o700)
     (private / "letter").write_text("for bob alone")

@@ -30,7 +30,7 @@ def looks(client: Client) -> int:
 
 
 @pytest.mark.parametrize("service", [pytest.param(name, marks=slow) for name in ("slurmctld", "munged", "ganesha")])
-def test_a_service_killed_while_a_job_runs(
+def test_a_job_survives_the_death_of_a_service(
     lab: LabUnderTest, client: Client, controller: Callable[[], int], service: str
 ) -> None:
     go = lab.user.home / "go"
@@ -56,7 +56,7 @@ def test_a_service_killed_while_a_job_runs(
 
 
 @pytest.mark.parametrize("state", [pytest.param("spawning", marks=slow), "allocated"])
-def test_a_vm_that_stands_still_for_a_while_goes_on(
+def test_a_vm_that_is_stopped_for_a_while_goes_on(
     lab: LabUnderTest, client: Client, controller: Callable[[], int], state: str
 ) -> None:
     path, script = counting(lab, "still", "sleep 2; echo end >> still.count")
@@ -86,7 +86,7 @@ def impatient(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[None
 
 
 @slow
-def test_a_vm_that_stands_still_for_too_long_follows_slurms_verdict(
+def test_the_job_of_a_vm_that_is_stopped_for_too_long_is_requeued(
     lab: LabUnderTest, client: Client, controller: Callable[[], int], impatient: None
 ) -> None:
     path, script = counting(lab, "verdict", "[ $SLURM_RESTART_COUNT ] || sleep 60; echo end >> verdict.count")
@@ -120,7 +120,7 @@ def lending(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[Path]:
 
 
 @slow
-def test_a_slurmd_killed_in_its_guest(lab: LabUnderTest, client: Client, lending: Path) -> None:
+def test_a_slurmd_killed_in_its_guest_is_noticed(lab: LabUnderTest, client: Client, lending: Path) -> None:
     path, script = counting(lab, "slurmd", f"{lending} -p -c 'kill -9 $(pidof slurmd)'; echo end >> slurmd.count")
     job = lab.sbatch(script, "--output=/dev/null", "--requeue")
     until("the job has ended", lambda: path.exists() and "end" in path.read_text())

@@ -155,7 +155,7 @@ async def test_array_tasks_are_pinned_one_by_one_within_the_arrays_limit(
     assert view.limits[limit] == 1 and all(after[f"{job_id}_{i}"].eligible for i in (0, 4, 6, 8))
 
 
-async def test_srun_waits_at_the_gate_and_goes_on(lab: Any, scheduler: SlurmScheduler, spawn: Spawn) -> None:
+async def test_srun_waits_at_the_gate_and_runs_when_pinned(lab: Any, scheduler: SlurmScheduler, spawn: Spawn) -> None:
     process = await asyncio.create_subprocess_exec(
         *("srun", "-J", "gated-srun", "hostname"),
         env=lab.env,
@@ -172,9 +172,7 @@ async def test_srun_waits_at_the_gate_and_goes_on(lab: Any, scheduler: SlurmSche
     assert (process.returncode, out.decode()) == (0, f"{guest.name}\n")
 
 
-async def test_a_gang_gets_its_nodes_by_one_feature_and_srun_reaches_them_all(
-    lab: Any, scheduler: SlurmScheduler, spawn: Spawn
-) -> None:
+async def test_a_job_of_two_nodes_is_pinned_by_one_feature(lab: Any, scheduler: SlurmScheduler, spawn: Spawn) -> None:
     job_id = lab.sbatch("srun hostname | sort", "-N2", "-n2", "-o", "gang.txt")
     job = await job_of(scheduler, job_id)
     assert job.request is not None
@@ -186,7 +184,7 @@ async def test_a_gang_gets_its_nodes_by_one_feature_and_srun_reaches_them_all(
     await output(lab.user.home / "gang.txt", "".join(f"{name}\n" for name in sorted(ended.nodes)))
 
 
-async def test_a_node_that_fails_sends_its_job_back_and_it_starts_again_at_once(
+async def test_the_job_of_a_failed_node_is_requeued_and_starts_at_once_when_pinned(
     lab: Any, scheduler: SlurmScheduler, spawn: Spawn
 ) -> None:
     job_id = lab.sbatch("sleep 100")
@@ -235,7 +233,7 @@ async def test_requeue_stops_a_run_and_puts_the_job_back_at_the_gate(
     assert (await became(scheduler, job_id, JobState.RUNNING)).ref == back.ref
 
 
-async def test_a_job_that_is_cancelled_held_or_dependent(lab: Any, scheduler: SlurmScheduler) -> None:
+async def test_a_job_that_is_cancelled_held_or_dependent_is_not_pinned(lab: Any, scheduler: SlurmScheduler) -> None:
     held = lab.sbatch("true", "--hold")
     dependent = lab.sbatch("true", f"--dependency=afterok:{held}")
     later = lab.sbatch("true", "--begin=now+1000")
@@ -259,7 +257,7 @@ async def test_a_job_that_is_cancelled_held_or_dependent(lab: Any, scheduler: Sl
             await call
 
 
-async def test_revoke_cancels_and_says_why(lab: Any, scheduler: SlurmScheduler) -> None:
+async def test_a_revoked_job_is_cancelled_with_a_reason(lab: Any, scheduler: SlurmScheduler) -> None:
     job_id = lab.sbatch("true")
     job = await job_of(scheduler, job_id)
     await scheduler.explain(job.ref, 'waits for "memory"\nof a host')
@@ -270,7 +268,7 @@ async def test_revoke_cancels_and_says_why(lab: Any, scheduler: SlurmScheduler) 
     assert "AdminComment=no host has 900 GiB" in lab.run("scontrol", "show", "job", job_id).stdout
 
 
-async def test_another_run_or_no_job_at_all_is_not_touched(lab: Any, scheduler: SlurmScheduler) -> None:
+async def test_another_run_of_a_job_is_not_changed(lab: Any, scheduler: SlurmScheduler) -> None:
     job = await job_of(scheduler, lab.sbatch("true"))
     wrong = (replace(job.ref, restarts=1), replace(job.ref, submitted=job.ref.submitted - 5))
     for ref, error in ((wrong[0], Stale), (wrong[1], Stale), (JobRef("99999999", 1), Gone)):
@@ -289,7 +287,7 @@ async def test_another_run_or_no_job_at_all_is_not_touched(lab: Any, scheduler: 
     await scheduler.delete_node(f"mv{SITE}-99999")
 
 
-async def test_no_answer_is_unknown_and_never_an_empty_view(lab: Any, tmp_path: Path) -> None:
+async def test_without_an_answer_of_slurmctld_the_view_is_unknown(lab: Any, tmp_path: Path) -> None:
     text = lab.where.slurm_conf.read_text().replace("SlurmctldPort=", "SlurmctldPort=1#")
     (tmp_path / "slurm.conf").write_text(text)
     settings: Settings = replace(lab.settings, slurm=replace(lab.settings.slurm, conf=tmp_path / "slurm.conf"))
@@ -299,7 +297,7 @@ async def test_no_answer_is_unknown_and_never_an_empty_view(lab: Any, tmp_path: 
             await SlurmScheduler(settings, SITE).observe()
 
 
-async def test_the_user_and_what_a_vm_is_given(lab: Any, scheduler: SlurmScheduler) -> None:
+async def test_a_bootstrap_holds_the_key_and_slurmctlds_address(lab: Any, scheduler: SlurmScheduler) -> None:
     user = await scheduler.user(lab.user.uid)
     assert (user.name, user.home, user.groups) == (lab.user.name, str(lab.user.home), ((lab.user.name, lab.user.uid),))
     with pytest.raises(Gone):
@@ -311,7 +309,7 @@ async def test_the_user_and_what_a_vm_is_given(lab: Any, scheduler: SlurmSchedul
     assert f"({lab.settings.network.gateway})" in files["/etc/slurm/slurm.conf"].content.decode()
 
 
-async def test_submission_and_end_leave_hints(lab: Any, scheduler: SlurmScheduler, spawn: Spawn) -> None:
+async def test_submission_and_end_of_a_job_leave_hints(lab: Any, scheduler: SlurmScheduler, spawn: Spawn) -> None:
     seen: set[tuple[str, str]] = set()
 
     async def listen() -> None:
@@ -456,9 +454,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("options", "sentence"), REFUSED.values(), ids=REFUSED)
-async def test_what_cannot_be_served_is_refused_at_submission(
-    lab: Any, options: tuple[str, ...], sentence: str
-) -> None:
+async def test_an_unsupported_job_is_refused_at_submission(lab: Any, options: tuple[str, ...], sentence: str) -> None:
     done = lab.run("sbatch", *options, "--wrap=true", user=lab.user, check=False)
     assert done.returncode != 0
     assert sentence in done.stderr
@@ -476,7 +472,7 @@ async def test_root_and_heterogeneous_jobs_are_refused(lab: Any) -> None:
 @pytest.mark.parametrize(
     "change", ["Partition=vmrun", "Partition=bare", "Features=mv_3", "ReqNodeList=mvgate1", "NumNodes=99"]
 )
-async def test_users_cannot_move_their_jobs(lab: Any, scheduler: SlurmScheduler, change: str) -> None:
+async def test_users_cannot_change_what_multiverse_sets(lab: Any, scheduler: SlurmScheduler, change: str) -> None:
     job_id = lab.sbatch("true")
     assert lab.run("scontrol", "update", f"JobId={job_id}", change, user=lab.user, check=False).returncode != 0
     assert lab.run("scontrol", "update", f"JobId={job_id}", "Nice=7", user=lab.user, check=False).returncode == 0
@@ -499,9 +495,7 @@ def breaks(lab: Any) -> Iterator[Callable[[str], None]]:
 
 
 @pytest.mark.parametrize("harm", ["empty", "syntax", "rule"])
-def test_where_our_script_is_broken_our_partitions_are_closed_and_no_others(
-    lab: Any, breaks: Callable[[str], None], harm: str
-) -> None:
+def test_a_broken_script_closes_multiverses_partitions_only(lab: Any, breaks: Callable[[str], None], harm: str) -> None:
     waiting = lab.sbatch("true", "--hold")
     rule = "local function unsupported_option(job)"
     whole = (lab.where.etc / "multiverse.lua").read_text()
@@ -524,7 +518,7 @@ def test_where_our_script_is_broken_our_partitions_are_closed_and_no_others(
     assert elsewhere() == before
 
 
-async def test_errors_are_ours(lab: Any) -> None:
+async def test_a_missing_command_is_an_error_of_the_model(lab: Any) -> None:
     settings = replace(lab.settings, slurm=replace(lab.settings.slurm, bin_dir=Path("/nonexistent")))
     with pytest.raises(MultiverseError):
         await SlurmScheduler(settings, SITE).observe()

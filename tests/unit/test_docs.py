@@ -25,9 +25,9 @@ def test_the_table_of_options_is_drawn_from_the_rows_that_are_proved() -> None:
 def test_each_row_of_the_table_of_options_is_proved() -> None:
     tests = set(re.findall(r"def (test_\w+)", (ROOT / "tests/integration/test_options.py").read_text()))
     for row in (row for group in GROUPS for row in group.rows):
-        assert bool(row.test) + bool(row.attempt) + bool(row.job) == 1, row.names
+        assert bool(row.test) + bool(row.command) + bool(row.job) == 1, row.names
         assert not row.test or row.test in tests, row.names
-        assert not row.job or (row.job in JOBS and row.sees), row.names
+        assert not row.job or (row.job in JOBS and row.output_lines), row.names
 
 
 def test_links_between_pages_lead_somewhere() -> None:

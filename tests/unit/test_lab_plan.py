@@ -45,7 +45,7 @@ def short() -> Iterator[Path]:
     shutil.rmtree(made)
 
 
-def test_where_a_lab_may_lie(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_directory_of_a_lab_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MULTIVERSE_LAB", "/srv/lab")
     assert layout(None).root == Path("/srv/lab")
     assert layout(Path("/srv/other")).root == Path("/srv/other")
@@ -55,7 +55,7 @@ def test_where_a_lab_may_lie(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
             layout(Path(wrong))
 
 
-def test_settings_are_read_from_words() -> None:
+def test_settings_are_read_from_the_command_line() -> None:
     words = ["host.overcommit=2.5", "image.kind=full", "host.floor=2048", "qemu.uids=[0, 0]"]
     assert chosen(words) == {
         "host": {"overcommit": 2.5, "floor": 2048}, "image": {"kind": "full"}, "qemu": {"uids": [0, 0]},
@@ -65,7 +65,7 @@ def test_settings_are_read_from_words() -> None:
             chosen([wrong])
 
 
-def test_the_controllers_settings_are_kept_until_others_are_wished(short: Path) -> None:
+def test_the_controllers_settings_are_kept_until_new_ones_are_given(short: Path) -> None:
     where = layout(short)
     where.make()
     before = asdict(PLAN)
@@ -84,7 +84,7 @@ def test_the_controllers_settings_are_kept_until_others_are_wished(short: Path) 
         configure.configure(where, plan.decide(where, LabOptions(settings={"host": {"overcomit": 2}})))
 
 
-def test_a_plan_is_made_once_and_kept(short: Path) -> None:
+def test_a_plan_is_chosen_once_and_kept(short: Path) -> None:
     where = layout(short)
     where.state.write_text(json.dumps(asdict(PLAN)))
     kept = plan.decide(where, LabOptions())
@@ -120,11 +120,11 @@ def test_two_new_labs_do_not_collide(short: Path) -> None:
         ("/srv/a b", False),
     ],
 )
-def test_what_guests_may_mount(path: str, fine: bool) -> None:
+def test_system_directories_cannot_be_mounted(path: str, fine: bool) -> None:
     assert plan.sharable(Path(path)) is fine
 
 
-def test_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directories_for_guests_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert tmp_path in plan.shares(())
     monkeypatch.chdir("/")
@@ -141,7 +141,7 @@ def test_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("text", "size"), [("16G", 16384), ("512M", 512), ("100", 100), ("1T", 1048576), ("2GiB", 2048)]
 )
-def test_sizes(text: str, size: int) -> None:
+def test_sizes_are_read_with_their_units(text: str, size: int) -> None:
     assert mebibytes(text) == size
     with pytest.raises(Refused):
         mebibytes(f"{text}x")
@@ -197,7 +197,7 @@ def _me() -> str:
     return pwd.getpwuid(os.geteuid()).pw_name
 
 
-async def test_a_process_is_known_by_its_record_and_ended(tmp_path: Path) -> None:
+async def test_a_recorded_process_is_identified_and_stopped(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("sets its user")
     record, log = tmp_path / "record.json", tmp_path / "log"
@@ -219,7 +219,7 @@ async def test_a_process_is_known_by_its_record_and_ended(tmp_path: Path) -> Non
     started.wait()
 
 
-async def test_a_stubborn_process_is_killed(tmp_path: Path) -> None:
+async def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("sets its user")
     record, log = tmp_path / "record.json", tmp_path / "log"
@@ -235,7 +235,7 @@ async def test_a_stubborn_process_is_killed(tmp_path: Path) -> None:
     started.wait()
 
 
-async def test_what_does_not_come_up_says_its_last_word(tmp_path: Path) -> None:
+async def test_a_failed_start_is_reported_with_the_last_line_of_the_log(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("sets its user")
     log = tmp_path / "log"

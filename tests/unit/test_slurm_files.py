@@ -44,7 +44,7 @@ Include more.conf
 """
 
 
-def test_a_guests_slurm_conf() -> None:
+def test_a_guests_slurm_conf_is_derived_from_the_sites() -> None:
     made = conf.for_guest(SITE_CONF, "10.1.0.1")
     keys = {key.lower(): value for key, value in conf.settings(made)}
     assert keys["clustername"] == "prod"
@@ -59,7 +59,7 @@ def test_a_guests_slurm_conf() -> None:
     assert "/site" not in made
 
 
-def test_values_of_slurm_conf() -> None:
+def test_values_are_read_from_slurm_conf() -> None:
     assert conf.memory_per_cpu(SITE_CONF, 7) == 2048
     assert conf.memory_per_cpu("", 7) == 7
     assert conf.included(SITE_CONF) == ["more.conf"]
@@ -93,7 +93,7 @@ VM = Vm(
 )
 
 
-def test_what_a_site_has_configured_in_vain_is_named() -> None:
+def test_settings_without_effect_on_vms_are_reported() -> None:
     assert conf.unsupported(SITE_CONF) == conf.unsupported("PreemptType=preempt/none\n") == []
     (preemption,) = conf.unsupported("preempttype=preempt/qos\n")
     assert preemption.name == "preemption" and "preempt/qos" in preemption.message and "restart" in preemption.remedy
@@ -103,7 +103,7 @@ def test_what_a_site_has_configured_in_vain_is_named() -> None:
     assert federation.name == "federation" and "--clusters" in federation.remedy
 
 
-def test_membership_of_a_pooled_vm(site: Settings, tmp_path: Path) -> None:
+def test_a_spare_is_given_files_daemons_and_features(site: Settings, tmp_path: Path) -> None:
     given = bootstrap.bootstrap(site, node_spec(VM, None))
     files = {file.path: file for file in given.files}
     assert b"KillWait=7" in files["/etc/slurm/slurm.conf"].content
@@ -121,7 +121,7 @@ def test_membership_of_a_pooled_vm(site: Settings, tmp_path: Path) -> None:
     assert b"head(10.9.9.9)" in files["/etc/slurm/slurm.conf"].content
 
 
-def test_a_job_that_took_a_spare_waits_there_for_its_user_and_no_other_does(site: Settings, tmp_path: Path) -> None:
+def test_only_a_spare_makes_its_job_wait_for_the_user(site: Settings, tmp_path: Path) -> None:
     files = {file.path: file for file in bootstrap.bootstrap(site, node_spec(VM, None)).files}
     assert b"\nProlog=/etc/slurm/multiverse-prolog\n" in files["/etc/slurm/slurm.conf"].content
     assert (files["/etc/slurm/multiverse-prolog"].mode, agent.INTRODUCED) == (0o755, INTRODUCED)
@@ -139,7 +139,7 @@ def test_a_job_that_took_a_spare_waits_there_for_its_user_and_no_other_does(site
     assert "/etc/slurm/multiverse-prolog" not in files and b"Prolog=" not in files["/etc/slurm/slurm.conf"].content
 
 
-def test_with_a_slurm_conf_of_the_sites_own_in_guests_no_job_would_wait(site: Settings, tmp_path: Path) -> None:
+def test_a_node_with_the_sites_own_slurm_conf_is_not_offered(site: Settings, tmp_path: Path) -> None:
     assert bootstrap.may_be_offered(site, node_spec(VM, None))
     own = replace(site, slurm=replace(site.slurm, guest_conf=tmp_path / "guest"))
     (tmp_path / "guest").mkdir()
@@ -158,14 +158,14 @@ def test_with_a_slurm_conf_of_the_sites_own_in_guests_no_job_would_wait(site: Se
         ("LaunchParameters=Disable_Send_Gids,slurmstepd_memlock", False),
     ],
 )
-def test_nor_is_a_spare_offered_where_slurm_would_change_the_job_or_ask_for_its_user(
+def test_a_node_is_not_offered_if_slurm_would_change_the_job_or_look_up_its_user(
     site: Settings, line: str, may: bool
 ) -> None:
     site.slurm.conf.write_text(SITE_CONF + line + "\n")
     assert bootstrap.may_be_offered(site, node_spec(VM, None)) == may
 
 
-def test_membership_without_a_key_is_broken(site: Settings) -> None:
+def test_bootstrap_without_a_munge_key_is_broken(site: Settings) -> None:
     site.slurm.munge_key.unlink()
     with pytest.raises(Broken, match="munge_key"):
         bootstrap.bootstrap(site, node_spec(VM, None))
@@ -187,11 +187,11 @@ def test_membership_without_a_key_is_broken(site: Settings) -> None:
         ("", Refused),
     ],
 )
-def test_complaints(complaint: str, error: type[MultiverseError]) -> None:
+def test_each_message_of_slurm_means_an_error(complaint: str, error: type[MultiverseError]) -> None:
     assert type(meaning("scontrol", complaint)) is error
 
 
-def test_columns_cannot_be_forged_by_a_jobs_own_words() -> None:
+def test_columns_are_read_by_their_width() -> None:
     row = _cells(
         f"{'5_1':<40}{'PENDING':<16}{'vm':<256}{'a&mvgate':<2048}{'1':<12}{'1000':<24}{'N/A':<24}{'4':<24}{'None':<512}"
     )
@@ -236,7 +236,7 @@ def _appears(path: Path) -> None:
         time.sleep(0.01)
 
 
-async def test_hints_come_are_consumed_and_survive_the_directory(tmp_path: Path) -> None:
+async def test_hints_are_consumed_also_after_the_directory_was_removed(tmp_path: Path) -> None:
     inbox = tmp_path / "inbox"
     inbox.mkdir()
     (inbox / "submit").touch()

@@ -23,7 +23,7 @@ BOB = ADA | {"association_id": 6, "user_id": 61802, "qos": "tight"}
 OF_ACCOUNT = {"AssocGrpCpuLimit: account physics": 1, "AssocGrpMemLimit: account physics": 1536}
 
 
-def test_what_is_left_is_the_limit_less_what_runs() -> None:
+def test_a_limit_allows_what_does_not_run_yet() -> None:
     assert AccountingLimits((), ASSOC_MGR, LICENSES).left == {
         "AssocGrpCpuLimit: account physics": 5 - 2,
         "AssocGrpMemLimit: account physics": 4096 - 200,
@@ -36,7 +36,7 @@ def test_what_is_left_is_the_limit_less_what_runs() -> None:
     }
 
 
-def test_a_job_takes_of_its_own_limits_and_those_above() -> None:
+def test_a_job_uses_its_own_limits_and_those_of_parent_accounts() -> None:
     limits = AccountingLimits((), ASSOC_MGR)
     own = {"AssocMaxJobsLimit: user ada in account physics": 1, "AssocGrpCpuLimit: user ada in account physics": 1}
     assert dict(limits.uses(ADA)) == OF_ACCOUNT | own
@@ -48,7 +48,7 @@ def test_a_job_takes_of_its_own_limits_and_those_above() -> None:
     assert dict(limits.uses(BOB)) == OF_ACCOUNT | tight
 
 
-def test_what_a_qos_limits_its_associations_do_not() -> None:
+def test_a_limit_of_the_qos_replaces_that_of_the_association() -> None:
     """Ada's MaxJobs gives way to the QOS' MaxJobsPerUser, her GrpTRES and the account's to its GrpTRES."""
     shown = ASSOC_MGR.replace("      61802\n", "      ada(61801)\n").replace(
         "QOS=tight(2)", "QOS=tight(2) GrpTRES=cpu=9(0)"
@@ -61,7 +61,7 @@ def test_what_a_qos_limits_its_associations_do_not() -> None:
     }
 
 
-def test_where_no_limit_is_shown_a_job_takes_nothing() -> None:
+def test_a_job_without_limits_uses_none() -> None:
     assert AccountingLimits().uses(ADA | {"licenses": "matlab", "array_max_tasks": 0}) == ()
     assert AccountingLimits((), ASSOC_MGR).uses(ADA | {"association_id": 99, "qos": "unheard-of"}) == ()
 
@@ -75,13 +75,13 @@ def test_where_no_limit_is_shown_a_job_takes_nothing() -> None:
         ("matlab|fluent", {}),
     ],
 )
-def test_licences(text: str, asked: dict[str, int]) -> None:
+def test_requested_licences_are_counted(text: str, asked: dict[str, int]) -> None:
     assert licences({"licenses": text}) == asked
     known = {f"Licenses: {name}": count for name, count in asked.items() if name == "matlab"}
     assert dict(AccountingLimits((), "", LICENSES).uses({"licenses": text})) == known
 
 
-def test_an_array_runs_so_many_tasks() -> None:
+def test_the_limit_of_an_array_is_counted() -> None:
     records = [
         {"array_job_id": 7, "array_max_tasks": 3, "job_state": state}
         for state in ("PENDING", "RUNNING", "SUSPENDED", "COMPLETED")
@@ -99,5 +99,5 @@ def test_an_array_runs_so_many_tasks() -> None:
         ("accountingstorageenforce=safe", True),
     ],
 )
-def test_whether_limits_are_kept(line: str, kept: bool) -> None:
+def test_enforcement_of_limits_is_read_from_slurm_conf(line: str, kept: bool) -> None:
     assert conf.limits_are_kept(f"ClusterName=x\n{line}\n") is kept
