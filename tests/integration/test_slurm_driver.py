@@ -1,4 +1,4 @@
-"""The scheduler's port on a real slurmctld; nodes are slurmds in network namespaces (see fake_guest)."""
+"""The Slurm driver with a real slurmctld. Nodes are slurmds in network namespaces (see fake_guest)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ import pytest
 from multiverse.config import Settings
 from multiverse.core.errors import Gone, MultiverseError, Refused, Stale, Unknown
 from multiverse.core.model import CloneKind, Job, JobRef, JobState, NodeState, SchedulerView, Size
-from multiverse.core.pool import node_spec
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.drivers.slurm.inbox import hints
-from tests.integration.fake_guest import SITE, FakeGuest, attempt, vm
+from tests.integration.fake_guest import SITE, FakeGuest, node_spec
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_controller")]
 
@@ -33,7 +32,7 @@ def scheduler(lab: Any) -> SlurmScheduler:
 
 @pytest.fixture(autouse=True)
 async def clean(lab: Any) -> AsyncIterator[None]:
-    """No job outlives its test."""
+    """Cancel all jobs after each test."""
     yield
     lab.run("scancel", "--partition=vm", check=False)
     lab.run("scancel", "--partition=vmrun", check=False)
@@ -44,21 +43,24 @@ Spawn = Callable[..., Awaitable[FakeGuest]]
 
 @pytest.fixture
 async def spawn(lab: Any, scheduler: SlurmScheduler) -> AsyncIterator[Spawn]:
-    """Make a node for a job, joined: `await spawn(job, 7)` has the feature mv_7."""
+    """Create a node for a job: `await spawn(job, 7)` returns when a node with the feature mv_7 is idle."""
     guests: list[FakeGuest] = []
 
     async def make(job: Job, number: int, peers: int = 1) -> FakeGuest:
         assert job.request is not None
         network = ipaddress.IPv4Network(lab.settings.network.subnet)
-        told = Size(job.request.size.cpus, job.request.size.memory + 20)
+        size = Size(job.request.size.cpus, job.request.size.memory + 20)
         serials = [next(_serials) for _ in range(peers)]
-        machines = [vm(n, f"{network[512 + n]}/{network.prefixlen}", told) for n in serials]
-        known = tuple((m.name, m.address.partition("/")[0]) for m in machines)
-        for machine in machines:
-            guest = FakeGuest(lab.settings, machine, lab.where.root.parent / "fake")
+        addresses = [f"{network[512 + serial]}/{network.prefixlen}" for serial in serials]
+        nodes = [
+            node_spec(serial, address, size, job.request.features, f"mv_{number}")
+            for serial, address in zip(serials, addresses, strict=True)
+        ]
+        known = tuple((node.name, node.address.partition("/")[0]) for node in nodes)
+        for node in nodes:
+            guest = FakeGuest(lab.settings, node.name, node.address, lab.where.root.parent / "fake")
             guests.append(guest)
-            bootstrap = await scheduler.bootstrap(node_spec(machine, attempt(number, job.ref, job.request)))
-            await guest.start(bootstrap, known)
+            await guest.start(await scheduler.bootstrap(node), known)
             await reached(scheduler, lambda view, name=guest.name: _idle(view, name))
         return guests[-1]
 
@@ -106,9 +108,7 @@ async def output(path: Path, text: str) -> None:
         await asyncio.sleep(0.05)
 
 
-async def test_a_job_waits_at_the_gate_runs_when_pinned_and_ends(
-    lab: Any, scheduler: SlurmScheduler, spawn: Spawn
-) -> None:
+async def test_a_job_waits_at_the_gate_and_runs_when_pinned(lab: Any, scheduler: SlurmScheduler, spawn: Spawn) -> None:
     job_id = lab.sbatch("hostname; id -un; exit 3", "-C", "slim&instant", "--mem=100", "-o", "out.txt")
     waiting = await job_of(scheduler, job_id)
     assert (waiting.state, waiting.gated, waiting.eligible, waiting.held) == (JobState.PENDING, True, True, False)
@@ -119,9 +119,9 @@ async def test_a_job_waits_at_the_gate_runs_when_pinned_and_ends(
 
     guest = await spawn(waiting, 7)
     assert (await scheduler.observe()).nodes[guest.name].features == ("vm", "slim", "instant", "mv_7")
-    assert (await job_of(scheduler, job_id)).state is JobState.PENDING  # a node alone does not start it
+    assert (await job_of(scheduler, job_id)).state is JobState.PENDING  # the node alone does not start the job
     await scheduler.pin(waiting.ref, "mv_7", ())
-    await scheduler.pin(waiting.ref, "mv_7", ())  # twice is as good as once
+    await scheduler.pin(waiting.ref, "mv_7", ())  # the second call changes nothing
     ended = await became(scheduler, job_id, JobState.ENDED)
     assert (ended.result, ended.exit_code, ended.nodes) == ("FAILED", 3, (guest.name,))
     await output(lab.user.home / "out.txt", f"{guest.name}\n{lab.user.name}\n")
@@ -222,7 +222,7 @@ async def test_requeue_stops_a_run_and_puts_the_job_back_at_the_gate(
     await became(scheduler, job_id, JobState.RUNNING)
     await scheduler.requeue(job.ref)
     ending = await job_of(scheduler, job_id)
-    if ending.state is JobState.COMPLETING:  # what completes is still the run that was stopped
+    if ending.state is JobState.COMPLETING:  # the run that was stopped is still completing
         assert ending.ref == job.ref
         await scheduler.requeue(job.ref)
     back = await became(scheduler, job_id, JobState.PENDING)
@@ -244,7 +244,7 @@ async def test_a_job_that_is_cancelled_held_or_dependent_is_not_pinned(lab: Any,
     with pytest.raises(Stale):
         await scheduler.pin(view.jobs[held].ref, "mv_1", ())
     await scheduler.unpin(view.jobs[held].ref)
-    assert (await job_of(scheduler, held)).held  # the user's hold is his own
+    assert (await job_of(scheduler, held)).held  # only the user may release it
     lab.run("scancel", held, user=lab.user)
     cancelled = await became(scheduler, held, JobState.ENDED)
     assert cancelled.result == "CANCELLED"
@@ -302,7 +302,7 @@ async def test_a_bootstrap_holds_the_key_and_slurmctlds_address(lab: Any, schedu
     assert (user.name, user.home, user.groups) == (lab.user.name, str(lab.user.home), ((lab.user.name, lab.user.uid),))
     with pytest.raises(Gone):
         await scheduler.user(61999)
-    bootstrap = await scheduler.bootstrap(node_spec(vm(1, "10.0.0.9/16", Size(1, 200)), None))
+    bootstrap = await scheduler.bootstrap(node_spec(1, "10.0.0.9/16", Size(1, 200), (), "mv_1"))
     files = {file.path: file for file in bootstrap.files}
     key = files["/etc/munge/munge.key"]
     assert (key.mode, key.owner, key.content) == (0o400, "munge", lab.where.munge_key.read_bytes())
@@ -481,13 +481,13 @@ async def test_users_cannot_change_what_multiverse_sets(lab: Any, scheduler: Slu
 
 @pytest.fixture
 def breaks(lab: Any) -> Iterator[Callable[[str], None]]:
-    """Gives our script other words, which slurmctld reads at its next job; what it said before comes back."""
+    """Replace multiverse.lua until the test ends. slurmctld reads the new script at the next submission."""
     ours, loader = lab.where.etc / "multiverse.lua", lab.where.etc / "job_submit.lua"
     before = ours.read_text()
 
     def write(text: str) -> None:
         ours.write_text(text)
-        later = loader.stat().st_mtime + 2  # slurmctld asks for the loader's time alone, in seconds
+        later = loader.stat().st_mtime + 2  # slurmctld checks only the loader's time, in whole seconds
         os.utime(loader, (later, later))
 
     yield write
@@ -502,7 +502,7 @@ def test_a_broken_script_closes_multiverses_partitions_only(lab: Any, breaks: Ca
     assert rule in whole
 
     def elsewhere() -> tuple[int, str]:
-        """What Slurm itself says there: the partition has no node now, which is all that it complains about."""
+        """Slurm's answer in another partition, which has no node at this time."""
         other = lab.run("sbatch", "-p", "bare", "--hold", "--wrap=true", user=lab.user, check=False)
         return other.returncode, other.stderr
 
@@ -514,7 +514,7 @@ def test_a_broken_script_closes_multiverses_partitions_only(lab: Any, breaks: Ca
         assert refused.returncode != 0 and "Multiverse could not check this job" in refused.stderr
     change = ("scontrol", "update", f"JobId={waiting}", "Nice=7")
     assert lab.run(*change, user=lab.user, check=False).returncode != 0
-    lab.run(*change)  # the controller's own go on
+    lab.run(*change)  # the controller may still change jobs
     assert elsewhere() == before
 
 

@@ -1,4 +1,4 @@
-"""Configuration that is derived and rendered, and the inbox."""
+"""The configuration of guests, the files that a site installs, and the inbox."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ import pytest
 
 from multiverse.config import Settings, SlurmSettings
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Stale, Unknown
-from multiverse.core.model import AttemptState, CloneKind, Size, Vm, VmState
-from multiverse.core.pool import node_spec
+from multiverse.core.model import NodeSpec, Size
 from multiverse.drivers.slurm import bootstrap, conf, install
 from multiverse.drivers.slurm.command import meaning
 from multiverse.drivers.slurm.inbox import Hint, hints, take
 from multiverse.drivers.slurm.reread import _cells
 from multiverse.guest import agent
 from multiverse.guest.protocol import INTRODUCED
-from tests.unit import rows as hand
 from tests.unit.slurm_lua import rendered
 
 SITE_CONF = """\
@@ -54,8 +52,8 @@ def test_a_guests_slurm_conf_is_derived_from_the_sites() -> None:
     assert (keys["proctracktype"], keys["taskplugin"]) == ("proctrack/linuxproc", "task/affinity")
     assert keys["prologflags"] == "Alloc,Contain"
     assert "PrologFlags=DeferBatch,Contain\n" in conf.for_guest("PrologFlags=DeferBatch,X11\n", "10.1.0.1")
-    for gone in ("prolog", "nodename", "partitionname", "include"):
-        assert gone not in keys
+    for dropped in ("prolog", "nodename", "partitionname", "include"):
+        assert dropped not in keys
     assert "/site" not in made
 
 
@@ -77,19 +75,14 @@ def site(tmp_path: Path) -> Settings:
     return Settings(slurm=slurm)
 
 
-VM = Vm(
-    id=1,
-    version=0,
-    state=VmState.STARTING,
-    since=0.0,
+SPARE = NodeSpec(
     name="mvab12c-1",
-    host="localhost",
-    image="slim",
-    kind=CloneKind.INSTANT,
-    size=Size(2, 384),
-    told=Size(2, 300),
-    mac="02:00:00:00:00:02",
     address="10.1.2.3/16",
+    size=Size(2, 300),
+    features=("slim", "instant", "auto", "mv_v1"),
+    tag="mv_v1",
+    image="slim",
+    spare=True,
 )
 
 
@@ -104,25 +97,25 @@ def test_settings_without_effect_on_vms_are_reported() -> None:
 
 
 def test_a_spare_is_given_files_daemons_and_features(site: Settings, tmp_path: Path) -> None:
-    given = bootstrap.bootstrap(site, node_spec(VM, None))
+    given = bootstrap.bootstrap(site, SPARE)
     files = {file.path: file for file in given.files}
     assert b"KillWait=7" in files["/etc/slurm/slurm.conf"].content
     assert b"head(10.213.0.1)" in files["/etc/slurm/slurm.conf"].content
     munged, slurmd = given.daemons
     assert (munged.user, munged.ready_path) == ("munge", "/run/munge/munge.socket.2")
     assert slurmd.argv[-1].startswith("CPUs=2 ")
-    assert slurmd.argv[-1].endswith(f" RealMemory=300 TmpDisk=0 Feature=vm,{VM.image},instant,auto,mv_v{VM.id}")
+    assert slurmd.argv[-1].endswith(" RealMemory=300 TmpDisk=0 Feature=vm,slim,instant,auto,mv_v1")
     guest_conf = tmp_path / "guest"
     guest_conf.mkdir()
     (guest_conf / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
     own = replace(site, slurm=replace(site.slurm, guest_conf=guest_conf, controller_address="10.9.9.9"))
-    files = {file.path: file for file in bootstrap.bootstrap(own, node_spec(VM, None)).files}
+    files = {file.path: file for file in bootstrap.bootstrap(own, SPARE).files}
     assert files["/etc/slurm/cgroup.conf"].content == b"CgroupPlugin=disabled\n"
     assert b"head(10.9.9.9)" in files["/etc/slurm/slurm.conf"].content
 
 
 def test_only_a_spare_makes_its_job_wait_for_the_user(site: Settings, tmp_path: Path) -> None:
-    files = {file.path: file for file in bootstrap.bootstrap(site, node_spec(VM, None)).files}
+    files = {file.path: file for file in bootstrap.bootstrap(site, SPARE).files}
     assert b"\nProlog=/etc/slurm/multiverse-prolog\n" in files["/etc/slurm/slurm.conf"].content
     assert (files["/etc/slurm/multiverse-prolog"].mode, agent.INTRODUCED) == (0o755, INTRODUCED)
     pipe = tmp_path / "pipe"
@@ -134,18 +127,18 @@ def test_only_a_spare_makes_its_job_wait_for_the_user(site: Settings, tmp_path: 
         os.write(descriptor, b"\n" * agent.MOST_WAIT)
         assert job.wait(10.0) == 0
     os.close(descriptor)
-    attempt = hand.attempt(AttemptState.SPAWNING)
-    files = {file.path: file for file in bootstrap.bootstrap(site, node_spec(VM, attempt)).files}
+    of_a_job = replace(SPARE, spare=False)
+    files = {file.path: file for file in bootstrap.bootstrap(site, of_a_job).files}
     assert "/etc/slurm/multiverse-prolog" not in files and b"Prolog=" not in files["/etc/slurm/slurm.conf"].content
 
 
 def test_a_node_with_the_sites_own_slurm_conf_is_not_offered(site: Settings, tmp_path: Path) -> None:
-    assert bootstrap.may_be_offered(site, node_spec(VM, None))
+    assert bootstrap.may_be_offered(site, SPARE)
     own = replace(site, slurm=replace(site.slurm, guest_conf=tmp_path / "guest"))
     (tmp_path / "guest").mkdir()
-    assert bootstrap.may_be_offered(own, node_spec(VM, None))
+    assert bootstrap.may_be_offered(own, SPARE)
     (tmp_path / "guest" / "slurm.conf").write_text("ClusterName=own\n")
-    assert not bootstrap.may_be_offered(own, node_spec(VM, None))
+    assert not bootstrap.may_be_offered(own, SPARE)
 
 
 @pytest.mark.parametrize(
@@ -162,17 +155,17 @@ def test_a_node_is_not_offered_if_slurm_would_change_the_job_or_look_up_its_user
     site: Settings, line: str, may: bool
 ) -> None:
     site.slurm.conf.write_text(SITE_CONF + line + "\n")
-    assert bootstrap.may_be_offered(site, node_spec(VM, None)) == may
+    assert bootstrap.may_be_offered(site, SPARE) == may
 
 
 def test_bootstrap_without_a_munge_key_is_broken(site: Settings) -> None:
     site.slurm.munge_key.unlink()
     with pytest.raises(Broken, match="munge_key"):
-        bootstrap.bootstrap(site, node_spec(VM, None))
+        bootstrap.bootstrap(site, SPARE)
 
 
 @pytest.mark.parametrize(
-    ("complaint", "error"),
+    ("output", "error"),
     [
         ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", Unknown),
         ("slurm_update error: Socket timed out on send/recv operation", Unknown),
@@ -187,8 +180,8 @@ def test_bootstrap_without_a_munge_key_is_broken(site: Settings) -> None:
         ("", Refused),
     ],
 )
-def test_each_message_of_slurm_means_an_error(complaint: str, error: type[MultiverseError]) -> None:
-    assert type(meaning("scontrol", complaint)) is error
+def test_each_message_of_slurm_means_an_error(output: str, error: type[MultiverseError]) -> None:
+    assert type(meaning("scontrol", output)) is error
 
 
 def test_columns_are_read_by_their_width() -> None:
@@ -198,7 +191,7 @@ def test_columns_are_read_by_their_width() -> None:
     assert (row["JobArrayID"], row["Feature"], row["RestartCnt"]) == ("5_1", "a&mvgate", "1")
 
 
-# --- what a site installs --------------------------------------------------------------------------
+# --- files that a site installs --------------------------------------------------------------------
 
 
 def test_the_gate_is_larger_than_any_host(site: Settings) -> None:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from multiverse.core.errors import Exhausted, Unknown
-from multiverse.core.model import Depth, Vm, VmState
-from multiverse.core.pool import node_spec
+from multiverse.core.model import NodeSpec, Size
 from multiverse.drivers.slurm import offers as files
 from multiverse.drivers.slurm.offers import OfferFiles
-from tests.unit import rows as hand
 
-SPARE = hand.vm(VmState.JOINED, id=12, pool=Depth.JOINED)
-NODE = SPARE.name
+NODE = "mvtest0-12"
 LINE = f"{NODE} mv_v12 slim 1 0 1 100 0\n"
 
 
@@ -41,8 +37,10 @@ def offers(inbox: Path) -> OfferFiles:
     return OfferFiles(inbox, "test0", 10.0)
 
 
-def offer(one: OfferFiles, vm: Vm = SPARE) -> None:
-    one.offer(node_spec(vm, None), any_image=True, any_kind=False)
+def offer(one: OfferFiles, name: str = NODE) -> None:
+    tag = f"mv_v{name.rpartition('-')[2]}"
+    node = NodeSpec(name, "10.0.0.1/16", Size(1, 100), ("slim", "instant", "auto", tag), tag, "slim", spare=True)
+    one.offer(node, any_image=True, any_kind=False)
 
 
 def listed(inbox: Path) -> list[str]:
@@ -75,10 +73,10 @@ def test_a_withdrawn_node_is_not_offered_again(inbox: Path) -> None:
     one.withdraw(NODE)
     offer(one)
     assert one.observe() == {}
-    other = replace(SPARE, id=13, name="mvtest0-13")
+    other = "mvtest0-13"
     offer(one, other)
-    one.withdraw(other.name)
-    one.withdraw(other.name)
+    one.withdraw(other)
+    one.withdraw(other)
     assert one.observe() == {}
 
 
@@ -121,7 +119,7 @@ def test_a_new_daemon_lists_a_node_again_once_it_offers_it(inbox: Path) -> None:
 
 
 def test_nodes_of_another_site_are_ignored(inbox: Path) -> None:
-    offer(OfferFiles(inbox, "other", 10.0), replace(SPARE, name="mvother-12"))
+    offer(OfferFiles(inbox, "other", 10.0), "mvother-12")
     one = offers(inbox)
     assert one.observe() == {}
     offer(one)
@@ -138,7 +136,7 @@ def test_offering_without_an_inbox_is_an_error(tmp_path: Path) -> None:
     assert caught.value.hint
     with pytest.raises(Exhausted):
         one.withdraw(NODE)
-    one.withdraw_if_possible(NODE)  # what becomes of nodes on their way out does not hang on it
+    one.withdraw_if_possible(NODE)  # so that a node can always be set down or deleted
     one.forget(NODE)
     one.renew([NODE])
     one.close()
@@ -150,34 +148,34 @@ def test_an_unreadable_directory_is_unknown_and_not_empty(inbox: Path) -> None:
     one.observe()
     (inbox / "spares").rename(inbox / "away")
     (inbox / "spares").touch()
-    assert one.observe() == {NODE: False}, "as it was seen last"
+    assert one.observe() == {NODE: False}, "the previous answer"
     with pytest.raises(Unknown):
         offers(inbox).observe()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="root would follow no link of another's")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_no_symbolic_link_of_slurmctlds_user_is_followed(inbox: Path, tmp_path: Path) -> None:
     one = offers(inbox)
     offer(one)
     secret = tmp_path / "secret"
-    secret.write_text("as it was")
+    secret.write_text("unchanged")
     for name in (".list.new", "list", f"open.{NODE}"):
         (inbox / "spares" / name).unlink(missing_ok=True)
         (inbox / "spares" / name).symlink_to(secret)
     one.observe()
     one.renew([NODE])
-    offer(one, replace(SPARE, id=13, name="mvtest0-13"))
-    assert secret.read_text() == "as it was"
+    offer(one, "mvtest0-13")
+    assert secret.read_text() == "unchanged"
     (inbox / "spares").rename(inbox / "away")
     (inbox / "spares").symlink_to(tmp_path)
     with pytest.raises(Exhausted):
-        offer(one, replace(SPARE, id=14, name="mvtest0-14"))
+        offer(one, "mvtest0-14")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["inbox", "secret"]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_slurmctlds_user_may_take_offered_nodes(inbox: Path) -> None:
     os.chown(inbox, 12345, 12345)
-    (inbox / "spares").mkdir()  # by a daemon that died in between
+    (inbox / "spares").mkdir()  # left by a daemon that died before it set the owner
     offer(offers(inbox))
     assert (inbox / "spares").stat().st_uid == 12345
