@@ -1,4 +1,4 @@
-"""Real jobs in real VMs: the whole path, with nothing simulated in it."""
+"""Real jobs in real VMs on the lab, with nothing simulated."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_job_of_two_vms_runs_on_both(lab: LabUnderTest, client: Client) -> Non
 def test_a_job_cancelled_while_its_vm_is_created_leaves_nothing(lab: LabUnderTest, client: Client) -> None:
     out = lab.user.home / "never.out"
     job = lab.sbatch("echo ran", f"--output={out}")
-    until("its VM is being made", lambda: latest(client, job).get("state") in ("claimed", "spawning"))
+    until("its VM is being created", lambda: latest(client, job).get("state") in ("claimed", "spawning"))
     lab.run("scancel", job, user=lab.user)
     ended(client, job, "cancelled")
     assert accounted(lab, job)[0] == "CANCELLED" and not out.exists()
@@ -101,7 +101,7 @@ def test_clones_share_no_identity(lab: LabUnderTest, client: Client) -> None:
     told = [written(lab.user.home / f"strange-{task}.out").split() for task in range(1, 5)]
     for column in range(3):
         assert len({lines[column] for lines in told}) == 4, told
-    assert all(before - 2 <= int(lines[3]) <= time.time() + 2 for lines in told), "their clocks are right"
+    assert all(before - 2 <= int(lines[3]) <= time.time() + 2 for lines in told), "the clocks are right"
 
 
 def test_a_restarted_controller_continues(lab: LabUnderTest, client: Client, controller: Callable[[], int]) -> None:
@@ -109,13 +109,13 @@ def test_a_restarted_controller_continues(lab: LabUnderTest, client: Client, con
     running = lab.sbatch("sleep 8; echo survived", f"--output={out}")
     until("it runs", lambda: latest(client, running).get("state") == "allocated")
     making = lab.sbatch("echo made", f"--output={lab.user.home}/made.out")
-    until("the other is being made", lambda: latest(client, making).get("state") in ("claimed", "spawning"))
+    until("the other VM is being created", lambda: latest(client, making).get("state") in ("claimed", "spawning"))
     os.kill(controller(), signal.SIGKILL)
     controller()
     ended(client, running, "done")
     ended(client, making, "done")
     assert written(out) == "survived\n" and written(lab.user.home / "made.out") == "made\n"
-    assert len(client.jobs(running)) == 1, "it ran once, in one attempt"
+    assert len(client.jobs(running)) == 1, "the job ran once, in one attempt"
     nothing_left(lab, client)
 
 
@@ -129,7 +129,7 @@ def test_a_vm_that_is_killed_under_its_job_is_noticed_and_the_job_is_requeued(
     first = until("its attempt is over", lambda: (r := client.jobs(job)[0])["state"] == "requeued" and r, 60)
     assert first["reason"]
     second = until("it runs again", lambda: (r := latest(client, job)).get("state") == "allocated" and r)
-    assert second["vms"] != [vm], "in a VM that ran nothing before"
+    assert second["vms"] != [vm], "the second run has a new VM"
     lab.run("scancel", job, user=lab.user)
     ended(client, job, "done")
     nothing_left(lab, client)

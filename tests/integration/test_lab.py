@@ -1,4 +1,4 @@
-"""The lab comes up, comes back and goes away."""
+"""The lab comes up, restarts dead services, and goes down."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ asyncio.run(QemuHypervisor(settings, "dead0").build_template(template))
 
 
 def _makers(where: Layout) -> set[int]:
-    """The QEMUs that make a template of that lab."""
+    """The QEMU processes that build a template of that lab."""
     works = where.memory.glob(".slim@1x256.building-*")
     return {pid for work in works for pid, _ in process.with_part(f"mem-path={work / 'memory'}")}
 
 
 def _kill(pid: int) -> None:
-    """And see it dead."""
+    """Kill a process and wait for its end."""
     handle = os.pidfd_open(pid)
     os.kill(pid, signal.SIGKILL)
     assert select.select([handle], [], [], 10)[0]
@@ -123,7 +123,7 @@ async def test_a_second_lab_runs_beside_the_first_and_leaves_nothing(lab: Any) -
             await asyncio.sleep(0.1)
         builder.kill()
         builder.wait()
-        assert _makers(where) == built, "the template's QEMU outlives who began it"
+        assert _makers(where) == built, "the template's QEMU outlives the process that started it"
         await lifecycle.down(where)
         await lifecycle.down(where)
         assert not any(Path(f"/proc/{pid}/exe").exists() for pid in built)

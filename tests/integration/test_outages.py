@@ -1,4 +1,4 @@
-"""What a job's VM depends on goes away for a while: jobs wait or go on, and end well when it is back."""
+"""Outages of what a VM depends on: jobs wait or go on, and end correctly after the outage."""
 
 from __future__ import annotations
 
@@ -44,9 +44,12 @@ def test_a_job_survives_the_death_of_a_service(
         kept_by_slurm(lab, changed)
     os.kill(int(lifecycle.status(lab.where)[service]["pid"]), signal.SIGKILL)
     if service != "ganesha":
-        until("the controller does not know", lambda: not all(s["known"] for s in client.status()["sources"]))
+        until(
+            "a source is unknown",
+            lambda: not all(s["known"] for s in client.status()["sources"]),
+        )
     waiting = looks(client) + 3
-    until("the controller has looked since", lambda: looks(client) >= waiting)
+    until("the controller has observed since", lambda: looks(client) >= waiting)
     assert latest(client, job)["state"] == "allocated", "unknown is not absent"
     mend(lab)
     go.touch()
@@ -65,17 +68,17 @@ def test_a_vm_that_is_stopped_for_a_while_goes_on(
     pid = qemu_of(vm)
     os.kill(pid, signal.SIGSTOP)
     since = looks(client) + 3
-    until("the controller has looked at it", lambda: looks(client) >= since)
+    until("the controller has observed it", lambda: looks(client) >= since)
     os.kill(pid, signal.SIGCONT)
     row = ended(client, job, "done")
-    assert row["vms"] == [vm] and len(client.jobs(job)) == 1, "in that same VM"
+    assert row["vms"] == [vm] and len(client.jobs(job)) == 1, "the job ran in the same VM"
     assert written(path) == "run 0\nend\n" and accounted(lab, job) == ("COMPLETED", "0:0")
     nothing_left(lab, client)
 
 
 @pytest.fixture
 def impatient(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[None]:
-    """Slurm gives a silent node up after ten seconds."""
+    """Slurm sets a silent node DOWN after ten seconds."""
     conf = lab.where.slurm_conf
     whole = conf.read_text()
     conf.write_text(whole.replace("SlurmdTimeout=60", "SlurmdTimeout=10"))
@@ -92,19 +95,19 @@ def test_the_job_of_a_vm_that_is_stopped_for_too_long_is_requeued(
     path, script = counting(lab, "verdict", "[ $SLURM_RESTART_COUNT ] || sleep 60; echo end >> verdict.count")
     job = lab.sbatch(script, "--requeue", "--output=/dev/null")
     row = until("it runs", lambda: (r := latest(client, job)).get("state") == "allocated" and r)
-    until("it has said so", lambda: path.exists() and path.read_text() == "run 0\n")
+    until("the script has begun", lambda: path.exists() and path.read_text() == "run 0\n")
     (vm,) = row["vms"]
     os.kill(qemu_of(vm), signal.SIGSTOP)
     row = ended(client, job, "done")
     assert row["vms"] != [vm] and client.jobs(job)[0]["state"] == "requeued"
-    assert written(path) == "run 0\nrun 1\nend\n", "the first run never went on"
+    assert written(path) == "run 0\nrun 1\nend\n", "the first run did not go on"
     assert accounted(lab, job) == ("COMPLETED", "0:0")
     nothing_left(lab, client)
 
 
 @pytest.fixture
 def lending(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[Path]:
-    """A shell that root lends to jobs: for this test guests mount the homes without `nosuid`."""
+    """A setuid shell for jobs. For this test guests mount the homes without `nosuid`."""
     (mount,) = lab.settings.mounts
     options = ",".join(each for each in mount.options.split(",") if each != "nosuid")
     site, shell = lab.where.etc / "site.toml", lab.user.home / "rootsh"
@@ -125,14 +128,14 @@ def test_a_slurmd_killed_in_its_guest_is_noticed(lab: LabUnderTest, client: Clie
     job = lab.sbatch(script, "--output=/dev/null", "--requeue")
     until("the job has ended", lambda: path.exists() and "end" in path.read_text())
     ended(client, job, "done")
-    assert written(path) == "run 0\nend\n", "what ran to its end is not run again"
+    assert written(path) == "run 0\nend\n", "a completed job is not run again"
     assert len(client.jobs(job)) == 1
     nothing_left(lab, client)
 
 
 @pytest.fixture
 def small(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[Path]:
-    """The controller's state directory is a small file system of its own."""
+    """Mount a small file system at the controller's state directory."""
     asyncio.run(CONTROLLER.stop(lab.where))
     directory = lab.where.controller
     probed = (directory / "kvm.json").read_bytes()
@@ -149,7 +152,7 @@ def small(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[Path]:
 
 
 def fill(path: Path) -> None:
-    """Take all the room there is."""
+    """Write a file until the file system is full."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT)
     try:
         for size in (1 << 20, 1 << 12):
@@ -176,9 +179,9 @@ def test_a_full_state_directory_loses_nothing(
     fill(small / "filler")
     later, other = counting(lab, "later")
     waiting = lab.sbatch(other, "--output=/dev/null")
-    until("the daemon says so", lambda: "is its disk full?" in log.read_text()[said:])
+    until("the daemon logs the error", lambda: "is its disk full?" in log.read_text()[said:])
     go.touch()
-    until("the job that runs goes on", lambda: path.read_text() == "run 0\nend\n")
+    until("the running job goes on", lambda: path.read_text() == "run 0\nend\n")
     (small / "filler").unlink()
     for job in (running, waiting):
         ended(client, job, "done")

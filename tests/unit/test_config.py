@@ -1,4 +1,4 @@
-"""Settings: every mistake is named with its key."""
+"""Reading of settings. An error names each wrong key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a lab lies, what it shares, and how it knows its processes."""
+"""The paths, plan, configuration and processes of a lab."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_controllers_settings_are_kept_until_new_ones_are_given(short: Path)
     where = layout(short)
     where.make()
     before = asdict(PLAN)
-    del before["settings"]  # as it was written before there were any
+    del before["settings"]  # as a release without them wrote the plan
     where.state.write_text(json.dumps(before))
     requested = {"host": {"overcommit": 2.5}, "pacing": {"provisioning": 7, "spawn_timeout": 90.0}}
     for options, pacing in (

@@ -1,4 +1,4 @@
-"""What limits leave, and what a job takes of them: as 22.05.8 showed it while a job of ada and one of bob ran."""
+"""Accounting limits, from output of 22.05.8 that was captured while a job of ada and a job of bob ran."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_job_uses_its_own_limits_and_those_of_parent_accounts() -> None:
 
 
 def test_a_limit_of_the_qos_replaces_that_of_the_association() -> None:
-    """Ada's MaxJobs gives way to the QOS' MaxJobsPerUser, her GrpTRES and the account's to its GrpTRES."""
+    """The QOS's MaxJobsPerUser replaces ada's MaxJobs; its GrpTRES replaces those of ada and of the account."""
     shown = ASSOC_MGR.replace("      61802\n", "      ada(61801)\n").replace(
         "QOS=tight(2)", "QOS=tight(2) GrpTRES=cpu=9(0)"
     )

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from multiverse.config import ImageSettings, Settings, SlurmSettings
 from multiverse.core.errors import Exhausted, Unknown
-from multiverse.core.model import NodeSpec, Size
+from multiverse.core.model import CloneKind, NodeSpec, Size
 from multiverse.drivers.slurm import offers as files
-from multiverse.drivers.slurm.offers import OfferFiles
+from multiverse.drivers.slurm.offers import OfferFiles, SlurmOffers
 
 NODE = "mvtest0-12"
 LINE = f"{NODE} mv_v12 slim 1 0 1 100 0\n"
@@ -37,10 +38,13 @@ def offers(inbox: Path) -> OfferFiles:
     return OfferFiles(inbox, "test0", 10.0)
 
 
-def offer(one: OfferFiles, name: str = NODE) -> None:
+def node_spec(name: str) -> NodeSpec:
     tag = f"mv_v{name.rpartition('-')[2]}"
-    node = NodeSpec(name, "10.0.0.1/16", Size(1, 100), ("slim", "instant", "auto", tag), tag, "slim", spare=True)
-    one.offer(node, any_image=True, any_kind=False)
+    return NodeSpec(name, "10.0.0.1/16", Size(1, 100), ("slim", "instant", "auto", tag), tag, "slim", spare=True)
+
+
+def offer(one: OfferFiles, name: str = NODE) -> None:
+    one.offer(node_spec(name), any_image=True, any_kind=False)
 
 
 def listed(inbox: Path) -> list[str]:
@@ -179,3 +183,35 @@ def test_slurmctlds_user_may_take_offered_nodes(inbox: Path) -> None:
     (inbox / "spares").mkdir()  # left by a daemon that died before it set the owner
     offer(offers(inbox))
     assert (inbox / "spares").stat().st_uid == 12345
+
+
+# --- the driver's object ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("image", "kind", "flags"),
+    [
+        ("slim", CloneKind.INSTANT, "1 1"),
+        ("slim", CloneKind.AUTO, "1 1"),
+        ("slim", CloneKind.FULL, "1 0"),
+        ("another", CloneKind.LINKED, "0 0"),
+    ],
+)
+async def test_jobs_that_name_no_image_or_kind_take_only_the_sites_defaults(
+    inbox: Path, tmp_path: Path, image: str, kind: CloneKind, flags: str
+) -> None:
+    (tmp_path / "slurm.conf").write_text("ClusterName=one\n")
+    slurm = SlurmSettings(conf=tmp_path / "slurm.conf", inbox=inbox)
+    settings = Settings(slurm=slurm, image=ImageSettings(default=image, kind=kind))
+    one = SlurmOffers(settings, offers(inbox))
+    await one.offer(node_spec(NODE))
+    assert listed(inbox) == [LINE.strip().replace("slim 1 0", f"slim {flags}")]
+    await one.withdraw(NODE)
+    assert offers(inbox).observe() == {}
+
+
+async def test_a_node_whose_job_would_not_wait_for_its_user_is_not_offered(inbox: Path, tmp_path: Path) -> None:
+    (tmp_path / "slurm.conf").write_text("LaunchParameters=disable_send_gids\n")
+    settings = Settings(slurm=SlurmSettings(conf=tmp_path / "slurm.conf", inbox=inbox))
+    await SlurmOffers(settings, offers(inbox)).offer(node_spec(NODE))
+    assert not (inbox / "spares").exists()

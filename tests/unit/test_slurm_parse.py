@@ -1,4 +1,4 @@
-"""What squeue and sinfo say, in our words: captured from 22.05.8, and the same in the form of 23.11 and later."""
+"""Parsing of output of squeue and sinfo: captured from 22.05.8, and the same values in the form of 23.11 and later."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_captured_jobs_are_understood() -> None:
 
 
 def test_each_waiting_task_uses_the_limit_of_its_array() -> None:
-    """Four of them wait, 22_3 pinned and 22_6 held: each will take one of the two that may run."""
+    """Five tasks wait, 22_3 is pinned and 22_6 is held. Each uses one of the two that may run."""
     limits = AccountingLimits(JOBS)
     jobs = parse.jobs(JOBS, NAMES, NOW, limits.uses)
     assert limits.left == {"JobArrayTaskLimit: 22": 2}
@@ -158,7 +158,7 @@ def test_the_size_of_each_node_is_computed() -> None:
     assert jobs["23"].request is not None
     assert (jobs["23"].request.size, jobs["23"].request.nodes) == (Size(4, 600), 2)  # -N2 -n3 -c2: two tasks on one
     assert jobs["27"].request is not None
-    assert jobs["27"].request.size == Size(1, parse.MEMORY_PER_CPU)  # --mem=0: all of the VM's, whatever that is
+    assert jobs["27"].request.size == Size(1, parse.MEMORY_PER_CPU)  # --mem=0: all memory of the VM
 
 
 def test_a_job_without_a_profile_has_no_problem() -> None:
@@ -205,11 +205,11 @@ def test_an_unsupported_option_is_named(changes: dict[str, Any], word: str) -> N
         ({"state_reason": "Priority"}, True, False),
         ({"state_reason": "None", "dependency": "afterok:16(unfulfilled)"}, False, False),
         ({"state_reason": "ReqNodeNotAvail", "eligible_time": int(NOW) + 900}, False, False),  # not evaluated yet
-        ({"state_reason": "BeginTime", "eligible_time": int(NOW) - 1}, True, False),  # the reason is an old one
+        ({"state_reason": "BeginTime", "eligible_time": int(NOW) - 1}, True, False),  # the reason is outdated
         ({"state_reason": "QOSMaxJobsPerUserLimit"}, False, False),
         ({"state_reason": "Licenses"}, False, False),
         ({"state_reason": "SomethingNew"}, False, False),
-        ({"state_reason": "BadConstraints", "priority": 0}, False, False),  # Slurm's own hold, ours to lift
+        ({"state_reason": "BadConstraints", "priority": 0}, False, False),  # Slurm itself holds the job
         ({"state_reason": "JobHeldUser", "priority": 0}, False, True),
         (
             {"state_reason": "JobHeldUser", "priority": 0, "state_description": "launch failed requeued held"},
@@ -227,7 +227,7 @@ def test_reasons_decide_whether_a_job_is_eligible_or_held(changes: dict[str, Any
     ("column", "slurms"),
     [
         ("JobHeldUser", False),
-        ("job requeued in held state", False),  # as seen after `scontrol requeuehold`: no word of JobHeldUser
+        ("job requeued in held state", False),  # after `scontrol requeuehold` the column does not show JobHeldUser
         ("job requeued in special exit state", False),
         ("launch failed requeued held", True),
         ("BadConstraints", True),
@@ -246,7 +246,7 @@ def test_a_requeued_job_does_not_wait_for_slurms_delay() -> None:
 
 
 def test_a_requeued_job_that_is_completing_is_the_previous_run() -> None:
-    """As seen: the restart is counted, and the end shown is none or lies in the future."""
+    """As observed: the restart is counted already, and there is no end time or one in the future."""
     record = by_name("run", job_state="COMPLETING", restart_cnt=1, start_time=0, end_time=0)
     before = JobRef("19", 1795254665, 0)
     assert one(record).ref == before
@@ -317,7 +317,7 @@ def test_states_of_nodes_are_understood(state: str, flags: list[str], seen: Node
 
 
 def test_waiting_jobs_of_24_11_are_understood() -> None:
-    """Captured from 24.11.5: each asked for what its line here says."""
+    """Captured from 24.11.5. The name of each job tells its options."""
     records = json.loads((DATA / "squeue-24.11.5.json").read_text())["jobs"]
     at = max(record["submit_time"]["number"] for record in records) + 1.0
     limits = AccountingLimits(records)
