@@ -188,25 +188,26 @@ def parse(raw: dict[str, Any], origin: str) -> Settings:
     raise Refused(f"{origin}: " + "; ".join(problems), hint="correct these keys and start again")
 
 
-def _unknown_keys(cls: type, raw: dict[str, Any], prefix: str) -> list[str]:
+def _unknown_keys(cls: type, raw: dict[str, Any], prefix: str) -> Iterator[str]:
+    """Each key that `cls` does not have, with the most similar one; also in nested tables."""
     hints = get_type_hints(cls)
     names = [f.name for f in fields(cls)]
-    found: list[str] = []
     for key, value in raw.items():
         if key not in names:
             near = difflib.get_close_matches(key, names, n=1)
-            found.append(f"{prefix}{key}: no such key" + (f", did you mean {near[0]}?" if near else ""))
-            continue
-        inner = hints[key]
-        if is_dataclass(inner) and isinstance(inner, type) and isinstance(value, dict):
-            found += _unknown_keys(inner, value, f"{prefix}{key}.")
-        elif get_origin(inner) is tuple and isinstance(value, list):
-            item = get_args(inner)[0]
-            if isinstance(item, type) and is_dataclass(item):
-                for i, one in enumerate(value):
-                    if isinstance(one, dict):
-                        found += _unknown_keys(item, one, f"{prefix}{key}.{i}.")
-    return found
+            yield f"{prefix}{key}: no such key" + (f", did you mean {near[0]}?" if near else "")
+        else:
+            for inner, table, path in _tables(hints[key], value, key):
+                yield from _unknown_keys(inner, table, f"{prefix}{path}.")
+
+
+def _tables(hint: Any, value: Any, path: str) -> Iterator[tuple[type, dict[str, Any], str]]:
+    """The tables in a value, one or an array of them, each with its class and its path."""
+    if isinstance(hint, type) and is_dataclass(hint) and isinstance(value, dict):
+        yield hint, value, path
+    elif get_origin(hint) is tuple and isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from _tables(get_args(hint)[0], item, f"{path}.{i}")
 
 
 def _contradictions(s: Settings) -> Iterator[str]:

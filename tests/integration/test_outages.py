@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -153,17 +154,11 @@ def small(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[Path]:
 
 def fill(path: Path) -> None:
     """Write a file until the file system is full."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT)
-    try:
+    with path.open("wb", buffering=0) as file:
         for size in (1 << 20, 1 << 12):
-            while True:
-                try:
-                    if os.write(fd, bytes(size)) < size:
-                        break
-                except OSError:
-                    break
-    finally:
-        os.close(fd)
+            with contextlib.suppress(OSError):
+                while file.write(bytes(size)) == size:
+                    pass
 
 
 def test_a_full_state_directory_loses_nothing(
