@@ -189,7 +189,7 @@ GROUPS = (
             honoured("--tmp", "free on the VM's disk, up to `image.tmp_disk`", "memory", "room=enough"),
             refused(
                 "--tmp beyond that",
-                "the job asks for 204800 MiB on disk with --tmp; a VM has 12288 MiB: use a shared file system",
+                "the job requests 204800 MiB of disk with --tmp, but a VM has 12288 MiB: use a shared file system",
                 "--tmp=200G",
             ),
             honoured("--exclusive", "always: a VM runs one job only", "memory", "nproc=3 .*"),

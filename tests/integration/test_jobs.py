@@ -83,7 +83,9 @@ def test_a_running_job_that_is_cancelled_ends_its_vm(lab: LabUnderTest, client: 
     nothing_left(lab, client)
 
 
-def test_a_job_larger_than_any_host_is_refused_with_the_largest_size(lab: LabUnderTest) -> None:
+def test_a_job_larger_than_any_host_is_refused_with_the_largest_size(lab: LabUnderTest, client: Client) -> None:
+    limits = lab.settings.slurm.inbox.with_name("inbox.limits")
+    until("the controller has published the largest sizes", limits.exists)
     done = lab.run("sbatch", "-c64", "--mem=1T", "--wrap=true", user=lab.user, check=False)
     assert done.returncode != 0
     assert "64 CPUs" in done.stderr and "the largest VM for a job here has 8 CPUs" in done.stderr

@@ -78,6 +78,7 @@ def filled(text: str, board: Board) -> str:
 def board(lab: LabUnderTest, client: Client) -> Iterator[Board]:
     home = lab.user.home / "options"
     board = Board(lab, client, home)
+    until("the controller has published the largest sizes", lab.settings.slurm.inbox.with_name("inbox.limits").exists)
     files = {
         "in": "given\n",
         "named.out": "before\n",
