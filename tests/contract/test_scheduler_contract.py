@@ -31,7 +31,7 @@ from multiverse.core.model import (
     VmSpec,
     VmState,
 )
-from multiverse.core.pool import node_spec
+from multiverse.core.provisioning.spares import node_spec
 from multiverse.ports import Scheduler
 from multiverse.simulation.cluster import ClusterSettings
 from multiverse.simulation.hypervisor import SimulatedHypervisor
@@ -482,7 +482,7 @@ class Simulated(Harness):
         jobs = self.world.cluster.jobs
         before = set(jobs)
         yield
-        await asyncio.sleep(self.world.settings.cluster.memory[1] + 1.0)
+        await asyncio.sleep(self.world.settings.cluster.min_job_age[1] + 1.0)
         assert set(jobs) == before
 
     async def introduce(self, node: str) -> None:

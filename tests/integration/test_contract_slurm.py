@@ -17,7 +17,7 @@ import pytest
 
 from multiverse.core.errors import Refused
 from multiverse.core.model import Attempt, Vm
-from multiverse.core.pool import node_spec
+from multiverse.core.provisioning.spares import node_spec
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.lab import lifecycle
 from multiverse.lab.plan import LabOptions

@@ -19,7 +19,7 @@ from multiverse.lab import lifecycle
 from multiverse.lab.plan import LabOptions
 from multiverse.lab.services import CONTROLLER
 from tests.integration.conftest import LabUnderTest
-from tests.integration.mortal import counting
+from tests.integration.restarting_daemon import counting_job
 from tests.integration.watch import accounted, ended, kept_by_slurm, latest, mend, nothing_left, qemu_of, until, written
 
 pytestmark = pytest.mark.integration
@@ -36,7 +36,7 @@ def test_a_job_survives_the_death_of_a_service(
 ) -> None:
     go = lab.user.home / "go"
     go.unlink(missing_ok=True)
-    path, script = counting(lab, "under", f"until [ -e {go} ]; do sleep 0.2; done; echo end >> under.count")
+    path, script = counting_job(lab, "under", f"until [ -e {go} ]; do sleep 0.2; done; echo end >> under.count")
     job = lab.sbatch(script, "--output=/dev/null")
     until("it runs", lambda: latest(client, job).get("state") == "allocated" and path.exists())
     if service == "slurmctld":
@@ -63,7 +63,7 @@ def test_a_job_survives_the_death_of_a_service(
 def test_a_vm_that_is_stopped_for_a_while_goes_on(
     lab: LabUnderTest, client: Client, controller: Callable[[], int], state: str
 ) -> None:
-    path, script = counting(lab, "still", "sleep 2; echo end >> still.count")
+    path, script = counting_job(lab, "still", "sleep 2; echo end >> still.count")
     job = lab.sbatch(script, "--output=/dev/null")
     (vm,) = until(f"it is {state}", lambda: (r := latest(client, job)).get("state") == state and r)["vms"]
     pid = qemu_of(vm)
@@ -93,7 +93,7 @@ def impatient(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[None
 def test_the_job_of_a_vm_that_is_stopped_for_too_long_is_requeued(
     lab: LabUnderTest, client: Client, controller: Callable[[], int], impatient: None
 ) -> None:
-    path, script = counting(lab, "verdict", "[ $SLURM_RESTART_COUNT ] || sleep 60; echo end >> verdict.count")
+    path, script = counting_job(lab, "verdict", "[ $SLURM_RESTART_COUNT ] || sleep 60; echo end >> verdict.count")
     job = lab.sbatch(script, "--requeue", "--output=/dev/null")
     row = until("it runs", lambda: (r := latest(client, job)).get("state") == "allocated" and r)
     until("the script has begun", lambda: path.exists() and path.read_text() == "run 0\n")
@@ -125,7 +125,7 @@ def lending(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[Path]:
 
 @slow
 def test_a_slurmd_killed_in_its_guest_is_noticed(lab: LabUnderTest, client: Client, lending: Path) -> None:
-    path, script = counting(lab, "slurmd", f"{lending} -p -c 'kill -9 $(pidof slurmd)'; echo end >> slurmd.count")
+    path, script = counting_job(lab, "slurmd", f"{lending} -p -c 'kill -9 $(pidof slurmd)'; echo end >> slurmd.count")
     job = lab.sbatch(script, "--output=/dev/null", "--requeue")
     until("the job has ended", lambda: path.exists() and "end" in path.read_text())
     ended(client, job, "done")
@@ -167,12 +167,12 @@ def test_a_full_state_directory_loses_nothing(
     pid, log = controller(), lab.where.log / "controller.log"
     go = lab.user.home / "go"
     go.unlink(missing_ok=True)
-    path, script = counting(lab, "full", f"until [ -e {go} ]; do sleep 0.2; done; echo end >> full.count")
+    path, script = counting_job(lab, "full", f"until [ -e {go} ]; do sleep 0.2; done; echo end >> full.count")
     running = lab.sbatch(script, "--output=/dev/null")
     until("it runs", lambda: latest(client, running).get("state") == "allocated" and path.exists())
     said = log.stat().st_size
     fill(small / "filler")
-    later, other = counting(lab, "later")
+    later, other = counting_job(lab, "later")
     waiting = lab.sbatch(other, "--output=/dev/null")
     until("the daemon logs the error", lambda: "is its disk full?" in log.read_text()[said:])
     go.touch()

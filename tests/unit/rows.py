@@ -21,7 +21,8 @@ from multiverse.core.model import (
     Vm,
     VmState,
 )
-from multiverse.core.rows import Change, Move, Rows
+from multiverse.core.state import Rows
+from multiverse.core.transition import Change, Move
 
 IMAGES = {
     name: frozenset({"fork", "plug_cpus", "plug_memory"})

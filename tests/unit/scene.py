@@ -29,9 +29,10 @@ from multiverse.core.model import (
     VmState,
     World,
 )
-from multiverse.core.pacing import Policy
-from multiverse.core.plan import plan
-from multiverse.core.rows import Done, Message, Move, Rows
+from multiverse.core.planner import plan
+from multiverse.core.policy import Policy
+from multiverse.core.state import Rows
+from multiverse.core.transition import Done, Message, Move
 from multiverse.store import Store
 from tests.unit.rows import IMAGES
 
@@ -64,7 +65,7 @@ class Scene:
         self.hosts: dict[str, Host] = {"h1": Host("h1", Size(cpus, memory, 65536), abilities, images=IMAGES)}
         self.vms: dict[str, VmSeen] = {}
         self.templates: dict[TemplateKey, TemplateSeen] = {}
-        self.quiet: dict[Key, float] = {}
+        self.effect_ended_at: dict[Key, float] = {}
         self.scheduler_known = self.hypervisor_known = True
         self.world = World()
 
@@ -104,7 +105,7 @@ class Scene:
 
     def ended(self, key: Key) -> None:
         """That row's effect has ended, now."""
-        self.quiet[key] = self.clock.time
+        self.effect_ended_at[key] = self.clock.time
 
     def pass_time(self, seconds: float) -> None:
         self.clock.time += seconds
@@ -116,7 +117,7 @@ class Scene:
             Seen(HypervisorView(dict(self.hosts), dict(self.vms), dict(self.templates)), now)
             if self.hypervisor_known
             else None,
-            MappingProxyType(dict(self.quiet)),
+            MappingProxyType(dict(self.effect_ended_at)),
         )
 
     def run(self, *messages: Message) -> list[Move]:

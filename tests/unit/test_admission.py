@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from multiverse.core.admission import references, room_of
-from multiverse.core.lifecycle import Event
+from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
     Attempt,
     AttemptState,
@@ -36,10 +35,13 @@ from multiverse.core.model import (
     VmState,
     World,
 )
-from multiverse.core.pacing import Policy, Pool
-from multiverse.core.placement import template_claim, vm_claim, vm_size
-from multiverse.core.plan import plan
-from multiverse.core.rows import Change, Command, Draft, Rows
+from multiverse.core.planner import plan
+from multiverse.core.policy import Policy, Pool
+from multiverse.core.provisioning.admission import references
+from multiverse.core.provisioning.capacity import room_of
+from multiverse.core.provisioning.sizes import template_claim, vm_claim, vm_size
+from multiverse.core.state import PlanState, Rows
+from multiverse.core.transition import Change, Command, Event
 from tests.unit.rows import IMAGES, as_ready, attempt, changes_of, rows, template, vm
 from tests.unit.scene import POLICY
 
@@ -94,7 +96,7 @@ def test_a_template_is_held_by_the_instant_clones_of_its_image_on_its_host() -> 
         vm(V.SERVING, id=4, image="other"),
         vm(V.SERVING, id=5, kind=CloneKind.FULL),
     )
-    draft = Draft(here, NOW)
+    draft = PlanState(here, NOW, TABLES)
     assert references(draft, template(T.READY)) == 2
     assert references(draft, template(T.READY, host="h2")) == 1
     assert references(draft, template(T.READY, host="h2", image="other")) == 0
@@ -617,7 +619,7 @@ def test_nobody_waits_behind_a_job_whose_memory_others_on_the_machine_have() -> 
 
 def test_memory_of_a_dropped_template_comes_back_with_the_vms_that_map_it() -> None:
     vms = [replace(vm(V.SERVING, id=n, origin=9), size=Size(1, 512)) for n in (1, 2)]
-    draft = Draft(rows(*vms, claims=[Claim(one.key, "h1", vm_claim(one.size, BOLD)) for one in vms]), NOW)
+    draft = PlanState(rows(*vms, claims=[Claim(one.key, "h1", vm_claim(one.size, BOLD)) for one in vms]), NOW, TABLES)
     view = HypervisorView({"h1": replace(host(memory=65536), available=5000)}, {
         one.name: VmSeen(one.name, "h1", VmCondition.RUNNING, private=300.0) for one in vms
     }, {})  # fmt: skip

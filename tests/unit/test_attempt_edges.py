@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from multiverse.core import plan as planner
+from multiverse.core import planner
 from multiverse.core.errors import Broken, Refused
-from multiverse.core.lifecycle import EffectKind, Event, effect_of
+from multiverse.core.machines.tables import effect_of
 from multiverse.core.model import (
     AttemptState,
     CloneKind,
@@ -28,8 +28,9 @@ from multiverse.core.model import (
     VmState,
     World,
 )
-from multiverse.core.plan import plan
-from multiverse.core.rows import Command, Done, Rows
+from multiverse.core.planner import plan
+from multiverse.core.state import Rows
+from multiverse.core.transition import Command, Done, EffectKind, Event
 from tests.unit import rows as hand
 from tests.unit.scene import POLICY, Scene, failed
 
@@ -448,14 +449,14 @@ def test_a_job_that_was_completing_and_is_requeued_says_so() -> None:
 # --- faults of ours ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", ["_step_template", "_step_attempt"])
+@pytest.mark.parametrize("step", ["step_template", "step_attempt"])
 def test_a_fault_in_deciding_about_a_record_puts_it_in_quarantine(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     scene = Scene()
     scene.job()
     scene.run()
     monkeypatch.setattr(planner, step, lambda *_: {}["x"])
     scene.run()
-    (row,) = scene.rows.templates.values() if step == "_step_template" else scene.rows.attempts.values()
+    (row,) = scene.rows.templates.values() if step == "step_template" else scene.rows.attempts.values()
     assert row.quarantined.startswith("a fault of Multiverse")
 
 
@@ -463,7 +464,7 @@ def test_a_fault_in_heeding_a_message_puts_its_record_in_quarantine(monkeypatch:
     scene = Scene()
     scene.to_claimed()
     (vm,) = scene.all_vms()
-    monkeypatch.setattr(planner, "_heed", lambda *_: {}["x"])
+    monkeypatch.setattr(planner, "apply_result", lambda *_: {}["x"])
     scene.run(failed(vm, EffectKind.CREATE, Refused("no luck")))
     assert scene.all_vms()[0].quarantined.startswith("a fault of Multiverse")
     assert scene.all_vms()[0].key == Key("vm", vm.id)

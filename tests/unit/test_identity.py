@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from multiverse.core.rows import Rows
+from multiverse.core.state import Rows
 from multiverse.service.identity import UNIQUE, audit
 
 NOBODY = Rows("test0")

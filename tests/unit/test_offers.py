@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from multiverse.core.errors import Refused, Unknown
-from multiverse.core.lifecycle import EffectKind, effect_of
+from multiverse.core.machines.tables import effect_of
 from multiverse.core.model import (
     Attempt,
     AttemptState,
@@ -24,18 +24,19 @@ from multiverse.core.model import (
     VmSeen,
     VmState,
 )
-from multiverse.core.pacing import Pool
-from multiverse.core.pool import named_by_none
-from multiverse.core.refill import standing
+from multiverse.core.policy import Pool
+from multiverse.core.provisioning.pools import pool_status
+from multiverse.core.provisioning.spares import named_by_none
+from multiverse.core.transition import EffectKind
 from multiverse.service.views import phases
 from tests.unit import rows as hand
-from tests.unit.scene import POLICY, Scene, failed
+from tests.unit.planner_harness import POLICY, PlannerHarness, failed
 
 A, V = AttemptState, VmState
 POOL = Pool("slim", Depth.JOINED, 1, 1, Size(1, 512), 100.0)
 
 
-class Stage(Scene):
+class Stage(PlannerHarness):
     """With a pool of joined spares, and the offers of the scheduler set by hand."""
 
     def __init__(self, pool: Pool = POOL) -> None:
@@ -85,17 +86,17 @@ def test_a_joined_spare_is_offered_once_it_is_an_idle_node() -> None:
     assert (s.spare.state, s.spare.offer) == (V.JOINED, Offer.OPEN)
     effect = effect_of(s.spare)
     assert effect is not None and effect.kind is EffectKind.OFFER
-    (pool,) = standing(s.rows, s.world, s.policy)
+    (pool,) = pool_status(s.rows, s.world, s.policy)
     assert (pool.ready, pool.offered, pool.making) == (1, 1, 0)
     for offers in ({}, {s.spare.name: True}):  # a scheduler that cannot offer it; a job that has just taken it
         s.offers = offers
         s.observe()
-        (pool,) = standing(s.rows, s.world, s.policy)
+        (pool,) = pool_status(s.rows, s.world, s.policy)
         assert (pool.ready, pool.offered) == (1, 0)
 
 
 def test_a_pool_that_does_not_offer_keeps_its_spares_to_the_gate() -> None:
-    s = Scene(replace(POLICY, pools=(replace(POOL, offer=False),)))
+    s = PlannerHarness(replace(POLICY, pools=(replace(POOL, offer=False),)))
     s.template()
     s.fill()
     s.run()
@@ -131,7 +132,7 @@ def test_it_is_allocated_when_its_user_is_known_and_not_before() -> None:
     s.run()
     assert s.attempt().state is A.SPAWNED, "another is"
     s.vms[vm.name] = VmSeen(vm.name, "h1", VmCondition.RUNNING, introduced=(1000,))
-    s.quiet[s.attempt().key] = math.inf
+    s.effect_ended_at[s.attempt().key] = math.inf
     s.run()
     assert s.attempt().state is A.SPAWNED, "its user is being told what it is"
     s.introduced()
@@ -155,7 +156,7 @@ def test_a_guest_that_cannot_be_told_ends_and_its_node_goes_down(state: JobState
     s = Stage()
     s.taken()
     s.comes("7", s.spare, state)
-    s.quiet[s.attempt().key] = s.clock.time + 5.0
+    s.effect_ended_at[s.attempt().key] = s.clock.time + 5.0
     s.run(failed(s.attempt(), EffectKind.PIN, Refused("it could not be told of its user")))
     assert s.attempt().state is A.SPAWNED, "the look is from before that was said"
     s.pass_time(5.0)
@@ -168,7 +169,7 @@ def test_a_guest_that_cannot_be_told_ends_and_its_node_goes_down(state: JobState
 def test_one_that_has_let_its_job_in_is_not_ended_because_it_refuses_the_second_word() -> None:
     s = Stage()
     s.taken()
-    s.quiet[s.attempt().key] = s.clock.time + 5.0
+    s.effect_ended_at[s.attempt().key] = s.clock.time + 5.0
     s.run(failed(s.attempt(), EffectKind.PIN, Refused("it could not be told of its user")))
     s.pass_time(5.0)
     s.introduced()  # by the first, whose answer was lost
@@ -190,7 +191,7 @@ def test_one_that_gives_no_answer_is_told_again_and_not_for_ever() -> None:
 def test_while_it_is_being_told_its_time_is_not_over() -> None:
     s = Stage()
     s.taken()
-    s.quiet[s.attempt().key] = math.inf
+    s.effect_ended_at[s.attempt().key] = math.inf
     s.pass_time(2 * s.policy.pin_timeout)
     s.run()
     assert [vm.state for vm in s.all_vms()] == [V.JOINED]
@@ -368,7 +369,7 @@ def test_a_look_from_before_says_nothing_of_it() -> None:
     s = Stage()
     vm = s.spare
     s.observe()
-    s.quiet[vm.key] = s.clock.time + 10.0
+    s.effect_ended_at[vm.key] = s.clock.time + 10.0
     s.offers[vm.name] = True
     s.run()
     assert s.rows.vms[vm.id].offer is Offer.OPEN

@@ -9,22 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiverse.core.model import Claim, CloneKind, Host, Key, Size, TemplateState, VmState
-from multiverse.core.pacing import Policy
-from multiverse.core.placement import (
+from multiverse.core.policy import Policy
+from multiverse.core.provisioning.capacity import Room, could_ever_fit, largest, left_behind, yet_to_come
+from multiverse.core.provisioning.placement import address_of, mac_of
+from multiverse.core.provisioning.sizes import (
     BLOCK,
-    Room,
-    address_of,
-    could_ever_fit,
-    largest,
-    left_behind,
-    mac_of,
     parent_size,
     serves_as,
     short_of_memory,
     template_claim,
     vm_claims,
     vm_size,
-    yet_to_come,
 )
 from tests.unit.rows import IMAGES, template, vm
 from tests.unit.scene import POLICY

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from multiverse.core import admission
-from multiverse.core import plan as planner
+from multiverse.core import planner
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused, Unknown
-from multiverse.core.lifecycle import EffectKind, Event, effect_of
+from multiverse.core.machines.tables import effect_of
 from multiverse.core.model import (
     Attempt,
     AttemptState,
@@ -25,8 +24,10 @@ from multiverse.core.model import (
     VmCondition,
     VmState,
 )
-from multiverse.core.plan import orphans
-from multiverse.core.rows import Change, Command, Done, Draft
+from multiverse.core.planner import orphans
+from multiverse.core.provisioning import admission
+from multiverse.core.state import PlanState
+from multiverse.core.transition import Change, Command, Done, EffectKind, Event
 from tests.unit.scene import POLICY, Scene, failed
 
 A, V = AttemptState, VmState
@@ -184,7 +185,7 @@ def test_absence_counts_only_in_a_look_begun_after_the_last_effect() -> None:
     scene.pass_time(1)
     scene.ended(attempt.key)  # ... and the pin ends after that
     del scene.jobs["7"]
-    scene.world = replace(scene.world, quiet=dict(scene.quiet))
+    scene.world = replace(scene.world, effect_ended_at=dict(scene.effect_ended_at))
     scene.commit()
     assert scene.attempt().state is A.SPAWNED
     scene.run()
@@ -559,7 +560,7 @@ def test_a_machine_that_was_rebooted_keeps_its_rows_and_forgets_old_times() -> N
     scene = Scene()
     scene.to_allocated()
     scene.clock.boot, scene.clock.time = "boot-2", 5.0
-    scene.quiet.clear()
+    scene.effect_ended_at.clear()
     with scene.store._begin():
         scene.store._enter_boot()
     assert all(row.since == 5.0 for row in scene.rows.attempts.values())
@@ -720,7 +721,7 @@ def test_a_vm_that_is_being_made_is_let_be_until_that_has_ended() -> None:
     scene = Scene()
     scene.to_claimed()
     (vm,) = scene.all_vms()
-    scene.quiet[vm.key] = float("inf")
+    scene.effect_ended_at[vm.key] = float("inf")
     look_at(scene, vm.since + 4 * POLICY.spawn_timeout)
     assert states(scene) == ["planned"], "a large disk may take as long to copy"
     scene.ended(vm.key)
@@ -1141,16 +1142,16 @@ def test_a_fault_in_deciding_about_one_record_costs_that_record_only(
     scene.job("8")
     scene.to_claimed()
     first, second = scene.store.vms_of([1, 2])
-    sound = planner._step_vm
+    sound = planner.step_vm
 
-    def unsound(draft: Draft, vm_id: int, *rest: object) -> None:
+    def unsound(draft: PlanState, vm_id: int, *rest: object) -> None:
         if vm_id != first.id:
             return sound(draft, vm_id, *rest)  # type: ignore[arg-type]
         if fault == "it breaks":
             raise KeyError("x")
         draft.move(Change(replace(draft.vms[vm_id], state=V.SERVING), Event.RUNS))
 
-    monkeypatch.setattr(planner, "_step_vm", unsound)
+    monkeypatch.setattr(planner, "step_vm", unsound)
     for vm in (first, second):
         scene.seen(vm.name, VmCondition.PARKED)
     scene.run()
@@ -1166,7 +1167,7 @@ def test_a_fault_in_deciding_about_one_record_costs_that_record_only(
 def test_a_quarantined_vm_goes_when_its_job_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene()
     scene.to_allocated()
-    monkeypatch.setattr(planner, "_step_vm", lambda *_: {}["x"])
+    monkeypatch.setattr(planner, "step_vm", lambda *_: {}["x"])
     scene.run()
     (vm,) = scene.all_vms()
     assert vm.quarantined
@@ -1186,12 +1187,12 @@ def test_a_fault_in_admitting_one_job_costs_the_others_nothing(monkeypatch: pyte
     scene.template()
     scene.job("7")
     scene.job("8")
-    sound = admission.settle
+    sound = admission.choose_clones
 
-    def unsound(draft: Draft, attempt: Attempt, *rest: object) -> object:
+    def unsound(draft: PlanState, attempt: Attempt, *rest: object) -> object:
         return {}["x"] if attempt.job.job_id == "7" else sound(draft, attempt, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(admission, "settle", unsound)
+    monkeypatch.setattr(admission, "choose_clones", unsound)
     for _ in range(3):
         scene.run()
     by_job = {attempt.job.job_id: attempt for attempt in scene.rows.attempts.values()}

@@ -36,7 +36,7 @@ def test_a_vm_that_dies_while_it_is_made_has_failed_once_its_making_has_ended() 
     scene.to_claimed()
     (vm,) = scene.all_vms()
     scene.vms[vm.name] = VmSeen(vm.name, "h1", VmCondition.DEAD, "its QEMU has ended")
-    scene.quiet[vm.key] = float("inf")  # create is under way: what it does next is not known
+    scene.effect_ended_at[vm.key] = float("inf")  # create is under way: what it does next is not known
     scene.run()
     assert scene.all_vms()[0].state is V.PLANNED
     scene.ended(vm.key)
@@ -70,7 +70,7 @@ def test_absence_counts_only_in_a_look_that_began_after_the_effect_ended() -> No
     scene.to_spawning()
     (vm,) = scene.all_vms()
     scene.vms.clear()
-    scene.quiet[vm.key] = float("inf")
+    scene.effect_ended_at[vm.key] = float("inf")
     scene.run()
     assert scene.all_vms()[0].state is V.STARTING
     scene.ended(vm.key)
@@ -197,7 +197,7 @@ def test_a_job_that_is_no_longer_seen_keeps_nobody_back() -> None:
     scene.job("1", rank=1)
     scene.run()
     del scene.jobs["1"]
-    scene.quiet[scene.attempt().key] = float("inf")  # not known to have ended: its last effect is under way
+    scene.effect_ended_at[scene.attempt().key] = float("inf")  # not known to have ended: its last effect is under way
     scene.template()
     scene.job("2", rank=2)
     for _ in range(3):

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused, Stale, Unknown
-from multiverse.core.lifecycle import TABLES, EffectKind, effect_of
+from multiverse.core.machines.tables import TABLES, effect_of
 from multiverse.core.model import (
     Attempt,
     AttemptState,
@@ -22,7 +22,7 @@ from multiverse.core.model import (
     Vm,
     VmCondition,
 )
-from multiverse.core.rows import Command, Done, Message
+from multiverse.core.transition import Command, Done, EffectKind, Message
 from tests.unit.scene import Scene
 
 ERRORS = (Broken, Exhausted, Gone, Refused, Stale, Unknown)
@@ -76,7 +76,7 @@ def act(scene: Scene, what: str, which: int, how: int, much: int) -> Message | N
         case "host":
             scene.hosts = {} if how == 0 else Scene().hosts
         case "effect" if live:
-            scene.quiet[live[which % len(live)].key] = float("inf") if how == 0 else scene.clock.time
+            scene.effect_ended_at[live[which % len(live)].key] = float("inf") if how == 0 else scene.clock.time
         case "error" if live:
             row = live[which % len(live)]
             kinds = list(EffectKind)

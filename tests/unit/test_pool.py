@@ -6,10 +6,10 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from multiverse.core.provisioning.forecast import ForecastRecorder
 
-from multiverse.core.admission import settle
 from multiverse.core.errors import Broken
-from multiverse.core.lifecycle import EffectKind, Event, effect_of
+from multiverse.core.machines.tables import TABLES, effect_of
 from multiverse.core.model import (
     AttemptState,
     CloneKind,
@@ -25,10 +25,13 @@ from multiverse.core.model import (
     VmState,
     World,
 )
-from multiverse.core.pacing import Meter, Policy, Pool, paid, wait_for
-from multiverse.core.pool import node_spec
-from multiverse.core.refill import standing
-from multiverse.core.rows import Change, Draft, Move
+from multiverse.core.policy import Policy, Pool
+from multiverse.core.provisioning.clones import choose_clones
+from multiverse.core.provisioning.pacing import paid, wait_for
+from multiverse.core.provisioning.pools import pool_status
+from multiverse.core.provisioning.spares import node_spec
+from multiverse.core.state import PlanState
+from multiverse.core.transition import Change, EffectKind, Event, Move
 from tests.unit import rows as hand
 from tests.unit.scene import POLICY, Scene, failed
 
@@ -107,7 +110,7 @@ def test_the_pool_rests_after_a_failure() -> None:
     s.run()
     s.run()
     first = next(iter(s.rows.vms.values()))
-    meter = Meter(s.policy)
+    meter = ForecastRecorder(s.policy)
     moves = s.run(failed(first, EffectKind.CREATE, Broken("it does not come up")))
     meter.note(moves, s.clock.time)
     rest = meter.forecast(s.clock.time).rest["slim"]
@@ -296,7 +299,7 @@ def test_a_pool_wants_more_the_more_jobs_arrive_and_never_more_than_most() -> No
 
 
 def test_the_arrival_rate_fades() -> None:
-    meter = Meter(POLICY)
+    meter = ForecastRecorder(POLICY)
     arrival = Move((Change(hand.attempt(A.CLAIMED), Event.ADMITTED),))
     for _ in range(60):
         meter.note([arrival], 100.0)
@@ -305,7 +308,7 @@ def test_the_arrival_rate_fades() -> None:
 
 
 def test_how_long_vms_take_is_learnt_but_not_from_spares_that_were_taken() -> None:
-    meter = Meter(POLICY)
+    meter = ForecastRecorder(POLICY)
     vm = hand.vm(V.PLANNED, attempt=1)
     meter.note([Move((Change(vm, Event.PLANNED),))], 10.0)
     meter.note([Move((Change(replace(vm, state=V.JOINED), Event.REGISTERED),))], 13.0)
@@ -360,10 +363,10 @@ def chosen(template: T | None, *, kind: CloneKind = CloneKind.AUTO, abilities: s
     some = [hand.template(template, since=since)] if template else []
     attempt = hand.attempt(A.QUEUED)
     world = World(forecast=Forecast(**forecast))  # type: ignore[arg-type]
-    draft = Draft(Scene().rows, 100.0, world.forecast.paced)
+    draft = PlanState(Scene().rows, 100.0, TABLES, world.forecast.paced)
     draft.templates = {row.id: row for row in some}
     hosts = {"h1": Host("h1", Size(4, 4096, 65536), frozenset(abilities.split()), images=hand.IMAGES)}
-    choice, _ = settle(draft, attempt, hosts, world, policy)
+    choice, _ = choose_clones(draft, attempt, hosts, world, policy)
     return choice.kind, choice.why, choice.prepare
 
 
@@ -555,7 +558,7 @@ def test_a_broken_template_is_named_and_a_building_one_is_waited_for_all_the_sam
 
 
 def test_the_pace_and_a_pools_rest_say_when_to_look_again() -> None:
-    meter = Meter(paced(0.25))
+    meter = ForecastRecorder(paced(0.25))
     assert meter.next_due(0.0) == float("inf")
     vm = hand.vm(V.PLANNED)
     meter.note([Move((Change(vm, Event.PLANNED),))], 0.0)
@@ -563,7 +566,7 @@ def test_the_pace_and_a_pools_rest_say_when_to_look_again() -> None:
     spare_vm = replace(vm, state=V.RELEASING, attempt=None, pool=Depth.PARKED)
     meter.note([Move((Change(spare_vm, Event.FAILED),))], 1.0)
     assert meter.next_due(1.0) == 1.0 + POLICY.backoff(1)
-    fast = Meter(paced(4.0))
+    fast = ForecastRecorder(paced(4.0))
     for _ in range(8):
         fast.note([Move((Change(vm, Event.PLANNED),))], 0.0)
     assert fast.next_due(0.0) == 2.0 - 0.75, "a second's worth at once is let through before"
@@ -573,11 +576,11 @@ def test_a_pool_stands_with_what_is_ready_and_what_is_being_made() -> None:
     s = scene(PARKED, JOINED)
     s.run()
     s.run()
-    by_depth = {one.pool.depth: one for one in standing(s.rows, World(), s.policy)}
+    by_depth = {one.pool.depth: one for one in pool_status(s.rows, World(), s.policy)}
     making = by_depth[Depth.PARKED].making + by_depth[Depth.JOINED].making
     assert making > 0 and by_depth[Depth.PARKED].ready == 0
     fill(s)
-    found = {one.pool.depth: (one.wanted, one.ready, one.making) for one in standing(s.rows, World(), s.policy)}
+    found = {one.pool.depth: (one.wanted, one.ready, one.making) for one in pool_status(s.rows, World(), s.policy)}
     assert found == {Depth.PARKED: (2, 2, 0), Depth.JOINED: (1, 1, 0)}
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from multiverse.core.lifecycle import Event
+from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
     Attempt,
     AttemptState,
@@ -35,11 +35,14 @@ from multiverse.core.model import (
     VmState,
     World,
 )
-from multiverse.core.pacing import Pool
-from multiverse.core.placement import Room, vm_claim, vm_size
-from multiverse.core.plan import plan
-from multiverse.core.pool import give_back, joined_for, make_way, parked_for
-from multiverse.core.rows import Change, Draft
+from multiverse.core.planner import plan
+from multiverse.core.policy import Pool
+from multiverse.core.provisioning.capacity import Room
+from multiverse.core.provisioning.eviction import release_spares
+from multiverse.core.provisioning.sizes import vm_claim, vm_size
+from multiverse.core.provisioning.spares import give_back, joined_for, parked_for
+from multiverse.core.state import PlanState
+from multiverse.core.transition import Change, Event
 from tests.unit.rows import IMAGES, as_ready, attempt, changes_of, rows, template, vm
 from tests.unit.scene import POLICY
 
@@ -110,7 +113,9 @@ READY = template(T.READY)
 
 
 def taken(request: Request, *vms: Vm) -> Vm | None:
-    return joined_for(Draft(rows(*vms), NOW), attempt(A.QUEUED, request=request), "slim", world(*vms), POLICY)
+    return joined_for(
+        PlanState(rows(*vms), NOW, TABLES), attempt(A.QUEUED, request=request), "slim", world(*vms), POLICY
+    )
 
 
 def test_a_node_that_has_just_what_is_asked_for_is_taken() -> None:
@@ -134,7 +139,7 @@ def grown(*vms: Vm, nodes: int = 1, size: Size = Size(1, 1000), hosts: Collectio
     room = room or Room({one.name: one for one in hosts}, ())
     parents = {one.name: PARENT for one in hosts}
     found = parked_for(
-        Draft(rows(*vms), NOW), attempt(A.QUEUED, request=Request(nodes, size)), "slim", parents, room,
+        PlanState(rows(*vms), NOW, TABLES), attempt(A.QUEUED, request=Request(nodes, size)), "slim", parents, room,
         world(*vms, hosts=hosts, dead=dead), replace(POLICY, pools=(PARKED,)),
     )  # fmt: skip
     return [one.id for one, _ in found]
@@ -157,7 +162,7 @@ def test_only_what_is_parked_for_anybody_is_well_and_of_the_image_is_taken() -> 
 def test_one_that_its_host_does_not_show_is_not_taken() -> None:
     here, unseen = world(), parked()
     found = parked_for(
-        Draft(rows(unseen), NOW), attempt(A.QUEUED), "slim", {"h1": PARENT}, Room({"h1": host()}, ()), here,
+        PlanState(rows(unseen), NOW, TABLES), attempt(A.QUEUED), "slim", {"h1": PARENT}, Room({"h1": host()}, ()), here,
         replace(POLICY, pools=(PARKED,)),
     )  # fmt: skip
     assert found == []
@@ -187,8 +192,8 @@ def test_room_that_was_taken_for_nothing_is_given_back() -> None:
     before = {name: list(free) for name, free in room.free.items()}
     spare = parked()
     found = parked_for(
-        Draft(rows(spare), NOW), attempt(A.QUEUED, request=Request(1, Size(2, 1000, 500))), "slim", {"h1": PARENT},
-        room, world(spare), replace(POLICY, pools=(PARKED,)),
+        PlanState(rows(spare), NOW, TABLES), attempt(A.QUEUED, request=Request(1, Size(2, 1000, 500))), "slim", {"h1":
+        PARENT}, room, world(spare), replace(POLICY, pools=(PARKED,)),
     )  # fmt: skip
     assert room.free != before
     give_back(found, room)
@@ -201,12 +206,12 @@ def test_room_that_was_taken_for_nothing_is_given_back() -> None:
 def gives_way(*vms: Vm, needed: int) -> tuple[bool, list[int]]:
     """Whether there is room then, and who goes, where every VM holds 100 MiB of a host that has no more."""
     claims = [Claim(one.key, "h1", Size(0, 100)) for one in vms]
-    draft = Draft(rows(*vms, claims=claims), NOW)
+    draft = PlanState(rows(*vms, claims=claims), NOW, TABLES)
 
     def without(gone: Collection[Key]) -> Room:
         return Room({"h1": host(memory=100 * len(vms))}, [claim for claim in claims if claim.owner not in gone])
 
-    enough = make_way(draft, "slim", 1, {"h1": Size(0, needed)}, without)
+    enough = release_spares(draft, "slim", 1, {"h1": Size(0, needed)}, without)
     return enough, [change.row.id for move in draft.moves for change in move.changes]
 
 

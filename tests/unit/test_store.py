@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from multiverse.core.errors import Broken
-from multiverse.core.lifecycle import Event
 from multiverse.core.model import AttemptState, Claim, Size, Stage
-from multiverse.core.rows import Change, Move
+from multiverse.core.transition import Change, Event, Move
 from multiverse.store import Store, StoreConflict, open_store
 from tests.unit.scene import HandClock, Scene
 

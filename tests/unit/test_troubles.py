@@ -12,10 +12,9 @@ from typer.testing import CliRunner
 
 from multiverse.cli import repair, status
 from multiverse.core.errors import Broken, Refused
-from multiverse.core.lifecycle import EffectKind, Event
 from multiverse.core.model import AttemptState, Depth, Host, JobState, Key, Request, Size, TemplateState, VmState
-from multiverse.core.pacing import Policy, Pool
-from multiverse.core.rows import Change, Command, Done, Move
+from multiverse.core.policy import Policy, Pool
+from multiverse.core.transition import Change, Command, Done, EffectKind, Event, Move
 from multiverse.service.troubles import Failing, Situation, Trouble, Unanswered, command_for, troubles
 from multiverse.service.views import job_counts
 from tests.unit.scene import POLICY, Scene

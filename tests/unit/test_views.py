@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from multiverse.cli import render
 from multiverse.core.model import HypervisorView, JobState, Key, Stage
-from multiverse.core.rows import Command
+from multiverse.core.transition import Command
 from multiverse.service.views import host_view, phases, timeline, vm_views
 from tests.unit.scene import POLICY, Scene
 

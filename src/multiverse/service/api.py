@@ -15,9 +15,9 @@ from pydantic import BaseModel, Field
 from multiverse import __version__
 from multiverse.config import Settings
 from multiverse.controller.loop import Controller
-from multiverse.core.admission import references
 from multiverse.core.model import Size
-from multiverse.core.rows import Command, Draft
+from multiverse.core.provisioning.admission import references
+from multiverse.core.transition import Command
 from multiverse.ports import Clock
 from multiverse.service import identity
 from multiverse.service.identity import Facts, IdentityAudit
@@ -186,7 +186,6 @@ def make_api(
     @api.get("/templates")
     async def templates() -> list[TemplateView]:
         rows, now = store.rows(), clock.now()
-        draft = Draft(rows, now)
         return [
             TemplateView(
                 row.host,
@@ -196,7 +195,7 @@ def make_api(
                 row.size.memory,
                 row.account,
                 now - row.since,
-                references(draft, row),
+                references(rows, row),
                 row.reason,
             )
             for row in rows.templates.values()

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from multiverse.core.rows import Rows
+from multiverse.core.state import Rows
 
 Facts = Mapping[str, str | int]
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from multiverse.core.model import Attempt, AttemptState, Host, Key, Row, Template, TemplateState, Vm, VmState
-from multiverse.core.pacing import Policy, image_of
-from multiverse.core.placement import short_of_memory
-from multiverse.core.rows import Command, Rows
+from multiverse.core.policy import Policy, image_of
+from multiverse.core.provisioning.sizes import short_of_memory
+from multiverse.core.state import Rows
+from multiverse.core.transition import Command
 
 OFTEN = 3
 """Failures in a row from which on a repeated effect is worth an operator's while."""

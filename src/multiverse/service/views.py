@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from multiverse.core.lifecycle import Event
 from multiverse.core.model import Attempt, AttemptState, Depth, Host, HypervisorView, Size, VmCondition, VmSeen
-from multiverse.core.pacing import Policy
-from multiverse.core.placement import left_behind
-from multiverse.core.refill import Standing
-from multiverse.core.rows import Rows
+from multiverse.core.policy import Policy
+from multiverse.core.provisioning.capacity import left_behind
+from multiverse.core.provisioning.pools import PoolStatus
+from multiverse.core.state import Rows
+from multiverse.core.transition import Event
 from multiverse.service.troubles import Trouble
 from multiverse.store import Entry
 
@@ -261,7 +261,7 @@ def timeline(attempt: Attempt, entries: Sequence[Entry], now: float) -> Timeline
     )
 
 
-def pool_view(one: Standing) -> PoolView:
+def pool_view(one: PoolStatus) -> PoolView:
     pool = one.pool
     joined = pool.size if pool.depth is Depth.JOINED else Size(0, 0)
     return PoolView(

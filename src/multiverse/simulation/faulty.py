@@ -1,4 +1,4 @@
-"""The ports with faults on the way: each call goes over a `faults.Wire`."""
+"""The ports with faults: every call goes through a `faults.FaultyLink`."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from multiverse.core.model import (
     VmSpec,
 )
 from multiverse.ports import GuestUsers, Hypervisor, Offers, Scheduler, Source, SubmissionLimits, Templates
-from multiverse.simulation.faults import Wire
+from multiverse.simulation.faults import FaultyLink
 
 
 class FaultyScheduler:
-    """A `ports.Scheduler` at the other end of a wire."""
+    """A `ports.Scheduler` behind a faulty link."""
 
-    def __init__(self, inner: Scheduler, wire: Wire) -> None:
+    def __init__(self, inner: Scheduler, link: FaultyLink) -> None:
         self._inner = inner
-        self._call = wire.call
-        self.offers = FaultyOffers(inner.offers, wire) if inner.offers else None
-        self.submission = FaultySubmissionLimits(inner.submission, wire) if inner.submission else None
+        self._call = link.call
+        self.offers = FaultyOffers(inner.offers, link) if inner.offers else None
+        self.submission = FaultySubmissionLimits(inner.submission, link) if inner.submission else None
 
     async def observe(self) -> SchedulerView:
         return await self._call("observe", "", lambda: self._inner.observe())
@@ -63,11 +63,11 @@ class FaultyScheduler:
 
 
 class FaultyOffers:
-    """A `ports.Offers` at the other end of a wire."""
+    """A `ports.Offers` behind a faulty link."""
 
-    def __init__(self, inner: Offers, wire: Wire) -> None:
+    def __init__(self, inner: Offers, link: FaultyLink) -> None:
         self._inner = inner
-        self._call = wire.call
+        self._call = link.call
 
     async def offer(self, node: NodeSpec) -> None:
         await self._call("offer", node.name, lambda: self._inner.offer(node), node)
@@ -77,22 +77,22 @@ class FaultyOffers:
 
 
 class FaultySubmissionLimits:
-    """A `ports.SubmissionLimits` at the other end of a wire."""
+    """A `ports.SubmissionLimits` behind a faulty link."""
 
-    def __init__(self, inner: SubmissionLimits, wire: Wire) -> None:
+    def __init__(self, inner: SubmissionLimits, link: FaultyLink) -> None:
         self._inner = inner
-        self._call = wire.call
+        self._call = link.call
 
     async def publish(self, largest: Mapping[str, Sequence[Size]]) -> None:
         await self._call("publish", "", lambda: self._inner.publish(largest))
 
 
 class FaultySource:
-    """A `ports.Source` at the other end of a wire."""
+    """A `ports.Source` behind a faulty link."""
 
-    def __init__(self, inner: Source, wire: Wire) -> None:
+    def __init__(self, inner: Source, link: FaultyLink) -> None:
         self._inner = inner
-        self._call = wire.call
+        self._call = link.call
         self.name = inner.name
 
     @property
@@ -104,11 +104,11 @@ class FaultySource:
 
 
 class FaultyTemplates:
-    """A `ports.Templates` at the other end of a wire."""
+    """A `ports.Templates` behind a faulty link."""
 
-    def __init__(self, inner: Templates, wire: Wire) -> None:
+    def __init__(self, inner: Templates, link: FaultyLink) -> None:
         self._inner = inner
-        self._call = wire.call
+        self._call = link.call
 
     async def build_template(self, template: TemplateKey) -> Sequence[Stage]:
         what = f"{template.host}/{template.image}"
@@ -120,25 +120,25 @@ class FaultyTemplates:
 
 
 class FaultyUsers:
-    """A `ports.GuestUsers` at the other end of a wire."""
+    """A `ports.GuestUsers` behind a faulty link."""
 
-    def __init__(self, inner: GuestUsers, wire: Wire) -> None:
+    def __init__(self, inner: GuestUsers, link: FaultyLink) -> None:
         self._inner = inner
-        self._call = wire.call
+        self._call = link.call
 
     async def add_user(self, vm: VmRef, user: User) -> None:
         await self._call("add_user", vm.name, lambda: self._inner.add_user(vm, user), vm.name, user)
 
 
 class FaultyHypervisor:
-    """A `ports.Hypervisor` at the other end of a wire."""
+    """A `ports.Hypervisor` behind a faulty link."""
 
-    def __init__(self, inner: Hypervisor, wire: Wire) -> None:
+    def __init__(self, inner: Hypervisor, link: FaultyLink) -> None:
         self._inner = inner
-        self._call = wire.call
-        self.sources = [FaultySource(source, wire) for source in inner.sources]
-        self.templates = FaultyTemplates(inner.templates, wire) if inner.templates else None
-        self.users = FaultyUsers(inner.users, wire) if inner.users else None
+        self._call = link.call
+        self.sources = [FaultySource(source, link) for source in inner.sources]
+        self.templates = FaultyTemplates(inner.templates, link) if inner.templates else None
+        self.users = FaultyUsers(inner.users, link) if inner.users else None
 
     async def create(self, vm: VmSpec) -> Sequence[Stage]:
         return await self._call("create", vm.name, lambda: self._inner.create(vm), vm)

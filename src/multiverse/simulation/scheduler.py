@@ -1,4 +1,4 @@
-"""A `ports.Scheduler` over the simulated cluster: its commands take time, and fail as Slurm 22.05's do."""
+"""A `ports.Scheduler` over the simulated cluster. Commands take time and fail as those of Slurm 22.05 do."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from random import Random
 from multiverse.config import ImageSettings
 from multiverse.core.errors import Gone, Refused, Stale, Unknown
 from multiverse.core.model import JobRef, JobState, NodeBootstrap, NodeSpec, SchedulerView, User
-from multiverse.core.pool import named_by_none
-from multiverse.simulation.cluster import Spare
-from multiverse.simulation.guests import LIVE, Joining
+from multiverse.core.provisioning.spares import named_by_none
+from multiverse.simulation.cluster import OfferedNode
+from multiverse.simulation.guests import LIVE, Registration
 from multiverse.simulation.jobs import JobRecord
 from multiverse.simulation.world import World
 
 
 @dataclass(frozen=True)
-class CommandPace:
-    """How long commands take, in seconds, as ranges that are drawn from: before the effect, after it, and
-    until slurmctld is given up for dead."""
+class CommandLatencies:
+    """How long commands take before their effect and after it, and how long they wait for a slurmctld that does not
+    answer: ranges in seconds that are drawn from."""
 
-    there: tuple[float, float] = (0.005, 0.05)
-    back: tuple[float, float] = (0.002, 0.03)
+    request: tuple[float, float] = (0.005, 0.05)
+    reply: tuple[float, float] = (0.002, 0.03)
     patience: tuple[float, float] = (2.0, 10.0)
 
 
 class SimulatedScheduler:
-    """See `ports.Scheduler`: this is its contract's plainest reading."""
+    """The simplest scheduler like Slurm that keeps the contract of `ports.Scheduler`."""
 
     def __init__(
-        self, world: World, rng: Random, pace: CommandPace | None = None, image: ImageSettings | None = None
+        self, world: World, rng: Random, latencies: CommandLatencies | None = None, image: ImageSettings | None = None
     ) -> None:
         self._world = world
         self._image = image or ImageSettings()
         self._cluster = world.cluster
         self._rng = rng
-        self._pace = pace or CommandPace()
+        self._latencies = latencies or CommandLatencies()
 
     async def observe(self) -> SchedulerView:
         await self._reach()
@@ -50,16 +50,16 @@ class SimulatedScheduler:
         await self._reach()
         record = self._reread(job)
         if record.pin == tag and record.state in LIVE:
-            return  # said before, and it has started since
+            return  # a repeated call: the job has started since
         if record.state is not JobState.PENDING:
             raise Stale(f"job {job.job_id} is {record.state}")
         if record.held:
             raise Stale(f"job {job.job_id} is held by its user")
-        if not self._cluster.offers(tag):
-            record.pin = None  # Slurm has moved it all the same, and the driver puts it back at the gate
+        if not self._cluster.any_node_has(tag):
+            record.pin = None  # Slurm moves the job all the same, and the driver puts it back at the gate
             raise Refused(f"no node has the feature {tag}", hint="pin after its nodes have registered")
         record.pin = tag
-        self._wake(record)
+        self._unblock(record)
         await self._reply()
 
     async def unpin(self, job: JobRef) -> None:
@@ -68,7 +68,7 @@ class SimulatedScheduler:
         if record.state is not JobState.PENDING:
             raise Stale(f"job {job.job_id} is {record.state}")
         record.unpin()
-        self._wake(record)
+        self._unblock(record)
         await self._reply()
 
     async def requeue(self, job: JobRef) -> None:
@@ -76,11 +76,11 @@ class SimulatedScheduler:
         record = self._reread(job)
         if record.state is JobState.PENDING:
             record.unpin()
-            self._wake(record)
+            self._unblock(record)
             return
         if record.state not in LIVE:
             raise Stale(f"job {job.job_id} is {record.state}")
-        self._cluster.stopped_by_us(record, "queued again")
+        self._cluster.stopped_by_controller(record, "queued again")
         self._cluster.requeue(job.job_id)
         record.unpin()
         await self._reply()
@@ -102,7 +102,7 @@ class SimulatedScheduler:
         await self._reach()
         known = self._cluster.nodes.get(node)
         if known is not None and known.job is not None and not known.down and known.guest.alive:
-            self._cluster.stopped_by_us(known.job, f"lost {node}, which we set DOWN")
+            self._cluster.stopped_by_controller(known.job, f"lost {node}, which we set DOWN")
         self._cluster.set_down(node, reason)
         await self._reply()
 
@@ -127,14 +127,14 @@ class SimulatedScheduler:
         return None
 
     async def offer(self, node: NodeSpec) -> None:
-        self._cluster.offer(Spare(node, *named_by_none(node.image, self._image.default, self._image.kind)))
+        self._cluster.offer(OfferedNode(node, *named_by_none(node.image, self._image.default, self._image.kind)))
 
     async def withdraw(self, node: str) -> None:
         self._cluster.withdraw(node)
 
     async def bootstrap(self, node: NodeSpec) -> NodeBootstrap:
         features = (self._cluster.settings.node_feature, *node.features)
-        return Joining(node.name, features, node.size).pack()
+        return Registration(node.name, features, node.size).pack()
 
     async def user(self, uid: int) -> User:
         user = self._world.user(uid)
@@ -150,17 +150,17 @@ class SimulatedScheduler:
             raise Stale(f"job {job.job_id} is now {record.ref}")
         return record
 
-    def _wake(self, record: JobRecord) -> None:
-        """What slurmctld itself had put in its way is taken away; what its user wants stays."""
+    def _unblock(self, record: JobRecord) -> None:
+        """Remove the obstacles that slurmctld itself has set; the user's own stay."""
         record.bad = False
         if record.delayed:
             record.begin, record.delayed = asyncio.get_running_loop().time(), False
 
     async def _reach(self) -> None:
-        await asyncio.sleep(self._rng.uniform(*self._pace.there))
+        await asyncio.sleep(self._rng.uniform(*self._latencies.request))
         if not self._cluster.up:
-            await asyncio.sleep(self._rng.uniform(*self._pace.patience))
+            await asyncio.sleep(self._rng.uniform(*self._latencies.patience))
             raise Unknown("slurmctld does not answer", hint="see whether it runs")
 
     async def _reply(self) -> None:
-        await asyncio.sleep(self._rng.uniform(*self._pace.back))
+        await asyncio.sleep(self._rng.uniform(*self._latencies.reply))

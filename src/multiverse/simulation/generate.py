@@ -1,4 +1,4 @@
-"""Scenarios drawn from a seed: users who do what users do, and as much trouble as is asked for."""
+"""Scenarios drawn from a seed: jobs, what their users do to them, faults and incidents."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ from random import Random
 from multiverse.config import PacingSettings, PoolSettings, Settings
 from multiverse.core.model import CloneKind, Depth, Host, Size
 from multiverse.simulation.cluster import ClusterSettings
-from multiverse.simulation.faults import Death, Odds, What, every
-from multiverse.simulation.guests import GuestPace
+from multiverse.simulation.faults import ControllerCrash, IncidentKind, Odds, every
+from multiverse.simulation.guests import GuestBehaviour
 from multiverse.simulation.jobs import Batch
 from multiverse.simulation.machines import ABILITIES
-from multiverse.simulation.run import Arrival, Deed, Scenario
+from multiverse.simulation.scenario import Arrival, Scenario, UserAction
 from multiverse.simulation.world import WorldSettings
 
-IMPOSSIBLE = Size(2, 1_000_000)  # larger than any host, yet within the gate's flavor here
+IMPOSSIBLE = Size(2, 1_000_000)  # larger than any host, but accepted by the gate of these scenarios
 
 
-def calm(seed: int) -> Scenario:
-    """A crowd of jobs, users who change their minds, and nothing that goes wrong."""
+def without_faults(seed: int) -> Scenario:
+    """Jobs, and users who cancel, hold, change or requeue them; no faults and no incidents."""
     rng = Random(f"{seed}/scenario")
     hosts = tuple(_host(rng, number) for number in range(rng.choice((1, 1, 2, 3))))
     first = rng.randint(1, 10)
     cluster = ClusterSettings(
-        silence=rng.choice((10.0, 20.0, 20.0, 60.0, 300.0)),
+        node_timeout=rng.choice((10.0, 20.0, 20.0, 60.0, 300.0)),
         last_id=rng.choice((first, first + 1, 60_000)),
-        memory=(2.0, rng.choice((2.5, 30.0, 300.0))),
+        min_job_age=(2.0, rng.choice((2.5, 30.0, 300.0))),
         flavor=Size(64, 2_000_000),
         first_id=first,
     )
     chance = Random(f"{seed}/limits")
     cluster = replace(cluster, max_jobs=chance.choice((0, 0, 1, 2)), max_cpus=chance.choice((0, 0, 4)))
     pacing = PacingSettings(provisioning=rng.choice((1, 4, 16)), attempts=rng.choice((2, 12)))
-    tastes = Random(f"{seed}/images")
-    arrivals = tuple(_with_image(_arrival(rng), tastes) for _ in range(rng.randint(1, 8)))
+    image_choices = Random(f"{seed}/images")
+    arrivals = tuple(_with_image(_arrival(rng), image_choices) for _ in range(rng.randint(1, 8)))
     settings = _with_pools(Settings(pacing=pacing, poll=rng.choice((2.0, 5.0))), Random(f"{seed}/pools"))
-    if takers := _takers(seed, settings):
-        cluster = replace(cluster, probes=Random(f"{seed}/probes").choice((0.0, 0.0, 0.2)))
-        arrivals = (*takers, *arrivals)
+    if late := _arrivals_for_spares(seed, settings):
+        cluster = replace(cluster, test_only_share=Random(f"{seed}/probes").choice((0.0, 0.0, 0.2)))
+        arrivals = (*late, *arrivals)
     return Scenario(seed, arrivals, WorldSettings(hosts, cluster=cluster), settings, hints=rng.choice((0.0, 0.9)))
 
 
 def _with_pools(settings: Settings, rng: Random) -> Settings:
-    """Every fourth history has warm pools and a pace, and leaves it to us which kind of clone is made."""
+    """One scenario in four has warm pools and limited rates of clones, and may leave the kind of clones open."""
     if rng.random() < 0.75:
         return settings
     pools = [
@@ -60,55 +60,58 @@ def _with_pools(settings: Settings, rng: Random) -> Settings:
     return replace(settings, pool=tuple(rng.sample(pools, rng.randint(1, 3))), pacing=pacing, image=image)
 
 
-def troubled(seed: int, database: str = ":memory:") -> Scenario:
-    """The same crowd, with calls that fail, VMs that die, hosts and a slurmctld that go away, a disk that
-    fills up and a controller that dies, for a minute; what then remains must come to its end."""
+def with_faults(seed: int, database: str = ":memory:") -> Scenario:
+    """The same jobs, with faults of calls, incidents and crashes of the controller in the first minute.
+
+    Everything must come to its end afterwards."""
     rng = Random(f"{seed}/trouble")
     until = 60.0
-    scenario = calm(seed)
-    takers = len(_takers(seed, scenario.settings))
-    fates = Random(f"{seed}/late")
-    late = tuple(fates.choice((0.0, 0.0, 5.0, 40.0)) for _ in scenario.world.hosts)
+    scenario = without_faults(seed)
+    for_spares = len(_arrivals_for_spares(seed, scenario.settings))
+    image_times = Random(f"{seed}/late")
+    late = tuple(image_times.choice((0.0, 0.0, 5.0, 40.0)) for _ in scenario.world.hosts)
     images = tuple(replace(one, since=late if one.name == "stiff" else ()) for one in scenario.world.images)
     rates = (0.0, 0.02, 0.1, 0.3)
-    silence = (5.0, rng.choice((*(30.0,) * 6, 700.0)))  # the longest outlasts the patience that effects have
+    silence = (5.0, rng.choice((*(30.0,) * 6, 700.0)))  # the longest is longer than the time limit of effects
     odds = [replace(Odds.even(rng.choice(rates), until), silence=silence) for _ in range(2)]
-    mishaps = tuple(mishap for what, means in MEANS.items() for mishap in every(rng.choice(means), what, rng, until))
-    pace = GuestPace(
+    incidents = tuple(one for kind, means in MEANS.items() for one in every(rng.choice(means), kind, rng, until))
+    guests = GuestBehaviour(
         boot=(0.4, rng.choice((1.2, 1.2, 100.0))), mute=rng.choice((0.0, 0.0, 0.1)), small=rng.choice((0.0, 0.0, 0.1))
     )
     return replace(
         scenario,
-        # More jobs make a history longer, not harder.
-        arrivals=tuple(replace(one, tasks=min(one.tasks, 2)) for one in scenario.arrivals[: takers + 3]),
-        world=replace(scenario.world, images=images, guests=pace),
+        # More jobs would make a history longer, but not more difficult.
+        arrivals=tuple(replace(one, tasks=min(one.tasks, 2)) for one in scenario.arrivals[: for_spares + 3]),
+        world=replace(scenario.world, images=images, guests=guests),
         scheduler_odds=odds[0],
         hypervisor_odds=odds[1],
-        mishaps=tuple(sorted(mishaps, key=lambda mishap: mishap.at)),
-        deaths=_deaths(rng, rng.choice((0, 0, 5, 30))),
+        incidents=tuple(sorted(incidents, key=lambda incident: incident.at)),
+        crashes=_crashes(rng, rng.choice((0, 0, 5, 30))),
         database=database,
     )
 
 
-MEANS: dict[What, tuple[float, ...]] = {
-    What.VM_DIES: (0.0, 5.0, 30.0),
-    What.FLOODS: (0.0, 0.0, 20.0),
-    What.REGISTERS_AGAIN: (0.0, 0.0, 20.0),
-    What.CLUSTER_AWAY: (0.0, 0.0, 30.0, 100.0),
-    What.CLUSTER_RESTARTS: (0.0, 0.0, 30.0),
-    What.RECONFIGURED: (0.0, 0.0, 30.0),
-    What.HOST_AWAY: (0.0, 0.0, 30.0, 60.0),
-    What.HOST_FENCED: (0.0, 0.0, 60.0),
-    What.DROPPED: (0.0, 0.0, 10.0),
-    What.DISK_FULL: (0.0, 0.0, 30.0),
-    What.CRASH: (0.0, 0.0, 8.0, 60.0),
+MEANS: dict[IncidentKind, tuple[float, ...]] = {
+    IncidentKind.VM_DIES: (0.0, 5.0, 30.0),
+    IncidentKind.GUEST_FLOODS: (0.0, 0.0, 20.0),
+    IncidentKind.REGISTERS_AGAIN: (0.0, 0.0, 20.0),
+    IncidentKind.CLUSTER_AWAY: (0.0, 0.0, 30.0, 100.0),
+    IncidentKind.CLUSTER_RESTARTS: (0.0, 0.0, 30.0),
+    IncidentKind.RECONFIGURED: (0.0, 0.0, 30.0),
+    IncidentKind.HOST_AWAY: (0.0, 0.0, 30.0, 60.0),
+    IncidentKind.HOST_FENCED: (0.0, 0.0, 60.0),
+    IncidentKind.TEMPLATE_DELETED: (0.0, 0.0, 10.0),
+    IncidentKind.DISK_FULL: (0.0, 0.0, 30.0),
+    IncidentKind.CONTROLLER_CRASH: (0.0, 0.0, 8.0, 60.0),
 }
-"""The mean seconds between two mishaps of a kind: one of these is drawn for each history, 0 for never."""
+"""The mean seconds between two incidents of a kind: one is drawn for each scenario, 0 for never."""
 
 
-def _deaths(rng: Random, count: int) -> tuple[Death, ...]:
-    """Deaths at commits, some right after one another: the controller dies during its recovery too."""
-    return tuple(Death(n, rng.random() < 0.5, rng.uniform(0.05, 5.0)) for n in sorted(rng.sample(range(1, 80), count)))
+def _crashes(rng: Random, count: int) -> tuple[ControllerCrash, ...]:
+    """Crashes at commits. Some follow each other closely, so that the controller crashes during its recovery too."""
+    return tuple(
+        ControllerCrash(n, rng.random() < 0.5, rng.uniform(0.05, 5.0)) for n in sorted(rng.sample(range(1, 80), count))
+    )
 
 
 def _host(rng: Random, number: int) -> Host:
@@ -136,18 +139,18 @@ def _arrival(rng: Random) -> Arrival:
         batch = replace(batch, problem="asks for a reservation, which VMs cannot keep")
     tasks = rng.randint(2, 5) if rng.random() < 0.2 else 0
     batch = replace(batch, at_most=tasks // 2 % 2)
-    return Arrival(rng.uniform(0.5, 30.0), batch, tasks, _deeds(rng))
+    return Arrival(rng.uniform(0.5, 30.0), batch, tasks, _actions(rng))
 
 
-def _takers(seed: int, settings: Settings) -> tuple[Arrival, ...]:
-    """Jobs that come when joined spares may be ready, and take one as they are submitted."""
+def _arrivals_for_spares(seed: int, settings: Settings) -> tuple[Arrival, ...]:
+    """Jobs that are submitted when joined spares may be on offer, and may take one."""
     if all(pool.depth is not Depth.JOINED for pool in settings.pool):
         return ()
     rng = Random(f"{seed}/takers")
-    return tuple(_taker(rng) for _ in range(rng.randint(1, 4)))
+    return tuple(_arrival_for_spare(rng) for _ in range(rng.randint(1, 4)))
 
 
-def _taker(rng: Random) -> Arrival:
+def _arrival_for_spare(rng: Random) -> Arrival:
     one = _arrival(rng)
     size = rng.choice((Size(1, 64), Size(1, 500), Size(2, 900)))
     batch = replace(one.batch, nodes=1, size=size, problem="", at_most=0, delay=rng.choice((0.0, 0.0, 0.0, 20.0)))
@@ -155,25 +158,25 @@ def _taker(rng: Random) -> Arrival:
 
 
 def _with_image(arrival: Arrival, rng: Random) -> Arrival:
-    """Some want an image that can plug nothing, some have an account whose templates are its own."""
+    """Give some jobs an image that can plug neither CPUs nor memory, and some an account with templates of its own."""
     image, account = rng.choice((None, None, None, "stiff")), rng.choice(("", "", "", "physics"))
     return replace(arrival, batch=replace(arrival.batch, image=image, account=account))
 
 
-def _deeds(rng: Random) -> tuple[Deed, ...]:
-    """What its user does to it. Whatever is stopped is set going again, so that it can end."""
-    at = rng.choice((rng.uniform(0.0, 3.0), rng.uniform(3.0, 8.0), rng.uniform(0.0, 30.0)))  # the second: as it starts
+def _actions(rng: Random) -> tuple[UserAction, ...]:
+    """The later actions of a job's user. A job that is held or suspended is released or resumed, so that it can end."""
+    at = rng.choice((rng.uniform(0.0, 3.0), rng.uniform(3.0, 8.0), rng.uniform(0.0, 30.0)))  # the second: most start
     wait = rng.uniform(0.1, 20.0)
     match rng.randrange(12):
         case 0 | 1:
-            return (Deed(at, "cancel"),)
+            return (UserAction(at, "cancel"),)
         case 2:
-            return (Deed(at, "hold"), Deed(at + wait, "release"))
+            return (UserAction(at, "hold"), UserAction(at + wait, "release"))
         case 3:
-            return (Deed(at, "requeue"),)
+            return (UserAction(at, "requeue"),)
         case 4:
-            return (Deed(at, "suspend"), Deed(at + wait, "resume"), Deed(100.0, "resume"))
+            return (UserAction(at, "suspend"), UserAction(at + wait, "resume"), UserAction(100.0, "resume"))
         case 5:
-            return (Deed(at, "change", Size(1, 300)),)
+            return (UserAction(at, "change", Size(1, 300)),)
         case _:
             return ()
