@@ -12,8 +12,8 @@ import pytest
 
 from multiverse.client import Client
 from multiverse.lab import lifecycle
-from multiverse.lab.parts import CONTROLLER, Lab
 from multiverse.lab.plan import load
+from multiverse.lab.services import CONTROLLER, Lab
 from multiverse.simulation.replay import replay
 from tests.integration.conftest import LabUnderTest
 from tests.integration.watch import ended, latest, nothing_left, qemu_of, until

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from multiverse.client import Client
 from multiverse.lab import lifecycle
-from multiverse.lab.plan import Wishes
+from multiverse.lab.plan import LabOptions
 
 if TYPE_CHECKING:
     from tests.integration.conftest import LabUnderTest
@@ -107,7 +107,7 @@ def emulators() -> list[str]:
 
 def mend(lab: LabUnderTest) -> None:
     """Start what has died of the lab, as `multiverse lab up` does, except the controller, which the tests start."""
-    asyncio.run(lifecycle.up(lab.where, Wishes(), controller=False))
+    asyncio.run(lifecycle.up(lab.where, LabOptions(), controller=False))
 
 
 def kept_by_slurm(lab: LabUnderTest, since: float) -> None:

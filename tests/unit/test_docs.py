@@ -25,9 +25,9 @@ def test_the_page_of_options_is_generated_from_its_tests() -> None:
 def test_each_row_of_the_page_of_options_has_a_test() -> None:
     tests = set(re.findall(r"def (test_\w+)", (ROOT / "tests/integration/test_options.py").read_text()))
     for row in (row for group in GROUPS for row in group.rows):
-        assert bool(row.test) + bool(row.attempt) + bool(row.job) == 1, row.names
+        assert bool(row.test) + bool(row.command) + bool(row.job) == 1, row.names
         assert not row.test or row.test in tests, row.names
-        assert not row.job or (row.job in JOBS and row.sees), row.names
+        assert not row.job or (row.job in JOBS and row.output_lines), row.names
 
 
 def test_links_between_pages_have_a_target() -> None:

@@ -19,7 +19,7 @@ from multiverse.bench.latency import JobKind
 from multiverse.bench.stats import Estimate, Summary, median, ratio, summary
 from multiverse.client import Client
 from multiverse.core.errors import Broken
-from multiverse.lab.session import Session
+from multiverse.lab.session import LabSession
 
 KINDS = (
     JobKind("full_stock", ("--constraint=stock&full",)),
@@ -65,12 +65,12 @@ class BurstPlan:
     kinds: Sequence[JobKind]
 
 
-def run(lab: Session, client: Client, plan: BurstPlan, progress: Progress) -> dict[str, BurstSamples]:
+def run(lab: LabSession, client: Client, plan: BurstPlan, progress: Progress) -> dict[str, BurstSamples]:
     """Measure each kind of the plan. Returns the samples by the kind's name."""
     return {kind.name: _run_kind(lab, client, plan, kind, progress) for kind in plan.kinds}
 
 
-def _run_kind(lab: Session, client: Client, plan: BurstPlan, kind: JobKind, progress: Progress) -> BurstSamples:
+def _run_kind(lab: LabSession, client: Client, plan: BurstPlan, kind: JobKind, progress: Progress) -> BurstSamples:
     with Arrivals(lab.settings.network.gateway) as arrivals:
         submitted = _submit(lab, arrivals.script, plan, kind)
         missing = arrivals.wait(submitted, START_LIMIT, lab.settings.socket.exists)
@@ -87,7 +87,7 @@ def _run_kind(lab: Session, client: Client, plan: BurstPlan, kind: JobKind, prog
     return samples
 
 
-def _submit(lab: Session, script: str, plan: BurstPlan, kind: JobKind) -> dict[str, float]:
+def _submit(lab: LabSession, script: str, plan: BurstPlan, kind: JobKind) -> dict[str, float]:
     """Submit the jobs. Returns when each was submitted, in monotonic seconds, by its id."""
     options = ("--output=/dev/null", *kind.options)
     began = time.monotonic()
@@ -114,7 +114,7 @@ def _not_started(client: Client, kind: JobKind, missing: Sequence[str]) -> str:
     return f"{len(missing)} jobs of kind {kind.name} did not start: job {first}: {reason}"
 
 
-def _check_completed(lab: Session, submitted: Mapping[str, float]) -> None:
+def _check_completed(lab: LabSession, submitted: Mapping[str, float]) -> None:
     """Raise `Broken` unless Slurm's accounting says that each of these jobs has completed."""
     jobs = ",".join(dict.fromkeys(map(_submission, submitted)))
     deadline = time.monotonic() + ACCOUNTING_LIMIT

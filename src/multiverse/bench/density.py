@@ -19,7 +19,7 @@ from multiverse.bench.arrivals import Arrivals, until_nothing_is_left
 from multiverse.bench.stats import median
 from multiverse.client import Client
 from multiverse.core.errors import Broken
-from multiverse.lab.session import Session
+from multiverse.lab.session import LabSession
 
 IDLE_SECONDS = 5.0
 """Seconds over which CPU time is measured while no VM is given anything to do."""
@@ -75,7 +75,7 @@ class DensityResult:
 Progress = Callable[[DensityStep], None]
 
 
-def run(lab: Session, client: Client, bounds: DensityBounds, progress: Progress) -> DensityResult:
+def run(lab: LabSession, client: Client, bounds: DensityBounds, progress: Progress) -> DensityResult:
     """Add jobs until a bound is reached or something is exhausted. All jobs have ended when this returns."""
     steps: list[DensityStep] = []
     before = _available(client)

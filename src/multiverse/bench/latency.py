@@ -19,7 +19,7 @@ from multiverse.api import StatusView, TimelineView, VmView, decode
 from multiverse.bench.stats import Estimate, Summary, excess, percentile, ratio, summary
 from multiverse.client import Client
 from multiverse.core.errors import Broken
-from multiverse.lab.session import Session
+from multiverse.lab.session import LabSession
 
 JOB_LIMIT = 300.0
 """Seconds within which a job must start, and within which it must be reclaimed after its end."""
@@ -134,7 +134,7 @@ class LatencyPlan:
 
 
 def run(
-    lab: Session, client: Client, plan: LatencyPlan, bare_cost: BareCost, progress: Progress
+    lab: LabSession, client: Client, plan: LatencyPlan, bare_cost: BareCost, progress: Progress
 ) -> dict[str, LatencySamples]:
     """Measure the jobs of the plan. Returns the samples by the kind's name."""
     chance = random.Random(plan.seed)
@@ -151,7 +151,12 @@ def run(
 
 
 def _run_job(
-    lab: Session, client: Client, listener: StartListener, kind: JobKind, samples: LatencySamples, bare_cost: BareCost
+    lab: LabSession,
+    client: Client,
+    listener: StartListener,
+    kind: JobKind,
+    samples: LatencySamples,
+    bare_cost: BareCost,
 ) -> float:
     script = SCRIPT.format(host=listener.host, port=listener.port)
     began = time.monotonic()
@@ -200,7 +205,7 @@ def _until_pools_are_full(client: Client) -> None:
         time.sleep(0.05)
 
 
-def _until_ended(lab: Session, job: str) -> None:
+def _until_ended(lab: LabSession, job: str) -> None:
     deadline = time.monotonic() + JOB_LIMIT
     while time.monotonic() < deadline:
         if not lab.run("squeue", "-h", "-j", job, "-t", "PD,R,CG").stdout.strip():

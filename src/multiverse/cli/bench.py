@@ -22,8 +22,8 @@ from multiverse.images.catalog import Flavour
 from multiverse.lab.baremetal import baremetal as bare_slurmd
 from multiverse.lab.layout import layout
 from multiverse.lab.lifecycle import Progress
-from multiverse.lab.plan import Wishes
-from multiverse.lab.session import Session, session
+from multiverse.lab.plan import LabOptions
+from multiverse.lab.session import LabSession, session
 
 app = typer.Typer(help="Measurements, with their baseline in the same run.", no_args_is_help=True)
 
@@ -107,7 +107,7 @@ def kinds_of(kinds: str, among: Sequence[latency.JobKind]) -> list[latency.JobKi
 
 async def _latency(directory: Path, images: Path, plan: LatencyPlan, json: bool) -> dict[str, Any]:
     site = latency.POOLS if uses_image(latency.WARM, plan.kinds) else ""
-    wishes = Wishes(cores=8, memory=16384, image="slim", images=images, settings={})
+    wishes = LabOptions(cores=8, memory=16384, image="slim", images=images, settings={})
     async with session(layout(directory), wishes, lab_progress(json), site) as lab, bare_slurmd(lab.lab):
         with Client(lab.settings.socket) as client:
             await asyncio.to_thread(_warm_up, lab, client, plan.kinds)
@@ -125,7 +125,7 @@ async def _latency(directory: Path, images: Path, plan: LatencyPlan, json: bool)
     }
 
 
-def _warm_up(lab: Session, client: Client, kinds: Sequence[latency.JobKind]) -> None:
+def _warm_up(lab: LabSession, client: Client, kinds: Sequence[latency.JobKind]) -> None:
     """Run one job of each kind that is not counted, to build the template and to fill the page cache."""
     latency.run(lab, client, LatencyPlan(1, 0, kinds), lambda job: None, lambda *_: None)
 

@@ -29,7 +29,7 @@ from multiverse.cli.bench import (
 from multiverse.cli.render import console
 from multiverse.client import Client
 from multiverse.lab.layout import layout
-from multiverse.lab.plan import Wishes
+from multiverse.lab.plan import LabOptions
 from multiverse.lab.session import session
 
 ALL = ",".join(kind.name for kind in bursts.KINDS)
@@ -60,7 +60,7 @@ def burst(
 
 async def _burst(directory: Path, images: Path, plan: BurstPlan, provisioning: int, json: bool) -> dict[str, Any]:
     pacing = {"provisioning": provisioning, "spawn_timeout": SPAWN_TIMEOUT}
-    wishes = Wishes(max(8, min(plan.jobs, 50)), 16384, image="slim", images=images, settings={"pacing": pacing})
+    wishes = LabOptions(max(8, min(plan.jobs, 50)), 16384, image="slim", images=images, settings={"pacing": pacing})
     async with session(layout(directory), wishes, lab_progress(json)) as lab:
         with Client(lab.settings.socket) as client:
             # One job of each kind that is not counted builds the template and fills the page cache.

@@ -26,9 +26,9 @@ from multiverse.core.errors import Broken, MultiverseError, Refused
 from multiverse.images.build import build as build_image
 from multiverse.lab.layout import layout
 from multiverse.lab.lifecycle import Progress
-from multiverse.lab.parts import PARTS
-from multiverse.lab.plan import Wishes
-from multiverse.lab.session import Session, session
+from multiverse.lab.plan import LabOptions
+from multiverse.lab.services import SERVICES
+from multiverse.lab.session import LabSession, session
 
 T = TypeVar("T")
 
@@ -140,7 +140,7 @@ def demo(
 
 def _parts(say: Callable[[str], None]) -> Progress:
     """Prints a line for each service of the lab that has started, and shows which one is starting."""
-    names = ["bridge", *(part.name for part in PARTS)]
+    names = ["bridge", *(part.name for part in SERVICES)]
     following = dict(pairwise(names))
 
     def progress(name: str, word: str, seconds: float) -> None:
@@ -152,7 +152,7 @@ def _parts(say: Callable[[str], None]) -> Progress:
 
 
 async def _demo(directory: Path, images: Path) -> None:
-    wishes = Wishes(cores=8, memory=16384, image=IMAGE, images=images)
+    wishes = LabOptions(cores=8, memory=16384, image=IMAGE, images=images)
     stack = AsyncExitStack()
     try:
         with render.step("lab, a whole cluster on this machine") as say:
@@ -200,7 +200,7 @@ async def _eventually(deadline: float, ask: Callable[[], T | None]) -> T:
     raise Broken(f"the template was not built within {LIMIT:g} s", hint=LOG_HINT)
 
 
-async def _run(lab: Session, client: Client) -> list[DemoJob]:
+async def _run(lab: LabSession, client: Client) -> list[DemoJob]:
     """Submit the jobs and follow them until all have ended."""
     rows = [DemoJob("hello", lab.submit(HELLO, "--job-name=hello", "--output=hello.out"), "COMPLETED")]
     array = lab.submit(ARRAY, "--job-name=array", "--array=1-3", "--output=array-%a.out")
@@ -268,7 +268,7 @@ def _table(rows: Sequence[DemoJob]) -> Table:
     return table
 
 
-async def _report(lab: Session, client: Client, rows: Sequence[DemoJob]) -> list[str]:
+async def _report(lab: LabSession, client: Client, rows: Sequence[DemoJob]) -> list[str]:
     """Show where each job's time went, what it printed, and its accounting record. Returns what is not as expected."""
     console.rule("where the time went", style="dim")
     for row in rows:
@@ -299,7 +299,7 @@ def _show_accounts(rows: Sequence[DemoJob], kept: Mapping[str, tuple[str, str, s
     return wrong
 
 
-def _show_outputs(lab: Session) -> list[str]:
+def _show_outputs(lab: LabSession) -> list[str]:
     """Show the files that the jobs wrote. Returns those that are missing or empty."""
     wrong: list[str] = []
     console.rule("what the jobs wrote, where they were submitted", style="dim")
@@ -339,7 +339,7 @@ def _legend() -> Text:
     return text
 
 
-async def _accounts(lab: Session, rows: Sequence[DemoJob]) -> dict[str, tuple[str, str, str, str]]:
+async def _accounts(lab: LabSession, rows: Sequence[DemoJob]) -> dict[str, tuple[str, str, str, str]]:
     """Name, state, exit code and nodes of each job in Slurm's accounting, once slurmdbd knows every end."""
     jobs = [row.job for row in rows if row.job != NO_JOB]
     deadline = time.monotonic() + ACCOUNTING_LIMIT

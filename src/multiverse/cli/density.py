@@ -18,7 +18,7 @@ from multiverse.cli.bench import DIRECTORY, IMAGES, Dir, Images, Json, build_ima
 from multiverse.cli.render import console
 from multiverse.client import Client
 from multiverse.lab.layout import layout
-from multiverse.lab.plan import Wishes
+from multiverse.lab.plan import LabOptions
 from multiverse.lab.session import session
 
 CLAIM = 288
@@ -49,7 +49,7 @@ def density(
         "pacing": {"provisioning": provisioning, "spawn_timeout": patience},
         "qemu": {"tb_size": tb_size, "max_cpus": 1, "max_memory": 1024},  # a guest that may grow needs more memory
     }
-    wishes = Wishes(most, declared, image="slim", images=images, settings=settings)
+    wishes = LabOptions(most, declared, image="slim", images=images, settings=settings)
     found = asyncio.run(_density(directory, wishes, DensityBounds(most, by, floor, patience), json))
     found["tb_size"] = tb_size
     if json:
@@ -58,7 +58,7 @@ def density(
         _print(found)
 
 
-async def _density(directory: Path, wishes: Wishes, bounds: DensityBounds, json: bool) -> dict[str, Any]:
+async def _density(directory: Path, wishes: LabOptions, bounds: DensityBounds, json: bool) -> dict[str, Any]:
     def progress(step: DensityStep) -> None:
         if not json:
             console.print(

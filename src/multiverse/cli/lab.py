@@ -19,7 +19,7 @@ from multiverse.core.errors import Refused
 from multiverse.lab import lifecycle
 from multiverse.lab.configure import environment
 from multiverse.lab.layout import layout
-from multiverse.lab.plan import Wishes, load, shares
+from multiverse.lab.plan import LabOptions, load, shares
 
 app = typer.Typer(help="A whole cluster on this machine.", no_args_is_help=True)
 
@@ -78,7 +78,7 @@ def up(
 ) -> None:
     """Start the lab, or those of its services that have died."""
     where = layout(directory)
-    wishes = Wishes(
+    wishes = LabOptions(
         cores=cores,
         memory=mebibytes(memory) if memory else None,
         shares=shares(share or ()),
