@@ -16,7 +16,7 @@ from multiverse.config import HostSettings, QemuSettings, Settings
 from multiverse.core.model import Size
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.host import manifest
-from multiverse.host.qmp import Monitor
+from multiverse.host.qemu.qmp import Monitor
 from tests.contract.test_hypervisor_contract import SUITE, Check, Harness
 from tests.contract.test_hypervisor_troubles import TROUBLES, only_an_instant_clone_needs_a_template
 from tests.integration.images import IMAGES, slim

@@ -14,8 +14,8 @@ import pytest
 
 from multiverse.core.model import Daemon, Size
 from multiverse.host import manifest
-from multiverse.host.cages import Cages
-from multiverse.host.templates import Template, load, name_of
+from multiverse.host.cgroups import Cgroups
+from multiverse.host.qemu.templates import Template, load, name_of
 from tests.integration.test_qemu_driver import PARENT, Lab, lab, settings, swept, until
 
 __all__ = ["lab", "settings", "swept"]  # fixtures
@@ -134,7 +134,7 @@ async def test_nothing_that_a_clone_holds_open_writes_to_its_template(lab: Lab) 
 
 
 def test_what_is_put_in_a_cage_takes_no_more_than_it_may() -> None:
-    cages, name = Cages(), f"mvtest-{os.getpid()}"
+    cages, name = Cgroups(), f"mvtest-{os.getpid()}"
     ends = {}
     for word, size, script in (("fits", 16, "pass"), ("grows", 300, "pass"), ("forks", 16, "import os; os.fork()")):
         code = f"import sys; sys.stdin.readline(); block = bytearray(b'x') * ({size} << 20); {script}"

@@ -17,8 +17,8 @@ _HOST = """
 import json, os, select, socket, struct, subprocess, sys
 from pathlib import Path
 from multiverse.core.model import CloneKind
-from multiverse.host import link, manifest
-from multiverse.host.filter import Filter
+from multiverse.host import manifest, tap
+from multiverse.host.firewall import Firewall
 from multiverse.host.manifest import Manifest, Phase
 
 def run(command): subprocess.run(command.split(), check=True)
@@ -32,14 +32,14 @@ for command in ("mount -t sysfs sysfs /sys", "ip link set lo up", "ip link add b
     run(command)
 Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
 vms = Path(sys.argv[1])
-rules, taps = Filter("mvr-", vms), {}
+rules, taps = Firewall("mvr-", vms), {}
 for n, peers in ((1, (name(2),)), (2, (name(1),)), (3, ())):
-    taps[n] = link.open_tap(name(n), "bridge0", mac(n))
+    taps[n] = tap.open_tap(name(n), "bridge0", mac(n))
     known = Manifest(name(n), CloneKind.INSTANT, Phase.STARTED, mac(n), 1, 256, address=address(n), peers=peers)
     (vms / name(n)).mkdir()
     manifest.write(vms / name(n), known)
     rules.admit(known)
-    link.isolate(name(n), not peers)
+    tap.isolate(name(n), not peers)
     assert Path("/sys/class/net/bridge0/address").read_text().strip() == uplink, "the bridge took a tap's address"
     run(f"ip neigh replace {address(n)} lladdr {mac(n)} dev bridge0")
 head = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)

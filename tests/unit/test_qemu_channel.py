@@ -11,7 +11,7 @@ import pytest
 
 from multiverse.core.errors import Broken, Unknown
 from multiverse.guest.protocol import AUDIT
-from multiverse.host.channel import Channel
+from multiverse.host.qemu.channel import Channel
 
 WORDS = {
     "nothing but reports": b'{"type":"becoming"}\n',

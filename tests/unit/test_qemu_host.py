@@ -28,13 +28,14 @@ from multiverse.core.errors import Broken, Exhausted, Unknown
 from multiverse.core.model import CloneKind, Size, TemplateKey
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.guest.image import Image
-from multiverse.host import copies, manifest, probe, process, templates
-from multiverse.host.found import Found
-from multiverse.host.machine import DIMMS, Accelerator, Machine, Memory, Wiring, limits
+from multiverse.host import disks, manifest, process
 from multiverse.host.manifest import Manifest, Phase
-from multiverse.host.qmp import Monitor, QmpError
-from multiverse.host.session import Paths
-from multiverse.host.vms import ladder
+from multiverse.host.qemu import probe, templates
+from multiverse.host.qemu.ability_cache import AbilityCache
+from multiverse.host.qemu.machine import DIMMS, Accelerator, Machine, Memory, Wiring, limits
+from multiverse.host.qemu.qmp import Monitor, QmpError
+from multiverse.host.qemu.session import Paths
+from multiverse.host.qemu.vms import ladder
 
 
 def sleeper(tmp_path: Path, *fds: int) -> tuple[int, int]:
@@ -141,11 +142,11 @@ def test_a_disk_is_copied_without_its_holes_where_nothing_can_be_shared(tmp_path
         file.truncate(64 << 20)
     other = Path(tempfile.mkdtemp(dir="/dev/shm"))  # another file system, so there is nothing to share
     try:
-        assert copies.copy(disk, other / "disk.raw") == "copy"
+        assert disks.copy(disk, other / "disk.raw") == "copy"
         assert filecmp.cmp(disk, other / "disk.raw", shallow=False)
         assert (other / "disk.raw").stat().st_blocks * 512 < 1 << 20
         with pytest.raises(Exhausted, match="is the disk full"):
-            copies.copy(disk, Path("/dev/full"))
+            disks.copy(disk, Path("/dev/full"))
     finally:
         shutil.rmtree(other)
 
@@ -402,24 +403,24 @@ def test_what_guests_lack_is_kept_for_that_image_and_qemu_until_either_changes(t
     file = tmp_path / "state/guests.json"
     slim = Image("slim", "slim", "k1", "b1", tmp_path, "quiet", "6.1", "bookworm")
     others = [replace(slim, name="stock"), replace(slim, key="k2"), replace(slim, cmdline="nosmp")]
-    found = Found(file, "8.2 tcg")
+    found = AbilityCache(file, "8.2 tcg")
     assert found.abilities(slim) == {"fork", "plug_cpus", "plug_memory"}
     found.lacks(slim, "plug_cpus", "no room", [slim])
     found.lacks(slim, "plug_cpus", "no room", [slim])
-    for reader in (found, Found(file, "8.2 tcg")):
+    for reader in (found, AbilityCache(file, "8.2 tcg")):
         assert reader.abilities(slim) == {"fork", "plug_memory"}
         assert all("plug_cpus" in reader.abilities(other) for other in others)
-    assert "plug_cpus" in Found(file, "8.2 kvm").abilities(slim)
+    assert "plug_cpus" in AbilityCache(file, "8.2 kvm").abilities(slim)
 
     found.lacks(others[0], "plug_memory", "no room", [others[0]])
     assert "plug_cpus" in found.abilities(slim), "an image that is no more is forgotten"
-    assert Found(file, "8.2 tcg").abilities(others[0]) == {"fork", "plug_cpus"}
+    assert AbilityCache(file, "8.2 tcg").abilities(others[0]) == {"fork", "plug_cpus"}
 
 
 def test_what_guests_lack_is_known_even_if_it_cannot_be_kept(tmp_path: Path) -> None:
     (tmp_path / "guests.json").write_text("[1]")
     slim = Image("slim", "slim", "k1", "b1", tmp_path, "quiet", "6.1", "bookworm")
-    found = Found(tmp_path / "guests.json", "8.2 tcg")
+    found = AbilityCache(tmp_path / "guests.json", "8.2 tcg")
     (tmp_path / "guests.new").mkdir()  # nothing can be written there
     found.lacks(slim, "plug_cpus", "no room", [slim])
     assert "plug_cpus" not in found.abilities(slim)

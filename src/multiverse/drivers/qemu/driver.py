@@ -35,12 +35,13 @@ from multiverse.core.model import (
 from multiverse.guest import image as images
 from multiverse.guest.image import Image
 from multiverse.guest.protocol import TEMPLATE, Report
-from multiverse.host import link, manifest, probe, process, templates, trust, vms
-from multiverse.host.found import Found
-from multiverse.host.machine import Accelerator, Machine, Memory, limits
+from multiverse.host import manifest, path_security, process, tap
 from multiverse.host.manifest import Manifest, Phase
-from multiverse.host.templates import Template
-from multiverse.host.vms import Places, Vms
+from multiverse.host.qemu import probe, templates, vms
+from multiverse.host.qemu.ability_cache import AbilityCache
+from multiverse.host.qemu.machine import Accelerator, Machine, Memory, limits
+from multiverse.host.qemu.templates import Template
+from multiverse.host.qemu.vms import Places, Vms
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -67,7 +68,7 @@ class QemuHypervisor:
         self._version = probe.qemu_version(qemu.binary)
         found = probe.accelerator(qemu.accel, qemu.binary, self._version, settings.state_dir / "kvm.json")
         self._accelerator = replace(found, tb_size=qemu.tb_size, relocates=probe.is_since(self._version, 8))
-        self._found = Found(settings.state_dir / "guests.json", f"{self._version} {found.name}")
+        self._found = AbilityCache(settings.state_dir / "guests.json", f"{self._version} {found.name}")
         self._vms = Vms(Places(qemu.vms.absolute(), qemu.run.absolute(), qemu.bridge, qemu.binary, qemu.uids,
                                probe.is_since(self._version, 8, 2), self._prefix, self._accelerator))  # fmt: skip
         self._limits = limits(Size(qemu.base_cpus, qemu.base_memory), Size(settings.host.cores, settings.host.memory),
@@ -96,12 +97,12 @@ class QemuHypervisor:
         """Raise `Refused` or `Broken` with what this process is not let do: VMs need users and links of their own, and
         places that nobody else writes to. Those are made."""
         self._vms.owners.check()
-        os.close(link.open_tap("mvt%d", None))
+        os.close(tap.open_tap("mvt%d", None))
         places = self._vms.places
         for place, mode in ((self._settings.templates.absolute(), 0o711), (places.vms, 0o711), (places.run, 0o700)):
-            trust.make(place, mode)
+            path_security.make(place, mode)
         if self._settings.images.exists():  # each image is looked at when it is used
-            trust.check(self._settings.images)
+            path_security.check(self._settings.images)
 
     # --- looking --------------------------------------------------------------------------------------
 
@@ -256,7 +257,7 @@ class QemuHypervisor:
         self._vms.owners.check()
         place, name = self._settings.templates.absolute(), templates.name_of(which)
         image = self._image(which.image)
-        trust.make(place, 0o711)
+        path_security.make(place, 0o711)
         for stale in templates.drop_stale(place, self._of_use):
             self._vms.sealed.drop(stale)
         return templates.prepare(place, image, which.account, self._parent(image, which.size), self._settings.binary,
@@ -279,7 +280,7 @@ class QemuHypervisor:
         """Remove every template of this host, those too that another life of ours, or an older one, has begun."""
         place = self._settings.templates.absolute()
         if place.exists():
-            trust.check(place)
+            path_security.check(place)
         for name in templates.names(place):
             await self._drop(name)
 
@@ -345,7 +346,7 @@ class QemuHypervisor:
                     f"there is no such template of image {spec.image} on {spec.host}",
                     hint="it is made on demand: prepare it first",
                 )
-            trust.check(template.path.parent)
+            path_security.check(template.path.parent)
 
         def machine(disk: Path, disk_format: str) -> Machine:
             if template is None:
@@ -359,7 +360,7 @@ class QemuHypervisor:
     def _image(self, name: str) -> Image:
         """The image of that name. `Refused` if there is none, or one that others than root could have written to."""
         image = images.load(self._settings.images, name)
-        trust.check(image.path, inside=True)
+        path_security.check(image.path, inside=True)
         return image
 
     async def start(self, name: str, size: Size, identity: Identity) -> Sequence[Stage]:

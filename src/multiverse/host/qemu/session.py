@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from multiverse.core.errors import Broken, Exhausted, Unknown
-from multiverse.host import link, process
-from multiverse.host.channel import Channel
-from multiverse.host.machine import Machine, Wiring
-from multiverse.host.owners import Owner
-from multiverse.host.qmp import Command, Monitor
+from multiverse.host import process
+from multiverse.host.qemu.channel import Channel
+from multiverse.host.qemu.machine import Machine, Wiring
+from multiverse.host.qemu.qmp import Command, Monitor
+from multiverse.host.tap import open_tap
+from multiverse.host.uids import ProcessUser
 
 _ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
 _MOVE_TIMEOUT = 30.0  # seconds for under one MiB
@@ -77,7 +78,7 @@ class Session:
 
     @classmethod
     def launch(cls, machine: Machine, paths: Paths, binary: str, *, tap: str, bridge: str | None, paused: bool,
-               incoming: bool = False, owner: Owner | None = None, fds: Sequence[int] = (),
+               incoming: bool = False, owner: ProcessUser | None = None, fds: Sequence[int] = (),
                spawned: Callable[[int, int], None] = lambda pid, started: None,
                lap: Callable[[str], None] = lambda name: None) -> Session:  # fmt: skip
         """Start a QEMU and connect. `spawned` is told its pid and start time at once; `lap` the end of each stage.
@@ -97,7 +98,7 @@ class Session:
                     path.chmod(0o600)
                     listener.listen(1)
                     ours.append(listener.detach())
-            ours.append(link.open_tap(tap, bridge, machine.mac))
+            ours.append(open_tap(tap, bridge, machine.mac))
             lap("tap")
             argv = machine.argv(
                 binary, Wiring(ours[0], ours[1], ours[2], paths.console), paused=paused, incoming=incoming

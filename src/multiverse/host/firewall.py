@@ -53,7 +53,7 @@ table bridge {table} {{
 """
 
 
-class Filter:
+class Firewall:
     """The table of the VMs whose names begin with `prefix` and whose manifests are below `vms`."""
 
     def __init__(self, prefix: str, vms: Path) -> None:

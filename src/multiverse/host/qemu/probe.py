@@ -19,8 +19,8 @@ from pathlib import Path
 import structlog
 
 from multiverse.core.errors import Broken, Refused
-from multiverse.host.found import remember
-from multiverse.host.machine import Accelerator
+from multiverse.host.qemu.ability_cache import remember
+from multiverse.host.qemu.machine import Accelerator
 
 log = structlog.get_logger(__name__)
 

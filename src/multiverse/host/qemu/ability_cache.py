@@ -31,7 +31,7 @@ def remember(file: Path, facts: object, what: str) -> None:
         log.warning(f"cannot remember {what}", path=str(file), reason=error.strerror)
 
 
-class Found:
+class AbilityCache:
     """Lacking abilities, by image as it is built now. `around` tells QEMU and accelerator: with others all is open
     again. A file that cannot be read or written costs what it tells: the next template finds it out."""
 

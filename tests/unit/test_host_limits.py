@@ -12,23 +12,23 @@ import pytest
 
 from multiverse.core.errors import Exhausted, Gone, Refused
 from multiverse.core.model import Size
-from multiverse.host.cages import Cages
-from multiverse.host.owners import Owners
-from multiverse.host.sealed import Sealed
-from multiverse.host.templates import Template
+from multiverse.host.cgroups import Cgroups
+from multiverse.host.memfd import SealedMemory
+from multiverse.host.qemu.templates import Template
+from multiverse.host.uids import UidPool
 
 
-def lease(owners: Owners, name: str) -> int:
+def lease(owners: UidPool, name: str) -> int:
     owner = owners.lease(name)
     assert owner is not None
     return owner.uid
 
 
 def test_no_two_vms_have_the_same_user_and_one_keeps_its_own(tmp_path: Path) -> None:
-    owners = Owners(tmp_path, 1000, 4)
+    owners = UidPool(tmp_path, 1000, 4)
     taken = {name: lease(owners, name) for name in ("mva-1", "mva-2", "mva-4")}  # the first and the last fall together
     assert set(taken.values()) == {1001, 1002, 1003}
-    assert {name: lease(Owners(tmp_path, 1000, 4), name) for name in taken} == taken
+    assert {name: lease(UidPool(tmp_path, 1000, 4), name) for name in taken} == taken
     with pytest.raises(Exhausted):
         owners.lease("mva-3")
     owners.release("mva-1", taken["mva-2"])  # another's stays
@@ -41,11 +41,11 @@ def test_no_two_vms_have_the_same_user_and_one_keeps_its_own(tmp_path: Path) -> 
 
 def test_without_users_every_qemu_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    none = Owners(tmp_path, 0, 0)
+    none = UidPool(tmp_path, 0, 0)
     none.check()
     assert none.lease("mva-1") is None and none.builder is None
     with pytest.raises(Refused, match=r"not root.*uids"):
-        Owners(tmp_path, 1000, 4).check()
+        UidPool(tmp_path, 1000, 4).check()
 
 
 def test_sealed_memory_is_the_template_s_and_nobody_s_to_change(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_sealed_memory_is_the_template_s_and_nobody_s_to_change(tmp_path: Path) 
         file.truncate(1 << 20)
         file.seek(300_000)
         file.write(b"here")
-    sealed = Sealed()
+    sealed = SealedMemory()
     fd = sealed.open(template)
     again = sealed.open(template)
     assert os.fstat(fd).st_ino == os.fstat(again).st_ino, "all clones share one"
@@ -77,7 +77,7 @@ def test_without_control_groups_a_vm_s_user_is_limited_and_it_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mounts").write_text("proc /proc proc rw 0 0\n")
-    cages = Cages(tmp_path / "mounts")
+    cages = Cgroups(tmp_path / "mounts")
     assert "no control group" in capsys.readouterr().out
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         cages.limit("mva-1", 100, 7)

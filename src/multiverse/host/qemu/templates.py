@@ -26,11 +26,11 @@ from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError
 from multiverse.core.model import Size, Stage, TemplateKey
 from multiverse.guest.image import Image
 from multiverse.guest.protocol import Report
-from multiverse.host import machine as machine_module
 from multiverse.host import process
-from multiverse.host.machine import Machine
-from multiverse.host.owners import Owner
-from multiverse.host.session import Paths, Session
+from multiverse.host.qemu import machine as machine_module
+from multiverse.host.qemu.machine import Machine
+from multiverse.host.qemu.session import Paths, Session
+from multiverse.host.uids import ProcessUser
 
 BOOT_TIMEOUT = 240.0  # seconds from power-on to the fork point; a stock boot under emulation is slow
 _STUB = 64 << 10
@@ -137,7 +137,7 @@ def building(templates: Path) -> dict[str, tuple[str, Size, str]]:
 
 
 def prepare(templates: Path, image: Image, account: str, machine: Callable[[Path, Path], Machine], binary: str,
-            version: str, run: Path, owner: Owner | None,
+            version: str, run: Path, owner: ProcessUser | None,
             dropped: Callable[[], bool] = lambda: False,
             said: Callable[[Report], None] = lambda _: None) -> list[Stage]:  # fmt: skip
     """Make the template of an image, unless it is there; `templates` is. `machine` gives the VM, from its disk and
@@ -254,7 +254,7 @@ def _qemu_img(*arguments: str) -> None:
 
 
 def _boot_and_freeze(work: Path, final: Path, image: Image, machine: Callable[[Path, Path], Machine], binary: str,
-                     run: Path, owner: Owner | None,
+                     run: Path, owner: ProcessUser | None,
                      dropped: Callable[[], bool]) -> tuple[list[Stage], Report]:  # fmt: skip
     began = time.monotonic()
     make_overlay(work / "disk.qcow2", image.disk, "raw")
@@ -303,7 +303,7 @@ def _boot_and_freeze(work: Path, final: Path, image: Image, machine: Callable[[P
     return stages, report
 
 
-def _close(work: Path, owner: Owner | None) -> None:
+def _close(work: Path, owner: ProcessUser | None) -> None:
     """Nobody may write to any of it again; what QEMUs open by its name, those in the owner's group may read."""
     for path in work.iterdir():
         opened = path.name in ("memory", "disk.qcow2", "kernel.stub", "initrd.stub")

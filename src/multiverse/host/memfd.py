@@ -12,12 +12,12 @@ import os
 import threading
 
 from multiverse.core.errors import Gone
-from multiverse.host.templates import Template
+from multiverse.host.qemu.templates import Template
 
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
-class Sealed:
+class SealedMemory:
     """The sealed memory of each template, kept while the template is the same."""
 
     def __init__(self) -> None:

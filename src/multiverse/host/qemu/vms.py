@@ -14,17 +14,18 @@ from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Ref
 from multiverse.core.model import CloneKind, Identity, Size, Stage, User, VmSpec
 from multiverse.guest.image import Image
 from multiverse.guest.protocol import AUDIT, FLUSH, HELLO, Report, identity_message, introduction
-from multiverse.host import copies, link, manifest, process, templates
-from multiverse.host.cages import Cages
-from multiverse.host.channel import Channel
-from multiverse.host.filter import Filter
-from multiverse.host.machine import DIMMS, Accelerator, Machine
+from multiverse.host import disks, manifest, process, tap
+from multiverse.host.cgroups import Cgroups
+from multiverse.host.firewall import Firewall
 from multiverse.host.manifest import Manifest, Phase
-from multiverse.host.owners import Owners
-from multiverse.host.qmp import Command, QmpError
-from multiverse.host.sealed import Sealed
-from multiverse.host.session import Paths, Session, remove
-from multiverse.host.templates import BOOT_TIMEOUT, Template
+from multiverse.host.memfd import SealedMemory
+from multiverse.host.qemu import templates
+from multiverse.host.qemu.channel import Channel
+from multiverse.host.qemu.machine import DIMMS, Accelerator, Machine
+from multiverse.host.qemu.qmp import Command, QmpError
+from multiverse.host.qemu.session import Paths, Session, remove
+from multiverse.host.qemu.templates import BOOT_TIMEOUT, Template
+from multiverse.host.uids import UidPool
 
 _BLOCK = 128  # MiB: x86 Linux takes plugged memory in blocks of this
 _WAKE_TIMEOUT = 30.0  # seconds for a restored guest's first byte
@@ -83,10 +84,10 @@ class Vms:
         self._sessions: dict[str, Session] = {}
         self.channels: dict[str, Channel] = {}
         self.audits: dict[str, Report] = {}
-        self.owners = Owners(places.vms, *places.uids)
-        self.sealed = Sealed()
-        self.cages = Cages()
-        self.filter = Filter(places.prefix, places.vms)
+        self.owners = UidPool(places.vms, *places.uids)
+        self.sealed = SealedMemory()
+        self.cages = Cgroups()
+        self.filter = Firewall(places.prefix, places.vms)
 
     # --- create ---------------------------------------------------------------------------------------
 
@@ -200,7 +201,7 @@ class Vms:
         if spec.kind is CloneKind.LINKED:
             templates.make_overlay(paths.home / "disk.qcow2", image.disk, "raw")
             return paths.home / "disk.qcow2", "qcow2", "overlay"
-        return paths.home / "disk.raw", "raw", copies.copy(image.disk, paths.home / "disk.raw")
+        return paths.home / "disk.raw", "raw", disks.copy(image.disk, paths.home / "disk.raw")
 
     # --- start ----------------------------------------------------------------------------------------
 
@@ -236,7 +237,7 @@ class Vms:
             known = replace(known, phase=Phase.STARTING, address=identity.address.partition("/")[0], peers=peers)
             manifest.write(paths.home, known)
             self.filter.admit(known)
-            link.isolate(name, not peers)
+            tap.isolate(name, not peers)
             cpus = known.cpus if booted else max(size.cpus, known.cpus)
             report = self._awaken(session, identity, cpus, plugged, lap, ask=resumed, booted=booted)
             try:
@@ -366,7 +367,7 @@ class Vms:
             known = manifest.read(paths.home)
             self._end(name, paths, known)
             self._forget(name)
-            link.remove_tap(name)
+            tap.remove_tap(name)
             self.cages.remove(name)
             if known is not None:
                 self.filter.forget(known)

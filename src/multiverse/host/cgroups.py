@@ -48,7 +48,7 @@ class Hierarchy:
                         (parent / "cgroup.subtree_control").write_text(wanted)
 
 
-class Cages:
+class Cgroups:
     """The groups of this host's VMs. A machine without any, or where we may not make them, is said so at once."""
 
     def __init__(self, mounts: Path = Path("/proc/mounts")) -> None:

@@ -16,7 +16,7 @@ _TAKEN = ".uids"
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class ProcessUser:
     """Whom a QEMU runs as: user and group of the same number, and the group that may read templates."""
 
     uid: int
@@ -40,7 +40,7 @@ class Owner:
         directory.chmod(0o710)
 
 
-class Owners:
+class UidPool:
     """The users of one host. `first` is also the group that may read templates, and no VM's user."""
 
     def __init__(self, vms: Path, first: int, count: int) -> None:
@@ -48,9 +48,9 @@ class Owners:
         self._first, self._count = first, count
 
     @property
-    def builder(self) -> Owner | None:
+    def builder(self) -> ProcessUser | None:
         """Whom templates are made by; None where every QEMU runs as the daemon's own user."""
-        return Owner(self._first, self._first) if self._count else None
+        return ProcessUser(self._first, self._first) if self._count else None
 
     def check(self) -> None:
         """`Refused` if we may not give users away."""
@@ -60,7 +60,7 @@ class Owners:
                 hint="run it as root, or set qemu.uids = [0, 0] to run every QEMU as the daemon's own user",
             )
 
-    def lease(self, name: str) -> Owner | None:
+    def lease(self, name: str) -> ProcessUser | None:
         """A user for that VM, the same as long as it is not released. `Exhausted` if all are taken."""
         if not self._count:
             return None
@@ -70,7 +70,7 @@ class Owners:
         for turn in range(self._count - 1):
             uid = self._first + 1 + (start + turn) % (self._count - 1)
             if self._take(self._taken / str(uid), name):
-                return Owner(uid, self._first)
+                return ProcessUser(uid, self._first)
         raise Exhausted(f"all {self._count - 1} users for VMs are taken", hint="widen qemu.uids")
 
     def _take(self, link: Path, name: str) -> bool:
