@@ -51,7 +51,7 @@ class Fates:
             return [os.getpid()]
         if victim == "qemu":
             known = [manifest.read(path) for path in self._vms.glob("mv*")]
-            return [vm.pid for vm in known if vm and vm.pid and process.alive(vm.pid, vm.started)]
+            return [vm.pid for vm in known if vm and vm.pid and vm.process.is_alive()]
         running = recorded(self._records / f"{victim}.json")
         return [running.pid] if running else []
 

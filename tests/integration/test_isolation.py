@@ -15,7 +15,7 @@ import pytest
 from multiverse.core.model import Daemon, Size
 from multiverse.host import manifest
 from multiverse.host.cgroups import Cgroups
-from multiverse.host.qemu.templates import Template, load, name_of
+from multiverse.host.qemu.templates import FrozenTemplate, directory_name, load
 from tests.integration.test_qemu_driver import PARENT, Lab, lab, settings, swept, until
 
 __all__ = ["lab", "settings", "swept"]  # fixtures
@@ -70,8 +70,8 @@ def uid_of(lab: Lab, name: str) -> int:
     return known.uid
 
 
-def template(lab: Lab) -> Template:
-    found = load(lab.settings.qemu.templates / name_of(PARENT))
+def template(lab: Lab) -> FrozenTemplate:
+    found = load(lab.settings.qemu.templates / directory_name(PARENT))
     assert found is not None
     return found
 
@@ -134,7 +134,7 @@ async def test_nothing_that_a_clone_holds_open_writes_to_its_template(lab: Lab) 
 
 
 def test_what_is_put_in_a_cage_takes_no_more_than_it_may() -> None:
-    cages, name = Cgroups(), f"mvtest-{os.getpid()}"
+    cgroups, name = Cgroups(), f"mvtest-{os.getpid()}"
     ends = {}
     for word, size, script in (("fits", 16, "pass"), ("grows", 300, "pass"), ("forks", 16, "import os; os.fork()")):
         code = f"import sys; sys.stdin.readline(); block = bytearray(b'x') * ({size} << 20); {script}"
@@ -142,16 +142,16 @@ def test_what_is_put_in_a_cage_takes_no_more_than_it_may() -> None:
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, process_group=0
         )
         try:
-            cages.limit(name, 128, 1)
-            cages.put(name, greedy.pid, 1)
+            cgroups.set_limits(name, 128, 1)
+            cgroups.add_process(name, greedy.pid, 1)
             greedy.communicate(b"\n")
             ends[word] = greedy.returncode
         finally:
             greedy.kill()
             greedy.wait()
-            cages.remove(name)
+            cgroups.remove(name)
     assert ends == {"fits": 0, "grows": -signal.SIGKILL, "forks": 1}
-    cages.remove(name)
+    cgroups.remove(name)
 
 
 async def test_a_vm_s_cage_goes_with_it(lab: Lab) -> None:

@@ -267,7 +267,7 @@ async def test_a_start_whose_answer_was_lost_is_said_again(lab: Lab) -> None:
 
     async def told() -> bool:
         known = manifest.read(lab.settings.qemu.vms / spec.name)
-        return known is not None and known.phase is manifest.Phase.STARTING
+        return known is not None and known.phase is manifest.VmPhase.STARTING
 
     await until(told)
     lab.hypervisor.close()

@@ -19,7 +19,7 @@ from pathlib import Path
 from multiverse.core.model import CloneKind
 from multiverse.host import manifest, tap
 from multiverse.host.firewall import Firewall
-from multiverse.host.manifest import Manifest, Phase
+from multiverse.host.manifest import Manifest, VmPhase
 
 def run(command): subprocess.run(command.split(), check=True)
 def name(n): return f"mvr-{n}"
@@ -35,11 +35,11 @@ vms = Path(sys.argv[1])
 rules, taps = Firewall("mvr-", vms), {}
 for n, peers in ((1, (name(2),)), (2, (name(1),)), (3, ())):
     taps[n] = tap.open_tap(name(n), "bridge0", mac(n))
-    known = Manifest(name(n), CloneKind.INSTANT, Phase.STARTED, mac(n), 1, 256, address=address(n), peers=peers)
+    known = Manifest(name(n), CloneKind.INSTANT, VmPhase.STARTED, mac(n), 1, 256, address=address(n), peers=peers)
     (vms / name(n)).mkdir()
     manifest.write(vms / name(n), known)
-    rules.admit(known)
-    tap.isolate(name(n), not peers)
+    rules.allow(known)
+    tap.set_isolated(name(n), not peers)
     assert Path("/sys/class/net/bridge0/address").read_text().strip() == uplink, "the bridge took a tap's address"
     run(f"ip neigh replace {address(n)} lladdr {mac(n)} dev bridge0")
 head = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)

@@ -45,10 +45,10 @@ def mode(path: Path) -> int:
 def test_what_is_missing_is_made_and_others_can_go_through(memory: Path) -> None:
     place = memory / "multiverse/deep/templates"
     for _ in range(2):
-        path_security.make(place, 0o711)
+        path_security.make_directory(place, 0o711)
         assert [mode(path) for path in (place.parents[1], place.parent, place)] == [0o755, 0o755, 0o711]
     place.chmod(0o700)
-    path_security.make(place, 0o711)
+    path_security.make_directory(place, 0o711)
     assert mode(place) == 0o711
 
 
@@ -97,15 +97,15 @@ def test_what_somebody_else_could_change_is_refused(memory: Path, harm: Callable
     harm(memory / "multiverse")
     place = memory / "multiverse/templates" if above else memory / "multiverse"
     with pytest.raises(Refused) as caught:
-        path_security.make(place, 0o711)
+        path_security.make_directory(place, 0o711)
     assert str(memory) in caught.value.message and "under [qemu]" in caught.value.hint
     if harm is not _circular:
-        assert "something of" in caught.value.message
+        assert "files of" in caught.value.message
 
 
 def test_sticky_is_good_enough_above_a_place_alone(memory: Path) -> None:
     _sticky(memory / "multiverse")
-    path_security.make(memory / "multiverse/templates", 0o711)
+    path_security.make_directory(memory / "multiverse/templates", 0o711)
     with pytest.raises(Refused, match="others may write"):
         path_security.check(memory / "multiverse")
 
@@ -114,7 +114,7 @@ def test_a_link_of_root_s_and_a_group_of_his_own_are_good(memory: Path) -> None:
     (memory / "data").mkdir()
     (memory / "data").chmod(0o775)
     (memory / "multiverse").symlink_to("data")
-    path_security.make(memory / "multiverse/templates", 0o711)
+    path_security.make_directory(memory / "multiverse/templates", 0o711)
     assert mode(memory / "data/templates") == 0o711
 
 
@@ -165,7 +165,7 @@ async def test_no_template_is_made_or_dropped_where_somebody_else_has_been_first
     with pytest.raises(Refused, match="belongs to user"):
         await host.build_template(TemplateKey("h", "slim", Size(1, 256)))
     with pytest.raises(Refused, match="belongs to user"):
-        await host.drop_all()
+        await host.delete_all_templates()
     assert not list((memory / "multiverse/templates").iterdir())
 
 

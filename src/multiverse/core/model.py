@@ -248,7 +248,8 @@ class HypervisorView:
 class VmSpec:
     """What `create` needs. Nothing of a job is in it: a created VM has no identity. `template` is what it is
     forked from; None for one that boots from its image. `spare`: made before anybody waits for it, so it may take
-    longer now to be quicker later."""
+    longer now to be quicker later. `token` is random and the VM's own, `address` has a prefix length; either is empty
+    if it is not known."""
 
     name: str
     host: str
@@ -258,6 +259,8 @@ class VmSpec:
     mac: str
     template: TemplateKey | None = None
     spare: bool = False
+    token: str = ""
+    address: str = ""
 
 
 # --- identity --------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""Limits on what a QEMU takes of its host: control groups `multiverse/<vm>` (cgroups(7)), of version 2 or 1.
+"""Limits on the memory and threads of each VM's QEMU, by control groups of version 2 or 1 (cgroups(7)).
 
-They are found by their mounts and made when a VM is; what cannot be limited here is said once. The group of a VM is
-empty when its QEMU has ended, and is removed with the VM, the common one with the last of them.
+A VM's cgroup is `multiverse/<name>` in each hierarchy that has one of the two controllers. It is created with the VM
+and removed after its QEMU has ended; `multiverse` itself is removed with the last of them.
 """
 
 from __future__ import annotations
@@ -20,97 +20,99 @@ from multiverse.core.errors import Broken
 
 log = structlog.get_logger(__name__)
 
-COMMON = "multiverse"
+PARENT = "multiverse"
 _LIMITS = {2: {"memory": "memory.max", "pids": "pids.max"}, 1: {"memory": "memory.limit_in_bytes", "pids": "pids.max"}}
-_EMPTY = 5.0  # seconds for the kernel to take the last thread of a dead process out of its group
+_EMPTY_TIMEOUT = 5.0  # seconds for the kernel to take the last thread of a dead process out of its cgroup
+_HINT = "does another program manage the control groups?"
 
 
 @dataclass(frozen=True, slots=True)
 class Hierarchy:
-    """A mounted one that may limit `controllers`; our groups are below `common`."""
+    """A mounted hierarchy with some of our controllers. `parent` is the cgroup above those of all VMs."""
 
-    common: Path
+    parent: Path
     version: int
     controllers: tuple[str, ...]
 
-    def make(self, name: str) -> Path:
-        """The group of that name, made if need be. OSError if we may not."""
-        group = self.common / name
+    def create(self, name: str) -> Path:
+        """The cgroup of that name, created if it is missing. Raises OSError if this is not permitted."""
+        group = self.parent / name
         while True:
             try:
                 group.mkdir(exist_ok=True)
                 return group
-            except FileNotFoundError:  # also if the last VM's end has just removed it
-                self.common.mkdir(exist_ok=True)
+            except FileNotFoundError:  # the end of the last VM may just have removed the parent
+                self.parent.mkdir(exist_ok=True)
                 if self.version == 2:
-                    for parent in (self.common.parent, self.common):
+                    for above in (self.parent.parent, self.parent):
                         wanted = " ".join(f"+{each}" for each in self.controllers)
-                        (parent / "cgroup.subtree_control").write_text(wanted)
+                        (above / "cgroup.subtree_control").write_text(wanted)
 
 
 class Cgroups:
-    """The groups of this host's VMs. A machine without any, or where we may not make them, is said so at once."""
+    """The cgroups of this host's VMs. The log says once, at the start, what cannot be limited on this machine."""
 
     def __init__(self, mounts: Path = Path("/proc/mounts")) -> None:
-        self._hierarchies = [each for each in _mounted(mounts) if _works(each)]
-        missing = {"memory", "pids"} - {each for found in self._hierarchies for each in found.controllers}
-        self._counts = "pids" not in missing
-        if missing:
-            log.warning(
-                "there is no control group to limit VMs' QEMUs by: they may take what memory there is"
-                if "memory" in missing
-                else "there is no control group to count VMs' threads by: each QEMU's user is limited instead",
-                missing=sorted(missing),
-            )
+        self._hierarchies = [each for each in _hierarchies(mounts) if _is_usable(each)]
+        missing = {"memory", "pids"} - {each for usable in self._hierarchies for each in usable.controllers}
+        self._counts_threads = "pids" not in missing
+        if "memory" in missing:
+            log.warning("VMs have no memory limit", reason="no usable control group has the memory controller")
+        if "pids" in missing:
+            reason = "no usable control group has the pids controller; each QEMU's user is limited instead"
+            log.warning("VMs have no thread limit", reason=reason)
 
-    def limit(self, name: str, memory: int, tasks: int) -> None:
-        """Let that VM's QEMU have so many MiB and threads. `Broken` if that is refused."""
-        values = {"memory": memory << 20, "pids": tasks}
+    def set_limits(self, name: str, memory: int, threads: int) -> None:
+        """Allow the QEMU of that VM `memory` MiB and so many threads. Raises `Broken` if this is not permitted."""
+        values = {"memory": memory << 20, "pids": threads}
         try:
-            for found in self._hierarchies:
-                group = found.make(name)
-                for each in found.controllers:
-                    (group / _LIMITS[found.version][each]).write_text(str(values[each]))
+            for hierarchy in self._hierarchies:
+                group = hierarchy.create(name)
+                for each in hierarchy.controllers:
+                    (group / _LIMITS[hierarchy.version][each]).write_text(str(values[each]))
         except OSError as error:
-            raise Broken(f"cannot limit VM {name}: {error}", hint="who else manages the control groups?") from error
+            raise Broken(f"cannot limit VM {name}: {error}", hint=_HINT) from error
 
-    def put(self, name: str, pid: int, tasks: int) -> None:
-        """Put its QEMU there. One that has ended meanwhile is no error."""
+    def add_process(self, name: str, pid: int, threads: int) -> None:
+        """Put the QEMU of that VM into its cgroups. A process that has ended meanwhile is no error."""
         try:
-            for found in self._hierarchies:
-                (found.common / name / "cgroup.procs").write_text(str(pid))
-            if not self._counts:
-                resource.prlimit(pid, resource.RLIMIT_NPROC, (tasks, tasks))
+            for hierarchy in self._hierarchies:
+                (hierarchy.parent / name / "cgroup.procs").write_text(str(pid))
+            if not self._counts_threads:
+                resource.prlimit(pid, resource.RLIMIT_NPROC, (threads, threads))
         except ProcessLookupError:
             return
         except OSError as error:
-            raise Broken(f"cannot limit VM {name}: {error}", hint="who else manages the control groups?") from error
+            raise Broken(f"cannot limit VM {name}: {error}", hint=_HINT) from error
 
     def remove(self, name: str) -> None:
-        """Remove that VM's groups, whose QEMU has ended. Absent is success."""
-        deadline = time.monotonic() + _EMPTY
-        for found in self._hierarchies:
-            while not _removed(found.common / name):
+        """Remove the cgroups of that VM, whose QEMU has ended. Absent is success."""
+        deadline = time.monotonic() + _EMPTY_TIMEOUT
+        for hierarchy in self._hierarchies:
+            while not _is_removed(hierarchy.parent / name):
                 if time.monotonic() > deadline:
-                    raise Broken(f"{found.common / name} is not empty", hint="see its cgroup.procs")
+                    raise Broken(
+                        f"the control group {hierarchy.parent / name} is not empty", hint="see its cgroup.procs"
+                    )
                 time.sleep(0.002)
-            _removed(found.common)
+            _is_removed(hierarchy.parent)
 
 
-def _removed(group: Path) -> bool:
+def _is_removed(group: Path) -> bool:
+    """Try to remove a cgroup. False if it is not empty."""
     try:
         group.rmdir()
     except FileNotFoundError:
         return True
     except OSError as error:
         if error.errno not in (errno.EBUSY, errno.ENOTEMPTY):
-            raise Broken(f"cannot remove {group}: {error.strerror}", hint="who else manages it?") from error
+            raise Broken(f"cannot remove the control group {group}: {error.strerror}", hint=_HINT) from error
         return False
     return True
 
 
-def _mounted(mounts: Path) -> list[Hierarchy]:
-    """Of each mount, what it may limit; a controller belongs to one hierarchy only (cgroups(7))."""
+def _hierarchies(mounts: Path) -> list[Hierarchy]:
+    """The mounted hierarchies that have a controller we use; a controller belongs to one hierarchy (cgroups(7))."""
     found = []
     for line in mounts.read_text().splitlines():
         _, where, kind, options, *_ = line.split(" ")
@@ -125,19 +127,18 @@ def _mounted(mounts: Path) -> list[Hierarchy]:
             continue
         controllers = tuple(each for each in ("memory", "pids") if each in there)
         if controllers:
-            found.append(Hierarchy(Path(where) / COMMON, version, controllers))
+            found.append(Hierarchy(Path(where) / PARENT, version, controllers))
     return found
 
 
-def _works(hierarchy: Hierarchy) -> bool:
-    probe = f"probe-{os.getpid()}"  # others may be probing too
+def _is_usable(hierarchy: Hierarchy) -> bool:
+    probe = f"probe-{os.getpid()}"  # other processes may be probing too
     try:
-        group = hierarchy.make(probe)
-        works = all((group / _LIMITS[hierarchy.version][each]).exists() for each in hierarchy.controllers)
+        group = hierarchy.create(probe)
+        return all((group / _LIMITS[hierarchy.version][each]).exists() for each in hierarchy.controllers)
     except OSError:
         return False
     finally:
-        for path in (hierarchy.common / probe, hierarchy.common):
-            with suppress(Broken):  # others' are not ours to remove
-                _removed(path)
-    return works
+        for path in (hierarchy.parent / probe, hierarchy.parent):
+            with suppress(Broken):  # a cgroup of another process is not ours to remove
+                _is_removed(path)

@@ -1,8 +1,9 @@
-"""A template's memory as QEMU before 8.2 may map it: it opens the file for writing, whatever it does with it.
+"""Sealed copies of memory files (memfd_create(2)): what a QEMU before 8.2 maps instead of a template's file.
 
-A file in a file system in memory cannot be read-only to one who may open it so; a sealed memfd(2) can: its pages are
-shared by all clones, as the file's would be, and nobody can write to them any more, not even root. It is copied
-from the template once for each life of this process, in about the time of a clone, and costs its size again.
+Such a QEMU opens the file for writing even when it maps it privately, and a tmpfs cannot let it open a file for writing
+without letting it write. Nobody, not even root, can write to a sealed memfd, and its pages are shared by all clones as
+the file's would be. Each template is copied once per process: this takes about as long as a clone, and the template's
+size of memory.
 """
 
 from __future__ import annotations
@@ -10,53 +11,52 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
+from pathlib import Path
 
 from multiverse.core.errors import Gone
-from multiverse.host.qemu.templates import Template
 
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 class SealedMemory:
-    """The sealed memory of each template, kept while the template is the same."""
+    """One sealed copy of each memory file, kept until the file is replaced or the copy is discarded."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: dict[str, tuple[int, int]] = {}  # by name: its memory file's inode, the descriptor
+        self._copies: dict[Path, tuple[int, int]] = {}  # by path: the inode that was copied, the memfd
 
-    def open(self, template: Template) -> int:
-        """A descriptor of the caller's own. `Gone` if the template has been dropped."""
-        name = template.path.name
+    def open(self, path: Path) -> int:
+        """A descriptor of the sealed copy, which the caller closes. Raises `Gone` if there is no such file."""
         with self._lock:
             try:
-                with template.memory.open("rb") as file:
+                with path.open("rb") as file:
                     inode = os.fstat(file.fileno()).st_ino
-                    if self._kept.get(name, (0, 0))[0] != inode:
-                        self._let_go(name)
-                        self._kept[name] = (inode, _sealed_copy(file.fileno()))
+                    if self._copies.get(path, (0, 0))[0] != inode:
+                        self._close(path)
+                        self._copies[path] = (inode, _sealed_copy(file.fileno()))
             except FileNotFoundError as error:
-                raise Gone(f"the template of {template.image} is gone", hint="it is made again on demand") from error
-            return fcntl.fcntl(self._kept[name][1], fcntl.F_DUPFD_CLOEXEC, 3)
+                raise Gone(f"there is no memory file {path}", hint="its template is built again on demand") from error
+            return fcntl.fcntl(self._copies[path][1], fcntl.F_DUPFD_CLOEXEC, 3)
 
-    def held(self, name: str) -> int:
-        """Bytes of memory that its copy takes; 0 if there is none."""
+    def size(self, path: Path) -> int:
+        """Bytes of memory that the copy of this file takes; 0 if there is none."""
         with self._lock:
-            kept = self._kept.get(name)
-            return os.fstat(kept[1]).st_blocks * 512 if kept else 0
+            found = self._copies.get(path)
+            return os.fstat(found[1]).st_blocks * 512 if found else 0
 
-    def drop(self, name: str) -> None:
-        """Let go of it; VMs that map it keep it until they end."""
+    def discard(self, path: Path) -> None:
+        """Close the copy of this file; VMs that map the copy keep it until they end."""
         with self._lock:
-            self._let_go(name)
+            self._close(path)
 
-    def _let_go(self, name: str) -> None:
-        if name in self._kept:
-            os.close(self._kept.pop(name)[1])
+    def _close(self, path: Path) -> None:
+        if path in self._copies:
+            os.close(self._copies.pop(path)[1])
 
 
 def _sealed_copy(source: int) -> int:
     size = os.fstat(source).st_size
-    # Its name ends as the file's does: by that, `process.memory` tells it from what is a VM's own.
+    # The copy's name ends as the file's does: `process.exact_memory` tells shared pages by that.
     copy = os.memfd_create("multiverse/memory", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(copy, size)
@@ -74,7 +74,7 @@ def _sealed_copy(source: int) -> int:
 
 
 def _seek(fd: int, at: int, whence: int, size: int) -> int:
-    """Where data or a hole begins from there on; the file's size if nowhere."""
+    """Where data or a hole begins from `at` on; the file's size if nowhere."""
     try:
         return os.lseek(fd, at, whence)
     except OSError:  # ENXIO: no more data

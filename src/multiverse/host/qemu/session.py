@@ -1,4 +1,4 @@
-"""A QEMU and our two connections to it: its monitor and the agent's channel."""
+"""A running QEMU and the two connections to it: its monitor and the channel to its guest's agent."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from multiverse.core.errors import Broken, Exhausted, Unknown
-from multiverse.host import process
-from multiverse.host.qemu.channel import Channel
-from multiverse.host.qemu.machine import Machine, Wiring
+from multiverse.host import manifest, process
+from multiverse.host.qemu.channel import AgentChannel
+from multiverse.host.qemu.machine import QemuMachine, Wiring
 from multiverse.host.qemu.qmp import Command, Monitor
 from multiverse.host.tap import open_tap
 from multiverse.host.uids import ProcessUser
+from multiverse.system.processes import ProcessIdentity
 
 _ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
-_MOVE_TIMEOUT = 30.0  # seconds for under one MiB
-_TAIL = 400  # bytes of a log that say what went wrong
-# Memory lies in the template's file, which both sides map: only the devices' state is moved.
+_STATE_TIMEOUT = 30.0  # seconds to save or restore the state of the devices, which is under one MiB
+_TAIL = 400  # bytes of a log that are quoted in an error message
+# Template and clones map the same memory file, so only the state of the devices is saved and restored.
 _IGNORE_SHARED: Command = (
     "migrate-set-capabilities", {"capabilities": [{"capability": "x-ignore-shared", "state": True}]})  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Paths:
-    """Where the things of one VM are: `home` on disk, `run` for its sockets."""
+    """The files of one VM: `home` holds what is on disk, `run` its sockets."""
 
     home: Path
     run: Path
@@ -48,9 +49,19 @@ class Paths:
     def log(self) -> Path:
         return self.home / "qemu.log"
 
+    @property
+    def overlay(self) -> Path:
+        """The disk of a VM that shares its image's or template's disk."""
+        return self.home / "disk.qcow2"
+
+    @property
+    def full_disk(self) -> Path:
+        """The disk of a VM that has a copy of its image's disk."""
+        return self.home / "disk.raw"
+
     def tail(self) -> str:
-        """The last of what QEMU and the guest's console said, for an error message. The console is its QEMU's own
-        file, which may be of any size."""
+        """The end of QEMU's log and of the guest's console, for an error message. QEMU can write to the console's file,
+        so the file may be of any size."""
         said = []
         for name, path in (("QEMU", self.log), ("console", self.console)):
             try:
@@ -67,26 +78,61 @@ class Paths:
         return "".join(said)
 
 
-class Session:
-    """A running QEMU that is ours to talk to."""
+@dataclass(frozen=True)
+class Launch:
+    """How a QEMU is started. `machine` names the tap, unless `tap` does; `bridge` is what the tap joins, if any. QEMU
+    runs as `user`, if there is one. It inherits `fds`, at the same numbers. `incoming` makes it wait for a state to be
+    restored. `started` is called at once with the new process; `stage` with the name of each stage that ends."""
 
-    def __init__(self, pid: int, started: int, monitor: Monitor, channel: Channel) -> None:
-        self.pid = pid
-        self.started = started
+    machine: QemuMachine
+    paths: Paths
+    binary: str
+    tap: str
+    bridge: str | None
+    paused: bool = False
+    incoming: bool = False
+    user: ProcessUser | None = None
+    fds: Sequence[int] = ()
+    started: Callable[[ProcessIdentity], None] = lambda identity: None
+    stage: Callable[[str], None] = lambda name: None
+
+
+class QemuSession:
+    """A running QEMU, and our connections to its monitor and to the agent in its guest."""
+
+    def __init__(self, identity: ProcessIdentity, monitor: Monitor, channel: AgentChannel) -> None:
+        self.process = identity
         self.monitor = monitor
         self.channel = channel
 
     @classmethod
-    def launch(cls, machine: Machine, paths: Paths, binary: str, *, tap: str, bridge: str | None, paused: bool,
-               incoming: bool = False, owner: ProcessUser | None = None, fds: Sequence[int] = (),
-               spawned: Callable[[int, int], None] = lambda pid, started: None,
-               lap: Callable[[str], None] = lambda name: None) -> Session:  # fmt: skip
-        """Start a QEMU and connect. `spawned` is told its pid and start time at once; `lap` the end of each stage.
+    def launch(cls, launch: Launch) -> QemuSession:
+        """Start a QEMU and connect to it.
 
-        We make the listening sockets, and hand them over: connecting needs no waiting for them to appear.
-        So are the tap and `fds`, at their own numbers; all else it opens as `owner`, whose are its console and disk.
-        After an error the process may run on; its command line names `machine.disk`.
+        This process creates the listening sockets and the tap and passes their descriptors on, so connecting needs no
+        waiting until the sockets appear, and QEMU needs no privilege. QEMU opens all other files as its user, who owns
+        its console and disk. After an error the process may still run; its command line names `machine.disk`.
         """
+        paths = launch.paths
+        identity = cls._spawn(launch)
+        launch.started(identity)
+        try:
+            channel = AgentChannel(paths.agent)
+            try:
+                monitor = Monitor.connect(paths.monitor)
+            except BaseException:
+                channel.close()
+                raise
+        except Unknown as error:
+            # QEMU writes the reason before it ends, and its sockets close when it has ended.
+            process.kill(identity)
+            raise _launch_failed(launch.machine.name, paths.tail()) from error
+        launch.stage("exec")
+        return cls(identity, monitor, channel)
+
+    @staticmethod
+    def _spawn(launch: Launch) -> ProcessIdentity:
+        paths, machine = launch.paths, launch.machine
         paths.run.parent.mkdir(parents=True, exist_ok=True)
         paths.run.mkdir(mode=0o700, exist_ok=True)
         ours: list[int] = []
@@ -98,53 +144,35 @@ class Session:
                     path.chmod(0o600)
                     listener.listen(1)
                     ours.append(listener.detach())
-            ours.append(open_tap(tap, bridge, machine.mac))
-            lap("tap")
-            argv = machine.argv(
-                binary, Wiring(ours[0], ours[1], ours[2], paths.console), paused=paused, incoming=incoming
-            )
-            if owner is not None:
-                owner.give(paths.console)
-                argv = [*owner.become(*machine.accelerator.groups()), *argv]
+            ours.append(open_tap(launch.tap, launch.bridge, machine.mac))
+            launch.stage("tap")
+            wiring = Wiring(ours[0], ours[1], ours[2], paths.console)
+            argv = machine.argv(launch.binary, wiring, paused=launch.paused, incoming=launch.incoming)
+            if launch.user is not None:
+                launch.user.take_file(paths.console)
+                argv = [*launch.user.command_prefix(*machine.accelerator.groups()), *argv]
             try:
-                pid, started = process.spawn(argv, (*ours, *fds), paths.log, _ENVIRONMENT)
+                return process.spawn(argv, (*ours, *launch.fds), paths.log, _ENVIRONMENT)
             except OSError as error:
-                raise Broken(f"cannot run {binary}: {error.strerror}", hint="`make setup` installs QEMU") from error
+                raise Broken(
+                    f"cannot run {launch.binary}: {error.strerror}", hint="`make setup` installs QEMU"
+                ) from error
         finally:
             for fd in ours:
                 os.close(fd)
-        spawned(pid, started)
-        try:
-            channel = Channel(paths.agent)
-            try:
-                monitor = Monitor.connect(paths.monitor)
-            except BaseException:
-                channel.close()
-                raise
-        except Unknown as error:
-            # It says why before it ends, and the sockets close when it has.
-            process.end(pid, started)
-            tail = paths.tail()
-            kind = Exhausted if "allocate memory" in tail else Broken
-            hint = "its command line is not to this machine's liking"
-            if "Permission denied" in tail:
-                hint = "may every user go through the directories above that file? see qemu.uids"
-            raise kind(f"QEMU for {machine.name} did not come up{tail}", hint=hint) from error
-        lap("exec")
-        return cls(pid, started, monitor, channel)
 
     @classmethod
-    def rejoin(cls, pid: int, started: int, paths: Paths) -> Session:
-        """Connect to a QEMU that somebody before us started. `Unknown` if it does not answer."""
-        channel = Channel(paths.agent)
+    def connect(cls, identity: ProcessIdentity, paths: Paths) -> QemuSession:
+        """Connect to a QEMU that another process started. Raises `Unknown` if it does not answer."""
+        channel = AgentChannel(paths.agent)
         try:
-            return cls(pid, started, Monitor.connect(paths.monitor), channel)
+            return cls(identity, Monitor.connect(paths.monitor), channel)
         except BaseException:
             channel.close()
             raise
 
     def freeze(self, state: Path) -> None:
-        """Stop the guest and write the state of its devices; memory stays in its file, untouched from now on."""
+        """Stop the guest and save the state of its devices. Nothing changes its memory file from then on."""
         with state.open("wb") as file:
             commands: list[Command] = [
                 ("stop", {}),
@@ -153,10 +181,10 @@ class Session:
                 ("migrate", {"uri": "fd:state"}),
             ]
             self.monitor.execute_all(commands, file.fileno())
-            self.monitor.wait_event("MIGRATION", _MOVE_TIMEOUT, status="completed")
+            self.monitor.wait_event("MIGRATION", _STATE_TIMEOUT, status="completed")
 
     def restore(self, state: Path) -> None:
-        """Load the state of the devices, into the memory that it was frozen with."""
+        """Restore the state of the devices, which belongs to the memory that the guest maps."""
         with state.open("rb") as file:
             commands: list[Command] = [
                 ("getfd", {"fdname": "state"}),
@@ -164,25 +192,33 @@ class Session:
                 ("migrate-incoming", {"uri": "fd:state"}),
             ]
             self.monitor.execute_all(commands, file.fileno())
-            self.monitor.wait_event("MIGRATION", _MOVE_TIMEOUT, status="completed")
+            self.monitor.wait_event("MIGRATION", _STATE_TIMEOUT, status="completed")
 
-    def hang_up(self) -> None:
-        """End both connections, also under somebody who waits on them in another thread."""
-        self.monitor.hang_up()
-        self.channel.hang_up()
+    def shut_down(self) -> None:
+        """End both connections. Another thread that waits for an answer on one gets `Unknown`."""
+        self.monitor.shut_down()
+        self.channel.shut_down()
 
     def close(self) -> None:
         self.monitor.close()
         self.channel.close()
 
 
-def remove(paths: Paths) -> None:
+def _launch_failed(name: str, tail: str) -> Broken | Exhausted:
+    kind = Exhausted if "allocate memory" in tail else Broken
+    hint = "see its command line, which this machine's QEMU does not accept"
+    if "Permission denied" in tail:
+        hint = "may every user pass through the directories above that file? see qemu.uids"
+    return kind(f"QEMU for {name} did not start{tail}", hint=hint)
+
+
+def remove_files(paths: Paths) -> None:
     """Remove the files of a VM, its manifest last: until then, all of it can still be found."""
     shutil.rmtree(paths.run, ignore_errors=True)
     for entry in paths.home.iterdir() if paths.home.is_dir() else ():
-        if entry.name != "manifest.json":
+        if entry.name != manifest.FILE:
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink(missing_ok=True)
-    (paths.home / "manifest.json").unlink(missing_ok=True)
+    (paths.home / manifest.FILE).unlink(missing_ok=True)
     try:
         paths.home.rmdir()
     except FileNotFoundError:
