@@ -95,8 +95,8 @@ class Reservations:
                 continue
 
     def import_manifests(self) -> None:
-        """Reserve what the VMs of a release without these reservations have. Does nothing if this was done before."""
-        if not self._vms.is_dir() or (self._vms / Resource.MAC).exists():
+        """Reserve what the existing VMs have: a release without these reservations may have created some of them."""
+        if not self._vms.is_dir():
             return
         with host_lock(self._vms):
             for home in sorted(self._vms.glob("[!.]*")):
@@ -104,7 +104,6 @@ class Reservations:
                 if found is not None:
                     for resource, value in reserved_by(found).items():
                         self.try_claim(found.name, resource, value)
-            (self._vms / Resource.MAC).mkdir(mode=0o700, exist_ok=True)
 
 
 def reserved_by(known: manifest.Manifest) -> dict[Resource, str]:
