@@ -33,7 +33,7 @@ def reflinks(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(place)], check=True)
 
 
-def test_a_full_clones_disk_shares_its_blocks_where_it_can(reflinks: Path) -> None:
+def test_the_disk_of_a_full_clone_shares_unwritten_blocks(reflinks: Path) -> None:
     disk, copy = reflinks / "disk.raw", reflinks / "copy.raw"
     disk.write_bytes(os.urandom(32 << 20))
     os.sync()

@@ -95,6 +95,8 @@ class Firewall:
 
     def remove_if_unused(self) -> None:
         """Remove the table when there is no VM left."""
+        if self._nft is None or any(self._homes()):  # asked without the lock first, because it is nearly always so
+            return
         with self._locked():
             if self._nft is not None and not any(self._homes()):
                 self._nft.run(f"add table bridge {self._table}\ndelete table bridge {self._table}")

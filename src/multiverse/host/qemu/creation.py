@@ -50,18 +50,22 @@ def create(host: HostContext, spec: Specification) -> list[Stage]:
     host.uids.check()
     timer = StageTimer()
     paths = host.paths(spec.name)
-    with manifest.locked(paths.home, create=True):
-        try:
-            if not _exists(host, spec, paths):
-                host.connections.add_session(spec.name, _create(host, spec, paths, timer))
-        except MultiverseError:
-            with suppress(OSError):  # it is not empty: then a part of the VM is there
-                paths.home.rmdir()
-            raise
+    try:
+        with manifest.locked(paths.home, create=True):
+            try:
+                if not _exists(spec, paths):
+                    host.connections.add_session(spec.name, _create(host, spec, paths, timer))
+            except MultiverseError:
+                with suppress(OSError):  # it is not empty: a part of the VM is there
+                    paths.home.rmdir()
+                raise
+    except OSError as error:
+        hint = f"is there room in {host.config.vms}?"
+        raise Exhausted(f"cannot create VM {spec.name}: {error}", hint=hint) from error
     return timer.stages
 
 
-def _exists(host: HostContext, spec: Specification, paths: Paths) -> bool:
+def _exists(spec: Specification, paths: Paths) -> bool:
     """Whether the VM of that specification exists as a whole. What an interrupted creation left is removed."""
     known = manifest.read(paths.home)
     if known is not None:
@@ -99,8 +103,8 @@ def _check_same(spec: Specification, known: Manifest) -> None:
 def _create(host: HostContext, spec: Specification, paths: Paths, timer: StageTimer) -> QemuSession:
     image = host.image(spec.image)
     template = host.template_for(spec) if spec.kind is CloneKind.INSTANT else None
-    user = _allocate(host, spec)
     try:
+        user = _allocate(host, spec)
         size = template.size if template is not None else spec.size
         record = Manifest(spec.name, spec.kind, VmPhase.MAKING, spec.mac, size.cpus, size.memory, boot_id=boot_id(),
                           uid=user.uid if user is not None else 0, address=spec.bare_address,
@@ -109,15 +113,11 @@ def _create(host: HostContext, spec: Specification, paths: Paths, timer: StageTi
         disk, how = _make_disk(spec, paths, image, template)
         timer(how)
         machine = host.vm_machine(spec, image, template, disk)
-        session = _launch(host, spec, _Parts(machine, template, record, user), timer)
+        return _launch(host, spec, _Parts(machine, template, record, user), timer)
     except (OSError, Broken) as error:
         if template is not None and not template.state.exists():  # deleted meanwhile, at whatever stage
             raise Gone(f"the template of {spec.image} was deleted", hint="it is built again on demand") from error
-        if isinstance(error, Broken):
-            raise
-        hint = f"is there room in {host.config.vms}?"
-        raise Exhausted(f"cannot create VM {spec.name}: {error}", hint=hint) from error
-    return session
+        raise
 
 
 def _allocate(host: HostContext, spec: Specification) -> ProcessUser | None:
