@@ -28,7 +28,7 @@ from multiverse.core.policy import Pool
 from multiverse.core.provisioning.pools import pool_status
 from multiverse.core.provisioning.spares import named_by_none
 from multiverse.core.transition import EffectKind
-from multiverse.service.views import phases
+from multiverse.service.timeline import phases
 from tests.unit import rows as hand
 from tests.unit.planner_harness import POLICY, PlannerHarness, failed
 

@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from multiverse import config
 from multiverse.config import Settings
 from multiverse.drivers.slurm import install
-from multiverse.guest.image import list_images
+from multiverse.images.catalog import list_images
 from multiverse.lab.layout import Layout
 from multiverse.lab.plan import LabPlan, outermost
 
