@@ -32,7 +32,9 @@ class VmCondition(StrEnum):
 class VmSeen:
     """A VM as its host sees it. Memory in MiB (0: not measured), a few seconds old at most: `private` goes when the
     VM ends; `shared` is what it maps of its template and of programs, whole, however many map it too. `introduced` are
-    the users that its guest was told of after its start."""
+    the users that its guest was told of after its start. `address` is the one that the platform assigned, with its
+    prefix length, where the platform assigns addresses; `placed_on` names the machine that runs the VM, where the
+    platform places VMs on its machines itself."""
 
     name: str
     host: str
@@ -42,6 +44,8 @@ class VmSeen:
     private: float = 0.0
     shared: float = 0.0
     introduced: tuple[int, ...] = ()
+    address: str = ""
+    placed_on: str = ""
 
 
 class VmRef(NamedTuple):
