@@ -8,9 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from multiverse.core.model.job import Attempt
-from multiverse.core.model.sizes import CloneKind, Depth, Size
-from multiverse.core.model.world import Forecast
+from multiverse.core.model import Attempt, CloneKind, Depth, Forecast, Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +44,11 @@ class Policy:
     kind: CloneKind = CloneKind.INSTANT
     base: Size = Size(1, 256)
     guest_reserve: int = 80
-    vm_overhead: int = 32  # QEMU's own memory beside the guest's
     overcommit: float = 1.0  # times its declared memory that a host may claim
     floor: int = 1024  # above 1, what its machine must keep available all the same
-    choose_clones: float = 30.0  # then, how long a VM serves its job before it counts as what it takes
+    settle: float = 30.0  # then, how long a VM serves its job before it counts as what it takes
     provisioning: int = 4
+    silence: float = 60.0  # how long a source is unknown before its VMs no longer count for their jobs
     spawn_timeout: float = 60.0
     pin_timeout: float = 60.0
     held_timeout: float = 10.0  # a pinned job that the scheduler holds back; its reason may be an old one till then

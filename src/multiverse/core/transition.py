@@ -1,4 +1,8 @@
-"""What a state machine consists of: events, transitions, changes, moves and effects."""
+"""What a state machine consists of: events, transitions, tables, changes, moves and effects.
+
+A table is data: the store refuses a move that is not in it, the diagrams in the documentation are drawn from it, and
+the tests walk it. Entering a state permits its effect; an observed result leaves the state.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +11,48 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from multiverse.core.errors import MultiverseError
-from multiverse.core.model.host import Claim
-from multiverse.core.model.job import AttemptState
-from multiverse.core.model.keys import Key, RowKind
-from multiverse.core.model.sizes import Size
-from multiverse.core.model.template import TemplateState
-from multiverse.core.model.vm import Stage, VmState
-from multiverse.core.model.world import Row
+from multiverse.core.model import (
+    AttemptState,
+    Claim,
+    ClaimKey,
+    Key,
+    OfferState,
+    Row,
+    RowKind,
+    Size,
+    Stage,
+    TemplateState,
+    VmState,
+)
 
-State = AttemptState | VmState | TemplateState
+RowState = AttemptState | VmState | TemplateState | OfferState
+
+TERMINAL: frozenset[RowState] = frozenset(
+    {
+        AttemptState.DONE,
+        AttemptState.CANCELLED,
+        AttemptState.REQUEUED,
+        AttemptState.REVOKED,
+        AttemptState.FAILED,
+        VmState.GONE,
+        TemplateState.ABSENT,
+        OfferState.ENDED,
+    }
+)
+"""A row that enters one of these states has ended, and changes no more."""
 
 
 class Event(StrEnum):
-    """Why a row moves. The words are what `multiverse timeline` prints."""
+    """Why a row changes. The words are what `multiverse timeline` prints."""
 
     # attempt
     SUBMITTED = "submitted"
-    NOTED = "noted"  # same state, something about it was learnt
+    NOTED = "noted"  # the state is the same; what the row says for people, or of its job, has changed
+    AT_GATE = "at the gate"
+    LEFT_GATE = "left the gate"
+    STRAYED = "strayed"  # its job runs on a VM of an earlier attempt
     ADMITTED = "admitted"
-    TOOK = "took a spare"  # by itself, as it was submitted
+    TOOK = "took a spare"  # its job took a joined spare by itself, as it was submitted
     IMPOSSIBLE = "impossible"
     MADE = "made"
     REPLACED = "replaced"
@@ -37,20 +64,28 @@ class Event(StrEnum):
     CANCELLED = "cancelled"
     CHANGED = "changed"
     RESTARTED = "restarted"
+    RETURNED = "returned"  # its job is off its nodes
+    STARTED_LATE = "started late"  # its job started on its nodes after the attempt had given up on it
     RECLAIMED = "reclaimed"
     # vm
     PLANNED = "planned"
     EXISTS = "exists"
-    TAKEN = "taken"  # out of the pool, by an attempt
+    TAKEN = "taken"  # by an attempt, out of its pool
     START = "start"
     REGISTERED = "registered"
     FAILED = "failed"
     DIED = "died"
+    RETIRED = "retired"
     RELEASED = "released"
     LOST = "lost"
     FOUND = "found"
     FENCED = "fenced"
+    NODE_FREE = "node free"  # no job is on its node any more
     ABSENT = "absent"
+    # offer
+    OFFERED = "offered"
+    WITHDRAWN = "withdrawn"
+    CLOSED = "closed"
     # template
     NEEDED = "needed"
     BUILT = "built"
@@ -59,16 +94,26 @@ class Event(StrEnum):
     DROPPED = "dropped"
     # any
     QUARANTINED = "quarantined"
-    RETRIED = "retried"  # an operator's word that its quarantine or its back-off is over
+    RETRIED = "retried"  # an operator ended its quarantine or its back-off
 
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """One arrow. `source` None is the row's making."""
+    """One transition of a table. `source` None is the creation of the row."""
 
-    source: State | None
+    source: RowState | None
     event: Event
-    target: State
+    target: RowState
+
+
+def transitions(sources: Iterable[RowState | None], event: Event, *targets: RowState) -> list[Transition]:
+    """The transitions from each of `sources` to each of `targets`."""
+    return [Transition(source, event, target) for source in sources for target in targets]
+
+
+def unchanged(states: Iterable[RowState], *events: Event) -> list[Transition]:
+    """The transitions from each state to itself, for each event."""
+    return [Transition(state, event, state) for state in states for event in events]
 
 
 class Tables(dict[RowKind, tuple[Transition, ...]]):
@@ -78,41 +123,9 @@ class Tables(dict[RowKind, tuple[Transition, ...]]):
         super().__init__(tables)
         self._allowed = {kind: frozenset(table) for kind, table in tables.items()}
 
-    def allowed(self, kind: RowKind, source: State | None, event: Event, target: State) -> bool:
+    def allowed(self, kind: RowKind, source: RowState | None, event: Event, target: RowState) -> bool:
         """Whether the table has this transition."""
         return Transition(source, event, target) in self._allowed[kind]
-
-
-def _arrows(sources: Iterable[State | None], event: Event, *targets: State) -> list[Transition]:
-    return [Transition(source, event, target) for source in sources for target in targets]
-
-
-_OF_ANY = (Event.QUARANTINED, Event.RETRIED)
-
-
-class EffectKind(StrEnum):
-    GATE = "gate"  # put the job back at the gate
-    EXPLAIN = "explain"
-    PIN = "pin"
-    REQUEUE = "requeue"
-    REVOKE = "revoke"
-    CREATE = "create"
-    START = "start"
-    OFFER = "offer"
-    WITHDRAW = "withdraw"
-    END = "end"  # set the node DOWN if it must be, and destroy the VM
-    RELEASE = "release"  # the same, and delete the node
-    BUILD = "build"
-    DROP = "drop"
-
-
-@dataclass(frozen=True, slots=True)
-class Effect:
-    """What a row wants done. Two equal effects are the same one: it is not begun again beside itself."""
-
-    kind: EffectKind
-    key: Key
-    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,18 +139,47 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Rows that change together, with the claims that go and come with them, in this order: one decision,
-    all or nothing. A gang's admission is one move."""
+    """Rows that change together, and the claims that are released and made with them, in this order: one decision, all
+    or nothing. A gang's admission is one move."""
 
     changes: tuple[Change, ...]
     make: tuple[Claim, ...] = ()
-    free: tuple[Key, ...] = ()
+    free: tuple[ClaimKey, ...] = ()
+
+
+class EffectKind(StrEnum):
+    GATE = "gate"  # put the job back at the gate
+    EXPLAIN = "explain"
+    PIN = "pin"
+    REQUEUE = "requeue"
+    REVOKE = "revoke"
+    CREATE = "create"
+    START = "start"
+    OFFER = "offer"
+    WITHDRAW = "withdraw"
+    END = "end"  # set the node DOWN and destroy the VM
+    REMOVE = "remove"  # set the node DOWN, destroy the VM, and delete the node
+    RELEASE = "release"  # let the guest write back, destroy the VM, and delete the node
+    SWEEP = "sweep"  # set the node DOWN, destroy the VM, and delete the node, of a name that no row explains
+    BUILD = "build"
+    DROP = "drop"
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """What a row's state permits. Effects with the same `key` run one after another: an offer's effects run under the
+    key of its VM, so that the end of a node never overtakes its offer. Equal effects are the same one, which is not
+    begun again beside itself."""
+
+    kind: EffectKind
+    key: Key
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """An effect ended. `error` None: it reported success. `state` is the row's when it began, so that
-    a late message about a state since left is known for what it is."""
+    """An effect ended. `error` None: it reported success. `state` is the row's state when the effect began, so that a
+    late message about a state that was left since can be told apart."""
 
     key: Key
     kind: EffectKind
@@ -148,10 +190,12 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What an operator asks for. Of templates (`host`, `image`): `build` one, of the base size and for all unless
-    `size` and `account` say otherwise, or `drop` all that these describe. Of a record: `retry` (`key`), that its
-    quarantine or back-off be over. Of a host out of reach: `fence` (`host`), which is the operator's word that the
-    host is off, and nothing of it runs."""
+    """What an operator asks for.
+
+    Of templates (`host`, `image`): `build` one, of the base size and for all accounts unless `size` and `account` say
+    otherwise, or `drop` all that these describe. Of a record (`key`): `retry` ends its quarantine or back-off. Of a
+    host out of reach (`host`): `fence` is the operator's word that the host is off and nothing of it runs.
+    """
 
     verb: str
     host: str = ""
@@ -162,16 +206,3 @@ class Command:
 
 
 Message = Done | Command
-
-
-TERMINAL: frozenset[State] = frozenset(
-    {
-        AttemptState.DONE,
-        AttemptState.CANCELLED,
-        AttemptState.REQUEUED,
-        AttemptState.REVOKED,
-        AttemptState.FAILED,
-        VmState.GONE,
-        TemplateState.ABSENT,
-    }
-)

@@ -1,175 +1,220 @@
-"""VMs: from before they exist until they are seen gone."""
+"""VMs: from before they exist until they are seen gone.
+
+In this order: the table, the steps by which observations move a VM, and the effect that each state permits.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from multiverse.core.model.job import AttemptState, JobState, NodeState, SchedulerView
-from multiverse.core.model.sizes import Depth
-from multiverse.core.model.vm import Offer, Vm, VmCondition, VmSeen, VmState, is_spare
-from multiverse.core.model.world import World
+from multiverse.core.model import (
+    PINNED_STATES,
+    AttemptState,
+    Depth,
+    HypervisorView,
+    JobState,
+    NodeState,
+    OfferState,
+    Seen,
+    Vm,
+    VmCondition,
+    VmSeen,
+    VmState,
+    World,
+)
 from multiverse.core.policy import Policy
-from multiverse.core.state import PlanState
-from multiverse.core.transition import _OF_ANY, Change, Event, Transition, _arrows
+from multiverse.core.state import State
+from multiverse.core.transition import Change, Effect, EffectKind, Event, Transition, transitions, unchanged
 
-_VM_LIVE = (VmState.PLANNED, VmState.PARKED, VmState.STARTING, VmState.JOINED, VmState.SERVING)
+V = VmState
 
+# --- table -----------------------------------------------------------------------------------------
+
+_UPCOMING = (V.PLANNED, V.PARKED, V.STARTING)
+_LIVE = (*_UPCOMING, V.JOINED, V.SERVING, V.RETIRING, V.DEAD)
+_LEAVING = (V.ENDING, V.REMOVING, V.RELEASING)
 
 VM: tuple[Transition, ...] = (
-    *_arrows([None], Event.PLANNED, VmState.PLANNED),
-    *_arrows([VmState.PLANNED], Event.EXISTS, VmState.PARKED),
-    *_arrows([VmState.PARKED], Event.START, VmState.STARTING),
-    *_arrows([VmState.STARTING], Event.REGISTERED, VmState.JOINED),
-    *_arrows([VmState.JOINED], Event.RUNS, VmState.SERVING),
-    *_arrows([VmState.PLANNED, VmState.STARTING], Event.FAILED, VmState.RELEASING),
-    *_arrows([VmState.PARKED, VmState.STARTING, VmState.JOINED, VmState.SERVING], Event.DIED, VmState.RELEASING),
-    *_arrows(_VM_LIVE, Event.RELEASED, VmState.RELEASING),
-    *_arrows([*_VM_LIVE, VmState.RELEASING], Event.LOST, VmState.LOST),
-    *_arrows([VmState.LOST], Event.FOUND, VmState.SERVING, VmState.RELEASING),
-    *_arrows([VmState.LOST], Event.FENCED, VmState.RELEASING),
-    *_arrows([VmState.RELEASING], Event.ABSENT, VmState.GONE),
-    *(Transition(s, Event.TAKEN, s) for s in (VmState.PARKED, VmState.JOINED)),
-    *(Transition(s, Event.NOTED, s) for s in (VmState.JOINED, VmState.SERVING, VmState.RELEASING)),
-    *(Transition(s, event, s) for s in (*_VM_LIVE, VmState.LOST, VmState.RELEASING) for event in _OF_ANY),
+    *transitions([None], Event.PLANNED, V.PLANNED),
+    *transitions([V.PLANNED], Event.EXISTS, V.PARKED),
+    *transitions([V.PARKED], Event.START, V.STARTING),
+    *transitions([V.STARTING], Event.REGISTERED, V.JOINED),
+    *transitions([V.JOINED], Event.RUNS, V.SERVING),
+    *transitions([V.PLANNED, V.STARTING], Event.FAILED, V.ENDING),
+    *transitions([V.JOINED, V.SERVING], Event.DIED, V.DEAD),
+    *transitions([V.PARKED, V.STARTING, V.JOINED, V.SERVING, V.RETIRING, V.DEAD], Event.DIED, V.ENDING),
+    *transitions([V.JOINED], Event.RETIRED, V.RETIRING),
+    *transitions([V.RETIRING], Event.TAKEN, V.JOINED),
+    *transitions([*_UPCOMING, V.JOINED, V.SERVING, V.RETIRING], Event.RELEASED, V.RELEASING),
+    *transitions([V.DEAD], Event.RELEASED, V.REMOVING),
+    *transitions(_LIVE, Event.RELEASED, V.ENDING),
+    *transitions([*_LIVE, *_LEAVING], Event.LOST, V.LOST),
+    *transitions([V.LOST], Event.FOUND, V.SERVING, V.ENDING),
+    *transitions([*_LIVE, V.LOST], Event.FENCED, V.ENDING),
+    *transitions([V.ENDING], Event.NODE_FREE, V.REMOVING),
+    *transitions(_LEAVING, Event.ABSENT, V.GONE),
+    *unchanged([V.PARKED, V.JOINED], Event.TAKEN),
+    *unchanged([*_LIVE, V.LOST, *_LEAVING], Event.QUARANTINED, Event.RETRIED),
 )
 
-
-COMING, UNSERVED = 30.0, 5.0
-"""Seconds after which a spare that was taken is given up, if no look since has shown the job that took it: slurmctld
-lets others go first between job_submit.lua and the job's making. And if one has, but a job that cannot be served."""
+# --- step ------------------------------------------------------------------------------------------
 
 
-def releasing(vm: Vm, reason: str, *, failed: bool = True, forget: bool = False) -> Vm:
-    return replace(vm, state=VmState.RELEASING, reason=reason or vm.reason, failed=failed, forget=forget)
-
-
-def step_vm(state: PlanState, vm_id: int, world: World, policy: Policy) -> None:
+def step_vm(state: State, vm_id: int, world: World, policy: Policy) -> None:
+    """Move one VM by what its source and the scheduler show."""
     vm = state.vms.get(vm_id)
-    if vm is None or vm.quarantined or world.hypervisor is None:
+    if vm is None or vm.quarantined:
         return
-    hypervisor, began = world.hypervisor.value, world.hypervisor.began
-    if vm.host not in hypervisor.hosts and not vm.fenced:
-        if vm.state is not VmState.LOST:
-            state.move(
-                Change(replace(vm, state=VmState.LOST, failed=True), Event.LOST, f"host {vm.host} is out of reach")
-            )
-        return
-    if vm.state is VmState.LOST:
-        _find_again(state, vm, hypervisor.vms.get(vm.name))
-        return
-    if vm.state is VmState.RELEASING:
-        _step_releasing(state, vm, world)
-        return
-    seen = hypervisor.vms.get(vm.name)
-    absent = seen is None and began > world.effect_ended_at.get(vm.key, vm.since) and began > vm.since
-    dead = seen is not None and seen.condition is VmCondition.DEAD
-    if vm.state is VmState.PLANNED:
-        if seen is not None and seen.condition not in (VmCondition.MAKING, VmCondition.DEAD):
-            state.move(Change(replace(vm, state=VmState.PARKED), Event.EXISTS))
-        elif seen is not None and dead and began > world.effect_ended_at.get(vm.key, vm.since):
-            _fail(state, vm, Event.FAILED, seen.reason or "the VM died while it was made")
-        elif began - vm.since > policy.spawn_timeout and began > world.effect_ended_at.get(vm.key, 0.0):
-            # Not while it is under way: to copy a large disk may take longer, and that has a time limit of its own.
-            _fail(state, vm, Event.FAILED, f"it was not made within {policy.spawn_timeout:g} s")
-        return
-    if dead or absent:
-        why = (seen.reason if seen else "") or "the VM died"
-        if vm.state in (VmState.JOINED, VmState.SERVING) and _job_is_pinned(state, vm, world):
-            # Unpin first: the row stays until the attempt has put its job back at the gate.
-            if not vm.failed:
-                state.move(Change(replace(vm, failed=True, reason=why), Event.NOTED, why))
-            return
-        _fail(state, vm, Event.DIED, why)
-        return
-    attempt = state.attempt_of(vm)
-    to_join = vm.pool is Depth.JOINED and is_spare(vm)
-    if vm.state is VmState.PARKED and (to_join or (attempt is not None and attempt.state is AttemptState.SPAWNING)):
-        state.move(Change(replace(vm, state=VmState.STARTING), Event.START))
-    elif vm.state is VmState.STARTING:
-        _step_starting(state, vm, seen, world, policy)
-    elif vm.state is VmState.JOINED and is_spare(vm) and vm.offer:
-        _step_offered(state, vm, world)
-
-
-def _step_offered(state: PlanState, vm: Vm, world: World) -> None:
-    """Whether it was taken, or is withdrawn, a look must show that began after our last word in the matter."""
-    if world.scheduler is None or world.scheduler.began <= max(world.effect_ended_at.get(vm.key, 0.0), vm.offered):
-        return
-    taken = world.scheduler.value.offers.get(vm.name)
-    if vm.offer is Offer.TAKEN:
-        busy = vm.name in occupied_nodes(world.scheduler.value)  # by a job that cannot be served: its node goes DOWN
-        if world.scheduler.began - vm.offered > (UNSERVED if busy else COMING):
-            why = "the job that took it did not come"
-            gone = replace(vm, state=VmState.RELEASING, reason=why, failed=busy, forget=not busy)
-            state.move(Change(gone, Event.RELEASED, why))
-    elif taken:
-        state.move(Change(replace(vm, offer=Offer.TAKEN, offered=state.now), Event.NOTED, "taken by a submission"))
-    elif vm.offer is Offer.CLOSING and taken is None and vm.key in world.effect_ended_at:
-        state.move(Change(replace(vm, offer=Offer.CLOSED, offered=state.now), Event.NOTED))
-
-
-def _find_again(state: PlanState, vm: Vm, seen: VmSeen | None) -> None:
-    """Its host is back. A VM whose job runs on goes on with it; any other has missed too much."""
-    attempt = state.attempt_of(vm)
-    running = seen is not None and seen.condition is VmCondition.RUNNING
-    let_in = seen is not None and attempt is not None and attempt.uid in seen.introduced and vm.offer is Offer.TAKEN
-    if (
-        attempt
-        and running
-        and (attempt.state is AttemptState.ALLOCATED or (attempt.state is AttemptState.SPAWNED and let_in))
-    ):
-        state.move(Change(replace(vm, state=VmState.SERVING, failed=False, reason=""), Event.FOUND, "its job runs on"))
+    latest = world.latest(vm.source)
+    if latest is None or vm.host not in latest.value.hosts:
+        _step_out_of_sight(state, vm, latest, world, policy)
+    elif vm.state is V.LOST:
+        _find_again(state, vm, world)
+    elif vm.leaving:
+        _step_leaving(state, vm, world)
     else:
-        state.move(Change(releasing(vm, f"host {vm.host} was out of reach"), Event.FOUND))
+        _step_in_sight(state, vm, latest, world, policy)
 
 
-def _job_is_pinned(state: PlanState, vm: Vm, world: World) -> bool:
-    """Whether its attempt's job waits, tied to it, or may: a pin may be on its way, unseen as yet."""
+def _step_out_of_sight(state: State, vm: Vm, latest: Seen[HypervisorView] | None, world: World, policy: Policy) -> None:
+    """Its host is not shown, or its source is unknown. Nothing is concluded about the VM itself. It no longer counts
+    for its job once the source has answered without its host, or has been unknown for long."""
+    if state.is_fenced(vm.host):
+        if vm.leaving:
+            _step_leaving(state, vm, world)
+        return
+    observation = world.sources.get(vm.source)
+    if vm.state is V.LOST or observation is None:
+        return
+    if latest is not None or state.now - observation.since > policy.silence:
+        why = f"host {vm.host} is out of reach"
+        state.move(Change(replace(vm, state=V.LOST), Event.LOST, why))
+
+
+def _find_again(state: State, vm: Vm, world: World) -> None:
+    """Its host is back. A VM whose job runs on goes on with it; any other VM has missed too much."""
+    attempt, seen = state.attempt_of(vm), world.vm(vm)
+    running = seen is not None and seen.condition is VmCondition.RUNNING
+    introduced = seen is not None and attempt is not None and attempt.uid in seen.introduced
+    runs_its_job = attempt is not None and (
+        attempt.state is AttemptState.ALLOCATED or (attempt.state is AttemptState.INTRODUCING and introduced)
+    )
+    if running and runs_its_job:
+        state.move(Change(replace(vm, state=V.SERVING, reason=""), Event.FOUND, "its job runs on"))
+    else:
+        why = f"host {vm.host} was out of reach"
+        state.move(Change(replace(vm, state=V.ENDING, reason=why), Event.FOUND))
+
+
+def _step_in_sight(state: State, vm: Vm, latest: Seen[HypervisorView], world: World, policy: Policy) -> None:
+    seen, began = world.vm(vm), latest.began
+    if vm.state is V.PLANNED:
+        _step_planned(state, vm, seen, began, world, policy)
+        return
+    absent = seen is None and began > world.ended_at(vm.key, vm.since) and began > vm.since
+    dead = seen is not None and seen.condition is VmCondition.DEAD
+    if dead or absent or vm.state is V.DEAD:
+        why = vm.reason if vm.state is V.DEAD else (seen.reason if seen else "") or "the VM died"
+        _step_dead(state, vm, why, world)
+        return
+    attempt = state.attempt_of(vm)
+    to_join = vm.pool is Depth.JOINED and vm.is_spare
+    if vm.state is V.PARKED and (to_join or (attempt is not None and attempt.state is AttemptState.SPAWNING)):
+        state.move(Change(replace(vm, state=V.STARTING), Event.START))
+    elif vm.state is V.STARTING:
+        _step_starting(state, vm, seen, world, policy)
+    elif vm.state is V.RETIRING and state.offer_of(vm) in (OfferState.CLOSED, None):
+        state.move(Change(replace(vm, state=V.RELEASING), Event.RELEASED, vm.reason))
+
+
+def _step_planned(state: State, vm: Vm, seen: VmSeen | None, began: float, world: World, policy: Policy) -> None:
+    ended = world.ended_at(vm.key, vm.since)
+    if seen is not None and seen.condition not in (VmCondition.MAKING, VmCondition.DEAD):
+        # Where the hypervisor assigns addresses, they are known from here on.
+        known = replace(vm, state=V.PARKED, address=vm.address or seen.address, mac=vm.mac or seen.mac)
+        state.move(Change(known, Event.EXISTS))
+    elif seen is not None and seen.condition is VmCondition.DEAD and began > ended:
+        _fail(state, vm, seen.reason or "the VM died while it was made")
+    elif began - vm.since > policy.spawn_timeout and began > world.ended_at(vm.key):
+        # Not while its creation is under way: that has a time limit of its own, and copying a large disk takes long.
+        _fail(state, vm, f"it was not made within {policy.spawn_timeout:g} s")
+
+
+def _fail(state: State, vm: Vm, why: str) -> None:
+    state.move(Change(replace(vm, state=V.ENDING, reason=why), Event.FAILED, why))
+
+
+def _step_dead(state: State, vm: Vm, why: str, world: World) -> None:
+    """The job is unpinned first: while it may be tied to the node, the node stays."""
+    tied = vm.state in (V.JOINED, V.SERVING, V.DEAD) and _job_is_pinned(state, vm, world)
+    target = V.DEAD if tied else V.ENDING
+    if vm.state is not target:
+        state.move(Change(replace(vm, state=target, reason=why), Event.DIED, why))
+
+
+def _job_is_pinned(state: State, vm: Vm, world: World) -> bool:
+    """Whether its attempt's job is pending and tied to it, or may be: a pin may be on its way."""
     attempt = state.attempt_of(vm)
     if attempt is None:
         return False
-    if world.scheduler is None or attempt.state is AttemptState.SPAWNED:
-        return True
-    if attempt.state is AttemptState.RECLAIMING and attempt.outcome == "requeued" and not attempt.gated:
+    if world.scheduler is None or attempt.state in PINNED_STATES or attempt.state is AttemptState.RETURNING:
         return True
     job = world.scheduler.value.jobs.get(attempt.job.job_id)
     return job is not None and job.state is JobState.PENDING and job.pinned == attempt.feature
 
 
-def _fail(state: PlanState, vm: Vm, event: Event, why: str) -> None:
-    state.move(Change(releasing(vm, why), event, why))
-
-
-def _step_starting(state: PlanState, vm: Vm, seen: VmSeen | None, world: World, policy: Policy) -> None:
-    """Joined when both sides say so: the node is registered, and the guest is all itself."""
+def _step_starting(state: State, vm: Vm, seen: VmSeen | None, world: World, policy: Policy) -> None:
+    """A VM has joined when both sides say so: its node is registered, and its guest is complete."""
     if world.scheduler is None:
         return
     node = world.scheduler.value.nodes.get(vm.name)
     registered = node is not None and node.state in (NodeState.IDLE, NodeState.BUSY)
     if registered and seen is not None and seen.condition is VmCondition.RUNNING:
-        state.move(Change(replace(vm, state=VmState.JOINED), Event.REGISTERED))
+        state.move(Change(replace(vm, state=V.JOINED), Event.REGISTERED))
     elif node is not None and node.state is NodeState.DOWN:
-        _fail(state, vm, Event.FAILED, f"its node came up down: {node.reason or 'no reason given'}")
+        _fail(state, vm, f"its node came up down: {node.reason or 'no reason given'}")
     elif world.scheduler.began - vm.since > policy.spawn_timeout:
-        _fail(state, vm, Event.FAILED, f"its node did not register within {policy.spawn_timeout:g} s")
+        _fail(state, vm, f"its node did not register within {policy.spawn_timeout:g} s")
 
 
-def _step_releasing(state: PlanState, vm: Vm, world: World) -> None:
-    """Gone only when a destruction has ended and, in looks begun since, neither side shows it."""
+def _step_leaving(state: State, vm: Vm, world: World) -> None:
+    """A VM is gone when its destruction has ended and neither side shows it in observations that began later. The host
+    of a fenced VM needs no observation."""
     ended = world.effect_ended_at.get(vm.key)
-    if ended is None or world.scheduler is None or world.hypervisor is None:
+    if ended is None or world.scheduler is None or world.scheduler.began <= max(ended, vm.since):
         return
-    if min(world.scheduler.began, world.hypervisor.began) <= max(ended, vm.since):
-        return
-    if vm.name not in world.hypervisor.value.vms and vm.name not in world.scheduler.value.nodes:
-        state.move(Change(replace(vm, state=VmState.GONE), Event.ABSENT), free=[vm.key])
-    elif not vm.forget and vm.name not in occupied_nodes(world.scheduler.value):
-        state.move(Change(replace(vm, forget=True), Event.NOTED, "no job is on its node"))
+    if _is_off_its_host(state, vm, max(ended, vm.since), world) and vm.name not in world.scheduler.value.nodes:
+        offer = state.offers.get(vm.id)
+        over = [Change(replace(offer, state=OfferState.ENDED), Event.ABSENT)] if offer else []
+        state.move(Change(replace(vm, state=V.GONE), Event.ABSENT), *over, free=[vm.key])
+    elif vm.state is V.ENDING and vm.name not in world.scheduler.value.occupied():
+        state.move(Change(replace(vm, state=V.REMOVING), Event.NODE_FREE, "no job is on its node"))
 
 
-def occupied_nodes(view: SchedulerView) -> set[str]:
-    """Nodes that a job runs on, or is not done with. slurmctld 22.05 lets such a node be deleted once it is
-    DOWN, and dies of it when it comes to the job's last step (a null pointer in step_mgr.c)."""
-    return {
-        node for job in view.jobs.values() if job.state not in (JobState.PENDING, JobState.ENDED) for node in job.nodes
-    }
+def _is_off_its_host(state: State, vm: Vm, since: float, world: World) -> bool:
+    latest = world.latest(vm.source)
+    if latest is None or vm.host not in latest.value.hosts:
+        return state.is_fenced(vm.host)
+    return latest.began > since and vm.name not in latest.value.vms
+
+
+# --- effect ----------------------------------------------------------------------------------------
+
+
+def vm_effect(vm: Vm) -> Effect | None:
+    """What the state of a VM permits."""
+    if vm.quarantined:
+        return None
+    match vm.state:
+        case V.PLANNED:
+            return Effect(EffectKind.CREATE, vm.key)
+        case V.STARTING:
+            return Effect(EffectKind.START, vm.key)
+        case V.ENDING:
+            return Effect(EffectKind.END, vm.key)
+        case V.REMOVING:
+            return Effect(EffectKind.REMOVE, vm.key)
+        case V.RELEASING:
+            return Effect(EffectKind.RELEASE, vm.key)
+        case _:
+            return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Literal
@@ -115,29 +115,56 @@ class NodeSpec:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerView:
-    """One look. `jobs` by job id, `nodes` by name. Ended jobs may be missing or shown as ended. `limits`
-    is how much more each lets run, beside all that runs or ran when the jobs were looked at. `offers` are the names
-    of the nodes that jobs may take by themselves, and of those that were taken: True."""
+    """One observation of the scheduler: `jobs` by job id, `nodes` by name.
+
+    Ended jobs may be missing or shown as ended. `limits` is how much more each limit lets run, beside all that ran when
+    the jobs were observed. `offers` are the nodes that jobs may take by themselves, and those that were taken (True);
+    None if the scheduler cannot offer nodes.
+    """
 
     jobs: Mapping[str, Job] = field(default_factory=lambda: MappingProxyType({}))
     nodes: Mapping[str, Node] = field(default_factory=lambda: MappingProxyType({}))
     limits: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    offers: Mapping[str, bool] = field(default_factory=lambda: MappingProxyType({}))
+    offers: Mapping[str, bool] | None = field(default_factory=lambda: MappingProxyType({}))
+
+    def is_down(self, node: str) -> bool:
+        """Whether the node is known and DOWN."""
+        return node in self.nodes and self.nodes[node].state is NodeState.DOWN
+
+    def occupied(self) -> set[str]:
+        """The nodes that a job runs on or has not left yet. slurmctld 22.05 lets such a node be deleted once it is
+        DOWN, and crashes when it comes to the job's last step (a null pointer in step_mgr.c)."""
+        free = (JobState.PENDING, JobState.ENDED)
+        return {node for job in self.jobs.values() if job.state not in free for node in job.nodes}
 
 
 class AttemptState(StrEnum):
-    QUEUED = "queued"
-    CLAIMED = "claimed"
-    SPAWNING = "spawning"
-    SPAWNED = "spawned"
-    ALLOCATED = "allocated"
-    RECLAIMING = "reclaiming"
+    QUEUED = "queued"  # its job waits at the gate
+    UNGATED = "ungated"  # its job waits, but not at the gate, where it is to be put first
+    STRAY = "stray"  # its job runs on a VM of an earlier attempt, and is to be queued again
+    CLAIMED = "claimed"  # its VMs are being created
+    SPAWNING = "spawning"  # its VMs are being started
+    SPAWNED = "spawned"  # its VMs have joined, and its job is being tied to them
+    INTRODUCING = "introducing"  # its job took a joined spare by itself, whose guest is to learn of the job's user
+    ALLOCATED = "allocated"  # its job runs
+    RETURNING = "returning"  # its job is to go back to the gate, before its VMs go
+    REVOKING = "revoking"  # its job is to be cancelled, before its VMs go
+    RECLAIMING = "reclaiming"  # its job is over or elsewhere, and its VMs go
     DONE = "done"
     CANCELLED = "cancelled"
     REQUEUED = "requeued"
     REVOKED = "revoked"
     FAILED = "failed"
 
+
+WAITING_STATES = frozenset({AttemptState.QUEUED, AttemptState.UNGATED, AttemptState.STRAY})
+"""An attempt in one of these states has no VM yet."""
+
+PINNED_STATES = frozenset({AttemptState.SPAWNED, AttemptState.INTRODUCING})
+"""The job of an attempt in one of these states is tied to its nodes, or is about to be."""
+
+ENDING_STATES = frozenset({AttemptState.RETURNING, AttemptState.REVOKING, AttemptState.RECLAIMING})
+"""An attempt in one of these states only ends."""
 
 Outcome = Literal["done", "cancelled", "requeued", "revoked", "failed"]
 
@@ -146,10 +173,10 @@ Outcome = Literal["done", "cancelled", "requeued", "revoked", "failed"]
 class Attempt:
     """One try at giving a job its VMs.
 
-    `since` is when it entered its state; `not_before` when it may be admitted (back-off); `tries`
-    counts the attempts before it that failed in a row; `replaced` the VMs replaced within it.
-    `note` is what the user is told while it waits. `gated` says that its job is known to be at the
-    gate; `stray` that the job was seen running on nodes that are not this attempt's.
+    `since` is when it entered its state; `not_before` when it may be admitted (back-off); `tries` counts the attempts
+    before it that failed in a row; `replaced` the VMs that were replaced within it. `outcome` is how it ends, once it
+    ends. `note` is what the job's user is told while the job waits. `pin` is the tag of the one joined spare that it
+    took. `choice` says what its VMs are, and why: the job's user is told when the job is pinned.
     """
 
     id: int
@@ -162,16 +189,14 @@ class Attempt:
     request: Request
     outcome: Outcome | None = None
     reason: str = ""
-    gated: bool = True
-    stray: bool = False
     not_before: float = 0.0
     tries: int = 0
     replaced: int = 0
     note: str = ""
     work_dir: str = ""
     quarantined: str = ""
-    pin: str = ""  # the feature of the one VM that it took joined from the pool
-    choice: str = ""  # what its VMs are, and why: its user is told when it is pinned
+    pin: str = ""
+    choice: str = ""
 
     @property
     def key(self) -> Key:
@@ -179,5 +204,18 @@ class Attempt:
 
     @property
     def feature(self) -> str:
-        """The feature that ties its job to its nodes."""
+        """The tag that ties its job to its nodes."""
         return self.pin or f"mv_{self.id}"
+
+    def returning(self, reason: str, *, failed: bool = False) -> Attempt:
+        """Itself on its way out, its job to go back to the gate; `failed` counts as a try that failed."""
+        tries = self.tries + failed
+        return replace(self, state=AttemptState.RETURNING, outcome="requeued", reason=reason, tries=tries, note="")
+
+    def revoking(self, outcome: Outcome, reason: str) -> Attempt:
+        """Itself on its way out, its job to be cancelled."""
+        return replace(self, state=AttemptState.REVOKING, outcome=outcome, reason=reason, note="", quarantined="")
+
+    def reclaiming(self, outcome: Outcome, reason: str) -> Attempt:
+        """Itself on its way out, its job over or started anew by the scheduler."""
+        return replace(self, state=AttemptState.RECLAIMING, outcome=outcome, reason=reason, note="", quarantined="")

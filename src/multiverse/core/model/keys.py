@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-RowKind = Literal["attempt", "vm", "template"]
+RowKind = Literal["attempt", "vm", "template", "offer"]
 
 
 class Key(NamedTuple):
-    """Names a row: an attempt by its number, a VM by its serial, a template by its number."""
+    """Names a row: an attempt and a template by their number, a VM by its serial, an offer by its VM's serial."""
 
     kind: RowKind
     id: int

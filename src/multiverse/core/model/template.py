@@ -53,8 +53,8 @@ class TemplateState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A template of one image at one size on one host, for one account or for all. References are counted from the
-    VM rows, not kept here."""
+    """A template of one image at one size on one host, for one account or for all. `source` answers for its host. How
+    many VMs refer to it is counted from the VM rows."""
 
     id: int
     version: int
@@ -67,6 +67,7 @@ class Template:
     tries: int = 0
     quarantined: str = ""
     account: str = ""
+    source: str = ""
 
     @property
     def key(self) -> Key:

@@ -11,30 +11,23 @@ from multiverse.core.model.sizes import CloneKind, Depth, Size
 from multiverse.core.model.template import TemplateKey
 
 
-class Offer(StrEnum):
-    """How it stands with a joined spare that jobs may take by themselves, as they are submitted."""
-
-    OPEN = "open"
-    TAKEN = "taken"  # by a submission: its job is on its way, unless it was refused after that
-    CLOSING = "closing"  # being withdrawn: it may be taken yet
-    CLOSED = "closed"  # withdrawn, and nobody took it; it is never offered again
-
-
 class VmCondition(StrEnum):
-    MAKING = "making"  # begun, not complete
-    PARKED = "parked"  # restored and paused, or ready to boot; no identity yet
-    STARTING = "starting"  # it runs, but is not all itself yet: mounts, users, daemons
-    RUNNING = "running"  # it has its identity, its mounts, and its daemons have been started
-    DEAD = "dead"  # its process is gone or its guest has stopped; things of it remain
+    MAKING = "making"  # its creation has begun and is not complete
+    PARKED = "parked"  # restored and paused, or ready to boot; without identity
+    STARTING = "starting"  # it runs, but its mounts, users and daemons are not complete
+    RUNNING = "running"  # it has its identity and its mounts, and its daemons have been started
+    DEAD = "dead"  # its process is gone or its guest has stopped; remains of it exist
 
 
 @dataclass(frozen=True, slots=True)
 class VmSeen:
-    """A VM as its host sees it. Memory in MiB (0: not measured), a few seconds old at most: `private` goes when the
-    VM ends; `shared` is what it maps of its template and of programs, whole, however many map it too. `introduced` are
-    the users that its guest was told of after its start. `address` is the one that the platform assigned, with its
-    prefix length, where the platform assigns addresses; `placed_on` names the machine that runs the VM, where the
-    platform places VMs on its machines itself."""
+    """A VM as its source shows it.
+
+    Memory is in MiB (0: not measured) and a few seconds old at most: `private` is freed when the VM ends; `shared` is
+    what it maps of its template and of programs, counted whole however many VMs map it. `introduced` are the users that
+    were added to its guest after its start. `address` (with prefix length) and `mac` are shown where the hypervisor
+    assigns them, `placed_on` where it chooses the machine. `token` is empty for a VM of a release without tokens.
+    """
 
     name: str
     host: str
@@ -45,7 +38,9 @@ class VmSeen:
     shared: float = 0.0
     introduced: tuple[int, ...] = ()
     address: str = ""
+    mac: str = ""
     placed_on: str = ""
+    token: str = ""
 
 
 class VmRef(NamedTuple):
@@ -57,9 +52,12 @@ class VmRef(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class VmSpec:
-    """What `create` needs. Nothing of a job is in it: a created VM has no identity. `template` is what it is
-    forked from; None for one that boots from its image. `spare`: made before anybody waits for it, so it may take
-    longer now to be quicker later."""
+    """What `create` needs. A created VM has no identity, so nothing of a job is in it.
+
+    `template` is what it is forked from; None for a VM that boots from its image. `spare`: made before any job waits
+    for it, so creation may take longer if the VM is quicker later. `mac` and `address` are empty where the hypervisor
+    assigns them. `token` is random; nothing adopts a VM with another token. `source` answers for the VM.
+    """
 
     name: str
     host: str
@@ -69,29 +67,50 @@ class VmSpec:
     mac: str
     template: TemplateKey | None = None
     spare: bool = False
+    token: str = ""
+    address: str = ""
+    source: str = ""
+
+    @property
+    def ref(self) -> VmRef:
+        return VmRef(self.name, self.source)
 
 
 class VmState(StrEnum):
-    PLANNED = "planned"
-    PARKED = "parked"
-    STARTING = "starting"
-    JOINED = "joined"
-    SERVING = "serving"
-    LOST = "lost"
-    RELEASING = "releasing"
+    PLANNED = "planned"  # claimed; being created
+    PARKED = "parked"  # it exists, without identity
+    STARTING = "starting"  # it is given its identity, and its node is to register
+    JOINED = "joined"  # an idle node
+    SERVING = "serving"  # its job runs
+    RETIRING = "retiring"  # a joined spare that is to go as soon as no job can take it any more
+    DEAD = "dead"  # it has died, and its job may still be tied to its node: the node stays until the job is not
+    LOST = "lost"  # its host is out of reach
+    ENDING = "ending"  # it is destroyed at once and its node set DOWN; a job may be on the node, which stays
+    REMOVING = "removing"  # the same, and no job is on its node, which is deleted
+    RELEASING = "releasing"  # its guest writes back; then it is destroyed and its node deleted
     GONE = "gone"
+
+
+FAILED_STATES = frozenset({VmState.DEAD, VmState.LOST, VmState.ENDING, VmState.REMOVING})
+"""A VM in one of these states serves its job no more, through no decision of its attempt."""
+
+LEAVING_STATES = frozenset({VmState.ENDING, VmState.REMOVING, VmState.RELEASING})
+"""A VM in one of these states is being destroyed."""
+
+UPCOMING_STATES = frozenset({VmState.PLANNED, VmState.PARKED, VmState.STARTING})
+"""A VM in one of these states is not a node yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vm:
-    """A VM from before it exists until it is seen gone. `size` is the VM's own, `told` the node's.
+    """A VM, from before it exists until it is seen gone.
 
-    `pool` says that it was made for the warm pool, and how far; it is spare until it serves an `attempt`.
-    `forget` says that no job was seen on its node since it was ended: only then may the node be deleted.
-    `fenced` says that an operator vouched for its host being off: it counts as ended, though nobody saw it.
-    `parent` is the size of the template that it is forked from, None if it boots from its image, `account` whose
-    template that is, and `origin` the template's row, which may be gone before it. A joined spare's `offer` stands so
-    since `offered`; `unwanted` is why it is to be released once it is closed.
+    `size` is the VM's own, `node_size` what its node declares. `pool` says that it was made for a warm pool, and how
+    far; it is a spare until it serves an `attempt`. `template_size` is the size of the template that it is forked from,
+    None if it boots from its image; `account` says whose template that is, and `template_id` is the template's row,
+    which may end before the VM does. `host` is where its capacity is claimed: a host, or a cloud's quota. `source`
+    answers for it. `mac` and `address` (with prefix length) are empty until they are known where the hypervisor
+    assigns them.
     """
 
     id: int  # the serial
@@ -103,35 +122,50 @@ class Vm:
     image: str
     kind: CloneKind
     size: Size
-    told: Size
+    node_size: Size
     mac: str
-    address: str  # with prefix length
+    address: str
     attempt: int | None = None
     reason: str = ""
-    failed: bool = False
-    forget: bool = False
-    fenced: bool = False
     quarantined: str = ""
-    parent: Size | None = None
+    template_size: Size | None = None
     account: str = ""
-    origin: int | None = None
+    template_id: int | None = None
     pool: Depth | None = None
-    offer: Offer | None = None
-    offered: float = 0.0
-    unwanted: str = ""
+    source: str = ""
+    token: str = ""
 
     @property
     def key(self) -> Key:
         return Key("vm", self.id)
 
     @property
+    def ref(self) -> VmRef:
+        return VmRef(self.name, self.source)
+
+    @property
     def template(self) -> TemplateKey | None:
-        return TemplateKey(self.host, self.image, self.parent, self.account) if self.parent else None
+        return TemplateKey(self.host, self.image, self.template_size, self.account) if self.template_size else None
 
     @property
     def feature(self) -> str:
-        """What a job is tied to that takes it when it has joined already, and cannot learn another feature."""
+        """The tag of a joined spare: a job that takes it cannot be given the tag of an attempt."""
         return f"mv_v{self.id}"
+
+    @property
+    def failed(self) -> bool:
+        """Whether it serves its job no more, through no decision of its attempt. Derived from its state."""
+        return self.state in FAILED_STATES
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it is being destroyed. Derived from its state."""
+        return self.state in LEAVING_STATES
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether it was made for a pool and serves no attempt yet."""
+        return self.pool is not None and self.attempt is None and not self.quarantined and not self.failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +174,3 @@ class Stage:
 
     name: str
     seconds: float
-
-
-def is_spare(vm: Vm) -> bool:
-    return vm.pool is not None and vm.attempt is None and not vm.quarantined and not vm.failed
-
-
-def is_parked_spare(vm: Vm) -> bool:
-    return is_spare(vm) and vm.state is VmState.PARKED

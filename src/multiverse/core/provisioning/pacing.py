@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from multiverse.core.model.sizes import CloneKind
+from multiverse.core.model import CloneKind
 from multiverse.core.policy import Policy
+
+ARRIVALS_FADE = 60.0
+"""Seconds after which an arrival counts for 1/e of what it did: what an arrival rate is taken over."""
 
 Parent = tuple[str, str, CloneKind]
 """What a pace is kept of: (host, image, kind), which is the template for instant clones."""

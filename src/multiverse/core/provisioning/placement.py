@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
-import zlib
 from collections.abc import Collection
 
 from multiverse.core.policy import Policy
 
 
-def mac_of(site: str, serial: int) -> str:
-    """A locally administered MAC address of this site's own: 16 bits of the site, 24 of the serial."""
-    tail = (zlib.crc32(site.encode()) & 0xFFFF).to_bytes(2, "big") + (serial & 0xFFFFFF).to_bytes(3, "big")
-    return ":".join(f"{byte:02x}" for byte in (0x02, *tail))
-
-
 def address_of(serial: int, used: Collection[str], policy: Policy) -> str | None:
-    """An address with its prefix length for the VM `serial`; None if all are in use. Neighbouring
-    serials get neighbouring addresses, and one comes back only after all others: a peer's stale
-    ARP entry for it has long expired by then."""
+    """An address with its prefix length for the VM `serial`; None if all are in use. Neighbouring serials get
+    neighbouring addresses, and one is used again only after all others: a peer's stale ARP entry for it has long
+    expired by then."""
     net = policy.subnet
     span = net.num_addresses - 1 - policy.first_address
     for step in range(span):

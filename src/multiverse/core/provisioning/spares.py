@@ -1,92 +1,124 @@
-"""Spares of the warm pools: VMs made before any job asks for them, each taken by one job and never given back."""
+"""Spares of the warm pools: VMs made before any job asks for them, each taken by one job and never given back.
+
+A *parked* spare is a clone that is restored and paused: it takes any size and identity when it is taken, and until then
+uses hardly any memory and no CPU. A *joined* spare is an idle node of one size: a job of one VM that fits is tied to it
+at once, by the tag that is the VM's own. Spares give way to whatever needs their memory.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from multiverse.core.model.job import Attempt, NodeSpec, NodeState
-from multiverse.core.model.sizes import CloneKind, Depth, Size
-from multiverse.core.model.vm import Offer, Vm, VmCondition, VmState, is_spare
-from multiverse.core.model.world import World
+from multiverse.core.model import (
+    Attempt,
+    CloneKind,
+    Depth,
+    NodeSpec,
+    NodeState,
+    Offer,
+    OfferState,
+    Size,
+    Vm,
+    VmCondition,
+    VmState,
+)
 from multiverse.core.policy import Policy, Pool
 from multiverse.core.provisioning.capacity import Room
+from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.sizes import vm_claim, vm_size
-from multiverse.core.state import PlanState, Rows
+from multiverse.core.state import State
 from multiverse.core.transition import Change, Event
 
 Taken = tuple[Vm, Size]
 """A spare as it serves, and what it claims more than before."""
 
-
-WITHDRAWN = 2.0
-"""Seconds that a job waits for a spare to be withdrawn from others; then it is given another VM."""
-
+WITHDRAWAL = 2.0
+"""Seconds that a job waits for a spare to be withdrawn from other jobs; then the job is given another VM."""
 
 _LIVE = (VmState.PLANNED, VmState.PARKED, VmState.STARTING, VmState.JOINED)
 
 
-def spares(state: PlanState | Rows, depth: Depth | None = None) -> list[Vm]:
-    """The pool's VMs that serve nobody yet, are not on their way out, and were not taken by a job on its way, by
-    serial."""
+def spares(state: State, depth: Depth | None = None) -> list[Vm]:
+    """The spares that serve nobody yet, are not on their way out, and were not taken by a job on its way, by serial."""
     return [
         vm
-        for _, vm in sorted(state.vms.items())
-        if is_spare(vm) and depth in (None, vm.pool) and vm.state in _LIVE
-        if not vm.unwanted and vm.offer is not Offer.TAKEN
+        for vm in state.vms_in(*_LIVE)
+        if vm.is_spare and depth in (None, vm.pool) and state.offer_of(vm) is not OfferState.TAKEN
     ]
 
 
-def spare_size(pool: Pool, parent: Size, policy: Policy) -> Size:
-    """The size that a pool's VM is made with, forked from a template of the size `parent`."""
-    return parent if pool.depth is Depth.PARKED else vm_size(pool.size, parent, policy)
+def spare_size(pool: Pool, template: Size, context: Context, host: str) -> Size:
+    """The size that a pool's VM is made with, forked from a template of the size `template`."""
+    return template if pool.depth is Depth.PARKED else vm_size(pool.size, template, context.hosts[host], context.policy)
 
 
-def spare_claim(depth: Depth, size: Size, policy: Policy) -> Size:
-    """What a spare of `size` holds. A parked one is paused: it writes to none of its memory, and needs what QEMU
-    itself does."""
-    return vm_claim(Size(0, 0, 0) if depth is Depth.PARKED else size, policy)
+def spare_claim(depth: Depth, size: Size, context: Context, host: str) -> Size:
+    """What a spare of `size` claims. A parked spare is paused: it writes to none of its memory, and needs what its
+    hypervisor's process does."""
+    return vm_claim(Size(0, 0, 0) if depth is Depth.PARKED else size, context.hosts[host])
 
 
-def joined_for(
-    state: PlanState, attempt: Attempt, image: str, world: World, policy: Policy, promised: Collection[int] = ()
-) -> Vm | None:
+# --- taking ----------------------------------------------------------------------------------------
+
+
+def joined_for(context: Context, attempt: Attempt, promised: Collection[int] = ()) -> Vm | None:
     """The joined spare that fits best: as many CPUs as asked for, no more memory than must be, and not on offer to
-    others if there is another. None of those that are `promised` to jobs before this."""
-    assert world.scheduler is not None
-    request, nodes = attempt.request, world.scheduler.value.nodes
+    other jobs if there is another. None of those that are `promised` to earlier jobs."""
+    request, state, nodes, image = attempt.request, context.state, context.scheduler.nodes, context.image_of(attempt)
     if request.nodes != 1:
-        return None  # VMs of one job are tied to it by one feature, and know each other from their start
+        return None  # the VMs of one job are tied to it by one tag, and know each other from their start
+
+    def is_open_to_all(vm: Vm) -> bool:
+        return set(request.features) <= {image, CloneKind.INSTANT, CloneKind.AUTO}
+
+    def fits(vm: Vm) -> bool:
+        return (
+            vm.image == image
+            and vm.account == request.account
+            and vm.node_size.cpus == request.size.cpus
+            and vm.node_size.memory >= request.size.memory
+            and vm.node_size.disk >= request.size.disk
+        )
+
+    def is_idle(vm: Vm) -> bool:
+        return vm.name in nodes and nodes[vm.name].state is NodeState.IDLE
+
+    def is_late(vm: Vm) -> bool:
+        offer = state.offers.get(vm.id)
+        return offer is not None and offer.state is OfferState.CLOSING and state.now - offer.since > WITHDRAWAL
+
     fit = [
         vm
         for vm in spares(state, Depth.JOINED)
-        if vm.state is VmState.JOINED and vm.image == image and vm.account == request.account
-        if vm.id not in promised and not (vm.offer is Offer.CLOSING and state.now - vm.offered > WITHDRAWN)
-        if vm.told.cpus == request.size.cpus and vm.told.memory >= request.size.memory
-        if vm.told.disk >= request.size.disk and set(request.features) <= {image, CloneKind.INSTANT, CloneKind.AUTO}
-        if vm.name in nodes and nodes[vm.name].state is NodeState.IDLE and fit_to_serve(vm, state, world, policy)
+        if vm.state is VmState.JOINED and vm.id not in promised and not is_late(vm)
+        if fits(vm) and is_open_to_all(vm) and is_idle(vm) and fit_to_serve(context, vm)
     ]
-    return min(fit, key=lambda vm: (vm.told.memory, vm.offer is Offer.OPEN, vm.id), default=None)
+    return min(fit, key=lambda vm: (vm.node_size.memory, state.offer_of(vm) is OfferState.OPEN, vm.id), default=None)
 
 
-def parked_for(state: PlanState, attempt: Attempt, image: str, parents: Mapping[str, Size], room: Room, world: World,
-               policy: Policy) -> list[Taken]:  # fmt: skip
+def parked_for(context: Context, attempt: Attempt, templates: Mapping[str, Size], room: Room) -> list[Taken]:
     """Parked spares that can become the attempt's VMs where they are, on the emptiest hosts first, and no more than it
     needs. Takes the room that they come to need."""
     found: list[Taken] = []
-    if not policy.pools:
+    if not context.policy.pools:
         return found
-    left = [vm for vm in spares(state, Depth.PARKED) if vm.state is VmState.PARKED and vm.image == image]
-    left = [vm for vm in left if vm.account == attempt.request.account and vm.parent == parents.get(vm.host)]
-    left = [vm for vm in left if vm.host in room.free and fit_to_serve(vm, state, world, policy)]
-    while left and len(found) < attempt.request.nodes:
+    image, request = context.image_of(attempt), attempt.request
+    left = [
+        vm
+        for vm in spares(context.state, Depth.PARKED)
+        if vm.state is VmState.PARKED and vm.image == image and vm.account == request.account
+        if vm.template_size == templates.get(vm.host) and vm.host in room.free and fit_to_serve(context, vm)
+    ]
+    while left and len(found) < request.nodes:
         left.sort(key=lambda vm: (-room.free[vm.host][0], -room.free[vm.host][1], vm.id))
         vm = left.pop(0)
-        size = vm_size(attempt.request.size, parents[vm.host], policy)
-        more = _less(vm_claim(size, policy), spare_claim(Depth.PARKED, size, policy))
+        size = vm_size(request.size, templates[vm.host], context.hosts[vm.host], context.policy)
+        whole = vm_claim(size, context.hosts[vm.host])
+        more = _less(whole, spare_claim(Depth.PARKED, size, context, vm.host))
         if room.fits(vm.host, more):
             room.take(vm.host, more)
-            found.append((replace(vm, attempt=attempt.id, size=size, told=attempt.request.size), more))
+            found.append((replace(vm, attempt=attempt.id, size=size, node_size=request.size), more))
     return found
 
 
@@ -100,19 +132,18 @@ def _less(one: Size, other: Size) -> Size:
     return Size(one.cpus - other.cpus, one.memory - other.memory, one.disk - other.disk)
 
 
-def fit_to_serve(vm: Vm, state: PlanState, world: World, policy: Policy) -> bool:
+def fit_to_serve(context: Context, vm: Vm) -> bool:
     """Whether a spare may still become a job's: it lives, nothing in it has failed, and it is not older than its pool
-    lets it be, though nobody has had the time to release it."""
-    assert world.hypervisor is not None
-    seen = world.hypervisor.value.vms.get(vm.name)
+    lets it be, though it may not have been released yet."""
+    seen = context.world.vm(vm)
     well = seen is not None and seen.condition in (VmCondition.PARKED, VmCondition.RUNNING) and not seen.reason
-    return well and not any(too_old(vm, pool, state.now) for pool in policy.pools if is_of(vm, pool))
+    return well and not any(too_old(vm, pool, context.state.now) for pool in context.policy.pools if is_of(vm, pool))
 
 
 def is_of(vm: Vm, pool: Pool) -> bool:
     """Whether the VM is such a one as the pool keeps."""
     same = vm.image == pool.image and vm.pool is pool.depth
-    return same and (pool.depth is Depth.PARKED or vm.told == pool.size)
+    return same and (pool.depth is Depth.PARKED or vm.node_size == pool.size)
 
 
 def too_old(vm: Vm, pool: Pool, now: float) -> bool:
@@ -128,7 +159,7 @@ def node_spec(vm: Vm, attempt: Attempt | None) -> NodeSpec:
     return NodeSpec(
         name=vm.name,
         address=vm.address,
-        size=vm.told,
+        size=vm.node_size,
         features=features,
         tag=attempt.feature if attempt is not None else vm.feature,
         image=vm.image,
@@ -137,25 +168,33 @@ def node_spec(vm: Vm, attempt: Attempt | None) -> NodeSpec:
     )
 
 
-def release(state: PlanState, vm: Vm, why: str) -> None:
-    """Plan the end of a spare. No job ever had its node, so the node may be deleted at once; but not while one may
-    take it yet."""
-    if vm.offer in (Offer.OPEN, Offer.CLOSING):
-        withdraw(state, replace(vm, unwanted=why), why)
+# --- offers and release ----------------------------------------------------------------------------
+
+
+def release_spare(state: State, vm: Vm, why: str) -> None:
+    """Plan the end of a spare. No job ever had its node, so the node may be deleted at once; but not while a job may
+    still take it."""
+    offer = state.offers.get(vm.id)
+    if offer is not None and offer.state in (OfferState.OPEN, OfferState.CLOSING):
+        state.move(Change(replace(vm, state=VmState.RETIRING, reason=why), Event.RETIRED, why))
+        if offer.state is OfferState.OPEN:
+            withdraw(state, offer, why)
     else:
-        state.move(Change(replace(vm, state=VmState.RELEASING, reason=why, forget=True), Event.RELEASED, why))
+        state.move(Change(replace(vm, state=VmState.RELEASING, reason=why), Event.RELEASED, why))
 
 
-def may_offer(vm: Vm, state: PlanState, world: World, policy: Policy) -> bool:
-    """Whether a joined spare may be offered to jobs as they come: it never was, is an idle node, and fit to serve."""
-    assert world.scheduler is not None
-    node = world.scheduler.value.nodes.get(vm.name)
-    ready = vm.state is VmState.JOINED and vm.offer is None and node is not None and node.state is NodeState.IDLE
-    return ready and is_offered(vm, policy) and fit_to_serve(vm, state, world, policy)
+def may_offer(context: Context, vm: Vm) -> bool:
+    """Whether a joined spare may be offered to jobs as they come: the scheduler can, it never was offered, is an idle
+    node, and is fit to serve."""
+    node = context.scheduler.nodes.get(vm.name)
+    fresh = vm.state is VmState.JOINED and context.state.offer_of(vm) is None
+    idle = node is not None and node.state is NodeState.IDLE
+    can = context.scheduler.offers is not None
+    return can and fresh and idle and is_offered(vm, context.policy) and fit_to_serve(context, vm)
 
 
 def is_offered(vm: Vm, policy: Policy) -> bool:
-    """Whether a pool of the settings offers such as this."""
+    """Whether a pool of the settings offers such spares."""
     return any(pool.offer for pool in policy.pools if is_of(vm, pool))
 
 
@@ -165,11 +204,12 @@ def named_by_none(image: str, default: str, kind: CloneKind) -> tuple[bool, bool
     return image == default, kind in (CloneKind.INSTANT, CloneKind.AUTO)
 
 
-def offer(state: PlanState, vm: Vm) -> None:
-    """Let a job that comes take it by itself."""
-    state.move(Change(replace(vm, offer=Offer.OPEN, offered=state.now), Event.NOTED, "offered to jobs as they come"))
+def open_offer(state: State, vm: Vm) -> None:
+    """Let a job that comes take the spare by itself."""
+    offer = Offer(vm.id, 0, OfferState.OPEN, state.now)
+    state.move(Change(offer, Event.OFFERED, "to jobs as they come"))
 
 
-def withdraw(state: PlanState, vm: Vm, why: str) -> None:
-    """Plan that no job may take it by itself any more. It counts as withdrawn only when a look shows it."""
-    state.move(Change(replace(vm, offer=Offer.CLOSING, offered=state.now), Event.NOTED, f"no longer offered: {why}"))
+def withdraw(state: State, offer: Offer, why: str) -> None:
+    """Plan that no job may take the spare by itself any more. It counts as withdrawn when an observation shows it."""
+    state.move(Change(offer.closing(why), Event.WITHDRAWN, why))

@@ -5,17 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from multiverse.core.model.job import Attempt
-from multiverse.core.model.sizes import CloneKind
-from multiverse.core.model.vm import Vm, VmState
-from multiverse.core.model.world import Forecast
+from multiverse.core.model import Attempt, CloneKind, Forecast, Vm, VmState
 from multiverse.core.policy import Policy, image_of
-from multiverse.core.provisioning.pacing import Parent, paid
+from multiverse.core.provisioning.pacing import ARRIVALS_FADE, Parent, paid
 from multiverse.core.transition import Event, Move
-
-ARRIVALS_FADE = 60.0
-"""Seconds after which an arrival counts for 1/e of what it did: what an arrival rate is taken over."""
-
 
 SMOOTHING = 0.2
 """The share of the newest in the moving mean of how long VMs take."""
@@ -52,7 +45,7 @@ class ForecastRecorder:
             key = (vm.host, vm.image, vm.kind)
             if self._policy.interval(vm.kind):
                 self._paced[key] = paid(key, self._paced, now, self._policy)
-        elif event is Event.TAKEN or vm.state in (VmState.RELEASING, VmState.LOST):
+        elif event is Event.TAKEN or vm.leaving or vm.state in (VmState.LOST, VmState.RETIRING, VmState.DEAD):
             self._claimed.pop(vm.id, None)  # how long it took tells nothing of the others
         elif event is Event.REGISTERED and (began := self._claimed.pop(vm.id, None)) is not None:
             old = self._seconds.get((vm.image, vm.kind), now - began)
