@@ -34,8 +34,8 @@ class CloudMachines(Machines):
     def _admit(self, spec: VmSpec) -> Machine:
         if spec.kind is not CloneKind.FULL:
             raise Refused(f"the cloud makes no {spec.kind} clones", hint="ask for a full clone")
-        if spec.mac:
-            raise Refused(f"{spec.name}: the cloud assigns MACs itself", hint="leave the MAC empty")
+        if spec.mac or spec.address:
+            raise Refused(f"{spec.name}: the cloud assigns addresses itself", hint="leave MAC and address empty")
         used, quota = self.used(spec.host), self.hosts[spec.host].capacity
         if used.cpus + spec.size.cpus > quota.cpus or used.memory + spec.size.memory > quota.memory:
             self.violations.append(f"{spec.name} of {spec.size} exceeds the quota {quota}, of which {used} is used")

@@ -59,7 +59,7 @@ def _with_pair(scenario: Scenario, pair: Pair) -> Scenario:
         return replace(scenario, world=world)
     sizes = [host.capacity for host in world.hosts]
     quota = Size(sum(s.cpus for s in sizes), sum(s.memory for s in sizes), sum(s.disk for s in sizes))
-    world = replace(world, hosts=(Host(QUOTA, quota, CLOUD_ABILITIES),))
+    world = replace(world, hosts=(Host(QUOTA, quota, CLOUD_ABILITIES, vm_overhead=0),))
     image = replace(scenario.settings.image, kind=CloneKind.FULL)
     return replace(scenario, world=world, settings=replace(scenario.settings, image=image), limit=CLOUD_LIMIT)
 

@@ -7,9 +7,10 @@ its submit time, and its restarts are counted. A node that was set down is shown
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from multiverse.core.errors import Refused
-from multiverse.core.model import NodeBootstrap, NodeSpec
+from multiverse.core.model import NodeBootstrap, NodeSpec, SchedulerView
 from multiverse.simulation.cluster import Cluster
 from multiverse.simulation.guests import Registration
 from multiverse.simulation.jobs import JobRecord, NodeRecord
@@ -38,6 +39,9 @@ class SimulatedGrid(SimulatedScheduler):
     """See `ports.Scheduler`. The tag of a pinned job is kept in the context of the job."""
 
     offers = None
+
+    def _view(self) -> SchedulerView:
+        return replace(super()._view(), offers=None)
 
     def _tie(self, record: JobRecord, tag: str, nodes: Sequence[str]) -> None:
         missing = [node for node in nodes if node not in self._cluster.nodes]

@@ -66,7 +66,7 @@ class Machine:
     channel_closed: bool = False
     started_at: float = 0.0
     template: TemplateBuild | None = None  # whose memory it maps
-    mac: str = ""  # that the platform assigned, and so the address and the place
+    mac: str = ""  # assigned by the platform, and so the address and the place
     address: str = ""
     placed_on: str = ""
 
@@ -163,6 +163,7 @@ class Machines:
                 raise Broken(f"{spec.name} is dead", hint="destroy it")
             return known
         self._check_image(spec.image, spec.host)
+        self._check_unused(spec)
         machine = self.vms[spec.name] = self._admit(spec)
         self.created.append(spec.name)
         self._check_capacity(spec.host)
@@ -334,7 +335,9 @@ class Machines:
                 private=machine.private(self._now()),
                 introduced=tuple(sorted(machine.guest.users)) if machine.guest else (),
                 address=machine.address,
+                mac=machine.mac,
                 placed_on=machine.placed_on,
+                token=machine.spec.token,
             )
             for name, machine in sorted(self.vms.items())
             if machine.spec.host == host
@@ -373,6 +376,14 @@ class Machines:
     def _check_image(self, name: str, host: str) -> None:
         if name not in self._images(host):
             raise Refused(f"no image {name}", hint="build it first")
+
+    def _check_unused(self, spec: VmSpec) -> None:
+        """Refuse a token, MAC or address that another VM has."""
+        for other in self.vms.values():
+            for what in ("token", "mac", "address"):
+                value = getattr(spec, what)
+                if value and value == getattr(other.spec, what):
+                    raise Refused(f"{spec.name}: {other.spec.name} has the same {what}", hint="destroy one of them")
 
     def _check_template(self, spec: VmSpec) -> None:
         if spec.kind is not CloneKind.INSTANT:

@@ -19,7 +19,7 @@ caller has given up may arrive late."""
 
 def unclaimed_vms(rows: Rows, world: World) -> list[str]:
     """VMs that exist without a live row or without a claim on their host. There must be none at any commit."""
-    claimed = {(claim.owner, claim.host) for claim in rows.claims}
+    claimed = {(claim.owner, claim.domain) for claim in rows.claims}
     live = {vm.name: vm for vm in rows.vms.values()}
     found = []
     for name, machine in world.machines.vms.items():

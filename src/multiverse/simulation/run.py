@@ -80,7 +80,7 @@ class _Simulation:
         self.scheduler = self.world.scheduler(Random(f"{scenario.seed}/scheduler"), self.settings.image)
         self.hypervisor = self.world.hypervisor(Random(f"{scenario.seed}/hypervisor"))
         self.events: list[tuple[float, str]] = []
-        self.commits = self.crash_count = self.hints = 0
+        self.commits = self.crash_count = self.hints = self.passes = 0
         self.crashes = {(crash.commit, crash.after): crash for crash in scenario.crashes}
         self.seconds_down = 0.0
         self.unclaimed: set[str] = set()
@@ -262,6 +262,10 @@ class _Simulation:
         store.full = self.disk_full > 0
         return store
 
+    def _entropy(self) -> str:
+        self.passes += 1
+        return f"{self.scenario.seed}/{self.passes}"
+
     def _at_commit(self, after: bool) -> None:
         self.commits += not after
         if after:
@@ -291,6 +295,7 @@ class _Simulation:
                 FaultyHypervisor(self.hypervisor, self.links[1]),
                 self.clock,
                 self.settings,
+                self._entropy,
             )
             task = asyncio.create_task(self.controller.run())
             end = asyncio.create_task(self.crashed.wait())
