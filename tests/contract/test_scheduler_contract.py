@@ -146,7 +146,7 @@ class Harness(ABC):
             job.ref,
             job.name,
             job.uid,
-            job.request or Request(1, vm.told),
+            job.request or Request(1, vm.node_size),
         )
         await self._joined(replace(vm, attempt=vm.id), attempt)
         return vm.name, attempt.feature
@@ -186,7 +186,7 @@ class Harness(ABC):
             image="slim",
             kind=CloneKind.INSTANT,
             size=Size(1, 256),
-            told=Size(1, 64),
+            node_size=Size(1, 64),
             mac=f"02:00:5e:01:00:{number & 255:02x}",
             address=self.address(number),
         )

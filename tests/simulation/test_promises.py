@@ -30,7 +30,7 @@ from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import CloneKind, Depth, Host, SchedulerView, Size, Vm, VmState, World
 from multiverse.core.policy import Policy
 from multiverse.core.provisioning.sizes import vm_claim, vm_size
-from multiverse.core.state import PlanState
+from multiverse.core.state import State
 from multiverse.core.transition import Change, Event
 from multiverse.simulation.cluster import ClusterSettings
 from multiverse.simulation.faults import (
@@ -529,7 +529,7 @@ def test_the_world_reports_a_healthy_run_that_the_controller_ends(monkeypatch: p
     """The job is queued again and completes, but its first run is lost."""
     step, ended = planner.step_vm, set[int]()
 
-    def unsound(draft: PlanState, vm_id: int, world: World, policy: Policy) -> None:
+    def unsound(draft: State, vm_id: int, world: World, policy: Policy) -> None:
         vm = draft.vms.get(vm_id)
         if vm is not None and vm.state is VmState.SERVING and not ended:
             ended.add(vm_id)
@@ -544,7 +544,7 @@ def test_the_world_reports_a_healthy_run_that_the_controller_ends(monkeypatch: p
 
 
 def test_the_world_reports_a_vm_without_a_claim(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unsound(draft: PlanState, vm: Vm, world: World) -> None:
+    def unsound(draft: State, vm: Vm, world: World) -> None:
         draft.move(Change(replace(vm, state=VmState.GONE), Event.ABSENT), free=[vm.key])
 
     monkeypatch.setattr(vm_machine, "_step_releasing", unsound)

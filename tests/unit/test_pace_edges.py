@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
+from multiverse.core.provisioning.forecast import ARRIVALS_FADE, SMOOTHING, ForecastRecorder
 
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
@@ -28,13 +29,12 @@ from multiverse.core.model import (
 )
 from multiverse.core.policy import Policy, Pool
 from multiverse.core.provisioning.clones import Choice, choose
-from multiverse.core.provisioning.forecast import ARRIVALS_FADE, SMOOTHING, ForecastRecorder
 from multiverse.core.provisioning.pacing import wait_for
 from multiverse.core.provisioning.pools import wanted_of
-from multiverse.core.state import PlanState, Rows
+from multiverse.core.state import Rows, State
 from multiverse.core.transition import Change, Event, Move
 from tests.unit import rows as hand
-from tests.unit.scene import POLICY
+from tests.unit.planner_harness import POLICY
 
 A, V, T = AttemptState, VmState, TemplateState
 INSTANT, LINKED, FULL = CloneKind.INSTANT, CloneKind.LINKED, CloneKind.FULL
@@ -156,7 +156,7 @@ def chosen(*templates: Template | None, spares: Iterable[Vm] = (), hosts: str = 
         hypervisor=Seen(HypervisorView({}, seen, {}), 99.0),
         forecast=Forecast(**forecast),  # type: ignore[arg-type]
     )
-    draft = PlanState(Rows("test0", vms={vm.id: vm for vm in spares}), 100.0, TABLES, world.forecast.paced)
+    draft = State(Rows("test0", vms={vm.id: vm for vm in spares}), 100.0, TABLES, world.forecast.paced)
     draft.waiting[PARENT] = waiting
     found = {hand.template(T.READY, id=n + 1, host=f"h{n + 1}").which: row for n, row in enumerate(templates)}
     here = {"h1": Host("h1", Size(4, 4096, 65536), frozenset(hosts.split()), images=hand.IMAGES)}
@@ -176,7 +176,7 @@ def test_what_is_parked_decides_only_if_this_job_can_have_it() -> None:
         spare(V.PLANNED),
         replace(spare(V.PARKED, 2), image="other"),
         spare(V.PARKED, 3, Depth.JOINED),
-        replace(spare(V.PARKED, 4), parent=Size(2, 512)),
+        replace(spare(V.PARKED, 4), template_size=Size(2, 512)),
         replace(spare(V.PARKED, 5), account="other"),
         replace(spare(V.PARKED, 6), since=100.0 - PARKED.max_age - 1),
     ]

@@ -12,8 +12,8 @@ from multiverse.core.policy import Policy
 from multiverse.core.provisioning.capacity import Room, largest
 from multiverse.core.provisioning.placement import address_of, mac_of
 from multiverse.core.provisioning.sizes import parent_size, serves_as, short_of_memory, vm_claim, vm_size
+from tests.unit.planner_harness import POLICY
 from tests.unit.rows import IMAGES
-from tests.unit.scene import POLICY
 
 
 def host(name: str = "h1", *, cpus: int = 4, memory: int = 8192, disk: int = 65536, can: str | None = None) -> Host:

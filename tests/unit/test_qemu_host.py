@@ -27,7 +27,6 @@ from multiverse.config import HostSettings, QemuSettings, Settings
 from multiverse.core.errors import Broken, Exhausted, Unknown
 from multiverse.core.model import CloneKind, Size, TemplateKey
 from multiverse.drivers.qemu.driver import QemuHypervisor
-from multiverse.guest.image import Image
 from multiverse.host import copies, manifest, probe, process, templates
 from multiverse.host.found import Found
 from multiverse.host.machine import DIMMS, Accelerator, Machine, Memory, Wiring, limits
@@ -35,6 +34,7 @@ from multiverse.host.manifest import Manifest, Phase
 from multiverse.host.qmp import Monitor, QmpError
 from multiverse.host.session import Paths
 from multiverse.host.vms import ladder
+from multiverse.images.catalog import Image
 
 
 def sleeper(tmp_path: Path, *fds: int) -> tuple[int, int]:

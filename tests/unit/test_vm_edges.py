@@ -34,10 +34,10 @@ from multiverse.core.model import (
     World,
 )
 from multiverse.core.planner import plan
-from multiverse.core.state import PlanState, Rows
+from multiverse.core.state import Rows, State
 from multiverse.core.transition import Change, Command, EffectKind, Event
+from tests.unit.planner_harness import POLICY, PlannerHarness
 from tests.unit.rows import IMAGES, attempt, rows, template, vm
-from tests.unit.scene import POLICY, Scene
 
 A, V, T = AttemptState, VmState, TemplateState
 NOW = 1000.0
@@ -155,16 +155,16 @@ def test_a_dead_vm_goes_when_its_job_is_not_tied_to_it() -> None:
 
 
 def test_a_vm_that_is_out_of_reach_has_failed_until_its_job_is_seen_to_run_on() -> None:
-    scene = Scene()
-    scene.to_allocated()
-    host = scene.hosts.pop("h1")
-    scene.run()
-    assert scene.all_vms()[0].state is V.LOST and scene.all_vms()[0].failed
-    scene.hosts["h1"] = host
-    scene.run()
-    (vm,) = scene.all_vms()
+    harness = PlannerHarness()
+    harness.to_allocated()
+    host = harness.hosts.pop("h1")
+    harness.run()
+    assert harness.all_vms()[0].state is V.LOST and harness.all_vms()[0].failed
+    harness.hosts["h1"] = host
+    harness.run()
+    (vm,) = harness.all_vms()
     assert (vm.state, vm.failed, vm.reason) == (V.SERVING, False, "")
-    assert [entry.reason for entry in scene.store.journal() if entry.event in ("lost", "found")] == [
+    assert [entry.reason for entry in harness.store.journal() if entry.event in ("lost", "found")] == [
         "host h1 is out of reach",
         "its job runs on",
     ]
@@ -215,25 +215,25 @@ def test_a_template_that_is_built_has_forgotten_its_failures() -> None:
 
 
 def test_the_room_of_a_vm_that_is_gone_is_free_in_the_same_pass() -> None:
-    scene = Scene(cpus=1)
-    scene.to_allocated()
-    scene.jobs["7"] = replace(scene.jobs["7"], state=JobState.ENDED, result="COMPLETED", nodes=())
-    scene.run()
-    scene.job("8")
-    scene.run()
-    assert scene.attempt(2).state is A.QUEUED
-    scene.clear()
-    scene.run()
-    assert scene.all_vms()[0].state is V.GONE and scene.attempt(2).state is A.CLAIMED
+    harness = PlannerHarness(cpus=1)
+    harness.to_allocated()
+    harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.ENDED, result="COMPLETED", nodes=())
+    harness.run()
+    harness.job("8")
+    harness.run()
+    assert harness.attempt(2).state is A.QUEUED
+    harness.clear()
+    harness.run()
+    assert harness.all_vms()[0].state is V.GONE and harness.attempt(2).state is A.CLAIMED
 
 
 def test_a_fence_keeps_the_reason_that_a_vm_had_and_the_journal_says_who_spoke() -> None:
-    scene = Scene()
-    scene.to_allocated()
-    del scene.hosts["h1"]
-    scene.run()
-    scene.run(Command("fence", "h1"))
-    (entry,) = [entry for entry in scene.store.journal() if entry.event == "fenced"]
+    harness = PlannerHarness()
+    harness.to_allocated()
+    del harness.hosts["h1"]
+    harness.run()
+    harness.run(Command("fence", "h1"))
+    (entry,) = [entry for entry in harness.store.journal() if entry.event == "fenced"]
     assert entry.reason == "an operator says that host h1 is off"
 
 
@@ -249,7 +249,7 @@ def test_a_row_is_found_by_its_kind_and_number_and_a_vm_knows_whom_it_serves() -
 
 
 def test_a_move_that_no_table_has_says_which_and_what_was_never_claimed_is_freed_all_the_same() -> None:
-    draft = PlanState(Rows("test0", vms={1: vm(V.RELEASING)}), NOW, TABLES)
+    draft = State(Rows("test0", vms={1: vm(V.RELEASING)}), NOW, TABLES)
     with pytest.raises(Broken, match="vm 1: no arrow releasing --runs--> serving in its table"):
         draft.move(Change(vm(V.SERVING), Event.RUNS))
     assert not draft.moves

@@ -6,7 +6,7 @@ import asyncio
 import ipaddress
 import secrets
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
@@ -130,6 +130,7 @@ class Controller:
         self._orphans: dict[tuple[str, str], float] = {}  # name and source, with the observation that showed it first
         # A host that the settings name and that has not answered yet may hold what those that have answered cannot.
         self._declared = [KnownHost(host, source.name) for source in hypervisor.sources for host in source.hosts]
+        self._largest: Mapping[str, Sequence[Size]] = {}  # the largest nodes that could ever run, by image
         self.began = clock.now()
         self.uncommitted: tuple[float, str] | None = None
         """Since when passes are not kept, and why."""
@@ -268,7 +269,9 @@ class Controller:
         awaited = [vm.since for vm in state.vms_in(*_AWAITED_OF_VMS)]
         awaited += [attempt.since for attempt in state.attempts_in(*_AWAITED_OF_ATTEMPTS)]
         self._expecting = max(awaited, default=None)
-        self._effects.limit_submissions(largest_nodes(state.hosts, self.policy))
+        if state.learned or not self._largest:
+            self._largest = largest_nodes(state.hosts, self.policy)
+        self._effects.limit_submissions(self._largest)
         self._effects.ensure(self._confirmed_orphans(world))
         return True
 

@@ -9,7 +9,8 @@ from collections import deque
 from pathlib import Path
 
 from multiverse.core.errors import Broken, Unknown
-from multiverse.guest.protocol import MAX_LINE, Lines, Report
+from multiverse.guest.protocol import MAX_LINE, Report
+from multiverse.guest.protocol import ReportParser as Lines
 
 # What reading and parsing may cost us: an agent says some hundred bytes in a job's life, and at most one long line.
 _BURST = 4 * MAX_LINE  # bytes

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import structlog
 
-from multiverse.guest.image import Image
+from multiverse.images.catalog import Image
 
 log = structlog.get_logger()
 

@@ -24,13 +24,13 @@ from pathlib import Path
 
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError
 from multiverse.core.model import Size, Stage, TemplateKey
-from multiverse.guest.image import Image
 from multiverse.guest.protocol import Report
 from multiverse.host import machine as machine_module
 from multiverse.host import process
 from multiverse.host.machine import Machine
 from multiverse.host.owners import Owner
 from multiverse.host.session import Paths, Session
+from multiverse.images.catalog import Image
 
 BOOT_TIMEOUT = 240.0  # seconds from power-on to the fork point; a stock boot under emulation is slow
 _STUB = 64 << 10

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Unknown
 from multiverse.core.model import CloneKind, Identity, Size, Stage, User, VmSpec
-from multiverse.guest.image import Image
-from multiverse.guest.protocol import AUDIT, FLUSH, HELLO, Report, identity_message, introduction
+from multiverse.guest.protocol import AUDIT, FLUSH, HELLO, Report, identity_message
+from multiverse.guest.protocol import add_user_message as introduction
 from multiverse.host import copies, link, manifest, process, templates
 from multiverse.host.cages import Cages
 from multiverse.host.channel import Channel
@@ -25,6 +25,7 @@ from multiverse.host.qmp import Command, QmpError
 from multiverse.host.sealed import Sealed
 from multiverse.host.session import Paths, Session, remove
 from multiverse.host.templates import BOOT_TIMEOUT, Template
+from multiverse.images.catalog import Image
 
 _BLOCK = 128  # MiB: x86 Linux takes plugged memory in blocks of this
 _WAKE_TIMEOUT = 30.0  # seconds for a restored guest's first byte

@@ -33,8 +33,6 @@ from multiverse.core.model import (
     VmSeen,
     VmSpec,
 )
-from multiverse.guest import image as images
-from multiverse.guest.image import Image
 from multiverse.guest.protocol import TEMPLATE, Report
 from multiverse.host import link, manifest, probe, process, templates, trust, vms
 from multiverse.host.found import Found
@@ -42,6 +40,8 @@ from multiverse.host.machine import Accelerator, Machine, Memory, limits
 from multiverse.host.manifest import Manifest, Phase
 from multiverse.host.templates import Template
 from multiverse.host.vms import Places, Vms
+from multiverse.images import catalog as images
+from multiverse.images.catalog import Image
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")

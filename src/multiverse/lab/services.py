@@ -1,4 +1,4 @@
-"""The parts of a lab, in the order in which they start."""
+"""The services of a lab, in the order in which they are started."""
 
 from __future__ import annotations
 
@@ -21,49 +21,55 @@ from multiverse.lab import process
 from multiverse.lab.configure import CLUSTER, SLURM_USER, environment
 from multiverse.lab.layout import Layout
 from multiverse.lab.plan import LabPlan
-from multiverse.lab.process import Command, Running
+from multiverse.lab.process import DaemonCommand, RunningDaemon
 
 _MYSQL_USER = "mysql"
 
 
 @dataclass(frozen=True, slots=True)
 class Lab:
-    """One lab: where it lies and what it is."""
+    """One lab: its paths and its plan."""
 
     where: Layout
     plan: LabPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A daemon of the lab. `prepare` makes what it needs, and may block; `ready` tries to reach it; `settle` is done
-    once it is reached. `reads` are the files whose change asks for a restart; `grace` is in seconds."""
+class Service:
+    """A daemon of the lab.
+
+    `prepare` creates what the daemon needs, and may block. `ready` tries to connect. `initialize` runs after the daemon
+    is ready. A change of one of `config_files` requires a restart. `timeout` and `grace`, in seconds, limit the start
+    and the stop.
+    """
 
     name: str
-    command: Callable[[Lab], Command]
+    command: Callable[[Lab], DaemonCommand]
     ready: Callable[[Lab], bool]
     prepare: Callable[[Lab], None] = lambda lab: None
-    settle: Callable[[Lab], None] = lambda lab: None
-    reads: tuple[str, ...] = ()
+    initialize: Callable[[Lab], None] = lambda lab: None
+    config_files: tuple[str, ...] = ()
     timeout: float = 30.0
     grace: float = 10.0
 
     def record(self, where: Layout) -> Path:
         return where.run / f"{self.name}.json"
 
-    def running(self, where: Layout) -> Running | None:
+    def running(self, where: Layout) -> RunningDaemon | None:
         return process.recorded(self.record(where))
 
     def digest(self, lab: Lab) -> str:
-        """Tells one configuration from another."""
+        """A digest of the command and of the configuration files."""
         found = hashlib.sha256(repr(self.command(lab).argv).encode())
-        for name in self.reads:
+        for name in self.config_files:
             found.update((lab.where.etc / name).read_bytes())
         return found.hexdigest()[:16]
 
     async def ensure(self, lab: Lab) -> bool:
-        """Start it unless it runs with this configuration; True if it was started. `Broken` if it does not come up,
-        and then it has been ended again."""
+        """Start the service unless it runs with this configuration; True if it was started.
+
+        `Broken` if the service does not become ready; it has been stopped then.
+        """
         running = self.running(lab.where)
         if running and running.digest == self.digest(lab) and await asyncio.to_thread(self.ready, lab):
             return False
@@ -74,14 +80,14 @@ class Part:
         started = process.start(command, self.record(lab.where), self.digest(lab))
         try:
             await process.until(lambda: self.ready(lab), started, command, self.timeout)
-            await asyncio.to_thread(self.settle, lab)
+            await asyncio.to_thread(self.initialize, lab)
         except BaseException:
             await self.stop(lab.where)
             raise
         return True
 
     async def stop(self, where: Layout) -> bool:
-        """End it; True if it was alive."""
+        """Stop the service; True if it was alive."""
         running = self.running(where)
         if running:
             await process.stop(running, self.grace)
@@ -89,7 +95,7 @@ class Part:
         return running is not None
 
 
-# --- what they have in common ----------------------------------------------------------------------
+# --- common functions ------------------------------------------------------------------------------
 
 
 def _directory(path: Path, user: str, mode: int) -> None:
@@ -111,7 +117,7 @@ def _answers(address: str | tuple[str, int]) -> bool:
 
 
 def _run(lab: Lab, *argv: str, check: bool = True) -> str:
-    """A command that sets something up. `Broken` with its complaint."""
+    """Run a command; its output. `Broken` with its error message if it fails and `check` is set."""
     done = subprocess.run(argv, env=os.environ | environment(lab.where), capture_output=True, text=True, timeout=60)
     if check and done.returncode:
         raise Broken(f"{argv[0]}: {(done.stderr or done.stdout).strip()[-300:]}", hint=f"see {lab.where.log}")
@@ -135,7 +141,7 @@ def _prepare_munge(lab: Lab) -> None:
         beside.replace(where.munge_key)
 
 
-def _munged(lab: Lab) -> Command:
+def _munged(lab: Lab) -> DaemonCommand:
     where = lab.where
     argv = [
         "munged",
@@ -147,7 +153,7 @@ def _munged(lab: Lab) -> Command:
         f"--log-file={where.munge}/log",
         f"--seed-file={where.munge}/seed",
     ]
-    return Command(argv, where.log / "munged.log", user="munge")
+    return DaemonCommand(argv, where.log / "munged.log", user="munge")
 
 
 # --- mariadb ---------------------------------------------------------------------------------------
@@ -158,7 +164,7 @@ def _prepare_mariadb(lab: Lab) -> None:
     _directory(where.database_socket.parent, _MYSQL_USER, 0o755)
     if (where.database / "made").exists():
         return
-    shutil.rmtree(where.database, ignore_errors=True)  # half made
+    shutil.rmtree(where.database, ignore_errors=True)  # incomplete, after an interruption
     _directory(where.database, _MYSQL_USER, 0o700)
     _run(
         lab,
@@ -173,7 +179,7 @@ def _prepare_mariadb(lab: Lab) -> None:
     (where.database / "made").touch()
 
 
-def _mariadbd(lab: Lab) -> Command:
+def _mariadbd(lab: Lab) -> DaemonCommand:
     where = lab.where
     argv = [
         "mariadbd",
@@ -187,11 +193,11 @@ def _mariadbd(lab: Lab) -> Command:
         "--innodb-lock-wait-timeout=900",
         "--performance-schema=OFF",
     ]
-    return Command(argv, where.log / "mariadb.log", user=_MYSQL_USER)
+    return DaemonCommand(argv, where.log / "mariadb.log", user=_MYSQL_USER)
 
 
-def _settle_mariadb(lab: Lab) -> None:
-    # The server knows slurmdbd by its uid: no password anywhere.
+def _initialize_mariadb(lab: Lab) -> None:
+    # The server authenticates slurmdbd by its uid, so there is no password.
     statements = (
         "CREATE DATABASE IF NOT EXISTS slurm_acct; "
         f"CREATE USER IF NOT EXISTS '{SLURM_USER}'@'localhost' IDENTIFIED VIA unix_socket; "
@@ -203,14 +209,14 @@ def _settle_mariadb(lab: Lab) -> None:
 # --- slurmdbd and slurmctld ------------------------------------------------------------------------
 
 
-def _slurmdbd(lab: Lab) -> Command:
+def _slurmdbd(lab: Lab) -> DaemonCommand:
     where = lab.where
-    # slurmdbd has no setting for the database's socket, but its client library heeds this variable.
+    # slurmdbd has no setting for the database's socket, but its client library reads this variable.
     env = environment(where) | {"MYSQL_UNIX_PORT": str(where.database_socket)}
-    return Command(["slurmdbd", "-D"], where.log / "slurmdbd.log", user=SLURM_USER, env=env)
+    return DaemonCommand(["slurmdbd", "-D"], where.log / "slurmdbd.log", user=SLURM_USER, env=env)
 
 
-def _settle_slurmdbd(lab: Lab) -> None:
+def _initialize_slurmdbd(lab: Lab) -> None:
     if CLUSTER not in _run(lab, "sacctmgr", "-nP", "show", "cluster", "format=cluster").split():
         _run(lab, "sacctmgr", "-i", "add", "cluster", CLUSTER)
         _run(lab, "sacctmgr", "-i", "add", "account", "users", "Description=users", "Organization=lab")
@@ -221,9 +227,9 @@ def _prepare_slurmctld(lab: Lab) -> None:
     install.make_inbox(lab.where.inbox, pwd.getpwnam(SLURM_USER).pw_uid)
 
 
-def _slurmctld(lab: Lab) -> Command:
+def _slurmctld(lab: Lab) -> DaemonCommand:
     where = lab.where
-    return Command(["slurmctld", "-D"], where.log / "slurmctld.log", user=SLURM_USER, env=environment(where))
+    return DaemonCommand(["slurmctld", "-D"], where.log / "slurmctld.log", user=SLURM_USER, env=environment(where))
 
 
 def _slurmctld_ready(lab: Lab) -> bool:
@@ -234,68 +240,77 @@ def _slurmctld_ready(lab: Lab) -> bool:
 
 
 def _prepare_ganesha(lab: Lab) -> None:
-    # It finds file systems there, and goes on without a single export if it is missing.
+    # Ganesha reads the file systems from there. Without the file it runs with no export at all.
     if not Path("/etc/mtab").exists():
-        raise Broken("there is no /etc/mtab, which NFS-Ganesha reads", hint="make setup links it to /proc/self/mounts")
+        raise Broken("/etc/mtab is missing, which NFS-Ganesha reads", hint="link it to /proc/self/mounts: make setup")
     _directory(lab.where.nfs, "root", 0o755)
 
 
-def _ganesha(lab: Lab) -> Command:
+def _ganesha(lab: Lab) -> DaemonCommand:
     where = lab.where
     argv = ["ganesha.nfsd", "-F", "-f", f"{where.etc}/ganesha.conf", "-L", "STDOUT"]
-    return Command([*argv, "-p", f"{where.nfs}/pid"], where.log / "ganesha.log")
+    return DaemonCommand([*argv, "-p", f"{where.nfs}/pid"], where.log / "ganesha.log")
 
 
-def _controller(lab: Lab) -> Command:
+def _controller(lab: Lab) -> DaemonCommand:
     where = lab.where
     program = Path(sys.executable).with_name("multiverse")
     argv = [str(program)] if program.exists() else [sys.executable, "-c", "import multiverse.cli.main as m; m.main()"]
-    # It tells the last words of guests' consoles.
-    return Command([*argv, "daemon", "--config", str(where.settings)], where.log / "controller.log", log_mode=0o600)
+    # The log is private, because it contains lines from guests' consoles.
+    return DaemonCommand(
+        [*argv, "daemon", "--config", str(where.settings)], where.log / "controller.log", log_mode=0o600
+    )
 
 
-CONTROLLER = Part(
+CONTROLLER = Service(
     "controller",
     _controller,
     ready=lambda lab: _answers(str(lab.where.socket)),
-    prepare=lambda lab: _directory(lab.where.controller, "root", 0o711),  # VMs' users go through it
-    reads=("multiverse.toml", "site.toml"),
+    prepare=lambda lab: _directory(lab.where.controller, "root", 0o711),  # the uids of VMs need to pass through
+    config_files=("multiverse.toml", "site.toml"),
     grace=20.0,
 )
 
-PARTS = (
-    Part("munged", _munged, ready=lambda lab: _answers(str(lab.where.munge_socket)), prepare=_prepare_munge),
-    Part(
+SERVICES = (
+    Service("munged", _munged, ready=lambda lab: _answers(str(lab.where.munge_socket)), prepare=_prepare_munge),
+    Service(
         "mariadb",
         _mariadbd,
         ready=lambda lab: _answers(str(lab.where.database_socket)),
         prepare=_prepare_mariadb,
-        settle=_settle_mariadb,
+        initialize=_initialize_mariadb,
         timeout=60.0,
         grace=30.0,
     ),
-    Part(
+    Service(
         "slurmdbd",
         _slurmdbd,
         ready=lambda lab: _answers(("127.0.0.1", lab.plan.slurmdbd_port)),
         prepare=lambda lab: _directory(lab.where.slurmdbd, SLURM_USER, 0o755),
-        settle=_settle_slurmdbd,
-        reads=("slurmdbd.conf",),
+        initialize=_initialize_slurmdbd,
+        config_files=("slurmdbd.conf",),
         timeout=60.0,
     ),
-    Part(
+    Service(
         "slurmctld",
         _slurmctld,
         ready=_slurmctld_ready,
         prepare=_prepare_slurmctld,
-        reads=("slurm.conf", "site.conf", "multiverse.conf", "job_submit.lua", "multiverse.lua", "multiverse_site.lua"),
+        config_files=(
+            "slurm.conf",
+            "site.conf",
+            "multiverse.conf",
+            "job_submit.lua",
+            "multiverse.lua",
+            "multiverse_site.lua",
+        ),
     ),
-    Part(
+    Service(
         "ganesha",
         _ganesha,
         ready=lambda lab: _answers((lab.plan.gateway, lab.plan.nfs_port)),
         prepare=_prepare_ganesha,
-        reads=("ganesha.conf",),
+        config_files=("ganesha.conf",),
     ),
     CONTROLLER,
 )

@@ -1,11 +1,11 @@
-"""A stage for the planner: rows in a real store, a world set by hand, a clock moved by hand."""
+"""A harness for the planner: rows in a real store, a world and a clock that a test sets."""
 
 from __future__ import annotations
 
 import ipaddress
 from dataclasses import replace
-from types import MappingProxyType
 
+from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
     Attempt,
     Host,
@@ -16,6 +16,7 @@ from multiverse.core.model import (
     Key,
     Node,
     NodeState,
+    Observation,
     Request,
     SchedulerView,
     Seen,
@@ -31,15 +32,15 @@ from multiverse.core.model import (
 )
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy
-from multiverse.core.state import Rows
+from multiverse.core.state import Rows, State
 from multiverse.core.transition import Done, Message, Move
 from multiverse.store import Store
-from tests.unit.rows import IMAGES
+from tests.unit.rows import IMAGES, SOURCE
 
 POLICY = Policy(subnet=ipaddress.IPv4Network("10.9.0.0/16"), gateway="10.9.0.1")
 
 
-class HandClock:
+class ManualClock:
     def __init__(self, now: float = 1000.0, boot: str = "boot-1") -> None:
         self.time, self.boot = now, boot
 
@@ -53,11 +54,15 @@ class HandClock:
         return self.boot
 
 
-class Scene:
-    """`look()` makes both views as of now; `run()` plans and commits until nothing more follows."""
+class PlannerHarness:
+    """`observe()` makes the views of the scheduler and of the one source as of now; `run()` plans one pass and commits
+    it.
+
+    After each commit the state in memory is compared with what the store has, and its indexes with indexes made
+    anew."""
 
     def __init__(self, policy: Policy = POLICY, cpus: int = 4, memory: int = 8192) -> None:
-        self.clock, self.policy = HandClock(), policy
+        self.clock, self.policy = ManualClock(), policy
         self.store = Store(":memory:", self.clock, site="test0")
         self.jobs: dict[str, Job] = {}
         self.nodes: dict[str, Node] = {}
@@ -67,7 +72,10 @@ class Scene:
         self.templates: dict[TemplateKey, TemplateSeen] = {}
         self.effect_ended_at: dict[Key, float] = {}
         self.scheduler_known = self.hypervisor_known = True
+        self.unknown_since = 0.0
+        self.refused: dict[Key, str] = {}
         self.world = World()
+        self.state = State(self.store.rows(), TABLES)
 
     @property
     def rows(self) -> Rows:
@@ -112,26 +120,34 @@ class Scene:
 
     def observe(self) -> None:
         now = self.clock.time
+        latest = Seen(HypervisorView(dict(self.hosts), dict(self.vms), dict(self.templates)), now)
         self.world = World(
-            Seen(SchedulerView(dict(self.jobs), dict(self.nodes)), now) if self.scheduler_known else None,
-            Seen(HypervisorView(dict(self.hosts), dict(self.vms), dict(self.templates)), now)
-            if self.hypervisor_known
-            else None,
-            MappingProxyType(dict(self.effect_ended_at)),
+            scheduler=Seen(SchedulerView(dict(self.jobs), dict(self.nodes)), now) if self.scheduler_known else None,
+            sources={
+                SOURCE: Observation(latest, 0.0) if self.hypervisor_known else Observation(None, self.unknown_since)
+            },
+            effect_ended_at=dict(self.effect_ended_at),
+            refused=dict(self.refused),
+            entropy="test",
         )
 
     def run(self, *messages: Message) -> list[Move]:
-        """Time passes, both sources are looked at, one pass is planned and committed."""
+        """Let time pass, observe both sides, plan one pass and commit it."""
         self.pass_time(1.0)
         self.observe()
         self.pass_time(0.01)
         return self.commit(*messages)
 
     def commit(self, *messages: Message) -> list[Move]:
+        """Plan one pass on the world as observed, and commit it."""
         with self.store.transaction() as tx:
-            moves = plan(tx.load_active(), self.world, list(messages), self.clock.time, self.policy)
+            moves = plan(self.state, self.world, list(messages), self.clock.time, self.policy)
+            for host in self.state.learned.values():
+                tx.keep_host(host)
             for move in moves:
                 tx.apply(move)
+        assert self.state.rows() == self.store.rows(), "memory and database agree"
+        assert self.state.indexes() == State(self.store.rows(), TABLES).indexes(), "the indexes are kept"
         return moves
 
     # --- the way of a job ---------------------------------------------------------------------------

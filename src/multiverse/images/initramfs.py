@@ -1,6 +1,6 @@
-"""A small initial ramdisk of our own for slim images: load a handful of modules, mount the disk, switch root.
+"""The initial ramdisk of slim images. It loads a few kernel modules, mounts the disk and switches to its root.
 
-Debian's own is made for any machine and spends seconds in udev; ours knows which devices there are.
+Debian's initial ramdisk supports any machine and spends seconds in udev. All our VMs have the same devices.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from pathlib import Path
 
 from multiverse.core.errors import Broken
 
-# What must be there before the root file system is; then what a clone needs at once, loaded ahead of the fork point.
+# The root file system cannot be mounted without the first ones. Clones need the later ones at once, so they are loaded
+# before the fork point.
 ROOT_MODULES = ("virtio_pci", "virtio_blk", "crc32c_generic", "crc32c_intel", "ext4")
 LATER_MODULES = ("virtio_console", "virtio_net", "nfsv4", "nfs", "overlay")
 
@@ -29,10 +30,10 @@ exec $bb switch_root /root "$(INIT)"
 
 
 def module_files(root: Path, release: str, wanted: tuple[str, ...]) -> list[str]:
-    """Files of the wanted modules and of all that they need, each after what it needs, relative to
-    `lib/modules/<release>`. What is built into the kernel is left out.
+    """Files of the wanted modules and of their dependencies, relative to `lib/modules/<release>` below `root`.
 
-    modules.dep(5): `path: dependencies`, and a module's dependencies are already the full closure.
+    Each file comes after the files that it depends on. Modules that are built into the kernel are left out. A line of
+    modules.dep(5) is `path: dependencies`, and lists indirect dependencies too. Raises `Broken` for an unknown module.
     """
     base = root / "lib/modules" / release
     needs: dict[str, list[str]] = {}
@@ -47,9 +48,11 @@ def module_files(root: Path, release: str, wanted: tuple[str, ...]) -> list[str]
         if name in built_in:
             continue
         if name not in path_of:
-            raise Broken(f"kernel {release} has no module {name}", hint="the image needs Debian's generic kernel")
+            raise Broken(
+                f"kernel {release} has no module {name}", hint="use Debian's generic kernel, linux-image-amd64"
+            )
         path = path_of[name]
-        # Listed nearest first: loading goes from the far end.
+        # The nearest dependency is listed first; loading begins with the farthest.
         for each in [*reversed(needs[path]), path]:
             if each not in ordered:
                 ordered.append(each)
@@ -57,13 +60,17 @@ def module_files(root: Path, release: str, wanted: tuple[str, ...]) -> list[str]
 
 
 def make(root: Path, release: str, init: str, out: Path, work: Path) -> None:
-    """Write the ramdisk for the system in `root`, whose first process is to be `init`, to `out`."""
+    """Write the ramdisk for the system in `root` to the file `out`; `work` is for temporary files.
+
+    `init` is the path, in the guest, of the program that becomes the first process. Raises `Broken` if the system has
+    no busybox or lacks a module, or cpio fails.
+    """
     tree = work / "initramfs"
     for name in ("bin", "dev", "proc", "root", "lib"):
         (tree / name).mkdir(parents=True)
     busybox = next((p for p in (root / "bin/busybox", root / "usr/bin/busybox") if p.is_file()), None)
     if busybox is None:
-        raise Broken("the image has no busybox", hint="busybox-static must be among its packages")
+        raise Broken("the image has no busybox", hint="add the package busybox-static")
     shutil.copy2(busybox, tree / "bin/busybox")
     names = []
     for path in module_files(root, release, ROOT_MODULES + LATER_MODULES):
@@ -77,7 +84,10 @@ def make(root: Path, release: str, init: str, out: Path, work: Path) -> None:
         ["cpio", "-o", "-H", "newc", "--quiet", "-R", "0:0"], input=listing.encode(), cwd=tree, capture_output=True
     )
     if packed.returncode != 0:
-        raise Broken(f"cpio failed: {packed.stderr.decode(errors='replace').strip()}", hint="is the disk full?")
+        raise Broken(
+            f"cpio failed: {packed.stderr.decode(errors='replace').strip()}",
+            hint="check with `df` that the directory of the images has free space",
+        )
     out.write_bytes(gzip.compress(packed.stdout, compresslevel=1))
     shutil.rmtree(tree)
 

@@ -1,4 +1,4 @@
-"""What of a running lab another user can read, write, make or connect to: everything is tried, as that user."""
+"""What another user can read, write, create or connect to in a running lab: every path is tried as that user."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ pytestmark = pytest.mark.integration
 
 
 def as_other(lab: LabUnderTest, *words: str) -> subprocess.CompletedProcess[str]:
-    """Our command line as another user, who may besides read all files: our sources may lie where he cannot go."""
+    """Run the command line as another user. The process may read all files, because the sources of this checkout may be
+    in a directory that the other user cannot enter."""
     caps = "-all,+dac_read_search"
     become = ["setpriv", f"--reuid={lab.other.uid}", f"--regid={lab.other.uid}", "--clear-groups",
               f"--inh-caps={caps}", f"--ambient-caps={caps}", f"--bounding-set={caps}", "--"]  # fmt: skip
@@ -29,13 +30,15 @@ def as_other(lab: LabUnderTest, *words: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(argv, env=lab.env, cwd="/", capture_output=True, text=True, timeout=60, check=False)
 
 
-# What Slurm's users need, and what tells nothing but that the lab is there.
+# Paths that users of Slurm need, and paths that show only that there is a lab.
 _PUBLIC = {"etc", "log", "lab.json", "munge", "munge/pid", "munge/socket", "run", "run/db", "run/db/socket", "run/nfs",
            "run/slurmdbd", "run/slurmdbd/pid"}  # fmt: skip
 _CLOSED = ("controller", "run/vms", "run/inbox", "slurmctld", "db")
 
 
-def test_other_users_are_let_in_nowhere(lab: LabUnderTest, client: Client, controller: Callable[[], int]) -> None:
+def test_other_users_have_access_to_public_paths_only(
+    lab: LabUnderTest, client: Client, controller: Callable[[], int]
+) -> None:
     go = lab.user.home / "watched"
     job = lab.sbatch(f"until [ -e {go} ]; do sleep 0.2; done", "--output=/dev/null")
     until("it runs", lambda: latest(client, job).get("state") == "allocated")
@@ -44,16 +47,16 @@ def test_other_users_are_let_in_nowhere(lab: LabUnderTest, client: Client, contr
     for needed in ("controller/multiverse.db", "run/api.sock", "run/inbox", "munge/key", "run/vms", "controller/vms",
                    "log/controller.log"):  # fmt: skip
         assert root / needed in things
-    for uid in (lab.other.uid, lab.user.uid):  # whose job it is makes no difference
+    for uid in (lab.other.uid, lab.user.uid):  # the owner of the job has no more access than others
         found = {path: words for path, words in allowed(things, uid).items() if path not in (root, lab.where.memory)}
         assert {word for words in found.values() for word in words} == {"read", "connect"}
         sockets = {path for path, words in found.items() if "connect" in words}
-        assert sockets == {root / "munge/socket", root / "run/db/socket"}, "both ask who it is that calls"
+        assert sockets == {root / "munge/socket", root / "run/db/socket"}, "both servers check the caller's credentials"
         hidden = {root / "run/api.sock", root / "munge/key", root / "etc/slurmdbd.conf", root / "run/inbox",
                   root / "log/controller.log"}  # fmt: skip
         assert not hidden & set(found)
         assert not [p for p in found if any(p.is_relative_to(root / place) for place in _CLOSED)]
-        assert not [p for p in found if not p.is_relative_to(root)], "of templates, nothing"
+        assert not [p for p in found if not p.is_relative_to(root)], "no file of a template is readable"
         rest = {str(path.relative_to(root)) for path in found} - _PUBLIC
         places = ("etc/", "log/", "run/nfs/")
         assert not {path for path in rest if not path.startswith(places) and not path.endswith(".json")}
@@ -66,7 +69,7 @@ def test_other_users_are_let_in_nowhere(lab: LabUnderTest, client: Client, contr
     nothing_left(lab, client)
 
 
-def test_a_daemon_that_is_not_root_says_what_it_cannot_do(lab: LabUnderTest, tmp_path: Path) -> None:
+def test_a_daemon_without_root_reports_what_it_cannot_do(lab: LabUnderTest, tmp_path: Path) -> None:
     place = lab.other.home / "own"
     settings = tmp_path / "multiverse.toml"
 
@@ -85,11 +88,11 @@ def test_a_daemon_that_is_not_root_says_what_it_cannot_do(lab: LabUnderTest, tmp
     assert "cannot" in (said := complaint(f"{ours}uids = [0, 0]\n")) and "as root" in said
 
 
-def test_hostile_names_reach_no_shell_and_come_out_unharmed(lab: LabUnderTest, client: Client) -> None:
-    """All that a user may call a job, in one that runs, with what a shell, a parser or a terminal would trip over."""
+def test_hostile_job_names_are_not_interpreted_and_are_shown_unchanged(lab: LabUnderTest, client: Client) -> None:
+    """A job whose name, comment, directory and environment hold what a shell, a parser or a terminal may interpret."""
     trap = lab.user.home / "trapped"
     hostile = f"a'b\"c`touch {trap}`$(touch {trap});touch {trap}|&\\\n\x1b[31m%x ü"
-    raw = os.fsencode(hostile).replace(b"/", b"_") + b"\xff\xfe"  # no UTF-8, and a file's name
+    raw = os.fsencode(hostile).replace(b"/", b"_") + b"\xff\xfe"  # not UTF-8; a slash would not be a file name
     where = os.fsencode(lab.user.home) + b"/" + raw.replace(b"%", b"_").replace(b"\\", b"_").replace(b"\n", b"_")
     there = Path(os.fsdecode(where))
     there.mkdir()
