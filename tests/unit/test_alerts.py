@@ -19,14 +19,19 @@ from multiverse.core.model import (
     AttemptState,
     Depth,
     Host,
+    HostState,
     HypervisorView,
     JobState,
     Key,
     KnownHost,
+    Observation,
+    OfferState,
     Request,
+    Seen,
     Size,
     TemplateState,
     VmState,
+    World,
 )
 from multiverse.core.policy import Policy, Pool
 from multiverse.core.state import State
@@ -36,7 +41,7 @@ from multiverse.service.convert import findings, job_counts, repair_command
 from multiverse.service.findings import FailingEffect, SourceFailure, StoreFailure
 from multiverse.store import Transaction
 from tests.unit.planner_harness import POLICY, PlannerHarness
-from tests.unit.rows import SOURCE, world_of
+from tests.unit.rows import SOURCE, offer, rows, vm, world_of
 
 
 def seen(
@@ -210,6 +215,29 @@ def test_an_alert_that_ends_by_itself_has_no_repair(more: Mapping[str, Any], nam
     assert one.name == name and not one.repair
     for word in words:
         assert word in f"{one.message} {one.remedy}"
+
+
+def test_nothing_is_concluded_about_the_hosts_of_an_unknown_source() -> None:
+    harness = PlannerHarness()
+    known = {name: KnownHost(name, source) for name, source in (("h1", "near"), ("h2", "near"), ("h3", "silent"))}
+    seen_near = Seen(HypervisorView({"h1": harness.hosts["h1"]}), harness.clock.time)
+    world = World(sources={"near": Observation(seen_near), "silent": Observation(None)})
+    found = findings(replace(harness.rows, hosts=known), world, POLICY, harness.clock.time)
+    assert [away.host for away in found.hosts_away] == ["h2"]
+
+
+def test_vms_of_a_fenced_host_are_shown_until_they_are_gone() -> None:
+    fenced = {"h1": KnownHost("h1", SOURCE, HostState.FENCED), "h2": KnownHost("h2", SOURCE)}
+    two = rows(vm(VmState.ENDING, id=1), vm(VmState.SERVING, id=2, host="h2"))
+    found = findings(replace(two, hosts=fenced), World(), POLICY, 0.0)
+    assert found.fenced.vms == ("mvtest0-1",)
+
+
+def test_a_quarantined_offer_is_named_by_its_vm_and_can_be_repaired() -> None:
+    odd = replace(offer(OfferState.OPEN, id=3), quarantined="odd")
+    (one,) = alerts(findings(rows(vm(VmState.JOINED, id=3), odd), world_of(None, None, 0.0), POLICY, 0.0))
+    assert one.name == "offer-3" and "offer of VM mvtest0-3" in one.message
+    assert repair_command(one) == Command("retry", key=Key("offer", 3))
 
 
 # --- the commands ----------------------------------------------------------------------------------
