@@ -13,7 +13,7 @@ from multiverse.core.transition import Effect, EffectKind
 from tests.unit.planner_harness import POLICY
 from tests.unit.rows import attempt, offer, rows, state, template, vm
 
-A, V, T, O, E = AttemptState, VmState, TemplateState, OfferState, EffectKind
+A, V, T, O, E = AttemptState, VmState, TemplateState, OfferState, EffectKind  # noqa: E741
 
 # Of each state of each kind of row: the effect, and its text.
 EFFECTS: list[tuple[Row, E | None, str]] = [
