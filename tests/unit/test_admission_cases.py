@@ -1,4 +1,4 @@
-"""Admission at its edges: what mutation testing found that no other test would have noticed."""
+"""Admission, case by case (see the docstring of `provisioning.admission`), and the order of the cases."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
     Attempt,
     AttemptState,
@@ -25,7 +26,6 @@ from multiverse.core.model import (
     Request,
     Row,
     SchedulerView,
-    Seen,
     Size,
     Template,
     TemplateState,
@@ -33,14 +33,15 @@ from multiverse.core.model import (
     VmCondition,
     VmSeen,
     VmState,
-    World,
 )
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy, Pool
+from multiverse.core.provisioning.capacity import largest_on
 from multiverse.core.provisioning.sizes import template_claim, vm_claim, vm_size
+from multiverse.core.state import State
 from multiverse.core.transition import Change, Event
 from tests.unit.planner_harness import POLICY
-from tests.unit.rows import IMAGES, as_ready, attempt, changes_of, rows, template, vm
+from tests.unit.rows import IMAGES, as_ready, attempt, changes_of, rows, template, vm, world_of
 
 A, V, T = AttemptState, VmState, TemplateState
 NOW = 1000.0
@@ -81,13 +82,14 @@ def decided(*some: Row, hosts: Collection[Host] = (), policy: Policy = EAGER, cl
         if one.state is not V.PLANNED and one.id not in unseen
     }
     nodes_ = {one.name: Node(one.name, NodeState.IDLE) for one in here.vms.values() if one.state is V.JOINED}
-    world = World(
-        Seen(SchedulerView(jobs, nodes_, limits or {}), began),
-        Seen(HypervisorView({one.name: one for one in hosts}, vms, as_ready(some)), began),
-        {Key("attempt", number): float("inf") for number in gone},
-        Forecast(**forecast),  # type: ignore[arg-type]
+    world = world_of(
+        SchedulerView(jobs, nodes_, limits or {}),
+        HypervisorView({one.name: one for one in hosts}, vms, as_ready(some)),
+        began,
+        effect_ended_at={Key("attempt", number): float("inf") for number in gone},
+        forecast=Forecast(**forecast),  # type: ignore[arg-type]
     )
-    changes = changes_of(plan(here, world, [], NOW, policy))
+    changes = changes_of(plan(State(here, TABLES, NOW), world, [], NOW, policy))
     assert not [c for c in changes if c.event is Event.QUARANTINED]
     return changes
 
@@ -109,7 +111,7 @@ def templates(changes: list[Change]) -> list[tuple[Event, Template]]:
 
 
 def claim_of(one: Vm | Template) -> Claim:
-    size = vm_claim(one.size, POLICY) if isinstance(one, Vm) else template_claim(one.size, host())
+    size = vm_claim(one.size, host()) if isinstance(one, Vm) else template_claim(one.size, host())
     return Claim(one.key, one.host, size)
 
 
@@ -154,8 +156,17 @@ def test_a_user_is_told_what_did_not_fit_and_what_would(nodes: int) -> None:
     stiff = host(cpus=4, memory=4096, can="fork")
     (refused,) = [c for c in decided(queued(1, Size(9, 100), nodes=nodes), hosts=[stiff]) if c.event == "impossible"]
     many = "a VM" if nodes == 1 else f"{nodes} VMs"
-    fit = "4 CPUs, 1803 MiB, 65536 MiB disk"
+    fit = "4 CPUs, 1804 MiB, 65536 MiB disk"
     assert refused.reason == f"{many} of 9 CPUs, 100 MiB fits on no host; the largest that fits is {fit} per node"
+
+
+def test_the_reason_names_the_host_with_the_most_memory_and_then_the_most_cpus() -> None:
+    small, roomy, many = host("h1", cpus=16, memory=4096), host("h2", cpus=2), host("h3", cpus=4)
+    for hosts in ((small, roomy, many), (many, roomy, small)):
+        (refused,) = [c for c in decided(queued(1, Size(99, 100)), hosts=hosts) if c.event is Event.IMPOSSIBLE]
+        fit = largest_on(many, "slim", EAGER)
+        assert f"; the largest that fits is {fit} per node" in refused.reason
+        assert fit.cpus == 4 and fit.memory > 4096
 
 
 # --- who is kept back -------------------------------------------------------------------------------
@@ -317,14 +328,14 @@ def test_a_template_with_more_of_what_cannot_be_plugged_serves_on_whichever_host
     hosts = [host("h1", cpus=1), replace(host("h2"), images={"slim": frozenset(can.split())})]
     full = Claim(Key("vm", 90), "h1", Size(1, 0))
     (one,) = made(decided(here, queued(1), hosts=hosts, claims=[full]))
-    assert (one.host, one.parent) == ("h2", ready)
+    assert (one.host, one.template_size) == ("h2", ready)
 
 
 def test_of_templates_with_more_that_with_the_least_memory_serves() -> None:
     lean, fat = template(T.READY, id=1, size=Size(2, 512)), template(T.READY, id=2, size=Size(1, 1024))
     stiff = host(can="fork")
     (one,) = made(decided(fat, lean, queued(1, Size(1, 400)), hosts=[stiff]))
-    assert one.parent == Size(2, 512)
+    assert one.template_size == Size(2, 512)
 
 
 def test_a_template_for_those_that_come_after_is_as_large_as_what_cannot_be_plugged() -> None:
@@ -354,7 +365,7 @@ def test_what_is_not_seen_yet_will_take_all_that_it_claims(state: V, spare: int,
     policy = replace(EAGER, overcommit=1.5, floor=1000)
     runs = attempt(A.ALLOCATED if state is V.SERVING else A.CLAIMED, id=9, job="9")
     other = replace(vm(state, id=9, attempt=9, since=NOW - 40), size=Size(1, 1000))
-    mine = vm_claim(vm_size(SMALL, POLICY.base, POLICY), POLICY).memory
+    mine = vm_claim(vm_size(SMALL, POLICY.base, host(), POLICY), host()).memory
     claims = [claim_of(READY), claim_of(other)]
     coming = 256 + (
         1 if state is V.SERVING else 1032
