@@ -51,7 +51,7 @@ from multiverse.simulation.machines import ABILITIES, Image, Machines
 from multiverse.simulation.outcome import Outcome, transition_name
 from multiverse.simulation.run import simulate
 from multiverse.simulation.scenario import Arrival, Scenario, UserAction
-from multiverse.simulation.scheduler import SimulatedScheduler
+from multiverse.simulation.scheduler import SimulatedSlurm
 from multiverse.simulation.shrink import explicit, shrink
 from multiverse.simulation.world import WorldSettings
 
@@ -451,14 +451,14 @@ def test_a_pass_that_is_not_committed_is_not_repeated_without_a_pause(monkeypatc
 def test_the_scheduler_is_observed_less_often_while_something_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a job lingered on a silent node, squeue was called ten times a second."""
     looks = 0
-    look = SimulatedScheduler.observe
+    look = SimulatedSlurm.observe
 
-    async def counted(self: SimulatedScheduler) -> SchedulerView:
+    async def counted(self: SimulatedSlurm) -> SchedulerView:
         nonlocal looks
         looks += 1
         return await look(self)
 
-    monkeypatch.setattr(SimulatedScheduler, "observe", counted)
+    monkeypatch.setattr(SimulatedSlurm, "observe", counted)
     outcome = keeps_its_promises(replace(ONE, incidents=(Incident(7.0, IncidentKind.HOST_AWAY, 400.0),), limit=2000.0))
     assert outcome.seconds > 300.0
     assert looks < outcome.seconds * 2

@@ -72,6 +72,8 @@ class OfferedNode:
 class Cluster:
     """slurmctld and its queue. `up` is whether slurmctld answers."""
 
+    separator = "_"  # between the id of an array and the number of a task
+
     def __init__(self, rng: Random, settings: ClusterSettings) -> None:
         self.settings = settings
         self.up = True
@@ -101,13 +103,13 @@ class Cluster:
         job.pin = self._take_offer(batch)
         job.took_offer = job.pin is not None
         if job.pin and self._rng.random() < 0.5:
-            self._try(job, job.pin)  # jobs of srun and salloc are tried at once, batch jobs in the next cycle
+            self._try(job)  # jobs of srun and salloc are tried at once, batch jobs in the next cycle
         return job.job_id
 
     def submit_array(self, batch: Batch, tasks: int) -> list[str]:
         """Queue an array and return the ids of its tasks."""
         base = self._new_id()
-        return [self._queue(batch, f"{base}_{task}").job_id for task in range(tasks)]
+        return [self._queue(batch, f"{base}{self.separator}{task}").job_id for task in range(tasks)]
 
     def cancel(self, job_id: str, by_user: bool = True) -> None:
         job = self.jobs[job_id]
@@ -231,7 +233,7 @@ class Cluster:
     def reconfigure(self) -> None:
         """slurmctld reads its configuration again, as at its start, and checks the features of every pending job."""
         for job in self.jobs.values():
-            if job.state is JobState.PENDING and job.pin is not None and not self.any_node_has(job.pin):
+            if job.state is JobState.PENDING and job.pin is not None and self._is_unsatisfiable(job):
                 job.bad = True
 
     def come_back(self) -> None:
@@ -298,7 +300,7 @@ class Cluster:
 
     def _uses(self, job: JobRecord) -> dict[str, int]:
         """How much a job takes of each limit while it runs."""
-        batch, array = job.batch, job.job_id.partition("_")[0]
+        batch, array = job.batch, job.job_id.partition(self.separator)[0]
         limits = (
             (self.settings.max_jobs, f"jobs of {batch.uid}", 1),
             (self.settings.max_cpus, f"CPUs of {batch.uid}", batch.nodes * batch.size.cpus),
@@ -321,7 +323,7 @@ class Cluster:
         return [job for job in self.jobs.values() if job.state in LIVE]
 
     def _new_id(self) -> int:
-        taken = {job_id.partition("_")[0] for job_id in self.jobs}
+        taken = {job_id.partition(self.separator)[0] for job_id in self.jobs}
         while str(self._next) in taken:
             self._next += 1
         base, self._next = self._next, self._next + 1
@@ -342,7 +344,7 @@ class Cluster:
         return job
 
     def _order(self, job: JobRecord) -> tuple[int, int, int, int]:
-        base, _, task = job.job_id.partition("_")
+        base, _, task = job.job_id.partition(self.separator)
         return (-job.batch.priority, job.submitted, int(base), int(task or 0))
 
     def _eligible(self, job: JobRecord, delayed: bool = False) -> bool:
@@ -363,20 +365,28 @@ class Cluster:
             del self.jobs[job.job_id]
         for job in sorted(self.jobs.values(), key=self._order):
             if job.state is JobState.PENDING and job.pin is not None:
-                self._try(job, job.pin)
+                self._try(job)
 
-    def _try(self, job: JobRecord, pin: str) -> None:
-        if not self.any_node_has(pin):
+    def _is_unsatisfiable(self, job: JobRecord) -> bool:
+        """Whether Slurm would set the job's reason to BadConstraints."""
+        return job.pin is not None and not self.any_node_has(job.pin)
+
+    def _may_use(self, job: JobRecord, node: NodeRecord) -> bool:
+        """Whether the job's constraints permit this node."""
+        return {job.pin, *job.batch.features} <= set(node.features)
+
+    def _try(self, job: JobRecord) -> None:
+        """Start a pinned job if it is eligible and all its nodes are free."""
+        if self._is_unsatisfiable(job):
             # Slurm notices when it happens to check the job's constraints, not at once.
             job.bad = job.bad or self._rng.random() < 0.5
         if not self._eligible(job):
             return
-        needed = (pin, *job.batch.features)
         size = job.batch.size
         fit = [
             node
             for _, node in sorted(self.nodes.items())
-            if not node.down and node.silent is None and node.job is None and set(needed) <= set(node.features)
+            if not node.down and node.silent is None and node.job is None and self._may_use(job, node)
             if node.size.cpus >= size.cpus and node.size.memory >= size.memory
         ][: job.batch.nodes]
         if len(fit) < job.batch.nodes:
@@ -434,9 +444,12 @@ class Cluster:
         if not job.again:
             self._end(job, job.result)
             return
-        # The job keeps its features, the pin among them: slurmctld does not know that the nodes are no good.
+        # The job keeps its constraints, the pin among them: the scheduler does not know that the nodes are no good.
         job.state, job.again, job.result, job.nodes = JobState.PENDING, False, "", ()
         job.restarts += 1
+        self._requeued(job)
+
+    def _requeued(self, job: JobRecord) -> None:
         job.submitted = self._wall()  # Slurm 22.05 gives a requeued job a new submit time
         job.begin, job.delayed = self._loop.time() + self.settings.requeue_delay, True
 

@@ -16,12 +16,10 @@ from multiverse.ports import Clock
 from multiverse.simulation.clock import VirtualClock
 from multiverse.simulation.faults import FaultPlan, FaultyLink, Incident, IncidentKind
 from multiverse.simulation.faulty import FaultyHypervisor, FaultyScheduler
-from multiverse.simulation.hypervisor import SimulatedHypervisor
 from multiverse.simulation.loop import run
 from multiverse.simulation.outcome import Outcome, journal_line, transition_name
 from multiverse.simulation.promises import unclaimed_templates, unclaimed_vms, violations_at_end
 from multiverse.simulation.scenario import Arrival, Scenario, UserAction
-from multiverse.simulation.scheduler import SimulatedScheduler
 from multiverse.simulation.world import World
 from multiverse.store import Store, Transaction
 
@@ -79,10 +77,10 @@ class _Simulation:
             {"scheduler": scenario.scheduler_odds, "hypervisor": scenario.hypervisor_odds},
             scenario.faults,
         )
-        self.scheduler = SimulatedScheduler(self.world, Random(f"{scenario.seed}/scheduler"), image=self.settings.image)
-        self.hypervisor = SimulatedHypervisor(self.world, Random(f"{scenario.seed}/hypervisor"))
+        self.scheduler = self.world.scheduler(Random(f"{scenario.seed}/scheduler"), self.settings.image)
+        self.hypervisor = self.world.hypervisor(Random(f"{scenario.seed}/hypervisor"))
         self.events: list[tuple[float, str]] = []
-        self.commits = self.crash_count = self.hints = 0
+        self.commits = self.crash_count = self.hints = self.passes = 0
         self.crashes = {(crash.commit, crash.after): crash for crash in scenario.crashes}
         self.seconds_down = 0.0
         self.unclaimed: set[str] = set()
@@ -221,19 +219,26 @@ class _Simulation:
         machines.go_away(host)
         if incident.kind is IncidentKind.HOST_FENCED:
             await asyncio.sleep(incident.seconds / 2)
-            self._log(f"operator switches host {host} off, and repeats the fence command until no VM is lost")
             machines.switch_off(host)
             until = self.loop.time() + incident.seconds / 2
-            while self.loop.time() < until or any(
-                vm.host == host and vm.state == "lost" for vm in self.store.rows().vms.values()
-            ):
-                if self.controller is not None:
-                    self.controller.command(Command("fence", host))
-                await asyncio.sleep(5.0)
+            if self.scenario.world.pair.has_cloud:
+                self._log("incident: a rack of the cloud fails")
+                await asyncio.sleep(incident.seconds / 2)
+            else:
+                await self._fence(host, until)
         else:
             await asyncio.sleep(incident.seconds)
         self._log(f"host {host} is back")
         machines.come_back(host)
+
+    async def _fence(self, host: str, until: float) -> None:
+        self._log(f"operator switches host {host} off, and repeats the fence command until no VM is lost")
+        while self.loop.time() < until or any(
+            vm.host == host and vm.state == "lost" for vm in self.store.rows().vms.values()
+        ):
+            if self.controller is not None:
+                self.controller.command(Command("fence", host))
+            await asyncio.sleep(5.0)
 
     def _delete_template(self, pick: float) -> None:
         rows = [row for _, row in sorted(self.store.rows().templates.items())]
@@ -256,6 +261,10 @@ class _Simulation:
         store = CrashingStore(self.scenario.database, self.clock, SITE, self._at_commit)
         store.full = self.disk_full > 0
         return store
+
+    def _entropy(self) -> str:
+        self.passes += 1
+        return f"{self.scenario.seed}/{self.passes}"
 
     def _at_commit(self, after: bool) -> None:
         self.commits += not after
@@ -286,6 +295,7 @@ class _Simulation:
                 FaultyHypervisor(self.hypervisor, self.links[1]),
                 self.clock,
                 self.settings,
+                self._entropy,
             )
             task = asyncio.create_task(self.controller.run())
             end = asyncio.create_task(self.crashed.wait())

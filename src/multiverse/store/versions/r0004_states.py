@@ -85,7 +85,8 @@ def _move_states() -> None:
                         '$.template_size', json_extract(body, '$.parent'),
                         '$.template_id', json_extract(body, '$.origin'),
                         '$.source', json_extract(body, '$.host'), '$.token', ''),
-               '$.told', '$.parent', '$.origin', '$.failed', '$.forget', '$.fenced', '$.offer', '$.offered', '$.unwanted')
+               '$.told', '$.parent', '$.origin', '$.failed', '$.forget', '$.fenced', '$.offer', '$.offered',
+               '$.unwanted')
         """
     )
     op.execute("UPDATE templates SET body = json_set(body, '$.source', json_extract(body, '$.host'))")
