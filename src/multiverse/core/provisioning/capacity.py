@@ -173,7 +173,8 @@ def largest_on(host: Host, image: str, policy: Policy) -> Size:
         node = Size(1, memory)
         template = template_size(node, able, image, policy)
         claim = vm_claim(vm_size(node, template, able, policy), able)
-        return claim.memory + template_claim(template, able).memory <= capacity.memory
+        together = claim.memory + template_claim(template, able).memory
+        return claim.cpus <= capacity.cpus and together <= capacity.memory
 
     # What is needed grows with the node's memory, so the largest that fits is found by halving.
     least, most = 0, capacity.memory + 1
