@@ -6,15 +6,30 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from multiverse.core.model import Host, HostState, KnownHost, Size
+from multiverse.core.model import (
+    AttemptState,
+    CloneKind,
+    Host,
+    HostState,
+    HypervisorView,
+    Job,
+    JobState,
+    KnownHost,
+    Request,
+    SchedulerView,
+    Size,
+)
 from multiverse.core.policy import Policy
+from multiverse.core.provisioning.admission import admit
 from multiverse.core.provisioning.capacity import could_ever_fit, largest_nodes, largest_on
+from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.sizes import template_size
+from multiverse.core.transition import Event
 from tests.unit.planner_harness import POLICY
-from tests.unit.rows import SOURCE
+from tests.unit.rows import SOURCE, attempt, changes_of, state, world_of
 
 ABLE = frozenset({"fork", "plug_cpus", "plug_memory"})
 
@@ -37,6 +52,8 @@ def hosts(draw: st.DrawFn) -> Host:
     )
 
 
+node_sizes = st.builds(Size, st.integers(1, 70), st.integers(1, 1 << 17), st.integers(0, 1 << 17))
+
 policies = st.builds(
     lambda base, overcommit, floor: replace(POLICY, base=base, overcommit=overcommit, floor=floor),
     st.builds(Size, st.integers(1, 3), st.sampled_from([128, 256, 1024])),
@@ -45,10 +62,10 @@ policies = st.builds(
 )
 
 
-def fits(node: Size, host: Host, policy: Policy) -> bool:
+def fits(node: Size, host: Host, policy: Policy, *, forks: bool = True) -> bool:
     """Whether one VM for the node could ever run on that host alone. An image that is not there is taken to plug all
     that it lacks."""
-    template = template_size(node, host, "slim", policy) if host.images else policy.base
+    template = template_size(node, host, "slim", policy) if forks and host.images else policy.base
     return could_ever_fit(node, 1, {"h1": template}, {"h1": host}, policy)
 
 
@@ -56,23 +73,25 @@ def contains(largest: Size, node: Size) -> bool:
     return node.cpus <= largest.cpus and node.memory <= largest.memory and node.disk <= largest.disk
 
 
-@given(hosts(), policies, st.builds(Size, st.integers(1, 70), st.integers(1, 1 << 17), st.integers(0, 1 << 17)))
-@example(Host("h1", Size(1, 4096), images={"slim": ABLE}), replace(POLICY, base=Size(2, 256)), Size(1, 100))
+@given(hosts(), policies, node_sizes, st.booleans())
+@example(Host("h1", Size(1, 4096), images={"slim": ABLE}), replace(POLICY, base=Size(2, 256)), Size(1, 100), True)
 def test_a_node_fits_on_a_host_exactly_if_it_is_not_larger_than_the_largest(
-    host: Host, policy: Policy, node: Size
+    host: Host, policy: Policy, node: Size, forks: bool
 ) -> None:
-    largest = largest_on(host, "slim", policy)
-    assert fits(node, host, policy) == contains(largest, node)
+    largest = largest_on(host, "slim", policy, forks=forks)
+    assert fits(node, host, policy, forks=forks) == contains(largest, node)
 
 
-@given(hosts(), policies)
-def test_the_largest_node_fits_and_nothing_larger_in_any_dimension_does(host: Host, policy: Policy) -> None:
-    largest = largest_on(host, "slim", policy)
+@given(hosts(), policies, st.booleans())
+def test_the_largest_node_fits_and_nothing_larger_in_any_dimension_does(
+    host: Host, policy: Policy, forks: bool
+) -> None:
+    largest = largest_on(host, "slim", policy, forks=forks)
     assert largest.memory >= 0
     if largest.memory:
-        assert fits(largest, host, policy)
+        assert fits(largest, host, policy, forks=forks)
     for larger in (Size(largest.cpus + 1, 1), Size(1, largest.memory + 1), Size(1, 1, largest.disk + 1)):
-        assert not fits(larger, host, policy)
+        assert not fits(larger, host, policy, forks=forks)
 
 
 @pytest.mark.parametrize(
@@ -155,6 +174,42 @@ def test_every_image_of_any_host_and_the_default_image_are_listed() -> None:
     assert found["slim"] == found["a"], "an image that is not there yet may plug all that it lacks"
     assert found["b"] == nodes(known("h1", 4, 4096))["slim"], "h1 may yet get the image, and could hold more of it"
     assert nodes(unable)["b"] < found["b"]
+
+
+@pytest.mark.parametrize(("ability", "larger"), [("instant", False), ("linked", True), ("full", True)])
+def test_a_host_that_boots_holds_larger_nodes_of_an_image_that_cannot_plug(ability: str, larger: bool) -> None:
+    host = known("h1", 4, 8192, images={"slim": frozenset({"fork"})}, abilities=frozenset({"instant", ability}))
+    (size,) = nodes(host)["slim"]
+    assert (size.memory >= 5000) is larger
+
+
+def is_refused(host: Host, policy: Policy, request: Request) -> bool:
+    """Whether admission cancels a job because of its size, where that host is the only one."""
+    asks = attempt(AttemptState.QUEUED, request=request)
+    here = state(asks, now=1000.0)
+    job = Job(asks.job, "hello", 1000, JobState.PENDING, request)
+    world = world_of(SchedulerView({job.ref.job_id: job}), HypervisorView({"h1": host}), 1000.0)
+    admit(Context(here, world, policy))
+    return Event.IMPOSSIBLE in [change.event for change in changes_of(here.moves)]
+
+
+@settings(deadline=None)
+@given(hosts(), policies, node_sizes, st.sampled_from(CloneKind), st.sets(st.sampled_from(["linked", "full"])))
+@example(
+    Host("h1", Size(4, 8192), images={"slim": frozenset({"fork"})}), POLICY, Size(1, 5000), CloneKind.AUTO, {"linked"}
+)
+def test_whatever_submission_refuses_admission_would_refuse_too(
+    host: Host, policy: Policy, node: Size, kind: CloneKind, boots: set[str]
+) -> None:
+    host = replace(host, abilities=frozenset({"instant", *boots}))
+    listed = nodes(KnownHost("h1", SOURCE, value=host), policy=policy)["slim"]
+    is_listed = any(contains(size, node) for size in listed)
+    refused = is_refused(host, policy, Request(1, node, kind=kind))
+    makes_it = kind is CloneKind.AUTO or kind.value in host.abilities
+    if not is_listed and makes_it:
+        assert refused
+    if is_listed and host.images.get("slim", ABLE) >= ABLE:
+        assert not refused, "of an image that can plug all, any kind of clone may be as large"
 
 
 @given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8192), st.integers(0, 3)), min_size=1, max_size=5))
