@@ -18,13 +18,16 @@ from multiverse.core.model import (
     Depth,
     Forecast,
     Host,
+    HostState,
     HypervisorView,
     Job,
     JobRef,
     JobState,
     Key,
+    KnownHost,
     Node,
     NodeState,
+    OfferState,
     Request,
     Row,
     SchedulerView,
@@ -38,14 +41,15 @@ from multiverse.core.model import (
 )
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy, Pool
-from multiverse.core.provisioning.admission import admit
+from multiverse.core.provisioning.admission import TOO_LITTLE, admit
 from multiverse.core.provisioning.capacity import Blockage, largest_on
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.sizes import template_claim, vm_claim, vm_size
+from multiverse.core.provisioning.spares import WITHDRAWAL
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Event
 from tests.unit.planner_harness import POLICY
-from tests.unit.rows import IMAGES, as_ready, attempt, changes_of, rows, state, template, vm, world_of
+from tests.unit.rows import IMAGES, SOURCE, as_ready, attempt, changes_of, offer, rows, state, template, vm, world_of
 
 A, V, T = AttemptState, VmState, TemplateState
 NOW = 1000.0
@@ -137,6 +141,7 @@ class Scenario:
     policy: dict[str, object] = field(default_factory=dict)
     paced: dict[tuple[str, str, CloneKind], float] = field(default_factory=dict)
     behind: list[Attempt] = field(default_factory=list)
+    fenced: list[str] = field(default_factory=list)
 
     def admit(self) -> Outcomes:
         values: dict[str, object] = {"request": self.request, "since": NOW - 50, **self.attempt}
@@ -144,6 +149,8 @@ class Scenario:
         some = [*self.rows, asks, *self.behind]
         here = state(*some, *self.templates, claims=self.claims, known=self.known, now=NOW)
         here.paced = dict(self.paced)
+        for name in self.fenced:
+            here.know_host(KnownHost(name, SOURCE, HostState.FENCED))
         waiting = [one for one in some if isinstance(one, Attempt) and one.state is not A.RECLAIMING]
         jobs = {one.job.job_id: Job(one.job, "hello", 1000, JobState.PENDING, one.request, rank=one.id)
                 for one in waiting}  # fmt: skip
@@ -301,6 +308,24 @@ def test_a_job_behind_one_that_waits_for_a_turn_waits_for_the_same() -> None:
     assert outcomes.of(5) == outcomes.of(2) and "turn" in outcomes.of(5)[1]
 
 
+def test_a_revoked_attempt_ends_as_revoked() -> None:
+    scenario = Scenario()
+    job_cannot_be_served(scenario)
+    (change,) = scenario.admit().changes
+    assert isinstance(change.row, Attempt)
+    assert (change.row.state, change.row.outcome, change.row.reason) == (A.REVOKING, "revoked", "two partitions")
+
+
+def test_a_fenced_host_gives_a_job_that_is_too_large_no_hope() -> None:
+    scenario = Scenario(known=["h1", "h2"], fenced=["h2"])
+    job_is_too_large(scenario)
+    event, reason = scenario.admit().of(5)
+    assert event is Event.IMPOSSIBLE and "out of reach" not in reason
+    scenario.known.append("h3")
+    event, reason = scenario.admit().of(5)
+    assert event is Event.NOTED and reason.endswith("; out of reach now: h3")
+
+
 @pytest.mark.parametrize(("eligible", "event"), [(True, Event.NOTED), (False, None)])
 def test_a_job_too_large_for_hosts_in_sight_waits_for_the_others_and_has_a_reason_if_it_is_not_held(
     eligible: bool, event: Event | None
@@ -379,6 +404,51 @@ def test_these_cases_block_the_jobs_behind(case: Case, blockage: Blockage) -> No
     assert without[0] is Event.ADMITTED or case is template_lacks_room
 
 
+# --- case 8: joined spares that are on offer --------------------------------------------------------
+
+
+def spare_on_offer(offered: OfferState | None, since: float = NOW - 50, *behind: Attempt) -> Outcomes:
+    scenario = Scenario(behind=list(behind))
+    joined_spare_fits(scenario)
+    if offered is not None:
+        scenario.rows.append(offer(offered, id=8, since=since))
+    return scenario.admit()
+
+
+def test_an_offered_spare_is_withdrawn_from_other_jobs_before_it_is_given_to_one() -> None:
+    outcomes = spare_on_offer(OfferState.OPEN)
+    ((key, event, reason),) = [(c.row.key, c.event, c.reason) for c in outcomes.changes]
+    assert (key, event) == (Key("offer", 8), Event.WITHDRAWN) and "job 5" in reason
+    assert outcomes.of(5) == (None, "") and outcomes.blockage is Blockage.NONE
+
+
+@pytest.mark.parametrize("offered", [OfferState.OPEN, OfferState.CLOSING])
+def test_a_spare_that_one_job_waits_for_is_given_to_no_other(offered: OfferState) -> None:
+    outcomes = spare_on_offer(offered, NOW, queued(6))
+    assert outcomes.of(5) == (None, "")
+    assert outcomes.of(6) == (Event.ADMITTED, "instant on h1"), "it gets a new VM"
+
+
+@pytest.mark.parametrize(
+    ("offered", "since", "taken"),
+    [
+        (None, NOW, True),
+        (OfferState.CLOSED, NOW, True),
+        (OfferState.TAKEN, NOW, False),
+        (OfferState.CLOSING, NOW - WITHDRAWAL - 0.1, False),
+    ],
+)
+def test_a_spare_is_taken_at_once_unless_it_is_another_jobs_or_its_withdrawal_takes_long(
+    offered: OfferState | None, since: float, taken: bool
+) -> None:
+    event, reason = spare_on_offer(offered, since).of(5)
+    assert event is Event.ADMITTED and ("joined before" in reason) is taken
+
+
+def test_a_job_waits_for_a_withdrawal_until_it_has_taken_too_long() -> None:
+    assert spare_on_offer(OfferState.CLOSING, NOW - WITHDRAWAL).changes == []
+
+
 # --- which jobs do not wait -------------------------------------------------------------------------
 
 
@@ -431,6 +501,23 @@ def test_the_reason_names_the_host_with_the_most_memory_and_then_the_most_cpus()
         fit = largest_on(many, "slim", EAGER)
         assert f"; the largest that fits is {fit} per node" in refused.reason
         assert fit.cpus == 4 and fit.memory > 4096
+
+
+def test_the_largest_that_fits_depends_on_whether_the_vm_boots() -> None:
+    """Beside a booted VM there is only a template of the base size."""
+    rigid = host(memory=4096, can="fork")
+    for kind in (CloneKind.FULL, CloneKind.INSTANT):
+        (refused,) = [c for c in decided(queued(1, Size(1, 9000), kind=kind), hosts=[rigid])
+                      if c.event is Event.IMPOSSIBLE]  # fmt: skip
+        fit = largest_on(rigid, "slim", EAGER, forks=kind is CloneKind.INSTANT)
+        assert f"the largest that fits is {fit} per node" in refused.reason
+    assert largest_on(rigid, "slim", EAGER, forks=False).memory > largest_on(rigid, "slim", EAGER).memory
+
+
+def test_all_hosts_without_the_image_are_named() -> None:
+    hosts = [replace(host("h1", memory=1024), images={"mine": IMAGES["slim"]}), host("h2"), host("h3")]
+    noted = notes(decided(queued(1, Size(1, 3000), image="mine"), hosts=hosts))
+    assert noted[1].endswith("; without image mine: h2, h3")
 
 
 # --- which jobs wait --------------------------------------------------------------------------------
@@ -646,6 +733,61 @@ def test_hosts_that_lack_memory_are_named() -> None:
     noted = notes(decided(*both, queued(1), hosts=hosts, claims=[claim_of(one) for one in both], policy=policy))
     why = "waiting for memory: h1, h2 must keep 1000 MiB available, of which others there leave too little"
     assert noted == {1: why}
+
+
+OVERCOMMITTED = replace(EAGER, overcommit=1.5, floor=1000)
+
+
+def test_a_job_without_a_template_waits_for_memory_of_other_processes_and_blocks_no_other() -> None:
+    """Neither the template nor its VM would fit if nothing of ours were on the host."""
+    full = Claim(Key("vm", 90), "h1", Size(0, 200))
+    hosts = [host("h1", memory=1024, available=1100), host("h2", memory=1024, can="fork")]
+    hosts[1] = replace(hosts[1], images={"next": frozenset({"fork", "plug_cpus", "plug_memory"})})
+    behind = queued(2, image="next", kind=CloneKind.FULL)
+    changes = decided(queued(1), behind, hosts=hosts, claims=[full], policy=OVERCOMMITTED)
+    assert admitted(changes) == {2} and not templates(changes)
+    (note,) = notes(changes).values()
+    assert "h1 must keep 1000 MiB available" in note and note.endswith(TOO_LITTLE)
+
+
+def test_each_request_has_its_own_reason_for_waiting_for_memory() -> None:
+    """The first job would not fit on the empty host, and the second one would: the third one waits behind it."""
+    held = Claim(Key("vm", 90), "h1", Size(0, 1500))
+    large, small, third = queued(1, Size(1, 3000)), queued(2, Size(1, 1000)), queued(3, Size(1, 100))
+    other = replace(vm(V.SERVING, id=90, attempt=9, since=NOW), size=Size(1, 1468))
+    runs = attempt(A.ALLOCATED, id=9, job="9")
+    h1 = host(memory=8192, available=3000)
+    changes = decided(READY, runs, other, large, small, third, hosts=[h1], claims=[held, claim_of(READY)],
+                      policy=OVERCOMMITTED, began=NOW - 1)  # fmt: skip
+    noted = notes(changes)
+    assert noted[1].endswith(TOO_LITTLE)
+    assert noted[2] == noted[3] == "waiting for memory: h1 must keep 1000 MiB available"
+
+
+def test_all_hosts_that_lack_memory_for_now_are_named() -> None:
+    others = [vm(V.PLANNED, id=n, attempt=9, host=f"h{n}", since=NOW) for n in (1, 2)]
+    both = [READY, template(T.READY, id=2, host="h2")]
+    hosts = [host(name, available=1000 + 600) for name in ("h1", "h2")]
+    gang = attempt(A.CLAIMED, id=9, job="9", request=Request(2, SMALL))
+    changes = decided(*both, gang, *others, queued(1), hosts=hosts, claims=map(claim_of, [*both, *others]),
+                      policy=replace(OVERCOMMITTED, provisioning=9))  # fmt: skip
+    assert notes(changes)[1] == "waiting for memory: h1, h2 must keep 1000 MiB available"
+
+
+def test_only_hosts_that_lack_memory_are_named() -> None:
+    """The second host declares too little for the job, and its machine has enough."""
+    both = [READY, template(T.READY, id=2, host="h2")]
+    hosts = [host("h1", available=1100), host("h2", memory=400, available=60000)]
+    changes = decided(*both, queued(1, Size(1, 2000)), hosts=hosts, claims=map(claim_of, both), policy=OVERCOMMITTED)
+    assert "waiting for memory: h1 must keep" in notes(changes)[1]
+
+
+def test_a_job_for_all_cpus_and_the_whole_disk_would_fit_on_the_empty_host() -> None:
+    """It waits for the CPU that a VM has, and not for memory."""
+    held = Claim(Key("vm", 90), "h1", Size(1, 0))
+    whole = queued(1, Size(64, 100, 65536))
+    changes = decided(READY, whole, hosts=[host(available=60000)], claims=[held], policy=OVERCOMMITTED)
+    assert notes(changes) == {1: "waiting for capacity: the hosts are full"}
 
 
 def test_a_template_beside_which_its_own_job_has_no_room_is_retired() -> None:

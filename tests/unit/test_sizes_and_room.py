@@ -100,6 +100,16 @@ def test_an_over_commitment_of_one_and_a_half_lets_half_as_much_more_be_claimed(
     assert room.free["h1"][1] == 1500 and not room.tight
 
 
+@pytest.mark.parametrize(("available", "free", "tight"), [(2501, 1500, False), (2500, 1500, False), (2499, 1499, True)])
+def test_a_host_is_tight_exactly_if_its_machine_has_less_than_may_be_claimed(
+    available: int, free: int, tight: bool
+) -> None:
+    machine = replace(host(memory=1000), available=available)
+    room = Room({"h1": machine}, ())
+    room.overcommit(machine, 0, half_more())
+    assert (room.free["h1"][1], room.tight == {"h1"}) == (free, tight)
+
+
 def test_with_over_commitment_a_vm_must_still_fit_into_the_machine() -> None:
     small = replace(host(memory=16384), machine=Size(4, 5096))
     assert largest_on(small, "slim", half_more()) == largest_on(host(memory=4096), "slim", POLICY)
