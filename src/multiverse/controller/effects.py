@@ -247,7 +247,8 @@ class Effects:
                 return await self._act_on_template(effect, subject)
             case VmRef():
                 await self._scheduler.set_down(subject.name, "multiverse: nothing explains it")
-                await self._hypervisor.destroy(subject, 0.0)
+                if subject.source:  # otherwise only the scheduler shows the name, and no source has a VM of it
+                    await self._hypervisor.destroy(subject, 0.0)
                 await self._scheduler.delete_node(subject.name)
             case _:
                 raise AssertionError(f"no such effect: {effect}")
