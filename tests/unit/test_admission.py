@@ -21,7 +21,6 @@ from multiverse.core.model import (
     Key,
     KnownHost,
     Request,
-    Row,
     SchedulerView,
     Size,
     Template,
@@ -346,24 +345,7 @@ def test_a_template_is_retired_for_the_first_job_if_only_templates_are_in_its_wa
     assert of(planned(busy, without_plugging()), "template") == [], "a VM will go, and make room"
 
 
-def test_a_drop_command_retires_the_templates_that_it_describes() -> None:
-    some = [
-        template(T.READY, id=1),
-        template(T.READY, id=2, size=Size(2, 512)),
-        template(T.READY, id=3, account="physics"),
-        template(T.READY, id=4, image="other"),
-    ]
-
-    def dropped(**which: object) -> list[int]:
-        command = Command("drop", "h1", "slim", **which)  # type: ignore[arg-type]
-        return [c.row.id for c in decisions(rows(*some), World(), command) if c.event is Event.DROPPED]
-
-    assert dropped() == [1, 2, 3]
-    assert dropped(size=Size(2, 512)) == [2]
-    assert dropped(account="physics") == [3] and dropped(account="") == [1, 2]
-
-
-# --- who waits --------------------------------------------------------------------------------------
+# --- which jobs wait --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("waited", "noted"), [(POLICY.patience - 0.5, False), (POLICY.patience, True)])
@@ -432,64 +414,6 @@ def test_no_more_vms_are_made_at_once_than_allowed_except_for_one_larger_gang() 
     changes = planned(replace(making, attempts=unseen), host(), policy=policy)
     assert [c.row.id for c in changes if c.event is Event.ADMITTED] == [2]
     assert notes(changes) == {3: "waiting for a turn: as many VMs as may be made at once are being made"}
-
-
-# --- operators --------------------------------------------------------------------------------------
-
-
-def after_command(here: Rows, command: Command) -> list[Change]:
-    """The changes that a command causes while all sources are unknown."""
-    return decisions(here, World(), command)
-
-
-def test_a_fence_ends_all_vms_on_that_host_and_no_others() -> None:
-    here = rows(
-        vm(V.LOST, id=1, reason="it was out of reach", quarantined="odd"),
-        vm(V.LOST, id=2, host="h2"),
-        vm(V.SERVING, id=3),
-        vm(V.RELEASING, id=4),
-        known=["h1", "h2"],
-    )
-    state = State(here, TABLES, NOW)
-    changes = changes_of(plan(state, World(), [Command("fence", "h1")], NOW, POLICY))
-    assert [(c.row.id, c.event) for c in changes] == [(1, Event.FENCED), (3, Event.FENCED)]
-    assert changes[0].row == replace(here.vms[1], state=V.ENDING, since=NOW, quarantined="")
-    assert state.vms[3].state is V.ENDING and "an operator" in state.vms[3].reason
-    assert state.is_fenced("h1") and not state.is_fenced("h2")
-
-
-def test_a_host_that_is_in_sight_or_unknown_cannot_be_fenced() -> None:
-    here = rows(vm(V.SERVING), known=["h1"])
-    view = HypervisorView({"h1": host()}, {"mvtest0-1": VmSeen("mvtest0-1", "h1", VmCondition.RUNNING)})
-    for world, name in ((world_of(None, view, NOW), "h1"), (World(), "h9")):
-        state = State(here, TABLES, NOW)
-        assert plan(state, world, [Command("fence", name)], NOW, POLICY) == []
-        assert not state.is_fenced(name)
-
-
-RETRIED: list[tuple[Row, dict[str, object] | None]] = [
-    (attempt(A.QUEUED, not_before=NOW + 0.5), {"not_before": 0.0}),
-    (attempt(A.QUEUED, not_before=NOW), None),
-    (attempt(A.QUEUED), None),
-    (attempt(A.SPAWNED, quarantined="odd"), {"quarantined": ""}),
-    (vm(V.JOINED, quarantined="odd"), {"quarantined": ""}),
-    (vm(V.JOINED), None),
-    (template(T.READY, quarantined="odd"), {"quarantined": ""}),
-    (template(T.BROKEN, quarantined="odd"), {"quarantined": ""}),
-    (template(T.BROKEN, reason="no boot", tries=3), {"state": T.BUILDING, "since": NOW, "reason": ""}),
-    (template(T.READY), None),
-]
-
-
-@pytest.mark.parametrize(("row", "becomes"), RETRIED)
-def test_a_retry_ends_a_quarantine_or_back_off_and_changes_nothing_else(
-    row: Row, becomes: dict[str, object] | None
-) -> None:
-    changes = after_command(rows(row), Command("retry", key=row.key))
-    assert [c.row for c in changes] == ([] if becomes is None else [replace(row, **becomes)])
-    if becomes is not None:
-        assert changes[0].event is (Event.NEEDED if "state" in becomes else Event.RETRIED)
-    assert after_command(rows(row), Command("retry")) == []
 
 
 # --- limits -----------------------------------------------------------------------------------------
