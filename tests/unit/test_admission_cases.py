@@ -18,13 +18,16 @@ from multiverse.core.model import (
     Depth,
     Forecast,
     Host,
+    HostState,
     HypervisorView,
     Job,
     JobRef,
     JobState,
     Key,
+    KnownHost,
     Node,
     NodeState,
+    OfferState,
     Request,
     Row,
     SchedulerView,
@@ -38,14 +41,15 @@ from multiverse.core.model import (
 )
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy, Pool
-from multiverse.core.provisioning.admission import admit
+from multiverse.core.provisioning.admission import TOO_LITTLE, admit
 from multiverse.core.provisioning.capacity import Blockage, largest_on
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.sizes import template_claim, vm_claim, vm_size
+from multiverse.core.provisioning.spares import WITHDRAWAL
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Event
 from tests.unit.planner_harness import POLICY
-from tests.unit.rows import IMAGES, as_ready, attempt, changes_of, rows, state, template, vm, world_of
+from tests.unit.rows import IMAGES, SOURCE, as_ready, attempt, changes_of, offer, rows, state, template, vm, world_of
 
 A, V, T = AttemptState, VmState, TemplateState
 NOW = 1000.0
@@ -70,8 +74,8 @@ def decided(*some: Row, hosts: Collection[Host] = (), policy: Policy = EAGER, cl
             known: Collection[str] = (), change: dict[int, dict[str, object]] | None = None,
             gone: Collection[int] = (), limits: dict[str, int] | None = None, unseen: Collection[int] = (),
             began: float = NOW, **forecast: object) -> list[Change]:  # fmt: skip
-    """What is decided when the jobs of all attempts that do not run wait at the gate, in their order, and all VMs and
-    templates are seen as their rows say."""
+    """The changes of one pass when the jobs of all attempts that do not run wait at the gate, in the order of their
+    numbers, and all VMs and templates are observed as their rows say."""
     here = rows(*some, claims=claims, known=known)
     jobs = {}
     for a in here.attempts.values():
@@ -137,6 +141,7 @@ class Scenario:
     policy: dict[str, object] = field(default_factory=dict)
     paced: dict[tuple[str, str, CloneKind], float] = field(default_factory=dict)
     behind: list[Attempt] = field(default_factory=list)
+    fenced: list[str] = field(default_factory=list)
 
     def admit(self) -> Outcomes:
         values: dict[str, object] = {"request": self.request, "since": NOW - 50, **self.attempt}
@@ -144,6 +149,8 @@ class Scenario:
         some = [*self.rows, asks, *self.behind]
         here = state(*some, *self.templates, claims=self.claims, known=self.known, now=NOW)
         here.paced = dict(self.paced)
+        for name in self.fenced:
+            here.know_host(KnownHost(name, SOURCE, HostState.FENCED))
         waiting = [one for one in some if isinstance(one, Attempt) and one.state is not A.RECLAIMING]
         jobs = {one.job.job_id: Job(one.job, "hello", 1000, JobState.PENDING, one.request, rank=one.id)
                 for one in waiting}  # fmt: skip
@@ -301,6 +308,24 @@ def test_a_job_behind_one_that_waits_for_a_turn_waits_for_the_same() -> None:
     assert outcomes.of(5) == outcomes.of(2) and "turn" in outcomes.of(5)[1]
 
 
+def test_a_revoked_attempt_ends_as_revoked() -> None:
+    scenario = Scenario()
+    job_cannot_be_served(scenario)
+    (change,) = scenario.admit().changes
+    assert isinstance(change.row, Attempt)
+    assert (change.row.state, change.row.outcome, change.row.reason) == (A.REVOKING, "revoked", "two partitions")
+
+
+def test_a_fenced_host_gives_a_job_that_is_too_large_no_hope() -> None:
+    scenario = Scenario(known=["h1", "h2"], fenced=["h2"])
+    job_is_too_large(scenario)
+    event, reason = scenario.admit().of(5)
+    assert event is Event.IMPOSSIBLE and "out of reach" not in reason
+    scenario.known.append("h3")
+    event, reason = scenario.admit().of(5)
+    assert event is Event.NOTED and reason.endswith("; out of reach now: h3")
+
+
 @pytest.mark.parametrize(("eligible", "event"), [(True, Event.NOTED), (False, None)])
 def test_a_job_too_large_for_hosts_in_sight_waits_for_the_others_and_has_a_reason_if_it_is_not_held(
     eligible: bool, event: Event | None
@@ -379,19 +404,64 @@ def test_these_cases_block_the_jobs_behind(case: Case, blockage: Blockage) -> No
     assert without[0] is Event.ADMITTED or case is template_lacks_room
 
 
-# --- whom nothing keeps back ------------------------------------------------------------------------
+# --- case 8: joined spares that are on offer --------------------------------------------------------
 
 
-def test_a_job_that_is_not_seen_is_passed_over() -> None:
+def spare_on_offer(offered: OfferState | None, since: float = NOW - 50, *behind: Attempt) -> Outcomes:
+    scenario = Scenario(behind=list(behind))
+    joined_spare_fits(scenario)
+    if offered is not None:
+        scenario.rows.append(offer(offered, id=8, since=since))
+    return scenario.admit()
+
+
+def test_an_offered_spare_is_withdrawn_from_other_jobs_before_it_is_given_to_one() -> None:
+    outcomes = spare_on_offer(OfferState.OPEN)
+    ((key, event, reason),) = [(c.row.key, c.event, c.reason) for c in outcomes.changes]
+    assert (key, event) == (Key("offer", 8), Event.WITHDRAWN) and "job 5" in reason
+    assert outcomes.of(5) == (None, "") and outcomes.blockage is Blockage.NONE
+
+
+@pytest.mark.parametrize("offered", [OfferState.OPEN, OfferState.CLOSING])
+def test_a_spare_that_one_job_waits_for_is_given_to_no_other(offered: OfferState) -> None:
+    outcomes = spare_on_offer(offered, NOW, queued(6))
+    assert outcomes.of(5) == (None, "")
+    assert outcomes.of(6) == (Event.ADMITTED, "instant on h1"), "it gets a new VM"
+
+
+@pytest.mark.parametrize(
+    ("offered", "since", "taken"),
+    [
+        (None, NOW, True),
+        (OfferState.CLOSED, NOW, True),
+        (OfferState.TAKEN, NOW, False),
+        (OfferState.CLOSING, NOW - WITHDRAWAL - 0.1, False),
+    ],
+)
+def test_a_spare_is_taken_at_once_unless_it_is_another_jobs_or_its_withdrawal_takes_long(
+    offered: OfferState | None, since: float, taken: bool
+) -> None:
+    event, reason = spare_on_offer(offered, since).of(5)
+    assert event is Event.ADMITTED and ("joined before" in reason) is taken
+
+
+def test_a_job_waits_for_a_withdrawal_until_it_has_taken_too_long() -> None:
+    assert spare_on_offer(OfferState.CLOSING, NOW - WITHDRAWAL).changes == []
+
+
+# --- which jobs do not wait -------------------------------------------------------------------------
+
+
+def test_a_job_that_is_not_shown_is_skipped() -> None:
     assert admitted(decided(READY, queued(1), queued(2), gone=[1], hosts=[host()])) == {2}
 
 
-def test_a_job_that_got_the_id_of_one_that_is_not_over_yet_is_admitted() -> None:
+def test_a_new_job_with_the_id_of_one_that_is_not_over_yet_is_admitted() -> None:
     old = replace(queued(1), job=JobRef("2", 400))
     assert admitted(decided(READY, old, queued(2), gone=[1], hosts=[host()])) == {2}
 
 
-def test_however_many_are_refused_the_next_is_admitted_in_the_same_pass() -> None:
+def test_however_many_jobs_are_revoked_the_next_is_admitted_in_the_same_pass() -> None:
     refused = [queued(number) for number in range(1, 31)]
     problem: dict[int, dict[str, object]] = {one.id: {"problem": "what is this?"} for one in refused}
     assert admitted(decided(READY, *refused, queued(50), change=problem, hosts=[host()])) == {50}
@@ -399,14 +469,14 @@ def test_however_many_are_refused_the_next_is_admitted_in_the_same_pass() -> Non
     assert admitted(decided(READY, *large, queued(50), hosts=[host()])) == {50}
 
 
-def test_what_fits_on_no_host_in_sight_waits_for_those_that_are_out_of_reach_and_blocks_nobody() -> None:
+def test_a_job_that_fits_on_no_host_in_sight_waits_for_hosts_out_of_reach_and_blocks_no_other() -> None:
     changes = decided(READY, queued(1, Size(99, 100)), queued(2), hosts=[host()], known=["h1", "h2", "h3"])
     (why,) = notes(changes).values()
     assert why.startswith("a VM of 99 CPUs, 100 MiB fits on no host;") and why.endswith("; out of reach now: h2, h3")
     assert admitted(changes) == {2}
 
 
-def test_while_no_host_is_in_sight_a_user_is_told_so() -> None:
+def test_the_reason_says_that_no_host_is_in_sight() -> None:
     assert notes(decided(queued(1), known=["h2"])) == {1: "no host is in sight; out of reach now: h2"}
 
 
@@ -416,7 +486,7 @@ def test_a_back_off_that_ends_now_is_over() -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3])
-def test_a_user_is_told_what_did_not_fit_and_what_would(nodes: int) -> None:
+def test_the_reason_names_what_did_not_fit_and_the_largest_that_does(nodes: int) -> None:
     stiff = host(cpus=4, memory=4096, can="fork")
     (refused,) = [c for c in decided(queued(1, Size(9, 100), nodes=nodes), hosts=[stiff]) if c.event == "impossible"]
     many = "a VM" if nodes == 1 else f"{nodes} VMs"
@@ -433,20 +503,37 @@ def test_the_reason_names_the_host_with_the_most_memory_and_then_the_most_cpus()
         assert fit.cpus == 4 and fit.memory > 4096
 
 
-# --- who is kept back -------------------------------------------------------------------------------
+def test_the_largest_that_fits_depends_on_whether_the_vm_boots() -> None:
+    """Beside a booted VM there is only a template of the base size."""
+    rigid = host(memory=4096, can="fork")
+    for kind in (CloneKind.FULL, CloneKind.INSTANT):
+        (refused,) = [c for c in decided(queued(1, Size(1, 9000), kind=kind), hosts=[rigid])
+                      if c.event is Event.IMPOSSIBLE]  # fmt: skip
+        fit = largest_on(rigid, "slim", EAGER, forks=kind is CloneKind.INSTANT)
+        assert f"the largest that fits is {fit} per node" in refused.reason
+    assert largest_on(rigid, "slim", EAGER, forks=False).memory > largest_on(rigid, "slim", EAGER).memory
 
 
-def test_all_behind_one_that_waits_for_room_are_told() -> None:
+def test_all_hosts_without_the_image_are_named() -> None:
+    hosts = [replace(host("h1", memory=1024), images={"mine": IMAGES["slim"]}), host("h2"), host("h3")]
+    noted = notes(decided(queued(1, Size(1, 3000), image="mine"), hosts=hosts))
+    assert noted[1].endswith("; without image mine: h2, h3")
+
+
+# --- which jobs wait --------------------------------------------------------------------------------
+
+
+def test_all_jobs_behind_one_that_waits_for_room_get_its_reason() -> None:
     busy = Claim(Key("vm", 90), "h1", Size(4, 0))
     waiting = [queued(number) for number in range(1, 5)]
-    told = notes(decided(READY, *waiting, hosts=[host(cpus=4)], claims=[claim_of(READY), busy]))
-    assert told == dict.fromkeys(range(1, 5), "waiting for capacity: the hosts are full")
+    noted = notes(decided(READY, *waiting, hosts=[host(cpus=4)], claims=[claim_of(READY), busy]))
+    assert noted == dict.fromkeys(range(1, 5), "waiting for capacity: the hosts are full")
 
 
-def test_all_behind_one_that_waits_for_a_turn_are_told() -> None:
+def test_all_jobs_behind_one_that_waits_for_a_turn_get_its_reason() -> None:
     making = vm(V.STARTING, id=9, attempt=9)
     waiting = [queued(number) for number in range(1, 5)]
-    told = notes(
+    noted = notes(
         decided(
             READY,
             attempt(A.SPAWNING, id=9, job="9"),
@@ -457,10 +544,10 @@ def test_all_behind_one_that_waits_for_a_turn_are_told() -> None:
             began=NOW - 1,
         )
     )
-    assert set(told) == {1, 2, 3, 4} and {text.split(":")[0] for text in told.values()} == {"waiting for a turn"}
+    assert set(noted) == {1, 2, 3, 4} and {text.split(":")[0] for text in noted.values()} == {"waiting for a turn"}
 
 
-def test_vms_that_serve_or_are_parked_for_anybody_take_no_turn() -> None:
+def test_serving_vms_and_parked_spares_do_not_count_as_being_made() -> None:
     runs = [attempt(A.ALLOCATED, id=n, job=str(n)) for n in range(11, 15)]
     serving = [vm(V.SERVING, id=a.id, attempt=a.id) for a in runs]
     parked = [vm(V.PARKED, id=n, pool=Depth.PARKED) for n in range(21, 25)]
@@ -470,7 +557,7 @@ def test_vms_that_serve_or_are_parked_for_anybody_take_no_turn() -> None:
 
 
 @pytest.mark.parametrize("state", [V.PLANNED, V.PARKED, V.STARTING])
-def test_vms_that_are_made_for_the_pool_or_parked_for_a_job_take_a_turn(state: V) -> None:
+def test_new_spares_and_the_parked_vms_of_a_job_count_as_being_made(state: V) -> None:
     gang = attempt(A.CLAIMED, id=9, job="9", request=Request(3, SMALL))
     some = [vm(state if n == 1 else V.PLANNED, id=n, attempt=9, since=NOW - 5) for n in (1, 2, 3)]
     policy = replace(EAGER, provisioning=3, pools=(replace(PARKED, least=3),))
@@ -479,7 +566,7 @@ def test_vms_that_are_made_for_the_pool_or_parked_for_a_job_take_a_turn(state: V
     assert admitted(decided(READY, *spares, queued(1), hosts=[host()], policy=policy)) == set()
 
 
-def test_nodes_that_are_there_already_count_for_a_limit_as_they_are_taken() -> None:
+def test_a_job_that_takes_a_joined_spare_counts_for_a_limit() -> None:
     joined = [vm(V.JOINED, id=n, pool=Depth.JOINED) for n in (1, 2)]
     uses: dict[int, dict[str, object]] = {n: {"uses": (("two jobs", 1),)} for n in (1, 2)}
     policy = replace(EAGER, pools=(replace(PARKED, depth=Depth.JOINED, least=2),))
@@ -489,17 +576,17 @@ def test_nodes_that_are_there_already_count_for_a_limit_as_they_are_taken() -> N
     assert admitted(changes) == {1}
 
 
-def test_however_many_nodes_are_there_they_are_all_taken_in_one_pass() -> None:
+def test_any_number_of_joined_spares_is_taken_in_one_pass() -> None:
     joined = [vm(V.JOINED, id=n, pool=Depth.JOINED) for n in range(1, 31)]
     policy = replace(EAGER, pools=(replace(PARKED, depth=Depth.JOINED, least=30, most=30),))
     jobs = [queued(n) for n in range(1, 31)]
     assert admitted(decided(READY, *joined, *jobs, policy=policy, hosts=[host()])) == set(range(1, 31))
 
 
-# --- the story --------------------------------------------------------------------------------------
+# --- what an admission says -------------------------------------------------------------------------
 
 
-def test_a_user_is_told_where_his_vms_are_and_why() -> None:
+def test_the_admission_says_where_the_vms_are_and_why() -> None:
     both = [READY, template(T.READY, id=2, host="h2")]
     hosts = [host("h1", cpus=8), host("h2", cpus=8)]
     parked = [vm(V.PARKED, id=n, host=f"h{n}", pool=Depth.PARKED) for n in (1, 2)]
@@ -510,17 +597,17 @@ def test_a_user_is_told_where_his_vms_are_and_why() -> None:
     assert change.reason == "instant on h1, h2, parked before, one is parked"
 
 
-def test_one_that_takes_a_node_is_told_that_it_was_there() -> None:
+def test_the_admission_to_a_joined_spare_says_so() -> None:
     policy = replace(EAGER, pools=(replace(PARKED, depth=Depth.JOINED),))
     changes = decided(READY, vm(V.JOINED, pool=Depth.JOINED), queued(1), hosts=[host()], policy=policy)
-    told = {c.event: c.reason for c in changes}
-    assert told[Event.ADMITTED] == "instant on h1, joined before" and told[Event.TAKEN] == "by job 1"
+    reasons = {c.event: c.reason for c in changes}
+    assert reasons[Event.ADMITTED] == "instant on h1, joined before" and reasons[Event.TAKEN] == "by job 1"
 
 
 # --- spares and templates ---------------------------------------------------------------------------
 
 
-def test_what_is_parked_is_taken_whatever_the_pace() -> None:
+def test_a_parked_spare_is_taken_whatever_the_pace() -> None:
     policy = replace(EAGER, pools=(PARKED,), rates={CloneKind.INSTANT: 0.25})
     paid = {("h1", "slim", CloneKind.INSTANT): NOW + 60}
     parked = vm(V.PARKED, pool=Depth.PARKED)
@@ -529,7 +616,7 @@ def test_what_is_parked_is_taken_whatever_the_pace() -> None:
     assert admitted(gang) == {2}, "one that waits for the pace leaves to others what is parked, and its room"
 
 
-def test_spares_give_their_room_to_a_template_that_a_job_needs() -> None:
+def test_spares_are_released_for_a_template_that_a_job_needs() -> None:
     spare = replace(vm(V.JOINED, pool=Depth.JOINED), size=Size(1, 512))
     held = [claim_of(READY), claim_of(spare)]
     policy = replace(EAGER, pools=(replace(PARKED, depth=Depth.JOINED),))
@@ -546,7 +633,7 @@ def test_spares_give_their_room_to_a_template_that_a_job_needs() -> None:
     assert [(c.row.key, c.reason) for c in changes if c.event is Event.RELEASED] == [(lean.key, "its memory is needed")]
 
 
-def test_what_is_parked_of_the_jobs_own_image_gives_way_last() -> None:
+def test_parked_spares_of_the_jobs_own_image_are_released_last() -> None:
     ready = [READY, template(T.READY, id=2, image="other")]
     parked = [vm(V.PARKED, id=n, pool=Depth.PARKED, image="slim" if n == 1 else "other") for n in (1, 2, 3)]
     claims = [*map(claim_of, ready), *(Claim(one.key, "h1", Size(0, 32)) for one in parked)]
@@ -557,7 +644,7 @@ def test_what_is_parked_of_the_jobs_own_image_gives_way_last() -> None:
     assert [c.row.id for c in changes if c.event is Event.RELEASED] == [2, 3]
 
 
-def test_two_jobs_do_not_have_templates_made_where_there_is_room_for_one() -> None:
+def test_of_two_templates_only_one_is_built_where_there_is_room_for_one() -> None:
     other = Claim(Key("vm", 90), "h1", Size(0, 100))
     changes = decided(queued(1, image="one"), queued(2, image="two"), hosts=[host(memory=600)], claims=[other])
     assert [row.image for _, row in templates(changes)] == ["one"]
@@ -575,7 +662,7 @@ def test_a_template_that_broke_on_another_host_is_tried_again_when_the_first_is_
     assert (change.row.id, change.event, change.reason) == (2, Event.NEEDED, "job 1 needs it")
 
 
-def test_of_templates_as_old_as_each_other_the_first_makes_way() -> None:
+def test_of_templates_of_the_same_age_the_one_with_the_lower_id_is_retired() -> None:
     idle = [template(T.READY, id=n, image=f"idle{n}", since=5.0) for n in (3, 2)]
     full = Claim(Key("vm", 90), "h1", Size(64, 0))
     changes = decided(READY, *idle, queued(1), hosts=[host()], claims=[full])
@@ -586,8 +673,8 @@ def test_of_templates_as_old_as_each_other_the_first_makes_way() -> None:
 @pytest.mark.parametrize(
     ("can", "ready"), [("fork plug_cpus", Size(1, 512)), ("fork plug_memory", Size(2, 256)), ("fork", Size(2, 512))]
 )
-def test_a_template_with_more_of_what_cannot_be_plugged_serves_on_whichever_host(can: str, ready: Size) -> None:
-    """On the first host all can be plugged, and there is no room."""
+def test_a_larger_template_serves_where_the_image_cannot_plug_what_it_has_more_of(can: str, ready: Size) -> None:
+    """On the first host the image can plug all, and there is no room."""
     here = template(T.READY, host="h2", size=ready)
     hosts = [host("h1", cpus=1), replace(host("h2"), images={"slim": frozenset(can.split())})]
     full = Claim(Key("vm", 90), "h1", Size(1, 0))
@@ -595,14 +682,14 @@ def test_a_template_with_more_of_what_cannot_be_plugged_serves_on_whichever_host
     assert (one.host, one.template_size) == ("h2", ready)
 
 
-def test_of_templates_with_more_that_with_the_least_memory_serves() -> None:
+def test_of_larger_templates_the_one_with_the_least_memory_serves() -> None:
     lean, fat = template(T.READY, id=1, size=Size(2, 512)), template(T.READY, id=2, size=Size(1, 1024))
     stiff = host(can="fork")
     (one,) = made(decided(fat, lean, queued(1, Size(1, 400)), hosts=[stiff]))
     assert one.template_size == Size(2, 512)
 
 
-def test_a_template_for_those_that_come_after_is_as_large_as_what_cannot_be_plugged() -> None:
+def test_a_template_for_later_jobs_is_as_large_as_what_cannot_be_plugged() -> None:
     often = {"slim": 1.0}
     policy = replace(EAGER, kind=CloneKind.AUTO)
     changes = decided(queued(1, Size(1, 400)), hosts=[host(can="fork")], policy=policy, arrivals=often)
@@ -613,7 +700,7 @@ def test_a_template_for_those_that_come_after_is_as_large_as_what_cannot_be_plug
 # --- addresses --------------------------------------------------------------------------------------
 
 
-def test_two_vms_of_one_gang_never_get_one_address() -> None:
+def test_the_vms_of_a_gang_get_different_addresses() -> None:
     other = replace(vm(V.SERVING, id=9, attempt=9), address="10.9.1.100/16")
     runs = attempt(A.ALLOCATED, id=9, job="9")
     gang = made(decided(READY, runs, other, queued(1, nodes=2), hosts=[host()]))
@@ -625,7 +712,7 @@ def test_two_vms_of_one_gang_never_get_one_address() -> None:
 
 @pytest.mark.parametrize(("spare", "fits"), [(0, True), (-1, False)])
 @pytest.mark.parametrize("state", [V.PLANNED, V.SERVING])
-def test_what_is_not_seen_yet_will_take_all_that_it_claims(state: V, spare: int, fits: bool) -> None:
+def test_an_unobserved_vm_counts_as_all_that_it_claims(state: V, spare: int, fits: bool) -> None:
     policy = replace(EAGER, overcommit=1.5, floor=1000)
     runs = attempt(A.ALLOCATED if state is V.SERVING else A.CLAIMED, id=9, job="9")
     other = replace(vm(state, id=9, attempt=9, since=NOW - 40), size=Size(1, 1000))
@@ -643,13 +730,68 @@ def test_hosts_that_lack_memory_are_named() -> None:
     policy = replace(EAGER, overcommit=1.5, floor=1000)
     both = [READY, template(T.READY, id=2, host="h2")]
     hosts = [host(name, available=1100) for name in ("h1", "h2")]
-    told = notes(decided(*both, queued(1), hosts=hosts, claims=[claim_of(one) for one in both], policy=policy))
+    noted = notes(decided(*both, queued(1), hosts=hosts, claims=[claim_of(one) for one in both], policy=policy))
     why = "waiting for memory: h1, h2 must keep 1000 MiB available, of which others there leave too little"
-    assert told == {1: why}
+    assert noted == {1: why}
 
 
-def test_a_template_beside_which_its_own_job_has_no_room_gives_way_to_it() -> None:
-    """Seen in the simulation (troubled 1581, as it then was): it was kept for the very job that it kept out."""
+OVERCOMMITTED = replace(EAGER, overcommit=1.5, floor=1000)
+
+
+def test_a_job_without_a_template_waits_for_memory_of_other_processes_and_blocks_no_other() -> None:
+    """Neither the template nor its VM would fit if nothing of ours were on the host."""
+    full = Claim(Key("vm", 90), "h1", Size(0, 200))
+    hosts = [host("h1", memory=1024, available=1100), host("h2", memory=1024, can="fork")]
+    hosts[1] = replace(hosts[1], images={"next": frozenset({"fork", "plug_cpus", "plug_memory"})})
+    behind = queued(2, image="next", kind=CloneKind.FULL)
+    changes = decided(queued(1), behind, hosts=hosts, claims=[full], policy=OVERCOMMITTED)
+    assert admitted(changes) == {2} and not templates(changes)
+    (note,) = notes(changes).values()
+    assert "h1 must keep 1000 MiB available" in note and note.endswith(TOO_LITTLE)
+
+
+def test_each_request_has_its_own_reason_for_waiting_for_memory() -> None:
+    """The first job would not fit on the empty host, and the second one would: the third one waits behind it."""
+    held = Claim(Key("vm", 90), "h1", Size(0, 1500))
+    large, small, third = queued(1, Size(1, 3000)), queued(2, Size(1, 1000)), queued(3, Size(1, 100))
+    other = replace(vm(V.SERVING, id=90, attempt=9, since=NOW), size=Size(1, 1468))
+    runs = attempt(A.ALLOCATED, id=9, job="9")
+    h1 = host(memory=8192, available=3000)
+    changes = decided(READY, runs, other, large, small, third, hosts=[h1], claims=[held, claim_of(READY)],
+                      policy=OVERCOMMITTED, began=NOW - 1)  # fmt: skip
+    noted = notes(changes)
+    assert noted[1].endswith(TOO_LITTLE)
+    assert noted[2] == noted[3] == "waiting for memory: h1 must keep 1000 MiB available"
+
+
+def test_all_hosts_that_lack_memory_for_now_are_named() -> None:
+    others = [vm(V.PLANNED, id=n, attempt=9, host=f"h{n}", since=NOW) for n in (1, 2)]
+    both = [READY, template(T.READY, id=2, host="h2")]
+    hosts = [host(name, available=1000 + 600) for name in ("h1", "h2")]
+    gang = attempt(A.CLAIMED, id=9, job="9", request=Request(2, SMALL))
+    changes = decided(*both, gang, *others, queued(1), hosts=hosts, claims=map(claim_of, [*both, *others]),
+                      policy=replace(OVERCOMMITTED, provisioning=9))  # fmt: skip
+    assert notes(changes)[1] == "waiting for memory: h1, h2 must keep 1000 MiB available"
+
+
+def test_only_hosts_that_lack_memory_are_named() -> None:
+    """The second host declares too little for the job, and its machine has enough."""
+    both = [READY, template(T.READY, id=2, host="h2")]
+    hosts = [host("h1", available=1100), host("h2", memory=400, available=60000)]
+    changes = decided(*both, queued(1, Size(1, 2000)), hosts=hosts, claims=map(claim_of, both), policy=OVERCOMMITTED)
+    assert "waiting for memory: h1 must keep" in notes(changes)[1]
+
+
+def test_a_job_for_all_cpus_and_the_whole_disk_would_fit_on_the_empty_host() -> None:
+    """It waits for the CPU that a VM has, and not for memory."""
+    held = Claim(Key("vm", 90), "h1", Size(1, 0))
+    whole = queued(1, Size(64, 100, 65536))
+    changes = decided(READY, whole, hosts=[host(available=60000)], claims=[held], policy=OVERCOMMITTED)
+    assert notes(changes) == {1: "waiting for capacity: the hosts are full"}
+
+
+def test_a_template_beside_which_its_own_job_has_no_room_is_retired() -> None:
+    """A regression: the template was kept for the very job that had no room beside it."""
     large, gang = template(T.READY, size=Size(1, 896)), queued(1, Size(1, 500), nodes=2, kind=CloneKind.AUTO)
     small = host(memory=2048, can="fork", template_copies=1)
     held = [Claim(large.key, "h1", template_claim(large.size, small))]
