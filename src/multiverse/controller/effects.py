@@ -239,7 +239,8 @@ class Effects:
                 return await self._act_on_template(effect, subject)
             case VmRef():
                 await self._scheduler.set_down(subject.name, "multiverse: nothing explains it")
-                await self._hypervisor.destroy(subject, 0.0)
+                if subject.source:  # otherwise only the scheduler shows it: there is no VM
+                    await self._hypervisor.destroy(subject, 0.0)
                 await self._scheduler.delete_node(subject.name)
             case _:
                 raise AssertionError(f"no such effect: {effect}")
@@ -254,7 +255,7 @@ class Effects:
                 await self._scheduler.explain(job, effect.text)
             case EffectKind.PIN:
                 await self._add_user(attempt)
-                nodes = [vm.name for vm in self._around.state.vms_of(attempt)]
+                nodes = [vm.name for vm in self._around.state.serving_vms_of(attempt)]
                 await self._scheduler.pin(job, attempt.feature, nodes, effect.text)
             case EffectKind.REQUEUE:
                 await self._scheduler.requeue(job)
