@@ -15,7 +15,7 @@ import pytest
 
 from multiverse.client import Client
 from multiverse.config import QemuSettings, Settings
-from multiverse.host import probe
+from multiverse.host.qemu import probe
 from multiverse.lab import configure, lifecycle
 from multiverse.lab.layout import Layout, layout
 from multiverse.lab.plan import LabOptions

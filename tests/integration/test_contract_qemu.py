@@ -16,7 +16,7 @@ from multiverse.config import HostSettings, QemuSettings, Settings
 from multiverse.core.model import Size, VmRef
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.host import manifest
-from multiverse.host.qmp import Monitor
+from multiverse.host.qemu.qmp import Monitor
 from tests.contract.test_hypervisor_contract import SUITE, Check, Harness
 from tests.contract.test_hypervisor_troubles import TROUBLES, only_an_instant_clone_needs_a_template
 from tests.integration.images import IMAGES, slim
@@ -26,11 +26,11 @@ pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, rea
 
 @pytest.fixture(scope="module")
 def settings(accelerator: Path) -> Iterator[Settings]:
-    """Directories and a bridge of our own; nothing of them is left."""
+    """Settings with directories and a bridge of their own, which are removed afterwards."""
     slim()
     place, memory = Path(tempfile.mkdtemp(prefix="mvc-")), Path(tempfile.mkdtemp(prefix="mvc-", dir="/dev/shm"))
     for path in (place, memory):
-        path.chmod(0o711)  # VMs' users go through it
+        path.chmod(0o711)  # the users of VMs pass through it
     shutil.copy(accelerator, place)
     bridge = f"mvc{os.getpid()}"
     try:
@@ -49,7 +49,7 @@ def settings(accelerator: Path) -> Iterator[Settings]:
         shutil.rmtree(memory)
 
 
-# Those that delete the template come last, and last of all the one that needs none: each next one makes it anew.
+# Checks that delete the template come last, and the one that needs none last of all: the next check builds it again.
 CHECKS = sorted((*SUITE, *TROUBLES), key=lambda c: (c is only_an_instant_clone_needs_a_template, "delet" in c.__name__))
 
 

@@ -1,4 +1,4 @@
-"""A job that wants many times what its template has: nearly all of its memory is plugged, and none of it touched."""
+"""A job with many times the memory of its template: nearly all of it is plugged, and none of it touched."""
 
 from __future__ import annotations
 
@@ -37,5 +37,5 @@ def test_32_gib_are_plugged_into_a_template_of_256_mib(lab: LabUnderTest, client
     (lab.user.home / "seen").touch()
     ended(client, job, "done")
     assert int(written(out)) >= 32768
-    assert vm["memory"] >= 32768 and vm["private"] < 2048, "what is plugged is anonymous, and taken when it is used"
+    assert vm["memory"] >= 32768 and vm["private"] < 2048, "plugged memory is anonymous, and allocated on use"
     nothing_left(lab, client)

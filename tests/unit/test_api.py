@@ -57,8 +57,8 @@ from multiverse.core.transition import Command, Effect, EffectKind
 from multiverse.service.api import make_api
 from multiverse.service.backend import Backend
 from multiverse.store import Entry
+from tests.unit.planner_harness import ManualClock
 from tests.unit.rows import IMAGES, attempt, rows, template, vm
-from tests.unit.scene import HandClock
 
 RECORDED = Path(__file__).with_name("api_documents.json")
 
@@ -178,7 +178,7 @@ def serve(controller: ControllerAtRest) -> FastAPI:
     permanent = [Alert("unserved", "preemption", "it reaches no VM", "tell the users")]
     processes = SimpleNamespace(programs={})
     return make_api(
-        Backend(controller, StoreOfRows(), HandClock(), measure, examine, processes, permanent)  # type: ignore[arg-type]
+        Backend(controller, StoreOfRows(), ManualClock(), measure, examine, processes, permanent)  # type: ignore[arg-type]
     )
 
 

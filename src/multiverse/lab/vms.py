@@ -48,5 +48,5 @@ async def _destroy(hypervisor: QemuHypervisor) -> int:
             await hypervisor.destroy(VmRef(name), 0)
 
     await asyncio.gather(*(end(name) for name in sorted(view.vms)))
-    await hypervisor.drop_all()
+    await hypervisor.delete_all_templates()
     return len(view.vms)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -71,7 +71,9 @@ class SubmissionFile:
         for image, sizes in sorted(largest.items()):
             if not _IMAGE.fullmatch(image):
                 continue
-            for size in _maximal(sizes):
+            # A size of zero holds no job. The largest one comes first in messages.
+            usable = [size for size in sizes if size.cpus > 0 and size.memory > 0]
+            for size in sorted(usable, key=lambda size: (size.memory, size.cpus), reverse=True):
                 yield f"{image} {int(image == self._default_image)} {size.cpus} {size.memory} {size.disk}"
 
     def _write(self) -> None:
@@ -81,18 +83,6 @@ class SubmissionFile:
         with _opened(self._path.parent) as directory:
             replace_file(directory, self._path.name, content)
         self._valid_until = valid_until
-
-
-def _maximal(sizes: Iterable[Size]) -> list[Size]:
-    """The sizes that fit into no other of them, the one with the most memory first. Without those that hold no job."""
-    usable = {size for size in sizes if size.cpus > 0 and size.memory > 0}
-    distinct = sorted(usable, key=lambda size: (size.memory, size.cpus, size.disk), reverse=True)
-    return [size for size in distinct if not any(_fits_into(size, other) for other in distinct if other != size)]
-
-
-def _fits_into(size: Size, other: Size) -> bool:
-    unlimited = other.disk == 0
-    return size.cpus <= other.cpus and size.memory <= other.memory and (unlimited or 0 < size.disk <= other.disk)
 
 
 @contextmanager

@@ -1,9 +1,10 @@
-"""Who may say what on the bridge: a table of nftables for each site, by libnftables(3), in a fraction of a millisecond.
+"""Which frames VMs may send on the bridge: one nftables table per site, changed through libnftables(3) in a fraction of
+a millisecond.
 
-A VM speaks as itself only: frames with another hardware or internet address, and all that is neither IPv4 nor ARP, end
-at its tap, before the bridge learns from them. Between VMs only those of one job hear each other, and over the bridge
-alone: what one would send another through this host, which may route, ends here. VMs that are not in the table say
-nothing at all. What is in it is in the manifests too: it is made again from them whenever it is gone.
+A VM sends frames from its own MAC and IP address only; frames with other ones, and all that is neither IPv4 nor ARP,
+are dropped at its tap, before the bridge learns from them. VMs of one job reach each other, over the bridge only:
+packets between VMs that this host would route are dropped. A VM that is not in the table sends nothing. The table is
+derived from the VMs' manifests, and is made again from them whenever it is missing.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import structlog
@@ -19,10 +21,11 @@ import structlog
 from multiverse.core.errors import Broken
 from multiverse.host import manifest
 from multiverse.host.manifest import Manifest
+from multiverse.host.reservations import host_lock
 
 log = structlog.get_logger(__name__)
 
-_OPEN = "VMs' addresses are not checked, and jobs of several VMs reach each other"
+_OPEN = "VMs' addresses are not checked, and VMs of different jobs reach each other"
 _LIBRARY = "libnftables.so.1"
 _TABLE = """
 add table bridge {table}
@@ -53,57 +56,66 @@ table bridge {table} {{
 """
 
 
-class Filter:
+class Firewall:
     """The table of the VMs whose names begin with `prefix` and whose manifests are below `vms`."""
 
     def __init__(self, prefix: str, vms: Path) -> None:
         self._prefix, self._vms = prefix, vms
         self._table = prefix.rstrip("-")
         self._lock = threading.Lock()
-        self._nft = _Nft.opened()
-        if self._nft is not None and (problem := self._make()):
+        self._nft = _Nft.load()
+        with self._locked():
+            problem = self._create_table(self._nft) if self._nft is not None else ""
+        if problem:
             log.warning(_OPEN, reason=problem)
             self._nft = None
-        self.sweep()
+        self.remove_if_unused()
 
-    def admit(self, known: Manifest) -> None:
-        """Let a VM speak as what its manifest says, and with its peers. Its manifest has been written."""
-        with self._lock:
+    def allow(self, known: Manifest) -> None:
+        """Let a VM send as its manifest says, and to its peers. The manifest has been written."""
+        with self._locked():
             if self._nft is None:
                 return
             problem = self._nft.run("\n".join(self._elements("add", known)))
-            if _absent(problem):  # somebody has flushed all rules, or the last VM has gone
-                problem = self._make()
+            if _is_absent(problem):  # an administrator has flushed all rules, or the last VM was removed
+                problem = self._create_table(self._nft)
             if problem:
                 raise Broken(f"cannot let VM {known.name} on the bridge: {problem}", hint="see `nft list ruleset`")
 
-    def forget(self, known: Manifest) -> None:
-        """Take back what `admit` gave."""
+    def revoke(self, known: Manifest) -> None:
+        """Undo `allow`. A VM that was never allowed is success."""
         with self._lock:
-            if self._nft is not None and known.address:
-                # Added first, for what is not there cannot be deleted.
-                both = [line for verb in ("add", "delete") for line in self._elements(verb, known)]
-                problem = self._nft.run("\n".join(both))
-                if problem and not _absent(problem):
-                    raise Broken(
-                        f"cannot take VM {known.name} off the bridge: {problem}", hint="see `nft list ruleset`"
-                    )
+            if self._nft is None or not known.on_network:
+                return
+            # Added first, because an element that is absent cannot be deleted.
+            both = [line for verb in ("add", "delete") for line in self._elements(verb, known)]
+            problem = self._nft.run("\n".join(both))
+            if problem and not _is_absent(problem):
+                raise Broken(f"cannot take VM {known.name} off the bridge: {problem}", hint="see `nft list ruleset`")
 
-    def sweep(self) -> None:
+    def remove_if_unused(self) -> None:
         """Remove the table when there is no VM left."""
-        with self._lock:
+        if self._nft is None or any(self._homes()):  # asked without the lock first, because it is nearly always so
+            return
+        with self._locked():
             if self._nft is not None and not any(self._homes()):
                 self._nft.run(f"add table bridge {self._table}\ndelete table bridge {self._table}")
 
-    def _make(self) -> str:
-        """Make the whole table anew, in one transaction; what went wrong, if anything."""
-        assert self._nft is not None
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the host's lock too: the table that another process makes from the manifests would lack a VM whose
+        manifest was written after they were read, and whose elements were added before the table was replaced."""
+        with self._lock, host_lock(self._vms) if self._vms.is_dir() else nullcontext():
+            yield
+
+    def _create_table(self, nft: _Nft) -> str:
+        """Create the whole table, or replace it, in one transaction. Returns the problem, or nothing."""
         lines = [_TABLE.format(table=self._table, prefix=self._prefix)]
         for home in self._homes():
             known = manifest.read(home)
-            if known is not None and known.address:
+            if known is not None and known.on_network:
                 lines += self._elements("add", known)
-        return self._nft.run("\n".join(lines))
+        return nft.run("\n".join(lines))
 
     def _homes(self) -> Iterable[Path]:
         return self._vms.glob(f"{self._prefix}*")
@@ -119,27 +131,30 @@ class Filter:
         return lines
 
 
-def _absent(problem: str) -> bool:
+def _is_absent(problem: str) -> bool:
     return "No such file or directory" in problem
 
 
 def _descriptors() -> set[int]:
-    return {int(path.name) for path in Path("/proc/self/fd").iterdir()}
+    """The open descriptors of this process, without the one that this listing uses itself: that one is closed again,
+    and its number is the next to be given out."""
+    listed = os.listdir("/proc/self/fd")  # noqa: PTH208  (numbers, not paths)
+    return {int(number) for number in listed if os.path.lexists(f"/proc/self/fd/{number}")}
 
 
 class _Nft:
-    """libnftables, in this process. Not for two threads at once."""
+    """libnftables, loaded into this process. One thread at a time may use it."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._run, self._said = library.nft_run_cmd_from_buffer, library.nft_ctx_get_error_buffer
+        self._run, self._error = library.nft_run_cmd_from_buffer, library.nft_ctx_get_error_buffer
         library.nft_ctx_new.restype = ctypes.c_void_p
         self._run.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
-        self._said.argtypes, self._said.restype = [ctypes.c_void_p], ctypes.c_char_p
+        self._error.argtypes, self._error.restype = [ctypes.c_void_p], ctypes.c_char_p
         before = _descriptors()
         self._context = ctypes.c_void_p(library.nft_ctx_new(0))
         for fd in _descriptors() - before:
             try:
-                os.set_inheritable(fd, False)  # its socket is not for the programs that we start
+                os.set_inheritable(fd, False)  # programs that this process starts must not inherit its socket
             except OSError:
                 continue
         for buffer in (library.nft_ctx_buffer_error, library.nft_ctx_buffer_output):
@@ -147,7 +162,8 @@ class _Nft:
             buffer(self._context)
 
     @classmethod
-    def opened(cls) -> _Nft | None:
+    def load(cls) -> _Nft | None:
+        """The library; None, with a warning, if this machine has none."""
         try:
             return cls(ctypes.CDLL(_LIBRARY))
         except OSError as error:
@@ -155,7 +171,7 @@ class _Nft:
             return None
 
     def run(self, commands: str) -> str:
-        """Do all of it or nothing; what went wrong, if anything."""
+        """Run the commands as one transaction. Returns the problem, or nothing."""
         if self._run(self._context, commands.encode()) == 0:
             return ""
-        return str(self._said(self._context).decode(errors="replace")).strip().partition("\n")[0] or "nftables refused"
+        return str(self._error(self._context).decode(errors="replace")).strip().partition("\n")[0] or "nftables refused"

@@ -1,4 +1,4 @@
-"""Many small jobs in a row: each runs once, and what the controller and the host hold for them does not grow."""
+"""Many small jobs in a row: each runs once, and no resource of the controller or the host grows with their number."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ pytestmark = pytest.mark.integration
 
 AT_ONCE = 4
 JOURNAL_PER_JOB = 8 << 10
-"""Bytes that the database may keep of each job: its attempt, its VM, and some twenty lines of journal."""
+"""Bytes that the database may keep for each job: its attempt, its VM, and some twenty lines of journal."""
 
 
 @dataclass(frozen=True)
-class Held:
-    """What is held at one moment, with nothing running. Memory in KiB, the database in bytes."""
+class ResourceUsage:
+    """What is in use at one moment, with no job running. Memory in KiB, the database in bytes."""
 
     memory: int
     descriptors: int
@@ -35,14 +35,14 @@ class Held:
     database: int
 
 
-def held(lab: LabUnderTest, pid: int) -> Held:
+def usage(lab: LabUnderTest, pid: int) -> ResourceUsage:
     process = Path(f"/proc/{pid}")
     fields = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
     places = (lab.where.controller, lab.where.run, lab.where.memory, lab.where.etc, lab.where.inbox)
     with sqlite3.connect(f"file:{lab.settings.state_dir}/multiverse.db?mode=ro", uri=True) as store:
         ((pages,),), ((size,),) = store.execute("PRAGMA page_count"), store.execute("PRAGMA page_size")
     store.close()
-    return Held(
+    return ResourceUsage(
         memory=int(fields["VmRSS"].split()[0]),
         descriptors=len(list((process / "fd").iterdir())),
         threads=int(fields["Threads"]),
@@ -54,7 +54,7 @@ def held(lab: LabUnderTest, pid: int) -> Held:
 
 
 def run_in_a_row(lab: LabUnderTest, client: Client, jobs: int) -> None:
-    """So many jobs, at most `AT_ONCE` at a time; each has run once, by its own word."""
+    """Run so many jobs, at most `AT_ONCE` at a time; each writes a file, which shows that it ran once."""
     word = lab.user.home / "row"
     word.mkdir(exist_ok=True)
     os.chown(word, lab.user.uid, lab.user.uid)
@@ -75,23 +75,23 @@ def run_in_a_row(lab: LabUnderTest, client: Client, jobs: int) -> None:
 
 
 def ended_of(word: Path, jobs: list[str]) -> list[str]:
-    """Those that have left their word."""
+    """The jobs that have written their file."""
     return [job for job in jobs if (word / job).exists()]
 
 
-def flat(lab: LabUnderTest, client: Client, pid: int, warming: int, jobs: int) -> None:
-    """After `warming` jobs everything has its size; after `jobs` more it has it still."""
+def check_for_leaks(lab: LabUnderTest, client: Client, pid: int, warming: int, jobs: int) -> None:
+    """After `warming` jobs, `jobs` more must not increase any resource."""
     readings = []
     for some in (warming, jobs // 2, jobs - jobs // 2):
         run_in_a_row(lab, client, some)
-        readings.append(held(lab, pid))
+        readings.append(usage(lab, pid))
         print(f"\nafter {some} more: {asdict(readings[-1])}")
     before, half, after = readings
-    # The heap settles: SQLite's cache, a thread's arena now and then. What is forgotten for each job, the smallest row
-    # of it, would show in the second half as in the first.
+    # The heap grows at first: SQLite's cache, and the arenas of threads. A leak of even a small object per job would
+    # show in the second half as in the first.
     assert min(half.memory - before.memory, after.memory - half.memory) <= 4096 + jobs // 2
     assert after.memory - before.memory <= 8192 + jobs
-    # Threads are made when they are first needed, 64 at most; a descriptor or two comes and goes with a look.
+    # Threads are created when they are first needed, 64 at most; an observation uses a descriptor or two for a moment.
     assert after.threads <= 64 + 32
     assert after.descriptors <= before.descriptors + 6
     assert (after.links, after.mounts, after.files) == (before.links, before.mounts, before.files)
@@ -101,7 +101,7 @@ def flat(lab: LabUnderTest, client: Client, pid: int, warming: int, jobs: int) -
 def test_a_dozen_jobs_in_a_row_leave_nothing_behind(
     lab: LabUnderTest, client: Client, controller: Callable[[], int]
 ) -> None:
-    flat(lab, client, controller(), 4, 8)
+    check_for_leaks(lab, client, controller(), 4, 8)
 
 
 @pytest.mark.slow
@@ -109,4 +109,4 @@ def test_a_dozen_jobs_in_a_row_leave_nothing_behind(
 def test_a_thousand_jobs_in_a_row_leave_nothing_behind(
     lab: LabUnderTest, client: Client, controller: Callable[[], int]
 ) -> None:
-    flat(lab, client, controller(), 100, int(os.environ.get("MULTIVERSE_ROW", "1000")) - 100)
+    check_for_leaks(lab, client, controller(), 100, int(os.environ.get("MULTIVERSE_ROW", "1000")) - 100)

@@ -1,6 +1,6 @@
-"""Taps and bridge ports by ioctl(2): a fraction of a millisecond each, with no program run.
+"""Taps and their bridge ports, by ioctl(2): a fraction of a millisecond each, without running a program.
 
-A tap is not persistent: it belongs to the QEMU that holds its descriptor and goes with it.
+A tap is not persistent: the kernel removes it when the QEMU that holds its descriptor ends.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ SIOCSIFHWADDR, ARPHRD_ETHER = 0x8924, 1
 
 
 def open_tap(name: str, bridge: str | None, mac: str = "") -> int:
-    """Make a tap and return its descriptor; with a bridge, up and a port of it.
+    """Create a tap and return its descriptor. With a bridge, the tap is up, and an isolated port of the bridge.
 
-    The port is given frames to `mac` and to all, none that the bridge knows no port for, and it is isolated.
-    `Exhausted` if the name is in use still.
+    The bridge forwards to the port frames for `mac` and broadcasts, but not frames for unknown addresses. Raises
+    `Exhausted` if there is an interface of that name, `Broken` if there is no such bridge or for want of permission.
     """
     try:
         fd = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -38,49 +38,51 @@ def open_tap(name: str, bridge: str | None, mac: str = "") -> int:
     try:
         fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TAP | IFF_NO_PI | IFF_VNET_HDR))
         if bridge is not None:
-            _join(name, bridge, mac)
+            _add_to_bridge(name, bridge, mac)
     except OSError as error:
         os.close(fd)
         if error.errno == errno.EBUSY:
-            raise Exhausted(f"the link {name} is in use", hint="is a VM of that name still running?") from error
+            raise Exhausted(f"the interface {name} is in use", hint="is a VM of that name still running?") from error
         if error.errno == errno.EPERM:
-            raise Broken(f"cannot make the link {name}: {error.strerror}", hint="run it as root") from error
-        raise Broken(f"cannot make the link {name} on {bridge}: {error.strerror}",
+            raise Broken(f"cannot create the tap {name}: {error.strerror}", hint="run it as root") from error
+        raise Broken(f"cannot create the tap {name} on {bridge}: {error.strerror}",
                      hint=f"is there a bridge {bridge}? see `multiverse lab up`") from error  # fmt: skip
     return fd
 
 
-def isolate(name: str, isolated: bool) -> None:
-    """An isolated port reaches no other isolated port. A tap that has gone, or is on no bridge, needs no such thing."""
+def set_isolated(name: str, isolated: bool) -> None:
+    """Isolate a bridge port, so that it reaches no other isolated port, or end that. A tap that is gone, or that is not
+    a port of a bridge, is success."""
     try:
         Path(f"/sys/class/net/{name}/brport/isolated").write_text("1" if isolated else "0")
     except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENODEV):  # the second if it goes as we write
-            raise Broken(f"cannot isolate the link {name}: {error.strerror}", hint="run it as root") from error
+        if error.errno not in (errno.ENOENT, errno.ENODEV):  # the second if it is removed during the write
+            raise Broken(f"cannot isolate the tap {name}: {error.strerror}", hint="run it as root") from error
 
 
-def _join(name: str, bridge: str, mac: str) -> None:
+def _add_to_bridge(name: str, bridge: str, mac: str) -> None:
     octets = bytes.fromhex(mac.replace(":", ""))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         index = socket.if_nametoindex(name)
-        # A bridge without an address of its own takes its ports' lowest: never this one's, so it keeps what it has.
+        # A bridge without an address of its own takes the lowest of its ports. A high one keeps the bridge's address.
         own = b"\xfe" + octets[1:]
         fcntl.ioctl(sock, SIOCSIFHWADDR, struct.pack("16sH6s16x", name.encode(), ARPHRD_ETHER, own))
         try:
             fcntl.ioctl(sock, SIOCBRADDIF, struct.pack("16si20x", bridge.encode(), index))
         except OSError as error:
-            if error.errno != errno.EBUSY:  # it is a port of it already
+            if error.errno != errno.EBUSY:  # the tap is a port of it already
                 raise
-        isolate(name, isolated=True)
+        set_isolated(name, isolated=True)
         Path(f"/sys/class/net/{name}/brport/unicast_flood").write_text("0")
         raw = fcntl.ioctl(sock, SIOCGIFFLAGS, struct.pack("16sh14x", name.encode(), 0))
         flags = struct.unpack_from("h", raw, 16)[0]
         fcntl.ioctl(sock, SIOCSIFFLAGS, struct.pack("16sh14x", name.encode(), flags | IFF_UP))
-        _expect(index, octets)  # only a port that is up takes it
+        _add_fdb_entry(index, octets)  # only a port that is up accepts it
 
 
-def _expect(index: int, octets: bytes) -> None:
-    """Tell the bridge for good where that address is: else it would forget a silent guest, and ask all ports."""
+def _add_fdb_entry(index: int, octets: bytes) -> None:
+    """Add a permanent entry to the bridge's forwarding table: a learnt one would expire while the guest is silent, and
+    the bridge would then flood all ports."""
     lladdr = struct.pack("=HH6s2x", 10, NDA_LLADDR, octets)
     body = struct.pack("=BxxxiHBB", socket.AF_BRIDGE, index, NUD_NOARP, NTF_MASTER, 0) + lladdr
     head = struct.pack("=IHHII", 16 + len(body), RTM_NEWNEIGH, NLM_F_REQUEST | NLM_F_ACK | NLM_F_CREATE, 1, 0)
@@ -92,13 +94,13 @@ def _expect(index: int, octets: bytes) -> None:
 
 
 def remove_tap(name: str) -> None:
-    """Remove a tap that nobody holds, such as one made persistent by hand. Absent is success."""
+    """Remove a persistent tap that no process holds, such as one that an administrator made. Absent is success."""
     if not Path(f"/sys/class/net/{name}/tun_flags").exists():
         return
     try:
         fd = open_tap(name, None)
     except (Exhausted, Broken):
-        return  # it is going with its process, or is not ours to take
+        return  # the kernel is removing it with its process, or another process holds it
     try:
         fcntl.ioctl(fd, TUNSETPERSIST, 0)
     finally:

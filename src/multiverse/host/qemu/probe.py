@@ -1,8 +1,8 @@
-"""Does KVM truly run guests here? A device that opens is no proof (DESIGN 5, "KVM").
+"""Which QEMU this is, and whether KVM runs guests on this machine.
 
-The probe boots a disk whose boot sector writes to `isa-debug-exit`, with the CPU model that VMs will
-have: QEMU must end with the expected code, about as soon as without KVM. The answer is kept for this kernel and
-this QEMU.
+That /dev/kvm opens is no proof. On some machines a guest under KVM hangs, or runs sixty times slower than emulated. The
+probe boots a disk whose boot sector writes to `isa-debug-exit`, with the CPU model that VMs will have: QEMU must exit
+with the expected code, about as soon as without KVM. The answer is cached for this kernel and this QEMU.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from pathlib import Path
 import structlog
 
 from multiverse.core.errors import Broken, Refused
-from multiverse.host.found import remember
-from multiverse.host.machine import Accelerator
+from multiverse.host.qemu.ability_cache import save
+from multiverse.host.qemu.machine import Accelerator
 
 log = structlog.get_logger(__name__)
 
 _LIMIT = 2.0  # seconds
-_SLOWER = 4  # times emulation's own time: starting QEMU and the firmware are in both, so a true KVM is well within
-_TRIES = 2  # a busy machine may spoil one
+_SLOWER = 4  # times what emulation takes: both start QEMU and the firmware, so KVM that works is well within
+_TRIES = 2  # one may take too long on a busy machine
 _VALUE = 0x2A
 _EXPECTED = (_VALUE << 1) | 1  # hw/misc/debugexit.c: exit((val << 1) | 1)
-# Sixteen-bit code: four million turns of writing to memory, then the value to the port, then halt. The work is
-# what tells: there are machines whose KVM gets through the firmware within the limit and is sixty times too slow.
+# Sixteen-bit code: four million writes to memory, then the value to the port, then halt. The writes make the
+# difference: there are machines whose KVM executes the firmware within the limit, but is sixty times too slow.
 #   xor ax,ax; mov ds,ax; mov ecx,TURNS; turn: inc word [0x7000]; dec ecx; jnz turn;
 #   mov dx,0x501; mov al,VALUE; out dx,al; halt: hlt; jmp halt
 _TURNS = 4_000_000
@@ -39,17 +39,8 @@ _CODE = (b"\x31\xc0\x8e\xd8" b"\x66\xb9" + _TURNS.to_bytes(4, "little") + b"\xff
 _BOOT_SECTOR = _CODE.ljust(510, b"\0") + b"\x55\xaa"
 
 
-def available_memory() -> int:
-    """MiB that this machine could give to new processes without swapping (proc(5), MemAvailable); 0 if unknown."""
-    try:
-        with open("/proc/meminfo") as file:  # noqa: PTH123  (on the path of each look)
-            return next((int(line.split()[1]) >> 10 for line in file if line.startswith("MemAvailable:")), 0)
-    except OSError:
-        return 0
-
-
 def qemu_version(binary: str) -> str:
-    """The first line of `qemu --version`. `Refused` if there is no such program."""
+    """The first line of `qemu --version`. Raises `Refused` if there is no such program."""
     try:
         done = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -61,47 +52,44 @@ def qemu_version(binary: str) -> str:
 
 
 def is_since(version: str, *release: int) -> bool:
-    """Is a QEMU that says this of itself of that release, or a later one? Not if it says none."""
+    """Whether a QEMU with this version line is of that release or a later one; False if the line names none."""
     found = re.search(r"version ([\d.]+)", version)
     return found is not None and tuple(int(part) for part in found[1].split(".") if part) >= release
 
 
-def accelerator(wanted: str, binary: str, version: str, memory_file: Path) -> Accelerator:
-    """The accelerator to use. `auto` asks the probe and says aloud when it falls back.
-
-    `memory_file` is where the answer is kept. `Broken` if `kvm` is demanded and does not run guests.
-    """
+def accelerator(wanted: str, binary: str, version: str, cache: Path) -> Accelerator:
+    """The accelerator to use, for `wanted`: `auto`, `kvm` or `tcg`. `auto` runs the probe, and logs a warning when it
+    falls back to emulation; `cache` is the file that keeps the answer. Raises `Broken` if `kvm` is wanted and does not
+    run guests."""
     if wanted == "tcg":
         return Accelerator("tcg")
-    reason = _remembered(f"{os.uname().release} {version} {zlib.crc32(_BOOT_SECTOR):x}", binary, memory_file)
+    reason = _cached_probe(f"{os.uname().release} {version} {zlib.crc32(_BOOT_SECTOR):x}", binary, cache)
     if not reason:
         return Accelerator("kvm")
     if wanted == "kvm":
-        raise Broken(f"KVM does not run guests on this machine: {reason}", hint='set qemu.accel = "tcg", or mend KVM')
-    log.warning(
-        "KVM does not run guests on this machine: guests run emulated (TCG), several times slower", reason=reason
-    )
+        raise Broken(f"KVM does not run guests on this machine: {reason}", hint='set qemu.accel = "tcg", or repair KVM')
+    log.warning("KVM does not run guests: they run emulated (TCG), several times slower", reason=reason)
     return Accelerator("tcg")
 
 
-def _remembered(key: str, binary: str, memory_file: Path) -> str:
+def _cached_probe(key: str, binary: str, cache: Path) -> str:
     try:
-        kept = json.loads(memory_file.read_text())
+        kept = json.loads(cache.read_text())
         if kept["key"] == key and isinstance(kept["reason"], str):
             return str(kept["reason"])
     except (OSError, ValueError, KeyError, TypeError):
         pass
     reason = _probe(binary)
-    remember(memory_file, {"key": key, "reason": reason}, "whether KVM runs guests")
+    save(cache, {"key": key, "reason": reason})
     return reason
 
 
 def _probe(binary: str) -> str:
-    """Why KVM cannot be used, or nothing if it can.
+    """The reason why KVM cannot be used, or nothing if it can.
 
-    A guest that comes through at last is not enough: where KVM is itself emulated, the same boot takes twenty
-    times as long as without it, now within two seconds and now not. So emulation is timed first, in the same
-    minute on the same machine, and KVM has to keep up with it.
+    That a guest boots is not enough: where KVM is itself emulated, the boot takes twenty times as long as without KVM,
+    sometimes under two seconds and sometimes over. So emulation is timed first, on the same machine in the same minute,
+    and KVM must be about as fast.
     """
     try:
         os.close(os.open("/dev/kvm", os.O_RDWR | os.O_CLOEXEC))
@@ -109,7 +97,7 @@ def _probe(binary: str) -> str:
         return f"/dev/kvm: {error.strerror}"
     took, reason = _boot(binary, Accelerator("tcg"), 10 * _LIMIT)
     if reason:
-        return f"not even emulation runs one: {reason}"
+        return f"emulation does not run one either: {reason}"
     limit = min(_LIMIT, _SLOWER * took)
     for _ in range(_TRIES):
         _, reason = _boot(binary, Accelerator("kvm"), limit)
@@ -119,7 +107,7 @@ def _probe(binary: str) -> str:
 
 
 def _boot(binary: str, accelerator: Accelerator, limit: float) -> tuple[float, str]:
-    """How many seconds the boot sector took through the firmware, and what went wrong, if anything."""
+    """Seconds that the boot took, up to `limit`, and the problem, if there was one."""
     with tempfile.NamedTemporaryFile(suffix=".img") as disk:
         disk.write(_BOOT_SECTOR.ljust(512 * 2880, b"\0"))
         disk.flush()
@@ -133,14 +121,11 @@ def _boot(binary: str, accelerator: Accelerator, limit: float) -> tuple[float, s
                 argv, capture_output=True, text=True, errors="replace", timeout=limit, stdin=subprocess.DEVNULL
             )
         except subprocess.TimeoutExpired:
-            return limit, f"a small guest was not done in {limit:.2g} s"
+            return limit, f"a small guest had not finished after {limit:.2g} s"
         except OSError as error:
             return 0.0, str(error)
     took = time.monotonic() - began
     if done.returncode == _EXPECTED:
         return took, ""
     tail = done.stderr.strip().splitlines()[-1:] or [""]
-    return (
-        took,
-        f"a small guest ended with {done.returncode} instead of {_EXPECTED} {tail[0][:200]}".strip(),
-    )
+    return took, f"a small guest ended with {done.returncode} instead of {_EXPECTED} {tail[0][:200]}".strip()

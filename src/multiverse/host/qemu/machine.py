@@ -1,4 +1,4 @@
-"""QEMU's command line: the machine that templates and clones share, device by device, in the same order."""
+"""QEMU's command line: the machine that a template and its clones share, device by device, in the same order."""
 
 from __future__ import annotations
 
@@ -8,25 +8,28 @@ from pathlib import Path
 from multiverse.core.model import Size
 from multiverse.guest.protocol import PORT
 
-# What a QEMU that a guest has taken over cannot ask of the kernel (seccomp(2)): to run a program, above all.
+# System calls that QEMU does not need, above all to run a program, are refused (seccomp(2)): a guest that has taken
+# over its QEMU cannot use them.
 _SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
 SPARE_PORTS = 4  # PCI Express root ports for devices plugged later
 DIMMS = 8  # slots for memory plugged later
-# An emulated CPU has no leaks to guard, one clock, and nothing to calibrate: QEMU's time-stamp counter runs at
-# 1 GHz, so 4000000 a tick of Debian's 250 Hz. Without it each plugged CPU spends 0.2 s finding that out.
+# An emulated CPU needs no mitigations, has one clock, and nothing to calibrate: QEMU's time-stamp counter runs at 1
+# GHz, which is 4000000 per tick of Debian's 250 Hz. Without `lpj` each plugged CPU calibrates for 0.2 s.
 _TCG_CMDLINE = ("mitigations=off", "tsc=reliable", "lpj=4000000", "cpu_init_udelay=0")
-# A kernel that boots with one CPU takes the lock prefixes out of itself and puts them in again when a CPU is plugged:
-# half a second under emulation, and all that code is no longer shared with the template.
+# A kernel that boots with one CPU removes the lock prefixes from its code, and restores them when a CPU is plugged.
+# This takes half a second under emulation, and the code is no longer shared with the template.
 _CMDLINE = ("noreplace-smp",)
-# Emulation before QEMU 8 translates a program anew wherever it lies. Linux puts it elsewhere at each start, so nothing
-# was ever found again: a start of /bin/true takes 67 ms with that and 16 without; with QEMU 10, 15 either way.
-_WITHOUT_CHANCE = ("norandmaps",)
+# Emulation before QEMU 8 finds translated code again only at the same virtual address, and address space randomization
+# changes it at each start: /bin/true starts in 67 ms with randomization and in 16 ms without; with QEMU 10, in 15 ms
+# either way.
+_NO_RANDOMIZATION = ("norandmaps",)
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """How guests' instructions are run: `kvm` or `tcg`. `tb_size`: MiB of code that emulation keeps; 0: a GiB.
-    `relocates`: emulation finds such code again when the same program lies elsewhere."""
+    """How guests' instructions are executed: `kvm` or `tcg` (emulation). `tb_size` is the size in MiB of emulation's
+    cache of translated code; 0 means QEMU's own default, one GiB. `relocates` says that emulation finds translated code
+    again when the same program lies at another address."""
 
     name: str
     tb_size: int = 0
@@ -43,11 +46,11 @@ class Accelerator:
         return "host" if self.name == "kvm" else "max"
 
     def footprint(self, memory: int) -> int:
-        """MiB that a QEMU may take whose guest has `memory` MiB: with its own, and the code that emulation makes."""
+        """MiB that the QEMU of a guest with `memory` MiB may take, with its own memory and translated code."""
         return memory + 256 + (0 if self.name == "kvm" else self.tb_size or 1024)  # accel/tcg/region.c
 
     def groups(self) -> list[int]:
-        """Whom the kernel lets use it, beside root: a user of our own has to be one of them."""
+        """The groups that may use the accelerator: a QEMU that runs as a user of its own must be in them."""
         try:
             device = Path("/dev/kvm").stat() if self.name == "kvm" else None
         except FileNotFoundError:
@@ -55,23 +58,24 @@ class Accelerator:
         return [device.st_gid] if device is not None and device.st_gid else []
 
     def cmdline(self, image: str) -> str:
-        emulated = () if self.name == "kvm" else (*_TCG_CMDLINE, *(() if self.relocates else _WITHOUT_CHANCE))
+        emulated = () if self.name == "kvm" else (*_TCG_CMDLINE, *(() if self.relocates else _NO_RANDOMIZATION))
         return " ".join((image, *_CMDLINE, *emulated))
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Boot memory. With `file` it is mapped from there: shared for a template, private (copy-on-write) for a clone."""
+    """Boot memory, `size` in MiB. With `file` it is mapped from there: shared for a template, private (copy-on-write)
+    for a clone. `readonly` opens the file, not the memory, read-only; QEMU before 8.2 does not distinguish the two."""
 
     size: int
     file: Path | None = None
     shared: bool = False
-    readonly: bool = False  # the file, not the memory: only QEMU 8.2 and later can tell them apart
+    readonly: bool = False
 
 
 @dataclass(frozen=True)
 class Wiring:
-    """What one QEMU is connected to: descriptors of its listening sockets and of its tap, its console's log."""
+    """What one QEMU is connected to: the descriptors of its listening sockets and of its tap, and its console's log."""
 
     monitor: int
     agent: int
@@ -80,8 +84,8 @@ class Wiring:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """One VM as QEMU is to make it. `limits` is how far it can be plugged up."""
+class QemuMachine:
+    """One VM, as QEMU is to create it. `limits` is the size that it can have after plugging."""
 
     name: str
     accelerator: Accelerator
@@ -96,7 +100,7 @@ class Machine:
     cmdline: str
 
     def shape(self) -> list[str]:
-        """The arguments that must be the same for a template and its clones; all else may differ."""
+        """The arguments that must be the same for a template and its clones. The others may differ."""
         memory = f"{self.memory.size}M"
         if self.limits.memory > self.memory.size:
             memory += f",slots={DIMMS},maxmem={self.limits.memory}M"
@@ -106,18 +110,20 @@ class Machine:
                 "-accel", self.accelerator.options, "-cpu", self.accelerator.cpu,
                 "-smp", f"{self.cpus},maxcpus={max(self.limits.cpus, self.cpus)}", "-m", memory]  # fmt: skip
         for i in range(SPARE_PORTS):
-            # Without the reserve the guest finds no room for a large BAR later.
+            # Without the reserve the guest cannot place the large BAR of a device that is plugged later.
             argv += ["-device", f"pcie-root-port,id=rp{i},bus=pcie.0,chassis={i + 1},addr={i + 8},pref64-reserve=256M"]
         return argv
 
     def argv(self, binary: str, wiring: Wiring, *, paused: bool, incoming: bool = False) -> list[str]:
-        """The whole command line."""
-        on_error = "werror=report,rerror=report"  # a full host disk is an error in the guest, not a halt
+        """The whole command line of QEMU."""
+        on_error = (
+            "werror=report,rerror=report"  # a full disk of the host is an error in the guest, and does not pause it
+        )
         modern = "disable-legacy=on,disable-modern=off"
         argv = [binary, "-name", self.name, "-nodefaults", "-no-user-config", "-display", "none", "-vga", "none",
                 "-no-reboot", "-action", "panic=shutdown,watchdog=shutdown", "-rtc", "base=utc",
                 "-global", "migration.x-events=on", "-sandbox", _SANDBOX]  # fmt: skip
-        quiet = "romfile=,guest_announce=off"  # no boot ROM; a clone announces itself when it has its address
+        quiet = "romfile=,guest_announce=off"  # no boot ROM; a clone announces itself once it has its address
         if self.memory.file is not None:
             how = ("on" if self.memory.shared else "off") + (",readonly=on,rom=off" if self.memory.readonly else "")
             argv += [
@@ -145,7 +151,8 @@ class Machine:
 
 
 def limits(base: Size, capacity: Size, most: Size) -> Size:
-    """How far VMs of a template can grow: no further than the host declares. Room for more costs a guest memory."""
+    """The size up to which VMs of a template of size `base` can be plugged: at most `most`, and what the host declares.
+    Each GiB of room costs the guest memory, even if it is never plugged."""
     return Size(
         max(base.cpus, min(most.cpus, capacity.cpus)),
         max(base.memory, min(most.memory, -(-capacity.memory // 128) * 128)),
@@ -153,5 +160,5 @@ def limits(base: Size, capacity: Size, most: Size) -> Size:
 
 
 def _value(path: Path) -> str:
-    """A path inside an option list, where commas are doubled (qemu(1))."""
+    """A path as a value in an option list, where commas are doubled (qemu(1))."""
     return str(path).replace(",", ",,")

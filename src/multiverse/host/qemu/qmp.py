@@ -1,7 +1,7 @@
 """A synchronous QMP client (qemu-qmp-spec): connect, execute, wait for an event.
 
-The host side runs in worker threads without an event loop, and QMP is on its hottest path: commands
-that do not depend on each other's replies are sent in one write.
+Commands that do not depend on each other's replies are sent in one write, because QMP is on the path from a job's
+submission to its start.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _MAX_LINE = 4 << 20
 
 
 class QmpError(Broken):
-    """QEMU refused a command; the message is its own."""
+    """QEMU refused a command; the message quotes QEMU."""
 
 
 class Monitor:
-    """One connection to a QEMU's monitor. `Unknown` from any method means that QEMU did not answer."""
+    """One connection to a QEMU's monitor. Any method raises `Unknown` if QEMU does not answer."""
 
     def __init__(self, sock: socket.socket, timeout: float) -> None:
         self._sock = sock
@@ -36,7 +36,7 @@ class Monitor:
 
     @classmethod
     def connect(cls, path: Path, timeout: float = 10.0) -> Monitor:
-        """Connect and negotiate. The socket may listen before QEMU is there to answer."""
+        """Connect and negotiate, within `timeout` seconds. The socket may listen before QEMU answers on it."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.connect(str(path))
@@ -57,9 +57,10 @@ class Monitor:
         return self.execute_all([(command, arguments)])[0]
 
     def execute_all(self, commands: Sequence[Command], fd: int | None = None) -> list[Any]:
-        """Run commands one after the other, sent together; all are run even if one is refused, whose error is raised.
+        """Send commands together; QEMU runs them one after the other. Returns their values.
 
-        `fd` is handed over with them, for a `getfd` among them.
+        All of them are run even if QEMU refuses one; then the first refusal is raised, a `QmpError`. The descriptor
+        `fd` is passed to QEMU, for a `getfd` among the commands.
         """
         lines = [json.dumps({"execute": name, "arguments": args}) for name, args in commands]
         try:
@@ -87,7 +88,8 @@ class Monitor:
         return values
 
     def wait_event(self, name: str, timeout: float, **wanted: Any) -> dict[str, Any]:
-        """The data of the next event `name` whose data has all of `wanted`; ones that came before count."""
+        """The data of the next event `name` that has all of `wanted`, waiting up to `timeout` seconds. Events that
+        arrived before the call count."""
         deadline = time.monotonic() + timeout
         while True:
             message = self._events.popleft() if self._events else self._read(deadline)
@@ -95,10 +97,13 @@ class Monitor:
             if message.get("event") == name and all(data.get(k) == v for k, v in wanted.items()):
                 return data
             if message.get("event") == "MIGRATION" and data.get("status") == "failed":
-                raise Broken("QEMU could not carry over the device state", hint="its log is beside the VM's manifest")
+                raise Broken(
+                    "QEMU could not save or restore the state of its devices",
+                    hint="its log is beside the VM's manifest",
+                )
 
-    def hang_up(self) -> None:
-        """End the connection, also under somebody who waits on it in another thread."""
+    def shut_down(self) -> None:
+        """End the connection. Another thread that waits for an answer on it gets `Unknown`."""
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:

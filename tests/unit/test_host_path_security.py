@@ -14,7 +14,7 @@ from multiverse.config import HostSettings, QemuSettings, Settings
 from multiverse.core.errors import Refused
 from multiverse.core.model import CloneKind, Size, TemplateKey, VmSpec
 from multiverse.drivers.qemu.driver import QemuHypervisor
-from multiverse.host import link, trust
+from multiverse.host import path_security, tap
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give things away")
 
@@ -45,10 +45,10 @@ def mode(path: Path) -> int:
 def test_what_is_missing_is_made_and_others_can_go_through(memory: Path) -> None:
     place = memory / "multiverse/deep/templates"
     for _ in range(2):
-        trust.make(place, 0o711)
+        path_security.make_directory(place, 0o711)
         assert [mode(path) for path in (place.parents[1], place.parent, place)] == [0o755, 0o755, 0o711]
     place.chmod(0o700)
-    trust.make(place, 0o711)
+    path_security.make_directory(place, 0o711)
     assert mode(place) == 0o711
 
 
@@ -97,24 +97,24 @@ def test_what_somebody_else_could_change_is_refused(memory: Path, harm: Callable
     harm(memory / "multiverse")
     place = memory / "multiverse/templates" if above else memory / "multiverse"
     with pytest.raises(Refused) as caught:
-        trust.make(place, 0o711)
+        path_security.make_directory(place, 0o711)
     assert str(memory) in caught.value.message and "under [qemu]" in caught.value.hint
     if harm is not _circular:
-        assert "something of" in caught.value.message
+        assert "files of" in caught.value.message
 
 
 def test_sticky_is_good_enough_above_a_place_alone(memory: Path) -> None:
     _sticky(memory / "multiverse")
-    trust.make(memory / "multiverse/templates", 0o711)
+    path_security.make_directory(memory / "multiverse/templates", 0o711)
     with pytest.raises(Refused, match="others may write"):
-        trust.check(memory / "multiverse")
+        path_security.check(memory / "multiverse")
 
 
 def test_a_link_of_root_s_and_a_group_of_his_own_are_good(memory: Path) -> None:
     (memory / "data").mkdir()
     (memory / "data").chmod(0o775)
     (memory / "multiverse").symlink_to("data")
-    trust.make(memory / "multiverse/templates", 0o711)
+    path_security.make_directory(memory / "multiverse/templates", 0o711)
     assert mode(memory / "data/templates") == 0o711
 
 
@@ -141,7 +141,7 @@ def host(memory: Path, tmp_path: Path) -> Iterator[QemuHypervisor]:
 
 @pytest.fixture
 def no_taps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "open_tap", lambda name, bridge: os.open("/dev/null", os.O_RDONLY))
+    monkeypatch.setattr(tap, "open_tap", lambda name, bridge: os.open("/dev/null", os.O_RDONLY))
 
 
 @pytest.mark.usefixtures("masked", "no_taps")
@@ -165,7 +165,7 @@ async def test_no_template_is_made_or_dropped_where_somebody_else_has_been_first
     with pytest.raises(Refused, match="belongs to user"):
         await host.build_template(TemplateKey("h", "slim", Size(1, 256)))
     with pytest.raises(Refused, match="belongs to user"):
-        await host.drop_all()
+        await host.delete_all_templates()
     assert not list((memory / "multiverse/templates").iterdir())
 
 
