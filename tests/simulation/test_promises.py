@@ -53,7 +53,7 @@ from multiverse.simulation.run import simulate
 from multiverse.simulation.scenario import Arrival, Scenario, UserAction
 from multiverse.simulation.scheduler import SimulatedSlurm
 from multiverse.simulation.shrink import explicit, shrink
-from multiverse.simulation.world import WorldSettings
+from multiverse.simulation.world import Pair, WorldSettings
 
 BLOCK = 10  # seeds for each test case
 SEEDS = 2000
@@ -105,9 +105,8 @@ def test_promises_are_kept_with_faults() -> None:
     }
     assert tables - TESTED_ELSEWHERE - seen == set()
     applied = {tuple(name.split(": ")) for result in results for name in result.faults}
-    # Calls so rare that their faults are covered by the scenarios of one kind of fault, and by the contracts. The
-    # controller does not publish sizes yet.
-    rare = {"scheduler.requeue", "hypervisor.add_user", "scheduler.publish"}
+    # Calls so rare that their faults are covered by the scenarios of one kind of fault, and by the contracts.
+    rare = {"scheduler.requeue", "hypervisor.add_user"}
     assert {call for call, _ in applied} | rare == {f"{port}.{method}" for port, method in CALL_IDS}
     for kind in FaultKind:
         able = {port for port, method in CALL_IDS if possible(port, method, kind)}
@@ -171,11 +170,29 @@ def test_a_job_is_requeued_by_its_user() -> None:
     assert one(Batch(seconds=20), UserAction(12.0, "requeue")) == "COMPLETED"
 
 
-def test_a_job_too_large_for_any_host_is_revoked_with_a_reason() -> None:
-    large = WorldSettings(cluster=replace(WorldSettings().cluster, flavor=Size(64, 2_000_000)))
-    outcome = keeps_its_promises(Scenario(7, (Arrival(1.0, Batch(size=IMPOSSIBLE)),), large))
+def too_large(at: float, pair: Pair) -> Outcome:
+    cluster = replace(WorldSettings().cluster, flavor=Size(64, 2_000_000))
+    scenario = Scenario(7, (Arrival(at, Batch(size=IMPOSSIBLE)),), WorldSettings(cluster=cluster, pair=pair))
+    return keeps_its_promises(scenario)
+
+
+@pytest.mark.parametrize(("at", "pair"), [(0.0, Pair.SLURM_HOSTS), (1.0, Pair.GRID_HOSTS)])
+def test_a_job_too_large_for_any_host_is_revoked_with_a_reason(at: float, pair: Pair) -> None:
+    """It was accepted: nothing was published yet, or the scheduler has no limits at submission."""
+    outcome = too_large(at, pair)
     assert list(outcome.results.values()) == ["CANCELLED"]
     assert any("fits on no host" in line for line in outcome.journal)
+
+
+def test_a_job_too_large_for_any_host_is_refused_as_it_is_submitted() -> None:
+    outcome = too_large(3.0, Pair.SLURM_HOSTS)
+    assert not outcome.results and any("no host could ever hold" in text for _, text in outcome.events)
+
+
+def test_the_world_reports_a_job_that_is_refused_although_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multiverse.controller.loop.largest_nodes", lambda *_: {"slim": [Size(1, 64)]})
+    (violation,) = simulate(Scenario(7, (Arrival(3.0, Batch()),))).violations
+    assert "was refused" in violation and "nothing justifies" in violation
 
 
 def test_a_job_of_an_unbootable_image_ends_or_waits_with_a_reason() -> None:

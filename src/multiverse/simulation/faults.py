@@ -95,11 +95,11 @@ def possible(port: Port, method: str, kind: FaultKind) -> bool:
     """Whether a call of this method can have a fault of this kind.
 
     A scheduler's command is a process of its own, so it may arrive after its caller has given up. A host library does
-    nothing after its caller has gone."""
+    nothing after its caller has gone, and a file is written by the caller itself."""
     if kind in (FaultKind.STALE, FaultKind.TORN):
         return (port, method) == ("scheduler", "observe")
     if kind is FaultKind.LATE:
-        return port == "scheduler" and method not in ("observe", "bootstrap", "user")
+        return port == "scheduler" and method not in ("observe", "bootstrap", "user", "publish")
     return True
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from random import Random
 
 from multiverse.controller.loop import Controller
-from multiverse.core.errors import Exhausted
+from multiverse.core.errors import Exhausted, Refused
 from multiverse.core.transition import Command
 from multiverse.ports import Clock
 from multiverse.simulation.clock import VirtualClock
@@ -133,7 +133,11 @@ class _Simulation:
         cluster = self.world.cluster
         await cluster.answers()  # users try again until they get an answer
         batch, tasks = arrival.batch, arrival.tasks
-        ids = cluster.submit_array(batch, tasks) if tasks else [cluster.submit(batch)]
+        try:
+            ids = cluster.submit_array(batch, tasks) if tasks else [cluster.submit(batch)]
+        except Refused as error:
+            self._log(f"a job of {batch.nodes} x {batch.size} is refused: {error}")
+            return
         self._log(f"user submits {', '.join(ids)}: {batch.nodes} x {batch.size}, {batch.seconds:g} s")
         records = [cluster.jobs[job_id] for job_id in ids]
         passed = 0.0
