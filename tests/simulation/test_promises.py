@@ -233,8 +233,9 @@ def test_an_image_that_appears_after_the_job_was_submitted_is_used(since: float,
 
 def test_a_deleted_template_is_charged_while_vms_map_it() -> None:
     policy = Policy(subnet=IPv4Network("10.9.0.0/16"), gateway="10.9.0.1")
-    one = vm_claim(vm_size(Size(1, 300), policy.base, policy), policy).memory
-    host = Host("h1", Size(8, policy.base.memory + 2 * one, 65536), ABILITIES)
+    empty = Host("h1", Size(8, 0, 65536), ABILITIES)
+    one = vm_claim(vm_size(Size(1, 300), policy.base, empty, policy), empty).memory
+    host = replace(empty, capacity=Size(8, policy.base.memory + 2 * one, 65536))
     arrivals = tuple(Arrival(at, Batch(size=Size(1, 300), seconds=60.0)) for at in (1.0, 12.0))
     deleted = Incident(11.0, IncidentKind.TEMPLATE_DELETED)
     outcome = keeps_its_promises(Scenario(7, arrivals, WorldSettings((host,)), incidents=(deleted,)))
@@ -510,7 +511,7 @@ def test_a_broken_planner_is_found_and_its_scenario_shrunk_saved_and_replayed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """If claims were never released, the simulation would report that in a short story."""
-    monkeypatch.setattr("multiverse.core.machines.vm._step_releasing", lambda *_: None)
+    monkeypatch.setattr("multiverse.core.machines.vm._step_leaving", lambda *_: None)
     arrivals = (
         *ONE.arrivals,
         Arrival(2.0, Batch(seconds=1.0)),
@@ -546,13 +547,13 @@ def test_the_world_reports_a_healthy_run_that_the_controller_ends(monkeypatch: p
     """The job is queued again and completes, but its first run is lost."""
     step, ended = planner.step_vm, set[int]()
 
-    def unsound(draft: State, vm_id: int, world: World, policy: Policy) -> None:
-        vm = draft.vms.get(vm_id)
+    def unsound(state: State, vm_id: int, world: World, policy: Policy) -> None:
+        vm = state.vms.get(vm_id)
         if vm is not None and vm.state is VmState.SERVING and not ended:
             ended.add(vm_id)
-            vm_machine._fail(draft, vm, Event.DIED, "no reason")
+            state.move(Change(replace(vm, state=VmState.ENDING), Event.DIED, "no reason"))
         else:
-            step(draft, vm_id, world, policy)
+            step(state, vm_id, world, policy)
 
     monkeypatch.setattr(planner, "step_vm", unsound)
     outcome = simulate(replace(ONE, arrivals=(Arrival(1.0, Batch(seconds=30.0)),)))
@@ -561,10 +562,10 @@ def test_the_world_reports_a_healthy_run_that_the_controller_ends(monkeypatch: p
 
 
 def test_the_world_reports_a_vm_without_a_claim(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unsound(draft: State, vm: Vm, world: World) -> None:
-        draft.move(Change(replace(vm, state=VmState.GONE), Event.ABSENT), free=[vm.key])
+    def unsound(state: State, vm: Vm, world: World) -> None:
+        state.move(Change(replace(vm, state=VmState.GONE), Event.ABSENT), free=[vm.key])
 
-    monkeypatch.setattr(vm_machine, "_step_releasing", unsound)
+    monkeypatch.setattr(vm_machine, "_step_leaving", unsound)
     assert any("nothing is claimed for it" in wrong for wrong in simulate(ONE).violations)
 
 
