@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import replace
+from pathlib import Path
 
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
@@ -61,9 +62,11 @@ class PlannerHarness:
     After each commit the state in memory is compared with what the store has, and its indexes with indexes made
     anew."""
 
-    def __init__(self, policy: Policy = POLICY, cpus: int = 4, memory: int = 8192) -> None:
+    def __init__(
+        self, policy: Policy = POLICY, cpus: int = 4, memory: int = 8192, path: Path | str = ":memory:"
+    ) -> None:
         self.clock, self.policy = ManualClock(), policy
-        self.store = Store(":memory:", self.clock, site="test0")
+        self.store = Store(path, self.clock, site="test0")
         self.jobs: dict[str, Job] = {}
         self.nodes: dict[str, Node] = {}
         abilities = frozenset({"instant", "full"})

@@ -19,10 +19,10 @@ from multiverse.core.model import (
     Job,
     JobState,
     Key,
+    KnownHost,
     Request,
     Row,
     SchedulerView,
-    Seen,
     Size,
     Template,
     TemplateCondition,
@@ -39,11 +39,12 @@ from multiverse.core.planner import plan
 from multiverse.core.policy import Policy, Pool
 from multiverse.core.provisioning.admission import references
 from multiverse.core.provisioning.capacity import room_of
+from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.sizes import template_claim, vm_claim, vm_size
 from multiverse.core.state import Rows, State
 from multiverse.core.transition import Change, Command, Event
 from tests.unit.planner_harness import POLICY
-from tests.unit.rows import IMAGES, as_ready, attempt, changes_of, rows, template, vm
+from tests.unit.rows import IMAGES, SOURCE, as_ready, attempt, changes_of, rows, template, vm, world_of
 
 A, V, T = AttemptState, VmState, TemplateState
 SMALL = Size(1, 100)
@@ -73,8 +74,12 @@ def planned(here: Rows, *hosts: Host, now: float = NOW, policy: Policy = POLICY)
         if a.state is A.QUEUED
     }
     view = HypervisorView({h.name: h for h in hosts}, {}, as_ready(here.templates.values()))
-    moves = plan(here, World(Seen(SchedulerView(jobs), now), Seen(view, now)), [], now, policy)
-    return changes_of(moves)
+    return decisions(here, world_of(SchedulerView(jobs), view, now), now=now, policy=policy)
+
+
+def decisions(here: Rows, world: World, *commands: Command, now: float = NOW, policy: Policy = POLICY) -> list[Change]:
+    """The changes of one pass on these rows."""
+    return changes_of(plan(State(here, TABLES, now), world, commands, now, policy))
 
 
 def of(changes: list[Change], kind: str) -> list[Change]:
@@ -96,10 +101,10 @@ def test_a_template_is_held_by_the_instant_clones_of_its_image_on_its_host() -> 
         vm(V.SERVING, id=4, image="other"),
         vm(V.SERVING, id=5, kind=CloneKind.FULL),
     )
-    draft = State(here, NOW, TABLES)
-    assert references(draft, template(T.READY)) == 2
-    assert references(draft, template(T.READY, host="h2")) == 1
-    assert references(draft, template(T.READY, host="h2", image="other")) == 0
+    state = State(here, TABLES, NOW)
+    assert references(state, template(T.READY).which) == 2
+    assert references(state, template(T.READY, host="h2").which) == 1
+    assert references(state, template(T.READY, host="h2", image="other").which) == 0
 
 
 def test_what_nothing_holds_and_nobody_in_the_queue_wants_makes_way_the_oldest_first() -> None:
@@ -197,7 +202,7 @@ def test_an_image_that_can_plug_nothing_gets_a_template_of_the_size_and_its_vms_
 def test_what_an_image_can_plug_is_plugged(can: tuple[str, ...], parent: Size, size: Size) -> None:
     here = rows(attempt(A.QUEUED, request=Request(1, Size(2, 700))), template(T.READY, size=parent))
     (made,) = of(planned(here, stiff(can=can)), "vm")
-    assert isinstance(made.row, Vm) and (made.row.parent, made.row.size) == (parent, size)
+    assert isinstance(made.row, Vm) and (made.row.template_size, made.row.size) == (parent, size)
 
 
 def test_the_closest_template_that_is_ready_serves_before_another_is_built() -> None:
@@ -212,7 +217,7 @@ def test_the_closest_template_that_is_ready_serves_before_another_is_built() -> 
     )
     changes = planned(here, stiff())
     (made,) = of(changes, "vm")
-    assert isinstance(made.row, Vm) and made.row.parent == made.row.size == Size(2, 512)
+    assert isinstance(made.row, Vm) and made.row.template_size == made.row.size == Size(2, 512)
 
 
 def test_a_gang_that_would_never_have_room_with_a_larger_template_gets_one_of_its_own() -> None:
@@ -257,7 +262,7 @@ def test_a_job_too_large_for_the_hosts_that_have_its_image_waits_while_it_may_co
     for other in (host("h2", memory=2048), replace(host("h2", memory=65536), images=small.images)):
         (change, *_) = of(planned(here, small, other), "attempt")
         assert (change.event is Event.IMPOSSIBLE) == (other.capacity.memory < 3000)
-    away = replace(here, hosts=frozenset({"h1", "h2", "h3"}))
+    away = replace(here, hosts={name: KnownHost(name, SOURCE) for name in ("h1", "h2", "h3")})
     (told,) = notes(planned(away, small, host("h2", memory=65536))).values()
     assert "fits on no host" in told and told.endswith("; without image mine: h2; out of reach now: h3")
     (told,) = notes(planned(away, host(memory=65536))).values()
@@ -277,7 +282,7 @@ def test_nothing_makes_way_on_a_host_that_lacks_the_image() -> None:
     busy = replace(vm(V.SERVING, id=3, image="mine", since=NOW), size=Size(2, 512))
     idle_node = replace(vm(V.JOINED, since=NOW), pool=Depth.JOINED, size=Size(2, 512), node_size=Size(2, 100))
     elsewhere, here = replace(idle_node, id=7, host="h2"), replace(idle_node, id=8, image="mine")
-    claims = [Claim(one.key, one.host, vm_claim(one.size, POLICY)) for one in (busy, elsewhere, here)]
+    claims = [Claim(one.key, one.host, vm_claim(one.size, host())) for one in (busy, elsewhere, here)]
     claims += [Claim(idle.key, "h2", Size(0, 3000)), Claim(mine.key, "h1", Size(0, 256))]
     hosts = [replace(host(name), images={image: IMAGES["slim"]}) for name, image in (("h1", "mine"), ("h2", "slim"))]
     asks = attempt(A.QUEUED, request=Request(1, SMALL, image="mine"))
@@ -293,13 +298,14 @@ def test_one_that_boots_needs_no_template_beside_it_to_have_room() -> None:
     """An idle template is in its way, not others on the machine: that is retired."""
     idle = template(T.READY)
     asks = attempt(A.QUEUED, request=Request(1, Size(1, 5000), kind=CloneKind.FULL))
-    claim = vm_claim(vm_size(Size(1, 5000), BOLD.base, BOLD), BOLD).memory
+    claim = vm_claim(vm_size(Size(1, 5000), BOLD.base, host(), BOLD), host()).memory
     h1 = replace(host(cpus=64, memory=8192, abilities=("instant", "full")), available=1000 + claim - 256)
     here = rows(asks, idle, claims=[Claim(idle.key, "h1", template_claim(idle.size, h1))])
     job = Job(asks.job, "hello", 1000, JobState.PENDING, asks.request)
     seen = {idle.which: replace(as_ready([idle])[idle.which], held=256.0)}
-    world = World(Seen(SchedulerView({"7": job}), NOW), Seen(HypervisorView({"h1": h1}, {}, seen), NOW))
-    changes = changes_of(plan(here, world, [], NOW, BOLD))
+    changes = decisions(
+        here, world_of(SchedulerView({"7": job}), HypervisorView({"h1": h1}, {}, seen), NOW), policy=BOLD
+    )
     assert [c.row.key for c in changes if c.event is Event.DROPPED] == [idle.key]
 
 
@@ -350,8 +356,7 @@ def test_an_operator_drops_the_templates_that_he_describes() -> None:
 
     def dropped(**which: object) -> list[int]:
         command = Command("drop", "h1", "slim", **which)  # type: ignore[arg-type]
-        moves = plan(rows(*some), World(), [command], NOW, POLICY)
-        return [change.row.id for move in moves for change in move.changes if change.event is Event.DROPPED]
+        return [c.row.id for c in decisions(rows(*some), World(), command) if c.event is Event.DROPPED]
 
     assert dropped() == [1, 2, 3]
     assert dropped(size=Size(2, 512)) == [2]
@@ -434,18 +439,32 @@ def test_as_many_vms_are_made_at_once_as_may_be_but_one_gang_larger_than_that() 
 
 def obeyed(here: Rows, command: Command) -> list[Change]:
     """What a command alone does, with nothing seen of the world."""
-    return [change for move in plan(here, World(), [command], NOW, POLICY) for change in move.changes]
+    return decisions(here, World(), command)
 
 
-def test_a_fence_releases_what_is_lost_on_that_host_and_nothing_else() -> None:
+def test_a_fence_ends_all_vms_on_that_host_and_no_others() -> None:
     here = rows(
         vm(V.LOST, id=1, reason="it was out of reach", quarantined="odd"),
         vm(V.LOST, id=2, host="h2"),
         vm(V.SERVING, id=3),
+        vm(V.RELEASING, id=4),
+        known=["h1", "h2"],
     )
-    (change,) = obeyed(here, Command("fence", "h1"))
-    fenced = replace(here.vms[1], state=V.RELEASING, since=NOW, fenced=True, failed=True, quarantined="")
-    assert (change.row, change.event) == (fenced, Event.FENCED)
+    state = State(here, TABLES, NOW)
+    changes = changes_of(plan(state, World(), [Command("fence", "h1")], NOW, POLICY))
+    assert [(c.row.id, c.event) for c in changes] == [(1, Event.FENCED), (3, Event.FENCED)]
+    assert changes[0].row == replace(here.vms[1], state=V.ENDING, since=NOW, quarantined="")
+    assert state.vms[3].state is V.ENDING and "an operator" in state.vms[3].reason
+    assert state.is_fenced("h1") and not state.is_fenced("h2")
+
+
+def test_a_host_that_is_in_sight_or_unknown_cannot_be_fenced() -> None:
+    here = rows(vm(V.SERVING), known=["h1"])
+    view = HypervisorView({"h1": host()}, {"mvtest0-1": VmSeen("mvtest0-1", "h1", VmCondition.RUNNING)})
+    for world, name in ((world_of(None, view, NOW), "h1"), (World(), "h9")):
+        state = State(here, TABLES, NOW)
+        assert plan(state, world, [Command("fence", name)], NOW, POLICY) == []
+        assert not state.is_fenced(name)
 
 
 RETRIED: list[tuple[Row, dict[str, object] | None]] = [
@@ -487,8 +506,7 @@ def limited(here: Rows, left: dict[str, int], uses: dict[int, dict[str, int]], p
         for a in here.attempts.values()
     }
     view = HypervisorView({"h1": host(cpus=8, abilities=["full"])}, {}, {})
-    moves = plan(here, World(Seen(SchedulerView(jobs, {}, left), NOW), Seen(view, NOW)), [], NOW, POLICY)
-    return changes_of(moves)
+    return decisions(here, world_of(SchedulerView(jobs, {}, left), view, NOW))
 
 
 def three(*states: AttemptState) -> Rows:
@@ -536,10 +554,10 @@ def test_a_limit_lowered_below_what_runs_lets_nothing_start() -> None:
 BOLD = replace(POLICY, overcommit=4.0, floor=1000)
 
 
-def crowd(available: int, *vms: tuple[Vm, float], policy: Policy = BOLD) -> str:
+def admission_beside(available: int, *vms: tuple[Vm, float], policy: Policy = BOLD) -> str:
     """Whether a small job is admitted to a host that declares what these VMs claim, and no more; else why not. Beside
     each VM, the memory that it was seen to have."""
-    claims = [Claim(one.key, "h1", vm_claim(one.size, policy)) for one, _ in vms]
+    claims = [Claim(one.key, "h1", vm_claim(one.size, host())) for one, _ in vms]
     ready = template(T.READY)
     claims.append(Claim(ready.key, "h1", template_claim(ready.size, host())))
     h1 = replace(host(cpus=64, memory=sum(claim.size.memory for claim in claims)), available=available)
@@ -548,14 +566,12 @@ def crowd(available: int, *vms: tuple[Vm, float], policy: Policy = BOLD) -> str:
     seen = {one.name: VmSeen(one.name, "h1", VmCondition.RUNNING, private=held) for one, held in vms}
     frozen = TemplateSeen("t", "h1", ready.image, TemplateCondition.READY, ready.size, held=256.0)
     view = HypervisorView({"h1": h1}, seen, {ready.which: frozen})
-    world = World(Seen(SchedulerView({job.ref.job_id: job}), NOW - 1), Seen(view, NOW - 1))
-    (change,) = [
-        c for move in plan(here, world, [], NOW, policy) for c in move.changes if c.row.key == Key("attempt", 1)
-    ]
+    world = world_of(SchedulerView({job.ref.job_id: job}), view, NOW - 1)
+    (change,) = [c for c in decisions(here, world, policy=policy) if c.row.key == Key("attempt", 1)]
     return change.reason
 
 
-CLAIM = vm_claim(vm_size(SMALL, BOLD.base, BOLD), BOLD).memory
+CLAIM = vm_claim(vm_size(SMALL, BOLD.base, host(), BOLD), host()).memory
 
 
 def serving(since: float, serial: int = 5) -> Vm:
@@ -564,33 +580,33 @@ def serving(since: float, serial: int = 5) -> Vm:
 
 def test_a_vm_that_has_run_for_a_while_counts_as_what_it_takes() -> None:
     room = 1000 + CLAIM + 50
-    assert crowd(room, (serving(NOW - 30), 200.0)) == "instant on h1"
-    assert crowd(room, (serving(NOW - 29), 200.0)) == "waiting for memory: h1 must keep 1000 MiB available"
-    assert "must keep" in crowd(room, (serving(NOW - 30), 0.0)), "nobody has measured it"
-    assert "must keep" in crowd(room, (replace(serving(NOW - 300), state=V.RELEASING), 200.0))
+    assert admission_beside(room, (serving(NOW - 30), 200.0)) == "instant on h1"
+    assert admission_beside(room, (serving(NOW - 29), 200.0)) == "waiting for memory: h1 must keep 1000 MiB available"
+    assert "must keep" in admission_beside(room, (serving(NOW - 30), 0.0)), "nobody has measured it"
+    assert "must keep" in admission_beside(room, (replace(serving(NOW - 300), state=V.RELEASING), 200.0))
 
 
 def test_the_floor_is_kept_to_the_last_mib() -> None:
-    assert crowd(1000 + CLAIM + 50, (serving(0.0), 200.0)) == "instant on h1"
-    assert "must keep 1000 MiB" in crowd(1000 + CLAIM + 49, (serving(0.0), 200.0))
+    assert admission_beside(1000 + CLAIM + 50, (serving(0.0), 200.0)) == "instant on h1"
+    assert "must keep 1000 MiB" in admission_beside(1000 + CLAIM + 49, (serving(0.0), 200.0))
 
 
 def test_without_over_commit_nobody_asks_what_the_machine_has_left() -> None:
-    assert "the hosts are full" in crowd(100_000, (serving(0.0), 200.0), policy=POLICY)
+    assert "the hosts are full" in admission_beside(100_000, (serving(0.0), 200.0), policy=POLICY)
 
 
 def test_no_more_is_claimed_than_may_be_however_little_is_taken() -> None:
     many = [(serving(0.0, serial), 20.0) for serial in range(5, 8)]
-    assert crowd(100_000, *many) == "instant on h1"
+    assert admission_beside(100_000, *many) == "instant on h1"
     barely = replace(BOLD, overcommit=1.0 + (CLAIM - 1) / (3 * 2336 + 256))
-    assert "the hosts are full" in crowd(100_000, *many, policy=barely)
+    assert "the hosts are full" in admission_beside(100_000, *many, policy=barely)
 
 
 def test_nobody_waits_behind_a_job_whose_memory_others_on_the_machine_have() -> None:
     ready, busy = template(T.READY), replace(serving(0.0), size=Size(1, 4096))
     here = rows(attempt(A.QUEUED, request=Request(1, Size(1, 5000))), attempt(A.QUEUED, id=2, job="8"), ready, busy,
                 claims=[Claim(ready.key, "h1", template_claim(ready.size, host())),
-                        Claim(busy.key, "h1", vm_claim(busy.size, BOLD))])  # fmt: skip
+                        Claim(busy.key, "h1", vm_claim(busy.size, host()))])  # fmt: skip
 
     def decided(available: int, held: float) -> tuple[list[int], dict[int, str]]:
         """Who is admitted, and what the others are told."""
@@ -599,12 +615,11 @@ def test_nobody_waits_behind_a_job_whose_memory_others_on_the_machine_have() -> 
         seen = {busy.name: VmSeen(busy.name, "h1", VmCondition.RUNNING, private=held)}
         h1 = replace(host(cpus=64, memory=8192), available=available)
         view = HypervisorView({"h1": h1}, seen, as_ready([ready]))
-        moves = plan(here, World(Seen(SchedulerView(jobs), NOW), Seen(view, NOW)), [], NOW, BOLD)
-        changes = [change for move in moves for change in move.changes]
+        changes = decisions(here, world_of(SchedulerView(jobs), view, NOW), policy=BOLD)
         return [c.row.attempt for c in of(changes, "vm") if isinstance(c.row, Vm) and c.row.attempt], notes(changes)
 
     # Its own claim, and that of the template beside it.
-    need = vm_claim(vm_size(Size(1, 5000), BOLD.base, BOLD), BOLD).memory + 256
+    need = vm_claim(vm_size(Size(1, 5000), BOLD.base, host(), BOLD), host()).memory + 256
     floor = "h1 must keep 1000 MiB available"
     both = dict.fromkeys((1, 2), f"waiting for memory: {floor}")
     assert decided(1000 + need - 2000, 2000.0) == ([], both), "it would fit if the VM ended"
@@ -619,12 +634,13 @@ def test_nobody_waits_behind_a_job_whose_memory_others_on_the_machine_have() -> 
 
 def test_memory_of_a_dropped_template_comes_back_with_the_vms_that_map_it() -> None:
     vms = [replace(vm(V.SERVING, id=n, template_id=9), size=Size(1, 512)) for n in (1, 2)]
-    draft = State(rows(*vms, claims=[Claim(one.key, "h1", vm_claim(one.size, BOLD)) for one in vms]), NOW, TABLES)
+    state = State(rows(*vms, claims=[Claim(one.key, "h1", vm_claim(one.size, host())) for one in vms]), TABLES, NOW)
     view = HypervisorView({"h1": replace(host(memory=65536), available=5000)}, {
         one.name: VmSeen(one.name, "h1", VmCondition.RUNNING, private=300.0) for one in vms
     }, {})  # fmt: skip
     coming = 75  # they have settled: a quarter of what they hold
-    left = {n: room_of(draft, view, BOLD, without=[one.key for one in vms[:n]]).free["h1"][1] for n in range(3)}
+    context = Context(state, world_of(None, view, NOW), BOLD)
+    left = {n: room_of(context, without=[one.key for one in vms[:n]]).free["h1"][1] for n in range(3)}
     assert left == {0: 4000 - 2 * coming, 1: 4000 - coming + 300, 2: 4000 + 600 + 256}
 
 
@@ -632,14 +648,13 @@ def test_a_spare_that_gives_way_gives_back_what_it_holds() -> None:
     ready, spare = template(T.READY), replace(vm(V.JOINED, id=5, pool=Depth.JOINED, since=NOW), size=Size(1, 1024))
     here = rows(attempt(A.QUEUED, request=Request(1, Size(2, 100))), ready, spare,
                 claims=[Claim(ready.key, "h1", template_claim(ready.size, host())),
-                        Claim(spare.key, "h1", vm_claim(spare.size, BOLD))])  # fmt: skip
+                        Claim(spare.key, "h1", vm_claim(spare.size, host()))])  # fmt: skip
     job = Job(here.attempts[1].job, "hello", 1000, JobState.PENDING, here.attempts[1].request)
     pooled = replace(BOLD, pools=(Pool("slim", Depth.JOINED, 1, 1, SMALL, 1e9),))
     for held, released in ((float(CLAIM), True), (float(CLAIM - 1), False)):
         seen = {spare.name: VmSeen(spare.name, "h1", VmCondition.RUNNING, private=held)}
         h1 = replace(host(cpus=64, memory=8192), available=1000 + 256)  # the template's, and nothing more
         view = HypervisorView({"h1": h1}, seen, as_ready([ready]))
-        world = World(Seen(SchedulerView({"7": job}), NOW), Seen(view, NOW))
-        changes = [c for move in plan(here, world, [], NOW, pooled) for c in move.changes]
+        changes = decisions(here, world_of(SchedulerView({"7": job}), view, NOW), policy=pooled)
         gone = [c for c in of(changes, "vm") if c.event is Event.RELEASED and c.reason == "its memory is needed"]
         assert bool(gone) == released, held

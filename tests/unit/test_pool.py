@@ -6,16 +6,17 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from multiverse.core.provisioning.forecast import ForecastRecorder
 
+from multiverse.controller.forecast import ForecastRecorder
 from multiverse.core.errors import Broken
-from multiverse.core.machines.tables import TABLES, effect_of
+from multiverse.core.machines.tables import effect_of
 from multiverse.core.model import (
     AttemptState,
     CloneKind,
     Depth,
     Forecast,
     Host,
+    HypervisorView,
     Key,
     NodeState,
     Request,
@@ -23,14 +24,13 @@ from multiverse.core.model import (
     TemplateState,
     Vm,
     VmState,
-    World,
 )
 from multiverse.core.policy import Policy, Pool
 from multiverse.core.provisioning.clones import choose_clones
+from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.pacing import paid, wait_for
 from multiverse.core.provisioning.pools import pool_status
 from multiverse.core.provisioning.spares import node_spec
-from multiverse.core.state import State
 from multiverse.core.transition import Change, EffectKind, Event, Move
 from tests.unit import rows as hand
 from tests.unit.planner_harness import POLICY, PlannerHarness, failed
@@ -65,7 +65,7 @@ def test_a_parked_pool_is_filled_and_holds_hardly_anything() -> None:
     vms = fill(s)
     assert [(vm.state, vm.pool, vm.size) for vm in vms] == [(V.PARKED, Depth.PARKED, POLICY.base)] * 2
     held = [claim.size for claim in s.rows.claims if claim.owner.kind == "vm"]
-    assert held == [Size(0, POLICY.vm_overhead, 0)] * 2
+    assert held == [Size(0, s.hosts["h1"].vm_overhead, 0)] * 2
     assert effect_of(vms[0]) is None
 
 
@@ -138,7 +138,7 @@ def test_a_job_takes_a_parked_vm_and_its_size_with_it() -> None:
     assert (vm.id, vm.state, vm.node_size) == (first.id, V.STARTING, Size(3, 1000))
     assert vm.size.cpus == 3 and vm.size.memory >= 1000
     claim = next(claim.size for claim in s.rows.claims if claim.owner == vm.key)
-    assert (claim.cpus, claim.memory) == (3, vm.size.memory + POLICY.vm_overhead)
+    assert (claim.cpus, claim.memory) == (3, vm.size.memory + s.hosts["h1"].vm_overhead)
     assert len([v for v in s.rows.vms.values() if v.state is V.PLANNED]) == 1, "the pool is refilled behind it"
 
 
@@ -245,7 +245,7 @@ def test_what_is_too_old_is_replaced(pool: Pool) -> None:
     s.pass_time(101.0)
     s.run()
     old = s.rows.vms[vm.id]
-    assert (old.state, old.forget) == (V.RELEASING, True) and "older than 100 s" in old.reason
+    assert old.state is V.RELEASING and "older than 100 s" in old.reason
     assert len([v for v in s.rows.vms.values() if v.state is V.PLANNED]) == 1
 
 
@@ -362,11 +362,11 @@ def chosen(template: T | None, *, kind: CloneKind = CloneKind.AUTO, abilities: s
     policy = replace(POLICY, kind=kind, rates={CloneKind.INSTANT: 1.0})
     some = [hand.template(template, since=since)] if template else []
     attempt = hand.attempt(A.QUEUED)
-    world = World(forecast=Forecast(**forecast))  # type: ignore[arg-type]
-    draft = State(PlannerHarness().rows, 100.0, TABLES, world.forecast.paced)
-    draft.templates = {row.id: row for row in some}
     hosts = {"h1": Host("h1", Size(4, 4096, 65536), frozenset(abilities.split()), images=hand.IMAGES)}
-    choice, _ = choose_clones(draft, attempt, hosts, world, policy)
+    world = hand.world_of(None, HypervisorView(hosts), 99.0, forecast=Forecast(**forecast))  # type: ignore[arg-type]
+    state = hand.state(attempt, *some, now=100.0)
+    state.paced = dict(world.forecast.paced)
+    choice = choose_clones(Context(state, world, policy), attempt)
     return choice.kind, choice.why, choice.prepare
 
 
@@ -546,7 +546,7 @@ def test_what_boots_has_the_template_made_for_those_after_it_and_does_not_wait_f
         s.commit()
     (template,) = s.rows.templates.values()
     assert template.state is T.BUILDING and s.attempt().state is A.CLAIMED
-    assert s.all_vms()[0].kind is CloneKind.LINKED and s.all_vms()[0].parent is None
+    assert s.all_vms()[0].kind is CloneKind.LINKED and s.all_vms()[0].template_size is None
     (needed,) = [entry for entry in s.store.journal() if entry.event == "needed"]
     assert needed.reason == "others like this job will need it"
 
@@ -578,11 +578,13 @@ def test_a_pool_stands_with_what_is_ready_and_what_is_being_made() -> None:
     s = harness(PARKED, JOINED)
     s.run()
     s.run()
-    by_depth = {one.pool.depth: one for one in pool_status(s.rows, World(), s.policy)}
+    by_depth = {one.pool.depth: one for one in pool_status(Context(s.state, s.world, s.policy))}
     making = by_depth[Depth.PARKED].making + by_depth[Depth.JOINED].making
     assert making > 0 and by_depth[Depth.PARKED].ready == 0
     fill(s)
-    found = {one.pool.depth: (one.wanted, one.ready, one.making) for one in pool_status(s.rows, World(), s.policy)}
+    found = {
+        one.pool.depth: (one.wanted, one.ready, one.making) for one in pool_status(Context(s.state, s.world, s.policy))
+    }
     assert found == {Depth.PARKED: (2, 2, 0), Depth.JOINED: (1, 1, 0)}
 
 

@@ -1,12 +1,15 @@
-"""Admission at its edges: what mutation testing found that no other test would have noticed."""
+"""Admission, case by case (see the docstring of `provisioning.admission`), and the order of the cases."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import replace
+import ipaddress
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field, replace
+from itertools import combinations
 
 import pytest
 
+from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
     Attempt,
     AttemptState,
@@ -25,7 +28,6 @@ from multiverse.core.model import (
     Request,
     Row,
     SchedulerView,
-    Seen,
     Size,
     Template,
     TemplateState,
@@ -33,14 +35,17 @@ from multiverse.core.model import (
     VmCondition,
     VmSeen,
     VmState,
-    World,
 )
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy, Pool
+from multiverse.core.provisioning.admission import admit
+from multiverse.core.provisioning.capacity import Blockage, largest_on
+from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.sizes import template_claim, vm_claim, vm_size
+from multiverse.core.state import State
 from multiverse.core.transition import Change, Event
 from tests.unit.planner_harness import POLICY
-from tests.unit.rows import IMAGES, as_ready, attempt, changes_of, rows, template, vm
+from tests.unit.rows import IMAGES, as_ready, attempt, changes_of, rows, state, template, vm, world_of
 
 A, V, T = AttemptState, VmState, TemplateState
 NOW = 1000.0
@@ -81,13 +86,14 @@ def decided(*some: Row, hosts: Collection[Host] = (), policy: Policy = EAGER, cl
         if one.state is not V.PLANNED and one.id not in unseen
     }
     nodes_ = {one.name: Node(one.name, NodeState.IDLE) for one in here.vms.values() if one.state is V.JOINED}
-    world = World(
-        Seen(SchedulerView(jobs, nodes_, limits or {}), began),
-        Seen(HypervisorView({one.name: one for one in hosts}, vms, as_ready(some)), began),
-        {Key("attempt", number): float("inf") for number in gone},
-        Forecast(**forecast),  # type: ignore[arg-type]
+    world = world_of(
+        SchedulerView(jobs, nodes_, limits or {}),
+        HypervisorView({one.name: one for one in hosts}, vms, as_ready(some)),
+        began,
+        effect_ended_at={Key("attempt", number): float("inf") for number in gone},
+        forecast=Forecast(**forecast),  # type: ignore[arg-type]
     )
-    changes = changes_of(plan(here, world, [], NOW, policy))
+    changes = changes_of(plan(State(here, TABLES, NOW), world, [], NOW, policy))
     assert not [c for c in changes if c.event is Event.QUARANTINED]
     return changes
 
@@ -109,8 +115,268 @@ def templates(changes: list[Change]) -> list[tuple[Event, Template]]:
 
 
 def claim_of(one: Vm | Template) -> Claim:
-    size = vm_claim(one.size, POLICY) if isinstance(one, Vm) else template_claim(one.size, host())
+    size = vm_claim(one.size, host()) if isinstance(one, Vm) else template_claim(one.size, host())
     return Claim(one.key, one.host, size)
+
+
+# --- the thirteen cases ------------------------------------------------------------------------------
+
+
+@dataclass
+class Scenario:
+    """A job, number 5, that can be admitted at once; each function below makes one case apply to it as well."""
+
+    request: Request = Request(1, SMALL)
+    attempt: dict[str, object] = field(default_factory=dict)
+    job: dict[str, object] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    templates: list[Row] = field(default_factory=lambda: [READY])
+    claims: list[Claim] = field(default_factory=list)
+    known: list[str] = field(default_factory=lambda: ["h1"])
+    limits: dict[str, int] = field(default_factory=dict)
+    policy: dict[str, object] = field(default_factory=dict)
+    paced: dict[tuple[str, str, CloneKind], float] = field(default_factory=dict)
+    behind: list[Attempt] = field(default_factory=list)
+
+    def admit(self) -> Outcomes:
+        values: dict[str, object] = {"request": self.request, "since": NOW - 50, **self.attempt}
+        asks = attempt(values.pop("state", A.QUEUED), id=5, job="5", **values)  # type: ignore[arg-type]
+        some = [*self.rows, asks, *self.behind]
+        here = state(*some, *self.templates, claims=self.claims, known=self.known, now=NOW)
+        here.paced = dict(self.paced)
+        waiting = [one for one in some if isinstance(one, Attempt) and one.state is not A.RECLAIMING]
+        jobs = {one.job.job_id: Job(one.job, "hello", 1000, JobState.PENDING, one.request, rank=one.id)
+                for one in waiting}  # fmt: skip
+        jobs["5"] = replace(jobs["5"], **self.job)  # type: ignore[arg-type]
+        joined = [one for one in self.rows if isinstance(one, Vm) and one.state is V.JOINED]
+        world = world_of(
+            SchedulerView(jobs, {one.name: Node(one.name, NodeState.IDLE) for one in joined}, self.limits),
+            HypervisorView(
+                {"h1": host()},
+                {one.name: VmSeen(one.name, "h1", VmCondition.RUNNING) for one in joined},
+                as_ready(self.templates),
+            ),
+            NOW,
+        )
+        blockage = admit(Context(here, world, replace(EAGER, **self.policy)))  # type: ignore[arg-type]
+        return Outcomes(changes_of(here.moves), blockage)
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """What one round of admission decided."""
+
+    changes: list[Change]
+    blockage: Blockage
+
+    def of(self, number: int) -> tuple[Event | None, str]:
+        """The event of an attempt, and its reason; None if nothing was decided about it."""
+        found = [(c.event, c.reason) for c in self.changes if c.row.key == Key("attempt", number)]
+        assert len(found) <= 1, "one decision in a round"
+        return found[0] if found else (None, "")
+
+
+def job_has_changed(s: Scenario) -> None:
+    s.job["ref"] = JobRef("5", 999)
+
+
+def job_cannot_be_served(s: Scenario) -> None:
+    s.job["problem"] = "two partitions"
+
+
+def job_is_too_large(s: Scenario) -> None:
+    s.request = replace(s.request, size=Size(99, 100))
+
+
+def job_is_held(s: Scenario) -> None:
+    s.job["eligible"] = False
+
+
+def job_is_not_at_the_gate(s: Scenario) -> None:
+    s.attempt["state"] = A.UNGATED
+
+
+def job_is_in_its_back_off(s: Scenario) -> None:
+    s.attempt["not_before"] = NOW + 0.5
+
+
+def earlier_run_is_lost(s: Scenario) -> None:
+    s.attempt["restarts"] = 1
+    s.rows += [attempt(A.RECLAIMING, id=1, job="5", outcome="requeued"), vm(V.LOST, id=1, attempt=1, host="h2")]
+
+
+def limit_is_used_up(s: Scenario) -> None:
+    s.job["uses"] = (("cpu", 1),)
+    s.limits["cpu"] = 0
+
+
+def earlier_job_waits_for_room(s: Scenario) -> None:
+    """It boots and is for the whole host, of which one CPU is in use."""
+    s.rows.append(queued(2, Size(64, 100), kind=CloneKind.FULL))
+    s.claims.append(Claim(Key("vm", 90), "h1", Size(1, 0)))
+
+
+def joined_spare_fits(s: Scenario) -> None:
+    s.rows.append(vm(V.JOINED, id=8, pool=Depth.JOINED, since=NOW - 50))
+    s.policy["pools"] = (replace(PARKED, depth=Depth.JOINED),)
+
+
+def turn_is_over(s: Scenario) -> None:
+    s.rows += [attempt(A.SPAWNING, id=3, job="3"), vm(V.STARTING, id=3, attempt=3)]
+    s.policy["provisioning"] = 1
+
+
+def template_is_missing(s: Scenario) -> None:
+    s.templates = []
+
+
+def pace_is_used_up(s: Scenario) -> None:
+    s.policy["rates"] = {CloneKind.INSTANT: 0.25}
+    s.paced["h1", "slim", CloneKind.INSTANT] = NOW + 60
+
+
+def host_is_full(s: Scenario) -> None:
+    s.claims.append(Claim(Key("vm", 91), "h1", Size(64, 0)))
+
+
+def addresses_are_used_up(s: Scenario) -> None:
+    s.policy |= {"subnet": ipaddress.IPv4Network("10.9.0.0/30"), "first_address": 2, "gateway": "10.9.0.2"}
+
+
+Case = Callable[[Scenario], None]
+Expected = tuple[Event | None, str]
+
+CASES: list[tuple[int, Case, Expected]] = [
+    (1, job_has_changed, (None, "")),
+    (2, job_cannot_be_served, (Event.IMPOSSIBLE, "two partitions")),
+    (3, job_is_too_large, (Event.IMPOSSIBLE, "fits on no host")),
+    (4, job_is_held, (None, "")),
+    (4, job_is_not_at_the_gate, (None, "")),
+    (4, job_is_in_its_back_off, (None, "")),
+    (5, earlier_run_is_lost, (Event.NOTED, "its earlier run may go on in mvtest0-1")),
+    (6, limit_is_used_up, (Event.NOTED, "held back by cpu")),
+    (7, earlier_job_waits_for_room, (Event.NOTED, "waiting for capacity: the hosts are full")),
+    (8, joined_spare_fits, (Event.ADMITTED, "joined before")),
+    (9, turn_is_over, (Event.NOTED, "as many VMs as may be made at once")),
+    (10, template_is_missing, (Event.NOTED, "the template of image slim is being built on h1")),
+    (11, pace_is_used_up, (Event.NOTED, "0.25 a second")),
+    (12, host_is_full, (Event.NOTED, "waiting for capacity: the hosts are full")),
+    (12, addresses_are_used_up, (Event.NOTED, "waiting for a free address")),
+    (13, lambda _: None, (Event.ADMITTED, "instant on h1")),
+]
+NAMES = [f"{number}-{case.__name__}" for number, case, _ in CASES]
+
+
+@pytest.mark.parametrize(("number", "case", "expected"), CASES, ids=NAMES)
+def test_each_case_decides(number: int, case: Case, expected: Expected) -> None:
+    scenario = Scenario()
+    case(scenario)
+    event, reason = scenario.admit().of(5)
+    assert event is expected[0] and expected[1] in reason
+
+
+PAIRS = [
+    pytest.param(first, second, expected, id=f"{first.__name__}-{second.__name__}")
+    for (n, first, expected), (m, second, _) in combinations(CASES[:-1], 2)
+    if n < m
+    # Where the turn is over the earlier job waits for it too, and so its reason is that.
+    if (first, second) != (earlier_job_waits_for_room, turn_is_over)
+]
+
+
+@pytest.mark.parametrize(("first", "second", "expected"), PAIRS)
+def test_of_two_cases_that_apply_the_first_decides(first: Case, second: Case, expected: Expected) -> None:
+    scenario = Scenario()
+    for case in (first, second):
+        case(scenario)
+    event, reason = scenario.admit().of(5)
+    assert event is expected[0] and expected[1] in reason
+
+
+def test_a_job_behind_one_that_waits_for_a_turn_waits_for_the_same() -> None:
+    scenario = Scenario()
+    earlier_job_waits_for_room(scenario)
+    turn_is_over(scenario)
+    outcomes = scenario.admit()
+    assert outcomes.of(5) == outcomes.of(2) and "turn" in outcomes.of(5)[1]
+
+
+@pytest.mark.parametrize(("eligible", "event"), [(True, Event.NOTED), (False, None)])
+def test_a_job_too_large_for_hosts_in_sight_waits_for_the_others_and_has_a_reason_if_it_is_not_held(
+    eligible: bool, event: Event | None
+) -> None:
+    scenario = Scenario(known=["h1", "h2"])
+    job_is_too_large(scenario)
+    scenario.job["eligible"] = eligible
+    outcomes = scenario.admit()
+    assert outcomes.of(5)[0] is event and ("out of reach now: h2" in outcomes.of(5)[1]) is eligible
+    assert outcomes.blockage is Blockage.NONE
+
+
+# Another job, of one booted VM with one CPU, is next in the queue.
+NEXT = queued(6, kind=CloneKind.FULL)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for number, case, _ in CASES if number in (1, 2, 3, 4, 5, 6, 8, 10, 11, 13)],
+    ids=lambda case: case.__name__,
+)
+def test_these_cases_block_no_job_behind(case: Case) -> None:
+    scenario = Scenario(behind=[NEXT])
+    case(scenario)
+    outcomes = scenario.admit()
+    assert outcomes.of(6)[0] is Event.ADMITTED and outcomes.blockage is Blockage.NONE
+
+
+def two_vms(s: Scenario) -> None:
+    s.request = replace(s.request, nodes=2)
+
+
+def turn_lacks_one(s: Scenario) -> None:
+    """One VM more may be made, and the job needs two."""
+    two_vms(s)
+    turn_is_over(s)
+    s.policy["provisioning"] = 2
+
+
+def host_lacks_one_cpu(s: Scenario) -> None:
+    two_vms(s)
+    s.claims.append(Claim(Key("vm", 91), "h1", Size(63, 0)))
+
+
+def subnet_lacks_one_address(s: Scenario) -> None:
+    two_vms(s)
+    s.policy |= {"subnet": ipaddress.IPv4Network("10.9.0.0/29"), "first_address": 5}
+    s.policy["gateway"] = "10.9.0.5"
+
+
+def template_lacks_room(s: Scenario) -> None:
+    template_is_missing(s)
+    s.claims.append(Claim(Key("vm", 91), "h1", Size(0, 65536 - 255)))
+
+
+BLOCKING = [
+    (turn_lacks_one, Blockage.TURN),
+    (host_lacks_one_cpu, Blockage.ROOM),
+    (subnet_lacks_one_address, Blockage.ROOM),
+    (template_lacks_room, Blockage.ROOM),
+]
+
+
+@pytest.mark.parametrize(("case", "blockage"), BLOCKING, ids=lambda value: getattr(value, "__name__", value))
+def test_these_cases_block_the_jobs_behind(case: Case, blockage: Blockage) -> None:
+    scenario = Scenario(behind=[NEXT])
+    case(scenario)
+    outcomes = scenario.admit()
+    assert outcomes.blockage is blockage
+    assert outcomes.of(6) == outcomes.of(5) and outcomes.of(5)[0] is Event.NOTED
+    alone = Scenario(behind=[NEXT])
+    case(alone)
+    job_is_held(alone)
+    without = alone.admit().of(6)
+    assert without != outcomes.of(6), "while the first job is held, the other one is considered for itself"
+    assert without[0] is Event.ADMITTED or case is template_lacks_room
 
 
 # --- whom nothing keeps back ------------------------------------------------------------------------
@@ -154,8 +420,17 @@ def test_a_user_is_told_what_did_not_fit_and_what_would(nodes: int) -> None:
     stiff = host(cpus=4, memory=4096, can="fork")
     (refused,) = [c for c in decided(queued(1, Size(9, 100), nodes=nodes), hosts=[stiff]) if c.event == "impossible"]
     many = "a VM" if nodes == 1 else f"{nodes} VMs"
-    fit = "4 CPUs, 1803 MiB, 65536 MiB disk"
+    fit = "4 CPUs, 1804 MiB, 65536 MiB disk"
     assert refused.reason == f"{many} of 9 CPUs, 100 MiB fits on no host; the largest that fits is {fit} per node"
+
+
+def test_the_reason_names_the_host_with_the_most_memory_and_then_the_most_cpus() -> None:
+    small, roomy, many = host("h1", cpus=16, memory=4096), host("h2", cpus=2), host("h3", cpus=4)
+    for hosts in ((small, roomy, many), (many, roomy, small)):
+        (refused,) = [c for c in decided(queued(1, Size(99, 100)), hosts=hosts) if c.event is Event.IMPOSSIBLE]
+        fit = largest_on(many, "slim", EAGER)
+        assert f"; the largest that fits is {fit} per node" in refused.reason
+        assert fit.cpus == 4 and fit.memory > 4096
 
 
 # --- who is kept back -------------------------------------------------------------------------------
@@ -317,14 +592,14 @@ def test_a_template_with_more_of_what_cannot_be_plugged_serves_on_whichever_host
     hosts = [host("h1", cpus=1), replace(host("h2"), images={"slim": frozenset(can.split())})]
     full = Claim(Key("vm", 90), "h1", Size(1, 0))
     (one,) = made(decided(here, queued(1), hosts=hosts, claims=[full]))
-    assert (one.host, one.parent) == ("h2", ready)
+    assert (one.host, one.template_size) == ("h2", ready)
 
 
 def test_of_templates_with_more_that_with_the_least_memory_serves() -> None:
     lean, fat = template(T.READY, id=1, size=Size(2, 512)), template(T.READY, id=2, size=Size(1, 1024))
     stiff = host(can="fork")
     (one,) = made(decided(fat, lean, queued(1, Size(1, 400)), hosts=[stiff]))
-    assert one.parent == Size(2, 512)
+    assert one.template_size == Size(2, 512)
 
 
 def test_a_template_for_those_that_come_after_is_as_large_as_what_cannot_be_plugged() -> None:
@@ -354,7 +629,7 @@ def test_what_is_not_seen_yet_will_take_all_that_it_claims(state: V, spare: int,
     policy = replace(EAGER, overcommit=1.5, floor=1000)
     runs = attempt(A.ALLOCATED if state is V.SERVING else A.CLAIMED, id=9, job="9")
     other = replace(vm(state, id=9, attempt=9, since=NOW - 40), size=Size(1, 1000))
-    mine = vm_claim(vm_size(SMALL, POLICY.base, POLICY), POLICY).memory
+    mine = vm_claim(vm_size(SMALL, POLICY.base, host(), POLICY), host()).memory
     claims = [claim_of(READY), claim_of(other)]
     coming = 256 + (
         1 if state is V.SERVING else 1032

@@ -1,4 +1,4 @@
-"""The warm pool at its edges: what mutation testing found that no other test would have noticed."""
+"""Spares of the warm pools: which are taken, which give way, which are kept and which are made."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from multiverse.core.model import (
     HypervisorView,
     Job,
     JobState,
-    Key,
     Node,
     NodeState,
+    Observation,
     Request,
     Row,
     SchedulerView,
-    Seen,
     Size,
     Template,
     TemplateState,
@@ -36,15 +35,16 @@ from multiverse.core.model import (
     World,
 )
 from multiverse.core.planner import plan
-from multiverse.core.policy import Pool
+from multiverse.core.policy import Policy, Pool
 from multiverse.core.provisioning.capacity import Room
+from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.eviction import release_spares
-from multiverse.core.provisioning.sizes import vm_claim, vm_size
+from multiverse.core.provisioning.sizes import vm_size
 from multiverse.core.provisioning.spares import give_back, joined_for, parked_for
-from multiverse.core.state import State
-from multiverse.core.transition import Change, Event
+from multiverse.core.state import Rows, State
+from multiverse.core.transition import Change, Event, Move
 from tests.unit.planner_harness import POLICY
-from tests.unit.rows import IMAGES, as_ready, attempt, changes_of, rows, template, vm
+from tests.unit.rows import IMAGES, SOURCE, as_ready, attempt, changes_of, rows, state, template, vm, world_of
 
 A, V, T = AttemptState, VmState, TemplateState
 NOW = 1000.0
@@ -62,9 +62,8 @@ def parked(serial: int = 1, **more: object) -> Vm:
     return vm(V.PARKED, id=serial, **{"pool": Depth.PARKED, "since": NOW - 50, **more})
 
 
-def joined(serial: int = 1, told: Size = Size(1, 100), **more: object) -> Vm:  # noqa: B008
-    made = vm(V.JOINED, id=serial, **{"pool": Depth.JOINED, "since": NOW - 50, **more})
-    return replace(made, told=told)
+def joined(serial: int = 1, node_size: Size = Size(1, 100), **more: object) -> Vm:  # noqa: B008
+    return vm(V.JOINED, id=serial, **{"pool": Depth.JOINED, "since": NOW - 50, "node_size": node_size, **more})
 
 
 def world(*vms: Vm, hosts: Collection[Host] = (), jobs: Collection[Job] = (), nodes: Mapping[str, Node] | None = None,
@@ -74,9 +73,10 @@ def world(*vms: Vm, hosts: Collection[Host] = (), jobs: Collection[Job] = (), no
         one.name: VmSeen(one.name, one.host, VmCondition.DEAD if one.id in dead else VmCondition.RUNNING) for one in vms
     }
     idle = {one.name: Node(one.name, NodeState.IDLE) for one in vms if one.state is V.JOINED}
-    return World(
-        Seen(SchedulerView({job.ref.job_id: job for job in jobs}, idle if nodes is None else nodes), NOW),
-        Seen(HypervisorView({one.name: one for one in hosts or (host(),)}, seen, as_ready(ready)), NOW),
+    return world_of(
+        SchedulerView({job.ref.job_id: job for job in jobs}, idle if nodes is None else nodes, offers=None),
+        HypervisorView({one.name: one for one in hosts or (host(),)}, seen, as_ready(ready)),
+        NOW,
         forecast=Forecast(**forecast),  # type: ignore[arg-type]
     )
 
@@ -95,8 +95,11 @@ def kept(*some: Row, pools: tuple[Pool, ...] = (PARKED,), hosts: Collection[Host
     here = world(*vms, hosts=hosts, jobs=jobs, nodes=nodes, ready=some)
     if forecast is not None:
         here = replace(here, forecast=forecast)
-    moves = plan(rows(*some, claims=claims), here, [], NOW, rules)
-    return changes_of(moves)
+    return changes_of(plan(State(rows(*some, claims=claims), TABLES, NOW), here, [], NOW, rules))
+
+
+def moves_of(here: Rows, shown: World, rules: Policy) -> list[Move]:
+    return plan(State(here, TABLES, NOW), shown, [], NOW, rules)
 
 
 def made(changes: list[Change]) -> list[Vm]:
@@ -113,7 +116,7 @@ READY = template(T.READY)
 
 
 def taken(request: Request, *vms: Vm) -> Vm | None:
-    return joined_for(State(rows(*vms), NOW, TABLES), attempt(A.QUEUED, request=request), "slim", world(*vms), POLICY)
+    return joined_for(Context(state(*vms, now=NOW), world(*vms), POLICY), attempt(A.QUEUED, request=request))
 
 
 def test_a_node_that_has_just_what_is_asked_for_is_taken() -> None:
@@ -127,6 +130,11 @@ def test_the_node_with_the_least_memory_that_is_enough_is_taken_and_the_first_of
     assert taken(Request(1, Size(1, 300)), also, large, fit) == fit
 
 
+def in_pool(state: State, world: World) -> Context:
+    """With a pool of parked spares."""
+    return Context(state, world, replace(POLICY, pools=(PARKED,)))
+
+
 # --- taking: parked ---------------------------------------------------------------------------------
 
 
@@ -137,9 +145,11 @@ def grown(*vms: Vm, nodes: int = 1, size: Size = Size(1, 1000), hosts: Collectio
     room = room or Room({one.name: one for one in hosts}, ())
     parents = {one.name: PARENT for one in hosts}
     found = parked_for(
-        State(rows(*vms), NOW, TABLES), attempt(A.QUEUED, request=Request(nodes, size)), "slim", parents, room,
-        world(*vms, hosts=hosts, dead=dead), replace(POLICY, pools=(PARKED,)),
-    )  # fmt: skip
+        in_pool(state(*vms, now=NOW), world(*vms, hosts=hosts, dead=dead)),
+        attempt(A.QUEUED, request=Request(nodes, size)),
+        parents,
+        room,
+    )
     return [one.id for one, _ in found]
 
 
@@ -160,16 +170,15 @@ def test_only_what_is_parked_for_anybody_is_well_and_of_the_image_is_taken() -> 
 def test_one_that_its_host_does_not_show_is_not_taken() -> None:
     here, unseen = world(), parked()
     found = parked_for(
-        State(rows(unseen), NOW, TABLES), attempt(A.QUEUED), "slim", {"h1": PARENT}, Room({"h1": host()}, ()), here,
-        replace(POLICY, pools=(PARKED,)),
-    )  # fmt: skip
+        in_pool(state(unseen, now=NOW), here), attempt(A.QUEUED), {"h1": PARENT}, Room({"h1": host()}, ())
+    )
     assert found == []
 
 
 def test_no_more_are_taken_than_are_needed_and_than_have_room_to_grow() -> None:
     two = (parked(1), parked(2))
     assert grown(*two) == [1] and grown(*two, nodes=2) == [1, 2]
-    grows = vm_claim(vm_size(Size(1, 1000), PARENT, POLICY), POLICY).memory - POLICY.vm_overhead
+    grows = vm_size(Size(1, 1000), PARENT, host(), POLICY).memory
     assert grown(*two, nodes=2, hosts=[host(memory=2 * grows)]) == [1, 2]
     assert grown(*two, nodes=2, hosts=[host(memory=2 * grows - 1)]) == [1]
     assert grown(*two, nodes=2, hosts=[host(cpus=1)]) == [1]
@@ -190,9 +199,11 @@ def test_room_that_was_taken_for_nothing_is_given_back() -> None:
     before = {name: list(free) for name, free in room.free.items()}
     spare = parked()
     found = parked_for(
-        State(rows(spare), NOW, TABLES), attempt(A.QUEUED, request=Request(1, Size(2, 1000, 500))), "slim", {"h1":
-        PARENT}, room, world(spare), replace(POLICY, pools=(PARKED,)),
-    )  # fmt: skip
+        in_pool(state(spare, now=NOW), world(spare)),
+        attempt(A.QUEUED, request=Request(1, Size(2, 1000, 500))),
+        {"h1": PARENT},
+        room,
+    )
     assert room.free != before
     give_back(found, room)
     assert room.free == before
@@ -204,13 +215,10 @@ def test_room_that_was_taken_for_nothing_is_given_back() -> None:
 def gives_way(*vms: Vm, needed: int) -> tuple[bool, list[int]]:
     """Whether there is room then, and who goes, where every VM holds 100 MiB of a host that has no more."""
     claims = [Claim(one.key, "h1", Size(0, 100)) for one in vms]
-    draft = State(rows(*vms, claims=claims), NOW, TABLES)
-
-    def without(gone: Collection[Key]) -> Room:
-        return Room({"h1": host(memory=100 * len(vms))}, [claim for claim in claims if claim.owner not in gone])
-
-    enough = release_spares(draft, "slim", 1, {"h1": Size(0, needed)}, without)
-    return enough, [change.row.id for move in draft.moves for change in move.changes]
+    here = state(*vms, claims=claims, now=NOW)
+    context = Context(here, world(*vms, hosts=[host(memory=100 * len(vms))], ready=[READY]), POLICY)
+    enough = release_spares(context, "slim", 1, {"h1": Size(0, needed)})
+    return enough, [change.row.id for change in changes_of(here.moves)]
 
 
 def test_joined_spares_go_first_and_those_parked_of_the_image_last() -> None:
@@ -293,10 +301,10 @@ def test_a_pool_that_wants_nothing_has_no_template_made() -> None:
 
 
 def test_nothing_is_kept_or_made_while_a_source_is_not_known() -> None:
-    here, rules = rows(READY, parked(since=0.0)), replace(POLICY, pools=(PARKED,))
+    here, rules = rows(READY, parked(since=0.0)), replace(POLICY, pools=(PARKED,), silence=NOW)
     known = world(parked(), ready=[READY])
-    assert plan(here, replace(known, scheduler=None), [], NOW, rules) == []
-    assert plan(here, replace(known, hypervisor=None), [], NOW, rules) == []
+    assert moves_of(here, replace(known, scheduler=None), rules) == []
+    assert moves_of(here, replace(known, sources={SOURCE: Observation(None, 0.0)}), rules) == []
 
 
 # --- making -----------------------------------------------------------------------------------------
@@ -312,7 +320,7 @@ def spares_of(serials: range, state: V) -> list[Vm]:
 def test_half_of_the_turns_are_the_pools_one_at_least(provisioning: int, making: int, more: int) -> None:
     pool = replace(PARKED, least=9, most=9)
     here = rows(READY, *spares_of(range(1, 1 + making), V.PLANNED))
-    planned = plan(here, world(ready=[READY]), [], NOW, replace(POLICY, pools=(pool,), provisioning=provisioning))
+    planned = moves_of(here, world(ready=[READY]), replace(POLICY, pools=(pool,), provisioning=provisioning))
     assert len(made(changes_of(planned))) == more
 
 
@@ -324,12 +332,12 @@ def test_no_more_are_made_than_are_lacking() -> None:
 
 def test_the_vms_of_a_joined_pool_have_the_memory_that_their_nodes_are_told() -> None:
     (one,) = made(kept(READY, pools=(replace(JOINED, size=Size(2, 1000)),)))
-    assert one.size == vm_size(Size(2, 1000), PARENT, POLICY) != PARENT
+    assert one.size == vm_size(Size(2, 1000), PARENT, host(), POLICY) != PARENT
 
 
 def test_a_pool_is_filled_elsewhere_while_a_host_with_a_spare_is_out_of_reach() -> None:
-    lost = replace(parked(1), host="h2", state=V.LOST, failed=True)
-    planned = plan(rows(READY, lost), world(ready=[READY]), [], NOW, replace(POLICY, pools=(PARKED,)))
+    lost = replace(parked(1), host="h2", state=V.LOST)
+    planned = moves_of(rows(READY, lost), world(ready=[READY]), replace(POLICY, pools=(PARKED,)))
     (one,) = made(changes_of(planned))
     assert one.host == "h1"
 

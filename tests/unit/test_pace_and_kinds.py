@@ -1,5 +1,4 @@
-"""Paces, rests and the choice of a kind at their edges: what mutation testing found that no other test would have
-noticed."""
+"""How many spares pools want, what the controller remembers, the pace of clones, and the choice of their kind."""
 
 from __future__ import annotations
 
@@ -7,9 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
-from multiverse.core.provisioning.forecast import ARRIVALS_FADE, SMOOTHING, ForecastRecorder
 
-from multiverse.core.machines.tables import TABLES
+from multiverse.controller.forecast import SMOOTHING, ForecastRecorder
 from multiverse.core.model import (
     AttemptState,
     CloneKind,
@@ -17,7 +15,6 @@ from multiverse.core.model import (
     Forecast,
     Host,
     HypervisorView,
-    Seen,
     Size,
     Template,
     TemplateState,
@@ -28,10 +25,10 @@ from multiverse.core.model import (
     World,
 )
 from multiverse.core.policy import Policy, Pool
-from multiverse.core.provisioning.clones import Choice, choose
-from multiverse.core.provisioning.pacing import wait_for
+from multiverse.core.provisioning.clones import Choice, choose_kind
+from multiverse.core.provisioning.context import Context
+from multiverse.core.provisioning.pacing import ARRIVALS_FADE, wait_for
 from multiverse.core.provisioning.pools import wanted_of
-from multiverse.core.state import Rows, State
 from multiverse.core.transition import Change, Event, Move
 from tests.unit import rows as hand
 from tests.unit.planner_harness import POLICY
@@ -56,9 +53,9 @@ def test_hardly_any_arrivals_want_nothing_beyond_the_least() -> None:
 def test_a_pool_goes_by_the_arrivals_and_the_forks_of_its_own_image() -> None:
     seconds = {("slim", INSTANT): 4.0, ("slim", LINKED): 100.0, ("other", INSTANT): 100.0}
     world = World(forecast=Forecast(arrivals={"slim": 1.0, "other": 9.0}, seconds=seconds))
-    assert wanted_of(PARKED, world, POLICY) == 8, "4 while one is made, and 4 for chance"
+    assert wanted_of(Context(hand.state(), world, POLICY), PARKED) == 8, "4 while one is made, and 4 for chance"
     others = World(forecast=Forecast(arrivals={"other": 9.0}, seconds=seconds))
-    assert wanted_of(PARKED, others, POLICY) == 0
+    assert wanted_of(Context(hand.state(), others, POLICY), PARKED) == 0
 
 
 # --- what is remembered -----------------------------------------------------------------------------
@@ -152,15 +149,15 @@ def chosen(*templates: Template | None, spares: Iterable[Vm] = (), hosts: str = 
            policy: Policy = POLICY, waiting: int = 0, **forecast: object) -> Choice:  # fmt: skip
     """For a job that leaves the kind to us, now being 100."""
     seen = {vm.name: VmSeen(vm.name, vm.host, VmCondition.PARKED) for vm in spares}
-    world = World(
-        hypervisor=Seen(HypervisorView({}, seen, {}), 99.0),
-        forecast=Forecast(**forecast),  # type: ignore[arg-type]
-    )
-    draft = State(Rows("test0", vms={vm.id: vm for vm in spares}), 100.0, TABLES, world.forecast.paced)
-    draft.waiting[PARENT] = waiting
-    found = {hand.template(T.READY, id=n + 1, host=f"h{n + 1}").which: row for n, row in enumerate(templates)}
     here = {"h1": Host("h1", Size(4, 4096, 65536), frozenset(hosts.split()), images=hand.IMAGES)}
-    return choose(draft, hand.attempt(A.QUEUED), found, here, world, replace(policy, kind=CloneKind.AUTO))
+    remembered = Forecast(**forecast)  # type: ignore[arg-type]
+    world = hand.world_of(None, HypervisorView(here, seen, {}), 99.0, forecast=remembered)
+    state = hand.state(*spares, now=100.0)
+    state.paced = dict(remembered.paced)
+    state.waiting[PARENT] = waiting
+    found = {hand.template(T.READY, id=n + 1, host=f"h{n + 1}").which: row for n, row in enumerate(templates)}
+    context = Context(state, world, replace(policy, kind=CloneKind.AUTO))
+    return choose_kind(context, hand.attempt(A.QUEUED), found)
 
 
 def seconds(fork: float, boot: float) -> dict[tuple[str, CloneKind], float]:
