@@ -415,8 +415,8 @@ def test_a_job_that_waits_for_memory_used_by_others_blocks_no_other_job() -> Non
         world = replace(crowd.world, others=others)
         outcome = keeps_its_promises(replace(crowd, arrivals=(large, *crowd.arrivals), world=world, limit=3000.0))
         assert sorted(outcome.results.values()) == sorted([result, *["COMPLETED"] * len(crowd.arrivals)])
-        told = any("of which others there leave too little" in line for line in outcome.journal)
-        assert told == (result == "CANCELLED")
+        explained = any("of which others there leave too little" in line for line in outcome.journal)
+        assert explained == (result == "CANCELLED")
         last = max(at for at, what in outcome.events if "COMPLETED" in what)
         assert last < 1500, f"the others wait for it, till {last}"
 
@@ -468,18 +468,18 @@ def test_a_pass_that_is_not_committed_is_not_repeated_without_a_pause(monkeypatc
 
 def test_the_scheduler_is_observed_less_often_while_something_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a job lingered on a silent node, squeue was called ten times a second."""
-    looks = 0
-    look = SimulatedSlurm.observe
+    observations = 0
+    observe = SimulatedSlurm.observe
 
     async def counted(self: SimulatedSlurm) -> SchedulerView:
-        nonlocal looks
-        looks += 1
-        return await look(self)
+        nonlocal observations
+        observations += 1
+        return await observe(self)
 
     monkeypatch.setattr(SimulatedSlurm, "observe", counted)
     outcome = keeps_its_promises(replace(ONE, incidents=(Incident(7.0, IncidentKind.HOST_AWAY, 400.0),), limit=2000.0))
     assert outcome.seconds > 300.0
-    assert looks < outcome.seconds * 2
+    assert observations < outcome.seconds * 2
 
 
 @pytest.mark.parametrize(
