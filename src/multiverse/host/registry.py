@@ -46,29 +46,24 @@ class VmRegistry:
 
     def __init__(self, vms: Path) -> None:
         self._vms = vms
-        self._known: dict[str, tuple[int, dict[Resource, str]]] = {}  # by name: the directory's inode, and values
+        self._directories: dict[str, int] = {}  # inodes by name, of those whose manifest need not be read again
+        self._values: dict[str, dict[Resource, str]] = {}
         self._holders: dict[tuple[Resource, str], str] = {}
 
     def refresh(self) -> None:
         """Read what has changed on disk. Costs a directory listing, and reading the manifests of new VMs."""
-        seen = set()
         with os.scandir(self._vms) as entries:
-            for entry in entries:
-                if entry.name.startswith("."):
-                    continue
-                seen.add(entry.name)
-                inode, values = self._known.get(entry.name, (0, {}))
-                if inode == entry.inode() and Resource.ADDRESS in values:
-                    continue
-                self._remove(entry.name)
-                found = manifest.read(self._vms / entry.name)
-                if found is not None:
-                    self._add(entry.name, entry.inode(), found)
-        for gone in self._known.keys() - seen:
+            current = {entry.name: entry.inode() for entry in entries}
+        for gone in self._values.keys() - current.keys():
             self._remove(gone)
+        for name, inode in current.items() - self._directories.items():
+            self._remove(name)
+            found = manifest.read(self._vms / name) if not name.startswith(".") else None
+            if found is not None:
+                self._add(name, inode, found)
 
     def holder(self, resource: Resource, value: str) -> str:
-        """The name of the VM that has it; empty if none has."""
+        """The name of the VM that has this value, which is not empty; empty if no VM has it."""
         return self._holders.get((resource, value), "")
 
     def check_free(self, name: str, wanted: Mapping[Resource, str]) -> None:
@@ -90,13 +85,14 @@ class VmRegistry:
             Resource.ADDRESS: found.address,
             Resource.TOKEN: found.token,
         }
-        values = {resource: value for resource, value in values.items() if value}
-        self._known[name] = (inode, values)
-        for resource, value in values.items():
-            self._holders.setdefault((resource, value), name)
+        self._values[name] = values
+        for key in values.items():
+            self._holders.setdefault(key, name)
+        if found.address:
+            self._directories[name] = inode
 
     def _remove(self, name: str) -> None:
-        _, values = self._known.pop(name, (0, {}))
-        for key in values.items():
+        self._directories.pop(name, None)
+        for key in self._values.pop(name, {}).items():
             if self._holders.get(key) == name:
                 del self._holders[key]
