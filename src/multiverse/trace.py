@@ -1,9 +1,9 @@
-"""A trace: every call over the two ports as a line of JSON, with what came of it. `simulation.replay` plays it.
+"""A trace: every call over the ports as a line of JSON, with its result. `simulation.replay` plays a trace.
 
-A line has the call's name, its arguments, when it `began` and `ended` (seconds since the trace began) and its
-`result`: "ok", "cancelled", or the class of its error. A look is written only when it shows something new, and
-then only what is new; what it shows no longer is null. No content of a membership or an identity is written:
-there are secrets in them.
+A line has the call's name, its arguments, when it `began` and `ended` (seconds since the trace began) and its `result`:
+"ok", "cancelled", or the class of its error. An observation is written only if it differs from the one before it of the
+same source, and then with its differences only; an object that is no longer shown is null. The contents of a bootstrap
+and of an identity are not written, because they hold secrets.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ import structlog
 
 from multiverse.core.errors import Refused
 from multiverse.core.model import (
-    Attempt,
     HypervisorView,
     Identity,
     Job,
     JobRef,
     NodeBootstrap,
+    NodeSpec,
     SchedulerView,
     Size,
     Stage,
     TemplateKey,
     User,
-    Vm,
+    VmRef,
     VmSpec,
 )
-from multiverse.core.pool import node_features
-from multiverse.ports import Clock, Hypervisor, Scheduler
+from multiverse.ports import Clock, GuestUsers, Hypervisor, Offers, Scheduler, Source, Templates
 
 T = TypeVar("T")
 View = dict[str, dict[str, Any]]
-"""What a look shows, by kind (`jobs`, `vms`, ...) and name: plain values, as JSON has them."""
+"""What an observation shows, by kind (`jobs`, `vms`, ...) and name, in values of JSON."""
 
 log = structlog.get_logger()
 
 
 class Trace:
-    """An open trace. A disk that fills up ends it, never a call."""
+    """An open trace. If it can no longer be written, for example because the disk is full, the trace ends; the calls
+    go on."""
 
     def __init__(self, path: Path, clock: Clock) -> None:
-        """Begins a new trace in `path`. Raises `Refused` if it cannot be written."""
+        """Begin a new trace in `path`, readable by its owner only. Raises `Refused` if it cannot be written."""
         try:
             self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", buffering=1)
         except OSError as error:
@@ -57,33 +57,37 @@ class Trace:
         self._shown: dict[str, tuple[str, View]] = {}
 
     async def call(self, name: str, answer: Awaitable[T], **arguments: Any) -> T:
-        """Wait for the answer and write the line."""
+        """Wait for the answer to a call and write the line."""
         began, result = self._now(), "ok"
         try:
             return await answer
         except BaseException as error:
-            result = _class(error)
+            result = _result(error)
             raise
         finally:
             self._write({"call": name, **arguments, "began": began, "ended": self._now(), "result": result})
 
-    async def observe(self, name: str, answer: Awaitable[T], view: Callable[[T], View]) -> T:
-        """Wait for the answer and write what is new in it."""
+    async def observe(self, name: str, answer: Awaitable[T], view: Callable[[T], View], source: str = "") -> T:
+        """Wait for an observation and write its differences from the one before it of the same source. The line names
+        the `source`, if one is given."""
         began = self._now()
-        before = self._shown.get(name, ("", {}))
+        known = f"{name} {source}"
+        named = {"source": source} if source else {}
+        before = self._shown.get(known, ("", {}))
         seen, result = before[1], "ok"
         try:
             value = await answer
             seen = view(value)
             return value
         except BaseException as error:
-            result = _class(error)
+            result = _result(error)
             raise
         finally:
             if (result, seen) != before:
-                self._shown[name] = (result, seen)
+                self._shown[known] = (result, seen)
                 new = difference(before[1], seen)
-                self._write({"call": name, "began": began, "ended": self._now(), "result": result, **new})
+                times = {"began": began, "ended": self._now()}
+                self._write({"call": name, **named, **times, "result": result, **new})
 
     def close(self) -> None:
         self._file.close()
@@ -97,21 +101,21 @@ class Trace:
         try:
             self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
         except OSError as error:
-            log.warning("the trace ends here", why=str(error))
+            log.warning("trace ended", reason=str(error))
             try:
                 self._file.close()
             except OSError:
-                pass  # what was not written is lost; the file counts as closed all the same
+                pass  # the unwritten rest is lost; the file is closed all the same
 
 
-def _class(error: BaseException) -> str:
+def _result(error: BaseException) -> str:
     return "cancelled" if isinstance(error, asyncio.CancelledError) else type(error).__name__
 
 
 def difference(before: View, after: View) -> View:
-    """What `after` shows otherwise than `before`, None for what it does not show."""
+    """The objects of `after` that `before` shows otherwise or not at all; None for objects that only `before` shows."""
     kinds = {kind: {**before.get(kind, {}), **after.get(kind, {})} for kind in {**before, **after}}
-    news = {
+    found = {
         kind: {
             name: after.get(kind, {}).get(name)
             for name in names
@@ -119,7 +123,7 @@ def difference(before: View, after: View) -> View:
         }
         for kind, names in kinds.items()
     }
-    return {kind: new for kind, new in news.items() if new}
+    return {kind: changed for kind, changed in found.items() if changed}
 
 
 def scheduler_view(view: SchedulerView) -> View:
@@ -189,18 +193,19 @@ def _ref(job: JobRef) -> list[Any]:
 
 
 class RecordingScheduler:
-    """A `ports.Scheduler` that is another one, and traces its calls."""
+    """A `ports.Scheduler` that passes every call on to another one and traces it."""
 
     def __init__(self, inner: Scheduler, trace: Trace) -> None:
         self._inner, self._trace = inner, trace
+        self.offers = RecordingOffers(inner.offers, trace) if inner.offers else None
+        self.submission = inner.submission
 
     async def observe(self) -> SchedulerView:
         return await self._trace.observe("scheduler.observe", self._inner.observe(), scheduler_view)
 
-    async def pin(self, job: JobRef, feature: str, text: str = "") -> None:
-        await self._trace.call(
-            "scheduler.pin", self._inner.pin(job, feature, text), job=_ref(job), feature=feature, text=text
-        )
+    async def pin(self, job: JobRef, tag: str, nodes: Sequence[str], text: str = "") -> None:
+        pinning = self._inner.pin(job, tag, nodes, text)
+        await self._trace.call("scheduler.pin", pinning, job=_ref(job), feature=tag, text=text)
 
     async def unpin(self, job: JobRef) -> None:
         await self._trace.call("scheduler.unpin", self._inner.unpin(job), job=_ref(job))
@@ -220,50 +225,39 @@ class RecordingScheduler:
     async def explain(self, job: JobRef, text: str) -> None:
         await self._trace.call("scheduler.explain", self._inner.explain(job, text), job=_ref(job), text=text)
 
-    async def offer(self, vm: Vm) -> None:
-        await self._trace.call(
-            "scheduler.offer", self._inner.offer(vm), node=vm.name, image=vm.image, told=plain(vm.told)
-        )
-
-    async def withdraw(self, node: str) -> None:
-        await self._trace.call("scheduler.withdraw", self._inner.withdraw(node), node=node)
-
-    async def bootstrap(self, vm: Vm, attempt: Attempt | None) -> NodeBootstrap:
-        features = list(node_features(vm, attempt))
+    async def bootstrap(self, node: NodeSpec) -> NodeBootstrap:
+        making = self._inner.bootstrap(node)
+        features = list(node.features)
         return await self._trace.call(
-            "scheduler.bootstrap",
-            self._inner.bootstrap(vm, attempt),
-            node=vm.name,
-            told=plain(vm.told),
-            features=features,
+            "scheduler.bootstrap", making, node=node.name, told=plain(node.size), features=features
         )
 
     async def user(self, uid: int) -> User:
         return await self._trace.call("scheduler.user", self._inner.user(uid), uid=uid)
 
 
+class RecordingOffers:
+    """A `ports.Offers` that passes every call on to another one and traces it."""
+
+    def __init__(self, inner: Offers, trace: Trace) -> None:
+        self._inner, self._trace = inner, trace
+
+    async def offer(self, node: NodeSpec) -> None:
+        offering = self._inner.offer(node)
+        await self._trace.call("scheduler.offer", offering, node=node.name, image=node.image, told=plain(node.size))
+
+    async def withdraw(self, node: str) -> None:
+        await self._trace.call("scheduler.withdraw", self._inner.withdraw(node), node=node)
+
+
 class RecordingHypervisor:
-    """A `ports.Hypervisor` that is another one, and traces its calls."""
+    """A `ports.Hypervisor` that passes every call on to another one and traces it."""
 
     def __init__(self, inner: Hypervisor, trace: Trace) -> None:
         self._inner, self._trace = inner, trace
-
-    @property
-    def hosts(self) -> Sequence[str]:
-        return self._inner.hosts
-
-    async def observe(self) -> HypervisorView:
-        return await self._trace.observe("hypervisor.observe", self._inner.observe(), hypervisor_view)
-
-    async def build_template(self, template: TemplateKey) -> Sequence[Stage]:
-        return await self._trace.call(
-            "hypervisor.build_template", self._inner.build_template(template), **_template(template)
-        )
-
-    async def delete_template(self, template: TemplateKey) -> None:
-        await self._trace.call(
-            "hypervisor.delete_template", self._inner.delete_template(template), **_template(template)
-        )
+        self.sources = [RecordingSource(source, trace) for source in inner.sources]
+        self.templates = RecordingTemplates(inner.templates, trace) if inner.templates else None
+        self.users = RecordingUsers(inner.users, trace) if inner.users else None
 
     async def create(self, vm: VmSpec) -> Sequence[Stage]:
         return await self._trace.call(
@@ -278,19 +272,58 @@ class RecordingHypervisor:
             template=vm.template and _template(vm.template),
         )
 
-    async def start(self, name: str, size: Size, identity: Identity) -> Sequence[Stage]:
+    async def start(self, vm: VmRef, size: Size, identity: Identity) -> Sequence[Stage]:
         return await self._trace.call(
             "hypervisor.start",
-            self._inner.start(name, size, identity),
-            vm=name,
+            self._inner.start(vm, size, identity),
+            vm=vm.name,
             size=plain(size),
             hostname=identity.hostname,
             mac=identity.mac,
             address=identity.address,
         )
 
-    async def add_user(self, name: str, user: User) -> None:
-        await self._trace.call("hypervisor.add_user", self._inner.add_user(name, user), vm=name, uid=user.uid)
+    async def destroy(self, vm: VmRef, grace: float) -> None:
+        await self._trace.call("hypervisor.destroy", self._inner.destroy(vm, grace), vm=vm.name, grace=grace)
 
-    async def destroy(self, name: str, grace: float) -> None:
-        await self._trace.call("hypervisor.destroy", self._inner.destroy(name, grace), vm=name, grace=grace)
+
+class RecordingSource:
+    """A `ports.Source` that passes every observation on from another one and traces it."""
+
+    def __init__(self, inner: Source, trace: Trace) -> None:
+        self._inner, self._trace = inner, trace
+        self.name = inner.name
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        return self._inner.hosts
+
+    async def observe(self) -> HypervisorView:
+        return await self._trace.observe("hypervisor.observe", self._inner.observe(), hypervisor_view, self.name)
+
+
+class RecordingTemplates:
+    """A `ports.Templates` that passes every call on to another one and traces it."""
+
+    def __init__(self, inner: Templates, trace: Trace) -> None:
+        self._inner, self._trace = inner, trace
+
+    async def build_template(self, template: TemplateKey) -> Sequence[Stage]:
+        return await self._trace.call(
+            "hypervisor.build_template", self._inner.build_template(template), **_template(template)
+        )
+
+    async def delete_template(self, template: TemplateKey) -> None:
+        await self._trace.call(
+            "hypervisor.delete_template", self._inner.delete_template(template), **_template(template)
+        )
+
+
+class RecordingUsers:
+    """A `ports.GuestUsers` that passes every call on to another one and traces it."""
+
+    def __init__(self, inner: GuestUsers, trace: Trace) -> None:
+        self._inner, self._trace = inner, trace
+
+    async def add_user(self, vm: VmRef, user: User) -> None:
+        await self._trace.call("hypervisor.add_user", self._inner.add_user(vm, user), vm=vm.name, uid=user.uid)

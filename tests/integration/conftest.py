@@ -18,11 +18,11 @@ from multiverse.config import QemuSettings, Settings
 from multiverse.host.qemu import probe
 from multiverse.lab import configure, lifecycle
 from multiverse.lab.layout import Layout, layout
-from multiverse.lab.parts import CONTROLLER
-from multiverse.lab.plan import Wishes
+from multiverse.lab.plan import LabOptions
+from multiverse.lab.services import CONTROLLER
 from multiverse.lab.users import PrivateUser, enter_private_namespace, private_users
 from tests.integration.images import IMAGES, slim
-from tests.integration.mortal import Deadly, Mortal
+from tests.integration.restarting_daemon import RestartingDaemon, StartDaemon
 
 _NEEDED = ("slurmctld", "slurmdbd", "slurmd", "munged", "mariadbd", "ganesha.nfsd")
 
@@ -84,7 +84,7 @@ def lab(accelerator: Path) -> Iterator[LabUnderTest]:
             directory / "users",
             [("ada", 61801, directory / "home" / "ada"), ("bob", 61802, directory / "home" / "bob")],
         )
-        wishes = Wishes(cores=8, memory=16384, shares=(directory / "home",), images=IMAGES)
+        wishes = LabOptions(cores=8, memory=16384, shares=(directory / "home",), images=IMAGES)
         where.controller.mkdir(parents=True)
         shutil.copy(accelerator, where.controller)
         (where.controller / accelerator.name).chmod(0o600)
@@ -106,7 +106,7 @@ def controller(lab: LabUnderTest, _images: None) -> Iterator[Callable[[], int]]:
     has died."""
 
     def ensure() -> int:
-        asyncio.run(lifecycle.up(lab.where, Wishes()))
+        asyncio.run(lifecycle.up(lab.where, LabOptions()))
         return int(lifecycle.status(lab.where)["controller"]["pid"])
 
     ensure()
@@ -127,15 +127,15 @@ def no_controller(lab: LabUnderTest) -> None:
 
 
 @pytest.fixture
-def deadly(lab: LabUnderTest, _images: None) -> Iterator[Deadly]:
-    """In the usual daemon's place, ones whose fates are set: for modules that want no other."""
+def start_daemon(lab: LabUnderTest, _images: None) -> Iterator[StartDaemon]:
+    """Stops the usual daemon, and starts daemons with crash points in its place."""
     asyncio.run(CONTROLLER.stop(lab.where))
-    mortals: list[Mortal] = []
+    daemons: list[RestartingDaemon] = []
 
-    def begin(fates: Sequence[str]) -> Mortal:
-        mortals.append(Mortal(lab, fates))
-        return mortals[-1]
+    def begin(crash_points: Sequence[str]) -> RestartingDaemon:
+        daemons.append(RestartingDaemon(lab, crash_points))
+        return daemons[-1]
 
     yield begin
-    for mortal in mortals:
-        mortal.close()
+    for daemon in daemons:
+        daemon.close()

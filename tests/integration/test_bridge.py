@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from multiverse.core.model import Daemon, VmSpec
+from multiverse.core.model import Daemon, VmRef, VmSpec
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from tests.integration.test_qemu_driver import HEAD, NET, SITE, Lab, lab, settings, swept, until
 
@@ -188,10 +188,10 @@ async def test_the_firewall_outlives_the_driver_and_is_removed_with_the_last_vm(
     subprocess.run(["nft", "delete", "table", "bridge", f"mv{SITE}"], check=True)
     late = lab.spec()
     await lab.started(late)
-    await lab.hypervisor.destroy(late.name, 0)
+    await lab.hypervisor.destroy(VmRef(late.name), 0)
     assert table() == before
     for guest in guests:
         assert guest.spec.name in table()
-        await lab.hypervisor.destroy(guest.spec.name, 0)
+        await lab.hypervisor.destroy(VmRef(guest.spec.name), 0)
         assert guest.spec.name not in table()
     assert table() == ""

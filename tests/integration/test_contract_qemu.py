@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from multiverse.config import HostSettings, QemuSettings, Settings
-from multiverse.core.model import Size
+from multiverse.core.model import Size, VmRef
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.host import manifest
 from multiverse.host.qemu.qmp import Monitor
@@ -50,7 +50,7 @@ def settings(accelerator: Path) -> Iterator[Settings]:
 
 
 # Checks that delete the template come last, and the one that needs none last of all: the next check builds it again.
-CHECKS = sorted((*SUITE, *TROUBLES), key=lambda c: (c is only_an_instant_clone_needs_a_template, "drop" in c.__name__))
+CHECKS = sorted((*SUITE, *TROUBLES), key=lambda c: (c is only_an_instant_clone_needs_a_template, "delet" in c.__name__))
 
 
 class Real(Harness):
@@ -88,14 +88,15 @@ async def harness(settings: Settings) -> AsyncIterator[Real]:
     real = Real(settings)
     yield real
     for name in (await real.hypervisor.observe()).vms:
-        await real.hypervisor.destroy(name, 0)
+        await real.hypervisor.destroy(VmRef(name), 0)
         assert not real.remains(name)
     real.hypervisor.close()  # type: ignore[attr-defined]
 
 
-# Each boots a template several times.
-LONG = ("a_prepare_or_a_drop_whose_reply_is_lost_is_said_again", "a_create_and_a_drop_at_once_leave_a_whole_vm_or_none",
-        "a_template_that_is_dropped_while_it_is_made_stays_away")  # fmt: skip
+# Each boots a template, several times.
+LONG = ("building_and_deleting_a_template_is_repeated_after_lost_replies",
+        "a_create_while_its_template_is_deleted_leaves_a_whole_vm_or_none",
+        "a_template_that_is_deleted_while_it_is_built_stays_deleted")  # fmt: skip
 MARKED = [
     pytest.param(check, marks=[pytest.mark.slow] * (check.__name__ in LONG), id=check.__name__) for check in CHECKS
 ]

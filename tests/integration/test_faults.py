@@ -1,4 +1,4 @@
-"""What dies, dies at the worst moment, and each job runs once all the same: on the real lab, with real kills."""
+"""Each job runs once although processes are killed at the worst moments: on the real lab, with real kills."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from multiverse.core.lifecycle import TABLES
+from multiverse.core.machines.tables import TABLES
 from tests.integration.conftest import LabUnderTest
-from tests.integration.mortal import Deadly, Mortal, counting, over
+from tests.integration.restarting_daemon import RestartingDaemon, StartDaemon, attempt_is, counting_job
 from tests.integration.watch import accounted, kept_by_slurm, mend, nothing_left, until, written
 
 pytestmark = pytest.mark.integration
@@ -27,7 +27,7 @@ MIDWAY += ["scontrol:update", "scontrol:delete"]
 
 
 @pytest.mark.parametrize(
-    "fates",
+    "points",
     [
         pytest.param([f"after {state} controller" for state in ON_ITS_WAY], id="after-each-commit"),
         pytest.param([f"before {state} controller" for state in ON_ITS_WAY], id="before-each-commit", marks=slow),
@@ -38,70 +38,73 @@ MIDWAY += ["scontrol:update", "scontrol:delete"]
     ],
 )  # fmt: skip
 def test_a_controller_killed_in_each_state_runs_its_job_once(
-    lab: LabUnderTest, deadly: Deadly, fates: list[str]
+    lab: LabUnderTest, start_daemon: StartDaemon, points: list[str]
 ) -> None:
-    path, script = counting(lab, "each")
-    mortal = deadly(())
-    if any("template:" in fate for fate in fates):
-        say(mortal, "build", ["ready"])
-        mortal.doom(fates)
-        say(mortal, "drop", [])
+    path, script = counting_job(lab, "each")
+    daemon = start_daemon(())
+    if any("template:" in point for point in points):
+        command_template(daemon, "build", ["ready"])
+        daemon.set_crash_points(points)
+        command_template(daemon, "drop", [])
     else:
-        mortal.doom(fates)
+        daemon.set_crash_points(points)
     job = lab.sbatch(script, "--output=/dev/null")
-    until(f"job {job} is over", lambda: over(mortal, job))
-    until("all fates have come to pass", lambda: mortal.up() and not mortal.left(), 30)
+    until(f"job {job} is over", lambda: attempt_is(daemon, job))
+    until("all crash points were reached", lambda: daemon.ensure_up() and not daemon.crash_points_left(), 30)
     assert written(path) == "run 0\n" and accounted(lab, job) == ("COMPLETED", "0:0")
-    assert len(mortal.client.jobs(job)) == 1, "in one attempt"
-    nothing_left(lab, mortal.client)
+    assert len(daemon.client.jobs(job)) == 1, "in one attempt"
+    nothing_left(lab, daemon.client)
 
 
-def say(mortal: Mortal, word: str, states: list[str]) -> None:
-    """An operator's word about the template, until it has come to that: said again, for it may die with the daemon."""
+def command_template(daemon: RestartingDaemon, word: str, states: list[str]) -> None:
+    """Give an operator's command about the template until the template has the states. The command is repeated because
+    the daemon may crash before it is committed."""
 
-    def heeded() -> bool:
-        seen = mortal.tell(lambda client: [template["state"] for template in client.templates()])
+    def reached() -> bool:
+        seen = daemon.call(lambda client: [template["state"] for template in client.templates()])
         if seen != states:
-            mortal.tell(lambda client: client.template(word, "slim"))
+            daemon.call(lambda client: client.template(word, "slim"))
         return bool(seen == states)
 
-    until(f"the template has heard: {word}", heeded)
+    until(f"the template followed the command {word}", reached)
 
 
-def test_a_controller_killed_at_each_other_end_leaves_nothing(lab: LabUnderTest, deadly: Deadly) -> None:
-    path, script = counting(lab, "ends", "[ $SLURM_RESTART_COUNT ] || sleep 600")
-    mortal = deadly([f"{when} {state} controller" for state in AT_EACH_END for when in ("before", "after")])
-    until("it is up", mortal.up)
+def test_a_controller_killed_at_each_other_end_leaves_nothing(lab: LabUnderTest, start_daemon: StartDaemon) -> None:
+    path, script = counting_job(lab, "ends", "[ $SLURM_RESTART_COUNT ] || sleep 600")
+    daemon = start_daemon([f"{when} {state} controller" for state in AT_EACH_END for when in ("before", "after")])
+    until("it is up", daemon.ensure_up)
     never = lab.sbatch("true", "--hold", "--output=/dev/null")
     again = lab.sbatch(script, "--requeue", "--output=/dev/null")
     unserved = lab.sbatch("true", "--profile=task", "--output=/dev/null")
-    until("it runs", lambda: over(mortal, again, "allocated") and path.exists())
+    until("it runs", lambda: attempt_is(daemon, again, "allocated") and path.exists())
     lab.run("scontrol", "requeue", again)
     lab.run("scancel", never)
-    until("one is over", lambda: over(mortal, never, "cancelled"))
-    until("one is refused", lambda: over(mortal, unserved, "revoked"))
-    until("the other has run again", lambda: over(mortal, again))
-    until("all fates have come to pass", lambda: mortal.up() and not mortal.left(), 30)
+    until("one is over", lambda: attempt_is(daemon, never, "cancelled"))
+    until("one is refused", lambda: attempt_is(daemon, unserved, "revoked"))
+    until("the other has run again", lambda: attempt_is(daemon, again))
+    until("all crash points were reached", lambda: daemon.ensure_up() and not daemon.crash_points_left(), 30)
     assert written(path) == "run 0\nrun 1\n" and accounted(lab, again) == ("COMPLETED", "0:0")
-    nothing_left(lab, mortal.client)
+    nothing_left(lab, daemon.client)
 
 
 @pytest.mark.parametrize("state", [pytest.param("parked", marks=slow), "starting", pytest.param("joined", marks=slow)])
-def test_a_qemu_killed_before_the_job_runs_is_replaced(lab: LabUnderTest, deadly: Deadly, state: str) -> None:
-    path, script = counting(lab, "emulator")
-    mortal = deadly([f"after vm:{state} qemu"])
+def test_a_qemu_killed_before_the_job_runs_is_replaced(
+    lab: LabUnderTest, start_daemon: StartDaemon, state: str
+) -> None:
+    path, script = counting_job(lab, "emulator")
+    daemon = start_daemon([f"after vm:{state} qemu"])
     job = lab.sbatch(script, "--output=/dev/null")
-    until(f"job {job} is over", lambda: over(mortal, job))
-    assert not mortal.left()
-    # Once: Slurm may have given it the node that had just died, and it is another run of the job then, of no script.
+    until(f"job {job} is over", lambda: attempt_is(daemon, job))
+    assert not daemon.crash_points_left()
+    # Slurm may have given the job the node that had just died. Then the job is requeued, but its script ran once.
     (run,) = written(path).splitlines()
     assert state == "joined" or run == "run 0"
     assert accounted(lab, job) == ("COMPLETED", "0:0")
-    nothing_left(lab, mortal.client)
+    nothing_left(lab, daemon.client)
 
 
 @pytest.mark.parametrize(
-    "fate",
+    "point",
     [
         "after attempt:spawning slurmctld",
         pytest.param("before scontrol:update slurmctld", marks=slow),
@@ -110,14 +113,14 @@ def test_a_qemu_killed_before_the_job_runs_is_replaced(lab: LabUnderTest, deadly
         pytest.param("after attempt:spawning ganesha", marks=slow),
     ],
 )
-def test_a_service_killed_while_a_vm_starts(lab: LabUnderTest, deadly: Deadly, fate: str) -> None:
-    path, script = counting(lab, "service")
-    mortal = deadly([fate])
+def test_a_service_killed_while_a_vm_starts(lab: LabUnderTest, start_daemon: StartDaemon, point: str) -> None:
+    path, script = counting_job(lab, "service")
+    daemon = start_daemon([point])
     submitted = time.time()
     job = lab.sbatch(script, "--output=/dev/null")
     kept_by_slurm(lab, submitted)
-    until("it is killed", lambda: mortal.up() and not mortal.left())
+    until("the service is killed", lambda: daemon.ensure_up() and not daemon.crash_points_left())
     mend(lab)
-    until(f"job {job} is over", lambda: over(mortal, job))
+    until(f"job {job} is over", lambda: attempt_is(daemon, job))
     assert written(path) == "run 0\n" and accounted(lab, job) == ("COMPLETED", "0:0")
-    nothing_left(lab, mortal.client)
+    nothing_left(lab, daemon.client)

@@ -15,7 +15,7 @@ import pytest
 
 from multiverse.config import Settings
 from multiverse.core.errors import Refused
-from multiverse.core.model import CloneKind, Size, VmCondition, VmSpec
+from multiverse.core.model import CloneKind, Size, VmCondition, VmRef, VmSpec
 from multiverse.drivers.qemu.driver import QemuHypervisor, host_config
 from multiverse.host import manifest
 from multiverse.host.manifest import Manifest
@@ -168,7 +168,7 @@ async def test_processes_beside_each_other_and_the_driver_never_take_the_same(
         seen = (await hypervisor.observe()).vms
         assert len(seen) == 20 and {vm.condition for vm in seen.values()} == {VmCondition.PARKED}
         for name in seen:
-            await hypervisor.destroy(name, 0)
+            await hypervisor.destroy(VmRef(name), 0)
             assert lab.remains(name) == []
         assert {path.name for path in few.qemu.vms.iterdir()} == {".lock"}
     finally:
@@ -212,9 +212,9 @@ async def test_a_vm_of_an_earlier_release_goes_on(lab: Lab, settings: Settings) 
     lab.hypervisor = QemuHypervisor(settings, SITE)
     assert await lab.condition(spec.name) is VmCondition.RUNNING
     assert await lab.hypervisor.create(replace(spec, token="new")) == []
-    assert await lab.hypervisor.start(spec.name, Size(1, 256), lab.identity(spec)) == []
+    assert await lab.hypervisor.start(VmRef(spec.name), Size(1, 256), lab.identity(spec)) == []
     with pytest.raises(Refused, match=spec.name):
         await lab.hypervisor.create(replace(lab.spec(), mac=spec.mac))
-    await lab.hypervisor.destroy(spec.name, 2.0)
+    await lab.hypervisor.destroy(VmRef(spec.name), 2.0)
     assert lab.remains(spec.name) == []
     assert not (settings.qemu.vms / ".uids").exists()

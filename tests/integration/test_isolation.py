@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.core.model import Daemon, Size
+from multiverse.core.model import Daemon, Size, VmRef
 from multiverse.host import manifest
 from multiverse.host.cgroups import Cgroups
 from multiverse.host.qemu.templates import FrozenTemplate, directory_name, load
@@ -110,8 +110,8 @@ async def test_a_qemu_has_a_user_of_its_own_and_no_privilege(lab: Lab) -> None:
     assert about["Groups"] == str(first)
     assert {int(about[f"Cap{kind}"], 16) for kind in ("Inh", "Prm", "Eff", "Bnd", "Amb")} == {0}
     assert (about["NoNewPrivs"], about["Seccomp"]) == ("1", "2")
-    await lab.hypervisor.destroy(one.name, 0)
-    await lab.hypervisor.destroy(two.name, 0)
+    await lab.hypervisor.destroy(VmRef(one.name), 0)
+    await lab.hypervisor.destroy(VmRef(two.name), 0)
     assert [path.name for path in lab.settings.qemu.vms.iterdir()] == [".lock"]
 
 
@@ -161,7 +161,7 @@ async def test_the_cgroup_of_a_vm_is_removed_with_it(lab: Lab) -> None:
     inside = [line for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines() if line.endswith(spec.name)]
     assert inside, "it is in a cgroup"
     os.kill(pid, signal.SIGKILL)
-    await lab.hypervisor.destroy(spec.name, 0)
+    await lab.hypervisor.destroy(VmRef(spec.name), 0)
     assert not list(Path("/sys/fs/cgroup").glob(f"**/{spec.name}"))
 
 
@@ -180,7 +180,7 @@ async def test_the_limits_of_a_vm_grow_with_its_size(lab: Lab) -> None:
     await lab.hypervisor.create(spec)
     parked = limits()
     grown = Size(lab.cpus, 768)
-    await lab.hypervisor.start(spec.name, grown, lab.identity(spec))
+    await lab.hypervisor.start(VmRef(spec.name), grown, lab.identity(spec))
     assert lab.hypervisor.audit(spec.name)["cpus"] == grown.cpus
     more = {"MiB": grown.memory - spec.size.memory, "threads": grown.cpus - spec.size.cpus}
     assert limits() == {each: parked[each] + more[each] for each in parked}
@@ -210,5 +210,5 @@ async def test_a_guest_that_floods_its_channel_affects_no_other_guest(lab: Lab) 
     await lab.started(quiet)
     said = await lab.hypervisor.examine()
     assert "error" in said[wild.name] and said[quiet.name]["hostname"] == quiet.name
-    await lab.hypervisor.destroy(wild.name, 1.0)
+    await lab.hypervisor.destroy(VmRef(wild.name), 1.0)
     assert lab.remains(wild.name) == []

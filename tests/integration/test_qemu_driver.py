@@ -30,6 +30,7 @@ from multiverse.core.model import (
     TemplateKey,
     User,
     VmCondition,
+    VmRef,
     VmSpec,
 )
 from multiverse.drivers.qemu.driver import QemuHypervisor
@@ -69,7 +70,10 @@ class Lab:
 
     async def started(self, spec: VmSpec, *daemons: Daemon, **more: object) -> list[Stage]:
         stages = [*await self.hypervisor.create(spec)]
-        return [*stages, *await self.hypervisor.start(spec.name, spec.size, self.identity(spec, *daemons, **more))]
+        return [
+            *stages,
+            *await self.hypervisor.start(VmRef(spec.name), spec.size, self.identity(spec, *daemons, **more)),
+        ]
 
     async def condition(self, name: str) -> VmCondition | None:
         seen = (await self.hypervisor.observe()).vms.get(name)
@@ -140,7 +144,7 @@ async def swept(lab: Lab) -> object:
     yield
     view = await lab.hypervisor.observe()
     for name in view.vms:
-        await lab.hypervisor.destroy(name, 0)
+        await lab.hypervisor.destroy(VmRef(name), 0)
         assert lab.remains(name) == []
     lab.hypervisor.close()
 
@@ -159,9 +163,9 @@ async def test_two_clones_share_no_ids_and_leave_nothing(lab: Lab) -> None:
     measured = await lab.hypervisor.measure()
     assert all(measured[spec.name][1] > 1 for spec in specs)
     for spec in specs:
-        await lab.hypervisor.destroy(spec.name, 2.0)
+        await lab.hypervisor.destroy(VmRef(spec.name), 2.0)
         assert lab.remains(spec.name) == []
-        await lab.hypervisor.destroy(spec.name, 2.0)
+        await lab.hypervisor.destroy(VmRef(spec.name), 2.0)
     assert not (await lab.hypervisor.observe()).vms
 
 
@@ -221,7 +225,7 @@ async def test_a_clone_that_boots_gets_its_identity_too(lab: Lab, kind: CloneKin
     assert "boot" in names and names[0] in {CloneKind.FULL: ("copy", "reflink"), CloneKind.LINKED: ("overlay",)}[kind]
     audit = lab.hypervisor.audit(spec.name)
     assert audit["cpus"] == 2 and audit["machine_id"] == lab.identity(spec).machine_id
-    await lab.hypervisor.destroy(spec.name, 2.0)
+    await lab.hypervisor.destroy(VmRef(spec.name), 2.0)
     assert lab.remains(spec.name) == []
 
 
@@ -236,10 +240,10 @@ async def test_a_killed_vm_is_dead_until_it_is_destroyed(lab: Lab) -> None:
     await until(dead)
     assert await lab.condition(spec.name) is VmCondition.DEAD
     with pytest.raises(Gone):
-        await lab.hypervisor.start(spec.name, BASE, lab.identity(spec))
+        await lab.hypervisor.start(VmRef(spec.name), BASE, lab.identity(spec))
     with pytest.raises(MultiverseError):
         await lab.hypervisor.create(spec)
-    await lab.hypervisor.destroy(spec.name, 2.0)
+    await lab.hypervisor.destroy(VmRef(spec.name), 2.0)
     assert lab.remains(spec.name) == []
 
 
@@ -252,10 +256,10 @@ async def test_another_driver_finds_everything_on_disk(lab: Lab) -> None:
     assert await lab.condition(parked.name) is VmCondition.PARKED
     assert await lab.condition(running.name) is VmCondition.RUNNING
     assert await lab.hypervisor.create(parked) == []
-    await lab.hypervisor.start(parked.name, BASE, lab.identity(parked))
+    await lab.hypervisor.start(VmRef(parked.name), BASE, lab.identity(parked))
     assert lab.hypervisor.audit(parked.name)["machine_id"] == lab.identity(parked).machine_id
     began = time.monotonic()
-    await lab.hypervisor.destroy(running.name, 20.0)
+    await lab.hypervisor.destroy(VmRef(running.name), 20.0)
     assert time.monotonic() - began < 15  # the guest answered the flush
     assert lab.remains(running.name) == []
 
@@ -263,7 +267,7 @@ async def test_another_driver_finds_everything_on_disk(lab: Lab) -> None:
 async def test_a_start_whose_reply_was_lost_can_be_repeated(lab: Lab) -> None:
     spec = lab.spec()
     await lab.hypervisor.create(spec)
-    first = asyncio.ensure_future(lab.hypervisor.start(spec.name, BASE, lab.identity(spec)))
+    first = asyncio.ensure_future(lab.hypervisor.start(VmRef(spec.name), BASE, lab.identity(spec)))
 
     async def told() -> bool:
         known = manifest.read(lab.settings.qemu.vms / spec.name)
@@ -274,7 +278,7 @@ async def test_a_start_whose_reply_was_lost_can_be_repeated(lab: Lab) -> None:
     with pytest.raises(MultiverseError):
         await first
     lab.hypervisor = QemuHypervisor(lab.settings, SITE)
-    await lab.hypervisor.start(spec.name, BASE, lab.identity(spec))
+    await lab.hypervisor.start(VmRef(spec.name), BASE, lab.identity(spec))
     assert lab.hypervisor.audit(spec.name)["machine_id"] == lab.identity(spec).machine_id
 
 
@@ -307,7 +311,7 @@ async def test_destroy_does_not_wait_for_a_start_that_hangs(lab: Lab) -> None:
 
     await until(runs)
     began = time.monotonic()
-    await lab.hypervisor.destroy(spec.name, 0)
+    await lab.hypervisor.destroy(VmRef(spec.name), 0)
     assert time.monotonic() - began < 10
     assert lab.remains(spec.name) == []
     with pytest.raises(MultiverseError):

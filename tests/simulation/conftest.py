@@ -1,4 +1,4 @@
-"""The controller's log says thousands of lines for each scenario; the journal in a failure's story says it better."""
+"""Switches the controller's log off, which has thousands of lines for each scenario."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from multiverse.simulation.fuzz import hush
+from multiverse.simulation.fuzz import silence_logs
 
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     before = structlog.get_config()
-    hush()
+    silence_logs()
     yield
     structlog.configure(**before)

@@ -1,4 +1,4 @@
-"""What an operator asks for is answered when it is kept, not before."""
+"""An operator's command is answered when it has been committed, not before."""
 
 from __future__ import annotations
 
@@ -7,26 +7,24 @@ from random import Random
 
 from multiverse.config import Settings
 from multiverse.controller.loop import Controller
-from multiverse.core.rows import Command
+from multiverse.core.transition import Command
 from multiverse.simulation.clock import VirtualClock
-from multiverse.simulation.hypervisor import SimulatedHypervisor
 from multiverse.simulation.loop import run
-from multiverse.simulation.run import SITE, MortalStore
-from multiverse.simulation.scheduler import SimulatedScheduler
+from multiverse.simulation.run import SITE, CrashingStore
 from multiverse.simulation.world import World
 
 
 def test_a_command_is_answered_once_it_is_committed() -> None:
     async def main() -> None:
         world, clock = World(1), VirtualClock()
-        store = MortalStore(":memory:", clock, SITE, lambda after: None)
-        ports = SimulatedScheduler(world, Random(1)), SimulatedHypervisor(world, Random(2))
+        store = CrashingStore(":memory:", clock, SITE, lambda after: None)
+        ports = world.scheduler(Random(1)), world.hypervisor(Random(2))
         controller = Controller(store, *ports, clock, Settings())
         work = asyncio.create_task(controller.run())
         await asyncio.sleep(10.0)
         store.full = True
         gone, asked = (controller.command(Command("build", world.host(0), image)) for image in ("slim", "stock"))
-        gone.cancel()  # whoever asked has hung up
+        gone.cancel()  # its client has closed the connection
         await asyncio.sleep(10.0)
         assert not asked.done() and not store.rows().templates
         store.full = False

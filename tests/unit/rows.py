@@ -1,17 +1,26 @@
-"""Rows made by hand, for rules that need no store."""
+"""Rows for tests that need no store."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
     Attempt,
     AttemptState,
     Claim,
     CloneKind,
+    HypervisorView,
     JobRef,
+    KnownHost,
+    Observation,
+    Offer,
+    OfferState,
     Request,
     Row,
+    SchedulerView,
+    Seen,
     Size,
     Template,
     TemplateCondition,
@@ -20,8 +29,13 @@ from multiverse.core.model import (
     TemplateState,
     Vm,
     VmState,
+    World,
 )
-from multiverse.core.rows import Change, Move, Rows
+from multiverse.core.state import Rows, State
+from multiverse.core.transition import Change, Move
+
+SOURCE = "hosts"
+"""The one source of these tests: it answers for all hosts."""
 
 IMAGES = {
     name: frozenset({"fork", "plug_cpus", "plug_memory"})
@@ -38,14 +52,15 @@ def attempt(state: AttemptState, *, id: int = 1, job: str = "7", restarts: int =
 
 def vm(state: VmState, *, id: int = 1, **more: object) -> Vm:
     values: dict[str, object] = {"since": 0.0, "host": "h1", "image": "slim", "kind": CloneKind.INSTANT, **more}
-    values.setdefault("parent", Size(1, 256) if values["kind"] is CloneKind.INSTANT else None)
+    values.setdefault("node_size", Size(1, 100))
+    values.setdefault("source", SOURCE)
+    values.setdefault("template_size", Size(1, 256) if values["kind"] is CloneKind.INSTANT else None)
     return Vm(
         id=id,
         version=1,
         state=state,
         name=f"mvtest0-{id}",
         size=Size(1, 256),
-        told=Size(1, 100),
         mac="",
         address=f"10.9.1.{id}/16",
         **values,  # type: ignore[arg-type]
@@ -53,12 +68,19 @@ def vm(state: VmState, *, id: int = 1, **more: object) -> Vm:
 
 
 def template(state: TemplateState, *, id: int = 1, **more: object) -> Template:
-    values: dict[str, object] = {"since": 0.0, "host": "h1", "image": "slim", "size": Size(1, 256), **more}
+    values: dict[str, object] = {
+        "since": 0.0,
+        "host": "h1",
+        "image": "slim",
+        "size": Size(1, 256),
+        "source": SOURCE,
+        **more,
+    }
     return Template(id=id, version=1, state=state, **values)  # type: ignore[arg-type]
 
 
-def rows(*some: Row, claims: Iterable[Claim] = (), known: Iterable[str] = ()) -> Rows:
-    """All that there is of a site; `known`: the hosts that it has seen once."""
+def rows(*some: Row, claims: Iterable[Claim] = (), known: Iterable[str] = ("h1",)) -> Rows:
+    """All rows of a site; `known`: the hosts that were observed once."""
     return Rows(
         "test0",
         100,
@@ -67,9 +89,29 @@ def rows(*some: Row, claims: Iterable[Claim] = (), known: Iterable[str] = ()) ->
         {row.id: row for row in some if isinstance(row, Attempt)},
         {row.id: row for row in some if isinstance(row, Vm)},
         {row.id: row for row in some if isinstance(row, Template)},
+        {row.id: row for row in some if isinstance(row, Offer)},
         tuple(claims),
-        frozenset(known),
+        {name: KnownHost(name, SOURCE) for name in known},
     )
+
+
+def state(*some: Row, now: float = 0.0, **more: Any) -> State:
+    """The same in memory, with a pass begun at `now`."""
+    made = State(rows(*some, **more), TABLES, now)
+    made.begin(now, {}, "test")
+    return made
+
+
+def offer(state: OfferState, *, id: int = 1, since: float = 0.0) -> Offer:
+    """The offer of the VM with that serial."""
+    return Offer(id, 1, state, since)
+
+
+def world_of(scheduler: SchedulerView | None, hypervisor: HypervisorView | None, began: float, **more: Any) -> World:
+    """A world whose two sides were observed at `began`; None: unknown."""
+    latest = Seen(hypervisor, began) if hypervisor is not None else None
+    shown = Seen(scheduler, began) if scheduler is not None else None
+    return World(scheduler=shown, sources={SOURCE: Observation(latest, 0.0)}, **more)
 
 
 def as_ready(some: Iterable[Row]) -> dict[TemplateKey, TemplateSeen]:

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from multiverse.core.admission import references, room_of
-from multiverse.core.lifecycle import Event
+from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
     Attempt,
     AttemptState,
@@ -36,12 +35,15 @@ from multiverse.core.model import (
     VmState,
     World,
 )
-from multiverse.core.pacing import Policy, Pool
-from multiverse.core.placement import template_claim, vm_claim, vm_size
-from multiverse.core.plan import plan
-from multiverse.core.rows import Change, Command, Draft, Rows
+from multiverse.core.planner import plan
+from multiverse.core.policy import Policy, Pool
+from multiverse.core.provisioning.admission import references
+from multiverse.core.provisioning.capacity import room_of
+from multiverse.core.provisioning.sizes import template_claim, vm_claim, vm_size
+from multiverse.core.state import Rows, State
+from multiverse.core.transition import Change, Command, Event
+from tests.unit.planner_harness import POLICY
 from tests.unit.rows import IMAGES, as_ready, attempt, changes_of, rows, template, vm
-from tests.unit.scene import POLICY
 
 A, V, T = AttemptState, VmState, TemplateState
 SMALL = Size(1, 100)
@@ -94,7 +96,7 @@ def test_a_template_is_held_by_the_instant_clones_of_its_image_on_its_host() -> 
         vm(V.SERVING, id=4, image="other"),
         vm(V.SERVING, id=5, kind=CloneKind.FULL),
     )
-    draft = Draft(here, NOW)
+    draft = State(here, NOW, TABLES)
     assert references(draft, template(T.READY)) == 2
     assert references(draft, template(T.READY, host="h2")) == 1
     assert references(draft, template(T.READY, host="h2", image="other")) == 0
@@ -181,7 +183,7 @@ def test_an_image_that_can_plug_nothing_gets_a_template_of_the_size_and_its_vms_
     here = rows(*here.attempts.values(), template(T.READY, size=Size(2, 1024)))
     (made,) = of(planned(here, stiff()), "vm")
     assert isinstance(made.row, Vm) and made.row.template == TemplateKey("h1", "slim", Size(2, 1024))
-    assert made.row.size == Size(2, 1024) and made.row.told == Size(2, 700)
+    assert made.row.size == Size(2, 1024) and made.row.node_size == Size(2, 700)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +275,7 @@ def test_nothing_makes_way_on_a_host_that_lacks_the_image() -> None:
     policy = replace(POLICY, pools=tuple(Pool(image, Depth.JOINED, 1, 1, Size(2, 100), 1e9) for image in IMAGES))
     policy = replace(policy, pools=(*policy.pools, replace(policy.pools[0], image="mine")))
     busy = replace(vm(V.SERVING, id=3, image="mine", since=NOW), size=Size(2, 512))
-    idle_node = replace(vm(V.JOINED, since=NOW), pool=Depth.JOINED, size=Size(2, 512), told=Size(2, 100))
+    idle_node = replace(vm(V.JOINED, since=NOW), pool=Depth.JOINED, size=Size(2, 512), node_size=Size(2, 100))
     elsewhere, here = replace(idle_node, id=7, host="h2"), replace(idle_node, id=8, image="mine")
     claims = [Claim(one.key, one.host, vm_claim(one.size, POLICY)) for one in (busy, elsewhere, here)]
     claims += [Claim(idle.key, "h2", Size(0, 3000)), Claim(mine.key, "h1", Size(0, 256))]
@@ -616,8 +618,8 @@ def test_nobody_waits_behind_a_job_whose_memory_others_on_the_machine_have() -> 
 
 
 def test_memory_of_a_dropped_template_comes_back_with_the_vms_that_map_it() -> None:
-    vms = [replace(vm(V.SERVING, id=n, origin=9), size=Size(1, 512)) for n in (1, 2)]
-    draft = Draft(rows(*vms, claims=[Claim(one.key, "h1", vm_claim(one.size, BOLD)) for one in vms]), NOW)
+    vms = [replace(vm(V.SERVING, id=n, template_id=9), size=Size(1, 512)) for n in (1, 2)]
+    draft = State(rows(*vms, claims=[Claim(one.key, "h1", vm_claim(one.size, BOLD)) for one in vms]), NOW, TABLES)
     view = HypervisorView({"h1": replace(host(memory=65536), available=5000)}, {
         one.name: VmSeen(one.name, "h1", VmCondition.RUNNING, private=300.0) for one in vms
     }, {})  # fmt: skip

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from multiverse.core.lifecycle import Event
 from multiverse.core.model import (
     Attempt,
     AttemptState,
@@ -36,12 +35,12 @@ from multiverse.core.model import (
     VmState,
     World,
 )
-from multiverse.core.pacing import Policy, Pool
-from multiverse.core.placement import template_claim, vm_claim, vm_size
-from multiverse.core.plan import plan
-from multiverse.core.rows import Change
+from multiverse.core.planner import plan
+from multiverse.core.policy import Policy, Pool
+from multiverse.core.provisioning.sizes import template_claim, vm_claim, vm_size
+from multiverse.core.transition import Change, Event
+from tests.unit.planner_harness import POLICY
 from tests.unit.rows import IMAGES, as_ready, attempt, changes_of, rows, template, vm
-from tests.unit.scene import POLICY
 
 A, V, T = AttemptState, VmState, TemplateState
 NOW = 1000.0

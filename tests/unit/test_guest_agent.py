@@ -1,46 +1,39 @@
-"""The parts of the agent that need no VM."""
+"""The parts of the guest agent that need no VM."""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import socket
 import stat
 import struct
-import subprocess
-import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from multiverse.guest import agent
+from multiverse.guest.agent import audit, contract, daemons, hotplug, mounts, network, processes, server, stopped, users
+from multiverse.guest.agent.channel import HostChannel
+from multiverse.guest.agent.files import write
+from multiverse.guest.agent.server import GuestAgent
 
 
-def test_it_imports_nothing_but_the_standard_library_and_nothing_with_a_random_state() -> None:
-    code = "import runpy, sys; runpy.run_path(sys.argv[1]); print(' '.join(sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-IS", "-c", code, agent.__file__], capture_output=True, text=True, check=True
-    )
-    loaded = set(done.stdout.split())
-    assert not loaded & {"random", "tempfile", "uuid", "secrets", "multiverse", "hashlib"}
-    assert {name.partition(".")[0] for name in loaded} - {"__main__", "sysconfig"} <= set(sys.stdlib_module_names) | {
-        "__mp_main__"
-    }
-
-
-def test_a_file_is_made_with_its_mode_and_rewritten_whole(tmp_path: Path) -> None:
+def test_a_file_is_made_with_its_mode_and_a_second_write_replaces_all_of_it(tmp_path: Path) -> None:
     path = tmp_path / "key"
     owner = (os.getuid(), os.getgid())
-    agent.write(str(path), "a long first content", 0o400, owner)
-    agent.write(str(path), b"short", 0o640, owner)
+    write(str(path), "a long first content", 0o400, owner)
+    write(str(path), b"short", 0o640, owner)
     assert path.read_bytes() == b"short"
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
-def test_a_link_in_the_way_is_not_followed(tmp_path: Path) -> None:
+def test_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "victim")
     with pytest.raises(OSError):
-        agent.write(str(tmp_path / "link"), "x", 0o600, (os.getuid(), os.getgid()))
+        write(str(tmp_path / "link"), "x", 0o600, (os.getuid(), os.getgid()))
     assert not (tmp_path / "victim").exists()
 
 
@@ -51,15 +44,15 @@ def accounts(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         "/etc/passwd": "root:x:0:0:root:/root:/bin/bash\nalice:x:1:1::/old:/bin/sh\n",
         "/etc/group": "root:x:0:\nusers:x:100:bob\n",
     }
-    monkeypatch.setattr(agent, "read", files.__getitem__)
-    monkeypatch.setattr(agent, "write", files.__setitem__)
+    monkeypatch.setattr(users, "read", files.__getitem__)
+    monkeypatch.setattr(users, "write", files.__setitem__)
     return files
 
 
-def test_a_user_comes_with_every_group(accounts: dict[str, str]) -> None:
+def test_a_user_is_added_with_every_group(accounts: dict[str, str]) -> None:
     alice = {"name": "alice", "uid": 2000, "gid": 2000, "home": "/home/alice", "shell": "/bin/bash",
              "groups": [["alice", 2000], ["staff", 100], ["hpc", 2100]]}  # fmt: skip
-    agent.add_users([alice])
+    users.add_users([alice])
     assert accounts["/etc/passwd"].splitlines() == [
         "root:x:0:0:root:/root:/bin/bash",
         "alice:*:2000:2000::/home/alice:/bin/bash",
@@ -67,48 +60,125 @@ def test_a_user_comes_with_every_group(accounts: dict[str, str]) -> None:
     groups = accounts["/etc/group"].splitlines()
     assert groups == ["root:x:0:", "users:x:100:bob,alice", "alice:*:2000:alice", "hpc:*:2100:alice"]
     before = dict(accounts)
-    agent.add_users([alice])
+    users.add_users([alice])
     assert accounts == before
 
 
-def test_an_address_request_is_laid_out_as_the_kernel_wants_it() -> None:
-    raw = agent._request(agent.RTM_NEWADDR, agent._address(2, "10.1.2.3/16"))
+def test_an_address_request_has_the_kernels_layout() -> None:
+    raw = network.address_request(network.RTM_NEWADDR, 2, "10.1.2.3/16")
     length, kind, flags, _, _ = struct.unpack_from("IHHII", raw)
     assert (length, kind, flags) == (len(raw), 20, 0x505)
     assert struct.unpack_from("BBBBI", raw, 16) == (socket.AF_INET, 16, 0, 0, 2)
     assert struct.unpack_from("HH4s", raw, 24) == (8, 2, bytes([10, 1, 2, 3]))
 
 
-def test_it_tells_the_ends_of_its_host_keys(
-    wire: tuple[agent.Channel, socket.socket], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(agent, "SSH", str(tmp_path / "ssh"))
-    monkeypatch.setattr(agent, "interface", lambda: "lo")
-    someone = agent.Agent(wire[0], -1)
-    assert someone.present()["host_keys"] == ""
+def test_the_ends_of_the_public_host_keys_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "SSH", str(tmp_path / "ssh"))
+    monkeypatch.setattr(audit, "interface", lambda: "lo")
+    assert audit.current_facts()["host_keys"] == ""
     (tmp_path / "ssh").mkdir()
     for kind in ("rsa", "ed25519"):
         (tmp_path / f"ssh/ssh_host_{kind}_key").write_text("a secret")
         (tmp_path / f"ssh/ssh_host_{kind}_key.pub").write_text(f"ssh-{kind} AAAA{kind:.>30} root@here\n")
-    assert someone.present()["host_keys"] == f"{'ed25519':.>20} {'rsa':.>20}"
+    assert audit.current_facts()["host_keys"] == f"{'ed25519':.>20} {'rsa':.>20}"
 
 
 def test_cpu_lists_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, count in (("0\n", 1), ("0-3\n", 4), ("0-1,3,6-7\n", 5)):
-        monkeypatch.setattr(agent, "read", lambda path, text=text: text)
-        assert agent.count_cpus("online") == count
+        monkeypatch.setattr(hotplug, "read", lambda path, text=text: text)
+        assert hotplug.count_cpus("online") == count
 
 
 @pytest.fixture
-def wire() -> tuple[agent.Channel, socket.socket]:
-    """A channel whose other end is in our hands."""
+def sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A guest with one CPU online, a second one plugged, and 1024 MiB of memory in blocks of 128 MiB."""
+    monkeypatch.setattr(hotplug, "CPUS", str(tmp_path / "cpu"))
+    monkeypatch.setattr(hotplug, "BLOCKS", str(tmp_path / "memory"))
+    monkeypatch.setattr(hotplug, "usable_memory", lambda: 128 * len(list((tmp_path / "memory").glob("memory*"))) - 30)
+    (tmp_path / "cpu/cpu1").mkdir(parents=True)
+    (tmp_path / "cpu/cpu1/online").write_text("0\n")
+    (tmp_path / "cpu/online").write_text("0\n")
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory/block_size_bytes").write_text("8000000\n")
+    add_blocks(tmp_path, 8)
+    monkeypatch.setattr(hotplug, "_boot_blocks", 0)
+    monkeypatch.setattr(hotplug, "_boot_usable", 0)
+    hotplug.remember_boot_memory()
+    return tmp_path
+
+
+def add_blocks(sysfs: Path, count: int) -> None:
+    """Bring `count` more blocks online."""
+    first = len(list((sysfs / "memory").glob("memory*")))
+    for number in range(first, first + count):
+        block = sysfs / f"memory/memory{number}"
+        block.mkdir()
+        (block / "online").write_text("1\n")
+
+
+def test_plugged_cpus_are_set_online_and_plugged_memory_is_waited_for(
+    sysfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    def kernel_works(seconds: float) -> None:
+        """The kernel brings one block online at a time."""
+        waits.append(seconds)
+        add_blocks(sysfs, 1)
+
+    def set_online(path: str, text: str) -> None:
+        assert (path, text) == (str(sysfs / "cpu/cpu1/online"), "1")
+        (sysfs / "cpu/online").write_text("0-1\n")
+
+    monkeypatch.setattr(hotplug.time, "sleep", kernel_works)
+    monkeypatch.setattr(hotplug, "write_kernel_file", set_online)
+    hotplug.use_plugged(2, 256)
+    assert hotplug.count_cpus("online") == 2
+    assert len(waits) == 2 and hotplug.memory_blocks() == 1024 + 256
+
+
+def test_memory_that_does_not_come_is_a_failure_that_tells_how_much_came(
+    sysfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hotplug, "DAEMON_TIMEOUT", 0.05)
+    add_blocks(sysfs, 1)
+    with pytest.raises(contract.GuestAgentError) as failure:
+        hotplug.use_plugged(1, 256)
+    assert "256 MiB" in str(failure.value)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may become a daemon's user")
+def test_a_daemon_that_ends_before_it_is_ready_is_a_failure_with_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "LOGS", str(tmp_path))
+    monkeypatch.setattr(daemons, "LOGS", str(tmp_path))
+    ready = tmp_path / "ready"
+    ready.touch()  # left by an earlier run
+    argv = ["/bin/sh", "-c", "echo no configuration; exit 3"]
+    daemon = daemons.DaemonProcess({"name": "slurmd", "argv": argv, "user": "root", "ready_path": str(ready)})
+    with pytest.raises(contract.GuestAgentError) as failure:
+        daemons.Children().start(daemon)
+    for fact in ("slurmd", "exit code 3", "no configuration"):
+        assert fact in str(failure.value)
+
+
+def test_a_program_that_cannot_be_started_has_no_wait_status() -> None:
+    assert processes.run(["/nonexistent"]) == -1
+    assert os.waitstatus_to_exitcode(processes.run(["/bin/sh", "-c", "exit 4"])) == 4
+    assert os.waitstatus_to_exitcode(processes.run(["/bin/sleep", "60"], timeout=0.05)) == -9
+
+
+@pytest.fixture
+def wire() -> tuple[HostChannel, socket.socket]:
+    """A channel, and the host's end of it."""
     ours, theirs = socket.socketpair()
-    channel = agent.Channel.__new__(agent.Channel)
+    channel = HostChannel.__new__(HostChannel)
     channel.fd, channel._buffer = ours.detach(), bytearray()
     return channel, theirs
 
 
-def test_forked_is_said_before_the_message_is_whole(wire: tuple[agent.Channel, socket.socket]) -> None:
+def test_forked_is_sent_before_the_identity_is_complete(wire: tuple[HostChannel, socket.socket]) -> None:
     channel, host = wire
     host.send(b'{"type":"identity","x":')
     host.settimeout(5)
@@ -120,47 +190,156 @@ def test_forked_is_said_before_the_message_is_whole(wire: tuple[agent.Channel, s
     assert os.waitstatus_to_exitcode(os.waitpid(reader, 0)[1]) == 0
 
 
-def test_a_second_identity_is_answered_with_what_became_of_the_first(wire: tuple[agent.Channel, socket.socket]) -> None:
+def test_a_second_identity_is_answered_with_the_state_that_the_first_one_led_to(
+    wire: tuple[HostChannel, socket.socket],
+) -> None:
     channel, host = wire
-    someone = agent.Agent(channel, -1)
-    someone.state = {"type_": "started", "stages": []}
-    someone.handle({"type": "identity"})
+    guest_agent = GuestAgent(channel, -1)
+    guest_agent.state = {"type_": "started", "stages": []}
+    guest_agent.handle({"type": "identity"})
     assert json.loads(host.recv(1000)) == {"type": "started", "stages": []}
 
 
-def test_what_goes_wrong_is_reported_and_remembered(wire: tuple[agent.Channel, socket.socket]) -> None:
+def test_a_failure_is_reported_and_answers_later_requests_for_the_state(
+    wire: tuple[HostChannel, socket.socket],
+) -> None:
     channel, host = wire
-    someone = agent.Agent(channel, -1)
-    someone.handle({"type": "identity"})  # it lacks everything
+    guest_agent = GuestAgent(channel, -1)
+    guest_agent.handle({"type": "identity"})  # an identity without fields
     assert json.loads(host.recv(1000))["type"] == "failed"
-    someone.handle({"type": "hello"})
+    guest_agent.handle({"type": "hello"})
     assert json.loads(host.recv(1000))["type"] == "failed"
-    someone.handle({"type": "who knows"})
+    guest_agent.handle({"type": "of a later release"})
 
 
-def test_a_flood_without_end_of_line_is_dropped(wire: tuple[agent.Channel, socket.socket]) -> None:
+def test_a_line_that_is_too_long_is_dropped(wire: tuple[HostChannel, socket.socket]) -> None:
     channel, _ = wire
     for _ in range(5):
-        assert channel._feed(b"x" * (agent.MAX_LINE // 2)) == []
-        assert len(channel._buffer) <= agent.MAX_LINE
+        assert channel._feed(b"x" * (contract.MAX_LINE // 2)) == []
+        assert len(channel._buffer) <= contract.MAX_LINE
+
+
+IDENTITY = {
+    "type": "identity",
+    "random": "AAAA",
+    "cpus": 2,
+    "plugged": 256,
+    "identity": {
+        "hostname": "mva-1",
+        "mac": "02:00:00:00:00:01",
+        "address": "10.0.0.9/16",
+        "gateway": "10.0.0.1",
+        "machine_id": "0" * 32,
+        "users": [],
+        "mounts": [{"source": "10.0.0.1:/home", "target": "/home", "type": "nfs4", "options": "ro"}],
+        "peers": [["mva-2", "10.0.0.10"]],
+        "membership": {
+            "files": [],
+            "directories": [],
+            "daemons": [{"name": "slurmd", "argv": ["/usr/sbin/slurmd", "-D"], "user": "root", "ready_path": ""}],
+        },
+    },
+    "time": 1.7e9,
+}
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[object, ...]]]:
+    """The steps that the agent takes, with their arguments. None of them happens."""
+    taken: list[tuple[str, tuple[object, ...]]] = []
+
+    def record(name: str, result: object = None) -> Callable[..., object]:
+        return lambda *arguments: (taken.append((name, arguments)), result)[1]
+
+    for name in ("set_random_state", "set_names", "add_users", "set_network", "write_node_files", "use_plugged",
+                 "mount_one", "load_on_demand", "preload_job_programs"):  # fmt: skip
+        monkeypatch.setattr(server, name, record(name))
+    monkeypatch.setattr(server, "interface", lambda: "eth0")
+    monkeypatch.setattr(server, "make_pipe", record("make_pipe", -1))
+    monkeypatch.setattr(server, "clone_facts", lambda: {"cpus": 2})
+    monkeypatch.setattr(server.Children, "start", record("start_daemon"))
+    monkeypatch.setattr(server.time, "clock_settime", record("clock_settime"))
+    return taken
+
+
+def test_an_identity_is_applied_with_randomness_first_and_mounts_after_the_daemons(
+    wire: tuple[HostChannel, socket.socket], steps: list[tuple[str, tuple[object, ...]]]
+) -> None:
+    channel, host = wire
+    message: dict[str, Any] = copy.deepcopy(IDENTITY)
+    message["identity"]["users"] = [{"name": "alice"}]
+    GuestAgent(channel, -1).handle(message)
+    assert [name for name, _ in steps] == ["set_random_state", "clock_settime", "set_names", "add_users", "set_network",
+                                           "write_node_files", "use_plugged", "start_daemon", "mount_one",
+                                           "load_on_demand"]  # fmt: skip
+    arguments = dict(steps)
+    assert arguments["set_network"] == ("eth0", "02:00:00:00:00:01", "10.0.0.9/16", "10.0.0.1")
+    assert arguments["use_plugged"] == (2, 256)
+    assert arguments["mount_one"] == ("10.0.0.1:/home", "/home", "nfs4", "ro")
+    assert arguments["load_on_demand"] == (True,)
+    report = json.loads(host.recv(10000))
+    assert (report["type"], report["audit"]) == ("started", {"cpus": 2})
+    assert [name for name, _ in report["stages"]] == ["identity", "network", "files", "plugged", "daemon_slurmd",
+                                                      "mounts"]  # fmt: skip
+
+
+def test_a_spare_gets_a_pipe_for_its_job_and_loads_what_the_job_will_run(
+    wire: tuple[HostChannel, socket.socket], steps: list[tuple[str, tuple[object, ...]]]
+) -> None:
+    channel, host = wire
+    GuestAgent(channel, -1).handle(IDENTITY)
+    names = [name for name, _ in steps]
+    assert names.index("make_pipe") < names.index("start_daemon")
+    assert names[-1] == "preload_job_programs"
+    assert [name for name, _ in json.loads(host.recv(10000))["stages"]][-1] == "practised"
+
+
+def test_a_user_is_added_before_the_job_continues(
+    wire: tuple[HostChannel, socket.socket], steps: list[tuple[str, tuple[object, ...]]]
+) -> None:
+    channel, host = wire
+    guest_agent = GuestAgent(channel, -1)
+    reading, guest_agent.introduced = os.pipe2(os.O_NONBLOCK)
+    guest_agent.handle({"type": "introduce", "user": {"name": "alice"}, "time": time.time()})
+    assert steps == [("add_users", ([{"name": "alice"}],))], "the clock was right"
+    assert os.read(reading, 1000) == b"\n" * contract.MOST_WAIT
+    assert json.loads(host.recv(1000)) == {"type": "introduced"}
+    guest_agent.handle({"type": "introduce", "user": {"name": "alice"}, "time": time.time() + 10})
+    assert [name for name, _ in steps] == ["add_users", "add_users", "clock_settime"]
+    for descriptor in (reading, guest_agent.introduced):
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    ("options", "flags", "data"),
+    [
+        ("", 0, []),
+        ("defaults,_netdev,x-systemd.automount", 0, []),
+        ("ro,nosuid,vers=4.2,nolock", 3, ["vers=4.2", "nolock"]),
+    ],
+)
+def test_mount_options_are_flags_or_go_to_the_file_system(options: str, flags: int, data: list[str]) -> None:
+    assert mounts._kernel_options(options) == (flags, data)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may become a daemon's user")
-def test_a_held_program_runs_only_when_released_and_with_the_arguments_given_then(
+def test_a_stopped_program_runs_when_it_is_released_and_with_the_arguments_of_its_release(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent, "LOGS", str(tmp_path))
-    monkeypatch.setenv("KEPT", "through it all")
-    held = agent.Held("sh", "/bin/sh", "root")
+    monkeypatch.setattr(processes, "LOGS", str(tmp_path))
+    monkeypatch.setenv("KEPT", "from the agent")
+    held = stopped.StoppedProcess("sh", "/bin/sh", "root")
     assert os.waitpid(held.pid, os.WNOHANG) == (0, 0)
     script = 'echo "$KEPT $# $1 ${#2}"; exit 7'
     pid = held.release(["/bin/sh", "-c", script, "x", "a b", "y" * 5000])
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-    assert (tmp_path / "sh.log").read_text() == "through it all 2 a b 5000\n"
+    assert (tmp_path / "sh.log").read_text() == "from the agent 2 a b 5000\n"
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may become a daemon's user")
-def test_a_program_that_is_missing_cannot_be_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "LOGS", str(tmp_path))
+def test_a_program_that_is_missing_cannot_be_stopped_at_its_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "LOGS", str(tmp_path))
     with pytest.raises(OSError, match="did not stop"):
-        agent.Held("nothing", "/nonexistent", "root")
+        stopped.StoppedProcess("nothing", "/nonexistent", "root")

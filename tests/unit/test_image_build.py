@@ -1,4 +1,4 @@
-"""Images: their names, their keys, their modules. Building one for real is the integration tests' business."""
+"""Names, keys, manifests and kernel modules of images. The integration tests build a real one."""
 
 from __future__ import annotations
 
@@ -8,61 +8,88 @@ from pathlib import Path
 import pytest
 
 from multiverse.core.errors import Broken, Refused
-from multiverse.guest import image, initramfs
+from multiverse.guest.assemble import assemble
+from multiverse.images import initramfs, recipe
+from multiverse.images.build import build
+from multiverse.images.catalog import ABILITIES, Flavour, Image, list_images, load, write_manifest
+from multiverse.images.recipe import Recipe
+from multiverse.images.root import AGENT_PATH, enable_unit, install_agent, kernel_release, strip_identity
 
 
 @pytest.mark.parametrize("name", ["", "../x", "A", "a/b", "-a", "x" * 41])
 def test_a_name_that_cannot_be_a_directory_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(Refused):
-        image.build(name, "slim", tmp_path)
+        build(name, "slim", tmp_path)
 
 
-def test_a_package_name_is_no_option(tmp_path: Path) -> None:
+def test_an_option_in_place_of_a_package_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="--hook"):
-        image.build("slim", "slim", tmp_path, packages=("--hook",))
+        build("slim", "slim", tmp_path, packages=("--hook",))
 
 
-def test_an_absent_image_is_refused_with_those_that_are_there(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="none"):
-        image.load(tmp_path, "slim")
-    assert image.list_images(tmp_path) == []
+def test_the_refusal_of_an_absent_image_lists_the_present_ones(tmp_path: Path) -> None:
+    with pytest.raises(Refused) as nothing:
+        load(tmp_path, "slim")
+    assert "none" in nothing.value.hint
+    assert list_images(tmp_path) == []
+    complete(tmp_path, "stock")
+    with pytest.raises(Refused) as other:
+        load(tmp_path, "slim")
+    assert "stock" in other.value.hint
 
 
-def test_half_an_image_is_none(tmp_path: Path) -> None:
-    (tmp_path / "slim").mkdir()
-    facts = {
-        "name": "slim",
-        "flavour": "slim",
-        "key": "k",
-        "base": "b",
-        "cmdline": "",
-        "release": "6",
-        "suite": "s",
-        "packages": [],
-    }
-    (tmp_path / "slim/image.json").write_text(json.dumps(facts))
-    with pytest.raises(Refused, match="lacks"):
-        image.load(tmp_path, "slim")
-    assert image.list_images(tmp_path) == [], "it may be being copied"
-    for name in ("disk.raw", "vmlinuz", "initrd.img"):
-        (tmp_path / "slim" / name).touch()
-    assert image.load(tmp_path, "slim").key == "k"
-    assert [i.name for i in image.list_images(tmp_path)] == ["slim"]
+def test_an_incomplete_image_is_refused_and_not_listed(tmp_path: Path) -> None:
+    image = complete(tmp_path, "slim")
+    image.initrd.unlink()
+    with pytest.raises(Refused, match=r"initrd\.img"):
+        load(tmp_path, "slim")
+    assert list_images(tmp_path) == []
+    image.initrd.touch()
+    assert load(tmp_path, "slim") == image
+    assert list_images(tmp_path) == [image]
 
 
-def test_the_key_tells_every_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_of_an_earlier_release_is_read(tmp_path: Path) -> None:
+    """Its fields keep their names, and without a list of abilities the image has all of them."""
+    manifest = {"name": "slim", "flavour": "slim", "key": "k", "base": "b", "cmdline": "quiet", "release": "6.1",
+                "suite": "bookworm", "packages": ["hpcc"]}  # fmt: skip
+    image = complete(tmp_path, "slim")
+    (image.path / "image.json").write_text(json.dumps(manifest))
+    assert load(tmp_path, "slim") == Image(
+        "slim", "slim", "k", "b", tmp_path / "slim", "quiet", "6.1", "bookworm", ("hpcc",), ABILITIES
+    )
+
+
+def test_a_manifest_that_cannot_be_read_hides_no_other_image(tmp_path: Path) -> None:
+    image = complete(tmp_path, "slim")
+    (complete(tmp_path, "stock").path / "image.json").write_text("{}")
+    assert list_images(tmp_path) == [image]
+
+
+def complete(images: Path, name: str) -> Image:
+    """An image whose files exist and are empty."""
+    image = Image(name, "slim", "k", "b", images / name, "", "6", "s")
+    image.path.mkdir()
+    for file in (image.disk, image.kernel, image.initrd):
+        file.touch()
+    write_manifest(image, image.path)
+    return image
+
+
+def test_each_input_changes_the_key(tmp_path: Path) -> None:
     source = tmp_path / "debian.sources"
     source.write_text("Types: deb\n")
     hook = tmp_path / "10-site"
     hook.write_text("#!/bin/sh\n")
-    agent_file = tmp_path / "agent.py"
-    agent_file.write_text("one")
-    monkeypatch.setattr(image.agent, "__file__", str(agent_file))
 
     def keys(
-        packages: tuple[str, ...] = (), hooks: tuple[Path, ...] = (), flavour: image.Flavour = "slim", suite: str = "a"
+        packages: tuple[str, ...] = (),
+        hooks: tuple[Path, ...] = (),
+        flavour: Flavour = "slim",
+        suite: str = "a",
+        agent: str = "one",
     ) -> tuple[str, str]:
-        return image._Recipe(flavour, suite, packages, (source,), hooks).keys()
+        return Recipe(flavour, suite, packages, (source,), hooks, agent).keys()
 
     first = keys()
     assert keys() == first
@@ -72,9 +99,23 @@ def test_the_key_tells_every_input(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     source.write_text("Types: deb deb-src\n")
     others.append(keys())
     assert len({base for base, _ in [first, *others]}) == len(others) + 1
-    before = keys()
-    agent_file.write_text("two")
-    assert keys()[0] == before[0] and keys()[1] != before[1]
+    before, other_agent = keys(), keys(agent="two")
+    assert other_agent[0] == before[0] and other_agent[1] != before[1]
+
+
+def test_a_change_of_the_assembled_agent_changes_the_key_of_the_image_and_not_that_of_its_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "debian.sources"
+    source.write_text("Types: deb\n")
+    monkeypatch.setattr(recipe, "_suite", lambda: "bookworm")
+    monkeypatch.setattr(recipe, "_sources", lambda: (source,))
+    first = Recipe.of("slim", (), None)
+    assert first.agent == assemble()
+    monkeypatch.setattr(recipe, "assemble", lambda: assemble() + "\n")
+    second = Recipe.of("slim", (), None)
+    assert second.keys()[0] == first.keys()[0]
+    assert second.keys()[1] != first.keys()[1]
 
 
 def test_an_image_keeps_no_key_and_no_name_of_its_own(tmp_path: Path) -> None:
@@ -83,13 +124,41 @@ def test_an_image_keeps_no_key_and_no_name_of_its_own(tmp_path: Path) -> None:
     for file in files:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text("root:secret:1::::::\n")
-    image._strip_identity(tmp_path)
+    strip_identity(tmp_path)
     left = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
     assert left.pop("etc/ssh/sshd_config") and left.pop("etc/hosts") == "127.0.0.1 localhost\n"
     assert left == {"etc/machine-id": "", "etc/hostname": "", "etc/shadow": "root:!*:1::::::\n"}
 
 
-def test_modules_come_after_what_they_need(tmp_path: Path) -> None:
+def test_the_agent_is_installed_as_an_executable_with_the_given_text(tmp_path: Path) -> None:
+    install_agent(tmp_path, "#!/usr/bin/python3\n")
+    path = tmp_path / AGENT_PATH.lstrip("/")
+    assert path.read_text() == "#!/usr/bin/python3\n"
+    assert path.stat().st_mode & 0o777 == 0o755
+
+
+def test_systemd_starts_the_agent_and_not_the_daemons_that_the_agent_starts(tmp_path: Path) -> None:
+    units = tmp_path / "etc/systemd/system"
+    (tmp_path / "etc/modules-load.d").mkdir(parents=True)
+    (units / "multi-user.target.wants").mkdir(parents=True)
+    (units / "multi-user.target.wants/munge.service").symlink_to("/lib/systemd/system/munge.service")
+    enable_unit(tmp_path)
+    assert f"ExecStart={AGENT_PATH}\n" in (units / "multiverse-agent.service").read_text()
+    assert [path.name for path in (units / "multi-user.target.wants").iterdir()] == ["multiverse-agent.service"]
+    for unit in ("slurmd.service", "munge.service"):
+        assert (units / unit).readlink() == Path("/dev/null")
+
+
+def test_the_newest_kernel_of_an_image_is_used(tmp_path: Path) -> None:
+    (tmp_path / "boot").mkdir()
+    with pytest.raises(Broken, match="kernel"):
+        kernel_release(tmp_path)
+    for release in ("6.1.0-18-amd64", "6.1.0-21-amd64"):
+        (tmp_path / f"boot/vmlinuz-{release}").touch()
+    assert kernel_release(tmp_path) == "6.1.0-21-amd64"
+
+
+def test_modules_come_after_the_modules_that_they_need(tmp_path: Path) -> None:
     base = tmp_path / "lib/modules/6.1"
     base.mkdir(parents=True)
     (base / "modules.dep").write_text("a/net-x.ko: b/failover.ko c/core.ko\nb/failover.ko: c/core.ko\nc/core.ko:\n")

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from multiverse.core.lifecycle import Effect, EffectKind, effect_of
+from multiverse.core.machines.tables import effect_of
 from multiverse.core.model import AttemptState, Key, Offer, Row, TemplateState, VmState
+from multiverse.core.transition import Effect, EffectKind
+from tests.unit.planner_harness import POLICY
 from tests.unit.rows import attempt, template, vm
-from tests.unit.scene import POLICY
 
 A, V, T, E = AttemptState, VmState, TemplateState, EffectKind
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
+from multiverse.core.provisioning.forecast import ARRIVALS_FADE, SMOOTHING, ForecastRecorder
 
-from multiverse.core.kinds import Choice, choose
-from multiverse.core.lifecycle import Event
+from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
     AttemptState,
     CloneKind,
@@ -27,11 +27,14 @@ from multiverse.core.model import (
     VmState,
     World,
 )
-from multiverse.core.pacing import ARRIVALS_FADE, SMOOTHING, Meter, Policy, Pool, wait_for
-from multiverse.core.refill import wanted_of
-from multiverse.core.rows import Change, Draft, Move, Rows
+from multiverse.core.policy import Policy, Pool
+from multiverse.core.provisioning.clones import Choice, choose
+from multiverse.core.provisioning.pacing import wait_for
+from multiverse.core.provisioning.pools import wanted_of
+from multiverse.core.state import Rows, State
+from multiverse.core.transition import Change, Event, Move
 from tests.unit import rows as hand
-from tests.unit.scene import POLICY
+from tests.unit.planner_harness import POLICY
 
 A, V, T = AttemptState, VmState, TemplateState
 INSTANT, LINKED, FULL = CloneKind.INSTANT, CloneKind.LINKED, CloneKind.FULL
@@ -39,7 +42,7 @@ PARKED = Pool("slim", Depth.PARKED, 0, 10, Size(1, 100))
 PARENT = ("h1", "slim", INSTANT)
 
 
-def note(meter: Meter, row: object, event: Event, now: float) -> None:
+def note(meter: ForecastRecorder, row: object, event: Event, now: float) -> None:
     meter.note([Move((Change(row, event),))], now)  # type: ignore[arg-type]
 
 
@@ -69,7 +72,7 @@ def test_a_kind_that_nobody_knows_takes_no_time_and_one_not_seen_is_slower_by_th
 
 
 def test_how_long_vms_take_is_a_moving_mean() -> None:
-    meter = Meter(POLICY)
+    meter = ForecastRecorder(POLICY)
     for serial, began, joined in ((1, 0.0, 10.0), (2, 20.0, 40.0)):
         note(meter, hand.vm(V.PLANNED, id=serial, attempt=1), Event.PLANNED, began)
         note(meter, hand.vm(V.JOINED, id=serial, attempt=1), Event.REGISTERED, joined)
@@ -77,7 +80,7 @@ def test_how_long_vms_take_is_a_moving_mean() -> None:
 
 
 def test_a_job_arrives_once_and_counts_for_a_while() -> None:
-    meter = Meter(POLICY)
+    meter = ForecastRecorder(POLICY)
     note(meter, hand.attempt(A.QUEUED), Event.SUBMITTED, 0.0)
     assert not meter.forecast(0.0).arrivals, "it may be held, or wait for others of its array"
     note(meter, hand.attempt(A.CLAIMED), Event.ADMITTED, 0.0)
@@ -90,7 +93,7 @@ def test_a_job_arrives_once_and_counts_for_a_while() -> None:
 
 
 def test_what_the_pace_has_given_out_is_remembered_until_it_is_paid_for() -> None:
-    meter = Meter(replace(POLICY, rates={INSTANT: 0.25}))
+    meter = ForecastRecorder(replace(POLICY, rates={INSTANT: 0.25}))
     note(meter, hand.vm(V.PLANNED), Event.PLANNED, 10.0)
     assert meter.forecast(13.0).paced == {PARENT: 14.0} and meter.forecast(15.0).paced == {}
 
@@ -103,7 +106,7 @@ def spare(state: V, serial: int = 1, depth: Depth = Depth.PARKED, attempt: int |
 
 
 def test_a_pool_rests_twice_as_long_after_a_second_failure() -> None:
-    meter = Meter(POLICY)
+    meter = ForecastRecorder(POLICY)
     note(meter, spare(V.RELEASING), Event.FAILED, 100.0)
     assert meter.forecast(100.0).rest == {"slim": 100.0 + POLICY.backoff(1)}
     note(meter, spare(V.RELEASING, 2), Event.DIED, 200.0)
@@ -122,14 +125,14 @@ def test_a_pool_rests_twice_as_long_after_a_second_failure() -> None:
 def test_a_rest_is_over_when_a_spare_has_come_as_far_as_its_pool(
     depth: Depth, state: V, event: Event, rested: bool
 ) -> None:
-    meter = Meter(POLICY)
+    meter = ForecastRecorder(POLICY)
     note(meter, spare(V.RELEASING, 1, depth), Event.FAILED, 100.0)
     note(meter, spare(state, 2, depth), event, 101.0)
     assert ("slim" in meter.forecast(101.0).rest) is not rested
 
 
 def test_a_vm_that_a_job_has_taken_is_no_failure_of_the_pool() -> None:
-    meter = Meter(POLICY)
+    meter = ForecastRecorder(POLICY)
     note(meter, spare(V.RELEASING, attempt=1), Event.DIED, 100.0)
     assert meter.forecast(100.0).rest == {}
 
@@ -153,7 +156,7 @@ def chosen(*templates: Template | None, spares: Iterable[Vm] = (), hosts: str = 
         hypervisor=Seen(HypervisorView({}, seen, {}), 99.0),
         forecast=Forecast(**forecast),  # type: ignore[arg-type]
     )
-    draft = Draft(Rows("test0", vms={vm.id: vm for vm in spares}), 100.0, world.forecast.paced)
+    draft = State(Rows("test0", vms={vm.id: vm for vm in spares}), 100.0, TABLES, world.forecast.paced)
     draft.waiting[PARENT] = waiting
     found = {hand.template(T.READY, id=n + 1, host=f"h{n + 1}").which: row for n, row in enumerate(templates)}
     here = {"h1": Host("h1", Size(4, 4096, 65536), frozenset(hosts.split()), images=hand.IMAGES)}
@@ -173,7 +176,7 @@ def test_what_is_parked_decides_only_if_this_job_can_have_it() -> None:
         spare(V.PLANNED),
         replace(spare(V.PARKED, 2), image="other"),
         spare(V.PARKED, 3, Depth.JOINED),
-        replace(spare(V.PARKED, 4), parent=Size(2, 512)),
+        replace(spare(V.PARKED, 4), template_size=Size(2, 512)),
         replace(spare(V.PARKED, 5), account="other"),
         replace(spare(V.PARKED, 6), since=100.0 - PARKED.max_age - 1),
     ]

@@ -9,25 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiverse.core.model import Claim, CloneKind, Host, Key, Size, TemplateState, VmState
-from multiverse.core.pacing import Policy
-from multiverse.core.placement import (
+from multiverse.core.policy import Policy
+from multiverse.core.provisioning.capacity import Room, could_ever_fit, largest, left_behind, yet_to_come
+from multiverse.core.provisioning.placement import address_of, mac_of
+from multiverse.core.provisioning.sizes import (
     BLOCK,
-    Room,
-    address_of,
-    could_ever_fit,
-    largest,
-    left_behind,
-    mac_of,
     parent_size,
     serves_as,
     short_of_memory,
     template_claim,
     vm_claims,
     vm_size,
-    yet_to_come,
 )
+from tests.unit.planner_harness import POLICY
 from tests.unit.rows import IMAGES, template, vm
-from tests.unit.scene import POLICY
 
 sizes = st.builds(Size, st.integers(1, 128), st.integers(1, 2**20))
 
@@ -138,7 +133,7 @@ def test_a_template_is_claimed_as_often_as_its_host_holds_it() -> None:
 
 
 def test_what_was_dropped_is_held_once_by_the_vms_that_map_it() -> None:
-    vms = [vm(VmState.SERVING, id=n, origin=origin) for n, origin in ((1, 1), (2, 7), (3, 7), (4, 8), (5, None))]
+    vms = [vm(VmState.SERVING, id=n, template_id=origin) for n, origin in ((1, 1), (2, 7), (3, 7), (4, 8), (5, None))]
     boots = vm(VmState.SERVING, id=6, kind=CloneKind.FULL)
     held = left_behind([*vms, boots], {1: template(TemplateState.READY)})
     assert held == [Claim(Key("template", n), "h1", Size(0, 256)) for n in (7, 8)]

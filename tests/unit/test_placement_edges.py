@@ -8,20 +8,12 @@ import pytest
 
 from multiverse.core.errors import MultiverseError
 from multiverse.core.model import Host, Size
-from multiverse.core.pacing import Policy
-from multiverse.core.placement import (
-    Room,
-    address_of,
-    largest,
-    mac_of,
-    parent_size,
-    serves_as,
-    short_of_memory,
-    vm_claim,
-    vm_size,
-)
+from multiverse.core.policy import Policy
+from multiverse.core.provisioning.capacity import Room, largest
+from multiverse.core.provisioning.placement import address_of, mac_of
+from multiverse.core.provisioning.sizes import parent_size, serves_as, short_of_memory, vm_claim, vm_size
+from tests.unit.planner_harness import POLICY
 from tests.unit.rows import IMAGES
-from tests.unit.scene import POLICY
 
 
 def host(name: str = "h1", *, cpus: int = 4, memory: int = 8192, disk: int = 65536, can: str | None = None) -> Host:

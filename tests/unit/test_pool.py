@@ -6,10 +6,10 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from multiverse.core.provisioning.forecast import ForecastRecorder
 
-from multiverse.core.admission import settle
 from multiverse.core.errors import Broken
-from multiverse.core.lifecycle import EffectKind, Event, effect_of
+from multiverse.core.machines.tables import TABLES, effect_of
 from multiverse.core.model import (
     AttemptState,
     CloneKind,
@@ -25,12 +25,15 @@ from multiverse.core.model import (
     VmState,
     World,
 )
-from multiverse.core.pacing import Meter, Policy, Pool, paid, wait_for
-from multiverse.core.pool import node_features
-from multiverse.core.refill import standing
-from multiverse.core.rows import Change, Draft, Move
+from multiverse.core.policy import Policy, Pool
+from multiverse.core.provisioning.clones import choose_clones
+from multiverse.core.provisioning.pacing import paid, wait_for
+from multiverse.core.provisioning.pools import pool_status
+from multiverse.core.provisioning.spares import node_spec
+from multiverse.core.state import State
+from multiverse.core.transition import Change, EffectKind, Event, Move
 from tests.unit import rows as hand
-from tests.unit.scene import POLICY, Scene, failed
+from tests.unit.planner_harness import POLICY, PlannerHarness, failed
 
 A, V, T = AttemptState, VmState, TemplateState
 PARKED = Pool("slim", Depth.PARKED, 2, 2, Size(1, 512), 100.0)
@@ -38,19 +41,19 @@ JOINED = Pool("slim", Depth.JOINED, 1, 1, Size(1, 512), 100.0, offer=False)  # o
 PARENT = ("h1", "slim", CloneKind.INSTANT)
 
 
-def scene(*pools: Pool, memory: int = 8192, **policy: object) -> Scene:
-    made = Scene(replace(POLICY, pools=pools, **policy), memory=memory)  # type: ignore[arg-type]
+def harness(*pools: Pool, memory: int = 8192, **policy: object) -> PlannerHarness:
+    made = PlannerHarness(replace(POLICY, pools=pools, **policy), memory=memory)  # type: ignore[arg-type]
     made.template()
     return made
 
 
-def fill(s: Scene) -> list[Vm]:
+def fill(s: PlannerHarness) -> list[Vm]:
     """The spares, once the pools are as full as they get."""
     s.fill()
     return spare(s)
 
 
-def spare(s: Scene) -> list[Vm]:
+def spare(s: PlannerHarness) -> list[Vm]:
     return [vm for vm in s.rows.vms.values() if vm.attempt is None and vm.state in (V.PARKED, V.JOINED)]
 
 
@@ -58,7 +61,7 @@ def spare(s: Scene) -> list[Vm]:
 
 
 def test_a_parked_pool_is_filled_and_holds_hardly_anything() -> None:
-    s = scene(PARKED)
+    s = harness(PARKED)
     vms = fill(s)
     assert [(vm.state, vm.pool, vm.size) for vm in vms] == [(V.PARKED, Depth.PARKED, POLICY.base)] * 2
     held = [claim.size for claim in s.rows.claims if claim.owner.kind == "vm"]
@@ -67,14 +70,14 @@ def test_a_parked_pool_is_filled_and_holds_hardly_anything() -> None:
 
 
 def test_a_joined_pool_is_filled_with_nodes() -> None:
-    s = scene(JOINED)
+    s = harness(JOINED)
     (vm,) = fill(s)
-    assert (vm.state, vm.told) == (V.JOINED, Size(1, 512))
-    assert node_features(vm, None) == ("slim", "instant", "auto", f"mv_v{vm.id}")
+    assert (vm.state, vm.node_size) == (V.JOINED, Size(1, 512))
+    assert node_spec(vm, None).features == ("slim", "instant", "auto", f"mv_v{vm.id}")
 
 
 def test_the_pool_takes_half_of_the_turns_and_no_more() -> None:
-    s = scene(replace(PARKED, least=4, most=4), provisioning=4)
+    s = harness(replace(PARKED, least=4, most=4), provisioning=4)
     s.run()
     s.run()
     s.run()
@@ -82,7 +85,7 @@ def test_the_pool_takes_half_of_the_turns_and_no_more() -> None:
 
 
 def test_nothing_is_made_for_the_pool_while_jobs_wait_for_room() -> None:
-    s = scene(PARKED, memory=1024)
+    s = harness(PARKED, memory=1024)
     s.job(size=Size(4, 300))
     s.job("8", size=Size(4, 300))
     for _ in range(4):
@@ -91,7 +94,7 @@ def test_nothing_is_made_for_the_pool_while_jobs_wait_for_room() -> None:
 
 
 def test_on_a_small_host_the_pool_waits_until_a_job_has_started() -> None:
-    s = scene(replace(PARKED, least=1, most=1))
+    s = harness(replace(PARKED, least=1, most=1))
     s.hosts["h1"] = replace(s.hosts["h1"], machine=Size(2, 8192))
     fill(s)
     attempt = s.to_allocated()
@@ -102,12 +105,12 @@ def test_on_a_small_host_the_pool_waits_until_a_job_has_started() -> None:
 
 
 def test_the_pool_rests_after_a_failure() -> None:
-    s = scene(PARKED)
+    s = harness(PARKED)
     s.run()
     s.run()
     s.run()
     first = next(iter(s.rows.vms.values()))
-    meter = Meter(s.policy)
+    meter = ForecastRecorder(s.policy)
     moves = s.run(failed(first, EffectKind.CREATE, Broken("it does not come up")))
     meter.note(moves, s.clock.time)
     rest = meter.forecast(s.clock.time).rest["slim"]
@@ -127,12 +130,12 @@ def test_the_pool_rests_after_a_failure() -> None:
 
 
 def test_a_job_takes_a_parked_vm_and_its_size_with_it() -> None:
-    s = scene(PARKED)
+    s = harness(PARKED)
     first, _ = fill(s)
     s.job(size=Size(3, 1000))
     s.run()
     (vm,) = s.all_vms()
-    assert (vm.id, vm.state, vm.told) == (first.id, V.STARTING, Size(3, 1000))
+    assert (vm.id, vm.state, vm.node_size) == (first.id, V.STARTING, Size(3, 1000))
     assert vm.size.cpus == 3 and vm.size.memory >= 1000
     claim = next(claim.size for claim in s.rows.claims if claim.owner == vm.key)
     assert (claim.cpus, claim.memory) == (3, vm.size.memory + POLICY.vm_overhead)
@@ -140,7 +143,7 @@ def test_a_job_takes_a_parked_vm_and_its_size_with_it() -> None:
 
 
 def test_a_gang_takes_what_is_parked_and_makes_the_rest() -> None:
-    s = scene(replace(PARKED, least=1, most=1), provisioning=8)
+    s = harness(replace(PARKED, least=1, most=1), provisioning=8)
     fill(s)
     s.job(nodes=2)
     s.run()
@@ -149,7 +152,7 @@ def test_a_gang_takes_what_is_parked_and_makes_the_rest() -> None:
 
 @pytest.mark.parametrize("kind", [CloneKind.LINKED, CloneKind.FULL])
 def test_a_job_that_wants_another_kind_leaves_what_is_parked(kind: CloneKind) -> None:
-    s = scene(PARKED)
+    s = harness(PARKED)
     s.hosts["h1"] = replace(s.hosts["h1"], abilities=frozenset({"instant", "linked", "full"}))
     fill(s)
     s.job(request=Request(1, Size(1, 400), kind=kind))
@@ -158,7 +161,7 @@ def test_a_job_that_wants_another_kind_leaves_what_is_parked(kind: CloneKind) ->
 
 
 def test_spares_do_not_keep_a_template_that_is_in_the_way() -> None:
-    s = scene(PARKED, memory=900)  # one template, two spares, and 580 MiB
+    s = harness(PARKED, memory=900)  # one template, two spares, and 580 MiB
     vms = fill(s)
     stiff = frozenset({"fork"})
     s.hosts["h1"] = replace(s.hosts["h1"], images={"stiff": stiff})
@@ -172,13 +175,13 @@ def test_spares_do_not_keep_a_template_that_is_in_the_way() -> None:
 
 
 def test_a_job_takes_a_node_that_fits_at_once() -> None:
-    s = scene(JOINED)
+    s = harness(JOINED)
     (vm,) = fill(s)
     s.job(size=Size(1, 400))
     s.run()
     attempt = s.attempt()
     assert (attempt.state, attempt.feature) == (A.SPAWNED, vm.feature)
-    assert s.all_vms()[0].id == vm.id and s.all_vms()[0].told == Size(1, 512)
+    assert s.all_vms()[0].id == vm.id and s.all_vms()[0].node_size == Size(1, 512)
     effect = effect_of(attempt)
     assert effect is not None and effect.kind is EffectKind.PIN and "joined before" in effect.text
 
@@ -197,7 +200,7 @@ def test_a_job_takes_a_node_that_fits_at_once() -> None:
     ids=str,
 )
 def test_a_job_that_it_does_not_fit_leaves_the_node(request_: Request) -> None:
-    s = scene(JOINED)
+    s = harness(JOINED)
     s.template("stock")
     (vm,) = fill(s)
     s.job(request=request_)
@@ -207,7 +210,7 @@ def test_a_job_that_it_does_not_fit_leaves_the_node(request_: Request) -> None:
 
 @pytest.mark.parametrize("state", [NodeState.DOWN, NodeState.BUSY, None])
 def test_a_node_that_is_not_idle_is_not_taken(state: NodeState | None) -> None:
-    s = scene(JOINED)
+    s = harness(JOINED)
     (vm,) = fill(s)
     if state is None:
         del s.nodes[vm.name]
@@ -219,7 +222,7 @@ def test_a_node_that_is_not_idle_is_not_taken(state: NodeState | None) -> None:
 
 
 def test_whoever_has_served_goes_and_never_back() -> None:
-    s = scene(JOINED)
+    s = harness(JOINED)
     (vm,) = fill(s)
     s.job(size=Size(1, 400))
     s.run()
@@ -237,7 +240,7 @@ def test_whoever_has_served_goes_and_never_back() -> None:
 
 @pytest.mark.parametrize("pool", [PARKED, JOINED], ids=["parked", "joined"])
 def test_what_is_too_old_is_replaced(pool: Pool) -> None:
-    s = scene(replace(pool, least=1, most=1))
+    s = harness(replace(pool, least=1, most=1))
     (vm,) = fill(s)
     s.pass_time(101.0)
     s.run()
@@ -248,7 +251,7 @@ def test_what_is_too_old_is_replaced(pool: Pool) -> None:
 
 @pytest.mark.parametrize("pool", [PARKED, JOINED], ids=["parked", "joined"])
 def test_without_its_template_a_spare_goes(pool: Pool) -> None:
-    s = scene(pool)
+    s = harness(pool)
     vms = fill(s)
     s.templates.clear()
     s.run()
@@ -256,7 +259,7 @@ def test_without_its_template_a_spare_goes(pool: Pool) -> None:
 
 
 def test_what_no_pool_wants_any_more_goes() -> None:
-    s = scene(PARKED)
+    s = harness(PARKED)
     vms = fill(s)
     s.policy = POLICY
     s.run()
@@ -264,7 +267,7 @@ def test_what_no_pool_wants_any_more_goes() -> None:
 
 
 def test_spares_give_way_to_a_job_that_needs_their_room_and_no_more_of_them_than_must() -> None:
-    s = scene(replace(JOINED, least=3, most=3), memory=2300)  # template 256, each node 512 + 80 + 32 and rounding
+    s = harness(replace(JOINED, least=3, most=3), memory=2300)  # template 256, each node 512 + 80 + 32 and rounding
     vms = fill(s)
     assert len(vms) == 3
     s.job(size=Size(2, 500))
@@ -276,7 +279,7 @@ def test_spares_give_way_to_a_job_that_needs_their_room_and_no_more_of_them_than
 
 
 def test_spares_stay_if_all_of_them_would_not_be_enough() -> None:
-    s = scene(JOINED, memory=2300)
+    s = harness(JOINED, memory=2300)
     s.job("6", size=Size(1, 1000))
     s.to_allocated(job_id="6")
     fill(s)
@@ -296,7 +299,7 @@ def test_a_pool_wants_more_the_more_jobs_arrive_and_never_more_than_most() -> No
 
 
 def test_the_arrival_rate_fades() -> None:
-    meter = Meter(POLICY)
+    meter = ForecastRecorder(POLICY)
     arrival = Move((Change(hand.attempt(A.CLAIMED), Event.ADMITTED),))
     for _ in range(60):
         meter.note([arrival], 100.0)
@@ -305,7 +308,7 @@ def test_the_arrival_rate_fades() -> None:
 
 
 def test_how_long_vms_take_is_learnt_but_not_from_spares_that_were_taken() -> None:
-    meter = Meter(POLICY)
+    meter = ForecastRecorder(POLICY)
     vm = hand.vm(V.PLANNED, attempt=1)
     meter.note([Move((Change(vm, Event.PLANNED),))], 10.0)
     meter.note([Move((Change(replace(vm, state=V.JOINED), Event.REGISTERED),))], 13.0)
@@ -339,7 +342,7 @@ def test_two_hundred_a_second_lets_two_hundred_start_at_once() -> None:
 
 
 def test_a_job_waits_for_the_pace_of_its_template_and_blocks_nobody() -> None:
-    s = scene(rates={CloneKind.INSTANT: 0.25}, provisioning=8, patience=0.0)
+    s = harness(rates={CloneKind.INSTANT: 0.25}, provisioning=8, patience=0.0)
     s.template("stock")
     for job, image in (("1", "slim"), ("2", "slim"), ("3", "stock")):
         s.job(job, request=Request(1, Size(1, 100), image=image))
@@ -360,10 +363,10 @@ def chosen(template: T | None, *, kind: CloneKind = CloneKind.AUTO, abilities: s
     some = [hand.template(template, since=since)] if template else []
     attempt = hand.attempt(A.QUEUED)
     world = World(forecast=Forecast(**forecast))  # type: ignore[arg-type]
-    draft = Draft(Scene().rows, 100.0, world.forecast.paced)
+    draft = State(PlannerHarness().rows, 100.0, TABLES, world.forecast.paced)
     draft.templates = {row.id: row for row in some}
     hosts = {"h1": Host("h1", Size(4, 4096, 65536), frozenset(abilities.split()), images=hand.IMAGES)}
-    choice, _ = settle(draft, attempt, hosts, world, policy)
+    choice, _ = choose_clones(draft, attempt, hosts, world, policy)
     return choice.kind, choice.why, choice.prepare
 
 
@@ -391,7 +394,7 @@ def test_auto_boots_a_single_job_and_makes_no_template_for_it() -> None:
 
 def test_auto_makes_the_template_for_those_that_have_waited_for_long() -> None:
     """They came together, long ago, and wait for their image: what came of late is forgotten by now."""
-    s = Scene(replace(POLICY, kind=CloneKind.AUTO), cpus=64, memory=65536)
+    s = PlannerHarness(replace(POLICY, kind=CloneKind.AUTO), cpus=64, memory=65536)
     able = replace(s.hosts["h1"], abilities=frozenset({"instant", "linked"}))
     s.hosts["h1"] = replace(able, images={})
     for number in range(2):
@@ -406,7 +409,7 @@ def test_auto_makes_the_template_for_those_that_have_waited_for_long() -> None:
 
 
 def test_who_is_held_makes_no_template_worth_its_while() -> None:
-    s = Scene(replace(POLICY, kind=CloneKind.AUTO), cpus=64)
+    s = PlannerHarness(replace(POLICY, kind=CloneKind.AUTO), cpus=64)
     s.hosts["h1"] = replace(s.hosts["h1"], abilities=frozenset({"instant", "linked"}))
     s.job("1", eligible=False)
     s.run()
@@ -433,7 +436,7 @@ def test_auto_boots_when_its_template_is_broken_or_no_host_forks() -> None:
 
 
 def test_auto_takes_what_is_parked_whatever_was_seen() -> None:
-    s = scene(PARKED, kind=CloneKind.AUTO)
+    s = harness(PARKED, kind=CloneKind.AUTO)
     fill(s)
     s.job(size=Size(2, 500))
     s.observe()
@@ -450,7 +453,7 @@ def test_a_kind_not_seen_yet_is_as_slow_as_the_others() -> None:
 
 
 def test_auto_boots_what_no_host_could_hold_beside_its_template() -> None:
-    s = Scene(replace(POLICY, kind=CloneKind.AUTO))
+    s = PlannerHarness(replace(POLICY, kind=CloneKind.AUTO))
     s.hosts["h1"] = replace(
         s.hosts["h1"], abilities=frozenset({"instant", "linked"}), images={"slim": frozenset(["fork"])}
     )
@@ -460,7 +463,7 @@ def test_auto_boots_what_no_host_could_hold_beside_its_template() -> None:
     s.commit()
     (vm,) = s.all_vms()
     assert vm.kind is CloneKind.LINKED and s.attempt().state is A.CLAIMED
-    s = Scene(s.policy)
+    s = PlannerHarness(s.policy)
     s.hosts["h1"] = replace(s.hosts["h1"], abilities=frozenset({"instant"}), images={"slim": frozenset(["fork"])})
     s.job(size=Size(1, 5000))
     s.run()
@@ -468,7 +471,9 @@ def test_auto_boots_what_no_host_could_hold_beside_its_template() -> None:
 
 
 def test_auto_spreads_a_burst_over_both_kinds_where_clones_queue_on_their_template() -> None:
-    s = Scene(replace(POLICY, kind=CloneKind.AUTO, provisioning=64, rates={CloneKind.INSTANT: 1.0}), memory=1 << 20)
+    s = PlannerHarness(
+        replace(POLICY, kind=CloneKind.AUTO, provisioning=64, rates={CloneKind.INSTANT: 1.0}), memory=1 << 20
+    )
     s.hosts["h1"] = replace(
         s.hosts["h1"], abilities=frozenset({"instant", "linked"}), capacity=Size(64, 1 << 20, 1 << 20)
     )
@@ -484,7 +489,7 @@ def test_auto_spreads_a_burst_over_both_kinds_where_clones_queue_on_their_templa
 
 
 def test_two_that_come_together_are_reason_enough_for_a_template() -> None:
-    s = Scene(replace(POLICY, kind=CloneKind.AUTO))
+    s = PlannerHarness(replace(POLICY, kind=CloneKind.AUTO))
     s.hosts["h1"] = replace(s.hosts["h1"], abilities=frozenset({"instant", "linked"}))
     s.job("1")
     s.job("2")
@@ -494,7 +499,7 @@ def test_two_that_come_together_are_reason_enough_for_a_template() -> None:
 
 def test_a_job_gets_no_spare_that_is_older_than_its_pool_lets_it_be() -> None:
     for pool in (PARKED, JOINED):
-        s = scene(pool)
+        s = harness(pool)
         old = {vm.id for vm in fill(s)}
         s.pass_time(pool.max_age + 1.0)  # with nobody to look: the daemon was down
         s.job(size=Size(1, 400))
@@ -504,7 +509,7 @@ def test_a_job_gets_no_spare_that_is_older_than_its_pool_lets_it_be() -> None:
 
 def test_a_spare_in_which_a_daemon_has_ended_serves_nobody() -> None:
     for pool in (replace(PARKED, least=1, most=1), JOINED):
-        s = scene(pool)
+        s = harness(pool)
         (vm,) = fill(s)
         s.vms[vm.name] = replace(s.vms[vm.name], reason="slurmd ended (exit code 1)")
         s.job(size=Size(1, 400))
@@ -515,7 +520,7 @@ def test_a_spare_in_which_a_daemon_has_ended_serves_nobody() -> None:
 
 
 def test_the_pool_leaves_jobs_their_turns() -> None:
-    s = scene(replace(PARKED, least=4, most=4), provisioning=4)
+    s = harness(replace(PARKED, least=4, most=4), provisioning=4)
     for number in range(1, 5):
         s.job(str(number), size=Size(1, 200))
     s.run()
@@ -531,7 +536,7 @@ def test_auto_follows_what_was_seen_here() -> None:
 
 
 def test_what_boots_has_the_template_made_for_those_after_it_and_does_not_wait_for_it() -> None:
-    s = Scene(replace(POLICY, kind=CloneKind.AUTO))
+    s = PlannerHarness(replace(POLICY, kind=CloneKind.AUTO))
     s.hosts["h1"] = replace(s.hosts["h1"], abilities=frozenset({"instant", "linked"}))
     s.job()
     for _ in range(2):
@@ -555,7 +560,7 @@ def test_a_broken_template_is_named_and_a_building_one_is_waited_for_all_the_sam
 
 
 def test_the_pace_and_a_pools_rest_say_when_to_look_again() -> None:
-    meter = Meter(paced(0.25))
+    meter = ForecastRecorder(paced(0.25))
     assert meter.next_due(0.0) == float("inf")
     vm = hand.vm(V.PLANNED)
     meter.note([Move((Change(vm, Event.PLANNED),))], 0.0)
@@ -563,26 +568,26 @@ def test_the_pace_and_a_pools_rest_say_when_to_look_again() -> None:
     spare_vm = replace(vm, state=V.RELEASING, attempt=None, pool=Depth.PARKED)
     meter.note([Move((Change(spare_vm, Event.FAILED),))], 1.0)
     assert meter.next_due(1.0) == 1.0 + POLICY.backoff(1)
-    fast = Meter(paced(4.0))
+    fast = ForecastRecorder(paced(4.0))
     for _ in range(8):
         fast.note([Move((Change(vm, Event.PLANNED),))], 0.0)
     assert fast.next_due(0.0) == 2.0 - 0.75, "a second's worth at once is let through before"
 
 
 def test_a_pool_stands_with_what_is_ready_and_what_is_being_made() -> None:
-    s = scene(PARKED, JOINED)
+    s = harness(PARKED, JOINED)
     s.run()
     s.run()
-    by_depth = {one.pool.depth: one for one in standing(s.rows, World(), s.policy)}
+    by_depth = {one.pool.depth: one for one in pool_status(s.rows, World(), s.policy)}
     making = by_depth[Depth.PARKED].making + by_depth[Depth.JOINED].making
     assert making > 0 and by_depth[Depth.PARKED].ready == 0
     fill(s)
-    found = {one.pool.depth: (one.wanted, one.ready, one.making) for one in standing(s.rows, World(), s.policy)}
+    found = {one.pool.depth: (one.wanted, one.ready, one.making) for one in pool_status(s.rows, World(), s.policy)}
     assert found == {Depth.PARKED: (2, 2, 0), Depth.JOINED: (1, 1, 0)}
 
 
 def test_a_job_with_templates_of_its_own_leaves_what_is_parked_for_all() -> None:
-    s = scene(PARKED)
+    s = harness(PARKED)
     before = {vm.id for vm in fill(s)}
     s.job(request=Request(1, Size(1, 100), account="physics"))
     s.run()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from multiverse.core.lifecycle import Event
+from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
     Attempt,
     AttemptState,
@@ -35,13 +35,16 @@ from multiverse.core.model import (
     VmState,
     World,
 )
-from multiverse.core.pacing import Pool
-from multiverse.core.placement import Room, vm_claim, vm_size
-from multiverse.core.plan import plan
-from multiverse.core.pool import give_back, joined_for, make_way, parked_for
-from multiverse.core.rows import Change, Draft
+from multiverse.core.planner import plan
+from multiverse.core.policy import Pool
+from multiverse.core.provisioning.capacity import Room
+from multiverse.core.provisioning.eviction import release_spares
+from multiverse.core.provisioning.sizes import vm_claim, vm_size
+from multiverse.core.provisioning.spares import give_back, joined_for, parked_for
+from multiverse.core.state import State
+from multiverse.core.transition import Change, Event
+from tests.unit.planner_harness import POLICY
 from tests.unit.rows import IMAGES, as_ready, attempt, changes_of, rows, template, vm
-from tests.unit.scene import POLICY
 
 A, V, T = AttemptState, VmState, TemplateState
 NOW = 1000.0
@@ -110,11 +113,11 @@ READY = template(T.READY)
 
 
 def taken(request: Request, *vms: Vm) -> Vm | None:
-    return joined_for(Draft(rows(*vms), NOW), attempt(A.QUEUED, request=request), "slim", world(*vms), POLICY)
+    return joined_for(State(rows(*vms), NOW, TABLES), attempt(A.QUEUED, request=request), "slim", world(*vms), POLICY)
 
 
 def test_a_node_that_has_just_what_is_asked_for_is_taken() -> None:
-    exact = joined(told=Size(1, 100))
+    exact = joined(node_size=Size(1, 100))
     assert taken(Request(1, Size(1, 100), features=("slim", "instant", "auto")), exact) == exact
     assert taken(Request(1, Size(1, 101)), exact) is None
 
@@ -134,7 +137,7 @@ def grown(*vms: Vm, nodes: int = 1, size: Size = Size(1, 1000), hosts: Collectio
     room = room or Room({one.name: one for one in hosts}, ())
     parents = {one.name: PARENT for one in hosts}
     found = parked_for(
-        Draft(rows(*vms), NOW), attempt(A.QUEUED, request=Request(nodes, size)), "slim", parents, room,
+        State(rows(*vms), NOW, TABLES), attempt(A.QUEUED, request=Request(nodes, size)), "slim", parents, room,
         world(*vms, hosts=hosts, dead=dead), replace(POLICY, pools=(PARKED,)),
     )  # fmt: skip
     return [one.id for one, _ in found]
@@ -145,7 +148,7 @@ def test_only_what_is_parked_for_anybody_is_well_and_of_the_image_is_taken() -> 
     for other in (
         parked(image="other"),
         parked(account="physics"),
-        parked(parent=Size(2, 256)),
+        parked(template_size=Size(2, 256)),
         parked(pool=Depth.JOINED),
         replace(parked(), state=V.PLANNED),
         parked(host="h2"),
@@ -157,7 +160,7 @@ def test_only_what_is_parked_for_anybody_is_well_and_of_the_image_is_taken() -> 
 def test_one_that_its_host_does_not_show_is_not_taken() -> None:
     here, unseen = world(), parked()
     found = parked_for(
-        Draft(rows(unseen), NOW), attempt(A.QUEUED), "slim", {"h1": PARENT}, Room({"h1": host()}, ()), here,
+        State(rows(unseen), NOW, TABLES), attempt(A.QUEUED), "slim", {"h1": PARENT}, Room({"h1": host()}, ()), here,
         replace(POLICY, pools=(PARKED,)),
     )  # fmt: skip
     assert found == []
@@ -187,8 +190,8 @@ def test_room_that_was_taken_for_nothing_is_given_back() -> None:
     before = {name: list(free) for name, free in room.free.items()}
     spare = parked()
     found = parked_for(
-        Draft(rows(spare), NOW), attempt(A.QUEUED, request=Request(1, Size(2, 1000, 500))), "slim", {"h1": PARENT},
-        room, world(spare), replace(POLICY, pools=(PARKED,)),
+        State(rows(spare), NOW, TABLES), attempt(A.QUEUED, request=Request(1, Size(2, 1000, 500))), "slim", {"h1":
+        PARENT}, room, world(spare), replace(POLICY, pools=(PARKED,)),
     )  # fmt: skip
     assert room.free != before
     give_back(found, room)
@@ -201,12 +204,12 @@ def test_room_that_was_taken_for_nothing_is_given_back() -> None:
 def gives_way(*vms: Vm, needed: int) -> tuple[bool, list[int]]:
     """Whether there is room then, and who goes, where every VM holds 100 MiB of a host that has no more."""
     claims = [Claim(one.key, "h1", Size(0, 100)) for one in vms]
-    draft = Draft(rows(*vms, claims=claims), NOW)
+    draft = State(rows(*vms, claims=claims), NOW, TABLES)
 
     def without(gone: Collection[Key]) -> Room:
         return Room({"h1": host(memory=100 * len(vms))}, [claim for claim in claims if claim.owner not in gone])
 
-    enough = make_way(draft, "slim", 1, {"h1": Size(0, needed)}, without)
+    enough = release_spares(draft, "slim", 1, {"h1": Size(0, needed)}, without)
     return enough, [change.row.id for move in draft.moves for change in move.changes]
 
 
@@ -279,9 +282,9 @@ def test_spares_of_an_image_that_is_gone_go_too_and_those_out_of_sight_stay() ->
 
 
 def test_a_pool_of_nodes_of_another_size_wants_others_and_what_is_parked_fits_any() -> None:
-    changes = kept(READY, joined(told=Size(1, 999)), pools=(JOINED,))
+    changes = kept(READY, joined(node_size=Size(1, 999)), pools=(JOINED,))
     assert released(changes) == [(1, "no pool of the settings wants it")]
-    assert [one.told for one in made(changes)] == [JOINED.size]
+    assert [one.node_size for one in made(changes)] == [JOINED.size]
     assert kept(READY, parked(), pools=(replace(PARKED, size=Size(1, 999)),)) == []
 
 

@@ -28,7 +28,6 @@ from multiverse.config import HostSettings, QemuSettings, Settings
 from multiverse.core.errors import Broken, Exhausted, Unknown
 from multiverse.core.model import CloneKind, Size, TemplateKey
 from multiverse.drivers.qemu.driver import QemuHypervisor
-from multiverse.guest.image import Image
 from multiverse.host import disks, manifest, process
 from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.qemu import probe, templates
@@ -37,6 +36,7 @@ from multiverse.host.qemu.hotplug import dimm_sizes
 from multiverse.host.qemu.machine import DIMMS, Accelerator, Memory, QemuMachine, Wiring, limits
 from multiverse.host.qemu.qmp import Monitor, QmpError
 from multiverse.host.qemu.session import Paths
+from multiverse.images.catalog import Image
 from multiverse.system.processes import ProcessIdentity
 
 

@@ -1,4 +1,4 @@
-"""What others write is shown as it is, and does nothing."""
+"""Text of users is printed as it is and not interpreted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Console
 from multiverse.cli import render
 
 
-def test_a_cell_is_neither_markup_nor_an_escape() -> None:
+def test_a_cell_is_neither_markup_nor_an_escape_sequence() -> None:
     table = render.table("NAME", "STATE")
     for name in ("[red]a[/red]", "[/none]", "\x1b[31mred\x07", "two\nlines\r\ttab", "b\u202ec"):
         table.add_row(name, render.state("done"))

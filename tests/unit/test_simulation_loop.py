@@ -1,4 +1,4 @@
-"""The virtual loop: no real time, no real world, and one order per seed."""
+"""The virtual loop takes no real time, does not use the real world, and has one order per seed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from multiverse.simulation import loop as virtual
 from multiverse.simulation.clock import VirtualClock
-from multiverse.simulation.loop import Intrusion, run
+from multiverse.simulation.loop import RealWorldAccess, run
 
 
 async def _race(n: int = 8) -> list[int]:
@@ -29,7 +29,7 @@ async def _race(n: int = 8) -> list[int]:
     return order
 
 
-def test_a_day_passes_at_once() -> None:
+def test_a_day_of_virtual_time_takes_no_real_time() -> None:
     async def day() -> float:
         clock = VirtualClock()
         began = clock.now()
@@ -41,7 +41,7 @@ def test_a_day_passes_at_once() -> None:
     assert time.monotonic() - real < 5.0
 
 
-def test_order_is_the_seeds() -> None:
+def test_the_order_of_callbacks_depends_on_the_seed() -> None:
     assert run(_race(), 7) == run(_race(), 7)
     assert len({tuple(run(_race(), seed)) for seed in range(20)}) > 10
 
@@ -71,26 +71,26 @@ async def _socket() -> None:
 
 
 @pytest.mark.parametrize("reach", [_to_thread, _executor, _thread, _process, _socket])
-def test_the_real_world_is_kept_out(reach: Callable[[], Awaitable[None]]) -> None:
+def test_access_to_the_real_world_is_refused(reach: Callable[[], Awaitable[None]]) -> None:
     async def main() -> None:
         await reach()
 
-    with pytest.raises(Intrusion):
+    with pytest.raises(RealWorldAccess):
         run(main(), 1)
 
 
-def test_async_processes_are_kept_out() -> None:
-    with pytest.raises((Intrusion, async_solipsism.SolipsismError)):
+def test_async_processes_are_refused() -> None:
+    with pytest.raises((RealWorldAccess, async_solipsism.SolipsismError)):
         run(_async_process(), 1)
 
 
-def test_the_guard_is_off_outside() -> None:
+def test_the_real_world_is_allowed_outside_a_virtual_loop() -> None:
     run(_race(2), 1)
     subprocess.run(["true"], check=True)
     socket.socket(socket.AF_UNIX).close()
 
 
-def test_waiting_for_nothing_is_found() -> None:
+def test_waiting_for_nothing_is_reported() -> None:
     async def main() -> None:
         await asyncio.get_running_loop().create_future()
 
@@ -98,7 +98,7 @@ def test_waiting_for_nothing_is_found() -> None:
         run(main(), 1)
 
 
-def test_a_livelock_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_livelock_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(virtual, "STEPS", 1000)
 
     async def main() -> None:

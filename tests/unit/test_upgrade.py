@@ -16,7 +16,7 @@ from alembic.script import ScriptDirectory
 from multiverse.core.errors import Broken, Exhausted, Refused
 from multiverse.core.model import AttemptState, VmState
 from multiverse.store import Store, schema, upgrade
-from tests.unit.scene import HandClock
+from tests.unit.planner_harness import ManualClock
 
 BEFORE = (Path(__file__).parent / "before_alembic.sql").read_text()
 """A database as it was written before Alembic: one job runs, another is being given its VM."""
@@ -45,7 +45,7 @@ def form(path: Path) -> set[tuple[str, str]]:
 
 def test_a_database_from_before_alembic_comes_along_with_all_its_rows(old: Path) -> None:
     before = dump(old)
-    store = Store(old, HandClock())
+    store = Store(old, ManualClock())
     rows = store.rows()
     assert rows.site == "test0" and (rows.next_attempt, rows.next_serial, rows.next_template) == (3, 3, 2)
     assert [a.state for a in rows.attempts.values()] == [AttemptState.ALLOCATED, AttemptState.CLAIMED]
@@ -58,8 +58,8 @@ def test_a_database_from_before_alembic_comes_along_with_all_its_rows(old: Path)
 
 
 def test_an_upgraded_database_and_a_fresh_one_are_the_same_and_as_the_tables_say(old: Path, tmp_path: Path) -> None:
-    Store(old, HandClock()).close()
-    Store(tmp_path / "fresh", HandClock()).close()
+    Store(old, ManualClock()).close()
+    Store(tmp_path / "fresh", ManualClock()).close()
     assert form(old) == form(tmp_path / "fresh")
     engine = sa.create_engine(f"sqlite:///{old}")
     with engine.connect() as connection:
@@ -86,22 +86,22 @@ def test_the_baseline_revision_makes_what_there_was_before_alembic(old: Path, tm
 
 
 def test_opening_again_changes_nothing(old: Path) -> None:
-    Store(old, HandClock()).close()
+    Store(old, ManualClock()).close()
     copy = old.with_name("db.schema-0001")
     copy.unlink()
     before = dump(old)
-    Store(old, HandClock()).close()
+    Store(old, ManualClock()).close()
     assert dump(old) == before and not copy.exists()
 
 
 def test_a_database_of_newer_software_is_refused_and_not_touched(old: Path) -> None:
-    Store(old, HandClock()).close()
+    Store(old, ManualClock()).close()
     with closing(sqlite3.connect(old)) as connection:
         connection.execute("UPDATE alembic_version SET version_num = '9999'")
         connection.commit()
     before = dump(old)
     with pytest.raises(Refused, match="newer Multiverse: it has schema 9999"):
-        Store(old, HandClock(boot="another"))
+        Store(old, ManualClock(boot="another"))
     assert dump(old) == before
 
 
@@ -110,7 +110,7 @@ def test_a_failed_upgrade_leaves_the_database_as_it_was(old: Path) -> None:
         connection.execute("DROP INDEX ix_templates_live")  # so the last step of the revision fails
     before = dump(old)
     with pytest.raises(Broken, match="could not be upgraded from schema 0001 to 0003"):
-        Store(old, HandClock(boot="another"))
+        Store(old, ManualClock(boot="another"))
     assert dump(old) == before
 
 
@@ -118,7 +118,7 @@ def test_without_a_copy_nothing_is_upgraded(old: Path) -> None:
     before = dump(old)
     old.with_name("db.schema-0001").mkdir()  # in the way
     with pytest.raises(Exhausted, match="cannot keep a copy"):
-        Store(old, HandClock())
+        Store(old, ManualClock())
     assert dump(old) == before and not old.with_name("db.schema-0001.new").exists()
 
 
@@ -126,15 +126,15 @@ def test_a_database_of_something_else_is_named_and_not_touched(tmp_path: Path) -
     with closing(sqlite3.connect(tmp_path / "db")) as connection:
         connection.execute("CREATE TABLE music (title)")
     with pytest.raises(Broken, match="something else"):
-        Store(tmp_path / "db", HandClock())
+        Store(tmp_path / "db", ManualClock())
     assert [name for name, _ in form(tmp_path / "db")] == ["music"]
 
 
 def test_what_is_asked_often_reads_an_index(tmp_path: Path) -> None:
-    Store(tmp_path / "db", HandClock()).close()
+    Store(tmp_path / "db", ManualClock()).close()
     engine = sa.create_engine(f"sqlite:///{tmp_path / 'db'}")
     asked: list[str] = []
-    store = Store(tmp_path / "db", HandClock())
+    store = Store(tmp_path / "db", ManualClock())
     sa.event.listen(
         store._connection,
         "before_cursor_execute",

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from multiverse.core.errors import Broken
-from multiverse.core.lifecycle import EffectKind, Event, effect_of
+from multiverse.core.machines.tables import TABLES, effect_of
 from multiverse.core.model import (
     Attempt,
     AttemptState,
@@ -33,10 +33,11 @@ from multiverse.core.model import (
     VmState,
     World,
 )
-from multiverse.core.plan import plan
-from multiverse.core.rows import Change, Command, Draft, Rows
+from multiverse.core.planner import plan
+from multiverse.core.state import Rows, State
+from multiverse.core.transition import Change, Command, EffectKind, Event
+from tests.unit.planner_harness import POLICY, PlannerHarness
 from tests.unit.rows import IMAGES, attempt, rows, template, vm
-from tests.unit.scene import POLICY, Scene
 
 A, V, T = AttemptState, VmState, TemplateState
 NOW = 1000.0
@@ -45,7 +46,7 @@ DEAD, RUNNING = VmCondition.DEAD, VmCondition.RUNNING
 
 
 def decided(*some: Row, jobs: tuple[Job, ...] = (), seen: VmCondition | None = None, why: str = "",
-            node: Node | None = None, quiet: dict[Key, float] | None = None, at: float = NOW,
+            node: Node | None = None, effect_ended_at: dict[Key, float] | None = None, at: float = NOW,
             scheduler: bool = True, built: bool = True) -> list[Change]:  # fmt: skip
     """What is decided when the first VM is seen so, on a host in sight."""
     name = "mvtest0-1"
@@ -54,7 +55,9 @@ def decided(*some: Row, jobs: tuple[Job, ...] = (), seen: VmCondition | None = N
     view = SchedulerView({job.ref.job_id: job for job in jobs}, {name: node} if node else {})
     templates = {frozen.which: frozen} if built else {}
     world = World(
-        Seen(view, at) if scheduler else None, Seen(HypervisorView({"h1": H1}, vms, templates), at), quiet or {}
+        Seen(view, at) if scheduler else None,
+        Seen(HypervisorView({"h1": H1}, vms, templates), at),
+        effect_ended_at or {},
     )
     return [change for move in plan(rows(*some), world, [], NOW, POLICY) for change in move.changes]
 
@@ -75,10 +78,10 @@ def job(of: Attempt, state: JobState = JobState.PENDING, *, pinned: bool = False
 
 def test_absence_does_not_count_in_a_look_that_began_as_the_vm_was_started() -> None:
     one, starting = attempt(A.SPAWNING), vm(V.STARTING, attempt=1, since=NOW - 5)
-    quiet = {starting.key: NOW - 6}
-    assert of_vm(decided(one, starting, jobs=(job(one),), quiet=quiet, at=NOW - 5)) == []
+    effect_ended_at = {starting.key: NOW - 6}
+    assert of_vm(decided(one, starting, jobs=(job(one),), effect_ended_at=effect_ended_at, at=NOW - 5)) == []
     died = (Event.DIED, "releasing", "the VM died")
-    assert died in of_vm(decided(one, starting, jobs=(job(one),), quiet=quiet, at=NOW - 4))
+    assert died in of_vm(decided(one, starting, jobs=(job(one),), effect_ended_at=effect_ended_at, at=NOW - 4))
 
 
 def test_a_vm_in_quarantine_is_left_alone() -> None:
@@ -93,7 +96,7 @@ def test_a_vm_in_quarantine_is_left_alone() -> None:
 
 def test_nothing_is_gone_while_the_scheduler_is_not_known() -> None:
     leaving = vm(V.RELEASING)
-    assert decided(leaving, quiet={leaving.key: NOW - 5}, scheduler=False) == []
+    assert decided(leaving, effect_ended_at={leaving.key: NOW - 5}, scheduler=False) == []
 
 
 # --- a dead VM and its job's pin --------------------------------------------------------------------
@@ -112,10 +115,16 @@ def test_a_dead_vm_of_a_gang_that_is_not_complete_goes_at_once() -> None:
     )
 
 
-def kept(one: Attempt, state: V, *jobs: Job, scheduler: bool = True, quiet: float = 0.0) -> bool:
+def kept(one: Attempt, state: V, *jobs: Job, scheduler: bool = True, effect_ended_at: float = 0.0) -> bool:
     """Whether a VM of the attempt that is found dead stays until its job is off it."""
     changes = decided(
-        one, vm(state, attempt=1), jobs=jobs, seen=DEAD, why="it broke", scheduler=scheduler, quiet={one.key: quiet}
+        one,
+        vm(state, attempt=1),
+        jobs=jobs,
+        seen=DEAD,
+        why="it broke",
+        scheduler=scheduler,
+        effect_ended_at={one.key: effect_ended_at},
     )
     (first, *_) = of_vm(changes)
     assert first[2] == "it broke" and not any(c.row.quarantined for c in changes)
@@ -126,7 +135,7 @@ def kept(one: Attempt, state: V, *jobs: Job, scheduler: bool = True, quiet: floa
 def test_a_dead_vm_stays_while_its_job_may_be_tied_to_it() -> None:
     spawned, leaving = attempt(A.SPAWNED, gated=False), attempt(A.RECLAIMING, outcome="requeued", gated=False)
     assert kept(spawned, V.JOINED, job(spawned)), "its pin is on its way"
-    assert kept(leaving, V.JOINED, job(leaving), quiet=float("inf")), "its pin may yet arrive"
+    assert kept(leaving, V.JOINED, job(leaving), effect_ended_at=float("inf")), "its pin may yet arrive"
     assert kept(attempt(A.ALLOCATED), V.SERVING, scheduler=False), "nobody knows"
     ran = attempt(A.ALLOCATED)
     assert kept(ran, V.SERVING, job(ran, pinned=True)), "its launch was taken back"
@@ -139,23 +148,23 @@ def test_a_dead_vm_goes_when_its_job_is_not_tied_to_it() -> None:
     completing = job(over, JobState.COMPLETING, nodes=("mvtest0-1",))
     assert not kept(over, V.SERVING, completing), "its job has ended"
     waits = attempt(A.RECLAIMING, outcome="requeued", gated=True)
-    assert not kept(waits, V.JOINED, job(waits), quiet=float("inf")), "its job is at the gate"
+    assert not kept(waits, V.JOINED, job(waits), effect_ended_at=float("inf")), "its job is at the gate"
 
 
 # --- hosts out of reach -----------------------------------------------------------------------------
 
 
 def test_a_vm_that_is_out_of_reach_has_failed_until_its_job_is_seen_to_run_on() -> None:
-    scene = Scene()
-    scene.to_allocated()
-    host = scene.hosts.pop("h1")
-    scene.run()
-    assert scene.all_vms()[0].state is V.LOST and scene.all_vms()[0].failed
-    scene.hosts["h1"] = host
-    scene.run()
-    (vm,) = scene.all_vms()
+    harness = PlannerHarness()
+    harness.to_allocated()
+    host = harness.hosts.pop("h1")
+    harness.run()
+    assert harness.all_vms()[0].state is V.LOST and harness.all_vms()[0].failed
+    harness.hosts["h1"] = host
+    harness.run()
+    (vm,) = harness.all_vms()
     assert (vm.state, vm.failed, vm.reason) == (V.SERVING, False, "")
-    assert [entry.reason for entry in scene.store.journal() if entry.event in ("lost", "found")] == [
+    assert [entry.reason for entry in harness.store.journal() if entry.event in ("lost", "found")] == [
         "host h1 is out of reach",
         "its job runs on",
     ]
@@ -183,7 +192,7 @@ def test_a_node_that_comes_up_down_says_why(reason: str, said: str) -> None:
 
 def test_a_node_is_deleted_once_no_job_is_on_it() -> None:
     leaving = vm(V.RELEASING, failed=True)
-    (change,) = decided(leaving, node=Node("mvtest0-1", NodeState.DOWN), quiet={leaving.key: NOW - 5})
+    (change,) = decided(leaving, node=Node("mvtest0-1", NodeState.DOWN), effect_ended_at={leaving.key: NOW - 5})
     assert isinstance(change.row, Vm) and change.row.forget and change.reason == "no job is on its node"
     found = effect_of(change.row)
     assert found and found.kind is EffectKind.RELEASE
@@ -206,25 +215,25 @@ def test_a_template_that_is_built_has_forgotten_its_failures() -> None:
 
 
 def test_the_room_of_a_vm_that_is_gone_is_free_in_the_same_pass() -> None:
-    scene = Scene(cpus=1)
-    scene.to_allocated()
-    scene.jobs["7"] = replace(scene.jobs["7"], state=JobState.ENDED, result="COMPLETED", nodes=())
-    scene.run()
-    scene.job("8")
-    scene.run()
-    assert scene.attempt(2).state is A.QUEUED
-    scene.clear()
-    scene.run()
-    assert scene.all_vms()[0].state is V.GONE and scene.attempt(2).state is A.CLAIMED
+    harness = PlannerHarness(cpus=1)
+    harness.to_allocated()
+    harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.ENDED, result="COMPLETED", nodes=())
+    harness.run()
+    harness.job("8")
+    harness.run()
+    assert harness.attempt(2).state is A.QUEUED
+    harness.clear()
+    harness.run()
+    assert harness.all_vms()[0].state is V.GONE and harness.attempt(2).state is A.CLAIMED
 
 
 def test_a_fence_keeps_the_reason_that_a_vm_had_and_the_journal_says_who_spoke() -> None:
-    scene = Scene()
-    scene.to_allocated()
-    del scene.hosts["h1"]
-    scene.run()
-    scene.run(Command("fence", "h1"))
-    (entry,) = [entry for entry in scene.store.journal() if entry.event == "fenced"]
+    harness = PlannerHarness()
+    harness.to_allocated()
+    del harness.hosts["h1"]
+    harness.run()
+    harness.run(Command("fence", "h1"))
+    (entry,) = [entry for entry in harness.store.journal() if entry.event == "fenced"]
     assert entry.reason == "an operator says that host h1 is off"
 
 
@@ -240,7 +249,7 @@ def test_a_row_is_found_by_its_kind_and_number_and_a_vm_knows_whom_it_serves() -
 
 
 def test_a_move_that_no_table_has_says_which_and_what_was_never_claimed_is_freed_all_the_same() -> None:
-    draft = Draft(Rows("test0", vms={1: vm(V.RELEASING)}), NOW)
+    draft = State(Rows("test0", vms={1: vm(V.RELEASING)}), NOW, TABLES)
     with pytest.raises(Broken, match="vm 1: no arrow releasing --runs--> serving in its table"):
         draft.move(Change(vm(V.SERVING), Event.RUNS))
     assert not draft.moves

@@ -11,7 +11,8 @@ import typer
 from multiverse.cli import render
 from multiverse.config import Settings, load
 from multiverse.core.errors import Refused
-from multiverse.guest import image as images
+from multiverse.images import catalog
+from multiverse.images.build import build as build_image
 
 app = typer.Typer(help="Images: bootable disks with everything that a job needs.", no_args_is_help=True)
 
@@ -22,7 +23,7 @@ Directory = Annotated[
 
 
 def images_dir(directory: Path | None) -> Path:
-    """The images' directory: as given, as the daemon's settings say, or a site's default."""
+    """The images' directory: the given one, else that of the settings in $MULTIVERSE_CONFIG, else the default."""
     if directory is not None:
         return directory
     config = os.environ.get("MULTIVERSE_CONFIG")
@@ -42,11 +43,11 @@ def build(
 ) -> None:
     """Build an image from this machine's own apt sources. Built before from the same inputs, it is kept."""
     if flavour not in ("slim", "stock"):
-        raise Refused(f"no such flavour: {flavour}", hint="multiverse image build slim, or stock")
+        raise Refused(f"there is no flavour {flavour}", hint="use one of: multiverse image build slim|stock")
     if os.geteuid() != 0:
         raise Refused("building an image needs root", hint="run it with sudo")
     said = (lambda _line: None) if json else (lambda line: render.console.print(f"  {line}", markup=False))
-    made = images.build(
+    made = build_image(
         name or flavour,
         "slim" if flavour == "slim" else "stock",
         images_dir(directory),
@@ -65,7 +66,7 @@ def list_(
     directory: Directory = None, json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 ) -> None:
     """Show the images that there are."""
-    found = images.list_images(images_dir(directory))
+    found = catalog.list_images(images_dir(directory))
     if json:
         render.as_json(
             [{"name": i.name, "flavour": i.flavour, "key": i.key, "packages": list(i.packages), "path": str(i.path)}

@@ -1,25 +1,41 @@
-"""Effects: what rows ask for is done here, beside the planner, one lane for each object.
+"""Effects: what rows permit is done here, beside the planner, one lane for each object.
 
-A lane does one thing at a time, so that the destruction of a VM never overtakes its creation. An
-effect means *ensure*: as long as its row asks for it, it is repeated, each time after a longer pause.
-Nothing here writes a row; what came of an effect goes back to the planner as a message and, above all,
-is looked at.
+A lane does one thing at a time, so that the destruction of a VM never overtakes its creation. An effect means *ensure*:
+as long as its row permits it, it is repeated, each time after a longer pause. Nothing here writes a row; the result of
+an effect goes back to the planner as a message and, above all, is observed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import structlog
 
 from multiverse.core.errors import Broken, Gone, MultiverseError, Refused, Stale, Unknown
-from multiverse.core.lifecycle import Effect, EffectKind, effect_of
-from multiverse.core.model import Attempt, Depth, Identity, Key, Mount, Row, Stage, Template, User, Vm, VmSpec
-from multiverse.core.rows import Done, Rows
+from multiverse.core.machines.tables import effects_of
+from multiverse.core.model import (
+    Attempt,
+    Depth,
+    Identity,
+    Key,
+    Mount,
+    Row,
+    Size,
+    Stage,
+    Template,
+    User,
+    Vm,
+    VmRef,
+    VmSpec,
+    machine_id,
+    serial_of,
+)
+from multiverse.core.provisioning.spares import node_spec
+from multiverse.core.state import State
+from multiverse.core.transition import Done, Effect, EffectKind
 from multiverse.ports import Clock, Hypervisor, Scheduler
 
 log = structlog.get_logger()
@@ -30,8 +46,11 @@ AGAIN, AGAIN_LIMIT = 2.0, 60.0
 TIMEOUTS: dict[EffectKind, float] = {EffectKind.BUILD: 600.0, EffectKind.CREATE: 300.0, EffectKind.START: 300.0}
 OTHER_TIMEOUT = 60.0
 
-TELLING = 2
+EXPLAINING = 2
 """Jobs that are told why they wait, at the same time: hundreds may wait, and none of that is urgent."""
+
+Subject = Row | VmRef
+"""What an effect acts on: a row, or an orphan."""
 
 
 @dataclass
@@ -43,7 +62,17 @@ class _Lane:
     ended: float | None = None
     runs: int = 0
     failures: int = 0  # in a row
-    why: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An effect that fails again and again: how often in a row, why, and when it is tried again (monotonic)."""
+
+    effect: Effect
+    times: int
+    reason: str
+    again_at: float
 
 
 @dataclass
@@ -54,11 +83,11 @@ class Surroundings:
     hosts: tuple[tuple[str, str], ...]
     mounts: tuple[Mount, ...]
     grace: float
-    rows: Rows = field(default_factory=lambda: Rows(""))
+    state: State
 
 
 class Effects:
-    """Runs what the live rows ask for. `done` is called, on the loop, with each effect's end."""
+    """Runs what the live rows permit. `done` is called, on the loop, with each effect's end."""
 
     def __init__(
         self,
@@ -71,23 +100,30 @@ class Effects:
         self._scheduler, self._hypervisor, self._clock = scheduler, hypervisor, clock
         self._around, self._done = around, done
         self._lanes: dict[Key, _Lane] = {}
-        self._quiet: dict[Key, float] = {}
-        self._telling = asyncio.Semaphore(TELLING)
+        self._ended_at: dict[Key, float] = {}
+        self._refused: dict[Key, str] = {}
+        self._explaining = asyncio.Semaphore(EXPLAINING)
+        self._limits: Mapping[str, Sequence[Size]] | None = None  # as published last
+        self._publishing: asyncio.Task[None] | None = None
 
     # --- what runs, and when something is due -------------------------------------------------------
 
-    def quiet(self) -> Mapping[Key, float]:
+    def ended_at(self) -> Mapping[Key, float]:
         """For each live row, when its last effect ended; infinity while one runs."""
-        return dict(self._quiet)
+        return dict(self._ended_at)
+
+    def refused(self) -> Mapping[Key, str]:
+        """The rows whose last effect was refused for good, and why."""
+        return dict(self._refused)
 
     def next_due(self) -> float:
         """When the next repetition is due."""
         return min((self._due(lane) for lane in self._lanes.values() if lane.task is None), default=float("inf"))
 
-    def failing(self, often: int) -> list[tuple[Effect, int, str, float]]:
-        """Effects that failed at least `often` times in a row: how often, why, and when they are tried again."""
+    def failing(self, often: int) -> list[Failure]:
+        """Effects that failed at least `often` times in a row."""
         return [
-            (lane.effect, lane.failures, lane.why, self._due(lane))
+            Failure(lane.effect, lane.failures, lane.reason, self._due(lane))
             for _, lane in sorted(self._lanes.items())
             if lane.failures >= often
         ]
@@ -100,36 +136,50 @@ class Effects:
             return float("inf")
         return lane.ended + min(AGAIN_LIMIT, AGAIN * 2.0 ** min(lane.runs - 1, 16))
 
-    def ensure(self, rows: Rows, strangers: Sequence[str] = ()) -> None:
-        """Make the lanes follow the rows. `strangers` are names of our site that no row explains."""
-        self._around.rows = rows
-        live: dict[Key, tuple[Effect | None, Row | str]] = {}
-        for table in (rows.attempts, rows.vms, rows.templates):
-            for row in table.values():
-                live[row.key] = (effect_of(row), row)
-        for name in strangers:
-            key = Key("vm", serial_of(name))
-            if key not in live:
-                live[key] = (Effect(EffectKind.RELEASE, key, name), name)
-        for key in [key for key, lane in self._lanes.items() if live.get(key, (None, ""))[0] != lane.effect]:
+    def ensure(self, orphans: Sequence[VmRef] = ()) -> None:
+        """Make the lanes follow the rows. `orphans` are VMs or nodes of our site that no row explains."""
+        state = self._around.state
+        wanted: dict[Key, tuple[Effect, Subject]] = {effect.key: (effect, row) for row, effect in effects_of(state)}
+        for orphan in orphans:
+            key = Key("vm", serial_of(orphan.name))
+            if state.get(key) is None:
+                wanted[key] = (Effect(EffectKind.SWEEP, key, orphan.name), orphan)
+        for key in [key for key, lane in self._lanes.items() if key not in wanted or wanted[key][0] != lane.effect]:
             lane = self._lanes[key]
             if lane.task is None:
                 del self._lanes[key]
             elif not lane.task.cancelling():
                 lane.task.cancel()  # its end wakes the loop, and the lane is free then
-        for key, (effect, subject) in live.items():
-            if effect is None:
-                continue
+        for key, (effect, subject) in wanted.items():
             lane = self._lanes.setdefault(key, _Lane(effect, _state(subject)))
             if lane.task is None and lane.effect == effect and self._due(lane) <= self._clock.now():
                 self._begin(lane, subject)
-        for key in [key for key in self._quiet if key not in live and key not in self._lanes]:
-            del self._quiet[key]
+        for key in [key for key in self._ended_at if key not in self._lanes and state.get(key) is None]:
+            del self._ended_at[key]
+            self._refused.pop(key, None)
 
-    def _begin(self, lane: _Lane, subject: Row | str) -> None:
+    def limit_submissions(self, largest: Mapping[str, Sequence[Size]]) -> None:
+        """Let the scheduler refuse what exceeds these sizes, by image. Publishing is repeated until it succeeds."""
+        submission = self._scheduler.submission
+        busy = self._publishing is not None and not self._publishing.done()
+        if submission is None or not largest or largest == self._limits or busy:
+            return
+
+        async def publish() -> None:
+            try:
+                async with asyncio.timeout(OTHER_TIMEOUT):
+                    await submission.publish(largest)
+            except (MultiverseError, TimeoutError) as error:
+                log.warning("largest job not published", reason=str(error))
+            else:
+                self._limits = largest
+
+        self._publishing = asyncio.create_task(publish(), name="publish the largest job")
+
+    def _begin(self, lane: _Lane, subject: Subject) -> None:
         lane.began, lane.state = self._clock.now(), _state(subject)
         lane.runs += 1
-        self._quiet[lane.effect.key] = float("inf")
+        self._ended_at[lane.effect.key] = float("inf")
         lane.task = asyncio.create_task(self._run(lane, subject), name=f"{lane.effect.kind} {lane.effect.key}")
         lane.task.add_done_callback(lambda task: self._never_ran(lane, task))
 
@@ -140,19 +190,23 @@ class Effects:
 
     def _ended(self, lane: _Lane, error: MultiverseError | None, stages: Sequence[Stage]) -> None:
         lane.task = None
-        lane.ended = self._quiet[lane.effect.key] = self._clock.now()
+        lane.ended = self._ended_at[lane.effect.key] = self._clock.now()
         failed = error is not None and not isinstance(error, Stale)
-        lane.failures, lane.why = (lane.failures + 1, str(error)) if failed else (0, "")
+        lane.failures, lane.reason = (lane.failures + 1, str(error)) if failed else (0, "")
+        if isinstance(error, Refused):
+            self._refused[lane.effect.key] = str(error)
+        else:
+            self._refused.pop(lane.effect.key, None)
         if failed:
-            log.warning("effect failed", effect=lane.effect.kind, key=str(lane.effect.key), why=str(error))
+            log.warning("effect failed", effect=lane.effect.kind, key=str(lane.effect.key), reason=str(error))
         self._done(Done(lane.effect.key, lane.effect.kind, lane.state, error, tuple(stages)))
 
-    async def _run(self, lane: _Lane, subject: Row | str) -> None:
+    async def _run(self, lane: _Lane, subject: Subject) -> None:
         error: MultiverseError | None = None
         stages: Sequence[Stage] = ()
         limit = TIMEOUTS.get(lane.effect.kind, OTHER_TIMEOUT)
         try:
-            turn = self._telling if lane.effect.kind is EffectKind.EXPLAIN else nullcontext()
+            turn = self._explaining if lane.effect.kind is EffectKind.EXPLAIN else nullcontext()
             async with turn, asyncio.timeout(limit):
                 stages = await self._act(lane.effect, subject) or ()
         except MultiverseError as caught:
@@ -166,70 +220,104 @@ class Effects:
             self._ended(lane, error, stages)
 
     async def close(self) -> None:
-        """Stop all that runs. What was begun is found again by the first look of whoever comes next."""
+        """Stop all that runs. What was begun is found again by the first observation of the next controller."""
         tasks = [lane.task for lane in self._lanes.values() if lane.task]
+        tasks += [self._publishing] if self._publishing else []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # --- the effects themselves ----------------------------------------------------------------------
 
-    async def _act(self, effect: Effect, subject: Row | str) -> Sequence[Stage] | None:
-        match effect.kind, subject:
-            case EffectKind.GATE, Attempt():
-                await self._scheduler.unpin(subject.job)
-            case EffectKind.EXPLAIN, Attempt():
-                await self._scheduler.explain(subject.job, effect.text)
-            case EffectKind.PIN, Attempt():
-                await self._introduce(subject)
-                await self._scheduler.pin(subject.job, subject.feature, effect.text)
-            case EffectKind.REQUEUE, Attempt():
-                await self._scheduler.requeue(subject.job)
-            case EffectKind.REVOKE, Attempt():
-                await self._scheduler.revoke(subject.job, effect.text)
-            case EffectKind.CREATE, Vm():
-                vm = subject
-                return await self._hypervisor.create(
-                    VmSpec(vm.name, vm.host, vm.image, vm.kind, vm.size, vm.mac, vm.template, vm.pool is Depth.PARKED)
-                )
-            case EffectKind.START, Vm():
-                return await self._start(subject)
-            case EffectKind.OFFER, Vm():
-                await self._scheduler.offer(subject)
-            case EffectKind.WITHDRAW, Vm():
-                await self._scheduler.withdraw(subject.name)
-            case ((EffectKind.END | EffectKind.RELEASE), Vm()):
-                if subject.failed:
-                    await self._scheduler.set_down(subject.name, "multiverse: its VM is gone")
-                await self._destroy(subject)
-                if effect.kind is EffectKind.RELEASE:
-                    await self._scheduler.delete_node(subject.name)
-            case EffectKind.RELEASE, str():
-                await self._scheduler.set_down(subject, "multiverse: nothing explains it")
-                await self._hypervisor.destroy(subject, 0.0)
-                await self._scheduler.delete_node(subject)
-            case EffectKind.BUILD, Template():
-                return await self._hypervisor.build_template(subject.which)
-            case EffectKind.DROP, Template():
-                await self._hypervisor.delete_template(subject.which)
+    async def _act(self, effect: Effect, subject: Subject) -> Sequence[Stage] | None:
+        match subject:
+            case Attempt():
+                await self._act_on_job(effect, subject)
+            case Vm():
+                return await self._act_on_vm(effect, subject)
+            case Template():
+                return await self._act_on_template(effect, subject)
+            case VmRef():
+                await self._scheduler.set_down(subject.name, "multiverse: nothing explains it")
+                if subject.source:  # otherwise only the scheduler shows the name, and no source has a VM of it
+                    await self._hypervisor.destroy(subject, 0.0)
+                await self._scheduler.delete_node(subject.name)
             case _:
                 raise AssertionError(f"no such effect: {effect}")
         return None
 
-    async def _destroy(self, vm: Vm) -> None:
+    async def _act_on_job(self, effect: Effect, attempt: Attempt) -> None:
+        job = attempt.job
+        match effect.kind:
+            case EffectKind.GATE:
+                await self._scheduler.unpin(job)
+            case EffectKind.EXPLAIN:
+                await self._scheduler.explain(job, effect.text)
+            case EffectKind.PIN:
+                await self._add_user(attempt)
+                nodes = [vm.name for vm in self._around.state.vms_of(attempt)]
+                await self._scheduler.pin(job, attempt.feature, nodes, effect.text)
+            case EffectKind.REQUEUE:
+                await self._scheduler.requeue(job)
+            case EffectKind.REVOKE:
+                await self._scheduler.revoke(job, effect.text)
+            case _:
+                raise AssertionError(f"no such effect: {effect}")
+
+    async def _act_on_vm(self, effect: Effect, vm: Vm) -> Sequence[Stage] | None:
+        match effect.kind:
+            case EffectKind.CREATE:
+                return await self._hypervisor.create(_specification(vm))
+            case EffectKind.START:
+                return await self._start(vm)
+            case EffectKind.OFFER | EffectKind.WITHDRAW:
+                await self._offer(effect.kind, vm)
+            case EffectKind.END | EffectKind.REMOVE:
+                await self._scheduler.set_down(vm.name, "multiverse: its VM is gone")
+                await self._destroy(vm, 0.0)
+            case EffectKind.RELEASE:
+                await self._destroy(vm, self._around.grace)
+            case _:
+                raise AssertionError(f"no such effect: {effect}")
+        if effect.kind in (EffectKind.REMOVE, EffectKind.RELEASE):
+            await self._scheduler.delete_node(vm.name)
+        return None
+
+    async def _act_on_template(self, effect: Effect, template: Template) -> Sequence[Stage] | None:
+        templates = self._hypervisor.templates
+        if templates is None:
+            raise Refused(f"host {template.host} has no templates", hint="choose full clones for its images")
+        if effect.kind is EffectKind.BUILD:
+            return await templates.build_template(template.which)
+        await templates.delete_template(template.which)
+        return None
+
+    async def _offer(self, kind: EffectKind, vm: Vm) -> None:
+        offers = self._scheduler.offers
+        if offers is None:
+            raise Refused("the scheduler lets no job take a node by itself", hint="set offer = false for its pool")
+        if kind is EffectKind.OFFER:
+            await offers.offer(node_spec(vm, None))
+        else:
+            await offers.withdraw(vm.name)
+
+    async def _destroy(self, vm: Vm, grace: float) -> None:
         try:
-            await self._hypervisor.destroy(vm.name, 0.0 if vm.failed else self._around.grace)
+            await self._hypervisor.destroy(vm.ref, grace)
         except MultiverseError:
-            if not vm.fenced:  # its host is off: what is left of it goes when the host is back
+            if not self._around.state.is_fenced(vm.host):  # then what is left of it goes when the host is back
                 raise
 
-    async def _introduce(self, attempt: Attempt) -> None:
-        """A VM that joined before its job came is told whom it serves, before the job may start there."""
-        joined = [vm for vm in self._around.rows.vms.values() if vm.attempt == attempt.id and vm.pool is Depth.JOINED]
+    async def _add_user(self, attempt: Attempt) -> None:
+        """A VM that joined before its job came learns whom it serves, before the job may start there."""
+        joined = [vm for vm in self._around.state.vms_of(attempt) if vm.pool is Depth.JOINED]
+        users = self._hypervisor.users
         for vm in joined:
+            if users is None:
+                raise Refused(f"{vm.name} cannot learn of its user: its hypervisor adds none to a guest that runs")
             try:
-                await self._hypervisor.add_user(vm.name, await self._user(attempt.uid))
-            except Broken as error:  # another VM may take it in; this one never will
+                await users.add_user(vm.ref, await self._user(attempt.uid))
+            except Broken as error:  # another VM may take the user in; this one never will
                 raise Refused(f"{vm.name} could not be told of its user: {error.message}") from error
 
     async def _user(self, uid: int) -> User:
@@ -239,14 +327,13 @@ class Effects:
             raise Refused(f"the job's user is unknown here: {error.message}") from error
 
     async def _start(self, vm: Vm) -> Sequence[Stage]:
-        attempt = self._around.rows.attempt_of(vm)
+        attempt = self._around.state.attempt_of(vm)
+        relatives = self._around.state.vms_of(attempt) if attempt else []
         peers = tuple(
-            (peer.name, peer.address.partition("/")[0])
-            for peer in self._around.rows.vms.values()
-            if vm.attempt is not None and peer.attempt == vm.attempt and peer.id != vm.id and not peer.failed
+            (peer.name, peer.address.partition("/")[0]) for peer in relatives if peer.id != vm.id and not peer.failed
         )
         users = (await self._user(attempt.uid),) if attempt else ()
-        bootstrap = await self._scheduler.bootstrap(vm, attempt)
+        bootstrap = await self._scheduler.bootstrap(node_spec(vm, attempt))
         identity = Identity(
             hostname=vm.name,
             mac=vm.mac,
@@ -258,20 +345,24 @@ class Effects:
             peers=(*self._around.hosts, *peers),
             bootstrap=bootstrap,
         )
-        return await self._hypervisor.start(vm.name, vm.size, identity)
+        return await self._hypervisor.start(vm.ref, vm.size, identity)
 
 
-def _state(subject: Row | str) -> str:
-    return "" if isinstance(subject, str) else str(subject.state)
+def _specification(vm: Vm) -> VmSpec:
+    return VmSpec(
+        name=vm.name,
+        host=vm.host,
+        image=vm.image,
+        kind=vm.kind,
+        size=vm.size,
+        mac=vm.mac,
+        template=vm.template,
+        spare=vm.pool is Depth.PARKED,
+        token=vm.token,
+        address=vm.address,
+        source=vm.source,
+    )
 
 
-def machine_id(name: str) -> str:
-    """32 hex digits (machine-id(5)) that are this VM's alone, for names never recur; the same each time, so
-    that an identity that is sent again is the same identity."""
-    return hashlib.sha256(f"multiverse machine-id {name}".encode()).hexdigest()[:32]
-
-
-def serial_of(name: str) -> int:
-    """The serial in a VM's name, `mv<site>-<serial>`; 0 if it has none."""
-    tail = name.rpartition("-")[2]
-    return int(tail) if tail.isdigit() else 0
+def _state(subject: Subject) -> str:
+    return "" if isinstance(subject, VmRef) else str(subject.state)

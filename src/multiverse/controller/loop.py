@@ -1,43 +1,65 @@
-"""The controller: looks at the world, plans, commits, and lets the effects follow. The only writer of rows."""
+"""The controller: observes the world, plans, commits, and lets the effects follow. The only writer of rows."""
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
+import secrets
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
 from multiverse.config import Settings
-from multiverse.controller.effects import Effects, Surroundings
-from multiverse.controller.observe import Observer
+from multiverse.controller.effects import Effects, Failure, Surroundings
+from multiverse.controller.forecast import ForecastRecorder
+from multiverse.controller.observers import Observer
 from multiverse.core.errors import MultiverseError
-from multiverse.core.lifecycle import Effect, EffectKind
-from multiverse.core.model import AttemptState, CloneKind, HypervisorView, SchedulerView, Size, VmState, World
-from multiverse.core.pacing import Meter, Policy, Pool
-from multiverse.core.plan import orphans, plan
-from multiverse.core.refill import Standing, standing
-from multiverse.core.rows import Command, Done, Message, Rows
+from multiverse.core.machines.tables import TABLES
+from multiverse.core.model import (
+    AttemptState,
+    CloneKind,
+    HypervisorView,
+    KnownHost,
+    Observation,
+    SchedulerView,
+    Size,
+    VmRef,
+    VmState,
+    World,
+)
+from multiverse.core.planner import orphans, plan
+from multiverse.core.policy import Policy, Pool
+from multiverse.core.provisioning.capacity import largest_nodes
+from multiverse.core.provisioning.context import Context
+from multiverse.core.provisioning.pools import PoolStatus, pool_status
+from multiverse.core.state import State
+from multiverse.core.transition import Command, Done, EffectKind, Message
 from multiverse.ports import Clock, Hypervisor, Scheduler
-from multiverse.store import Store, Transaction
+from multiverse.store import Store
 
 log = structlog.get_logger()
 
 EXPECTING = 0.1
-"""Seconds between looks at the scheduler while a node's registration or a job's end is awaited."""
+"""Seconds between observations of the scheduler while a node's registration or a job's end is awaited."""
 
 WANING = 0.05
-"""What has been awaited for long is looked for less often: pauses grow to this share of the time waited."""
+"""What has been awaited for long is observed less often: pauses grow to this share of the time waited."""
 
 UNCOMMITTED = 1.0
 """Seconds until a pass that was not committed is tried again: whatever is due stays due, and must not make us spin."""
 
-_SCHEDULER_EFFECTS = (EffectKind.GATE, EffectKind.PIN, EffectKind.REQUEUE, EffectKind.REVOKE, EffectKind.START)
-_LOOKED_FOR = (EffectKind.WITHDRAW, EffectKind.END, EffectKind.RELEASE)
+_CHANGE_THE_SCHEDULER = (EffectKind.GATE, EffectKind.PIN, EffectKind.REQUEUE, EffectKind.REVOKE, EffectKind.START)
+_SHOWN_BY_THE_SCHEDULER = (EffectKind.WITHDRAW, EffectKind.END, EffectKind.REMOVE, EffectKind.RELEASE, EffectKind.SWEEP)
 
-_AWAITED_OF_VMS = (VmState.STARTING, VmState.RELEASING)
-_AWAITED_OF_ATTEMPTS = (AttemptState.SPAWNED, AttemptState.RECLAIMING)
+_AWAITED_OF_VMS = (VmState.STARTING, VmState.ENDING, VmState.REMOVING, VmState.RELEASING)
+_AWAITED_OF_ATTEMPTS = (
+    AttemptState.SPAWNED,
+    AttemptState.INTRODUCING,
+    AttemptState.RETURNING,
+    AttemptState.REVOKING,
+    AttemptState.RECLAIMING,
+)
 
 
 def policy_of(settings: Settings) -> Policy:
@@ -63,13 +85,13 @@ def policy_of(settings: Settings) -> Policy:
         attempts=p.attempts,
         pools=tuple(
             Pool(
-                pool.image,
-                pool.depth,
-                pool.min,
-                pool.max or pool.min,
-                Size(pool.cpus, pool.memory),
-                pool.max_age,
-                pool.offer,
+                image=pool.image,
+                depth=pool.depth,
+                least=pool.min,
+                most=pool.max or pool.min,
+                size=Size(pool.cpus, pool.memory),
+                max_age=pool.max_age,
+                offer=pool.offer,
             )
             for pool in s.pool
         ),
@@ -81,29 +103,34 @@ def policy_of(settings: Settings) -> Policy:
     )
 
 
-def _switched_off(messages: Sequence[Message]) -> set[str]:
-    """The hosts that an operator says are off: they are known again when they are seen again."""
-    return {one.host for one in messages if isinstance(one, Command) and one.verb == "fence"}
-
-
 class Controller:
-    """Runs until cancelled. A restart needs no code of its own: it is the first look."""
+    """Runs until cancelled. A restart needs no code of its own: it is the first observation.
+
+    `entropy` gives random text for each pass, of which the tokens of new VMs are made.
+    """
 
     def __init__(
-        self, store: Store, scheduler: Scheduler, hypervisor: Hypervisor, clock: Clock, settings: Settings
+        self,
+        store: Store,
+        scheduler: Scheduler,
+        hypervisor: Hypervisor,
+        clock: Clock,
+        settings: Settings,
+        entropy: Callable[[], str] = lambda: secrets.token_hex(16),
     ) -> None:
-        self._store, self._clock, self._settings = store, clock, settings
+        self._store, self._clock, self._settings, self._entropy = store, clock, settings, entropy
         self.policy = policy_of(settings)
-        self._meter = Meter(self.policy)
+        self.state = State(store.rows(), TABLES, clock.now())
+        """The live rows as committed, between passes."""
+        self._forecast = ForecastRecorder(self.policy)
         self._wake = asyncio.Event()
         self._inbox: deque[Message] = deque()
         self._asked: list[asyncio.Future[None]] = []  # one for each command in the inbox
-        self._rows = Rows(store.site)
         self._expecting: float | None = None  # since when the newest of what is awaited is
-        self._strangers: dict[str, float] = {}
-        # Hosts to be kept as known in the next commit: those that were seen since the last one and, at the start, those
-        # that the settings name. One that has not answered yet may hold what those that have answered cannot.
-        self._sighted: set[str] = set(hypervisor.hosts)
+        self._orphans: dict[tuple[str, str], float] = {}  # name and source, with the observation that showed it first
+        # A host that the settings name and that has not answered yet may hold what those that have answered cannot.
+        self._declared = [KnownHost(host, source.name) for source in hypervisor.sources for host in source.hosts]
+        self._largest: Mapping[str, Sequence[Size]] = {}  # the largest nodes that could ever run, by image
         self.began = clock.now()
         self.uncommitted: tuple[float, str] | None = None
         """Since when passes are not kept, and why."""
@@ -112,43 +139,56 @@ class Controller:
         self.scheduler: Observer[SchedulerView] = Observer(
             "scheduler", scheduler.observe, clock, self._scheduler_interval, self._wake.set
         )
-        self.hypervisor: Observer[HypervisorView] = Observer(
-            "hypervisor", hypervisor.observe, clock, lambda: settings.poll, self._wake.set
+        self.sources: Mapping[str, Observer[HypervisorView]] = {
+            source.name: Observer(source.name, source.observe, clock, lambda: settings.poll, self._wake.set)
+            for source in hypervisor.sources
+        }
+        """One observer for each source of the hypervisor, by the source's name."""
+        surroundings = Surroundings(
+            gateway=settings.network.gateway,
+            hosts=settings.network.hosts,
+            mounts=settings.mounts,
+            grace=settings.pacing.reclaim_grace,
+            state=self.state,
         )
-        self._effects = Effects(
-            scheduler,
-            hypervisor,
-            clock,
-            Surroundings(
-                gateway=settings.network.gateway,
-                hosts=settings.network.hosts,
-                mounts=settings.mounts,
-                grace=settings.pacing.reclaim_grace,
-            ),
-            self._effect_ended,
-        )
+        self._effects = Effects(scheduler, hypervisor, clock, surroundings, self._effect_ended)
 
     # --- from outside --------------------------------------------------------------------------------
 
     def hint(self) -> None:
-        """Something may have changed in the scheduler: look sooner."""
+        """Something may have changed in the scheduler: observe it sooner."""
         self.scheduler.poke(burst=True)
 
-    def strangers(self) -> list[str]:
+    def orphans(self) -> list[str]:
         """Names of our site that no row explained at the last pass."""
-        return sorted(self._strangers)
+        return sorted({name for name, _ in self._orphans})
 
-    def pools(self) -> list[Standing]:
+    def world(self) -> World:
+        """What is observed now."""
+        # A source that rows refer to and the settings do not name is unknown since the controller began.
+        unnamed = {vm.source for vm in self.state.vms.values()} - self.sources.keys()
+        return World(
+            scheduler=self.scheduler.latest,
+            sources={
+                **{name: Observation(one.latest, one.since) for name, one in self.sources.items()},
+                **{name: Observation(None, self.began) for name in sorted(unnamed)},
+            },
+            effect_ended_at=self._effects.ended_at(),
+            refused=self._effects.refused(),
+            forecast=self._forecast.forecast(self._clock.now()),
+            entropy=self._entropy(),
+        )
+
+    def pools(self) -> list[PoolStatus]:
         """The warm pools, as of the last pass."""
-        world = World(self.scheduler.latest, forecast=self._meter.forecast(self._clock.now()))
-        return standing(self._rows, world, self.policy)
+        return pool_status(Context(self.state, self.world(), self.policy))
 
-    def failing(self, often: int) -> list[tuple[Effect, int, str, float]]:
-        """Effects that failed at least `often` times in a row: how often, why, and when they are tried again."""
+    def failing(self, often: int) -> list[Failure]:
+        """Effects that failed at least `often` times in a row."""
         return self._effects.failing(often)
 
     def command(self, command: Command) -> asyncio.Future[None]:
-        """Take an operator's wish; what comes of it is seen in the rows. Done when it is committed: till then it is
+        """Take what an operator asks for; the rows show what comes of it. Done when it is committed: until then it is
         lost if the daemon dies."""
         self._inbox.append(command)
         self._wake.set()
@@ -160,7 +200,7 @@ class Controller:
 
     async def run(self) -> None:
         """Observe, plan and act until cancelled."""
-        tasks = [asyncio.create_task(self.scheduler.run()), asyncio.create_task(self.hypervisor.run())]
+        tasks = [asyncio.create_task(one.run()) for one in self._observers()]
         try:
             while True:
                 self._wake.clear()
@@ -174,9 +214,12 @@ class Controller:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._effects.close()
 
+    def _observers(self) -> list[Observer[SchedulerView] | Observer[HypervisorView]]:
+        return [self.scheduler, *self.sources.values()]
+
     async def _sleep(self, observers: list[asyncio.Task[None]]) -> None:
         now = self._clock.now()
-        left = min(self._settings.poll, self._effects.next_due() - now, self._meter.next_due(now) - now)
+        left = min(self._settings.poll, self._effects.next_due() - now, self._forecast.next_due(now) - now)
         if left > 0:
             try:
                 async with asyncio.timeout(left):
@@ -188,60 +231,65 @@ class Controller:
                 task.result()  # an observer ends only by a bug: raise it here
 
     def _pass(self) -> bool:
-        """One pass: the world first, the rows second, one commit, then the effects. Awaits nothing. False if
-        it was not committed: then nothing of it has happened."""
-        now = self._clock.now()
-        world = World(self.scheduler.latest, self.hypervisor.latest, self._effects.quiet(), self._meter.forecast(now))
+        """One pass: observe, plan, one commit, then the effects. Awaits nothing. False if it was not committed: then
+        nothing of it has happened."""
+        now, world, state = self._clock.now(), self.world(), self.state
         messages = list(self._inbox)
-        in_sight = set(world.hypervisor.value.hosts) if world.hypervisor else set()
-        self._sighted |= in_sight
+        done = [(message, state.get(message.key)) for message in messages if isinstance(message, Done)]
         try:
             with self._store.transaction() as tx:
-                known = tx.load_active().hosts | self._sighted
-                tx.keep_hosts(known - _switched_off(messages) | in_sight)
-                rows = tx.load_active()
-                moves = plan(rows, world, messages, now, self.policy)
+                moves = plan(state, world, messages, now, self.policy)
+                for host in self._declared:
+                    if host.name not in state.hosts:
+                        state.know_host(host)
+                for learned in state.learned.values():
+                    tx.keep_host(learned)
                 for move in moves:
                     tx.apply(move)
-                for message in messages:
-                    if isinstance(message, Done):
-                        self._journal_done(tx, rows, message)
-                rows = tx.load_active() if moves else rows
-        except MultiverseError as error:
-            # Nothing was kept, and nothing will be done that is not kept: the messages stay, we try again.
-            log.error("the pass was not committed", why=str(error))
+                for message, row in done:
+                    if row is not None and (message.stages or message.error):
+                        error = str(message.error) if message.error else ""
+                        tx.measured(row, str(message.kind), message.stages, error)
+        except BaseException as error:
+            state.rollback()
+            if not isinstance(error, MultiverseError):
+                raise
+            # Nothing was kept, and nothing will be done that is not kept: the messages stay, and we try again.
+            log.error("pass not committed", reason=str(error))
             self.uncommitted = (self.uncommitted[0] if self.uncommitted else self._clock.now(), str(error))
             return False
         self.uncommitted = None
-        self._sighted.clear()
-        self._meter.note(moves, now)
+        self._forecast.note(moves, now)
         for _ in messages:
             self._inbox.popleft()
         for committed in self._asked:
             if not committed.done():  # whoever asked may have gone
                 committed.set_result(None)
         self._asked.clear()
-        self._rows = rows
-        awaited = [vm.since for vm in rows.vms.values() if vm.state in _AWAITED_OF_VMS]
-        awaited += [a.since for a in rows.attempts.values() if a.state in _AWAITED_OF_ATTEMPTS]
+        awaited = [vm.since for vm in state.vms_in(*_AWAITED_OF_VMS)]
+        awaited += [attempt.since for attempt in state.attempts_in(*_AWAITED_OF_ATTEMPTS)]
         self._expecting = max(awaited, default=None)
-        self._effects.ensure(rows, self._confirmed_strangers(rows, world))
+        if state.learned or not self._largest:
+            self._largest = largest_nodes(state.hosts, self.policy)
+        self._effects.limit_submissions(self._largest)
+        self._effects.ensure(self._confirmed_orphans(world))
         return True
 
-    @staticmethod
-    def _journal_done(tx: Transaction, rows: Rows, done: Done) -> None:
-        row = rows.get(done.key)
-        if row is not None and (done.stages or done.error):
-            tx.measured(row, str(done.kind), done.stages, str(done.error) if done.error else "")
-
-    def _confirmed_strangers(self, rows: Rows, world: World) -> list[str]:
-        """Of the names that no row explains, those seen so in two looks: a single one destroys nothing."""
-        if world.scheduler is None or world.hypervisor is None:
+    def _confirmed_orphans(self, world: World) -> list[VmRef]:
+        """The orphans that two observations have shown: a single one destroys nothing."""
+        if world.scheduler is None:
             return []
-        began = min(world.scheduler.began, world.hypervisor.began)
-        names = orphans(rows, world)
-        self._strangers = {name: self._strangers.get(name, began) for name in names}
-        confirmed = [name for name in names if self._strangers[name] < began]
+        confirmed, first = [], {}
+        for name, source in orphans(self.state, world):
+            latest = world.latest(source)
+            # A source that is unknown may hold the VM of a node that only the scheduler shows.
+            if source == "" and any(one.latest is None for one in world.sources.values()):
+                continue
+            began = min([world.scheduler.began, *([latest.began] if latest else [])])
+            first[name, source] = self._orphans.get((name, source), began)
+            if first[name, source] < began:
+                confirmed.append(VmRef(name, source))
+        self._orphans = first
         return confirmed
 
     # --- pace ----------------------------------------------------------------------------------------
@@ -256,7 +304,14 @@ class Controller:
         self._inbox.append(done)
         self.effects_ended[str(done.kind), type(done.error).__name__.lower() if done.error else "done"] += 1
         if done.key.kind != "attempt" or done.kind is EffectKind.PIN:
-            self.hypervisor.poke()
-        if done.kind in _SCHEDULER_EFFECTS or done.kind in _LOOKED_FOR:
-            self.scheduler.poke(burst=done.kind in _SCHEDULER_EFFECTS)
+            self._observe_source_of(done)
+        if done.kind in _CHANGE_THE_SCHEDULER or done.kind in _SHOWN_BY_THE_SCHEDULER:
+            self.scheduler.poke(burst=done.kind in _CHANGE_THE_SCHEDULER)
         self._wake.set()
+
+    def _observe_source_of(self, done: Done) -> None:
+        """Observe sooner what the effect may have changed: the source of its row, or all if that is not known."""
+        row = self.state.get(done.key)
+        observer = self.sources.get(getattr(row, "source", ""))
+        for one in [observer] if observer else self.sources.values():
+            one.poke()

@@ -1,7 +1,10 @@
-"""What host and guest say to each other: one JSON object a line, at most `MAX_LINE` bytes.
+"""What the host and a guest agent send each other: one JSON object per line, at most `MAX_LINE` bytes.
 
-What comes from a guest is never trusted, for its user may be root there one day: types are checked,
-unknown messages are passed over, and nothing is kept without bound.
+The JSON is a contract with guest agents of earlier releases, which run in VMs and lie in frozen templates: a field is
+never renamed or removed. The wire types here are that contract. Each has one conversion from the value that it carries.
+
+Nothing that comes from a guest is trusted, because its user may be root there: types are checked, unknown messages are
+ignored, and nothing is kept without a limit.
 """
 
 from __future__ import annotations
@@ -11,13 +14,13 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from multiverse.core.errors import Refused
-from multiverse.core.model import Identity, Stage, User
-from multiverse.guest.agent import MAX_LINE, PORT, TEMPLATE
+from multiverse.core.model import Daemon, GuestFile, Identity, Mount, NodeBootstrap, Stage, User
+from multiverse.guest.agent import INTRODUCED, MAX_LINE, PORT, TEMPLATE
 
 __all__ = [
     "AUDIT",
@@ -27,15 +30,179 @@ __all__ = [
     "MAX_LINE",
     "PORT",
     "TEMPLATE",
-    "Lines",
     "Report",
+    "ReportParser",
+    "add_user_message",
     "identity_message",
-    "introduction",
 ]
 
+# --- messages to a guest ------------------------------------------------------------------------------
+
 HELLO = b'{"type":"hello"}\n'
+"""Asks for the agent's state: its last report of `fork_point`, `becoming`, `started` or `failed`."""
 FLUSH = b'{"type":"flush"}\n'
+"""Makes the agent write everything back and unmount the cluster's file systems; it answers `flushed`."""
 AUDIT = b'{"type":"audit"}\n'
+"""Asks for the facts that distinguish this VM from other clones; the agent answers `audited`."""
+
+
+class WireUser(TypedDict):
+    """A user of the guest: its passwd entry and its groups, pairs of name and gid."""
+
+    name: str
+    uid: int
+    gid: int
+    home: str
+    shell: str
+    groups: list[tuple[str, int]]
+
+
+class WireMount(TypedDict):
+    """A file system that the guest mounts; fields as in fstab(5)."""
+
+    source: str
+    target: str
+    type: str
+    options: str
+
+
+class WireFile(TypedDict):
+    """A file that the agent writes; `content` is base64, `owner` the name of a user of the image."""
+
+    path: str
+    content: str
+    mode: int
+    owner: str
+
+
+class WireDaemon(TypedDict):
+    """A process that the agent starts and watches; an empty `ready_path` means that nothing is waited for."""
+
+    name: str
+    argv: list[str]
+    user: str
+    ready_path: str
+
+
+class WireMembership(TypedDict):
+    """What a node needs to join the scheduler; directories are triples of path, owner and mode."""
+
+    files: list[WireFile]
+    directories: list[tuple[str, str, int]]
+    daemons: list[WireDaemon]
+
+
+class WireIdentity(TypedDict):
+    """What makes a clone itself; `address` has a prefix length, `gateway` may be empty, peers are (name, address)."""
+
+    hostname: str
+    mac: str
+    address: str
+    gateway: str
+    machine_id: str
+    users: list[WireUser]
+    mounts: list[WireMount]
+    peers: list[tuple[str, str]]
+    membership: WireMembership
+
+
+class IdentityMessage(TypedDict):
+    """`random` are 64 bytes in base64, `plugged` MiB of memory, `time` seconds since the epoch.
+
+    The type comes first: the agent recognizes the message by its first bytes, before it parses it.
+    """
+
+    type: Literal["identity"]
+    random: str
+    cpus: int
+    plugged: int
+    identity: WireIdentity
+    time: float
+
+
+class AddUserMessage(TypedDict):
+    """`time` is in seconds since the epoch."""
+
+    type: Literal["introduce"]
+    user: WireUser
+    time: float
+
+
+def identity_message(identity: Identity, cpus: int, plugged: int) -> bytes:
+    """The line that gives a clone its identity. It holds fresh random bytes and the time: never keep or resend it.
+
+    `cpus` is the number of CPUs that the clone must have, `plugged` the MiB of memory that were plugged. Raises
+    `Refused` if the line is longer than MAX_LINE.
+    """
+    line = _line(
+        IdentityMessage(
+            type="identity",
+            random=base64.b64encode(os.urandom(64)).decode(),
+            cpus=cpus,
+            plugged=plugged,
+            identity=_wire_identity(identity),
+            time=time.time(),
+        )
+    )
+    if len(line) > MAX_LINE:
+        raise Refused(
+            f"the identity of {identity.hostname} has {len(line)} bytes, over {MAX_LINE}",
+            hint="are there very large files in the guests' configuration?",
+        )
+    return line
+
+
+def add_user_message(user: User) -> bytes:
+    """The line that adds a user to a VM that runs, and corrects its clock. The agent answers `introduced`."""
+    return _line(AddUserMessage(type="introduce", user=_wire_user(user), time=time.time()))
+
+
+def _line(message: IdentityMessage | AddUserMessage) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+def _wire_identity(identity: Identity) -> WireIdentity:
+    return WireIdentity(
+        hostname=identity.hostname,
+        mac=identity.mac,
+        address=identity.address,
+        gateway=identity.gateway,
+        machine_id=identity.machine_id,
+        users=[_wire_user(user) for user in identity.users],
+        mounts=[_wire_mount(mount) for mount in identity.mounts],
+        peers=list(identity.peers),
+        membership=_wire_membership(identity.bootstrap),
+    )
+
+
+def _wire_user(user: User) -> WireUser:
+    return WireUser(
+        name=user.name, uid=user.uid, gid=user.gid, home=user.home, shell=user.shell, groups=list(user.groups)
+    )
+
+
+def _wire_mount(mount: Mount) -> WireMount:
+    return WireMount(source=mount.source, target=mount.target, type=mount.type, options=mount.options)
+
+
+def _wire_membership(bootstrap: NodeBootstrap) -> WireMembership:
+    return WireMembership(
+        files=[_wire_file(file) for file in bootstrap.files],
+        directories=list(bootstrap.directories),
+        daemons=[_wire_daemon(daemon) for daemon in bootstrap.daemons],
+    )
+
+
+def _wire_file(file: GuestFile) -> WireFile:
+    return WireFile(path=file.path, content=base64.b64encode(file.content).decode(), mode=file.mode, owner=file.owner)
+
+
+def _wire_daemon(daemon: Daemon) -> WireDaemon:
+    return WireDaemon(name=daemon.name, argv=list(daemon.argv), user=daemon.user, ready_path=daemon.ready_path)
+
+
+# --- reports from a guest -----------------------------------------------------------------------------
+
 _TEXT = 1000  # characters of any text that is kept
 _TYPES = frozenset(
     {"fork_point", "forked", "becoming", "started", "failed", "flushed", "daemon_ended", "audited", "introduced"}
@@ -44,8 +211,11 @@ _TYPES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A message from the agent. `audit` says what tells clones apart, see `Agent.audit`; `possible` how many CPUs its
-    kernel has room for, 0 if it did not say."""
+    """A message from a guest agent.
+
+    `reason` is for operators: bounded, and without control characters. `audit` holds what distinguishes clones (see
+    `multiverse.guest.agent.audit`). `possible` is the number of CPUs that the guest's kernel supports, 0 if unknown.
+    """
 
     type: str
     reason: str = ""
@@ -54,54 +224,15 @@ class Report:
     possible: int = 0
 
 
-def identity_message(identity: Identity, cpus: int, plugged: int) -> bytes:
-    """The line that makes a clone itself: with fresh random bytes and the time, so never keep or resend it.
-
-    `cpus` are the CPUs it must find, `plugged` the MiB of memory plugged. `Refused` if it is too long.
-    """
-
-    def plain(value: object) -> str:
-        if isinstance(value, bytes):
-            return base64.b64encode(value).decode()
-        raise TypeError(f"cannot send {type(value).__name__}")
-
-    fields = asdict(identity)
-    fields["membership"] = fields.pop("bootstrap")  # its name on the wire, which templates of earlier releases know
-    # The type comes first: the agent knows the message by its first bytes, before it has parsed any.
-    message = {
-        "type": "identity",
-        "random": base64.b64encode(os.urandom(64)).decode(),
-        "cpus": cpus,
-        "plugged": plugged,
-        "identity": fields,
-        "time": time.time(),
-    }
-    line = json.dumps(message, default=plain, separators=(",", ":")).encode() + b"\n"
-    if len(line) > MAX_LINE:
-        raise Refused(f"the identity of {identity.hostname} has {len(line)} bytes, over {MAX_LINE}",
-                      hint="are there very large files in the guests' configuration?")  # fmt: skip
-    return line
-
-
-INTRODUCED = "/run/multiverse/introduced"
-"""In a guest that joined before its job came, a pipe from which a line can be read once its user is known."""
-
-
-def introduction(user: User) -> bytes:
-    """The line that tells a VM of one more user, and the time."""
-    message = {"type": "introduce", "user": asdict(user), "time": time.time()}
-    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
-
-
-class Lines:
-    """Makes reports of the bytes that come from a guest; holds at most one line of them."""
+class ReportParser:
+    """Parses the bytes that come from a guest into reports. It keeps at most one line of them."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
-        self._skipping = False
+        self._skipping = False  # the rest of a line that is too long
 
     def feed(self, data: bytes) -> list[Report]:
-        """Reports completed by `data`. Lines that are too long or make no sense are passed over."""
+        """The reports that `data` completes. Lines that are too long, or no messages of an agent, are ignored."""
         found = []
         self._rest += data
         while (end := self._rest.find(b"\n")) >= 0:
@@ -132,18 +263,18 @@ def _parse(line: bytes) -> Report | None:
 
 
 def _count(raw: Any) -> int:
-    return raw if type(raw) is int and 0 <= raw < 1 << 20 else 0  # a bool is no number
+    return raw if type(raw) is int and 0 <= raw < 1 << 20 else 0  # `type`, because a bool is an instance of int
 
 
 def _clean(text: str) -> str:
-    """Text for operators' screens: bounded, and without control characters."""
+    """Text for operators' screens: at most _TEXT characters, none of them a control character."""
     return "".join(c if c.isprintable() else " " for c in text[:_TEXT])
 
 
 def _stages(raw: Any) -> tuple[Stage, ...]:
     items = raw[:64] if isinstance(raw, list) else []
     pairs = [item for item in items if isinstance(item, list) and len(item) == 2]
-    # Compared before it is converted: a number of JSON may be too large for a float.
+    # The number is compared before it is converted, because a JSON integer may be too large for a float.
     return tuple(
         Stage(_clean(name)[:40], float(seconds))
         for name, seconds in pairs

@@ -9,9 +9,10 @@ READING = 1e-7  # seconds that reading the clock takes
 
 
 class VirtualClock:
-    """A `ports.Clock` over the loop that runs when it is made. `ahead` is what `now()` begins at: never
-    zero, lest a time be taken for a missing one. As with a real clock, no two readings are alike: what
-    happens at one virtual instant still has an order."""
+    """A `ports.Clock` over the loop that runs when the clock is created.
+
+    `ahead` is the first value of `now()`. It is not zero, so that code which takes 0 for "never" is not misled. As with
+    a real clock, no two readings are equal: events of one virtual instant still have an order."""
 
     def __init__(self, *, ahead: float = 1000.0, boot: str = "simulated-boot") -> None:
         self._loop = asyncio.get_running_loop()

@@ -1,7 +1,7 @@
-"""A simulated Slurm: its jobs and nodes, its one-second beat, and what it does when nodes fall silent.
+"""A simulated slurmctld with its jobs and nodes. It behaves as Slurm 22.05 was observed to (DESIGN 5).
 
-It behaves as Slurm 22.05 was seen to (DESIGN 4). Everything here happens at once; the latencies of
-commands belong to the port (`simulation.scheduler`), those of daemons to their callbacks here.
+Methods take no time. The latencies of commands belong to the port (`simulation.scheduler`), those of daemons to the
+callbacks here.
 """
 
 from __future__ import annotations
@@ -15,99 +15,101 @@ from random import Random
 from typing import Any
 
 from multiverse.core.errors import Refused
-from multiverse.core.model import CloneKind, JobState, SchedulerView, Size, Vm
+from multiverse.core.model import CloneKind, JobState, NodeSpec, SchedulerView, Size
 from multiverse.simulation.clock import EPOCH
-from multiverse.simulation.guests import LIVE, Guest, Joining, Run
+from multiverse.simulation.guests import LIVE, Guest, Registration, Run
 from multiverse.simulation.jobs import Batch, JobRecord, NodeRecord
 
 
 @dataclass(frozen=True)
 class ClusterSettings:
-    """Times in seconds; ranges are drawn from. `flavor` is the largest size that the gate lets through. No user may
-    run more than `max_jobs`, nor on more than `max_cpus`, at once (0: as many as he likes)."""
+    """Times are in seconds; ranges are drawn from. `flavor` is the largest size that the gate accepts. No user may run
+    more than `max_jobs` jobs, or jobs on more than `max_cpus` CPUs, at once (0: no limit)."""
 
-    beat: float = 1.0
-    silence: float = 60.0  # SlurmdTimeout
-    requeue_delay: float = 121.0  # the begin time that slurmctld gives to what it queues again
+    cycle: float = 1.0  # between two runs of the scheduler
+    node_timeout: float = 60.0  # SlurmdTimeout
+    requeue_delay: float = 121.0  # from the requeue of a job to the begin time that slurmctld gives to the job
     launch: tuple[float, float] = (0.02, 0.2)  # from start to the script's first instruction
-    epilog: tuple[float, float] = (0.02, 0.6)  # from a run's end to a node that is free of it
-    memory: tuple[float, float] = (2.0, 90.0)  # how long an ended job is remembered (MinJobAge)
+    epilog: tuple[float, float] = (0.02, 0.6)  # from the end of a run to a node that has released the job
+    min_job_age: tuple[float, float] = (2.0, 90.0)  # how long an ended job is shown (MinJobAge)
     flavor: Size = field(default=Size(64, 262_144))
     max_nodes: int = 16
     first_id: int = 1
-    last_id: int = 60_000  # then ids come again
+    last_id: int = 60_000  # afterwards ids are used again
     node_feature: str = "vm"
     max_jobs: int = 0
     max_cpus: int = 0
-    heeded: float = 10.0  # how long the list of spares holds after we looked last
-    probes: float = 0.0  # the share of submissions before which their user asks what would come of it
+    offers_valid_for: float = 10.0  # how long jobs may take offers after the last observation
+    test_only_share: float = 0.0  # the share of submissions that a `sbatch --test-only` precedes
 
 
 @dataclass
-class Spare:
-    """A node on offer: what of, and whether a job that names no image, or no kind, may take it."""
+class OfferedNode:
+    """A node on offer, and whether a job that names no image, or no kind, may take it."""
 
-    vm: Vm
+    node: NodeSpec
     any_image: bool
     any_kind: bool
     taken: bool = False
 
     def suits(self, batch: Batch) -> bool:
-        """Whether a job may take it as it is submitted (multiverse.lua, take_spare)."""
+        """Whether a job may take this node as it is submitted (multiverse.lua, take_spare)."""
         named = {*batch.features, *([batch.image] if batch.image else []), *([batch.kind.value] if batch.kind else [])}
         kinds = {CloneKind.INSTANT.value, CloneKind.AUTO.value}
-        told = self.vm.told
+        size = self.node.size
         return (
-            named <= {self.vm.image} | kinds
-            and (self.any_image or self.vm.image in named)
+            named <= {self.node.image} | kinds
+            and (self.any_image or self.node.image in named)
             and (self.any_kind or bool(named & kinds))
             and batch.nodes == 1
-            and (batch.size.cpus, batch.account) == (told.cpus, self.vm.account)
-            and batch.size.memory <= told.memory
-            and batch.size.disk <= told.disk
+            and (batch.size.cpus, batch.account) == (size.cpus, self.node.account)
+            and batch.size.memory <= size.memory
+            and batch.size.disk <= size.disk
             and not (batch.held or batch.delay or batch.after or batch.at_most)
         )
 
 
 class Cluster:
-    """slurmctld and its queue. `up` is whether it answers."""
+    """slurmctld and its queue. `up` is whether slurmctld answers."""
+
+    separator = "_"  # between the id of an array and the number of a task
 
     def __init__(self, rng: Random, settings: ClusterSettings) -> None:
         self.settings = settings
         self.up = True
         self.jobs: dict[str, JobRecord] = {}
         self.nodes: dict[str, NodeRecord] = {}
-        self.history: list[JobRecord] = []  # every job there ever was
+        self.history: list[JobRecord] = []  # all jobs that ever were submitted
         self.violations: list[str] = []
         self.hint: Callable[[], None] = lambda: None  # what job_submit.lua and EpilogSlurmctld call
         self._rng = rng
         self._loop = asyncio.get_running_loop()
         self._next = settings.first_id
-        self._spares: dict[str, Spare] = {}
-        self._made: set[str] = set()  # nodes that were ever offered, or withdrawn before
-        self._looked = -math.inf
-        self._missed: list[Callable[[], None]] = []
-        self._back = asyncio.Event()
-        self._back.set()
-        self._loop.call_later(rng.uniform(0.0, settings.beat), self._beat)
+        self._offers: dict[str, OfferedNode] = {}
+        self._used_offers: set[str] = set()  # nodes that were ever offered or withdrawn
+        self._observed = -math.inf
+        self._undelivered: list[Callable[[], None]] = []
+        self._answering = asyncio.Event()
+        self._answering.set()
+        self._loop.call_later(rng.uniform(0.0, settings.cycle), self._run_cycle)
 
-    # --- what users do
+    # --- actions of users
 
     def submit(self, batch: Batch) -> str:
-        """Queue a job at the gate; its id. `Refused` if no flavor holds it."""
-        if self.settings.probes and self._rng.random() < self.settings.probes:
-            self._take_spare(batch)  # sbatch --test-only: job_submit.lua cannot tell it from a submission
+        """Queue a job at the gate and return its id. Raises `Refused` if the job is larger than the largest flavor."""
+        if self.settings.test_only_share and self._rng.random() < self.settings.test_only_share:
+            self._take_offer(batch)  # job_submit.lua cannot tell `sbatch --test-only` from a submission
         job = self._queue(batch, self._new_id())
-        job.pin = self._take_spare(batch)
-        job.took = job.pin is not None
+        job.pin = self._take_offer(batch)
+        job.took_offer = job.pin is not None
         if job.pin and self._rng.random() < 0.5:
-            self._try(job, job.pin)  # what srun and salloc ask for is looked at at once, a batch job at the next beat
+            self._try(job)  # jobs of srun and salloc are tried at once, batch jobs in the next cycle
         return job.job_id
 
     def submit_array(self, batch: Batch, tasks: int) -> list[str]:
-        """Queue an array; the ids of its tasks."""
+        """Queue an array and return the ids of its tasks."""
         base = self._new_id()
-        return [self._queue(batch, f"{base}_{task}").job_id for task in range(tasks)]
+        return [self._queue(batch, f"{base}{self.separator}{task}").job_id for task in range(tasks)]
 
     def cancel(self, job_id: str, by_user: bool = True) -> None:
         job = self.jobs[job_id]
@@ -126,14 +128,14 @@ class Cluster:
         self.jobs[job_id].held = False
 
     def change(self, job_id: str, **changes: Any) -> None:
-        """Change what a pending job asks for: fields of `Batch`."""
+        """Change the request of a pending job: fields of `Batch`."""
         job = self.jobs[job_id]
         if job.state is JobState.PENDING:
             job.changed = (self._loop.time(), job.batch)
-            job.batch = replace(job.batch, **{what: to for what, to in changes.items() if to is not None})
+            job.batch = replace(job.batch, **{name: value for name, value in changes.items() if value is not None})
 
     def requeue(self, job_id: str) -> None:
-        """Stop a running job; it is queued again, with the features it has, after slurmctld's delay."""
+        """Stop a running job and queue it again, with the features that it has, after slurmctld's delay."""
         job = self.jobs[job_id]
         if job.state in LIVE:
             job.again = True
@@ -145,32 +147,33 @@ class Cluster:
     def resume(self, job_id: str) -> None:
         self._suspend(self.jobs[job_id], JobState.SUSPENDED, JobState.RUNNING)
 
-    # --- what daemons tell it
+    # --- messages of daemons
 
-    def register(self, guest: Guest, joining: Joining, *, small: bool = False) -> bool:
-        """A node's daemon comes up, `small` with less memory than it was to have. False if nobody answers; it
-        tries again then."""
+    def register(self, guest: Guest, registration: Registration, *, small: bool = False) -> bool:
+        """A node's daemon starts; `small`: with less memory than the node was configured with. False if slurmctld does
+        not answer; the daemon then tries again."""
         if not self.up:
             return False
-        known = self.nodes.get(joining.name)
+        known = self.nodes.get(registration.name)
         if known is None:
-            node = self.nodes[joining.name] = NodeRecord(joining.name, joining.features, joining.size, guest)
+            node = NodeRecord(registration.name, registration.features, registration.size, guest)
+            self.nodes[registration.name] = node
             if small:
                 node.down, node.reason = True, "Low RealMemory"
         elif known.guest is guest:
             known.silent = None
-        else:  # another VM under a name that must never recur
-            self.violations.append(f"node {joining.name} registered from a second VM")
+        else:  # names of VMs must never be used again
+            self.violations.append(f"node {registration.name} registered from a second VM")
         return True
 
-    def fell_silent(self, guest: Guest) -> None:
-        """Its daemon is gone. Slurm notices only after `silence`."""
+    def stopped_answering(self, guest: Guest) -> None:
+        """The daemon of a guest has ended. Slurm notices only after `node_timeout`."""
         node = self.nodes.get(guest.name)
         if node is not None and node.guest is guest:
             node.silent = self._loop.time()
 
     def answers_again(self, guest: Guest) -> None:
-        """A node that could not be reached can: slurmctld hears of it with its next ping."""
+        """A node can be reached again. slurmctld learns that from its next ping."""
         node = self.nodes.get(guest.name)
         if node is None or node.guest is not guest:
             guest.register_again()
@@ -180,27 +183,27 @@ class Cluster:
             node.down, node.reason = False, ""  # ReturnToService=2
         job = node.job
         if job is not None and job.state in LIVE and job.nodes[0] == node.name and not guest.has_run(job):
-            job.again = job.batch.requeue  # it was launched into the void
+            job.again = job.batch.requeue  # the message that launched the job was lost
             self._stop(job, "NODE_FAIL")
 
     def script_ended(self, job: JobRecord, run: Run) -> None:
-        """The daemon of the job's first node says that its script has ended."""
+        """The daemon of the job's first node reports the end of the script."""
         if job.state in LIVE and job.restarts == run.restarts:
-            run.heard = True
+            run.reported = True
             job.exit_code = job.batch.exit_code
             self._stop(job, "FAILED" if job.exit_code else "COMPLETED")
 
-    def stopped_by_us(self, job: JobRecord, how: str) -> None:
-        """We end a run. That may be done to one that has lost a VM or has not begun, and never to one that is whole."""
+    def stopped_by_controller(self, job: JobRecord, how: str) -> None:
+        """The controller ends a run. That is a violation if the run has begun and all its VMs are well."""
         guests = [self.nodes[name].guest for name in job.nodes if name in self.nodes]
-        whole = all(guest.alive and guest.serves() is job and not guest.waits for guest in guests)
+        whole = all(guest.alive and guest.serves() is job and not guest.waits_for_user for guest in guests)
         if job.state in LIVE and whole:
             self.violations.append(f"job {job.job_id} ran on VMs that were all well, and {how}")
 
-    # --- what operators do
+    # --- actions of operators
 
     def set_down(self, name: str, reason: str) -> None:
-        """Set a node DOWN: what runs there loses it. Nothing to do for one that does not exist."""
+        """Set a node DOWN, so that the job there loses it. Nothing to do if there is no such node."""
         node = self.nodes.get(name)
         if node is None or node.down:
             return
@@ -211,10 +214,10 @@ class Cluster:
         if job.state in LIVE:
             job.again = job.batch.requeue
             self._stop(job, "NODE_FAIL")
-        self._let_go(job, name)
+        self._release_node(job, name)
 
     def delete(self, name: str) -> None:
-        """Forget a node. `Refused` while a job is on it; absent is success."""
+        """Delete a node. Raises `Refused` while a job is on it. Nothing to do if there is no such node."""
         node = self.nodes.get(name)
         if node is None:
             return
@@ -223,61 +226,62 @@ class Cluster:
         del self.nodes[name]
 
     def go_away(self) -> None:
-        """slurmctld stops answering; guests go on."""
+        """slurmctld stops answering. Guests go on."""
         self.up = False
-        self._back.clear()
+        self._answering.clear()
 
     def reconfigure(self) -> None:
-        """slurmctld reads its configuration again, as at its start: it looks at what every job asks for."""
+        """slurmctld reads its configuration again, as at its start, and checks the features of every pending job."""
         for job in self.jobs.values():
-            if job.state is JobState.PENDING and job.pin is not None and not self.offers(job.pin):
+            if job.state is JobState.PENDING and job.pin is not None and self._is_unsatisfiable(job):
                 job.bad = True
 
     def come_back(self) -> None:
-        """slurmctld answers again, and hears what it missed."""
+        """slurmctld answers again and receives the messages of daemons."""
         self.up = True
-        self._back.set()
-        missed, self._missed = self._missed, []
-        for tell in missed:
-            tell()
+        self._answering.set()
+        messages, self._undelivered = self._undelivered, []
+        for message in messages:
+            message()
 
     async def answers(self) -> None:
         """Wait until slurmctld answers."""
-        await self._back.wait()
+        await self._answering.wait()
 
-    # --- spares that jobs take by themselves
+    # --- offers
 
-    def offer(self, spare: Spare) -> None:
-        """Put a spare on offer, unless it was before, or was withdrawn."""
-        if spare.vm.name not in self._made:
-            self._made.add(spare.vm.name)
-            self._spares[spare.vm.name] = spare
+    def offer(self, offered: OfferedNode) -> None:
+        """Offer a node, unless it was offered or withdrawn before."""
+        name = offered.node.name
+        if name not in self._used_offers:
+            self._used_offers.add(name)
+            self._offers[name] = offered
 
     def withdraw(self, node: str) -> None:
-        self._made.add(node)
-        if node in self._spares and not self._spares[node].taken:
-            del self._spares[node]
+        self._used_offers.add(node)
+        if node in self._offers and not self._offers[node].taken:
+            del self._offers[node]
 
     def forget(self, node: str) -> None:
-        self._spares.pop(node, None)
+        self._offers.pop(node, None)
 
     def observe_offers(self) -> dict[str, bool]:
-        """The nodes on offer, and whether they were taken. As long as somebody looks, jobs may take them."""
-        self._looked = self._loop.time()
-        return {node: spare.taken for node, spare in self._spares.items()}
+        """The offered nodes, and whether they were taken. Jobs may take offers for some time after each observation."""
+        self._observed = self._loop.time()
+        return {node: offered.taken for node, offered in self._offers.items()}
 
-    def _take_spare(self, batch: Batch) -> str | None:
-        if self._loop.time() - self._looked > self.settings.heeded:
+    def _take_offer(self, batch: Batch) -> str | None:
+        if self._loop.time() - self._observed > self.settings.offers_valid_for:
             return None
-        for name, spare in self._spares.items():
-            if not spare.taken and spare.suits(batch):
+        for name, offered in self._offers.items():
+            if not offered.taken and offered.suits(batch):
                 if name not in self.nodes:
                     self.violations.append(f"{name} is on offer, and is no node: its job would be refused")
-                spare.taken = True
-                return spare.vm.feature
+                offered.taken = True
+                return offered.node.tag
         return None
 
-    # --- what it shows
+    # --- observation
 
     def view(self) -> SchedulerView:
         ranked = sorted(self.jobs.values(), key=self._order)
@@ -288,15 +292,15 @@ class Cluster:
         nodes = {name: node.shown() for name, node in sorted(self.nodes.items())}
         return SchedulerView(jobs, nodes, self._limits_left())
 
-    def offers(self, feature: str) -> bool:
-        """Whether any node has this feature; a job cannot be given one that none has."""
+    def any_node_has(self, feature: str) -> bool:
+        """Whether any node has this feature. Slurm refuses features that no node has."""
         return any(feature in node.features for node in self.nodes.values())
 
-    # --- inside
+    # --- scheduling
 
     def _uses(self, job: JobRecord) -> dict[str, int]:
-        """What a job takes of which limit while it runs."""
-        batch, array = job.batch, job.job_id.partition("_")[0]
+        """How much a job takes of each limit while it runs."""
+        batch, array = job.batch, job.job_id.partition(self.separator)[0]
         limits = (
             (self.settings.max_jobs, f"jobs of {batch.uid}", 1),
             (self.settings.max_cpus, f"CPUs of {batch.uid}", batch.nodes * batch.size.cpus),
@@ -305,7 +309,7 @@ class Cluster:
         return {limit: count for most, limit, count in limits if most}
 
     def _limits_left(self) -> Counter[str]:
-        """What is left of each limit beside what runs."""
+        """How much is left of each limit beside the running jobs."""
         left: Counter[str] = Counter()
         for job in self.jobs.values():
             most = {"jobs": self.settings.max_jobs, "CPUs": self.settings.max_cpus, "array": job.batch.at_most}
@@ -319,7 +323,7 @@ class Cluster:
         return [job for job in self.jobs.values() if job.state in LIVE]
 
     def _new_id(self) -> int:
-        taken = {job_id.partition("_")[0] for job_id in self.jobs}
+        taken = {job_id.partition(self.separator)[0] for job_id in self.jobs}
         while str(self._next) in taken:
             self._next += 1
         base, self._next = self._next, self._next + 1
@@ -340,49 +344,57 @@ class Cluster:
         return job
 
     def _order(self, job: JobRecord) -> tuple[int, int, int, int]:
-        base, _, task = job.job_id.partition("_")
+        base, _, task = job.job_id.partition(self.separator)
         return (-job.batch.priority, job.submitted, int(base), int(task or 0))
 
     def _eligible(self, job: JobRecord, delayed: bool = False) -> bool:
-        """`delayed`: its begin time is not its user's, and our pin lifts it."""
+        """`delayed`: the begin time was set by slurmctld, and a pin removes it."""
         before = self.jobs.get(job.batch.after)
         waits = before is not None and before.state is not JobState.ENDED
         return not (job.held or job.bad or waits or (job.begin > self._loop.time() and not delayed))
 
-    def _beat(self) -> None:
-        self._loop.call_later(self.settings.beat, self._beat)
+    def _run_cycle(self) -> None:
+        self._loop.call_later(self.settings.cycle, self._run_cycle)
         if not self.up:
             return
         now = self._loop.time()
         for node in list(self.nodes.values()):
-            if node.silent is not None and now - node.silent >= self.settings.silence:
+            if node.silent is not None and now - node.silent >= self.settings.node_timeout:
                 self.set_down(node.name, "Not responding")
         for job in [job for job in self.jobs.values() if job.state is JobState.ENDED and job.ended <= now]:
             del self.jobs[job.job_id]
         for job in sorted(self.jobs.values(), key=self._order):
             if job.state is JobState.PENDING and job.pin is not None:
-                self._try(job, job.pin)
+                self._try(job)
 
-    def _try(self, job: JobRecord, pin: str) -> None:
-        if not self.offers(pin):
-            # Slurm finds out when it happens to look at the job's constraints, not at once.
+    def _is_unsatisfiable(self, job: JobRecord) -> bool:
+        """Whether Slurm would set the job's reason to BadConstraints."""
+        return job.pin is not None and not self.any_node_has(job.pin)
+
+    def _may_use(self, job: JobRecord, node: NodeRecord) -> bool:
+        """Whether the job's constraints permit this node."""
+        return {job.pin, *job.batch.features} <= set(node.features)
+
+    def _try(self, job: JobRecord) -> None:
+        """Start a pinned job if it is eligible and all its nodes are free."""
+        if self._is_unsatisfiable(job):
+            # Slurm notices when it happens to check the job's constraints, not at once.
             job.bad = job.bad or self._rng.random() < 0.5
         if not self._eligible(job):
             return
-        needed = (pin, *job.batch.features)
         size = job.batch.size
         fit = [
             node
             for _, node in sorted(self.nodes.items())
-            if not node.down and node.silent is None and node.job is None and set(needed) <= set(node.features)
+            if not node.down and node.silent is None and node.job is None and self._may_use(job, node)
             if node.size.cpus >= size.cpus and node.size.memory >= size.memory
         ][: job.batch.nodes]
         if len(fit) < job.batch.nodes:
             return
         left = self._limits_left()
         over = [limit for limit, count in self._uses(job).items() if count > left[limit]]
-        # A job that took a spare may have overtaken one that was admitted before: that waits for its turn.
-        if over and not any(one.took and over[0] in self._uses(one) for one in (job, *self._live())):
+        # A job that took an offer may have overtaken one that was admitted before; that one may wait for the limit.
+        if over and not any(one.took_offer and over[0] in self._uses(one) for one in (job, *self._live())):
             self.violations.append(f"job {job.job_id} has its VMs, and a limit holds it back: {over[0]}")
         elif not over:
             self._start(job, fit)
@@ -392,7 +404,7 @@ class Cluster:
         job.busy = list(job.nodes)
         for node in nodes:
             node.job = job
-            node.guest.allot(job)
+            node.guest.allocate(job)
         restarts = job.restarts
 
         def launch() -> None:
@@ -404,7 +416,7 @@ class Cluster:
         self._after(self.settings.launch, launch)
 
     def _stop(self, job: JobRecord, result: str) -> None:
-        """End what runs of a job; it is COMPLETING until every node has let go of it."""
+        """End a run. The job is COMPLETING until every node has released it."""
         job.state, job.result = JobState.COMPLETING, result
         self.hint()
         for name in list(job.busy):
@@ -416,13 +428,13 @@ class Cluster:
 
     def _epilog(self, job: JobRecord, restarts: int, guest: Guest) -> Callable[[], None]:
         def done() -> None:
-            if guest.alive:  # the dead send no word: their node goes DOWN by and by
-                let_go = lambda: self._let_go(job, guest.name) if job.restarts == restarts else None  # noqa: E731
-                guest.after_prolog(lambda: guest.tell(let_go))
+            if guest.alive:  # the node of a dead guest goes DOWN after `node_timeout`
+                release = lambda: self._release_node(job, guest.name) if job.restarts == restarts else None  # noqa: E731
+                guest.after_prolog(lambda: guest.send(release))
 
         return done
 
-    def _let_go(self, job: JobRecord, name: str) -> None:
+    def _release_node(self, job: JobRecord, name: str) -> None:
         if name not in job.busy:
             return
         job.busy.remove(name)
@@ -432,15 +444,18 @@ class Cluster:
         if not job.again:
             self._end(job, job.result)
             return
-        # Its features stay as they are, the pin among them: only we know that its nodes are no good.
+        # The job keeps its constraints, the pin among them: the scheduler does not know that the nodes are no good.
         job.state, job.again, job.result, job.nodes = JobState.PENDING, False, "", ()
         job.restarts += 1
-        job.submitted = self._wall()  # so does Slurm 22.05: what is queued again counts as submitted then
+        self._requeued(job)
+
+    def _requeued(self, job: JobRecord) -> None:
+        job.submitted = self._wall()  # Slurm 22.05 gives a requeued job a new submit time
         job.begin, job.delayed = self._loop.time() + self.settings.requeue_delay, True
 
     def _end(self, job: JobRecord, result: str) -> None:
         job.state, job.result = JobState.ENDED, result
-        job.ended = self._loop.time() + self._rng.uniform(*self.settings.memory)
+        job.ended = self._loop.time() + self._rng.uniform(*self.settings.min_job_age)
 
     def _suspend(self, job: JobRecord, before: JobState, after: JobState) -> None:
         if job.state is before and job.nodes:
@@ -448,14 +463,15 @@ class Cluster:
             guest = self.nodes[job.nodes[0]].guest
             (guest.suspend if after is JobState.SUSPENDED else guest.resume)(job)
 
-    def hear(self, tell: Callable[[], None]) -> None:
+    def receive(self, message: Callable[[], None]) -> None:
+        """Handle a message of a daemon, now or when slurmctld answers again."""
         if self.up:
-            tell()
+            message()
         else:
-            self._missed.append(tell)
+            self._undelivered.append(message)
 
-    def _after(self, pace: tuple[float, float], do: Callable[[], None]) -> None:
-        self._loop.call_later(self._rng.uniform(*pace), do)
+    def _after(self, bounds: tuple[float, float], do: Callable[[], None]) -> None:
+        self._loop.call_later(self._rng.uniform(*bounds), do)
 
     def _wall(self) -> int:
         return int(EPOCH + self._loop.time())

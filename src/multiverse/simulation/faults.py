@@ -1,12 +1,13 @@
-"""What goes wrong, by seed: on the way to a port and back, and in the world itself.
+"""Faults of calls, and incidents of the simulated world, both drawn from a seed.
 
-`Wire` puts every call of a port through its fate, which `Fates` draws from the seed and the call's own name
-(port, method, subject, how often so far): what happens to one call does not hang on how many others there
-were, so that a scenario can be made smaller and still meet the same end. All that was drawn is kept as a list
-of blows, and the same scenario can be played again with that list, or a part of it, instead of dice.
+Every call of a port goes through a `FaultyLink`. `FaultPlan` draws the fault of each call from the seed and the call's
+own identity (method, object, how many such calls came before). The fault of one call therefore does not depend on the
+number of other calls, and a scenario can be made smaller without changing the faults of the calls that remain. The plan
+records all faults that it drew; the same scenario can be simulated again with that list, or a part of it, in place of
+probabilities.
 
-A wire can also be severed: the caller has died, and what it had begun may or may not come to its end, but
-nobody hears of it and nothing new is begun.
+A link can be disconnected when its caller has crashed: calls that are under way may or may not be completed, no caller
+learns their result, and no new call is made.
 """
 
 from __future__ import annotations
@@ -20,39 +21,27 @@ from random import Random
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from multiverse.core.errors import Broken, Exhausted, MultiverseError, Unknown
-from multiverse.core.model import (
-    Attempt,
-    HypervisorView,
-    Identity,
-    JobRef,
-    NodeBootstrap,
-    SchedulerView,
-    Size,
-    Stage,
-    TemplateKey,
-    User,
-    Vm,
-    VmSpec,
-)
-from multiverse.ports import Hypervisor, Scheduler
+from multiverse.core.model import SchedulerView
 
 T = TypeVar("T")
 Port = Literal["scheduler", "hypervisor"]
+Make = Callable[[], Coroutine[Any, Any, T]]
+"""Makes the call once. It may be used more than once."""
 
 
-class Fault(StrEnum):
-    """The fate of one call."""
+class FaultKind(StrEnum):
+    """What goes wrong with one call."""
 
-    UNREACHED = "unreached"  # Unknown, and not done
-    FAILED = "failed"  # a definite error, and not done
-    SLOW = "slow"  # done, much later than usual
-    HUNG = "hung"  # not done, and no reply for a long time, then Unknown
-    LOST = "lost"  # done, and no reply for a long time, then Unknown
-    CUT = "cut"  # stopped somewhere in the middle, then Unknown
-    TWICE = "twice"  # done again at once, as by a transport that tries again
-    LATE = "late"  # Unknown at once, and done all the same, much later
-    STALE = "stale"  # a look shows what an earlier one showed
-    TORN = "torn"  # a look shows jobs of an earlier moment beside nodes of this one, or the other way round
+    UNREACHED = "unreached"  # not executed; Unknown
+    FAILED = "failed"  # not executed; a definite error
+    SLOW = "slow"  # executed much later than usual
+    HUNG = "hung"  # not executed; Unknown after a long time
+    LOST = "lost"  # executed; Unknown after a long time
+    CUT = "cut"  # stopped somewhere in the middle; then Unknown
+    TWICE = "twice"  # executed twice in a row, as by a transport that tries again
+    LATE = "late"  # Unknown at once, and executed much later all the same
+    STALE = "stale"  # an observation shows what an earlier one showed
+    TORN = "torn"  # an observation shows jobs of an earlier time with nodes of this time, or the reverse
 
 
 DEFINITE: Mapping[str, tuple[type[MultiverseError], ...]] = {
@@ -61,7 +50,7 @@ DEFINITE: Mapping[str, tuple[type[MultiverseError], ...]] = {
     "start": (Broken,),
     "add_user": (Broken,),
 }
-"""The definite errors that a call may meet without anybody's fault; others have none."""
+"""The definite errors that a call may raise although its arguments are right. Other calls have none."""
 
 CALL_IDS: Mapping[tuple[Port, str], str] = {
     ("scheduler", "observe"): "s1",
@@ -76,6 +65,7 @@ CALL_IDS: Mapping[tuple[Port, str], str] = {
     ("scheduler", "withdraw"): "s10",
     ("scheduler", "bootstrap"): "s11",
     ("scheduler", "user"): "s12",
+    ("scheduler", "publish"): "s13",
     ("hypervisor", "observe"): "h1",
     ("hypervisor", "build_template"): "h2",
     ("hypervisor", "delete_template"): "h3",
@@ -84,48 +74,50 @@ CALL_IDS: Mapping[tuple[Port, str], str] = {
     ("hypervisor", "add_user"): "h6",
     ("hypervisor", "destroy"): "h7",
 }
-"""What faults are drawn from in place of a call's name: a port's method may be renamed, and each seed still makes the
-same history. An id is never changed and never given to another call."""
+"""Faults are drawn from these ids and not from the methods' names, so that each seed still gives the same history after
+a method has been renamed. An id never changes and is never given to another method."""
+
+FOREVER = 1e12  # seconds; JSON has no infinity
+
+FRESH = 3.0
+"""Seconds: the largest age of a stale observation, and of the older half of a torn one. slurmctld answers from memory
+under one lock, so only the reply can be slow; but jobs and nodes are asked for by two commands."""
 
 
 def stable_id(call: str) -> str:
-    """A call's name with the id of its method in place of that method's name."""
+    """The name of a call with the id of its method in place of the method's name."""
     name, _, rest = call.partition(" ")
     port, _, method = name.partition(".")
     return f"{CALL_IDS[cast(Port, port), method]} {rest}"
 
 
-FOREVER = 1e12  # seconds; JSON has no infinity
+def possible(port: Port, method: str, kind: FaultKind) -> bool:
+    """Whether a call of this method can have a fault of this kind.
 
-FRESH = 3.0
-"""Seconds: no stale look is older, and none is torn further apart. slurmctld answers from memory, under one lock; a
-reply can only be slow. But jobs and nodes are asked for in two questions."""
-
-
-def possible(port: Port, method: str, fault: Fault) -> bool:
-    """Whether this can happen to such a call. A command that was given up may yet arrive at slurmctld, for it
-    is a process of its own; a host's own library does nothing behind its caller's back."""
-    if fault in (Fault.STALE, Fault.TORN):
+    A scheduler's command is a process of its own, so it may arrive after its caller has given up. A host library does
+    nothing after its caller has gone."""
+    if kind in (FaultKind.STALE, FaultKind.TORN):
         return (port, method) == ("scheduler", "observe")
-    if fault is Fault.LATE:
+    if kind is FaultKind.LATE:
         return port == "scheduler" and method not in ("observe", "bootstrap", "user")
     return True
 
 
 @dataclass(frozen=True)
 class Odds:
-    """How likely each fault is, for each call, until `until` (virtual seconds since the loop began).
-    Times in seconds, ranges that are drawn from."""
+    """The probability of each kind of fault, for each call, until `until` (virtual seconds since the loop began).
 
-    rates: Mapping[Fault, float] = field(default_factory=dict)
+    `slow` and `silence` are ranges in seconds: how late slow calls are, and how long hung calls take."""
+
+    rates: Mapping[FaultKind, float] = field(default_factory=dict)
     until: float = FOREVER
     slow: tuple[float, float] = (1.0, 15.0)
     silence: tuple[float, float] = (5.0, 30.0)
 
     @staticmethod
     def even(rate: float, until: float = FOREVER) -> Odds:
-        """Every fault as likely as every other, `rate` together."""
-        return Odds({fault: rate / len(Fault) for fault in Fault}, until)
+        """All kinds of faults with the same probability, which add up to `rate`."""
+        return Odds({kind: rate / len(FaultKind) for kind in FaultKind}, until)
 
 
 class Call(NamedTuple):
@@ -137,325 +129,243 @@ class Call(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Blow:
-    """A fault that one call meets: `call` names it, `seconds` is how slow, how silent, when cut or how late."""
+class PlannedFault:
+    """The fault of one call. `call` names the call; the meaning of `seconds` depends on the kind."""
 
     call: str
-    fault: Fault
+    kind: FaultKind
     seconds: float = 0.0
 
 
-class Fates:
-    """What is to happen to each call of one simulation: drawn from the seed, or as a list says."""
+class FaultPlan:
+    """Decides the fault of each call of one simulation: drawn from the seed, or read from `faults` if that is given."""
 
-    def __init__(self, seed: int, odds: Mapping[Port, Odds], blows: Sequence[Blow] | None = None) -> None:
-        self.met: list[Blow] = []
+    def __init__(self, seed: int, odds: Mapping[Port, Odds], faults: Sequence[PlannedFault] | None = None) -> None:
+        self.applied: list[PlannedFault] = []
         self.calls: list[Call] = []
-        self.told: Callable[[str], None] = lambda _: None
+        self.log: Callable[[str], None] = lambda _: None
         self._seed, self._odds = seed, odds
-        self._blows = None if blows is None else {blow.call: blow for blow in blows}
-        self._times: dict[str, int] = {}
+        self._faults = None if faults is None else {fault.call: fault for fault in faults}
+        self._counts: dict[str, int] = {}
         self._view: tuple[float, SchedulerView] | None = None
 
     def chance(self, *what: object) -> float:
-        """A number from 0 to 1 that is always the same for the same thing and seed."""
+        """A number from 0 to 1 that depends only on the arguments and the seed."""
         digest = blake2b(f"{self._seed}/{what}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") / (1 << 64)
 
     def between(self, bounds: tuple[float, float], *what: object) -> float:
+        """A number within the bounds that depends only on the arguments and the seed."""
         low, high = bounds
         return low + (high - low) * self.chance(*what)
 
-    def draw(self, port: Port, method: str, subject: str) -> tuple[str, Blow | None]:
-        """The call's name, and what it meets."""
+    def next_fault(self, port: Port, method: str, subject: str) -> tuple[str, PlannedFault | None]:
+        """The name of the next call of this method for this object, and its fault."""
         base = f"{port}.{method} {subject}".rstrip()
-        self._times[base] = self._times.get(base, 0) + 1
-        call = f"{base} #{self._times[base]}"
-        blow = self._roll(port, method, call) if self._blows is None else self._blows.get(call)
+        self._counts[base] = self._counts.get(base, 0) + 1
+        call = f"{base} #{self._counts[base]}"
+        fault = self._draw(port, method, call) if self._faults is None else self._faults.get(call)
+        if fault is not None:
+            self.applied.append(fault)
+            self.log(f"{fault.call}: {fault.kind}" + (f", {fault.seconds:.1f} s" if fault.seconds else ""))
+        return call, fault
 
-        if blow is not None:
-            self.met.append(blow)
-            self.told(f"{blow.call}: {blow.fault}" + (f", {blow.seconds:.1f} s" if blow.seconds else ""))
-        return call, blow
-
-    def _roll(self, port: Port, method: str, call: str) -> Blow | None:
+    def _draw(self, port: Port, method: str, call: str) -> PlannedFault | None:
         odds = self._odds[port]
         if not odds.rates or asyncio.get_running_loop().time() >= odds.until:
             return None
         stable = stable_id(call)
         point = self.chance(stable)
-        for fault, rate in odds.rates.items():
+        for kind, rate in odds.rates.items():
             point -= rate
             if point < 0:
-                return Blow(call, fault, self._seconds(odds, fault, stable)) if possible(port, method, fault) else None
+                able = possible(port, method, kind)
+                return PlannedFault(call, kind, self._seconds(odds, kind, stable)) if able else None
         return None
 
-    def _seconds(self, odds: Odds, fault: Fault, call: str) -> float:
-        match fault:
-            case Fault.SLOW | Fault.LATE:
+    def _seconds(self, odds: Odds, kind: FaultKind, call: str) -> float:
+        match kind:
+            case FaultKind.SLOW | FaultKind.LATE:
                 return round(self.between(odds.slow, call, "slow"), 3)
-            case Fault.HUNG | Fault.LOST:
+            case FaultKind.HUNG | FaultKind.LOST:
                 return round(self.between(odds.silence, call, "silence"), 3)
-            case Fault.CUT:
+            case FaultKind.CUT:
                 return round(self.between((0.001, 0.3), call, "cut"), 3)
             case _:
                 return 0.0
 
-    def old_view(self, fresh: SchedulerView, blow: Blow | None) -> SchedulerView:
-        """What a look shows: the view before, where it is to be stale and that one is not too old."""
+    def shown_view(self, fresh: SchedulerView, fault: PlannedFault | None) -> SchedulerView:
+        """What an observation returns: the fresh view, or an older one in whole or in part if the fault says so."""
         now = asyncio.get_running_loop().time()
         old = self._view[1] if self._view and now - self._view[0] <= FRESH else fresh
-        if blow and blow.fault is Fault.STALE:
-            return replace(old, offers=fresh.offers)  # those are on our own disk
+        if fault and fault.kind is FaultKind.STALE:
+            return replace(old, offers=fresh.offers)  # offers are read from the local disk
         self._view = (now, fresh)
-        if blow and blow.fault is Fault.TORN:
-            if self.chance(stable_id(blow.call), "torn") < 0.5:
+        if fault and fault.kind is FaultKind.TORN:
+            if self.chance(stable_id(fault.call), "torn") < 0.5:
                 return replace(fresh, jobs=old.jobs, limits=old.limits)
             return replace(fresh, nodes=old.nodes)
         return fresh
 
 
-class Wire:
-    """Between one caller and one of the world's ports."""
+class FaultyLink:
+    """Connects one caller with one of the simulated ports and applies the faults of its calls."""
 
-    def __init__(self, fates: Fates, port: Port) -> None:
-        self._fates, self._port = fates, port
-        self._severed = False
+    def __init__(self, plan: FaultPlan, port: Port) -> None:
+        self._plan, self._port = plan, port
+        self._disconnected = False
         self._running: dict[str, asyncio.Task[Any]] = {}
-        self._waiting: list[asyncio.Future[None]] = []
+        self._abandoned: list[asyncio.Future[None]] = []
 
-    def sever(self) -> None:
-        """The caller dies: each of its calls is cut short or runs to its end unheard, by chance. A command
-        is a process of its own and may go on; a library's call does not."""
-        self._severed = True
+    def disconnect(self) -> None:
+        """The caller has crashed: stop each of its calls or let it complete, by chance.
+
+        A scheduler's command is a process of its own and may complete; a call of a host library does not."""
+        self._disconnected = True
         for call, task in list(self._running.items()):
-            if self._port == "hypervisor" or self._fates.chance("sever", stable_id(call)) < 0.5:
+            if self._port == "hypervisor" or self._plan.chance("sever", stable_id(call)) < 0.5:
                 task.cancel()
 
-    async def call(self, method: str, subject: str, do: Callable[[], Coroutine[Any, Any, T]], *arguments: object) -> T:
-        """Make one call, or let it meet its fate. `arguments` are kept as made, for whoever compares two checkouts."""
-        if self._severed:
-            await self._nothing()
+    async def call(self, method: str, subject: str, make: Make[T], *arguments: object) -> T:
+        """Make one call, with its fault. `arguments` are recorded for the comparison of two checkouts."""
+        if self._disconnected:
+            await self._never_return()
         now = asyncio.get_running_loop().time()
-        self._fates.calls.append(Call(now, CALL_IDS[self._port, method], arguments))
-        call, blow = self._fates.draw(self._port, method, subject)
-        task = asyncio.create_task(self._meet(method, blow, do))
+        self._plan.calls.append(Call(now, CALL_IDS[self._port, method], arguments))
+        call, fault = self._plan.next_fault(self._port, method, subject)
+        task = asyncio.create_task(self._with_fault(method, fault, make))
         self._running[call] = task
-        # A call that outlives its caller must not be collected half-way, nor its error be reported.
-        task.add_done_callback(lambda ended: self._over(call, ended))
+        # A call that outlives its caller must not be collected before its end, nor may its error be reported.
+        task.add_done_callback(lambda ended: self._forget(call, ended))
         try:
             result = await asyncio.shield(task)
         except BaseException:
-            if self._severed:
-                await self._nothing()
+            if self._disconnected:
+                await self._never_return()
             task.cancel()
             raise
-        if self._severed:
-            await self._nothing()
+        if self._disconnected:
+            await self._never_return()
         return result
 
-    def _over(self, call: str, task: asyncio.Task[Any]) -> None:
+    def _forget(self, call: str, task: asyncio.Task[Any]) -> None:
         self._running.pop(call, None)
         if not task.cancelled():
             task.exception()
 
-    async def _nothing(self) -> None:
-        # Kept here, or the collector would end the severed caller at a moment of its own choosing.
-        self._waiting.append(asyncio.get_running_loop().create_future())
-        await self._waiting[-1]
+    async def _never_return(self) -> None:
+        # The future is kept, or the garbage collector would end the crashed caller at an arbitrary time.
+        self._abandoned.append(asyncio.get_running_loop().create_future())
+        await self._abandoned[-1]
 
-    async def _meet(self, method: str, blow: Blow | None, do: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        if blow is None:
-            return self._shown(await do(), None)
-        match blow.fault:
-            case Fault.UNREACHED:
-                raise Unknown(f"{method} got no answer", hint="simulated")
-            case Fault.FAILED:
-                definite = DEFINITE.get(method, (Unknown,))
-                which = int(self._fates.chance(stable_id(blow.call), "error") * len(definite))
-                raise definite[which](f"{method} failed", hint="simulated")
-            case Fault.SLOW:
-                await asyncio.sleep(blow.seconds)
-                return self._shown(await do(), None)
-            case Fault.HUNG:
-                await asyncio.sleep(blow.seconds)
-                raise Unknown(f"{method} hung", hint="simulated")
-            case Fault.LOST:
-                await do()
-                await asyncio.sleep(blow.seconds)
-                raise Unknown(f"the reply to {method} was lost", hint="simulated")
-            case Fault.CUT:
+    async def _with_fault(self, method: str, fault: PlannedFault | None, make: Make[T]) -> T:
+        if fault is None:
+            return self._shown(await make(), None)
+        match fault.kind:
+            case FaultKind.SLOW:
+                await asyncio.sleep(fault.seconds)
+                return self._shown(await make(), None)
+            case FaultKind.TWICE:
+                result = await make()
                 try:
-                    await asyncio.wait_for(do(), blow.seconds)
-                except TimeoutError:
-                    pass
-                raise Unknown(f"{method} was cut short", hint="simulated")
-            case Fault.TWICE:
-                result = await do()
-                try:
-                    await do()
+                    await make()
                 except MultiverseError:
                     pass
                 return self._shown(result, None)
-            case Fault.LATE:
-                self._later(blow, do)
-                raise Unknown(f"{method} was given up", hint="simulated")
-            case Fault.STALE | Fault.TORN:
-                return self._shown(await do(), blow)
+            case FaultKind.STALE | FaultKind.TORN:
+                return self._shown(await make(), fault)
+        return await self._without_reply(method, fault, make)
 
-    def _shown(self, result: T, blow: Blow | None) -> T:
+    async def _without_reply(self, method: str, fault: PlannedFault, make: Make[T]) -> T:
+        """Apply a fault after which the caller gets an error and no result."""
+        match fault.kind:
+            case FaultKind.FAILED:
+                definite = DEFINITE.get(method, (Unknown,))
+                which = int(self._plan.chance(stable_id(fault.call), "error") * len(definite))
+                raise definite[which](f"{method} failed", hint="simulated")
+            case FaultKind.HUNG:
+                await asyncio.sleep(fault.seconds)
+            case FaultKind.LOST:
+                await make()
+                await asyncio.sleep(fault.seconds)
+            case FaultKind.CUT:
+                try:
+                    await asyncio.wait_for(make(), fault.seconds)
+                except TimeoutError:
+                    pass
+            case FaultKind.LATE:
+                self._make_later(fault, make)
+        raise Unknown(f"{method} got no answer ({fault.kind})", hint="simulated")
+
+    def _shown(self, result: T, fault: PlannedFault | None) -> T:
         if isinstance(result, SchedulerView):
-            return cast(T, self._fates.old_view(result, blow))
+            return cast(T, self._plan.shown_view(result, fault))
         return result
 
-    def _later(self, blow: Blow, do: Callable[[], Coroutine[Any, Any, object]]) -> None:
+    def _make_later(self, fault: PlannedFault, make: Make[object]) -> None:
         async def arrive() -> None:
-            await asyncio.sleep(blow.seconds)
-            await do()
+            await asyncio.sleep(fault.seconds)
+            await make()
 
         task = asyncio.create_task(arrive())
-        self._running[f"{blow.call}, late"] = task
-        task.add_done_callback(lambda ended: self._over(f"{blow.call}, late", ended))
+        self._running[f"{fault.call}, late"] = task
+        task.add_done_callback(lambda ended: self._forget(f"{fault.call}, late", ended))
 
 
-class FaultyScheduler:
-    """A `ports.Scheduler` at the other end of a wire."""
-
-    def __init__(self, inner: Scheduler, wire: Wire) -> None:
-        self._inner = inner
-        self._call = wire.call
-
-    async def observe(self) -> SchedulerView:
-        return await self._call("observe", "", lambda: self._inner.observe())
-
-    async def pin(self, job: JobRef, feature: str, text: str = "") -> None:
-        await self._call("pin", job.job_id, lambda: self._inner.pin(job, feature, text), job, feature)
-
-    async def unpin(self, job: JobRef) -> None:
-        await self._call("unpin", job.job_id, lambda: self._inner.unpin(job), job)
-
-    async def requeue(self, job: JobRef) -> None:
-        await self._call("requeue", job.job_id, lambda: self._inner.requeue(job), job)
-
-    async def revoke(self, job: JobRef, reason: str) -> None:
-        await self._call("revoke", job.job_id, lambda: self._inner.revoke(job, reason), job)
-
-    async def set_down(self, node: str, reason: str) -> None:
-        await self._call("set_down", node, lambda: self._inner.set_down(node, reason), node)
-
-    async def delete_node(self, node: str) -> None:
-        await self._call("delete_node", node, lambda: self._inner.delete_node(node), node)
-
-    async def explain(self, job: JobRef, text: str) -> None:
-        await self._call("explain", job.job_id, lambda: self._inner.explain(job, text), job)
-
-    async def offer(self, vm: Vm) -> None:
-        await self._call("offer", vm.name, lambda: self._inner.offer(vm), vm)
-
-    async def withdraw(self, node: str) -> None:
-        await self._call("withdraw", node, lambda: self._inner.withdraw(node), node)
-
-    async def bootstrap(self, vm: Vm, attempt: Attempt | None) -> NodeBootstrap:
-        return await self._call("bootstrap", vm.name, lambda: self._inner.bootstrap(vm, attempt), vm, attempt)
-
-    async def user(self, uid: int) -> User:
-        return await self._call("user", str(uid), lambda: self._inner.user(uid), uid)
+# --- incidents of the world ------------------------------------------------------------------------
 
 
-class FaultyHypervisor:
-    """A `ports.Hypervisor` at the other end of a wire."""
-
-    def __init__(self, inner: Hypervisor, wire: Wire) -> None:
-        self._inner = inner
-        self._call = wire.call
-
-    @property
-    def hosts(self) -> Sequence[str]:
-        return self._inner.hosts
-
-    async def observe(self) -> HypervisorView:
-        return await self._call("observe", "", lambda: self._inner.observe())
-
-    async def build_template(self, template: TemplateKey) -> Sequence[Stage]:
-        what = f"{template.host}/{template.image}"
-        return await self._call("build_template", what, lambda: self._inner.build_template(template), template)
-
-    async def delete_template(self, template: TemplateKey) -> None:
-        await self._call(
-            "delete_template",
-            f"{template.host}/{template.image}",
-            lambda: self._inner.delete_template(template),
-            template,
-        )
-
-    async def create(self, vm: VmSpec) -> Sequence[Stage]:
-        return await self._call("create", vm.name, lambda: self._inner.create(vm), vm)
-
-    async def start(self, name: str, size: Size, identity: Identity) -> Sequence[Stage]:
-        return await self._call("start", name, lambda: self._inner.start(name, size, identity), name, size, identity)
-
-    async def add_user(self, name: str, user: User) -> None:
-        await self._call("add_user", name, lambda: self._inner.add_user(name, user), name, user)
-
-    async def destroy(self, name: str, grace: float) -> None:
-        await self._call("destroy", name, lambda: self._inner.destroy(name, grace), name, grace)
-
-
-# --- what befalls the world ------------------------------------------------------------------------
-
-
-class What(StrEnum):
-    """The kinds of mishap, and which part of the simulation does them."""
-
+class IncidentKind(StrEnum):
     VM_DIES = "a VM dies"
-    FLOODS = "a guest floods its channel"
+    GUEST_FLOODS = "a guest floods its channel"
     REGISTERS_AGAIN = "a node registers again"
     CLUSTER_AWAY = "slurmctld is away"
     CLUSTER_RESTARTS = "slurmctld restarts"
     RECONFIGURED = "slurmctld reads its configuration again"
     HOST_AWAY = "a host is out of reach"
     HOST_FENCED = "a host is out of reach, switched off and fenced"
-    DROPPED = "an operator drops a template"
+    TEMPLATE_DELETED = "an operator deletes a template"
     DISK_FULL = "the store's disk is full"
-    CRASH = "the controller dies"
+    CONTROLLER_CRASH = "the controller crashes"
 
 
 @dataclass(frozen=True)
-class Mishap:
-    """Something that befalls the world `at` some time, for some `seconds`. `pick`, from 0 to 1, chooses
-    among what there then is to befall."""
+class Incident:
+    """Something that happens to the world at virtual second `at` and lasts `seconds`. `pick`, from 0 to 1, chooses
+    one of the objects that exist then."""
 
     at: float
-    what: What
+    kind: IncidentKind
     seconds: float = 0.0
     pick: float = 0.0
 
 
 @dataclass(frozen=True)
-class Death:
-    """The controller dies at its `commit`th commit that changes anything, right before or right `after` it,
-    and stays away for `seconds`."""
+class ControllerCrash:
+    """The controller crashes at its `commit`th commit that changes anything, right before or right `after` it, and is
+    started again `seconds` later."""
 
     commit: int
     after: bool = False
     seconds: float = 1.0
 
 
-LASTS: Mapping[What, tuple[float, float]] = {
-    What.CLUSTER_AWAY: (2.0, 150.0),
-    What.CLUSTER_RESTARTS: (1.0, 10.0),
-    What.HOST_AWAY: (2.0, 300.0),
-    What.HOST_FENCED: (20.0, 200.0),
-    What.DISK_FULL: (0.5, 60.0),
-    What.CRASH: (0.1, 20.0),
+DURATIONS: Mapping[IncidentKind, tuple[float, float]] = {
+    IncidentKind.CLUSTER_AWAY: (2.0, 150.0),
+    IncidentKind.CLUSTER_RESTARTS: (1.0, 10.0),
+    IncidentKind.HOST_AWAY: (2.0, 300.0),
+    IncidentKind.HOST_FENCED: (20.0, 200.0),
+    IncidentKind.DISK_FULL: (0.5, 60.0),
+    IncidentKind.CONTROLLER_CRASH: (0.1, 20.0),
 }
-"""For how long, in seconds: a range that is drawn from."""
+"""How long incidents last, in seconds: ranges that are drawn from. Other kinds are momentary."""
 
 
-def every(mean: float, what: What, rng: Random, until: float) -> tuple[Mishap, ...]:
-    """Mishaps of one kind, `mean` seconds apart by chance, until `until`; none for 0."""
-    found: list[Mishap] = []
+def every(mean: float, kind: IncidentKind, rng: Random, until: float) -> tuple[Incident, ...]:
+    """Incidents of one kind until `until`, as a Poisson process with `mean` seconds between two; none for 0."""
+    found: list[Incident] = []
     at = 0.0
     while mean > 0 and (at := at + rng.expovariate(1.0 / mean)) < until:
-        found.append(Mishap(round(at, 3), what, round(rng.uniform(*LASTS.get(what, (0.0, 0.0))), 3), rng.random()))
+        seconds = round(rng.uniform(*DURATIONS.get(kind, (0.0, 0.0))), 3)
+        found.append(Incident(round(at, 3), kind, seconds, rng.random()))
     return tuple(found)

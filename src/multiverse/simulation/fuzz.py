@@ -1,4 +1,4 @@
-"""Many histories, by seed, on all cores; and what is worth keeping of those that go wrong."""
+"""Simulate many seeds on all cores, and save scenarios as files."""
 
 from __future__ import annotations
 
@@ -14,68 +14,70 @@ import structlog
 from pydantic import TypeAdapter, ValidationError
 
 from multiverse.core.errors import Refused
-from multiverse.simulation.run import Scenario, simulate
-from multiverse.simulation.scenarios import troubled
+from multiverse.simulation.generate import with_faults
+from multiverse.simulation.run import simulate
+from multiverse.simulation.scenario import Scenario
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What one seed's history came to. `wrongs` is empty if it kept its promises."""
+class SeedResult:
+    """The result of one seed. `violations` is empty if all promises were kept."""
 
     seed: int
-    wrongs: tuple[str, ...] = ()
+    violations: tuple[str, ...] = ()
     seconds: float = 0.0  # of virtual time
     jobs: int = 0
     commits: int = 0
-    deaths: int = 0
+    crashes: int = 0
     faults: dict[str, int] = field(default_factory=dict)
-    arrows: dict[str, int] = field(default_factory=dict)
+    transitions: dict[str, int] = field(default_factory=dict)
 
 
-def hush() -> None:
-    """The controller's log says thousands of lines for each history; its story says it better."""
+def silence_logs() -> None:
+    """Switch the controller's log off. It has thousands of lines for each seed; an outcome's story says more."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
 
 
-def judge(seed: int) -> Verdict:
-    """Simulate one seed's troubled history. Never raises for what the history does."""
-    hush()
+def run_seed(seed: int) -> SeedResult:
+    """Simulate the scenario with faults of one seed. A failure of the simulation itself is returned as a violation."""
+    silence_logs()
     try:
-        outcome = simulate(troubled(seed))
-    except Exception:  # a breakdown of the simulation is a finding like any other
-        return Verdict(seed, (traceback.format_exc(limit=-4),))
-    return Verdict(
+        outcome = simulate(with_faults(seed))
+    except Exception:
+        return SeedResult(seed, (traceback.format_exc(limit=-4),))
+    return SeedResult(
         seed,
-        tuple(outcome.wrongs),
+        tuple(outcome.violations),
         outcome.seconds,
         len(outcome.results),
         outcome.commits,
-        outcome.crashes,
-        dict(outcome.faults()),
-        dict(outcome.arrows),
+        outcome.crash_count,
+        dict(outcome.fault_counts()),
+        dict(outcome.transitions),
     )
 
 
-def fuzz(seeds: Iterable[int], processes: int | None = None) -> Iterator[Verdict]:
-    """The verdicts, as they come, from as many processes as there are cores unless told otherwise."""
+def fuzz(seeds: Iterable[int], processes: int | None = None) -> Iterator[SeedResult]:
+    """The results in the order in which they become available. Uses one process per core unless `processes` is
+    given."""
     processes = processes or len(os.sched_getaffinity(0))
     if processes == 1:
-        yield from map(judge, seeds)
+        yield from map(run_seed, seeds)
         return
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        yield from pool.imap_unordered(judge, seeds, chunksize=4)
+        yield from pool.imap_unordered(run_seed, seeds, chunksize=4)
 
 
 _SCENARIO = TypeAdapter(Scenario)
 
 
 def save(scenario: Scenario, path: Path) -> None:
-    """Write a scenario as JSON, to be replayed."""
+    """Write a scenario as JSON, for `load`."""
     path.write_bytes(_SCENARIO.dump_json(scenario, indent=1) + b"\n")
 
 
 def load(path: Path) -> Scenario:
-    """Read what `save` wrote. `Refused` for anything else."""
+    """Read what `save` wrote. Raises `Refused` for anything else."""
     try:
         return _SCENARIO.validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:

@@ -1,4 +1,4 @@
-"""The guests of simulated VMs: they join the cluster and run scripts, and they alone count what ran."""
+"""The guests of simulated VMs. They join the cluster and run scripts; only their ledger says what really ran."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _FILE = "/etc/multiverse/simulated.json"
 
 
 @dataclass(frozen=True)
-class Joining:
-    """What the simulated slurmd tells slurmctld: its node's name, features and size."""
+class Registration:
+    """What a node's daemon tells the scheduler: the node's name, features and size."""
 
     name: str
     features: tuple[str, ...]
@@ -32,36 +32,36 @@ class Joining:
         return NodeBootstrap((GuestFile(_FILE, text.encode()),), (), (Daemon("slurmd", ("slurmd", "-Z", "-D")),))
 
     @staticmethod
-    def unpack(bootstrap: NodeBootstrap) -> Joining:
-        """Read what `pack` made. `ValueError` for any other membership."""
+    def unpack(bootstrap: NodeBootstrap) -> Registration:
+        """Read what `pack` made. `ValueError` for the bootstrap of any other scheduler."""
         for file in bootstrap.files:
             if file.path == _FILE:
                 name, features, cpus, memory = json.loads(file.content)
-                return Joining(name, tuple(features), Size(cpus, memory))
-        raise ValueError("not a membership of the simulated scheduler")
+                return Registration(name, tuple(features), Size(cpus, memory))
+        raise ValueError("not a bootstrap of the simulated scheduler")
 
 
 @dataclass
 class Run:
-    """One start of a script in a guest: the truth about what ran."""
+    """One start of a script in a guest."""
 
     job: int  # its `JobRecord.number`
     restarts: int
     node: str
     began: float
     ended: float | None = None
-    completed: bool = False  # it came to its own end
-    heard: bool = False  # and the scheduler was told
+    completed: bool = False  # the script came to its own end
+    reported: bool = False  # the scheduler was told so
 
 
 @dataclass(frozen=True)
-class GuestPace:
-    """How long guests take, each as a range in seconds that is drawn from."""
+class GuestBehaviour:
+    """How long guests take, as ranges in seconds that are drawn from, and what share of them is defective."""
 
     boot: tuple[float, float] = (0.4, 1.2)  # from start to a daemon that registers
-    retry: float = 1.0  # between tries to register while slurmctld is away
-    mute: float = 0.0  # the share that never registers, though all else looks well
-    small: float = 0.0  # the share that registers as smaller than it was told to be, and is set DOWN for it
+    retry: float = 1.0  # between tries to register while the scheduler does not answer
+    mute: float = 0.0  # the share that never registers although the VM runs
+    small: float = 0.0  # the share that registers with less memory than configured, and is set DOWN for that
 
 
 @dataclass(eq=False)
@@ -73,96 +73,97 @@ class Guest:
     cluster: Cluster
     runs: list[Run]  # the world's ledger
     rng: Random
-    pace: GuestPace
-    say: Callable[[str], None] = lambda _: None  # told what its scripts do
+    behaviour: GuestBehaviour
+    log: Callable[[str], None] = lambda _: None
     alive: bool = True
     served: list[tuple[int, str]] = field(default_factory=list)
-    users: set[int] = field(default_factory=set)  # whom it knows, beside those of its identity
+    users: set[int] = field(default_factory=set)  # uids that were added after the start
     _job: JobRecord | None = None
     _run: Run | None = None
-    _rest: float = 0.0  # seconds of the script still to go
+    _seconds_left: float = 0.0  # of the script
     _resumed: float = 0.0
     _timer: asyncio.TimerHandle | None = None
-    _cut: bool = False  # its host is out of reach
-    _untold: list[Callable[[], None]] = field(default_factory=list)
-    _waiting: set[tuple[int, int]] = field(default_factory=set)  # runs that wait for their user, or did
+    _cut_off: bool = False  # its host is out of reach
+    _unsent: list[Callable[[], None]] = field(default_factory=list)
+    _waiting: set[tuple[int, int]] = field(default_factory=set)  # runs that wait, or have waited, for their user
     _after_prolog: list[Callable[[], None]] = field(default_factory=list)
 
     def boot(self) -> None:
-        """Begin to boot; the node registers by and by. A guest without a daemon never joins."""
-        if self.identity.bootstrap.daemons and self.rng.random() >= self.pace.mute:
-            self._later(self.rng.uniform(*self.pace.boot), self._register)
+        """Begin to boot; the node registers later. A guest without a daemon never registers."""
+        if self.identity.bootstrap.daemons and self.rng.random() >= self.behaviour.mute:
+            self._later(self.rng.uniform(*self.behaviour.boot), self._register)
 
     def die(self) -> None:
-        """Stop at once, with whatever runs."""
+        """Stop at once, with the script that runs."""
         self.alive = False
         self._interrupt()
 
-    def allot(self, job: JobRecord) -> None:
-        """This node is now the job's."""
+    def allocate(self, job: JobRecord) -> None:
+        """The scheduler gives this node to the job."""
         key = (job.number, job.job_id)
         if key not in self.served:
             self.served.append(key)
 
     def launch(self, job: JobRecord) -> None:
-        """Run the job's script (told to its first node only)."""
+        """Run the job's script. Only the first node of a job is told to."""
         if not self.reachable:
-            return  # nobody hears it; slurmctld finds out when the node does not answer
+            return  # the message is lost; the scheduler notices when the node does not answer
         known = self.users | {user.uid for user in self.identity.users}
-        if not known:  # a spare that was taken: its prolog waits
+        if not known:  # a joined spare that the job took: the prolog waits for the job's user
             restarts = job.restarts
             self._waiting.add((job.number, restarts))
-            go_on = lambda: self.launch(job) if job.state in LIVE and job.restarts == restarts else None  # noqa: E731
-            self.after_prolog(go_on)
+            again = lambda: self.launch(job) if job.state in LIVE and job.restarts == restarts else None  # noqa: E731
+            self.after_prolog(again)
             return
         if job.batch.uid not in known:
-            self.cluster.violations.append(f"{self.name} got job {job.job_id} of user {job.batch.uid}, a stranger")
+            problem = f"{self.name} got job {job.job_id} of user {job.batch.uid}, whom the guest does not know"
+            self.cluster.violations.append(problem)
         self._job = job
         self._run = Run(job.number, job.restarts, self.name, self._now())
         self.runs.append(self._run)
-        self.say(f"{self.name}: the script of {job.job_id} begins")
-        self._rest = job.batch.seconds
+        self.log(f"{self.name}: the script of {job.job_id} begins")
+        self._seconds_left = job.batch.seconds
         self.resume(job)
 
     def after_prolog(self, do: Callable[[], None]) -> None:
-        """Do something now, or, in a spare that was taken, once its user is known."""
-        if self.waits:
+        """Do something now, or, in a joined spare without users, once a user has been added."""
+        if self.waits_for_user:
             self._after_prolog.append(do)
         else:
             do()
 
-    def introduce(self, uid: int) -> None:
-        """Know one more user. Who waits for one goes on."""
+    def add_user(self, uid: int) -> None:
+        """Add a user. A prolog that waits for a user goes on."""
         self.users.add(uid)
         waiting, self._after_prolog = self._after_prolog, []
         for do in waiting:
             do()
 
     @property
-    def waits(self) -> bool:
-        """Whether a job here would wait until its user is known."""
+    def waits_for_user(self) -> bool:
+        """Whether a job here would wait until its user has been added."""
         return self.alive and not self.users and not self.identity.users
 
     def suspend(self, job: JobRecord) -> None:
         if self._job is job and self._timer is not None:
             self._timer.cancel()
             self._timer = None
-            self._rest -= self._now() - self._resumed
+            self._seconds_left -= self._now() - self._resumed
 
     def resume(self, job: JobRecord) -> None:
         if self._job is job and self._timer is None:
             self._resumed = self._now()
-            self._timer = asyncio.get_running_loop().call_later(max(0.0, self._rest), self._script_ends)
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, self._seconds_left), self._script_ends)
 
     def kill(self, job: JobRecord) -> None:
-        """End the job's script, if it runs here."""
-        if self._cut:
-            self._untold.append(lambda: self.kill(job))
+        """End the job's script, if the script runs here."""
+        if self._cut_off:
+            self._unsent.append(lambda: self.kill(job))
         elif self._job is job:
             self._interrupt()
 
     def finish(self, job: JobRecord) -> bool:
-        """The job's script comes to its end now, whatever time it was to take. False if it does not run here."""
+        """End the job's script now as if its time had passed. False if the script does not run here."""
         if self._job is not job:
             return False
         self._script_ends()
@@ -170,56 +171,56 @@ class Guest:
 
     @property
     def reachable(self) -> bool:
-        return self.alive and not self._cut
+        return self.alive and not self._cut_off
 
     def has_run(self, job: JobRecord) -> bool:
-        """Whether it has this very run of the job, going or ended, or waiting for its user."""
+        """Whether this guest knows this very run of the job: running, ended, or waiting for its user."""
         return (job.number, job.restarts) in self._waiting or any(
             (run.job, run.restarts, run.node) == (job.number, job.restarts, self.name) for run in self.runs
         )
 
     def serves(self) -> JobRecord | None:
-        """The job that slurmctld believes to run on this very node; None if there is none, or its node is DOWN."""
+        """The job that the scheduler believes to run on this very node; None if there is none or the node is DOWN."""
         node = self.cluster.nodes.get(self.name)
         if node is None or node.guest is not self or node.down or node.job is None:
             return None
         return node.job if node.job.state in LIVE else None
 
     def cut_off(self) -> None:
-        """Nobody hears it and it hears nobody; what it runs goes on."""
-        self._cut = True
-        self.cluster.fell_silent(self)
+        """Lose the network. The script that runs goes on."""
+        self._cut_off = True
+        self.cluster.stopped_answering(self)
 
     def reconnect(self) -> None:
-        """It answers again, and hears what it missed before it tells what nobody heard."""
-        self._cut = False
-        untold, self._untold = self._untold, []
-        for tell in untold:
-            tell()
+        """Regain the network: first receive what was sent meanwhile, then answer the scheduler again."""
+        self._cut_off = False
+        unsent, self._unsent = self._unsent, []
+        for send in unsent:
+            send()
         if self.alive:
             self.cluster.answers_again(self)
 
-    def tell(self, word: Callable[[], None]) -> None:
-        """Say something to slurmctld, now or when it can be reached."""
-        if self._cut:
-            self._untold.append(lambda: self.tell(word))
+    def send(self, message: Callable[[], None]) -> None:
+        """Send something to the scheduler, now or once the scheduler can be reached."""
+        if self._cut_off:
+            self._unsent.append(lambda: self.send(message))
         else:
-            self.cluster.hear(word)
+            self.cluster.receive(message)
 
     def register_again(self) -> None:
-        """Its daemon was started anew; or, of one that is dead, slurmctld takes up only now what it sent before."""
+        """Its daemon was restarted. For a dead guest: the scheduler handles an earlier registration only now."""
         if self.alive:
             self._register()
-        elif self.cluster.register(self, Joining.unpack(self.identity.bootstrap)):
-            self.cluster.fell_silent(self)
+        elif self.cluster.register(self, Registration.unpack(self.identity.bootstrap)):
+            self.cluster.stopped_answering(self)
 
     def _script_ends(self) -> None:
         job, run = self._job, self._run
         assert job is not None and run is not None
         run.completed = True
         self._interrupt()
-        self.say(f"{self.name}: the script of {job.job_id} has come to its end")
-        self.tell(lambda: self.cluster.script_ended(job, run))
+        self.log(f"{self.name}: the script of {job.job_id} has ended")
+        self.send(lambda: self.cluster.script_ended(job, run))
 
     def _interrupt(self) -> None:
         if self._timer is not None:
@@ -231,12 +232,12 @@ class Guest:
     def _register(self) -> None:
         if not self.alive:
             return
-        joining = Joining.unpack(self.identity.bootstrap)
-        if self._cut or not self.cluster.register(self, joining, small=self._small()):
-            self._later(self.pace.retry, self._register)
+        registration = Registration.unpack(self.identity.bootstrap)
+        if self._cut_off or not self.cluster.register(self, registration, small=self._registers_small()):
+            self._later(self.behaviour.retry, self._register)
 
-    def _small(self) -> bool:
-        return self.pace.small > 0 and self.rng.random() < self.pace.small
+    def _registers_small(self) -> bool:
+        return self.behaviour.small > 0 and self.rng.random() < self.behaviour.small
 
     def _later(self, seconds: float, do: Callable[[], None]) -> None:
         asyncio.get_running_loop().call_later(seconds, do)

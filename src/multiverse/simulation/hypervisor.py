@@ -1,19 +1,22 @@
-"""A `ports.Hypervisor` over the simulated hosts: every step takes time, and may be cut short between any two."""
+"""Hypervisors over the simulated hosts. Every call takes time and can be cancelled between any two steps."""
 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from multiverse.core.model import HypervisorView, Identity, Size, Stage, TemplateKey, User, VmSpec
-from multiverse.simulation.world import World
+from multiverse.core.errors import Unknown
+from multiverse.core.model import HypervisorView, Identity, Size, Stage, TemplateKey, User, VmRef, VmSpec
+from multiverse.ports import GuestUsers, Source, Templates
+from multiverse.simulation.machines import Machines
 
 
 @dataclass(frozen=True)
-class HostPace:
-    """How long things take, in seconds, as ranges that are drawn from (DESIGN 5 measured the middle ones)."""
+class HostLatencies:
+    """How long the steps of calls take: ranges in seconds that are drawn from. Measurements are in DESIGN 5."""
 
     observe: tuple[float, float] = (0.001, 0.02)
     command: tuple[float, float] = (0.001, 0.01)
@@ -22,67 +25,123 @@ class HostPace:
     full: tuple[float, float] = (1.0, 3.0)
     start: tuple[float, float] = (0.03, 0.3)
     stop: tuple[float, float] = (0.01, 0.2)
+    unreachable: tuple[float, float] = (1.0, 5.0)  # until a call to a source that does not answer fails
 
 
-class SimulatedHypervisor:
-    """See `ports.Hypervisor`: this is its contract's plainest reading."""
+class SimulatedHypervisor(ABC):
+    """What the simulated hypervisors have in common."""
 
-    def __init__(self, world: World, rng: Random, pace: HostPace | None = None) -> None:
-        self._machines = world.machines
-        self._rng = rng
-        self._pace = pace or HostPace()
+    def __init__(self, machines: Machines, rng: Random, latencies: HostLatencies) -> None:
+        self.machines, self.rng, self.latencies = machines, rng, latencies
 
     @property
-    def hosts(self) -> Sequence[str]:
-        return list(self._machines.hosts)
+    @abstractmethod
+    def sources(self) -> Sequence[Source]: ...
 
-    async def observe(self) -> HypervisorView:
-        await self._take("look", self._pace.observe)
-        view = self._machines.view()
-        await self._take("reply", self._pace.observe)
+    @property
+    @abstractmethod
+    def templates(self) -> Templates | None: ...
+
+    @property
+    @abstractmethod
+    def users(self) -> GuestUsers | None: ...
+
+    @abstractmethod
+    async def create(self, vm: VmSpec) -> Sequence[Stage]: ...
+
+    async def start(self, vm: VmRef, size: Size, identity: Identity) -> Sequence[Stage]:
+        plug = await self.take("plug", self.latencies.command)
+        self.machines.start(vm, size, identity)
+        identity_sent = await self.take("identity", self.latencies.start)
+        self.machines.started(vm)
+        return (plug, identity_sent)
+
+    async def destroy(self, vm: VmRef, grace: float) -> None:
+        await self.take("command", self.latencies.command)
+        if grace > 0:
+            await self.take("flush", (0.0, min(grace, 0.5)))
+            self.machines.write_back(vm)
+        self.machines.destroy(vm)
+        await self.take("stop", self.latencies.stop)
+
+    async def observe_host(self, host: str) -> HypervisorView:
+        """What the source of a host answers. Raises `Unknown` if the host cannot be reached."""
+        await self.take("request", self.latencies.observe)
+        if delay := self.machines.delays.get(self.machines.source_of(host), 0.0):
+            await asyncio.sleep(delay)
+        try:
+            view = self.machines.view(host)
+        except Unknown:
+            await self.take("timeout", self.latencies.unreachable)
+            raise
+        await self.take("reply", self.latencies.observe)
         return view
 
+    async def take(self, name: str, bounds: tuple[float, float]) -> Stage:
+        """Let a step take its time, which is drawn from a range in seconds."""
+        seconds = self.rng.uniform(*bounds)
+        await asyncio.sleep(seconds)
+        return Stage(name, seconds)
+
+
+class SimulatedHosts(SimulatedHypervisor):
+    """Hosts like those of the QEMU driver: each is a source of its own, with templates, and addresses are given."""
+
+    def __init__(self, machines: Machines, rng: Random, latencies: HostLatencies | None = None) -> None:
+        super().__init__(machines, rng, latencies or HostLatencies())
+        self._sources = [HostSource(self, host) for host in machines.hosts]
+
+    @property
+    def sources(self) -> Sequence[HostSource]:
+        return self._sources
+
+    @property
+    def templates(self) -> SimulatedHosts:
+        return self
+
+    @property
+    def users(self) -> SimulatedHosts:
+        return self
+
     async def build_template(self, template: TemplateKey) -> Sequence[Stage]:
-        await self._take("command", self._pace.command)
-        if not self._machines.begin_template(template):
+        await self.take("command", self.latencies.command)
+        if not self.machines.begin_template(template):
             return ()
-        boot = await self._take("boot", self._pace.template)
-        self._machines.finish_template(template)
+        boot = await self.take("boot", self.latencies.template)
+        self.machines.finish_template(template)
         return (boot,)
 
     async def delete_template(self, template: TemplateKey) -> None:
-        await self._take("command", self._pace.command)
-        self._machines.drop_template(template)
-        await self._take("reply", self._pace.command)
+        await self.take("command", self.latencies.command)
+        self.machines.delete_template(template)
+        await self.take("reply", self.latencies.command)
 
     async def create(self, vm: VmSpec) -> Sequence[Stage]:
-        command = await self._take("command", self._pace.command)
-        self._machines.begin(vm)
-        clone = await self._take("clone", self._pace.full if vm.kind == "full" else self._pace.instant)
-        self._machines.park(vm.name)
+        command = await self.take("command", self.latencies.command)
+        self.machines.begin(vm)
+        clone = await self.take("clone", self.latencies.full if vm.kind == "full" else self.latencies.instant)
+        self.machines.park(VmRef(vm.name, vm.host))
         return (command, clone)
 
-    async def start(self, name: str, size: Size, identity: Identity) -> Sequence[Stage]:
-        plug = await self._take("plug", self._pace.command)
-        self._machines.start(name, size, identity)
-        identity_sent = await self._take("identity", self._pace.start)
-        self._machines.started(name)
-        return (plug, identity_sent)
+    async def add_user(self, vm: VmRef, user: User) -> None:
+        await self.take("command", self.latencies.command)
+        self.machines.add_user(vm, user)
+        await self.take("reply", self.latencies.command)
 
-    async def add_user(self, name: str, user: User) -> None:
-        await self._take("command", self._pace.command)
-        self._machines.introduce(name, user)
-        await self._take("reply", self._pace.command)
 
-    async def destroy(self, name: str, grace: float) -> None:
-        await self._take("command", self._pace.command)
-        if grace > 0:
-            await self._take("flush", (0.0, min(grace, 0.5)))
-            self._machines.write_back(name)
-        self._machines.destroy(name)
-        await self._take("stop", self._pace.stop)
+class HostSource:
+    """One host as a `ports.Source`, named like the host."""
 
-    async def _take(self, name: str, pace: tuple[float, float]) -> Stage:
-        seconds = self._rng.uniform(*pace)
-        await asyncio.sleep(seconds)
-        return Stage(name, seconds)
+    def __init__(self, hypervisor: SimulatedHosts, host: str) -> None:
+        self._hypervisor, self._host = hypervisor, host
+
+    @property
+    def name(self) -> str:
+        return self._host
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        return (self._host,)
+
+    async def observe(self) -> HypervisorView:
+        return await self._hypervisor.observe_host(self._host)

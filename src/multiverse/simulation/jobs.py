@@ -1,4 +1,4 @@
-"""What a simulated cluster keeps of each job and node, and what users ask for."""
+"""What users submit, and what a simulated cluster keeps of each job and node."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batch:
-    """What a user hands to `sbatch`, and what the script will do: run for `seconds`, exit with `exit_code`.
+    """What a user gives to `sbatch`, and what the script will do: run for `seconds` and exit with `exit_code`.
 
-    `delay` is its `--begin`, in seconds; `after` a job id that must have ended first; `requeue` says whether
-    a run that loses its node is queued again. `lingers` is how many seconds it takes to be stopped. `problem`
-    makes it a job that the gate let through but that this scheme cannot serve. Of an array, `at_most` tasks
-    run at once (0: all). `account` is whose templates it is to have, empty where all share them.
+    `delay` is the job's `--begin`, in seconds. `after` is the id of a job that must have ended first. `requeue` says
+    whether a run that loses its node is queued again. `lingers` is how many seconds the job takes to be stopped.
+    `problem`, if any, says why the request cannot be served although the gate accepts it. At most `at_most` tasks of an
+    array run at once (0: all). `account` is the account whose own templates the job needs; empty where all accounts
+    share them.
     """
 
     name: str = "job"
@@ -44,8 +45,8 @@ class Batch:
 
 @dataclass(eq=False)
 class JobRecord:
-    """A job in slurmctld's memory. It is at the gate while `pin` is None. `number` is the world's own: job ids
-    come again, and submit times change."""
+    """A job in the scheduler's memory. The job is at the gate while `pin` is None. `number` is the world's own: job ids
+    are used again, and submit times change."""
 
     number: int
     job_id: str
@@ -54,21 +55,22 @@ class JobRecord:
     begin: float
     state: JobState = JobState.PENDING
     restarts: int = 0
-    pin: str | None = None
-    took: bool = False  # it has its pin by taking a spare as it was submitted
+    pin: str | None = None  # the tag of its nodes
+    pinned_nodes: tuple[str, ...] = ()  # by name; only where the scheduler ties jobs to names
+    took_offer: bool = False  # it was pinned as it was submitted
     held: bool = False  # by its user
-    bad: bool = False  # BadConstraints: priority 0, though nobody holds it
-    delayed: bool = False  # `begin` is slurmctld's own, after a requeue
+    bad: bool = False  # BadConstraints: priority 0, without a hold
+    delayed: bool = False  # `begin` was set by slurmctld, after a requeue
     nodes: tuple[str, ...] = ()
-    busy: list[str] = field(default_factory=list)  # nodes that have not let go of it yet
-    again: bool = False  # once they have, it is queued again
+    busy: list[str] = field(default_factory=list)  # nodes that have not released the job yet
+    again: bool = False  # it is queued again once its nodes have released it
     result: str = ""
     exit_code: int = 0
     comment: str = ""
-    by_user: bool = False  # its user cancelled it
-    revoked: str = ""  # why we cancelled it
-    cancelled: float = 0.0  # and when
-    changed: tuple[float, Batch] | None = None  # when its user changed it last, and what it had asked for before
+    by_user: bool = False  # cancelled by its user
+    revoked: str = ""  # the controller's reason for cancelling it
+    cancelled: float = 0.0  # when the controller cancelled it
+    changed: tuple[float, Batch] | None = None  # when its user changed it last, and its request before that
     ended: float = 0.0
 
     @property
@@ -76,8 +78,8 @@ class JobRecord:
         return JobRef(self.job_id, self.submitted, self.restarts)
 
     def unpin(self) -> None:
-        """Back to the gate, however it came by its pin."""
-        self.pin, self.took = None, False
+        """Put the job back at the gate."""
+        self.pin, self.pinned_nodes, self.took_offer = None, (), False
 
     def shown(self, rank: int, eligible: bool, uses: Mapping[str, int]) -> Job:
         batch = self.batch
@@ -106,7 +108,7 @@ class JobRecord:
 
 @dataclass(eq=False)
 class NodeRecord:
-    """A dynamic node. `silent` is since when its daemon has not answered."""
+    """A dynamic node. `silent` is when its daemon stopped answering, None while the daemon answers."""
 
     name: str
     features: tuple[str, ...]

@@ -1,8 +1,8 @@
-"""Virtual time: an event loop that sleeps in no time at all, and always the same way for the same seed.
+"""An event loop in virtual time, which is deterministic for each seed.
 
-Time jumps to the next timer as soon as nothing is ready. What is ready runs in an order drawn from the
-seed, so that no code comes to rely on the order that asyncio happens to give. Whatever would let the
-real world in (threads, executors, processes, sockets) raises `Intrusion`.
+Time jumps to the next timer as soon as nothing is ready. Ready callbacks run in an order drawn from the seed, so that
+no code can rely on the order of asyncio. Access to the real world (threads, executors, processes, sockets) raises
+`RealWorldAccess`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import async_solipsism
 
 T = TypeVar("T")
 
-STEPS = 5_000_000  # turns of the loop before it is taken for one that will never end
+STEPS = 5_000_000  # turns of the loop after which it is considered endless
 TICK = 1e-6  # seconds; async-solipsism's resolution
 
-DAY = 86_400.0  # asyncio never waits longer at once; async-solipsism takes a wait that long for one without end
+DAY = 86_400.0  # the longest wait of asyncio at once; async-solipsism considers a wait of that length endless
 
 # Audit events. Processes, name look-ups and sockets; threads have an event of their own from 3.12 on only.
 _FORBIDDEN = frozenset(
@@ -43,16 +43,16 @@ _FORBIDDEN = frozenset(
 )
 
 
-class Intrusion(RuntimeError):
-    """Simulated code reached for the real world."""
+class RealWorldAccess(RuntimeError):
+    """Simulated code tried to use the real world."""
 
 
 class Livelock(RuntimeError):
-    """The loop turned `STEPS` times without coming to its end."""
+    """The loop turned `STEPS` times without an end."""
 
 
 class _Shuffled(deque[Any]):
-    """The queue of ready callbacks; the next one is any of them."""
+    """The queue of ready callbacks. The next one is drawn at random."""
 
     def __init__(self, rng: Random) -> None:
         super().__init__()
@@ -81,15 +81,15 @@ class VirtualLoop(async_solipsism.EventLoop):  # type: ignore[misc]  # untyped
         self._steps = 0
 
     def call_at(self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None) -> Any:
-        # A timer is never due at once: time then moves in every chain of timers, however short they are.
+        # A timer is never due at once, so that time passes in every chain of timers.
         return super().call_at(max(when, self.time() + TICK), callback, *args, context=context)
 
     async def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
-        raise Intrusion("an executor is not allowed in virtual time")
+        raise RealWorldAccess("an executor is not allowed in virtual time")
 
     def call_soon_threadsafe(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> Any:
         if not _virtual():
-            raise Intrusion("a thread is not allowed in virtual time")
+            raise RealWorldAccess("a thread is not allowed in virtual time")
         return self.call_soon(callback, *args, context=context)
 
     def _run_once(self) -> None:
@@ -105,17 +105,17 @@ def _virtual() -> bool:
 
 def _guard(event: str, _args: tuple[Any, ...]) -> None:
     if event in _FORBIDDEN and _virtual():
-        raise Intrusion(f"{event} is not allowed in virtual time")
+        raise RealWorldAccess(f"{event} is not allowed in virtual time")
 
 
 @contextmanager
 def _no_threads() -> Iterator[None]:
-    """Python 3.11 has no audit event for threads, so `threading` is told by hand, for as long as we run."""
+    """Python 3.11 has no audit event for threads, so `threading` is patched while a virtual loop runs."""
     real = threading._start_new_thread  # type: ignore[attr-defined]
 
     def guarded(*args: Any) -> Any:
         if _virtual():
-            raise Intrusion("a thread is not allowed in virtual time")
+            raise RealWorldAccess("a thread is not allowed in virtual time")
         return real(*args)
 
     threading._start_new_thread = guarded  # type: ignore[attr-defined]
@@ -125,14 +125,15 @@ def _no_threads() -> Iterator[None]:
         threading._start_new_thread = real  # type: ignore[attr-defined]
 
 
-# An audit hook cannot be taken away again, so there is one for the life of the process, and it looks
-# at nothing unless the thread runs a virtual loop.
+# An audit hook cannot be removed, so there is one for the life of the process. It does nothing unless the thread runs a
+# virtual loop.
 sys.addaudithook(_guard)
 
 
 def run(main: Coroutine[Any, Any, T], seed: int) -> T:
-    """Run `main` to its end in virtual time and return what it returns. Tasks that it leaves behind are
-    cancelled. Raises what `main` raises; `SleepForeverError` if everything waits for nothing."""
+    """Run `main` in virtual time and return its result. Tasks that `main` leaves behind are cancelled.
+
+    Raises what `main` raises, and `SleepForeverError` if every task waits and no timer is set."""
     loop = VirtualLoop(seed)
     try:
         asyncio.set_event_loop(loop)

@@ -1,4 +1,4 @@
-"""Simulated hosts: their templates and VMs, and an account of what they were made to carry."""
+"""Simulated hosts with their templates and VMs, and checks of what the hosts are made to carry."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from multiverse.core.model import (
     TemplateSeen,
     User,
     VmCondition,
+    VmRef,
     VmSeen,
     VmSpec,
 )
@@ -27,15 +28,16 @@ from multiverse.simulation.guests import Guest
 ABILITIES = frozenset({"instant", "linked", "full", "plug_cpus", "plug_memory"})
 IMAGE_ABILITIES = frozenset({"fork", "plug_cpus", "plug_memory"})
 
-OVERHEAD = 32  # MiB of its own that a hypervisor's process needs beside its guest's memory
-PARKED = 18.0  # MiB that are a parked clone's alone (DESIGN 5)
-FILLS = 20.0  # seconds that a VM's memory fills for; from then on it grows by a fifth, in a minute
+OVERHEAD = 32  # MiB that a hypervisor's process needs beside its guest's memory
+PARKED = 18.0  # MiB of private memory of a parked clone (DESIGN 5)
+FILLS = 20.0  # seconds in which a VM touches its memory; afterwards the touched part grows by a fifth within a minute
 
 
 @dataclass(frozen=True)
 class Image:
-    """An image by name; one that does not boot breaks every template of it. `abilities` as in `Host.images`. `since`
-    when it is there, on each host in their order, and on all further ones as on the last; none: from the start."""
+    """An image by name. `boots` is whether a template of it can be built. `abilities` are as in `Host.images`. `since`
+    is the virtual second from which the image exists on each host, in the order of the hosts; the last one holds for
+    all further hosts, and an empty tuple means from the start."""
 
     name: str
     boots: bool = True
@@ -44,49 +46,53 @@ class Image:
 
 
 @dataclass(frozen=True)
-class Frozen:
-    """A template as it was made once: the next one of the same key is another."""
+class TemplateBuild:
+    """One build of a template. A template that is built again has other memory."""
 
-    which: TemplateKey
-    made: int
+    key: TemplateKey
+    number: int
 
 
 @dataclass(eq=False)
 class Machine:
-    """A VM on a host, or what is left of one. A `deaf` one's guest is neither heard nor told anything any more."""
+    """A VM on a host, or the remains of a dead one. Once `channel_closed`, the host and the guest cannot talk to each
+    other any more."""
 
     spec: VmSpec
     condition: VmCondition = VmCondition.MAKING
     reason: str = ""
     guest: Guest | None = None
-    size: Size | None = None  # what it was started with
-    deaf: bool = False
-    woken: float = 0.0
-    template: Frozen | None = None  # whose memory it maps
+    size: Size | None = None  # that it was started with
+    channel_closed: bool = False
+    started_at: float = 0.0
+    template: TemplateBuild | None = None  # whose memory it maps
+    mac: str = ""  # assigned by the platform, and so the address and the place
+    address: str = ""
+    placed_on: str = ""
 
     def private(self, now: float) -> float:
-        """MiB that are its own by now. Some fill what they have, others hardly touch it: their names tell."""
+        """MiB of private memory at a virtual time. How much of its memory a VM touches is drawn from its name."""
         if self.condition is VmCondition.DEAD:
             return 0.0
         if self.guest is None:
             return PARKED
         whole = self.takes.memory + OVERHEAD - PARKED
         share = (0.1 + crc32(self.spec.name.encode()) % 70 / 100) * whole
-        age = now - self.woken
+        age = now - self.started_at
         return PARKED + share * (min(1.0, age / FILLS) + min(0.2, max(0.0, age - FILLS) / 300))
 
     @property
     def takes(self) -> Size:
-        """What it takes of its host. Until it runs, a clone of a template has touched none of its memory."""
+        """What the VM takes of its host. An instant clone takes nothing until it is started."""
         if self.size is None and self.spec.kind is CloneKind.INSTANT:
             return Size(0, 0, 0)
         return self.size or self.spec.size
 
 
 class Machines:
-    """All hosts, templates and VMs. Changes happen at once; `boot` makes the guest of a started VM. With `overcommit`
-    above 1 the memory of the hosts' machines is kept account of: they must keep `floor` MiB available, beside what
-    `others` hold."""
+    """All hosts, templates and VMs. Methods take no time; `boot` creates the guest of a started VM. With `overcommit`
+    above 1 the memory of each host's machine is checked: `floor` MiB must stay available beside the `others` MiB that
+    processes of others hold. Violations of what must always hold are collected in `violations`."""
 
     def __init__(
         self,
@@ -103,40 +109,41 @@ class Machines:
         self.templates: dict[TemplateKey, TemplateSeen] = {}
         self._builds: dict[TemplateKey, int] = {}
         self.violations: list[str] = []
-        self.made: list[str] = []  # every VM that ever was begun
-        self.away: set[str] = set()  # hosts that cannot be reached; what is on them goes on
-        self.most_claimed = 0.0  # times what a host declares
+        self.created: list[str] = []  # names of all VMs that ever existed, in order
+        self.away: set[str] = set()  # hosts that cannot be reached; their VMs go on
+        self.delays: dict[str, float] = {}  # seconds that each observation of a source takes longer
+        self.peak_memory_ratio = 0.0  # the largest memory that a host carried, divided by its capacity
         self._boot, self._overcommit, self._floor, self._others = boot, overcommit, floor, others
 
     # --- templates
 
     def begin_template(self, which: TemplateKey) -> bool:
-        """Begin to build a template; False if it is there already. `Gone`, `Refused`."""
-        self._reach(which.host)
-        self._of_image(which.image, which.host)
+        """Begin to build a template; False if the template is ready already. Raises `Gone`, `Refused`."""
+        self._check_reachable(which.host)
+        self._check_image(which.image, which.host)
         known = self.templates.get(which)
         if known is not None and known.condition is TemplateCondition.READY:
             return False
         self._builds[which] = self._builds.get(which, 0) + 1
         self._show(which, TemplateCondition.BUILDING)
-        self._weigh(which.host)
+        self._check_capacity(which.host)
         return True
 
     def finish_template(self, which: TemplateKey) -> None:
-        """It has been frozen. `Broken` if the image does not boot, `Gone` if it was dropped meanwhile."""
+        """End the build. Raises `Broken` if the image does not boot, `Gone` if the template was deleted meanwhile."""
         if which not in self.templates:
-            raise Gone(f"the template of {which.image} on {which.host} was dropped while it was made")
+            raise Gone(f"the template of {which.image} on {which.host} was deleted while it was built")
         if self.images[which.image].boots:
             self._show(which, TemplateCondition.READY)
         else:
             self._show(which, TemplateCondition.BROKEN, "the guest never came to its fork point")
-        self._reach(which.host)
+        self._check_reachable(which.host)
         if not self.images[which.image].boots:
             raise Broken(f"image {which.image} does not boot", hint="look at its console")
 
-    def drop_template(self, which: TemplateKey) -> None:
-        self._reach(which.host)
-        self._watch(which.host)
+    def delete_template(self, which: TemplateKey) -> None:
+        self._check_reachable(which.host)
+        self._check_floor(which.host)
         self.templates.pop(which, None)
 
     def _show(self, which: TemplateKey, condition: TemplateCondition, reason: str = "") -> None:
@@ -146,100 +153,108 @@ class Machines:
     # --- VMs
 
     def begin(self, spec: VmSpec) -> Machine:
-        """Something of the VM now exists, and weighs on its host. `Gone`, `Refused`, `Broken`."""
-        self._reach(spec.host)
+        """Begin to create a VM, which takes capacity from now on. Raises `Gone`, `Refused`, `Broken`."""
+        self._check_reachable(spec.host)
         known = self.vms.get(spec.name)
         if known is not None:
             if known.spec != spec:
-                raise Refused(f"{spec.name} exists already, and is another", hint="destroy it first")
+                raise Refused(f"{spec.name} exists already with another specification", hint="destroy it first")
             if known.condition is VmCondition.DEAD:
                 raise Broken(f"{spec.name} is dead", hint="destroy it")
             return known
-        self._of_image(spec.image, spec.host)
-        self._parent(spec)
-        machine = self.vms[spec.name] = Machine(spec, template=self._now_of(spec.template))
-        self.made.append(spec.name)
-        self._weigh(spec.host)
+        self._check_image(spec.image, spec.host)
+        self._check_unused(spec)
+        machine = self.vms[spec.name] = self._admit(spec)
+        self.created.append(spec.name)
+        self._check_capacity(spec.host)
         return machine
 
-    def park(self, name: str) -> None:
-        """It is complete, without identity. `Gone` if it was destroyed meanwhile, or its template was."""
-        machine = self._get(name)
+    def _admit(self, spec: VmSpec) -> Machine:
+        self._check_template(spec)
+        return Machine(spec, template=self._current_build(spec.template))
+
+    def park(self, vm: VmRef) -> None:
+        """End the creation of a VM. Raises `Gone` if the VM or its template was destroyed meanwhile."""
+        machine = self._get(vm)
         if machine.condition is VmCondition.MAKING:
-            self._parent(machine.spec)
+            self._check_template(machine.spec)
             machine.condition = VmCondition.PARKED
 
-    def start(self, name: str, size: Size, identity: Identity) -> None:
-        """Give it its identity and let it run. `Gone`, also if it is incomplete or dead; `Refused` if another's."""
-        machine = self._get(name)
+    def start(self, vm: VmRef, size: Size, identity: Identity) -> None:
+        """Give a VM its identity and let it run. Raises `Gone` if there is no complete, living VM, `Refused` if the
+        identity is another VM's."""
+        machine, name = self._get(vm), vm.name
         if machine.condition in (VmCondition.MAKING, VmCondition.DEAD):
             raise Gone(f"{name} is {machine.condition}: {machine.reason or 'not complete'}", hint="destroy it")
-        if (identity.hostname, identity.mac) != (name, machine.spec.mac):
+        if not self._owns(machine, identity):
             raise Refused(f"{name} cannot be {identity.hostname} with {identity.mac}", hint="destroy it")
         if machine.condition is not VmCondition.PARKED:
-            return  # said before
+            return  # a repeated call
         if size != machine.spec.size and machine.spec.kind is not CloneKind.INSTANT:
             self.violations.append(f"{name} was made as {machine.spec.size} and started as {size}")
         machine.size = size
-        self._weigh(machine.spec.host)
-        self._know_apart(name, identity)
+        self._check_capacity(machine.spec.host)
+        self._check_identity(name, identity)
         machine.condition = VmCondition.STARTING
-        machine.woken = self._now()
+        machine.started_at = self._now()
         machine.guest = self._boot(name, identity)
 
-    def started(self, name: str) -> None:
-        """It has become someone. `Gone` or `Broken` if it was destroyed or died meanwhile."""
-        machine = self._get(name)
+    @staticmethod
+    def _owns(machine: Machine, identity: Identity) -> bool:
+        return (identity.hostname, identity.mac) == (machine.spec.name, machine.spec.mac)
+
+    def started(self, vm: VmRef) -> None:
+        """End the start of a VM. Raises `Gone` if the VM was destroyed meanwhile, `Broken` if it died."""
+        machine, name = self._get(vm), vm.name
         if machine.condition is VmCondition.DEAD:
             raise Broken(f"{name} died while it was started: {machine.reason}", hint="destroy it")
-        if machine.deaf and machine.condition is VmCondition.STARTING:
+        if machine.channel_closed and machine.condition is VmCondition.STARTING:
             raise Broken(f"{name} was not started: {machine.reason}", hint="destroy it")
         machine.condition = VmCondition.RUNNING
 
-    def introduce(self, name: str, user: User) -> None:
-        """Its guest knows this user from now on. `Gone` if it does not run."""
-        machine = self._get(name)
+    def add_user(self, vm: VmRef, user: User) -> None:
+        """Add a user to the guest of a VM. Raises `Gone` if the VM does not run, `Broken` if its channel is closed."""
+        machine, name = self._get(vm), vm.name
         if machine.guest is None:
             raise Gone(f"{name} is {machine.condition}", hint="start it first")
-        if machine.deaf:
-            raise Broken(f"{name} is not told anything: {machine.reason}", hint="destroy it")
-        machine.guest.introduce(user.uid)
+        if machine.channel_closed:
+            raise Broken(f"{name} cannot be told of a user: {machine.reason}", hint="destroy it")
+        machine.guest.add_user(user.uid)
 
     def flood(self, name: str) -> None:
-        """Its guest says too much, and is cut off; what it runs goes on."""
+        """The guest of a VM sends too much, and its channel is closed. The script that it runs goes on."""
         machine = self.vms[name]
         if machine.guest is not None:
-            machine.deaf, machine.reason = True, "the guest flooded its channel, which was closed"
+            machine.channel_closed, machine.reason = True, "the guest flooded its channel, which was closed"
 
-    def write_back(self, name: str) -> None:
-        """What its guest has in memory comes to where it belongs, if it can be told so."""
-        machine = self.vms.get(name)
-        if machine is not None and machine.guest is not None and not machine.deaf:
-            machine.guest.say(f"{name}: all that was written is written back")
+    def write_back(self, vm: VmRef) -> None:
+        """The guest writes its memory back to the file systems, if its channel is open."""
+        machine = self.vms.get(vm.name)
+        if machine is not None and machine.guest is not None and not machine.channel_closed:
+            machine.guest.log(f"{vm.name}: the guest has written everything back")
 
     def die(self, name: str, reason: str) -> None:
-        """Its process ends; what it had on its host remains."""
+        """The process of a VM ends. Its files on the host remain."""
         machine = self.vms.get(name)
         if machine is not None and machine.condition is not VmCondition.DEAD:
-            self._watch(machine.spec.host)
+            self._check_floor(machine.spec.host)
             machine.condition, machine.reason = VmCondition.DEAD, reason
             self._stop(machine)
 
-    def destroy(self, name: str) -> None:
-        """Nothing of it is left. Absent is success."""
-        machine = self.vms.get(name)
+    def destroy(self, vm: VmRef) -> None:
+        """Remove all of a VM. Nothing to do if its source has none of that name."""
+        machine = self.find(vm)
         if machine is not None:
-            self._reach(machine.spec.host)
-            self._watch(machine.spec.host)
-            del self.vms[name]
+            self._check_floor(machine.spec.host)
+            del self.vms[vm.name]
             if machine.guest is not None and (job := machine.guest.serves()) is not None:
-                self.violations.append(f"{name} was destroyed while job {job.job_id} ran on it")
+                self.violations.append(f"{vm.name} was destroyed while job {job.job_id} ran on it")
             self._stop(machine)
 
     # --- hosts
 
-    def leave(self, host: str) -> None:
-        """The host cannot be reached any more, neither by us nor by slurmctld."""
+    def go_away(self, host: str) -> None:
+        """The host cannot be reached any more, neither by the controller nor by the scheduler."""
         self.away.add(host)
         for guest in self._guests(host):
             guest.cut_off()
@@ -250,8 +265,8 @@ class Machines:
             guest.reconnect()
 
     def switch_off(self, host: str) -> None:
-        """All VMs and templates of the host end, and nothing of them remains on it."""
-        self._watch(host)
+        """End all VMs and templates of the host; nothing of them remains."""
+        self._check_floor(host)
         for name in [name for name, machine in self.vms.items() if machine.spec.host == host]:
             self._stop(self.vms.pop(name))
         for which in [which for which in self.templates if which.host == host]:
@@ -260,77 +275,91 @@ class Machines:
     def _guests(self, host: str) -> list[Guest]:
         return [machine.guest for machine in self.vms.values() if machine.spec.host == host and machine.guest]
 
-    # --- what it shows
+    # --- observation
+
+    def source_of(self, host: str) -> str:
+        """The name of the source that answers for a host."""
+        return host
+
+    def find(self, vm: VmRef) -> Machine | None:
+        """The VM of that name at that source. Raises `Unknown` if the source does not answer, `Refused` if there is no
+        such source."""
+        hosts = [host for host in self.hosts if self.source_of(host) == vm.source]
+        if not hosts:
+            raise Refused(f"there is no source {vm.source!r} for VM {vm.name}", hint="name the source of its host")
+        self._check_reachable(hosts[0])
+        machine = self.vms.get(vm.name)
+        return machine if machine is not None and self.source_of(machine.spec.host) == vm.source else None
 
     def used(self, host: str) -> Size:
-        """What VMs and templates take of a host now. A template is frozen memory and takes no CPU."""
+        """What VMs and templates take of a host now. A template takes memory and no CPU."""
         sizes = [machine.takes for machine in self.vms.values() if machine.spec.host == host]
         memory = sum(size.memory + OVERHEAD for size in sizes) + self._frozen(host)
         return Size(sum(size.cpus for size in sizes), memory, sum(size.disk for size in sizes))
 
     def available(self, host: str) -> int:
-        """MiB that a host's machine has left, by what its VMs and others there really take."""
+        """MiB that a host's machine has left beside what VMs, templates and others really use."""
         machine = self.hosts[host].machine
-        assert machine is not None, "a host whose memory is watched has a machine"
+        assert machine is not None, "a host whose memory is checked has a machine"
         vms = sum(one.private(self._now()) for one in self.vms.values() if one.spec.host == host)
         return int(machine.memory - self._others - vms - self._frozen(host))
 
     def _frozen(self, host: str) -> int:
-        """MiB of templates, and of those that were dropped while VMs map them: these are there once."""
-        there = {self._now_of(which) for which in self.templates}
+        """MiB of templates. One that was deleted while VMs map it counts once, without copies."""
+        existing = {self._current_build(which) for which in self.templates}
         mapped = {one.template for one in self.vms.values() if one.condition is not VmCondition.DEAD}
         copies = self.hosts[host].template_copies
         return sum(
-            one.which.size.memory * (copies if one in there else 1)
-            for one in there | mapped
-            if one is not None and one.which.host == host
+            one.key.size.memory * (copies if one in existing else 1)
+            for one in existing | mapped
+            if one is not None and one.key.host == host
         )
 
     def _held(self, seen: TemplateSeen) -> float:
-        """MiB that a look shows: of one that is not ready, none."""
+        """MiB that an observation shows as held by a template: none until the template is ready."""
         ready = seen.condition is TemplateCondition.READY
         return float(seen.size.memory * self.hosts[seen.host].template_copies) if ready else 0.0
 
-    def _now_of(self, which: TemplateKey | None) -> Frozen | None:
-        return Frozen(which, self._builds[which]) if which is not None else None
+    def _current_build(self, which: TemplateKey | None) -> TemplateBuild | None:
+        return TemplateBuild(which, self._builds[which]) if which is not None else None
 
-    def view(self) -> HypervisorView:
+    def view(self, host: str) -> HypervisorView:
+        """What the source of one host shows. Raises `Unknown` if the host cannot be reached."""
+        self._check_reachable(host)
         vms = {
             name: VmSeen(
                 name,
-                machine.spec.host,
+                host,
                 machine.condition,
                 machine.reason,
                 private=machine.private(self._now()),
                 introduced=tuple(sorted(machine.guest.users)) if machine.guest else (),
+                address=machine.address,
+                mac=machine.mac,
+                placed_on=machine.placed_on,
+                token=machine.spec.token,
             )
             for name, machine in sorted(self.vms.items())
-            if machine.spec.host not in self.away
+            if machine.spec.host == host
         }
-        hosts = {
-            name: replace(
-                host, images=self._images(name), available=self.available(name) if self._overcommit > 1 else 0
-            )
-            for name, host in self.hosts.items()
-            if name not in self.away
-        }
+        available = self.available(host) if self._overcommit > 1 else 0
+        seen = replace(self.hosts[host], images=self._images(host), available=available)
         templates = {
-            which: replace(seen, held=self._held(seen))
-            for which, seen in sorted(self.templates.items())
-            if which.host not in self.away
+            which: replace(template, held=self._held(template))
+            for which, template in sorted(self.templates.items())
+            if which.host == host
         }
-        return HypervisorView(hosts, vms, templates)
+        return HypervisorView({host: seen}, vms, templates)
 
-    # --- inside
+    # --- checks
 
-    def _get(self, name: str) -> Machine:
-        machine = self.vms.get(name)
+    def _get(self, vm: VmRef) -> Machine:
+        machine = self.find(vm)
         if machine is None:
-            raise Gone(f"no VM {name}")
-        self._reach(machine.spec.host)
+            raise Gone(f"no VM {vm.name} at {vm.source}")
         return machine
 
-    def _reach(self, host: str) -> None:
+    def _check_reachable(self, host: str) -> None:
         if host not in self.hosts:
             raise Gone(f"no host {host}")
         if host in self.away:
@@ -344,16 +373,24 @@ class Machines:
             if not image.since or image.since[min(number, len(image.since) - 1)] <= now
         }
 
-    def _of_image(self, name: str, host: str) -> None:
+    def _check_image(self, name: str, host: str) -> None:
         if name not in self._images(host):
             raise Refused(f"no image {name}", hint="build it first")
 
-    def _parent(self, spec: VmSpec) -> None:
+    def _check_unused(self, spec: VmSpec) -> None:
+        """Refuse a token, MAC or address that another VM has."""
+        for other in self.vms.values():
+            for what in ("token", "mac", "address"):
+                value = getattr(spec, what)
+                if value and value == getattr(other.spec, what):
+                    raise Refused(f"{spec.name}: {other.spec.name} has the same {what}", hint="destroy one of them")
+
+    def _check_template(self, spec: VmSpec) -> None:
         if spec.kind is not CloneKind.INSTANT:
-            return  # it is made from its image
+            return  # it boots from its image
         template = self.templates.get(spec.template) if spec.template else None
         if template is None or template.condition is not TemplateCondition.READY:
-            raise Gone(f"no such template of {spec.image} on {spec.host}", hint="prepare it first")
+            raise Gone(f"no such template of {spec.image} on {spec.host}", hint="build it first")
         can = self.images[spec.image].abilities
         if ("plug_cpus" not in can and spec.size.cpus != template.size.cpus) or (
             "plug_memory" not in can and spec.size.memory != template.size.memory
@@ -364,33 +401,33 @@ class Machines:
         if machine.guest is not None:
             guest, machine.guest = machine.guest, None
             guest.die()
-            guest.cluster.fell_silent(guest)
+            guest.cluster.stopped_answering(guest)
 
-    def _weigh(self, host: str) -> None:
+    def _check_capacity(self, host: str) -> None:
         used, capacity = self.used(host), self.hosts[host].capacity
         times = used.memory / capacity.memory
-        self.most_claimed = max(self.most_claimed, times)
+        self.peak_memory_ratio = max(self.peak_memory_ratio, times)
         if used.cpus > capacity.cpus or times > self._overcommit or used.disk > capacity.disk:
             self.violations.append(f"host {host} of {capacity} was made to carry {used}")
-        self._watch(host)
+        self._check_floor(host)
 
-    def _watch(self, host: str) -> None:
-        """Between what is given back, what a host has left only falls: it is enough to look before that."""
+    def _check_floor(self, host: str) -> None:
+        """Check the memory that is left. Called before memory is released, because until then the rest only falls."""
         if self._overcommit > 1 and (left := self.available(host)) < self._floor:
-            self.violations.append(f"host {host} had {left} MiB available, and was to keep {self._floor}")
+            self.violations.append(f"host {host} had {left} MiB available, and had to keep {self._floor}")
 
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
 
-    def _know_apart(self, name: str, identity: Identity) -> None:
+    def _check_identity(self, name: str, identity: Identity) -> None:
         if identity.hostname != name:
-            self.violations.append(f"{name} was told to be {identity.hostname}")
+            self.violations.append(f"{name} was started as {identity.hostname}")
         for other in self.vms.values():
             if other.guest is None:
                 continue
             theirs = other.guest.identity
             for what in ("hostname", "mac", "address", "machine_id"):
-                mine = getattr(identity, what)  # empty: the driver's to make, when it sends it
+                mine = getattr(identity, what)  # empty if the driver makes it
                 if mine and getattr(theirs, what) == mine:
                     self.violations.append(f"{name} and {theirs.hostname} share {what} {mine}")

@@ -1,7 +1,7 @@
-"""What histories come to, as plain lines, so that moves and renames can be shown to change nothing.
+"""Histories as plain lines, so that `scripts/compare` can show that moves and renames change nothing.
 
 A line is a row's transition (time, row, source state, target state, event), a call of a port (time, method, arguments)
-or a job's outcome. Texts for people are left out. `scripts/compare` runs this module in two checkouts and compares.
+or a job's outcome. Texts for people are left out. `scripts/compare` runs this module in two checkouts.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from multiverse.simulation.fuzz import hush
-from multiverse.simulation.run import Outcome, simulate
-from multiverse.simulation.scenarios import troubled
+from multiverse.simulation.fuzz import silence_logs
+from multiverse.simulation.generate import with_faults
+from multiverse.simulation.outcome import Outcome
+from multiverse.simulation.run import simulate
 
 TEXTS = frozenset({"choice", "note", "problem", "quarantined", "reason", "text", "unwanted"})
-"""Fields of values that hold words for people."""
+"""Fields of values that hold texts for people."""
 
 _WORD = re.compile(r"[A-Za-z_]+")
 
 
 def lines(outcome: Outcome) -> Iterator[str]:
-    """All that two checkouts must agree on for one history."""
+    """Everything that two checkouts must agree on for one history."""
     events = [(e.mono, f"{e.kind} {e.id}: {e.source} -> {e.target} by {e.event}") for e in outcome.entries if e.target]
     for mono, text in events:
         yield f"{mono:.6f} {text}"
@@ -34,11 +35,11 @@ def lines(outcome: Outcome) -> Iterator[str]:
         yield f"{call.at:.6f} {call.id} {json.dumps([plain(one) for one in call.arguments])}"
     for job, result in sorted(outcome.results.items()):
         yield f"job {job}: {result}"
-    yield f"{len(outcome.wrongs)} promises broken, {outcome.commits} commits"
+    yield f"{len(outcome.violations)} promises broken, {outcome.commits} commits"
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it, without its texts."""
+    """A value as JSON can hold it, without its texts."""
     if is_dataclass(value) and not isinstance(value, type):
         return {one.name: plain(getattr(value, one.name)) for one in fields(value) if one.name not in TEXTS}
     if isinstance(value, Mapping):
@@ -49,13 +50,13 @@ def plain(value: Any) -> Any:
 
 
 def renamed(line: str, renames: Mapping[str, str]) -> str:
-    """The line with the newer checkout's names."""
+    """The line with the names of the newer checkout."""
     return _WORD.sub(lambda word: renames.get(word[0], word[0]), line) if renames else line
 
 
 def main(arguments: list[str]) -> None:
     """FIRST COUNT [RENAMES] prints a digest for each seed; `--lines SEED [RENAMES]` prints one seed's lines."""
-    hush()
+    silence_logs()
     whole = arguments[0] == "--lines"
     if whole:
         arguments = [arguments[1], "1", *arguments[2:]]
@@ -64,11 +65,11 @@ def main(arguments: list[str]) -> None:
     if len(set(renames.values())) < len(renames):
         raise SystemExit("the map of names is not one to one")
     for seed in range(first, first + count):
-        told = [renamed(line, renames) for line in lines(simulate(troubled(seed)))]
+        found = [renamed(line, renames) for line in lines(simulate(with_faults(seed)))]
         if whole:
-            print("\n".join(told))
+            print("\n".join(found))
         else:
-            digest = hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
+            digest = hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]
             print(f"{seed} {digest}", flush=True)
 
 

@@ -1,11 +1,12 @@
-"""Plays a trace of real calls (`multiverse.trace`) to the fakes, and tells where they differ.
+"""Replays a trace of real calls (`multiverse.trace`) with the fakes, and reports where they differ.
 
-The trace's lines come in their order, no sooner than they came. What users and mishaps did is played when the
-trace first shows it; each call is made with the same arguments and must be answered alike; after each look the
-fakes must come to show the same. A fake may be quicker, and either side may pass unseen through what does not
-last. Scripts and guests wait for the trace: it says when they end and register.
+The lines of the trace are replayed in their order, and not before their time. Actions of users and incidents are
+applied when the trace first shows their result. Each call is made with the same arguments and must have the same
+result. After each observation the fakes must come to show the same. A fake may be faster, and either side may pass
+through short states that the other side does not show. Scripts and guests wait for the trace, which says when they end
+and register.
 
-A trace must begin with the controller's first look, with no VM and no job running, and end like that.
+A trace must begin with the controller's first observation, with no VM and no running job, and end like that.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from multiverse.core.errors import Gone, MultiverseError
 from multiverse.core.model import (
     CloneKind,
     Host,
+    HypervisorView,
     Identity,
     JobRef,
     JobState,
@@ -28,24 +30,30 @@ from multiverse.core.model import (
     Size,
     TemplateKey,
     User,
+    VmRef,
     VmSpec,
 )
 from multiverse.simulation.cluster import ClusterSettings
-from multiverse.simulation.guests import LIVE, GuestPace, Joining
-from multiverse.simulation.hypervisor import SimulatedHypervisor
+from multiverse.simulation.guests import LIVE, GuestBehaviour, Registration
+from multiverse.simulation.hypervisor import SimulatedHosts
 from multiverse.simulation.jobs import Batch, JobRecord
 from multiverse.simulation.loop import run
 from multiverse.simulation.machines import IMAGE_ABILITIES, Image
-from multiverse.simulation.scheduler import SimulatedScheduler
 from multiverse.simulation.world import World, WorldSettings
 from multiverse.trace import View, hypervisor_view, scheduler_view
 
 PATIENCE = 200.0  # virtual seconds within which the fakes must come to show what the trace shows
-HASTE = 10.0  # the same once they have differed: much of what comes then follows from it
-BEAT = 0.02  # virtual seconds between two looks at the fakes
+SHORT_PATIENCE = 10.0  # the same after the first difference, because further ones follow from it
+INTERVAL = 0.02  # virtual seconds between two observations of the fakes
 ENDLESS = 1e9  # seconds: a time that the trace decides
 ANY_SIZE = Size(1 << 20, 1 << 40)
-UNSURE = ("Unknown", "TimeoutError", "cancelled")  # it may have been done: nothing to compare
+UNSURE = ("Unknown", "TimeoutError", "cancelled")  # the call may have been executed: nothing to compare
+
+_PARTS: tuple[Callable[[HypervisorView], Mapping[Any, Any]], ...] = (
+    lambda view: view.hosts,
+    lambda view: view.vms,
+    lambda view: view.templates,
+)
 
 Line = dict[str, Any]
 Item = tuple[str, str]  # kind and name, as in a `View`
@@ -57,7 +65,7 @@ PASSING = {
     "vms": ("making", "starting"),
     "templates": ("building",),
 }
-"""What a real thing may pass through where the fake is never seen in it."""
+"""States that the real object may pass through and the fake is never observed in."""
 
 
 def replay(lines: Iterable[str]) -> list[str]:
@@ -71,7 +79,7 @@ def replay(lines: Iterable[str]) -> list[str]:
 
 @dataclass
 class _Track:
-    """What the fake has shown of an item, without repetitions, and how far the trace has come along it."""
+    """What the fake has shown of an item, without repetitions, and how far the trace has followed."""
 
     shown: list[Shown]
     at: int = 0
@@ -88,7 +96,7 @@ class _Track:
 
 
 def _passes(kind: str, shown: Shown, wanted: Shown) -> bool:
-    """Whether a fake on its way to what is wanted may have shown this, unseen in the trace."""
+    """Whether a fake may show this on its way to what is wanted, although the trace does not show it."""
     match kind, shown[0]:
         case "jobs", "ended":
             return False
@@ -102,7 +110,7 @@ def _passes(kind: str, shown: Shown, wanted: Shown) -> bool:
 
 
 def _compared(kind: str, seen: Any, restarts: int = 0) -> Shown:
-    """What of an item is compared. `restarts` is the count it began with."""
+    """What of an item is compared. `restarts` is the job's restart count when the trace first showed it."""
     if kind != "jobs":
         return (seen["condition"] if isinstance(seen, dict) else seen or "absent",)
     if seen is None:
@@ -128,19 +136,19 @@ class _Replay:
     def __init__(self, lines: list[Line]) -> None:
         self.lines = lines
         self.world = World(0, _settings(lines))
-        self.scheduler = SimulatedScheduler(self.world, Random(0))
-        self.hypervisor = SimulatedHypervisor(self.world, Random(0))
+        self.scheduler = self.world.scheduler(Random(0))
+        self.hypervisor = SimulatedHosts(self.world.machines, Random(0))
         self.loop = asyncio.get_running_loop()
         self.jobs: dict[str, _Job] = {}
-        self.joining: dict[str, Joining] = {}
+        self.registration: dict[str, Registration] = {}
         self.tasks: dict[int, asyncio.Task[str]] = {}
         self.tracks: dict[Item, _Track] = {}
         self.found: list[str] = []
-        self.sights: dict[Item, list[tuple[float, Any]]] = {}
+        self.shown_at: dict[Item, list[tuple[float, Any]]] = {}
         for line in lines:
             for kind, new in _news(line).items():
                 for name, seen in new.items():
-                    self.sights.setdefault((kind, name), []).append((line["ended"], seen))
+                    self.shown_at.setdefault((kind, name), []).append((line["ended"], seen))
 
     async def run(self) -> list[str]:
         self._make_templates()
@@ -160,15 +168,15 @@ class _Replay:
             self._sample()
         watching.cancel()
         ahead = [
-            f"at the end: {kind} {name}: the trace shows {_told(track.shown[track.at])}, "
-            f"the fake {_told(track.shown[-1])}"
+            f"at the end: {kind} {name}: the trace shows {_text(track.shown[track.at])}, "
+            f"the fake {_text(track.shown[-1])}"
             for (kind, name), track in self.tracks.items()
             if not track.differs and track.shown[track.at] != track.shown[-1]
         ]
         return self.found + ahead + [f"the simulated world says: {wrong}" for wrong in self.world.violations()]
 
     def _make_templates(self) -> None:
-        """Those that the first look shows were there before."""
+        """Build the templates that the first observation shows: they existed before."""
         first = next((line for line in self.lines if line["call"] == "hypervisor.observe" and _news(line)), {})
         for seen in first.get("templates", {}).values():
             self.world.machines.begin_template(_template(seen))
@@ -181,9 +189,9 @@ class _Replay:
         if number in self.tasks:
             return
         if line["result"] != "ok" and line["result"] not in UNSURE:
-            # Something had happened that only a later look shows.
+            # The cause of the error is shown by a later observation only.
             subject = ("jobs", line["job"][0]) if "job" in line else ("vms", line.get("vm", ""))
-            later = next((seen for at, seen in self.sights.get(subject, ()) if at > line["began"]), ...)
+            later = next((seen for at, seen in self.shown_at.get(subject, ()) if at > line["began"]), ...)
             if later is not ...:
                 await self._play(subject, later, line["ended"])
             if line["result"] == "Gone" and subject[1] in self.jobs and later is None:
@@ -213,7 +221,7 @@ class _Replay:
             case ["scheduler", ("unpin" | "requeue") as name]:
                 return getattr(self.scheduler, name)(self._ref(line))  # type: ignore[no-any-return]
             case ["scheduler", "pin"]:
-                return self.scheduler.pin(self._ref(line), line["feature"])
+                return self.scheduler.pin(self._ref(line), line["feature"], ())
             case ["scheduler", "revoke"]:
                 return self.scheduler.revoke(self._ref(line), line["reason"])
             case ["scheduler", "explain"]:
@@ -224,12 +232,16 @@ class _Replay:
                 return self.scheduler.delete_node(line["node"])
             case ["scheduler", "bootstrap"]:
                 features = (self.world.cluster.settings.node_feature, *line["features"])
-                self.joining[line["node"]] = Joining(line["node"], features, Size(*line["told"]))
+                self.registration[line["node"]] = Registration(line["node"], features, Size(*line["told"]))
                 return asyncio.sleep(0)
             case ["scheduler", "offer" | "withdraw"]:
-                return asyncio.sleep(0)  # what comes of an offer the jobs show that take it
+                return asyncio.sleep(0)  # the jobs that take an offer show its result
             case ["scheduler", "user"]:
                 return self.scheduler.user(line["uid"])
+        return self._call_hypervisor(line)
+
+    def _call_hypervisor(self, line: Line) -> Awaitable[Any]:
+        match line["call"].split("."):
             case ["hypervisor", "build_template"]:
                 return self.hypervisor.build_template(_template(line))
             case ["hypervisor", "delete_template"]:
@@ -247,15 +259,15 @@ class _Replay:
                     )
                 )
             case ["hypervisor", "start"]:
-                return self.hypervisor.start(line["vm"], Size(*line["size"]), self._identity(line))
+                return self.hypervisor.start(self._vm(line), Size(*line["size"]), self._identity(line))
             case ["hypervisor", "add_user"]:
-                return self.hypervisor.add_user(line["vm"], self._user(line["uid"]))
+                return self.hypervisor.add_user(self._vm(line), self._user(line["uid"]))
             case ["hypervisor", "destroy"]:
-                return self.hypervisor.destroy(line["vm"], line["grace"])
+                return self.hypervisor.destroy(self._vm(line), line["grace"])
         raise ValueError(f"no such call: {line['call']}")
 
     def _ref(self, line: Line) -> JobRef:
-        """The fake's own ref for the run of a job that the trace names. `Gone` for one never seen."""
+        """The fake's own ref for the run of a job that the trace names. `Gone` for a job that was never shown."""
         job_id, submitted, restarts = line["job"]
         job = self.jobs.get(job_id)
         if job is None:
@@ -264,17 +276,22 @@ class _Replay:
         same = job.submitted.get(restarts) == submitted and restarts - job.restarts == record.restarts
         return JobRef(record.job_id, record.submitted - (not same), restarts - job.restarts)
 
+    def _vm(self, line: Line) -> VmRef:
+        """The VM that a line names, at the source that the fake has for its host."""
+        machine = self.world.machines.vms.get(line["vm"])
+        return VmRef(line["vm"], machine.spec.host if machine else next(iter(self.world.machines.hosts)))
+
     def _identity(self, line: Line) -> Identity:
-        joining = self.joining.get(line["vm"])
-        bootstrap = joining.pack() if joining else NodeBootstrap()
-        users = (self._user(Batch.uid),)  # a trace does not say whose jobs are whose: here they are all one user's
+        registration = self.registration.get(line["vm"])
+        bootstrap = registration.pack() if registration else NodeBootstrap()
+        users = (self._user(Batch.uid),)  # a trace does not name the users of jobs: here all are one user's
         return Identity(line["hostname"], line["mac"], line["address"], "", "", users, bootstrap=bootstrap)
 
     @staticmethod
     def _user(uid: int) -> User:
         return User(f"u{uid}", uid, uid, f"/home/u{uid}", "/bin/sh")
 
-    # --- looks
+    # --- observations
 
     async def _seen(self, line: Line) -> None:
         news = [
@@ -292,17 +309,17 @@ class _Replay:
         if track.differs or track.reach(kind, wanted) or wanted[0] in PASSING[kind]:
             return
         if not await self._come(lambda: track.reach(kind, wanted)):
-            track.differs = True  # what follows from it would say nothing new
-            ours, theirs = _told(track.shown[-1]), _told(wanted)
+            track.differs = True  # further differences of this item follow from this one
+            ours, theirs = _text(track.shown[-1]), _text(wanted)
             self.found.append(f"{line['ended']:.3f} s: {kind} {name}: the trace shows {theirs}, the fake {ours}")
 
     async def _watch(self) -> None:
         while True:
             self._sample()
-            await asyncio.sleep(BEAT)
+            await asyncio.sleep(INTERVAL)
 
     def _sample(self) -> None:
-        view: View = scheduler_view(self.world.cluster.view()) | hypervisor_view(self.world.machines.view())
+        view: View = scheduler_view(self.world.cluster.view()) | hypervisor_view(self._hypervisor_view())
         ours = view.pop("jobs")
         view["jobs"] = {name: ours.get(job.record.job_id) for name, job in self.jobs.items()}
         for kind in PASSING:
@@ -313,19 +330,24 @@ class _Replay:
                 if track.shown[-1] != now:
                     track.shown.append(now)
 
+    def _hypervisor_view(self) -> HypervisorView:
+        """All hosts of the fake in one view, as the trace shows them."""
+        views = [self.world.machines.view(host) for host in self.world.machines.hosts]
+        return HypervisorView(*({name: seen for view in views for name, seen in part(view).items()} for part in _PARTS))
+
     async def _come(self, met: Callable[[], bool]) -> bool:
-        until = self.loop.time() + (HASTE if self.found else PATIENCE)
+        until = self.loop.time() + (SHORT_PATIENCE if self.found else PATIENCE)
         while not met():
             if self.loop.time() >= until:
                 return False
-            await asyncio.sleep(BEAT)
+            await asyncio.sleep(INTERVAL)
             self._sample()
         return True
 
-    # --- what was done to the world
+    # --- actions and incidents
 
     async def _play(self, item: Item, seen: Any, at: float) -> None:
-        """Do to the fakes what must have been done by users, guests and mishaps for this to be seen."""
+        """Do to the fakes what users, guests or incidents must have done before this was observed."""
         kind, name = item
         machine = self.world.machines.vms.get(name)
         if kind == "jobs":
@@ -350,15 +372,15 @@ class _Replay:
             return
         record = known.record
         mine = [self.tasks[n] for n in self.tasks if self.lines[n].get("job", [""])[0] == name]
-        await self._come(lambda: all(task.done() for task in mine))  # what we did ourselves comes first
+        await self._come(lambda: all(task.done() for task in mine))  # the effects of our own calls come first
         state = JobState(seen["state"]) if seen else JobState.ENDED
         if known.record is not before and state is JobState.ENDED:
-            cluster.cancel(record.job_id)  # over before the trace began: how, nobody asks
+            cluster.cancel(record.job_id)  # it had ended before the trace began; how does not matter
             return
         end = seen or {"result": "", "exit_code": 0, "restarts": 0}
         if state is JobState.COMPLETING:
-            later = (sight for when, sight in self.sights["jobs", name] if when > at)
-            end = next((sight for sight in later if sight is None or sight["state"] != "completing"), None) or end
+            later = (shown for when, shown in self.shown_at["jobs", name] if when > at)
+            end = next((shown for shown in later if shown is None or shown["state"] != "completing"), None) or end
             if end["restarts"] > seen["restarts"] or end["state"] != "ended":
                 return  # it is queued again: shown when it is
         if seen is not None and seen["restarts"] - known.restarts > record.restarts and not record.again:
@@ -396,19 +418,19 @@ class _Replay:
             )
         record = self.world.cluster.jobs[self.world.cluster.submit(batch)]
         self.jobs[name] = job = _Job(record, seen["restarts"])
-        self.tracks.pop(("jobs", name), None)  # an id that comes again is another job
+        self.tracks.pop(("jobs", name), None)  # an id that is used again is another job
         self._sample()
         return job
 
     def _ends_with_its_node(self, name: str) -> bool:
-        return any(seen and seen["result"] == "NODE_FAIL" for _, seen in self.sights["jobs", name])
+        return any(seen and seen["result"] == "NODE_FAIL" for _, seen in self.shown_at["jobs", name])
 
     async def _over(self, record: JobRecord, result: str, code: int) -> None:
-        """The job ended in the trace, by itself or by somebody's hand."""
+        """The job ended in the trace, by itself or because it was cancelled."""
         if result in ("COMPLETED", "FAILED"):
             record.batch = replace(record.batch, exit_code=code or int(result == "FAILED"))
             await self._come(lambda: self._finished(record))
-        elif result != "NODE_FAIL":  # that follows from what befell its node
+        elif result != "NODE_FAIL":  # NODE_FAIL follows from what happened to its node
             self.world.cluster.cancel(record.job_id)
 
     def _finished(self, record: JobRecord) -> bool:
@@ -416,7 +438,7 @@ class _Replay:
         return machine is not None and machine.guest is not None and machine.guest.finish(record)
 
 
-def _told(shown: Shown) -> str:
+def _text(shown: Shown) -> str:
     return " ".join(map(str, shown))
 
 
@@ -434,7 +456,7 @@ def _subject(line: Line) -> str:
 
 
 def _settings(lines: list[Line]) -> WorldSettings:
-    """The world that the trace was taken in: its hosts, the images it names, the users it knows."""
+    """The world in which the trace was recorded: its hosts, the images that it names, the users that it knows."""
     hosts = {name: seen for line in lines for name, seen in line.get("hosts", {}).items() if seen}
     images = {line["image"]: True for line in lines if "image" in line and line["result"] != "Refused"}
     for line in lines:
@@ -448,6 +470,8 @@ def _settings(lines: list[Line]) -> WorldSettings:
         hosts=tuple(Host(name, Size(*seen["capacity"]), frozenset(seen["abilities"])) for name, seen in hosts.items()),
         images=tuple(Image(name, name not in broken, can.get(name, IMAGE_ABILITIES)) for name in sorted(images)),
         users=tuple(sorted(users)),
-        cluster=ClusterSettings(silence=ENDLESS, memory=(ENDLESS, ENDLESS), flavor=ANY_SIZE, max_nodes=1 << 20),
-        guests=GuestPace(mute=1.0),
+        cluster=ClusterSettings(
+            node_timeout=ENDLESS, min_job_age=(ENDLESS, ENDLESS), flavor=ANY_SIZE, max_nodes=1 << 20
+        ),
+        guests=GuestBehaviour(mute=1.0),
     )

@@ -1,64 +1,79 @@
-"""A `ports.Scheduler` over the simulated cluster: its commands take time, and fail as Slurm 22.05's do."""
+"""Schedulers over the simulated cluster. Commands take time and fail as those of Slurm 22.05 do."""
 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
 from multiverse.config import ImageSettings
 from multiverse.core.errors import Gone, Refused, Stale, Unknown
-from multiverse.core.model import Attempt, JobRef, JobState, NodeBootstrap, SchedulerView, User, Vm
-from multiverse.core.pool import named_by_none, node_features
-from multiverse.simulation.cluster import Spare
-from multiverse.simulation.guests import LIVE, Joining
+from multiverse.core.model import JobRef, JobState, NodeBootstrap, NodeSpec, SchedulerView, User
+from multiverse.core.provisioning.spares import named_by_none
+from multiverse.ports import Offers
+from multiverse.simulation.cluster import Cluster, OfferedNode
+from multiverse.simulation.guests import LIVE, Registration
 from multiverse.simulation.jobs import JobRecord
-from multiverse.simulation.world import World
 
 
 @dataclass(frozen=True)
-class CommandPace:
-    """How long commands take, in seconds, as ranges that are drawn from: before the effect, after it, and
-    until slurmctld is given up for dead."""
+class CommandLatencies:
+    """How long commands take before their effect and after it, and how long they wait for a slurmctld that does not
+    answer: ranges in seconds that are drawn from."""
 
-    there: tuple[float, float] = (0.005, 0.05)
-    back: tuple[float, float] = (0.002, 0.03)
+    request: tuple[float, float] = (0.005, 0.05)
+    reply: tuple[float, float] = (0.002, 0.03)
     patience: tuple[float, float] = (2.0, 10.0)
 
 
-class SimulatedScheduler:
-    """See `ports.Scheduler`: this is its contract's plainest reading."""
+FindUser = Callable[[int], User | None]
+
+
+class SimulatedScheduler(ABC):
+    """What the simulated schedulers have in common."""
 
     def __init__(
-        self, world: World, rng: Random, pace: CommandPace | None = None, image: ImageSettings | None = None
+        self, cluster: Cluster, find_user: FindUser, rng: Random, latencies: CommandLatencies | None = None
     ) -> None:
-        self._world = world
-        self._image = image or ImageSettings()
-        self._cluster = world.cluster
+        self._cluster = cluster
+        self._find_user = find_user
         self._rng = rng
-        self._pace = pace or CommandPace()
+        self._latencies = latencies or CommandLatencies()
+
+    @property
+    @abstractmethod
+    def offers(self) -> Offers | None: ...
+
+    @property
+    def submission(self) -> None:
+        return None
+
+    @abstractmethod
+    async def bootstrap(self, node: NodeSpec) -> NodeBootstrap: ...
+
+    @abstractmethod
+    def _tie(self, record: JobRecord, tag: str, nodes: Sequence[str]) -> None:
+        """Tie a pending job to its nodes. Raises `Refused` if they do not exist; the job is at the gate then."""
 
     async def observe(self) -> SchedulerView:
         await self._reach()
-        offers = self._cluster.observe_offers()
-        view = replace(self._cluster.view(), offers=offers)
+        view = self._view()
         await self._reply()
         return view
 
-    async def pin(self, job: JobRef, feature: str, text: str = "") -> None:
+    async def pin(self, job: JobRef, tag: str, nodes: Sequence[str], text: str = "") -> None:
         await self._reach()
         record = self._reread(job)
-        if record.pin == feature and record.state in LIVE:
-            return  # said before, and it has started since
+        if record.pin == tag and record.state in LIVE:
+            return  # a repeated call: the job has started since
         if record.state is not JobState.PENDING:
             raise Stale(f"job {job.job_id} is {record.state}")
         if record.held:
             raise Stale(f"job {job.job_id} is held by its user")
-        if not self._cluster.offers(feature):
-            record.pin = None  # Slurm has moved it all the same, and the driver puts it back at the gate
-            raise Refused(f"no node has the feature {feature}", hint="pin after its nodes have registered")
-        record.pin = feature
-        self._wake(record)
+        self._tie(record, tag, nodes)
+        self._unblock(record)
         await self._reply()
 
     async def unpin(self, job: JobRef) -> None:
@@ -67,7 +82,7 @@ class SimulatedScheduler:
         if record.state is not JobState.PENDING:
             raise Stale(f"job {job.job_id} is {record.state}")
         record.unpin()
-        self._wake(record)
+        self._unblock(record)
         await self._reply()
 
     async def requeue(self, job: JobRef) -> None:
@@ -75,11 +90,11 @@ class SimulatedScheduler:
         record = self._reread(job)
         if record.state is JobState.PENDING:
             record.unpin()
-            self._wake(record)
+            self._unblock(record)
             return
         if record.state not in LIVE:
             raise Stale(f"job {job.job_id} is {record.state}")
-        self._cluster.stopped_by_us(record, "queued again")
+        self._cluster.stopped_by_controller(record, "queued again")
         self._cluster.requeue(job.job_id)
         record.unpin()
         await self._reply()
@@ -96,39 +111,32 @@ class SimulatedScheduler:
         self._cluster.cancel(job.job_id, by_user=False)
         await self._reply()
 
+    def _view(self) -> SchedulerView:
+        return self._cluster.view()
+
     async def set_down(self, node: str, reason: str) -> None:
-        self._cluster.withdraw(node)
         await self._reach()
         known = self._cluster.nodes.get(node)
         if known is not None and known.job is not None and not known.down and known.guest.alive:
-            self._cluster.stopped_by_us(known.job, f"lost {node}, which we set DOWN")
+            self._cluster.stopped_by_controller(known.job, f"lost {node}, which we set DOWN")
         self._cluster.set_down(node, reason)
         await self._reply()
 
     async def delete_node(self, node: str) -> None:
-        self._cluster.withdraw(node)
         await self._reach()
-        self._cluster.delete(node)
-        self._cluster.forget(node)
+        self._delete(node)
         await self._reply()
+
+    def _delete(self, node: str) -> None:
+        self._cluster.delete(node)
 
     async def explain(self, job: JobRef, text: str) -> None:
         await self._reach()
         self._reread(job).comment = text
         await self._reply()
 
-    async def offer(self, vm: Vm) -> None:
-        self._cluster.offer(Spare(vm, *named_by_none(vm.image, self._image.default, self._image.kind)))
-
-    async def withdraw(self, node: str) -> None:
-        self._cluster.withdraw(node)
-
-    async def bootstrap(self, vm: Vm, attempt: Attempt | None) -> NodeBootstrap:
-        features = (self._cluster.settings.node_feature, *node_features(vm, attempt))
-        return Joining(vm.name, features, vm.told).pack()
-
     async def user(self, uid: int) -> User:
-        user = self._world.user(uid)
+        user = self._find_user(uid)
         if user is None:
             raise Gone(f"no user has the uid {uid}", hint="look at the site's user database")
         return user
@@ -141,17 +149,63 @@ class SimulatedScheduler:
             raise Stale(f"job {job.job_id} is now {record.ref}")
         return record
 
-    def _wake(self, record: JobRecord) -> None:
-        """What slurmctld itself had put in its way is taken away; what its user wants stays."""
+    def _unblock(self, record: JobRecord) -> None:
+        """Remove the obstacles that slurmctld itself has set; the user's own stay."""
         record.bad = False
         if record.delayed:
             record.begin, record.delayed = asyncio.get_running_loop().time(), False
 
     async def _reach(self) -> None:
-        await asyncio.sleep(self._rng.uniform(*self._pace.there))
+        await asyncio.sleep(self._rng.uniform(*self._latencies.request))
         if not self._cluster.up:
-            await asyncio.sleep(self._rng.uniform(*self._pace.patience))
+            await asyncio.sleep(self._rng.uniform(*self._latencies.patience))
             raise Unknown("slurmctld does not answer", hint="see whether it runs")
 
     async def _reply(self) -> None:
-        await asyncio.sleep(self._rng.uniform(*self._pace.back))
+        await asyncio.sleep(self._rng.uniform(*self._latencies.reply))
+
+
+class SimulatedSlurm(SimulatedScheduler):
+    """Slurm: ties jobs to nodes by features, and lets jobs take offered nodes as they are submitted."""
+
+    def __init__(
+        self, cluster: Cluster, find_user: FindUser, rng: Random, *, image: ImageSettings | None = None
+    ) -> None:
+        super().__init__(cluster, find_user, rng)
+        self._image = image or ImageSettings()
+
+    @property
+    def offers(self) -> SimulatedSlurm:
+        return self
+
+    def _view(self) -> SchedulerView:
+        offers = self._cluster.observe_offers()
+        return replace(self._cluster.view(), offers=offers)
+
+    def _tie(self, record: JobRecord, tag: str, nodes: Sequence[str]) -> None:
+        if not self._cluster.any_node_has(tag):
+            record.pin = None  # Slurm moves the job all the same, and the driver puts it back at the gate
+            raise Refused(f"no node has the feature {tag}", hint="pin after its nodes have registered")
+        record.pin = tag
+
+    async def set_down(self, node: str, reason: str) -> None:
+        self._cluster.withdraw(node)
+        await super().set_down(node, reason)
+
+    async def delete_node(self, node: str) -> None:
+        self._cluster.withdraw(node)
+        await super().delete_node(node)
+
+    def _delete(self, node: str) -> None:
+        self._cluster.delete(node)
+        self._cluster.forget(node)
+
+    async def offer(self, node: NodeSpec) -> None:
+        self._cluster.offer(OfferedNode(node, *named_by_none(node.image, self._image.default, self._image.kind)))
+
+    async def withdraw(self, node: str) -> None:
+        self._cluster.withdraw(node)
+
+    async def bootstrap(self, node: NodeSpec) -> NodeBootstrap:
+        features = (self._cluster.settings.node_feature, *node.features)
+        return Registration(node.name, features, node.size).pack()

@@ -1,8 +1,8 @@
-"""Make a scenario that goes wrong smaller, for as long as it still goes wrong.
+"""Make a scenario that breaks a promise smaller, as long as it still breaks one.
 
-A scenario is a value: jobs, what users do, mishaps, deaths, and the faults that calls meet. First the faults
-that were drawn become a list; then ever smaller parts of each list are left out (delta debugging: Zeller and
-Hildebrandt, "Simplifying and Isolating Failure-Inducing Input", 2002), and what is left is made plainer.
+A scenario is a value: jobs, actions of users, incidents, crashes, and faults of calls. First the faults that were drawn
+are written as a list. Then ever smaller parts of each list are left out (delta debugging: Zeller and Hildebrandt,
+"Simplifying and Isolating Failure-Inducing Input", 2002). Then what is left is replaced by simpler values.
 """
 
 from __future__ import annotations
@@ -14,50 +14,52 @@ from typing import Any
 from multiverse.config import ImageSettings
 from multiverse.core.model import Size
 from multiverse.simulation.faults import Odds
-from multiverse.simulation.guests import GuestPace
+from multiverse.simulation.guests import GuestBehaviour
 from multiverse.simulation.jobs import Batch
 from multiverse.simulation.loop import Livelock
-from multiverse.simulation.run import Outcome, Scenario, simulate
+from multiverse.simulation.outcome import Outcome
+from multiverse.simulation.run import simulate
+from multiverse.simulation.scenario import Scenario
 
-Wrong = Callable[[Scenario], bool]
-PARTS = ("mishaps", "blows", "deaths", "arrivals")
+Failing = Callable[[Scenario], bool]
+PARTS = ("incidents", "faults", "crashes", "arrivals")
 
 
-def goes_wrong(scenario: Scenario) -> bool:
-    """Whether a promise is broken, or the simulation itself breaks down or never ends."""
+def breaks_a_promise(scenario: Scenario) -> bool:
+    """Whether a promise is broken, or the simulation itself fails or does not end."""
     try:
-        return bool(simulate(scenario).wrongs)
+        return bool(simulate(scenario).violations)
     except (Exception, Livelock):
         return True
 
 
 def explicit(outcome: Outcome) -> Scenario:
-    """The same scenario, with what its calls met as a list in place of odds."""
-    return replace(outcome.scenario, blows=outcome.blows, scheduler_odds=Odds(), hypervisor_odds=Odds())
+    """The same scenario, with the faults that its calls had as a list in place of odds."""
+    return replace(outcome.scenario, faults=outcome.faults, scheduler_odds=Odds(), hypervisor_odds=Odds())
 
 
-def shrink(scenario: Scenario, wrong: Wrong = goes_wrong, *, tries: int = 2000) -> Scenario:
-    """The smallest scenario found, within so many simulations, that still goes wrong. `scenario` itself must."""
+def shrink(scenario: Scenario, failing: Failing = breaks_a_promise, *, tries: int = 2000) -> Scenario:
+    """The smallest scenario that still fails, found within `tries` simulations. `scenario` itself must fail."""
     left = tries
 
     def still(candidate: Scenario) -> bool:
         nonlocal left
         left -= 1
-        return left >= 0 and wrong(candidate)
+        return left >= 0 and failing(candidate)
 
     before = None
     while before != scenario and left > 0:
         before = scenario
         for part in PARTS:
-            scenario = _fewer(scenario, part, still)
-        for candidate in _plainer(scenario):
+            scenario = _leave_out(scenario, part, still)
+        for candidate in _simplifications(scenario):
             if candidate(scenario) != scenario and still(candidate(scenario)):
                 scenario = candidate(scenario)
     return scenario
 
 
-def _fewer(scenario: Scenario, part: str, still: Wrong) -> Scenario:
-    """Leave out ever smaller runs of one list."""
+def _leave_out(scenario: Scenario, part: str, still: Failing) -> Scenario:
+    """Leave out ever smaller parts of one list."""
     size = len(getattr(scenario, part) or ())
     while size >= 1:
         at = 0
@@ -72,18 +74,18 @@ def _fewer(scenario: Scenario, part: str, still: Wrong) -> Scenario:
     return scenario
 
 
-def _plainer(scenario: Scenario) -> Iterator[Callable[[Scenario], Scenario]]:
-    """Changes that make a scenario plainer, each tried by itself."""
+def _simplifications(scenario: Scenario) -> Iterator[Callable[[Scenario], Scenario]]:
+    """Changes that make a scenario simpler. Each is tried by itself."""
     yield lambda s: replace(s, hints=1.0)
-    yield lambda s: replace(s, world=replace(s.world, guests=GuestPace()))
+    yield lambda s: replace(s, world=replace(s.world, guests=GuestBehaviour()))
     yield lambda s: replace(s, world=replace(s.world, hosts=s.world.hosts[:1]))
     yield lambda s: replace(s, settings=replace(s.settings, image=ImageSettings()))
     for index in range(len(scenario.settings.pool)):
         yield _without_pool(index)
     for index, arrival in enumerate(scenario.arrivals):
-        yield _arrival(index, deeds=())
-        for nth in range(len(arrival.deeds)):
-            yield _arrival(index, deeds=(*arrival.deeds[:nth], *arrival.deeds[nth + 1 :]))
+        yield _arrival(index, actions=())
+        for nth in range(len(arrival.actions)):
+            yield _arrival(index, actions=(*arrival.actions[:nth], *arrival.actions[nth + 1 :]))
         yield _arrival(index, tasks=0)
         plain = Batch(name=arrival.batch.name, seconds=arrival.batch.seconds, size=Size(1, 64))
         for name in (field.name for field in fields(Batch)):

@@ -1,25 +1,49 @@
-"""The one simulated world: a cluster, hosts with VMs, guests in them. It judges what was done to it."""
+"""The simulated world: a cluster, hosts, VMs and guests. It checks what the controller does to them."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from itertools import pairwise
 from random import Random
 
+from multiverse.config import ImageSettings
 from multiverse.core.model import Host, Identity, JobState, Size, User
+from multiverse.ports import Hypervisor, Scheduler
+from multiverse.simulation.cloud import CloudMachines, SimulatedCloud
 from multiverse.simulation.cluster import Cluster, ClusterSettings
-from multiverse.simulation.guests import Guest, GuestPace, Run
+from multiverse.simulation.grid import GridCluster, SimulatedGrid
+from multiverse.simulation.guests import Guest, GuestBehaviour, Run
+from multiverse.simulation.hypervisor import SimulatedHosts
 from multiverse.simulation.machines import ABILITIES, Image, Machines
+from multiverse.simulation.scheduler import SimulatedSlurm
+
+
+class Pair(StrEnum):
+    """Which scheduler and which hypervisor a world has."""
+
+    SLURM_HOSTS = "slurm-hosts"
+    GRID_HOSTS = "grid-hosts"
+    SLURM_CLOUD = "slurm-cloud"
+    GRID_CLOUD = "grid-cloud"
+
+    @property
+    def has_grid(self) -> bool:
+        return self in (Pair.GRID_HOSTS, Pair.GRID_CLOUD)
+
+    @property
+    def has_cloud(self) -> bool:
+        return self in (Pair.SLURM_CLOUD, Pair.GRID_CLOUD)
 
 
 @dataclass(frozen=True)
 class WorldSettings:
-    """What there is. `users` are the uids that the site knows. With `overcommit` above 1, hosts may be made to carry
-    that many times what they declare, and are watched: their machines must keep `floor` MiB available, beside what
-    `others` on each of them hold (MiB)."""
+    """What exists. `users` are the uids that the site knows. With `overcommit` above 1, hosts may carry that many times
+    the memory that they declare; then their machines must keep `floor` MiB available beside the `others` MiB that
+    processes of others hold on each of them."""
 
     hosts: tuple[Host, ...] = (Host("h1", Size(8, 8192, 65536), ABILITIES, Size(2, 4096, 65536), "tcg"),)
     images: tuple[Image, ...] = (
@@ -29,24 +53,42 @@ class WorldSettings:
     )
     users: tuple[int, ...] = (1000, 1001)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
-    guests: GuestPace = field(default_factory=GuestPace)
+    guests: GuestBehaviour = field(default_factory=GuestBehaviour)
     overcommit: float = 1.0
     floor: int = 0
     others: int = 0
+    pair: Pair = Pair.SLURM_HOSTS
+    slow_sources: Mapping[str, float] = field(default_factory=dict)  # seconds that their observations take longer
 
 
 class World:
-    """Made inside a running virtual loop; lives as long as that loop, whoever controls it meanwhile."""
+    """Created inside a running virtual loop. It outlives the crashes of the controller."""
 
     def __init__(self, seed: int, settings: WorldSettings | None = None) -> None:
         self.settings = settings or WorldSettings()
         self.runs: list[Run] = []
         self.guests: list[Guest] = []
-        self.ran: Callable[[str], None] = lambda _: None  # told what scripts do
+        self.log: Callable[[str], None] = lambda _: None
         self._rng = Random(f"{seed}/guests")
-        self.cluster = Cluster(Random(f"{seed}/cluster"), self.settings.cluster)
-        watched = (self.settings.overcommit, self.settings.floor, self.settings.others)
-        self.machines = Machines(self.settings.hosts, self.settings.images, self._boot, *watched)
+        pair = self.settings.pair
+        cluster = GridCluster if pair.has_grid else Cluster
+        self.cluster = cluster(Random(f"{seed}/cluster"), self.settings.cluster)
+        limits = (self.settings.overcommit, self.settings.floor, self.settings.others)
+        machines = CloudMachines if pair.has_cloud else Machines
+        self.machines = machines(self.settings.hosts, self.settings.images, self._boot, *limits)
+        self.machines.delays.update(self.settings.slow_sources)
+
+    def scheduler(self, rng: Random, image: ImageSettings | None = None) -> Scheduler:
+        """The port of this world's scheduler."""
+        if isinstance(self.cluster, GridCluster):
+            return SimulatedGrid(self.cluster, self.user, rng)
+        return SimulatedSlurm(self.cluster, self.user, rng, image=image)
+
+    def hypervisor(self, rng: Random) -> Hypervisor:
+        """The port of this world's hypervisor."""
+        if isinstance(self.machines, CloudMachines):
+            return SimulatedCloud(self.machines, rng)
+        return SimulatedHosts(self.machines, rng)
 
     def user(self, uid: int) -> User | None:
         if uid not in self.settings.users:
@@ -61,58 +103,59 @@ class World:
         return names[int(pick * len(names))]
 
     def vm(self, pick: float) -> str | None:
-        """One of the VMs there are, by a number from 0 to 1."""
+        """One of the existing VMs, chosen by a number from 0 to 1."""
         names = sorted(self.machines.vms)
         return names[int(pick * len(names))] if names else None
 
     def guest(self, pick: float) -> Guest | None:
-        """One of the guests there are or were, the latest the likeliest."""
+        """One of all guests that ever existed, chosen by a number from 0 to 1; recent ones are more likely."""
         return self.guests[-1 - int(pick * pick * len(self.guests))] if self.guests else None
 
-    # --- judgement
+    # --- checks
 
     def unfinished(self) -> list[str]:
         """Jobs that have not ended, each with its state."""
         return [f"job {job.job_id} is {job.state}" for job in self.cluster.history if job.state is not JobState.ENDED]
 
     def leftovers(self) -> list[str]:
-        """VMs and nodes that exist; templates may stay."""
+        """VMs and nodes that exist. Templates may remain."""
         return [f"vm {name}" for name in self.machines.vms] + [f"node {name}" for name in self.cluster.nodes]
 
     def violations(self) -> list[str]:
-        """What must never happen and did: shared identities, oversubscribed hosts, jobs run wrongly."""
-        return self.machines.violations + self.cluster.violations + self._strangers() + self._once()
+        """What happened although it must never: shared identities, oversubscribed hosts, jobs that ran twice."""
+        return self.machines.violations + self.cluster.violations + self._reused_vms() + self._wrong_runs()
 
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
 
-    def _strangers(self) -> list[str]:
+    def _reused_vms(self) -> list[str]:
         return [
             f"VM {guest.name} served {len(guest.served)} jobs: {guest.served}"
             for guest in self.guests
             if len(guest.served) > 1
-        ] + [f"VM name {name} came again" for name, times in Counter(self.machines.made).items() if times > 1]
+        ] + [f"VM name {name} was used again" for name, times in Counter(self.machines.created).items() if times > 1]
 
-    def _once(self) -> list[str]:
-        wrong: list[str] = []
+    def _wrong_runs(self) -> list[str]:
+        found: list[str] = []
         for job in self.cluster.history:
             runs = [run for run in self.runs if run.job == job.number]
-            whole = [run for run in runs if run.heard]
+            reported = [run for run in runs if run.reported]
             starts = Counter(run.restarts for run in runs)
-            told = f"job {job.job_id}"
-            wrong += [f"{told} started {n} times as restart {restart}" for restart, n in starts.items() if n > 1]
+            name = f"job {job.job_id}"
+            found += [f"{name} started {n} times as restart {restart}" for restart, n in starts.items() if n > 1]
             ran = int(job.result in ("COMPLETED", "FAILED"))
-            if len(whole) != ran and job.state is JobState.ENDED:
-                wrong.append(f"{told} is {job.result}, and its script came to its end {len(whole)} times")
+            if len(reported) != ran and job.state is JobState.ENDED:
+                found.append(f"{name} is {job.result}, and its script ended {len(reported)} times")
             ends = [(run.began, self._now() if run.ended is None else run.ended, run) for run in runs]
             for (_, ended, one), (began, _, other) in pairwise(sorted(ends, key=lambda end: end[0])):
                 if began < ended:
-                    wrong.append(f"{told} ran in {other.node} while it still ran in {one.node}")
-        return wrong
+                    found.append(f"{name} ran in {other.node} while it still ran in {one.node}")
+        return found
 
     def _boot(self, name: str, identity: Identity) -> Guest:
-        guest = Guest(name, identity, self.cluster, self.runs, self._rng, self.settings.guests, lambda w: self.ran(w))
+        behaviour, log = self.settings.guests, lambda text: self.log(text)
+        guest = Guest(name, identity, self.cluster, self.runs, self._rng, behaviour, log)
         self.guests.append(guest)
         guest.boot()
         return guest

@@ -18,17 +18,23 @@ from typing import Any
 import sqlalchemy as sa
 from pydantic import TypeAdapter
 
-from multiverse.core import lifecycle
 from multiverse.core.errors import Broken, Exhausted, MultiverseError, Refused
-from multiverse.core.lifecycle import TERMINAL
-from multiverse.core.model import Attempt, Claim, Key, Row, RowKind, Size, Stage, Template, Vm
-from multiverse.core.rows import Change, Move, Rows
+from multiverse.core.machines.tables import TABLES
+from multiverse.core.model import Attempt, Claim, Key, KnownHost, Offer, Row, RowKind, Size, Stage, Template, Vm
+from multiverse.core.state import Rows
+from multiverse.core.transition import TERMINAL, Change, Move
 from multiverse.ports import Clock
 from multiverse.store import schema
 from multiverse.store.upgrade import upgrade
 
-_TABLES: dict[RowKind, sa.Table] = {"attempt": schema.attempts, "vm": schema.vms, "template": schema.templates}
+_TABLES: dict[RowKind, sa.Table] = {
+    "attempt": schema.attempts,
+    "vm": schema.vms,
+    "template": schema.templates,
+    "offer": schema.offers,
+}
 _COUNTERS: dict[RowKind, str] = {"attempt": "next_attempt", "vm": "next_serial", "template": "next_template"}
+"""An offer has the serial of its VM."""
 
 # What every pass executes is built once: SQLAlchemy takes longer to build and key a statement than SQLite to run it.
 _LIVE = {
@@ -44,17 +50,23 @@ _UPDATE = {kind: table.update().where(table.c.id == sa.bindparam("row")) for kin
 _COUNT = sa.text("UPDATE meta SET value = MAX(CAST(value AS INTEGER), :next) WHERE key = :key")
 _CLAIM = schema.claims.insert()
 _UNCLAIM = schema.claims.delete().where(
-    schema.claims.c.kind == sa.bindparam("owner"), schema.claims.c.id == sa.bindparam("row")
+    schema.claims.c.kind == sa.bindparam("owner"),
+    schema.claims.c.id == sa.bindparam("row"),
+    schema.claims.c.domain == sa.bindparam("where"),
 )
-_ALL_CLAIMS = sa.select(schema.claims).order_by(schema.claims.c.kind, schema.claims.c.id)
+_ALL_CLAIMS = sa.select(schema.claims).order_by(schema.claims.c.kind, schema.claims.c.id, schema.claims.c.domain)
 _ALL_META = sa.select(schema.meta)
+_ALL_HOSTS = sa.select(schema.hosts).order_by(schema.hosts.c.name)
+_KEEP_HOST = sa.text("INSERT OR REPLACE INTO hosts VALUES (:name, :body)")
 _NOTE = schema.journal.insert()
 
 _ADAPTERS: dict[RowKind, TypeAdapter[Any]] = {
     "attempt": TypeAdapter(Attempt),
     "vm": TypeAdapter(Vm),
     "template": TypeAdapter(Template),
+    "offer": TypeAdapter(Offer),
 }
+_HOST = TypeAdapter(KnownHost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +187,6 @@ class Store:
                     moved = replace(row, since=self._clock.now())
                     if isinstance(moved, Attempt):
                         moved = replace(moved, not_before=0.0)
-                    elif isinstance(moved, Vm):
-                        moved = replace(moved, offered=moved.since)
                     self._execute(
                         table.update().where(table.c.id == row.id).values(body=json.dumps(asdict(moved), default=str))
                     )
@@ -269,29 +279,31 @@ class Transaction:
             attempts={row.id: row for row in s._live("attempt")},
             vms={row.id: row for row in s._live("vm")},
             templates={row.id: row for row in s._live("template")},
-            claims=tuple(Claim(Key(c.kind, c.id), c.host, Size(c.cpus, c.memory, c.disk)) for c in claims),
-            hosts=frozenset(json.loads(meta.get("hosts", "[]"))),
+            offers={row.id: row for row in s._live("offer")},
+            claims=tuple(Claim(Key(c.kind, c.id), c.domain, Size(c.cpus, c.memory, c.disk)) for c in claims),
+            hosts={row.name: _HOST.validate_json(row.body) for row in s._execute(_ALL_HOSTS)},
         )
 
-    def keep_hosts(self, hosts: frozenset[str]) -> None:
-        """From now on these are the hosts that are known."""
-        if hosts != self.load_active().hosts:
-            self._begin()
-            self._store._active = None
-            self._store._put_meta("hosts", json.dumps(sorted(hosts)))
+    def keep_host(self, host: KnownHost) -> None:
+        """Keep what is known of a host."""
+        self._begin()
+        self._store._active = None
+        self._store._execute(_KEEP_HOST, {"name": host.name, "body": _HOST.dump_json(host).decode()})
 
     def apply(self, move: Move) -> None:
         """Write one move: version check, table check, rows, claims, journal. Raises `StoreConflict`."""
         self._begin()
         self._store._active = None
         for key in move.free:
-            self._store._execute(_UNCLAIM, {"owner": key.kind, "row": key.id})
+            self._store._execute(_UNCLAIM, {"owner": key.owner.kind, "row": key.owner.id, "where": key.domain})
         for change in move.changes:
             self._apply(change)
         for claim in move.make:
             size = claim.size
             held = {"cpus": size.cpus, "memory": size.memory, "disk": size.disk}
-            self._store._execute(_CLAIM, {"kind": claim.owner.kind, "id": claim.owner.id, "host": claim.host, **held})
+            self._store._execute(
+                _CLAIM, {"kind": claim.owner.kind, "id": claim.owner.id, "domain": claim.domain, **held}
+            )
 
     def _apply(self, change: Change) -> None:
         row, s = change.row, self._store
@@ -304,8 +316,8 @@ class Transaction:
             source = type(row.state)(old.state)
         elif row.version != 0:
             raise StoreConflict(f"{row.key} does not exist, the move was made for version {row.version}")
-        if not lifecycle.allowed(kind, source, change.event, row.state):
-            raise StoreConflict(f"{row.key}: no arrow {source} --{change.event}--> {row.state} in its table")
+        if not TABLES.allowed(kind, source, change.event, row.state):
+            raise StoreConflict(f"{row.key}: no transition {source} --{change.event}--> {row.state} in its table")
         written = replace(row, version=row.version + 1)
         live = written.state not in TERMINAL
         values: dict[str, Any] = {
@@ -320,7 +332,8 @@ class Transaction:
             values["attempt"] = written.attempt
         if old is None:
             s._execute(_INSERT[kind], {"id": row.id, **values})
-            s._execute(_COUNT, {"next": row.id + 1, "key": _COUNTERS[kind]})
+            if kind in _COUNTERS:
+                s._execute(_COUNT, {"next": row.id + 1, "key": _COUNTERS[kind]})
         else:
             s._execute(_UPDATE[kind], {"row": row.id, **values})
         s._cache.pop((kind, row.id, row.version), None)

@@ -6,7 +6,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-HEAD = "0003"
+HEAD = "0004"
 """The newest revision: what a database is upgraded to."""
 
 metadata = sa.MetaData()
@@ -33,12 +33,16 @@ def _row_table(name: str, *extra: sa.Column[Any]) -> sa.Table:
 attempts = _row_table("attempts", sa.Column("job_id", sa.String, nullable=False, index=True))
 vms = _row_table("vms", sa.Column("attempt", sa.Integer, nullable=True, index=True))
 templates = _row_table("templates")
+offers = _row_table("offers")
+hosts = sa.Table(
+    "hosts", metadata, sa.Column("name", sa.String, primary_key=True), sa.Column("body", sa.String, nullable=False)
+)
 claims = sa.Table(
     "claims",
     metadata,
     sa.Column("kind", sa.String, primary_key=True),
     sa.Column("id", sa.Integer, primary_key=True),
-    sa.Column("host", sa.String, nullable=False),
+    sa.Column("domain", sa.String, primary_key=True),
     sa.Column("cpus", sa.Integer, nullable=False),
     sa.Column("memory", sa.Integer, nullable=False),
     sa.Column("disk", sa.Integer, nullable=False),

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from multiverse.config import Settings
 from multiverse.core.errors import Gone, MultiverseError
-from multiverse.core.model import HypervisorView, Identity, Size, Stage, TemplateKey, User, VmSpec
+from multiverse.core.model import HypervisorView, Identity, Size, Stage, TemplateKey, User, VmRef, VmSpec, vm_prefix
 from multiverse.host.qemu.library import QemuHost, QemuHostConfig
 from multiverse.host.qemu.machine import Accelerator
 from multiverse.host.specification import Specification
@@ -34,6 +34,26 @@ class QemuHypervisor:
     def accelerator(self) -> Accelerator:
         """How guests' instructions are executed: by KVM, or emulated."""
         return self._host.accelerator
+
+    @property
+    def name(self) -> str:
+        """See `ports.Source`: this machine answers for itself."""
+        return self._host.config.host
+
+    @property
+    def sources(self) -> Sequence[QemuHypervisor]:
+        """See `ports.Hypervisor`."""
+        return (self,)
+
+    @property
+    def templates(self) -> QemuHypervisor:
+        """See `ports.Hypervisor`."""
+        return self
+
+    @property
+    def users(self) -> QemuHypervisor:
+        """See `ports.Hypervisor`."""
+        return self
 
     @property
     def hosts(self) -> Sequence[str]:
@@ -98,16 +118,17 @@ class QemuHypervisor:
         if self._creating.get(name) is creating:
             del self._creating[name]
 
-    async def start(self, name: str, size: Size, identity: Identity) -> Sequence[Stage]:
+    async def start(self, vm: VmRef, size: Size, identity: Identity) -> Sequence[Stage]:
         """See `ports.Hypervisor`."""
-        return await self._in_thread(self._host.start, name, size, identity)
+        return await self._in_thread(self._host.start, vm.name, size, identity)
 
-    async def add_user(self, name: str, user: User) -> None:
+    async def add_user(self, vm: VmRef, user: User) -> None:
         """See `ports.Hypervisor`."""
-        await self._in_thread(self._host.add_user, name, user)
+        await self._in_thread(self._host.add_user, vm.name, user)
 
-    async def destroy(self, name: str, grace: float) -> None:
+    async def destroy(self, vm: VmRef, grace: float) -> None:
         """See `ports.Hypervisor`."""
+        name = vm.name
         creating = self._creating.get(name)
         await self._in_thread(self._host.destroy, name, grace)
         if creating is not None:
@@ -149,7 +170,7 @@ def host_config(settings: Settings, site: str) -> QemuHostConfig:
     host, qemu = settings.host, settings.qemu
     return QemuHostConfig(
         host=host.name,
-        prefix=f"mv{site}-",
+        prefix=vm_prefix(site),
         capacity=Size(host.cores, host.memory, host.disk),
         images=qemu.images.absolute(),
         templates=qemu.templates.absolute(),

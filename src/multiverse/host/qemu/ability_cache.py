@@ -15,7 +15,7 @@ from pathlib import Path
 
 import structlog
 
-from multiverse.guest.image import Image
+from multiverse.images.catalog import Image
 from multiverse.system import files
 
 log = structlog.get_logger()

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from multiverse.core.errors import Gone, Refused
 from multiverse.core.model import Size, Stage, TemplateKey
-from multiverse.guest import image as images
-from multiverse.guest.image import Image
 from multiverse.guest.protocol import TEMPLATE
 from multiverse.host import path_security
 from multiverse.host.cgroups import Cgroups
@@ -25,6 +23,8 @@ from multiverse.host.qemu.templates import FrozenTemplate
 from multiverse.host.registry import VmRegistry
 from multiverse.host.specification import Specification
 from multiverse.host.uids import UidPool
+from multiverse.images import catalog as images
+from multiverse.images.catalog import Image
 
 _TEMPLATE_MAC = "02:00:00:00:00:01"  # a template is on no bridge; each clone gets a MAC of its own
 _IDLE_THREADS = 128  # QEMU's pool has 64 at most (util/thread-pool.c), and starts some more for a moment

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused
 from multiverse.core.model import CloneKind, Size, Stage
-from multiverse.guest.image import Image
 from multiverse.guest.protocol import HELLO
 from multiverse.host import disks, manifest
 from multiverse.host.manifest import Manifest, VmPhase
@@ -23,6 +22,7 @@ from multiverse.host.qemu.templates import FrozenTemplate
 from multiverse.host.registry import Resource, host_lock
 from multiverse.host.specification import Specification
 from multiverse.host.uids import ProcessUser
+from multiverse.images.catalog import Image
 from multiverse.system.processes import ProcessIdentity, boot_id
 
 _WAKE_TIMEOUT = 30.0  # seconds for a restored guest's first message

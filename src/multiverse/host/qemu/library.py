@@ -15,9 +15,7 @@ from dataclasses import replace
 
 from multiverse.core.errors import Gone
 from multiverse.core.model import HypervisorView, Identity, Size, Stage, TemplateKey, User
-from multiverse.guest import image as images
-from multiverse.guest.image import Image
-from multiverse.guest.protocol import AUDIT, Report, introduction
+from multiverse.guest.protocol import AUDIT, Report, add_user_message
 from multiverse.host import manifest, path_security, process
 from multiverse.host.qemu import creation, removal, start, templates
 from multiverse.host.qemu.context import HostContext, QemuHostConfig
@@ -25,6 +23,8 @@ from multiverse.host.qemu.machine import Accelerator
 from multiverse.host.qemu.observation import HostObserver
 from multiverse.host.specification import Specification
 from multiverse.host.tap import open_tap
+from multiverse.images import catalog as images
+from multiverse.images.catalog import Image
 
 __all__ = ["QemuHost", "QemuHostConfig", "Specification"]
 
@@ -168,7 +168,7 @@ class QemuHost:
         if it does not answer, and `Broken` if it reports a failure."""
         self._context.check_name(name)
         channel = self._context.connections.started_channel(name)
-        channel.ask(introduction(user), "introduced", _ANSWER_TIMEOUT)
+        channel.ask(add_user_message(user), "introduced", _ANSWER_TIMEOUT)
         home = self._context.paths(name).home
         with manifest.locked(home, create=False):
             known = manifest.read(home)

@@ -20,11 +20,11 @@ from multiverse.core.model import (
     VmCondition,
     VmSeen,
 )
-from multiverse.guest import image as images
 from multiverse.host import manifest, process
 from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.qemu import templates
 from multiverse.host.qemu.context import HostContext
+from multiverse.images import catalog as images
 
 log = structlog.get_logger(__name__)
 

@@ -1,0 +1,81 @@
+"""What the controller remembers of arrivals and durations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from multiverse.core.model import Attempt, CloneKind, Forecast, Vm, VmState
+from multiverse.core.policy import Policy, image_of
+from multiverse.core.provisioning.pacing import ARRIVALS_FADE, Parent, paid
+from multiverse.core.transition import Event, Move
+
+SMOOTHING = 0.2
+"""The share of the newest in the moving mean of how long VMs take."""
+
+
+class ForecastRecorder:
+    """Remembers, from the moves that were committed, what a `Forecast` is made of. A restart begins it anew."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._arrivals: dict[str, tuple[float, float]] = {}  # by image: how many, faded, and when that was
+        self._claimed: dict[int, float] = {}  # VMs being made: since when
+        self._seconds: dict[tuple[str, CloneKind], float] = {}
+        self._paced: dict[Parent, float] = {}
+        self._failed: dict[str, tuple[int, float]] = {}  # by image: failures of spares in a row, and rest until
+
+    def note(self, moves: Iterable[Move], now: float) -> None:
+        """Learn from moves that were committed at `now`."""
+        for move in moves:
+            for change in move.changes:
+                if isinstance(change.row, Attempt):
+                    self._note_attempt(change.row, change.event, now)
+                elif isinstance(change.row, Vm):
+                    self._note_vm(change.row, change.event, now)
+
+    def _note_attempt(self, attempt: Attempt, event: Event, now: float) -> None:
+        if event in (Event.ADMITTED, Event.TOOK):  # not when it came: it may be held, or wait for others of its array
+            image = image_of(attempt, self._policy)
+            self._arrivals[image] = (self._faded(image, now) + attempt.request.nodes, now)
+
+    def _note_vm(self, vm: Vm, event: Event, now: float) -> None:
+        if event is Event.PLANNED:
+            self._claimed[vm.id] = now
+            key = (vm.host, vm.image, vm.kind)
+            if self._policy.interval(vm.kind):
+                self._paced[key] = paid(key, self._paced, now, self._policy)
+        elif event is Event.TAKEN or vm.leaving or vm.state in (VmState.LOST, VmState.RETIRING, VmState.DEAD):
+            self._claimed.pop(vm.id, None)  # how long it took tells nothing of the others
+        elif event is Event.REGISTERED and (began := self._claimed.pop(vm.id, None)) is not None:
+            old = self._seconds.get((vm.image, vm.kind), now - began)
+            self._seconds[vm.image, vm.kind] = old + SMOOTHING * (now - began - old)
+        if vm.pool is not None and vm.attempt is None:
+            if event in (Event.FAILED, Event.DIED):
+                tries = self._failed.get(vm.image, (0, 0.0))[0] + 1
+                self._failed[vm.image] = (tries, now + self._policy.backoff(tries))
+            elif vm.state in (VmState.PARKED, VmState.JOINED) and vm.state == vm.pool.value:
+                self._failed.pop(vm.image, None)
+
+    def _faded(self, image: str, now: float) -> float:
+        count, at = self._arrivals.get(image, (0.0, now))
+        return count * math.exp((at - now) / ARRIVALS_FADE)
+
+    def forecast(self, now: float) -> Forecast:
+        """What is known at `now`. Its cost does not grow with time: what is past and faded is forgotten."""
+        for image in [image for image in self._arrivals if self._faded(image, now) < 0.01]:
+            del self._arrivals[image]
+        for key in [key for key, until in self._paced.items() if until < now]:
+            del self._paced[key]
+        return Forecast(
+            arrivals={image: self._faded(image, now) / ARRIVALS_FADE for image in sorted(self._arrivals)},
+            seconds=dict(self._seconds),
+            paced=dict(self._paced),
+            rest={image: until for image, (_, until) in self._failed.items()},
+        )
+
+    def next_due(self, now: float) -> float:
+        """When the pace next lets something be made that may be waited for; infinity if nothing is paced."""
+        waits = [until - max(0.0, 1.0 - self._policy.interval(key[2])) for key, until in self._paced.items()]
+        waits += [until for _, until in self._failed.values()]
+        return min((at for at in waits if at > now), default=math.inf)

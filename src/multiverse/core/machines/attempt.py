@@ -1,0 +1,502 @@
+"""Attempts: one try at giving a job its VMs. It only goes forward; a job that goes back to the gate gets a new attempt.
+
+In this order: the table, the steps by which observations move an attempt, and the effect that each state permits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from multiverse.core.model import (
+    PINNED_STATES,
+    Attempt,
+    AttemptState,
+    Job,
+    JobRef,
+    JobState,
+    OfferState,
+    Outcome,
+    Request,
+    SchedulerView,
+    Size,
+    Vm,
+    VmState,
+    World,
+)
+from multiverse.core.policy import Policy
+from multiverse.core.state import State, VmsMissing
+from multiverse.core.transition import Change, Effect, EffectKind, Event, Transition, transitions, unchanged
+
+A = AttemptState
+
+# --- table -----------------------------------------------------------------------------------------
+
+_WAITING = (A.QUEUED, A.UNGATED, A.STRAY)
+_MAKING = (A.CLAIMED, A.SPAWNING)
+_PINNED = (A.SPAWNED, A.INTRODUCING)
+_LIVE = (*_WAITING, *_MAKING, *_PINNED, A.ALLOCATED)
+_ENDING = (A.RETURNING, A.REVOKING, A.RECLAIMING)
+
+ATTEMPT: tuple[Transition, ...] = (
+    *transitions([None], Event.SUBMITTED, A.QUEUED, A.UNGATED),
+    *transitions([A.UNGATED, A.STRAY], Event.AT_GATE, A.QUEUED),
+    *transitions([A.QUEUED, A.STRAY], Event.LEFT_GATE, A.UNGATED),
+    *transitions([A.QUEUED, A.UNGATED], Event.STRAYED, A.STRAY),
+    *transitions([A.QUEUED, A.UNGATED], Event.TOOK, A.INTRODUCING),
+    *transitions([A.QUEUED], Event.ADMITTED, A.CLAIMED),
+    *transitions([A.CLAIMED], Event.MADE, A.SPAWNING),
+    *transitions([A.SPAWNING], Event.ALL_JOINED, A.SPAWNED),
+    *transitions(_PINNED, Event.RUNS, A.ALLOCATED),
+    *transitions(_WAITING, Event.IMPOSSIBLE, A.REVOKING),
+    *transitions(_MAKING, Event.GAVE_UP, A.RETURNING, A.REVOKING),
+    *transitions(_PINNED, Event.GAVE_UP, A.RETURNING),
+    *transitions(_PINNED, Event.PIN_EXPIRED, A.RETURNING),
+    *transitions([*_MAKING, *_PINNED, A.ALLOCATED], Event.CHANGED, A.RETURNING),
+    *transitions([*_PINNED, A.ALLOCATED], Event.ENDED, A.RECLAIMING),
+    *transitions([*_WAITING, *_MAKING, *_PINNED], Event.CANCELLED, A.RECLAIMING),
+    *transitions(_LIVE, Event.RESTARTED, A.RECLAIMING),
+    *transitions([A.RETURNING], Event.RETURNED, A.RECLAIMING),
+    *transitions([A.RETURNING], Event.STARTED_LATE, A.RECLAIMING),
+    *transitions([A.RECLAIMING], Event.LEFT_GATE, A.RETURNING),
+    *transitions([A.REVOKING], Event.CHANGED, A.RETURNING),
+    *transitions([A.REVOKING], Event.CANCELLED, A.RECLAIMING),
+    *transitions([A.RECLAIMING], Event.RECLAIMED, A.DONE, A.CANCELLED, A.REQUEUED, A.REVOKED, A.FAILED),
+    *unchanged(_MAKING, Event.REPLACED),
+    *unchanged([*_WAITING, A.RECLAIMING], Event.NOTED),
+    *unchanged([A.RECLAIMING], Event.RESTARTED),
+    *unchanged([*_LIVE, *_ENDING], Event.QUARANTINED, Event.RETRIED),
+)
+
+# --- what an observation says of an attempt's job --------------------------------------------------
+
+
+class JobStatus(StrEnum):
+    PENDING = "pending"
+    RUNNING = "running"
+    COMPLETING = "completing"
+    ENDED = "ended"
+    RESTARTED = "restarted"
+    UNSEEN = "unseen"
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """An attempt's job in one observation of the scheduler. `job` is None exactly when it is unseen."""
+
+    status: JobStatus
+    job: Job | None
+    view: SchedulerView
+    began: float
+
+    @property
+    def shown(self) -> Job:
+        assert self.job is not None, "only a job that is shown is asked for"
+        return self.job
+
+    def is_on(self, nodes: set[str]) -> bool:
+        """Whether the job has one of these nodes."""
+        return self.job is not None and any(node in nodes for node in self.job.nodes)
+
+
+def job_status(expected: JobRef, view: SchedulerView) -> tuple[JobStatus, Job | None]:
+    """What the view says of one run of a job."""
+    job = view.jobs.get(expected.job_id)
+    if job is None:
+        return JobStatus.UNSEEN, None
+    if job.ref.restarts > expected.restarts and job.ref.submitted >= expected.submitted:
+        return JobStatus.RESTARTED, job  # Slurm gives a requeued job a new submit time
+    if job.ref != expected:
+        return JobStatus.UNSEEN, None  # another job with the same id
+    match job.state:
+        case JobState.PENDING:
+            return JobStatus.PENDING, job
+        case JobState.RUNNING | JobState.SUSPENDED:
+            return JobStatus.RUNNING, job
+        case JobState.COMPLETING:
+            return JobStatus.COMPLETING, job
+        case JobState.ENDED:
+            return JobStatus.ENDED, job
+
+
+# --- creation --------------------------------------------------------------------------------------
+
+
+def open_attempts(state: State, world: World) -> None:
+    """Open an attempt for each pending job without one, and for each job that took a spare as it was submitted, which
+    may run already."""
+    if world.scheduler is None:
+        return
+    joined = state.vms_in(VmState.JOINED, VmState.RETIRING)
+    spares = {vm.feature: vm for vm in joined if vm.is_spare and state.offer_of(vm)}
+    for _, job in sorted(world.scheduler.value.jobs.items()):
+        if job.state not in (JobState.PENDING, JobState.RUNNING, JobState.SUSPENDED) or state.serves_job(job.ref):
+            continue
+        spare = spares.pop(job.pinned, None) if job.pinned else None
+        if job.state is JobState.PENDING or spare:
+            attempt = _open(state, job)
+            if spare and not job.problem:
+                _take_spare(state, attempt, spare)
+
+
+def _open(state: State, job: Job, *, tries: int = 0, not_before: float = 0.0, note: str = "") -> Attempt:
+    attempt = Attempt(
+        id=state.new_attempt_id(),
+        version=0,
+        state=A.QUEUED if _at_gate(job) else A.UNGATED,
+        since=state.now,
+        job=job.ref,
+        job_name=job.name,
+        uid=job.uid,
+        request=_request_of(job),
+        tries=tries,
+        not_before=not_before,
+        note=note,
+        work_dir=job.work_dir,
+    )
+    state.move(Change(attempt, Event.SUBMITTED, f"restart {job.ref.restarts}" if job.ref.restarts else ""))
+    return state.attempts[attempt.id]
+
+
+def _take_spare(state: State, attempt: Attempt, spare: Vm) -> None:
+    """The job has taken a spare by itself and is tied to it already. The spare's guest is still to learn of the
+    user."""
+    choice = f"{spare.kind} on {spare.host}, joined before, taken as it was submitted"
+    taken = replace(attempt, state=A.INTRODUCING, pin=spare.feature, choice=choice)
+    serving = replace(spare, state=VmState.JOINED, attempt=attempt.id, reason="")
+    by = f"by job {attempt.job.job_id}, as it came"
+    changes = [Change(taken, Event.TOOK, choice), Change(serving, Event.TAKEN, by)]
+    offer = state.offers[spare.id]
+    if offer.state is not OfferState.TAKEN:
+        changes.append(Change(replace(offer, state=OfferState.TAKEN), Event.TAKEN, by))
+    state.move(*changes)
+
+
+def _at_gate(job: Job) -> bool:
+    return job.gated and job.pinned is None
+
+
+def _request_of(job: Job) -> Request:
+    return job.request or Request(0, Size(0, 0))
+
+
+# --- step ------------------------------------------------------------------------------------------
+
+
+def step_attempt(state: State, attempt_id: int, world: World, policy: Policy) -> None:
+    """Move one attempt by what the scheduler shows of its job."""
+    attempt = state.attempts.get(attempt_id)
+    if attempt is None or world.scheduler is None:
+        return
+    view, began = world.scheduler.value, world.scheduler.began
+    if began < attempt.since and attempt.state is not A.RECLAIMING:
+        # The observation is older than the state: what it says of the job has been considered before.
+        if attempt.state in _MAKING:
+            _advance_vms(state, attempt, policy)
+        return
+    status, job = job_status(attempt.job, view)
+    if attempt.quarantined and status not in (JobStatus.ENDED, JobStatus.UNSEEN):
+        return
+    seen = Sighting(status, job, view, began)
+    if attempt.state in _ENDING:
+        _step_ending(state, attempt, seen, world, policy)
+    elif not _step_if_over(state, attempt, seen, world):
+        match attempt.state:
+            case A.QUEUED | A.UNGATED | A.STRAY:
+                _step_waiting(state, attempt, seen)
+            case A.CLAIMED | A.SPAWNING:
+                _step_making(state, attempt, seen, policy)
+            case A.SPAWNED | A.INTRODUCING:
+                _step_pinned(state, attempt, seen, world, policy)
+            case _:
+                _step_allocated(state, attempt, seen)
+
+
+def _step_if_over(state: State, attempt: Attempt, seen: Sighting, world: World) -> bool:
+    """End an attempt whose job has ended or was started anew by the scheduler, in whichever state it is."""
+    if seen.status is JobStatus.UNSEEN and seen.began <= world.ended_at(attempt.key, attempt.since):
+        return True  # the job is not shown, but the observation is too old to tell that it is gone
+    if seen.status in (JobStatus.ENDED, JobStatus.UNSEEN):
+        result = seen.job.result if seen.job else ""
+        ran = attempt.state is A.ALLOCATED or (attempt.state in PINNED_STATES and result != "CANCELLED")
+        why = result if seen.job else "the scheduler no longer shows the job"
+        outcome: Outcome = "done" if ran else "cancelled"
+        state.move(Change(attempt.reclaiming(outcome, why), Event.ENDED if ran else Event.CANCELLED, why))
+        return True
+    if seen.status is JobStatus.RESTARTED:
+        why = "the scheduler requeued the job"
+        state.move(Change(attempt.reclaiming("requeued", why), Event.RESTARTED, why))
+        return True
+    return False
+
+
+def _quarantine(state: State, attempt: Attempt, why: str) -> None:
+    state.move(Change(replace(attempt, quarantined=why), Event.QUARANTINED, why))
+
+
+def _return(state: State, attempt: Attempt, event: Event, reason: str, *, failed: bool = False) -> None:
+    state.move(Change(attempt.returning(reason, failed=failed), event, reason))
+
+
+def _step_waiting(state: State, attempt: Attempt, seen: Sighting) -> None:
+    """Queued, ungated or stray: follow what the job asks for, and whether it is at the gate."""
+    job = seen.shown
+    if seen.status is JobStatus.PENDING:
+        request = _request_of(job)
+        target = A.QUEUED if _at_gate(job) else A.UNGATED
+        fresh = replace(attempt, state=target, request=request, job_name=job.name, uid=job.uid, work_dir=job.work_dir)
+        if fresh != attempt:
+            moved = Event.AT_GATE if target is A.QUEUED else Event.LEFT_GATE
+            reason = "changed while waiting" if request != attempt.request else ""
+            state.move(Change(fresh, moved if target is not attempt.state else Event.NOTED, reason))
+    elif seen.status is JobStatus.RUNNING and attempt.state is not A.STRAY:
+        # The scheduler requeued the job with its old pin and started it on a VM that is about to go.
+        state.move(Change(replace(attempt, state=A.STRAY), Event.STRAYED, "it runs on a VM of an earlier attempt"))
+
+
+def _step_making(state: State, attempt: Attempt, seen: Sighting, policy: Policy) -> None:
+    if seen.status is not JobStatus.PENDING:
+        _quarantine(state, attempt, f"the job is {seen.status} before it was given its nodes")
+    elif not _return_if_changed(state, attempt, seen.shown):
+        _advance_vms(state, attempt, policy)
+
+
+def _return_if_changed(state: State, attempt: Attempt, job: Job) -> bool:
+    """Give the job back to the gate if its user holds it or has changed what it asks for."""
+    if job.held:
+        _return(state, attempt, Event.CHANGED, "the job was held")
+    elif job.request != attempt.request:
+        _return(state, attempt, Event.CHANGED, "the job's request was changed")
+    return attempt != state.attempts[attempt.id]
+
+
+def _advance_vms(state: State, attempt: Attempt, policy: Policy) -> None:
+    """Claimed and spawning: see that failed VMs are replaced, and go on when all VMs have come as far."""
+    if attempt.quarantined:
+        return
+    vms = state.serving_vms_of(attempt)
+    missing = attempt.request.nodes - len(vms)
+    if missing > 0:
+        _ask_for_vms(state, attempt, missing, policy)
+    elif attempt.state is A.CLAIMED and all(vm.state is not VmState.PLANNED for vm in vms):
+        parked = [vm for vm in vms if vm.state is VmState.PARKED]
+        started = [Change(replace(vm, state=VmState.STARTING), Event.START) for vm in parked]
+        state.move(Change(replace(attempt, state=A.SPAWNING), Event.MADE), *started)
+    elif attempt.state is A.SPAWNING and all(vm.state is VmState.JOINED for vm in vms):
+        state.move(Change(replace(attempt, state=A.SPAWNED), Event.ALL_JOINED))
+
+
+def _ask_for_vms(state: State, attempt: Attempt, missing: int, policy: Policy) -> None:
+    """Record that VMs are missing, or give up after too many."""
+    failures = [vm.reason for vm in state.vms_of(attempt) if vm.failed and vm.reason]
+    why = failures[-1] if failures else "a VM was lost"
+    # The VMs of a gang know each other by name from their start on: later, all of them are made again or none.
+    started = attempt.state is A.SPAWNING and attempt.request.nodes > 1
+    if not started and attempt.replaced + missing <= policy.replacements:
+        state.missing.append(VmsMissing(attempt.id, missing, why))
+    elif attempt.tries + 1 >= policy.attempts:
+        text = f"no VM could be made for it in {policy.attempts} attempts: {why}"
+        state.move(Change(attempt.revoking("failed", text), Event.GAVE_UP, text))
+    else:
+        _return(state, attempt, Event.GAVE_UP, why, failed=True)
+
+
+def _step_pinned(state: State, attempt: Attempt, seen: Sighting, world: World, policy: Policy) -> None:
+    """Spawned or introducing: the job is to run on the attempt's VMs, which have joined."""
+    job = seen.shown
+    waits = attempt.state is A.INTRODUCING and _waits_for_its_user(state, attempt, world, policy)
+    vms = state.serving_vms_of(attempt)
+    if seen.status in (JobStatus.RUNNING, JobStatus.COMPLETING):
+        own = {vm.name for vm in state.vms_of(attempt)}  # the VMs that were lost in this very moment too
+        if not own.issuperset(job.nodes) and seen.status is JobStatus.RUNNING:
+            _quarantine(state, attempt, f"its job runs on {', '.join(job.nodes)}, not on its own VMs")
+        elif not waits:  # the end of the job waits too
+            joined = [vm for vm in vms if vm.state is VmState.JOINED]
+            serving = [Change(replace(vm, state=VmState.SERVING), Event.RUNS) for vm in joined]
+            state.move(Change(replace(attempt, state=A.ALLOCATED), Event.RUNS), *serving)
+        return
+    if _return_if_changed(state, attempt, job):
+        return
+    down = next((vm.name for vm in vms if state.offer_of(vm) and seen.view.is_down(vm.name)), "")
+    if len(vms) < attempt.request.nodes or any(vm.state is VmState.DEAD for vm in vms):
+        _return(state, attempt, Event.GAVE_UP, "a VM was lost before the job ran", failed=True)
+    elif down:
+        _return(state, attempt, Event.GAVE_UP, f"node {down} is down", failed=True)
+    elif seen.began - attempt.since > (policy.pin_timeout if job.eligible or not job.pinned else policy.held_timeout):
+        why = f"the scheduler did not start it: {job.reason or 'no reason'}"
+        _return(state, attempt, Event.PIN_EXPIRED, why, failed=True)
+
+
+def _waits_for_its_user(state: State, attempt: Attempt, world: World, policy: Policy) -> bool:
+    """Whether the job, which took its spare by itself, waits on it until the guest knows its user, or the effect that
+    adds the user still runs. A spare that refused the user, or did not learn of the user in time, is given up: its node
+    goes DOWN, and the scheduler queues the job again."""
+    lacking = [vm for vm in state.vms_of(attempt) if lacks_user(state, vm, attempt, world)]
+    for vm in lacking:
+        latest = world.latest(vm.source)
+        # The effect that ended last may have added the user: only a later observation tells.
+        if latest is None or latest.began <= world.ended_at(attempt.key, float("inf")) or vm.state is VmState.LOST:
+            continue
+        late = latest.began - attempt.since > policy.pin_timeout
+        if why := world.refused.get(attempt.key, "") or (
+            f"its guest was not told of the user within {policy.pin_timeout:g} s" if late else ""
+        ):
+            state.move(Change(replace(vm, state=VmState.ENDING, reason=why), Event.DIED, why))
+    return bool(lacking) or world.ended_at(attempt.key) == float("inf")
+
+
+def lacks_user(state: State, vm: Vm, attempt: Attempt, world: World) -> bool:
+    """Whether the attempt's job took this VM by itself and no observation shows yet that its guest knows the user. A VM
+    that is being destroyed never will."""
+    if state.offer_of(vm) is not OfferState.TAKEN or vm.leaving or vm.state is VmState.DEAD:
+        return False
+    seen = world.vm(vm)
+    return seen is None or attempt.uid not in seen.introduced
+
+
+def _step_allocated(state: State, attempt: Attempt, seen: Sighting) -> None:
+    if seen.status is JobStatus.COMPLETING:
+        why = "its job is completing"
+        state.move(Change(attempt.reclaiming("done", why), Event.ENDED, why))
+    elif seen.status is JobStatus.PENDING:
+        # Pending again with the same restart count: the launch was taken back before it counted.
+        _return(state, attempt, Event.CHANGED, "the scheduler took the launch back")
+
+
+# --- the end ---------------------------------------------------------------------------------------
+
+
+def _step_ending(state: State, attempt: Attempt, seen: Sighting, world: World, policy: Policy) -> None:
+    """Returning, revoking or reclaiming. The job must be off the attempt's nodes and off their tag before the VMs go,
+    and the VMs must be gone before the attempt is over."""
+    if seen.began <= world.ended_at(attempt.key) or seen.began < attempt.since:
+        return  # no observation yet since the last effect in this matter
+    attempt = _learn_the_outcome(state, attempt, seen)
+    vms = state.vms_of(attempt)
+    names = {vm.name for vm in vms}
+    if attempt.state is A.REVOKING and _asks_anew(attempt, seen):
+        why = "its user changed the job before it was cancelled"
+        state.move(Change(replace(attempt, state=A.RETURNING, outcome="requeued"), Event.CHANGED, why))
+        attempt = state.attempts[attempt.id]
+    if _keeps_its_nodes(state, attempt, seen, world, policy):
+        return
+    if attempt.state is A.REVOKING:
+        if seen.status in (JobStatus.PENDING, JobStatus.RUNNING):
+            return  # not cancelled yet
+        state.move(Change(replace(attempt, state=A.RECLAIMING), Event.CANCELLED, attempt.reason))
+    elif attempt.state is A.RETURNING:
+        state.move(Change(replace(attempt, state=A.RECLAIMING), Event.RETURNED, "its job is off its nodes"))
+    attempt = state.attempts[attempt.id]
+    _release_vms(state, attempt, vms, names & seen.view.occupied())
+    if not vms:
+        _finish(state, attempt, seen, policy)
+
+
+def _learn_the_outcome(state: State, attempt: Attempt, seen: Sighting) -> Attempt:
+    """A job that is completing does not show yet how it ends: over, or queued again."""
+    if attempt.outcome != "done" or seen.job is None:
+        return attempt
+    if seen.status is JobStatus.RESTARTED:
+        learnt = replace(attempt, outcome="requeued", reason="the scheduler requeued the job")
+    elif seen.status is JobStatus.ENDED and seen.job.result:
+        learnt = replace(attempt, reason=seen.job.result)
+    else:
+        return attempt
+    if learnt != attempt:
+        event = Event.NOTED if learnt.outcome == attempt.outcome else Event.RESTARTED
+        state.move(Change(learnt, event, learnt.reason))
+    return state.attempts[attempt.id]
+
+
+def _asks_anew(attempt: Attempt, seen: Sighting) -> bool:
+    """Whether a pending job asks for something else than what was impossible. A request that cannot be served at all is
+    nothing else."""
+    job = seen.job
+    impossible = attempt.outcome == "revoked" and seen.status is JobStatus.PENDING
+    return impossible and job is not None and job.request is not None and job.request != attempt.request
+
+
+def _keeps_its_nodes(state: State, attempt: Attempt, seen: Sighting, world: World, policy: Policy) -> bool:
+    """Whether the job still has the attempt's nodes, or is tied to them: then the VMs have to stay."""
+    job = seen.job
+    if job is None:
+        return False
+    names = {vm.name for vm in state.vms_of(attempt)}
+    in_time = seen.began - attempt.since <= policy.complete_timeout
+    match job.state:
+        case JobState.COMPLETING if seen.is_on(names):
+            return in_time
+        case JobState.RUNNING | JobState.SUSPENDED if seen.is_on(names):
+            if _end_vms_without_user(state, attempt, world):
+                return True
+            if attempt.state is A.RETURNING and seen.status is JobStatus.RUNNING:
+                # The pin was answered after the attempt had given up on it: the job has its nodes, and runs.
+                why = "the job started after all"
+                state.move(Change(replace(attempt, state=A.RECLAIMING, outcome="done"), Event.STARTED_LATE, why))
+            # A job that was restarted is being requeued by the attempt that came after this one.
+            return seen.status is not JobStatus.RESTARTED or in_time
+        case JobState.PENDING if job.pinned == attempt.feature:
+            # The gate first: a pending job with a tag that no node has may never start.
+            requeued = attempt.state is A.RECLAIMING and attempt.outcome == "requeued"
+            if requeued and seen.status is JobStatus.PENDING:
+                state.move(Change(replace(attempt, state=A.RETURNING), Event.LEFT_GATE, "its job is tied to its nodes"))
+            return True
+        case _:
+            return False
+
+
+def _end_vms_without_user(state: State, attempt: Attempt, world: World) -> bool:
+    """A job that took its spare started when the attempt added no user any more: its VMs are ended."""
+    vms = [vm for vm in state.vms_of(attempt) if vm.state is not VmState.LOST and lacks_user(state, vm, attempt, world)]
+    since = max(attempt.since, world.ended_at(attempt.key))
+    if not vms or any((latest := world.latest(vm.source)) is None or latest.began <= since for vm in vms):
+        return False
+    why = "its job started when no user was added any more"
+    state.move(*(Change(replace(vm, state=VmState.ENDING, reason=why), Event.DIED, why) for vm in vms))
+    return True
+
+
+def _release_vms(state: State, attempt: Attempt, vms: list[Vm], occupied: set[str]) -> None:
+    """Release all VMs. The node of a VM that a job has not left, though a limit has passed, goes DOWN first."""
+    leaving = [vm for vm in vms if not vm.leaving and vm.state is not VmState.LOST]
+    changes = []
+    for vm in leaving:
+        target = VmState.REMOVING if vm.state is VmState.DEAD else VmState.RELEASING
+        if vm.name in occupied:
+            target = VmState.ENDING
+        # A quarantine was for the job's sake and is over with it.
+        changes.append(Change(replace(vm, state=target, quarantined=""), Event.RELEASED, attempt.reason))
+    if changes:
+        state.move(*changes)
+
+
+def _finish(state: State, attempt: Attempt, seen: Sighting, policy: Policy) -> None:
+    outcome = attempt.outcome or "done"
+    state.move(Change(replace(attempt, state=A(outcome), quarantined=""), Event.RECLAIMED, attempt.reason))
+    if outcome == "requeued" and seen.status is JobStatus.PENDING and seen.job is not None:
+        wait = policy.backoff(attempt.tries)
+        not_before = state.now + wait if wait else 0.0
+        _open(state, seen.job, tries=attempt.tries, not_before=not_before, note=attempt.reason)
+
+
+# --- effect ----------------------------------------------------------------------------------------
+
+
+def attempt_effect(attempt: Attempt) -> Effect | None:
+    """What the state of an attempt permits."""
+    key = attempt.key
+    if attempt.quarantined:
+        return None
+    match attempt.state:
+        case A.STRAY:
+            return Effect(EffectKind.REQUEUE, key)
+        case A.UNGATED | A.RETURNING:
+            return Effect(EffectKind.GATE, key)
+        case A.QUEUED if attempt.note:
+            return Effect(EffectKind.EXPLAIN, key, attempt.note)
+        case A.SPAWNED | A.INTRODUCING:
+            return Effect(EffectKind.PIN, key, attempt.choice)
+        case A.REVOKING:
+            return Effect(EffectKind.REVOKE, key, attempt.reason)
+        case _:
+            return None

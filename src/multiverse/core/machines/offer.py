@@ -1,0 +1,85 @@
+"""Offers: joined spares that jobs may take by themselves, as they are submitted.
+
+In this order: the table, the steps by which observations move an offer, and the effect that each state permits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from multiverse.core.model import Key, Offer, OfferState, Vm, VmState, World
+from multiverse.core.state import State
+from multiverse.core.transition import Change, Effect, EffectKind, Event, Transition, transitions, unchanged
+
+O = OfferState  # noqa: E741
+
+ARRIVAL = 30.0
+"""Seconds after which a spare that was taken is given up, if no observation since has shown the job that took it:
+slurmctld lets others go first between job_submit.lua and the creation of the job."""
+
+UNSERVED = 5.0
+"""The same, if an observation has shown a job on it, but one that cannot be served."""
+
+# --- table -----------------------------------------------------------------------------------------
+
+_LIVE = (O.OPEN, O.TAKEN, O.CLOSING, O.CLOSED)
+
+OFFER: tuple[Transition, ...] = (
+    *transitions([None], Event.OFFERED, O.OPEN),
+    *transitions([O.OPEN, O.CLOSING, O.CLOSED], Event.TAKEN, O.TAKEN),
+    *transitions([O.OPEN], Event.WITHDRAWN, O.CLOSING),
+    *transitions([O.CLOSING], Event.CLOSED, O.CLOSED),
+    *transitions(_LIVE, Event.ABSENT, O.ENDED),
+    *unchanged(_LIVE, Event.QUARANTINED, Event.RETRIED),
+)
+
+# --- step ------------------------------------------------------------------------------------------
+
+
+def step_offer(state: State, offer_id: int, world: World) -> None:
+    """Move one offer by what the scheduler shows. Whether it was taken, or is withdrawn, only an observation tells that
+    began after the last effect in the matter ended."""
+    offer, vm = state.offers.get(offer_id), state.vms.get(offer_id)
+    if offer is None or vm is None or offer.quarantined:
+        return
+    if offer.state is O.OPEN and (vm.quarantined or vm.state not in (VmState.JOINED, VmState.RETIRING)):
+        why = "its VM can serve no job"
+        state.move(Change(offer.closing(why), Event.WITHDRAWN, why))
+        return
+    serves_nobody = vm.is_spare and vm.state in (VmState.JOINED, VmState.RETIRING)
+    if world.scheduler is None or not serves_nobody:
+        return
+    began, shown = world.scheduler.began, world.scheduler.value.offers
+    if shown is None or began <= max(world.ended_at(vm.key), offer.since):
+        return
+    taken = shown.get(vm.name)
+    if offer.state is O.TAKEN:
+        _step_taken(state, offer, vm, began, occupied=vm.name in world.scheduler.value.occupied())
+    elif taken:
+        state.move(Change(replace(offer, state=O.TAKEN), Event.TAKEN, "by a submission"))
+    elif offer.state is O.CLOSING and taken is None and vm.key in world.effect_ended_at:
+        state.move(Change(replace(offer, state=O.CLOSED), Event.CLOSED, offer.reason))
+
+
+def _step_taken(state: State, offer: Offer, vm: Vm, began: float, *, occupied: bool) -> None:
+    """The job that took the VM must appear soon. A job that cannot be served occupies it: its node goes DOWN then."""
+    if began - offer.since > (UNSERVED if occupied else ARRIVAL):
+        why = "the job that took it did not come"
+        target = VmState.ENDING if occupied else VmState.RELEASING
+        state.move(Change(replace(vm, state=target, reason=why), Event.RELEASED, why))
+
+
+# --- effect ----------------------------------------------------------------------------------------
+
+
+def offer_effect(offer: Offer) -> Effect | None:
+    """What the state of an offer permits, under the key of its VM."""
+    if offer.quarantined:
+        return None
+    match offer.state:
+        case O.OPEN:
+            return Effect(EffectKind.OFFER, Key("vm", offer.id))
+        case O.CLOSING:
+            return Effect(EffectKind.WITHDRAW, Key("vm", offer.id))
+        case _:
+            return None

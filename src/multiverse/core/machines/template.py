@@ -1,0 +1,63 @@
+"""Templates: frozen parents of instant clones.
+
+In this order: the table, the step by which observations move a template, and the effect that each state permits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from multiverse.core.model import Template, TemplateCondition, TemplateState, World
+from multiverse.core.state import State
+from multiverse.core.transition import Change, Effect, EffectKind, Event, Transition, transitions, unchanged
+
+T = TemplateState
+
+# --- table -----------------------------------------------------------------------------------------
+
+TEMPLATE: tuple[Transition, ...] = (
+    *transitions([None, T.BROKEN], Event.NEEDED, T.BUILDING),
+    *transitions([T.BUILDING], Event.BUILT, T.READY),
+    *transitions([T.BUILDING], Event.BROKE, T.BROKEN),
+    *transitions([T.READY], Event.VANISHED, T.ABSENT),
+    *transitions([T.BUILDING, T.READY, T.BROKEN], Event.DROPPED, T.RETIRING),
+    *transitions([T.RETIRING], Event.ABSENT, T.ABSENT),
+    *unchanged([T.BUILDING, T.READY, T.BROKEN, T.RETIRING], Event.QUARANTINED, Event.RETRIED),
+)
+
+# --- step ------------------------------------------------------------------------------------------
+
+
+def step_template(state: State, template_id: int, world: World) -> None:
+    """Move one template by what its source shows."""
+    row = state.templates.get(template_id)
+    if row is None or row.quarantined:
+        return
+    latest, ended = world.latest(row.source), world.effect_ended_at.get(row.key)
+    if latest is None or row.host not in latest.value.hosts or latest.began <= max(ended or 0.0, row.since):
+        return
+    seen = latest.value.templates.get(row.which)
+    ready = seen is not None and seen.condition is TemplateCondition.READY
+    if row.state is T.BUILDING and ready:
+        state.move(Change(replace(row, state=T.READY, tries=0), Event.BUILT))
+    elif row.state is T.READY and not ready:
+        why = seen.reason if seen else "it is no longer there"
+        state.move(Change(replace(row, state=T.ABSENT), Event.VANISHED, why), free=[row.key])
+    elif row.state is T.RETIRING and ended is not None and seen is None:
+        state.move(Change(replace(row, state=T.ABSENT), Event.ABSENT), free=[row.key])
+
+
+# --- effect ----------------------------------------------------------------------------------------
+
+
+def template_effect(template: Template) -> Effect | None:
+    """What the state of a template permits."""
+    if template.quarantined:
+        return None
+    match template.state:
+        case T.BUILDING:
+            return Effect(EffectKind.BUILD, template.key)
+        case T.RETIRING:
+            return Effect(EffectKind.DROP, template.key)
+        case _:
+            return None

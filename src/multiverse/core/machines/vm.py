@@ -1,0 +1,220 @@
+"""VMs: from before they exist until they are seen gone.
+
+In this order: the table, the steps by which observations move a VM, and the effect that each state permits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from multiverse.core.model import (
+    PINNED_STATES,
+    AttemptState,
+    Depth,
+    HypervisorView,
+    JobState,
+    NodeState,
+    OfferState,
+    Seen,
+    Vm,
+    VmCondition,
+    VmSeen,
+    VmState,
+    World,
+)
+from multiverse.core.policy import Policy
+from multiverse.core.state import State
+from multiverse.core.transition import Change, Effect, EffectKind, Event, Transition, transitions, unchanged
+
+V = VmState
+
+# --- table -----------------------------------------------------------------------------------------
+
+_UPCOMING = (V.PLANNED, V.PARKED, V.STARTING)
+_LIVE = (*_UPCOMING, V.JOINED, V.SERVING, V.RETIRING, V.DEAD)
+_LEAVING = (V.ENDING, V.REMOVING, V.RELEASING)
+
+VM: tuple[Transition, ...] = (
+    *transitions([None], Event.PLANNED, V.PLANNED),
+    *transitions([V.PLANNED], Event.EXISTS, V.PARKED),
+    *transitions([V.PARKED], Event.START, V.STARTING),
+    *transitions([V.STARTING], Event.REGISTERED, V.JOINED),
+    *transitions([V.JOINED], Event.RUNS, V.SERVING),
+    *transitions([V.PLANNED, V.STARTING], Event.FAILED, V.ENDING),
+    *transitions([V.JOINED, V.SERVING], Event.DIED, V.DEAD),
+    *transitions([V.PARKED, V.STARTING, V.JOINED, V.SERVING, V.RETIRING, V.DEAD], Event.DIED, V.ENDING),
+    *transitions([V.JOINED], Event.RETIRED, V.RETIRING),
+    *transitions([V.RETIRING], Event.TAKEN, V.JOINED),
+    *transitions([*_UPCOMING, V.JOINED, V.SERVING, V.RETIRING], Event.RELEASED, V.RELEASING),
+    *transitions([V.DEAD], Event.RELEASED, V.REMOVING),
+    *transitions(_LIVE, Event.RELEASED, V.ENDING),
+    *transitions([*_LIVE, *_LEAVING], Event.LOST, V.LOST),
+    *transitions([V.LOST], Event.FOUND, V.SERVING, V.ENDING),
+    *transitions([*_LIVE, V.LOST], Event.FENCED, V.ENDING),
+    *transitions([V.ENDING], Event.NODE_FREE, V.REMOVING),
+    *transitions(_LEAVING, Event.ABSENT, V.GONE),
+    *unchanged([V.PARKED, V.JOINED], Event.TAKEN),
+    *unchanged([*_LIVE, V.LOST, *_LEAVING], Event.QUARANTINED, Event.RETRIED),
+)
+
+# --- step ------------------------------------------------------------------------------------------
+
+
+def step_vm(state: State, vm_id: int, world: World, policy: Policy) -> None:
+    """Move one VM by what its source and the scheduler show."""
+    vm = state.vms.get(vm_id)
+    if vm is None or vm.quarantined:
+        return
+    latest = world.latest(vm.source)
+    if latest is None or vm.host not in latest.value.hosts:
+        _step_out_of_sight(state, vm, latest, world, policy)
+    elif vm.state is V.LOST:
+        _find_again(state, vm, world)
+    elif vm.leaving:
+        _step_leaving(state, vm, world)
+    else:
+        _step_in_sight(state, vm, latest, world, policy)
+
+
+def _step_out_of_sight(state: State, vm: Vm, latest: Seen[HypervisorView] | None, world: World, policy: Policy) -> None:
+    """Its host is not shown, or its source is unknown. Nothing is concluded about the VM itself. It no longer counts
+    for its job once the source has answered without its host, or has been unknown for long."""
+    if state.is_fenced(vm.host):
+        if vm.leaving:
+            _step_leaving(state, vm, world)
+        return
+    observation = world.sources.get(vm.source)
+    if vm.state is V.LOST or observation is None:
+        return
+    if latest is not None or state.now - observation.since > policy.silence:
+        why = f"host {vm.host} is out of reach"
+        state.move(Change(replace(vm, state=V.LOST), Event.LOST, why))
+
+
+def _find_again(state: State, vm: Vm, world: World) -> None:
+    """Its host is back. A VM whose job runs on goes on with it; any other VM has missed too much."""
+    attempt, seen = state.attempt_of(vm), world.vm(vm)
+    running = seen is not None and seen.condition is VmCondition.RUNNING
+    introduced = seen is not None and attempt is not None and attempt.uid in seen.introduced
+    runs_its_job = attempt is not None and (
+        attempt.state is AttemptState.ALLOCATED or (attempt.state is AttemptState.INTRODUCING and introduced)
+    )
+    if running and runs_its_job:
+        state.move(Change(replace(vm, state=V.SERVING, reason=""), Event.FOUND, "its job runs on"))
+    else:
+        why = f"host {vm.host} was out of reach"
+        state.move(Change(replace(vm, state=V.ENDING, reason=why), Event.FOUND))
+
+
+def _step_in_sight(state: State, vm: Vm, latest: Seen[HypervisorView], world: World, policy: Policy) -> None:
+    seen, began = world.vm(vm), latest.began
+    if vm.state is V.PLANNED:
+        _step_planned(state, vm, seen, began, world, policy)
+        return
+    absent = seen is None and began > world.ended_at(vm.key, vm.since) and began > vm.since
+    dead = seen is not None and seen.condition is VmCondition.DEAD
+    if dead or absent or vm.state is V.DEAD:
+        why = vm.reason if vm.state is V.DEAD else (seen.reason if seen else "") or "the VM died"
+        _step_dead(state, vm, why, world)
+        return
+    attempt = state.attempt_of(vm)
+    to_join = vm.pool is Depth.JOINED and vm.is_spare
+    if vm.state is V.PARKED and (to_join or (attempt is not None and attempt.state is AttemptState.SPAWNING)):
+        state.move(Change(replace(vm, state=V.STARTING), Event.START))
+    elif vm.state is V.STARTING:
+        _step_starting(state, vm, seen, world, policy)
+    elif vm.state is V.RETIRING and state.offer_of(vm) in (OfferState.CLOSED, None):
+        state.move(Change(replace(vm, state=V.RELEASING), Event.RELEASED, vm.reason))
+
+
+def _step_planned(state: State, vm: Vm, seen: VmSeen | None, began: float, world: World, policy: Policy) -> None:
+    ended = world.ended_at(vm.key, vm.since)
+    if seen is not None and seen.condition not in (VmCondition.MAKING, VmCondition.DEAD):
+        # Where the hypervisor assigns addresses, they are known from here on.
+        known = replace(vm, state=V.PARKED, address=vm.address or seen.address, mac=vm.mac or seen.mac)
+        state.move(Change(known, Event.EXISTS))
+    elif seen is not None and seen.condition is VmCondition.DEAD and began > ended:
+        _fail(state, vm, seen.reason or "the VM died while it was made")
+    elif began - vm.since > policy.spawn_timeout and began > world.ended_at(vm.key):
+        # Not while its creation is under way: that has a time limit of its own, and copying a large disk takes long.
+        _fail(state, vm, f"it was not made within {policy.spawn_timeout:g} s")
+
+
+def _fail(state: State, vm: Vm, why: str) -> None:
+    state.move(Change(replace(vm, state=V.ENDING, reason=why), Event.FAILED, why))
+
+
+def _step_dead(state: State, vm: Vm, why: str, world: World) -> None:
+    """The job is unpinned first: while it may be tied to the node, the node stays."""
+    tied = vm.state in (V.JOINED, V.SERVING, V.DEAD) and _job_is_pinned(state, vm, world)
+    target = V.DEAD if tied else V.ENDING
+    if vm.state is not target:
+        state.move(Change(replace(vm, state=target, reason=why), Event.DIED, why))
+
+
+def _job_is_pinned(state: State, vm: Vm, world: World) -> bool:
+    """Whether its attempt's job is pending and tied to it, or may be: a pin may be on its way."""
+    attempt = state.attempt_of(vm)
+    if attempt is None:
+        return False
+    if world.scheduler is None or attempt.state in PINNED_STATES or attempt.state is AttemptState.RETURNING:
+        return True
+    job = world.scheduler.value.jobs.get(attempt.job.job_id)
+    return job is not None and job.state is JobState.PENDING and job.pinned == attempt.feature
+
+
+def _step_starting(state: State, vm: Vm, seen: VmSeen | None, world: World, policy: Policy) -> None:
+    """A VM has joined when both sides say so: its node is registered, and its guest is complete."""
+    if world.scheduler is None:
+        return
+    node = world.scheduler.value.nodes.get(vm.name)
+    registered = node is not None and node.state in (NodeState.IDLE, NodeState.BUSY)
+    if registered and seen is not None and seen.condition is VmCondition.RUNNING:
+        state.move(Change(replace(vm, state=V.JOINED), Event.REGISTERED))
+    elif node is not None and node.state is NodeState.DOWN:
+        _fail(state, vm, f"its node came up down: {node.reason or 'no reason given'}")
+    elif world.scheduler.began - vm.since > policy.spawn_timeout:
+        _fail(state, vm, f"its node did not register within {policy.spawn_timeout:g} s")
+
+
+def _step_leaving(state: State, vm: Vm, world: World) -> None:
+    """A VM is gone when its destruction has ended and neither side shows it in observations that began later. The host
+    of a fenced VM needs no observation."""
+    ended = world.effect_ended_at.get(vm.key)
+    if ended is None or world.scheduler is None or world.scheduler.began <= max(ended, vm.since):
+        return
+    if _is_off_its_host(state, vm, max(ended, vm.since), world) and vm.name not in world.scheduler.value.nodes:
+        offer = state.offers.get(vm.id)
+        over = [Change(replace(offer, state=OfferState.ENDED), Event.ABSENT)] if offer else []
+        state.move(Change(replace(vm, state=V.GONE), Event.ABSENT), *over, free=[vm.key])
+    elif vm.state is V.ENDING and vm.name not in world.scheduler.value.occupied():
+        state.move(Change(replace(vm, state=V.REMOVING), Event.NODE_FREE, "no job is on its node"))
+
+
+def _is_off_its_host(state: State, vm: Vm, since: float, world: World) -> bool:
+    latest = world.latest(vm.source)
+    if latest is None or vm.host not in latest.value.hosts:
+        return state.is_fenced(vm.host)
+    return latest.began > since and vm.name not in latest.value.vms
+
+
+# --- effect ----------------------------------------------------------------------------------------
+
+
+def vm_effect(vm: Vm) -> Effect | None:
+    """What the state of a VM permits."""
+    if vm.quarantined:
+        return None
+    match vm.state:
+        case V.PLANNED:
+            return Effect(EffectKind.CREATE, vm.key)
+        case V.STARTING:
+            return Effect(EffectKind.START, vm.key)
+        case V.ENDING:
+            return Effect(EffectKind.END, vm.key)
+        case V.REMOVING:
+            return Effect(EffectKind.REMOVE, vm.key)
+        case V.RELEASING:
+            return Effect(EffectKind.RELEASE, vm.key)
+        case _:
+            return None

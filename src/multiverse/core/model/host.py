@@ -1,0 +1,87 @@
+"""Hosts, what was observed of them, and what is held on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+from typing import NamedTuple
+
+from multiverse.core.model.keys import Key
+from multiverse.core.model.sizes import Size
+from multiverse.core.model.template import TemplateKey, TemplateSeen
+from multiverse.core.model.vm import VmSeen
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A machine that runs VMs, or a cloud's quota: what it declares to have for VMs, what it can do, what things cost.
+
+    `abilities` are names such as `instant`, `linked`, `full` (kinds of clone), `plug_memory`, `plug_cpus`, and
+    `assigns_addresses` where the hypervisor gives VMs their addresses and MACs. `machine` is what the machine itself
+    has, shown beside the declared capacity; None if the platform does not tell. `template_copies` is how often the
+    memory of a template is held while it has clones. `available` is what the machine could give to new processes when
+    it was observed; 0 if that is unknown. `images` are those that are there, each with what it can do: `fork`,
+    `plug_cpus`, `plug_memory`. `memory_block` is the granularity of plugged memory, `vm_overhead` what a VM needs
+    beside its guest's memory. Memory is in MiB.
+    """
+
+    name: str
+    capacity: Size
+    abilities: frozenset[str] = frozenset()
+    machine: Size | None = None
+    accelerator: str = ""
+    template_copies: int = 1
+    available: int = 0
+    images: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    memory_block: int = 128
+    vm_overhead: int = 32
+
+    def image_can(self, image: str, ability: str) -> bool:
+        """Whether the image is there and has that ability."""
+        return ability in self.images.get(image, ())
+
+
+class HostState(StrEnum):
+    KNOWN = "known"
+    FENCED = "fenced"  # an operator vouched that it is off, and it has not been seen since
+
+
+@dataclass(frozen=True, slots=True)
+class KnownHost:
+    """A host that was observed or that the settings name. `value` is as last observed; None if it never was."""
+
+    name: str
+    source: str
+    state: HostState = HostState.KNOWN
+    value: Host | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HypervisorView:
+    """One observation of one source: VMs and hosts by name, templates by key."""
+
+    hosts: Mapping[str, Host] = field(default_factory=lambda: MappingProxyType({}))
+    vms: Mapping[str, VmSeen] = field(default_factory=lambda: MappingProxyType({}))
+    templates: Mapping[TemplateKey, TemplateSeen] = field(default_factory=lambda: MappingProxyType({}))
+
+
+class ClaimKey(NamedTuple):
+    """Names a claim. A VM that moves holds two, in two domains."""
+
+    owner: Key
+    domain: str
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Capacity that one row holds in one capacity domain: a host, or a cloud's quota."""
+
+    owner: Key
+    domain: str
+    size: Size
+
+    @property
+    def key(self) -> ClaimKey:
+        return ClaimKey(self.owner, self.domain)

@@ -1,0 +1,221 @@
+"""Jobs, nodes and attempts: the scheduler's side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Literal
+
+from multiverse.core.model.keys import Key
+from multiverse.core.model.sizes import CloneKind, Size
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a job asks for, per node. `size.memory` is what the job may use, not what its VM has. `account`: its VMs
+    are forked from that account's own templates; empty where all share them."""
+
+    nodes: int
+    size: Size
+    image: str | None = None
+    kind: CloneKind | None = None
+    features: tuple[str, ...] = ()
+    account: str = ""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class JobRef:
+    """One run of one job. Job ids come again and requeued jobs keep theirs, hence all three.
+
+    `job_id` is the scheduler's own string (`123`, `123_4`), `submitted` Unix time, `restarts` the
+    scheduler's restart count. A store serves one cluster, so the cluster's name is not repeated here.
+    """
+
+    job_id: str
+    submitted: int
+    restarts: int = 0
+
+
+class JobState(StrEnum):
+    PENDING = "pending"
+    RUNNING = "running"
+    SUSPENDED = "suspended"
+    COMPLETING = "completing"  # ended, but its node is not free of it yet
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job of ours as the scheduler shows it; jobs outside our partitions are never shown.
+
+    `rank` orders pending jobs as the scheduler would start them (lower first). `eligible` says that
+    nothing but the gate keeps it waiting, and limits that are counted: no hold, dependency, begin time
+    or other limit. `gated` says that it waits at the gate; `pinned` names the attempt's feature it is
+    tied to. `problem` says why its request cannot be served at all; `request` is None exactly then.
+    `result` is the scheduler's own word for how it ended (`COMPLETED`, `FAILED`, ...). `uses` is what a
+    pending job will take of which of the view's limits once it runs.
+    """
+
+    ref: JobRef
+    name: str
+    uid: int
+    state: JobState
+    request: Request | None
+    problem: str = ""
+    reason: str = ""
+    rank: int = 0
+    eligible: bool = True
+    held: bool = False
+    gated: bool = True
+    pinned: str | None = None
+    nodes: tuple[str, ...] = ()
+    result: str = ""
+    exit_code: int = 0
+    work_dir: str = ""
+    uses: tuple[tuple[str, int], ...] = ()
+
+
+class NodeState(StrEnum):
+    IDLE = "idle"
+    BUSY = "busy"  # runs a job, or is completing one
+    DOWN = "down"  # down, drained, failing or not answering
+    JOINING = "joining"  # known by name, not registered yet
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A VM as the scheduler sees it; only dynamic nodes of our site are shown."""
+
+    name: str
+    state: NodeState
+    features: tuple[str, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSpec:
+    """A VM as the scheduler is to know it as a node.
+
+    `tag` is what ties jobs to it (`Scheduler.pin`), `features` what a job may ask for and find here, the tag among
+    them. `spare` says that the VM joins before its job is known: a job that takes it has to wait on it until the job's
+    user has been added. `image` and `account` are the VM's own; `address` has a prefix length.
+    """
+
+    name: str
+    address: str
+    size: Size
+    features: tuple[str, ...]
+    tag: str
+    image: str
+    account: str = ""
+    spare: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerView:
+    """One observation of the scheduler: `jobs` by job id, `nodes` by name.
+
+    Ended jobs may be missing or shown as ended. `limits` is how much more each limit lets run, beside all that ran when
+    the jobs were observed. `offers` are the nodes that jobs may take by themselves, and those that were taken (True);
+    None if the scheduler cannot offer nodes.
+    """
+
+    jobs: Mapping[str, Job] = field(default_factory=lambda: MappingProxyType({}))
+    nodes: Mapping[str, Node] = field(default_factory=lambda: MappingProxyType({}))
+    limits: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    offers: Mapping[str, bool] | None = field(default_factory=lambda: MappingProxyType({}))
+
+    def is_down(self, node: str) -> bool:
+        """Whether the node is known and DOWN."""
+        return node in self.nodes and self.nodes[node].state is NodeState.DOWN
+
+    def occupied(self) -> set[str]:
+        """The nodes that a job runs on or has not left yet. slurmctld 22.05 lets such a node be deleted once it is
+        DOWN, and crashes when it comes to the job's last step (a null pointer in step_mgr.c)."""
+        free = (JobState.PENDING, JobState.ENDED)
+        return {node for job in self.jobs.values() if job.state not in free for node in job.nodes}
+
+
+class AttemptState(StrEnum):
+    QUEUED = "queued"  # its job waits at the gate
+    UNGATED = "ungated"  # its job waits, but not at the gate, where it is to be put first
+    STRAY = "stray"  # its job runs on a VM of an earlier attempt, and is to be queued again
+    CLAIMED = "claimed"  # its VMs are being created
+    SPAWNING = "spawning"  # its VMs are being started
+    SPAWNED = "spawned"  # its VMs have joined, and its job is being tied to them
+    INTRODUCING = "introducing"  # its job took a joined spare by itself, whose guest is to learn of the job's user
+    ALLOCATED = "allocated"  # its job runs
+    RETURNING = "returning"  # its job is to go back to the gate, before its VMs go
+    REVOKING = "revoking"  # its job is to be cancelled, before its VMs go
+    RECLAIMING = "reclaiming"  # its job is over or elsewhere, and its VMs go
+    DONE = "done"
+    CANCELLED = "cancelled"
+    REQUEUED = "requeued"
+    REVOKED = "revoked"
+    FAILED = "failed"
+
+
+WAITING_STATES = frozenset({AttemptState.QUEUED, AttemptState.UNGATED, AttemptState.STRAY})
+"""An attempt in one of these states has no VM yet."""
+
+PINNED_STATES = frozenset({AttemptState.SPAWNED, AttemptState.INTRODUCING})
+"""The job of an attempt in one of these states is tied to its nodes, or is about to be."""
+
+ENDING_STATES = frozenset({AttemptState.RETURNING, AttemptState.REVOKING, AttemptState.RECLAIMING})
+"""An attempt in one of these states only ends."""
+
+Outcome = Literal["done", "cancelled", "requeued", "revoked", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One try at giving a job its VMs.
+
+    `since` is when it entered its state; `not_before` when it may be admitted (back-off); `tries` counts the attempts
+    before it that failed in a row; `replaced` the VMs that were replaced within it. `outcome` is how it ends, once it
+    ends. `note` is what the job's user is told while the job waits. `pin` is the tag of the one joined spare that it
+    took. `choice` says what its VMs are, and why: the job's user is told when the job is pinned.
+    """
+
+    id: int
+    version: int
+    state: AttemptState
+    since: float
+    job: JobRef
+    job_name: str
+    uid: int
+    request: Request
+    outcome: Outcome | None = None
+    reason: str = ""
+    not_before: float = 0.0
+    tries: int = 0
+    replaced: int = 0
+    note: str = ""
+    work_dir: str = ""
+    quarantined: str = ""
+    pin: str = ""
+    choice: str = ""
+
+    @property
+    def key(self) -> Key:
+        return Key("attempt", self.id)
+
+    @property
+    def feature(self) -> str:
+        """The tag that ties its job to its nodes."""
+        return self.pin or f"mv_{self.id}"
+
+    def returning(self, reason: str, *, failed: bool = False) -> Attempt:
+        """Itself on its way out, its job to go back to the gate; `failed` counts as a try that failed."""
+        tries = self.tries + failed
+        return replace(self, state=AttemptState.RETURNING, outcome="requeued", reason=reason, tries=tries, note="")
+
+    def revoking(self, outcome: Outcome, reason: str) -> Attempt:
+        """Itself on its way out, its job to be cancelled."""
+        return replace(self, state=AttemptState.REVOKING, outcome=outcome, reason=reason, note="", quarantined="")
+
+    def reclaiming(self, outcome: Outcome, reason: str) -> Attempt:
+        """Itself on its way out, its job over or started anew by the scheduler."""
+        return replace(self, state=AttemptState.RECLAIMING, outcome=outcome, reason=reason, note="", quarantined="")

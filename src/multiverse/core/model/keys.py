@@ -1,0 +1,17 @@
+"""What names a row."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+RowKind = Literal["attempt", "vm", "template", "offer"]
+
+
+class Key(NamedTuple):
+    """Names a row: an attempt and a template by their number, a VM by its serial, an offer by its VM's serial."""
+
+    kind: RowKind
+    id: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.id}"

@@ -1,0 +1,35 @@
+"""How large things are, and how VMs are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class CloneKind(StrEnum):
+    """How a VM comes from its template or image (DESIGN, "Words"). `AUTO` is a wish only: no VM is of that kind."""
+
+    INSTANT = "instant"
+    LINKED = "linked"
+    FULL = "full"
+    AUTO = "auto"
+
+
+class Depth(StrEnum):
+    """How far a VM of the warm pool is made before any job asks for it."""
+
+    PARKED = "parked"  # restored and paused: of any size yet, and nobody yet
+    JOINED = "joined"  # an idle node of one size
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Size:
+    """How large a VM or a request is. `disk` 0 means the image's own size."""
+
+    cpus: int
+    memory: int
+    disk: int = 0
+
+    def __str__(self) -> str:
+        text = f"{self.cpus} CPU{'s' if self.cpus != 1 else ''}, {self.memory} MiB"
+        return f"{text}, {self.disk} MiB disk" if self.disk else text

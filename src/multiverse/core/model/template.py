@@ -1,0 +1,78 @@
+"""Templates: as rows and as observed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from multiverse.core.model.keys import Key
+from multiverse.core.model.sizes import Size
+
+
+class TemplateKey(NamedTuple):
+    """Which template: a host may have several of one image, by size, and each account its own (empty: for all)."""
+
+    host: str
+    image: str
+    size: Size
+    account: str = ""
+
+
+class TemplateCondition(StrEnum):
+    BUILDING = "building"
+    READY = "ready"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateSeen:
+    """A template as its host sees it. `held` is the memory that it takes there now, all copies, in MiB."""
+
+    name: str
+    host: str
+    image: str
+    condition: TemplateCondition
+    size: Size
+    reason: str = ""
+    held: float = 0.0
+    account: str = ""
+
+    @property
+    def which(self) -> TemplateKey:
+        return TemplateKey(self.host, self.image, self.size, self.account)
+
+
+class TemplateState(StrEnum):
+    ABSENT = "absent"
+    BUILDING = "building"
+    READY = "ready"
+    BROKEN = "broken"
+    RETIRING = "retiring"
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A template of one image at one size on one host, for one account or for all. `source` answers for its host. How
+    many VMs refer to it is counted from the VM rows."""
+
+    id: int
+    version: int
+    state: TemplateState
+    since: float
+    host: str
+    image: str
+    size: Size
+    reason: str = ""
+    tries: int = 0
+    quarantined: str = ""
+    account: str = ""
+    source: str = ""
+
+    @property
+    def key(self) -> Key:
+        return Key("template", self.id)
+
+    @property
+    def which(self) -> TemplateKey:
+        return TemplateKey(self.host, self.image, self.size, self.account)

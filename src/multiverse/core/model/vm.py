@@ -1,0 +1,176 @@
+"""VMs: as rows, as specified and as observed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from multiverse.core.model.keys import Key
+from multiverse.core.model.sizes import CloneKind, Depth, Size
+from multiverse.core.model.template import TemplateKey
+
+
+class VmCondition(StrEnum):
+    MAKING = "making"  # its creation has begun and is not complete
+    PARKED = "parked"  # restored and paused, or ready to boot; without identity
+    STARTING = "starting"  # it runs, but its mounts, users and daemons are not complete
+    RUNNING = "running"  # it has its identity and its mounts, and its daemons have been started
+    DEAD = "dead"  # its process is gone or its guest has stopped; remains of it exist
+
+
+@dataclass(frozen=True, slots=True)
+class VmSeen:
+    """A VM as its source shows it.
+
+    Memory is in MiB (0: not measured) and a few seconds old at most: `private` is freed when the VM ends; `shared` is
+    what it maps of its template and of programs, counted whole however many VMs map it. `introduced` are the users that
+    were added to its guest after its start. `address` (with prefix length) and `mac` are shown where the hypervisor
+    assigns them, `placed_on` where it chooses the machine. `token` is empty for a VM of a release without tokens.
+    """
+
+    name: str
+    host: str
+    condition: VmCondition
+    reason: str = ""
+    cpu_s: float = 0.0
+    private: float = 0.0
+    shared: float = 0.0
+    introduced: tuple[int, ...] = ()
+    address: str = ""
+    mac: str = ""
+    placed_on: str = ""
+    token: str = ""
+
+
+class VmRef(NamedTuple):
+    """Where a VM is found: its name, and the source that answers for it (empty where a hypervisor has only one)."""
+
+    name: str
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class VmSpec:
+    """What `create` needs. A created VM has no identity, so nothing of a job is in it.
+
+    `template` is what it is forked from; None for a VM that boots from its image. `spare`: made before any job waits
+    for it, so creation may take longer if the VM is quicker later. `mac` and `address` are empty where the hypervisor
+    assigns them. `token` is random; nothing adopts a VM with another token. `source` answers for the VM.
+    """
+
+    name: str
+    host: str
+    image: str
+    kind: CloneKind
+    size: Size
+    mac: str
+    template: TemplateKey | None = None
+    spare: bool = False
+    token: str = ""
+    address: str = ""
+    source: str = ""
+
+    @property
+    def ref(self) -> VmRef:
+        return VmRef(self.name, self.source)
+
+
+class VmState(StrEnum):
+    PLANNED = "planned"  # claimed; being created
+    PARKED = "parked"  # it exists, without identity
+    STARTING = "starting"  # it is given its identity, and its node is to register
+    JOINED = "joined"  # an idle node
+    SERVING = "serving"  # its job runs
+    RETIRING = "retiring"  # a joined spare that is to go as soon as no job can take it any more
+    DEAD = "dead"  # it has died, and its job may still be tied to its node: the node stays until the job is not
+    LOST = "lost"  # its host is out of reach
+    ENDING = "ending"  # it is destroyed at once and its node set DOWN; a job may be on the node, which stays
+    REMOVING = "removing"  # the same, and no job is on its node, which is deleted
+    RELEASING = "releasing"  # its guest writes back; then it is destroyed and its node deleted
+    GONE = "gone"
+
+
+FAILED_STATES = frozenset({VmState.DEAD, VmState.LOST, VmState.ENDING, VmState.REMOVING})
+"""A VM in one of these states serves its job no more, through no decision of its attempt."""
+
+LEAVING_STATES = frozenset({VmState.ENDING, VmState.REMOVING, VmState.RELEASING})
+"""A VM in one of these states is being destroyed."""
+
+UPCOMING_STATES = frozenset({VmState.PLANNED, VmState.PARKED, VmState.STARTING})
+"""A VM in one of these states is not a node yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vm:
+    """A VM, from before it exists until it is seen gone.
+
+    `size` is the VM's own, `node_size` what its node declares. `pool` says that it was made for a warm pool, and how
+    far; it is a spare until it serves an `attempt`. `template_size` is the size of the template that it is forked from,
+    None if it boots from its image; `account` says whose template that is, and `template_id` is the template's row,
+    which may end before the VM does. `host` is where its capacity is claimed: a host, or a cloud's quota. `source`
+    answers for it. `mac` and `address` (with prefix length) are empty until they are known where the hypervisor
+    assigns them.
+    """
+
+    id: int  # the serial
+    version: int
+    state: VmState
+    since: float
+    name: str
+    host: str
+    image: str
+    kind: CloneKind
+    size: Size
+    node_size: Size
+    mac: str
+    address: str
+    attempt: int | None = None
+    reason: str = ""
+    quarantined: str = ""
+    template_size: Size | None = None
+    account: str = ""
+    template_id: int | None = None
+    pool: Depth | None = None
+    source: str = ""
+    token: str = ""
+
+    @property
+    def key(self) -> Key:
+        return Key("vm", self.id)
+
+    @property
+    def ref(self) -> VmRef:
+        return VmRef(self.name, self.source)
+
+    @property
+    def template(self) -> TemplateKey | None:
+        return TemplateKey(self.host, self.image, self.template_size, self.account) if self.template_size else None
+
+    @property
+    def feature(self) -> str:
+        """The tag of a joined spare: a job that takes it cannot be given the tag of an attempt."""
+        return f"mv_v{self.id}"
+
+    @property
+    def failed(self) -> bool:
+        """Whether it serves its job no more, through no decision of its attempt. Derived from its state."""
+        return self.state in FAILED_STATES
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it is being destroyed. Derived from its state."""
+        return self.state in LEAVING_STATES
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether it was made for a pool and serves no attempt yet."""
+        return self.pool is not None and self.attempt is None and not self.quarantined and not self.failed
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """How long a named part of an effect took, in seconds. Stages of one effect follow each other."""
+
+    name: str
+    seconds: float

@@ -1,0 +1,105 @@
+"""All that was observed and is remembered: what the planner decides upon."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
+
+from multiverse.core.model.host import Host, HypervisorView
+from multiverse.core.model.job import Attempt, SchedulerView
+from multiverse.core.model.keys import Key
+from multiverse.core.model.offer import Offer
+from multiverse.core.model.sizes import CloneKind
+from multiverse.core.model.template import Template
+from multiverse.core.model.vm import Vm, VmSeen
+
+Row = Attempt | Vm | Template | Offer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Seen(Generic[T]):
+    """A value that was observed; the observation began at `began` (monotonic). Nothing newer is in it."""
+
+    value: T
+    began: float
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What is known of one source of a hypervisor. `latest` None: it is unknown, which never means empty. It is known,
+    or unknown, since `since` (monotonic)."""
+
+    latest: Seen[HypervisorView] | None = None
+    since: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What the controller remembers of earlier passes, and a restart forgets: only the pace depends on it.
+
+    `arrivals` is how many VMs a second jobs are given, by image. `seconds` is how long VMs lately took from claim to
+    node, by image and kind. `paced` says until when the making of clones is paid for, by (host, image, kind): see
+    `pacing.wait_for`. `rest` says before when the pool of an image makes no more spares, because its VMs failed.
+    """
+
+    arrivals: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    seconds: Mapping[tuple[str, CloneKind], float] = field(default_factory=lambda: MappingProxyType({}))
+    paced: Mapping[tuple[str, str, CloneKind], float] = field(default_factory=lambda: MappingProxyType({}))
+    rest: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True)
+class World:
+    """All that was observed, and when effects last ended.
+
+    `scheduler` is None while the scheduler is unknown. `sources` are those of the hypervisor, by name.
+    `effect_ended_at` maps a row to the time at which its last effect ended, infinity while one runs: absence counts
+    only in an observation that began later. `refused` says why the last effect of a row was refused for good. `entropy`
+    is random for each pass; tokens of new VMs are made of it.
+    """
+
+    scheduler: Seen[SchedulerView] | None = None
+    sources: Mapping[str, Observation] = field(default_factory=lambda: MappingProxyType({}))
+    effect_ended_at: Mapping[Key, float] = field(default_factory=lambda: MappingProxyType({}))
+    refused: Mapping[Key, str] = field(default_factory=lambda: MappingProxyType({}))
+    forecast: Forecast = Forecast()
+    entropy: str = ""
+
+    def latest(self, source: str) -> Seen[HypervisorView] | None:
+        """The latest observation of a source; None while it is unknown."""
+        observation = self.sources.get(source)
+        return observation.latest if observation else None
+
+    @cached_property
+    def views(self) -> Mapping[str, HypervisorView]:
+        """The views of all sources that are known, by source, in the order of their names."""
+        return {name: seen.latest.value for name, seen in sorted(self.sources.items()) if seen.latest}
+
+    @cached_property
+    def hosts(self) -> Mapping[str, Host]:
+        """All hosts in sight, by name: those that sources show which are known."""
+        return {name: host for view in self.views.values() for name, host in sorted(view.hosts.items())}
+
+    @cached_property
+    def source_of(self) -> Mapping[str, str]:
+        """The source of each host in sight."""
+        return {host: source for source, view in self.views.items() for host in view.hosts}
+
+    def vm(self, vm: Vm) -> VmSeen | None:
+        """The VM as its source shows it. None if the source does not show it, or is unknown. A VM with another token is
+        another VM."""
+        view = self.views.get(vm.source)
+        seen = view.vms.get(vm.name) if view else None
+        return seen if seen is None or seen.token in ("", vm.token) else None
+
+    def ended_at(self, key: Key, never: float = 0.0) -> float:
+        """When the row's last effect ended, infinity while one runs; `never` if none has begun."""
+        return self.effect_ended_at.get(key, never)
+
+
+Detail = Mapping[str, Any]

@@ -1,0 +1,93 @@
+"""The settings that decisions depend on."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from multiverse.core.model import Attempt, CloneKind, Depth, Forecast, Size
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """A warm pool: so many VMs of an image, made as far as `depth` before any job asks. At least `least` are kept,
+    at most `most`, in between as many as the arrival rate asks for. `size` is what the nodes of joined ones are told
+    to have; `max_age`, in seconds, is when a spare is replaced by a fresh one. Joined ones that it is to `offer` are
+    taken by jobs themselves, as these are submitted."""
+
+    image: str
+    depth: Depth
+    least: int
+    most: int
+    size: Size
+    max_age: float = 3600.0
+    offer: bool = True
+
+    def wanted(self, rate: float, seconds: float) -> int:
+        """How many spares, with `rate` VMs asked for a second, each of which takes `seconds` to make: what is used
+        up meanwhile, and twice the square root of it for chance (arrivals are Poisson's, nearly)."""
+        used = rate * seconds
+        return min(self.most, max(self.least, math.ceil(used + 2 * math.sqrt(used)))) if used > 0.05 else self.least
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The settings that decisions depend on. Times in seconds, memory in MiB."""
+
+    subnet: ipaddress.IPv4Network
+    gateway: str
+    first_address: int = 256
+    image: str = "slim"
+    kind: CloneKind = CloneKind.INSTANT
+    base: Size = Size(1, 256)
+    guest_reserve: int = 80
+    overcommit: float = 1.0  # times its declared memory that a host may claim
+    floor: int = 1024  # above 1, what its machine must keep available all the same
+    settle: float = 30.0  # then, how long a VM serves its job before it counts as what it takes
+    provisioning: int = 4
+    silence: float = 60.0  # how long a source is unknown before its VMs no longer count for their jobs
+    spawn_timeout: float = 60.0
+    pin_timeout: float = 60.0
+    held_timeout: float = 10.0  # a pinned job that the scheduler holds back; its reason may be an old one till then
+    complete_timeout: float = 120.0
+    retry_base: float = 2.0
+    retry_limit: float = 300.0
+    replacements: int = 2
+    attempts: int = 12
+    patience: float = 2.0  # how long a job waits before its user is told why
+    pools: tuple[Pool, ...] = ()
+    rates: Mapping[CloneKind, float] = field(default_factory=lambda: MappingProxyType({}))
+    """Clones a second from one template, or of one image on one host; kinds that are not in it go unpaced."""
+    seconds: Mapping[CloneKind, float] = field(
+        default_factory=lambda: MappingProxyType({CloneKind.INSTANT: 1.5, CloneKind.LINKED: 8.0, CloneKind.FULL: 15.0})
+    )
+    """From claim to node, until it has been seen how long that takes here."""
+    template_seconds: float = 10.0  # for a template to be made
+
+    def backoff(self, tries: int) -> float:
+        """Seconds to wait after `tries` failures in a row: doubled each time, up to the limit."""
+        if tries <= 0:
+            return 0.0
+        return float(min(self.retry_limit, self.retry_base * 2 ** min(tries - 1, 30)))
+
+    def interval(self, kind: CloneKind) -> float:
+        """Seconds between clones of one template, on the average."""
+        rate = self.rates.get(kind, 0.0)
+        return 1.0 / rate if rate > 0 else 0.0
+
+    def takes(self, image: str, kind: CloneKind, forecast: Forecast) -> float:
+        """Seconds that a VM takes from claim to node: as lately seen or, of a kind not seen yet, as one would think,
+        but slower by as much as the image's other kinds were seen to be: on a busy machine all kinds are."""
+        if (image, kind) in forecast.seconds:
+            return forecast.seconds[image, kind]
+        seen = [forecast.seconds[image, other] / usual for other, usual in sorted(self.seconds.items())
+                if (image, other) in forecast.seconds]  # fmt: skip
+        return self.seconds.get(kind, 0.0) * (sum(seen) / len(seen) if seen else 1.0)
+
+
+def image_of(attempt: Attempt, policy: Policy) -> str:
+    """The image of the attempt's VMs."""
+    return attempt.request.image or policy.image

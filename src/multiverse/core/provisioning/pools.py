@@ -1,0 +1,225 @@
+"""The warm pools: release spares that are of no use and create missing ones, after all queued jobs were considered."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from multiverse.core.model import (
+    Attempt,
+    AttemptState,
+    Claim,
+    CloneKind,
+    Host,
+    NodeState,
+    OfferState,
+    TemplateKey,
+    TemplateState,
+    Vm,
+    VmState,
+)
+from multiverse.core.policy import Pool
+from multiverse.core.provisioning.capacity import Blockage, room_of
+from multiverse.core.provisioning.clones import (
+    CloneRequest,
+    ask_for_template,
+    hosts_making,
+    plan_vms,
+)
+from multiverse.core.provisioning.context import Context
+from multiverse.core.provisioning.pacing import wait_for
+from multiverse.core.provisioning.sizes import short_of_memory, template_size
+from multiverse.core.provisioning.spares import (
+    is_of,
+    is_offered,
+    may_offer,
+    open_offer,
+    release_spare,
+    spare_claim,
+    spare_size,
+    spares,
+    too_old,
+    withdraw,
+)
+from multiverse.core.transition import Change, Event
+
+_MAKING = (VmState.PLANNED, VmState.STARTING)
+
+LAUNCH = 1.0
+"""Seconds from a job's running, as Slurm shows it, until its script has begun."""
+
+
+def reconcile_pools(context: Context, blockage: Blockage) -> None:
+    """Bring every pool to its size. Nothing is made while jobs wait for room or for a turn, and nothing is on offer
+    while jobs wait for room."""
+    if context.world.scheduler is None or not context.world.views:
+        return
+    state, hosts = context.state, context.hosts
+    for vm in spares(state):
+        if vm.host in hosts and short_of_memory(hosts[vm.host], context.policy):
+            release_spare(state, vm, f"host {vm.host} is short of memory")
+    unwanted = {vm.id: vm for vm in spares(state)}
+    for pool in context.policy.pools:
+        mine = [vm for vm in unwanted.values() if is_of(vm, pool)]
+        for vm in mine:
+            del unwanted[vm.id]
+        mine = [vm for vm in mine if not _release_if_spent(context, vm, pool)]
+        wanted = wanted_of(context, pool)
+        for vm in mine[: max(0, len(mine) - wanted)]:  # the oldest
+            release_spare(state, vm, f"its pool keeps {wanted} now")
+        if not blockage and len(mine) < wanted and _may_make(context, pool):
+            _refill(context, pool, wanted - len(mine))
+    for vm in unwanted.values():
+        release_spare(state, vm, "no pool of the settings wants it")
+    _reconcile_offers(context, blockage)
+
+
+def _reconcile_offers(context: Context, blockage: Blockage) -> None:
+    state = context.state
+    for vm in spares(state):
+        offer = state.offers.get(vm.id)
+        offered = is_offered(vm, context.policy)
+        if offer is not None and offer.state is OfferState.OPEN:
+            if blockage is Blockage.ROOM:
+                withdraw(state, offer, "jobs wait for room")
+            elif not offered:
+                withdraw(state, offer, "its pool offers none")
+        elif offer is not None and offer.state is OfferState.CLOSED and offered and not blockage:
+            if not _is_another_changing(context, vm):
+                release_spare(state, vm, "it was withdrawn, and nobody took it")  # another is made and offered
+        elif not blockage and may_offer(context, vm):
+            open_offer(state, vm)
+
+
+def _is_another_changing(context: Context, spare: Vm) -> bool:
+    """Whether another such spare is being made or released: they are replaced one after the other."""
+    changing = (*_MAKING, VmState.PARKED, VmState.RELEASING, VmState.REMOVING, VmState.ENDING, VmState.RETIRING)
+    return any(
+        vm.attempt is None and (vm.pool, vm.image) == (spare.pool, spare.image)
+        for vm in context.state.vms_in(*changing)
+    )
+
+
+def wanted_of(context: Context, pool: Pool) -> int:
+    """How many spares the pool is to have now."""
+    forecast = context.world.forecast
+    seconds = context.policy.takes(pool.image, CloneKind.INSTANT, forecast)
+    return pool.wanted(forecast.arrivals.get(pool.image, 0.0), seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatus:
+    """How it stands with a pool: how many spares it is to have now, has ready, of these on offer to jobs as they come,
+    and has in the making."""
+
+    pool: Pool
+    wanted: int
+    ready: int
+    making: int
+    offered: int
+
+
+def pool_status(context: Context) -> list[PoolStatus]:
+    """Every pool of the settings, in their order."""
+    shown = context.world.scheduler.value.offers if context.world.scheduler else {}
+    found = []
+    for pool in context.policy.pools:
+        mine = [vm for vm in spares(context.state) if is_of(vm, pool)]
+        ready = sum(vm.state.value == pool.depth.value for vm in mine)
+        opened = [vm for vm in mine if context.state.offer_of(vm) is OfferState.OPEN]
+        offered = sum((shown or {}).get(vm.name) is False for vm in opened)
+        found.append(PoolStatus(pool, wanted_of(context, pool), ready, len(mine) - ready, offered))
+    return found
+
+
+def _has_idle_cpus(context: Context, host: Host) -> bool:
+    """Whether another spare may be made there without slowing down jobs that are starting. Half of the machine's CPUs
+    are enough for both together, and one of a single pair."""
+    cpus = (host.machine or host.capacity).cpus
+    at_work = 0
+    for vm in context.state.vms_on(host.name):
+        attempt = context.state.attempt_of(vm)
+        at_work += _is_starting(attempt, context.state.now) if attempt is not None else vm.state in _MAKING
+    return at_work < max(1, cpus // 2)
+
+
+def _is_starting(attempt: Attempt, now: float) -> bool:
+    """From its admission until its script has begun, which nobody reports: some time after the job runs."""
+    if attempt.state is AttemptState.ALLOCATED:
+        return now - attempt.since < LAUNCH
+    starting = (AttemptState.CLAIMED, AttemptState.SPAWNING, AttemptState.SPAWNED, AttemptState.INTRODUCING)
+    return attempt.state in starting
+
+
+def _may_make(context: Context, pool: Pool) -> bool:
+    """Not while a spare that failed is being destroyed, and then not before its image's rest is over. A spare whose
+    host is out of reach has not failed to come up, and may be there for long."""
+    failed = any(
+        vm.pool and vm.attempt is None and vm.image == pool.image
+        for vm in context.state.vms_in(VmState.ENDING, VmState.REMOVING)
+    )
+    return not failed and context.state.now >= context.world.forecast.rest.get(pool.image, 0.0)
+
+
+def _release_if_spent(context: Context, vm: Vm, pool: Pool) -> bool:
+    """Release the spare, with a reason, if it is of no use any more."""
+    why = _why_spent(context, vm, pool)
+    if why:
+        release_spare(context.state, vm, why)
+    return bool(why)
+
+
+def _why_spent(context: Context, vm: Vm, pool: Pool) -> str:
+    """Why the spare is of no use any more; empty if it is of use."""
+    assert context.world.scheduler is not None
+    state, world = context.state, context.world
+    template = state.template_for(vm.template) if vm.template else None
+    node, seen, host = context.scheduler.nodes.get(vm.name), world.vm(vm), context.hosts.get(vm.host)
+    there = (VmState.PARKED, VmState.JOINED)
+    down = node is None or node.state is NodeState.DOWN
+    if host is not None and vm.image not in host.images:
+        return "its image is gone"
+    if template is None or template.state is not TemplateState.READY:
+        return "its template is gone"
+    if too_old(vm, pool, state.now):
+        return f"it is older than {pool.max_age:g} s"
+    if vm.state in there and seen is not None and seen.reason:
+        return seen.reason  # a daemon in it has ended
+    if vm.state is VmState.JOINED and context.world.scheduler.began > vm.since and down:
+        return f"its node is down: {node.reason}" if node else "its node is gone"
+    return ""
+
+
+def _refill(context: Context, pool: Pool, lacking: int) -> None:
+    """Plan as many spares as may be made beside what is being made for jobs: half of a turn, one at least."""
+    state, hosts, policy, kind = context.state, context.hosts, context.policy, CloneKind.INSTANT
+    able = hosts_making(pool.image, kind, hosts)
+    templates = {name: template_size(pool.size, hosts[name], pool.image, policy) for name in able}
+    keys = [TemplateKey(name, pool.image, size) for name, size in templates.items()]
+    rows = {key: state.template_for(key) for key in keys}
+    room = room_of(context)
+    ready = [key.host for key, row in rows.items() if row is not None and row.state is TemplateState.READY]
+    if not ready:
+        ask_for_template(context, rows, room, "its pool needs it")
+        return
+    being_made = Counter(vm.attempt is None for vm in state.vms_in(*_MAKING))
+    turns = policy.provisioning - being_made[False]  # those of jobs come first
+    may = max(1, turns // 2) - being_made[True] if turns > 0 else 0
+    sizes = {name: spare_size(pool, templates[name], context, name) for name in ready}
+    claims = {name: spare_claim(pool.depth, size, context, name) for name, size in sizes.items()}
+    wanted = CloneRequest(pool.image, kind, pool.size, templates, pool=pool.depth, sizes=sizes)
+    for _ in range(min(lacking, may)):
+        in_turn = [
+            name
+            for name in ready
+            if _has_idle_cpus(context, hosts[name])
+            and not wait_for((name, pool.image, kind), state.paced, state.now, policy)
+        ]
+        chosen = room.place(1, {name: claims[name] for name in in_turn})
+        vms = plan_vms(context, wanted, chosen) if chosen else None
+        if vms is None:
+            return
+        state.move(
+            *(Change(vm, Event.PLANNED, f"for the {pool.depth} pool of {pool.image}") for vm in vms),
+            make=(Claim(vm.key, vm.host, claims[vm.host]) for vm in vms),
+        )

@@ -1,0 +1,92 @@
+"""The sizes of VMs and templates, and what they claim of a host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from multiverse.core.model import Host, Size
+from multiverse.core.policy import Policy
+
+
+def guest_memory(node: Size, policy: Policy) -> int:
+    """MiB that a guest needs whose node declares `node`: with room for its kernel and daemons, and for the page
+    structures of plugged memory (64 bytes for each page of 4096: 1/64)."""
+    return node.memory + policy.guest_reserve + node.memory // 50
+
+
+def template_size(node: Size, host: Host, image: str, policy: Policy) -> Size:
+    """The size of the template that a VM for a node of size `node` is forked from.
+
+    What the image can plug is the base's, and is plugged later. What it cannot plug, the template has from the start:
+    CPUs as asked for; memory as the next power of two, so that templates are shared, or as much as the host holds for
+    the template and a VM beside it.
+    """
+    cpus = policy.base.cpus if host.image_can(image, "plug_cpus") else max(node.cpus, policy.base.cpus)
+    if host.image_can(image, "plug_memory"):
+        return Size(cpus, policy.base.memory)
+    wanted, most = guest_memory(node, policy), _most_memory(host, policy)
+    shared = max(policy.base.memory, 1 << (wanted - 1).bit_length())
+    return Size(cpus, most if wanted <= most < shared else shared)
+
+
+def serves_as(other: Size, own: Size, host: Host, image: str, policy: Policy) -> bool:
+    """Whether a template of the size `other` serves where one of the size `own` is meant: of what the image cannot plug
+    it may have up to twice as much, as long as the host holds it and a VM of it."""
+
+    def enough(have: int, need: int, ability: str) -> bool:
+        return have == need if host.image_can(image, ability) else need <= have <= 2 * need
+
+    return (
+        enough(other.cpus, own.cpus, "plug_cpus")
+        and enough(other.memory, own.memory, "plug_memory")
+        and other.cpus <= host.capacity.cpus
+        and other.memory <= max(own.memory, _most_memory(host, policy))
+    )
+
+
+def _most_memory(host: Host, policy: Policy) -> int:
+    """The most MiB that a template, and a VM of the same size beside it, can have on this host."""
+    room = empty_host(host, policy).capacity.memory - host.vm_overhead
+    return room // (1 + host.template_copies) // host.memory_block * host.memory_block
+
+
+def vm_size(node: Size, template: Size, host: Host, policy: Policy) -> Size:
+    """The size of a VM whose node declares `node`: memory that its template lacks is plugged in whole blocks."""
+    block = host.memory_block
+    plugged = -(-max(0, guest_memory(node, policy) - template.memory) // block) * block
+    return Size(max(node.cpus, template.cpus), template.memory + plugged, node.disk)
+
+
+def empty_host(host: Host, policy: Policy) -> Host:
+    """The host as what it can carry at once with nothing on it. Where more may be claimed than is declared, VMs that
+    start have to fit into the machine all the same."""
+    if policy.overcommit <= 1 or not host.machine:
+        return host
+    most = min(host.capacity.memory, host.machine.memory - policy.floor)
+    return replace(host, capacity=replace(host.capacity, memory=most))
+
+
+def vm_claim(size: Size, host: Host) -> Size:
+    """What a VM of `size` claims on its host."""
+    return Size(size.cpus, size.memory + host.vm_overhead, size.disk)
+
+
+def template_claim(size: Size, host: Host | None) -> Size:
+    """What a template of `size` claims on its host: its frozen memory, as often as it is held there, and no CPU. Of a
+    host that is not in sight the worst is assumed."""
+    return Size(0, size.memory * (host.template_copies if host else 2), 0)
+
+
+def vm_claims(node: Size, templates: Mapping[str, Size], hosts: Mapping[str, Host], policy: Policy) -> dict[str, Size]:
+    """What a VM for a node of size `node` would claim on each host, by the size of its template there."""
+    return {
+        name: vm_claim(vm_size(node, template, hosts[name], policy), hosts[name])
+        for name, template in templates.items()
+    }
+
+
+def short_of_memory(host: Host, policy: Policy) -> bool:
+    """Whether more may be claimed there than is declared, and its machine has less available than it must keep: then no
+    VM is added there, and spares are released."""
+    return policy.overcommit > 1 and 0 < host.available < policy.floor

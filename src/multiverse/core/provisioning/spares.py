@@ -1,0 +1,215 @@
+"""Spares of the warm pools: VMs made before any job asks for them, each taken by one job and never given back.
+
+A *parked* spare is a clone that is restored and paused: it takes any size and identity when it is taken, and until then
+uses hardly any memory and no CPU. A *joined* spare is an idle node of one size: a job of one VM that fits is tied to it
+at once, by the tag that is the VM's own. Spares give way to whatever needs their memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from multiverse.core.model import (
+    Attempt,
+    CloneKind,
+    Depth,
+    NodeSpec,
+    NodeState,
+    Offer,
+    OfferState,
+    Size,
+    Vm,
+    VmCondition,
+    VmState,
+)
+from multiverse.core.policy import Policy, Pool
+from multiverse.core.provisioning.capacity import Room
+from multiverse.core.provisioning.context import Context
+from multiverse.core.provisioning.sizes import vm_claim, vm_size
+from multiverse.core.state import State
+from multiverse.core.transition import Change, Event
+
+Taken = tuple[Vm, Size]
+"""A spare as it serves, and what it claims more than before."""
+
+WITHDRAWAL = 2.0
+"""Seconds that a job waits for a spare to be withdrawn from other jobs; then the job is given another VM."""
+
+_LIVE = (VmState.PLANNED, VmState.PARKED, VmState.STARTING, VmState.JOINED)
+
+
+def spares(state: State, depth: Depth | None = None) -> list[Vm]:
+    """The spares that serve nobody yet, are not on their way out, and were not taken by a job on its way, by serial."""
+    return [
+        vm
+        for vm in state.vms_in(*_LIVE)
+        if vm.is_spare and depth in (None, vm.pool) and state.offer_of(vm) is not OfferState.TAKEN
+    ]
+
+
+def spare_size(pool: Pool, template: Size, context: Context, host: str) -> Size:
+    """The size that a pool's VM is made with, forked from a template of the size `template`."""
+    return template if pool.depth is Depth.PARKED else vm_size(pool.size, template, context.hosts[host], context.policy)
+
+
+def spare_claim(depth: Depth, size: Size, context: Context, host: str) -> Size:
+    """What a spare of `size` claims. A parked spare is paused: it writes to none of its memory, and needs what its
+    hypervisor's process does."""
+    return vm_claim(Size(0, 0, 0) if depth is Depth.PARKED else size, context.hosts[host])
+
+
+# --- taking ----------------------------------------------------------------------------------------
+
+
+def joined_for(context: Context, attempt: Attempt, promised: Collection[int] = ()) -> Vm | None:
+    """The joined spare that fits best: as many CPUs as asked for, no more memory than must be, and not on offer to
+    other jobs if there is another. None of those that are `promised` to earlier jobs."""
+    request, state, nodes, image = attempt.request, context.state, context.scheduler.nodes, context.image_of(attempt)
+    if request.nodes != 1:
+        return None  # the VMs of one job are tied to it by one tag, and know each other from their start
+
+    def is_open_to_all(vm: Vm) -> bool:
+        return set(request.features) <= {image, CloneKind.INSTANT, CloneKind.AUTO}
+
+    def fits(vm: Vm) -> bool:
+        return (
+            vm.image == image
+            and vm.account == request.account
+            and vm.node_size.cpus == request.size.cpus
+            and vm.node_size.memory >= request.size.memory
+            and vm.node_size.disk >= request.size.disk
+        )
+
+    def is_idle(vm: Vm) -> bool:
+        return vm.name in nodes and nodes[vm.name].state is NodeState.IDLE
+
+    def is_late(vm: Vm) -> bool:
+        offer = state.offers.get(vm.id)
+        return offer is not None and offer.state is OfferState.CLOSING and state.now - offer.since > WITHDRAWAL
+
+    fit = [
+        vm
+        for vm in spares(state, Depth.JOINED)
+        if vm.state is VmState.JOINED and vm.id not in promised and not is_late(vm)
+        if fits(vm) and is_open_to_all(vm) and is_idle(vm) and fit_to_serve(context, vm)
+    ]
+    return min(fit, key=lambda vm: (vm.node_size.memory, state.offer_of(vm) is OfferState.OPEN, vm.id), default=None)
+
+
+def parked_for(context: Context, attempt: Attempt, templates: Mapping[str, Size], room: Room) -> list[Taken]:
+    """Parked spares that can become the attempt's VMs where they are, on the emptiest hosts first, and no more than it
+    needs. Takes the room that they come to need."""
+    found: list[Taken] = []
+    if not context.policy.pools:
+        return found
+    image, request = context.image_of(attempt), attempt.request
+    left = [
+        vm
+        for vm in spares(context.state, Depth.PARKED)
+        if vm.state is VmState.PARKED and vm.image == image and vm.account == request.account
+        if vm.template_size == templates.get(vm.host) and vm.host in room.free and fit_to_serve(context, vm)
+    ]
+    while left and len(found) < request.nodes:
+        left.sort(key=lambda vm: (-room.free[vm.host][0], -room.free[vm.host][1], vm.id))
+        vm = left.pop(0)
+        size = vm_size(request.size, templates[vm.host], context.hosts[vm.host], context.policy)
+        whole = vm_claim(size, context.hosts[vm.host])
+        more = _less(whole, spare_claim(Depth.PARKED, size, context, vm.host))
+        if room.fits(vm.host, more):
+            room.take(vm.host, more)
+            found.append((replace(vm, attempt=attempt.id, size=size, node_size=request.size), more))
+    return found
+
+
+def give_back(taken: list[Taken], room: Room) -> None:
+    """Undo what `parked_for` took of the room."""
+    for vm, more in taken:
+        room.give(vm.host, more)
+
+
+def _less(one: Size, other: Size) -> Size:
+    return Size(one.cpus - other.cpus, one.memory - other.memory, one.disk - other.disk)
+
+
+def fit_to_serve(context: Context, vm: Vm) -> bool:
+    """Whether a spare may still become a job's: it lives, nothing in it has failed, and it is not older than its pool
+    lets it be, though it may not have been released yet."""
+    seen = context.world.vm(vm)
+    well = seen is not None and seen.condition in (VmCondition.PARKED, VmCondition.RUNNING) and not seen.reason
+    return well and not any(too_old(vm, pool, context.state.now) for pool in context.policy.pools if is_of(vm, pool))
+
+
+def is_of(vm: Vm, pool: Pool) -> bool:
+    """Whether the VM is such a one as the pool keeps."""
+    same = vm.image == pool.image and vm.pool is pool.depth
+    return same and (pool.depth is Depth.PARKED or vm.node_size == pool.size)
+
+
+def too_old(vm: Vm, pool: Pool, now: float) -> bool:
+    return vm.state in (VmState.PARKED, VmState.JOINED) and now - vm.since > pool.max_age
+
+
+def node_spec(vm: Vm, attempt: Attempt | None) -> NodeSpec:
+    """The VM as a node. It offers its features to its attempt's job alone or, as a spare, to whichever job takes it."""
+    if attempt is not None:
+        features: tuple[str, ...] = (*attempt.request.features, attempt.feature)
+    else:
+        features = (vm.image, CloneKind.INSTANT.value, CloneKind.AUTO.value, vm.feature)
+    return NodeSpec(
+        name=vm.name,
+        address=vm.address,
+        size=vm.node_size,
+        features=features,
+        tag=attempt.feature if attempt is not None else vm.feature,
+        image=vm.image,
+        account=vm.account,
+        spare=attempt is None,
+    )
+
+
+# --- offers and release ----------------------------------------------------------------------------
+
+
+def release_spare(state: State, vm: Vm, why: str) -> None:
+    """Plan the end of a spare. No job ever had its node, so the node may be deleted at once; but not while a job may
+    still take it."""
+    offer = state.offers.get(vm.id)
+    if offer is not None and offer.state in (OfferState.OPEN, OfferState.CLOSING):
+        state.move(Change(replace(vm, state=VmState.RETIRING, reason=why), Event.RETIRED, why))
+        if offer.state is OfferState.OPEN:
+            withdraw(state, offer, why)
+    else:
+        state.move(Change(replace(vm, state=VmState.RELEASING, reason=why), Event.RELEASED, why))
+
+
+def may_offer(context: Context, vm: Vm) -> bool:
+    """Whether a joined spare may be offered to jobs as they come: the scheduler can, it never was offered, is an idle
+    node, and is fit to serve."""
+    node = context.scheduler.nodes.get(vm.name)
+    fresh = vm.state is VmState.JOINED and context.state.offer_of(vm) is None
+    idle = node is not None and node.state is NodeState.IDLE
+    can = context.scheduler.offers is not None
+    return can and fresh and idle and is_offered(vm, context.policy) and fit_to_serve(context, vm)
+
+
+def is_offered(vm: Vm, policy: Policy) -> bool:
+    """Whether a pool of the settings offers such spares."""
+    return any(pool.offer for pool in policy.pools if is_of(vm, pool))
+
+
+def named_by_none(image: str, default: str, kind: CloneKind) -> tuple[bool, bool]:
+    """Whether jobs that name no image, and those that name no kind of clone, are served by an instant clone of `image`,
+    where these are the site's defaults."""
+    return image == default, kind in (CloneKind.INSTANT, CloneKind.AUTO)
+
+
+def open_offer(state: State, vm: Vm) -> None:
+    """Let a job that comes take the spare by itself."""
+    offer = Offer(vm.id, 0, OfferState.OPEN, state.now)
+    state.move(Change(offer, Event.OFFERED, "to jobs as they come"))
+
+
+def withdraw(state: State, offer: Offer, why: str) -> None:
+    """Plan that no job may take the spare by itself any more. It counts as withdrawn when an observation shows it."""
+    state.move(Change(offer.closing(why), Event.WITHDRAWN, why))

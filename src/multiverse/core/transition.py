@@ -1,0 +1,208 @@
+"""What a state machine consists of: events, transitions, tables, changes, moves and effects.
+
+A table is data: the store refuses a move that is not in it, the diagrams in the documentation are drawn from it, and
+the tests walk it. Entering a state permits its effect; an observed result leaves the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from multiverse.core.errors import MultiverseError
+from multiverse.core.model import (
+    AttemptState,
+    Claim,
+    ClaimKey,
+    Key,
+    OfferState,
+    Row,
+    RowKind,
+    Size,
+    Stage,
+    TemplateState,
+    VmState,
+)
+
+RowState = AttemptState | VmState | TemplateState | OfferState
+
+TERMINAL: frozenset[RowState] = frozenset(
+    {
+        AttemptState.DONE,
+        AttemptState.CANCELLED,
+        AttemptState.REQUEUED,
+        AttemptState.REVOKED,
+        AttemptState.FAILED,
+        VmState.GONE,
+        TemplateState.ABSENT,
+        OfferState.ENDED,
+    }
+)
+"""A row that enters one of these states has ended, and changes no more."""
+
+
+class Event(StrEnum):
+    """Why a row changes. The words are what `multiverse timeline` prints."""
+
+    # attempt
+    SUBMITTED = "submitted"
+    NOTED = "noted"  # the state is the same; what the row says for people, or of its job, has changed
+    AT_GATE = "at the gate"
+    LEFT_GATE = "left the gate"
+    STRAYED = "strayed"  # its job runs on a VM of an earlier attempt
+    ADMITTED = "admitted"
+    TOOK = "took a spare"  # its job took a joined spare by itself, as it was submitted
+    IMPOSSIBLE = "impossible"
+    MADE = "made"
+    REPLACED = "replaced"
+    ALL_JOINED = "all joined"
+    RUNS = "runs"
+    PIN_EXPIRED = "pin expired"
+    GAVE_UP = "gave up"
+    ENDED = "ended"
+    CANCELLED = "cancelled"
+    CHANGED = "changed"
+    RESTARTED = "restarted"
+    RETURNED = "returned"  # its job is off its nodes
+    STARTED_LATE = "started late"  # its job started on its nodes after the attempt had given up on it
+    RECLAIMED = "reclaimed"
+    # vm
+    PLANNED = "planned"
+    EXISTS = "exists"
+    TAKEN = "taken"  # by an attempt, out of its pool
+    START = "start"
+    REGISTERED = "registered"
+    FAILED = "failed"
+    DIED = "died"
+    RETIRED = "retired"
+    RELEASED = "released"
+    LOST = "lost"
+    FOUND = "found"
+    FENCED = "fenced"
+    NODE_FREE = "node free"  # no job is on its node any more
+    ABSENT = "absent"
+    # offer
+    OFFERED = "offered"
+    WITHDRAWN = "withdrawn"
+    CLOSED = "closed"
+    # template
+    NEEDED = "needed"
+    BUILT = "built"
+    BROKE = "broke"
+    VANISHED = "vanished"
+    DROPPED = "dropped"
+    # any
+    QUARANTINED = "quarantined"
+    RETRIED = "retried"  # an operator ended its quarantine or its back-off
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """One transition of a table. `source` None is the creation of the row."""
+
+    source: RowState | None
+    event: Event
+    target: RowState
+
+
+def transitions(sources: Iterable[RowState | None], event: Event, *targets: RowState) -> list[Transition]:
+    """The transitions from each of `sources` to each of `targets`."""
+    return [Transition(source, event, target) for source in sources for target in targets]
+
+
+def unchanged(states: Iterable[RowState], *events: Event) -> list[Transition]:
+    """The transitions from each state to itself, for each event."""
+    return [Transition(state, event, state) for state in states for event in events]
+
+
+class Tables(dict[RowKind, tuple[Transition, ...]]):
+    """The tables of all state machines, by kind of row."""
+
+    def __init__(self, tables: Mapping[RowKind, tuple[Transition, ...]]) -> None:
+        super().__init__(tables)
+        self._allowed = {kind: frozenset(table) for kind, table in tables.items()}
+
+    def allowed(self, kind: RowKind, source: RowState | None, event: Event, target: RowState) -> bool:
+        """Whether the table has this transition."""
+        return Transition(source, event, target) in self._allowed[kind]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One row's part of a move: its new value, whose `version` is still the one it replaces (0: new)."""
+
+    row: Row
+    event: Event
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Rows that change together, and the claims that are released and made with them, in this order: one decision, all
+    or nothing. A gang's admission is one move."""
+
+    changes: tuple[Change, ...]
+    make: tuple[Claim, ...] = ()
+    free: tuple[ClaimKey, ...] = ()
+
+
+class EffectKind(StrEnum):
+    GATE = "gate"  # put the job back at the gate
+    EXPLAIN = "explain"
+    PIN = "pin"
+    REQUEUE = "requeue"
+    REVOKE = "revoke"
+    CREATE = "create"
+    START = "start"
+    OFFER = "offer"
+    WITHDRAW = "withdraw"
+    END = "end"  # set the node DOWN and destroy the VM
+    REMOVE = "remove"  # set the node DOWN, destroy the VM, and delete the node
+    RELEASE = "release"  # let the guest write back, destroy the VM, and delete the node
+    SWEEP = "sweep"  # set the node DOWN, destroy the VM, and delete the node, of a name that no row explains
+    BUILD = "build"
+    DROP = "drop"
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """What a row's state permits. Effects with the same `key` run one after another: an offer's effects run under the
+    key of its VM, so that the end of a node never overtakes its offer. Equal effects are the same one, which is not
+    begun again beside itself."""
+
+    kind: EffectKind
+    key: Key
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """An effect ended. `error` None: it reported success. `state` is the row's state when the effect began, so that a
+    late message about a state that was left since can be told apart."""
+
+    key: Key
+    kind: EffectKind
+    state: str
+    error: MultiverseError | None = None
+    stages: tuple[Stage, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What an operator asks for.
+
+    Of templates (`host`, `image`): `build` one, of the base size and for all accounts unless `size` and `account` say
+    otherwise, or `drop` all that these describe. Of a record (`key`): `retry` ends its quarantine or back-off. Of a
+    host out of reach (`host`): `fence` is the operator's word that the host is off and nothing of it runs.
+    """
+
+    verb: str
+    host: str = ""
+    image: str = ""
+    key: Key | None = None
+    size: Size | None = None
+    account: str | None = None
+
+
+Message = Done | Command

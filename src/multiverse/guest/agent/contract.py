@@ -1,0 +1,17 @@
+"""What the guest agent and the host agree on, and the agent's limits and paths."""
+
+from __future__ import annotations
+
+VERSION = 1  # of the protocol
+PORT = "org.multiverse.agent"  # name of the virtio port
+MAX_LINE = 1 << 20  # bytes of one message, in either direction
+TEMPLATE = "multiverse.template"  # on the kernel's command line of a VM that will be frozen as a template
+INTRODUCED = "/run/multiverse/introduced"  # a pipe that can be read once the job's user is known
+MOST_WAIT = 64  # lines that are written to that pipe; each waiting process reads one
+
+LOGS = "/var/log/multiverse"  # directory of the daemons' logs
+DAEMON_TIMEOUT = 30.0  # seconds until a daemon must be ready, a plugged CPU or memory usable, or a mount done
+
+
+class GuestAgentError(Exception):
+    """The agent could not do what the host asked for. The text is for the operator."""

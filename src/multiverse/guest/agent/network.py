@@ -1,0 +1,105 @@
+"""The guest's network interface, its address and the names of other nodes."""
+
+# ruff: noqa: PTH110, PTH208
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+
+from multiverse.guest.agent.contract import GuestAgentError
+from multiverse.guest.agent.files import write
+
+# <linux/sockios.h>, <linux/if.h>, <linux/if_arp.h>, <linux/rtnetlink.h>, <linux/netlink.h>
+SIOCGIFFLAGS, SIOCSIFFLAGS, SIOCSIFHWADDR, SIOCGIFADDR = 0x8913, 0x8914, 0x8924, 0x8915
+IFF_UP, ARPHRD_ETHER = 0x1, 1
+RTM_NEWADDR, RTM_DELADDR, RTM_NEWROUTE = 20, 21, 24
+NLM_REQUEST_ACK, NLM_CREATE_REPLACE, NLMSG_ERROR = 0x5, 0x500, 2
+
+_interface = ""  # name of the guest's network interface, once it is known
+
+
+def interface() -> str:
+    """The first network interface that belongs to a device; it is looked up once. Raises GuestAgentError."""
+    global _interface
+    if not _interface:
+        names = sorted(n for n in os.listdir("/sys/class/net") if os.path.exists(f"/sys/class/net/{n}/device"))
+        if not names:
+            raise GuestAgentError("the guest has no network interface")
+        _interface = names[0]
+    return _interface
+
+
+def link_up(name: str) -> None:
+    """Set an interface up (netdevice(7)). Raises OSError."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        raw = fcntl.ioctl(sock, SIOCGIFFLAGS, struct.pack("16sh14x", name.encode(), 0))
+        flags = struct.unpack_from("h", raw, 16)[0]
+        if not flags & IFF_UP:
+            fcntl.ioctl(sock, SIOCSIFFLAGS, struct.pack("16sh14x", name.encode(), flags | IFF_UP))
+
+
+def set_network(name: str, mac: str, address: str, gateway: str) -> None:
+    """Set the MAC, the address (with prefix length) and the default route of an interface that is up (rtnetlink(7)).
+
+    Without a gateway there is no default route. Raises OSError.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        raw = bytes.fromhex(mac.replace(":", ""))
+        fcntl.ioctl(sock, SIOCSIFHWADDR, struct.pack("16sH6s8x", name.encode(), ARPHRD_ETHER, raw))
+    index = socket.if_nametoindex(name)
+    requests = [address_request(RTM_NEWADDR, index, address)]
+    if gateway:
+        # Table main, protocol static, scope universe, unicast; then RTA_GATEWAY and RTA_OIF.
+        route = struct.pack("BBBBBBBBI", socket.AF_INET, 0, 0, 0, 254, 4, 0, 1, 0)
+        route += _attribute(5, socket.inet_aton(gateway)) + _attribute(4, struct.pack("I", index))
+        requests.append(_request(RTM_NEWROUTE, route))
+    _send_netlink(requests)
+
+
+def remove_address(name: str, address: str) -> None:
+    """Take an address (with prefix length) away from an interface. Raises OSError."""
+    _send_netlink([address_request(RTM_DELADDR, socket.if_nametoindex(name), address)])
+
+
+def current_address(name: str) -> str:
+    """The IPv4 address of an interface, without prefix length. Raises OSError."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        raw = fcntl.ioctl(sock, SIOCGIFADDR, struct.pack("16s24x", name.encode()))[20:24]
+    return socket.inet_ntoa(raw)
+
+
+def set_hosts(hostname: str, address: str, peers: list[list[str]]) -> None:
+    """Write /etc/hosts: this node and its peers, which are pairs of name and address."""
+    lines = ["127.0.0.1 localhost", f"{address} {hostname}", *(f"{peer} {name}" for name, peer in peers)]
+    write("/etc/hosts", "\n".join(lines) + "\n")
+
+
+def address_request(kind: int, index: int, address: str) -> bytes:
+    """A netlink message that adds (RTM_NEWADDR) or deletes (RTM_DELADDR) an address of the interface `index`."""
+    host, _, prefix = address.partition("/")
+    local = socket.inet_aton(host)
+    body = struct.pack("BBBBI", socket.AF_INET, int(prefix or "24"), 0, 0, index)
+    return _request(kind, body + _attribute(2, local) + _attribute(1, local))  # IFA_LOCAL, IFA_ADDRESS
+
+
+def _attribute(kind: int, value: bytes) -> bytes:
+    return struct.pack("HH", 4 + len(value), kind) + value  # all values here are multiples of four bytes
+
+
+def _request(kind: int, body: bytes) -> bytes:
+    return struct.pack("IHHII", 16 + len(body), kind, NLM_REQUEST_ACK | NLM_CREATE_REPLACE, 0, 0) + body
+
+
+def _send_netlink(requests: list[bytes]) -> None:
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as netlink:
+        netlink.bind((0, 0))
+        for request in requests:
+            netlink.send(request)
+            answer = netlink.recv(4096)
+            if struct.unpack_from("H", answer, 4)[0] == NLMSG_ERROR:
+                code = -struct.unpack_from("i", answer, 16)[0]  # 0 acknowledges the request
+                if code:
+                    raise OSError(code, os.strerror(code), "rtnetlink")

@@ -1,0 +1,171 @@
+"""The agent itself: it answers the host's messages and watches the daemons."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from typing import Any
+
+from multiverse.guest.agent.audit import clone_facts, current_facts
+from multiverse.guest.agent.channel import HostChannel
+from multiverse.guest.agent.contract import INTRODUCED, MOST_WAIT, VERSION, GuestAgentError
+from multiverse.guest.agent.daemons import Children, DaemonProcess
+from multiverse.guest.agent.files import make_pipe, write_kernel_file
+from multiverse.guest.agent.hotplug import count_cpus, use_plugged
+from multiverse.guest.agent.identity import StageTimer, set_names, set_random_state, write_node_files
+from multiverse.guest.agent.modules import load_on_demand
+from multiverse.guest.agent.mounts import mount_one
+from multiverse.guest.agent.network import interface, set_network
+from multiverse.guest.agent.processes import ending, preload_job_programs
+from multiverse.guest.agent.syscalls import MNT_DETACH, unmount
+from multiverse.guest.agent.users import add_users
+
+CLOCK_TOLERANCE = 0.5  # seconds; a smaller difference is not corrected, because daemons run
+
+
+class GuestAgent:
+    """Answers the host's messages and watches the daemons.
+
+    `wake` is a pipe into which each signal writes a byte (signal.set_wakeup_fd).
+    """
+
+    def __init__(self, channel: HostChannel, wake: int) -> None:
+        self.channel = channel
+        self.wake = wake
+        self.children = Children()
+        self.mounts: list[str] = []
+        self.introduced: int | None = None  # the pipe from which a job reads until its user is known
+        # The answer to `hello`. A host that missed a report, or has restarted, asks again.
+        self.state: dict[str, Any] = {"type_": "fork_point", "version": VERSION, "possible": count_cpus("possible")}
+
+    def serve(self) -> None:
+        """Wait at the fork point for an identity, then answer messages until the VM ends."""
+        while self.state["type_"] == "fork_point" and (messages := self.channel.wait()):
+            for message in messages:
+                self.handle(message)
+        self.channel.watch()
+        poller = select.poll()
+        poller.register(self.wake, select.POLLIN)
+        poller.register(self.channel.fd, select.POLLIN)
+        while True:
+            messages, open_ = self.channel.receive()
+            for message in messages:
+                self.handle(message)
+            if open_:
+                poller.modify(self.channel.fd, select.POLLIN)
+            else:
+                self._wait_for_host(poller)
+            poller.poll()
+            self.report_ended_daemons()
+
+    def _wait_for_host(self, poller: select.poll) -> None:
+        # While the host's end is closed, polling the port returns at once. A signal ends this wait: SIGIO when the host
+        # has opened its end, SIGCHLD when a child has ended.
+        poller.unregister(self.channel.fd)
+        poller.poll()
+        self.report_ended_daemons()
+        poller.register(self.channel.fd, select.POLLIN)
+
+    def handle(self, message: dict[str, Any]) -> None:
+        """Do what a message asks for; ignore unknown ones. A failure is reported to the host and never raised."""
+        try:
+            if message.get("type") == "identity":
+                self.take_identity(message)
+            elif message.get("type") == "flush":
+                self.flush()
+            elif message.get("type") == "introduce":
+                self.add_user(message)
+            elif message.get("type") == "audit":
+                facts = {**clone_facts(), **self.state.get("audit", {}), **current_facts()}
+                self.channel.send("audited", audit=facts)
+            elif message.get("type") == "hello":
+                self.channel.send(**self.state)
+        except GuestAgentError as error:
+            self._report("failed", reason=str(error))
+        except Exception as error:
+            self._report("failed", reason=f"the agent failed: {type(error).__name__}: {error}")
+
+    def _report(self, type_: str, **fields: Any) -> None:
+        """Send a message that also answers every later `hello`."""
+        self.state = {"type_": type_, **fields}
+        self.channel.send(**self.state)
+
+    def take_identity(self, message: dict[str, Any]) -> None:
+        """Apply an identity and start the daemons. A second identity changes nothing; it is answered with the state."""
+        if self.state["type_"] != "fork_point":
+            self.channel.send(**self.state)
+            return
+        self.state = {"type_": "becoming"}
+        stage = StageTimer()
+        set_random_state(message["random"])
+        time.clock_settime(time.CLOCK_REALTIME, message["time"] + stage.elapsed())
+        identity = message["identity"]
+        set_names(identity)
+        add_users(identity["users"])
+        stage("identity")
+        set_network(interface(), identity["mac"], identity["address"], identity["gateway"])
+        stage("network")
+        membership = identity["membership"]
+        write_node_files(membership)
+        stage("files")
+        use_plugged(message["cpus"], message["plugged"])
+        stage("plugged")
+        is_spare = not identity["users"]
+        if is_spare:
+            self.introduced = make_pipe(INTRODUCED)
+        # The daemons are started before the file systems are mounted, because they wait for other machines, and the
+        # mounts use that time. No job runs here before `started` is reported.
+        for daemon in [DaemonProcess(spec) for spec in membership["daemons"]]:
+            self.children.start(daemon)
+            stage(f"daemon_{daemon.name}")
+        for each in identity["mounts"]:
+            mount_one(each["source"], each["target"], each["type"], each["options"])
+            self.mounts.append(each["target"])
+        stage("mounts")
+        load_on_demand(True)
+        if is_spare:  # no job waits for a spare
+            preload_job_programs()
+            stage("practised")
+        self._report("started", stages=stage.stages, audit=clone_facts())
+        if os.getpid() == 1:
+            # Not earlier: each page that the agent touched first would become a huge page of 2 MiB that clones do not
+            # share.
+            write_kernel_file("/sys/kernel/mm/transparent_hugepage/enabled", "always")
+
+    def add_user(self, message: dict[str, Any]) -> None:
+        """Add the user of a job that got this spare, correct the clock, and let the job continue."""
+        add_users([message["user"]])
+        if abs(message["time"] - time.time()) > CLOCK_TOLERANCE:
+            time.clock_settime(time.CLOCK_REALTIME, message["time"])
+        if self.introduced is not None:
+            try:
+                os.write(self.introduced, b"\n" * MOST_WAIT)
+            except BlockingIOError:
+                pass  # the pipe is full of lines of earlier messages
+        self.channel.send("introduced")
+
+    def report_ended_daemons(self) -> None:
+        """Empty the wake-up pipe, collect children that have ended, and report the daemons among them."""
+        try:
+            os.read(self.wake, 4096)
+        except BlockingIOError:
+            pass
+        for daemon in self.children.collect():
+            self.channel.send(
+                "daemon_ended", name=daemon.name, reason=f"{ending(daemon.status or 0)}: {daemon.log_tail()}"
+            )
+
+    def flush(self) -> None:
+        """Write everything back and unmount the cluster's file systems. Processes that still use them may fail."""
+        os.sync()
+        for target in reversed(self.mounts):
+            try:
+                unmount(target)
+            except OSError:
+                try:
+                    unmount(target, MNT_DETACH)
+                except OSError:
+                    continue
+        self.mounts.clear()
+        self.channel.send("flushed")

@@ -1,0 +1,1 @@
+"""Images: bootable disks with everything that a job needs. `build` makes them, `catalog` finds them."""

@@ -1,0 +1,86 @@
+"""What the controller asks of a hypervisor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from multiverse.core.model import HypervisorView, Identity, Size, Stage, TemplateKey, User, VmRef, VmSpec
+
+
+class Source(Protocol):
+    """Whatever answers in one piece: the agent of one host, or a cloud with all its hosts."""
+
+    @property
+    def name(self) -> str:
+        """Unique among the sources of all hypervisors, and the same after a restart."""
+        ...
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        """The hosts that the settings name for this source, whether or not it has ever answered."""
+        ...
+
+    async def observe(self) -> HypervisorView:
+        """All hosts, templates and VMs of our site at this source, with the remains of dead VMs. Raises `Unknown`."""
+        ...
+
+
+class Hypervisor(Protocol):
+    """What runs VMs, on one host or many. What a host can do, and what things cost there, is data (`Host`)."""
+
+    @property
+    def sources(self) -> Sequence[Source]:
+        """All sources. Each host belongs to one of them."""
+        ...
+
+    @property
+    def templates(self) -> Templates | None:
+        """Builds and deletes templates; None if clones only boot."""
+        ...
+
+    @property
+    def users(self) -> GuestUsers | None:
+        """Adds users to running guests; None if a guest knows only the users that it was started with."""
+        ...
+
+    async def create(self, vm: VmSpec) -> Sequence[Stage]:
+        """Create a VM without identity, paused where the platform can. `Gone` if the template or host is missing,
+        `Refused` if the name, token, address or MAC is another VM's. After an error something of the VM may remain,
+        until `destroy`."""
+        ...
+
+    async def start(self, vm: VmRef, size: Size, identity: Identity) -> Sequence[Stage]:
+        """Give a VM its size and identity and let it run, until its daemons have been started. `Gone` if there is no
+        such VM, `Refused` if the identity is another VM's, `Broken` if the guest did not answer or refused its
+        identity."""
+        ...
+
+    async def destroy(self, vm: VmRef, grace: float) -> None:
+        """Let the guest write back and unmount for up to `grace` seconds (0: not at all), end the VM and remove all of
+        it. Success if there is none; returning means that nothing of it is left."""
+        ...
+
+
+class Templates(Protocol):
+    """Templates for instant clones."""
+
+    async def build_template(self, template: TemplateKey) -> Sequence[Stage]:
+        """Boot and freeze a template. `Broken` if the image does not boot, `Refused` if there is no such image,
+        `Exhausted` for want of memory or disk, `Gone` if there is no such host or the template was deleted
+        meanwhile."""
+        ...
+
+    async def delete_template(self, template: TemplateKey) -> None:
+        """Remove a template. One that is being built is not waited for and does not come back. VMs that were forked
+        from it go on. Success if there is none."""
+        ...
+
+
+class GuestUsers(Protocol):
+    """Users of guests that run."""
+
+    async def add_user(self, vm: VmRef, user: User) -> None:
+        """Make a user known to a running VM that was started without that user, and set its clock. `Gone` if there is
+        no such VM, `Broken` or `Unknown` if its guest did not do it."""
+        ...

@@ -1,0 +1,94 @@
+"""What the controller asks of a batch scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from multiverse.core.model import JobRef, NodeBootstrap, NodeSpec, SchedulerView, Size, User
+
+
+class Scheduler(Protocol):
+    """A batch scheduler, which answers as one source.
+
+    Calls that name a job carry its expected restart count (in `JobRef`). They read the job again first, and raise
+    `Stale` if it has moved on or is another job with the same id, `Gone` if there is none.
+    """
+
+    @property
+    def offers(self) -> Offers | None:
+        """Lets jobs take idle nodes as they are submitted; None if the scheduler cannot."""
+        ...
+
+    @property
+    def submission(self) -> SubmissionLimits | None:
+        """Refuses jobs that no host could hold as they are submitted; None if the scheduler cannot."""
+        ...
+
+    async def observe(self) -> SchedulerView:
+        """All jobs of our partitions or queues and all nodes of our site. Raises `Unknown`; never a partial view."""
+        ...
+
+    async def pin(self, job: JobRef, tag: str, nodes: Sequence[str], text: str = "") -> None:
+        """Tie a pending job to `nodes`, whose `NodeSpec.tag` is `tag`, and let it start. Once tied, the job is shown
+        with `Job.pinned` equal to `tag`. `text`, if any, is left for the job's user in the same command, as by
+        `explain`. A job that its user holds raises `Stale`."""
+        ...
+
+    async def unpin(self, job: JobRef) -> None:
+        """Put a pending job back at the gate, released unless its user holds it. Nothing is done for a job at the gate;
+        `Stale` for a job that is not pending."""
+        ...
+
+    async def requeue(self, job: JobRef) -> None:
+        """Stop a running job and queue it again, at the gate."""
+        ...
+
+    async def revoke(self, job: JobRef, reason: str) -> None:
+        """Cancel a pending job for good and leave `reason` where its user finds it."""
+        ...
+
+    async def set_down(self, node: str, reason: str) -> None:
+        """Set a node DOWN, so that the scheduler's own rules end whatever runs there, and withdraw its offer. Success
+        if there is no such node."""
+        ...
+
+    async def delete_node(self, node: str) -> None:
+        """Make the scheduler forget a node and its offer. `Refused` while a job is on it; success if there is none."""
+        ...
+
+    async def explain(self, job: JobRef, text: str) -> None:
+        """Leave one line for the job's user, where the scheduler shows such lines."""
+        ...
+
+    async def bootstrap(self, node: NodeSpec) -> NodeBootstrap:
+        """What a VM needs to become this node of the cluster."""
+        ...
+
+    async def user(self, uid: int) -> User:
+        """The user with this uid, with all groups. `Gone` if there is none."""
+        ...
+
+
+class Offers(Protocol):
+    """Lets a job take a joined spare by itself, as the job is submitted. `SchedulerView.offers` shows the result."""
+
+    async def offer(self, node: NodeSpec) -> None:
+        """Let one job that fits take this idle node. The job is then tied to the node as by `pin`, and waits on it
+        until the job's user has been added to the guest. A node that was taken or withdrawn is never offered again,
+        however often this is called."""
+        ...
+
+    async def withdraw(self, node: str) -> None:
+        """Let no job take the node any more; a later `offer` is without effect. Nothing is done for a node that was
+        taken or never offered: the next observation tells."""
+        ...
+
+
+class SubmissionLimits(Protocol):
+    """Refuses, at submission, jobs that no host could ever hold."""
+
+    async def publish(self, largest: Mapping[str, Sequence[Size]]) -> None:
+        """From now on refuse a job whose node needs more than each of these sizes, given by image. A job whose image is
+        not listed is not refused for its size."""
+        ...

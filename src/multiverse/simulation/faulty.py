@@ -1,0 +1,152 @@
+"""The ports with faults: every call goes through a `faults.FaultyLink`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from multiverse.core.model import (
+    HypervisorView,
+    Identity,
+    JobRef,
+    NodeBootstrap,
+    NodeSpec,
+    SchedulerView,
+    Size,
+    Stage,
+    TemplateKey,
+    User,
+    VmRef,
+    VmSpec,
+)
+from multiverse.ports import GuestUsers, Hypervisor, Offers, Scheduler, Source, SubmissionLimits, Templates
+from multiverse.simulation.faults import FaultyLink
+
+
+class FaultyScheduler:
+    """A `ports.Scheduler` behind a faulty link."""
+
+    def __init__(self, inner: Scheduler, link: FaultyLink) -> None:
+        self._inner = inner
+        self._call = link.call
+        self.offers = FaultyOffers(inner.offers, link) if inner.offers else None
+        self.submission = FaultySubmissionLimits(inner.submission, link) if inner.submission else None
+
+    async def observe(self) -> SchedulerView:
+        return await self._call("observe", "", lambda: self._inner.observe())
+
+    async def pin(self, job: JobRef, tag: str, nodes: Sequence[str], text: str = "") -> None:
+        await self._call("pin", job.job_id, lambda: self._inner.pin(job, tag, nodes, text), job, tag)
+
+    async def unpin(self, job: JobRef) -> None:
+        await self._call("unpin", job.job_id, lambda: self._inner.unpin(job), job)
+
+    async def requeue(self, job: JobRef) -> None:
+        await self._call("requeue", job.job_id, lambda: self._inner.requeue(job), job)
+
+    async def revoke(self, job: JobRef, reason: str) -> None:
+        await self._call("revoke", job.job_id, lambda: self._inner.revoke(job, reason), job)
+
+    async def set_down(self, node: str, reason: str) -> None:
+        await self._call("set_down", node, lambda: self._inner.set_down(node, reason), node)
+
+    async def delete_node(self, node: str) -> None:
+        await self._call("delete_node", node, lambda: self._inner.delete_node(node), node)
+
+    async def explain(self, job: JobRef, text: str) -> None:
+        await self._call("explain", job.job_id, lambda: self._inner.explain(job, text), job)
+
+    async def bootstrap(self, node: NodeSpec) -> NodeBootstrap:
+        return await self._call("bootstrap", node.name, lambda: self._inner.bootstrap(node), node)
+
+    async def user(self, uid: int) -> User:
+        return await self._call("user", str(uid), lambda: self._inner.user(uid), uid)
+
+
+class FaultyOffers:
+    """A `ports.Offers` behind a faulty link."""
+
+    def __init__(self, inner: Offers, link: FaultyLink) -> None:
+        self._inner = inner
+        self._call = link.call
+
+    async def offer(self, node: NodeSpec) -> None:
+        await self._call("offer", node.name, lambda: self._inner.offer(node), node)
+
+    async def withdraw(self, node: str) -> None:
+        await self._call("withdraw", node, lambda: self._inner.withdraw(node), node)
+
+
+class FaultySubmissionLimits:
+    """A `ports.SubmissionLimits` behind a faulty link."""
+
+    def __init__(self, inner: SubmissionLimits, link: FaultyLink) -> None:
+        self._inner = inner
+        self._call = link.call
+
+    async def publish(self, largest: Mapping[str, Sequence[Size]]) -> None:
+        await self._call("publish", "", lambda: self._inner.publish(largest))
+
+
+class FaultySource:
+    """A `ports.Source` behind a faulty link."""
+
+    def __init__(self, inner: Source, link: FaultyLink) -> None:
+        self._inner = inner
+        self._call = link.call
+        self.name = inner.name
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        return self._inner.hosts
+
+    async def observe(self) -> HypervisorView:
+        return await self._call("observe", self.name, lambda: self._inner.observe())
+
+
+class FaultyTemplates:
+    """A `ports.Templates` behind a faulty link."""
+
+    def __init__(self, inner: Templates, link: FaultyLink) -> None:
+        self._inner = inner
+        self._call = link.call
+
+    async def build_template(self, template: TemplateKey) -> Sequence[Stage]:
+        what = f"{template.host}/{template.image}"
+        return await self._call("build_template", what, lambda: self._inner.build_template(template), template)
+
+    async def delete_template(self, template: TemplateKey) -> None:
+        what = f"{template.host}/{template.image}"
+        await self._call("delete_template", what, lambda: self._inner.delete_template(template), template)
+
+
+class FaultyUsers:
+    """A `ports.GuestUsers` behind a faulty link."""
+
+    def __init__(self, inner: GuestUsers, link: FaultyLink) -> None:
+        self._inner = inner
+        self._call = link.call
+
+    async def add_user(self, vm: VmRef, user: User) -> None:
+        await self._call("add_user", vm.name, lambda: self._inner.add_user(vm, user), vm.name, user)
+
+
+class FaultyHypervisor:
+    """A `ports.Hypervisor` behind a faulty link."""
+
+    def __init__(self, inner: Hypervisor, link: FaultyLink) -> None:
+        self._inner = inner
+        self._call = link.call
+        self.sources = [FaultySource(source, link) for source in inner.sources]
+        self.templates = FaultyTemplates(inner.templates, link) if inner.templates else None
+        self.users = FaultyUsers(inner.users, link) if inner.users else None
+
+    async def create(self, vm: VmSpec) -> Sequence[Stage]:
+        return await self._call("create", vm.name, lambda: self._inner.create(vm), vm)
+
+    async def start(self, vm: VmRef, size: Size, identity: Identity) -> Sequence[Stage]:
+        return await self._call(
+            "start", vm.name, lambda: self._inner.start(vm, size, identity), vm.name, size, identity
+        )
+
+    async def destroy(self, vm: VmRef, grace: float) -> None:
+        await self._call("destroy", vm.name, lambda: self._inner.destroy(vm, grace), vm.name, grace)

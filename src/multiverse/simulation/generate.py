@@ -1,0 +1,204 @@
+"""Scenarios drawn from a seed: jobs, what their users do to them, faults and incidents."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+from multiverse.config import PacingSettings, PoolSettings, Settings
+from multiverse.core.model import CloneKind, Depth, Host, Size
+from multiverse.simulation.cloud import CLOUD_ABILITIES, QUOTA
+from multiverse.simulation.cluster import ClusterSettings
+from multiverse.simulation.faults import ControllerCrash, IncidentKind, Odds, every
+from multiverse.simulation.guests import GuestBehaviour
+from multiverse.simulation.jobs import Batch
+from multiverse.simulation.machines import ABILITIES
+from multiverse.simulation.scenario import Arrival, Scenario, UserAction
+from multiverse.simulation.world import Pair, WorldSettings
+
+IMPOSSIBLE = Size(2, 1_000_000)  # larger than any host, but accepted by the gate of these scenarios
+
+
+def without_faults(seed: int, pair: Pair | None = None) -> Scenario:
+    """Jobs, and users who cancel, hold, change or requeue them; no faults and no incidents.
+
+    Without `pair`, the seed decides which scheduler and hypervisor the world has."""
+    rng = Random(f"{seed}/scenario")
+    hosts = tuple(_host(rng, number) for number in range(rng.choice((1, 1, 2, 3))))
+    first = rng.randint(1, 10)
+    cluster = ClusterSettings(
+        node_timeout=rng.choice((10.0, 20.0, 20.0, 60.0, 300.0)),
+        last_id=rng.choice((first, first + 1, 60_000)),
+        min_job_age=(2.0, rng.choice((2.5, 30.0, 300.0))),
+        flavor=Size(64, 2_000_000),
+        first_id=first,
+    )
+    chance = Random(f"{seed}/limits")
+    cluster = replace(cluster, max_jobs=chance.choice((0, 0, 1, 2)), max_cpus=chance.choice((0, 0, 4)))
+    pacing = PacingSettings(provisioning=rng.choice((1, 4, 16)), attempts=rng.choice((2, 12)))
+    image_choices = Random(f"{seed}/images")
+    arrivals = tuple(_with_image(_arrival(rng), image_choices) for _ in range(rng.randint(1, 8)))
+    settings = _with_pools(Settings(pacing=pacing, poll=rng.choice((2.0, 5.0))), Random(f"{seed}/pools"))
+    if late := _arrivals_for_spares(seed, settings):
+        cluster = replace(cluster, test_only_share=Random(f"{seed}/probes").choice((0.0, 0.0, 0.2)))
+        arrivals = (*late, *arrivals)
+    scenario = Scenario(seed, arrivals, WorldSettings(hosts, cluster=cluster), settings, hints=rng.choice((0.0, 0.9)))
+    return _with_pair(scenario, pair or PAIRS[seed % len(PAIRS)])
+
+
+PAIRS = tuple(Pair)
+CLOUD_LIMIT = 20_000.0
+"""Virtual seconds that a scenario in the cloud may take: each VM takes about a minute to be created."""
+
+
+def _with_pair(scenario: Scenario, pair: Pair) -> Scenario:
+    """The same scenario with another scheduler and hypervisor. In the cloud the quota is what all hosts together have,
+    and all clones are full ones."""
+    world = replace(scenario.world, pair=pair)
+    if not pair.has_cloud:
+        return replace(scenario, world=world)
+    sizes = [host.capacity for host in world.hosts]
+    quota = Size(sum(s.cpus for s in sizes), sum(s.memory for s in sizes), sum(s.disk for s in sizes))
+    world = replace(world, hosts=(Host(QUOTA, quota, CLOUD_ABILITIES, vm_overhead=0),))
+    image = replace(scenario.settings.image, kind=CloneKind.FULL)
+    return replace(scenario, world=world, settings=replace(scenario.settings, image=image), limit=CLOUD_LIMIT)
+
+
+def _with_pools(settings: Settings, rng: Random) -> Settings:
+    """One scenario in four has warm pools and limited rates of clones, and may leave the kind of clones open."""
+    if rng.random() < 0.75:
+        return settings
+    pools = [
+        PoolSettings("slim", Depth.PARKED, rng.randint(0, 2), rng.randint(2, 4), max_age=rng.choice((60.0, 3600.0)))
+    ]
+    pools += [
+        PoolSettings("slim", Depth.JOINED, rng.choice((0, 1, 2, 2)), 2, size.cpus, size.memory, max_age)
+        for size in (Size(1, 500), Size(2, 900))
+        for max_age in (rng.choice((60.0, 3600.0)),)
+    ]
+    kind = rng.choice((CloneKind.INSTANT, CloneKind.AUTO))
+    pacing = replace(settings.pacing, instant_rate=rng.choice((0.0, 0.1, 200.0)), linked_rate=rng.choice((0.0, 0.25)))
+    image = replace(settings.image, kind=kind)
+    return replace(settings, pool=tuple(rng.sample(pools, rng.randint(1, 3))), pacing=pacing, image=image)
+
+
+def with_faults(seed: int, database: str = ":memory:", pair: Pair | None = None) -> Scenario:
+    """The same jobs, with faults of calls, incidents and crashes of the controller in the first minute.
+
+    Everything must come to its end afterwards."""
+    rng = Random(f"{seed}/trouble")
+    scenario = without_faults(seed, pair)
+    until = 300.0 if scenario.world.pair.has_cloud else 60.0  # in the cloud little has happened after a minute
+    for_spares = len(_arrivals_for_spares(seed, scenario.settings))
+    image_times = Random(f"{seed}/late")
+    late = tuple(image_times.choice((0.0, 0.0, 5.0, 40.0)) for _ in scenario.world.hosts)
+    images = tuple(replace(one, since=late if one.name == "stiff" else ()) for one in scenario.world.images)
+    rates = (0.0, 0.02, 0.1, 0.3)
+    silence = (5.0, rng.choice((*(30.0,) * 6, 700.0)))  # the longest is longer than the time limit of effects
+    odds = [replace(Odds.even(rng.choice(rates), until), silence=silence) for _ in range(2)]
+    incidents = tuple(one for kind, means in MEANS.items() for one in every(rng.choice(means), kind, rng, until))
+    guests = GuestBehaviour(
+        boot=(0.4, rng.choice((1.2, 1.2, 100.0))), mute=rng.choice((0.0, 0.0, 0.1)), small=rng.choice((0.0, 0.0, 0.1))
+    )
+    return replace(
+        scenario,
+        # More jobs would make a history longer, but not more difficult.
+        arrivals=tuple(replace(one, tasks=min(one.tasks, 2)) for one in scenario.arrivals[: for_spares + 3]),
+        world=replace(scenario.world, images=images, guests=guests),
+        scheduler_odds=odds[0],
+        hypervisor_odds=odds[1],
+        incidents=tuple(sorted(incidents, key=lambda incident: incident.at)),
+        crashes=_crashes(rng, rng.choice((0, 0, 5, 30))),
+        database=database,
+    )
+
+
+MEANS: dict[IncidentKind, tuple[float, ...]] = {
+    IncidentKind.VM_DIES: (0.0, 5.0, 30.0),
+    IncidentKind.GUEST_FLOODS: (0.0, 0.0, 20.0),
+    IncidentKind.REGISTERS_AGAIN: (0.0, 0.0, 20.0),
+    IncidentKind.CLUSTER_AWAY: (0.0, 0.0, 30.0, 100.0),
+    IncidentKind.CLUSTER_RESTARTS: (0.0, 0.0, 30.0),
+    IncidentKind.RECONFIGURED: (0.0, 0.0, 30.0),
+    IncidentKind.HOST_AWAY: (0.0, 0.0, 30.0, 60.0),
+    IncidentKind.HOST_FENCED: (0.0, 0.0, 60.0),
+    IncidentKind.TEMPLATE_DELETED: (0.0, 0.0, 10.0),
+    IncidentKind.DISK_FULL: (0.0, 0.0, 30.0),
+    IncidentKind.CONTROLLER_CRASH: (0.0, 0.0, 8.0, 60.0),
+}
+"""The mean seconds between two incidents of a kind: one is drawn for each scenario, 0 for never."""
+
+
+def _crashes(rng: Random, count: int) -> tuple[ControllerCrash, ...]:
+    """Crashes at commits. Some follow each other closely, so that the controller crashes during its recovery too."""
+    return tuple(
+        ControllerCrash(n, rng.random() < 0.5, rng.uniform(0.05, 5.0)) for n in sorted(rng.sample(range(1, 80), count))
+    )
+
+
+def _host(rng: Random, number: int) -> Host:
+    capacity = Size(rng.choice((2, 4, 8)), rng.choice((2048, 4096, 16384)), 65536)
+    copies = 1 + number % 2
+    return Host(f"h{number}", capacity, ABILITIES, Size(2, 4096, 65536), "tcg", template_copies=copies)
+
+
+def _arrival(rng: Random) -> Arrival:
+    batch = Batch(
+        name=rng.choice(("hello", "hpl", "sweep")),
+        uid=rng.choice((1000, 1001)),
+        seconds=rng.choice((0.0, 0.5, 5.0, 40.0)),
+        exit_code=rng.choice((0, 0, 3)),
+        nodes=rng.choice((1, 1, 1, 2)),
+        size=rng.choice((Size(1, 64), Size(1, 500), Size(2, 900))),
+        priority=rng.randint(1, 3) * 1000,
+        requeue=rng.random() < 0.9,
+        lingers=rng.choice((*(0.0,) * 8, 4.0, 200.0)),
+        delay=rng.choice((0.0, 0.0, 20.0)),
+    )
+    if rng.random() < 0.05:
+        batch = replace(batch, size=IMPOSSIBLE)
+    elif rng.random() < 0.03:
+        batch = replace(batch, problem="asks for a reservation, which VMs cannot keep")
+    tasks = rng.randint(2, 5) if rng.random() < 0.2 else 0
+    batch = replace(batch, at_most=tasks // 2 % 2)
+    return Arrival(rng.uniform(0.5, 30.0), batch, tasks, _actions(rng))
+
+
+def _arrivals_for_spares(seed: int, settings: Settings) -> tuple[Arrival, ...]:
+    """Jobs that are submitted when joined spares may be on offer, and may take one."""
+    if all(pool.depth is not Depth.JOINED for pool in settings.pool):
+        return ()
+    rng = Random(f"{seed}/takers")
+    return tuple(_arrival_for_spare(rng) for _ in range(rng.randint(1, 4)))
+
+
+def _arrival_for_spare(rng: Random) -> Arrival:
+    one = _arrival(rng)
+    size = rng.choice((Size(1, 64), Size(1, 500), Size(2, 900)))
+    batch = replace(one.batch, nodes=1, size=size, problem="", at_most=0, delay=rng.choice((0.0, 0.0, 0.0, 20.0)))
+    return replace(one, at=rng.uniform(4.0, 120.0), batch=batch, tasks=0)
+
+
+def _with_image(arrival: Arrival, rng: Random) -> Arrival:
+    """Give some jobs an image that can plug neither CPUs nor memory, and some an account with templates of its own."""
+    image, account = rng.choice((None, None, None, "stiff")), rng.choice(("", "", "", "physics"))
+    return replace(arrival, batch=replace(arrival.batch, image=image, account=account))
+
+
+def _actions(rng: Random) -> tuple[UserAction, ...]:
+    """The later actions of a job's user. A job that is held or suspended is released or resumed, so that it can end."""
+    at = rng.choice((rng.uniform(0.0, 3.0), rng.uniform(3.0, 8.0), rng.uniform(0.0, 30.0)))  # the second: most start
+    wait = rng.uniform(0.1, 20.0)
+    match rng.randrange(12):
+        case 0 | 1:
+            return (UserAction(at, "cancel"),)
+        case 2:
+            return (UserAction(at, "hold"), UserAction(at + wait, "release"))
+        case 3:
+            return (UserAction(at, "requeue"),)
+        case 4:
+            return (UserAction(at, "suspend"), UserAction(at + wait, "resume"), UserAction(100.0, "resume"))
+        case 5:
+            return (UserAction(at, "change", Size(1, 300)),)
+        case _:
+            return ()

@@ -1,0 +1,89 @@
+"""Checks of the promises that the controller makes, against what the simulated world knows to be true."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from multiverse.core.model import TemplateCondition
+from multiverse.core.state import Rows
+from multiverse.simulation.faults import IncidentKind
+from multiverse.simulation.guests import GuestBehaviour
+from multiverse.simulation.jobs import Batch, JobRecord
+from multiverse.simulation.scenario import Scenario
+from multiverse.simulation.world import World
+
+CHANGE_WINDOW = 20.0
+"""Seconds: a cancellation is justified by what the job asked for up to this long before, because a command that its
+caller has given up may arrive late."""
+
+
+def unclaimed_vms(rows: Rows, world: World) -> list[str]:
+    """VMs that exist without a live row or without a claim on their host. There must be none at any commit."""
+    claimed = {(claim.owner, claim.domain) for claim in rows.claims}
+    live = {vm.name: vm for vm in rows.vms.values()}
+    found = []
+    for name, machine in world.machines.vms.items():
+        vm = live.get(name)
+        if vm is None or (vm.key, machine.spec.host) not in claimed:
+            found.append(f"VM {name} is on {machine.spec.host} and nothing is claimed for it")
+    return found
+
+
+def violations_at_end(scenario: Scenario, world: World, rows: Rows) -> list[str]:
+    """What is wrong after all jobs have ended and everything should have been removed."""
+    found = [*world.violations(), *world.unfinished(), *world.leftovers()]
+    found += unjustified_cancellations(scenario, world.cluster.history)
+    found += [f"{row.key} is still {row.state}: {row.reason}" for row in rows.attempts.values()]
+    found += [f"{row.key} is still {row.state}: {row.reason}" for row in rows.vms.values()]
+    found += [f"claim of {claim.owner} is left" for claim in rows.claims if claim.owner.kind != "template"]
+    return found
+
+
+def unclaimed_templates(rows: Rows, world: World) -> list[str]:
+    """Templates that exist without a claim. A claim for a template that does not exist is only too cautious."""
+    claimed = {rows.templates[claim.owner.id].which for claim in rows.claims if claim.owner.kind == "template"}
+    seen = world.machines.templates.items()
+    existing = {which for which, one in seen if one.condition is not TemplateCondition.BROKEN}
+    return [f"template {which} exists and nothing is claimed for it" for which in sorted(existing - claimed)]
+
+
+def unjustified_cancellations(scenario: Scenario, history: Iterable[JobRecord]) -> list[str]:
+    """Jobs that the controller cancelled for a reason that was not true.
+
+    Jobs whose run was ended by the controller are checked when that happens: see `Machines.destroy` and
+    `Cluster.stopped_by_controller`."""
+    found = []
+    disturbed = bool(
+        scenario.incidents
+        or scenario.faults
+        or scenario.hypervisor_odds.rates
+        or scenario.scheduler_odds.rates
+        or scenario.world.guests != GuestBehaviour()
+    )
+    fenced = any(incident.kind is IncidentKind.HOST_FENCED for incident in scenario.incidents)
+    boots = {image.name: image.boots for image in scenario.world.images}
+    for job in history:
+        if job.result != "CANCELLED" or job.by_user:
+            continue
+        true_reasons = {
+            job.batch.problem: bool(job.batch.problem),
+            "fits on no host": fenced or not all(_surely_fits(scenario, batch) for batch in _recent_requests(job)),
+            "no VM could be made": disturbed or not boots.get(job.batch.image or "slim", False),
+        }
+        if not any(true and reason in job.revoked for reason, true in true_reasons.items()):
+            found.append(f"job {job.job_id} was cancelled by us, which nothing justifies: {job.revoked!r}")
+    return found
+
+
+def _surely_fits(scenario: Scenario, batch: Batch) -> bool:
+    """Whether the empty hosts could hold a job even if it needed four times the memory that it asks for."""
+    each, size = 4 * (batch.size.memory + 256), batch.size
+    per_host = (min(h.capacity.cpus // size.cpus, h.capacity.memory // each) for h in scenario.world.hosts)
+    return sum(per_host) >= batch.nodes
+
+
+def _recent_requests(job: JobRecord) -> list[Batch]:
+    """What a cancelled job asked for when it was cancelled and within the window before."""
+    if job.changed is None or job.cancelled - job.changed[0] >= CHANGE_WINDOW:
+        return [job.batch]
+    return [job.batch, job.changed[1]]

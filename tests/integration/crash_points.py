@@ -1,0 +1,113 @@
+"""The usual daemon with crash points: `python -m tests.integration.crash_points SETTINGS RECORDS FILE`.
+
+FILE has lines `WHEN EVENT PROCESS`. WHEN is before or after. EVENT is a state (`vm:parked`) that a commit makes a row
+enter, a phase of a VM's manifest (`manifest:started`) that is written, `qemu` when a QEMU is started, or
+`scontrol:VERB` when that command is run. PROCESS is what is killed: the `controller` itself, every `qemu` of a VM, or a
+service of the lab whose record is in RECORDS. Each line is removed before its process is killed, so that each crash
+happens once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from multiverse import config
+from multiverse.cli.daemon import daemon
+from multiverse.core.transition import Move
+from multiverse.drivers.slurm.command import SlurmCommands
+from multiverse.host import manifest, process
+from multiverse.lab.process import recorded
+from multiverse.store import Store, Transaction
+
+
+class CrashPoints:
+    """Which process to kill at which event."""
+
+    def __init__(self, file: Path, records: Path, vms: Path) -> None:
+        self._file, self._records, self._vms = file, records, vms
+        self._lock = threading.Lock()  # never released when this process kills itself
+
+    def reach(self, when: str, *events: str) -> None:
+        """These events happen now: kill the processes of their lines."""
+        with self._lock:
+            lines = self._file.read_text().splitlines()
+            due = [line for line in lines if line.split()[:2] in [[when, event] for event in events]]
+            if not due:
+                return
+            # A process that several lines of the same moment name is killed once for all of them.
+            self._file.write_text("".join(f"{line}\n" for line in lines if line not in due))
+            for process_name in {line.split()[2] for line in due}:
+                for pid in self._pids(process_name):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _pids(self, process_name: str) -> list[int]:
+        if process_name == "controller":
+            return [os.getpid()]
+        if process_name == "qemu":
+            known = [manifest.read(path) for path in self._vms.glob("mv*")]
+            return [vm.pid for vm in known if vm and vm.pid and vm.process.is_alive()]
+        running = recorded(self._records / f"{process_name}.json")
+        return [running.pid] if running else []
+
+
+def watch_commits(points: CrashPoints) -> None:
+    entered: set[str] = set()
+    transaction, apply = Store.transaction, Transaction.apply
+
+    def apply_and_record(self: Transaction, move: Move) -> None:
+        rows = self.load_active()
+        for change in move.changes:
+            old = rows.get(change.row.key)
+            if old is None or old.state != change.row.state:
+                entered.add(f"{change.row.key.kind}:{change.row.state}")
+        apply(self, move)
+
+    @contextmanager
+    def watched(self: Store) -> Iterator[Transaction]:
+        entered.clear()
+        with transaction(self) as tx:
+            yield tx
+            points.reach("before", *entered)
+        points.reach("after", *entered)
+
+    Store.transaction, Transaction.apply = watched, apply_and_record  # type: ignore[method-assign]
+
+
+def with_crash_points(points: CrashPoints, call: Callable[..., Any], event: Callable[..., str]) -> Callable[..., Any]:
+    def watched(*args: Any, **more: Any) -> Any:
+        points.reach("before", event(*args))
+        value = call(*args, **more)
+        points.reach("after", event(*args))
+        return value
+
+    return watched
+
+
+def watch_effects(points: CrashPoints) -> None:
+    manifest.write = with_crash_points(points, manifest.write, lambda directory, written: f"manifest:{written.phase}")
+    process.spawn = with_crash_points(points, process.spawn, lambda *args: "qemu")
+    run = SlurmCommands.run
+
+    async def watched(self: SlurmCommands, program: str, *args: str) -> str:
+        event = f"{program}:{args[0] if args else ''}"
+        points.reach("before", event)
+        out = await run(self, program, *args)
+        points.reach("after", event)
+        return out
+
+    SlurmCommands.run = watched  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    settings, records, file = map(Path, sys.argv[1:])
+    all_points = CrashPoints(file, records, config.load(settings).qemu.vms)
+    watch_commits(all_points)
+    watch_effects(all_points)
+    daemon(settings)

@@ -1,0 +1,212 @@
+"""A harness for the planner: rows in a real store, a world and a clock that a test sets."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import replace
+
+from multiverse.core.machines.tables import TABLES
+from multiverse.core.model import (
+    Attempt,
+    Host,
+    HypervisorView,
+    Job,
+    JobRef,
+    JobState,
+    Key,
+    Node,
+    NodeState,
+    Observation,
+    Request,
+    SchedulerView,
+    Seen,
+    Size,
+    TemplateCondition,
+    TemplateKey,
+    TemplateSeen,
+    Vm,
+    VmCondition,
+    VmSeen,
+    VmState,
+    World,
+)
+from multiverse.core.planner import plan
+from multiverse.core.policy import Policy
+from multiverse.core.state import Rows, State
+from multiverse.core.transition import Done, Message, Move
+from multiverse.store import Store
+from tests.unit.rows import IMAGES, SOURCE
+
+POLICY = Policy(subnet=ipaddress.IPv4Network("10.9.0.0/16"), gateway="10.9.0.1")
+
+
+class ManualClock:
+    def __init__(self, now: float = 1000.0, boot: str = "boot-1") -> None:
+        self.time, self.boot = now, boot
+
+    def now(self) -> float:
+        return self.time
+
+    def wall(self) -> float:
+        return 1_700_000_000.0 + self.time
+
+    def boot_id(self) -> str:
+        return self.boot
+
+
+class PlannerHarness:
+    """`observe()` makes the views of the scheduler and of the one source as of now; `run()` plans one pass and commits
+    it.
+
+    After each commit the state in memory is compared with what the store has, and its indexes with indexes made
+    anew."""
+
+    def __init__(self, policy: Policy = POLICY, cpus: int = 4, memory: int = 8192) -> None:
+        self.clock, self.policy = ManualClock(), policy
+        self.store = Store(":memory:", self.clock, site="test0")
+        self.jobs: dict[str, Job] = {}
+        self.nodes: dict[str, Node] = {}
+        abilities = frozenset({"instant", "full"})
+        self.hosts: dict[str, Host] = {"h1": Host("h1", Size(cpus, memory, 65536), abilities, images=IMAGES)}
+        self.vms: dict[str, VmSeen] = {}
+        self.templates: dict[TemplateKey, TemplateSeen] = {}
+        self.effect_ended_at: dict[Key, float] = {}
+        self.scheduler_known = self.hypervisor_known = True
+        self.unknown_since = 0.0
+        self.refused: dict[Key, str] = {}
+        self.world = World()
+        self.state = State(self.store.rows(), TABLES)
+
+    @property
+    def rows(self) -> Rows:
+        return self.store.rows()
+
+    def attempt(self, attempt_id: int = 1) -> Attempt:
+        return next(a for a in self.store.attempts() if a.id == attempt_id)
+
+    def all_vms(self, attempt_id: int = 1) -> list[Vm]:
+        return self.store.vms_of([attempt_id])
+
+    def job(self, job_id: str = "7", *, nodes: int = 1, size: Size | None = None, **more: object) -> Job:
+        """Submit, or change, a job as the scheduler shows it."""
+        fresh = Job(
+            ref=JobRef(job_id, 500),
+            name="hello",
+            uid=1000,
+            state=JobState.PENDING,
+            request=Request(nodes, size or Size(1, 100)),
+        )
+        self.jobs[job_id] = replace(self.jobs.get(job_id, fresh), **more)  # type: ignore[arg-type]
+        return self.jobs[job_id]
+
+    def template(self, image: str = "slim", size: Size | None = None, host: str = "h1") -> TemplateKey:
+        """There is one that is ready, of the base size unless told otherwise."""
+        seen = TemplateSeen("t", host, image, TemplateCondition.READY, size or self.policy.base)
+        self.templates[seen.which] = seen
+        return seen.which
+
+    def seen(self, name: str, condition: VmCondition) -> None:
+        self.vms[name] = VmSeen(name, "h1", condition)
+
+    def node(self, name: str, state: NodeState = NodeState.IDLE) -> None:
+        self.nodes[name] = Node(name, state)
+
+    def ended(self, key: Key) -> None:
+        """That row's effect has ended, now."""
+        self.effect_ended_at[key] = self.clock.time
+
+    def pass_time(self, seconds: float) -> None:
+        self.clock.time += seconds
+
+    def observe(self) -> None:
+        now = self.clock.time
+        latest = Seen(HypervisorView(dict(self.hosts), dict(self.vms), dict(self.templates)), now)
+        self.world = World(
+            scheduler=Seen(SchedulerView(dict(self.jobs), dict(self.nodes)), now) if self.scheduler_known else None,
+            sources={
+                SOURCE: Observation(latest, 0.0) if self.hypervisor_known else Observation(None, self.unknown_since)
+            },
+            effect_ended_at=dict(self.effect_ended_at),
+            refused=dict(self.refused),
+            entropy="test",
+        )
+
+    def run(self, *messages: Message) -> list[Move]:
+        """Let time pass, observe both sides, plan one pass and commit it."""
+        self.pass_time(1.0)
+        self.observe()
+        self.pass_time(0.01)
+        return self.commit(*messages)
+
+    def commit(self, *messages: Message) -> list[Move]:
+        """Plan one pass on the world as observed, and commit it."""
+        with self.store.transaction() as tx:
+            moves = plan(self.state, self.world, list(messages), self.clock.time, self.policy)
+            for host in self.state.learned.values():
+                tx.keep_host(host)
+            for move in moves:
+                tx.apply(move)
+        assert self.state.rows() == self.store.rows(), "memory and database agree"
+        assert self.state.indexes() == State(self.store.rows(), TABLES).indexes(), "the indexes are kept"
+        return moves
+
+    # --- the way of a job ---------------------------------------------------------------------------
+
+    def to_claimed(self, **job: object) -> Attempt:
+        self.template()
+        self.job(**job)  # type: ignore[arg-type]
+        self.run()  # the template's row is made, then found built
+        self.run()
+        self.run()
+        return self.attempt()
+
+    def to_spawning(self, **job: object) -> Attempt:
+        self.to_claimed(**job)
+        for vm in self.all_vms():
+            self.seen(vm.name, VmCondition.PARKED)
+            self.ended(vm.key)
+        self.run()
+        return self.attempt()
+
+    def to_spawned(self, **job: object) -> Attempt:
+        self.to_spawning(**job)
+        for vm in self.all_vms():
+            self.seen(vm.name, VmCondition.RUNNING)
+            self.node(vm.name)
+            self.ended(vm.key)
+        self.run()
+        return self.attempt()
+
+    def to_allocated(self, **job: object) -> Attempt:
+        attempt = self.to_spawned(**job)
+        names = tuple(vm.name for vm in self.all_vms())
+        for name in names:
+            self.node(name, NodeState.BUSY)
+        self.jobs[attempt.job.job_id] = replace(
+            self.jobs[attempt.job.job_id], state=JobState.RUNNING, nodes=names, gated=False, pinned=attempt.feature
+        )
+        self.ended(attempt.key)
+        self.run()
+        return self.attempt()
+
+    def fill(self) -> None:
+        """Let the pools be made, as far as they go."""
+        for _ in range(6):
+            self.run()
+            for vm in self.rows.vms.values():
+                self.ended(vm.key)
+                awake = vm.state in (VmState.STARTING, VmState.JOINED)
+                self.seen(vm.name, VmCondition.RUNNING if awake else VmCondition.PARKED)
+                if vm.state is VmState.STARTING:
+                    self.node(vm.name)
+
+    def clear(self) -> None:
+        """The hosts and the scheduler have forgotten all VMs, and their destruction has ended."""
+        for vm in self.rows.vms.values():
+            self.ended(vm.key)
+        self.vms.clear()
+        self.nodes.clear()
+
+
+def failed(row: Attempt | Vm, kind: object, error: object) -> Done:
+    return Done(row.key, kind, str(row.state), error)  # type: ignore[arg-type]
