@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from multiverse.core.errors import Broken, Gone, Refused
-from multiverse.core.model import CloneKind, Identity, Size
+from multiverse.core.model import CloneKind, Identity, Size, VmCondition
 from multiverse.host import manifest, process
 from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.qemu import creation
@@ -141,6 +141,17 @@ def test_vms_of_an_earlier_release_keep_what_they_have(config: QemuHostConfig, q
             host.create(replace(TWO, **{field: getattr(ONE, field)}))
     host.destroy("mva-1", 0)
     assert {path.name for path in config.vms.iterdir()} == {".lock"}
+
+
+def test_an_observation_shows_the_token_of_each_vm(config: QemuHostConfig, qemu: ProcessIdentity) -> None:
+    record(config.vms, ONE, qemu)
+    record(config.vms, TWO, qemu, token="", phase=VmPhase.MAKING)
+    (config.vms / "mva-3").mkdir()
+    host = QemuHost(config)
+    assert {name: vm.token for name, vm in host.observe().vms.items()} == {"mva-1": ONE.token, "mva-2": "", "mva-3": ""}
+    process.kill(qemu)
+    seen = host.observe().vms["mva-1"]
+    assert (seen.condition, seen.token) == (VmCondition.DEAD, ONE.token), "a dead VM is still the same VM"
 
 
 def test_a_manifest_of_a_later_release_can_be_read(tmp_path: Path) -> None:
