@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from multiverse.core.errors import Exhausted, Refused
+from multiverse.core.model import serial_of
 from multiverse.host.registry import Resource, VmRegistry
 
 
@@ -62,7 +63,7 @@ class UidPool:
         `Exhausted` if all users are taken."""
         if not self._count:
             return None
-        start = int(name.partition("-")[2], 36)  # serials never recur, so a uid is used again as late as possible
+        start = serial_of(name)  # serials never recur, so a uid is used again as late as possible
         for turn in range(self._count - 1):
             uid = self._first + 1 + (start + turn) % (self._count - 1)
             if registry.holder(Resource.UID, str(uid)) in ("", name):
