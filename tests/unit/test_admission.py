@@ -1,4 +1,4 @@
-"""Admission on rows made by hand: templates, earlier runs, limits and over-commitment; and operators' commands."""
+"""Admission on rows made by hand: templates, earlier runs, limits and over-commitment."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from multiverse.core.provisioning.capacity import room_of
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.sizes import template_claim, vm_claim, vm_size
 from multiverse.core.state import Rows, State
-from multiverse.core.transition import Change, Command, Event
+from multiverse.core.transition import Change, Event
 from tests.unit.planner_harness import POLICY
 from tests.unit.rows import IMAGES, SOURCE, as_ready, attempt, changes_of, rows, template, vm, world_of
 
@@ -76,9 +76,9 @@ def planned(here: Rows, *hosts: Host, now: float = NOW, policy: Policy = POLICY)
     return decisions(here, world_of(SchedulerView(jobs), view, now), now=now, policy=policy)
 
 
-def decisions(here: Rows, world: World, *commands: Command, now: float = NOW, policy: Policy = POLICY) -> list[Change]:
+def decisions(here: Rows, world: World, *, now: float = NOW, policy: Policy = POLICY) -> list[Change]:
     """The changes of one pass on these rows."""
-    return changes_of(plan(State(here, TABLES, now), world, commands, now, policy))
+    return changes_of(plan(State(here, TABLES, now), world, [], now, policy))
 
 
 def of(changes: list[Change], kind: str) -> list[Change]:
