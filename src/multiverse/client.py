@@ -1,4 +1,4 @@
-"""The API's client: what the command line and the benchmarks talk through."""
+"""The client of the API, for the command line, the benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ DEFAULT_SOCKET = Path("/run/multiverse/api.sock")
 
 
 def socket_path() -> Path:
-    """The daemon's socket: $MULTIVERSE_SOCKET, or where a site's daemon has it."""
+    """The path of the daemon's socket: $MULTIVERSE_SOCKET, or the default of a site's daemon."""
     return Path(os.environ.get("MULTIVERSE_SOCKET") or DEFAULT_SOCKET)
 
 
 class Client:
-    """Synchronous, one connection. Every method raises `MultiverseError` with a next step."""
+    """A synchronous client with one connection.
+
+    Methods return the documents as the daemon sent them; `multiverse.api.decode` makes values of them. Every method
+    raises `Refused` if there is no daemon or it may not be used, `Unknown` if it did not answer, `Gone` if what was
+    asked for does not exist, and `MultiverseError` for any other refusal.
+    """
 
     def __init__(self, path: Path | None = None, timeout: float = 30.0) -> None:
         self._path = path or socket_path()
-        # No TLS on a Unix socket: to read the certificates all the same takes fifty milliseconds.
+        # A Unix socket has no TLS; loading the certificates would take 50 ms.
         transport = httpx.HTTPTransport(uds=str(self._path), verify=False)
         self._http = httpx.Client(transport=transport, base_url="http://multiverse", timeout=timeout)
 
@@ -40,17 +45,18 @@ class Client:
         return dict(self._call("GET", "/status"))
 
     def metrics(self) -> str:
-        """What the daemon has done, in Prometheus' text format."""
+        """The daemon's counters in Prometheus' text format."""
         return self._ask("GET", "/metrics").text
 
     def jobs(self, job: str | None = None, *, ended: bool = False) -> list[dict[str, Any]]:
+        """Live attempts, oldest first; with `ended` or a `job` (or an array), attempts that have ended too."""
         params: dict[str, str] = {"ended": str(ended).lower()}
         if job is not None:
             params["job"] = job
         return list(self._call("GET", "/jobs", params=params))
 
     def vms(self, *, exact: bool = False) -> list[dict[str, Any]]:
-        """`exact`: measured now, page by page, with PSS; costs milliseconds for each VM."""
+        """All live VMs. With `exact` their memory is measured now, page by page, with PSS: milliseconds for each VM."""
         return list(self._call("GET", "/vms", params={"exact": str(exact).lower()}))
 
     def hosts(self) -> list[dict[str, Any]]:
@@ -60,17 +66,21 @@ class Client:
         return list(self._call("GET", "/templates"))
 
     def template(self, verb: str, image: str, host: str = "", **which: int | str | None) -> dict[str, Any]:
+        """Ask to build or drop (`verb`) templates; see `api.TemplateRequest` for `which`. Returns the request as it was
+        committed."""
         return dict(self._call("POST", f"/templates/{verb}", json={"image": image, "host": host, **which}))
 
     def repair(self, name: str, *, fenced: bool = False) -> dict[str, Any]:
-        """Ask that a trouble of `status` be repaired; what comes of it is seen there."""
+        """Ask for the repair of an alert. The request has been committed when this returns; `status` shows the
+        outcome."""
         return dict(self._call("POST", "/repair", json={"name": name, "fenced": fenced}))
 
     def audit_identity(self) -> dict[str, Any]:
-        """What each VM that runs says of itself, compared."""
+        """The reports of all running VMs about themselves, compared."""
         return dict(self._call("GET", "/audit/identity"))
 
     def timeline(self, job: str) -> list[dict[str, Any]]:
+        """One timeline for each attempt of the job, or of the array's tasks."""
         return list(self._call("GET", f"/timeline/{job}"))
 
     def _call(self, method: str, path: str, **more: Any) -> Any:
@@ -80,16 +90,25 @@ class Client:
         try:
             response = self._http.request(method, path, **more)
         except httpx.ConnectError as error:
-            if not self._path.exists():
-                why = f"no daemon listens at {self._path}"
-                raise Refused(why, hint="start one: multiverse lab up, or multiverse daemon") from error
-            if not os.access(self._path, os.W_OK):
-                raise Refused(f"{self._path} is not yours to use", hint="run this as the daemon's user") from error
-            raise Refused(f"the daemon at {self._path} is not running", hint="multiverse lab up") from error
+            raise self._unreachable() from error
         except httpx.HTTPError as error:
-            raise Unknown(f"the daemon did not answer: {error}", hint="multiverse lab status") from error
+            raise Unknown(
+                f"the daemon at {self._path} did not answer: {error}", hint="see whether it runs: multiverse lab status"
+            ) from error
         if response.status_code == 404:
-            raise Gone(str(response.json().get("detail", "not found")))
+            raise Gone(str(response.json().get("detail", "not found")), hint="see: multiverse jobs, multiverse status")
         if response.status_code >= 400:
-            raise MultiverseError(f"the daemon refused it: {response.text[:300]}")
+            raise MultiverseError(
+                f"the daemon refused the request: {response.text[:300]}", hint="see: multiverse status"
+            )
         return response
+
+    def _unreachable(self) -> Refused:
+        """The error for a connection that failed."""
+        if not self._path.exists():
+            return Refused(
+                f"no daemon listens at {self._path}", hint="start one: multiverse lab up, or multiverse daemon"
+            )
+        if not os.access(self._path, os.W_OK):
+            return Refused(f"{self._path} is not yours to use", hint="run this as the daemon's user")
+        return Refused(f"the daemon at {self._path} is not running", hint="start it: multiverse lab up")

@@ -1,9 +1,9 @@
-"""A trace: every call over the two ports as a line of JSON, with what came of it. `simulation.replay` plays it.
+"""A trace: every call over the ports as a line of JSON, with its result. `simulation.replay` plays a trace.
 
-A line has the call's name, its arguments, when it `began` and `ended` (seconds since the trace began) and its
-`result`: "ok", "cancelled", or the class of its error. A look is written only when it shows something new, and
-then only what is new; what it shows no longer is null. No content of a membership or an identity is written:
-there are secrets in them.
+A line has the call's name, its arguments, when it `began` and `ended` (seconds since the trace began) and its `result`:
+"ok", "cancelled", or the class of its error. An observation is written only if it differs from the one before it of the
+same source, and then with its differences only; an object that is no longer shown is null. The contents of a bootstrap
+and of an identity are not written, because they hold secrets.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ from multiverse.ports import Clock, GuestUsers, Hypervisor, Offers, Scheduler, S
 
 T = TypeVar("T")
 View = dict[str, dict[str, Any]]
-"""What a look shows, by kind (`jobs`, `vms`, ...) and name: plain values, as JSON has them."""
+"""What an observation shows, by kind (`jobs`, `vms`, ...) and name, in values of JSON."""
 
 log = structlog.get_logger()
 
 
 class Trace:
-    """An open trace. A disk that fills up ends it, never a call."""
+    """An open trace. If it can no longer be written, for example because the disk is full, the trace ends; the calls
+    go on."""
 
     def __init__(self, path: Path, clock: Clock) -> None:
-        """Begins a new trace in `path`. Raises `Refused` if it cannot be written."""
+        """Begin a new trace in `path`, readable by its owner only. Raises `Refused` if it cannot be written."""
         try:
             self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", buffering=1)
         except OSError as error:
@@ -56,20 +57,22 @@ class Trace:
         self._shown: dict[str, tuple[str, View]] = {}
 
     async def call(self, name: str, answer: Awaitable[T], **arguments: Any) -> T:
-        """Wait for the answer and write the line."""
+        """Wait for the answer to a call and write the line."""
         began, result = self._now(), "ok"
         try:
             return await answer
         except BaseException as error:
-            result = _class(error)
+            result = _result(error)
             raise
         finally:
             self._write({"call": name, **arguments, "began": began, "ended": self._now(), "result": result})
 
     async def observe(self, name: str, answer: Awaitable[T], view: Callable[[T], View], source: str = "") -> T:
-        """Wait for the answer and write what is new in it since the last one of this source."""
+        """Wait for an observation and write its differences from the one before it of the same source. The line names
+        the `source`, if one is given."""
         began = self._now()
         known = f"{name} {source}"
+        named = {"source": source} if source else {}
         before = self._shown.get(known, ("", {}))
         seen, result = before[1], "ok"
         try:
@@ -77,13 +80,14 @@ class Trace:
             seen = view(value)
             return value
         except BaseException as error:
-            result = _class(error)
+            result = _result(error)
             raise
         finally:
             if (result, seen) != before:
                 self._shown[known] = (result, seen)
                 new = difference(before[1], seen)
-                self._write({"call": name, "began": began, "ended": self._now(), "result": result, **new})
+                times = {"began": began, "ended": self._now()}
+                self._write({"call": name, **named, **times, "result": result, **new})
 
     def close(self) -> None:
         self._file.close()
@@ -97,21 +101,21 @@ class Trace:
         try:
             self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
         except OSError as error:
-            log.warning("the trace ends here", why=str(error))
+            log.warning("trace ended", reason=str(error))
             try:
                 self._file.close()
             except OSError:
-                pass  # what was not written is lost; the file counts as closed all the same
+                pass  # the unwritten rest is lost; the file is closed all the same
 
 
-def _class(error: BaseException) -> str:
+def _result(error: BaseException) -> str:
     return "cancelled" if isinstance(error, asyncio.CancelledError) else type(error).__name__
 
 
 def difference(before: View, after: View) -> View:
-    """What `after` shows otherwise than `before`, None for what it does not show."""
+    """The objects of `after` that `before` shows otherwise or not at all; None for objects that only `before` shows."""
     kinds = {kind: {**before.get(kind, {}), **after.get(kind, {})} for kind in {**before, **after}}
-    news = {
+    found = {
         kind: {
             name: after.get(kind, {}).get(name)
             for name in names
@@ -119,7 +123,7 @@ def difference(before: View, after: View) -> View:
         }
         for kind, names in kinds.items()
     }
-    return {kind: new for kind, new in news.items() if new}
+    return {kind: changed for kind, changed in found.items() if changed}
 
 
 def scheduler_view(view: SchedulerView) -> View:
@@ -189,7 +193,7 @@ def _ref(job: JobRef) -> list[Any]:
 
 
 class RecordingScheduler:
-    """A `ports.Scheduler` that is another one, and traces its calls."""
+    """A `ports.Scheduler` that passes every call on to another one and traces it."""
 
     def __init__(self, inner: Scheduler, trace: Trace) -> None:
         self._inner, self._trace = inner, trace
@@ -233,7 +237,7 @@ class RecordingScheduler:
 
 
 class RecordingOffers:
-    """A `ports.Offers` that is another one, and traces its calls."""
+    """A `ports.Offers` that passes every call on to another one and traces it."""
 
     def __init__(self, inner: Offers, trace: Trace) -> None:
         self._inner, self._trace = inner, trace
@@ -247,7 +251,7 @@ class RecordingOffers:
 
 
 class RecordingHypervisor:
-    """A `ports.Hypervisor` that is another one, and traces its calls."""
+    """A `ports.Hypervisor` that passes every call on to another one and traces it."""
 
     def __init__(self, inner: Hypervisor, trace: Trace) -> None:
         self._inner, self._trace = inner, trace
@@ -284,7 +288,7 @@ class RecordingHypervisor:
 
 
 class RecordingSource:
-    """A `ports.Source` that is another one, and traces its observations. A trace of several sources names each."""
+    """A `ports.Source` that passes every observation on from another one and traces it."""
 
     def __init__(self, inner: Source, trace: Trace) -> None:
         self._inner, self._trace = inner, trace
@@ -299,7 +303,7 @@ class RecordingSource:
 
 
 class RecordingTemplates:
-    """A `ports.Templates` that is another one, and traces its calls."""
+    """A `ports.Templates` that passes every call on to another one and traces it."""
 
     def __init__(self, inner: Templates, trace: Trace) -> None:
         self._inner, self._trace = inner, trace
@@ -316,7 +320,7 @@ class RecordingTemplates:
 
 
 class RecordingUsers:
-    """A `ports.GuestUsers` that is another one, and traces its calls."""
+    """A `ports.GuestUsers` that passes every call on to another one and traces it."""
 
     def __init__(self, inner: GuestUsers, trace: Trace) -> None:
         self._inner, self._trace = inner, trace

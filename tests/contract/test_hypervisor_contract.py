@@ -1,4 +1,7 @@
-"""What every `ports.Hypervisor` keeps to: one suite for the simulated one and for QEMU."""
+"""The contract of `ports.Hypervisor`: one suite for the simulated hypervisors and for QEMU.
+
+A check that needs an ability which a hypervisor has not is skipped.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ from multiverse.core.errors import Broken, Exhausted, Gone, Refused
 from multiverse.core.model import (
     CloneKind,
     Daemon,
+    Host,
+    HypervisorView,
     Identity,
     NodeBootstrap,
     Size,
@@ -25,14 +30,15 @@ from multiverse.core.model import (
     VmSeen,
     VmSpec,
 )
-from multiverse.ports import Hypervisor
-from multiverse.simulation.hypervisor import SimulatedHypervisor
+from multiverse.ports import GuestUsers, Hypervisor, Source, Templates
+from multiverse.simulation.cloud import CLOUD_ABILITIES, QUOTA
 from multiverse.simulation.loop import run
-from multiverse.simulation.world import World
+from multiverse.simulation.machines import ABILITIES
+from multiverse.simulation.world import Pair, World, WorldSettings
 
 
 class Harness(ABC):
-    """What the suite needs beside the port itself. `image` is one that boots, `size` one that fits twice."""
+    """What the suite needs beside the port. `image` boots, and two VMs of `size` fit on `host`."""
 
     hypervisor: Hypervisor
     host: str
@@ -40,33 +46,68 @@ class Harness(ABC):
     size: Size
     site = "test0"
     serial = 0
+    assigns_addresses = False  # as the host's abilities say
 
     @abstractmethod
     async def kill(self, name: str) -> None:
-        """End a VM behind the hypervisor's back."""
+        """End the process of a VM without the hypervisor's knowledge."""
 
     @abstractmethod
     def cpus(self, name: str) -> int:
-        """How many a VM that runs has."""
+        """The number of CPUs of a running VM."""
 
     @abstractmethod
     def remains(self, name: str) -> list[str]:
-        """Whatever of this VM can still be found on its host, by other means than `look`."""
+        """What is left of this VM on its host, found by other means than `observe`."""
 
     @property
     def template(self) -> TemplateKey:
         return TemplateKey(self.host, self.image, self.size)
 
     def address(self, number: int) -> str:
-        """One for the VM of this serial, with its prefix length."""
+        """The address for the VM of this serial, with its prefix length; empty if the platform assigns addresses."""
         return f"10.213.200.{number}/16"
 
     def name(self, number: int) -> str:
         return f"mv{self.site}-{number}"
 
-    def spec(self, kind: CloneKind = CloneKind.INSTANT) -> VmSpec:
+    @property
+    def templates(self) -> Templates:
+        """Skips the check if the hypervisor has no templates."""
+        if self.hypervisor.templates is None:
+            pytest.skip("this hypervisor has no templates")
+        return self.hypervisor.templates
+
+    @property
+    def users(self) -> GuestUsers:
+        """Skips the check if the hypervisor cannot add users."""
+        if self.hypervisor.users is None:
+            pytest.skip("this hypervisor adds no users to running guests")
+        return self.hypervisor.users
+
+    @property
+    def kind(self) -> CloneKind:
+        """The kind of clones that the suite makes."""
+        return CloneKind.INSTANT if self.hypervisor.templates is not None else CloneKind.FULL
+
+    @property
+    def source(self) -> Source:
+        """The source that answers for the host."""
+        return next(source for source in self.hypervisor.sources if self.host in source.hosts)
+
+    async def observe(self) -> HypervisorView:
+        return await self.source.observe()
+
+    async def host_can(self, ability: str) -> bool:
+        return ability in (await self.observe()).hosts[self.host].abilities
+
+    def ref(self, name: str) -> VmRef:
+        return VmRef(name, self.source.name)
+
+    def spec(self, kind: CloneKind | None = None) -> VmSpec:
+        kind = kind or self.kind
         self.serial += 1
-        mac = f"02:00:5e:00:00:{self.serial:02x}"
+        mac = "" if self.assigns_addresses else f"02:00:5e:00:00:{self.serial:02x}"
         template = self.template if kind is CloneKind.INSTANT else None
         return VmSpec(self.name(self.serial), self.host, self.image, kind, self.size, mac, template)
 
@@ -77,147 +118,185 @@ class Harness(ABC):
         return Identity(
             hostname=spec.name,
             mac=spec.mac,
-            address=self.address(number),
+            address="" if self.assigns_addresses else self.address(number),
             gateway="",
             machine_id=f"{number:032x}",
             bootstrap=NodeBootstrap(daemons=(daemon,)),
         )
 
     async def seen(self, name: str) -> VmSeen | None:
-        return (await self.hypervisor.sources[0].observe()).vms.get(name)
+        return (await self.observe()).vms.get(name)
 
     async def condition(self, name: str) -> VmCondition | None:
         seen = await self.seen(name)
         return None if seen is None else seen.condition
 
     async def created(self) -> VmSpec:
-        await self.hypervisor.templates.build_template(self.template)
+        """A parked VM."""
+        if self.hypervisor.templates is not None:
+            await self.hypervisor.templates.build_template(self.template)
         spec = self.spec()
         await self.hypervisor.create(spec)
         return spec
 
 
-async def a_look_is_whole(h: Harness) -> None:
+async def an_observation_is_complete(h: Harness) -> None:
     one, two = await h.created(), await h.created()
-    view = await h.hypervisor.sources[0].observe()
+    view = await h.observe()
     assert {one.name, two.name} <= set(view.vms)
-    assert view.hosts[h.host].capacity.cpus > 0 and "instant" in view.hosts[h.host].abilities
-    assert view.templates[h.template].condition is TemplateCondition.READY
+    host = view.hosts[h.host]
+    assert host.capacity.cpus > 0 and h.kind in host.abilities and h.image in host.images
+    assert ("assigns_addresses" in host.abilities) == h.assigns_addresses
+    if h.hypervisor.templates is not None:
+        assert view.templates[h.template].condition is TemplateCondition.READY
     assert all(seen.host in view.hosts for seen in view.vms.values())
 
 
-async def prepare_is_ensure(h: Harness) -> None:
-    await h.hypervisor.templates.build_template(h.template)
-    await h.hypervisor.templates.build_template(h.template)
-    view = await h.hypervisor.sources[0].observe()
+async def every_host_belongs_to_one_source(h: Harness) -> None:
+    named = [host for source in h.hypervisor.sources for host in source.hosts]
+    assert len(set(named)) == len(named) and h.host in named
+    assert len({source.name for source in h.hypervisor.sources}) == len(h.hypervisor.sources)
+    for source in h.hypervisor.sources:
+        view = await source.observe()
+        assert set(view.hosts) <= set(source.hosts)
+        assert all(vm.host in source.hosts for vm in view.vms.values())
+
+
+async def assigned_addresses_are_shown_and_belong_to_one_vm(h: Harness) -> None:
+    if not h.assigns_addresses:
+        pytest.skip("this hypervisor is given addresses")
+    one, two = await h.created(), await h.created()
+    vms = (await h.observe()).vms
+    address = vms[one.name].address
+    assert address and "/" in address and address != vms[two.name].address and vms[one.name].placed_on
+    with pytest.raises(Refused):
+        await h.hypervisor.start(h.ref(two.name), two.size, replace(h.identity(two), address=address))
+    await h.hypervisor.start(h.ref(one.name), one.size, replace(h.identity(one), address=address))
+    assert (await h.observe()).vms[one.name].address == address
+    with pytest.raises(Refused):
+        await h.hypervisor.create(replace(h.spec(), mac="02:00:5e:00:00:77"))
+
+
+async def building_a_template_twice_is_like_once(h: Harness) -> None:
+    await h.templates.build_template(h.template)
+    await h.templates.build_template(h.template)
+    view = await h.observe()
     assert view.templates[h.template].condition is TemplateCondition.READY
 
 
-async def there_is_no_template_of_no_image(h: Harness) -> None:
+async def a_template_of_a_missing_image_is_refused(h: Harness) -> None:
     unmade = h.template._replace(image="no-such-image")
     with pytest.raises(Refused):
-        await h.hypervisor.templates.build_template(unmade)
-    view = await h.hypervisor.sources[0].observe()
+        await h.templates.build_template(unmade)
+    view = await h.observe()
     assert unmade not in view.templates
     images = view.hosts[h.host].images
-    assert h.image in images and unmade.image not in images, "what a look shows decides what is made of which image"
+    assert h.image in images and unmade.image not in images, "the planner decides by this which images can be used"
 
 
-async def create_is_ensure(h: Harness) -> None:
+async def creating_twice_is_like_once(h: Harness) -> None:
     spec = await h.created()
     await h.hypervisor.create(spec)
     assert await h.condition(spec.name) is VmCondition.PARKED
-    assert len([name for name in (await h.hypervisor.sources[0].observe()).vms if name == spec.name]) == 1
+    assert len([name for name in (await h.observe()).vms if name == spec.name]) == 1
 
 
 async def create_needs_its_template_and_host(h: Harness) -> None:
     await h.created()
-    spec = h.spec()
+    spec = h.spec(h.kind)
     place, image = h.template._replace(host="no-such-host"), h.template._replace(image="no-such-image")
-    elsewhere = replace(spec, name=h.name(90), host=place.host, template=place)
-    unmade = replace(spec, name=h.name(91), image=image.image, template=image)
-    another = replace(spec, name=h.name(92), template=h.template._replace(account="another"))
-    none = replace(spec, name=h.name(93), template=None)
-    for wrong in (elsewhere, unmade, another, none):
+    forked = spec.template is not None
+    wrongs = [
+        replace(spec, name=h.name(90), host=place.host, template=place if forked else None),
+        replace(spec, name=h.name(91), image=image.image, template=image if forked else None),
+    ]
+    if forked:
+        wrongs += [
+            replace(spec, name=h.name(92), template=h.template._replace(account="another")),
+            replace(spec, name=h.name(93), template=None),
+        ]
+    for wrong in wrongs:
         with pytest.raises((Gone, Refused)):
             await h.hypervisor.create(wrong)
-        await h.hypervisor.destroy(VmRef(wrong.name), 0)
+        await h.hypervisor.destroy(h.ref(wrong.name), 0)
         assert not h.remains(wrong.name)
 
 
-async def start_is_ensure(h: Harness) -> None:
+async def starting_twice_is_like_once(h: Harness) -> None:
     spec = await h.created()
-    await h.hypervisor.start(VmRef(spec.name), spec.size, h.identity(spec))
+    await h.hypervisor.start(h.ref(spec.name), spec.size, h.identity(spec))
     assert await h.condition(spec.name) is VmCondition.RUNNING
-    await h.hypervisor.start(VmRef(spec.name), spec.size, h.identity(spec))
+    await h.hypervisor.start(h.ref(spec.name), spec.size, h.identity(spec))
     assert await h.condition(spec.name) is VmCondition.RUNNING
 
 
-async def create_of_one_that_runs_changes_nothing(h: Harness) -> None:
+async def creating_a_running_vm_changes_nothing(h: Harness) -> None:
     spec = await h.created()
-    await h.hypervisor.start(VmRef(spec.name), spec.size, h.identity(spec))
+    await h.hypervisor.start(h.ref(spec.name), spec.size, h.identity(spec))
     await h.hypervisor.create(spec)
     assert await h.condition(spec.name) is VmCondition.RUNNING
 
 
-async def start_of_none_is_gone(h: Harness) -> None:
+async def starting_a_missing_vm_is_gone(h: Harness) -> None:
     spec = h.spec()
     with pytest.raises(Gone):
-        await h.hypervisor.start(VmRef(spec.name), spec.size, h.identity(spec))
+        await h.hypervisor.start(h.ref(spec.name), spec.size, h.identity(spec))
 
 
-async def a_parked_clone_becomes_of_the_size_it_is_started_with(h: Harness) -> None:
+async def a_parked_clone_gets_the_size_that_it_is_started_with(h: Harness) -> None:
+    if not await h.host_can("plug_memory"):
+        pytest.skip("this hypervisor plugs no memory")
     spec = await h.created()
-    more = (await h.hypervisor.sources[0].observe()).hosts[h.host].image_can(h.image, "plug_cpus")
+    more = (await h.observe()).hosts[h.host].image_can(h.image, "plug_cpus")
     cpus = spec.size.cpus + more
-    await h.hypervisor.start(VmRef(spec.name), Size(cpus, spec.size.memory + 128), h.identity(spec))
+    await h.hypervisor.start(h.ref(spec.name), Size(cpus, spec.size.memory + 128), h.identity(spec))
     assert h.cpus(spec.name) == cpus
 
 
-async def one_that_runs_learns_of_a_user(h: Harness) -> None:
+async def a_user_is_added_to_a_running_vm(h: Harness) -> None:
     spec, user = await h.created(), User("late", 4711, 4711, "/home/late", "/bin/sh", (("late", 4711),))
     with pytest.raises(Gone):
-        await h.hypervisor.users.add_user(VmRef(spec.name), user)  # parked: nobody listens
-    await h.hypervisor.start(VmRef(spec.name), spec.size, h.identity(spec))
-    await h.hypervisor.users.add_user(VmRef(spec.name), user)
-    await h.hypervisor.users.add_user(VmRef(spec.name), user)
+        await h.users.add_user(h.ref(spec.name), user)  # parked: the guest does not run
+    await h.hypervisor.start(h.ref(spec.name), spec.size, h.identity(spec))
+    await h.users.add_user(h.ref(spec.name), user)
+    await h.users.add_user(h.ref(spec.name), user)
     assert await h.condition(spec.name) is VmCondition.RUNNING
-    await h.hypervisor.destroy(VmRef(spec.name), 0)
+    await h.hypervisor.destroy(h.ref(spec.name), 0)
     with pytest.raises(Gone):
-        await h.hypervisor.users.add_user(VmRef(spec.name), user)
+        await h.users.add_user(h.ref(spec.name), user)
 
 
 async def destroy_leaves_nothing_in_any_condition(h: Harness) -> None:
     parked, running = await h.created(), await h.created()
-    await h.hypervisor.start(VmRef(running.name), running.size, h.identity(running))
+    await h.hypervisor.start(h.ref(running.name), running.size, h.identity(running))
     for name in (parked.name, running.name, h.name(92)):
-        await h.hypervisor.destroy(VmRef(name), 1.0)
+        await h.hypervisor.destroy(h.ref(name), 1.0)
         assert not h.remains(name)
         assert await h.condition(name) is None
-        await h.hypervisor.destroy(VmRef(name), 1.0)
+        await h.hypervisor.destroy(h.ref(name), 1.0)
 
 
 async def a_dead_vm_is_shown_until_it_is_destroyed(h: Harness) -> None:
     spec = await h.created()
-    await h.hypervisor.start(VmRef(spec.name), spec.size, h.identity(spec))
+    await h.hypervisor.start(h.ref(spec.name), spec.size, h.identity(spec))
     await h.kill(spec.name)
     for _ in range(50):
         if await h.condition(spec.name) is VmCondition.DEAD:
             break
         await asyncio.sleep(0.1)
     assert await h.condition(spec.name) is VmCondition.DEAD
-    definite = (Refused, Exhausted, Gone, Broken)  # anything else would be tried again, in vain
+    definite = (Refused, Exhausted, Gone, Broken)  # any other error would be followed by a repetition
     with pytest.raises(definite):
-        await h.hypervisor.start(VmRef(spec.name), spec.size, h.identity(spec))
+        await h.hypervisor.start(h.ref(spec.name), spec.size, h.identity(spec))
     with pytest.raises(definite):
         await h.hypervisor.create(spec)
-    await h.hypervisor.destroy(VmRef(spec.name), 1.0)
+    await h.hypervisor.destroy(h.ref(spec.name), 1.0)
     assert not h.remains(spec.name)
     assert await h.condition(spec.name) is None
 
 
-async def what_a_cut_create_leaves_destroy_removes(h: Harness) -> None:
-    await h.hypervisor.templates.build_template(h.template)
+async def destroy_removes_what_a_cancelled_create_leaves(h: Harness) -> None:
+    await h.created()  # with its template
     cut_short: list[str] = []
     for cut in (0.0, 0.001, 0.002, 0.004, 0.01, 0.02, 0.06, 0.1):
         spec = h.spec()
@@ -225,16 +304,16 @@ async def what_a_cut_create_leaves_destroy_removes(h: Harness) -> None:
         await asyncio.sleep(cut)
         making.cancel()
         await asyncio.gather(making, return_exceptions=True)
-        await h.hypervisor.destroy(VmRef(spec.name), 0)
+        await h.hypervisor.destroy(h.ref(spec.name), 0)
         assert not h.remains(spec.name)
         cut_short.append(spec.name)
-    await asyncio.sleep(1.0)  # what went on regardless must not bring a VM back after its end
+    await asyncio.sleep(1.0)  # a creation that goes on must not bring a destroyed VM back
     assert not [name for name in cut_short if h.remains(name)]
-    assert not set(cut_short) & set((await h.hypervisor.sources[0].observe()).vms)
+    assert not set(cut_short) & set((await h.observe()).vms)
 
 
-async def a_cut_create_may_be_said_again(h: Harness) -> None:
-    await h.hypervisor.templates.build_template(h.template)
+async def a_cancelled_create_may_be_repeated(h: Harness) -> None:
+    await h.created()  # with its template
     for cut in (0.004, 0.06):
         spec = h.spec()
         making = asyncio.ensure_future(h.hypervisor.create(spec))
@@ -245,12 +324,12 @@ async def a_cut_create_may_be_said_again(h: Harness) -> None:
         assert await h.condition(spec.name) is VmCondition.PARKED
 
 
-async def drop_is_ensure_and_its_clones_go_on(h: Harness) -> None:
+async def clones_outlive_their_deleted_template(h: Harness) -> None:
     spec = await h.created()
-    await h.hypervisor.templates.delete_template(h.template)
-    await h.hypervisor.templates.delete_template(h.template)
-    assert h.template not in (await h.hypervisor.sources[0].observe()).templates
-    await h.hypervisor.start(VmRef(spec.name), spec.size, h.identity(spec))
+    await h.templates.delete_template(h.template)
+    await h.templates.delete_template(h.template)
+    assert h.template not in (await h.observe()).templates
+    await h.hypervisor.start(h.ref(spec.name), spec.size, h.identity(spec))
     assert await h.condition(spec.name) is VmCondition.RUNNING
     with pytest.raises(Gone):
         await h.hypervisor.create(h.spec())
@@ -258,30 +337,34 @@ async def drop_is_ensure_and_its_clones_go_on(h: Harness) -> None:
 
 Check = Callable[[Harness], Awaitable[None]]
 SUITE: tuple[Check, ...] = (
-    a_look_is_whole,
-    prepare_is_ensure,
-    there_is_no_template_of_no_image,
-    create_is_ensure,
+    an_observation_is_complete,
+    every_host_belongs_to_one_source,
+    assigned_addresses_are_shown_and_belong_to_one_vm,
+    building_a_template_twice_is_like_once,
+    a_template_of_a_missing_image_is_refused,
+    creating_twice_is_like_once,
     create_needs_its_template_and_host,
-    start_is_ensure,
-    create_of_one_that_runs_changes_nothing,
-    start_of_none_is_gone,
-    a_parked_clone_becomes_of_the_size_it_is_started_with,
-    one_that_runs_learns_of_a_user,
+    starting_twice_is_like_once,
+    creating_a_running_vm_changes_nothing,
+    starting_a_missing_vm_is_gone,
+    a_parked_clone_gets_the_size_that_it_is_started_with,
+    a_user_is_added_to_a_running_vm,
     destroy_leaves_nothing_in_any_condition,
     a_dead_vm_is_shown_until_it_is_destroyed,
-    what_a_cut_create_leaves_destroy_removes,
-    a_cut_create_may_be_said_again,
-    drop_is_ensure_and_its_clones_go_on,
+    destroy_removes_what_a_cancelled_create_leaves,
+    a_cancelled_create_may_be_repeated,
+    clones_outlive_their_deleted_template,
 )
 
 
 class Simulated(Harness):
-    host, image, size = "h1", "slim", Size(1, 256)
+    image, size = "slim", Size(1, 256)
 
-    def __init__(self, seed: int) -> None:
-        self.world = World(seed)
-        self.hypervisor = SimulatedHypervisor(self.world, Random(seed))
+    def __init__(self, seed: int, pair: Pair) -> None:
+        self.assigns_addresses = pair.has_cloud
+        self.host = QUOTA if pair.has_cloud else "h1"
+        self.world = World(seed, _settings(pair))
+        self.hypervisor = self.world.hypervisor(Random(seed))
 
     def identity(self, spec: VmSpec) -> Identity:
         whole = super().identity(spec)
@@ -297,11 +380,22 @@ class Simulated(Harness):
         return [vm for vm in self.world.machines.vms if vm == name]
 
 
+def _settings(pair: Pair) -> WorldSettings:
+    capacity = Size(8, 8192, 65536)
+    names = [QUOTA] if pair.has_cloud else ["h0", "h1"]
+    abilities = CLOUD_ABILITIES if pair.has_cloud else ABILITIES
+    return WorldSettings(tuple(Host(name, capacity, abilities) for name in names), pair=pair)
+
+
+PAIRS = (Pair.SLURM_HOSTS, Pair.SLURM_CLOUD)
+
+
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("check", SUITE, ids=lambda check: check.__name__)
-def test_simulated(check: Check, seed: int) -> None:
+def test_simulated(check: Check, pair: Pair, seed: int) -> None:
     async def main() -> None:
-        harness = Simulated(seed)
+        harness = Simulated(seed, pair)
         await check(harness)
         assert not harness.world.violations()
 

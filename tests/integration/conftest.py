@@ -15,11 +15,11 @@ import pytest
 
 from multiverse.client import Client
 from multiverse.config import QemuSettings, Settings
-from multiverse.host import probe
+from multiverse.host.qemu import probe
 from multiverse.lab import configure, lifecycle
 from multiverse.lab.layout import Layout, layout
-from multiverse.lab.parts import CONTROLLER
-from multiverse.lab.plan import Wishes
+from multiverse.lab.plan import LabOptions
+from multiverse.lab.services import CONTROLLER
 from multiverse.lab.users import PrivateUser, enter_private_namespace, private_users
 from tests.integration.images import IMAGES, slim
 from tests.integration.restarting_daemon import RestartingDaemon, StartDaemon
@@ -84,7 +84,7 @@ def lab(accelerator: Path) -> Iterator[LabUnderTest]:
             directory / "users",
             [("ada", 61801, directory / "home" / "ada"), ("bob", 61802, directory / "home" / "bob")],
         )
-        wishes = Wishes(cores=8, memory=16384, shares=(directory / "home",), images=IMAGES)
+        wishes = LabOptions(cores=8, memory=16384, shares=(directory / "home",), images=IMAGES)
         where.controller.mkdir(parents=True)
         shutil.copy(accelerator, where.controller)
         (where.controller / accelerator.name).chmod(0o600)
@@ -106,7 +106,7 @@ def controller(lab: LabUnderTest, _images: None) -> Iterator[Callable[[], int]]:
     has died."""
 
     def ensure() -> int:
-        asyncio.run(lifecycle.up(lab.where, Wishes()))
+        asyncio.run(lifecycle.up(lab.where, LabOptions()))
         return int(lifecycle.status(lab.where)["controller"]["pid"])
 
     ensure()

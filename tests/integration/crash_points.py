@@ -52,7 +52,7 @@ class CrashPoints:
             return [os.getpid()]
         if process_name == "qemu":
             known = [manifest.read(path) for path in self._vms.glob("mv*")]
-            return [vm.pid for vm in known if vm and vm.pid and process.alive(vm.pid, vm.started)]
+            return [vm.pid for vm in known if vm and vm.pid and vm.process.is_alive()]
         running = recorded(self._records / f"{process_name}.json")
         return [running.pid] if running else []
 

@@ -1,4 +1,4 @@
-"""A node without a VM: slurmd in a network namespace of its own, with the membership that a guest would be given."""
+"""A node without a VM: slurmd in a network namespace of its own, with the bootstrap of a guest."""
 
 from __future__ import annotations
 
@@ -9,56 +9,28 @@ import subprocess
 from pathlib import Path
 
 from multiverse.config import Settings
-from multiverse.core.model import (
-    Attempt,
-    AttemptState,
-    CloneKind,
-    JobRef,
-    NodeBootstrap,
-    Request,
-    Size,
-    Vm,
-    VmState,
-)
+from multiverse.core.model import NodeBootstrap, NodeSpec, Size
 from multiverse.guest.agent import MOST_WAIT, make_pipe
 from multiverse.guest.protocol import INTRODUCED
 
-SITE = f"t{os.getpid() % 65536:04x}"  # of our own, for two runs at once would share its network namespaces
+SITE = f"t{os.getpid() % 65536:04x}"  # of this process: two test runs must not share network namespaces
 
 
-def vm(serial: int, address: str, told: Size) -> Vm:
-    return Vm(
-        id=serial,
-        version=0,
-        state=VmState.STARTING,
-        since=0.0,
-        name=f"mv{SITE}-{serial}",
-        host="localhost",
-        image="slim",
-        kind=CloneKind.INSTANT,
-        size=told,
-        told=told,
-        mac=f"02:00:00:00:01:{serial:02x}",
-        address=address,
-    )
-
-
-def attempt(number: int, job: JobRef, request: Request) -> Attempt:
-    return Attempt(
-        id=number, version=0, state=AttemptState.SPAWNING, since=0.0, job=job, job_name="", uid=0, request=request
-    )
+def node_spec(serial: int, address: str, size: Size, features: tuple[str, ...], tag: str) -> NodeSpec:
+    """A node of this site for a job's pin."""
+    return NodeSpec(f"mv{SITE}-{serial}", address, size, (*features, tag), tag, "slim")
 
 
 class FakeGuest:
-    """Call `start`, and `stop` whatever happened; both may be repeated."""
+    """A node. Call `start`, and always `stop`; both may be repeated."""
 
-    def __init__(self, settings: Settings, machine: Vm, directory: Path) -> None:
-        self.name = machine.name
+    def __init__(self, settings: Settings, name: str, address: str, directory: Path) -> None:
+        self.name = name
         self._bridge = settings.qemu.bridge
         self._munge = settings.slurm.munge_key.parent / "socket"
-        self._address = machine.address
-        self._link = machine.name.replace("mv", "mf", 1)
-        self._directory = directory / machine.name
+        self._address = address
+        self._link = name.replace("mv", "mf", 1)
+        self._directory = directory / name
         self._process: asyncio.subprocess.Process | None = None
         self._introduced: int | None = None
 
@@ -115,7 +87,7 @@ class FakeGuest:
         return content
 
     def introduce(self) -> None:
-        """What the agent does when it is told of a user whom this machine knows anyway."""
+        """Let waiting jobs go on, as the guest agent does after it has added a user."""
         assert self._introduced is not None
         os.write(self._introduced, b"\n" * MOST_WAIT)
 

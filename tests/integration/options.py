@@ -1,6 +1,6 @@
-"""Every option of sbatch, srun and salloc in a VM partition: honoured or refused, and what shows it on the real lab.
+"""Every option of sbatch, srun and salloc in a VM partition: honoured or refused, with a proof on the real lab.
 
-docs/options.md is drawn from these rows (`make docs`); test_options.py proves each of them.
+docs/options.md is generated from these rows (`make docs`), and test_options.py proves each row.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 
-class Verdict(StrEnum):
+class Support(StrEnum):
     HONOURED = "honoured"
     REFUSED = "refused"
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A job whose output shows rows as honoured. In `options`, `{home}`, `{now}` and `{<job>}` stand for the user's
-    home, the time and an earlier job's id; the output goes to the job's own name there."""
+    """A job whose output proves that options are honoured.
+
+    In `options`, `{home}`, `{now}` and `{<job>}` stand for the user's home, the time and the id of an earlier job. The
+    output is written to a file with the job's name in the home.
+    """
 
     options: str
     script: str
@@ -26,20 +29,20 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One row. `names` as in the man page, `note` the reason.
+    """One row: `names` as in the man page, and `note` for the reason.
 
-    An honoured row is shown by lines, regular expressions, that `job`'s output holds; a refused one by what the
-    user is told of `attempt`. `test` names the test of test_options.py that shows what neither can. `since` is the
-    first release of Slurm that has the option, if 22.05 has not, and `until` the first that has it no more.
+    An honoured option is proven by `output_lines`, regular expressions for lines in the output of `job`. A refused
+    option is proven by the `message` that `command` prints. `test` names the test of test_options.py for all others.
+    `since` is the first release of Slurm that has the option, if 22.05 has not. `until` is the first one without it.
     """
 
     names: str
-    verdict: Verdict
+    support: Support
     note: str
     job: str = ""
-    sees: tuple[str, ...] = ()
-    attempt: tuple[str, ...] = ()
-    told: str = ""
+    output_lines: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+    message: str = ""
     test: str = ""
     since: str = ""
     until: str = ""
@@ -51,21 +54,21 @@ class Group:
     rows: tuple[Option, ...] = field(default_factory=tuple)
 
 
-def honoured(names: str, note: str, job: str, *sees: str) -> Option:
-    return Option(names, Verdict.HONOURED, note, job=job, sees=sees)
+def honoured(names: str, note: str, job: str, *output_lines: str) -> Option:
+    return Option(names, Support.HONOURED, note, job=job, output_lines=output_lines)
 
 
 def tested(names: str, note: str, test: str, since: str = "") -> Option:
-    return Option(names, Verdict.HONOURED, note, test=test, since=since)
+    return Option(names, Support.HONOURED, note, test=test, since=since)
 
 
-def refused(names: str, told: str, *attempt: str, note: str = "", since: str = "", until: str = "") -> Option:
-    """`told` is what the user reads, and in the table too unless there is a `note`."""
-    return Option(names, Verdict.REFUSED, note or told, attempt=attempt, told=told, since=since, until=until)
+def refused(names: str, message: str, *command: str, note: str = "", since: str = "", until: str = "") -> Option:
+    """`message` is what the user reads. The table shows it, too, unless there is a `note`."""
+    return Option(names, Support.REFUSED, note or message, command=command, message=message, since=since, until=until)
 
 
 def denied(names: str, note: str, test: str, since: str = "") -> Option:
-    return Option(names, Verdict.REFUSED, note, test=test, since=since)
+    return Option(names, Support.REFUSED, note, test=test, since=since)
 
 
 _SIZE = """\
@@ -75,9 +78,9 @@ echo memory=$(awk '/MemTotal/{print int($2/1024)}' /proc/meminfo)
 """
 _SPAN = "echo from=$(date +%s.%N); sleep 2; echo to=$(date +%s.%N)\n"
 
-# All are submitted at once, in this order.
+# All jobs are submitted at once, in this order.
 JOBS = {
-    # First, for it waits until its time is over.
+    # First, because it runs until its time limit.
     "signal": Submission(
         "--signal=B:USR1@10 --time=1",
         "trap 'echo signalled' USR1\nsleep 900 &\nwait\necho went on\nwait\n",
@@ -160,38 +163,40 @@ scancel $SLURM_JOB_ID
     "burn": Submission("--mem=150", "timeout 8 sh -c 'while :; do :; done'\n"),
 }
 
-_GPUS = "generic resources are not served: submit without GPUs"
+_GPUS = "generic resources are not supported: submit without GPUs"
 
 GROUPS = (
     Group(
         "Size",
         (
             honoured("-n, --ntasks", "without `-N`: one VM for all tasks", "size", "nproc=4 nodes=1 tasks=2"),
-            honoured("-c, --cpus-per-task", "the VM has as many for each task", "size", "nproc=4 .*"),
+            honoured("-c, --cpus-per-task", "the VM has as many CPUs for each task", "size", "nproc=4 .*"),
             honoured(
-                "-N, --nodes", "as many VMs, all or none; of a range, the fewest", "spread", "nodes=2", "rank 3 on 1"
+                "-N, --nodes", "as many VMs, all or none; of a range, the minimum", "spread", "nodes=2", "rank 3 on 1"
             ),
-            honoured("--ntasks-per-node", "without `-N` it tells how many VMs", "split", "nproc=2 nodes=2 .*"),
+            honoured(
+                "--ntasks-per-node", "without `-N` it determines the number of VMs", "split", "nproc=2 nodes=2 .*"
+            ),
             honoured("--mem-per-cpu", "in MiB that the job may use", "size", "per_node= per_cpu=200", "memory=8.."),
             honoured("--mem", "in MiB that the job may use, in each VM", "memory", "per_node=700 .*", "memory=[7-9].."),
             honoured("no --mem", "`DefMemPerCPU` for each CPU", "default", "per_node= per_cpu=150", "memory=[3-4].."),
             refused(
                 "--mem=0",
-                "--mem=0 asks for all of a node, and a VM is as large as its job asks: say how much with --mem",
+                "--mem=0 (all memory of a node) is not supported: give the size with --mem",
                 "--mem=0",
             ),
-            honoured("--mincpus", "the VM has as many", "begin", "nproc=2 .*"),
+            honoured("--mincpus", "the VM has as many CPUs", "begin", "nproc=2 .*"),
             honoured("--tmp", "free on the VM's disk, up to `image.tmp_disk`", "memory", "room=enough"),
             refused(
                 "--tmp beyond that",
-                "the job asks for 204800 MiB on disk with --tmp; a VM has 12288 MiB: use a shared file system",
+                "the job requests 204800 MiB of disk with --tmp, but a VM has 12288 MiB: use a shared file system",
                 "--tmp=200G",
             ),
-            honoured("--exclusive", "a VM is its job's own, always", "memory", "nproc=3 .*"),
-            refused("-s, --oversubscribe", "a VM is its job's own: submit without --oversubscribe", "--oversubscribe"),
+            honoured("--exclusive", "always: a VM runs one job only", "memory", "nproc=3 .*"),
+            refused("-s, --oversubscribe", "a VM runs one job only: submit without --oversubscribe", "--oversubscribe"),
             refused(
                 "-O, --overcommit",
-                "--overcommit is not served: ask for a CPU for each task, and overcommit in the job with srun",
+                "--overcommit is not supported: request a CPU for each task, and use srun --overcommit in the job",
                 "--overcommit",
                 "--ntasks=3",
             ),
@@ -199,7 +204,7 @@ GROUPS = (
                 "more than any host has",
                 "the largest VM for a job here has 8 CPUs",
                 "--cpus-per-task=64",
-                note="the answer names the largest VM that there is",
+                note="the message names the largest VM for a job",
             ),
         ),
     ),
@@ -210,121 +215,131 @@ GROUPS = (
             honoured("--batch", "a feature of `--constraint`", "plain", ".*slim.*"),
             refused(
                 "--constraint with alternatives",
-                "alternatives and counts in --constraint are not served: join features with &",
+                "alternatives and counts in --constraint are not supported: join features with &",
                 "--constraint=slim|stock",
             ),
             refused(
                 "--constraint with ours",
-                "the constraint mv_1 is Multiverse's own: submit without it",
+                "the constraint mv_1 is reserved for Multiverse: submit without it",
                 "--constraint=mv_1",
             ),
-            refused("--prefer", "--prefer is not served: ask with --constraint", "--prefer=slim"),
-            refused("-w, --nodelist", "nodes are made for each job: submit without --nodelist", "--nodelist=mvgate1"),
+            refused("--prefer", "--prefer is not supported: use --constraint instead", "--prefer=slim"),
             refused(
-                "-F, --nodefile", "nodes are made for each job: submit without --nodelist", "--nodefile={home}/nodes"
+                "-w, --nodelist", "nodes are created for each job: submit without --nodelist", "--nodelist=mvgate1"
             ),
-            refused("-x, --exclude", "nodes are made for each job: submit without --exclude", "--exclude=mvgate1"),
-            refused("-p, --partition with several", "several partitions are not served: name vm alone", "-pvm,bare"),
+            refused(
+                "-F, --nodefile", "nodes are created for each job: submit without --nodelist", "--nodefile={home}/nodes"
+            ),
+            refused("-x, --exclude", "nodes are created for each job: submit without --exclude", "--exclude=mvgate1"),
+            refused(
+                "-p, --partition with several", "several partitions are not supported: submit to vm only", "-pvm,bare"
+            ),
             refused(
                 "-p, --partition=vmrun",
-                "submit to partition vm: jobs are moved on from there by themselves",
+                "submit to partition vm instead: Multiverse moves jobs from there when their VMs are ready",
                 "--partition=vmrun",
             ),
             honoured("--sockets-per-node=1", "a VM has one socket", "memory", r"Socket\(s\): +1"),
             honoured("--cores-per-socket", "a VM has a core for each CPU", "memory", r"Core\(s\) per socket: +3"),
             honoured("--threads-per-core=1", "a core has one thread", "memory", r"Thread\(s\) per core: +1"),
-            honoured("-B, --extra-node-info", "as the three before", "default", "nproc=2 .*"),
+            honoured("-B, --extra-node-info", "as the three options above", "default", "nproc=2 .*"),
             honoured("--ntasks-per-core=1", "a core has one thread", "memory", "nproc=3 .*"),
             honoured(
                 "--hint=nomultithread, compute_bound", "cores have one thread", "plain", r"Thread\(s\) per core: +1"
             ),
             refused(
                 "--hint=multithread",
-                "a VM's cores have one thread each: submit without --threads-per-core, --ntasks-per-core and --hint",
+                "VM cores have one thread each: submit without --threads-per-core, --ntasks-per-core and --hint",
                 "--hint=multithread",
             ),
             refused(
                 "--hint=memory_bound",
-                "--hint=memory_bound is not served: a VM has as many cores as its job asks for",
+                "--hint=memory_bound is not supported: a VM has as many cores as its job requests",
                 "--hint=memory_bound",
             ),
             refused(
                 "--sockets-per-node above 1",
-                "a VM has one socket: submit without --sockets-per-node, or ask for CPUs with --mincpus",
+                "a VM has one socket: submit without --sockets-per-node, or request CPUs with --mincpus",
                 "--sockets-per-node=2",
             ),
             refused(
                 "--threads-per-core, --ntasks-per-core above 1",
-                "a VM's cores have one thread each: submit without --threads-per-core, --ntasks-per-core and --hint",
+                "VM cores have one thread each: submit without --threads-per-core, --ntasks-per-core and --hint",
                 "--threads-per-core=2",
             ),
-            refused("--ntasks-per-socket", "a VM has one socket: ask with --ntasks-per-node", "--ntasks-per-socket=1"),
+            refused(
+                "--ntasks-per-socket", "a VM has one socket: use --ntasks-per-node instead", "--ntasks-per-socket=1"
+            ),
             refused(
                 "-S, --core-spec",
                 "Ignoring -S since it's not allowed by configuration",
                 "--core-spec=1",
-                note="dropped by sbatch, aloud; refused where `AllowSpecResourcesUsage` is set",
+                note="sbatch ignores it with a message; refused where `AllowSpecResourcesUsage` is set",
             ),
             refused(
                 "--thread-spec",
                 "Ignoring --thread-spec since it's not allowed by configuration",
                 "--thread-spec=1",
-                note="dropped by sbatch, aloud; refused where `AllowSpecResourcesUsage` is set",
+                note="sbatch ignores it with a message; refused where `AllowSpecResourcesUsage` is set",
             ),
-            refused("--contiguous", "VMs have no neighbours: submit without --contiguous", "--contiguous"),
-            refused("--switches", "VMs have no switches: submit without --switches", "--switches=1"),
+            refused("--contiguous", "contiguous nodes are not supported: submit without --contiguous", "--contiguous"),
+            refused("--switches", "VMs are connected to no network switch: submit without --switches", "--switches=1"),
             tested(
                 "--segment",
-                "of a block topology only, by Slurm's rule; without one any nodes will do",
-                "test_what_newer_releases_have",
+                "by Slurm's rule only in a block topology; without one, any nodes fit",
+                "test_options_of_newer_releases_work",
                 since="24.05",
             ),
-            refused("--spread-job", "--spread-job is not served: say how many VMs with --nodes", "--spread-job"),
-            honoured("--use-min-nodes", "of a range, the fewest, always", "spread", "nodes=2"),
-            honoured("-m, --distribution", "over the job's VMs", "spread", "rank 1 on 1", "rank 2 on 0"),
-            honoured("--wait-all-nodes", "all VMs have joined before the job starts", "spread", "rank 1 on 1"),
-            honoured("--mcs-label", "no other job is on its nodes", "plain", "name=named .*"),
-            refused("--reboot", "rebooting of nodes is only allowed for admins", "--reboot", note="each VM is fresh"),
             refused(
-                "--delay-boot", "a VM has its features from its start: submit without --delay-boot", "--delay-boot=1"
+                "--spread-job", "--spread-job is not supported: give the number of VMs with --nodes", "--spread-job"
             ),
-            refused("--cpu-freq", "a VM does not set its host's clock: submit without --cpu-freq", "--cpu-freq=high"),
-            refused("--power", "--power is not served: submit without it", "--power=level", until="24.05"),
-            refused("--network", "--network is not served: a VM has one network", "--network=ib"),
-            refused("--container", "--container is not served: ask for an image with --constraint", "--container=/x"),
+            honoured("--use-min-nodes", "always: of a range, the minimum", "spread", "nodes=2"),
+            honoured("-m, --distribution", "of tasks to the job's VMs", "spread", "rank 1 on 1", "rank 2 on 0"),
+            honoured("--wait-all-nodes", "all VMs have joined before the job starts", "spread", "rank 1 on 1"),
+            honoured("--mcs-label", "no other job runs on the job's nodes", "plain", "name=named .*"),
+            refused("--reboot", "rebooting of nodes is only allowed for admins", "--reboot", note="each VM is new"),
+            refused("--delay-boot", "the features of a VM never change: submit without --delay-boot", "--delay-boot=1"),
+            refused(
+                "--cpu-freq",
+                "a VM cannot set the CPU frequency of its host: submit without --cpu-freq",
+                "--cpu-freq=high",
+            ),
+            refused("--power", "--power is not supported: submit without it", "--power=level", until="24.05"),
+            refused("--network", "--network is not supported: a VM has one network", "--network=ib"),
+            refused("--container", "--container is not supported: select an image with --constraint", "--container=/x"),
             denied(
                 "--container-id",
-                "at the gate: --container-id is not served: ask for an image with --constraint",
-                "test_a_container_that_is_named_by_its_id_is_refused_at_the_gate",
+                "at the gate: --container-id is not supported: select an image with --constraint",
+                "test_a_job_with_a_container_id_is_revoked",
                 since="23.02",
             ),
             denied(
                 "--oom-kill-step",
-                "by Slurm's rule: it takes what task/cgroup sees, which guests have not; each job has its memory alone",
-                "test_what_newer_releases_have",
+                "by Slurm's rule: it needs task/cgroup, which guests do not have; each job has its memory to itself",
+                "test_options_of_newer_releases_work",
                 since="24.05",
             ),
-            refused("--stepmgr", "--stepmgr is not served: submit without it", "--stepmgr", since="24.05"),
+            refused("--stepmgr", "--stepmgr is not supported: submit without it", "--stepmgr", since="24.05"),
         ),
     ),
     Group(
         "Generic resources",
         (
-            refused("--gres", "generic resources are not served: submit without --gres and GPUs", "--gres=gpu:1"),
+            refused("--gres", "generic resources are not supported: submit without --gres and GPUs", "--gres=gpu:1"),
             refused(
                 "--gres-flags",
-                "generic resources are not served: submit without --gres-flags",
+                "generic resources are not supported: submit without --gres-flags",
                 "--gres-flags=disable-binding",
             ),
             refused(
                 "--gres-flags=multiple-tasks-per-sharing",
-                "generic resources are not served: submit without --gres-flags",
+                "generic resources are not supported: submit without --gres-flags",
                 "--gres-flags=multiple-tasks-per-sharing",
                 since="23.11",
             ),
             refused(
                 "--tres-bind",
-                "generic resources are not served: submit without --gpu-bind",
+                "generic resources are not supported: submit without --gpu-bind",
                 "--tres-bind=gres/gpu:closest",
                 since="23.11",
             ),
@@ -333,13 +348,13 @@ GROUPS = (
                 _GPUS,
                 "--tres-per-task=license/seat:1",
                 "--ntasks=1",
-                note=f"but of CPUs, as -c: {_GPUS}",
+                note=f"except for CPUs, as -c: {_GPUS}",
                 since="23.11",
             ),
             refused("-G, --gpus", _GPUS, "--gpus=1"),
             refused(
                 "--gpus-per-node",
-                "generic resources are not served: submit without --gres and GPUs",
+                "generic resources are not supported: submit without --gres and GPUs",
                 "--gpus-per-node=1",
             ),
             refused(
@@ -353,59 +368,79 @@ GROUPS = (
             refused("--ntasks-per-gpu", _GPUS, "--ntasks-per-gpu=1", "--gpus=1"),
             refused("--cpus-per-gpu", _GPUS, "--cpus-per-gpu=1", "--gpus=1"),
             refused("--mem-per-gpu", _GPUS, "--mem-per-gpu=100", "--gpus=1"),
-            refused("--gpu-bind", "generic resources are not served: submit without --gpu-bind", "--gpu-bind=none"),
-            refused("--gpu-freq", "generic resources are not served: submit without --gpu-freq", "--gpu-freq=high"),
-            refused("--bb", "burst buffers are not served: stage files in the job itself", "--bb=capacity=1G"),
-            refused("--bbf", "burst buffers are not served: stage files in the job itself", "--bbf={home}/buffer"),
-            tested("-L, --licenses", "a job waits at the gate until they are free", "test_licences_are_never_exceeded"),
+            refused("--gpu-bind", "generic resources are not supported: submit without --gpu-bind", "--gpu-bind=none"),
+            refused("--gpu-freq", "generic resources are not supported: submit without --gpu-freq", "--gpu-freq=high"),
+            refused("--bb", "burst buffers are not supported: stage files in the job itself", "--bb=capacity=1G"),
+            refused("--bbf", "burst buffers are not supported: stage files in the job itself", "--bbf={home}/buffer"),
+            tested(
+                "-L, --licenses",
+                "a job waits at the gate until the licences are free",
+                "test_licences_are_never_exceeded",
+            ),
         ),
     ),
     Group(
         "When",
         (
-            tested("-t, --time", "the VM goes when the time is over", "test_a_job_is_warned_and_ends_with_its_time"),
-            honoured("--time-min", "the job gets at least that", "plain", "TimeMin=00:05:00"),
+            tested(
+                "-t, --time",
+                "the VM ends at the time limit",
+                "test_a_job_gets_its_signal_and_ends_at_its_time_limit",
+            ),
+            honoured("--time-min", "the job gets at least that time", "plain", "TimeMin=00:05:00"),
             honoured("--signal", "sent to the script or its steps", "signal", "signalled"),
             tested(
                 "--deadline",
-                "a job that cannot end before it is ended by Slurm",
+                "Slurm cancels a job that cannot end before it",
                 "test_a_deadline_ends_a_waiting_job",
             ),
-            honoured("-b, --begin", "no VM is made before", "begin", "later=yes"),
-            honoured("-d, --dependency", "no VM is made before it is met", "after", ".*/plain.over"),
-            tested("--kill-on-invalid-dep", "the job goes without a VM", "test_a_job_whose_dependency_is_never_met"),
-            tested("-a, --array with %N", "each task a VM of its own, N at most", "test_an_arrays_limit_holds"),
-            tested("-H, --hold", "no VM is made before its release", "test_a_held_job_is_changed_and_released"),
-            tested("--nice", "orders the gate as any queue", "test_a_nicer_job_lets_others_go_first"),
-            tested("--priority", "operators only, by Slurm's rule", "test_root_submits_for_a_user"),
-            tested("--requeue", "each run in fresh VMs", "test_a_running_job_is_looked_after"),
-            tested("--no-requeue", "a lost VM ends the job", "test_a_job_that_is_not_to_be_requeued_ends_with_its_vm"),
+            honoured("-b, --begin", "no VM is created before", "begin", "later=yes"),
+            honoured("-d, --dependency", "no VM is created before it is met", "after", ".*/plain.over"),
+            tested(
+                "--kill-on-invalid-dep",
+                "the job is cancelled without a VM",
+                "test_a_job_whose_dependency_is_never_met_is_cancelled",
+            ),
+            tested(
+                "-a, --array with %N",
+                "each task has a VM of its own; at most N tasks run",
+                "test_an_arrays_limit_holds",
+            ),
+            tested("-H, --hold", "no VM is created before the release", "test_a_held_job_is_changed_and_released"),
+            tested("--nice", "orders the jobs at the gate", "test_a_job_with_a_nice_value_starts_after_others"),
+            tested("--priority", "by Slurm's rule only operators may", "test_root_submits_for_a_user"),
+            tested("--requeue", "each run has new VMs", "test_a_running_job_is_updated_suspended_and_requeued"),
+            tested("--no-requeue", "a lost VM ends the job", "test_a_job_that_must_not_be_requeued_ends_with_its_vm"),
             tested(
                 "-k, --no-kill",
-                "the job goes on without a lost VM; it was its first one: until its time is over",
-                "test_a_job_that_is_not_to_be_killed_outlives_one_of_its_vms",
+                "the job goes on without the lost VM; if that was the first VM, until its time limit",
+                "test_a_job_with_no_kill_outlives_one_of_its_vms",
             ),
-            tested("-W, --wait", "sbatch ends as the job does", "test_sbatch_waits_and_ends_as_the_job"),
-            tested("-I, --immediate=SECONDS", "waits that long for a VM", "test_srun_with_a_terminal"),
+            tested(
+                "-W, --wait",
+                "sbatch exits with the job's exit code",
+                "test_sbatch_waits_and_exits_with_the_jobs_code",
+            ),
+            tested("-I, --immediate=SECONDS", "the job waits that long for a VM", "test_srun_has_a_terminal_in_the_vm"),
             denied(
                 "-I, --immediate",
-                "a VM is made once its job waits: submit without --immediate",
-                "test_immediately_is_refused",
+                "a VM is created after its job was queued: submit without --immediate",
+                "test_an_immediate_start_is_refused",
             ),
             refused(
                 "--test-only",
                 "Requested node configuration is not available",
                 "--test-only",
-                note="Slurm knows of no node that a VM could become",
+                note="Slurm does not know the nodes that VMs will be",
             ),
             refused(
                 "--reservation",
-                "reservations are not served: submit without --reservation",
+                "reservations are not supported: submit without --reservation",
                 "--reservation=any",
             ),
             denied(
                 "jobs of several components (`:`)",
-                "heterogeneous jobs are not served: submit their parts as jobs of their own",
+                "heterogeneous jobs are not supported: submit each component as a separate job",
                 "test_heterogeneous_jobs_are_refused",
             ),
             honoured("-M, --clusters", "this cluster", "plain", "name=named .*"),
@@ -413,12 +448,12 @@ GROUPS = (
                 "-M, --clusters with others",
                 "No cluster 'other' known by database",
                 "--clusters=other",
-                note="no federation: Slurm refuses what it does not know",
+                note="there is no federation: Slurm refuses an unknown cluster",
             ),
             denied(
                 "--cluster-constraint",
-                "ended with a comment: --cluster-constraint is not served: submit without it",
-                "test_what_only_the_controller_sees_ends_the_job_with_a_reason",
+                "cancelled with a comment: --cluster-constraint is not supported: submit without it",
+                "test_an_option_that_only_the_controller_sees_revokes_the_job",
             ),
         ),
     ),
@@ -430,7 +465,7 @@ GROUPS = (
             honoured("-q, --qos", "", "plain", ".* qos=normal"),
             honoured("--wckey", "", "plain", "key *"),
             honoured("--comment", "", "plain", "Comment=said"),
-            tested("--extra", "a label", "test_what_newer_releases_have", since="23.11"),
+            tested("--extra", "a label", "test_options_of_newer_releases_work", since="23.11"),
             honoured("-D, --chdir", "on a file system that guests mount", "plain", "directory=.*/dir .*"),
             honoured("--export", "", "plain", ".* colour=green .*"),
             honoured("--export-file", "", "memory", "colour=blue"),
@@ -440,13 +475,11 @@ GROUPS = (
             tested("-o, --output, -e, --error", "with Slurm's patterns", "test_files_are_named_by_slurms_patterns"),
             honoured("--open-mode", "", "plain", "before"),
             tested("--mail-type, --mail-user", "sent by slurmctld", "test_mail_is_sent"),
-            tested(
-                "--acctg-freq", "steps are sampled in the VM", "test_figures_of_a_step_are_sampled_as_often_as_asked"
-            ),
+            tested("--acctg-freq", "steps are sampled in the VM", "test_a_step_is_sampled_at_the_requested_interval"),
             denied(
                 "--profile",
-                "ended with a comment: profiles are not kept of VMs: submit without --profile",
-                "test_what_only_the_controller_sees_ends_the_job_with_a_reason",
+                "cancelled with a comment: profiles of VMs are not supported: submit without --profile",
+                "test_an_option_that_only_the_controller_sees_revokes_the_job",
             ),
             tested("--uid, --gid", "root submits for a user, by Slurm's rule", "test_root_submits_for_a_user"),
             honoured("--ignore-pbs, --wrap, --parsable, --quiet, --verbose", "sbatch's own", "plain", "name=named .*"),
@@ -455,33 +488,39 @@ GROUPS = (
     Group(
         "srun, salloc and steps",
         (
-            tested("srun --pty", "a terminal in the VM", "test_srun_with_a_terminal"),
+            tested("srun --pty", "a terminal in the VM", "test_srun_has_a_terminal_in_the_vm"),
             tested(
                 "salloc",
-                "its command runs where it was called, its steps in the VM",
+                "the command runs on the submitting machine, its steps run in the VM",
                 "test_salloc_runs_steps_in_its_vm",
             ),
             Option(
                 "--resv-ports",
-                Verdict.REFUSED,
-                "by Slurm's rule: no ports are set aside without `MpiParams`",
+                Support.REFUSED,
+                "by Slurm's rule: no ports are reserved without `MpiParams`",
                 job="steps",
-                sees=(".*Requires more ports than can be reserved.*",),
+                output_lines=(".*Requires more ports than can be reserved.*",),
             ),
-            denied("-Z, --no-allocate", "root's, by Slurm's rule", "test_a_running_job_is_looked_after"),
+            denied(
+                "-Z, --no-allocate",
+                "by Slurm's rule only root may use it",
+                "test_a_running_job_is_updated_suspended_and_requeued",
+            ),
             Option(
                 "--het-group",
-                Verdict.REFUSED,
-                "no job has a second component; outside of a job srun ignores it itself",
+                Support.REFUSED,
+                "no job has a second component; outside of a job srun ignores it",
                 job="steps",
-                sees=(".*Requested het-group offset exceeds highest hetjob index.*",),
+                output_lines=(".*Requested het-group offset exceeds highest hetjob index.*",),
             ),
             honoured("--mem-bind", "a VM has one NUMA node", "steps", "bind:0"),
-            honoured("--accel-bind", "to generic resources, of which a VM has none", "steps", "nothing to bind to"),
-            tested("--external-launcher", "", "test_what_newer_releases_have", since="23.11"),
-            tested("--treewidth", "srun's own", "test_what_newer_releases_have", since="24.05"),
-            tested("--jobid", "a step in a job that has its VM", "test_salloc_without_a_shell"),
-            tested("salloc --no-shell, --bell, --no-bell, --kill-command", "", "test_salloc_without_a_shell"),
+            honoured("--accel-bind", "to generic resources, which a VM does not have", "steps", "nothing to bind to"),
+            tested("--external-launcher", "", "test_options_of_newer_releases_work", since="23.11"),
+            tested("--treewidth", "srun's own", "test_options_of_newer_releases_work", since="24.05"),
+            tested("--jobid", "a step in a job that has its VM", "test_salloc_without_a_shell_allocates_a_vm"),
+            tested(
+                "salloc --no-shell, --bell, --no-bell, --kill-command", "", "test_salloc_without_a_shell_allocates_a_vm"
+            ),
             honoured(
                 "--label, --unbuffered, --threads, --msg-timeout, --disable-status, --quit-on-interrupt, "
                 "--preserve-env, --mpi=none, --slurmd-debug, --prolog, --epilog",
@@ -501,16 +540,20 @@ GROUPS = (
             honoured("sbcast", "to the VM's own disk", "steps", "given"),
             honoured("-K, --kill-on-bad-exit", "", "steps", "bad=[1-9].*"),
             honoured("-r, --relative", "", "spread", "mv.* of mv.*"),
-            denied("--x11", "by Slurm's rule: there is none without `PrologFlags=X11`", "test_x11_is_not_forwarded"),
+            denied("--x11", "by Slurm's rule: not without `PrologFlags=X11`", "test_x11_is_not_forwarded"),
             denied(
                 "sattach",
-                "before 24.11: it finds no node that is not in slurm.conf; write to a file, or use srun --overlap",
-                "test_a_step_is_attached_to_where_its_node_is_found",
+                "before 24.11 it finds only nodes of slurm.conf: write to a file, or use srun --overlap",
+                "test_sattach_works_from_24_11_on",
             ),
-            tested("sattach", "", "test_a_step_is_attached_to_where_its_node_is_found", since="24.11"),
-            tested("sstat", "", "test_a_running_job_is_looked_after"),
-            tested("sacct", "states, times and memory as ever", "test_figures_of_a_step_are_sampled_as_often_as_asked"),
-            tested("seff", "how well a job used its CPUs, from sacct's figures", "test_a_jobs_efficiency_is_told"),
+            tested("sattach", "", "test_sattach_works_from_24_11_on", since="24.11"),
+            tested("sstat", "", "test_a_running_job_is_updated_suspended_and_requeued"),
+            tested(
+                "sacct",
+                "states, times and memory as on any node",
+                "test_a_step_is_sampled_at_the_requested_interval",
+            ),
+            tested("seff", "the efficiency of a job, from sacct's figures", "test_sacct_shows_a_jobs_efficiency"),
         ),
     ),
     Group(
@@ -518,39 +561,45 @@ GROUPS = (
         (
             tested(
                 "update of a waiting job's memory, CPUs, time, name, comment, nice value",
-                "the VM follows",
+                "the VM gets the new values",
                 "test_a_held_job_is_changed_and_released",
             ),
             denied(
                 "update of a job's features, partition and nodes",
-                "they are Multiverse's: cancel it and submit it anew",
-                "test_what_is_multiverses_of_a_job_is_not_a_users_to_change",
+                "Multiverse sets them: cancel the job and submit it again",
+                "test_users_cannot_update_what_multiverse_sets",
             ),
             denied(
                 "update of a running job's number of nodes",
-                "a running job keeps its VMs",
-                "test_a_running_job_is_looked_after",
+                "the VMs of a running job cannot be changed",
+                "test_a_running_job_is_updated_suspended_and_requeued",
             ),
             tested(
                 "update of a running job's time, name and comment",
                 "by Slurm's rules",
-                "test_a_running_job_is_looked_after",
+                "test_a_running_job_is_updated_suspended_and_requeued",
             ),
             tested("hold, release of a waiting job", "", "test_a_held_job_is_changed_and_released"),
             denied(
                 "requeue, suspend of a waiting job",
-                "Slurm refuses; the job waits on",
+                "Slurm refuses; the job goes on waiting",
                 "test_a_held_job_is_changed_and_released",
             ),
-            tested("hold, release of a running job", "it runs on in its VM", "test_a_running_job_is_looked_after"),
-            tested("requeue of a running job", "in a fresh VM", "test_a_running_job_is_looked_after"),
+            tested(
+                "hold, release of a running job",
+                "the job goes on running",
+                "test_a_running_job_is_updated_suspended_and_requeued",
+            ),
+            tested("requeue of a running job", "in a new VM", "test_a_running_job_is_updated_suspended_and_requeued"),
             tested(
                 "requeuehold of a running job",
-                "it waits without a VM until its release",
+                "the job waits without a VM until its release",
                 "test_a_job_that_is_requeued_and_held_waits_without_a_vm",
             ),
             tested(
-                "suspend, resume", "operators only, by Slurm's rule; the VM stays", "test_a_running_job_is_looked_after"
+                "suspend, resume",
+                "by Slurm's rule only operators may; the VM stays",
+                "test_a_running_job_is_updated_suspended_and_requeued",
             ),
         ),
     ),

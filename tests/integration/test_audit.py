@@ -1,4 +1,4 @@
-"""`multiverse audit identity` on the real lab: clones made at the same instant are strangers."""
+"""`multiverse audit identity` on the real lab: clones that were made at the same time share no identity."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ def all_run(client: Client, tasks: Sequence[str]) -> None:
     until("all run", lambda: all(latest(client, task).get("state") == "allocated" for task in tasks))
 
 
-def test_an_audit_shows_two_clones_to_be_strangers(
-    lab: LabUnderTest, client: Client, controller: Callable[[], int]
-) -> None:
+def test_two_clones_share_no_identity(lab: LabUnderTest, client: Client, controller: Callable[[], int]) -> None:
     job = lab.sbatch("sleep 900", "--array=1-2", "--output=/dev/null")
     tasks = [f"{job}_1", f"{job}_2"]
     all_run(client, tasks)
     done = multiverse(lab, "audit", "identity")
-    assert done.returncode == 0 and "2 VMs, all strangers." in done.stdout, done.stdout
+    assert done.returncode == 0 and "2 VMs, all distinct." in done.stdout, done.stdout
     lab.run("scancel", job, user=lab.user)
     for task in tasks:
         ended(client, task, "done")
 
 
 @pytest.mark.slow
-def test_clones_of_one_instant_are_strangers(lab: LabUnderTest, client: Client, controller: Callable[[], int]) -> None:
+def test_clones_made_together_share_no_identity_and_keep_theirs(
+    lab: LabUnderTest, client: Client, controller: Callable[[], int]
+) -> None:
     alone = multiverse(lab, "audit", "identity")
     assert alone.returncode == 1 and "no two VMs" in alone.stdout
     go = lab.user.home / "audited"
-    # They keep their CPUs busy, more of them than most hosts of this test have.
+    # The jobs keep their CPUs busy; together they have more CPUs than most hosts of this test.
     job = lab.sbatch(f"until [ -e {go} ]; do :; done", "--array=1-4", "--output=/dev/null")
     tasks = [f"{job}_{task}" for task in range(1, 5)]
     all_run(client, tasks)
@@ -51,14 +51,14 @@ def test_clones_of_one_instant_are_strangers(lab: LabUnderTest, client: Client, 
     first = {vm["name"]: vm for vm in found["vms"]}
     assert all(vm["facts"][key] for vm in first.values() for key in ("machine_id", "boot_id", "random", "mac"))
 
-    # Asked by another daemon, a minute later: each is who it was, with its clock kept.
+    # Another daemon asks a minute later: every identity is the same, and every clock is still right.
     asked = controller()
     lab.run("kill", "-9", str(asked))
     controller()
-    until("the new one looks", lambda: all(source["known"] for source in client.status()["sources"]))
+    until("the new daemon observes", lambda: all(source["known"] for source in client.status()["sources"]))
     until("a minute is over", lambda: time.monotonic() - began > 60)
     done = multiverse(lab, "audit", "identity")
-    assert done.returncode == 0 and "4 VMs, all strangers." in done.stdout, done.stdout
+    assert done.returncode == 0 and "4 VMs, all distinct." in done.stdout, done.stdout
     for vm in client.audit_identity()["vms"]:
         before = first[vm["name"]]["facts"]
         assert {key for key, value in vm["facts"].items() if value != before[key]} == {"fresh"}

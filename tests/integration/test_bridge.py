@@ -1,4 +1,4 @@
-"""On the bridge, from inside guests: a VM hears and reaches those of its job, and speaks as nobody but itself."""
+"""The bridge, tested from inside guests: a VM reaches the VMs of its job only, and sends from its own address only."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.integration.test_qemu_driver import HEAD, NET, SITE, Lab, lab, settin
 __all__ = ["lab", "settings", "swept"]  # fixtures
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="taps and images need root")]
 
-# Runs in a guest, as root: does what it is told, and hears all frames that come to its link.
-_PUPPET = """
+# Runs in a guest, as root: executes the orders it receives, and records all frames that arrive at its interface.
+_CONTROLLED = """
 import json, socket, struct, threading
 wire = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)); wire.bind(("eth0", 0))
 heard = []
@@ -60,8 +60,8 @@ for order in line:
 
 
 @dataclass
-class Puppet:
-    """A guest in our hands."""
+class ControlledGuest:
+    """A guest that the test controls."""
 
     spec: VmSpec
     reader: asyncio.StreamReader
@@ -76,7 +76,7 @@ class Puppet:
         return json.loads(await asyncio.wait_for(self.reader.readline(), 60))
 
     async def heard(self, mark: str) -> list[str]:
-        """What its link has brought, the frame that holds `mark` among it."""
+        """The frames that arrived at its interface, once one of them holds `mark`."""
 
         async def there() -> bool:
             return any(mark.encode().hex() in frame for frame in await self.do("heard"))
@@ -86,7 +86,7 @@ class Puppet:
 
 
 @pytest.fixture
-async def puppets(lab: Lab) -> AsyncIterator[list[Puppet]]:
+async def guests(lab: Lab) -> AsyncIterator[list[ControlledGuest]]:
     """Two VMs of one job, and one of another."""
     arrived: asyncio.Queue[tuple[str, asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
 
@@ -94,8 +94,8 @@ async def puppets(lab: Lab) -> AsyncIterator[list[Puppet]]:
         await arrived.put((json.loads(await reader.readline()), reader, writer))
 
     server = await asyncio.start_server(welcome, HEAD, 0, limit=1 << 24)
-    script = _PUPPET.replace("HEAD", HEAD).replace("PORT", str(server.sockets[0].getsockname()[1]))
-    daemon = Daemon("puppet", ("/usr/bin/python3", "-c", script))
+    script = _CONTROLLED.replace("HEAD", HEAD).replace("PORT", str(server.sockets[0].getsockname()[1]))
+    daemon = Daemon("guest", ("/usr/bin/python3", "-c", script))
     specs = [lab.spec() for _ in range(3)]
     gang = tuple((spec.name, f"{NET}.{int(spec.name.partition('-')[2])}") for spec in specs[:2])
     async with server:
@@ -106,7 +106,7 @@ async def puppets(lab: Lab) -> AsyncIterator[list[Puppet]]:
         for _ in specs:
             name, reader, writer = await asyncio.wait_for(arrived.get(), 60)
             found[name] = (reader, writer)
-        yield [Puppet(spec, *found[spec.name]) for spec in specs]
+        yield [ControlledGuest(spec, *found[spec.name]) for spec in specs]
         for _, writer in found.values():
             writer.close()
 
@@ -115,10 +115,10 @@ def _address_of(link: str) -> str:
     return Path(f"/sys/class/net/{link}/address").read_text().strip()
 
 
-async def test_only_vms_of_one_job_hear_and_reach_each_other(lab: Lab, puppets: list[Puppet]) -> None:
-    one, two, other = puppets
+async def test_only_vms_of_one_job_reach_each_other(lab: Lab, guests: list[ControlledGuest]) -> None:
+    one, two, other = guests
     assert await one.do(f"connect({two.address!r})") == await two.do(f"connect({one.address!r})") == errno.ECONNREFUSED
-    # What one says to all, to the other's own address, and to one that nobody has.
+    # To the broadcast address, to the other's own, and to one that no VM has.
     sender = f"{one.spec.mac!r}"
     for to in ("ff:ff:ff:ff:ff:ff", other.spec.mac, "02:00:00:00:99:99"):
         await one.do(f"arp({to!r}, {sender}, {sender}, {one.address!r}, {other.address!r})")
@@ -126,15 +126,15 @@ async def test_only_vms_of_one_job_hear_and_reach_each_other(lab: Lab, puppets: 
     await one.do(f"udp({two.spec.mac!r}, {sender}, {one.address!r}, {two.address!r}, 9, 'hello two')")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as head:
         head.sendto(b"head to other", (other.address, 9))
-    # A frame is through the bridge when the next is sent: what was said before the mark has been heard, or never is.
+    # The bridge forwards in order: a frame that was sent before the mark has arrived before it, or never arrives.
     mine = one.spec.mac.replace(":", "")
     assert any(mine in frame[12:24] for frame in await two.heard("hello two"))
     assert not any(mine in frame for frame in await other.heard("head to other"))
     assert not any(b"head to other".hex() in frame for frame in await one.do("heard"))
 
 
-async def test_a_vm_speaks_as_nobody_else(lab: Lab, puppets: list[Puppet]) -> None:
-    one, two, other = puppets
+async def test_a_vm_cannot_send_from_another_address(lab: Lab, guests: list[ControlledGuest]) -> None:
+    one, two, other = guests
     bridge = _address_of(lab.settings.qemu.bridge)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as head:
         head.bind((HEAD, 0))
@@ -148,7 +148,7 @@ async def test_a_vm_speaks_as_nobody_else(lab: Lab, puppets: list[Puppet]) -> No
                     await one.do(f"arp('ff:ff:ff:ff:ff:ff', {sender!r}, {claimed!r}, {address!r}, {HEAD!r})")
                     await one.do(f"arp({two.spec.mac!r}, {sender!r}, {claimed!r}, {HEAD!r}, {two.address!r})")
         await one.do(f"ether('ff:ff:ff:ff:ff:ff', {one.spec.mac!r}, 0x86dd, bytes(60))")
-        # What it may say, in a VLAN (802.1Q, 802.1ad), of which it has none.
+        # What it may send, but tagged (802.1Q, 802.1ad): it has no VLAN.
         for kind in (0x8100, 0x88A8):
             await one.do(f"udp({two.spec.mac!r}, {one.spec.mac!r}, {one.address!r}, {two.address!r}, 9, 'tag', {kind})")
         await one.do(f"udp({bridge!r}, {one.spec.mac!r}, {one.address!r}, {HEAD!r}, {port}, 'honest')")
@@ -168,17 +168,19 @@ async def test_a_vm_speaks_as_nobody_else(lab: Lab, puppets: list[Puppet]) -> No
     assert f"dev {one.spec.name}" not in "".join(line for line in ports.stdout.splitlines() if other.spec.mac in line)
 
 
-async def test_what_is_filtered_outlives_us_and_goes_with_the_last_vm(lab: Lab, puppets: list[Puppet]) -> None:
-    one, two, other = puppets
+async def test_the_firewall_outlives_the_driver_and_is_removed_with_the_last_vm(
+    lab: Lab, guests: list[ControlledGuest]
+) -> None:
+    one, two, other = guests
 
     def table() -> str:
         done = subprocess.run(["nft", "list", "table", "bridge", f"mv{SITE}"], capture_output=True, text=True)
         return done.stdout
 
     before = table()
-    assert all(f'"{p.spec.name}" . {p.spec.mac} . {p.address}' in before for p in puppets)
+    assert all(f'"{p.spec.name}" . {p.spec.mac} . {p.address}' in before for p in guests)
     assert f'"{one.spec.name}" . "{two.spec.name}"' in before and f'. "{other.spec.name}"' not in before
-    # Somebody flushes all rules; whoever comes next makes them anew from what is on disk.
+    # An administrator flushes all rules: the next driver makes them again from the manifests.
     subprocess.run(["nft", "delete", "table", "bridge", f"mv{SITE}"], check=True)
     lab.hypervisor.close()
     lab.hypervisor = QemuHypervisor(lab.settings, SITE)
@@ -188,8 +190,8 @@ async def test_what_is_filtered_outlives_us_and_goes_with_the_last_vm(lab: Lab, 
     await lab.started(late)
     await lab.hypervisor.destroy(VmRef(late.name), 0)
     assert table() == before
-    for puppet in puppets:
-        assert puppet.spec.name in table()
-        await lab.hypervisor.destroy(VmRef(puppet.spec.name), 0)
-        assert puppet.spec.name not in table()
+    for guest in guests:
+        assert guest.spec.name in table()
+        await lab.hypervisor.destroy(VmRef(guest.spec.name), 0)
+        assert guest.spec.name not in table()
     assert table() == ""

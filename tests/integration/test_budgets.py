@@ -1,6 +1,6 @@
-"""How much is done for a job, counted on the real lab: commands of Slurm, commits, processes. Never time.
+"""The number of Slurm commands, commits and processes for each job, counted on the real lab. No times are measured.
 
-What polling does by the clock alone is not a job's: squeue, sinfo and scontrol show are left out.
+Commands of periodic polling (squeue, sinfo, scontrol show) are not counted, because they do not depend on jobs.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ pytestmark = pytest.mark.integration
 
 IN_A_ROW, AT_ONCE = 5, 10
 ALONE = {"scontrol update": 1.1, "scontrol delete": 1.1, "commits": 11.0, "qemu": 1.1, "others": 0.1}
-"""At most so many for each job: its pin is an update, its node is deleted, its VM is one QEMU."""
+"""The most for each job: its pin is one update, its node is deleted once, its VM is one QEMU."""
 
 TOGETHER = ALONE | {"scontrol update": 2.1, "commits": 8.0}
-"""One that waits for its turn is told so: another update. Several share a commit."""
+"""The most for each of several jobs: a job that waits gets an update with the reason, and jobs share commits."""
 
 
 AGAIN = {"scontrol update": 1.5}
-"""From 24.11 on slurmctld may say that it cannot change a job just now, and is asked again, once or twice in most."""
+"""From 24.11 on slurmctld may refuse to change a job for a moment, and the update is repeated once or twice."""
 
 
 def counts(client: Client) -> dict[str, float]:
@@ -46,13 +46,13 @@ def check(what: str, jobs: int, budgets: dict[str, float], before: dict[str, flo
     per_job = {name: (after[name] - before[name]) / jobs for name in budgets}
     print(f"{what}, for each of {jobs} jobs:", ", ".join(f"{name} {value:.2f}" for name, value in per_job.items()))
     assert {name: value for name, value in per_job.items() if value > budgets[name]} == {}, per_job
-    assert per_job["scontrol update"] >= 1 and per_job["qemu"] >= 1, "what must be done was counted"
+    assert per_job["scontrol update"] >= 1 and per_job["qemu"] >= 1, "the commands that every job needs were counted"
 
 
 def test_a_job_costs_no_more_than_its_budget(lab: LabUnderTest, controller: Callable[[], int]) -> None:
     controller()
     client = Client(lab.settings.socket)
-    ended(client, lab.sbatch("true", "--output=/dev/null"), "done")  # the template is there from now on
+    ended(client, lab.sbatch("true", "--output=/dev/null"), "done")  # from here on there is a template
     nothing_left(lab, client)
     new = release(lab.run("sbatch", "--version").stdout) >= (24, 11)
     alone, together = (Counter(budget) + Counter(AGAIN if new else {}) for budget in (ALONE, TOGETHER))

@@ -16,7 +16,7 @@ from multiverse.config import HostSettings, QemuSettings, Settings
 from multiverse.core.model import Size, VmRef
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.host import manifest
-from multiverse.host.qmp import Monitor
+from multiverse.host.qemu.qmp import Monitor
 from tests.contract.test_hypervisor_contract import SUITE, Check, Harness
 from tests.contract.test_hypervisor_troubles import TROUBLES, only_an_instant_clone_needs_a_template
 from tests.integration.images import IMAGES, slim
@@ -26,11 +26,11 @@ pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, rea
 
 @pytest.fixture(scope="module")
 def settings(accelerator: Path) -> Iterator[Settings]:
-    """Directories and a bridge of our own; nothing of them is left."""
+    """Settings with directories and a bridge of their own, which are removed afterwards."""
     slim()
     place, memory = Path(tempfile.mkdtemp(prefix="mvc-")), Path(tempfile.mkdtemp(prefix="mvc-", dir="/dev/shm"))
     for path in (place, memory):
-        path.chmod(0o711)  # VMs' users go through it
+        path.chmod(0o711)  # the users of VMs pass through it
     shutil.copy(accelerator, place)
     bridge = f"mvc{os.getpid()}"
     try:
@@ -49,8 +49,8 @@ def settings(accelerator: Path) -> Iterator[Settings]:
         shutil.rmtree(memory)
 
 
-# Those that drop the template come last, and last of all the one that needs none: each next one makes it anew.
-CHECKS = sorted((*SUITE, *TROUBLES), key=lambda c: (c is only_an_instant_clone_needs_a_template, "drop" in c.__name__))
+# Checks that delete the template come last, and the one that needs none last of all: the next check builds it again.
+CHECKS = sorted((*SUITE, *TROUBLES), key=lambda c: (c is only_an_instant_clone_needs_a_template, "delet" in c.__name__))
 
 
 class Real(Harness):
@@ -94,8 +94,9 @@ async def harness(settings: Settings) -> AsyncIterator[Real]:
 
 
 # Each boots a template, several times.
-LONG = ("a_prepare_or_a_drop_whose_reply_is_lost_is_said_again", "a_create_and_a_drop_at_once_leave_a_whole_vm_or_none",
-        "a_template_that_is_dropped_while_it_is_made_stays_away")  # fmt: skip
+LONG = ("building_and_deleting_a_template_is_repeated_after_lost_replies",
+        "a_create_while_its_template_is_deleted_leaves_a_whole_vm_or_none",
+        "a_template_that_is_deleted_while_it_is_built_stays_deleted")  # fmt: skip
 MARKED = [
     pytest.param(check, marks=[pytest.mark.slow] * (check.__name__ in LONG), id=check.__name__) for check in CHECKS
 ]

@@ -1,4 +1,4 @@
-"""The scheduler's contract (tests/contract), kept by a real slurmctld. Nodes are slurmds in namespaces of their own."""
+"""The scheduler's contract (tests/contract) with a real slurmctld. Nodes are slurmds in namespaces of their own."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from multiverse.core.model import Attempt, Vm
 from multiverse.core.provisioning.spares import node_spec
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.lab import lifecycle
-from multiverse.lab.parts import PARTS
-from multiverse.lab.plan import Wishes
+from multiverse.lab.plan import LabOptions
+from multiverse.lab.services import SERVICES
 from tests.contract.test_scheduler_contract import SUITE, Check, Harness
 from tests.contract.test_scheduler_troubles import TROUBLES
 from tests.integration.fake_guest import SITE, FakeGuest
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.integration
 _OPTIONS = ("--ntasks-per-node=1", "--mem=64", "--requeue", "--output=/dev/null")
 
 
-class Real(Harness):
+class RealSlurm(Harness):
     site = SITE
     base = 5000
 
@@ -52,7 +52,7 @@ class Real(Harness):
         lingers: float = 0.0,
     ) -> str:
         script = f"sleep {seconds:g}"
-        if lingers:  # until KillWait has passed
+        if lingers:  # the job ignores SIGTERM until KillWait has passed
             script = f"trap '' TERM; {script} & while :; do wait; sleep 1; done"
         options = [f"--job-name={name}", f"--nodes={nodes}", *_OPTIONS, *(["--hold"] if held else [])]
         job_id: str = await asyncio.to_thread(self.lab.sbatch, script, *options)
@@ -101,16 +101,16 @@ class Real(Harness):
 
     @asynccontextmanager
     async def _without_slurmctld(self) -> AsyncIterator[None]:
-        """It has written all of its state down when it is gone."""
-        await next(part for part in PARTS if part.name == "slurmctld").stop(self.lab.where)
+        """slurmctld writes its whole state before it ends."""
+        await next(service for service in SERVICES if service.name == "slurmctld").stop(self.lab.where)
         try:
             yield
         finally:
-            await lifecycle.up(self.lab.where, Wishes(), controller=False)
+            await lifecycle.up(self.lab.where, LabOptions(), controller=False)
 
     @asynccontextmanager
     async def forgetting(self) -> AsyncIterator[None]:
-        """Its state is put back, as from a copy that was kept."""
+        """Restore slurmctld's state from a copy."""
         state, kept = self.lab.where.slurmctld, self.lab.where.root / "kept"
         async with self._without_slurmctld():
             await self._run("cp", "-a", str(state), str(kept))
@@ -118,7 +118,7 @@ class Real(Harness):
         async with self._without_slurmctld():
             shutil.rmtree(state)
             kept.rename(state)
-            # In the same second, as Slurm's clock counts, that job id would be of the same job to anybody.
+            # A job with the same id and the same submit time, in whole seconds, could not be told from the first one.
             await asyncio.sleep(1.0 - time.time() % 1.0)
 
     async def _run(self, *command: str, user: Any = None) -> None:
@@ -132,7 +132,7 @@ class Real(Harness):
         next(guest for guest in self.guests if guest.name == node).introduce()
 
     async def join(self, vm: Vm, attempt: Attempt | None) -> None:
-        guest = FakeGuest(self.lab.settings, vm, self.lab.where.root.parent / "fake")
+        guest = FakeGuest(self.lab.settings, vm.name, vm.address, self.lab.where.root.parent / "fake")
         self.guests.append(guest)
         bootstrap = await self.scheduler.bootstrap(node_spec(vm, attempt))
         await guest.start(bootstrap, ((vm.name, vm.address.partition("/")[0]),))
@@ -150,16 +150,16 @@ class Real(Harness):
                         break
                     except Refused:
                         await asyncio.sleep(0.2)  # its job is completing
-        Real.base += len(self.guests) + 1
+        RealSlurm.base += len(self.guests) + 1
 
 
 @pytest.fixture
-async def harness(lab: Any, no_controller: None) -> AsyncIterator[Real]:
-    real = Real(lab)
+async def harness(lab: Any, no_controller: None) -> AsyncIterator[RealSlurm]:
+    real = RealSlurm(lab)
     yield real
     await real.clean()
 
 
 @pytest.mark.parametrize("check", (*SUITE, *TROUBLES), ids=lambda check: check.__name__)
-async def test_slurm(check: Check, harness: Real) -> None:
+async def test_slurm(check: Check, harness: RealSlurm) -> None:
     await check(harness)

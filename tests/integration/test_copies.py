@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.host import copies
+from multiverse.host import disks
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")]
 
@@ -33,12 +33,12 @@ def reflinks(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(place)], check=True)
 
 
-def test_a_full_clones_disk_shares_its_blocks_where_it_can(reflinks: Path) -> None:
+def test_the_disk_of_a_full_clone_shares_unwritten_blocks(reflinks: Path) -> None:
     disk, copy = reflinks / "disk.raw", reflinks / "copy.raw"
     disk.write_bytes(os.urandom(32 << 20))
     os.sync()
     before = shutil.disk_usage(reflinks).used
-    assert copies.copy(disk, copy) == "reflink"
+    assert disks.copy_disk(disk, copy) == "reflink"
     os.sync()
     assert shutil.disk_usage(reflinks).used - before < 4 << 20
     assert filecmp.cmp(disk, copy, shallow=False)

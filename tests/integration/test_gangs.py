@@ -1,4 +1,4 @@
-"""Jobs of several VMs: all of them or none, peers that know each other, steps and MPI across them."""
+"""Jobs of several VMs: a job gets all VMs or none, and steps and MPI run across them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tests.integration.watch import accounted, ended, latest, nothing_left, qemu
 
 pytestmark = pytest.mark.integration
 
-# A real program of MPI's without a compiler: the library called from Python. MPICH's handles are numbers (mpi.h),
-# Open MPI's the addresses of its objects. MPICH 4.0 over UCX may wait for ever in MPI_Finalize, where one rank flushes
-# what another, which waits in PMI's barrier already, would have to acknowledge: its ranks leave without.
+# An MPI program without a compiler: Python calls the library. MPICH's handles are numbers (mpi.h), Open MPI's are the
+# addresses of objects. MPICH 4.0 over UCX may hang in MPI_Finalize: a rank flushes data that another rank, which waits
+# in PMI's barrier already, would have to acknowledge. Therefore MPICH's ranks exit without MPI_Finalize.
 ALLREDUCE = """\
 import ctypes, os, socket, sys
 mpi = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
@@ -42,7 +42,7 @@ mpi.MPI_Finalize()
 OPEN_MPI, MPICH = "libmpi.so.40", "libmpich.so.12"
 
 
-def test_peers_know_each_other_and_steps_run_across_them(lab: LabUnderTest, client: Client) -> None:
+def test_vms_of_a_job_know_each_other_and_steps_run_on_all(lab: LabUnderTest, client: Client) -> None:
     out = lab.user.home / "gang.out"
     each = "echo $(hostname) $(scontrol show hostnames | xargs getent hosts | wc -l)"
     last = "srun -Q -N1 -n1 -r3 sh -c 'cat; exit 7' 2> /dev/null"
@@ -57,7 +57,7 @@ def test_peers_know_each_other_and_steps_run_across_them(lab: LabUnderTest, clie
 
 
 @pytest.mark.parametrize("state", [pytest.param("claimed", marks=pytest.mark.slow), "spawning"])
-def test_a_gang_that_loses_a_vm_before_its_pin_gets_all_of_them_all_the_same(
+def test_a_job_that_loses_a_vm_before_its_pin_still_gets_all_vms(
     lab: LabUnderTest, client: Client, controller: Callable[[], int], state: str
 ) -> None:
     controller()
@@ -68,17 +68,17 @@ def test_a_gang_that_loses_a_vm_before_its_pin_gets_all_of_them_all_the_same(
     row = ended(client, job, "done")
     lines = written(out).split()
     ran = set(lines[1::2])
-    assert len(lines) == 6 and len(ran) == 3 and ran <= set(row["vms"]), "on three VMs, once"
+    assert len(lines) == 6 and len(ran) == 3 and ran <= set(row["vms"]), "the step ran once, on three VMs"
     whole = [other for other in client.jobs(job) if other["state"] == "done"]
     assert len(whole) == 1 and accounted(lab, job) == ("COMPLETED", "0:0")
     nothing_left(lab, client)
 
 
 def being_made(client: Client, job: str, state: str) -> int:
-    """The pid of one of its VMs' QEMUs, while the attempt is in that state."""
+    """The pid of QEMU of one of the job's VMs while the attempt is in that state, or else 0."""
     row = latest(client, job)
     if row.get("state") == "done":
-        pytest.fail("too late: the job is over")
+        pytest.fail("the job ended before a VM could be killed")
     if row.get("state") != state:
         return 0
     for vm in row["vms"]:
@@ -90,7 +90,7 @@ def being_made(client: Client, job: str, state: str) -> int:
 
 
 def allreduce(lab: LabUnderTest, client: Client, *run: str, library: str, options: tuple[str, ...] = ()) -> None:
-    """Two ranks on each of two VMs add up what each has, by each way to start them."""
+    """Run an allreduce with two ranks on each of two VMs, with each launcher in `run`."""
     program = lab.user.home / "allreduce.py"
     program.write_text(ALLREDUCE)
     out = lab.user.home / f"{Path(library).stem}.out"
@@ -101,7 +101,7 @@ def allreduce(lab: LabUnderTest, client: Client, *run: str, library: str, option
     said = sorted(line for line in lines if "/4 " in line)
     assert [line.split()[:2] for line in said] == [[f"{rank}/4", "1111"] for rank in range(4) for _ in run], lines
     for start in range(len(run)):
-        assert {line.split()[2] for line in said[start :: len(run)]} == set(row["vms"]), "on both VMs"
+        assert {line.split()[2] for line in said[start :: len(run)]} == set(row["vms"]), "the ranks ran on both VMs"
     nothing_left(lab, client)
 
 
@@ -120,5 +120,5 @@ def test_each_mpi_by_mpirun_and_by_srun(
     lab: LabUnderTest, client: Client, controller: Callable[[], int], library: str, ways: tuple[str, ...]
 ) -> None:
     mpi()
-    controller()  # Slurm learns of the image
+    controller()  # writes the image into Slurm's configuration
     allreduce(lab, client, *ways, library=library, options=("--constraint=mpi",))

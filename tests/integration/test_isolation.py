@@ -1,4 +1,4 @@
-"""What other users of the host, and a QEMU that its guest has taken over, can get at: tried as them."""
+"""What other users of the host, and a QEMU that its guest has taken over, can access: tried as these users."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import pytest
 
 from multiverse.core.model import Daemon, Size, VmRef
 from multiverse.host import manifest
-from multiverse.host.cages import Cages
-from multiverse.host.templates import Template, load, name_of
+from multiverse.host.cgroups import Cgroups
+from multiverse.host.qemu.templates import FrozenTemplate, directory_name, load
 from tests.integration.test_qemu_driver import PARENT, Lab, lab, settings, swept, until
 
 __all__ = ["lab", "settings", "swept"]  # fixtures
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="taps and images need root")]
 
 NOBODY = 65534
-# Tries everything there is to do with each path, and prints what it was let do.
+# Tries to read, write, create below and connect to each path, and prints what was permitted.
 _TRY = """
 import json, os, socket, sys
 for path in sys.argv[1:]:
@@ -47,11 +47,11 @@ for path in sys.argv[1:]:
 
 
 def allowed(paths: Sequence[Path], uid: int, *groups: int) -> dict[Path, list[str]]:
-    """What that user is let do with each path, where that is anything."""
+    """What that user is permitted to do with each path, for the paths where that is anything."""
     argv = ["/usr/bin/python3", "-c", _TRY, *map(str, paths)]
     done = subprocess.run(argv, user=uid, group=uid, extra_groups=groups, capture_output=True, text=True, check=True)
     found = dict(json.loads(line) for line in done.stdout.splitlines())
-    assert len(found) == len(paths) > 0, "it has tried them all"
+    assert len(found) == len(paths) > 0, "all paths were tried"
     return {Path(path): words for path, words in found.items() if words}
 
 
@@ -70,13 +70,13 @@ def uid_of(lab: Lab, name: str) -> int:
     return known.uid
 
 
-def template(lab: Lab) -> Template:
-    found = load(lab.settings.qemu.templates / name_of(PARENT))
+def template(lab: Lab) -> FrozenTemplate:
+    found = load(lab.settings.qemu.templates / directory_name(PARENT))
     assert found is not None
     return found
 
 
-async def test_others_get_at_nothing_and_a_vm_at_its_own(lab: Lab) -> None:
+async def test_other_users_can_access_nothing_and_a_qemu_its_own_vm_only(lab: Lab) -> None:
     one, two = lab.spec(), lab.spec()
     await lab.started(one)
     await lab.hypervisor.create(two)
@@ -86,11 +86,11 @@ async def test_others_get_at_nothing_and_a_vm_at_its_own(lab: Lab) -> None:
     assert {"disk.qcow2", "manifest.json", "console.log", "qemu.log", "qmp", "agent", "memory"} <= {
         path.name for path in things
     }
-    assert allowed(things, 0), "root is let, so the trying works"
+    assert allowed(things, 0), "root is permitted, so the attempts work"
     inside = [path for path in things if path != qemu.templates and not path.name.endswith(".lock")]
     assert allowed(inside, NOBODY) == {}
 
-    # Its QEMU: its own disk and console; of templates to read what it maps; of another VM, and of ours, nothing.
+    # The VM's QEMU: its own disk and console; what it maps of its template, to read; nothing else.
     home = qemu.vms / one.name
     own = allowed(inside, uid_of(lab, one.name), first)
     assert own.pop(home / "disk.qcow2") == own.pop(home / "console.log") == ["read", "write"]
@@ -98,7 +98,7 @@ async def test_others_get_at_nothing_and_a_vm_at_its_own(lab: Lab) -> None:
     assert {path.name for path in own} == {"memory", "disk.qcow2", "kernel.stub", "initrd.stub"}
 
 
-async def test_a_qemu_is_nobody_and_can_become_nobody(lab: Lab) -> None:
+async def test_a_qemu_has_a_user_of_its_own_and_no_privilege(lab: Lab) -> None:
     one, two = lab.spec(), lab.spec()
     await lab.hypervisor.create(one)
     await lab.hypervisor.create(two)
@@ -112,10 +112,10 @@ async def test_a_qemu_is_nobody_and_can_become_nobody(lab: Lab) -> None:
     assert (about["NoNewPrivs"], about["Seccomp"]) == ("1", "2")
     await lab.hypervisor.destroy(VmRef(one.name), 0)
     await lab.hypervisor.destroy(VmRef(two.name), 0)
-    assert not list((lab.settings.qemu.vms / ".uids").iterdir())
+    assert [path.name for path in lab.settings.qemu.vms.iterdir()] == [".lock"]
 
 
-async def test_nothing_that_a_clone_holds_open_writes_to_its_template(lab: Lab) -> None:
+async def test_no_descriptor_of_a_clone_can_write_to_its_template(lab: Lab) -> None:
     spec = lab.spec()
     await lab.hypervisor.create(spec)
     frozen = template(lab)
@@ -125,16 +125,16 @@ async def test_nothing_that_a_clone_holds_open_writes_to_its_template(lab: Lab) 
     mapped = [path for path in held if "memory" in os.fspath(path.readlink())]
     assert mapped
     if any("memfd:" in os.fspath(path.readlink()) for path in mapped):
-        for path in mapped:  # a sealed copy: not even as root, and through the descriptors themselves
+        for path in mapped:  # a sealed copy: not even root can write, through the QEMU's own descriptors
             assert subprocess.run([sys.executable, "-c", spoil, str(path)], capture_output=True).returncode != 0
-    else:  # a QEMU that maps the file itself, as one who may only read it
+    else:  # the QEMU maps the file itself, which its user may only read
         own = allowed([frozen.memory, *mapped], uid_of(lab, spec.name), lab.settings.qemu.uids[0])
         assert own and all(words == ["read"] for words in own.values())
     assert (frozen.memory.stat().st_mtime_ns, frozen.memory.read_bytes()[:4096]) == before
 
 
-def test_what_is_put_in_a_cage_takes_no_more_than_it_may() -> None:
-    cages, name = Cages(), f"mvtest-{os.getpid()}"
+def test_a_process_in_a_cgroup_cannot_exceed_its_limits() -> None:
+    cgroups, name = Cgroups(), f"mvtest-{os.getpid()}"
     ends = {}
     for word, size, script in (("fits", 16, "pass"), ("grows", 300, "pass"), ("forks", 16, "import os; os.fork()")):
         code = f"import sys; sys.stdin.readline(); block = bytearray(b'x') * ({size} << 20); {script}"
@@ -142,37 +142,37 @@ def test_what_is_put_in_a_cage_takes_no_more_than_it_may() -> None:
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, process_group=0
         )
         try:
-            cages.limit(name, 128, 1)
-            cages.put(name, greedy.pid, 1)
+            cgroups.set_limits(name, 128, 1)
+            cgroups.add_process(name, greedy.pid, 1)
             greedy.communicate(b"\n")
             ends[word] = greedy.returncode
         finally:
             greedy.kill()
             greedy.wait()
-            cages.remove(name)
+            cgroups.remove(name)
     assert ends == {"fits": 0, "grows": -signal.SIGKILL, "forks": 1}
-    cages.remove(name)
+    cgroups.remove(name)
 
 
-async def test_a_vm_s_cage_goes_with_it(lab: Lab) -> None:
+async def test_the_cgroup_of_a_vm_is_removed_with_it(lab: Lab) -> None:
     spec = lab.spec()
     await lab.hypervisor.create(spec)
     pid = lab.pid(spec.name)
     inside = [line for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines() if line.endswith(spec.name)]
-    assert inside, "it is in a cage"
+    assert inside, "it is in a cgroup"
     os.kill(pid, signal.SIGKILL)
     await lab.hypervisor.destroy(VmRef(spec.name), 0)
     assert not list(Path("/sys/fs/cgroup").glob(f"**/{spec.name}"))
 
 
-async def test_a_vm_s_cage_grows_with_it(lab: Lab) -> None:
-    """One that was made before anybody asked for it gets its size when it starts, and so does its cage."""
+async def test_the_limits_of_a_vm_grow_with_its_size(lab: Lab) -> None:
+    """A spare gets its size when it is started, and so do its limits."""
 
     def limits() -> dict[str, int]:
-        cage = [path for path in Path("/sys/fs/cgroup").glob(f"**/{spec.name}") if path.is_dir()]
+        groups = [path for path in Path("/sys/fs/cgroup").glob(f"**/{spec.name}") if path.is_dir()]
         names = {"memory.max": "MiB", "memory.limit_in_bytes": "MiB", "pids.max": "threads"}
         found = {
-            names[path.name]: int(path.read_text()) for one in cage for path in one.iterdir() if path.name in names
+            names[path.name]: int(path.read_text()) for one in groups for path in one.iterdir() if path.name in names
         }
         return {**found, "MiB": found["MiB"] >> 20}
 
@@ -189,7 +189,7 @@ async def test_a_vm_s_cage_grows_with_it(lab: Lab) -> None:
 _FLOOD = """
 import ctypes, os
 agent = os.pidfd_open(1)
-for number in range(3, 20):  # the agent's own end of the channel, for its port is opened once only
+for number in range(3, 20):  # the agent's own end of the channel: its port can be opened once only
     fd = ctypes.CDLL(None).syscall(438, agent, number, 0)  # pidfd_getfd(2)
     if fd >= 0 and "/vport" in os.readlink(f"/proc/self/fd/{fd}"):
         break
@@ -199,7 +199,7 @@ while True:
 """
 
 
-async def test_a_guest_that_floods_its_channel_costs_its_own_job_only(lab: Lab) -> None:
+async def test_a_guest_that_floods_its_channel_affects_no_other_guest(lab: Lab) -> None:
     wild, quiet = lab.spec(), lab.spec()
     await lab.started(wild, Daemon("flood", ("/usr/bin/python3", "-c", _FLOOD)))
 

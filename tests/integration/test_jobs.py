@@ -1,4 +1,4 @@
-"""Real jobs in real VMs: the whole path, with nothing simulated in it."""
+"""Real jobs in real VMs on the lab, with nothing simulated."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def test_a_job_runs_in_a_vm_of_its_own_as_its_user_where_it_was_submitted(lab: L
     nothing_left(lab, client)
 
 
-def test_the_exit_code_is_true(lab: LabUnderTest, client: Client) -> None:
+def test_the_exit_code_is_the_scripts(lab: LabUnderTest, client: Client) -> None:
     job = lab.sbatch("exit 3", "--output=/dev/null")
     ended(client, job, "done")
     assert accounted(lab, job) == ("FAILED", "3:0")
 
 
-def test_a_job_has_the_size_it_asked_for(lab: LabUnderTest, client: Client) -> None:
+def test_a_job_has_the_requested_size(lab: LabUnderTest, client: Client) -> None:
     out = lab.user.home / "size.out"
     job = lab.sbatch(
         "nproc; awk '/MemTotal/{print int($2/1024)}' /proc/meminfo", f"--output={out}", "-n3", "--mem=1700"
@@ -64,10 +64,10 @@ def test_a_job_of_two_vms_runs_on_both(lab: LabUnderTest, client: Client) -> Non
     assert sorted(written(out).split()) == sorted(row["vms"]) and len(row["vms"]) == 2
 
 
-def test_a_job_cancelled_while_its_vm_is_made_leaves_nothing(lab: LabUnderTest, client: Client) -> None:
+def test_a_job_cancelled_while_its_vm_is_created_leaves_nothing(lab: LabUnderTest, client: Client) -> None:
     out = lab.user.home / "never.out"
     job = lab.sbatch("echo ran", f"--output={out}")
-    until("its VM is being made", lambda: latest(client, job).get("state") in ("claimed", "spawning"))
+    until("its VM is being created", lambda: latest(client, job).get("state") in ("claimed", "spawning"))
     lab.run("scancel", job, user=lab.user)
     ended(client, job, "cancelled")
     assert accounted(lab, job)[0] == "CANCELLED" and not out.exists()
@@ -83,13 +83,15 @@ def test_a_running_job_that_is_cancelled_ends_its_vm(lab: LabUnderTest, client: 
     nothing_left(lab, client)
 
 
-def test_what_is_larger_than_any_host_is_refused_with_what_would_fit(lab: LabUnderTest) -> None:
+def test_a_job_larger_than_any_host_is_refused_with_the_largest_size(lab: LabUnderTest, client: Client) -> None:
+    limits = lab.settings.slurm.inbox.with_name("inbox.limits")
+    until("the controller has published the largest sizes", limits.exists)
     done = lab.run("sbatch", "-c64", "--mem=1T", "--wrap=true", user=lab.user, check=False)
     assert done.returncode != 0
     assert "64 CPUs" in done.stderr and "the largest VM for a job here has 8 CPUs" in done.stderr
 
 
-def test_clones_are_strangers(lab: LabUnderTest, client: Client) -> None:
+def test_clones_share_no_identity(lab: LabUnderTest, client: Client) -> None:
     script = (
         "cat /etc/machine-id; cat /sys/class/net/eth0/address; head -c 16 /dev/urandom | od -An -tx1 | tr -d ' ';"
         " date +%s"
@@ -101,23 +103,21 @@ def test_clones_are_strangers(lab: LabUnderTest, client: Client) -> None:
     told = [written(lab.user.home / f"strange-{task}.out").split() for task in range(1, 5)]
     for column in range(3):
         assert len({lines[column] for lines in told}) == 4, told
-    assert all(before - 2 <= int(lines[3]) <= time.time() + 2 for lines in told), "their clocks are right"
+    assert all(before - 2 <= int(lines[3]) <= time.time() + 2 for lines in told), "the clocks are right"
 
 
-def test_a_killed_controller_goes_on_where_it_was(
-    lab: LabUnderTest, client: Client, controller: Callable[[], int]
-) -> None:
+def test_a_restarted_controller_continues(lab: LabUnderTest, client: Client, controller: Callable[[], int]) -> None:
     out = lab.user.home / "survivor.out"
     running = lab.sbatch("sleep 8; echo survived", f"--output={out}")
     until("it runs", lambda: latest(client, running).get("state") == "allocated")
     making = lab.sbatch("echo made", f"--output={lab.user.home}/made.out")
-    until("the other is being made", lambda: latest(client, making).get("state") in ("claimed", "spawning"))
+    until("the other VM is being created", lambda: latest(client, making).get("state") in ("claimed", "spawning"))
     os.kill(controller(), signal.SIGKILL)
     controller()
     ended(client, running, "done")
     ended(client, making, "done")
     assert written(out) == "survived\n" and written(lab.user.home / "made.out") == "made\n"
-    assert len(client.jobs(running)) == 1, "it ran once, in one attempt"
+    assert len(client.jobs(running)) == 1, "the job ran once, in one attempt"
     nothing_left(lab, client)
 
 
@@ -131,7 +131,7 @@ def test_a_vm_that_is_killed_under_its_job_is_noticed_and_the_job_is_requeued(
     first = until("its attempt is over", lambda: (r := client.jobs(job)[0])["state"] == "requeued" and r, 60)
     assert first["reason"]
     second = until("it runs again", lambda: (r := latest(client, job)).get("state") == "allocated" and r)
-    assert second["vms"] != [vm], "in a VM that ran nothing before"
+    assert second["vms"] != [vm], "the second run has a new VM"
     lab.run("scancel", job, user=lab.user)
     ended(client, job, "done")
     nothing_left(lab, client)
@@ -144,7 +144,7 @@ def test_a_full_clone_runs_a_job_as_an_instant_one_does(lab: LabUnderTest, clien
     assert row["kind"] == "full" and written(out).strip() == row["vms"][0]
 
 
-def test_where_a_jobs_time_went_adds_up(lab: LabUnderTest, client: Client) -> None:
+def test_the_phases_of_a_job_add_up(lab: LabUnderTest, client: Client) -> None:
     job = lab.sbatch("true", "--output=/dev/null")
     ended(client, job, "done")
     (one,) = client.timeline(job)

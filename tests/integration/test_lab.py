@@ -1,4 +1,4 @@
-"""The lab comes up, comes back and goes away."""
+"""The lab comes up, restarts dead services, and goes down."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ import pytest
 from multiverse.host import process
 from multiverse.lab import baremetal, lifecycle
 from multiverse.lab.layout import Layout, layout
-from multiverse.lab.parts import Lab
-from multiverse.lab.plan import Wishes, load
+from multiverse.lab.plan import LabOptions, load
+from multiverse.lab.services import Lab
 from tests.integration.images import IMAGES, slim
 from tests.integration.watch import kept_by_slurm
 
@@ -44,24 +44,24 @@ asyncio.run(QemuHypervisor(settings, "dead0").build_template(template))
 
 
 def _makers(where: Layout) -> set[int]:
-    """The QEMUs that make a template of that lab."""
+    """The QEMU processes that build a template of that lab."""
     works = where.memory.glob(".slim@1x256.building-*")
     return {pid for work in works for pid, _ in process.with_part(f"mem-path={work / 'memory'}")}
 
 
 def _kill(pid: int) -> None:
-    """And see it dead."""
+    """Kill a process and wait for its end."""
     handle = os.pidfd_open(pid)
     os.kill(pid, signal.SIGKILL)
     assert select.select([handle], [], [], 10)[0]
     os.close(handle)
 
 
-async def test_up_again_is_harmless_and_brings_back_what_died(lab: Any) -> None:
+async def test_lab_up_starts_only_services_that_do_not_run(lab: Any) -> None:
     before, plan = lifecycle.status(lab.where), load(lab.where)
     words: dict[str, str] = {}
-    await lifecycle.up(lab.where, Wishes(), lambda name, word, _: words.__setitem__(name, word), controller=False)
-    assert set(words.values()) == {"is up", "runs"}
+    await lifecycle.up(lab.where, LabOptions(), lambda name, word, _: words.__setitem__(name, word), controller=False)
+    assert set(words.values()) == {"exists", "runs"}
     assert lifecycle.status(lab.where) == before
 
     submitted = time.time()
@@ -70,21 +70,21 @@ async def test_up_again_is_harmless_and_brings_back_what_died(lab: Any) -> None:
     for name in ("slurmctld", "munged"):
         _kill(before[name]["pid"])
     assert not lifecycle.status(lab.where)["slurmctld"]["alive"]
-    await lifecycle.up(lab.where, Wishes(), lambda name, word, _: words.__setitem__(name, word), controller=False)
+    await lifecycle.up(lab.where, LabOptions(), lambda name, word, _: words.__setitem__(name, word), controller=False)
     assert (words["slurmctld"], words["munged"], words["mariadb"]) == ("started", "started", "runs")
     assert load(lab.where) == plan
     assert lab.run("squeue", "-h", "-j", job_id, "-o", "%i").stdout.strip() == job_id
     lab.run("scancel", job_id)
 
 
-async def test_users_can_use_it_and_read_no_secret(lab: Any) -> None:
+async def test_users_can_use_the_lab_and_read_no_secret(lab: Any) -> None:
     assert lab.run("sinfo", "-h", user=lab.user).returncode == 0
     for secret in (lab.where.munge_key, lab.where.etc / "slurmdbd.conf"):
         assert not secret.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
     assert lab.run("cat", str(lab.where.munge_key), user=lab.user, check=False).returncode != 0
 
 
-async def test_users_of_the_private_namespace_exist_nowhere_else(lab: Any) -> None:
+async def test_users_of_the_private_namespace_do_not_exist_outside(lab: Any) -> None:
     assert lab.run("getent", "passwd", lab.user.name).stdout.startswith(f"{lab.user.name}:x:{lab.user.uid}:")
     outside = subprocess.run(
         ["nsenter", "--target=1", "--mount", "getent", "passwd", lab.user.name], capture_output=True, check=False
@@ -92,7 +92,7 @@ async def test_users_of_the_private_namespace_exist_nowhere_else(lab: Any) -> No
     assert outside.returncode != 0
 
 
-async def test_a_plain_slurmd_for_the_baseline(lab: Any) -> None:
+async def test_a_plain_slurmd_runs_jobs_and_leaves_no_node(lab: Any) -> None:
     plan = load(lab.where)
     assert plan is not None
     async with baremetal.baremetal(Lab(lab.where, plan)) as node:
@@ -102,14 +102,14 @@ async def test_a_plain_slurmd_for_the_baseline(lab: Any) -> None:
     assert node not in lab.run("sinfo", "-hN", "-o", "%N").stdout
 
 
-async def test_a_second_lab_beside_the_first_leaves_nothing(lab: Any) -> None:
+async def test_a_second_lab_runs_beside_the_first_and_leaves_nothing(lab: Any) -> None:
     slim()
     directory = Path(tempfile.mkdtemp(prefix="mvlab-"))
     directory.chmod(0o755)
     where = layout(directory / "lab")
     umask = os.umask(0o077)
     try:
-        await lifecycle.up(where, Wishes(images=IMAGES), controller=False)
+        await lifecycle.up(where, LabOptions(images=IMAGES), controller=False)
         first, second = load(lab.where), load(where)
         assert first is not None
         assert second is not None
@@ -123,7 +123,7 @@ async def test_a_second_lab_beside_the_first_leaves_nothing(lab: Any) -> None:
             await asyncio.sleep(0.1)
         builder.kill()
         builder.wait()
-        assert _makers(where) == built, "the template's QEMU outlives who began it"
+        assert _makers(where) == built, "the template's QEMU outlives the process that started it"
         await lifecycle.down(where)
         await lifecycle.down(where)
         assert not any(Path(f"/proc/{pid}/exe").exists() for pid in built)

@@ -1,4 +1,4 @@
-"""A job that wants many times what its template has: nearly all of its memory is plugged, and none of it touched."""
+"""A job with many times the memory of its template: nearly all of it is plugged, and none of it touched."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from multiverse.client import Client
 from multiverse.lab import lifecycle
-from multiverse.lab.plan import Wishes
+from multiverse.lab.plan import LabOptions
 from tests.integration.conftest import LabUnderTest
 from tests.integration.watch import ended, nothing_left, until, written
 
@@ -21,10 +21,10 @@ def controller(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[Cal
     """The host declares more than the machine has, while this module's test runs."""
     site = lab.where.etc / "site.toml"
     site.write_text("[host]\nmemory = 40960\n")
-    asyncio.run(lifecycle.up(lab.where, Wishes()))
+    asyncio.run(lifecycle.up(lab.where, LabOptions()))
     yield controller
     site.write_text("")
-    asyncio.run(lifecycle.up(lab.where, Wishes()))
+    asyncio.run(lifecycle.up(lab.where, LabOptions()))
 
 
 def test_32_gib_are_plugged_into_a_template_of_256_mib(lab: LabUnderTest, client: Client) -> None:
@@ -37,5 +37,5 @@ def test_32_gib_are_plugged_into_a_template_of_256_mib(lab: LabUnderTest, client
     (lab.user.home / "seen").touch()
     ended(client, job, "done")
     assert int(written(out)) >= 32768
-    assert vm["memory"] >= 32768 and vm["private"] < 2048, "what is plugged is anonymous, and taken when it is used"
+    assert vm["memory"] >= 32768 and vm["private"] < 2048, "plugged memory is anonymous, and allocated on use"
     nothing_left(lab, client)

@@ -1,5 +1,8 @@
-"""Limits of slurmdbd's, licences and arrays on the real lab: never exceeded by what waits with VMs, is pinned and runs,
-and no VM is made for a job that may not start. A real slurmctld enforces them; jobs run in real VMs."""
+"""Limits of accounting, licences and arrays on the real lab.
+
+Jobs with VMs, pinned jobs and running jobs together never exceed a limit, and no VM is created for a job that may not
+start. A real slurmctld enforces the limits, and jobs run in real VMs.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ import pytest
 
 from multiverse.client import Client
 from multiverse.lab import lifecycle
-from multiverse.lab.parts import CONTROLLER
-from multiverse.lab.plan import Wishes
+from multiverse.lab.plan import LabOptions
+from multiverse.lab.services import CONTROLLER
 from tests.integration.conftest import LabUnderTest
 from tests.integration.watch import ended, latest, nothing_left, until
 
@@ -36,7 +39,7 @@ def sacctmgr(lab: LabUnderTest, *words: str) -> None:
 
 @pytest.fixture(scope="module")
 def limited(lab: LabUnderTest) -> Iterator[None]:
-    """The site's Slurm keeps limits while this module's tests run."""
+    """Slurm enforces limits during the tests of this module."""
     site = lab.where.etc / "site.conf"
     sacctmgr(lab, "add", "account", "physics", "Description=physics", "Organization=lab")
     sacctmgr(lab, "add", "qos", "tight", "GrpTRES=cpu=2")
@@ -46,12 +49,12 @@ def limited(lab: LabUnderTest) -> Iterator[None]:
     sacctmgr(lab, "add", "user", "ada", "account=physics", "MaxJobs=2", "Fairshare=1", qos)
     sacctmgr(lab, "add", "user", "bob", "account=physics", "Fairshare=1000", qos)
     site.write_text(SITE)
-    asyncio.run(lifecycle.up(lab.where, Wishes(), controller=False))
+    asyncio.run(lifecycle.up(lab.where, LabOptions(), controller=False))
     yield
     site.write_text("")
     sacctmgr(lab, "delete", "account", "physics")
     sacctmgr(lab, "delete", "qos", "tight,urgent,closed")
-    asyncio.run(lifecycle.up(lab.where, Wishes(), controller=False))
+    asyncio.run(lifecycle.up(lab.where, LabOptions(), controller=False))
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +63,16 @@ def controller(limited: None, controller: Callable[[], int]) -> Callable[[], int
 
 
 def active(client: Client) -> set[str]:
-    """The jobs that have VMs, or run, as of one moment."""
+    """The jobs that have VMs or run at this moment."""
     return {str(row["job_id"]) for row in client.jobs() if row["state"] in ACTIVE}
 
 
 def at_once(lab: LabUnderTest, jobs: Sequence[str]) -> int:
-    """The most of these jobs that had been admitted and had not ended, at any one time: from the controller's journal
-    and from slurmdbd's accounts. Those keep whole seconds, so an end may be up to one later than it is taken for."""
+    """The largest number of these jobs that were admitted and had not ended, at any time.
+
+    Computed from the controller's journal and slurmdbd's accounts. The accounts have whole seconds, so a job may end up
+    to a second later than computed.
+    """
     ask = ("env", "SLURM_TIME_FORMAT=%s", "sacct", "-X", "-n", "-P", "-o", "JobID,End", "-j", ",".join(jobs))
     lines = until("they are accounted", lambda: "Unknown" not in (text := lab.run(*ask).stdout) and text)
     ends = {job: float(end) for job, end in (line.split("|") for line in lines.split())}
@@ -81,7 +87,7 @@ def at_once(lab: LabUnderTest, jobs: Sequence[str]) -> int:
 
 
 def journalled(lab: LabUnderTest, job: str) -> dict[str, int]:
-    """Where in the journal a job's events are."""
+    """The positions of a job's events in the journal."""
     with closing(sqlite3.connect(lab.settings.state_dir / "multiverse.db")) as database:
         return dict(
             database.execute(
@@ -92,7 +98,7 @@ def journalled(lab: LabUnderTest, job: str) -> dict[str, int]:
         )
 
 
-def test_limits_hold_for_what_waits_is_pinned_and_runs_together(
+def test_limits_hold_for_waiting_pinned_and_running_jobs_together(
     lab: LabUnderTest, client: Client, controller: Callable[[], int]
 ) -> None:
     controller()
@@ -117,11 +123,11 @@ def test_limits_hold_for_what_waits_is_pinned_and_runs_together(
         why = ("AssocMaxJobsLimit", "QOSGrpCpuLimit", "Licenses", "JobArrayTaskLimit")
         return sorted(filter(None, told)) == sorted(f"held back by {limit}" for limit in why)
 
-    until("what a limit leaves is used, and the others are told of it", settled)
+    until("each limit is used up, and the other jobs show the reason", settled)
     go.touch()
     for job in everyone:
         ended(client, job, "done")
-    assert {job: len(client.jobs(job)) for job in everyone} == dict.fromkeys(everyone, 1), "none went back to the gate"
+    assert {job: len(client.jobs(job)) for job in everyone} == dict.fromkeys(everyone, 1), "no job was requeued"
     for name, (limit, jobs) in groups.items():
         assert at_once(lab, jobs) == limit, name
     nothing_left(lab, client)
@@ -140,13 +146,13 @@ def test_jobs_start_in_the_order_of_slurms_priority(
 
 
 def in_order_of_start(client: Client, jobs: Sequence[str]) -> list[str]:
-    """These jobs, once they have ended, by the serial numbers of their VMs."""
+    """These jobs, after they have ended, in the order of their VMs' serial numbers."""
     serial = {job: int(ended(client, job, "done")["vms"][0].rpartition("-")[2]) for job in jobs}
     return sorted(jobs, key=serial.__getitem__)
 
 
 @pytest.mark.slow
-def test_who_has_had_less_of_his_share_comes_first(
+def test_a_user_who_has_used_less_of_the_share_comes_first(
     lab: LabUnderTest, client: Client, controller: Callable[[], int]
 ) -> None:
     controller()
@@ -156,7 +162,7 @@ def test_who_has_had_less_of_his_share_comes_first(
     def factor(user: str) -> float:
         return float(lab.run("sshare", "-n", "-P", "-U", "-A", "physics", "-u", user, "-o", "FairShare").stdout)
 
-    until("Slurm has seen who used what of his share", lambda: factor("bob") > factor("ada"))
+    until("Slurm has updated the fair shares", lambda: factor("bob") > factor("ada"))
     later = lab.sbatch("true", "--output=/dev/null")
     first = lab.sbatch("true", "--output=/dev/null", user=lab.other)
     controller()
@@ -164,10 +170,10 @@ def test_who_has_had_less_of_his_share_comes_first(
     nothing_left(lab, client)
 
 
-def test_a_limit_that_shows_only_after_the_pin_gives_the_vm_back_and_its_user_is_told(
+def test_a_limit_that_shows_only_after_the_pin_sends_the_job_back_with_a_reason(
     lab: LabUnderTest, client: Client, controller: Callable[[], int]
 ) -> None:
-    """A QOS of the partition that jobs run in: nothing tells of it at the gate."""
+    """A QOS of the run partition. Slurm does not show its limits for a job at the gate."""
     controller()
     run = f"PartitionName={lab.settings.slurm.run_partition}"
     lab.run("scontrol", "update", run, "QOS=closed")
@@ -175,7 +181,7 @@ def test_a_limit_that_shows_only_after_the_pin_gives_the_vm_back_and_its_user_is
         job = lab.sbatch("true", "--output=/dev/null")
         until("its attempt is given up", lambda: any(row["state"] == "requeued" for row in client.jobs(job)))
         assert "QOSGrpCpuLimit" in client.jobs(job)[0]["reason"]
-        until("its user is told", lambda: "QOSGrpCpuLimit" in lab.run("scontrol", "show", "job", job).stdout)
+        until("its user sees the reason", lambda: "QOSGrpCpuLimit" in lab.run("scontrol", "show", "job", job).stdout)
     finally:
         lab.run("scontrol", "update", run, "QOS=")
     ended(client, job, "done")
@@ -183,10 +189,10 @@ def test_a_limit_that_shows_only_after_the_pin_gives_the_vm_back_and_its_user_is
 
 
 @pytest.mark.slow
-def test_five_hundred_that_may_not_start_delay_none_that_may(
+def test_500_jobs_that_may_not_start_delay_no_job_that_may(
     lab: LabUnderTest, client: Client, controller: Callable[[], int]
 ) -> None:
-    """By the journal: such a job is admitted before the controller has seen one that is submitted after it was seen."""
+    """Shown by the journal: such a job is admitted before the controller has seen a job that was submitted later."""
     controller()
     holders = [lab.sbatch("sleep 3600", "--output=/dev/null") for _ in range(2)]
     until("ada's two jobs run", lambda: active(client).issuperset(holders))
@@ -200,7 +206,7 @@ def test_five_hundred_that_may_not_start_delay_none_that_may(
             until("the controller has seen the next one", lambda: client.jobs(waiting[-1]))
             assert journalled(lab, free)["admitted"] < journalled(lab, waiting[-1])["submitted"]
         assert active(client) == set(holders)
-        until("they are told", lambda: "AssocMaxJobsLimit" in str(latest(client, waiting[-1]).get("waiting")), 300)
+        until("it is shown", lambda: "AssocMaxJobsLimit" in str(latest(client, waiting[-1]).get("waiting")), 300)
     finally:
         lab.run("scancel", "--user=ada")
     nothing_left(lab, client)

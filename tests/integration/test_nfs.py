@@ -1,4 +1,4 @@
-"""Users' files over NFS: the guest's kernel says whose they are, and no program of a user's can say so instead."""
+"""Users' files over NFS: a program of a user in a guest cannot claim to be another user."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.integration.watch import ended, nothing_left, written
 
 pytestmark = pytest.mark.integration
 
-# Speaks NFSv4.1 (RFC 8881) by itself, as the uid that it is told to be, and prints how looking for a file ended.
+# An NFSv4.1 client (RFC 8881) that claims the given uid, and prints the status of a lookup of the given file.
 _CLIENT = """
 import socket, struct, sys
 server, port, uid, path = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
@@ -44,7 +44,7 @@ print(ask(words(53) + made[:16] + words(1, 0, 0, 0), words(24), *walk, words(9, 
 _ACCESS = 13  # NFS4ERR_ACCESS
 
 
-def test_a_user_in_a_vm_cannot_be_another_for_the_file_server(lab: LabUnderTest, client: Client) -> None:
+def test_a_user_in_a_vm_cannot_claim_another_uid_at_the_file_server(lab: LabUnderTest, client: Client) -> None:
     private = lab.other.home / "private"
     private.mkdir(mode=0o700)
     (private / "letter").write_text("for bob alone")
@@ -63,7 +63,7 @@ def test_a_user_in_a_vm_cannot_be_another_for_the_file_server(lab: LabUnderTest,
         return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
 
     assert (by_root(lab.other.uid, 990), by_root(lab.user.uid, 991)) == ("0", str(_ACCESS)), (
-        "root is believed, so it works"
+        "the server trusts root, so the client works"
     )
     forging, honest = " ".join(told(lab.other.uid, private / "letter")), " ".join(told(lab.user.uid, program))
     look = f"awk '$2 == \"{mount.target}\" {{ print $4 }}' /proc/mounts"
@@ -71,6 +71,6 @@ def test_a_user_in_a_vm_cannot_be_another_for_the_file_server(lab: LabUnderTest,
     ended(client, job, "done")
     *answers, options = written(out).split()
     assert len(answers) == 2 and all(answer.isdigit() for answer in answers)
-    assert "0" not in answers, "from a port of a user's own nobody is believed, and sees no files at all"
+    assert "0" not in answers, "the server trusts no unprivileged port, and shows no files there"
     assert {"nosuid", "nodev"} <= set(options.split(","))
     nothing_left(lab, client)

@@ -1,4 +1,4 @@
-"""Every row of the table of options (options.py), on the real lab. All jobs are submitted at once, then looked at."""
+"""Proves every row of the table of options (options.py) on the real lab. All jobs are submitted first, then checked."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.integration.watch import accounted, ended, latest, qemu_of, release, 
 pytestmark = pytest.mark.integration
 
 ROWS = [row for group in GROUPS for row in group.rows]
-ENOUGH = 400.0  # seconds for all jobs, on a machine that does other things besides
+ENOUGH = 400.0  # seconds for all jobs, on a busy machine
 
 
 @dataclass
 class Board:
-    """The jobs that were submitted: their ids, and where their output is."""
+    """The submitted jobs: their ids, and the directory of their output."""
 
     lab: LabUnderTest
     client: Client
@@ -43,13 +43,13 @@ class Board:
         return path.read_text() if path.exists() else ""
 
     def state(self, job: str) -> str:
-        """Nothing of one that Slurm has forgotten, which it says as an error."""
-        told = self.lab.run("squeue", "-a", "-h", "-t", "all", "-o", "%T", "-j", self.ids[job], check=False)
-        assert told.returncode == 0 or "Invalid job id" in told.stderr, told
-        return told.stdout.strip()
+        """The job's state; empty for a job that Slurm has deleted, for which squeue reports an error."""
+        done = self.lab.run("squeue", "-a", "-h", "-t", "all", "-o", "%T", "-j", self.ids[job], check=False)
+        assert done.returncode == 0 or "Invalid job id" in done.stderr, done
+        return done.stdout.strip()
 
     def over(self, job: str) -> str:
-        """Its output, once it has ended and its VMs, which wrote it, are gone."""
+        """The job's output, after the job has ended and its VMs, which wrote the output, are gone."""
         busy = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED")
         number = self.ids[job]
         until(f"job {job} is over", lambda: not set(busy) & set(self.state(job).split()), ENOUGH)
@@ -64,7 +64,7 @@ class Board:
 
 
 def needs_its_release(row: Option, lab: LabUnderTest) -> None:
-    """Not every row is one of this Slurm's."""
+    """Skip a row that does not apply to this release of Slurm."""
     here = release(lab.run("sbatch", "--version").stdout)
     if not (release(row.since) or here) <= here < (release(row.until) or (99,)):
         pytest.skip(f"Slurm {here[0]}.{here[1]:02} has no such option")
@@ -78,6 +78,7 @@ def filled(text: str, board: Board) -> str:
 def board(lab: LabUnderTest, client: Client) -> Iterator[Board]:
     home = lab.user.home / "options"
     board = Board(lab, client, home)
+    until("the controller has published the largest sizes", lab.settings.slurm.inbox.with_name("inbox.limits").exists)
     files = {
         "in": "given\n",
         "named.out": "before\n",
@@ -117,7 +118,7 @@ def options_in(text: str) -> set[str]:
 
 
 def man_page(command: str) -> str:
-    """The headings of its options, where its man page is installed: --help does not show all."""
+    """The headings of the options in the man page, if it is installed: --help does not show all options."""
     page = Path(f"/usr/share/man/man1/{command}.1.gz")
     text = gzip.decompress(page.read_bytes()).decode().replace("\\-", "-") if page.exists() else ""
     return "\n".join(re.findall(r"(?m)^\\fB-.*$", text))
@@ -130,32 +131,31 @@ def test_no_option_of_sbatch_srun_or_salloc_is_missing(lab: LabUnderTest) -> Non
         assert not shown - known, command
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.attempt], ids=lambda row: row.names)
-def test_what_is_refused_says_so(board: Board, row: Option) -> None:
+@pytest.mark.parametrize("row", [row for row in ROWS if row.command], ids=lambda row: row.names)
+def test_a_refused_option_is_named_in_the_message(board: Board, row: Option) -> None:
     needs_its_release(row, board.lab)
-    words = [filled(word, board) for word in row.attempt]
+    words = [filled(word, board) for word in row.command]
     command = words if words[0] == "srun" else ["sbatch", *words, "--begin=now+1hour", "--wrap=true"]
     done = board.lab.run(*command, user=board.lab.user, check=False)
-    assert re.search(re.escape(row.node_size), done.stderr), done.stderr
-    assert done.returncode != 0 or "Ignoring" in row.node_size
+    assert re.search(re.escape(row.message), done.stderr), done.stderr
+    assert done.returncode != 0 or "Ignoring" in row.message
 
 
-# The one that waits for its time to be over comes last.
 HONOURED = [row for row in ROWS if row.job]
 
 
 @pytest.mark.parametrize("row", HONOURED, ids=lambda row: row.names)
-def test_what_is_honoured_is_seen_by_the_job(board: Board, row: Option) -> None:
+def test_an_honoured_option_is_seen_by_the_job(board: Board, row: Option) -> None:
     lines = [line.strip() for line in board.over(row.job).splitlines()]
-    for wanted in row.sees:
+    for wanted in row.output_lines:
         assert any(re.fullmatch(wanted, line) for line in lines), (wanted, lines)
 
 
-# --- what takes more than a look at a job's output -------------------------------------------------
+# --- what a job's output does not show -------------------------------------------------------------
 
 
 def _spans(*texts: str) -> list[tuple[float, float]]:
-    """When the jobs began and ended, in order."""
+    """When the jobs began and ended, in the order of their begins."""
     found = [re.findall(r"^(?:from|to)=(\S+)$", text, re.MULTILINE) for text in texts]
     return sorted((float(begin), float(end)) for begin, end in found)
 
@@ -181,8 +181,8 @@ def test_licences_are_never_exceeded(board: Board) -> None:
     assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
 
 
-def test_a_nicer_job_lets_others_go_first(board: Board) -> None:
-    """It was submitted before the other, while a third had the licence that both want."""
+def test_a_job_with_a_nice_value_starts_after_others(board: Board) -> None:
+    """It was submitted before the other, while a third job had the licence that both need."""
     nicer, other = _spans(board.over("nice")) + _spans(board.over("second"))
     assert other < nicer
 
@@ -200,13 +200,13 @@ def test_a_deadline_ends_a_waiting_job(board: Board, client: Client) -> None:
     ended(client, holder, "done")
 
 
-def test_a_job_whose_dependency_is_never_met(board: Board, client: Client) -> None:
+def test_a_job_whose_dependency_is_never_met_is_cancelled(board: Board, client: Client) -> None:
     assert board.over("never") == ""
     assert accounted(board.lab, board.ids["never"])[0] == "CANCELLED"
     assert not [vm for row in client.jobs(board.ids["never"]) for vm in row["vms"]]
 
 
-def test_a_job_is_warned_and_ends_with_its_time(board: Board) -> None:
+def test_a_job_gets_its_signal_and_ends_at_its_time_limit(board: Board) -> None:
     assert "signalled\nwent on\n" in board.over("signal")
     assert accounted(board.lab, board.ids["signal"])[0] == "TIMEOUT"
 
@@ -225,7 +225,7 @@ def test_a_held_job_is_changed_and_released(board: Board, client: Client) -> Non
     assert {"TimeLimit=00:20:00", "JobName=renamed", "Comment=changed", "Nice=7"} <= set(lines)
 
 
-def test_what_is_multiverses_of_a_job_is_not_a_users_to_change(board: Board) -> None:
+def test_users_cannot_update_what_multiverse_sets(board: Board) -> None:
     job = board.lab.sbatch("true", "--begin=now+1hour", "--output=/dev/null")
     board.ids["fixed"] = job
     before = board.lab.run("squeue", "-h", "-a", "-j", job, "-o", "%P %f %D %m %i").stdout
@@ -247,11 +247,9 @@ def test_what_is_multiverses_of_a_job_is_not_a_users_to_change(board: Board) -> 
     assert board.lab.run("squeue", "-h", "-a", "-j", job, "-o", "%P %f %D %m %i").stdout == before
 
 
-def test_a_running_job_is_looked_after(board: Board, client: Client) -> None:
+def test_a_running_job_is_updated_suspended_and_requeued(board: Board, client: Client) -> None:
     lab, job = board.lab, board.ids["busy"]
-    until(
-        "it takes a step", lambda: "restarts=0" in board.output("busy") and "stepping" in board.output("busy"), ENOUGH
-    )
+    until("it runs a step", lambda: "restarts=0" in board.output("busy") and "stepping" in board.output("busy"), ENOUGH)
     (vm,) = client.jobs(job)[-1]["vms"]
     for change in ("TimeLimit=30", "JobName=other", "Comment=running"):
         assert board.update("busy", change).returncode == 0, change
@@ -276,15 +274,15 @@ def test_a_running_job_is_looked_after(board: Board, client: Client) -> None:
     until("it runs again", lambda: "restarts=1" in board.output("busy"), ENOUGH)
     assert client.jobs(job)[-1]["vms"] != [vm]
     (board.home / "busy.over").touch()
-    assert "restarts=0" in board.over("busy"), "its output was appended to"
+    assert "restarts=0" in board.over("busy"), "its output was appended"
 
 
-def test_sbatch_waits_and_ends_as_the_job(board: Board) -> None:
+def test_sbatch_waits_and_exits_with_the_jobs_code(board: Board) -> None:
     done = board.lab.run("sbatch", "--wait", "--output=/dev/null", "--wrap=exit 3", user=board.lab.user, check=False)
     assert done.returncode == 3
 
 
-def test_srun_with_a_terminal(board: Board) -> None:
+def test_srun_has_a_terminal_in_the_vm(board: Board) -> None:
     lab = board.lab
     ours, theirs = pty.openpty()
     srun = subprocess.Popen(
@@ -315,7 +313,7 @@ def test_salloc_runs_steps_in_its_vm(board: Board) -> None:
     assert first == second and first.startswith("mv")
 
 
-def test_salloc_without_a_shell(board: Board) -> None:
+def test_salloc_without_a_shell_allocates_a_vm(board: Board) -> None:
     lab = board.lab
     done = lab.run("salloc", "--no-shell", "--bell", "--kill-command=TERM", user=lab.user)
     found = re.search(r"Granted job allocation (\d+)", done.stderr)
@@ -343,22 +341,24 @@ def test_mail_is_sent(board: Board) -> None:
     )
 
 
-def test_figures_of_a_step_are_sampled_as_often_as_asked(board: Board) -> None:
-    """For four seconds of its life, 100 MiB: the default of 30 s would not see it."""
+def test_a_step_is_sampled_at_the_requested_interval(board: Board) -> None:
+    """The job uses 100 MiB for four seconds, which the default interval of 30 s would miss."""
     board.over("plain")
     accounted(board.lab, board.ids["plain"])
     shown = board.lab.run("sacct", "-n", "-P", "--units=M", "-o", "MaxRSS", "-j", f"{board.ids['plain']}.batch").stdout
     assert float(shown.strip().rstrip("M")) >= 100, shown
 
 
-def test_a_jobs_efficiency_is_told(board: Board) -> None:
-    """CPU time by what it could have been, as seff has it: of a job that counts, and of one that sleeps."""
+def test_sacct_shows_a_jobs_efficiency(board: Board) -> None:
+    """CPU time divided by the allocated CPU time, as in seff: of a job that computes, and of one that sleeps."""
 
     def efficiency(job: str) -> float:
         board.over(job)
         accounted(board.lab, board.ids[job])
         ask = ("sacct", "-n", "-P", "-o", "TotalCPU,CPUTimeRAW", "-j", board.ids[job])
-        used, had = board.lab.run(*ask).stdout.splitlines()[0].split("|")  # the job's own line: all its steps
+        used, had = (
+            board.lab.run(*ask).stdout.splitlines()[0].split("|")
+        )  # the line of the job, which sums up its steps
         minutes, seconds = used.split(":")[-2:]
         return (60 * int(minutes) + float(seconds)) / int(had)
 
@@ -366,16 +366,16 @@ def test_a_jobs_efficiency_is_told(board: Board) -> None:
     assert efficiency("signal") < 0.2
 
 
-def test_immediately_is_refused(board: Board) -> None:
+def test_an_immediate_start_is_refused(board: Board) -> None:
     done = board.lab.run("srun", "--immediate", "true", user=board.lab.user, check=False)
     assert done.returncode != 0
-    assert "a VM is made once its job waits: submit without --immediate" in done.stderr
+    assert "a VM is created after its job was queued: submit without --immediate" in done.stderr
 
 
 def test_heterogeneous_jobs_are_refused(board: Board) -> None:
     done = board.lab.run("sbatch", "-n1", ":", "-n1", "--wrap=true", user=board.lab.user, check=False)
     assert done.returncode != 0
-    assert "heterogeneous jobs are not served: submit their parts as jobs of their own" in done.stderr
+    assert "heterogeneous jobs are not supported: submit each component as a separate job" in done.stderr
 
 
 @pytest.mark.skipif(not shutil.which("xauth"), reason="srun asks xauth for the display's key before it asks slurmctld")
@@ -388,7 +388,7 @@ def test_x11_is_not_forwarded(board: Board) -> None:
     assert done.returncode != 0 and "X11 forwarding not available" in done.stderr, done.stderr
 
 
-def test_what_newer_releases_have(board: Board) -> None:
+def test_options_of_newer_releases_work(board: Board) -> None:
     lab = board.lab
     needs_its_release(next(row for row in ROWS if row.names == "--treewidth"), lab)
     steps = "srun --quiet --treewidth=off hostname; srun --quiet --external-launcher --ntasks=1 hostname"
@@ -399,7 +399,7 @@ def test_what_newer_releases_have(board: Board) -> None:
     assert said == [*latest(board.client, board.ids["newer"])["vms"] * 2, "Extra=labelled", "0"]
 
 
-def test_a_step_is_attached_to_where_its_node_is_found(board: Board) -> None:
+def test_sattach_works_from_24_11_on(board: Board) -> None:
     lab, log = board.lab, board.home / "attached.log"
     job = lab.sbatch(f"srun sh -c 'echo here; touch {log}; sleep 3; echo and gone'", "--output=/dev/null")
     board.ids["attached"] = job
@@ -412,10 +412,10 @@ def test_a_step_is_attached_to_where_its_node_is_found(board: Board) -> None:
     board.over("attached")
 
 
-def test_a_container_that_is_named_by_its_id_is_refused_at_the_gate(board: Board, client: Client) -> None:
+def test_a_job_with_a_container_id_is_revoked(board: Board, client: Client) -> None:
     needs_its_release(next(row for row in ROWS if row.names == "--container-id"), board.lab)
     job = board.lab.sbatch("true", "--container-id=x", "--output=/dev/null")
-    assert "--container-id is not served" in ended(client, job, "revoked")["reason"]
+    assert "--container-id is not supported" in ended(client, job, "revoked")["reason"]
 
 
 @pytest.mark.slow
@@ -436,7 +436,7 @@ def test_a_job_that_is_requeued_and_held_waits_without_a_vm(board: Board, client
 
 
 @pytest.mark.slow
-def test_a_job_that_is_not_to_be_requeued_ends_with_its_vm(board: Board, client: Client) -> None:
+def test_a_job_that_must_not_be_requeued_ends_with_its_vm(board: Board, client: Client) -> None:
     job = board.lab.sbatch("sleep 900", "--no-requeue", "--output=/dev/null")
     row = until("it runs", lambda: (r := latest(client, job)).get("state") == "allocated" and r, ENOUGH)
     os.kill(qemu_of(row["vms"][0]), signal.SIGKILL)
@@ -445,7 +445,7 @@ def test_a_job_that_is_not_to_be_requeued_ends_with_its_vm(board: Board, client:
 
 
 @pytest.mark.slow
-def test_a_job_that_is_not_to_be_killed_outlives_one_of_its_vms(board: Board, client: Client) -> None:
+def test_a_job_with_no_kill_outlives_one_of_its_vms(board: Board, client: Client) -> None:
     lab, over = board.lab, board.home / "outlived.over"
     job = lab.sbatch(f"until [ -e {over} ]; do sleep 1; done", "--no-kill", "--nodes=2", "--output=/dev/null")
     until("it runs", lambda: client.jobs(job) and client.jobs(job)[-1]["state"] == "allocated", ENOUGH)
@@ -457,21 +457,21 @@ def test_a_job_that_is_not_to_be_killed_outlives_one_of_its_vms(board: Board, cl
     )
     over.touch()
     ended(client, job, "done")
-    # A line for each of its sizes: before and after the loss.
+    # One line for each size of the job: before and after the loss.
     account = ("sacct", "-X", "-n", "-P", "-D", "-o", "State", "-j", job)
     until("it completed", lambda: lab.run(*account).stdout.split() == ["RESIZING", "COMPLETED"], 30)
 
 
 @pytest.mark.parametrize(
-    ("option", "told"),
+    ("option", "message"),
     [
-        ("--profile=task", "profiles are not kept of VMs: submit without --profile"),
-        ("--cluster-constraint=any", "--cluster-constraint is not served: submit without it"),
+        ("--profile=task", "profiles of VMs are not supported: submit without --profile"),
+        ("--cluster-constraint=any", "--cluster-constraint is not supported: submit without it"),
     ],
 )
-def test_what_only_the_controller_sees_ends_the_job_with_a_reason(
-    board: Board, client: Client, option: str, told: str
+def test_an_option_that_only_the_controller_sees_revokes_the_job(
+    board: Board, client: Client, option: str, message: str
 ) -> None:
     job = board.lab.sbatch("true", option, "--output=/dev/null")
     ended(client, job, "revoked")
-    assert told in board.lab.run("scontrol", "show", "job", job).stdout
+    assert message in board.lab.run("scontrol", "show", "job", job).stdout

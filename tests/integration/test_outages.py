@@ -1,8 +1,9 @@
-"""What a job's VM depends on goes away for a while: jobs wait or go on, and end well when it is back."""
+"""Outages of what a VM depends on: jobs wait or go on, and end correctly after the outage."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -15,8 +16,8 @@ import pytest
 
 from multiverse.client import Client
 from multiverse.lab import lifecycle
-from multiverse.lab.parts import CONTROLLER
-from multiverse.lab.plan import Wishes
+from multiverse.lab.plan import LabOptions
+from multiverse.lab.services import CONTROLLER
 from tests.integration.conftest import LabUnderTest
 from tests.integration.restarting_daemon import counting_job
 from tests.integration.watch import accounted, ended, kept_by_slurm, latest, mend, nothing_left, qemu_of, until, written
@@ -26,11 +27,11 @@ slow = pytest.mark.slow
 
 
 def looks(client: Client) -> int:
-    return sum(int(source["looks"]) for source in client.status()["sources"] if source["name"] == "hypervisor")
+    return sum(int(source["looks"]) for source in client.status()["sources"] if source["name"] != "scheduler")
 
 
 @pytest.mark.parametrize("service", [pytest.param(name, marks=slow) for name in ("slurmctld", "munged", "ganesha")])
-def test_a_service_killed_while_a_job_runs(
+def test_a_job_survives_the_death_of_a_service(
     lab: LabUnderTest, client: Client, controller: Callable[[], int], service: str
 ) -> None:
     go = lab.user.home / "go"
@@ -44,9 +45,12 @@ def test_a_service_killed_while_a_job_runs(
         kept_by_slurm(lab, changed)
     os.kill(int(lifecycle.status(lab.where)[service]["pid"]), signal.SIGKILL)
     if service != "ganesha":
-        until("the controller does not know", lambda: not all(s["known"] for s in client.status()["sources"]))
+        until(
+            "a source is unknown",
+            lambda: not all(s["known"] for s in client.status()["sources"]),
+        )
     waiting = looks(client) + 3
-    until("the controller has looked since", lambda: looks(client) >= waiting)
+    until("the controller has observed since", lambda: looks(client) >= waiting)
     assert latest(client, job)["state"] == "allocated", "unknown is not absent"
     mend(lab)
     go.touch()
@@ -56,7 +60,7 @@ def test_a_service_killed_while_a_job_runs(
 
 
 @pytest.mark.parametrize("state", [pytest.param("spawning", marks=slow), "allocated"])
-def test_a_vm_that_stands_still_for_a_while_goes_on(
+def test_a_vm_that_is_stopped_for_a_while_goes_on(
     lab: LabUnderTest, client: Client, controller: Callable[[], int], state: str
 ) -> None:
     path, script = counting_job(lab, "still", "sleep 2; echo end >> still.count")
@@ -65,17 +69,17 @@ def test_a_vm_that_stands_still_for_a_while_goes_on(
     pid = qemu_of(vm)
     os.kill(pid, signal.SIGSTOP)
     since = looks(client) + 3
-    until("the controller has looked at it", lambda: looks(client) >= since)
+    until("the controller has observed it", lambda: looks(client) >= since)
     os.kill(pid, signal.SIGCONT)
     row = ended(client, job, "done")
-    assert row["vms"] == [vm] and len(client.jobs(job)) == 1, "in that same VM"
+    assert row["vms"] == [vm] and len(client.jobs(job)) == 1, "the job ran in the same VM"
     assert written(path) == "run 0\nend\n" and accounted(lab, job) == ("COMPLETED", "0:0")
     nothing_left(lab, client)
 
 
 @pytest.fixture
 def impatient(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[None]:
-    """Slurm gives a silent node up after ten seconds."""
+    """Slurm sets a silent node DOWN after ten seconds."""
     conf = lab.where.slurm_conf
     whole = conf.read_text()
     conf.write_text(whole.replace("SlurmdTimeout=60", "SlurmdTimeout=10"))
@@ -86,25 +90,25 @@ def impatient(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[None
 
 
 @slow
-def test_a_vm_that_stands_still_for_too_long_follows_slurms_verdict(
+def test_the_job_of_a_vm_that_is_stopped_for_too_long_is_requeued(
     lab: LabUnderTest, client: Client, controller: Callable[[], int], impatient: None
 ) -> None:
     path, script = counting_job(lab, "verdict", "[ $SLURM_RESTART_COUNT ] || sleep 60; echo end >> verdict.count")
     job = lab.sbatch(script, "--requeue", "--output=/dev/null")
     row = until("it runs", lambda: (r := latest(client, job)).get("state") == "allocated" and r)
-    until("it has said so", lambda: path.exists() and path.read_text() == "run 0\n")
+    until("the script has begun", lambda: path.exists() and path.read_text() == "run 0\n")
     (vm,) = row["vms"]
     os.kill(qemu_of(vm), signal.SIGSTOP)
     row = ended(client, job, "done")
     assert row["vms"] != [vm] and client.jobs(job)[0]["state"] == "requeued"
-    assert written(path) == "run 0\nrun 1\nend\n", "the first run never went on"
+    assert written(path) == "run 0\nrun 1\nend\n", "the first run did not go on"
     assert accounted(lab, job) == ("COMPLETED", "0:0")
     nothing_left(lab, client)
 
 
 @pytest.fixture
 def lending(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[Path]:
-    """A shell that root lends to jobs: for this test guests mount the homes without `nosuid`."""
+    """A setuid shell for jobs. For this test guests mount the homes without `nosuid`."""
     (mount,) = lab.settings.mounts
     options = ",".join(each for each in mount.options.split(",") if each != "nosuid")
     site, shell = lab.where.etc / "site.toml", lab.user.home / "rootsh"
@@ -112,27 +116,27 @@ def lending(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[Path]:
     site.write_text("[[mounts]]\n" + "".join(f'{key} = "{value}"\n' for key, value in words.items()))
     shutil.copy("/bin/bash", shell)
     shell.chmod(0o4755)
-    asyncio.run(lifecycle.up(lab.where, Wishes()))
+    asyncio.run(lifecycle.up(lab.where, LabOptions()))
     yield shell
     shell.unlink()
     site.write_text("")
-    asyncio.run(lifecycle.up(lab.where, Wishes()))
+    asyncio.run(lifecycle.up(lab.where, LabOptions()))
 
 
 @slow
-def test_a_slurmd_killed_in_its_guest(lab: LabUnderTest, client: Client, lending: Path) -> None:
+def test_a_slurmd_killed_in_its_guest_is_noticed(lab: LabUnderTest, client: Client, lending: Path) -> None:
     path, script = counting_job(lab, "slurmd", f"{lending} -p -c 'kill -9 $(pidof slurmd)'; echo end >> slurmd.count")
     job = lab.sbatch(script, "--output=/dev/null", "--requeue")
     until("the job has ended", lambda: path.exists() and "end" in path.read_text())
     ended(client, job, "done")
-    assert written(path) == "run 0\nend\n", "what ran to its end is not run again"
+    assert written(path) == "run 0\nend\n", "a completed job is not run again"
     assert len(client.jobs(job)) == 1
     nothing_left(lab, client)
 
 
 @pytest.fixture
 def small(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[Path]:
-    """The controller's state directory is a small file system of its own."""
+    """Mount a small file system at the controller's state directory."""
     asyncio.run(CONTROLLER.stop(lab.where))
     directory = lab.where.controller
     probed = (directory / "kvm.json").read_bytes()
@@ -149,18 +153,12 @@ def small(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[Path]:
 
 
 def fill(path: Path) -> None:
-    """Take all the room there is."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT)
-    try:
+    """Write a file until the file system is full."""
+    with path.open("wb", buffering=0) as file:
         for size in (1 << 20, 1 << 12):
-            while True:
-                try:
-                    if os.write(fd, bytes(size)) < size:
-                        break
-                except OSError:
-                    break
-    finally:
-        os.close(fd)
+            with contextlib.suppress(OSError):
+                while file.write(bytes(size)) == size:
+                    pass
 
 
 def test_a_full_state_directory_loses_nothing(
@@ -176,9 +174,9 @@ def test_a_full_state_directory_loses_nothing(
     fill(small / "filler")
     later, other = counting_job(lab, "later")
     waiting = lab.sbatch(other, "--output=/dev/null")
-    until("the daemon says so", lambda: "is its disk full?" in log.read_text()[said:])
+    until("the daemon logs the error", lambda: "is its disk full?" in log.read_text()[said:])
     go.touch()
-    until("the job that runs goes on", lambda: path.read_text() == "run 0\nend\n")
+    until("the running job goes on", lambda: path.read_text() == "run 0\nend\n")
     (small / "filler").unlink()
     for job in (running, waiting):
         ended(client, job, "done")

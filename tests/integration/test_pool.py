@@ -13,7 +13,7 @@ import pytest
 
 from multiverse.client import Client
 from multiverse.lab import lifecycle
-from multiverse.lab.plan import Wishes
+from multiverse.lab.plan import LabOptions
 from tests.integration.conftest import CONTROLLER, LabUnderTest
 from tests.integration.watch import ended, nothing_left, until, written
 
@@ -36,10 +36,10 @@ def controller(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[Cal
     """The lab's controller keeps two pools while this module's tests run, and nothing of them afterwards."""
     site = lab.where.etc / "site.toml"
     site.write_text(POOLS)
-    asyncio.run(lifecycle.up(lab.where, Wishes()))
+    asyncio.run(lifecycle.up(lab.where, LabOptions()))
     yield controller
     site.write_text("")
-    asyncio.run(lifecycle.up(lab.where, Wishes()))
+    asyncio.run(lifecycle.up(lab.where, LabOptions()))
     nothing_left(lab, Client(lab.settings.socket))
 
 

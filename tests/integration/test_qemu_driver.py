@@ -1,4 +1,4 @@
-"""QEMU's driver on real guests: an image, a template, and clones of every kind on a bridge of their own."""
+"""QEMU's driver with real guests: an image, a template, and clones of every kind on a bridge of their own."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, rea
 SITE = f"q{os.getpid() % 46656:04x}"[:5]
 BASE = Size(1, 256)
 PARENT = TemplateKey("h", "slim", BASE)
-NET = f"10.219.{os.getpid() % 256}"  # of our own, for two runs at once would share its routes
+NET = f"10.219.{os.getpid() % 256}"  # of this process: two runs at once must not share routes
 HEAD = f"{NET}.254"
 SLEEPER = Daemon("sleeper", ("/bin/sleep", "1000000"))
 
@@ -52,7 +52,7 @@ class Lab:
     settings: Settings
     hypervisor: QemuHypervisor
     serial: int = 0
-    cpus: int = 2  # that a clone of a template of one CPU can have: 1 where its guest takes up no more
+    cpus: int = 2  # that a clone of a template of one CPU can have: 1 where its guest cannot plug CPUs
 
     def spec(self, kind: CloneKind = CloneKind.INSTANT, size: Size = BASE) -> VmSpec:
         self.serial += 1
@@ -100,20 +100,20 @@ class Lab:
 
 
 async def until(what: Callable[[], Awaitable[bool]], seconds: float = 20.0) -> None:
-    """Look again and again, for a bounded time: a hypervisor's view has no event to wait for."""
+    """Poll, for a bounded time: an observation has no event to wait for."""
     deadline = time.monotonic() + seconds
     while not await what():
-        assert time.monotonic() < deadline, "it did not come to that in time"
+        assert time.monotonic() < deadline, "the condition was not reached in time"
         await asyncio.sleep(0.005)
 
 
 @pytest.fixture(scope="module")
 def settings(accelerator: Path) -> Iterator[Settings]:
-    """Directories and a bridge of our own; nothing of them is left."""
+    """Settings with directories and a bridge of their own, which are removed afterwards."""
     slim()
     place, memory = Path(tempfile.mkdtemp(prefix="mvq-")), Path(tempfile.mkdtemp(prefix="mvq-", dir="/dev/shm"))
     for path in (place, memory):
-        path.chmod(0o711)  # VMs' users go through it
+        path.chmod(0o711)  # the users of VMs pass through it
     shutil.copy(accelerator, place)
     bridge = f"mvq{os.getpid()}"
     qemu = QemuSettings(images=IMAGES, templates=memory / "t", vms=place / "vms", run=place / "run", bridge=bridge)
@@ -149,7 +149,7 @@ async def swept(lab: Lab) -> object:
     lab.hypervisor.close()
 
 
-async def test_two_clones_at_once_are_strangers_and_leave_nothing(lab: Lab) -> None:
+async def test_two_clones_share_no_ids_and_leave_nothing(lab: Lab) -> None:
     specs = [lab.spec(), lab.spec()]
     stages = await asyncio.gather(*(lab.started(spec) for spec in specs))
     one, two = (lab.hypervisor.audit(spec.name) for spec in specs)
@@ -169,8 +169,8 @@ async def test_two_clones_at_once_are_strangers_and_leave_nothing(lab: Lab) -> N
     assert not (await lab.hypervisor.observe()).vms
 
 
-async def test_a_clone_is_who_it_was_told_to_be(lab: Lab) -> None:
-    """Asked from inside, over the network that it was given."""
+async def test_a_clone_has_the_identity_that_it_was_sent(lab: Lab) -> None:
+    """Verified from inside the guest, over its network."""
     spec = lab.spec()
     lines: list[str] = []
     done = asyncio.Event()
@@ -203,7 +203,7 @@ async def test_a_clone_is_plugged_up_to_its_size(lab: Lab) -> None:
     assert 768 - 80 <= int(audit["memory"]) <= 768
 
 
-async def test_a_spare_that_was_tried_out_is_paused_and_nobody_until_it_is_started(lab: Lab) -> None:
+async def test_a_spare_that_was_warmed_up_is_paused_until_it_is_started(lab: Lab) -> None:
     spec = dataclasses.replace(lab.spec(), spare=True)
     stages = await lab.hypervisor.create(spec)
     assert stages[-1].name == "tried"
@@ -218,7 +218,7 @@ async def test_a_spare_that_was_tried_out_is_paused_and_nobody_until_it_is_start
 
 
 @pytest.mark.parametrize("kind", [pytest.param(CloneKind.FULL, marks=pytest.mark.slow), CloneKind.LINKED])
-async def test_a_clone_that_boots_becomes_someone_too(lab: Lab, kind: CloneKind) -> None:
+async def test_a_clone_that_boots_gets_its_identity_too(lab: Lab, kind: CloneKind) -> None:
     spec = lab.spec(kind, Size(2, 384))
     stages = await lab.started(spec)
     names = [stage.name for stage in stages]
@@ -264,14 +264,14 @@ async def test_another_driver_finds_everything_on_disk(lab: Lab) -> None:
     assert lab.remains(running.name) == []
 
 
-async def test_a_start_whose_answer_was_lost_is_said_again(lab: Lab) -> None:
+async def test_a_start_whose_reply_was_lost_can_be_repeated(lab: Lab) -> None:
     spec = lab.spec()
     await lab.hypervisor.create(spec)
     first = asyncio.ensure_future(lab.hypervisor.start(VmRef(spec.name), BASE, lab.identity(spec)))
 
     async def told() -> bool:
         known = manifest.read(lab.settings.qemu.vms / spec.name)
-        return known is not None and known.phase is manifest.Phase.STARTING
+        return known is not None and known.phase is manifest.VmPhase.STARTING
 
     await until(told)
     lab.hypervisor.close()
@@ -282,7 +282,7 @@ async def test_a_start_whose_answer_was_lost_is_said_again(lab: Lab) -> None:
     assert lab.hypervisor.audit(spec.name)["machine_id"] == lab.identity(spec).machine_id
 
 
-async def test_a_daemon_that_cannot_serve_says_why(lab: Lab) -> None:
+async def test_the_error_of_a_daemon_that_cannot_start_is_reported(lab: Lab) -> None:
     spec = lab.spec()
     broken = Daemon("broken", ("/bin/sh", "-c", "echo no licence >&2; exit 3"), ready_path="/run/never")
     with pytest.raises(Broken, match=r"exit code 3.*no licence"):
@@ -318,7 +318,7 @@ async def test_destroy_does_not_wait_for_a_start_that_hangs(lab: Lab) -> None:
         await starting
 
 
-async def test_a_driver_that_is_closed_waits_for_no_template(lab: Lab) -> None:
+async def test_closing_a_driver_ends_the_build_of_a_template(lab: Lab) -> None:
     await lab.hypervisor.delete_template(PARENT)
     making = asyncio.ensure_future(lab.hypervisor.build_template(PARENT))
 
@@ -333,8 +333,8 @@ async def test_a_driver_that_is_closed_waits_for_no_template(lab: Lab) -> None:
     assert not list(lab.settings.qemu.templates.glob(".*.building-*"))
 
 
-async def test_numerical_work_runs_for_a_plain_user(lab: Lab) -> None:
-    """OpenMPI in a slim guest: two ranks that meet, as nobody in particular."""
+async def test_an_mpi_program_runs_as_an_ordinary_user(lab: Lab) -> None:
+    """Open MPI in a slim guest: two ranks communicate, as a user without privileges."""
     spec = lab.spec(size=Size(lab.cpus, 512))
     heard = socket.create_server((HEAD, 0))
     port = heard.getsockname()[1]

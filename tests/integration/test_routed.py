@@ -1,4 +1,4 @@
-"""What a host that routes does with what one VM sends another: taps without VMs, in a namespace of their own."""
+"""Packets between VMs on a host that routes, tested with taps without VMs in a network namespace of their own."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="taps need root")]
 
-# Prints which taps hear each word. The first two are of one job.
+# Prints which taps receive each word. The first two taps are VMs of one job.
 _HOST = """
 import json, os, select, socket, struct, subprocess, sys
 from pathlib import Path
 from multiverse.core.model import CloneKind
-from multiverse.host import link, manifest
-from multiverse.host.filter import Filter
-from multiverse.host.manifest import Manifest, Phase
+from multiverse.host import manifest, tap
+from multiverse.host.firewall import Firewall
+from multiverse.host.manifest import Manifest, VmPhase
 
 def run(command): subprocess.run(command.split(), check=True)
 def name(n): return f"mvr-{n}"
@@ -32,14 +32,14 @@ for command in ("mount -t sysfs sysfs /sys", "ip link set lo up", "ip link add b
     run(command)
 Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
 vms = Path(sys.argv[1])
-rules, taps = Filter("mvr-", vms), {}
+rules, taps = Firewall("mvr-", vms), {}
 for n, peers in ((1, (name(2),)), (2, (name(1),)), (3, ())):
-    taps[n] = link.open_tap(name(n), "bridge0", mac(n))
-    known = Manifest(name(n), CloneKind.INSTANT, Phase.STARTED, mac(n), 1, 256, address=address(n), peers=peers)
+    taps[n] = tap.open_tap(name(n), "bridge0", mac(n))
+    known = Manifest(name(n), CloneKind.INSTANT, VmPhase.STARTED, mac(n), 1, 256, address=address(n), peers=peers)
     (vms / name(n)).mkdir()
     manifest.write(vms / name(n), known)
-    rules.admit(known)
-    link.isolate(name(n), not peers)
+    rules.allow(known)
+    tap.set_isolated(name(n), not peers)
     assert Path("/sys/class/net/bridge0/address").read_text().strip() == uplink, "the bridge took a tap's address"
     run(f"ip neigh replace {address(n)} lladdr {mac(n)} dev bridge0")
 head = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -52,14 +52,14 @@ def say(to, target, word, tag=b""):
     total = (total & 0xffff) + (total >> 16)
     ip = ip[:10] + struct.pack("!H", ~((total & 0xffff) + (total >> 16)) & 0xffff) + ip[12:]
     os.write(taps[1], bytes(10) + octets(to) + octets(mac(1)) + tag + struct.pack("!H", 0x800) + ip + data)
-def hear(n, end):  # all until the host's own word, which comes last
+def hear(n, end):  # all frames until the host's own, which is sent last
     head.sendto(end, (address(n), 9))
     found = b""
     while end not in found:
-        assert select.select([taps[n]], [], [], 10)[0], "the host is not heard"
+        assert select.select([taps[n]], [], [], 10)[0], "the host's frame did not arrive"
         found += os.read(taps[n], 65536)
     return found
-def settle(n):  # what is sent to a device is lost until the kernel has seen, in its own time, that it has a carrier
+def settle(n):  # frames are lost until the kernel has noticed, asynchronously, that the device has a carrier
     for _ in range(200):
         head.sendto(b"settled?", (address(n), 9))
         if select.select([taps[n]], [], [], 0.1)[0] and b"settled?" in os.read(taps[n], 65536):
@@ -85,7 +85,7 @@ print(json.dumps([*found, tell(b"the last")]))
 """
 
 
-def test_a_host_that_routes_carries_nothing_from_vm_to_vm(tmp_path: Path) -> None:
+def test_a_host_that_routes_forwards_nothing_between_vms(tmp_path: Path) -> None:
     argv = ["unshare", "--net", "--mount", sys.executable, "-c", _HOST, str(tmp_path)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

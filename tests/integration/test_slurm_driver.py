@@ -1,4 +1,4 @@
-"""The scheduler's port on a real slurmctld; nodes are slurmds in network namespaces (see fake_guest)."""
+"""The Slurm driver with a real slurmctld. Nodes are slurmds in network namespaces (see fake_guest)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ import pytest
 from multiverse.config import Settings
 from multiverse.core.errors import Gone, MultiverseError, Refused, Stale, Unknown
 from multiverse.core.model import CloneKind, Job, JobRef, JobState, NodeState, SchedulerView, Size
-from multiverse.core.provisioning.spares import node_spec
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.drivers.slurm.inbox import hints
-from tests.integration.fake_guest import SITE, FakeGuest, attempt, vm
+from tests.integration.fake_guest import SITE, FakeGuest, node_spec
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_controller")]
 
@@ -33,7 +32,7 @@ def scheduler(lab: Any) -> SlurmScheduler:
 
 @pytest.fixture(autouse=True)
 async def clean(lab: Any) -> AsyncIterator[None]:
-    """No job outlives its test."""
+    """Cancel all jobs after each test."""
     yield
     lab.run("scancel", "--partition=vm", check=False)
     lab.run("scancel", "--partition=vmrun", check=False)
@@ -44,21 +43,24 @@ Spawn = Callable[..., Awaitable[FakeGuest]]
 
 @pytest.fixture
 async def spawn(lab: Any, scheduler: SlurmScheduler) -> AsyncIterator[Spawn]:
-    """Make a node for a job, joined: `await spawn(job, 7)` has the feature mv_7."""
+    """Create a node for a job: `await spawn(job, 7)` returns when a node with the feature mv_7 is idle."""
     guests: list[FakeGuest] = []
 
     async def make(job: Job, number: int, peers: int = 1) -> FakeGuest:
         assert job.request is not None
         network = ipaddress.IPv4Network(lab.settings.network.subnet)
-        told = Size(job.request.size.cpus, job.request.size.memory + 20)
+        size = Size(job.request.size.cpus, job.request.size.memory + 20)
         serials = [next(_serials) for _ in range(peers)]
-        machines = [vm(n, f"{network[512 + n]}/{network.prefixlen}", told) for n in serials]
-        known = tuple((m.name, m.address.partition("/")[0]) for m in machines)
-        for machine in machines:
-            guest = FakeGuest(lab.settings, machine, lab.where.root.parent / "fake")
+        addresses = [f"{network[512 + serial]}/{network.prefixlen}" for serial in serials]
+        nodes = [
+            node_spec(serial, address, size, job.request.features, f"mv_{number}")
+            for serial, address in zip(serials, addresses, strict=True)
+        ]
+        known = tuple((node.name, node.address.partition("/")[0]) for node in nodes)
+        for node in nodes:
+            guest = FakeGuest(lab.settings, node.name, node.address, lab.where.root.parent / "fake")
             guests.append(guest)
-            bootstrap = await scheduler.bootstrap(node_spec(machine, attempt(number, job.ref, job.request)))
-            await guest.start(bootstrap, known)
+            await guest.start(await scheduler.bootstrap(node), known)
             await reached(scheduler, lambda view, name=guest.name: _idle(view, name))
         return guests[-1]
 
@@ -106,9 +108,7 @@ async def output(path: Path, text: str) -> None:
         await asyncio.sleep(0.05)
 
 
-async def test_a_job_waits_at_the_gate_runs_when_pinned_and_ends(
-    lab: Any, scheduler: SlurmScheduler, spawn: Spawn
-) -> None:
+async def test_a_job_waits_at_the_gate_and_runs_when_pinned(lab: Any, scheduler: SlurmScheduler, spawn: Spawn) -> None:
     job_id = lab.sbatch("hostname; id -un; exit 3", "-C", "slim&instant", "--mem=100", "-o", "out.txt")
     waiting = await job_of(scheduler, job_id)
     assert (waiting.state, waiting.gated, waiting.eligible, waiting.held) == (JobState.PENDING, True, True, False)
@@ -119,9 +119,9 @@ async def test_a_job_waits_at_the_gate_runs_when_pinned_and_ends(
 
     guest = await spawn(waiting, 7)
     assert (await scheduler.observe()).nodes[guest.name].features == ("vm", "slim", "instant", "mv_7")
-    assert (await job_of(scheduler, job_id)).state is JobState.PENDING  # a node alone does not start it
+    assert (await job_of(scheduler, job_id)).state is JobState.PENDING  # the node alone does not start the job
     await scheduler.pin(waiting.ref, "mv_7", ())
-    await scheduler.pin(waiting.ref, "mv_7", ())  # twice is as good as once
+    await scheduler.pin(waiting.ref, "mv_7", ())  # the second call changes nothing
     ended = await became(scheduler, job_id, JobState.ENDED)
     assert (ended.result, ended.exit_code, ended.nodes) == ("FAILED", 3, (guest.name,))
     await output(lab.user.home / "out.txt", f"{guest.name}\n{lab.user.name}\n")
@@ -155,7 +155,7 @@ async def test_array_tasks_are_pinned_one_by_one_within_the_arrays_limit(
     assert view.limits[limit] == 1 and all(after[f"{job_id}_{i}"].eligible for i in (0, 4, 6, 8))
 
 
-async def test_srun_waits_at_the_gate_and_goes_on(lab: Any, scheduler: SlurmScheduler, spawn: Spawn) -> None:
+async def test_srun_waits_at_the_gate_and_runs_when_pinned(lab: Any, scheduler: SlurmScheduler, spawn: Spawn) -> None:
     process = await asyncio.create_subprocess_exec(
         *("srun", "-J", "gated-srun", "hostname"),
         env=lab.env,
@@ -172,9 +172,7 @@ async def test_srun_waits_at_the_gate_and_goes_on(lab: Any, scheduler: SlurmSche
     assert (process.returncode, out.decode()) == (0, f"{guest.name}\n")
 
 
-async def test_a_gang_gets_its_nodes_by_one_feature_and_srun_reaches_them_all(
-    lab: Any, scheduler: SlurmScheduler, spawn: Spawn
-) -> None:
+async def test_a_job_of_two_nodes_is_pinned_by_one_feature(lab: Any, scheduler: SlurmScheduler, spawn: Spawn) -> None:
     job_id = lab.sbatch("srun hostname | sort", "-N2", "-n2", "-o", "gang.txt")
     job = await job_of(scheduler, job_id)
     assert job.request is not None
@@ -186,7 +184,7 @@ async def test_a_gang_gets_its_nodes_by_one_feature_and_srun_reaches_them_all(
     await output(lab.user.home / "gang.txt", "".join(f"{name}\n" for name in sorted(ended.nodes)))
 
 
-async def test_a_node_that_fails_sends_its_job_back_and_it_starts_again_at_once(
+async def test_the_job_of_a_failed_node_is_requeued_and_starts_at_once_when_pinned(
     lab: Any, scheduler: SlurmScheduler, spawn: Spawn
 ) -> None:
     job_id = lab.sbatch("sleep 100")
@@ -224,7 +222,7 @@ async def test_requeue_stops_a_run_and_puts_the_job_back_at_the_gate(
     await became(scheduler, job_id, JobState.RUNNING)
     await scheduler.requeue(job.ref)
     ending = await job_of(scheduler, job_id)
-    if ending.state is JobState.COMPLETING:  # what completes is still the run that was stopped
+    if ending.state is JobState.COMPLETING:  # the run that was stopped is still completing
         assert ending.ref == job.ref
         await scheduler.requeue(job.ref)
     back = await became(scheduler, job_id, JobState.PENDING)
@@ -235,7 +233,7 @@ async def test_requeue_stops_a_run_and_puts_the_job_back_at_the_gate(
     assert (await became(scheduler, job_id, JobState.RUNNING)).ref == back.ref
 
 
-async def test_a_job_that_is_cancelled_held_or_dependent(lab: Any, scheduler: SlurmScheduler) -> None:
+async def test_a_job_that_is_cancelled_held_or_dependent_is_not_pinned(lab: Any, scheduler: SlurmScheduler) -> None:
     held = lab.sbatch("true", "--hold")
     dependent = lab.sbatch("true", f"--dependency=afterok:{held}")
     later = lab.sbatch("true", "--begin=now+1000")
@@ -246,7 +244,7 @@ async def test_a_job_that_is_cancelled_held_or_dependent(lab: Any, scheduler: Sl
     with pytest.raises(Stale):
         await scheduler.pin(view.jobs[held].ref, "mv_1", ())
     await scheduler.unpin(view.jobs[held].ref)
-    assert (await job_of(scheduler, held)).held  # the user's hold is his own
+    assert (await job_of(scheduler, held)).held  # only the user may release it
     lab.run("scancel", held, user=lab.user)
     cancelled = await became(scheduler, held, JobState.ENDED)
     assert cancelled.result == "CANCELLED"
@@ -259,7 +257,7 @@ async def test_a_job_that_is_cancelled_held_or_dependent(lab: Any, scheduler: Sl
             await call
 
 
-async def test_revoke_cancels_and_says_why(lab: Any, scheduler: SlurmScheduler) -> None:
+async def test_a_revoked_job_is_cancelled_with_a_reason(lab: Any, scheduler: SlurmScheduler) -> None:
     job_id = lab.sbatch("true")
     job = await job_of(scheduler, job_id)
     await scheduler.explain(job.ref, 'waits for "memory"\nof a host')
@@ -270,7 +268,7 @@ async def test_revoke_cancels_and_says_why(lab: Any, scheduler: SlurmScheduler) 
     assert "AdminComment=no host has 900 GiB" in lab.run("scontrol", "show", "job", job_id).stdout
 
 
-async def test_another_run_or_no_job_at_all_is_not_touched(lab: Any, scheduler: SlurmScheduler) -> None:
+async def test_another_run_of_a_job_is_not_changed(lab: Any, scheduler: SlurmScheduler) -> None:
     job = await job_of(scheduler, lab.sbatch("true"))
     wrong = (replace(job.ref, restarts=1), replace(job.ref, submitted=job.ref.submitted - 5))
     for ref, error in ((wrong[0], Stale), (wrong[1], Stale), (JobRef("99999999", 1), Gone)):
@@ -289,7 +287,7 @@ async def test_another_run_or_no_job_at_all_is_not_touched(lab: Any, scheduler: 
     await scheduler.delete_node(f"mv{SITE}-99999")
 
 
-async def test_no_answer_is_unknown_and_never_an_empty_view(lab: Any, tmp_path: Path) -> None:
+async def test_without_an_answer_of_slurmctld_the_view_is_unknown(lab: Any, tmp_path: Path) -> None:
     text = lab.where.slurm_conf.read_text().replace("SlurmctldPort=", "SlurmctldPort=1#")
     (tmp_path / "slurm.conf").write_text(text)
     settings: Settings = replace(lab.settings, slurm=replace(lab.settings.slurm, conf=tmp_path / "slurm.conf"))
@@ -299,19 +297,19 @@ async def test_no_answer_is_unknown_and_never_an_empty_view(lab: Any, tmp_path: 
             await SlurmScheduler(settings, SITE).observe()
 
 
-async def test_the_user_and_what_a_vm_is_given(lab: Any, scheduler: SlurmScheduler) -> None:
+async def test_a_bootstrap_holds_the_key_and_slurmctlds_address(lab: Any, scheduler: SlurmScheduler) -> None:
     user = await scheduler.user(lab.user.uid)
     assert (user.name, user.home, user.groups) == (lab.user.name, str(lab.user.home), ((lab.user.name, lab.user.uid),))
     with pytest.raises(Gone):
         await scheduler.user(61999)
-    bootstrap = await scheduler.bootstrap(node_spec(vm(1, "10.0.0.9/16", Size(1, 200)), None))
+    bootstrap = await scheduler.bootstrap(node_spec(1, "10.0.0.9/16", Size(1, 200), (), "mv_1"))
     files = {file.path: file for file in bootstrap.files}
     key = files["/etc/munge/munge.key"]
     assert (key.mode, key.owner, key.content) == (0o400, "munge", lab.where.munge_key.read_bytes())
     assert f"({lab.settings.network.gateway})" in files["/etc/slurm/slurm.conf"].content.decode()
 
 
-async def test_submission_and_end_leave_hints(lab: Any, scheduler: SlurmScheduler, spawn: Spawn) -> None:
+async def test_submission_and_end_of_a_job_leave_hints(lab: Any, scheduler: SlurmScheduler, spawn: Spawn) -> None:
     seen: set[tuple[str, str]] = set()
 
     async def listen() -> None:
@@ -334,16 +332,121 @@ async def test_submission_and_end_leave_hints(lab: Any, scheduler: SlurmSchedule
         listening.cancel()
 
 
+# --- sizes -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def publish(scheduler: SlurmScheduler) -> AsyncIterator[Callable[..., Awaitable[None]]]:
+    """Publish the largest sizes of an image, as the controller does; `close` withdraws them."""
+
+    async def sizes(image: str, *largest: Size) -> None:
+        await scheduler.submission.publish({image: largest})
+
+    yield sizes
+    scheduler.close()
+
+
+LARGEST = (Size(2, 1500, 65536), Size(4, 700, 65536))
+TOO_LARGE = {
+    "memory": (("--mem=1501",), "1 CPUs and 1501 MiB"),
+    "memory with an image": (("--mem=1501", "-C", "slim&instant"), "1 CPUs and 1501 MiB"),
+    "memory per CPU": (("-n1", "-c2", "--mem-per-cpu=751"), "2 CPUs and 1502 MiB"),
+    "default memory per CPU": (("-n5",), "5 CPUs and 750 MiB"),
+    "CPUs": (("-n3", "--mem=1500"), "3 CPUs and 1500 MiB"),
+    "memory of the size with more CPUs": (("-n4", "--mem=701"), "4 CPUs and 701 MiB"),
+    "each node of several": (("-N2", "--mem=1501"), "1 CPUs and 1501 MiB"),
+    "disk": (("--tmp=200G",), "204800 MiB"),
+}
+
+
+@pytest.mark.parametrize(("options", "size"), TOO_LARGE.values(), ids=TOO_LARGE)
+async def test_a_job_above_the_published_sizes_is_refused_at_submission(
+    lab: Any, publish: Callable[..., Awaitable[None]], options: tuple[str, ...], size: str
+) -> None:
+    await publish("slim", *LARGEST)
+    done = lab.run("sbatch", *options, "--wrap=true", user=lab.user, check=False)
+    assert done.returncode != 0 and size in done.stderr
+    if "--tmp" not in options[0]:
+        assert "2 CPUs and 1500 MiB" in done.stderr and "4 CPUs and 700 MiB" in done.stderr and "-N" in done.stderr
+
+
+async def test_a_job_of_exactly_the_published_size_runs(
+    lab: Any, scheduler: SlurmScheduler, spawn: Spawn, publish: Callable[..., Awaitable[None]]
+) -> None:
+    await publish("slim", *LARGEST)
+    job_id = lab.sbatch("true", "-n2", "--mem=1500")
+    other = lab.sbatch("true", "-n4", "--mem=700", "-C", "slim")
+    job = await job_of(scheduler, job_id)
+    assert job.request is not None and job.request.size == Size(2, 1500)
+    await spawn(job, 51)
+    await scheduler.pin(job.ref, "mv_51", ())
+    assert (await became(scheduler, job_id, JobState.ENDED)).result == "COMPLETED"
+    waiting = await job_of(scheduler, other)
+    assert (waiting.state, waiting.gated, waiting.eligible) == (JobState.PENDING, True, True)
+
+
+async def test_a_waiting_job_cannot_grow_above_the_published_size(
+    lab: Any, scheduler: SlurmScheduler, publish: Callable[..., Awaitable[None]]
+) -> None:
+    large = lab.sbatch("true", "--mem=9000")
+    await publish("slim", *LARGEST)
+
+    def update(job: str, change: str) -> int:
+        return int(lab.run("scontrol", "update", f"JobId={job}", change, user=lab.user, check=False).returncode)
+
+    for options in ((), ("-C", "slim")):
+        job = lab.sbatch("true", "--mem=100", *options)
+        assert update(job, "MinMemoryNode=1501") != 0
+        assert update(job, "MinMemoryNode=1500") == 0
+        request = (await job_of(scheduler, job)).request
+        assert request is not None and request.size.memory == 1500
+    assert update(large, "Nice=7") == 0, "the update does not change its size"
+
+
+async def test_nothing_is_refused_for_its_size_without_published_sizes(
+    lab: Any, scheduler: SlurmScheduler, publish: Callable[..., Awaitable[None]]
+) -> None:
+    """Slurm itself must not refuse the job either: the gate is larger than any host."""
+    for largest in ({}, {"another": (Size(1, 100),)}):
+        for image, sizes in largest.items():
+            await publish(image, *sizes)
+        job = await job_of(scheduler, lab.sbatch("true", "-n300", "--mem=3T", "-N1"))
+        assert job.request is not None and job.request.size == Size(300, 3 << 20) and job.eligible
+
+
+async def test_other_partitions_do_not_depend_on_the_published_sizes(
+    lab: Any, publish: Callable[..., Awaitable[None]]
+) -> None:
+    def elsewhere() -> tuple[int, str]:
+        done = lab.run("sbatch", "-p", "bare", "--mem=1501", "--hold", "--wrap=true", user=lab.user, check=False)
+        return done.returncode, done.stderr
+
+    before = elsewhere()
+    assert "largest" not in before[1]
+    await publish("slim", *LARGEST)
+    assert elsewhere() == before
+
+
+async def test_the_size_of_the_gate_is_not_taken_for_a_jobs_size(lab: Any, scheduler: SlurmScheduler) -> None:
+    """A job that has its node alone is billed for what it requested, not for a whole node of the gate."""
+    plain, exclusive = lab.sbatch("true", "-n3", "--mem=700"), lab.sbatch("true", "-n3", "--mem=700", "--exclusive")
+    view = await scheduler.observe()
+    sizes = [
+        job.request and (job.request.nodes, job.request.size) for job in map(view.jobs.get, (plain, exclusive)) if job
+    ]
+    assert sizes == [(1, Size(3, 700))] * 2
+    shown = [lab.run("scontrol", "show", "job", "-o", job).stdout for job in (plain, exclusive)]
+    billed = [next(word for word in text.split() if word.startswith(("TRES=", "ReqTRES="))) for text in shown]
+    assert billed[0] == billed[1] and "cpu=3,mem=700M,node=1,billing=3" in billed[0]
+
+
 REFUSED = {
-    "too many cpus": (("-n", "9"), "the largest VM for a job here has 8 CPUs"),
-    "too much memory": (("--mem=99G",), "the largest VM for a job here has 8 CPUs"),
-    "more than all hosts": (("-N2", "-n16"), "all hosts together have 8 CPUs"),
-    "our feature": (("-C", "mv_1"), "Multiverse's own"),
-    "the gate's": (("-C", "mvgate"), "Multiverse's own"),
+    "our feature": (("-C", "mv_1"), "reserved for Multiverse"),
+    "the gate's": (("-C", "mvgate"), "reserved for Multiverse"),
     "alternatives": (("-C", "slim|stock"), "alternatives"),
     "brackets": (("-C", "[slim]"), "alternatives"),
     "prefer": (("--prefer=slim",), "--constraint"),
-    "partitions": (("-p", "vm,bare"), "name vm alone"),
+    "partitions": (("-p", "vm,bare"), "submit to vm only"),
     "the run partition": (("-p", "vmrun"), "submit to partition vm"),
     "node list": (("-w", "mvgate1"), "without --nodelist"),
     "reservation": (("--reservation=x",), "reservations"),
@@ -351,9 +454,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("options", "sentence"), REFUSED.values(), ids=REFUSED)
-async def test_what_cannot_be_served_is_refused_at_submission(
-    lab: Any, options: tuple[str, ...], sentence: str
-) -> None:
+async def test_an_unsupported_job_is_refused_at_submission(lab: Any, options: tuple[str, ...], sentence: str) -> None:
     done = lab.run("sbatch", *options, "--wrap=true", user=lab.user, check=False)
     assert done.returncode != 0
     assert sentence in done.stderr
@@ -362,14 +463,16 @@ async def test_what_cannot_be_served_is_refused_at_submission(
 async def test_root_and_heterogeneous_jobs_are_refused(lab: Any) -> None:
     done = lab.run("sbatch", "--wrap=true", check=False)
     assert done.returncode != 0
-    assert "Multiverse runs no job as root: submit as a user" in done.stderr
+    assert "Multiverse runs no jobs of root: submit as a user" in done.stderr
     done = lab.run("sbatch", "-n1", "--wrap=true", ":", "-n1", user=lab.user, check=False)
     assert done.returncode != 0
     assert "heterogeneous" in done.stderr
 
 
-@pytest.mark.parametrize("change", ["Partition=vmrun", "Partition=bare", "Features=mv_3", "ReqNodeList=mvgate1"])
-async def test_users_cannot_move_their_jobs(lab: Any, scheduler: SlurmScheduler, change: str) -> None:
+@pytest.mark.parametrize(
+    "change", ["Partition=vmrun", "Partition=bare", "Features=mv_3", "ReqNodeList=mvgate1", "NumNodes=99"]
+)
+async def test_users_cannot_change_what_multiverse_sets(lab: Any, scheduler: SlurmScheduler, change: str) -> None:
     job_id = lab.sbatch("true")
     assert lab.run("scontrol", "update", f"JobId={job_id}", change, user=lab.user, check=False).returncode != 0
     assert lab.run("scontrol", "update", f"JobId={job_id}", "Nice=7", user=lab.user, check=False).returncode == 0
@@ -378,13 +481,13 @@ async def test_users_cannot_move_their_jobs(lab: Any, scheduler: SlurmScheduler,
 
 @pytest.fixture
 def breaks(lab: Any) -> Iterator[Callable[[str], None]]:
-    """Gives our script other words, which slurmctld reads at its next job; what it said before comes back."""
+    """Replace multiverse.lua until the test ends. slurmctld reads the new script at the next submission."""
     ours, loader = lab.where.etc / "multiverse.lua", lab.where.etc / "job_submit.lua"
     before = ours.read_text()
 
     def write(text: str) -> None:
         ours.write_text(text)
-        later = loader.stat().st_mtime + 2  # slurmctld asks for the loader's time alone, in seconds
+        later = loader.stat().st_mtime + 2  # slurmctld checks only the loader's time, in whole seconds
         os.utime(loader, (later, later))
 
     yield write
@@ -392,16 +495,14 @@ def breaks(lab: Any) -> Iterator[Callable[[str], None]]:
 
 
 @pytest.mark.parametrize("harm", ["empty", "syntax", "rule"])
-def test_where_our_script_is_broken_our_partitions_are_closed_and_no_others(
-    lab: Any, breaks: Callable[[str], None], harm: str
-) -> None:
+def test_a_broken_script_closes_multiverses_partitions_only(lab: Any, breaks: Callable[[str], None], harm: str) -> None:
     waiting = lab.sbatch("true", "--hold")
-    rule = "local function wrong_wishes(job)"
+    rule = "local function unsupported_option(job)"
     whole = (lab.where.etc / "multiverse.lua").read_text()
     assert rule in whole
 
     def elsewhere() -> tuple[int, str]:
-        """What Slurm itself says there: the partition has no node now, which is all that it complains about."""
+        """Slurm's answer in another partition, which has no node at this time."""
         other = lab.run("sbatch", "-p", "bare", "--hold", "--wrap=true", user=lab.user, check=False)
         return other.returncode, other.stderr
 
@@ -410,14 +511,14 @@ def test_where_our_script_is_broken_our_partitions_are_closed_and_no_others(
     breaks({"empty": "", "syntax": "x = = 1", "rule": whole.replace(rule, f"{rule} error('in it')")}[harm])
     for options in (("-p", "vm"), ()):
         refused = lab.run("sbatch", *options, "--wrap=true", user=lab.user, check=False)
-        assert refused.returncode != 0 and "Multiverse cannot look at this job" in refused.stderr
+        assert refused.returncode != 0 and "Multiverse could not check this job" in refused.stderr
     change = ("scontrol", "update", f"JobId={waiting}", "Nice=7")
     assert lab.run(*change, user=lab.user, check=False).returncode != 0
-    lab.run(*change)  # the controller's own go on
+    lab.run(*change)  # the controller may still change jobs
     assert elsewhere() == before
 
 
-async def test_errors_are_ours(lab: Any) -> None:
+async def test_a_missing_command_is_an_error_of_the_model(lab: Any) -> None:
     settings = replace(lab.settings, slurm=replace(lab.settings.slurm, bin_dir=Path("/nonexistent")))
     with pytest.raises(MultiverseError):
         await SlurmScheduler(settings, SITE).observe()

@@ -1,4 +1,4 @@
-"""An operator's view of trouble, on the real lab: seen, repaired, gone."""
+"""`multiverse status` and `multiverse repair` on the real lab: an alert is shown, repaired, and gone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from multiverse.client import Client
-from multiverse.lab.parts import CONTROLLER
+from multiverse.lab.services import CONTROLLER
 from tests.integration.conftest import LabUnderTest
 from tests.integration.test_jobs import accounted, ended, latest, nothing_left, until
 
@@ -29,7 +29,7 @@ def multiverse(lab: LabUnderTest, *words: str) -> subprocess.CompletedProcess[st
     return subprocess.run([program, *words], env=lab.env, capture_output=True, text=True, timeout=300)
 
 
-def troubles(lab: LabUnderTest) -> list[dict[str, Any]]:
+def shown_alerts(lab: LabUnderTest) -> list[dict[str, Any]]:
     done = multiverse(lab, "status", "--json")
     found: list[dict[str, Any]] = json.loads(done.stdout)["troubles"]
     assert done.returncode == (1 if found else 0), done.stderr
@@ -38,7 +38,7 @@ def troubles(lab: LabUnderTest) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def dud(lab: LabUnderTest) -> Iterator[Path]:
-    """An image whose kernel is none."""
+    """An image whose kernel does not boot."""
     images = lab.settings.qemu.images
     path = images / f"dud{os.getpid()}"
     path.mkdir()
@@ -54,27 +54,25 @@ def dud(lab: LabUnderTest) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_a_broken_template_is_shown_mended_and_repaired(
-    lab: LabUnderTest, controller: Callable[[], int], dud: Path
-) -> None:
+def test_a_broken_template_is_shown_and_repaired(lab: LabUnderTest, controller: Callable[[], int], dud: Path) -> None:
     controller()
     client = Client(lab.settings.socket)
-    until("both sources have been looked at", lambda: all(s["known"] for s in client.status()["sources"]))
-    assert troubles(lab) == []
+    until("both sources have been observed", lambda: all(s["known"] for s in client.status()["sources"]))
+    assert shown_alerts(lab) == []
     assert multiverse(lab, "template", "build", dud.name).returncode == 1
-    (one,) = troubles(lab)
+    (one,) = shown_alerts(lab)
     assert one["kind"] == "template" and dud.name in one["wrong"]
 
     again = multiverse(lab, "repair", one["name"], "--yes")
-    assert again.returncode == 1 and "still so" in again.stdout, again
+    assert again.returncode == 1 and "not repaired" in again.stdout, again
     shutil.copy(lab.settings.qemu.images / "slim" / "vmlinuz", dud)
-    mended = multiverse(lab, "repair", one["name"], "--yes")
-    assert mended.returncode == 0 and "mended" in mended.stdout, mended
-    assert troubles(lab) == []
+    repaired = multiverse(lab, "repair", one["name"], "--yes")
+    assert repaired.returncode == 0 and "is repaired" in repaired.stdout, repaired
+    assert shown_alerts(lab) == []
     assert multiverse(lab, "template", "drop", dud.name).returncode == 0
 
 
-def test_a_quarantined_record_is_shown_and_taken_up_again(lab: LabUnderTest, controller: Callable[[], int]) -> None:
+def test_a_quarantined_record_is_shown_and_repaired(lab: LabUnderTest, controller: Callable[[], int]) -> None:
     controller()
     client = Client(lab.settings.socket)
     go = lab.user.home / "go-on"
@@ -87,12 +85,12 @@ def test_a_quarantined_record_is_shown_and_taken_up_again(lab: LabUnderTest, con
             (job,),
         )
     controller()
-    (one,) = until("it is shown", lambda: troubles(lab))
+    (one,) = until("it is shown", lambda: shown_alerts(lab))
     assert one["jobs"] == [job] and "for the test" in one["wrong"]
-    assert multiverse(lab, "repair", "--dry-run").returncode == 0 and troubles(lab) == [one]
-    mended = multiverse(lab, "repair", "--yes")
-    assert mended.returncode == 0 and "mended" in mended.stdout, mended
-    assert troubles(lab) == [] and latest(client, job)["state"] == "allocated"
+    assert multiverse(lab, "repair", "--dry-run").returncode == 0 and shown_alerts(lab) == [one]
+    repaired = multiverse(lab, "repair", "--yes")
+    assert repaired.returncode == 0 and "is repaired" in repaired.stdout, repaired
+    assert shown_alerts(lab) == [] and latest(client, job)["state"] == "allocated"
     go.touch()
     ended(client, job, "done")
     assert accounted(lab, job) == ("COMPLETED", "0:0") and len(client.jobs(job)) == 1

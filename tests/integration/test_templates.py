@@ -1,4 +1,4 @@
-"""Templates by size and by account: jobs of an image that can plug nothing, and accounts that share no template."""
+"""Templates by size and by account: images that cannot be plugged, and accounts that share no template."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from multiverse.client import Client
-from multiverse.lab.parts import CONTROLLER, Lab
 from multiverse.lab.plan import load
+from multiverse.lab.services import CONTROLLER, Lab
 from tests.integration.conftest import LabUnderTest
 from tests.integration.images import narrow, stiff
 from tests.integration.watch import accounted, ended, nothing_left, until, written
@@ -24,7 +24,7 @@ def dropped(client: Client, image: str, account: str | None = None) -> None:
     until("they are dropped", lambda: not [row for row in client.templates() if those.items() <= row.items()])
 
 
-def test_jobs_of_an_image_that_can_plug_nothing_get_their_size_and_share_templates(
+def test_jobs_of_an_image_that_cannot_be_plugged_get_templates_of_their_size(
     lab: LabUnderTest, client: Client, controller: Callable[[], int]
 ) -> None:
     image = stiff()
@@ -42,20 +42,20 @@ def test_jobs_of_an_image_that_can_plug_nothing_get_their_size_and_share_templat
     row = ended(client, job, "done")
     assert row["image"] == "stiff"
     cpus, memory, possible = written(out).split()
-    assert (cpus, possible) == ("2", "0-1") and int(memory) >= 600, "all is there from the start, and no room for more"
+    assert (cpus, possible) == ("2", "0-1") and int(memory) >= 600, "nothing was plugged, and there is no room for more"
     assert accounted(lab, job) == ("COMPLETED", "0:0")
 
     close = lab.sbatch("true", "--constraint=stiff&instant", "-n1", "--mem=500", "--output=/dev/null")
     (vm,) = ended(client, close, "done")["vms"]
     assert accounted(lab, close) == ("COMPLETED", "0:0") and vm not in row["vms"]
     (one,) = [row for row in client.templates() if row["image"] == "stiff"]
-    assert (one["state"], one["cpus"], one["memory"]) == ("ready", 2, 1024), "the close one served both"
+    assert (one["state"], one["cpus"], one["memory"]) == ("ready", 2, 1024), "one template served both sizes"
     dropped(client, "stiff")
     nothing_left(lab, client)
 
 
 @pytest.mark.slow
-def test_what_a_kernel_has_no_room_for_is_found_out_by_its_first_template(
+def test_the_first_template_shows_that_a_kernel_cannot_plug_cpus(
     lab: LabUnderTest, client: Client, controller: Callable[[], int]
 ) -> None:
     narrow()

@@ -1,4 +1,4 @@
-"""What real Slurm and real QEMU were asked and did, played to the fakes: they answer and do the same."""
+"""A trace of real Slurm and real QEMU, replayed against the fakes: these give the same answers and show the same."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 from multiverse.client import Client
 from multiverse.lab import lifecycle
-from multiverse.lab.parts import CONTROLLER, Lab
 from multiverse.lab.plan import load
+from multiverse.lab.services import CONTROLLER, Lab
 from multiverse.simulation.replay import replay
 from tests.integration.conftest import LabUnderTest
 from tests.integration.watch import ended, latest, nothing_left, qemu_of, until
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture
 def trace(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[Path]:
-    """The lab's controller, started anew with `trace` in its settings; where the trace is."""
+    """The path of the trace of the lab's controller, which is restarted with `trace` in its settings."""
     path = lab.where.log / "trace"
     asyncio.run(lifecycle.stop_controller(lab.where))
     settings = lab.where.settings.read_text()

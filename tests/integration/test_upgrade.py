@@ -15,7 +15,7 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
 from multiverse.client import Client
-from multiverse.lab.parts import CONTROLLER
+from multiverse.lab.services import CONTROLLER
 from multiverse.store import schema, upgrade
 from tests.integration.conftest import LabUnderTest
 from tests.integration.watch import accounted, ended, latest, nothing_left, qemu_of, until

@@ -1,4 +1,4 @@
-"""What the tests of the real lab wait for, and what they look at."""
+"""Conditions that the tests of the real lab wait for or check."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from multiverse.client import Client
 from multiverse.lab import lifecycle
-from multiverse.lab.plan import Wishes
+from multiverse.lab.plan import LabOptions
 
 if TYPE_CHECKING:
     from tests.integration.conftest import LabUnderTest
@@ -20,13 +20,13 @@ LIMIT = 120.0
 
 
 def until(what: str, ask: Callable[[], Any], limit: float = LIMIT) -> Any:
-    """The first true answer. Fails, saying what was waited for, when none comes."""
+    """Ask until the answer is true, and return it. Fails after `limit` seconds with the words of `what`."""
     deadline = time.monotonic() + limit
     while time.monotonic() < deadline:
         if answer := ask():
             return answer
         time.sleep(0.1)
-    raise AssertionError(f"in vain: {what}")
+    raise AssertionError(f"not within {limit:g} s: {what}")
 
 
 def latest(client: Client, job: str) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def ended(client: Client, job: str, state: str) -> dict[str, Any]:
 
 
 def accounted(lab: LabUnderTest, job: str, limit: float = 30.0) -> tuple[str, str]:
-    """The job's state and exit code as sacct keeps them, once slurmdbd has heard of its end."""
+    """The job's state and exit code in Slurm's accounting, once slurmdbd knows its end."""
 
     def ask() -> tuple[str, str] | None:
         line = lab.run("sacct", "-X", "-n", "-P", "-o", "State,ExitCode", "-j", job).stdout.strip()
@@ -106,11 +106,11 @@ def emulators() -> list[str]:
 
 
 def mend(lab: LabUnderTest) -> None:
-    """As an operator would: `multiverse lab up`, but for the controller, which is in the tests' hands."""
-    asyncio.run(lifecycle.up(lab.where, Wishes(), controller=False))
+    """Start what has died of the lab, as `multiverse lab up` does, except the controller, which the tests start."""
+    asyncio.run(lifecycle.up(lab.where, LabOptions(), controller=False))
 
 
 def kept_by_slurm(lab: LabUnderTest, since: float) -> None:
-    """slurmctld writes its jobs down some seconds later; killed before, it forgets them."""
+    """Wait until slurmctld has saved its jobs. It saves them some seconds late and forgets them if killed before."""
     kept = lab.where.slurmctld / "job_state"
     until("slurmctld has saved its jobs", lambda: kept.exists() and kept.stat().st_mtime > since, 30)

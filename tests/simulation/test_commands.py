@@ -9,10 +9,8 @@ from multiverse.config import Settings
 from multiverse.controller.loop import Controller
 from multiverse.core.transition import Command
 from multiverse.simulation.clock import VirtualClock
-from multiverse.simulation.hypervisor import SimulatedHypervisor
 from multiverse.simulation.loop import run
 from multiverse.simulation.run import SITE, CrashingStore
-from multiverse.simulation.scheduler import SimulatedScheduler
 from multiverse.simulation.world import World
 
 
@@ -20,7 +18,7 @@ def test_a_command_is_answered_once_it_is_committed() -> None:
     async def main() -> None:
         world, clock = World(1), VirtualClock()
         store = CrashingStore(":memory:", clock, SITE, lambda after: None)
-        ports = SimulatedScheduler(world, Random(1)), SimulatedHypervisor(world, Random(2))
+        ports = world.scheduler(Random(1)), world.hypervisor(Random(2))
         controller = Controller(store, *ports, clock, Settings())
         work = asyncio.create_task(controller.run())
         await asyncio.sleep(10.0)

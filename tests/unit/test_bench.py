@@ -1,10 +1,11 @@
-"""What the benchmark computes from its samples."""
+"""What the benchmarks compute from their samples."""
 
 from __future__ import annotations
 
 import re
 import select
 import socket
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
@@ -13,11 +14,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from multiverse.api import HostView, PhaseView, SizeView, TimelineView, VmView
 from multiverse.bench import burst as bursts
 from multiverse.bench import density as densities
 from multiverse.bench.arrivals import Arrivals
 from multiverse.bench.density import busy, overcommit
-from multiverse.bench.latency import KINDS, Samples, _stages, beside, plugging, result
+from multiverse.bench.latency import KINDS, LatencySamples, add_timeline, beside_bare_metal, plugging, result
 from multiverse.bench.stats import excess, percentile, ratio, summary
 from multiverse.cli.bench import kinds_of
 from multiverse.cli.main import app
@@ -30,7 +32,7 @@ def test_percentiles_lie_between_neighbours() -> None:
     assert percentile([7.0], 0.95) == 7.0
 
 
-def test_a_summary_bounds_its_median_and_is_the_same_each_time() -> None:
+def test_a_summary_bounds_its_median_and_is_reproducible() -> None:
     samples = [float(n) for n in range(1, 31)]
     one = summary(samples)
     assert one is not None and one == summary(samples)
@@ -39,18 +41,18 @@ def test_a_summary_bounds_its_median_and_is_the_same_each_time() -> None:
 
 
 def test_the_first_byte_is_the_sum_of_the_stages_up_to_it() -> None:
-    samples = Samples()
-    phases = [
-        {"name": "clone", "seconds": 0.1, "stages": [["overlay", 0.01], ["exec", 0.05]]},
-        {"name": "join", "seconds": 0.9, "stages": [["first_byte", 0.04], ["identity", 0.07]]},
-        {"name": "run", "seconds": 5.0, "stages": []},
-    ]
-    _stages(samples, {"phases": phases})
+    samples = LatencySamples()
+    phases = (
+        PhaseView("clone", 0.0, 0.1, (("overlay", 0.01), ("exec", 0.05))),
+        PhaseView("join", 0.1, 0.9, (("first_byte", 0.04), ("identity", 0.07))),
+        PhaseView("run", 1.0, 5.0),
+    )
+    add_timeline(samples, TimelineView("7", 1, "done", 0.0, phases, ()))
     found = result(samples)
     assert found.first_byte is not None and found.first_byte.p50 == pytest.approx(0.10)
     assert found.node_idle is not None and found.node_idle.p50 == pytest.approx(1.0)
     assert found.stages["join.identity"] == 0.07 and "run" not in found.stages
-    assert found.cpu_s is None, "nothing was measured, so nothing is claimed"
+    assert found.cpu_s is None, "no cost was measured"
 
 
 def test_kinds_are_chosen_by_name() -> None:
@@ -63,7 +65,7 @@ def test_kinds_are_chosen_by_name() -> None:
 # --- comparisons -----------------------------------------------------------------------------------
 
 
-def test_a_ratio_lies_within_its_bounds_and_is_the_same_each_time() -> None:
+def test_a_ratio_lies_within_its_bounds_and_is_reproducible() -> None:
     slow, fast = [30.0, 31.0, 32.0, 90.0], [2.0, 2.1, 1.9, 2.0]
     by_medians, by_means = ratio(slow, fast), ratio(slow, fast, fmean)
     assert by_medians is not None and by_means is not None and by_medians == ratio(slow, fast)
@@ -73,7 +75,7 @@ def test_a_ratio_lies_within_its_bounds_and_is_the_same_each_time() -> None:
     assert ratio(slow, slow) is not None and ratio([], fast) is None and ratio(slow, []) is None
 
 
-def test_an_excess_is_of_medians_and_may_be_nothing() -> None:
+def test_an_excess_compares_medians_and_may_include_zero() -> None:
     found = excess([0.15, 0.16, 0.17], [0.10, 0.11, 0.12])
     assert found is not None and found.value == pytest.approx(0.05) and found.low <= found.value <= found.high
     same = excess([1.0, 2.0, 3.0], [1.0, 2.0, 3.0])
@@ -81,17 +83,20 @@ def test_an_excess_is_of_medians_and_may_be_nothing() -> None:
     assert excess([], [1.0]) is None
 
 
-def test_each_kind_is_told_beside_bare_metal() -> None:
-    found = {"joined": Samples([0.6, 0.8, 1.0]), "bare_metal": Samples([0.4, 0.4, 0.4])}
-    (one,) = beside(found)
+def test_each_kind_is_compared_with_bare_metal() -> None:
+    found = {"joined": LatencySamples([0.6, 0.8, 1.0]), "bare_metal": LatencySamples([0.4, 0.4, 0.4])}
+    (one,) = beside_bare_metal(found)
     assert one.kind == "joined" and one.ratio is not None and one.excess is not None
     assert one.ratio.value == pytest.approx(2.0) and one.excess.value == pytest.approx(0.4)
     assert one.ratio.low < 2.0 < one.ratio.high
-    assert beside({"joined": Samples([0.6])}) == []
+    assert beside_bare_metal({"joined": LatencySamples([0.6])}) == []
 
 
-def test_plugging_is_what_a_larger_clone_takes_beyond_a_small_one() -> None:
-    small, large = Samples(node_idle=[1.0], first_byte=[0.1]), Samples(node_idle=[1.25], first_byte=[0.125])
+def test_plugging_is_the_time_that_a_larger_clone_takes_more_than_a_small_one() -> None:
+    small, large = (
+        LatencySamples(node_idle=[1.0], first_byte=[0.1]),
+        LatencySamples(node_idle=[1.25], first_byte=[0.125]),
+    )
     small.stages["join.plug"], large.stages["join.plug"] = [0.0], [0.03]
     found = plugging({"instant": small, "plugged": large})
     assert {name: one and one.value for name, one in found.items()} == {
@@ -103,32 +108,34 @@ def test_plugging_is_what_a_larger_clone_takes_beyond_a_small_one() -> None:
 # --- bursts ----------------------------------------------------------------------------------------
 
 
-def story(job: str, clone: float, join: float, state: str = "done") -> dict[str, Any]:
-    phases = [
-        {"name": "queued", "seconds": 7.0, "stages": []},
-        {"name": "clone", "seconds": clone, "stages": [["overlay", 0.002]]},
-        {"name": "join", "seconds": join, "stages": []},
-        {"name": "run", "seconds": 100.0, "stages": []},
-    ]
-    return {"job_id": job, "state": state, "phases": phases}
+def timeline(job: str, clone: float, join: float, state: str = "done") -> TimelineView:
+    phases = (
+        PhaseView("queued", 0.0, 7.0),
+        PhaseView("clone", 0.0, clone, (("overlay", 0.002),)),
+        PhaseView("join", 0.0, join),
+        PhaseView("run", 0.0, 100.0),
+    )
+    return TimelineView(job, 1, state, 0.0, phases, ())
 
 
-def test_provisioning_is_from_the_claim_to_the_node_of_the_attempt_that_ran() -> None:
-    samples = bursts.Samples(submit_to_start=[9.0, 10.0], all_ran=10.0)
-    bursts.tell(samples, [story("5_1", 1.0, 1.0), story("5_2", 9.0, 9.0, "requeued"), story("5_2", 2.0, 2.0)], 2)
+def test_provisioning_counts_from_claim_to_node_of_the_attempt_that_ran() -> None:
+    samples = bursts.BurstSamples(submit_to_start=[9.0, 10.0], all_ran=10.0)
+    bursts.add_timelines(
+        samples, [timeline("5_1", 1.0, 1.0), timeline("5_2", 9.0, 9.0, "requeued"), timeline("5_2", 2.0, 2.0)], 2
+    )
     found = bursts.result(samples)
     assert samples.provisioning == [2.0, 4.0] and found.again == 1
     assert found.provisioning is not None and found.provisioning.mean == 3.0
     assert found.stages["clone.overlay"] == 0.002 and "run" not in found.stages
 
 
-def test_a_job_without_an_attempt_that_ran_ends_the_benchmark() -> None:
+def test_a_job_without_an_attempt_that_ran_is_an_error() -> None:
     with pytest.raises(Broken, match="1 attempts ran 2 jobs"):
-        bursts.tell(bursts.Samples(), [story("5_1", 1.0, 1.0), story("5_2", 1.0, 1.0, "failed")], 2)
+        bursts.add_timelines(bursts.BurstSamples(), [timeline("5_1", 1.0, 1.0), timeline("5_2", 1.0, 1.0, "failed")], 2)
 
 
-def test_each_kind_stands_beside_the_instant_one() -> None:
-    full, instant = bursts.Samples([30.0] * 5, [60.0] * 5), bursts.Samples([2.0] * 5, [6.0] * 5)
+def test_each_kind_is_compared_with_the_instant_one() -> None:
+    full, instant = bursts.BurstSamples([30.0] * 5, [60.0] * 5), bursts.BurstSamples([2.0] * 5, [6.0] * 5)
     (one,) = bursts.ratios({"full_stock": full, "instant": instant})
     assert (one.over, one.under) == ("full_stock", "instant")
     assert [e and e.value for e in (one.means, one.medians, one.submit_to_start)] == [15.0, 15.0, 10.0]
@@ -136,7 +143,7 @@ def test_each_kind_stands_beside_the_instant_one() -> None:
 
 
 def say(script: str, word: str) -> socket.socket:
-    """What a job's script does: connect, and say who it is."""
+    """Do what a job's script does: connect, and report the job's id."""
     match = re.search(r"/dev/tcp/([\d.]+)/(\d+)", script)
     assert match is not None
     one = socket.create_connection((match[1], int(match[2])))
@@ -144,7 +151,7 @@ def say(script: str, word: str) -> socket.socket:
     return one
 
 
-def test_arrivals_are_stamped_as_they_come_and_held_until_the_end() -> None:
+def test_arrivals_are_timed_as_they_come_and_held_until_the_end() -> None:
     arrivals = Arrivals("127.0.0.1", hold=True)
     with say(arrivals.script, "5_2") as second, say(arrivals.script, "5_1") as first:
         try:
@@ -155,26 +162,26 @@ def test_arrivals_are_stamped_as_they_come_and_held_until_the_end() -> None:
                 arrivals.wait(["5_3"], 30.0, lambda: False)
         finally:
             arrivals.close()
-        assert first.recv(1) == second.recv(1) == b"", "they are let go"
+        assert first.recv(1) == second.recv(1) == b"", "the connections are closed, so the jobs end"
 
 
 # --- density ---------------------------------------------------------------------------------------
 
 
-def test_a_cpu_is_busy_unless_it_idles_or_waits_for_a_disk() -> None:
+def test_a_cpu_is_busy_unless_it_is_idle_or_waits_for_io() -> None:
     before = (100, 0, 50, 1000, 10, 0, 0, 0)
     assert busy(before, (130, 0, 60, 1050, 20, 0, 0, 0)) == pytest.approx(0.4)
     assert busy(before, (100, 0, 50, 1200, 10, 0, 0, 0)) == 0.0
 
 
-def test_so_much_is_over_committed_as_so_many_vms_claim() -> None:
+def test_the_overcommit_factor_is_just_enough_for_the_vms() -> None:
     assert overcommit(10, 288, 16384) == 1.0
     for vms in (57, 100, 200):
         times = overcommit(vms, 288, 16384)
         assert times * 16384 >= (vms + 4) * 288 > (times - 0.2) * 16384
 
 
-def test_what_cannot_be_asked_for_is_refused_before_a_lab_starts() -> None:
+def test_wrong_arguments_are_refused_before_a_lab_starts() -> None:
     for words in (["burst", "0"], ["burst", "--every", "0"], ["density", "--most", "0"], ["burst", "many"]):
         assert CliRunner().invoke(app, ["bench", *words]).exit_code == 2
     with pytest.raises(Refused, match="no such kind: fast") as caught:
@@ -183,7 +190,7 @@ def test_what_cannot_be_asked_for_is_refused_before_a_lab_starts() -> None:
 
 
 class FakeHost:
-    """A lab and its controller's client in one: each task of an array connects at once, and its VM takes 100 MiB."""
+    """A lab and its controller's client. Each task of an array reports at once, and its VM takes 100 MiB."""
 
     def __init__(self, memory: int, starts: int) -> None:
         self.memory, self.starts = memory, starts
@@ -200,18 +207,34 @@ class FakeHost:
         pass
 
     def hosts(self) -> list[dict[str, Any]]:
-        return [{"available": self.memory - 100 * len(self.running)}]
+        size = SizeView(1, 1, 1)
+        host = HostView(
+            name="h1", reachable=True, declared=size, claimed=size, machine=None, accelerator="tcg", abilities=(),
+            images={}, vms=0, available=self.memory - 100 * len(self.running), private=0.0, shared=0.0, templates=0.0,
+            template_copies=1, overcommit=1.0, floor=0,
+        )  # fmt: skip
+        return [asdict(host)]
 
     def vms(self, *, exact: bool = False) -> list[dict[str, Any]]:
         over = not select.select(self.running, [], [], 0)[0]  # they are held until the end
         names = [f"mv-{n}" for n in range(len(self.running))] if over else []
-        return [{"name": name, "cpu_s": 1.0, "private": 90.0, "shared": 80.0} for name in names]
+        return [
+            asdict(
+                VmView(
+                    name, "serving", "h1", "slim", "instant", 1, 256, "", None, "", 9.0, 1.0, 90.0, 80.0, 0.0, "", ""
+                )
+            )
+            for name in names
+        ]
 
     def jobs(self) -> list[dict[str, Any]]:
         return []
 
     def status(self) -> dict[str, Any]:
-        return {"jobs": {"running": len(self.running)}}
+        return {
+            "pid": 1, "version": "0", "site": "test0", "up": 1.0, "sources": [], "jobs": {"running": len(self.running)},
+            "attempts": {}, "vms": {}, "templates": {}, "pools": [], "troubles": [],
+        }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -222,12 +245,12 @@ class FakeHost:
         (10_000, 0, 0, "1 more did not start"),
     ],
 )
-def test_density_ends_where_something_gives_out(
+def test_density_ends_when_something_is_exhausted(
     memory: int, starts: int, most: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(densities, "ALONE", 0.01)
+    monkeypatch.setattr(densities, "IDLE_SECONDS", 0.01)
     fake = FakeHost(memory, starts)
-    found = densities.run(fake, fake, densities.Bounds(1, 1, 1100, 0.05), lambda step: None)  # type: ignore[arg-type]
+    found = densities.run(fake, fake, densities.DensityBounds(1, 1, 1100, 0.05), lambda step: None)  # type: ignore[arg-type]
     assert found.most == most and found.gave_out.startswith(said) and bool(found.gave_out) == bool(said)
     if found.steps:
         assert (found.steps[0].private, found.steps[0].used) == (90.0, 100)

@@ -1,4 +1,4 @@
-"""The command line as a whole: what it says when it is used wrongly."""
+"""The command line as a whole: its messages when it is used wrongly."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 from multiverse.cli.main import main
 
 
-def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str]:
-    """The exit status, and what it wrote to stderr."""
+def run_wrongly(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str]:
+    """Run the command line. Returns its exit status and what it wrote to stderr, on one line."""
     monkeypatch.setattr(sys, "argv", ["multiverse", *words])
-    monkeypatch.setattr("signal.signal", lambda *_: None)  # the tests' own stay as they are
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # pytest's handlers stay in place
     with pytest.raises(SystemExit) as ended:
         main()
     assert isinstance(ended.value.code, int)
@@ -29,25 +29,25 @@ def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *w
         (["timeline"], "Missing argument", "multiverse timeline"),
     ],
 )
-def test_a_wrong_command_line_is_a_sentence_and_names_the_help(
+def test_wrong_usage_is_reported_with_the_command_that_shows_help(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], what: str, command: str
 ) -> None:
-    status, text = said(capsys, monkeypatch, *words)
+    status, text = run_wrongly(capsys, monkeypatch, *words)
     assert status == 2 and what in text
     assert f"Usage: {command} " in text and f"Try '{command} -h' for help." in text
 
 
-def test_without_a_word_it_says_what_there_is(
+def test_without_a_command_all_commands_are_listed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    status, text = said(capsys, monkeypatch)
+    status, text = run_wrongly(capsys, monkeypatch)
     assert status == 2 and text.startswith("Usage: multiverse ") and "Commands: jobs" in text
 
 
-def test_an_error_of_ours_ends_with_the_next_step(
+def test_an_operator_error_has_a_next_step(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("MULTIVERSE_SOCKET", str(tmp_path / "none"))
     monkeypatch.delenv("MULTIVERSE_LAB", raising=False)
-    status, text = said(capsys, monkeypatch, "jobs")
+    status, text = run_wrongly(capsys, monkeypatch, "jobs")
     assert status == 1 and text.startswith("multiverse: ") and " next: " in text

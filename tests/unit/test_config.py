@@ -1,4 +1,4 @@
-"""Settings: every mistake is named with its key."""
+"""Reading of settings. An error names each wrong key."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def test_values_are_read_into_their_types(tmp_path: Path) -> None:
         ({"qemu": {"run": "/run/" + "x" * 100}}, "qemu.run"),
     ],
 )
-def test_each_mistake_is_named(raw: dict[str, object], said: str) -> None:
+def test_an_error_names_each_wrong_key(raw: dict[str, object], said: str) -> None:
     with pytest.raises(Refused) as caught:
         parse(raw, "m.toml")
     assert said in str(caught.value) and caught.value.hint
 
 
-def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
+def test_an_error_names_a_missing_or_damaged_file(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="cannot read"):
         load(tmp_path / "none.toml")
     (tmp_path / "m.toml").write_text("[[")

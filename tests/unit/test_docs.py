@@ -1,4 +1,4 @@
-"""The documentation says what the code does, where that can be checked."""
+"""The documentation agrees with the code, as far as that can be checked."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from tests.integration.options import GROUPS, JOBS
 ROOT = Path(__file__).parent.parent.parent
 
 
-def test_the_life_cycle_is_drawn_from_the_tables() -> None:
+def test_the_diagrams_are_drawn_from_the_tables() -> None:
     done = subprocess.run([sys.executable, ROOT / "scripts/lifecycle", "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_the_table_of_options_is_drawn_from_the_rows_that_are_proved() -> None:
+def test_the_page_of_options_is_generated_from_its_tests() -> None:
     done = subprocess.run([sys.executable, ROOT / "scripts/options", "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_each_row_of_the_table_of_options_is_proved() -> None:
+def test_each_row_of_the_page_of_options_has_a_test() -> None:
     tests = set(re.findall(r"def (test_\w+)", (ROOT / "tests/integration/test_options.py").read_text()))
     for row in (row for group in GROUPS for row in group.rows):
-        assert bool(row.test) + bool(row.attempt) + bool(row.job) == 1, row.names
+        assert bool(row.test) + bool(row.command) + bool(row.job) == 1, row.names
         assert not row.test or row.test in tests, row.names
-        assert not row.job or (row.job in JOBS and row.sees), row.names
+        assert not row.job or (row.job in JOBS and row.output_lines), row.names
 
 
-def test_links_between_pages_lead_somewhere() -> None:
+def test_links_between_pages_have_a_target() -> None:
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     for page in pages:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-def test_every_verb_that_the_pages_name_exists() -> None:
+def test_every_command_that_the_pages_name_exists() -> None:
     from typer.main import get_command
 
     from multiverse.cli.main import app

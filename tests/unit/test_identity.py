@@ -1,4 +1,4 @@
-"""Which VMs are no strangers, and what is said of them."""
+"""The audit of identities: what two VMs may not share, and what counts as a problem."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from multiverse.core.state import Rows
-from multiverse.service.identity import UNIQUE, audit
+from multiverse.service.identity import UNIQUE, KnownVm, audit
 
-NOBODY = Rows("test0")
+NOBODY: dict[str, KnownVm] = {}
 
 
 def guest(name: str, **other: Any) -> dict[str, str | int]:
@@ -20,16 +19,16 @@ def said(**of_second: Any) -> dict[str, dict[str, str | int]]:
     return {"mva-1": guest("mva-1"), "mva-2": guest("mva-2", **of_second)}
 
 
-def test_strangers_have_nothing_in_common() -> None:
+def test_vms_that_share_nothing_are_distinct() -> None:
     found = audit(NOBODY, said(skew=-999))
-    assert found.strangers and [vm.problems for vm in found.vms] == [(), ()]
-    assert audit(NOBODY, {"mva-1": guest("mva-1", host_keys=""), "mva-2": guest("mva-2", host_keys="")}).strangers
+    assert found.distinct and [vm.problems for vm in found.vms] == [(), ()]
+    assert audit(NOBODY, {"mva-1": guest("mva-1", host_keys=""), "mva-2": guest("mva-2", host_keys="")}).distinct
 
 
 @pytest.mark.parametrize("key", sorted(set(UNIQUE) - {"hostname"}))
-def test_what_two_share_is_named_at_both(key: str) -> None:
+def test_what_two_vms_share_is_named_for_both(key: str) -> None:
     found = audit(NOBODY, said(**{key: f"{key} of mva-1"}))
-    assert not found.strangers
+    assert not found.distinct
     assert [vm.problems for vm in found.vms] == [
         (f"the same {UNIQUE[key]} as mva-2: {key} of mva-1",), (f"the same {UNIQUE[key]} as mva-1: {key} of mva-1",)
     ]  # fmt: skip
@@ -41,16 +40,16 @@ def test_what_two_share_is_named_at_both(key: str) -> None:
         ({"skew": 1000}, "its clock is 1000 ms off"),
         ({"skew": -86_400_000}, "its clock is -86400000 ms off"),
         ({"skew": "no number"}, "its clock is no number ms off"),
-        ({"boot_id": ""}, "it says nothing of its boot id"),
-        ({"hostname": "other"}, "its host name is other, and it was told mva-2"),
+        ({"boot_id": ""}, "it did not report its boot id"),
+        ({"hostname": "other"}, "its host name is other instead of mva-2"),
         ({"error": "it sleeps"}, "it did not answer: it sleeps"),
     ],
 )
-def test_one_that_is_wrong_is_no_stranger(facts: dict[str, Any], problem: str) -> None:
+def test_a_vm_with_a_problem_is_named_and_the_audit_fails(facts: dict[str, Any], problem: str) -> None:
     found = audit(NOBODY, said(**facts))
-    assert not found.strangers and found.vms[0].problems == () and problem in found.vms[1].problems
+    assert not found.distinct and found.vms[0].problems == () and problem in found.vms[1].problems
 
 
-def test_one_alone_shows_nothing() -> None:
-    assert not audit(NOBODY, {"mva-1": guest("mva-1")}).strangers
-    assert not audit(NOBODY, {}).strangers
+def test_a_single_vm_proves_nothing() -> None:
+    assert not audit(NOBODY, {"mva-1": guest("mva-1")}).distinct
+    assert not audit(NOBODY, {}).distinct

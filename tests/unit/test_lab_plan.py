@@ -1,4 +1,4 @@
-"""Where a lab lies, what it shares, and how it knows its processes."""
+"""The paths, plan, configuration and processes of a lab."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from multiverse.cli.lab import chosen, mebibytes
 from multiverse.core.errors import Broken, Refused
 from multiverse.lab import configure, plan, process
 from multiverse.lab.layout import layout
-from multiverse.lab.plan import LabPlan, Wishes
+from multiverse.lab.plan import LabOptions, LabPlan
 
 PLAN = LabPlan(
     cores=8,
@@ -45,7 +45,7 @@ def short() -> Iterator[Path]:
     shutil.rmtree(made)
 
 
-def test_where_a_lab_may_lie(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_directory_of_a_lab_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MULTIVERSE_LAB", "/srv/lab")
     assert layout(None).root == Path("/srv/lab")
     assert layout(Path("/srv/other")).root == Path("/srv/other")
@@ -55,7 +55,7 @@ def test_where_a_lab_may_lie(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
             layout(Path(wrong))
 
 
-def test_settings_are_read_from_words() -> None:
+def test_settings_are_read_from_the_command_line() -> None:
     words = ["host.overcommit=2.5", "image.kind=full", "host.floor=2048", "qemu.uids=[0, 0]"]
     assert chosen(words) == {
         "host": {"overcommit": 2.5, "floor": 2048}, "image": {"kind": "full"}, "qemu": {"uids": [0, 0]},
@@ -65,31 +65,31 @@ def test_settings_are_read_from_words() -> None:
             chosen([wrong])
 
 
-def test_the_controllers_settings_are_kept_until_others_are_wished(short: Path) -> None:
+def test_the_controllers_settings_are_kept_until_new_ones_are_given(short: Path) -> None:
     where = layout(short)
     where.make()
     before = asdict(PLAN)
-    del before["settings"]  # as it was written before there were any
+    del before["settings"]  # as a release without them wrote the plan
     where.state.write_text(json.dumps(before))
-    wished = {"host": {"overcommit": 2.5}, "pacing": {"provisioning": 7, "spawn_timeout": 90.0}}
-    for wishes, pacing in (
-        (Wishes(settings=wished), (7, 90.0)),
-        (Wishes(), (7, 90.0)),
-        (Wishes(settings={}), (4, 60.0)),
+    requested = {"host": {"overcommit": 2.5}, "pacing": {"provisioning": 7, "spawn_timeout": 90.0}}
+    for options, pacing in (
+        (LabOptions(settings=requested), (7, 90.0)),
+        (LabOptions(), (7, 90.0)),
+        (LabOptions(settings={}), (4, 60.0)),
     ):
-        settings = configure.configure(where, plan.decide(where, wishes))
+        settings = configure.configure(where, plan.decide(where, options))
         assert (settings.pacing.provisioning, settings.pacing.spawn_timeout) == pacing
         assert settings.host.overcommit == (2.5 if pacing[0] == 7 else 1.0) and len(settings.mounts) > 0
     with pytest.raises(Refused, match=r"host\.overcomit: no such key"):
-        configure.configure(where, plan.decide(where, Wishes(settings={"host": {"overcomit": 2}})))
+        configure.configure(where, plan.decide(where, LabOptions(settings={"host": {"overcomit": 2}})))
 
 
-def test_a_plan_is_made_once_and_kept(short: Path) -> None:
+def test_a_plan_is_chosen_once_and_kept(short: Path) -> None:
     where = layout(short)
     where.state.write_text(json.dumps(asdict(PLAN)))
-    kept = plan.decide(where, Wishes())
+    kept = plan.decide(where, LabOptions())
     assert kept == PLAN
-    more = plan.decide(where, Wishes(cores=4, shares=(Path("/opt/x"),)))
+    more = plan.decide(where, LabOptions(cores=4, shares=(Path("/opt/x"),)))
     assert more == replace(PLAN, cores=4, shares=(*PLAN.shares, "/opt/x"))
     assert plan.load(where) == more
     where.state.write_text("{}")
@@ -101,7 +101,7 @@ def test_two_new_labs_do_not_collide(short: Path) -> None:
     plans = []
     for name in ("one", "two"):
         (short / name).mkdir()
-        plans.append(plan.decide(layout(short / name), Wishes()))
+        plans.append(plan.decide(layout(short / name), LabOptions()))
     ports = [{p.slurmctld_port, p.slurmd_port, p.slurmdbd_port, p.nfs_port} for p in plans]
     assert [len(found) for found in ports] == [4, 4]
 
@@ -120,11 +120,11 @@ def test_two_new_labs_do_not_collide(short: Path) -> None:
         ("/srv/a b", False),
     ],
 )
-def test_what_guests_may_mount(path: str, fine: bool) -> None:
+def test_system_directories_cannot_be_mounted(path: str, fine: bool) -> None:
     assert plan.sharable(Path(path)) is fine
 
 
-def test_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directories_for_guests_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert tmp_path in plan.shares(())
     monkeypatch.chdir("/")
@@ -141,7 +141,7 @@ def test_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("text", "size"), [("16G", 16384), ("512M", 512), ("100", 100), ("1T", 1048576), ("2GiB", 2048)]
 )
-def test_sizes(text: str, size: int) -> None:
+def test_sizes_are_read_with_their_units(text: str, size: int) -> None:
     assert mebibytes(text) == size
     with pytest.raises(Refused):
         mebibytes(f"{text}x")
@@ -166,8 +166,8 @@ def test_configuration_is_read_back_as_settings(short: Path) -> None:
     before = {path.name: path.read_bytes() for path in where.etc.iterdir()}
     configure.configure(where, replace(PLAN, shares=(str(share),)))
     assert before == {path.name: path.read_bytes() for path in where.etc.iterdir()}
-    wished = {"qemu": {"images": str(share), "base_memory": 384}, "pacing": {"attempts": 3}}
-    settings = configure.configure(where, replace(PLAN, settings=wished))
+    requested = {"qemu": {"images": str(share), "base_memory": 384}, "pacing": {"attempts": 3}}
+    settings = configure.configure(where, replace(PLAN, settings=requested))
     assert (settings.qemu.images, settings.qemu.base_memory, settings.pacing.attempts) == (share, 384, 3)
     assert settings.qemu.bridge == "mvlab210"
 
@@ -189,15 +189,15 @@ def test_directories_are_readable_whatever_the_umask(short: Path) -> None:
 # --- processes -------------------------------------------------------------------------------------
 
 
-def command(log: Path, text: str) -> process.Command:
-    return process.Command([sys.executable, "-c", text], log, user=_me())
+def command(log: Path, text: str) -> process.DaemonCommand:
+    return process.DaemonCommand([sys.executable, "-c", text], log, user=_me())
 
 
 def _me() -> str:
     return pwd.getpwuid(os.geteuid()).pw_name
 
 
-async def test_a_process_is_known_by_its_record_and_ended(tmp_path: Path) -> None:
+async def test_a_recorded_process_is_identified_and_stopped(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("sets its user")
     record, log = tmp_path / "record.json", tmp_path / "log"
@@ -219,7 +219,7 @@ async def test_a_process_is_known_by_its_record_and_ended(tmp_path: Path) -> Non
     started.wait()
 
 
-async def test_a_stubborn_process_is_killed(tmp_path: Path) -> None:
+async def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("sets its user")
     record, log = tmp_path / "record.json", tmp_path / "log"
@@ -235,7 +235,7 @@ async def test_a_stubborn_process_is_killed(tmp_path: Path) -> None:
     started.wait()
 
 
-async def test_what_does_not_come_up_says_its_last_word(tmp_path: Path) -> None:
+async def test_a_failed_start_is_reported_with_the_last_line_of_the_log(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("sets its user")
     log = tmp_path / "log"
@@ -244,4 +244,4 @@ async def test_what_does_not_come_up_says_its_last_word(tmp_path: Path) -> None:
     with pytest.raises(Broken, match="ended with 3: no such key"):
         await process.until(lambda: False, started, wanted, 10.0)
     with pytest.raises(Broken, match="cannot run"):
-        process.start(process.Command(["/nonexistent"], log), tmp_path / "record.json", "")
+        process.start(process.DaemonCommand(["/nonexistent"], log), tmp_path / "record.json", "")

@@ -1,4 +1,4 @@
-"""What is done is counted, and a job in virtual time costs exactly what it must."""
+"""The daemon's counters, and the number of calls and commits that a job needs in virtual time."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from multiverse.config import Settings
 from multiverse.controller.loop import Controller
-from multiverse.service.metrics import Executed, Metrics
+from multiverse.service.backend import Backend
+from multiverse.service.metrics import Metrics
+from multiverse.service.processes import ProcessCounter
 from multiverse.simulation.clock import VirtualClock
-from multiverse.simulation.hypervisor import SimulatedHypervisor
 from multiverse.simulation.jobs import Batch
 from multiverse.simulation.loop import run
-from multiverse.simulation.scheduler import SimulatedScheduler
 from multiverse.simulation.world import World
 from multiverse.store import Store
 
 
 class Counted:
-    """A port whose calls are counted; looks come by the clock, so they are not a job's."""
+    """A port that counts its calls, except observations, whose number depends on the time and not on jobs."""
 
     def __init__(self, port: Any, calls: Counter[str]) -> None:
         self._port, self._calls = port, calls
@@ -34,12 +34,16 @@ class Counted:
         return getattr(self._port, name)
 
 
+async def _nothing() -> dict[str, Any]:
+    return {}
+
+
 async def _serve(jobs: int) -> tuple[Counter[str], int, str]:
-    """What serving so many jobs took, once their template is there."""
+    """Serve that many jobs with an existing template. Returns the calls, the commits and the metrics."""
     world, clock, calls = World(1), VirtualClock(), Counter[str]()
     store = Store(":memory:", clock, site="count")
-    scheduler: Any = Counted(SimulatedScheduler(world, Random(1)), calls)
-    hypervisor: Any = Counted(SimulatedHypervisor(world, Random(2)), calls)
+    scheduler: Any = Counted(world.scheduler(Random(1)), calls)
+    hypervisor: Any = Counted(world.hypervisor(Random(2)), calls)
     controller = Controller(store, scheduler, hypervisor, clock, Settings())
     world.cluster.hint = controller.hint
     work = asyncio.create_task(controller.run())
@@ -53,10 +57,11 @@ async def _serve(jobs: int) -> tuple[Counter[str], int, str]:
             await asyncio.sleep(1.0)
     work.cancel()
     assert world.violations() == []
-    return calls, store.commits - commits, Metrics(controller, store, _EXECUTED).text().decode()
+    backend = Backend(controller, store, clock, _nothing, _nothing, _PROCESSES)
+    return calls, store.commits - commits, Metrics(backend.counts).text().decode()
 
 
-_EXECUTED = Executed()
+_PROCESSES = ProcessCounter()
 
 
 def test_a_job_needs_each_call_once() -> None:
@@ -65,22 +70,22 @@ def test_a_job_needs_each_call_once() -> None:
     assert commits <= 10
 
 
-def test_jobs_together_need_no_more_calls_and_fewer_commits_each() -> None:
+def test_concurrent_jobs_need_no_more_calls_and_fewer_commits_each() -> None:
     calls, commits, _ = run(_serve(4), 1)
     assert {name: times for name, times in calls.items() if times != 4} == {}
     assert commits <= 4 * 8
 
 
-def test_processes_are_counted_by_program_and_of_some_by_what_they_do() -> None:
-    before = _EXECUTED.programs.copy()
+def test_processes_are_counted_by_program() -> None:
+    before = _PROCESSES.programs.copy()
     subprocess.run(["/bin/true", "7"], check=True)
     subprocess.run(["/bin/true", "8"], check=True)
-    assert _EXECUTED.programs - before == {"true": 2}
+    assert _PROCESSES.programs - before == {"true": 2}
     subprocess.run(["setpriv", "--no-new-privs", "--", "/bin/true"], check=True)
-    assert _EXECUTED.programs - before == {"true": 3}, "what only prepares for a program is not counted"
+    assert _PROCESSES.programs - before == {"true": 3}, "setpriv is not counted, because it becomes the program"
 
 
-def test_the_text_has_every_count() -> None:
+def test_the_metrics_have_every_counter() -> None:
     _, _, text = run(_serve(1), 1)
     found = {family.name: family.samples for family in text_string_to_metric_families(text)}
     assert set(found) >= {"multiverse_commits", "multiverse_looks", "multiverse_effects", "multiverse_rows"}
@@ -89,7 +94,7 @@ def test_the_text_has_every_count() -> None:
     assert [s.labels for s in found["multiverse_rows"]] == [{"of": "template", "state": "ready"}]
 
 
-def test_a_transaction_that_changes_nothing_is_no_commit() -> None:
+def test_a_transaction_that_changes_nothing_is_not_counted() -> None:
     async def quiet() -> tuple[int, int]:
         store = Store(":memory:", VirtualClock(), site="count")
         before = store.commits

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from multiverse.service.views import phases
 
 from multiverse.core import planner
 from multiverse.core.errors import Exhausted, Refused, Unknown
@@ -33,7 +34,6 @@ from multiverse.core.provisioning.spares import named_by_none, node_spec
 from multiverse.core.transition import Effect, EffectKind
 from multiverse.drivers.slurm import offers as files
 from multiverse.drivers.slurm.offers import Offers
-from multiverse.service.views import phases
 from tests.unit import rows as hand
 from tests.unit.planner_harness import POLICY, PlannerHarness, failed
 

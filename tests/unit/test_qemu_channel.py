@@ -1,4 +1,4 @@
-"""The channel to an agent, with a test at its other end."""
+"""The channel to an agent, whose other end is in the test's hands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from multiverse.core.errors import Broken, Unknown
 from multiverse.guest.protocol import AUDIT
-from multiverse.host.channel import Channel
+from multiverse.host.qemu.channel import AgentChannel
 
 WORDS = {
     "nothing but reports": b'{"type":"becoming"}\n',
@@ -21,11 +21,11 @@ WORDS = {
 
 
 @pytest.fixture
-def ends(tmp_path: Path) -> Iterator[tuple[Channel, socket.socket]]:
+def ends(tmp_path: Path) -> Iterator[tuple[AgentChannel, socket.socket]]:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "agent"))
         listener.listen(1)
-        channel = Channel(tmp_path / "agent")
+        channel = AgentChannel(tmp_path / "agent")
         guest, _ = listener.accept()
         with guest:
             yield channel, guest
@@ -33,7 +33,7 @@ def ends(tmp_path: Path) -> Iterator[tuple[Channel, socket.socket]]:
 
 
 def flood(guest: socket.socket, words: bytes) -> int:
-    """Say it until nobody listens; how many bytes were taken."""
+    """Send until the other end closes; returns how many bytes it took."""
     taken = 0
     try:
         while True:
@@ -43,8 +43,10 @@ def flood(guest: socket.socket, words: bytes) -> int:
 
 
 @pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
-@pytest.mark.parametrize("waiting", [True, False], ids=["awaited", "unasked"])
-def test_who_floods_is_cut_off(ends: tuple[Channel, socket.socket], words: bytes, waiting: bool) -> None:
+@pytest.mark.parametrize("waiting", [True, False], ids=["awaited", "unsolicited"])
+def test_a_guest_that_floods_is_disconnected(
+    ends: tuple[AgentChannel, socket.socket], words: bytes, waiting: bool
+) -> None:
     channel, guest = ends
     taken: list[int] = []
     flooding = threading.Thread(target=lambda: taken.append(flood(guest, words)))
@@ -53,20 +55,20 @@ def test_who_floods_is_cut_off(ends: tuple[Channel, socket.socket], words: bytes
         with pytest.raises(Broken, match="flooded"):
             channel.expect(frozenset({"started"}), 60)
     else:
-        while not any(report.type == "flooded" for report in channel.news()):
+        while not any(report.type == "flooded" for report in channel.poll_reports()):
             assert flooding.is_alive()
     flooding.join(10)
     assert taken and taken[0] < 16 << 20
-    assert channel.news() == [], "and it is said once"
+    assert channel.poll_reports() == [], "it is reported once"
     with pytest.raises(Unknown):
         channel.ask(AUDIT, "audited", 5)
 
 
-def test_news_that_come_before_an_answer_are_kept(ends: tuple[Channel, socket.socket]) -> None:
+def test_reports_that_arrive_before_an_answer_are_kept(ends: tuple[AgentChannel, socket.socket]) -> None:
     channel, guest = ends
     guest.sendall(
         b'{"type":"daemon_ended","name":"munged","reason":"exit code 1"}\n{"type":"audited","audit":{"a":1}}\n'
     )
     assert channel.ask(AUDIT, "audited", 10).audit == {"a": 1}
     assert guest.recv(100) == AUDIT
-    assert [report.reason for report in channel.news()] == ["munged: exit code 1"]
+    assert [report.reason for report in channel.poll_reports()] == ["munged: exit code 1"]

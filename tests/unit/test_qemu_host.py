@@ -1,4 +1,4 @@
-"""The host side, as far as it goes without a QEMU."""
+"""The host library, as far as it can be tested without a QEMU."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -27,40 +28,42 @@ from multiverse.config import HostSettings, QemuSettings, Settings
 from multiverse.core.errors import Broken, Exhausted, Unknown
 from multiverse.core.model import CloneKind, Size, TemplateKey
 from multiverse.drivers.qemu.driver import QemuHypervisor
-from multiverse.host import copies, manifest, probe, process, templates
-from multiverse.host.found import Found
-from multiverse.host.machine import DIMMS, Accelerator, Machine, Memory, Wiring, limits
-from multiverse.host.manifest import Manifest, Phase
-from multiverse.host.qmp import Monitor, QmpError
-from multiverse.host.session import Paths
-from multiverse.host.vms import ladder
+from multiverse.host import disks, manifest, process
+from multiverse.host.manifest import Manifest, VmPhase
+from multiverse.host.qemu import probe, templates
+from multiverse.host.qemu.ability_cache import AbilityCache
+from multiverse.host.qemu.hotplug import dimm_sizes
+from multiverse.host.qemu.machine import DIMMS, Accelerator, Memory, QemuMachine, Wiring, limits
+from multiverse.host.qemu.qmp import Monitor, QmpError
+from multiverse.host.qemu.session import Paths
 from multiverse.images.catalog import Image
+from multiverse.system.processes import ProcessIdentity
 
 
-def sleeper(tmp_path: Path, *fds: int) -> tuple[int, int]:
+def sleeper(tmp_path: Path, *fds: int) -> ProcessIdentity:
     return process.spawn([sys.executable, "-c", "import time; time.sleep(600)", f"path={tmp_path}/console.log"], fds,
                          tmp_path / "log", dict(os.environ))  # fmt: skip
 
 
-def test_a_process_is_ended_once_and_found_gone_after(tmp_path: Path) -> None:
-    pid, started = sleeper(tmp_path)
-    assert process.alive(pid, started)
-    assert os.getsid(pid) == pid
-    assert process.end(pid, started)
-    assert not process.alive(pid, started)
-    assert process.end(pid, started)
+def test_a_process_is_killed_and_killing_it_again_is_success(tmp_path: Path) -> None:
+    one = sleeper(tmp_path)
+    assert one.is_alive()
+    assert os.getsid(one.pid) == one.pid
+    assert process.kill(one)
+    assert not one.is_alive()
+    assert process.kill(one)
 
 
-def test_when_memory_runs_out_it_goes_before_us(tmp_path: Path) -> None:
-    pid, started = sleeper(tmp_path)
+def test_when_memory_runs_out_a_vm_ends_before_this_process(tmp_path: Path) -> None:
+    one = sleeper(tmp_path)
     try:
         ours = int(Path("/proc/self/oom_score_adj").read_text())
-        assert int(Path(f"/proc/{pid}/oom_score_adj").read_text()) == 500 > ours
+        assert int(Path(f"/proc/{one.pid}/oom_score_adj").read_text()) == 500 > ours
     finally:
-        process.end(pid, started)
+        process.kill(one)
 
 
-def test_what_a_process_has_alone_is_told_from_what_it_maps(tmp_path: Path) -> None:
+def test_private_memory_is_distinguished_from_mapped_files(tmp_path: Path) -> None:
     (tmp_path / "template").write_bytes(b"x" * (32 << 20))
     code = """
 import mmap, sys
@@ -76,93 +79,96 @@ input()
                           stdin=subprocess.PIPE, stdout=subprocess.PIPE) as one:  # fmt: skip
         assert one.stdout is not None
         one.stdout.readline()
-        private, shared = process.resident(one.pid)
-        exact, _ = process.memory(one.pid, "/template")
+        private, shared = process.resident_memory(one.pid)
+        exact, _ = process.exact_memory(one.pid, "/template")
         one.communicate("\n")
     assert 8 <= private < 24 <= shared < 48
     assert exact == pytest.approx(private, abs=4)
-    assert process.resident(one.pid) == (0.0, 0.0)
+    assert process.resident_memory(one.pid) == (0.0, 0.0)
 
 
-def test_one_that_got_the_number_is_not_killed(tmp_path: Path) -> None:
-    pid, started = sleeper(tmp_path)
+def test_another_process_with_the_same_pid_is_not_killed(tmp_path: Path) -> None:
+    one = sleeper(tmp_path)
     try:
-        assert process.end(pid, started - 1)
-        assert process.alive(pid, started)
+        for other in (replace(one, started=one.started - 1), replace(one, boot_id="another boot")):
+            assert not other.is_alive()
+            assert process.kill(other)
+        assert one.is_alive()
     finally:
-        process.end(pid, started)
+        process.kill(one)
 
 
-def test_the_dead_are_seen_before_they_are_reaped(tmp_path: Path) -> None:
-    pid, started = sleeper(tmp_path)
-    handle = os.pidfd_open(pid)
+def test_a_zombie_does_not_count_as_alive_and_is_reaped(tmp_path: Path) -> None:
+    one = sleeper(tmp_path)
+    handle = os.pidfd_open(one.pid)
     signal.pidfd_send_signal(handle, signal.SIGKILL)
     os.waitid(os.P_PIDFD, handle, os.WEXITED | os.WNOWAIT)
-    assert not process.alive(pid, started)
-    process.reap(pid, started)
+    assert not one.is_alive()
+    process.reap(one)
     with pytest.raises(ChildProcessError):
-        os.waitpid(pid, os.WNOHANG)
+        os.waitpid(one.pid, os.WNOHANG)
     os.close(handle)
 
 
 def test_a_process_is_found_by_its_command_line_alone(tmp_path: Path) -> None:
-    pid, started = sleeper(tmp_path)
+    one = sleeper(tmp_path)
+    argument = f"path={tmp_path}/console.log"
     try:
         deadline = time.monotonic() + 5
-        while (found := list(process.with_part(f"path={tmp_path}/console.log"))) == [] and time.monotonic() < deadline:
+        while (found := list(process.find_by_argument(argument))) == [] and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert found == [(pid, started)]
-        assert list(process.with_part(f"path={tmp_path}/console")) == []
+        assert found == [one]
+        assert list(process.find_by_argument(f"path={tmp_path}/console")) == []
     finally:
-        process.end(pid, started)
+        process.kill(one)
 
 
-def test_only_what_is_handed_over_is_inherited(tmp_path: Path) -> None:
+def test_only_the_passed_descriptors_are_inherited(tmp_path: Path) -> None:
     handed, kept = os.pipe(), os.pipe()
-    os.set_inheritable(kept[0], True)  # as what whoever started us has left open
-    process.hand_on_nothing()
-    pid, started = sleeper(tmp_path, handed[0])
+    os.set_inheritable(kept[0], True)  # as if this process had inherited it
+    process.set_all_close_on_exec()
+    one = sleeper(tmp_path, handed[0])
     try:
         deadline = time.monotonic() + 5
-        while b"python" not in Path(f"/proc/{pid}/cmdline").read_bytes() and time.monotonic() < deadline:
+        while b"python" not in Path(f"/proc/{one.pid}/cmdline").read_bytes() and time.monotonic() < deadline:
             time.sleep(0.01)
-        opened = {int(p.name) for p in Path(f"/proc/{pid}/fd").iterdir()}
+        opened = {int(p.name) for p in Path(f"/proc/{one.pid}/fd").iterdir()}
         assert handed[0] in opened and not opened & {handed[1], *kept}
     finally:
-        process.end(pid, started)
+        process.kill(one)
         for fd in (*handed, *kept):
             os.close(fd)
 
 
-def test_a_disk_is_copied_without_its_holes_where_nothing_can_be_shared(tmp_path: Path) -> None:
+def test_a_copied_disk_keeps_its_holes_on_another_file_system(tmp_path: Path) -> None:
     disk = tmp_path / "disk.raw"
     with disk.open("wb") as file:
         file.write(b"boot" * 1024)
         file.truncate(64 << 20)
     other = Path(tempfile.mkdtemp(dir="/dev/shm"))  # another file system, so there is nothing to share
     try:
-        assert copies.copy(disk, other / "disk.raw") == "copy"
+        assert disks.copy_disk(disk, other / "disk.raw") == "copy"
         assert filecmp.cmp(disk, other / "disk.raw", shallow=False)
         assert (other / "disk.raw").stat().st_blocks * 512 < 1 << 20
         with pytest.raises(Exhausted, match="is the disk full"):
-            copies.copy(disk, Path("/dev/full"))
+            disks.copy_disk(disk, Path("/dev/full"))
     finally:
         shutil.rmtree(other)
 
 
-def test_emulation_keeps_as_much_code_as_it_may_and_is_let_have_that() -> None:
+def test_the_cache_of_translated_code_is_limited_and_counted_in_the_memory_limit() -> None:
     plain, spare, kvm = Accelerator("tcg"), Accelerator("tcg", 32), Accelerator("kvm", 32)
     assert [each.options for each in (plain, spare, kvm)] == ["tcg,thread=multi", "tcg,thread=multi,tb-size=32", "kvm"]
     assert plain.footprint(256) - spare.footprint(256) == 1024 - 32
     assert kvm.footprint(256) == spare.footprint(256) - 32
 
 
-def test_programs_lie_where_chance_puts_them_unless_emulation_would_forget_their_code() -> None:
+def test_address_randomization_is_off_only_for_an_emulation_that_would_lose_translated_code() -> None:
     kvm, late, early = Accelerator("kvm", relocates=False), Accelerator("tcg"), Accelerator("tcg", relocates=False)
     assert ["norandmaps" in each.cmdline("quiet").split() for each in (kvm, late, early)] == [False, False, True]
 
 
-def test_a_qemu_tells_its_release() -> None:
+def test_a_version_line_tells_the_release() -> None:
     said = {
         "7.2.22 (Debian 1:7.2)": False,
         "8.1.0": False,
@@ -174,8 +180,8 @@ def test_a_qemu_tells_its_release() -> None:
     assert {word: probe.is_since(f"QEMU emulator version {word}", 8, 2) for word in said} == said
 
 
-def test_a_manifest_that_cannot_be_read_is_none(tmp_path: Path) -> None:
-    kept = Manifest("mva-1", CloneKind.INSTANT, Phase.PARKED, "02:00:00:00:00:01", 1, 256, 7, 8, "boot")
+def test_an_unreadable_manifest_reads_as_none(tmp_path: Path) -> None:
+    kept = Manifest("mva-1", CloneKind.INSTANT, VmPhase.PARKED, "02:00:00:00:00:01", 1, 256, 7, 8, "boot")
     manifest.write(tmp_path, kept)
     assert manifest.read(tmp_path) == kept
     (tmp_path / manifest.FILE).write_text('{"name": "mva-1"')
@@ -184,17 +190,22 @@ def test_a_manifest_that_cannot_be_read_is_none(tmp_path: Path) -> None:
 
 
 def test_a_manifest_for_which_there_is_no_room_leaves_the_old_one(tmp_path: Path) -> None:
-    kept = Manifest("mva-1", CloneKind.INSTANT, Phase.PARKED, "02:00:00:00:00:01", 1, 256, 7, 8, "boot")
+    kept = Manifest("mva-1", CloneKind.INSTANT, VmPhase.PARKED, "02:00:00:00:00:01", 1, 256, 7, 8, "boot")
     manifest.write(tmp_path, kept)
-    (tmp_path / f"{manifest.FILE}.new").symlink_to("/dev/full")
-    with pytest.raises(Exhausted, match=r"mva-1.*is there room in"):
-        manifest.write(tmp_path, replace(kept, phase=Phase.STARTING))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, hard))  # bytes
+    try:
+        with pytest.raises(Exhausted, match=r"mva-1.*is there room in"):
+            manifest.write(tmp_path, replace(kept, phase=VmPhase.STARTING))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert manifest.read(tmp_path) == kept
+    assert [path.name for path in tmp_path.iterdir()] == [manifest.FILE], "no temporary file is left"
 
 
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[QemuHypervisor]:
-    """A host side whose QEMU only says its version."""
+    """A driver whose QEMU prints its version and does nothing else."""
     binary = tmp_path / "qemu"
     binary.write_text("#!/bin/sh\necho QEMU emulator version 8.2.0\n")
     binary.chmod(0o755)
@@ -206,10 +217,10 @@ def host(tmp_path: Path) -> Iterator[QemuHypervisor]:
     made.close()
 
 
-def test_a_look_forgets_what_is_gone(tmp_path: Path, host: QemuHypervisor) -> None:
+def test_an_observation_forgets_vms_that_are_gone(tmp_path: Path, host: QemuHypervisor) -> None:
     home = tmp_path / "vms" / "mva-1"
     home.mkdir(parents=True)
-    manifest.write(home, Manifest(home.name, CloneKind.INSTANT, Phase.MAKING, "02:00:00:00:00:01", 1, 256))
+    manifest.write(home, Manifest(home.name, CloneKind.INSTANT, VmPhase.MAKING, "02:00:00:00:00:01", 1, 256))
 
     def held() -> int:
         gc.collect()
@@ -223,22 +234,25 @@ def test_a_look_forgets_what_is_gone(tmp_path: Path, host: QemuHypervisor) -> No
     assert held() == before
 
 
-def test_a_look_weighs_a_vm_and_keeps_its_console_short(tmp_path: Path, host: QemuHypervisor) -> None:
-    pid, started = sleeper(tmp_path)
+def test_an_observation_measures_a_vm_and_truncates_its_console(tmp_path: Path, host: QemuHypervisor) -> None:
+    one = sleeper(tmp_path)
     home = tmp_path / "vms" / "mva-1"
     home.mkdir(parents=True)
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    facts = Manifest(home.name, CloneKind.INSTANT, Phase.STARTED, "02:00:00:00:00:01", 1, 256, pid, started, boot)
+    facts = Manifest(home.name, CloneKind.INSTANT, VmPhase.STARTED, "02:00:00:00:00:01", 1, 256, one.pid, one.started,
+                     one.boot_id)  # fmt: skip
     manifest.write(home, facts)
     (home / "console.log").write_bytes(b"x" * ((1 << 20) + 1))
     try:
+        deadline = time.monotonic() + 5
+        while not min(process.resident_memory(one.pid)) and time.monotonic() < deadline:
+            time.sleep(0.01)  # it has not been executed yet
         view = asyncio.run(host.observe())
         seen = view.vms[home.name]
         assert 0 < seen.private < 64 and 0 < seen.shared < 64
         assert (home / "console.log").stat().st_size == 0
         assert 0 < view.hosts["h"].available <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
     finally:
-        process.end(pid, started)
+        process.kill(one)
 
 
 def test_a_lock_holds_until_the_directory_is_gone(tmp_path: Path) -> None:
@@ -246,10 +260,10 @@ def test_a_lock_holds_until_the_directory_is_gone(tmp_path: Path) -> None:
     order: list[str] = []
 
     def second() -> None:
-        with manifest.locked(home, make=False) as there:
+        with manifest.locked(home, create=False) as there:
             order.append(f"second: {there}")
 
-    with manifest.locked(home, make=True) as there:
+    with manifest.locked(home, create=True) as there:
         assert there
         waiting = threading.Thread(target=second)
         waiting.start()
@@ -260,14 +274,14 @@ def test_a_lock_holds_until_the_directory_is_gone(tmp_path: Path) -> None:
     assert order == ["first", "second: False"]
 
 
-def machine(**changes: object) -> Machine:
+def machine(**changes: object) -> QemuMachine:
     facts = {"name": "mva-1", "accelerator": Accelerator("tcg"), "cpus": 1, "memory": Memory(256, Path("/t/memory")),
              "limits": Size(8, 4096), "disk": Path("/v/a,b/disk"), "disk_format": "qcow2", "mac": "02:00:00:00:00:01",
              "kernel": Path("/k"), "initrd": Path("/i"), "cmdline": "quiet"}  # fmt: skip
-    return Machine(**{**facts, **changes})  # type: ignore[arg-type]
+    return QemuMachine(**{**facts, **changes})  # type: ignore[arg-type]
 
 
-def test_templates_of_no_use_are_removed_but_not_what_is_in_use_or_being_made(tmp_path: Path) -> None:
+def test_unusable_templates_are_removed_but_not_usable_ones_nor_those_being_built(tmp_path: Path) -> None:
     def made(name: str, **more: object) -> None:
         (tmp_path / name).mkdir()
         facts = {"image": "slim", "key": "k", "cpus": 1, "memory": 256, **more}
@@ -283,17 +297,19 @@ def test_templates_of_no_use_are_removed_but_not_what_is_in_use_or_being_made(tm
         held.write('["other", 1, 256, "physics"]')
         held.flush()
         fcntl.flock(held, fcntl.LOCK_EX)
-        dropped = templates.drop_stale(tmp_path, lambda one: (one.path.name, one.key) == ("slim@1x256", "k"))
-        assert templates.building(tmp_path) == {"other@1x256": ("other", Size(1, 256), "physics")}
+        dropped = templates.delete_unusable(tmp_path, lambda one: (one.path.name, one.key) == ("slim@1x256", "k"))
+        assert templates.list_builds(tmp_path) == {"other@1x256": ("other", Size(1, 256), "physics")}
     assert dropped == ["slim", "slim@1x512", "slim@2x512"]
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"slim@1x256", ".other@1x256.building-now", ".other@1x256.lock"}
 
 
-def test_a_template_s_directory_does_not_name_the_account_it_is_for() -> None:
+def test_the_directory_of_a_template_does_not_name_its_account() -> None:
     which = TemplateKey("h", "slim", Size(2, 512))
-    assert templates.name_of(which) == "slim@2x512"
-    names = {templates.name_of(which._replace(account=account)) for account in ("../../etc", "a/b", "a@b", "a b", "é")}
+    assert templates.directory_name(which) == "slim@2x512"
+    names = {
+        templates.directory_name(which._replace(account=account)) for account in ("../../etc", "a/b", "a@b", "a b", "é")
+    }
     assert len(names) == 5 and all(re.fullmatch(r"slim@2x512@[0-9a-f]{16}", name) for name in names)
 
 
@@ -345,7 +361,7 @@ def test_events_between_replies_are_kept(tmp_path: Path) -> None:
         assert monitor.wait_event("MIGRATION", 5, status="done") == {"status": "done"}
 
 
-def test_a_refusal_is_raised_after_all_were_answered(tmp_path: Path) -> None:
+def test_a_refused_command_is_raised_after_all_commands_were_answered(tmp_path: Path) -> None:
     FakeQemu(tmp_path / "q", ['{"error": {"desc": "no such thing"}}'], ['{"return": 2}'], ['{"return": 3}'])
     with Monitor.connect(tmp_path / "q", timeout=5) as monitor:
         with pytest.raises(QmpError, match="refused one: no such thing"):
@@ -353,7 +369,7 @@ def test_a_refusal_is_raised_after_all_were_answered(tmp_path: Path) -> None:
         assert monitor.execute("three") == 3
 
 
-def test_silence_is_unknown(tmp_path: Path) -> None:
+def test_a_qemu_that_does_not_answer_is_unknown(tmp_path: Path) -> None:
     FakeQemu(tmp_path / "q")
     with Monitor.connect(tmp_path / "q", timeout=5) as monitor, pytest.raises(Unknown):
         monitor.wait_event("STOP", 0.05)
@@ -361,7 +377,7 @@ def test_silence_is_unknown(tmp_path: Path) -> None:
         Monitor.connect(tmp_path / "nobody")
 
 
-def test_the_probes_answer_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_answer_of_the_probe_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def ask(binary: str) -> str:
@@ -392,40 +408,41 @@ def test_unique_memory_leaves_out_the_shared_file(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", code, str(shared)]
     child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdin and child.stdout and child.stdout.readline() == b"ready\n"
-    apart, _ = process.memory(child.pid, "/memory")
-    together, _ = process.memory(child.pid)
+    apart, _ = process.exact_memory(child.pid, "/memory")
+    together, _ = process.exact_memory(child.pid)
     child.communicate(b"\n")
     assert together - apart > 24
 
 
-def test_what_guests_lack_is_kept_for_that_image_and_qemu_until_either_changes(tmp_path: Path) -> None:
+def test_lacking_abilities_are_cached_until_image_or_qemu_changes(tmp_path: Path) -> None:
     file = tmp_path / "state/guests.json"
     slim = Image("slim", "slim", "k1", "b1", tmp_path, "quiet", "6.1", "bookworm")
     others = [replace(slim, name="stock"), replace(slim, key="k2"), replace(slim, cmdline="nosmp")]
-    found = Found(file, "8.2 tcg")
-    assert found.abilities(slim) == {"fork", "plug_cpus", "plug_memory"}
-    found.lacks(slim, "plug_cpus", "no room", [slim])
-    found.lacks(slim, "plug_cpus", "no room", [slim])
-    for reader in (found, Found(file, "8.2 tcg")):
+    cache = AbilityCache(file, "8.2 tcg")
+    assert cache.abilities(slim) == {"fork", "plug_cpus", "plug_memory"}
+    cache.record_lacking(slim, "plug_cpus", "no room", [slim])
+    cache.record_lacking(slim, "plug_cpus", "no room", [slim])
+    for reader in (cache, AbilityCache(file, "8.2 tcg")):
         assert reader.abilities(slim) == {"fork", "plug_memory"}
         assert all("plug_cpus" in reader.abilities(other) for other in others)
-    assert "plug_cpus" in Found(file, "8.2 kvm").abilities(slim)
+    assert "plug_cpus" in AbilityCache(file, "8.2 kvm").abilities(slim)
 
-    found.lacks(others[0], "plug_memory", "no room", [others[0]])
-    assert "plug_cpus" in found.abilities(slim), "an image that is no more is forgotten"
-    assert Found(file, "8.2 tcg").abilities(others[0]) == {"fork", "plug_cpus"}
+    cache.record_lacking(others[0], "plug_memory", "no room", [others[0]])
+    assert "plug_cpus" in cache.abilities(slim), "an image that is no more is forgotten"
+    assert AbilityCache(file, "8.2 tcg").abilities(others[0]) == {"fork", "plug_cpus"}
 
 
-def test_what_guests_lack_is_known_even_if_it_cannot_be_kept(tmp_path: Path) -> None:
+def test_lacking_abilities_are_known_even_if_the_cache_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "guests.json").write_text("[1]")
     slim = Image("slim", "slim", "k1", "b1", tmp_path, "quiet", "6.1", "bookworm")
-    found = Found(tmp_path / "guests.json", "8.2 tcg")
-    (tmp_path / "guests.new").mkdir()  # nothing can be written there
-    found.lacks(slim, "plug_cpus", "no room", [slim])
-    assert "plug_cpus" not in found.abilities(slim)
+    cache = AbilityCache(tmp_path / "guests.json", "8.2 tcg")
+    (tmp_path / "guests.json").unlink()
+    (tmp_path / "guests.json").mkdir()  # a directory cannot be replaced by a file
+    cache.record_lacking(slim, "plug_cpus", "no room", [slim])
+    assert "plug_cpus" not in cache.abilities(slim)
 
 
-def test_of_a_console_only_the_end_is_read_however_long_its_qemu_has_made_it(tmp_path: Path) -> None:
+def test_only_the_end_of_a_long_console_is_read(tmp_path: Path) -> None:
     paths = Paths(tmp_path, tmp_path / "run")
     assert paths.tail() == ""
     paths.log.write_text("short\n")
@@ -438,9 +455,9 @@ def test_of_a_console_only_the_end_is_read_however_long_its_qemu_has_made_it(tmp
     assert len(said) < 500
 
 
-def test_memory_comes_in_modules_of_which_the_guest_can_describe_the_next() -> None:
-    assert ladder(256, 0) == [] and ladder(256, 768) == [768] and ladder(100, 128) == [128]
-    assert ladder(256, 32768) == [2048, 18432, 12288]
-    found = ladder(150, 1 << 20)
+def test_each_dimm_is_at_most_eight_times_the_memory_before_it() -> None:
+    assert dimm_sizes(256, 0) == [] and dimm_sizes(256, 768) == [768] and dimm_sizes(100, 128) == [128]
+    assert dimm_sizes(256, 32768) == [2048, 18432, 12288]
+    found = dimm_sizes(150, 1 << 20)
     assert all(size <= 8 * (150 + sum(found[:number])) for number, size in enumerate(found))
     assert sum(found) == 1 << 20 and len(found) <= DIMMS

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
 import pytest
 
-from multiverse.core.errors import Gone, Refused, Stale, Unknown
+from multiverse.core.errors import Broken, Exhausted, Gone, Refused, Stale, Unknown
 from multiverse.core.model import (
     Attempt,
     AttemptState,
     CloneKind,
+    Host,
     Identity,
     Job,
     JobState,
@@ -23,17 +24,20 @@ from multiverse.core.model import (
     Size,
     TemplateKey,
     Vm,
+    VmCondition,
     VmRef,
     VmSpec,
     VmState,
 )
 from multiverse.core.provisioning.spares import node_spec
+from multiverse.ports import Scheduler
+from multiverse.simulation.cloud import CLOUD_ABILITIES, QUOTA, CloudMachines, SimulatedCloud
 from multiverse.simulation.cluster import ClusterSettings
-from multiverse.simulation.hypervisor import SimulatedHypervisor
+from multiverse.simulation.hypervisor import SimulatedHosts
 from multiverse.simulation.jobs import Batch
 from multiverse.simulation.loop import run
-from multiverse.simulation.scheduler import SimulatedScheduler
-from multiverse.simulation.world import World, WorldSettings
+from multiverse.simulation.machines import ABILITIES
+from multiverse.simulation.world import Pair, World, WorldSettings
 
 SIZE = Size(1, 256)
 
@@ -43,8 +47,8 @@ class Driver:
     """Does what the controller would do."""
 
     world: World
-    scheduler: SimulatedScheduler
-    hypervisor: SimulatedHypervisor
+    scheduler: Scheduler
+    hypervisor: SimulatedHosts
     serial: int = 0
 
     async def job(self, job_id: str) -> Job:
@@ -74,7 +78,7 @@ class Driver:
         await self.hypervisor.create(VmSpec(name, "h1", "slim", CloneKind.INSTANT, size, mac, template))
         bootstrap = await self.scheduler.bootstrap(node_spec(vm, attempt))
         await self.hypervisor.start(
-            VmRef(name),
+            VmRef(name, "h1"),
             size,
             Identity(name, mac, address, "", f"{self.serial:032x}", (self.world.user(1000),), bootstrap=bootstrap),
         )
@@ -90,7 +94,7 @@ class Driver:
 
     async def clear(self, names: list[str]) -> None:
         for name in names:
-            await self.hypervisor.destroy(VmRef(name), 1.0)
+            await self.hypervisor.destroy(VmRef(name, "h1"), 1.0)
             await self.scheduler.set_down(name, "test")
             await self.scheduler.delete_node(name)
 
@@ -98,7 +102,7 @@ class Driver:
 def drive_world(seed: int, drive: Callable[[Driver], Any], **cluster: Any) -> World:
     async def main() -> World:
         world = World(seed, WorldSettings(cluster=ClusterSettings(**cluster)))
-        driver = Driver(world, SimulatedScheduler(world, Random(seed)), SimulatedHypervisor(world, Random(seed)))
+        driver = Driver(world, world.scheduler(Random(seed)), SimulatedHosts(world.machines, Random(seed)))
         await drive(driver)
         return world
 
@@ -270,3 +274,148 @@ def test_nodes_are_shown_busy_and_idle() -> None:
         await driver.clear([name])
 
     drive_world(10, drive)
+
+
+# --- the grid and the cloud ------------------------------------------------------------------------
+
+
+def test_the_grid_numbers_tasks_with_a_dot_and_keeps_the_submit_time_of_a_requeued_job() -> None:
+    async def main() -> None:
+        world = World(11, WorldSettings(pair=Pair.GRID_HOSTS))
+        driver = Driver(world, world.scheduler(Random(11)), SimulatedHosts(world.machines, Random(11)))
+        assert driver.scheduler.offers is None and driver.scheduler.submission is None
+        job_id, other = world.cluster.submit_array(Batch(seconds=600), 2)
+        assert job_id.partition(".")[2] and job_id.partition(".")[0] == other.partition(".")[0]
+        before = (await driver.job(job_id)).ref
+        name = await driver.boot("tag-1")
+        await driver.until(lambda: name in world.cluster.nodes)
+        assert (await driver.scheduler.observe()).nodes[name].features == ()
+        await driver.scheduler.pin(before, "tag-1", [name])
+        assert (await driver.job(job_id)).pinned == "tag-1" and (await driver.job(other)).gated
+        await driver.until(lambda: bool(world.runs))
+        await asyncio.sleep(10)
+        await driver.scheduler.requeue(before)
+        await driver.until(lambda: world.cluster.jobs[job_id].state is JobState.PENDING)
+        job = await driver.job(job_id)
+        assert job.ref == replace(before, restarts=1) and job.gated and job.eligible
+
+    run(main(), 11)
+
+
+def test_the_grid_shows_a_node_that_was_set_down_as_disabled() -> None:
+    async def main() -> None:
+        world = World(12, WorldSettings(pair=Pair.GRID_HOSTS))
+        driver = Driver(world, world.scheduler(Random(12)), SimulatedHosts(world.machines, Random(12)))
+        world.cluster.submit(Batch())
+        name = await driver.boot("tag-1")
+        await driver.until(lambda: name in world.cluster.nodes)
+        await driver.scheduler.set_down(name, "a test")
+        node = (await driver.scheduler.observe()).nodes[name]
+        assert node.state is NodeState.DOWN and node.reason.startswith("disabled")
+
+    run(main(), 12)
+
+
+def cloud_spec(name: str, cpus: int = 1) -> VmSpec:
+    return VmSpec(name, QUOTA, "slim", CloneKind.FULL, Size(cpus, 256), "")
+
+
+def in_the_cloud(drive: Callable[[World, SimulatedCloud], Any]) -> World:
+    async def main() -> World:
+        host = Host(QUOTA, Size(2, 4096, 65536), CLOUD_ABILITIES)
+        world = World(13, WorldSettings((host,), pair=Pair.SLURM_CLOUD))
+        assert isinstance(world.machines, CloudMachines)
+        await drive(world, SimulatedCloud(world.machines, Random(13)))
+        return world
+
+    return run(main(), 13)
+
+
+def test_the_cloud_builds_a_vm_although_its_caller_has_gone() -> None:
+    async def drive(world: World, cloud: SimulatedCloud) -> None:
+        call = asyncio.ensure_future(cloud.create(cloud_spec("mvsim-1")))
+        await asyncio.sleep(2.0)
+        call.cancel()
+        assert (await cloud.observe()).vms["mvsim-1"].condition is VmCondition.MAKING
+        await asyncio.sleep(90.0)
+        seen = (await cloud.observe()).vms["mvsim-1"]
+        assert seen.condition is VmCondition.PARKED and seen.host == QUOTA and seen.placed_on != QUOTA
+
+    assert not in_the_cloud(drive).violations()
+
+
+def test_the_cloud_refuses_what_exceeds_the_quota_and_reports_a_violation() -> None:
+    async def drive(world: World, cloud: SimulatedCloud) -> None:
+        await cloud.create(cloud_spec("mvsim-1"))
+        with pytest.raises(Exhausted):
+            await cloud.create(cloud_spec("mvsim-2", cpus=2))
+
+    assert any("exceeds the quota" in violation for violation in in_the_cloud(drive).violations())
+
+
+def test_a_vm_of_an_unbootable_image_dies_in_the_cloud() -> None:
+    async def drive(world: World, cloud: SimulatedCloud) -> None:
+        with pytest.raises(Broken):
+            await cloud.create(replace(cloud_spec("mvsim-1"), image="dud"))
+        assert (await cloud.observe()).vms["mvsim-1"].condition is VmCondition.DEAD
+
+    assert not in_the_cloud(drive).violations()
+
+
+def test_a_rack_that_fails_takes_its_own_vms_along() -> None:
+    async def drive(world: World, cloud: SimulatedCloud) -> None:
+        for serial in (1, 2):
+            await cloud.create(cloud_spec(f"mvsim-{serial}"))
+        places = {name: vm.placed_on for name, vm in (await cloud.observe()).vms.items()}
+        assert len(set(places.values())) == 2
+        world.machines.switch_off(QUOTA)
+        vms = (await cloud.observe()).vms
+        assert sorted(vm.condition for vm in vms.values()) == [VmCondition.DEAD, VmCondition.PARKED]
+
+    in_the_cloud(drive)
+
+
+# --- sources ---------------------------------------------------------------------------------------
+
+
+def test_a_host_out_of_reach_makes_only_its_own_source_unknown() -> None:
+    async def main() -> None:
+        hosts = tuple(Host(f"h{n}", Size(8, 8192, 65536), ABILITIES) for n in range(3))
+        world = World(14, WorldSettings(hosts))
+        hypervisor = SimulatedHosts(world.machines, Random(14))
+        assert [source.name for source in hypervisor.sources] == ["h0", "h1", "h2"]
+        world.machines.go_away("h1")
+        with pytest.raises(Unknown):
+            await hypervisor.sources[1].observe()
+        assert set((await hypervisor.sources[0].observe()).hosts) == {"h0"}
+        await hypervisor.destroy(VmRef("mvsim-1", "h0"), 0.0)
+        with pytest.raises(Unknown):
+            await hypervisor.destroy(VmRef("mvsim-1", "h1"), 0.0)
+        with pytest.raises(Refused):
+            await hypervisor.destroy(VmRef("mvsim-1", "h7"), 0.0)
+
+    run(main(), 14)
+
+
+def test_a_vm_is_found_only_at_its_own_source() -> None:
+    async def main() -> None:
+        hosts = tuple(Host(f"h{n}", Size(8, 8192, 65536), ABILITIES) for n in range(2))
+        world = World(15, WorldSettings(hosts))
+        hypervisor = SimulatedHosts(world.machines, Random(15))
+        await hypervisor.create(VmSpec("mvsim-1", "h0", "slim", CloneKind.FULL, SIZE, "02:00:00:00:00:01"))
+        await hypervisor.destroy(VmRef("mvsim-1", "h1"), 0.0)
+        assert "mvsim-1" in (await hypervisor.sources[0].observe()).vms
+        with pytest.raises(Gone):
+            await hypervisor.start(VmRef("mvsim-1", "h1"), SIZE, Identity("mvsim-1", "02:00:00:00:00:01", "", "", ""))
+
+    run(main(), 15)
+
+
+def test_a_slow_source_answers_late() -> None:
+    async def main() -> None:
+        world = World(16, WorldSettings(slow_sources={"h1": 600.0}))
+        began = asyncio.get_running_loop().time()
+        await SimulatedHosts(world.machines, Random(16)).sources[0].observe()
+        assert asyncio.get_running_loop().time() - began >= 600.0
+
+    run(main(), 16)

@@ -1,4 +1,4 @@
-"""What limits leave, and what a job takes of them: as 22.05.8 showed it while a job of ada and one of bob ran."""
+"""Accounting limits, from output of 22.05.8 that was captured while a job of ada and a job of bob ran."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from multiverse.drivers.slurm import conf
-from multiverse.drivers.slurm.limits import Limits, licences
+from multiverse.drivers.slurm.limits import AccountingLimits, licences
 
 ASSOC_MGR = (Path(__file__).parent / "slurm_data" / "assoc_mgr-22.05.8.txt").read_text()
 LICENSES = "LicenseName=matlab\n    Total=3 Used=1 Free=2 Reserved=0 Remote=no\n"
@@ -23,8 +23,8 @@ BOB = ADA | {"association_id": 6, "user_id": 61802, "qos": "tight"}
 OF_ACCOUNT = {"AssocGrpCpuLimit: account physics": 1, "AssocGrpMemLimit: account physics": 1536}
 
 
-def test_what_is_left_is_the_limit_less_what_runs() -> None:
-    assert Limits((), ASSOC_MGR, LICENSES).left == {
+def test_a_limit_allows_what_does_not_run_yet() -> None:
+    assert AccountingLimits((), ASSOC_MGR, LICENSES).left == {
         "AssocGrpCpuLimit: account physics": 5 - 2,
         "AssocGrpMemLimit: account physics": 4096 - 200,
         "AssocGrpCpuLimit: user ada in account physics": 3 - 1,
@@ -36,8 +36,8 @@ def test_what_is_left_is_the_limit_less_what_runs() -> None:
     }
 
 
-def test_a_job_takes_of_its_own_limits_and_those_above() -> None:
-    limits = Limits((), ASSOC_MGR)
+def test_a_job_uses_its_own_limits_and_those_of_parent_accounts() -> None:
+    limits = AccountingLimits((), ASSOC_MGR)
     own = {"AssocMaxJobsLimit: user ada in account physics": 1, "AssocGrpCpuLimit: user ada in account physics": 1}
     assert dict(limits.uses(ADA)) == OF_ACCOUNT | own
     tight = {
@@ -48,12 +48,12 @@ def test_a_job_takes_of_its_own_limits_and_those_above() -> None:
     assert dict(limits.uses(BOB)) == OF_ACCOUNT | tight
 
 
-def test_what_a_qos_limits_its_associations_do_not() -> None:
-    """Ada's MaxJobs gives way to the QOS' MaxJobsPerUser, her GrpTRES and the account's to its GrpTRES."""
+def test_a_limit_of_the_qos_replaces_that_of_the_association() -> None:
+    """The QOS's MaxJobsPerUser replaces ada's MaxJobs; its GrpTRES replaces those of ada and of the account."""
     shown = ASSOC_MGR.replace("      61802\n", "      ada(61801)\n").replace(
         "QOS=tight(2)", "QOS=tight(2) GrpTRES=cpu=9(0)"
     )
-    limits = Limits((), shown)
+    limits = AccountingLimits((), shown)
     names = {name.partition(":")[0] for name, _ in limits.uses(ADA | {"qos": "tight"})}
     assert names == {
         *("QOSGrpJobsLimit", "QOSGrpCpuLimit", "QOSMaxJobsPerUserLimit", "QOSMaxCpuPerUserLimit"),
@@ -61,9 +61,9 @@ def test_what_a_qos_limits_its_associations_do_not() -> None:
     }
 
 
-def test_where_no_limit_is_shown_a_job_takes_nothing() -> None:
-    assert Limits().uses(ADA | {"licenses": "matlab", "array_max_tasks": 0}) == ()
-    assert Limits((), ASSOC_MGR).uses(ADA | {"association_id": 99, "qos": "unheard-of"}) == ()
+def test_a_job_without_limits_uses_none() -> None:
+    assert AccountingLimits().uses(ADA | {"licenses": "matlab", "array_max_tasks": 0}) == ()
+    assert AccountingLimits((), ASSOC_MGR).uses(ADA | {"association_id": 99, "qos": "unheard-of"}) == ()
 
 
 @pytest.mark.parametrize(
@@ -75,19 +75,19 @@ def test_where_no_limit_is_shown_a_job_takes_nothing() -> None:
         ("matlab|fluent", {}),
     ],
 )
-def test_licences(text: str, asked: dict[str, int]) -> None:
+def test_requested_licences_are_counted(text: str, asked: dict[str, int]) -> None:
     assert licences({"licenses": text}) == asked
     known = {f"Licenses: {name}": count for name, count in asked.items() if name == "matlab"}
-    assert dict(Limits((), "", LICENSES).uses({"licenses": text})) == known
+    assert dict(AccountingLimits((), "", LICENSES).uses({"licenses": text})) == known
 
 
-def test_an_array_runs_so_many_tasks() -> None:
+def test_the_limit_of_an_array_is_counted() -> None:
     records = [
         {"array_job_id": 7, "array_max_tasks": 3, "job_state": state}
         for state in ("PENDING", "RUNNING", "SUSPENDED", "COMPLETED")
     ]
-    assert Limits(records).left == {"JobArrayTaskLimit: 7": 1}
-    assert Limits(records).uses(records[0]) == (("JobArrayTaskLimit: 7", 1),)
+    assert AccountingLimits(records).left == {"JobArrayTaskLimit: 7": 1}
+    assert AccountingLimits(records).uses(records[0]) == (("JobArrayTaskLimit: 7", 1),)
 
 
 @pytest.mark.parametrize(
@@ -99,5 +99,5 @@ def test_an_array_runs_so_many_tasks() -> None:
         ("accountingstorageenforce=safe", True),
     ],
 )
-def test_whether_limits_are_kept(line: str, kept: bool) -> None:
+def test_enforcement_of_limits_is_read_from_slurm_conf(line: str, kept: bool) -> None:
     assert conf.limits_are_kept(f"ClusterName=x\n{line}\n") is kept

@@ -1,4 +1,4 @@
-"""What squeue and sinfo say, in our words: captured from 22.05.8, and the same in the form of 23.11 and later."""
+"""Parsing of output of squeue and sinfo: captured from 22.05.8, and the same values in the form of 23.11 and later."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 
 from multiverse.core.model import CloneKind, Job, JobRef, JobState, NodeState, Size
 from multiverse.drivers.slurm import parse
-from multiverse.drivers.slurm.limits import Limits
+from multiverse.drivers.slurm.limits import AccountingLimits
 
 DATA = Path(__file__).parent / "slurm_data"
 JOBS: list[dict[str, Any]] = json.loads((DATA / "squeue-22.05.8.json").read_text())["jobs"]
 NODES: list[dict[str, Any]] = json.loads((DATA / "sinfo-22.05.8.json").read_text())["nodes"]
-NAMES = parse.Names(site="ab12c", gate_partition="vm", run_partition="vmrun", gate_feature="mvgate")
+NAMES = parse.SiteNames(site="ab12c", gate_partition="vm", run_partition="vmrun", gate_feature="mvgate")
 NOW = 1795254668.0  # when they were captured
 
 
@@ -70,7 +70,7 @@ def parsed(records: list[dict[str, Any]], now: float = NOW) -> dict[str, Job]:
     return parse.jobs(records, NAMES, now)
 
 
-def test_an_account_counts_where_each_has_templates_of_its_own() -> None:
+def test_a_request_names_the_account_if_accounts_have_own_templates() -> None:
     record = by_name(JOBS[0]["name"], account="physics")
     assert [job.request and job.request.account for job in parsed([record]).values()] == [""]
     (job,) = parse.jobs([record], replace(NAMES, per_account=True), NOW).values()
@@ -86,12 +86,12 @@ def one(record: dict[str, Any], now: float = NOW) -> Job:
     return job
 
 
-def test_both_forms_say_the_same() -> None:
+def test_both_forms_of_json_give_the_same_values() -> None:
     assert parsed(JOBS) == parsed([newer(record) for record in JOBS])
     assert parse.nodes(NODES, NAMES) == parse.nodes([newer_node(record) for record in NODES], NAMES)
 
 
-def test_what_was_captured() -> None:
+def test_captured_jobs_are_understood() -> None:
     jobs = parsed(JOBS)
     assert sorted(jobs, key=lambda job_id: [int(part) for part in job_id.split("_")]) == [
         *("15", "16", "17", "18", "19", "20", "22_0", "22_3", "22_6", "22_9", "22_20", "23", "24", "27")
@@ -109,9 +109,9 @@ def test_what_was_captured() -> None:
     assert running.ref == JobRef("19", 1795254665, 0)
 
 
-def test_the_tasks_of_a_limited_array() -> None:
-    """Four of them wait, 22_3 pinned and 22_6 held: each will take one of the two that may run."""
-    limits = Limits(JOBS)
+def test_each_waiting_task_uses_the_limit_of_its_array() -> None:
+    """Five tasks wait, 22_3 is pinned and 22_6 is held. Each uses one of the two that may run."""
+    limits = AccountingLimits(JOBS)
     jobs = parse.jobs(JOBS, NAMES, NOW, limits.uses)
     assert limits.left == {"JobArrayTaskLimit: 22": 2}
     tasks = [jobs[f"22_{task}"] for task in (0, 3, 9, 20)]
@@ -120,7 +120,7 @@ def test_the_tasks_of_a_limited_array() -> None:
     assert {task.ref.submitted for task in tasks} == {1795254665}
 
 
-def test_slurms_word_on_a_limit_that_is_counted_is_not_waited_for_at_the_gate() -> None:
+def test_the_reason_of_a_counted_limit_does_not_block_a_job_at_the_gate() -> None:
     uses = (("QOSMaxJobsPerUserLimit: QOS tight, uid 1", 1),)
     waits = by_name("n2", state_reason="QOSMaxJobsPerUserLimit")
     pinned = waits | {"features": "mv_3", "partition": "vmrun"}
@@ -151,17 +151,17 @@ def test_array_task_ids(text: str, tasks: list[int]) -> None:
     assert parse.task_ids(text) == tasks
 
 
-def test_requests() -> None:
+def test_the_size_of_each_node_is_computed() -> None:
     jobs = parsed(JOBS)
     assert jobs["22_0"].request is not None
     assert (jobs["22_0"].request.size, jobs["22_0"].request.nodes) == (Size(4, 300), 1)  # -n2 -c2 --mem=300
     assert jobs["23"].request is not None
     assert (jobs["23"].request.size, jobs["23"].request.nodes) == (Size(4, 600), 2)  # -N2 -n3 -c2: two tasks on one
     assert jobs["27"].request is not None
-    assert jobs["27"].request.size == Size(1, parse.MEMORY_PER_CPU)  # --mem=0: all of the VM's, whatever that is
+    assert jobs["27"].request.size == Size(1, parse.MEMORY_PER_CPU)  # --mem=0: all memory of the VM
 
 
-def test_profiles_that_were_not_asked_for() -> None:
+def test_a_job_without_a_profile_has_no_problem() -> None:
     assert all(one(by_name("n2", profile=word)).request for word in ([], "", ["NONE"], ["NOT_SET"], "None"))
 
 
@@ -179,8 +179,8 @@ def test_image_and_kind_are_features() -> None:
     [
         ({"user_id": 0}, "root"),
         ({"het_job_id": 9}, "heterogeneous"),
-        ({"core_spec": 1}, "cores to set aside"),
-        ({"thread_spec": 2}, "cores to set aside"),
+        ({"core_spec": 1}, "specialized cores"),
+        ({"thread_spec": 2}, "specialized cores"),
         ({"profile": ["Task"]}, "--profile"),
         ({"cluster_features": "far"}, "--cluster-constraint"),
         ({"partition": "vm,other"}, "partition"),
@@ -193,7 +193,7 @@ def test_image_and_kind_are_features() -> None:
         ({"features": "full&linked&mvgate"}, "one kind"),
     ],
 )
-def test_what_cannot_be_served_is_said(changes: dict[str, Any], word: str) -> None:
+def test_an_unsupported_option_is_named(changes: dict[str, Any], word: str) -> None:
     job = one(by_name("n2", **changes))
     assert job.request is None
     assert word in job.problem
@@ -205,11 +205,11 @@ def test_what_cannot_be_served_is_said(changes: dict[str, Any], word: str) -> No
         ({"state_reason": "Priority"}, True, False),
         ({"state_reason": "None", "dependency": "afterok:16(unfulfilled)"}, False, False),
         ({"state_reason": "ReqNodeNotAvail", "eligible_time": int(NOW) + 900}, False, False),  # not evaluated yet
-        ({"state_reason": "BeginTime", "eligible_time": int(NOW) - 1}, True, False),  # the reason is an old one
+        ({"state_reason": "BeginTime", "eligible_time": int(NOW) - 1}, True, False),  # the reason is outdated
         ({"state_reason": "QOSMaxJobsPerUserLimit"}, False, False),
         ({"state_reason": "Licenses"}, False, False),
         ({"state_reason": "SomethingNew"}, False, False),
-        ({"state_reason": "BadConstraints", "priority": 0}, False, False),  # Slurm's own hold, ours to lift
+        ({"state_reason": "BadConstraints", "priority": 0}, False, False),  # Slurm itself holds the job
         ({"state_reason": "JobHeldUser", "priority": 0}, False, True),
         (
             {"state_reason": "JobHeldUser", "priority": 0, "state_description": "launch failed requeued held"},
@@ -218,7 +218,7 @@ def test_what_cannot_be_served_is_said(changes: dict[str, Any], word: str) -> No
         ),
     ],
 )
-def test_eligible_and_held(changes: dict[str, Any], eligible: bool, held: bool) -> None:
+def test_reasons_decide_whether_a_job_is_eligible_or_held(changes: dict[str, Any], eligible: bool, held: bool) -> None:
     job = one(by_name("n2", **changes))
     assert (job.eligible, job.held) == (eligible, held)
 
@@ -227,13 +227,13 @@ def test_eligible_and_held(changes: dict[str, Any], eligible: bool, held: bool) 
     ("column", "slurms"),
     [
         ("JobHeldUser", False),
-        ("job requeued in held state", False),  # as seen after `scontrol requeuehold`: no word of JobHeldUser
+        ("job requeued in held state", False),  # after `scontrol requeuehold` the column does not show JobHeldUser
         ("job requeued in special exit state", False),
         ("launch failed requeued held", True),
         ("BadConstraints", True),
     ],
 )
-def test_whose_hold_it_is_by_squeues_column(column: str, slurms: bool) -> None:
+def test_squeues_column_shows_who_holds_a_job(column: str, slurms: bool) -> None:
     assert parse.slurms_hold(column, column) is slurms
 
 
@@ -245,8 +245,8 @@ def test_a_requeued_job_does_not_wait_for_slurms_delay() -> None:
     assert not one(requeued | {"eligible_time": at + 900}).eligible
 
 
-def test_a_requeued_job_that_completes_is_still_the_run_before() -> None:
-    """As seen: the restart is counted, and the end shown is none or lies in the future."""
+def test_a_requeued_job_that_is_completing_is_the_previous_run() -> None:
+    """As observed: the restart is counted already, and there is no end time or one in the future."""
     record = by_name("run", job_state="COMPLETING", restart_cnt=1, start_time=0, end_time=0)
     before = JobRef("19", 1795254665, 0)
     assert one(record).ref == before
@@ -265,7 +265,7 @@ def test_a_requeued_job_that_completes_is_still_the_run_before() -> None:
         ("NEVER_HEARD_OF", JobState.RUNNING),
     ],
 )
-def test_states(word: str, state: JobState) -> None:
+def test_states_of_jobs_are_understood(word: str, state: JobState) -> None:
     assert one(by_name("run", job_state=word)).state is state
 
 
@@ -286,13 +286,13 @@ def test_jobs_of_other_partitions_are_not_shown() -> None:
 @pytest.mark.parametrize(
     ("value", "code"), [(0, 0), (768, 3), (9, 137), ({"return_code": {"set": True, "number": 3}}, 3), (None, 0)]
 )
-def test_exit_codes(value: Any, code: int) -> None:
+def test_exit_codes_are_those_of_a_shell(value: Any, code: int) -> None:
     assert parse.exit_code(value) == code
     killed = {"return_code": {"set": True, "number": 0}, "signal": {"signal_id": 9, "name": "KILL"}}
     assert parse.exit_code(killed) == 137
 
 
-def test_only_our_sites_nodes_are_shown() -> None:
+def test_nodes_of_other_sites_are_not_shown() -> None:
     assert list(parse.nodes(NODES, NAMES)) == ["mvab12c-1"]
     assert parse.nodes(NODES, replace(NAMES, site="ab12")) == {}
 
@@ -310,17 +310,17 @@ def test_only_our_sites_nodes_are_shown() -> None:
         ("future", [], NodeState.JOINING),
     ],
 )
-def test_node_states(state: str, flags: list[str], seen: NodeState) -> None:
+def test_states_of_nodes_are_understood(state: str, flags: list[str], seen: NodeState) -> None:
     record = NODES[-1] | {"state": state, "state_flags": flags}
     for form in (record, newer_node(record)):
         assert parse.nodes([form], NAMES)["mvab12c-1"].state is seen
 
 
-def test_what_24_11_says_of_waiting_jobs() -> None:
-    """Captured from 24.11.5: each asked for what its line here says."""
+def test_waiting_jobs_of_24_11_are_understood() -> None:
+    """Captured from 24.11.5. The name of each job tells its options."""
     records = json.loads((DATA / "squeue-24.11.5.json").read_text())["jobs"]
     at = max(record["submit_time"]["number"] for record in records) + 1.0
-    limits = Limits(records)
+    limits = AccountingLimits(records)
     found = parse.jobs(records, NAMES, at, limits.uses)
     assert sorted(found) == ["1", "2", "3_1", "3_2", "3_3", "4", "5"]
     assert not [job.problem for job in found.values() if job.problem]
@@ -333,7 +333,7 @@ def test_what_24_11_says_of_waiting_jobs() -> None:
     assert all(job.gated and job.state is JobState.PENDING for job in found.values())
 
 
-def test_what_24_11_says_of_a_gate_node() -> None:
+def test_a_gate_node_of_24_11_is_understood() -> None:
     (record,) = json.loads((DATA / "scontrol-nodes-24.11.5.json").read_text())["nodes"]
     assert parse.nodes([record], NAMES) == {}, "it is no VM of ours"
     ours = {**record, "name": "mvab12c-7"}

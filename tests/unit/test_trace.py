@@ -1,4 +1,4 @@
-"""The recorder: what a trace holds, what it leaves out, and that it is never in the way."""
+"""The trace: what it holds, what it leaves out, and that a failing trace fails no call."""
 
 from __future__ import annotations
 
@@ -12,14 +12,22 @@ from typing import Any
 import pytest
 
 from multiverse.core.errors import Gone, Refused, Stale
-from multiverse.core.model import GuestFile, Identity, JobRef, NodeBootstrap, Size, TemplateKey, VmRef
+from multiverse.core.model import (
+    GuestFile,
+    Host,
+    HypervisorView,
+    Identity,
+    JobRef,
+    NodeBootstrap,
+    Size,
+    TemplateKey,
+    VmRef,
+)
 from multiverse.simulation.clock import VirtualClock
-from multiverse.simulation.hypervisor import SimulatedHypervisor
 from multiverse.simulation.jobs import Batch
 from multiverse.simulation.loop import run
-from multiverse.simulation.scheduler import SimulatedScheduler
 from multiverse.simulation.world import World
-from multiverse.trace import RecordingHypervisor, RecordingScheduler, Trace
+from multiverse.trace import RecordingHypervisor, RecordingScheduler, RecordingSource, Trace
 
 Drive = Callable[[World, RecordingScheduler, RecordingHypervisor], Coroutine[Any, Any, None]]
 
@@ -29,8 +37,8 @@ def record(path: Path, drive: Drive) -> None:
         world, trace = World(0), Trace(path, VirtualClock())
         await drive(
             world,
-            RecordingScheduler(SimulatedScheduler(world, Random(0)), trace),
-            RecordingHypervisor(SimulatedHypervisor(world, Random(0)), trace),
+            RecordingScheduler(world.scheduler(Random(0)), trace),
+            RecordingHypervisor(world.hypervisor(Random(0)), trace),
         )
         trace.close()
 
@@ -41,12 +49,12 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_call_is_a_line_with_its_arguments_and_what_came_of_it(tmp_path: Path) -> None:
+def test_a_call_is_a_line_with_its_arguments_and_its_result(tmp_path: Path) -> None:
     async def drive(world: World, scheduler: RecordingScheduler, hypervisor: RecordingHypervisor) -> None:
         await hypervisor.templates.build_template(TemplateKey("h1", "slim", Size(1, 256)))
         with pytest.raises(Gone):
             await scheduler.unpin(JobRef("7", 5, 1))
-        task = asyncio.create_task(hypervisor.destroy(VmRef("mvx-1"), 1.0))
+        task = asyncio.create_task(hypervisor.destroy(VmRef("mvx-1", "h1"), 1.0))
         await asyncio.sleep(1e-4)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -61,7 +69,7 @@ def test_a_call_is_a_line_with_its_arguments_and_what_came_of_it(tmp_path: Path)
     assert (destroyed["vm"], destroyed["result"]) == ("mvx-1", "cancelled")
 
 
-def test_a_look_is_written_only_with_what_is_new(tmp_path: Path) -> None:
+def test_an_observation_is_written_with_its_differences_only(tmp_path: Path) -> None:
     async def drive(world: World, scheduler: RecordingScheduler, hypervisor: RecordingHypervisor) -> None:
         one, two = world.cluster.submit(Batch()), world.cluster.submit(Batch())
         await scheduler.observe()
@@ -79,12 +87,33 @@ def test_a_look_is_written_only_with_what_is_new(tmp_path: Path) -> None:
     assert gone["jobs"] == {"1": None}
 
 
-def test_no_secret_is_written_and_the_file_is_its_owners(tmp_path: Path) -> None:
+def test_an_observation_names_its_source_and_is_compared_within_it(tmp_path: Path) -> None:
+    def host(name: str) -> HypervisorView:
+        return HypervisorView({name: Host(name, Size(1, 256))})
+
+    class OneHost:
+        def __init__(self, name: str) -> None:
+            self.name, self.hosts = name, (name,)
+
+        async def observe(self) -> HypervisorView:
+            return host(self.name)
+
+    async def drive(world: World, scheduler: RecordingScheduler, hypervisor: RecordingHypervisor) -> None:
+        trace = hypervisor._trace
+        for source in [RecordingSource(OneHost(name), trace) for name in ("h1", "h2")] * 2:
+            await source.observe()
+
+    record(tmp_path / "trace", drive)
+    found = lines(tmp_path / "trace")
+    assert [(line["source"], set(line["hosts"])) for line in found] == [("h1", {"h1"}), ("h2", {"h2"})]
+
+
+def test_no_secret_is_written_and_only_the_owner_can_read_the_file(tmp_path: Path) -> None:
     async def drive(world: World, scheduler: RecordingScheduler, hypervisor: RecordingHypervisor) -> None:
         secret = NodeBootstrap((GuestFile("/etc/munge/munge.key", b"hush"),))
         identity = Identity("mvx-1", "02:00:00:00:00:01", "10.0.0.1/16", "", "0" * 32, bootstrap=secret)
         with pytest.raises(Gone):
-            await hypervisor.start(VmRef("mvx-1"), Size(1, 256), identity)
+            await hypervisor.start(VmRef("mvx-1", "h1"), Size(1, 256), identity)
 
     record(tmp_path / "trace", drive)
     assert "mvx-1" in (tmp_path / "trace").read_text()
@@ -92,7 +121,7 @@ def test_no_secret_is_written_and_the_file_is_its_owners(tmp_path: Path) -> None
     assert (tmp_path / "trace").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_full_disk_ends_the_trace_and_no_call() -> None:
+def test_a_full_disk_ends_the_trace_and_fails_no_call() -> None:
     async def drive(world: World, scheduler: RecordingScheduler, hypervisor: RecordingHypervisor) -> None:
         job = world.cluster.submit(Batch())
         assert job in (await scheduler.observe()).jobs

@@ -1,4 +1,4 @@
-"""Where the scripts of many jobs report their first instruction, whoever comes first; each is let go, or held."""
+"""A listener to which the scripts of many jobs report their first instruction, in any order."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from collections.abc import Callable, Iterable
 from multiverse.client import Client
 from multiverse.core.errors import Broken
 
-# It ends when its connection does.
 SCRIPT = """#!/bin/bash
 exec 3<>/dev/tcp/{host}/{port}
 echo "${{SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}}${{SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}}" >&3
 read -r _ <&3
 exit 0
 """
+"""A job script that reports its job id to the listener, and ends when the listener closes the connection."""
 
 
 class Arrivals:
-    """Hears scripts in a thread of its own: what they say is stamped when it comes, whatever else is under way. Times
-    are monotonic. With `hold` their jobs run until this is closed."""
+    """Receives the reports in a thread of its own, so that their times do not depend on what else this process does.
+    `at` is the monotonic time of each job's report. With `hold` the jobs run until this is closed; otherwise each ends
+    after its report."""
 
     def __init__(self, host: str, *, hold: bool = False) -> None:
         self._socket = socket.create_server((host, 0), backlog=512)
@@ -30,7 +31,7 @@ class Arrivals:
         self.at: dict[str, float] = {}
         self._hold, self._held = hold, list[socket.socket]()
         self._came = threading.Condition()
-        self._thread = threading.Thread(target=self._hear, name="arrivals", daemon=True)
+        self._thread = threading.Thread(target=self._receive, name="arrivals", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Arrivals:
@@ -40,8 +41,8 @@ class Arrivals:
         self.close()
 
     def close(self) -> None:
-        """Let all jobs go that are held."""
-        self._socket.shutdown(socket.SHUT_RDWR)  # or the thread would wait on for ever
+        """Stop listening and let all held jobs end."""
+        self._socket.shutdown(socket.SHUT_RDWR)  # otherwise the thread would wait in accept() for ever
         self._thread.join()
         self._socket.close()
         for connection in self._held:
@@ -49,21 +50,24 @@ class Arrivals:
         self._held.clear()
 
     def wait(self, jobs: Iterable[str], patience: float, alive: Callable[[], bool]) -> list[str]:
-        """Until each of these jobs has come, or none has for `patience` seconds: then those that have not. `Broken` if
-        nothing is `alive` any more that could start them."""
+        """Wait until each of these jobs has reported, or until none has for `patience` seconds. Returns the jobs that
+        have not reported. Raises `Broken` once `alive()` is false, because then nothing can start them any more."""
         missing = [job for job in jobs if job not in self.at]
         last = time.monotonic()
         with self._came:
             while missing and time.monotonic() - last < patience:
                 self._came.wait(1.0)
                 if not alive():
-                    raise Broken(f"the lab went down while {len(missing)} jobs were awaited")
+                    raise Broken(
+                        f"the lab went down while {len(missing)} jobs had not started",
+                        hint="see the lab's log/controller.log",
+                    )
                 still = [job for job in missing if job not in self.at]
                 if len(still) < len(missing):
                     missing, last = still, time.monotonic()
         return missing
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         while True:
             try:
                 connection, _ = self._socket.accept()
@@ -85,7 +89,7 @@ class Arrivals:
 
 
 def until_nothing_is_left(client: Client, limit: float) -> None:
-    """No job and no VM is known any more. `Broken` if that takes more than `limit` seconds."""
+    """Wait until the controller has no live job and no VM. Raises `Broken` after `limit` seconds."""
     deadline = time.monotonic() + limit
     while client.jobs() or client.vms():
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""What it costs to run a job's step on the machine itself: its slurmstepd and what that started, from /proc."""
+"""The cost of a job step on bare metal: the figures of its slurmstepd and all descendants, from /proc."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def cost(job: str) -> tuple[float, float, float] | None:
-    """CPU seconds, unique and proportional MiB of the job's slurmstepd with its descendants; None if it is
-    not found. slurmd's own share, a fork, is not in it: the baseline is, if anything, shown too small."""
+    """CPU seconds, unique MiB and proportional MiB of the job's slurmstepd and its descendants; None if there is no
+    such process. slurmd's own part (one fork) is not counted, so the baseline is a little too small, not too large."""
     processes = {int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()}
     parents = {pid: parent for pid in processes if (parent := _parent(pid)) is not None}
     found = {pid for pid in parents if _command(pid).startswith(f"slurmstepd: [{job}.")}

@@ -1,8 +1,9 @@
-"""Many jobs at once, or one each few seconds: how long until each had its VM, and until all had run.
+"""Many jobs at once, or one every few seconds: how long until each had its VM, and until all had run.
 
-Kind after kind, each through Slurm from submission to end. At once means one job array: a single submission. What
-provisioning took, from the claim to a node that can run the job, is read from the timelines; when a script began is its
-own word. A job that does not run, or does not complete, ends the benchmark with an error: nothing is left out.
+One kind after the other, each through Slurm from submission to end. Jobs at once are one job array, so a single
+submission. The provisioning time, from the claim to a node that can run the job, is read from the timelines; the start
+of a script is reported by the script itself. A job that does not run, or does not complete, ends the benchmark with an
+error, so no sample is left out.
 """
 
 from __future__ import annotations
@@ -11,35 +12,38 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
 
+from multiverse.api import JobView, TimelineView, decode
 from multiverse.bench.arrivals import Arrivals, until_nothing_is_left
-from multiverse.bench.latency import Kind
+from multiverse.bench.latency import JobKind
 from multiverse.bench.stats import Estimate, Summary, median, ratio, summary
 from multiverse.client import Client
 from multiverse.core.errors import Broken
-from multiverse.lab.session import Session
+from multiverse.lab.session import LabSession
 
 KINDS = (
-    Kind("full_stock", ("--constraint=stock&full",)),
-    Kind("full_slim", ("--constraint=slim&full",)),
-    Kind("linked", ("--constraint=slim&linked",)),
-    Kind("instant", ("--constraint=slim&instant",)),
+    JobKind("full_stock", ("--constraint=stock&full",)),
+    JobKind("full_slim", ("--constraint=slim&full",)),
+    JobKind("linked", ("--constraint=slim&linked",)),
+    JobKind("instant", ("--constraint=slim&instant",)),
 )
-STILL = 300.0
-"""Seconds without another job's start after which those that are missing are given up."""
+START_LIMIT = 300.0
+"""Seconds without the start of any job after which the missing jobs are given up."""
+
+ACCOUNTING_LIMIT = 30.0
+"""Seconds after which Slurm's accounting must know the end of every job."""
 
 PAPER = {
     "burst": {"full": 260.0, "instant": 36.0, "ratio": 7.2},
     "steady": {"full": 87.0, "instant": 36.0, "ratio": 2.5},
 }
-"""Mean provisioning times, in seconds, as Multiverse's paper has them: on vSphere, with KVM's equal of a CPU."""
+"""Mean provisioning times of Multiverse's paper, in seconds: on vSphere, with hardware virtualization."""
 
 
 @dataclass
-class Samples:
-    """Of one kind, a value for each job, in seconds. `all_ran` is from the first submission to the last start,
-    `again` how many attempts it took beyond one for each job."""
+class BurstSamples:
+    """The samples of one kind in seconds, one value for each job. `all_ran` is the time from the first submission to
+    the last start, `again` the number of attempts beyond one for each job."""
 
     provisioning: list[float] = field(default_factory=list)
     submit_to_start: list[float] = field(default_factory=list)
@@ -49,64 +53,71 @@ class Samples:
 
 
 Progress = Callable[[str, int, int, float], None]
-"""Called with a kind, how many of its jobs have run, of how many, and the seconds it took."""
+"""Called with a kind, the number of its jobs that have run, the number of all its jobs, and the seconds it took."""
 
 
-def run(
-    lab: Session, client: Client, jobs: int, every: float | None, kinds: Sequence[Kind], progress: Progress
-) -> dict[str, Samples]:
-    """`jobs` of each kind, all at once or one `every` so many seconds; by the kind's name."""
-    return {kind.name: _of_kind(lab, client, jobs, every, kind, progress) for kind in kinds}
+@dataclass(frozen=True, slots=True)
+class BurstPlan:
+    """`jobs` of each kind, submitted all at once (`every` None) or one each `every` seconds."""
+
+    jobs: int
+    every: float | None
+    kinds: Sequence[JobKind]
 
 
-def _of_kind(lab: Session, client: Client, jobs: int, every: float | None, kind: Kind, progress: Progress) -> Samples:
+def run(lab: LabSession, client: Client, plan: BurstPlan, progress: Progress) -> dict[str, BurstSamples]:
+    """Measure each kind of the plan. Returns the samples by the kind's name."""
+    return {kind.name: _run_kind(lab, client, plan, kind, progress) for kind in plan.kinds}
+
+
+def _run_kind(lab: LabSession, client: Client, plan: BurstPlan, kind: JobKind, progress: Progress) -> BurstSamples:
     with Arrivals(lab.settings.network.gateway) as arrivals:
-        submitted = _submit(lab, arrivals.script, jobs, every, kind)
-        missing = arrivals.wait(submitted, STILL, lab.settings.socket.exists)
+        submitted = _submit(lab, arrivals.script, plan, kind)
+        missing = arrivals.wait(submitted, START_LIMIT, lab.settings.socket.exists)
         if missing:
-            raise Broken(_lost(client, kind, missing), hint="see the lab's log/controller.log")
+            raise Broken(_not_started(client, kind, missing), hint="see the lab's log/controller.log")
         began = min(submitted.values())
-        samples = Samples(all_ran=max(arrivals.at[job] for job in submitted) - began)
+        samples = BurstSamples(all_ran=max(arrivals.at[job] for job in submitted) - began)
         samples.submit_to_start = [arrivals.at[job] - at for job, at in submitted.items()]
-    progress(kind.name, jobs, jobs, samples.all_ran)
-    until_nothing_is_left(client, STILL)  # the next kind must not pay for this one's end
-    _completed(lab, submitted)
-    stories = [story for job in dict.fromkeys(_whole(job) for job in submitted) for story in client.timeline(job)]
-    tell(samples, stories, jobs)
+    progress(kind.name, plan.jobs, plan.jobs, samples.all_ran)
+    until_nothing_is_left(client, START_LIMIT)  # the next kind must not be measured while these jobs are reclaimed
+    _check_completed(lab, submitted)
+    documents = [document for job in dict.fromkeys(map(_submission, submitted)) for document in client.timeline(job)]
+    add_timelines(samples, decode(list[TimelineView], documents), plan.jobs)
     return samples
 
 
-def _submit(lab: Session, script: str, jobs: int, every: float | None, kind: Kind) -> dict[str, float]:
-    """When each job was submitted, by its id."""
+def _submit(lab: LabSession, script: str, plan: BurstPlan, kind: JobKind) -> dict[str, float]:
+    """Submit the jobs. Returns when each was submitted, in monotonic seconds, by its id."""
     options = ("--output=/dev/null", *kind.options)
     began = time.monotonic()
-    if every is None:
-        array = lab.submit(script, f"--array=1-{jobs}", *options)
-        return {f"{array}_{task}": began for task in range(1, jobs + 1)}
+    if plan.every is None:
+        array = lab.submit(script, f"--array=1-{plan.jobs}", *options)
+        return {f"{array}_{task}": began for task in range(1, plan.jobs + 1)}
     found: dict[str, float] = {}
-    for number in range(jobs):
-        time.sleep(max(0.0, began + number * every - time.monotonic()))
+    for number in range(plan.jobs):
+        time.sleep(max(0.0, began + number * plan.every - time.monotonic()))
         at = time.monotonic()
         found[lab.submit(script, *options)] = at
     return found
 
 
-def _whole(job: str) -> str:
-    """The array that a task is of; a job that is none, itself."""
+def _submission(job: str) -> str:
+    """The id that the submission returned: of an array's task, the array's."""
     return job.partition("_")[0]
 
 
-def _lost(client: Client, kind: Kind, missing: Sequence[str]) -> str:
-    said = {job["job_id"]: job["waiting"] or job["reason"] or job["state"] for job in client.jobs()}
+def _not_started(client: Client, kind: JobKind, missing: Sequence[str]) -> str:
     first = missing[0]
-    why = said.get(first, "the controller knows nothing of it")
-    return f"{len(missing)} jobs of kind {kind.name} did not start: job {first}: {why}"
+    found = {job.job_id: job.waiting or job.reason or job.state for job in decode(list[JobView], client.jobs())}
+    reason = found.get(first, "the controller does not know it")
+    return f"{len(missing)} jobs of kind {kind.name} did not start: job {first}: {reason}"
 
 
-def _completed(lab: Session, submitted: Mapping[str, float]) -> None:
-    """Raise `Broken` unless Slurm says that each of these jobs has completed; its accounting may be a moment late."""
-    jobs = ",".join(dict.fromkeys(_whole(job) for job in submitted))
-    deadline = time.monotonic() + 30.0
+def _check_completed(lab: LabSession, submitted: Mapping[str, float]) -> None:
+    """Raise `Broken` unless Slurm's accounting says that each of these jobs has completed."""
+    jobs = ",".join(dict.fromkeys(map(_submission, submitted)))
+    deadline = time.monotonic() + ACCOUNTING_LIMIT
     while True:
         lines = lab.run("sacct", "-XnP", "-j", jobs, "-o", "JobID,State").stdout.splitlines()
         states = dict(line.split("|", 1) for line in lines if "|" in line)
@@ -115,30 +126,31 @@ def _completed(lab: Session, submitted: Mapping[str, float]) -> None:
             return
         over = any(state not in ("unknown", "PENDING", "RUNNING", "COMPLETING") for state in wrong.values())
         if over or time.monotonic() > deadline:
-            told = ", ".join(f"{job} is {state}" for job, state in list(wrong.items())[:3])
-            raise Broken(f"{len(wrong)} jobs have not completed: {told}", hint="see the lab's log/slurmctld.log")
+            shown = ", ".join(f"{job} is {state}" for job, state in list(wrong.items())[:3])
+            raise Broken(f"{len(wrong)} jobs have not completed: {shown}", hint="see the lab's log/slurmctld.log")
         time.sleep(0.2)
 
 
-def tell(samples: Samples, stories: Sequence[Mapping[str, Any]], jobs: int) -> None:
-    """Add what the timelines say of the attempts that ran; one that was given up counts as `again`."""
-    whole = [story for story in stories if story["state"] == "done"]
-    samples.again = len(stories) - len(whole)
-    if len(whole) != jobs:
-        raise Broken(f"{len(whole)} attempts ran {jobs} jobs", hint="multiverse timeline tells of each")
-    for story in whole:
-        phases = {phase["name"]: phase for phase in story["phases"]}
-        samples.provisioning.append(sum(phases[name]["seconds"] for name in ("clone", "join")))
+def add_timelines(samples: BurstSamples, timelines: Sequence[TimelineView], jobs: int) -> None:
+    """Add the provisioning times and stages of the attempts that ran. Attempts that were given up count as `again`.
+    Raises `Broken` unless as many attempts as `jobs` ran."""
+    ran = [one for one in timelines if one.state == "done"]
+    samples.again = len(timelines) - len(ran)
+    if len(ran) != jobs:
+        raise Broken(f"{len(ran)} attempts ran {jobs} jobs", hint="see each job's history: multiverse timeline JOB")
+    for one in ran:
+        phases = {phase.name: phase for phase in one.phases}
+        samples.provisioning.append(sum(phases[name].seconds for name in ("clone", "join")))
         for name, phase in phases.items():
             if name != "run":
-                samples.stages.setdefault(name, []).append(phase["seconds"])
-            for stage, seconds in phase["stages"]:
+                samples.stages.setdefault(name, []).append(phase.seconds)
+            for stage, seconds in phase.stages:
                 samples.stages.setdefault(f"{name}.{stage}", []).append(seconds)
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """One kind's figures, as `--json` prints them. Seconds; `stages` are medians, in the order of their happening."""
+class BurstResult:
+    """The figures of one kind in seconds, as `--json` prints them. `stages` are medians, in the order of the stages."""
 
     provisioning: Summary | None
     submit_to_start: Summary | None
@@ -147,8 +159,8 @@ class Result:
     stages: dict[str, float]
 
 
-def result(samples: Samples) -> Result:
-    return Result(
+def result(samples: BurstSamples) -> BurstResult:
+    return BurstResult(
         provisioning=summary(samples.provisioning),
         submit_to_start=summary(samples.submit_to_start),
         all_ran=samples.all_ran,
@@ -158,8 +170,8 @@ def result(samples: Samples) -> Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Ratio:
-    """How many times as long `over` took as `under`, and what both took is measured as."""
+class BurstRatio:
+    """How many times as long the kind `over` took as the kind `under`, by several figures."""
 
     over: str
     under: str
@@ -168,13 +180,13 @@ class Ratio:
     submit_to_start: Estimate | None  # of means
 
 
-def ratios(found: Mapping[str, Samples], under: str = "instant") -> list[Ratio]:
-    """Each kind beside the instant one; nothing if that was not asked for."""
+def ratios(found: Mapping[str, BurstSamples], under: str = "instant") -> list[BurstRatio]:
+    """Each kind compared with the kind `under`; nothing if that was not measured."""
     if under not in found:
         return []
     base = found[under]
     return [
-        Ratio(
+        BurstRatio(
             name,
             under,
             ratio(one.provisioning, base.provisioning, fmean),

@@ -1,10 +1,9 @@
-"""How long from `sbatch` to the script's first instruction: clones, full boots and bare metal, in one run.
+"""The time from `sbatch` to the script's first instruction: clones, full boots and bare metal, in one run.
 
-All kinds go whole through Slurm, submission to end, one job at a time, in an order shuffled by a seed and
-after a random gap of 0 to 1 s: Slurm's loop has a beat of one second, and no kind may always meet the same
-part of it. The script's first instruction connects to a listener of this process, so both moments are
-taken on one clock. The job then waits for its release, and in that moment its VM's CPU time and memory are
-measured: what it took to get there, with nothing of a workload in it.
+Every job goes through Slurm from submission to end, one at a time. The order is shuffled by a seed, and a random gap of
+0 to 1 s precedes each job, because slurmctld's loop runs once a second and no kind may always meet the same part of it.
+The script's first instruction connects to a listener of this process, so one clock measures both moments. The job then
+waits until it is released; meanwhile the CPU time and memory of its VM are measured, which contain no workload yet.
 """
 
 from __future__ import annotations
@@ -15,14 +14,17 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from multiverse.api import StatusView, TimelineView, VmView, decode
 from multiverse.bench.stats import Estimate, Summary, excess, percentile, ratio, summary
 from multiverse.client import Client
 from multiverse.core.errors import Broken
-from multiverse.lab.session import Session
+from multiverse.lab.session import LabSession
 
 JOB_LIMIT = 300.0
+"""Seconds within which a job must start, and within which it must be reclaimed after its end."""
+
+LOG_HINT = "see the lab's log/controller.log"
 
 SCRIPT = """#!/bin/bash
 exec 3<>/dev/tcp/{host}/{port}
@@ -32,8 +34,8 @@ read -r _ <&3
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """A way to start a job, as options of sbatch. `vm` False: it runs on the machine itself."""
+class JobKind:
+    """A way to start a job, as options of sbatch. With `vm` False the job runs on bare metal."""
 
     name: str
     options: tuple[str, ...]
@@ -41,7 +43,8 @@ class Kind:
 
 
 WARM = "warm"
-"""The default image again, under a name of its own: its VMs are kept in pools, those of the others are made anew."""
+"""The name of a second copy of the default image, for which there are warm pools. The VMs of all other images are
+created for their jobs."""
 
 POOLS = f"""\
 [[pool]]
@@ -58,19 +61,19 @@ memory = 150
 """
 
 KINDS = (
-    Kind("instant", ("--constraint=slim&instant",)),
-    Kind("parked", (f"--constraint={WARM}&instant", "--mem=160")),  # more than the joined one has
-    Kind("joined", (f"--constraint={WARM}&instant", "--mem=150")),
-    Kind("plugged", ("--constraint=slim&instant", "--cpus-per-task=2", "--mem=1G")),
-    Kind("full_same", ("--constraint=slim&full",)),
-    Kind("full_stock", ("--constraint=stock&full",)),
-    Kind("bare_metal", ("--partition=bare",), vm=False),
+    JobKind("instant", ("--constraint=slim&instant",)),
+    JobKind("parked", (f"--constraint={WARM}&instant", "--mem=160")),  # more than the joined one has
+    JobKind("joined", (f"--constraint={WARM}&instant", "--mem=150")),
+    JobKind("plugged", ("--constraint=slim&instant", "--cpus-per-task=2", "--mem=1G")),
+    JobKind("full_same", ("--constraint=slim&full",)),
+    JobKind("full_stock", ("--constraint=stock&full",)),
+    JobKind("bare_metal", ("--partition=bare",), vm=False),
 )
 
 
 @dataclass
-class Samples:
-    """What was measured of one kind, a value for each job. Seconds and MiB."""
+class LatencySamples:
+    """The samples of one kind, one value for each job, in seconds and MiB."""
 
     submit_to_start: list[float] = field(default_factory=list)
     first_byte: list[float] = field(default_factory=list)
@@ -82,33 +85,34 @@ class Samples:
 
 
 Progress = Callable[[str, int, int, float], None]
-"""Called after each job with its kind, how many are done, of how many, and its seconds."""
+"""Called after each job with its kind, the number of jobs done, the number of all jobs, and the job's seconds."""
 
 BareCost = Callable[[str], tuple[float, float, float] | None]
-"""CPU seconds, unique and proportional MiB of what runs a job on the machine itself; None if not found."""
+"""CPU seconds, unique MiB and proportional MiB of a job's processes on bare metal; None if there are none."""
 
 
-class Listener:
-    """Where scripts report their first instruction. Guests and this machine reach it on the bridge."""
+class StartListener:
+    """The listener to which a script reports its first instruction. Guests and this machine reach it on the bridge."""
 
     def __init__(self, host: str) -> None:
         self._socket = socket.create_server((host, 0))
         self.host, self.port = host, self._socket.getsockname()[1]
 
-    def __enter__(self) -> Listener:
+    def __enter__(self) -> StartListener:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._socket.close()
 
     def wait(self, job: str, timeout: float, alive: Callable[[], bool]) -> tuple[float, socket.socket]:
-        """When the job's script said its first word, and the connection that holds it. Words of other jobs
-        are let go. `Broken` if it does not come in time, or nothing is `alive` any more that could start it."""
+        """The monotonic time of the job's report, and the connection on which the job waits. Reports of other jobs are
+        ignored. Raises `Broken` if the report does not come in time, or once `alive()` is false, because then nothing
+        can start the job any more."""
         deadline = time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
             if not select.select([self._socket], [], [], min(left, 1.0))[0]:
                 if not alive():
-                    raise Broken(f"the lab went down while job {job} was awaited")
+                    raise Broken(f"the lab went down before job {job} started", hint=LOG_HINT)
                 continue
             arrived = time.monotonic()
             connection, _ = self._socket.accept()
@@ -117,33 +121,43 @@ class Listener:
             if word == job:
                 return arrived, connection
             connection.close()
-        raise Broken(f"job {job} did not start within {timeout:g} s", hint="see the lab's log/controller.log")
+        raise Broken(f"job {job} did not start within {timeout:g} s", hint=LOG_HINT)
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyPlan:
+    """`jobs` of each kind. `seed` determines their order and the gaps between them."""
+
+    jobs: int
+    seed: int
+    kinds: Sequence[JobKind]
 
 
 def run(
-    lab: Session,
-    client: Client,
-    jobs: int,
-    seed: int,
-    kinds: Sequence[Kind],
-    bare_cost: BareCost,
-    progress: Progress,
-) -> dict[str, Samples]:
-    """`jobs` of each kind; their samples by the kind's name."""
-    chance = random.Random(seed)
-    order = [kind for kind in kinds for _ in range(jobs)]
+    lab: LabSession, client: Client, plan: LatencyPlan, bare_cost: BareCost, progress: Progress
+) -> dict[str, LatencySamples]:
+    """Measure the jobs of the plan. Returns the samples by the kind's name."""
+    chance = random.Random(plan.seed)
+    order = [kind for kind in plan.kinds for _ in range(plan.jobs)]
     chance.shuffle(order)
-    found = {kind.name: Samples() for kind in kinds}
-    with Listener(lab.settings.network.gateway) as listener:
+    found = {kind.name: LatencySamples() for kind in plan.kinds}
+    with StartListener(lab.settings.network.gateway) as listener:
         for number, kind in enumerate(order, 1):
             _until_pools_are_full(client)
             time.sleep(chance.random())
-            took = _one(lab, client, listener, kind, found[kind.name], bare_cost)
+            took = _run_job(lab, client, listener, kind, found[kind.name], bare_cost)
             progress(kind.name, number, len(order), took)
     return found
 
 
-def _one(lab: Session, client: Client, listener: Listener, kind: Kind, samples: Samples, bare_cost: BareCost) -> float:
+def _run_job(
+    lab: LabSession,
+    client: Client,
+    listener: StartListener,
+    kind: JobKind,
+    samples: LatencySamples,
+    bare_cost: BareCost,
+) -> float:
     script = SCRIPT.format(host=listener.host, port=listener.port)
     began = time.monotonic()
     job = lab.submit(script, "--output=/dev/null", *kind.options)
@@ -156,71 +170,73 @@ def _one(lab: Session, client: Client, listener: Listener, kind: Kind, samples: 
                 values.append(value)
         connection.sendall(b"go\n")
     if kind.vm:
-        _stages(samples, _until_over(client, job))
+        add_timeline(samples, _until_reclaimed(client, job))
     else:
         _until_ended(lab, job)
     return arrived - began
 
 
 def _vm_cost(client: Client, job: str) -> tuple[float, float, float] | None:
-    for vm in client.vms(exact=True):
-        if vm["job_id"] == job and vm["private"]:
-            return vm["cpu_s"], vm["private"], vm["pss"]
+    """CPU seconds, unique MiB and proportional MiB of the job's VM; None if there is none."""
+    for vm in decode(list[VmView], client.vms(exact=True)):
+        if vm.job_id == job and vm.private:
+            return vm.cpu_s, vm.private, vm.pss
     return None
 
 
-def _until_over(client: Client, job: str) -> dict[str, Any]:
-    """The job's timeline once nothing is left of its VM: the next job must not pay for this one's end."""
+def _until_reclaimed(client: Client, job: str) -> TimelineView:
+    """Wait until nothing is left of the job's VM, so that the next job is not measured during this reclaim. Returns the
+    timeline of the job's last attempt."""
     deadline = time.monotonic() + JOB_LIMIT
     while time.monotonic() < deadline:
-        one = client.timeline(job)[-1]
-        if one["state"] == "done":
+        one = decode(list[TimelineView], client.timeline(job))[-1]
+        if one.state == "done":
             return one
         time.sleep(0.05)
-    raise Broken(f"job {job} was not reclaimed within {JOB_LIMIT:g} s", hint="see the lab's log/controller.log")
+    raise Broken(f"job {job} was not reclaimed within {JOB_LIMIT:g} s", hint=LOG_HINT)
 
 
 def _until_pools_are_full(client: Client) -> None:
-    """Nor must it pay for what is made for those after it."""
+    """Wait until the pools are full, so that no job is measured while spares are created."""
     deadline = time.monotonic() + JOB_LIMIT
-    while any(pool["ready"] < pool["wanted"] for pool in client.status()["pools"]):
+    while any(pool.ready < pool.wanted for pool in decode(StatusView, client.status()).pools):
         if time.monotonic() > deadline:
-            raise Broken(f"the pools were not full within {JOB_LIMIT:g} s", hint="see the lab's log/controller.log")
+            raise Broken(f"the pools were not full within {JOB_LIMIT:g} s", hint=LOG_HINT)
         time.sleep(0.05)
 
 
-def _until_ended(lab: Session, job: str) -> None:
+def _until_ended(lab: LabSession, job: str) -> None:
     deadline = time.monotonic() + JOB_LIMIT
     while time.monotonic() < deadline:
         if not lab.run("squeue", "-h", "-j", job, "-t", "PD,R,CG").stdout.strip():
             return
         time.sleep(0.05)
-    raise Broken(f"job {job} did not end within {JOB_LIMIT:g} s")
+    raise Broken(f"job {job} did not end within {JOB_LIMIT:g} s", hint="see the lab's log/slurmctld.log")
 
 
-def _stages(samples: Samples, one: dict[str, Any]) -> None:
-    """Phases and stages of one attempt. From the clone's start to the agent's first byte is counted over
-    the effects' own stages; to the idle node, between the commits of the claim and of the registration."""
+def add_timeline(samples: LatencySamples, one: TimelineView) -> None:
+    """Add the phases and stages of one attempt. The time to the guest agent's first byte is the sum of the effects'
+    stages up to it; the time to the idle node is that between the commits of the claim and of the registration."""
     first = 0.0
     counting = True
-    for phase in one["phases"]:
-        if phase["name"] in ("queued", "clone", "join", "launch", "reclaim"):
-            samples.stages.setdefault(phase["name"], []).append(phase["seconds"])
-        for name, seconds in phase["stages"]:
-            samples.stages.setdefault(f"{phase['name']}.{name}", []).append(seconds)
+    for phase in one.phases:
+        if phase.name != "run":
+            samples.stages.setdefault(phase.name, []).append(phase.seconds)
+        for name, seconds in phase.stages:
+            samples.stages.setdefault(f"{phase.name}.{name}", []).append(seconds)
             first += seconds if counting else 0.0
             counting = counting and name != "first_byte"
     if not counting:
         samples.first_byte.append(first)
-    ready = [phase["seconds"] for phase in one["phases"] if phase["name"] in ("clone", "join")]
+    ready = [phase.seconds for phase in one.phases if phase.name in ("clone", "join")]
     if len(ready) == 2:
         samples.node_idle.append(sum(ready))
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """One kind's figures, as `--json` prints them. `stages` (seconds, in the order of their happening), `cpu_s`,
-    `uss_mib` and `pss_mib` are medians; None where a kind has no such thing."""
+class LatencyResult:
+    """The figures of one kind, as `--json` prints them. `stages` (in seconds and in their order), `cpu_s`, `uss_mib`
+    and `pss_mib` are medians; a figure that a kind does not have is None."""
 
     submit_to_start: Summary | None
     first_byte: Summary | None
@@ -231,8 +247,8 @@ class Result:
     pss_mib: float | None
 
 
-def result(samples: Samples) -> Result:
-    return Result(
+def result(samples: LatencySamples) -> LatencyResult:
+    return LatencyResult(
         submit_to_start=summary(samples.submit_to_start),
         first_byte=summary(samples.first_byte),
         node_idle=summary(samples.node_idle),
@@ -243,9 +259,9 @@ def result(samples: Samples) -> Result:
     )
 
 
-def plugging(found: Mapping[str, Samples]) -> dict[str, Estimate | None]:
-    """What it adds to plug a second CPU and memory into a clone, in seconds: to the stage of that name, up to the
-    agent's first byte, up to an idle node. Nothing unless both were measured."""
+def plugging(found: Mapping[str, LatencySamples]) -> dict[str, Estimate | None]:
+    """The seconds that plugging a second CPU and memory into a clone adds: to the stage `plug`, to the time to the
+    guest agent's first byte, and to the time to the idle node. Empty unless both kinds were measured."""
     if "plugged" not in found or "instant" not in found:
         return {}
     more, less = found["plugged"], found["instant"]
@@ -257,21 +273,22 @@ def plugging(found: Mapping[str, Samples]) -> dict[str, Estimate | None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
-    """How a kind's median from submission to start compares with that of bare metal: times as long, seconds more."""
+class BareMetalComparison:
+    """A kind's median from submission to start compared with that of bare metal: their ratio, and their difference in
+    seconds."""
 
     kind: str
     ratio: Estimate | None
     excess: Estimate | None
 
 
-def beside(found: Mapping[str, Samples], base: str = "bare_metal") -> list[Beside]:
-    """Each kind beside the machine itself; nothing unless that was measured."""
+def beside_bare_metal(found: Mapping[str, LatencySamples], base: str = "bare_metal") -> list[BareMetalComparison]:
+    """Each kind compared with the kind `base`; empty unless that was measured."""
     if base not in found:
         return []
     less = found[base].submit_to_start
     return [
-        Beside(name, ratio(one.submit_to_start, less), excess(one.submit_to_start, less))
+        BareMetalComparison(name, ratio(one.submit_to_start, less), excess(one.submit_to_start, less))
         for name, one in found.items()
         if name != base
     ]

@@ -1,4 +1,4 @@
-"""Summaries of samples, and comparisons of two: each with an interval by the bootstrap, 95 % wide, 1,000 resamples."""
+"""Summaries of samples and comparisons of two sets, each with a 95 % interval by the bootstrap (1,000 resamples)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def median(samples: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Of `n` samples, in their own unit. `low` and `high` bound the median with 95 % confidence."""
+    """A summary of `n` samples, in their unit. `low` and `high` bound the median with 95 % confidence."""
 
     n: int
     mean: float
@@ -38,7 +38,7 @@ class Summary:
 
 
 def summary(samples: Sequence[float], seed: int = 1) -> Summary | None:
-    """A summary, or None of nothing. The interval is the percentile bootstrap of the median."""
+    """The summary; None without samples. The interval is the percentile bootstrap of the median."""
     if not samples:
         return None
     chance = random.Random(seed)
@@ -56,7 +56,7 @@ def summary(samples: Sequence[float], seed: int = 1) -> Summary | None:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure made of two sets of samples, and its bounds with 95 % confidence."""
+    """A figure computed from two sets of samples, with its 95 % bounds."""
 
     value: float
     low: float
@@ -67,12 +67,13 @@ Figure = Callable[[Sequence[float]], float]
 
 
 def ratio(over: Sequence[float], under: Sequence[float], of: Figure = median, seed: int = 1) -> Estimate | None:
-    """How many times `over` is `under`, by their medians, or means; None unless there is something of both."""
+    """The median of `over` divided by that of `under` (or another figure, given as `of`); None unless both have
+    samples."""
     return _compared(over, under, lambda a, b: of(a) / of(b), seed)
 
 
 def excess(more: Sequence[float], less: Sequence[float], seed: int = 1) -> Estimate | None:
-    """By how much the median of `more` exceeds that of `less`; None unless there is something of both."""
+    """The median of `more` minus that of `less`; None unless both have samples."""
     return _compared(more, less, lambda a, b: median(a) - median(b), seed)
 
 
@@ -82,7 +83,7 @@ def _compared(
     figure: Callable[[Sequence[float], Sequence[float]], float],
     seed: int,
 ) -> Estimate | None:
-    """Both are drawn again, each from its own."""
+    """Both sets are resampled independently of each other."""
     if not one or not other:
         return None
     chance = random.Random(seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from multiverse.bench import baremetal, latency
+from multiverse.bench.latency import LatencyPlan
 from multiverse.bench.stats import Estimate, Summary
 from multiverse.cli import render
 from multiverse.cli.render import console
@@ -21,8 +22,8 @@ from multiverse.images.catalog import Flavour
 from multiverse.lab.baremetal import baremetal as bare_slurmd
 from multiverse.lab.layout import layout
 from multiverse.lab.lifecycle import Progress
-from multiverse.lab.plan import Wishes
-from multiverse.lab.session import Session, session
+from multiverse.lab.plan import LabOptions
+from multiverse.lab.session import LabSession, session
 
 app = typer.Typer(help="Measurements, with their baseline in the same run.", no_args_is_help=True)
 
@@ -42,32 +43,35 @@ def latency_(
     json: Json = False,
 ) -> None:
     """From `sbatch` to the script's first instruction: instant clones, full boots, bare metal."""
-    chosen = kinds_of(kinds, latency.KINDS)
-    build_images(chosen, images, json)
-    found = asyncio.run(_latency(directory, images, jobs, seed, chosen, json))
+    plan = LatencyPlan(jobs, seed, kinds_of(kinds, latency.KINDS))
+    build_images(plan.kinds, images, json)
+    found = asyncio.run(_latency(directory, images, plan, json))
     if json:
         render.as_json(found)
     else:
         _print(found)
 
 
-def build_images(kinds: Sequence[latency.Kind], images: Path, silent: bool) -> None:
-    """Those that these kinds ask for, unless they are there."""
+def build_images(kinds: Sequence[latency.JobKind], images: Path, silent: bool) -> None:
+    """Build the images that these kinds ask for, unless they are there."""
     flavours: dict[str, Flavour] = {"slim": "slim", "stock": "stock", latency.WARM: "slim"}
+
+    def progress(line: str) -> None:
+        if not silent:
+            console.print(f"  {line}", style="dim")
+
     for name, flavour in flavours.items():
-        if asked_for(name, kinds):
-            build_image(
-                name, flavour, images, progress=lambda line: None if silent else console.print(f"  {line}", style="dim")
-            )
+        if uses_image(name, kinds):
+            build_image(name, flavour, images, progress=progress)
 
 
-def asked_for(name: str, kinds: Sequence[latency.Kind]) -> bool:
-    """Whether some of the kinds are of this image."""
+def uses_image(name: str, kinds: Sequence[latency.JobKind]) -> bool:
+    """Whether any of the kinds asks for this image."""
     return any(f"{name}&" in option for kind in kinds for option in kind.options)
 
 
-def part(silent: bool) -> Progress:
-    """Tells of the lab's parts as they come up."""
+def lab_progress(silent: bool) -> Progress:
+    """Prints a line for each service of the lab that has started."""
 
     def say(name: str, word: str, seconds: float) -> None:
         if not silent:
@@ -76,8 +80,24 @@ def part(silent: bool) -> Progress:
     return say
 
 
-def kinds_of(kinds: str, among: Sequence[latency.Kind]) -> list[latency.Kind]:
-    """By their names, with commas between. `Refused` names those that there are."""
+def job_progress(silent: bool) -> Callable[[str, int, int, float], None]:
+    """Prints a line for each job, or batch of jobs, that has been measured."""
+
+    def say(kind: str, number: int, of: int, seconds: float) -> None:
+        if not silent:
+            console.print(f"  {number:>4} of {of}  {kind:<12}{render.duration(seconds):>9}", markup=False)
+
+    return say
+
+
+def host_figures(client: Client) -> dict[str, Any]:
+    """What every result says about the lab's only host."""
+    host = client.hosts()[0]
+    return {name: host[name] for name in ("accelerator", "machine", "declared")}
+
+
+def kinds_of(kinds: str, among: Sequence[latency.JobKind]) -> list[latency.JobKind]:
+    """The kinds with these names, which are separated by commas. Raises `Refused` for a name that there is not."""
     known = {kind.name: kind for kind in among}
     names = [name.strip() for name in kinds.split(",") if name.strip()]
     if wrong := [name for name in names if name not in known]:
@@ -85,37 +105,29 @@ def kinds_of(kinds: str, among: Sequence[latency.Kind]) -> list[latency.Kind]:
     return [known[name] for name in names]
 
 
-async def _latency(
-    directory: Path, images: Path, jobs: int, seed: int, kinds: Sequence[latency.Kind], json: bool
-) -> dict[str, Any]:
-    def progress(kind: str, number: int, of: int, seconds: float) -> None:
-        if not json:
-            console.print(f"  {number:>4} of {of}  {kind:<12}{render.duration(seconds):>9}", markup=False)
-
-    site = latency.POOLS if asked_for(latency.WARM, kinds) else ""
-    wishes = Wishes(cores=8, memory=16384, image="slim", images=images, settings={})
-    async with session(layout(directory), wishes, part(json), site) as lab, bare_slurmd(lab.lab):
+async def _latency(directory: Path, images: Path, plan: LatencyPlan, json: bool) -> dict[str, Any]:
+    site = latency.POOLS if uses_image(latency.WARM, plan.kinds) else ""
+    options = LabOptions(cores=8, memory=16384, image="slim", images=images, settings={})
+    async with session(layout(directory), options, lab_progress(json), site) as lab, bare_slurmd(lab.lab):
         with Client(lab.settings.socket) as client:
-            await asyncio.to_thread(_warm, lab, client, kinds)
-            samples = await asyncio.to_thread(latency.run, lab, client, jobs, seed, kinds, baremetal.cost, progress)
-            host = client.hosts()[0]
+            await asyncio.to_thread(_warm_up, lab, client, plan.kinds)
+            samples = await asyncio.to_thread(latency.run, lab, client, plan, baremetal.cost, job_progress(json))
+            host = host_figures(client)
     return {
-        "jobs": jobs,
-        "seed": seed,
-        "accelerator": host["accelerator"],
-        "machine": host["machine"],
-        "declared": host["declared"],
+        "jobs": plan.jobs,
+        "seed": plan.seed,
+        **host,
         "note": "every kind goes through Slurm from submission to end; cpu_s and memory are taken at the script's "
         "first instruction",
         "kinds": {name: asdict(latency.result(one)) for name, one in samples.items()},
-        "beside": [asdict(one) for one in latency.beside(samples)],
+        "beside": [asdict(one) for one in latency.beside_bare_metal(samples)],
         "plugging": {name: one and asdict(one) for name, one in latency.plugging(samples).items()},
     }
 
 
-def _warm(lab: Session, client: Client, kinds: Sequence[latency.Kind]) -> None:
-    """One job of each kind that is not counted: the template is made, and the page cache is warm for all."""
-    latency.run(lab, client, 1, 0, kinds, lambda job: None, lambda *_: None)
+def _warm_up(lab: LabSession, client: Client, kinds: Sequence[latency.JobKind]) -> None:
+    """Run one job of each kind that is not counted, to build the template and to fill the page cache."""
+    latency.run(lab, client, LatencyPlan(1, 0, kinds), lambda job: None, lambda *_: None)
 
 
 def _print(found: dict[str, Any]) -> None:
@@ -149,11 +161,11 @@ def _print(found: dict[str, Any]) -> None:
             stages = " · ".join(f"{stage} {seconds * 1000:.0f}" for stage, seconds in one["stages"].items())
             console.print(f"  ms: {stages}", style="dim", markup=False)
     if adds := {name: Estimate(**one) for name, one in found["plugging"].items() if one}:
-        told = ", ".join(
+        text = ", ".join(
             f"{name} {one.value * 1000:+.0f} ms ({one.low * 1000:+.0f} to {one.high * 1000:+.0f})"
             for name, one in adds.items()
         )
-        console.print(f"plugging a CPU and memory adds, medians with 95 %: {told}", markup=False)
+        console.print(f"plugging a CPU and memory adds, medians with 95 %: {text}", markup=False)
     if found["beside"]:
         base = found["kinds"]["bare_metal"]["submit_to_start"]["p50"]
         console.print(f"beside bare metal's {base:.2f} s, medians with 95 %:", markup=False)

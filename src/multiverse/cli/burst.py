@@ -1,9 +1,9 @@
-"""`multiverse bench burst`: many jobs at once, or one each few seconds, of every kind of clone."""
+"""`multiverse bench burst`: many jobs at once, or one every few seconds, of every kind of clone."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,18 +11,30 @@ from typing import Annotated, Any
 import typer
 
 from multiverse.bench import burst as bursts
-from multiverse.bench.latency import Kind
+from multiverse.bench.burst import BurstPlan
 from multiverse.bench.stats import Estimate, Summary
 from multiverse.cli import render
-from multiverse.cli.bench import DIRECTORY, IMAGES, Dir, Images, Json, build_images, kinds_of, part
+from multiverse.cli.bench import (
+    DIRECTORY,
+    IMAGES,
+    Dir,
+    Images,
+    Json,
+    build_images,
+    host_figures,
+    job_progress,
+    kinds_of,
+    lab_progress,
+)
 from multiverse.cli.render import console
 from multiverse.client import Client
 from multiverse.lab.layout import layout
-from multiverse.lab.plan import Wishes
+from multiverse.lab.plan import LabOptions
 from multiverse.lab.session import session
 
 ALL = ",".join(kind.name for kind in bursts.KINDS)
-PATIENT = 900.0  # seconds for a node to register: on few CPUs full boots at once are slow, and that is to be measured
+SPAWN_TIMEOUT = 900.0
+"""Seconds for a node to register. Many full boots at once are slow on few CPUs; they are measured, not given up."""
 
 
 def burst(
@@ -37,41 +49,34 @@ def burst(
     json: Json = False,
 ) -> None:
     """Provisioning and first instruction of many jobs, and how many times faster instant clones are than full ones."""
-    chosen = kinds_of(kinds, bursts.KINDS)
-    build_images(chosen, images, json)
-    found = asyncio.run(_burst(directory, images, jobs, every, chosen, provisioning, json))
+    plan = BurstPlan(jobs, every, kinds_of(kinds, bursts.KINDS))
+    build_images(plan.kinds, images, json)
+    found = asyncio.run(_burst(directory, images, plan, provisioning, json))
     if json:
         render.as_json(found)
     else:
         _print(found)
 
 
-async def _burst(
-    directory: Path, images: Path, jobs: int, every: float | None, kinds: Sequence[Kind], provisioning: int, json: bool
-) -> dict[str, Any]:
-    def progress(kind: str, number: int, of: int, seconds: float) -> None:
-        if not json:
-            console.print(f"  {number:>4} of {of}  {kind:<12}{render.duration(seconds):>9}", markup=False)
-
-    pacing = {"provisioning": provisioning, "spawn_timeout": PATIENT}
-    wishes = Wishes(max(8, min(jobs, 50)), 16384, image="slim", images=images, settings={"pacing": pacing})
-    async with session(layout(directory), wishes, part(json)) as lab:
+async def _burst(directory: Path, images: Path, plan: BurstPlan, provisioning: int, json: bool) -> dict[str, Any]:
+    pacing = {"provisioning": provisioning, "spawn_timeout": SPAWN_TIMEOUT}
+    options = LabOptions(max(8, min(plan.jobs, 50)), 16384, image="slim", images=images, settings={"pacing": pacing})
+    async with session(layout(directory), options, lab_progress(json)) as lab:
         with Client(lab.settings.socket) as client:
-            # The template is made, and the page cache is warm for all.
-            await asyncio.to_thread(bursts.run, lab, client, 1, None, kinds, lambda *_: None)
-            samples = await asyncio.to_thread(bursts.run, lab, client, jobs, every, kinds, progress)
-            host = client.hosts()[0]
+            # One job of each kind that is not counted builds the template and fills the page cache.
+            warm_up = BurstPlan(1, None, plan.kinds)
+            await asyncio.to_thread(bursts.run, lab, client, warm_up, lambda *_: None)
+            samples = await asyncio.to_thread(bursts.run, lab, client, plan, job_progress(json))
+            host = host_figures(client)
     return {
-        "jobs": jobs,
-        "every": every,
+        "jobs": plan.jobs,
+        "every": plan.every,
         "provisioning_at_once": provisioning,
-        "accelerator": host["accelerator"],
-        "machine": host["machine"],
-        "declared": host["declared"],
+        **host,
         "note": "provisioning is from the claim to a node that can run the job; a burst is one array",
         "kinds": {name: asdict(bursts.result(one)) for name, one in samples.items()},
         "ratios": [asdict(one) for one in bursts.ratios(samples)],
-        "paper": bursts.PAPER["burst" if every is None else "steady"],
+        "paper": bursts.PAPER["burst" if plan.every is None else "steady"],
     }
 
 
@@ -106,9 +111,10 @@ def _print(found: Mapping[str, Any]) -> None:
         stages = " · ".join(f"{stage} {seconds * 1000:.0f}" for stage, seconds in one["stages"].items())
         console.print(f"{name}, ms: {stages}", style="dim", markup=False)
     for one in found["ratios"]:
+        means, medians, starts = (_ratio(one[name]) for name in ("means", "medians", "submit_to_start"))
         console.print(
-            f"{one['over']} ÷ {one['under']}: provisioning {times(one['means'])} of means, {times(one['medians'])} of "
-            f"medians; submit → start {times(one['submit_to_start'])} of means",
+            f"{one['over']} ÷ {one['under']}: provisioning {means} of means, {medians} of medians; "
+            f"submit → start {starts} of means",
             markup=False,
         )
     paper = found["paper"]
@@ -119,6 +125,6 @@ def _print(found: Mapping[str, Any]) -> None:
     )
 
 
-def times(found: Mapping[str, float]) -> str:
-    one = Estimate(**found)
+def _ratio(estimate: Mapping[str, float]) -> str:
+    one = Estimate(**estimate)
     return f"{one.value:.1f}× ({one.low:.1f}–{one.high:.1f})"

@@ -20,7 +20,7 @@ def daemon(
     ),
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
 ) -> None:
-    """Run the controller in the foreground; SIGTERM ends it and leaves VMs and jobs as they are."""
+    """Run the controller in the foreground. SIGTERM ends it and leaves VMs and jobs as they are."""
     settings = load(config)
     structlog.configure(
         processors=[
@@ -33,6 +33,6 @@ def daemon(
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
-    from multiverse.service.daemon import serve  # its parts take a while to load, and only this verb needs them
+    from multiverse.service.daemon import serve  # imported late: it loads slowly, and only this command needs it
 
     asyncio.run(serve(settings))

@@ -1,4 +1,4 @@
-"""`multiverse demo`: real jobs in VMs of their own, from nothing and leaving nothing running."""
+"""`multiverse demo`: builds an image, starts a lab, runs real jobs in VMs, and ends everything."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, TypeVar
 
 import typer
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from multiverse.api import HostView, JobView, SizeView, TemplateView, TimelineView, decode
 from multiverse.cli import render
 from multiverse.cli.render import console, duration
 from multiverse.client import Client
@@ -25,14 +26,25 @@ from multiverse.core.errors import Broken, MultiverseError, Refused
 from multiverse.images.build import build as build_image
 from multiverse.lab.layout import layout
 from multiverse.lab.lifecycle import Progress
-from multiverse.lab.parts import PARTS
-from multiverse.lab.plan import Wishes
-from multiverse.lab.session import Session, session
+from multiverse.lab.plan import LabOptions
+from multiverse.lab.services import SERVICES
+from multiverse.lab.session import LabSession, session
+
+T = TypeVar("T")
 
 IMAGE = "hpc"
 LIMIT = 600.0
-ATTEMPTS = 3  # a job that was requeued so often would be so for ever
-LOG = "see log/controller.log in the lab's directory"
+"""Seconds for the template, and for all jobs together."""
+
+REQUEUE_LIMIT = 3
+"""The number of times that a job may be requeued before the demonstration fails."""
+
+ACCOUNTING_LIMIT = 30.0
+"""Seconds after which Slurm's accounting must know the end of every job."""
+
+LOG_HINT = "see log/controller.log in the lab's directory"
+NO_JOB = "–"
+"""Shown instead of a job id where sbatch refused the job."""
 
 HELLO = """#!/bin/sh
 echo "hello from $(hostname): $(nproc) CPU, $(awk '/MemTotal/{print int($2/1024)}' /proc/meminfo) MiB, as $(id -un)"
@@ -42,7 +54,7 @@ ARRAY = """#!/bin/sh
 echo "task $SLURM_ARRAY_TASK_ID of $SLURM_ARRAY_TASK_COUNT ran on $(hostname)"
 """
 
-# HPCC's input, in its own order of lines: one small HPL problem and one process grid of 1 × 2.
+# The input of HPCC, in the order of lines that it expects: one small HPL problem on a process grid of 1 × 2.
 HPCC_INPUT = """HPLinpack benchmark input file
 Multiverse demo
 HPL.out      output file name (if any)
@@ -90,16 +102,17 @@ mpirun hpcc
 
 
 @dataclass
-class Row:
-    """One line of the demonstration: a job, or an array's task, and how it came out."""
+class DemoJob:
+    """One line of the demonstration: a job or a task of an array. `expected` is Slurm's word for how it must end,
+    `refusal` what sbatch said if it refused the job."""
 
     what: str
     job: str
-    expected: str  # Slurm's word for how it must end
+    expected: str
     state: str = "submitted"
     vm: str = ""
     note: str = ""
-    said: str = ""
+    refusal: str = ""
 
     @property
     def over(self) -> bool:
@@ -114,7 +127,7 @@ def demo(
 ) -> None:
     """Build the image, start a lab, run real jobs in VMs, show where their time went, leave nothing running.
 
-    Ctrl-C ends everything as well. What is left of one that was killed: multiverse lab down --dir DIR.
+    Ctrl-C ends everything as well. If the demonstration was killed, end the rest by: multiverse lab down --dir DIR.
     """
     if os.geteuid() != 0:
         raise Refused("the demonstration needs root: it makes links and starts daemons", hint="sudo make demo")
@@ -125,9 +138,9 @@ def demo(
     asyncio.run(_demo(directory, images))
 
 
-def _parts(say: Callable[[str], None]) -> Progress:
-    """A line for each part of the lab, and the word that the next one is being started."""
-    names = ["bridge", *(part.name for part in PARTS)]
+def _lab_progress(say: Callable[[str], None]) -> Progress:
+    """Prints a line for each service of the lab that has started, and shows which one is starting."""
+    names = ["bridge", *(service.name for service in SERVICES)]
     following = dict(pairwise(names))
 
     def progress(name: str, word: str, seconds: float) -> None:
@@ -139,11 +152,11 @@ def _parts(say: Callable[[str], None]) -> Progress:
 
 
 async def _demo(directory: Path, images: Path) -> None:
-    wishes = Wishes(cores=8, memory=16384, image=IMAGE, images=images)
+    options = LabOptions(cores=8, memory=16384, image=IMAGE, images=images)
     stack = AsyncExitStack()
     try:
         with render.step("lab, a whole cluster on this machine") as say:
-            lab = await stack.enter_async_context(session(layout(directory), wishes, _parts(say)))
+            lab = await stack.enter_async_context(session(layout(directory), options, _lab_progress(say)))
         with Client(lab.settings.socket) as client:
             await _template(client)
             rows = await _run(lab, client)
@@ -156,56 +169,61 @@ async def _demo(directory: Path, images: Path) -> None:
 
 
 async def _template(client: Client) -> None:
-    """The parent of all: it would be made for the first job, but here the wait is to be seen for what it is."""
+    """Build the template. It would be built for the first job too; here its time is shown apart from the job's."""
     deadline = time.monotonic() + LIMIT
-    host = (await _eventually(deadline, lambda: client.hosts() or None))[0]
-    machine = host["machine"] or {}
-    with render.step(f"template ({host['accelerator']}): boot it, freeze it at its fork point"):
-        client.template("build", IMAGE, host["name"])
-        row = await _eventually(
-            deadline, lambda: next((t for t in client.templates() if t["state"] in ("ready", "broken")), None)
-        )
-    if row["state"] == "broken":
-        raise Broken(f"the template is broken: {row['reason']}")
-    declared = host["declared"]
+    (host, *_) = await _eventually(deadline, lambda: decode(list[HostView], client.hosts()) or None)
+    with render.step(f"template ({host.accelerator}): boot it, freeze it at its fork point"):
+        client.template("build", IMAGE, host.name)
+        template = await _eventually(deadline, lambda: _built(client))
+    if template.state == "broken":
+        raise Broken(f"the template is broken: {template.reason}", hint=LOG_HINT)
+    machine = host.machine or SizeView(0, 0, 0)
     console.print(
-        f"  declared for VMs: {declared['cpus']} cores, {render.memory(declared['memory'])}; "
-        f"this machine has {machine.get('cpus')}, {render.memory(machine.get('memory', 0))}",
+        f"  declared for VMs: {host.declared.cpus} cores, {render.memory(host.declared.memory)}; "
+        f"this machine has {machine.cpus}, {render.memory(machine.memory)}",
         style="dim",
     )
 
 
-async def _eventually(deadline: float, ask: Any) -> Any:
+def _built(client: Client) -> TemplateView | None:
+    found = decode(list[TemplateView], client.templates())
+    return next((one for one in found if one.state in ("ready", "broken")), None)
+
+
+async def _eventually(deadline: float, ask: Callable[[], T | None]) -> T:
+    """The first answer that is not None. Raises `Broken` at the deadline."""
     while time.monotonic() < deadline:
         answer = ask()
         if answer is not None:
             return answer
         await asyncio.sleep(0.05)
-    raise Broken("the controller did not get that far in time", hint=LOG)
+    raise Broken(f"the template was not built within {LIMIT:g} s", hint=LOG_HINT)
 
 
-async def _run(lab: Session, client: Client) -> list[Row]:
-    """Submit the jobs and follow them to their ends."""
-    rows = [Row("hello", lab.submit(HELLO, "--job-name=hello", "--output=hello.out"), "COMPLETED")]
+async def _run(lab: LabSession, client: Client) -> list[DemoJob]:
+    """Submit the jobs and follow them until all have ended."""
+    rows = [DemoJob("hello", lab.submit(HELLO, "--job-name=hello", "--output=hello.out"), "COMPLETED")]
     array = lab.submit(ARRAY, "--job-name=array", "--array=1-3", "--output=array-%a.out")
-    rows += [Row(f"array task {task}", f"{array}_{task}", "COMPLETED") for task in (1, 2, 3)]
-    rows.append(Row("hpcc, 2 ranks", lab.submit(HPCC, "--job-name=hpcc", "-n2", "--mem=700"), "COMPLETED"))
-    rows.append(Row("exits with 3", lab.submit("#!/bin/sh\nexit 3\n", "--job-name=fails"), "FAILED"))
-    victim = Row("cancelled early", lab.submit(HELLO, "--job-name=victim"), "CANCELLED")
+    rows += [DemoJob(f"array task {task}", f"{array}_{task}", "COMPLETED") for task in (1, 2, 3)]
+    rows.append(DemoJob("hpcc, 2 ranks", lab.submit(HPCC, "--job-name=hpcc", "-n2", "--mem=700"), "COMPLETED"))
+    rows.append(DemoJob("exits with 3", lab.submit("#!/bin/sh\nexit 3\n", "--job-name=fails"), "FAILED"))
+    victim = DemoJob("cancelled early", lab.submit(HELLO, "--job-name=victim"), "CANCELLED")
     rows.append(victim)
     try:
         huge = lab.submit(HELLO, "--job-name=huge", "--cpus-per-task=64", "--mem=1T")
-        rows.append(Row("larger than any", huge, "refused"))
+        rows.append(DemoJob("larger than any", huge, "refused"))
     except Refused as error:
         rows.append(
-            Row("larger than any", "–", "refused", "refused", note="at submission, see below", said=error.message)
+            DemoJob(
+                "larger than any", NO_JOB, "refused", "refused", note="at submission, see below", refusal=error.message
+            )
         )
     deadline = time.monotonic() + LIMIT
     with Live(console=console, auto_refresh=False) as live:
         while not all(row.over for row in rows):
             if time.monotonic() > deadline:
                 late = ", ".join(row.what for row in rows if not row.over)
-                raise Broken(f"not over after {duration(LIMIT)}: {late}", hint=LOG)
+                raise Broken(f"not over after {duration(LIMIT)}: {late}", hint=LOG_HINT)
             _follow(client, rows)
             if victim.state in ("claimed", "spawning") and victim.note == "":
                 victim.note = f"scancel while {victim.state}"
@@ -215,54 +233,61 @@ async def _run(lab: Session, client: Client) -> list[Row]:
             await asyncio.sleep(0.05)
         live.update(_table(rows), refresh=True)
     if not console.is_terminal:
-        console.print()  # there Live does not end its last line
+        console.print()  # Live does not end its last line without a terminal
     for row in rows:
-        if row.said:
-            console.print(Text.assemble((f"{row.what}: ", "bold"), row.said))
+        if row.refusal:
+            console.print(Text.assemble((f"{row.what}: ", "bold"), row.refusal))
     return rows
 
 
-def _follow(client: Client, rows: Sequence[Row]) -> None:
-    """Take over what the controller knows of each job: of its latest attempt, which is listed last."""
-    jobs = client.jobs(ended=True)
-    latest: dict[str, Mapping[str, Any]] = {job["job_id"]: job for job in jobs}
+def _follow(client: Client, rows: Sequence[DemoJob]) -> None:
+    """Update the lines with what the controller knows about each job's latest attempt, which it lists last."""
+    jobs = decode(list[JobView], client.jobs(ended=True))
+    latest = {job.job_id: job for job in jobs}
     for row in rows:
         job = latest.get(row.job)
         if job is None or row.over:
             continue
-        if row.state != job["state"]:
-            row.state = job["state"]
+        if row.state != job.state:
+            row.state = job.state
             if not console.is_terminal:
                 console.print(f"  {row.job:>6}  {row.what:<16} {row.state}", markup=False)
-        row.vm = job["vms"][-1] if job["vms"] else ""
-        again = [one["reason"] for one in jobs if one["job_id"] == row.job and one["state"] == "requeued"]
-        if len(again) == ATTEMPTS:
-            raise Broken(f"{row.what} was requeued {ATTEMPTS} times: {again[-1]}", hint=LOG)
+        row.vm = job.vms[-1] if job.vms else ""
+        again = [one.reason for one in jobs if one.job_id == row.job and one.state == "requeued"]
+        if len(again) == REQUEUE_LIMIT:
+            raise Broken(f"{row.what} was requeued {REQUEUE_LIMIT} times: {again[-1]}", hint=LOG_HINT)
         if again:
             row.note = f"requeued: {again[-1]}"
 
 
-def _table(rows: Sequence[Row]) -> Table:
+def _table(rows: Sequence[DemoJob]) -> Table:
     table = render.table("JOB", "WHAT", "STATE", "VM", "", fold=("",))
-    table.columns[2].min_width = table.columns[3].min_width = 10  # they hold still while states change
+    table.columns[2].min_width = table.columns[3].min_width = 10  # otherwise the columns would move as states change
     for row in rows:
         table.add_row(row.job, row.what, render.state(row.state), row.vm, Text(row.note))
     return table
 
 
-async def _report(lab: Session, client: Client, rows: Sequence[Row]) -> list[str]:
-    """Where each job's time went, what it printed, and what Slurm keeps of it; the names of what went wrong."""
-    wrong: list[str] = []
+async def _report(lab: LabSession, client: Client, rows: Sequence[DemoJob]) -> list[str]:
+    """Show where each job's time went, what it printed, and its accounting record. Returns what is not as expected."""
     console.rule("where the time went", style="dim")
     for row in rows:
-        if row.job != "–":
-            _times(client, row)
+        if row.job != NO_JOB:
+            _show_times(client, row)
     console.print(_legend())
+    wrong = _show_accounts(rows, await _accounts(lab, rows))
+    wrong += _show_outputs(lab)
+    console.print()
+    return wrong
+
+
+def _show_accounts(rows: Sequence[DemoJob], kept: Mapping[str, tuple[str, str, str, str]]) -> list[str]:
+    """Show Slurm's accounting records. Returns the jobs that did not end as expected."""
+    wrong: list[str] = []
     console.rule("what Slurm keeps (sacct)", style="dim")
-    kept = await _accounts(lab, rows)
     table = render.table("JOB", "NAME", "STATE", "EXIT", "NODE", right=("EXIT",))
     for row in rows:
-        if row.job == "–":
+        if row.job == NO_JOB:
             if row.expected != "refused":
                 wrong.append(row.what)
             continue
@@ -271,6 +296,12 @@ async def _report(lab: Session, client: Client, rows: Sequence[Row]) -> list[str
             wrong.append(f"{row.what} is {word}")
         table.add_row(row.job, name, word, code, node)
     console.print(table)
+    return wrong
+
+
+def _show_outputs(lab: LabSession) -> list[str]:
+    """Show the files that the jobs wrote. Returns those that are missing or empty."""
+    wrong: list[str] = []
     console.rule("what the jobs wrote, where they were submitted", style="dim")
     for name in ("hello.out", "array-1.out", "array-2.out", "array-3.out"):
         text = _text(lab.user.home / name)
@@ -281,25 +312,24 @@ async def _report(lab: Session, client: Client, rows: Sequence[Row]) -> list[str
     console.print(Text.assemble(("hpcc        ", "bold"), figures or "(nothing)"))
     if not figures:
         wrong.append("hpcc printed no figures")
-    console.print()
     return wrong
 
 
-def _times(client: Client, row: Row) -> None:
+def _show_times(client: Client, row: DemoJob) -> None:
+    """Print the job's bar and the seconds of its phases."""
     try:
-        one = client.timeline(row.job)[-1]
+        one = decode(list[TimelineView], client.timeline(row.job))[-1]
     except MultiverseError:
         return
-    phases = one["phases"]
-    total = sum(phase["seconds"] for phase in phases)
+    total = sum(phase.seconds for phase in one.phases)
     line = Text(f"{row.job:>6}  {row.what:<16}{duration(total):>8}  ")
     width = max(10, min(60, console.width - len(line.plain) - 2))
-    line.append_text(render.bar([(p["seconds"], render.PHASE_STYLES[p["name"]]) for p in phases], width))
+    line.append_text(render.bar([(phase.seconds, render.PHASE_STYLES[phase.name]) for phase in one.phases], width))
     console.print(line)
     parts = Text("        ")
-    for phase in phases:
-        parts.append(f"{phase['name']} ", style=render.PHASE_STYLES[phase["name"]])
-        parts.append(f"{phase['seconds']:.2f}  ", style="dim")
+    for phase in one.phases:
+        parts.append(f"{phase.name} ", style=render.PHASE_STYLES[phase.name])
+        parts.append(f"{phase.seconds:.2f}  ", style="dim")
     console.print(parts)
 
 
@@ -309,10 +339,10 @@ def _legend() -> Text:
     return text
 
 
-async def _accounts(lab: Session, rows: Sequence[Row]) -> dict[str, tuple[str, str, str, str]]:
-    """What sacct says, once slurmdbd has heard of every end."""
-    jobs = [row.job for row in rows if row.job != "–"]
-    deadline = time.monotonic() + 30
+async def _accounts(lab: LabSession, rows: Sequence[DemoJob]) -> dict[str, tuple[str, str, str, str]]:
+    """Name, state, exit code and nodes of each job in Slurm's accounting, once slurmdbd knows every end."""
+    jobs = [row.job for row in rows if row.job != NO_JOB]
+    deadline = time.monotonic() + ACCOUNTING_LIMIT
     while True:
         done = await asyncio.to_thread(
             lab.run, "sacct", "-X", "-n", "-P", "-o", "JobID,JobName,State,ExitCode,NodeList", "-j", ",".join(jobs)
@@ -328,6 +358,7 @@ async def _accounts(lab: Session, rows: Sequence[Row]) -> dict[str, tuple[str, s
 
 
 def _text(path: Path) -> str:
+    """The file's text; empty if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -335,7 +366,7 @@ def _text(path: Path) -> str:
 
 
 def _hpcc(path: Path) -> str:
-    """HPL's and RandomAccess's figures from HPCC's summary, with HPL's own verdict on its result."""
+    """The figures of HPL and RandomAccess from HPCC's summary; empty unless HPL found its own result correct."""
     summary = _text(path)
     found = dict(
         re.findall(r"^(HPL_Tflops|MPIRandomAccess_GUPs|Success|HPL_N|CommWorldProcs)=(\S+)$", summary, re.MULTILINE)

@@ -11,18 +11,21 @@ from typing import Annotated, Any
 import typer
 
 from multiverse.bench import density as densities
-from multiverse.bench.density import Bounds, Step
-from multiverse.bench.latency import Kind
+from multiverse.bench.density import DensityBounds, DensityStep
+from multiverse.bench.latency import JobKind
 from multiverse.cli import render
-from multiverse.cli.bench import DIRECTORY, IMAGES, Dir, Images, Json, build_images, part
+from multiverse.cli.bench import DIRECTORY, IMAGES, Dir, Images, Json, build_images, host_figures, lab_progress
 from multiverse.cli.render import console
 from multiverse.client import Client
 from multiverse.lab.layout import layout
-from multiverse.lab.plan import Wishes
+from multiverse.lab.plan import LabOptions
 from multiverse.lab.session import session
 
-CLAIM = 288  # MiB that a VM of the smallest size claims, with its QEMU
-OURS = 2048  # MiB that the machine keeps for all else: so much less is declared
+CLAIM = 288
+"""MiB that a VM of the smallest size claims, with its QEMU."""
+
+RESERVED = 2048
+"""MiB of the machine that are not declared, for everything that is not a VM."""
 
 
 def density(
@@ -38,16 +41,16 @@ def density(
     images: Images = IMAGES,
     json: Json = False,
 ) -> None:
-    """Add jobs that hold their VMs until memory or CPUs give out, and measure what each takes."""
-    build_images([Kind("instant", densities.OPTIONS)], images, json)
-    declared = densities.machine_memory() - OURS
+    """Add jobs that hold their VMs until memory or CPUs are exhausted, and measure what each takes."""
+    build_images([JobKind("instant", densities.OPTIONS)], images, json)
+    declared = densities.machine_memory() - RESERVED
     settings: dict[str, dict[str, Any]] = {
         "host": {"overcommit": densities.overcommit(most, CLAIM, declared), "floor": floor},
         "pacing": {"provisioning": provisioning, "spawn_timeout": patience},
-        "qemu": {"tb_size": tb_size, "max_cpus": 1, "max_memory": 1024},  # room to grow costs each guest memory
+        "qemu": {"tb_size": tb_size, "max_cpus": 1, "max_memory": 1024},  # a guest that may grow needs more memory
     }
-    wishes = Wishes(most, declared, image="slim", images=images, settings=settings)
-    found = asyncio.run(_density(directory, wishes, Bounds(most, by, floor, patience), json))
+    options = LabOptions(most, declared, image="slim", images=images, settings=settings)
+    found = asyncio.run(_density(directory, options, DensityBounds(most, by, floor, patience), json))
     found["tb_size"] = tb_size
     if json:
         render.as_json(found)
@@ -55,8 +58,8 @@ def density(
         _print(found)
 
 
-async def _density(directory: Path, wishes: Wishes, bounds: Bounds, json: bool) -> dict[str, Any]:
-    def progress(step: Step) -> None:
+async def _density(directory: Path, options: LabOptions, bounds: DensityBounds, json: bool) -> dict[str, Any]:
+    def progress(step: DensityStep) -> None:
         if not json:
             console.print(
                 f"  {step.vms:>4} VMs: the last started after {render.duration(step.slowest)}; {step.private:.1f} MiB "
@@ -64,17 +67,15 @@ async def _density(directory: Path, wishes: Wishes, bounds: Bounds, json: bool) 
                 markup=False,
             )
 
-    async with session(layout(directory), wishes, part(json)) as lab:
+    async with session(layout(directory), options, lab_progress(json)) as lab:
         with Client(lab.settings.socket) as client:
             found = await asyncio.to_thread(densities.run, lab, client, bounds, progress)
-            seen = client.hosts()[0]
+            figures, host = host_figures(client), client.hosts()[0]
     return {
         "most": bounds.most,
-        "accelerator": seen["accelerator"],
-        "machine": seen["machine"],
-        "declared": seen["declared"],
-        "overcommit": seen["overcommit"],
-        "templates": seen["templates"],
+        **figures,
+        "overcommit": host["overcommit"],
+        "templates": host["templates"],
         "gave_out": found.gave_out,
         "vms": found.most,
         "steps": [asdict(step) for step in found.steps],
@@ -88,7 +89,7 @@ def _print(found: Mapping[str, Any]) -> None:
         f"CPUs and {render.memory(machine.get('memory', 0))}, of which {render.memory(found['declared']['memory'])} "
         f"are declared and {found['overcommit']:g} times that may be claimed; templates take "
         f"{render.memory(found['templates'])}; of translated code each keeps {found['tb_size'] or 1024} MiB at most. "
-        "Shared memory is counted in each VM that maps it; the CPUs are the machine's, whoever uses them.\n",
+        "Shared memory is counted in each VM that maps it; CPU figures are those of the whole machine.\n",
         markup=False,
     )
     table = render.table(

@@ -1,56 +1,58 @@
-"""`multiverse hosts`: what hosts declare, what of it is claimed, what the machines have and what VMs take of it."""
+"""`multiverse hosts`: what hosts declare, what of that is claimed, what the machines have and what VMs take of it."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.text import Text
 
+from multiverse.api import HostView, decode
 from multiverse.cli import render
 from multiverse.client import Client
 
-_PLUGGED = {"plug_cpus": "CPUs", "plug_memory": "memory"}
+_PLUG_ABILITIES = {"plug_cpus": "CPUs", "plug_memory": "memory"}
+_CLONE_KINDS = ("instant", "linked", "full")
 
 
 def hosts(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Show hosts. Admission counts against what is declared, which need not be what the machine has."""
     with Client() as client:
-        found = client.hosts()
+        document = client.hosts()
     if json:
-        render.as_json(found)
+        render.as_json(document)
         return
+    found = decode(list[HostView], document)
     table = render.table(
         "HOST", "VMS", "CPUS CLAIMED", "MEMORY CLAIMED", "VMS TAKE", "TEMPLATES", "MACHINE HAS", "CLONES",
         right=("VMS",), fold=("CPUS CLAIMED", "MEMORY CLAIMED", "VMS TAKE", "TEMPLATES", "MACHINE HAS", "CLONES"),
     )  # fmt: skip
     for one in found:
-        declared, claimed = one["declared"], one["claimed"]
         table.add_row(
-            one["name"],
-            str(one["vms"]),
-            f"{claimed['cpus']} of {declared['cpus']}",
-            _claimed(claimed["memory"], declared["memory"], one["overcommit"]),
-            f"{render.memory(one['private'])}, {render.memory(one['shared'])} shared",
-            render.memory(one["templates"]) + (", held twice" if one["template_copies"] > 1 else ""),
-            f"{_machine(one['machine'], one['available'])}, runs {one['accelerator']}",
-            " ".join(a for a in one["abilities"] if a in ("instant", "linked", "full")),
+            one.name,
+            str(one.vms),
+            f"{one.claimed.cpus} of {one.declared.cpus}",
+            _memory_claimed(one),
+            f"{render.memory(one.private)}, {render.memory(one.shared)} shared",
+            render.memory(one.templates) + (", held twice" if one.template_copies > 1 else ""),
+            f"{_machine(one)}, runs {one.accelerator}",
+            " ".join(ability for ability in one.abilities if ability in _CLONE_KINDS),
         )
-    render.show(table, "No host is in sight; multiverse lab status tells more.")
+    render.show(table, "No host is in reach; see: multiverse status.")
     for one in found:
-        for image, can in one["images"].items():
-            if lacking := [what for ability, what in _PLUGGED.items() if ability not in can]:
-                told = f"On {one['name']} guests of {image} take up no {' or '.join(lacking)} while they run: "
-                render.console.print(Text(f"{told}it has a template for each size.", style="dim"))
+        for image, abilities in one.images.items():
+            if lacking := [what for ability, what in _PLUG_ABILITIES.items() if ability not in abilities]:
+                note = f"On {one.name} guests of {image} take up no {' or '.join(lacking)} while they run: "
+                render.console.print(Text(f"{note}it has a template for each size.", style="dim"))
 
 
-def _claimed(claimed: int, declared: int, overcommit: float) -> str:
-    times = f" × {overcommit:g}" if overcommit > 1 else ""
-    return f"{render.memory(claimed)} of {render.memory(declared)}{times}"
+def _memory_claimed(host: HostView) -> str:
+    times = f" × {host.overcommit:g}" if host.overcommit > 1 else ""
+    return f"{render.memory(host.claimed.memory)} of {render.memory(host.declared.memory)}{times}"
 
 
-def _machine(size: dict[str, Any] | None, available: int) -> str:
-    if not size:
+def _machine(host: HostView) -> str:
+    if host.machine is None:
         return "–"
-    free = f", {render.memory(available)} available" if available else ""
-    return f"{size['cpus']} CPUs, {render.memory(size['memory'])}{free}"
+    free = f", {render.memory(host.available)} available" if host.available else ""
+    return f"{host.machine.cpus} CPUs, {render.memory(host.machine.memory)}{free}"

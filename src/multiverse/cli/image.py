@@ -23,7 +23,7 @@ Directory = Annotated[
 
 
 def images_dir(directory: Path | None) -> Path:
-    """The images' directory: as given, as the daemon's settings say, or a site's default."""
+    """The images' directory: the given one, else that of the settings in $MULTIVERSE_CONFIG, else the default."""
     if directory is not None:
         return directory
     config = os.environ.get("MULTIVERSE_CONFIG")
@@ -43,7 +43,7 @@ def build(
 ) -> None:
     """Build an image from this machine's own apt sources. Built before from the same inputs, it is kept."""
     if flavour not in ("slim", "stock"):
-        raise Refused(f"no such flavour: {flavour}", hint="multiverse image build slim, or stock")
+        raise Refused(f"there is no flavour {flavour}", hint="use one of: multiverse image build slim|stock")
     if os.geteuid() != 0:
         raise Refused("building an image needs root", hint="run it with sudo")
     said = (lambda _line: None) if json else (lambda line: render.console.print(f"  {line}", markup=False))

@@ -19,7 +19,7 @@ from multiverse.core.errors import Refused
 from multiverse.lab import lifecycle
 from multiverse.lab.configure import environment
 from multiverse.lab.layout import layout
-from multiverse.lab.plan import Wishes, load, shares
+from multiverse.lab.plan import LabOptions, load, shares
 
 app = typer.Typer(help="A whole cluster on this machine.", no_args_is_help=True)
 
@@ -28,10 +28,11 @@ Dir = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _DOWN = 3
+"""The exit status of `lab status` unless every service is alive, as of systemctl status."""
 
 
 def mebibytes(text: str) -> int:
-    """`16G`, `2048M` or `2048` as MiB."""
+    """The size `16G`, `2048M` or `2048` in MiB. Raises `Refused` for any other text."""
     match = re.fullmatch(r"(\d+)\s*([MGT]?)i?B?", text.strip(), re.IGNORECASE)
     if not match:
         raise Refused(f"--memory {text}: not a size", hint="write it as 16G or 16384M")
@@ -39,7 +40,8 @@ def mebibytes(text: str) -> int:
 
 
 def chosen(words: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """`section.key=value` as settings by section and key; values as in TOML, else text."""
+    """The settings `section.key=value`, by section and key. A value is read as TOML; if it is none, it is text. Raises
+    `Refused` for a word of another form."""
     found: dict[str, dict[str, Any]] = {}
     for word in words:
         match = re.fullmatch(r"([a-z_]+)\.([a-z_]+)=(.+)", word)
@@ -74,16 +76,16 @@ def up(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Bring up the lab, or what has died of it."""
+    """Start the lab, or those of its services that have died."""
     where = layout(directory)
-    wishes = Wishes(
+    options = LabOptions(
         cores=cores,
         memory=mebibytes(memory) if memory else None,
         shares=shares(share or ()),
         image=image,
         settings=chosen(setting) if setting else None,
     )
-    settings = asyncio.run(lifecycle.up(where, wishes, _silent if json else _line))
+    settings = asyncio.run(lifecycle.up(where, options, _silent if json else _line))
     if json:
         as_json(lifecycle.status(where))
         return
@@ -104,22 +106,24 @@ def _command(root: Path, directory: Path | None) -> str:
 
 @app.command()
 def down(directory: Dir = None) -> None:
-    """End everything of the lab. Its directory keeps logs, keys, the database and caches."""
+    """End all services and VMs of the lab. Its directory keeps logs, keys, the database and caches."""
     asyncio.run(lifecycle.down(layout(directory), _line))
 
 
 @app.command()
 def status(directory: Dir = None, json: Json = False) -> None:
-    """Show each part with its pid. Exits with 3 unless all are alive."""
+    """Show each service with its pid. Exits with 3 unless all are alive."""
     found = lifecycle.status(layout(directory))
     if json:
         as_json(found)
     else:
         made = table("PART", "PID", "STATE", right=("PID",))
-        for name, part in found.items():
-            made.add_row(name, str(part.get("pid") or part.get("address") or "–"), "alive" if part["alive"] else "dead")
+        for name, service in found.items():
+            made.add_row(
+                name, str(service.get("pid") or service.get("address") or "–"), "alive" if service["alive"] else "dead"
+            )
         show(made, "no lab")
-    if not all(part["alive"] for part in found.values()):
+    if not all(service["alive"] for service in found.values()):
         raise typer.Exit(_DOWN)
 
 

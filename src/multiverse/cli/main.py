@@ -1,4 +1,4 @@
-"""The command line: one file for each verb, put together here."""
+"""The command line. Each command has a module of its own; this one puts them together."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ app.command("demo")(demo.demo)
 
 
 def _interrupt(_number: int, _frame: object) -> None:
-    """Whoever ends a command otherwise, or closes its terminal, means what Ctrl-C means: end, and clean up."""
+    """Treat SIGTERM and SIGHUP like Ctrl-C, so that the command cleans up before it ends."""
     signal.raise_signal(signal.SIGINT)
 
 
 def _show(error: typer.TyperException) -> None:
-    """Print what is wrong with a command line as typer does, with how to get help."""
+    """Print an error of the command line's usage as typer does, with the command that shows help."""
     show = getattr(error, "show", None)
     if show is not None:
         show()
@@ -70,9 +70,9 @@ def _show(error: typer.TyperException) -> None:
 
 
 def main() -> None:
-    """Entry point. Errors for people go to stderr, with the next step; the exit status is 1 then."""
+    """Entry point. Errors for operators go to stderr with their next step, and the exit status is 1."""
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup(1) set that
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup(1) ignores SIGHUP, and that is kept
             signal.signal(number, _interrupt)
     try:
         status = app(prog_name="multiverse", standalone_mode=False)
@@ -81,7 +81,7 @@ def main() -> None:
         if error.hint:
             errors.print(f"  next: {error.hint}", markup=False, style="dim")
         sys.exit(1)
-    except typer.TyperException as error:  # the command line itself is wrong
+    except typer.TyperException as error:  # wrong usage of the command line
         _show(error)
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, typer.Abort):

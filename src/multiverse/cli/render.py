@@ -1,4 +1,4 @@
-"""What the command line prints: tables that read well at 80 columns and at 140, JSON, and progress lines."""
+"""The output of the command line: tables that fit 80 to 160 columns, JSON, durations and sizes, progress lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-# Not on a terminal nobody wraps lines for us, and a cut one is lost: let tables be as wide as they need.
+# Output that goes to no terminal is not wrapped, and what is cut is lost: let tables be as wide as they need.
 _WIDTH = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else 200
 
 console = Console(width=_WIDTH, highlight=False, soft_wrap=False)
@@ -24,10 +24,15 @@ errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 STATE_STYLES = {
     "queued": "yellow",
+    "ungated": "yellow",
+    "stray": "yellow",
     "claimed": "cyan",
     "spawning": "cyan",
     "spawned": "blue",
+    "introducing": "blue",
     "allocated": "bold green",
+    "returning": "magenta",
+    "revoking": "magenta",
     "reclaiming": "magenta",
     "done": "green",
     "cancelled": "dim",
@@ -38,6 +43,11 @@ STATE_STYLES = {
     "serving": "bold green",
     "joined": "blue",
     "starting": "cyan",
+    "lost": "red",
+    "dead": "red",
+    "retiring": "magenta",
+    "ending": "magenta",
+    "removing": "magenta",
     "releasing": "magenta",
     "ready": "green",
     "building": "cyan",
@@ -46,26 +56,28 @@ STATE_STYLES = {
 
 
 def state(word: str, quarantined: str = "") -> Text:
+    """A state in its colour, marked if the record is quarantined (`quarantined` is the reason)."""
     if quarantined:
         return Text(f"{word} (quarantined)", style="bold red")
     return Text(word, style=STATE_STYLES.get(word, ""))
 
 
-class _Plain(Table):
-    """A table whose strings are text and nothing else: what users call their jobs is neither markup nor an escape."""
+class _PlainTable(Table):
+    """A table whose strings are shown as they are: a job's name is neither markup nor an escape sequence."""
 
     def add_row(self, *cells: Any, **more: Any) -> None:
         super().add_row(*(plain(cell) if isinstance(cell, str) else cell for cell in cells), **more)
 
 
 def plain(text: str) -> Text:
-    """Text as it is, with a blank for each character that a terminal would act on."""
+    """The text with a blank for each character that is not printable, because a terminal may act on it."""
     return Text("".join(c if c.isprintable() else " " for c in text))
 
 
 def table(*columns: str, right: Sequence[str] = (), fold: Sequence[str] = ()) -> Table:
-    """An empty table. Columns named in `fold` give way first when the line is too short."""
-    made = _Plain(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    """An empty table. Columns in `right` are aligned to the right; columns in `fold` are wrapped when the terminal is
+    too narrow, others are cut."""
+    made = _PlainTable(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     for column in columns:
         made.add_column(
             column,
@@ -82,6 +94,7 @@ def as_json(value: Any) -> None:
 
 
 def show(made: Table, empty: str) -> None:
+    """Print the table, or the sentence `empty` if it has no rows."""
     if made.row_count:
         console.print(made)
     else:
@@ -89,7 +102,7 @@ def show(made: Table, empty: str) -> None:
 
 
 def duration(seconds: float) -> str:
-    """Short for people: 0.48 s, 12.3 s, 4m10s, 2h05m, 3d04h."""
+    """A duration with two or three digits: 0.48 s, 12.3 s, 4m10s, 2h05m, 3d04h."""
     if seconds < 10:
         return f"{seconds:.2f} s"
     if seconds < 100:
@@ -105,14 +118,15 @@ def duration(seconds: float) -> str:
 
 
 def memory(mib: float) -> str:
-    """MiB, or GiB from 10 of them on."""
+    """A size given in MiB, shown in GiB from 10 GiB on."""
     if mib >= 10 * 1024:
         return f"{mib / 1024:.1f} GiB"
     return f"{mib:.0f} MiB"
 
 
 def bar(parts: Sequence[tuple[float, str]], width: int) -> Text:
-    """A bar of `width` cells, divided as the parts' seconds are; every part that lasted gets a cell."""
+    """A bar of about `width` cells, divided in proportion to the parts' seconds. Each part is (seconds, style) and has
+    at least one cell unless it took no time."""
     total = sum(seconds for seconds, _ in parts) or 1.0
     text = Text()
     for seconds, style in parts:
@@ -133,9 +147,9 @@ PHASE_STYLES: Mapping[str, str] = {
 
 @contextmanager
 def step(text: str, done: str = "") -> Iterator[Callable[[str], None]]:
-    """A progress line for a long step: what it is about and for how long while it lasts, and what it took when it is
-    over (`done`, or the same text). It yields a function that says what it is about now; off a terminal each word of
-    that is a line."""
+    """A progress line for a long step: `text` and the elapsed time while the step lasts, then `done` (or `text`) and
+    the time that it took. Yields a function that shows a detail beside `text`. Without a terminal every detail is a
+    line of its own."""
     began = time.monotonic()
     if console.is_terminal:
         columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()

@@ -1,69 +1,84 @@
-"""`multiverse status`: how the controller is, and what is wrong with what to do about it."""
+"""`multiverse status`: the state of the controller, and what is wrong with what to do about it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.padding import Padding
 from rich.text import Text
 
+from multiverse.api import Alert, PoolView, SourceView, StatusView, decode
 from multiverse.cli import render
 from multiverse.client import Client
 
-TROUBLED = 1
+ALERTS_PRESENT = 1
+"""The exit status when there is an alert with something to do."""
 
 
 def status(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Show how the controller is, and each trouble with what to do. Exits with 1 when there is one that can be mended:
-    what of Slurm's settings does not reach VMs (kind "unserved") is shown only."""
+    """Show the state of the controller, and each alert with its remedy.
+
+    Exits with 1 when there is an alert that can be remedied. Settings of Slurm that do not reach VMs (kind "unserved")
+    are only shown."""
     with Client() as client:
-        found = client.status()
+        document = client.status()
+    found = decode(StatusView, document)
     if json:
-        render.as_json(found)
+        render.as_json(document)
     else:
         _show(found)
-    if any(trouble["kind"] != "unserved" for trouble in found["troubles"]):
-        raise typer.Exit(TROUBLED)
+    if any(alert.kind != "unserved" for alert in found.alerts):
+        raise typer.Exit(ALERTS_PRESENT)
 
 
-def _show(found: Mapping[str, Any]) -> None:
-    about = f"pid {found['pid']}, site {found['site']}, version {found['version']}"
-    _line("controller", f"up for {render.duration(found['up'])}, {about}")
-    for source in found["sources"]:
-        age = render.duration(source["age"])
-        word = f"looked at {age} ago" if source["known"] else f"unknown for {render.duration(source['unknown_for'])}"
-        _line({"hypervisor": "host side"}.get(source["name"], source["name"]), word)
-    jobs = found["jobs"]
-    _line("jobs", f"{jobs['waiting']} waiting, {jobs['provisioning']} being given VMs, {jobs['running']} running, "
+def _show(found: StatusView) -> None:
+    _line(
+        "controller",
+        f"up for {render.duration(found.up)}, pid {found.pid}, site {found.site}, version {found.version}",
+    )
+    for source in found.sources:
+        _line(source.name, _source(source))
+    jobs = found.jobs
+    _line("jobs", f"{jobs['waiting']} waiting, {jobs['provisioning']} being provisioned, {jobs['running']} running, "
           f"{jobs['ending']} ending")  # fmt: skip
-    for name in ("vms", "templates"):
-        counts = ", ".join(f"{count} {state}" for state, count in sorted(found[name].items()))
-        _line("VMs" if name == "vms" else name, counts or "none")
-    for pool in found["pools"]:
-        size = f" of {pool['cpus']} CPU, {render.memory(pool['memory'])}" if pool["cpus"] else ""
-        making = f", {pool['making']} in the making" if pool["making"] else ""
-        offered = f", {pool['offered']} on offer" if pool["offered"] else ""
-        _line("pool", f"{pool['ready']} of {pool['wanted']} {pool['depth']} {pool['image']}{size}{offered}{making}"
-              f" ({pool['least']} to {pool['most']} by the arrival rate)")  # fmt: skip
+    for label, counts in (("VMs", found.vms), ("templates", found.templates)):
+        _line(label, ", ".join(f"{count} {state}" for state, count in sorted(counts.items())) or "none")
+    for pool in found.pools:
+        _line("pool", _pool(pool))
     render.console.print()
-    if not found["troubles"]:
-        render.console.print("No trouble.", style="green")
-    for trouble in found["troubles"]:
-        show_trouble(trouble)
+    if not found.alerts:
+        render.console.print("No alerts.", style="green")
+    for alert in found.alerts:
+        _show_alert(alert)
 
 
-def show_trouble(trouble: Mapping[str, Any]) -> None:
-    """What is wrong, what to do, and what a repair would do, below the trouble's name."""
-    render.console.print(Text(trouble["name"], style="bold red"))
-    lines = [Text(trouble["wrong"]), Text(f"to do: {trouble['todo']}")]
-    if trouble["repair"]:
-        flag = " --fenced" if trouble["needs_fenced"] else ""
-        lines.append(Text(f"multiverse repair {trouble['name']}{flag}: {trouble['repair']}", style="dim"))
+def _source(source: SourceView) -> str:
+    if source.known:
+        return f"observed {render.duration(source.age)} ago"
+    return f"unknown for {render.duration(source.unknown_for)}"
+
+
+def _pool(pool: PoolView) -> str:
+    size = f" of {pool.cpus} CPU, {render.memory(pool.memory)}" if pool.cpus else ""
+    offered = f", {pool.offered} on offer" if pool.offered else ""
+    making = f", {pool.making} being created" if pool.making else ""
+    return (
+        f"{pool.ready} of {pool.wanted} {pool.depth} {pool.image}{size}{offered}{making}"
+        f" ({pool.least} to {pool.most} by the arrival rate)"
+    )
+
+
+def _show_alert(alert: Alert) -> None:
+    """The message, the remedy, and what a repair would do, below the alert's name."""
+    render.console.print(Text(alert.name, style="bold red"))
+    lines = [Text(alert.message), Text(f"to do: {alert.remedy}")]
+    if alert.repair:
+        flag = " --fenced" if alert.needs_fenced else ""
+        lines.append(Text(f"multiverse repair {alert.name}{flag}: {alert.repair}", style="dim"))
     for line in lines:
         render.console.print(Padding(line, (0, 0, 0, 2)))
 
 
-def _line(name: str, text: str) -> None:
-    render.console.print(Text.assemble((f"{name:<12}", "bold"), text))
+def _line(label: str, text: str) -> None:
+    render.console.print(Text.assemble((f"{label:<12}", "bold"), text))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
 
+from multiverse.api import TemplateRequest, TemplateView, decode
 from multiverse.cli import render
 from multiverse.client import Client
 from multiverse.core.errors import Broken, Unknown
@@ -18,33 +20,34 @@ Cpus = Annotated[int | None, typer.Option(help="Of this many CPUs; the base's if
 Memory = Annotated[int | None, typer.Option(help="Of this much memory, in MiB; the base's if only --cpus is given.")]
 Account = Annotated[str | None, typer.Option(help="For the jobs of this account alone; empty for those of all.")]
 LIMIT = 900.0
+"""Seconds to wait for a template to be built or dropped."""
 
 
 @app.command("list")
 def list_(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Show templates, and how many VMs live by them."""
+    """Show templates, and how many VMs were forked from each."""
     with Client() as client:
-        found = client.templates()
+        document = client.templates()
     if json:
-        render.as_json(found)
+        render.as_json(document)
         return
     table = render.table(
         "IMAGE", "HOST", "STATE", "FOR", "CPUS", "MEMORY", "ACCOUNT", "VMS", "REASON",
         right=("FOR", "CPUS", "MEMORY", "VMS"), fold=("REASON",),
     )  # fmt: skip
-    for one in found:
+    for one in decode(list[TemplateView], document):
         table.add_row(
-            one["image"],
-            one["host"],
-            render.state(one["state"]),
-            render.duration(one["age"]),
-            str(one["cpus"]),
-            render.memory(one["memory"]),
-            one["account"],
-            str(one["references"]),
-            one["reason"],
+            one.image,
+            one.host,
+            render.state(one.state),
+            render.duration(one.age),
+            str(one.cpus),
+            render.memory(one.memory),
+            one.account,
+            str(one.references),
+            one.reason,
         )
-    render.show(table, "No templates; they are made when a job first needs one.")
+    render.show(table, "No templates. A template is built when a job first needs it.")
 
 
 @app.command()
@@ -55,15 +58,17 @@ def build(
     memory: Memory = None,
     account: Account = None,
 ) -> None:
-    """Make a template now, and wait until it is ready. Unless told otherwise it has the base size and is for all."""
+    """Build a template now, and wait until it is ready. By default it has the base size and is for all accounts."""
     with Client() as client:
-        wish = client.template("build", image, host, cpus=cpus, memory=memory, account=account)
-        host = wish["host"]
-        with render.step(f"template of {image} on {host}"):
-            rows = _wait(client, wish, lambda rows: rows and all(row["state"] in ("ready", "broken") for row in rows))
-    for row in rows:
-        if row["state"] == "broken":
-            raise Broken(f"the template of {image} is broken: {row['reason']}", hint="mend the image, then build again")
+        request = _request(client, "build", image, host, cpus=cpus, memory=memory, account=account)
+        with render.step(f"template of {image} on {request.host}"):
+            found = _wait(client, request, lambda found: bool(found) and all(map(_is_built, found)))
+    for template in found:
+        if template.state == "broken":
+            raise Broken(
+                f"the template of {image} is broken: {template.reason}",
+                hint="build a better image, then build the template again",
+            )
 
 
 @app.command()
@@ -74,22 +79,39 @@ def drop(
     memory: Memory = None,
     account: Account = None,
 ) -> None:
-    """Give the memory of an image's templates back: of all, or of those of a size or an account. VMs that were forked
-    from them go on."""
+    """Free the memory of an image's templates: of all, or of those of a size or an account. VMs that were forked from
+    them go on."""
     with Client() as client:
-        wish = client.template("drop", image, host, cpus=cpus, memory=memory, account=account)
-        with render.step(f"dropping the template of {image} on {wish['host']}"):
-            _wait(client, wish, lambda rows: not rows)
+        request = _request(client, "drop", image, host, cpus=cpus, memory=memory, account=account)
+        with render.step(f"dropping the template of {image} on {request.host}"):
+            _wait(client, request, lambda found: not found)
 
 
-def _wait(client: Client, wish: dict[str, Any], over: Any) -> list[dict[str, Any]]:
-    """Ask until `over` says so of the rows of the templates wished for. The wish was committed, so that their absence
-    counts."""
-    told = {name: wish[name] for name in ("image", "host", "cpus", "memory", "account") if wish[name] is not None}
+def _request(client: Client, verb: str, image: str, host: str, **which: int | str | None) -> TemplateRequest:
+    """Send the request; return it as the daemon committed it, with its defaults filled in."""
+    return TemplateRequest.model_validate(client.template(verb, image, host, **which))
+
+
+def _is_built(template: TemplateView) -> bool:
+    return template.state in ("ready", "broken")
+
+
+def _matches(template: TemplateView, request: TemplateRequest) -> bool:
+    wanted: dict[str, Any] = request.model_dump(exclude_none=True)
+    return all(getattr(template, name) == value for name, value in wanted.items())
+
+
+def _wait(
+    client: Client, request: TemplateRequest, over: Callable[[Sequence[TemplateView]], bool]
+) -> Sequence[TemplateView]:
+    """The templates that match the request, once `over` is true of them. The request has been committed before, so that
+    their absence means that they are gone."""
     deadline = time.monotonic() + LIMIT
     while time.monotonic() < deadline:
-        rows = [row for row in client.templates() if told.items() <= row.items()]
-        if over(rows):
-            return rows
+        found = [one for one in decode(list[TemplateView], client.templates()) if _matches(one, request)]
+        if over(found):
+            return found
         time.sleep(0.1)
-    raise Unknown(f"nothing came of it within {LIMIT:g} s", hint="see: multiverse template list")
+    raise Unknown(
+        f"the templates of {request.image} are not as requested after {LIMIT:g} s", hint="see: multiverse template list"
+    )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 from rich.text import Text
 
+from multiverse.api import TimelineView, decode
 from multiverse.cli import render
 from multiverse.client import Client
+
+_BAR_WIDTH = 60
+_STAGE_INDENT = 12
 
 
 def timeline(
@@ -19,44 +23,46 @@ def timeline(
 ) -> None:
     """Show where a job's time went, attempt by attempt."""
     with Client() as client:
-        found = client.timeline(job)
+        document = client.timeline(job)
     if json:
-        render.as_json(found)
+        render.as_json(document)
         return
-    for one in found:
-        print_one(one, events=events)
+    for one in decode(list[TimelineView], document):
+        _show_phases(one)
+        if events:
+            _show_events(one)
+        render.console.print()
 
 
-def print_one(one: Mapping[str, Any], *, events: bool = False) -> None:
-    """One attempt: its bar, its phases with their stages, and with `events` its journal."""
-    total = sum(phase["seconds"] for phase in one["phases"])
+def _show_phases(one: TimelineView) -> None:
+    """The attempt's bar, and its phases with their stages."""
+    total = sum(phase.seconds for phase in one.phases)
     head = Text.assemble(
-        ("job ", "bold"), (one["job_id"], "bold"), f"  attempt {one['attempt']}  ",
-        render.state(one["state"]), f"  {render.duration(total)} in all",
+        ("job ", "bold"), (one.job_id, "bold"), f"  attempt {one.attempt}  ",
+        render.state(one.state), f"  {render.duration(total)} in all",
     )  # fmt: skip
     render.console.print(head)
-    width = min(60, render.console.width - 4)
-    parts = [(phase["seconds"], render.PHASE_STYLES[phase["name"]]) for phase in one["phases"]]
+    width = min(_BAR_WIDTH, render.console.width - 4)
+    parts = [(phase.seconds, render.PHASE_STYLES[phase.name]) for phase in one.phases]
     render.console.print(Text("  ") + render.bar(parts, width))
-    for phase in one["phases"]:
+    for phase in one.phases:
         line = Text("  ")
-        line.append(f"{phase['name']:<8}", style=render.PHASE_STYLES[phase["name"]])
-        line.append(f"{render.duration(phase['seconds']):>9}")
+        line.append(f"{phase.name:<8}", style=render.PHASE_STYLES[phase.name])
+        line.append(f"{render.duration(phase.seconds):>9}")
         render.console.print(line)
-        for text in _stage_lines(phase["stages"], render.console.width - 12):
-            render.console.print(Text(f"            {text}", style="dim"))
-    if events:
-        table = render.table("AT", "OF", "EVENT", "STATE", "REASON", right=("AT",), fold=("REASON",))
-        for entry in one["entries"]:
-            table.add_row(
-                f"{entry['at']:.3f} s", entry["subject"], entry["event"], render.state(entry["state"]), entry["reason"]
-            )
-        render.console.print(table)
-    render.console.print()
+        for text in _stage_lines(phase.stages, render.console.width - _STAGE_INDENT):
+            render.console.print(Text(" " * _STAGE_INDENT + text, style="dim"))
 
 
-def _stage_lines(stages: Sequence[Sequence[Any]], width: int) -> list[str]:
-    """The stages as `name 12 ms` one after the other, broken between stages."""
+def _show_events(one: TimelineView) -> None:
+    table = render.table("AT", "OF", "EVENT", "STATE", "REASON", right=("AT",), fold=("REASON",))
+    for entry in one.entries:
+        table.add_row(f"{entry.at:.3f} s", entry.subject, entry.event, render.state(entry.state), entry.reason)
+    render.console.print(table)
+
+
+def _stage_lines(stages: Sequence[tuple[str, float]], width: int) -> list[str]:
+    """The stages as `name 12 ms`, as many on a line as fit."""
     lines: list[str] = []
     for name, seconds in stages:
         item = f"{name} {seconds * 1000:.0f} ms"

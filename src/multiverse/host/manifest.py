@@ -1,106 +1,96 @@
-"""What is on disk about each VM: all that is needed to find it and to remove it, whatever died meanwhile.
+"""The manifest of a VM: all that is needed to find the VM and to remove it, whichever process died meanwhile.
 
-A manifest is replaced whole and before each step it speaks of. It is not synced: it describes processes,
-and no machine crash leaves those. One that cannot be read therefore stands for a VM that is dead.
+A manifest is replaced as a whole, before the step that it records. It is not synced to disk: it describes processes,
+which end with the machine. A manifest that cannot be read therefore belongs to a VM that is dead.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
 
 from multiverse.core.errors import Exhausted
 from multiverse.core.model import CloneKind
+from multiverse.system import files
+from multiverse.system.locks import locked_directory
+from multiverse.system.processes import ProcessIdentity
 
 FILE = "manifest.json"
 
 
-class Phase(StrEnum):
-    """How far a VM has come."""
+class VmPhase(StrEnum):
+    """How far the creation or the start of a VM has come."""
 
     MAKING = "making"
     PARKED = "parked"
-    STARTING = "starting"  # it may know who it is
+    STARTING = "starting"  # its guest may have its identity already
     STARTED = "started"
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """`pid` 0: its QEMU was not started yet, or this was not written down. `cpus` and `memory` as booted, in MiB.
+    """One VM. The names of the fields are those on disk, which earlier releases have written.
 
-    `uid` 0: its QEMU runs as the daemon's own user.
+    `cpus` and `memory` (MiB) are what the VM had before anything was plugged. A `pid` of 0 says that its QEMU was not
+    started, or that this was not recorded; `started` is the process's start in clock ticks since the boot `boot_id`. A
+    `uid` of 0 says that its QEMU runs as the user of the process that created it.
     """
 
     name: str
     kind: CloneKind
-    phase: Phase
+    phase: VmPhase
     mac: str
     cpus: int
     memory: int
     pid: int = 0
-    started: int = 0  # the process's start, in clock ticks since the machine's boot
+    started: int = 0
     boot_id: str = ""
     uid: int = 0
-    address: str = ""  # what it may speak as on the bridge, and with which other VMs; none before it is someone
-    peers: tuple[str, ...] = ()
-    introduced: tuple[int, ...] = ()  # users that its guest was told of after its start
+    address: str = ""  # without prefix length; empty if the VM has none yet
+    peers: tuple[str, ...] = ()  # names of the other VMs of its job
+    introduced: tuple[int, ...] = ()  # uids of the users that were added to its guest after the start
+    token: str = ""  # empty in manifests of releases without tokens
+
+    @property
+    def process(self) -> ProcessIdentity:
+        """The VM's QEMU."""
+        return ProcessIdentity(self.pid, self.started, self.boot_id)
+
+    @property
+    def on_network(self) -> bool:
+        """Whether the VM may have sent frames as its address."""
+        return self.phase in (VmPhase.STARTING, VmPhase.STARTED) and bool(self.address)
 
 
 def write(directory: Path, manifest: Manifest) -> None:
-    """Replace the manifest in `directory`. After `Exhausted` the old one stands."""
-    fresh = directory / f"{FILE}.new"
+    """Replace the manifest in `directory`. After `Exhausted` the old one is unchanged."""
     try:
-        fresh.touch(mode=0o600)
-        fresh.write_text(json.dumps(asdict(manifest)))
-        fresh.rename(directory / FILE)
+        files.replace(directory / FILE, json.dumps(asdict(manifest)))
     except OSError as error:
         raise Exhausted(
-            f"cannot write down how far VM {manifest.name} is: {error}", hint=f"is there room in {directory}?"
+            f"cannot write the manifest of VM {manifest.name}: {error}", hint=f"is there room in {directory}?"
         ) from error
 
 
 def read(directory: Path) -> Manifest | None:
-    """The manifest in `directory`; None if there is none that can be read."""
+    """The manifest in `directory`; None if there is none that can be read. Fields of a later release are ignored."""
     try:
         raw = json.loads((directory / FILE).read_text())
-        raw["kind"], raw["phase"] = CloneKind(raw["kind"]), Phase(raw["phase"])
+        raw = {key: value for key, value in raw.items() if key in _FIELDS}
+        raw["kind"], raw["phase"] = CloneKind(raw["kind"]), VmPhase(raw["phase"])
         raw["peers"] = tuple(raw.get("peers", ()))
         raw["introduced"] = tuple(raw.get("introduced", ()))
         return Manifest(**raw)
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
-@contextmanager
-def locked(directory: Path, *, make: bool) -> Iterator[bool]:
-    """Hold a VM's lock, across threads and processes. Gives False, without a lock, if there is no such directory.
+_FIELDS = frozenset(field.name for field in fields(Manifest))
 
-    The lock is on the directory itself, so it goes with it; one that was removed while we waited is tried again.
-    """
-    while True:
-        if make:
-            directory.mkdir(parents=True, exist_ok=True)
-        try:
-            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            if make:
-                continue
-            yield False
-            return
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            try:
-                same = os.path.samestat(os.fstat(fd), directory.stat())
-            except FileNotFoundError:
-                same = False
-            if same:
-                yield True
-                return
-        finally:
-            os.close(fd)
+
+def locked(directory: Path, *, create: bool) -> AbstractContextManager[bool]:
+    """Hold the lock of the VM in `directory`. Gives False, without a lock, if there is no such directory."""
+    return locked_directory(directory, create=create)

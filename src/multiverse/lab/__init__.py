@@ -1,1 +1,1 @@
-"""A whole cluster on this machine, under one directory."""
+"""A lab: a whole cluster on this machine, in one directory."""

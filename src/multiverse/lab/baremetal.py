@@ -1,4 +1,4 @@
-"""A plain slurmd on this machine, as a node of the lab: what starting in a VM is compared with."""
+"""A plain slurmd on this machine as a node of the lab: the baseline of the benchmarks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 from multiverse.core.errors import Broken
 from multiverse.lab.configure import BARE_FEATURE, environment
-from multiverse.lab.parts import Lab, Part
-from multiverse.lab.process import Command
+from multiverse.lab.process import DaemonCommand
+from multiverse.lab.services import Lab, Service
 
 NODE = "bare1"
 
@@ -22,7 +22,7 @@ def _directory(lab: Lab) -> Path:
 
 
 def _prepare(lab: Lab) -> None:
-    """A configuration directory of its own: the lab's, with a cgroup setup that any machine has."""
+    """Write a configuration directory: the lab's slurm.conf, with a cgroup.conf that works on any machine."""
     directory = _directory(lab)
     for path in (directory, directory / "spool"):
         path.mkdir(exist_ok=True)
@@ -43,12 +43,12 @@ def _prepare(lab: Lab) -> None:
     )
 
 
-def _slurmd(lab: Lab) -> Command:
+def _slurmd(lab: Lab) -> DaemonCommand:
     directory = _directory(lab)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
     node = f"CPUs={os.cpu_count() or 1} RealMemory={memory * 3 // 4} Feature={BARE_FEATURE}"
     argv = ["slurmd", "-D", "-Z", "-N", NODE, "-f", f"{directory}/slurm.conf", "--conf", node]
-    return Command(argv, lab.where.log / "slurmd.out", env={"SLURM_CONF": f"{directory}/slurm.conf"})
+    return DaemonCommand(argv, lab.where.log / "slurmd.out", env={"SLURM_CONF": f"{directory}/slurm.conf"})
 
 
 def _ready(lab: Lab) -> bool:
@@ -62,26 +62,26 @@ def _slurm(lab: Lab, *argv: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-SLURMD = Part("slurmd", _slurmd, ready=_ready, prepare=_prepare)
+SLURMD = Service("slurmd", _slurmd, ready=_ready, prepare=_prepare)
 
 
 async def start(lab: Lab) -> None:
-    """Start it; returns when its node is idle in partition `bare`. `Broken` if it does not come up."""
+    """Start slurmd. Returns when its node is idle in partition `bare`. `Broken` if slurmd does not start."""
     await SLURMD.ensure(lab)
 
 
 async def stop(lab: Lab) -> None:
-    """End it, with whatever runs on it, and make Slurm forget its node."""
+    """Stop slurmd and the jobs on its node, and delete the node."""
     await asyncio.to_thread(_slurm, lab, "scontrol", "update", f"NodeName={NODE}", "State=DOWN", "Reason=stopped")
     await SLURMD.stop(lab.where)
     deleted = await asyncio.to_thread(_slurm, lab, "scontrol", "delete", f"NodeName={NODE}")
     if deleted.returncode and "Invalid node name" not in deleted.stderr:
-        raise Broken(f"cannot delete node {NODE}: {deleted.stderr.strip()}", hint="see whether jobs are still on it")
+        raise Broken(f"cannot delete node {NODE}: {deleted.stderr.strip()}", hint="wait until no job is on it")
 
 
 @asynccontextmanager
 async def baremetal(lab: Lab) -> AsyncIterator[str]:
-    """The node's name, while it runs."""
+    """Run the node while the context lasts; gives the node's name."""
     await start(lab)
     try:
         yield NODE

@@ -1,4 +1,4 @@
-"""The lab's bridge: the guests' link to this machine, with the first address of their network. Blocks briefly."""
+"""The lab's bridge: connects guests to this machine, and has the first address of their network. Blocks briefly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from multiverse.lab.plan import LabPlan
 
 
 def is_up(plan: LabPlan) -> bool:
-    """Is it there? Costs one system call, and may be asked anywhere."""
+    """Whether the bridge exists. Costs one system call."""
     try:
         return socket.if_nametoindex(plan.bridge) > 0
     except OSError:
@@ -23,11 +23,11 @@ def _index(ip: IPRoute, name: str) -> int | None:
 
 
 def up(plan: LabPlan) -> bool:
-    """Make it, with its address; True if it was not there."""
+    """Create the bridge with its address; True if it did not exist."""
     with IPRoute() as ip:
         there = _index(ip, plan.bridge)
         if there is None:
-            # A MAC of its own: else it would take the lowest of its ports', and change it under the guests.
+            # A bridge without a MAC address takes the lowest one of its ports, which changes while guests use it.
             octets = bytes(map(int, plan.gateway.split(".")))
             ip.link("add", ifname=plan.bridge, kind="bridge", address=f"02:4d:{octets.hex(':')}")
         bridge = _index(ip, plan.bridge)
@@ -39,7 +39,7 @@ def up(plan: LabPlan) -> bool:
 
 
 def down(plan: LabPlan) -> bool:
-    """Remove it; True if it was there. Taps on it belong to VMs and go with them."""
+    """Delete the bridge; True if it existed. The taps on it belong to VMs and are deleted with them."""
     with IPRoute() as ip:
         there = _index(ip, plan.bridge)
         if there is not None:

@@ -1,4 +1,4 @@
-"""Writes a lab's configuration files. The same plan writes the same files."""
+"""Writes a lab's configuration files. The same plan gives the same files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def hostname() -> str:
 
 
 def configure(where: Layout, plan: LabPlan) -> Settings:
-    """Write every file below etc/, and return the controller's settings as it will read them."""
+    """Write all files in etc/, and return the controller's settings as read from there."""
     environment = Environment(
         loader=PackageLoader("multiverse.lab"), undefined=StrictUndefined, keep_trailing_newline=True
     )
@@ -59,8 +59,8 @@ def configure(where: Layout, plan: LabPlan) -> Settings:
     _write(where.etc / "cgroup.conf", "CgroupAutomount=no\n")
     _write(where.etc / "mail", f"#!/bin/sh\n{{ echo \"$@\"; cat; }} >> '{where.slurmctld}/mail'\n", 0o755)
     own = where.etc / "site.conf"
-    if not own.exists() or not own.stat().st_size:  # each of Slurm's commands complains of an empty file
-        _write(own, "# Yours: whatever else this lab's Slurm is to have.\n")
+    if not own.exists() or not own.stat().st_size:  # Slurm's commands print a warning for an empty file
+        _write(own, "# Your own settings for this lab's Slurm. `multiverse lab up` does not change this file.\n")
     (where.etc / "site.toml").touch()
     settings = config.load(where.settings)
     install.write(install.render(settings, _site(settings, plan, slurm.pw_uid)), where.etc)
@@ -68,7 +68,7 @@ def configure(where: Layout, plan: LabPlan) -> Settings:
 
 
 def _sections(where: Layout, plan: LabPlan) -> dict[str, dict[str, Any]]:
-    """The controller's settings by section: the lab's own, and those that were wished for, which hold instead."""
+    """The controller's settings by section: the lab's own, overridden by those of `lab up --set`."""
     name = hostname()
     sections: dict[str, dict[str, Any]] = {
         "host": {"name": name, "cores": plan.cores, "memory": plan.memory},
@@ -84,16 +84,15 @@ def _sections(where: Layout, plan: LabPlan) -> dict[str, dict[str, Any]]:
         "network": {"subnet": plan.subnet, "gateway": plan.gateway, "hosts": [[name, plan.gateway]]},
         "image": {"default": plan.image},
     }
-    for section, wished in plan.settings.items():
-        sections[section] = {**sections.get(section, {}), **wished}
+    for section, requested in plan.settings.items():
+        sections[section] = {**sections.get(section, {}), **requested}
     return sections
 
 
 def _site(settings: Settings, plan: LabPlan, slurm_uid: int) -> install.Site:
     return install.Site(
         images=tuple(dict.fromkeys((plan.image, *(i.name for i in list_images(settings.qemu.images))))),
-        gate_nodes=min(plan.cores, install.MAX_GATE_NODES),  # a node has a core at least
-        largest=install.largest(settings),
+        gate_nodes=min(plan.cores, install.MAX_GATE_NODES),  # each node needs a core
         memory_per_cpu=MEMORY_PER_CPU,
         slurm_uid=slurm_uid,
         max_node_count=MAX_NODES,
@@ -110,7 +109,7 @@ def _write(path: Path, content: str, mode: int = 0o644, owner: int = 0) -> None:
 
 
 def environment(where: Layout) -> dict[str, Any]:
-    """What the commands of users and of ours find the lab by."""
+    """The variables by which Slurm's commands and `multiverse` find the lab."""
     return {
         "SLURM_CONF": str(where.slurm_conf),
         "MULTIVERSE_SOCKET": str(where.socket),

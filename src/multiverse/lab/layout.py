@@ -1,4 +1,4 @@
-"""Where everything of a lab lies. Nothing of it is outside its directory, but the templates' memory in /dev/shm."""
+"""The paths of a lab. All are in its directory, except the memory of templates, which is in /dev/shm."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from multiverse.core.errors import Refused
 
 DEFAULT = Path("/var/lib/multiverse/lab")
-_UIDS = 4096  # for each lab, out of 65536 times as many that nobody has (systemd's UIDS-GIDS)
-_LONGEST = 60  # bytes: sockets of VMs lie below, and a socket's path has at most 107
+_UIDS = 4096  # of each lab, out of 65536 such ranges that nothing else uses (systemd's UIDS-GIDS)
+_LONGEST = 60  # bytes, because a socket's path has at most 107 and those of VMs are in this directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,12 @@ class Layout:
 
     @property
     def run(self) -> Path:
-        """Sockets and records of processes; removed when the lab goes down."""
+        """Sockets and records of processes; deleted by `lab down`."""
         return self.root / "run"
 
     @property
     def munge(self) -> Path:
-        """munged's own: it insists that nobody else can write to its directories."""
+        """munged's own directory, because munged requires that nobody else can write there."""
         return self.root / "munge"
 
     @property
@@ -83,7 +83,7 @@ class Layout:
 
     @property
     def controller(self) -> Path:
-        """The controller's store, and what it keeps of VMs."""
+        """The controller's state directory: its store and the directories of VMs."""
         return self.root / "controller"
 
     @property
@@ -92,12 +92,13 @@ class Layout:
 
     @property
     def memory(self) -> Path:
-        """Templates' memory: a file system in memory. Named after the directory, so that labs do not share it."""
+        """The templates' memory, in a file system in memory. The name is derived from the lab's directory, so that each
+        lab has its own."""
         return Path("/dev/shm") / f"multiverse-{self._digest[:8]}"
 
     @property
     def uids(self) -> tuple[int, int]:
-        """The first user, and how many, that VMs' QEMUs run as: others than those of the labs beside it."""
+        """The first uid of the lab's QEMU processes, and how many there are. Other labs have other uids."""
         return 0x7000_0000 + int(self._digest[:4], 16) * _UIDS, _UIDS
 
     @property
@@ -105,7 +106,7 @@ class Layout:
         return hashlib.sha256(bytes(self.root)).hexdigest()
 
     def make(self) -> None:
-        """Make the directories, readable by users whatever the umask: they need slurm.conf and munge's socket."""
+        """Create the directories, readable by users whatever the umask is: they need slurm.conf and munge's socket."""
         for path in [*reversed(self.root.parents), self.root, self.etc, self.log, self.run]:
             if not path.exists():
                 path.mkdir()
@@ -113,11 +114,11 @@ class Layout:
 
 
 def layout(directory: Path | None) -> Layout:
-    """The lab in `directory`; else in $MULTIVERSE_LAB, else in the default place. `Refused` if it cannot be there."""
+    """The lab in `directory`, or else in $MULTIVERSE_LAB, or else in `DEFAULT`. `Refused` for an unusable path."""
     root = directory or Path(os.environ.get("MULTIVERSE_LAB") or DEFAULT)
     root = root.resolve()
     if not re.fullmatch(r"[A-Za-z0-9_./+-]+", str(root)):
-        raise Refused(f"{root}: Slurm's files cannot name this path", hint="choose one of letters, digits and ._+-")
+        raise Refused(f"Slurm's files cannot name the path {root}", hint="use letters, digits and ._+- only")
     if len(bytes(root)) > _LONGEST:
-        raise Refused(f"{root} is too long for the sockets in it", hint=f"choose one of at most {_LONGEST} bytes")
+        raise Refused(f"the path {root} is too long for the sockets in it", hint=f"use at most {_LONGEST} bytes")
     return Layout(root)

@@ -1,4 +1,4 @@
-"""A lab goes up, is looked at, and goes down. Every step can be repeated."""
+"""Brings a lab up, shows its status, and brings it down. Every step can be repeated."""
 
 from __future__ import annotations
 
@@ -17,99 +17,108 @@ from multiverse.core.errors import MultiverseError, Refused
 from multiverse.lab import bridge, vms
 from multiverse.lab.configure import configure
 from multiverse.lab.layout import Layout
-from multiverse.lab.parts import CONTROLLER, PARTS, Lab, Part
-from multiverse.lab.plan import Wishes, decide, load
+from multiverse.lab.plan import LabOptions, decide, load
+from multiverse.lab.services import CONTROLLER, SERVICES, Lab, Service
 
 Progress = Callable[[str, str, float], None]
-"""Called with a part's name, what became of it, and the seconds it took."""
+"""Called with the name of a step, its result, and the seconds it took."""
 
 
 @contextmanager
-def _alone(where: Layout) -> Iterator[None]:
-    """One `up` or `down` of a lab at a time."""
+def _locked(where: Layout) -> Iterator[None]:
+    """Hold the lab's lock. `Refused` while another `up` or `down` holds it."""
     descriptor = os.open(where.root, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError as error:
-        raise Refused(f"another command is at work on {where.root}", hint="wait until it has ended") from error
+        raise Refused(f"another command uses the lab in {where.root}", hint="wait until it has ended") from error
     finally:
         os.close(descriptor)
 
 
 async def up(
-    where: Layout, wishes: Wishes, progress: Progress = lambda name, word, seconds: None, *, controller: bool = True
+    where: Layout,
+    options: LabOptions,
+    progress: Progress = lambda name, result, seconds: None,
+    *,
+    controller: bool = True,
 ) -> Settings:
-    """Bring up what does not run. `controller=False` leaves that one part out. `Broken` names the part that does
-    not come up; what came up before it stays, for the next `up` or for `down`."""
+    """Start the services that do not run, all but the controller with `controller=False`.
+
+    `Broken` names a service that does not start. The services that were started before it go on running.
+    """
     if os.geteuid() != 0:
         raise Refused("a lab needs root: it makes links and starts daemons as their own users", hint="use sudo")
     where.make()
-    with _alone(where):
-        plan = await asyncio.to_thread(decide, where, wishes)
+    with _locked(where):
+        plan = await asyncio.to_thread(decide, where, options)
         settings = await asyncio.to_thread(configure, where, plan)
         lab = Lab(where, plan)
         began = time.monotonic()
-        made = await asyncio.to_thread(bridge.up, plan)
-        progress("bridge", "made" if made else "is up", time.monotonic() - began)
-        for part in _wanted(controller):
+        created = await asyncio.to_thread(bridge.up, plan)
+        progress("bridge", "created" if created else "exists", time.monotonic() - began)
+        for service in _wanted(controller):
             began = time.monotonic()
-            started = await part.ensure(lab)
-            progress(part.name, "started" if started else "runs", time.monotonic() - began)
+            started = await service.ensure(lab)
+            progress(service.name, "started" if started else "runs", time.monotonic() - began)
         return settings
 
 
-def _wanted(controller: bool) -> Iterator[Part]:
-    return (part for part in PARTS if controller or part is not CONTROLLER)
+def _wanted(controller: bool) -> Iterator[Service]:
+    return (service for service in SERVICES if controller or service is not CONTROLLER)
 
 
 async def stop_controller(where: Layout) -> int:
-    """End the controller, then every VM that is left; how many there were."""
+    """Stop the controller, then destroy all VMs; the number of VMs."""
     await CONTROLLER.stop(where)
     return await vms.destroy_all(where)
 
 
-async def down(where: Layout, progress: Progress = lambda name, word, seconds: None) -> None:
-    """End everything, in reverse order, VMs of a controller that is dead too. What stays is inside the directory:
-    logs, keys, the database and caches. The first error is raised after everything else has been tried."""
+async def down(where: Layout, progress: Progress = lambda name, result, seconds: None) -> None:
+    """Stop all services in reverse order, and destroy all VMs, also those of a dead controller.
+
+    Logs, keys, the database and caches stay in the lab's directory. The first error is raised after all steps have been
+    tried.
+    """
     if not where.root.exists():
         return
-    failed: list[MultiverseError] = []
-    with _alone(where):
+    errors: list[MultiverseError] = []
+    with _locked(where):
         plan = load(where)
-        for part in reversed(PARTS):
-            async with _step(part.name, progress, failed) as word:
-                word.append("ended" if await part.stop(where) else "was not running")
-            if part is CONTROLLER and plan is not None:
-                async with _step("VMs", progress, failed) as word:
-                    word.append(f"{await vms.destroy_all(where)} ended")
+        for service in reversed(SERVICES):
+            async with _step(service.name, progress, errors) as result:
+                result.append("stopped" if await service.stop(where) else "was not running")
+            if service is CONTROLLER and plan is not None:
+                async with _step("VMs", progress, errors) as result:
+                    result.append(f"{await vms.destroy_all(where)} destroyed")
         if plan is not None:
-            async with _step("bridge", progress, failed) as word:
-                word.append("removed" if await asyncio.to_thread(bridge.down, plan) else "was not there")
-        if failed:
-            raise failed[0]
+            async with _step("bridge", progress, errors) as result:
+                result.append("deleted" if await asyncio.to_thread(bridge.down, plan) else "did not exist")
+        if errors:
+            raise errors[0]
         for path in (where.run, where.memory):
             shutil.rmtree(path, ignore_errors=True)
 
 
 @contextlib.asynccontextmanager
-async def _step(name: str, progress: Progress, failed: list[MultiverseError]) -> AsyncIterator[list[str]]:
+async def _step(name: str, progress: Progress, errors: list[MultiverseError]) -> AsyncIterator[list[str]]:
     began = time.monotonic()
-    word: list[str] = []
+    result: list[str] = []
     try:
-        yield word
+        yield result
     except MultiverseError as error:
-        failed.append(error)
-        word.append(f"failed: {error.message}")
-    progress(name, word[-1], time.monotonic() - began)
+        errors.append(error)
+        result.append(f"failed: {error.message}")
+    progress(name, result[-1], time.monotonic() - began)
 
 
 def status(where: Layout) -> dict[str, dict[str, Any]]:
-    """Each part with its pid, whether it is alive, and since when (Unix time). Reads /proc only."""
+    """Each service with its pid, whether it is alive, and its start time (Unix time). Reads only /proc."""
     found: dict[str, dict[str, Any]] = {}
-    for part in reversed(PARTS):
-        running = part.running(where)
-        found[part.name] = {
+    for service in reversed(SERVICES):
+        running = service.running(where)
+        found[service.name] = {
             "pid": running.pid if running else None,
             "alive": running is not None,
             "since": running.since if running else None,

@@ -1,4 +1,4 @@
-"""What a lab is: chosen once, kept in its lab.json, so that every `up` brings back the same one."""
+"""The plan of a lab. It is chosen once and kept in lab.json, so that each `lab up` starts the same lab."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from multiverse.lab.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """What `lab up` was asked for; None: as before, or the default. Memory in MiB. `settings` are the controller's,
-    by section and key; given, they replace those given before."""
+class LabOptions:
+    """The options of `lab up`. None means as before, or the default. Memory in MiB.
+
+    `settings` are the controller's, by section and key; if given, they replace all those given before.
+    """
 
     cores: int | None = None
     memory: int | None = None
@@ -33,8 +35,11 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True)
 class LabPlan:
-    """Ports are this machine's; `bridge` has the first address of `subnet`. Memory in MiB. `settings` are those of the
-    controller's that a lab does not choose by itself, by section and key."""
+    """What a lab consists of. Memory in MiB.
+
+    `bridge` has the first address of `subnet`. The ports are on this machine. `settings` override the controller's
+    settings that the lab would choose, by section and key.
+    """
 
     cores: int
     memory: int
@@ -59,33 +64,33 @@ class LabPlan:
 
 
 def load(where: Layout) -> LabPlan | None:
-    """The plan of an existing lab. `Broken` if its file cannot be understood."""
+    """The plan of an existing lab; None if there is none. `Broken` if its file is damaged."""
     try:
         raw = json.loads(where.state.read_text())
         return LabPlan(**(raw | {"shares": tuple(raw["shares"])}))
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError) as error:
-        raise Broken(f"cannot understand {where.state}", hint="remove the lab's directory and start anew") from error
+        raise Broken(f"the file {where.state} is damaged", hint="remove the lab's directory and start again") from error
 
 
-def decide(where: Layout, wishes: Wishes) -> LabPlan:
-    """The existing lab's plan, or a new one on free ports, with the wishes in it; written to lab.json."""
+def decide(where: Layout, options: LabOptions) -> LabPlan:
+    """The existing plan, or a new one on free ports, changed by the options. Writes lab.json."""
     plan = load(where) or _new(where)
-    shares = dict.fromkeys((*plan.shares, *(str(path) for path in wishes.shares)))
+    shares = dict.fromkeys((*plan.shares, *(str(path) for path in options.shares)))
     plan = replace(
         plan,
-        cores=wishes.cores or plan.cores,
-        memory=wishes.memory or plan.memory,
-        image=wishes.image or plan.image,
-        images=str(wishes.images) if wishes.images else plan.images,
+        cores=options.cores or plan.cores,
+        memory=options.memory or plan.memory,
+        image=options.image or plan.image,
+        images=str(options.images) if options.images else plan.images,
         shares=tuple(shares),
-        settings=plan.settings if wishes.settings is None else wishes.settings,
+        settings=plan.settings if options.settings is None else options.settings,
     )
-    beside = where.state.with_suffix(".new")
-    beside.write_text(json.dumps(asdict(plan), indent=2) + "\n")
-    beside.chmod(0o644)
-    beside.replace(where.state)
+    temporary = where.state.with_suffix(".new")
+    temporary.write_text(json.dumps(asdict(plan), indent=2) + "\n")
+    temporary.chmod(0o644)
+    temporary.replace(where.state)
     return plan
 
 
@@ -108,7 +113,7 @@ def _new(where: Layout) -> LabPlan:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports below the range that the kernel hands out, so that nothing takes them while the lab is down."""
+    """Free ports below the kernel's ephemeral ports, so that no process takes them while the lab is down."""
     found: list[int] = []
     for port in random.sample(range(20000, 30000), 1000):
         with socket.socket() as probe:
@@ -119,12 +124,14 @@ def _free_ports(count: int) -> list[int]:
         found.append(port)
         if len(found) == count:
             return found
-    raise Exhausted("no free ports between 20000 and 30000")
+    raise Exhausted("no free port between 20000 and 30000", hint="stop a program that listens there")
 
 
 def _free_network(seed: str) -> tuple[str, str]:
-    """A bridge name and a /16 that nobody uses here. Where to begin comes from the directory: two labs that start
-    at the same moment, neither up yet, do not choose the same."""
+    """A bridge name and a /16 network that this machine does not use.
+
+    The search begins at a number derived from `seed`, so that two labs that start at the same time choose differently.
+    """
     with IPRoute() as ip:
         links = {link.get_attr("IFLA_IFNAME") for link in ip.get_links()}
         used = [ipaddress.IPv4Network(text, strict=False) for text in _addresses(ip)]
@@ -133,7 +140,7 @@ def _free_network(seed: str) -> tuple[str, str]:
         bridge, subnet = f"mvlab{octet}", ipaddress.IPv4Network(f"10.{octet}.0.0/16")
         if bridge not in links and not any(subnet.overlaps(other) for other in used):
             return bridge, str(subnet)
-    raise Exhausted("no free network between 10.200.0.0/16 and 10.249.0.0/16")
+    raise Exhausted("no free network between 10.200.0.0/16 and 10.249.0.0/16", hint="bring other labs down")
 
 
 def _addresses(ip: IPRoute) -> Iterable[str]:
@@ -144,33 +151,36 @@ def _addresses(ip: IPRoute) -> Iterable[str]:
             yield f"{route.get_attr('RTA_DST')}/{route['dst_len']}"
 
 
-def shares(wished: Iterable[Path]) -> tuple[Path, ...]:
-    """What the guests mount: /home, the user's home, the current directory, and what was asked for. `Refused`
-    if a wish does not exist or is `/`; the others are left out then."""
-    asked = [Path(os.path.realpath(path)) for path in wished]
-    for path in asked:
+def shares(requested: Iterable[Path]) -> tuple[Path, ...]:
+    """The directories that guests mount: /home, the user's home, the current directory, and the requested ones.
+
+    `Refused` if a requested directory does not exist or cannot be mounted. The others are left out in that case.
+    """
+    chosen = [Path(os.path.realpath(path)) for path in requested]
+    for path in chosen:
         if not path.is_dir():
-            raise Refused(f"--share {path}: no such directory", hint="make it first")
+            raise Refused(f"--share {path}: no such directory", hint="create it first")
         if not sharable(path):
             raise Refused(f"--share {path}: cannot be mounted in guests", hint="share a directory of your own")
     user = os.environ.get("SUDO_USER")
     usual = [Path("/home"), Path(f"~{user}" if user else "~").expanduser(), Path.cwd()]
     usual = [Path(os.path.realpath(path)) for path in usual]
-    return (*(path for path in usual if path.is_dir() and sharable(path)), *asked)
+    return (*(path for path in usual if path.is_dir() and sharable(path)), *chosen)
 
 
 _SYSTEM = ("bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "proc", "run", "sbin", "sys", "usr")
 
 
 def sharable(path: Path) -> bool:
-    """Not `/`, nothing that a guest has of its own, and a name that configuration files can hold."""
+    """Whether guests can mount the directory: it is not `/` or a system directory, and its name can stand in
+    configuration files."""
     parts = path.parts
     plain = all(c.isprintable() and c not in '";,\\ #' for c in str(path))
     return len(parts) > 1 and parts[1] not in _SYSTEM and parts[1:] not in (("tmp",), ("var",)) and plain
 
 
 def outermost(paths: Iterable[str]) -> list[str]:
-    """Without those that lie below another, and without those that do not exist any more."""
+    """The existing directories that are in no other one of them."""
     found: list[str] = []
     for path in sorted(paths):
         if Path(path).is_dir() and not any(Path(path).is_relative_to(other) for other in found):

@@ -1,4 +1,4 @@
-"""Processes that outlive the command which started them, known by pid and start time."""
+"""Daemons that outlive the command that started them, identified by pid and start time."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from pathlib import Path
 
 from multiverse.core.errors import Broken
 
-_INTERVAL = 0.02  # seconds between two tries to reach a socket that is not there yet
+_INTERVAL = 0.02  # seconds between two attempts to connect to a starting daemon
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
-    """A process of ours. `born` is its start time in clock ticks since boot: a pid alone comes again. `digest`
-    is of the configuration it was started with; `since` is Unix time."""
+class RunningDaemon:
+    """A process that was started here.
+
+    `born` is its start time in clock ticks since boot: a pid alone is reused. `digest` is that of its configuration.
+    `since` is Unix time.
+    """
 
     pid: int
     born: int
@@ -32,11 +35,14 @@ class Running:
     since: float
 
     def alive(self) -> bool:
+        """Whether this very process still runs."""
         return self.boot == _boot_id() and _born(self.pid) == self.born
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class DaemonCommand:
+    """How to run a daemon: as which user, and with which log file."""
+
     argv: Sequence[str]
     log: Path
     user: str = "root"
@@ -50,7 +56,7 @@ def _boot_id() -> str:
 
 
 def _born(pid: int) -> int | None:
-    """Field 22 of proc(5)'s stat; None for a process that is gone or only waits to be reaped."""
+    """Field 22 of stat in proc(5); None for a process that has ended, reaped or not."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -59,17 +65,17 @@ def _born(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def recorded(record: Path) -> Running | None:
-    """The process of a record, if it is still alive."""
+def recorded(record: Path) -> RunningDaemon | None:
+    """The process in a record file, if it is still alive."""
     try:
-        running = Running(**json.loads(record.read_text()))
+        running = RunningDaemon(**json.loads(record.read_text()))
     except (OSError, ValueError, TypeError):
         return None
     return running if running.alive() else None
 
 
-def start(command: Command, record: Path, digest: str) -> subprocess.Popen[bytes]:
-    """Start it in a session of its own, write its record, and return it. `Broken` if it cannot be executed."""
+def start(command: DaemonCommand, record: Path, digest: str) -> subprocess.Popen[bytes]:
+    """Start a daemon in a session of its own and write its record. `Broken` if it cannot be executed."""
     account = pwd.getpwnam(command.user)
     command.log.parent.mkdir(parents=True, exist_ok=True)
     with command.log.open("ab") as log:
@@ -92,7 +98,7 @@ def start(command: Command, record: Path, digest: str) -> subprocess.Popen[bytes
             raise Broken(
                 f"cannot run {command.argv[0]}: {error.strerror}", hint="install the lab's packages: make setup"
             ) from error
-    running = Running(process.pid, _born(process.pid) or 0, _boot_id(), digest, time.time())
+    running = RunningDaemon(process.pid, _born(process.pid) or 0, _boot_id(), digest, time.time())
     beside = record.with_suffix(".new")
     beside.write_text(json.dumps(asdict(running)))
     beside.chmod(0o644)
@@ -101,16 +107,18 @@ def start(command: Command, record: Path, digest: str) -> subprocess.Popen[bytes
 
 
 def _environment() -> dict[str, str]:
-    """Nothing that a caller's shell sets for Slurm's commands, nor its locale, may change a daemon."""
+    """An environment that does not depend on the caller's variables for Slurm or its locale."""
     path = os.environ.get("PATH", "")
     return {"PATH": f"{path}:/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8", "HOME": "/"}
 
 
 async def until(
-    reached: Callable[[], bool], process: subprocess.Popen[bytes], command: Command, timeout: float
+    reached: Callable[[], bool], process: subprocess.Popen[bytes], command: DaemonCommand, timeout: float
 ) -> None:
-    """Wait until `reached` (a try to connect), at most `timeout` seconds. `Broken`, with the log's last line, if
-    the process ends or the time does."""
+    """Wait until `reached` (an attempt to connect) succeeds.
+
+    `Broken`, with the last line of the log, if the process ends or if `timeout` seconds have passed.
+    """
     name, log = command.argv[0], command.log
     deadline = time.monotonic() + timeout
     while not await asyncio.to_thread(reached):
@@ -121,14 +129,14 @@ async def until(
         await asyncio.sleep(_INTERVAL)
 
 
-async def stop(running: Running, grace: float) -> None:
-    """Ask it to end, and end it after `grace` seconds; returns when it is gone. Gone already is as good."""
+async def stop(running: RunningDaemon, grace: float) -> None:
+    """Terminate a process, and kill it after `grace` seconds. Returns when it has ended, at once if it had ended."""
     try:
         handle = os.pidfd_open(running.pid)
     except ProcessLookupError:
         return
     try:
-        # Checked with the descriptor in hand: from here on the pid cannot become another's.
+        # Compare the start time after the pidfd was opened: the pidfd never refers to another process.
         for sent, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, 10.0)):
             if not running.alive():
                 return
@@ -136,22 +144,22 @@ async def stop(running: Running, grace: float) -> None:
                 signal.pidfd_send_signal(handle, sent)
             await asyncio.to_thread(select.select, [handle], [], [], patience)
         if running.alive():
-            raise Broken(f"process {running.pid} does not end", hint="see what it waits for in /proc")
+            raise Broken(f"process {running.pid} does not end", hint=f"see /proc/{running.pid}/stack")
     finally:
         os.close(handle)
         _reap(running.pid)
 
 
 def _reap(pid: int) -> None:
-    """It may be this very process that started it."""
+    """Reap the process if it is a child of this one."""
     with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)
 
 
 def last_line(log: Path) -> str:
-    """For an error message."""
+    """The last line of a log that is not empty, for an error message."""
     with contextlib.suppress(OSError):
         lines = [line for line in log.read_text(errors="replace").splitlines()[-20:] if line.strip()]
         if lines:
             return lines[-1].strip()[:300]
-    return "it left no word"
+    return "its log is empty"

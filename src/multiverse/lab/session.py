@@ -1,8 +1,8 @@
-"""A lab for a while, with a user of its own: what the demonstration, the benchmarks and the tests run in.
+"""A temporary lab with a user of its own, for the demonstration and the benchmarks.
 
-The process gets a mount namespace of its own, in which its user exists; the lab's daemons inherit it.
-The lab goes down whatever ends the session. What is left of one that was killed outright, `multiverse lab down --dir`
-ends, and so does the next session there.
+This process gets a mount namespace in which the user exists; the lab's daemons inherit it. The lab goes down however
+the session ends. After a session was killed, the next session in the same directory cleans up, and so does
+`multiverse lab down --dir`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from multiverse.lab import lifecycle
 from multiverse.lab.configure import environment
 from multiverse.lab.layout import Layout
 from multiverse.lab.lifecycle import Progress
-from multiverse.lab.parts import Lab
-from multiverse.lab.plan import Wishes, load
+from multiverse.lab.plan import LabOptions, load
+from multiverse.lab.services import Lab
 from multiverse.lab.users import PrivateUser, enter_private_namespace, private_users
 
 USER, UID = "ada", 30707
 
 
 @dataclass(frozen=True)
-class Session:
+class LabSession:
     """A running lab and a user in it."""
 
     where: Layout
@@ -43,7 +43,7 @@ class Session:
     env: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, *argv: str, stdin: str = "", timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
-        """Run a command as the user, in his home, as after a login."""
+        """Run a command as the user, in the user's home and environment."""
         return subprocess.run(
             argv,
             input=stdin,
@@ -60,7 +60,7 @@ class Session:
         )
 
     def submit(self, script: str, *options: str) -> str:
-        """`sbatch` a script; the job id. Raises `Refused` with what sbatch said."""
+        """Submit a script with sbatch; the job id. Raises `Refused` with sbatch's message."""
         done = self.run("sbatch", "--parsable", *options, stdin=script)
         match = re.search(r"^(\d+)", done.stdout, re.MULTILINE)
         if done.returncode != 0 or match is None:
@@ -69,14 +69,14 @@ class Session:
 
 
 def _complaint(stderr: str) -> str:
-    """sbatch's own words; its last line says only that something was said before."""
+    """sbatch's messages, without the last one if it only says that the submission failed."""
     lines = [re.sub(r"^sbatch: (error: )?", "", line) for line in stderr.strip().splitlines()]
     return "\n".join(line for line in lines if not line.startswith("Batch job submission failed") or len(lines) == 1)
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Ctrl-C once more, by somebody in a hurry, would leave half of the lab running."""
+def _without_interrupts() -> Iterator[None]:
+    """Ignore SIGINT: a second Ctrl-C would leave parts of the lab running."""
     before = signal.signal(signal.SIGINT, lambda number, frame: None)
     try:
         yield
@@ -85,19 +85,21 @@ def _undisturbed() -> Iterator[None]:
 
 
 @contextmanager
-def _alone(where: Layout) -> Iterator[None]:
-    """One session at a time in a directory: the first to end would end the other's lab."""
+def _locked(where: Layout) -> Iterator[None]:
+    """Hold the directory's lock. `Refused` while another session holds it."""
     where.make()
     with (where.root / "session").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise Refused(f"{where.root} is in use", hint="wait for its end, or take another --dir") from error
+            raise Refused(
+                f"another session uses {where.root}", hint="wait until it has ended, or use another --dir"
+            ) from error
         yield
 
 
-async def _forget(where: Layout) -> None:
-    """End what a killed session left, and forget the jobs of every earlier one: Slurm would take them up again."""
+async def _clean_up(where: Layout) -> None:
+    """Stop what a killed session left, and delete the jobs of earlier sessions, which Slurm would start again."""
     await lifecycle.down(where)
     for path in (where.slurmctld, where.database):
         shutil.rmtree(path, ignore_errors=True)
@@ -106,31 +108,33 @@ async def _forget(where: Layout) -> None:
 
 
 @asynccontextmanager
-async def session(where: Layout, wishes: Wishes, progress: Progress, site: str = "") -> AsyncIterator[Session]:
-    """A lab in `where` for as long as the context lasts, with the settings of `site` (TOML) above its own. Call it
-    from a process with one thread that is to do nothing else: it changes this process's mount namespace."""
+async def session(where: Layout, options: LabOptions, progress: Progress, site: str = "") -> AsyncIterator[LabSession]:
+    """Run a lab in `where` while the context lasts. Settings in `site` (TOML) override the lab's.
+
+    Call this in a process with one thread that does nothing else: it changes the process's mount namespace.
+    """
     if os.geteuid() != 0:
         raise Refused("a lab needs root: it makes links and starts daemons as their own users", hint="use sudo")
-    with _alone(where):
-        await _forget(where)
+    with _locked(where):
+        await _clean_up(where)
         (where.etc / "site.toml").write_text(site)
         enter_private_namespace()
         home = where.root / "home" / USER
         (user,) = private_users(where.root / "users", [(USER, UID, home)])
-        os.environ.pop("SUDO_USER", None)  # whoever called us is not who submits here
+        os.environ.pop("SUDO_USER", None)  # the caller is not the user who submits here
         try:
-            shares = (*wishes.shares, home)
-            settings = await lifecycle.up(where, replace(wishes, shares=shares), progress)
+            shares = (*options.shares, home)
+            settings = await lifecycle.up(where, replace(options, shares=shares), progress)
             plan = load(where)
             assert plan is not None, "the lab is up, so its plan is written"
-            yield Session(where, settings, user, Lab(where, plan), session_environment(where))
+            yield LabSession(where, settings, user, Lab(where, plan), session_environment(where))
         finally:
-            with _undisturbed():
+            with _without_interrupts():
                 await lifecycle.down(where)
 
 
 def session_environment(where: Layout) -> dict[str, str]:
-    """The environment of a user's shell in the lab: nothing of this process's own leaks in."""
+    """The environment of a user's shell in the lab, without this process's own variables."""
     path = os.environ.get("PATH", "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin")
     base = {"PATH": f"{Path(sys.executable).parent}:{path}", "LANG": os.environ.get("LANG", "C.UTF-8")}
     return base | environment(where)

@@ -1,4 +1,4 @@
-"""Users that only this process and its children know: for tests and demonstrations. /etc is not touched."""
+"""Users that exist only for this process and its children, for tests and demonstrations. /etc is not changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
 
 
 class PrivateUser(NamedTuple):
-    """A user with a group of his own, of the same name and number. `home` is made if it is missing."""
+    """A user with a group of the same name and number."""
 
     name: str
     uid: int
@@ -23,16 +23,21 @@ class PrivateUser(NamedTuple):
 
 
 def enter_private_namespace() -> None:
-    """Give this process a mount namespace of its own: whatever it mounts from now on vanishes with it and its
-    children. Needs root, and a process with one thread."""
+    """Give this process a mount namespace of its own. Its mounts disappear when it and its children have ended.
+
+    Needs root, and a process with one thread.
+    """
     _checked("unshare", _libc().unshare(_CLONE_NEWNS))
-    # Mounts would travel back to the parent's namespace through shared ones.
+    # Below a shared mount, new mounts would appear in the parent's namespace, too.
     _checked("mount", _libc().mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None))
 
 
 def private_users(directory: Path, users: Sequence[tuple[str, int, Path]]) -> list[PrivateUser]:
-    """Add (name, uid, home) to /etc/passwd and /etc/group as this mount namespace sees them: extended copies,
-    kept in `directory`, are mounted over both. Call `enter_private_namespace` first. Homes are made, and owned."""
+    """Add users, given as (name, uid, home), to /etc/passwd and /etc/group in this mount namespace.
+
+    Extended copies of both files are kept in `directory` and mounted over them. The homes are created. Call
+    `enter_private_namespace` first.
+    """
     made = [PrivateUser(name, uid, Path(home)) for name, uid, home in users]
     names, uids = {user.name for user in made}, {str(user.uid) for user in made}
     directory.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Ends whatever VMs and templates a controller has left, be it stopped, killed or never heard of again."""
+"""Destroys the VMs and templates of a controller that does not run any more."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from multiverse.core.model import VmRef
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.lab.layout import Layout
 
-_ENOUGH = 8  # at the same time
+_CONCURRENT = 8  # VMs that are destroyed at the same time
 
 
 async def destroy_all(where: Layout) -> int:
-    """End every VM and template of the lab, whichever site they belong to; how many VMs there were."""
+    """Destroy all VMs and templates of the lab, of any site; the number of VMs."""
     if not where.settings.exists():
         return 0
     settings = config.load(where.settings)
-    # The accelerator does not matter to the end of a VM, and probing it takes its time.
+    # Destroying a VM does not depend on the accelerator, and the probe for one would take seconds.
     settings = replace(settings, qemu=replace(settings.qemu, accel="tcg"))
     count = 0
     for site in _sites(settings):
@@ -29,7 +29,7 @@ async def destroy_all(where: Layout) -> int:
 
 
 def _sites(settings: Settings) -> list[str]:
-    """The sites that VMs here are named after; one at least, since templates have no site."""
+    """The sites in the names of the lab's VMs; at least one, because templates have no site."""
     names = [name for place in (settings.qemu.vms, settings.qemu.run) for name in _entries(place)]
     found = {name[2:].partition("-")[0] for name in names if name.startswith("mv") and "-" in name}
     return sorted(found) or ["lab"]
@@ -41,12 +41,12 @@ def _entries(place: Path) -> list[str]:
 
 async def _destroy(hypervisor: QemuHypervisor) -> int:
     view = await hypervisor.observe()
-    limit = asyncio.Semaphore(_ENOUGH)
+    limit = asyncio.Semaphore(_CONCURRENT)
 
     async def end(name: str) -> None:
         async with limit:
             await hypervisor.destroy(VmRef(name), 0)
 
     await asyncio.gather(*(end(name) for name in sorted(view.vms)))
-    await hypervisor.drop_all()
+    await hypervisor.delete_all_templates()
     return len(view.vms)

@@ -1,10 +1,9 @@
-"""The daemon: composition root. The only module that picks drivers and puts the parts together."""
+"""The daemon: the only module that chooses the drivers and puts the parts together (composition root)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import signal
 import socket
@@ -16,17 +15,19 @@ from typing import Any
 import structlog
 import uvicorn
 
+from multiverse.api import Alert
 from multiverse.config import Settings
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Refused
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.drivers.slurm.inbox import hints
-from multiverse.ports import Hypervisor, Scheduler
+from multiverse.ports import Clock, Hypervisor, Scheduler
 from multiverse.service.api import make_api
-from multiverse.service.metrics import Executed
-from multiverse.service.troubles import Trouble
+from multiverse.service.backend import Backend
+from multiverse.service.processes import ProcessCounter
 from multiverse.store import open_store
+from multiverse.system.locks import try_locked_file
 from multiverse.trace import RecordingHypervisor, RecordingScheduler, Trace
 
 log = structlog.get_logger()
@@ -53,11 +54,12 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _close_doors(settings: Settings) -> None:
-    """From here on, what this process makes is its user's alone, unless something else is said on the spot."""
+def _restrict_access(settings: Settings) -> None:
+    """Make the daemon's directories. Files that this process creates from here on are readable by its user only,
+    unless a mode is given. Raises `Refused` if a directory cannot be used."""
     try:
         for path in (settings.state_dir, settings.socket.parent, settings.slurm.inbox.parent):
-            path.mkdir(parents=True, exist_ok=True)  # others go through these to what is theirs
+            path.mkdir(parents=True, exist_ok=True)  # other users pass through these to files that are theirs
         os.umask(0o077)
         settings.state_dir.chmod(0o711)
         for path in settings.state_dir.glob("multiverse.db*"):
@@ -70,20 +72,19 @@ def _close_doors(settings: Settings) -> None:
 
 
 @contextlib.contextmanager
-def _alone(state_dir: Path) -> Iterator[None]:
-    """Holds the state directory for this process. Raises `Refused` if another daemon has it."""
-    with (state_dir / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise Refused(f"another daemon uses {state_dir}", hint="stop it first, or set another state_dir") from error
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
+def _locked(state_dir: Path) -> Iterator[None]:
+    """Hold the lock of the state directory. Raises `Refused` if another daemon holds it."""
+    lock = state_dir / "lock"
+    with try_locked_file(lock) as held:
+        if not held:
+            raise Refused(f"another daemon uses {state_dir}", hint="stop it first, or set another state_dir")
+        lock.write_text(f"{os.getpid()}\n")
         yield
 
 
 def _bind(path: Path) -> socket.socket:
-    """A listening Unix socket that only its owner can use, from its first moment on."""
+    """A listening Unix socket that only its owner can use, from its first moment on. Raises `Refused` if it cannot be
+    made there."""
     path.unlink(missing_ok=True)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o177)
@@ -99,59 +100,65 @@ def _bind(path: Path) -> socket.socket:
 
 async def serve(settings: Settings) -> None:
     """Run until SIGTERM or SIGINT. Running VMs and jobs are left as they are; the next start finds them."""
-    _close_doors(settings)
-    with _alone(settings.state_dir):
-        executed, clock = Executed(), SystemClock()
+    _restrict_access(settings)
+    with _locked(settings.state_dir), contextlib.ExitStack() as stack:
+        processes, clock = ProcessCounter(), SystemClock()
         store = open_store(settings.state_dir, clock)
+        stack.callback(store.close)
         scheduler = SlurmScheduler(settings, store.site)
         hypervisor = QemuHypervisor(settings, store.site)
         hypervisor.check()
-        trace = Trace(settings.trace, clock) if settings.trace else None
-        controller = Controller(store, *_traced(scheduler, hypervisor, trace), clock, settings)
+        traced = _traced(scheduler, hypervisor, settings, clock, stack)
+        controller = Controller(store, *traced, clock, settings)
         sock = _bind(settings.socket)
-        standing = [Trouble("unserved", *each) for each in scheduler.unserved()]
-        api = make_api(controller, store, clock, settings, hypervisor.measure, hypervisor.examine, executed, standing)
-        server = _Server(uvicorn.Config(api, log_level="warning", access_log=False, lifespan="off"))
-        stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
-        for trouble in standing:
-            log.warning(trouble.wrong)
+        stack.callback(settings.socket.unlink, missing_ok=True)
+        permanent = [Alert("unserved", *each) for each in scheduler.unserved()]
+        backend = Backend(controller, store, clock, hypervisor.measure, hypervisor.examine, processes, permanent)
+        for alert in permanent:
+            log.warning("setting of Slurm has no effect on VMs", name=alert.name, reason=alert.message)
         log.info("daemon started", site=store.site, socket=str(settings.socket), pid=os.getpid())
-        work: list[asyncio.Task[Any]] = [
-            asyncio.create_task(controller.run(), name="controller"),
-            asyncio.create_task(_heed_inbox(settings, controller), name="inbox"),
-            asyncio.create_task(server.serve(sockets=[sock]), name="api"),
-        ]
-        stopping: asyncio.Task[Any] = asyncio.create_task(stop.wait(), name="stop")
-        try:
-            await asyncio.wait([*work, stopping], return_when=asyncio.FIRST_COMPLETED)
-            for task in work:
-                if task.done():
-                    task.result()  # only a bug ends one of them: let it be seen
-        finally:
-            server.should_exit = True
-            for task in (*work[:2], stopping):
-                task.cancel()
-            await asyncio.gather(*work, stopping, return_exceptions=True)
-            scheduler.close()
-            hypervisor.close()  # or this process would last as long as its longest call
-            settings.socket.unlink(missing_ok=True)
-            store.close()
-            if trace is not None:
-                trace.close()
-            log.info("daemon stopped")
+        stack.callback(hypervisor.close)  # otherwise this process would last as long as its longest call
+        stack.callback(scheduler.close)
+        await _run(settings, controller, backend, sock)
+    log.info("daemon stopped")
 
 
-def _traced(scheduler: Scheduler, hypervisor: Hypervisor, trace: Trace | None) -> tuple[Scheduler, Hypervisor]:
-    return (
-        (RecordingScheduler(scheduler, trace), RecordingHypervisor(hypervisor, trace))
-        if trace
-        else (scheduler, hypervisor)
-    )
+async def _run(settings: Settings, controller: Controller, backend: Backend, sock: socket.socket) -> None:
+    """Run the controller, the inbox and the API until a signal comes or one of them fails; then end all three."""
+    server = _Server(uvicorn.Config(make_api(backend), log_level="warning", access_log=False, lifespan="off"))
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    work: list[asyncio.Task[Any]] = [
+        asyncio.create_task(controller.run(), name="controller"),
+        asyncio.create_task(_forward_hints(settings, controller), name="inbox"),
+    ]
+    serving: asyncio.Task[Any] = asyncio.create_task(server.serve(sockets=[sock]), name="api")
+    stopping: asyncio.Task[Any] = asyncio.create_task(stop.wait(), name="stop")
+    try:
+        await asyncio.wait([*work, serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+        for task in (*work, serving):
+            if task.done():
+                task.result()  # only a defect ends one of them: raise its error
+    finally:
+        server.should_exit = True  # it answers the requests that it has, and then ends
+        for task in (*work, stopping):
+            task.cancel()
+        await asyncio.gather(*work, serving, stopping, return_exceptions=True)
 
 
-async def _heed_inbox(settings: Settings, controller: Controller) -> None:
+def _traced(
+    scheduler: Scheduler, hypervisor: Hypervisor, settings: Settings, clock: Clock, stack: contextlib.ExitStack
+) -> tuple[Scheduler, Hypervisor]:
+    """The drivers; with `trace` in the settings, drivers that record every call. `stack` closes the trace."""
+    if not settings.trace:
+        return scheduler, hypervisor
+    trace = Trace(settings.trace, clock)
+    stack.callback(trace.close)
+    return RecordingScheduler(scheduler, trace), RecordingHypervisor(hypervisor, trace)
+
+
+async def _forward_hints(settings: Settings, controller: Controller) -> None:
     async for _ in hints(settings.slurm.inbox):
         controller.hint()

@@ -1,14 +1,16 @@
-"""Are clones strangers? What guests say of themselves, compared with each other and with what they were told."""
+"""Compares what running guests report about themselves: with each other, and with what they were told."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from multiverse.core.state import Rows
+from multiverse.api import IdentityAudit, VmIdentity
 
 Facts = Mapping[str, str | int]
+"""What a guest reports, by property; `skew` is its clock minus the host's in milliseconds. A guest that did not answer
+has only `error`."""
 
 UNIQUE = {
     "hostname": "host name",
@@ -20,69 +22,67 @@ UNIQUE = {
     "random": "random bytes drawn first",
     "fresh": "random bytes drawn now",
 }
-"""What no two VMs may have in common. An image without host keys has none to share."""
-CLOCK = 1000
+"""What no two VMs may have in common, with its name in messages."""
+
+OPTIONAL = "host_keys"
+"""The property that a guest may lack: an image without host keys has none to share."""
+
+MAX_SKEW = 1000
 """Milliseconds that a guest's clock may be off."""
 
 
 @dataclass(frozen=True, slots=True)
-class VmIdentity:
-    """What a VM is, by its own word; its clock's distance from ours in milliseconds."""
+class KnownVm:
+    """What the controller told a VM: its MAC and address (without prefix length). `job_id` is empty for a spare."""
 
-    name: str
     job_id: str
-    skew: int
-    facts: Mapping[str, str]
-    problems: tuple[str, ...]
+    mac: str
+    address: str
 
 
-@dataclass(frozen=True, slots=True)
-class IdentityAudit:
-    """Each VM that runs. `strangers` if there are two at least, all have answered, and nothing is wrong with any."""
-
-    vms: tuple[VmIdentity, ...]
-    strangers: bool
-
-
-def audit(rows: Rows, said: Mapping[str, Facts]) -> IdentityAudit:
-    """Compare what the guests said. One that said nothing, or not everything, is wrong as well."""
-    vms = {vm.name: vm for vm in rows.vms.values()}
+def audit(known: Mapping[str, KnownVm], reported: Mapping[str, Facts]) -> IdentityAudit:
+    """Compare the reports, both by the VM's name. A guest that reported nothing, or not everything, is a problem."""
     holders: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name, facts in said.items():
+    for name, facts in reported.items():
         for key in UNIQUE:
             if facts.get(key):
                 holders[key, str(facts[key])].append(name)
     found = []
-    for name, facts in sorted(said.items()):
-        row = vms.get(name)
-        told = {"hostname": name}
-        if row is not None:
-            told |= {"mac": row.mac, "address": row.address.partition("/")[0]}
-        problems = [f"it did not answer: {facts['error']}"] if "error" in facts else list(_problems(facts, told))
-        for (key, value), names in holders.items():
-            others = ", ".join(other for other in names if other != name)
-            if name in names and others:
-                problems.append(f"the same {UNIQUE[key]} as {others}: {value}")
-        attempt = rows.attempt_of(row) if row is not None else None
+    for name, facts in sorted(reported.items()):
+        vm = known.get(name)
         skew = facts.get("skew", 0)
         found.append(
             VmIdentity(
                 name,
-                attempt.job.job_id if attempt is not None else "",
+                vm.job_id if vm is not None else "",
                 skew if isinstance(skew, int) else 0,
                 {key: str(facts.get(key, "")) for key in UNIQUE},
-                tuple(problems),
+                (*_problems(name, vm, facts), *_shared(name, holders)),
             )
         )
     return IdentityAudit(tuple(found), len(found) > 1 and not any(vm.problems for vm in found))
 
 
-def _problems(facts: Facts, told: Facts) -> list[str]:
-    found = [f"it says nothing of its {UNIQUE[key]}" for key in UNIQUE if not facts.get(key) and key != "host_keys"]
-    for key, value in told.items():
+def _problems(name: str, vm: KnownVm | None, facts: Facts) -> Iterator[str]:
+    """What is wrong with one guest's report, apart from all others."""
+    if "error" in facts:
+        yield f"it did not answer: {facts['error']}"
+        return
+    for key in UNIQUE:
+        if not facts.get(key) and key != OPTIONAL:
+            yield f"it did not report its {UNIQUE[key]}"
+    expected = {"hostname": name} | ({"mac": vm.mac, "address": vm.address} if vm is not None else {})
+    for key, value in expected.items():
         if facts.get(key) and facts[key] != value:
-            found.append(f"its {UNIQUE[key]} is {facts[key]}, and it was told {value}")
+            yield f"its {UNIQUE[key]} is {facts[key]} instead of {value}"
     skew = facts.get("skew", 0)
-    if not isinstance(skew, int) or abs(skew) >= CLOCK:
-        found.append(f"its clock is {skew} ms off")
-    return found
+    if not isinstance(skew, int) or abs(skew) >= MAX_SKEW:
+        yield f"its clock is {skew} ms off"
+
+
+def _shared(name: str, holders: Mapping[tuple[str, str], list[str]]) -> Iterator[str]:
+    """What the VM has in common with others."""
+    for (key, value), names in holders.items():
+        others = ", ".join(other for other in names if other != name)
+        if name in names and others:
+            yield f"the same {UNIQUE[key]} as {others}: {value}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -40,6 +40,7 @@ class ClusterSettings:
     max_jobs: int = 0
     max_cpus: int = 0
     offers_valid_for: float = 10.0  # how long jobs may take offers after the last observation
+    limits_valid_for: float = 60.0  # how long the published largest sizes hold after the last observation
     test_only_share: float = 0.0  # the share of submissions that a `sbatch --test-only` precedes
 
 
@@ -72,6 +73,8 @@ class OfferedNode:
 class Cluster:
     """slurmctld and its queue. `up` is whether slurmctld answers."""
 
+    separator = "_"  # between the id of an array and the number of a task
+
     def __init__(self, rng: Random, settings: ClusterSettings) -> None:
         self.settings = settings
         self.up = True
@@ -83,6 +86,9 @@ class Cluster:
         self._rng = rng
         self._loop = asyncio.get_running_loop()
         self._next = settings.first_id
+        self.refused: list[Batch] = []  # as no host could hold them
+        self.default_image = ""
+        self._largest: Mapping[str, Sequence[Size]] = {}
         self._offers: dict[str, OfferedNode] = {}
         self._used_offers: set[str] = set()  # nodes that were ever offered or withdrawn
         self._observed = -math.inf
@@ -101,13 +107,13 @@ class Cluster:
         job.pin = self._take_offer(batch)
         job.took_offer = job.pin is not None
         if job.pin and self._rng.random() < 0.5:
-            self._try(job, job.pin)  # jobs of srun and salloc are tried at once, batch jobs in the next cycle
+            self._try(job)  # jobs of srun and salloc are tried at once, batch jobs in the next cycle
         return job.job_id
 
     def submit_array(self, batch: Batch, tasks: int) -> list[str]:
         """Queue an array and return the ids of its tasks."""
         base = self._new_id()
-        return [self._queue(batch, f"{base}_{task}").job_id for task in range(tasks)]
+        return [self._queue(batch, f"{base}{self.separator}{task}").job_id for task in range(tasks)]
 
     def cancel(self, job_id: str, by_user: bool = True) -> None:
         job = self.jobs[job_id]
@@ -231,7 +237,7 @@ class Cluster:
     def reconfigure(self) -> None:
         """slurmctld reads its configuration again, as at its start, and checks the features of every pending job."""
         for job in self.jobs.values():
-            if job.state is JobState.PENDING and job.pin is not None and not self.any_node_has(job.pin):
+            if job.state is JobState.PENDING and job.pin is not None and self._is_unsatisfiable(job):
                 job.bad = True
 
     def come_back(self) -> None:
@@ -298,7 +304,7 @@ class Cluster:
 
     def _uses(self, job: JobRecord) -> dict[str, int]:
         """How much a job takes of each limit while it runs."""
-        batch, array = job.batch, job.job_id.partition("_")[0]
+        batch, array = job.batch, job.job_id.partition(self.separator)[0]
         limits = (
             (self.settings.max_jobs, f"jobs of {batch.uid}", 1),
             (self.settings.max_cpus, f"CPUs of {batch.uid}", batch.nodes * batch.size.cpus),
@@ -321,7 +327,7 @@ class Cluster:
         return [job for job in self.jobs.values() if job.state in LIVE]
 
     def _new_id(self) -> int:
-        taken = {job_id.partition("_")[0] for job_id in self.jobs}
+        taken = {job_id.partition(self.separator)[0] for job_id in self.jobs}
         while str(self._next) in taken:
             self._next += 1
         base, self._next = self._next, self._next + 1
@@ -329,10 +335,25 @@ class Cluster:
             self._next = self.settings.first_id
         return base
 
+    def limit_submissions(self, largest: Mapping[str, Sequence[Size]]) -> None:
+        """From now on refuse jobs whose nodes exceed all of these sizes, which are given by image."""
+        self._largest = largest
+
+    def _exceeds_all(self, batch: Batch) -> Sequence[Size]:
+        """The largest sizes, if the batch exceeds each of them. They hold for some time after each observation."""
+        if self._loop.time() - self._observed > self.settings.limits_valid_for:
+            return ()
+        sizes, size = self._largest.get(batch.image or self.default_image, ()), batch.size
+        fits = any(size.cpus <= s.cpus and size.memory <= s.memory and size.disk <= s.disk for s in sizes)
+        return () if fits else sizes
+
     def _queue(self, batch: Batch, job_id: int | str) -> JobRecord:
         flavor = self.settings.flavor
         if batch.size.cpus > flavor.cpus or batch.size.memory > flavor.memory or batch.nodes > self.settings.max_nodes:
             raise Refused(f"no host holds {batch.size} on {batch.nodes} nodes", hint=f"at most {flavor} fits")
+        if sizes := self._exceeds_all(batch):
+            self.refused.append(batch)
+            raise Refused(f"no host could ever hold {batch.size}", hint=f"at most {'; '.join(map(str, sizes))}")
         job = JobRecord(
             len(self.history), str(job_id), self._wall(), batch, self._loop.time() + batch.delay, held=batch.held
         )
@@ -342,7 +363,7 @@ class Cluster:
         return job
 
     def _order(self, job: JobRecord) -> tuple[int, int, int, int]:
-        base, _, task = job.job_id.partition("_")
+        base, _, task = job.job_id.partition(self.separator)
         return (-job.batch.priority, job.submitted, int(base), int(task or 0))
 
     def _eligible(self, job: JobRecord, delayed: bool = False) -> bool:
@@ -363,20 +384,28 @@ class Cluster:
             del self.jobs[job.job_id]
         for job in sorted(self.jobs.values(), key=self._order):
             if job.state is JobState.PENDING and job.pin is not None:
-                self._try(job, job.pin)
+                self._try(job)
 
-    def _try(self, job: JobRecord, pin: str) -> None:
-        if not self.any_node_has(pin):
+    def _is_unsatisfiable(self, job: JobRecord) -> bool:
+        """Whether Slurm would set the job's reason to BadConstraints."""
+        return job.pin is not None and not self.any_node_has(job.pin)
+
+    def _may_use(self, job: JobRecord, node: NodeRecord) -> bool:
+        """Whether the job's constraints permit this node."""
+        return {job.pin, *job.batch.features} <= set(node.features)
+
+    def _try(self, job: JobRecord) -> None:
+        """Start a pinned job if it is eligible and all its nodes are free."""
+        if self._is_unsatisfiable(job):
             # Slurm notices when it happens to check the job's constraints, not at once.
             job.bad = job.bad or self._rng.random() < 0.5
         if not self._eligible(job):
             return
-        needed = (pin, *job.batch.features)
         size = job.batch.size
         fit = [
             node
             for _, node in sorted(self.nodes.items())
-            if not node.down and node.silent is None and node.job is None and set(needed) <= set(node.features)
+            if not node.down and node.silent is None and node.job is None and self._may_use(job, node)
             if node.size.cpus >= size.cpus and node.size.memory >= size.memory
         ][: job.batch.nodes]
         if len(fit) < job.batch.nodes:
@@ -434,9 +463,12 @@ class Cluster:
         if not job.again:
             self._end(job, job.result)
             return
-        # The job keeps its features, the pin among them: slurmctld does not know that the nodes are no good.
+        # The job keeps its constraints, the pin among them: the scheduler does not know that the nodes are no good.
         job.state, job.again, job.result, job.nodes = JobState.PENDING, False, "", ()
         job.restarts += 1
+        self._requeued(job)
+
+    def _requeued(self, job: JobRecord) -> None:
         job.submitted = self._wall()  # Slurm 22.05 gives a requeued job a new submit time
         job.begin, job.delayed = self._loop.time() + self.settings.requeue_delay, True
 

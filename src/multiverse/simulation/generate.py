@@ -7,19 +7,22 @@ from random import Random
 
 from multiverse.config import PacingSettings, PoolSettings, Settings
 from multiverse.core.model import CloneKind, Depth, Host, Size
+from multiverse.simulation.cloud import CLOUD_ABILITIES, QUOTA
 from multiverse.simulation.cluster import ClusterSettings
 from multiverse.simulation.faults import ControllerCrash, IncidentKind, Odds, every
 from multiverse.simulation.guests import GuestBehaviour
 from multiverse.simulation.jobs import Batch
 from multiverse.simulation.machines import ABILITIES
 from multiverse.simulation.scenario import Arrival, Scenario, UserAction
-from multiverse.simulation.world import WorldSettings
+from multiverse.simulation.world import Pair, WorldSettings
 
 IMPOSSIBLE = Size(2, 1_000_000)  # larger than any host, but accepted by the gate of these scenarios
 
 
-def without_faults(seed: int) -> Scenario:
-    """Jobs, and users who cancel, hold, change or requeue them; no faults and no incidents."""
+def without_faults(seed: int, pair: Pair | None = None) -> Scenario:
+    """Jobs, and users who cancel, hold, change or requeue them; no faults and no incidents.
+
+    Without `pair`, the seed decides which scheduler and hypervisor the world has."""
     rng = Random(f"{seed}/scenario")
     hosts = tuple(_host(rng, number) for number in range(rng.choice((1, 1, 2, 3))))
     first = rng.randint(1, 10)
@@ -39,7 +42,26 @@ def without_faults(seed: int) -> Scenario:
     if late := _arrivals_for_spares(seed, settings):
         cluster = replace(cluster, test_only_share=Random(f"{seed}/probes").choice((0.0, 0.0, 0.2)))
         arrivals = (*late, *arrivals)
-    return Scenario(seed, arrivals, WorldSettings(hosts, cluster=cluster), settings, hints=rng.choice((0.0, 0.9)))
+    scenario = Scenario(seed, arrivals, WorldSettings(hosts, cluster=cluster), settings, hints=rng.choice((0.0, 0.9)))
+    return _with_pair(scenario, pair or PAIRS[seed % len(PAIRS)])
+
+
+PAIRS = tuple(Pair)
+CLOUD_LIMIT = 20_000.0
+"""Virtual seconds that a scenario in the cloud may take: each VM takes about a minute to be created."""
+
+
+def _with_pair(scenario: Scenario, pair: Pair) -> Scenario:
+    """The same scenario with another scheduler and hypervisor. In the cloud the quota is what all hosts together have,
+    and all clones are full ones."""
+    world = replace(scenario.world, pair=pair)
+    if not pair.has_cloud:
+        return replace(scenario, world=world)
+    sizes = [host.capacity for host in world.hosts]
+    quota = Size(sum(s.cpus for s in sizes), sum(s.memory for s in sizes), sum(s.disk for s in sizes))
+    world = replace(world, hosts=(Host(QUOTA, quota, CLOUD_ABILITIES, template_copies=0, vm_overhead=0),))
+    image = replace(scenario.settings.image, kind=CloneKind.FULL)
+    return replace(scenario, world=world, settings=replace(scenario.settings, image=image), limit=CLOUD_LIMIT)
 
 
 def _with_pools(settings: Settings, rng: Random) -> Settings:
@@ -60,13 +82,13 @@ def _with_pools(settings: Settings, rng: Random) -> Settings:
     return replace(settings, pool=tuple(rng.sample(pools, rng.randint(1, 3))), pacing=pacing, image=image)
 
 
-def with_faults(seed: int, database: str = ":memory:") -> Scenario:
+def with_faults(seed: int, database: str = ":memory:", pair: Pair | None = None) -> Scenario:
     """The same jobs, with faults of calls, incidents and crashes of the controller in the first minute.
 
     Everything must come to its end afterwards."""
     rng = Random(f"{seed}/trouble")
-    until = 60.0
-    scenario = without_faults(seed)
+    scenario = without_faults(seed, pair)
+    until = 300.0 if scenario.world.pair.has_cloud else 60.0  # in the cloud little has happened after a minute
     for_spares = len(_arrivals_for_spares(seed, scenario.settings))
     image_times = Random(f"{seed}/late")
     late = tuple(image_times.choice((0.0, 0.0, 5.0, 40.0)) for _ in scenario.world.hosts)
@@ -75,6 +97,8 @@ def with_faults(seed: int, database: str = ":memory:") -> Scenario:
     silence = (5.0, rng.choice((*(30.0,) * 6, 700.0)))  # the longest is longer than the time limit of effects
     odds = [replace(Odds.even(rng.choice(rates), until), silence=silence) for _ in range(2)]
     incidents = tuple(one for kind, means in MEANS.items() for one in every(rng.choice(means), kind, rng, until))
+    slow = Random(f"{seed}/slow")
+    incidents += every(slow.choice((0.0, 0.0, 0.0, 30.0)), IncidentKind.SOURCE_SLOW, slow, until)
     guests = GuestBehaviour(
         boot=(0.4, rng.choice((1.2, 1.2, 100.0))), mute=rng.choice((0.0, 0.0, 0.1)), small=rng.choice((0.0, 0.0, 0.1))
     )

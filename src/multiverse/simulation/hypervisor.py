@@ -1,14 +1,17 @@
-"""A `ports.Hypervisor` over the simulated hosts. Every call takes time and can be cancelled between any two steps."""
+"""Hypervisors over the simulated hosts. Every call takes time and can be cancelled between any two steps."""
 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
+from multiverse.core.errors import Unknown
 from multiverse.core.model import HypervisorView, Identity, Size, Stage, TemplateKey, User, VmRef, VmSpec
-from multiverse.simulation.world import World
+from multiverse.ports import GuestUsers, Source, Templates
+from multiverse.simulation.machines import Machines
 
 
 @dataclass(frozen=True)
@@ -22,83 +25,123 @@ class HostLatencies:
     full: tuple[float, float] = (1.0, 3.0)
     start: tuple[float, float] = (0.03, 0.3)
     stop: tuple[float, float] = (0.01, 0.2)
+    unreachable: tuple[float, float] = (1.0, 5.0)  # until a call to a source that does not answer fails
 
 
-class SimulatedHypervisor:
-    """The simplest hypervisor that keeps the contract of `ports.Hypervisor`."""
+class SimulatedHypervisor(ABC):
+    """What the simulated hypervisors have in common."""
 
-    def __init__(self, world: World, rng: Random, latencies: HostLatencies | None = None) -> None:
-        self._machines = world.machines
-        self._rng = rng
-        self._latencies = latencies or HostLatencies()
-
-    @property
-    def name(self) -> str:
-        return "simulated"
+    def __init__(self, machines: Machines, rng: Random, latencies: HostLatencies) -> None:
+        self.machines, self.rng, self.latencies = machines, rng, latencies
 
     @property
-    def sources(self) -> Sequence[SimulatedHypervisor]:
-        return (self,)
+    @abstractmethod
+    def sources(self) -> Sequence[Source]: ...
 
     @property
-    def templates(self) -> SimulatedHypervisor:
-        return self
+    @abstractmethod
+    def templates(self) -> Templates | None: ...
 
     @property
-    def users(self) -> SimulatedHypervisor:
-        return self
+    @abstractmethod
+    def users(self) -> GuestUsers | None: ...
 
-    @property
-    def hosts(self) -> Sequence[str]:
-        return list(self._machines.hosts)
+    @abstractmethod
+    async def create(self, vm: VmSpec) -> Sequence[Stage]: ...
 
-    async def observe(self) -> HypervisorView:
-        await self._take("look", self._latencies.observe)
-        view = self._machines.view()
-        await self._take("reply", self._latencies.observe)
+    async def start(self, vm: VmRef, size: Size, identity: Identity) -> Sequence[Stage]:
+        plug = await self.take("plug", self.latencies.command)
+        self.machines.start(vm, size, identity)
+        identity_sent = await self.take("identity", self.latencies.start)
+        self.machines.started(vm)
+        return (plug, identity_sent)
+
+    async def destroy(self, vm: VmRef, grace: float) -> None:
+        await self.take("command", self.latencies.command)
+        if grace > 0:
+            await self.take("flush", (0.0, min(grace, 0.5)))
+            self.machines.write_back(vm)
+        self.machines.destroy(vm)
+        await self.take("stop", self.latencies.stop)
+
+    async def observe_host(self, host: str) -> HypervisorView:
+        """What the source of a host answers. Raises `Unknown` if the host cannot be reached."""
+        await self.take("request", self.latencies.observe)
+        if delay := self.machines.delays.get(self.machines.source_of(host), 0.0):
+            await asyncio.sleep(delay)
+        try:
+            view = self.machines.view(host)
+        except Unknown:
+            await self.take("timeout", self.latencies.unreachable)
+            raise
+        await self.take("reply", self.latencies.observe)
         return view
 
+    async def take(self, name: str, bounds: tuple[float, float]) -> Stage:
+        """Let a step take its time, which is drawn from a range in seconds."""
+        seconds = self.rng.uniform(*bounds)
+        await asyncio.sleep(seconds)
+        return Stage(name, seconds)
+
+
+class SimulatedHosts(SimulatedHypervisor):
+    """Hosts like those of the QEMU driver: each is a source of its own, with templates, and addresses are given."""
+
+    def __init__(self, machines: Machines, rng: Random, latencies: HostLatencies | None = None) -> None:
+        super().__init__(machines, rng, latencies or HostLatencies())
+        self._sources = [HostSource(self, host) for host in machines.hosts]
+
+    @property
+    def sources(self) -> Sequence[HostSource]:
+        return self._sources
+
+    @property
+    def templates(self) -> SimulatedHosts:
+        return self
+
+    @property
+    def users(self) -> SimulatedHosts:
+        return self
+
     async def build_template(self, template: TemplateKey) -> Sequence[Stage]:
-        await self._take("command", self._latencies.command)
-        if not self._machines.begin_template(template):
+        await self.take("command", self.latencies.command)
+        if not self.machines.begin_template(template):
             return ()
-        boot = await self._take("boot", self._latencies.template)
-        self._machines.finish_template(template)
+        boot = await self.take("boot", self.latencies.template)
+        self.machines.finish_template(template)
         return (boot,)
 
     async def delete_template(self, template: TemplateKey) -> None:
-        await self._take("command", self._latencies.command)
-        self._machines.delete_template(template)
-        await self._take("reply", self._latencies.command)
+        await self.take("command", self.latencies.command)
+        self.machines.delete_template(template)
+        await self.take("reply", self.latencies.command)
 
     async def create(self, vm: VmSpec) -> Sequence[Stage]:
-        command = await self._take("command", self._latencies.command)
-        self._machines.begin(vm)
-        clone = await self._take("clone", self._latencies.full if vm.kind == "full" else self._latencies.instant)
-        self._machines.park(vm.name)
+        command = await self.take("command", self.latencies.command)
+        self.machines.begin(vm)
+        clone = await self.take("clone", self.latencies.full if vm.kind == "full" else self.latencies.instant)
+        self.machines.park(VmRef(vm.name, vm.host))
         return (command, clone)
 
-    async def start(self, vm: VmRef, size: Size, identity: Identity) -> Sequence[Stage]:
-        plug = await self._take("plug", self._latencies.command)
-        self._machines.start(vm.name, size, identity)
-        identity_sent = await self._take("identity", self._latencies.start)
-        self._machines.started(vm.name)
-        return (plug, identity_sent)
-
     async def add_user(self, vm: VmRef, user: User) -> None:
-        await self._take("command", self._latencies.command)
-        self._machines.add_user(vm.name, user)
-        await self._take("reply", self._latencies.command)
+        await self.take("command", self.latencies.command)
+        self.machines.add_user(vm, user)
+        await self.take("reply", self.latencies.command)
 
-    async def destroy(self, vm: VmRef, grace: float) -> None:
-        await self._take("command", self._latencies.command)
-        if grace > 0:
-            await self._take("flush", (0.0, min(grace, 0.5)))
-            self._machines.write_back(vm.name)
-        self._machines.destroy(vm.name)
-        await self._take("stop", self._latencies.stop)
 
-    async def _take(self, name: str, bounds: tuple[float, float]) -> Stage:
-        seconds = self._rng.uniform(*bounds)
-        await asyncio.sleep(seconds)
-        return Stage(name, seconds)
+class HostSource:
+    """One host as a `ports.Source`, named like the host."""
+
+    def __init__(self, hypervisor: SimulatedHosts, host: str) -> None:
+        self._hypervisor, self._host = hypervisor, host
+
+    @property
+    def name(self) -> str:
+        return self._host
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        return (self._host,)
+
+    async def observe(self) -> HypervisorView:
+        return await self._hypervisor.observe_host(self._host)

@@ -19,6 +19,7 @@ from multiverse.core.model import (
     TemplateSeen,
     User,
     VmCondition,
+    VmRef,
     VmSeen,
     VmSpec,
 )
@@ -65,6 +66,9 @@ class Machine:
     channel_closed: bool = False
     started_at: float = 0.0
     template: TemplateBuild | None = None  # whose memory it maps
+    mac: str = ""  # assigned by the platform, and so the address and the place
+    address: str = ""
+    placed_on: str = ""
 
     def private(self, now: float) -> float:
         """MiB of private memory at a virtual time. How much of its memory a VM touches is drawn from its name."""
@@ -107,6 +111,7 @@ class Machines:
         self.violations: list[str] = []
         self.created: list[str] = []  # names of all VMs that ever existed, in order
         self.away: set[str] = set()  # hosts that cannot be reached; their VMs go on
+        self.delays: dict[str, float] = {}  # seconds that each observation of a source takes longer
         self.peak_memory_ratio = 0.0  # the largest memory that a host carried, divided by its capacity
         self._boot, self._overcommit, self._floor, self._others = boot, overcommit, floor, others
 
@@ -158,26 +163,30 @@ class Machines:
                 raise Broken(f"{spec.name} is dead", hint="destroy it")
             return known
         self._check_image(spec.image, spec.host)
-        self._check_template(spec)
-        machine = self.vms[spec.name] = Machine(spec, template=self._current_build(spec.template))
+        self._check_unused(spec)
+        machine = self.vms[spec.name] = self._admit(spec)
         self.created.append(spec.name)
         self._check_capacity(spec.host)
         return machine
 
-    def park(self, name: str) -> None:
+    def _admit(self, spec: VmSpec) -> Machine:
+        self._check_template(spec)
+        return Machine(spec, template=self._current_build(spec.template))
+
+    def park(self, vm: VmRef) -> None:
         """End the creation of a VM. Raises `Gone` if the VM or its template was destroyed meanwhile."""
-        machine = self._get(name)
+        machine = self._get(vm)
         if machine.condition is VmCondition.MAKING:
             self._check_template(machine.spec)
             machine.condition = VmCondition.PARKED
 
-    def start(self, name: str, size: Size, identity: Identity) -> None:
+    def start(self, vm: VmRef, size: Size, identity: Identity) -> None:
         """Give a VM its identity and let it run. Raises `Gone` if there is no complete, living VM, `Refused` if the
         identity is another VM's."""
-        machine = self._get(name)
+        machine, name = self._get(vm), vm.name
         if machine.condition in (VmCondition.MAKING, VmCondition.DEAD):
             raise Gone(f"{name} is {machine.condition}: {machine.reason or 'not complete'}", hint="destroy it")
-        if (identity.hostname, identity.mac) != (name, machine.spec.mac):
+        if not self._owns(machine, identity):
             raise Refused(f"{name} cannot be {identity.hostname} with {identity.mac}", hint="destroy it")
         if machine.condition is not VmCondition.PARKED:
             return  # a repeated call
@@ -190,18 +199,22 @@ class Machines:
         machine.started_at = self._now()
         machine.guest = self._boot(name, identity)
 
-    def started(self, name: str) -> None:
+    @staticmethod
+    def _owns(machine: Machine, identity: Identity) -> bool:
+        return (identity.hostname, identity.mac) == (machine.spec.name, machine.spec.mac)
+
+    def started(self, vm: VmRef) -> None:
         """End the start of a VM. Raises `Gone` if the VM was destroyed meanwhile, `Broken` if it died."""
-        machine = self._get(name)
+        machine, name = self._get(vm), vm.name
         if machine.condition is VmCondition.DEAD:
             raise Broken(f"{name} died while it was started: {machine.reason}", hint="destroy it")
         if machine.channel_closed and machine.condition is VmCondition.STARTING:
             raise Broken(f"{name} was not started: {machine.reason}", hint="destroy it")
         machine.condition = VmCondition.RUNNING
 
-    def add_user(self, name: str, user: User) -> None:
+    def add_user(self, vm: VmRef, user: User) -> None:
         """Add a user to the guest of a VM. Raises `Gone` if the VM does not run, `Broken` if its channel is closed."""
-        machine = self._get(name)
+        machine, name = self._get(vm), vm.name
         if machine.guest is None:
             raise Gone(f"{name} is {machine.condition}", hint="start it first")
         if machine.channel_closed:
@@ -214,11 +227,11 @@ class Machines:
         if machine.guest is not None:
             machine.channel_closed, machine.reason = True, "the guest flooded its channel, which was closed"
 
-    def write_back(self, name: str) -> None:
+    def write_back(self, vm: VmRef) -> None:
         """The guest writes its memory back to the file systems, if its channel is open."""
-        machine = self.vms.get(name)
+        machine = self.vms.get(vm.name)
         if machine is not None and machine.guest is not None and not machine.channel_closed:
-            machine.guest.log(f"{name}: the guest has written everything back")
+            machine.guest.log(f"{vm.name}: the guest has written everything back")
 
     def die(self, name: str, reason: str) -> None:
         """The process of a VM ends. Its files on the host remain."""
@@ -228,15 +241,14 @@ class Machines:
             machine.condition, machine.reason = VmCondition.DEAD, reason
             self._stop(machine)
 
-    def destroy(self, name: str) -> None:
-        """Remove all of a VM. Nothing to do if there is none."""
-        machine = self.vms.get(name)
+    def destroy(self, vm: VmRef) -> None:
+        """Remove all of a VM. Nothing to do if its source has none of that name."""
+        machine = self.find(vm)
         if machine is not None:
-            self._check_reachable(machine.spec.host)
             self._check_floor(machine.spec.host)
-            del self.vms[name]
+            del self.vms[vm.name]
             if machine.guest is not None and (job := machine.guest.serves()) is not None:
-                self.violations.append(f"{name} was destroyed while job {job.job_id} ran on it")
+                self.violations.append(f"{vm.name} was destroyed while job {job.job_id} ran on it")
             self._stop(machine)
 
     # --- hosts
@@ -264,6 +276,20 @@ class Machines:
         return [machine.guest for machine in self.vms.values() if machine.spec.host == host and machine.guest]
 
     # --- observation
+
+    def source_of(self, host: str) -> str:
+        """The name of the source that answers for a host."""
+        return host
+
+    def find(self, vm: VmRef) -> Machine | None:
+        """The VM of that name at that source. Raises `Unknown` if the source does not answer, `Refused` if there is no
+        such source."""
+        hosts = [host for host in self.hosts if self.source_of(host) == vm.source]
+        if not hosts:
+            raise Refused(f"there is no source {vm.source!r} for VM {vm.name}", hint="name the source of its host")
+        self._check_reachable(hosts[0])
+        machine = self.vms.get(vm.name)
+        return machine if machine is not None and self.source_of(machine.spec.host) == vm.source else None
 
     def used(self, host: str) -> Size:
         """What VMs and templates take of a host now. A template takes memory and no CPU."""
@@ -297,40 +323,40 @@ class Machines:
     def _current_build(self, which: TemplateKey | None) -> TemplateBuild | None:
         return TemplateBuild(which, self._builds[which]) if which is not None else None
 
-    def view(self) -> HypervisorView:
+    def view(self, host: str) -> HypervisorView:
+        """What the source of one host shows. Raises `Unknown` if the host cannot be reached."""
+        self._check_reachable(host)
         vms = {
             name: VmSeen(
                 name,
-                machine.spec.host,
+                host,
                 machine.condition,
                 machine.reason,
                 private=machine.private(self._now()),
                 introduced=tuple(sorted(machine.guest.users)) if machine.guest else (),
+                address=machine.address,
+                mac=machine.mac,
+                placed_on=machine.placed_on,
+                token=machine.spec.token,
             )
             for name, machine in sorted(self.vms.items())
-            if machine.spec.host not in self.away
+            if machine.spec.host == host
         }
-        hosts = {
-            name: replace(
-                host, images=self._images(name), available=self.available(name) if self._overcommit > 1 else 0
-            )
-            for name, host in self.hosts.items()
-            if name not in self.away
-        }
+        available = self.available(host) if self._overcommit > 1 else 0
+        seen = replace(self.hosts[host], images=self._images(host), available=available)
         templates = {
-            which: replace(seen, held=self._held(seen))
-            for which, seen in sorted(self.templates.items())
-            if which.host not in self.away
+            which: replace(template, held=self._held(template))
+            for which, template in sorted(self.templates.items())
+            if which.host == host
         }
-        return HypervisorView(hosts, vms, templates)
+        return HypervisorView({host: seen}, vms, templates)
 
     # --- checks
 
-    def _get(self, name: str) -> Machine:
-        machine = self.vms.get(name)
+    def _get(self, vm: VmRef) -> Machine:
+        machine = self.find(vm)
         if machine is None:
-            raise Gone(f"no VM {name}")
-        self._check_reachable(machine.spec.host)
+            raise Gone(f"no VM {vm.name} at {vm.source}")
         return machine
 
     def _check_reachable(self, host: str) -> None:
@@ -350,6 +376,14 @@ class Machines:
     def _check_image(self, name: str, host: str) -> None:
         if name not in self._images(host):
             raise Refused(f"no image {name}", hint="build it first")
+
+    def _check_unused(self, spec: VmSpec) -> None:
+        """Refuse a token, MAC or address that another VM has."""
+        for other in self.vms.values():
+            for what in ("token", "mac", "address"):
+                value = getattr(spec, what)
+                if value and value == getattr(other.spec, what):
+                    raise Refused(f"{spec.name}: {other.spec.name} has the same {what}", hint="destroy one of them")
 
     def _check_template(self, spec: VmSpec) -> None:
         if spec.kind is not CloneKind.INSTANT:

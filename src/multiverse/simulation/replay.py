@@ -22,6 +22,7 @@ from multiverse.core.errors import Gone, MultiverseError
 from multiverse.core.model import (
     CloneKind,
     Host,
+    HypervisorView,
     Identity,
     JobRef,
     JobState,
@@ -34,11 +35,10 @@ from multiverse.core.model import (
 )
 from multiverse.simulation.cluster import ClusterSettings
 from multiverse.simulation.guests import LIVE, GuestBehaviour, Registration
-from multiverse.simulation.hypervisor import SimulatedHypervisor
+from multiverse.simulation.hypervisor import SimulatedHosts
 from multiverse.simulation.jobs import Batch, JobRecord
 from multiverse.simulation.loop import run
 from multiverse.simulation.machines import IMAGE_ABILITIES, Image
-from multiverse.simulation.scheduler import SimulatedScheduler
 from multiverse.simulation.world import World, WorldSettings
 from multiverse.trace import View, hypervisor_view, scheduler_view
 
@@ -48,6 +48,12 @@ INTERVAL = 0.02  # virtual seconds between two observations of the fakes
 ENDLESS = 1e9  # seconds: a time that the trace decides
 ANY_SIZE = Size(1 << 20, 1 << 40)
 UNSURE = ("Unknown", "TimeoutError", "cancelled")  # the call may have been executed: nothing to compare
+
+_PARTS: tuple[Callable[[HypervisorView], Mapping[Any, Any]], ...] = (
+    lambda view: view.hosts,
+    lambda view: view.vms,
+    lambda view: view.templates,
+)
 
 Line = dict[str, Any]
 Item = tuple[str, str]  # kind and name, as in a `View`
@@ -130,8 +136,8 @@ class _Replay:
     def __init__(self, lines: list[Line]) -> None:
         self.lines = lines
         self.world = World(0, _settings(lines))
-        self.scheduler = SimulatedScheduler(self.world, Random(0))
-        self.hypervisor = SimulatedHypervisor(self.world, Random(0))
+        self.scheduler = self.world.scheduler(Random(0))
+        self.hypervisor = SimulatedHosts(self.world.machines, Random(0))
         self.loop = asyncio.get_running_loop()
         self.jobs: dict[str, _Job] = {}
         self.registration: dict[str, Registration] = {}
@@ -253,11 +259,11 @@ class _Replay:
                     )
                 )
             case ["hypervisor", "start"]:
-                return self.hypervisor.start(VmRef(line["vm"]), Size(*line["size"]), self._identity(line))
+                return self.hypervisor.start(self._vm(line), Size(*line["size"]), self._identity(line))
             case ["hypervisor", "add_user"]:
-                return self.hypervisor.add_user(VmRef(line["vm"]), self._user(line["uid"]))
+                return self.hypervisor.add_user(self._vm(line), self._user(line["uid"]))
             case ["hypervisor", "destroy"]:
-                return self.hypervisor.destroy(VmRef(line["vm"]), line["grace"])
+                return self.hypervisor.destroy(self._vm(line), line["grace"])
         raise ValueError(f"no such call: {line['call']}")
 
     def _ref(self, line: Line) -> JobRef:
@@ -269,6 +275,11 @@ class _Replay:
         record = job.record
         same = job.submitted.get(restarts) == submitted and restarts - job.restarts == record.restarts
         return JobRef(record.job_id, record.submitted - (not same), restarts - job.restarts)
+
+    def _vm(self, line: Line) -> VmRef:
+        """The VM that a line names, at the source that the fake has for its host."""
+        machine = self.world.machines.vms.get(line["vm"])
+        return VmRef(line["vm"], machine.spec.host if machine else next(iter(self.world.machines.hosts)))
 
     def _identity(self, line: Line) -> Identity:
         registration = self.registration.get(line["vm"])
@@ -308,7 +319,7 @@ class _Replay:
             await asyncio.sleep(INTERVAL)
 
     def _sample(self) -> None:
-        view: View = scheduler_view(self.world.cluster.view()) | hypervisor_view(self.world.machines.view())
+        view: View = scheduler_view(self.world.cluster.view()) | hypervisor_view(self._hypervisor_view())
         ours = view.pop("jobs")
         view["jobs"] = {name: ours.get(job.record.job_id) for name, job in self.jobs.items()}
         for kind in PASSING:
@@ -318,6 +329,11 @@ class _Replay:
                 track = self.tracks.setdefault((kind, name), _Track([now if kind == "jobs" else ("absent",)]))
                 if track.shown[-1] != now:
                     track.shown.append(now)
+
+    def _hypervisor_view(self) -> HypervisorView:
+        """All hosts of the fake in one view, as the trace shows them."""
+        views = [self.world.machines.view(host) for host in self.world.machines.hosts]
+        return HypervisorView(*({name: seen for view in views for name, seen in part(view).items()} for part in _PARTS))
 
     async def _come(self, met: Callable[[], bool]) -> bool:
         until = self.loop.time() + (SHORT_PATIENCE if self.found else PATIENCE)

@@ -10,23 +10,22 @@ from dataclasses import replace
 from random import Random
 
 from multiverse.controller.loop import Controller
-from multiverse.core.errors import Exhausted
+from multiverse.core.errors import Exhausted, Refused
 from multiverse.core.transition import Command
 from multiverse.ports import Clock
 from multiverse.simulation.clock import VirtualClock
 from multiverse.simulation.faults import FaultPlan, FaultyLink, Incident, IncidentKind
 from multiverse.simulation.faulty import FaultyHypervisor, FaultyScheduler
-from multiverse.simulation.hypervisor import SimulatedHypervisor
 from multiverse.simulation.loop import run
 from multiverse.simulation.outcome import Outcome, journal_line, transition_name
 from multiverse.simulation.promises import unclaimed_templates, unclaimed_vms, violations_at_end
 from multiverse.simulation.scenario import Arrival, Scenario, UserAction
-from multiverse.simulation.scheduler import SimulatedScheduler
 from multiverse.simulation.world import World
 from multiverse.store import Store, Transaction
 
 SITE = "simul"
 HINT_DELAY = (0.5, 10.0)  # seconds that a late hint takes
+SLOW = 600.0  # seconds that an observation of a slow source takes
 
 
 def simulate(scenario: Scenario) -> Outcome:
@@ -79,16 +78,17 @@ class _Simulation:
             {"scheduler": scenario.scheduler_odds, "hypervisor": scenario.hypervisor_odds},
             scenario.faults,
         )
-        self.scheduler = SimulatedScheduler(self.world, Random(f"{scenario.seed}/scheduler"), image=self.settings.image)
-        self.hypervisor = SimulatedHypervisor(self.world, Random(f"{scenario.seed}/hypervisor"))
+        self.scheduler = self.world.scheduler(Random(f"{scenario.seed}/scheduler"), self.settings.image)
+        self.hypervisor = self.world.hypervisor(Random(f"{scenario.seed}/hypervisor"))
         self.events: list[tuple[float, str]] = []
-        self.commits = self.crash_count = self.hints = 0
+        self.commits = self.crash_count = self.hints = self.passes = 0
         self.crashes = {(crash.commit, crash.after): crash for crash in scenario.crashes}
         self.seconds_down = 0.0
         self.unclaimed: set[str] = set()
         self.disk_full = 0
         self.links: list[FaultyLink] = []
         self.controller: Controller | None = None
+        self.controllers: list[Controller] = []  # kept, so that no crashed one ends when the collector happens to run
         self.store = self._open()
         self.crashed = asyncio.Event()
         self.world.cluster.hint = self._hint
@@ -133,7 +133,11 @@ class _Simulation:
         cluster = self.world.cluster
         await cluster.answers()  # users try again until they get an answer
         batch, tasks = arrival.batch, arrival.tasks
-        ids = cluster.submit_array(batch, tasks) if tasks else [cluster.submit(batch)]
+        try:
+            ids = cluster.submit_array(batch, tasks) if tasks else [cluster.submit(batch)]
+        except Refused as error:
+            self._log(f"a job of {batch.nodes} x {batch.size} is refused: {error}")
+            return
         self._log(f"user submits {', '.join(ids)}: {batch.nodes} x {batch.size}, {batch.seconds:g} s")
         records = [cluster.jobs[job_id] for job_id in ids]
         passed = 0.0
@@ -177,6 +181,8 @@ class _Simulation:
                 await self._apply_to_cluster(incident)
             case IncidentKind.HOST_AWAY | IncidentKind.HOST_FENCED:
                 await self._apply_to_host(self.world.host(incident.pick), incident)
+            case IncidentKind.SOURCE_SLOW:
+                await self._slow_down(self.world.host(incident.pick), incident)
             case IncidentKind.TEMPLATE_DELETED:
                 self._delete_template(incident.pick)
             case IncidentKind.DISK_FULL:
@@ -221,19 +227,35 @@ class _Simulation:
         machines.go_away(host)
         if incident.kind is IncidentKind.HOST_FENCED:
             await asyncio.sleep(incident.seconds / 2)
-            self._log(f"operator switches host {host} off, and repeats the fence command until no VM is lost")
             machines.switch_off(host)
             until = self.loop.time() + incident.seconds / 2
-            while self.loop.time() < until or any(
-                vm.host == host and vm.state == "lost" for vm in self.store.rows().vms.values()
-            ):
-                if self.controller is not None:
-                    self.controller.command(Command("fence", host))
-                await asyncio.sleep(5.0)
+            if self.scenario.world.pair.has_cloud:
+                self._log("incident: a rack of the cloud fails")
+                await asyncio.sleep(incident.seconds / 2)
+            else:
+                await self._fence(host, until)
         else:
             await asyncio.sleep(incident.seconds)
         self._log(f"host {host} is back")
         machines.come_back(host)
+
+    async def _slow_down(self, host: str, incident: Incident) -> None:
+        machines = self.world.machines
+        source = machines.source_of(host)
+        self._log(f"incident: source {source} answers after {SLOW:g} s, for {incident.seconds:.1f} s")
+        machines.delays[source] = SLOW
+        await asyncio.sleep(incident.seconds)
+        machines.delays.pop(source, None)
+        self._log(f"source {source} answers at once again")
+
+    async def _fence(self, host: str, until: float) -> None:
+        self._log(f"operator switches host {host} off, and repeats the fence command until no VM is lost")
+        while self.loop.time() < until or any(
+            vm.host == host and vm.state == "lost" for vm in self.store.rows().vms.values()
+        ):
+            if self.controller is not None:
+                self.controller.command(Command("fence", host))
+            await asyncio.sleep(5.0)
 
     def _delete_template(self, pick: float) -> None:
         rows = [row for _, row in sorted(self.store.rows().templates.items())]
@@ -256,6 +278,10 @@ class _Simulation:
         store = CrashingStore(self.scenario.database, self.clock, SITE, self._at_commit)
         store.full = self.disk_full > 0
         return store
+
+    def _entropy(self) -> str:
+        self.passes += 1
+        return f"{self.scenario.seed}/{self.passes}"
 
     def _at_commit(self, after: bool) -> None:
         self.commits += not after
@@ -286,7 +312,9 @@ class _Simulation:
                 FaultyHypervisor(self.hypervisor, self.links[1]),
                 self.clock,
                 self.settings,
+                self._entropy,
             )
+            self.controllers.append(self.controller)
             task = asyncio.create_task(self.controller.run())
             end = asyncio.create_task(self.crashed.wait())
             await asyncio.wait([task, end], return_when=asyncio.FIRST_COMPLETED)

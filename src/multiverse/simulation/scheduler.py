@@ -1,20 +1,21 @@
-"""A `ports.Scheduler` over the simulated cluster. Commands take time and fail as those of Slurm 22.05 do."""
+"""Schedulers over the simulated cluster. Commands take time and fail as those of Slurm 22.05 do."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
 from multiverse.config import ImageSettings
 from multiverse.core.errors import Gone, Refused, Stale, Unknown
-from multiverse.core.model import JobRef, JobState, NodeBootstrap, NodeSpec, SchedulerView, User
+from multiverse.core.model import JobRef, JobState, NodeBootstrap, NodeSpec, SchedulerView, Size, User
 from multiverse.core.provisioning.spares import named_by_none
-from multiverse.simulation.cluster import OfferedNode
+from multiverse.ports import Offers, SubmissionLimits
+from multiverse.simulation.cluster import Cluster, OfferedNode
 from multiverse.simulation.guests import LIVE, Registration
 from multiverse.simulation.jobs import JobRecord
-from multiverse.simulation.world import World
 
 
 @dataclass(frozen=True)
@@ -27,22 +28,38 @@ class CommandLatencies:
     patience: tuple[float, float] = (2.0, 10.0)
 
 
-class SimulatedScheduler:
-    """The simplest scheduler like Slurm that keeps the contract of `ports.Scheduler`."""
+FindUser = Callable[[int], User | None]
+
+
+class SimulatedScheduler(ABC):
+    """What the simulated schedulers have in common."""
 
     def __init__(
-        self, world: World, rng: Random, latencies: CommandLatencies | None = None, image: ImageSettings | None = None
+        self, cluster: Cluster, find_user: FindUser, rng: Random, latencies: CommandLatencies | None = None
     ) -> None:
-        self._world = world
-        self._image = image or ImageSettings()
-        self._cluster = world.cluster
+        self._cluster = cluster
+        self._find_user = find_user
         self._rng = rng
         self._latencies = latencies or CommandLatencies()
 
+    @property
+    @abstractmethod
+    def offers(self) -> Offers | None: ...
+
+    @property
+    @abstractmethod
+    def submission(self) -> SubmissionLimits | None: ...
+
+    @abstractmethod
+    async def bootstrap(self, node: NodeSpec) -> NodeBootstrap: ...
+
+    @abstractmethod
+    def _tie(self, record: JobRecord, tag: str, nodes: Sequence[str]) -> None:
+        """Tie a pending job to its nodes. Raises `Refused` if they do not exist; the job is at the gate then."""
+
     async def observe(self) -> SchedulerView:
         await self._reach()
-        offers = self._cluster.observe_offers()
-        view = replace(self._cluster.view(), offers=offers)
+        view = self._view()
         await self._reply()
         return view
 
@@ -55,10 +72,7 @@ class SimulatedScheduler:
             raise Stale(f"job {job.job_id} is {record.state}")
         if record.held:
             raise Stale(f"job {job.job_id} is held by its user")
-        if not self._cluster.any_node_has(tag):
-            record.pin = None  # Slurm moves the job all the same, and the driver puts it back at the gate
-            raise Refused(f"no node has the feature {tag}", hint="pin after its nodes have registered")
-        record.pin = tag
+        self._tie(record, tag, nodes)
         self._unblock(record)
         await self._reply()
 
@@ -97,8 +111,10 @@ class SimulatedScheduler:
         self._cluster.cancel(job.job_id, by_user=False)
         await self._reply()
 
+    def _view(self) -> SchedulerView:
+        return self._cluster.view()
+
     async def set_down(self, node: str, reason: str) -> None:
-        self._cluster.withdraw(node)
         await self._reach()
         known = self._cluster.nodes.get(node)
         if known is not None and known.job is not None and not known.down and known.guest.alive:
@@ -107,37 +123,20 @@ class SimulatedScheduler:
         await self._reply()
 
     async def delete_node(self, node: str) -> None:
-        self._cluster.withdraw(node)
         await self._reach()
-        self._cluster.delete(node)
-        self._cluster.forget(node)
+        self._delete(node)
         await self._reply()
+
+    def _delete(self, node: str) -> None:
+        self._cluster.delete(node)
 
     async def explain(self, job: JobRef, text: str) -> None:
         await self._reach()
         self._reread(job).comment = text
         await self._reply()
 
-    @property
-    def offers(self) -> SimulatedScheduler:
-        return self
-
-    @property
-    def submission(self) -> None:
-        return None
-
-    async def offer(self, node: NodeSpec) -> None:
-        self._cluster.offer(OfferedNode(node, *named_by_none(node.image, self._image.default, self._image.kind)))
-
-    async def withdraw(self, node: str) -> None:
-        self._cluster.withdraw(node)
-
-    async def bootstrap(self, node: NodeSpec) -> NodeBootstrap:
-        features = (self._cluster.settings.node_feature, *node.features)
-        return Registration(node.name, features, node.size).pack()
-
     async def user(self, uid: int) -> User:
-        user = self._world.user(uid)
+        user = self._find_user(uid)
         if user is None:
             raise Gone(f"no user has the uid {uid}", hint="look at the site's user database")
         return user
@@ -164,3 +163,57 @@ class SimulatedScheduler:
 
     async def _reply(self) -> None:
         await asyncio.sleep(self._rng.uniform(*self._latencies.reply))
+
+
+class SimulatedSlurm(SimulatedScheduler):
+    """Slurm: ties jobs to nodes by features, and lets jobs take offered nodes as they are submitted."""
+
+    def __init__(
+        self, cluster: Cluster, find_user: FindUser, rng: Random, *, image: ImageSettings | None = None
+    ) -> None:
+        super().__init__(cluster, find_user, rng)
+        self._image = image or ImageSettings()
+        cluster.default_image = self._image.default
+
+    @property
+    def offers(self) -> SimulatedSlurm:
+        return self
+
+    @property
+    def submission(self) -> SimulatedSlurm:
+        return self
+
+    async def publish(self, largest: Mapping[str, Sequence[Size]]) -> None:
+        self._cluster.limit_submissions(largest)
+
+    def _view(self) -> SchedulerView:
+        offers = self._cluster.observe_offers()
+        return replace(self._cluster.view(), offers=offers)
+
+    def _tie(self, record: JobRecord, tag: str, nodes: Sequence[str]) -> None:
+        if not self._cluster.any_node_has(tag):
+            record.pin = None  # Slurm moves the job all the same, and the driver puts it back at the gate
+            raise Refused(f"no node has the feature {tag}", hint="pin after its nodes have registered")
+        record.pin = tag
+
+    async def set_down(self, node: str, reason: str) -> None:
+        self._cluster.withdraw(node)
+        await super().set_down(node, reason)
+
+    async def delete_node(self, node: str) -> None:
+        self._cluster.withdraw(node)
+        await super().delete_node(node)
+
+    def _delete(self, node: str) -> None:
+        self._cluster.delete(node)
+        self._cluster.forget(node)
+
+    async def offer(self, node: NodeSpec) -> None:
+        self._cluster.offer(OfferedNode(node, *named_by_none(node.image, self._image.default, self._image.kind)))
+
+    async def withdraw(self, node: str) -> None:
+        self._cluster.withdraw(node)
+
+    async def bootstrap(self, node: NodeSpec) -> NodeBootstrap:
+        features = (self._cluster.settings.node_feature, *node.features)
+        return Registration(node.name, features, node.size).pack()

@@ -4,15 +4,39 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from itertools import pairwise
 from random import Random
 
+from multiverse.config import ImageSettings
 from multiverse.core.model import Host, Identity, JobState, Size, User
+from multiverse.ports import Hypervisor, Scheduler
+from multiverse.simulation.cloud import CloudMachines, SimulatedCloud
 from multiverse.simulation.cluster import Cluster, ClusterSettings
+from multiverse.simulation.grid import GridCluster, SimulatedGrid
 from multiverse.simulation.guests import Guest, GuestBehaviour, Run
+from multiverse.simulation.hypervisor import SimulatedHosts
 from multiverse.simulation.machines import ABILITIES, Image, Machines
+from multiverse.simulation.scheduler import SimulatedSlurm
+
+
+class Pair(StrEnum):
+    """Which scheduler and which hypervisor a world has."""
+
+    SLURM_HOSTS = "slurm-hosts"
+    GRID_HOSTS = "grid-hosts"
+    SLURM_CLOUD = "slurm-cloud"
+    GRID_CLOUD = "grid-cloud"
+
+    @property
+    def has_grid(self) -> bool:
+        return self in (Pair.GRID_HOSTS, Pair.GRID_CLOUD)
+
+    @property
+    def has_cloud(self) -> bool:
+        return self in (Pair.SLURM_CLOUD, Pair.GRID_CLOUD)
 
 
 @dataclass(frozen=True)
@@ -33,6 +57,8 @@ class WorldSettings:
     overcommit: float = 1.0
     floor: int = 0
     others: int = 0
+    pair: Pair = Pair.SLURM_HOSTS
+    slow_sources: Mapping[str, float] = field(default_factory=dict)  # seconds that their observations take longer
 
 
 class World:
@@ -44,9 +70,25 @@ class World:
         self.guests: list[Guest] = []
         self.log: Callable[[str], None] = lambda _: None
         self._rng = Random(f"{seed}/guests")
-        self.cluster = Cluster(Random(f"{seed}/cluster"), self.settings.cluster)
+        pair = self.settings.pair
+        cluster = GridCluster if pair.has_grid else Cluster
+        self.cluster = cluster(Random(f"{seed}/cluster"), self.settings.cluster)
         limits = (self.settings.overcommit, self.settings.floor, self.settings.others)
-        self.machines = Machines(self.settings.hosts, self.settings.images, self._boot, *limits)
+        machines = CloudMachines if pair.has_cloud else Machines
+        self.machines = machines(self.settings.hosts, self.settings.images, self._boot, *limits)
+        self.machines.delays.update(self.settings.slow_sources)
+
+    def scheduler(self, rng: Random, image: ImageSettings | None = None) -> Scheduler:
+        """The port of this world's scheduler."""
+        if isinstance(self.cluster, GridCluster):
+            return SimulatedGrid(self.cluster, self.user, rng)
+        return SimulatedSlurm(self.cluster, self.user, rng, image=image)
+
+    def hypervisor(self, rng: Random) -> Hypervisor:
+        """The port of this world's hypervisor."""
+        if isinstance(self.machines, CloudMachines):
+            return SimulatedCloud(self.machines, rng)
+        return SimulatedHosts(self.machines, rng)
 
     def user(self, uid: int) -> User | None:
         if uid not in self.settings.users:

@@ -1,1 +1,1 @@
-"""Slurm: the scheduler's driver, and what a site installs for it (DESIGN 4)."""
+"""The driver of Slurm, and the files that a site installs for it."""

@@ -1,4 +1,4 @@
-"""Who a uid is, as this machine's name service says (files, LDAP, whatever nsswitch.conf names)."""
+"""Looks up users in this machine's name service (files, LDAP or whatever nsswitch.conf names)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from multiverse.core.model import User
 
 
 def lookup(uid: int) -> User:
-    """The user with every group he is in. Blocks for as long as the name service takes. `Gone` if nobody."""
+    """The user with all groups. Blocks while the name service answers. `Gone` if there is no such user."""
     try:
         entry = pwd.getpwuid(uid)
     except KeyError as error:
-        raise Gone(f"no user has uid {uid}", hint="see getent passwd on the controller's machine") from error
+        raise Gone(f"no user has uid {uid}", hint="check getent passwd on the controller's machine") from error
     gids = dict.fromkeys((entry.pw_gid, *os.getgrouplist(entry.pw_name, entry.pw_gid)))
     return User(
         name=entry.pw_name,

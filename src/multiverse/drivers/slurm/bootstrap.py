@@ -1,4 +1,4 @@
-"""What a guest is given to become a node: a configuration of its own, the munge key, munged and slurmd."""
+"""What a guest needs to become a node: its Slurm configuration, the munge key, munged and slurmd."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _DIRECTORIES = (
     ("/var/log/munge", "munge", 0o700),
     ("/etc/slurm", "root", 0o755),
     ("/var/spool/slurmd", "root", 0o755),
-    ("/sys/fs/cgroup/system.slice", "root", 0o755),  # cgroup/v2 makes its scope there, systemd or not
+    ("/sys/fs/cgroup/system.slice", "root", 0o755),  # cgroup/v2 creates its scope there, with or without systemd
 )
 _SOCKET = "/run/munge/munge.socket.2"
 _PROLOG = "/etc/slurm/multiverse-prolog"
 _WAIT = f"""\
 #!/bin/sh
-# A job that took this node as it was submitted waits here until its user is known.
+# A job that took this node as it was submitted waits here until the guest knows the job's user.
 read -r _ < {INTRODUCED}
 """.encode()
 
 
 def read(path: Path) -> str:
-    """A configuration file with what it includes. `Broken` if it cannot be read."""
+    """The text of a configuration file and of the files that it includes. `Broken` if one cannot be read."""
     try:
         text = path.read_text()
     except OSError as error:
@@ -39,7 +39,7 @@ def read(path: Path) -> str:
 
 
 def bootstrap(settings: Settings, node: NodeSpec) -> NodeBootstrap:
-    """Files, directories and daemons for one VM. Reads the site's slurm.conf and munge key: blocks briefly."""
+    """Files, directories and daemons for one VM. Blocks briefly: reads the site's slurm.conf and munge key."""
     line = conf.node_conf(node.size, (settings.slurm.node_feature, *node.features))
     slurmd = Daemon(
         "slurmd", ("/usr/sbin/slurmd", "-D", "-Z", "-N", node.name, "-f", "/etc/slurm/slurm.conf", "--conf", line)
@@ -50,21 +50,26 @@ def bootstrap(settings: Settings, node: NodeSpec) -> NodeBootstrap:
 
 
 def _munged(node: NodeSpec) -> Daemon:
-    """It holds up slurmd, which waits for a second if it is not there: so it is spared what a node has no use for,
-    more threads, a look at the name service for its own address, and reading all groups (measured: 0.1 s)."""
-    spared = ("--num-threads=1", f"--origin={node.address.partition('/')[0]}", "--group-update-time=-1")
-    return Daemon("munged", ("/usr/sbin/munged", "--foreground", *spared), user="munge", ready_path=_SOCKET)
+    """munged without what a node does not need: more threads, a name lookup of its own address, reading all groups.
+
+    That saves 0.1 s (measured). slurmd waits for munged, and for a whole second if the socket is not there yet.
+    """
+    options = ("--num-threads=1", f"--origin={node.address.partition('/')[0]}", "--group-update-time=-1")
+    return Daemon("munged", ("/usr/sbin/munged", "--foreground", *options), user="munge", ready_path=_SOCKET)
 
 
 def may_be_offered(settings: Settings, node: NodeSpec) -> bool:
-    """Whether a job may take this spare by itself: its node keeps it waiting until its user is introduced, which it
-    does not with a slurm.conf of the site's own; nobody else asks who that is before; and Slurm gives no job more CPUs
-    for its memory than it asked for, which would not fit any more."""
+    """Whether a job may take this node as it is submitted.
+
+    Three conditions: The guest's prolog makes the job wait until its user was added, which is not so with a slurm.conf
+    of the site's own. slurmd does not look up the user before the prolog. And Slurm does not give the job more CPUs
+    because of its memory (MaxMemPerCPU): the node would be too small then.
+    """
     own, text = settings.slurm.guest_conf, read(settings.slurm.conf)
-    waits = own is None or not (own / "slurm.conf").is_file()
-    known_before = "disable_send_gids" not in conf.value(text, "LaunchParameters").lower()
-    most = conf.value(text, "MaxMemPerCPU")
-    return waits and known_before and (not most.isdigit() or node.size.memory <= int(most or 0) * node.size.cpus)
+    has_prolog = own is None or not (own / "slurm.conf").is_file()
+    no_lookup = "disable_send_gids" not in conf.value(text, "LaunchParameters").lower()
+    limit = conf.value(text, "MaxMemPerCPU")
+    return has_prolog and no_lookup and (not limit.isdigit() or node.size.memory <= int(limit) * node.size.cpus)
 
 
 def _files(settings: Settings, *, spare: bool) -> Iterator[GuestFile]:
@@ -86,7 +91,7 @@ def _files(settings: Settings, *, spare: bool) -> Iterator[GuestFile]:
 
 
 def _replacements(directory: Path | None) -> Iterable[tuple[str, bytes]]:
-    """A site's own files for guests; they replace the derived ones of the same name."""
+    """The site's own files for guests, which replace derived files of the same name."""
     if directory is None:
         return ()
     return ((path.name, path.read_bytes()) for path in sorted(directory.iterdir()) if path.is_file())

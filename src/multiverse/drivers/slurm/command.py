@@ -1,4 +1,4 @@
-"""Runs Slurm's commands and says what their failures mean. Errors are translated here and nowhere else."""
+"""Runs Slurm's commands and converts their failures to the errors of `core.errors`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from multiverse.config import SlurmSettings
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Stale, Unknown
 
-# What Slurm says (slurm_errno.c, and the commands themselves), and what is then true. The first that matches counts.
+# Parts of Slurm's messages (from slurm_errno.c and the commands) and the errors they mean. The first match counts.
 _MEANINGS: tuple[tuple[str, type[MultiverseError]], ...] = (
     ("unable to contact slurm controller", Unknown),
     ("socket timed out", Unknown),
@@ -21,14 +21,17 @@ _MEANINGS: tuple[tuple[str, type[MultiverseError]], ...] = (
     ("communication shutdown failure", Unknown),
     ("message send failure", Unknown),
     ("message receive failure", Unknown),
-    ("unexpected missing socket error", Unknown),  # 24.11, when slurmctld ends as it is asked, or now and then
+    (
+        "unexpected missing socket error",
+        Unknown,
+    ),  # 24.11, when slurmctld ends during a request, and sometimes otherwise
     ("connection refused", Unknown),
     ("connection reset by peer", Unknown),
     ("connection timed out", Unknown),
     ("broken pipe", Unknown),
     ("in standby mode", Unknown),
-    ("resource temporarily unavailable", Exhausted),  # 24.11 of a job whose last change is on its way to slurmdbd
-    ("try again in a bit", Exhausted),  # ESLURM_JOB_SETTING_DB_INX, the same of one just submitted
+    ("resource temporarily unavailable", Exhausted),  # 24.11, while a change of the job is being sent to slurmdbd
+    ("try again in a bit", Exhausted),  # ESLURM_JOB_SETTING_DB_INX, the same for a new job
     ("invalid job id", Gone),
     ("invalid node name", Gone),
     ("no longer pending execution", Stale),
@@ -42,15 +45,17 @@ _MEANINGS: tuple[tuple[str, type[MultiverseError]], ...] = (
     ("access/permission denied", Broken),
 )
 
+_CHECK_SLURMCTLD = "check slurmctld with scontrol ping, and its log"
+
 
 class SlurmCommands:
-    """Slurm's command line tools, run without a shell, in an environment that is the same for everyone."""
+    """Slurm's command line tools, run without a shell in an environment that does not depend on the caller's."""
 
     def __init__(self, settings: SlurmSettings, env: Mapping[str, str] | None = None) -> None:
         self._bin = settings.bin_dir
         self._timeout = settings.command_timeout
         inherited = os.environ if env is None else env
-        # A user's SQUEUE_FORMAT or SLURM_CLUSTERS must not change what we read.
+        # Variables such as SQUEUE_FORMAT or SLURM_CLUSTERS would change the commands' output.
         clean = {k: v for k, v in inherited.items() if not k.startswith(("SLURM_", "SQUEUE_", "SINFO_", "SCANCEL_"))}
         self._env = clean | {
             "SLURM_CONF": str(settings.conf),
@@ -60,8 +65,11 @@ class SlurmCommands:
         }
 
     async def run(self, program: str, *args: str) -> str:
-        """Its standard output. Raises what its complaint means: `Gone`, `Stale`, `Refused`, `Broken`, `Exhausted`, and
-        `Unknown` when slurmctld did not answer in time, since it may act on the request all the same."""
+        """The command's standard output.
+
+        Raises the error that its message means: `Gone`, `Stale`, `Refused`, `Broken` or `Exhausted`; `Unknown` if
+        slurmctld did not answer in time, because it may still act on the request.
+        """
         path = str(Path(self._bin) / program) if self._bin else program
         try:
             process = await asyncio.create_subprocess_exec(
@@ -79,9 +87,7 @@ class SlurmCommands:
         try:
             out, err = await asyncio.wait_for(process.communicate(), self._timeout)
         except TimeoutError as error:
-            raise Unknown(
-                f"{program} gave no answer within {self._timeout:g} s", hint="see whether slurmctld is well"
-            ) from error
+            raise Unknown(f"{program} did not end within {self._timeout:g} s", hint=_CHECK_SLURMCTLD) from error
         finally:
             if process.returncode is None:
                 process.kill()
@@ -91,26 +97,28 @@ class SlurmCommands:
         return out.decode(errors="replace")
 
     async def json(self, program: str, *args: str) -> dict[str, Any]:
-        """Its parsed JSON. `Unknown` also for a document that lists errors: squeue exits with 0 and
-        an empty list of jobs when it could not reach slurmctld (22.05.8)."""
+        """The command's parsed JSON. Raises as `run` does, and `Unknown` for a document that lists errors.
+
+        squeue 22.05.8 exits with 0 and an empty list of jobs when it cannot reach slurmctld.
+        """
         text = await self.run(program, *args, "--json")
         try:
             document: dict[str, Any] = await asyncio.to_thread(json.loads, text)
         except ValueError as error:
-            raise Unknown(f"{program} did not answer in JSON: {text[:80]!r}") from error
+            raise Unknown(f"the output of {program} is not JSON: {text[:80]!r}") from error
         if document.get("errors"):
             first = document["errors"][0]
-            said = first.get("description") or first.get("error") if isinstance(first, dict) else first
-            raise Unknown(f"{program}: {said}", hint="see whether slurmctld is well")
+            message = first.get("description") or first.get("error") if isinstance(first, dict) else first
+            raise Unknown(f"{program}: {message}", hint=_CHECK_SLURMCTLD)
         return document
 
 
-def meaning(program: str, complaint: str) -> MultiverseError:
-    """The error that a command's complaint stands for."""
-    lowered = complaint.lower()
-    lines = [line.strip() for line in complaint.splitlines() if line.strip()]
-    text = f"{program}: {lines[-1] if lines else 'failed without a word'}"
+def meaning(program: str, output: str) -> MultiverseError:
+    """The error that a failed command's output means."""
+    lowered = output.lower()
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    text = f"{program}: {lines[-1] if lines else 'failed without a message'}"
     for phrase, kind in _MEANINGS:
         if phrase in lowered:
-            return kind(text, hint="see whether slurmctld is well") if kind is Unknown else kind(text)
+            return kind(text, hint=_CHECK_SLURMCTLD) if kind is Unknown else kind(text)
     return Refused(text)

@@ -1,4 +1,4 @@
-"""Reads slurm.conf and derives the one that guests get. Pure."""
+"""Reads slurm.conf and derives the slurm.conf of guests. Pure."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from multiverse.core.model import Size
 
-# Lines about the site's other machines and about slurmctld's own business: a guest neither needs nor should
-# parse them. Scripts and plugins of bare-metal nodes are not in the image.
+# Keys that a guest does not need: other machines, slurmctld's settings, and scripts and plugins of bare-metal nodes,
+# which are not in the image.
 _DROPPED = frozenset(
     """
     nodename downnodes nodeset partitionname frontendname include
@@ -43,8 +43,7 @@ CGROUP = "IgnoreSystemd=yes\nCgroupPlugin=cgroup/v2\n"
 
 
 def settings(text: str) -> Iterator[tuple[str, str]]:
-    """Each line's first key and its value. Comments and continuations (joined by nothing, as Slurm does) are taken care
-    of."""
+    """Each line's first key and its value, without comments. Continued lines are joined without a space."""
     for line in re.sub(r"\\\n", "", text).splitlines():
         bare = re.sub(r"(?<!\\)#.*", "", line).strip()
         key, equals, value = bare.partition("=")
@@ -60,7 +59,7 @@ def value(text: str, key: str, default: str = "") -> str:
 
 
 def included(text: str) -> list[str]:
-    """The files that it includes."""
+    """The included files."""
     return [name for key, name in settings(text) if key.lower() == "include"]
 
 
@@ -70,56 +69,58 @@ def memory_per_cpu(text: str, default: int) -> int:
     return int(found) if found.isdigit() and int(found) else default
 
 
-class Unserved(NamedTuple):
-    """What a site has configured that does not reach jobs in VMs: its name, what that means, and what to do."""
+class UnsupportedSetting(NamedTuple):
+    """A setting of the site's Slurm that has no effect on jobs in VMs, with the remedy for an operator."""
 
     name: str
-    wrong: str
-    todo: str
+    message: str
+    remedy: str
 
 
-def unserved(text: str) -> list[Unserved]:
-    """What of a slurm.conf does not reach jobs in VMs."""
+def unsupported(text: str) -> list[UnsupportedSetting]:
+    """The settings in a slurm.conf that have no effect on jobs in VMs."""
     found = []
     kind = value(text, "PreemptType", "preempt/none")
     if kind.lower() != "preempt/none":
         found.append(
-            Unserved(
+            UnsupportedSetting(
                 "preemption",
-                f"preemption ({kind}) does not reach jobs at the gate: they wait for room, whoever runs",
-                "nothing is to be mended: tell users that a job in a VM preempts none and is preempted by none; or set "
+                f"preemption ({kind}) has no effect on jobs at the gate: they wait until hosts have capacity",
+                "no action is needed: tell users that a job in a VM neither preempts jobs nor is preempted; or set "
                 "PreemptType=preempt/none and restart the daemon",
             )
         )
     if "x11" in value(text, "PrologFlags").lower().split(","):
         found.append(
-            Unserved(
+            UnsupportedSetting(
                 "x11",
-                "X11 forwarding does not reach VMs: what runs there has no display",
-                "nothing is to be mended: tell users to run what wants a display elsewhere",
+                "X11 forwarding does not reach VMs: jobs in VMs have no display",
+                "no action is needed: tell users to run jobs that need a display in other partitions",
             )
         )
     if value(text, "FederationParameters"):
         found.append(
-            Unserved(
+            UnsupportedSetting(
                 "federation",
-                "a federation's jobs are not served: those in VMs are of this cluster alone",
-                "tell users to submit jobs for VMs with --clusters and this cluster's name; or take "
-                "FederationParameters out of slurm.conf and restart the daemon",
+                "jobs of a federation are not supported: jobs in VMs run in this cluster only",
+                "tell users to submit jobs for VMs with --clusters and this cluster's name; or remove "
+                "FederationParameters from slurm.conf and restart the daemon",
             )
         )
     return found
 
 
 def limits_are_kept(text: str) -> bool:
-    """Whether slurmctld holds jobs back by the limits of associations and QOS."""
-    kept = {word.strip() for word in value(text, "AccountingStorageEnforce").lower().split(",")}
-    return not kept.isdisjoint(("limits", "safe", "all"))
+    """Whether slurmctld enforces the limits of associations and QOS."""
+    enforced = {word.strip() for word in value(text, "AccountingStorageEnforce").lower().split(",")}
+    return not enforced.isdisjoint(("limits", "safe", "all"))
 
 
 def for_guest(text: str, address: str, prolog: str = "") -> str:
-    """A guest's slurm.conf from the site's: the cluster's rules are kept, its machines are not. `prolog`: a program in
-    the guest that runs before its job."""
+    """A guest's slurm.conf, derived from the site's: without machines, scripts and plugins of bare-metal nodes.
+
+    `address` is slurmctld's as guests reach it. `prolog` is a program in the guest that runs before the job.
+    """
     hosts = [found for key, found in settings(text) if key.lower() in ("slurmctldhost", "controlmachine")]
     host = hosts[0] if hosts else ""  # the first is the primary one
     name = host.partition("(")[0].strip() or "slurmctld"
@@ -133,7 +134,7 @@ def for_guest(text: str, address: str, prolog: str = "") -> str:
 
 
 def _for_guest(key: str, found: str) -> str:
-    """Slurm reads no configuration that has X11 with proctrack/linuxproc: what that flag asks for besides is left."""
+    """Replace the prolog flag X11, which Slurm refuses with proctrack/linuxproc, by Contain, which X11 implies."""
     return re.sub(r"(?i)\bx11\b", "Contain", found) if key.lower() == "prologflags" else found
 
 
@@ -144,7 +145,7 @@ def _auth_info(text: str) -> str:
 
 
 def node_conf(size: Size, features: Iterable[str]) -> str:
-    """slurmd's --conf: what the node says of itself. One socket with one thread in each core, as its guest sees it."""
+    """slurmd's --conf, which describes the node: one socket, one thread in each core, as the guest sees it."""
     return (
         f"CPUs={size.cpus} Sockets=1 CoresPerSocket={size.cpus} ThreadsPerCore=1 RealMemory={size.memory}"
         f" TmpDisk={size.disk} Feature={','.join(dict.fromkeys(features))}"

@@ -1,4 +1,4 @@
-"""Deletes nodes in batches: each deletion takes slurmctld's write locks, however many nodes it names."""
+"""Deletes nodes in batches, because each deletion takes slurmctld's write locks, for one node or many."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from multiverse.drivers.slurm import parse
 from multiverse.drivers.slurm.command import SlurmCommands
 
 
-class Deleter:
-    """Nodes whose deletion is asked for while one runs go together in the next."""
+class NodeDeleter:
+    """Nodes whose deletion is requested while a deletion runs are deleted together in the next one."""
 
     def __init__(self, commands: SlurmCommands, partitions: tuple[str, ...]) -> None:
         self._commands = commands
@@ -19,20 +19,20 @@ class Deleter:
         self._lock = asyncio.Lock()
 
     async def delete(self, node: str) -> None:
-        """Returns when Slurm has forgotten the node. Raises as `Scheduler.remove` does."""
+        """Return when Slurm has deleted the node. Raises the errors of `Scheduler.delete_node`."""
         verdict = self._waiting.setdefault(node, asyncio.get_running_loop().create_future())
         async with self._lock:
             batch, self._waiting = self._waiting, {}
             try:
                 await self._delete_all(batch)
             finally:
-                # Cancelled half way: those who wait for it ask again, which is harmless.
+                # After a cancellation: nodes without an answer go into the next batch. Deleting twice is harmless.
                 self._waiting = {n: f for n, f in batch.items() if not f.done()} | self._waiting
-        await asyncio.shield(verdict)  # others may wait for the same one
+        await asyncio.shield(verdict)  # other callers may wait for the same node
 
     async def _delete_all(self, batch: dict[str, asyncio.Future[None]]) -> None:
-        # Slurm refuses to delete a node that is busy, but not a DOWN one whose job still completes: slurmctld 22.05
-        # dies of that (decision 7).
+        # Slurm refuses to delete a busy node, but not a DOWN one whose job is completing: slurmctld 22.05 crashes then
+        # (decision 7).
         text = await self._commands.run(
             "squeue", "-h", "-a", "-p", self._partitions, "-t", "RUNNING,SUSPENDED,COMPLETING", "-o", "%N"
         )
@@ -45,7 +45,7 @@ class Deleter:
             try:
                 await self._commands.run("scontrol", "delete", f"NodeName={','.join(batch)}")
             except (Gone, Refused):
-                pass  # one of them spoils it for all: find out which
+                pass  # one node makes Slurm refuse all of them: delete them one by one
             else:
                 for verdict in batch.values():
                     verdict.set_result(None)
@@ -57,6 +57,6 @@ class Deleter:
                 verdict.set_result(None)
             except Exception as error:
                 verdict.set_exception(error)
-                verdict.exception()  # whoever waits raises it; nobody may be waiting any more
+                verdict.exception()  # marks it as retrieved: perhaps no caller waits any more
             else:
                 verdict.set_result(None)

@@ -1,6 +1,6 @@
-"""Hints from slurmctld: small files that job_submit.lua and the epilog drop into a directory.
+"""Hints from slurmctld: empty files that multiverse.lua and the epilog create in a directory.
 
-A hint makes the controller look sooner, and nothing depends on one: a lost hint costs a poll interval.
+A hint makes the controller observe sooner. Nothing else depends on hints: a lost hint costs one poll interval.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from asyncinotify import Inotify, Mask
 
 _NAME = re.compile(r"(?P<kind>submit|end)(?:\.(?P<job_id>\d{1,10}(?:_\d{1,10})?))?")
-_AT_ONCE = 1000  # files looked at in one go; what is left over is seen with the next event or look
+_AT_ONCE = 1000  # files that are read in one go; the others are read at the next event
 _ARRIVED = Mask.CLOSE_WRITE | Mask.MOVED_TO
 _LOST = Mask.DELETE_SELF | Mask.MOVE_SELF
 
@@ -28,13 +28,16 @@ class Hint(NamedTuple):
 
 
 async def hints(inbox: Path) -> AsyncIterator[Hint]:
-    """Hints for ever, those that wait already first. Consumed files are deleted; files of other names stay.
-    If the directory goes away, it is made again. Raises OSError if it cannot be made or read."""
+    """All hints, beginning with those that exist already; never ends.
+
+    The file of a hint is deleted; files with other names stay. A directory that was removed is created again. Raises
+    OSError if it cannot be created or read.
+    """
     owner = inbox.stat().st_uid if inbox.exists() else os.geteuid()
     while True:
         if not inbox.exists():
             inbox.mkdir(mode=0o700, parents=True)
-            os.chown(inbox, owner, -1)  # slurmctld's user must be able to write to it
+            os.chown(inbox, owner, -1)  # slurmctld's user writes there
         with Inotify() as notify:
             notify.add_watch(inbox, _ARRIVED | _LOST)
             for hint in take(inbox):
@@ -42,13 +45,13 @@ async def hints(inbox: Path) -> AsyncIterator[Hint]:
             async for event in notify:
                 if event.mask & (_LOST | Mask.IGNORED):
                     break
-                # One event stands for all files that are there by now; the events of the others find nothing.
+                # The first event handles all files that exist by now; the events of the others find none.
                 for hint in take(inbox):
                     yield hint
 
 
 def take(inbox: Path) -> Iterator[Hint]:
-    """Read and delete what waits."""
+    """Delete the files of hints that exist, and return the hints."""
     try:
         with os.scandir(inbox) as entries:
             names = [entry.name for entry in itertools.islice(entries, _AT_ONCE)]
@@ -61,5 +64,5 @@ def take(inbox: Path) -> Iterator[Hint]:
         try:
             (inbox / name).unlink()
         except OSError:
-            continue  # taken by another, or not a file
+            continue  # another process deleted it, or it is a directory
         yield Hint(match["kind"], match["job_id"] or "")

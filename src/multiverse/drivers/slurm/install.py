@@ -1,4 +1,4 @@
-"""What a site installs so that its Slurm works with Multiverse: rendered here, written by whoever asks."""
+"""Renders and writes the files that a site installs so that its Slurm works with Multiverse."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from multiverse.core.model import CloneKind, Size
 GATE_NODE = "mvgate"
 NODE_SET = "mvvms"
 MAX_GATE_NODES = 250  # NodeAddr=127.0.1.[1-N]
+# Far above any host, so that Slurm refuses no job that a VM could hold. Memory and disk in MiB: 16 TiB.
+GATE_SIZE = Size(cpus=1024, memory=1 << 24, disk=1 << 24)
 
 # File name to mode. All belong beside slurm.conf, readable by slurmctld.
 FILES = {
@@ -26,36 +28,30 @@ FILES = {
     "multiverse-epilog": 0o755,
 }
 _TEMPLATES = {"multiverse-epilog": "epilog"}
-# What users of our partitions are told when our Lua cannot tell what their jobs ask for.
-_FAILED = "Multiverse cannot look at this job, so it is refused: tell an administrator, whom slurmctld's log tells why"
+# The message for users of Multiverse's partitions after an error in multiverse.lua.
+_FAILED = "Multiverse could not check this job: ask an administrator to read slurmctld's log"
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What is rendered beside the settings. `images` may be asked for as features; `gate_nodes` is the most
-    nodes that a job may ask for; `memory_per_cpu` is Slurm's DefMemPerCPU in MiB; `default` makes the gate
-    the default partition."""
+    """What the files need to know beside the settings.
+
+    `images` are the features that jobs may request. `gate_nodes` is the largest number of nodes of one job.
+    `memory_per_cpu` is Slurm's DefMemPerCPU in MiB. `default` makes the gate the default partition.
+    """
 
     images: Sequence[str]
     gate_nodes: int
-    largest: Size
     memory_per_cpu: int
     slurm_uid: int
     default: bool = True
     max_node_count: int = 4096
 
 
-def largest(settings: Settings) -> Size:
-    """The largest request of one node that a host can serve, with the template it is forked from beside it."""
-    host, qemu = settings.host, settings.qemu
-    memory = min(host.memory - qemu.base_memory, qemu.max_memory) - settings.image.guest_reserve
-    return Size(min(host.cores, qemu.max_cpus), max(memory, 1), min(host.disk, settings.image.tmp_disk))
-
-
 def render(settings: Settings, site: Site) -> dict[str, str]:
-    """File names and contents. `Refused` for a number of gate nodes that cannot be had."""
+    """File contents by name. Raises `Refused` for a wrong number of gate nodes."""
     if not 1 <= site.gate_nodes <= MAX_GATE_NODES:
-        raise Refused(f"{site.gate_nodes} gate nodes", hint=f"choose 1 to {MAX_GATE_NODES}")
+        raise Refused(f"cannot declare {site.gate_nodes} gate nodes", hint=f"choose 1 to {MAX_GATE_NODES}")
     slurm = settings.slurm
     environment = Environment(
         loader=PackageLoader("multiverse.drivers.slurm"), undefined=StrictUndefined, keep_trailing_newline=True
@@ -71,12 +67,8 @@ def render(settings: Settings, site: Site) -> dict[str, str]:
         "node_set": NODE_SET,
         "gate_nodes": site.gate_nodes,
         "features": [*dict.fromkeys((*site.images, *(kind.value for kind in CloneKind)))],
-        "max_cpus": site.largest.cpus,
-        "max_memory": site.largest.memory,
-        "max_disk": site.largest.disk,
-        "total_cpus": settings.host.cores,
-        "total_memory": settings.host.memory - settings.qemu.base_memory,
-        "reserve": settings.image.guest_reserve,
+        "gate_size": GATE_SIZE,
+        "max_disk": settings.image.tmp_disk,
         "memory_per_cpu": site.memory_per_cpu,
         "administrators": sorted({0, site.slurm_uid}),
         "max_node_count": site.max_node_count,
@@ -87,16 +79,16 @@ def render(settings: Settings, site: Site) -> dict[str, str]:
 
 
 def write(files: dict[str, str], directory: Path) -> None:
-    """Write rendered files, each whole or not at all."""
+    """Write rendered files. Each file is replaced as a whole."""
     for name, content in files.items():
-        beside = directory / f".{name}.new"
-        beside.write_text(content)
-        beside.chmod(FILES.get(name, 0o644))
-        beside.replace(directory / name)
+        temporary = directory / f".{name}.new"
+        temporary.write_text(content)
+        temporary.chmod(FILES.get(name, 0o644))
+        temporary.replace(directory / name)
 
 
 def make_inbox(inbox: Path, slurm_uid: int) -> None:
-    """The directory for hints: slurmctld's user writes to it, nobody else."""
+    """Create the directory for hints. Only slurmctld's user (and root) may write to it."""
     inbox.mkdir(parents=True, exist_ok=True)
     inbox.chmod(0o700)
     os.chown(inbox, slurm_uid, -1)

@@ -1,10 +1,10 @@
-"""What Slurm's limits leave, and what each job would take of that. Pure; reads squeue's records, and the text of
+"""How much Slurm's limits still allow, and how much each job would use. Pure. Reads squeue's records and the text of
 `scontrol show assoc_mgr` and `scontrol show licenses`.
 
-Slurm's own word on a job at the gate is not enough: it looks for nodes before it looks at most limits, and does not
-count what is pinned (decision 12). A limit is named by the reason that Slurm would give, and by whom it binds:
-`AssocGrpCpuLimit: account physics`. Limits of minutes, per job, of partitions and of generic resources are not counted:
-of those, what Slurm says of the pinned job is heeded.
+The reason that Slurm shows for a job at the gate is not enough: Slurm searches for nodes before it checks most limits,
+and does not count pinned jobs (decision 12). A limit is named by the reason that Slurm would show and by its owner:
+`AssocGrpCpuLimit: account physics`. Limits of minutes, of single jobs, of partitions and of generic resources are not
+counted here. They take effect when Slurm shows a reason for the pinned job.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from multiverse.drivers.slurm.parse import Record, Uses, number, words
 
-_KINDS = ("", "cpu", "mem", "node", "billing")  # "" for jobs, then those TRES that every job has
+_KINDS = ("", "cpu", "mem", "node", "billing")  # "" for the number of jobs, then the TRES that every job has
 _REASONS = {
     "Max": ("AssocMaxJobsLimit",),
     "Grp": ("AssocGrpJobsLimit", "AssocGrpCpuLimit", "AssocGrpMemLimit", "AssocGrpNodeLimit", "AssocGrpBilling"),
@@ -39,15 +39,17 @@ _RUNNING = {"RUNNING", "SUSPENDED"}
 
 @dataclass(slots=True)
 class _Entry:
-    """An association or a QOS: its plain fields, and what its limits leave, by family, kind and whose it is (a QOS
-    has `U<uid>` and `A<account>` too)."""
+    """An association or a QOS: its plain fields, and how much its limits still allow by family, kind and owner.
+
+    The owner is empty, or in a QOS also `U<uid>` and `A<account>` for limits of each user and account.
+    """
 
     fields: dict[str, str] = field(default_factory=dict)
     left: dict[tuple[str, str, str], int] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        """Whose limits they are, to be read by users."""
+        """The owner of the limits, as shown to users."""
         if "QOS" in self.fields:
             return f"QOS {self.fields['QOS'].partition('(')[0]}"
         user, account = self.fields["UserName"].partition("(")[0], self.fields["Account"]
@@ -60,8 +62,8 @@ class _Entry:
         return f"{known[_KINDS.index(kind)]}: {self.name}{bound}"
 
 
-class Limits:
-    """`left` by limit: how much more may run; negative where an operator has lowered it since."""
+class AccountingLimits:
+    """`left` is how much more may run, by limit. It is negative after an operator has lowered the limit."""
 
     def __init__(self, records: Collection[Record] = (), assoc_mgr: str = "", licences_text: str = "") -> None:
         entries = list(_entries(assoc_mgr))
@@ -74,7 +76,7 @@ class Limits:
             self.left[f"Licenses: {name}"] = int(free)
 
     def uses(self, record: Record) -> Uses:
-        """What a job takes of which limit while it runs."""
+        """How much a job takes of which limits while it runs."""
         takes = {"": 1, **_tres(str(record.get("tres_req_str") or ""))}
         found = {limit: takes.get(kind, 0) for limit, kind in self._bounds(record)}
         found |= {f"Licenses: {name}": count for name, count in licences(record).items()}
@@ -83,8 +85,11 @@ class Limits:
         return tuple((limit, count) for limit, count in found.items() if count and limit in self.left)
 
     def _bounds(self, record: Record) -> Iterator[tuple[str, str]]:
-        """The limits that bind a job, each with its kind. What its QOS limits, its associations do not (Slurm's
-        "Resource Limits": the first of QOS, user and account counts), but for an account's that is above another's."""
+        """The limits that apply to a job, each with its kind.
+
+        A limit of the job's QOS replaces that of its associations (Slurm's "Resource Limits": the first of QOS, user
+        and account applies). Limits of parent accounts apply as well.
+        """
         qos = self._qos.get(str(record.get("qos") or ""))
         whose = ("", f"U{number(record.get('user_id'))}", f"A{record.get('account')}")
         binding = [key for key in qos.left if key[2] in whose] if qos else []
@@ -93,7 +98,7 @@ class Limits:
         own = here = self._associations.get(number(record.get("association_id")) or 0)
         while here is not None:
             for family, kind, _ in here.left:
-                # An account's MaxJobs is handed down to its users when it is set, and is theirs.
+                # Slurm copies an account's MaxJobs to its users when it is set, so only the users' own counts.
                 if (family, kind) not in taken and (family == "Grp" or here is own):
                     yield here.limit(family, kind, ""), kind
             here = self._above(here)
@@ -105,14 +110,14 @@ class Limits:
 
 
 def licences(record: Record) -> dict[str, int]:
-    """The licences that a job asks for. One of several (`a|b`, from 24.05 on) is left to Slurm."""
+    """The licences that a job requests. Alternatives (`a|b`, from 24.05 on) are left to Slurm."""
     text = str(record.get("licenses") or "")
     found = re.findall(r"([^,;:=]+)(?:[:=](\d+))?", "" if "|" in text else text)
     return {name: int(count or 1) for name, count in found}
 
 
 def _entries(text: str) -> Iterator[_Entry]:
-    """The associations and QOS that assoc_mgr shows, whether a line each or several."""
+    """The associations and QOS in assoc_mgr's text, each on one line or on several."""
     entry, section, whose = _Entry(), "", ""
     for word in text.replace("Account Limits", "Section=A").replace("User Limits", "Section=U").split():
         key, equals, value = word.partition("=")
@@ -141,7 +146,7 @@ def _tres(text: str) -> dict[str, int]:
 
 
 def _arrays_left(records: Iterable[Record]) -> Iterator[tuple[str, int]]:
-    """What is left of each array's `%limit`."""
+    """How many more tasks of each array may run by its `%limit`."""
     arrays: dict[int, list[Record]] = {}
     for record in records:
         if number(record.get("array_max_tasks")):

@@ -1,16 +1,22 @@
-"""Joined spares on offer: job_submit.lua takes one for a job that fits, by renaming a file.
+"""Idle nodes that a job may take as it is submitted: multiverse.lua takes one by renaming a file.
 
-Of each spare there is, in a directory of the inbox, an empty file: `open.NODE` while it is on offer, `taken.NODE` after
-a submission took it. To rename is to take: of two who try one succeeds. `made.NODE` is there from before the offer to
-the node's end, so that it is offered once. What is on offer Lua reads in `list`, whose first line is until when it
-holds, as Unix time in seconds: what is older is not heeded, for then nobody is there to introduce users.
+A directory of the inbox holds empty files for each such node: `open.NODE` while the node is offered, `taken.NODE` after
+a submission took it, and `made.NODE` from before the offer until the node is deleted, so that a node is offered once.
+Of two processes that rename the same file one succeeds: that one has the node.
 
-The directory is slurmctld's user's, and we are root: nothing in it is believed but names, and no link is followed. The
-files are few and tiny, and are touched on the loop's thread: nothing of ours comes between two steps.
+The file `list` describes the offered nodes for multiverse.lua. Its first line is the Unix time in seconds until which
+the list is valid. Each other line holds a node's name, its tag, its image, whether jobs that name no image (1 or 0) and
+jobs that name no kind of clone (1 or 0) may take it, CPUs, memory in MiB and disk in MiB. multiverse.lua ignores an
+expired list, because no controller would add the job's user to the guest.
+
+The directory belongs to slurmctld's user and this process is root. Therefore only names are read from the directory,
+and no symbolic link is followed. The files are few and tiny, so they are read and written on the event loop's thread.
+That also keeps the steps of one operation together.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import time
@@ -18,97 +24,127 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from multiverse.config import Settings
 from multiverse.core.errors import Exhausted, Unknown
-from multiverse.core.model import NodeSpec
+from multiverse.core.model import CloneKind, NodeSpec
+from multiverse.drivers.slurm.bootstrap import may_be_offered
+from multiverse.drivers.slurm.shared_file import CREATE, replace_file, unlink
 
 DIRECTORY = "spares"
 _LIST = "list"
-_NEW = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class Offers:
-    """The spares of `site` on offer in `inbox`; `term` is how many seconds the list holds."""
+class SlurmOffers:
+    """`ports.Offers` by the files of an inbox."""
+
+    def __init__(self, settings: Settings, files: OfferFiles) -> None:
+        self._settings = settings
+        self._files = files
+
+    async def offer(self, node: NodeSpec) -> None:
+        """See `ports.Offers`. Nothing is done for a node that cannot make its job wait for the user."""
+        if await asyncio.to_thread(may_be_offered, self._settings, node):
+            image = self._settings.image
+            any_kind = image.kind in (CloneKind.INSTANT, CloneKind.AUTO)
+            self._files.offer(node, any_image=node.image == image.default, any_kind=any_kind)
+
+    async def withdraw(self, node: str) -> None:
+        """See `ports.Offers`."""
+        self._files.withdraw(node)
+
+
+class OfferFiles:
+    """The offered nodes of `site` in `inbox`. The list is valid for `term` seconds; `renew` extends that."""
 
     def __init__(self, inbox: Path, site: str, term: float) -> None:
         self._inbox = inbox
         self._name = re.compile(rf"(open|taken)\.(mv{re.escape(site)}-\d{{1,18}})")
         self._term = term
-        self._lines: dict[str, str] = {}  # what a spare is, in words for Lua; those offered in this process's life
-        self._last: dict[str, bool] | None = None
-        self._listed: tuple[list[str], float] = ([], 0.0)
+        self._lines: dict[str, str] = {}  # by node, of those that this process offered
+        self._observed: dict[str, bool] | None = None
+        self._listed: tuple[list[str], float] = ([], 0.0)  # lines, and until when they are valid
 
     def offer(self, node: NodeSpec, *, any_image: bool, any_kind: bool) -> None:
-        """Offer a spare, unless it was offered or withdrawn before. `any_image`, `any_kind`: also to jobs that name
-        none. `Exhausted` if that cannot be written."""
+        """Offer a node, unless it was offered or withdrawn before.
+
+        `any_image` and `any_kind` offer it also to jobs that name no image and no kind of clone. Raises `Exhausted` if
+        the files cannot be written.
+        """
         try:
             with self._directory(make=True) as directory:
-                told = node.size
-                wants = f"{node.image} {int(any_image)} {int(any_kind)}"
-                self._lines[node.name] = f"{node.name} {node.tag} {wants} {told.cpus} {told.memory} {told.disk}\n"
-                if self._once(directory, node.name):
-                    os.close(os.open(f"open.{node.name}", _NEW, 0o600, dir_fd=directory))
-                    self._write(directory, [*self._listed[0], self._lines[node.name]])
-                    self._last = {**(self._last or {}), node.name: False}
+                size = node.size
+                accepts = f"{node.image} {int(any_image)} {int(any_kind)}"
+                self._lines[node.name] = f"{node.name} {node.tag} {accepts} {size.cpus} {size.memory} {size.disk}\n"
+                if self._first_time(directory, node.name):
+                    os.close(os.open(f"open.{node.name}", CREATE, 0o600, dir_fd=directory))
+                    self._write_list(directory, [*self._listed[0], self._lines[node.name]])
+                    self._observed = {**(self._observed or {}), node.name: False}
         except OSError as error:
             raise self._unwritable(error) from error
 
     def withdraw(self, node: str) -> None:
-        """End an offer that was not taken, or may yet be made. `Exhausted` if that cannot be written."""
+        """End an offer that nobody took, and prevent a later one. Raises `Exhausted` if the files cannot be written."""
         try:
             with self._directory(make=True) as directory:
-                self._once(directory, node)
-                _unlink(directory, f"open.{node}")
+                self._first_time(directory, node)
+                unlink(directory, f"open.{node}")
         except OSError as error:
             raise self._unwritable(error) from error
 
-    def close_to(self, node: str) -> None:
-        """Withdraw as far as can be: what becomes of a node on its way out does not hang on this directory."""
+    def withdraw_if_possible(self, node: str) -> None:
+        """End an offer that nobody took. Errors are ignored, so that a node can always be set down or deleted."""
         self._remove(f"open.{node}")
 
     def forget(self, node: str) -> None:
-        """Remove all that is left of this node's offer."""
+        """Remove all files of a deleted node. Errors are ignored."""
         self._lines.pop(node, None)
         self._remove(f"open.{node}", f"taken.{node}", f"made.{node}")
 
     def observe(self) -> dict[str, bool]:
-        """The nodes on offer, and those that were taken: True. `Unknown` if that cannot be seen, nor ever was."""
+        """The offered nodes (False) and the taken nodes (True).
+
+        If the directory cannot be read, the previous answer; `Unknown` if there is none.
+        """
         try:
             with self._directory() as directory:
-                names = os.listdir(directory)  # noqa: PTH208 — of the directory that was opened, whatever its name is now
+                names = os.listdir(directory)  # noqa: PTH208 — of the opened directory, even if it was renamed
         except FileNotFoundError:
             names = []
         except OSError as error:
-            if self._last is None:
+            if self._observed is None:
                 raise Unknown(
-                    f"cannot read {self._inbox / DIRECTORY}: {error.strerror}", hint="see slurm.inbox"
+                    f"cannot read {self._inbox / DIRECTORY}: {error.strerror}", hint="check slurm.inbox in the settings"
                 ) from error
-            return self._last
+            return self._observed
         matches = [match for name in sorted(names) if (match := self._name.fullmatch(name))]
         found = {match[2]: False for match in matches if match[1] == "open"}
         found |= {match[2]: True for match in matches if match[1] == "taken"}
-        self._last = found
+        self._observed = found
         return found
 
-    def keep(self, nodes: Collection[str]) -> None:
-        """List, for another term, what is on offer of these nodes: the scheduler must know a node that is taken."""
-        lines = [self._lines[node] for node, taken in (self._last or {}).items()
-                 if not taken and node in nodes and node in self._lines]  # fmt: skip
-        listed, until = self._listed
-        if lines == listed and (not lines or until - time.time() > self._term / 2):
+    def renew(self, nodes: Collection[str]) -> None:
+        """Write the list of the offered nodes among `nodes`, if the list changed or half of its term has passed.
+
+        `nodes` are the idle nodes that Slurm knows: it refuses a job with the tag of any other node.
+        """
+        offered = [node for node, taken in (self._observed or {}).items() if not taken]
+        lines = [self._lines[node] for node in offered if node in nodes and node in self._lines]
+        listed, valid_until = self._listed
+        if lines == listed and (not lines or valid_until - time.time() > self._term / 2):
             return
         try:
             with self._directory() as directory:
-                self._write(directory, lines)
+                self._write_list(directory, lines)
         except OSError:
-            return  # it grows old, and then jobs wait at the gate
+            return  # the list expires, and then all jobs wait at the gate
 
     def close(self) -> None:
-        """Nobody is there any more to introduce users: jobs that come go to the gate."""
+        """Remove the list: without a controller nobody adds users to guests, so all jobs have to wait at the gate."""
         self._remove(_LIST)
 
     @contextmanager
     def _directory(self, *, make: bool = False) -> Iterator[int]:
-        """Opened, and slurmctld's user's as the inbox is: that writes there."""
+        """The opened directory, which belongs to the owner of the inbox: slurmctld's user."""
         path = self._inbox / DIRECTORY
         if make and not path.exists():
             path.mkdir(mode=0o700)
@@ -121,38 +157,27 @@ class Offers:
         finally:
             os.close(directory)
 
-    def _once(self, directory: int, node: str) -> bool:
-        """Whether nobody has said this before."""
+    def _first_time(self, directory: int, node: str) -> bool:
+        """Record that this node was offered or withdrawn; False if that had been recorded before."""
         try:
-            os.close(os.open(f"made.{node}", _NEW, 0o600, dir_fd=directory))
+            os.close(os.open(f"made.{node}", CREATE, 0o600, dir_fd=directory))
         except FileExistsError:
             return False
         return True
 
-    def _write(self, directory: int, lines: list[str]) -> None:
-        until = time.time() + self._term
-        _unlink(directory, f".{_LIST}.new")
-        with os.fdopen(os.open(f".{_LIST}.new", _NEW, 0o644, dir_fd=directory), "w") as fresh:
-            fresh.write("".join([f"{int(until)}\n", *lines]))
-            os.fchmod(fresh.fileno(), 0o644)  # whatever our umask
-        os.rename(f".{_LIST}.new", _LIST, src_dir_fd=directory, dst_dir_fd=directory)
-        self._listed = (lines, until)
+    def _write_list(self, directory: int, lines: list[str]) -> None:
+        valid_until = time.time() + self._term
+        replace_file(directory, _LIST, "".join([f"{int(valid_until)}\n", *lines]))
+        self._listed = (lines, valid_until)
 
     def _remove(self, *names: str) -> None:
         try:
             with self._directory() as directory:
                 for name in names:
-                    _unlink(directory, name)
+                    unlink(directory, name)
         except OSError:
             return
 
     def _unwritable(self, error: OSError) -> Exhausted:
-        place = self._inbox / DIRECTORY
-        return Exhausted(f"cannot offer spares in {place}: {error.strerror}", hint="see slurm.inbox in the settings")
-
-
-def _unlink(directory: int, name: str) -> None:
-    try:
-        os.unlink(name, dir_fd=directory)
-    except FileNotFoundError:
-        return
+        path = self._inbox / DIRECTORY
+        return Exhausted(f"cannot offer spares in {path}: {error.strerror}", hint="check slurm.inbox in the settings")

@@ -1,4 +1,4 @@
-"""What Slurm's JSON says, in our words. Pure; reads 22.05's plain values and 23.11's wrapped ones.
+"""Converts Slurm's JSON to values of the model. Pure. Reads the plain values of 22.05 and the wrapped ones of 23.11.
 
 22.05: `"job_state": "PENDING"`, `"priority": 4`. From 23.11: `["PENDING"]`, `{"set": …, "infinite": …, "number": …}`.
 """
@@ -46,9 +46,9 @@ _STATES = {
     "REVOKED": JobState.ENDED,
     "TIMEOUT": JobState.ENDED,
 }
-# Reasons that speak of the gate, of waiting one's turn, or not yet of anything (BeginTime: the time itself tells).
-# Any other is a dependency, a hold, a closed partition or a limit that we do not count: better a job that waits than a
-# VM that idles.
+# Reasons of jobs that may get VMs: they wait for the gate's nodes or for their turn, or Slurm has not checked them yet.
+# With BeginTime the begin time itself decides. Any other reason is a dependency, a hold, a closed partition or a limit
+# that is not counted here: such a job waits, because its VM would be idle.
 _FREE_REASONS = frozenset(
     ["None", "Priority", "Resources", "ReqNodeNotAvail", "NodeDown", "PartitionConfig", "BadConstraints", "BeginTime"]
 ) | {""}
@@ -58,16 +58,18 @@ _NODE_DOWN = frozenset(
 )
 _NODE_BUSY = frozenset(("ALLOCATED", "MIXED", "COMPLETING"))
 _KINDS = frozenset(kind.value for kind in CloneKind)
-_NO_THREADS = 0x7FFE  # how 24.11's JSON shows a --thread-spec that was not asked for: NO_VAL16 without its highest bit
-_SKEW = 5  # seconds that slurmctld's clock may be ahead of ours
-REQUEUE_DELAY = 130  # Slurm gives a requeued job a begin time 121 s off (job_mgr.c: credential lifetime + 1)
-MEMORY_PER_CPU = 512  # MiB, for a site that sets no DefMemPerCPU and a job that asks for none
+_NO_THREADS = 0x7FFE  # an unset --thread-spec in 24.11's JSON: NO_VAL16 without its highest bit
+_SKEW = 5  # seconds by which slurmctld's clock may be ahead of this machine's
+REQUEUE_DELAY = 130  # seconds; a requeued job may start 121 s later (job_mgr.c: credential lifetime + 1)
+MEMORY_PER_CPU = 512  # MiB, for a site without DefMemPerCPU and a job that requests no memory
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
-    """What parsing needs to know of the site. `memory_per_cpu` in MiB is Slurm's DefMemPerCPU; `per_account` says that
-    each account has templates of its own."""
+class SiteNames:
+    """What parsing needs to know of the site.
+
+    `memory_per_cpu` is Slurm's DefMemPerCPU in MiB. `per_account`: each account has templates of its own.
+    """
 
     site: str
     gate_partition: str
@@ -81,7 +83,7 @@ class Names:
 
 
 def number(value: Any) -> int | None:
-    """A number in either form; None if unset or infinite."""
+    """A number in either form; None if it is unset or infinite."""
     if isinstance(value, Mapping):
         return number(value.get("number")) if value.get("set") and not value.get("infinite") else None
     return int(value) if isinstance(value, int | float) else None
@@ -95,7 +97,7 @@ def words(value: Any) -> tuple[str, ...]:
 
 
 def exit_code(value: Any) -> int:
-    """An exit code as a shell would show it: 128 + signal for a killed one. 22.05 has the raw wait status."""
+    """An exit code as a shell shows it: 128 + signal for a killed job. 22.05 has the raw wait status."""
     if isinstance(value, Mapping):
         signal = value.get("signal")
         killed = number(signal.get("id", signal.get("signal_id"))) if isinstance(signal, Mapping) else None
@@ -116,7 +118,7 @@ def task_ids(text: str) -> list[int]:
 
 
 def features(text: str, gate_feature: str) -> tuple[tuple[str, ...], str | None]:
-    """A job's own features (neither the gate's nor a pin's), and the pin's if it has one."""
+    """A job's own features (without the gate's and the tag), and the tag of the nodes it is pinned to, if any."""
     all_of = [word.strip() for word in re.split(r"[&,]", text) if word.strip()]
     pins = [word for word in all_of if is_pin(word)]
     own = dict.fromkeys(word for word in all_of if word != gate_feature and not is_pin(word))
@@ -124,6 +126,7 @@ def features(text: str, gate_feature: str) -> tuple[tuple[str, ...], str | None]
 
 
 def is_pin(feature: str) -> bool:
+    """Whether a feature is the tag of nodes."""
     return re.fullmatch(r"mv_v?\d+", feature) is not None
 
 
@@ -131,11 +134,14 @@ def is_pin(feature: str) -> bool:
 
 
 def jobs(
-    records: Iterable[Record], names: Names, now: float, uses: Callable[[Record], Uses] = lambda record: ()
+    records: Iterable[Record], names: SiteNames, now: float, uses: Callable[[Record], Uses] = lambda record: ()
 ) -> dict[str, Job]:
-    """All jobs in our partitions by job id, array tasks one by one, with their rank. `now` is Unix time; `uses` says
-    what a job takes of which limit."""
-    # Two records of one id: Slurm keeps an ended one until MinJobAge while a new one has its id. The newer counts.
+    """All jobs of Multiverse's partitions by job id, one for each array task, with their rank.
+
+    `now` is Unix time. `uses` returns how much a job takes of which limits.
+    """
+    # Two records may have one id: Slurm keeps an ended job until MinJobAge while a new job has its id. The newer one
+    # counts.
     mine = ours(records, names)
     mine.sort(key=lambda record: number(record["submit_time"]) or 0)
     found = {job.ref.job_id: (job, record) for record in mine for job in _expand(record, names, now, uses(record))}
@@ -145,14 +151,14 @@ def jobs(
     return {key: replace(job, rank=ranks.get(key, 0)) for key, (job, _) in found.items()}
 
 
-def ours(records: Iterable[Record], names: Names) -> list[Record]:
-    """The jobs in our partitions."""
+def ours(records: Iterable[Record], names: SiteNames) -> list[Record]:
+    """The jobs of Multiverse's partitions."""
     partitions = {names.gate_partition, names.run_partition}
     return [record for record in records if partitions & set(words(record["partition"]))]
 
 
-def waiting(records: Iterable[Record], names: Names) -> list[Record]:
-    """The jobs that wait at the gate, and are not held."""
+def waiting(records: Iterable[Record], names: SiteNames) -> list[Record]:
+    """The jobs that wait at the gate and are not held."""
     return [
         record
         for record in ours(records, names)
@@ -163,13 +169,13 @@ def waiting(records: Iterable[Record], names: Names) -> list[Record]:
 
 
 def _order(pair: tuple[Job, Record]) -> tuple[int, int, int, int]:
-    """Slurm's own order among jobs of one partition: priority, submit time, job id (job_mgr.c, sort_job_queue2)."""
+    """The sort key of Slurm's own order in a partition: priority, submit time, job id (job_mgr.c, sort_job_queue2)."""
     job, record = pair
     base, _, task = job.ref.job_id.partition("_")
     return -(number(record["priority"]) or 0), job.ref.submitted, int(base), int(task or 0)
 
 
-def _expand(record: Record, names: Names, now: float, uses: Uses) -> Iterator[Job]:
+def _expand(record: Record, names: SiteNames, now: float, uses: Uses) -> Iterator[Job]:
     array, task = number(record.get("array_job_id")), number(record.get("array_task_id"))
     tasks = record.get("array_task_string") or ""
     if array and task is None and tasks:
@@ -181,25 +187,25 @@ def _expand(record: Record, names: Names, now: float, uses: Uses) -> Iterator[Jo
         yield _job(record, own_id, names, now, uses)
 
 
-def _job(record: Record, job_id: str, names: Names, now: float, uses: Uses) -> Job:
+def _job(record: Record, job_id: str, names: SiteNames, now: float, uses: Uses) -> Job:
     states = [word.upper() for word in words(record["job_state"])]
     state = _state(states)
     restarts, submitted = number(record["restart_cnt"]) or 0, number(record["submit_time"]) or 0
     end = number(record.get("end_time")) or 0
     if state is JobState.COMPLETING and restarts and (end == 0 or end > now + _SKEW):
-        # Requeued and not yet off its nodes: Slurm has counted the restart, and the end that it shows is none or
-        # the next run's. What completes is the run before; the next gets a submit time of its own when it is pending.
+        # The job was requeued and its previous run is still completing. Slurm has counted the restart already, and
+        # shows no end time or that of the next run. The next run gets a new submit time when it is pending.
         restarts -= 1
     partition, reason = str(record["partition"]), str(record.get("state_reason") or "")
     own, pinned = features(str(record.get("features") or ""), names.gate_feature)
     priority, begin = number(record["priority"]) or 0, number(record.get("eligible_time")) or 0
     dependency = str(record.get("dependency") or "")
-    # Slurm's own delay after a requeue, which the pin lifts; a begin time of the user's own has passed by then.
+    # The delay that Slurm adds after a requeue ends with the pin. A begin time of the user has passed by then.
     delayed = restarts > 0 and 0 < begin - submitted <= REQUEUE_DELAY
     early = begin > now and not delayed
     held = priority == 0 and not slurms_hold(reason, str(record.get("state_description") or ""))
     gated = names.gate_partition in words(partition)
-    # Slurm's reason may be as old as its last turn; what we count we know better, of a job that is not pinned yet.
+    # Slurm's reason may be outdated. Of a limit that is counted here, the count decides until the job is pinned.
     counted = gated and reason in {limit.partition(":")[0] for limit, _ in uses}
     free = priority > 0 and not early and (counted or reason in _FREE_REASONS) and "(unfulfilled)" not in dependency
     request, problem = _request(record, own, names)
@@ -226,32 +232,32 @@ def _job(record: Record, job_id: str, names: Names, now: float, uses: Uses) -> J
 def _state(states: list[str]) -> JobState:
     if "COMPLETING" in states:
         return JobState.COMPLETING
-    # A word that we do not know is one of a job with nodes (CONFIGURING, RESIZING, SIGNALING, whatever comes
-    # next): to take it for an ended job would end its VM.
+    # An unknown state is taken for that of a job with nodes (CONFIGURING, RESIZING, SIGNALING and later additions):
+    # taken for an ended job, it would end the job's VM.
     return next((_STATES[word] for word in states if word in _STATES), JobState.RUNNING)
 
 
 def slurms_hold(reason: str, description: str) -> bool:
-    """Priority 0 that neither a user nor an operator asked for: no node has its feature any more, or its
-    launch failed. Lifting it is ours.
+    """Whether Slurm itself holds a job of priority 0: no node has its feature any more, or its launch failed.
 
-    squeue's column of reasons has the description instead, where there is one; after `scontrol requeuehold` there is.
+    Multiverse releases such a job, but not one that a user or an operator holds. squeue's column of reasons shows the
+    description instead if there is one, for example after `scontrol requeuehold`.
     """
-    asked = reason in _USER_HOLDS or description.startswith("job requeued in ")
-    return not asked or description.startswith("launch failed")
+    users = reason in _USER_HOLDS or description.startswith("job requeued in ")
+    return not users or description.startswith("launch failed")
 
 
 # --- requests --------------------------------------------------------------------------------------
 
 
-def _request(record: Record, own: tuple[str, ...], names: Names) -> tuple[Request | None, str]:
+def _request(record: Record, own: tuple[str, ...], names: SiteNames) -> tuple[Request | None, str]:
     problem = _problem(record, own, names)
     if problem:
         return None, problem
     nodes = max(number(record.get("node_count")) or 1, 1)
     cpus = _cpus(record, nodes)
     per_node, per_cpu = number(record.get("memory_per_node")), number(record.get("memory_per_cpu"))
-    # --mem=0 asks for all of a node's memory: all of a VM's is what its job gets anyway.
+    # --mem=0 requests all memory of a node, and every job gets all memory of its VM.
     memory = per_node or (per_cpu or names.memory_per_cpu) * cpus
     return (
         Request(
@@ -267,45 +273,51 @@ def _request(record: Record, own: tuple[str, ...], names: Names) -> tuple[Reques
 
 
 def _images(own: Iterable[str]) -> list[str]:
-    """The images that a job's own features name: whatever is no kind of clone. The gate's nodes have no others, and
-    whether there is such an image only the hosts can say."""
+    """The images among a job's own features: each feature that is no kind of clone. Only the hosts know which images
+    exist."""
     return [word for word in own if word not in _KINDS]
 
 
 def _cpus(record: Record, nodes: int) -> int:
-    """vCPUs of each node. `cpus_per_task` is null in 22.05's JSON, but the totals tell it."""
+    """CPUs of each node. `cpus_per_task` is null in 22.05's JSON, so it is computed from the totals."""
     cpus, tasks = number(record.get("cpus")) or 1, number(record.get("tasks")) or 1
     per_task = max(number(record.get("cpus_per_task")) or 1, cpus // tasks, 1)
     tasks_here = max(number(record.get("tasks_per_node")) or 0, -(-tasks // nodes))
     return max(-(-cpus // nodes), tasks_here * per_task, number(record.get("minimum_cpus_per_node")) or 1)
 
 
-def _problem(record: Record, own: tuple[str, ...], names: Names) -> str:
+def _problem(record: Record, own: tuple[str, ...], names: SiteNames) -> str:
     images = _images(own)
     kinds = [word for word in own if word in _KINDS]
     checks = (
-        (int(record["user_id"]) == 0, "Multiverse runs no job as root: submit as a user, e.g. sbatch --uid=NAME"),
-        (bool(number(record.get("het_job_id"))), "heterogeneous jobs are not served: submit their parts as jobs"),
+        (int(record["user_id"]) == 0, "Multiverse runs no jobs of root: submit as a user, e.g. sbatch --uid=NAME"),
+        (
+            bool(number(record.get("het_job_id"))),
+            "heterogeneous jobs are not supported: submit each component as a separate job",
+        ),
         ("," in str(record["partition"]), f"name one partition only: {names.gate_partition}"),
-        (bool(record.get("resv_name")), "reservations are not served: submit without --reservation"),
-        # Of an id, from 23.02 on, the submit script is told nothing.
-        (bool(record.get("container_id")), "--container-id is not served: ask for an image with --constraint"),
-        (bool(record.get("prefer")), "--prefer is not served: ask with --constraint"),
-        (bool(record.get("required_nodes")), "a job's nodes are made for it: submit without --nodelist"),
+        (bool(record.get("resv_name")), "reservations are not supported: submit without --reservation"),
+        # The submit script does not get this field, which exists from 23.02 on.
+        (bool(record.get("container_id")), "--container-id is not supported: select an image with --constraint"),
+        (bool(record.get("prefer")), "--prefer is not supported: use --constraint instead"),
+        (bool(record.get("required_nodes")), "nodes are created for each job: submit without --nodelist"),
         (
             any("gres" in str(record.get(f"tres_per_{what}")) for what in ("node", "job", "socket", "task")),
-            "generic resources are not served: submit without GPUs and --gres",
+            "generic resources are not supported: submit without GPUs and --gres",
         ),
         (
             bool(number(record.get("core_spec")) or (number(record.get("thread_spec")) or _NO_THREADS) != _NO_THREADS),
-            "a VM has no cores to set aside: submit without --core-spec and --thread-spec",
+            "specialized cores are not supported: submit without --core-spec and --thread-spec",
         ),
         (
             bool(set(words(record.get("profile"))) - {"None", "NONE", "NOT_SET"}),
-            "profiles are not kept of VMs: submit without --profile",
+            "profiles of VMs are not supported: submit without --profile",
         ),
-        (bool(record.get("cluster_features")), "--cluster-constraint is not served: submit without it"),
-        (any(set(word) & set("|[]()*!") for word in own), "alternatives in --constraint are not served: join with &"),
+        (bool(record.get("cluster_features")), "--cluster-constraint is not supported: submit without it"),
+        (
+            any(set(word) & set("|[]()*!") for word in own),
+            "alternatives in --constraint are not supported: join with &",
+        ),
         (len(images) > 1, f"one image only, not {' and '.join(images)}"),
         (len(kinds) > 1, f"one kind of clone only, not {' and '.join(kinds)}"),
     )
@@ -315,8 +327,8 @@ def _problem(record: Record, own: tuple[str, ...], names: Names) -> str:
 # --- nodes -----------------------------------------------------------------------------------------
 
 
-def nodes(records: Iterable[Record], names: Names) -> dict[str, Node]:
-    """The dynamic nodes of our site, by name."""
+def nodes(records: Iterable[Record], names: SiteNames) -> dict[str, Node]:
+    """The dynamic nodes of the site, by name."""
     mine = (r for r in records if str(r["name"]).startswith(f"mv{names.site}-"))
     return {str(r["name"]): _node(r) for r in mine}
 
@@ -338,5 +350,5 @@ def _node(record: Record) -> Node:
 
 
 def hosts(text: str) -> tuple[str, ...]:
-    """A Slurm host list, expanded."""
+    """The names in a Slurm host list."""
     return tuple(NodeSet(text, resolver=RESOLVER_NOGROUP)) if text and text != "(null)" else ()

@@ -1,4 +1,4 @@
-"""One job, read again just before it is changed: is it still the run that the caller means?"""
+"""Reads one job again just before it is changed, and checks that it is still the run that the caller means."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from multiverse.core.model import JobRef
 from multiverse.drivers.slurm import parse
 from multiverse.drivers.slurm.command import SlurmCommands
 
-# squeue's columns have a fixed width, so nothing that a user writes (a name, a directory, a list of features)
-# can be taken for another field. It asks slurmctld for this one job; the JSON of 22.05 is always of all jobs.
+# squeue's columns have a fixed width, so a user's text (a list of features) is never taken for another field. This form
+# asks slurmctld for one job; the JSON of 22.05 always contains all jobs.
 _COLUMNS = (
     ("JobArrayID", 40),
     ("State", 16),
@@ -21,14 +21,15 @@ _COLUMNS = (
     ("StartTime", 24),
     ("PriorityLong", 24),
     ("Reason", 512),
-    ("admin_comment", 16),  # whether there is one
+    ("admin_comment", 16),  # only whether there is one
 )
 _FORMAT = ",".join(f"{name}:{width}" for name, width in _COLUMNS)
 
 
 @dataclass(frozen=True, slots=True)
-class Fresh:
-    """What matters of a job at this moment. `requeued` says that the run meant is ending and will queue again."""
+class CurrentJob:
+    """The state of a job at this moment. `requeued`: the run that the caller means is completing, and the job will be
+    queued again. `comment`: the job has an AdminComment."""
 
     state: str
     partition: str
@@ -54,22 +55,22 @@ class Fresh:
         return not self.pending and not self.active and self.state != "COMPLETING"
 
 
-async def reread(commands: SlurmCommands, job: JobRef, gate_feature: str) -> Fresh:
-    """Raises `Gone` if there is no such job, `Stale` if it is another run of it or another job of that id."""
+async def reread(commands: SlurmCommands, job: JobRef, gate_feature: str) -> CurrentJob:
+    """The job's current state. `Gone` if there is no such job, `Stale` if it is another run, or another job."""
     text = await commands.run("squeue", "-h", "-a", "-r", "-t", "all", "-j", job.job_id, "-O", _FORMAT)
     rows = [row for row in map(_cells, text.splitlines()) if row["JobArrayID"] == job.job_id]
     if not rows:
-        raise Gone(f"Slurm knows no job {job.job_id}")
+        raise Gone(f"Slurm has no job {job.job_id}")
     row = max(rows, key=lambda row: int(row["SubmitTime"]))
     restarts, submitted = int(row["RestartCnt"]), int(row["SubmitTime"])
     requeued = row["State"] == "COMPLETING" and restarts == job.restarts + 1 and submitted == job.submitted
     if not requeued and (submitted, restarts) != (job.submitted, job.restarts):
         raise Stale(
-            f"job {job.job_id} moved on: submitted {submitted}, restarts {restarts}; "
+            f"job {job.job_id} has changed: submitted {submitted}, restarts {restarts}; "
             f"expected {job.submitted}, {job.restarts}"
         )
     own, pinned = parse.features("" if row["Feature"] == "(null)" else row["Feature"], gate_feature)
-    return Fresh(
+    return CurrentJob(
         state=row["State"],
         partition=row["Partition"],
         own=own,

@@ -1,8 +1,8 @@
--- A site with a job_submit.lua of its own keeps it: this part, as far as the two functions, goes to its head, and each of
--- its own two functions ends with the call that is in these.
+-- A site that has a job_submit.lua already copies the part above the two functions to the head of its own file, and ends
+-- its own two functions with the calls below.
 local _, multiverse = pcall(dofile, "{{ directory }}/multiverse.lua")
 if type(multiverse) ~= "table" then
-  -- Without it nobody would send jobs to the gate: those of its partitions are refused, all others go on as they are.
+  -- Without multiverse.lua no job is sent to the gate. Jobs of Multiverse's partitions are refused, all others accepted.
   slurm.log_error("multiverse: %s", tostring(multiverse))
   local ours = { ["{{ gate_partition }}"] = true, ["{{ run_partition }}"] = true }
   local administrators = { {% for uid in administrators %}[{{ uid }}] = true, {% endfor %}}

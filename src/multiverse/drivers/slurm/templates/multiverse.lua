@@ -1,12 +1,14 @@
--- Multiverse's part of job_submit.lua: sends jobs to the gate and refuses what cannot be served.
--- slurmctld holds its locks while this runs, so it touches nothing but a few tiny files of its own machine.
+-- Multiverse's part of job_submit.lua. It sends jobs to the gate and refuses jobs that Multiverse does not support.
+-- slurmctld holds its locks while this code runs, so the code uses nothing but a few small local files.
 
 local multiverse = {}
 local site = dofile("{{ directory }}/multiverse_site.lua")
 
 local NO_VAL, NO_VAL16 = 4294967294, 65534
 local PENDING = 0 -- the base state of a waiting job (slurm.h)
+local KINDS = { instant = true, linked = true, full = true, auto = true } -- kinds of clones, as features
 
+-- The value of a numeric field; nil if the field is unset.
 local function number(value, unset)
   if type(value) ~= "number" or value == unset or value >= NO_VAL - 1 then return nil end
   return value
@@ -36,39 +38,40 @@ local function any_ours(text)
   return false
 end
 
--- What no VM has or can be given, and what to do instead. Slurm would take most of these and ignore them.
-local UNSERVED = {
-  { "burst_buffer", "burst buffers are not served: stage files in the job itself, without --bb and --bbf" },
-  { "container", "--container is not served: ask for an image with --constraint" },
-  { "cpu_freq_min", "a VM does not set its host's clock: submit without --cpu-freq" },
-  { "cpu_freq_max", "a VM does not set its host's clock: submit without --cpu-freq" },
-  { "cpu_freq_gov", "a VM does not set its host's clock: submit without --cpu-freq" },
-  { "contiguous", "VMs have no neighbours: submit without --contiguous" },
-  { "cpus_per_tres", "generic resources are not served: submit without GPUs" },
-  { "delay_boot", "a VM has its features from its start: submit without --delay-boot" },
-  { "exc_nodes", "nodes are made for each job: submit without --exclude" },
-  { "mem_per_tres", "generic resources are not served: submit without GPUs" },
-  { "network", "--network is not served: a VM has one network" },
-  { "power_flags", "--power is not served: submit without it" },
-  { "prefer", "--prefer is not served: ask with --constraint" },
-  { "reboot", "each VM is fresh: submit without --reboot" },
-  { "req_nodes", "nodes are made for each job: submit without --nodelist" },
-  { "req_switch", "VMs have no switches: submit without --switches" },
-  { "reservation", "reservations are not served: submit without --reservation" },
-  { "tres_per_job", "generic resources are not served: submit without GPUs" },
-  { "tres_per_node", "generic resources are not served: submit without --gres and GPUs" },
-  { "tres_per_socket", "generic resources are not served: submit without GPUs" },
-  { "tres_per_task", "generic resources are not served: submit without GPUs" },
-  -- After the GPUs themselves, which from 24.05 on bring them along.
-  { "tres_bind", "generic resources are not served: submit without --gpu-bind" },
-  { "tres_freq", "generic resources are not served: submit without --gpu-freq" },
+-- Fields of options that Multiverse does not support, with the message for the user. Slurm would accept most of these
+-- options and ignore them.
+local UNSUPPORTED = {
+  { "burst_buffer", "burst buffers are not supported: stage files in the job itself, without --bb and --bbf" },
+  { "container", "--container is not supported: select an image with --constraint" },
+  { "cpu_freq_min", "a VM cannot set the CPU frequency of its host: submit without --cpu-freq" },
+  { "cpu_freq_max", "a VM cannot set the CPU frequency of its host: submit without --cpu-freq" },
+  { "cpu_freq_gov", "a VM cannot set the CPU frequency of its host: submit without --cpu-freq" },
+  { "contiguous", "contiguous nodes are not supported: submit without --contiguous" },
+  { "cpus_per_tres", "generic resources are not supported: submit without GPUs" },
+  { "delay_boot", "the features of a VM never change: submit without --delay-boot" },
+  { "exc_nodes", "nodes are created for each job: submit without --exclude" },
+  { "mem_per_tres", "generic resources are not supported: submit without GPUs" },
+  { "network", "--network is not supported: a VM has one network" },
+  { "power_flags", "--power is not supported: submit without it" },
+  { "prefer", "--prefer is not supported: use --constraint instead" },
+  { "reboot", "each VM is new: submit without --reboot" },
+  { "req_nodes", "nodes are created for each job: submit without --nodelist" },
+  { "req_switch", "VMs are connected to no network switch: submit without --switches" },
+  { "reservation", "reservations are not supported: submit without --reservation" },
+  { "tres_per_job", "generic resources are not supported: submit without GPUs" },
+  { "tres_per_node", "generic resources are not supported: submit without --gres and GPUs" },
+  { "tres_per_socket", "generic resources are not supported: submit without GPUs" },
+  { "tres_per_task", "generic resources are not supported: submit without GPUs" },
+  -- After the GPUs themselves: from 24.05 on Slurm sets these fields for every job with GPUs.
+  { "tres_bind", "generic resources are not supported: submit without --gpu-bind" },
+  { "tres_freq", "generic resources are not supported: submit without --gpu-freq" },
 }
--- Bits of bitflags (slurm.h, from 22.05 to 24.11): what --gres-flags asks for, the last three from 23.11 on.
+-- Bits of bitflags (slurm.h, from 22.05 to 24.11): --spread-job and --gres-flags. The last three are used from 23.11 on.
 local SPREAD, GRES_FLAGS = 2 ^ 8, { 2 ^ 4, 2 ^ 19, 2 ^ 38, 2 ^ 39, 2 ^ 40 }
 
--- Whether a field holds a wish. Unset ones are 0, or the greatest numbers of their width; from 23.11 on
--- --cpus-per-task is in tres_per_task, too.
-local function asked(value)
+-- Whether the user set a field. Unset fields are 0 or the greatest numbers of their width. From 23.11 on tres_per_task
+-- holds --cpus-per-task, too.
+local function is_set(value)
   if type(value) == "string" then return value ~= "" and not string.find(value, "^cpu[=:]%d+$") end
   return type(value) == "number" and value > 0 and value ~= NO_VAL16 and value < NO_VAL - 1
 end
@@ -77,58 +80,58 @@ local function has_bit(value, bit)
   return type(value) == "number" and type(bit) == "number" and math.floor(value / bit) % 2 == 1
 end
 
--- What is wrong with a job's wishes about features and nodes, or nil.
-local function wrong_wishes(job)
+-- Why the job's features and nodes are not supported, or nil.
+local function unsupported_option(job)
   local features = job.features or ""
   for _, word in ipairs(words(features, "&,|%[%]%(%)%s")) do
     if string.sub(word, 1, 3) == "mv_" or word == site.gate_feature then
-      return "the constraint " .. word .. " is Multiverse's own: submit without it"
+      return "the constraint " .. word .. " is reserved for Multiverse: submit without it"
     end
   end
   if string.find(features, "[|%[%]%(%)%*!]") then
-    return "alternatives and counts in --constraint are not served: join features with &"
+    return "alternatives and counts in --constraint are not supported: join features with &"
   end
-  for _, row in ipairs(UNSERVED) do
-    if asked(job[row[1]]) then return row[2] end
+  for _, row in ipairs(UNSUPPORTED) do
+    if is_set(job[row[1]]) then return row[2] end
   end
-  if has_bit(job.bitflags, SPREAD) then return "--spread-job is not served: say how many VMs with --nodes" end
+  if has_bit(job.bitflags, SPREAD) then return "--spread-job is not supported: give the number of VMs with --nodes" end
   for _, bit in ipairs(GRES_FLAGS) do
-    if has_bit(job.bitflags, bit) then return "generic resources are not served: submit without --gres-flags" end
+    if has_bit(job.bitflags, bit) then return "generic resources are not supported: submit without --gres-flags" end
   end
   if has_bit(job.bitflags, slurm.STEPMGR_ENABLED) then -- a name that Slurm has from 24.05 on
-    return "--stepmgr is not served: submit without it"
+    return "--stepmgr is not supported: submit without it"
   end
   if string.find(job.script or "", "\n#[BD][BW]%s") then
-    return "burst buffers are not served: stage files in the job itself, without #BB and #DW"
+    return "burst buffers are not supported: stage files in the job itself, without #BB and #DW"
   end
-  if job.shared == 1 then return "a VM is its job's own: submit without --oversubscribe" end
-  if job.immediate == 1 then return "a VM is made once its job waits: submit without --immediate" end
+  if job.shared == 1 then return "a VM runs one job only: submit without --oversubscribe" end
+  if job.immediate == 1 then return "a VM is created after its job was queued: submit without --immediate" end
   if job.min_mem_per_node == 0 then
-    return "--mem=0 asks for all of a node, and a VM is as large as its job asks: say how much with --mem"
+    return "--mem=0 (all memory of a node) is not supported: give the size with --mem"
   end
   return nil
 end
 
--- What is wrong with a job's wishes about sockets, cores and threads, or nil. A VM has one socket with a core for
--- each CPU, and one thread in each core.
-local function wrong_topology(job)
+-- Why the requested sockets, cores and threads are not supported, or nil. A VM has one socket with one core for each
+-- CPU, and one thread in each core.
+local function unsupported_topology(job)
   local threads = number(job.threads_per_core, NO_VAL16) or 1
   local per_core = type(job.ntasks_per_core) == "number" and job.ntasks_per_core ~= NO_VAL16 and job.ntasks_per_core
   if (number(job.sockets_per_node, NO_VAL16) or 1) > 1 then
-    return "a VM has one socket: submit without --sockets-per-node, or ask for CPUs with --mincpus"
+    return "a VM has one socket: submit without --sockets-per-node, or request CPUs with --mincpus"
   end
   if threads > 1 or (per_core or 1) > 1 then
-    return "a VM's cores have one thread each: submit without --threads-per-core, --ntasks-per-core and --hint"
+    return "VM cores have one thread each: submit without --threads-per-core, --ntasks-per-core and --hint"
   end
-  if asked(job.threads_per_core) and number(job.cores_per_socket, NO_VAL16) == 1 then
-    return "--hint=memory_bound is not served: a VM has as many cores as its job asks for"
+  if is_set(job.threads_per_core) and number(job.cores_per_socket, NO_VAL16) == 1 then
+    return "--hint=memory_bound is not supported: a VM has as many cores as its job requests"
   end
-  if asked(job.ntasks_per_socket) then return "a VM has one socket: ask with --ntasks-per-node" end
+  if is_set(job.ntasks_per_socket) then return "a VM has one socket: use --ntasks-per-node instead" end
   return nil
 end
 
--- The job's nodes, CPUs of each, tasks and memory of each, as far as they are known.
-local function sizes(job)
+-- The number of the job's nodes, and the CPUs, memory in MiB and disk in MiB of each node.
+local function node_size(job)
   local tasks = number(job.num_tasks, NO_VAL)
   local tasks_per_node = number(job.ntasks_per_node, NO_VAL16)
   local nodes = number(job.min_nodes, NO_VAL)
@@ -140,103 +143,145 @@ local function sizes(job)
                         ceil_div(number(job.min_cpus, NO_VAL) or 1, nodes))
   local memory = number(job.min_mem_per_node, nil)
   if not memory or memory == 0 then memory = (number(job.min_mem_per_cpu, nil) or site.memory_per_cpu) * cpus end
-  return nodes, cpus, memory
+  return nodes, cpus, memory, number(job.pn_min_tmp_disk, NO_VAL) or 0
 end
 
--- Whether an instant clone of an image is what the job asks for; any_image, any_kind: also if it names none.
-local function wants(job, image, any_image, any_kind)
-  local says_image, kinds = any_image, 0
+-- Whether the job accepts an instant clone of an image. any_image, any_kind: so do jobs that name no image, no kind.
+local function accepts(job, image, any_image, any_kind)
+  local right_image, kinds = any_image, 0
   for _, word in ipairs(words(job.features, "&,%s")) do
-    if word == image then says_image = true
+    if word == image then right_image = true
     elseif word == "instant" or word == "auto" then kinds = kinds + 1
     else return false end
   end
-  return says_image and (kinds == 1 or kinds == 0 and any_kind)
+  return right_image and (kinds == 1 or kinds == 0 and any_kind)
 end
 
--- Whether a job may pass by the gate: that is open, and whatever holds there holds where jobs run.
-local GOVERNED = { "allow_accounts", "allow_alloc_nodes", "allow_groups", "allow_qos", "deny_accounts", "deny_qos",
-                   "qos", "max_time", "default_time", "max_nodes", "min_nodes", "max_share", "max_cpus_per_node",
-                   "max_mem_per_cpu", "max_mem_per_node", "def_mem_per_cpu", "def_mem_per_node" }
+-- Whether a job may skip the gate: both partitions are up, and they have the same rules.
+local RULES = { "allow_accounts", "allow_alloc_nodes", "allow_groups", "allow_qos", "deny_accounts", "deny_qos",
+                "qos", "max_time", "default_time", "max_nodes", "min_nodes", "max_share", "max_cpus_per_node",
+                "max_mem_per_cpu", "max_mem_per_node", "def_mem_per_cpu", "def_mem_per_node" }
 local UP = 3 -- PARTITION_UP (slurm.h)
 
-local function may_pass(partitions)
+local function may_skip_gate(partitions)
   local gate, run = (partitions or {})[site.gate_partition], (partitions or {})[site.run_partition]
   if not gate or not run or gate.state_up ~= UP or run.state_up ~= UP then return false end
-  for _, field in ipairs(GOVERNED) do
+  for _, field in ipairs(RULES) do
     if gate[field] ~= run[field] then return false end
   end
   return true
 end
 
--- The feature of a spare that is this job's from now on, or nil: an idle node that fits it, on offer in the list that
--- the controller keeps. To rename its file is to take it; only one can. A job that would not start now takes none.
-local function take_spare(job, partitions)
-  local list = io.open(site.inbox .. "/spares/list")
-  if not list then return nil end
-  local lines = words(list:read("*a"), "\n")
-  list:close()
-  if (tonumber(lines[1]) or 0) < os.time() then return nil end -- no controller is there to let its user in
-  if job.priority == 0 or asked(job.dependency) or asked(job.array_inx) or asked(job.licenses)
-    or (number(job.begin_time, nil) or 0) > os.time() then return nil end
-  local nodes, cpus, memory = sizes(job)
-  local room = number(job.pn_min_tmp_disk, NO_VAL) or 0
-  if nodes ~= 1 or not may_pass(partitions) then return nil end
-  local most = number(partitions[site.run_partition].max_mem_per_cpu, nil) or 0
-  if most > 0 and memory > most * cpus then return nil end -- Slurm would give it more CPUs
+-- The lines of a small file; none if it cannot be read.
+local function lines_of(path)
+  local file = io.open(path)
+  if not file then return {} end
+  local text = file:read(65536)
+  file:close()
+  return words(text, "\n")
+end
+
+-- Whether the job cannot start at once, whatever nodes are idle.
+local function has_to_wait(job)
+  return job.priority == 0 or is_set(job.dependency) or is_set(job.array_inx) or is_set(job.licenses)
+    or (number(job.begin_time, nil) or 0) > os.time()
+end
+
+-- The tag of an idle node that the job takes, or nil. The controller lists the nodes that it offers. A node is taken by
+-- renaming its file, which succeeds once only.
+local function take_offered_node(job, partitions)
+  local lines = lines_of(site.inbox .. "/spares/list")
+  if (tonumber(lines[1]) or 0) < os.time() then return nil end -- no controller would add the job's user to the guest
+  local nodes, cpus, memory, disk = node_size(job)
+  if has_to_wait(job) or nodes ~= 1 or not may_skip_gate(partitions) then return nil end
+  local max_mem_per_cpu = number(partitions[site.run_partition].max_mem_per_cpu, nil) or 0
+  if max_mem_per_cpu > 0 and memory > max_mem_per_cpu * cpus then return nil end -- Slurm would give the job more CPUs
   for row = 2, #lines do
-    local node, feature, image, any_image, any_kind, has_cpus, has_memory, has_disk = string.match(lines[row],
+    local node, tag, image, any_image, any_kind, has_cpus, has_memory, has_disk = string.match(lines[row],
       "^(%S+) (%S+) (%S+) ([01]) ([01]) (%d+) (%d+) (%d+)$")
-    if node and cpus == tonumber(has_cpus) and memory <= tonumber(has_memory) and room <= tonumber(has_disk)
-      and wants(job, image, any_image == "1", any_kind == "1")
+    if node and cpus == tonumber(has_cpus) and memory <= tonumber(has_memory) and disk <= tonumber(has_disk)
+      and accepts(job, image, any_image == "1", any_kind == "1")
       and os.rename(site.inbox .. "/spares/open." .. node, site.inbox .. "/spares/taken." .. node) then
-      return feature
+      return tag
     end
   end
   return nil
 end
 
--- What is too large about a job, with what would fit, or nil.
-local function too_large(job)
-  local nodes, cpus, memory = sizes(job)
-  local room = number(job.pn_min_tmp_disk, NO_VAL) or 0
-  if room > site.max_disk then
-    return string.format("the job asks for %d MiB on disk with --tmp; a VM has %d MiB: use a shared file system",
-      room, site.max_disk)
-  end
-  if cpus <= site.max_cpus and memory <= site.max_memory then
-    if nodes * cpus <= site.total_cpus and nodes * (memory + site.reserve) <= site.total_memory then return nil end
-    return string.format("the job asks for %d nodes of %d CPUs and %d MiB; all hosts together have %d CPUs and"
-      .. " %d MiB, of which each VM needs %d MiB for itself: ask for fewer or smaller nodes",
-      nodes, cpus, memory, site.total_cpus, site.total_memory, site.reserve)
-  end
-  return string.format("the job asks for %d CPUs and %d MiB on one node; the largest VM for a job here has"
-    .. " %d CPUs and %d MiB: ask for less per node, or spread the job over more nodes with -N",
-    cpus, memory, site.max_cpus, site.max_memory)
-end
-
--- More tasks than CPUs: only --overcommit makes such a job, and no field says so.
-local function overcommitted(job)
-  local tasks, cpus = number(job.num_tasks, NO_VAL), number(job.min_cpus, NO_VAL)
-  if tasks and cpus and tasks > cpus then
-    return "--overcommit is not served: ask for a CPU for each task, and overcommit in the job with srun"
+-- The image that the job names, or nil. A job's record has the gate's feature or a tag, too.
+local function named_image(job)
+  for _, word in ipairs(words(job.features, "&,%s")) do
+    if not KINDS[word] and word ~= site.gate_feature and string.sub(word, 1, 3) ~= "mv_" then return word end
   end
   return nil
 end
 
--- How many VMs a job gets is settled here: Slurm guesses for a waiting job, and its guess changes.
-local function settle(job)
-  local nodes, cpus = sizes(job)
-  job.min_nodes, job.max_nodes = nodes, nodes
-  if asked(job.cores_per_socket) then job.pn_min_cpus = cpus end
+-- The sizes of the largest jobs of an image (nil: the default image) that the controller published. None if it published
+-- none, or if no controller has confirmed them for a while: then no job is refused for its size.
+local LIMITS_VERSION = "1"
+
+local function largest_sizes(image)
+  local lines, found = lines_of(site.inbox .. ".limits"), {}
+  local version, valid_until = string.match(lines[1] or "", "^(%d+) (%d+)$")
+  if version ~= LIMITS_VERSION or tonumber(valid_until) < os.time() then return found end
+  for row = 2, #lines do
+    local name, default, cpus, memory, disk = string.match(lines[row], "^(%S+) ([01]) (%d+) (%d+) (%d+)$")
+    if name and (name == image or not image and default == "1") then
+      found[#found + 1] = { cpus = tonumber(cpus), memory = tonumber(memory), disk = tonumber(disk) }
+    end
+  end
+  return found
 end
 
-local function refuse(sentence)
-  slurm.log_user("%s", sentence)
+local function describe(cpus, memory, disk)
+  local text = string.format("%d CPUs and %d MiB of memory", cpus, memory)
+  if disk == 0 then return text end
+  return string.format("%s with %d MiB of disk", text, disk)
+end
+
+-- Why the job is too large for every host, with the largest size that is possible, or nil.
+local function too_large(job)
+  local nodes, cpus, memory, disk = node_size(job)
+  if site.max_nodes and nodes > site.max_nodes then -- Slurm checks this for submissions, but not for updates
+    return string.format("the job requests %d nodes, but a job can have %d: request fewer nodes", nodes, site.max_nodes)
+  end
+  if disk > site.max_disk then
+    return string.format("the job requests %d MiB of disk with --tmp, but a VM has %d MiB: use a shared file system",
+      disk, site.max_disk)
+  end
+  local sizes, descriptions = largest_sizes(named_image(job)), {}
+  for row, size in ipairs(sizes) do
+    if cpus <= size.cpus and memory <= size.memory and (size.disk == 0 or disk <= size.disk) then return nil end
+    if row <= 3 then descriptions[row] = describe(size.cpus, size.memory, disk > 0 and size.disk or 0) end
+  end
+  if #sizes == 0 then return nil end
+  return string.format("the job requests %s on one node, but the largest VM for a job here has %s: request less per"
+    .. " node, or spread the job over more nodes with -N",
+    describe(cpus, memory, disk), table.concat(descriptions, ", or "))
+end
+
+-- Why --overcommit is not supported, or nil. No field holds the option, but no other job has more tasks than CPUs.
+local function overcommitted(job)
+  local tasks, cpus = number(job.num_tasks, NO_VAL), number(job.min_cpus, NO_VAL)
+  if tasks and cpus and tasks > cpus then
+    return "--overcommit is not supported: request a CPU for each task, and use srun --overcommit in the job"
+  end
+  return nil
+end
+
+-- Fix the number of the job's VMs: Slurm only estimates it for a waiting job, and the estimate changes.
+local function set_node_count(job)
+  local nodes, cpus = node_size(job)
+  job.min_nodes, job.max_nodes = nodes, nodes
+  if is_set(job.cores_per_socket) then job.pn_min_cpus = cpus end
+end
+
+local function refuse(message)
+  slurm.log_user("%s", message)
   return slurm.ERROR
 end
 
--- An empty file with a fixed name: however many jobs come while nobody looks, it stays one file.
+-- Tell the controller to observe soon, by an empty file. Its name is fixed, so the files do not pile up.
 local function hint()
   local file = io.open(site.inbox .. "/submit", "w")
   if file then file:close() end
@@ -244,36 +289,49 @@ end
 
 local function submit(job, partition, partitions)
   if #words(partition, ",") > 1 then
-    return refuse("several partitions are not served: name " .. site.gate_partition .. " alone")
+    return refuse("several partitions are not supported: submit to " .. site.gate_partition .. " only")
   end
   if partition == site.run_partition then
-    return refuse("submit to partition " .. site.gate_partition .. ": jobs are moved on from there by themselves")
+    return refuse("submit to partition " .. site.gate_partition
+      .. " instead: Multiverse moves jobs from there when their VMs are ready")
   end
   if job.user_id == 0 then
-    return refuse("Multiverse runs no job as root: submit as a user, e.g. sbatch --uid=NAME")
+    return refuse("Multiverse runs no jobs of root: submit as a user, e.g. sbatch --uid=NAME")
   end
   if number(job.het_job_offset, NO_VAL) then
-    return refuse("heterogeneous jobs are not served: submit their parts as jobs of their own")
+    return refuse("heterogeneous jobs are not supported: submit each component as a separate job")
   end
-  local sentence = wrong_wishes(job) or wrong_topology(job) or overcommitted(job) or too_large(job)
-  if sentence then return refuse(sentence) end
-  settle(job)
-  local spare = take_spare(job, partitions)
-  if spare then job.partition = site.run_partition end
-  local mark = spare or site.gate_feature
+  local message = unsupported_option(job) or unsupported_topology(job) or overcommitted(job) or too_large(job)
+  if message then return refuse(message) end
+  set_node_count(job)
+  local tag = take_offered_node(job, partitions)
+  if tag then job.partition = site.run_partition end
+  local feature = tag or site.gate_feature
   if job.features and job.features ~= "" then
-    job.features = job.features .. "&" .. mark
+    job.features = job.features .. "&" .. feature
   else
-    job.features = mark
+    job.features = feature
   end
   hint()
   return slurm.SUCCESS
 end
 
--- The sizes that a job has after a change; its record keeps fewer of them than a submission has.
-local function changed(job, record)
+-- Whether an update changes the size of the job's nodes.
+local SIZE_FIELDS = { "min_nodes", "min_cpus", "pn_min_cpus", "min_mem_per_node", "min_mem_per_cpu", "num_tasks",
+                      "cpus_per_task", "ntasks_per_node", "cores_per_socket", "pn_min_tmp_disk" }
+
+local function changes_size(job)
+  for _, field in ipairs(SIZE_FIELDS) do
+    if is_set(job[field]) then return true end
+  end
+  return false
+end
+
+-- The job's size after an update. A job's record has fewer fields than a submission.
+local function updated(job, record)
   local memory = (job.min_mem_per_node or job.min_mem_per_cpu) and job or record
   return {
+    features = record.features,
     min_nodes = number(job.min_nodes, NO_VAL) or record.min_nodes,
     min_cpus = number(job.min_cpus, NO_VAL) or record.min_cpus,
     pn_min_cpus = number(job.pn_min_cpus, NO_VAL16) or record.pn_min_cpus,
@@ -293,23 +351,24 @@ local function modify(job, record)
     return refuse("submit the job to partition " .. site.gate_partition .. " instead")
   end
   if wanted ~= "" and wanted ~= record.partition then
-    return refuse("this job's partition is Multiverse's to change: cancel it and submit it anew")
+    return refuse("only Multiverse changes the partition of this job: cancel the job and submit it again")
   end
   if job.features or job.req_nodes then
-    return refuse("a submitted job's constraint and nodes are fixed: cancel it and submit it anew")
+    return refuse("the constraint and nodes of a submitted job cannot be changed: cancel the job and submit it again")
   end
   local nodes = number(job.min_nodes, NO_VAL)
   if nodes and record.job_state % 256 ~= PENDING then
-    return refuse("a running job keeps its VMs: cancel it and submit it anew")
+    return refuse("the VMs of a running job cannot be changed: cancel the job and submit it again")
   end
-  local sentence = wrong_wishes(job) or wrong_topology(job) or too_large(changed(job, record))
-  if sentence then return refuse(sentence) end
+  local message = unsupported_option(job) or unsupported_topology(job)
+    or (changes_size(job) and too_large(updated(job, record)) or nil)
+  if message then return refuse(message) end
   if nodes then job.max_nodes = nodes end
   hint()
   return slurm.SUCCESS
 end
 
--- After an error nothing is known of a job of ours, and what is not refused here Slurm takes and ignores.
+-- After an error the job is refused: Slurm would accept unsupported options and ignore them.
 local function guarded(what, ...)
   local fine, answer = pcall(what, ...)
   if fine then return answer end
@@ -317,7 +376,7 @@ local function guarded(what, ...)
   return refuse("{{ failed }}")
 end
 
--- Jobs of other partitions pass before anything is done that could fail.
+-- Jobs of other partitions are accepted before any code runs that could fail.
 function multiverse.submit(job, partitions, uid)
   local partition = job.partition or default_partition(partitions)
   if not any_ours(partition) then return slurm.SUCCESS end

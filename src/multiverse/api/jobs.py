@@ -1,0 +1,62 @@
+"""Jobs, and where their time went."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """One attempt of a job. `cpus` and `memory` are per node. `age` is the time since the attempt entered its state,
+    `waiting` the reason why it waits, `reason` how it ended, `quarantined` why it is quarantined (empty: it is not)."""
+
+    job_id: str
+    name: str
+    uid: int
+    attempt: int
+    state: str
+    nodes: int
+    cpus: int
+    memory: int
+    image: str
+    kind: str
+    age: float
+    waiting: str
+    reason: str
+    restarts: int
+    vms: tuple[str, ...]
+    quarantined: str
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseView:
+    """A named part of an attempt's time. `began` is the daemon's monotonic time. `stages` are the parts of the effect
+    that ran in this phase, in order: (name, seconds)."""
+
+    name: str
+    began: float
+    seconds: float
+    stages: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineEntry:
+    """One line of the journal. `at` counts from the first entry."""
+
+    at: float
+    subject: str
+    event: str
+    state: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineView:
+    """The history of one attempt and its VMs. `wall` is the Unix time of the first entry."""
+
+    job_id: str
+    attempt: int
+    state: str
+    wall: float
+    phases: tuple[PhaseView, ...]
+    entries: tuple[TimelineEntry, ...]

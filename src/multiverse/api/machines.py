@@ -1,0 +1,85 @@
+"""VMs, templates and hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SizeView:
+    """A size. `disk` 0 means the image's own size."""
+
+    cpus: int
+    memory: int
+    disk: int
+
+
+@dataclass(frozen=True, slots=True)
+class VmView:
+    """A live VM. `private` is memory that no other process maps, and is freed when the VM ends. `shared` is memory of
+    the template and of programs that the VM maps, counted whole in every VM that maps it. `pss` is the private memory
+    with a proportional part of the shared memory (proportional set size); it is 0 unless exact figures were asked for.
+    `age` is the time since the VM entered its state, `cpu_s` the CPU seconds of its process."""
+
+    name: str
+    state: str
+    host: str
+    image: str
+    kind: str
+    cpus: int
+    memory: int
+    address: str
+    attempt: int | None
+    job_id: str
+    age: float
+    cpu_s: float
+    private: float
+    shared: float
+    pss: float
+    reason: str
+    quarantined: str
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateView:
+    """A template. `account` is the only account whose jobs are served from it (empty: every account). `references` is
+    the number of live VMs that were, or are about to be, forked from it. `age` is the time since it entered its
+    state."""
+
+    host: str
+    image: str
+    state: str
+    cpus: int
+    memory: int
+    account: str
+    age: float
+    references: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class HostView:
+    """A host. `declared` is its capacity for VMs, `claimed` the part of it that is claimed, `machine` the size of the
+    machine itself (None: unknown). `available` is the memory that the machine could give to new processes (0: unknown).
+    `private` and `shared` are sums over its VMs, so shared memory is counted once for each VM that maps it.
+    `templates` is the memory that templates take, with all their copies; `template_copies` is the number of copies.
+    Claims may reach `overcommit` times the declared memory; above 1, only while the machine keeps `floor` MiB
+    available. `images` maps each image on the host to what it can do there."""
+
+    name: str
+    reachable: bool
+    declared: SizeView
+    claimed: SizeView
+    machine: SizeView | None
+    accelerator: str
+    abilities: tuple[str, ...]
+    images: Mapping[str, tuple[str, ...]]
+    vms: int
+    available: int
+    private: float
+    shared: float
+    templates: float
+    template_copies: int
+    overcommit: float
+    floor: int

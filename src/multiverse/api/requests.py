@@ -1,0 +1,26 @@
+"""What a client may ask the daemon to do."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, Field
+
+
+class TemplateRequest(BaseModel):
+    """Which templates to build or to drop. An empty `host` means the only host that there is.
+
+    To build: a missing `cpus` or `memory` is that of the base size, and a missing `account` means a template for every
+    account. To drop: a missing `account` matches every account, and a missing size matches every size; if only one of
+    `cpus` and `memory` is given, the other is that of the base size."""
+
+    image: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    host: str = Field(default="", max_length=255)
+    cpus: int | None = Field(default=None, ge=1, le=4096)
+    memory: int | None = Field(default=None, ge=1, le=1 << 30)
+    account: str | None = Field(default=None, max_length=255)
+
+
+class RepairRequest(BaseModel):
+    """Which alert to repair. `fenced` is the operator's assurance that the host of that name is switched off."""
+
+    name: str = Field(min_length=1, max_length=255)
+    fenced: bool = False

@@ -1,0 +1,145 @@
+"""Limits on the memory and threads of each VM's QEMU, by control groups of version 2 or 1 (cgroups(7)).
+
+A VM's cgroup is `multiverse/<name>` in each hierarchy that has one of the two controllers. It is created with the VM
+and removed after its QEMU has ended; `multiverse` itself is removed with the last of them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from multiverse.core.errors import Broken
+
+log = structlog.get_logger(__name__)
+
+PARENT = "multiverse"
+_LIMITS = {2: {"memory": "memory.max", "pids": "pids.max"}, 1: {"memory": "memory.limit_in_bytes", "pids": "pids.max"}}
+_EMPTY_TIMEOUT = 5.0  # seconds for the kernel to take the last thread of a dead process out of its cgroup
+_HINT = "does another program manage the control groups?"
+
+
+@dataclass(frozen=True, slots=True)
+class Hierarchy:
+    """A mounted hierarchy with some of our controllers. `parent` is the cgroup above those of all VMs."""
+
+    parent: Path
+    version: int
+    controllers: tuple[str, ...]
+
+    def create(self, name: str) -> Path:
+        """The cgroup of that name, created if it is missing. Raises OSError if this is not permitted."""
+        group = self.parent / name
+        while True:
+            try:
+                group.mkdir(exist_ok=True)
+                return group
+            except FileNotFoundError:  # the end of the last VM may just have removed the parent
+                self.parent.mkdir(exist_ok=True)
+                if self.version == 2:
+                    for above in (self.parent.parent, self.parent):
+                        wanted = " ".join(f"+{each}" for each in self.controllers)
+                        (above / "cgroup.subtree_control").write_text(wanted)
+
+
+class Cgroups:
+    """The cgroups of this host's VMs. The log says once, at the start, what cannot be limited on this machine."""
+
+    def __init__(self, mounts: Path = Path("/proc/mounts")) -> None:
+        self._hierarchies = [each for each in _hierarchies(mounts) if _is_usable(each)]
+        missing = {"memory", "pids"} - {each for usable in self._hierarchies for each in usable.controllers}
+        self._counts_threads = "pids" not in missing
+        if "memory" in missing:
+            log.warning("VMs have no memory limit", reason="no usable control group has the memory controller")
+        if "pids" in missing:
+            reason = "no usable control group has the pids controller; each QEMU's user is limited instead"
+            log.warning("VMs have no thread limit", reason=reason)
+
+    def set_limits(self, name: str, memory: int, threads: int) -> None:
+        """Allow the QEMU of that VM `memory` MiB and so many threads. Raises `Broken` if this is not permitted."""
+        values = {"memory": memory << 20, "pids": threads}
+        try:
+            for hierarchy in self._hierarchies:
+                group = hierarchy.create(name)
+                for each in hierarchy.controllers:
+                    (group / _LIMITS[hierarchy.version][each]).write_text(str(values[each]))
+        except OSError as error:
+            raise Broken(f"cannot limit VM {name}: {error}", hint=_HINT) from error
+
+    def add_process(self, name: str, pid: int, threads: int) -> None:
+        """Put the QEMU of that VM into its cgroups. A process that has ended meanwhile is no error."""
+        try:
+            for hierarchy in self._hierarchies:
+                (hierarchy.parent / name / "cgroup.procs").write_text(str(pid))
+            if not self._counts_threads:
+                resource.prlimit(pid, resource.RLIMIT_NPROC, (threads, threads))
+        except ProcessLookupError:
+            return
+        except OSError as error:
+            raise Broken(f"cannot limit VM {name}: {error}", hint=_HINT) from error
+
+    def remove(self, name: str) -> None:
+        """Remove the cgroups of that VM, whose QEMU has ended. Absent is success."""
+        deadline = time.monotonic() + _EMPTY_TIMEOUT
+        for hierarchy in self._hierarchies:
+            while not _is_removed(hierarchy.parent / name):
+                if time.monotonic() > deadline:
+                    raise Broken(
+                        f"the control group {hierarchy.parent / name} is not empty", hint="see its cgroup.procs"
+                    )
+                time.sleep(0.002)
+            _is_removed(hierarchy.parent)
+
+
+def _is_removed(group: Path) -> bool:
+    """Try to remove a cgroup. False if it is not empty."""
+    try:
+        group.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        if error.errno not in (errno.EBUSY, errno.ENOTEMPTY):
+            raise Broken(f"cannot remove the control group {group}: {error.strerror}", hint=_HINT) from error
+        return False
+    return True
+
+
+def _hierarchies(mounts: Path) -> list[Hierarchy]:
+    """The mounted hierarchies that have a controller we use; a controller belongs to one hierarchy (cgroups(7))."""
+    found = []
+    for line in mounts.read_text().splitlines():
+        _, where, kind, options, *_ = line.split(" ")
+        if kind == "cgroup2":
+            try:
+                there, version = (Path(where) / "cgroup.controllers").read_text().split(), 2
+            except OSError:
+                continue
+        elif kind == "cgroup":
+            there, version = options.split(","), 1
+        else:
+            continue
+        controllers = tuple(each for each in ("memory", "pids") if each in there)
+        if controllers:
+            found.append(Hierarchy(Path(where) / PARENT, version, controllers))
+    return found
+
+
+def _is_usable(hierarchy: Hierarchy) -> bool:
+    probe = f"probe-{os.getpid()}-{threading.get_native_id()}"  # others may be probing too
+    try:
+        group = hierarchy.create(probe)
+        return all((group / _LIMITS[hierarchy.version][each]).exists() for each in hierarchy.controllers)
+    except OSError:
+        return False
+    finally:
+        for path in (hierarchy.parent / probe, hierarchy.parent):
+            with suppress(Broken):  # a cgroup of another process is not ours to remove
+                _is_removed(path)

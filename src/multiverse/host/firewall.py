@@ -1,0 +1,177 @@
+"""Which frames VMs may send on the bridge: one nftables table per site, changed through libnftables(3) in a fraction of
+a millisecond.
+
+A VM sends frames from its own MAC and IP address only; frames with other ones, and all that is neither IPv4 nor ARP,
+are dropped at its tap, before the bridge learns from them. VMs of one job reach each other, over the bridge only:
+packets between VMs that this host would route are dropped. A VM that is not in the table sends nothing. The table is
+derived from the VMs' manifests, and is made again from them whenever it is missing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import structlog
+
+from multiverse.core.errors import Broken
+from multiverse.host import manifest
+from multiverse.host.manifest import Manifest
+from multiverse.host.registry import host_lock
+
+log = structlog.get_logger(__name__)
+
+_OPEN = "VMs' addresses are not checked, and VMs of different jobs reach each other"
+_LIBRARY = "libnftables.so.1"
+_TABLE = """
+add table bridge {table}
+delete table bridge {table}
+table bridge {table} {{
+    set guests {{ type ifname . ether_addr . ipv4_addr; }}
+    set pairs {{ type ifname . ifname; }}
+    set addresses {{ type ipv4_addr; }}
+    chain arriving {{
+        type filter hook prerouting priority -300; policy accept;
+        iifname "{prefix}*" jump from_guest
+    }}
+    chain from_guest {{
+        ether type ip iifname . ether saddr . ip saddr @guests accept
+        ether type != arp drop
+        iifname . ether saddr . arp saddr ip @guests iifname . arp saddr ether . arp saddr ip @guests accept
+        drop
+    }}
+    chain between {{
+        type filter hook forward priority 0; policy accept;
+        iifname "{prefix}*" oifname "mv*" iifname . oifname != @pairs drop
+    }}
+    chain routed {{
+        type filter hook input priority 0; policy accept;
+        iifname "{prefix}*" ether type ip ip daddr @addresses drop
+    }}
+}}
+"""
+
+
+class Firewall:
+    """The table of the VMs whose names begin with `prefix` and whose manifests are below `vms`."""
+
+    def __init__(self, prefix: str, vms: Path) -> None:
+        self._prefix, self._vms = prefix, vms
+        self._table = prefix.rstrip("-")
+        self._lock = threading.Lock()
+        self._nft = _Nft.load()
+        with self._locked():
+            problem = self._create_table(self._nft) if self._nft is not None else ""
+        if problem:
+            log.warning(_OPEN, reason=problem)
+            self._nft = None
+        self.remove_if_unused()
+
+    def allow(self, known: Manifest) -> None:
+        """Let a VM send as its manifest says, and to its peers. The manifest has been written."""
+        with self._locked():
+            if self._nft is None:
+                return
+            problem = self._nft.run("\n".join(self._elements("add", known)))
+            if _is_absent(problem):  # an administrator has flushed all rules, or the last VM was removed
+                problem = self._create_table(self._nft)
+            if problem:
+                raise Broken(f"cannot let VM {known.name} on the bridge: {problem}", hint="see `nft list ruleset`")
+
+    def revoke(self, known: Manifest) -> None:
+        """Undo `allow`. A VM that was never allowed is success."""
+        with self._lock:
+            if self._nft is None or not known.on_network:
+                return
+            # Added first, because an element that is absent cannot be deleted.
+            both = [line for verb in ("add", "delete") for line in self._elements(verb, known)]
+            problem = self._nft.run("\n".join(both))
+            if problem and not _is_absent(problem):
+                raise Broken(f"cannot take VM {known.name} off the bridge: {problem}", hint="see `nft list ruleset`")
+
+    def remove_if_unused(self) -> None:
+        """Remove the table when there is no VM left."""
+        if self._nft is None or any(self._homes()):  # asked without the lock first, because it is nearly always so
+            return
+        with self._locked():
+            if self._nft is not None and not any(self._homes()):
+                self._nft.run(f"add table bridge {self._table}\ndelete table bridge {self._table}")
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the host's lock too: the table that another process makes from the manifests would lack a VM whose
+        manifest was written after they were read, and whose elements were added before the table was replaced."""
+        with self._lock, host_lock(self._vms) if self._vms.is_dir() else nullcontext():
+            yield
+
+    def _create_table(self, nft: _Nft) -> str:
+        """Create the whole table, or replace it, in one transaction. Returns the problem, or nothing."""
+        lines = [_TABLE.format(table=self._table, prefix=self._prefix)]
+        for home in self._homes():
+            known = manifest.read(home)
+            if known is not None and known.on_network:
+                lines += self._elements("add", known)
+        return nft.run("\n".join(lines))
+
+    def _homes(self) -> Iterable[Path]:
+        return self._vms.glob(f"{self._prefix}*")
+
+    def _elements(self, verb: str, known: Manifest) -> list[str]:
+        lines = [
+            f'{verb} element bridge {self._table} guests {{ "{known.name}" . {known.mac} . {known.address} }}',
+            f"{verb} element bridge {self._table} addresses {{ {known.address} }}",
+        ]
+        for peer in known.peers:
+            for one, two in ((known.name, peer), (peer, known.name)):
+                lines.append(f'{verb} element bridge {self._table} pairs {{ "{one}" . "{two}" }}')
+        return lines
+
+
+def _is_absent(problem: str) -> bool:
+    return "No such file or directory" in problem
+
+
+def _descriptors() -> set[int]:
+    """The open descriptors of this process, without the one that this listing uses itself: that one is closed again,
+    and its number is the next to be given out."""
+    listed = os.listdir("/proc/self/fd")  # noqa: PTH208  (numbers, not paths)
+    return {int(number) for number in listed if os.path.lexists(f"/proc/self/fd/{number}")}
+
+
+class _Nft:
+    """libnftables, loaded into this process. One thread at a time may use it."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._run, self._error = library.nft_run_cmd_from_buffer, library.nft_ctx_get_error_buffer
+        library.nft_ctx_new.restype = ctypes.c_void_p
+        self._run.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+        self._error.argtypes, self._error.restype = [ctypes.c_void_p], ctypes.c_char_p
+        before = _descriptors()
+        self._context = ctypes.c_void_p(library.nft_ctx_new(0))
+        for fd in _descriptors() - before:
+            try:
+                os.set_inheritable(fd, False)  # programs that this process starts must not inherit its socket
+            except OSError:
+                continue
+        for buffer in (library.nft_ctx_buffer_error, library.nft_ctx_buffer_output):
+            buffer.argtypes = [ctypes.c_void_p]
+            buffer(self._context)
+
+    @classmethod
+    def load(cls) -> _Nft | None:
+        """The library; None, with a warning, if this machine has none."""
+        try:
+            return cls(ctypes.CDLL(_LIBRARY))
+        except OSError as error:
+            log.warning(_OPEN, reason=str(error))
+            return None
+
+    def run(self, commands: str) -> str:
+        """Run the commands as one transaction. Returns the problem, or nothing."""
+        if self._run(self._context, commands.encode()) == 0:
+            return ""
+        return str(self._error(self._context).decode(errors="replace")).strip().partition("\n")[0] or "nftables refused"

@@ -1,0 +1,178 @@
+"""What the operations on one host share: its configuration, and the parts that were set up from it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from multiverse.core.errors import Gone, Refused
+from multiverse.core.model import Size, Stage, TemplateKey
+from multiverse.guest.protocol import TEMPLATE
+from multiverse.host import path_security
+from multiverse.host.cgroups import Cgroups
+from multiverse.host.firewall import Firewall
+from multiverse.host.memfd import SealedMemory
+from multiverse.host.qemu import probe, templates
+from multiverse.host.qemu.ability_cache import AbilityCache
+from multiverse.host.qemu.connections import Connections
+from multiverse.host.qemu.machine import Accelerator, Memory, QemuMachine, limits
+from multiverse.host.qemu.session import Paths
+from multiverse.host.qemu.templates import FrozenTemplate
+from multiverse.host.registry import VmRegistry
+from multiverse.host.specification import Specification
+from multiverse.host.uids import UidPool
+from multiverse.images import catalog as images
+from multiverse.images.catalog import Image
+
+_TEMPLATE_MAC = "02:00:00:00:00:01"  # a template is on no bridge; each clone gets a MAC of its own
+_IDLE_THREADS = 128  # QEMU's pool has 64 at most (util/thread-pool.c), and starts some more for a moment
+
+
+@dataclass(frozen=True)
+class QemuHostConfig:
+    """One host: its name, its directories, and what VMs on it may have. Memory and disk are MiB.
+
+    VMs are the ones whose names begin with `prefix`. All processes that run VMs on one machine must agree on `vms` and
+    `uids`. `cache` holds what was found out about this machine. `uids` are the first user for QEMUs and how many; a
+    count of 0 runs every QEMU as the user of this process. `base` is the size of the smallest template, `largest` the
+    one that a VM can be plugged up to, and `capacity` what the host declares. `tb_size` is emulation's cache of
+    translated code, 0 for QEMU's default.
+    """
+
+    host: str
+    prefix: str
+    capacity: Size
+    images: Path
+    templates: Path
+    vms: Path
+    run: Path
+    cache: Path
+    binary: str = "qemu-system-x86_64"
+    accelerator: str = "auto"
+    uids: tuple[int, int] = (0, 0)
+    base: Size = Size(1, 256)
+    largest: Size = Size(64, 262144)
+    tb_size: int = 0
+
+
+class StageTimer:
+    """Measures stages that follow each other."""
+
+    def __init__(self) -> None:
+        self.stages: list[Stage] = []
+        self._last = time.monotonic()
+
+    def __call__(self, name: str) -> None:
+        """The stage of that name ends now."""
+        now = time.monotonic()
+        self.stages.append(Stage(name, now - self._last))
+        self._last = now
+
+
+class HostContext:
+    """The parts of one host. Setting it up runs QEMU, to learn its version and, once per machine, whether KVM works."""
+
+    def __init__(self, config: QemuHostConfig) -> None:
+        self.config = config
+        self.version = probe.qemu_version(config.binary)
+        found = probe.accelerator(config.accelerator, config.binary, self.version, config.cache / "kvm.json")
+        relocates = probe.is_since(self.version, 8)
+        self.accelerator: Accelerator = replace(found, tb_size=config.tb_size, relocates=relocates)
+        self.maps_readonly = probe.is_since(self.version, 8, 2)  # see `memfd`
+        self.abilities = AbilityCache(config.cache / "guests.json", f"{self.version} {found.name}")
+        self.registry = VmRegistry(config.vms)
+        self.uids = UidPool(*config.uids)
+        self.sealed = SealedMemory()
+        self.cgroups = Cgroups()
+        self.firewall = Firewall(config.prefix, config.vms)
+        self.connections = Connections(self.paths)
+        self._limits = limits(config.base, config.capacity, config.largest)
+
+    def paths(self, name: str) -> Paths:
+        """The files of a VM."""
+        return Paths(self.config.vms / name, self.config.run / name)
+
+    def check_name(self, name: str) -> None:
+        """Raise `Refused` if this is no name of a VM of this site. It names files and an interface."""
+        serial = name.removeprefix(self.config.prefix)
+        if serial == name or not serial.isalnum() or not serial.isascii() or len(name.encode()) > 15:
+            hint = f"they are {self.config.prefix}<serial>, at most 15 bytes"
+            raise Refused(f"{name!r} is no VM of this site", hint=hint)
+
+    def image(self, name: str) -> Image:
+        """The image of that name. Raises `Refused` if there is none, or if an untrusted user could change it."""
+        image = images.load(self.config.images, name)
+        path_security.check(image.path, inside=True)
+        return image
+
+    def template_for(self, spec: Specification) -> FrozenTemplate:
+        """The template that the VM is forked from. Raises `Gone` if it does not exist or cannot be used any more."""
+        config, template = self.config, None
+        if spec.template_size is not None:
+            which = TemplateKey(config.host, spec.image, spec.template_size, spec.template_account)
+            template = templates.load(config.templates / templates.directory_name(which))
+        if template is None or not self.is_usable(template):
+            raise Gone(f"VM {spec.name} has no template of image {spec.image} on {config.host}", hint="build it first")
+        path_security.check(template.path.parent)
+        return template
+
+    def is_usable(self, template: FrozenTemplate) -> bool:
+        """Whether a build of its image, size and account would make the same template now."""
+        which = TemplateKey(self.config.host, template.image, template.size, template.account)
+        try:
+            image = images.load(self.config.images, template.image)
+        except Refused:
+            return False
+        key = templates.key_of(image, self.template_machine(image, template.size)(Path("/"), Path("/")), self.version)
+        return (template.path.name, template.key) == (templates.directory_name(which), key)
+
+    # --- machines -------------------------------------------------------------------------------------
+
+    def template_machine(self, image: Image, size: Size) -> Callable[[Path, Path], QemuMachine]:
+        """Gives the machine of a template, from its disk and its memory file."""
+
+        def machine(disk: Path, memory: Path) -> QemuMachine:
+            plain = self._machine(image, size, Memory(size.memory, memory), disk)
+            return replace(
+                plain, name=f"template-{image.name}", mac=_TEMPLATE_MAC, cmdline=f"{plain.cmdline} {TEMPLATE}"
+            )
+
+        return machine
+
+    def vm_machine(self, spec: Specification, image: Image, template: FrozenTemplate | None, disk: Path) -> QemuMachine:
+        """The machine of a VM, whose disk is a qcow2 overlay unless the VM is a full clone."""
+        if template is None:
+            plain = self._machine(image, spec.size, Memory(spec.size.memory), disk)
+        else:
+            memory = Memory(template.size.memory, template.memory)
+            plain = template.with_stubs(self._machine(image, template.size, memory, disk))
+        return replace(plain, name=spec.name, mac=spec.mac, disk_format="raw" if disk.suffix == ".raw" else "qcow2")
+
+    def _machine(self, image: Image, size: Size, memory: Memory, disk: Path) -> QemuMachine:
+        return QemuMachine(
+            name="",
+            accelerator=self.accelerator,
+            cpus=size.cpus,
+            memory=memory,
+            limits=self.largest(image, Size(size.cpus, memory.size)),
+            disk=disk,
+            disk_format="qcow2",
+            mac="",
+            kernel=image.kernel,
+            initrd=image.initrd,
+            cmdline=self.accelerator.cmdline(image.cmdline),
+        )
+
+    def largest(self, image: Image, size: Size) -> Size:
+        """The size up to which a VM of `size` can be plugged. A guest that cannot be plugged gets no room for it, which
+        would cost it memory."""
+        return Size(self._limits.cpus if "plug_cpus" in image.abilities else size.cpus,
+                    self._limits.memory if "plug_memory" in image.abilities else size.memory)  # fmt: skip
+
+    def limit(self, name: str, memory: int, cpus: int) -> int:
+        """Limit the QEMU of a VM of `memory` MiB and `cpus` CPUs. Returns how many threads it may have."""
+        threads = cpus + _IDLE_THREADS
+        self.cgroups.set_limits(name, self.accelerator.footprint(memory), threads)
+        return threads

@@ -1,0 +1,224 @@
+"""Creating a VM: paused, and without an identity."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused
+from multiverse.core.model import CloneKind, Size, Stage
+from multiverse.guest.protocol import HELLO
+from multiverse.host import disks, manifest
+from multiverse.host.manifest import Manifest, VmPhase
+from multiverse.host.qemu import templates
+from multiverse.host.qemu.context import HostContext, StageTimer
+from multiverse.host.qemu.machine import QemuMachine
+from multiverse.host.qemu.removal import clear_home, kill_qemu
+from multiverse.host.qemu.session import Launch, Paths, QemuSession
+from multiverse.host.qemu.templates import FrozenTemplate
+from multiverse.host.registry import Resource, host_lock
+from multiverse.host.specification import Specification
+from multiverse.host.uids import ProcessUser
+from multiverse.images.catalog import Image
+from multiverse.system.processes import ProcessIdentity, boot_id
+
+_WAKE_TIMEOUT = 30.0  # seconds for a restored guest's first message
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a VM is launched from. `record` is its manifest as written so far."""
+
+    machine: QemuMachine
+    template: FrozenTemplate | None
+    record: Manifest
+    user: ProcessUser | None
+
+
+def create(host: HostContext, spec: Specification) -> list[Stage]:
+    """Create a VM, paused; an instant clone is restored, the other kinds are ready to boot.
+
+    The same specification again is success. Raises `Refused` if the specification makes no sense, or if its name,
+    token, MAC or address is another VM's; `Gone` if there is no such template; `Broken` if the VM exists and is dead;
+    `Exhausted` if there is no room. After an error a part of the VM may remain, until it is destroyed.
+    """
+    host.check_name(spec.name)
+    spec.check()
+    host.uids.check()
+    timer = StageTimer()
+    paths = host.paths(spec.name)
+    try:
+        with manifest.locked(paths.home, create=True):
+            try:
+                if not _exists(spec, paths):
+                    host.connections.add_session(spec.name, _create(host, spec, paths, timer))
+            except MultiverseError:
+                with suppress(OSError):  # it is not empty: a part of the VM is there
+                    paths.home.rmdir()
+                raise
+    except OSError as error:
+        hint = f"is there room in {host.config.vms}?"
+        raise Exhausted(f"cannot create VM {spec.name}: {error}", hint=hint) from error
+    return timer.stages
+
+
+def _exists(spec: Specification, paths: Paths) -> bool:
+    """Whether the VM of that specification exists as a whole. What an interrupted creation left is removed."""
+    known = manifest.read(paths.home)
+    if known is not None:
+        _check_same(spec, known)
+        if known.phase is not VmPhase.MAKING:
+            if known.process.is_alive():
+                return True
+            raise Broken(f"VM {spec.name} is dead", hint="destroy it first")
+    if known is not None or any(paths.home.iterdir()):
+        kill_qemu(spec.name, paths, known)
+        clear_home(paths)
+    return False
+
+
+def _check_same(spec: Specification, known: Manifest) -> None:
+    """Raise `Refused` if the VM of that name is not the specified one.
+
+    A manifest of an earlier release has no token, and a VM that such a release created has no address before it is
+    started: these match any.
+    """
+    same = {
+        "token": not known.token or known.token == spec.token,
+        "MAC": known.mac == spec.mac,
+        "kind": known.kind == spec.kind,
+        "address": not known.address or not spec.address or known.address == spec.bare_address,
+    }
+    other = [field for field, matches in same.items() if not matches]
+    if other:
+        raise Refused(
+            f"the name {spec.name} is in use by another VM: it has another {' and '.join(other)}",
+            hint=f"destroy {spec.name} first, or specify another name",
+        )
+
+
+def _create(host: HostContext, spec: Specification, paths: Paths, timer: StageTimer) -> QemuSession:
+    image = host.image(spec.image)
+    template = host.template_for(spec) if spec.kind is CloneKind.INSTANT else None
+    try:
+        record, user = _allocate(host, spec, template.size if template is not None else spec.size)
+        disk, how = _make_disk(spec, paths, image, template)
+        timer(how)
+        machine = host.vm_machine(spec, image, template, disk)
+        return _launch(host, spec, _Parts(machine, template, record, user), timer)
+    except (OSError, Broken) as error:
+        if template is not None and not template.state.exists():  # deleted meanwhile, at whatever stage
+            raise Gone(f"the template of {spec.image} was deleted", hint="it is built again on demand") from error
+        raise
+
+
+def _allocate(host: HostContext, spec: Specification, booted: Size) -> tuple[Manifest, ProcessUser | None]:
+    """Check that no other VM has what the specification says, pick the VM's user, and write its first manifest.
+
+    `booted` is the size of the VM before anything is plugged. After an error nothing is allocated.
+    """
+    vms = host.config.vms
+    vms.chmod(0o711)  # each QEMU passes through it to its own directory
+    wanted = {Resource.MAC: spec.mac, Resource.ADDRESS: spec.bare_address, Resource.TOKEN: spec.token}
+    with host_lock(vms):
+        host.registry.refresh()
+        host.registry.check_free(spec.name, wanted)
+        user = host.uids.allocate(spec.name, host.registry)
+        record = Manifest(
+            spec.name,
+            spec.kind,
+            VmPhase.MAKING,
+            spec.mac,
+            booted.cpus,
+            booted.memory,
+            boot_id=boot_id(),
+            uid=user.uid if user is not None else 0,
+            address=spec.bare_address,
+            token=spec.token,
+        )
+        manifest.write(host.paths(spec.name).home, record)
+    return record, user
+
+
+def _make_disk(spec: Specification, paths: Paths, image: Image, template: FrozenTemplate | None) -> tuple[Path, str]:
+    """Make the VM's disk. Returns its path, and how it was made: `overlay`, `reflink` or `copy`."""
+    if spec.kind is CloneKind.FULL:
+        return paths.full_disk, disks.copy_disk(image.disk, paths.full_disk)
+    if template is not None:
+        templates.copy_overlay(template, paths.overlay)
+    else:
+        templates.create_overlay(paths.overlay, image.disk, "raw", image.disk.stat().st_size)
+    return paths.overlay, "overlay"
+
+
+def _launch(host: HostContext, spec: Specification, parts: _Parts, timer: StageTimer) -> QemuSession:
+    paths, machine, template, user = host.paths(spec.name), parts.machine, parts.template, parts.user
+    record = parts.record
+    if user is not None:
+        user.allow_traversal(paths.home)
+        user.take_file(machine.disk)
+    threads = host.limit(spec.name, spec.size.memory, spec.size.cpus)
+
+    def started(identity: ProcessIdentity) -> None:
+        nonlocal record
+        record = replace(record, pid=identity.pid, started=identity.started)
+        manifest.write(paths.home, record)
+        host.cgroups.add_process(spec.name, identity.pid, threads)
+
+    with _mapped(host, machine, template) as (mapped, fds):
+        session = QemuSession.launch(
+            Launch(
+                mapped,
+                paths,
+                host.config.binary,
+                tap=spec.name,
+                bridge=spec.bridge,
+                paused=True,
+                incoming=template is not None,
+                user=user,
+                fds=fds,
+                started=started,
+                stage=timer,
+            )
+        )
+    try:
+        if template is not None:
+            session.restore(template.state)
+            timer("restore")
+            if spec.spare:
+                _warm_up(session)
+                timer("tried")
+        manifest.write(paths.home, replace(record, phase=VmPhase.PARKED))
+    except BaseException:
+        session.close()
+        raise
+    return session
+
+
+def _warm_up(session: QemuSession) -> None:
+    """Let a spare run until its agent answers, and stop it again: then the code from its devices to its agent is
+    mapped, and emulation has translated it."""
+    session.monitor.execute("cont")
+    session.channel.send(HELLO, _WAKE_TIMEOUT)
+    session.channel.expect(frozenset({"fork_point"}), _WAKE_TIMEOUT)
+    session.monitor.execute("stop")
+
+
+@contextmanager
+def _mapped(
+    host: HostContext, machine: QemuMachine, template: FrozenTemplate | None
+) -> Iterator[tuple[QemuMachine, list[int]]]:
+    """The machine as it maps its template's memory, which it cannot write to, and the descriptors it needs for that."""
+    if template is None:
+        yield machine, []
+    elif host.maps_readonly:
+        yield replace(machine, memory=replace(machine.memory, readonly=True)), []
+    else:
+        fd = host.sealed.open(template.memory)
+        try:
+            yield replace(machine, memory=replace(machine.memory, file=Path(f"/proc/self/fd/{fd}"))), [fd]
+        finally:
+            os.close(fd)

@@ -1,0 +1,191 @@
+"""The host library for QEMU: everything that is done with VMs on one machine, from values alone.
+
+It needs no controller, database, settings or event loop. Several processes may use it for the same host at once, as
+long as they agree on its directories. Calls block; they may be made from any thread. All calls that change something
+mean *ensure*: repeating one is success, and after an error or an interruption the same call may be repeated.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from multiverse.core.errors import Gone
+from multiverse.core.model import HypervisorView, Identity, Size, Stage, TemplateKey, User
+from multiverse.guest.protocol import AUDIT, Report, add_user_message
+from multiverse.host import manifest, path_security, process
+from multiverse.host.qemu import creation, removal, start, templates
+from multiverse.host.qemu.context import HostContext, QemuHostConfig
+from multiverse.host.qemu.machine import Accelerator
+from multiverse.host.qemu.observation import HostObserver
+from multiverse.host.specification import Specification
+from multiverse.host.tap import open_tap
+from multiverse.images import catalog as images
+from multiverse.images.catalog import Image
+
+__all__ = ["QemuHost", "QemuHostConfig", "Specification"]
+
+_ANSWER_TIMEOUT = 10.0  # seconds for an answer that needs no work; a guest may be busy
+_OPEN_FILES = 65536
+
+
+class QemuHost:
+    """One host. Its errors are those of `core.errors`."""
+
+    def __init__(self, config: QemuHostConfig) -> None:
+        """Set up the library. Raises `Refused` if there is no such QEMU, and `Broken` if KVM is wanted and does not run
+        guests. On the host it only writes its caches and its firewall table."""
+        self.config = config
+        _raise_file_limit()
+        process.set_all_close_on_exec()
+        self._context = HostContext(config)
+        self._observer = HostObserver(self._context)
+        self._closed = False
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """How guests' instructions are executed: by KVM, or emulated."""
+        return self._context.accelerator
+
+    def check(self) -> None:
+        """Make the host's directories. Raises `Refused` or `Broken` with what this process is not permitted to do: VMs
+        need users and taps of their own, and directories that nobody else can write to."""
+        config = self.config
+        self._context.uids.check()
+        os.close(open_tap("mvt%d", None))
+        for place, mode in ((config.templates, 0o711), (config.vms, 0o711), (config.run, 0o700)):
+            path_security.make_directory(place, mode)
+        if config.images.exists():  # each image is checked when it is used
+            path_security.check(config.images)
+
+    def close(self) -> None:
+        """End all connections and builds of templates; calls that still wait end with an error. VMs and finished
+        templates stay as they are."""
+        self._closed = True
+        for name in templates.list_builds(self.config.templates):
+            templates.kill_builds(self.config.templates, name)
+        self._context.connections.shut_down()
+
+    # --- observing ------------------------------------------------------------------------------------
+
+    def observe(self) -> HypervisorView:
+        """The host, its templates and its VMs, also what is left of dead ones."""
+        return self._observer.observe()
+
+    def measure(self) -> Mapping[str, tuple[float, float, float]]:
+        """(CPU seconds, unique MiB, proportional MiB) of each VM that lives. Takes a millisecond or more for each."""
+        return self._observer.measure()
+
+    def list_vms(self) -> list[str]:
+        """The names of all VMs of which a part exists."""
+        return [path.name for path in self._observer.vm_directories()]
+
+    def audit(self, name: str) -> Mapping[str, str | int]:
+        """What the guest said of itself when this process started it: digests of its ids and of random bytes, CPUs,
+        memory. Empty if this process did not start it."""
+        return self._context.connections.audit(name)
+
+    def examine(self, name: str) -> Mapping[str, str | int]:
+        """What a running guest says of itself now, and said when it was started. `skew` is how far its clock is from
+        ours, in milliseconds beyond what asking took. Raises `Gone` if it is not started, `Unknown` if it does not
+        answer."""
+        channel = self._context.connections.started_channel(name)
+        asked = time.time_ns() // 1_000_000
+        facts = dict(channel.ask(AUDIT, "audited", _ANSWER_TIMEOUT).audit)
+        answered = -(-time.time_ns() // 1_000_000)
+        now = int(facts.pop("now", 0))
+        return {**facts, "skew": min(0, now - asked) or max(0, now - answered)}
+
+    # --- templates ------------------------------------------------------------------------------------
+
+    def build_template(self, which: TemplateKey, abandoned: Callable[[], bool] = lambda: False) -> list[Stage]:
+        """Boot and freeze a template; templates that cannot be used any more are removed first.
+
+        `abandoned` says whether the template was deleted since this call was asked for; then `Gone` is raised. Raises
+        `Refused` if there is no such image, `Broken` if it does not boot, `Exhausted` if there is no room, and `Gone`
+        if there is no such host.
+        """
+        self._check_host(which.host)
+        context, config = self._context, self.config
+        context.uids.check()
+        image = context.image(which.image)
+        path_security.make_directory(config.templates, 0o711)
+        for stale in templates.delete_unusable(config.templates, context.is_usable):
+            context.sealed.discard(config.templates / stale / "memory")
+        order = templates.Build(
+            image=image,
+            account=which.account,
+            machine=context.template_machine(image, which.size),
+            binary=config.binary,
+            version=context.version,
+            run=config.run,
+            user=context.uids.template_user,
+            abandoned=lambda: self._closed or abandoned(),
+            booted=lambda report: self._record_abilities(image, which.size, report),
+        )
+        return templates.build(config.templates, order)
+
+    def _record_abilities(self, image: Image, size: Size, report: Report) -> None:
+        room = self._context.largest(image, size).cpus
+        if 0 < report.possible < room:
+            reason = f"its kernel has room for {report.possible} CPUs of {room}"
+            known = images.list_images(self.config.images)
+            self._context.abilities.record_lacking(image, "plug_cpus", reason, known)
+
+    def delete_template(self, which: TemplateKey) -> None:
+        """Remove a template. A build in progress is ended, not waited for. VMs that were forked from the template go
+        on; absent is success. Raises `Gone` if there is no such host."""
+        self._check_host(which.host)
+        self._delete(templates.directory_name(which))
+
+    def delete_all_templates(self) -> None:
+        """Remove every template of this host, finished or not, whichever process built it."""
+        if self.config.templates.exists():
+            path_security.check(self.config.templates)
+        for name in templates.list_names(self.config.templates):
+            self._delete(name)
+
+    def _delete(self, name: str) -> None:
+        self._context.sealed.discard(self.config.templates / name / "memory")
+        templates.delete(self.config.templates, name)
+
+    # --- VMs ------------------------------------------------------------------------------------------
+
+    def create(self, spec: Specification) -> list[Stage]:
+        """Create a VM, paused and without an identity. See `creation.create`."""
+        return creation.create(self._context, spec)
+
+    def start(self, name: str, size: Size, identity: Identity) -> list[Stage]:
+        """Give a VM its size and its identity and let it run, until its daemons have been started. See
+        `start.start`."""
+        return start.start(self._context, name, size, identity)
+
+    def add_user(self, name: str, user: User) -> None:
+        """Add a user to a guest that has been started, and set its clock. Raises `Gone` if it is not started, `Unknown`
+        if it does not answer, and `Broken` if it reports a failure."""
+        self._context.check_name(name)
+        channel = self._context.connections.started_channel(name)
+        channel.ask(add_user_message(user), "introduced", _ANSWER_TIMEOUT)
+        home = self._context.paths(name).home
+        with manifest.locked(home, create=False):
+            known = manifest.read(home)
+            if known is not None and user.uid not in known.introduced:
+                manifest.write(home, replace(known, introduced=(*known.introduced, user.uid)))
+
+    def destroy(self, name: str, grace: float) -> None:
+        """End a VM and remove all of it. See `removal.destroy`."""
+        removal.destroy(self._context, name, grace)
+
+    def _check_host(self, host: str) -> None:
+        if host != self.config.host:
+            raise Gone(f"there is no host {host}", hint=f"this is {self.config.host}")
+
+
+def _raise_file_limit() -> None:
+    """Let this process keep connections to a thousand VMs: the usual soft limit is too low."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

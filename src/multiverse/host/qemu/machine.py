@@ -1,0 +1,164 @@
+"""QEMU's command line: the machine that a template and its clones share, device by device, in the same order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from multiverse.core.model import Size
+from multiverse.guest.protocol import PORT
+
+# System calls that QEMU does not need, above all to run a program, are refused (seccomp(2)): a guest that has taken
+# over its QEMU cannot use them.
+_SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
+SPARE_PORTS = 4  # PCI Express root ports for devices plugged later
+DIMMS = 8  # slots for memory plugged later
+# An emulated CPU needs no mitigations, has one clock, and nothing to calibrate: QEMU's time-stamp counter runs at 1
+# GHz, which is 4000000 per tick of Debian's 250 Hz. Without `lpj` each plugged CPU calibrates for 0.2 s.
+_TCG_CMDLINE = ("mitigations=off", "tsc=reliable", "lpj=4000000", "cpu_init_udelay=0")
+# A kernel that boots with one CPU removes the lock prefixes from its code, and restores them when a CPU is plugged.
+# This takes half a second under emulation, and the code is no longer shared with the template.
+_CMDLINE = ("noreplace-smp",)
+# Emulation before QEMU 8 finds translated code again only at the same virtual address, and address space randomization
+# changes it at each start: /bin/true starts in 67 ms with randomization and in 16 ms without; with QEMU 10, in 15 ms
+# either way.
+_NO_RANDOMIZATION = ("norandmaps",)
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """How guests' instructions are executed: `kvm` or `tcg` (emulation). `tb_size` is the size in MiB of emulation's
+    cache of translated code; 0 means QEMU's own default, one GiB. `relocates` says that emulation finds translated code
+    again when the same program lies at another address."""
+
+    name: str
+    tb_size: int = 0
+    relocates: bool = True
+
+    @property
+    def options(self) -> str:
+        if self.name == "kvm":
+            return "kvm"
+        return "tcg,thread=multi" + (f",tb-size={self.tb_size}" if self.tb_size else "")
+
+    @property
+    def cpu(self) -> str:
+        return "host" if self.name == "kvm" else "max"
+
+    def footprint(self, memory: int) -> int:
+        """MiB that the QEMU of a guest with `memory` MiB may take, with its own memory and translated code."""
+        return memory + 256 + (0 if self.name == "kvm" else self.tb_size or 1024)  # accel/tcg/region.c
+
+    def groups(self) -> list[int]:
+        """The groups that may use the accelerator: a QEMU that runs as a user of its own must be in them."""
+        try:
+            device = Path("/dev/kvm").stat() if self.name == "kvm" else None
+        except FileNotFoundError:
+            device = None
+        return [device.st_gid] if device is not None and device.st_gid else []
+
+    def cmdline(self, image: str) -> str:
+        emulated = () if self.name == "kvm" else (*_TCG_CMDLINE, *(() if self.relocates else _NO_RANDOMIZATION))
+        return " ".join((image, *_CMDLINE, *emulated))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Boot memory, `size` in MiB. With `file` it is mapped from there: shared for a template, private (copy-on-write)
+    for a clone. `readonly` opens the file, not the memory, read-only; QEMU before 8.2 does not distinguish the two."""
+
+    size: int
+    file: Path | None = None
+    shared: bool = False
+    readonly: bool = False
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """What one QEMU is connected to: the descriptors of its listening sockets and of its tap, and its console's log."""
+
+    monitor: int
+    agent: int
+    tap: int
+    console: Path
+
+
+@dataclass(frozen=True)
+class QemuMachine:
+    """One VM, as QEMU is to create it. `limits` is the size that it can have after plugging."""
+
+    name: str
+    accelerator: Accelerator
+    cpus: int
+    memory: Memory
+    limits: Size
+    disk: Path
+    disk_format: str
+    mac: str
+    kernel: Path
+    initrd: Path
+    cmdline: str
+
+    def shape(self) -> list[str]:
+        """The arguments that must be the same for a template and its clones. The others may differ."""
+        memory = f"{self.memory.size}M"
+        if self.limits.memory > self.memory.size:
+            memory += f",slots={DIMMS},maxmem={self.limits.memory}M"
+        backing = ",memory-backend=ram" if self.memory.file is not None else ""
+        board = "q35,usb=off,vmport=off,smm=off,sata=off,smbus=off,dump-guest-core=off,mem-merge=off"
+        argv = ["-machine", f"{board}{backing}",
+                "-accel", self.accelerator.options, "-cpu", self.accelerator.cpu,
+                "-smp", f"{self.cpus},maxcpus={max(self.limits.cpus, self.cpus)}", "-m", memory]  # fmt: skip
+        for i in range(SPARE_PORTS):
+            # Without the reserve the guest cannot place the large BAR of a device that is plugged later.
+            argv += ["-device", f"pcie-root-port,id=rp{i},bus=pcie.0,chassis={i + 1},addr={i + 8},pref64-reserve=256M"]
+        return argv
+
+    def argv(self, binary: str, wiring: Wiring, *, paused: bool, incoming: bool = False) -> list[str]:
+        """The whole command line of QEMU."""
+        on_error = (
+            "werror=report,rerror=report"  # a full disk of the host is an error in the guest, and does not pause it
+        )
+        modern = "disable-legacy=on,disable-modern=off"
+        argv = [binary, "-name", self.name, "-nodefaults", "-no-user-config", "-display", "none", "-vga", "none",
+                "-no-reboot", "-action", "panic=shutdown,watchdog=shutdown", "-rtc", "base=utc",
+                "-global", "migration.x-events=on", "-sandbox", _SANDBOX]  # fmt: skip
+        quiet = "romfile=,guest_announce=off"  # no boot ROM; a clone announces itself once it has its address
+        if self.memory.file is not None:
+            how = ("on" if self.memory.shared else "off") + (",readonly=on,rom=off" if self.memory.readonly else "")
+            argv += [
+                "-object",
+                f"memory-backend-file,id=ram,size={self.memory.size}M,mem-path={_value(self.memory.file)},share={how}",
+            ]
+        argv += self.shape()
+        argv += ["-kernel", str(self.kernel), "-initrd", str(self.initrd), "-append", self.cmdline,
+                 "-chardev", f"socket,id=qmp,fd={wiring.monitor},server=on,wait=off",
+                 "-mon", "chardev=qmp,mode=control",
+                 "-chardev", f"file,id=console,path={_value(wiring.console)},append=on", "-serial", "chardev:console",
+                 "-device", f"virtio-serial-pci,id=vserial,bus=pcie.0,addr=3,max_ports=4,{modern}",
+                 "-chardev", f"socket,id=agent,fd={wiring.agent},server=on,wait=off",
+                 "-device", f"virtserialport,bus=vserial.0,nr=1,chardev=agent,name={PORT}",
+                 "-blockdev", f"driver=file,node-name=file,filename={_value(self.disk)},discard=unmap",
+                 "-blockdev", f"driver={self.disk_format},node-name=disk,file=file,discard=unmap",
+                 "-device", f"virtio-blk-pci,drive=disk,bus=pcie.0,addr=4,num-queues=1,{on_error},{modern}",
+                 "-netdev", f"tap,id=net,fd={wiring.tap}",
+                 "-device", f"virtio-net-pci,netdev=net,mac={self.mac},bus=pcie.0,addr=5,{quiet},{modern}"]  # fmt: skip
+        if paused:
+            argv.append("-S")
+        if incoming:
+            argv += ["-incoming", "defer"]
+        return argv
+
+
+def limits(base: Size, capacity: Size, most: Size) -> Size:
+    """The size up to which VMs of a template of size `base` can be plugged: at most `most`, and what the host declares.
+    Each GiB of room costs the guest memory, even if it is never plugged."""
+    return Size(
+        max(base.cpus, min(most.cpus, capacity.cpus)),
+        max(base.memory, min(most.memory, -(-capacity.memory // 128) * 128)),
+    )
+
+
+def _value(path: Path) -> str:
+    """A path as a value in an option list, where commas are doubled (qemu(1))."""
+    return str(path).replace(",", ",,")

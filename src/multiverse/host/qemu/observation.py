@@ -1,0 +1,169 @@
+"""Observing a host: its manifests and /proc tell how its VMs are. No program is run, and no QEMU is asked."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import structlog
+
+from multiverse.core.model import (
+    Host,
+    HypervisorView,
+    Size,
+    TemplateCondition,
+    TemplateSeen,
+    VmCondition,
+    VmSeen,
+)
+from multiverse.host import manifest, process
+from multiverse.host.manifest import Manifest, VmPhase
+from multiverse.host.qemu import templates
+from multiverse.host.qemu.context import HostContext
+from multiverse.images import catalog as images
+
+log = structlog.get_logger(__name__)
+
+_CONDITIONS = {
+    VmPhase.MAKING: VmCondition.MAKING,
+    VmPhase.PARKED: VmCondition.PARKED,
+    VmPhase.STARTING: VmCondition.STARTING,
+    VmPhase.STARTED: VmCondition.RUNNING,
+}
+_ABILITIES = frozenset({"instant", "linked", "full", "plug_cpus", "plug_memory"})
+_MEASURED_FOR = 2.0  # seconds that a VM's figures count as new
+_CONSOLE_LIMIT = 1 << 20  # bytes of a guest's console that are kept
+_WARNINGS = {"daemon_ended": "daemon ended in guest", "flooded": "guest channel closed"}
+
+
+class HostObserver:
+    """Remembers what it has read of each VM: an observation costs little where nothing has changed."""
+
+    def __init__(self, host: HostContext) -> None:
+        self._host = host
+        self._manifests: dict[str, tuple[tuple[int, int], Manifest | None]] = {}
+        self._figures: dict[str, tuple[float, VmSeen]] = {}
+        self._reasons: dict[str, str] = {}
+
+    def observe(self) -> HypervisorView:
+        """The host, its templates and its VMs, also what is left of dead ones."""
+        seen = {path.name: self._vm(path) for path in self.vm_directories()}
+        for gone in (set(self._manifests) | set(self._figures) | set(self._reasons)) - set(seen):
+            self.forget(gone)
+        # The templates first: a build that ends meanwhile has recorded what its image cannot do.
+        ready = {template.which: template for template in self._templates()}
+        host = self._as_host()
+        return HypervisorView({host.name: host}, seen, ready)
+
+    def forget(self, name: str) -> None:
+        """Remember nothing of a VM that does not exist any more."""
+        self._manifests.pop(name, None)
+        self._figures.pop(name, None)
+        self._reasons.pop(name, None)
+
+    def measure(self) -> Mapping[str, tuple[float, float, float]]:
+        """(CPU seconds, unique MiB, proportional MiB) of each VM that lives. Takes a millisecond or more for each."""
+        found = {}
+        for path in self.vm_directories():
+            known = self._manifest(path)
+            if known is not None and known.process.is_alive():
+                found[path.name] = (process.cpu_seconds(known.pid), *process.exact_memory(known.pid, "/memory"))
+        return found
+
+    def vm_directories(self) -> list[Path]:
+        """The directory of each VM of which a part exists: an interrupted creation may have left any."""
+        config = self._host.config
+        found: dict[str, Path] = {}
+        for place in (config.vms, config.run):
+            if place.is_dir():
+                names = [entry.name for entry in os.scandir(place)]
+                found.update({name: config.vms / name for name in names if name.startswith(config.prefix)})
+        return [found[name] for name in sorted(found)]
+
+    def _as_host(self) -> Host:
+        config = self._host.config
+        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
+        abilities = {image.name: self._host.abilities.abilities(image) for image in images.list_images(config.images)}
+        return Host(
+            config.host,
+            config.capacity,
+            _ABILITIES,
+            machine=Size(os.cpu_count() or 1, pages),
+            accelerator=self._host.accelerator.name,
+            template_copies=1 if self._host.maps_readonly else 2,  # see `memfd`
+            available=process.available_memory(),
+            images=abilities,
+        )
+
+    def _templates(self) -> list[TemplateSeen]:
+        config = self._host.config
+        found = [
+            TemplateSeen(name, config.host, image, TemplateCondition.BUILDING, size, account=account)
+            for name, (image, size, account) in templates.list_builds(config.templates).items()
+        ]
+        for path in sorted(config.templates.glob("[!.]*/template.json")):
+            template = templates.load(path.parent)
+            if template is not None and self._host.is_usable(template):
+                held = (template.memory_used() + self._host.sealed.size(template.memory)) / 2**20
+                name = f"{path.parent.name}-{template.key}"
+                found.append(TemplateSeen(name, config.host, template.image, TemplateCondition.READY, template.size,
+                                          held=held, account=template.account))  # fmt: skip
+        return found
+
+    def _manifest(self, path: Path) -> Manifest | None:
+        try:
+            stat = (path / manifest.FILE).stat()
+        except OSError:
+            self._manifests.pop(path.name, None)
+            return None
+        # Each write makes a new file, which has another inode or another time.
+        stamp = (stat.st_ino, stat.st_mtime_ns)
+        cached = self._manifests.get(path.name)
+        if cached is None or cached[0] != stamp:
+            cached = self._manifests[path.name] = (stamp, manifest.read(path))
+        return cached[1]
+
+    def _vm(self, path: Path) -> VmSeen:
+        name, host = path.name, self._host.config.host
+        known = self._manifest(path)
+        self._note_reports(name)
+        if known is None:
+            return VmSeen(name, host, VmCondition.MAKING, "its creation was begun")
+        seen = VmSeen(name, host, _CONDITIONS[known.phase], introduced=known.introduced, token=known.token)
+        if known.phase is VmPhase.MAKING and not known.pid:
+            return seen
+        if not known.process.is_alive():
+            process.reap(known.process)
+            return replace(seen, condition=VmCondition.DEAD, reason="its QEMU has ended")
+        return self._measured(replace(seen, reason=self._reasons.get(name, "")), known.pid)
+
+    def _measured(self, seen: VmSeen, pid: int) -> VmSeen:
+        """With what the VM takes. It is measured every few seconds, which is less often than it is observed; then its
+        console is truncated too, if it is long."""
+        now = time.monotonic()
+        since, before = self._figures.get(seen.name, (-math.inf, seen))
+        if now - since >= _MEASURED_FOR:
+            private, shared = process.resident_memory(pid)
+            before = replace(seen, cpu_s=process.cpu_seconds(pid), private=private, shared=shared)
+            self._figures[seen.name] = (now, before)
+            _truncate_console(self._host.paths(seen.name).console)
+        return replace(seen, cpu_s=before.cpu_s, private=before.private, shared=before.shared)
+
+    def _note_reports(self, name: str) -> None:
+        for report in self._host.connections.poll_reports(name):
+            if report.type in _WARNINGS:
+                self._reasons[name] = report.reason
+                log.warning(_WARNINGS[report.type], vm=name, reason=report.reason)
+
+
+def _truncate_console(console: Path) -> None:
+    """Empty the file of a long console. QEMU appends, so it goes on from the new end."""
+    try:
+        if console.stat().st_size > _CONSOLE_LIMIT:
+            os.truncate(console, 0)
+    except FileNotFoundError:
+        return

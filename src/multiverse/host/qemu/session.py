@@ -1,0 +1,225 @@
+"""A running QEMU and the two connections to it: its monitor and the channel to its guest's agent."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from multiverse.core.errors import Broken, Exhausted, Unknown
+from multiverse.host import manifest, process
+from multiverse.host.qemu.channel import AgentChannel
+from multiverse.host.qemu.machine import QemuMachine, Wiring
+from multiverse.host.qemu.qmp import Command, Monitor
+from multiverse.host.tap import open_tap
+from multiverse.host.uids import ProcessUser
+from multiverse.system.processes import ProcessIdentity
+
+_ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
+_STATE_TIMEOUT = 30.0  # seconds to save or restore the state of the devices, which is under one MiB
+_TAIL = 400  # bytes of a log that are quoted in an error message
+# Template and clones map the same memory file, so only the state of the devices is saved and restored.
+_IGNORE_SHARED: Command = (
+    "migrate-set-capabilities", {"capabilities": [{"capability": "x-ignore-shared", "state": True}]})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Paths:
+    """The files of one VM: `home` holds what is on disk, `run` its sockets."""
+
+    home: Path
+    run: Path
+
+    @property
+    def monitor(self) -> Path:
+        return self.run / "qmp"
+
+    @property
+    def agent(self) -> Path:
+        return self.run / "agent"
+
+    @property
+    def console(self) -> Path:
+        return self.home / "console.log"
+
+    @property
+    def log(self) -> Path:
+        return self.home / "qemu.log"
+
+    @property
+    def overlay(self) -> Path:
+        """The disk of a VM that shares its image's or template's disk."""
+        return self.home / "disk.qcow2"
+
+    @property
+    def full_disk(self) -> Path:
+        """The disk of a VM that has a copy of its image's disk."""
+        return self.home / "disk.raw"
+
+    def tail(self) -> str:
+        """The end of QEMU's log and of the guest's console, for an error message. QEMU can write to the console's file,
+        so the file may be of any size."""
+        said = []
+        for name, path in (("QEMU", self.log), ("console", self.console)):
+            try:
+                with path.open("rb") as file:
+                    file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+                    text = file.read(_TAIL).decode(errors="replace")
+            except OSError:
+                continue
+            text = " | ".join(
+                "".join(c if c.isprintable() else " " for c in line).strip() for line in text.splitlines()
+            )
+            if text.strip():
+                said.append(f"; {name}: {text.strip()}")
+        return "".join(said)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a QEMU is started. `machine` names the tap, unless `tap` does; `bridge` is what the tap joins, if any. QEMU
+    runs as `user`, if there is one. It inherits `fds`, at the same numbers. `incoming` makes it wait for a state to be
+    restored. `started` is called at once with the new process; `stage` with the name of each stage that ends."""
+
+    machine: QemuMachine
+    paths: Paths
+    binary: str
+    tap: str
+    bridge: str | None
+    paused: bool = False
+    incoming: bool = False
+    user: ProcessUser | None = None
+    fds: Sequence[int] = ()
+    started: Callable[[ProcessIdentity], None] = lambda identity: None
+    stage: Callable[[str], None] = lambda name: None
+
+
+class QemuSession:
+    """A running QEMU, and our connections to its monitor and to the agent in its guest."""
+
+    def __init__(self, identity: ProcessIdentity, monitor: Monitor, channel: AgentChannel) -> None:
+        self.process = identity
+        self.monitor = monitor
+        self.channel = channel
+
+    @classmethod
+    def launch(cls, launch: Launch) -> QemuSession:
+        """Start a QEMU and connect to it.
+
+        This process creates the listening sockets and the tap and passes their descriptors on, so connecting needs no
+        waiting until the sockets appear, and QEMU needs no privilege. QEMU opens all other files as its user, who owns
+        its console and disk. After an error the process may still run; its command line names `machine.disk`.
+        """
+        paths = launch.paths
+        identity = cls._spawn(launch)
+        launch.started(identity)
+        try:
+            channel = AgentChannel(paths.agent)
+            try:
+                monitor = Monitor.connect(paths.monitor)
+            except BaseException:
+                channel.close()
+                raise
+        except Unknown as error:
+            # QEMU writes the reason before it ends, and its sockets close when it has ended.
+            process.kill(identity)
+            raise _launch_failed(launch.machine.name, paths.tail()) from error
+        launch.stage("exec")
+        return cls(identity, monitor, channel)
+
+    @staticmethod
+    def _spawn(launch: Launch) -> ProcessIdentity:
+        paths, machine = launch.paths, launch.machine
+        paths.run.parent.mkdir(parents=True, exist_ok=True)
+        paths.run.mkdir(mode=0o700, exist_ok=True)
+        ours: list[int] = []
+        try:
+            for path in (paths.monitor, paths.agent):
+                path.unlink(missing_ok=True)
+                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+                    listener.bind(str(path))
+                    path.chmod(0o600)
+                    listener.listen(1)
+                    ours.append(listener.detach())
+            ours.append(open_tap(launch.tap, launch.bridge, machine.mac))
+            launch.stage("tap")
+            wiring = Wiring(ours[0], ours[1], ours[2], paths.console)
+            argv = machine.argv(launch.binary, wiring, paused=launch.paused, incoming=launch.incoming)
+            if launch.user is not None:
+                launch.user.take_file(paths.console)
+                argv = [*launch.user.command_prefix(*machine.accelerator.groups()), *argv]
+            try:
+                return process.spawn(argv, (*ours, *launch.fds), paths.log, _ENVIRONMENT)
+            except OSError as error:
+                raise Broken(
+                    f"cannot run {launch.binary}: {error.strerror}", hint="`make setup` installs QEMU"
+                ) from error
+        finally:
+            for fd in ours:
+                os.close(fd)
+
+    @classmethod
+    def connect(cls, identity: ProcessIdentity, paths: Paths) -> QemuSession:
+        """Connect to a QEMU that another process started. Raises `Unknown` if it does not answer."""
+        channel = AgentChannel(paths.agent)
+        try:
+            return cls(identity, Monitor.connect(paths.monitor), channel)
+        except BaseException:
+            channel.close()
+            raise
+
+    def freeze(self, state: Path) -> None:
+        """Stop the guest and save the state of its devices. Nothing changes its memory file from then on."""
+        with state.open("wb") as file:
+            commands: list[Command] = [
+                ("stop", {}),
+                ("getfd", {"fdname": "state"}),
+                _IGNORE_SHARED,
+                ("migrate", {"uri": "fd:state"}),
+            ]
+            self.monitor.execute_all(commands, file.fileno())
+            self.monitor.wait_event("MIGRATION", _STATE_TIMEOUT, status="completed")
+
+    def restore(self, state: Path) -> None:
+        """Restore the state of the devices, which belongs to the memory that the guest maps."""
+        with state.open("rb") as file:
+            commands: list[Command] = [
+                ("getfd", {"fdname": "state"}),
+                _IGNORE_SHARED,
+                ("migrate-incoming", {"uri": "fd:state"}),
+            ]
+            self.monitor.execute_all(commands, file.fileno())
+            self.monitor.wait_event("MIGRATION", _STATE_TIMEOUT, status="completed")
+
+    def shut_down(self) -> None:
+        """End both connections. Another thread that waits for an answer on one gets `Unknown`."""
+        self.monitor.shut_down()
+        self.channel.shut_down()
+
+    def close(self) -> None:
+        self.monitor.close()
+        self.channel.close()
+
+
+def _launch_failed(name: str, tail: str) -> Broken | Exhausted:
+    kind = Exhausted if "allocate memory" in tail else Broken
+    hint = "see its command line, which this machine's QEMU does not accept"
+    if "Permission denied" in tail:
+        hint = "may every user pass through the directories above that file? see qemu.uids"
+    return kind(f"QEMU for {name} did not start{tail}", hint=hint)
+
+
+def remove_files(paths: Paths) -> None:
+    """Remove the files of a VM, its manifest last: until then, all of it can still be found."""
+    shutil.rmtree(paths.run, ignore_errors=True)
+    for entry in paths.home.iterdir() if paths.home.is_dir() else ():
+        if entry.name != manifest.FILE:
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink(missing_ok=True)
+    (paths.home / manifest.FILE).unlink(missing_ok=True)
+    try:
+        paths.home.rmdir()
+    except FileNotFoundError:
+        pass

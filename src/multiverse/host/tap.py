@@ -1,0 +1,107 @@
+"""Taps and their bridge ports, by ioctl(2): a fraction of a millisecond each, without running a program.
+
+A tap is not persistent: the kernel removes it when the QEMU that holds its descriptor ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import struct
+from pathlib import Path
+
+from multiverse.core.errors import Broken, Exhausted
+
+# <linux/if_tun.h>, <linux/sockios.h>, <linux/rtnetlink.h>, <linux/neighbour.h>
+TUNSETIFF, TUNSETPERSIST = 0x400454CA, 0x400454CB
+RTM_NEWNEIGH, NLM_F_REQUEST, NLM_F_ACK, NLM_F_CREATE = 28, 0x1, 0x4, 0x400
+NUD_NOARP, NTF_MASTER, NDA_LLADDR = 0x40, 0x4, 2
+IFF_TAP, IFF_NO_PI, IFF_VNET_HDR = 0x2, 0x1000, 0x4000
+SIOCGIFFLAGS, SIOCSIFFLAGS, SIOCBRADDIF, IFF_UP = 0x8913, 0x8914, 0x89A2, 0x1
+SIOCSIFHWADDR, ARPHRD_ETHER = 0x8924, 1
+
+
+def open_tap(name: str, bridge: str | None, mac: str = "") -> int:
+    """Create a tap and return its descriptor. With a bridge, the tap is up, and an isolated port of the bridge.
+
+    The bridge forwards to the port frames for `mac` and broadcasts, but not frames for unknown addresses. Raises
+    `Exhausted` if there is an interface of that name, `Broken` if there is no such bridge or for want of permission.
+    """
+    try:
+        fd = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise Broken(
+            f"cannot open /dev/net/tun: {error.strerror}", hint="load the tun module, or run as root"
+        ) from error
+    try:
+        fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TAP | IFF_NO_PI | IFF_VNET_HDR))
+        if bridge is not None:
+            _add_to_bridge(name, bridge, mac)
+    except OSError as error:
+        os.close(fd)
+        if error.errno == errno.EBUSY:
+            raise Exhausted(f"the interface {name} is in use", hint="is a VM of that name still running?") from error
+        if error.errno == errno.EPERM:
+            raise Broken(f"cannot create the tap {name}: {error.strerror}", hint="run it as root") from error
+        raise Broken(f"cannot create the tap {name} on {bridge}: {error.strerror}",
+                     hint=f"is there a bridge {bridge}? see `multiverse lab up`") from error  # fmt: skip
+    return fd
+
+
+def set_isolated(name: str, isolated: bool) -> None:
+    """Isolate a bridge port, so that it reaches no other isolated port, or end that. A tap that is gone, or that is not
+    a port of a bridge, is success."""
+    try:
+        Path(f"/sys/class/net/{name}/brport/isolated").write_text("1" if isolated else "0")
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENODEV):  # the second if it is removed during the write
+            raise Broken(f"cannot isolate the tap {name}: {error.strerror}", hint="run it as root") from error
+
+
+def _add_to_bridge(name: str, bridge: str, mac: str) -> None:
+    octets = bytes.fromhex(mac.replace(":", ""))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        index = socket.if_nametoindex(name)
+        # A bridge without an address of its own takes the lowest of its ports. A high one keeps the bridge's address.
+        own = b"\xfe" + octets[1:]
+        fcntl.ioctl(sock, SIOCSIFHWADDR, struct.pack("16sH6s16x", name.encode(), ARPHRD_ETHER, own))
+        try:
+            fcntl.ioctl(sock, SIOCBRADDIF, struct.pack("16si20x", bridge.encode(), index))
+        except OSError as error:
+            if error.errno != errno.EBUSY:  # the tap is a port of it already
+                raise
+        set_isolated(name, isolated=True)
+        Path(f"/sys/class/net/{name}/brport/unicast_flood").write_text("0")
+        raw = fcntl.ioctl(sock, SIOCGIFFLAGS, struct.pack("16sh14x", name.encode(), 0))
+        flags = struct.unpack_from("h", raw, 16)[0]
+        fcntl.ioctl(sock, SIOCSIFFLAGS, struct.pack("16sh14x", name.encode(), flags | IFF_UP))
+        _add_fdb_entry(index, octets)  # only a port that is up accepts it
+
+
+def _add_fdb_entry(index: int, octets: bytes) -> None:
+    """Add a permanent entry to the bridge's forwarding table: a learnt one would expire while the guest is silent, and
+    the bridge would then flood all ports."""
+    lladdr = struct.pack("=HH6s2x", 10, NDA_LLADDR, octets)
+    body = struct.pack("=BxxxiHBB", socket.AF_BRIDGE, index, NUD_NOARP, NTF_MASTER, 0) + lladdr
+    head = struct.pack("=IHHII", 16 + len(body), RTM_NEWNEIGH, NLM_F_REQUEST | NLM_F_ACK | NLM_F_CREATE, 1, 0)
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as sock:
+        sock.sendall(head + body)
+        (code,) = struct.unpack_from("=i", sock.recv(4096), 16)
+    if code:
+        raise OSError(-code, os.strerror(-code))
+
+
+def remove_tap(name: str) -> None:
+    """Remove a persistent tap that no process holds, such as one that an administrator made. Absent is success."""
+    if not Path(f"/sys/class/net/{name}/tun_flags").exists():
+        return
+    try:
+        fd = open_tap(name, None)
+    except (Exhausted, Broken):
+        return  # the kernel is removing it with its process, or another process holds it
+    try:
+        fcntl.ioctl(fd, TUNSETPERSIST, 0)
+    finally:
+        os.close(fd)

@@ -1,0 +1,188 @@
+"""What the API, the metrics and the audit are answered from.
+
+The only module of the service that asks the controller and the store. It decides nothing: it reads what was committed
+and observed, and hands an operator's commands to the controller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from multiverse import __version__
+from multiverse.api import (
+    Alert,
+    HostView,
+    IdentityAudit,
+    JobView,
+    SizeView,
+    SourceView,
+    StatusView,
+    TemplateView,
+    TimelineView,
+    VmView,
+)
+from multiverse.controller.loop import Controller
+from multiverse.core.state import Rows
+from multiverse.core.transition import Command
+from multiverse.ports import Clock
+from multiverse.service import convert, identity
+from multiverse.service.alerts import alerts
+from multiverse.service.findings import SourceFailure, StoreFailure
+from multiverse.service.identity import Facts
+from multiverse.service.processes import ProcessCounter
+from multiverse.store import Store
+
+COMMIT_TIMEOUT = 10.0
+"""Seconds that a client waits for its command to be committed."""
+
+FAILURES_UNTIL_ALERT = 3
+"""The number of failures in a row from which on a repeated effect is an alert: one or two are routine."""
+
+MAX_JOBS = 10000
+"""The most attempts that one answer lists."""
+
+Measure = Callable[[], Awaitable[Mapping[str, tuple[float, float, float]]]]
+"""Measures each VM now, to the page: CPU seconds, unique MiB and proportional MiB, by name."""
+
+Examine = Callable[[], Awaitable[Mapping[str, Facts]]]
+"""Asks each running guest what it is, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What the daemon has done since it started, and how many live rows there are by kind and state."""
+
+    commits: int
+    processes: Mapping[str, int]
+    sources: Sequence[SourceView]
+    effects: Mapping[tuple[str, str], int]  # by kind and outcome
+    rows: Mapping[str, Mapping[str, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """`permanent` are alerts that last as long as this process."""
+
+    controller: Controller
+    store: Store
+    clock: Clock
+    measure: Measure
+    examine: Examine
+    processes: ProcessCounter
+    permanent: Sequence[Alert] = ()
+
+    def _rows(self) -> Rows:
+        """The live rows as committed."""
+        return self.controller.state.rows()
+
+    # --- the daemon --------------------------------------------------------------------------------
+
+    def status(self) -> StatusView:
+        rows = self._rows()
+        states = convert.row_counts(rows)
+        return StatusView(
+            pid=os.getpid(),
+            version=__version__,
+            site=self.store.site,
+            up=self.clock.now() - self.controller.began,
+            sources=self.sources(),
+            jobs=convert.job_counts(rows),
+            attempts=states["attempt"],
+            vms=states["vm"],
+            templates=states["template"],
+            pools=tuple(map(convert.pool_view, self.controller.pools())),
+            alerts=tuple(self.alerts()),
+        )
+
+    def sources(self) -> tuple[SourceView, ...]:
+        """The scheduler first, then the hypervisor's sources."""
+        now, controller = self.clock.now(), self.controller
+        hypervisors = (convert.source_view(one, now) for one in controller.sources.values())
+        return (convert.source_view(controller.scheduler, now), *hypervisors)
+
+    def alerts(self) -> list[Alert]:
+        now, since = self.clock.now(), self.controller.uncommitted
+        found = replace(
+            convert.findings(self._rows(), self.controller.world(), self.controller.policy, now),
+            store=StoreFailure(now - since[0], since[1]) if since else None,
+            sources=[
+                SourceFailure(source.name, source.unknown_for, source.failure)
+                for source in self.sources()
+                if source.failure
+            ],
+            failing_effects=[
+                convert.failing_effect(failure, now) for failure in self.controller.failing(FAILURES_UNTIL_ALERT)
+            ],
+            orphans=self.controller.orphans(),
+            permanent=self.permanent,
+        )
+        return alerts(found)
+
+    def counts(self) -> Counts:
+        return Counts(
+            commits=self.store.commits,
+            processes=self.processes.programs,
+            sources=self.sources(),
+            effects=self.controller.effects_ended,
+            rows=convert.row_counts(self._rows()),
+        )
+
+    # --- jobs --------------------------------------------------------------------------------------
+
+    def jobs(self, job: str | None = None, *, ended: bool = False, limit: int = 200) -> list[JobView]:
+        """Live attempts, oldest first; with `ended` or a `job`, the last `limit` attempts that ended too."""
+        if ended or job is not None:
+            attempts = list(reversed(self.store.attempts(job_id=job, limit=max(1, min(limit, MAX_JOBS)))))
+        else:
+            attempts = list(self._rows().attempts.values())
+        vms = self.store.vms_of([attempt.id for attempt in attempts])
+        return convert.job_views(attempts, vms, self.clock.now(), self.controller.policy)
+
+    def timelines(self, job: str) -> list[TimelineView]:
+        """One timeline for each known attempt of the job, oldest first; empty if there is none."""
+        attempts, now = reversed(self.store.attempts(job_id=job)), self.clock.now()
+        return [convert.timeline_view(a, self.store.journal(attempts=[a.id]), now) for a in attempts]
+
+    # --- VMs, hosts, templates ---------------------------------------------------------------------
+
+    async def vms(self, *, exact: bool = False) -> list[VmView]:
+        measured = await self.measure() if exact else {}
+        return convert.vm_views(self._rows(), self.controller.world(), measured, self.clock.now())
+
+    def hosts(self) -> list[HostView]:
+        return convert.host_views(self._rows(), self.controller.world(), self.controller.policy)
+
+    def host_names(self) -> list[str]:
+        """The hosts in reach, by name."""
+        return sorted(self.controller.world().hosts)
+
+    def templates(self) -> list[TemplateView]:
+        return convert.template_views(self._rows(), self.clock.now())
+
+    @property
+    def base_size(self) -> SizeView:
+        """The size of a template that is built without a size."""
+        return convert.size_view(self.controller.policy.base)
+
+    async def identity_audit(self) -> IdentityAudit:
+        return identity.audit(convert.known_vms(self._rows()), await self.examine())
+
+    # --- commands ----------------------------------------------------------------------------------
+
+    async def repair(self, alert: Alert) -> None:
+        """Have the alert's repair committed. Raises `TimeoutError` if it is not committed in time."""
+        await self._commit(convert.repair_command(alert))
+
+    async def template(
+        self, verb: str, image: str, host: str, size: tuple[int, int] | None, account: str | None
+    ) -> None:
+        """Have the command to build or drop (`verb`) templates committed. `size` is CPUs and MiB. Raises `TimeoutError`
+        if it is not committed in time."""
+        await self._commit(convert.template_command(verb, image, host, size, account))
+
+    async def _commit(self, command: Command) -> None:
+        """A committed command outlives the daemon, so it is answered only then."""
+        await asyncio.wait_for(self.controller.command(command), COMMIT_TIMEOUT)

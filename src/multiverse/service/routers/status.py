@@ -1,0 +1,40 @@
+"""The daemon's status, its metrics, and repairs."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, HTTPException, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from multiverse.api import RepairRequest, StatusView
+from multiverse.service.backend import Backend
+from multiverse.service.metrics import Metrics
+from multiverse.service.routers.errors import committed
+
+
+def router(backend: Backend) -> APIRouter:
+    routes = APIRouter()
+    metrics = Metrics(backend.counts)
+
+    @routes.get("/status")
+    async def status() -> StatusView:
+        return backend.status()
+
+    @routes.get("/metrics")
+    async def counts() -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    @routes.post("/repair", status_code=202)
+    async def repair(request: RepairRequest) -> RepairRequest:
+        """Repair an alert. A host is fenced only on the operator's assurance that it is switched off."""
+        alert = next((one for one in backend.alerts() if one.name == request.name and one.repair), None)
+        if alert is None:
+            raise HTTPException(404, f"there is no alert named {request.name} that has a repair")
+        if alert.needs_fenced and not request.fenced:
+            raise HTTPException(
+                409, f"host {request.name} may still run its jobs: confirm with fenced that it is switched off"
+            )
+        with committed():
+            await backend.repair(alert)
+        return request
+
+    return routes

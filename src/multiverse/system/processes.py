@@ -1,0 +1,69 @@
+"""Process identity: a pid alone is used again, a pid with its start time and the machine's boot is not."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+_DEAD = frozenset({"Z", "X", "x"})
+
+
+@cache
+def boot_id() -> str:
+    """Tells this boot of the machine from every other."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def stat_fields(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat from the third (state) on, or None if there is no such process.
+
+    The second field, the command's name, may hold spaces and parentheses (proc(5)).
+    """
+    try:
+        with open(f"/proc/{pid}/stat") as file:  # noqa: PTH123  (read at each observation, for each VM)
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def start_time(pid: int) -> int:
+    """When the process started, in clock ticks since the machine's boot; 0 if there is none."""
+    fields = stat_fields(pid)
+    return int(fields[19]) if fields else 0
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """One process. `started` is in clock ticks since the boot that `boot_id` names. A `pid` of 0 names none."""
+
+    pid: int
+    started: int
+    boot_id: str
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessIdentity:
+        """The process that has this pid now. If there is none, the result names none that lives."""
+        return cls(pid, start_time(pid), boot_id())
+
+    def is_alive(self) -> bool:
+        """Whether this process runs. A zombie, dead but not reaped, does not."""
+        if self.pid <= 0 or self.boot_id != boot_id():
+            return False
+        fields = stat_fields(self.pid)
+        return fields is not None and fields[0] not in _DEAD and int(fields[19]) == self.started
+
+    def open(self) -> int | None:
+        """A pidfd of this process (pidfd_open(2)), a zombie too; None if it is gone. The caller closes it."""
+        if self.pid <= 0 or self.boot_id != boot_id():
+            return None
+        try:
+            handle = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return None
+        # The pidfd was opened first: if the pid is this process now, the pidfd is of this process.
+        if start_time(self.pid) == self.started:
+            return handle
+        os.close(handle)
+        return None

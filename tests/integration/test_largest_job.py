@@ -1,0 +1,52 @@
+"""The largest job that a host can hold: accepted and run at exactly that size, refused at submission above it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+
+from multiverse.client import Client
+from tests.integration.conftest import LabUnderTest
+from tests.integration.watch import accounted, ended, nothing_left, until, written
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def largest(lab: LabUnderTest, client: Client) -> tuple[int, int]:
+    """The CPUs and the memory in MiB of the largest job of the default image, as the controller published them."""
+    limits = lab.settings.slurm.inbox.with_name("inbox.limits")
+
+    def published() -> tuple[int, int] | None:
+        text = limits.read_text() if limits.exists() else ""
+        found = re.findall(r"^\S+ 1 (\d+) (\d+) \d+$", text, re.MULTILINE)
+        return (int(found[0][0]), int(found[0][1])) if found else None
+
+    size: tuple[int, int] = until("the controller has published the largest sizes", published)
+    return size
+
+
+def submit(lab: LabUnderTest, cpus: int, memory: int, *options: str) -> subprocess.CompletedProcess[str]:
+    sized = (f"--cpus-per-task={cpus}", f"--mem={memory}", *options)
+    return lab.run("sbatch", "--parsable", *sized, "--wrap=nproc", user=lab.user, check=False)
+
+
+def test_a_job_above_the_largest_size_is_refused_at_submission(lab: LabUnderTest, largest: tuple[int, int]) -> None:
+    cpus, memory = largest
+    assert (cpus, memory) < (lab.settings.host.cores + 1, lab.settings.host.memory), "a VM costs more than its job"
+    for done in (submit(lab, cpus, memory + 1), submit(lab, cpus + 1, memory), submit(lab, 1, memory + 1, "-Cslim")):
+        assert done.returncode != 0 and f"{cpus} CPUs and {memory} MiB" in done.stderr, done
+
+
+def test_a_job_of_exactly_the_largest_size_runs(lab: LabUnderTest, client: Client, largest: tuple[int, int]) -> None:
+    cpus, memory = largest
+    out = lab.user.home / "largest.out"
+    done = submit(lab, cpus, memory, f"--output={out}")
+    assert done.returncode == 0, done
+    job = done.stdout.strip()
+    ended(client, job, "done")
+    assert written(out).split() == [str(cpus)] and accounted(lab, job) == ("COMPLETED", "0:0")
+    assert len(client.jobs(job)) == 1
+    nothing_left(lab, client)

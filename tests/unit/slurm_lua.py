@@ -1,0 +1,71 @@
+"""Runs the submit script that a site installs in a real Lua, with a stand-in for slurmctld's functions."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from multiverse.config import Settings
+from multiverse.drivers.slurm import install
+
+_PROGRAM = """
+slurm = { SUCCESS = 0, ERROR = -1, STEPMGR_ENABLED = 2^41,
+          log_user = function(f, ...) io.write(string.format(f, ...)) end,
+          log_error = function(f, ...) io.write("error " .. string.format(f, ...)) end }
+dofile("job_submit.lua")
+local UP = { state_up = 3 }
+local partitions = %s
+if partitions.vm then partitions.vm.flag_default = 1 end
+"""
+_SUBMIT = """
+local job = { %s }
+local answer = slurm_job_submit(job, partitions, 1000)
+io.write("|", answer, "|", tostring(job.features), "|", tostring(job.min_nodes), "-", tostring(job.max_nodes))
+"""
+_MODIFY = """
+io.write("|", slurm_job_modify({ %s }, { %s }, partitions, 1000), "|")
+"""
+PARTITIONS = "{ vm = UP, vmrun = UP, other = { flag_default = 0 } }"
+
+
+def lua() -> str | None:
+    """The path of a Lua interpreter, of slurmctld's version if possible."""
+    return next((path for name in ("lua5.1", "lua5.3", "lua5.4", "lua") if (path := shutil.which(name))), None)
+
+
+needs_lua = pytest.mark.skipif(lua() is None, reason="no Lua here; the integration tests run the script in slurmctld")
+
+
+def rendered(settings: Settings) -> dict[str, str]:
+    """The files of a site, by name."""
+    return install.render(settings, install.Site(images=("slim",), gate_nodes=4, memory_per_cpu=150, slurm_uid=64))
+
+
+def install_scripts(settings: Settings) -> Path:
+    """Install the scripts and the inbox of these settings; the directory of the scripts."""
+    directory = settings.slurm.conf.parent
+    install.write(rendered(settings), directory)
+    install.make_inbox(settings.slurm.inbox, os.getuid())
+    return directory
+
+
+def submit(directory: Path, fields: str, partitions: str = PARTITIONS) -> str:
+    """Submit a job with these fields: `MESSAGE|CODE|FEATURES|MIN_NODES-MAX_NODES`."""
+    return run(directory, _PROGRAM % partitions + _SUBMIT % fields)
+
+
+def modify(directory: Path, fields: str, record: str) -> str:
+    """Change these fields of a job with that record: `MESSAGE|CODE|`."""
+    return run(directory, _PROGRAM % PARTITIONS + _MODIFY % (fields, record))
+
+
+def run(directory: Path, program: str) -> str:
+    """The output of a Lua program that runs in the directory of the scripts."""
+    interpreter = lua()
+    assert interpreter
+    done = subprocess.run([interpreter, "-"], input=program, cwd=directory, capture_output=True, text=True, check=True)
+    return done.stdout

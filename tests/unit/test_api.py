@@ -1,0 +1,282 @@
+"""The documents that the API transmits are the same, byte for byte, as those recorded in api_documents.json.
+
+The records were made before the API's types moved to `multiverse.api`. To write them anew after an intended change of
+the API, run `python -m tests.unit.test_api` in the repository's root; clients of both releases must read both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from pydantic import TypeAdapter, ValidationError
+
+from multiverse.api import (
+    Alert,
+    HostView,
+    IdentityAudit,
+    JobView,
+    StatusView,
+    TemplateView,
+    TimelineView,
+    VmView,
+    decode,
+)
+from multiverse.controller.effects import Failure
+from multiverse.core.model import (
+    AttemptState,
+    Claim,
+    CloneKind,
+    Depth,
+    Host,
+    HostState,
+    HypervisorView,
+    Key,
+    KnownHost,
+    OfferState,
+    Request,
+    Seen,
+    Size,
+    TemplateCondition,
+    TemplateSeen,
+    TemplateState,
+    VmCondition,
+    VmSeen,
+    VmState,
+    World,
+)
+from multiverse.core.policy import Policy, Pool
+from multiverse.core.provisioning.pools import PoolStatus
+from multiverse.core.state import Rows
+from multiverse.core.transition import Command, Effect, EffectKind
+from multiverse.service.api import make_api
+from multiverse.service.backend import Backend
+from multiverse.store import Entry
+from tests.unit.planner_harness import ManualClock
+from tests.unit.rows import IMAGES, SOURCE, attempt, offer, rows, template, vm, world_of
+
+RECORDED = Path(__file__).with_name("api_documents.json")
+
+POOLS = (Pool("slim", Depth.JOINED, 1, 4, Size(1, 150), 100.0), Pool("stock", Depth.PARKED, 2, 2, Size(1, 100), 100.0))
+POLICY = Policy(
+    subnet=ipaddress.IPv4Network("10.9.0.0/16"), gateway="10.9.0.1", pools=POOLS, overcommit=2.0, floor=1000
+)
+
+ATTEMPTS = (
+    attempt(AttemptState.ALLOCATED, id=1, since=950.0),
+    attempt(
+        AttemptState.QUEUED, id=2, job="8_1", since=600.0, note="no room", not_before=1300.0, tries=4,
+        request=Request(2, Size(2, 700), image="mine", kind=CloneKind.FULL),
+    ),
+    attempt(AttemptState.SPAWNING, id=3, job="9", restarts=1, since=990.0, quarantined="it is odd"),
+)  # fmt: skip
+VMS = (
+    replace(vm(VmState.SERVING, id=1, attempt=1, since=940.0, template_id=1), mac="02:2"),
+    vm(VmState.LOST, id=2, attempt=3, host="h2", kind=CloneKind.FULL, reason="its host is away"),
+    vm(VmState.JOINED, id=3, pool=Depth.JOINED, account="physics", template_id=9),
+    vm(VmState.ENDING, id=4, host="h4", quarantined="what is it"),
+)
+TEMPLATES = (
+    template(TemplateState.READY, id=1, since=100.0),
+    template(TemplateState.BROKEN, id=2, image="stock", since=990.0, tries=3, reason="no kernel", account="physics"),
+)
+OFFERS = (offer(OfferState.OPEN, id=3, since=980.0),)
+CLAIMS = (Claim(Key("vm", 1), "h1", Size(1, 288, 100)), Claim(Key("template", 1), "h1", Size(0, 256)))
+HOSTS = {
+    "h1": Host(
+        "h1", Size(4, 8192, 65536), frozenset({"instant", "full"}), Size(8, 16384), "kvm", 2, 900,
+        {"slim": IMAGES["slim"], "stock": frozenset({"fork"})},
+    )
+}  # fmt: skip
+SEEN = HypervisorView(
+    hosts=HOSTS,
+    vms={"mvtest0-1": VmSeen("mvtest0-1", "h1", VmCondition.RUNNING, cpu_s=1.5, private=60.0, shared=90.0)},
+    templates={
+        t.which: TemplateSeen("t", t.host, t.image, TemplateCondition.READY, t.size, held=220.0) for t in TEMPLATES[:1]
+    },
+)
+
+
+def entry(seq: int, mono: float, kind: str, event: str, target: str | None, **more: Any) -> Entry:
+    values = {"boot": "b", "wall": 1_700_000_000.0 + mono, "id": 1, "attempt": 1, "source": None, "reason": "",
+              "detail": {}, **more}  # fmt: skip
+    return Entry(seq=seq, mono=mono, kind=kind, event=event, target=target, **values)  # type: ignore[arg-type]
+
+
+JOURNAL = [
+    entry(1, 900.0, "attempt", "submitted", "queued"),
+    entry(2, 901.0, "attempt", "admitted", "claimed", reason="it fits on h1"),
+    entry(3, 901.0, "vm", "planned", "planned"),
+    entry(4, 901.5, "vm", "create", None, detail={"stages": [["overlay", 0.002], ["exec", 0.047]]}),
+    entry(5, 902.0, "attempt", "made", "spawning"),
+    entry(6, 904.0, "attempt", "all joined", "spawned"),
+    entry(7, 905.0, "attempt", "runs", "allocated"),
+]
+
+
+def live_rows() -> Rows:
+    """The rows above. Host h4 is fenced, h2 and h3 are out of reach."""
+    found = rows(*ATTEMPTS, *VMS, *TEMPLATES, *OFFERS, claims=CLAIMS, known=["h1", "h2", "h3"])
+    return replace(found, hosts={**found.hosts, "h4": KnownHost("h4", SOURCE, HostState.FENCED)})
+
+
+class StoreOfRows:
+    """A store that holds the rows above and nothing else."""
+
+    site = "test0"
+
+    def attempts(self, *, job_id: str | None = None, limit: int = 1000) -> list[Any]:
+        found = [a for a in reversed(ATTEMPTS) if job_id in (None, a.job.job_id)]
+        return found[:limit]
+
+    def vms_of(self, attempts: list[int]) -> list[Any]:
+        return [one for one in VMS if one.attempt in attempts]
+
+    def journal(self, *, attempts: list[int]) -> list[Entry]:
+        return [one for one in JOURNAL if one.attempt in attempts]
+
+
+class ControllerAtRest:
+    """What the API reads of a controller; every command is committed at once and kept in `commands`."""
+
+    began, uncommitted, policy = 100.0, (970.0, "disk is full"), POLICY
+
+    def __init__(self) -> None:
+        self.scheduler = SimpleNamespace(
+            name="scheduler", latest=None, observations=7, since=400.0, failure="no answer"
+        )
+        source = SimpleNamespace(name=SOURCE, latest=Seen(SEEN, 998.0), observations=70, since=100.0, failure="")
+        self.sources, self.state = {SOURCE: source}, SimpleNamespace(rows=live_rows)
+        self.commands: list[Command] = []
+
+    def pools(self) -> list[PoolStatus]:
+        return [PoolStatus(POOLS[0], 3, 1, 2, 1), PoolStatus(POOLS[1], 2, 2, 0, 0)]
+
+    def world(self) -> World:
+        return world_of(None, SEEN, 998.0)
+
+    def orphans(self) -> list[str]:
+        return ["mvtest0-77"]
+
+    def failing(self, often: int) -> list[Failure]:
+        return [Failure(Effect(EffectKind.END, Key("vm", 4)), 5, "refused", 1016.0)]
+
+    def command(self, command: Command) -> asyncio.Future[None]:
+        self.commands.append(command)
+        done = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        return done
+
+
+async def measure() -> Mapping[str, tuple[float, float, float]]:
+    return {"mvtest0-1": (2.0, 61.5, 70.0)}
+
+
+async def examine() -> Mapping[str, Mapping[str, str | int]]:
+    facts = {"machine_id": "m", "boot_id": "b", "address": "10.9.1.1", "random": "r", "fresh": "f", "skew": 12}
+    return {"mvtest0-1": {"hostname": "mvtest0-1", "mac": "02:1", **facts}, "mvtest0-3": {"error": "it sleeps"}}
+
+
+def serve(controller: ControllerAtRest) -> FastAPI:
+    permanent = [Alert("unserved", "preemption", "it reaches no VM", "tell the users")]
+    processes = SimpleNamespace(programs={})
+    return make_api(
+        Backend(controller, StoreOfRows(), ManualClock(), measure, examine, processes, permanent)  # type: ignore[arg-type]
+    )
+
+
+ASKED: tuple[tuple[str, str, Mapping[str, Any] | None], ...] = (
+    ("GET", "/status", None),
+    ("GET", "/jobs", None),
+    ("GET", "/jobs?job=8_1", None),
+    ("GET", "/jobs?ended=true&limit=1", None),
+    ("GET", "/vms", None),
+    ("GET", "/vms?exact=true", None),
+    ("GET", "/hosts", None),
+    ("GET", "/templates", None),
+    ("GET", "/timeline/7", None),
+    ("GET", "/timeline/none", None),
+    ("GET", "/audit/identity", None),
+    ("POST", "/templates/build", {"image": "slim"}),
+    ("POST", "/templates/build", {"image": "slim", "host": "h1", "memory": 512, "account": "physics"}),
+    ("POST", "/templates/build", {"image": "slim", "host": "h9"}),
+    ("POST", "/templates/build", {"image": "../slim"}),
+    ("POST", "/templates/drop", {"image": "slim"}),
+    ("POST", "/templates/drop", {"image": "slim", "cpus": 2}),
+    ("POST", "/repair", {"name": "attempt-2"}),
+    ("POST", "/repair", {"name": "h2"}),
+    ("POST", "/repair", {"name": "h2", "fenced": True}),
+    ("POST", "/repair", {"name": "scheduler"}),
+    ("POST", "/repair", {"name": ""}),
+)
+
+
+async def answers() -> dict[str, Any]:
+    """Each question with the status and the document of its answer, and with the commands that it caused."""
+    controller, found = ControllerAtRest(), {}
+    transport = httpx.ASGITransport(app=serve(controller))
+    async with httpx.AsyncClient(transport=transport, base_url="http://multiverse") as client:
+        for method, path, body in ASKED:
+            controller.commands.clear()
+            answer = await client.request(method, path, json=body)
+            found[f"{method} {path} {json.dumps(body)}"] = {
+                "status": answer.status_code,
+                "document": answer.text,
+                "commands": [
+                    f"{c.verb} host={c.host} image={c.image} key={c.key} size={c.size} account={c.account}"
+                    for c in controller.commands
+                ],
+            }
+    return found
+
+
+def ask() -> dict[str, Any]:
+    with mock.patch("os.getpid", lambda: 4711):
+        return asyncio.run(answers())
+
+
+def test_a_client_reads_the_transmitted_names_and_ignores_fields_that_it_does_not_know() -> None:
+    document = {"kind": "store", "name": "store", "wrong": "no room", "todo": "make room", "of_a_newer_release": 1}
+    assert decode(Alert, document) == Alert("store", "store", message="no room", remedy="make room")
+
+
+def test_a_document_without_a_required_field_is_an_error() -> None:
+    with pytest.raises(ValidationError, match="todo"):
+        decode(list[Alert], [{"kind": "store", "name": "store", "wrong": "no room"}])
+
+
+def test_every_recorded_document_decodes_to_its_type() -> None:
+    types: dict[str, Any] = {
+        "/status": StatusView, "/jobs": list[JobView], "/vms": list[VmView], "/hosts": list[HostView],
+        "/templates": list[TemplateView], "/timeline/7": list[TimelineView], "/audit/identity": IdentityAudit,
+    }  # fmt: skip
+    recorded = json.loads(RECORDED.read_text())
+    for path, of in types.items():
+        document = json.loads(recorded[f"GET {path} null"]["document"])
+        again = TypeAdapter(of).dump_python(decode(of, document), mode="json", by_alias=True)
+        assert again == document, path
+
+
+@pytest.fixture(scope="module")
+def answered() -> dict[str, Any]:
+    return ask()
+
+
+@pytest.mark.parametrize("question", [f"{method} {path} {json.dumps(body)}" for method, path, body in ASKED])
+def test_a_document_is_the_same_as_before(question: str, answered: dict[str, Any]) -> None:
+    recorded = json.loads(RECORDED.read_text())
+    assert answered[question] == recorded[question]
+
+
+if __name__ == "__main__":
+    RECORDED.write_text(json.dumps(ask(), indent=1) + "\n")

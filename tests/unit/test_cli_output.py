@@ -1,0 +1,77 @@
+"""What the command line prints for the documents in api_documents.json: the same as recorded in cli_output.txt.
+
+To write the record anew after an intended change, run `python -m tests.unit.test_cli_output` in the repository's root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+from urllib.parse import urlencode
+
+import pytest
+
+from multiverse.cli import render
+from multiverse.cli.main import app
+from multiverse.client import Client
+
+DOCUMENTS = json.loads(Path(__file__).with_name("api_documents.json").read_text())
+RECORDED = Path(__file__).with_name("cli_output.txt")
+
+COMMANDS = (
+    "status",
+    "status --json",
+    "repair --dry-run",
+    "jobs",
+    "jobs 8_1 --all",
+    "jobs --json",
+    "vms",
+    "vms --json",
+    "hosts",
+    "hosts --json",
+    "template list",
+    "template list --json",
+    "timeline 7",
+    "timeline 7 --events",
+    "timeline 7 --json",
+    "audit identity",
+    "audit identity --json",
+)
+
+
+def answer(_client: Client, method: str, path: str, *, params: dict[str, str] | None = None) -> Any:
+    """The recorded document for a question, whatever its other parameters."""
+    job = (params or {}).get("job")
+    asked = path + (f"?{urlencode({'job': job})}" if job else "")
+    return SimpleNamespace(json=lambda: json.loads(DOCUMENTS[f"{method} {asked} null"]["document"]))
+
+
+def printed(command: str) -> str:
+    out = io.StringIO()
+    with (
+        mock.patch.object(Client, "_ask", answer),
+        mock.patch.object(render.console, "_width", 160),
+        contextlib.redirect_stdout(out),
+    ):
+        status = app(command.split(), prog_name="multiverse", standalone_mode=False)
+    lines = "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
+    return f"$ multiverse {command}\n{lines}exit status {status or 0}\n\n"
+
+
+def recorded() -> dict[str, str]:
+    blocks = RECORDED.read_text().split("$ multiverse ")[1:]
+    return {block.splitlines()[0]: f"$ multiverse {block}" for block in blocks}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_prints_the_same_as_before(command: str) -> None:
+    assert printed(command) == recorded()[command]
+
+
+if __name__ == "__main__":
+    RECORDED.write_text("".join(printed(command) for command in COMMANDS))

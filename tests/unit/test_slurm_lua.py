@@ -1,0 +1,211 @@
+"""The submit script that a site installs: what it refuses, which offered nodes it gives to jobs, and its own errors."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from multiverse.config import Settings, SlurmSettings
+from multiverse.drivers.slurm import install
+from tests.unit.slurm_lua import install_scripts, needs_lua, rendered, run, submit
+
+pytestmark = needs_lua
+
+FAILED = "Multiverse could not check this job: ask an administrator to read slurmctld's log"
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Settings:
+    return Settings(slurm=SlurmSettings(conf=tmp_path / "slurm.conf", inbox=tmp_path / "inbox"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "answer"),
+    [
+        ("user_id = 1000, min_cpus = 1", "|0|mvgate"),
+        ("user_id = 1000, features = 'slim'", "|0|slim&mvgate"),
+        ("user_id = 1000, partition = 'other', features = 'a|b'", "|0|a|b"),
+        ("user_id = 0", "Multiverse runs no jobs of root: submit as a user, e.g. sbatch --uid=NAME|-1|nil"),
+        ("user_id = 1000, features = {}", f"{FAILED}|-1|"),
+        ("user_id = 1000, partition = 'vm', features = {}", f"{FAILED}|-1|"),
+        ("user_id = 1000, partition = 'other', features = {}", "|0|table"),  # an error blocks no other partition
+        ("user_id = 1000, num_tasks = 2, min_cpus = 2", "|mvgate|1-1"),  # without -N: one VM
+        ("user_id = 1000, num_tasks = 2, min_cpus = 2, ntasks_per_node = 1", "|mvgate|2-2"),
+        ("user_id = 1000, min_nodes = 2, max_nodes = 3, num_tasks = 4294967294", "|mvgate|2-2"),
+        ("user_id = 1000, min_nodes = 4", "|mvgate|4-4"),
+        ("user_id = 1000, min_nodes = 5", "request fewer nodes|-1"),
+        ("user_id = 1000, contiguous = 65534, req_switch = 4294967294, delay_boot = 4294967294", "|0|mvgate"),
+        ("user_id = 1000, contiguous = 1", "submit without --contiguous|-1"),
+        ("user_id = 1000, bitflags = 503316736", "--spread-job is not supported"),
+        *((f"user_id = 1000, bitflags = 2^{bit}", "without --gres-flags") for bit in (4, 19, 38, 39, 40)),
+        ("user_id = 1000, bitflags = 2^42 + 2^37 + 2^20 + 2^5", "|0|mvgate"),
+        ("user_id = 1000, bitflags = 2^41", "--stepmgr is not supported"),
+        ("user_id = 1000, min_mem_per_node = 0", "give the size with --mem"),
+        ("user_id = 1000, num_tasks = 3, min_cpus = 1", "--overcommit is not supported"),
+        ("user_id = 1000, partition = 'other', contiguous = 1, min_mem_per_node = 0", "|0|nil|nil-nil"),
+    ],
+)
+def test_a_job_is_sent_to_the_gate_or_refused_with_a_message(site: Settings, fields: str, answer: str) -> None:
+    said = submit(install_scripts(site), fields)
+    assert answer in said
+    assert ("error multiverse: " in said) == (FAILED in answer), "an error is logged"
+
+
+# --- offered nodes ---------------------------------------------------------------------------------
+
+
+OFFERED = """\
+mvab-1 mv_v1 warm 0 0 1 300 0
+mvab-2 mv_v2 slim 1 1 1 300 500
+mvab-3 mv_v3 slim 1 1 2 900 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("fields", "feature"),
+    [
+        ("min_cpus = 1", "mv_v2"),
+        ("min_cpus = 1, features = 'slim'", "slim&mv_v2"),
+        ("min_cpus = 1, features = 'slim&auto'", "slim&auto&mv_v2"),
+        ("min_cpus = 1, features = 'instant'", "instant&mv_v2"),
+        ("min_cpus = 1, features = 'warm&instant'", "warm&instant&mv_v1"),
+        ("min_cpus = 1, features = 'warm'", "warm&mvgate"),  # by default the site makes other kinds of clones
+        ("min_cpus = 1, features = 'full'", "full&mvgate"),
+        ("min_cpus = 1, features = 'slim&linked'", "slim&linked&mvgate"),
+        ("min_cpus = 1, min_mem_per_node = 300", "mv_v2"),
+        ("min_cpus = 1, min_mem_per_node = 301", "mvgate"),
+        ("min_cpus = 1, pn_min_tmp_disk = 500", "mv_v2"),
+        ("min_cpus = 1, pn_min_tmp_disk = 501", "mvgate"),
+        ("min_cpus = 2, num_tasks = 2", "mv_v3"),
+        ("min_cpus = 2, cpus_per_task = 2, min_mem_per_cpu = 450", "mv_v3"),
+        ("min_cpus = 2, cpus_per_task = 2, min_mem_per_cpu = 451", "mvgate"),
+        ("min_cpus = 2, min_nodes = 2", "mvgate"),
+        ("min_cpus = 1, priority = 0", "mvgate"),
+        ("min_cpus = 1, priority = 4294967294, begin_time = 0, dependency = ''", "mv_v2"),
+        ("min_cpus = 1, begin_time = os.time() + 60", "mvgate"),
+        ("min_cpus = 1, begin_time = os.time() - 60", "mv_v2"),
+        ("min_cpus = 1, dependency = 'afterok:7'", "mvgate"),
+        ("min_cpus = 1, array_inx = '1-2'", "mvgate"),
+        ("min_cpus = 1, licenses = 'matlab:1'", "mvgate"),
+        ("min_cpus = 1, features = 'instant&auto'", "instant&auto&mvgate"),
+    ],
+)
+def test_a_job_takes_an_offered_node_that_fits(site: Settings, fields: str, feature: str) -> None:
+    directory = install_scripts(site)
+    files = offer_nodes(site, int(time.time()) + 10)
+    assert f"|0|{feature}|" in submit(directory, f"user_id = 1000, {fields}")
+    tag = feature.rpartition("&")[2] if "mv_v" in feature else ""
+    taken = sorted(path.name for path in files.glob("taken.*"))
+    assert taken == ([f"taken.mvab-{tag[-1]}"] if tag else [])
+    assert len(list(files.glob("open.*"))) == 3 - len(taken)
+
+
+def test_a_node_is_taken_once_and_an_expired_or_damaged_list_is_ignored(site: Settings) -> None:
+    directory = install_scripts(site)
+    files = offer_nodes(site, int(time.time()) + 10)
+    assert "|0|mv_v2|" in submit(directory, "user_id = 1000, min_cpus = 1")
+    assert "|0|mvgate|" in submit(directory, "user_id = 1000, min_cpus = 1"), "the list still names the taken node"
+    (files / "taken.mvab-2").rename(files / "open.mvab-2")
+    for text in (f"{int(time.time()) - 1}\n{OFFERED}", "", "soon\nmv_v2\n", f"{int(time.time()) + 10}\nmv_v2 slim\n"):
+        (files / "list").write_text(text)
+        assert "|0|mvgate|" in submit(directory, "user_id = 1000, min_cpus = 1")
+
+
+@pytest.mark.parametrize(
+    ("partitions", "feature"),
+    [
+        ("vm = { state_up = 3, max_time = 60 }, vmrun = { state_up = 3, max_time = 60 }", "mv_v2"),
+        ("vm = { state_up = 1 }, vmrun = { state_up = 3 }", "mvgate"),  # jobs may be submitted but not start
+        ("vm = { state_up = 3 }, vmrun = { state_up = 1 }", "mvgate"),
+        ("vm = { state_up = 3, allow_groups = 'staff' }, vmrun = { state_up = 3 }", "mvgate"),
+        ("vm = { state_up = 3 }, vmrun = { state_up = 3, qos = 'short' }", "mvgate"),
+        ("vm = { state_up = 3 }", "mvgate"),  # the user may not use the run partition
+        ("vm = { state_up = 3, max_mem_per_cpu = 100 }, vmrun = { state_up = 3, max_mem_per_cpu = 100 }", "mvgate"),
+        ("vm = { state_up = 3, max_mem_per_cpu = 150 }, vmrun = { state_up = 3, max_mem_per_cpu = 150 }", "mv_v2"),
+    ],
+)
+def test_no_job_skips_a_gate_that_is_closed_or_has_rules_of_its_own(
+    site: Settings, partitions: str, feature: str
+) -> None:
+    directory = install_scripts(site)
+    offer_nodes(site, int(time.time()) + 10)
+    assert f"|0|{feature}|" in submit(directory, "user_id = 1000, min_cpus = 1", f"{{ {partitions} }}")
+
+
+def offer_nodes(site: Settings, valid_until: int) -> Path:
+    """Offer three nodes, as the daemon does; the directory of the files."""
+    files = site.slurm.inbox / "spares"
+    files.mkdir()
+    (files / "list").write_text(f"{valid_until}\n{OFFERED}")
+    for number in (1, 2, 3):
+        (files / f"open.mvab-{number}").touch()
+    return files
+
+
+# --- a script that is broken -----------------------------------------------------------------------
+
+
+# A site's own rules in both functions, below the head of the script that we install.
+_SITE_RULES = """
+function slurm_job_submit(job, partitions, uid)
+  if job.account == "closed" then slurm.log_user("%s", "this account is closed"); return slurm.ERROR end
+  return multiverse.submit(job, partitions, uid)
+end
+function slurm_job_modify(job, record, partitions, uid)
+  if job.account == "closed" then slurm.log_user("%s", "this account is closed"); return slurm.ERROR end
+  return multiverse.modify(job, record, partitions, uid)
+end
+return slurm.SUCCESS
+"""
+_CALL = """
+slurm = { SUCCESS = 0, ERROR = -1, log_user = function(f, ...) io.write(string.format(f, ...)) end,
+          log_error = function(f, ...) logged = true end }
+dofile("job_submit.lua")
+local parts = { vm = { flag_default = 1 }, other = { flag_default = 0 } }
+io.write("|", %s, "|", logged and "logged" or "")
+"""
+
+
+@pytest.mark.parametrize("own_rules", [False, True])
+@pytest.mark.parametrize("defect", ["none", "missing", "empty", "syntax", "site missing"])
+def test_a_broken_script_refuses_jobs_of_its_own_partitions_only(
+    site: Settings, tmp_path: Path, defect: str, own_rules: bool
+) -> None:
+    files = rendered(site)
+    if own_rules:
+        head, function, _ = files["job_submit.lua"].partition("\nfunction slurm_job_submit")
+        assert function
+        files["job_submit.lua"] = head + _SITE_RULES
+    install.write(files, tmp_path)
+    broken = tmp_path / ("multiverse_site.lua" if defect == "site missing" else "multiverse.lua")
+    if defect.endswith("missing"):
+        broken.unlink()
+    elif defect != "none":
+        broken.write_text("" if defect == "empty" else "local x = = 1")
+
+    def answer(call: str) -> str:
+        message, code, logged = run(tmp_path, _CALL % call).split("|")
+        assert (logged == "logged") == (defect != "none")
+        return f"{code} {message}".strip()
+
+    works = defect == "none"
+    refused = f"-1 {FAILED}"
+    for partition in ("partition = 'vm', ", "partition = 'other,vm', ", "partition = 'vmrun', ", ""):
+        said = answer(f"slurm_job_submit({{ {partition}user_id = 1000, min_cpus = 1 }}, parts, 1000)")
+        accepted = partition in ("partition = 'vm', ", "")
+        assert said == refused if not works else said.startswith("0" if accepted else "-1")
+    assert answer("slurm_job_submit({ partition = 'other', user_id = 1000 }, parts, 1000)") == "0"
+    record = "{ partition = 'vm', job_state = 0 }"
+    changed = answer(f"slurm_job_modify({{ features = 'x' }}, {record}, parts, 1000)")
+    assert changed == refused if not works else changed.startswith("-1") and "submit it again" in changed
+    assert answer(f"slurm_job_modify({{ features = 'x' }}, {record}, parts, 64)") == "0", (
+        "the controller may change jobs"
+    )
+    moved = answer("slurm_job_modify({ partition = 'vm' }, { partition = 'other' }, parts, 1000)")
+    assert moved == refused if not works else moved.startswith("-1 submit the job to partition vm")
+    assert answer("slurm_job_modify({ features = 'x' }, { partition = 'other' }, parts, 1000)") == "0"
+    for call in ("slurm_job_submit({ partition = 'other', account = 'closed' }, parts, 0)",
+                 "slurm_job_modify({ account = 'closed' }, { partition = 'other' }, parts, 0)"):  # fmt: skip
+        assert answer(call) == ("-1 this account is closed" if own_rules else "0")
