@@ -18,7 +18,6 @@ from multiverse.core.model import (
     JobState,
     NodeState,
     OfferState,
-    Seen,
     Size,
     Vm,
     VmCondition,
@@ -42,7 +41,6 @@ class SparesHarness(PlannerHarness):
 
     def __init__(self, pool: Pool = POOL) -> None:
         super().__init__(replace(POLICY, pools=(pool,)))
-        self.offers: dict[str, bool] | None = {}
         self.template()
         self.fill()
         self.fill()
@@ -58,13 +56,6 @@ class SparesHarness(PlannerHarness):
     @property
     def spare(self) -> Vm:
         return next(iter(self.rows.vms.values()))
-
-    def observe(self) -> None:
-        super().observe()
-        if self.world.scheduler is not None:
-            seen = self.world.scheduler
-            view = replace(seen.value, offers=None if self.offers is None else dict(self.offers))
-            self.world = replace(self.world, scheduler=Seen(view, seen.began))
 
     def taken(self, state: JobState = JobState.RUNNING) -> Attempt:
         """A job has taken the spare as it was submitted."""
