@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from multiverse.system import files
-from multiverse.system.locks import is_locked, locked_directory, locked_file, try_locked_file
+from multiverse.system.locks import is_locked, locked_directory, locked_file, try_locked_directory, try_locked_file
 from multiverse.system.processes import ProcessIdentity
 
 
@@ -40,6 +41,34 @@ def test_a_replacement_that_fails_leaves_the_old_file_and_no_temporary_one(tmp_p
     with pytest.raises(FileNotFoundError):
         files.replace(tmp_path / "missing/file", "x")
     assert [entry.name for entry in tmp_path.iterdir()] == ["directory"]
+
+
+@pytest.mark.parametrize("plant", [Path.symlink_to, Path.hardlink_to])
+def test_a_replacement_writes_to_no_file_in_its_way(tmp_path: Path, plant: Callable[[Path, Path], None]) -> None:
+    secret, shared = tmp_path / "secret", tmp_path / "shared"
+    secret.write_text("unchanged")
+    shared.mkdir()
+    for name in (f".list.{os.getpid()}-{threading.get_native_id()}.new", "list"):
+        plant(shared / name, secret)
+    files.replace(shared / "list", "new", mode=0o644)
+    assert secret.read_text() == "unchanged"
+    assert (shared / "list").read_text() == "new" and not (shared / "list").is_symlink()
+    assert [entry.name for entry in shared.iterdir()] == ["list"]
+
+
+def test_a_file_of_an_open_directory_is_replaced_even_after_the_directory_was_renamed(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    fd = os.open(tmp_path / "one", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        (tmp_path / "one").rename(tmp_path / "other")
+        files.replace(Path("file"), "new", dir_fd=fd)
+        (tmp_path / "other/directory").mkdir()
+        with pytest.raises(OSError):
+            files.replace(Path("directory"), "a directory is no file", dir_fd=fd)
+    finally:
+        os.close(fd)
+    assert (tmp_path / "other/file").read_text() == "new"
+    assert sorted(entry.name for entry in (tmp_path / "other").iterdir()) == ["directory", "file"]
 
 
 def test_concurrent_replacements_leave_one_whole_content(tmp_path: Path) -> None:
@@ -114,6 +143,15 @@ def test_a_directory_lock_is_not_had_without_the_directory(tmp_path: Path) -> No
         assert there and (tmp_path / "a/b").is_dir()
         with try_locked_file(tmp_path / "lock") as ours:
             assert ours
+
+
+def test_a_directory_lock_that_is_taken_is_not_waited_for(tmp_path: Path) -> None:
+    with try_locked_directory(tmp_path) as first, try_locked_directory(tmp_path) as second:
+        assert (first, second) == (True, False)
+    with try_locked_directory(tmp_path) as third:
+        assert third
+    with pytest.raises(FileNotFoundError), try_locked_directory(tmp_path / "none"):
+        pass
 
 
 def test_a_process_is_identified_by_pid_start_time_and_boot() -> None:
