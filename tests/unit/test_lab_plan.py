@@ -18,9 +18,11 @@ import pytest
 from multiverse import config
 from multiverse.cli.lab import chosen, mebibytes
 from multiverse.core.errors import Broken, Refused
-from multiverse.lab import configure, plan, process
-from multiverse.lab.layout import layout
+from multiverse.core.model import site_of, vm_name
+from multiverse.lab import configure, lifecycle, plan, process
+from multiverse.lab.layout import Layout, layout
 from multiverse.lab.plan import LabOptions, LabPlan
+from multiverse.system.locks import try_locked_directory
 
 PLAN = LabPlan(
     cores=8,
@@ -245,3 +247,19 @@ async def test_a_failed_start_is_reported_with_the_last_line_of_the_log(tmp_path
         await process.until(lambda: False, started, wanted, 10.0)
     with pytest.raises(Broken, match="cannot run"):
         process.start(process.DaemonCommand(["/nonexistent"], log), tmp_path / "record.json", "")
+
+
+# --- locks and names -------------------------------------------------------------------------------
+
+
+async def test_a_lab_that_another_command_uses_is_refused(tmp_path: Path) -> None:
+    where = Layout(tmp_path / "lab")
+    where.make()
+    with try_locked_directory(where.root), pytest.raises(Refused, match="another command"):
+        await lifecycle.down(where)
+    await lifecycle.down(where)
+
+
+def test_the_sites_of_a_labs_vms_are_read_from_their_names() -> None:
+    assert site_of(vm_name("ab12", 7)) == "ab12"
+    assert not any(site_of(name) for name in ("mvab-3.lock", ".t-1", "mvlab200", "x-3"))

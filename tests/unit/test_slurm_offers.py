@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -163,7 +164,8 @@ def test_no_symbolic_link_of_slurmctlds_user_is_followed(inbox: Path, tmp_path: 
     offer(one)
     secret = tmp_path / "secret"
     secret.write_text("unchanged")
-    for name in (".list.new", "list", f"open.{NODE}"):
+    temporary = f".list.{os.getpid()}-{threading.get_native_id()}.new"
+    for name in (temporary, "list", f"open.{NODE}"):
         (inbox / "spares" / name).unlink(missing_ok=True)
         (inbox / "spares" / name).symlink_to(secret)
     one.observe()

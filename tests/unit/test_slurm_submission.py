@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -110,7 +111,7 @@ async def test_an_unwritable_directory_is_reported_and_tried_again(tmp_path: Pat
 async def test_no_symbolic_link_is_followed(settings: Settings, file: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("unchanged")
-    for name in (file.name, f".{file.name}.new"):
+    for name in (file.name, f".{file.name}.{os.getpid()}-{threading.get_native_id()}.new"):
         (tmp_path / name).symlink_to(secret)
     await submission_file(settings).publish({"slim": SIZES})
     assert secret.read_text() == "unchanged" and not file.is_symlink()

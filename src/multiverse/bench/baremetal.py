@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from multiverse.system.processes import stat_fields
+
 
 def cost(job: str) -> tuple[float, float, float] | None:
     """CPU seconds, unique MiB and proportional MiB of the job's slurmstepd and its descendants; None if there is no
@@ -20,15 +22,8 @@ def cost(job: str) -> tuple[float, float, float] | None:
     return (sum(c[0] for c in costs), sum(c[1] for c in costs), sum(c[2] for c in costs)) if costs else None
 
 
-def _fields(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
 def _parent(pid: int) -> int | None:
-    fields = _fields(pid)
+    fields = stat_fields(pid)
     return int(fields[1]) if fields else None
 
 
@@ -41,7 +36,7 @@ def _command(pid: int) -> str:
 
 def _cost(pid: int) -> tuple[float, float, float] | None:
     """utime and stime of proc(5), with those of waited-for children; Private_* and Pss of smaps_rollup."""
-    fields = _fields(pid)
+    fields = stat_fields(pid)
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except OSError:

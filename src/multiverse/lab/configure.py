@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pwd
 import socket
 from pathlib import Path
@@ -17,6 +16,7 @@ from multiverse.drivers.slurm import install
 from multiverse.images.catalog import list_images
 from multiverse.lab.layout import Layout
 from multiverse.lab.plan import LabPlan, outermost
+from multiverse.system import files
 
 CLUSTER = "multiverse"
 MEMORY_PER_CPU = 150  # MiB: Slurm's DefMemPerCPU
@@ -54,10 +54,12 @@ def configure(where: Layout, plan: LabPlan) -> Settings:
     slurm = pwd.getpwnam(SLURM_USER)
     for name in ("slurm.conf", "ganesha.conf", "multiverse.toml"):
         _write(where.etc / name, environment.get_template(name).render(values))
-    _write(where.etc / "slurmdbd.conf", environment.get_template("slurmdbd.conf").render(values), 0o600, slurm.pw_uid)
+    database = environment.get_template("slurmdbd.conf").render(values)
+    files.replace(where.etc / "slurmdbd.conf", database, mode=0o600, uid=slurm.pw_uid)
     _write(where.etc / "plugstack.conf", "")
     _write(where.etc / "cgroup.conf", "CgroupAutomount=no\n")
-    _write(where.etc / "mail", f"#!/bin/sh\n{{ echo \"$@\"; cat; }} >> '{where.slurmctld}/mail'\n", 0o755)
+    mail = f"#!/bin/sh\n{{ echo \"$@\"; cat; }} >> '{where.slurmctld}/mail'\n"
+    files.replace(where.etc / "mail", mail, mode=0o755, uid=0)
     own = where.etc / "site.conf"
     if not own.exists() or not own.stat().st_size:  # Slurm's commands print a warning for an empty file
         _write(own, "# Your own settings for this lab's Slurm. `multiverse lab up` does not change this file.\n")
@@ -99,13 +101,8 @@ def _site(settings: Settings, plan: LabPlan, slurm_uid: int) -> install.Site:
     )
 
 
-def _write(path: Path, content: str, mode: int = 0o644, owner: int = 0) -> None:
-    beside = path.with_name(f".{path.name}.new")
-    beside.touch(mode=0o600)
-    os.chown(beside, owner, -1)
-    beside.write_text(content)
-    beside.chmod(mode)
-    beside.replace(path)
+def _write(path: Path, content: str) -> None:
+    files.replace(path, content, mode=0o644, uid=0)
 
 
 def environment(where: Layout) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pyroute2 import IPRoute
 
 from multiverse.core.errors import Broken, Exhausted, Refused
 from multiverse.lab.layout import Layout
+from multiverse.system import files
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +88,7 @@ def decide(where: Layout, options: LabOptions) -> LabPlan:
         shares=tuple(shares),
         settings=plan.settings if options.settings is None else options.settings,
     )
-    temporary = where.state.with_suffix(".new")
-    temporary.write_text(json.dumps(asdict(plan), indent=2) + "\n")
-    temporary.chmod(0o644)
-    temporary.replace(where.state)
+    files.replace(where.state, json.dumps(asdict(plan), indent=2) + "\n", mode=0o644)
     return plan
 
 

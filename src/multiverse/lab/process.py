@@ -16,16 +16,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from multiverse.core.errors import Broken
+from multiverse.system import files
+from multiverse.system.processes import ProcessIdentity
 
 _INTERVAL = 0.02  # seconds between two attempts to connect to a starting daemon
 
 
 @dataclass(frozen=True, slots=True)
 class RunningDaemon:
-    """A process that was started here.
+    """A process that was started here. The names of the fields are those of the record file.
 
-    `born` is its start time in clock ticks since boot: a pid alone is reused. `digest` is that of its configuration.
-    `since` is Unix time.
+    `born` is its start time in clock ticks since the boot `boot`. `digest` is that of its configuration. `since` is
+    Unix time.
     """
 
     pid: int
@@ -34,9 +36,13 @@ class RunningDaemon:
     digest: str
     since: float
 
+    @property
+    def identity(self) -> ProcessIdentity:
+        return ProcessIdentity(self.pid, self.born, self.boot)
+
     def alive(self) -> bool:
         """Whether this very process still runs."""
-        return self.boot == _boot_id() and _born(self.pid) == self.born
+        return self.identity.is_alive()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +55,6 @@ class DaemonCommand:
     env: Mapping[str, str] = field(default_factory=dict)
     umask: int = 0o022
     log_mode: int = 0o644
-
-
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def _born(pid: int) -> int | None:
-    """Field 22 of stat in proc(5); None for a process that has ended, reaped or not."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def recorded(record: Path) -> RunningDaemon | None:
@@ -98,11 +90,9 @@ def start(command: DaemonCommand, record: Path, digest: str) -> subprocess.Popen
             raise Broken(
                 f"cannot run {command.argv[0]}: {error.strerror}", hint="install the lab's packages: make setup"
             ) from error
-    running = RunningDaemon(process.pid, _born(process.pid) or 0, _boot_id(), digest, time.time())
-    beside = record.with_suffix(".new")
-    beside.write_text(json.dumps(asdict(running)))
-    beside.chmod(0o644)
-    beside.replace(record)
+    started = ProcessIdentity.of(process.pid)
+    running = RunningDaemon(started.pid, started.started, started.boot_id, digest, time.time())
+    files.replace(record, json.dumps(asdict(running)), mode=0o644)
     return process
 
 
@@ -131,12 +121,10 @@ async def until(
 
 async def stop(running: RunningDaemon, grace: float) -> None:
     """Terminate a process, and kill it after `grace` seconds. Returns when it has ended, at once if it had ended."""
-    try:
-        handle = os.pidfd_open(running.pid)
-    except ProcessLookupError:
+    handle = running.identity.open()
+    if handle is None:
         return
     try:
-        # Compare the start time after the pidfd was opened: the pidfd never refers to another process.
         for sent, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, 10.0)):
             if not running.alive():
                 return

@@ -22,6 +22,7 @@ from multiverse.lab.configure import CLUSTER, SLURM_USER, environment
 from multiverse.lab.layout import Layout
 from multiverse.lab.plan import LabPlan
 from multiverse.lab.process import DaemonCommand, RunningDaemon
+from multiverse.system import files
 
 _MYSQL_USER = "mysql"
 
@@ -132,13 +133,9 @@ def _prepare_munge(lab: Lab) -> None:
     _directory(where.munge, "munge", 0o755)
     where.munge_socket.unlink(missing_ok=True)
     if not where.munge_key.exists():
-        beside = where.munge_key.with_suffix(".new")
-        beside.touch(mode=0o600)
-        beside.write_bytes(secrets.token_bytes(128))
         account = pwd.getpwnam("munge")
-        os.chown(beside, account.pw_uid, account.pw_gid)
-        beside.chmod(0o400)
-        beside.replace(where.munge_key)
+        key = secrets.token_bytes(128)
+        files.replace(where.munge_key, key, mode=0o400, uid=account.pw_uid, gid=account.pw_gid)
 
 
 def _munged(lab: Lab) -> DaemonCommand:

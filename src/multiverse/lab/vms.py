@@ -8,7 +8,7 @@ from pathlib import Path
 
 from multiverse import config
 from multiverse.config import Settings
-from multiverse.core.model import VmRef
+from multiverse.core.model import VmRef, site_of
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.lab.layout import Layout
 
@@ -31,8 +31,7 @@ async def destroy_all(where: Layout) -> int:
 def _sites(settings: Settings) -> list[str]:
     """The sites in the names of the lab's VMs; at least one, because templates have no site."""
     names = [name for place in (settings.qemu.vms, settings.qemu.run) for name in _entries(place)]
-    found = {name[2:].partition("-")[0] for name in names if name.startswith("mv") and "-" in name}
-    return sorted(found) or ["lab"]
+    return sorted({site_of(name) for name in names} - {""}) or ["lab"]
 
 
 def _entries(place: Path) -> list[str]:

@@ -23,7 +23,7 @@ from multiverse.core.model.job import (
     SchedulerView,
 )
 from multiverse.core.model.keys import Key, RowKind
-from multiverse.core.model.names import mac_of, machine_id, serial_of, token_of, vm_name, vm_prefix
+from multiverse.core.model.names import mac_of, machine_id, serial_of, site_of, token_of, vm_name, vm_prefix
 from multiverse.core.model.offer import Offer, OfferState
 from multiverse.core.model.sizes import CloneKind, Depth, Size
 from multiverse.core.model.template import Template, TemplateCondition, TemplateKey, TemplateSeen, TemplateState
@@ -98,6 +98,7 @@ __all__ = [
     "mac_of",
     "machine_id",
     "serial_of",
+    "site_of",
     "token_of",
     "vm_name",
     "vm_prefix",

@@ -16,6 +16,12 @@ def vm_prefix(site: str) -> str:
     return f"mv{site}-"
 
 
+def site_of(name: str) -> str:
+    """The site in a VM's name; empty if it is not the name of a VM."""
+    head, _, serial = name.rpartition("-")
+    return head.removeprefix("mv") if head.startswith("mv") and serial.isdigit() else ""
+
+
 def serial_of(name: str) -> int:
     """The serial in a VM's name; 0 if it has none."""
     tail = name.rpartition("-")[2]

@@ -12,6 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from multiverse.config import Settings
 from multiverse.core.errors import Refused
 from multiverse.core.model import CloneKind, Size
+from multiverse.system import files
 
 GATE_NODE = "mvgate"
 NODE_SET = "mvvms"
@@ -78,13 +79,10 @@ def render(settings: Settings, site: Site) -> dict[str, str]:
     return {name: environment.get_template(_TEMPLATES.get(name, name)).render(values) for name in FILES}
 
 
-def write(files: dict[str, str], directory: Path) -> None:
+def write(rendered: dict[str, str], directory: Path) -> None:
     """Write rendered files. Each file is replaced as a whole."""
-    for name, content in files.items():
-        temporary = directory / f".{name}.new"
-        temporary.write_text(content)
-        temporary.chmod(FILES.get(name, 0o644))
-        temporary.replace(directory / name)
+    for name, content in rendered.items():
+        files.replace(directory / name, content, mode=FILES.get(name, 0o644))
 
 
 def make_inbox(inbox: Path, slurm_uid: int) -> None:

@@ -21,17 +21,18 @@ import os
 import re
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from multiverse.config import Settings
 from multiverse.core.errors import Exhausted, Unknown
-from multiverse.core.model import CloneKind, NodeSpec
+from multiverse.core.model import CloneKind, NodeSpec, vm_prefix
 from multiverse.drivers.slurm.bootstrap import may_be_offered
-from multiverse.drivers.slurm.shared_file import CREATE, replace_file, unlink
+from multiverse.system import files
 
 DIRECTORY = "spares"
 _LIST = "list"
+_CREATE = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class SlurmOffers:
@@ -58,7 +59,7 @@ class OfferFiles:
 
     def __init__(self, inbox: Path, site: str, term: float) -> None:
         self._inbox = inbox
-        self._name = re.compile(rf"(open|taken)\.(mv{re.escape(site)}-\d{{1,18}})")
+        self._name = re.compile(rf"(open|taken)\.({re.escape(vm_prefix(site))}\d{{1,18}})")
         self._term = term
         self._lines: dict[str, str] = {}  # by node, of those that this process offered
         self._observed: dict[str, bool] | None = None
@@ -76,7 +77,7 @@ class OfferFiles:
                 accepts = f"{node.image} {int(any_image)} {int(any_kind)}"
                 self._lines[node.name] = f"{node.name} {node.tag} {accepts} {size.cpus} {size.memory} {size.disk}\n"
                 if self._first_time(directory, node.name):
-                    os.close(os.open(f"open.{node.name}", CREATE, 0o600, dir_fd=directory))
+                    os.close(os.open(f"open.{node.name}", _CREATE, 0o600, dir_fd=directory))
                     self._write_list(directory, [*self._listed[0], self._lines[node.name]])
                     self._observed = {**(self._observed or {}), node.name: False}
         except OSError as error:
@@ -87,7 +88,7 @@ class OfferFiles:
         try:
             with self._directory(make=True) as directory:
                 self._first_time(directory, node)
-                unlink(directory, f"open.{node}")
+                _unlink(directory, f"open.{node}")
         except OSError as error:
             raise self._unwritable(error) from error
 
@@ -160,24 +161,31 @@ class OfferFiles:
     def _first_time(self, directory: int, node: str) -> bool:
         """Record that this node was offered or withdrawn; False if that had been recorded before."""
         try:
-            os.close(os.open(f"made.{node}", CREATE, 0o600, dir_fd=directory))
+            os.close(os.open(f"made.{node}", _CREATE, 0o600, dir_fd=directory))
         except FileExistsError:
             return False
         return True
 
     def _write_list(self, directory: int, lines: list[str]) -> None:
         valid_until = time.time() + self._term
-        replace_file(directory, _LIST, "".join([f"{int(valid_until)}\n", *lines]))
+        content = "".join([f"{int(valid_until)}\n", *lines])
+        files.replace(Path(_LIST), content, mode=0o644, dir_fd=directory)  # slurmctld's user reads it
         self._listed = (lines, valid_until)
 
     def _remove(self, *names: str) -> None:
         try:
             with self._directory() as directory:
                 for name in names:
-                    unlink(directory, name)
+                    _unlink(directory, name)
         except OSError:
             return
 
     def _unwritable(self, error: OSError) -> Exhausted:
         path = self._inbox / DIRECTORY
         return Exhausted(f"cannot offer spares in {path}: {error.strerror}", hint="check slurm.inbox in the settings")
+
+
+def _unlink(directory: int, name: str) -> None:
+    """Remove a file from the open directory, if it is there."""
+    with suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=directory)

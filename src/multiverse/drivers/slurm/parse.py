@@ -21,6 +21,7 @@ from multiverse.core.model import (
     NodeState,
     Request,
     Size,
+    vm_prefix,
 )
 
 Record = Mapping[str, Any]
@@ -329,7 +330,7 @@ def _problem(record: Record, own: tuple[str, ...], names: SiteNames) -> str:
 
 def nodes(records: Iterable[Record], names: SiteNames) -> dict[str, Node]:
     """The dynamic nodes of the site, by name."""
-    mine = (r for r in records if str(r["name"]).startswith(f"mv{names.site}-"))
+    mine = (r for r in records if str(r["name"]).startswith(vm_prefix(names.site)))
     return {str(r["name"]): _node(r) for r in mine}
 
 

@@ -12,16 +12,15 @@ multiverse.lua refuses nothing by a file that is missing, that is no longer vali
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from multiverse.core.errors import Exhausted
 from multiverse.core.model import Size
-from multiverse.drivers.slurm.shared_file import replace_file
+from multiverse.system import files
 
 _VERSION = 1
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")  # a name that cannot break the format
@@ -80,15 +79,5 @@ class SubmissionFile:
         assert self._lines is not None, "nothing is written before something was published"
         valid_until = time.time() + self._term
         content = "\n".join([f"{_VERSION} {int(valid_until)}", *self._lines]) + "\n"
-        with _opened(self._path.parent) as directory:
-            replace_file(directory, self._path.name, content)
+        files.replace(self._path, content, mode=0o644)  # slurmctld's user reads it
         self._valid_until = valid_until
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield directory
-    finally:
-        os.close(directory)
