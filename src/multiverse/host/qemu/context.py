@@ -57,7 +57,7 @@ class QemuHostConfig:
     tb_size: int = 0
 
 
-class StageTimer:
+class VmStageTimer:
     """Measures stages that follow each other."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from multiverse.guest.protocol import HELLO
 from multiverse.host import disks, manifest
 from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.qemu import templates
-from multiverse.host.qemu.context import HostContext, StageTimer
+from multiverse.host.qemu.context import HostContext, VmStageTimer
 from multiverse.host.qemu.machine import QemuMachine
 from multiverse.host.qemu.removal import clear_home, kill_qemu
 from multiverse.host.qemu.session import Launch, Paths, QemuSession
@@ -48,7 +48,7 @@ def create(host: HostContext, spec: Specification) -> list[Stage]:
     host.check_name(spec.name)
     spec.check()
     host.uids.check()
-    timer = StageTimer()
+    timer = VmStageTimer()
     paths = host.paths(spec.name)
     try:
         with manifest.locked(paths.home, create=True):
@@ -100,7 +100,7 @@ def _check_same(spec: Specification, known: Manifest) -> None:
         )
 
 
-def _create(host: HostContext, spec: Specification, paths: Paths, timer: StageTimer) -> QemuSession:
+def _create(host: HostContext, spec: Specification, paths: Paths, timer: VmStageTimer) -> QemuSession:
     image = host.image(spec.image)
     template = host.template_for(spec) if spec.kind is CloneKind.INSTANT else None
     try:
@@ -154,7 +154,7 @@ def _make_disk(spec: Specification, paths: Paths, image: Image, template: Frozen
     return paths.overlay, "overlay"
 
 
-def _launch(host: HostContext, spec: Specification, parts: _Parts, timer: StageTimer) -> QemuSession:
+def _launch(host: HostContext, spec: Specification, parts: _Parts, timer: VmStageTimer) -> QemuSession:
     paths, machine, template, user = host.paths(spec.name), parts.machine, parts.template, parts.user
     record = parts.record
     if user is not None:

@@ -10,7 +10,7 @@ from multiverse.core.model import CloneKind, Identity, Size, Stage
 from multiverse.guest.protocol import HELLO, Report, identity_message
 from multiverse.host import manifest, tap
 from multiverse.host.manifest import Manifest, VmPhase
-from multiverse.host.qemu.context import HostContext, StageTimer
+from multiverse.host.qemu.context import HostContext, VmStageTimer
 from multiverse.host.qemu.hotplug import memory_to_plug, plug
 from multiverse.host.qemu.session import QemuSession
 from multiverse.host.qemu.templates import BOOT_TIMEOUT
@@ -28,7 +28,7 @@ def start(host: HostContext, name: str, size: Size, identity: Identity) -> list[
     if it does not answer.
     """
     host.check_name(name)
-    timer = StageTimer()
+    timer = VmStageTimer()
     home = host.paths(name).home
     with manifest.locked(home, create=False) as there:
         known = _startable(name, manifest.read(home) if there else None, identity)
@@ -99,7 +99,7 @@ def _join_network(host: HostContext, known: Manifest, identity: Identity) -> Man
     return joined
 
 
-def _wake(session: QemuSession, message: Callable[[], bytes], timer: StageTimer) -> Report:
+def _wake(session: QemuSession, message: Callable[[], bytes], timer: VmStageTimer) -> Report:
     """Let a restored guest run. Its identity waits in the channel when it wakes."""
     rest = session.channel.queue(message())
     session.monitor.execute("cont")
@@ -107,7 +107,7 @@ def _wake(session: QemuSession, message: Callable[[], bytes], timer: StageTimer)
     return _until_started(session, timer)
 
 
-def _boot_or_resume(session: QemuSession, message: Callable[[], bytes], timer: StageTimer, stage: str) -> Report:
+def _boot_or_resume(session: QemuSession, message: Callable[[], bytes], timer: VmStageTimer, stage: str) -> Report:
     """Let a guest run that boots first, or that may have been sent its identity before: it is asked how far it is."""
     session.monitor.execute("cont")
     session.channel.send(HELLO, _WAKE_TIMEOUT)
@@ -121,7 +121,7 @@ def _boot_or_resume(session: QemuSession, message: Callable[[], bytes], timer: S
     return _until_started(session, timer)
 
 
-def _until_started(session: QemuSession, timer: StageTimer) -> Report:
+def _until_started(session: QemuSession, timer: VmStageTimer) -> Report:
     session.channel.expect(frozenset({"forked"}), _WAKE_TIMEOUT)
     timer("first_byte")
     return session.channel.expect(frozenset({"started"}), _START_TIMEOUT)
