@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -43,17 +44,29 @@ H1 = Host("h1", Size(4, 8192, 65536), frozenset({"instant"}), images=IMAGES)
 DEAD, RUNNING = VmCondition.DEAD, VmCondition.RUNNING
 
 
-def decided(*some: Row, jobs: tuple[Job, ...] = (), seen: VmCondition | None = None, why: str = "",
-            node: Node | None = None, effect_ended_at: dict[Key, float] | None = None, at: float = NOW,
-            scheduler: bool = True, built: bool = True) -> list[Change]:  # fmt: skip
-    """The changes of one pass in which the first VM is shown so, on a host in sight."""
+@dataclass(frozen=True)
+class Shown:
+    """What both sides show of the first VM, its node and its template, observed at `at`. `seen` None: no VM."""
+
+    seen: VmCondition | None = None
+    why: str = ""
+    node: Node | None = None
+    at: float = NOW
+    scheduler: bool = True
+    built: bool = True
+
+
+def decided(
+    *some: Row, jobs: tuple[Job, ...] = (), effect_ended_at: dict[Key, float] | None = None, **shown: Any
+) -> list[Change]:
+    """The changes of one pass on these rows. The other arguments are those of `Shown`."""
+    one = Shown(**shown)
     name = "mvtest0-1"
-    vms = {name: VmSeen(name, "h1", seen, why)} if seen else {}
+    vms = {name: VmSeen(name, "h1", one.seen, one.why)} if one.seen else {}
     frozen = TemplateSeen("t", "h1", "slim", TemplateCondition.READY, Size(1, 256))
-    view = SchedulerView({job.ref.job_id: job for job in jobs}, {name: node} if node else {})
-    templates = {frozen.which: frozen} if built else {}
-    shown = view if scheduler else None
-    world = world_of(shown, HypervisorView({"h1": H1}, vms, templates), at, effect_ended_at=effect_ended_at or {})
+    view = SchedulerView({job.ref.job_id: job for job in jobs}, {name: one.node} if one.node else {})
+    hypervisor = HypervisorView({"h1": H1}, vms, {frozen.which: frozen} if one.built else {})
+    world = world_of(view if one.scheduler else None, hypervisor, one.at, effect_ended_at=effect_ended_at or {})
     return changes_of(plan(state(*some, now=NOW), world, [], NOW, POLICY))
 
 
