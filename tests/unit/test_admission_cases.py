@@ -316,6 +316,12 @@ def test_a_revoked_attempt_ends_as_revoked() -> None:
     assert (change.row.state, change.row.outcome, change.row.reason) == (A.REVOKING, "revoked", "two partitions")
 
 
+def test_an_admitted_attempt_keeps_no_reason_for_waiting() -> None:
+    changes = Scenario(attempt={"note": "waiting for a turn"}).admit().changes
+    (admitted_,) = [c.row for c in changes if isinstance(c.row, Attempt)]
+    assert (admitted_.state, admitted_.note) == (A.CLAIMED, "") and admitted_.choice.startswith("instant on h1")
+
+
 def test_a_fenced_host_gives_a_job_that_is_too_large_no_hope() -> None:
     scenario = Scenario(known=["h1", "h2"], fenced=["h2"])
     job_is_too_large(scenario)
