@@ -142,6 +142,7 @@ class Scenario:
     paced: dict[tuple[str, str, CloneKind], float] = field(default_factory=dict)
     behind: list[Attempt] = field(default_factory=list)
     fenced: list[str] = field(default_factory=list)
+    next_job: dict[str, object] = field(default_factory=dict)  # what the scheduler shows of job 6
 
     def admit(self) -> Outcomes:
         values: dict[str, object] = {"request": self.request, "since": NOW - 50, **self.attempt}
@@ -155,6 +156,8 @@ class Scenario:
         jobs = {one.job.job_id: Job(one.job, "hello", 1000, JobState.PENDING, one.request, rank=one.id)
                 for one in waiting}  # fmt: skip
         jobs["5"] = replace(jobs["5"], **self.job)  # type: ignore[arg-type]
+        if "6" in jobs:
+            jobs["6"] = replace(jobs["6"], **self.next_job)  # type: ignore[arg-type]
         joined = [one for one in self.rows if isinstance(one, Vm) and one.state is V.JOINED]
         world = world_of(
             SchedulerView(jobs, {one.name: Node(one.name, NodeState.IDLE) for one in joined}, self.limits),
@@ -408,6 +411,44 @@ def test_these_cases_block_the_jobs_behind(case: Case, blockage: Blockage) -> No
     without = alone.admit().of(6)
     assert without != outcomes.of(6), "while the first job is held, the other one is considered for itself"
     assert without[0] is Event.ADMITTED or case is template_lacks_room
+
+
+@pytest.mark.parametrize("case", [template_is_missing, pace_is_used_up, host_lacks_one_cpu, subnet_lacks_one_address])
+def test_a_job_that_waits_uses_up_no_limit(case: Case) -> None:
+    scenario = Scenario(behind=[NEXT], limits={"jobs": 1})
+    scenario.job["uses"] = scenario.next_job["uses"] = (("jobs", 1),)
+    case(scenario)
+    assert "held back" not in scenario.admit().of(6)[1]
+    job_is_held(scenario)
+    scenario.limits["jobs"] = 0
+    assert scenario.admit().of(6) == (Event.NOTED, "held back by jobs")
+
+
+def test_a_broken_template_in_its_back_off_is_named_with_its_reason() -> None:
+    broken = template(T.BROKEN, tries=1, since=NOW, reason="the image does not boot")
+    outcomes = Scenario(templates=[broken], behind=[NEXT]).admit()
+    assert outcomes.of(5) == (
+        Event.NOTED, "the template of image slim is broken on h1: the image does not boot"
+    )  # fmt: skip
+    assert outcomes.of(6)[0] is Event.ADMITTED
+
+
+def test_an_earlier_run_counts_whatever_the_number_of_its_attempt() -> None:
+    scenario = Scenario(attempt={"restarts": 1})
+    scenario.rows += [attempt(A.RECLAIMING, id=9, job="5", outcome="requeued"), vm(V.LOST, attempt=9, host="h2")]
+    assert "its earlier run may go on" in scenario.admit().of(5)[1]
+
+
+def test_a_job_waits_for_the_pace_of_the_host_that_is_free_first() -> None:
+    both = [template(T.READY, id=n, host=f"h{n}") for n in (1, 2)]
+    asks = queued(5, nodes=2)
+    here = state(asks, *both, known=["h1", "h2"], now=NOW)
+    here.paced = {("h1", "slim", CloneKind.INSTANT): NOW + 60, ("h2", "slim", CloneKind.INSTANT): NOW + 30}
+    view = HypervisorView({"h1": host(), "h2": host("h2")}, {}, as_ready(both))
+    job = Job(asks.job, "hello", 1000, JobState.PENDING, asks.request)
+    policy = replace(EAGER, rates={CloneKind.INSTANT: 0.25})
+    admit(Context(here, world_of(SchedulerView({"5": job}), view, NOW), policy))
+    assert dict(here.waiting) == {("h2", "slim", CloneKind.INSTANT): 2}
 
 
 # --- case 8: joined spares that are on offer --------------------------------------------------------
