@@ -170,8 +170,7 @@ async def test_processes_beside_each_other_and_the_driver_never_take_the_same(
         for name in seen:
             await hypervisor.destroy(VmRef(name), 0)
             assert lab.remains(name) == []
-        hidden = [path for path in few.qemu.vms.rglob("*") if path.is_symlink()]
-        assert hidden == [], "nothing is reserved any more"
+        assert {path.name for path in few.qemu.vms.iterdir()} == {".lock"}
     finally:
         for process in processes.values():
             process.kill()
@@ -200,17 +199,15 @@ def check_distinct(lab: Lab, parties: dict[str, list[Specification]], came: dict
 
 
 async def test_a_vm_of_an_earlier_release_goes_on(lab: Lab, settings: Settings) -> None:
-    """Its manifest has no token, and its MAC and address are reserved nowhere."""
+    """Its manifest has no token, and its uid is reserved by a link."""
     spec = lab.spec()
     await lab.started(spec)
     home = settings.qemu.vms / spec.name
     raw = json.loads((home / manifest.FILE).read_text())
     del raw["token"]
     (home / manifest.FILE).write_text(json.dumps(raw))
-    for directory in (".macs", ".addresses"):
-        for link in (settings.qemu.vms / directory).iterdir():
-            link.unlink()
-        (settings.qemu.vms / directory).rmdir()
+    (settings.qemu.vms / ".uids").mkdir()
+    (settings.qemu.vms / ".uids" / str(raw["uid"])).symlink_to(spec.name)
     lab.hypervisor.close()
     lab.hypervisor = QemuHypervisor(settings, SITE)
     assert await lab.condition(spec.name) is VmCondition.RUNNING
@@ -220,3 +217,4 @@ async def test_a_vm_of_an_earlier_release_goes_on(lab: Lab, settings: Settings) 
         await lab.hypervisor.create(replace(lab.spec(), mac=spec.mac))
     await lab.hypervisor.destroy(VmRef(spec.name), 2.0)
     assert lab.remains(spec.name) == []
+    assert not (settings.qemu.vms / ".uids").exists()

@@ -112,7 +112,7 @@ async def test_a_qemu_has_a_user_of_its_own_and_no_privilege(lab: Lab) -> None:
     assert (about["NoNewPrivs"], about["Seccomp"]) == ("1", "2")
     await lab.hypervisor.destroy(VmRef(one.name), 0)
     await lab.hypervisor.destroy(VmRef(two.name), 0)
-    assert not list((lab.settings.qemu.vms / ".uids").iterdir())
+    assert [path.name for path in lab.settings.qemu.vms.iterdir()] == [".lock"]
 
 
 async def test_no_descriptor_of_a_clone_can_write_to_its_template(lab: Lab) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,58 +12,50 @@ from pathlib import Path
 import pytest
 
 from multiverse.core.errors import Exhausted, Gone, Refused
-from multiverse.host import process
+from multiverse.core.model import CloneKind
+from multiverse.host import manifest, process
 from multiverse.host.cgroups import Cgroups
 from multiverse.host.firewall import Firewall
+from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.memfd import SealedMemory
-from multiverse.host.reservations import Reservations, Resource
+from multiverse.host.registry import VmRegistry
 from multiverse.host.uids import UidPool
 
 
-def pool(vms: Path) -> UidPool:
-    return UidPool(Reservations(vms), 1000, 4)
+def exists(vms: Path, name: str, uid: int) -> None:
+    """Let a VM with that uid exist, as far as the disk tells."""
+    (vms / name).mkdir()
+    manifest.write(vms / name, Manifest(name, CloneKind.LINKED, VmPhase.PARKED, f"mac of {name}", 1, 256, uid=uid))
 
 
-def allocate(uids: UidPool, name: str) -> int:
-    user = uids.allocate(name)
+def allocate(vms: Path, name: str) -> int:
+    registry = VmRegistry(vms)
+    registry.refresh()
+    user = UidPool(1000, 4).allocate(name, registry)
     assert user is not None
     return user.uid
 
 
-def test_each_vm_has_a_uid_of_its_own_until_it_is_released(tmp_path: Path) -> None:
-    uids, names = pool(tmp_path), ("mva-1", "mva-2", "mva-4", "mva-3")
-    for name in names:
-        (tmp_path / name).mkdir()
-    taken = {name: allocate(uids, name) for name in names[:3]}  # the search for the third wraps around
+def test_each_vm_has_a_uid_of_its_own_until_it_is_gone(tmp_path: Path) -> None:
+    taken = {}
+    for name in ("mva-1", "mva-2", "mva-4"):  # the search for the third wraps around
+        taken[name] = allocate(tmp_path, name)
+        exists(tmp_path, name, taken[name])
     assert set(taken.values()) == {1001, 1002, 1003}
-    assert {name: allocate(pool(tmp_path), name) for name in taken} == taken
+    assert {name: allocate(tmp_path, name) for name in taken} == taken
     with pytest.raises(Exhausted):
-        uids.allocate("mva-3")
-    reservations = Reservations(tmp_path)
-    reservations.release("mva-1", Resource.UID, str(taken["mva-2"]))  # another VM's is not released
-    with pytest.raises(Exhausted):
-        uids.allocate("mva-3")
-    for _ in range(2):
-        reservations.release("mva-1", Resource.UID)
-    assert allocate(uids, "mva-3") == taken["mva-1"]
-
-
-def test_the_uid_of_a_vm_whose_directory_was_removed_is_free(tmp_path: Path) -> None:
-    uids = pool(tmp_path)
-    for name in ("mva-1", "mva-4"):  # both search from the same uid on
-        (tmp_path / name).mkdir()
-    first = allocate(uids, "mva-1")
-    (tmp_path / "mva-1").rmdir()
-    assert allocate(uids, "mva-4") == first
+        allocate(tmp_path, "mva-3")
+    shutil.rmtree(tmp_path / "mva-1")
+    assert allocate(tmp_path, "mva-3") == taken["mva-1"]
 
 
 def test_without_uids_every_qemu_runs_as_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    none = UidPool(Reservations(tmp_path), 0, 0)
+    none = UidPool(0, 0)
     none.check()
-    assert none.allocate("mva-1") is None and none.template_user is None
+    assert none.allocate("mva-1", VmRegistry(tmp_path)) is None and none.template_user is None
     with pytest.raises(Refused, match=r"not root.*uids"):
-        pool(tmp_path).check()
+        UidPool(1000, 4).check()
 
 
 def test_sealed_memory_equals_its_file_and_cannot_be_written(tmp_path: Path) -> None:

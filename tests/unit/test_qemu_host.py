@@ -243,6 +243,9 @@ def test_an_observation_measures_a_vm_and_truncates_its_console(tmp_path: Path, 
     manifest.write(home, facts)
     (home / "console.log").write_bytes(b"x" * ((1 << 20) + 1))
     try:
+        deadline = time.monotonic() + 5
+        while not min(process.resident_memory(one.pid)) and time.monotonic() < deadline:
+            time.sleep(0.01)  # it has not been executed yet
         view = asyncio.run(host.observe())
         seen = view.vms[home.name]
         assert 0 < seen.private < 64 and 0 < seen.shared < 64

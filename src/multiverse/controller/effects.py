@@ -263,7 +263,7 @@ class Effects:
                 await self._scheduler.explain(job, effect.text)
             case EffectKind.PIN:
                 await self._add_user(attempt)
-                nodes = [vm.name for vm in self._around.state.vms_of(attempt)]
+                nodes = [vm.name for vm in self._around.state.serving_vms_of(attempt)]
                 await self._scheduler.pin(job, attempt.feature, nodes, effect.text)
             case EffectKind.REQUEUE:
                 await self._scheduler.requeue(job)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -132,7 +133,7 @@ def _hierarchies(mounts: Path) -> list[Hierarchy]:
 
 
 def _is_usable(hierarchy: Hierarchy) -> bool:
-    probe = f"probe-{os.getpid()}"  # other processes may be probing too
+    probe = f"probe-{os.getpid()}-{threading.get_native_id()}"  # others may be probing too
     try:
         group = hierarchy.create(probe)
         return all((group / _LIMITS[hierarchy.version][each]).exists() for each in hierarchy.controllers)

@@ -21,7 +21,7 @@ import structlog
 from multiverse.core.errors import Broken
 from multiverse.host import manifest
 from multiverse.host.manifest import Manifest
-from multiverse.host.reservations import host_lock
+from multiverse.host.registry import host_lock
 
 log = structlog.get_logger(__name__)
 

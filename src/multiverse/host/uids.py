@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from multiverse.core.errors import Exhausted, Refused
-from multiverse.host.reservations import Reservations, Resource
+from multiverse.core.model import serial_of
+from multiverse.host.registry import Resource, VmRegistry
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +42,7 @@ class UidPool:
     """The users of one host: `count` of them from `first` on. The first owns templates, and is no VM's user. A count
     of 0 means that every QEMU runs as the user of this process."""
 
-    def __init__(self, reservations: Reservations, first: int, count: int) -> None:
-        self._reservations = reservations
+    def __init__(self, first: int, count: int) -> None:
         self._first, self._count = first, count
 
     @property
@@ -57,14 +58,23 @@ class UidPool:
                 hint="run it as root, or set qemu.uids = [0, 0] to run every QEMU as the daemon's own user",
             )
 
-    def allocate(self, name: str) -> ProcessUser | None:
-        """A user for that VM, the same until it is released. The caller holds the host's lock. Raises `Exhausted` if
-        all users are taken."""
+    def allocate(self, name: str, registry: VmRegistry) -> ProcessUser | None:
+        """A user that no other VM has. The caller holds the host's lock until the VM's manifest is written. Raises
+        `Exhausted` if all users are taken."""
         if not self._count:
             return None
-        start = int(name.partition("-")[2], 36)  # serials never recur, so a uid is used again as late as possible
+        start = serial_of(name)  # serials never recur, so a uid is used again as late as possible
         for turn in range(self._count - 1):
             uid = self._first + 1 + (start + turn) % (self._count - 1)
-            if self._reservations.try_claim(name, Resource.UID, str(uid)):
+            if registry.holder(Resource.UID, str(uid)) in ("", name):
                 return ProcessUser(uid, self._first)
         raise Exhausted(f"all {self._count - 1} users for VMs are taken", hint="widen qemu.uids")
+
+
+def remove_earlier_reservation(vms: Path, uid: int) -> None:
+    """Remove the link by which an earlier release reserved the uid of a VM that is gone now: `.uids/<uid>`."""
+    link = vms / ".uids" / str(uid)
+    if link.is_symlink():
+        link.unlink(missing_ok=True)
+        with suppress(OSError):  # other VMs of that release still have links
+            link.parent.rmdir()

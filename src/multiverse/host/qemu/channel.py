@@ -9,8 +9,7 @@ from collections import deque
 from pathlib import Path
 
 from multiverse.core.errors import Broken, Unknown
-from multiverse.guest.protocol import MAX_LINE, Report
-from multiverse.guest.protocol import ReportParser as ReportParser
+from multiverse.guest.protocol import MAX_LINE, Report, ReportParser
 
 # The most that this process reads from one guest. An agent sends some hundred bytes per job, and at most one long line.
 _BURST = 4 * MAX_LINE  # bytes
@@ -23,7 +22,7 @@ class AgentChannel:
     def __init__(self, path: Path) -> None:
         """Connect. Raises `Unknown` if nothing listens at `path`."""
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._lines = ReportParser()
+        self._parser = ReportParser()
         self._reports: deque[Report] = deque(maxlen=256)
         self._unsolicited: deque[Report] = deque(maxlen=16)  # reports that arrived while an answer was awaited
         self._in_use = threading.Lock()
@@ -82,7 +81,7 @@ class AgentChannel:
                 raise Unknown(f"the agent's channel broke: {error.strerror or error}") from error
             if not data:
                 raise Unknown("the VM closed the agent's channel")
-            self._reports.extend(self._lines.feed(data))
+            self._reports.extend(self._parser.feed(data))
 
     def ask(self, line: bytes, answer: str, timeout: float) -> Report:
         """Send a line, and return the report of type `answer`. One thread at a time; others wait for their turn."""
@@ -102,7 +101,7 @@ class AgentChannel:
         try:
             self._sock.setblocking(False)
             while data := self._receive():
-                self._reports.extend(self._lines.feed(data))
+                self._reports.extend(self._parser.feed(data))
         except OSError:
             pass
         except Broken as error:

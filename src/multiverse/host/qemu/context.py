@@ -20,7 +20,7 @@ from multiverse.host.qemu.connections import Connections
 from multiverse.host.qemu.machine import Accelerator, Memory, QemuMachine, limits
 from multiverse.host.qemu.session import Paths
 from multiverse.host.qemu.templates import FrozenTemplate
-from multiverse.host.reservations import Reservations
+from multiverse.host.registry import VmRegistry
 from multiverse.host.specification import Specification
 from multiverse.host.uids import UidPool
 from multiverse.images import catalog as images
@@ -82,9 +82,8 @@ class HostContext:
         self.accelerator: Accelerator = replace(found, tb_size=config.tb_size, relocates=relocates)
         self.maps_readonly = probe.is_since(self.version, 8, 2)  # see `memfd`
         self.abilities = AbilityCache(config.cache / "guests.json", f"{self.version} {found.name}")
-        self.reservations = Reservations(config.vms)
-        self.reservations.import_manifests()
-        self.uids = UidPool(self.reservations, *config.uids)
+        self.registry = VmRegistry(config.vms)
+        self.uids = UidPool(*config.uids)
         self.sealed = SealedMemory()
         self.cgroups = Cgroups()
         self.firewall = Firewall(config.prefix, config.vms)

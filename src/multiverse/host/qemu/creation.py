@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused
-from multiverse.core.model import CloneKind, Stage
+from multiverse.core.model import CloneKind, Size, Stage
 from multiverse.guest.protocol import HELLO
 from multiverse.host import disks, manifest
 from multiverse.host.manifest import Manifest, VmPhase
@@ -19,7 +19,7 @@ from multiverse.host.qemu.machine import QemuMachine
 from multiverse.host.qemu.removal import clear_home, kill_qemu
 from multiverse.host.qemu.session import Launch, Paths, QemuSession
 from multiverse.host.qemu.templates import FrozenTemplate
-from multiverse.host.reservations import Resource, host_lock
+from multiverse.host.registry import Resource, host_lock
 from multiverse.host.specification import Specification
 from multiverse.host.uids import ProcessUser
 from multiverse.images.catalog import Image
@@ -104,12 +104,7 @@ def _create(host: HostContext, spec: Specification, paths: Paths, timer: StageTi
     image = host.image(spec.image)
     template = host.template_for(spec) if spec.kind is CloneKind.INSTANT else None
     try:
-        user = _allocate(host, spec)
-        size = template.size if template is not None else spec.size
-        record = Manifest(spec.name, spec.kind, VmPhase.MAKING, spec.mac, size.cpus, size.memory, boot_id=boot_id(),
-                          uid=user.uid if user is not None else 0, address=spec.bare_address,
-                          token=spec.token)  # fmt: skip
-        manifest.write(paths.home, record)
+        record, user = _allocate(host, spec, template.size if template is not None else spec.size)
         disk, how = _make_disk(spec, paths, image, template)
         timer(how)
         machine = host.vm_machine(spec, image, template, disk)
@@ -120,19 +115,32 @@ def _create(host: HostContext, spec: Specification, paths: Paths, timer: StageTi
         raise
 
 
-def _allocate(host: HostContext, spec: Specification) -> ProcessUser | None:
-    """Reserve what the VM alone may have, and pick its user. After an error nothing is reserved."""
+def _allocate(host: HostContext, spec: Specification, booted: Size) -> tuple[Manifest, ProcessUser | None]:
+    """Check that no other VM has what the specification says, pick the VM's user, and write its first manifest.
+
+    `booted` is the size of the VM before anything is plugged. After an error nothing is allocated.
+    """
     vms = host.config.vms
     vms.chmod(0o711)  # each QEMU passes through it to its own directory
     wanted = {Resource.MAC: spec.mac, Resource.ADDRESS: spec.bare_address, Resource.TOKEN: spec.token}
     with host_lock(vms):
-        host.reservations.claim(spec.name, wanted)
-        try:
-            return host.uids.allocate(spec.name)
-        except Exhausted:
-            for resource, value in wanted.items():
-                host.reservations.release(spec.name, resource, value)
-            raise
+        host.registry.refresh()
+        host.registry.check_free(spec.name, wanted)
+        user = host.uids.allocate(spec.name, host.registry)
+        record = Manifest(
+            spec.name,
+            spec.kind,
+            VmPhase.MAKING,
+            spec.mac,
+            booted.cpus,
+            booted.memory,
+            boot_id=boot_id(),
+            uid=user.uid if user is not None else 0,
+            address=spec.bare_address,
+            token=spec.token,
+        )
+        manifest.write(host.paths(spec.name).home, record)
+    return record, user
 
 
 def _make_disk(spec: Specification, paths: Paths, image: Image, template: FrozenTemplate | None) -> tuple[Path, str]:

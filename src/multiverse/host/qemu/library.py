@@ -37,7 +37,7 @@ class QemuHost:
 
     def __init__(self, config: QemuHostConfig) -> None:
         """Set up the library. Raises `Refused` if there is no such QEMU, and `Broken` if KVM is wanted and does not run
-        guests. On the host it only writes its caches, the reservations of existing VMs, and its firewall table."""
+        guests. On the host it only writes its caches and its firewall table."""
         self.config = config
         _raise_file_limit()
         process.set_all_close_on_exec()

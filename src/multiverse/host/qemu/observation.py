@@ -133,15 +133,13 @@ class HostObserver:
         self._note_reports(name)
         if known is None:
             return VmSeen(name, host, VmCondition.MAKING, "its creation was begun")
+        seen = VmSeen(name, host, _CONDITIONS[known.phase], introduced=known.introduced, token=known.token)
         if known.phase is VmPhase.MAKING and not known.pid:
-            return VmSeen(name, host, VmCondition.MAKING)
+            return seen
         if not known.process.is_alive():
             process.reap(known.process)
-            return VmSeen(name, host, VmCondition.DEAD, "its QEMU has ended")
-        reason = self._reasons.get(name, "")
-        return self._measured(
-            VmSeen(name, host, _CONDITIONS[known.phase], reason, introduced=known.introduced), known.pid
-        )
+            return replace(seen, condition=VmCondition.DEAD, reason="its QEMU has ended")
+        return self._measured(replace(seen, reason=self._reasons.get(name, "")), known.pid)
 
     def _measured(self, seen: VmSeen, pid: int) -> VmSeen:
         """With what the VM takes. It is measured every few seconds, which is less often than it is observed; then its

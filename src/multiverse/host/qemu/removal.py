@@ -11,7 +11,7 @@ from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.qemu.channel import AgentChannel
 from multiverse.host.qemu.context import HostContext
 from multiverse.host.qemu.session import Paths, remove_files
-from multiverse.host.reservations import Resource, reserved_by
+from multiverse.host.uids import remove_earlier_reservation
 from multiverse.system.processes import boot_id
 
 
@@ -41,7 +41,7 @@ def destroy(host: HostContext, name: str, grace: float) -> None:
         host.cgroups.remove(name)
         if known is not None:
             host.firewall.revoke(known)
-        _release(host, name, known)
+            remove_earlier_reservation(host.config.vms, known.uid)
         remove_files(paths)
     host.firewall.remove_if_unused()
 
@@ -86,10 +86,3 @@ def _flush(host: HostContext, name: str, paths: Paths, grace: float) -> None:
         return
     finally:
         channel.close()
-
-
-def _release(host: HostContext, name: str, known: Manifest | None) -> None:
-    values = reserved_by(known) if known is not None else {}
-    for resource in Resource:
-        if known is None or resource in values:
-            host.reservations.release(name, resource, values.get(resource, ""))

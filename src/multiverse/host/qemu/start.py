@@ -14,7 +14,7 @@ from multiverse.host.qemu.context import HostContext, StageTimer
 from multiverse.host.qemu.hotplug import memory_to_plug, plug
 from multiverse.host.qemu.session import QemuSession
 from multiverse.host.qemu.templates import BOOT_TIMEOUT
-from multiverse.host.reservations import Resource, host_lock
+from multiverse.host.registry import Resource, host_lock
 
 _WAKE_TIMEOUT = 30.0  # seconds for a restored guest's first message
 _START_TIMEOUT = 120.0  # seconds for its mounts and daemons
@@ -83,16 +83,20 @@ def _startable(name: str, known: Manifest | None, identity: Identity) -> Manifes
 def _join_network(host: HostContext, known: Manifest, identity: Identity) -> Manifest:
     """Let the VM send as its address, and to its peers. Returns its manifest, as written."""
     address = identity.address.partition("/")[0]
-    if not known.address:  # its specification had none
-        with host_lock(host.config.vms):
-            host.reservations.claim(known.name, {Resource.ADDRESS: address})
     # Peers that are VMs have taps of the same names; peers that are other machines are not on ports of the bridge.
     peers = tuple(peer for peer, _ in identity.peers if peer != known.name and peer.startswith(host.config.prefix))
-    known = replace(known, phase=VmPhase.STARTING, address=address, peers=peers)
-    manifest.write(host.paths(known.name).home, known)
-    host.firewall.allow(known)
+    joined = replace(known, phase=VmPhase.STARTING, address=address, peers=peers)
+    home = host.paths(known.name).home
+    if known.address:
+        manifest.write(home, joined)
+    else:  # its specification had no address
+        with host_lock(host.config.vms):
+            host.registry.refresh()
+            host.registry.check_free(known.name, {Resource.ADDRESS: address})
+            manifest.write(home, joined)
+    host.firewall.allow(joined)
     tap.set_isolated(known.name, not peers)
-    return known
+    return joined
 
 
 def _wake(session: QemuSession, message: Callable[[], bytes], timer: StageTimer) -> Report:

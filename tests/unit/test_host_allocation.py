@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from multiverse.core.errors import Broken, Gone, Refused
-from multiverse.core.model import CloneKind, Identity, Size
+from multiverse.core.model import CloneKind, Identity, Size, VmCondition
 from multiverse.host import manifest, process
 from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.qemu import creation
 from multiverse.host.qemu.library import QemuHost, QemuHostConfig
-from multiverse.host.reservations import Reservations, Resource, host_lock
+from multiverse.host.registry import Resource, VmRegistry
 from multiverse.host.specification import Specification
 from multiverse.system.processes import ProcessIdentity
 
@@ -87,10 +88,6 @@ def test_what_another_vm_has_is_refused_and_that_vm_is_named(
     assert "mva-2" in caught.value.message and "mva-1" in caught.value.message and shown in caught.value.message
     assert "mva-1" in caught.value.hint and ONE.token not in str(caught.value)
     assert names(config.vms) == {"mva-1"}, "nothing is left of a VM that was refused"
-    reservations = Reservations(config.vms)
-    assert all(reservations.holder(resource, value) in ("", "mva-1")
-               for resource, value in ((Resource.MAC, clashing.mac), (Resource.ADDRESS, clashing.bare_address),
-                                       (Resource.TOKEN, clashing.token)))  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -137,16 +134,24 @@ def test_a_vm_without_a_token_or_an_address_matches_any(config: QemuHostConfig, 
 def test_vms_of_an_earlier_release_keep_what_they_have(config: QemuHostConfig, qemu: ProcessIdentity) -> None:
     record(config.vms, ONE, qemu, token="", uid=1001, phase=VmPhase.STARTED)
     (config.vms / ".uids").mkdir()
-    (config.vms / ".uids/1001").symlink_to("mva-1")  # all that an earlier release reserves
+    (config.vms / ".uids/1001").symlink_to("mva-1")  # by this such a release reserves a uid
     host = QemuHost(config)
     for field in ("mac", "address"):
         with pytest.raises(Refused, match="mva-1 has it"):
             host.create(replace(TWO, **{field: getattr(ONE, field)}))
     host.destroy("mva-1", 0)
-    left = [
-        link for resource in Resource if (config.vms / resource).is_dir() for link in (config.vms / resource).iterdir()
-    ]
-    assert left == [] and names(config.vms) == set()
+    assert {path.name for path in config.vms.iterdir()} == {".lock"}
+
+
+def test_an_observation_shows_the_token_of_each_vm(config: QemuHostConfig, qemu: ProcessIdentity) -> None:
+    record(config.vms, ONE, qemu)
+    record(config.vms, TWO, qemu, token="", phase=VmPhase.MAKING)
+    (config.vms / "mva-3").mkdir()
+    host = QemuHost(config)
+    assert {name: vm.token for name, vm in host.observe().vms.items()} == {"mva-1": ONE.token, "mva-2": "", "mva-3": ""}
+    process.kill(qemu)
+    seen = host.observe().vms["mva-1"]
+    assert (seen.condition, seen.token) == (VmCondition.DEAD, ONE.token), "a dead VM is still the same VM"
 
 
 def test_a_manifest_of_a_later_release_can_be_read(tmp_path: Path) -> None:
@@ -189,21 +194,24 @@ def test_names_that_are_not_of_this_site_are_refused(config: QemuHostConfig) -> 
     assert names(config.vms) == set()
 
 
-def test_claims_are_all_or_nothing(tmp_path: Path) -> None:
-    for name in ("mva-1", "mva-2"):
-        (tmp_path / name).mkdir()
-    reservations = Reservations(tmp_path)
-    with host_lock(tmp_path):
-        reservations.claim("mva-1", {Resource.MAC: "m1", Resource.ADDRESS: "a1", Resource.TOKEN: ""})
-        with pytest.raises(Refused, match="mva-1 has it"):
-            reservations.claim("mva-2", {Resource.MAC: "m2", Resource.ADDRESS: "a1"})
-    assert reservations.holder(Resource.MAC, "m2") == "" and reservations.holder(Resource.ADDRESS, "a1") == "mva-1"
-    reservations.release("mva-2", Resource.ADDRESS, "a1")
-    assert reservations.holder(Resource.ADDRESS, "a1") == "mva-1", "only its holder can release it"
-    (tmp_path / "mva-1").rmdir()
-    with host_lock(tmp_path):
-        reservations.claim("mva-2", {Resource.ADDRESS: "a1"})
-    assert reservations.holder(Resource.ADDRESS, "a1") == "mva-2", "a VM without a directory has nothing"
+def test_the_registry_follows_what_other_processes_do(tmp_path: Path, qemu: ProcessIdentity) -> None:
+    registry = VmRegistry(tmp_path)
+    registry.refresh()
+    assert registry.holder(Resource.MAC, ONE.mac) == ""
+    record(tmp_path, ONE, qemu)
+    known = record(tmp_path, replace(TWO, address=""), qemu)
+    (tmp_path / "mva-3").mkdir()  # its creation was begun
+    registry.refresh()
+    assert registry.holder(Resource.MAC, ONE.mac) == "mva-1" and registry.holder(Resource.ADDRESS, "10.1.2.2") == ""
+    manifest.write(tmp_path / "mva-2", replace(known, address="10.1.2.2"))  # it was started
+    manifest.write(tmp_path / "mva-3", replace(known, name="mva-3", mac="02:00:00:00:00:03", token="secret-three"))
+    registry.refresh()
+    assert registry.holder(Resource.ADDRESS, "10.1.2.2") == "mva-2"
+    assert registry.holder(Resource.TOKEN, "secret-three") == "mva-3"
+    registry.check_free("mva-1", {Resource.MAC: ONE.mac, Resource.ADDRESS: "", Resource.TOKEN: "new"})
+    shutil.rmtree(tmp_path / "mva-1")
+    registry.refresh()
+    registry.check_free("mva-9", {Resource.MAC: ONE.mac, Resource.ADDRESS: "10.1.2.1", Resource.TOKEN: ONE.token})
 
 
 def test_an_interrupted_creation_is_done_again_with_the_same_specification(

@@ -1,0 +1,98 @@
+"""Which VM of this host has which name, uid, MAC, address and token: an index of the manifests.
+
+The manifests alone are the truth, so nothing can be reserved for a VM that does not exist. Whoever creates a VM holds
+the host's lock while it reads the index, chooses, and writes the new manifest. All processes that share the directory
+of the VMs therefore agree. Creations hold the lock one after the other, for about a millisecond each.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+
+from multiverse.core.errors import Refused
+from multiverse.host import manifest
+from multiverse.host.manifest import Manifest
+from multiverse.system.locks import locked_file
+
+_LOCK = ".lock"
+
+
+class Resource(StrEnum):
+    """What only one VM may have."""
+
+    UID = "uid"
+    MAC = "MAC"
+    ADDRESS = "address"
+    TOKEN = "token"
+
+
+@contextmanager
+def host_lock(vms: Path) -> Iterator[None]:
+    """Hold the lock of this host, across threads and processes. `vms` is the directory of its VMs, which exists."""
+    with locked_file(vms / _LOCK):
+        yield
+
+
+class VmRegistry:
+    """What the VMs below `vms` have, whichever process or release created them. Its users hold the host's lock.
+
+    A manifest is read once. It is read again while it lacks an address, which a start may add, and if the directory is
+    another one; the other values of a VM never change.
+    """
+
+    def __init__(self, vms: Path) -> None:
+        self._vms = vms
+        self._directories: dict[str, int] = {}  # inodes by name, of those whose manifest need not be read again
+        self._values: dict[str, dict[Resource, str]] = {}
+        self._holders: dict[tuple[Resource, str], str] = {}
+
+    def refresh(self) -> None:
+        """Read what has changed on disk. Costs a directory listing, and reading the manifests of new VMs."""
+        with os.scandir(self._vms) as entries:
+            current = {entry.name: entry.inode() for entry in entries}
+        for gone in self._values.keys() - current.keys():
+            self._remove(gone)
+        for name, inode in current.items() - self._directories.items():
+            self._remove(name)
+            found = manifest.read(self._vms / name) if not name.startswith(".") else None
+            if found is not None:
+                self._add(name, inode, found)
+
+    def holder(self, resource: Resource, value: str) -> str:
+        """The name of the VM that has this value, which is not empty; empty if no VM has it."""
+        return self._holders.get((resource, value), "")
+
+    def check_free(self, name: str, wanted: Mapping[Resource, str]) -> None:
+        """Raise `Refused`, naming the value and its holder, if another VM than `name` has one of the values. Empty
+        values are not checked."""
+        for resource, value in wanted.items():
+            holder = self.holder(resource, value) if value else ""
+            if holder not in ("", name):
+                shown = "" if resource is Resource.TOKEN else f" {value}"  # a token is a secret
+                raise Refused(
+                    f"VM {name} cannot have the {resource}{shown}: VM {holder} has it",
+                    hint=f"destroy {holder} first, or specify another {resource}",
+                )
+
+    def _add(self, name: str, inode: int, found: Manifest) -> None:
+        values = {
+            Resource.UID: str(found.uid) if found.uid else "",
+            Resource.MAC: found.mac,
+            Resource.ADDRESS: found.address,
+            Resource.TOKEN: found.token,
+        }
+        self._values[name] = values
+        for key in values.items():
+            self._holders.setdefault(key, name)
+        if found.address:
+            self._directories[name] = inode
+
+    def _remove(self, name: str) -> None:
+        self._directories.pop(name, None)
+        for key in self._values.pop(name, {}).items():
+            if self._holders.get(key) == name:
+                del self._holders[key]
