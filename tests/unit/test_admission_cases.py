@@ -41,7 +41,7 @@ from multiverse.core.model import (
 )
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy, Pool
-from multiverse.core.provisioning.admission import TOO_LITTLE, admit
+from multiverse.core.provisioning.admission import TOO_LITTLE, Admission, admit
 from multiverse.core.provisioning.capacity import Blockage, largest_on
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.sizes import template_claim, vm_claim, vm_size
@@ -449,6 +449,32 @@ def test_a_job_waits_for_the_pace_of_the_host_that_is_free_first() -> None:
     policy = replace(EAGER, rates={CloneKind.INSTANT: 0.25})
     admit(Context(here, world_of(SchedulerView({"5": job}), view, NOW), policy))
     assert dict(here.waiting) == {("h2", "slim", CloneKind.INSTANT): 2}
+
+
+def test_jobs_are_considered_in_the_schedulers_order_and_not_in_that_of_their_attempts() -> None:
+    ranks: dict[int, dict[str, object]] = {1: {"rank": 3}, 2: {"rank": 2}, 3: {"rank": 1}}
+    some = [queued(number, Size(2, 100)) for number in (1, 2, 3)]
+    assert admitted(decided(READY, *some, hosts=[host(cpus=4)], change=ranks)) == {2, 3}
+
+
+@pytest.mark.parametrize("state_", [A.QUEUED, A.UNGATED, A.STRAY])
+def test_a_job_that_cannot_be_served_is_revoked_wherever_it_waits(state_: AttemptState) -> None:
+    scenario = Scenario(attempt={"state": state_})
+    job_cannot_be_served(scenario)
+    assert scenario.admit().of(5)[0] is Event.IMPOSSIBLE
+
+
+def test_a_fault_in_considering_one_attempt_quarantines_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    consider = Admission.consider
+
+    def faulty(self: Admission, one: Attempt) -> None:
+        if one.id == 5:
+            raise ZeroDivisionError
+        consider(self, one)
+
+    monkeypatch.setattr(Admission, "consider", faulty)
+    outcomes = Scenario(behind=[NEXT]).admit()
+    assert outcomes.of(5)[0] is Event.QUARANTINED and outcomes.of(6)[0] is Event.ADMITTED
 
 
 # --- case 8: joined spares that are on offer --------------------------------------------------------
