@@ -77,6 +77,7 @@ class PlannerHarness:
         self.scheduler_known = self.hypervisor_known = True
         self.unknown_since = 0.0
         self.refused: dict[Key, str] = {}
+        self.offers: dict[str, bool] | None = {}
         self.world = World()
         self.state = State(self.store.rows(), TABLES)
 
@@ -124,8 +125,10 @@ class PlannerHarness:
     def observe(self) -> None:
         now = self.clock.time
         latest = Seen(HypervisorView(dict(self.hosts), dict(self.vms), dict(self.templates)), now)
+        offers = None if self.offers is None else dict(self.offers)
+        scheduler = SchedulerView(dict(self.jobs), dict(self.nodes), offers=offers)
         self.world = World(
-            scheduler=Seen(SchedulerView(dict(self.jobs), dict(self.nodes)), now) if self.scheduler_known else None,
+            scheduler=Seen(scheduler, now) if self.scheduler_known else None,
             sources={
                 SOURCE: Observation(latest, 0.0) if self.hypervisor_known else Observation(None, self.unknown_since)
             },

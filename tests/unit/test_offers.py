@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from multiverse.service.views import phases
 
 from multiverse.core import planner
-from multiverse.core.errors import Exhausted, Refused, Unknown
+from multiverse.core.errors import Refused, Unknown
 from multiverse.core.machines.tables import effect_of, effects_of
 from multiverse.core.model import (
     Attempt,
@@ -21,7 +18,6 @@ from multiverse.core.model import (
     JobState,
     NodeState,
     OfferState,
-    Seen,
     Size,
     Vm,
     VmCondition,
@@ -31,11 +27,9 @@ from multiverse.core.model import (
 from multiverse.core.policy import Pool
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.pools import pool_status
-from multiverse.core.provisioning.spares import named_by_none, node_spec
+from multiverse.core.provisioning.spares import named_by_none
 from multiverse.core.transition import Effect, EffectKind
-from multiverse.drivers.slurm import offers as files
-from multiverse.drivers.slurm.offers import Offers
-from tests.unit import rows as hand
+from multiverse.service.timeline import phases
 from tests.unit.planner_harness import POLICY, PlannerHarness, failed
 
 A, V, O = AttemptState, VmState, OfferState  # noqa: E741
@@ -47,7 +41,6 @@ class SparesHarness(PlannerHarness):
 
     def __init__(self, pool: Pool = POOL) -> None:
         super().__init__(replace(POLICY, pools=(pool,)))
-        self.offers: dict[str, bool] | None = {}
         self.template()
         self.fill()
         self.fill()
@@ -63,13 +56,6 @@ class SparesHarness(PlannerHarness):
     @property
     def spare(self) -> Vm:
         return next(iter(self.rows.vms.values()))
-
-    def observe(self) -> None:
-        super().observe()
-        if self.world.scheduler is not None:
-            seen = self.world.scheduler
-            view = replace(seen.value, offers=None if self.offers is None else dict(self.offers))
-            self.world = replace(self.world, scheduler=Seen(view, seen.began))
 
     def taken(self, state: JobState = JobState.RUNNING) -> Attempt:
         """A job has taken the spare as it was submitted."""
@@ -514,174 +500,3 @@ def test_the_phases_of_a_job_that_took_a_spare_follow_each_other_without_gap() -
     found = phases(s.store.journal(attempts=[1]), s.clock.time)
     assert [p.name for p in found] == ["queued", "clone", "join", "launch", "run"]
     assert [p.seconds for p in found[:3]] == [0.0] * 3 and found[3].seconds > 0
-
-
-# --- the files -------------------------------------------------------------------------------------
-
-
-SPARE = hand.vm(V.JOINED, id=12, pool=Depth.JOINED)
-NODE = SPARE.name
-LINE = f"{NODE} mv_v12 slim 1 0 1 100 0\n"
-
-
-@pytest.fixture
-def inbox(tmp_path: Path) -> Path:
-    (tmp_path / "inbox").mkdir()
-    return tmp_path / "inbox"
-
-
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    moment = [1000.0]
-    monkeypatch.setattr(files.time, "time", lambda: moment[0])
-    return moment
-
-
-def names(inbox: Path) -> list[str]:
-    return sorted(path.name for path in (inbox / "spares").iterdir())
-
-
-def offers(inbox: Path) -> Offers:
-    return Offers(inbox, "test0", 10.0)
-
-
-def offer(one: Offers, vm: Vm = SPARE) -> None:
-    one.offer(node_spec(vm, None), any_image=True, any_kind=False)
-
-
-def listed(inbox: Path) -> list[str]:
-    return (inbox / "spares" / "list").read_text().splitlines()[1:]
-
-
-def test_an_offer_is_a_file_and_a_line_in_the_list(inbox: Path, now: list[float]) -> None:
-    one = offers(inbox)
-    offer(one)
-    assert one.observe() == {NODE: False}
-    assert (inbox / "spares" / "list").read_text() == f"1010\n{LINE}"
-    assert (inbox / "spares").stat().st_mode & 0o777 == 0o700
-    assert (inbox / "spares" / "list").stat().st_mode & 0o777 == 0o644
-
-
-def test_to_take_it_is_to_rename_it_and_it_does_not_come_back(inbox: Path) -> None:
-    one = offers(inbox)
-    offer(one)
-    (inbox / "spares" / f"open.{NODE}").rename(inbox / "spares" / f"taken.{NODE}")
-    offer(one)
-    one.withdraw(NODE)
-    one.close_to(NODE)
-    assert one.observe() == {NODE: True}
-    one.keep([NODE])
-    assert listed(inbox) == []
-
-
-def test_what_is_withdrawn_is_not_offered_whenever_that_was_said(inbox: Path) -> None:
-    one = offers(inbox)
-    one.withdraw(NODE)
-    offer(one)
-    assert one.observe() == {}
-    other = replace(SPARE, id=13, name="mvtest0-13")
-    offer(one, other)
-    one.withdraw(other.name)
-    one.withdraw(other.name)
-    assert one.observe() == {}
-
-
-def test_of_a_node_that_is_gone_nothing_remains(inbox: Path) -> None:
-    one = offers(inbox)
-    offer(one)
-    one.forget(NODE)
-    one.forget("mvtest0-99")
-    one.observe()
-    one.keep([NODE])
-    assert names(inbox) == ["list"] and listed(inbox) == []
-
-
-def test_the_list_names_nodes_that_the_scheduler_knows_and_does_not_grow_old(inbox: Path, now: list[float]) -> None:
-    one = offers(inbox)
-    offer(one)
-    for now[0] in (1004.0, 1006.0, 1012.0):
-        one.observe()
-        one.keep([NODE])
-        assert int((inbox / "spares" / "list").read_text().split()[0]) > now[0] + 4
-        assert listed(inbox) == [LINE.strip()]
-    one.keep([])
-    assert listed(inbox) == []
-    one.close()
-    assert not (inbox / "spares" / "list").exists()
-    one.close()
-
-
-def test_a_new_daemon_lists_what_the_last_one_offered_once_its_rows_say_so(inbox: Path) -> None:
-    first = offers(inbox)
-    offer(first)
-    first.close()
-    second = offers(inbox)
-    assert second.observe() == {NODE: False}
-    second.keep([NODE])
-    assert not (inbox / "spares" / "list").exists()
-    offer(second)
-    second.keep([NODE])
-    assert listed(inbox) == [LINE.strip()]
-
-
-def test_what_another_database_left_is_nobodys(inbox: Path) -> None:
-    offer(Offers(inbox, "other", 10.0), replace(SPARE, name="mvother-12"))
-    one = offers(inbox)
-    assert one.observe() == {}
-    offer(one)
-    one.observe()
-    one.keep([NODE, "mvother-12"])
-    assert listed(inbox) == [LINE.strip()]
-
-
-def test_without_an_inbox_nothing_is_offered_and_that_is_said(tmp_path: Path) -> None:
-    one = offers(tmp_path / "none")
-    assert one.observe() == {}
-    with pytest.raises(Exhausted, match="cannot offer spares") as caught:
-        offer(one)
-    assert caught.value.hint
-    with pytest.raises(Exhausted):
-        one.withdraw(NODE)
-    one.close_to(NODE)  # what becomes of nodes on their way out does not hang on it
-    one.forget(NODE)
-    one.keep([NODE])
-    one.close()
-
-
-def test_a_directory_that_cannot_be_read_is_unknown_and_not_empty(inbox: Path) -> None:
-    one = offers(inbox)
-    offer(one)
-    one.observe()
-    (inbox / "spares").rename(inbox / "away")
-    (inbox / "spares").touch()
-    assert one.observe() == {NODE: False}, "as it was seen last"
-    with pytest.raises(Unknown):
-        offers(inbox).observe()
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="root would follow no link of another's")
-def test_no_link_of_slurmctlds_user_is_followed(inbox: Path, tmp_path: Path) -> None:
-    one = offers(inbox)
-    offer(one)
-    secret = tmp_path / "secret"
-    secret.write_text("as it was")
-    for name in (".list.new", "list", f"open.{NODE}"):
-        (inbox / "spares" / name).unlink(missing_ok=True)
-        (inbox / "spares" / name).symlink_to(secret)
-    one.observe()
-    one.keep([NODE])
-    offer(one, replace(SPARE, id=13, name="mvtest0-13"))
-    assert secret.read_text() == "as it was"
-    (inbox / "spares").rename(inbox / "away")
-    (inbox / "spares").symlink_to(tmp_path)
-    with pytest.raises(Exhausted):
-        offer(one, replace(SPARE, id=14, name="mvtest0-14"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["inbox", "secret"]
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
-def test_slurmctlds_user_may_take_them(inbox: Path) -> None:
-    os.chown(inbox, 12345, 12345)
-    (inbox / "spares").mkdir()  # by a daemon that died in between
-    offer(offers(inbox))
-    assert (inbox / "spares").stat().st_uid == 12345

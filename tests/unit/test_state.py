@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from multiverse.core.errors import Broken
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
+    Attempt,
     AttemptState,
     Claim,
     ClaimKey,
@@ -19,12 +20,15 @@ from multiverse.core.model import (
     JobRef,
     Key,
     KnownHost,
+    Offer,
     OfferState,
     Row,
     RowKind,
     Size,
+    Template,
     TemplateKey,
     TemplateState,
+    Vm,
     VmState,
 )
 from multiverse.core.state import Rows, State, VmsMissing
@@ -77,16 +81,15 @@ def new_row(held: State, which: int, how: int) -> None:
 
 def change_row(row: Row, how: int) -> Row:
     """The row, with something else in it that an index may be kept by."""
-    match row.key.kind:
-        case "attempt":
-            return replace(row, job=JobRef(str(how % 4), 500, how % 2))  # type: ignore[call-arg]
-        case "vm":
-            return replace(  # type: ignore[call-arg]
-                row, host=HOSTS[how % 3], attempt=how % 5 or None, address=f"10.9.1.{how % 6}/16" if how % 4 else ""
-            )
-        case "template":
-            return replace(row, host=HOSTS[how % 3], account=("", "physics")[how % 2])  # type: ignore[call-arg]
-        case _:
+    match row:
+        case Attempt():
+            return replace(row, job=JobRef(str(how % 4), 500, how % 2))
+        case Vm():
+            address = f"10.9.1.{how % 6}/16" if how % 4 else ""
+            return replace(row, host=HOSTS[how % 3], attempt=how % 5 or None, address=address)
+        case Template():
+            return replace(row, host=HOSTS[how % 3], account=("", "physics")[how % 2])
+        case Offer():
             return replace(row, reason=str(how))
 
 

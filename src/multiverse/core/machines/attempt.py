@@ -43,7 +43,7 @@ ATTEMPT: tuple[Transition, ...] = (
     *transitions([A.UNGATED, A.STRAY], Event.AT_GATE, A.QUEUED),
     *transitions([A.QUEUED, A.STRAY], Event.LEFT_GATE, A.UNGATED),
     *transitions([A.QUEUED, A.UNGATED], Event.STRAYED, A.STRAY),
-    *transitions([A.QUEUED, A.UNGATED], Event.TOOK, A.INTRODUCING),
+    *transitions([A.UNGATED], Event.TOOK, A.INTRODUCING),
     *transitions([A.QUEUED], Event.ADMITTED, A.CLAIMED),
     *transitions([A.CLAIMED], Event.MADE, A.SPAWNING),
     *transitions([A.SPAWNING], Event.ALL_JOINED, A.SPAWNED),
