@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import signal
 import socket
@@ -28,6 +27,8 @@ from multiverse.service.api import make_api
 from multiverse.service.backend import Backend
 from multiverse.service.processes import ProcessCounter
 from multiverse.store import open_store
+from multiverse.system.locks import try_locked_file
+from multiverse.system.processes import boot_id
 from multiverse.trace import RecordingHypervisor, RecordingScheduler, Trace
 
 log = structlog.get_logger()
@@ -43,7 +44,7 @@ class SystemClock:
         return time.time()
 
     def boot_id(self) -> str:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return boot_id()
 
 
 class _Server(uvicorn.Server):
@@ -74,13 +75,11 @@ def _restrict_access(settings: Settings) -> None:
 @contextlib.contextmanager
 def _locked(state_dir: Path) -> Iterator[None]:
     """Hold the lock of the state directory. Raises `Refused` if another daemon holds it."""
-    with (state_dir / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise Refused(f"another daemon uses {state_dir}", hint="stop it first, or set another state_dir") from error
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
+    lock = state_dir / "lock"
+    with try_locked_file(lock) as ours:
+        if not ours:
+            raise Refused(f"another daemon uses {state_dir}", hint="stop it first, or set another state_dir")
+        lock.write_text(f"{os.getpid()}\n")
         yield
 
 
