@@ -116,9 +116,8 @@ def test_a_directory_lock_is_not_had_without_the_directory(tmp_path: Path) -> No
             assert not ours
     with try_locked_directory(tmp_path / "a/b") as ours:
         assert ours
-    with locked_directory(tmp_path / "a/b", create=True):
-        with try_locked_file(tmp_path / "lock") as ours:
-            assert ours
+    with locked_directory(tmp_path / "a/b", create=True), try_locked_file(tmp_path / "lock") as ours:
+        assert ours
 
 
 def test_a_process_is_identified_by_pid_start_time_and_boot() -> None:
