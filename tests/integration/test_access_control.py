@@ -30,9 +30,10 @@ def as_other(lab: LabUnderTest, *words: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(argv, env=lab.env, cwd="/", capture_output=True, text=True, timeout=60, check=False)
 
 
-# Paths that users of Slurm need, and paths that show only that there is a lab.
+# Paths that users of Slurm need, and paths that show only that there is a lab. The file of limits has the sizes that a
+# refused submission shows to any user.
 _PUBLIC = {"etc", "log", "lab.json", "munge", "munge/pid", "munge/socket", "run", "run/db", "run/db/socket", "run/nfs",
-           "run/slurmdbd", "run/slurmdbd/pid"}  # fmt: skip
+           "run/inbox.limits", "run/slurmdbd", "run/slurmdbd/pid"}  # fmt: skip
 _CLOSED = ("controller", "run/vms", "run/inbox", "slurmctld", "db")
 
 

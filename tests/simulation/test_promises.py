@@ -53,7 +53,7 @@ from multiverse.simulation.run import simulate
 from multiverse.simulation.scenario import Arrival, Scenario, UserAction
 from multiverse.simulation.scheduler import SimulatedSlurm
 from multiverse.simulation.shrink import explicit, shrink
-from multiverse.simulation.world import WorldSettings
+from multiverse.simulation.world import Pair, WorldSettings
 
 BLOCK = 10  # seeds for each test case
 SEEDS = 2000
@@ -105,9 +105,8 @@ def test_promises_are_kept_with_faults() -> None:
     }
     assert tables - TESTED_ELSEWHERE - seen == set()
     applied = {tuple(name.split(": ")) for result in results for name in result.faults}
-    # Calls so rare that their faults are covered by the scenarios of one kind of fault, and by the contracts. The
-    # controller does not publish sizes yet.
-    rare = {"scheduler.requeue", "hypervisor.add_user", "scheduler.publish"}
+    # Calls so rare that their faults are covered by the scenarios of one kind of fault, and by the contracts.
+    rare = {"scheduler.requeue", "hypervisor.add_user"}
     assert {call for call, _ in applied} | rare == {f"{port}.{method}" for port, method in CALL_IDS}
     for kind in FaultKind:
         able = {port for port, method in CALL_IDS if possible(port, method, kind)}
@@ -171,11 +170,29 @@ def test_a_job_is_requeued_by_its_user() -> None:
     assert one(Batch(seconds=20), UserAction(12.0, "requeue")) == "COMPLETED"
 
 
-def test_a_job_too_large_for_any_host_is_revoked_with_a_reason() -> None:
-    large = WorldSettings(cluster=replace(WorldSettings().cluster, flavor=Size(64, 2_000_000)))
-    outcome = keeps_its_promises(Scenario(7, (Arrival(1.0, Batch(size=IMPOSSIBLE)),), large))
+def too_large(at: float, pair: Pair) -> Outcome:
+    cluster = replace(WorldSettings().cluster, flavor=Size(64, 2_000_000))
+    scenario = Scenario(7, (Arrival(at, Batch(size=IMPOSSIBLE)),), WorldSettings(cluster=cluster, pair=pair))
+    return keeps_its_promises(scenario)
+
+
+@pytest.mark.parametrize(("at", "pair"), [(0.0, Pair.SLURM_HOSTS), (1.0, Pair.GRID_HOSTS)])
+def test_a_job_too_large_for_any_host_is_revoked_with_a_reason(at: float, pair: Pair) -> None:
+    """It was accepted: nothing was published yet, or the scheduler has no limits at submission."""
+    outcome = too_large(at, pair)
     assert list(outcome.results.values()) == ["CANCELLED"]
     assert any("fits on no host" in line for line in outcome.journal)
+
+
+def test_a_job_too_large_for_any_host_is_refused_as_it_is_submitted() -> None:
+    outcome = too_large(3.0, Pair.SLURM_HOSTS)
+    assert not outcome.results and any("no host could ever hold" in text for _, text in outcome.events)
+
+
+def test_the_world_reports_a_job_that_is_refused_although_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multiverse.controller.loop.largest_nodes", lambda *_: {"slim": [Size(1, 64)]})
+    (violation,) = simulate(Scenario(7, (Arrival(3.0, Batch()),))).violations
+    assert "was refused" in violation and "nothing justifies" in violation
 
 
 def test_a_job_of_an_unbootable_image_ends_or_waits_with_a_reason() -> None:
@@ -216,8 +233,9 @@ def test_an_image_that_appears_after_the_job_was_submitted_is_used(since: float,
 
 def test_a_deleted_template_is_charged_while_vms_map_it() -> None:
     policy = Policy(subnet=IPv4Network("10.9.0.0/16"), gateway="10.9.0.1")
-    one = vm_claim(vm_size(Size(1, 300), policy.base, policy), policy).memory
-    host = Host("h1", Size(8, policy.base.memory + 2 * one, 65536), ABILITIES)
+    empty = Host("h1", Size(8, 0, 65536), ABILITIES)
+    one = vm_claim(vm_size(Size(1, 300), policy.base, empty, policy), empty).memory
+    host = replace(empty, capacity=Size(8, policy.base.memory + 2 * one, 65536))
     arrivals = tuple(Arrival(at, Batch(size=Size(1, 300), seconds=60.0)) for at in (1.0, 12.0))
     deleted = Incident(11.0, IncidentKind.TEMPLATE_DELETED)
     outcome = keeps_its_promises(Scenario(7, arrivals, WorldSettings((host,)), incidents=(deleted,)))
@@ -397,8 +415,8 @@ def test_a_job_that_waits_for_memory_used_by_others_blocks_no_other_job() -> Non
         world = replace(crowd.world, others=others)
         outcome = keeps_its_promises(replace(crowd, arrivals=(large, *crowd.arrivals), world=world, limit=3000.0))
         assert sorted(outcome.results.values()) == sorted([result, *["COMPLETED"] * len(crowd.arrivals)])
-        told = any("of which others there leave too little" in line for line in outcome.journal)
-        assert told == (result == "CANCELLED")
+        explained = any("of which others there leave too little" in line for line in outcome.journal)
+        assert explained == (result == "CANCELLED")
         last = max(at for at, what in outcome.events if "COMPLETED" in what)
         assert last < 1500, f"the others wait for it, till {last}"
 
@@ -450,18 +468,18 @@ def test_a_pass_that_is_not_committed_is_not_repeated_without_a_pause(monkeypatc
 
 def test_the_scheduler_is_observed_less_often_while_something_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a job lingered on a silent node, squeue was called ten times a second."""
-    looks = 0
-    look = SimulatedSlurm.observe
+    observations = 0
+    observe = SimulatedSlurm.observe
 
     async def counted(self: SimulatedSlurm) -> SchedulerView:
-        nonlocal looks
-        looks += 1
-        return await look(self)
+        nonlocal observations
+        observations += 1
+        return await observe(self)
 
     monkeypatch.setattr(SimulatedSlurm, "observe", counted)
     outcome = keeps_its_promises(replace(ONE, incidents=(Incident(7.0, IncidentKind.HOST_AWAY, 400.0),), limit=2000.0))
     assert outcome.seconds > 300.0
-    assert looks < outcome.seconds * 2
+    assert observations < outcome.seconds * 2
 
 
 @pytest.mark.parametrize(
@@ -493,7 +511,7 @@ def test_a_broken_planner_is_found_and_its_scenario_shrunk_saved_and_replayed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """If claims were never released, the simulation would report that in a short story."""
-    monkeypatch.setattr("multiverse.core.machines.vm._step_releasing", lambda *_: None)
+    monkeypatch.setattr("multiverse.core.machines.vm._step_leaving", lambda *_: None)
     arrivals = (
         *ONE.arrivals,
         Arrival(2.0, Batch(seconds=1.0)),
@@ -529,13 +547,13 @@ def test_the_world_reports_a_healthy_run_that_the_controller_ends(monkeypatch: p
     """The job is queued again and completes, but its first run is lost."""
     step, ended = planner.step_vm, set[int]()
 
-    def unsound(draft: State, vm_id: int, world: World, policy: Policy) -> None:
-        vm = draft.vms.get(vm_id)
+    def unsound(state: State, vm_id: int, world: World, policy: Policy) -> None:
+        vm = state.vms.get(vm_id)
         if vm is not None and vm.state is VmState.SERVING and not ended:
             ended.add(vm_id)
-            vm_machine._fail(draft, vm, Event.DIED, "no reason")
+            state.move(Change(replace(vm, state=VmState.ENDING), Event.DIED, "no reason"))
         else:
-            step(draft, vm_id, world, policy)
+            step(state, vm_id, world, policy)
 
     monkeypatch.setattr(planner, "step_vm", unsound)
     outcome = simulate(replace(ONE, arrivals=(Arrival(1.0, Batch(seconds=30.0)),)))
@@ -544,10 +562,10 @@ def test_the_world_reports_a_healthy_run_that_the_controller_ends(monkeypatch: p
 
 
 def test_the_world_reports_a_vm_without_a_claim(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unsound(draft: State, vm: Vm, world: World) -> None:
-        draft.move(Change(replace(vm, state=VmState.GONE), Event.ABSENT), free=[vm.key])
+    def unsound(state: State, vm: Vm, world: World) -> None:
+        state.move(Change(replace(vm, state=VmState.GONE), Event.ABSENT), free=[vm.key])
 
-    monkeypatch.setattr(vm_machine, "_step_releasing", unsound)
+    monkeypatch.setattr(vm_machine, "_step_leaving", unsound)
     assert any("nothing is claimed for it" in wrong for wrong in simulate(ONE).violations)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import replace
+from pathlib import Path
 
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
@@ -61,9 +62,11 @@ class PlannerHarness:
     After each commit the state in memory is compared with what the store has, and its indexes with indexes made
     anew."""
 
-    def __init__(self, policy: Policy = POLICY, cpus: int = 4, memory: int = 8192) -> None:
+    def __init__(
+        self, policy: Policy = POLICY, cpus: int = 4, memory: int = 8192, path: Path | str = ":memory:"
+    ) -> None:
         self.clock, self.policy = ManualClock(), policy
-        self.store = Store(":memory:", self.clock, site="test0")
+        self.store = Store(path, self.clock, site="test0")
         self.jobs: dict[str, Job] = {}
         self.nodes: dict[str, Node] = {}
         abilities = frozenset({"instant", "full"})
@@ -74,6 +77,7 @@ class PlannerHarness:
         self.scheduler_known = self.hypervisor_known = True
         self.unknown_since = 0.0
         self.refused: dict[Key, str] = {}
+        self.offers: dict[str, bool] | None = {}
         self.world = World()
         self.state = State(self.store.rows(), TABLES)
 
@@ -121,8 +125,10 @@ class PlannerHarness:
     def observe(self) -> None:
         now = self.clock.time
         latest = Seen(HypervisorView(dict(self.hosts), dict(self.vms), dict(self.templates)), now)
+        offers = None if self.offers is None else dict(self.offers)
+        scheduler = SchedulerView(dict(self.jobs), dict(self.nodes), offers=offers)
         self.world = World(
-            scheduler=Seen(SchedulerView(dict(self.jobs), dict(self.nodes)), now) if self.scheduler_known else None,
+            scheduler=Seen(scheduler, now) if self.scheduler_known else None,
             sources={
                 SOURCE: Observation(latest, 0.0) if self.hypervisor_known else Observation(None, self.unknown_since)
             },

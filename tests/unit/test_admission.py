@@ -1,4 +1,4 @@
-"""Admission's rules, one by one, on rows made by hand: who waits and why, and what templates do about it."""
+"""Admission on rows made by hand: templates, earlier runs, limits and over-commitment."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from multiverse.core.model import (
     Job,
     JobState,
     Key,
+    KnownHost,
     Request,
-    Row,
     SchedulerView,
-    Seen,
     Size,
     Template,
     TemplateCondition,
@@ -39,11 +38,12 @@ from multiverse.core.planner import plan
 from multiverse.core.policy import Policy, Pool
 from multiverse.core.provisioning.admission import references
 from multiverse.core.provisioning.capacity import room_of
+from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.sizes import template_claim, vm_claim, vm_size
 from multiverse.core.state import Rows, State
-from multiverse.core.transition import Change, Command, Event
+from multiverse.core.transition import Change, Event
 from tests.unit.planner_harness import POLICY
-from tests.unit.rows import IMAGES, as_ready, attempt, changes_of, rows, template, vm
+from tests.unit.rows import IMAGES, SOURCE, as_ready, attempt, changes_of, rows, template, vm, world_of
 
 A, V, T = AttemptState, VmState, TemplateState
 SMALL = Size(1, 100)
@@ -54,27 +54,31 @@ def host(name: str = "h1", *, cpus: int = 4, memory: int = 4096, abilities: Iter
     return Host(name, Size(cpus, memory, 65536), frozenset(abilities), images=IMAGES)
 
 
-def stiff(name: str = "h1", *, cpus: int = 4, memory: int = 4096, can: Iterable[str] = ("fork",)) -> Host:
+def without_plugging(name: str = "h1", *, cpus: int = 4, memory: int = 4096, can: Iterable[str] = ("fork",)) -> Host:
     """A host whose image cannot plug all."""
     return replace(host(name, cpus=cpus, memory=memory), images={"slim": frozenset(can)})
 
 
 def full(name: str = "h1") -> Claim:
-    """Somebody holds every CPU of that host."""
+    """A claim on every CPU of that host."""
     return Claim(Key("vm", 90 + int(name[1:])), name, Size(4, 0))
 
 
 def planned(here: Rows, *hosts: Host, now: float = NOW, policy: Policy = POLICY) -> list[Change]:
-    """What is decided when all attempts' jobs wait at the gate, in the order of their numbers, and the world
-    shows the templates that the rows say are ready."""
+    """The changes of one pass when the jobs of all attempts wait at the gate, in the order of their numbers, and the
+    templates that are ready in the rows are observed to be ready."""
     jobs = {
         a.job.job_id: Job(a.job, a.job_name, a.uid, JobState.PENDING, a.request, rank=a.id)
         for a in here.attempts.values()
         if a.state is A.QUEUED
     }
     view = HypervisorView({h.name: h for h in hosts}, {}, as_ready(here.templates.values()))
-    moves = plan(here, World(Seen(SchedulerView(jobs), now), Seen(view, now)), [], now, policy)
-    return changes_of(moves)
+    return decisions(here, world_of(SchedulerView(jobs), view, now), now=now, policy=policy)
+
+
+def decisions(here: Rows, world: World, *, now: float = NOW, policy: Policy = POLICY) -> list[Change]:
+    """The changes of one pass on these rows."""
+    return changes_of(plan(State(here, TABLES, now), world, [], now, policy))
 
 
 def of(changes: list[Change], kind: str) -> list[Change]:
@@ -88,7 +92,7 @@ def notes(changes: list[Change]) -> dict[int, str]:
 # --- templates --------------------------------------------------------------------------------------
 
 
-def test_a_template_is_held_by_the_instant_clones_of_its_image_on_its_host() -> None:
+def test_references_count_the_instant_clones_of_an_image_on_a_host() -> None:
     here = rows(
         vm(V.SERVING, id=1),
         vm(V.RELEASING, id=2),
@@ -96,13 +100,13 @@ def test_a_template_is_held_by_the_instant_clones_of_its_image_on_its_host() -> 
         vm(V.SERVING, id=4, image="other"),
         vm(V.SERVING, id=5, kind=CloneKind.FULL),
     )
-    draft = State(here, NOW, TABLES)
-    assert references(draft, template(T.READY)) == 2
-    assert references(draft, template(T.READY, host="h2")) == 1
-    assert references(draft, template(T.READY, host="h2", image="other")) == 0
+    state = State(here, TABLES, NOW)
+    assert references(state, template(T.READY).which) == 2
+    assert references(state, template(T.READY, host="h2").which) == 1
+    assert references(state, template(T.READY, host="h2", image="other").which) == 0
 
 
-def test_what_nothing_holds_and_nobody_in_the_queue_wants_makes_way_the_oldest_first() -> None:
+def test_the_oldest_template_that_neither_a_vm_nor_a_queued_job_needs_is_retired() -> None:
     next_in_line = Request(1, SMALL, image="next")
     here = rows(
         attempt(A.QUEUED, id=1),
@@ -121,7 +125,7 @@ def test_what_nothing_holds_and_nobody_in_the_queue_wants_makes_way_the_oldest_f
     assert dropped[0].row.id == 6 and dropped[0].row.state is T.RETIRING
 
 
-def test_what_the_queue_wants_stays_though_nothing_holds_it() -> None:
+def test_a_template_that_a_queued_job_needs_stays() -> None:
     here = rows(
         attempt(A.QUEUED, id=1),
         attempt(A.QUEUED, id=2, job="8", request=Request(1, SMALL, image="next")),
@@ -132,7 +136,7 @@ def test_what_the_queue_wants_stays_though_nothing_holds_it() -> None:
     assert of(planned(here, host()), "template") == []
 
 
-def test_a_template_is_spread_to_one_more_host_that_is_able_and_has_room() -> None:
+def test_a_template_is_built_on_one_more_host_that_is_able_and_has_room() -> None:
     here = rows(attempt(A.QUEUED), template(T.READY, host="h2"), claims=[full("h2")])
     hosts = [host("h1", abilities=["full"]), host("h2"), host("h3"), host("h4")]
     changes = planned(here, *hosts)
@@ -143,14 +147,14 @@ def test_a_template_is_spread_to_one_more_host_that_is_able_and_has_room() -> No
 
 
 @pytest.mark.parametrize("state", [T.BUILDING, T.RETIRING])
-def test_a_template_on_its_way_to_one_host_is_not_asked_for_on_another(state: T) -> None:
+def test_while_a_template_is_built_on_one_host_none_is_asked_for_on_another(state: T) -> None:
     here = rows(attempt(A.QUEUED), template(T.READY), template(state, id=2, host="h3", since=NOW), claims=[full("h1")])
     changes = planned(here, host("h1"), host("h2"), host("h3"))
     assert of(changes, "template") == []
     assert notes(changes) == {1: "the template of image slim is being built on h3"}
 
 
-def test_a_template_is_not_spread_where_it_has_no_room_nor_for_a_job_that_needs_none() -> None:
+def test_no_template_is_built_without_room_or_for_a_job_that_needs_none() -> None:
     crowded = Claim(Key("vm", 98), "h2", Size(0, 4096 - POLICY.base.memory + 1))
     here = rows(attempt(A.QUEUED), template(T.READY), claims=[full(), crowded])
     changes = planned(here, host("h1"), host("h2"))
@@ -176,12 +180,12 @@ def test_a_broken_template_is_built_again_once_its_back_off_is_over(waited: floa
 # --- templates by size and account ------------------------------------------------------------------
 
 
-def test_an_image_that_can_plug_nothing_gets_a_template_of_the_size_and_its_vms_have_it() -> None:
+def test_an_image_that_can_plug_nothing_gets_a_template_of_the_vms_size() -> None:
     here = rows(attempt(A.QUEUED, request=Request(1, Size(2, 700))), template(T.READY))
-    (asked,) = of(planned(here, stiff()), "template")
+    (asked,) = of(planned(here, without_plugging()), "template")
     assert isinstance(asked.row, Template) and asked.row.size == Size(2, 1024) and asked.row.state is T.BUILDING
     here = rows(*here.attempts.values(), template(T.READY, size=Size(2, 1024)))
-    (made,) = of(planned(here, stiff()), "vm")
+    (made,) = of(planned(here, without_plugging()), "vm")
     assert isinstance(made.row, Vm) and made.row.template == TemplateKey("h1", "slim", Size(2, 1024))
     assert made.row.size == Size(2, 1024) and made.row.node_size == Size(2, 700)
 
@@ -196,8 +200,8 @@ def test_an_image_that_can_plug_nothing_gets_a_template_of_the_size_and_its_vms_
 )
 def test_what_an_image_can_plug_is_plugged(can: tuple[str, ...], parent: Size, size: Size) -> None:
     here = rows(attempt(A.QUEUED, request=Request(1, Size(2, 700))), template(T.READY, size=parent))
-    (made,) = of(planned(here, stiff(can=can)), "vm")
-    assert isinstance(made.row, Vm) and (made.row.parent, made.row.size) == (parent, size)
+    (made,) = of(planned(here, without_plugging(can=can)), "vm")
+    assert isinstance(made.row, Vm) and (made.row.template_size, made.row.size) == (parent, size)
 
 
 def test_the_closest_template_that_is_ready_serves_before_another_is_built() -> None:
@@ -210,20 +214,20 @@ def test_the_closest_template_that_is_ready_serves_before_another_is_built() -> 
         template(T.BUILDING, id=5, size=Size(1, 512), since=NOW),
         template(T.READY, id=6, size=Size(1, 256)),
     )
-    changes = planned(here, stiff())
+    changes = planned(here, without_plugging())
     (made,) = of(changes, "vm")
-    assert isinstance(made.row, Vm) and made.row.parent == made.row.size == Size(2, 512)
+    assert isinstance(made.row, Vm) and made.row.template_size == made.row.size == Size(2, 512)
 
 
-def test_a_gang_that_would_never_have_room_with_a_larger_template_gets_one_of_its_own() -> None:
+def test_a_gang_that_fits_only_with_a_smaller_template_gets_that_template() -> None:
     here = rows(attempt(A.QUEUED, request=Request(3, Size(1, 300))), template(T.READY, size=Size(2, 1024)))
-    (asked,) = of(planned(here, stiff()), "template")
+    (asked,) = of(planned(here, without_plugging()), "template")
     assert isinstance(asked.row, Template) and asked.row.size == Size(1, 512)
-    roomy = of(planned(here, stiff(cpus=8, memory=8192)), "vm")
+    roomy = of(planned(here, without_plugging(cpus=8, memory=8192)), "vm")
     assert len(roomy) == 3
 
 
-def test_each_account_has_templates_of_its_own_where_it_is_told_so() -> None:
+def test_a_job_with_an_account_uses_only_that_accounts_templates() -> None:
     theirs = Request(1, SMALL, account="physics")
     here = rows(attempt(A.QUEUED, request=theirs), template(T.READY), template(T.READY, id=2, account="biology"))
     (asked,) = of(planned(here, host()), "template")
@@ -234,50 +238,50 @@ def test_each_account_has_templates_of_its_own_where_it_is_told_so() -> None:
 
 
 @pytest.mark.parametrize("kind", [None, *CloneKind])
-def test_a_job_waits_for_an_image_that_no_host_has_and_nothing_is_made_of_it(kind: CloneKind | None) -> None:
-    """It may be newer than the look: what it can plug is not known before."""
+def test_a_job_waits_for_an_image_that_no_host_has(kind: CloneKind | None) -> None:
+    """The image may be newer than the observation: what it can plug is not known before."""
     here = rows(attempt(A.QUEUED, request=Request(1, Size(2, 700), image="mine", kind=kind)),
                 attempt(A.QUEUED, id=2, job="8"), template(T.READY))  # fmt: skip
     abilities = ("instant", "linked", "full")
     changes = planned(here, host(abilities=abilities), replace(host("h2", abilities=abilities), images={}))
     assert notes(changes) == {1: "no host has image mine"} and not of(changes, "template")
-    assert [c.row.attempt for c in of(changes, "vm") if isinstance(c.row, Vm)] == [2], "it keeps nobody waiting"
-    later = planned(here, host(abilities=abilities), replace(stiff("h2"), images={"mine": frozenset({"fork"})},
-                                                             abilities=frozenset(abilities)))  # fmt: skip
+    assert [c.row.attempt for c in of(changes, "vm") if isinstance(c.row, Vm)] == [2], "it blocks no other job"
+    has_it = Host("h2", Size(4, 4096, 65536), frozenset(abilities), images={"mine": frozenset({"fork"})})
+    later = planned(here, host(abilities=abilities), has_it)
     made = [c.row for c in later if isinstance(c.row, Vm | Template) and c.row.image == "mine"]
     assert made and {row.host for row in made} == {"h2"}
     assert all(row.size == Size(2, 1024) for row in made if isinstance(row, Template))
 
 
-def test_a_job_too_large_for_the_hosts_that_have_its_image_waits_while_it_may_come_to_others() -> None:
+def test_a_job_too_large_for_the_hosts_with_its_image_waits_if_it_would_fit_on_others() -> None:
     small = replace(host(memory=1024), images={"mine": IMAGES["slim"]})
     here = rows(attempt(A.QUEUED, request=Request(1, Size(1, 3000), image="mine")))
-    (told,) = notes(planned(here, small, host("h2", memory=65536))).values()
-    assert "fits on no host; the largest that fits is 4 CPUs" in told and told.endswith("; without image mine: h2")
+    (note,) = notes(planned(here, small, host("h2", memory=65536))).values()
+    assert "fits on no host; the largest that fits is 4 CPUs" in note and note.endswith("; without image mine: h2")
     for other in (host("h2", memory=2048), replace(host("h2", memory=65536), images=small.images)):
         (change, *_) = of(planned(here, small, other), "attempt")
         assert (change.event is Event.IMPOSSIBLE) == (other.capacity.memory < 3000)
-    away = replace(here, hosts=frozenset({"h1", "h2", "h3"}))
-    (told,) = notes(planned(away, small, host("h2", memory=65536))).values()
-    assert "fits on no host" in told and told.endswith("; without image mine: h2; out of reach now: h3")
-    (told,) = notes(planned(away, host(memory=65536))).values()
-    assert told == "no host has image mine; out of reach now: h2, h3"
+    away = replace(here, hosts={name: KnownHost(name, SOURCE) for name in ("h1", "h2", "h3")})
+    (note,) = notes(planned(away, small, host("h2", memory=65536))).values()
+    assert "fits on no host" in note and note.endswith("; without image mine: h2; out of reach now: h3")
+    (note,) = notes(planned(away, host(memory=65536))).values()
+    assert note == "no host has image mine; out of reach now: h2, h3"
 
 
-def test_one_too_large_for_any_host_is_refused_before_its_image_comes() -> None:
+def test_a_job_too_large_for_any_host_is_revoked_even_if_no_host_has_its_image() -> None:
     (change,) = of(planned(rows(attempt(A.QUEUED, request=Request(1, Size(1, 9000), image="mine"))), host()), "attempt")
     assert change.event is Event.IMPOSSIBLE and "9000 MiB fits on no host" in change.reason
 
 
-def test_nothing_makes_way_on_a_host_that_lacks_the_image() -> None:
-    """The template there and the spare beside it are of no use to the job, and others want them."""
+def test_nothing_is_released_on_a_host_that_lacks_the_image() -> None:
+    """The job cannot use the template there or the spare beside it, and other jobs can."""
     idle, mine = template(T.READY, id=1, host="h2"), template(T.READY, id=2, image="mine")
     policy = replace(POLICY, pools=tuple(Pool(image, Depth.JOINED, 1, 1, Size(2, 100), 1e9) for image in IMAGES))
     policy = replace(policy, pools=(*policy.pools, replace(policy.pools[0], image="mine")))
     busy = replace(vm(V.SERVING, id=3, image="mine", since=NOW), size=Size(2, 512))
     idle_node = replace(vm(V.JOINED, since=NOW), pool=Depth.JOINED, size=Size(2, 512), node_size=Size(2, 100))
     elsewhere, here = replace(idle_node, id=7, host="h2"), replace(idle_node, id=8, image="mine")
-    claims = [Claim(one.key, one.host, vm_claim(one.size, POLICY)) for one in (busy, elsewhere, here)]
+    claims = [Claim(one.key, one.host, vm_claim(one.size, host())) for one in (busy, elsewhere, here)]
     claims += [Claim(idle.key, "h2", Size(0, 3000)), Claim(mine.key, "h1", Size(0, 256))]
     hosts = [replace(host(name), images={image: IMAGES["slim"]}) for name, image in (("h1", "mine"), ("h2", "slim"))]
     asks = attempt(A.QUEUED, request=Request(1, SMALL, image="mine"))
@@ -289,30 +293,31 @@ def test_nothing_makes_way_on_a_host_that_lacks_the_image() -> None:
     assert not [c for c in changes if c.event in (Event.DROPPED, Event.RELEASED)]
 
 
-def test_one_that_boots_needs_no_template_beside_it_to_have_room() -> None:
-    """An idle template is in its way, not others on the machine: that is retired."""
+def test_a_job_that_boots_needs_no_room_for_a_template() -> None:
+    """The idle template is in its way and is retired; other processes of the machine are not in its way."""
     idle = template(T.READY)
     asks = attempt(A.QUEUED, request=Request(1, Size(1, 5000), kind=CloneKind.FULL))
-    claim = vm_claim(vm_size(Size(1, 5000), BOLD.base, BOLD), BOLD).memory
+    claim = vm_claim(vm_size(Size(1, 5000), OVERCOMMITTED.base, host(), OVERCOMMITTED), host()).memory
     h1 = replace(host(cpus=64, memory=8192, abilities=("instant", "full")), available=1000 + claim - 256)
     here = rows(asks, idle, claims=[Claim(idle.key, "h1", template_claim(idle.size, h1))])
     job = Job(asks.job, "hello", 1000, JobState.PENDING, asks.request)
     seen = {idle.which: replace(as_ready([idle])[idle.which], held=256.0)}
-    world = World(Seen(SchedulerView({"7": job}), NOW), Seen(HypervisorView({"h1": h1}, {}, seen), NOW))
-    changes = changes_of(plan(here, world, [], NOW, BOLD))
+    changes = decisions(
+        here, world_of(SchedulerView({"7": job}), HypervisorView({"h1": h1}, {}, seen), NOW), policy=OVERCOMMITTED
+    )
     assert [c.row.key for c in changes if c.event is Event.DROPPED] == [idle.key]
 
 
-def test_an_image_that_cannot_be_forked_waits_and_says_so_or_boots() -> None:
+def test_an_image_that_cannot_be_forked_serves_booted_clones_only() -> None:
     instant, full_clone = Request(1, SMALL), Request(1, Size(2, 700), kind=CloneKind.FULL)
-    changes = planned(rows(attempt(A.QUEUED, request=instant)), stiff(can=()))
+    changes = planned(rows(attempt(A.QUEUED, request=instant)), without_plugging(can=()))
     assert notes(changes) == {1: "no host can make instant clones of image slim"} and not of(changes, "template")
-    its = replace(stiff(can=()), abilities=frozenset({"full"}))
+    its = replace(without_plugging(can=()), abilities=frozenset({"full"}))
     (made,) = of(planned(rows(attempt(A.QUEUED, request=full_clone)), its), "vm")
     assert isinstance(made.row, Vm) and made.row.template is None and made.row.size == Size(2, 896)
 
 
-def test_who_waits_for_room_for_a_template_is_not_overtaken() -> None:
+def test_a_job_that_waits_for_room_for_its_template_blocks_later_jobs() -> None:
     crowded = Claim(Key("vm", 98), "h1", Size(0, 4096 - 512))
     here = rows(
         attempt(A.QUEUED, id=1, request=Request(1, Size(1, 700))),
@@ -320,12 +325,12 @@ def test_who_waits_for_room_for_a_template_is_not_overtaken() -> None:
         template(T.READY),
         claims=[crowded],
     )
-    changes = planned(here, stiff())
+    changes = planned(here, without_plugging())
     why = "waiting for capacity: no host has room for the template of image slim"
     assert not of(changes, "vm") and notes(changes) == {1: why, 2: why}
 
 
-def test_templates_alone_are_in_nobody_s_way_even_if_others_behind_want_them() -> None:
+def test_a_template_is_retired_for_the_first_job_if_only_templates_are_in_its_way() -> None:
     big, small = Size(1, 1700), Size(1, 700)
     here = rows(
         attempt(A.QUEUED, id=1, request=Request(1, big)),
@@ -334,38 +339,20 @@ def test_templates_alone_are_in_nobody_s_way_even_if_others_behind_want_them() -
         template(T.BROKEN, id=2, size=Size(1, 2048), since=NOW),
         claims=[Claim(Key("template", 1), "h1", Size(0, 1024)), Claim(Key("template", 2), "h1", Size(0, 2048))],
     )
-    (dropped,) = of(planned(here, stiff()), "template")
+    (dropped,) = of(planned(here, without_plugging()), "template")
     assert dropped.row.state is T.RETIRING and dropped.row.id == 1
     busy = replace(here, claims=(*here.claims, Claim(Key("vm", 98), "h1", Size(1, 100))))
-    assert of(planned(busy, stiff()), "template") == [], "a VM will go, and make room"
+    assert of(planned(busy, without_plugging()), "template") == [], "a VM will go, and make room"
 
 
-def test_an_operator_drops_the_templates_that_he_describes() -> None:
-    some = [
-        template(T.READY, id=1),
-        template(T.READY, id=2, size=Size(2, 512)),
-        template(T.READY, id=3, account="physics"),
-        template(T.READY, id=4, image="other"),
-    ]
-
-    def dropped(**which: object) -> list[int]:
-        command = Command("drop", "h1", "slim", **which)  # type: ignore[arg-type]
-        moves = plan(rows(*some), World(), [command], NOW, POLICY)
-        return [change.row.id for move in moves for change in move.changes if change.event is Event.DROPPED]
-
-    assert dropped() == [1, 2, 3]
-    assert dropped(size=Size(2, 512)) == [2]
-    assert dropped(account="physics") == [3] and dropped(account="") == [1, 2]
+# --- which jobs wait --------------------------------------------------------------------------------------
 
 
-# --- who waits --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("waited", "told"), [(POLICY.patience - 0.5, False), (POLICY.patience, True)])
-def test_a_user_is_told_once_he_has_waited_long_enough(waited: float, told: bool) -> None:
+@pytest.mark.parametrize(("waited", "noted"), [(POLICY.patience - 0.5, False), (POLICY.patience, True)])
+def test_a_reason_is_noted_once_the_job_has_waited_long_enough(waited: float, noted: bool) -> None:
     here = rows(attempt(A.QUEUED, since=NOW - waited), template(T.READY), claims=[full()])
     why = "waiting for capacity: the hosts are full"
-    assert notes(planned(here, host())) == ({1: why} if told else {})
+    assert notes(planned(here, host())) == ({1: why} if noted else {})
     again = rows(attempt(A.QUEUED, note=why), template(T.READY), claims=[full()])
     assert notes(planned(again, host())) == {}, "and not twice"
 
@@ -385,7 +372,7 @@ def test_a_job_waits_for_vms_of_its_own_earlier_runs_only(owner: dict[str, objec
     here = rows(
         earlier,
         attempt(A.QUEUED, id=2, restarts=2),
-        vm(state, id=4),  # serves nobody
+        vm(state, id=4),  # serves no attempt
         vm(state, id=5, attempt=1, host="h2"),
         template(T.READY),
     )
@@ -400,7 +387,7 @@ def test_a_job_waits_for_vms_of_its_own_earlier_runs_only(owner: dict[str, objec
     assert notes(changes).get(2, "") == (gone if waits else "")
 
 
-def test_one_that_waits_for_its_earlier_run_blocks_nobody() -> None:
+def test_a_job_that_waits_for_its_earlier_run_blocks_no_other() -> None:
     here = rows(
         attempt(A.RECLAIMING, id=1, outcome="requeued"),
         attempt(A.QUEUED, id=2, restarts=1),
@@ -411,7 +398,7 @@ def test_one_that_waits_for_its_earlier_run_blocks_nobody() -> None:
     assert [c.row.id for c in planned(here, host()) if c.event is Event.ADMITTED] == [3]
 
 
-def test_as_many_vms_are_made_at_once_as_may_be_but_one_gang_larger_than_that() -> None:
+def test_no_more_vms_are_made_at_once_than_allowed_except_for_one_larger_gang() -> None:
     policy = replace(POLICY, provisioning=2)
     pair = Request(2, SMALL)
     idle = rows(attempt(A.QUEUED, request=Request(3, SMALL)), template(T.READY))
@@ -429,55 +416,11 @@ def test_as_many_vms_are_made_at_once_as_may_be_but_one_gang_larger_than_that() 
     assert notes(changes) == {3: "waiting for a turn: as many VMs as may be made at once are being made"}
 
 
-# --- operators --------------------------------------------------------------------------------------
-
-
-def obeyed(here: Rows, command: Command) -> list[Change]:
-    """What a command alone does, with nothing seen of the world."""
-    return [change for move in plan(here, World(), [command], NOW, POLICY) for change in move.changes]
-
-
-def test_a_fence_releases_what_is_lost_on_that_host_and_nothing_else() -> None:
-    here = rows(
-        vm(V.LOST, id=1, reason="it was out of reach", quarantined="odd"),
-        vm(V.LOST, id=2, host="h2"),
-        vm(V.SERVING, id=3),
-    )
-    (change,) = obeyed(here, Command("fence", "h1"))
-    fenced = replace(here.vms[1], state=V.RELEASING, since=NOW, fenced=True, failed=True, quarantined="")
-    assert (change.row, change.event) == (fenced, Event.FENCED)
-
-
-RETRIED: list[tuple[Row, dict[str, object] | None]] = [
-    (attempt(A.QUEUED, not_before=NOW + 0.5), {"not_before": 0.0}),
-    (attempt(A.QUEUED, not_before=NOW), None),
-    (attempt(A.QUEUED), None),
-    (attempt(A.SPAWNED, quarantined="odd"), {"quarantined": ""}),
-    (vm(V.JOINED, quarantined="odd"), {"quarantined": ""}),
-    (vm(V.JOINED), None),
-    (template(T.READY, quarantined="odd"), {"quarantined": ""}),
-    (template(T.BROKEN, quarantined="odd"), {"quarantined": ""}),
-    (template(T.BROKEN, reason="no boot", tries=3), {"state": T.BUILDING, "since": NOW, "reason": ""}),
-    (template(T.READY), None),
-]
-
-
-@pytest.mark.parametrize(("row", "becomes"), RETRIED)
-def test_a_retry_ends_what_holds_a_record_back_and_changes_nothing_else(
-    row: Row, becomes: dict[str, object] | None
-) -> None:
-    changes = obeyed(rows(row), Command("retry", key=row.key))
-    assert [c.row for c in changes] == ([] if becomes is None else [replace(row, **becomes)])
-    if becomes is not None:
-        assert changes[0].event is (Event.NEEDED if "state" in becomes else Event.RETRIED)
-    assert obeyed(rows(row), Command("retry")) == []
-
-
 # --- limits -----------------------------------------------------------------------------------------
 
 
 def limited(here: Rows, left: dict[str, int], uses: dict[int, dict[str, int]], pinned: int = 0) -> list[Change]:
-    """What is decided when each attempt's job takes so much of what is left; attempt `pinned` is past the gate."""
+    """The changes when each attempt's job uses so much of what limits leave. Attempt `pinned` is past the gate."""
     jobs = {
         a.job.job_id: replace(
             Job(a.job, a.job_name, a.uid, JobState.PENDING, a.request, rank=a.id, uses=tuple(uses[a.id].items())),
@@ -487,8 +430,7 @@ def limited(here: Rows, left: dict[str, int], uses: dict[int, dict[str, int]], p
         for a in here.attempts.values()
     }
     view = HypervisorView({"h1": host(cpus=8, abilities=["full"])}, {}, {})
-    moves = plan(here, World(Seen(SchedulerView(jobs, {}, left), NOW), Seen(view, NOW)), [], NOW, POLICY)
-    return changes_of(moves)
+    return decisions(here, world_of(SchedulerView(jobs, {}, left), view, NOW))
 
 
 def three(*states: AttemptState) -> Rows:
@@ -503,18 +445,18 @@ def admitted(changes: list[Change]) -> list[int]:
     return [change.row.id for change in changes if change.event is Event.ADMITTED]
 
 
-def test_no_more_are_admitted_than_a_limit_leaves_and_the_others_are_told() -> None:
+def test_no_more_jobs_are_admitted_than_a_limit_leaves() -> None:
     changes = limited(three(A.QUEUED, A.QUEUED, A.QUEUED), {"cpu": 3}, {1: {"cpu": 1}, 2: {"cpu": 2}, 3: {"cpu": 1}})
     assert admitted(changes) == [1, 2]
     assert notes(changes) == {3: "held back by cpu"}
 
 
-def test_one_that_a_limit_holds_back_blocks_nobody() -> None:
+def test_a_job_that_a_limit_holds_back_blocks_no_other() -> None:
     changes = limited(three(A.QUEUED, A.QUEUED, A.QUEUED), {"cpu": 1}, {1: {"cpu": 2}, 2: {"cpu": 1}, 3: {}})
     assert admitted(changes) == [2, 3]
 
 
-def test_what_is_admitted_and_does_not_run_yet_counts() -> None:
+def test_jobs_that_are_admitted_and_do_not_run_yet_count_for_limits() -> None:
     here = three(A.SPAWNED, A.QUEUED, A.QUEUED)
     uses = {1: {"jobs": 1}, 2: {"jobs": 1}, 3: {"jobs": 1}}
     assert admitted(limited(here, {"jobs": 2}, uses, pinned=1)) == [2]
@@ -527,19 +469,19 @@ def test_every_limit_must_leave_enough() -> None:
     assert notes(changes) == {1: "held back by b"}
 
 
-def test_a_limit_lowered_below_what_runs_lets_nothing_start() -> None:
+def test_a_negative_limit_lets_no_job_start() -> None:
     assert admitted(limited(three(A.QUEUED), {"jobs": -2}, {1: {"jobs": 1}})) == []
 
 
 # --- more claimed than declared --------------------------------------------------------------------
 
-BOLD = replace(POLICY, overcommit=4.0, floor=1000)
+OVERCOMMITTED = replace(POLICY, overcommit=4.0, floor=1000)
 
 
-def crowd(available: int, *vms: tuple[Vm, float], policy: Policy = BOLD) -> str:
-    """Whether a small job is admitted to a host that declares what these VMs claim, and no more; else why not. Beside
-    each VM, the memory that it was seen to have."""
-    claims = [Claim(one.key, "h1", vm_claim(one.size, policy)) for one, _ in vms]
+def admission_beside(available: int, *vms: tuple[Vm, float], policy: Policy = OVERCOMMITTED) -> str:
+    """The reason of the change of a small job's attempt, on a host that declares exactly what these VMs claim. Each VM
+    comes with the memory that it was observed to use."""
+    claims = [Claim(one.key, "h1", vm_claim(one.size, host())) for one, _ in vms]
     ready = template(T.READY)
     claims.append(Claim(ready.key, "h1", template_claim(ready.size, host())))
     h1 = replace(host(cpus=64, memory=sum(claim.size.memory for claim in claims)), available=available)
@@ -548,63 +490,60 @@ def crowd(available: int, *vms: tuple[Vm, float], policy: Policy = BOLD) -> str:
     seen = {one.name: VmSeen(one.name, "h1", VmCondition.RUNNING, private=held) for one, held in vms}
     frozen = TemplateSeen("t", "h1", ready.image, TemplateCondition.READY, ready.size, held=256.0)
     view = HypervisorView({"h1": h1}, seen, {ready.which: frozen})
-    world = World(Seen(SchedulerView({job.ref.job_id: job}), NOW - 1), Seen(view, NOW - 1))
-    (change,) = [
-        c for move in plan(here, world, [], NOW, policy) for c in move.changes if c.row.key == Key("attempt", 1)
-    ]
+    world = world_of(SchedulerView({job.ref.job_id: job}), view, NOW - 1)
+    (change,) = [c for c in decisions(here, world, policy=policy) if c.row.key == Key("attempt", 1)]
     return change.reason
 
 
-CLAIM = vm_claim(vm_size(SMALL, BOLD.base, BOLD), BOLD).memory
+CLAIM = vm_claim(vm_size(SMALL, OVERCOMMITTED.base, host(), OVERCOMMITTED), host()).memory
 
 
 def serving(since: float, serial: int = 5) -> Vm:
     return replace(vm(V.SERVING, id=serial, since=since), size=Size(1, 2304))
 
 
-def test_a_vm_that_has_run_for_a_while_counts_as_what_it_takes() -> None:
+def test_a_vm_that_has_settled_counts_as_the_memory_that_it_uses() -> None:
     room = 1000 + CLAIM + 50
-    assert crowd(room, (serving(NOW - 30), 200.0)) == "instant on h1"
-    assert crowd(room, (serving(NOW - 29), 200.0)) == "waiting for memory: h1 must keep 1000 MiB available"
-    assert "must keep" in crowd(room, (serving(NOW - 30), 0.0)), "nobody has measured it"
-    assert "must keep" in crowd(room, (replace(serving(NOW - 300), state=V.RELEASING), 200.0))
+    assert admission_beside(room, (serving(NOW - 30), 200.0)) == "instant on h1"
+    assert admission_beside(room, (serving(NOW - 29), 200.0)) == "waiting for memory: h1 must keep 1000 MiB available"
+    assert "must keep" in admission_beside(room, (serving(NOW - 30), 0.0)), "it has not been measured"
+    assert "must keep" in admission_beside(room, (replace(serving(NOW - 300), state=V.RELEASING), 200.0))
 
 
 def test_the_floor_is_kept_to_the_last_mib() -> None:
-    assert crowd(1000 + CLAIM + 50, (serving(0.0), 200.0)) == "instant on h1"
-    assert "must keep 1000 MiB" in crowd(1000 + CLAIM + 49, (serving(0.0), 200.0))
+    assert admission_beside(1000 + CLAIM + 50, (serving(0.0), 200.0)) == "instant on h1"
+    assert "must keep 1000 MiB" in admission_beside(1000 + CLAIM + 49, (serving(0.0), 200.0))
 
 
-def test_without_over_commit_nobody_asks_what_the_machine_has_left() -> None:
-    assert "the hosts are full" in crowd(100_000, (serving(0.0), 200.0), policy=POLICY)
+def test_without_over_commitment_available_memory_does_not_count() -> None:
+    assert "the hosts are full" in admission_beside(100_000, (serving(0.0), 200.0), policy=POLICY)
 
 
-def test_no_more_is_claimed_than_may_be_however_little_is_taken() -> None:
+def test_claims_stay_within_the_over_commitment_however_little_memory_is_used() -> None:
     many = [(serving(0.0, serial), 20.0) for serial in range(5, 8)]
-    assert crowd(100_000, *many) == "instant on h1"
-    barely = replace(BOLD, overcommit=1.0 + (CLAIM - 1) / (3 * 2336 + 256))
-    assert "the hosts are full" in crowd(100_000, *many, policy=barely)
+    assert admission_beside(100_000, *many) == "instant on h1"
+    barely = replace(OVERCOMMITTED, overcommit=1.0 + (CLAIM - 1) / (3 * 2336 + 256))
+    assert "the hosts are full" in admission_beside(100_000, *many, policy=barely)
 
 
-def test_nobody_waits_behind_a_job_whose_memory_others_on_the_machine_have() -> None:
+def test_a_job_that_waits_for_memory_of_other_processes_blocks_no_other() -> None:
     ready, busy = template(T.READY), replace(serving(0.0), size=Size(1, 4096))
     here = rows(attempt(A.QUEUED, request=Request(1, Size(1, 5000))), attempt(A.QUEUED, id=2, job="8"), ready, busy,
                 claims=[Claim(ready.key, "h1", template_claim(ready.size, host())),
-                        Claim(busy.key, "h1", vm_claim(busy.size, BOLD))])  # fmt: skip
+                        Claim(busy.key, "h1", vm_claim(busy.size, host()))])  # fmt: skip
 
     def decided(available: int, held: float) -> tuple[list[int], dict[int, str]]:
-        """Who is admitted, and what the others are told."""
+        """The attempts that are admitted, and the notes of the others."""
         jobs = {a.job.job_id: Job(a.job, "hello", 1000, JobState.PENDING, a.request, rank=a.id)
                 for a in here.attempts.values()}  # fmt: skip
         seen = {busy.name: VmSeen(busy.name, "h1", VmCondition.RUNNING, private=held)}
         h1 = replace(host(cpus=64, memory=8192), available=available)
         view = HypervisorView({"h1": h1}, seen, as_ready([ready]))
-        moves = plan(here, World(Seen(SchedulerView(jobs), NOW), Seen(view, NOW)), [], NOW, BOLD)
-        changes = [change for move in moves for change in move.changes]
+        changes = decisions(here, world_of(SchedulerView(jobs), view, NOW), policy=OVERCOMMITTED)
         return [c.row.attempt for c in of(changes, "vm") if isinstance(c.row, Vm) and c.row.attempt], notes(changes)
 
     # Its own claim, and that of the template beside it.
-    need = vm_claim(vm_size(Size(1, 5000), BOLD.base, BOLD), BOLD).memory + 256
+    need = vm_claim(vm_size(Size(1, 5000), OVERCOMMITTED.base, host(), OVERCOMMITTED), host()).memory + 256
     floor = "h1 must keep 1000 MiB available"
     both = dict.fromkeys((1, 2), f"waiting for memory: {floor}")
     assert decided(1000 + need - 2000, 2000.0) == ([], both), "it would fit if the VM ended"
@@ -613,33 +552,35 @@ def test_nobody_waits_behind_a_job_whose_memory_others_on_the_machine_have() -> 
     assert decided(1000 + need + 1000, 2000.0)[0] == [1, 2]
 
     here = replace(here, attempts={**here.attempts, 1: replace(here.attempts[1], note=beyond[1])})
-    assert decided(1000 + need - 2000 + BOLD.floor // 8 - 1, 2000.0) == ([2], {}), "told once, by a hair"
-    assert decided(1000 + need - 2000 + BOLD.floor // 8, 2000.0) == ([], both)
+    assert decided(1000 + need - 2000 + OVERCOMMITTED.floor // 8 - 1, 2000.0) == ([2], {}), (
+        "it has had this reason before: the last MiB do not count"
+    )
+    assert decided(1000 + need - 2000 + OVERCOMMITTED.floor // 8, 2000.0) == ([], both)
 
 
-def test_memory_of_a_dropped_template_comes_back_with_the_vms_that_map_it() -> None:
+def test_the_memory_of_a_deleted_template_is_free_when_the_last_vm_that_maps_it_is_gone() -> None:
     vms = [replace(vm(V.SERVING, id=n, template_id=9), size=Size(1, 512)) for n in (1, 2)]
-    draft = State(rows(*vms, claims=[Claim(one.key, "h1", vm_claim(one.size, BOLD)) for one in vms]), NOW, TABLES)
+    state = State(rows(*vms, claims=[Claim(one.key, "h1", vm_claim(one.size, host())) for one in vms]), TABLES, NOW)
     view = HypervisorView({"h1": replace(host(memory=65536), available=5000)}, {
         one.name: VmSeen(one.name, "h1", VmCondition.RUNNING, private=300.0) for one in vms
     }, {})  # fmt: skip
     coming = 75  # they have settled: a quarter of what they hold
-    left = {n: room_of(draft, view, BOLD, without=[one.key for one in vms[:n]]).free["h1"][1] for n in range(3)}
+    context = Context(state, world_of(None, view, NOW), OVERCOMMITTED)
+    left = {n: room_of(context, without=[one.key for one in vms[:n]]).free["h1"][1] for n in range(3)}
     assert left == {0: 4000 - 2 * coming, 1: 4000 - coming + 300, 2: 4000 + 600 + 256}
 
 
-def test_a_spare_that_gives_way_gives_back_what_it_holds() -> None:
+def test_releasing_a_spare_frees_the_memory_that_it_uses() -> None:
     ready, spare = template(T.READY), replace(vm(V.JOINED, id=5, pool=Depth.JOINED, since=NOW), size=Size(1, 1024))
     here = rows(attempt(A.QUEUED, request=Request(1, Size(2, 100))), ready, spare,
                 claims=[Claim(ready.key, "h1", template_claim(ready.size, host())),
-                        Claim(spare.key, "h1", vm_claim(spare.size, BOLD))])  # fmt: skip
+                        Claim(spare.key, "h1", vm_claim(spare.size, host()))])  # fmt: skip
     job = Job(here.attempts[1].job, "hello", 1000, JobState.PENDING, here.attempts[1].request)
-    pooled = replace(BOLD, pools=(Pool("slim", Depth.JOINED, 1, 1, SMALL, 1e9),))
+    pooled = replace(OVERCOMMITTED, pools=(Pool("slim", Depth.JOINED, 1, 1, SMALL, 1e9),))
     for held, released in ((float(CLAIM), True), (float(CLAIM - 1), False)):
         seen = {spare.name: VmSeen(spare.name, "h1", VmCondition.RUNNING, private=held)}
         h1 = replace(host(cpus=64, memory=8192), available=1000 + 256)  # the template's, and nothing more
         view = HypervisorView({"h1": h1}, seen, as_ready([ready]))
-        world = World(Seen(SchedulerView({"7": job}), NOW), Seen(view, NOW))
-        changes = [c for move in plan(here, world, [], NOW, pooled) for c in move.changes]
+        changes = decisions(here, world_of(SchedulerView({"7": job}), view, NOW), policy=pooled)
         gone = [c for c in of(changes, "vm") if c.event is Event.RELEASED and c.reason == "its memory is needed"]
         assert bool(gone) == released, held

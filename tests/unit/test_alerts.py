@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,19 +14,51 @@ from typer.testing import CliRunner
 from multiverse.api import Alert
 from multiverse.cli import repair, status
 from multiverse.core.errors import Broken, Refused
-from multiverse.core.model import AttemptState, Depth, Host, JobState, Key, Request, Size, TemplateState, VmState
+from multiverse.core.machines.tables import TABLES
+from multiverse.core.model import (
+    AttemptState,
+    Depth,
+    Host,
+    HostState,
+    HypervisorView,
+    JobState,
+    Key,
+    KnownHost,
+    Observation,
+    OfferState,
+    Request,
+    Seen,
+    Size,
+    TemplateState,
+    VmState,
+    World,
+)
 from multiverse.core.policy import Policy, Pool
+from multiverse.core.state import State
 from multiverse.core.transition import Change, Command, Done, EffectKind, Event, Move
 from multiverse.service.alerts import alerts
 from multiverse.service.convert import findings, job_counts, repair_command
 from multiverse.service.findings import FailingEffect, SourceFailure, StoreFailure
+from multiverse.store import Transaction
 from tests.unit.planner_harness import POLICY, PlannerHarness
+from tests.unit.rows import SOURCE, offer, rows, vm, world_of
 
 
 def seen(
     harness: PlannerHarness, *, hosts: Sequence[Host] | None = None, policy: Policy = POLICY, **more: Any
 ) -> list[Alert]:
-    return alerts(replace(findings(harness.rows, hosts, policy, harness.clock.time), **more))
+    """The alerts while a source shows these hosts; None: while the source is unknown."""
+    view = HypervisorView({host.name: host for host in hosts}) if hosts is not None else None
+    world = world_of(None, view, harness.clock.time)
+    return alerts(replace(findings(harness.rows, world, policy, harness.clock.time), **more))
+
+
+@contextmanager
+def committing(harness: PlannerHarness) -> Iterator[Transaction]:
+    """A transaction of the store, beside the planner; the state in memory is made anew from it."""
+    with harness.store.transaction() as tx:
+        yield tx
+    harness.state = State(harness.rows, TABLES)
 
 
 def quarantined(harness: PlannerHarness) -> None:
@@ -107,7 +140,7 @@ def test_quarantined_vms_and_templates_are_named_too() -> None:
     harness = PlannerHarness()
     harness.to_allocated()
     vm, template = harness.all_vms()[0], harness.rows.templates[1]
-    with harness.store.transaction() as tx:
+    with committing(harness) as tx:
         tx.apply(Move((Change(replace(vm, quarantined="odd"), Event.QUARANTINED),)))
         tx.apply(Move((Change(replace(template, quarantined="odd too"), Event.QUARANTINED),)))
     first, second = seen(harness)
@@ -149,7 +182,7 @@ def test_a_job_that_backs_off_is_named_and_repair_ends_the_back_off() -> None:
     harness.job()
     harness.run()
     attempt = harness.attempt()
-    with harness.store.transaction() as tx:
+    with committing(harness) as tx:
         late = replace(attempt, not_before=harness.clock.time + 300, tries=4)
         tx.apply(Move((Change(late, Event.NOTED),)))
     (one,) = [t for t in seen(harness) if t.kind == "back-off"]
@@ -184,12 +217,35 @@ def test_an_alert_that_ends_by_itself_has_no_repair(more: Mapping[str, Any], nam
         assert word in f"{one.message} {one.remedy}"
 
 
+def test_nothing_is_concluded_about_the_hosts_of_an_unknown_source() -> None:
+    harness = PlannerHarness()
+    known = {name: KnownHost(name, source) for name, source in (("h1", "near"), ("h2", "near"), ("h3", "silent"))}
+    seen_near = Seen(HypervisorView({"h1": harness.hosts["h1"]}), harness.clock.time)
+    world = World(sources={"near": Observation(seen_near), "silent": Observation(None)})
+    found = findings(replace(harness.rows, hosts=known), world, POLICY, harness.clock.time)
+    assert [away.host for away in found.hosts_away] == ["h2"]
+
+
+def test_vms_of_a_fenced_host_are_shown_until_they_are_gone() -> None:
+    fenced = {"h1": KnownHost("h1", SOURCE, HostState.FENCED), "h2": KnownHost("h2", SOURCE)}
+    two = rows(vm(VmState.ENDING, id=1), vm(VmState.SERVING, id=2, host="h2"))
+    found = findings(replace(two, hosts=fenced), World(), POLICY, 0.0)
+    assert found.fenced.vms == ("mvtest0-1",)
+
+
+def test_a_quarantined_offer_is_named_by_its_vm_and_can_be_repaired() -> None:
+    odd = replace(offer(OfferState.OPEN, id=3), quarantined="odd")
+    (one,) = alerts(findings(rows(vm(VmState.JOINED, id=3), odd), world_of(None, None, 0.0), POLICY, 0.0))
+    assert one.name == "offer-3" and "offer of VM mvtest0-3" in one.message
+    assert repair_command(one) == Command("retry", key=Key("offer", 3))
+
+
 # --- the commands ----------------------------------------------------------------------------------
 
-HOST = {"kind": "host", "name": "h1", "wrong": "it is away", "todo": "bring it back", "repair": "takes your word",
+HOST_ALERT = {"kind": "host", "name": "h1", "wrong": "it is away", "todo": "bring it back", "repair": "takes your word",
         "needs_fenced": True, "version": 3, "jobs": []}  # fmt: skip
-RECORD = HOST | {"kind": "quarantine", "name": "attempt-1", "repair": "looks again", "needs_fenced": False}
-SOURCE = RECORD | {"kind": "source", "name": "scheduler", "repair": ""}
+RECORD_ALERT = HOST_ALERT | {"kind": "quarantine", "name": "attempt-1", "repair": "looks again", "needs_fenced": False}
+SOURCE_ALERT = RECORD_ALERT | {"kind": "source", "name": "scheduler", "repair": ""}
 
 
 class RepairingClient:
@@ -230,25 +286,25 @@ def run(monkeypatch: pytest.MonkeyPatch, daemon: RepairingClient, *words: str, s
 
 def test_status_exits_with_1_if_there_is_an_alert(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(monkeypatch, RepairingClient(), "status").exit_code == 0
-    assert run(monkeypatch, RepairingClient(SOURCE), "status").exit_code == status.ALERTS_PRESENT
-    assert run(monkeypatch, RepairingClient(SOURCE), "status", "--json").exit_code == status.ALERTS_PRESENT
+    assert run(monkeypatch, RepairingClient(SOURCE_ALERT), "status").exit_code == status.ALERTS_PRESENT
+    assert run(monkeypatch, RepairingClient(SOURCE_ALERT), "status", "--json").exit_code == status.ALERTS_PRESENT
 
 
 def test_a_permanent_alert_is_shown_and_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    unserved = SOURCE | {"kind": "unserved", "name": "preemption", "wrong": "it reaches nobody"}
+    unserved = SOURCE_ALERT | {"kind": "unserved", "name": "preemption", "wrong": "it reaches nobody"}
     shown = run(monkeypatch, RepairingClient(unserved), "status")
     assert shown.exit_code == 0 and "it reaches nobody" in shown.stdout and "No alerts" not in shown.stdout
-    assert run(monkeypatch, RepairingClient(unserved, SOURCE), "status").exit_code == status.ALERTS_PRESENT
+    assert run(monkeypatch, RepairingClient(unserved, SOURCE_ALERT), "status").exit_code == status.ALERTS_PRESENT
 
 
 def test_repair_without_names_repairs_all_but_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    daemon = RepairingClient(HOST, RECORD, SOURCE)
+    daemon = RepairingClient(HOST_ALERT, RECORD_ALERT, SOURCE_ALERT)
     assert run(monkeypatch, daemon, "repair", "--yes").exit_code == 0
     assert daemon.asked == [("attempt-1", False)]
 
 
 def test_nothing_is_repaired_without_consent_or_in_a_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    daemon = RepairingClient(RECORD)
+    daemon = RepairingClient(RECORD_ALERT)
     assert run(monkeypatch, daemon, "repair", said="n\n").exit_code != 0
     assert run(monkeypatch, daemon, "repair", "--dry-run").exit_code == 0
     assert daemon.asked == []
@@ -257,7 +313,7 @@ def test_nothing_is_repaired_without_consent_or_in_a_dry_run(monkeypatch: pytest
 
 
 def test_a_host_is_fenced_only_by_name_and_with_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    daemon = RepairingClient(HOST)
+    daemon = RepairingClient(HOST_ALERT)
     assert isinstance(run(monkeypatch, daemon, "repair", "h1", "--yes").exception, Refused)
     assert isinstance(run(monkeypatch, daemon, "repair", "--fenced", "--yes").exception, Refused)
     assert daemon.asked == []
@@ -266,8 +322,8 @@ def test_a_host_is_fenced_only_by_name_and_with_the_option(monkeypatch: pytest.M
 
 
 def test_an_unknown_alert_or_one_without_repair_is_refused_with_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, hint in (("attempt-9", "multiverse status"), ("scheduler", SOURCE["todo"])):
-        error = run(monkeypatch, RepairingClient(SOURCE), "repair", name, "--yes").exception
+    for name, hint in (("attempt-9", "multiverse status"), ("scheduler", SOURCE_ALERT["todo"])):
+        error = run(monkeypatch, RepairingClient(SOURCE_ALERT), "repair", name, "--yes").exception
         assert isinstance(error, Refused) and hint in error.hint
 
 
@@ -278,8 +334,9 @@ def test_the_name_of_an_alert_determines_its_record() -> None:
 
 def test_an_empty_host_out_of_reach_is_shown_until_an_operator_gives_it_up() -> None:
     harness = PlannerHarness()
-    with harness.store.transaction() as tx:
-        tx.keep_hosts(frozenset({"h1", "h2"}))
+    with committing(harness) as tx:
+        for name in ("h1", "h2"):
+            tx.keep_host(KnownHost(name, SOURCE))
     here = [harness.hosts["h1"]]
     assert seen(harness) == [], "nothing is concluded while the hosts are not observed"
     (one,) = seen(harness, hosts=here)

@@ -32,15 +32,18 @@ from multiverse.api import (
     VmView,
     decode,
 )
+from multiverse.controller.effects import Failure
 from multiverse.core.model import (
     AttemptState,
     Claim,
     CloneKind,
     Depth,
     Host,
+    HostState,
     HypervisorView,
     Key,
-    Offer,
+    KnownHost,
+    OfferState,
     Request,
     Seen,
     Size,
@@ -50,15 +53,17 @@ from multiverse.core.model import (
     VmCondition,
     VmSeen,
     VmState,
+    World,
 )
 from multiverse.core.policy import Policy, Pool
 from multiverse.core.provisioning.pools import PoolStatus
+from multiverse.core.state import Rows
 from multiverse.core.transition import Command, Effect, EffectKind
 from multiverse.service.api import make_api
 from multiverse.service.backend import Backend
 from multiverse.store import Entry
 from tests.unit.planner_harness import ManualClock
-from tests.unit.rows import IMAGES, attempt, rows, template, vm
+from tests.unit.rows import IMAGES, SOURCE, attempt, offer, rows, template, vm, world_of
 
 RECORDED = Path(__file__).with_name("api_documents.json")
 
@@ -76,15 +81,16 @@ ATTEMPTS = (
     attempt(AttemptState.SPAWNING, id=3, job="9", restarts=1, since=990.0, quarantined="it is odd"),
 )  # fmt: skip
 VMS = (
-    replace(vm(VmState.SERVING, id=1, attempt=1, since=940.0, origin=1), mac="02:2"),
+    replace(vm(VmState.SERVING, id=1, attempt=1, since=940.0, template_id=1), mac="02:2"),
     vm(VmState.LOST, id=2, attempt=3, host="h2", kind=CloneKind.FULL, reason="its host is away"),
-    vm(VmState.JOINED, id=3, pool=Depth.JOINED, offer=Offer.OPEN, offered=980.0, account="physics", origin=9),
-    vm(VmState.RELEASING, id=4, fenced=True, quarantined="what is it"),
+    vm(VmState.JOINED, id=3, pool=Depth.JOINED, account="physics", template_id=9),
+    vm(VmState.ENDING, id=4, host="h4", quarantined="what is it"),
 )
 TEMPLATES = (
     template(TemplateState.READY, id=1, since=100.0),
     template(TemplateState.BROKEN, id=2, image="stock", since=990.0, tries=3, reason="no kernel", account="physics"),
 )
+OFFERS = (offer(OfferState.OPEN, id=3, since=980.0),)
 CLAIMS = (Claim(Key("vm", 1), "h1", Size(1, 288, 100)), Claim(Key("template", 1), "h1", Size(0, 256)))
 HOSTS = {
     "h1": Host(
@@ -118,13 +124,16 @@ JOURNAL = [
 ]
 
 
+def live_rows() -> Rows:
+    """The rows above. Host h4 is fenced, h2 and h3 are out of reach."""
+    found = rows(*ATTEMPTS, *VMS, *TEMPLATES, *OFFERS, claims=CLAIMS, known=["h1", "h2", "h3"])
+    return replace(found, hosts={**found.hosts, "h4": KnownHost("h4", SOURCE, HostState.FENCED)})
+
+
 class StoreOfRows:
     """A store that holds the rows above and nothing else."""
 
     site = "test0"
-
-    def rows(self) -> Any:
-        return rows(*ATTEMPTS, *VMS, *TEMPLATES, claims=CLAIMS, known=["h1", "h2", "h3"])
 
     def attempts(self, *, job_id: str | None = None, limit: int = 1000) -> list[Any]:
         found = [a for a in reversed(ATTEMPTS) if job_id in (None, a.job.job_id)]
@@ -143,20 +152,24 @@ class ControllerAtRest:
     began, uncommitted, policy = 100.0, (970.0, "disk is full"), POLICY
 
     def __init__(self) -> None:
-        self.scheduler = SimpleNamespace(name="scheduler", latest=None, looks=7, since=400.0, failure="no answer")
-        self.hypervisor = SimpleNamespace(
-            name="hypervisor", latest=Seen(SEEN, 998.0), looks=70, since=100.0, failure=""
+        self.scheduler = SimpleNamespace(
+            name="scheduler", latest=None, observations=7, since=400.0, failure="no answer"
         )
+        source = SimpleNamespace(name=SOURCE, latest=Seen(SEEN, 998.0), observations=70, since=100.0, failure="")
+        self.sources, self.state = {SOURCE: source}, SimpleNamespace(rows=live_rows)
         self.commands: list[Command] = []
 
     def pools(self) -> list[PoolStatus]:
         return [PoolStatus(POOLS[0], 3, 1, 2, 1), PoolStatus(POOLS[1], 2, 2, 0, 0)]
 
-    def strangers(self) -> list[str]:
+    def world(self) -> World:
+        return world_of(None, SEEN, 998.0)
+
+    def orphans(self) -> list[str]:
         return ["mvtest0-77"]
 
-    def failing(self, often: int) -> list[tuple[Effect, int, str, float]]:
-        return [(Effect(EffectKind.RELEASE, Key("vm", 4), "releasing"), 5, "refused", 1016.0)]
+    def failing(self, often: int) -> list[Failure]:
+        return [Failure(Effect(EffectKind.END, Key("vm", 4)), 5, "refused", 1016.0)]
 
     def command(self, command: Command) -> asyncio.Future[None]:
         self.commands.append(command)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import replace
 
 from multiverse.cli import render
-from multiverse.core.model import HypervisorView, JobState, Key, Stage
+from multiverse.core.model import HypervisorView, JobState, Key, Stage, TemplateKey, TemplateSeen, VmSeen, World
 from multiverse.core.transition import Command
 from multiverse.service.convert import host_view, timeline_view, vm_views
 from multiverse.service.timeline import phases
 from tests.unit.planner_harness import POLICY, PlannerHarness
+from tests.unit.rows import world_of
 
 
 def test_the_phases_of_a_job_follow_each_other_without_gap() -> None:
@@ -48,13 +50,18 @@ def test_memory_is_that_of_the_last_observation_or_of_an_exact_measurement() -> 
     host = replace(
         harness.hosts["h1"], available=9000, template_copies=2, images={"slim": frozenset({"plug_memory", "fork"})}
     )
-    (vm,) = vm_views(harness.rows, harness.vms, {}, harness.clock.time)
+
+    def world(vms: Mapping[str, VmSeen], templates: Mapping[TemplateKey, TemplateSeen]) -> World:
+        return world_of(None, HypervisorView({"h1": host}, vms, templates), harness.clock.time)
+
+    seen_world = world(harness.vms, held)
+    (vm,) = vm_views(harness.rows, seen_world, {}, harness.clock.time)
     assert (vm.cpu_s, vm.private, vm.shared, vm.pss) == (1.0, 60.0, 90.0, 0.0)
-    (vm,) = vm_views(harness.rows, harness.vms, {name: (2.0, 61.5, 70.0)}, harness.clock.time)
+    (vm,) = vm_views(harness.rows, seen_world, {name: (2.0, 61.5, 70.0)}, harness.clock.time)
     assert (vm.cpu_s, vm.private, vm.shared, vm.pss) == (2.0, 61.5, 90.0, 70.0)
-    (unseen,) = vm_views(harness.rows, {}, {}, harness.clock.time)
+    (unseen,) = vm_views(harness.rows, World(), {}, harness.clock.time)
     assert (unseen.private, unseen.shared) == (0.0, 0.0)
-    view = host_view(host, harness.rows, HypervisorView({"h1": host}, harness.vms, held), POLICY)
+    view = host_view(host, harness.rows, seen_world, POLICY)
     assert (view.private, view.shared, view.templates, view.available) == (60.0, 90.0, 220.0, 9000)
     assert view.images == {"slim": ("fork", "plug_memory")}
     assert view.claimed.memory < view.declared.memory and view.template_copies == 2 and view.vms == 1
@@ -63,7 +70,7 @@ def test_memory_is_that_of_the_last_observation_or_of_an_exact_measurement() -> 
     harness.ended(Key("template", 1))
     harness.run()
     assert not harness.rows.templates
-    later = host_view(host, harness.rows, HypervisorView({"h1": host}, harness.vms, {}), POLICY)
+    later = host_view(host, harness.rows, world(harness.vms, {}), POLICY)
     claims = sum(claim.size.memory for claim in harness.rows.claims)
     assert later.claimed.memory == claims + POLICY.base.memory, "the template is gone, but its VM still maps its memory"
 

@@ -16,10 +16,8 @@ from multiverse.service.backend import Backend
 from multiverse.service.metrics import Metrics
 from multiverse.service.processes import ProcessCounter
 from multiverse.simulation.clock import VirtualClock
-from multiverse.simulation.hypervisor import SimulatedHypervisor
 from multiverse.simulation.jobs import Batch
 from multiverse.simulation.loop import run
-from multiverse.simulation.scheduler import SimulatedScheduler
 from multiverse.simulation.world import World
 from multiverse.store import Store
 
@@ -44,8 +42,8 @@ async def _serve(jobs: int) -> tuple[Counter[str], int, str]:
     """Serve that many jobs with an existing template. Returns the calls, the commits and the metrics."""
     world, clock, calls = World(1), VirtualClock(), Counter[str]()
     store = Store(":memory:", clock, site="count")
-    scheduler: Any = Counted(SimulatedScheduler(world, Random(1)), calls)
-    hypervisor: Any = Counted(SimulatedHypervisor(world, Random(2)), calls)
+    scheduler: Any = Counted(world.scheduler(Random(1)), calls)
+    hypervisor: Any = Counted(world.hypervisor(Random(2)), calls)
     controller = Controller(store, scheduler, hypervisor, clock, Settings())
     world.cluster.hint = controller.hint
     work = asyncio.create_task(controller.run())

@@ -1,4 +1,4 @@
-"""Sizes, room and names: what placement promises, over all inputs."""
+"""Sizes, room, names and addresses: properties that hold for all inputs."""
 
 from __future__ import annotations
 
@@ -9,93 +9,94 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiverse.core.model import Claim, CloneKind, Host, Key, Size, TemplateState, VmState
+from multiverse.core.model.names import mac_of
 from multiverse.core.policy import Policy
-from multiverse.core.provisioning.capacity import Room, could_ever_fit, largest, left_behind, yet_to_come
-from multiverse.core.provisioning.placement import address_of, mac_of
+from multiverse.core.provisioning.capacity import Room, could_ever_fit, largest_on, left_behind, yet_to_come
+from multiverse.core.provisioning.placement import address_of
 from multiverse.core.provisioning.sizes import (
-    BLOCK,
-    parent_size,
     serves_as,
     short_of_memory,
     template_claim,
+    template_size,
     vm_claims,
     vm_size,
 )
 from tests.unit.planner_harness import POLICY
 from tests.unit.rows import IMAGES, template, vm
 
+BLOCK = 128
 sizes = st.builds(Size, st.integers(1, 128), st.integers(1, 2**20))
 
 
-def host(cpus: int, memory: int, name: str = "h1", *, stiff: bool = False) -> Host:
-    """A `stiff` one's image can plug nothing."""
-    return Host(name, Size(cpus, memory, 1 << 20), images={"slim": frozenset({"fork"})} if stiff else IMAGES)
+def host(cpus: int, memory: int, name: str = "h1", *, rigid: bool = False) -> Host:
+    """The image of a `rigid` host can plug nothing."""
+    return Host(name, Size(cpus, memory, 1 << 20), images={"slim": frozenset({"fork"})} if rigid else IMAGES)
 
 
-def parents(told: Size, hosts: dict[str, Host], policy: Policy = POLICY) -> dict[str, Size]:
-    return {name: parent_size(told, each, "slim", policy) for name, each in hosts.items()}
+def template_sizes(node: Size, hosts: dict[str, Host], policy: Policy = POLICY) -> dict[str, Size]:
+    return {name: template_size(node, each, "slim", policy) for name, each in hosts.items()}
 
 
-def could_fit(told: Size, count: int, hosts: dict[str, Host], policy: Policy = POLICY) -> bool:
-    return could_ever_fit(told, count, parents(told, hosts, policy), hosts, policy)
+def could_fit(node: Size, count: int, hosts: dict[str, Host], policy: Policy = POLICY) -> bool:
+    return could_ever_fit(node, count, template_sizes(node, hosts, policy), hosts, policy)
 
 
 @given(sizes)
-def test_a_vm_has_more_than_its_node_is_told_and_memory_comes_in_blocks(told: Size) -> None:
-    size = vm_size(told, POLICY.base, POLICY)
+def test_a_vm_has_more_memory_than_its_node_declares_in_whole_blocks(node: Size) -> None:
+    size = vm_size(node, POLICY.base, host(1, 1024), POLICY)
     plugged = size.memory - POLICY.base.memory
     assert plugged >= 0 and plugged % BLOCK == 0
-    assert size.memory - plugged // 64 - POLICY.guest_reserve // 2 > told.memory, "the guest really has it"
-    assert size.memory <= told.memory * 51 // 50 + POLICY.guest_reserve + POLICY.base.memory + BLOCK
-    assert size.cpus >= told.cpus
+    assert size.memory - plugged // 64 - POLICY.guest_reserve // 2 > node.memory, "the guest really has it"
+    assert size.memory <= node.memory * 51 // 50 + POLICY.guest_reserve + POLICY.base.memory + BLOCK
+    assert size.cpus >= node.cpus
 
 
 @given(st.integers(1, 64), st.integers(600, 10**6))
 def test_the_largest_that_fits_does_fit_and_a_little_more_does_not(cpus: int, memory: int) -> None:
     hosts = {"h1": host(cpus, memory)}
-    fit = largest(hosts, "slim", POLICY)
+    fit = largest_on(hosts["h1"], "slim", POLICY)
     assert could_fit(fit, 1, hosts)
     assert not could_fit(Size(cpus + 1, 1), 1, hosts)
     assert not could_fit(Size(1, fit.memory + BLOCK + 2), 1, hosts)
 
 
-def test_what_is_plugged_needs_no_template_of_its_own() -> None:
-    assert {parent_size(Size(n, 100 * n), host(64, 1 << 20), "slim", POLICY) for n in range(1, 50)} == {POLICY.base}
+def test_where_all_can_be_plugged_the_base_template_serves_all_sizes() -> None:
+    assert {template_size(Size(n, 100 * n), host(64, 1 << 20), "slim", POLICY) for n in range(1, 50)} == {POLICY.base}
     cpus_only = Host("h1", Size(64, 1 << 20), images={"slim": frozenset({"fork", "plug_cpus"})})
     memory_only = Host("h1", Size(64, 1 << 20), images={"slim": frozenset({"fork", "plug_memory"})})
-    assert parent_size(Size(3, 900), cpus_only, "slim", POLICY) == Size(1, 1024)
-    assert parent_size(Size(3, 900), memory_only, "slim", POLICY) == Size(3, 256)
-    assert vm_size(Size(3, 900), Size(1, 1024), POLICY) == Size(3, 1024)
+    assert template_size(Size(3, 900), cpus_only, "slim", POLICY) == Size(1, 1024)
+    assert template_size(Size(3, 900), memory_only, "slim", POLICY) == Size(3, 256)
+    assert vm_size(Size(3, 900), Size(1, 1024), cpus_only, POLICY) == Size(3, 1024)
 
 
 @given(sizes, st.integers(1, 128), st.integers(600, 1 << 22))
-def test_a_vm_that_nothing_can_be_plugged_into_is_as_large_as_its_template(told: Size, cpus: int, memory: int) -> None:
-    its = host(cpus, memory, stiff=True)
-    parent = parent_size(told, its, "slim", POLICY)
-    size = vm_size(told, parent, POLICY)
-    assert size == parent, "nothing is plugged"
-    assert size.cpus == told.cpus and size.memory >= told.memory + POLICY.guest_reserve
-    cut = parent.memory & (parent.memory - 1) != 0
-    assert not cut or could_fit(told, 1, {"h1": replace(its, capacity=Size(128, memory))}), "cut to what the host holds"
-    assert serves_as(parent, parent, its, "slim", POLICY) or cpus < told.cpus
+def test_where_nothing_can_be_plugged_a_vm_has_the_size_of_its_template(node: Size, cpus: int, memory: int) -> None:
+    its = host(cpus, memory, rigid=True)
+    forked_from = template_size(node, its, "slim", POLICY)
+    size = vm_size(node, forked_from, its, POLICY)
+    assert size == forked_from, "nothing is plugged"
+    assert size.cpus == node.cpus and size.memory >= node.memory + POLICY.guest_reserve
+    cut = forked_from.memory & (forked_from.memory - 1) != 0
+    assert not cut or could_fit(node, 1, {"h1": replace(its, capacity=Size(128, memory))}), "cut to what the host holds"
+    assert serves_as(forked_from, forked_from, its, "slim", POLICY) or cpus < node.cpus
 
 
 @given(st.integers(1, 64), st.integers(1200, 10**6))
 def test_of_an_image_that_can_plug_nothing_the_largest_that_fits_does_fit(cpus: int, memory: int) -> None:
-    hosts = {"h1": host(cpus, memory, stiff=True)}
-    fit = largest(hosts, "slim", POLICY)
+    hosts = {"h1": host(cpus, memory, rigid=True)}
+    fit = largest_on(hosts["h1"], "slim", POLICY)
     assert could_fit(fit, 1, hosts)
     assert not could_fit(Size(1, fit.memory + BLOCK + 2), 1, hosts)
 
 
 def test_a_template_that_is_larger_serves_up_to_twice_the_size_while_its_host_holds_a_vm_of_it() -> None:
-    its, own = host(8, 8192, stiff=True), Size(2, 1024)
+    its, own = host(8, 8192, rigid=True), Size(2, 1024)
     for other in (own, Size(4, 2048), Size(3, 1024), Size(2, 2048)):
         assert serves_as(other, own, its, "slim", POLICY)
     for other in (Size(1, 1024), Size(2, 1023), Size(5, 1024), Size(2, 2049)):
         assert not serves_as(other, own, its, "slim", POLICY)
-    assert not serves_as(Size(4, 2048), own, host(3, 8192, stiff=True), "slim", POLICY)
-    assert not serves_as(Size(4, 2048), own, host(8, 4096, stiff=True), "slim", POLICY)
+    assert not serves_as(Size(4, 2048), own, host(3, 8192, rigid=True), "slim", POLICY)
+    assert not serves_as(Size(4, 2048), own, host(8, 4096, rigid=True), "slim", POLICY)
     assert not serves_as(Size(2, 2048), own, host(8, 8192), "slim", POLICY), "what is plugged is the base's"
 
 
@@ -103,12 +104,12 @@ def test_a_template_that_is_larger_serves_up_to_twice_the_size_while_its_host_ho
     st.lists(st.tuples(st.integers(1, 16), st.integers(300, 8192)), min_size=1, max_size=5), sizes, st.integers(1, 9)
 )
 def test_placement_takes_all_or_nothing_and_never_more_than_there_is(
-    machines: list[tuple[int, int]], told: Size, count: int
+    machines: list[tuple[int, int]], node: Size, count: int
 ) -> None:
     hosts = {f"h{i}": host(c, m, f"h{i}") for i, (c, m) in enumerate(machines)}
     room = Room(hosts, ())
     before = {name: list(free) for name, free in room.free.items()}
-    chosen = room.place(count, vm_claims(told, parents(told, hosts), POLICY))
+    chosen = room.place(count, vm_claims(node, template_sizes(node, hosts), hosts, POLICY))
     if chosen is None:
         assert room.free == before
     else:
@@ -116,7 +117,6 @@ def test_placement_takes_all_or_nothing_and_never_more_than_there_is(
 
 
 def test_without_hosts_nothing_fits() -> None:
-    assert largest({}, "slim", POLICY) == Size(0, 0)
     assert not could_fit(Size(1, 1), 1, {})
 
 
@@ -125,14 +125,14 @@ def test_a_template_is_claimed_as_often_as_its_host_holds_it() -> None:
     size = Size(4, 512)
     assert template_claim(size, once) == Size(0, 512) and template_claim(size, twice) == Size(0, 1024)
     assert template_claim(size, None) == Size(0, 1024), "of a host out of sight the worst is assumed"
-    for stiff in (IMAGES, {"slim": frozenset({"fork"})}):
-        once, twice = replace(once, images=stiff), replace(twice, images=stiff)
-        fits = largest({"h1": once}, "slim", POLICY)
+    for rigid in (IMAGES, {"slim": frozenset({"fork"})}):
+        once, twice = replace(once, images=rigid), replace(twice, images=rigid)
+        fits = largest_on(once, "slim", POLICY)
         assert could_fit(fits, 1, {"h1": once}) and not could_fit(fits, 1, {"h1": twice})
-        assert could_fit(largest({"h1": twice}, "slim", POLICY), 1, {"h1": twice})
+        assert could_fit(largest_on(twice, "slim", POLICY), 1, {"h1": twice})
 
 
-def test_what_was_dropped_is_held_once_by_the_vms_that_map_it() -> None:
+def test_a_deleted_template_counts_once_while_vms_map_it() -> None:
     vms = [vm(VmState.SERVING, id=n, template_id=origin) for n, origin in ((1, 1), (2, 7), (3, 7), (4, 8), (5, None))]
     boots = vm(VmState.SERVING, id=6, kind=CloneKind.FULL)
     held = left_behind([*vms, boots], {1: template(TemplateState.READY)})
@@ -165,24 +165,24 @@ def test_a_full_subnet_has_no_address() -> None:
 
 # --- more claimed than declared --------------------------------------------------------------------
 
-BOLD = replace(POLICY, overcommit=3.0, floor=1000)
+OVERCOMMITTED = replace(POLICY, overcommit=3.0, floor=1000)
 
 
 @given(st.integers(1, 10**6), st.floats(0, 10**6))
-def test_what_may_yet_come_is_the_rest_of_the_claim_and_less_once_settled(claim: int, held: float) -> None:
-    rest = yet_to_come(Size(1, claim), held, POLICY, settled=False)
+def test_the_memory_yet_to_come_is_the_rest_of_the_claim_or_less_once_settled(claim: int, held: float) -> None:
+    rest = yet_to_come(Size(1, claim), held, settled=False)
     assert rest == max(0, math.ceil(claim - held)) and rest + held >= claim
-    settled = yet_to_come(Size(1, claim), held, POLICY, settled=True)
+    settled = yet_to_come(Size(1, claim), held, settled=True)
     assert settled == min(rest, math.ceil(held / 4))
 
 
 @given(st.integers(1, 20_000), st.integers(0, 20_000), st.integers(0, 20_000))
-def test_room_is_what_may_be_claimed_or_what_the_machine_has_left_if_that_is_less(
+def test_free_memory_is_what_may_be_claimed_or_what_the_machine_has_left(
     available: int, coming: int, claimed: int
 ) -> None:
     one = replace(host(4, 4096), available=available)
     room = Room({"h1": one}, [Claim(Key("vm", 1), "h1", Size(0, claimed))])
-    room.overcommit(one, coming, BOLD)
+    room.overcommit(one, coming, OVERCOMMITTED)
     by_claims, by_machine = 3 * 4096 - claimed, available - 1000 - coming
     assert room.free["h1"][1] == min(by_claims, by_machine)
     lacks = room.lack_memory({"h1": Size(1, 500)})
@@ -191,18 +191,18 @@ def test_room_is_what_may_be_claimed_or_what_the_machine_has_left_if_that_is_les
 
 
 def test_nothing_is_over_committed_by_default_or_where_the_machine_is_not_known() -> None:
-    for one, policy in ((replace(host(4, 4096), available=10), POLICY), (host(4, 4096), BOLD)):
+    for one, policy in ((replace(host(4, 4096), available=10), POLICY), (host(4, 4096), OVERCOMMITTED)):
         room = Room({"h1": one}, ())
         room.overcommit(one, 5000, policy)
         assert room.free["h1"][1] == 4096 and not room.tight
         assert not short_of_memory(one, policy)
 
 
-def test_what_never_fits_the_machine_is_impossible_however_much_is_declared() -> None:
+def test_a_vm_larger_than_the_machine_never_fits_however_much_is_declared() -> None:
     small = replace(host(4, 16384), machine=Size(2, 6000), available=5500)
-    fit = largest({"h1": small}, "slim", BOLD)
-    assert could_fit(fit, 1, {"h1": small}, BOLD) and fit.memory < 5000
-    assert not could_fit(Size(1, 8000), 1, {"h1": small}, BOLD)
+    fit = largest_on(small, "slim", OVERCOMMITTED)
+    assert could_fit(fit, 1, {"h1": small}, OVERCOMMITTED) and fit.memory < 5000
+    assert not could_fit(Size(1, 8000), 1, {"h1": small}, OVERCOMMITTED)
     assert could_fit(Size(1, 8000), 1, {"h1": small}), "as it is declared, so it is taken"
-    stiff = replace(small, images={"slim": frozenset({"fork"})})
-    assert could_fit(largest({"h1": stiff}, "slim", BOLD), 1, {"h1": stiff}, BOLD)
+    rigid = replace(small, images={"slim": frozenset({"fork"})})
+    assert could_fit(largest_on(rigid, "slim", OVERCOMMITTED), 1, {"h1": rigid}, OVERCOMMITTED)

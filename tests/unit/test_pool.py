@@ -1,4 +1,4 @@
-"""The warm pool, the choice of a kind, and the pace of clones: rule by rule, on the planner's stage."""
+"""The warm pool, the choice of a kind, and the pace of clones: in passes of the planner."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from multiverse.core.provisioning.forecast import ForecastRecorder
 
+from multiverse.controller.forecast import ForecastRecorder
 from multiverse.core.errors import Broken
-from multiverse.core.machines.tables import TABLES, effect_of
+from multiverse.core.machines.tables import effect_of
 from multiverse.core.model import (
     AttemptState,
     CloneKind,
     Depth,
     Forecast,
     Host,
+    HypervisorView,
     Key,
     NodeState,
     Request,
@@ -23,14 +24,13 @@ from multiverse.core.model import (
     TemplateState,
     Vm,
     VmState,
-    World,
 )
 from multiverse.core.policy import Policy, Pool
 from multiverse.core.provisioning.clones import choose_clones
+from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.pacing import paid, wait_for
 from multiverse.core.provisioning.pools import pool_status
 from multiverse.core.provisioning.spares import node_spec
-from multiverse.core.state import State
 from multiverse.core.transition import Change, EffectKind, Event, Move
 from tests.unit import rows as hand
 from tests.unit.planner_harness import POLICY, PlannerHarness, failed
@@ -60,12 +60,12 @@ def spare(s: PlannerHarness) -> list[Vm]:
 # --- filling ---------------------------------------------------------------------------------------
 
 
-def test_a_parked_pool_is_filled_and_holds_hardly_anything() -> None:
+def test_parked_spares_claim_only_the_overhead_of_a_vm() -> None:
     s = harness(PARKED)
     vms = fill(s)
     assert [(vm.state, vm.pool, vm.size) for vm in vms] == [(V.PARKED, Depth.PARKED, POLICY.base)] * 2
     held = [claim.size for claim in s.rows.claims if claim.owner.kind == "vm"]
-    assert held == [Size(0, POLICY.vm_overhead, 0)] * 2
+    assert held == [Size(0, s.hosts["h1"].vm_overhead, 0)] * 2
     assert effect_of(vms[0]) is None
 
 
@@ -76,7 +76,7 @@ def test_a_joined_pool_is_filled_with_nodes() -> None:
     assert node_spec(vm, None).features == ("slim", "instant", "auto", f"mv_v{vm.id}")
 
 
-def test_the_pool_takes_half_of_the_turns_and_no_more() -> None:
+def test_a_pool_makes_at_most_half_as_many_vms_at_once_as_allowed() -> None:
     s = harness(replace(PARKED, least=4, most=4), provisioning=4)
     s.run()
     s.run()
@@ -110,10 +110,10 @@ def test_the_pool_rests_after_a_failure() -> None:
     s.run()
     s.run()
     first = next(iter(s.rows.vms.values()))
-    meter = ForecastRecorder(s.policy)
+    recorder = ForecastRecorder(s.policy)
     moves = s.run(failed(first, EffectKind.CREATE, Broken("it does not come up")))
-    meter.note(moves, s.clock.time)
-    rest = meter.forecast(s.clock.time).rest["slim"]
+    recorder.note(moves, s.clock.time)
+    rest = recorder.forecast(s.clock.time).rest["slim"]
     assert rest == s.clock.time + s.policy.retry_base
     assert not [c for move in moves for c in move.changes if c.event is Event.PLANNED], "not in the same moment"
     s.ended(first.key)
@@ -129,7 +129,7 @@ def test_the_pool_rests_after_a_failure() -> None:
 # --- taking ----------------------------------------------------------------------------------------
 
 
-def test_a_job_takes_a_parked_vm_and_its_size_with_it() -> None:
+def test_a_parked_spare_gets_the_size_of_the_job_that_takes_it() -> None:
     s = harness(PARKED)
     first, _ = fill(s)
     s.job(size=Size(3, 1000))
@@ -138,11 +138,11 @@ def test_a_job_takes_a_parked_vm_and_its_size_with_it() -> None:
     assert (vm.id, vm.state, vm.node_size) == (first.id, V.STARTING, Size(3, 1000))
     assert vm.size.cpus == 3 and vm.size.memory >= 1000
     claim = next(claim.size for claim in s.rows.claims if claim.owner == vm.key)
-    assert (claim.cpus, claim.memory) == (3, vm.size.memory + POLICY.vm_overhead)
+    assert (claim.cpus, claim.memory) == (3, vm.size.memory + s.hosts["h1"].vm_overhead)
     assert len([v for v in s.rows.vms.values() if v.state is V.PLANNED]) == 1, "the pool is refilled behind it"
 
 
-def test_a_gang_takes_what_is_parked_and_makes_the_rest() -> None:
+def test_a_gang_takes_parked_spares_and_the_rest_is_made() -> None:
     s = harness(replace(PARKED, least=1, most=1), provisioning=8)
     fill(s)
     s.job(nodes=2)
@@ -151,7 +151,7 @@ def test_a_gang_takes_what_is_parked_and_makes_the_rest() -> None:
 
 
 @pytest.mark.parametrize("kind", [CloneKind.LINKED, CloneKind.FULL])
-def test_a_job_that_wants_another_kind_leaves_what_is_parked(kind: CloneKind) -> None:
+def test_a_job_of_another_kind_of_clone_takes_no_parked_spare(kind: CloneKind) -> None:
     s = harness(PARKED)
     s.hosts["h1"] = replace(s.hosts["h1"], abilities=frozenset({"instant", "linked", "full"}))
     fill(s)
@@ -160,7 +160,7 @@ def test_a_job_that_wants_another_kind_leaves_what_is_parked(kind: CloneKind) ->
     assert [(vm.kind, vm.pool) for vm in s.all_vms()] == [(kind, None)]
 
 
-def test_spares_do_not_keep_a_template_that_is_in_the_way() -> None:
+def test_spares_do_not_keep_their_template_from_being_retired() -> None:
     s = harness(PARKED, memory=900)  # one template, two spares, and 580 MiB
     vms = fill(s)
     stiff = frozenset({"fork"})
@@ -199,7 +199,7 @@ def test_a_job_takes_a_node_that_fits_at_once() -> None:
     ],
     ids=str,
 )
-def test_a_job_that_it_does_not_fit_leaves_the_node(request_: Request) -> None:
+def test_a_job_takes_no_joined_spare_that_does_not_fit(request_: Request) -> None:
     s = harness(JOINED)
     s.template("stock")
     (vm,) = fill(s)
@@ -221,7 +221,7 @@ def test_a_node_that_is_not_idle_is_not_taken(state: NodeState | None) -> None:
     assert s.rows.vms[vm.id].attempt is None
 
 
-def test_whoever_has_served_goes_and_never_back() -> None:
+def test_a_spare_that_a_job_had_is_released_and_never_given_to_another() -> None:
     s = harness(JOINED)
     (vm,) = fill(s)
     s.job(size=Size(1, 400))
@@ -239,18 +239,18 @@ def test_whoever_has_served_goes_and_never_back() -> None:
 
 
 @pytest.mark.parametrize("pool", [PARKED, JOINED], ids=["parked", "joined"])
-def test_what_is_too_old_is_replaced(pool: Pool) -> None:
+def test_a_spare_that_is_too_old_is_replaced(pool: Pool) -> None:
     s = harness(replace(pool, least=1, most=1))
     (vm,) = fill(s)
     s.pass_time(101.0)
     s.run()
     old = s.rows.vms[vm.id]
-    assert (old.state, old.forget) == (V.RELEASING, True) and "older than 100 s" in old.reason
+    assert old.state is V.RELEASING and "older than 100 s" in old.reason
     assert len([v for v in s.rows.vms.values() if v.state is V.PLANNED]) == 1
 
 
 @pytest.mark.parametrize("pool", [PARKED, JOINED], ids=["parked", "joined"])
-def test_without_its_template_a_spare_goes(pool: Pool) -> None:
+def test_a_spare_without_its_template_is_released(pool: Pool) -> None:
     s = harness(pool)
     vms = fill(s)
     s.templates.clear()
@@ -258,7 +258,7 @@ def test_without_its_template_a_spare_goes(pool: Pool) -> None:
     assert {s.rows.vms[vm.id].state for vm in vms} == {V.RELEASING}
 
 
-def test_what_no_pool_wants_any_more_goes() -> None:
+def test_a_spare_that_no_pool_wants_is_released() -> None:
     s = harness(PARKED)
     vms = fill(s)
     s.policy = POLICY
@@ -266,7 +266,7 @@ def test_what_no_pool_wants_any_more_goes() -> None:
     assert {s.rows.vms[vm.id].state for vm in vms} == {V.RELEASING}
 
 
-def test_spares_give_way_to_a_job_that_needs_their_room_and_no_more_of_them_than_must() -> None:
+def test_no_more_spares_are_released_for_a_job_than_necessary() -> None:
     s = harness(replace(JOINED, least=3, most=3), memory=2300)  # template 256, each node 512 + 80 + 32 and rounding
     vms = fill(s)
     assert len(vms) == 3
@@ -299,24 +299,24 @@ def test_a_pool_wants_more_the_more_jobs_arrive_and_never_more_than_most() -> No
 
 
 def test_the_arrival_rate_fades() -> None:
-    meter = ForecastRecorder(POLICY)
+    recorder = ForecastRecorder(POLICY)
     arrival = Move((Change(hand.attempt(A.CLAIMED), Event.ADMITTED),))
     for _ in range(60):
-        meter.note([arrival], 100.0)
-    now, later, much_later = (meter.forecast(at).arrivals.get("slim", 0.0) for at in (100.0, 160.0, 1000.0))
+        recorder.note([arrival], 100.0)
+    now, later, much_later = (recorder.forecast(at).arrivals.get("slim", 0.0) for at in (100.0, 160.0, 1000.0))
     assert now == pytest.approx(1.0) and later == pytest.approx(0.3679, abs=1e-3) and much_later == 0.0
 
 
-def test_how_long_vms_take_is_learnt_but_not_from_spares_that_were_taken() -> None:
-    meter = ForecastRecorder(POLICY)
+def test_durations_are_not_learnt_from_spares_that_were_taken() -> None:
+    recorder = ForecastRecorder(POLICY)
     vm = hand.vm(V.PLANNED, attempt=1)
-    meter.note([Move((Change(vm, Event.PLANNED),))], 10.0)
-    meter.note([Move((Change(replace(vm, state=V.JOINED), Event.REGISTERED),))], 13.0)
+    recorder.note([Move((Change(vm, Event.PLANNED),))], 10.0)
+    recorder.note([Move((Change(replace(vm, state=V.JOINED), Event.REGISTERED),))], 13.0)
     taken = hand.vm(V.PARKED, id=2, pool=Depth.PARKED)
-    meter.note([Move((Change(taken, Event.PLANNED),))], 10.0)
-    meter.note([Move((Change(replace(taken, attempt=2), Event.TAKEN),))], 500.0)
-    meter.note([Move((Change(replace(taken, state=V.JOINED, attempt=2), Event.REGISTERED),))], 501.0)
-    assert meter.forecast(501.0).seconds == {("slim", CloneKind.INSTANT): 3.0}
+    recorder.note([Move((Change(taken, Event.PLANNED),))], 10.0)
+    recorder.note([Move((Change(replace(taken, attempt=2), Event.TAKEN),))], 500.0)
+    recorder.note([Move((Change(replace(taken, state=V.JOINED, attempt=2), Event.REGISTERED),))], 501.0)
+    assert recorder.forecast(501.0).seconds == {("slim", CloneKind.INSTANT): 3.0}
 
 
 # --- pace ------------------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ def test_two_hundred_a_second_lets_two_hundred_start_at_once() -> None:
     assert made == 200
 
 
-def test_a_job_waits_for_the_pace_of_its_template_and_blocks_nobody() -> None:
+def test_a_job_that_waits_for_the_pace_of_its_template_blocks_no_other() -> None:
     s = harness(rates={CloneKind.INSTANT: 0.25}, provisioning=8, patience=0.0)
     s.template("stock")
     for job, image in (("1", "slim"), ("2", "slim"), ("3", "stock")):
@@ -362,11 +362,11 @@ def chosen(template: T | None, *, kind: CloneKind = CloneKind.AUTO, abilities: s
     policy = replace(POLICY, kind=kind, rates={CloneKind.INSTANT: 1.0})
     some = [hand.template(template, since=since)] if template else []
     attempt = hand.attempt(A.QUEUED)
-    world = World(forecast=Forecast(**forecast))  # type: ignore[arg-type]
-    draft = State(PlannerHarness().rows, 100.0, TABLES, world.forecast.paced)
-    draft.templates = {row.id: row for row in some}
     hosts = {"h1": Host("h1", Size(4, 4096, 65536), frozenset(abilities.split()), images=hand.IMAGES)}
-    choice, _ = choose_clones(draft, attempt, hosts, world, policy)
+    world = hand.world_of(None, HypervisorView(hosts), 99.0, forecast=Forecast(**forecast))  # type: ignore[arg-type]
+    state = hand.state(attempt, *some, now=100.0)
+    state.paced = dict(world.forecast.paced)
+    choice = choose_clones(Context(state, world, policy), attempt)
     return choice.kind, choice.why, choice.prepare
 
 
@@ -392,8 +392,8 @@ def test_auto_boots_a_single_job_and_makes_no_template_for_it() -> None:
     assert (kind, prepare) == (CloneKind.LINKED, False) and "not worth a template" in why
 
 
-def test_auto_makes_the_template_for_those_that_have_waited_for_long() -> None:
-    """They came together, long ago, and wait for their image: what came of late is forgotten by now."""
+def test_auto_builds_a_template_for_jobs_that_have_waited_for_long() -> None:
+    """The jobs came together, long ago, and wait for their image: the forecast has forgotten their arrival."""
     s = PlannerHarness(replace(POLICY, kind=CloneKind.AUTO), cpus=64, memory=65536)
     able = replace(s.hosts["h1"], abilities=frozenset({"instant", "linked"}))
     s.hosts["h1"] = replace(able, images={})
@@ -408,7 +408,7 @@ def test_auto_makes_the_template_for_those_that_have_waited_for_long() -> None:
     assert len(s.rows.templates) == 1 and "its template" in s.attempt().choice
 
 
-def test_who_is_held_makes_no_template_worth_its_while() -> None:
+def test_a_held_job_does_not_make_a_template_worth_building() -> None:
     s = PlannerHarness(replace(POLICY, kind=CloneKind.AUTO), cpus=64)
     s.hosts["h1"] = replace(s.hosts["h1"], abilities=frozenset({"instant", "linked"}))
     s.job("1", eligible=False)
@@ -419,7 +419,7 @@ def test_who_is_held_makes_no_template_worth_its_while() -> None:
     assert not s.rows.templates and "not worth a template" in s.attempt(2).choice
 
 
-def test_auto_makes_the_template_for_those_that_come_after() -> None:
+def test_auto_builds_a_template_for_later_jobs() -> None:
     kind, _, prepare = chosen(None, arrivals=OFTEN)
     assert (kind, prepare) == (CloneKind.LINKED, True)
 
@@ -435,7 +435,7 @@ def test_auto_boots_when_its_template_is_broken_or_no_host_forks() -> None:
     assert chosen(None, abilities="instant")[0] is CloneKind.INSTANT
 
 
-def test_auto_takes_what_is_parked_whatever_was_seen() -> None:
+def test_auto_takes_a_parked_spare_however_slow_clones_were() -> None:
     s = harness(PARKED, kind=CloneKind.AUTO)
     fill(s)
     s.job(size=Size(2, 500))
@@ -445,14 +445,14 @@ def test_auto_takes_what_is_parked_whatever_was_seen() -> None:
     assert s.all_vms()[0].pool is Depth.PARKED
 
 
-def test_a_kind_not_seen_yet_is_as_slow_as_the_others() -> None:
+def test_a_kind_without_measurements_is_taken_to_be_as_slow_as_the_others() -> None:
     busy = Forecast(seconds={("slim", CloneKind.INSTANT): 15.0})
     assert POLICY.takes("slim", CloneKind.LINKED, busy) == 80.0
     assert POLICY.takes("stock", CloneKind.LINKED, busy) == 8.0
     assert chosen(T.READY, seconds=dict(busy.seconds))[0] is CloneKind.INSTANT
 
 
-def test_auto_boots_what_no_host_could_hold_beside_its_template() -> None:
+def test_auto_boots_a_vm_that_no_host_could_hold_beside_its_template() -> None:
     s = PlannerHarness(replace(POLICY, kind=CloneKind.AUTO))
     s.hosts["h1"] = replace(
         s.hosts["h1"], abilities=frozenset({"instant", "linked"}), images={"slim": frozenset(["fork"])}
@@ -488,7 +488,7 @@ def test_auto_spreads_a_burst_over_both_kinds_where_clones_queue_on_their_templa
     assert kinds[CloneKind.LINKED] == 20 - 1 - waiting
 
 
-def test_two_that_come_together_are_reason_enough_for_a_template() -> None:
+def test_two_jobs_together_make_a_template_worth_building() -> None:
     s = PlannerHarness(replace(POLICY, kind=CloneKind.AUTO))
     s.hosts["h1"] = replace(s.hosts["h1"], abilities=frozenset({"instant", "linked"}))
     s.job("1")
@@ -501,13 +501,13 @@ def test_a_job_gets_no_spare_that_is_older_than_its_pool_lets_it_be() -> None:
     for pool in (PARKED, JOINED):
         s = harness(pool)
         old = {vm.id for vm in fill(s)}
-        s.pass_time(pool.max_age + 1.0)  # with nobody to look: the daemon was down
+        s.pass_time(pool.max_age + 1.0)  # without any pass: the daemon was down
         s.job(size=Size(1, 400))
         s.run()
         assert old and not old & {vm.id for vm in s.all_vms()}
 
 
-def test_a_spare_in_which_a_daemon_has_ended_serves_nobody() -> None:
+def test_a_spare_in_which_a_daemon_has_ended_is_released() -> None:
     for pool in (replace(PARKED, least=1, most=1), JOINED):
         s = harness(pool)
         (vm,) = fill(s)
@@ -519,7 +519,7 @@ def test_a_spare_in_which_a_daemon_has_ended_serves_nobody() -> None:
         assert any(entry.reason == "slurmd ended (exit code 1)" for entry in s.store.journal())
 
 
-def test_the_pool_leaves_jobs_their_turns() -> None:
+def test_jobs_come_before_pools_when_vms_are_made() -> None:
     s = harness(replace(PARKED, least=4, most=4), provisioning=4)
     for number in range(1, 5):
         s.job(str(number), size=Size(1, 200))
@@ -530,12 +530,12 @@ def test_the_pool_leaves_jobs_their_turns() -> None:
     assert len(making) == 4 and None not in making
 
 
-def test_auto_follows_what_was_seen_here() -> None:
+def test_auto_follows_measured_durations() -> None:
     slow = {("slim", CloneKind.INSTANT): 9.0, ("slim", CloneKind.LINKED): 3.0}
     assert chosen(T.READY, seconds=slow)[0] is CloneKind.LINKED
 
 
-def test_what_boots_has_the_template_made_for_those_after_it_and_does_not_wait_for_it() -> None:
+def test_a_job_that_boots_has_a_template_built_for_later_jobs() -> None:
     s = PlannerHarness(replace(POLICY, kind=CloneKind.AUTO))
     s.hosts["h1"] = replace(s.hosts["h1"], abilities=frozenset({"instant", "linked"}))
     s.job()
@@ -546,47 +546,49 @@ def test_what_boots_has_the_template_made_for_those_after_it_and_does_not_wait_f
         s.commit()
     (template,) = s.rows.templates.values()
     assert template.state is T.BUILDING and s.attempt().state is A.CLAIMED
-    assert s.all_vms()[0].kind is CloneKind.LINKED and s.all_vms()[0].parent is None
+    assert s.all_vms()[0].kind is CloneKind.LINKED and s.all_vms()[0].template_size is None
     (needed,) = [entry for entry in s.store.journal() if entry.event == "needed"]
     assert needed.reason == "others like this job will need it"
 
 
-def test_a_broken_template_is_named_and_a_building_one_is_waited_for_all_the_same() -> None:
+def test_auto_names_a_broken_template_and_waits_for_one_that_is_being_built() -> None:
     assert chosen(T.BROKEN, arrivals=OFTEN) == (CloneKind.LINKED, "its template is broken on h1", True)
-    assert not chosen(T.BROKEN)[2], "nobody else wants it"
-    assert chosen(T.BUILDING, since=95.0)[0] is CloneKind.INSTANT, "though nobody else wants it"
+    assert not chosen(T.BROKEN)[2], "no other job wants it"
+    assert chosen(T.BUILDING, since=95.0)[0] is CloneKind.INSTANT, "although no other job wants it"
     late = chosen(T.BUILDING, since=99.0, seconds={("slim", CloneKind.LINKED): 10.0, ("slim", CloneKind.INSTANT): 1.5})
     assert late == (CloneKind.LINKED, "a boot takes 10.0 s, its template 9 s more", False)
 
 
-def test_the_pace_and_a_pools_rest_say_when_to_look_again() -> None:
-    meter = ForecastRecorder(paced(0.25))
-    assert meter.next_due(0.0) == float("inf")
+def test_the_next_pass_is_due_when_a_pace_or_a_pools_rest_ends() -> None:
+    recorder = ForecastRecorder(paced(0.25))
+    assert recorder.next_due(0.0) == float("inf")
     vm = hand.vm(V.PLANNED)
-    meter.note([Move((Change(vm, Event.PLANNED),))], 0.0)
-    assert meter.next_due(0.0) == 4.0 and meter.next_due(4.0) == float("inf")
+    recorder.note([Move((Change(vm, Event.PLANNED),))], 0.0)
+    assert recorder.next_due(0.0) == 4.0 and recorder.next_due(4.0) == float("inf")
     spare_vm = replace(vm, state=V.RELEASING, attempt=None, pool=Depth.PARKED)
-    meter.note([Move((Change(spare_vm, Event.FAILED),))], 1.0)
-    assert meter.next_due(1.0) == 1.0 + POLICY.backoff(1)
+    recorder.note([Move((Change(spare_vm, Event.FAILED),))], 1.0)
+    assert recorder.next_due(1.0) == 1.0 + POLICY.backoff(1)
     fast = ForecastRecorder(paced(4.0))
     for _ in range(8):
         fast.note([Move((Change(vm, Event.PLANNED),))], 0.0)
     assert fast.next_due(0.0) == 2.0 - 0.75, "a second's worth at once is let through before"
 
 
-def test_a_pool_stands_with_what_is_ready_and_what_is_being_made() -> None:
+def test_the_status_of_a_pool_counts_ready_and_new_spares() -> None:
     s = harness(PARKED, JOINED)
     s.run()
     s.run()
-    by_depth = {one.pool.depth: one for one in pool_status(s.rows, World(), s.policy)}
+    by_depth = {one.pool.depth: one for one in pool_status(Context(s.state, s.world, s.policy))}
     making = by_depth[Depth.PARKED].making + by_depth[Depth.JOINED].making
     assert making > 0 and by_depth[Depth.PARKED].ready == 0
     fill(s)
-    found = {one.pool.depth: (one.wanted, one.ready, one.making) for one in pool_status(s.rows, World(), s.policy)}
+    found = {
+        one.pool.depth: (one.wanted, one.ready, one.making) for one in pool_status(Context(s.state, s.world, s.policy))
+    }
     assert found == {Depth.PARKED: (2, 2, 0), Depth.JOINED: (1, 1, 0)}
 
 
-def test_a_job_with_templates_of_its_own_leaves_what_is_parked_for_all() -> None:
+def test_a_job_with_an_account_takes_no_spare_without_one() -> None:
     s = harness(PARKED)
     before = {vm.id for vm in fill(s)}
     s.job(request=Request(1, Size(1, 100), account="physics"))

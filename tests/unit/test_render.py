@@ -7,6 +7,7 @@ import io
 from rich.console import Console
 
 from multiverse.cli import render
+from multiverse.core.model import AttemptState, TemplateState, VmState
 
 
 def test_a_cell_is_neither_markup_nor_an_escape_sequence() -> None:
@@ -18,3 +19,9 @@ def test_a_cell_is_neither_markup_nor_an_escape_sequence() -> None:
     shown = out.getvalue()
     assert "[red]a[/red]" in shown and "[/none]" in shown and " [31mred" in shown and "two lines  tab" in shown
     assert not {c for c in shown if not c.isprintable()} - {"\n"}
+
+
+def test_every_state_has_a_colour() -> None:
+    states = [*AttemptState, *VmState, *TemplateState]
+    never_shown = {VmState.GONE, VmState.PLANNED, VmState.PARKED, TemplateState.ABSENT, TemplateState.RETIRING}
+    assert [state for state in states if state not in never_shown and str(state) not in render.STATE_STYLES] == []

@@ -1,4 +1,4 @@
-"""The store: what is committed is whole, what is not leaves no trace."""
+"""The store keeps a transaction as a whole, or nothing of it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from multiverse.core.errors import Broken
-from multiverse.core.model import AttemptState, Claim, Size, Stage
+from multiverse.core.model import AttemptState, Claim, ClaimKey, Host, HostState, KnownHost, Size, Stage
 from multiverse.core.transition import Change, Event, Move
 from multiverse.store import Store, StoreConflict, open_store
 from tests.unit.planner_harness import ManualClock, PlannerHarness
+from tests.unit.rows import IMAGES
 
 
 def test_rows_claims_and_numbers_come_back_as_they_were(tmp_path: Path) -> None:
-    harness = PlannerHarness()
-    harness.store = Store(tmp_path / "db", harness.clock)
+    harness = PlannerHarness(path=tmp_path / "db")
     harness.to_spawning()
     before = harness.rows
     harness.store.close()
@@ -49,11 +49,11 @@ def test_a_move_made_for_an_older_version_is_refused() -> None:
         tx.apply(Move((Change(stale, Event.MADE),)))
 
 
-def test_an_arrow_that_no_table_has_is_refused() -> None:
+def test_a_transition_that_no_table_has_is_refused() -> None:
     harness = PlannerHarness()
     harness.to_claimed()
     leap = replace(harness.attempt(), state=AttemptState.ALLOCATED)
-    with pytest.raises(StoreConflict, match="no arrow"), harness.store.transaction() as tx:
+    with pytest.raises(StoreConflict, match="no transition"), harness.store.transaction() as tx:
         tx.apply(Move((Change(leap, Event.RUNS),)))
 
 
@@ -67,14 +67,14 @@ def test_ended_attempts_are_found_by_job_and_by_array() -> None:
     assert [a.job.job_id for a in harness.store.attempts(job_id="12_1")] == ["12_1"]
 
 
-def test_the_journal_tells_the_story_in_order_with_its_stages() -> None:
+def test_the_journal_keeps_events_in_order_with_the_stages_of_effects() -> None:
     harness = PlannerHarness()
     harness.to_spawning()
     with harness.store.transaction() as tx:
         tx.measured(harness.all_vms()[0], "create", [Stage("overlay", 0.0016)])
-    story = [(e.kind, e.event, e.target) for e in harness.store.journal(attempts=[1])]
-    assert story[0] == ("attempt", "submitted", "queued")
-    assert ("vm", "exists", "parked") in story
+    events = [(e.kind, e.event, e.target) for e in harness.store.journal(attempts=[1])]
+    assert events[0] == ("attempt", "submitted", "queued")
+    assert ("vm", "exists", "parked") in events
     assert harness.store.journal()[-1].detail == {"stages": [["overlay", 0.0016]]}
 
 
@@ -85,8 +85,7 @@ def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
 
 
 def test_a_commit_is_on_disk_when_it_returns(tmp_path: Path) -> None:
-    harness = PlannerHarness()
-    harness.store = Store(tmp_path / "db", harness.clock)
+    harness = PlannerHarness(path=tmp_path / "db")
     harness.to_claimed()
     other = sqlite3.connect(tmp_path / "db")
     assert other.execute("select state from attempts").fetchall() == [("claimed",)]
@@ -94,19 +93,68 @@ def test_a_commit_is_on_disk_when_it_returns(tmp_path: Path) -> None:
     other.close()
 
 
-def test_hosts_once_seen_are_known_ever_after(tmp_path: Path) -> None:
+def test_a_host_is_kept_as_it_was_known_last(tmp_path: Path) -> None:
     clock = ManualClock()
     store = Store(tmp_path / "db", clock)
-    assert store.rows().hosts == frozenset()
-    for hosts in ({"h1"}, {"h1", "h2"}):
-        with store.transaction() as tx:
-            tx.keep_hosts(frozenset(hosts))
-    with pytest.raises(RuntimeError), store.transaction() as tx:
-        tx.keep_hosts(frozenset())
-        raise RuntimeError("the machine died here")
-    commits = store.commits
+    assert store.rows().hosts == {}
+    h1 = KnownHost("h1", "agent of h1", value=Host("h1", Size(4, 8192), frozenset({"instant"}), images=IMAGES))
+    h2 = KnownHost("h2", "agent of h2")
     with store.transaction() as tx:
-        tx.keep_hosts(frozenset({"h1", "h2"}))
-    assert store.commits == commits, "what is known is not written again"
+        tx.keep_host(h1)
+        tx.keep_host(h2)
+    with pytest.raises(RuntimeError), store.transaction() as tx:
+        tx.keep_host(replace(h2, source="nobody"))
+        raise RuntimeError("the machine died here")
+    assert store.rows().hosts == {"h1": h1, "h2": h2}
+    fenced = replace(h1, state=HostState.FENCED)
+    with store.transaction() as tx:
+        tx.keep_host(fenced)
     store.close()
-    assert Store(tmp_path / "db", clock).rows().hosts == {"h1", "h2"}
+    assert Store(tmp_path / "db", clock).rows().hosts == {"h1": fenced, "h2": h2}
+
+
+def test_a_pass_without_news_of_hosts_writes_nothing() -> None:
+    harness = PlannerHarness()
+    harness.run()
+    assert set(harness.rows.hosts) == {"h1"}
+    commits = harness.store.commits
+    harness.run()
+    harness.hosts["h1"] = replace(harness.hosts["h1"], available=4711)  # changes all the time, and is not kept
+    harness.run()
+    assert harness.store.commits == commits and harness.state.learned == {}
+    harness.hosts["h1"] = replace(harness.hosts["h1"], capacity=Size(8, 8192, 65536))
+    harness.run()
+    assert harness.store.commits == commits + 1
+    kept = harness.rows.hosts["h1"].value
+    assert kept is not None and kept.capacity.cpus == 8
+
+
+def test_a_vm_may_hold_claims_in_two_domains_and_each_is_released_by_its_own_key(tmp_path: Path) -> None:
+    harness = PlannerHarness(path=tmp_path / "db")
+    harness.to_claimed()
+    (vm,) = harness.all_vms()
+    other = Claim(vm.key, "h2", Size(1, 256))
+    with harness.store.transaction() as tx:
+        tx.keep_host(KnownHost("h2", "agent of h2"))
+        tx.apply(Move((), make=(other,)))
+    assert [c.domain for c in harness.rows.claims if c.owner == vm.key] == ["h1", "h2"]
+    with harness.store.transaction() as tx:
+        tx.apply(Move((), free=(ClaimKey(vm.key, "h1"),)))
+    assert [c for c in harness.rows.claims if c.owner == vm.key] == [other]
+    harness.store.close()
+    again = Store(tmp_path / "db", harness.clock)
+    assert [c for c in again.rows().claims if c.owner == vm.key] == [other]
+
+
+def test_the_rows_of_an_earlier_boot_enter_their_states_anew(tmp_path: Path) -> None:
+    harness = PlannerHarness(path=tmp_path / "db")
+    harness.to_claimed()
+    before = harness.rows
+    harness.store.close()
+    same = Store(tmp_path / "db", ManualClock(2000.0, "boot-1"))
+    assert same.rows() == before
+    same.close()
+    after = Store(tmp_path / "db", ManualClock(5.0, "boot-2")).rows()
+    for old, new in ((before.vms[1], after.vms[1]), (before.templates[1], after.templates[1])):
+        assert new == replace(old, since=5.0)
+    assert after.attempts[1] == replace(before.attempts[1], since=5.0, not_before=0.0)

@@ -24,10 +24,8 @@ from multiverse.core.model import (
     VmRef,
 )
 from multiverse.simulation.clock import VirtualClock
-from multiverse.simulation.hypervisor import SimulatedHypervisor
 from multiverse.simulation.jobs import Batch
 from multiverse.simulation.loop import run
-from multiverse.simulation.scheduler import SimulatedScheduler
 from multiverse.simulation.world import World
 from multiverse.trace import RecordingHypervisor, RecordingScheduler, RecordingSource, Trace
 
@@ -39,8 +37,8 @@ def record(path: Path, drive: Drive) -> None:
         world, trace = World(0), Trace(path, VirtualClock())
         await drive(
             world,
-            RecordingScheduler(SimulatedScheduler(world, Random(0)), trace),
-            RecordingHypervisor(SimulatedHypervisor(world, Random(0)), trace),
+            RecordingScheduler(world.scheduler(Random(0)), trace),
+            RecordingHypervisor(world.hypervisor(Random(0)), trace),
         )
         trace.close()
 
@@ -56,7 +54,7 @@ def test_a_call_is_a_line_with_its_arguments_and_its_result(tmp_path: Path) -> N
         await hypervisor.templates.build_template(TemplateKey("h1", "slim", Size(1, 256)))
         with pytest.raises(Gone):
             await scheduler.unpin(JobRef("7", 5, 1))
-        task = asyncio.create_task(hypervisor.destroy(VmRef("mvx-1"), 1.0))
+        task = asyncio.create_task(hypervisor.destroy(VmRef("mvx-1", "h1"), 1.0))
         await asyncio.sleep(1e-4)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -115,7 +113,7 @@ def test_no_secret_is_written_and_only_the_owner_can_read_the_file(tmp_path: Pat
         secret = NodeBootstrap((GuestFile("/etc/munge/munge.key", b"hush"),))
         identity = Identity("mvx-1", "02:00:00:00:00:01", "10.0.0.1/16", "", "0" * 32, bootstrap=secret)
         with pytest.raises(Gone):
-            await hypervisor.start(VmRef("mvx-1"), Size(1, 256), identity)
+            await hypervisor.start(VmRef("mvx-1", "h1"), Size(1, 256), identity)
 
     record(tmp_path / "trace", drive)
     assert "mvx-1" in (tmp_path / "trace").read_text()

@@ -1,10 +1,13 @@
-"""The store's schema: older databases come along whole, newer ones are refused, failures leave no trace."""
+"""The schema of the store: an older database is upgraded whole, a newer one refused, and a failure changes nothing."""
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -12,14 +15,46 @@ from alembic.autogenerate import compare_metadata
 from alembic.operations import Operations
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from pydantic import TypeAdapter
 
 from multiverse.core.errors import Broken, Exhausted, Refused
-from multiverse.core.model import AttemptState, VmState
+from multiverse.core.machines.tables import TABLES
+from multiverse.core.model import (
+    Attempt,
+    AttemptState,
+    ClaimKey,
+    Host,
+    HostState,
+    HypervisorView,
+    Job,
+    JobState,
+    Key,
+    KnownHost,
+    Observation,
+    Offer,
+    OfferState,
+    SchedulerView,
+    Seen,
+    Size,
+    Template,
+    TemplateState,
+    Vm,
+    VmCondition,
+    VmSeen,
+    VmState,
+    World,
+)
+from multiverse.core.planner import plan
+from multiverse.core.state import State
 from multiverse.store import Store, schema, upgrade
-from tests.unit.planner_harness import ManualClock
+from tests.unit.planner_harness import POLICY, ManualClock
+from tests.unit.rows import IMAGES
 
 BEFORE = (Path(__file__).parent / "before_alembic.sql").read_text()
 """A database as it was written before Alembic: one job runs, another is being given its VM."""
+
+SCHEMA_0003 = (Path(__file__).parent / "schema_0003.sql").read_text()
+"""A database that the release with schema 0003 wrote and reads: rows in every mixture of the flags that it had."""
 
 
 @pytest.fixture
@@ -27,6 +62,13 @@ def old(tmp_path: Path) -> Path:
     with closing(sqlite3.connect(tmp_path / "db")) as connection:
         connection.executescript(BEFORE)
     return tmp_path / "db"
+
+
+@pytest.fixture
+def previous(tmp_path: Path) -> Path:
+    with closing(sqlite3.connect(tmp_path / "previous")) as connection:
+        connection.executescript(SCHEMA_0003)
+    return tmp_path / "previous"
 
 
 def dump(path: Path) -> list[str]:
@@ -43,7 +85,7 @@ def form(path: Path) -> set[tuple[str, str]]:
         }
 
 
-def test_a_database_from_before_alembic_comes_along_with_all_its_rows(old: Path) -> None:
+def test_a_database_from_before_alembic_is_upgraded_with_all_its_rows(old: Path) -> None:
     before = dump(old)
     store = Store(old, ManualClock())
     rows = store.rows()
@@ -51,7 +93,7 @@ def test_a_database_from_before_alembic_comes_along_with_all_its_rows(old: Path)
     assert [a.state for a in rows.attempts.values()] == [AttemptState.ALLOCATED, AttemptState.CLAIMED]
     assert [vm.state for vm in rows.vms.values()] == [VmState.SERVING, VmState.PLANNED]
     (template,) = rows.templates.values()
-    assert {vm.template for vm in rows.vms.values()} == {template.which}, "they hold the one that they came from"
+    assert {vm.template for vm in rows.vms.values()} == {template.which}
     assert len(rows.claims) == 3 and len(store.journal()) == 15
     store.close()
     assert dump(old.with_name("db.schema-0001")) == before, "the copy is what there was"
@@ -109,7 +151,7 @@ def test_a_failed_upgrade_leaves_the_database_as_it_was(old: Path) -> None:
     with closing(sqlite3.connect(old)) as connection:
         connection.execute("DROP INDEX ix_templates_live")  # so the last step of the revision fails
     before = dump(old)
-    with pytest.raises(Broken, match="could not be upgraded from schema 0001 to 0003"):
+    with pytest.raises(Broken, match=f"could not be upgraded from schema 0001 to {schema.HEAD}"):
         Store(old, ManualClock(boot="another"))
     assert dump(old) == before
 
@@ -152,3 +194,218 @@ def test_what_is_asked_often_reads_an_index(tmp_path: Path) -> None:
                 assert not [s for s in steps if s.startswith("SCAN") and "INDEX" not in s], (sql, steps)
     engine.dispose()
     store.close()
+
+
+# --- from 0003 to 0004: flags become states ----------------------------------------------------------
+
+A, V, T, O = AttemptState, VmState, TemplateState, OfferState  # noqa: E741
+
+ATTEMPTS = {
+    1: A.QUEUED, 2: A.UNGATED, 3: A.STRAY, 4: A.CLAIMED, 5: A.SPAWNING, 6: A.SPAWNED,
+    7: A.INTRODUCING,  # the offer of its VM was taken
+    8: A.ALLOCATED, 9: A.RECLAIMING, 10: A.RECLAIMING,
+    11: A.RETURNING,  # requeued, and not at the gate yet
+    12: A.RECLAIMING,  # requeued, and at the gate
+    13: A.REVOKING, 14: A.REVOKING, 15: A.ALLOCATED,
+}  # fmt: skip
+
+VMS = {
+    1: V.PLANNED, 2: V.PARKED, 3: V.STARTING, 4: V.JOINED, 5: V.JOINED, 6: V.SERVING,
+    7: V.DEAD, 8: V.DEAD,  # failed while joined, and while serving
+    9: V.JOINED,
+    10: V.RETIRING,  # unwanted
+    11: V.JOINED, 12: V.JOINED, 13: V.JOINED, 14: V.JOINED,
+    15: V.LOST, 16: V.LOST,
+    17: V.RELEASING,  # an orderly end
+    18: V.ENDING,  # failed, and a job may be on its node
+    19: V.REMOVING,  # failed, and no job is on its node
+    20: V.ENDING, 21: V.REMOVING,  # fenced
+    22: V.JOINED, 25: V.SERVING,
+    26: V.ENDING,  # not failed, and a job may be on its node
+    27: V.STARTING,
+}  # fmt: skip
+
+OFFERS = {
+    5: (O.TAKEN, 980.5), 6: (O.CLOSED, 970.0), 9: (O.OPEN, 981.0), 10: (O.CLOSING, 982.0), 11: (O.CLOSED, 983.0),
+    12: (O.CLOSING, 984.0), 14: (O.TAKEN, 985.0), 16: (O.OPEN, 986.0), 22: (O.OPEN, 987.0),
+}  # fmt: skip
+
+
+def bodies(path: Path, table: str) -> dict[int, dict[str, Any]]:
+    """The decoded bodies of a table, those of ended rows too."""
+    with closing(sqlite3.connect(path)) as connection:
+        return {id_: json.loads(body) for id_, body in connection.execute(f"SELECT id, body FROM {table}")}
+
+
+def test_the_flags_of_schema_0003_become_states(previous: Path) -> None:
+    store = Store(previous, ManualClock())
+    rows = store.rows()
+    assert {id_: row.state for id_, row in rows.attempts.items()} == ATTEMPTS
+    assert {id_: row.state for id_, row in rows.vms.items()} == VMS
+    assert {id_: row.state for id_, row in rows.templates.items()} == {
+        1: T.READY, 2: T.BUILDING, 3: T.BROKEN, 4: T.RETIRING,
+    }  # fmt: skip
+    assert (rows.site, rows.next_serial, rows.next_attempt, rows.next_template) == ("test0", 28, 21, 6)
+    store.close()
+
+
+def test_the_columns_of_an_upgraded_row_agree_with_its_body(previous: Path) -> None:
+    Store(previous, ManualClock()).close()
+    with closing(sqlite3.connect(previous)) as connection:
+        for table in ("attempts", "vms", "templates", "offers"):
+            rows = connection.execute(f"SELECT id, version, state, body FROM {table}").fetchall()
+            assert rows
+            for id_, version, state, body in rows:
+                found = json.loads(body)
+                assert (found["id"], found["version"], found["state"]) == (id_, version, state)
+
+
+def test_the_offers_of_schema_0003_have_rows_of_their_own(previous: Path) -> None:
+    rows = Store(previous, ManualClock()).rows()
+    assert {id_: (row.state, row.since) for id_, row in rows.offers.items()} == OFFERS
+    assert not any(row.quarantined for row in rows.offers.values())
+    assert rows.vms[10].reason == "it is older than 3600 s", "why it is to go is kept"
+
+
+def test_what_a_vm_was_keeps_its_value_under_its_new_name(previous: Path) -> None:
+    before = bodies(previous, "vms")
+    rows = Store(previous, ManualClock()).rows()
+    for id_, vm in rows.vms.items():
+        old = before[id_]
+        assert (asdict(vm.node_size), vm.template_id) == (old["told"], old["origin"])
+        assert (asdict(vm.template_size) if vm.template_size else None) == old["parent"]
+        assert (vm.source, vm.token) == (vm.host, "")
+        same = ("id", "version", "since", "name", "host", "mac", "address", "attempt", "quarantined", "account", "pool")
+        assert {name: getattr(vm, name) for name in same} == {name: old[name] for name in same}
+        if vm.state is not V.RETIRING:
+            assert vm.reason == old["reason"]
+    assert all(template.source == template.host for template in rows.templates.values())
+
+
+def test_what_an_attempt_was_keeps_its_value(previous: Path) -> None:
+    before = bodies(previous, "attempts")
+    for id_, attempt in Store(previous, ManualClock()).rows().attempts.items():
+        old = {name: value for name, value in before[id_].items() if name not in ("gated", "stray", "state")}
+        new = json.loads(json.dumps(asdict(attempt), default=str))
+        assert {name: value for name, value in new.items() if name != "state"} == old
+
+
+def test_claims_are_held_in_the_domain_of_their_host(previous: Path) -> None:
+    rows = Store(previous, ManualClock()).rows()
+    owners: list[Vm | Template] = [*rows.vms.values(), *rows.templates.values()]
+    held = {claim.key: claim.size for claim in rows.claims}
+    assert held == {ClaimKey(row.key, row.host): Size(1, 416 if row.key.kind == "vm" else 256) for row in owners}
+
+
+def test_the_hosts_of_schema_0003_are_known_and_that_of_a_fenced_vm_is_fenced(previous: Path) -> None:
+    store = Store(previous, ManualClock())
+    assert store.rows().hosts == {
+        **{name: KnownHost(name, name, HostState.KNOWN) for name in ("h1", "h2", "h4")},
+        "h3": KnownHost("h3", "h3", HostState.FENCED),
+    }
+    assert store._connection.exec_driver_sql("SELECT count(*) FROM meta WHERE key = 'hosts'").scalar() == 0
+
+
+def test_ended_rows_are_read_after_the_upgrade_too(previous: Path) -> None:
+    store = Store(previous, ManualClock())
+    ended = {a.id: a.state for a in store.attempts() if a.id > 15}
+    assert ended == {16: A.DONE, 17: A.CANCELLED, 18: A.REQUEUED, 19: A.REVOKED, 20: A.FAILED}
+    assert [(vm.id, vm.state, vm.node_size) for vm in store.vms_of([16, 17])] == [
+        (23, V.GONE, Size(1, 300)),
+        (24, V.GONE, Size(1, 300)),
+    ]
+    assert len(store.journal()) == 52
+    store.close()
+    adapters: dict[str, type] = {"attempts": Attempt, "vms": Vm, "templates": Template, "offers": Offer}
+    for table, kind in adapters.items():
+        fields = set(kind.__dataclass_fields__)  # type: ignore[attr-defined]
+        for id_, body in bodies(previous, table).items():
+            TypeAdapter(kind).validate_python({**body})
+            assert set(body) == fields, (table, id_)
+
+
+def test_an_upgraded_0003_database_has_the_form_of_a_fresh_one_and_its_copy_is_kept(
+    previous: Path, tmp_path: Path
+) -> None:
+    before = dump(previous)
+    Store(previous, ManualClock()).close()
+    Store(tmp_path / "fresh", ManualClock()).close()
+    assert form(previous) == form(tmp_path / "fresh")
+    assert dump(previous.with_name("previous.schema-0003")) == before
+
+
+def test_the_planner_goes_on_with_upgraded_rows(previous: Path) -> None:
+    """A first pass that shows all VMs, then one that shows none of them: no record becomes impossible."""
+    store = Store(previous, ManualClock())
+    state, before = State(store.rows(), TABLES), store.rows()
+    assert state.indexes() == State(state.rows(), TABLES).indexes()
+    hosts = {name: Host(name, Size(64, 65536, 65536), frozenset({"instant"}), images=IMAGES) for name in ("h1", "h2")}
+    for shown in (True, False):
+        live = [vm for vm in state.vms.values() if shown]
+        sources = {
+            name: Observation(
+                Seen(
+                    HypervisorView(
+                        {name: host},
+                        {vm.name: VmSeen(vm.name, vm.host, VmCondition.RUNNING) for vm in live if vm.host == name},
+                    ),
+                    2000.0,
+                )
+            )
+            for name, host in hosts.items()
+        }
+        attempts = list(state.attempts.values()) if shown else []
+        jobs = {a.job.job_id: Job(a.job, "hello", 1000, JobState.PENDING, a.request) for a in attempts}
+        ended = {row.key: 1500.0 for row in (*state.vms.values(), *state.attempts.values())}
+        world = World(Seen(SchedulerView(jobs), 2000.0), sources, ended, entropy="x")
+        with store.transaction() as tx:
+            moves = plan(state, world, [], 2001.0, POLICY)
+            for host in state.learned.values():
+                tx.keep_host(host)
+            for move in moves:
+                tx.apply(move)
+        assert moves and state.rows() == store.rows()
+        faulty = [row.key for row in (*state.vms.values(), *state.attempts.values()) if "a fault" in row.quarantined]
+        assert faulty in ([], [Key("vm", 22)]), "none but the one that was in quarantine before"
+    gone = {id_ for id_ in before.vms if id_ not in state.vms}
+    assert {20, 21} <= gone, "the VMs of the fenced host end without an observation of it"
+    assert not [claim for claim in state.claims.values() if claim.domain == "h3"]
+
+
+def test_a_downgrade_is_refused_and_says_where_the_earlier_database_is(previous: Path) -> None:
+    Store(previous, ManualClock()).close()
+    scripts = ScriptDirectory(upgrade.VERSIONS.parent, version_locations=[upgrade.VERSIONS])
+    engine = sa.create_engine(f"sqlite:///{previous}")
+    before = dump(previous)
+    with engine.connect() as connection:
+        context = MigrationContext.configure(
+            connection, opts={"fn": lambda revisions, _: scripts._downgrade_revs("0003", revisions)}
+        )
+        with Operations.context(context), pytest.raises(NotImplementedError, match="kept beside"):
+            context.run_migrations()
+    engine.dispose()
+    assert dump(previous) == before
+
+
+def test_software_of_schema_0003_refuses_a_database_of_0004(
+    previous: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Store(previous, ManualClock()).close()
+    older = tmp_path / "store" / "versions"
+    older.mkdir(parents=True)
+    for revision in upgrade.VERSIONS.glob("r000[123]_*.py"):
+        (older / revision.name).write_text(revision.read_text())
+    monkeypatch.setattr(upgrade, "VERSIONS", older)
+    monkeypatch.setattr(schema, "HEAD", "0003")
+    before = dump(previous)
+    with pytest.raises(Refused, match="newer Multiverse") as caught:
+        Store(previous, ManualClock())
+    assert caught.value.hint and "copy" in caught.value.hint
+    assert dump(previous) == before
+
+
+def test_a_release_without_tokens_left_vms_that_are_found_again(previous: Path) -> None:
+    vm = Store(previous, ManualClock()).rows().vms[6]
+    shown = VmSeen(vm.name, "h1", VmCondition.RUNNING)
+    view = HypervisorView(vms={vm.name: shown})
+    assert World(sources={"h1": Observation(Seen(view, 1.0))}).vm(vm) == shown

@@ -107,8 +107,8 @@ def kinds_of(kinds: str, among: Sequence[latency.JobKind]) -> list[latency.JobKi
 
 async def _latency(directory: Path, images: Path, plan: LatencyPlan, json: bool) -> dict[str, Any]:
     site = latency.POOLS if uses_image(latency.WARM, plan.kinds) else ""
-    wishes = LabOptions(cores=8, memory=16384, image="slim", images=images, settings={})
-    async with session(layout(directory), wishes, lab_progress(json), site) as lab, bare_slurmd(lab.lab):
+    options = LabOptions(cores=8, memory=16384, image="slim", images=images, settings={})
+    async with session(layout(directory), options, lab_progress(json), site) as lab, bare_slurmd(lab.lab):
         with Client(lab.settings.socket) as client:
             await asyncio.to_thread(_warm_up, lab, client, plan.kinds)
             samples = await asyncio.to_thread(latency.run, lab, client, plan, baremetal.cost, job_progress(json))

@@ -60,8 +60,8 @@ def burst(
 
 async def _burst(directory: Path, images: Path, plan: BurstPlan, provisioning: int, json: bool) -> dict[str, Any]:
     pacing = {"provisioning": provisioning, "spawn_timeout": SPAWN_TIMEOUT}
-    wishes = LabOptions(max(8, min(plan.jobs, 50)), 16384, image="slim", images=images, settings={"pacing": pacing})
-    async with session(layout(directory), wishes, lab_progress(json)) as lab:
+    options = LabOptions(max(8, min(plan.jobs, 50)), 16384, image="slim", images=images, settings={"pacing": pacing})
+    async with session(layout(directory), options, lab_progress(json)) as lab:
         with Client(lab.settings.socket) as client:
             # One job of each kind that is not counted builds the template and fills the page cache.
             warm_up = BurstPlan(1, None, plan.kinds)

@@ -138,9 +138,9 @@ def demo(
     asyncio.run(_demo(directory, images))
 
 
-def _parts(say: Callable[[str], None]) -> Progress:
+def _lab_progress(say: Callable[[str], None]) -> Progress:
     """Prints a line for each service of the lab that has started, and shows which one is starting."""
-    names = ["bridge", *(part.name for part in SERVICES)]
+    names = ["bridge", *(service.name for service in SERVICES)]
     following = dict(pairwise(names))
 
     def progress(name: str, word: str, seconds: float) -> None:
@@ -152,11 +152,11 @@ def _parts(say: Callable[[str], None]) -> Progress:
 
 
 async def _demo(directory: Path, images: Path) -> None:
-    wishes = LabOptions(cores=8, memory=16384, image=IMAGE, images=images)
+    options = LabOptions(cores=8, memory=16384, image=IMAGE, images=images)
     stack = AsyncExitStack()
     try:
         with render.step("lab, a whole cluster on this machine") as say:
-            lab = await stack.enter_async_context(session(layout(directory), wishes, _parts(say)))
+            lab = await stack.enter_async_context(session(layout(directory), options, _lab_progress(say)))
         with Client(lab.settings.socket) as client:
             await _template(client)
             rows = await _run(lab, client)

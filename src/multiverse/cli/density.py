@@ -49,8 +49,8 @@ def density(
         "pacing": {"provisioning": provisioning, "spawn_timeout": patience},
         "qemu": {"tb_size": tb_size, "max_cpus": 1, "max_memory": 1024},  # a guest that may grow needs more memory
     }
-    wishes = LabOptions(most, declared, image="slim", images=images, settings=settings)
-    found = asyncio.run(_density(directory, wishes, DensityBounds(most, by, floor, patience), json))
+    options = LabOptions(most, declared, image="slim", images=images, settings=settings)
+    found = asyncio.run(_density(directory, options, DensityBounds(most, by, floor, patience), json))
     found["tb_size"] = tb_size
     if json:
         render.as_json(found)
@@ -58,7 +58,7 @@ def density(
         _print(found)
 
 
-async def _density(directory: Path, wishes: LabOptions, bounds: DensityBounds, json: bool) -> dict[str, Any]:
+async def _density(directory: Path, options: LabOptions, bounds: DensityBounds, json: bool) -> dict[str, Any]:
     def progress(step: DensityStep) -> None:
         if not json:
             console.print(
@@ -67,7 +67,7 @@ async def _density(directory: Path, wishes: LabOptions, bounds: DensityBounds, j
                 markup=False,
             )
 
-    async with session(layout(directory), wishes, lab_progress(json)) as lab:
+    async with session(layout(directory), options, lab_progress(json)) as lab:
         with Client(lab.settings.socket) as client:
             found = await asyncio.to_thread(densities.run, lab, client, bounds, progress)
             figures, host = host_figures(client), client.hosts()[0]

@@ -78,14 +78,14 @@ def up(
 ) -> None:
     """Start the lab, or those of its services that have died."""
     where = layout(directory)
-    wishes = LabOptions(
+    options = LabOptions(
         cores=cores,
         memory=mebibytes(memory) if memory else None,
         shares=shares(share or ()),
         image=image,
         settings=chosen(setting) if setting else None,
     )
-    settings = asyncio.run(lifecycle.up(where, wishes, _silent if json else _line))
+    settings = asyncio.run(lifecycle.up(where, options, _silent if json else _line))
     if json:
         as_json(lifecycle.status(where))
         return
@@ -118,10 +118,12 @@ def status(directory: Dir = None, json: Json = False) -> None:
         as_json(found)
     else:
         made = table("PART", "PID", "STATE", right=("PID",))
-        for name, part in found.items():
-            made.add_row(name, str(part.get("pid") or part.get("address") or "–"), "alive" if part["alive"] else "dead")
+        for name, service in found.items():
+            made.add_row(
+                name, str(service.get("pid") or service.get("address") or "–"), "alive" if service["alive"] else "dead"
+            )
         show(made, "no lab")
-    if not all(part["alive"] for part in found.values()):
+    if not all(service["alive"] for service in found.values()):
         raise typer.Exit(_DOWN)
 
 

@@ -14,10 +14,17 @@ from multiverse.core.errors import Broken, Refused
 
 if TYPE_CHECKING:  # the simulator is an extra, and its imports must not delay other commands
     from multiverse.simulation.scenario import Scenario
+    from multiverse.simulation.world import Pair
 
 app = typer.Typer(no_args_is_help=True, help="Simulate the controller with faults, by seed, in virtual time.")
 
 Seed = Annotated[str, typer.Argument(metavar="SEED|FILE", help="A seed, or a file that shrink has written.")]
+
+
+PairName = Annotated[
+    str,
+    typer.Option("--pair", help="slurm-hosts, grid-hosts, slurm-cloud or grid-cloud. By default the seed decides."),
+]
 
 
 @app.callback()
@@ -33,6 +40,7 @@ def fuzz(
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds to simulate.")] = 2000,
     first: Annotated[int, typer.Option(min=0, help="The first one's seed.")] = 0,
     processes: Annotated[int, typer.Option(min=0, help="How many at a time; 0 for one on each core.")] = 0,
+    pair: PairName = "",
 ) -> None:
     """Simulate many seeds, each with its own jobs and faults, and print every seed that breaks a promise.
 
@@ -42,7 +50,7 @@ def fuzz(
     began, done, bad, jobs, commits, crashes = time.monotonic(), 0, 0, 0, 0, 0
     faults: Counter[str] = Counter()
     with render.step(f"{seeds} seeds from {first}") as say:
-        for result in fuzz(range(first, first + seeds), processes or None):
+        for result in fuzz(range(first, first + seeds), processes or None, _pair(pair)):
             done += 1
             jobs, commits, crashes = jobs + result.jobs, commits + result.commits, crashes + result.crashes
             faults.update(result.faults)
@@ -64,14 +72,16 @@ def fuzz(
 
 @app.command()
 def replay(
-    what: Seed, lines: Annotated[int, typer.Option(min=0, help="Print only so many of the last lines; 0 for all.")] = 0
+    what: Seed,
+    lines: Annotated[int, typer.Option(min=0, help="Print only so many of the last lines; 0 for all.")] = 0,
+    pair: PairName = "",
 ) -> None:
     """Simulate one seed again and print all events: users, faults, incidents, and what the controller did."""
     from multiverse.simulation.fuzz import silence_logs
     from multiverse.simulation.run import simulate
 
     silence_logs()
-    outcome = simulate(_scenario(what))
+    outcome = simulate(_scenario(what, pair))
     typer.echo(outcome.story(lines))
     if outcome.violations:
         raise Broken(f"{what} breaks a promise", hint=f"run multiverse simulate shrink {what} for a short story")
@@ -82,6 +92,7 @@ def shrink(
     what: Seed,
     out: Annotated[Path | None, typer.Option(help="Where to write the small scenario; SEED.json by default.")] = None,
     tries: Annotated[int, typer.Option(min=1, help="The largest number of simulations.")] = 2000,
+    pair: PairName = "",
 ) -> None:
     """Make a scenario that breaks a promise as small as possible, write it to a file, and print its story."""
     from multiverse.simulation.fuzz import save, silence_logs
@@ -89,7 +100,7 @@ def shrink(
     from multiverse.simulation.shrink import explicit, shrink
 
     silence_logs()
-    outcome = simulate(_scenario(what))
+    outcome = simulate(_scenario(what, pair))
     if not outcome.violations:
         raise Refused(f"{what} breaks no promise", hint="run multiverse simulate fuzz to find a seed that does")
     small = shrink(explicit(outcome), tries=tries)
@@ -99,8 +110,16 @@ def shrink(
     typer.echo(f"written to {path}; replay it with: multiverse simulate replay {path}")
 
 
-def _scenario(what: str) -> Scenario:
+def _pair(name: str) -> Pair | None:
+    from multiverse.simulation.world import Pair
+
+    if name and name not in list(Pair):
+        raise Refused(f"there is no pair {name!r}", hint=f"choose one of {', '.join(Pair)}")
+    return Pair(name) if name else None
+
+
+def _scenario(what: str, pair: str) -> Scenario:
     from multiverse.simulation.fuzz import load
     from multiverse.simulation.generate import with_faults
 
-    return with_faults(int(what)) if what.isdigit() else load(Path(what))
+    return with_faults(int(what), pair=_pair(pair)) if what.isdigit() else load(Path(what))

@@ -105,6 +105,8 @@ class Effects:
         self._explaining = asyncio.Semaphore(EXPLAINING)
         self._limits: Mapping[str, Sequence[Size]] | None = None  # as published last
         self._publishing: asyncio.Task[None] | None = None
+        self._publication_failures = 0  # in a row
+        self._publish_again_at = 0.0
 
     # --- what runs, and when something is due -------------------------------------------------------
 
@@ -134,7 +136,7 @@ class Effects:
             return 0.0
         if lane.effect.kind is EffectKind.EXPLAIN:
             return float("inf")
-        return lane.ended + min(AGAIN_LIMIT, AGAIN * 2.0 ** min(lane.runs - 1, 16))
+        return lane.ended + _pause(lane.runs)
 
     def ensure(self, orphans: Sequence[VmRef] = ()) -> None:
         """Make the lanes follow the rows. `orphans` are VMs or nodes of our site that no row explains."""
@@ -159,10 +161,13 @@ class Effects:
             self._refused.pop(key, None)
 
     def limit_submissions(self, largest: Mapping[str, Sequence[Size]]) -> None:
-        """Let the scheduler refuse what exceeds these sizes, by image. Publishing is repeated until it succeeds."""
+        """Let the scheduler refuse what exceeds these sizes, by image. Publishing is repeated until it succeeds, each
+        time after a longer pause."""
         submission = self._scheduler.submission
         busy = self._publishing is not None and not self._publishing.done()
         if submission is None or not largest or largest == self._limits or busy:
+            return
+        if self._clock.now() < self._publish_again_at:
             return
 
         async def publish() -> None:
@@ -170,9 +175,12 @@ class Effects:
                 async with asyncio.timeout(OTHER_TIMEOUT):
                     await submission.publish(largest)
             except (MultiverseError, TimeoutError) as error:
-                log.warning("largest job not published", reason=str(error))
+                self._publication_failures += 1
+                self._publish_again_at = self._clock.now() + _pause(self._publication_failures)
+                reason = str(error) or f"it did not end within {OTHER_TIMEOUT:g} s"
+                log.warning("largest job not published", reason=reason)
             else:
-                self._limits = largest
+                self._limits, self._publication_failures = largest, 0
 
         self._publishing = asyncio.create_task(publish(), name="publish the largest job")
 
@@ -255,7 +263,7 @@ class Effects:
                 await self._scheduler.explain(job, effect.text)
             case EffectKind.PIN:
                 await self._add_user(attempt)
-                nodes = [vm.name for vm in self._around.state.vms_of(attempt)]
+                nodes = [vm.name for vm in self._around.state.serving_vms_of(attempt)]
                 await self._scheduler.pin(job, attempt.feature, nodes, effect.text)
             case EffectKind.REQUEUE:
                 await self._scheduler.requeue(job)
@@ -362,6 +370,11 @@ def _specification(vm: Vm) -> VmSpec:
         address=vm.address,
         source=vm.source,
     )
+
+
+def _pause(runs: int) -> float:
+    """Seconds until an effect that was run so many times is repeated."""
+    return min(AGAIN_LIMIT, AGAIN * 2.0 ** min(runs - 1, 16))
 
 
 def _state(subject: Subject) -> str:

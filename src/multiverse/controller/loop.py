@@ -258,22 +258,27 @@ class Controller:
             log.error("pass not committed", reason=str(error))
             self.uncommitted = (self.uncommitted[0] if self.uncommitted else self._clock.now(), str(error))
             return False
-        self.uncommitted = None
         self._forecast.note(moves, now)
-        for _ in messages:
-            self._inbox.popleft()
-        for committed in self._asked:
-            if not committed.done():  # whoever asked may have gone
-                committed.set_result(None)
-        self._asked.clear()
-        awaited = [vm.since for vm in state.vms_in(*_AWAITED_OF_VMS)]
-        awaited += [attempt.since for attempt in state.attempts_in(*_AWAITED_OF_ATTEMPTS)]
-        self._expecting = max(awaited, default=None)
+        self._committed(len(messages))
         if state.learned or not self._largest:
             self._largest = largest_nodes(state.hosts, self.policy)
         self._effects.limit_submissions(self._largest)
         self._effects.ensure(self._confirmed_orphans(world))
         return True
+
+    def _committed(self, messages: int) -> None:
+        """The pass is kept, and with it what came of the first `messages` of the inbox."""
+        self.uncommitted = None
+        for _ in range(messages):
+            self._inbox.popleft()
+        for committed in self._asked:
+            if not committed.done():  # whoever asked may have gone
+                committed.set_result(None)
+        self._asked.clear()
+        state = self.state
+        awaited = [vm.since for vm in state.vms_in(*_AWAITED_OF_VMS)]
+        awaited += [attempt.since for attempt in state.attempts_in(*_AWAITED_OF_ATTEMPTS)]
+        self._expecting = max(awaited, default=None)
 
     def _confirmed_orphans(self, world: World) -> list[VmRef]:
         """The orphans that two observations have shown: a single one destroys nothing."""

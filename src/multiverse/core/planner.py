@@ -76,7 +76,8 @@ def know_hosts(state: State, world: World) -> None:
     """Keep every host in sight as it was observed last, and the source that answers for it. What it has available at
     the moment is not kept: it changes all the time."""
     for name, host in world.hosts.items():
-        state.know_host(KnownHost(name, world.source_of[name], value=replace(host, available=0)))
+        steady = replace(host, available=0) if host.available else host
+        state.know_host(KnownHost(name, world.source_of[name], value=steady))
 
 
 def orphans(state: State, world: World) -> list[tuple[str, str]]:

@@ -188,6 +188,11 @@ class State:
 
     # --- numbers -----------------------------------------------------------------------------------
 
+    @property
+    def next_serial(self) -> int:
+        """The serial of the next VM, which `new_serial` counts."""
+        return self._serial
+
     def new_serial(self) -> int:
         self._serial += 1
         return self._serial - 1

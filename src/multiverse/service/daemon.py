@@ -76,8 +76,8 @@ def _restrict_access(settings: Settings) -> None:
 def _locked(state_dir: Path) -> Iterator[None]:
     """Hold the lock of the state directory. Raises `Refused` if another daemon holds it."""
     lock = state_dir / "lock"
-    with try_locked_file(lock) as ours:
-        if not ours:
+    with try_locked_file(lock) as held:
+        if not held:
             raise Refused(f"another daemon uses {state_dir}", hint="stop it first, or set another state_dir")
         lock.write_text(f"{os.getpid()}\n")
         yield

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -40,6 +40,7 @@ class ClusterSettings:
     max_jobs: int = 0
     max_cpus: int = 0
     offers_valid_for: float = 10.0  # how long jobs may take offers after the last observation
+    limits_valid_for: float = 60.0  # how long the published largest sizes hold after the last observation
     test_only_share: float = 0.0  # the share of submissions that a `sbatch --test-only` precedes
 
 
@@ -85,6 +86,9 @@ class Cluster:
         self._rng = rng
         self._loop = asyncio.get_running_loop()
         self._next = settings.first_id
+        self.refused: list[Batch] = []  # as no host could hold them
+        self.default_image = ""
+        self._largest: Mapping[str, Sequence[Size]] = {}
         self._offers: dict[str, OfferedNode] = {}
         self._used_offers: set[str] = set()  # nodes that were ever offered or withdrawn
         self._observed = -math.inf
@@ -331,10 +335,25 @@ class Cluster:
             self._next = self.settings.first_id
         return base
 
+    def limit_submissions(self, largest: Mapping[str, Sequence[Size]]) -> None:
+        """From now on refuse jobs whose nodes exceed all of these sizes, which are given by image."""
+        self._largest = largest
+
+    def _exceeds_all(self, batch: Batch) -> Sequence[Size]:
+        """The largest sizes, if the batch exceeds each of them. They hold for some time after each observation."""
+        if self._loop.time() - self._observed > self.settings.limits_valid_for:
+            return ()
+        sizes, size = self._largest.get(batch.image or self.default_image, ()), batch.size
+        fits = any(size.cpus <= s.cpus and size.memory <= s.memory and size.disk <= s.disk for s in sizes)
+        return () if fits else sizes
+
     def _queue(self, batch: Batch, job_id: int | str) -> JobRecord:
         flavor = self.settings.flavor
         if batch.size.cpus > flavor.cpus or batch.size.memory > flavor.memory or batch.nodes > self.settings.max_nodes:
             raise Refused(f"no host holds {batch.size} on {batch.nodes} nodes", hint=f"at most {flavor} fits")
+        if sizes := self._exceeds_all(batch):
+            self.refused.append(batch)
+            raise Refused(f"no host could ever hold {batch.size}", hint=f"at most {'; '.join(map(str, sizes))}")
         job = JobRecord(
             len(self.history), str(job_id), self._wall(), batch, self._loop.time() + batch.delay, held=batch.held
         )

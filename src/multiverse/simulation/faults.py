@@ -95,11 +95,11 @@ def possible(port: Port, method: str, kind: FaultKind) -> bool:
     """Whether a call of this method can have a fault of this kind.
 
     A scheduler's command is a process of its own, so it may arrive after its caller has given up. A host library does
-    nothing after its caller has gone."""
+    nothing after its caller has gone, and a file is written by the caller itself."""
     if kind in (FaultKind.STALE, FaultKind.TORN):
         return (port, method) == ("scheduler", "observe")
     if kind is FaultKind.LATE:
-        return port == "scheduler" and method not in ("observe", "bootstrap", "user")
+        return port == "scheduler" and method not in ("observe", "bootstrap", "user", "publish")
     return True
 
 
@@ -324,6 +324,7 @@ class IncidentKind(StrEnum):
     RECONFIGURED = "slurmctld reads its configuration again"
     HOST_AWAY = "a host is out of reach"
     HOST_FENCED = "a host is out of reach, switched off and fenced"
+    SOURCE_SLOW = "a source answers observations after ten minutes"
     TEMPLATE_DELETED = "an operator deletes a template"
     DISK_FULL = "the store's disk is full"
     CONTROLLER_CRASH = "the controller crashes"
@@ -355,6 +356,7 @@ DURATIONS: Mapping[IncidentKind, tuple[float, float]] = {
     IncidentKind.CLUSTER_RESTARTS: (1.0, 10.0),
     IncidentKind.HOST_AWAY: (2.0, 300.0),
     IncidentKind.HOST_FENCED: (20.0, 200.0),
+    IncidentKind.SOURCE_SLOW: (10.0, 200.0),
     IncidentKind.DISK_FULL: (0.5, 60.0),
     IncidentKind.CONTROLLER_CRASH: (0.1, 20.0),
 }

@@ -8,6 +8,7 @@ import os
 import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -17,6 +18,7 @@ from multiverse.core.errors import Refused
 from multiverse.simulation.generate import with_faults
 from multiverse.simulation.run import simulate
 from multiverse.simulation.scenario import Scenario
+from multiverse.simulation.world import Pair
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,11 @@ def silence_logs() -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
 
 
-def run_seed(seed: int) -> SeedResult:
+def run_seed(seed: int, pair: Pair | None = None) -> SeedResult:
     """Simulate the scenario with faults of one seed. A failure of the simulation itself is returned as a violation."""
     silence_logs()
     try:
-        outcome = simulate(with_faults(seed))
+        outcome = simulate(with_faults(seed, pair=pair))
     except Exception:
         return SeedResult(seed, (traceback.format_exc(limit=-4),))
     return SeedResult(
@@ -57,15 +59,16 @@ def run_seed(seed: int) -> SeedResult:
     )
 
 
-def fuzz(seeds: Iterable[int], processes: int | None = None) -> Iterator[SeedResult]:
+def fuzz(seeds: Iterable[int], processes: int | None = None, pair: Pair | None = None) -> Iterator[SeedResult]:
     """The results in the order in which they become available. Uses one process per core unless `processes` is
     given."""
     processes = processes or len(os.sched_getaffinity(0))
+    run = partial(run_seed, pair=pair)
     if processes == 1:
-        yield from map(run_seed, seeds)
+        yield from map(run, seeds)
         return
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        yield from pool.imap_unordered(run_seed, seeds, chunksize=4)
+        yield from pool.imap_unordered(run, seeds, chunksize=4)
 
 
 _SCENARIO = TypeAdapter(Scenario)

@@ -59,7 +59,7 @@ def _with_pair(scenario: Scenario, pair: Pair) -> Scenario:
         return replace(scenario, world=world)
     sizes = [host.capacity for host in world.hosts]
     quota = Size(sum(s.cpus for s in sizes), sum(s.memory for s in sizes), sum(s.disk for s in sizes))
-    world = replace(world, hosts=(Host(QUOTA, quota, CLOUD_ABILITIES, vm_overhead=0),))
+    world = replace(world, hosts=(Host(QUOTA, quota, CLOUD_ABILITIES, template_copies=0, vm_overhead=0),))
     image = replace(scenario.settings.image, kind=CloneKind.FULL)
     return replace(scenario, world=world, settings=replace(scenario.settings, image=image), limit=CLOUD_LIMIT)
 
@@ -97,6 +97,8 @@ def with_faults(seed: int, database: str = ":memory:", pair: Pair | None = None)
     silence = (5.0, rng.choice((*(30.0,) * 6, 700.0)))  # the longest is longer than the time limit of effects
     odds = [replace(Odds.even(rng.choice(rates), until), silence=silence) for _ in range(2)]
     incidents = tuple(one for kind, means in MEANS.items() for one in every(rng.choice(means), kind, rng, until))
+    slow = Random(f"{seed}/slow")
+    incidents += every(slow.choice((0.0, 0.0, 0.0, 30.0)), IncidentKind.SOURCE_SLOW, slow, until)
     guests = GuestBehaviour(
         boot=(0.4, rng.choice((1.2, 1.2, 100.0))), mute=rng.choice((0.0, 0.0, 0.1)), small=rng.choice((0.0, 0.0, 0.1))
     )

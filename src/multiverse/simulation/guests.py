@@ -51,7 +51,7 @@ class Run:
     began: float
     ended: float | None = None
     completed: bool = False  # the script came to its own end
-    reported: bool = False  # the scheduler was told so
+    reported: bool = False  # to the scheduler
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Guest:
             self.served.append(key)
 
     def launch(self, job: JobRecord) -> None:
-        """Run the job's script. Only the first node of a job is told to."""
+        """Run the job's script. Only the first node of a job does."""
         if not self.reachable:
             return  # the message is lost; the scheduler notices when the node does not answer
         known = self.users | {user.uid for user in self.identity.users}

@@ -33,6 +33,7 @@ def violations_at_end(scenario: Scenario, world: World, rows: Rows) -> list[str]
     """What is wrong after all jobs have ended and everything should have been removed."""
     found = [*world.violations(), *world.unfinished(), *world.leftovers()]
     found += unjustified_cancellations(scenario, world.cluster.history)
+    found += unjustified_refusals(scenario, world.cluster.refused)
     found += [f"{row.key} is still {row.state}: {row.reason}" for row in rows.attempts.values()]
     found += [f"{row.key} is still {row.state}: {row.reason}" for row in rows.vms.values()]
     found += [f"claim of {claim.owner} is left" for claim in rows.claims if claim.owner.kind != "template"]
@@ -73,6 +74,13 @@ def unjustified_cancellations(scenario: Scenario, history: Iterable[JobRecord]) 
         if not any(true and reason in job.revoked for reason, true in true_reasons.items()):
             found.append(f"job {job.job_id} was cancelled by us, which nothing justifies: {job.revoked!r}")
     return found
+
+
+def unjustified_refusals(scenario: Scenario, refused: Iterable[Batch]) -> list[str]:
+    """Jobs that were refused at submission although the hosts could hold them."""
+    fenced = any(incident.kind is IncidentKind.HOST_FENCED for incident in scenario.incidents)
+    fitting = [batch for batch in refused if not fenced and _surely_fits(scenario, batch)]
+    return [f"a job of {batch.nodes} x {batch.size} was refused, which nothing justifies" for batch in fitting]
 
 
 def _surely_fits(scenario: Scenario, batch: Batch) -> bool:

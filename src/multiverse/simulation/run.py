@@ -10,7 +10,7 @@ from dataclasses import replace
 from random import Random
 
 from multiverse.controller.loop import Controller
-from multiverse.core.errors import Exhausted
+from multiverse.core.errors import Exhausted, Refused
 from multiverse.core.transition import Command
 from multiverse.ports import Clock
 from multiverse.simulation.clock import VirtualClock
@@ -25,6 +25,7 @@ from multiverse.store import Store, Transaction
 
 SITE = "simul"
 HINT_DELAY = (0.5, 10.0)  # seconds that a late hint takes
+SLOW = 600.0  # seconds that an observation of a slow source takes
 
 
 def simulate(scenario: Scenario) -> Outcome:
@@ -87,6 +88,7 @@ class _Simulation:
         self.disk_full = 0
         self.links: list[FaultyLink] = []
         self.controller: Controller | None = None
+        self.controllers: list[Controller] = []  # kept, so that no crashed one ends when the collector happens to run
         self.store = self._open()
         self.crashed = asyncio.Event()
         self.world.cluster.hint = self._hint
@@ -131,7 +133,11 @@ class _Simulation:
         cluster = self.world.cluster
         await cluster.answers()  # users try again until they get an answer
         batch, tasks = arrival.batch, arrival.tasks
-        ids = cluster.submit_array(batch, tasks) if tasks else [cluster.submit(batch)]
+        try:
+            ids = cluster.submit_array(batch, tasks) if tasks else [cluster.submit(batch)]
+        except Refused as error:
+            self._log(f"a job of {batch.nodes} x {batch.size} is refused: {error}")
+            return
         self._log(f"user submits {', '.join(ids)}: {batch.nodes} x {batch.size}, {batch.seconds:g} s")
         records = [cluster.jobs[job_id] for job_id in ids]
         passed = 0.0
@@ -175,6 +181,8 @@ class _Simulation:
                 await self._apply_to_cluster(incident)
             case IncidentKind.HOST_AWAY | IncidentKind.HOST_FENCED:
                 await self._apply_to_host(self.world.host(incident.pick), incident)
+            case IncidentKind.SOURCE_SLOW:
+                await self._slow_down(self.world.host(incident.pick), incident)
             case IncidentKind.TEMPLATE_DELETED:
                 self._delete_template(incident.pick)
             case IncidentKind.DISK_FULL:
@@ -230,6 +238,15 @@ class _Simulation:
             await asyncio.sleep(incident.seconds)
         self._log(f"host {host} is back")
         machines.come_back(host)
+
+    async def _slow_down(self, host: str, incident: Incident) -> None:
+        machines = self.world.machines
+        source = machines.source_of(host)
+        self._log(f"incident: source {source} answers after {SLOW:g} s, for {incident.seconds:.1f} s")
+        machines.delays[source] = SLOW
+        await asyncio.sleep(incident.seconds)
+        machines.delays.pop(source, None)
+        self._log(f"source {source} answers at once again")
 
     async def _fence(self, host: str, until: float) -> None:
         self._log(f"operator switches host {host} off, and repeats the fence command until no VM is lost")
@@ -297,6 +314,7 @@ class _Simulation:
                 self.settings,
                 self._entropy,
             )
+            self.controllers.append(self.controller)
             task = asyncio.create_task(self.controller.run())
             end = asyncio.create_task(self.crashed.wait())
             await asyncio.wait([task, end], return_when=asyncio.FIRST_COMPLETED)

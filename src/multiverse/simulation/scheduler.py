@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
 from multiverse.config import ImageSettings
 from multiverse.core.errors import Gone, Refused, Stale, Unknown
-from multiverse.core.model import JobRef, JobState, NodeBootstrap, NodeSpec, SchedulerView, User
+from multiverse.core.model import JobRef, JobState, NodeBootstrap, NodeSpec, SchedulerView, Size, User
 from multiverse.core.provisioning.spares import named_by_none
-from multiverse.ports import Offers
+from multiverse.ports import Offers, SubmissionLimits
 from multiverse.simulation.cluster import Cluster, OfferedNode
 from multiverse.simulation.guests import LIVE, Registration
 from multiverse.simulation.jobs import JobRecord
@@ -47,8 +47,8 @@ class SimulatedScheduler(ABC):
     def offers(self) -> Offers | None: ...
 
     @property
-    def submission(self) -> None:
-        return None
+    @abstractmethod
+    def submission(self) -> SubmissionLimits | None: ...
 
     @abstractmethod
     async def bootstrap(self, node: NodeSpec) -> NodeBootstrap: ...
@@ -173,10 +173,18 @@ class SimulatedSlurm(SimulatedScheduler):
     ) -> None:
         super().__init__(cluster, find_user, rng)
         self._image = image or ImageSettings()
+        cluster.default_image = self._image.default
 
     @property
     def offers(self) -> SimulatedSlurm:
         return self
+
+    @property
+    def submission(self) -> SimulatedSlurm:
+        return self
+
+    async def publish(self, largest: Mapping[str, Sequence[Size]]) -> None:
+        self._cluster.limit_submissions(largest)
 
     def _view(self) -> SchedulerView:
         offers = self._cluster.observe_offers()

@@ -43,7 +43,7 @@ ATTEMPT: tuple[Transition, ...] = (
     *transitions([A.UNGATED, A.STRAY], Event.AT_GATE, A.QUEUED),
     *transitions([A.QUEUED, A.STRAY], Event.LEFT_GATE, A.UNGATED),
     *transitions([A.QUEUED, A.UNGATED], Event.STRAYED, A.STRAY),
-    *transitions([A.QUEUED, A.UNGATED], Event.TOOK, A.INTRODUCING),
+    *transitions([A.UNGATED], Event.TOOK, A.INTRODUCING),
     *transitions([A.QUEUED], Event.ADMITTED, A.CLAIMED),
     *transitions([A.CLAIMED], Event.MADE, A.SPAWNING),
     *transitions([A.SPAWNING], Event.ALL_JOINED, A.SPAWNED),
@@ -244,11 +244,13 @@ def _step_waiting(state: State, attempt: Attempt, seen: Sighting) -> None:
     if seen.status is JobStatus.PENDING:
         request = _request_of(job)
         target = A.QUEUED if _at_gate(job) else A.UNGATED
+        known = (attempt.state, attempt.request, attempt.job_name, attempt.uid, attempt.work_dir)
+        if known == (target, request, job.name, job.uid, job.work_dir):
+            return  # the usual case, for every job that waits
         fresh = replace(attempt, state=target, request=request, job_name=job.name, uid=job.uid, work_dir=job.work_dir)
-        if fresh != attempt:
-            moved = Event.AT_GATE if target is A.QUEUED else Event.LEFT_GATE
-            reason = "changed while waiting" if request != attempt.request else ""
-            state.move(Change(fresh, moved if target is not attempt.state else Event.NOTED, reason))
+        moved = Event.AT_GATE if target is A.QUEUED else Event.LEFT_GATE
+        reason = "changed while waiting" if request != attempt.request else ""
+        state.move(Change(fresh, moved if target is not attempt.state else Event.NOTED, reason))
     elif seen.status is JobStatus.RUNNING and attempt.state is not A.STRAY:
         # The scheduler requeued the job with its old pin and started it on a VM that is about to go.
         state.move(Change(replace(attempt, state=A.STRAY), Event.STRAYED, "it runs on a VM of an earlier attempt"))

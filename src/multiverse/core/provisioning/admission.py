@@ -149,17 +149,18 @@ class Admission:
 
     def _refuse_or_wait(self, attempt: Attempt, job: Job, choice: Choice) -> None:
         """Case 3: no host in sight that has the image could ever hold the job."""
-        why, hope = self._why_unfit(attempt, choice.sizes)
+        why, hope = self._why_unfit(attempt, choice)
         if not hope:
             self._revoke(attempt, why)
         elif job.eligible:
             self._tell(attempt, why)
 
-    def _why_unfit(self, attempt: Attempt, templates: Mapping[str, Size]) -> tuple[str, bool]:
+    def _why_unfit(self, attempt: Attempt, choice: Choice) -> tuple[str, bool]:
         """Why none of the hosts that have the image could hold the job, were they empty, and whether other hosts may
         yet: those that the image can still come to, and those out of reach, of which nobody knows what they could
         hold."""
         node, nodes, image = attempt.request.size, attempt.request.nodes, self.context.image_of(attempt)
+        templates = choice.sizes
         without = sorted(self.hosts.keys() - templates.keys())
         hope = self._could_ever_fit(attempt, {**templates, **dict.fromkeys(without, self.policy.base)})
         if not self.hosts:
@@ -167,7 +168,8 @@ class Admission:
         elif hope and not templates:
             why = f"no host has image {image}"
         else:
-            most = (largest_on(self.hosts[name], image, self.policy) for name in templates or self.hosts)
+            names = templates or self.hosts
+            most = (largest_on(self.hosts[name], image, self.policy, forks=choice.forks) for name in names)
             fit = max(most, key=lambda size: (size.memory, size.cpus))
             many = f"{nodes} VMs of " if nodes > 1 else "a VM of "
             why = f"{many}{node} fits on no host; the largest that fits is {fit} per node"

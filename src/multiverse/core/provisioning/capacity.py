@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from multiverse.core.model import (
     Claim,
+    CloneKind,
     Host,
     Key,
     KnownHost,
@@ -163,17 +164,19 @@ def could_ever_fit(
     return room.place(count, vm_claims(node, templates, hosts, policy)) is not None
 
 
-def largest_on(host: Host, image: str, policy: Policy) -> Size:
-    """The largest node that the host could ever hold, with nothing on it but the template that it is forked from. What
-    an image can do that is not there yet is taken to be everything. Zero memory if not even the smallest fits."""
+def largest_on(host: Host, image: str, policy: Policy, *, forks: bool = True) -> Size:
+    """The largest node that the host could ever hold, with nothing on it but the template that it is forked from or, if
+    it boots (`forks` false), a template of the base size. What an image can do that is not there yet is taken to be
+    everything. Zero memory if not even the smallest fits."""
     able = host if image in host.images else replace(host, images={image: frozenset({"plug_cpus", "plug_memory"})})
     capacity = empty_host(host, policy).capacity
 
     def fits(memory: int) -> bool:
         node = Size(1, memory)
-        template = template_size(node, able, image, policy)
+        template = template_size(node, able, image, policy) if forks else policy.base
         claim = vm_claim(vm_size(node, template, able, policy), able)
-        return claim.memory + template_claim(template, able).memory <= capacity.memory
+        together = claim.memory + template_claim(template, able).memory
+        return claim.cpus <= capacity.cpus and together <= capacity.memory
 
     # What is needed grows with the node's memory, so the largest that fits is found by halving.
     least, most = 0, capacity.memory + 1
@@ -192,7 +195,13 @@ def largest_nodes(hosts: Mapping[str, KnownHost], policy: Policy) -> dict[str, t
     if not known_values or len(known_values) < len(values):
         return {}
     images = sorted({policy.image, *(image for value in known_values for image in value.images)})
-    return {image: _maxima([largest_on(host, image, policy) for host in known_values]) for image in images}
+    ways = [(host, forks) for host in known_values for forks in (True, False) if forks or _boots(host)]
+    return {image: _maxima([largest_on(host, image, policy, forks=forks) for host, forks in ways]) for image in images}
+
+
+def _boots(host: Host) -> bool:
+    """Whether the host makes clones that boot: these may be larger, where an image cannot plug all."""
+    return not host.abilities.isdisjoint({CloneKind.LINKED.value, CloneKind.FULL.value})
 
 
 def _maxima(sizes: Sequence[Size]) -> tuple[Size, ...]:

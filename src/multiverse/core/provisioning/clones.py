@@ -263,9 +263,8 @@ def plan_vms(context: Context, wanted: CloneRequest, hosts: list[str]) -> list[V
     instant = wanted.kind is CloneKind.INSTANT
     vms: list[Vm] = []
     used = set(state.addresses())
-    for name in hosts:
+    for serial, name in enumerate(hosts, state.next_serial):
         host, size = context.hosts[name], wanted.templates[name]
-        serial = state.new_serial()
         assigned = "assigns_addresses" in host.abilities
         address = "" if assigned else address_of(serial, used, policy)
         if address is None:
@@ -296,6 +295,7 @@ def plan_vms(context: Context, wanted: CloneRequest, hosts: list[str]) -> list[V
             )
         )
     for name in hosts:
+        state.new_serial()  # not before all have an address: a serial that is counted has a row
         pace = (name, wanted.image, wanted.kind)
         state.paced[pace] = paid(pace, state.paced, state.now, policy)
     return vms

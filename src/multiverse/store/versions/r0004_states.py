@@ -12,11 +12,10 @@ down_revision = "0003"
 _SIZES = [sa.Column(name, sa.Integer, nullable=False) for name in ("cpus", "memory", "disk")]
 
 _VM_STATE = """CASE
-    WHEN state = 'releasing' AND NOT json_extract(body, '$.failed') THEN 'releasing'
-    WHEN state = 'releasing' AND json_extract(body, '$.forget') THEN 'removing'
-    WHEN state = 'releasing' THEN 'ending'
+    WHEN state = 'releasing' AND NOT COALESCE(json_extract(body, '$.forget'), 0) THEN 'ending'
+    WHEN state = 'releasing' AND json_extract(body, '$.failed') THEN 'removing'
     WHEN state IN ('joined', 'serving') AND json_extract(body, '$.failed') THEN 'dead'
-    WHEN state = 'joined' AND COALESCE(json_extract(body, '$.unwanted'), '') != '' THEN 'retiring'
+    WHEN state = 'joined' AND attempt IS NULL AND COALESCE(json_extract(body, '$.unwanted'), '') != '' THEN 'retiring'
     ELSE state END"""
 
 _ATTEMPT_STATE = """CASE
@@ -81,7 +80,10 @@ def _move_states() -> None:
     op.execute("""UPDATE attempts SET body = json_remove(json_set(body, '$.state', state), '$.gated', '$.stray')""")
     op.execute(
         """UPDATE vms SET body = json_remove(
-               json_set(body, '$.state', state, '$.node_size', json_extract(body, '$.told'),
+               json_set(body, '$.state', state,
+                        '$.reason', CASE state WHEN 'retiring' THEN json_extract(body, '$.unwanted')
+                                         ELSE COALESCE(json_extract(body, '$.reason'), '') END,
+                        '$.node_size', json_extract(body, '$.told'),
                         '$.template_size', json_extract(body, '$.parent'),
                         '$.template_id', json_extract(body, '$.origin'),
                         '$.source', json_extract(body, '$.host'), '$.token', ''),

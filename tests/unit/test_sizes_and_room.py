@@ -1,4 +1,4 @@
-"""Sizes, room and names at their edges: what mutation testing found that no other test would have noticed."""
+"""The sizes of VMs and templates, what is free on hosts, and names: exact limits."""
 
 from __future__ import annotations
 
@@ -8,44 +8,45 @@ import pytest
 
 from multiverse.core.errors import MultiverseError
 from multiverse.core.model import Host, Size
+from multiverse.core.model.names import mac_of
 from multiverse.core.policy import Policy
-from multiverse.core.provisioning.capacity import Room, largest
-from multiverse.core.provisioning.placement import address_of, mac_of
-from multiverse.core.provisioning.sizes import parent_size, serves_as, short_of_memory, vm_claim, vm_size
+from multiverse.core.provisioning.capacity import Room, largest_on
+from multiverse.core.provisioning.placement import address_of
+from multiverse.core.provisioning.sizes import serves_as, short_of_memory, template_size, vm_claim, vm_size
 from tests.unit.planner_harness import POLICY
 from tests.unit.rows import IMAGES
 
 
 def host(name: str = "h1", *, cpus: int = 4, memory: int = 8192, disk: int = 65536, can: str | None = None) -> Host:
-    """Its image can do all unless told."""
+    """Its image can do all, unless `can` lists what it can do."""
     return Host(name, Size(cpus, memory, disk), images=IMAGES if can is None else {"slim": frozenset(can.split())})
 
 
 # --- sizes ------------------------------------------------------------------------------------------
 
 
-def test_a_size_says_what_it_is() -> None:
+def test_a_size_is_printed_with_units() -> None:
     assert str(Size(1, 100)) == "1 CPU, 100 MiB"
     assert str(Size(2, 100)) == "2 CPUs, 100 MiB"
     assert str(Size(0, 100, 5)) == "0 CPUs, 100 MiB, 5 MiB disk"
 
 
-def test_an_error_says_what_may_help() -> None:
+def test_an_error_is_printed_with_its_hint() -> None:
     plain, helpful = MultiverseError("it is full"), MultiverseError("it is full", hint="make room")
     assert (str(plain), str(helpful), plain.hint) == ("it is full", "it is full (make room)", "")
     assert repr(plain) == "MultiverseError('it is full')"
 
 
-@pytest.mark.parametrize(("told", "needed", "memory"), [(926, 1024, 1024), (927, 1025, 2048)])
-def test_memory_that_is_a_power_of_two_gets_a_template_of_just_that(told: int, needed: int, memory: int) -> None:
-    assert told + POLICY.guest_reserve + told // 50 == needed
-    assert parent_size(Size(1, told), host(memory=65536, can="fork"), "slim", POLICY) == Size(1, memory)
+@pytest.mark.parametrize(("node_memory", "needed", "memory"), [(926, 1024, 1024), (927, 1025, 2048)])
+def test_a_template_has_the_next_power_of_two_of_memory(node_memory: int, needed: int, memory: int) -> None:
+    assert node_memory + POLICY.guest_reserve + node_memory // 50 == needed
+    assert template_size(Size(1, node_memory), host(memory=65536, can="fork"), "slim", POLICY) == Size(1, memory)
 
 
 def test_a_disk_is_as_large_as_asked_for_and_so_is_its_claim() -> None:
-    size = vm_size(Size(1, 100, 5000), POLICY.base, POLICY)
-    assert size.disk == 5000 and vm_claim(size, POLICY).disk == 5000
-    assert largest({"h1": host(disk=7000)}, "slim", POLICY).disk == 7000
+    size = vm_size(Size(1, 100, 5000), POLICY.base, host(), POLICY)
+    assert size.disk == 5000 and vm_claim(size, host()).disk == 5000
+    assert largest_on(host(disk=7000), "slim", POLICY).disk == 7000
 
 
 @pytest.mark.parametrize(
@@ -64,21 +65,14 @@ def test_only_of_what_cannot_be_plugged_may_a_template_have_more(can: str, other
     assert serves_as(other, Size(1, 256), host(can=can), "slim", POLICY) is serves
 
 
-def test_the_largest_that_fits_is_that_of_the_host_with_the_most_memory_and_then_the_most_cpus() -> None:
-    small, roomy, many = host("h1", cpus=16, memory=4096), host("h2", cpus=2), host("h3", cpus=4)
-    for order in ((small, roomy, many), (many, roomy, small)):
-        fit = largest({one.name: one for one in order}, "slim", POLICY)
-        assert fit.cpus == 4 and fit.memory > 4096
-
-
-def test_what_can_be_plugged_is_not_held_by_a_template() -> None:
+def test_a_template_holds_only_memory_that_cannot_be_plugged() -> None:
     known, stiff = host(can="fork plug_cpus plug_memory"), host(can="fork plug_cpus")
-    assert largest({"h1": known}, "slim", POLICY) == largest({"h1": host()}, "slim", POLICY)
-    assert largest({"h1": stiff}, "slim", POLICY).memory < 4096, "its template takes as much again"
+    assert largest_on(known, "slim", POLICY) == largest_on(host(), "slim", POLICY)
+    assert largest_on(stiff, "slim", POLICY).memory < 4096, "its template takes as much again"
 
 
 def test_on_a_host_that_is_too_small_for_any_vm_nothing_fits() -> None:
-    assert largest({"h1": host(memory=64)}, "slim", POLICY).memory == 0
+    assert largest_on(host(memory=64), "slim", POLICY).memory == 0
 
 
 # --- more claimed than declared ---------------------------------------------------------------------
@@ -88,7 +82,7 @@ def test_on_a_host_that_is_too_small_for_any_vm_nothing_fits() -> None:
     ("overcommit", "available", "short"),
     [(1.0, 500, False), (1.5, 0, False), (1.5, 1, True), (1.5, 1023, True), (1.5, 1024, False), (2.5, 500, True)],
 )
-def test_a_host_is_short_of_memory_below_its_floor_and_nowhere_else(
+def test_an_over_committed_host_is_short_of_memory_below_its_floor(
     overcommit: float, available: int, short: bool
 ) -> None:
     policy = replace(POLICY, overcommit=overcommit, floor=1024)
@@ -99,19 +93,29 @@ def half_more() -> Policy:
     return replace(POLICY, overcommit=1.5, floor=1000)
 
 
-def test_half_as_much_again_may_be_claimed() -> None:
+def test_an_over_commitment_of_one_and_a_half_lets_half_as_much_more_be_claimed() -> None:
     roomy = replace(host(memory=1000), available=100_000)
     room = Room({"h1": roomy}, ())
     room.overcommit(roomy, 0, half_more())
     assert room.free["h1"][1] == 1500 and not room.tight
 
 
-def test_a_vm_fits_into_its_machine_even_where_half_as_much_again_may_be_claimed() -> None:
+@pytest.mark.parametrize(("available", "free", "tight"), [(2501, 1500, False), (2500, 1500, False), (2499, 1499, True)])
+def test_a_host_is_tight_exactly_if_its_machine_has_less_than_may_be_claimed(
+    available: int, free: int, tight: bool
+) -> None:
+    machine = replace(host(memory=1000), available=available)
+    room = Room({"h1": machine}, ())
+    room.overcommit(machine, 0, half_more())
+    assert (room.free["h1"][1], room.tight == {"h1"}) == (free, tight)
+
+
+def test_with_over_commitment_a_vm_must_still_fit_into_the_machine() -> None:
     small = replace(host(memory=16384), machine=Size(4, 5096))
-    assert largest({"h1": small}, "slim", half_more()) == largest({"h1": host(memory=4096)}, "slim", POLICY)
+    assert largest_on(small, "slim", half_more()) == largest_on(host(memory=4096), "slim", POLICY)
 
 
-def test_memory_is_lacking_only_where_one_more_mib_would_not_do() -> None:
+def test_a_host_lacks_memory_exactly_from_one_mib_too_much() -> None:
     machine = replace(host(memory=4000), available=1500)
     room = Room({"h1": machine}, ())
     room.overcommit(machine, 0, half_more())
@@ -124,7 +128,7 @@ def test_memory_is_lacking_only_where_one_more_mib_would_not_do() -> None:
 # --- room -------------------------------------------------------------------------------------------
 
 
-def test_what_is_taken_is_gone_until_it_is_given_back() -> None:
+def test_room_that_was_taken_is_free_again_once_it_is_given_back() -> None:
     room = Room({"h1": host()}, ())
     room.take("h1", Size(1, 100, 1000))
     assert room.free["h1"] == [3, 8092, 64536]
@@ -156,12 +160,12 @@ def test_a_mac_is_six_bytes_of_which_the_last_three_are_the_serial() -> None:
     assert mac_of("test1", 0x1ABCDEF)[:8] != mac[:8], "another site"
 
 
-def test_an_address_that_is_taken_is_passed_over_for_the_next() -> None:
+def test_an_address_in_use_is_skipped() -> None:
     own = address_of(5, (), POLICY)
     assert own == "10.9.1.5/16"
     assert address_of(5, {own}, POLICY) == address_of(6, (), POLICY) == "10.9.1.6/16"
     assert address_of(5, {own, "10.9.1.6/16"}, POLICY) == "10.9.1.7/16"
 
 
-def test_the_gateway_is_nobodys_address() -> None:
+def test_no_vm_gets_the_gateways_address() -> None:
     assert address_of(5, (), replace(POLICY, gateway="10.9.1.5")) == "10.9.1.6/16"

@@ -45,7 +45,7 @@ def test_a_vm_that_dies_while_it_is_made_has_failed_once_its_making_has_ended() 
     assert harness.all_vms()[0].state is V.PLANNED, "a look that began as it ended may be the older one"
     harness.run()
     dead = harness.all_vms()[0]
-    assert (dead.state, dead.failed, dead.reason) == (V.RELEASING, True, "its QEMU has ended")
+    assert (dead.state, dead.reason) == (V.ENDING, "its QEMU has ended")
 
 
 def test_a_vm_that_is_dead_without_a_word_says_so_itself() -> None:
@@ -78,7 +78,7 @@ def test_absence_counts_only_in_a_look_that_began_after_the_effect_ended() -> No
     harness.commit()
     assert harness.all_vms()[0].state is V.STARTING
     harness.run()
-    assert harness.all_vms()[0].state is V.RELEASING and harness.all_vms()[0].reason == "the VM died"
+    assert harness.all_vms()[0].state is V.ENDING and harness.all_vms()[0].reason == "the VM died"
 
 
 # --- a dead VM and its job's pin --------------------------------------------------------------------
@@ -91,15 +91,15 @@ def test_a_dead_vm_is_kept_while_its_job_is_on_its_way_back_to_the_gate() -> Non
     harness.job(gated=False, pinned=attempt.feature)
     harness.pass_time(POLICY.pin_timeout + 1)
     harness.run()
-    assert harness.attempt().state is A.RECLAIMING and not harness.attempt().gated
+    assert harness.attempt().state is A.RETURNING
     harness.seen(only(harness), VmCondition.DEAD)
     harness.run()
     harness.run()
-    assert harness.all_vms()[0].state is V.JOINED, "still pinned"
+    assert harness.all_vms()[0].state is V.DEAD, "still pinned"
     harness.job(gated=True, pinned=None)
     harness.ended(harness.attempt().key)
     harness.run()
-    assert harness.all_vms()[0].state is V.RELEASING
+    assert harness.all_vms()[0].state is V.REMOVING
 
 
 @pytest.mark.parametrize("outcome", ["done", "cancelled"])
@@ -110,8 +110,7 @@ def test_a_dead_vm_of_a_job_that_is_over_goes_at_once(outcome: str) -> None:
     harness.job(state=state, result="CANCELLED")
     harness.seen(only(harness), VmCondition.DEAD)
     harness.run()
-    harness.run()
-    assert harness.all_vms()[0].state is V.RELEASING
+    assert harness.all_vms()[0].state is V.ENDING
 
 
 def test_a_vm_that_dies_under_its_running_job_goes_and_the_scheduler_decides() -> None:
@@ -119,7 +118,7 @@ def test_a_vm_that_dies_under_its_running_job_goes_and_the_scheduler_decides() -
     harness.to_allocated()
     harness.seen(only(harness), VmCondition.DEAD)
     harness.run()
-    assert harness.all_vms()[0].state is V.RELEASING and harness.attempt().state is A.ALLOCATED
+    assert harness.all_vms()[0].state is V.ENDING and harness.attempt().state is A.ALLOCATED
 
 
 def test_an_attempt_that_is_over_leaves_neither_vm_nor_claim() -> None:
@@ -187,8 +186,8 @@ def test_none_of_those_that_wait_for_something_of_their_own_keep_back_who_comes_
     for _ in range(3):
         harness.run()
     outcomes = {a.job.job_id: (str(a.state), a.outcome) for a in harness.store.attempts()}
-    assert outcomes["0"] == outcomes["2"] == ("reclaiming", "revoked")
-    assert outcomes["1"] == outcomes["3"] == ("queued", None)
+    assert outcomes["0"] == outcomes["2"] == ("revoking", "revoked")
+    assert (outcomes["1"], outcomes["3"]) == (("queued", None), ("ungated", None))
     assert outcomes["9"][0] == "claimed"
 
 

@@ -1,5 +1,4 @@
-"""An attempt from its opening to its end, at the edges: what mutation testing found that no other test would have
-noticed."""
+"""Attempts from their opening to their end, what the journal says of them, and commands and results."""
 
 from __future__ import annotations
 
@@ -21,7 +20,6 @@ from multiverse.core.model import (
     NodeState,
     Request,
     SchedulerView,
-    Seen,
     Size,
     TemplateState,
     VmCondition,
@@ -29,7 +27,6 @@ from multiverse.core.model import (
     World,
 )
 from multiverse.core.planner import plan
-from multiverse.core.state import Rows
 from multiverse.core.transition import Command, Done, EffectKind, Event
 from tests.unit import rows as hand
 from tests.unit.planner_harness import POLICY, PlannerHarness, failed
@@ -37,13 +34,13 @@ from tests.unit.planner_harness import POLICY, PlannerHarness, failed
 A, V, T = AttemptState, VmState, TemplateState
 
 
-def told(harness: PlannerHarness, event: Event) -> list[str]:
-    """The reasons that the journal gives for such moves of attempts, in their order."""
+def reasons(harness: PlannerHarness, event: Event) -> list[str]:
+    """The reasons that the journal gives for such an event of attempts, in order."""
     return [entry.reason for entry in harness.store.journal() if entry.event == event and entry.kind == "attempt"]
 
 
 def built(harness: PlannerHarness) -> None:
-    """Its template is ready before anybody asks for it."""
+    """The template is ready before any job needs it."""
     harness.template()
     harness.run(Command("build", "h1", "slim"))
     harness.run()
@@ -54,8 +51,8 @@ def on(harness: PlannerHarness, *nodes: str, state: JobState = JobState.RUNNING,
     harness.jobs["7"] = replace(harness.jobs["7"], state=state, nodes=nodes, gated=False, pinned=pinned, eligible=True)
 
 
-def look_at_once(harness: PlannerHarness) -> None:
-    """One pass on a look that began in the very moment of the last commit."""
+def observe_at_once(harness: PlannerHarness) -> None:
+    """Plan one pass on observations that began at the time of the last commit."""
     harness.observe()
     harness.commit()
 
@@ -73,7 +70,7 @@ def test_a_fresh_attempt_knows_its_job_and_is_held_back_by_nothing() -> None:
     harness.run()
     attempt = harness.attempt()
     assert (attempt.work_dir, attempt.not_before, attempt.tries, attempt.note) == ("/home/ada", 0.0, 0, "")
-    assert told(harness, Event.SUBMITTED) == [""]
+    assert reasons(harness, Event.SUBMITTED) == [""]
 
 
 def test_a_job_that_cannot_be_read_asks_for_nothing() -> None:
@@ -93,8 +90,8 @@ def test_the_journal_says_which_restart_an_attempt_is_for() -> None:
     harness.to_allocated()
     requeue(harness, state=JobState.PENDING, gated=True, pinned=None)
     harness.run()
-    assert told(harness, Event.SUBMITTED) == ["", "restart 1"]
-    assert told(harness, Event.RESTARTED) == ["the scheduler requeued the job"]
+    assert reasons(harness, Event.SUBMITTED) == ["", "restart 1"]
+    assert reasons(harness, Event.RESTARTED) == ["the scheduler requeued the job"]
 
 
 # --- waiting ----------------------------------------------------------------------------------------
@@ -106,7 +103,7 @@ def test_a_job_that_is_not_at_the_gate_is_put_there_before_it_is_admitted() -> N
     harness.job(gated=False)
     harness.run()
     found = effect_of(harness.attempt())
-    assert harness.attempt().state is A.QUEUED and found and found.kind is EffectKind.GATE
+    assert harness.attempt().state is A.UNGATED and found and found.kind is EffectKind.GATE
     harness.job(gated=True)
     harness.run()
     assert harness.attempt().state is A.CLAIMED
@@ -118,7 +115,7 @@ def test_a_job_that_leaves_the_gate_while_it_waits_is_put_back() -> None:
     harness.run()
     harness.job(gated=False)
     harness.run()
-    assert not harness.attempt().gated
+    assert harness.attempt().state is A.UNGATED
 
 
 def test_the_journal_says_what_changed_while_a_job_waited() -> None:
@@ -129,7 +126,7 @@ def test_the_journal_says_what_changed_while_a_job_waited() -> None:
     harness.run()
     harness.job(request=Request(1, Size(2, 100)))
     harness.run()
-    assert told(harness, Event.NOTED) == ["", "changed while waiting"]
+    assert reasons(harness, Event.NOTED) == ["", "changed while waiting"]
 
 
 @pytest.mark.parametrize("state", [JobState.RUNNING, JobState.SUSPENDED])
@@ -143,12 +140,12 @@ def test_a_job_that_runs_while_its_attempt_waits_is_requeued_before_it_is_admitt
     harness.run()
     harness.run()
     found = effect_of(harness.attempt())
-    assert harness.attempt().state is A.QUEUED and found and found.kind is EffectKind.REQUEUE
-    assert told(harness, Event.NOTED) == ["it runs on a VM of an earlier attempt"], "once"
+    assert harness.attempt().state is A.STRAY and found and found.kind is EffectKind.REQUEUE
+    assert reasons(harness, Event.STRAYED) == ["it runs on a VM of an earlier attempt"], "once"
     assert not harness.attempt().quarantined
     harness.job(state=JobState.PENDING, gated=True, pinned=None)
     harness.run()
-    assert not harness.attempt().stray and harness.attempt().state is A.CLAIMED
+    assert harness.attempt().state is A.CLAIMED
 
 
 def test_a_job_that_is_completing_while_its_attempt_waits_is_left_to_its_end() -> None:
@@ -157,10 +154,10 @@ def test_a_job_that_is_completing_while_its_attempt_waits_is_left_to_its_end() -
     harness.run()
     on(harness, "mvtest0-9", state=JobState.COMPLETING)
     harness.run()
-    assert harness.attempt().state is A.QUEUED and not harness.attempt().stray
+    assert harness.attempt().state is A.QUEUED
 
 
-def test_what_a_user_was_told_while_his_job_waited_is_forgotten_when_it_ends() -> None:
+def test_the_note_of_a_waiting_job_is_dropped_when_the_job_ends() -> None:
     harness = PlannerHarness(cpus=1)
     harness.job(size=Size(1, 100))
     harness.run()
@@ -176,38 +173,38 @@ def test_what_a_user_was_told_while_his_job_waited_is_forgotten_when_it_ends() -
     )
 
 
-# --- looks ------------------------------------------------------------------------------------------
+# --- observations -----------------------------------------------------------------------------------
 
 
-def test_what_a_look_shows_that_began_as_the_state_was_entered_is_heeded() -> None:
+def test_an_observation_that_began_as_the_state_was_entered_counts() -> None:
     harness = PlannerHarness()
     harness.job()
     harness.run()
     harness.job(state=JobState.ENDED, result="CANCELLED")
-    look_at_once(harness)
+    observe_at_once(harness)
     assert harness.attempt().state is A.CANCELLED
 
 
 @pytest.mark.parametrize("stage", ["to_claimed", "to_spawning", "to_spawned"])
-def test_a_job_that_an_old_look_does_not_show_goes_on(stage: str) -> None:
+def test_a_job_that_an_old_observation_does_not_show_goes_on(stage: str) -> None:
     harness = PlannerHarness()
     before = getattr(harness, stage)()
     harness.jobs.clear()
     harness.ended(before.key)
-    look_at_once(harness)
+    observe_at_once(harness)
     assert (harness.attempt().state, harness.attempt().quarantined) == (before.state, "")
 
 
-def test_a_waiting_job_that_an_old_look_does_not_show_goes_on_waiting() -> None:
+def test_a_waiting_job_that_an_old_observation_does_not_show_goes_on_waiting() -> None:
     harness = PlannerHarness()
     harness.job()
     harness.run()
     harness.jobs.clear()
-    look_at_once(harness)
+    observe_at_once(harness)
     assert (harness.attempt().state, harness.attempt().quarantined) == (A.QUEUED, "")
 
 
-def test_an_end_that_was_seen_as_the_job_began_waits_for_the_next_look() -> None:
+def test_a_job_that_is_completing_when_it_is_first_seen_is_allocated_first() -> None:
     harness = PlannerHarness()
     attempt = harness.to_spawned()
     harness.job(state=JobState.COMPLETING, gated=False, pinned=attempt.feature)
@@ -215,14 +212,14 @@ def test_an_end_that_was_seen_as_the_job_began_waits_for_the_next_look() -> None
     assert harness.attempt().state is A.ALLOCATED
 
 
-def test_a_vm_that_fails_is_replaced_though_the_scheduler_has_not_been_looked_at_since() -> None:
+def test_a_vm_that_fails_is_replaced_before_the_next_observation_of_the_scheduler() -> None:
     harness = PlannerHarness()
     built(harness)
     harness.job()
     harness.run()
     assert harness.attempt().since > harness.clock.time - 0.5
     harness.commit(failed(harness.all_vms()[0], EffectKind.CREATE, Refused("no luck")))
-    assert [vm.state for vm in harness.all_vms()] == [V.RELEASING, V.PLANNED]
+    assert [vm.state for vm in harness.all_vms()] == [V.ENDING, V.PLANNED]
     assert harness.attempt().state is A.CLAIMED and not harness.attempt().quarantined
 
 
@@ -257,7 +254,7 @@ def test_the_next_attempt_says_why_the_one_before_gave_up(stage: str, change: di
     getattr(harness, stage)()
     harness.job(**change)  # type: ignore[arg-type]
     harness.run()
-    assert told(harness, Event.CHANGED) == [why] and harness.attempt().note == ""
+    assert reasons(harness, Event.CHANGED) == [why] and harness.attempt().note == ""
     harness.ended(harness.attempt().key)
     harness.run()
     harness.clear()
@@ -287,7 +284,8 @@ def test_a_vm_that_is_lost_while_it_is_made_is_replaced_on_a_host_that_is_in_sig
     harness.run()
     assert [(vm.host, vm.state) for vm in harness.all_vms()] == [("h1", V.LOST), ("h2", V.PLANNED)]
     assert harness.attempt().choice == "instant on h1; then instant on h2"
-    assert told(harness, Event.REPLACED) == ["a VM was lost; now instant on h2"] and not harness.attempt().quarantined
+    assert reasons(harness, Event.REPLACED) == ["a VM was lost; now instant on h2"]
+    assert not harness.attempt().quarantined
 
 
 def test_an_attempt_whose_image_went_meanwhile_waits_for_it_and_is_charged_no_try() -> None:
@@ -296,15 +294,15 @@ def test_an_attempt_whose_image_went_meanwhile_waits_for_it_and_is_charged_no_tr
     harness.hosts["h1"] = replace(harness.hosts["h1"], images={})
     harness.run(failed(harness.all_vms()[0], EffectKind.CREATE, Refused("no image slim")))
     attempt = harness.attempt()
-    assert attempt.state is A.RECLAIMING and attempt.tries == 0
-    assert told(harness, Event.GAVE_UP) == ["no image slim; no host has its image"]
+    assert attempt.state is A.RETURNING and attempt.tries == 0
+    assert reasons(harness, Event.GAVE_UP) == ["no image slim; no host has its image"]
 
 
-def test_a_gang_of_two_whose_vms_have_started_is_not_mended_either() -> None:
+def test_a_gang_of_two_whose_vms_have_started_is_given_up_when_one_fails() -> None:
     harness = PlannerHarness(cpus=64)
     harness.to_spawning(nodes=2)
     harness.run(failed(harness.all_vms()[0], EffectKind.START, Broken("no luck")))
-    assert harness.attempt().state is A.RECLAIMING and len(harness.all_vms()) == 2
+    assert harness.attempt().state is A.RETURNING and len(harness.all_vms()) == 2
 
 
 def test_a_single_vm_that_fails_as_it_starts_is_replaced_and_the_new_one_is_started_too() -> None:
@@ -314,7 +312,7 @@ def test_a_single_vm_that_fails_as_it_starts_is_replaced_and_the_new_one_is_star
     assert harness.attempt().state is A.SPAWNING
     harness.seen(harness.all_vms()[1].name, VmCondition.PARKED)
     harness.run()
-    assert [vm.state for vm in harness.all_vms()] == [V.RELEASING, V.STARTING]
+    assert [vm.state for vm in harness.all_vms()] == [V.REMOVING, V.STARTING]
 
 
 def test_a_vm_of_whichever_kind_is_best_is_replaced_too() -> None:
@@ -322,7 +320,7 @@ def test_a_vm_of_whichever_kind_is_best_is_replaced_too() -> None:
     harness.hosts["h1"] = replace(harness.hosts["h1"], abilities=frozenset({"instant", "linked"}))
     harness.to_claimed()
     harness.run(failed(harness.all_vms()[0], EffectKind.CREATE, Broken("no luck")))
-    assert [vm.state for vm in harness.all_vms()] == [V.RELEASING, V.PLANNED] and not harness.attempt().quarantined
+    assert [vm.state for vm in harness.all_vms()] == [V.ENDING, V.PLANNED] and not harness.attempt().quarantined
 
 
 def test_the_pace_of_the_passes_before_is_kept() -> None:
@@ -348,17 +346,20 @@ def test_a_job_that_is_started_over_before_it_ran_is_put_back_at_the_gate() -> N
     attempt = harness.to_spawned()
     requeue(harness, gated=False, pinned=attempt.feature)
     harness.run()
-    found = effect_of(harness.attempt())
-    assert harness.attempt().state is A.RECLAIMING and found and found.kind is EffectKind.GATE
+    harness.run()
+    assert harness.attempt().state is A.RECLAIMING and effect_of(harness.attempt()) is None
+    assert [vm.state for vm in harness.all_vms()] == [V.JOINED], "its job has the pin still"
+    found = effect_of(harness.attempt(2))
+    assert harness.attempt(2).state is A.UNGATED and found and found.kind is EffectKind.GATE
 
 
-def test_a_quarantine_says_what_cannot_be_in_these_words() -> None:
+def test_a_quarantine_says_on_which_nodes_the_job_runs() -> None:
     harness = PlannerHarness()
     attempt = harness.to_spawned()
     on(harness, "elsewhere", pinned=attempt.feature)
     harness.run()
     why = "its job runs on elsewhere, not on its own VMs"
-    assert harness.attempt().quarantined == why and told(harness, Event.QUARANTINED) == [why]
+    assert harness.attempt().quarantined == why and reasons(harness, Event.QUARANTINED) == [why]
 
 
 def test_an_attempt_whose_vm_was_lost_or_whose_launch_was_taken_back_says_so() -> None:
@@ -378,27 +379,38 @@ def test_an_attempt_whose_vm_was_lost_or_whose_launch_was_taken_back_says_so() -
 
 
 def end(state: A = A.RECLAIMING, **more: object) -> list[tuple[str, str, Event]]:
-    """What a look, long after, at a scheduler that has forgotten the job decides about an attempt without VMs."""
-    attempt = hand.attempt(state, **more)
-    world = World(Seen(SchedulerView(), 1000.0), Seen(HypervisorView(), 1000.0))
-    moves = plan(Rows("test0", 10, 10, 10, {1: attempt}), world, [], 1000.0, POLICY)
-    rows = [(change.row, change.event) for move in moves for change in move.changes]
-    return [(str(row.state), row.quarantined, event) for row, event in rows]
+    """What one pass decides about an attempt without VMs, long after, when the scheduler no longer shows its job."""
+    held = hand.state(hand.attempt(state, **more), now=1000.0)
+    world = hand.world_of(SchedulerView(), HypervisorView(), 1000.0)
+    found = hand.changes_of(plan(held, world, [], 1000.0, POLICY))
+    return [(str(change.row.state), change.row.quarantined, change.event) for change in found]
 
 
 def test_a_job_that_vanishes_on_its_way_back_to_the_gate_is_not_tried_again() -> None:
-    assert end(outcome="requeued", gated=True) == [("requeued", "", Event.RECLAIMED)]
+    assert end(outcome="requeued") == [("requeued", "", Event.RECLAIMED)]
+    assert end(A.RETURNING, outcome="requeued") == [
+        ("reclaiming", "", Event.RETURNED),
+        ("requeued", "", Event.RECLAIMED),
+    ]
 
 
-def test_an_attempt_that_is_over_is_in_quarantine_no_more() -> None:
+def test_the_quarantine_of_an_attempt_ends_with_the_attempt() -> None:
     assert end(outcome="done", quarantined="it cannot be") == [("done", "", Event.RECLAIMED)]
 
 
-def test_an_attempt_whose_job_was_cancelled_has_nothing_to_learn_of_the_gate() -> None:
-    assert end(outcome="cancelled", gated=False) == [("cancelled", "", Event.RECLAIMED)]
+def test_an_attempt_whose_job_was_cancelled_ends_cancelled() -> None:
+    assert end(outcome="cancelled") == [("cancelled", "", Event.RECLAIMED)]
 
 
-def test_a_vm_that_did_its_duty_is_released_without_a_reason_of_its_own() -> None:
+@pytest.mark.parametrize("outcome", ["revoked", "failed"])
+def test_an_attempt_that_revokes_its_job_ends_when_the_job_is_no_longer_shown(outcome: str) -> None:
+    assert end(A.REVOKING, outcome=outcome) == [
+        ("reclaiming", "", Event.CANCELLED),
+        (outcome, "", Event.RECLAIMED),
+    ]
+
+
+def test_a_vm_whose_job_has_ended_is_released_without_a_reason_of_its_own() -> None:
     harness = PlannerHarness()
     harness.to_allocated()
     harness.job(state=JobState.ENDED, result="COMPLETED")
@@ -409,13 +421,13 @@ def test_a_vm_that_did_its_duty_is_released_without_a_reason_of_its_own() -> Non
     assert {entry.reason for entry in harness.store.journal() if entry.event == "released"} == {"COMPLETED"}
 
 
-def test_what_becomes_of_a_job_that_was_refused_or_started_after_all_is_told() -> None:
+def test_the_journal_says_that_a_job_was_changed_before_it_was_cancelled_or_started_after_all() -> None:
     harness = PlannerHarness()
     harness.job(size=Size(64, 100))
     harness.run()
     harness.job(request=Request(1, Size(1, 100)))
     harness.run()
-    assert told(harness, Event.NOTED) == ["changed before it was refused"]
+    assert reasons(harness, Event.CHANGED) == ["its user changed the job before it was cancelled"]
     late = PlannerHarness()
     attempt = late.to_spawned()
     late.pass_time(POLICY.pin_timeout + 1)
@@ -423,10 +435,10 @@ def test_what_becomes_of_a_job_that_was_refused_or_started_after_all_is_told() -
     on(late, late.all_vms()[0].name, pinned=attempt.feature)
     late.node(late.all_vms()[0].name, NodeState.BUSY)
     late.run()
-    assert told(late, Event.NOTED) == ["the job started after all"]
+    assert reasons(late, Event.STARTED_LATE) == ["the job started after all"]
 
 
-def test_the_journal_says_when_a_job_was_off_our_nodes_and_what_its_attempt_ended_for() -> None:
+def test_the_journal_says_when_a_job_was_off_its_nodes_and_why_its_attempt_ended() -> None:
     harness = PlannerHarness()
     harness.to_spawned()
     harness.job(held=True, eligible=False)
@@ -435,8 +447,8 @@ def test_the_journal_says_when_a_job_was_off_our_nodes_and_what_its_attempt_ende
     harness.run()
     harness.clear()
     harness.run()
-    assert told(harness, Event.NOTED) == ["its job is off our nodes"]
-    assert told(harness, Event.RECLAIMED) == ["the job was held"]
+    assert reasons(harness, Event.RETURNED) == ["its job is off its nodes"]
+    assert reasons(harness, Event.RECLAIMED) == ["the job was held"]
 
 
 def test_a_job_that_was_completing_and_is_requeued_says_so() -> None:
@@ -447,7 +459,7 @@ def test_a_job_that_was_completing_and_is_requeued_says_so() -> None:
     requeue(harness, state=JobState.PENDING, gated=True, pinned=None)
     harness.run()
     assert harness.attempt().reason == "the scheduler requeued the job"
-    assert told(harness, Event.NOTED)[0] == "the scheduler requeued the job"
+    assert reasons(harness, Event.RESTARTED) == ["the scheduler requeued the job"]
 
 
 # --- faults of ours ---------------------------------------------------------------------------------
@@ -464,7 +476,7 @@ def test_a_fault_in_deciding_about_a_record_puts_it_in_quarantine(monkeypatch: p
     assert row.quarantined.startswith("a fault of Multiverse")
 
 
-def test_a_fault_in_heeding_a_message_puts_its_record_in_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_applying_a_result_puts_its_record_in_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = PlannerHarness()
     harness.to_claimed()
     (vm,) = harness.all_vms()
@@ -477,11 +489,11 @@ def test_a_fault_in_heeding_a_message_puts_its_record_in_quarantine(monkeypatch:
 # --- messages ---------------------------------------------------------------------------------------
 
 
-def test_the_journal_has_the_words_of_what_failed() -> None:
+def test_the_journal_has_the_message_of_a_failed_effect() -> None:
     harness = PlannerHarness()
     harness.to_spawned()
     harness.run(failed(harness.attempt(), EffectKind.PIN, Refused("no such feature")))
-    assert told(harness, Event.GAVE_UP) == ["no such feature"]
+    assert reasons(harness, Event.GAVE_UP) == ["no such feature"]
     other = PlannerHarness()
     other.to_claimed()
     (row,) = other.rows.templates.values()
@@ -491,11 +503,11 @@ def test_the_journal_has_the_words_of_what_failed() -> None:
     )
     (broken,) = [one for one in other.rows.templates.values() if one.key != row.key]
     other.run(Done(broken.key, EffectKind.BUILD, "building", Broken("no boot")))
-    reasons = {entry.event: entry.reason for entry in other.store.journal()}
-    assert reasons["failed"] == "no such image" and reasons["broke"] == "no boot"
+    by_event = {entry.event: entry.reason for entry in other.store.journal()}
+    assert by_event["failed"] == "no such image" and by_event["broke"] == "no boot"
 
 
-def test_what_an_operator_builds_is_claimed_as_often_as_its_host_holds_it() -> None:
+def test_a_template_that_an_operator_builds_has_its_claim() -> None:
     harness = PlannerHarness()
     harness.run(Command("build", "h1", "slim", account="physics"))
     (row,), (claim,) = harness.rows.templates.values(), harness.rows.claims
@@ -514,7 +526,7 @@ def test_the_journal_says_that_an_operator_asked_for_it() -> None:
 def test_the_journal_says_who_ended_a_quarantine() -> None:
     stuck = hand.attempt(A.QUEUED, quarantined="it cannot be")
     vm = hand.vm(V.SERVING, quarantined="it cannot be")
-    rows = Rows("test0", attempts={1: stuck}, vms={1: vm})
-    moves = plan(rows, World(), [Command("retry", key=row.key) for row in (stuck, vm)], 1000.0, POLICY)
-    found = [(change.event, change.reason) for move in moves for change in move.changes]
+    held = hand.state(stuck, vm, now=1000.0)
+    moves = plan(held, World(), [Command("retry", key=row.key) for row in (stuck, vm)], 1000.0, POLICY)
+    found = [(change.event, change.reason) for change in hand.changes_of(moves)]
     assert found == [(Event.RETRIED, "an operator asked for it")] * 2

@@ -1,4 +1,4 @@
-"""VMs and templates at their edges: what mutation testing found that no other test would have noticed."""
+"""How observations move VMs and templates: limits in time, deaths, hosts out of reach, fencing, claims."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from multiverse.core.errors import Broken
-from multiverse.core.machines.tables import TABLES, effect_of
+from multiverse.core.machines.tables import effect_of
 from multiverse.core.model import (
     Attempt,
     AttemptState,
@@ -21,7 +21,6 @@ from multiverse.core.model import (
     NodeState,
     Row,
     SchedulerView,
-    Seen,
     Size,
     Template,
     TemplateCondition,
@@ -31,13 +30,12 @@ from multiverse.core.model import (
     VmCondition,
     VmSeen,
     VmState,
-    World,
 )
 from multiverse.core.planner import plan
-from multiverse.core.state import Rows, State
+from multiverse.core.state import Rows
 from multiverse.core.transition import Change, Command, EffectKind, Event
 from tests.unit.planner_harness import POLICY, PlannerHarness
-from tests.unit.rows import IMAGES, attempt, rows, template, vm
+from tests.unit.rows import IMAGES, attempt, changes_of, state, template, vm, world_of
 
 A, V, T = AttemptState, VmState, TemplateState
 NOW = 1000.0
@@ -48,22 +46,19 @@ DEAD, RUNNING = VmCondition.DEAD, VmCondition.RUNNING
 def decided(*some: Row, jobs: tuple[Job, ...] = (), seen: VmCondition | None = None, why: str = "",
             node: Node | None = None, effect_ended_at: dict[Key, float] | None = None, at: float = NOW,
             scheduler: bool = True, built: bool = True) -> list[Change]:  # fmt: skip
-    """What is decided when the first VM is seen so, on a host in sight."""
+    """The changes of one pass in which the first VM is shown so, on a host in sight."""
     name = "mvtest0-1"
     vms = {name: VmSeen(name, "h1", seen, why)} if seen else {}
     frozen = TemplateSeen("t", "h1", "slim", TemplateCondition.READY, Size(1, 256))
     view = SchedulerView({job.ref.job_id: job for job in jobs}, {name: node} if node else {})
     templates = {frozen.which: frozen} if built else {}
-    world = World(
-        Seen(view, at) if scheduler else None,
-        Seen(HypervisorView({"h1": H1}, vms, templates), at),
-        effect_ended_at or {},
-    )
-    return [change for move in plan(rows(*some), world, [], NOW, POLICY) for change in move.changes]
+    shown = view if scheduler else None
+    world = world_of(shown, HypervisorView({"h1": H1}, vms, templates), at, effect_ended_at=effect_ended_at or {})
+    return changes_of(plan(state(*some, now=NOW), world, [], NOW, POLICY))
 
 
 def of_vm(changes: list[Change]) -> list[tuple[Event, str, str]]:
-    """Of each of its moves the event, the state after it and the reason kept."""
+    """Of each change of a VM the event, the state after it and the reason that the row keeps."""
     return [(c.event, str(c.row.state), c.row.reason) for c in changes if isinstance(c.row, Vm)]
 
 
@@ -73,14 +68,14 @@ def job(of: Attempt, state: JobState = JobState.PENDING, *, pinned: bool = False
     return replace(made, **more)  # type: ignore[arg-type]
 
 
-# --- looks ------------------------------------------------------------------------------------------
+# --- observations -----------------------------------------------------------------------------------
 
 
-def test_absence_does_not_count_in_a_look_that_began_as_the_vm_was_started() -> None:
+def test_absence_does_not_count_in_an_observation_that_began_as_the_vm_was_started() -> None:
     one, starting = attempt(A.SPAWNING), vm(V.STARTING, attempt=1, since=NOW - 5)
     effect_ended_at = {starting.key: NOW - 6}
     assert of_vm(decided(one, starting, jobs=(job(one),), effect_ended_at=effect_ended_at, at=NOW - 5)) == []
-    died = (Event.DIED, "releasing", "the VM died")
+    died = (Event.DIED, "ending", "the VM died")
     assert died in of_vm(decided(one, starting, jobs=(job(one),), effect_ended_at=effect_ended_at, at=NOW - 4))
 
 
@@ -90,7 +85,7 @@ def test_a_vm_in_quarantine_is_left_alone() -> None:
     quarantined = vm(V.SERVING, attempt=1, quarantined="it cannot be")
     assert of_vm(decided(one, quarantined, jobs=(runs,), seen=DEAD)) == []
     assert of_vm(decided(one, replace(quarantined, quarantined=""), jobs=(runs,), seen=DEAD, why="it broke")) == [
-        (Event.DIED, "releasing", "it broke")
+        (Event.DIED, "ending", "it broke")
     ]
 
 
@@ -102,24 +97,24 @@ def test_nothing_is_gone_while_the_scheduler_is_not_known() -> None:
 # --- a dead VM and its job's pin --------------------------------------------------------------------
 
 
-def test_a_dead_node_of_the_pool_goes_for_it_is_nobodys() -> None:
+def test_a_joined_spare_that_dies_is_ended_at_once() -> None:
     spare = vm(V.JOINED, pool=Depth.JOINED)
-    assert of_vm(decided(spare, template(T.READY), seen=DEAD))[0] == (Event.DIED, "releasing", "the VM died")
+    assert of_vm(decided(spare, template(T.READY), seen=DEAD))[0] == (Event.DIED, "ending", "the VM died")
 
 
-def test_a_dead_vm_of_a_gang_that_is_not_complete_goes_at_once() -> None:
+def test_a_dead_vm_of_a_gang_that_is_not_complete_is_ended_at_once() -> None:
     one = attempt(A.SPAWNING)
     assert of_vm(decided(one, vm(V.JOINED, attempt=1), jobs=(job(one),), seen=DEAD))[0][:2] == (
         Event.DIED,
-        "releasing",
+        "ending",
     )
 
 
-def kept(one: Attempt, state: V, *jobs: Job, scheduler: bool = True, effect_ended_at: float = 0.0) -> bool:
+def kept(one: Attempt, before: V, *jobs: Job, scheduler: bool = True, effect_ended_at: float = 0.0) -> bool:
     """Whether a VM of the attempt that is found dead stays until its job is off it."""
     changes = decided(
         one,
-        vm(state, attempt=1),
+        vm(before, attempt=1),
         jobs=jobs,
         seen=DEAD,
         why="it broke",
@@ -129,25 +124,25 @@ def kept(one: Attempt, state: V, *jobs: Job, scheduler: bool = True, effect_ende
     (first, *_) = of_vm(changes)
     assert first[2] == "it broke" and not any(c.row.quarantined for c in changes)
     assert next(c.reason for c in changes if isinstance(c.row, Vm)) == "it broke"
-    return first == (Event.NOTED, str(state), "it broke")
+    return first == (Event.DIED, "dead", "it broke")
 
 
 def test_a_dead_vm_stays_while_its_job_may_be_tied_to_it() -> None:
-    spawned, leaving = attempt(A.SPAWNED, gated=False), attempt(A.RECLAIMING, outcome="requeued", gated=False)
+    spawned, leaving = attempt(A.SPAWNED), attempt(A.RETURNING, outcome="requeued")
     assert kept(spawned, V.JOINED, job(spawned)), "its pin is on its way"
     assert kept(leaving, V.JOINED, job(leaving), effect_ended_at=float("inf")), "its pin may yet arrive"
-    assert kept(attempt(A.ALLOCATED), V.SERVING, scheduler=False), "nobody knows"
+    assert kept(attempt(A.ALLOCATED), V.SERVING, scheduler=False), "the scheduler is unknown"
     ran = attempt(A.ALLOCATED)
     assert kept(ran, V.SERVING, job(ran, pinned=True)), "its launch was taken back"
 
 
-def test_a_dead_vm_goes_when_its_job_is_not_tied_to_it() -> None:
+def test_a_dead_vm_is_ended_when_its_job_is_not_tied_to_it() -> None:
     ran = attempt(A.ALLOCATED)
     assert not kept(ran, V.SERVING, job(ran))
-    over = attempt(A.RECLAIMING, outcome="done", gated=False)
+    over = attempt(A.RECLAIMING, outcome="done")
     completing = job(over, JobState.COMPLETING, nodes=("mvtest0-1",))
     assert not kept(over, V.SERVING, completing), "its job has ended"
-    waits = attempt(A.RECLAIMING, outcome="requeued", gated=True)
+    waits = attempt(A.RECLAIMING, outcome="requeued")
     assert not kept(waits, V.JOINED, job(waits), effect_ended_at=float("inf")), "its job is at the gate"
 
 
@@ -170,13 +165,13 @@ def test_a_vm_that_is_out_of_reach_has_failed_until_its_job_is_seen_to_run_on() 
     ]
 
 
-def test_whoever_is_found_again_has_no_reason_to_go_or_has_this_one() -> None:
+def test_a_vm_that_is_found_again_serves_or_ends_with_the_reason() -> None:
     ran = attempt(A.ALLOCATED)
     runs = job(ran, JobState.RUNNING, pinned=True, nodes=("mvtest0-1",))
-    lost = vm(V.LOST, attempt=1, failed=True, reason="it broke")
+    lost = vm(V.LOST, attempt=1, reason="it broke")
     assert of_vm(decided(ran, lost, jobs=(runs,), seen=RUNNING)) == [(Event.FOUND, "serving", "")]
     (gone,) = of_vm(decided(ran, lost, jobs=(runs,), seen=DEAD))
-    assert gone == (Event.FOUND, "releasing", "host h1 was out of reach")
+    assert gone == (Event.FOUND, "ending", "host h1 was out of reach")
 
 
 # --- nodes ------------------------------------------------------------------------------------------
@@ -186,16 +181,16 @@ def test_whoever_is_found_again_has_no_reason_to_go_or_has_this_one() -> None:
 def test_a_node_that_comes_up_down_says_why(reason: str, said: str) -> None:
     one, node = attempt(A.SPAWNING), Node("mvtest0-1", NodeState.DOWN, (), reason)
     changes = decided(one, vm(V.STARTING, attempt=1), jobs=(job(one),), seen=RUNNING, node=node)
-    assert of_vm(changes)[0] == (Event.FAILED, "releasing", f"its node came up down: {said}")
+    assert of_vm(changes)[0] == (Event.FAILED, "ending", f"its node came up down: {said}")
     assert changes[0].reason == changes[0].row.reason
 
 
 def test_a_node_is_deleted_once_no_job_is_on_it() -> None:
-    leaving = vm(V.RELEASING, failed=True)
+    leaving = vm(V.ENDING)
     (change,) = decided(leaving, node=Node("mvtest0-1", NodeState.DOWN), effect_ended_at={leaving.key: NOW - 5})
-    assert isinstance(change.row, Vm) and change.row.forget and change.reason == "no job is on its node"
+    assert change.row.state is V.REMOVING and change.reason == "no job is on its node"
     found = effect_of(change.row)
-    assert found and found.kind is EffectKind.RELEASE
+    assert found and found.kind is EffectKind.REMOVE
 
 
 # --- templates --------------------------------------------------------------------------------------
@@ -240,7 +235,7 @@ def test_a_fence_keeps_the_reason_that_a_vm_had_and_the_journal_says_who_spoke()
 # --- rows -------------------------------------------------------------------------------------------
 
 
-def test_a_row_is_found_by_its_kind_and_number_and_a_vm_knows_whom_it_serves() -> None:
+def test_rows_are_found_by_key_and_the_attempt_of_a_vm_by_the_vm() -> None:
     one, serving, frozen = attempt(A.ALLOCATED), vm(V.SERVING, attempt=1), template(T.READY)
     rows = Rows("test0", attempts={1: one}, vms={1: serving}, templates={1: frozen})
     assert [rows.get(row.key) for row in (one, serving, frozen)] == [one, serving, frozen]
@@ -248,10 +243,10 @@ def test_a_row_is_found_by_its_kind_and_number_and_a_vm_knows_whom_it_serves() -
     assert rows.attempt_of(serving) == one and rows.attempt_of(vm(V.PARKED)) is None
 
 
-def test_a_move_that_no_table_has_says_which_and_what_was_never_claimed_is_freed_all_the_same() -> None:
-    draft = State(Rows("test0", vms={1: vm(V.RELEASING)}), NOW, TABLES)
-    with pytest.raises(Broken, match="vm 1: no arrow releasing --runs--> serving in its table"):
-        draft.move(Change(vm(V.SERVING), Event.RUNS))
-    assert not draft.moves
-    draft.move(Change(vm(V.GONE), Event.ABSENT), free=[Key("vm", 1)])
-    assert not draft.vms
+def test_a_move_that_no_table_has_names_the_transition_and_changes_nothing() -> None:
+    held = state(vm(V.RELEASING))
+    with pytest.raises(Broken, match=r"vm 1: .* releasing --runs--> serving"):
+        held.move(Change(vm(V.SERVING), Event.RUNS))
+    assert not held.moves and held.vms[1].state is V.RELEASING
+    held.move(Change(vm(V.GONE), Event.ABSENT), free=[Key("vm", 1)])  # a row that holds no claim releases none
+    assert not held.vms and held.moves[0].free == ()

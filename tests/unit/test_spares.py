@@ -1,4 +1,4 @@
-"""The warm pool at its edges: what mutation testing found that no other test would have noticed."""
+"""Spares of the warm pools: which are taken, which give way, which are kept and which are made."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from multiverse.core.model import (
     HypervisorView,
     Job,
     JobState,
-    Key,
     Node,
     NodeState,
+    Observation,
     Request,
     Row,
     SchedulerView,
-    Seen,
     Size,
     Template,
     TemplateState,
@@ -36,19 +35,20 @@ from multiverse.core.model import (
     World,
 )
 from multiverse.core.planner import plan
-from multiverse.core.policy import Pool
+from multiverse.core.policy import Policy, Pool
 from multiverse.core.provisioning.capacity import Room
+from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.eviction import release_spares
-from multiverse.core.provisioning.sizes import vm_claim, vm_size
+from multiverse.core.provisioning.sizes import vm_size
 from multiverse.core.provisioning.spares import give_back, joined_for, parked_for
-from multiverse.core.state import State
-from multiverse.core.transition import Change, Event
+from multiverse.core.state import Rows, State
+from multiverse.core.transition import Change, Event, Move
 from tests.unit.planner_harness import POLICY
-from tests.unit.rows import IMAGES, as_ready, attempt, changes_of, rows, template, vm
+from tests.unit.rows import IMAGES, SOURCE, as_ready, attempt, changes_of, rows, state, template, vm, world_of
 
 A, V, T = AttemptState, VmState, TemplateState
 NOW = 1000.0
-PARENT = Size(1, 256)
+BASE = Size(1, 256)
 PARKED = Pool("slim", Depth.PARKED, 1, 1, Size(1, 100), 100.0)
 JOINED = Pool("slim", Depth.JOINED, 1, 1, Size(1, 100), 100.0)
 
@@ -62,21 +62,21 @@ def parked(serial: int = 1, **more: object) -> Vm:
     return vm(V.PARKED, id=serial, **{"pool": Depth.PARKED, "since": NOW - 50, **more})
 
 
-def joined(serial: int = 1, told: Size = Size(1, 100), **more: object) -> Vm:  # noqa: B008
-    made = vm(V.JOINED, id=serial, **{"pool": Depth.JOINED, "since": NOW - 50, **more})
-    return replace(made, told=told)
+def joined(serial: int = 1, node_size: Size = Size(1, 100), **more: object) -> Vm:  # noqa: B008
+    return vm(V.JOINED, id=serial, **{"pool": Depth.JOINED, "since": NOW - 50, "node_size": node_size, **more})
 
 
 def world(*vms: Vm, hosts: Collection[Host] = (), jobs: Collection[Job] = (), nodes: Mapping[str, Node] | None = None,
           ready: Collection[Row] = (), dead: Collection[int] = (), **forecast: object) -> World:  # fmt: skip
-    """All VMs run, but for those; all that have joined are idle nodes unless told."""
+    """All VMs run, except those that are `dead`. All that have joined are idle nodes, unless `nodes` is given."""
     seen = {
         one.name: VmSeen(one.name, one.host, VmCondition.DEAD if one.id in dead else VmCondition.RUNNING) for one in vms
     }
     idle = {one.name: Node(one.name, NodeState.IDLE) for one in vms if one.state is V.JOINED}
-    return World(
-        Seen(SchedulerView({job.ref.job_id: job for job in jobs}, idle if nodes is None else nodes), NOW),
-        Seen(HypervisorView({one.name: one for one in hosts or (host(),)}, seen, as_ready(ready)), NOW),
+    return world_of(
+        SchedulerView({job.ref.job_id: job for job in jobs}, idle if nodes is None else nodes, offers=None),
+        HypervisorView({one.name: one for one in hosts or (host(),)}, seen, as_ready(ready)),
+        NOW,
         forecast=Forecast(**forecast),  # type: ignore[arg-type]
     )
 
@@ -84,7 +84,7 @@ def world(*vms: Vm, hosts: Collection[Host] = (), jobs: Collection[Job] = (), no
 def kept(*some: Row, pools: tuple[Pool, ...] = (PARKED,), hosts: Collection[Host] = (),
          nodes: Mapping[str, Node] | None = None, claims: Collection[Claim] = (), forecast: Forecast | None = None,
          **policy: object) -> list[Change]:  # fmt: skip
-    """What is decided for these pools, while no job waits that has no attempt yet."""
+    """The changes of one pass with these pools. Every job has an attempt."""
     rules = replace(POLICY, pools=pools, **policy)  # type: ignore[arg-type]
     vms = [row for row in some if isinstance(row, Vm)]
     jobs = [
@@ -95,8 +95,11 @@ def kept(*some: Row, pools: tuple[Pool, ...] = (PARKED,), hosts: Collection[Host
     here = world(*vms, hosts=hosts, jobs=jobs, nodes=nodes, ready=some)
     if forecast is not None:
         here = replace(here, forecast=forecast)
-    moves = plan(rows(*some, claims=claims), here, [], NOW, rules)
-    return changes_of(moves)
+    return changes_of(plan(State(rows(*some, claims=claims), TABLES, NOW), here, [], NOW, rules))
+
+
+def moves_of(here: Rows, shown: World, rules: Policy) -> list[Move]:
+    return plan(State(here, TABLES, NOW), shown, [], NOW, rules)
 
 
 def made(changes: list[Change]) -> list[Vm]:
@@ -113,18 +116,23 @@ READY = template(T.READY)
 
 
 def taken(request: Request, *vms: Vm) -> Vm | None:
-    return joined_for(State(rows(*vms), NOW, TABLES), attempt(A.QUEUED, request=request), "slim", world(*vms), POLICY)
+    return joined_for(Context(state(*vms, now=NOW), world(*vms), POLICY), attempt(A.QUEUED, request=request))
 
 
-def test_a_node_that_has_just_what_is_asked_for_is_taken() -> None:
+def test_a_joined_spare_of_exactly_the_requested_size_is_taken() -> None:
     exact = joined(node_size=Size(1, 100))
     assert taken(Request(1, Size(1, 100), features=("slim", "instant", "auto")), exact) == exact
     assert taken(Request(1, Size(1, 101)), exact) is None
 
 
-def test_the_node_with_the_least_memory_that_is_enough_is_taken_and_the_first_of_equals() -> None:
+def test_the_smallest_joined_spare_that_fits_is_taken_and_the_first_of_equals() -> None:
     large, fit, also = joined(1, Size(1, 900)), joined(2, Size(1, 400)), joined(3, Size(1, 400))
     assert taken(Request(1, Size(1, 300)), also, large, fit) == fit
+
+
+def in_pool(state: State, world: World) -> Context:
+    """With a pool of parked spares."""
+    return Context(state, world, replace(POLICY, pools=(PARKED,)))
 
 
 # --- taking: parked ---------------------------------------------------------------------------------
@@ -132,18 +140,20 @@ def test_the_node_with_the_least_memory_that_is_enough_is_taken_and_the_first_of
 
 def grown(*vms: Vm, nodes: int = 1, size: Size = Size(1, 1000), hosts: Collection[Host] = (),  # noqa: B008
           dead: Collection[int] = (), room: Room | None = None) -> list[int]:  # fmt: skip
-    """Which spares become the VMs of such an attempt."""
+    """The spares that become VMs of such an attempt."""
     hosts = hosts or (host(),)
     room = room or Room({one.name: one for one in hosts}, ())
-    parents = {one.name: PARENT for one in hosts}
+    parents = {one.name: BASE for one in hosts}
     found = parked_for(
-        State(rows(*vms), NOW, TABLES), attempt(A.QUEUED, request=Request(nodes, size)), "slim", parents, room,
-        world(*vms, hosts=hosts, dead=dead), replace(POLICY, pools=(PARKED,)),
-    )  # fmt: skip
+        in_pool(state(*vms, now=NOW), world(*vms, hosts=hosts, dead=dead)),
+        attempt(A.QUEUED, request=Request(nodes, size)),
+        parents,
+        room,
+    )
     return [one.id for one, _ in found]
 
 
-def test_only_what_is_parked_for_anybody_is_well_and_of_the_image_is_taken() -> None:
+def test_only_healthy_parked_spares_of_the_image_are_taken() -> None:
     assert grown(parked()) == [1]
     for other in (
         parked(image="other"),
@@ -157,19 +167,16 @@ def test_only_what_is_parked_for_anybody_is_well_and_of_the_image_is_taken() -> 
     assert grown(parked(), dead=[1]) == []
 
 
-def test_one_that_its_host_does_not_show_is_not_taken() -> None:
+def test_a_spare_that_its_host_does_not_show_is_not_taken() -> None:
     here, unseen = world(), parked()
-    found = parked_for(
-        State(rows(unseen), NOW, TABLES), attempt(A.QUEUED), "slim", {"h1": PARENT}, Room({"h1": host()}, ()), here,
-        replace(POLICY, pools=(PARKED,)),
-    )  # fmt: skip
+    found = parked_for(in_pool(state(unseen, now=NOW), here), attempt(A.QUEUED), {"h1": BASE}, Room({"h1": host()}, ()))
     assert found == []
 
 
-def test_no_more_are_taken_than_are_needed_and_than_have_room_to_grow() -> None:
+def test_no_more_parked_spares_are_taken_than_needed_and_than_have_room_to_grow() -> None:
     two = (parked(1), parked(2))
     assert grown(*two) == [1] and grown(*two, nodes=2) == [1, 2]
-    grows = vm_claim(vm_size(Size(1, 1000), PARENT, POLICY), POLICY).memory - POLICY.vm_overhead
+    grows = vm_size(Size(1, 1000), BASE, host(), POLICY).memory
     assert grown(*two, nodes=2, hosts=[host(memory=2 * grows)]) == [1, 2]
     assert grown(*two, nodes=2, hosts=[host(memory=2 * grows - 1)]) == [1]
     assert grown(*two, nodes=2, hosts=[host(cpus=1)]) == [1]
@@ -180,19 +187,21 @@ def test_no_more_are_taken_than_are_needed_and_than_have_room_to_grow() -> None:
     ("first", "second"),
     [({"cpus": 2, "memory": 8192}, {"cpus": 4, "memory": 4096}), ({"memory": 4096}, {"memory": 8192})],
 )
-def test_those_on_the_emptiest_host_are_taken_first(first: dict[str, int], second: dict[str, int]) -> None:
+def test_spares_on_the_emptiest_host_are_taken_first(first: dict[str, int], second: dict[str, int]) -> None:
     hosts = [host("h1", **first), host("h2", **second)]
     assert grown(parked(1), parked(2, host="h2"), size=Size(1, 100), hosts=hosts) == [2]
 
 
-def test_room_that_was_taken_for_nothing_is_given_back() -> None:
+def test_room_taken_for_spares_can_be_given_back() -> None:
     room = Room({"h1": host()}, ())
     before = {name: list(free) for name, free in room.free.items()}
     spare = parked()
     found = parked_for(
-        State(rows(spare), NOW, TABLES), attempt(A.QUEUED, request=Request(1, Size(2, 1000, 500))), "slim", {"h1":
-        PARENT}, room, world(spare), replace(POLICY, pools=(PARKED,)),
-    )  # fmt: skip
+        in_pool(state(spare, now=NOW), world(spare)),
+        attempt(A.QUEUED, request=Request(1, Size(2, 1000, 500))),
+        {"h1": BASE},
+        room,
+    )
     assert room.free != before
     give_back(found, room)
     assert room.free == before
@@ -202,18 +211,15 @@ def test_room_that_was_taken_for_nothing_is_given_back() -> None:
 
 
 def gives_way(*vms: Vm, needed: int) -> tuple[bool, list[int]]:
-    """Whether there is room then, and who goes, where every VM holds 100 MiB of a host that has no more."""
+    """Whether there is room then, and which VMs are released. Each VM claims 100 MiB of a full host."""
     claims = [Claim(one.key, "h1", Size(0, 100)) for one in vms]
-    draft = State(rows(*vms, claims=claims), NOW, TABLES)
-
-    def without(gone: Collection[Key]) -> Room:
-        return Room({"h1": host(memory=100 * len(vms))}, [claim for claim in claims if claim.owner not in gone])
-
-    enough = release_spares(draft, "slim", 1, {"h1": Size(0, needed)}, without)
-    return enough, [change.row.id for move in draft.moves for change in move.changes]
+    here = state(*vms, claims=claims, now=NOW)
+    context = Context(here, world(*vms, hosts=[host(memory=100 * len(vms))], ready=[READY]), POLICY)
+    enough = release_spares(context, "slim", 1, {"h1": Size(0, needed)})
+    return enough, [change.row.id for change in changes_of(here.moves)]
 
 
-def test_joined_spares_go_first_and_those_parked_of_the_image_last() -> None:
+def test_joined_spares_are_released_first_and_parked_ones_of_the_image_last() -> None:
     vms = (parked(1), parked(2, image="other"), joined(3))
     assert gives_way(*vms, needed=100) == (True, [3])
     assert gives_way(*vms, needed=200) == (True, [3, 2])
@@ -221,7 +227,7 @@ def test_joined_spares_go_first_and_those_parked_of_the_image_last() -> None:
     assert gives_way(*vms, needed=301) == (False, [])
 
 
-def test_what_is_going_already_is_waited_for_before_anybody_else_goes() -> None:
+def test_spares_that_are_being_released_count_before_others_are_released() -> None:
     leaving = replace(vm(V.RELEASING, id=9), pool=Depth.PARKED)
     assert gives_way(leaving, parked(1), needed=100) == (True, [])
     assert gives_way(leaving, needed=100) == (True, [])
@@ -232,7 +238,7 @@ def test_what_is_going_already_is_waited_for_before_anybody_else_goes() -> None:
 # --- keeping ----------------------------------------------------------------------------------------
 
 
-def test_spares_go_where_memory_is_short_and_nowhere_else() -> None:
+def test_spares_are_released_only_where_memory_is_short() -> None:
     hosts = [host("h1", available=100), host("h2", available=100_000)]
     changes = kept(
         READY, template(T.READY, id=2, host="h2"), parked(1), parked(2, host="h2"),
@@ -248,12 +254,12 @@ def test_a_pool_that_is_made_smaller_releases_its_oldest() -> None:
     ]
 
 
-def test_one_that_is_too_old_counts_for_a_smaller_pool() -> None:
+def test_a_spare_that_is_too_old_is_released_before_the_pool_shrinks() -> None:
     changes = kept(READY, parked(1, since=NOW - 101), parked(2))
     assert released(changes) == [(1, "it is older than 100 s")]
 
 
-def test_a_spare_is_as_old_as_it_may_be_until_it_is_older() -> None:
+def test_a_spare_of_exactly_the_greatest_age_stays() -> None:
     assert released(kept(READY, parked(since=NOW - 100))) == []
 
 
@@ -266,37 +272,37 @@ def test_a_spare_is_as_old_as_it_may_be_until_it_is_older() -> None:
         ({"mvtest0-1": Node("mvtest0-1", NodeState.IDLE)}, NOW - 1, ""),
     ],
 )
-def test_a_joined_spare_without_its_node_goes(nodes: dict[str, Node], since: float, why: str) -> None:
+def test_a_joined_spare_without_a_working_node_is_released(nodes: dict[str, Node], since: float, why: str) -> None:
     assert released(kept(READY, joined(since=since), pools=(JOINED,), nodes=nodes)) == ([(1, why)] if why else [])
 
 
-def test_a_spare_whose_template_is_gone_or_that_no_pool_wants_says_so() -> None:
+def test_the_release_of_a_spare_says_why() -> None:
     assert released(kept(parked())) == [(1, "its template is gone")]
     assert released(kept(READY, parked(), pools=())) == [(1, "no pool of the settings wants it")]
 
 
-def test_spares_of_an_image_that_is_gone_go_too_and_those_out_of_sight_stay() -> None:
-    """Whatever the template says: no job is given one any more, and the pool would be full of them."""
+def test_spares_of_a_deleted_image_are_released_except_on_hosts_out_of_sight() -> None:
+    """This holds even if the template is there: no job is given such a spare any more, and the pool would be full."""
     assert released(kept(READY, parked(), hosts=[host(images={})])) == [(1, "its image is gone")]
     assert released(kept(READY, parked(), hosts=[host("h2")])) == []
 
 
-def test_a_pool_of_nodes_of_another_size_wants_others_and_what_is_parked_fits_any() -> None:
+def test_joined_spares_of_another_size_are_replaced_and_parked_ones_fit_any() -> None:
     changes = kept(READY, joined(node_size=Size(1, 999)), pools=(JOINED,))
     assert released(changes) == [(1, "no pool of the settings wants it")]
     assert [one.node_size for one in made(changes)] == [JOINED.size]
     assert kept(READY, parked(), pools=(replace(PARKED, size=Size(1, 999)),)) == []
 
 
-def test_a_pool_that_wants_nothing_has_no_template_made() -> None:
+def test_an_empty_pool_has_no_template_built() -> None:
     assert kept(pools=(replace(PARKED, least=0),)) == []
 
 
-def test_nothing_is_kept_or_made_while_a_source_is_not_known() -> None:
-    here, rules = rows(READY, parked(since=0.0)), replace(POLICY, pools=(PARKED,))
+def test_nothing_is_released_or_made_while_a_source_is_unknown() -> None:
+    here, rules = rows(READY, parked(since=0.0)), replace(POLICY, pools=(PARKED,), silence=NOW)
     known = world(parked(), ready=[READY])
-    assert plan(here, replace(known, scheduler=None), [], NOW, rules) == []
-    assert plan(here, replace(known, hypervisor=None), [], NOW, rules) == []
+    assert moves_of(here, replace(known, scheduler=None), rules) == []
+    assert moves_of(here, replace(known, sources={SOURCE: Observation(None, 0.0)}), rules) == []
 
 
 # --- making -----------------------------------------------------------------------------------------
@@ -309,27 +315,29 @@ def spares_of(serials: range, state: V) -> list[Vm]:
 @pytest.mark.parametrize(
     ("provisioning", "making", "more"), [(8, 0, 4), (8, 3, 1), (8, 4, 0), (2, 0, 1), (2, 1, 0), (1, 0, 1)]
 )
-def test_half_of_the_turns_are_the_pools_one_at_least(provisioning: int, making: int, more: int) -> None:
+def test_a_pool_makes_half_as_many_vms_at_once_as_allowed_and_one_at_least(
+    provisioning: int, making: int, more: int
+) -> None:
     pool = replace(PARKED, least=9, most=9)
     here = rows(READY, *spares_of(range(1, 1 + making), V.PLANNED))
-    planned = plan(here, world(ready=[READY]), [], NOW, replace(POLICY, pools=(pool,), provisioning=provisioning))
+    planned = moves_of(here, world(ready=[READY]), replace(POLICY, pools=(pool,), provisioning=provisioning))
     assert len(made(changes_of(planned))) == more
 
 
-def test_no_more_are_made_than_are_lacking() -> None:
+def test_no_more_spares_are_made_than_missing() -> None:
     pool = replace(PARKED, least=3, most=3)
     (change,) = kept(READY, parked(1), parked(2), pools=(pool,), provisioning=8)
     assert (change.event, change.reason) == (Event.PLANNED, "for the parked pool of slim")
 
 
-def test_the_vms_of_a_joined_pool_have_the_memory_that_their_nodes_are_told() -> None:
+def test_joined_spares_have_the_memory_that_their_nodes_declare() -> None:
     (one,) = made(kept(READY, pools=(replace(JOINED, size=Size(2, 1000)),)))
-    assert one.size == vm_size(Size(2, 1000), PARENT, POLICY) != PARENT
+    assert one.size == vm_size(Size(2, 1000), BASE, host(), POLICY) != BASE
 
 
-def test_a_pool_is_filled_elsewhere_while_a_host_with_a_spare_is_out_of_reach() -> None:
-    lost = replace(parked(1), host="h2", state=V.LOST, failed=True)
-    planned = plan(rows(READY, lost), world(ready=[READY]), [], NOW, replace(POLICY, pools=(PARKED,)))
+def test_a_spare_on_a_host_out_of_reach_is_replaced_on_another_host() -> None:
+    lost = replace(parked(1), host="h2", state=V.LOST)
+    planned = moves_of(rows(READY, lost), world(ready=[READY]), replace(POLICY, pools=(PARKED,)))
     (one,) = made(changes_of(planned))
     assert one.host == "h1"
 
@@ -341,7 +349,7 @@ def test_a_pool_is_made_at_the_pace_of_its_template() -> None:
     assert made(kept(READY, pools=(pool,), provisioning=8, rates=rates, forecast=paid)) == []
 
 
-def test_a_pool_has_its_template_made_only_where_its_image_can_be_forked() -> None:
+def test_a_pools_template_is_built_only_where_its_image_can_be_forked() -> None:
     stiff, unable = frozenset({"fork", "plug_cpus"}), frozenset({"plug_cpus"})
     (change,) = kept(pools=(replace(PARKED, size=Size(1, 900)),), hosts=[host(images={"slim": stiff})])
     assert isinstance(change.row, Template) and change.reason == "its pool needs it"

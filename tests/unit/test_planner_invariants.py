@@ -1,5 +1,5 @@
-"""The planner is total: whatever the rows and whatever is seen, it answers, keeps to the tables, claims
-for every VM and never claims more than there is."""
+"""What holds after every pass, whatever was observed: the planner answers, keeps to the tables, holds a claim for every
+VM, and never claims more than there is. A pass that is rolled back changes nothing, and planned again is the same."""
 
 from __future__ import annotations
 
@@ -11,19 +11,26 @@ from hypothesis import strategies as st
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused, Stale, Unknown
 from multiverse.core.machines.tables import TABLES, effect_of
 from multiverse.core.model import (
+    ENDING_STATES,
     Attempt,
-    AttemptState,
+    Depth,
+    HostState,
     Job,
     JobRef,
     JobState,
     NodeState,
     Request,
+    Row,
     Size,
     Vm,
     VmCondition,
+    VmSeen,
+    VmState,
 )
-from multiverse.core.transition import Command, Done, EffectKind, Message
-from tests.unit.planner_harness import PlannerHarness
+from multiverse.core.planner import plan
+from multiverse.core.policy import Pool
+from multiverse.core.transition import Command, Done, EffectKind, Message, Move
+from tests.unit.planner_harness import POLICY, PlannerHarness
 
 ERRORS = (Broken, Exhausted, Gone, Refused, Stale, Unknown)
 
@@ -32,7 +39,23 @@ ERRORS = (Broken, Exhausted, Gone, Refused, Stale, Unknown)
 def turns(draw: st.DrawFn) -> list[tuple[str, int, int, int]]:
     """What happens to the world between passes: (what, to which, how, by how much)."""
     what = st.sampled_from(
-        ["submit", "job", "vm", "node", "template", "host", "effect", "error", "time", "source", "command", "forget"]
+        [
+            *(
+                "submit",
+                "job",
+                "vm",
+                "node",
+                "template",
+                "host",
+                "effect",
+                "error",
+                "time",
+                "source",
+                "command",
+                "forget",
+            ),
+            *("offer", "refuse", "introduce", "progress"),
+        ]
     )
     number = st.integers(0, 11)
     return draw(st.lists(st.tuples(what, number, number, number), min_size=1, max_size=40))
@@ -42,7 +65,7 @@ def act(harness: PlannerHarness, what: str, which: int, how: int, much: int) -> 
     rows = harness.rows
     vms = [vm.name for vm in rows.vms.values()] + ["mvtest0-9999"]
     name = vms[which % len(vms)]
-    live = [*rows.attempts.values(), *rows.vms.values(), *rows.templates.values()]
+    live: list[Row] = [*rows.attempts.values(), *rows.vms.values(), *rows.templates.values(), *rows.offers.values()]
     match what:
         case "submit":
             size = Size(1 + how % 5, 100 * (1 + much))
@@ -85,8 +108,31 @@ def act(harness: PlannerHarness, what: str, which: int, how: int, much: int) -> 
             harness.pass_time(much * 30.0)
         case "source":
             harness.scheduler_known, harness.hypervisor_known = how % 3 > 0, much % 3 > 0
+            harness.unknown_since = harness.clock.time - 30.0 * (which % 4)
         case "command":
-            return Command("build" if how % 2 else "drop", "h1", "slim")
+            verb = ["build", "drop", "fence", "retry"][how % 4]
+            return Command(verb, "h1", "slim", live[which % len(live)].key if live and verb == "retry" else None)
+        case "offer":
+            harness.offers = [None, {}, {name: False}, {name: True}][how % 4]
+            if how % 4 == 3 and name != "mvtest0-9999":  # a job has taken it as it was submitted
+                spare = next(vm for vm in rows.vms.values() if vm.name == name)
+                ref = JobRef(str(20 + which), 500)
+                taker = Job(
+                    ref, "j", 1000, JobState.PENDING, Request(1, Size(1, 100)), gated=False, pinned=spare.feature
+                )
+                state = [JobState.PENDING, JobState.RUNNING, JobState.COMPLETING][much % 3]
+                harness.jobs[ref.job_id] = replace(taker, state=state, nodes=(name,) if much % 3 else ())
+        case "refuse" if live:
+            harness.refused[live[which % len(live)].key] = "no"
+        case "introduce":
+            harness.vms[name] = VmSeen(name, "h1", VmCondition.RUNNING, introduced=(1000,))
+        case "progress":  # every VM comes as far as its row permits
+            for vm in rows.vms.values():
+                harness.ended(vm.key)
+                awake = vm.state in (VmState.STARTING, VmState.JOINED, VmState.SERVING)
+                harness.seen(vm.name, VmCondition.RUNNING if awake else VmCondition.PARKED)
+                if awake:
+                    harness.node(vm.name)
         case "forget":
             [harness.vms, harness.nodes, harness.jobs][how % 3].clear()  # type: ignore[index]
         case _:
@@ -104,16 +150,44 @@ def check(harness: PlannerHarness) -> None:
     capacity = PlannerHarness().hosts["h1"].capacity
     assert sum(c.size.cpus for c in rows.claims) <= capacity.cpus
     assert sum(c.size.memory for c in rows.claims) <= capacity.memory
-    live = [a.job for a in rows.attempts.values() if a.state is not AttemptState.RECLAIMING]
+    live = [a.job for a in rows.attempts.values() if a.state not in ENDING_STATES]
     assert len(set(live)) == len(live), "one attempt at a time for each run of a job"
-    for row in (*rows.attempts.values(), *rows.vms.values(), *rows.templates.values()):
+    for row in (*rows.attempts.values(), *rows.vms.values(), *rows.templates.values(), *rows.offers.values()):
         assert "a fault of Multiverse" not in row.quarantined
+    assert set(rows.offers) <= set(rows.vms), "no offer outlives its VM"
+    for vm in rows.vms.values():
+        assert vm.state is not VmState.RETIRING or vm.attempt is None, "a VM that serves a job does not retire"
+        assert vm.attempt is None or vm.attempt in rows.attempts, "no attempt ends before its VMs are gone"
+    fenced = [host for host in rows.hosts.values() if host.state is HostState.FENCED]
+    assert not [host for host in fenced if host.name in harness.world.hosts], "a host in sight is not fenced"
 
 
-@settings(max_examples=250, suppress_health_check=[HealthCheck.too_slow])
-@given(turns())
-def test_whatever_happens_the_planner_answers_and_keeps_its_invariants(script: list[tuple[str, int, int, int]]) -> None:
-    harness = PlannerHarness()
+class RepeatingHarness(PlannerHarness):
+    """A harness that plans each pass twice, with a rollback between."""
+
+    def commit(self, *messages: Message) -> list[Move]:
+        before, indexes, addresses = self.state.rows(), self.state.indexes(), dict(self.state.addresses())
+        first = list(plan(self.state, self.world, list(messages), self.clock.time, self.policy))
+        self.state.rollback()
+        assert (self.state.rows(), self.state.indexes(), dict(self.state.addresses())) == (before, indexes, addresses)
+        again = super().commit(*messages)
+        assert again == first, "the same rows and observations give the same moves"
+        return again
+
+
+POOLS = (
+    (),
+    (Pool("slim", Depth.JOINED, 1, 2, Size(1, 100), 90.0),),
+    (Pool("slim", Depth.PARKED, 1, 1, Size(1, 100), 90.0), Pool("slim", Depth.JOINED, 1, 1, Size(1, 200), offer=False)),
+)
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(turns(), st.sampled_from(POOLS))
+def test_whatever_happens_the_planner_answers_and_keeps_its_invariants(
+    script: list[tuple[str, int, int, int]], pools: tuple[Pool, ...]
+) -> None:
+    harness = RepeatingHarness(replace(POLICY, pools=pools))
     for turn in script:
         message = act(harness, *turn)
         harness.run(*([message] if message else []))  # apply() refuses every move that no table has
@@ -126,7 +200,7 @@ def test_every_state_of_every_table_can_be_left_but_the_last_ones() -> None:
         sources = {arrow.source for arrow in table if arrow.target is not arrow.source}
         targets = {arrow.target for arrow in table}
         last = {str(state) for state in targets - sources}
-        assert last <= {"done", "cancelled", "requeued", "revoked", "failed", "gone", "absent"}
+        assert last <= {"done", "cancelled", "requeued", "revoked", "failed", "gone", "absent", "ended"}
 
 
 def test_a_quarantined_row_wants_nothing() -> None:

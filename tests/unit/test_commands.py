@@ -1,0 +1,103 @@
+"""What operators' commands do: drop templates, fence hosts, and end quarantines and back-offs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from multiverse.core.machines.tables import TABLES
+from multiverse.core.model import (
+    AttemptState,
+    Host,
+    HypervisorView,
+    Row,
+    Size,
+    TemplateState,
+    VmCondition,
+    VmSeen,
+    VmState,
+    World,
+)
+from multiverse.core.planner import plan
+from multiverse.core.state import Rows, State
+from multiverse.core.transition import Change, Command, Event
+from tests.unit.planner_harness import POLICY
+from tests.unit.rows import IMAGES, attempt, changes_of, rows, template, vm, world_of
+
+A, V, T = AttemptState, VmState, TemplateState
+NOW = 1000.0
+
+
+def after_command(here: Rows, command: Command) -> list[Change]:
+    """The changes that a command causes while all sources are unknown."""
+    return changes_of(plan(State(here, TABLES, NOW), World(), [command], NOW, POLICY))
+
+
+def test_a_drop_command_retires_the_templates_that_it_describes() -> None:
+    some = [
+        template(T.READY, id=1),
+        template(T.READY, id=2, size=Size(2, 512)),
+        template(T.READY, id=3, account="physics"),
+        template(T.READY, id=4, image="other"),
+    ]
+
+    def dropped(**which: object) -> list[int]:
+        command = Command("drop", "h1", "slim", **which)  # type: ignore[arg-type]
+        return [c.row.id for c in after_command(rows(*some), command) if c.event is Event.DROPPED]
+
+    assert dropped() == [1, 2, 3]
+    assert dropped(size=Size(2, 512)) == [2]
+    assert dropped(account="physics") == [3] and dropped(account="") == [1, 2]
+
+
+def test_a_fence_ends_all_vms_on_that_host_and_no_others() -> None:
+    here = rows(
+        vm(V.LOST, id=1, reason="it was out of reach", quarantined="odd"),
+        vm(V.LOST, id=2, host="h2"),
+        vm(V.SERVING, id=3),
+        vm(V.RELEASING, id=4),
+        known=["h1", "h2"],
+    )
+    state = State(here, TABLES, NOW)
+    changes = changes_of(plan(state, World(), [Command("fence", "h1")], NOW, POLICY))
+    assert [(c.row.id, c.event) for c in changes] == [(1, Event.FENCED), (3, Event.FENCED)]
+    assert changes[0].row == replace(here.vms[1], state=V.ENDING, since=NOW, quarantined="")
+    assert state.vms[3].state is V.ENDING and "an operator" in state.vms[3].reason
+    assert state.is_fenced("h1") and not state.is_fenced("h2")
+
+
+def test_a_host_that_is_in_sight_or_unknown_cannot_be_fenced() -> None:
+    here = rows(vm(V.SERVING), known=["h1"])
+    view = HypervisorView(
+        {"h1": Host("h1", Size(4, 4096), images=IMAGES)}, {"mvtest0-1": VmSeen("mvtest0-1", "h1", VmCondition.RUNNING)}
+    )
+    for world, name in ((world_of(None, view, NOW), "h1"), (World(), "h9")):
+        state = State(here, TABLES, NOW)
+        assert plan(state, world, [Command("fence", name)], NOW, POLICY) == []
+        assert not state.is_fenced(name)
+
+
+RETRIED: list[tuple[Row, dict[str, object] | None]] = [
+    (attempt(A.QUEUED, not_before=NOW + 0.5), {"not_before": 0.0}),
+    (attempt(A.QUEUED, not_before=NOW), None),
+    (attempt(A.QUEUED), None),
+    (attempt(A.SPAWNED, quarantined="odd"), {"quarantined": ""}),
+    (vm(V.JOINED, quarantined="odd"), {"quarantined": ""}),
+    (vm(V.JOINED), None),
+    (template(T.READY, quarantined="odd"), {"quarantined": ""}),
+    (template(T.BROKEN, quarantined="odd"), {"quarantined": ""}),
+    (template(T.BROKEN, reason="no boot", tries=3), {"state": T.BUILDING, "since": NOW, "reason": ""}),
+    (template(T.READY), None),
+]
+
+
+@pytest.mark.parametrize(("row", "becomes"), RETRIED)
+def test_a_retry_ends_a_quarantine_or_back_off_and_changes_nothing_else(
+    row: Row, becomes: dict[str, object] | None
+) -> None:
+    changes = after_command(rows(row), Command("retry", key=row.key))
+    assert [c.row for c in changes] == ([] if becomes is None else [replace(row, **becomes)])
+    if becomes is not None:
+        assert changes[0].event is (Event.NEEDED if "state" in becomes else Event.RETRIED)
+    assert after_command(rows(row), Command("retry")) == []
