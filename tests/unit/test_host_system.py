@@ -141,8 +141,12 @@ def test_a_directory_lock_is_not_had_without_the_directory(tmp_path: Path) -> No
         assert not there
     with locked_directory(tmp_path / "a/b", create=True) as there:
         assert there and (tmp_path / "a/b").is_dir()
-        with try_locked_file(tmp_path / "lock") as ours:
-            assert ours
+        with try_locked_directory(tmp_path / "a/b") as ours:
+            assert not ours
+    with try_locked_directory(tmp_path / "a/b") as ours:
+        assert ours
+    with locked_directory(tmp_path / "a/b", create=True), try_locked_file(tmp_path / "lock") as ours:
+        assert ours
 
 
 def test_a_directory_lock_that_is_taken_is_not_waited_for(tmp_path: Path) -> None:

@@ -36,9 +36,8 @@ from pathlib import Path
 from typing import Any
 
 from multiverse.bench.stats import median, ratio
-from multiverse.host import firewall, process, tap
+from multiverse.host import firewall, manifest, process, tap
 from multiverse.host.qemu.qmp import Command, Monitor
-from multiverse.system.locks import locked_directory
 from multiverse.system.processes import ProcessIdentity
 
 BRIDGE, MAC = "mvbench", "02:4d:00:00:00:07"
@@ -123,7 +122,7 @@ def optional(name: str) -> Any:
 
 
 def psutil_pairs(psutil: Any, place: Place) -> Iterator[Pair]:
-    pid, recorded = place.pid, ProcessIdentity.of(place.pid)
+    pid, identity = place.pid, ProcessIdentity.of(place.pid)
     handle = psutil.Process(pid)
     created = handle.create_time()
 
@@ -139,8 +138,8 @@ def psutil_pairs(psutil: Any, place: Place) -> Iterator[Pair]:
         part = f"{place.qmp}"
         return [p.pid for p in psutil.process_iter(["cmdline"]) if any(part in a for a in p.info["cmdline"] or ())]
 
-    yield Pair("is a recorded process alive", recorded.is_alive, same)
-    yield Pair("the same, psutil's object kept", recorded.is_alive, handle.is_running)
+    yield Pair("is a recorded process alive", identity.is_alive, same)
+    yield Pair("the same, psutil's object kept", identity.is_alive, handle.is_running)
     yield Pair("CPU time and resident memory", lambda: (process.cpu_seconds(pid), process.resident_memory(pid)), usage)
     yield Pair(
         "unique memory and PSS of a QEMU", lambda: process.exact_memory(pid), handle.memory_full_info, rounds=100
@@ -166,9 +165,9 @@ def psutil_facts(psutil: Any, place: Place) -> Iterator[Fact]:
     yield Fact("a recorded start time holds after the clock is set", "yes, by definition: clock ticks since boot",
                "yes" if before == after else f"no: it moved by {after - before:g} s")  # fmt: skip
     child = subprocess.Popen(["true"])
-    recorded = ProcessIdentity.of(child.pid)
+    zombie = ProcessIdentity.of(child.pid)
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    yield Fact("a zombie counts as running", "yes" if recorded.is_alive() else "no",
+    yield Fact("a zombie counts as running", "yes" if zombie.is_alive() else "no",
                "yes" if psutil.Process(child.pid).is_running() else "no")  # fmt: skip
     child.wait()
 
@@ -354,7 +353,7 @@ def filelock_pairs(filelock: Any, place: Place) -> Iterator[Pair]:
     kept = filelock.FileLock(path)
 
     def ours() -> None:
-        with locked_directory(directory, create=False):
+        with manifest.locked(directory, create=False):
             pass
 
     def theirs() -> None:
@@ -367,7 +366,7 @@ def filelock_pairs(filelock: Any, place: Place) -> Iterator[Pair]:
 
     yield Pair("lock and unlock", ours, theirs, rounds=3000)
     yield Pair("the same, filelock's object kept", ours, theirs_kept, rounds=3000)
-    yield Pair("from release to the waiter's turn", lambda: handover(lambda: locked_directory(directory, create=False)),
+    yield Pair("from release to the waiter's turn", lambda: handover(lambda: manifest.locked(directory, create=False)),
                lambda: handover(lambda: filelock.FileLock(path)), rounds=40)  # fmt: skip
 
 
@@ -503,7 +502,7 @@ class Candidate:
 
 
 CANDIDATES = (
-    Candidate("psutil", "psutil", "multiverse.system.processes", psutil_pairs, psutil_facts),
+    Candidate("psutil", "psutil", "multiverse.host.process", psutil_pairs, psutil_facts),
     Candidate("pyroute2", "pyroute2", "multiverse.host.tap", pyroute2_pairs, pyroute2_facts),
     Candidate("python3-nftables", "nftables", "multiverse.host.firewall", nftables_pairs, nftables_facts,
               "a Debian package; its directory in PYTHONPATH"),

@@ -54,12 +54,10 @@ def configure(where: Layout, plan: LabPlan) -> Settings:
     slurm = pwd.getpwnam(SLURM_USER)
     for name in ("slurm.conf", "ganesha.conf", "multiverse.toml"):
         _write(where.etc / name, environment.get_template(name).render(values))
-    database = environment.get_template("slurmdbd.conf").render(values)
-    files.replace(where.etc / "slurmdbd.conf", database, mode=0o600, uid=slurm.pw_uid)
+    _write(where.etc / "slurmdbd.conf", environment.get_template("slurmdbd.conf").render(values), 0o600, slurm.pw_uid)
     _write(where.etc / "plugstack.conf", "")
     _write(where.etc / "cgroup.conf", "CgroupAutomount=no\n")
-    mail = f"#!/bin/sh\n{{ echo \"$@\"; cat; }} >> '{where.slurmctld}/mail'\n"
-    files.replace(where.etc / "mail", mail, mode=0o755, uid=0)
+    _write(where.etc / "mail", f"#!/bin/sh\n{{ echo \"$@\"; cat; }} >> '{where.slurmctld}/mail'\n", 0o755)
     own = where.etc / "site.conf"
     if not own.exists() or not own.stat().st_size:  # Slurm's commands print a warning for an empty file
         _write(own, "# Your own settings for this lab's Slurm. `multiverse lab up` does not change this file.\n")
@@ -101,8 +99,8 @@ def _site(settings: Settings, plan: LabPlan, slurm_uid: int) -> install.Site:
     )
 
 
-def _write(path: Path, content: str) -> None:
-    files.replace(path, content, mode=0o644, uid=0)
+def _write(path: Path, content: str, mode: int = 0o644, owner: int = 0) -> None:
+    files.replace(path, content, mode=mode, uid=owner)
 
 
 def environment(where: Layout) -> dict[str, Any]:

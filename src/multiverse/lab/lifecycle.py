@@ -27,8 +27,8 @@ Progress = Callable[[str, str, float], None]
 @contextmanager
 def _locked(where: Layout) -> Iterator[None]:
     """Hold the lab's lock. `Refused` while another `up` or `down` holds it."""
-    with try_locked_directory(where.root) as held:
-        if not held:
+    with try_locked_directory(where.root) as ours:
+        if not ours:
             raise Refused(f"another command uses the lab in {where.root}", hint="wait until it has ended")
         yield
 

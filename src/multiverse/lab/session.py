@@ -88,8 +88,8 @@ def _without_interrupts() -> Iterator[None]:
 def _locked(where: Layout) -> Iterator[None]:
     """Hold the directory's lock. `Refused` while another session holds it."""
     where.make()
-    with try_locked_file(where.root / "session") as held:
-        if not held:
+    with try_locked_file(where.root / "session") as ours:
+        if not ours:
             raise Refused(f"another session uses {where.root}", hint="wait until it has ended, or use another --dir")
         yield
 

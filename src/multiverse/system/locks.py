@@ -69,7 +69,7 @@ def try_locked_file(path: Path) -> Iterator[bool]:
 
 @contextmanager
 def try_locked_directory(directory: Path) -> Iterator[bool]:
-    """Hold the lock of an existing directory; gives False, without waiting, if it is taken."""
+    """Hold the lock of a directory, which exists; gives False, without waiting, if it is taken."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield try_lock(fd) and _leads_to(directory, fd)
