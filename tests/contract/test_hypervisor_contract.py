@@ -34,7 +34,7 @@ from multiverse.ports import GuestUsers, Hypervisor, Source, Templates
 from multiverse.simulation.cloud import CLOUD_ABILITIES, QUOTA
 from multiverse.simulation.loop import run
 from multiverse.simulation.machines import ABILITIES
-from multiverse.simulation.world import Pair, World, WorldSettings
+from multiverse.simulation.world import Pair, SimulatedWorld, WorldSettings
 
 
 class Harness(ABC):
@@ -363,7 +363,7 @@ class Simulated(Harness):
     def __init__(self, seed: int, pair: Pair) -> None:
         self.assigns_addresses = pair.has_cloud
         self.host = QUOTA if pair.has_cloud else "h1"
-        self.world = World(seed, _settings(pair))
+        self.world = SimulatedWorld(seed, _settings(pair))
         self.hypervisor = self.world.hypervisor(Random(seed))
 
     def identity(self, spec: VmSpec) -> Identity:

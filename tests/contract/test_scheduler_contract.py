@@ -41,7 +41,7 @@ from multiverse.simulation.cluster import ClusterSettings
 from multiverse.simulation.hypervisor import SimulatedHosts
 from multiverse.simulation.jobs import Batch
 from multiverse.simulation.loop import run
-from multiverse.simulation.world import Pair, World, WorldSettings
+from multiverse.simulation.world import Pair, SimulatedWorld, WorldSettings
 
 
 class Harness(ABC):
@@ -458,7 +458,9 @@ class Simulated(Harness):
     uid = 1000
 
     def __init__(self, seed: int, pair: Pair) -> None:
-        self.world = World(seed, WorldSettings(cluster=ClusterSettings(last_id=1), pair=pair))  # all ids are used again
+        self.world = SimulatedWorld(
+            seed, WorldSettings(cluster=ClusterSettings(last_id=1), pair=pair)
+        )  # all ids are used again
         self.scheduler = self.world.scheduler(Random(seed))
         self.hypervisor = SimulatedHosts(self.world.machines, Random(seed))
 

@@ -47,7 +47,7 @@ from multiverse.simulation.faults import (
 from multiverse.simulation.fuzz import SeedResult, fuzz, load, save
 from multiverse.simulation.generate import IMPOSSIBLE, with_faults, without_faults
 from multiverse.simulation.jobs import Batch
-from multiverse.simulation.machines import ABILITIES, Image, Machines
+from multiverse.simulation.machines import ABILITIES, Machines, SimulatedImage
 from multiverse.simulation.outcome import Outcome, transition_name
 from multiverse.simulation.run import simulate
 from multiverse.simulation.scenario import Arrival, Scenario, UserAction
@@ -220,7 +220,8 @@ def test_jobs_of_an_image_that_can_plug_nothing_share_templates_and_all_run() ->
 @pytest.mark.parametrize("since", [0.5, 1.0, 1.2, 2.5, 30.0])
 def test_an_image_that_appears_after_the_job_was_submitted_is_used(since: float, kind: CloneKind) -> None:
     world = replace(
-        WorldSettings(), images=(Image("slim"), Image("stiff", abilities=frozenset({"fork"}), since=(since,)))
+        WorldSettings(),
+        images=(SimulatedImage("slim"), SimulatedImage("stiff", abilities=frozenset({"fork"}), since=(since,))),
     )
     batch = Batch(image="stiff", kind=kind, size=Size(2, 700))
     outcome = keeps_its_promises(Scenario(7, (Arrival(1.0, batch), Arrival(1.1, Batch())), world))

@@ -18,7 +18,7 @@ from multiverse.service.processes import ProcessCounter
 from multiverse.simulation.clock import VirtualClock
 from multiverse.simulation.jobs import Batch
 from multiverse.simulation.loop import run
-from multiverse.simulation.world import World
+from multiverse.simulation.world import SimulatedWorld
 from multiverse.store import Store
 
 
@@ -40,7 +40,7 @@ async def _nothing() -> dict[str, Any]:
 
 async def _serve(jobs: int) -> tuple[Counter[str], int, str]:
     """Serve that many jobs with an existing template. Returns the calls, the commits and the metrics."""
-    world, clock, calls = World(1), VirtualClock(), Counter[str]()
+    world, clock, calls = SimulatedWorld(1), VirtualClock(), Counter[str]()
     store = Store(":memory:", clock, site="count")
     scheduler: Any = Counted(world.scheduler(Random(1)), calls)
     hypervisor: Any = Counted(world.hypervisor(Random(2)), calls)

@@ -37,7 +37,7 @@ from multiverse.simulation.hypervisor import SimulatedHosts
 from multiverse.simulation.jobs import Batch
 from multiverse.simulation.loop import run
 from multiverse.simulation.machines import ABILITIES
-from multiverse.simulation.world import Pair, World, WorldSettings
+from multiverse.simulation.world import Pair, SimulatedWorld, WorldSettings
 
 SIZE = Size(1, 256)
 
@@ -46,7 +46,7 @@ SIZE = Size(1, 256)
 class Driver:
     """Does what the controller would do."""
 
-    world: World
+    world: SimulatedWorld
     scheduler: Scheduler
     hypervisor: SimulatedHosts
     serial: int = 0
@@ -99,9 +99,9 @@ class Driver:
             await self.scheduler.delete_node(name)
 
 
-def drive_world(seed: int, drive: Callable[[Driver], Any], **cluster: Any) -> World:
-    async def main() -> World:
-        world = World(seed, WorldSettings(cluster=ClusterSettings(**cluster)))
+def drive_world(seed: int, drive: Callable[[Driver], Any], **cluster: Any) -> SimulatedWorld:
+    async def main() -> SimulatedWorld:
+        world = SimulatedWorld(seed, WorldSettings(cluster=ClusterSettings(**cluster)))
         driver = Driver(world, world.scheduler(Random(seed)), SimulatedHosts(world.machines, Random(seed)))
         await drive(driver)
         return world
@@ -281,7 +281,7 @@ def test_nodes_are_shown_busy_and_idle() -> None:
 
 def test_the_grid_numbers_tasks_with_a_dot_and_keeps_the_submit_time_of_a_requeued_job() -> None:
     async def main() -> None:
-        world = World(11, WorldSettings(pair=Pair.GRID_HOSTS))
+        world = SimulatedWorld(11, WorldSettings(pair=Pair.GRID_HOSTS))
         driver = Driver(world, world.scheduler(Random(11)), SimulatedHosts(world.machines, Random(11)))
         assert driver.scheduler.offers is None and driver.scheduler.submission is None
         job_id, other = world.cluster.submit_array(Batch(seconds=600), 2)
@@ -304,7 +304,7 @@ def test_the_grid_numbers_tasks_with_a_dot_and_keeps_the_submit_time_of_a_requeu
 
 def test_the_grid_shows_a_node_that_was_set_down_as_disabled() -> None:
     async def main() -> None:
-        world = World(12, WorldSettings(pair=Pair.GRID_HOSTS))
+        world = SimulatedWorld(12, WorldSettings(pair=Pair.GRID_HOSTS))
         driver = Driver(world, world.scheduler(Random(12)), SimulatedHosts(world.machines, Random(12)))
         world.cluster.submit(Batch())
         name = await driver.boot("tag-1")
@@ -320,10 +320,10 @@ def cloud_spec(name: str, cpus: int = 1) -> VmSpec:
     return VmSpec(name, QUOTA, "slim", CloneKind.FULL, Size(cpus, 256), "")
 
 
-def in_the_cloud(drive: Callable[[World, SimulatedCloud], Any]) -> World:
-    async def main() -> World:
+def in_the_cloud(drive: Callable[[SimulatedWorld, SimulatedCloud], Any]) -> SimulatedWorld:
+    async def main() -> SimulatedWorld:
         host = Host(QUOTA, Size(2, 4096, 65536), CLOUD_ABILITIES)
-        world = World(13, WorldSettings((host,), pair=Pair.SLURM_CLOUD))
+        world = SimulatedWorld(13, WorldSettings((host,), pair=Pair.SLURM_CLOUD))
         assert isinstance(world.machines, CloudMachines)
         await drive(world, SimulatedCloud(world.machines, Random(13)))
         return world
@@ -332,7 +332,7 @@ def in_the_cloud(drive: Callable[[World, SimulatedCloud], Any]) -> World:
 
 
 def test_the_cloud_builds_a_vm_although_its_caller_has_gone() -> None:
-    async def drive(world: World, cloud: SimulatedCloud) -> None:
+    async def drive(world: SimulatedWorld, cloud: SimulatedCloud) -> None:
         call = asyncio.ensure_future(cloud.create(cloud_spec("mvsim-1")))
         await asyncio.sleep(2.0)
         call.cancel()
@@ -345,7 +345,7 @@ def test_the_cloud_builds_a_vm_although_its_caller_has_gone() -> None:
 
 
 def test_the_cloud_refuses_what_exceeds_the_quota_and_reports_a_violation() -> None:
-    async def drive(world: World, cloud: SimulatedCloud) -> None:
+    async def drive(world: SimulatedWorld, cloud: SimulatedCloud) -> None:
         await cloud.create(cloud_spec("mvsim-1"))
         with pytest.raises(Exhausted):
             await cloud.create(cloud_spec("mvsim-2", cpus=2))
@@ -354,7 +354,7 @@ def test_the_cloud_refuses_what_exceeds_the_quota_and_reports_a_violation() -> N
 
 
 def test_a_vm_of_an_unbootable_image_dies_in_the_cloud() -> None:
-    async def drive(world: World, cloud: SimulatedCloud) -> None:
+    async def drive(world: SimulatedWorld, cloud: SimulatedCloud) -> None:
         with pytest.raises(Broken):
             await cloud.create(replace(cloud_spec("mvsim-1"), image="dud"))
         assert (await cloud.observe()).vms["mvsim-1"].condition is VmCondition.DEAD
@@ -363,7 +363,7 @@ def test_a_vm_of_an_unbootable_image_dies_in_the_cloud() -> None:
 
 
 def test_a_rack_that_fails_takes_its_own_vms_along() -> None:
-    async def drive(world: World, cloud: SimulatedCloud) -> None:
+    async def drive(world: SimulatedWorld, cloud: SimulatedCloud) -> None:
         for serial in (1, 2):
             await cloud.create(cloud_spec(f"mvsim-{serial}"))
         places = {name: vm.placed_on for name, vm in (await cloud.observe()).vms.items()}
@@ -381,7 +381,7 @@ def test_a_rack_that_fails_takes_its_own_vms_along() -> None:
 def test_a_host_out_of_reach_makes_only_its_own_source_unknown() -> None:
     async def main() -> None:
         hosts = tuple(Host(f"h{n}", Size(8, 8192, 65536), ABILITIES) for n in range(3))
-        world = World(14, WorldSettings(hosts))
+        world = SimulatedWorld(14, WorldSettings(hosts))
         hypervisor = SimulatedHosts(world.machines, Random(14))
         assert [source.name for source in hypervisor.sources] == ["h0", "h1", "h2"]
         world.machines.go_away("h1")
@@ -400,7 +400,7 @@ def test_a_host_out_of_reach_makes_only_its_own_source_unknown() -> None:
 def test_a_vm_is_found_only_at_its_own_source() -> None:
     async def main() -> None:
         hosts = tuple(Host(f"h{n}", Size(8, 8192, 65536), ABILITIES) for n in range(2))
-        world = World(15, WorldSettings(hosts))
+        world = SimulatedWorld(15, WorldSettings(hosts))
         hypervisor = SimulatedHosts(world.machines, Random(15))
         await hypervisor.create(VmSpec("mvsim-1", "h0", "slim", CloneKind.FULL, SIZE, "02:00:00:00:00:01"))
         await hypervisor.destroy(VmRef("mvsim-1", "h1"), 0.0)
@@ -413,7 +413,7 @@ def test_a_vm_is_found_only_at_its_own_source() -> None:
 
 def test_a_slow_source_answers_late() -> None:
     async def main() -> None:
-        world = World(16, WorldSettings(slow_sources={"h1": 600.0}))
+        world = SimulatedWorld(16, WorldSettings(slow_sources={"h1": 600.0}))
         began = asyncio.get_running_loop().time()
         await SimulatedHosts(world.machines, Random(16)).sources[0].observe()
         assert asyncio.get_running_loop().time() - began >= 600.0

@@ -26,15 +26,15 @@ from multiverse.core.model import (
 from multiverse.simulation.clock import VirtualClock
 from multiverse.simulation.jobs import Batch
 from multiverse.simulation.loop import run
-from multiverse.simulation.world import World
+from multiverse.simulation.world import SimulatedWorld
 from multiverse.trace import RecordingHypervisor, RecordingScheduler, RecordingSource, Trace
 
-Drive = Callable[[World, RecordingScheduler, RecordingHypervisor], Coroutine[Any, Any, None]]
+Drive = Callable[[SimulatedWorld, RecordingScheduler, RecordingHypervisor], Coroutine[Any, Any, None]]
 
 
 def record(path: Path, drive: Drive) -> None:
     async def main() -> None:
-        world, trace = World(0), Trace(path, VirtualClock())
+        world, trace = SimulatedWorld(0), Trace(path, VirtualClock())
         await drive(
             world,
             RecordingScheduler(world.scheduler(Random(0)), trace),
@@ -50,7 +50,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_call_is_a_line_with_its_arguments_and_its_result(tmp_path: Path) -> None:
-    async def drive(world: World, scheduler: RecordingScheduler, hypervisor: RecordingHypervisor) -> None:
+    async def drive(world: SimulatedWorld, scheduler: RecordingScheduler, hypervisor: RecordingHypervisor) -> None:
         await hypervisor.templates.build_template(TemplateKey("h1", "slim", Size(1, 256)))
         with pytest.raises(Gone):
             await scheduler.unpin(JobRef("7", 5, 1))
@@ -70,7 +70,7 @@ def test_a_call_is_a_line_with_its_arguments_and_its_result(tmp_path: Path) -> N
 
 
 def test_an_observation_is_written_with_its_differences_only(tmp_path: Path) -> None:
-    async def drive(world: World, scheduler: RecordingScheduler, hypervisor: RecordingHypervisor) -> None:
+    async def drive(world: SimulatedWorld, scheduler: RecordingScheduler, hypervisor: RecordingHypervisor) -> None:
         one, two = world.cluster.submit(Batch()), world.cluster.submit(Batch())
         await scheduler.observe()
         await scheduler.observe()
@@ -98,7 +98,7 @@ def test_an_observation_names_its_source_and_is_compared_within_it(tmp_path: Pat
         async def observe(self) -> HypervisorView:
             return host(self.name)
 
-    async def drive(world: World, scheduler: RecordingScheduler, hypervisor: RecordingHypervisor) -> None:
+    async def drive(world: SimulatedWorld, scheduler: RecordingScheduler, hypervisor: RecordingHypervisor) -> None:
         trace = hypervisor._trace
         for source in [RecordingSource(OneHost(name), trace) for name in ("h1", "h2")] * 2:
             await source.observe()
@@ -109,7 +109,7 @@ def test_an_observation_names_its_source_and_is_compared_within_it(tmp_path: Pat
 
 
 def test_no_secret_is_written_and_only_the_owner_can_read_the_file(tmp_path: Path) -> None:
-    async def drive(world: World, scheduler: RecordingScheduler, hypervisor: RecordingHypervisor) -> None:
+    async def drive(world: SimulatedWorld, scheduler: RecordingScheduler, hypervisor: RecordingHypervisor) -> None:
         secret = NodeBootstrap((GuestFile("/etc/munge/munge.key", b"hush"),))
         identity = Identity("mvx-1", "02:00:00:00:00:01", "10.0.0.1/16", "", "0" * 32, bootstrap=secret)
         with pytest.raises(Gone):
@@ -122,7 +122,7 @@ def test_no_secret_is_written_and_only_the_owner_can_read_the_file(tmp_path: Pat
 
 
 def test_a_full_disk_ends_the_trace_and_fails_no_call() -> None:
-    async def drive(world: World, scheduler: RecordingScheduler, hypervisor: RecordingHypervisor) -> None:
+    async def drive(world: SimulatedWorld, scheduler: RecordingScheduler, hypervisor: RecordingHypervisor) -> None:
         job = world.cluster.submit(Batch())
         assert job in (await scheduler.observe()).jobs
         with pytest.raises(Stale):

@@ -34,7 +34,7 @@ FILLS = 20.0  # seconds in which a VM touches its memory; afterwards the touched
 
 
 @dataclass(frozen=True)
-class Image:
+class SimulatedImage:
     """An image by name. `boots` is whether a template of it can be built. `abilities` are as in `Host.images`. `since`
     is the virtual second from which the image exists on each host, in the order of the hosts; the last one holds for
     all further hosts, and an empty tuple means from the start."""
@@ -97,7 +97,7 @@ class Machines:
     def __init__(
         self,
         hosts: tuple[Host, ...],
-        images: tuple[Image, ...],
+        images: tuple[SimulatedImage, ...],
         boot: Callable[[str, Identity], Guest],
         overcommit: float = 1.0,
         floor: int = 0,

@@ -10,14 +10,14 @@ from multiverse.simulation.faults import IncidentKind
 from multiverse.simulation.guests import GuestBehaviour
 from multiverse.simulation.jobs import Batch, JobRecord
 from multiverse.simulation.scenario import Scenario
-from multiverse.simulation.world import World
+from multiverse.simulation.world import SimulatedWorld
 
 CHANGE_WINDOW = 20.0
 """Seconds: a cancellation is justified by what the job asked for up to this long before, because a command that its
 caller has given up may arrive late."""
 
 
-def unclaimed_vms(rows: Rows, world: World) -> list[str]:
+def unclaimed_vms(rows: Rows, world: SimulatedWorld) -> list[str]:
     """VMs that exist without a live row or without a claim on their host. There must be none at any commit."""
     claimed = {(claim.owner, claim.domain) for claim in rows.claims}
     live = {vm.name: vm for vm in rows.vms.values()}
@@ -29,7 +29,7 @@ def unclaimed_vms(rows: Rows, world: World) -> list[str]:
     return found
 
 
-def violations_at_end(scenario: Scenario, world: World, rows: Rows) -> list[str]:
+def violations_at_end(scenario: Scenario, world: SimulatedWorld, rows: Rows) -> list[str]:
     """What is wrong after all jobs have ended and everything should have been removed."""
     found = [*world.violations(), *world.unfinished(), *world.leftovers()]
     found += unjustified_cancellations(scenario, world.cluster.history)
@@ -40,7 +40,7 @@ def violations_at_end(scenario: Scenario, world: World, rows: Rows) -> list[str]
     return found
 
 
-def unclaimed_templates(rows: Rows, world: World) -> list[str]:
+def unclaimed_templates(rows: Rows, world: SimulatedWorld) -> list[str]:
     """Templates that exist without a claim. A claim for a template that does not exist is only too cautious."""
     claimed = {rows.templates[claim.owner.id].which for claim in rows.claims if claim.owner.kind == "template"}
     seen = world.machines.templates.items()

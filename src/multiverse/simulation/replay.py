@@ -38,8 +38,8 @@ from multiverse.simulation.guests import LIVE, GuestBehaviour, Registration
 from multiverse.simulation.hypervisor import SimulatedHosts
 from multiverse.simulation.jobs import Batch, JobRecord
 from multiverse.simulation.loop import run
-from multiverse.simulation.machines import IMAGE_ABILITIES, Image
-from multiverse.simulation.world import World, WorldSettings
+from multiverse.simulation.machines import IMAGE_ABILITIES, SimulatedImage
+from multiverse.simulation.world import SimulatedWorld, WorldSettings
 from multiverse.trace import View, hypervisor_view, scheduler_view
 
 PATIENCE = 200.0  # virtual seconds within which the fakes must come to show what the trace shows
@@ -135,7 +135,7 @@ class _Job:
 class _Replay:
     def __init__(self, lines: list[Line]) -> None:
         self.lines = lines
-        self.world = World(0, _settings(lines))
+        self.world = SimulatedWorld(0, _settings(lines))
         self.scheduler = self.world.scheduler(Random(0))
         self.hypervisor = SimulatedHosts(self.world.machines, Random(0))
         self.loop = asyncio.get_running_loop()
@@ -468,7 +468,9 @@ def _settings(lines: list[Line]) -> WorldSettings:
     users = {line["uid"] for line in lines if line["call"] == "scheduler.user" and line["result"] == "ok"}
     return WorldSettings(
         hosts=tuple(Host(name, Size(*seen["capacity"]), frozenset(seen["abilities"])) for name, seen in hosts.items()),
-        images=tuple(Image(name, name not in broken, can.get(name, IMAGE_ABILITIES)) for name in sorted(images)),
+        images=tuple(
+            SimulatedImage(name, name not in broken, can.get(name, IMAGE_ABILITIES)) for name in sorted(images)
+        ),
         users=tuple(sorted(users)),
         cluster=ClusterSettings(
             node_timeout=ENDLESS, min_job_age=(ENDLESS, ENDLESS), flavor=ANY_SIZE, max_nodes=1 << 20

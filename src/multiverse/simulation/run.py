@@ -20,7 +20,7 @@ from multiverse.simulation.loop import run
 from multiverse.simulation.outcome import Outcome, journal_line, transition_name
 from multiverse.simulation.promises import unclaimed_templates, unclaimed_vms, violations_at_end
 from multiverse.simulation.scenario import Arrival, Scenario, UserAction
-from multiverse.simulation.world import World
+from multiverse.simulation.world import SimulatedWorld
 from multiverse.store import Store, Transaction
 
 SITE = "simul"
@@ -72,7 +72,7 @@ class _Simulation:
         self.settings = scenario.settings
         self.loop = asyncio.get_running_loop()
         self.clock = VirtualClock()
-        self.world = World(scenario.seed, scenario.world)
+        self.world = SimulatedWorld(scenario.seed, scenario.world)
         self.plan = FaultPlan(
             scenario.seed,
             {"scheduler": scenario.scheduler_odds, "hypervisor": scenario.hypervisor_odds},

@@ -18,7 +18,7 @@ from multiverse.simulation.cluster import Cluster, ClusterSettings
 from multiverse.simulation.grid import GridCluster, SimulatedGrid
 from multiverse.simulation.guests import Guest, GuestBehaviour, Run
 from multiverse.simulation.hypervisor import SimulatedHosts
-from multiverse.simulation.machines import ABILITIES, Image, Machines
+from multiverse.simulation.machines import ABILITIES, Machines, SimulatedImage
 from multiverse.simulation.scheduler import SimulatedSlurm
 
 
@@ -46,10 +46,10 @@ class WorldSettings:
     processes of others hold on each of them."""
 
     hosts: tuple[Host, ...] = (Host("h1", Size(8, 8192, 65536), ABILITIES, Size(2, 4096, 65536), "tcg"),)
-    images: tuple[Image, ...] = (
-        Image("slim"),
-        Image("stiff", abilities=frozenset({"fork"})),
-        Image("dud", boots=False),
+    images: tuple[SimulatedImage, ...] = (
+        SimulatedImage("slim"),
+        SimulatedImage("stiff", abilities=frozenset({"fork"})),
+        SimulatedImage("dud", boots=False),
     )
     users: tuple[int, ...] = (1000, 1001)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
@@ -61,7 +61,7 @@ class WorldSettings:
     slow_sources: Mapping[str, float] = field(default_factory=dict)  # seconds that their observations take longer
 
 
-class World:
+class SimulatedWorld:
     """Created inside a running virtual loop. It outlives the crashes of the controller."""
 
     def __init__(self, seed: int, settings: WorldSettings | None = None) -> None:
