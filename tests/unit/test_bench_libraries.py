@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 
-from multiverse.bench.libraries import Pair, compare, optional
+from multiverse.bench.libraries import Case, compare, optional
 
 
 def test_rounds_alternate_and_each_action_is_followed_by_the_restoring() -> None:
     calls: list[str] = []
-    pair = Pair("x", lambda: calls.append("ours"), lambda: calls.append("theirs"), lambda: calls.append("restore"), 10)
+    pair = Case("x", lambda: calls.append("ours"), lambda: calls.append("theirs"), lambda: calls.append("restore"), 10)
     row = compare(pair, scale=1.0)
     assert row.rounds == 10
     assert calls[1::2] == ["restore"] * (len(calls) // 2)
@@ -29,12 +29,12 @@ def test_the_restoring_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         now += nanoseconds
 
     monkeypatch.setattr("time.perf_counter_ns", lambda: now)
-    row = compare(Pair("x", lambda: spend(2000), lambda: spend(6000), lambda: spend(10**9), 5), scale=1.0)
+    row = compare(Case("x", lambda: spend(2000), lambda: spend(6000), lambda: spend(10**9), 5), scale=1.0)
     assert (row.ours, row.theirs, row.ratio) == (2.0, 6.0, 3.0)
 
 
 def test_an_action_may_time_itself() -> None:
-    row = compare(Pair("x", lambda: 0.5, lambda: 1.0, rounds=5), scale=1.0)
+    row = compare(Case("x", lambda: 0.5, lambda: 1.0, rounds=5), scale=1.0)
     assert (row.ours, row.theirs, row.ratio) == (500_000, 1_000_000, 2.0)
 
 

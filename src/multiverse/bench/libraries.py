@@ -51,7 +51,7 @@ def nothing() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class Case:
     """One operation done by our code and by a library. `restore` runs after each of them and is not timed."""
 
     operation: str
@@ -90,7 +90,7 @@ class Place:
     pid: int
 
 
-def compare(pair: Pair, scale: float) -> Row:
+def compare(pair: Case, scale: float) -> Row:
     """Time both in interleaved rounds; a tenth of the rounds comes first and does not count."""
     samples: tuple[list[float], list[float]] = ([], [])
     rounds = max(5, int(pair.rounds * scale))
@@ -121,7 +121,7 @@ def optional(name: str) -> Any:
 # ------------------------------------------------------------------------------------------ psutil
 
 
-def psutil_pairs(psutil: Any, place: Place) -> Iterator[Pair]:
+def psutil_pairs(psutil: Any, place: Place) -> Iterator[Case]:
     pid, identity = place.pid, ProcessIdentity.of(place.pid)
     handle = psutil.Process(pid)
     created = handle.create_time()
@@ -138,13 +138,13 @@ def psutil_pairs(psutil: Any, place: Place) -> Iterator[Pair]:
         part = f"{place.qmp}"
         return [p.pid for p in psutil.process_iter(["cmdline"]) if any(part in a for a in p.info["cmdline"] or ())]
 
-    yield Pair("is a recorded process alive", identity.is_alive, same)
-    yield Pair("the same, psutil's object kept", identity.is_alive, handle.is_running)
-    yield Pair("CPU time and resident memory", lambda: (process.cpu_seconds(pid), process.resident_memory(pid)), usage)
-    yield Pair(
+    yield Case("is a recorded process alive", identity.is_alive, same)
+    yield Case("the same, psutil's object kept", identity.is_alive, handle.is_running)
+    yield Case("CPU time and resident memory", lambda: (process.cpu_seconds(pid), process.resident_memory(pid)), usage)
+    yield Case(
         "unique memory and PSS of a QEMU", lambda: process.exact_memory(pid), handle.memory_full_info, rounds=100
     )
-    yield Pair(
+    yield Case(
         "find processes by command line", lambda: list(process.find_by_argument(str(place.qmp))), found, rounds=100
     )
 
@@ -188,7 +188,7 @@ def open_tap(ip: Any, name: str) -> int:
     return fd
 
 
-def pyroute2_pairs(pyroute2: Any, place: Place) -> Iterator[Pair]:
+def pyroute2_pairs(pyroute2: Any, place: Place) -> Iterator[Case]:
     kept = pyroute2.IPRoute()
     opened: list[int] = []
 
@@ -206,15 +206,15 @@ def pyroute2_pairs(pyroute2: Any, place: Place) -> Iterator[Pair]:
         while opened:
             os.close(opened.pop())
 
-    yield Pair("make a tap that is a bridge's port", ours, theirs, close, rounds=200)
-    yield Pair("the same, a socket for each", ours, theirs_opened, close, rounds=200)
+    yield Case("make a tap that is a bridge's port", ours, theirs, close, rounds=200)
+    yield Case("the same, a socket for each", ours, theirs_opened, close, rounds=200)
     fd = tap.open_tap("mvb-port", BRIDGE, MAC)
     index = socket.if_nametoindex("mvb-port")
-    yield Pair("isolate a port", lambda: tap.set_isolated("mvb-port", True),
+    yield Case("isolate a port", lambda: tap.set_isolated("mvb-port", True),
                lambda: kept.brport("set", index=index, isolated=1), rounds=500)  # fmt: skip
     octets = bytes.fromhex(MAC.replace(":", ""))
     entry = {"ifindex": index, "lladdr": MAC, "state": tap.NUD_NOARP, "flags": tap.NTF_MASTER}
-    yield Pair("one entry of the bridge's table", lambda: tap._add_fdb_entry(index, octets),
+    yield Case("one entry of the bridge's table", lambda: tap._add_fdb_entry(index, octets),
                lambda: kept.fdb("replace", **entry), rounds=500)  # fmt: skip
     os.close(fd)
     kept.close()
@@ -297,7 +297,7 @@ def json_elements(verb: str) -> dict[str, Any]:
     }
 
 
-def nftables_pairs(nftables: Any, place: Place) -> Iterator[Pair]:
+def nftables_pairs(nftables: Any, place: Place) -> Iterator[Case]:
     own, theirs = firewall._Nft.load(), nftables.Nftables()
     assert own is not None
     table = firewall._TABLE.format(table="mvb", prefix="mvb-")
@@ -316,10 +316,10 @@ def nftables_pairs(nftables: Any, place: Place) -> Iterator[Pair]:
     def program() -> None:
         subprocess.run(["nft", "-f", "-"], input=both, text=True, check=True)
 
-    yield Pair("admit a VM and forget it", ours, library, rounds=500)
-    yield Pair("the same, as JSON", ours, library_json, rounds=500)
-    yield Pair("the same, by the program nft", ours, program, rounds=50)
-    yield Pair("make the whole table", lambda: own.run(table), lambda: theirs.cmd(table), rounds=100)
+    yield Case("admit a VM and forget it", ours, library, rounds=500)
+    yield Case("the same, as JSON", ours, library_json, rounds=500)
+    yield Case("the same, by the program nft", ours, program, rounds=50)
+    yield Case("make the whole table", lambda: own.run(table), lambda: theirs.cmd(table), rounds=100)
 
 
 def inheritable() -> set[int]:
@@ -346,7 +346,7 @@ def nftables_facts(nftables: Any, place: Place) -> Iterator[Fact]:
 # ------------------------------------------------------------------------------------------ filelock
 
 
-def filelock_pairs(filelock: Any, place: Place) -> Iterator[Pair]:
+def filelock_pairs(filelock: Any, place: Place) -> Iterator[Case]:
     directory = place.directory / "locked"
     directory.mkdir()
     path = directory / "lock"
@@ -364,9 +364,9 @@ def filelock_pairs(filelock: Any, place: Place) -> Iterator[Pair]:
         with kept:
             pass
 
-    yield Pair("lock and unlock", ours, theirs, rounds=3000)
-    yield Pair("the same, filelock's object kept", ours, theirs_kept, rounds=3000)
-    yield Pair("from release to the waiter's turn", lambda: handover(lambda: manifest.locked(directory, create=False)),
+    yield Case("lock and unlock", ours, theirs, rounds=3000)
+    yield Case("the same, filelock's object kept", ours, theirs_kept, rounds=3000)
+    yield Case("from release to the waiter's turn", lambda: handover(lambda: manifest.locked(directory, create=False)),
                lambda: handover(lambda: filelock.FileLock(path)), rounds=40)  # fmt: skip
 
 
@@ -404,7 +404,7 @@ def filelock_facts(filelock: Any, place: Place) -> Iterator[Fact]:
 # ------------------------------------------------------------------------------------------ qemu.qmp
 
 
-def qmp_pairs(qmp: Any, place: Place) -> Iterator[Pair]:
+def qmp_pairs(qmp: Any, place: Place) -> Iterator[Case]:
     legacy = importlib.import_module("qemu.qmp.legacy")
     path = str(place.qmp)
     four: list[Command] = [("query-status", {}), ("query-name", {}), ("query-kvm", {}), ("query-uuid", {})]
@@ -425,11 +425,11 @@ def qmp_pairs(qmp: Any, place: Place) -> Iterator[Pair]:
         monitor.cmd("query-status")
         monitor.close()
 
-    yield Pair("connect, one command, close", ours, lambda: asyncio.run(session()), rounds=200)
+    yield Case("connect, one command, close", ours, lambda: asyncio.run(session()), rounds=200)
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
-    yield Pair("the same, an event loop kept", ours, lambda: loop.run_until_complete(session()), rounds=200)
-    yield Pair("the same, its synchronous shim", ours, synchronous, rounds=200)
+    yield Case("the same, an event loop kept", ours, lambda: loop.run_until_complete(session()), rounds=200)
+    yield Case("the same, its synchronous shim", ours, synchronous, rounds=200)
     # QEMU serves one connection of a monitor at a time, hence its second monitor.
     client = qmp.QMPClient("bench")
     loop.run_until_complete(client.connect(f"{path}2"))
@@ -438,9 +438,9 @@ def qmp_pairs(qmp: Any, place: Place) -> Iterator[Pair]:
         await asyncio.gather(*(client.execute(name, arguments) for name, arguments in four))
 
     with Monitor.connect(place.qmp) as monitor:
-        yield Pair("one command on an open connection", lambda: monitor.execute("query-status"),
+        yield Case("one command on an open connection", lambda: monitor.execute("query-status"),
                    lambda: loop.run_until_complete(client.execute("query-status")))  # fmt: skip
-        yield Pair("four commands sent together", lambda: monitor.execute_all(four),
+        yield Case("four commands sent together", lambda: monitor.execute_all(four),
                    lambda: loop.run_until_complete(together()))  # fmt: skip
     loop.run_until_complete(client.disconnect())
     loop.close()
@@ -496,7 +496,7 @@ class Candidate:
     name: str
     module: str
     ours: str
-    pairs: Callable[[Any, Place], Iterator[Pair]]
+    pairs: Callable[[Any, Place], Iterator[Case]]
     facts: Callable[[Any, Place], Iterator[Fact]]
     install: str = "pip install --target DIR, and DIR in PYTHONPATH"
 
