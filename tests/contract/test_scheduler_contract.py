@@ -458,9 +458,8 @@ class Simulated(Harness):
     uid = 1000
 
     def __init__(self, seed: int, pair: Pair) -> None:
-        self.world = SimulatedWorld(
-            seed, WorldSettings(cluster=ClusterSettings(last_id=1), pair=pair)
-        )  # all ids are used again
+        cluster = ClusterSettings(last_id=1)  # all ids are used again
+        self.world = SimulatedWorld(seed, WorldSettings(cluster=cluster, pair=pair))
         self.scheduler = self.world.scheduler(Random(seed))
         self.hypervisor = SimulatedHosts(self.world.machines, Random(seed))
 
