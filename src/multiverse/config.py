@@ -99,6 +99,7 @@ class PacingSettings:
     """Timeouts, retries and rates. Times in seconds."""
 
     provisioning: int = 4  # VMs that are created or started at the same time
+    silence: float = 60.0  # a source that is unknown for longer: its VMs no longer count for their jobs
     spawn_timeout: float = 60.0  # from the start of a VM until its node has registered
     pin_timeout: float = 60.0  # from the pin until the job runs
     reclaim_grace: float = 5.0  # for a guest to write back and unmount its file systems

@@ -46,7 +46,7 @@ asyncio.run(QemuHypervisor(settings, "dead0").build_template(template))
 def _makers(where: Layout) -> set[int]:
     """The QEMU processes that build a template of that lab."""
     works = where.memory.glob(".slim@1x256.building-*")
-    return {pid for work in works for pid, _ in process.with_part(f"mem-path={work / 'memory'}")}
+    return {found.pid for work in works for found in process.find_by_argument(f"mem-path={work / 'memory'}")}
 
 
 def _kill(pid: int) -> None:

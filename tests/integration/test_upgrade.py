@@ -23,8 +23,34 @@ from tests.integration.watch import accounted, ended, latest, nothing_left, qemu
 pytestmark = pytest.mark.integration
 
 
+TO_SCHEMA_0003 = (
+    """UPDATE vms SET body = json_remove(json_set(body, '$.told', json_extract(body, '$.node_size'),
+           '$.parent', json_extract(body, '$.template_size'), '$.origin', json_extract(body, '$.template_id'),
+           '$.failed', json('false'), '$.forget', json('false'), '$.fenced', json('false'), '$.offer', NULL,
+           '$.offered', 0.0, '$.unwanted', ''),
+           '$.node_size', '$.template_size', '$.template_id', '$.source', '$.token')""",
+    "UPDATE attempts SET body = json_set(body, '$.gated', json('false'), '$.stray', json('false'))",
+    "UPDATE templates SET body = json_remove(body, '$.source')",
+    """INSERT OR REPLACE INTO meta SELECT 'hosts', json_group_array(name) FROM hosts""",
+    "DROP TABLE hosts",
+    "DROP TABLE offers",
+    "CREATE TABLE old_claims AS SELECT kind, id, domain AS host, cpus, memory, disk FROM claims",
+    "DROP TABLE claims",
+    """CREATE TABLE claims (kind VARCHAR NOT NULL, id INTEGER NOT NULL, host VARCHAR NOT NULL, cpus INTEGER NOT NULL,
+           memory INTEGER NOT NULL, disk INTEGER NOT NULL, PRIMARY KEY (kind, id))""",
+    "INSERT INTO claims SELECT * FROM old_claims",
+    "DROP TABLE old_claims",
+    "UPDATE alembic_version SET version_num = '0003'",
+)
+"""Makes the database of one running job what the release before schema 0004 had written. A downgrade cannot: not all
+that the states say can be said by that release."""
+
+
 def put_back(path: Path) -> None:
     """The database as the software from before Alembic would have left it."""
+    with closing(sqlite3.connect(path)) as connection, connection:
+        for statement in TO_SCHEMA_0003:
+            connection.execute(statement)
     scripts = ScriptDirectory(upgrade.VERSIONS.parent, version_locations=[upgrade.VERSIONS])
     engine = sa.create_engine(f"sqlite:///{path}")
     with engine.begin() as connection:

@@ -83,10 +83,9 @@ TESTED_ELSEWHERE = {
         transition_name("attempt", state, "restarted", "reclaiming")
         for state in ("queued", "claimed", "spawning", "spawned")
     ),
-    transition_name("attempt", "spawned", "pin expired", "reclaiming"),
-    transition_name("attempt", "spawned", "changed", "reclaiming"),
-    transition_name("attempt", "spawned", "noted", "spawned"),
-    transition_name("attempt", "allocated", "changed", "reclaiming"),  # slurmctld undoes a start
+    transition_name("attempt", "spawned", "pin expired", "returning"),
+    transition_name("attempt", "spawned", "changed", "returning"),
+    transition_name("attempt", "allocated", "changed", "returning"),  # slurmctld undoes a start
 }
 """Transitions that need a precise moment. The unit tests and the scenarios with one job cover them."""
 
@@ -363,7 +362,7 @@ def test_something_breaks_at_each_moment(what: IncidentKind, scenario: Scenario)
 
 def test_a_job_takes_an_offered_spare() -> None:
     outcome = keeps_its_promises(OFFERED)
-    assert outcome.transitions[transition_name("attempt", "queued", "took a spare", "spawned")] == 1
+    assert outcome.transitions[transition_name("attempt", "ungated", "took a spare", "introducing")] == 1
 
 
 @pytest.mark.parametrize("fault", [FaultKind.FAILED, FaultKind.LOST, FaultKind.CUT, FaultKind.TWICE])

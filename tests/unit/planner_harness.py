@@ -104,7 +104,7 @@ class PlannerHarness:
         return self.jobs[job_id]
 
     def template(self, image: str = "slim", size: Size | None = None, host: str = "h1") -> TemplateKey:
-        """There is one that is ready, of the base size unless told otherwise."""
+        """Show a template that is ready, of the base size unless `size` is given."""
         seen = TemplateSeen("t", host, image, TemplateCondition.READY, size or self.policy.base)
         self.templates[seen.which] = seen
         return seen.which

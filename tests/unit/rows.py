@@ -115,7 +115,7 @@ def world_of(scheduler: SchedulerView | None, hypervisor: HypervisorView | None,
 
 
 def as_ready(some: Iterable[Row]) -> dict[TemplateKey, TemplateSeen]:
-    """What a look shows of those that are templates and ready."""
+    """The rows that are ready templates, as an observation shows them."""
     return {
         t.which: TemplateSeen("t", t.host, t.image, TemplateCondition.READY, t.size, account=t.account)
         for t in some

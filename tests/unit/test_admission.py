@@ -570,6 +570,14 @@ def test_the_memory_of_a_deleted_template_is_free_when_the_last_vm_that_maps_it_
     assert left == {0: 4000 - 2 * coming, 1: 4000 - coming + 300, 2: 4000 + 600 + 256}
 
 
+def test_a_deleted_template_takes_room_while_vms_map_it() -> None:
+    some = [replace(vm(V.SERVING, id=n, template_id=9), size=Size(1, 512)) for n in (1, 2)]
+    state = State(rows(*some), TABLES, NOW)
+    context = Context(state, world_of(None, HypervisorView({"h1": host()}), NOW), POLICY)
+    free = {n: room_of(context, without=[one.key for one in some[:n]]).free["h1"][1] for n in range(3)}
+    assert free == {0: 4096 - 256, 1: 4096 - 256, 2: 4096}
+
+
 def test_releasing_a_spare_frees_the_memory_that_it_uses() -> None:
     ready, spare = template(T.READY), replace(vm(V.JOINED, id=5, pool=Depth.JOINED, since=NOW), size=Size(1, 1024))
     here = rows(attempt(A.QUEUED, request=Request(1, Size(2, 100))), ready, spare,

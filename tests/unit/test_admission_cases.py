@@ -41,7 +41,7 @@ from multiverse.core.model import (
 )
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy, Pool
-from multiverse.core.provisioning.admission import TOO_LITTLE, admit
+from multiverse.core.provisioning.admission import TOO_LITTLE, Admission, admit
 from multiverse.core.provisioning.capacity import Blockage, largest_on
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.sizes import template_claim, vm_claim, vm_size
@@ -142,6 +142,7 @@ class Scenario:
     paced: dict[tuple[str, str, CloneKind], float] = field(default_factory=dict)
     behind: list[Attempt] = field(default_factory=list)
     fenced: list[str] = field(default_factory=list)
+    next_job: dict[str, object] = field(default_factory=dict)  # what the scheduler shows of job 6
 
     def admit(self) -> Outcomes:
         values: dict[str, object] = {"request": self.request, "since": NOW - 50, **self.attempt}
@@ -155,6 +156,8 @@ class Scenario:
         jobs = {one.job.job_id: Job(one.job, "hello", 1000, JobState.PENDING, one.request, rank=one.id)
                 for one in waiting}  # fmt: skip
         jobs["5"] = replace(jobs["5"], **self.job)  # type: ignore[arg-type]
+        if "6" in jobs:
+            jobs["6"] = replace(jobs["6"], **self.next_job)  # type: ignore[arg-type]
         joined = [one for one in self.rows if isinstance(one, Vm) and one.state is V.JOINED]
         world = world_of(
             SchedulerView(jobs, {one.name: Node(one.name, NodeState.IDLE) for one in joined}, self.limits),
@@ -316,6 +319,12 @@ def test_a_revoked_attempt_ends_as_revoked() -> None:
     assert (change.row.state, change.row.outcome, change.row.reason) == (A.REVOKING, "revoked", "two partitions")
 
 
+def test_an_admitted_attempt_keeps_no_reason_for_waiting() -> None:
+    changes = Scenario(attempt={"note": "waiting for a turn"}).admit().changes
+    (admitted_,) = [c.row for c in changes if isinstance(c.row, Attempt)]
+    assert (admitted_.state, admitted_.note) == (A.CLAIMED, "") and admitted_.choice.startswith("instant on h1")
+
+
 def test_a_fenced_host_gives_a_job_that_is_too_large_no_hope() -> None:
     scenario = Scenario(known=["h1", "h2"], fenced=["h2"])
     job_is_too_large(scenario)
@@ -402,6 +411,70 @@ def test_these_cases_block_the_jobs_behind(case: Case, blockage: Blockage) -> No
     without = alone.admit().of(6)
     assert without != outcomes.of(6), "while the first job is held, the other one is considered for itself"
     assert without[0] is Event.ADMITTED or case is template_lacks_room
+
+
+@pytest.mark.parametrize("case", [template_is_missing, pace_is_used_up, host_lacks_one_cpu, subnet_lacks_one_address])
+def test_a_job_that_waits_uses_up_no_limit(case: Case) -> None:
+    scenario = Scenario(behind=[NEXT], limits={"jobs": 1})
+    scenario.job["uses"] = scenario.next_job["uses"] = (("jobs", 1),)
+    case(scenario)
+    assert "held back" not in scenario.admit().of(6)[1]
+    job_is_held(scenario)
+    scenario.limits["jobs"] = 0
+    assert scenario.admit().of(6) == (Event.NOTED, "held back by jobs")
+
+
+def test_a_broken_template_in_its_back_off_is_named_with_its_reason() -> None:
+    broken = template(T.BROKEN, tries=1, since=NOW, reason="the image does not boot")
+    outcomes = Scenario(templates=[broken], behind=[NEXT]).admit()
+    assert outcomes.of(5) == (
+        Event.NOTED, "the template of image slim is broken on h1: the image does not boot"
+    )  # fmt: skip
+    assert outcomes.of(6)[0] is Event.ADMITTED
+
+
+def test_an_earlier_run_counts_whatever_the_number_of_its_attempt() -> None:
+    scenario = Scenario(attempt={"restarts": 1})
+    scenario.rows += [attempt(A.RECLAIMING, id=9, job="5", outcome="requeued"), vm(V.LOST, attempt=9, host="h2")]
+    assert "its earlier run may go on" in scenario.admit().of(5)[1]
+
+
+def test_a_job_waits_for_the_pace_of_the_host_that_is_free_first() -> None:
+    both = [template(T.READY, id=n, host=f"h{n}") for n in (1, 2)]
+    asks = queued(5, nodes=2)
+    here = state(asks, *both, known=["h1", "h2"], now=NOW)
+    here.paced = {("h1", "slim", CloneKind.INSTANT): NOW + 60, ("h2", "slim", CloneKind.INSTANT): NOW + 30}
+    view = HypervisorView({"h1": host(), "h2": host("h2")}, {}, as_ready(both))
+    job = Job(asks.job, "hello", 1000, JobState.PENDING, asks.request)
+    policy = replace(EAGER, rates={CloneKind.INSTANT: 0.25})
+    admit(Context(here, world_of(SchedulerView({"5": job}), view, NOW), policy))
+    assert dict(here.waiting) == {("h2", "slim", CloneKind.INSTANT): 2}
+
+
+def test_jobs_are_considered_in_the_schedulers_order_and_not_in_that_of_their_attempts() -> None:
+    ranks: dict[int, dict[str, object]] = {1: {"rank": 3}, 2: {"rank": 2}, 3: {"rank": 1}}
+    some = [queued(number, Size(2, 100)) for number in (1, 2, 3)]
+    assert admitted(decided(READY, *some, hosts=[host(cpus=4)], change=ranks)) == {2, 3}
+
+
+@pytest.mark.parametrize("state_", [A.QUEUED, A.UNGATED, A.STRAY])
+def test_a_job_that_cannot_be_served_is_revoked_wherever_it_waits(state_: AttemptState) -> None:
+    scenario = Scenario(attempt={"state": state_})
+    job_cannot_be_served(scenario)
+    assert scenario.admit().of(5)[0] is Event.IMPOSSIBLE
+
+
+def test_a_fault_in_considering_one_attempt_quarantines_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    consider = Admission.consider
+
+    def faulty(self: Admission, one: Attempt) -> None:
+        if one.id == 5:
+            raise ZeroDivisionError
+        consider(self, one)
+
+    monkeypatch.setattr(Admission, "consider", faulty)
+    outcomes = Scenario(behind=[NEXT]).admit()
+    assert outcomes.of(5)[0] is Event.QUARANTINED and outcomes.of(6)[0] is Event.ADMITTED
 
 
 # --- case 8: joined spares that are on offer --------------------------------------------------------

@@ -462,6 +462,40 @@ def test_a_job_that_was_completing_and_is_requeued_says_so() -> None:
     assert reasons(harness, Event.RESTARTED) == ["the scheduler requeued the job"]
 
 
+def test_a_job_that_an_old_observation_does_not_show_is_not_over() -> None:
+    harness = PlannerHarness()
+    attempt = harness.to_allocated()
+    harness.jobs.clear()
+    harness.ended(attempt.key)
+    harness.observe()
+    harness.commit()
+    assert harness.attempt().state is A.ALLOCATED, "the observation began as the last effect ended"
+    harness.run()
+    assert harness.attempt().outcome == "done"
+    assert harness.attempt().reason == "the scheduler no longer shows the job"
+
+
+def test_a_job_that_changes_into_one_that_cannot_be_served_is_revoked_with_the_reason() -> None:
+    harness = PlannerHarness()
+    harness.job()
+    harness.run()
+    harness.job(problem="it cannot be served", request=None)
+    harness.run()
+    harness.run()
+    assert (harness.attempt().outcome, harness.attempt().reason) == ("revoked", "it cannot be served")
+    assert harness.attempt().request.nodes == 0
+
+
+def test_what_its_user_changes_while_it_waits_is_kept() -> None:
+    harness = PlannerHarness()
+    harness.job()
+    harness.run()
+    harness.job(name="other", work_dir="/elsewhere", uid=1001)
+    harness.run()
+    attempt = harness.attempt()
+    assert (attempt.job_name, attempt.work_dir, attempt.uid) == ("other", "/elsewhere", 1001)
+
+
 # --- faults of ours ---------------------------------------------------------------------------------
 
 

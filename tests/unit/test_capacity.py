@@ -122,6 +122,11 @@ def test_a_host_that_is_smaller_than_a_templates_cpus_holds_nothing() -> None:
     assert largest_on(host, "slim", replace(POLICY, base=Size(1, 256))).memory > 0
 
 
+def test_sizes_are_whole_mib() -> None:
+    rigid = Host("h1", Size(4, 5000), template_copies=2, images={"slim": frozenset({"fork"})})
+    assert str(template_size(Size(1, 1400), rigid, "slim", POLICY)) == "1 CPU, 1536 MiB"
+
+
 @pytest.mark.parametrize(("block", "overhead"), [(128, 32), (1024, 32), (128, 500), (1, 0)])
 def test_the_largest_node_follows_the_block_size_and_the_overhead_of_its_host(block: int, overhead: int) -> None:
     host = Host("h1", Size(4, 4096), images={"slim": ABLE}, memory_block=block, vm_overhead=overhead)

@@ -66,13 +66,13 @@ OFFERS: list[tuple[O, E | None]] = [
 @pytest.mark.parametrize(("row", "kind", "text"), EFFECTS)
 def test_a_state_permits_one_effect_on_its_own_row_and_none_in_quarantine(row: Row, kind: E | None, text: str) -> None:
     assert effect_of(row) == (Effect(kind, row.key, text) if kind else None)
-    assert effect_of(replace(row, quarantined="somebody has to look at it")) is None
+    assert effect_of(replace(row, quarantined="an operator has to end it")) is None
 
 
 @pytest.mark.parametrize(("state", "kind"), OFFERS)
 def test_an_offer_permits_its_effect_under_the_key_of_its_vm(state: O, kind: E | None) -> None:
     assert effect_of(offer(state, id=3)) == (Effect(kind, Key("vm", 3)) if kind else None)
-    assert effect_of(replace(offer(state, id=3), quarantined="somebody has to look at it")) is None
+    assert effect_of(replace(offer(state, id=3), quarantined="an operator has to end it")) is None
 
 
 def test_the_effect_of_a_vm_replaces_that_of_its_offer() -> None:
@@ -89,7 +89,7 @@ def test_the_effect_of_a_vm_replaces_that_of_its_offer() -> None:
     }
 
 
-@pytest.mark.parametrize("trouble", [{"state": V.LOST}, {"quarantined": "somebody has to look at it"}])
+@pytest.mark.parametrize("trouble", [{"state": V.LOST}, {"quarantined": "an operator has to end it"}])
 def test_the_offer_of_a_vm_that_can_serve_no_job_is_withdrawn(trouble: dict[str, object]) -> None:
     spare = replace(vm(V.JOINED, pool=Depth.JOINED), **trouble)  # type: ignore[arg-type]
     held = state(spare, offer(O.OPEN))

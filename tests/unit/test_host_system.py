@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from multiverse.system import files
-from multiverse.system.locks import is_locked, locked_directory, locked_file, try_locked_file
+from multiverse.system.locks import is_locked, locked_directory, locked_file, try_locked_directory, try_locked_file
 from multiverse.system.processes import ProcessIdentity
 
 
@@ -112,8 +112,12 @@ def test_a_directory_lock_is_not_had_without_the_directory(tmp_path: Path) -> No
         assert not there
     with locked_directory(tmp_path / "a/b", create=True) as there:
         assert there and (tmp_path / "a/b").is_dir()
-        with try_locked_file(tmp_path / "lock") as ours:
-            assert ours
+        with try_locked_directory(tmp_path / "a/b") as ours:
+            assert not ours
+    with try_locked_directory(tmp_path / "a/b") as ours:
+        assert ours
+    with locked_directory(tmp_path / "a/b", create=True), try_locked_file(tmp_path / "lock") as ours:
+        assert ours
 
 
 def test_a_process_is_identified_by_pid_start_time_and_boot() -> None:

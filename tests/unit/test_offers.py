@@ -1,4 +1,4 @@
-"""Joined spares that jobs take by themselves, as they are submitted: the planner's rules, and the files."""
+"""Joined spares that jobs take by themselves, as they are submitted: the planner's rules."""
 
 from __future__ import annotations
 
@@ -183,13 +183,13 @@ def test_a_guest_that_refuses_the_user_ends_and_its_node_goes_down(state: JobSta
     s.taken()
     s.comes("7", s.spare, state)
     s.effect_ended_at[s.attempt().key] = s.clock.time + 5.0
-    s.refused[s.attempt().key] = "it could not be told of its user"
-    s.run(failed(s.attempt(), EffectKind.PIN, Refused("it could not be told of its user")))
+    s.refused[s.attempt().key] = "it could not add the user"
+    s.run(failed(s.attempt(), EffectKind.PIN, Refused("it could not add the user")))
     assert s.attempt().state is A.INTRODUCING, "the observation began before the effect ended"
     s.pass_time(5.0)
     s.run()
     (vm,) = s.all_vms()
-    assert vm.state is V.ENDING and vm.reason == "it could not be told of its user"
+    assert vm.state is V.ENDING and vm.reason == "it could not add the user"
     assert effect_of(vm) == Effect(EffectKind.END, vm.key), "which sets its node DOWN"
     assert s.attempt().state is A.ALLOCATED, "the scheduler decides about its job"
 
@@ -198,8 +198,8 @@ def test_a_guest_that_knows_the_user_is_not_ended_because_it_refuses_the_second_
     s = SparesHarness()
     s.taken()
     s.effect_ended_at[s.attempt().key] = s.clock.time + 5.0
-    s.refused[s.attempt().key] = "it could not be told of its user"
-    s.run(failed(s.attempt(), EffectKind.PIN, Refused("it could not be told of its user")))
+    s.refused[s.attempt().key] = "it could not add the user"
+    s.run(failed(s.attempt(), EffectKind.PIN, Refused("it could not add the user")))
     s.pass_time(5.0)
     s.introduced()  # by the first request, whose answer was lost
     assert s.attempt().state is A.ALLOCATED and [vm.state for vm in s.all_vms()] == [V.SERVING]

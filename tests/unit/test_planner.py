@@ -157,7 +157,7 @@ def test_a_job_cancelled_on_the_way_releases_its_vms(stage: str, gone: bool) -> 
         harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.ENDED, result="CANCELLED")
     harness.run()
     harness.run()
-    # Of a pinned job that is no longer shown nobody knows whether it ran.
+    # Whether a pinned job that is no longer shown has run is not known.
     outcome = "done" if stage == "to_spawned" and gone else "cancelled"
     assert harness.attempt().state is A.RECLAIMING and harness.attempt().outcome == outcome
     assert states(harness) == ["releasing"]

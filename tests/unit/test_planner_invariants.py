@@ -61,11 +61,60 @@ def turns(draw: st.DrawFn) -> list[tuple[str, int, int, int]]:
     return draw(st.lists(st.tuples(what, number, number, number), min_size=1, max_size=40))
 
 
-def act(harness: PlannerHarness, what: str, which: int, how: int, much: int) -> Message | None:
+def live_rows(harness: PlannerHarness) -> list[Row]:
     rows = harness.rows
-    vms = [vm.name for vm in rows.vms.values()] + ["mvtest0-9999"]
-    name = vms[which % len(vms)]
-    live: list[Row] = [*rows.attempts.values(), *rows.vms.values(), *rows.templates.values(), *rows.offers.values()]
+    return [*rows.attempts.values(), *rows.vms.values(), *rows.templates.values(), *rows.offers.values()]
+
+
+def name_of(harness: PlannerHarness, which: int) -> str:
+    """The name of some VM, or one that no row has."""
+    names = [vm.name for vm in harness.rows.vms.values()] + ["mvtest0-9999"]
+    return names[which % len(names)]
+
+
+def change_job(harness: PlannerHarness, which: int, how: int, much: int) -> None:
+    rows, job = harness.rows, harness.jobs[str(which)]
+    mine = [a for a in rows.attempts.values() if a.job.job_id == str(which)]
+    nodes = tuple(vm.name for vm in rows.vms.values() if mine and vm.attempt == mine[0].id)
+    harness.jobs[str(which)] = [
+        replace(job, state=JobState.RUNNING, nodes=nodes, gated=False),
+        replace(job, state=JobState.COMPLETING),
+        replace(job, state=JobState.ENDED, result="COMPLETED", nodes=()),
+        replace(job, held=True, eligible=False),
+        replace(job, held=False, eligible=True),
+        replace(job, ref=replace(job.ref, restarts=job.ref.restarts + 1), state=JobState.PENDING, nodes=()),
+        replace(job, gated=False, pinned=mine[0].feature if mine else "mv_77"),
+        replace(job, gated=True, pinned=None),
+        replace(job, request=Request(1, Size(1 + much, 300))),
+        replace(job, problem="it cannot be served", request=None),
+        replace(job, state=JobState.RUNNING, nodes=("elsewhere",)),
+        replace(job, state=JobState.SUSPENDED),
+    ][how]
+
+
+def change_offers(harness: PlannerHarness, which: int, how: int, much: int) -> None:
+    """The scheduler shows other offers; one that is taken has a job."""
+    name = name_of(harness, which)
+    harness.offers = [None, {}, {name: False}, {name: True}][how % 4]
+    spare = next((vm for vm in harness.rows.vms.values() if vm.name == name), None)
+    if how % 4 == 3 and spare is not None:
+        ref = JobRef(str(20 + which), 500)
+        taker = Job(ref, "j", 1000, JobState.PENDING, Request(1, Size(1, 100)), gated=False, pinned=spare.feature)
+        state = [JobState.PENDING, JobState.RUNNING, JobState.COMPLETING][much % 3]
+        harness.jobs[ref.job_id] = replace(taker, state=state, nodes=(name,) if much % 3 else ())
+
+
+def advance_vms(harness: PlannerHarness) -> None:
+    """Every VM comes as far as its row permits."""
+    for vm in harness.rows.vms.values():
+        harness.ended(vm.key)
+        awake = vm.state in (VmState.STARTING, VmState.JOINED, VmState.SERVING)
+        harness.seen(vm.name, VmCondition.RUNNING if awake else VmCondition.PARKED)
+        if awake:
+            harness.node(vm.name)
+
+
+def act_on_scheduler(harness: PlannerHarness, what: str, which: int, how: int, much: int) -> None:
     match what:
         case "submit":
             size = Size(1 + how % 5, 100 * (1 + much))
@@ -73,71 +122,70 @@ def act(harness: PlannerHarness, what: str, which: int, how: int, much: int) -> 
                 JobRef(str(which), 500 + much), "j", 1000, JobState.PENDING, Request(1 + how % 3, size), rank=how
             )
         case "job" if str(which) in harness.jobs:
-            job = harness.jobs[str(which)]
-            mine = [a for a in rows.attempts.values() if a.job.job_id == str(which)]
-            nodes = tuple(vm.name for vm in rows.vms.values() if mine and vm.attempt == mine[0].id)
-            harness.jobs[str(which)] = [
-                replace(job, state=JobState.RUNNING, nodes=nodes, gated=False),
-                replace(job, state=JobState.COMPLETING),
-                replace(job, state=JobState.ENDED, result="COMPLETED", nodes=()),
-                replace(job, held=True, eligible=False),
-                replace(job, held=False, eligible=True),
-                replace(job, ref=replace(job.ref, restarts=job.ref.restarts + 1), state=JobState.PENDING, nodes=()),
-                replace(job, gated=False, pinned=mine[0].feature if mine else "mv_77"),
-                replace(job, gated=True, pinned=None),
-                replace(job, request=Request(1, Size(1 + much, 300))),
-                replace(job, problem="it cannot be served", request=None),
-                replace(job, state=JobState.RUNNING, nodes=("elsewhere",)),
-                replace(job, state=JobState.SUSPENDED),
-            ][how]
+            change_job(harness, which, how, much)
+        case "node":
+            harness.node(name_of(harness, which), list(NodeState)[how % 4])
+        case "offer":
+            change_offers(harness, which, how, much)
+        case _:
+            pass
+
+
+def act_on_hypervisor(harness: PlannerHarness, what: str, which: int, how: int) -> None:
+    name = name_of(harness, which)
+    match what:
         case "vm":
             harness.seen(name, list(VmCondition)[how % 5])
-        case "node":
-            harness.node(name, list(NodeState)[how % 4])
+        case "introduce":
+            harness.vms[name] = VmSeen(name, "h1", VmCondition.RUNNING, introduced=(1000,))
+        case "progress":
+            advance_vms(harness)
         case "template":
             harness.template() if how % 2 else harness.templates.clear()
         case "host":
             harness.hosts = {} if how == 0 else PlannerHarness().hosts
-        case "effect" if live:
-            harness.effect_ended_at[live[which % len(live)].key] = float("inf") if how == 0 else harness.clock.time
-        case "error" if live:
-            row = live[which % len(live)]
-            kinds = list(EffectKind)
-            return Done(row.key, kinds[how % len(kinds)], str(row.state), ERRORS[much % len(ERRORS)]("no"))
+        case _:
+            pass
+
+
+def act_on_observers(harness: PlannerHarness, what: str, which: int, how: int, much: int) -> None:
+    match what:
         case "time":
             harness.pass_time(much * 30.0)
         case "source":
             harness.scheduler_known, harness.hypervisor_known = how % 3 > 0, much % 3 > 0
             harness.unknown_since = harness.clock.time - 30.0 * (which % 4)
-        case "command":
-            verb = ["build", "drop", "fence", "retry"][how % 4]
-            return Command(verb, "h1", "slim", live[which % len(live)].key if live and verb == "retry" else None)
-        case "offer":
-            harness.offers = [None, {}, {name: False}, {name: True}][how % 4]
-            if how % 4 == 3 and name != "mvtest0-9999":  # a job has taken it as it was submitted
-                spare = next(vm for vm in rows.vms.values() if vm.name == name)
-                ref = JobRef(str(20 + which), 500)
-                taker = Job(
-                    ref, "j", 1000, JobState.PENDING, Request(1, Size(1, 100)), gated=False, pinned=spare.feature
-                )
-                state = [JobState.PENDING, JobState.RUNNING, JobState.COMPLETING][much % 3]
-                harness.jobs[ref.job_id] = replace(taker, state=state, nodes=(name,) if much % 3 else ())
-        case "refuse" if live:
-            harness.refused[live[which % len(live)].key] = "no"
-        case "introduce":
-            harness.vms[name] = VmSeen(name, "h1", VmCondition.RUNNING, introduced=(1000,))
-        case "progress":  # every VM comes as far as its row permits
-            for vm in rows.vms.values():
-                harness.ended(vm.key)
-                awake = vm.state in (VmState.STARTING, VmState.JOINED, VmState.SERVING)
-                harness.seen(vm.name, VmCondition.RUNNING if awake else VmCondition.PARKED)
-                if awake:
-                    harness.node(vm.name)
         case "forget":
             [harness.vms, harness.nodes, harness.jobs][how % 3].clear()  # type: ignore[index]
         case _:
             pass
+
+
+def message_of(harness: PlannerHarness, what: str, which: int, how: int, much: int) -> Message | None:
+    """What an effect reports of some row, or an operator asks for."""
+    live = live_rows(harness)
+    row = live[which % len(live)] if live else None
+    if what == "command":
+        verb = ["build", "drop", "fence", "retry"][how % 4]
+        return Command(verb, "h1", "slim", row.key if row and verb == "retry" else None)
+    match what:
+        case "effect" if row:
+            harness.effect_ended_at[row.key] = float("inf") if how == 0 else harness.clock.time
+        case "refuse" if row:
+            harness.refused[row.key] = "no"
+        case "error" if row:
+            kinds = list(EffectKind)
+            return Done(row.key, kinds[how % len(kinds)], str(row.state), ERRORS[much % len(ERRORS)]("no"))
+        case _:
+            pass
     return None
+
+
+def act(harness: PlannerHarness, what: str, which: int, how: int, much: int) -> Message | None:
+    act_on_scheduler(harness, what, which, how, much)
+    act_on_hypervisor(harness, what, which, how)
+    act_on_observers(harness, what, which, how, much)
+    return message_of(harness, what, which, how, much)
 
 
 def check(harness: PlannerHarness) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -43,17 +44,29 @@ H1 = Host("h1", Size(4, 8192, 65536), frozenset({"instant"}), images=IMAGES)
 DEAD, RUNNING = VmCondition.DEAD, VmCondition.RUNNING
 
 
-def decided(*some: Row, jobs: tuple[Job, ...] = (), seen: VmCondition | None = None, why: str = "",
-            node: Node | None = None, effect_ended_at: dict[Key, float] | None = None, at: float = NOW,
-            scheduler: bool = True, built: bool = True) -> list[Change]:  # fmt: skip
-    """The changes of one pass in which the first VM is shown so, on a host in sight."""
+@dataclass(frozen=True)
+class Shown:
+    """What both sides show of the first VM, its node and its template, observed at `at`. `seen` None: no VM."""
+
+    seen: VmCondition | None = None
+    why: str = ""
+    node: Node | None = None
+    at: float = NOW
+    scheduler: bool = True
+    built: bool = True
+
+
+def decided(
+    *some: Row, jobs: tuple[Job, ...] = (), effect_ended_at: dict[Key, float] | None = None, **shown: Any
+) -> list[Change]:
+    """The changes of one pass on these rows. The other arguments are those of `Shown`."""
+    one = Shown(**shown)
     name = "mvtest0-1"
-    vms = {name: VmSeen(name, "h1", seen, why)} if seen else {}
+    vms = {name: VmSeen(name, "h1", one.seen, one.why)} if one.seen else {}
     frozen = TemplateSeen("t", "h1", "slim", TemplateCondition.READY, Size(1, 256))
-    view = SchedulerView({job.ref.job_id: job for job in jobs}, {name: node} if node else {})
-    templates = {frozen.which: frozen} if built else {}
-    shown = view if scheduler else None
-    world = world_of(shown, HypervisorView({"h1": H1}, vms, templates), at, effect_ended_at=effect_ended_at or {})
+    view = SchedulerView({job.ref.job_id: job for job in jobs}, {name: one.node} if one.node else {})
+    hypervisor = HypervisorView({"h1": H1}, vms, {frozen.which: frozen} if one.built else {})
+    world = world_of(view if one.scheduler else None, hypervisor, one.at, effect_ended_at=effect_ended_at or {})
     return changes_of(plan(state(*some, now=NOW), world, [], NOW, POLICY))
 
 
@@ -66,6 +79,12 @@ def job(of: Attempt, state: JobState = JobState.PENDING, *, pinned: bool = False
     feature = of.feature if pinned else None
     made = Job(of.job, of.job_name, of.uid, state, of.request, gated=not pinned, pinned=feature)
     return replace(made, **more)  # type: ignore[arg-type]
+
+
+def only(harness: PlannerHarness) -> str:
+    """The name of the attempt's one VM."""
+    (vm,) = harness.all_vms()
+    return vm.name
 
 
 # --- observations -----------------------------------------------------------------------------------
@@ -204,6 +223,152 @@ def test_a_template_in_quarantine_is_left_alone() -> None:
 def test_a_template_that_is_built_has_forgotten_its_failures() -> None:
     (change,) = decided(template(T.BUILDING, tries=3))
     assert isinstance(change.row, Template) and (change.row.state, change.row.tries) == (T.READY, 0)
+
+
+@pytest.mark.parametrize("said", ["", "its file system is gone"])
+def test_a_template_that_vanishes_is_absent_and_frees_its_claim(said: str) -> None:
+    harness = PlannerHarness()
+    harness.to_claimed()
+    (row,) = harness.rows.templates.values()
+    del harness.templates[row.which]
+    if said:
+        harness.templates[row.which] = TemplateSeen("t", "h1", "slim", TemplateCondition.BROKEN, row.size, said)
+    harness.run()
+    assert not harness.rows.templates and row.key not in {claim.owner for claim in harness.rows.claims}
+    (entry,) = [entry for entry in harness.store.journal() if entry.event == "vanished"]
+    assert entry.reason == (said or "it is no longer there")
+
+
+def test_a_template_is_ready_in_an_observation_that_began_after_its_effect() -> None:
+    harness = PlannerHarness()
+    harness.job()
+    harness.run()
+    (row,) = harness.rows.templates.values()
+    harness.template()
+    harness.ended(row.key)
+    harness.observe()
+    harness.commit()
+    assert next(iter(harness.rows.templates.values())).state is TemplateState.BUILDING, (
+        "that observation began no later"
+    )
+    harness.run()
+    (row,) = harness.rows.templates.values()
+    assert (row.state, row.tries) == (TemplateState.READY, 0)
+
+
+# --- from the creation of a VM to its death ----------------------------------------------------------
+
+
+def test_a_vm_that_dies_while_it_is_made_fails_when_its_creation_has_ended() -> None:
+    harness = PlannerHarness()
+    harness.to_claimed()
+    (vm,) = harness.all_vms()
+    harness.vms[vm.name] = VmSeen(vm.name, "h1", VmCondition.DEAD, "its QEMU has ended")
+    harness.effect_ended_at[vm.key] = float("inf")  # its creation is under way
+    harness.run()
+    assert harness.all_vms()[0].state is V.PLANNED
+    harness.ended(vm.key)
+    harness.observe()
+    harness.commit()
+    assert harness.all_vms()[0].state is V.PLANNED, "an observation that began as the creation ended may be older"
+    harness.run()
+    dead = harness.all_vms()[0]
+    assert (dead.state, dead.reason) == (V.ENDING, "its QEMU has ended")
+
+
+def test_a_vm_that_is_dead_without_a_reason_is_given_one() -> None:
+    harness = PlannerHarness()
+    harness.to_claimed()
+    (vm,) = harness.all_vms()
+    harness.seen(vm.name, VmCondition.DEAD)
+    harness.run()
+    assert harness.all_vms()[0].reason == "the VM died while it was made"
+
+
+def test_a_vm_that_is_being_made_stays_planned() -> None:
+    harness = PlannerHarness()
+    harness.to_claimed()
+    harness.seen(only(harness), VmCondition.MAKING)
+    harness.run()
+    assert harness.all_vms()[0].state is V.PLANNED
+
+
+def test_absence_counts_only_in_an_observation_that_began_after_the_effect_ended() -> None:
+    harness = PlannerHarness()
+    harness.to_spawning()
+    (vm,) = harness.all_vms()
+    harness.vms.clear()
+    harness.effect_ended_at[vm.key] = float("inf")
+    harness.run()
+    assert harness.all_vms()[0].state is V.STARTING
+    harness.ended(vm.key)
+    harness.observe()
+    harness.commit()
+    assert harness.all_vms()[0].state is V.STARTING
+    harness.run()
+    assert harness.all_vms()[0].state is V.ENDING and harness.all_vms()[0].reason == "the VM died"
+
+
+def test_a_dead_vm_is_kept_while_its_job_is_on_its_way_back_to_the_gate() -> None:
+    """Its node is deleted with it, and a job that is pinned to no node may never start."""
+    harness = PlannerHarness()
+    attempt = harness.to_spawned()
+    harness.job(gated=False, pinned=attempt.feature)
+    harness.pass_time(POLICY.pin_timeout + 1)
+    harness.run()
+    assert harness.attempt().state is A.RETURNING
+    harness.seen(only(harness), VmCondition.DEAD)
+    harness.run()
+    harness.run()
+    assert harness.all_vms()[0].state is V.DEAD, "still pinned"
+    harness.job(gated=True, pinned=None)
+    harness.ended(harness.attempt().key)
+    harness.run()
+    assert harness.all_vms()[0].state is V.REMOVING
+
+
+@pytest.mark.parametrize("outcome", ["done", "cancelled"])
+def test_a_dead_vm_of_a_job_that_is_over_is_ended_at_once(outcome: str) -> None:
+    harness = PlannerHarness()
+    harness.to_allocated() if outcome == "done" else harness.to_spawned()
+    state = JobState.COMPLETING if outcome == "done" else JobState.ENDED
+    harness.job(state=state, result="CANCELLED")
+    harness.seen(only(harness), VmCondition.DEAD)
+    harness.run()
+    assert harness.all_vms()[0].state is V.ENDING
+
+
+def test_a_vm_that_dies_under_its_running_job_is_ended_and_the_scheduler_decides() -> None:
+    harness = PlannerHarness()
+    harness.to_allocated()
+    harness.seen(only(harness), VmCondition.DEAD)
+    harness.run()
+    assert harness.all_vms()[0].state is V.ENDING and harness.attempt().state is A.ALLOCATED
+
+
+def test_an_attempt_that_is_over_leaves_neither_vm_nor_claim() -> None:
+    harness = PlannerHarness()
+    attempt = harness.to_allocated()
+    (vm,) = harness.all_vms()
+    harness.job(state=JobState.ENDED, result="COMPLETED", nodes=())
+    harness.ended(attempt.key)
+    harness.run()
+    harness.run()
+    assert harness.all_vms()[0].state is V.RELEASING
+    harness.clear()
+    harness.run()
+    assert harness.all_vms()[0].state is V.GONE and harness.attempt().state is A.DONE
+    assert vm.key not in {claim.owner for claim in harness.rows.claims}
+
+
+def test_a_node_that_is_only_joining_is_not_registered() -> None:
+    harness = PlannerHarness()
+    harness.to_spawning()
+    name = only(harness)
+    harness.seen(name, VmCondition.RUNNING)
+    harness.node(name, NodeState.JOINING)
+    harness.run()
+    assert harness.all_vms()[0].state is V.STARTING
 
 
 # --- claims -----------------------------------------------------------------------------------------

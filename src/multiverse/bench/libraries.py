@@ -36,9 +36,9 @@ from pathlib import Path
 from typing import Any
 
 from multiverse.bench.stats import median, ratio
-from multiverse.host import filter as firewall
-from multiverse.host import link, manifest, process
-from multiverse.host.qmp import Command, Monitor
+from multiverse.host import firewall, manifest, process, tap
+from multiverse.host.qemu.qmp import Command, Monitor
+from multiverse.system.processes import ProcessIdentity
 
 BRIDGE, MAC = "mvbench", "02:4d:00:00:00:07"
 _INSIDE = "MULTIVERSE_BENCH_NAMESPACE"
@@ -122,7 +122,7 @@ def optional(name: str) -> Any:
 
 
 def psutil_pairs(psutil: Any, place: Place) -> Iterator[Pair]:
-    pid, started = place.pid, process.start_time(place.pid)
+    pid, identity = place.pid, ProcessIdentity.of(place.pid)
     handle = psutil.Process(pid)
     created = handle.create_time()
 
@@ -138,11 +138,15 @@ def psutil_pairs(psutil: Any, place: Place) -> Iterator[Pair]:
         part = f"{place.qmp}"
         return [p.pid for p in psutil.process_iter(["cmdline"]) if any(part in a for a in p.info["cmdline"] or ())]
 
-    yield Pair("is a recorded process alive", lambda: process.alive(pid, started), same)
-    yield Pair("the same, psutil's object kept", lambda: process.alive(pid, started), handle.is_running)
-    yield Pair("CPU time and resident memory", lambda: (process.cpu_seconds(pid), process.resident(pid)), usage)
-    yield Pair("unique memory and PSS of a QEMU", lambda: process.memory(pid), handle.memory_full_info, rounds=100)
-    yield Pair("find processes by command line", lambda: list(process.with_part(str(place.qmp))), found, rounds=100)
+    yield Pair("is a recorded process alive", identity.is_alive, same)
+    yield Pair("the same, psutil's object kept", identity.is_alive, handle.is_running)
+    yield Pair("CPU time and resident memory", lambda: (process.cpu_seconds(pid), process.resident_memory(pid)), usage)
+    yield Pair(
+        "unique memory and PSS of a QEMU", lambda: process.exact_memory(pid), handle.memory_full_info, rounds=100
+    )
+    yield Pair(
+        "find processes by command line", lambda: list(process.find_by_argument(str(place.qmp))), found, rounds=100
+    )
 
 
 def psutil_facts(psutil: Any, place: Place) -> Iterator[Fact]:
@@ -161,9 +165,9 @@ def psutil_facts(psutil: Any, place: Place) -> Iterator[Fact]:
     yield Fact("a recorded start time holds after the clock is set", "yes, by definition: clock ticks since boot",
                "yes" if before == after else f"no: it moved by {after - before:g} s")  # fmt: skip
     child = subprocess.Popen(["true"])
-    born = process.start_time(child.pid)
+    zombie = ProcessIdentity.of(child.pid)
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    yield Fact("a zombie counts as running", "yes" if process.alive(child.pid, born) else "no",
+    yield Fact("a zombie counts as running", "yes" if zombie.is_alive() else "no",
                "yes" if psutil.Process(child.pid).is_running() else "no")  # fmt: skip
     child.wait()
 
@@ -172,15 +176,15 @@ def psutil_facts(psutil: Any, place: Place) -> Iterator[Fact]:
 
 
 def open_tap(ip: Any, name: str) -> int:
-    """What link.open_tap does, with pyroute2 for all but the descriptor, which it has no call for."""
+    """What tap.open_tap does, with pyroute2 for all but the descriptor, which it has no call for."""
     fd = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-    flags = link.IFF_TAP | link.IFF_NO_PI | link.IFF_VNET_HDR
-    fcntl.ioctl(fd, link.TUNSETIFF, struct.pack("16sH22x", name.encode(), flags))
+    flags = tap.IFF_TAP | tap.IFF_NO_PI | tap.IFF_VNET_HDR
+    fcntl.ioctl(fd, tap.TUNSETIFF, struct.pack("16sH22x", name.encode(), flags))
     index = socket.if_nametoindex(name)
     ip.link("set", index=index, address="fe" + MAC[2:], master=socket.if_nametoindex(BRIDGE))
     ip.brport("set", index=index, isolated=1, unicast_flood=0)
     ip.link("set", index=index, state="up")  # with brport, "state" would be the port's state of spanning tree
-    ip.fdb("add", ifindex=index, lladdr=MAC, state=link.NUD_NOARP, flags=link.NTF_MASTER)
+    ip.fdb("add", ifindex=index, lladdr=MAC, state=tap.NUD_NOARP, flags=tap.NTF_MASTER)
     return fd
 
 
@@ -189,7 +193,7 @@ def pyroute2_pairs(pyroute2: Any, place: Place) -> Iterator[Pair]:
     opened: list[int] = []
 
     def ours() -> None:
-        opened.append(link.open_tap("mvb-tap", BRIDGE, MAC))
+        opened.append(tap.open_tap("mvb-tap", BRIDGE, MAC))
 
     def theirs() -> None:
         opened.append(open_tap(kept, "mvb-tap"))
@@ -204,13 +208,13 @@ def pyroute2_pairs(pyroute2: Any, place: Place) -> Iterator[Pair]:
 
     yield Pair("make a tap that is a bridge's port", ours, theirs, close, rounds=200)
     yield Pair("the same, a socket for each", ours, theirs_opened, close, rounds=200)
-    fd = link.open_tap("mvb-port", BRIDGE, MAC)
+    fd = tap.open_tap("mvb-port", BRIDGE, MAC)
     index = socket.if_nametoindex("mvb-port")
-    yield Pair("isolate a port", lambda: link.isolate("mvb-port", True),
+    yield Pair("isolate a port", lambda: tap.set_isolated("mvb-port", True),
                lambda: kept.brport("set", index=index, isolated=1), rounds=500)  # fmt: skip
     octets = bytes.fromhex(MAC.replace(":", ""))
-    entry = {"ifindex": index, "lladdr": MAC, "state": link.NUD_NOARP, "flags": link.NTF_MASTER}
-    yield Pair("one entry of the bridge's table", lambda: link._expect(index, octets),
+    entry = {"ifindex": index, "lladdr": MAC, "state": tap.NUD_NOARP, "flags": tap.NTF_MASTER}
+    yield Pair("one entry of the bridge's table", lambda: tap._add_fdb_entry(index, octets),
                lambda: kept.fdb("replace", **entry), rounds=500)  # fmt: skip
     os.close(fd)
     kept.close()
@@ -230,7 +234,7 @@ def descriptors() -> int:
 
 
 def pyroute2_facts(pyroute2: Any, place: Place) -> Iterator[Fact]:
-    fd = link.open_tap("mvb-fact", BRIDGE, MAC)
+    fd = tap.open_tap("mvb-fact", BRIDGE, MAC)
     ours = port("mvb-fact")
     os.close(fd)
     before = descriptors()
@@ -272,7 +276,7 @@ _GUEST = f'"mvb-1" . {MAC} . 10.9.0.7'
 
 
 def elements(verb: str) -> str:
-    """The elements of one VM with one peer, as Filter.admit adds them."""
+    """The elements of one VM with one peer, as Firewall.allow adds them."""
     lines = [f"guests {{ {_GUEST} }}", "addresses { 10.9.0.7 }"]
     lines += [f'pairs {{ "{a}" . "{b}" }}' for a, b in (("mvb-1", "mvb-2"), ("mvb-2", "mvb-1"))]
     return "\n".join(f"{verb} element bridge mvb {line}" for line in lines)
@@ -294,7 +298,7 @@ def json_elements(verb: str) -> dict[str, Any]:
 
 
 def nftables_pairs(nftables: Any, place: Place) -> Iterator[Pair]:
-    own, theirs = firewall._Nft.opened(), nftables.Nftables()
+    own, theirs = firewall._Nft.load(), nftables.Nftables()
     assert own is not None
     table = firewall._TABLE.format(table="mvb", prefix="mvb-")
     assert own.run(table) == ""
@@ -329,7 +333,7 @@ def inheritable() -> set[int]:
 
 def nftables_facts(nftables: Any, place: Place) -> Iterator[Fact]:
     counts = []
-    for make in (firewall._Nft.opened, nftables.Nftables):
+    for make in (firewall._Nft.load, nftables.Nftables):
         before = inheritable()
         held = make()
         counts.append(len(inheritable() - before))
@@ -349,7 +353,7 @@ def filelock_pairs(filelock: Any, place: Place) -> Iterator[Pair]:
     kept = filelock.FileLock(path)
 
     def ours() -> None:
-        with manifest.locked(directory, make=False):
+        with manifest.locked(directory, create=False):
             pass
 
     def theirs() -> None:
@@ -362,7 +366,7 @@ def filelock_pairs(filelock: Any, place: Place) -> Iterator[Pair]:
 
     yield Pair("lock and unlock", ours, theirs, rounds=3000)
     yield Pair("the same, filelock's object kept", ours, theirs_kept, rounds=3000)
-    yield Pair("from release to the waiter's turn", lambda: handover(lambda: manifest.locked(directory, make=False)),
+    yield Pair("from release to the waiter's turn", lambda: handover(lambda: manifest.locked(directory, create=False)),
                lambda: handover(lambda: filelock.FileLock(path)), rounds=40)  # fmt: skip
 
 
@@ -463,9 +467,9 @@ import multiverse.service.daemon
 from multiverse.host import process
 ours, theirs = sys.argv[1:]
 def cost(name):
-    before, count, began = process.memory(os.getpid())[0], len(sys.modules), time.perf_counter()
+    before, count, began = process.exact_memory(os.getpid())[0], len(sys.modules), time.perf_counter()
     importlib.import_module(name)
-    return time.perf_counter() - began, process.memory(os.getpid())[0] - before, len(sys.modules) - count
+    return time.perf_counter() - began, process.exact_memory(os.getpid())[0] - before, len(sys.modules) - count
 del sys.modules[ours]
 print(json.dumps([cost(ours), cost(theirs)]))
 """
@@ -499,11 +503,11 @@ class Candidate:
 
 CANDIDATES = (
     Candidate("psutil", "psutil", "multiverse.host.process", psutil_pairs, psutil_facts),
-    Candidate("pyroute2", "pyroute2", "multiverse.host.link", pyroute2_pairs, pyroute2_facts),
-    Candidate("python3-nftables", "nftables", "multiverse.host.filter", nftables_pairs, nftables_facts,
+    Candidate("pyroute2", "pyroute2", "multiverse.host.tap", pyroute2_pairs, pyroute2_facts),
+    Candidate("python3-nftables", "nftables", "multiverse.host.firewall", nftables_pairs, nftables_facts,
               "a Debian package; its directory in PYTHONPATH"),
-    Candidate("filelock", "filelock", "multiverse.host.manifest", filelock_pairs, filelock_facts),
-    Candidate("qemu.qmp", "qemu.qmp", "multiverse.host.qmp", qmp_pairs, qmp_facts),
+    Candidate("filelock", "filelock", "multiverse.system.locks", filelock_pairs, filelock_facts),
+    Candidate("qemu.qmp", "qemu.qmp", "multiverse.host.qemu.qmp", qmp_pairs, qmp_facts),
 )  # fmt: skip
 
 

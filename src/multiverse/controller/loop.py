@@ -76,6 +76,7 @@ def policy_of(settings: Settings) -> Policy:
         overcommit=s.host.overcommit,
         floor=s.host.floor,
         provisioning=p.provisioning,
+        silence=p.silence,
         spawn_timeout=p.spawn_timeout,
         pin_timeout=p.pin_timeout,
         complete_timeout=p.complete_timeout,

@@ -6,13 +6,11 @@ is built in a directory beside its final place and then renamed, so an interrupt
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from multiverse.core.errors import Broken, Refused
@@ -21,6 +19,7 @@ from multiverse.images.catalog import Flavour, Image, load, write_manifest
 from multiverse.images.commands import Progress, mmdebstrap, run
 from multiverse.images.recipe import DISK_MIB, EXCLUDED, PACKAGES, VARIANT, Recipe
 from multiverse.images.root import AGENT_PATH, enable_unit, install_agent, kernel_release, strip_identity
+from multiverse.system.locks import locked_file
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,39}")
 _PACKAGE = re.compile(r"[a-z0-9][a-z0-9+.:-]*")
@@ -47,7 +46,7 @@ def build(
     recipe = Recipe.of(flavour, packages, hooks)
     base, key = recipe.keys()
     out_dir.mkdir(parents=True, exist_ok=True)
-    with _locked(out_dir / f".{name}.lock"):
+    with locked_file(out_dir / f".{name}.lock"):
         try:
             old = load(out_dir, name)
         except Refused:
@@ -87,13 +86,6 @@ def _check_arguments(name: str, flavour: Flavour, packages: Sequence[str]) -> No
         raise Refused(f"not valid names of packages: {' '.join(wrong)}", hint="use names that `apt-cache show` knows")
     if flavour not in PACKAGES:
         raise Refused(f"there is no image flavour {flavour!r}", hint="use slim or stock")
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _remove_remains(out_dir: Path, name: str) -> None:

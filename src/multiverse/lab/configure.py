@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pwd
 import socket
 from pathlib import Path
@@ -17,6 +16,7 @@ from multiverse.drivers.slurm import install
 from multiverse.images.catalog import list_images
 from multiverse.lab.layout import Layout
 from multiverse.lab.plan import LabPlan, outermost
+from multiverse.system import files
 
 CLUSTER = "multiverse"
 MEMORY_PER_CPU = 150  # MiB: Slurm's DefMemPerCPU
@@ -100,12 +100,7 @@ def _site(settings: Settings, plan: LabPlan, slurm_uid: int) -> install.Site:
 
 
 def _write(path: Path, content: str, mode: int = 0o644, owner: int = 0) -> None:
-    beside = path.with_name(f".{path.name}.new")
-    beside.touch(mode=0o600)
-    os.chown(beside, owner, -1)
-    beside.write_text(content)
-    beside.chmod(mode)
-    beside.replace(path)
+    files.replace(path, content, mode=mode, uid=owner)
 
 
 def environment(where: Layout) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import shutil
 import time
@@ -19,6 +18,7 @@ from multiverse.lab.configure import configure
 from multiverse.lab.layout import Layout
 from multiverse.lab.plan import LabOptions, decide, load
 from multiverse.lab.services import CONTROLLER, SERVICES, Lab, Service
+from multiverse.system.locks import try_locked_directory
 
 Progress = Callable[[str, str, float], None]
 """Called with the name of a step, its result, and the seconds it took."""
@@ -27,14 +27,10 @@ Progress = Callable[[str, str, float], None]
 @contextmanager
 def _locked(where: Layout) -> Iterator[None]:
     """Hold the lab's lock. `Refused` while another `up` or `down` holds it."""
-    descriptor = os.open(where.root, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with try_locked_directory(where.root) as ours:
+        if not ours:
+            raise Refused(f"another command uses the lab in {where.root}", hint="wait until it has ended")
         yield
-    except BlockingIOError as error:
-        raise Refused(f"another command uses the lab in {where.root}", hint="wait until it has ended") from error
-    finally:
-        os.close(descriptor)
 
 
 async def up(

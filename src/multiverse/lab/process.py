@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from multiverse.core.errors import Broken
+from multiverse.system import files
+from multiverse.system.processes import ProcessIdentity
 
 _INTERVAL = 0.02  # seconds between two attempts to connect to a starting daemon
 
@@ -36,7 +38,7 @@ class RunningDaemon:
 
     def alive(self) -> bool:
         """Whether this very process still runs."""
-        return self.boot == _boot_id() and _born(self.pid) == self.born
+        return ProcessIdentity(self.pid, self.born, self.boot).is_alive()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +51,6 @@ class DaemonCommand:
     env: Mapping[str, str] = field(default_factory=dict)
     umask: int = 0o022
     log_mode: int = 0o644
-
-
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def _born(pid: int) -> int | None:
-    """Field 22 of stat in proc(5); None for a process that has ended, reaped or not."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def recorded(record: Path) -> RunningDaemon | None:
@@ -98,11 +86,9 @@ def start(command: DaemonCommand, record: Path, digest: str) -> subprocess.Popen
             raise Broken(
                 f"cannot run {command.argv[0]}: {error.strerror}", hint="install the lab's packages: make setup"
             ) from error
-    running = RunningDaemon(process.pid, _born(process.pid) or 0, _boot_id(), digest, time.time())
-    beside = record.with_suffix(".new")
-    beside.write_text(json.dumps(asdict(running)))
-    beside.chmod(0o644)
-    beside.replace(record)
+    identity = ProcessIdentity.of(process.pid)
+    running = RunningDaemon(identity.pid, identity.started, identity.boot_id, digest, time.time())
+    files.replace(record, json.dumps(asdict(running)), mode=0o644)
     return process
 
 

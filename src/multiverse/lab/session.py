@@ -7,7 +7,6 @@ the session ends. After a session was killed, the next session in the same direc
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -28,6 +27,7 @@ from multiverse.lab.lifecycle import Progress
 from multiverse.lab.plan import LabOptions, load
 from multiverse.lab.services import Lab
 from multiverse.lab.users import PrivateUser, enter_private_namespace, private_users
+from multiverse.system.locks import try_locked_file
 
 USER, UID = "ada", 30707
 
@@ -88,13 +88,9 @@ def _without_interrupts() -> Iterator[None]:
 def _locked(where: Layout) -> Iterator[None]:
     """Hold the directory's lock. `Refused` while another session holds it."""
     where.make()
-    with (where.root / "session").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise Refused(
-                f"another session uses {where.root}", hint="wait until it has ended, or use another --dir"
-            ) from error
+    with try_locked_file(where.root / "session") as ours:
+        if not ours:
+            raise Refused(f"another session uses {where.root}", hint="wait until it has ended, or use another --dir")
         yield
 
 

@@ -28,6 +28,7 @@ from multiverse.service.backend import Backend
 from multiverse.service.processes import ProcessCounter
 from multiverse.store import open_store
 from multiverse.system.locks import try_locked_file
+from multiverse.system.processes import boot_id
 from multiverse.trace import RecordingHypervisor, RecordingScheduler, Trace
 
 log = structlog.get_logger()
@@ -43,7 +44,7 @@ class SystemClock:
         return time.time()
 
     def boot_id(self) -> str:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return boot_id()
 
 
 class _Server(uvicorn.Server):

@@ -38,6 +38,7 @@ def without_faults(seed: int, pair: Pair | None = None) -> Scenario:
     pacing = PacingSettings(provisioning=rng.choice((1, 4, 16)), attempts=rng.choice((2, 12)))
     image_choices = Random(f"{seed}/images")
     arrivals = tuple(_with_image(_arrival(rng), image_choices) for _ in range(rng.randint(1, 8)))
+    pacing = replace(pacing, silence=Random(f"{seed}/silence").choice((3.0, 10.0, 60.0)))
     settings = _with_pools(Settings(pacing=pacing, poll=rng.choice((2.0, 5.0))), Random(f"{seed}/pools"))
     if late := _arrivals_for_spares(seed, settings):
         cluster = replace(cluster, test_only_share=Random(f"{seed}/probes").choice((0.0, 0.0, 0.2)))

@@ -68,6 +68,16 @@ def try_locked_file(path: Path) -> Iterator[bool]:
 
 
 @contextmanager
+def try_locked_directory(directory: Path) -> Iterator[bool]:
+    """Hold the lock of a directory, which exists; gives False, without waiting, if it is taken."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield try_lock(fd) and _leads_to(directory, fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
 def locked_directory(directory: Path, *, create: bool) -> Iterator[bool]:
     """Hold the lock of a directory, which is created first if `create`; gives False if there is none.
 

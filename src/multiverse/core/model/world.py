@@ -92,10 +92,10 @@ class World:
 
     def vm(self, vm: Vm) -> VmSeen | None:
         """The VM as its source shows it. None if the source does not show it, or is unknown. A VM with another token is
-        another VM."""
+        another VM; a row or a VM of a release without tokens has none."""
         view = self.views.get(vm.source)
         seen = view.vms.get(vm.name) if view else None
-        return seen if seen is None or seen.token in ("", vm.token) else None
+        return seen if seen is None or not vm.token or seen.token in ("", vm.token) else None
 
     def ended_at(self, key: Key, never: float = 0.0) -> float:
         """When the row's last effect ended, infinity while one runs; `never` if none has begun."""
