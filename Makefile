@@ -1,17 +1,17 @@
-# Two commands matter: `make demo` and `make test`. Both install what they need.
+# The two main commands are `make demo` and `make test`. Both first install what they need.
 PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PATH
 
 .PHONY: help setup demo test lint unit images integration test-slow test-trixie mutants docs clean
 
 help:
-	@echo "make demo       build the image, start the lab, run real jobs in VMs, leave nothing running"
+	@echo "make demo       build the image, start the lab, run real jobs in VMs, then stop all of it"
 	@echo "make test       lint, types, unit, contract, simulation, integration on the real lab (root)"
-	@echo "make test-slow  what takes longer: three hours or more, with all of test-trixie"
-	@echo "make test-trixie the integration tests on Debian 13, with its Slurm 24.11 and QEMU 10, in a root of its own"
-	@echo "make mutants    would the tests notice? mutation testing of the core, half an hour or more"
+	@echo "make test-slow  the slow tests and test-trixie: three hours or more"
+	@echo "make test-trixie the integration tests on Debian 13, with its Slurm 24.11 and QEMU 10, in a root file system of its own"
+	@echo "make mutants    mutation tests of the core: do the unit tests notice changed decisions? an hour or more"
 	@echo "make setup      install packages and the Python environment only"
-	@echo "make docs       redraw the life cycle from the tables, and docs/options.md from its tests"
+	@echo "make docs       draw the state diagrams from the tables, and generate docs/options.md from its tests"
 
 setup:
 	@scripts/setup
