@@ -158,10 +158,11 @@ def test_a_size_that_another_host_contains_is_left_out() -> None:
 
 
 def test_hosts_out_of_reach_count_as_they_were_observed_last() -> None:
-    """`largest_nodes` is given all known hosts: no observation takes one away, not even a fence."""
+    """`largest_nodes` is given all known hosts: only a fence takes one away, as in admission."""
     near, away = known("h1", 4, 4096), known("h2", 64, 65536)
     fenced = replace(away, state=HostState.FENCED)
-    assert nodes(near, away) == nodes(near, fenced) == nodes(away)
+    assert nodes(near, away) == nodes(away)
+    assert nodes(near, fenced) == nodes(near) != nodes(away)
 
 
 @pytest.mark.parametrize("named", [1, 2])

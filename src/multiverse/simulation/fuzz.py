@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing
 import os
@@ -80,8 +81,23 @@ def save(scenario: Scenario, path: Path) -> None:
 
 
 def load(path: Path) -> Scenario:
-    """Read what `save` wrote. Raises `Refused` for anything else."""
+    """Read what `save` wrote. Raises `Refused` for anything else, also for a field that this release does not know."""
     try:
-        return _SCENARIO.validate_json(path.read_bytes())
+        scenario = _SCENARIO.validate_json(path.read_bytes())
+        if unknown := _unknown(json.loads(path.read_bytes()), json.loads(_SCENARIO.dump_json(scenario))):
+            raise Refused(f"{path} has fields of another release: {', '.join(unknown)}", hint="shrink its seed again")
+        return scenario
     except (OSError, ValidationError) as error:
         raise Refused(f"{path} is no scenario: {error}", hint="multiverse simulate shrink writes one") from error
+
+
+def _unknown(raw: object, known: object) -> list[str]:
+    """The fields of a JSON document that another one does not have, at any depth."""
+    match raw, known:
+        case dict(), dict():
+            lost = [str(key) for key in raw if key not in known]
+            return lost + [name for key in raw if key in known for name in _unknown(raw[key], known[key])]
+        case list(), list():
+            return [name for one, other in zip(raw, known, strict=False) for name in _unknown(one, other)]
+        case _:
+            return []

@@ -22,7 +22,7 @@ from multiverse.core.errors import Broken, Exhausted, MultiverseError, Refused
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import Attempt, Claim, Key, KnownHost, Offer, Row, RowKind, Size, Stage, Template, Vm
 from multiverse.core.state import Rows
-from multiverse.core.transition import TERMINAL, Change, Move
+from multiverse.core.transition import TERMINAL, Change, Move, Tables
 from multiverse.ports import Clock
 from multiverse.store import schema
 from multiverse.store.upgrade import upgrade
@@ -92,9 +92,11 @@ class StoreConflict(MultiverseError):
 
 
 class Store:
-    """Opens or makes the database. `path` ":memory:" keeps it in this process alone."""
+    """Opens or makes the database. `path` ":memory:" keeps it in this process alone. A move that `tables` lack is
+    refused."""
 
-    def __init__(self, path: Path | str, clock: Clock, *, site: str | None = None) -> None:
+    def __init__(self, path: Path | str, clock: Clock, *, site: str | None = None, tables: Tables = TABLES) -> None:
+        self._tables = tables
         self._clock = clock
         kept = None if str(path) == ":memory:" else Path(path)
         if kept is None:
@@ -316,7 +318,7 @@ class Transaction:
             source = type(row.state)(old.state)
         elif row.version != 0:
             raise StoreConflict(f"{row.key} does not exist, the move was made for version {row.version}")
-        if not TABLES.allowed(kind, source, change.event, row.state):
+        if not s._tables.allowed(kind, source, change.event, row.state):
             raise StoreConflict(f"{row.key}: no transition {source} --{change.event}--> {row.state} in its table")
         written = replace(row, version=row.version + 1)
         live = written.state not in TERMINAL
