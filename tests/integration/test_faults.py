@@ -16,10 +16,23 @@ slow = pytest.mark.slow
 
 ELSEWHERE = {
     "attempt:failed": "takes half an hour of attempts without a VM; simulation",
+    "attempt:ungated": "the job would have to leave the gate by another hand than ours; simulation",
+    "attempt:stray": "the scheduler would have to start a requeued job on its old VM; simulation",
+    "attempt:introducing": "takes a pool that offers its spares, see test_pool; simulation",
+    "attempt:returning": "its user would have to hold the job while its VMs are made; simulation",
+    "vm:retiring": "takes a pool that offers its spares, see test_pool; simulation",
+    "vm:dead": "its QEMU would have to die between the pin and the job's start; simulation",
+    "vm:ending": "its VM would have to fail, see the tests that kill a QEMU; simulation",
+    "vm:removing": "its VM would have to fail, see the tests that kill a QEMU; simulation",
     "vm:lost": "this lab's only host is never out of reach; simulation",
+    "offer:open": "takes a pool that offers its spares, see test_pool; simulation",
+    "offer:taken": "takes a pool that offers its spares, see test_pool; simulation",
+    "offer:closing": "takes a pool that offers its spares, see test_pool; simulation",
+    "offer:closed": "takes a pool that offers its spares, see test_pool; simulation",
+    "offer:ended": "takes a pool that offers its spares, see test_pool; simulation",
     "template:broken": "takes an image that does not boot, see test_status; simulation",
 }
-AT_EACH_END = ("attempt:cancelled", "attempt:requeued", "attempt:revoked")
+AT_EACH_END = ("attempt:cancelled", "attempt:requeued", "attempt:revoked", "attempt:revoking")
 STATES = [f"{kind}:{state}" for kind, table in TABLES.items() for state in dict.fromkeys(t.target for t in table)]
 ON_ITS_WAY = [state for state in STATES if state not in ELSEWHERE and state not in AT_EACH_END]
 MIDWAY = ["qemu", *(f"manifest:{phase}" for phase in ("making", "parked", "starting", "started"))]
