@@ -229,3 +229,21 @@ def test_an_interrupted_creation_is_done_again_with_the_same_specification(
     with pytest.raises(Broken, match="far enough"):
         QemuHost(config).create(ONE)
     assert begun == [[]], "what the interrupted creation left was removed first"
+
+
+def test_a_vm_with_another_token_is_not_destroyed(config: QemuHostConfig, qemu: ProcessIdentity) -> None:
+    """A database that was restored from a copy gives the same name again, and another token."""
+    record(config.vms, ONE, qemu)
+    host = QemuHost(config)
+    with pytest.raises(Refused, match="mva-1 is another VM") as caught:
+        host.destroy("mva-1", 0, "secret-other")
+    assert str(qemu.pid) in caught.value.hint and "secret" not in str(caught.value)
+    assert qemu.is_alive() and names(config.vms) == {"mva-1"}
+    host.destroy("mva-1", 0, ONE.token)
+    assert not qemu.is_alive() and names(config.vms) == set()
+
+
+def test_an_orphan_is_destroyed_whatever_its_token(config: QemuHostConfig, qemu: ProcessIdentity) -> None:
+    record(config.vms, ONE, qemu)
+    QemuHost(config).destroy("mva-1", 0)
+    assert names(config.vms) == set()

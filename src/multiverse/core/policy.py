@@ -13,10 +13,12 @@ from multiverse.core.model import Attempt, CloneKind, Depth, Forecast, Size
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """A warm pool: so many VMs of an image, made as far as `depth` before any job asks. At least `least` are kept,
-    at most `most`, in between as many as the arrival rate asks for. `size` is what the nodes of joined ones are told
-    to have; `max_age`, in seconds, is when a spare is replaced by a fresh one. Joined ones that it is to `offer` are
-    taken by jobs themselves, as these are submitted."""
+    """A warm pool: a number of VMs of one image that exist, as far as `depth` says, before any job asks for them.
+
+    At least `least` spares are kept and at most `most`; in between, as many as the arrival rate asks for. `size` is
+    what the nodes of joined spares declare. A spare is replaced when it is `max_age` seconds old. `offer`: a job may
+    take a joined spare by itself, as the job is submitted.
+    """
 
     image: str
     depth: Depth
@@ -27,8 +29,8 @@ class Pool:
     offer: bool = True
 
     def wanted(self, rate: float, seconds: float) -> int:
-        """How many spares, with `rate` VMs asked for a second, each of which takes `seconds` to make: what is used
-        up meanwhile, and twice the square root of it for chance (arrivals are Poisson's, nearly)."""
+        """How many spares to have when `rate` VMs a second are asked for, each of which takes `seconds` to make: those
+        that are used meanwhile, and twice the square root of that for chance (arrivals are nearly Poisson's)."""
         used = rate * seconds
         return min(self.most, max(self.least, math.ceil(used + 2 * math.sqrt(used)))) if used > 0.05 else self.least
 
@@ -79,8 +81,9 @@ class Policy:
         return 1.0 / rate if rate > 0 else 0.0
 
     def takes(self, image: str, kind: CloneKind, forecast: Forecast) -> float:
-        """Seconds that a VM takes from claim to node: as lately seen or, of a kind not seen yet, as one would think,
-        but slower by as much as the image's other kinds were seen to be: on a busy machine all kinds are."""
+        """Seconds that a VM takes from claim to node, as lately observed. For a kind that was not observed yet, the
+        usual time, multiplied by how much slower than usual the image's other kinds were: on a busy machine all kinds
+        are."""
         if (image, kind) in forecast.seconds:
             return forecast.seconds[image, kind]
         seen = [forecast.seconds[image, other] / usual for other, usual in sorted(self.seconds.items())

@@ -58,7 +58,8 @@ class Hypervisor(Protocol):
 
     async def destroy(self, vm: VmRef, grace: float) -> None:
         """Let the guest write back and unmount for up to `grace` seconds (0: not at all), end the VM and remove all of
-        it. Success if there is none; returning means that nothing of it is left."""
+        it. Success if there is none; returning means that nothing of it is left. `Refused` if the VM of that name has
+        another token."""
         ...
 
 

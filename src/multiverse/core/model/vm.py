@@ -44,10 +44,12 @@ class VmSeen:
 
 
 class VmRef(NamedTuple):
-    """Where a VM is found: its name, and the source that answers for it (empty where a hypervisor has only one)."""
+    """Where a VM is found: its name, and the source that answers for it (empty where a hypervisor has only one). A VM
+    with another `token` is another VM, which is not touched; an empty token names whichever VM has the name."""
 
     name: str
     source: str = ""
+    token: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class VmSpec:
 
     @property
     def ref(self) -> VmRef:
-        return VmRef(self.name, self.source)
+        return VmRef(self.name, self.source, self.token)
 
 
 class VmState(StrEnum):
@@ -141,7 +143,7 @@ class Vm:
 
     @property
     def ref(self) -> VmRef:
-        return VmRef(self.name, self.source)
+        return VmRef(self.name, self.source, self.token)
 
     @property
     def template(self) -> TemplateKey | None:

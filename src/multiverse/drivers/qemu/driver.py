@@ -130,12 +130,12 @@ class QemuHypervisor:
         """See `ports.Hypervisor`."""
         name = vm.name
         creating = self._creating.get(name)
-        await self._in_thread(self._host.destroy, name, grace)
+        await self._in_thread(self._host.destroy, name, grace, vm.token)
         if creating is not None:
             # A thread goes on when its caller is cancelled. Its QEMU has just been killed, so it ends soon; then what
             # it created meanwhile is removed.
             await asyncio.wait([asyncio.wrap_future(creating)])
-            await self._in_thread(self._host.destroy, name, 0.0)
+            await self._in_thread(self._host.destroy, name, 0.0, vm.token)
 
     def close(self) -> None:
         """Wait for nothing: calls that still wait end with an error. VMs and finished templates stay as they are; a

@@ -175,9 +175,9 @@ class QemuHost:
             if known is not None and user.uid not in known.introduced:
                 manifest.write(home, replace(known, introduced=(*known.introduced, user.uid)))
 
-    def destroy(self, name: str, grace: float) -> None:
+    def destroy(self, name: str, grace: float, token: str = "") -> None:
         """End a VM and remove all of it. See `removal.destroy`."""
-        removal.destroy(self._context, name, grace)
+        removal.destroy(self._context, name, grace, token)
 
     def _check_host(self, host: str) -> None:
         if host != self.config.host:

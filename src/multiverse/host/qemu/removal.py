@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from multiverse.core.errors import Broken, MultiverseError
+from multiverse.core.errors import Broken, MultiverseError, Refused
 from multiverse.guest.protocol import FLUSH
 from multiverse.host import manifest, process, tap
 from multiverse.host.manifest import Manifest, VmPhase
@@ -15,10 +15,12 @@ from multiverse.host.uids import remove_earlier_reservation
 from multiverse.system.processes import boot_id
 
 
-def destroy(host: HostContext, name: str, grace: float) -> None:
+def destroy(host: HostContext, name: str, grace: float, token: str = "") -> None:
     """Let the guest write back and unmount for up to `grace` seconds, end the VM, and remove all of it.
 
-    Absent is success. Raises `Broken` if its process cannot be ended.
+    Absent is success. Raises `Broken` if its process cannot be ended, `Refused` if the VM has another token than
+    `token`: then it is another VM, as of a database that was restored from a copy. An empty token, or none in the
+    manifest, matches any.
     """
     host.check_name(name)
     paths = host.paths(name)
@@ -26,6 +28,9 @@ def destroy(host: HostContext, name: str, grace: float) -> None:
         host.connections.drop(name)
         return
     known = manifest.read(paths.home)
+    if known is not None and token and known.token not in ("", token):
+        hint = f"a controller with another database made it; if nobody needs it, end process {known.pid}"
+        raise Refused(f"{name} is another VM: it has another token than the one to be destroyed", hint=hint)
     alive = known is not None and known.process.is_alive()
     if known is not None and alive:
         if grace > 0 and known.phase in (VmPhase.STARTED, VmPhase.STARTING):
