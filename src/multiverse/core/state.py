@@ -36,20 +36,13 @@ from multiverse.core.model import (
 from multiverse.core.transition import TERMINAL, Change, Event, Move, Tables
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """All live rows as committed, the claims, the known hosts, and the numbers that come next."""
+class LiveRows:
+    """What is asked of live rows, whether they are a snapshot or the state in memory."""
 
-    site: str
-    next_serial: int = 1
-    next_attempt: int = 1
-    next_template: int = 1
-    attempts: Mapping[int, Attempt] = field(default_factory=dict)
-    vms: Mapping[int, Vm] = field(default_factory=dict)
-    templates: Mapping[int, Template] = field(default_factory=dict)
-    offers: Mapping[int, Offer] = field(default_factory=dict)
-    claims: Sequence[Claim] = ()
-    hosts: Mapping[str, KnownHost] = field(default_factory=lambda: MappingProxyType({}))
+    attempts: Mapping[int, Attempt]
+    vms: Mapping[int, Vm]
+    templates: Mapping[int, Template]
+    offers: Mapping[int, Offer]
 
     def get(self, key: Key) -> Row | None:
         """The live row of that key."""
@@ -66,6 +59,22 @@ class Rows:
     def attempt_of(self, vm: Vm) -> Attempt | None:
         """The live attempt that the VM serves, if any."""
         return self.attempts.get(vm.attempt) if vm.attempt is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class Rows(LiveRows):
+    """All live rows as committed, the claims, the known hosts, and the numbers that come next."""
+
+    site: str
+    next_serial: int = 1
+    next_attempt: int = 1
+    next_template: int = 1
+    attempts: Mapping[int, Attempt] = field(default_factory=dict)
+    vms: Mapping[int, Vm] = field(default_factory=dict)
+    templates: Mapping[int, Template] = field(default_factory=dict)
+    offers: Mapping[int, Offer] = field(default_factory=dict)
+    claims: Sequence[Claim] = ()
+    hosts: Mapping[str, KnownHost] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +113,7 @@ class Index:
         return {key: frozenset(ids) for key, ids in self._ids.items()}
 
 
-class State:
+class State(LiveRows):
     """The live rows, their indexes, and what the current pass has changed in them."""
 
     def __init__(self, rows: Rows, tables: Tables, now: float = 0.0) -> None:
@@ -311,18 +320,6 @@ class State:
 
     # --- questions ---------------------------------------------------------------------------------
 
-    def get(self, key: Key) -> Row | None:
-        """The live row of that key."""
-        match key.kind:
-            case "attempt":
-                return self.attempts.get(key.id)
-            case "vm":
-                return self.vms.get(key.id)
-            case "template":
-                return self.templates.get(key.id)
-            case "offer":
-                return self.offers.get(key.id)
-
     def attempts_in(self, *states: AttemptState) -> list[Attempt]:
         """The attempts in one of these states, by number."""
         return [self.attempts[id_] for id_ in sorted(i for s in states for i in self._by_state["attempt", s])]
@@ -350,10 +347,6 @@ class State:
     def serving_vms_of(self, attempt: Attempt) -> list[Vm]:
         """The attempt's VMs that are neither lost nor being destroyed."""
         return [vm for vm in self.vms_of(attempt) if not vm.leaving and vm.state is not VmState.LOST]
-
-    def attempt_of(self, vm: Vm) -> Attempt | None:
-        """The live attempt that the VM serves, if any."""
-        return self.attempts.get(vm.attempt) if vm.attempt is not None else None
 
     def offer_of(self, vm: Vm) -> OfferState | None:
         """How it stands with the VM's offer; None if it was never offered."""

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from multiverse.core.model import (
+    ENDING_STATES,
     PINNED_STATES,
+    WAITING_STATES,
     Attempt,
     AttemptState,
     Job,
@@ -32,11 +34,8 @@ A = AttemptState
 
 # --- table -----------------------------------------------------------------------------------------
 
-_WAITING = (A.QUEUED, A.UNGATED, A.STRAY)
 _MAKING = (A.CLAIMED, A.SPAWNING)
-_PINNED = (A.SPAWNED, A.INTRODUCING)
-_LIVE = (*_WAITING, *_MAKING, *_PINNED, A.ALLOCATED)
-_ENDING = (A.RETURNING, A.REVOKING, A.RECLAIMING)
+_LIVE = (*WAITING_STATES, *_MAKING, *PINNED_STATES, A.ALLOCATED)
 
 ATTEMPT: tuple[Transition, ...] = (
     *transitions([None], Event.SUBMITTED, A.QUEUED, A.UNGATED),
@@ -47,14 +46,14 @@ ATTEMPT: tuple[Transition, ...] = (
     *transitions([A.QUEUED], Event.ADMITTED, A.CLAIMED),
     *transitions([A.CLAIMED], Event.MADE, A.SPAWNING),
     *transitions([A.SPAWNING], Event.ALL_JOINED, A.SPAWNED),
-    *transitions(_PINNED, Event.RUNS, A.ALLOCATED),
-    *transitions(_WAITING, Event.IMPOSSIBLE, A.REVOKING),
+    *transitions(PINNED_STATES, Event.RUNS, A.ALLOCATED),
+    *transitions(WAITING_STATES, Event.IMPOSSIBLE, A.REVOKING),
     *transitions(_MAKING, Event.GAVE_UP, A.RETURNING, A.REVOKING),
-    *transitions(_PINNED, Event.GAVE_UP, A.RETURNING),
-    *transitions(_PINNED, Event.PIN_EXPIRED, A.RETURNING),
-    *transitions([*_MAKING, *_PINNED, A.ALLOCATED], Event.CHANGED, A.RETURNING),
-    *transitions([*_PINNED, A.ALLOCATED], Event.ENDED, A.RECLAIMING),
-    *transitions([*_WAITING, *_MAKING, *_PINNED], Event.CANCELLED, A.RECLAIMING),
+    *transitions(PINNED_STATES, Event.GAVE_UP, A.RETURNING),
+    *transitions(PINNED_STATES, Event.PIN_EXPIRED, A.RETURNING),
+    *transitions([*_MAKING, *PINNED_STATES, A.ALLOCATED], Event.CHANGED, A.RETURNING),
+    *transitions([*PINNED_STATES, A.ALLOCATED], Event.ENDED, A.RECLAIMING),
+    *transitions([*WAITING_STATES, *_MAKING, *PINNED_STATES], Event.CANCELLED, A.RECLAIMING),
     *transitions(_LIVE, Event.RESTARTED, A.RECLAIMING),
     *transitions([A.RETURNING], Event.RETURNED, A.RECLAIMING),
     *transitions([A.RETURNING], Event.STARTED_LATE, A.RECLAIMING),
@@ -63,9 +62,9 @@ ATTEMPT: tuple[Transition, ...] = (
     *transitions([A.REVOKING], Event.CANCELLED, A.RECLAIMING),
     *transitions([A.RECLAIMING], Event.RECLAIMED, A.DONE, A.CANCELLED, A.REQUEUED, A.REVOKED, A.FAILED),
     *unchanged(_MAKING, Event.REPLACED),
-    *unchanged([*_WAITING, A.RECLAIMING], Event.NOTED),
+    *unchanged([*WAITING_STATES, A.RECLAIMING], Event.NOTED),
     *unchanged([A.RECLAIMING], Event.RESTARTED),
-    *unchanged([*_LIVE, *_ENDING], Event.QUARANTINED, Event.RETRIED),
+    *unchanged([*_LIVE, *ENDING_STATES], Event.QUARANTINED, Event.RETRIED),
 )
 
 # --- what an observation says of an attempt's job --------------------------------------------------
@@ -198,7 +197,7 @@ def step_attempt(state: State, attempt_id: int, world: World, policy: Policy) ->
     if attempt.quarantined and status not in (JobStatus.ENDED, JobStatus.UNSEEN):
         return
     seen = Sighting(status, job, view, began)
-    if attempt.state in _ENDING:
+    if attempt.state in ENDING_STATES:
         _step_ending(state, attempt, seen, world, policy)
     elif not _step_if_over(state, attempt, seen, world):
         match attempt.state:

@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from multiverse.core.model import (
+    LEAVING_STATES,
     PINNED_STATES,
+    UPCOMING_STATES,
     AttemptState,
     Depth,
     HypervisorView,
@@ -30,9 +32,7 @@ V = VmState
 
 # --- table -----------------------------------------------------------------------------------------
 
-_UPCOMING = (V.PLANNED, V.PARKED, V.STARTING)
-_LIVE = (*_UPCOMING, V.JOINED, V.SERVING, V.RETIRING, V.DEAD)
-_LEAVING = (V.ENDING, V.REMOVING, V.RELEASING)
+_LIVE = (*UPCOMING_STATES, V.JOINED, V.SERVING, V.RETIRING, V.DEAD)
 
 VM: tuple[Transition, ...] = (
     *transitions([None], Event.PLANNED, V.PLANNED),
@@ -45,16 +45,16 @@ VM: tuple[Transition, ...] = (
     *transitions([V.PARKED, V.STARTING, V.JOINED, V.SERVING, V.RETIRING, V.DEAD], Event.DIED, V.ENDING),
     *transitions([V.JOINED], Event.RETIRED, V.RETIRING),
     *transitions([V.RETIRING], Event.TAKEN, V.JOINED),
-    *transitions([*_UPCOMING, V.JOINED, V.SERVING, V.RETIRING], Event.RELEASED, V.RELEASING),
+    *transitions([*UPCOMING_STATES, V.JOINED, V.SERVING, V.RETIRING], Event.RELEASED, V.RELEASING),
     *transitions([V.DEAD], Event.RELEASED, V.REMOVING),
     *transitions(_LIVE, Event.RELEASED, V.ENDING),
-    *transitions([*_LIVE, *_LEAVING], Event.LOST, V.LOST),
+    *transitions([*_LIVE, *LEAVING_STATES], Event.LOST, V.LOST),
     *transitions([V.LOST], Event.FOUND, V.SERVING, V.ENDING),
     *transitions([*_LIVE, V.LOST], Event.FENCED, V.ENDING),
     *transitions([V.ENDING], Event.NODE_FREE, V.REMOVING),
-    *transitions(_LEAVING, Event.ABSENT, V.GONE),
+    *transitions(LEAVING_STATES, Event.ABSENT, V.GONE),
     *unchanged([V.PARKED, V.JOINED], Event.TAKEN),
-    *unchanged([*_LIVE, V.LOST, *_LEAVING], Event.QUARANTINED, Event.RETRIED),
+    *unchanged([*_LIVE, V.LOST, *LEAVING_STATES], Event.QUARANTINED, Event.RETRIED),
 )
 
 # --- step ------------------------------------------------------------------------------------------

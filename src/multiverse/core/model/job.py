@@ -157,13 +157,13 @@ class AttemptState(StrEnum):
     FAILED = "failed"
 
 
-WAITING_STATES = frozenset({AttemptState.QUEUED, AttemptState.UNGATED, AttemptState.STRAY})
+WAITING_STATES = (AttemptState.QUEUED, AttemptState.UNGATED, AttemptState.STRAY)
 """An attempt in one of these states has no VM yet."""
 
-PINNED_STATES = frozenset({AttemptState.SPAWNED, AttemptState.INTRODUCING})
+PINNED_STATES = (AttemptState.SPAWNED, AttemptState.INTRODUCING)
 """The job of an attempt in one of these states is tied to its nodes, or is about to be."""
 
-ENDING_STATES = frozenset({AttemptState.RETURNING, AttemptState.REVOKING, AttemptState.RECLAIMING})
+ENDING_STATES = (AttemptState.RETURNING, AttemptState.REVOKING, AttemptState.RECLAIMING)
 """An attempt in one of these states only ends."""
 
 Outcome = Literal["done", "cancelled", "requeued", "revoked", "failed"]

@@ -93,13 +93,13 @@ class VmState(StrEnum):
     GONE = "gone"
 
 
-FAILED_STATES = frozenset({VmState.DEAD, VmState.LOST, VmState.ENDING, VmState.REMOVING})
+FAILED_STATES = (VmState.DEAD, VmState.LOST, VmState.ENDING, VmState.REMOVING)
 """A VM in one of these states serves its job no more, through no decision of its attempt."""
 
-LEAVING_STATES = frozenset({VmState.ENDING, VmState.REMOVING, VmState.RELEASING})
+LEAVING_STATES = (VmState.ENDING, VmState.REMOVING, VmState.RELEASING)
 """A VM in one of these states is being destroyed."""
 
-UPCOMING_STATES = frozenset({VmState.PLANNED, VmState.PARKED, VmState.STARTING})
+UPCOMING_STATES = (VmState.PLANNED, VmState.PARKED, VmState.STARTING)
 """A VM in one of these states is not a node yet."""
 
 

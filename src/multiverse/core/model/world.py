@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from multiverse.core.model.host import Host, HypervisorView
 from multiverse.core.model.job import Attempt, SchedulerView
@@ -100,6 +100,3 @@ class World:
     def ended_at(self, key: Key, never: float = 0.0) -> float:
         """When the row's last effect ended, infinity while one runs; `never` if none has begun."""
         return self.effect_ended_at.get(key, never)
-
-
-Detail = Mapping[str, Any]

@@ -30,6 +30,7 @@ from dataclasses import replace
 
 from multiverse.core.model import (
     UPCOMING_STATES,
+    WAITING_STATES,
     Attempt,
     AttemptState,
     CloneKind,
@@ -105,7 +106,7 @@ class Admission:
             job = self.jobs.get(attempt.job.job_id)
             return (job.rank if job else 1 << 62, attempt.id)
 
-        waiting = self.state.attempts_in(AttemptState.QUEUED, AttemptState.UNGATED, AttemptState.STRAY)
+        waiting = self.state.attempts_in(*WAITING_STATES)
         return sorted((attempt for attempt in waiting if not attempt.quarantined), key=rank)
 
     def _limits_left(self) -> Counter[str]:
@@ -113,7 +114,7 @@ class Admission:
         left = Counter(self.context.scheduler.limits)
         for attempt in (self.state.attempts[id_] for id_ in sorted(self.state.attempts)):
             job = self.jobs.get(attempt.job.job_id)
-            waiting = attempt.state in (AttemptState.QUEUED, AttemptState.UNGATED, AttemptState.STRAY)
+            waiting = attempt.state in WAITING_STATES
             if not waiting and job is not None and job.ref == attempt.job:
                 left.subtract(dict(job.uses))
         return left

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from multiverse.core.model import Attempt, Depth, Size, TemplateKey, TemplateState, VmState
+from multiverse.core.model import LEAVING_STATES, Attempt, Depth, Size, TemplateKey, TemplateState, VmState
 from multiverse.core.provisioning.capacity import could_ever_fit, room_of
 from multiverse.core.provisioning.clones import may_fork, template_key, template_sizes
 from multiverse.core.provisioning.context import Context
@@ -18,7 +18,7 @@ def release_spares(context: Context, image: str, count: int, claims: Mapping[str
     hold the most, and parked spares of `image` last. What is being released already counts as free. False if there are
     no spares, or all of them would not be enough: then they stay."""
     state = context.state
-    leaving = {vm.key for vm in state.vms_in(VmState.RELEASING, VmState.REMOVING, VmState.ENDING, VmState.RETIRING)}
+    leaving = {vm.key for vm in state.vms_in(*LEAVING_STATES, VmState.RETIRING)}
     here = (vm for vm in spares(state) if vm.host in claims)
     order = sorted(here, key=lambda vm: (vm.pool is Depth.PARKED, vm.image == image, vm.id))
     if not order and not leaving:

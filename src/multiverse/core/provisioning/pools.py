@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from multiverse.core.model import (
+    LEAVING_STATES,
     Attempt,
     AttemptState,
     Claim,
@@ -93,7 +94,7 @@ def _reconcile_offers(context: Context, blockage: Blockage) -> None:
 
 def _is_another_changing(context: Context, spare: Vm) -> bool:
     """Whether another such spare is being made or released: they are replaced one after the other."""
-    changing = (*_MAKING, VmState.PARKED, VmState.RELEASING, VmState.REMOVING, VmState.ENDING, VmState.RETIRING)
+    changing = (*_MAKING, VmState.PARKED, *LEAVING_STATES, VmState.RETIRING)
     return any(
         vm.attempt is None and (vm.pool, vm.image) == (spare.pool, spare.image)
         for vm in context.state.vms_in(*changing)
