@@ -290,8 +290,8 @@ class Cluster:
     def view(self) -> SchedulerView:
         ranked = sorted(self.jobs.values(), key=self._order)
         jobs = {
-            job.job_id: job.shown(rank, self._eligible(job, delayed=job.delayed), self._uses(job))
-            for rank, job in enumerate(ranked)
+            job.job_id: job.shown(self._rank(job), self._eligible(job, delayed=job.delayed), self._uses(job))
+            for job in ranked
         }
         nodes = {name: node.shown() for name, node in sorted(self.nodes.items())}
         return SchedulerView(jobs, nodes, self._limits_left())
@@ -365,6 +365,11 @@ class Cluster:
     def _order(self, job: JobRecord) -> tuple[int, int, int, int]:
         base, _, task = job.job_id.partition(self.separator)
         return (-job.batch.priority, job.submitted, int(base), int(task or 0))
+
+    def _rank(self, job: JobRecord) -> int:
+        """The order as one number. It is the same whichever other jobs there are."""
+        priority, submitted, base, task = self._order(job)
+        return (0xFFFFFFFF + priority) << 104 | submitted << 64 | base << 32 | task
 
     def _eligible(self, job: JobRecord, delayed: bool = False) -> bool:
         """`delayed`: the begin time was set by slurmctld, and a pin removes it."""

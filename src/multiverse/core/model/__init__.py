@@ -8,6 +8,7 @@ from multiverse.core.model.host import Claim, ClaimKey, Host, HostState, Hypervi
 from multiverse.core.model.identity import Daemon, GuestFile, Identity, Mount, NodeBootstrap, User
 from multiverse.core.model.job import (
     ENDING_STATES,
+    LAST_RANK,
     PINNED_STATES,
     WAITING_STATES,
     Attempt,
@@ -20,6 +21,7 @@ from multiverse.core.model.job import (
     NodeState,
     Outcome,
     Request,
+    SchedulerPart,
     SchedulerView,
 )
 from multiverse.core.model.keys import Key, RowKind
@@ -44,6 +46,7 @@ from multiverse.core.model.world import Forecast, Observation, Row, Seen, World
 __all__ = [
     "ENDING_STATES",
     "FAILED_STATES",
+    "LAST_RANK",
     "LEAVING_STATES",
     "PINNED_STATES",
     "UPCOMING_STATES",
@@ -78,6 +81,7 @@ __all__ = [
     "Request",
     "Row",
     "RowKind",
+    "SchedulerPart",
     "SchedulerView",
     "Seen",
     "Size",

@@ -29,6 +29,7 @@ from copy import deepcopy
 from dataclasses import replace
 
 from multiverse.core.model import (
+    LAST_RANK,
     UPCOMING_STATES,
     WAITING_STATES,
     Attempt,
@@ -104,7 +105,7 @@ class Admission:
     def _queue(self) -> list[Attempt]:
         def rank(attempt: Attempt) -> tuple[int, int]:
             job = self.jobs.get(attempt.job.job_id)
-            return (job.rank if job else 1 << 62, attempt.id)
+            return (job.rank if job else LAST_RANK, attempt.id)
 
         waiting = self.state.attempts_in(*WAITING_STATES)
         return sorted((attempt for attempt in waiting if not attempt.quarantined), key=rank)

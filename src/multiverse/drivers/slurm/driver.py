@@ -7,13 +7,15 @@ import time
 from collections.abc import Mapping, Sequence
 
 from multiverse.config import Settings
-from multiverse.core.errors import Exhausted, Gone, Refused, Stale, Unknown
-from multiverse.core.model import JobRef, NodeBootstrap, NodeSpec, NodeState, SchedulerView, User
-from multiverse.drivers.slurm import account, conf, parse
+from multiverse.core.errors import Exhausted, Gone, Refused, Stale
+from multiverse.core.model import Job, JobRef, Node, NodeBootstrap, NodeSpec, NodeState, SchedulerView, User
+from multiverse.drivers.slurm import account, conf, nodes, parse
 from multiverse.drivers.slurm import bootstrap as node_bootstrap
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.delete import NodeDeleter
-from multiverse.drivers.slurm.limits import AccountingLimits, licences
+from multiverse.drivers.slurm.details import DetailReader
+from multiverse.drivers.slurm.jobs import JobRow, JobTable
+from multiverse.drivers.slurm.limits import AccountingLimits
 from multiverse.drivers.slurm.offers import OfferFiles, SlurmOffers
 from multiverse.drivers.slurm.reread import CurrentJob, reread
 from multiverse.drivers.slurm.submission import SubmissionFile
@@ -30,7 +32,9 @@ class SlurmScheduler:
         self._slurm = settings.slurm
         self._site = site
         self._commands = SlurmCommands(settings.slurm, env)
-        self._node_command: tuple[str, ...] = ("sinfo", "-a")
+        self._jobs = JobTable()
+        self._nodes = nodes.NodeTable()
+        self._details = DetailReader(self._commands)
         # Each observation renews both files, so they have to be valid for several polls.
         self._offer_files = OfferFiles(settings.slurm.inbox, site, max(_OFFER_TERM, 4 * settings.poll))
         self._offers = SlurmOffers(settings, self._offer_files)
@@ -62,38 +66,50 @@ class SlurmScheduler:
         self._submission.renew()
         offers = self._offer_files.observe()
         names, enforced = await asyncio.to_thread(self._names)
-        try:
-            (jobs, limits), nodes = await asyncio.gather(self._read_jobs(names, enforced), self._read_nodes())
-            seen_jobs, seen_nodes = await asyncio.gather(
-                asyncio.to_thread(parse.jobs, jobs, names, time.time(), limits.uses),
-                asyncio.to_thread(parse.nodes, nodes, names),
-            )
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise Unknown(
-                f"cannot understand Slurm's JSON: {error!r}",
-                hint="report this error with the output of scontrol --version",
-            ) from error
-        self._offer_files.renew([name for name, node in seen_nodes.items() if node.state is NodeState.IDLE])
-        return SchedulerView(jobs=seen_jobs, nodes=seen_nodes, limits=limits.left, offers=offers)
+        (rows, limits), seen = await asyncio.gather(self._read_jobs(names, enforced), self._read_nodes())
+        jobs = await asyncio.to_thread(self._convert_whole, rows, names, limits)
+        self._nodes.nodes = seen
+        self._offer_files.renew([name for name, node in seen.items() if node.state is NodeState.IDLE])
+        return SchedulerView(jobs=jobs, nodes=seen, limits=limits.left, offers=offers)
 
-    async def _read_jobs(self, names: parse.SiteNames, enforced: bool) -> tuple[list[parse.Record], AccountingLimits]:
+    def _convert_whole(
+        self, rows: dict[str, JobRow], names: parse.SiteNames, limits: AccountingLimits
+    ) -> dict[str, Job]:
+        jobs = self._jobs.convert(rows.values(), names, limits, time.time())
+        self._jobs.keep_whole(rows, jobs)
+        self._details.keep({row.base for row in rows.values() if row.needs_details})
+        return jobs
+
+    async def _read_jobs(self, names: parse.SiteNames, enforced: bool) -> tuple[dict[str, JobRow], AccountingLimits]:
         """Jobs first, limits second: a job that starts in between is counted twice and never missed."""
-        # -a shows hidden partitions too, -t all shows ended jobs, which newer releases leave out otherwise.
-        document = await self._commands.json("squeue", "-a", "-t", "all")
-        jobs = parse.ours(document.get("jobs", ()), names)
-        waiting = parse.waiting(jobs, names)
+        rows = await self._load_jobs(names, "-p", f"{names.gate_partition},{names.run_partition}")
+        await self._complete(rows)
         assoc_mgr, free = await asyncio.gather(
-            self._show(enforced and bool(waiting), "assoc_mgr", "flags=assoc,qos"),
-            self._show(any(map(licences, waiting)), "licenses"),
+            self._show(enforced and any(row.waits for row in rows.values()), "assoc_mgr", "flags=assoc,qos"),
+            self._show(any(row.needs_licences for row in rows.values()), "licenses"),
         )
-        return jobs, AccountingLimits(jobs, assoc_mgr, free)
+        return rows, await asyncio.to_thread(AccountingLimits, [row.record for row in rows.values()], assoc_mgr, free)
 
-    async def _read_nodes(self) -> list[parse.Record]:
-        document = await self._commands.json(*self._node_command)
-        if "sinfo" in document:  # from 23.02 on sinfo shows groups of nodes; before, scontrol has no JSON
-            self._node_command = ("scontrol", "show", "nodes", "-a")
-            document = await self._commands.json(*self._node_command)
-        return list(document.get("nodes", ()))
+    async def _load_jobs(self, names: parse.SiteNames, *which: str) -> dict[str, JobRow]:
+        # -a shows hidden partitions too, -t all shows ended jobs, -r a row for each task of an array.
+        arguments = ("-a", "-r", "-t", "all", "--noconvert", *which)
+        output = await self._commands.run("squeue", *arguments, env={"SQUEUE_FORMAT2": self._jobs.columns.format})
+        return await asyncio.to_thread(self._jobs.read, output, names)
+
+    async def _complete(self, rows: Mapping[str, JobRow]) -> None:
+        """Add what the table leaves out."""
+        lacking = [row for row in rows.values() if row.needs_details]
+        if lacking:
+            await self._details.refresh({row.base for row in lacking})
+            await asyncio.to_thread(self._add_details, lacking)
+
+    def _add_details(self, rows: Sequence[JobRow]) -> None:
+        for row in rows:
+            row.complete(self._details.of(row.base))
+
+    async def _read_nodes(self) -> dict[str, Node]:
+        output = await self._commands.run("sinfo", "-a", "-O", nodes.FORMAT)
+        return await asyncio.to_thread(self._nodes.read, output, self._site)
 
     async def _show(self, needed: bool, *what: str) -> str:
         return await self._commands.run("scontrol", "show", *what) if needed else ""
