@@ -18,6 +18,7 @@ from multiverse.cli import (
     image,
     jobs,
     lab,
+    passes,
     repair,
     simulate,
     status,
@@ -50,6 +51,7 @@ app.command("daemon")(daemon.daemon)
 app.add_typer(lab.app, name="lab")
 bench.app.command("burst")(burst.burst)
 bench.app.command("density")(density.density)
+bench.app.command("planner")(passes.planner)
 app.add_typer(bench.app, name="bench")
 app.add_typer(simulate.app, name="simulate")
 app.command("demo")(demo.demo)

@@ -207,7 +207,7 @@ class Controller:
         try:
             while True:
                 self._wake.clear()
-                if self._pass():
+                if self.run_pass():
                     await self._sleep(tasks)
                 else:
                     await asyncio.sleep(UNCOMMITTED)
@@ -215,7 +215,11 @@ class Controller:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self._effects.close()
+            await self.close()
+
+    async def close(self) -> None:
+        """Stop the effects that run. What they have begun is found again by the next controller's observations."""
+        await self._effects.close()
 
     def _observers(self) -> list[Observer[SchedulerView] | Observer[HypervisorView]]:
         return [self.scheduler, *self.sources.values()]
@@ -233,7 +237,7 @@ class Controller:
             if task.done():
                 task.result()  # an observer ends only by a bug: raise it here
 
-    def _pass(self) -> bool:
+    def run_pass(self) -> bool:
         """One pass: observe, plan, one commit, then the effects. Awaits nothing. False if it was not committed: then
         nothing of it has happened."""
         now, state = self._clock.now(), self.state

@@ -89,6 +89,6 @@ def orphans(state: State, world: World) -> list[tuple[str, str]]:
         shown.update(dict.fromkeys(one.vms.keys() - state.vm_named.keys(), source))
     if not shown:
         return []
-    occupied = view.occupied()
+    occupied = view.occupied
     busy = {name for name in shown if name in view.nodes and view.nodes[name].state is NodeState.BUSY}
     return sorted((name, source) for name, source in shown.items() if name not in occupied and name not in busy)

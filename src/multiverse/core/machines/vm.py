@@ -200,7 +200,7 @@ def _step_leaving(state: State, vm: Vm, world: World) -> None:
         offer = state.offers.get(vm.id)
         over = [Change(replace(offer, state=OfferState.ENDED), Event.ABSENT)] if offer else []
         state.move(Change(replace(vm, state=V.GONE), Event.ABSENT), *over, free=[vm.key])
-    elif vm.state is V.ENDING and vm.name not in world.scheduler.value.occupied():
+    elif vm.state is V.ENDING and vm.name not in world.scheduler.value.occupied:
         state.move(Change(replace(vm, state=V.REMOVING), Event.NODE_FREE, "no job is on its node"))
 
 
