@@ -8,7 +8,6 @@ from multiverse.core.model.host import Claim, ClaimKey, Host, HostState, Hypervi
 from multiverse.core.model.identity import Daemon, GuestFile, Identity, Mount, NodeBootstrap, User
 from multiverse.core.model.job import (
     ENDING_STATES,
-    LAST_RANK,
     PINNED_STATES,
     WAITING_STATES,
     Attempt,
@@ -46,7 +45,6 @@ from multiverse.core.model.world import Forecast, Observation, Row, Seen, World
 __all__ = [
     "ENDING_STATES",
     "FAILED_STATES",
-    "LAST_RANK",
     "LEAVING_STATES",
     "PINNED_STATES",
     "UPCOMING_STATES",

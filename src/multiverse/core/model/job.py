@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from types import MappingProxyType
 from typing import Literal, TypeVar
 
@@ -48,16 +49,12 @@ class JobState(StrEnum):
     ENDED = "ended"
 
 
-LAST_RANK = 1 << 200
-"""Greater than the rank of any job."""
-
-
 @dataclass(frozen=True, slots=True)
 class Job:
     """A job of ours as the scheduler shows it; jobs outside our partitions are never shown.
 
-    `rank` orders pending jobs as the scheduler would start them (lower first, below `LAST_RANK`). It depends on the job
-    alone, so that it stays the same while other jobs come and go. `eligible` says that
+    `rank` orders pending jobs as the scheduler would start them (lower first). It depends on the job alone, so that
+    it stays the same while other jobs come and go. `eligible` says that
     nothing but the gate keeps it waiting, and limits that are counted: no hold, dependency, begin time
     or other limit. `gated` says that it waits at the gate; `pinned` names the attempt's feature it is
     tied to. `problem` says why its request cannot be served at all; `request` is None exactly then.
@@ -120,7 +117,7 @@ class NodeSpec:
     spare: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SchedulerView:
     """One observation of the scheduler: `jobs` by job id, `nodes` by name.
 
@@ -143,11 +140,12 @@ class SchedulerView:
         """Whether the node is known and DOWN."""
         return node in self.nodes and self.nodes[node].state is NodeState.DOWN
 
-    def occupied(self) -> set[str]:
+    @cached_property
+    def occupied(self) -> Set[str]:
         """The nodes that a job runs on or has not left yet. slurmctld 22.05 lets such a node be deleted once it is
         DOWN, and crashes when it comes to the job's last step (a null pointer in step_mgr.c)."""
         free = (JobState.PENDING, JobState.ENDED)
-        return {node for job in self.jobs.values() if job.state not in free for node in job.nodes}
+        return {node for job in self.jobs.values() if job.nodes and job.state not in free for node in job.nodes}
 
     def merged(self, part: SchedulerPart, began: float) -> SchedulerView:
         """This view with a part of it read again, in a reading that began at `began` (monotonic)."""
