@@ -161,5 +161,5 @@ def _traced(
 
 
 async def _forward_hints(settings: Settings, controller: Controller) -> None:
-    async for _ in hints(settings.slurm.inbox):
-        controller.hint()
+    async for hint in hints(settings.slurm.inbox):
+        controller.hint(hint.uid, hint.job_id)

@@ -82,7 +82,8 @@ class Cluster:
         self.nodes: dict[str, NodeRecord] = {}
         self.history: list[JobRecord] = []  # all jobs that ever were submitted
         self.violations: list[str] = []
-        self.hint: Callable[[], None] = lambda: None  # what job_submit.lua and EpilogSlurmctld call
+        # What job_submit.lua and EpilogSlurmctld call, with the uid of the job's user or the job's id.
+        self.hint: Callable[[int | None, str], None] = lambda uid, job_id: None
         self._rng = rng
         self._loop = asyncio.get_running_loop()
         self._next = settings.first_id
@@ -359,7 +360,7 @@ class Cluster:
         )
         self.jobs[job.job_id] = job
         self.history.append(job)
-        self.hint()
+        self.hint(batch.uid, "")
         return job
 
     def _order(self, job: JobRecord) -> tuple[int, int, int, int]:
@@ -442,7 +443,7 @@ class Cluster:
     def _stop(self, job: JobRecord, result: str) -> None:
         """End a run. The job is COMPLETING until every node has released it."""
         job.state, job.result = JobState.COMPLETING, result
-        self.hint()
+        self.hint(None, job.job_id)
         for name in list(job.busy):
             guest = self.nodes[name].guest
             guest.kill(job)

@@ -151,7 +151,7 @@ class SchedulerView:
         """This view with a part of it read again, in a reading that began at `began` (monotonic)."""
         gone = {job_id for job_id, job in self.jobs.items() if job.uid in part.users} if part.users else set()
         jobs_read = {*gone, *part.job_ids, *part.jobs}
-        nodes_read = {*(self.nodes if part.node_names is None else part.node_names), *part.nodes}
+        nodes_read = {*(self.nodes if part.all_nodes else ()), *part.node_names, *part.nodes}
         return replace(
             self,
             jobs={**_without(self.jobs, jobs_read - part.jobs.keys()), **part.jobs},
@@ -171,8 +171,8 @@ def _without(values: Mapping[str, V], names: Collection[str]) -> Mapping[str, V]
 class SchedulerPart:
     """Some jobs and nodes of the scheduler, read without the others.
 
-    All jobs of `users` (uids) were read, the jobs of `job_ids`, and the nodes of `node_names` (None: all nodes). What
-    of these is not in `jobs` or `nodes` does not exist; nothing is said about any other. `limits` are those that were
+    All jobs of `users` (uids) were read, the jobs of `job_ids`, and the nodes of `node_names`, or all nodes. What of
+    these is not in `jobs` or `nodes` does not exist; nothing is said about any other. `limits` are those that were
     counted again. `offers` is whole, as in a `SchedulerView`.
     """
 
@@ -180,7 +180,8 @@ class SchedulerPart:
     nodes: Mapping[str, Node] = field(default_factory=lambda: MappingProxyType({}))
     job_ids: frozenset[str] = frozenset()
     users: frozenset[int] = frozenset()
-    node_names: frozenset[str] | None = frozenset()
+    node_names: frozenset[str] = frozenset()
+    all_nodes: bool = False
     limits: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     offers: Mapping[str, bool] | None = field(default_factory=lambda: MappingProxyType({}))
 

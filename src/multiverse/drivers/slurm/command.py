@@ -62,8 +62,9 @@ class SlurmCommands:
             "LC_ALL": "C",
         }
 
-    async def run(self, program: str, *args: str, env: Mapping[str, str] | None = None) -> str:
-        """The command's standard output. `env` is added to its environment.
+    async def run(self, program: str, *args: str, env: Mapping[str, str] | None = None, refused: str = "") -> str:
+        """The command's standard output. `env` is added to its environment. An error message with the text `refused`
+        raises `Refused`, whatever the exit status is.
 
         Raises the error that its message means: `Gone`, `Stale`, `Refused`, `Broken` or `Exhausted`; `Unknown` if
         slurmctld did not answer in time, because it may still act on the request.
@@ -90,6 +91,8 @@ class SlurmCommands:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+        if refused and refused in err.decode(errors="replace"):
+            raise Refused(f"{program}: {err.decode(errors='replace').strip()}")
         if process.returncode != 0:
             raise meaning(program, err.decode(errors="replace") or out.decode(errors="replace"))
         return out.decode(errors="replace")

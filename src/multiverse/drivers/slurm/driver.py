@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from multiverse.config import Settings
 from multiverse.core.errors import Exhausted, Gone, Refused, Stale
-from multiverse.core.model import Job, JobRef, Node, NodeBootstrap, NodeSpec, NodeState, SchedulerView, User
-from multiverse.drivers.slurm import account, conf, nodes, parse
+from multiverse.core.model import JobRef, NodeBootstrap, NodeSpec, NodeState, SchedulerPart, SchedulerView, User
+from multiverse.drivers.slurm import account, conf, parse
 from multiverse.drivers.slurm import bootstrap as node_bootstrap
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.delete import NodeDeleter
-from multiverse.drivers.slurm.details import DetailReader
-from multiverse.drivers.slurm.jobs import JobRow, JobTable
-from multiverse.drivers.slurm.limits import AccountingLimits
 from multiverse.drivers.slurm.offers import OfferFiles, SlurmOffers
+from multiverse.drivers.slurm.reader import SlurmReader
 from multiverse.drivers.slurm.reread import CurrentJob, reread
 from multiverse.drivers.slurm.submission import SubmissionFile
 
@@ -32,9 +30,7 @@ class SlurmScheduler:
         self._slurm = settings.slurm
         self._site = site
         self._commands = SlurmCommands(settings.slurm, env)
-        self._jobs = JobTable()
-        self._nodes = nodes.NodeTable()
-        self._details = DetailReader(self._commands)
+        self._reader = SlurmReader(settings, site, self._commands)
         # Each observation renews both files, so they have to be valid for several polls.
         self._offer_files = OfferFiles(settings.slurm.inbox, site, max(_OFFER_TERM, 4 * settings.poll))
         self._offers = SlurmOffers(settings, self._offer_files)
@@ -46,6 +42,11 @@ class SlurmScheduler:
     def offers(self) -> SlurmOffers:
         """See `ports.Scheduler`."""
         return self._offers
+
+    @property
+    def parts(self) -> SlurmScheduler:
+        """See `ports.Scheduler`."""
+        return self
 
     @property
     def submission(self) -> SubmissionFile:
@@ -63,69 +64,27 @@ class SlurmScheduler:
 
     async def observe(self) -> SchedulerView:
         """See `ports.Scheduler`."""
+        offers = self._renew()
+        jobs, nodes, limits = await self._reader.whole()
+        self._renew_offers()
+        return SchedulerView(jobs=jobs, nodes=nodes, limits=limits, offers=offers)
+
+    async def read(
+        self, jobs: Mapping[str, int | None], users: Collection[int], nodes: Collection[str]
+    ) -> SchedulerPart:
+        """See `ports.Parts`."""
+        offers = self._renew()
+        part = await self._reader.part(jobs, users, nodes)
+        self._renew_offers()
+        return replace(part, offers=offers)
+
+    def _renew(self) -> Mapping[str, bool]:
         self._submission.renew()
-        offers = self._offer_files.observe()
-        names, enforced = await asyncio.to_thread(self._names)
-        (rows, limits), seen = await asyncio.gather(self._read_jobs(names, enforced), self._read_nodes())
-        jobs = await asyncio.to_thread(self._convert_whole, rows, names, limits)
-        self._nodes.nodes = seen
-        self._offer_files.renew([name for name, node in seen.items() if node.state is NodeState.IDLE])
-        return SchedulerView(jobs=jobs, nodes=seen, limits=limits.left, offers=offers)
+        return self._offer_files.observe()
 
-    def _convert_whole(
-        self, rows: dict[str, JobRow], names: parse.SiteNames, limits: AccountingLimits
-    ) -> dict[str, Job]:
-        jobs = self._jobs.convert(rows.values(), names, limits, time.time())
-        self._jobs.keep_whole(rows, jobs)
-        self._details.keep({row.base for row in rows.values() if row.needs_details})
-        return jobs
-
-    async def _read_jobs(self, names: parse.SiteNames, enforced: bool) -> tuple[dict[str, JobRow], AccountingLimits]:
-        """Jobs first, limits second: a job that starts in between is counted twice and never missed."""
-        rows = await self._load_jobs(names, "-p", f"{names.gate_partition},{names.run_partition}")
-        await self._complete(rows)
-        assoc_mgr, free = await asyncio.gather(
-            self._show(enforced and any(row.waits for row in rows.values()), "assoc_mgr", "flags=assoc,qos"),
-            self._show(any(row.needs_licences for row in rows.values()), "licenses"),
-        )
-        return rows, await asyncio.to_thread(AccountingLimits, [row.record for row in rows.values()], assoc_mgr, free)
-
-    async def _load_jobs(self, names: parse.SiteNames, *which: str) -> dict[str, JobRow]:
-        # -a shows hidden partitions too, -t all shows ended jobs, -r a row for each task of an array.
-        arguments = ("-a", "-r", "-t", "all", "--noconvert", *which)
-        output = await self._commands.run("squeue", *arguments, env={"SQUEUE_FORMAT2": self._jobs.columns.format})
-        return await asyncio.to_thread(self._jobs.read, output, names)
-
-    async def _complete(self, rows: Mapping[str, JobRow]) -> None:
-        """Add what the table leaves out."""
-        lacking = [row for row in rows.values() if row.needs_details]
-        if lacking:
-            await self._details.refresh({row.base for row in lacking})
-            await asyncio.to_thread(self._add_details, lacking)
-
-    def _add_details(self, rows: Sequence[JobRow]) -> None:
-        for row in rows:
-            row.complete(self._details.of(row.base))
-
-    async def _read_nodes(self) -> dict[str, Node]:
-        output = await self._commands.run("sinfo", "-a", "-O", nodes.FORMAT)
-        return await asyncio.to_thread(self._nodes.read, output, self._site)
-
-    async def _show(self, needed: bool, *what: str) -> str:
-        return await self._commands.run("scontrol", "show", *what) if needed else ""
-
-    def _names(self) -> tuple[parse.SiteNames, bool]:
-        """What parsing needs to know of the site, and whether Slurm enforces limits of associations and QOS."""
-        text = node_bootstrap.read(self._slurm.conf)
-        default = conf.memory_per_cpu(text, parse.MEMORY_PER_CPU)
-        return parse.SiteNames(
-            site=self._site,
-            gate_partition=self._slurm.gate_partition,
-            run_partition=self._slurm.run_partition,
-            gate_feature=self._slurm.gate_feature,
-            memory_per_cpu=default,
-            per_account=self._settings.image.per_account,
-        ), conf.limits_are_kept(text)
+    def _renew_offers(self) -> None:
+        idle = [name for name, node in self._reader.nodes.items() if node.state is NodeState.IDLE]
+        self._offer_files.renew(idle)
 
     async def _reread(self, job: JobRef) -> CurrentJob:
         return await reread(self._commands, job, self._slurm.gate_feature)

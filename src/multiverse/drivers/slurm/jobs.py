@@ -29,7 +29,17 @@ class _Basis:
 class JobRow:
     """One row and what it was converted to: `job` is right for `basis` until the Unix time `until`."""
 
-    __slots__ = ("base", "basis", "details", "job", "needs_details", "needs_licences", "record", "until", "waits")
+    __slots__ = (
+        "base",
+        "basis",
+        "details",
+        "job",
+        "needs_details",
+        "needs_licences",
+        "record",
+        "until",
+        "waits",
+    )
 
     def __init__(self, record: Record, names: SiteNames) -> None:
         self.record = record
@@ -41,8 +51,9 @@ class JobRow:
         """The base id and the submit time."""
         self.waits = parse.is_waiting(record, names)
         incomplete = bool(record["array_job_id"]) or record["memory_is_ambiguous"]
-        self.needs_details = record["job_state"] == "PENDING" and incomplete
-        """Whether the table leaves out something of this job that matters."""
+        self.needs_details = incomplete and record["job_state"] == "PENDING"
+        """Whether the table leaves out something of this job. It matters as long as the job waits, or a task of its
+        array."""
         self.needs_licences = self.waits and bool(licences(record))
 
     def complete(self, details: JobDetails) -> None:

@@ -27,6 +27,7 @@ class NodeTable:
         rows = output.split(_CELL + "\n")
         if rows.pop() or not rows or not all(_cells(rows[0])):
             raise Unknown("sinfo's table is incomplete", hint="see whether sinfo works on this machine")
+        # A row of one node is not kept when others are read; it costs little to convert it again.
         parsed = {row: self._rows.get(row) or self._nodes(row, site) for row in rows[1:]}
         self._rows = parsed
         return {node.name: node for nodes in parsed.values() for node in nodes}
