@@ -43,7 +43,7 @@ class Slurm:
     def __init__(self, *jobs: Job, whole: float = 0.1, part: float = 0.01) -> None:
         self.jobs = {one.ref.job_id: one for one in jobs}
         self.nodes: dict[str, Node] = {}
-        self.clock = VirtualClock()
+        self.clock: VirtualClock
         self.whole, self.part, self.away = whole, part, False
         self.wholes: list[float] = []
         self.reads: list[tuple[float, set[str], set[int], set[str]]] = []
@@ -72,6 +72,7 @@ class Setting:
 
     def __init__(self, slurm: Slurm) -> None:
         self.slurm, self.pace, self.awaited = slurm, POLL, Awaited()
+        slurm.clock = VirtualClock()
         scheduler: Any = slurm
         self.observer = SchedulerObserver(
             scheduler, slurm.clock, POLL, lambda: self.pace, lambda: self.awaited, lambda: None
