@@ -182,9 +182,11 @@ def test_what_a_part_does_not_find_is_gone_and_the_rest_is_as_old_as_the_whole()
         (read, *_), whole = setting.slurm.reads, setting.slurm.wholes[0]
         world = World(scheduler=latest)
         assert latest.value.jobs.keys() == {"2"} and latest.value.nodes.keys() == {"mv-2"}
-        assert [world.job_began(name) for name in ("1", "9", "2", "8")] == [read[0], read[0], whole, whole]
-        assert [world.node_began(name) for name in ("mv-1", "mv-9", "mv-2")] == [read[0], read[0], whole]
-        assert latest.began == whole
+        jobs = [world.job_began(name) for name in ("1", "9", "2", "8")]
+        nodes = [world.node_began(name) for name in ("mv-1", "mv-9", "mv-2")]
+        assert jobs == pytest.approx([read[0], read[0], whole, whole], rel=0, abs=1e-3)
+        assert nodes == pytest.approx([read[0], read[0], whole], rel=0, abs=1e-3)
+        assert latest.began == jobs[-1] < jobs[0]
 
     slurm = Slurm(job("1"), job("2", uid=2), whole=0.3)
     slurm.nodes = {name: Node(name, NodeState.IDLE) for name in ("mv-1", "mv-2")}
@@ -196,7 +198,9 @@ def test_a_whole_load_is_newer_than_the_parts_before_it() -> None:
         setting.await_("1")
         await asyncio.sleep(8.0)
         latest = setting.observer.latest
-        assert latest is not None and latest.began == setting.slurm.wholes[-1] > setting.slurm.wholes[0] + 5
+        assert latest is not None
+        assert latest.began == pytest.approx(setting.slurm.wholes[-1], rel=0, abs=1e-3)
+        assert latest.began > setting.slurm.wholes[0] + 5
         assert World(scheduler=latest).job_began("1") >= latest.began
 
     play(Slurm(job("1"), whole=0.3), script)
