@@ -26,6 +26,15 @@ from multiverse.lab.services import SERVICES
 from multiverse.lab.session import LabSession
 from multiverse.system.processes import stat_fields
 
+OTHERS = "others"
+"""The other partition."""
+
+SITE = f"""\
+NodeName=mvother[1-400] NodeAddr=127.0.1.1 Port=1 CPUs=64 RealMemory=256000 State=DOWN
+PartitionName={OTHERS} Nodes=mvother[1-400] MaxTime=INFINITE State=UP
+"""
+"""The lab's site.conf: nodes that never run anything."""
+
 ARRAY = 1000
 """Tasks of each array. Slurm's default permits 1,001."""
 
@@ -76,13 +85,14 @@ def fill(lab: LabSession, plan: ObservationPlan) -> str:
     """Submit the jobs, as arrays whose tasks are split off at once: each is a record of its own in slurmctld. Returns
     the id of the last array of the other partition."""
     base = ""
-    for partition, jobs in (("vm", plan.ours), ("bare", plan.others)):
+    for partition, jobs in (("vm", plan.ours), (OTHERS, plan.others)):
         for number, first in enumerate(range(0, jobs, ARRAY)):
             tasks = min(ARRAY, jobs - first)
             options = [f"--array=0-{tasks - 1}", f"--partition={partition}", f"--cpus-per-task={number % 4 + 1}"]
             held = ["--hold"] if number % 2 else []
             base = lab.submit(SCRIPT, "--output=/dev/null", f"--mem={200 + number}", *options, *held)
-            _as_root(lab, "scontrol", "update", f"JobId={base}_0-{tasks - 1}", f"Nice={number + 1}")
+            if tasks > 1:  # all of them at once would not be split off
+                _as_root(lab, "scontrol", "update", f"JobId={base}_0-{tasks - 2}", f"Nice={number + 1}")
     return base
 
 
@@ -117,7 +127,9 @@ async def _measure_all(lab: LabSession, plan: ObservationPlan, one: str) -> list
     async def as_json() -> None:
         for program in (("squeue", "-a", "-t", "all"), ("sinfo", "-a")):
             text = await commands.run(*program, "--json")
-            await asyncio.to_thread(json.loads, text)
+            document = await asyncio.to_thread(json.loads, text)
+            if program[0] == "squeue" and len(document["jobs"]) < plan.ours + plan.others:
+                raise Broken(f"squeue shows {len(document['jobs'])} jobs", hint=f"{document['errors']}")
 
     async def first() -> None:
         await SlurmReader(lab.settings, "bench", commands).whole()

@@ -40,10 +40,17 @@ async def _observations(directory: Path, plan: ObservationPlan, json: bool) -> d
         if not json:
             console.print(f"  {line}", markup=False, highlight=False)
 
-    options = LabOptions(cores=8, memory=16384, settings={})
-    async with session(layout(directory), options, lab_progress(json)) as lab:
-        await CONTROLLER.stop(lab.where)
-        costs = await asyncio.to_thread(bench.run, lab, plan, progress)
+    options, where = LabOptions(cores=8, memory=16384, settings={}), layout(directory)
+    where.make()
+    site = where.etc / "site.conf"
+    before = site.read_text() if site.exists() else ""
+    site.write_text(bench.SITE)
+    try:
+        async with session(where, options, lab_progress(json)) as lab:
+            await CONTROLLER.stop(lab.where)
+            costs = await asyncio.to_thread(bench.run, lab, plan, progress)
+    finally:
+        site.write_text(before)
     return {**asdict(plan), "kinds": [asdict(cost) for cost in costs]}
 
 
