@@ -48,6 +48,7 @@ class Slurm:
         self.wholes: list[float] = []
         self.reads: list[tuple[float, set[str], set[int], set[str]]] = []
         self.parts: Slurm | None = self
+        self.most = 9  # users that one part reads
 
     async def observe(self) -> SchedulerView:
         self.wholes.append(self.clock.now())
@@ -59,7 +60,7 @@ class Slurm:
     ) -> SchedulerPart:
         self.reads.append((self.clock.now(), set(jobs), set(users), set(nodes)))
         await self._answer(self.part)
-        return part_of(SchedulerView(dict(self.jobs), dict(self.nodes)), jobs, users, nodes)
+        return part_of(SchedulerView(dict(self.jobs), dict(self.nodes)), jobs, sorted(users)[: self.most], nodes)
 
     async def _answer(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -160,6 +161,18 @@ def test_a_hint_of_a_job_that_changes_late_is_followed_by_the_whole_burst() -> N
         assert len([read for read in setting.slurm.reads if "1" in read[1]]) == len(BURST)
 
     play(Slurm(job("1"), whole=0.3), script)
+
+
+def test_what_a_part_did_not_read_is_left_to_a_whole_load() -> None:
+    async def script(setting: Setting) -> None:
+        setting.slurm.most = 1
+        for uid in (7, 8):
+            setting.observer.hint(uid=uid)
+        await asyncio.sleep(5.0)
+        first, second, *_ = setting.slurm.wholes
+        assert second - first == pytest.approx(WHOLE_SHARE * 0.07, abs=0.01)
+
+    play(Slurm(whole=0.07), script)
 
 
 def test_a_hint_without_a_name_hastens_the_whole_load_and_not_beyond_its_share() -> None:

@@ -106,6 +106,12 @@ async def test_nothing_is_said_of_a_user_whom_squeue_cannot_name(reader: SlurmRe
     part = await reader.part({"15003": USER}, [USER], ())
     assert not part.users and not part.job_ids and not part.jobs
     assert "15003" in reader._jobs.jobs
+    commands.calls.clear()
+    part = await reader.part({"15003": USER}, [USER], ())
+    assert commands.asked("squeue") == [("-j", "15003")] and part.job_ids == {"15003"}
+    commands.unknown.clear()
+    await reader.whole()
+    assert (await reader.part({}, [USER], ())).users == {USER}, "the name service answers again"
 
 
 async def test_a_part_reads_only_so_much_and_the_rest_later(reader: SlurmReader, commands: Commands) -> None:

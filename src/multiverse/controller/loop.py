@@ -331,8 +331,9 @@ class Controller:
             self._observe_source_of(done)
         if done.kind in _CHANGE_THE_SCHEDULER or done.kind in _SHOWN_BY_THE_SCHEDULER:
             self.scheduler.poke(burst=done.kind in _CHANGE_THE_SCHEDULER)
-        if done.key.kind == "attempt" and (attempt := self.state.attempts.get(done.key.id)):
-            self.scheduler.hint(job_id=attempt.job.job_id)
+            attempt = self.state.attempts.get(done.key.id) if done.key.kind == "attempt" else None
+            if attempt is not None:
+                self.scheduler.hint(job_id=attempt.job.job_id)
         self._wake.set()
 
     def _observe_source_of(self, done: Done) -> None:

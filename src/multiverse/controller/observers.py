@@ -209,7 +209,10 @@ class SchedulerObserver(Observer[SchedulerView]):
         users: Mapping[int, list[float]],
         jobs: Mapping[str, list[float]],
     ) -> None:
-        """Forget the hints whose change has been seen, and repeat the other readings at their times."""
+        """Forget the hints whose change has been seen, and repeat the other readings at their times. What could not be
+        read, because it was too much at once, is left to a whole load."""
+        if not (users.keys() <= part.users and jobs.keys() <= part.job_ids):
+            self._unnamed = sorted({*self._unnamed, self._began})
         known = before.jobs
         changed = {job_id for job_id, job in part.jobs.items() if job is not known.get(job_id) != job}
         changed |= {job_id for job_id in part.job_ids if job_id in known and job_id not in part.jobs}

@@ -215,7 +215,7 @@ class FaultPlan:
             return fresh
         old = self._view[1]
         jobs = {job_id: job for job_id, job in old.jobs.items() if job_id in fresh.job_ids or job.uid in fresh.users}
-        nodes = {name: node for name, node in old.nodes.items() if name in fresh.node_names}
+        nodes = {name: node for name, node in old.nodes.items() if fresh.all_nodes or name in fresh.node_names}
         if fault.kind is FaultKind.STALE:
             return replace(fresh, jobs=jobs, nodes=nodes, limits=old.limits)
         if self.chance(stable_id(fault.call), "torn") < 0.5:

@@ -209,13 +209,20 @@ class SimulatedSlurm(SimulatedScheduler):
     async def read(
         self, jobs: Mapping[str, int | None], users: Collection[int], nodes: Collection[str]
     ) -> SchedulerPart:
-        """See `ports.Parts`. Nothing is asked of slurmctld if nothing but the offers is wanted."""
-        if jobs or users or nodes:
-            await self._reach()
+        """See `ports.Parts`. Nothing is asked of slurmctld if nothing but the offers is wanted. Now and then it reads
+        less than was asked for, and all nodes in place of some."""
+        if not (jobs or users or nodes):
+            return part_of(self._view(), (), (), ())
+        await self._reach()
         view = self._view()
-        if jobs or users or nodes:
-            await self._reply()
-        return part_of(view, jobs, users, nodes)
+        everything = self._rng.random() < 0.9
+        asked = sorted(jobs) if everything else [job_id for job_id in sorted(jobs) if self._rng.random() < 0.5]
+        of_users = sorted(users) if everything else [uid for uid in sorted(users) if self._rng.random() < 0.5]
+        part = part_of(view, asked, of_users, nodes)
+        if nodes and self._rng.random() < 0.5:
+            part = replace(part, nodes=view.nodes, all_nodes=True)
+        await self._reply()
+        return part
 
     async def publish(self, largest: Mapping[str, Sequence[Size]]) -> None:
         self._cluster.limit_submissions(largest)

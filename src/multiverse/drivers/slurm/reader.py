@@ -51,6 +51,7 @@ class SlurmReader:
         self._limits = ("", "")  # the latest texts of associations and of licences
         self._nodes_took = 0.0
         self._read_at: dict[int | str, float] = {}  # when each user and base was read alone last
+        self._nameless: set[int] = set()  # users whom squeue cannot name, since the last whole load
 
     @property
     def nodes(self) -> Mapping[str, Node]:
@@ -106,6 +107,7 @@ class SlurmReader:
         self._jobs.keep_whole(rows, jobs)
         self._details.keep({row.base for row in rows.values() if row.needs_details})
         self._read_at = {key: at for key, at in self._read_at.items() if time.monotonic() - at < 60}
+        self._nameless = set()
         return jobs
 
     async def _squeue(self, names: parse.SiteNames, *which: str) -> dict[str, JobRow]:
@@ -121,7 +123,7 @@ class SlurmReader:
 
     def _plan(self, jobs: Mapping[str, int | None], users: Collection[int]) -> _Loads:
         """How to read these jobs and users with few processes."""
-        loads = _Loads(users=set(users))
+        loads = _Loads(users=set(users) - self._nameless)
         by_user: dict[int | None, set[str]] = {}
         for job_id, uid in jobs.items():
             known = self._jobs.jobs.get(job_id)
@@ -132,7 +134,7 @@ class SlurmReader:
             for job_id in ids:
                 bases.setdefault(job_id.partition("_")[0], set()).add(job_id)
             cheap = uid is not None and self._jobs.of_users[uid] <= _FEW + _PER_PROCESS * (len(bases) - 1)
-            if uid is not None and (uid in loads.users or cheap):
+            if uid is not None and uid not in self._nameless and (uid in loads.users or cheap):
                 loads.users.add(uid)
                 loads.of_users[uid] = ids
             else:
@@ -156,12 +158,8 @@ class SlurmReader:
         keys = [*(("-u", str(uid)) for uid in loads.users), *(("-j", base) for base in loads.bases)]
         tables = await asyncio.gather(*(self._load_one(names, *key) for key in keys))
         rows = {text: row for table in tables for text, row in (table or {}).items()}
-        unread = {key[1] for key, table in zip(keys, tables, strict=True) if table is None}
-        return rows, _Loads(
-            {uid for uid in loads.users if str(uid) not in unread},
-            loads.bases,
-            loads.of_users,
-        )
+        self._nameless |= {int(value) for (_, value), table in zip(keys, tables, strict=True) if table is None}
+        return rows, _Loads(loads.users - self._nameless, loads.bases, loads.of_users)
 
     async def _load_one(self, names: parse.SiteNames, option: str, value: str) -> dict[str, JobRow] | None:
         """The rows of one user or base; None if the user is unknown, whom squeue 22.05 cannot name."""
