@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from multiverse.core.errors import Gone, Unknown
 from multiverse.core.model import Job, JobRef, NodeState, Size
-from multiverse.drivers.slurm import nodes, parse
+from multiverse.drivers.slurm import details, nodes, parse
 from multiverse.drivers.slurm.details import UNKNOWN, DetailReader, JobDetails, parse_details
 from multiverse.drivers.slurm.jobs import JobRow, JobTable
 from multiverse.drivers.slurm.limits import AccountingLimits
@@ -162,14 +161,16 @@ class FakeScontrol:
         return SHOWN
 
 
-async def test_details_are_read_once_and_again_when_the_user_changed_the_job() -> None:
+async def test_details_are_read_once_and_again_after_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     scontrol = FakeScontrol()
     reader = DetailReader(scontrol)  # type: ignore[arg-type]  # only run() is called
     await reader.refresh([("15007", 5), ("9", 5)])
     assert (reader.of(("15007", 5)).at_most, reader.of(("9", 5)), reader.of(("15007", 6))) == (2, UNKNOWN, UNKNOWN)
     await reader.refresh([("15007", 5)])
     assert sorted(scontrol.asked) == ["15007", "9"]
-    await asyncio.sleep(1.1)
+    await reader.refresh([("15007", 5)], changed=True)
+    assert sorted(scontrol.asked) == ["15007", "9"], "it was read just now"
+    monkeypatch.setattr(details, "_YOUNG", 0.0)
     await reader.refresh([("15007", 5)], changed=True)
     assert sorted(scontrol.asked) == ["15007", "15007", "9"]
     reader.keep([])
@@ -207,6 +208,18 @@ def test_nodes_of_the_site_are_understood_and_stay_the_same_objects() -> None:
 def test_a_damaged_table_of_nodes_is_unknown(text: str) -> None:
     with pytest.raises(Unknown):
         nodes.NodeTable().read(text, "ab12c")
+
+
+def test_a_running_task_counts_in_its_array_also_after_a_requeue() -> None:
+    changed = TABLE.replace(
+        "15007_2\x1fvm\x1fPENDING\x1f0\x1f1795392134", "15007_2\x1fvm\x1fRUNNING\x1f1\x1f1795392200"
+    )
+    rows = table().read(changed, NAMES)
+    lacking = {row.base for row in rows.values() if row.needs_details}
+    for row in rows.values():
+        if row.base in lacking:
+            row.complete(ARRAYS[row.base[0]])
+    assert AccountingLimits([row.record for row in rows.values()]).left == {"JobArrayTaskLimit: 15007": 1}
 
 
 def test_a_job_keeps_the_newer_of_two_rows_of_its_id() -> None:

@@ -20,7 +20,8 @@ _AT_ONCE = 4  # processes
 _NEW = 200  # jobs of which nothing is known yet that are read in one go; others follow with the next table
 _OLD = 10  # the same for jobs that were read before
 _AGE = 60.0  # seconds after which a job is read again: an administrator may have changed the array's limit
-_YOUNG = 1.0  # seconds within which a job is not read again
+_CHANGED = 2  # the same as _OLD, after a hint; a hint seldom means that the limit of an array was changed
+_YOUNG = 5.0  # the same as _AGE, after a hint
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class DetailReader:
         self._known: dict[tuple[str, int], tuple[JobDetails, float]] = {}
 
     def of(self, key: tuple[str, int]) -> JobDetails:
-        """The details of a job: its base id and its submit time."""
+        """The details of a job by its base id and its submit time, or of an array by its id and 0."""
         return self._known[key][0] if key in self._known else UNKNOWN
 
     def keep(self, keys: Collection[tuple[str, int]]) -> None:
@@ -55,7 +56,7 @@ class DetailReader:
         now = time.monotonic()
         wanted = set(keys)
         new = sorted(wanted - self._known.keys())[:_NEW]
-        age = _YOUNG if changed else _AGE
+        most, age = (_CHANGED, _YOUNG) if changed else (_OLD, _AGE)
         old = sorted(
             (self._known[key][1], key) for key in wanted & self._known.keys() if now - self._known[key][1] > age
         )
@@ -66,7 +67,7 @@ class DetailReader:
                 details = await self._read(key[0])
             self._known[key] = details, now
 
-        await asyncio.gather(*map(read, [*new, *(key for _, key in old[:_OLD])]))
+        await asyncio.gather(*map(read, [*new, *(key for _, key in old[:most])]))
 
     async def _read(self, base: str) -> JobDetails:
         try:

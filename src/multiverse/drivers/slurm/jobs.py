@@ -47,8 +47,9 @@ class JobRow:
         self.job: Job | None = None
         self.basis: _Basis | None = None
         self.until = 0.0
-        self.base = str(record["array_job_id"] or record["job_id"]), int(record["submit_time"] or 0)
-        """The base id and the submit time."""
+        array = record["array_job_id"]
+        self.base = str(array or record["job_id"]), 0 if array else int(record["submit_time"] or 0)
+        """The base id, and the submit time: those of the tasks of an array differ after one was requeued (0)."""
         self.waits = parse.is_waiting(record, names)
         incomplete = bool(record["array_job_id"]) or record["memory_is_ambiguous"]
         self.needs_details = incomplete and record["job_state"] == "PENDING"
