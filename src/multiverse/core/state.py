@@ -143,6 +143,9 @@ class State(LiveRows):
         self.waiting = Counter[tuple[str, str, CloneKind]]()  # clones that wait for their pace in this round
         self.wanted: Counter[str] | None = None  # VMs that jobs want now, by image; computed when first asked for
         self.entropy = ""
+        # Why the first jobs in the queue wait, by attempt, in the order of the queue. Each admission says it anew.
+        self.reasons: dict[int, str] = {}
+        self.short: set[int] = set()  # attempts that wait for memory which others on the machines hold
         self._tables = tables
         self._undo: list[Callable[[], None]] = []
         self._serial, self._attempt, self._template = rows.next_serial, rows.next_attempt, rows.next_template

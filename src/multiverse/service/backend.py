@@ -138,8 +138,13 @@ class Backend:
             attempts = list(reversed(self.store.attempts(job_id=job, limit=max(1, min(limit, MAX_JOBS)))))
         else:
             attempts = list(self._rows().attempts.values())
-        vms = self.store.vms_of([attempt.id for attempt in attempts])
-        return convert.job_views(attempts, vms, self.clock.now(), self.controller.policy)
+        vms, now, controller = (
+            self.store.vms_of([attempt.id for attempt in attempts]),
+            self.clock.now(),
+            self.controller,
+        )
+        waiting = convert.waiting_reasons(attempts, controller.world(), controller.state.reasons, now)
+        return convert.job_views(attempts, vms, waiting, now, controller.policy)
 
     def timelines(self, job: str) -> list[TimelineView]:
         """One timeline for each known attempt of the job, oldest first; empty if there is none."""

@@ -493,8 +493,6 @@ def attempt_effect(attempt: Attempt) -> Effect | None:
             return Effect(EffectKind.REQUEUE, key)
         case A.UNGATED | A.RETURNING:
             return Effect(EffectKind.GATE, key)
-        case A.QUEUED if attempt.note:
-            return Effect(EffectKind.EXPLAIN, key, attempt.note)
         case A.SPAWNED | A.INTRODUCING:
             return Effect(EffectKind.PIN, key, attempt.choice)
         case A.REVOKING:

@@ -60,6 +60,7 @@ from multiverse.core.provisioning.clones import (
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.eviction import release_spares, retire_a_template
 from multiverse.core.provisioning.pacing import wait_for
+from multiverse.core.provisioning.reasons import FIRST_WAITING
 from multiverse.core.provisioning.sizes import template_claim, vm_claims
 from multiverse.core.provisioning.spares import give_back, joined_for, parked_for, withdraw
 from multiverse.core.state import State, quarantine_on_error
@@ -91,11 +92,15 @@ class Admission:
         self.blocked = ""  # why the first job that waits for capacity waits
         self.blockage = Blockage.NONE
         self._empty: Room | None = None
+        self._told: set[str] = set()  # jobs and arrays of which it is said why they wait
+        self._short_before: set[int] = set()  # `State.short` as the admission before left it
         self._beyond: dict[tuple[Request, CloneKind, bool], str] = {}
 
     def run(self) -> Blockage:
         self.state.waiting.clear()  # each round of a pass decides anew
         self.state.wanted = None
+        self.state.reasons.clear()
+        self._short_before, self.state.short = self.state.short, set()
         for attempt in self.queue:
             with quarantine_on_error(self.state, attempt.key):
                 self.consider(attempt)
@@ -321,19 +326,21 @@ class Admission:
         """Why the attempt would have no room on empty hosts either, with nothing of ours on them: others on their
         machines have the memory, and no job behind it is to wait for that. Empty where no more is claimed than
         declared: there nobody looks at what others have. How much others hold is not known to the MiB: who was told
-        this once is told so until there is some more than enough."""
+        waits for it once waits for it until there is some more than enough."""
         if self.policy.overcommit <= 1:
             return ""
-        alike = (attempt.request, choice.kind, TOO_LITTLE in attempt.note)
+        alike = (attempt.request, choice.kind, attempt.id in self._short_before)
         if alike not in self._beyond:
             self._beyond[alike] = self._memory_of_others_for(attempt, choice)
+        if self._beyond[alike]:
+            self.state.short.add(attempt.id)
         return self._beyond[alike]
 
     def _memory_of_others_for(self, attempt: Attempt, choice: Choice) -> str:
         if self._empty is None:
             self._empty = room_of(self.context, without={key.owner for key in self.state.claims})
         room, policy = deepcopy(self._empty), self.policy
-        margin = policy.floor // 8 if TOO_LITTLE in attempt.note else 0
+        margin = policy.floor // 8 if attempt.id in self._short_before else 0
         for name, template in choice.sizes.items():
             frozen = template_claim(template, self.hosts[name]).memory if choice.forks else 0
             room.take(name, Size(0, frozen + margin, 0))
@@ -367,9 +374,11 @@ class Admission:
         self._tell(attempt, why)
 
     def _tell(self, attempt: Attempt, why: str) -> None:
-        """Note why an attempt waits, once it has waited long enough for its user to wonder."""
-        if attempt.note != why and self.state.now - attempt.since >= self.policy.patience:
-            self.state.move(Change(replace(attempt, note=why), Event.NOTED, why))
+        """Say why an attempt waits, if it is among the first that wait. An array counts once."""
+        job_or_array = self.jobs[attempt.job.job_id].array or attempt.job.job_id
+        if len(self._told) < FIRST_WAITING and job_or_array not in self._told:
+            self._told.add(job_or_array)
+            self.state.reasons[attempt.id] = why
 
 
 def references(state: State, which: TemplateKey) -> int:
