@@ -17,7 +17,7 @@ A, V, T, O, E = AttemptState, VmState, TemplateState, OfferState, EffectKind  # 
 
 # Of each state of each kind of row: the effect, and its text.
 EFFECTS: list[tuple[Row, E | None, str]] = [
-    (attempt(A.QUEUED, note="wait"), E.EXPLAIN, "wait"),
+    (attempt(A.QUEUED, note="wait"), None, ""),
     (attempt(A.QUEUED), None, ""),
     (attempt(A.UNGATED, note="wait"), E.GATE, ""),
     (attempt(A.STRAY, note="wait"), E.REQUEUE, ""),

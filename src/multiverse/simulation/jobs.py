@@ -67,6 +67,7 @@ class JobRecord:
     result: str = ""
     exit_code: int = 0
     comment: str = ""  # what its user was told last
+    remark: str = ""  # the text of others beside that
     array: str = ""  # the id of its array, if it is a task of one
     by_user: bool = False  # cancelled by its user
     revoked: str = ""  # the controller's reason for cancelling it

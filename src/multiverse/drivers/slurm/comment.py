@@ -16,8 +16,9 @@ import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from multiverse.core.errors import Gone
 from multiverse.core.model import JobRef
 from multiverse.drivers.slurm import parse
 from multiverse.drivers.slurm.command import SlurmCommands
@@ -108,33 +109,47 @@ class WaitingRecord:
 
 
 # These columns have no fixed width, and hold no text of users and no space.
-_COLUMNS = ("ArrayJobID:0 ", "ArrayTaskID:0 ", "Partition:0 ", "RestartCnt:0 ", "SubmitTime:0 ", "PriorityLong:0 ")
+_COLUMNS = ("JobID", "ArrayJobID", "ArrayTaskID", "Partition", "RestartCnt", "SubmitTime", "PriorityLong")
 
 
 async def waiting_records(
     commands: SlurmCommands, bases: Collection[str], gate_partition: str, gate_feature: str
 ) -> list[WaitingRecord]:
     """The pending records of jobs and arrays with these ids. For one id slurmctld sends only its records; for several
-    it sends all jobs, and squeue chooses."""
+    it sends all jobs, and squeue chooses.
+
+    squeue shows each task in a row of its own (-r), because it otherwise shows tasks that have records of their own as
+    if they shared that of their array. Tasks of one record have the same JobID."""
     column = CommentColumn.new()
-    columns = ",".join((*_COLUMNS, "Feature:2048", column.format))
-    text = await commands.run("squeue", "-h", "-a", "-t", "PENDING", "-j", ",".join(sorted(bases)), "-O", columns)
-    return [_record(row, gate_partition, gate_feature) for row in column.rows(text)]
+    columns = ",".join((*(f"{name}:0 " for name in _COLUMNS), f"Feature:0{column.end}", column.format))
+    listing = ("squeue", "-h", "-a", "-r", "-t", "PENDING", "-j", ",".join(sorted(bases)), "-O", columns)
+    try:
+        text = await commands.run(*listing)
+    except Gone:  # the only job that was asked for
+        return []
+    # A long array with a long comment is megabytes of text.
+    return await asyncio.to_thread(_records, column.rows(text), gate_partition, gate_feature)
 
 
-def _record(row: str, gate_partition: str, gate_feature: str) -> WaitingRecord:
-    base, tasks, partition, restarts, submitted, priority, rest = row.split(" ", 6)
-    features = rest[:2048].strip()
-    _, pinned = parse.features("" if features == "(null)" else features, gate_feature)
-    return WaitingRecord(
-        base=base,
-        tasks=tuple(parse.task_ids(tasks)),
-        submitted=int(submitted),
-        restarts=int(restarts),
-        at_gate=gate_partition in partition.split(",") and pinned is None,
-        held=priority == "0",
-        comment=comment_of(rest[2048:]),
-    )
+def _records(cells: Sequence[str], gate_partition: str, gate_feature: str) -> list[WaitingRecord]:
+    """`cells` are, for each task, the first columns with its features, and its comment."""
+    tasks: dict[str, list[int]] = {}
+    found: dict[str, WaitingRecord] = {}
+    for head, comment in zip(cells[::2], cells[1::2], strict=True):
+        job_id, base, task, partition, restarts, submitted, priority, features = head.split(" ", len(_COLUMNS))
+        tasks.setdefault(job_id, []).extend([int(task)] if task.isdigit() else [])
+        if job_id not in found:
+            _, pinned = parse.features("" if features == "(null)" else features, gate_feature)
+            found[job_id] = WaitingRecord(
+                base=base,
+                tasks=(),
+                submitted=int(submitted),
+                restarts=int(restarts),
+                at_gate=gate_partition in partition.split(",") and pinned is None,
+                held=priority == "0",
+                comment=comment_of(comment),
+            )
+    return [replace(record, tasks=tuple(tasks[job_id])) for job_id, record in found.items()]
 
 
 def ranges(tasks: Iterable[int]) -> str:
