@@ -125,3 +125,11 @@ def as_ready(some: Iterable[Row]) -> dict[TemplateKey, TemplateSeen]:
 
 def changes_of(moves: Iterable[Move]) -> list[Change]:
     return [change for move in moves for change in move.changes]
+
+
+class PassResult(list[Change]):
+    """The changes of a pass on `here`, and why the first jobs in the queue wait after it, by attempt."""
+
+    def __init__(self, here: State, moves: Iterable[Move]) -> None:
+        super().__init__(changes_of(moves))
+        self.reasons = dict(here.reasons)

@@ -157,19 +157,19 @@ def test_a_job_that_is_completing_while_its_attempt_waits_is_left_to_its_end() -
     assert harness.attempt().state is A.QUEUED
 
 
-def test_the_note_of_a_waiting_job_is_dropped_when_the_job_ends() -> None:
+def test_the_reason_of_a_waiting_job_is_dropped_when_the_job_ends() -> None:
     harness = PlannerHarness(cpus=1)
     harness.job(size=Size(1, 100))
     harness.run()
     harness.pass_time(POLICY.patience)
     harness.run()
-    assert harness.attempt().note
+    assert harness.state.reasons[1]
     harness.job(state=JobState.ENDED, result="CANCELLED")
     harness.run()
-    assert (harness.attempt().outcome, harness.attempt().note, harness.attempt().reason) == (
+    assert (harness.attempt().outcome, harness.attempt().reason, harness.state.reasons) == (
         "cancelled",
-        "",
         "CANCELLED",
+        {},
     )
 
 

@@ -118,8 +118,10 @@ def test_a_waiting_attempt_follows_its_job(row: Attempt, shown: Job | None, even
 
 def test_a_stray_attempt_whose_image_no_host_has_is_told_so() -> None:
     row = attempt(A.STRAY, request=Request(1, Size(1, 100), image="unknown"))
-    found = taken(row, shown=Shown(jobs=(job(row, JobState.RUNNING, nodes=("mvtest0-9",)),)))
-    assert found == [(row.key, A.STRAY, Event.NOTED, A.STRAY)]
+    held = state(row, now=NOW)
+    view = SchedulerView({row.job.job_id: job(row, JobState.RUNNING, nodes=("mvtest0-9",))})
+    assert plan(held, world_of(view, HypervisorView({"h1": H1}), NOW), [], NOW, POLICY) == []
+    assert held.reasons == {row.id: "no host has image unknown"}
 
 
 PINNED: list[tuple[Job, Event, A]] = [
