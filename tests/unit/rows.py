@@ -31,7 +31,8 @@ from multiverse.core.model import (
     VmState,
     World,
 )
-from multiverse.core.state import Rows, State
+from multiverse.core.rows import Rows
+from multiverse.core.state import State
 from multiverse.core.transition import Change, Move
 
 SOURCE = "hosts"
@@ -127,9 +128,9 @@ def changes_of(moves: Iterable[Move]) -> list[Change]:
     return [change for move in moves for change in move.changes]
 
 
-class PassResult(list[Change]):
-    """The changes of a pass on `here`, and why the first jobs in the queue wait after it, by attempt."""
+class Decided(list[Change]):
+    """The changes of one pass, and the reasons of the attempts that wait."""
 
-    def __init__(self, here: State, moves: Iterable[Move]) -> None:
-        super().__init__(changes_of(moves))
+    def __init__(self, changes: Iterable[Change], here: State) -> None:
+        super().__init__(changes)
         self.reasons = dict(here.reasons)

@@ -39,10 +39,11 @@ from multiverse.core.provisioning.admission import references
 from multiverse.core.provisioning.capacity import room_of
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.sizes import template_claim, vm_claim, vm_size
-from multiverse.core.state import Rows, State
+from multiverse.core.rows import Rows
+from multiverse.core.state import State
 from multiverse.core.transition import Change, Event
 from tests.unit.planner_harness import POLICY
-from tests.unit.rows import IMAGES, SOURCE, PassResult, as_ready, attempt, rows, template, vm, world_of
+from tests.unit.rows import IMAGES, SOURCE, Decided, as_ready, attempt, changes_of, rows, template, vm, world_of
 
 A, V, T = AttemptState, VmState, TemplateState
 SMALL = Size(1, 100)
@@ -63,7 +64,7 @@ def full(name: str = "h1") -> Claim:
     return Claim(Key("vm", 90 + int(name[1:])), name, Size(4, 0))
 
 
-def planned(here: Rows, *hosts: Host, now: float = NOW, policy: Policy = POLICY) -> PassResult:
+def planned(here: Rows, *hosts: Host, now: float = NOW, policy: Policy = POLICY) -> Decided:
     """The changes of one pass when the jobs of all attempts wait at the gate, in the order of their numbers, and the
     templates that are ready in the rows are observed to be ready."""
     jobs = {
@@ -75,17 +76,20 @@ def planned(here: Rows, *hosts: Host, now: float = NOW, policy: Policy = POLICY)
     return decisions(here, world_of(SchedulerView(jobs), view, now), now=now, policy=policy)
 
 
-def decisions(
-    here: Rows, world: World, *, now: float = NOW, policy: Policy = POLICY, short: Iterable[int] = ()
-) -> PassResult:
-    """The changes of one pass on these rows. `short`: the attempts that waited for memory of others before."""
-    live = State(here, TABLES, now)
-    live.short.update(short)
-    return PassResult(live, plan(live, world, [], now, policy))
+def decisions(here: Rows, world: World, *, now: float = NOW, policy: Policy = POLICY, lacking: bool = False) -> Decided:
+    """The changes of one pass on these rows. `lacking`: the first attempt was found to lack memory before."""
+    state = State(here, TABLES, now)
+    if lacking:
+        state.lacking.add((here.attempts[1].request, CloneKind.INSTANT))
+    return Decided(changes_of(plan(state, world, [], now, policy)), state)
 
 
 def of(changes: list[Change], kind: str) -> list[Change]:
     return [change for change in changes if change.row.key.kind == kind]
+
+
+def notes(changes: Decided) -> dict[int, str]:
+    return changes.reasons
 
 
 # --- templates --------------------------------------------------------------------------------------
@@ -142,7 +146,7 @@ def test_a_template_is_built_on_one_more_host_that_is_able_and_has_room() -> Non
     (asked,) = of(changes, "template")
     assert isinstance(asked.row, Template)
     assert asked.row.host == "h3" and asked.row.image == "slim" and asked.row.state is T.BUILDING
-    assert changes.reasons == {1: "the template of image slim is being built on h3"}
+    assert notes(changes) == {1: "the template of image slim is being built on h3"}
 
 
 @pytest.mark.parametrize("state", [T.BUILDING, T.RETIRING])
@@ -150,7 +154,7 @@ def test_while_a_template_is_built_on_one_host_none_is_asked_for_on_another(stat
     here = rows(attempt(A.QUEUED), template(T.READY), template(state, id=2, host="h3", since=NOW), claims=[full("h1")])
     changes = planned(here, host("h1"), host("h2"), host("h3"))
     assert of(changes, "template") == []
-    assert changes.reasons == {1: "the template of image slim is being built on h3"}
+    assert notes(changes) == {1: "the template of image slim is being built on h3"}
 
 
 def test_no_template_is_built_without_room_or_for_a_job_that_needs_none() -> None:
@@ -158,7 +162,7 @@ def test_no_template_is_built_without_room_or_for_a_job_that_needs_none() -> Non
     here = rows(attempt(A.QUEUED), template(T.READY), claims=[full(), crowded])
     changes = planned(here, host("h1"), host("h2"))
     assert of(changes, "template") == []
-    assert changes.reasons == {1: "waiting for capacity: the hosts are full"}
+    assert notes(changes) == {1: "waiting for capacity: the hosts are full"}
     just = replace(crowded, size=Size(0, 4096 - POLICY.base.memory))
     (asked,) = of(planned(replace(here, claims=(full(), just)), host("h1"), host("h2")), "template")
     assert isinstance(asked.row, Template) and asked.row.host == "h2"
@@ -166,7 +170,7 @@ def test_no_template_is_built_without_room_or_for_a_job_that_needs_none() -> Non
     able = ["full", "instant"]
     changes = planned(boots, host("h1", abilities=able), host("h2", abilities=able))
     assert of(changes, "template") == []
-    assert changes.reasons == {1: "waiting for capacity: the hosts are full"}
+    assert notes(changes) == {1: "waiting for capacity: the hosts are full"}
 
 
 @pytest.mark.parametrize(("waited", "built"), [(POLICY.backoff(2) - 0.5, False), (POLICY.backoff(2), True)])
@@ -243,7 +247,7 @@ def test_a_job_waits_for_an_image_that_no_host_has(kind: CloneKind | None) -> No
                 attempt(A.QUEUED, id=2, job="8"), template(T.READY))  # fmt: skip
     abilities = ("instant", "linked", "full")
     changes = planned(here, host(abilities=abilities), replace(host("h2", abilities=abilities), images={}))
-    assert changes.reasons == {1: "no host has image mine"} and not of(changes, "template")
+    assert notes(changes) == {1: "no host has image mine"} and not of(changes, "template")
     assert [c.row.attempt for c in of(changes, "vm") if isinstance(c.row, Vm)] == [2], "it blocks no other job"
     has_it = Host("h2", Size(4, 4096, 65536), frozenset(abilities), images={"mine": frozenset({"fork"})})
     later = planned(here, host(abilities=abilities), has_it)
@@ -255,16 +259,15 @@ def test_a_job_waits_for_an_image_that_no_host_has(kind: CloneKind | None) -> No
 def test_a_job_too_large_for_the_hosts_with_its_image_waits_if_it_would_fit_on_others() -> None:
     small = replace(host(memory=1024), images={"mine": IMAGES["slim"]})
     here = rows(attempt(A.QUEUED, request=Request(1, Size(1, 3000), image="mine")))
-    (note,) = planned(here, small, host("h2", memory=65536)).reasons.values()
+    (note,) = notes(planned(here, small, host("h2", memory=65536))).values()
     assert "fits on no host; the largest that fits is 4 CPUs" in note and note.endswith("; without image mine: h2")
     for other in (host("h2", memory=2048), replace(host("h2", memory=65536), images=small.images)):
-        changes = planned(here, small, other)
-        impossible = [change.event for change in of(changes, "attempt")] == [Event.IMPOSSIBLE]
-        assert impossible == (other.capacity.memory < 3000) and impossible != bool(changes.reasons)
+        revoked = [change.event for change in of(planned(here, small, other), "attempt")]
+        assert (revoked == [Event.IMPOSSIBLE]) == (other.capacity.memory < 3000)
     away = replace(here, hosts={name: KnownHost(name, SOURCE) for name in ("h1", "h2", "h3")})
-    (note,) = planned(away, small, host("h2", memory=65536)).reasons.values()
+    (note,) = notes(planned(away, small, host("h2", memory=65536))).values()
     assert "fits on no host" in note and note.endswith("; without image mine: h2; out of reach now: h3")
-    (note,) = planned(away, host(memory=65536)).reasons.values()
+    (note,) = notes(planned(away, host(memory=65536))).values()
     assert note == "no host has image mine; out of reach now: h2, h3"
 
 
@@ -289,7 +292,7 @@ def test_nothing_is_released_on_a_host_that_lacks_the_image() -> None:
     assert [c.row.key for c in changes if c.event is Event.RELEASED] == [here.key]
     kept = rows(asks, idle, mine, busy, replace(here, state=V.SERVING, pool=None), elsewhere, claims=claims)
     changes = planned(kept, *hosts, policy=policy)
-    assert changes.reasons == {1: "waiting for capacity: the hosts are full"}
+    assert notes(changes) == {1: "waiting for capacity: the hosts are full"}
     assert not [c for c in changes if c.event in (Event.DROPPED, Event.RELEASED)]
 
 
@@ -311,7 +314,7 @@ def test_a_job_that_boots_needs_no_room_for_a_template() -> None:
 def test_an_image_that_cannot_be_forked_serves_booted_clones_only() -> None:
     instant, full_clone = Request(1, SMALL), Request(1, Size(2, 700), kind=CloneKind.FULL)
     changes = planned(rows(attempt(A.QUEUED, request=instant)), without_plugging(can=()))
-    assert changes.reasons == {1: "no host can make instant clones of image slim"} and not of(changes, "template")
+    assert notes(changes) == {1: "no host can make instant clones of image slim"} and not of(changes, "template")
     its = replace(without_plugging(can=()), abilities=frozenset({"full"}))
     (made,) = of(planned(rows(attempt(A.QUEUED, request=full_clone)), its), "vm")
     assert isinstance(made.row, Vm) and made.row.template is None and made.row.size == Size(2, 896)
@@ -327,7 +330,7 @@ def test_a_job_that_waits_for_room_for_its_template_blocks_later_jobs() -> None:
     )
     changes = planned(here, without_plugging())
     why = "waiting for capacity: no host has room for the template of image slim"
-    assert not of(changes, "vm") and changes.reasons == {1: why, 2: why}
+    assert not of(changes, "vm") and notes(changes) == {1: why, 2: why}
 
 
 def test_a_template_is_retired_for_the_first_job_if_only_templates_are_in_its_way() -> None:
@@ -348,31 +351,32 @@ def test_a_template_is_retired_for_the_first_job_if_only_templates_are_in_its_wa
 # --- which jobs wait --------------------------------------------------------------------------------------
 
 
-def test_no_row_changes_because_of_a_reason() -> None:
-    here = rows(attempt(A.QUEUED, since=NOW - 100), template(T.READY), claims=[full()])
-    changes = planned(here, host())
-    assert changes.reasons == {1: "waiting for capacity: the hosts are full"} and not changes
+def told_of(*job_ids: str, array: str = "5") -> list[int]:
+    """The attempts that have a reason when these jobs wait for a full host. Jobs `5_N` are tasks of one array."""
+    waiting = [attempt(A.QUEUED, id=n, job=job_id) for n, job_id in enumerate(job_ids, start=1)]
+    jobs = {a.job.job_id: Job(a.job, "hello", 1000, JobState.PENDING, a.request, rank=a.id,
+                              array=array if a.job.job_id.startswith("5_") else "") for a in waiting}  # fmt: skip
+    here = rows(*waiting, template(T.READY), claims=[full()])
+    view = HypervisorView({"h1": host()}, {}, as_ready([template(T.READY)]))
+    return list(decisions(here, world_of(SchedulerView(jobs), view, NOW)).reasons)
 
 
 def test_ten_jobs_have_a_reason_and_an_array_is_one_of_them() -> None:
-    waiting = [attempt(A.QUEUED, id=n, job=f"5_{n}" if n <= 5 else str(n)) for n in range(1, 30)]
-    jobs = {a.job.job_id: Job(a.job, "hello", 1000, JobState.PENDING, a.request, rank=a.id, array="5" * (a.id <= 5))
-            for a in waiting}  # fmt: skip
-    here = rows(*waiting, template(T.READY), claims=[full()])
-    view = HypervisorView({"h1": host()}, {}, as_ready([template(T.READY)]))
-    found = decisions(here, world_of(SchedulerView(jobs), view, NOW)).reasons
-    assert list(found) == [1, *range(6, 15)] and set(found.values()) == {"waiting for capacity: the hosts are full"}
+    tasks, singles = [f"5_{n}" for n in range(5)], [str(n) for n in range(10, 40)]
+    assert told_of(*singles) == list(range(1, 11))
+    assert told_of(*tasks, *singles) == [1, *range(6, 15)]
+    assert told_of("10", *tasks) == [1, 2]
 
 
-def test_reasons_are_those_of_the_latest_admission() -> None:
-    here = State(rows(attempt(A.QUEUED), template(T.READY), claims=[full()]), TABLES, NOW)
-    job = Job(here.attempts[1].job, "hello", 1000, JobState.PENDING, here.attempts[1].request)
-    view = HypervisorView({"h1": host()}, {}, as_ready([template(T.READY)]))
-    plan(here, world_of(SchedulerView({"7": job}), view, NOW), [], NOW, POLICY)
-    assert here.reasons.keys() == {1}
-    held = replace(job, eligible=False, held=True)
-    plan(here, world_of(SchedulerView({"7": held}), view, NOW + 1), [], NOW + 1, POLICY)
-    assert here.reasons == {}
+def test_behind_a_long_array_fewer_jobs_have_a_reason_and_the_pass_stays_short() -> None:
+    tasks = [f"5_{n}" for n in range(5000)]
+    assert told_of(*tasks, "10", "11") == [1]
+
+
+def test_a_reason_changes_no_row() -> None:
+    here = rows(attempt(A.QUEUED), template(T.READY), claims=[full()])
+    decided = planned(here, host())
+    assert decided == [] and notes(decided) == {1: "waiting for capacity: the hosts are full"}
 
 
 @pytest.mark.parametrize(
@@ -400,9 +404,9 @@ def test_a_job_waits_for_vms_of_its_own_earlier_runs_only(owner: dict[str, objec
     gone = "waiting until mvtest0-5 of its earlier run is gone"
     out_of_reach = "its earlier run may go on in mvtest0-5: host h2 is out of reach, neither back nor fenced"
     # Its host is out of sight, so that a VM being released there is lost in the same pass.
-    assert changes.reasons.get(2, "") == (out_of_reach if waits else "")
+    assert notes(changes).get(2, "") == (out_of_reach if waits else "")
     changes = planned(here, host("h1"), host("h2", abilities=[]))
-    assert changes.reasons.get(2, "") == (gone if waits else "")
+    assert notes(changes).get(2, "") == (gone if waits else "")
 
 
 def test_a_job_that_waits_for_its_earlier_run_blocks_no_other() -> None:
@@ -431,7 +435,7 @@ def test_no_more_vms_are_made_at_once_than_allowed_except_for_one_larger_gang() 
     unseen = {key: row for key, row in making.attempts.items() if key != 1}
     changes = planned(replace(making, attempts=unseen), host(), policy=policy)
     assert [c.row.id for c in changes if c.event is Event.ADMITTED] == [2]
-    assert changes.reasons == {3: "waiting for a turn: as many VMs as may be made at once are being made"}
+    assert notes(changes) == {3: "waiting for a turn: as many VMs as may be made at once are being made"}
 
 
 # --- limits -----------------------------------------------------------------------------------------
@@ -466,7 +470,7 @@ def admitted(changes: list[Change]) -> list[int]:
 def test_no_more_jobs_are_admitted_than_a_limit_leaves() -> None:
     changes = limited(three(A.QUEUED, A.QUEUED, A.QUEUED), {"cpu": 3}, {1: {"cpu": 1}, 2: {"cpu": 2}, 3: {"cpu": 1}})
     assert admitted(changes) == [1, 2]
-    assert changes.reasons == {3: "held back by cpu"}
+    assert notes(changes) == {3: "held back by cpu"}
 
 
 def test_a_job_that_a_limit_holds_back_blocks_no_other() -> None:
@@ -484,7 +488,7 @@ def test_jobs_that_are_admitted_and_do_not_run_yet_count_for_limits() -> None:
 def test_every_limit_must_leave_enough() -> None:
     changes = limited(three(A.QUEUED, A.QUEUED), {"a": 2, "b": 0}, {1: {"a": 1, "b": 1}, 2: {"a": 1}})
     assert admitted(changes) == [2]
-    assert changes.reasons == {1: "held back by b"}
+    assert notes(changes) == {1: "held back by b"}
 
 
 def test_a_negative_limit_lets_no_job_start() -> None:
@@ -497,7 +501,7 @@ OVERCOMMITTED = replace(POLICY, overcommit=4.0, floor=1000)
 
 
 def admission_beside(available: int, *vms: tuple[Vm, float], policy: Policy = OVERCOMMITTED) -> str:
-    """The reason of the change of a small job's attempt, on a host that declares exactly what these VMs claim. Each VM
+    """What becomes of a small job, or why it waits, on a host that declares exactly what these VMs claim. Each VM
     comes with the memory that it was observed to use."""
     claims = [Claim(one.key, "h1", vm_claim(one.size, host())) for one, _ in vms]
     ready = template(T.READY)
@@ -509,10 +513,8 @@ def admission_beside(available: int, *vms: tuple[Vm, float], policy: Policy = OV
     frozen = TemplateSeen("t", "h1", ready.image, TemplateCondition.READY, ready.size, held=256.0)
     view = HypervisorView({"h1": h1}, seen, {ready.which: frozen})
     world = world_of(SchedulerView({job.ref.job_id: job}), view, NOW - 1)
-    changes = decisions(here, world, policy=policy)
-    admitted = [change.reason for change in changes if change.row.key == Key("attempt", 1)]
-    (reason,) = [*changes.reasons.values(), *admitted]
-    return reason
+    decided = decisions(here, world, policy=policy)
+    return next((c.reason for c in decided if c.row.key == Key("attempt", 1)), decided.reasons.get(1, ""))
 
 
 CLAIM = vm_claim(vm_size(SMALL, OVERCOMMITTED.base, host(), OVERCOMMITTED), host()).memory
@@ -552,15 +554,15 @@ def test_a_job_that_waits_for_memory_of_other_processes_blocks_no_other() -> Non
                 claims=[Claim(ready.key, "h1", template_claim(ready.size, host())),
                         Claim(busy.key, "h1", vm_claim(busy.size, host()))])  # fmt: skip
 
-    def decided(available: int, held: float, *short: int) -> tuple[list[int], dict[int, str]]:
-        """The attempts that are admitted, and why the others wait."""
+    def decided(available: int, held: float, *, lacking: bool = False) -> tuple[list[int], dict[int, str]]:
+        """The attempts that are admitted, and the notes of the others."""
         jobs = {a.job.job_id: Job(a.job, "hello", 1000, JobState.PENDING, a.request, rank=a.id)
                 for a in here.attempts.values()}  # fmt: skip
         seen = {busy.name: VmSeen(busy.name, "h1", VmCondition.RUNNING, private=held)}
         h1 = replace(host(cpus=64, memory=8192), available=available)
         view = HypervisorView({"h1": h1}, seen, as_ready([ready]))
-        changes = decisions(here, world_of(SchedulerView(jobs), view, NOW), policy=OVERCOMMITTED, short=short)
-        return [c.row.attempt for c in of(changes, "vm") if isinstance(c.row, Vm) and c.row.attempt], changes.reasons
+        changes = decisions(here, world_of(SchedulerView(jobs), view, NOW), policy=OVERCOMMITTED, lacking=lacking)
+        return [c.row.attempt for c in of(changes, "vm") if isinstance(c.row, Vm) and c.row.attempt], notes(changes)
 
     # Its own claim, and that of the template beside it.
     need = vm_claim(vm_size(Size(1, 5000), OVERCOMMITTED.base, host(), OVERCOMMITTED), host()).memory + 256
@@ -571,10 +573,11 @@ def test_a_job_that_waits_for_memory_of_other_processes_blocks_no_other() -> Non
     assert decided(1000 + need - 2001, 2000.0) == ([2], beyond)
     assert decided(1000 + need + 1000, 2000.0)[0] == [1, 2]
 
-    assert decided(1000 + need - 2000 + OVERCOMMITTED.floor // 8 - 1, 2000.0, 1) == ([2], beyond), (
+    eighth = OVERCOMMITTED.floor // 8
+    assert decided(1000 + need - 2000 + eighth - 1, 2000.0, lacking=True) == ([2], beyond), (
         "it has had this reason before: the last MiB do not count"
     )
-    assert decided(1000 + need - 2000 + OVERCOMMITTED.floor // 8, 2000.0, 1) == ([], both)
+    assert decided(1000 + need - 2000 + eighth, 2000.0, lacking=True) == ([], both)
 
 
 def test_the_memory_of_a_deleted_template_is_free_when_the_last_vm_that_maps_it_is_gone() -> None:

@@ -9,6 +9,7 @@ from itertools import combinations
 
 import pytest
 
+from multiverse.core.changes import mark_changes
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
     Attempt,
@@ -52,7 +53,7 @@ from tests.unit.planner_harness import POLICY
 from tests.unit.rows import (
     IMAGES,
     SOURCE,
-    PassResult,
+    Decided,
     as_ready,
     attempt,
     changes_of,
@@ -70,9 +71,6 @@ SMALL = Size(1, 100)
 READY = template(T.READY)
 PARKED = Pool("slim", Depth.PARKED, 1, 9, SMALL, 1e9)
 EAGER = replace(POLICY, patience=0.0)
-WAITS = "waits"
-Decision = tuple[Event | str | None, str]
-"""The event of an attempt, `WAITS`, or None if nothing was decided about it; and the reason."""
 
 
 def host(name: str = "h1", *, cpus: int = 64, memory: int = 65536, can: str | None = None, **more: object) -> Host:
@@ -89,15 +87,15 @@ def queued(number: int, size: Size = SMALL, *, nodes: int = 1, **request: object
 def decided(*some: Row, hosts: Collection[Host] = (), policy: Policy = EAGER, claims: Iterable[Claim] = (),
             known: Collection[str] = (), change: dict[int, dict[str, object]] | None = None,
             gone: Collection[int] = (), limits: dict[str, int] | None = None, unseen: Collection[int] = (),
-            began: float = NOW, **forecast: object) -> PassResult:  # fmt: skip
+            began: float = NOW, **forecast: object) -> Decided:  # fmt: skip
     """The changes of one pass when the jobs of all attempts that do not run wait at the gate, in the order of their
     numbers, and all VMs and templates are observed as their rows say."""
     here = rows(*some, claims=claims, known=known)
     jobs = {}
     for a in here.attempts.values():
-        state = JobState.RUNNING if a.state is A.ALLOCATED else JobState.PENDING
+        status = JobState.RUNNING if a.state is A.ALLOCATED else JobState.PENDING
         nodes = tuple(one.name for one in here.vms.values() if one.attempt == a.id)
-        job = Job(a.job, a.job_name, a.uid, state, a.request, rank=a.id, nodes=nodes)
+        job = Job(a.job, a.job_name, a.uid, status, a.request, rank=a.id, nodes=nodes)
         if a.id not in gone:
             jobs[a.job.job_id] = replace(job, **(change or {}).get(a.id, {}))  # type: ignore[arg-type]
     vms = {
@@ -113,14 +111,18 @@ def decided(*some: Row, hosts: Collection[Host] = (), policy: Policy = EAGER, cl
         effect_ended_at={Key("attempt", number): float("inf") for number in gone},
         forecast=Forecast(**forecast),  # type: ignore[arg-type]
     )
-    live = State(here, TABLES, NOW)
-    changes = PassResult(live, plan(live, world, [], NOW, policy))
+    pass_ = State(here, TABLES, NOW)
+    changes = Decided(changes_of(plan(pass_, world, [], NOW, policy)), pass_)
     assert not [c for c in changes if c.event is Event.QUARANTINED]
     return changes
 
 
 def admitted(changes: list[Change]) -> set[int]:
     return {c.row.id for c in changes if c.event is Event.ADMITTED}
+
+
+def notes(changes: Decided) -> dict[int, str]:
+    return changes.reasons
 
 
 def made(changes: list[Change]) -> list[Vm]:
@@ -181,8 +183,13 @@ class Scenario:
             ),
             NOW,
         )
-        blockage = admit(Context(here, world, replace(EAGER, **self.policy)))  # type: ignore[arg-type]
-        return Outcomes(changes_of(here.moves), dict(here.reasons), blockage)
+        policy = replace(EAGER, **self.policy)  # type: ignore[arg-type]
+        mark_changes(here, world, policy)
+        blockage = admit(Context(here, world, policy))
+        return Outcomes(changes_of(here.moves), blockage, here.reasons)
+
+
+WAITS = "waits"
 
 
 @dataclass(frozen=True)
@@ -190,15 +197,15 @@ class Outcomes:
     """What one round of admission decided."""
 
     changes: list[Change]
-    reasons: dict[int, str]
     blockage: Blockage
+    reasons: dict[int, str]
 
-    def of(self, number: int) -> Decision:
-        """What was decided about an attempt, and its reason."""
-        found: list[Decision] = [(c.event, c.reason) for c in self.changes if c.row.key == Key("attempt", number)]
-        found += [(WAITS, self.reasons[number])] if number in self.reasons else []
+    def of(self, number: int) -> tuple[Event | str | None, str]:
+        """The event of an attempt, or that it waits, and its reason; None if nothing was decided about it."""
+        found = [(c.event, c.reason) for c in self.changes if c.row.key == Key("attempt", number)]
         assert len(found) <= 1, "one decision in a round"
-        return found[0] if found else (None, "")
+        assert not found or number not in self.reasons
+        return found[0] if found else (WAITS, self.reasons[number]) if number in self.reasons else (None, "")
 
 
 def job_has_changed(s: Scenario) -> None:
@@ -269,25 +276,25 @@ def addresses_are_used_up(s: Scenario) -> None:
 
 
 Case = Callable[[Scenario], None]
-Expected = Decision
+Expected = tuple[Event | str | None, str]
 
 CASES: list[tuple[int, Case, Expected]] = [
-    (1, job_has_changed, (None, "")),
-    (2, job_cannot_be_served, (Event.IMPOSSIBLE, "two partitions")),
-    (3, job_is_too_large, (Event.IMPOSSIBLE, "fits on no host")),
-    (4, job_is_held, (None, "")),
-    (4, job_is_not_at_the_gate, (None, "")),
-    (4, job_is_in_its_back_off, (None, "")),
-    (5, earlier_run_is_lost, (WAITS, "its earlier run may go on in mvtest0-1")),
-    (6, limit_is_used_up, (WAITS, "held back by cpu")),
-    (7, earlier_job_waits_for_room, (WAITS, "waiting for capacity: the hosts are full")),
-    (8, joined_spare_fits, (Event.ADMITTED, "joined before")),
-    (9, turn_is_over, (WAITS, "as many VMs as may be made at once")),
-    (10, template_is_missing, (WAITS, "the template of image slim is being built on h1")),
-    (11, pace_is_used_up, (WAITS, "0.25 a second")),
-    (12, host_is_full, (WAITS, "waiting for capacity: the hosts are full")),
-    (12, addresses_are_used_up, (WAITS, "waiting for a free address")),
-    (13, lambda _: None, (Event.ADMITTED, "instant on h1")),
+    (0, job_has_changed, (None, "")),
+    (1, job_cannot_be_served, (Event.IMPOSSIBLE, "two partitions")),
+    (2, job_is_too_large, (Event.IMPOSSIBLE, "fits on no host")),
+    (3, job_is_held, (None, "")),
+    (3, job_is_not_at_the_gate, (None, "")),
+    (3, job_is_in_its_back_off, (None, "")),
+    (4, earlier_run_is_lost, (WAITS, "its earlier run may go on in mvtest0-1")),
+    (5, limit_is_used_up, (WAITS, "held back by cpu")),
+    (6, earlier_job_waits_for_room, (WAITS, "waiting for capacity: the hosts are full")),
+    (7, joined_spare_fits, (Event.ADMITTED, "joined before")),
+    (8, turn_is_over, (WAITS, "as many VMs as may be made at once")),
+    (9, template_is_missing, (WAITS, "the template of image slim is being built on h1")),
+    (10, pace_is_used_up, (WAITS, "0.25 a second")),
+    (11, host_is_full, (WAITS, "waiting for capacity: the hosts are full")),
+    (11, addresses_are_used_up, (WAITS, "waiting for a free address")),
+    (12, lambda _: None, (Event.ADMITTED, "instant on h1")),
 ]
 NAMES = [f"{number}-{case.__name__}" for number, case, _ in CASES]
 
@@ -297,7 +304,7 @@ def test_each_case_decides(number: int, case: Case, expected: Expected) -> None:
     scenario = Scenario()
     case(scenario)
     event, reason = scenario.admit().of(5)
-    assert event == expected[0] and expected[1] in reason
+    assert event is expected[0] and expected[1] in reason
 
 
 PAIRS = [
@@ -315,7 +322,7 @@ def test_of_two_cases_that_apply_the_first_decides(first: Case, second: Case, ex
     for case in (first, second):
         case(scenario)
     event, reason = scenario.admit().of(5)
-    assert event == expected[0] and expected[1] in reason
+    assert event is expected[0] and expected[1] in reason
 
 
 def test_a_job_behind_one_that_waits_for_a_turn_waits_for_the_same() -> None:
@@ -335,8 +342,9 @@ def test_a_revoked_attempt_ends_as_revoked() -> None:
 
 
 def test_an_admitted_attempt_keeps_no_reason_for_waiting() -> None:
-    changes = Scenario(attempt={"note": "waiting for a turn"}).admit().changes
-    (admitted_,) = [c.row for c in changes if isinstance(c.row, Attempt)]
+    outcomes = Scenario(attempt={"note": "the attempt before failed"}).admit()
+    (admitted_,) = [c.row for c in outcomes.changes if isinstance(c.row, Attempt)]
+    assert not outcomes.reasons
     assert (admitted_.state, admitted_.note) == (A.CLAIMED, "") and admitted_.choice.startswith("instant on h1")
 
 
@@ -347,12 +355,12 @@ def test_a_fenced_host_gives_a_job_that_is_too_large_no_hope() -> None:
     assert event is Event.IMPOSSIBLE and "out of reach" not in reason
     scenario.known.append("h3")
     event, reason = scenario.admit().of(5)
-    assert event == WAITS and reason.endswith("; out of reach now: h3")
+    assert event is WAITS and reason.endswith("; out of reach now: h3")
 
 
 @pytest.mark.parametrize(("eligible", "event"), [(True, WAITS), (False, None)])
 def test_a_job_too_large_for_hosts_in_sight_waits_for_the_others_and_has_a_reason_if_it_is_not_held(
-    eligible: bool, event: str | None
+    eligible: bool, event: Event | str | None
 ) -> None:
     scenario = Scenario(known=["h1", "h2"])
     job_is_too_large(scenario)
@@ -368,7 +376,7 @@ NEXT = queued(6, kind=CloneKind.FULL)
 
 @pytest.mark.parametrize(
     "case",
-    [case for number, case, _ in CASES if number in (1, 2, 3, 4, 5, 6, 8, 10, 11, 13)],
+    [case for number, case, _ in CASES if number in (0, 1, 2, 3, 4, 5, 7, 9, 10, 12)],
     ids=lambda case: case.__name__,
 )
 def test_these_cases_block_no_job_behind(case: Case) -> None:
@@ -419,7 +427,7 @@ def test_these_cases_block_the_jobs_behind(case: Case, blockage: Blockage) -> No
     case(scenario)
     outcomes = scenario.admit()
     assert outcomes.blockage is blockage
-    assert outcomes.of(6) == outcomes.of(5) and outcomes.of(5)[0] == WAITS
+    assert outcomes.of(6) == outcomes.of(5) and outcomes.of(5)[0] is WAITS
     alone = Scenario(behind=[NEXT])
     case(alone)
     job_is_held(alone)
@@ -462,7 +470,9 @@ def test_a_job_waits_for_the_pace_of_the_host_that_is_free_first() -> None:
     view = HypervisorView({"h1": host(), "h2": host("h2")}, {}, as_ready(both))
     job = Job(asks.job, "hello", 1000, JobState.PENDING, asks.request)
     policy = replace(EAGER, rates={CloneKind.INSTANT: 0.25})
-    admit(Context(here, world_of(SchedulerView({"5": job}), view, NOW), policy))
+    world = world_of(SchedulerView({"5": job}), view, NOW)
+    mark_changes(here, world, policy)
+    admit(Context(here, world, policy))
     assert dict(here.waiting) == {("h2", "slim", CloneKind.INSTANT): 2}
 
 
@@ -559,13 +569,13 @@ def test_however_many_jobs_are_revoked_the_next_is_admitted_in_the_same_pass() -
 
 def test_a_job_that_fits_on_no_host_in_sight_waits_for_hosts_out_of_reach_and_blocks_no_other() -> None:
     changes = decided(READY, queued(1, Size(99, 100)), queued(2), hosts=[host()], known=["h1", "h2", "h3"])
-    (why,) = changes.reasons.values()
+    (why,) = notes(changes).values()
     assert why.startswith("a VM of 99 CPUs, 100 MiB fits on no host;") and why.endswith("; out of reach now: h2, h3")
     assert admitted(changes) == {2}
 
 
 def test_the_reason_says_that_no_host_is_in_sight() -> None:
-    assert decided(queued(1), known=["h2"]).reasons == {1: "no host is in sight; out of reach now: h2"}
+    assert notes(decided(queued(1), known=["h2"])) == {1: "no host is in sight; out of reach now: h2"}
 
 
 def test_a_back_off_that_ends_now_is_over() -> None:
@@ -604,7 +614,7 @@ def test_the_largest_that_fits_depends_on_whether_the_vm_boots() -> None:
 
 def test_all_hosts_without_the_image_are_named() -> None:
     hosts = [replace(host("h1", memory=1024), images={"mine": IMAGES["slim"]}), host("h2"), host("h3")]
-    noted = decided(queued(1, Size(1, 3000), image="mine"), hosts=hosts).reasons
+    noted = notes(decided(queued(1, Size(1, 3000), image="mine"), hosts=hosts))
     assert noted[1].endswith("; without image mine: h2, h3")
 
 
@@ -614,22 +624,24 @@ def test_all_hosts_without_the_image_are_named() -> None:
 def test_all_jobs_behind_one_that_waits_for_room_get_its_reason() -> None:
     busy = Claim(Key("vm", 90), "h1", Size(4, 0))
     waiting = [queued(number) for number in range(1, 5)]
-    noted = decided(READY, *waiting, hosts=[host(cpus=4)], claims=[claim_of(READY), busy]).reasons
+    noted = notes(decided(READY, *waiting, hosts=[host(cpus=4)], claims=[claim_of(READY), busy]))
     assert noted == dict.fromkeys(range(1, 5), "waiting for capacity: the hosts are full")
 
 
 def test_all_jobs_behind_one_that_waits_for_a_turn_get_its_reason() -> None:
     making = vm(V.STARTING, id=9, attempt=9)
     waiting = [queued(number) for number in range(1, 5)]
-    noted = decided(
-        READY,
-        attempt(A.SPAWNING, id=9, job="9"),
-        making,
-        *waiting,
-        hosts=[host()],
-        policy=replace(EAGER, provisioning=1),
-        began=NOW - 1,
-    ).reasons
+    noted = notes(
+        decided(
+            READY,
+            attempt(A.SPAWNING, id=9, job="9"),
+            making,
+            *waiting,
+            hosts=[host()],
+            policy=replace(EAGER, provisioning=1),
+            began=NOW - 1,
+        )
+    )
     assert set(noted) == {1, 2, 3, 4} and {text.split(":")[0] for text in noted.values()} == {"waiting for a turn"}
 
 
@@ -734,7 +746,7 @@ def test_of_two_templates_only_one_is_built_where_there_is_room_for_one() -> Non
     other = Claim(Key("vm", 90), "h1", Size(0, 100))
     changes = decided(queued(1, image="one"), queued(2, image="two"), hosts=[host(memory=600)], claims=[other])
     assert [row.image for _, row in templates(changes)] == ["one"]
-    assert changes.reasons[2] == "waiting for capacity: no host has room for the template of image two"
+    assert notes(changes)[2] == "waiting for capacity: no host has room for the template of image two"
 
 
 def test_a_template_that_broke_on_another_host_is_tried_again_when_the_first_is_full() -> None:
@@ -816,7 +828,7 @@ def test_hosts_that_lack_memory_are_named() -> None:
     policy = replace(EAGER, overcommit=1.5, floor=1000)
     both = [READY, template(T.READY, id=2, host="h2")]
     hosts = [host(name, available=1100) for name in ("h1", "h2")]
-    noted = decided(*both, queued(1), hosts=hosts, claims=[claim_of(one) for one in both], policy=policy).reasons
+    noted = notes(decided(*both, queued(1), hosts=hosts, claims=[claim_of(one) for one in both], policy=policy))
     why = "waiting for memory: h1, h2 must keep 1000 MiB available, of which others there leave too little"
     assert noted == {1: why}
 
@@ -832,7 +844,7 @@ def test_a_job_without_a_template_waits_for_memory_of_other_processes_and_blocks
     behind = queued(2, image="next", kind=CloneKind.FULL)
     changes = decided(queued(1), behind, hosts=hosts, claims=[full], policy=OVERCOMMITTED)
     assert admitted(changes) == {2} and not templates(changes)
-    (note,) = changes.reasons.values()
+    (note,) = notes(changes).values()
     assert "h1 must keep 1000 MiB available" in note and note.endswith(TOO_LITTLE)
 
 
@@ -845,7 +857,7 @@ def test_each_request_has_its_own_reason_for_waiting_for_memory() -> None:
     h1 = host(memory=8192, available=3000)
     changes = decided(READY, runs, other, large, small, third, hosts=[h1], claims=[held, claim_of(READY)],
                       policy=OVERCOMMITTED, began=NOW - 1)  # fmt: skip
-    noted = changes.reasons
+    noted = notes(changes)
     assert noted[1].endswith(TOO_LITTLE)
     assert noted[2] == noted[3] == "waiting for memory: h1 must keep 1000 MiB available"
 
@@ -857,7 +869,7 @@ def test_all_hosts_that_lack_memory_for_now_are_named() -> None:
     gang = attempt(A.CLAIMED, id=9, job="9", request=Request(2, SMALL))
     changes = decided(*both, gang, *others, queued(1), hosts=hosts, claims=map(claim_of, [*both, *others]),
                       policy=replace(OVERCOMMITTED, provisioning=9))  # fmt: skip
-    assert changes.reasons[1] == "waiting for memory: h1, h2 must keep 1000 MiB available"
+    assert notes(changes)[1] == "waiting for memory: h1, h2 must keep 1000 MiB available"
 
 
 def test_only_hosts_that_lack_memory_are_named() -> None:
@@ -865,7 +877,7 @@ def test_only_hosts_that_lack_memory_are_named() -> None:
     both = [READY, template(T.READY, id=2, host="h2")]
     hosts = [host("h1", available=1100), host("h2", memory=400, available=60000)]
     changes = decided(*both, queued(1, Size(1, 2000)), hosts=hosts, claims=map(claim_of, both), policy=OVERCOMMITTED)
-    assert "waiting for memory: h1 must keep" in changes.reasons[1]
+    assert "waiting for memory: h1 must keep" in notes(changes)[1]
 
 
 def test_a_job_for_all_cpus_and_the_whole_disk_would_fit_on_the_empty_host() -> None:
@@ -873,7 +885,7 @@ def test_a_job_for_all_cpus_and_the_whole_disk_would_fit_on_the_empty_host() -> 
     held = Claim(Key("vm", 90), "h1", Size(1, 0))
     whole = queued(1, Size(64, 100, 65536))
     changes = decided(READY, whole, hosts=[host(available=60000)], claims=[held], policy=OVERCOMMITTED)
-    assert changes.reasons == {1: "waiting for capacity: the hosts are full"}
+    assert notes(changes) == {1: "waiting for capacity: the hosts are full"}
 
 
 def test_a_template_beside_which_its_own_job_has_no_room_is_retired() -> None:

@@ -6,9 +6,6 @@ from collections.abc import Mapping
 
 from multiverse.core.model import Attempt, AttemptState, Job
 
-FIRST_WAITING = 10
-"""The number of waiting jobs of which it is said why they wait; an array counts once."""
-
 BEHIND = "waiting behind earlier jobs"
 """What is said of all other jobs that wait for their turn. It has no figures, so it does not change."""
 
