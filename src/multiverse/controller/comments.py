@@ -232,7 +232,8 @@ class CommentPlan:
             key = self._subject_of[attempt.id] = job.array or attempt.job.job_id
             subject = self._subjects.setdefault(key, _Subject())
             subject.attempts.add(attempt.id)
-            subject.told = ""  # a task that came back to the gate has not been told
+            if attempt.since >= subject.at:  # a task that came since has not been told
+                subject.told = ""
         return key, self._subjects[key]
 
 
