@@ -74,7 +74,8 @@ class SimulatedScheduler(ABC):
             raise Stale(f"job {job.job_id} is held by its user")
         self._tie(record, tag, nodes)
         self._unblock(record)
-        record.comment = text or record.comment
+        if text:
+            record.tell(text)
         await self._reply()
 
     async def unpin(self, job: JobRef) -> None:
@@ -107,7 +108,8 @@ class SimulatedScheduler(ABC):
             return
         if record.state is not JobState.PENDING:
             raise Stale(f"job {job.job_id} is {record.state}")
-        record.comment = record.revoked = reason
+        record.tell(reason)
+        record.revoked = reason
         record.cancelled = asyncio.get_running_loop().time()
         self._cluster.cancel(job.job_id, by_user=False)
         await self._reply()
@@ -139,7 +141,7 @@ class SimulatedScheduler(ABC):
                 continue
             for one in self._cluster.tasks_beside(record):
                 if one.waits_at_gate and not one.held:
-                    one.comment = text
+                    one.tell(text)
         await self._reply()
 
     async def user(self, uid: int) -> User:
