@@ -170,9 +170,10 @@ def _job_view(attempt: Attempt, vms: Sequence[str], waiting: str, now: float, po
     )
 
 
-def timeline_view(attempt: Attempt, entries: Sequence[Entry], now: float) -> TimelineView:
-    """The timeline of one attempt. `entries` are those of the attempt and of its VMs, in order."""
-    return timeline(attempt.job.job_id, attempt.id, str(attempt.state), entries, now)
+def timeline_view(attempt: Attempt, entries: Sequence[Entry], now: float, waiting: str = "") -> TimelineView:
+    """The timeline of one attempt. `entries` are those of the attempt and of its VMs, in order; `waiting` is why it
+    waits."""
+    return timeline(attempt.job.job_id, attempt.id, str(attempt.state), entries, now, waiting)
 
 
 def vm_views(rows: Rows, world: World, exact: Mapping[str, tuple[float, float, float]], now: float) -> list[VmView]:
