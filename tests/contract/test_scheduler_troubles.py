@@ -417,7 +417,7 @@ async def unknown_and_repeated(h: Harness, *, gone: bool) -> None:
             h.pin(job.ref, feature),
             h.scheduler.requeue(other.ref),
             h.scheduler.revoke(job.ref, "test"),
-            h.scheduler.explain([job.ref], "test"),
+            h.scheduler.explain([other.ref], "test"),
             h.scheduler.unpin(job.ref),
             h.scheduler.set_down(node, "test"),
             h.scheduler.delete_node(name),
