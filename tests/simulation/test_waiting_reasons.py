@@ -15,7 +15,7 @@ EXPLAIN = CALL_IDS["scheduler", "explain"]
 
 
 def test_a_long_queue_costs_few_texts_and_a_restart_none() -> None:
-    """One job fills the host for 300 s; 30 jobs and an array of 40 tasks wait behind it and are cancelled before it ends."""
+    """One job fills the host for 300 s; 30 jobs and an array of 40 tasks wait behind it until they are cancelled."""
     host = Host("h1", Size(1, 8192, 65536), ABILITIES)
     waiting = [
         Arrival(20.0 + n / 10, Batch(), tasks=40 * (n == 30), actions=(UserAction(250.0 - n / 10, "cancel"),))
