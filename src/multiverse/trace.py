@@ -224,7 +224,7 @@ class RecordingScheduler:
 
     async def explain(self, jobs: Sequence[JobRef], text: str) -> None:
         explaining = self._inner.explain(jobs, text)
-        await self._trace.call("scheduler.explain", explaining, jobs=[_ref(job) for job in jobs], text=text)
+        await self._trace.call("scheduler.explain", explaining, refs=[_ref(job) for job in jobs], text=text)
 
     async def bootstrap(self, node: NodeSpec) -> NodeBootstrap:
         making = self._inner.bootstrap(node)

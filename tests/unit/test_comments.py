@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from multiverse.controller.comments import (
     CALLS_AT_ONCE,
+    CONSIDERED_AT_ONCE,
     GROUP,
     GROUP_INTERVAL,
     RETRY_LIMIT,
@@ -275,7 +276,7 @@ def test_a_go_over_a_long_queue_considers_a_bounded_number_of_jobs() -> None:
     calls.plan.next_call(Counted(calls.jobs), 50.0)
     looked.clear()
     assert calls.plan.next_call(Counted(calls.jobs), 100.0) is None
-    assert 0 < len(looked) <= 2500
+    assert 0 < len(looked) <= 2 * CONSIDERED_AT_ONCE
 
 
 STEPS = st.lists(

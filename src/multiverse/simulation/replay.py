@@ -279,7 +279,7 @@ class _Replay:
     def _refs(self, line: Line) -> list[JobRef]:
         """The fake's own refs for the jobs that the trace names (an old trace names one), as far as they were
         shown."""
-        named = [line["job"]] if "job" in line else line["jobs"]
+        named = [line["job"]] if "job" in line else line["refs"]
         return [self._ref({"job": job}) for job in named if job[0] in self.jobs]
 
     def _vm(self, line: Line) -> VmRef:
