@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import math
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -136,6 +137,8 @@ class Settings:
     state_dir: Path = Path("/var/lib/multiverse")
     socket: Path = Path("/run/multiverse/api.sock")
     poll: float = 2.0  # seconds between observations without a hint
+    # Days that records of ended jobs, VMs and templates are kept, with their journal. 0: for ever.
+    history_days: float = 30.0
     # A file in which all calls to Slurm and to the hypervisor are recorded; emptied at each start of the daemon.
     trace: Path | None = None
     host: HostSettings = field(default_factory=HostSettings)
@@ -217,6 +220,8 @@ def _contradictions(s: Settings) -> Iterator[str]:
     yield from _wrong_network(s)
     yield from _wrong_qemu(s.qemu)
     yield from _wrong_pools(s)
+    if not 0 <= s.history_days < math.inf:
+        yield "history_days: must be a number of days, or 0 to keep everything"
     if min(s.pacing.instant_rate, s.pacing.linked_rate, s.pacing.full_rate) < 0:
         yield "pacing: a rate is a number of clones per second, or 0 for no limit"
 

@@ -18,6 +18,7 @@ import uvicorn
 from multiverse.api import Alert
 from multiverse.config import Settings
 from multiverse.controller.loop import Controller
+from multiverse.controller.pruning import prune_regularly
 from multiverse.core.errors import Refused
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.drivers.slurm.driver import SlurmScheduler
@@ -114,7 +115,16 @@ async def serve(settings: Settings) -> None:
         sock = _bind(settings.socket)
         stack.callback(settings.socket.unlink, missing_ok=True)
         permanent = [Alert("unserved", *each) for each in scheduler.unserved()]
-        backend = Backend(controller, store, clock, hypervisor.measure, hypervisor.examine, processes, permanent)
+        backend = Backend(
+            controller,
+            store,
+            clock,
+            hypervisor.measure,
+            hypervisor.examine,
+            processes,
+            permanent,
+            settings.history_days,
+        )
         for alert in permanent:
             log.warning("setting of Slurm has no effect on VMs", name=alert.name, reason=alert.message)
         log.info("daemon started", site=store.site, socket=str(settings.socket), pid=os.getpid())
@@ -125,7 +135,7 @@ async def serve(settings: Settings) -> None:
 
 
 async def _run(settings: Settings, controller: Controller, backend: Backend, sock: socket.socket) -> None:
-    """Run the controller, the inbox and the API until a signal comes or one of them fails; then end all three."""
+    """Run the controller, the inbox, the pruning and the API until a signal comes or one fails, then end all."""
     server = _Server(uvicorn.Config(make_api(backend), log_level="warning", access_log=False, lifespan="off"))
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -134,6 +144,7 @@ async def _run(settings: Settings, controller: Controller, backend: Backend, soc
     work: list[asyncio.Task[Any]] = [
         asyncio.create_task(controller.run(), name="controller"),
         asyncio.create_task(_forward_hints(settings, controller), name="inbox"),
+        asyncio.create_task(prune_regularly(backend.store, backend.clock, settings.history_days), name="pruning"),
     ]
     serving: asyncio.Task[Any] = asyncio.create_task(server.serve(sockets=[sock]), name="api")
     stopping: asyncio.Task[Any] = asyncio.create_task(stop.wait(), name="stop")
