@@ -44,7 +44,9 @@ class SlurmSettings:
     node_feature: str = "vm"  # of every VM; the node set of the run partition is defined by it
     inbox: Path = Path("/run/multiverse/inbox")  # where job_submit.lua and the epilog leave hints
     munge_key: Path = Path("/etc/munge/munge.key")
-    controller_address: str = ""  # slurmctld's address as guests reach it; empty: network.gateway
+    # slurmctld's address as guests reach it; with backups several, separated by commas, in the order of SlurmctldHost.
+    # Empty: network.gateway for the slurmctld of this machine, or for the only one, and for others that of slurm.conf.
+    controller_address: str = ""
     guest_conf: Path | None = None  # a directory of files that replace the derived ones in guests
     command_timeout: float = 20.0  # seconds
 

@@ -10,6 +10,7 @@ from pydantic import Field
 
 AlertKind = Literal[
     "source",
+    "hints",
     "store",
     "memory",
     "image",

@@ -13,6 +13,7 @@ import structlog
 from multiverse.config import Settings
 from multiverse.controller.effects import Effects, Failure, Surroundings
 from multiverse.controller.forecast import ForecastRecorder
+from multiverse.controller.missing_hints import MissingHints
 from multiverse.controller.observers import Observer
 from multiverse.core.errors import MultiverseError
 from multiverse.core.machines.tables import TABLES
@@ -125,6 +126,7 @@ class Controller:
         self.state = State(store.rows(), TABLES, clock.now())
         """The live rows as committed, between passes."""
         self._forecast = ForecastRecorder(self.policy)
+        self.missing_hints = MissingHints(clock)
         self._wake = asyncio.Event()
         self._inbox: deque[Message] = deque()
         self._asked: list[asyncio.Future[None]] = []  # one for each command in the inbox
@@ -261,6 +263,7 @@ class Controller:
             self.uncommitted = (self.uncommitted[0] if self.uncommitted else self._clock.now(), str(error))
             return False
         self._forecast.note(moves, now)
+        self.missing_hints.note(moves)
         self._committed(len(messages))
         if state.learned or self._limits is None:
             self._limits = job_limits(state.hosts, self.policy)

@@ -33,7 +33,7 @@ from multiverse.core.transition import Command
 from multiverse.ports import Clock
 from multiverse.service import convert, identity
 from multiverse.service.alerts import alerts
-from multiverse.service.findings import SourceFailure, StoreFailure
+from multiverse.service.findings import HintsMissing, SourceFailure, StoreFailure
 from multiverse.service.identity import Facts
 from multiverse.service.processes import ProcessCounter
 from multiverse.store import Pruning, Store
@@ -70,7 +70,8 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """`permanent` are alerts that last as long as this process. `history_days`: as in the settings."""
+    """`permanent` are alerts that last as long as this process. The last
+    three are as in the settings."""
 
     controller: Controller
     store: Store
@@ -80,6 +81,8 @@ class Backend:
     processes: ProcessCounter
     permanent: Sequence[Alert] = ()
     history_days: float = 0.0
+    poll: float = 0.0
+    inbox: str = ""
 
     def _rows(self) -> Rows:
         """The live rows as committed."""
@@ -120,6 +123,7 @@ class Backend:
                 for source in self.sources()
                 if source.failure
             ],
+            hints=self._missing_hints(),
             failing_effects=[
                 convert.failing_effect(failure, now) for failure in self.controller.failing(FAILURES_UNTIL_ALERT)
             ],
@@ -127,6 +131,10 @@ class Backend:
             permanent=self.permanent,
         )
         return alerts(found)
+
+    def _missing_hints(self) -> HintsMissing | None:
+        since = self.controller.missing_hints.since
+        return None if since is None else HintsMissing(self.clock.now() - since, self.poll, self.inbox)
 
     def counts(self) -> Counts:
         return Counts(

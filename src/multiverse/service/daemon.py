@@ -21,8 +21,9 @@ from multiverse.controller.loop import Controller
 from multiverse.controller.pruning import prune_regularly
 from multiverse.core.errors import Refused
 from multiverse.drivers.qemu.driver import QemuHypervisor
+from multiverse.drivers.slurm.bootstrap import slurm_uid
 from multiverse.drivers.slurm.driver import SlurmScheduler
-from multiverse.drivers.slurm.inbox import hints
+from multiverse.drivers.slurm.inbox import Hint, hints, take
 from multiverse.ports import Clock, Hypervisor, Scheduler
 from multiverse.service.api import make_api
 from multiverse.service.backend import Backend
@@ -33,6 +34,9 @@ from multiverse.system.processes import boot_id
 from multiverse.trace import RecordingHypervisor, RecordingScheduler, Trace
 
 log = structlog.get_logger()
+
+NAME_SERVICE_TIMEOUT = 10.0
+"""Seconds that the daemon waits, once it has started, to learn who slurmctld's user is."""
 
 
 class SystemClock:
@@ -124,6 +128,8 @@ async def serve(settings: Settings) -> None:
             processes,
             permanent,
             settings.history_days,
+            settings.poll,
+            str(settings.slurm.inbox),
         )
         for alert in permanent:
             log.warning("setting of Slurm has no effect on VMs", name=alert.name, reason=alert.message)
@@ -144,6 +150,7 @@ async def _run(settings: Settings, controller: Controller, backend: Backend, soc
     work: list[asyncio.Task[Any]] = [
         asyncio.create_task(controller.run(), name="controller"),
         asyncio.create_task(_forward_hints(settings, controller), name="inbox"),
+        asyncio.create_task(_poll_inbox(settings, controller), name="shared inbox"),
         asyncio.create_task(prune_regularly(backend.store, backend.clock, settings.history_days), name="pruning"),
     ]
     serving: asyncio.Task[Any] = asyncio.create_task(server.serve(sockets=[sock]), name="api")
@@ -172,5 +179,23 @@ def _traced(
 
 
 async def _forward_hints(settings: Settings, controller: Controller) -> None:
-    async for _ in hints(settings.slurm.inbox):
-        controller.hint()
+    inbox = settings.slurm.inbox
+    owner = None  # as it is now
+    with contextlib.suppress(TimeoutError):  # of a name service that does not answer
+        owner = await asyncio.wait_for(asyncio.to_thread(slurm_uid, settings), NAME_SERVICE_TIMEOUT)
+    async for hint in hints(inbox, owner):
+        _forward(hint, controller)
+
+
+async def _poll_inbox(settings: Settings, controller: Controller) -> None:
+    """Hints that another machine wrote into a shared directory: inotify does not report these."""
+    while True:
+        await asyncio.sleep(settings.poll)
+        for hint in await asyncio.to_thread(lambda: list(take(settings.slurm.inbox))):
+            _forward(hint, controller)
+
+
+def _forward(hint: Hint, controller: Controller) -> None:
+    if hint.kind == "submit":
+        controller.missing_hints.hint_came()
+    controller.hint()
