@@ -35,11 +35,11 @@ UID = 61890
 SITE_CONF = """\
 SlurmUser=ctl
 SlurmctldHost=backup({address})
-SlurmctldTimeout=10
 """
 _BACKUP = """\
 set -e
 hostname backup
+mount --bind {conf} {slurm_conf}
 ip link set lo up
 until ip link set eth0 up 2> /dev/null; do sleep 0.05; done
 ip addr add {address}/{prefix} dev eth0
@@ -66,14 +66,20 @@ class Pair:
     def start_backup(self) -> None:
         found = plan.load(self.lab.where)
         assert found is not None
-        log = self.lab.where.log / "backup.log"
-        script = _BACKUP.format(address=self.address, prefix=found.prefix, uid=UID, log=log)
+        where = self.lab.where
+        log, conf, text = where.log / "backup.log", where.etc / "backup.conf", where.slurm_conf.read_text()
         log.touch()
         os.chown(log, UID, UID)
+        pid_file = f"SlurmctldPidFile={where.slurmctld}/pid"  # a slurmctld that starts ends the one in this file
+        assert pid_file in text
+        conf.write_text(text.replace(pid_file, f"{pid_file}.backup"))
+        script = _BACKUP.format(
+            conf=conf, slurm_conf=where.slurm_conf, address=self.address, prefix=found.prefix, uid=UID, log=log
+        )
         self.backup = subprocess.Popen(
             ["unshare", "--net", "--uts", "--mount", "--", "sh", "-c", script], env=self.lab.env, cwd="/"
         )
-        until("the backup has a network", lambda: os.readlink(f"/proc/{self.backup_pid}/ns/net") != _OWN_NETWORK)
+        until("the backup has a network", lambda: Path(f"/proc/{self.backup_pid}/ns/net").readlink() != _OWN_NETWORK)
         self.lab.run("ip", "link", "add", _LINK, "type", "veth", "peer", "name", "eth0", "netns", str(self.backup_pid))
         self.lab.run("ip", "link", "set", _LINK, "master", found.bridge, "up")
         until("the backup answers", lambda: "(backup) at backup is UP" in self.ping())
@@ -99,8 +105,8 @@ class Pair:
         return next((one["wrong"] for one in self.client.status()["troubles"] if one["kind"] == "hints"), "")
 
 
-_OWN_NETWORK = os.readlink("/proc/self/ns/net")
-_LINK = f"mvb{os.getpid()}"[:15]
+_OWN_NETWORK = Path("/proc/self/ns/net").readlink()
+_LINK = f"backup{os.getpid()}"[:15]  # not "mv…": VMs do not reach links of VMs
 
 
 @pytest.fixture(scope="module")
