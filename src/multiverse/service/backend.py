@@ -28,7 +28,7 @@ from multiverse.api import (
 from multiverse.controller import pruning
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Refused
-from multiverse.core.state import Rows
+from multiverse.core.rows import Rows
 from multiverse.core.transition import Command
 from multiverse.ports import Clock
 from multiverse.service import convert, identity
