@@ -34,11 +34,19 @@ from multiverse.core.model import (
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy
 from multiverse.core.state import Rows, State
-from multiverse.core.transition import Done, Message, Move
+from multiverse.core.transition import Done, Event, Message, Move
 from multiverse.store import Store
 from tests.unit.rows import IMAGES, SOURCE
 
 POLICY = Policy(subnet=ipaddress.IPv4Network("10.9.0.0/16"), gateway="10.9.0.1")
+
+SELF_EXPLAINING = frozenset(
+    {
+        Event.SUBMITTED, Event.NOTED, Event.AT_GATE, Event.LEFT_GATE, Event.MADE, Event.ALL_JOINED, Event.RUNS,
+        Event.PLANNED, Event.EXISTS, Event.START, Event.REGISTERED, Event.FOUND, Event.ABSENT, Event.BUILT,
+    }
+)  # fmt: skip
+"""Events with which the journal need not give a reason."""
 
 
 class ManualClock:
@@ -152,6 +160,8 @@ class PlannerHarness:
                 tx.keep_host(host)
             for move in moves:
                 tx.apply(move)
+        unexplained = [c for move in moves for c in move.changes if not c.reason and c.event not in SELF_EXPLAINING]
+        assert not unexplained, "the journal says why"
         assert self.state.rows() == self.store.rows(), "memory and database agree"
         assert self.state.indexes() == State(self.store.rows(), TABLES).indexes(), "the indexes are kept"
         return moves

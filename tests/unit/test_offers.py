@@ -9,31 +9,42 @@ import pytest
 
 from multiverse.core import planner
 from multiverse.core.errors import Refused, Unknown
+from multiverse.core.machines.attempt import open_attempts
+from multiverse.core.machines.offer import step_offer
 from multiverse.core.machines.tables import effect_of, effects_of
 from multiverse.core.model import (
     Attempt,
     AttemptState,
     CloneKind,
     Depth,
+    Job,
+    JobRef,
     JobState,
     NodeState,
+    Offer,
     OfferState,
+    Request,
+    SchedulerView,
     Size,
     Vm,
     VmCondition,
     VmSeen,
     VmState,
+    World,
 )
 from multiverse.core.policy import Pool
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.pools import pool_status
 from multiverse.core.provisioning.spares import named_by_none
-from multiverse.core.transition import Effect, EffectKind
+from multiverse.core.transition import Effect, EffectKind, Event
 from multiverse.service.timeline import phases
+from tests.unit import rows as hand
 from tests.unit.planner_harness import POLICY, PlannerHarness, failed
 
 A, V, O = AttemptState, VmState, OfferState  # noqa: E741
 POOL = Pool("slim", Depth.JOINED, 1, 1, Size(1, 512), 100.0)
+SPARE = hand.vm(V.JOINED, pool=Depth.JOINED)
+STRANGE = Job(JobRef("7", 500), "x", 1, JobState.RUNNING, None, problem="it cannot be served", nodes=(SPARE.name,))
 
 
 class SparesHarness(PlannerHarness):
@@ -141,6 +152,33 @@ def test_a_job_that_took_a_spare_has_it_in_whichever_state_it_is(state: JobState
     assert effect is not None and effect.kind is EffectKind.PIN, "which adds its user"
     assert s.offer_effect(vm) is None
     assert [claim.owner for claim in s.rows.claims if claim.owner == vm.key] == [vm.key], "it is claimed as before"
+
+
+def test_what_is_said_of_a_job_that_took_a_spare() -> None:
+    s = SparesHarness()
+    vm = s.spare
+    s.comes("7", vm)
+    s.run()
+    choice = "instant on h1, joined before, taken as it was submitted"
+    assert s.attempt().choice == choice
+    found = {(entry.kind, entry.event): entry.reason for entry in s.store.journal() if entry.event.startswith("took")}
+    assert found == {("attempt", Event.TOOK): choice}
+    taken = {entry.kind: entry.reason for entry in s.store.journal() if entry.event == Event.TAKEN}
+    assert taken == dict.fromkeys(("vm", "offer"), "by job 7, as it came")
+
+
+def test_a_job_takes_no_vm_that_was_never_offered_and_none_that_serves_another_attempt() -> None:
+    spare = hand.vm(V.JOINED, pool=Depth.JOINED)
+    earlier = hand.attempt(A.RECLAIMING, outcome="requeued")
+    again = replace(STRANGE, ref=JobRef("7", 600, 1), request=Request(1, Size(1, 100)), problem="", gated=False)
+    for held in (
+        hand.state(spare, earlier),
+        hand.state(replace(spare, attempt=1), earlier, hand.offer(O.TAKEN)),
+    ):
+        before = held.vms[1]
+        jobs = {"7": replace(again, state=JobState.PENDING, nodes=(), pinned=spare.feature)}
+        open_attempts(held, hand.world_of(SchedulerView(jobs), None, 1.0))
+        assert held.attempts[100].state is A.UNGATED and held.vms[1] == before
 
 
 def test_the_attempt_is_allocated_when_the_guest_knows_the_user_and_not_before() -> None:
@@ -500,3 +538,57 @@ def test_the_phases_of_a_job_that_took_a_spare_follow_each_other_without_gap() -
     found = phases(s.store.journal(attempts=[1]), s.clock.time)
     assert [p.name for p in found] == ["queued", "clone", "join", "launch", "run"]
     assert [p.seconds for p in found[:3]] == [0.0] * 3 and found[3].seconds > 0
+
+
+# --- one step of an offer ---------------------------------------------------------------------------
+
+
+def stepped(
+    offer: Offer, began: float, *jobs: Job, shown: bool | None = None, ended: float = 0.0
+) -> list[tuple[Event, str, str]]:
+    """The event, the new state and the reason that the journal gives, of each change of one step of the offer. The
+    scheduler was observed at `began`, and shows the offer as `shown`; the VM's last effect ended at `ended`."""
+    held = hand.state(SPARE, offer)
+    offers = {} if shown is None else {SPARE.name: shown}
+    view = SchedulerView({job.ref.job_id: job for job in jobs}, offers=offers)
+    step_offer(held, offer.id, hand.world_of(view, None, began, effect_ended_at={SPARE.key: ended}))
+    return [(change.event, str(change.row.state), change.reason) for change in hand.changes_of(held.moves)]
+
+
+@pytest.mark.parametrize(("jobs", "limit", "target"), [((), 30.0, "releasing"), ((STRANGE,), 5.0, "ending")])
+def test_a_spare_that_was_taken_in_vain_goes_after_the_limit_and_not_at_it(
+    jobs: tuple[Job, ...], limit: float, target: str
+) -> None:
+    taken = hand.offer(O.TAKEN, since=100.0)
+    assert stepped(taken, 100.0 + limit, *jobs, shown=True) == []
+    assert stepped(taken, 100.0 + limit + 0.1, *jobs, shown=True) == [
+        (Event.RELEASED, target, "the job that took it did not come")
+    ]
+
+
+@pytest.mark.parametrize(("since", "ended"), [(100.0, 50.0), (50.0, 100.0)])
+def test_an_observation_tells_of_an_offer_if_it_began_after_its_state_and_its_effect(
+    since: float, ended: float
+) -> None:
+    for row, shown, expected in (
+        (hand.offer(O.OPEN, since=since), True, (Event.TAKEN, "taken", "by a submission")),
+        (
+            replace(hand.offer(O.CLOSING, since=since), reason="jobs wait for room"),
+            None,
+            (Event.CLOSED, "closed", "jobs wait for room"),
+        ),
+    ):
+        assert stepped(row, 100.0, shown=shown, ended=ended) == []
+        assert stepped(row, 100.1, shown=shown, ended=ended) == [expected]
+
+
+def test_the_journal_says_why_the_offer_of_a_vm_that_serves_nobody_is_withdrawn() -> None:
+    held = hand.state(replace(SPARE, state=V.LOST), hand.offer(O.OPEN))
+    step_offer(held, 1, World())
+    assert [change.reason for change in hand.changes_of(held.moves)] == ["its VM can serve no job"]
+
+
+def test_an_offer_without_a_vm_and_a_vm_without_an_offer_are_left_alone() -> None:
+    for held in (hand.state(SPARE), hand.state(hand.offer(O.OPEN))):
+        step_offer(held, 1, World())
+        assert held.moves == []
