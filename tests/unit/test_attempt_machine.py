@@ -315,6 +315,16 @@ def test_a_single_vm_that_fails_as_it_starts_is_replaced_and_the_new_one_is_star
     assert [vm.state for vm in harness.all_vms()] == [V.REMOVING, V.STARTING]
 
 
+def test_the_vms_of_an_attempt_are_started_in_the_move_that_finds_them_all_made() -> None:
+    harness = PlannerHarness(cpus=64)
+    harness.to_claimed(nodes=2)
+    for vm in harness.all_vms():
+        harness.seen(vm.name, VmCondition.PARKED)
+    moves = harness.run()
+    (started,) = [move for move in moves if any(change.event is Event.MADE for change in move.changes)]
+    assert [change.event for change in started.changes] == [Event.MADE, Event.START, Event.START]
+
+
 def test_a_vm_of_whichever_kind_is_best_is_replaced_too() -> None:
     harness = PlannerHarness(replace(POLICY, kind=CloneKind.AUTO))
     harness.hosts["h1"] = replace(harness.hosts["h1"], abilities=frozenset({"instant", "linked"}))
@@ -460,6 +470,17 @@ def test_a_job_that_was_completing_and_is_requeued_says_so() -> None:
     harness.run()
     assert harness.attempt().reason == "the scheduler requeued the job"
     assert reasons(harness, Event.RESTARTED) == ["the scheduler requeued the job"]
+
+
+def test_how_a_job_ended_is_noted_when_it_is_known() -> None:
+    harness = PlannerHarness()
+    attempt = harness.to_allocated()
+    on(harness, harness.all_vms()[0].name, state=JobState.COMPLETING, pinned=attempt.feature)
+    harness.run()
+    harness.job(state=JobState.ENDED, result="TIMEOUT")
+    harness.run()
+    assert reasons(harness, Event.NOTED) == ["TIMEOUT"] and reasons(harness, Event.RESTARTED) == []
+    assert (harness.attempt().outcome, harness.attempt().reason) == ("done", "TIMEOUT")
 
 
 def test_a_job_that_an_old_observation_does_not_show_is_not_over() -> None:

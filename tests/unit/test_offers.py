@@ -9,7 +9,7 @@ import pytest
 
 from multiverse.core import planner
 from multiverse.core.errors import Refused, Unknown
-from multiverse.core.machines.attempt import open_attempts
+from multiverse.core.machines.attempt import open_attempts, step_attempt
 from multiverse.core.machines.offer import step_offer
 from multiverse.core.machines.tables import effect_of, effects_of
 from multiverse.core.model import (
@@ -17,14 +17,17 @@ from multiverse.core.model import (
     AttemptState,
     CloneKind,
     Depth,
+    HypervisorView,
     Job,
     JobRef,
     JobState,
     NodeState,
+    Observation,
     Offer,
     OfferState,
     Request,
     SchedulerView,
+    Seen,
     Size,
     Vm,
     VmCondition,
@@ -300,6 +303,8 @@ def test_a_job_that_starts_after_its_attempt_gave_up_loses_its_vm() -> None:
     assert s.attempt().state is A.RETURNING
     s.comes("7", next(iter(s.rows.vms.values())))
     s.run()
+    assert [vm.state for vm in s.all_vms()] == [V.ENDING]
+    assert (s.attempt().state, s.attempt().outcome) == (A.RECLAIMING, "done"), "its job is on its node"
     s.run()
     assert [vm.state for vm in s.all_vms()] == [V.ENDING]
 
@@ -310,6 +315,7 @@ def test_a_job_whose_node_is_down_goes_back_to_the_gate() -> None:
     s.node(s.spare.name, NodeState.DOWN)
     s.run()
     assert (s.attempt().state, s.attempt().outcome) == (A.RETURNING, "requeued")
+    assert s.attempt().tries == 1, "it counts as a try that failed"
 
 
 def test_a_guest_that_dies_is_not_waited_for() -> None:
@@ -592,3 +598,39 @@ def test_an_offer_without_a_vm_and_a_vm_without_an_offer_are_left_alone() -> Non
     for held in (hand.state(SPARE), hand.state(hand.offer(O.OPEN))):
         step_offer(held, 1, World())
         assert held.moves == []
+
+
+# --- one step of an attempt whose job took a spare ----------------------------------------------------
+
+SINCE = 100.0
+INTRODUCING = hand.attempt(A.INTRODUCING, since=SINCE, pin=SPARE.feature)
+RUNS = replace(STRANGE, request=INTRODUCING.request, problem="", gated=False, pinned=SPARE.feature)
+
+
+def introduced_at(began: float, *, ended: float | None = None, refused: str = "") -> list[tuple[str, str, str]]:
+    """What one step decides of VMs whose guest does not know the user: kind of row, new state, reason. The source of
+    the VM was observed at `began`, and the effect that adds the user ended at `ended`; None: it has not begun."""
+    held = hand.state(INTRODUCING, replace(SPARE, attempt=1), hand.offer(O.TAKEN), now=500.0)
+    seen = VmSeen(SPARE.name, "h1", VmCondition.RUNNING)
+    world = World(
+        scheduler=Seen(SchedulerView({"7": RUNS}), 500.0),
+        sources={SPARE.source: Observation(Seen(HypervisorView(vms={SPARE.name: seen}), began), 0.0)},
+        effect_ended_at={} if ended is None else {INTRODUCING.key: ended},
+        refused={INTRODUCING.key: refused} if refused else {},
+    )
+    step_attempt(held, 1, world, POLICY)
+    return [(change.row.key.kind, str(change.row.state), change.reason) for change in hand.changes_of(held.moves)]
+
+
+def test_a_guest_has_until_its_limit_to_learn_of_the_user() -> None:
+    limit = SINCE + POLICY.pin_timeout
+    late = "its guest was not told of the user within 60 s"
+    assert introduced_at(SINCE + 1, ended=SINCE) == []
+    assert introduced_at(limit, ended=SINCE) == []
+    assert introduced_at(limit + 0.1, ended=SINCE) == [("vm", "ending", late)]
+    assert introduced_at(limit + 0.1) == [], "nobody has tried to add the user yet"
+
+
+def test_a_refusal_counts_in_an_observation_that_began_after_the_effect_ended() -> None:
+    assert introduced_at(SINCE + 5, ended=SINCE + 5, refused="no such user") == [], "the user may be there since"
+    assert introduced_at(SINCE + 5.1, ended=SINCE + 5, refused="no such user") == [("vm", "ending", "no such user")]
