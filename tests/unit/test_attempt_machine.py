@@ -406,6 +406,7 @@ def test_a_job_that_vanishes_on_its_way_back_to_the_gate_is_not_tried_again() ->
 
 def test_the_quarantine_of_an_attempt_ends_with_the_attempt() -> None:
     assert end(outcome="done", quarantined="it cannot be") == [("done", "", Event.RECLAIMED)]
+    assert end() == [("done", "", Event.RECLAIMED)], "as does one that no outcome was recorded of"
 
 
 def test_an_attempt_whose_job_was_cancelled_ends_cancelled() -> None:

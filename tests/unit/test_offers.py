@@ -607,16 +607,24 @@ INTRODUCING = hand.attempt(A.INTRODUCING, since=SINCE, pin=SPARE.feature)
 RUNS = replace(STRANGE, request=INTRODUCING.request, problem="", gated=False, pinned=SPARE.feature)
 
 
-def introduced_at(began: float, *, ended: float | None = None, refused: str = "") -> list[tuple[str, str, str]]:
-    """What one step decides of VMs whose guest does not know the user: kind of row, new state, reason. The source of
-    the VM was observed at `began`, and the effect that adds the user ended at `ended`; None: it has not begun."""
-    held = hand.state(INTRODUCING, replace(SPARE, attempt=1), hand.offer(O.TAKEN), now=500.0)
-    seen = VmSeen(SPARE.name, "h1", VmCondition.RUNNING)
+def step_on(
+    row: Attempt,
+    spare: Vm,
+    began: float | None,
+    *,
+    ended: float | None = None,
+    refused: str = "",
+    introduced: tuple[int, ...] = (),
+) -> list[tuple[str, str, str]]:
+    """What one step of an attempt decides, whose job runs on the spare: kind of row, new state, reason. The source of
+    the VM was observed at `began` (None: it is unknown), and the attempt's effect ended at `ended` (None: none has)."""
+    held = hand.state(row, replace(spare, attempt=1), hand.offer(O.TAKEN), now=500.0)
+    view = HypervisorView(vms={SPARE.name: VmSeen(SPARE.name, "h1", VmCondition.RUNNING, introduced=introduced)})
     world = World(
         scheduler=Seen(SchedulerView({"7": RUNS}), 500.0),
-        sources={SPARE.source: Observation(Seen(HypervisorView(vms={SPARE.name: seen}), began), 0.0)},
-        effect_ended_at={} if ended is None else {INTRODUCING.key: ended},
-        refused={INTRODUCING.key: refused} if refused else {},
+        sources={SPARE.source: Observation(None if began is None else Seen(view, began), 0.0)},
+        effect_ended_at={} if ended is None else {row.key: ended},
+        refused={row.key: refused} if refused else {},
     )
     step_attempt(held, 1, world, POLICY)
     return [(change.row.key.kind, str(change.row.state), change.reason) for change in hand.changes_of(held.moves)]
@@ -625,12 +633,36 @@ def introduced_at(began: float, *, ended: float | None = None, refused: str = ""
 def test_a_guest_has_until_its_limit_to_learn_of_the_user() -> None:
     limit = SINCE + POLICY.pin_timeout
     late = "its guest was not told of the user within 60 s"
-    assert introduced_at(SINCE + 1, ended=SINCE) == []
-    assert introduced_at(limit, ended=SINCE) == []
-    assert introduced_at(limit + 0.1, ended=SINCE) == [("vm", "ending", late)]
-    assert introduced_at(limit + 0.1) == [], "nobody has tried to add the user yet"
+    assert step_on(INTRODUCING, SPARE, SINCE + 1, ended=SINCE) == []
+    assert step_on(INTRODUCING, SPARE, limit, ended=SINCE) == []
+    assert step_on(INTRODUCING, SPARE, limit + 0.1, ended=SINCE) == [("vm", "ending", late)]
+    assert step_on(INTRODUCING, SPARE, limit + 0.1) == [], "nobody has tried to add the user yet"
 
 
 def test_a_refusal_counts_in_an_observation_that_began_after_the_effect_ended() -> None:
-    assert introduced_at(SINCE + 5, ended=SINCE + 5, refused="no such user") == [], "the user may be there since"
-    assert introduced_at(SINCE + 5.1, ended=SINCE + 5, refused="no such user") == [("vm", "ending", "no such user")]
+    assert step_on(INTRODUCING, SPARE, SINCE + 5, ended=SINCE + 5, refused="no such user") == [], (
+        "the user may be there since"
+    )
+    assert step_on(INTRODUCING, SPARE, SINCE + 5.1, ended=SINCE + 5, refused="no such user") == [
+        ("vm", "ending", "no such user")
+    ]
+
+
+RETURNING = replace(INTRODUCING, state=A.RETURNING, outcome="requeued")
+LATE = [("attempt", "reclaiming", "the job started after all")]
+
+
+def test_a_vm_whose_job_starts_when_no_user_is_added_any_more_ends() -> None:
+    ending = [("vm", "ending", "its job started when no user was added any more")]
+    assert step_on(RETURNING, SPARE, SINCE + 0.1) == ending
+    assert step_on(RETURNING, SPARE, SINCE + 9.1, ended=SINCE + 9) == ending
+    over = replace(RETURNING, state=A.RECLAIMING, outcome="done")
+    assert step_on(over, SPARE, SINCE + 0.1) == ending
+
+
+def test_a_vm_stays_while_no_observation_since_shows_that_its_guest_lacks_the_user() -> None:
+    assert step_on(RETURNING, SPARE, SINCE) == LATE, "it may have been added as the attempt gave up"
+    assert step_on(RETURNING, SPARE, SINCE + 9, ended=SINCE + 9) == LATE, "it may have been added by the last effect"
+    assert step_on(RETURNING, SPARE, None) == LATE, "nothing is known of the guest"
+    assert step_on(RETURNING, SPARE, SINCE + 1, introduced=(1000,)) == LATE, "the guest knows the user"
+    assert step_on(RETURNING, replace(SPARE, state=V.LOST), SINCE + 1) == LATE, "its host is out of reach"
