@@ -32,7 +32,7 @@ from multiverse.core.model import (
     VmState,
 )
 from multiverse.core.state import Rows, State, VmsMissing
-from multiverse.core.transition import TERMINAL, Change, Event
+from multiverse.core.transition import TERMINAL, Change, Event, Tables, Transition, transitions, unchanged
 from tests.unit.rows import attempt, offer, state, template, vm
 
 A, V, T, O = AttemptState, VmState, TemplateState, OfferState  # noqa: E741
@@ -250,3 +250,28 @@ def test_an_address_is_in_use_until_the_last_vm_that_has_it_is_gone() -> None:
     held.move(Change(replace(two, state=V.RELEASING), Event.RELEASED))
     held.move(Change(replace(held.vms[2], state=V.GONE), Event.ABSENT))
     assert held.addresses() == {}
+
+
+# --- tables -----------------------------------------------------------------------------------------
+
+
+def test_a_table_allows_the_transitions_that_are_in_it_and_no_others() -> None:
+    some = (
+        *transitions([None, V.PLANNED], Event.EXISTS, V.PARKED, V.STARTING),
+        *unchanged([V.PARKED, V.LOST], Event.QUARANTINED, Event.RETRIED),
+    )
+    assert some == (
+        Transition(None, Event.EXISTS, V.PARKED),
+        Transition(None, Event.EXISTS, V.STARTING),
+        Transition(V.PLANNED, Event.EXISTS, V.PARKED),
+        Transition(V.PLANNED, Event.EXISTS, V.STARTING),
+        Transition(V.PARKED, Event.QUARANTINED, V.PARKED),
+        Transition(V.PARKED, Event.RETRIED, V.PARKED),
+        Transition(V.LOST, Event.QUARANTINED, V.LOST),
+        Transition(V.LOST, Event.RETRIED, V.LOST),
+    )
+    tables = Tables({"vm": some, "template": ()})
+    assert dict(tables) == {"vm": some, "template": ()}
+    assert tables.allowed("vm", None, Event.EXISTS, V.PARKED)
+    assert not tables.allowed("vm", V.PARKED, Event.EXISTS, V.PARKED)
+    assert not tables.allowed("template", None, Event.EXISTS, V.PARKED)
