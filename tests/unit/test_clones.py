@@ -6,14 +6,17 @@ from dataclasses import replace
 
 import pytest
 
+from multiverse.core.errors import Refused
 from multiverse.core.model import (
     Attempt,
     AttemptState,
     CloneKind,
+    Depth,
     Host,
     HypervisorView,
     Job,
     JobState,
+    NodeSpec,
     Request,
     Row,
     SchedulerView,
@@ -22,10 +25,13 @@ from multiverse.core.model import (
     TemplateState,
     VmState,
 )
-from multiverse.core.provisioning.clones import Choice, choose_kind, template_sizes
+from multiverse.core.provisioning.clones import Choice, choose_kind, supply_missing, template_sizes
 from multiverse.core.provisioning.context import Context
+from multiverse.core.provisioning.spares import node_spec
+from multiverse.core.state import VmsMissing
+from multiverse.core.transition import EffectKind
 from tests.unit import rows as hand
-from tests.unit.planner_harness import POLICY, PlannerHarness
+from tests.unit.planner_harness import POLICY, PlannerHarness, failed
 
 A, V, T = AttemptState, VmState, TemplateState
 NOW = 100.0
@@ -149,3 +155,49 @@ def test_the_row_of_a_clone_that_boots_names_no_template() -> None:
     assert (vm.kind, vm.template_id, vm.template) == (CloneKind.FULL, None, None)
     (instant,) = harness.all_vms(1)
     assert instant.template_id == next(iter(harness.rows.templates)), "although there is one"
+
+
+def test_the_node_of_a_vm_is_its_attempts_or_for_the_job_that_takes_it() -> None:
+    row = hand.attempt(A.SPAWNING, request=Request(1, Size(1, 100), features=("slim", "gpu")))
+    own = hand.vm(V.STARTING, id=5, attempt=1, node_size=Size(2, 700), account="physics")
+    assert node_spec(own, row) == NodeSpec(
+        name="mvtest0-5",
+        address="10.9.1.5/16",
+        size=Size(2, 700),
+        features=("slim", "gpu", "mv_1"),
+        tag="mv_1",
+        image="slim",
+        account="physics",
+        spare=False,
+    )
+    spare = replace(own, attempt=None, pool=Depth.JOINED, account="")
+    assert node_spec(spare, None) == NodeSpec(
+        name="mvtest0-5",
+        address="10.9.1.5/16",
+        size=Size(2, 700),
+        features=("slim", "instant", "auto", "mv_v5"),
+        tag="mv_v5",
+        image="slim",
+        account="",
+        spare=True,
+    )
+
+
+# --- VMs that are missing ---------------------------------------------------------------------------
+
+
+def test_an_attempt_that_lacks_a_vm_waits_while_no_host_is_known() -> None:
+    harness = PlannerHarness()
+    harness.to_claimed()
+    harness.hypervisor_known, harness.unknown_since = False, harness.clock.time
+    harness.run(failed(harness.all_vms()[0], EffectKind.CREATE, Refused("no luck")))
+    assert (harness.attempt().state, [vm.state for vm in harness.all_vms()]) == (A.CLAIMED, [V.ENDING])
+    harness.hypervisor_known = True
+    harness.run()
+    assert (harness.attempt().state, [vm.state for vm in harness.all_vms()]) == (A.CLAIMED, [V.ENDING, V.PLANNED])
+
+
+def test_nothing_is_planned_for_an_attempt_that_is_over() -> None:
+    found = context(on=host())
+    supply_missing(found, VmsMissing(1, 1, "a VM was lost"))
+    assert found.state.moves == []

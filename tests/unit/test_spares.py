@@ -22,6 +22,7 @@ from multiverse.core.model import (
     Node,
     NodeState,
     Observation,
+    OfferState,
     Request,
     Row,
     SchedulerView,
@@ -44,7 +45,7 @@ from multiverse.core.provisioning.spares import give_back, joined_for, parked_fo
 from multiverse.core.state import Rows, State
 from multiverse.core.transition import Change, Event, Move
 from tests.unit.planner_harness import POLICY
-from tests.unit.rows import IMAGES, SOURCE, as_ready, attempt, changes_of, rows, state, template, vm, world_of
+from tests.unit.rows import IMAGES, SOURCE, as_ready, attempt, changes_of, offer, rows, state, template, vm, world_of
 
 A, V, T = AttemptState, VmState, TemplateState
 NOW = 1000.0
@@ -128,6 +129,15 @@ def test_a_joined_spare_of_exactly_the_requested_size_is_taken() -> None:
 def test_the_smallest_joined_spare_that_fits_is_taken_and_the_first_of_equals() -> None:
     large, fit, also = joined(1, Size(1, 900)), joined(2, Size(1, 400)), joined(3, Size(1, 400))
     assert taken(Request(1, Size(1, 300)), also, large, fit) == fit
+
+
+def test_of_equal_joined_spares_one_that_no_other_job_may_take_is_taken() -> None:
+    one, other = joined(1), joined(2)
+    for offered, expected in ((1, other), (2, one)):
+        held = state(one, other, offer(OfferState.OPEN, id=offered), now=NOW)
+        assert joined_for(Context(held, world(one, other), POLICY), attempt(A.QUEUED)) == expected
+    held = state(one, replace(other, node_size=Size(1, 101)), offer(OfferState.OPEN, id=1), now=NOW)
+    assert joined_for(Context(held, world(one, other), POLICY), attempt(A.QUEUED)) == one, "the smaller one first"
 
 
 def in_pool(state: State, world: World) -> Context:
