@@ -31,7 +31,7 @@ from multiverse.core.model import (
     Vm,
     VmState,
 )
-from multiverse.core.state import Rows, State, VmsMissing
+from multiverse.core.state import Rows, State, VmsMissing, quarantine_on_error
 from multiverse.core.transition import TERMINAL, Change, Event, Tables, Transition, transitions, unchanged
 from tests.unit.rows import attempt, offer, state, template, vm
 
@@ -186,6 +186,29 @@ def test_a_move_of_several_rows_of_which_one_may_not_change_changes_none() -> No
             make=[Claim(Key("vm", 1), "h1", Size(1, 1))],
         )
     assert everything(held) == before and held.moves == []
+
+
+# --- faults -----------------------------------------------------------------------------------------
+
+
+def test_a_fault_quarantines_the_one_record_that_it_is_about() -> None:
+    held = state(vm(V.PLANNED), vm(V.PLANNED, id=2))
+    with quarantine_on_error(held, Key("vm", 1)):
+        raise KeyError("x")
+    why = "a fault of Multiverse, please report it: KeyError('x')"
+    (move,) = held.moves
+    assert [(change.event, change.reason, change.row.quarantined) for change in move.changes] == [
+        (Event.QUARANTINED, why, why)
+    ]
+    assert held.vms[1].quarantined == why and held.vms[2] == vm(V.PLANNED, id=2)
+    with quarantine_on_error(held, Key("vm", 1)):
+        raise KeyError("y")
+    assert held.moves == [move], "it is in quarantine already"
+    with pytest.raises(KeyError), quarantine_on_error(held, Key("vm", 3)):
+        raise KeyError("z")
+    with quarantine_on_error(held, Key("vm", 2)):
+        pass
+    assert held.moves == [move]
 
 
 # --- questions --------------------------------------------------------------------------------------
