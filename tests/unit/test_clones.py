@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from multiverse.core.changes import mark_changes
 from multiverse.core.errors import Refused
 from multiverse.core.model import (
     Attempt,
@@ -46,7 +47,9 @@ def host(abilities: str = "instant linked", can: str = "fork plug_cpus plug_memo
 
 def context(*rows: Row, on: Host, jobs: tuple[Job, ...] = ()) -> Context:
     view = SchedulerView({job.ref.job_id: job for job in jobs})
-    return Context(hand.state(*rows, now=NOW), hand.world_of(view, HypervisorView({"h1": on}), NOW), AUTO)
+    held, world = hand.state(*rows, now=NOW), hand.world_of(view, HypervisorView({"h1": on}), NOW)
+    mark_changes(held, world, AUTO)
+    return Context(held, world, AUTO)
 
 
 # --- which template ---------------------------------------------------------------------------------

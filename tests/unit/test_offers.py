@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from multiverse.core import planner
+from multiverse.core.changes import mark_changes
 from multiverse.core.errors import Refused, Unknown
 from multiverse.core.machines.attempt import open_attempts, step_attempt
 from multiverse.core.machines.offer import step_offer
@@ -180,7 +181,9 @@ def test_a_job_takes_no_vm_that_was_never_offered_and_none_that_serves_another_a
     ):
         before = held.vms[1]
         jobs = {"7": replace(again, state=JobState.PENDING, nodes=(), pinned=spare.feature)}
-        open_attempts(held, hand.world_of(SchedulerView(jobs), None, 1.0))
+        world = hand.world_of(SchedulerView(jobs), None, 1.0)
+        mark_changes(held, world, POLICY)
+        open_attempts(held, world)
         assert held.attempts[100].state is A.UNGATED and held.vms[1] == before
 
 

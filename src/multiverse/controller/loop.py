@@ -123,6 +123,8 @@ class Controller:
         self.policy = policy_of(settings)
         self.state = State(store.rows(), TABLES, clock.now())
         """The live rows as committed, between passes."""
+        self.observed = World()
+        """What the latest pass was planned upon."""
         self._forecast = ForecastRecorder(self.policy)
         self._wake = asyncio.Event()
         self._inbox: deque[Message] = deque()
@@ -167,7 +169,7 @@ class Controller:
     def world(self) -> World:
         """What is observed now."""
         # A source that rows refer to and the settings do not name is unknown since the controller began.
-        unnamed = {vm.source for vm in self.state.vms.values()} - self.sources.keys()
+        unnamed = self.state.sources() - self.sources.keys()
         return World(
             scheduler=self.scheduler.latest,
             sources={
@@ -205,7 +207,7 @@ class Controller:
         try:
             while True:
                 self._wake.clear()
-                if self._pass():
+                if self.run_pass():
                     await self._sleep(tasks)
                 else:
                     await asyncio.sleep(UNCOMMITTED)
@@ -213,7 +215,11 @@ class Controller:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self._effects.close()
+            await self.close()
+
+    async def close(self) -> None:
+        """Stop the effects that run. What they have begun is found again by the next controller's observations."""
+        await self._effects.close()
 
     def _observers(self) -> list[Observer[SchedulerView] | Observer[HypervisorView]]:
         return [self.scheduler, *self.sources.values()]
@@ -231,10 +237,11 @@ class Controller:
             if task.done():
                 task.result()  # an observer ends only by a bug: raise it here
 
-    def _pass(self) -> bool:
+    def run_pass(self) -> bool:
         """One pass: observe, plan, one commit, then the effects. Awaits nothing. False if it was not committed: then
         nothing of it has happened."""
-        now, world, state = self._clock.now(), self.world(), self.state
+        now, state = self._clock.now(), self.state
+        world = self.observed = self.world()
         messages = list(self._inbox)
         done = [(message, state.get(message.key)) for message in messages if isinstance(message, Done)]
         try:
