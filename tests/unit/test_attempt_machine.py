@@ -73,6 +73,19 @@ def test_a_fresh_attempt_knows_its_job_and_is_held_back_by_nothing() -> None:
     assert reasons(harness, Event.SUBMITTED) == [""]
 
 
+def test_a_job_is_looked_at_for_an_attempt_until_it_has_one_or_is_over() -> None:
+    harness = PlannerHarness()
+    harness.to_allocated()
+    assert harness.state.unserved == set()
+    harness.job("8", state=JobState.RUNNING, nodes=("elsewhere",), gated=False)
+    harness.run()
+    assert harness.state.unserved == {"8"}, "it may have taken a spare"
+    for job_id in "78":
+        del harness.jobs[job_id]
+    harness.run()
+    assert harness.state.unserved == set()
+
+
 def test_a_job_that_cannot_be_read_asks_for_nothing() -> None:
     harness = PlannerHarness()
     harness.hypervisor_known = False

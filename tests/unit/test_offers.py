@@ -158,6 +158,15 @@ def test_a_job_that_took_a_spare_has_it_in_whichever_state_it_is(state: JobState
     assert [claim.owner for claim in s.rows.claims if claim.owner == vm.key] == [vm.key], "it is claimed as before"
 
 
+@pytest.mark.parametrize("state", [JobState.COMPLETING, JobState.ENDED])
+def test_a_job_that_is_over_when_it_is_first_seen_gets_no_attempt(state: JobState) -> None:
+    s = SparesHarness()
+    s.comes("7", s.spare, state)
+    s.run()
+    assert s.rows.attempts == {} and s.spare.attempt is None
+    assert s.state.unserved == set(), "it is not looked at again"
+
+
 def test_what_is_said_of_a_job_that_took_a_spare() -> None:
     s = SparesHarness()
     vm = s.spare
