@@ -8,12 +8,14 @@ import pytest
 
 from multiverse.core import planner
 from multiverse.core.errors import Broken, Refused
+from multiverse.core.machines.attempt import attempt_rests
 from multiverse.core.machines.tables import effect_of
 from multiverse.core.model import (
     AttemptState,
     CloneKind,
     Forecast,
     HypervisorView,
+    Job,
     JobRef,
     JobState,
     Key,
@@ -27,7 +29,7 @@ from multiverse.core.model import (
     World,
 )
 from multiverse.core.planner import plan
-from multiverse.core.transition import Command, Done, EffectKind, Event
+from multiverse.core.transition import TERMINAL, Command, Done, EffectKind, Event
 from tests.unit import rows as hand
 from tests.unit.planner_harness import POLICY, PlannerHarness, failed
 
@@ -594,3 +596,28 @@ def test_the_journal_says_who_ended_a_quarantine() -> None:
     moves = plan(held, World(), [Command("retry", key=row.key) for row in (stuck, vm)], 1000.0, POLICY)
     found = [(change.event, change.reason) for change in hand.changes_of(moves)]
     assert found == [(Event.RETRIED, "an operator asked for it")] * 2
+
+
+# --- rest -------------------------------------------------------------------------------------------
+
+
+def rests(state: A, shown: JobState | None, *, began: float = 10.0, **more: object) -> bool:
+    """Whether an attempt since 10 rests whose job is shown in that state (None: it is not shown)."""
+    row = hand.attempt(state, **{"since": 10.0, **more})
+    job = Job(row.job, row.job_name, row.uid, shown, row.request) if shown else None
+    view = SchedulerView({"7": job} if job else {})
+    return attempt_rests(row, hand.world_of(view, None, began))
+
+
+def test_an_attempt_rests_while_its_job_waits_or_runs_as_before() -> None:
+    resting = {(A.QUEUED, JobState.PENDING), (A.ALLOCATED, JobState.RUNNING), (A.ALLOCATED, JobState.SUSPENDED)}
+    live = [state for state in A if state not in TERMINAL]
+    assert {(state, shown) for state in live for shown in [None, *JobState] if rests(state, shown)} == resting
+    assert not rests(A.QUEUED, JobState.PENDING, began=9.9), "it is newer than the observation"
+    assert not attempt_rests(hand.attempt(A.QUEUED), World()), "the scheduler is unknown"
+
+
+def test_an_attempt_in_quarantine_rests_until_its_job_is_over() -> None:
+    for state in (A.QUEUED, A.SPAWNING, A.ALLOCATED, A.RECLAIMING):
+        found = {shown for shown in [None, *JobState] if rests(state, shown, quarantined="it cannot be")}
+        assert found == {JobState.PENDING, JobState.RUNNING, JobState.SUSPENDED, JobState.COMPLETING}, state

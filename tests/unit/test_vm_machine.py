@@ -9,16 +9,18 @@ import pytest
 
 from multiverse.core.errors import Broken
 from multiverse.core.machines.tables import effect_of
-from multiverse.core.machines.vm import step_vm
+from multiverse.core.machines.vm import step_vm, vm_rests
 from multiverse.core.model import (
     Attempt,
     AttemptState,
     Depth,
     Host,
+    HostState,
     HypervisorView,
     Job,
     JobState,
     Key,
+    KnownHost,
     Node,
     NodeState,
     Observation,
@@ -472,3 +474,33 @@ def test_a_move_that_no_table_has_names_the_transition_and_changes_nothing() -> 
     assert not held.moves and held.vms[1].state is V.RELEASING
     held.move(Change(vm(V.GONE), Event.ABSENT), free=[Key("vm", 1)])  # a row that holds no claim releases none
     assert not held.vms and held.moves[0].free == ()
+
+
+# --- rest -------------------------------------------------------------------------------------------
+
+
+def resting(view: HypervisorView | None, *, fenced: bool = False, **more: object) -> set[V]:
+    """The states in which a VM rests."""
+    held = state()
+    if fenced:
+        held.know_host(KnownHost("h1", SOURCE, HostState.FENCED))
+    world = world_of(None, view, NOW)
+    return {one for one in V if one is not V.GONE and vm_rests(held, vm(one, **more), world)}
+
+
+def test_a_vm_rests_while_it_serves_and_while_nothing_is_known_of_it() -> None:
+    live = set(V) - {V.GONE}
+    leaving = {V.ENDING, V.REMOVING, V.RELEASING}
+
+    def shown(*vms: VmSeen) -> HypervisorView:
+        return HypervisorView({"h1": H1}, {seen.name: seen for seen in vms})
+
+    running, dead = (VmSeen("mvtest0-1", "h1", condition) for condition in (RUNNING, DEAD))
+    assert resting(shown(running)) == {V.SERVING}
+    assert resting(shown(dead)) == resting(shown()) == set()
+    assert resting(None) == live, "that its source has been silent for long marks it"
+    assert resting(HypervisorView()) == {V.LOST}, "its host is not shown"
+    assert resting(None, fenced=True) == live - leaving, "these wait for the scheduler only"
+    assert resting(HypervisorView(), fenced=True) == {V.LOST}
+    for view in (shown(running), shown(dead), shown(), HypervisorView(), None):
+        assert resting(view, quarantined="it cannot be") == live
