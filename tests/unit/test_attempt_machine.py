@@ -472,6 +472,20 @@ def test_the_journal_says_when_a_job_was_off_its_nodes_and_why_its_attempt_ended
     assert reasons(harness, Event.RECLAIMED) == ["the job was held"]
 
 
+def test_a_job_that_is_tied_to_its_nodes_again_goes_back_to_the_gate_first() -> None:
+    harness = PlannerHarness()
+    attempt = harness.to_spawned()
+    harness.job(held=True, eligible=False)
+    harness.run()
+    harness.ended(attempt.key)
+    harness.run()
+    assert harness.attempt().state is A.RECLAIMING
+    harness.job(gated=False, pinned=attempt.feature)  # a pin that was under way when the attempt gave up
+    harness.run()
+    assert harness.attempt().state is A.RETURNING
+    assert reasons(harness, Event.LEFT_GATE) == ["its job is tied to its nodes"]
+
+
 def test_a_job_that_was_completing_and_is_requeued_says_so() -> None:
     harness = PlannerHarness()
     attempt = harness.to_allocated()

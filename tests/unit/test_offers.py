@@ -639,6 +639,7 @@ def step_on(
         refused={row.key: refused} if refused else {},
     )
     step_attempt(held, 1, world, POLICY)
+    assert all(c.row.reason == c.reason for c in hand.changes_of(held.moves) if c.row.key.kind == "vm")
     return [(change.row.key.kind, str(change.row.state), change.reason) for change in hand.changes_of(held.moves)]
 
 
