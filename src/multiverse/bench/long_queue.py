@@ -16,7 +16,7 @@ import random
 import re
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -77,8 +77,7 @@ def run(lab: LabSession, client: Client, plan: LongQueuePlan, progress: Progress
             fill(lab, plan)
             progress(f"{plan.waiting} and {plan.others} jobs submitted in {time.monotonic() - began:.0f} s")
         elif phases:
-            _as_root(lab, "scancel", f"--user={lab.user.name}", "--state=PENDING")
-            _until_the_queue_is_empty(lab)
+            cancel_all_waiting(lab)
         phases.append(_measure(lab, client, plan, name))
         progress(f"{name}: {len(phases[-1].start)} jobs measured")
     return phases
@@ -96,6 +95,11 @@ def fill(lab: LabSession, plan: LongQueuePlan) -> None:
         [LOWER, "--partition=bare", f"--mem={chance.randint(100, 1000)}", *(["--hold"] if number % 2 else [])]
         for number in range(plan.others)
     ]
+    submit_all(lab, orders)
+
+
+def submit_all(lab: LabSession, orders: Sequence[Sequence[str]]) -> None:
+    """Submit a job that does not end for each of these lists of options."""
     with ThreadPoolExecutor(SUBMITTERS) as pool:
         for _ in pool.map(lambda order: lab.submit(HOLDER, "--output=/dev/null", *order), orders):
             pass
@@ -104,10 +108,10 @@ def fill(lab: LabSession, plan: LongQueuePlan) -> None:
 def _measure(lab: LabSession, client: Client, plan: LongQueuePlan, name: str) -> Phase:
     phase = Phase(name)
     time.sleep(5.0)  # observations settle
-    _as_root(lab, "sdiag", "--reset")
+    as_root(lab, "sdiag", "--reset")
     phase.idle = _idle(lab, plan.idle)
     phase.start = _run_jobs(lab, client, plan.jobs, plan.seed)
-    phase.cycles = mean_cycles(_as_root(lab, "sdiag"))
+    phase.cycles = mean_cycles(as_root(lab, "sdiag"))
     return phase
 
 
@@ -154,16 +158,19 @@ def mean_cycles(sdiag: str) -> dict[str, float]:
     return found
 
 
-def _until_the_queue_is_empty(lab: LabSession) -> None:
+def cancel_all_waiting(lab: LabSession) -> None:
+    """Cancel all jobs that wait, and return when they have left the queue."""
+    as_root(lab, "scancel", f"--user={lab.user.name}", "--state=PENDING")
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
-        if not _as_root(lab, "squeue", "-h", "-t", "PENDING").strip():
+        if not as_root(lab, "squeue", "-h", "-t", "PENDING").strip():
             return
         time.sleep(1.0)
     raise Broken("the cancelled jobs did not leave the queue within 300 s", hint="see the lab's log/slurmctld.log")
 
 
-def _as_root(lab: LabSession, *argv: str) -> str:
+def as_root(lab: LabSession, *argv: str) -> str:
+    """The output of a command of Slurm's, run as root. Raises `Broken` if it fails."""
     done = subprocess.run(
         argv, env={**os.environ, **environment(lab.where)}, text=True, capture_output=True, timeout=300, check=False
     )

@@ -21,6 +21,7 @@ from multiverse.cli import (
     long_queue,
     observations,
     passes,
+    prune,
     repair,
     simulate,
     status,
@@ -45,6 +46,7 @@ app.command("vms")(vms.vms)
 app.command("hosts")(hosts.hosts)
 app.command("status")(status.status)
 app.command("repair")(repair.repair)
+app.command("prune")(prune.prune)
 app.command("timeline")(timeline.timeline)
 app.add_typer(audit.app, name="audit")
 app.add_typer(template.app, name="template")
@@ -56,6 +58,7 @@ bench.app.command("density")(density.density)
 bench.app.command("observations")(observations.observations)
 bench.app.command("planner")(passes.planner)
 bench.app.command("queue")(long_queue.queue)
+bench.app.command("neighbours")(long_queue.neighbours_)
 app.add_typer(bench.app, name="bench")
 app.add_typer(simulate.app, name="simulate")
 app.command("demo")(demo.demo)
