@@ -38,6 +38,11 @@ def read(path: Path) -> str:
     return text + "".join("\n" + read(path.parent / name) for name in conf.included(text))
 
 
+def _optional(path: Path) -> str:
+    """The text of a configuration file; nothing if there is no such file. `Broken` if it cannot be read."""
+    return read(path) if path.exists() else ""
+
+
 def bootstrap(settings: Settings, node: NodeSpec) -> NodeBootstrap:
     """Files, directories and daemons for one VM. Blocks briefly: reads the site's slurm.conf and munge key."""
     line = conf.node_conf(node.size, (settings.slurm.node_feature, *node.features))
@@ -75,13 +80,18 @@ def may_be_offered(settings: Settings, node: NodeSpec) -> bool:
 def _files(settings: Settings, *, spare: bool) -> Iterator[GuestFile]:
     slurm = settings.slurm
     address = slurm.controller_address or settings.network.gateway
+    text = read(slurm.conf)
+    own = dict(_replacements(slurm.guest_conf))
+    of_site = _optional(slurm.conf.with_name("cgroup.conf"))
+    cgroup = own.get("cgroup.conf", conf.cgroup_for_guest(text, of_site).encode())
+    limited = conf.limits_memory(cgroup.decode(errors="replace"))
     derived = {
-        "slurm.conf": conf.for_guest(read(slurm.conf), address, _PROLOG if spare else "").encode(),
-        "cgroup.conf": conf.CGROUP.encode(),
+        "slurm.conf": conf.for_guest(text, address, _PROLOG if spare else "", memory_limited=limited).encode(),
+        "cgroup.conf": cgroup,
     }
     if spare:
         yield GuestFile(_PROLOG, _WAIT, 0o755)
-    for name, content in sorted((derived | dict(_replacements(slurm.guest_conf))).items()):
+    for name, content in sorted((derived | own).items()):
         yield GuestFile(f"/etc/slurm/{name}", content)
     try:
         key = slurm.munge_key.read_bytes()

@@ -7,8 +7,17 @@ from __future__ import annotations
 import errno
 import os
 
+from multiverse.guest.agent.files import write_kernel_file
 from multiverse.guest.agent.network import link_up
 from multiverse.guest.agent.syscalls import mount
+
+
+def protect_from_oom_killer() -> None:
+    """Make the kernel never end the agent when memory runs out, nor the daemons that it starts from now on.
+
+    They inherit this, and so does slurmstepd, which undoes it for the processes of a job.
+    """
+    write_kernel_file("/proc/self/oom_score_adj", "-1000")
 
 
 def set_up_system() -> None:
