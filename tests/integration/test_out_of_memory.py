@@ -1,7 +1,7 @@
 """A job that runs out of memory: in a VM it has the states and the output that it has on bare metal.
 
-Most tests run twice, in a VM and on a plain slurmd of this machine with task/cgroup and ConstrainRAMSpace, and assert the
-same facts.
+Most tests run twice, in a VM and on a plain slurmd of this machine with task/cgroup and ConstrainRAMSpace, and assert
+the same facts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HOG = "head -c {size}M /dev/zero | tail | wc -c"
 KILLED = ("OUT_OF_MEMORY", "0:125")
 """State and exit code in Slurm's accounting."""
 
-MESSAGE = re.compile(r"slurmstepd: error: Detected \d+ oom[-_]kill event(?:\(s\)|s)? in StepId=([\w.]+)\.")
+MESSAGE = re.compile(r"slurmstepd(?:-[\w-]+)?: error: Detected \d+ oom[-_]kill event(?:\(s\)|s)? in StepId=([\w.]+)\.")
 
 
 @dataclass
@@ -45,8 +45,11 @@ class Place:
         out = self.lab.user.home / "memory.out"
         out.unlink(missing_ok=True)
         job = self.lab.sbatch(script, f"--output={out}", *self.options, *options)
-        accounted(self.lab, job, 120.0)
-        return job, until("the output", lambda: out.exists() and out.read_text(), 20.0)
+        # A guest writes the last output back when slurmstepd closes the file, which may be after the job's state is known.
+        until(
+            f"job {job} has ended", lambda: not self.lab.run("squeue", "-h", "-t", "PD,R,CG", "-j", job).stdout, 120.0
+        )
+        return job, out.read_text()
 
     def states(self, job: str) -> dict[str, tuple[str, str]]:
         """State and exit code of the job ("") and of its steps, once all of them have ended."""
@@ -78,7 +81,7 @@ def bare(lab: LabUnderTest) -> Iterator[str]:
         return
     yield ""
     asyncio.run(baremetal.stop(own))
-    for group in sorted(groups.glob("*/slurm/**/"), reverse=True):
+    for group in sorted(groups.glob(f"*/slurm_{baremetal.NODE}/**/"), reverse=True):
         group.rmdir()
 
 
@@ -96,7 +99,7 @@ def place(lab: LabUnderTest, client: Client, bare: str, request: pytest.FixtureR
 def test_a_child_of_the_script_is_killed_and_the_job_is_out_of_memory(place: Place) -> None:
     job, said = place.run(f"{HOG.format(size=400)}; echo after", "--mem=120")
     assert "after" in said.split(), "the script goes on"
-    assert MESSAGE.findall(said) == [f"{job}.batch"]
+    assert MESSAGE.findall(said) == [f"{job}.batch"], said
     assert place.states(job) == {"": KILLED, "batch": KILLED}
 
 
@@ -104,7 +107,7 @@ def test_a_step_is_out_of_memory_and_the_job_goes_on(place: Place) -> None:
     step = f"srun --quiet --mem=60 sh -c '{HOG.format(size=200)}'"
     job, said = place.run(f"{step}; srun --quiet --mem=60 echo after", "--mem=120")
     assert "after" in said.split()
-    assert MESSAGE.findall(said) == [f"{job}.0"]
+    assert MESSAGE.findall(said) == [f"{job}.0"], said
     states = place.states(job)
     assert states["0"] == KILLED
     assert states[""] == states["batch"] == states["1"] == ("COMPLETED", "0:0")
@@ -124,20 +127,29 @@ def test_only_the_array_task_that_runs_out_of_memory_fails(place: Place) -> None
     assert accounted(place.lab, f"{job}_2", 120.0) == KILLED
 
 
-def test_files_in_memory_count_and_the_page_cache_is_reclaimed(place: Place) -> None:
-    path = "$(mktemp -p {directory})"
-    write = "f={path}; dd if=/dev/zero of=$f bs=1M count=300 status=none && echo {word}; rm -f $f"
-    script = write.format(path=path.format(directory="/tmp"), word="cached")
-    job, said = place.run(script, "--mem=120")
-    assert said.split() == ["cached"] and place.states(job)[""] == ("COMPLETED", "0:0")
-    job, said = place.run(write.format(path=path.format(directory="/dev/shm"), word="kept"), "--mem=60")
-    assert "kept" not in said.split() and place.states(job)[""] == KILLED
+WRITE = "f=$(mktemp -p {directory}); dd if=/dev/zero of=$f bs=1M count=300 status=none && echo written; rm -f $f"
+
+
+def test_the_page_cache_is_reclaimed(place: Place) -> None:
+    job, said = place.run(WRITE.format(directory="/tmp"), "--mem=120")
+    assert said.split() == ["written"]
+    assert place.states(job)[""] == ("COMPLETED", "0:0")
+
+
+def test_files_in_memory_count(lab: LabUnderTest, client: Client) -> None:
+    """In a VM only: the largest process is slurmstepd, which cannot protect itself in every container."""
+    place = Place(lab, ())
+    job, said = place.run(WRITE.format(directory="/dev/shm"), "--mem=60")
+    assert "written" not in said.split()
+    assert MESSAGE.findall(said) == [f"{job}.batch"], said
+    assert place.states(job)[""] == KILLED
+    nothing_left(lab, client)
 
 
 ADJUSTMENTS = """\
 for status in /proc/[0-9]*/status; do
     directory=${status%/status}
-    read -r _ name < $status && echo adj $name $(cat $directory/oom_score_adj)
+    read -r _ name < $status && echo adj $(cat $directory/oom_score_adj) $name
 done
 """
 
@@ -146,13 +158,12 @@ def test_the_kernel_ends_processes_of_the_job_only(lab: LabUnderTest, client: Cl
     place = Place(lab, ())
     hogs = "for i in 1 2 3 4 5 6; do tail /dev/zero & done; wait"
     job, said = place.run(f"{ADJUSTMENTS}\n{hogs}; srun --quiet hostname", "--mem=200")
-    found = [line.split()[1:] for line in said.splitlines() if line.startswith("adj")]
-    for daemon in ("agent.py", "python3", "munged", "slurmd", "slurmstepd"):
-        assert {value for name, value in found if name == daemon} <= {"-1000"}, daemon
-    assert {"munged", "slurmd", "slurmstepd"} <= {name for name, value in found if value == "-1000"}
-    assert {value for name, value in found if name in ("slurm_script", "cat")} == {"0"}
+    found = [line.split(maxsplit=2)[1:] for line in said.splitlines() if line.startswith("adj ")]
+    for daemon in ("agent.py", "munged", "slurmd", "slurmstepd"):
+        assert {value for value, name in found if name == daemon} == {"-1000"}, (daemon, found)
+    assert {value for value, name in found if name == "slurm_script"} == {"0"}, found
     row = ended(client, job, "done")
-    assert said.split()[-1] != "" and row["vms"][0] in said.split(), "slurmd runs another step"
+    assert row["vms"][0] in said.split(), "slurmd runs another step"
     assert place.states(job)["batch"] == KILLED
     nothing_left(lab, client)
 
@@ -162,7 +173,7 @@ def test_a_job_that_fills_its_vm_is_out_of_memory(lab: LabUnderTest, client: Cli
     etc = lab.where.etc
     before = {path: path.read_text() for path in (etc / "cgroup.conf", etc / "site.conf")}
     try:
-        (etc / "cgroup.conf").write_text("ConstrainRAMSpace=yes\nAllowedRAMSpace=10000\n")
+        (etc / "cgroup.conf").write_text("ConstrainRAMSpace=yes\nMinRAMSpace=10000\n")
         (etc / "site.conf").write_text(before[etc / "site.conf"] + "\nTaskPlugin=task/cgroup\n")
         place = Place(lab, ())
         hogs = "for i in 1 2 3; do tail /dev/zero & done; wait"
