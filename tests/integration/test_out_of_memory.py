@@ -45,7 +45,7 @@ class Place:
         out = self.lab.user.home / "memory.out"
         out.unlink(missing_ok=True)
         job = self.lab.sbatch(script, f"--output={out}", *self.options, *options)
-        # A guest writes the last output back when slurmstepd closes the file, which may be after the job's state is known.
+        # A guest writes the last output when slurmstepd closes the file, perhaps after the state of the job is known.
         until(
             f"job {job} has ended", lambda: not self.lab.run("squeue", "-h", "-t", "PD,R,CG", "-j", job).stdout, 120.0
         )
