@@ -69,6 +69,12 @@ def test_a_guest_limits_memory_as_the_site_does_on_bare_metal() -> None:
     }
 
 
+@pytest.mark.parametrize(("allowed", "kept"), [("99.5", "99.5"), ("100", ""), ("101", ""), ("110.5", "")])
+def test_a_guest_never_allows_more_memory_than_its_vm_has(allowed: str, kept: str) -> None:
+    made = conf.cgroup_for_guest(SITE_CONF, f"ConstrainRAMSpace=yes\nAllowedRAMSpace={allowed}\n")
+    assert conf.value(made, "AllowedRAMSpace") == kept
+
+
 @pytest.mark.parametrize(
     ("slurm_conf", "cgroup_conf"),
     [

@@ -41,10 +41,6 @@ HealthCheckInterval=0
 
 _CGROUP = "IgnoreSystemd=yes\nCgroupPlugin=cgroup/v2\nConstrainRAMSpace=yes\n"
 
-# What of the site's cgroup.conf sets a job's limit. Not MaxRAMPercent, which keeps memory free for other jobs of the
-# node, and not the keys for swap space: a guest has none.
-_RAM_KEYS = ("AllowedRAMSpace", "MinRAMSpace")
-
 
 def settings(text: str) -> Iterator[tuple[str, str]]:
     """Each line's first key and its value, without comments. Continued lines are joined without a space."""
@@ -129,12 +125,16 @@ def cgroup_for_guest(slurm_conf: str, cgroup_conf: str) -> str:
     """A guest's cgroup.conf, derived from the site's slurm.conf and cgroup.conf: memory is always limited.
 
     A job cannot have more memory than its VM in any case. With the limit of task/cgroup, Slurm reports that a job has
-    run out of memory, and the kernel ends nothing else. If the site limits memory on bare metal too, the limit is
-    computed as there.
+    run out of memory, and the kernel ends nothing else. If the site limits memory on bare metal too, AllowedRAMSpace
+    and MinRAMSpace hold as there. An AllowedRAMSpace above 100 is left out: the VM does not have that memory, and
+    with cgroup v2 a job that exceeds 100 % is slowed down almost to a stop instead of being ended. MaxRAMPercent is
+    left out because it keeps memory free for other jobs of a node; a guest has no swap space to be limited.
     """
-    limited = "cgroup" in value(slurm_conf, "TaskPlugin").lower() and limits_memory(cgroup_conf)
-    found = {key: value(cgroup_conf, key) for key in _RAM_KEYS if limited}
-    return _CGROUP + "".join(f"{key}={text}\n" for key, text in found.items() if text)
+    if "cgroup" not in value(slurm_conf, "TaskPlugin").lower() or not limits_memory(cgroup_conf):
+        return _CGROUP
+    allowed, least = value(cgroup_conf, "AllowedRAMSpace", "100"), value(cgroup_conf, "MinRAMSpace")
+    kept = f"AllowedRAMSpace={allowed}\n" if re.fullmatch(r"\d{1,2}(\.\d*)?", allowed) else ""
+    return _CGROUP + kept + (f"MinRAMSpace={least}\n" if least else "")
 
 
 def for_guest(text: str, address: str, prolog: str = "", *, memory_limited: bool = True) -> str:
