@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import structlog
@@ -45,9 +44,6 @@ AGAIN, AGAIN_LIMIT = 2.0, 60.0
 
 TIMEOUTS: dict[EffectKind, float] = {EffectKind.BUILD: 600.0, EffectKind.CREATE: 300.0, EffectKind.START: 300.0}
 OTHER_TIMEOUT = 60.0
-
-EXPLAINING = 2
-"""Jobs that are told why they wait, at the same time: hundreds may wait, and none of that is urgent."""
 
 Subject = Row | VmRef
 """What an effect acts on: a row, or an orphan."""
@@ -102,7 +98,6 @@ class Effects:
         self._lanes: dict[Key, _Lane] = {}
         self._ended_at: dict[Key, float] = {}
         self._refused: dict[Key, str] = {}
-        self._explaining = asyncio.Semaphore(EXPLAINING)
         self._limits: JobLimits | None = None  # as published last
         self._publishing: asyncio.Task[None] | None = None
         self._publication_failures = 0  # in a row
@@ -134,8 +129,6 @@ class Effects:
     def _due(lane: _Lane) -> float:
         if lane.ended is None:
             return 0.0
-        if lane.effect.kind is EffectKind.EXPLAIN:
-            return float("inf")
         return lane.ended + _pause(lane.runs)
 
     def ensure(self, orphans: Sequence[VmRef] = ()) -> None:
@@ -216,8 +209,7 @@ class Effects:
         stages: Sequence[Stage] = ()
         limit = TIMEOUTS.get(lane.effect.kind, OTHER_TIMEOUT)
         try:
-            turn = self._explaining if lane.effect.kind is EffectKind.EXPLAIN else nullcontext()
-            async with turn, asyncio.timeout(limit):
+            async with asyncio.timeout(limit):
                 stages = await self._act(lane.effect, subject) or ()
         except MultiverseError as caught:
             error = caught
@@ -261,8 +253,6 @@ class Effects:
         match effect.kind:
             case EffectKind.GATE:
                 await self._scheduler.unpin(job)
-            case EffectKind.EXPLAIN:
-                await self._scheduler.explain(job, effect.text)
             case EffectKind.PIN:
                 await self._add_user(attempt)
                 nodes = [vm.name for vm in self._around.state.serving_vms_of(attempt)]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 import structlog
 
 from multiverse.config import Settings
+from multiverse.controller.comments import CommentPlan, CommentWriter
 from multiverse.controller.effects import Effects, Failure, Surroundings
 from multiverse.controller.forecast import ForecastRecorder
 from multiverse.controller.missing_hints import MissingHints
@@ -21,6 +22,7 @@ from multiverse.core.model import (
     AttemptState,
     CloneKind,
     HypervisorView,
+    Job,
     JobLimits,
     KnownHost,
     Observation,
@@ -158,6 +160,9 @@ class Controller:
             state=self.state,
         )
         self._effects = Effects(scheduler, hypervisor, clock, surroundings, self._effect_ended)
+        self._comments = CommentWriter(
+            scheduler, clock, CommentPlan(self.policy, self.state.attempts_in(AttemptState.QUEUED)), self._observed_jobs
+        )
 
     # --- from outside --------------------------------------------------------------------------------
 
@@ -185,6 +190,9 @@ class Controller:
             entropy=self._entropy(),
         )
 
+    def _observed_jobs(self) -> Mapping[str, Job]:
+        return self.scheduler.latest.value.jobs if self.scheduler.latest else {}
+
     def pools(self) -> list[PoolStatus]:
         """The warm pools, as of the last pass."""
         return pool_status(Context(self.state, self.world(), self.policy))
@@ -206,7 +214,7 @@ class Controller:
 
     async def run(self) -> None:
         """Observe, plan and act until cancelled."""
-        tasks = [asyncio.create_task(one.run()) for one in self._observers()]
+        tasks = [asyncio.create_task(one.run()) for one in (*self._observers(), self._comments)]
         try:
             while True:
                 self._wake.clear()
@@ -270,6 +278,7 @@ class Controller:
             self.uncommitted = (self.uncommitted[0] if self.uncommitted else self._clock.now(), str(error))
             return False
         self._forecast.note(moves, now)
+        self._comments.passed(moves, state.reasons)
         self.missing_hints.note(moves)
         self._committed(len(messages))
         if state.learned or self._limits is None:
