@@ -23,7 +23,18 @@ from multiverse.core.model.job import (
     SchedulerView,
 )
 from multiverse.core.model.keys import Key, RowKind
-from multiverse.core.model.names import mac_of, machine_id, serial_of, site_of, token_of, vm_name, vm_prefix
+from multiverse.core.model.names import (
+    LAST_DECIMAL,
+    LAST_SERIAL,
+    SERIAL,
+    mac_of,
+    machine_id,
+    serial_of,
+    site_of,
+    token_of,
+    vm_name,
+    vm_prefix,
+)
 from multiverse.core.model.offer import Offer, OfferState
 from multiverse.core.model.sizes import CloneKind, Depth, Size
 from multiverse.core.model.template import Template, TemplateCondition, TemplateKey, TemplateSeen, TemplateState
@@ -44,8 +55,11 @@ from multiverse.core.model.world import Forecast, Observation, Row, Seen, World
 __all__ = [
     "ENDING_STATES",
     "FAILED_STATES",
+    "LAST_DECIMAL",
+    "LAST_SERIAL",
     "LEAVING_STATES",
     "PINNED_STATES",
+    "SERIAL",
     "UPCOMING_STATES",
     "WAITING_STATES",
     "Attempt",
