@@ -14,6 +14,7 @@ from multiverse.config import Settings
 from multiverse.controller.effects import Effects, Failure, Surroundings
 from multiverse.controller.forecast import ForecastRecorder
 from multiverse.controller.observers import Observer
+from multiverse.controller.users import LookupFailure, UserDirectory
 from multiverse.core.errors import MultiverseError
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
@@ -145,12 +146,14 @@ class Controller:
             for source in hypervisor.sources
         }
         """One observer for each source of the hypervisor, by the source's name."""
+        self._users = UserDirectory(scheduler.user, clock, self._wake.set)
         surroundings = Surroundings(
             gateway=settings.network.gateway,
             hosts=settings.network.hosts,
             mounts=settings.mounts,
             grace=settings.pacing.reclaim_grace,
             state=self.state,
+            users=self._users,
         )
         self._effects = Effects(scheduler, hypervisor, clock, surroundings, self._effect_ended)
 
@@ -178,6 +181,7 @@ class Controller:
             refused=self._effects.refused(),
             forecast=self._forecast.forecast(self._clock.now()),
             entropy=self._entropy(),
+            users=self._users.seen(),
         )
 
     def pools(self) -> list[PoolStatus]:
@@ -187,6 +191,10 @@ class Controller:
     def failing(self, often: int) -> list[Failure]:
         """Effects that failed at least `often` times in a row."""
         return self._effects.failing(often)
+
+    def unknown_users(self) -> list[LookupFailure]:
+        """The users of jobs whom the name service does not tell."""
+        return self._users.failures()
 
     def command(self, command: Command) -> asyncio.Future[None]:
         """Take what an operator asks for; the rows show what comes of it. Done when it is committed: until then it is
@@ -213,6 +221,7 @@ class Controller:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self._users.close()
             await self._effects.close()
 
     def _observers(self) -> list[Observer[SchedulerView] | Observer[HypervisorView]]:
@@ -220,7 +229,8 @@ class Controller:
 
     async def _sleep(self, observers: list[asyncio.Task[None]]) -> None:
         now = self._clock.now()
-        left = min(self._settings.poll, self._effects.next_due() - now, self._forecast.next_due(now) - now)
+        due = min(self._effects.next_due(), self._forecast.next_due(now), self._users.next_due())
+        left = min(self._settings.poll, due - now)
         if left > 0:
             try:
                 async with asyncio.timeout(left):
@@ -264,6 +274,7 @@ class Controller:
         if state.learned or not self._largest:
             self._largest = largest_nodes(state.hosts, self.policy)
         self._effects.limit_submissions(self._largest)
+        self._users.look_up(state.unknown_users)
         self._effects.ensure(self._confirmed_orphans(world))
         return True
 

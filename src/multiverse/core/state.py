@@ -141,6 +141,7 @@ class State(LiveRows):
         self.learned: dict[str, KnownHost] = {}  # hosts of which something new is known
         self.paced: dict[tuple[str, str, CloneKind], float] = {}  # see `Forecast`, with the clones of this pass
         self.waiting = Counter[tuple[str, str, CloneKind]]()  # clones that wait for their pace in this round
+        self.unknown_users: set[int] = set()  # of jobs that wait until the name service says who they are
         self.wanted: Counter[str] | None = None  # VMs that jobs want now, by image; computed when first asked for
         self.entropy = ""
         self._tables = tables

@@ -20,6 +20,7 @@ from multiverse.service.findings import (
     QuarantinedRecord,
     SourceFailure,
     StoreFailure,
+    UnknownUser,
 )
 
 _SHOWN_NAMES = 4
@@ -41,6 +42,7 @@ def alerts(found: Findings) -> list[Alert]:
         *map(_quarantined, found.quarantined),
         *map(_template, found.broken_templates),
         *map(_back_off, found.backing_off),
+        *map(_user, found.unknown_users),
         *map(_effect, found.failing_effects),
         *map(_orphan, found.orphans),
         *found.permanent,
@@ -157,6 +159,18 @@ def _back_off(one: JobBackingOff) -> Alert:
         "lets the next attempt begin now",
         version=one.version,
         jobs=(one.job_id,),
+    )
+
+
+def _user(one: UnknownUser) -> Alert:
+    waiting = f"; waiting for it: job {_some(one.jobs)}" if one.jobs else ""
+    return Alert(
+        "user",
+        f"user-{one.uid}",
+        f"the name service has not said for {_span(one.seconds)} who uid {one.uid} is: {one.reason}{waiting}",
+        "see what answers: getent passwd UID; the jobs wait and are not given up; if the user does not exist any more, "
+        "cancel the jobs: scancel",
+        jobs=one.jobs,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from multiverse.api import Alert, HostView, JobView, PoolView, SizeView, SourceView, TemplateView, TimelineView, VmView
 from multiverse.controller.effects import Failure
 from multiverse.controller.observers import Observer
+from multiverse.controller.users import LookupFailure
 from multiverse.core.model import (
     ENDING_STATES,
     PINNED_STATES,
@@ -50,6 +51,7 @@ from multiverse.service.findings import (
     JobBackingOff,
     MissingImage,
     QuarantinedRecord,
+    UnknownUser,
 )
 from multiverse.service.identity import KnownVm
 from multiverse.service.timeline import timeline
@@ -268,6 +270,12 @@ def findings(rows: Rows, world: World, policy: Policy, now: float) -> Findings:
         broken_templates=tuple(_broken_templates(rows, policy, now)),
         backing_off=tuple(_jobs_backing_off(rows, now)),
     )
+
+
+def unknown_user(failure: LookupFailure, rows: Rows, now: float) -> UnknownUser:
+    owners = (row for _, row in sorted(rows.attempts.items()) if row.uid == failure.uid)
+    jobs = tuple(dict.fromkeys(row.job.job_id for row in owners))
+    return UnknownUser(failure.uid, now - failure.since, failure.reason, jobs)
 
 
 def failing_effect(failure: Failure, now: float) -> FailingEffect:

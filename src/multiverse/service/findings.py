@@ -107,6 +107,16 @@ class FailingEffect:
 
 
 @dataclass(frozen=True, slots=True)
+class UnknownUser:
+    """Looking up a user has failed for `seconds`; `jobs` wait for that."""
+
+    uid: int
+    seconds: float
+    reason: str
+    jobs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Findings:
     """Everything that alerts are made of. `orphans` are the names of objects that have our site's name and that no
     record explains; `permanent` are alerts that last as long as the daemon."""
@@ -120,6 +130,7 @@ class Findings:
     quarantined: Sequence[QuarantinedRecord] = ()
     broken_templates: Sequence[BrokenTemplate] = ()
     backing_off: Sequence[JobBackingOff] = ()
+    unknown_users: Sequence[UnknownUser] = ()
     failing_effects: Sequence[FailingEffect] = ()
     orphans: Sequence[str] = ()
     permanent: Sequence[Alert] = ()

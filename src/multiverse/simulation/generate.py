@@ -100,6 +100,8 @@ def with_faults(seed: int, database: str = ":memory:", pair: Pair | None = None)
     incidents = tuple(one for kind, means in MEANS.items() for one in every(rng.choice(means), kind, rng, until))
     slow = Random(f"{seed}/slow")
     incidents += every(slow.choice((0.0, 0.0, 0.0, 30.0)), IncidentKind.SOURCE_SLOW, slow, until)
+    names = Random(f"{seed}/names")
+    incidents += every(names.choice((0.0, 0.0, 0.0, 20.0)), IncidentKind.NAME_SERVICE_SILENT, names, until)
     guests = GuestBehaviour(
         boot=(0.4, rng.choice((1.2, 1.2, 100.0))), mute=rng.choice((0.0, 0.0, 0.1)), small=rng.choice((0.0, 0.0, 0.1))
     )

@@ -69,6 +69,7 @@ def unjustified_cancellations(scenario: Scenario, history: Iterable[JobRecord]) 
         true_reasons = {
             job.batch.problem: bool(job.batch.problem),
             "fits on no host": fenced or not all(_surely_fits(scenario, batch) for batch in _recent_requests(job)),
+            f"no user has the uid {job.batch.uid}": job.batch.uid not in scenario.world.users,
             "no VM could be made": disturbed or not boots.get(job.batch.image or "slim", False),
         }
         if not any(true and reason in job.revoked for reason, true in true_reasons.items()):

@@ -181,6 +181,8 @@ class _Simulation:
                 await self._apply_to_cluster(incident)
             case IncidentKind.HOST_AWAY | IncidentKind.HOST_FENCED:
                 await self._apply_to_host(self.world.host(incident.pick), incident)
+            case IncidentKind.NAME_SERVICE_SILENT:
+                await self._silence_name_service(incident)
             case IncidentKind.SOURCE_SLOW:
                 await self._slow_down(self.world.host(incident.pick), incident)
             case IncidentKind.TEMPLATE_DELETED:
@@ -247,6 +249,12 @@ class _Simulation:
         await asyncio.sleep(incident.seconds)
         machines.delays.pop(source, None)
         self._log(f"source {source} answers at once again")
+
+    async def _silence_name_service(self, incident: Incident) -> None:
+        self._log(f"incident: {incident.kind}, {incident.seconds:.1f} s")
+        self.world.silent_name_services += 1
+        await asyncio.sleep(incident.seconds)
+        self.world.silent_name_services -= 1
 
     async def _fence(self, host: str, until: float) -> None:
         self._log(f"operator switches host {host} off, and repeats the fence command until no VM is lost")

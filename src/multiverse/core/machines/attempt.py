@@ -338,7 +338,8 @@ def _waits_for_its_user(state: State, attempt: Attempt, world: World, policy: Po
         # The effect that ended last may have added the user: only a later observation tells.
         if latest is None or latest.began <= world.ended_at(attempt.key, float("inf")) or vm.state is VmState.LOST:
             continue
-        late = latest.began - attempt.since > policy.pin_timeout
+        # A name service that does not answer is waited for.
+        late = latest.began - max(attempt.since, world.user_known_since(attempt.uid)) > policy.pin_timeout
         if why := world.refused.get(attempt.key, "") or (
             f"its guest was not told of the user within {policy.pin_timeout:g} s" if late else ""
         ):

@@ -173,8 +173,14 @@ def _step_starting(state: State, vm: Vm, seen: VmSeen | None, world: World, poli
         state.move(Change(replace(vm, state=V.JOINED), Event.REGISTERED))
     elif node is not None and node.state is NodeState.DOWN:
         _fail(state, vm, f"its node came up down: {node.reason or 'no reason given'}")
-    elif world.scheduler.began - vm.since > policy.spawn_timeout:
+    elif world.scheduler.began - _startable_since(state, vm, world) > policy.spawn_timeout:
         _fail(state, vm, f"its node did not register within {policy.spawn_timeout:g} s")
+
+
+def _startable_since(state: State, vm: Vm, world: World) -> float:
+    """Since when the VM can be started: since its user is known, for whose sake a silent name service is waited for."""
+    attempt = state.attempt_of(vm)
+    return max(vm.since, world.user_known_since(attempt.uid)) if attempt else vm.since
 
 
 def _step_leaving(state: State, vm: Vm, world: World) -> None:

@@ -5,7 +5,7 @@ Memory and disk are MiB, times are seconds, processors are counts of vCPUs. Mono
 """
 
 from multiverse.core.model.host import Claim, ClaimKey, Host, HostState, HypervisorView, KnownHost
-from multiverse.core.model.identity import Daemon, GuestFile, Identity, Mount, NodeBootstrap, User
+from multiverse.core.model.identity import Daemon, GuestFile, Identity, Mount, NodeBootstrap, User, UserSeen
 from multiverse.core.model.job import (
     ENDING_STATES,
     PINNED_STATES,
@@ -102,6 +102,7 @@ __all__ = [
     "TemplateSeen",
     "TemplateState",
     "User",
+    "UserSeen",
     "Vm",
     "VmCondition",
     "VmRef",

@@ -13,12 +13,13 @@ The cases, in the order in which `Admission.consider` tries them:
  5. An earlier run of the job may still go on: wait.
  6. A limit of the scheduler's is used up: wait.
  7. An earlier job waits for capacity: wait behind it.
- 8. A joined spare fits: take it.
- 9. As many VMs are being made as may be: wait, and block.
-10. No host can make its VMs now, for want of a template: wait; block if the template has no room.
-11. The pace lets no clone be made now: wait.
-12. There is no room, or no address: wait, and block.
-13. Otherwise: admit.
+ 8. There surely is no such user: revoke. The name service has not said yet who the user is: wait.
+ 9. A joined spare fits: take it.
+10. As many VMs are being made as may be: wait, and block.
+11. No host can make its VMs now, for want of a template: wait; block if the template has no room.
+12. The pace lets no clone be made now: wait.
+13. There is no room, or no address: wait, and block.
+14. Otherwise: admit.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ class Admission:
 
     def run(self) -> Blockage:
         self.state.waiting.clear()  # each round of a pass decides anew
+        self.state.unknown_users.clear()
         self.state.wanted = None
         for attempt in self.queue:
             with quarantine_on_error(self.state, attempt.key):
@@ -136,12 +138,14 @@ class Admission:
             return
         elif why := self._earlier_run(attempt) or self._limit_reached(job) or self.blocked:  # 5, 6, 7
             self._tell(attempt, why)
-        elif spare := self._joined_spare(attempt):  # 8
+        elif self.context.world.user_known_since(attempt.uid) == float("inf"):  # 8
+            self._refuse_or_ask(attempt)
+        elif spare := self._joined_spare(attempt):  # 9
             self.limits.subtract(dict(job.uses))
             self._take_joined(attempt, spare)
-        elif self._is_turn_over(attempt):  # 9
+        elif self._is_turn_over(attempt):  # 10
             self._block(attempt, Blockage.TURN, "waiting for a turn: as many VMs as may be made at once are being made")
-        elif self._provision(attempt, choice):  # 10 to 13
+        elif self._provision(attempt, choice):  # 11 to 14
             self.limits.subtract(dict(job.uses))
 
     def _could_ever_fit(self, attempt: Attempt, templates: Mapping[str, Size]) -> bool:
@@ -196,8 +200,18 @@ class Admission:
         limit = next((limit for limit, count in job.uses if count > self.limits[limit]), "")
         return f"held back by {limit}" if limit else ""
 
+    def _refuse_or_ask(self, attempt: Attempt) -> None:
+        """Case 8: the job's user is not known to exist. An answer that is older than the attempt does not count: the
+        user may have been added since."""
+        user = (self.context.world.users or {}).get(attempt.uid)
+        if user is not None and user.began > attempt.since:
+            self._revoke(attempt, f"{user.reason}: its job cannot run")
+            return
+        self.state.unknown_users.add(attempt.uid)
+        self._tell(attempt, f"waiting until the name service says who uid {attempt.uid} is")
+
     def _joined_spare(self, attempt: Attempt) -> Vm | None:
-        """Case 8: a node that is there already, if one fits that is promised to no other job."""
+        """Case 9: a node that is there already, if one fits that is promised to no other job."""
         if not self.policy.pools or not may_fork(self.context, attempt):
             return None
         return joined_for(self.context, attempt, self.promised)
@@ -215,13 +229,13 @@ class Admission:
         self._admit(replace(attempt, pin=vm.feature), Choice(CloneKind.INSTANT), [taken], [])
 
     def _is_turn_over(self, attempt: Attempt) -> bool:
-        """Case 9: whether as many VMs are being made as may be made at once."""
+        """Case 10: whether as many VMs are being made as may be made at once."""
         upcoming = self.state.vms_in(*UPCOMING_STATES)
         starting = sum(not (vm.is_spare and vm.state is VmState.PARKED) for vm in upcoming)
         return bool(starting) and starting + attempt.request.nodes > self.policy.provisioning
 
     def _provision(self, attempt: Attempt, choice: Choice) -> bool:
-        """Cases 10 to 13: hosts, spares, pace, room, addresses. Whether the attempt was admitted."""
+        """Cases 11 to 14: hosts, spares, pace, room, addresses. Whether the attempt was admitted."""
         usable, why = self._usable_hosts(attempt, choice)
         if not usable:
             self._wait_for_template(attempt, choice, why)
@@ -244,7 +258,7 @@ class Admission:
         return True
 
     def _usable_hosts(self, attempt: Attempt, choice: Choice) -> tuple[list[str], str]:
-        """Case 10: hosts that can make this attempt's VMs now; when there are none, why. Asks for a template where one
+        """Case 11: hosts that can make this attempt's VMs now; when there are none, why. Asks for a template where one
         is missing."""
         context, image = self.context, self.context.image_of(attempt)
         able = hosts_making(image, choice.kind, self.hosts)
@@ -278,7 +292,7 @@ class Admission:
         self._tell(attempt, why)
 
     def _hosts_in_pace(self, attempt: Attempt, choice: Choice, usable: list[str], count: int) -> tuple[list[str], str]:
-        """Case 11: of these hosts, those on which a clone may be made now; when there are none, why."""
+        """Case 12: of these hosts, those on which a clone may be made now; when there are none, why."""
         image, kind, state = self.context.image_of(attempt), choice.kind, self.state
         waits = {host: wait_for((host, image, kind), state.paced, state.now, self.policy) for host in usable}
         ready = [host for host, wait in waits.items() if wait <= 0]
@@ -289,7 +303,7 @@ class Admission:
         return [], f"waiting for a turn: {kind} clones of {image} are made at {rate:g} a second"
 
     def _wait_for_room(self, attempt: Attempt, choice: Choice, claims: Mapping[str, Size], why: str) -> None:
-        """Case 12."""
+        """Case 13."""
         if not why and not (why := self._memory_of_others(attempt, choice)):
             why = self._template_elsewhere(attempt, choice) or self._why_full(claims)
             self._block(attempt, self._make_room(attempt, attempt.request.nodes, claims), why)
