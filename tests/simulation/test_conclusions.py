@@ -1,0 +1,55 @@
+"""Nothing wrong is concluded from what does not answer, with the real controller and store in the simulated world."""
+
+from __future__ import annotations
+
+import pytest
+
+from multiverse.simulation.faults import Incident, IncidentKind
+from multiverse.simulation.jobs import Batch
+from multiverse.simulation.outcome import Outcome
+from multiverse.simulation.run import simulate
+from multiverse.simulation.scenario import Arrival, Scenario
+from multiverse.simulation.world import Pair, WorldSettings
+
+
+def keeps_its_promises(scenario: Scenario) -> Outcome:
+    outcome = simulate(scenario)
+    assert not outcome.violations, outcome.story()
+    return outcome
+
+
+# --- users ------------------------------------------------------------------------------------------
+
+SILENCE = 2000.0  # seconds; longer than all attempts of a job that fails again and again
+
+
+@pytest.mark.parametrize("pair", Pair)
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("at", [0.1, 1.4, 4.5, 60.0])
+def test_a_silent_name_service_costs_no_job_and_no_vm(pair: Pair, restarts: bool, at: float) -> None:
+    """It falls silent before, while and after the VMs of jobs are made."""
+    arrivals = tuple(Arrival(1.0 + n, Batch(uid=1000 + n % 2, nodes=1 + n % 2, seconds=20.0)) for n in range(4))
+    incidents = [Incident(at, IncidentKind.NAME_SERVICE_SILENT, SILENCE)]
+    if restarts:  # and so nothing is remembered
+        incidents.append(Incident(at + 0.5, IncidentKind.CONTROLLER_CRASH, 1.0))
+    limit = SILENCE + 2000.0
+    outcome = keeps_its_promises(
+        Scenario(7, arrivals, WorldSettings(pair=pair), incidents=tuple(incidents), limit=limit)
+    )
+    assert set(outcome.results.values()) == {"COMPLETED"}
+    assert not any("failed" in line or "gave up" in line for line in outcome.journal), outcome.story()
+
+
+def test_a_job_whose_user_does_not_exist_is_cancelled_before_a_vm_is_made() -> None:
+    outcome = keeps_its_promises(Scenario(7, (Arrival(1.0, Batch(uid=4242)), Arrival(2.0, Batch()))))
+    assert sorted(outcome.results.values()) == ["CANCELLED", "COMPLETED"]
+    assert sum("planned" in line for line in outcome.journal) == 1
+    assert any("no user has the uid 4242" in line for line in outcome.journal)
+
+
+def test_a_user_who_is_unknown_holds_up_no_other_job() -> None:
+    silent = Incident(3.0, IncidentKind.NAME_SERVICE_SILENT, 500.0)
+    arrivals = (Arrival(1.0, Batch()), Arrival(10.0, Batch(uid=1001, priority=5000)), Arrival(11.0, Batch()))
+    outcome = keeps_its_promises(Scenario(7, arrivals, incidents=(silent,)))
+    ends = [text for at, text in outcome.events if "reclaiming -> done" in text and at < 300.0]
+    assert len(ends) == 2 and set(outcome.results.values()) == {"COMPLETED"}
