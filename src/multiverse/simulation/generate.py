@@ -44,7 +44,7 @@ def without_faults(seed: int, pair: Pair | None = None) -> Scenario:
         cluster = replace(cluster, test_only_share=Random(f"{seed}/probes").choice((0.0, 0.0, 0.2)))
         arrivals = (*late, *arrivals)
     scenario = Scenario(seed, arrivals, WorldSettings(hosts, cluster=cluster), settings, hints=rng.choice((0.0, 0.9)))
-    return _with_pair(scenario, pair or PAIRS[seed % len(PAIRS)])
+    return with_pair(scenario, pair or PAIRS[seed % len(PAIRS)])
 
 
 PAIRS = tuple(Pair)
@@ -52,7 +52,7 @@ CLOUD_LIMIT = 20_000.0
 """Virtual seconds that a scenario in the cloud may take: each VM takes about a minute to be created."""
 
 
-def _with_pair(scenario: Scenario, pair: Pair) -> Scenario:
+def with_pair(scenario: Scenario, pair: Pair) -> Scenario:
     """The same scenario with another scheduler and hypervisor. In the cloud the quota is what all hosts together have,
     and all clones are full ones."""
     world = replace(scenario.world, pair=pair)
