@@ -146,7 +146,7 @@ class Controller:
             for source in hypervisor.sources
         }
         """One observer for each source of the hypervisor, by the source's name."""
-        self._users = UserDirectory(scheduler.user, clock, self._wake.set)
+        self._users = UserDirectory(lambda uid: scheduler.user(uid), clock, self._wake.set)
         surroundings = Surroundings(
             gateway=settings.network.gateway,
             hosts=settings.network.hosts,

@@ -41,7 +41,7 @@ class LookupFailure:
 
 
 @dataclass(slots=True)
-class _Entry:
+class _Inquiry:
     user: User | None = None
     answered: float = 0.0  # when the look-up of `user` began
     seen: UserSeen | None = None  # the last answer, while it may be used
@@ -57,7 +57,7 @@ class UserDirectory:
 
     def __init__(self, find: Callable[[int], Awaitable[User]], clock: Clock, changed: Callable[[], None]) -> None:
         self._find, self._clock, self._changed = find, clock, changed
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _Inquiry] = {}
 
     def seen(self) -> Mapping[int, UserSeen]:
         """What is known of users; a user that is missing is unknown."""
@@ -82,14 +82,14 @@ class UserDirectory:
         for uid in [uid for uid, entry in self._entries.items() if entry.failures and uid not in uids]:
             self._entries[uid].failures, self._entries[uid].failing_since = 0, None
         for uid in sorted(uids):
-            entry = self._entries.setdefault(uid, _Entry())
+            entry = self._entries.setdefault(uid, _Inquiry())
             if entry.task is None and entry.again_at <= now:
                 entry.task = asyncio.create_task(self._ask(uid, entry), name=f"look up user {uid}")
 
     async def user(self, uid: int) -> User:
         """The user, for a guest. `Refused` if there surely is no such user, `Unknown` if that cannot be told and was
         not known before."""
-        entry = self._entries.setdefault(uid, _Entry())
+        entry = self._entries.setdefault(uid, _Inquiry())
         if entry.user is None or self._clock.now() - entry.answered > FRESH:
             await self._ask(uid, entry)
         if entry.user is not None:
@@ -98,7 +98,7 @@ class UserDirectory:
             raise Refused(f"the job's user is unknown here: {entry.seen.reason}")
         raise Unknown(entry.reason)
 
-    async def _ask(self, uid: int, entry: _Entry) -> None:
+    async def _ask(self, uid: int, entry: _Inquiry) -> None:
         began = self._clock.now()
         try:
             async with asyncio.timeout(TIMEOUT):
@@ -116,10 +116,10 @@ class UserDirectory:
             entry.task = None
         self._changed()
 
-    def _succeeded(self, entry: _Entry) -> None:
+    def _succeeded(self, entry: _Inquiry) -> None:
         entry.failures, entry.failing_since, entry.reason, entry.again_at = 0, None, "", self._clock.now() + AGAIN
 
-    def _failed(self, uid: int, entry: _Entry, began: float, error: Exception) -> None:
+    def _failed(self, uid: int, entry: _Inquiry, began: float, error: Exception) -> None:
         expected = isinstance(error, MultiverseError | TimeoutError)
         reason = str(error) or f"no answer within {TIMEOUT:g} s"
         reason = reason if expected else f"{type(error).__name__}: {error}"
