@@ -58,7 +58,7 @@ from multiverse.core.model import (
 )
 from multiverse.core.policy import Policy, Pool
 from multiverse.core.provisioning.pools import PoolStatus
-from multiverse.core.state import Rows
+from multiverse.core.rows import Rows
 from multiverse.core.transition import Command, Effect, EffectKind
 from multiverse.service.api import make_api
 from multiverse.service.backend import Backend

@@ -157,20 +157,15 @@ def test_a_job_that_is_completing_while_its_attempt_waits_is_left_to_its_end() -
     assert harness.attempt().state is A.QUEUED
 
 
-def test_the_note_of_a_waiting_job_is_dropped_when_the_job_ends() -> None:
+def test_a_job_that_ends_while_it_waits_is_told_nothing_more() -> None:
     harness = PlannerHarness(cpus=1)
     harness.job(size=Size(1, 100))
     harness.run()
-    harness.pass_time(POLICY.patience)
-    harness.run()
-    assert harness.attempt().note
+    assert harness.reasons["7"]
     harness.job(state=JobState.ENDED, result="CANCELLED")
     harness.run()
-    assert (harness.attempt().outcome, harness.attempt().note, harness.attempt().reason) == (
-        "cancelled",
-        "",
-        "CANCELLED",
-    )
+    assert (harness.attempt().outcome, harness.attempt().reason) == ("cancelled", "CANCELLED")
+    assert not harness.reasons
 
 
 # --- observations -----------------------------------------------------------------------------------

@@ -41,7 +41,8 @@ from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.eviction import release_spares
 from multiverse.core.provisioning.sizes import vm_size
 from multiverse.core.provisioning.spares import give_back, joined_for, parked_for
-from multiverse.core.state import Rows, State
+from multiverse.core.rows import Rows
+from multiverse.core.state import State
 from multiverse.core.transition import Change, Event, Move
 from tests.unit.planner_harness import POLICY
 from tests.unit.rows import IMAGES, SOURCE, as_ready, attempt, changes_of, rows, state, template, vm, world_of
@@ -142,7 +143,7 @@ def grown(*vms: Vm, nodes: int = 1, size: Size = Size(1, 1000), hosts: Collectio
           dead: Collection[int] = (), room: Room | None = None) -> list[int]:  # fmt: skip
     """The spares that become VMs of such an attempt."""
     hosts = hosts or (host(),)
-    room = room or Room({one.name: one for one in hosts}, ())
+    room = room or Room({one.name: one for one in hosts})
     parents = {one.name: BASE for one in hosts}
     found = parked_for(
         in_pool(state(*vms, now=NOW), world(*vms, hosts=hosts, dead=dead)),
@@ -169,7 +170,7 @@ def test_only_healthy_parked_spares_of_the_image_are_taken() -> None:
 
 def test_a_spare_that_its_host_does_not_show_is_not_taken() -> None:
     here, unseen = world(), parked()
-    found = parked_for(in_pool(state(unseen, now=NOW), here), attempt(A.QUEUED), {"h1": BASE}, Room({"h1": host()}, ()))
+    found = parked_for(in_pool(state(unseen, now=NOW), here), attempt(A.QUEUED), {"h1": BASE}, Room({"h1": host()}))
     assert found == []
 
 
@@ -193,7 +194,7 @@ def test_spares_on_the_emptiest_host_are_taken_first(first: dict[str, int], seco
 
 
 def test_room_taken_for_spares_can_be_given_back() -> None:
-    room = Room({"h1": host()}, ())
+    room = Room({"h1": host()})
     before = {name: list(free) for name, free in room.free.items()}
     spare = parked()
     found = parked_for(

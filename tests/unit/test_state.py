@@ -31,7 +31,8 @@ from multiverse.core.model import (
     Vm,
     VmState,
 )
-from multiverse.core.state import Rows, State, VmsMissing
+from multiverse.core.rows import Rows
+from multiverse.core.state import State, VmsMissing
 from multiverse.core.transition import TERMINAL, Change, Event
 from tests.unit.rows import attempt, offer, state, template, vm
 
@@ -44,7 +45,7 @@ def everything(held: State) -> tuple[object, ...]:
     """All that a pass can change and the next one reads."""
     owners = [Key(kind, id_) for kind in MAKERS for id_ in range(12)]
     claims = {owner: held.claims_of(owner) for owner in owners}
-    return held.rows(), held.indexes(), dict(held.addresses()), claims, held.next_serial
+    return held.rows(), held.indexes(), dict(held.addresses), claims, held.next_serial
 
 
 def assert_consistent(held: State) -> None:
@@ -244,9 +245,9 @@ def test_templates_offers_claims_and_hosts_are_found_by_their_keys() -> None:
 def test_an_address_is_in_use_until_the_last_vm_that_has_it_is_gone() -> None:
     one, two = vm(V.REMOVING), replace(vm(V.PARKED, id=2), address="10.9.1.1/16")
     held = state(one, two, replace(vm(V.PARKED, id=3), address=""))
-    assert held.addresses() == {"10.9.1.1/16": 2}
+    assert held.addresses == {"10.9.1.1/16": 2}
     held.move(Change(replace(one, state=V.GONE), Event.ABSENT))
-    assert held.addresses() == {"10.9.1.1/16": 1}
+    assert held.addresses == {"10.9.1.1/16": 1}
     held.move(Change(replace(two, state=V.RELEASING), Event.RELEASED))
     held.move(Change(replace(held.vms[2], state=V.GONE), Event.ABSENT))
-    assert held.addresses() == {}
+    assert held.addresses == {}

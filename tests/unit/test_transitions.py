@@ -116,12 +116,6 @@ def test_a_waiting_attempt_follows_its_job(row: Attempt, shown: Job | None, even
     assert next(one for one in found if one[0] == row.key) == (row.key, row.state, event, target)
 
 
-def test_a_stray_attempt_whose_image_no_host_has_is_told_so() -> None:
-    row = attempt(A.STRAY, request=Request(1, Size(1, 100), image="unknown"))
-    found = taken(row, shown=Shown(jobs=(job(row, JobState.RUNNING, nodes=("mvtest0-9",)),)))
-    assert found == [(row.key, A.STRAY, Event.NOTED, A.STRAY)]
-
-
 PINNED: list[tuple[Job, Event, A]] = [
     (on_it(INTRODUCING, JobState.PENDING), Event.PIN_EXPIRED, A.RETURNING),
     (on_it(INTRODUCING, JobState.PENDING, held=True), Event.CHANGED, A.RETURNING),

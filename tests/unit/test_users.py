@@ -14,7 +14,7 @@ import pytest
 
 from multiverse.controller.users import FRESH, KEPT, UserDirectory
 from multiverse.core.errors import Gone, Refused, Unknown
-from multiverse.core.machines.tables import effects_of
+from multiverse.core.machines.tables import permitted_effects
 from multiverse.core.model import AttemptState, User, UserSeen, VmCondition, VmState
 from multiverse.core.transition import EffectKind
 from multiverse.drivers.slurm import account
@@ -270,7 +270,7 @@ def test_a_job_whose_user_surely_does_not_exist_is_revoked_before_a_vm_is_made()
     harness.run()
     attempt = harness.attempt()
     assert attempt.state is A.REVOKING and "no user has uid 1000" in attempt.reason and not harness.rows.vms
-    (effect,) = (effect for _, effect in effects_of(harness.state) if effect.kind is EffectKind.REVOKE)
+    (effect,) = (effect for _, effect in permitted_effects(harness.state) if effect.kind is EffectKind.REVOKE)
     assert "no user has uid 1000" in effect.text
 
 

@@ -33,7 +33,7 @@ from multiverse.core.model import (
     VmState,
 )
 from multiverse.core.planner import plan
-from multiverse.core.state import Rows
+from multiverse.core.rows import Rows
 from multiverse.core.transition import Change, Command, EffectKind, Event
 from tests.unit.planner_harness import POLICY, PlannerHarness
 from tests.unit.rows import IMAGES, attempt, changes_of, state, template, vm, world_of

@@ -16,7 +16,7 @@ import structlog
 
 from multiverse.controller.users import UserDirectory
 from multiverse.core.errors import Broken, MultiverseError, Refused, Stale, Unknown
-from multiverse.core.machines.tables import effects_of
+from multiverse.core.machines.tables import permitted_effects
 from multiverse.core.model import (
     Attempt,
     Depth,
@@ -142,7 +142,9 @@ class Effects:
     def ensure(self, orphans: Sequence[VmRef] = ()) -> None:
         """Make the lanes follow the rows. `orphans` are VMs or nodes of our site that no row explains."""
         state = self._around.state
-        wanted: dict[Key, tuple[Effect, Subject]] = {effect.key: (effect, row) for row, effect in effects_of(state)}
+        wanted: dict[Key, tuple[Effect, Subject]] = {
+            effect.key: (effect, row) for row, effect in permitted_effects(state)
+        }
         for orphan in orphans:
             key = Key("vm", serial_of(orphan.name))
             if state.get(key) is None:

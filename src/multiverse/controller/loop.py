@@ -124,6 +124,8 @@ class Controller:
         self.policy = policy_of(settings)
         self.state = State(store.rows(), TABLES, clock.now())
         """The live rows as committed, between passes."""
+        self.observed = World()
+        """What the latest pass was planned upon."""
         self._forecast = ForecastRecorder(self.policy)
         self._wake = asyncio.Event()
         self._inbox: deque[Message] = deque()
@@ -170,7 +172,7 @@ class Controller:
     def world(self) -> World:
         """What is observed now."""
         # A source that rows refer to and the settings do not name is unknown since the controller began.
-        unnamed = {vm.source for vm in self.state.vms.values()} - self.sources.keys()
+        unnamed = self.state.sources() - self.sources.keys()
         return World(
             scheduler=self.scheduler.latest,
             sources={
@@ -244,7 +246,8 @@ class Controller:
     def _pass(self) -> bool:
         """One pass: observe, plan, one commit, then the effects. Awaits nothing. False if it was not committed: then
         nothing of it has happened."""
-        now, world, state = self._clock.now(), self.world(), self.state
+        now, state = self._clock.now(), self.state
+        world = self.observed = self.world()
         messages = list(self._inbox)
         done = [(message, state.get(message.key)) for message in messages if isinstance(message, Done)]
         try:

@@ -25,7 +25,7 @@ from multiverse.api import (
     VmView,
 )
 from multiverse.controller.loop import Controller
-from multiverse.core.state import Rows
+from multiverse.core.rows import Rows
 from multiverse.core.transition import Command
 from multiverse.ports import Clock
 from multiverse.service import convert, identity

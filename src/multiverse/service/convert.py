@@ -39,7 +39,7 @@ from multiverse.core.policy import Policy, image_of
 from multiverse.core.provisioning.capacity import left_behind
 from multiverse.core.provisioning.pools import PoolStatus
 from multiverse.core.provisioning.sizes import short_of_memory
-from multiverse.core.state import Rows
+from multiverse.core.rows import Rows
 from multiverse.core.transition import Command
 from multiverse.service.findings import (
     BrokenTemplate,

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from multiverse.core.errors import Broken, Exhausted, MultiverseError, Refused
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import Attempt, Claim, Key, KnownHost, Offer, Row, RowKind, Size, Stage, Template, Vm
-from multiverse.core.state import Rows
+from multiverse.core.rows import Rows
 from multiverse.core.transition import TERMINAL, Change, Move, Tables
 from multiverse.ports import Clock
 from multiverse.store import schema
