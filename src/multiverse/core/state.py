@@ -172,6 +172,10 @@ class State(LiveRows):
         self._serial += 1
         return self._serial - 1
 
+    def skip_serials(self, until: int) -> None:
+        """Give no serial below `until` any more."""
+        self._serial = max(self._serial, until)
+
     def new_attempt_id(self) -> int:
         self._attempt += 1
         return self._attempt - 1

@@ -17,6 +17,7 @@ from multiverse.service.findings import (
     HostShortOfMemory,
     JobBackingOff,
     MissingImage,
+    OrphanVm,
     QuarantinedRecord,
     SourceFailure,
     StoreFailure,
@@ -44,6 +45,7 @@ def alerts(found: Findings) -> list[Alert]:
         *map(_back_off, found.backing_off),
         *map(_user, found.unknown_users),
         *map(_effect, found.failing_effects),
+        *map(_orphan_vm, found.orphan_vms),
         *map(_orphan, found.orphans),
         *found.permanent,
     ]
@@ -189,6 +191,27 @@ def _orphan(name: str) -> Alert:
         name,
         f"{name} has our site's name, but no record explains it",
         "nothing is to be done: it is removed once two observations have shown it",
+    )
+
+
+def _orphan_vm(one: OrphanVm) -> Alert:
+    if not one.job_id:
+        return Alert(
+            "stranger",
+            one.name,
+            f"VM {one.vm} is on host {one.host}, and no record explains it",
+            "nothing is to be done: it is removed once two observations have shown that no job is on it",
+            version=one.version,
+        )
+    return Alert(
+        "stranger",
+        one.name,
+        f"VM {one.vm} on host {one.host} runs job {one.job_id}, and no record explains it: the database was restored "
+        "from a copy, or lost",
+        f"let the job end, and the VM is removed then; or end it now: multiverse repair {one.name}",
+        f"ends VM {one.vm} and with it job {one.job_id}, which Slurm queues again if it may be requeued",
+        version=one.version,
+        jobs=(one.job_id,),
     )
 
 

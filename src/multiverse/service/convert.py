@@ -50,6 +50,7 @@ from multiverse.service.findings import (
     HostShortOfMemory,
     JobBackingOff,
     MissingImage,
+    OrphanVm,
     QuarantinedRecord,
     UnknownUser,
 )
@@ -267,6 +268,11 @@ def findings(rows: Rows, world: World, policy: Policy, now: float) -> Findings:
         short_of_memory=tuple(_hosts_short_of_memory(world, policy)),
         missing_images=tuple(_missing_images(rows, world, policy, now)),
         quarantined=tuple(_quarantined_records(rows)),
+        orphan_vms=tuple(
+            OrphanVm(_name_of(vm.key), vm.name, vm.host, vm.job_id, vm.version)
+            for _, vm in sorted(rows.vms.items())
+            if vm.state is VmState.ORPHAN and not vm.quarantined
+        ),
         broken_templates=tuple(_broken_templates(rows, policy, now)),
         backing_off=tuple(_jobs_backing_off(rows, now)),
     )
@@ -415,7 +421,8 @@ def repair_command(alert: Alert) -> Command:
     if alert.kind == "host":
         return Command("fence", host=alert.name)
     kind, _, number = alert.name.partition("-")
-    return Command("retry", key=Key(kind, int(number)))  # type: ignore[arg-type]  # made by _name_of
+    verb = "end" if alert.kind == "stranger" else "retry"
+    return Command(verb, key=Key(kind, int(number)))  # type: ignore[arg-type]  # made by _name_of
 
 
 def template_command(verb: str, image: str, host: str, size: tuple[int, int] | None, account: str | None) -> Command:

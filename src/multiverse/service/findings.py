@@ -107,6 +107,17 @@ class FailingEffect:
 
 
 @dataclass(frozen=True, slots=True)
+class OrphanVm:
+    """A VM that no record explained when it was found, with the job that is on it (empty: none was seen)."""
+
+    name: str
+    vm: str
+    host: str
+    job_id: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class UnknownUser:
     """Looking up a user has failed for `seconds`; `jobs` wait for that."""
 
@@ -133,4 +144,5 @@ class Findings:
     unknown_users: Sequence[UnknownUser] = ()
     failing_effects: Sequence[FailingEffect] = ()
     orphans: Sequence[str] = ()
+    orphan_vms: Sequence[OrphanVm] = ()
     permanent: Sequence[Alert] = ()

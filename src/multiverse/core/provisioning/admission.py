@@ -35,6 +35,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 
 from multiverse.core.model import (
+    LEAVING_STATES,
     UPCOMING_STATES,
     WAITING_STATES,
     Attempt,
@@ -109,6 +110,8 @@ class Admission:
         self.queue = context.state.queue
         self.room = room_of(context)
         self.limits = self._limits_left()
+        found = self.state.vms_in(VmState.ORPHAN, *LEAVING_STATES)
+        self.orphaned = {vm.job_id: vm for vm in found if vm.job_id}
         self.promised: set[int] = set()  # spares that jobs wait for until they are withdrawn from other jobs
         self.blocked = ""  # why the first job that waits for capacity waits
         self.blockage = Blockage.NONE
@@ -232,6 +235,8 @@ class Admission:
     def _earlier_run(self, attempt: Attempt) -> str:
         """Case 4: why an earlier run of the same job may still go on, if it may. The scheduler queues a job again as
         soon as its node is silent, and no job may run twice."""
+        if vm := self.orphaned.get(attempt.job.job_id):
+            return f"its earlier run may go on in {vm.name}, which no record explained"
         for other in self.state.attempts_of_job(attempt.job.job_id):
             if other.job.restarts >= attempt.job.restarts:
                 continue
