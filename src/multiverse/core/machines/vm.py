@@ -63,7 +63,7 @@ VM: tuple[Transition, ...] = (
 )
 
 OFFER_TERM = 15.0
-"""Seconds for which a job may still take an idle orphan as it is submitted: an offer that an earlier controller made."""
+"""Seconds for which a job may still take an idle orphan as it is submitted, by an offer of an earlier controller."""
 
 # --- step ------------------------------------------------------------------------------------------
 
