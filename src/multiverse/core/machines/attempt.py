@@ -284,6 +284,11 @@ def _has_explained_node(state: State, job: Job) -> bool:
     return not job.nodes or any(state.vms[id_].state is not VmState.ORPHAN for id_ in ids)
 
 
+def _is_anothers(state: State, attempt: Attempt, job: Job) -> bool:
+    """Whether the job runs on VMs that no record explains because it is tied to another attempt."""
+    return job.pinned not in (None, attempt.feature) and not _has_explained_node(state, job)
+
+
 def _leave_to_the_scheduler(state: State, attempt: Attempt, job: Job) -> None:
     """The job runs on VMs that no record explains, as after the restore of an older database: nothing is to be made for
     it, and it must not be stopped."""
@@ -294,8 +299,9 @@ def _leave_to_the_scheduler(state: State, attempt: Attempt, job: Job) -> None:
 def _step_making(state: State, attempt: Attempt, seen: Sighting, policy: Policy) -> None:
     vms = state.serving_vms_of(attempt)
     started = seen.status in (JobStatus.RUNNING, JobStatus.COMPLETING)
-    whole = len(vms) == attempt.request.nodes and {vm.name for vm in vms}.issuperset(seen.shown.nodes)
-    if started and not _has_explained_node(state, seen.shown):
+    own, nodes = {vm.name for vm in vms}, set(seen.shown.nodes)
+    whole = len(own) == attempt.request.nodes and bool(nodes) and own >= nodes
+    if started and _is_anothers(state, attempt, seen.shown):
         _leave_to_the_scheduler(state, attempt, seen.shown)
     elif started and whole:
         _advance_vms(state, attempt, policy)  # the row is older than the job's start: see how far its VMs are
@@ -353,10 +359,10 @@ def _step_pinned(state: State, attempt: Attempt, seen: Sighting, world: World, p
     if seen.status in (JobStatus.RUNNING, JobStatus.COMPLETING):
         own = {vm.name for vm in state.vms_of(attempt)}  # the VMs that were lost in this very moment too
         if not own.issuperset(job.nodes) and seen.status is JobStatus.RUNNING:
-            if _has_explained_node(state, job):
-                _quarantine(state, attempt, f"its job runs on {', '.join(job.nodes)}, not on its own VMs")
-            else:
+            if _is_anothers(state, attempt, job):
                 _leave_to_the_scheduler(state, attempt, job)
+            else:
+                _quarantine(state, attempt, f"its job runs on {', '.join(job.nodes)}, not on its own VMs")
         elif not waits:  # the end of the job waits too
             joined = [vm for vm in vms if vm.state is VmState.JOINED]
             serving = [Change(replace(vm, state=VmState.SERVING), Event.RUNS) for vm in joined]

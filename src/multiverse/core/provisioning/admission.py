@@ -77,7 +77,6 @@ from multiverse.core.transition import Change, Event
 TOO_LITTLE = "of which others there leave too little"
 """Part of the reason of a job that waits for memory which others on the machine hold."""
 
-
 _ADMITTED = tuple(s for s in AttemptState if s not in (*WAITING_STATES, AttemptState.ALLOCATED))
 """The states of attempts whose jobs may be counted by no limit of the scheduler's yet."""
 
@@ -110,8 +109,7 @@ class Admission:
         self.queue = context.state.queue
         self.room = room_of(context)
         self.limits = self._limits_left()
-        found = self.state.vms_in(VmState.ORPHAN, *LEAVING_STATES)
-        self.orphaned = {vm.job_id: vm for vm in found if vm.job_id}
+        self.orphaned = {vm.job_id: vm for vm in self.state.vms_in(VmState.ORPHAN, *LEAVING_STATES) if vm.job_id}
         self.promised: set[int] = set()  # spares that jobs wait for until they are withdrawn from other jobs
         self.blocked = ""  # why the first job that waits for capacity waits
         self.blockage = Blockage.NONE
@@ -235,8 +233,6 @@ class Admission:
     def _earlier_run(self, attempt: Attempt) -> str:
         """Case 4: why an earlier run of the same job may still go on, if it may. The scheduler queues a job again as
         soon as its node is silent, and no job may run twice."""
-        if vm := self.orphaned.get(attempt.job.job_id):
-            return f"its earlier run may go on in {vm.name}, which no record explained"
         for other in self.state.attempts_of_job(attempt.job.job_id):
             if other.job.restarts >= attempt.job.restarts:
                 continue
@@ -245,7 +241,8 @@ class Admission:
                     where = f"host {vm.host} is out of reach, neither back nor fenced"
                     return f"its earlier run may go on in {vm.name}: {where}"
                 return f"waiting until {vm.name} of its earlier run is gone"
-        return ""
+        orphan = self.orphaned.get(attempt.job.job_id)
+        return f"its earlier run may go on in {orphan.name}, which no record explained" if orphan else ""
 
     def _limit_reached(self, job: Job) -> str:
         """Case 5."""
@@ -253,14 +250,12 @@ class Admission:
         return f"held back by {limit}" if limit else ""
 
     def _refuse_or_ask(self, attempt: Attempt) -> None:
-        """Case 7: the job's user is not known to exist. An answer that is older than the attempt does not count: the
-        user may have been added since."""
-        user = (self.context.world.users or {}).get(attempt.uid)
-        if user is not None and user.began > attempt.since:
+        """Case 7: the job's user is not known to exist. The user may have been added since an older answer."""
+        if (user := (self.context.world.users or {}).get(attempt.uid)) and user.began > attempt.since:
             self._revoke(attempt, f"{user.reason}: its job cannot run")
-            return
-        self.state.unknown_users.add(attempt.uid)
-        self._tell(attempt, f"waiting until the name service says who uid {attempt.uid} is")
+        else:
+            self.state.unknown_users.add(attempt.uid)
+            self._tell(attempt, f"waiting until the name service says who uid {attempt.uid} is")
 
     def _joined_spare(self, attempt: Attempt) -> Vm | None:
         """Case 8: a node that is there already, if one fits that is promised to no other job."""
