@@ -21,6 +21,32 @@ def keeps_its_promises(scenario: Scenario) -> Outcome:
     return outcome
 
 
+# --- databases --------------------------------------------------------------------------------------
+
+JOBS = tuple(Arrival(1.0 + 3 * n, Batch(uid=1000 + n % 2, nodes=1 + n % 2, seconds=12.0)) for n in range(6))
+
+
+def replaced(kind: IncidentKind, at: float, seconds: float, pair: Pair, **more: object) -> Outcome:
+    scenario = Scenario(7, JOBS, incidents=(Incident(at, kind, seconds),))
+    return keeps_its_promises(with_pair(replace(scenario, **more), pair))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pair", Pair)
+@pytest.mark.parametrize("at", [0.5, 4.0, 5.5, 6.2, 7.3, 9.0, 12.5, 20.0, 33.0])
+def test_a_lost_database_costs_no_job(pair: Pair, at: float) -> None:
+    """Running jobs go on in VMs of which no row tells, and their room is not given to others."""
+    outcome = replaced(IncidentKind.DATABASE_LOST, at, 0.0, pair)
+    assert set(outcome.results.values()) == {"COMPLETED"}
+
+
+@pytest.mark.parametrize("pair", Pair)
+@pytest.mark.parametrize("at", [0.5, 4.1, 5.5, 6.2, 9.0, 60.0])
+@pytest.mark.parametrize("seconds", [1.0, 4.0, 12.0, 60.0])
+def test_a_restored_database_costs_no_job(pair: Pair, at: float, seconds: float) -> None:
+    outcome = replaced(IncidentKind.DATABASE_RESTORED, at, seconds, pair)
+    assert set(outcome.results.values()) == {"COMPLETED"}
+
+
 # --- users ------------------------------------------------------------------------------------------
 
 SILENCE = 2000.0  # seconds; longer than all attempts of a job that fails again and again
