@@ -124,6 +124,8 @@ class Controller:
         self.policy = policy_of(settings)
         self.state = State(store.rows(), TABLES, clock.now())
         """The live rows as committed, between passes."""
+        # The database may be a copy that is older than the end of these VMs: their names are not given again.
+        self.state.unmade.update(vm.id for vm in self.state.vms_in(VmState.PLANNED))
         self.observed = World()
         """What the latest pass was planned upon."""
         self._forecast = ForecastRecorder(self.policy)

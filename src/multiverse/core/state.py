@@ -90,6 +90,7 @@ class State(LiveRows):
         # on, and rows that time alone may move.
         self.dirty_attempts: set[int] = set()
         self.dirty_vms: set[int] = set()
+        self.unmade: set[int] = set()  # VMs that an earlier run of the daemon planned, and that were not seen yet
         self.unserved: set[str] = set()  # ids of jobs that may need an attempt
         self.compared = Compared()
         self._domains: defaultdict[Key, set[str]] = defaultdict(set)  # in which an owner holds claims

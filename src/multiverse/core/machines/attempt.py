@@ -285,8 +285,10 @@ def _has_explained_node(state: State, job: Job) -> bool:
 
 
 def _is_anothers(state: State, attempt: Attempt, job: Job) -> bool:
-    """Whether the job runs on VMs that no record explains because it is tied to another attempt."""
-    return job.pinned not in (None, attempt.feature) and not _has_explained_node(state, job)
+    """Whether the job runs on VMs that no record explains: orphans, or nodes of another attempt's tag. An attempt of an
+    older database may have had other VMs with its own tag."""
+    orphaned = any(name in state.vm_named for name in job.nodes)
+    return (orphaned or job.pinned not in (None, attempt.feature)) and not _has_explained_node(state, job)
 
 
 def _leave_to_the_scheduler(state: State, attempt: Attempt, job: Job) -> None:

@@ -152,6 +152,10 @@ def _step_in_sight(state: State, vm: Vm, latest: Seen[HypervisorView], world: Wo
 
 def _step_planned(state: State, vm: Vm, seen: VmSeen | None, began: float, world: World, policy: Policy) -> None:
     ended = world.ended_at(vm.key, vm.since)
+    if seen is None and vm.id in state.unmade:
+        _fail(state, vm, "the daemon was restarted before it was made")
+        return
+    state.unmade.discard(vm.id)
     if seen is not None and seen.condition not in (VmCondition.MAKING, VmCondition.DEAD):
         # Where the hypervisor assigns addresses, they are known from here on.
         known = replace(vm, state=V.PARKED, address=vm.address or seen.address, mac=vm.mac or seen.mac)
