@@ -102,6 +102,9 @@ def with_faults(seed: int, database: str = ":memory:", pair: Pair | None = None)
     incidents += every(slow.choice((0.0, 0.0, 0.0, 30.0)), IncidentKind.SOURCE_SLOW, slow, until)
     names = Random(f"{seed}/names")
     incidents += every(names.choice((0.0, 0.0, 0.0, 20.0)), IncidentKind.NAME_SERVICE_SILENT, names, until)
+    store = Random(f"{seed}/database")
+    if database == ":memory:" and (replaced := store.choice((*(None,) * 10, *DATABASES))):
+        incidents += every(until, replaced, store, until)[:1]
     guests = GuestBehaviour(
         boot=(0.4, rng.choice((1.2, 1.2, 100.0))), mute=rng.choice((0.0, 0.0, 0.1)), small=rng.choice((0.0, 0.0, 0.1))
     )
@@ -117,6 +120,8 @@ def with_faults(seed: int, database: str = ":memory:", pair: Pair | None = None)
         database=database,
     )
 
+
+DATABASES = (IncidentKind.DATABASE_RESTORED, IncidentKind.DATABASE_LOST)
 
 MEANS: dict[IncidentKind, tuple[float, ...]] = {
     IncidentKind.VM_DIES: (0.0, 5.0, 30.0),
