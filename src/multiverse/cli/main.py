@@ -18,6 +18,8 @@ from multiverse.cli import (
     image,
     jobs,
     lab,
+    long_queue,
+    passes,
     repair,
     simulate,
     status,
@@ -50,6 +52,9 @@ app.command("daemon")(daemon.daemon)
 app.add_typer(lab.app, name="lab")
 bench.app.command("burst")(burst.burst)
 bench.app.command("density")(density.density)
+bench.app.command("planner")(passes.planner)
+bench.app.command("queue")(long_queue.queue)
+bench.app.command("neighbours")(long_queue.neighbours_)
 app.add_typer(bench.app, name="bench")
 app.add_typer(simulate.app, name="simulate")
 app.command("demo")(demo.demo)

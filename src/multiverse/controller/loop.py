@@ -150,14 +150,14 @@ class Controller:
             for source in hypervisor.sources
         }
         """One observer for each source of the hypervisor, by the source's name."""
-        self._users = UserDirectory(lambda uid: scheduler.user(uid), clock, self._wake.set)
+        self.users = UserDirectory(lambda uid: scheduler.user(uid), clock, self._wake.set)
         surroundings = Surroundings(
             gateway=settings.network.gateway,
             hosts=settings.network.hosts,
             mounts=settings.mounts,
             grace=settings.pacing.reclaim_grace,
             state=self.state,
-            users=self._users,
+            users=self.users,
         )
         self._effects = Effects(scheduler, hypervisor, clock, surroundings, self._effect_ended)
 
@@ -185,7 +185,7 @@ class Controller:
             refused=self._effects.refused(),
             forecast=self._forecast.forecast(self._clock.now()),
             entropy=self._entropy(),
-            users=self._users.seen(),
+            users=self.users.seen(),
         )
 
     def pools(self) -> list[PoolStatus]:
@@ -198,7 +198,7 @@ class Controller:
 
     def unknown_users(self) -> list[LookupFailure]:
         """The users of jobs whom the name service does not tell."""
-        return self._users.failures()
+        return self.users.failures()
 
     def command(self, command: Command) -> asyncio.Future[None]:
         """Take what an operator asks for; the rows show what comes of it. Done when it is committed: until then it is
@@ -217,7 +217,7 @@ class Controller:
         try:
             while True:
                 self._wake.clear()
-                if self._pass():
+                if self.run_pass():
                     await self._sleep(tasks)
                 else:
                     await asyncio.sleep(UNCOMMITTED)
@@ -225,15 +225,19 @@ class Controller:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self._users.close()
-            await self._effects.close()
+            await self.close()
+
+    async def close(self) -> None:
+        """Stop the effects that run. What they have begun is found again by the next controller's observations."""
+        await self.users.close()
+        await self._effects.close()
 
     def _observers(self) -> list[Observer[SchedulerView] | Observer[HypervisorView]]:
         return [self.scheduler, *self.sources.values()]
 
     async def _sleep(self, observers: list[asyncio.Task[None]]) -> None:
         now = self._clock.now()
-        due = min(self._effects.next_due(), self._forecast.next_due(now), self._users.next_due())
+        due = min(self._effects.next_due(), self._forecast.next_due(now), self.users.next_due())
         left = min(self._settings.poll, due - now)
         if left > 0:
             try:
@@ -245,7 +249,7 @@ class Controller:
             if task.done():
                 task.result()  # an observer ends only by a bug: raise it here
 
-    def _pass(self) -> bool:
+    def run_pass(self) -> bool:
         """One pass: observe, plan, one commit, then the effects. Awaits nothing. False if it was not committed: then
         nothing of it has happened."""
         now, state = self._clock.now(), self.state
@@ -279,7 +283,7 @@ class Controller:
         if state.learned or not self._largest:
             self._largest = largest_nodes(state.hosts, self.policy)
         self._effects.limit_submissions(self._largest)
-        self._users.look_up(state.unknown_users)
+        self.users.look_up(state.queue.unknown_users)
         self._effects.ensure(self._confirmed_orphans(world))
         return True
 

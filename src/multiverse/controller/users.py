@@ -86,6 +86,12 @@ class UserDirectory:
             if entry.task is None and entry.again_at <= now:
                 entry.task = asyncio.create_task(self._ask(uid, entry), name=f"look up user {uid}")
 
+    def remember(self, user: User) -> None:
+        """Take an answer as of now, for a caller that has it already."""
+        now = self._clock.now()
+        entry = self._entries.setdefault(user.uid, _Inquiry())
+        entry.user, entry.answered, entry.seen = user, now, UserSeen(True, now, now)
+
     async def user(self, uid: int) -> User:
         """The user, for a guest. `Refused` if there surely is no such user, `Unknown` if that cannot be told and was
         not known before."""

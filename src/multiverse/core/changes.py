@@ -23,6 +23,10 @@ def mark_changes(state: State, world: World, policy: Policy) -> None:
     if world.scheduler is not None and world.scheduler is not compared.scheduler:
         _mark_jobs(state, world.scheduler.value.jobs)
         compared.scheduler = world.scheduler
+    users = {uid: (user.exists, user.since) for uid, user in world.users.items()} if world.users is not None else None
+    if users != compared.users:
+        state.queue.consider_users_again()
+        compared.users = users
     for name, observation in world.sources.items():
         _mark_source(state, compared, name, observation, policy)
     _know_hosts(state, compared, world)
@@ -37,10 +41,11 @@ def _mark_jobs(state: State, jobs: Mapping[str, Job]) -> None:
 def changed(before: Mapping[str, T], after: Mapping[str, T]) -> list[str]:
     """The keys under which the two differ: those that came and changed in the order of `after`, then those that
     went."""
+    old, new = list(before.values()), list(after.values())
+    if len(old) == len(new) and list(before) == list(after):  # the usual case, compared without a look-up for each
+        return [] if old == new else [key for key, a, b in zip(after, old, new, strict=True) if a is not b and a != b]
     get = before.get
-    differing = [key for key, value in after.items() if (old := get(key)) is not value and old != value]
-    if len(before) == len(after) and not any(key not in before for key in differing):
-        return differing
+    differing = [key for key, value in after.items() if (known := get(key)) is not value and known != value]
     return differing + [key for key in before if key not in after]
 
 
@@ -65,14 +70,16 @@ def _mark_source(state: State, compared: Compared, name: str, observation: Obser
 def _changed_vms(before: Mapping[str, VmSeen], after: Mapping[str, VmSeen]) -> list[str]:
     """The names of VMs that came, went, or changed in what moves a row. What a VM uses changes all the time."""
 
-    def differs(old: VmSeen | None, new: VmSeen) -> bool:
-        return old is None or (
-            (old.condition, old.host, old.token, old.introduced) != (new.condition, new.host, new.token, new.introduced)
-        )
+    def differs(name: str) -> bool:
+        old, new = before.get(name), after.get(name)
+        return old is None or new is None or _moves(old) != _moves(new)
 
-    get = before.get
-    differing = [name for name, seen in after.items() if (old := get(name)) is not seen and differs(old, seen)]
-    return differing + [name for name in before if name not in after]
+    return [name for name in changed(before, after) if differs(name)]
+
+
+def _moves(seen: VmSeen) -> tuple[object, ...]:
+    """What of an observation moves the VM's row, or those that depend on it."""
+    return seen.condition, seen.host, seen.token, seen.introduced
 
 
 def _know_hosts(state: State, compared: Compared, world: World) -> None:

@@ -52,6 +52,7 @@ class Compared:
     silent: set[str] = field(default_factory=set)  # sources that have been unknown for long
     vms: dict[str, Mapping[str, VmSeen]] = field(default_factory=dict)  # by source, as shown last
     hosts: dict[str, Host] = field(default_factory=dict)  # in sight
+    users: dict[int, tuple[bool, float]] | None = None  # whether they exist, and since when that is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,6 @@ class State(LiveRows):
         self.learned: dict[str, KnownHost] = {}  # hosts of which something new is known
         self.paced: dict[tuple[str, str, CloneKind], float] = {}  # see `Forecast`, with the clones of this pass
         self.waiting = Counter[tuple[str, str, CloneKind]]()  # clones that wait for their pace in this round
-        self.unknown_users: set[int] = set()  # of jobs that wait until the name service says who they are
         self.wanted: Counter[str] | None = None  # VMs that jobs want now, by image; computed when first asked for
         self.reasons: dict[int, str] = {}  # why attempts wait: the first of the queue, in its order
         self.lacking: set[tuple[Request, CloneKind]] = set()  # what others on the machines leave too little memory for

@@ -443,7 +443,7 @@ def _step_ending(state: State, attempt: Attempt, seen: Sighting, world: World, p
     elif attempt.state is A.RETURNING:
         state.move(Change(replace(attempt, state=A.RECLAIMING), Event.RETURNED, "its job is off its nodes"))
     attempt = state.attempts[attempt.id]
-    _release_vms(state, attempt, vms, names & seen.view.occupied())
+    _release_vms(state, attempt, vms, names & seen.view.occupied)
     if not vms:
         _finish(state, attempt, seen, policy)
 

@@ -220,7 +220,7 @@ def _step_leaving(state: State, vm: Vm, world: World) -> None:
         offer = state.offers.get(vm.id)
         over = [Change(replace(offer, state=OfferState.ENDED), Event.ABSENT)] if offer else []
         state.move(Change(replace(vm, state=V.GONE), Event.ABSENT), *over, free=[vm.key])
-    elif vm.state is V.ENDING and vm.name not in world.scheduler.value.occupied():
+    elif vm.state is V.ENDING and vm.name not in world.scheduler.value.occupied:
         state.move(Change(replace(vm, state=V.REMOVING), Event.NODE_FREE, "no job is on its node"))
 
 
@@ -262,7 +262,7 @@ def _job_on(view: SchedulerView, name: str) -> str:
 def may_have_a_job(view: SchedulerView, name: str) -> bool:
     """Whether a job is on a node, or is tied to one of its tags and may start there at any moment."""
     node = view.nodes.get(name)
-    if (node is not None and node.state is NodeState.BUSY) or name in view.occupied():
+    if (node is not None and node.state is NodeState.BUSY) or name in view.occupied:
         return True
     tags = node.features if node is not None else ()
     return any(job.pinned in tags for job in view.jobs.values() if job.pinned and job.state is JobState.PENDING)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from types import MappingProxyType
 from typing import Literal
 
@@ -113,7 +114,7 @@ class NodeSpec:
     spare: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SchedulerView:
     """One observation of the scheduler: `jobs` by job id, `nodes` by name.
 
@@ -131,11 +132,12 @@ class SchedulerView:
         """Whether the node is known and DOWN."""
         return node in self.nodes and self.nodes[node].state is NodeState.DOWN
 
-    def occupied(self) -> set[str]:
+    @cached_property
+    def occupied(self) -> Set[str]:
         """The nodes that a job runs on or has not left yet. slurmctld 22.05 lets such a node be deleted once it is
         DOWN, and crashes when it comes to the job's last step (a null pointer in step_mgr.c)."""
         free = (JobState.PENDING, JobState.ENDED)
-        return {node for job in self.jobs.values() if job.state not in free for node in job.nodes}
+        return {node for job in self.jobs.values() if job.nodes and job.state not in free for node in job.nodes}
 
 
 class AttemptState(StrEnum):

@@ -123,7 +123,6 @@ class Admission:
     def run(self) -> Blockage:
         """Consider the queue, up to the attempt that blocks it."""
         self.state.waiting.clear()  # each round of a pass decides anew
-        self.state.unknown_users.clear()
         self.state.wanted = None
         for attempt_id in self.queue.take_unchecked():
             with quarantine_on_error(self.state, Key("attempt", attempt_id)):
@@ -254,8 +253,7 @@ class Admission:
         if (user := (self.context.world.users or {}).get(attempt.uid)) and user.began > attempt.since:
             self._revoke(attempt, f"{user.reason}: its job cannot run")
         else:
-            self.state.unknown_users.add(attempt.uid)
-            self._tell(attempt, f"waiting until the name service says who uid {attempt.uid} is")
+            self.queue.await_user(attempt.id, f"waiting until the name service says who uid {attempt.uid} is")
 
     def _joined_spare(self, attempt: Attempt) -> Vm | None:
         """Case 8: a node that is there already, if one fits that is promised to no other job."""

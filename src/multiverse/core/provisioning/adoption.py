@@ -54,7 +54,7 @@ def _serves_another(context: Context, vm: Vm) -> bool:
         return False
     if vm.state is VmState.PARKED:
         return seen.condition in (VmCondition.STARTING, VmCondition.RUNNING)
-    return state.offer_of(vm) is None and vm.name in world.scheduler.value.occupied()
+    return state.offer_of(vm) is None and vm.name in world.scheduler.value.occupied
 
 
 def _make_orphan(context: Context, vm: Vm) -> None:
