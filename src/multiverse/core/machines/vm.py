@@ -153,7 +153,8 @@ def _step_in_sight(state: State, vm: Vm, latest: Seen[HypervisorView], world: Wo
 def _step_planned(state: State, vm: Vm, seen: VmSeen | None, began: float, world: World, policy: Policy) -> None:
     ended = world.ended_at(vm.key, vm.since)
     if seen is None and vm.id in state.unmade:
-        _fail(state, vm, "the daemon was restarted before it was made")
+        why = "the daemon was restarted before it was made"  # no failure of its image
+        state.move(Change(replace(vm, state=V.ENDING, reason=why), Event.RELEASED, why))
         return
     state.unmade.discard(vm.id)
     if seen is not None and seen.condition not in (VmCondition.MAKING, VmCondition.DEAD):
