@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from multiverse.core import planner
+from multiverse.core.machines import attempt, tables, vm
 from multiverse.simulation.faults import Incident, IncidentKind
 from multiverse.simulation.generate import with_pair
 from multiverse.simulation.jobs import Batch
@@ -13,6 +15,7 @@ from multiverse.simulation.outcome import Outcome
 from multiverse.simulation.run import simulate
 from multiverse.simulation.scenario import Arrival, Scenario
 from multiverse.simulation.world import Pair
+from multiverse.store import Store
 
 
 def keeps_its_promises(scenario: Scenario) -> Outcome:
@@ -45,6 +48,49 @@ def test_a_lost_database_costs_no_job(pair: Pair, at: float) -> None:
 def test_a_restored_database_costs_no_job(pair: Pair, at: float, seconds: float) -> None:
     outcome = replaced(IncidentKind.DATABASE_RESTORED, at, seconds, pair)
     assert set(outcome.results.values()) == {"COMPLETED"}
+
+
+def test_names_do_not_recur_after_their_vms_are_gone() -> None:
+    arrivals = (Arrival(1.0, Batch()), Arrival(60.0, Batch()))
+    incidents = (Incident(0.5, IncidentKind.DATABASE_RESTORED, 50.0),)
+    outcome = keeps_its_promises(Scenario(7, arrivals, incidents=incidents))
+    assert set(outcome.results.values()) == {"COMPLETED"}
+
+
+def broken_scenario(kind: IncidentKind, at: float, seconds: float, length: float = 12.0) -> Scenario:
+    jobs = tuple(replace(one, batch=replace(one.batch, seconds=length)) for one in JOBS)
+    return Scenario(7, (*jobs, Arrival(90.0, Batch())), incidents=(Incident(at, kind, seconds),))
+
+
+LOST, RESTORED = IncidentKind.DATABASE_LOST, IncidentKind.DATABASE_RESTORED
+
+
+@pytest.mark.parametrize(
+    ("what", "instead", "scenario", "noticed"),
+    [
+        ((planner, "adopt_unexplained"), lambda _: None, broken_scenario(LOST, 9.0, 0.0), "was made to carry"),
+        ((attempt, "_has_explained_node"), lambda *_: True, broken_scenario(RESTORED, 4.1, 4.0), "were all well"),
+        ((vm, "may_have_a_job"), lambda *_: False, broken_scenario(LOST, 12.5, 0.0, 60.0), "while job"),
+        ((tables.State, "unmade"), frozenset(), broken_scenario(RESTORED, 6.2, 60.0), "was used again"),
+        ((Store, "_skip_numbers"), lambda _: None, broken_scenario(RESTORED, 0.5, 80.0), "was used again"),
+    ],
+)
+def test_the_world_notices_a_controller_that_concludes_too_much(
+    what: tuple[object, str], instead: object, scenario: Scenario, noticed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeps_its_promises(scenario)
+    if what[1] == "unmade":  # every State has one of its own
+        instead = property(lambda _: NeverUnmade(), lambda *_: None)
+        monkeypatch.setattr(*what, instead, raising=False)
+    else:
+        monkeypatch.setattr(*what, instead)
+    violations = simulate(scenario).violations
+    assert any(noticed in one for one in violations), violations
+
+
+class NeverUnmade(set[int]):
+    def update(self, *_: object) -> None:
+        """Nothing is ever in it."""
 
 
 # --- users ------------------------------------------------------------------------------------------
