@@ -199,6 +199,24 @@ def test_a_revoking_attempt_keeps_its_vms_until_its_job_is_cancelled(shown: JobS
     ]
 
 
+@pytest.mark.parametrize(
+    ("outcome", "changed", "expected"),
+    [
+        ("revoked", JobState.PENDING, [A.RETURNING]),
+        ("revoked", JobState.RUNNING, []),
+        ("failed", JobState.PENDING, []),
+    ],
+)
+def test_only_a_pending_job_that_was_impossible_is_given_another_attempt_when_it_asks_for_something_else(
+    outcome: str, changed: JobState, expected: list[A]
+) -> None:
+    row = attempt(A.REVOKING, outcome=outcome, reason="no luck")
+    found = taken(
+        row, vm(V.JOINED, attempt=1), shown=Shown(jobs=(job(row, changed, request=OTHER, pinned=row.feature),))
+    )
+    assert [target for key, _, _, target in found if key == row.key] == expected
+
+
 # --- VMs --------------------------------------------------------------------------------------------
 
 ALL_VMS = (V.PLANNED, V.PARKED, V.STARTING, V.JOINED, V.SERVING, V.RETIRING, V.DEAD)

@@ -6,13 +6,15 @@ import asyncio
 import ipaddress
 import secrets
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import structlog
 
 from multiverse.config import Settings
+from multiverse.controller.comments import CommentPlan, CommentWriter
 from multiverse.controller.effects import Effects, Failure, Surroundings
 from multiverse.controller.forecast import ForecastRecorder
+from multiverse.controller.missing_hints import MissingHints
 from multiverse.controller.observers import Observer
 from multiverse.controller.users import LookupFailure, UserDirectory
 from multiverse.core.errors import MultiverseError
@@ -21,6 +23,8 @@ from multiverse.core.model import (
     AttemptState,
     CloneKind,
     HypervisorView,
+    Job,
+    JobLimits,
     KnownHost,
     Observation,
     SchedulerView,
@@ -31,9 +35,9 @@ from multiverse.core.model import (
 )
 from multiverse.core.planner import orphans, plan
 from multiverse.core.policy import Policy, Pool
-from multiverse.core.provisioning.capacity import largest_nodes
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.pools import PoolStatus, pool_status
+from multiverse.core.provisioning.submission import job_limits
 from multiverse.core.state import State
 from multiverse.core.transition import Command, Done, EffectKind, Message
 from multiverse.ports import Clock, Hypervisor, Scheduler
@@ -129,6 +133,7 @@ class Controller:
         self.observed = World()
         """What the latest pass was planned upon."""
         self._forecast = ForecastRecorder(self.policy)
+        self.missing_hints = MissingHints(clock)
         self._wake = asyncio.Event()
         self._inbox: deque[Message] = deque()
         self._asked: list[asyncio.Future[None]] = []  # one for each command in the inbox
@@ -136,7 +141,7 @@ class Controller:
         self._orphans: dict[tuple[str, str], float] = {}  # name and source, with the observation that showed it first
         # A host that the settings name and that has not answered yet may hold what those that have answered cannot.
         self._declared = [KnownHost(host, source.name) for source in hypervisor.sources for host in source.hosts]
-        self._largest: Mapping[str, Sequence[Size]] = {}  # the largest nodes that could ever run, by image
+        self._limits: JobLimits | None = None  # what no job must exceed
         self.began = clock.now()
         self.uncommitted: tuple[float, str] | None = None
         """Since when passes are not kept, and why."""
@@ -160,6 +165,9 @@ class Controller:
             users=self.users,
         )
         self._effects = Effects(scheduler, hypervisor, clock, surroundings, self._effect_ended)
+        self._comments = CommentWriter(
+            scheduler, clock, CommentPlan(self.policy, self.state.attempts_in(AttemptState.QUEUED)), self._observed_jobs
+        )
 
     # --- from outside --------------------------------------------------------------------------------
 
@@ -188,6 +196,9 @@ class Controller:
             users=self.users.seen(),
         )
 
+    def _observed_jobs(self) -> Mapping[str, Job]:
+        return self.scheduler.latest.value.jobs if self.scheduler.latest else {}
+
     def pools(self) -> list[PoolStatus]:
         """The warm pools, as of the last pass."""
         return pool_status(Context(self.state, self.world(), self.policy))
@@ -213,7 +224,7 @@ class Controller:
 
     async def run(self) -> None:
         """Observe, plan and act until cancelled."""
-        tasks = [asyncio.create_task(one.run()) for one in self._observers()]
+        tasks = [asyncio.create_task(one.run()) for one in (*self._observers(), self._comments)]
         try:
             while True:
                 self._wake.clear()
@@ -279,10 +290,12 @@ class Controller:
             self.uncommitted = (self.uncommitted[0] if self.uncommitted else self._clock.now(), str(error))
             return False
         self._forecast.note(moves, now)
+        self._comments.passed(moves, state.reasons)
+        self.missing_hints.note(moves)
         self._committed(len(messages))
-        if state.learned or not self._largest:
-            self._largest = largest_nodes(state.hosts, self.policy)
-        self._effects.limit_submissions(self._largest)
+        if state.learned or self._limits is None:
+            self._limits = job_limits(state.hosts, self.policy)
+        self._effects.limit_submissions(self._limits)
         self.users.look_up(state.queue.unknown_users)
         self._effects.ensure(self._confirmed_orphans(world))
         return True

@@ -431,6 +431,7 @@ class _Simulation:
             results={f"{job.number}: {job.job_id}": job.result for job in self.world.cluster.history},
             journal=[f"{e.mono:10.3f} {journal_line(e)}" for e in entries],
             events=events,
+            told=tuple(text for job in self.world.cluster.history for text in job.told),
             transitions=Counter(transition_name(e.kind, e.source, e.event, e.target) for e in changes),
             violations=violations,
         )

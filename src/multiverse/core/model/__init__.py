@@ -23,6 +23,7 @@ from multiverse.core.model.job import (
     SchedulerView,
 )
 from multiverse.core.model.keys import Key, RowKind
+from multiverse.core.model.limits import MOST_NODES, OTHER_IMAGES, EqualHosts, JobLimit, JobLimits
 from multiverse.core.model.names import (
     LAST_DECIMAL,
     LAST_SERIAL,
@@ -58,6 +59,8 @@ __all__ = [
     "LAST_DECIMAL",
     "LAST_SERIAL",
     "LEAVING_STATES",
+    "MOST_NODES",
+    "OTHER_IMAGES",
     "PINNED_STATES",
     "SERIAL",
     "UPCOMING_STATES",
@@ -69,6 +72,7 @@ __all__ = [
     "CloneKind",
     "Daemon",
     "Depth",
+    "EqualHosts",
     "Forecast",
     "GuestFile",
     "Host",
@@ -76,6 +80,8 @@ __all__ = [
     "HypervisorView",
     "Identity",
     "Job",
+    "JobLimit",
+    "JobLimits",
     "JobRef",
     "JobState",
     "Key",

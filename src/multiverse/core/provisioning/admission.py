@@ -69,6 +69,7 @@ from multiverse.core.provisioning.clones import (
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.eviction import release_spares, retire_a_template
 from multiverse.core.provisioning.pacing import Parent, wait_for
+from multiverse.core.provisioning.reasons import PASSED_OVER, FirstReasons
 from multiverse.core.provisioning.sizes import template_claim, vm_claims
 from multiverse.core.provisioning.spares import give_back, joined_for, parked_for, withdraw
 from multiverse.core.state import State, quarantine_on_error
@@ -79,9 +80,6 @@ TOO_LITTLE = "of which others there leave too little"
 
 _ADMITTED = tuple(s for s in AttemptState if s not in (*WAITING_STATES, AttemptState.ALLOCATED))
 """The states of attempts whose jobs may be counted by no limit of the scheduler's yet."""
-
-TOLD = 10
-"""So many waiting attempts, the first of the queue, are told why each of them waits."""
 
 
 def admit(context: Context) -> Blockage:
@@ -113,7 +111,7 @@ class Admission:
         self.promised: set[int] = set()  # spares that jobs wait for until they are withdrawn from other jobs
         self.blocked = ""  # why the first job that waits for capacity waits
         self.blockage = Blockage.NONE
-        self.told: list[tuple[int, int, str]] = []  # rank, attempt, and why it waits
+        self.reasons = FirstReasons(self.queue)
         self.alike: dict[int, Waiting] = {}  # what all attempts of a shape wait for
         self._paced: Parent | None = None  # whose pace the last attempt waits for
         self._empty: Room | None = None
@@ -127,27 +125,23 @@ class Admission:
         for attempt_id in self.queue.take_unchecked():
             with quarantine_on_error(self.state, Key("attempt", attempt_id)):
                 self.check(self.state.attempts[attempt_id])
+        behind = 0
         for rank, attempt_id in self.queue.candidates.entries():
-            if self.blocked and len(self.told) >= TOLD:
+            if self.blocked and (self.reasons.full or behind >= PASSED_OVER):
                 break
+            behind += bool(self.blocked)
             if waiting := self.alike.get(self.queue.shape_of(attempt_id)):
                 self._wait_alike(rank, attempt_id, waiting)
                 continue
             with quarantine_on_error(self.state, Key("attempt", attempt_id)):
                 self.consider(self.state.attempts[attempt_id])
-        self._tell_the_first()
+        self.state.reasons = self.reasons.of(self.state.attempts)
         return self.blockage
 
     def _wait_alike(self, rank: int, attempt_id: int, waiting: Waiting) -> None:
-        if len(self.told) < TOLD:
-            self.told.append((rank, attempt_id, self.blocked or waiting.reason))
+        self.reasons.add(rank, attempt_id, self.blocked or waiting.reason)
         if waiting.paced:
             self.state.waiting[waiting.paced] += self.state.attempts[attempt_id].request.nodes
-
-    def _tell_the_first(self) -> None:
-        unfit = [(rank, id_, self.queue.why_unfit[id_]) for rank, id_ in self.queue.unfit.first(TOLD)]
-        first = sorted(self.told + unfit)[:TOLD]
-        self.state.reasons = {id_: why for _, id_, why in first if id_ in self.state.attempts}
 
     def _limits_left(self) -> Counter[str]:
         """How much more each limit lets run beside what is admitted: the scheduler counts only what it has started."""
@@ -438,8 +432,7 @@ class Admission:
         self._tell(attempt, why)
 
     def _tell(self, attempt: Attempt, why: str) -> None:
-        if len(self.told) < TOLD:
-            self.told.append((self.queue.job_of(attempt.id).rank, attempt.id, why))
+        self.reasons.add(self.queue.job_of(attempt.id).rank, attempt.id, why)
 
 
 def references(state: State, which: TemplateKey) -> int:
