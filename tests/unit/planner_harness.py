@@ -6,7 +6,7 @@ import ipaddress
 from dataclasses import replace
 from pathlib import Path
 
-from multiverse.core.machines.tables import TABLES
+from multiverse.core.machines.tables import TABLES, effects_of, permitted_effects
 from multiverse.core.model import (
     Attempt,
     Host,
@@ -33,12 +33,22 @@ from multiverse.core.model import (
 )
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy
-from multiverse.core.state import Rows, State
-from multiverse.core.transition import Done, Message, Move
+from multiverse.core.rows import Rows
+from multiverse.core.state import State
+from multiverse.core.transition import Done, Event, Message, Move
+from multiverse.simulation.promises import moves_at_rest
 from multiverse.store import Store
 from tests.unit.rows import IMAGES, SOURCE
 
 POLICY = Policy(subnet=ipaddress.IPv4Network("10.9.0.0/16"), gateway="10.9.0.1")
+
+SELF_EXPLAINING = frozenset(
+    {
+        Event.SUBMITTED, Event.NOTED, Event.AT_GATE, Event.LEFT_GATE, Event.MADE, Event.ALL_JOINED, Event.RUNS,
+        Event.PLANNED, Event.EXISTS, Event.START, Event.REGISTERED, Event.FOUND, Event.ABSENT, Event.BUILT,
+    }
+)  # fmt: skip
+"""Events with which the journal need not give a reason."""
 
 
 class ManualClock:
@@ -152,9 +162,31 @@ class PlannerHarness:
                 tx.keep_host(host)
             for move in moves:
                 tx.apply(move)
+        unexplained = [c for move in moves for c in move.changes if not c.reason and c.event not in SELF_EXPLAINING]
+        assert not unexplained, "the journal says why"
         assert self.state.rows() == self.store.rows(), "memory and database agree"
-        assert self.state.indexes() == State(self.store.rows(), TABLES).indexes(), "the indexes are kept"
+        self.compare_with_a_state_made_anew()
         return moves
+
+    def compare_with_a_state_made_anew(self) -> None:
+        """The indexes are kept, rows that are not looked at again would not move, and the queue is the same."""
+        anew = State(self.store.rows(), TABLES)
+        assert self.state.indexes() == anew.indexes(), "the indexes are kept"
+        assert _held(self.state) == _held(anew), "and what claims hold"
+        assert moves_at_rest(self.state, self.world, self.clock.time, self.policy) == []
+        assert list(permitted_effects(self.state)) == list(effects_of(self.state.rows()))
+        if self.world.scheduler is not None:
+            anew.queue.jobs = self.world.scheduler.value.jobs
+            for attempt in anew.attempts.values():
+                anew.queue.put(attempt)
+            queue = self.state.queue
+            assert sorted([*queue.candidates.entries(), *queue.unfit.entries()]) == anew.queue.candidates.entries()
+            assert (queue.wanted, queue.shapes()) == (anew.queue.wanted, anew.queue.shapes())
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Why jobs wait, as far as they are told."""
+        return {self.state.attempts[id_].job.job_id: why for id_, why in self.state.reasons.items()}
 
     # --- the way of a job ---------------------------------------------------------------------------
 
@@ -216,3 +248,7 @@ class PlannerHarness:
 
 def failed(row: Attempt | Vm, kind: object, error: object) -> Done:
     return Done(row.key, kind, str(row.state), error)  # type: ignore[arg-type]
+
+
+def _held(state: State) -> dict[str, Size]:
+    return {domain: size for domain, size in state.used.items() if size != Size(0, 0, 0)}

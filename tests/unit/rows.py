@@ -31,7 +31,8 @@ from multiverse.core.model import (
     VmState,
     World,
 )
-from multiverse.core.state import Rows, State
+from multiverse.core.rows import Rows
+from multiverse.core.state import State
 from multiverse.core.transition import Change, Move
 
 SOURCE = "hosts"
@@ -125,3 +126,11 @@ def as_ready(some: Iterable[Row]) -> dict[TemplateKey, TemplateSeen]:
 
 def changes_of(moves: Iterable[Move]) -> list[Change]:
     return [change for move in moves for change in move.changes]
+
+
+class Decided(list[Change]):
+    """The changes of one pass, and the reasons of the attempts that wait."""
+
+    def __init__(self, changes: Iterable[Change], here: State) -> None:
+        super().__init__(changes)
+        self.reasons = dict(here.reasons)

@@ -9,7 +9,6 @@ import pytest
 
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
-    Attempt,
     AttemptState,
     Claim,
     CloneKind,
@@ -40,10 +39,11 @@ from multiverse.core.provisioning.admission import references
 from multiverse.core.provisioning.capacity import room_of
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.sizes import template_claim, vm_claim, vm_size
-from multiverse.core.state import Rows, State
+from multiverse.core.rows import Rows
+from multiverse.core.state import State
 from multiverse.core.transition import Change, Event
 from tests.unit.planner_harness import POLICY
-from tests.unit.rows import IMAGES, SOURCE, as_ready, attempt, changes_of, rows, template, vm, world_of
+from tests.unit.rows import IMAGES, SOURCE, Decided, as_ready, attempt, changes_of, rows, template, vm, world_of
 
 A, V, T = AttemptState, VmState, TemplateState
 SMALL = Size(1, 100)
@@ -64,7 +64,7 @@ def full(name: str = "h1") -> Claim:
     return Claim(Key("vm", 90 + int(name[1:])), name, Size(4, 0))
 
 
-def planned(here: Rows, *hosts: Host, now: float = NOW, policy: Policy = POLICY) -> list[Change]:
+def planned(here: Rows, *hosts: Host, now: float = NOW, policy: Policy = POLICY) -> Decided:
     """The changes of one pass when the jobs of all attempts wait at the gate, in the order of their numbers, and the
     templates that are ready in the rows are observed to be ready."""
     jobs = {
@@ -76,17 +76,20 @@ def planned(here: Rows, *hosts: Host, now: float = NOW, policy: Policy = POLICY)
     return decisions(here, world_of(SchedulerView(jobs), view, now), now=now, policy=policy)
 
 
-def decisions(here: Rows, world: World, *, now: float = NOW, policy: Policy = POLICY) -> list[Change]:
-    """The changes of one pass on these rows."""
-    return changes_of(plan(State(here, TABLES, now), world, [], now, policy))
+def decisions(here: Rows, world: World, *, now: float = NOW, policy: Policy = POLICY, lacking: bool = False) -> Decided:
+    """The changes of one pass on these rows. `lacking`: the first attempt was found to lack memory before."""
+    state = State(here, TABLES, now)
+    if lacking:
+        state.lacking.add((here.attempts[1].request, CloneKind.INSTANT))
+    return Decided(changes_of(plan(state, world, [], now, policy)), state)
 
 
 def of(changes: list[Change], kind: str) -> list[Change]:
     return [change for change in changes if change.row.key.kind == kind]
 
 
-def notes(changes: list[Change]) -> dict[int, str]:
-    return {c.row.id: c.row.note for c in changes if isinstance(c.row, Attempt) and c.event is Event.NOTED}
+def notes(changes: Decided) -> dict[int, str]:
+    return changes.reasons
 
 
 # --- templates --------------------------------------------------------------------------------------
@@ -259,8 +262,8 @@ def test_a_job_too_large_for_the_hosts_with_its_image_waits_if_it_would_fit_on_o
     (note,) = notes(planned(here, small, host("h2", memory=65536))).values()
     assert "fits on no host; the largest that fits is 4 CPUs" in note and note.endswith("; without image mine: h2")
     for other in (host("h2", memory=2048), replace(host("h2", memory=65536), images=small.images)):
-        (change, *_) = of(planned(here, small, other), "attempt")
-        assert (change.event is Event.IMPOSSIBLE) == (other.capacity.memory < 3000)
+        revoked = [change.event for change in of(planned(here, small, other), "attempt")]
+        assert (revoked == [Event.IMPOSSIBLE]) == (other.capacity.memory < 3000)
     away = replace(here, hosts={name: KnownHost(name, SOURCE) for name in ("h1", "h2", "h3")})
     (note,) = notes(planned(away, small, host("h2", memory=65536))).values()
     assert "fits on no host" in note and note.endswith("; without image mine: h2; out of reach now: h3")
@@ -348,13 +351,32 @@ def test_a_template_is_retired_for_the_first_job_if_only_templates_are_in_its_wa
 # --- which jobs wait --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("waited", "noted"), [(POLICY.patience - 0.5, False), (POLICY.patience, True)])
-def test_a_reason_is_noted_once_the_job_has_waited_long_enough(waited: float, noted: bool) -> None:
-    here = rows(attempt(A.QUEUED, since=NOW - waited), template(T.READY), claims=[full()])
-    why = "waiting for capacity: the hosts are full"
-    assert notes(planned(here, host())) == ({1: why} if noted else {})
-    again = rows(attempt(A.QUEUED, note=why), template(T.READY), claims=[full()])
-    assert notes(planned(again, host())) == {}, "and not twice"
+def told_of(*job_ids: str, array: str = "5") -> list[int]:
+    """The attempts that have a reason when these jobs wait for a full host. Jobs `5_N` are tasks of one array."""
+    waiting = [attempt(A.QUEUED, id=n, job=job_id) for n, job_id in enumerate(job_ids, start=1)]
+    jobs = {a.job.job_id: Job(a.job, "hello", 1000, JobState.PENDING, a.request, rank=a.id,
+                              array=array if a.job.job_id.startswith("5_") else "") for a in waiting}  # fmt: skip
+    here = rows(*waiting, template(T.READY), claims=[full()])
+    view = HypervisorView({"h1": host()}, {}, as_ready([template(T.READY)]))
+    return list(decisions(here, world_of(SchedulerView(jobs), view, NOW)).reasons)
+
+
+def test_ten_jobs_have_a_reason_and_an_array_is_one_of_them() -> None:
+    tasks, singles = [f"5_{n}" for n in range(5)], [str(n) for n in range(10, 40)]
+    assert told_of(*singles) == list(range(1, 11))
+    assert told_of(*tasks, *singles) == [1, *range(6, 15)]
+    assert told_of("10", *tasks) == [1, 2]
+
+
+def test_behind_a_long_array_fewer_jobs_have_a_reason_and_the_pass_stays_short() -> None:
+    tasks = [f"5_{n}" for n in range(5000)]
+    assert told_of(*tasks, "10", "11") == [1]
+
+
+def test_a_reason_changes_no_row() -> None:
+    here = rows(attempt(A.QUEUED), template(T.READY), claims=[full()])
+    decided = planned(here, host())
+    assert decided == [] and notes(decided) == {1: "waiting for capacity: the hosts are full"}
 
 
 @pytest.mark.parametrize(
@@ -479,7 +501,7 @@ OVERCOMMITTED = replace(POLICY, overcommit=4.0, floor=1000)
 
 
 def admission_beside(available: int, *vms: tuple[Vm, float], policy: Policy = OVERCOMMITTED) -> str:
-    """The reason of the change of a small job's attempt, on a host that declares exactly what these VMs claim. Each VM
+    """What becomes of a small job, or why it waits, on a host that declares exactly what these VMs claim. Each VM
     comes with the memory that it was observed to use."""
     claims = [Claim(one.key, "h1", vm_claim(one.size, host())) for one, _ in vms]
     ready = template(T.READY)
@@ -491,8 +513,8 @@ def admission_beside(available: int, *vms: tuple[Vm, float], policy: Policy = OV
     frozen = TemplateSeen("t", "h1", ready.image, TemplateCondition.READY, ready.size, held=256.0)
     view = HypervisorView({"h1": h1}, seen, {ready.which: frozen})
     world = world_of(SchedulerView({job.ref.job_id: job}), view, NOW - 1)
-    (change,) = [c for c in decisions(here, world, policy=policy) if c.row.key == Key("attempt", 1)]
-    return change.reason
+    decided = decisions(here, world, policy=policy)
+    return next((c.reason for c in decided if c.row.key == Key("attempt", 1)), decided.reasons.get(1, ""))
 
 
 CLAIM = vm_claim(vm_size(SMALL, OVERCOMMITTED.base, host(), OVERCOMMITTED), host()).memory
@@ -532,14 +554,14 @@ def test_a_job_that_waits_for_memory_of_other_processes_blocks_no_other() -> Non
                 claims=[Claim(ready.key, "h1", template_claim(ready.size, host())),
                         Claim(busy.key, "h1", vm_claim(busy.size, host()))])  # fmt: skip
 
-    def decided(available: int, held: float) -> tuple[list[int], dict[int, str]]:
+    def decided(available: int, held: float, *, lacking: bool = False) -> tuple[list[int], dict[int, str]]:
         """The attempts that are admitted, and the notes of the others."""
         jobs = {a.job.job_id: Job(a.job, "hello", 1000, JobState.PENDING, a.request, rank=a.id)
                 for a in here.attempts.values()}  # fmt: skip
         seen = {busy.name: VmSeen(busy.name, "h1", VmCondition.RUNNING, private=held)}
         h1 = replace(host(cpus=64, memory=8192), available=available)
         view = HypervisorView({"h1": h1}, seen, as_ready([ready]))
-        changes = decisions(here, world_of(SchedulerView(jobs), view, NOW), policy=OVERCOMMITTED)
+        changes = decisions(here, world_of(SchedulerView(jobs), view, NOW), policy=OVERCOMMITTED, lacking=lacking)
         return [c.row.attempt for c in of(changes, "vm") if isinstance(c.row, Vm) and c.row.attempt], notes(changes)
 
     # Its own claim, and that of the template beside it.
@@ -551,11 +573,11 @@ def test_a_job_that_waits_for_memory_of_other_processes_blocks_no_other() -> Non
     assert decided(1000 + need - 2001, 2000.0) == ([2], beyond)
     assert decided(1000 + need + 1000, 2000.0)[0] == [1, 2]
 
-    here = replace(here, attempts={**here.attempts, 1: replace(here.attempts[1], note=beyond[1])})
-    assert decided(1000 + need - 2000 + OVERCOMMITTED.floor // 8 - 1, 2000.0) == ([2], {}), (
+    eighth = OVERCOMMITTED.floor // 8
+    assert decided(1000 + need - 2000 + eighth - 1, 2000.0, lacking=True) == ([2], beyond), (
         "it has had this reason before: the last MiB do not count"
     )
-    assert decided(1000 + need - 2000 + OVERCOMMITTED.floor // 8, 2000.0) == ([], both)
+    assert decided(1000 + need - 2000 + eighth, 2000.0, lacking=True) == ([], both)
 
 
 def test_the_memory_of_a_deleted_template_is_free_when_the_last_vm_that_maps_it_is_gone() -> None:

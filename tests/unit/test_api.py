@@ -57,7 +57,7 @@ from multiverse.core.model import (
 )
 from multiverse.core.policy import Policy, Pool
 from multiverse.core.provisioning.pools import PoolStatus
-from multiverse.core.state import Rows
+from multiverse.core.rows import Rows
 from multiverse.core.transition import Command, Effect, EffectKind
 from multiverse.service.api import make_api
 from multiverse.service.backend import Backend
@@ -156,8 +156,9 @@ class ControllerAtRest:
             name="scheduler", latest=None, observations=7, since=400.0, failure="no answer"
         )
         source = SimpleNamespace(name=SOURCE, latest=Seen(SEEN, 998.0), observations=70, since=100.0, failure="")
-        self.sources, self.state = {SOURCE: source}, SimpleNamespace(rows=live_rows)
+        self.sources, self.state = {SOURCE: source}, SimpleNamespace(rows=live_rows, reasons={})
         self.commands: list[Command] = []
+        self.missing_hints = SimpleNamespace(since=None)
 
     def pools(self) -> list[PoolStatus]:
         return [PoolStatus(POOLS[0], 3, 1, 2, 1), PoolStatus(POOLS[1], 2, 2, 0, 0)]

@@ -20,6 +20,7 @@ from multiverse.bench import density as densities
 from multiverse.bench.arrivals import Arrivals
 from multiverse.bench.density import busy, overcommit
 from multiverse.bench.latency import KINDS, LatencySamples, add_timeline, beside_bare_metal, plugging, result
+from multiverse.bench.long_queue import mean_cycles
 from multiverse.bench.stats import excess, percentile, ratio, summary
 from multiverse.cli.bench import kinds_of
 from multiverse.cli.main import app
@@ -254,3 +255,25 @@ def test_density_ends_when_something_is_exhausted(
     assert found.most == most and found.gave_out.startswith(said) and bool(found.gave_out) == bool(said)
     if found.steps:
         assert (found.steps[0].private, found.steps[0].used) == (90.0, 100)
+
+
+# --- queue -----------------------------------------------------------------------------------------
+
+SDIAG = """\
+Main schedule statistics (microseconds):
+	Last cycle:   105
+	Max cycle:    2314
+	Total cycles: 12
+	Mean cycle:   611
+	Mean depth cycle:  3
+
+Backfilling stats
+	Total backfilled jobs (since last slurm start): 0
+	Last cycle: 120
+	Mean cycle: 8345
+"""
+
+
+def test_the_mean_cycles_of_both_schedulers_are_read_from_sdiag() -> None:
+    assert mean_cycles(SDIAG) == {"main": 611.0, "backfill": 8345.0}
+    assert mean_cycles("Main schedule statistics:\n\tLast cycle: 3\n") == {}, "no cycle since the counters were reset"

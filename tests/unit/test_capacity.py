@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from multiverse.core.changes import mark_changes
 from multiverse.core.model import (
     AttemptState,
     CloneKind,
@@ -195,6 +196,7 @@ def is_refused(host: Host, policy: Policy, request: Request) -> bool:
     here = state(asks, now=1000.0)
     job = Job(asks.job, "hello", 1000, JobState.PENDING, request)
     world = world_of(SchedulerView({job.ref.job_id: job}), HypervisorView({"h1": host}), 1000.0)
+    mark_changes(here, world, policy)
     admit(Context(here, world, policy))
     return Event.IMPOSSIBLE in [change.event for change in changes_of(here.moves)]
 

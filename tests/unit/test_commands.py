@@ -20,7 +20,8 @@ from multiverse.core.model import (
     World,
 )
 from multiverse.core.planner import plan
-from multiverse.core.state import Rows, State
+from multiverse.core.rows import Rows
+from multiverse.core.state import State
 from multiverse.core.transition import Change, Command, Event
 from tests.unit.planner_harness import POLICY
 from tests.unit.rows import IMAGES, attempt, changes_of, rows, template, vm, world_of

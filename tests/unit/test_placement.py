@@ -107,7 +107,7 @@ def test_placement_takes_all_or_nothing_and_never_more_than_there_is(
     machines: list[tuple[int, int]], node: Size, count: int
 ) -> None:
     hosts = {f"h{i}": host(c, m, f"h{i}") for i, (c, m) in enumerate(machines)}
-    room = Room(hosts, ())
+    room = Room(hosts)
     before = {name: list(free) for name, free in room.free.items()}
     chosen = room.place(count, vm_claims(node, template_sizes(node, hosts), hosts, POLICY))
     if chosen is None:
@@ -181,7 +181,7 @@ def test_free_memory_is_what_may_be_claimed_or_what_the_machine_has_left(
     available: int, coming: int, claimed: int
 ) -> None:
     one = replace(host(4, 4096), available=available)
-    room = Room({"h1": one}, [Claim(Key("vm", 1), "h1", Size(0, claimed))])
+    room = Room({"h1": one}, {"h1": Size(0, claimed)})
     room.overcommit(one, coming, OVERCOMMITTED)
     by_claims, by_machine = 3 * 4096 - claimed, available - 1000 - coming
     assert room.free["h1"][1] == min(by_claims, by_machine)
@@ -192,7 +192,7 @@ def test_free_memory_is_what_may_be_claimed_or_what_the_machine_has_left(
 
 def test_nothing_is_over_committed_by_default_or_where_the_machine_is_not_known() -> None:
     for one, policy in ((replace(host(4, 4096), available=10), POLICY), (host(4, 4096), OVERCOMMITTED)):
-        room = Room({"h1": one}, ())
+        room = Room({"h1": one})
         room.overcommit(one, 5000, policy)
         assert room.free["h1"][1] == 4096 and not room.tight
         assert not short_of_memory(one, policy)

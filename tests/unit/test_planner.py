@@ -143,7 +143,7 @@ def test_the_first_job_that_waits_for_capacity_blocks_those_behind_it() -> None:
         harness.run()
     found = {a.job.job_id: a for a in harness.rows.attempts.values()}
     assert found["8"].state is found["9"].state is A.QUEUED
-    assert "hosts are full" in found["8"].note and effect(found["8"]) is EffectKind.EXPLAIN
+    assert "hosts are full" in harness.reasons["8"] and harness.reasons["9"] == harness.reasons["8"]
 
 
 @pytest.mark.parametrize("stage", ["to_claimed", "to_spawning", "to_spawned"])
@@ -486,7 +486,7 @@ def test_a_broken_template_is_tried_again_later_and_says_why() -> None:
     (template,) = harness.rows.templates.values()
     assert template.state is TemplateState.BROKEN
     harness.run()
-    assert "it does not boot" in harness.attempt().note
+    assert "it does not boot" in harness.reasons["7"]
     harness.pass_time(POLICY.backoff(1))
     harness.run()
     (template,) = harness.rows.templates.values()
@@ -613,7 +613,7 @@ def test_a_job_does_not_start_again_while_its_earlier_run_may_go_on() -> None:
     for _ in range(4):
         harness.run()
     second = harness.attempt(2)
-    assert second.state is A.QUEUED and "neither back nor fenced" in second.note
+    assert second.state is A.QUEUED and "neither back nor fenced" in harness.reasons["7"]
     harness.hosts["h1"] = host
     harness.run()
     assert harness.all_vms(1)[0].state is VmState.ENDING
@@ -1179,6 +1179,7 @@ def test_a_quarantined_vm_goes_when_its_job_has_ended(monkeypatch: pytest.Monkey
     harness = PlannerHarness()
     harness.to_allocated()
     monkeypatch.setattr(planner, "step_vm", lambda *_: {}["x"])
+    harness.seen("mvtest0-1", VmCondition.STARTING)
     harness.run()
     (vm,) = harness.all_vms()
     assert vm.quarantined

@@ -214,10 +214,10 @@ class RepeatingHarness(PlannerHarness):
     """A harness that plans each pass twice, with a rollback between."""
 
     def commit(self, *messages: Message) -> list[Move]:
-        before, indexes, addresses = self.state.rows(), self.state.indexes(), dict(self.state.addresses())
+        before, indexes, addresses = self.state.rows(), self.state.indexes(), dict(self.state.addresses)
         first = list(plan(self.state, self.world, list(messages), self.clock.time, self.policy))
         self.state.rollback()
-        assert (self.state.rows(), self.state.indexes(), dict(self.state.addresses())) == (before, indexes, addresses)
+        assert (self.state.rows(), self.state.indexes(), dict(self.state.addresses)) == (before, indexes, addresses)
         again = super().commit(*messages)
         assert again == first, "the same rows and observations give the same moves"
         return again

@@ -350,8 +350,7 @@ def test_a_job_that_waits_for_the_pace_of_its_template_blocks_no_other() -> None
     s.run()
     claimed = {a.job.job_id for a in s.rows.attempts.values() if a.state is A.CLAIMED}
     assert claimed == {"1", "3"}
-    waits = next(a for a in s.rows.attempts.values() if a.job.job_id == "2")
-    assert "0.25 a second" in waits.note
+    assert "0.25 a second" in s.reasons["2"]
 
 
 # --- kinds -----------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def test_a_job_that_finds_the_hosts_full_blocks_smaller_jobs_behind_it() -> None
     harness.pass_time(POLICY.patience)
     harness.run()
     assert admitted(harness) == {"1"}
-    notes = {a.job.job_id: a.note for a in harness.store.attempts()}
+    notes = harness.reasons
     assert notes["2"] == notes["3"] == "waiting for capacity: the hosts are full"
 
 
@@ -76,11 +76,11 @@ def test_an_admitted_job_has_no_note() -> None:
     harness.run()
     harness.pass_time(POLICY.patience)
     harness.run()
-    assert harness.attempt().note, "its template is being built"
+    assert harness.reasons["7"], "its template is being built"
     harness.template()
     harness.ended(next(iter(harness.rows.templates.values())).key)
     harness.run()
-    assert harness.attempt().state is A.CLAIMED and harness.attempt().note == ""
+    assert harness.attempt().state is A.CLAIMED and not harness.reasons
 
 
 def test_when_addresses_have_run_out_jobs_wait_and_are_told_so() -> None:
@@ -94,5 +94,5 @@ def test_when_addresses_have_run_out_jobs_wait_and_are_told_so() -> None:
     harness.pass_time(POLICY.patience)
     harness.run()
     assert admitted(harness) == {"1"}
-    notes = {a.job.job_id: a.note for a in harness.store.attempts()}
+    notes = harness.reasons
     assert notes["2"] == notes["3"] == "waiting for a free address"

@@ -95,7 +95,7 @@ def half_more() -> Policy:
 
 def test_an_over_commitment_of_one_and_a_half_lets_half_as_much_more_be_claimed() -> None:
     roomy = replace(host(memory=1000), available=100_000)
-    room = Room({"h1": roomy}, ())
+    room = Room({"h1": roomy})
     room.overcommit(roomy, 0, half_more())
     assert room.free["h1"][1] == 1500 and not room.tight
 
@@ -105,7 +105,7 @@ def test_a_host_is_tight_exactly_if_its_machine_has_less_than_may_be_claimed(
     available: int, free: int, tight: bool
 ) -> None:
     machine = replace(host(memory=1000), available=available)
-    room = Room({"h1": machine}, ())
+    room = Room({"h1": machine})
     room.overcommit(machine, 0, half_more())
     assert (room.free["h1"][1], room.tight == {"h1"}) == (free, tight)
 
@@ -117,7 +117,7 @@ def test_with_over_commitment_a_vm_must_still_fit_into_the_machine() -> None:
 
 def test_a_host_lacks_memory_exactly_from_one_mib_too_much() -> None:
     machine = replace(host(memory=4000), available=1500)
-    room = Room({"h1": machine}, ())
+    room = Room({"h1": machine})
     room.overcommit(machine, 0, half_more())
     assert room.free["h1"][1] == 500
     assert room.lack_memory({"h1": Size(1, 501)}) == ["h1"]
@@ -129,7 +129,7 @@ def test_a_host_lacks_memory_exactly_from_one_mib_too_much() -> None:
 
 
 def test_room_that_was_taken_is_free_again_once_it_is_given_back() -> None:
-    room = Room({"h1": host()}, ())
+    room = Room({"h1": host()})
     room.take("h1", Size(1, 100, 1000))
     assert room.free["h1"] == [3, 8092, 64536]
     room.give("h1", Size(1, 100, 1000))
@@ -144,11 +144,11 @@ def test_room_that_was_taken_is_free_again_once_it_is_given_back() -> None:
     ],
 )
 def test_the_emptiest_host_has_the_most_cpus_left_and_then_the_most_memory(first: Host, second: Host) -> None:
-    assert Room({"h1": first, "h2": second}, ()).place(1, {"h1": Size(1, 1), "h2": Size(1, 1)}) == ["h2"]
+    assert Room({"h1": first, "h2": second}).place(1, {"h1": Size(1, 1), "h2": Size(1, 1)}) == ["h2"]
 
 
 def test_of_equal_hosts_the_first_by_name_is_chosen() -> None:
-    assert Room({"h2": host("h2"), "h1": host("h1")}, ()).place(1, {"h2": Size(1, 1), "h1": Size(1, 1)}) == ["h1"]
+    assert Room({"h2": host("h2"), "h1": host("h1")}).place(1, {"h2": Size(1, 1), "h1": Size(1, 1)}) == ["h1"]
 
 
 # --- names ------------------------------------------------------------------------------------------

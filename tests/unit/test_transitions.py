@@ -116,12 +116,6 @@ def test_a_waiting_attempt_follows_its_job(row: Attempt, shown: Job | None, even
     assert next(one for one in found if one[0] == row.key) == (row.key, row.state, event, target)
 
 
-def test_a_stray_attempt_whose_image_no_host_has_is_told_so() -> None:
-    row = attempt(A.STRAY, request=Request(1, Size(1, 100), image="unknown"))
-    found = taken(row, shown=Shown(jobs=(job(row, JobState.RUNNING, nodes=("mvtest0-9",)),)))
-    assert found == [(row.key, A.STRAY, Event.NOTED, A.STRAY)]
-
-
 PINNED: list[tuple[Job, Event, A]] = [
     (on_it(INTRODUCING, JobState.PENDING), Event.PIN_EXPIRED, A.RETURNING),
     (on_it(INTRODUCING, JobState.PENDING, held=True), Event.CHANGED, A.RETURNING),
@@ -202,6 +196,24 @@ def test_a_revoking_attempt_keeps_its_vms_until_its_job_is_cancelled(shown: JobS
         (row.key, A.REVOKING, Event.CANCELLED, A.RECLAIMING),
         (serving.key, V.JOINED, Event.RELEASED, V.RELEASING),
     ]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "changed", "expected"),
+    [
+        ("revoked", JobState.PENDING, [A.RETURNING]),
+        ("revoked", JobState.RUNNING, []),
+        ("failed", JobState.PENDING, []),
+    ],
+)
+def test_only_a_pending_job_that_was_impossible_is_given_another_attempt_when_it_asks_for_something_else(
+    outcome: str, changed: JobState, expected: list[A]
+) -> None:
+    row = attempt(A.REVOKING, outcome=outcome, reason="no luck")
+    found = taken(
+        row, vm(V.JOINED, attempt=1), shown=Shown(jobs=(job(row, changed, request=OTHER, pinned=row.feature),))
+    )
+    assert [target for key, _, _, target in found if key == row.key] == expected
 
 
 # --- VMs --------------------------------------------------------------------------------------------

@@ -145,12 +145,12 @@ def run(
         for number, kind in enumerate(order, 1):
             _until_pools_are_full(client)
             time.sleep(chance.random())
-            took = _run_job(lab, client, listener, kind, found[kind.name], bare_cost)
+            took = run_job(lab, client, listener, kind, found[kind.name], bare_cost)
             progress(kind.name, number, len(order), took)
     return found
 
 
-def _run_job(
+def run_job(
     lab: LabSession,
     client: Client,
     listener: StartListener,
@@ -158,6 +158,7 @@ def _run_job(
     samples: LatencySamples,
     bare_cost: BareCost,
 ) -> float:
+    """Run one job and add its samples. Returns the seconds from submission to its first instruction."""
     script = SCRIPT.format(host=listener.host, port=listener.port)
     began = time.monotonic()
     job = lab.submit(script, "--output=/dev/null", *kind.options)

@@ -18,6 +18,9 @@ from multiverse.cli import (
     image,
     jobs,
     lab,
+    long_queue,
+    passes,
+    prune,
     repair,
     simulate,
     status,
@@ -42,6 +45,7 @@ app.command("vms")(vms.vms)
 app.command("hosts")(hosts.hosts)
 app.command("status")(status.status)
 app.command("repair")(repair.repair)
+app.command("prune")(prune.prune)
 app.command("timeline")(timeline.timeline)
 app.add_typer(audit.app, name="audit")
 app.add_typer(template.app, name="template")
@@ -50,6 +54,9 @@ app.command("daemon")(daemon.daemon)
 app.add_typer(lab.app, name="lab")
 bench.app.command("burst")(burst.burst)
 bench.app.command("density")(density.density)
+bench.app.command("planner")(passes.planner)
+bench.app.command("queue")(long_queue.queue)
+bench.app.command("neighbours")(long_queue.neighbours_)
 app.add_typer(bench.app, name="bench")
 app.add_typer(simulate.app, name="simulate")
 app.command("demo")(demo.demo)

@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import structlog
 
 from multiverse.core.errors import Broken, Gone, MultiverseError, Refused, Stale, Unknown
-from multiverse.core.machines.tables import effects_of
+from multiverse.core.machines.tables import permitted_effects
 from multiverse.core.model import (
     Attempt,
     Depth,
     Identity,
+    JobLimits,
     Key,
     Mount,
     Row,
-    Size,
     Stage,
     Template,
     User,
@@ -45,9 +44,6 @@ AGAIN, AGAIN_LIMIT = 2.0, 60.0
 
 TIMEOUTS: dict[EffectKind, float] = {EffectKind.BUILD: 600.0, EffectKind.CREATE: 300.0, EffectKind.START: 300.0}
 OTHER_TIMEOUT = 60.0
-
-EXPLAINING = 2
-"""Jobs that are told why they wait, at the same time: hundreds may wait, and none of that is urgent."""
 
 Subject = Row | VmRef
 """What an effect acts on: a row, or an orphan."""
@@ -102,8 +98,7 @@ class Effects:
         self._lanes: dict[Key, _Lane] = {}
         self._ended_at: dict[Key, float] = {}
         self._refused: dict[Key, str] = {}
-        self._explaining = asyncio.Semaphore(EXPLAINING)
-        self._limits: Mapping[str, Sequence[Size]] | None = None  # as published last
+        self._limits: JobLimits | None = None  # as published last
         self._publishing: asyncio.Task[None] | None = None
         self._publication_failures = 0  # in a row
         self._publish_again_at = 0.0
@@ -134,14 +129,14 @@ class Effects:
     def _due(lane: _Lane) -> float:
         if lane.ended is None:
             return 0.0
-        if lane.effect.kind is EffectKind.EXPLAIN:
-            return float("inf")
         return lane.ended + _pause(lane.runs)
 
     def ensure(self, orphans: Sequence[VmRef] = ()) -> None:
         """Make the lanes follow the rows. `orphans` are VMs or nodes of our site that no row explains."""
         state = self._around.state
-        wanted: dict[Key, tuple[Effect, Subject]] = {effect.key: (effect, row) for row, effect in effects_of(state)}
+        wanted: dict[Key, tuple[Effect, Subject]] = {
+            effect.key: (effect, row) for row, effect in permitted_effects(state)
+        }
         for orphan in orphans:
             key = Key("vm", serial_of(orphan.name))
             if state.get(key) is None:
@@ -160,12 +155,12 @@ class Effects:
             del self._ended_at[key]
             self._refused.pop(key, None)
 
-    def limit_submissions(self, largest: Mapping[str, Sequence[Size]]) -> None:
-        """Let the scheduler refuse what exceeds these sizes, by image. Publishing is repeated until it succeeds, each
-        time after a longer pause."""
+    def limit_submissions(self, limits: JobLimits | None) -> None:
+        """Let the scheduler refuse what these limits do not allow, if they are known. Publishing is repeated until it
+        succeeds, each time after a longer pause."""
         submission = self._scheduler.submission
         busy = self._publishing is not None and not self._publishing.done()
-        if submission is None or not largest or largest == self._limits or busy:
+        if submission is None or limits is None or limits == self._limits or busy:
             return
         if self._clock.now() < self._publish_again_at:
             return
@@ -173,14 +168,14 @@ class Effects:
         async def publish() -> None:
             try:
                 async with asyncio.timeout(OTHER_TIMEOUT):
-                    await submission.publish(largest)
+                    await submission.publish(limits)
             except (MultiverseError, TimeoutError) as error:
                 self._publication_failures += 1
                 self._publish_again_at = self._clock.now() + _pause(self._publication_failures)
                 reason = str(error) or f"it did not end within {OTHER_TIMEOUT:g} s"
                 log.warning("largest job not published", reason=reason)
             else:
-                self._limits, self._publication_failures = largest, 0
+                self._limits, self._publication_failures = limits, 0
 
         self._publishing = asyncio.create_task(publish(), name="publish the largest job")
 
@@ -214,8 +209,7 @@ class Effects:
         stages: Sequence[Stage] = ()
         limit = TIMEOUTS.get(lane.effect.kind, OTHER_TIMEOUT)
         try:
-            turn = self._explaining if lane.effect.kind is EffectKind.EXPLAIN else nullcontext()
-            async with turn, asyncio.timeout(limit):
+            async with asyncio.timeout(limit):
                 stages = await self._act(lane.effect, subject) or ()
         except MultiverseError as caught:
             error = caught
@@ -259,8 +253,6 @@ class Effects:
         match effect.kind:
             case EffectKind.GATE:
                 await self._scheduler.unpin(job)
-            case EffectKind.EXPLAIN:
-                await self._scheduler.explain(job, effect.text)
             case EffectKind.PIN:
                 await self._add_user(attempt)
                 nodes = [vm.name for vm in self._around.state.serving_vms_of(attempt)]

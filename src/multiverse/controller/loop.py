@@ -6,13 +6,15 @@ import asyncio
 import ipaddress
 import secrets
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import structlog
 
 from multiverse.config import Settings
+from multiverse.controller.comments import CommentPlan, CommentWriter
 from multiverse.controller.effects import Effects, Failure, Surroundings
 from multiverse.controller.forecast import ForecastRecorder
+from multiverse.controller.missing_hints import MissingHints
 from multiverse.controller.observers import Observer
 from multiverse.core.errors import MultiverseError
 from multiverse.core.machines.tables import TABLES
@@ -20,6 +22,8 @@ from multiverse.core.model import (
     AttemptState,
     CloneKind,
     HypervisorView,
+    Job,
+    JobLimits,
     KnownHost,
     Observation,
     SchedulerView,
@@ -30,9 +34,9 @@ from multiverse.core.model import (
 )
 from multiverse.core.planner import orphans, plan
 from multiverse.core.policy import Policy, Pool
-from multiverse.core.provisioning.capacity import largest_nodes
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.pools import PoolStatus, pool_status
+from multiverse.core.provisioning.submission import job_limits
 from multiverse.core.state import State
 from multiverse.core.transition import Command, Done, EffectKind, Message
 from multiverse.ports import Clock, Hypervisor, Scheduler
@@ -123,7 +127,10 @@ class Controller:
         self.policy = policy_of(settings)
         self.state = State(store.rows(), TABLES, clock.now())
         """The live rows as committed, between passes."""
+        self.observed = World()
+        """What the latest pass was planned upon."""
         self._forecast = ForecastRecorder(self.policy)
+        self.missing_hints = MissingHints(clock)
         self._wake = asyncio.Event()
         self._inbox: deque[Message] = deque()
         self._asked: list[asyncio.Future[None]] = []  # one for each command in the inbox
@@ -131,7 +138,7 @@ class Controller:
         self._orphans: dict[tuple[str, str], float] = {}  # name and source, with the observation that showed it first
         # A host that the settings name and that has not answered yet may hold what those that have answered cannot.
         self._declared = [KnownHost(host, source.name) for source in hypervisor.sources for host in source.hosts]
-        self._largest: Mapping[str, Sequence[Size]] = {}  # the largest nodes that could ever run, by image
+        self._limits: JobLimits | None = None  # what no job must exceed
         self.began = clock.now()
         self.uncommitted: tuple[float, str] | None = None
         """Since when passes are not kept, and why."""
@@ -153,6 +160,9 @@ class Controller:
             state=self.state,
         )
         self._effects = Effects(scheduler, hypervisor, clock, surroundings, self._effect_ended)
+        self._comments = CommentWriter(
+            scheduler, clock, CommentPlan(self.policy, self.state.attempts_in(AttemptState.QUEUED)), self._observed_jobs
+        )
 
     # --- from outside --------------------------------------------------------------------------------
 
@@ -167,7 +177,7 @@ class Controller:
     def world(self) -> World:
         """What is observed now."""
         # A source that rows refer to and the settings do not name is unknown since the controller began.
-        unnamed = {vm.source for vm in self.state.vms.values()} - self.sources.keys()
+        unnamed = self.state.sources() - self.sources.keys()
         return World(
             scheduler=self.scheduler.latest,
             sources={
@@ -179,6 +189,9 @@ class Controller:
             forecast=self._forecast.forecast(self._clock.now()),
             entropy=self._entropy(),
         )
+
+    def _observed_jobs(self) -> Mapping[str, Job]:
+        return self.scheduler.latest.value.jobs if self.scheduler.latest else {}
 
     def pools(self) -> list[PoolStatus]:
         """The warm pools, as of the last pass."""
@@ -201,11 +214,11 @@ class Controller:
 
     async def run(self) -> None:
         """Observe, plan and act until cancelled."""
-        tasks = [asyncio.create_task(one.run()) for one in self._observers()]
+        tasks = [asyncio.create_task(one.run()) for one in (*self._observers(), self._comments)]
         try:
             while True:
                 self._wake.clear()
-                if self._pass():
+                if self.run_pass():
                     await self._sleep(tasks)
                 else:
                     await asyncio.sleep(UNCOMMITTED)
@@ -213,7 +226,11 @@ class Controller:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self._effects.close()
+            await self.close()
+
+    async def close(self) -> None:
+        """Stop the effects that run. What they have begun is found again by the next controller's observations."""
+        await self._effects.close()
 
     def _observers(self) -> list[Observer[SchedulerView] | Observer[HypervisorView]]:
         return [self.scheduler, *self.sources.values()]
@@ -231,10 +248,11 @@ class Controller:
             if task.done():
                 task.result()  # an observer ends only by a bug: raise it here
 
-    def _pass(self) -> bool:
+    def run_pass(self) -> bool:
         """One pass: observe, plan, one commit, then the effects. Awaits nothing. False if it was not committed: then
         nothing of it has happened."""
-        now, world, state = self._clock.now(), self.world(), self.state
+        now, state = self._clock.now(), self.state
+        world = self.observed = self.world()
         messages = list(self._inbox)
         done = [(message, state.get(message.key)) for message in messages if isinstance(message, Done)]
         try:
@@ -260,10 +278,12 @@ class Controller:
             self.uncommitted = (self.uncommitted[0] if self.uncommitted else self._clock.now(), str(error))
             return False
         self._forecast.note(moves, now)
+        self._comments.passed(moves, state.reasons)
+        self.missing_hints.note(moves)
         self._committed(len(messages))
-        if state.learned or not self._largest:
-            self._largest = largest_nodes(state.hosts, self.policy)
-        self._effects.limit_submissions(self._largest)
+        if state.learned or self._limits is None:
+            self._limits = job_limits(state.hosts, self.policy)
+        self._effects.limit_submissions(self._limits)
         self._effects.ensure(self._confirmed_orphans(world))
         return True
 

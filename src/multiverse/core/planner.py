@@ -9,14 +9,14 @@ and observation that cannot be quarantines that one record, with a reason, and s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
+from multiverse.core.changes import mark_changes
 from multiverse.core.commands import apply_command, apply_result
-from multiverse.core.machines.attempt import open_attempts, step_attempt
+from multiverse.core.machines.attempt import attempt_rests, open_attempts, step_attempt
 from multiverse.core.machines.offer import step_offer
 from multiverse.core.machines.template import step_template
-from multiverse.core.machines.vm import step_vm
-from multiverse.core.model import Key, KnownHost, NodeState, World
+from multiverse.core.machines.vm import step_vm, vm_rests
+from multiverse.core.model import Key, NodeState, World
 from multiverse.core.policy import Policy
 from multiverse.core.provisioning.admission import admit
 from multiverse.core.provisioning.clones import supply_missing
@@ -35,7 +35,7 @@ def plan(state: State, world: World, messages: Sequence[Message], now: float, po
     follows, so that one commit answers an observation however many rows it moves."""
     context = Context(state, world, policy)
     state.begin(now, world.forecast.paced, world.entropy)
-    know_hosts(state, world)
+    mark_changes(state, world, policy)
     for message in messages:
         if isinstance(message, Done):
             with quarantine_on_error(state, message.key):
@@ -56,7 +56,7 @@ def plan(state: State, world: World, messages: Sequence[Message], now: float, po
 
 
 def step_all(state: State, world: World, policy: Policy) -> None:
-    """Step every state machine once."""
+    """Step once every state machine that may move. Templates and offers are few."""
     open_attempts(state, world)
     for template_id in sorted(state.templates):
         with quarantine_on_error(state, Key("template", template_id)):
@@ -64,20 +64,18 @@ def step_all(state: State, world: World, policy: Policy) -> None:
     for offer_id in sorted(state.offers):
         with quarantine_on_error(state, Key("offer", offer_id)):
             step_offer(state, offer_id, world)
-    for vm_id in sorted(state.vms):
+    for vm_id in sorted(state.dirty_vms):
+        state.dirty_vms.discard(vm_id)  # what its own move, or another row's, marks is stepped in the next round
         with quarantine_on_error(state, Key("vm", vm_id)):
             step_vm(state, vm_id, world, policy)
-    for attempt_id in sorted(state.attempts):
+        if (vm := state.vms.get(vm_id)) and not vm_rests(state, vm, world):
+            state.dirty_vms.add(vm_id)
+    for attempt_id in sorted(state.dirty_attempts):
+        state.dirty_attempts.discard(attempt_id)
         with quarantine_on_error(state, Key("attempt", attempt_id)):
             step_attempt(state, attempt_id, world, policy)
-
-
-def know_hosts(state: State, world: World) -> None:
-    """Keep every host in sight as it was observed last, and the source that answers for it. What it has available at
-    the moment is not kept: it changes all the time."""
-    for name, host in world.hosts.items():
-        steady = replace(host, available=0) if host.available else host
-        state.know_host(KnownHost(name, world.source_of[name], value=steady))
+        if (attempt := state.attempts.get(attempt_id)) and not attempt_rests(attempt, world):
+            state.dirty_attempts.add(attempt_id)
 
 
 def orphans(state: State, world: World) -> list[tuple[str, str]]:
@@ -86,8 +84,11 @@ def orphans(state: State, world: World) -> list[tuple[str, str]]:
     if world.scheduler is None:
         return []
     view = world.scheduler.value
-    shown = {name: source for source, one in world.views.items() for name in one.vms}
-    shown = {**dict.fromkeys(view.nodes, ""), **shown}
-    known = {vm.name for vm in state.vms.values()} | view.occupied()
-    busy = {name for name, node in view.nodes.items() if node.state is NodeState.BUSY}
-    return sorted((name, source) for name, source in shown.items() if name not in known and name not in busy)
+    shown = dict.fromkeys(view.nodes.keys() - state.vm_named.keys(), "")
+    for source, one in world.views.items():
+        shown.update(dict.fromkeys(one.vms.keys() - state.vm_named.keys(), source))
+    if not shown:
+        return []
+    occupied = view.occupied
+    busy = {name for name in shown if name in view.nodes and view.nodes[name].state is NodeState.BUSY}
+    return sorted((name, source) for name, source in shown.items() if name not in occupied and name not in busy)

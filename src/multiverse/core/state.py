@@ -8,11 +8,9 @@ pass is that of its moves, not that of all rows.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Any
 
 from multiverse.core.errors import Broken
 from multiverse.core.model import (
@@ -21,60 +19,39 @@ from multiverse.core.model import (
     Claim,
     ClaimKey,
     CloneKind,
+    Host,
     HostState,
     JobRef,
     Key,
     KnownHost,
+    Observation,
     Offer,
     OfferState,
+    Request,
     Row,
+    SchedulerView,
+    Seen,
+    Size,
     Template,
     TemplateKey,
     Vm,
+    VmSeen,
     VmState,
 )
+from multiverse.core.queue import Queue
+from multiverse.core.rows import Index, LiveRows, Rows
 from multiverse.core.transition import TERMINAL, Change, Event, Move, Tables
 
 
-class LiveRows:
-    """What is asked of live rows, whether they are a snapshot or the state in memory."""
+@dataclass(slots=True)
+class Compared:
+    """The observations that passes have compared with the rows so far: see `changes`."""
 
-    attempts: Mapping[int, Attempt]
-    vms: Mapping[int, Vm]
-    templates: Mapping[int, Template]
-    offers: Mapping[int, Offer]
-
-    def get(self, key: Key) -> Row | None:
-        """The live row of that key."""
-        match key.kind:
-            case "attempt":
-                return self.attempts.get(key.id)
-            case "vm":
-                return self.vms.get(key.id)
-            case "template":
-                return self.templates.get(key.id)
-            case "offer":
-                return self.offers.get(key.id)
-
-    def attempt_of(self, vm: Vm) -> Attempt | None:
-        """The live attempt that the VM serves, if any."""
-        return self.attempts.get(vm.attempt) if vm.attempt is not None else None
-
-
-@dataclass(frozen=True, slots=True)
-class Rows(LiveRows):
-    """All live rows as committed, the claims, the known hosts, and the numbers that come next."""
-
-    site: str
-    next_serial: int = 1
-    next_attempt: int = 1
-    next_template: int = 1
-    attempts: Mapping[int, Attempt] = field(default_factory=dict)
-    vms: Mapping[int, Vm] = field(default_factory=dict)
-    templates: Mapping[int, Template] = field(default_factory=dict)
-    offers: Mapping[int, Offer] = field(default_factory=dict)
-    claims: Sequence[Claim] = ()
-    hosts: Mapping[str, KnownHost] = field(default_factory=lambda: MappingProxyType({}))
+    scheduler: Seen[SchedulerView] | None = None
+    sources: dict[str, Observation] = field(default_factory=dict)
+    silent: set[str] = field(default_factory=set)  # sources that have been unknown for long
+    vms: dict[str, Mapping[str, VmSeen]] = field(default_factory=dict)  # by source, as shown last
+    hosts: dict[str, Host] = field(default_factory=dict)  # in sight
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,33 +61,6 @@ class VmsMissing:
     attempt: int
     count: int
     reason: str
-
-
-class Index:
-    """Ids of rows by a key."""
-
-    def __init__(self) -> None:
-        self._ids: defaultdict[object, set[int]] = defaultdict(set)
-
-    def __getitem__(self, key: object) -> list[int]:
-        """The ids under a key, in ascending order."""
-        return sorted(self._ids[key]) if key in self._ids else []
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._ids
-
-    def add(self, key: object, id_: int) -> None:
-        self._ids[key].add(id_)
-
-    def remove(self, key: object, id_: int) -> None:
-        ids = self._ids[key]
-        ids.discard(id_)
-        if not ids:
-            del self._ids[key]
-
-    def entries(self) -> dict[object, frozenset[int]]:
-        """All that is in it: for comparing."""
-        return {key: frozenset(ids) for key, ids in self._ids.items()}
 
 
 class State(LiveRows):
@@ -123,18 +73,27 @@ class State(LiveRows):
         self.vms: dict[int, Vm] = {}
         self.templates: dict[int, Template] = {}
         self.offers: dict[int, Offer] = {}
-        self.claims: dict[ClaimKey, Claim] = {claim.key: claim for claim in rows.claims}
+        self.claims: dict[ClaimKey, Claim] = {}
         self.hosts: dict[str, KnownHost] = dict(rows.hosts)
         # Indexes, which every change of a row keeps.
         self._by_job = Index()  # attempts, by job id and by JobRef
         self._by_state = Index()  # all rows, by kind of row and state
         self._vms_by_attempt = Index()
         self._vms_by_host = Index()
+        self._vms_by_source = Index()
+        self._vms_by_template = Index()  # by the number of the template's row, and by its key
         self._templates_by_key = Index()
+        self.vm_named: dict[str, int] = {}
+        self.queue = Queue()
+        self.used: defaultdict[str, Size] = defaultdict(lambda: Size(0, 0, 0))  # what claims hold, by domain
+        # What the next step has to look at: rows that have changed or on which something has changed that they depend
+        # on, and rows that time alone may move.
+        self.dirty_attempts: set[int] = set()
+        self.dirty_vms: set[int] = set()
+        self.unserved: set[str] = set()  # ids of jobs that may need an attempt
+        self.compared = Compared()
         self._domains: defaultdict[Key, set[str]] = defaultdict(set)  # in which an owner holds claims
-        for claim in rows.claims:
-            self._domains[claim.owner].add(claim.domain)
-        self._addresses: Counter[str] = Counter()
+        self.addresses: Counter[str] = Counter()  # that VMs have
         # What belongs to the current pass.
         self.moves: list[Move] = []
         self.missing: list[VmsMissing] = []
@@ -142,10 +101,14 @@ class State(LiveRows):
         self.paced: dict[tuple[str, str, CloneKind], float] = {}  # see `Forecast`, with the clones of this pass
         self.waiting = Counter[tuple[str, str, CloneKind]]()  # clones that wait for their pace in this round
         self.wanted: Counter[str] | None = None  # VMs that jobs want now, by image; computed when first asked for
+        self.reasons: dict[int, str] = {}  # why attempts wait: the first of the queue, in its order
+        self.lacking: set[tuple[Request, CloneKind]] = set()  # what others on the machines leave too little memory for
         self.entropy = ""
-        self._tables = tables
+        self.tables = tables
         self._undo: list[Callable[[], None]] = []
         self._serial, self._attempt, self._template = rows.next_serial, rows.next_attempt, rows.next_template
+        for claim in rows.claims:
+            self._put_claim(claim.key, claim)
         for table in (rows.attempts, rows.vms, rows.templates, rows.offers):
             for row in table.values():
                 self._put(row)
@@ -192,6 +155,8 @@ class State(LiveRows):
             "by_state": self._by_state.entries(),
             "vms_by_attempt": self._vms_by_attempt.entries(),
             "vms_by_host": self._vms_by_host.entries(),
+            "vms_by_source": self._vms_by_source.entries(),
+            "vms_by_template": self._vms_by_template.entries(),
             "templates_by_key": self._templates_by_key.entries(),
         }
 
@@ -224,7 +189,7 @@ class State(LiveRows):
             row = change.row
             old = self.get(row.key)
             source = old.state if old else None
-            if not self._tables.allowed(row.key.kind, source, change.event, row.state):
+            if not self.tables.allowed(row.key.kind, source, change.event, row.state):
                 raise Broken(f"{row.key}: its table has no transition {source} --{change.event}--> {row.state}")
             if source != row.state:
                 row = replace(row, since=self.now)
@@ -243,14 +208,22 @@ class State(LiveRows):
         """Keep what is known of a host."""
         old = self.hosts.get(host.name)
         if old != host:
-            self._undo.append(lambda: self._restore_host(host.name, old))
-            self.hosts[host.name] = self.learned[host.name] = host
+            self._undo.append(lambda: self._forget_host(host.name, old))
+            self._put_host(host.name, host)
+            self.learned[host.name] = host
 
-    def _restore_host(self, name: str, old: KnownHost | None) -> None:
-        if old is None:
+    def _forget_host(self, name: str, old: KnownHost | None) -> None:
+        self._put_host(name, old)
+        self.compared.hosts.pop(name, None)  # so that it is learned again
+
+    def _put_host(self, name: str, host: KnownHost | None) -> None:
+        if host is None:
             del self.hosts[name]
         else:
-            self.hosts[name] = old
+            self.hosts[name] = host
+        self.queue.check_all()
+        for id_ in self._vms_by_host[name]:
+            self._mark_vm(self.vms[id_])
 
     def _change(self, row: Row) -> None:
         old = self.get(row.key)
@@ -262,48 +235,62 @@ class State(LiveRows):
 
     def _set_claim(self, key: ClaimKey, claim: Claim | None) -> None:
         old = self.claims.get(key)
+        self._undo.append(lambda: self._put_claim(key, old))
+        self._put_claim(key, claim)
 
-        def put(one: Claim | None) -> None:
-            if one is None:
-                self.claims.pop(key, None)
-                self._domains[key.owner].discard(key.domain)
-            else:
-                self.claims[key] = one
-                self._domains[key.owner].add(key.domain)
-
-        self._undo.append(lambda: put(old))
-        put(claim)
+    def _put_claim(self, key: ClaimKey, claim: Claim | None) -> None:
+        old = self.claims.pop(key, None)
+        if old is not None:
+            self.used[key.domain] = _plus(self.used[key.domain], old.size, -1)
+            self._domains[key.owner].discard(key.domain)
+            if not self._domains[key.owner]:
+                del self._domains[key.owner]
+        if claim is not None:
+            self.claims[key] = claim
+            self.used[key.domain] = _plus(self.used[key.domain], claim.size, 1)
+            self._domains[key.owner].add(key.domain)
 
     def _put(self, row: Row) -> None:
         self._drop(row.key)
         match row:
             case Attempt():
                 self.attempts[row.id] = row
+                self.queue.put(row)
             case Vm():
                 self.vms[row.id] = row
+                self.vm_named[row.name] = row.id
+                if row.address:
+                    self.addresses[row.address] += 1
             case Template():
                 self.templates[row.id] = row
             case Offer():
                 self.offers[row.id] = row
         for index, key in self._index_keys(row):
             index.add(key, row.id)
-        if isinstance(row, Vm) and row.address:
-            self._addresses[row.address] += 1
+        self._mark(row)
 
     def _drop(self, key: Key) -> None:
         old = self.get(key)
         if old is None:
             return
+        self._mark(old)
         for index, entry in self._index_keys(old):
             index.remove(entry, old.id)
-        if isinstance(old, Vm) and old.address:
-            self._addresses[old.address] -= 1
-            if not self._addresses[old.address]:
-                del self._addresses[old.address]
-        tables: dict[str, dict[int, Any]] = {
-            "attempt": self.attempts, "vm": self.vms, "template": self.templates, "offer": self.offers
-        }  # fmt: skip
-        del tables[key.kind][key.id]
+        match old:
+            case Attempt():
+                del self.attempts[old.id]
+                self.queue.drop(old.id)
+                self.unserved.add(old.job.job_id)
+            case Vm():
+                del self.vms[old.id], self.vm_named[old.name]
+                if old.address:
+                    self.addresses[old.address] -= 1
+                    if not self.addresses[old.address]:
+                        del self.addresses[old.address]
+            case Template():
+                del self.templates[old.id]
+            case Offer():
+                del self.offers[old.id]
 
     def _index_keys(self, row: Row) -> Iterator[tuple[Index, object]]:
         yield self._by_state, (row.key.kind, row.state)
@@ -313,10 +300,51 @@ class State(LiveRows):
                 yield self._by_job, row.job.job_id
             case Vm():
                 yield self._vms_by_host, row.host
+                yield self._vms_by_source, row.source
                 if row.attempt is not None:
                     yield self._vms_by_attempt, row.attempt
+                if row.template_id is not None:
+                    yield self._vms_by_template, row.template_id
+                if row.template is not None:
+                    yield self._vms_by_template, row.template
             case Template():
                 yield self._templates_by_key, row.which
+
+    # --- what is to be looked at -------------------------------------------------------------------
+
+    def _mark(self, row: Row) -> None:
+        """A row has changed: look at it, and at those whose steps depend on it."""
+        match row:
+            case Attempt():
+                self.dirty_attempts.add(row.id)
+                self.dirty_vms.update(self._vms_by_attempt[row.id])
+            case Vm():
+                self._mark_vm(row)
+            case Offer(id=id_) if id_ in self.vms:
+                self._mark_vm(self.vms[id_])
+
+    def _mark_vm(self, vm: Vm) -> None:
+        self.dirty_vms.add(vm.id)
+        if vm.attempt is not None:
+            self.dirty_attempts.add(vm.attempt)
+
+    def mark_job(self, job_id: str) -> None:
+        """A job is shown otherwise than before."""
+        self.unserved.add(job_id)
+        for attempt in self.attempts_of_job(job_id):
+            self.queue.put(attempt)
+            self._mark(attempt)
+
+    def mark_vm(self, name: str) -> None:
+        """A VM is shown otherwise than before."""
+        id_ = self.vm_named.get(name)
+        if id_ is not None:
+            self._mark_vm(self.vms[id_])
+
+    def mark_source(self, source: str) -> None:
+        """A source has turned known, unknown or silent, or shows other hosts."""
+        for id_ in self._vms_by_source[source]:
+            self._mark_vm(self.vms[id_])
 
     # --- questions ---------------------------------------------------------------------------------
 
@@ -357,9 +385,21 @@ class State(LiveRows):
         """The claims that a row holds."""
         return [ClaimKey(owner, domain) for domain in sorted(self._domains.get(owner, ()))]
 
-    def addresses(self) -> Mapping[str, int]:
-        """The addresses that VMs have."""
-        return self._addresses
+    def template_ids_of_vms(self) -> list[int]:
+        """The numbers of the templates that live VMs were forked from, whether or not their rows have ended."""
+        return [id_ for id_ in self._vms_by_template if isinstance(id_, int)]
+
+    def vms_of_template(self, template_id: int) -> list[Vm]:
+        """The live VMs that were forked from a template, by serial."""
+        return [self.vms[id_] for id_ in self._vms_by_template[template_id]]
+
+    def serves_from(self, which: TemplateKey) -> bool:
+        """Whether a VM was, or is about to be, forked from the template, other than spares, which go with it."""
+        return any(not self.vms[id_].is_spare for id_ in self._vms_by_template.ids(which))
+
+    def sources(self) -> set[str]:
+        """The sources of all live VMs."""
+        return {str(source) for source in self._vms_by_source}
 
     def template_for(self, which: TemplateKey) -> Template | None:
         """The live template of that key."""
@@ -375,6 +415,10 @@ class State(LiveRows):
         """Whether an operator vouched that the host is off."""
         known = self.hosts.get(host)
         return known is not None and known.state is HostState.FENCED
+
+
+def _plus(one: Size, other: Size, sign: int) -> Size:
+    return Size(one.cpus + sign * other.cpus, one.memory + sign * other.memory, one.disk + sign * other.disk)
 
 
 @contextmanager

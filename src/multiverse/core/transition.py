@@ -149,7 +149,6 @@ class Move:
 
 class EffectKind(StrEnum):
     GATE = "gate"  # put the job back at the gate
-    EXPLAIN = "explain"
     PIN = "pin"
     REQUEUE = "requeue"
     REVOKE = "revoke"

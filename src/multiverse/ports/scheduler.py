@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
-from multiverse.core.model import JobRef, NodeBootstrap, NodeSpec, SchedulerView, Size, User
+from multiverse.core.model import JobLimits, JobRef, NodeBootstrap, NodeSpec, SchedulerView, User
 
 
 class Scheduler(Protocol):
@@ -57,8 +57,13 @@ class Scheduler(Protocol):
         """Make the scheduler forget a node and its offer. `Refused` while a job is on it; success if there is none."""
         ...
 
-    async def explain(self, job: JobRef, text: str) -> None:
-        """Leave one line for the job's user, where the scheduler shows such lines."""
+    async def explain(self, jobs: Sequence[JobRef], text: str) -> None:
+        """Leave one line for the users of jobs that wait at the gate, where the scheduler shows such lines. It replaces
+        an earlier line, and nothing that others wrote. A task of an array stands for all tasks of the array that wait
+        at the gate, and they are not separated.
+
+        Jobs that do not wait at the gate as these runs, that are held, or that read the line already are left alone,
+        without an error. `Exhausted` if some of the jobs are being pinned or cancelled now; the others were told."""
         ...
 
     async def bootstrap(self, node: NodeSpec) -> NodeBootstrap:
@@ -88,7 +93,6 @@ class Offers(Protocol):
 class SubmissionLimits(Protocol):
     """Refuses, at submission, jobs that no host could ever hold."""
 
-    async def publish(self, largest: Mapping[str, Sequence[Size]]) -> None:
-        """From now on refuse a job whose node needs more than each of these sizes, given by image. A job whose image is
-        not listed is not refused for its size."""
+    async def publish(self, limits: JobLimits) -> None:
+        """From now on refuse the jobs that `limits` does not allow, by one node or by the sum of their nodes."""
         ...

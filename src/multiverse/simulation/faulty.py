@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from multiverse.core.model import (
     HypervisorView,
     Identity,
+    JobLimits,
     JobRef,
     NodeBootstrap,
     NodeSpec,
@@ -52,8 +53,8 @@ class FaultyScheduler:
     async def delete_node(self, node: str) -> None:
         await self._call("delete_node", node, lambda: self._inner.delete_node(node), node)
 
-    async def explain(self, job: JobRef, text: str) -> None:
-        await self._call("explain", job.job_id, lambda: self._inner.explain(job, text), job)
+    async def explain(self, jobs: Sequence[JobRef], text: str) -> None:
+        await self._call("explain", jobs[0].job_id, lambda: self._inner.explain(jobs, text), *jobs)
 
     async def bootstrap(self, node: NodeSpec) -> NodeBootstrap:
         return await self._call("bootstrap", node.name, lambda: self._inner.bootstrap(node), node)
@@ -83,8 +84,8 @@ class FaultySubmissionLimits:
         self._inner = inner
         self._call = link.call
 
-    async def publish(self, largest: Mapping[str, Sequence[Size]]) -> None:
-        await self._call("publish", "", lambda: self._inner.publish(largest))
+    async def publish(self, limits: JobLimits) -> None:
+        await self._call("publish", "", lambda: self._inner.publish(limits))
 
 
 class FaultySource:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from multiverse.core.model import TemplateCondition
-from multiverse.core.state import Rows
+from multiverse.core.machines.attempt import step_attempt
+from multiverse.core.machines.vm import step_vm
+from multiverse.core.model import TemplateCondition, World
+from multiverse.core.policy import Policy
+from multiverse.core.rows import Rows
+from multiverse.core.state import State
+from multiverse.core.transition import Move
 from multiverse.simulation.faults import IncidentKind
 from multiverse.simulation.guests import GuestBehaviour
 from multiverse.simulation.jobs import Batch, JobRecord
@@ -95,3 +100,14 @@ def _recent_requests(job: JobRecord) -> list[Batch]:
     if job.changed is None or job.cancelled - job.changed[0] >= CHANGE_WINDOW:
         return [job.batch]
     return [job.batch, job.changed[1]]
+
+
+def moves_at_rest(state: State, world: World, now: float, policy: Policy) -> list[Move]:
+    """The moves of rows that are not to be looked at before something changes. There must be none."""
+    scratch = State(state.rows(), state.tables)
+    scratch.begin(now, {})
+    for vm_id in scratch.vms.keys() - state.dirty_vms:
+        step_vm(scratch, vm_id, world, policy)
+    for attempt_id in scratch.attempts.keys() - state.dirty_attempts:
+        step_attempt(scratch, attempt_id, world, policy)
+    return scratch.moves

@@ -18,12 +18,15 @@ from multiverse.simulation.faults import FaultPlan, FaultyLink, Incident, Incide
 from multiverse.simulation.faulty import FaultyHypervisor, FaultyScheduler
 from multiverse.simulation.loop import run
 from multiverse.simulation.outcome import Outcome, journal_line, transition_name
-from multiverse.simulation.promises import unclaimed_templates, unclaimed_vms, violations_at_end
+from multiverse.simulation.promises import moves_at_rest, unclaimed_templates, unclaimed_vms, violations_at_end
 from multiverse.simulation.scenario import Arrival, Scenario, UserAction
 from multiverse.simulation.world import SimulatedWorld
 from multiverse.store import Store, Transaction
 
 SITE = "simul"
+AT_REST = 8
+"""At every eighth commit the simulation checks that the rows that are not looked at would not move."""
+
 HINT_DELAY = (0.5, 10.0)  # seconds that a late hint takes
 SLOW = 600.0  # seconds that an observation of a slow source takes
 
@@ -85,6 +88,7 @@ class _Simulation:
         self.crashes = {(crash.commit, crash.after): crash for crash in scenario.crashes}
         self.seconds_down = 0.0
         self.unclaimed: set[str] = set()
+        self.restless: set[str] = set()
         self.disk_full = 0
         self.links: list[FaultyLink] = []
         self.controller: Controller | None = None
@@ -287,10 +291,18 @@ class _Simulation:
         self.commits += not after
         if after:
             self.unclaimed.update(unclaimed_vms(self.store.rows(), self.world))
+            if self.controller is not None and self.commits % AT_REST == 0:
+                self._check_rows_at_rest(self.controller)
         crash = self.crashes.pop((self.commits, after), None)
         if crash is not None and self.controller is not None:
             self._crash(crash.seconds)
             raise ControllerCrashed
+
+    def _check_rows_at_rest(self, controller: Controller) -> None:
+        state, world = controller.state, controller.observed
+        for move in moves_at_rest(state, world, state.now, controller.policy):
+            rows = ", ".join(f"{change.row.key} would be {change.row.state}" for change in move.changes)
+            self.restless.add(f"{rows}, and is not looked at")
 
     def _crash(self, seconds: float) -> None:
         """Disconnect the controller from the world at once: a crashed process does not clean up."""
@@ -340,7 +352,7 @@ class _Simulation:
     def _outcome(self) -> Outcome:
         rows, entries = self.store.rows(), self.store.journal()
         violations = violations_at_end(self.scenario, self.world, rows)
-        violations += sorted(self.unclaimed) + unclaimed_templates(rows, self.world)
+        violations += sorted(self.unclaimed) + sorted(self.restless) + unclaimed_templates(rows, self.world)
         violations += [f"{e.kind} {e.id} quarantined: {e.reason}" for e in entries if e.event == "quarantined"]
         ahead = self.clock.now() - self.loop.time()
         events = sorted([*self.events, *((e.mono - ahead, journal_line(e)) for e in entries)], key=lambda line: line[0])
@@ -356,6 +368,7 @@ class _Simulation:
             results={f"{job.number}: {job.job_id}": job.result for job in self.world.cluster.history},
             journal=[f"{e.mono:10.3f} {journal_line(e)}" for e in entries],
             events=events,
+            told=tuple(text for job in self.world.cluster.history for text in job.told),
             transitions=Counter(transition_name(e.kind, e.source, e.event, e.target) for e in changes),
             violations=violations,
         )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
 from multiverse.config import ImageSettings
 from multiverse.core.errors import Gone, Refused, Stale, Unknown
-from multiverse.core.model import JobRef, JobState, NodeBootstrap, NodeSpec, SchedulerView, Size, User
+from multiverse.core.model import JobLimits, JobRef, JobState, NodeBootstrap, NodeSpec, SchedulerView, User
 from multiverse.core.provisioning.spares import named_by_none
 from multiverse.ports import Offers, SubmissionLimits
 from multiverse.simulation.cluster import Cluster, OfferedNode
@@ -74,6 +74,8 @@ class SimulatedScheduler(ABC):
             raise Stale(f"job {job.job_id} is held by its user")
         self._tie(record, tag, nodes)
         self._unblock(record)
+        if text:
+            record.tell(text)
         await self._reply()
 
     async def unpin(self, job: JobRef) -> None:
@@ -106,7 +108,8 @@ class SimulatedScheduler(ABC):
             return
         if record.state is not JobState.PENDING:
             raise Stale(f"job {job.job_id} is {record.state}")
-        record.comment = record.revoked = reason
+        record.tell(reason)
+        record.revoked = reason
         record.cancelled = asyncio.get_running_loop().time()
         self._cluster.cancel(job.job_id, by_user=False)
         await self._reply()
@@ -130,9 +133,15 @@ class SimulatedScheduler(ABC):
     def _delete(self, node: str) -> None:
         self._cluster.delete(node)
 
-    async def explain(self, job: JobRef, text: str) -> None:
+    async def explain(self, jobs: Sequence[JobRef], text: str) -> None:
         await self._reach()
-        self._reread(job).comment = text
+        for job in jobs:
+            record = self._cluster.jobs.get(job.job_id)
+            if record is None or record.ref != job or not record.waits_at_gate:
+                continue
+            for one in self._cluster.tasks_beside(record):
+                if one.waits_at_gate and not one.held:
+                    one.tell(text)
         await self._reply()
 
     async def user(self, uid: int) -> User:
@@ -173,7 +182,6 @@ class SimulatedSlurm(SimulatedScheduler):
     ) -> None:
         super().__init__(cluster, find_user, rng)
         self._image = image or ImageSettings()
-        cluster.default_image = self._image.default
 
     @property
     def offers(self) -> SimulatedSlurm:
@@ -183,8 +191,8 @@ class SimulatedSlurm(SimulatedScheduler):
     def submission(self) -> SimulatedSlurm:
         return self
 
-    async def publish(self, largest: Mapping[str, Sequence[Size]]) -> None:
-        self._cluster.limit_submissions(largest)
+    async def publish(self, limits: JobLimits) -> None:
+        self._cluster.limit_submissions(limits)
 
     def _view(self) -> SchedulerView:
         offers = self._cluster.observe_offers()

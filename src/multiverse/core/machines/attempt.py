@@ -62,7 +62,7 @@ ATTEMPT: tuple[Transition, ...] = (
     *transitions([A.REVOKING], Event.CANCELLED, A.RECLAIMING),
     *transitions([A.RECLAIMING], Event.RECLAIMED, A.DONE, A.CANCELLED, A.REQUEUED, A.REVOKED, A.FAILED),
     *unchanged(_MAKING, Event.REPLACED),
-    *unchanged([*WAITING_STATES, A.RECLAIMING], Event.NOTED),
+    *unchanged([A.QUEUED, A.UNGATED, A.RECLAIMING], Event.NOTED),
     *unchanged([A.RECLAIMING], Event.RESTARTED),
     *unchanged([*_LIVE, *ENDING_STATES], Event.QUARANTINED, Event.RETRIED),
 )
@@ -124,15 +124,19 @@ def job_status(expected: JobRef, view: SchedulerView) -> tuple[JobStatus, Job | 
 def open_attempts(state: State, world: World) -> None:
     """Open an attempt for each pending job without one, and for each job that took a spare as it was submitted, which
     may run already."""
-    if world.scheduler is None:
+    if world.scheduler is None or not state.unserved:
         return
     joined = state.vms_in(VmState.JOINED, VmState.RETIRING)
     spares = {vm.feature: vm for vm in joined if vm.is_spare and state.offer_of(vm)}
-    for _, job in sorted(world.scheduler.value.jobs.items()):
-        if job.state not in (JobState.PENDING, JobState.RUNNING, JobState.SUSPENDED) or state.serves_job(job.ref):
+    for job_id in sorted(state.unserved):
+        job = world.scheduler.value.jobs.get(job_id)
+        lives = job is not None and job.state in (JobState.PENDING, JobState.RUNNING, JobState.SUSPENDED)
+        if job is None or not lives or state.serves_job(job.ref):
+            state.unserved.discard(job_id)
             continue
         spare = spares.pop(job.pinned, None) if job.pinned else None
         if job.state is JobState.PENDING or spare:
+            state.unserved.discard(job_id)
             attempt = _open(state, job)
             if spare and not job.problem:
                 _take_spare(state, attempt, spare)
@@ -209,6 +213,23 @@ def step_attempt(state: State, attempt_id: int, world: World, policy: Policy) ->
                 _step_pinned(state, attempt, seen, world, policy)
             case _:
                 _step_allocated(state, attempt, seen)
+
+
+def attempt_rests(attempt: Attempt, world: World) -> bool:
+    """Whether nothing moves the attempt until it, its job or one of its VMs changes: neither time nor another
+    observation that shows the same."""
+    if world.scheduler is None or world.scheduler.began < attempt.since:
+        return False
+    status, _ = job_status(attempt.job, world.scheduler.value)
+    if attempt.quarantined:
+        return status not in (JobStatus.ENDED, JobStatus.UNSEEN)
+    match attempt.state:
+        case A.QUEUED:
+            return status is JobStatus.PENDING
+        case A.ALLOCATED:
+            return status is JobStatus.RUNNING
+        case _:
+            return False
 
 
 def _step_if_over(state: State, attempt: Attempt, seen: Sighting, world: World) -> bool:
@@ -388,7 +409,7 @@ def _step_ending(state: State, attempt: Attempt, seen: Sighting, world: World, p
     elif attempt.state is A.RETURNING:
         state.move(Change(replace(attempt, state=A.RECLAIMING), Event.RETURNED, "its job is off its nodes"))
     attempt = state.attempts[attempt.id]
-    _release_vms(state, attempt, vms, names & seen.view.occupied())
+    _release_vms(state, attempt, vms, names & seen.view.occupied)
     if not vms:
         _finish(state, attempt, seen, policy)
 
@@ -483,6 +504,10 @@ def _finish(state: State, attempt: Attempt, seen: Sighting, policy: Policy) -> N
 # --- effect ----------------------------------------------------------------------------------------
 
 
+ACTING_ATTEMPTS = (A.STRAY, A.UNGATED, A.RETURNING, A.SPAWNED, A.INTRODUCING, A.REVOKING)
+"""The states that permit an effect."""
+
+
 def attempt_effect(attempt: Attempt) -> Effect | None:
     """What the state of an attempt permits."""
     key = attempt.key
@@ -493,8 +518,6 @@ def attempt_effect(attempt: Attempt) -> Effect | None:
             return Effect(EffectKind.REQUEUE, key)
         case A.UNGATED | A.RETURNING:
             return Effect(EffectKind.GATE, key)
-        case A.QUEUED if attempt.note:
-            return Effect(EffectKind.EXPLAIN, key, attempt.note)
         case A.SPAWNED | A.INTRODUCING:
             return Effect(EffectKind.PIN, key, attempt.choice)
         case A.REVOKING:

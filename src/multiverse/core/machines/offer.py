@@ -54,7 +54,7 @@ def step_offer(state: State, offer_id: int, world: World) -> None:
         return
     taken = shown.get(vm.name)
     if offer.state is O.TAKEN:
-        _step_taken(state, offer, vm, began, occupied=vm.name in world.scheduler.value.occupied())
+        _step_taken(state, offer, vm, began, occupied=vm.name in world.scheduler.value.occupied)
     elif taken:
         state.move(Change(replace(offer, state=O.TAKEN), Event.TAKEN, "by a submission"))
     elif offer.state is O.CLOSING and taken is None and vm.key in world.effect_ended_at:

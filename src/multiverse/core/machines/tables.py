@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from multiverse.core.machines.attempt import ATTEMPT, attempt_effect
+from multiverse.core.machines.attempt import ACTING_ATTEMPTS, ATTEMPT, attempt_effect
 from multiverse.core.machines.offer import OFFER, offer_effect
 from multiverse.core.machines.template import TEMPLATE, template_effect
-from multiverse.core.machines.vm import VM, vm_effect
+from multiverse.core.machines.vm import ACTING_VMS, VM, vm_effect
 from multiverse.core.model import Attempt, Offer, Row, Template, Vm
-from multiverse.core.state import LiveRows
+from multiverse.core.rows import LiveRows
+from multiverse.core.state import State
 from multiverse.core.transition import Effect, Tables
 
 TABLES = Tables({"attempt": ATTEMPT, "vm": VM, "offer": OFFER, "template": TEMPLATE})
@@ -28,13 +29,31 @@ def effect_of(row: Row) -> Effect | None:
             return template_effect(row)
 
 
+def permitted_effects(state: State) -> Iterator[tuple[Row, Effect]]:
+    """The same as `effects_of`, found through the indexes."""
+    for attempt in state.attempts_in(*ACTING_ATTEMPTS):
+        if effect := attempt_effect(attempt):
+            yield attempt, effect
+    offered = [vm for id_ in sorted(state.offers) if (vm := state.vms.get(id_))]
+    acting = {vm.id: vm for vm in [*state.vms_in(*ACTING_VMS), *offered]}
+    yield from ((vm, effect) for _, vm in sorted(acting.items()) if (effect := _of_vm(state, vm)))
+    for template in state.templates.values():
+        if effect := template_effect(template):
+            yield template, effect
+
+
+def _of_vm(rows: LiveRows, vm: Vm) -> Effect | None:
+    offer = rows.offers.get(vm.id)
+    return vm_effect(vm) or (offer_effect(offer) if offer else None)
+
+
 def effects_of(rows: LiveRows) -> Iterator[tuple[Row, Effect]]:
     """The effects that the live rows permit, at most one under each key: an offer's gives way to its VM's."""
     for attempt in rows.attempts.values():
         if effect := attempt_effect(attempt):
             yield attempt, effect
     for vm in rows.vms.values():
-        if (effect := vm_effect(vm)) or ((offer := rows.offers.get(vm.id)) and (effect := offer_effect(offer))):
+        if effect := _of_vm(rows, vm):
             yield vm, effect
     for template in rows.templates.values():
         if effect := template_effect(template):

@@ -76,6 +76,19 @@ def step_vm(state: State, vm_id: int, world: World, policy: Policy) -> None:
         _step_in_sight(state, vm, latest, world, policy)
 
 
+def vm_rests(state: State, vm: Vm, world: World) -> bool:
+    """Whether nothing moves the VM until it, its attempt, its offer, its source or what its source shows of it changes:
+    neither time nor another observation that shows the same."""
+    latest = world.latest(vm.source)
+    if vm.quarantined:
+        return True
+    if latest is None or vm.host not in latest.value.hosts:
+        # That a source has been silent for long is a change of the source.
+        return not (vm.leaving and state.is_fenced(vm.host)) and (latest is None or vm.state is V.LOST)
+    seen = world.vm(vm)
+    return vm.state is V.SERVING and seen is not None and seen.condition is not VmCondition.DEAD
+
+
 def _step_out_of_sight(state: State, vm: Vm, latest: Seen[HypervisorView] | None, world: World, policy: Policy) -> None:
     """Its host is not shown, or its source is unknown. Nothing is concluded about the VM itself. It no longer counts
     for its job once the source has answered without its host, or has been unknown for long."""
@@ -187,7 +200,7 @@ def _step_leaving(state: State, vm: Vm, world: World) -> None:
         offer = state.offers.get(vm.id)
         over = [Change(replace(offer, state=OfferState.ENDED), Event.ABSENT)] if offer else []
         state.move(Change(replace(vm, state=V.GONE), Event.ABSENT), *over, free=[vm.key])
-    elif vm.state is V.ENDING and vm.name not in world.scheduler.value.occupied():
+    elif vm.state is V.ENDING and vm.name not in world.scheduler.value.occupied:
         state.move(Change(replace(vm, state=V.REMOVING), Event.NODE_FREE, "no job is on its node"))
 
 
@@ -199,6 +212,10 @@ def _is_off_its_host(state: State, vm: Vm, since: float, world: World) -> bool:
 
 
 # --- effect ----------------------------------------------------------------------------------------
+
+
+ACTING_VMS = (V.PLANNED, V.STARTING, V.ENDING, V.REMOVING, V.RELEASING)
+"""The states that permit an effect."""
 
 
 def vm_effect(vm: Vm) -> Effect | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from types import MappingProxyType
 from typing import Literal
 
@@ -55,7 +56,8 @@ class Job:
     or other limit. `gated` says that it waits at the gate; `pinned` names the attempt's feature it is
     tied to. `problem` says why its request cannot be served at all; `request` is None exactly then.
     `result` is the scheduler's own word for how it ended (`COMPLETED`, `FAILED`, ...). `uses` is what a
-    pending job will take of which of the view's limits once it runs.
+    pending job will take of which of the view's limits once it runs. `array` is the id of the array of which it is a
+    task, if it is one.
     """
 
     ref: JobRef
@@ -75,6 +77,7 @@ class Job:
     exit_code: int = 0
     work_dir: str = ""
     uses: tuple[tuple[str, int], ...] = ()
+    array: str = ""
 
 
 class NodeState(StrEnum):
@@ -113,7 +116,7 @@ class NodeSpec:
     spare: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SchedulerView:
     """One observation of the scheduler: `jobs` by job id, `nodes` by name.
 
@@ -131,11 +134,12 @@ class SchedulerView:
         """Whether the node is known and DOWN."""
         return node in self.nodes and self.nodes[node].state is NodeState.DOWN
 
-    def occupied(self) -> set[str]:
+    @cached_property
+    def occupied(self) -> Set[str]:
         """The nodes that a job runs on or has not left yet. slurmctld 22.05 lets such a node be deleted once it is
         DOWN, and crashes when it comes to the job's last step (a null pointer in step_mgr.c)."""
         free = (JobState.PENDING, JobState.ENDED)
-        return {node for job in self.jobs.values() if job.state not in free for node in job.nodes}
+        return {node for job in self.jobs.values() if job.nodes and job.state not in free for node in job.nodes}
 
 
 class AttemptState(StrEnum):
@@ -175,8 +179,8 @@ class Attempt:
 
     `since` is when it entered its state; `not_before` when it may be admitted (back-off); `tries` counts the attempts
     before it that failed in a row; `replaced` the VMs that were replaced within it. `outcome` is how it ends, once it
-    ends. `note` is what the job's user is told while the job waits. `pin` is the tag of the one joined spare that it
-    took. `choice` says what its VMs are, and why: the job's user is told when the job is pinned.
+    ends. `note` is why the attempt before it failed or was given up, until it is admitted. `pin` is the tag of the one
+    joined spare that it took. `choice` says what its VMs are, and why: the job's user is told when the job is pinned.
     """
 
     id: int

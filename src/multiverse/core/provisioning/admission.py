@@ -4,21 +4,26 @@ Attempts are considered in the scheduler's order. The first one that waits for c
 nothing overtakes it for ever; one that waits for something of its own (its template, its back-off) or for a limit of
 the scheduler's blocks no other.
 
-The cases, in the order in which `Admission.consider` tries them:
+Each attempt is checked once, and again when it, its job or the hosts change:
 
- 1. The scheduler no longer shows the job as it was: nothing is decided.
- 2. The request cannot be served at all: revoke.
- 3. No host could ever hold the job: revoke, or wait while there is a host that might.
- 4. The job is held, not at the gate, or in its back-off: nothing is decided.
- 5. An earlier run of the job may still go on: wait.
- 6. A limit of the scheduler's is used up: wait.
- 7. An earlier job waits for capacity: wait behind it.
- 8. A joined spare fits: take it.
- 9. As many VMs are being made as may be: wait, and block.
-10. No host can make its VMs now, for want of a template: wait; block if the template has no room.
-11. The pace lets no clone be made now: wait.
-12. There is no room, or no address: wait, and block.
-13. Otherwise: admit.
+ 1. The request cannot be served at all: revoke.
+ 2. No host could ever hold the job: revoke, or set it aside while there is a host that might.
+
+Then the cases, in the order in which `Admission.consider` tries them, for attempts whose jobs are eligible:
+
+ 3. The attempt is in its back-off: nothing is decided.
+ 4. An earlier run of the job may still go on: wait.
+ 5. A limit of the scheduler's is used up: wait.
+ 6. An earlier job waits for capacity: wait behind it.
+ 7. A joined spare fits: take it.
+ 8. As many VMs are being made as may be: wait, and block.
+ 9. No host can make its VMs now, for want of a template: wait; block if the template has no room.
+10. The pace lets no clone be made now: wait.
+11. There is no room, or no address: wait, and block.
+12. Otherwise: admit.
+
+Nothing is decided about attempts behind the one that blocks. What one attempt waits for, all those behind it that ask
+for the same wait for too, so that a long queue is not looked at one by one.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from multiverse.core.model import (
     UPCOMING_STATES,
@@ -35,6 +40,7 @@ from multiverse.core.model import (
     AttemptState,
     CloneKind,
     Job,
+    Key,
     OfferState,
     Request,
     Size,
@@ -56,10 +62,12 @@ from multiverse.core.provisioning.clones import (
     request_of,
     template_sizes,
     templates_of,
+    ways_to_make,
 )
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.eviction import release_spares, retire_a_template
-from multiverse.core.provisioning.pacing import wait_for
+from multiverse.core.provisioning.pacing import Parent, wait_for
+from multiverse.core.provisioning.reasons import PASSED_OVER, FirstReasons
 from multiverse.core.provisioning.sizes import template_claim, vm_claims
 from multiverse.core.provisioning.spares import give_back, joined_for, parked_for, withdraw
 from multiverse.core.state import State, quarantine_on_error
@@ -67,6 +75,10 @@ from multiverse.core.transition import Change, Event
 
 TOO_LITTLE = "of which others there leave too little"
 """Part of the reason of a job that waits for memory which others on the machine hold."""
+
+
+_ADMITTED = tuple(s for s in AttemptState if s not in (*WAITING_STATES, AttemptState.ALLOCATED))
+"""The states of attempts whose jobs may be counted by no limit of the scheduler's yet."""
 
 
 def admit(context: Context) -> Blockage:
@@ -77,91 +89,112 @@ def admit(context: Context) -> Blockage:
     return Admission(context).run()
 
 
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What all attempts of one shape wait for. `paced`: for the pace of clones of that parent."""
+
+    reason: str
+    paced: Parent | None = None
+
+
 class Admission:
     """One round of admission: the queue, what is free, and what has been promised so far."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
         self.state, self.policy, self.hosts = context.state, context.policy, context.hosts
-        self.jobs = context.scheduler.jobs
-        self.queue = self._queue()
+        self.queue = context.state.queue
         self.room = room_of(context)
         self.limits = self._limits_left()
         self.promised: set[int] = set()  # spares that jobs wait for until they are withdrawn from other jobs
         self.blocked = ""  # why the first job that waits for capacity waits
         self.blockage = Blockage.NONE
+        self.reasons = FirstReasons(self.queue)
+        self.alike: dict[int, Waiting] = {}  # what all attempts of a shape wait for
+        self._paced: Parent | None = None  # whose pace the last attempt waits for
         self._empty: Room | None = None
         self._beyond: dict[tuple[Request, CloneKind, bool], str] = {}
+        self._unfit: dict[Request, tuple[str, bool]] = {}
 
     def run(self) -> Blockage:
+        """Consider the queue, up to the attempt that blocks it."""
         self.state.waiting.clear()  # each round of a pass decides anew
         self.state.wanted = None
-        for attempt in self.queue:
-            with quarantine_on_error(self.state, attempt.key):
-                self.consider(attempt)
+        for attempt_id in self.queue.take_unchecked():
+            with quarantine_on_error(self.state, Key("attempt", attempt_id)):
+                self.check(self.state.attempts[attempt_id])
+        behind = 0
+        for rank, attempt_id in self.queue.candidates.entries():
+            if self.blocked and (self.reasons.full or behind >= PASSED_OVER):
+                break
+            behind += bool(self.blocked)
+            if waiting := self.alike.get(self.queue.shape_of(attempt_id)):
+                self._wait_alike(rank, attempt_id, waiting)
+                continue
+            with quarantine_on_error(self.state, Key("attempt", attempt_id)):
+                self.consider(self.state.attempts[attempt_id])
+        self.state.reasons = self.reasons.of(self.state.attempts)
         return self.blockage
 
-    def _queue(self) -> list[Attempt]:
-        def rank(attempt: Attempt) -> tuple[int, int]:
-            job = self.jobs.get(attempt.job.job_id)
-            return (job.rank if job else 1 << 62, attempt.id)
-
-        waiting = self.state.attempts_in(*WAITING_STATES)
-        return sorted((attempt for attempt in waiting if not attempt.quarantined), key=rank)
+    def _wait_alike(self, rank: int, attempt_id: int, waiting: Waiting) -> None:
+        self.reasons.add(rank, attempt_id, self.blocked or waiting.reason)
+        if waiting.paced:
+            self.state.waiting[waiting.paced] += self.state.attempts[attempt_id].request.nodes
 
     def _limits_left(self) -> Counter[str]:
         """How much more each limit lets run beside what is admitted: the scheduler counts only what it has started."""
         left = Counter(self.context.scheduler.limits)
-        for attempt in (self.state.attempts[id_] for id_ in sorted(self.state.attempts)):
-            job = self.jobs.get(attempt.job.job_id)
-            waiting = attempt.state in WAITING_STATES
-            if not waiting and job is not None and job.ref == attempt.job:
-                left.subtract(dict(job.uses))
+        if left:
+            for attempt in self.state.attempts_in(*_ADMITTED):
+                job = self.queue.jobs.get(attempt.job.job_id)
+                if job is not None and job.ref == attempt.job:
+                    left.subtract(dict(job.uses))
         return left
 
     # --- the cases ---------------------------------------------------------------------------------
 
-    def consider(self, attempt: Attempt) -> None:
-        """Decide about one attempt: see the cases above."""
-        job = self.jobs.get(attempt.job.job_id)
-        if job is None or job.ref != attempt.job:  # 1
-            return
-        if job.problem:  # 2
+    def check(self, attempt: Attempt) -> None:
+        """Check whether the attempt could ever be served: cases 1 and 2."""
+        job = self.queue.job_of(attempt.id)
+        if job.problem:  # 1
             self._revoke(attempt, job.problem)
             return
-        choice = choose_clones(self.context, attempt)
-        if not self._could_ever_fit(attempt, choice.sizes):  # 3
-            self._refuse_or_wait(attempt, job, choice)
-        elif not job.eligible or attempt.state is not AttemptState.QUEUED or self.state.now < attempt.not_before:  # 4
+        if attempt.request not in self._unfit:
+            self._unfit[attempt.request] = self._why_unfit(attempt)
+        why, hope = self._unfit[attempt.request]
+        if why and not hope:  # 2
+            self._revoke(attempt, why)
+        elif why:
+            self.queue.set_aside(attempt.id, why)
+
+    def consider(self, attempt: Attempt) -> None:
+        """Decide about one attempt: see the cases above."""
+        job = self.queue.job_of(attempt.id)
+        if self.state.now < attempt.not_before:  # 3
             return
-        elif why := self._earlier_run(attempt) or self._limit_reached(job) or self.blocked:  # 5, 6, 7
+        if why := self._earlier_run(attempt):  # 4
             self._tell(attempt, why)
-        elif spare := self._joined_spare(attempt):  # 8
+        elif why := self._limit_reached(job):  # 5
+            self._wait(attempt, why)
+        elif self.blocked:  # 6
+            self._tell(attempt, self.blocked)
+        elif spare := self._joined_spare(attempt):  # 7
             self.limits.subtract(dict(job.uses))
             self._take_joined(attempt, spare)
-        elif self._is_turn_over(attempt):  # 9
+        elif self._is_turn_over(attempt):  # 8
             self._block(attempt, Blockage.TURN, "waiting for a turn: as many VMs as may be made at once are being made")
-        elif self._provision(attempt, choice):  # 10 to 13
+        elif self._provision(attempt, choose_clones(self.context, attempt)):  # 9 to 12
             self.limits.subtract(dict(job.uses))
 
-    def _could_ever_fit(self, attempt: Attempt, templates: Mapping[str, Size]) -> bool:
-        request = attempt.request
-        return could_ever_fit(request.size, request.nodes, templates, self.hosts, self.policy)
-
-    def _refuse_or_wait(self, attempt: Attempt, job: Job, choice: Choice) -> None:
-        """Case 3: no host in sight that has the image could ever hold the job."""
-        why, hope = self._why_unfit(attempt, choice)
-        if not hope:
-            self._revoke(attempt, why)
-        elif job.eligible:
-            self._tell(attempt, why)
-
-    def _why_unfit(self, attempt: Attempt, choice: Choice) -> tuple[str, bool]:
-        """Why none of the hosts that have the image could hold the job, were they empty, and whether other hosts may
-        yet: those that the image can still come to, and those out of reach, of which nobody knows what they could
-        hold."""
-        node, nodes, image = attempt.request.size, attempt.request.nodes, self.context.image_of(attempt)
-        templates = choice.sizes
+    def _why_unfit(self, attempt: Attempt) -> tuple[str, bool]:
+        """Why none of the hosts that have the image could hold the job, were they empty (empty: one could), and whether
+        other hosts may yet: those that the image can still come to, and those out of reach, of which nobody knows what
+        they could hold."""
+        image = self.context.image_of(attempt)
+        ways = ways_to_make(self.context, attempt)
+        if any(self._could_ever_fit(attempt, sizes) for _, sizes in ways):
+            return "", True
+        kind, templates = ways[0]
         without = sorted(self.hosts.keys() - templates.keys())
         hope = self._could_ever_fit(attempt, {**templates, **dict.fromkeys(without, self.policy.base)})
         if not self.hosts:
@@ -169,17 +202,25 @@ class Admission:
         elif hope and not templates:
             why = f"no host has image {image}"
         else:
-            names = templates or self.hosts
-            most = (largest_on(self.hosts[name], image, self.policy, forks=choice.forks) for name in names)
-            fit = max(most, key=lambda size: (size.memory, size.cpus))
-            many = f"{nodes} VMs of " if nodes > 1 else "a VM of "
-            why = f"{many}{node} fits on no host; the largest that fits is {fit} per node"
+            why = self._largest(attempt, kind, templates)
             why += f"; without image {image}: {', '.join(without)}" if hope else ""
         away = sorted(name for name in self.state.hosts if name not in self.hosts and not self.state.is_fenced(name))
         return why + (f"; out of reach now: {', '.join(away)}" if away else ""), hope or bool(away) or not self.hosts
 
+    def _could_ever_fit(self, attempt: Attempt, templates: Mapping[str, Size]) -> bool:
+        request = attempt.request
+        return could_ever_fit(request.size, request.nodes, templates, self.hosts, self.policy)
+
+    def _largest(self, attempt: Attempt, kind: CloneKind, templates: Mapping[str, Size]) -> str:
+        node, nodes, image = attempt.request.size, attempt.request.nodes, self.context.image_of(attempt)
+        forks = kind is CloneKind.INSTANT
+        most = (largest_on(self.hosts[name], image, self.policy, forks=forks) for name in templates or self.hosts)
+        fit = max(most, key=lambda size: (size.memory, size.cpus))
+        many = f"{nodes} VMs of " if nodes > 1 else "a VM of "
+        return f"{many}{node} fits on no host; the largest that fits is {fit} per node"
+
     def _earlier_run(self, attempt: Attempt) -> str:
-        """Case 5: why an earlier run of the same job may still go on, if it may. The scheduler queues a job again as
+        """Case 4: why an earlier run of the same job may still go on, if it may. The scheduler queues a job again as
         soon as its node is silent, and no job may run twice."""
         for other in self.state.attempts_of_job(attempt.job.job_id):
             if other.job.restarts >= attempt.job.restarts:
@@ -192,12 +233,12 @@ class Admission:
         return ""
 
     def _limit_reached(self, job: Job) -> str:
-        """Case 6."""
+        """Case 5."""
         limit = next((limit for limit, count in job.uses if count > self.limits[limit]), "")
         return f"held back by {limit}" if limit else ""
 
     def _joined_spare(self, attempt: Attempt) -> Vm | None:
-        """Case 8: a node that is there already, if one fits that is promised to no other job."""
+        """Case 7: a node that is there already, if one fits that is promised to no other job."""
         if not self.policy.pools or not may_fork(self.context, attempt):
             return None
         return joined_for(self.context, attempt, self.promised)
@@ -215,13 +256,13 @@ class Admission:
         self._admit(replace(attempt, pin=vm.feature), Choice(CloneKind.INSTANT), [taken], [])
 
     def _is_turn_over(self, attempt: Attempt) -> bool:
-        """Case 9: whether as many VMs are being made as may be made at once."""
+        """Case 8: whether as many VMs are being made as may be made at once."""
         upcoming = self.state.vms_in(*UPCOMING_STATES)
         starting = sum(not (vm.is_spare and vm.state is VmState.PARKED) for vm in upcoming)
         return bool(starting) and starting + attempt.request.nodes > self.policy.provisioning
 
     def _provision(self, attempt: Attempt, choice: Choice) -> bool:
-        """Cases 10 to 13: hosts, spares, pace, room, addresses. Whether the attempt was admitted."""
+        """Cases 9 to 12: hosts, spares, pace, room, addresses. Whether the attempt was admitted."""
         usable, why = self._usable_hosts(attempt, choice)
         if not usable:
             self._wait_for_template(attempt, choice, why)
@@ -244,7 +285,7 @@ class Admission:
         return True
 
     def _usable_hosts(self, attempt: Attempt, choice: Choice) -> tuple[list[str], str]:
-        """Case 10: hosts that can make this attempt's VMs now; when there are none, why. Asks for a template where one
+        """Case 9: hosts that can make this attempt's VMs now; when there are none, why. Asks for a template where one
         is missing."""
         context, image = self.context, self.context.image_of(attempt)
         able = hosts_making(image, choice.kind, self.hosts)
@@ -275,26 +316,31 @@ class Admission:
             claims = {name: template_claim(choice.sizes[name], self.hosts[name]) for name in able}
             self._block(attempt, self._make_room(attempt, 1, claims), why)
             return
-        self._tell(attempt, why)
+        self._wait(attempt, why)
 
     def _hosts_in_pace(self, attempt: Attempt, choice: Choice, usable: list[str], count: int) -> tuple[list[str], str]:
-        """Case 11: of these hosts, those on which a clone may be made now; when there are none, why."""
+        """Case 10: of these hosts, those on which a clone may be made now; when there are none, why."""
         image, kind, state = self.context.image_of(attempt), choice.kind, self.state
         waits = {host: wait_for((host, image, kind), state.paced, state.now, self.policy) for host in usable}
         ready = [host for host, wait in waits.items() if wait <= 0]
         if ready or not count:
             return ready, ""
-        state.waiting[min(waits, key=lambda host: (waits[host], host)), image, kind] += count
+        self._paced = (min(waits, key=lambda host: (waits[host], host)), image, kind)
+        state.waiting[self._paced] += count
         rate = self.policy.rates[kind]
         return [], f"waiting for a turn: {kind} clones of {image} are made at {rate:g} a second"
 
     def _wait_for_room(self, attempt: Attempt, choice: Choice, claims: Mapping[str, Size], why: str) -> None:
-        """Case 12."""
-        if not why and not (why := self._memory_of_others(attempt, choice)):
+        """Case 11."""
+        if paced := why:
+            # Another kind of clone may be quicker for those behind it, where the kind is not asked for.
+            asked = attempt.request.kind or self.policy.kind
+            self._tell(attempt, paced) if asked is CloneKind.AUTO else self._wait(attempt, paced, self._paced)
+        elif why := self._memory_of_others(attempt, choice):
+            self._wait(attempt, why)
+        else:
             why = self._template_elsewhere(attempt, choice) or self._why_full(claims)
             self._block(attempt, self._make_room(attempt, attempt.request.nodes, claims), why)
-            return
-        self._tell(attempt, why)
 
     def _template_elsewhere(self, attempt: Attempt, choice: Choice) -> str:
         """The hosts that have the template are too full, or too small for all of a gang: build it on one more host."""
@@ -314,7 +360,7 @@ class Admission:
         """What the first job in the queue waits for: if releasing spares is enough, only until they are gone."""
         if release_spares(self.context, self.context.image_of(attempt), count, claims):
             return Blockage.TURN
-        retire_a_template(self.context, attempt, self.queue)
+        retire_a_template(self.context, attempt)
         return Blockage.ROOM
 
     def _memory_of_others(self, attempt: Attempt, choice: Choice) -> str:
@@ -324,24 +370,26 @@ class Admission:
         this once is told so until there is some more than enough."""
         if self.policy.overcommit <= 1:
             return ""
-        alike = (attempt.request, choice.kind, TOO_LITTLE in attempt.note)
+        lacking = (attempt.request, choice.kind) in self.state.lacking
+        alike = (attempt.request, choice.kind, lacking)
         if alike not in self._beyond:
-            self._beyond[alike] = self._memory_of_others_for(attempt, choice)
+            self._beyond[alike] = self._memory_of_others_for(attempt, choice, lacking=lacking)
+            (self.state.lacking.add if self._beyond[alike] else self.state.lacking.discard)(alike[:2])
         return self._beyond[alike]
 
-    def _memory_of_others_for(self, attempt: Attempt, choice: Choice) -> str:
+    def _memory_of_others_for(self, attempt: Attempt, choice: Choice, *, lacking: bool) -> str:
         if self._empty is None:
             self._empty = room_of(self.context, without={key.owner for key in self.state.claims})
         room, policy = deepcopy(self._empty), self.policy
-        margin = policy.floor // 8 if TOO_LITTLE in attempt.note else 0
+        margin = policy.floor // 8 if lacking else 0
         for name, template in choice.sizes.items():
             frozen = template_claim(template, self.hosts[name]).memory if choice.forks else 0
             room.take(name, Size(0, frozen + margin, 0))
         claims = vm_claims(attempt.request.size, choice.sizes, self.hosts, policy)
         if room.place(attempt.request.nodes, claims) is not None:
             return ""
-        lacking = ", ".join(sorted(self._empty.tight & choice.sizes.keys()))
-        return f"waiting for memory: {lacking} must keep {policy.floor} MiB available, {TOO_LITTLE}"
+        tight = ", ".join(sorted(self._empty.tight & choice.sizes.keys()))
+        return f"waiting for memory: {tight} must keep {policy.floor} MiB available, {TOO_LITTLE}"
 
     # --- what is decided ---------------------------------------------------------------------------
 
@@ -366,10 +414,13 @@ class Admission:
         self.blocked, self.blockage = why, blockage
         self._tell(attempt, why)
 
+    def _wait(self, attempt: Attempt, why: str, paced: Parent | None = None) -> None:
+        """All attempts of this shape that come later wait for the same."""
+        self.alike[self.queue.shape_of(attempt.id)] = Waiting(why, paced)
+        self._tell(attempt, why)
+
     def _tell(self, attempt: Attempt, why: str) -> None:
-        """Note why an attempt waits, once it has waited long enough for its user to wonder."""
-        if attempt.note != why and self.state.now - attempt.since >= self.policy.patience:
-            self.state.move(Change(replace(attempt, note=why), Event.NOTED, why))
+        self.reasons.add(self.queue.job_of(attempt.id).rank, attempt.id, why)
 
 
 def references(state: State, which: TemplateKey) -> int:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
+from types import MappingProxyType
 
 from multiverse.core.model import (
     Claim,
@@ -39,11 +40,11 @@ class Room:
     """What is free in each capacity domain, while one pass takes from it and gives back. `tight` are the hosts whose
     machine has less available than could be claimed."""
 
-    def __init__(self, hosts: Mapping[str, Host], claims: Iterable[Claim]) -> None:
+    def __init__(self, hosts: Mapping[str, Host], used: Mapping[str, Size] = MappingProxyType({})) -> None:
         self.free = {name: [h.capacity.cpus, h.capacity.memory, h.capacity.disk] for name, h in hosts.items()}
         self.tight: set[str] = set()
-        for claim in claims:
-            self.take(claim.domain, claim.size)
+        for domain, size in used.items():
+            self.take(domain, size)
 
     def overcommit(self, host: Host, coming: int, policy: Policy) -> None:
         """Let more be claimed there than is declared, as long as the machine has it once all memory is used that is yet
@@ -103,9 +104,10 @@ def room_of(context: Context, *, without: Collection[Key] = ()) -> Room:
     """What is free on the hosts in sight, as far as declared, or over-committed; `without` some rows, as if what they
     claim and hold had been given back."""
     state, hosts, policy = context.state, context.hosts, context.policy
-    staying = [vm for vm in state.vms.values() if vm.key not in without]
-    room = Room(hosts, (claim for claim in state.claims.values() if claim.owner not in without))
-    mapped = left_behind(staying, state.templates)
+    room = Room(hosts, state.used)
+    for key in (key for owner in without for key in state.claims_of(owner)):
+        room.give(key.domain, state.claims[key].size)
+    mapped = _left_behind_in(state, without)
     for claim in mapped:
         room.take(claim.domain, claim.size)
     if policy.overcommit > 1:
@@ -114,7 +116,7 @@ def room_of(context: Context, *, without: Collection[Key] = ()) -> Room:
             held, settled = held_by(state, claim.owner, context.world, policy)
             gone = claim.owner in without
             coming[claim.domain] += -int(held) if gone else yet_to_come(claim.size, held, settled=settled)
-        for claim in left_behind(state.vms.values(), state.templates):
+        for claim in _left_behind_in(state, ()):
             coming[claim.domain] -= claim.size.memory if claim not in mapped else 0
         for name, host in sorted(hosts.items()):
             room.overcommit(host, coming[name], policy)
@@ -145,6 +147,14 @@ def left_behind(vms: Iterable[Vm], templates: Mapping[int, Template]) -> list[Cl
     return [claim for _, claim in sorted(gone.items())]
 
 
+def _left_behind_in(state: State, without: Collection[Key]) -> list[Claim]:
+    """The same, of the live VMs but `without` some, found through the index."""
+    ended = [id_ for id_ in state.template_ids_of_vms() if id_ not in state.templates]
+    return left_behind(
+        (vm for id_ in ended for vm in state.vms_of_template(id_) if vm.key not in without), state.templates
+    )
+
+
 def yet_to_come(claim: Size, held: float, *, settled: bool) -> int:
     """MiB that the holder of a claim may yet use beside the `held` MiB that it uses: the rest of the claim; a holder
     that has settled is taken to stay as it is, within a quarter."""
@@ -159,7 +169,7 @@ def could_ever_fit(
     node: Size, count: int, templates: Mapping[str, Size], hosts: Mapping[str, Host], policy: Policy
 ) -> bool:
     """Whether empty hosts, with nothing on them but the template of that size, could hold `count` VMs for `node`."""
-    room = Room({name: empty_host(host, policy) for name, host in hosts.items()}, ())
+    room = Room({name: empty_host(host, policy) for name, host in hosts.items()})
     for name, template in templates.items():
         room.take(name, template_claim(template, hosts[name]))
     return room.place(count, vm_claims(node, templates, hosts, policy)) is not None

@@ -7,8 +7,8 @@ waits behind others for its pace, and where a template would have to be made for
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections import ChainMap, Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from multiverse.core.model import (
@@ -63,7 +63,43 @@ def choose_clones(context: Context, attempt: Attempt) -> Choice:
     sizes = template_sizes(context, attempt)
     forking = hosts_making(context.image_of(attempt), CloneKind.INSTANT, context.hosts)
     choice = choose_kind(context, attempt, templates_of(context, attempt, forking, sizes))
+    if choice.kind is CloneKind.LINKED and attempt.request.kind is not CloneKind.LINKED and forking:
+        choice = _unless_too_large(context, attempt, sizes, choice)
     return replace(choice, templates=sizes if choice.forks else dict.fromkeys(sizes, context.policy.base))
+
+
+def _unless_too_large(context: Context, attempt: Attempt, sizes: Mapping[str, Size], choice: Choice) -> Choice:
+    """A clone that boots may be larger than one that is forked: fork where no host could ever hold the former."""
+    request = attempt.request
+    if (request.kind or context.policy.kind) is not CloneKind.AUTO or may_boot(context, attempt, sizes):
+        return choice
+    if could_ever_fit(request.size, request.nodes, sizes, context.hosts, context.policy):
+        return Choice(CloneKind.INSTANT, "no host could hold it booted")
+    return choice
+
+
+def may_boot(context: Context, attempt: Attempt, having: Iterable[str]) -> bool:
+    """Whether the hosts that have the image could ever hold the attempt's VMs as clones that boot."""
+    bases = dict.fromkeys(having, context.policy.base)
+    request = attempt.request
+    return could_ever_fit(request.size, request.nodes, bases, context.hosts, context.policy)
+
+
+def ways_to_make(context: Context, attempt: Attempt) -> Sequence[tuple[CloneKind, Mapping[str, Size]]]:
+    """The kinds of clones that the attempt's VMs could be, the likeliest first, each with the size of the template on
+    each host that has the image: forked from it, or, of clones that boot, as if they were."""
+    sizes = template_sizes(context, attempt)
+    bases = dict.fromkeys(sizes, context.policy.base)
+    match attempt.request.kind or context.policy.kind:
+        case CloneKind.INSTANT:
+            return [(CloneKind.INSTANT, sizes)]
+        case CloneKind.AUTO:
+            forks = any(CloneKind.INSTANT.value in host.abilities for host in context.hosts.values())
+            boots = any(CloneKind.LINKED.value in host.abilities for host in context.hosts.values())
+            ways = [(CloneKind.INSTANT, sizes)] if forks else []
+            return ways + ([(CloneKind.LINKED, bases)] if boots or not forks else [])
+        case kind:
+            return [(kind, bases)]
 
 
 def choose_kind(context: Context, attempt: Attempt, templates: Mapping[TemplateKey, Template | None]) -> Choice:
@@ -128,20 +164,19 @@ def _of_ready(context: Context, image: str, ready: list[str], fork: float, boot:
 def _wanted_by_others(context: Context, attempt: Attempt, image: str) -> float:
     """How many VMs of the image other jobs were given of late, or want now: jobs that wait and are not held, and those
     that this very pass has admitted, of which the forecast does not know yet."""
-    state, jobs = context.state, context.world.scheduler.value.jobs if context.world.scheduler else {}
+    state, queue = context.state, context.state.queue
 
-    def wanted(one: Attempt) -> int:
-        if one.state is AttemptState.QUEUED:
-            wants = (job := jobs.get(one.job.job_id)) is not None and job.eligible
-        else:
-            wants = one.state is AttemptState.CLAIMED and one.since >= state.now
-        return one.request.nodes if wants else 0
+    def admitted_now(one: Attempt) -> bool:
+        return one.state is AttemptState.CLAIMED and one.since >= state.now
 
     if state.wanted is None:  # computed once for all that ask in this pass: jobs admitted meanwhile count as before
         state.wanted = Counter()
-        for one in state.attempts_in(AttemptState.QUEUED, AttemptState.CLAIMED):
-            state.wanted[context.image_of(one)] += wanted(one)
-    now = state.wanted[image] - wanted(attempt)
+        for named, nodes in queue.wanted.items():
+            state.wanted[named or context.policy.image] += nodes
+        for one in state.attempts_in(AttemptState.CLAIMED):
+            state.wanted[context.image_of(one)] += one.request.nodes if admitted_now(one) else 0
+    own = attempt.request.nodes if queue.wants(attempt.id) or admitted_now(attempt) else 0
+    now = state.wanted[image] - own
     return context.world.forecast.arrivals.get(image, 0.0) * ARRIVALS_FADE + now
 
 
@@ -262,14 +297,15 @@ def plan_vms(context: Context, wanted: CloneRequest, hosts: list[str]) -> list[V
     state, policy = context.state, context.policy
     instant = wanted.kind is CloneKind.INSTANT
     vms: list[Vm] = []
-    used = set(state.addresses())
+    fresh: dict[str, int] = {}
+    used = ChainMap(fresh, state.addresses)
     for serial, name in enumerate(hosts, state.next_serial):
         host, size = context.hosts[name], wanted.templates[name]
         assigned = "assigns_addresses" in host.abilities
         address = "" if assigned else address_of(serial, used, policy)
         if address is None:
             return None
-        used.add(address)
+        fresh[address] = serial
         template = state.template_for(TemplateKey(name, wanted.image, size, wanted.account)) if instant else None
         vms.append(
             Vm(

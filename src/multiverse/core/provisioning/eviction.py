@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from multiverse.core.model import LEAVING_STATES, Attempt, Depth, Size, TemplateKey, TemplateState, VmState
@@ -32,7 +32,7 @@ def release_spares(context: Context, image: str, count: int, claims: Mapping[str
     return False
 
 
-def retire_a_template(context: Context, attempt: Attempt, queue: Iterable[Attempt]) -> None:
+def retire_a_template(context: Context, attempt: Attempt) -> None:
     """Retire one template that nothing uses, so that the attempt may have its memory.
 
     First one that no attempt in the queue needs; such templates are kept only while they fit. Otherwise one that this
@@ -44,20 +44,20 @@ def retire_a_template(context: Context, attempt: Attempt, queue: Iterable[Attemp
         return
     image = context.image_of(attempt)
     having = {name for name, host in hosts.items() if image in host.images}
-    spare_keys = {vm.key for vm in state.vms.values() if vm.is_spare}  # spares go with their template
-    used = {vm.template for vm in state.vms.values() if vm.key not in spare_keys}
-    busy = {key.domain for key in state.claims if key.owner.kind == "vm" and key.owner not in spare_keys}
-    # Jobs that ask for the same need the same templates: one of each request is enough to look at.
-    distinct = {one.request: one for one in queue}.values()
-    wanted = {key for one in distinct for key in wanted_templates(context, one)}
-    mine = set(wanted_templates(context, attempt))
     idle = [
         template
         for template in sorted(templates, key=lambda template: (template.since, template.id))
         if template.state in (TemplateState.READY, TemplateState.BROKEN)
         and template.host in having
-        and template.which not in used
+        and not state.serves_from(template.which)
     ]
+    if not idle:
+        return
+    spare_keys = {vm.key for vm in state.vms.values() if vm.is_spare}  # spares go with their template
+    busy = {key.domain for key in state.claims if key.owner.kind == "vm" and key.owner not in spare_keys}
+    # Jobs that ask for the same need the same templates: one of each request is enough to look at.
+    wanted = {key for one in state.queue.one_of_each_request() for key in wanted_templates(context, one)}
+    mine = set(wanted_templates(context, attempt))
     unwanted = (t for t in idle if t.which not in wanted and t.state is TemplateState.READY)
     in_the_way = (t for t in idle if t.which not in mine and t.host not in busy)
     spare = next(unwanted, None) or next(in_the_way, None)

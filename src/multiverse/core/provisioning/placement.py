@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Collection
+from collections.abc import Container
 
 from multiverse.core.policy import Policy
 
 
-def address_of(serial: int, used: Collection[str], policy: Policy) -> str | None:
+def address_of(serial: int, used: Container[str], policy: Policy) -> str | None:
     """An address with its prefix length for the VM `serial`; None if all are in use. Neighbouring serials get
     neighbouring addresses, and one is used again only after all others: a peer's stale ARP entry for it has long
     expired by then."""

@@ -1,0 +1,91 @@
+"""What has changed in the observations since the pass before, and the rows that this concerns.
+
+Observations are compared by identity first and by equality second: drivers hand out the same object for what did not
+change, so that an equal observation costs a comparison of pointers for each job and VM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+from multiverse.core.model import Job, KnownHost, Observation, VmSeen, World
+from multiverse.core.policy import Policy
+from multiverse.core.state import Compared, State
+
+T = TypeVar("T")
+
+
+def mark_changes(state: State, world: World, policy: Policy) -> None:
+    """Mark the rows that the latest observations may move, and keep every host as it was observed last."""
+    compared = state.compared
+    if world.scheduler is not None and world.scheduler is not compared.scheduler:
+        _mark_jobs(state, world.scheduler.value.jobs)
+        compared.scheduler = world.scheduler
+    for name, observation in world.sources.items():
+        _mark_source(state, compared, name, observation, policy)
+    _know_hosts(state, compared, world)
+
+
+def _mark_jobs(state: State, jobs: Mapping[str, Job]) -> None:
+    before, state.queue.jobs = state.queue.jobs, jobs
+    for job_id in changed(before, jobs):
+        state.mark_job(job_id)
+
+
+def changed(before: Mapping[str, T], after: Mapping[str, T]) -> list[str]:
+    """The keys under which the two differ: those that came and changed in the order of `after`, then those that
+    went."""
+    old, new = list(before.values()), list(after.values())
+    if len(old) == len(new) and list(before) == list(after):  # the usual case, compared without a look-up for each
+        return [] if old == new else [key for key, a, b in zip(after, old, new, strict=True) if a is not b and a != b]
+    get = before.get
+    differing = [key for key, value in after.items() if (known := get(key)) is not value and known != value]
+    return differing + [key for key in before if key not in after]
+
+
+def _mark_source(state: State, compared: Compared, name: str, observation: Observation, policy: Policy) -> None:
+    old = compared.sources.get(name)
+    compared.sources[name] = observation
+    silent = observation.latest is None and state.now - observation.since > policy.silence
+    known_before = old is not None and old.latest is not None
+    hosts_before = old.latest.value.hosts.keys() if old and old.latest else None
+    hosts = observation.latest.value.hosts.keys() if observation.latest else None
+    if old is None or silent != (name in compared.silent) or hosts_before != hosts:
+        (compared.silent.add if silent else compared.silent.discard)(name)
+        state.mark_source(name)
+    if observation.latest is None or (known_before and old and old.latest is observation.latest):
+        return
+    shown = observation.latest.value.vms
+    for vm_name in _changed_vms(compared.vms.get(name, {}), shown):
+        state.mark_vm(vm_name)
+    compared.vms[name] = shown
+
+
+def _changed_vms(before: Mapping[str, VmSeen], after: Mapping[str, VmSeen]) -> list[str]:
+    """The names of VMs that came, went, or changed in what moves a row. What a VM uses changes all the time."""
+
+    def differs(name: str) -> bool:
+        old, new = before.get(name), after.get(name)
+        return old is None or new is None or _moves(old) != _moves(new)
+
+    return [name for name in changed(before, after) if differs(name)]
+
+
+def _moves(seen: VmSeen) -> tuple[object, ...]:
+    """What of an observation moves the VM's row, or those that depend on it."""
+    return seen.condition, seen.host, seen.token, seen.introduced
+
+
+def _know_hosts(state: State, compared: Compared, world: World) -> None:
+    """Keep every host in sight as it was observed last, and the source that answers for it. What it has available at
+    the moment is not kept: it changes all the time."""
+    hosts = world.hosts
+    if hosts.keys() != compared.hosts.keys():
+        state.queue.check_all()
+    for name, host in hosts.items():
+        if compared.hosts.get(name) is not host:
+            steady = replace(host, available=0) if host.available else host
+            state.know_host(KnownHost(name, world.source_of[name], value=steady))
+    compared.hosts = dict(hosts)

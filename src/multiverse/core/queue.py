@@ -1,0 +1,161 @@
+"""The queue: the attempts that wait, in the scheduler's order, with what admission has found out about each.
+
+It is kept while rows and jobs change, so that a pass visits only the attempts about which something is to be decided.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from multiverse.core.model import WAITING_STATES, Attempt, AttemptState, Job, Request
+
+Shape = tuple[Request, tuple[tuple[str, int], ...]]
+"""What admission's decision about an attempt depends on, beside its turn: its request, and the limits it uses."""
+
+
+class Order:
+    """Ids in ascending order of their ranks; equal ranks by id."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[int, int]] = []
+        self._ranks: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, id_: object) -> bool:
+        return id_ in self._ranks
+
+    def __iter__(self) -> Iterator[int]:
+        return (id_ for _, id_ in self._entries)
+
+    def entries(self) -> list[tuple[int, int]]:
+        """A copy: the pairs of rank and id."""
+        return self._entries.copy()
+
+    def first(self, count: int) -> list[tuple[int, int]]:
+        """The first pairs of rank and id."""
+        return self._entries[:count]
+
+    def put(self, id_: int, rank: int) -> None:
+        self.drop(id_)
+        self._ranks[id_] = rank
+        insort(self._entries, (rank, id_))
+
+    def drop(self, id_: int) -> None:
+        rank = self._ranks.pop(id_, None)
+        if rank is not None:
+            del self._entries[bisect_left(self._entries, (rank, id_))]
+
+
+class Queue:
+    """The attempts that wait and whose jobs are shown as they were, unless they are quarantined.
+
+    An attempt is *checked* once, and again whenever it, its job or the known hosts change: whether any host could ever
+    hold it. `candidates` may be admitted when it is their turn. `unfit` wait for other hosts, for the reason given.
+    """
+
+    def __init__(self) -> None:
+        self.jobs: Mapping[str, Job] = MappingProxyType({})  # as observed last
+        self.candidates = Order()
+        self.unfit = Order()
+        self.why_unfit: dict[int, str] = {}
+        self.unchecked: set[int] = set()
+        self.wanted: Counter[str | None] = Counter()  # VMs that the candidates and the unfit want, by image
+        self._waiting: dict[int, tuple[Attempt, Job, int]] = {}  # with the number of its shape
+        self._shapes: dict[Shape, int] = {}
+        self._shape_uses: Counter[Shape] = Counter()
+        self._shapes_ever = 0
+
+    def put(self, attempt: Attempt) -> None:
+        """An attempt, or its job, is new or has changed."""
+        self.drop(attempt.id)
+        if attempt.state not in WAITING_STATES or attempt.quarantined:
+            return
+        job = self.jobs.get(attempt.job.job_id)
+        if job is None or job.ref != attempt.job:
+            return
+        self._waiting[attempt.id] = (attempt, job, self._use_shape((attempt.request, job.uses)))
+        self.unchecked.add(attempt.id)
+        if attempt.state is AttemptState.QUEUED and job.eligible:
+            self.candidates.put(attempt.id, job.rank)
+            self.wanted[attempt.request.image] += attempt.request.nodes
+
+    def drop(self, id_: int) -> None:
+        """An attempt waits no more."""
+        old = self._waiting.pop(id_, None)
+        if old is None:
+            return
+        attempt, job, _ = old
+        self._release_shape((attempt.request, job.uses))
+        if self.wants(id_):
+            image = attempt.request.image
+            self.wanted[image] -= attempt.request.nodes
+            if not self.wanted[image]:
+                del self.wanted[image]
+        self.candidates.drop(id_)
+        self.unfit.drop(id_)
+        self.why_unfit.pop(id_, None)
+        self.unchecked.discard(id_)
+
+    def set_aside(self, id_: int, reason: str) -> None:
+        """No host in sight could ever hold the attempt, and others may: it waits for those."""
+        if id_ in self.candidates:
+            self.candidates.drop(id_)
+            self.unfit.put(id_, self._waiting[id_][1].rank)
+            self.why_unfit[id_] = reason
+
+    def check_all(self) -> None:
+        """What hosts could hold has changed: check every attempt again."""
+        for id_ in list(self.unfit):
+            self.candidates.put(id_, self._waiting[id_][1].rank)
+            self.unfit.drop(id_)
+        self.why_unfit.clear()
+        self.unchecked.update(self._waiting)
+
+    def take_unchecked(self) -> list[int]:
+        """The attempts that are to be checked, by number. They count as checked from here on."""
+        ids = sorted(self.unchecked)
+        self.unchecked.clear()
+        return ids
+
+    def wants(self, id_: int) -> bool:
+        """Whether the attempt counts among those that want VMs."""
+        return id_ in self.candidates or id_ in self.unfit
+
+    def job_of(self, id_: int) -> Job:
+        """The job of a waiting attempt, as observed last."""
+        return self._waiting[id_][1]
+
+    def shape_of(self, id_: int) -> int:
+        """A number that attempts of the same shape share."""
+        return self._waiting[id_][2]
+
+    def shapes(self) -> dict[Shape, int]:
+        """How many attempts wait, by shape: for comparing."""
+        return dict(self._shape_uses)
+
+    def one_of_each_request(self) -> list[Attempt]:
+        """Waiting attempts, one of each request, in the order of their first appearance."""
+        return list({attempt.request: attempt for attempt, _, _ in self._first_of_each_shape()}.values())
+
+    def _first_of_each_shape(self) -> list[tuple[Attempt, Job, int]]:
+        found: dict[int, tuple[Attempt, Job, int]] = {}
+        for entry in self._waiting.values():
+            found.setdefault(entry[2], entry)
+        return list(found.values())
+
+    def _use_shape(self, shape: Shape) -> int:
+        self._shape_uses[shape] += 1
+        if shape not in self._shapes:
+            self._shapes[shape] = self._shapes_ever
+            self._shapes_ever += 1
+        return self._shapes[shape]
+
+    def _release_shape(self, shape: Shape) -> None:
+        self._shape_uses[shape] -= 1
+        if not self._shape_uses[shape]:
+            del self._shape_uses[shape], self._shapes[shape]

@@ -1,0 +1,88 @@
+"""Live rows as they are asked for and kept, and ids of rows by a key."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from multiverse.core.model import Attempt, Claim, Key, KnownHost, Offer, Row, Template, Vm
+
+
+class LiveRows:
+    """What is asked of live rows, whether they are a snapshot or the state in memory."""
+
+    attempts: Mapping[int, Attempt]
+    vms: Mapping[int, Vm]
+    templates: Mapping[int, Template]
+    offers: Mapping[int, Offer]
+
+    def get(self, key: Key) -> Row | None:
+        """The live row of that key."""
+        match key.kind:
+            case "attempt":
+                return self.attempts.get(key.id)
+            case "vm":
+                return self.vms.get(key.id)
+            case "template":
+                return self.templates.get(key.id)
+            case "offer":
+                return self.offers.get(key.id)
+
+    def attempt_of(self, vm: Vm) -> Attempt | None:
+        """The live attempt that the VM serves, if any."""
+        return self.attempts.get(vm.attempt) if vm.attempt is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class Rows(LiveRows):
+    """All live rows as committed, the claims, the known hosts, and the numbers that come next."""
+
+    site: str
+    next_serial: int = 1
+    next_attempt: int = 1
+    next_template: int = 1
+    attempts: Mapping[int, Attempt] = field(default_factory=dict)
+    vms: Mapping[int, Vm] = field(default_factory=dict)
+    templates: Mapping[int, Template] = field(default_factory=dict)
+    offers: Mapping[int, Offer] = field(default_factory=dict)
+    claims: Sequence[Claim] = ()
+    hosts: Mapping[str, KnownHost] = field(default_factory=lambda: MappingProxyType({}))
+
+
+_NONE: frozenset[int] = frozenset()
+
+
+class Index:
+    """Ids of rows by a key."""
+
+    def __init__(self) -> None:
+        self._ids: defaultdict[object, set[int]] = defaultdict(set)
+
+    def __getitem__(self, key: object) -> list[int]:
+        """The ids under a key, in ascending order."""
+        return sorted(self._ids[key]) if key in self._ids else []
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._ids
+
+    def ids(self, key: object) -> Set[int]:
+        """The ids under a key, in no order."""
+        return self._ids.get(key, _NONE)
+
+    def add(self, key: object, id_: int) -> None:
+        self._ids[key].add(id_)
+
+    def remove(self, key: object, id_: int) -> None:
+        ids = self._ids[key]
+        ids.discard(id_)
+        if not ids:
+            del self._ids[key]
+
+    def __iter__(self) -> Iterator[object]:
+        return iter(self._ids)
+
+    def entries(self) -> dict[object, frozenset[int]]:
+        """All that is in it: for comparing."""
+        return {key: frozenset(ids) for key, ids in self._ids.items()}

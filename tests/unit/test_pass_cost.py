@@ -1,0 +1,129 @@
+"""A pass visits the rows about which something is to be decided, however many others there are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from multiverse.bench.planner import BlockedCluster, MonotonicClock, Passes, UncheckedTables, measure
+from multiverse.core import planner
+from multiverse.core.model import AttemptState, JobState
+from multiverse.core.provisioning.admission import Admission
+from multiverse.core.queue import Queue
+from multiverse.store import Store
+
+SMALL, LARGE = (60, 100), (600, 400)
+"""Queued jobs and VMs."""
+
+
+@pytest.fixture
+def visited(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often rows are visited, by what is done with them."""
+    counts: Counter[str] = Counter()
+
+    def count(owner: Any, name: str) -> None:
+        whole = getattr(owner, name)
+
+        def counted(*arguments: Any, **more: Any) -> Any:
+            counts[name] += 1
+            return whole(*arguments, **more)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    for name in ("step_vm", "step_attempt"):
+        count(planner, name)
+    for name in ("check", "consider"):
+        count(Admission, name)
+    count(Queue, "put")
+    return counts
+
+
+@pytest.fixture
+def passes_of() -> Iterator[Callable[[int, int], Passes]]:
+    stores: list[Store] = []
+
+    def make(jobs: int, vms: int) -> Passes:
+        cluster = BlockedCluster(jobs, vms)
+        store = Store(":memory:", MonotonicClock(), site="bench", tables=cast(Any, UncheckedTables()))
+        stores.append(store)
+        with store.transaction() as tx:
+            for move in cluster.moves():
+                tx.apply(move)
+        return Passes(cluster, store)
+
+    yield make
+    for store in stores:
+        store.close()
+
+
+async def visits(make: Callable[[int, int], Passes], size: tuple[int, int], counts: Counter[str],
+                 change: Callable[[BlockedCluster], None]) -> Counter[str]:  # fmt: skip
+    """What a pass visits after the cluster has changed so."""
+    passes = make(*size)
+    for _ in range(3):
+        passes.timed()
+    change(passes.cluster)
+    counts.clear()
+    passes.timed()
+    found = Counter(counts)
+    await passes.controller.close()
+    return found
+
+
+async def test_a_pass_on_equal_observations_steps_no_row(
+    passes_of: Callable[[int, int], Passes], visited: Counter[str]
+) -> None:
+    for change in (lambda _: None, BlockedCluster.renew):
+        found = await visits(passes_of, LARGE, visited, change)
+        assert set(found) <= {"consider"} and found["consider"] <= 10, "only the first of the queue are considered"
+
+
+async def test_the_rows_that_a_pass_visits_when_a_job_ends_do_not_grow_with_the_queue(
+    passes_of: Callable[[int, int], Passes], visited: Counter[str]
+) -> None:
+    def end(cluster: BlockedCluster) -> None:
+        cluster.end_a_job(1)
+
+    small = await visits(passes_of, SMALL, visited, end)
+    large = await visits(passes_of, LARGE, visited, end)
+    assert small == large and small["step_attempt"] and small["step_vm"]
+    assert sum(small.values()) < 60
+
+
+async def test_a_job_that_is_held_is_visited_alone(
+    passes_of: Callable[[int, int], Passes], visited: Counter[str]
+) -> None:
+    def hold(cluster: BlockedCluster) -> None:
+        cluster.jobs["500"] = replace(cluster.jobs["500"], eligible=False, held=True)
+
+    found = await visits(passes_of, LARGE, visited, hold)
+    assert (found["step_attempt"], found["check"], found["step_vm"]) == (1, 1, 0)
+
+
+async def test_jobs_that_wait_for_the_same_limit_are_considered_once(
+    passes_of: Callable[[int, int], Passes], visited: Counter[str]
+) -> None:
+    passes = passes_of(*LARGE)
+    for job_id, job in passes.cluster.jobs.items():
+        if job.state is JobState.PENDING:
+            passes.cluster.jobs[job_id] = replace(job, uses=(("QOSMaxJobsPerUserLimit", 1),))
+    passes.cluster.limits["QOSMaxJobsPerUserLimit"] = 0
+    for _ in range(3):
+        passes.timed()
+    visited.clear()
+    passes.timed()
+    requests = {a.request for a in passes.controller.state.attempts_in(AttemptState.QUEUED)}
+    assert 0 < visited["consider"] <= len(requests)
+    assert all("QOSMaxJobsPerUserLimit" in why for why in passes.controller.state.reasons.values())
+    assert len(passes.controller.state.reasons) == 10, "the first of the queue are told"
+    await passes.controller.close()
+
+
+async def test_the_benchmark_measures_passes_of_all_sorts() -> None:
+    found = await measure(20, 50, 3)
+    assert (found.jobs, found.vms) == (20, 50)
+    assert all(one.n == 3 for one in (found.unchanged, found.equal, found.one_ended, found.all_rows))
