@@ -73,7 +73,7 @@ class PassTimes:
     all_rows: Summary
 
 
-class Clock:
+class MonotonicClock:
     """The machine's monotonic clock."""
 
     def now(self) -> float:
@@ -103,7 +103,7 @@ class Endless:
         return call
 
 
-class Cluster:
+class BlockedCluster:
     """The rows and the observations of a cluster with a blocked queue."""
 
     def __init__(self, jobs: int, vms: int) -> None:
@@ -185,8 +185,8 @@ class UncheckedTables(dict[Any, Any]):
 class Passes:
     """A controller whose observations are set by hand."""
 
-    def __init__(self, cluster: Cluster, store: Store) -> None:
-        self.cluster, self.clock = cluster, Clock()
+    def __init__(self, cluster: BlockedCluster, store: Store) -> None:
+        self.cluster, self.clock = cluster, MonotonicClock()
         ports = Endless()
         self.controller = Controller(
             store, cast(Scheduler, ports), cast(Hypervisor, ports), self.clock, Settings(), lambda: "bench"
@@ -219,9 +219,11 @@ class Passes:
 
 async def measure(jobs: int, vms: int, repetitions: int = 9) -> PassTimes:
     """Measure passes with so many queued jobs and so many VMs."""
-    cluster = Cluster(jobs, vms)
+    cluster = BlockedCluster(jobs, vms)
     with tempfile.TemporaryDirectory(prefix="mvbench-") as directory:
-        store = Store(Path(directory) / "multiverse.db", Clock(), site="bench", tables=cast(Any, UncheckedTables()))
+        store = Store(
+            Path(directory) / "multiverse.db", MonotonicClock(), site="bench", tables=cast(Any, UncheckedTables())
+        )
         with store.transaction() as tx:
             for move in cluster.moves():
                 tx.apply(move)
