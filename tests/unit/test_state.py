@@ -16,6 +16,7 @@ from multiverse.core.model import (
     AttemptState,
     Claim,
     ClaimKey,
+    CloneKind,
     HostState,
     JobRef,
     Key,
@@ -154,6 +155,46 @@ def test_a_rollback_restores_all_and_the_indexes_stay_those_of_the_rows(
     for step in after:
         act(held, *step)
     assert_consistent(held)
+
+
+def test_before_its_first_pass_a_state_has_the_rows_alone() -> None:
+    held = State(Rows("test0"), TABLES)
+    assert (held.now, held.entropy, held.moves, held.missing, held.learned) == (0.0, "", [], [], {})
+    assert (held.paced, dict(held.waiting), held.wanted, held.reasons, held.lacking) == ({}, {}, None, {}, set())
+    assert set(held.indexes()) == {
+        "by_job",
+        "by_state",
+        "vms_by_attempt",
+        "vms_by_host",
+        "vms_by_source",
+        "vms_by_template",
+        "templates_by_key",
+    }
+    later = State(Rows("test0"), TABLES, 7.0)
+    later.move(Change(vm(V.PLANNED), Event.PLANNED))
+    assert later.vms[1].since == 7.0 and len(later.moves) == 1
+    later.rollback()
+    assert later.vms == {} and later.moves == []
+    later.begin(8.0, {("h1", "slim", CloneKind.INSTANT): 9.0})
+    assert (later.now, later.entropy) == (8.0, "") and list(later.paced.values()) == [9.0]
+
+
+def test_what_is_used_of_a_domain_is_the_sum_of_its_claims() -> None:
+    first, other, away = (
+        Claim(Key("vm", 1), "h1", Size(1, 100, 5)),
+        Claim(Key("template", 1), "h1", Size(0, 256)),
+        Claim(Key("vm", 2), "h2", Size(2, 200, 7)),
+    )
+    held = state(vm(V.PLANNED), vm(V.PLANNED, id=2), template(T.READY), claims=[first, away])
+    assert (held.used["h1"], held.used["h2"], held.used["h9"]) == (first.size, away.size, Size(0, 0, 0))
+    held.move(make=[other])
+    assert held.used["h1"] == Size(1, 356, 5)
+    held.move(make=[replace(first, size=Size(3, 300, 9))])
+    assert held.used["h1"] == Size(3, 556, 9), "a claim takes the place of the one with its key"
+    held.move(free=[first.owner])
+    assert (held.used["h1"], held.used["h2"]) == (other.size, away.size)
+    held.rollback()
+    assert (held.used["h1"], held.used["h2"]) == (first.size, away.size)
 
 
 def test_a_new_pass_keeps_what_the_pass_before_changed() -> None:
