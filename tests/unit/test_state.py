@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from multiverse.core.changes import mark_changes
 from multiverse.core.errors import Broken
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
@@ -17,8 +18,13 @@ from multiverse.core.model import (
     Claim,
     ClaimKey,
     CloneKind,
+    Depth,
+    Host,
     HostState,
+    HypervisorView,
+    Job,
     JobRef,
+    JobState,
     Key,
     KnownHost,
     Offer,
@@ -35,7 +41,8 @@ from multiverse.core.model import (
 from multiverse.core.rows import Rows
 from multiverse.core.state import State, VmsMissing, quarantine_on_error
 from multiverse.core.transition import TERMINAL, Change, Event, Tables, Transition, transitions, unchanged
-from tests.unit.rows import attempt, offer, state, template, vm
+from tests.unit.planner_harness import POLICY
+from tests.unit.rows import SOURCE, attempt, offer, state, template, vm, world_of
 
 A, V, T, O = AttemptState, VmState, TemplateState, OfferState  # noqa: E741
 MAKERS: dict[RowKind, Callable[..., Row]] = {"attempt": attempt, "vm": vm, "template": template, "offer": offer}
@@ -230,6 +237,56 @@ def test_a_move_of_several_rows_of_which_one_may_not_change_changes_none() -> No
     assert everything(held) == before and held.moves == []
 
 
+def test_a_rollback_restores_hosts_which_are_then_learned_again() -> None:
+    held = state()
+    before = held.rows().hosts
+    fresh = {name: Host(name, Size(4, 4096)) for name in ("h1", "h2")}
+    for now in (1.0, 2.0):
+        held.begin(now, {})
+        mark_changes(held, world_of(None, HypervisorView(fresh), now), POLICY)
+        assert held.learned == {name: KnownHost(name, SOURCE, value=host) for name, host in fresh.items()}
+        held.rollback()
+        assert held.rows().hosts == before == {"h1": KnownHost("h1", SOURCE)}
+
+
+def test_a_rollback_takes_a_new_attempt_out_of_the_queue() -> None:
+    held = state()
+    row = attempt(A.QUEUED)
+    held.queue.jobs = {"7": Job(row.job, row.job_name, row.uid, JobState.PENDING, row.request)}
+    held.begin(1.0, {})
+    held.move(Change(replace(row, version=0), Event.SUBMITTED))
+    assert list(held.queue.candidates) == [1] and held.queue.wants(1)
+    held.rollback()
+    assert list(held.queue.candidates) == [] and not held.queue.wants(1)
+
+
+# --- what is to be looked at ------------------------------------------------------------------------
+
+
+def marked(held: State, *changes: Change) -> tuple[set[int], set[int]]:
+    """The attempts and the VMs that are to be looked at after these changes."""
+    held.dirty_attempts.clear()
+    held.dirty_vms.clear()
+    held.move(*changes)
+    return held.dirty_attempts, held.dirty_vms
+
+
+def test_a_change_marks_the_rows_whose_steps_depend_on_it() -> None:
+    one, other = attempt(A.SPAWNING), attempt(A.SPAWNING, id=2, job="8")
+    serving, spare = vm(V.STARTING, attempt=1), vm(V.PARKED, id=2)
+    rows = (one, other, serving, spare, offer(O.OPEN, id=2), template(T.READY))
+    assert marked(state(*rows), Change(replace(one, replaced=1), Event.REPLACED)) == ({1}, {1})
+    assert marked(state(*rows), Change(replace(serving, state=V.JOINED), Event.REGISTERED)) == ({1}, {1})
+    assert marked(state(*rows), Change(replace(spare, attempt=2), Event.TAKEN)) == ({2}, {2})
+    assert marked(state(*rows), Change(offer(O.CLOSING, id=2), Event.WITHDRAWN)) == (set(), {2})
+    assert marked(state(*rows), Change(template(T.RETIRING), Event.DROPPED)) == (set(), set())
+    leaving = replace(serving, state=V.RELEASING)
+    held = state(one, leaving)
+    assert marked(held, Change(replace(leaving, state=V.GONE), Event.ABSENT))[0] == {1}, "its attempt goes on"
+    over = attempt(A.RECLAIMING, outcome="done")
+    assert marked(state(over, spare), Change(replace(over, state=A.DONE), Event.RECLAIMED))[0] == {1}
+
+
 # --- faults -----------------------------------------------------------------------------------------
 
 
@@ -304,6 +361,31 @@ def test_templates_offers_claims_and_hosts_are_found_by_their_keys() -> None:
     held.learned.clear()
     held.know_host(KnownHost("h1", "hosts", HostState.FENCED))
     assert held.learned == {}, "nothing new is known"
+
+
+def test_vms_are_found_by_the_template_that_they_were_forked_from() -> None:
+    which = TemplateKey("h1", "slim", Size(1, 256))
+    serving, spare = vm(V.SERVING, attempt=1, template_id=4), vm(V.PARKED, id=2, pool=Depth.PARKED, template_id=4)
+    booted = vm(V.SERVING, id=3, attempt=1, kind=CloneKind.FULL)
+    held = state(serving, spare, booted, vm(V.SERVING, id=5, attempt=2, template_id=6, account="physics"))
+    assert sorted(held.template_ids_of_vms()) == [4, 6]
+    assert held.vms_of_template(4) == [serving, spare] and held.vms_of_template(5) == []
+    assert held.serves_from(which) and held.serves_from(which._replace(account="physics"))
+    assert not held.serves_from(which._replace(host="h2"))
+    assert not state(spare, booted).serves_from(which), "spares go with their template"
+
+
+def test_the_sources_of_live_vms_are_known() -> None:
+    away = vm(V.REMOVING, id=2, source="agent of h2")
+    held = state(vm(V.PARKED), away)
+    assert held.sources() == {SOURCE, "agent of h2"}
+    held.move(Change(replace(away, state=V.GONE), Event.ABSENT))
+    assert held.sources() == {SOURCE}
+
+
+def test_a_serial_is_counted_once() -> None:
+    held = state()
+    assert [held.next_serial, held.new_serial(), held.new_serial(), held.next_serial] == [100, 100, 101, 102]
 
 
 def test_an_address_is_in_use_until_the_last_vm_that_has_it_is_gone() -> None:
