@@ -211,7 +211,7 @@ def test_the_row_of_an_instant_clone_names_the_row_of_its_template(account: str)
         harness.job(request=Request(1, Size(1, 100), account=account))
         harness.run()
         for row in harness.rows.templates.values():
-            seen = harness.templates[harness.template()]
+            seen = harness.templates.pop(harness.template())
             harness.templates[row.which] = replace(seen, account=account)
     (template,) = harness.rows.templates.values()
     (vm,) = harness.all_vms()
