@@ -33,6 +33,7 @@ from multiverse.api import (
     decode,
 )
 from multiverse.controller.effects import Failure
+from multiverse.controller.users import LookupFailure
 from multiverse.core.model import (
     AttemptState,
     Claim,
@@ -165,6 +166,9 @@ class ControllerAtRest:
 
     def world(self) -> World:
         return world_of(None, SEEN, 998.0)
+
+    def unknown_users(self) -> list[LookupFailure]:
+        return []
 
     def orphans(self) -> list[str]:
         return ["mvtest0-77"]

@@ -9,7 +9,7 @@ import pytest
 from multiverse.core import planner
 from multiverse.core.errors import Broken, Refused
 from multiverse.core.machines.attempt import attempt_rests
-from multiverse.core.machines.tables import effect_of
+from multiverse.core.machines.tables import TABLES, effect_of
 from multiverse.core.model import (
     AttemptState,
     CloneKind,
@@ -29,7 +29,8 @@ from multiverse.core.model import (
     World,
 )
 from multiverse.core.planner import plan
-from multiverse.core.transition import TERMINAL, Command, Done, EffectKind, Event
+from multiverse.core.state import State
+from multiverse.core.transition import TERMINAL, Change, Command, Done, EffectKind, Event, Move
 from tests.unit import rows as hand
 from tests.unit.planner_harness import POLICY, PlannerHarness, failed
 
@@ -151,6 +152,10 @@ def test_a_job_that_runs_while_its_attempt_waits_is_requeued_before_it_is_admitt
     built(harness)
     harness.job(eligible=False)
     harness.run()
+    earlier = replace(hand.vm(V.PLANNED, id=9), version=0)
+    with harness.store.transaction() as tx:
+        tx.apply(Move((Change(earlier, Event.PLANNED),)))
+    harness.state = State(harness.rows, TABLES)
     on(harness, "mvtest0-9", state=state, pinned="mv_9")
     harness.run()
     harness.run()

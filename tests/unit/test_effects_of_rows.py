@@ -41,6 +41,7 @@ EFFECTS: list[tuple[Row, E | None, str]] = [
     (vm(V.JOINED), None, ""),
     (vm(V.SERVING), None, ""),
     (vm(V.RETIRING), None, ""),
+    (vm(V.ORPHAN, job_id="7"), None, ""),
     (vm(V.DEAD), None, ""),
     (vm(V.LOST), None, ""),
     (vm(V.ENDING), E.END, ""),

@@ -68,7 +68,6 @@ def test_a_guest_limits_memory_as_the_site_does_on_bare_metal() -> None:
         "CgroupPlugin": "cgroup/v2",
         "ConstrainRAMSpace": "yes",
         "AllowedRAMSpace": "90",
-        "MinRAMSpace": "20",
     }
 
 
@@ -98,7 +97,7 @@ def test_a_guest_limits_memory_to_what_the_job_asked_for_if_the_site_does_not(
     [("OverMemoryKill", None), ("UsePss, overmemorykill,NoShared", "UsePss,NoShared"), ("NoShared", "NoShared")],
 )
 def test_slurmd_in_a_guest_is_not_given_a_second_limit_of_memory(params: str, left: str | None) -> None:
-    made = conf.for_guest(f"JobAcctGatherParams={params}\n", "10.1.0.1")
+    made = conf.for_guest(f"JobAcctGatherParams={params}\n", [conf.Slurmctld("head", "10.1.0.1")])
     found = dict(conf.settings(made)).get("JobAcctGatherParams")
     assert (found and found.replace(" ", "")) == left
     assert all(value for _, value in conf.settings(made)), "Slurm refuses a key without a value"

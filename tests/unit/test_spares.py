@@ -70,12 +70,15 @@ def joined(serial: int = 1, node_size: Size = Size(1, 100), **more: object) -> V
     return vm(V.JOINED, id=serial, **{"pool": Depth.JOINED, "since": NOW - 50, "node_size": node_size, **more})
 
 
+def condition(one: Vm) -> VmCondition:
+    return VmCondition.PARKED if one.state is V.PARKED else VmCondition.RUNNING
+
+
 def world(*vms: Vm, hosts: Collection[Host] = (), jobs: Collection[Job] = (), nodes: Mapping[str, Node] | None = None,
           ready: Collection[Row] = (), dead: Collection[int] = (), **forecast: object) -> World:  # fmt: skip
-    """All VMs run, except those that are `dead`. All that have joined are idle nodes, unless `nodes` is given."""
-    seen = {
-        one.name: VmSeen(one.name, one.host, VmCondition.DEAD if one.id in dead else VmCondition.RUNNING) for one in vms
-    }
+    """All VMs run or are parked, except those that are `dead`. All that have joined are idle nodes, unless `nodes` is
+    given."""
+    seen = {one.name: VmSeen(one.name, one.host, VmCondition.DEAD if one.id in dead else condition(one)) for one in vms}
     idle = {one.name: Node(one.name, NodeState.IDLE) for one in vms if one.state is V.JOINED}
     return world_of(
         SchedulerView({job.ref.job_id: job for job in jobs}, idle if nodes is None else nodes, offers=None),

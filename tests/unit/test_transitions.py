@@ -112,7 +112,8 @@ WAITING: list[tuple[Attempt, Job | None, Event, A]] = [
 
 @pytest.mark.parametrize(("row", "shown", "event", "target"), WAITING)
 def test_a_waiting_attempt_follows_its_job(row: Attempt, shown: Job | None, event: Event, target: A) -> None:
-    found = taken(row, shown=Shown(jobs=(shown,) if shown else ()))
+    earlier = vm(V.RELEASING, id=9)  # of an earlier attempt
+    found = taken(row, earlier, shown=Shown(jobs=(shown,) if shown else ()))
     assert next(one for one in found if one[0] == row.key) == (row.key, row.state, event, target)
 
 

@@ -45,6 +45,7 @@ from multiverse.core.model import (
     TemplateCondition,
     TemplateSeen,
     TemplateState,
+    User,
     Vm,
     VmCondition,
     VmSeen,
@@ -191,6 +192,7 @@ class Passes:
         self.controller = Controller(
             store, cast(Scheduler, ports), cast(Hypervisor, ports), self.clock, Settings(), lambda: "bench"
         )
+        self.controller.users.remember(User("user", 1000, 1000, "/home/user", "/bin/sh"))
 
     def observe(self) -> None:
         """Set new observations."""

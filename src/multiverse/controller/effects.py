@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import structlog
 
-from multiverse.core.errors import Broken, Gone, MultiverseError, Refused, Stale, Unknown
+from multiverse.controller.users import UserDirectory
+from multiverse.core.errors import Broken, MultiverseError, Refused, Stale, Unknown
 from multiverse.core.machines.tables import permitted_effects
 from multiverse.core.model import (
     Attempt,
@@ -25,7 +26,6 @@ from multiverse.core.model import (
     Row,
     Stage,
     Template,
-    User,
     Vm,
     VmRef,
     VmSpec,
@@ -73,13 +73,14 @@ class Failure:
 
 @dataclass
 class Surroundings:
-    """What effects need beside the row itself: its relatives, and what every guest is given."""
+    """What effects need beside the row itself: its relatives, its user, and what every guest is given."""
 
     gateway: str
     hosts: tuple[tuple[str, str], ...]
     mounts: tuple[Mount, ...]
     grace: float
     state: State
+    users: UserDirectory
 
 
 class Effects:
@@ -316,15 +317,9 @@ class Effects:
             if users is None:
                 raise Refused(f"{vm.name} cannot learn of its user: its hypervisor adds none to a guest that runs")
             try:
-                await users.add_user(vm.ref, await self._user(attempt.uid))
+                await users.add_user(vm.ref, await self._around.users.user(attempt.uid))
             except Broken as error:  # another VM may take the user in; this one never will
                 raise Refused(f"{vm.name} could not be told of its user: {error.message}") from error
-
-    async def _user(self, uid: int) -> User:
-        try:
-            return await self._scheduler.user(uid)
-        except Gone as error:
-            raise Refused(f"the job's user is unknown here: {error.message}") from error
 
     async def _start(self, vm: Vm) -> Sequence[Stage]:
         attempt = self._around.state.attempt_of(vm)
@@ -332,7 +327,7 @@ class Effects:
         peers = tuple(
             (peer.name, peer.address.partition("/")[0]) for peer in relatives if peer.id != vm.id and not peer.failed
         )
-        users = (await self._user(attempt.uid),) if attempt else ()
+        users = (await self._around.users.user(attempt.uid),) if attempt else ()
         bootstrap = await self._scheduler.bootstrap(node_spec(vm, attempt))
         identity = Identity(
             hostname=vm.name,

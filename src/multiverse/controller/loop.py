@@ -16,6 +16,7 @@ from multiverse.controller.effects import Effects, Failure, Surroundings
 from multiverse.controller.forecast import ForecastRecorder
 from multiverse.controller.missing_hints import MissingHints
 from multiverse.controller.observers import Awaited, Observer, SchedulerObserver
+from multiverse.controller.users import LookupFailure, UserDirectory
 from multiverse.core.errors import MultiverseError
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
@@ -127,6 +128,8 @@ class Controller:
         self.policy = policy_of(settings)
         self.state = State(store.rows(), TABLES, clock.now())
         """The live rows as committed, between passes."""
+        # The database may be a copy that is older than the end of these VMs: their names are not given again.
+        self.state.unmade.update(vm.id for vm in self.state.vms_in(VmState.PLANNED))
         self.observed = World()
         """What the latest pass was planned upon."""
         self._forecast = ForecastRecorder(self.policy)
@@ -152,12 +155,14 @@ class Controller:
             for source in hypervisor.sources
         }
         """One observer for each source of the hypervisor, by the source's name."""
+        self.users = UserDirectory(lambda uid: scheduler.user(uid), clock, self._wake.set)
         surroundings = Surroundings(
             gateway=settings.network.gateway,
             hosts=settings.network.hosts,
             mounts=settings.mounts,
             grace=settings.pacing.reclaim_grace,
             state=self.state,
+            users=self.users,
         )
         self._effects = Effects(scheduler, hypervisor, clock, surroundings, self._effect_ended)
         self._comments = CommentWriter(
@@ -189,6 +194,7 @@ class Controller:
             refused=self._effects.refused(),
             forecast=self._forecast.forecast(self._clock.now()),
             entropy=self._entropy(),
+            users=self.users.seen(),
         )
 
     def _observed_jobs(self) -> Mapping[str, Job]:
@@ -201,6 +207,10 @@ class Controller:
     def failing(self, often: int) -> list[Failure]:
         """Effects that failed at least `often` times in a row."""
         return self._effects.failing(often)
+
+    def unknown_users(self) -> list[LookupFailure]:
+        """The users of jobs whom the name service does not tell."""
+        return self.users.failures()
 
     def command(self, command: Command) -> asyncio.Future[None]:
         """Take what an operator asks for; the rows show what comes of it. Done when it is committed: until then it is
@@ -231,6 +241,7 @@ class Controller:
 
     async def close(self) -> None:
         """Stop the effects that run. What they have begun is found again by the next controller's observations."""
+        await self.users.close()
         await self._effects.close()
 
     def _observers(self) -> list[Observer[SchedulerView] | Observer[HypervisorView]]:
@@ -238,7 +249,8 @@ class Controller:
 
     async def _sleep(self, observers: list[asyncio.Task[None]]) -> None:
         now = self._clock.now()
-        left = min(self._settings.poll, self._effects.next_due() - now, self._forecast.next_due(now) - now)
+        due = min(self._effects.next_due(), self._forecast.next_due(now), self.users.next_due())
+        left = min(self._settings.poll, due - now)
         if left > 0:
             try:
                 async with asyncio.timeout(left):
@@ -285,6 +297,7 @@ class Controller:
         if state.learned or self._limits is None:
             self._limits = job_limits(state.hosts, self.policy)
         self._effects.limit_submissions(self._limits)
+        self.users.look_up(state.queue.unknown_users)
         self._effects.ensure(self._confirmed_orphans(world))
         return True
 

@@ -73,10 +73,9 @@ class Observer(Generic[T]):
                 async with asyncio.timeout(TIMEOUT):
                     latest = await self._load()
             except (MultiverseError, TimeoutError) as error:
-                self._failed(str(error) or f"no answer within {TIMEOUT:g} s")
-            except Exception as error:
-                log.exception("observation failed unexpectedly", source=self.name)
-                self._failed(f"{type(error).__name__}: {error}")
+                self._unknown(str(error) or f"no answer within {TIMEOUT:g} s")
+            except Exception as error:  # a defect of a driver: its source is unknown, and the others go on
+                self._unknown(f"{type(error).__name__}: {error}", traceback=True)
             else:
                 if self.failure:
                     log.info("source is back", source=self.name)
@@ -89,11 +88,12 @@ class Observer(Generic[T]):
     async def _load(self) -> Seen[T]:
         return Seen(await self._observe(), self._began)
 
-    def _failed(self, text: str) -> None:
-        if text != self.failure:
-            log.warning("source is unknown", source=self.name, reason=text)
+    def _unknown(self, reason: str, *, traceback: bool = False) -> None:
+        """The observation failed. A failure is logged once for as long as it repeats."""
+        if reason != self.failure:
+            log.warning("source is unknown", source=self.name, reason=reason, exc_info=traceback)
         self._turn(self.latest is not None)
-        self.latest, self.failure = None, text
+        self.latest, self.failure = None, reason
 
     def _turn(self, turned: bool) -> None:
         if turned:

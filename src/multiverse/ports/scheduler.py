@@ -76,7 +76,8 @@ class Scheduler(Protocol):
         ...
 
     async def user(self, uid: int) -> User:
-        """The user with this uid, with all groups. `Gone` if there is none."""
+        """The user with this uid, with all groups. `Gone` only if there surely is none, `Unknown` if the name service
+        does not answer or cannot be relied upon."""
         ...
 
 

@@ -124,6 +124,9 @@ class Backend:
                 for source in self.sources()
                 if source.failure
             ],
+            unknown_users=[
+                convert.unknown_user(failure, self._rows(), now) for failure in self.controller.unknown_users()
+            ],
             hints=self._missing_hints(),
             failing_effects=[
                 convert.failing_effect(failure, now) for failure in self.controller.failing(FAILURES_UNTIL_ALERT)

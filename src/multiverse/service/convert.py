@@ -13,6 +13,7 @@ from typing import Any
 from multiverse.api import Alert, HostView, JobView, PoolView, SizeView, SourceView, TemplateView, TimelineView, VmView
 from multiverse.controller.effects import Failure
 from multiverse.controller.observers import Observer
+from multiverse.controller.users import LookupFailure
 from multiverse.core.model import (
     ENDING_STATES,
     PINNED_STATES,
@@ -50,7 +51,9 @@ from multiverse.service.findings import (
     HostShortOfMemory,
     JobBackingOff,
     MissingImage,
+    OrphanVm,
     QuarantinedRecord,
+    UnknownUser,
 )
 from multiverse.service.identity import KnownVm
 from multiverse.service.timeline import timeline
@@ -285,9 +288,20 @@ def findings(rows: Rows, world: World, policy: Policy, now: float) -> Findings:
         short_of_memory=tuple(_hosts_short_of_memory(world, policy)),
         missing_images=tuple(_missing_images(rows, world, policy, now)),
         quarantined=tuple(_quarantined_records(rows)),
+        orphan_vms=tuple(
+            OrphanVm(_name_of(vm.key), vm.name, vm.host, vm.job_id, vm.version)
+            for _, vm in sorted(rows.vms.items())
+            if vm.state is VmState.ORPHAN and not vm.quarantined
+        ),
         broken_templates=tuple(_broken_templates(rows, policy, now)),
         backing_off=tuple(_jobs_backing_off(rows, now)),
     )
+
+
+def unknown_user(failure: LookupFailure, rows: Rows, now: float) -> UnknownUser:
+    owners = (row for _, row in sorted(rows.attempts.items()) if row.uid == failure.uid)
+    jobs = tuple(dict.fromkeys(row.job.job_id for row in owners))
+    return UnknownUser(failure.uid, now - failure.since, failure.reason, jobs)
 
 
 def failing_effect(failure: Failure, now: float) -> FailingEffect:
@@ -427,7 +441,8 @@ def repair_command(alert: Alert) -> Command:
     if alert.kind == "host":
         return Command("fence", host=alert.name)
     kind, _, number = alert.name.partition("-")
-    return Command("retry", key=Key(kind, int(number)))  # type: ignore[arg-type]  # made by _name_of
+    verb = "end" if alert.kind == "stranger" else "retry"
+    return Command(verb, key=Key(kind, int(number)))  # type: ignore[arg-type]  # made by _name_of
 
 
 def template_command(verb: str, image: str, host: str, size: tuple[int, int] | None, account: str | None) -> Command:

@@ -275,6 +275,10 @@ class Cluster:
         if node in self._offers and not self._offers[node].taken:
             del self._offers[node]
 
+    def unlist_offers(self) -> None:
+        """A controller that knows of no offers has started: jobs may take what was offered before no more."""
+        self._offers = {node: offered for node, offered in self._offers.items() if offered.taken}
+
     def forget(self, node: str) -> None:
         self._offers.pop(node, None)
 

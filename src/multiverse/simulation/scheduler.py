@@ -35,6 +35,7 @@ class CommandLatencies:
     request: tuple[float, float] = (0.005, 0.05)
     reply: tuple[float, float] = (0.002, 0.03)
     patience: tuple[float, float] = (2.0, 10.0)
+    look_up: float = 0.001
 
 
 FindUser = Callable[[int], User | None]
@@ -158,6 +159,7 @@ class SimulatedScheduler(ABC):
         await self._reply()
 
     async def user(self, uid: int) -> User:
+        await asyncio.sleep(self._latencies.look_up)
         user = self._find_user(uid)
         if user is None:
             raise Gone(f"no user has the uid {uid}", hint="look at the site's user database")

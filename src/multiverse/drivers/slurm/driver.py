@@ -9,8 +9,9 @@ from dataclasses import replace
 from multiverse.config import Settings
 from multiverse.core.errors import Exhausted, Gone, Refused, Stale
 from multiverse.core.model import JobRef, NodeBootstrap, NodeSpec, NodeState, SchedulerPart, SchedulerView, User
-from multiverse.drivers.slurm import account, conf, parse
 from multiverse.drivers.slurm import bootstrap as node_bootstrap
+from multiverse.drivers.slurm import conf, parse
+from multiverse.drivers.slurm.account import NameService
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.comment import CommentTurns, compose, plain_line, updates, waiting_records
 from multiverse.drivers.slurm.delete import NodeDeleter
@@ -30,6 +31,7 @@ class SlurmScheduler:
         self._slurm = settings.slurm
         self._site = site
         self._commands = SlurmCommands(settings.slurm, env)
+        self._name_service = NameService()
         self._reader = SlurmReader(settings, site, self._commands)
         self._comment_turns = CommentTurns()
         # Each observation renews both files, so they have to be valid for several polls.
@@ -214,7 +216,7 @@ class SlurmScheduler:
 
     async def user(self, uid: int) -> User:
         """See `ports.Scheduler`."""
-        return await asyncio.to_thread(account.lookup, uid)
+        return await self._name_service.user(uid)
 
     async def _update(self, job: JobRef, *changes: str) -> None:
         """Change a job.
