@@ -571,6 +571,15 @@ def test_a_fault_in_applying_a_result_puts_its_record_in_quarantine(monkeypatch:
     assert harness.all_vms()[0].key == Key("vm", vm.id)
 
 
+def test_a_fault_in_replacing_a_vm_puts_its_attempt_in_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = PlannerHarness()
+    harness.to_claimed()
+    monkeypatch.setattr(planner, "supply_missing", lambda *_: {}["x"])
+    harness.run(failed(harness.all_vms()[0], EffectKind.CREATE, Refused("no luck")))
+    assert harness.attempt().quarantined.startswith("a fault of Multiverse")
+    assert harness.all_vms()[0].state is V.ENDING and not harness.all_vms()[0].quarantined
+
+
 # --- messages ---------------------------------------------------------------------------------------
 
 
@@ -634,6 +643,13 @@ def test_an_attempt_rests_while_its_job_waits_or_runs_as_before() -> None:
     assert {(state, shown) for state in live for shown in [None, *JobState] if rests(state, shown)} == resting
     assert not rests(A.QUEUED, JobState.PENDING, began=9.9), "it is newer than the observation"
     assert not attempt_rests(hand.attempt(A.QUEUED), World()), "the scheduler is unknown"
+
+
+def test_rows_that_rest_are_not_looked_at_again() -> None:
+    harness = PlannerHarness()
+    harness.to_allocated()
+    harness.run()
+    assert (harness.state.dirty_attempts, harness.state.dirty_vms) == (set(), set())
 
 
 def test_an_attempt_in_quarantine_rests_until_its_job_is_over() -> None:
