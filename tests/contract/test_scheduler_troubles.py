@@ -414,6 +414,7 @@ async def unknown_and_repeated(h: Harness, *, gone: bool) -> None:
     async with h.away(gone=gone):
         attempts = [
             h.scheduler.observe(),
+            *([parts.read({job.ref.job_id: None}, (), [name])] if (parts := h.scheduler.parts) else []),
             h.pin(job.ref, feature),
             h.scheduler.requeue(other.ref),
             h.scheduler.revoke(job.ref, "test"),
