@@ -683,6 +683,43 @@ def test_a_job_that_fits_on_no_host_in_sight_waits_for_hosts_out_of_reach_and_bl
     assert admitted(changes) == {2}
 
 
+@pytest.mark.parametrize("lacks", ["the ability", "an image that forks"])
+def test_a_job_that_fits_only_on_a_host_that_cannot_make_its_clones_waits_and_blocks_no_other(lacks: str) -> None:
+    """A regression: such a job waited for capacity, and all behind it did."""
+    small, large = host("h1", cpus=4), host("h2", can="plug_cpus plug_memory" if lacks != "the ability" else None)
+    if lacks == "the ability":
+        large = replace(large, abilities=frozenset({"linked", "full"}))
+    jobs = [queued(1, Size(8, 100)), queued(2), queued(3, Size(8, 100), kind=CloneKind.LINKED)]
+    changes = decided(READY, *jobs, hosts=[small, large])
+    why = "a VM of 8 CPUs, 100 MiB fits on no host; the largest that fits is 4 CPUs"
+    assert admitted(changes) == {2, 3}
+    assert notes(changes)[1].startswith(why) and notes(changes)[1].endswith("; unable to make instant clones: h2")
+    able = replace(large, abilities=small.abilities, images=small.images)
+    assert "template" in notes(decided(READY, *jobs, hosts=[small, able]))[1]
+    fits = decided(READY, queued(1, Size(8, 100)), hosts=[small, large], policy=replace(EAGER, kind=CloneKind.AUTO))
+    assert [(one.host, one.kind) for one in made(fits)] == [("h2", CloneKind.LINKED)]
+
+
+def test_a_job_that_is_too_large_for_the_hosts_that_boot_is_forked() -> None:
+    """A regression: it was to boot on a host that is too small, and all behind it waited for capacity."""
+    small = replace(host("h1", cpus=4), abilities=frozenset({"linked"}))
+    large = replace(host("h2"), abilities=frozenset({"instant"}))
+    policy = replace(EAGER, kind=CloneKind.AUTO)
+    changes = decided(queued(1, Size(8, 100)), queued(2), hosts=[small, large], policy=policy)
+    assert [row.host for _, row in templates(changes)] == ["h2"] and admitted(changes) == {2}
+
+
+@pytest.mark.parametrize("kind", [CloneKind.INSTANT, CloneKind.FULL, CloneKind.AUTO])
+def test_a_job_whose_clones_no_host_makes_waits_for_that_and_blocks_no_other(kind: CloneKind) -> None:
+    """Nobody says "too large" while it is not known which host may come to make them."""
+    able = replace(host(), abilities=frozenset({"linked"}))
+    unable = replace(host(), abilities=frozenset())
+    jobs = [queued(1, kind=kind), queued(2, kind=CloneKind.LINKED)]
+    changes = decided(READY, *jobs, hosts=[unable if kind is CloneKind.AUTO else able])
+    assert "no host can make" in notes(changes)[1]
+    assert admitted(changes) == (set() if kind is CloneKind.AUTO else {2})
+
+
 def test_the_reason_says_that_no_host_is_in_sight() -> None:
     assert notes(decided(queued(1), known=["h2"])) == {1: "no host is in sight; out of reach now: h2"}
 

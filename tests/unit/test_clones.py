@@ -187,7 +187,7 @@ def test_a_kind_that_is_chosen_for_another_reason_or_asked_for_is_kept() -> None
         (CloneKind.AUTO, "instant linked", [CloneKind.INSTANT, CloneKind.LINKED]),
         (CloneKind.AUTO, "instant full", [CloneKind.INSTANT]),
         (CloneKind.AUTO, "linked full", [CloneKind.LINKED]),
-        (CloneKind.AUTO, "full", [CloneKind.LINKED]),
+        (CloneKind.AUTO, "full", [CloneKind.FULL]),
     ],
 )
 def test_the_ways_to_make_a_vm(kind: CloneKind, abilities: str, ways: list[CloneKind]) -> None:

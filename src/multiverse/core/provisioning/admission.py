@@ -7,7 +7,7 @@ the scheduler's blocks no other.
 Each attempt is checked once, and again when it, its job or the hosts change:
 
  1. The request cannot be served at all: revoke.
- 2. No host could ever hold the job: revoke, or set it aside while there is a host that might.
+ 2. No host that makes such clones could ever hold the job: revoke, or set it aside while there is a host that might.
 
 Then the cases, in the order in which `Admission.consider` tries them, for attempts whose jobs are eligible:
 
@@ -30,7 +30,7 @@ for the same wait for too, so that a long queue is not looked at one by one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
@@ -54,6 +54,7 @@ from multiverse.core.model import (
 from multiverse.core.provisioning.capacity import Blockage, Room, could_ever_fit, largest_on, room_of
 from multiverse.core.provisioning.clones import (
     Choice,
+    Way,
     ask_for_template,
     choose_clones,
     claims_of,
@@ -64,6 +65,8 @@ from multiverse.core.provisioning.clones import (
     request_of,
     template_sizes,
     templates_of,
+    unable_to_make,
+    ways_now,
     ways_to_make,
 )
 from multiverse.core.provisioning.context import Context
@@ -191,25 +194,31 @@ class Admission:
             self.limits.subtract(dict(job.uses))
 
     def _why_unfit(self, attempt: Attempt) -> tuple[str, bool]:
-        """Why none of the hosts that have the image could hold the job, were they empty (empty: one could), and whether
-        other hosts may yet: those that the image can still come to, and those out of reach, of which nobody knows what
-        they could hold."""
+        """Why none of the hosts that have the image, and make such clones of it, could hold the job, were they empty
+        (empty: one could), and whether other hosts may yet: those that cannot make such clones now, those that the
+        image can still come to, and those out of reach, of which nobody knows what they could hold."""
         image = self.context.image_of(attempt)
         ways = ways_to_make(self.context, attempt)
-        if any(self._could_ever_fit(attempt, sizes) for _, sizes in ways):
+        now = ways_now(self.context, attempt, ways) or ways
+        if self._fits_one_way(attempt, now):
             return "", True
-        kind, templates = ways[0]
+        templates = ways[0][1]
+        unable = unable_to_make(image, ways, self.hosts) if self._fits_one_way(attempt, ways) else ""
         without = sorted(self.hosts.keys() - templates.keys())
-        hope = self._could_ever_fit(attempt, {**templates, **dict.fromkeys(without, self.policy.base)})
+        absent = self._could_ever_fit(attempt, {**templates, **dict.fromkeys(without, self.policy.base)})
+        hope = bool(unable) or absent
         if not self.hosts:
             why = "no host is in sight"
         elif hope and not templates:
             why = f"no host has image {image}"
         else:
-            why = self._largest(attempt, kind, templates)
-            why += f"; without image {image}: {', '.join(without)}" if hope else ""
+            why = self._largest(attempt, *now[0]) + unable
+            why += f"; without image {image}: {', '.join(without)}" if absent and without else ""
         away = sorted(name for name in self.state.hosts if name not in self.hosts and not self.state.is_fenced(name))
         return why + (f"; out of reach now: {', '.join(away)}" if away else ""), hope or bool(away) or not self.hosts
+
+    def _fits_one_way(self, attempt: Attempt, ways: Sequence[Way]) -> bool:
+        return any(self._could_ever_fit(attempt, sizes) for _, sizes in ways)
 
     def _could_ever_fit(self, attempt: Attempt, templates: Mapping[str, Size]) -> bool:
         request = attempt.request

@@ -64,28 +64,33 @@ def choose_clones(context: Context, attempt: Attempt) -> Choice:
     forking = hosts_making(context.image_of(attempt), CloneKind.INSTANT, context.hosts)
     choice = choose_kind(context, attempt, templates_of(context, attempt, forking, sizes))
     if choice.kind is CloneKind.LINKED and attempt.request.kind is not CloneKind.LINKED and forking:
-        choice = _unless_too_large(context, attempt, sizes, choice)
+        choice = _unless_too_large(context, attempt, {name: sizes[name] for name in forking}, choice)
     return replace(choice, templates=sizes if choice.forks else dict.fromkeys(sizes, context.policy.base))
 
 
 def _unless_too_large(context: Context, attempt: Attempt, sizes: Mapping[str, Size], choice: Choice) -> Choice:
     """A clone that boots may be larger than one that is forked: fork where no host could ever hold the former."""
     request = attempt.request
-    if (request.kind or context.policy.kind) is not CloneKind.AUTO or may_boot(context, attempt, sizes):
+    if (request.kind or context.policy.kind) is not CloneKind.AUTO or may_boot(context, attempt):
         return choice
     if could_ever_fit(request.size, request.nodes, sizes, context.hosts, context.policy):
         return Choice(CloneKind.INSTANT, "no host could hold it booted")
     return choice
 
 
-def may_boot(context: Context, attempt: Attempt, having: Iterable[str]) -> bool:
-    """Whether the hosts that have the image could ever hold the attempt's VMs as clones that boot."""
-    bases = dict.fromkeys(having, context.policy.base)
+def may_boot(context: Context, attempt: Attempt) -> bool:
+    """Whether the hosts that boot clones of the image could ever hold the attempt's VMs as such clones."""
+    able = hosts_making(context.image_of(attempt), CloneKind.LINKED, context.hosts)
+    bases = dict.fromkeys(able, context.policy.base)
     request = attempt.request
     return could_ever_fit(request.size, request.nodes, bases, context.hosts, context.policy)
 
 
-def ways_to_make(context: Context, attempt: Attempt) -> Sequence[tuple[CloneKind, Mapping[str, Size]]]:
+Way = tuple[CloneKind, Mapping[str, Size]]
+"""A kind of clone, and the size of the template, or of the base, on each host."""
+
+
+def ways_to_make(context: Context, attempt: Attempt) -> Sequence[Way]:
     """The kinds of clones that the attempt's VMs could be, the likeliest first, each with the size of the template on
     each host that has the image: forked from it, or, of clones that boot, as if they were."""
     sizes = template_sizes(context, attempt)
@@ -97,9 +102,22 @@ def ways_to_make(context: Context, attempt: Attempt) -> Sequence[tuple[CloneKind
             forks = any(CloneKind.INSTANT.value in host.abilities for host in context.hosts.values())
             boots = any(CloneKind.LINKED.value in host.abilities for host in context.hosts.values())
             ways = [(CloneKind.INSTANT, sizes)] if forks else []
-            return ways + ([(CloneKind.LINKED, bases)] if boots or not forks else [])
+            return ways + ([(CloneKind.LINKED if boots else CloneKind.FULL, bases)] if boots or not forks else [])
         case kind:
             return [(kind, bases)]
+
+
+def ways_now(context: Context, attempt: Attempt, ways: Sequence[Way]) -> Sequence[Way]:
+    """The same ways, each on the hosts that make such clones of the image now, without kinds that no host makes."""
+    image, hosts = context.image_of(attempt), context.hosts
+    on = [(kind, {name: sizes[name] for name in hosts_making(image, kind, hosts)}) for kind, sizes in ways]
+    return [(kind, sizes) for kind, sizes in on if sizes]
+
+
+def unable_to_make(image: str, ways: Sequence[Way], hosts: Mapping[str, Host]) -> str:
+    """Part of a reason: the hosts that have the image and cannot make such clones of it."""
+    unable = [(kind, sorted(sizes.keys() - set(hosts_making(image, kind, hosts)))) for kind, sizes in ways]
+    return "".join(f"; unable to make {kind} clones: {', '.join(names)}" for kind, names in unable if names)
 
 
 def choose_kind(context: Context, attempt: Attempt, templates: Mapping[TemplateKey, Template | None]) -> Choice:
