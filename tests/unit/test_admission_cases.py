@@ -994,6 +994,15 @@ def test_a_job_without_a_template_waits_for_memory_of_other_processes_and_blocks
     assert "h1 must keep 1000 MiB available" in note and note.endswith(TOO_LITTLE)
 
 
+def test_memory_of_a_host_that_cannot_make_a_jobs_clones_does_not_count() -> None:
+    """A regression: a job without memory on the host that forks blocked the queue for that of the other host."""
+    forks, boots = host("h1", available=1100), replace(host("h2", available=60000), abilities=frozenset({"full"}))
+    changes = decided(READY, queued(1), replace(NEXT, id=2, job=JobRef("2", 500)), hosts=[forks, boots],
+                      claims=[claim_of(READY)], policy=OVERCOMMITTED)  # fmt: skip
+    assert notes(changes)[1] == f"waiting for memory: h1 must keep 1000 MiB available, {TOO_LITTLE}"
+    assert admitted(changes) == {2}
+
+
 def test_a_job_that_lacked_memory_is_told_so_until_there_is_an_eighth_of_the_floor_more_than_it_needs() -> None:
     """Its host has no free CPU, so that it waits whatever the memory."""
     policy = replace(OVERCOMMITTED, floor=1001)

@@ -205,15 +205,14 @@ class Admission:
         templates = ways[0][1]
         unable = unable_to_make(image, ways, self.hosts) if self._fits_one_way(attempt, ways) else ""
         without = sorted(self.hosts.keys() - templates.keys())
-        absent = self._could_ever_fit(attempt, {**templates, **dict.fromkeys(without, self.policy.base)})
-        hope = bool(unable) or absent
+        hope = bool(unable) or self._could_ever_fit(attempt, {**templates, **dict.fromkeys(without, self.policy.base)})
         if not self.hosts:
             why = "no host is in sight"
         elif hope and not templates:
             why = f"no host has image {image}"
         else:
             why = self._largest(attempt, *now[0]) + unable
-            why += f"; without image {image}: {', '.join(without)}" if absent and without else ""
+            why += f"; without image {image}: {', '.join(without)}" if hope and without else ""
         away = sorted(name for name in self.state.hosts if name not in self.hosts and not self.state.is_fenced(name))
         return why + (f"; out of reach now: {', '.join(away)}" if away else ""), hope or bool(away) or not self.hosts
 
@@ -403,13 +402,15 @@ class Admission:
             self._empty = room_of(self.context, without={key.owner for key in self.state.claims})
         room, policy = deepcopy(self._empty), self.policy
         margin = policy.floor // 8 if lacking else 0
-        for name, template in choice.sizes.items():
+        able = hosts_making(self.context.image_of(attempt), choice.kind, self.hosts)
+        sizes = {name: choice.sizes[name] for name in able}
+        for name, template in sizes.items():
             frozen = template_claim(template, self.hosts[name]).memory if choice.forks else 0
             room.take(name, Size(0, frozen + margin, 0))
-        claims = vm_claims(attempt.request.size, choice.sizes, self.hosts, policy)
+        claims = vm_claims(attempt.request.size, sizes, self.hosts, policy)
         if room.place(attempt.request.nodes, claims) is not None:
             return ""
-        tight = ", ".join(sorted(self._empty.tight & choice.sizes.keys()))
+        tight = ", ".join(sorted(self._empty.tight & sizes.keys()))
         return f"waiting for memory: {tight} must keep {policy.floor} MiB available, {TOO_LITTLE}"
 
     # --- what is decided ---------------------------------------------------------------------------
