@@ -700,6 +700,22 @@ def test_a_job_that_fits_only_on_a_host_that_cannot_make_its_clones_waits_and_bl
     assert [(one.host, one.kind) for one in made(fits)] == [("h2", CloneKind.LINKED)]
 
 
+def test_a_job_too_large_for_every_host_is_revoked_though_one_cannot_make_its_clones() -> None:
+    unable = replace(host("h2"), abilities=frozenset({"linked"}))
+    (change,) = decided(queued(1, Size(99, 100)), hosts=[host(), unable])
+    assert change.event is Event.IMPOSSIBLE and "unable" not in change.reason
+
+
+def test_the_hosts_that_cannot_make_each_kind_of_clone_are_named() -> None:
+    """On the second host the job fits without a template beside it, and the host boots no clones."""
+    small = host("h1", cpus=4, memory=1024)
+    large = replace(host("h2", memory=8192, can="fork"), abilities=frozenset({"instant"}))
+    neither = replace(host("h3", memory=1024), abilities=frozenset({"full"}))
+    policy = replace(EAGER, kind=CloneKind.AUTO)
+    noted = notes(decided(queued(1, Size(1, 5000)), hosts=[small, large, neither], policy=policy))
+    assert noted[1].endswith("; unable to make instant clones: h3; unable to make linked clones: h2, h3")
+
+
 def test_a_job_that_is_too_large_for_the_hosts_that_boot_is_forked() -> None:
     """A regression: it was to boot on a host that is too small, and all behind it waited for capacity."""
     small = replace(host("h1", cpus=4), abilities=frozenset({"linked"}))
