@@ -61,7 +61,7 @@ class SiteConf:
 
 
 def read(path: Path) -> SiteConf:
-    """The site's slurm.conf. `Broken` if it, or a file that it includes, cannot be read. Our own file may be missing."""
+    """The slurm.conf at `path`. `Broken` if it, or a file that it includes, cannot be read. Our file may be missing."""
     text, above = "", None
     for included, part in _parts(path, path.parent):
         if included == OURS:
