@@ -160,7 +160,7 @@ def _names(settings: Settings, site: SiteConf) -> Iterator[Finding]:
             yield _problem(
                 f"PartitionName={mine}",
                 f"the site has a partition {mine} of its own",
-                f"set another name in slurm.{key}, then run multiverse site render again",
+                f"set another slurm.{key} in the settings, then run multiverse site render again",
             )
     if any(record["nodeset"] == install.NODE_SET for record in site.records("NodeSet")):
         yield _problem(f"NodeSet={install.NODE_SET}", "the site has a node set of this name", "rename the site's")
@@ -168,7 +168,7 @@ def _names(settings: Settings, site: SiteConf) -> Iterator[Finding]:
     if site.nodes() & gate:
         yield _problem(
             f"NodeName={install.GATE_NODE}",
-            "the site has nodes with the names of the gate's",
+            "a node of the site has a name of the gate's, such as mvgate1",
             "rename the site's nodes",
         )
     reserved = {slurm.node_feature: "node_feature", slurm.gate_feature: "gate_feature"}
@@ -177,7 +177,7 @@ def _names(settings: Settings, site: SiteConf) -> Iterator[Finding]:
             yield _problem(
                 f"NodeName={node['nodename']}",
                 f"a node of the site has the feature {feature}, and would belong to Multiverse's partitions",
-                f"set another name in slurm.{reserved[feature]}, then run multiverse site render again",
+                f"set another slurm.{reserved[feature]} in the settings, then run multiverse site render again",
             )
 
 
