@@ -172,7 +172,11 @@ GROUPS = (
             honoured("-n, --ntasks", "without `-N`: one VM for all tasks", "size", "nproc=4 nodes=1 tasks=2"),
             honoured("-c, --cpus-per-task", "the VM has as many CPUs for each task", "size", "nproc=4 .*"),
             honoured(
-                "-N, --nodes", "as many VMs, all or none; of a range, the minimum", "spread", "nodes=2", "rank 3 on 1"
+                "-N, --nodes",
+                "as many VMs, all or none; of a range, the smallest number that could ever fit",
+                "spread",
+                "nodes=2",
+                "rank 3 on 1",
             ),
             honoured(
                 "--ntasks-per-node", "without `-N` it determines the number of VMs", "split", "nproc=2 nodes=2 .*"
@@ -293,7 +297,9 @@ GROUPS = (
             refused(
                 "--spread-job", "--spread-job is not supported: give the number of VMs with --nodes", "--spread-job"
             ),
-            honoured("--use-min-nodes", "always: of a range, the minimum", "spread", "nodes=2"),
+            honoured(
+                "--use-min-nodes", "always: of a range, the smallest number that could ever fit", "spread", "nodes=2"
+            ),
             honoured("-m, --distribution", "of tasks to the job's VMs", "spread", "rank 1 on 1", "rank 2 on 0"),
             honoured("--wait-all-nodes", "all VMs have joined before the job starts", "spread", "rank 1 on 1"),
             honoured("--mcs-label", "no other job runs on the job's nodes", "plain", "name=named .*"),

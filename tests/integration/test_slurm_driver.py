@@ -15,7 +15,7 @@ import pytest
 
 from multiverse.config import Settings
 from multiverse.core.errors import Gone, MultiverseError, Refused, Stale, Unknown
-from multiverse.core.model import CloneKind, Job, JobRef, JobState, NodeState, SchedulerView, Size
+from multiverse.core.model import CloneKind, Job, JobLimits, JobRef, JobState, NodeState, SchedulerView, Size
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.drivers.slurm.inbox import hints
 from tests.integration.fake_guest import SITE, FakeGuest, node_spec
@@ -340,7 +340,7 @@ async def publish(scheduler: SlurmScheduler) -> AsyncIterator[Callable[..., Awai
     """Publish the largest sizes of an image, as the controller does; `close` withdraws them."""
 
     async def sizes(image: str, *largest: Size) -> None:
-        await scheduler.submission.publish({image: largest})
+        await scheduler.submission.publish(JobLimits("slim", CloneKind.INSTANT, {image: largest}, {}))
 
     yield sizes
     scheduler.close()

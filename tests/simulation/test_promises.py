@@ -27,7 +27,19 @@ from multiverse.core import planner
 from multiverse.core.errors import Refused
 from multiverse.core.machines import vm as vm_machine
 from multiverse.core.machines.tables import TABLES
-from multiverse.core.model import CloneKind, Depth, Host, SchedulerView, Size, Vm, VmState, World
+from multiverse.core.model import (
+    CloneKind,
+    Depth,
+    EqualHosts,
+    Host,
+    JobLimit,
+    JobLimits,
+    SchedulerView,
+    Size,
+    Vm,
+    VmState,
+    World,
+)
 from multiverse.core.policy import Policy
 from multiverse.core.provisioning.sizes import vm_claim, vm_size
 from multiverse.core.state import State
@@ -209,11 +221,22 @@ def test_a_job_too_large_for_any_host_is_revoked_with_a_reason(at: float, pair: 
 
 def test_a_job_too_large_for_any_host_is_refused_as_it_is_submitted() -> None:
     outcome = too_large(3.0, Pair.SLURM_HOSTS)
-    assert not outcome.results and any("no host could ever hold" in text for _, text in outcome.events)
+    assert not outcome.results and any("no hosts could ever hold" in text for _, text in outcome.events)
+
+
+def test_a_gang_too_large_for_all_hosts_together_is_refused_as_it_is_submitted() -> None:
+    """Each of its nodes fits on either host, but two do not fit on one."""
+    hosts = (Host("h1", Size(4, 4096, 65536), ABILITIES), Host("h2", Size(4, 4096, 65536), ABILITIES))
+    gangs = tuple(Arrival(5.0 + nodes, Batch(nodes=nodes, size=Size(4, 500))) for nodes in (2, 3))
+    outcome = keeps_its_promises(Scenario(7, gangs, WorldSettings(hosts)))
+    assert list(outcome.results.values()) == ["COMPLETED"]
+    assert any("no hosts could ever hold 3 x" in text for _, text in outcome.events)
 
 
 def test_the_world_reports_a_job_that_is_refused_although_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multiverse.controller.loop.largest_nodes", lambda *_: {"slim": [Size(1, 64)]})
+    small = JobLimit(frozenset(CloneKind), (EqualHosts(1, 1, 0, (64,)),))
+    limits = JobLimits("slim", CloneKind.INSTANT, {}, {"slim": (small,)})
+    monkeypatch.setattr("multiverse.controller.loop.job_limits", lambda *_: limits)
     (violation,) = simulate(Scenario(7, (Arrival(3.0, Batch()),))).violations
     assert "was refused" in violation and "nothing justifies" in violation
 

@@ -158,6 +158,7 @@ class ControllerAtRest:
         source = SimpleNamespace(name=SOURCE, latest=Seen(SEEN, 998.0), observations=70, since=100.0, failure="")
         self.sources, self.state = {SOURCE: source}, SimpleNamespace(rows=live_rows)
         self.commands: list[Command] = []
+        self.missing_hints = SimpleNamespace(since=None)
 
     def pools(self) -> list[PoolStatus]:
         return [PoolStatus(POOLS[0], 3, 1, 2, 1), PoolStatus(POOLS[1], 2, 2, 0, 0)]

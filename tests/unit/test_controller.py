@@ -11,7 +11,7 @@ from multiverse.config import Settings
 from multiverse.controller.effects import AGAIN, AGAIN_LIMIT, OTHER_TIMEOUT
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Refused, Unknown
-from multiverse.core.model import Host, HypervisorView, SchedulerView, Size
+from multiverse.core.model import Host, HypervisorView, JobLimits, SchedulerView, Size
 from multiverse.core.provisioning.capacity import largest_on
 from multiverse.simulation.clock import VirtualClock
 from multiverse.simulation.loop import run
@@ -30,13 +30,13 @@ class Submission:
         self.errors: list[Exception] = []
         self.hangs = False
 
-    async def publish(self, largest: Published) -> None:
+    async def publish(self, limits: JobLimits) -> None:
         self.calls += 1
         while self.hangs:  # noqa: ASYNC110
             await asyncio.sleep(1.0)
         if self.errors:
             raise self.errors.pop(0)
-        self.published.append(largest)
+        self.published.append(limits.largest)
 
 
 class OneHost:

@@ -283,6 +283,16 @@ def test_an_identity_is_applied_with_randomness_first_and_mounts_after_the_daemo
                                                       "mounts"]  # fmt: skip
 
 
+def test_a_spare_knows_the_users_of_its_daemons_and_stays_a_spare(
+    wire: tuple[HostChannel, socket.socket], steps: list[tuple[str, tuple[object, ...]]]
+) -> None:
+    message: dict[str, Any] = copy.deepcopy(IDENTITY)
+    message["identity"]["membership"]["users"] = [{"name": "slurm"}]
+    GuestAgent(wire[0], -1).handle(message)
+    assert dict(steps)["add_users"] == ([{"name": "slurm"}],)
+    assert "make_pipe" in dict(steps)
+
+
 def test_a_spare_gets_a_pipe_for_its_job_and_loads_what_the_job_will_run(
     wire: tuple[HostChannel, socket.socket], steps: list[tuple[str, tuple[object, ...]]]
 ) -> None:

@@ -315,6 +315,14 @@ def test_ended_rows_are_read_after_the_upgrade_too(previous: Path) -> None:
         (24, V.GONE, Size(1, 300)),
     ]
     assert len(store.journal()) == 52
+    # They are pruned by the age of their end, which is their last entry in the journal.
+    last = {(entry.kind, entry.id): entry.wall for entry in store.journal()}
+    ends = store._connection.exec_driver_sql("SELECT kind, id, wall FROM ended").all()
+    assert {(kind, id_) for kind, id_, _ in ends} >= {("attempt", 16), ("attempt", 20), ("vm", 23), ("vm", 24)}
+    live = store.rows()
+    for kind, id_, wall in ends:
+        assert id_ not in getattr(live, f"{kind}s")
+        assert wall == last.get((kind, id_), wall) and wall > 0
     store.close()
     adapters: dict[str, type] = {"attempts": Attempt, "vms": Vm, "templates": Template, "offers": Offer}
     for table, kind in adapters.items():

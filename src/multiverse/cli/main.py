@@ -20,6 +20,7 @@ from multiverse.cli import (
     lab,
     long_queue,
     passes,
+    prune,
     repair,
     simulate,
     site,
@@ -45,6 +46,7 @@ app.command("vms")(vms.vms)
 app.command("hosts")(hosts.hosts)
 app.command("status")(status.status)
 app.command("repair")(repair.repair)
+app.command("prune")(prune.prune)
 app.command("timeline")(timeline.timeline)
 app.add_typer(audit.app, name="audit")
 app.add_typer(template.app, name="template")

@@ -20,10 +20,10 @@ from multiverse.core.model import (
     Attempt,
     Depth,
     Identity,
+    JobLimits,
     Key,
     Mount,
     Row,
-    Size,
     Stage,
     Template,
     User,
@@ -103,7 +103,7 @@ class Effects:
         self._ended_at: dict[Key, float] = {}
         self._refused: dict[Key, str] = {}
         self._explaining = asyncio.Semaphore(EXPLAINING)
-        self._limits: Mapping[str, Sequence[Size]] | None = None  # as published last
+        self._limits: JobLimits | None = None  # as published last
         self._publishing: asyncio.Task[None] | None = None
         self._publication_failures = 0  # in a row
         self._publish_again_at = 0.0
@@ -162,12 +162,12 @@ class Effects:
             del self._ended_at[key]
             self._refused.pop(key, None)
 
-    def limit_submissions(self, largest: Mapping[str, Sequence[Size]]) -> None:
-        """Let the scheduler refuse what exceeds these sizes, by image. Publishing is repeated until it succeeds, each
-        time after a longer pause."""
+    def limit_submissions(self, limits: JobLimits | None) -> None:
+        """Let the scheduler refuse what these limits do not allow, if they are known. Publishing is repeated until it
+        succeeds, each time after a longer pause."""
         submission = self._scheduler.submission
         busy = self._publishing is not None and not self._publishing.done()
-        if submission is None or not largest or largest == self._limits or busy:
+        if submission is None or limits is None or limits == self._limits or busy:
             return
         if self._clock.now() < self._publish_again_at:
             return
@@ -175,14 +175,14 @@ class Effects:
         async def publish() -> None:
             try:
                 async with asyncio.timeout(OTHER_TIMEOUT):
-                    await submission.publish(largest)
+                    await submission.publish(limits)
             except (MultiverseError, TimeoutError) as error:
                 self._publication_failures += 1
                 self._publish_again_at = self._clock.now() + _pause(self._publication_failures)
                 reason = str(error) or f"it did not end within {OTHER_TIMEOUT:g} s"
                 log.warning("largest job not published", reason=reason)
             else:
-                self._limits, self._publication_failures = largest, 0
+                self._limits, self._publication_failures = limits, 0
 
         self._publishing = asyncio.create_task(publish(), name="publish the largest job")
 

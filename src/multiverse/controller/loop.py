@@ -6,13 +6,14 @@ import asyncio
 import ipaddress
 import secrets
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import structlog
 
 from multiverse.config import Settings
 from multiverse.controller.effects import Effects, Failure, Surroundings
 from multiverse.controller.forecast import ForecastRecorder
+from multiverse.controller.missing_hints import MissingHints
 from multiverse.controller.observers import Observer
 from multiverse.core.errors import MultiverseError
 from multiverse.core.machines.tables import TABLES
@@ -20,6 +21,7 @@ from multiverse.core.model import (
     AttemptState,
     CloneKind,
     HypervisorView,
+    JobLimits,
     KnownHost,
     Observation,
     SchedulerView,
@@ -30,9 +32,9 @@ from multiverse.core.model import (
 )
 from multiverse.core.planner import orphans, plan
 from multiverse.core.policy import Policy, Pool
-from multiverse.core.provisioning.capacity import largest_nodes
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.pools import PoolStatus, pool_status
+from multiverse.core.provisioning.submission import job_limits
 from multiverse.core.state import State
 from multiverse.core.transition import Command, Done, EffectKind, Message
 from multiverse.ports import Clock, Hypervisor, Scheduler
@@ -126,6 +128,7 @@ class Controller:
         self.observed = World()
         """What the latest pass was planned upon."""
         self._forecast = ForecastRecorder(self.policy)
+        self.missing_hints = MissingHints(clock)
         self._wake = asyncio.Event()
         self._inbox: deque[Message] = deque()
         self._asked: list[asyncio.Future[None]] = []  # one for each command in the inbox
@@ -133,7 +136,7 @@ class Controller:
         self._orphans: dict[tuple[str, str], float] = {}  # name and source, with the observation that showed it first
         # A host that the settings name and that has not answered yet may hold what those that have answered cannot.
         self._declared = [KnownHost(host, source.name) for source in hypervisor.sources for host in source.hosts]
-        self._largest: Mapping[str, Sequence[Size]] = {}  # the largest nodes that could ever run, by image
+        self._limits: JobLimits | None = None  # what no job must exceed
         self.began = clock.now()
         self.uncommitted: tuple[float, str] | None = None
         """Since when passes are not kept, and why."""
@@ -267,10 +270,11 @@ class Controller:
             self.uncommitted = (self.uncommitted[0] if self.uncommitted else self._clock.now(), str(error))
             return False
         self._forecast.note(moves, now)
+        self.missing_hints.note(moves)
         self._committed(len(messages))
-        if state.learned or not self._largest:
-            self._largest = largest_nodes(state.hosts, self.policy)
-        self._effects.limit_submissions(self._largest)
+        if state.learned or self._limits is None:
+            self._limits = job_limits(state.hosts, self.policy)
+        self._effects.limit_submissions(self._limits)
         self._effects.ensure(self._confirmed_orphans(world))
         return True
 

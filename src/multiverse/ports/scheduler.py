@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
-from multiverse.core.model import JobRef, NodeBootstrap, NodeSpec, SchedulerView, Size, User
+from multiverse.core.model import JobLimits, JobRef, NodeBootstrap, NodeSpec, SchedulerView, User
 
 
 class Scheduler(Protocol):
@@ -88,7 +88,6 @@ class Offers(Protocol):
 class SubmissionLimits(Protocol):
     """Refuses, at submission, jobs that no host could ever hold."""
 
-    async def publish(self, largest: Mapping[str, Sequence[Size]]) -> None:
-        """From now on refuse a job whose node needs more than each of these sizes, given by image. A job whose image is
-        not listed is not refused for its size."""
+    async def publish(self, limits: JobLimits) -> None:
+        """From now on refuse the jobs that `limits` does not allow, by one node or by the sum of their nodes."""
         ...

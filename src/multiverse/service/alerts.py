@@ -13,6 +13,7 @@ from multiverse.service.findings import (
     FailingEffect,
     FencedVms,
     Findings,
+    HintsMissing,
     HostAway,
     HostShortOfMemory,
     JobBackingOff,
@@ -34,6 +35,7 @@ def alerts(found: Findings) -> list[Alert]:
     return [
         *([_store(found.store)] if found.store else ()),
         *map(_source, found.sources),
+        *([_hints(found.hints)] if found.hints else ()),
         *map(_host, found.hosts_away),
         *([_fenced(found.fenced)] if found.fenced.vms else ()),
         *map(_memory, found.short_of_memory),
@@ -61,6 +63,16 @@ def _source(one: SourceFailure) -> Alert:
     if one.source == "scheduler":
         subject, remedy = "the scheduler", _SCHEDULER_REMEDY
     return Alert("source", one.source, f"{subject} has not answered for {_span(one.seconds)}: {one.reason}", remedy)
+
+
+def _hints(one: HintsMissing) -> Alert:
+    return Alert(
+        "hints",
+        "hints",
+        f"jobs have come without hints for {_span(one.seconds)}: a new job is noticed up to {one.poll:g} s late",
+        "where slurmctld runs now (see scontrol ping), install job_submit.lua and multiverse.lua, share the directory "
+        f"{one.inbox} with that machine under the same name, and let SlurmUser write to it",
+    )
 
 
 def _host(one: HostAway) -> Alert:

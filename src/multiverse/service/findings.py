@@ -30,6 +30,16 @@ class SourceFailure:
 
 
 @dataclass(frozen=True, slots=True)
+class HintsMissing:
+    """Jobs were submitted without hints for `seconds`. Until hints come, a job is noticed up to `poll` seconds later.
+    `inbox` is the directory where hints are expected."""
+
+    seconds: float
+    poll: float
+    inbox: str
+
+
+@dataclass(frozen=True, slots=True)
 class HostAway:
     """A known host is out of reach; `vms` are the VMs that were on it."""
 
@@ -113,6 +123,7 @@ class Findings:
 
     store: StoreFailure | None = None
     sources: Sequence[SourceFailure] = ()
+    hints: HintsMissing | None = None
     hosts_away: Sequence[HostAway] = ()
     fenced: FencedVms = FencedVms()
     short_of_memory: Sequence[HostShortOfMemory] = ()

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
 from multiverse.core.errors import Refused
-from multiverse.core.model import CloneKind, JobState, NodeSpec, SchedulerView, Size
+from multiverse.core.model import CloneKind, JobLimits, JobState, NodeSpec, SchedulerView, Size
 from multiverse.simulation.clock import EPOCH
 from multiverse.simulation.guests import LIVE, Guest, Registration, Run
 from multiverse.simulation.jobs import Batch, JobRecord, NodeRecord
@@ -87,8 +87,7 @@ class Cluster:
         self._loop = asyncio.get_running_loop()
         self._next = settings.first_id
         self.refused: list[Batch] = []  # as no host could hold them
-        self.default_image = ""
-        self._largest: Mapping[str, Sequence[Size]] = {}
+        self._limits: JobLimits | None = None  # as published
         self._offers: dict[str, OfferedNode] = {}
         self._used_offers: set[str] = set()  # nodes that were ever offered or withdrawn
         self._observed = -math.inf
@@ -335,25 +334,23 @@ class Cluster:
             self._next = self.settings.first_id
         return base
 
-    def limit_submissions(self, largest: Mapping[str, Sequence[Size]]) -> None:
-        """From now on refuse jobs whose nodes exceed all of these sizes, which are given by image."""
-        self._largest = largest
+    def limit_submissions(self, limits: JobLimits) -> None:
+        """From now on refuse the jobs that these limits do not allow."""
+        self._limits = limits
 
-    def _exceeds_all(self, batch: Batch) -> Sequence[Size]:
-        """The largest sizes, if the batch exceeds each of them. They hold for some time after each observation."""
-        if self._loop.time() - self._observed > self.settings.limits_valid_for:
-            return ()
-        sizes, size = self._largest.get(batch.image or self.default_image, ()), batch.size
-        fits = any(size.cpus <= s.cpus and size.memory <= s.memory and size.disk <= s.disk for s in sizes)
-        return () if fits else sizes
+    def _allows(self, batch: Batch) -> bool:
+        """Whether the published limits allow the job. They hold for some time after each observation."""
+        if self._limits is None or self._loop.time() - self._observed > self.settings.limits_valid_for:
+            return True
+        return self._limits.allow(batch.image, batch.kind, batch.nodes, batch.size)
 
     def _queue(self, batch: Batch, job_id: int | str) -> JobRecord:
         flavor = self.settings.flavor
         if batch.size.cpus > flavor.cpus or batch.size.memory > flavor.memory or batch.nodes > self.settings.max_nodes:
             raise Refused(f"no host holds {batch.size} on {batch.nodes} nodes", hint=f"at most {flavor} fits")
-        if sizes := self._exceeds_all(batch):
+        if not self._allows(batch):
             self.refused.append(batch)
-            raise Refused(f"no host could ever hold {batch.size}", hint=f"at most {'; '.join(map(str, sizes))}")
+            raise Refused(f"no hosts could ever hold {batch.nodes} x {batch.size}", hint="request less")
         job = JobRecord(
             len(self.history), str(job_id), self._wall(), batch, self._loop.time() + batch.delay, held=batch.held
         )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from multiverse.core.model import (
     HypervisorView,
     Identity,
+    JobLimits,
     JobRef,
     NodeBootstrap,
     NodeSpec,
@@ -83,8 +84,8 @@ class FaultySubmissionLimits:
         self._inner = inner
         self._call = link.call
 
-    async def publish(self, largest: Mapping[str, Sequence[Size]]) -> None:
-        await self._call("publish", "", lambda: self._inner.publish(largest))
+    async def publish(self, limits: JobLimits) -> None:
+        await self._call("publish", "", lambda: self._inner.publish(limits))
 
 
 class FaultySource:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
 from multiverse.config import ImageSettings
 from multiverse.core.errors import Gone, Refused, Stale, Unknown
-from multiverse.core.model import JobRef, JobState, NodeBootstrap, NodeSpec, SchedulerView, Size, User
+from multiverse.core.model import JobLimits, JobRef, JobState, NodeBootstrap, NodeSpec, SchedulerView, User
 from multiverse.core.provisioning.spares import named_by_none
 from multiverse.ports import Offers, SubmissionLimits
 from multiverse.simulation.cluster import Cluster, OfferedNode
@@ -173,7 +173,6 @@ class SimulatedSlurm(SimulatedScheduler):
     ) -> None:
         super().__init__(cluster, find_user, rng)
         self._image = image or ImageSettings()
-        cluster.default_image = self._image.default
 
     @property
     def offers(self) -> SimulatedSlurm:
@@ -183,8 +182,8 @@ class SimulatedSlurm(SimulatedScheduler):
     def submission(self) -> SimulatedSlurm:
         return self
 
-    async def publish(self, largest: Mapping[str, Sequence[Size]]) -> None:
-        self._cluster.limit_submissions(largest)
+    async def publish(self, limits: JobLimits) -> None:
+        self._cluster.limit_submissions(limits)
 
     def _view(self) -> SchedulerView:
         offers = self._cluster.observe_offers()

@@ -59,6 +59,7 @@ _ALL_META = sa.select(schema.meta)
 _ALL_HOSTS = sa.select(schema.hosts).order_by(schema.hosts.c.name)
 _KEEP_HOST = sa.text("INSERT OR REPLACE INTO hosts VALUES (:name, :body)")
 _NOTE = schema.journal.insert()
+_ENDED = schema.ended.insert()
 
 _ADAPTERS: dict[RowKind, TypeAdapter[Any]] = {
     "attempt": TypeAdapter(Attempt),
@@ -163,6 +164,13 @@ class Store:
             # The driver's transaction is over; SQLAlchemy's view of it must not stay open across passes.
             self._open = False
             self._connection.commit()
+
+    @contextmanager
+    def maintenance(self) -> Iterator[Callable[[sa.Executable, dict[str, Any]], sa.CursorResult[Any]]]:
+        """One transaction on ended rows, which no pass reads: a function that executes a statement. Raises as
+        `transaction` does."""
+        with self._begin():
+            yield self._execute
 
     def _changes(self) -> int:
         return int(self._connection.connection.dbapi_connection.total_changes)  # type: ignore[union-attr]
@@ -338,6 +346,8 @@ class Transaction:
                 s._execute(_COUNT, {"next": row.id + 1, "key": _COUNTERS[kind]})
         else:
             s._execute(_UPDATE[kind], {"row": row.id, **values})
+        if not live:
+            s._execute(_ENDED, {"kind": kind, "id": row.id, "wall": s._clock.wall()})
         s._cache.pop((kind, row.id, row.version), None)
         if live:
             s._cache[kind, row.id, written.version] = written

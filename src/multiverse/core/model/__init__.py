@@ -23,6 +23,7 @@ from multiverse.core.model.job import (
     SchedulerView,
 )
 from multiverse.core.model.keys import Key, RowKind
+from multiverse.core.model.limits import MOST_NODES, OTHER_IMAGES, EqualHosts, JobLimit, JobLimits
 from multiverse.core.model.names import mac_of, machine_id, serial_of, site_of, token_of, vm_name, vm_prefix
 from multiverse.core.model.offer import Offer, OfferState
 from multiverse.core.model.sizes import CloneKind, Depth, Size
@@ -45,6 +46,8 @@ __all__ = [
     "ENDING_STATES",
     "FAILED_STATES",
     "LEAVING_STATES",
+    "MOST_NODES",
+    "OTHER_IMAGES",
     "PINNED_STATES",
     "UPCOMING_STATES",
     "WAITING_STATES",
@@ -55,6 +58,7 @@ __all__ = [
     "CloneKind",
     "Daemon",
     "Depth",
+    "EqualHosts",
     "Forecast",
     "GuestFile",
     "Host",
@@ -62,6 +66,8 @@ __all__ = [
     "HypervisorView",
     "Identity",
     "Job",
+    "JobLimit",
+    "JobLimits",
     "JobRef",
     "JobState",
     "Key",

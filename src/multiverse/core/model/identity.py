@@ -53,11 +53,13 @@ class Daemon:
 
 @dataclass(frozen=True, slots=True)
 class NodeBootstrap:
-    """What a node needs to join the scheduler: opaque to all but the scheduler's driver and the agent."""
+    """What a node needs to join the scheduler: opaque to all but its driver and the agent. `users` are those
+    whom the daemons have to know, beside the users of jobs."""
 
     files: tuple[GuestFile, ...] = ()
     directories: tuple[tuple[str, str, int], ...] = ()  # path, owner, mode
     daemons: tuple[Daemon, ...] = ()
+    users: tuple[User, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ _DROPPED = frozenset(
 
 _GUEST = """\
 AuthInfo={auth_info}
-SlurmctldHost={name}({address})
+{controllers}
 SlurmdSpoolDir=/var/spool/slurmd
 SlurmdPidFile=/run/slurmd.pid
 SlurmdLogFile=/var/log/slurmd.log
@@ -116,19 +116,36 @@ def limits_are_kept(text: str) -> bool:
     return not enforced.isdisjoint(("limits", "safe", "all"))
 
 
-def for_guest(text: str, address: str, prolog: str = "") -> str:
+class Slurmctld(NamedTuple):
+    """A primary or backup slurmctld. The address is empty if slurm.conf has none beside the name."""
+
+    name: str
+    address: str
+
+
+def controllers(text: str) -> list[Slurmctld]:
+    """Every slurmctld, the primary first. Slurm ignores the old keys (BackupController and others) beside the new."""
+    hosts = [found for key, found in settings(text) if key.lower() == "slurmctldhost"]
+    if not hosts:
+        old = (("ControlMachine", "ControlAddr"), ("BackupController", "BackupAddr"))
+        found = (Slurmctld(value(text, name), value(text, address)) for name, address in old)
+        return [one for one in found if one.name]
+    pairs = [host.partition("(") for host in hosts]
+    return [Slurmctld(name.strip(), address.strip(") ")) for name, _, address in pairs]
+
+
+def for_guest(text: str, slurmctlds: Iterable[Slurmctld], prolog: str = "") -> str:
     """A guest's slurm.conf, derived from the site's: without machines, scripts and plugins of bare-metal nodes.
 
-    `address` is slurmctld's as guests reach it. `prolog` is a program in the guest that runs before the job.
+    `slurmctlds` are the primary and its backups, at addresses that guests reach. `prolog` is a program in the guest
+    that runs before the job.
     """
-    hosts = [found for key, found in settings(text) if key.lower() in ("slurmctldhost", "controlmachine")]
-    host = hosts[0] if hosts else ""  # the first is the primary one
-    name = host.partition("(")[0].strip() or "slurmctld"
+    lines = "\n".join(f"SlurmctldHost={one.name}({one.address})" for one in slurmctlds)
     kept = [f"{key}={_for_guest(key, found)}" for key, found in settings(text) if key.lower() not in _DROPPED]
     return (
         "\n".join(kept)
         + "\n"
-        + _GUEST.format(name=name, address=address, auth_info=_auth_info(value(text, "AuthInfo")))
+        + _GUEST.format(controllers=lines, auth_info=_auth_info(value(text, "AuthInfo")))
         + (f"Prolog={prolog}\n" if prolog else "")
     )
 

@@ -35,7 +35,7 @@ class SlurmScheduler:
         self._offer_files = OfferFiles(settings.slurm.inbox, site, max(_OFFER_TERM, 4 * settings.poll))
         self._offers = SlurmOffers(settings, self._offer_files)
         submission_term = max(_SUBMISSION_TERM, 10 * settings.poll)
-        self._submission = SubmissionFile(settings.slurm.inbox, settings.image.default, submission_term)
+        self._submission = SubmissionFile(settings.slurm.inbox, submission_term)
         self._node_deleter = NodeDeleter(self._commands, (settings.slurm.gate_partition, settings.slurm.run_partition))
 
     @property

@@ -27,16 +27,19 @@ class Hint(NamedTuple):
     job_id: str
 
 
-async def hints(inbox: Path) -> AsyncIterator[Hint]:
+async def hints(inbox: Path, owner: int | None = None) -> AsyncIterator[Hint]:
     """All hints, beginning with those that exist already; never ends.
 
-    The file of a hint is deleted; files with other names stay. A directory that was removed is created again. Raises
-    OSError if it cannot be created or read.
+    The file of a hint is deleted; files with other names stay. A directory that was removed is created again. `owner`
+    is the uid of slurmctld's user, who gets the directory if it is not his; None: it keeps its owner. Raises OSError if
+    the directory cannot be created or read.
     """
-    owner = inbox.stat().st_uid if inbox.exists() else os.geteuid()
+    if owner is None:
+        owner = inbox.stat().st_uid if inbox.exists() else os.geteuid()
     while True:
         if not inbox.exists():
             inbox.mkdir(mode=0o700, parents=True)
+        if inbox.stat().st_uid != owner:
             os.chown(inbox, owner, -1)  # slurmctld's user writes there
         with Inotify() as notify:
             notify.add_watch(inbox, _ARRIVED | _LOST)
