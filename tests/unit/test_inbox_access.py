@@ -34,7 +34,7 @@ async def test_each_change_of_the_access_is_logged_once(settings: Settings) -> N
         return [line["event"] for line in logs]
 
     async def until(count: int) -> None:
-        while len(logs) < count:
+        while len(logs) < count:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
     with capture_logs() as logs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +24,7 @@ SlurmConf = Annotated[
     Path | None, typer.Option("--slurm-conf", help="The site's slurm.conf, or a copy. [default: as in the settings]")
 ]
 _CONFIG = Path("/etc/multiverse/multiverse.toml")
+_INTERVAL = 1.0  # seconds between two checks with --wait
 
 
 def _read(config: Path, slurm_conf: Path | None) -> tuple[Settings, Path]:
@@ -56,11 +58,14 @@ def render(
 def check(
     config: Config = _CONFIG,
     slurm_conf: SlurmConf = None,
+    wait: Annotated[float, typer.Option(help="Seconds for services that are starting: check again meanwhile.")] = 0.0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Report what is missing or different, with remedies. Exits with 1 if there is a problem, and with 0 otherwise."""
     settings, source = _read(config, slurm_conf)
-    found = findings(settings, config.absolute(), source)
+    deadline = time.monotonic() + wait
+    while not is_ready(found := findings(settings, config.absolute(), source)) and time.monotonic() < deadline:
+        time.sleep(_INTERVAL)
     if json:
         output.as_json([{**each._asdict(), "level": each.level.value} for each in found])
     else:
