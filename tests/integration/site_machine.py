@@ -1,4 +1,4 @@
-"""The machine of a site that has a Slurm of its own, in namespaces: files, processes, network and host name are its own.
+"""The machine of a site that has a Slurm of its own, in namespaces of files, processes, network and host name.
 
 The site's Slurm is configured as a site's may be, and not as the lab's: another SlurmUser, nodes, partitions, a
 job_submit.lua and an epilog of its own, and a backup slurmctld on a second machine. Nothing is changed outside of the
@@ -29,9 +29,9 @@ SlurmctldHost=ctl2(192.0.2.2)
 SlurmUser=ctl
 StateSaveLocation=/var/spool/slurmctld
 SlurmdSpoolDir=/var/spool/slurmd
-SlurmctldPidFile=/var/spool/slurmctld/pid
+SlurmctldPidFile=/run/slurm/pid
 SlurmdPidFile=/run/slurmd.pid
-SlurmctldLogFile=/var/log/slurmctld.log
+SlurmctldLogFile=/var/log/slurm/slurmctld.log
 SlurmdLogFile=/var/log/slurmd.log
 SlurmctldTimeout=30
 ProctrackType=proctrack/linuxproc
@@ -155,6 +155,7 @@ _BACKUP = """\
 set -e
 hostname ctl2
 ip link set lo up
+mount -t tmpfs -o uid={uid},mode=700 tmpfs /run/slurm
 exec python3 -c 'import signal
 print("ready", flush=True)
 while True: signal.pause()'
@@ -180,7 +181,7 @@ class SiteMachine:
         self._init = int(children.split()[0])
         self.shell(
             "setpriv --reuid=munge --regid=munge --clear-groups munged --num-threads=2\n"
-            "install -d -o ctl -m 700 /var/spool/slurmctld; install -d /var/spool/slurmd\n"
+            "install -d -o ctl -m 700 /var/spool/slurmctld /var/log/slurm /run/slurm; install -d /var/spool/slurmd\n"
             "systemctl restart slurmctld"
         )
         self._connect_backup()
@@ -228,7 +229,16 @@ class SiteMachine:
         """The second machine shares the first one's files, and has a network and a host name of its own."""
         self.shell(f"ip link add lan type bridge; ip addr add {ADDRESSES['ctl1']}/24 dev lan; ip link set lan up")
         self._backup = _boot(
-            [*self._enter("--mount", "--pid"), "unshare", "--net", "--uts", "--mount", "sh", "-c", _BACKUP]
+            [
+                *self._enter("--mount", "--pid"),
+                "unshare",
+                "--net",
+                "--uts",
+                "--mount",
+                "sh",
+                "-c",
+                _BACKUP.format(uid=SLURM_UID),
+            ]
         )
         seen = self.run("pgrep", "-n", "-x", "python3").stdout.strip()
         self.shell(

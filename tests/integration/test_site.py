@@ -145,9 +145,9 @@ def test_slurmctld_tells_when_jobs_come_and_end(machine: SiteMachine) -> None:
     before = (machine.top / "var/spool/slurmctld/ended").read_text().split()
     code, said = srun(machine, "--partition=vm", "sh", "-c", "echo $SLURM_JOB_ID")
     assert code == 0
-    ended = machine.top / "var/spool/slurmctld/ended"
-    until("the site's epilog runs, too", lambda: said.strip() in ended.read_text().split())
-    assert said.strip() not in before
+    job, ended = said.split()[0], machine.top / "var/spool/slurmctld/ended"
+    until("the site's epilog runs, too", lambda: job in ended.read_text().split(), limit=30)
+    assert job.isdigit() and job not in before
 
 
 def test_a_change_of_the_settings_is_found_and_rendered(machine: SiteMachine) -> None:
