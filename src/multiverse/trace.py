@@ -222,8 +222,9 @@ class RecordingScheduler:
     async def delete_node(self, node: str) -> None:
         await self._trace.call("scheduler.delete_node", self._inner.delete_node(node), node=node)
 
-    async def explain(self, job: JobRef, text: str) -> None:
-        await self._trace.call("scheduler.explain", self._inner.explain(job, text), job=_ref(job), text=text)
+    async def explain(self, jobs: Sequence[JobRef], text: str) -> None:
+        explaining = self._inner.explain(jobs, text)
+        await self._trace.call("scheduler.explain", explaining, refs=[_ref(job) for job in jobs], text=text)
 
     async def bootstrap(self, node: NodeSpec) -> NodeBootstrap:
         making = self._inner.bootstrap(node)

@@ -99,6 +99,14 @@ class Harness(ABC):
         """As an operator."""
 
     @abstractmethod
+    async def comment(self, job_id: str) -> str:
+        """What the job's user reads: the text of others, and the scheduler's explanations."""
+
+    @abstractmethod
+    async def write(self, job_id: str, text: str) -> None:
+        """Leave a text of others for the user of a pending job, as an operator. Those of a task are for its array."""
+
+    @abstractmethod
     def away(self, *, gone: bool = False) -> AbstractAsyncContextManager[None]:
         """Within this context the scheduler does not answer, or does not run if `gone`; calls fail within seconds."""
 
@@ -357,10 +365,62 @@ async def a_node_that_is_set_down_loses_its_job(h: Harness) -> None:
 
 
 async def a_line_is_left_for_the_user(h: Harness) -> None:
-    job = await h.job(await h.submit())
+    job, other = await h.job(await h.submit()), await h.job(await h.submit())
     for _ in range(2):
-        await h.scheduler.explain(job.ref, "waiting for capacity: the hosts are full")
+        await h.scheduler.explain([job.ref, other.ref], "the hosts are full")
+        assert "the hosts are full" in await h.comment(job.ref.job_id)
+    await h.scheduler.explain([other.ref], "it is its turn")
+    assert "the hosts are full" not in await h.comment(other.ref.job_id)
+    assert "it is its turn" not in await h.comment(job.ref.job_id)
     assert (await h.job(job.ref.job_id)).eligible
+
+
+async def text_of_others_is_kept_beside_ours(h: Harness) -> None:
+    job = await h.job(await h.submit())
+    await h.write(job.ref.job_id, 'ticket "7" [urgent]')
+    _, feature = await h.node(job)
+    for line in ("the hosts are full", "it is its turn"):
+        await h.scheduler.explain([job.ref], line)
+        read = await h.comment(job.ref.job_id)
+        assert 'ticket "7" [urgent]' in read and line in read
+    await h.pin(job.ref, feature, "instant on h1")
+    await h.job(job.ref.job_id, lambda job: job.state is JobState.RUNNING)
+    read = await h.comment(job.ref.job_id)
+    assert 'ticket "7" [urgent]' in read and "instant on h1" in read and "turn" not in read
+    back = await h.job(await h.submit())
+    await h.write(back.ref.job_id, "seen by an operator")
+    await h.scheduler.revoke(back.ref, "no host could hold it")
+    read = await h.comment(back.ref.job_id)
+    assert "seen by an operator" in read and "no host could hold it" in read
+
+
+async def only_jobs_that_wait_at_the_gate_are_told(h: Harness) -> None:
+    running, _ = await h.running()
+    held = await h.job(await h.submit(held=True))
+    waiting = await h.job(await h.submit())
+    missing = JobRef("59999", waiting.ref.submitted)
+    others = [running.ref, held.ref, later(waiting.ref), missing]
+    await h.scheduler.explain(others, "the hosts are full")
+    for one in (running, held, waiting):
+        assert "full" not in await h.comment(one.ref.job_id)
+    await h.scheduler.explain([*others, waiting.ref], "the hosts are full")
+    assert "the hosts are full" in await h.comment(waiting.ref.job_id)
+
+
+async def an_array_is_told_at_once_and_its_running_tasks_are_not(h: Harness) -> None:
+    tasks = await h.submit_array(4)
+    await h.write(tasks[0], "reviewed")
+    second = await h.job(tasks[1])
+    assert second.array and {(await h.job(task)).array for task in tasks} == {second.array}
+    _, feature = await h.node(second)
+    await h.pin(second.ref, feature, "instant on h1")
+    await h.job(tasks[1], lambda job: job.state is JobState.RUNNING)
+    await h.scheduler.explain([(await h.job(tasks[3])).ref], "the hosts are full")
+    for task in (tasks[0], tasks[2], tasks[3]):
+        read = await h.comment(task)
+        assert "reviewed" in read and "the hosts are full" in read
+    read = await h.comment(tasks[1])
+    assert "reviewed" in read and "instant on h1" in read and "full" not in read
 
 
 async def users_are_known_or_gone(h: Harness) -> None:
@@ -446,6 +506,9 @@ SUITE: tuple[Check, ...] = (
     deleting_a_missing_node_succeeds,
     a_node_that_is_set_down_loses_its_job,
     a_line_is_left_for_the_user,
+    text_of_others_is_kept_beside_ours,
+    only_jobs_that_wait_at_the_gate_are_told,
+    an_array_is_told_at_once_and_its_running_tasks_are_not,
     users_are_known_or_gone,
     an_offer_is_taken_by_one_job_as_it_is_submitted,
     a_withdrawn_offer_is_not_taken_and_never_repeated,
@@ -483,6 +546,14 @@ class Simulated(Harness):
 
     async def cancel(self, job_id: str) -> None:
         self.world.cluster.cancel(job_id)
+
+    async def comment(self, job_id: str) -> str:
+        record = self.world.cluster.jobs[job_id]
+        return f"{record.remark} {record.comment}"
+
+    async def write(self, job_id: str, text: str) -> None:
+        for record in self.world.cluster.tasks_beside(self.world.cluster.jobs[job_id]):
+            record.remark = text
 
     async def hold(self, job_id: str) -> None:
         self.world.cluster.hold(job_id)

@@ -319,11 +319,11 @@ GROUPS = (
                 "test_a_job_with_a_container_id_is_revoked",
                 since="23.02",
             ),
-            denied(
+            tested(
                 "--oom-kill-step",
-                "by Slurm's rule: it needs task/cgroup, which guests do not have; each job has its memory to itself",
+                "guests have task/cgroup",
                 "test_options_of_newer_releases_work",
-                since="24.05",
+                since="24.11",
             ),
             refused("--stepmgr", "--stepmgr is not supported: submit without it", "--stepmgr", since="24.05"),
         ),

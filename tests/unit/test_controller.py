@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from structlog.testing import capture_logs
+
 from multiverse.config import Settings
 from multiverse.controller.effects import AGAIN, AGAIN_LIMIT, OTHER_TIMEOUT
 from multiverse.controller.loop import Controller
@@ -209,5 +211,33 @@ def test_a_scheduler_that_refuses_nothing_at_submission_is_left_alone() -> None:
         async with running as submission:
             await asyncio.sleep(60.0)
             assert submission.calls == 0 and source.observations > 5
+
+    run(script(), 1)
+
+
+def test_a_defect_of_a_driver_leaves_its_source_unknown_and_ends_nothing() -> None:
+    async def script() -> None:
+        broken, well = OneHost("h1"), OneHost("h2")
+        running = Running(broken, well)
+        controller = Controller(running.store, running.ports, running.ports, running.clock, Settings())
+        task = asyncio.create_task(controller.run())
+        await asyncio.sleep(10.0)
+        assert controller.sources["h1"].latest is not None
+        before, answer = well.observations, broken.observe
+        with capture_logs() as logs:
+            controller.sources["h1"]._observe = defect
+            await asyncio.sleep(60.0)
+        assert controller.sources["h1"].latest is None and "KeyError" in controller.sources["h1"].failure
+        assert well.observations > before + 20 and not task.done()
+        (entry,) = [log for log in logs if log["event"] == "source is unknown"]
+        assert entry["source"] == "h1" and entry["exc_info"], "with its traceback, once"
+        controller.sources["h1"]._observe = answer
+        await asyncio.sleep(10.0)
+        assert controller.sources["h1"].latest is not None
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def defect() -> HypervisorView:
+        raise KeyError("vms")
 
     run(script(), 1)

@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from multiverse.config import ImageSettings, Settings, SlurmSettings
+from multiverse.core.changes import mark_changes
 from multiverse.core.model import (
     MOST_NODES,
     OTHER_IMAGES,
@@ -96,7 +97,9 @@ def is_cancelled(hosts: Sequence[Host], policy: Policy, request: Request) -> boo
     here = state(asks, now=1000.0, known=[host.name for host in hosts])
     job = Job(asks.job, "hello", 1000, JobState.PENDING, request)
     view = HypervisorView({host.name: host for host in hosts})
-    admit(Context(here, world_of(SchedulerView({job.ref.job_id: job}), view, 1000.0), policy))
+    world = world_of(SchedulerView({job.ref.job_id: job}), view, 1000.0)
+    mark_changes(here, world, policy)
+    admit(Context(here, world, policy))
     assert not here.attempts[asks.id].quarantined
     return Event.IMPOSSIBLE in [change.event for change in changes_of(here.moves)]
 

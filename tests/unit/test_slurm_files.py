@@ -52,12 +52,56 @@ def test_a_guests_slurm_conf_is_derived_from_the_sites() -> None:
         "spare(192.0.2.2)",
     ]
     assert keys["authinfo"] == "socket=/run/munge/munge.socket.2,cred_expire=60"
-    assert (keys["proctracktype"], keys["taskplugin"]) == ("proctrack/linuxproc", "task/affinity")
+    assert (keys["proctracktype"], keys["taskplugin"]) == ("proctrack/linuxproc", "task/affinity,task/cgroup")
     assert keys["prologflags"] == "Alloc,Contain"
     assert "PrologFlags=DeferBatch,Contain\n" in conf.for_guest("PrologFlags=DeferBatch,X11\n", [])
     for dropped in ("prolog", "nodename", "partitionname", "include"):
         assert dropped not in keys
     assert "/site" not in made
+
+
+def test_a_guest_limits_memory_as_the_site_does_on_bare_metal() -> None:
+    limited = "ConstrainRAMSpace=Yes\nAllowedRAMSpace=90\nMinRAMSpace=20\nMaxRAMPercent=50\nConstrainDevices=yes\n"
+    keys = dict(conf.settings(conf.cgroup_for_guest(SITE_CONF, limited)))
+    assert keys == {
+        "IgnoreSystemd": "yes",
+        "CgroupPlugin": "cgroup/v2",
+        "ConstrainRAMSpace": "yes",
+        "AllowedRAMSpace": "90",
+        "MinRAMSpace": "20",
+    }
+
+
+@pytest.mark.parametrize(("allowed", "kept"), [("99.5", "99.5"), ("100", ""), ("101", ""), ("110.5", "")])
+def test_a_guest_never_allows_more_memory_than_its_vm_has(allowed: str, kept: str) -> None:
+    made = conf.cgroup_for_guest(SITE_CONF, f"ConstrainRAMSpace=yes\nAllowedRAMSpace={allowed}\n")
+    assert conf.value(made, "AllowedRAMSpace") == kept
+
+
+@pytest.mark.parametrize(
+    ("slurm_conf", "cgroup_conf"),
+    [
+        (SITE_CONF, ""),
+        (SITE_CONF, "ConstrainRAMSpace=no\nAllowedRAMSpace=90\n"),
+        ("TaskPlugin=task/none\n", "ConstrainRAMSpace=yes\nAllowedRAMSpace=90\n"),
+    ],
+)
+def test_a_guest_limits_memory_to_what_the_job_asked_for_if_the_site_does_not(
+    slurm_conf: str, cgroup_conf: str
+) -> None:
+    made = conf.cgroup_for_guest(slurm_conf, cgroup_conf)
+    assert conf.limits_memory(made) and "AllowedRAMSpace" not in made
+
+
+@pytest.mark.parametrize(
+    ("params", "left"),
+    [("OverMemoryKill", None), ("UsePss, overmemorykill,NoShared", "UsePss,NoShared"), ("NoShared", "NoShared")],
+)
+def test_slurmd_in_a_guest_is_not_given_a_second_limit_of_memory(params: str, left: str | None) -> None:
+    made = conf.for_guest(f"JobAcctGatherParams={params}\n", [conf.Slurmctld("head", "10.1.0.1")])
+    found = dict(conf.settings(made)).get("JobAcctGatherParams")
+    assert (found and found.replace(" ", "")) == left
+    assert all(value for _, value in conf.settings(made)), "Slurm refuses a key without a value"
 
 
 def test_values_are_read_from_slurm_conf() -> None:
@@ -239,6 +283,14 @@ def test_a_spare_is_given_files_daemons_and_features(
     files = {file.path: file for file in bootstrap.bootstrap(own, SPARE).files}
     assert files["/etc/slurm/cgroup.conf"].content == b"CgroupPlugin=disabled\n"
     assert b"head(10.9.9.9)" in files["/etc/slurm/slurm.conf"].content
+    assert b"task/cgroup" not in files["/etc/slurm/slurm.conf"].content, "slurmd would not start without cgroups"
+
+
+def test_the_sites_own_cgroup_conf_is_read_beside_its_slurm_conf(site: Settings) -> None:
+    site.slurm.conf.with_name("cgroup.conf").write_text("ConstrainRAMSpace=yes\nAllowedRAMSpace=95.5\n")
+    files = {file.path: file.content.decode() for file in bootstrap.bootstrap(site, SPARE).files}
+    assert conf.value(files["/etc/slurm/cgroup.conf"], "AllowedRAMSpace") == "95.5"
+    assert "task/cgroup" in conf.value(files["/etc/slurm/slurm.conf"], "TaskPlugin")
 
 
 def test_only_a_spare_makes_its_job_wait_for_the_user(site: Settings, tmp_path: Path) -> None:

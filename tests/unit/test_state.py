@@ -32,8 +32,8 @@ from multiverse.core.model import (
     VmState,
 )
 from multiverse.core.rows import Rows
-from multiverse.core.state import State, VmsMissing
-from multiverse.core.transition import TERMINAL, Change, Event
+from multiverse.core.state import State, VmsMissing, quarantine_on_error
+from multiverse.core.transition import TERMINAL, Change, Event, Tables, Transition, transitions, unchanged
 from tests.unit.rows import attempt, offer, state, template, vm
 
 A, V, T, O = AttemptState, VmState, TemplateState, OfferState  # noqa: E741
@@ -189,6 +189,29 @@ def test_a_move_of_several_rows_of_which_one_may_not_change_changes_none() -> No
     assert everything(held) == before and held.moves == []
 
 
+# --- faults -----------------------------------------------------------------------------------------
+
+
+def test_a_fault_quarantines_the_one_record_that_it_is_about() -> None:
+    held = state(vm(V.PLANNED), vm(V.PLANNED, id=2))
+    with quarantine_on_error(held, Key("vm", 1)):
+        raise KeyError("x")
+    why = "a fault of Multiverse, please report it: KeyError('x')"
+    (move,) = held.moves
+    assert [(change.event, change.reason, change.row.quarantined) for change in move.changes] == [
+        (Event.QUARANTINED, why, why)
+    ]
+    assert held.vms[1].quarantined == why and held.vms[2] == vm(V.PLANNED, id=2)
+    with quarantine_on_error(held, Key("vm", 1)):
+        raise KeyError("y")
+    assert held.moves == [move], "it is in quarantine already"
+    with pytest.raises(KeyError), quarantine_on_error(held, Key("vm", 3)):
+        raise KeyError("z")
+    with quarantine_on_error(held, Key("vm", 2)):
+        pass
+    assert held.moves == [move]
+
+
 # --- questions --------------------------------------------------------------------------------------
 
 
@@ -251,3 +274,28 @@ def test_an_address_is_in_use_until_the_last_vm_that_has_it_is_gone() -> None:
     held.move(Change(replace(two, state=V.RELEASING), Event.RELEASED))
     held.move(Change(replace(held.vms[2], state=V.GONE), Event.ABSENT))
     assert held.addresses == {}
+
+
+# --- tables -----------------------------------------------------------------------------------------
+
+
+def test_a_table_allows_the_transitions_that_are_in_it_and_no_others() -> None:
+    some = (
+        *transitions([None, V.PLANNED], Event.EXISTS, V.PARKED, V.STARTING),
+        *unchanged([V.PARKED, V.LOST], Event.QUARANTINED, Event.RETRIED),
+    )
+    assert some == (
+        Transition(None, Event.EXISTS, V.PARKED),
+        Transition(None, Event.EXISTS, V.STARTING),
+        Transition(V.PLANNED, Event.EXISTS, V.PARKED),
+        Transition(V.PLANNED, Event.EXISTS, V.STARTING),
+        Transition(V.PARKED, Event.QUARANTINED, V.PARKED),
+        Transition(V.PARKED, Event.RETRIED, V.PARKED),
+        Transition(V.LOST, Event.QUARANTINED, V.LOST),
+        Transition(V.LOST, Event.RETRIED, V.LOST),
+    )
+    tables = Tables({"vm": some, "template": ()})
+    assert dict(tables) == {"vm": some, "template": ()}
+    assert tables.allowed("vm", None, Event.EXISTS, V.PARKED)
+    assert not tables.allowed("vm", V.PARKED, Event.EXISTS, V.PARKED)
+    assert not tables.allowed("template", None, Event.EXISTS, V.PARKED)

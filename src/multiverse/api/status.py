@@ -19,6 +19,7 @@ AlertKind = Literal[
     "template",
     "host",
     "fenced",
+    "user",
     "effect",
     "stranger",  # an orphan: an object with our site's name that no record explains
     "unserved",

@@ -11,16 +11,19 @@ from collections.abc import Callable, Mapping
 import structlog
 
 from multiverse.config import Settings
+from multiverse.controller.comments import CommentPlan, CommentWriter
 from multiverse.controller.effects import Effects, Failure, Surroundings
 from multiverse.controller.forecast import ForecastRecorder
 from multiverse.controller.missing_hints import MissingHints
 from multiverse.controller.observers import Observer
+from multiverse.controller.users import LookupFailure, UserDirectory
 from multiverse.core.errors import MultiverseError
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
     AttemptState,
     CloneKind,
     HypervisorView,
+    Job,
     JobLimits,
     KnownHost,
     Observation,
@@ -125,6 +128,8 @@ class Controller:
         self.policy = policy_of(settings)
         self.state = State(store.rows(), TABLES, clock.now())
         """The live rows as committed, between passes."""
+        # The database may be a copy that is older than the end of these VMs: their names are not given again.
+        self.state.unmade.update(vm.id for vm in self.state.vms_in(VmState.PLANNED))
         self.observed = World()
         """What the latest pass was planned upon."""
         self._forecast = ForecastRecorder(self.policy)
@@ -150,14 +155,19 @@ class Controller:
             for source in hypervisor.sources
         }
         """One observer for each source of the hypervisor, by the source's name."""
+        self.users = UserDirectory(lambda uid: scheduler.user(uid), clock, self._wake.set)
         surroundings = Surroundings(
             gateway=settings.network.gateway,
             hosts=settings.network.hosts,
             mounts=settings.mounts,
             grace=settings.pacing.reclaim_grace,
             state=self.state,
+            users=self.users,
         )
         self._effects = Effects(scheduler, hypervisor, clock, surroundings, self._effect_ended)
+        self._comments = CommentWriter(
+            scheduler, clock, CommentPlan(self.policy, self.state.attempts_in(AttemptState.QUEUED)), self._observed_jobs
+        )
 
     # --- from outside --------------------------------------------------------------------------------
 
@@ -183,7 +193,11 @@ class Controller:
             refused=self._effects.refused(),
             forecast=self._forecast.forecast(self._clock.now()),
             entropy=self._entropy(),
+            users=self.users.seen(),
         )
+
+    def _observed_jobs(self) -> Mapping[str, Job]:
+        return self.scheduler.latest.value.jobs if self.scheduler.latest else {}
 
     def pools(self) -> list[PoolStatus]:
         """The warm pools, as of the last pass."""
@@ -192,6 +206,10 @@ class Controller:
     def failing(self, often: int) -> list[Failure]:
         """Effects that failed at least `often` times in a row."""
         return self._effects.failing(often)
+
+    def unknown_users(self) -> list[LookupFailure]:
+        """The users of jobs whom the name service does not tell."""
+        return self.users.failures()
 
     def command(self, command: Command) -> asyncio.Future[None]:
         """Take what an operator asks for; the rows show what comes of it. Done when it is committed: until then it is
@@ -206,7 +224,7 @@ class Controller:
 
     async def run(self) -> None:
         """Observe, plan and act until cancelled."""
-        tasks = [asyncio.create_task(one.run()) for one in self._observers()]
+        tasks = [asyncio.create_task(one.run()) for one in (*self._observers(), self._comments)]
         try:
             while True:
                 self._wake.clear()
@@ -222,6 +240,7 @@ class Controller:
 
     async def close(self) -> None:
         """Stop the effects that run. What they have begun is found again by the next controller's observations."""
+        await self.users.close()
         await self._effects.close()
 
     def _observers(self) -> list[Observer[SchedulerView] | Observer[HypervisorView]]:
@@ -229,7 +248,8 @@ class Controller:
 
     async def _sleep(self, observers: list[asyncio.Task[None]]) -> None:
         now = self._clock.now()
-        left = min(self._settings.poll, self._effects.next_due() - now, self._forecast.next_due(now) - now)
+        due = min(self._effects.next_due(), self._forecast.next_due(now), self.users.next_due())
+        left = min(self._settings.poll, due - now)
         if left > 0:
             try:
                 async with asyncio.timeout(left):
@@ -270,11 +290,13 @@ class Controller:
             self.uncommitted = (self.uncommitted[0] if self.uncommitted else self._clock.now(), str(error))
             return False
         self._forecast.note(moves, now)
+        self._comments.passed(moves, state.reasons)
         self.missing_hints.note(moves)
         self._committed(len(messages))
         if state.learned or self._limits is None:
             self._limits = job_limits(state.hosts, self.policy)
         self._effects.limit_submissions(self._limits)
+        self.users.look_up(state.queue.unknown_users)
         self._effects.ensure(self._confirmed_orphans(world))
         return True
 

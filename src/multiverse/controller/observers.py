@@ -59,11 +59,9 @@ class Observer(Generic[T]):
                 async with asyncio.timeout(TIMEOUT):
                     value = await self._observe()
             except (MultiverseError, TimeoutError) as error:
-                text = str(error) or f"no answer within {TIMEOUT:g} s"
-                if text != self.failure:
-                    log.warning("source is unknown", source=self.name, reason=text)
-                self._turn(self.latest is not None)
-                self.latest, self.failure = None, text
+                self._unknown(str(error) or f"no answer within {TIMEOUT:g} s")
+            except Exception as error:  # a defect of a driver: its source is unknown, and the others go on
+                self._unknown(f"{type(error).__name__}: {error}", traceback=True)
             else:
                 if self.failure:
                     log.info("source is back", source=self.name)
@@ -72,6 +70,13 @@ class Observer(Generic[T]):
             self.observations += 1
             self._seen()
             await self._wait(began)
+
+    def _unknown(self, reason: str, *, traceback: bool = False) -> None:
+        """The observation failed. A failure is logged once for as long as it repeats."""
+        if reason != self.failure:
+            log.warning("source is unknown", source=self.name, reason=reason, exc_info=traceback)
+        self._turn(self.latest is not None)
+        self.latest, self.failure = None, reason
 
     def _turn(self, turned: bool) -> None:
         if turned:

@@ -57,8 +57,13 @@ class Scheduler(Protocol):
         """Make the scheduler forget a node and its offer. `Refused` while a job is on it; success if there is none."""
         ...
 
-    async def explain(self, job: JobRef, text: str) -> None:
-        """Leave one line for the job's user, where the scheduler shows such lines."""
+    async def explain(self, jobs: Sequence[JobRef], text: str) -> None:
+        """Leave one line for the users of jobs that wait at the gate, where the scheduler shows such lines. It replaces
+        an earlier line, and nothing that others wrote. A task of an array stands for all tasks of the array that wait
+        at the gate, and they are not separated.
+
+        Jobs that do not wait at the gate as these runs, that are held, or that read the line already are left alone,
+        without an error. `Exhausted` if some of the jobs are being pinned or cancelled now; the others were told."""
         ...
 
     async def bootstrap(self, node: NodeSpec) -> NodeBootstrap:
@@ -66,7 +71,8 @@ class Scheduler(Protocol):
         ...
 
     async def user(self, uid: int) -> User:
-        """The user with this uid, with all groups. `Gone` if there is none."""
+        """The user with this uid, with all groups. `Gone` only if there surely is none, `Unknown` if the name service
+        does not answer or cannot be relied upon."""
         ...
 
 

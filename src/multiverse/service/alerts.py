@@ -18,9 +18,11 @@ from multiverse.service.findings import (
     HostShortOfMemory,
     JobBackingOff,
     MissingImage,
+    OrphanVm,
     QuarantinedRecord,
     SourceFailure,
     StoreFailure,
+    UnknownUser,
 )
 
 _SHOWN_NAMES = 4
@@ -43,7 +45,9 @@ def alerts(found: Findings) -> list[Alert]:
         *map(_quarantined, found.quarantined),
         *map(_template, found.broken_templates),
         *map(_back_off, found.backing_off),
+        *map(_user, found.unknown_users),
         *map(_effect, found.failing_effects),
+        *map(_orphan_vm, found.orphan_vms),
         *map(_orphan, found.orphans),
         *found.permanent,
     ]
@@ -172,6 +176,18 @@ def _back_off(one: JobBackingOff) -> Alert:
     )
 
 
+def _user(one: UnknownUser) -> Alert:
+    waiting = f"; waiting for it: job {_some(one.jobs)}" if one.jobs else ""
+    return Alert(
+        "user",
+        f"user-{one.uid}",
+        f"the name service has not said for {_span(one.seconds)} who uid {one.uid} is: {one.reason}{waiting}",
+        "see what answers: getent passwd UID; the jobs wait and are not given up; if the user does not exist any more, "
+        "cancel the jobs: scancel",
+        jobs=one.jobs,
+    )
+
+
 def _effect(one: FailingEffect) -> Alert:
     return Alert(
         "effect",
@@ -187,6 +203,27 @@ def _orphan(name: str) -> Alert:
         name,
         f"{name} has our site's name, but no record explains it",
         "nothing is to be done: it is removed once two observations have shown it",
+    )
+
+
+def _orphan_vm(one: OrphanVm) -> Alert:
+    if not one.job_id:
+        return Alert(
+            "stranger",
+            one.name,
+            f"VM {one.vm} is on host {one.host}, and no record explains it",
+            "nothing is to be done: it is removed once two observations have shown that no job is on it",
+            version=one.version,
+        )
+    return Alert(
+        "stranger",
+        one.name,
+        f"VM {one.vm} on host {one.host} runs job {one.job_id}, and no record explains it: the database was restored "
+        "from a copy, or lost",
+        f"let the job end, and the VM is removed then; or end it now: multiverse repair {one.name}",
+        f"ends VM {one.vm} and with it job {one.job_id}, which Slurm queues again if it may be requeued",
+        version=one.version,
+        jobs=(one.job_id,),
     )
 
 

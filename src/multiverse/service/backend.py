@@ -28,6 +28,7 @@ from multiverse.api import (
 from multiverse.controller import pruning
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Refused
+from multiverse.core.model import Attempt
 from multiverse.core.rows import Rows
 from multiverse.core.transition import Command
 from multiverse.ports import Clock
@@ -123,6 +124,9 @@ class Backend:
                 for source in self.sources()
                 if source.failure
             ],
+            unknown_users=[
+                convert.unknown_user(failure, self._rows(), now) for failure in self.controller.unknown_users()
+            ],
             hints=self._missing_hints(),
             failing_effects=[
                 convert.failing_effect(failure, now) for failure in self.controller.failing(FAILURES_UNTIL_ALERT)
@@ -153,13 +157,19 @@ class Backend:
             attempts = list(reversed(self.store.attempts(job_id=job, limit=max(1, min(limit, MAX_JOBS)))))
         else:
             attempts = list(self._rows().attempts.values())
-        vms = self.store.vms_of([attempt.id for attempt in attempts])
-        return convert.job_views(attempts, vms, self.clock.now(), self.controller.policy)
+        vms, now = self.store.vms_of([attempt.id for attempt in attempts]), self.clock.now()
+        return convert.job_views(attempts, vms, self._waiting_reasons(attempts, now), now, self.controller.policy)
 
     def timelines(self, job: str) -> list[TimelineView]:
         """One timeline for each known attempt of the job, oldest first; empty if there is none."""
-        attempts, now = reversed(self.store.attempts(job_id=job)), self.clock.now()
-        return [convert.timeline_view(a, self.store.journal(attempts=[a.id]), now) for a in attempts]
+        attempts, now = self.store.attempts(job_id=job)[::-1], self.clock.now()
+        waiting = self._waiting_reasons(attempts, now)
+        return [
+            convert.timeline_view(a, self.store.journal(attempts=[a.id]), now, waiting.get(a.id, "")) for a in attempts
+        ]
+
+    def _waiting_reasons(self, attempts: Sequence[Attempt], now: float) -> Mapping[int, str]:
+        return convert.waiting_reasons(attempts, self.controller.world(), self.controller.state.reasons, now)
 
     # --- VMs, hosts, templates ---------------------------------------------------------------------
 

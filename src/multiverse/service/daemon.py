@@ -20,7 +20,7 @@ from multiverse.config import Settings
 from multiverse.controller.loop import Controller
 from multiverse.controller.pruning import prune_regularly
 from multiverse.core.errors import Refused
-from multiverse.drivers.qemu.driver import QemuHypervisor
+from multiverse.drivers.qemu.driver import QemuHypervisor, sites
 from multiverse.drivers.slurm.bootstrap import slurm_uid
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.drivers.slurm.inbox import Hint, hints, take
@@ -110,7 +110,8 @@ async def serve(settings: Settings) -> None:
     _restrict_access(settings)
     with _locked(settings.state_dir), contextlib.ExitStack() as stack:
         processes, clock = ProcessCounter(), SystemClock()
-        store = open_store(settings.state_dir, clock)
+        there = sites(settings)
+        store = open_store(settings.state_dir, clock, there)
         stack.callback(store.close)
         scheduler = SlurmScheduler(settings, store.site)
         hypervisor = QemuHypervisor(settings, store.site)
@@ -120,6 +121,7 @@ async def serve(settings: Settings) -> None:
         sock = _bind(settings.socket)
         stack.callback(settings.socket.unlink, missing_ok=True)
         permanent = [Alert("unserved", *each) for each in scheduler.unserved()]
+        permanent += map(_other_site, (site for site in there if site != store.site))
         backend = Backend(
             controller,
             store,
@@ -133,12 +135,22 @@ async def serve(settings: Settings) -> None:
             str(settings.slurm.inbox),
         )
         for alert in permanent:
-            log.warning("setting of Slurm has no effect on VMs", name=alert.name, reason=alert.message)
+            event = "setting of Slurm has no effect on VMs" if alert.kind == "unserved" else "VMs of another site"
+            log.warning(event, name=alert.name, reason=alert.message)
         log.info("daemon started", site=store.site, socket=str(settings.socket), pid=os.getpid())
         stack.callback(hypervisor.close)  # otherwise this process would last as long as its longest call
         stack.callback(scheduler.close)
         await _run(settings, controller, backend, sock)
     log.info("daemon stopped")
+
+
+def _other_site(site: str) -> Alert:
+    return Alert(
+        "stranger",
+        f"site-{site}",
+        f"there are VMs of another site, {site}, in qemu.vms: another daemon's, or of a database that was lost",
+        "if no daemon is to have them, put back its database, or end them: they keep memory that is not claimed here",
+    )
 
 
 async def _run(settings: Settings, controller: Controller, backend: Backend, sock: socket.socket) -> None:

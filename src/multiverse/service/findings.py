@@ -117,6 +117,27 @@ class FailingEffect:
 
 
 @dataclass(frozen=True, slots=True)
+class OrphanVm:
+    """A VM that no record explained when it was found, with the job that is on it (empty: none was seen)."""
+
+    name: str
+    vm: str
+    host: str
+    job_id: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownUser:
+    """Looking up a user has failed for `seconds`; `jobs` wait for that."""
+
+    uid: int
+    seconds: float
+    reason: str
+    jobs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Findings:
     """Everything that alerts are made of. `orphans` are the names of objects that have our site's name and that no
     record explains; `permanent` are alerts that last as long as the daemon."""
@@ -131,6 +152,8 @@ class Findings:
     quarantined: Sequence[QuarantinedRecord] = ()
     broken_templates: Sequence[BrokenTemplate] = ()
     backing_off: Sequence[JobBackingOff] = ()
+    unknown_users: Sequence[UnknownUser] = ()
     failing_effects: Sequence[FailingEffect] = ()
     orphans: Sequence[str] = ()
+    orphan_vms: Sequence[OrphanVm] = ()
     permanent: Sequence[Alert] = ()

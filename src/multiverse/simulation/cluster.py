@@ -112,7 +112,16 @@ class Cluster:
     def submit_array(self, batch: Batch, tasks: int) -> list[str]:
         """Queue an array and return the ids of its tasks."""
         base = self._new_id()
-        return [self._queue(batch, f"{base}{self.separator}{task}").job_id for task in range(tasks)]
+        queued = [self._queue(batch, f"{base}{self.separator}{task}") for task in range(tasks)]
+        for job in queued:
+            job.array = str(base)
+        return [job.job_id for job in queued]
+
+    def tasks_beside(self, job: JobRecord) -> list[JobRecord]:
+        """The job itself, or all tasks of its array."""
+        if not job.array:
+            return [job]
+        return [one for _, one in sorted(self.jobs.items()) if one.array == job.array]
 
     def cancel(self, job_id: str, by_user: bool = True) -> None:
         job = self.jobs[job_id]
@@ -264,6 +273,10 @@ class Cluster:
         self._used_offers.add(node)
         if node in self._offers and not self._offers[node].taken:
             del self._offers[node]
+
+    def unlist_offers(self) -> None:
+        """A controller that knows of no offers has started: jobs may take what was offered before no more."""
+        self._offers = {node: offered for node, offered in self._offers.items() if offered.taken}
 
     def forget(self, node: str) -> None:
         self._offers.pop(node, None)

@@ -324,16 +324,19 @@ class IncidentKind(StrEnum):
     RECONFIGURED = "slurmctld reads its configuration again"
     HOST_AWAY = "a host is out of reach"
     HOST_FENCED = "a host is out of reach, switched off and fenced"
+    NAME_SERVICE_SILENT = "the name service does not answer"
     SOURCE_SLOW = "a source answers observations after ten minutes"
     TEMPLATE_DELETED = "an operator deletes a template"
     DISK_FULL = "the store's disk is full"
+    DATABASE_RESTORED = "the database is restored from a copy"
+    DATABASE_LOST = "the database is lost"
     CONTROLLER_CRASH = "the controller crashes"
 
 
 @dataclass(frozen=True)
 class Incident:
     """Something that happens to the world at virtual second `at` and lasts `seconds`. `pick`, from 0 to 1, chooses
-    one of the objects that exist then."""
+    one of the objects that exist then. A database is restored from a copy that was made at `at`, `seconds` later."""
 
     at: float
     kind: IncidentKind
@@ -356,7 +359,9 @@ DURATIONS: Mapping[IncidentKind, tuple[float, float]] = {
     IncidentKind.CLUSTER_RESTARTS: (1.0, 10.0),
     IncidentKind.HOST_AWAY: (2.0, 300.0),
     IncidentKind.HOST_FENCED: (20.0, 200.0),
+    IncidentKind.NAME_SERVICE_SILENT: (5.0, 300.0),
     IncidentKind.SOURCE_SLOW: (10.0, 200.0),
+    IncidentKind.DATABASE_RESTORED: (0.1, 60.0),
     IncidentKind.DISK_FULL: (0.5, 60.0),
     IncidentKind.CONTROLLER_CRASH: (0.1, 20.0),
 }

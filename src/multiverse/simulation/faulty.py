@@ -53,8 +53,8 @@ class FaultyScheduler:
     async def delete_node(self, node: str) -> None:
         await self._call("delete_node", node, lambda: self._inner.delete_node(node), node)
 
-    async def explain(self, job: JobRef, text: str) -> None:
-        await self._call("explain", job.job_id, lambda: self._inner.explain(job, text), job)
+    async def explain(self, jobs: Sequence[JobRef], text: str) -> None:
+        await self._call("explain", jobs[0].job_id, lambda: self._inner.explain(jobs, text), *jobs)
 
     async def bootstrap(self, node: NodeSpec) -> NodeBootstrap:
         return await self._call("bootstrap", node.name, lambda: self._inner.bootstrap(node), node)

@@ -26,6 +26,7 @@ class CommandLatencies:
     request: tuple[float, float] = (0.005, 0.05)
     reply: tuple[float, float] = (0.002, 0.03)
     patience: tuple[float, float] = (2.0, 10.0)
+    look_up: float = 0.001
 
 
 FindUser = Callable[[int], User | None]
@@ -74,6 +75,8 @@ class SimulatedScheduler(ABC):
             raise Stale(f"job {job.job_id} is held by its user")
         self._tie(record, tag, nodes)
         self._unblock(record)
+        if text:
+            record.tell(text)
         await self._reply()
 
     async def unpin(self, job: JobRef) -> None:
@@ -106,7 +109,8 @@ class SimulatedScheduler(ABC):
             return
         if record.state is not JobState.PENDING:
             raise Stale(f"job {job.job_id} is {record.state}")
-        record.comment = record.revoked = reason
+        record.tell(reason)
+        record.revoked = reason
         record.cancelled = asyncio.get_running_loop().time()
         self._cluster.cancel(job.job_id, by_user=False)
         await self._reply()
@@ -130,12 +134,19 @@ class SimulatedScheduler(ABC):
     def _delete(self, node: str) -> None:
         self._cluster.delete(node)
 
-    async def explain(self, job: JobRef, text: str) -> None:
+    async def explain(self, jobs: Sequence[JobRef], text: str) -> None:
         await self._reach()
-        self._reread(job).comment = text
+        for job in jobs:
+            record = self._cluster.jobs.get(job.job_id)
+            if record is None or record.ref != job or not record.waits_at_gate:
+                continue
+            for one in self._cluster.tasks_beside(record):
+                if one.waits_at_gate and not one.held:
+                    one.tell(text)
         await self._reply()
 
     async def user(self, uid: int) -> User:
+        await asyncio.sleep(self._latencies.look_up)
         user = self._find_user(uid)
         if user is None:
             raise Gone(f"no user has the uid {uid}", hint="look at the site's user database")

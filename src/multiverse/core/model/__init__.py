@@ -5,7 +5,7 @@ Memory and disk are MiB, times are seconds, processors are counts of vCPUs. Mono
 """
 
 from multiverse.core.model.host import Claim, ClaimKey, Host, HostState, HypervisorView, KnownHost
-from multiverse.core.model.identity import Daemon, GuestFile, Identity, Mount, NodeBootstrap, User
+from multiverse.core.model.identity import Daemon, GuestFile, Identity, Mount, NodeBootstrap, User, UserSeen
 from multiverse.core.model.job import (
     ENDING_STATES,
     PINNED_STATES,
@@ -24,7 +24,18 @@ from multiverse.core.model.job import (
 )
 from multiverse.core.model.keys import Key, RowKind
 from multiverse.core.model.limits import MOST_NODES, OTHER_IMAGES, EqualHosts, JobLimit, JobLimits
-from multiverse.core.model.names import mac_of, machine_id, serial_of, site_of, token_of, vm_name, vm_prefix
+from multiverse.core.model.names import (
+    LAST_DECIMAL,
+    LAST_SERIAL,
+    SERIAL,
+    mac_of,
+    machine_id,
+    serial_of,
+    site_of,
+    token_of,
+    vm_name,
+    vm_prefix,
+)
 from multiverse.core.model.offer import Offer, OfferState
 from multiverse.core.model.sizes import CloneKind, Depth, Size
 from multiverse.core.model.template import Template, TemplateCondition, TemplateKey, TemplateSeen, TemplateState
@@ -45,10 +56,13 @@ from multiverse.core.model.world import Forecast, Observation, Row, Seen, World
 __all__ = [
     "ENDING_STATES",
     "FAILED_STATES",
+    "LAST_DECIMAL",
+    "LAST_SERIAL",
     "LEAVING_STATES",
     "MOST_NODES",
     "OTHER_IMAGES",
     "PINNED_STATES",
+    "SERIAL",
     "UPCOMING_STATES",
     "WAITING_STATES",
     "Attempt",
@@ -94,6 +108,7 @@ __all__ = [
     "TemplateSeen",
     "TemplateState",
     "User",
+    "UserSeen",
     "Vm",
     "VmCondition",
     "VmRef",

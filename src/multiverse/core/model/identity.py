@@ -18,6 +18,17 @@ class User:
 
 
 @dataclass(frozen=True, slots=True)
+class UserSeen:
+    """An answer of the name service about a uid: whether there is such a user. The look-up began at `began`; `since`
+    is when it first gave this answer. Times are monotonic. A user without an answer is unknown, not absent."""
+
+    exists: bool
+    began: float
+    since: float
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Mount:
     """A file system that the guest mounts: fields as in fstab(5). `options` go to the file system."""
 

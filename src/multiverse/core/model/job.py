@@ -56,7 +56,8 @@ class Job:
     or other limit. `gated` says that it waits at the gate; `pinned` names the attempt's feature it is
     tied to. `problem` says why its request cannot be served at all; `request` is None exactly then.
     `result` is the scheduler's own word for how it ended (`COMPLETED`, `FAILED`, ...). `uses` is what a
-    pending job will take of which of the view's limits once it runs.
+    pending job will take of which of the view's limits once it runs. `array` is the id of the array of which it is a
+    task, if it is one.
     """
 
     ref: JobRef
@@ -76,6 +77,7 @@ class Job:
     exit_code: int = 0
     work_dir: str = ""
     uses: tuple[tuple[str, int], ...] = ()
+    array: str = ""
 
 
 class NodeState(StrEnum):
@@ -177,8 +179,8 @@ class Attempt:
 
     `since` is when it entered its state; `not_before` when it may be admitted (back-off); `tries` counts the attempts
     before it that failed in a row; `replaced` the VMs that were replaced within it. `outcome` is how it ends, once it
-    ends. `note` is what the job's user is told while the job waits. `pin` is the tag of the one joined spare that it
-    took. `choice` says what its VMs are, and why: the job's user is told when the job is pinned.
+    ends. `note` is why the attempt before it failed or was given up, until it is admitted. `pin` is the tag of the one
+    joined spare that it took. `choice` says what its VMs are, and why: the job's user is told when the job is pinned.
     """
 
     id: int

@@ -29,7 +29,6 @@ from multiverse.core.model import (
 )
 from multiverse.core.policy import Policy
 from multiverse.core.provisioning.capacity import largest_nodes
-from multiverse.core.provisioning.clones import hosts_making
 from multiverse.core.provisioning.sizes import empty_host, template_claim, template_size, vm_claim, vm_size
 
 _PLUG = frozenset({"plug_cpus", "plug_memory"})
@@ -49,20 +48,20 @@ def job_limits(hosts: Mapping[str, KnownHost], policy: Policy) -> JobLimits | No
 
 
 def _limits_of(image: str, hosts: Mapping[str, Host], policy: Policy) -> tuple[JobLimit, ...]:
-    """The limits of jobs of an image: for each kind of clone as `clones.choose_kind` chooses it. An image that is not
-    on a host yet is taken to be able to plug everything there, as in admission."""
+    """The limits of jobs of an image: for each kind of clone the ways of `clones.ways_to_make`. An image that is not on
+    a host yet is taken to be able to plug everything there, as in admission, where a job waits for the image only if
+    its VMs would be made in the first of the ways."""
     booted = _group(_capacity(host, image, policy, forks=False) for host in hosts.values())
     forked = _group(_capacity(host, image, policy, forks=True) for host in hosts.values())
-    forking = hosts_making(image, CloneKind.INSTANT, hosts)
     ways = {CloneKind.INSTANT: [forked], CloneKind.LINKED: [booted], CloneKind.FULL: [booted]}
-    if not any(CloneKind.LINKED.value in host.abilities for host in hosts.values()):
-        forks = any(CloneKind.INSTANT.value in host.abilities for host in hosts.values())
-        ways[CloneKind.AUTO] = [forked if forks else booted]
+    having = [host for host in hosts.values() if image in host.images]
+    if not any(CloneKind.INSTANT.value in host.abilities for host in hosts.values()):
+        ways[CloneKind.AUTO] = [booted]
+    elif not any(CloneKind.LINKED.value in host.abilities for host in hosts.values()):
+        ways[CloneKind.AUTO] = [forked]
     else:
-        ways[CloneKind.AUTO] = [
-            _group(_capacity(hosts[name], image, policy, forks=True) for name in forking),
-            booted,
-        ]
+        booted_now = _group(_capacity(host, image, policy, forks=False) for host in having)
+        ways[CloneKind.AUTO] = [forked, booted_now] if having else [forked]
     distinct = dict.fromkeys(way for some in ways.values() for way in some)
     return tuple(JobLimit(frozenset(kind for kind in ways if way in ways[kind]), way) for way in distinct)
 

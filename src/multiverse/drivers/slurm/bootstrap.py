@@ -55,6 +55,11 @@ def slurm_uid(settings: Settings) -> int | None:
         return None
 
 
+def _optional(path: Path) -> str:
+    """The text of a configuration file; nothing if there is no such file. `Broken` if it cannot be read."""
+    return read(path) if path.exists() else ""
+
+
 def bootstrap(settings: Settings, node: NodeSpec) -> NodeBootstrap:
     """Files, directories, daemons and users for one VM. Blocks: reads the site's slurm.conf and munge key, and at first
     asks the name service for the addresses of slurmctld and for its user."""
@@ -131,13 +136,18 @@ def _address(name: str) -> str:
 
 def _files(settings: Settings, text: str, *, spare: bool) -> Iterator[GuestFile]:
     slurm = settings.slurm
+    own = dict(_replacements(slurm.guest_conf))
+    of_site = _optional(slurm.conf.with_name("cgroup.conf"))
+    cgroup = own.get("cgroup.conf", conf.cgroup_for_guest(text, of_site).encode())
+    limited = conf.limits_memory(cgroup.decode(errors="replace"))
+    slurmctlds = controllers(settings, text)
     derived = {
-        "slurm.conf": conf.for_guest(text, controllers(settings, text), _PROLOG if spare else "").encode(),
-        "cgroup.conf": conf.CGROUP.encode(),
+        "slurm.conf": conf.for_guest(text, slurmctlds, _PROLOG if spare else "", memory_limited=limited).encode(),
+        "cgroup.conf": cgroup,
     }
     if spare:
         yield GuestFile(_PROLOG, _WAIT, 0o755)
-    for name, content in sorted((derived | dict(_replacements(slurm.guest_conf))).items()):
+    for name, content in sorted((derived | own).items()):
         yield GuestFile(f"/etc/slurm/{name}", content)
     try:
         key = slurm.munge_key.read_bytes()

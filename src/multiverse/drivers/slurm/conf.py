@@ -33,13 +33,13 @@ SlurmdLogFile=/var/log/slurmd.log
 SlurmdDebug=error
 StateSaveLocation=/var/spool/slurmd
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/affinity
+TaskPlugin={task_plugins}
 MpiDefault=none
 DebugFlags=NO_CONF_HASH
 HealthCheckInterval=0
 """
 
-CGROUP = "IgnoreSystemd=yes\nCgroupPlugin=cgroup/v2\n"
+_CGROUP = "IgnoreSystemd=yes\nCgroupPlugin=cgroup/v2\nConstrainRAMSpace=yes\n"
 
 
 def settings(text: str) -> Iterator[tuple[str, str]]:
@@ -134,25 +134,60 @@ def controllers(text: str) -> list[Slurmctld]:
     return [Slurmctld(name.strip(), address.strip(") ")) for name, _, address in pairs]
 
 
-def for_guest(text: str, slurmctlds: Iterable[Slurmctld], prolog: str = "") -> str:
+def limits_memory(cgroup_conf: str) -> bool:
+    """Whether a cgroup.conf makes task/cgroup limit the memory of jobs and steps."""
+    return value(cgroup_conf, "ConstrainRAMSpace").lower() in ("yes", "true", "up", "1")
+
+
+def cgroup_for_guest(slurm_conf: str, cgroup_conf: str) -> str:
+    """A guest's cgroup.conf, derived from the site's slurm.conf and cgroup.conf: memory is always limited.
+
+    A job cannot have more memory than its VM in any case. With the limit of task/cgroup, Slurm reports that a job has
+    run out of memory, and the kernel ends nothing else. If the site limits memory on bare metal too, AllowedRAMSpace
+    and MinRAMSpace hold as there. An AllowedRAMSpace above 100 is left out: the VM does not have that memory, and
+    with cgroup v2 a job that exceeds 100 % is slowed down almost to a stop instead of being ended. MaxRAMPercent is
+    left out because it keeps memory free for other jobs of a node; a guest has no swap space to be limited.
+    """
+    if "cgroup" not in value(slurm_conf, "TaskPlugin").lower() or not limits_memory(cgroup_conf):
+        return _CGROUP
+    allowed, least = value(cgroup_conf, "AllowedRAMSpace", "100"), value(cgroup_conf, "MinRAMSpace")
+    kept = f"AllowedRAMSpace={allowed}\n" if re.fullmatch(r"\d{1,2}(\.\d*)?", allowed) else ""
+    return _CGROUP + kept + (f"MinRAMSpace={least}\n" if least else "")
+
+
+def for_guest(text: str, slurmctlds: Iterable[Slurmctld], prolog: str = "", *, memory_limited: bool = True) -> str:
     """A guest's slurm.conf, derived from the site's: without machines, scripts and plugins of bare-metal nodes.
 
     `slurmctlds` are the primary and its backups, at addresses that guests reach. `prolog` is a program in the guest
-    that runs before the job.
+    that runs before the job. `memory_limited` says whether the guest's cgroup.conf limits memory.
     """
     lines = "\n".join(f"SlurmctldHost={one.name}({one.address})" for one in slurmctlds)
-    kept = [f"{key}={_for_guest(key, found)}" for key, found in settings(text) if key.lower() not in _DROPPED]
+    changed = [(key, _for_guest(key, found)) for key, found in settings(text) if key.lower() not in _DROPPED]
+    kept = [f"{key}={found}" for key, found in changed if found]  # Slurm refuses a key without a value
     return (
         "\n".join(kept)
         + "\n"
-        + _GUEST.format(controllers=lines, auth_info=_auth_info(value(text, "AuthInfo")))
+        + _GUEST.format(
+            controllers=lines,
+            auth_info=_auth_info(value(text, "AuthInfo")),
+            # task/cgroup is fatal to slurmd if cgroup.conf has CgroupPlugin=disabled (23.11 and later).
+            task_plugins="task/affinity,task/cgroup" if memory_limited else "task/affinity",
+        )
         + (f"Prolog={prolog}\n" if prolog else "")
     )
 
 
 def _for_guest(key: str, found: str) -> str:
-    """Replace the prolog flag X11, which Slurm refuses with proctrack/linuxproc, by Contain, which X11 implies."""
-    return re.sub(r"(?i)\bx11\b", "Contain", found) if key.lower() == "prologflags" else found
+    """A value of the site's slurm.conf as it must be in a guest.
+
+    The prolog flag X11, which Slurm refuses with proctrack/linuxproc, is replaced by Contain, which X11 implies.
+    OverMemoryKill is left out, because slurmd does not start if task/cgroup limits memory too.
+    """
+    if key.lower() == "prologflags":
+        return re.sub(r"(?i)\bx11\b", "Contain", found)
+    if key.lower() == "jobacctgatherparams":
+        return ",".join(word for word in found.split(",") if word.strip().lower() != "overmemorykill")
+    return found
 
 
 def _auth_info(text: str) -> str:

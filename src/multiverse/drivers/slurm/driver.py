@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence
 from multiverse.config import Settings
 from multiverse.core.errors import Exhausted, Gone, Refused, Stale, Unknown
 from multiverse.core.model import JobRef, NodeBootstrap, NodeSpec, NodeState, SchedulerView, User
-from multiverse.drivers.slurm import account, conf, parse
 from multiverse.drivers.slurm import bootstrap as node_bootstrap
+from multiverse.drivers.slurm import conf, parse
+from multiverse.drivers.slurm.account import NameService
 from multiverse.drivers.slurm.command import SlurmCommands
+from multiverse.drivers.slurm.comment import CommentTurns, compose, plain_line, updates, waiting_records
 from multiverse.drivers.slurm.delete import NodeDeleter
 from multiverse.drivers.slurm.limits import AccountingLimits, licences
 from multiverse.drivers.slurm.offers import OfferFiles, SlurmOffers
@@ -21,7 +23,6 @@ from multiverse.drivers.slurm.submission import SubmissionFile
 _RETRY_DELAYS = (0.05, 0.1, 0.2, *(0.4,) * 20)  # seconds before an update that slurmctld cannot do now is repeated
 _OFFER_TERM = 10.0  # seconds for which the list of offers is valid, at least
 _SUBMISSION_TERM = 60.0  # seconds for which the published sizes are valid, at least
-_LONGEST_COMMENT = 500  # characters of a line for a user
 
 
 class SlurmScheduler:
@@ -30,6 +31,8 @@ class SlurmScheduler:
         self._slurm = settings.slurm
         self._site = site
         self._commands = SlurmCommands(settings.slurm, env)
+        self._name_service = NameService()
+        self._comment_turns = CommentTurns()
         self._node_command: tuple[str, ...] = ("sinfo", "-a")
         # Each observation renews both files, so they have to be valid for several polls.
         self._offer_files = OfferFiles(settings.slurm.inbox, site, max(_OFFER_TERM, 4 * settings.poll))
@@ -117,25 +120,30 @@ class SlurmScheduler:
     async def pin(self, job: JobRef, tag: str, nodes: Sequence[str], text: str = "") -> None:
         """See `ports.Scheduler`. The nodes are found by their feature `tag`, not by name: a restart of slurmctld kills
         jobs that name a deleted node."""
+        async with self._comment_turns.changing(job):
+            await self._pin(job, tag, text)
+
+    async def _pin(self, job: JobRef, tag: str, text: str) -> None:
         current = await self._reread(job)
+        comment = compose(current.comment, text) if text else current.comment
         pinned = current.partition == self._slurm.run_partition and current.pinned == tag
         if pinned and (current.active or (current.pending and current.priority)):
             # An earlier call pinned the job, or it took an offered node; it may have started since.
-            if text and not current.comment:
-                await self._update(job, f"AdminComment={_line(text)}")
+            if comment != current.comment:
+                await self._update(job, f"AdminComment={comment}")
             return
         if not current.pending:
             raise Stale(f"job {job.job_id} is {current.state.lower()}")
         if current.priority == 0:
             raise Stale(f"job {job.job_id} is held: {current.reason}")
-        changes = [f"Partition={self._slurm.run_partition}", f"Features={'&'.join((*current.own, tag))}"]
-        if text:
-            changes.append(f"AdminComment={_line(text)}")
+        wanted = [f"Partition={self._slurm.run_partition}", f"Features={'&'.join((*current.own, tag))}"]
+        if comment != current.comment:
+            wanted.append(f"AdminComment={comment}")
         if job.restarts:
-            changes.append("StartTime=now")  # a requeued job has a begin time two minutes off
+            wanted.append("StartTime=now")  # a requeued job has a begin time two minutes off
         # One update: between two, the job would wait for its features in the wrong partition and lose its turn.
         try:
-            await self._update(job, *changes)
+            await self._update(job, *wanted)
         except Refused:
             # Slurm moves the job also when it answers "Requested partition configuration not available now", which
             # means that the nodes are busy or too small at this moment.
@@ -180,13 +188,18 @@ class SlurmScheduler:
             return  # the job is queued again; the next observation shows where, and `unpin` moves it to the gate
 
     async def revoke(self, job: JobRef, reason: str) -> None:
-        """See `ports.Scheduler`."""
+        """See `ports.Scheduler`. The reason is left in the job's AdminComment."""
+        async with self._comment_turns.changing(job):
+            await self._revoke(job, reason)
+
+    async def _revoke(self, job: JobRef, reason: str) -> None:
         current = await self._reread(job)
         if current.ended:
             return
         if not current.pending:
             raise Stale(f"job {job.job_id} is {current.state.lower()}")
-        await self.explain(job, reason)
+        if (comment := compose(current.comment, reason)) != current.comment:
+            await self._update(job, f"AdminComment={comment}")
         # Cancelled only while it is pending: a job that started in the meantime goes on.
         await self._commands.run("scancel", "--state=PENDING", job.job_id)
 
@@ -196,8 +209,8 @@ class SlurmScheduler:
         self._offer_files.withdraw_if_possible(node)
         try:
             # Drained as well: with ReturnToService=2 a slurmd that still answers would make a DOWN node idle again.
-            await self._commands.run("scontrol", "update", name, "State=DRAIN", f"Reason={_line(reason)}")
-            await self._commands.run("scontrol", "update", name, "State=DOWN", f"Reason={_line(reason)}")
+            await self._commands.run("scontrol", "update", name, "State=DRAIN", f"Reason={plain_line(reason)}")
+            await self._commands.run("scontrol", "update", name, "State=DOWN", f"Reason={plain_line(reason)}")
         except Gone:
             return
 
@@ -207,10 +220,20 @@ class SlurmScheduler:
         await self._node_deleter.delete(node)
         self._offer_files.forget(node)
 
-    async def explain(self, job: JobRef, text: str) -> None:
-        """See `ports.Scheduler`. The line is the job's AdminComment."""
-        await self._reread(job)
-        await self._update(job, f"AdminComment={_line(text)}")
+    async def explain(self, jobs: Sequence[JobRef], text: str) -> None:
+        """See `ports.Scheduler`. The line is written into AdminComment, beside what others wrote there. Tasks of an
+        array that share one record stay together."""
+        async with self._comment_turns.explaining(jobs) as free:
+            if free:
+                await self._explain(free, text)
+        if len(free) < len(jobs):
+            raise Exhausted("some of these jobs, or tasks of their arrays, are being pinned or cancelled")
+
+    async def _explain(self, jobs: Sequence[JobRef], text: str) -> None:
+        slurm, bases = self._slurm, {job.job_id.partition("_")[0] for job in jobs}
+        records = await waiting_records(self._commands, bases, slurm.gate_partition, slurm.gate_feature)
+        for comment, addresses in updates(records, jobs, text):
+            await self._commands.run("scontrol", "update", f"JobId={','.join(addresses)}", f"AdminComment={comment}")
 
     async def bootstrap(self, node: NodeSpec) -> NodeBootstrap:
         """See `ports.Scheduler`."""
@@ -218,7 +241,7 @@ class SlurmScheduler:
 
     async def user(self, uid: int) -> User:
         """See `ports.Scheduler`."""
-        return await asyncio.to_thread(account.lookup, uid)
+        return await self._name_service.user(uid)
 
     async def _update(self, job: JobRef, *changes: str) -> None:
         """Change a job.
@@ -234,9 +257,3 @@ class SlurmScheduler:
             except Exhausted:
                 await asyncio.sleep(delay)
         await self._commands.run(*command)
-
-
-def _line(text: str) -> str:
-    """One printable line without double quotes: scontrol takes the whole argument as the value, quotes included."""
-    plain = "".join(c if c.isprintable() else " " for c in text.replace('"', "'"))
-    return " ".join(plain.split())[:_LONGEST_COMMENT]

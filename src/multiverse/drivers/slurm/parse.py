@@ -227,6 +227,7 @@ def _job(record: Record, job_id: str, names: SiteNames, now: float, uses: Uses) 
         exit_code=exit_code(record.get("exit_code")),
         work_dir=str(record.get("current_working_directory") or ""),
         uses=uses if state is JobState.PENDING else (),
+        array=str(number(record.get("array_job_id")) or ""),
     )
 
 
