@@ -226,7 +226,8 @@ class SiteMachine:
             shutil.chown(path, "munge", "munge")
 
     def _connect_backup(self) -> None:
-        """The second machine shares the first one's files, and has a network and a host name of its own."""
+        """The second machine shares the first one's files, and has a network and a host name of its own. The first one
+        forwards between guests and the second, as the site's router would."""
         self.shell(f"ip link add lan type bridge; ip addr add {ADDRESSES['ctl1']}/24 dev lan; ip link set lan up")
         self._backup = _boot(
             [
@@ -246,6 +247,8 @@ class SiteMachine:
             "ip link set to-ctl2 master lan up\n"
             f"nsenter --target={seen} --net ip addr add {ADDRESSES['ctl2']}/24 dev eth0\n"
             f"nsenter --target={seen} --net ip link set eth0 up\n"
+            f"nsenter --target={seen} --net ip route add default via {ADDRESSES['ctl1']}\n"
+            "echo 1 > /proc/sys/net/ipv4/ip_forward\n"
             f"echo {seen} > /run/ctl2\n"
         )
         self.on_backup("setpriv --reuid=ctl --regid=ctl --clear-groups slurmctld -D > /var/log/backup.out 2>&1 &")
@@ -268,7 +271,7 @@ class SiteMachine:
         environment = {"PATH": PATH, "HOME": home, "LC_ALL": "C.UTF-8"}
         done = subprocess.run(
             [*self._enter(), f"--wd={cwd}", *as_user, *argv],
-            env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=False,
+            env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=150, check=False,
         )  # fmt: skip
         assert not check or done.returncode == 0, f"{argv}: {done.stdout}{done.stderr}"
         return done
