@@ -1,7 +1,7 @@
 """The machine of a site that has a Slurm of its own, in namespaces of files, processes, network and host name.
 
-The site's Slurm is configured as a site's may be, and not as the lab's: another SlurmUser, nodes, partitions, a
-job_submit.lua and an epilog of its own, and a backup slurmctld on a second machine. Nothing is changed outside of the
+The site's Slurm is configured as a site's may be, and not as the lab's: another SlurmUser, nodes, partitions, accounts,
+a job_submit.lua and an epilog of its own, and a backup slurmctld on a second machine. Nothing is changed outside of the
 namespaces, and every process ends with the first process of the machine.
 """
 
@@ -43,6 +43,9 @@ DefMemPerCPU=100
 EpilogSlurmctld=/etc/slurm/site-epilog
 JobSubmitPlugins=require_timelimit,lua
 ReturnToService=1
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=ctl1
+AccountingStorageEnforce=associations,limits
 
 NodeName=DEFAULT CPUs=2 RealMemory=400 CoreSpecCount=0
 NodeName=n1 NodeHostname=ctl1 NodeAddr=127.0.1.1
@@ -69,6 +72,33 @@ return slurm.SUCCESS
 EPILOG = """\
 #!/bin/sh
 echo "$SLURM_JOB_ID" >> /var/spool/slurmctld/ended
+"""
+SLURMDBD_CONF = """\
+DbdHost=ctl1
+SlurmUser=ctl
+AuthType=auth/munge
+LogFile=/var/log/slurm/slurmdbd.log
+PidFile=/run/slurm/slurmdbd.pid
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageUser=ctl
+StorageLoc=slurm_acct
+"""
+# The site's accounting: ada is in the account `physics`, and nobody is in `closed`.
+_ACCOUNTING = """\
+install -d -o mysql /run/mysqld
+mariadb-install-db --no-defaults --user=mysql --datadir=/var/lib/mysql --auth-root-authentication-method=socket \
+    --skip-test-db --skip-name-resolve > /var/log/mariadb-install 2>&1
+mariadbd --no-defaults --user=mysql --datadir=/var/lib/mysql --socket=/run/mysqld/mysqld.sock --skip-networking \
+    --innodb-buffer-pool-size=64M --innodb-log-file-size=32M --innodb-lock-wait-timeout=900 > /var/log/mariadb 2>&1 &
+until mariadb --no-defaults -e "CREATE DATABASE IF NOT EXISTS slurm_acct" 2> /dev/null; do sleep 0.1; done
+mariadb --no-defaults -e "CREATE USER 'ctl'@'localhost' IDENTIFIED VIA unix_socket;
+    GRANT ALL ON slurm_acct.* TO 'ctl'@'localhost'"
+setpriv --reuid=ctl --regid=ctl --clear-groups slurmdbd
+until sacctmgr -n show cluster > /dev/null 2>&1; do sleep 0.1; done
+sacctmgr -i add cluster prod
+sacctmgr -i add account physics,closed
+sacctmgr -i add user ada account=physics
 """
 SLURMCTLD = """\
 [Service]
@@ -137,7 +167,7 @@ mkdir -p {top}/cgroup
 mount --rbind /sys/fs/cgroup {top}/cgroup
 mount -t sysfs sysfs /sys
 mount --rbind {top}/cgroup /sys/fs/cgroup
-for each in etc opt home usr/local/bin var/spool var/log var/lib/munge var/lib/multiverse; do
+for each in etc opt home usr/local/bin var/spool var/log var/lib/munge var/lib/mysql var/lib/multiverse; do
     mkdir -p /$each
     mount --bind {top}/$each /$each
 done
@@ -179,11 +209,13 @@ class SiteMachine:
         self._first = _boot(["unshare", *spaces, "sh", "-c", script])
         children = Path(f"/proc/{self._first.pid}/task/{self._first.pid}/children").read_text()
         self._init = int(children.split()[0])
+        self.shell(f"ip link add lan type bridge; ip addr add {ADDRESSES['ctl1']}/24 dev lan; ip link set lan up")
         self.shell(
             "setpriv --reuid=munge --regid=munge --clear-groups munged --num-threads=2\n"
             "install -d -o ctl -m 700 /var/spool/slurmctld /var/log/slurm /run/slurm; install -d /var/spool/slurmd\n"
-            "systemctl restart slurmctld"
         )
+        self.shell(_ACCOUNTING)
+        self.shell("systemctl restart slurmctld")
         self._connect_backup()
         until("slurmctld answers", lambda: "is UP" in self.run("scontrol", "ping", check=False).stdout)
         self.shell("slurmd")
@@ -192,7 +224,15 @@ class SiteMachine:
     def _write_files(self) -> None:
         top = self.top
         shutil.copytree("/etc", top / "etc", symlinks=True)
-        for name in ("opt", "home/ada", "usr/local/bin", "var/spool", "var/log/munge", "var/lib/munge"):
+        for name in (
+            "opt",
+            "home/ada",
+            "usr/local/bin",
+            "var/spool",
+            "var/log/munge",
+            "var/lib/munge",
+            "var/lib/mysql",
+        ):
             (top / name).mkdir(parents=True)
         (top / "var/lib/multiverse/images").mkdir(parents=True)
         etc, users = top / "etc", {"ctl": SLURM_UID, "ada": ADA_UID}
@@ -220,6 +260,11 @@ class SiteMachine:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
             path.chmod(mode)
+        database = etc / "slurm/slurmdbd.conf"
+        database.write_text(SLURMDBD_CONF)
+        database.chmod(0o600)
+        os.chown(database, SLURM_UID, SLURM_UID)
+        shutil.chown(top / "var/lib/mysql", "mysql", "mysql")
         for path, mode in ((etc / "munge", 0o700), (etc / "munge/munge.key", 0o400), (top / "var/lib/munge", 0o700),
                            (top / "var/log/munge", 0o700)):  # fmt: skip
             path.chmod(mode)
@@ -228,7 +273,6 @@ class SiteMachine:
     def _connect_backup(self) -> None:
         """The second machine shares the first one's files, and has a network and a host name of its own. The first one
         forwards between guests and the second, as the site's router would."""
-        self.shell(f"ip link add lan type bridge; ip addr add {ADDRESSES['ctl1']}/24 dev lan; ip link set lan up")
         self._backup = _boot(
             [
                 *self._enter("--mount", "--pid"),

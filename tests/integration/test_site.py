@@ -126,6 +126,20 @@ def test_a_users_job_runs_in_a_vm_and_other_jobs_on_the_sites_node(machine: Site
     assert srun(machine, "--partition=everything", "hostname") == (0, "ctl1\n")
 
 
+def test_a_batch_job_runs_in_a_vm_and_is_accounted_for(machine: SiteMachine) -> None:
+    script = 'test "$(hostname)" = "$SLURMD_NODENAME" && exit 7'
+    options = ("--parsable", "--wait", "--partition=vm", "--time=5", f"--wrap={script}")
+    done = machine.run("sbatch", *options, uid=ADA_UID, cwd="/tmp", check=False)
+    assert done.returncode == 7, done.stderr
+    asked = ("sacct", "-nXP", "-o", "Account,State,ExitCode,Partition,NodeList", "-j", done.stdout.strip())
+    row = until("the job is accounted for", lambda: _over(machine.run(*asked).stdout))
+    assert re.fullmatch(r"physics\|FAILED\|7:0\|vmrun\|mv\w+-\w+\n", row), row
+
+
+def _over(row: str) -> str:
+    return row if "FAILED" in row else ""
+
+
 def test_the_sites_own_rules_hold_and_ours_follow(machine: SiteMachine) -> None:
     for partition in ("vm", "batch"):
         code, said = srun(machine, f"--partition={partition}", "--account=closed", "hostname")
