@@ -19,7 +19,7 @@ from multiverse.drivers.slurm import inbox_access, install, requirements, site_c
 from multiverse.drivers.slurm.requirements import Finding, Level, Version
 from multiverse.drivers.slurm.site_conf import SiteConf
 from multiverse.site import checking, rendering
-from multiverse.site.writing import Outcome, write
+from multiverse.site.writing import WriteOutcome, write
 from multiverse.system import rendered
 from multiverse.system.rendered import Origin
 
@@ -138,11 +138,11 @@ def test_an_epilog_of_the_site_has_to_call_ours(settings: Settings, tmp_path: Pa
 def test_rendering_again_changes_nothing_and_keeps_what_was_changed_by_hand(settings: Settings, tmp_path: Path) -> None:
     root = tmp_path / "root"
     files = rendering.render(settings, CONFIG, site_of(settings))
-    assert {outcome for _, outcome in write(files, root)} == {Outcome.CREATED}
+    assert {outcome for _, outcome in write(files, root)} == {WriteOutcome.CREATED}
     modes = {path.name: path.stat().st_mode & 0o7777 for path in root.rglob("*") if path.is_file()}
     assert modes.pop("multiverse-epilog") == 0o755 and set(modes.values()) == {0o644}
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
-    assert {outcome for _, outcome in write(files, root)} == {Outcome.UNCHANGED}
+    assert {outcome for _, outcome in write(files, root)} == {WriteOutcome.UNCHANGED}
     assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
 
     unit = root / "etc/systemd/system/multiverse.service"
@@ -150,14 +150,14 @@ def test_rendering_again_changes_nothing_and_keeps_what_was_changed_by_hand(sett
     new = replace(settings, host=HostSettings(cores=50))
     outcomes = dict(write(rendering.render(new, CONFIG, site_of(new)), root))
     done = {path.name: outcome for path, outcome in outcomes.items()}
-    assert done["multiverse_site.lua"] is Outcome.UPDATED
-    assert outcomes[root / str(settings.slurm.conf.parent)[1:] / "multiverse.conf"] is Outcome.UPDATED
-    assert done["multiverse.service"] is Outcome.KEPT and done["multiverse.lua"] is Outcome.UNCHANGED
+    assert done["multiverse_site.lua"] is WriteOutcome.UPDATED
+    assert outcomes[root / str(settings.slurm.conf.parent)[1:] / "multiverse.conf"] is WriteOutcome.UPDATED
+    assert done["multiverse.service"] is WriteOutcome.KEPT and done["multiverse.lua"] is WriteOutcome.UNCHANGED
     assert "RestartSec=9" in unit.read_text()
     beside = unit.with_name("multiverse.service.new")
     assert "RestartSec=2" in beside.read_text()
     forced = {path.name: outcome for path, outcome in write(files, root, force=True)}
-    assert forced["multiverse.service"] is Outcome.UPDATED and "RestartSec=2" in unit.read_text()
+    assert forced["multiverse.service"] is WriteOutcome.UPDATED and "RestartSec=2" in unit.read_text()
     assert not beside.exists()
 
 
@@ -166,7 +166,7 @@ def test_a_file_that_we_never_wrote_is_kept(settings: Settings, tmp_path: Path) 
     path = tmp_path / "root" / str(settings.slurm.conf.parent)[1:] / "multiverse.conf"
     path.parent.mkdir(parents=True)
     path.write_text("NodeName=theirs\n")
-    assert dict(write(files, tmp_path / "root"))[path] is Outcome.KEPT
+    assert dict(write(files, tmp_path / "root"))[path] is WriteOutcome.KEPT
     assert path.read_text() == "NodeName=theirs\n"
 
 

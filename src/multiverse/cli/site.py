@@ -15,7 +15,7 @@ from multiverse.drivers.slurm import site_conf
 from multiverse.site.checking import Level, is_ready
 from multiverse.site.checking import check as findings
 from multiverse.site.rendering import render as rendered_files
-from multiverse.site.writing import Outcome, beside, write
+from multiverse.site.writing import WriteOutcome, beside, write
 
 app = typer.Typer(help="Install Multiverse beside a site's Slurm.", no_args_is_help=True)
 
@@ -46,7 +46,7 @@ def render(
     kept = []
     for path, outcome in write(wanted, directory.absolute(), force=force):
         table.add_row(str(path), outcome.value)
-        if outcome is Outcome.KEPT:
+        if outcome is WriteOutcome.KEPT:
             kept.append(path)
     output.show(table, "There is no file to write.")
     for path in kept:

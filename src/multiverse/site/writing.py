@@ -12,14 +12,14 @@ from multiverse.system import files, rendered
 from multiverse.system.rendered import Origin
 
 
-class Outcome(StrEnum):
+class WriteOutcome(StrEnum):
     CREATED = "created"
     UNCHANGED = "unchanged"
     UPDATED = "updated"
     KEPT = "kept: it was changed here"  # the new file is beside it
 
 
-def write(wanted: Iterable[SiteFile], root: Path, *, force: bool = False) -> Iterator[tuple[Path, Outcome]]:
+def write(wanted: Iterable[SiteFile], root: Path, *, force: bool = False) -> Iterator[tuple[Path, WriteOutcome]]:
     """Write each file below `root`; yields where, and what was done.
 
     A file that somebody changed, or that we never wrote, stays, and the new one is written beside it as NAME.new; with
@@ -37,18 +37,18 @@ def beside(path: Path) -> Path:
     return path.with_name(f"{path.name}.new")
 
 
-def _write_one(file: SiteFile, path: Path, *, force: bool) -> Outcome:
+def _write_one(file: SiteFile, path: Path, *, force: bool) -> WriteOutcome:
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         before = path.read_text()
     except FileNotFoundError:
         files.replace(path, file.content, mode=file.mode)
-        return Outcome.CREATED
+        return WriteOutcome.CREATED
     if before != file.content and rendered.origin(before) is not Origin.RENDERED and not force:
         files.replace(beside(path), file.content, mode=file.mode)
-        return Outcome.KEPT
+        return WriteOutcome.KEPT
     beside(path).unlink(missing_ok=True)
     if (before, path.stat().st_mode & 0o7777) == (file.content, file.mode):
-        return Outcome.UNCHANGED
+        return WriteOutcome.UNCHANGED
     files.replace(path, file.content, mode=file.mode)
-    return Outcome.UPDATED
+    return WriteOutcome.UPDATED
