@@ -17,7 +17,7 @@ from multiverse.config import Settings
 from multiverse.core.errors import Gone, MultiverseError, Refused, Stale, Unknown
 from multiverse.core.model import CloneKind, Job, JobLimits, JobRef, JobState, NodeState, SchedulerView, Size
 from multiverse.drivers.slurm.driver import SlurmScheduler
-from multiverse.drivers.slurm.inbox import hints
+from multiverse.drivers.slurm.inbox import Hint, hints
 from tests.integration.fake_guest import SITE, FakeGuest, node_spec
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_controller")]
@@ -355,7 +355,7 @@ async def test_a_bootstrap_holds_the_key_and_slurmctlds_address(lab: Any, schedu
 
 
 async def test_submission_and_end_of_a_job_leave_hints(lab: Any, scheduler: SlurmScheduler, spawn: Spawn) -> None:
-    seen: set[tuple[str, str]] = set()
+    seen: set[Hint] = set()
 
     async def listen() -> None:
         async for hint in hints(lab.settings.slurm.inbox):
@@ -369,7 +369,7 @@ async def test_submission_and_end_of_a_job_leave_hints(lab: Any, scheduler: Slur
         await scheduler.pin(job.ref, "mv_41", ())
         await became(scheduler, job_id, JobState.ENDED)
         deadline = time.monotonic() + 5
-        while ("end", job_id) not in seen or ("submit", "") not in seen:
+        while not {Hint("end", job_id), Hint("submit", uid=lab.user.uid)} <= seen:
             assert time.monotonic() < deadline, seen
             await asyncio.sleep(0.05)
         assert not any(path.is_file() for path in lab.settings.slurm.inbox.iterdir())

@@ -99,7 +99,6 @@ RARE = (
     ("attempt", ("stray", "ungated"), "impossible", "revoking"),
     ("attempt", ("reclaiming",), "left the gate", "returning"),
     ("attempt", ("queued", "stray"), "left the gate", "ungated"),
-    ("attempt", ("stray",), "noted", "stray"),
     ("attempt", ("ungated",), "noted", "ungated"),
     ("attempt", ("introducing", "spawned"), "pin expired", "returning"),
     (

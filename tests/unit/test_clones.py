@@ -26,7 +26,14 @@ from multiverse.core.model import (
     TemplateState,
     VmState,
 )
-from multiverse.core.provisioning.clones import Choice, choose_kind, supply_missing, template_sizes
+from multiverse.core.provisioning.clones import (
+    Choice,
+    choose_clones,
+    choose_kind,
+    supply_missing,
+    template_sizes,
+    ways_to_make,
+)
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.spares import node_spec
 from multiverse.core.state import VmsMissing
@@ -129,6 +136,68 @@ def test_another_job_that_waits_or_was_admitted_in_this_pass_makes_a_template_wo
     assert wanted_by(admitted)
     assert not wanted_by(replace(admitted, since=NOW - 0.1)), "the forecast knows of it"
     assert not wanted_by(replace(admitted, state=A.SPAWNING)), "its VMs are made"
+
+
+def test_the_wants_of_all_jobs_of_an_image_count_whether_they_name_it_or_not() -> None:
+    mine = hand.attempt(A.QUEUED)
+    other = hand.attempt(A.QUEUED, id=2, job="8", request=Request(1, Size(1, 100), image=POLICY.image))
+    long_ago = hand.attempt(A.CLAIMED, id=3, job="9", since=NOW - 9)
+    jobs = tuple(Job(one.job, one.job_name, one.uid, JobState.PENDING, one.request) for one in (mine, other))
+    assert chosen(other, jobs=jobs).prepare
+    assert chosen(other, long_ago, jobs=jobs).prepare
+    assert not chosen(long_ago, jobs=jobs[:1]).prepare
+
+
+# A VM that boots is larger here than one that is forked: memory comes in blocks of 1 GiB, and templates cost nothing.
+TIGHT = replace(host(can="fork plug_cpus", memory=1200), template_copies=0, memory_block=1024)
+FORKED = Choice(CloneKind.INSTANT, "no host could hold it booted", templates={"h1": Size(1, 1024)})
+
+
+def kind_on(on: Host, *rows: Row, kind: CloneKind | None = None, site: CloneKind = CloneKind.AUTO) -> Choice:
+    """The choice for a job of 500 MiB that asks for such a kind, where the settings' own is `site`."""
+    row = hand.attempt(A.QUEUED, request=Request(1, Size(1, 500), kind=kind))
+    found = context(*rows, on=on)
+    return choose_clones(replace(found, policy=replace(POLICY, kind=site)), row)
+
+
+def test_a_vm_that_no_host_could_hold_booted_is_forked() -> None:
+    assert kind_on(TIGHT) == FORKED
+    assert kind_on(TIGHT, kind=CloneKind.AUTO, site=CloneKind.LINKED) == FORKED
+    roomy, tiny = (replace(TIGHT, capacity=Size(16, memory, 65536)) for memory in (1400, 1000))
+    assert kind_on(roomy).kind is CloneKind.LINKED and "not worth a template" in kind_on(roomy).why
+    assert kind_on(tiny).kind is CloneKind.LINKED, "no host could hold it forked either"
+    stiff = replace(TIGHT, images={"slim": frozenset({"plug_cpus"})})
+    assert kind_on(stiff).why == "no host can fork its image" and kind_on(stiff).kind is CloneKind.LINKED
+
+
+def test_a_kind_that_is_chosen_for_another_reason_or_asked_for_is_kept() -> None:
+    assert kind_on(TIGHT, kind=CloneKind.LINKED).kind is CloneKind.LINKED
+    assert kind_on(TIGHT, site=CloneKind.LINKED).kind is CloneKind.LINKED
+    assert kind_on(TIGHT, kind=CloneKind.LINKED, site=CloneKind.AUTO).why == ""
+    frozen = kind_on(TIGHT, ready(Size(1, 1024)))
+    assert frozen.kind is CloneKind.INSTANT and frozen.why.startswith("its template is ready")
+
+
+@pytest.mark.parametrize(
+    ("kind", "abilities", "ways"),
+    [
+        (CloneKind.INSTANT, "instant linked", [CloneKind.INSTANT]),
+        (CloneKind.LINKED, "instant linked", [CloneKind.LINKED]),
+        (CloneKind.FULL, "instant full", [CloneKind.FULL]),
+        (CloneKind.AUTO, "instant linked", [CloneKind.INSTANT, CloneKind.LINKED]),
+        (CloneKind.AUTO, "instant full", [CloneKind.INSTANT]),
+        (CloneKind.AUTO, "linked full", [CloneKind.LINKED]),
+        (CloneKind.AUTO, "full", [CloneKind.LINKED]),
+    ],
+)
+def test_the_ways_to_make_a_vm(kind: CloneKind, abilities: str, ways: list[CloneKind]) -> None:
+    on = host(abilities, can="fork plug_cpus")
+    forked, booted = {"h1": Size(1, 1024)}, {"h1": POLICY.base}
+    expected = [(way, forked if way is CloneKind.INSTANT else booted) for way in ways]
+    for asked, site in ((kind, CloneKind.FULL), (None, kind)):
+        row = hand.attempt(A.QUEUED, request=Request(1, Size(1, 500), kind=asked))
+        found = replace(context(on=on), policy=replace(POLICY, kind=site))
+        assert [(way, dict(sizes)) for way, sizes in ways_to_make(found, row)] == expected
 
 
 # --- rows -------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from multiverse.controller.comments import (
@@ -291,6 +291,7 @@ STEPS = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(STEPS)
+@example([("come", 6, FULL), ("wait", 1, FULL), ("come", 8, FULL), ("reason", 6, FULL), ("wait", 15, FULL)])
 def test_texts_keep_their_distance_and_are_never_repeated(steps: list[tuple[str, int, str]]) -> None:
     """Whatever happens, in whatever order; 1 to 5 are jobs, the others tasks of two arrays."""
     calls, reasons, waiting = Calls(), dict[int, str](), dict[int, Attempt]()

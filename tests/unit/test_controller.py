@@ -60,7 +60,7 @@ class Ports:
     """A scheduler without jobs, and a hypervisor with these sources."""
 
     def __init__(self, *sources: OneHost, submission: Submission | None = None) -> None:
-        self.sources, self.submission = sources, submission
+        self.sources, self.submission, self.parts = sources, submission, None
         self.offers = self.templates = self.users = None
 
     async def observe(self) -> SchedulerView:

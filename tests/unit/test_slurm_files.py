@@ -68,7 +68,6 @@ def test_a_guest_limits_memory_as_the_site_does_on_bare_metal() -> None:
         "CgroupPlugin": "cgroup/v2",
         "ConstrainRAMSpace": "yes",
         "AllowedRAMSpace": "90",
-        "MinRAMSpace": "20",
     }
 
 

@@ -13,6 +13,7 @@ from multiverse.config import ImageSettings, Settings, SlurmSettings
 from multiverse.core.errors import Exhausted
 from multiverse.core.model import CloneKind, JobLimits, NodeSpec, Size
 from multiverse.drivers.slurm import submission
+from multiverse.drivers.slurm.inbox import Hint, take
 from multiverse.drivers.slurm.offers import OfferFiles
 from multiverse.drivers.slurm.submission import SubmissionFile
 from tests.unit.slurm_lua import install_scripts, modify, needs_lua, submit
@@ -260,6 +261,13 @@ async def test_the_scripts_of_the_previous_release_work_with_the_files_of_this_d
     assert submit(directory, "user_id = 1000, num_tasks = 1, min_mem_per_node = 300").startswith("|0|mv_v2|")
     assert submit(directory, "user_id = 1000, num_tasks = 1, min_mem_per_node = 3760").startswith("|0|mvgate|")
     assert "the largest VM" in submit(directory, "user_id = 1000, num_tasks = 1, min_mem_per_node = 3761")
+
+
+@needs_lua
+def test_the_script_of_the_previous_release_leaves_a_hint_that_names_nobody(settings: Settings) -> None:
+    directory = install_previous_release(settings, "multiverse.lua", "multiverse_site.lua")
+    submit(directory, "user_id = 1000")
+    assert list(take(settings.slurm.inbox)) == [Hint("submit")]
 
 
 @needs_lua

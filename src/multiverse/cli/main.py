@@ -19,6 +19,7 @@ from multiverse.cli import (
     jobs,
     lab,
     long_queue,
+    observations,
     passes,
     prune,
     repair,
@@ -56,6 +57,7 @@ app.add_typer(lab.app, name="lab")
 app.add_typer(site.app, name="site")
 bench.app.command("burst")(burst.burst)
 bench.app.command("density")(density.density)
+bench.app.command("observations")(observations.observations)
 bench.app.command("planner")(passes.planner)
 bench.app.command("queue")(long_queue.queue)
 bench.app.command("neighbours")(long_queue.neighbours_)

@@ -71,14 +71,22 @@ class Telling:
 @dataclass(slots=True)
 class _Subject:
     """A job or an array with attempts that wait. `told` is the text that was written last (empty: not known), `at` when
-    that was; `calling` says that a call for it runs."""
+    that was, and `began` when the call for it began; `newest` is when the last of the attempts came. `calling` says
+    that a call for it runs, which began at `calling_since`."""
 
     attempts: set[int] = field(default_factory=set)
     told: str = ""
     at: float = -math.inf
+    began: float = -math.inf
+    newest: float = -math.inf
     failures: int = 0
     not_before: float = -math.inf
     calling: bool = False
+    calling_since: float = -math.inf
+
+    def knows(self, text: str) -> bool:
+        """Whether all its attempts were told this last. A task that came after the call had begun was not."""
+        return self.told == text and self.newest <= self.began
 
     @property
     def free_at(self) -> float:
@@ -133,6 +141,7 @@ class CommentPlan:
                 subject.not_before = now + min(RETRY_LIMIT, RETRY_PAUSE * 2.0 ** min(subject.failures - 1, 16))
             else:
                 subject.failures, subject.told, subject.at = 0, telling.text, now
+                subject.began = subject.calling_since
 
     def _follow(self, attempt: Attempt) -> None:
         if attempt.state is not AttemptState.QUEUED or attempt.quarantined:
@@ -160,7 +169,7 @@ class CommentPlan:
         """The call that is due now, if any. Its end has to be reported to `ended`."""
         telling = self._of_the_first(jobs, now) or self._of_the_others(jobs, now)
         for key in telling.subjects if telling else ():
-            self._subjects[key].calling = True
+            self._subjects[key].calling, self._subjects[key].calling_since = True, now
         return telling
 
     def next_due(self) -> float:
@@ -168,7 +177,7 @@ class CommentPlan:
         times = [max(self._queue[0][0], self._next_go)] if self._queue else []
         for attempt_id, text in self._reasons.items():
             attempt, subject = self._waiting.get(attempt_id), self._subjects.get(self._subject_of.get(attempt_id, ""))
-            if attempt is None or (subject and subject.told == text):
+            if attempt is None or (subject and subject.knows(text)):
                 continue
             times.append(max(attempt.since + self._policy.patience, subject.free_at if subject else self._next_go))
         return min(times, default=math.inf)
@@ -179,7 +188,7 @@ class CommentPlan:
             if attempt is None or attempt.since + self._policy.patience > now:
                 continue
             found = self._subject(attempt, jobs)
-            if found and found[1].told != text and found[1].free_at <= now:
+            if found and not found[1].knows(text) and found[1].free_at <= now:
                 return Telling((found[0],), (attempt.job,), text)
         return None
 
@@ -197,7 +206,7 @@ class CommentPlan:
             if found is None or found[0] in told or found[1].free_at > now:
                 continue
             text = reason_of(attempt, jobs.get(attempt.job.job_id), self._reasons, now)
-            if text in ("", found[1].told):
+            if not text or found[1].knows(text):
                 continue
             if text != BEHIND and not group:
                 return Telling((found[0],), (attempt.job,), text)
@@ -232,8 +241,7 @@ class CommentPlan:
             key = self._subject_of[attempt.id] = job.array or attempt.job.job_id
             subject = self._subjects.setdefault(key, _Subject())
             subject.attempts.add(attempt.id)
-            if attempt.since >= subject.at:  # a task that came since has not been told
-                subject.told = ""
+            subject.newest = max(subject.newest, attempt.since)
         return key, self._subjects[key]
 
 

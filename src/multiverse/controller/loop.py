@@ -15,7 +15,7 @@ from multiverse.controller.comments import CommentPlan, CommentWriter
 from multiverse.controller.effects import Effects, Failure, Surroundings
 from multiverse.controller.forecast import ForecastRecorder
 from multiverse.controller.missing_hints import MissingHints
-from multiverse.controller.observers import Observer
+from multiverse.controller.observers import Awaited, Observer, SchedulerObserver
 from multiverse.controller.users import LookupFailure, UserDirectory
 from multiverse.core.errors import MultiverseError
 from multiverse.core.machines.tables import TABLES
@@ -147,8 +147,8 @@ class Controller:
         """Since when passes are not kept, and why."""
         self.effects_ended: Counter[tuple[str, str]] = Counter()
         """By kind, and the error's class or "done"."""
-        self.scheduler: Observer[SchedulerView] = Observer(
-            "scheduler", scheduler.observe, clock, self._scheduler_interval, self._wake.set
+        self.scheduler = SchedulerObserver(
+            scheduler, clock, settings.poll, self._scheduler_interval, self._awaited, self._wake.set
         )
         self.sources: Mapping[str, Observer[HypervisorView]] = {
             source.name: Observer(source.name, source.observe, clock, lambda: settings.poll, self._wake.set)
@@ -171,9 +171,10 @@ class Controller:
 
     # --- from outside --------------------------------------------------------------------------------
 
-    def hint(self) -> None:
-        """Something may have changed in the scheduler: observe it sooner."""
-        self.scheduler.poke(burst=True)
+    def hint(self, uid: int | None = None, job_id: str = "") -> None:
+        """Something may have changed in the scheduler: observe it sooner. `uid` or `job_id` say whose job or which job
+        it is, if that is known."""
+        self.scheduler.hint(uid, job_id)
 
     def orphans(self) -> list[str]:
         """Names of our site that no row explained at the last pass."""
@@ -324,7 +325,7 @@ class Controller:
             # A source that is unknown may hold the VM of a node that only the scheduler shows.
             if source == "" and any(one.latest is None for one in world.sources.values()):
                 continue
-            began = min([world.scheduler.began, *([latest.began] if latest else [])])
+            began = min([world.node_began(name), *([latest.began] if latest else [])])
             first[name, source] = self._orphans.get((name, source), began)
             if first[name, source] < began:
                 confirmed.append(VmRef(name, source))
@@ -332,6 +333,16 @@ class Controller:
         return confirmed
 
     # --- pace ----------------------------------------------------------------------------------------
+
+    def _awaited(self) -> Awaited:
+        """The jobs and nodes whose change is awaited."""
+        state = self.state
+        vms = state.vms_in(*_AWAITED_OF_VMS, VmState.RETIRING)
+        attempts = {attempt.id: attempt for attempt in state.attempts_in(*_AWAITED_OF_ATTEMPTS)}
+        serving = {vm.attempt for vm in vms if vm.attempt is not None} - attempts.keys()
+        attempts |= {id_: state.attempts[id_] for id_ in serving if id_ in state.attempts}
+        nodes = {vm.name for vm in vms} | {vm.name for one in attempts.values() for vm in state.vms_of(one)}
+        return Awaited({one.job.job_id: one.uid for one in attempts.values()}, frozenset(nodes))
 
     def _scheduler_interval(self) -> float:
         if self._expecting is None:
@@ -346,6 +357,9 @@ class Controller:
             self._observe_source_of(done)
         if done.kind in _CHANGE_THE_SCHEDULER or done.kind in _SHOWN_BY_THE_SCHEDULER:
             self.scheduler.poke(burst=done.kind in _CHANGE_THE_SCHEDULER)
+            attempt = self.state.attempts.get(done.key.id) if done.key.kind == "attempt" else None
+            if attempt is not None:
+                self.scheduler.hint(job_id=attempt.job.job_id)
         self._wake.set()
 
     def _observe_source_of(self, done: Done) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
-from multiverse.core.model import JobLimits, JobRef, NodeBootstrap, NodeSpec, SchedulerView, User
+from multiverse.core.model import JobLimits, JobRef, NodeBootstrap, NodeSpec, SchedulerPart, SchedulerView, User
 
 
 class Scheduler(Protocol):
@@ -23,6 +23,11 @@ class Scheduler(Protocol):
     @property
     def submission(self) -> SubmissionLimits | None:
         """Refuses jobs that no host could hold as they are submitted; None if the scheduler cannot."""
+        ...
+
+    @property
+    def parts(self) -> Parts | None:
+        """Reads some jobs and nodes without the others; None if the scheduler cannot."""
         ...
 
     async def observe(self) -> SchedulerView:
@@ -73,6 +78,20 @@ class Scheduler(Protocol):
     async def user(self, uid: int) -> User:
         """The user with this uid, with all groups. `Gone` only if there surely is none, `Unknown` if the name service
         does not answer or cannot be relied upon."""
+        ...
+
+
+class Parts(Protocol):
+    """Reads some jobs and nodes again, at a cost that does not grow with the cluster."""
+
+    async def read(
+        self, jobs: Mapping[str, int | None], users: Collection[int], nodes: Collection[str]
+    ) -> SchedulerPart:
+        """Read these jobs, all jobs of these users (uids), these nodes, and the offers. `jobs` are given by id with the
+        uid of their user, None if it is not known.
+
+        The answer says what was read, which may be more, and less if too much was asked at once. Raises `Unknown`.
+        """
         ...
 
 

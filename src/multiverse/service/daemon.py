@@ -212,4 +212,4 @@ async def _poll_inbox(settings: Settings, controller: Controller) -> None:
 def _forward(hint: Hint, controller: Controller) -> None:
     if hint.kind == "submit":
         controller.missing_hints.hint_came()
-    controller.hint()
+    controller.hint(hint.uid, hint.job_id)

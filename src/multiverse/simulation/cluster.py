@@ -82,7 +82,8 @@ class Cluster:
         self.nodes: dict[str, NodeRecord] = {}
         self.history: list[JobRecord] = []  # all jobs that ever were submitted
         self.violations: list[str] = []
-        self.hint: Callable[[], None] = lambda: None  # what job_submit.lua and EpilogSlurmctld call
+        # What job_submit.lua and EpilogSlurmctld call, with the uid of the job's user or the job's id.
+        self.hint: Callable[[int | None, str], None] = lambda uid, job_id: None
         self._rng = rng
         self._loop = asyncio.get_running_loop()
         self._next = settings.first_id
@@ -302,8 +303,8 @@ class Cluster:
     def view(self) -> SchedulerView:
         ranked = sorted(self.jobs.values(), key=self._order)
         jobs = {
-            job.job_id: job.shown(rank, self._eligible(job, delayed=job.delayed), self._uses(job))
-            for rank, job in enumerate(ranked)
+            job.job_id: job.shown(self._rank(job), self._eligible(job, delayed=job.delayed), self._uses(job))
+            for job in ranked
         }
         nodes = {name: node.shown() for name, node in sorted(self.nodes.items())}
         return SchedulerView(jobs, nodes, self._limits_left())
@@ -369,12 +370,17 @@ class Cluster:
         )
         self.jobs[job.job_id] = job
         self.history.append(job)
-        self.hint()
+        self.hint(batch.uid, "")
         return job
 
     def _order(self, job: JobRecord) -> tuple[int, int, int, int]:
         base, _, task = job.job_id.partition(self.separator)
         return (-job.batch.priority, job.submitted, int(base), int(task or 0))
+
+    def _rank(self, job: JobRecord) -> int:
+        """The order as one number. It is the same whichever other jobs there are."""
+        priority, submitted, base, task = self._order(job)
+        return (0xFFFFFFFF + priority) << 104 | submitted << 64 | base << 32 | task
 
     def _eligible(self, job: JobRecord, delayed: bool = False) -> bool:
         """`delayed`: the begin time was set by slurmctld, and a pin removes it."""
@@ -447,7 +453,7 @@ class Cluster:
     def _stop(self, job: JobRecord, result: str) -> None:
         """End a run. The job is COMPLETING until every node has released it."""
         job.state, job.result = JobState.COMPLETING, result
-        self.hint()
+        self.hint(None, job.job_id)
         for name in list(job.busy):
             guest = self.nodes[name].guest
             guest.kill(job)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from multiverse.core.model import (
     HypervisorView,
@@ -11,6 +11,7 @@ from multiverse.core.model import (
     JobRef,
     NodeBootstrap,
     NodeSpec,
+    SchedulerPart,
     SchedulerView,
     Size,
     Stage,
@@ -19,7 +20,7 @@ from multiverse.core.model import (
     VmRef,
     VmSpec,
 )
-from multiverse.ports import GuestUsers, Hypervisor, Offers, Scheduler, Source, SubmissionLimits, Templates
+from multiverse.ports import GuestUsers, Hypervisor, Offers, Parts, Scheduler, Source, SubmissionLimits, Templates
 from multiverse.simulation.faults import FaultyLink
 
 
@@ -30,6 +31,7 @@ class FaultyScheduler:
         self._inner = inner
         self._call = link.call
         self.offers = FaultyOffers(inner.offers, link) if inner.offers else None
+        self.parts = FaultyParts(inner.parts, link) if inner.parts else None
         self.submission = FaultySubmissionLimits(inner.submission, link) if inner.submission else None
 
     async def observe(self) -> SchedulerView:
@@ -61,6 +63,19 @@ class FaultyScheduler:
 
     async def user(self, uid: int) -> User:
         return await self._call("user", str(uid), lambda: self._inner.user(uid), uid)
+
+
+class FaultyParts:
+    """A `ports.Parts` behind a faulty link."""
+
+    def __init__(self, inner: Parts, link: FaultyLink) -> None:
+        self._inner = inner
+        self._call = link.call
+
+    async def read(
+        self, jobs: Mapping[str, int | None], users: Collection[int], nodes: Collection[str]
+    ) -> SchedulerPart:
+        return await self._call("read", "", lambda: self._inner.read(jobs, users, nodes))
 
 
 class FaultyOffers:

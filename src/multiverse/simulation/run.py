@@ -31,6 +31,7 @@ AT_REST = 8
 
 HINT_DELAY = (0.5, 10.0)  # seconds that a late hint takes
 DECISION = 30.0  # seconds between two looks of the operator at what no record explains
+UNNAMED = 0.2  # the share of hints of submissions that name no user, as those of an older multiverse.lua
 SLOW = 600.0  # seconds that an observation of a slow source takes
 
 
@@ -182,19 +183,22 @@ class _Simulation:
         else:
             getattr(self.world.cluster, action.kind)(job_id)
 
-    def _hint(self) -> None:
+    def _hint(self, uid: int | None, job_id: str) -> None:
         self.hints += 1
         point = self.plan.chance("hint", self.hints)
+        if uid is not None and self.plan.chance("hint", self.hints, "unnamed") < UNNAMED:
+            uid = None
         if point < self.scenario.hints:
-            self._deliver_hint()
+            self._deliver_hint(uid, job_id)
             if point < self.scenario.hints / 10:
-                self._deliver_hint()
+                self._deliver_hint(uid, job_id)
         elif point < (1 + self.scenario.hints) / 2:
-            self.loop.call_later(self.plan.between(HINT_DELAY, "hint", self.hints, "late"), self._deliver_hint)
+            delay = self.plan.between(HINT_DELAY, "hint", self.hints, "late")
+            self.loop.call_later(delay, self._deliver_hint, uid, job_id)
 
-    def _deliver_hint(self) -> None:
+    def _deliver_hint(self, uid: int | None, job_id: str) -> None:
         if self.controller is not None:
-            self.controller.hint()
+            self.controller.hint(uid, job_id)
 
     # --- incidents
 

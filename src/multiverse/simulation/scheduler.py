@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
 from multiverse.config import ImageSettings
 from multiverse.core.errors import Gone, Refused, Stale, Unknown
-from multiverse.core.model import JobLimits, JobRef, JobState, NodeBootstrap, NodeSpec, SchedulerView, User
+from multiverse.core.model import (
+    JobLimits,
+    JobRef,
+    JobState,
+    NodeBootstrap,
+    NodeSpec,
+    SchedulerPart,
+    SchedulerView,
+    User,
+)
 from multiverse.core.provisioning.spares import named_by_none
-from multiverse.ports import Offers, SubmissionLimits
+from multiverse.ports import Offers, Parts, SubmissionLimits
 from multiverse.simulation.cluster import Cluster, OfferedNode
 from multiverse.simulation.guests import LIVE, Registration
 from multiverse.simulation.jobs import JobRecord
@@ -46,6 +55,10 @@ class SimulatedScheduler(ABC):
     @property
     @abstractmethod
     def offers(self) -> Offers | None: ...
+
+    @property
+    @abstractmethod
+    def parts(self) -> Parts | None: ...
 
     @property
     @abstractmethod
@@ -176,6 +189,21 @@ class SimulatedScheduler(ABC):
         await asyncio.sleep(self._rng.uniform(*self._latencies.reply))
 
 
+def part_of(
+    view: SchedulerView, jobs: Collection[str], users: Collection[int], nodes: Collection[str]
+) -> SchedulerPart:
+    """What a view shows of these jobs, users and nodes."""
+    return SchedulerPart(
+        jobs={job_id: job for job_id, job in view.jobs.items() if job_id in jobs or job.uid in users},
+        nodes={name: view.nodes[name] for name in nodes if name in view.nodes},
+        job_ids=frozenset(jobs),
+        users=frozenset(users),
+        node_names=frozenset(nodes),
+        limits=view.limits,
+        offers=view.offers,
+    )
+
+
 class SimulatedSlurm(SimulatedScheduler):
     """Slurm: ties jobs to nodes by features, and lets jobs take offered nodes as they are submitted."""
 
@@ -190,8 +218,30 @@ class SimulatedSlurm(SimulatedScheduler):
         return self
 
     @property
+    def parts(self) -> SimulatedSlurm:
+        return self
+
+    @property
     def submission(self) -> SimulatedSlurm:
         return self
+
+    async def read(
+        self, jobs: Mapping[str, int | None], users: Collection[int], nodes: Collection[str]
+    ) -> SchedulerPart:
+        """See `ports.Parts`. Nothing is asked of slurmctld if nothing but the offers is wanted. Now and then it reads
+        less than was asked for, and all nodes in place of some."""
+        if not (jobs or users or nodes):
+            return part_of(self._view(), (), (), ())
+        await self._reach()
+        view = self._view()
+        everything = self._rng.random() < 0.9
+        asked = sorted(jobs) if everything else [job_id for job_id in sorted(jobs) if self._rng.random() < 0.5]
+        of_users = sorted(users) if everything else [uid for uid in sorted(users) if self._rng.random() < 0.5]
+        part = part_of(view, asked, of_users, nodes)
+        if nodes and self._rng.random() < 0.5:
+            part = replace(part, nodes=view.nodes, all_nodes=True)
+        await self._reply()
+        return part
 
     async def publish(self, limits: JobLimits) -> None:
         self._cluster.limit_submissions(limits)

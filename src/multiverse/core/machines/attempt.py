@@ -81,7 +81,8 @@ class JobStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """An attempt's job in one observation of the scheduler. `job` is None exactly when it is unseen."""
+    """An attempt's job as the scheduler showed it in the latest reading of that job, which began at `began`. `job` is
+    None exactly when it is unseen."""
 
     status: JobStatus
     job: Job | None
@@ -191,7 +192,7 @@ def step_attempt(state: State, attempt_id: int, world: World, policy: Policy) ->
     attempt = state.attempts.get(attempt_id)
     if attempt is None or world.scheduler is None:
         return
-    view, began = world.scheduler.value, world.scheduler.began
+    view, began = world.scheduler.value, world.job_began(attempt.job.job_id)
     if began < attempt.since and attempt.state is not A.RECLAIMING:
         # The observation is older than the state: what it says of the job has been considered before.
         if attempt.state in _MAKING:
@@ -218,7 +219,7 @@ def step_attempt(state: State, attempt_id: int, world: World, policy: Policy) ->
 def attempt_rests(attempt: Attempt, world: World) -> bool:
     """Whether nothing moves the attempt until it, its job or one of its VMs changes: neither time nor another
     observation that shows the same."""
-    if world.scheduler is None or world.scheduler.began < attempt.since:
+    if world.scheduler is None or world.job_began(attempt.job.job_id) < attempt.since:
         return False
     status, _ = job_status(attempt.job, world.scheduler.value)
     if attempt.quarantined:

@@ -201,7 +201,7 @@ def _step_starting(state: State, vm: Vm, seen: VmSeen | None, world: World, poli
         state.move(Change(replace(vm, state=V.JOINED), Event.REGISTERED))
     elif node is not None and node.state is NodeState.DOWN:
         _fail(state, vm, f"its node came up down: {node.reason or 'no reason given'}")
-    elif world.scheduler.began - _startable_since(state, vm, world) > policy.spawn_timeout:
+    elif world.node_began(vm.name) - _startable_since(state, vm, world) > policy.spawn_timeout:
         _fail(state, vm, f"its node did not register within {policy.spawn_timeout:g} s")
 
 
@@ -215,14 +215,27 @@ def _step_leaving(state: State, vm: Vm, world: World) -> None:
     """A VM is gone when its destruction has ended and neither side shows it in observations that began later. The host
     of a fenced VM needs no observation."""
     ended = world.effect_ended_at.get(vm.key)
-    if ended is None or world.scheduler is None or world.scheduler.began <= max(ended, vm.since):
+    if ended is None or world.scheduler is None:
         return
-    if _is_off_its_host(state, vm, max(ended, vm.since), world) and vm.name not in world.scheduler.value.nodes:
+    since = max(ended, vm.since)
+    node_is_gone = vm.name not in world.scheduler.value.nodes and world.node_began(vm.name) > since
+    if node_is_gone and _is_off_its_host(state, vm, since, world):
         offer = state.offers.get(vm.id)
         over = [Change(replace(offer, state=OfferState.ENDED), Event.ABSENT)] if offer else []
         state.move(Change(replace(vm, state=V.GONE), Event.ABSENT), *over, free=[vm.key])
-    elif vm.state is V.ENDING and vm.name not in world.scheduler.value.occupied:
+    elif vm.state is V.ENDING and _jobs_began(state, vm, world) > since and not _is_occupied(vm, world):
         state.move(Change(replace(vm, state=V.REMOVING), Event.NODE_FREE, "no job is on its node"))
+
+
+def _jobs_began(state: State, vm: Vm, world: World) -> float:
+    """Since when it is known which jobs are on its node. Only its attempt's job can be there; on a spare, any job."""
+    attempt = state.attempt_of(vm)
+    assert world.scheduler is not None
+    return world.job_began(attempt.job.job_id) if attempt else world.scheduler.began
+
+
+def _is_occupied(vm: Vm, world: World) -> bool:
+    return world.scheduler is not None and vm.name in world.scheduler.value.occupied
 
 
 def _is_off_its_host(state: State, vm: Vm, since: float, world: World) -> bool:

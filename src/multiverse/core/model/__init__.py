@@ -20,6 +20,7 @@ from multiverse.core.model.job import (
     NodeState,
     Outcome,
     Request,
+    SchedulerPart,
     SchedulerView,
 )
 from multiverse.core.model.keys import Key, RowKind
@@ -98,6 +99,7 @@ __all__ = [
     "Request",
     "Row",
     "RowKind",
+    "SchedulerPart",
     "SchedulerView",
     "Seen",
     "Size",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
@@ -106,6 +107,19 @@ class World:
             return 0.0
         user = self.users.get(uid)
         return user.since if user is not None and user.exists else float("inf")
+
+    def job_began(self, job_id: str) -> float:
+        """When the latest reading of a job began: what it shows of the job, or that there is none, is that new. Minus
+        infinity while the scheduler is unknown."""
+        if self.scheduler is None:
+            return -inf
+        return max(self.scheduler.began, self.scheduler.value.jobs_began.get(job_id, -inf))
+
+    def node_began(self, name: str) -> float:
+        """When the latest reading of a node began; see `job_began`."""
+        if self.scheduler is None:
+            return -inf
+        return max(self.scheduler.began, self.scheduler.value.nodes_began.get(name, -inf))
 
     def ended_at(self, key: Key, never: float = 0.0) -> float:
         """When the row's last effect ended, infinity while one runs; `never` if none has begun."""

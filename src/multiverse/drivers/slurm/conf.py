@@ -144,15 +144,14 @@ def cgroup_for_guest(slurm_conf: str, cgroup_conf: str) -> str:
 
     A job cannot have more memory than its VM in any case. With the limit of task/cgroup, Slurm reports that a job has
     run out of memory, and the kernel ends nothing else. If the site limits memory on bare metal too, AllowedRAMSpace
-    and MinRAMSpace hold as there. An AllowedRAMSpace above 100 is left out: the VM does not have that memory, and
-    with cgroup v2 a job that exceeds 100 % is slowed down almost to a stop instead of being ended. MaxRAMPercent is
+    holds as there, up to 100. More is left out, and MinRAMSpace too: the VM does not have that memory, a guest without
+    free memory hardly answers, and with cgroup v2 a job above 100 % is slowed down almost to a stop. MaxRAMPercent is
     left out because it keeps memory free for other jobs of a node; a guest has no swap space to be limited.
     """
     if "cgroup" not in value(slurm_conf, "TaskPlugin").lower() or not limits_memory(cgroup_conf):
         return _CGROUP
-    allowed, least = value(cgroup_conf, "AllowedRAMSpace", "100"), value(cgroup_conf, "MinRAMSpace")
-    kept = f"AllowedRAMSpace={allowed}\n" if re.fullmatch(r"\d{1,2}(\.\d*)?", allowed) else ""
-    return _CGROUP + kept + (f"MinRAMSpace={least}\n" if least else "")
+    allowed = value(cgroup_conf, "AllowedRAMSpace")
+    return _CGROUP + (f"AllowedRAMSpace={allowed}\n" if re.fullmatch(r"\d{1,2}(\.\d*)?", allowed) else "")
 
 
 def for_guest(text: str, slurmctlds: Iterable[Slurmctld], prolog: str = "", *, memory_limited: bool = True) -> str:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from multiverse.config import Settings
-from multiverse.core.errors import Exhausted, Gone, Refused, Stale, Unknown
-from multiverse.core.model import JobRef, NodeBootstrap, NodeSpec, NodeState, SchedulerView, User
+from multiverse.core.errors import Exhausted, Gone, Refused, Stale
+from multiverse.core.model import JobRef, NodeBootstrap, NodeSpec, NodeState, SchedulerPart, SchedulerView, User
 from multiverse.drivers.slurm import bootstrap as node_bootstrap
 from multiverse.drivers.slurm import conf, parse
 from multiverse.drivers.slurm.account import NameService
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.comment import CommentTurns, compose, plain_line, updates, waiting_records
 from multiverse.drivers.slurm.delete import NodeDeleter
-from multiverse.drivers.slurm.limits import AccountingLimits, licences
 from multiverse.drivers.slurm.offers import OfferFiles, SlurmOffers
+from multiverse.drivers.slurm.reader import SlurmReader
 from multiverse.drivers.slurm.reread import CurrentJob, reread
 from multiverse.drivers.slurm.submission import SubmissionFile
 
@@ -32,8 +32,8 @@ class SlurmScheduler:
         self._site = site
         self._commands = SlurmCommands(settings.slurm, env)
         self._name_service = NameService()
+        self._reader = SlurmReader(settings, site, self._commands)
         self._comment_turns = CommentTurns()
-        self._node_command: tuple[str, ...] = ("sinfo", "-a")
         # Each observation renews both files, so they have to be valid for several polls.
         self._offer_files = OfferFiles(settings.slurm.inbox, site, max(_OFFER_TERM, 4 * settings.poll))
         self._offers = SlurmOffers(settings, self._offer_files)
@@ -45,6 +45,11 @@ class SlurmScheduler:
     def offers(self) -> SlurmOffers:
         """See `ports.Scheduler`."""
         return self._offers
+
+    @property
+    def parts(self) -> SlurmScheduler:
+        """See `ports.Scheduler`."""
+        return self
 
     @property
     def submission(self) -> SubmissionFile:
@@ -62,57 +67,27 @@ class SlurmScheduler:
 
     async def observe(self) -> SchedulerView:
         """See `ports.Scheduler`."""
+        offers = self._renew()
+        jobs, nodes, limits = await self._reader.whole()
+        self._renew_offers()
+        return SchedulerView(jobs=jobs, nodes=nodes, limits=limits, offers=offers)
+
+    async def read(
+        self, jobs: Mapping[str, int | None], users: Collection[int], nodes: Collection[str]
+    ) -> SchedulerPart:
+        """See `ports.Parts`."""
+        offers = self._renew()
+        part = await self._reader.part(jobs, users, nodes)
+        self._renew_offers()
+        return replace(part, offers=offers)
+
+    def _renew(self) -> Mapping[str, bool]:
         self._submission.renew()
-        offers = self._offer_files.observe()
-        names, enforced = await asyncio.to_thread(self._names)
-        try:
-            (jobs, limits), nodes = await asyncio.gather(self._read_jobs(names, enforced), self._read_nodes())
-            seen_jobs, seen_nodes = await asyncio.gather(
-                asyncio.to_thread(parse.jobs, jobs, names, time.time(), limits.uses),
-                asyncio.to_thread(parse.nodes, nodes, names),
-            )
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise Unknown(
-                f"cannot understand Slurm's JSON: {error!r}",
-                hint="report this error with the output of scontrol --version",
-            ) from error
-        self._offer_files.renew([name for name, node in seen_nodes.items() if node.state is NodeState.IDLE])
-        return SchedulerView(jobs=seen_jobs, nodes=seen_nodes, limits=limits.left, offers=offers)
+        return self._offer_files.observe()
 
-    async def _read_jobs(self, names: parse.SiteNames, enforced: bool) -> tuple[list[parse.Record], AccountingLimits]:
-        """Jobs first, limits second: a job that starts in between is counted twice and never missed."""
-        # -a shows hidden partitions too, -t all shows ended jobs, which newer releases leave out otherwise.
-        document = await self._commands.json("squeue", "-a", "-t", "all")
-        jobs = parse.ours(document.get("jobs", ()), names)
-        waiting = parse.waiting(jobs, names)
-        assoc_mgr, free = await asyncio.gather(
-            self._show(enforced and bool(waiting), "assoc_mgr", "flags=assoc,qos"),
-            self._show(any(map(licences, waiting)), "licenses"),
-        )
-        return jobs, AccountingLimits(jobs, assoc_mgr, free)
-
-    async def _read_nodes(self) -> list[parse.Record]:
-        document = await self._commands.json(*self._node_command)
-        if "sinfo" in document:  # from 23.02 on sinfo shows groups of nodes; before, scontrol has no JSON
-            self._node_command = ("scontrol", "show", "nodes", "-a")
-            document = await self._commands.json(*self._node_command)
-        return list(document.get("nodes", ()))
-
-    async def _show(self, needed: bool, *what: str) -> str:
-        return await self._commands.run("scontrol", "show", *what) if needed else ""
-
-    def _names(self) -> tuple[parse.SiteNames, bool]:
-        """What parsing needs to know of the site, and whether Slurm enforces limits of associations and QOS."""
-        text = node_bootstrap.read(self._slurm.conf)
-        default = conf.memory_per_cpu(text, parse.MEMORY_PER_CPU)
-        return parse.SiteNames(
-            site=self._site,
-            gate_partition=self._slurm.gate_partition,
-            run_partition=self._slurm.run_partition,
-            gate_feature=self._slurm.gate_feature,
-            memory_per_cpu=default,
-            per_account=self._settings.image.per_account,
-        ), conf.limits_are_kept(text)
+    def _renew_offers(self) -> None:
+        idle = [name for name, node in self._reader.nodes.items() if node.state is NodeState.IDLE]
+        self._offer_files.renew(idle)
 
     async def _reread(self, job: JobRef) -> CurrentJob:
         return await reread(self._commands, job, self._slurm.gate_feature)

@@ -389,9 +389,10 @@ local function refuse(message)
   return slurm.ERROR
 end
 
--- Tell the controller to observe soon, by an empty file. Its name is fixed, so the files do not pile up.
-local function hint()
-  local file = io.open(site.inbox .. "/submit", "w")
+-- Tell the controller to observe the jobs of a user soon, by an empty file. Each user has one name, so the files do not
+-- pile up.
+local function hint(uid)
+  local file = io.open(site.inbox .. (uid and string.format("/submit.%d", uid) or "/submit"), "w")
   if file then file:close() end
 end
 
@@ -422,7 +423,7 @@ local function submit(job, partition, partitions)
   else
     job.features = feature
   end
-  hint()
+  hint(job.user_id)
   return slurm.SUCCESS
 end
 
@@ -478,7 +479,7 @@ local function modify(job, record)
     if message then return refuse(message) end
   end
   if nodes then job.max_nodes = nodes end
-  hint()
+  hint(record.user_id)
   return slurm.SUCCESS
 end
 
