@@ -16,7 +16,7 @@ import pytest
 
 from tests.integration.images import IMAGES, slim
 from tests.integration.site_machine import ADA_UID, JOB_SUBMIT, SLURM_UID, SiteMachine
-from tests.integration.watch import until
+from tests.integration.watch import release, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
 
@@ -105,8 +105,9 @@ def test_a_site_follows_the_operators_guide(machine: SiteMachine) -> None:
     found = check(machine)
     problems = {name for name, each in found.items() if each["level"] == "problem"}
     assert problems == {
-        *("slurm.conf", "MaxNodeCount", "TreeWidth", "PartitionName=everything"),
+        *("slurm.conf", "MaxNodeCount", "PartitionName=everything"),
         *("/etc/slurm/job_submit.lua", "slurmctld", "multiverse.service"),
+        *(["TreeWidth"] if release(machine.run("scontrol", "--version").stdout) < (23, 11) else ()),
     }
     assert {*found} - problems == {"SlurmctldHost", "SchedulerParameters", "/etc/slurm/site-epilog"}
     follow(machine, [each["remedy"] for each in found.values()])

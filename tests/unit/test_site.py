@@ -122,6 +122,16 @@ def test_a_job_submit_script_of_the_site_is_not_rendered_and_has_to_call_ours(se
     assert list(checking._scripts(settings, site_of(settings))) == []
 
 
+def test_our_job_submit_script_belongs_to_the_site_once_it_has_rules_of_its_own(settings: Settings) -> None:
+    path = settings.slurm.conf.with_name(install.JOB_SUBMIT)
+    ours = contents(settings)[install.JOB_SUBMIT]
+    path.write_text(ours)
+    assert contents(settings)[install.JOB_SUBMIT] == ours
+    path.write_text(ours.replace("  return slurm.SUCCESS", "  return check(job)", 1))
+    assert install.JOB_SUBMIT not in contents(settings)
+    assert list(checking._scripts(settings, site_of(settings))) == []
+
+
 def test_an_epilog_of_the_site_has_to_call_ours(settings: Settings, tmp_path: Path) -> None:
     epilog = tmp_path / "epilog"
     epilog.write_text("#!/bin/sh\nlogger over\n")

@@ -12,8 +12,9 @@ from rich.text import Text
 from multiverse.cli import render as output
 from multiverse.config import Settings, load
 from multiverse.drivers.slurm import site_conf
-from multiverse.site.checking import Level, is_ready
+from multiverse.drivers.slurm.requirements import Level
 from multiverse.site.checking import check as findings
+from multiverse.site.checking import is_ready
 from multiverse.site.rendering import render as rendered_files
 from multiverse.site.writing import WriteOutcome, beside, write
 

@@ -16,7 +16,7 @@ from multiverse.config import Settings
 from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown
 from multiverse.drivers.slurm import inbox_access, install, requirements, site_conf, slurm_user
 from multiverse.drivers.slurm.command import SlurmCommands
-from multiverse.drivers.slurm.requirements import Finding, Level, Version
+from multiverse.drivers.slurm.requirements import Finding, Level
 from multiverse.drivers.slurm.site_conf import SiteConf
 from multiverse.images.catalog import list_images
 from multiverse.site.rendering import SiteFile, own_job_submit, render
@@ -207,6 +207,3 @@ def _daemon(settings: Settings) -> Iterator[Finding]:
 def is_ready(found: list[Finding]) -> bool:
     """Whether jobs in VMs can run: there are notes only."""
     return all(each.level is Level.NOTE for each in found)
-
-
-__all__ = ["Finding", "Level", "Version", "check", "is_ready"]

@@ -40,7 +40,8 @@ def render(settings: Settings, config: Path, site: SiteConf) -> list[SiteFile]:
 
 
 def own_job_submit(settings: Settings) -> str | None:
-    """The job_submit.lua that the site wrote itself; None if there is none. `Broken` if it cannot be read."""
+    """The job_submit.lua that the site wrote itself, or made from ours; None if there is none. `Broken` if it cannot be
+    read."""
     path = settings.slurm.conf.with_name(install.JOB_SUBMIT)
     try:
         text = path.read_text()
@@ -48,7 +49,7 @@ def own_job_submit(settings: Settings) -> str | None:
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise Broken(f"cannot read {path}: {error}", hint="run this command as root") from error
-    return text if rendered.origin(text) is Origin.FOREIGN else None
+    return None if rendered.origin(text) is Origin.RENDERED else text
 
 
 def _beside_slurm_conf(settings: Settings, site: SiteConf) -> Iterator[SiteFile]:
