@@ -155,7 +155,7 @@ class QemuSession:
                 return process.spawn(argv, (*ours, *launch.fds), paths.log, _ENVIRONMENT)
             except OSError as error:
                 raise Broken(
-                    f"cannot run {launch.binary}: {error.strerror}", hint="`make setup` installs QEMU"
+                    f"cannot run {launch.binary}: {error.strerror}", hint="install QEMU (qemu-system-x86 in Debian)"
                 ) from error
         finally:
             for fd in ours:
