@@ -21,6 +21,8 @@ from multiverse.core.model import (
     Node,
     NodeState,
     Size,
+    TemplateCondition,
+    TemplateState,
     Vm,
     VmCondition,
     VmSeen,
@@ -258,6 +260,29 @@ def test_a_spare_that_is_in_use_becomes_an_orphan(depth: Depth) -> None:
     moves = plan(harness.state, harness.world, [], harness.clock.time, harness.policy)
     changes = [change for move in moves for change in move.changes if change.row.key == vm.key]
     assert (changes[0].event, changes[0].row.state) == (Event.FOUND, V.ORPHAN)
+
+
+@pytest.mark.parametrize(
+    ("condition", "state"),
+    [
+        (TemplateCondition.READY, TemplateState.READY),
+        (TemplateCondition.BUILDING, TemplateState.BUILDING),
+        (TemplateCondition.BROKEN, None),
+    ],
+)
+def test_a_template_that_no_record_explains_gets_a_row_and_a_claim_unless_it_is_broken(
+    condition: TemplateCondition, state: TemplateState | None
+) -> None:
+    """Seed 5316: the database was restored from a copy while a template was being built."""
+    harness = PlannerHarness()
+    which = harness.template()
+    harness.templates[which] = replace(harness.templates[which], condition=condition)
+    harness.run()
+    found = [(row.which, row.state) for row in harness.rows.templates.values()]
+    assert found == ([(which, state)] if state else [])
+    assert [claim.owner.kind for claim in harness.rows.claims] == ["template"] * len(found)
+    building = [effect.kind for _, effect in permitted_effects(harness.state)]
+    assert building == ([EffectKind.BUILD] if state is TemplateState.BUILDING else []), "a build is finished"
 
 
 def test_a_vm_that_an_earlier_run_planned_is_not_created_unless_it_is_there() -> None:

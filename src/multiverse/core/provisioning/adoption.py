@@ -29,9 +29,8 @@ WHY = "it was found on its host, and no record explained it"
 
 
 def adopt_unexplained(context: Context) -> None:
-    """Give a row to each VM and each ready template in sight that has none, and take spares that are in use by others
-    out of their pools. One observation is enough for that: nothing
-    is destroyed by it."""
+    """Give a row to each VM and each template in sight that has none, unless the template is broken, and take spares
+    that are in use by others out of their pools. One observation is enough for that: nothing is destroyed by it."""
     state = context.state
     for vm in state.vms_in(VmState.PARKED, VmState.JOINED, VmState.RETIRING):
         if vm.is_spare and _serves_another(context, vm):
@@ -41,8 +40,8 @@ def adopt_unexplained(context: Context) -> None:
             if view.vms[name].host in context.hosts:
                 _adopt_vm(context, source, view.vms[name])
         for which, seen in view.templates.items():
-            ready = seen.condition is TemplateCondition.READY
-            if ready and state.template_for(which) is None and seen.host in context.hosts:
+            broken = seen.condition is TemplateCondition.BROKEN
+            if not broken and state.template_for(which) is None and seen.host in context.hosts:
                 _adopt_template(context, source, seen)
 
 
@@ -93,11 +92,13 @@ def _adopt_vm(context: Context, source: str, seen: VmSeen) -> None:
 
 
 def _adopt_template(context: Context, source: str, seen: TemplateSeen) -> None:
+    """A template that is being built holds memory already. Its row lets the build be finished."""
     state = context.state
+    ready = seen.condition is TemplateCondition.READY
     template = Template(
         id=state.new_template_id(),
         version=0,
-        state=TemplateState.READY,
+        state=TemplateState.READY if ready else TemplateState.BUILDING,
         since=state.now,
         host=seen.host,
         image=seen.image,
