@@ -95,10 +95,10 @@ def watch_effects(points: CrashPoints) -> None:
     process.spawn = with_crash_points(points, process.spawn, lambda *args: "qemu")
     run = SlurmCommands.run
 
-    async def watched(self: SlurmCommands, program: str, *args: str) -> str:
+    async def watched(self: SlurmCommands, program: str, *args: str, **more: Any) -> str:
         event = f"{program}:{args[0] if args else ''}"
         points.reach("before", event)
-        out = await run(self, program, *args)
+        out = await run(self, program, *args, **more)
         points.reach("after", event)
         return out
 
