@@ -25,6 +25,7 @@ ELSEWHERE = {
     "vm:ending": "its VM would have to fail, see the tests that kill a QEMU; simulation",
     "vm:removing": "its VM would have to fail, see the tests that kill a QEMU; simulation",
     "vm:lost": "this lab's only host is never out of reach; simulation",
+    "vm:orphan": "the database would have to be replaced under a running job; simulation",
     "offer:open": "takes a pool that offers its spares, see test_pool; simulation",
     "offer:taken": "takes a pool that offers its spares, see test_pool; simulation",
     "offer:closing": "takes a pool that offers its spares, see test_pool; simulation",
