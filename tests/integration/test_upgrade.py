@@ -24,6 +24,9 @@ pytestmark = pytest.mark.integration
 
 
 TO_SCHEMA_0003 = (
+    "DROP TABLE ended",
+    "DROP INDEX ix_attempts_live_job",
+    "DROP INDEX ix_journal_row",
     """UPDATE vms SET body = json_remove(json_set(body, '$.told', json_extract(body, '$.node_size'),
            '$.parent', json_extract(body, '$.template_size'), '$.origin', json_extract(body, '$.template_id'),
            '$.failed', json('false'), '$.forget', json('false'), '$.fenced', json('false'), '$.offer', NULL,
