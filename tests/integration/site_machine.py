@@ -84,7 +84,7 @@ StorageHost=localhost
 StorageUser=ctl
 StorageLoc=slurm_acct
 """
-# The site's accounting: ada is in the account `physics`, and nobody is in `closed`.
+# The site's accounting: grace is in the account `physics`, and nobody is in `closed`.
 _ACCOUNTING = """\
 install -d -o mysql /run/mysqld
 mariadb-install-db --no-defaults --user=mysql --datadir=/var/lib/mysql --auth-root-authentication-method=socket \
@@ -98,7 +98,7 @@ setpriv --reuid=ctl --regid=ctl --clear-groups slurmdbd
 until sacctmgr -n show cluster > /dev/null 2>&1; do sleep 0.1; done
 sacctmgr -i add cluster prod
 sacctmgr -i add account physics,closed
-sacctmgr -i add user ada account=physics
+sacctmgr -i add user grace account=physics
 """
 SLURMCTLD = """\
 [Service]
@@ -226,7 +226,7 @@ class SiteMachine:
         shutil.copytree("/etc", top / "etc", symlinks=True)
         for name in (
             "opt",
-            "home/ada",
+            "home/grace",
             "usr/local/bin",
             "var/spool",
             "var/log/munge",
@@ -235,11 +235,11 @@ class SiteMachine:
         ):
             (top / name).mkdir(parents=True)
         (top / "var/lib/multiverse/images").mkdir(parents=True)
-        etc, users = top / "etc", {"ctl": SLURM_UID, "ada": ADA_UID}
+        etc, users = top / "etc", {"ctl": SLURM_UID, "grace": ADA_UID}
         for name, uid in users.items():
             _append(etc / "passwd", f"{name}:x:{uid}:{uid}::/home/{name}:/bin/sh")
             _append(etc / "group", f"{name}:x:{uid}:")
-        os.chown(top / "home/ada", ADA_UID, ADA_UID)
+        os.chown(top / "home/grace", ADA_UID, ADA_UID)
         _append(etc / "hosts", "".join(f"{address} {name}\n" for name, address in ADDRESSES.items()))
         for name in ("slurm", "munge", "multiverse"):
             shutil.rmtree(etc / name, ignore_errors=True)
@@ -311,7 +311,7 @@ class SiteMachine:
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on the first machine, as root or as another user."""
         as_user = () if uid is None else ("setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups")
-        home = "/root" if uid is None else "/home/ada"
+        home = "/root" if uid is None else "/home/grace"
         environment = {"PATH": PATH, "HOME": home, "LC_ALL": "C.UTF-8"}
         done = subprocess.run(
             [*self._enter(), f"--wd={cwd}", *as_user, *argv],
