@@ -122,7 +122,7 @@ def srun(machine: SiteMachine, *options: str) -> tuple[int, str]:
 
 def test_a_users_job_runs_in_a_vm_and_other_jobs_on_the_sites_node(machine: SiteMachine) -> None:
     code, said = srun(machine, "--partition=vm", "sh", "-c", "hostname; id -un; getent passwd ctl")
-    assert code == 0 and re.match(r"mv\w+-\w+\nada\nctl:", said), said
+    assert code == 0 and re.match(r"mv\w+-\w+\ngrace\nctl:", said), said
     assert srun(machine, "hostname") == (0, "ctl1\n"), "the site's default partition is what it was"
     assert srun(machine, "--partition=everything", "hostname") == (0, "ctl1\n")
 
