@@ -6,7 +6,7 @@ import ipaddress
 from dataclasses import replace
 from pathlib import Path
 
-from multiverse.core.machines.tables import TABLES, effects_of, permitted_effects
+from multiverse.core.machines.tables import TABLES, permitted_effects
 from multiverse.core.model import (
     Attempt,
     Host,
@@ -38,7 +38,7 @@ from multiverse.core.state import State
 from multiverse.core.transition import Done, Event, Message, Move
 from multiverse.simulation.promises import moves_at_rest
 from multiverse.store import Store
-from tests.unit.rows import IMAGES, SOURCE
+from tests.unit.rows import IMAGES, SOURCE, effects_of
 
 POLICY = Policy(subnet=ipaddress.IPv4Network("10.9.0.0/16"), gateway="10.9.0.1")
 

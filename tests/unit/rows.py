@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from multiverse.core.machines.tables import TABLES
+from multiverse.core.machines.tables import TABLES, effect_of
 from multiverse.core.model import (
     Attempt,
     AttemptState,
@@ -31,9 +31,9 @@ from multiverse.core.model import (
     VmState,
     World,
 )
-from multiverse.core.rows import Rows
+from multiverse.core.rows import LiveRows, Rows
 from multiverse.core.state import State
-from multiverse.core.transition import Change, Move
+from multiverse.core.transition import Change, Effect, Move
 
 SOURCE = "hosts"
 """The one source of these tests: it answers for all hosts."""
@@ -134,3 +134,11 @@ class Decided(list[Change]):
     def __init__(self, changes: Iterable[Change], here: State) -> None:
         super().__init__(changes)
         self.reasons = dict(here.reasons)
+
+
+def effects_of(rows: LiveRows) -> Iterator[tuple[Row, Effect]]:
+    """The effects that the live rows permit, by looking at every row: what `permitted_effects` is compared with."""
+    for row in (*rows.attempts.values(), *rows.vms.values(), *rows.templates.values()):
+        offer = rows.offers.get(row.id) if isinstance(row, Vm) else None
+        if effect := effect_of(row) or (effect_of(offer) if offer else None):
+            yield row, effect

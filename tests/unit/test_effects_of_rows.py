@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from multiverse.core.machines.offer import step_offer
-from multiverse.core.machines.tables import effect_of, effects_of
+from multiverse.core.machines.tables import effect_of
 from multiverse.core.model import AttemptState, Depth, Key, OfferState, Row, TemplateState, VmState, World
 from multiverse.core.transition import Effect, EffectKind
 from tests.unit.planner_harness import POLICY
-from tests.unit.rows import attempt, offer, rows, state, template, vm
+from tests.unit.rows import attempt, effects_of, offer, rows, state, template, vm
 
 A, V, T, O, E = AttemptState, VmState, TemplateState, OfferState, EffectKind  # noqa: E741
 

@@ -12,7 +12,7 @@ from multiverse.core.changes import mark_changes
 from multiverse.core.errors import Refused, Unknown
 from multiverse.core.machines.attempt import open_attempts, step_attempt
 from multiverse.core.machines.offer import step_offer
-from multiverse.core.machines.tables import effect_of, effects_of
+from multiverse.core.machines.tables import effect_of
 from multiverse.core.model import (
     Attempt,
     AttemptState,
@@ -44,6 +44,7 @@ from multiverse.core.transition import Effect, EffectKind, Event
 from multiverse.service.timeline import phases
 from tests.unit import rows as hand
 from tests.unit.planner_harness import POLICY, PlannerHarness, failed
+from tests.unit.rows import effects_of
 
 A, V, O = AttemptState, VmState, OfferState  # noqa: E741
 POOL = Pool("slim", Depth.JOINED, 1, 1, Size(1, 512), 100.0)

@@ -70,7 +70,7 @@ def run(lab: LabSession, client: Client, plan: LongQueuePlan, progress: Progress
     lab.submit(HOLDER, "--output=/dev/null", f"--cpus-per-task={cores // 2}", "--mem=200")
     lab.submit(HOLDER, "--output=/dev/null", "--partition=bare", "--exclusive")
     phases: list[Phase] = []
-    _run_jobs(lab, client, 2, plan.seed)  # builds the template, and is not counted
+    run_jobs(lab, client, INSTANT, 2, plan.seed)  # builds the template, and is not counted
     for name in ("empty", "long", "empty again"):
         if name == "long":
             began = time.monotonic()
@@ -110,18 +110,18 @@ def _measure(lab: LabSession, client: Client, plan: LongQueuePlan, name: str) ->
     time.sleep(5.0)  # observations settle
     as_root(lab, "sdiag", "--reset")
     phase.idle = _idle(lab, plan.idle)
-    phase.start = _run_jobs(lab, client, plan.jobs, plan.seed)
+    phase.start = run_jobs(lab, client, INSTANT, plan.jobs, plan.seed)
     phase.cycles = mean_cycles(as_root(lab, "sdiag"))
     return phase
 
 
-def _run_jobs(lab: LabSession, client: Client, jobs: int, seed: int) -> list[float]:
-    """Run jobs one after the other, with gaps. Returns the seconds from submission to the first instruction of each."""
+def run_jobs(lab: LabSession, client: Client, kind: JobKind, jobs: int, seed: int) -> list[float]:
+    """Run jobs of one kind one after the other, with gaps. Returns each one's seconds from submission to its start."""
     chance, samples = random.Random(seed), LatencySamples()
     with StartListener(lab.settings.network.gateway) as listener:
         for _ in range(jobs):
             time.sleep(chance.random())
-            run_job(lab, client, listener, INSTANT, samples, lambda _: None)
+            run_job(lab, client, listener, kind, samples, lambda _: None)
     return samples.submit_to_start
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from multiverse.bench.latency import JobKind, LatencySamples, StartListener, run_job
+from multiverse.bench.latency import JobKind
 from multiverse.bench.long_queue import (
     HOLDER,
     LOWER,
@@ -21,6 +21,7 @@ from multiverse.bench.long_queue import (
     as_root,
     cancel_all_waiting,
     mean_cycles,
+    run_jobs,
     submit_all,
 )
 from multiverse.client import Client
@@ -45,7 +46,7 @@ def run(lab: LabSession, client: Client, plan: NeighboursPlan, progress: Callabl
     """Measure the four phases. The bare node of the lab must be up."""
     cores = lab.lab.plan.cores
     lab.submit(HOLDER, "--output=/dev/null", f"--cpus-per-task={cores // 2}", "--mem=200")
-    _jobs(lab, client, 2, plan.seed)  # are not counted
+    run_jobs(lab, client, OTHER, 2, plan.seed)  # are not counted
     phases = [_phase(lab, client, plan, "alone")]
     progress("alone: measured")
     chance = random.Random(plan.seed)
@@ -64,17 +65,8 @@ def run(lab: LabSession, client: Client, plan: NeighboursPlan, progress: Callabl
 def _phase(lab: LabSession, client: Client, plan: NeighboursPlan, name: str) -> Phase:
     time.sleep(5.0)  # the submissions settle
     as_root(lab, "sdiag", "--reset")
-    start = _jobs(lab, client, plan.jobs, plan.seed)
+    start = run_jobs(lab, client, OTHER, plan.jobs, plan.seed)
     return Phase(name, start, cycles=mean_cycles(as_root(lab, "sdiag")))
-
-
-def _jobs(lab: LabSession, client: Client, jobs: int, seed: int) -> list[float]:
-    chance, samples = random.Random(seed), LatencySamples()
-    with StartListener(lab.settings.network.gateway) as listener:
-        for _ in range(jobs):
-            time.sleep(chance.random())
-            run_job(lab, client, listener, OTHER, samples, lambda _: None)
-    return samples.submit_to_start
 
 
 @contextmanager

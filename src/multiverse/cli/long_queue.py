@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,20 @@ def queue(
 
 
 async def _queue(directory: Path, images: Path, plan: LongQueuePlan, json: bool) -> dict[str, Any]:
+    phases, host = await _measured(directory, images, partial(long_queue.run, plan=plan), json)
+    return {
+        **asdict(plan),
+        **host,
+        "phases": [asdict(phase) for phase in phases],
+        "ratios": {"long": _ratios(phases[1], phases[0], phases[2])},
+    }
+
+
+async def _measured(
+    directory: Path, images: Path, run: Callable[..., list[Phase]], json: bool
+) -> tuple[list[Phase], dict[str, Any]]:
+    """The phases that `run` measures in a lab with its bare node, and what the results say about the host."""
+
     def progress(line: str) -> None:
         if not json:
             console.print(f"  {line}", markup=False, highlight=False)
@@ -53,14 +67,8 @@ async def _queue(directory: Path, images: Path, plan: LongQueuePlan, json: bool)
     options = LabOptions(cores=8, memory=16384, image="slim", images=images, settings={})
     async with session(layout(directory), options, lab_progress(json)) as lab, bare_slurmd(lab.lab):
         with Client(lab.settings.socket) as client:
-            phases = await asyncio.to_thread(long_queue.run, lab, client, plan, progress)
-            host = host_figures(client)
-    return {
-        **asdict(plan),
-        **host,
-        "phases": [asdict(phase) for phase in phases],
-        "ratios": {"long": _ratios(phases[1], phases[0], phases[2])},
-    }
+            phases = await asyncio.to_thread(run, lab, client, progress=progress)
+            return phases, host_figures(client)
 
 
 def _ratios(phase: Phase, *baseline: Phase) -> dict[str, Any]:
@@ -97,14 +105,7 @@ def neighbours_(
 
 
 async def _neighbours(directory: Path, images: Path, plan: NeighboursPlan, json: bool) -> dict[str, Any]:
-    def progress(line: str) -> None:
-        if not json:
-            console.print(f"  {line}", markup=False, highlight=False)
-
-    options = LabOptions(cores=8, memory=16384, image="slim", images=images, settings={})
-    async with session(layout(directory), options, lab_progress(json)) as lab, bare_slurmd(lab.lab):
-        with Client(lab.settings.socket) as client:
-            phases = await asyncio.to_thread(neighbours.run, lab, client, plan, progress)
+    phases, _ = await _measured(directory, images, partial(neighbours.run, plan=plan), json)
     alone, full, starting, again = phases
     return {
         **asdict(plan),

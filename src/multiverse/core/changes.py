@@ -53,13 +53,12 @@ def _mark_source(state: State, compared: Compared, name: str, observation: Obser
     old = compared.sources.get(name)
     compared.sources[name] = observation
     silent = observation.latest is None and state.now - observation.since > policy.silence
-    known_before = old is not None and old.latest is not None
     hosts_before = old.latest.value.hosts.keys() if old and old.latest else None
     hosts = observation.latest.value.hosts.keys() if observation.latest else None
     if old is None or silent != (name in compared.silent) or hosts_before != hosts:
         (compared.silent.add if silent else compared.silent.discard)(name)
         state.mark_source(name)
-    if observation.latest is None or (known_before and old and old.latest is observation.latest):
+    if observation.latest is None or (old is not None and old.latest is observation.latest):
         return
     shown = observation.latest.value.vms
     for vm_name in _changed_vms(compared.vms.get(name, {}), shown):

@@ -9,7 +9,6 @@ from multiverse.core.machines.offer import OFFER, offer_effect
 from multiverse.core.machines.template import TEMPLATE, template_effect
 from multiverse.core.machines.vm import ACTING_VMS, VM, vm_effect
 from multiverse.core.model import Attempt, Offer, Row, Template, Vm, VmState
-from multiverse.core.rows import LiveRows
 from multiverse.core.state import State
 from multiverse.core.transition import Effect, Tables
 
@@ -30,7 +29,8 @@ def effect_of(row: Row) -> Effect | None:
 
 
 def permitted_effects(state: State) -> Iterator[tuple[Row, Effect]]:
-    """The same as `effects_of`, found through the indexes."""
+    """The effects that the live rows permit, at most one under each key: an offer's gives way to its VM's. A VM that an
+    earlier run of the daemon planned is not created."""
     for attempt in state.attempts_in(*ACTING_ATTEMPTS):
         if effect := attempt_effect(attempt):
             yield attempt, effect
@@ -38,26 +38,9 @@ def permitted_effects(state: State) -> Iterator[tuple[Row, Effect]]:
     acting = {vm.id: vm for vm in [*state.vms_in(*ACTING_VMS), *offered]}
     for _, vm in sorted(acting.items()):
         unmade = vm.state is VmState.PLANNED and vm.id in state.unmade
-        if not unmade and (effect := _of_vm(state, vm)):
+        offer = state.offers.get(vm.id)
+        if not unmade and (effect := vm_effect(vm) or (offer_effect(offer) if offer else None)):
             yield vm, effect
     for template in state.templates.values():
-        if effect := template_effect(template):
-            yield template, effect
-
-
-def _of_vm(rows: LiveRows, vm: Vm) -> Effect | None:
-    offer = rows.offers.get(vm.id)
-    return vm_effect(vm) or (offer_effect(offer) if offer else None)
-
-
-def effects_of(rows: LiveRows) -> Iterator[tuple[Row, Effect]]:
-    """The effects that the live rows permit, at most one under each key: an offer's gives way to its VM's."""
-    for attempt in rows.attempts.values():
-        if effect := attempt_effect(attempt):
-            yield attempt, effect
-    for vm in rows.vms.values():
-        if effect := _of_vm(rows, vm):
-            yield vm, effect
-    for template in rows.templates.values():
         if effect := template_effect(template):
             yield template, effect
