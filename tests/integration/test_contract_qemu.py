@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -20,6 +19,7 @@ from multiverse.host.qemu.qmp import Monitor
 from tests.contract.test_hypervisor_contract import SUITE, Check, Harness
 from tests.contract.test_hypervisor_troubles import TROUBLES, only_an_instant_clone_needs_a_template
 from tests.integration.images import IMAGES, slim
+from tests.integration.watch import kill
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="taps and images need root")]
 
@@ -64,7 +64,7 @@ class Real(Harness):
     async def kill(self, name: str) -> None:
         known = manifest.read(self.settings.qemu.vms / name)
         assert known is not None
-        os.kill(known.pid, signal.SIGKILL)
+        kill(known.pid)
 
     def cpus(self, name: str) -> int:
         with Monitor.connect(self.settings.qemu.run / name / "qmp") as monitor:

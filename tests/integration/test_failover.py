@@ -9,7 +9,6 @@ import asyncio
 import ipaddress
 import os
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
@@ -27,7 +26,7 @@ from multiverse.lab.plan import LabOptions
 from multiverse.lab.users import enter_private_namespace, private_users
 from tests.integration.conftest import LabUnderTest
 from tests.integration.images import IMAGES, slim
-from tests.integration.watch import ended, until, written
+from tests.integration.watch import ended, kill, until, written
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
 
@@ -175,7 +174,7 @@ def test_jobs_go_on_and_new_ones_start_after_a_failover(pair: Pair) -> None:
     written(long_out)
     pid = pair.primary_pid()
     assert pid is not None
-    os.kill(pid, signal.SIGKILL)
+    kill(pid)
     until("the primary has ended", lambda: pair.primary_pid() is None)
     pair.lab.run("scontrol", "takeover", check=False)
     until("the backup is in control", lambda: pair.lab.run("squeue", check=False).returncode == 0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import pytest
 from multiverse.client import Client
 from tests.integration.conftest import LabUnderTest
 from tests.integration.images import mpi
-from tests.integration.watch import accounted, ended, latest, nothing_left, qemu_of, until, written
+from tests.integration.watch import accounted, ended, kill, latest, nothing_left, qemu_of, until, written
 
 pytestmark = pytest.mark.integration
 
@@ -64,7 +62,7 @@ def test_a_job_that_loses_a_vm_before_its_pin_still_gets_all_vms(
     out = lab.user.home / f"lost-{state}.out"
     job = lab.sbatch("srun -Q -l hostname", "-N3", f"--output={out}")
     victim = until("a VM has its QEMU", lambda: being_made(client, job, state))
-    os.kill(victim, signal.SIGKILL)
+    kill(victim)
     row = ended(client, job, "done")
     lines = written(out).split()
     ran = set(lines[1::2])

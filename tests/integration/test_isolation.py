@@ -17,6 +17,7 @@ from multiverse.host import manifest
 from multiverse.host.cgroups import Cgroups
 from multiverse.host.qemu.templates import FrozenTemplate, directory_name, load
 from tests.integration.test_qemu_driver import PARENT, Lab, lab, settings, swept, until
+from tests.integration.watch import kill
 
 __all__ = ["lab", "settings", "swept"]  # fixtures
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="taps and images need root")]
@@ -160,7 +161,7 @@ async def test_the_cgroup_of_a_vm_is_removed_with_it(lab: Lab) -> None:
     pid = lab.pid(spec.name)
     inside = [line for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines() if line.endswith(spec.name)]
     assert inside, "it is in a cgroup"
-    os.kill(pid, signal.SIGKILL)
+    kill(pid)
     await lab.hypervisor.destroy(VmRef(spec.name), 0)
     assert not list(Path("/sys/fs/cgroup").glob(f"**/{spec.name}"))
 

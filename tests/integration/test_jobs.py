@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable
 
@@ -11,7 +9,7 @@ import pytest
 
 from multiverse.client import Client
 from tests.integration.conftest import LabUnderTest
-from tests.integration.watch import accounted, ended, latest, nothing_left, qemu_of, until, written
+from tests.integration.watch import accounted, ended, kill, latest, nothing_left, qemu_of, until, written
 
 pytestmark = pytest.mark.integration
 
@@ -112,7 +110,7 @@ def test_a_restarted_controller_continues(lab: LabUnderTest, client: Client, con
     until("it runs", lambda: latest(client, running).get("state") == "allocated")
     making = lab.sbatch("echo made", f"--output={lab.user.home}/made.out")
     until("the other VM is being created", lambda: latest(client, making).get("state") in ("claimed", "spawning"))
-    os.kill(controller(), signal.SIGKILL)
+    kill(controller())
     controller()
     ended(client, running, "done")
     ended(client, making, "done")
@@ -127,7 +125,7 @@ def test_a_vm_that_is_killed_under_its_job_is_noticed_and_the_job_is_requeued(
     job = lab.sbatch("sleep 600", "--output=/dev/null", "--requeue")
     row = until("it runs", lambda: (r := latest(client, job)).get("state") == "allocated" and r)
     (vm,) = row["vms"]
-    os.kill(qemu_of(vm), signal.SIGKILL)
+    kill(qemu_of(vm))
     first = until("its attempt is over", lambda: (r := client.jobs(job)[0])["state"] == "requeued" and r, 60)
     assert first["reason"]
     second = until("it runs again", lambda: (r := latest(client, job)).get("state") == "allocated" and r)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
 import shutil
-import signal
 import stat
 import subprocess
 import sys
@@ -23,7 +21,7 @@ from multiverse.lab.layout import Layout, layout
 from multiverse.lab.plan import LabOptions, load
 from multiverse.lab.services import Lab
 from tests.integration.images import IMAGES, slim
-from tests.integration.watch import kept_by_slurm
+from tests.integration.watch import kept_by_slurm, kill
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_controller")]
 
@@ -49,14 +47,6 @@ def _makers(where: Layout) -> set[int]:
     return {found.pid for work in works for found in process.find_by_argument(f"mem-path={work / 'memory'}")}
 
 
-def _kill(pid: int) -> None:
-    """Kill a process and wait for its end."""
-    handle = os.pidfd_open(pid)
-    os.kill(pid, signal.SIGKILL)
-    assert select.select([handle], [], [], 10)[0]
-    os.close(handle)
-
-
 async def test_lab_up_starts_only_services_that_do_not_run(lab: Any) -> None:
     before, plan = lifecycle.status(lab.where), load(lab.where)
     words: dict[str, str] = {}
@@ -68,7 +58,7 @@ async def test_lab_up_starts_only_services_that_do_not_run(lab: Any) -> None:
     job_id = lab.sbatch("true", "--hold")
     await asyncio.to_thread(kept_by_slurm, lab, submitted)
     for name in ("slurmctld", "munged"):
-        _kill(before[name]["pid"])
+        kill(before[name]["pid"])
     assert not lifecycle.status(lab.where)["slurmctld"]["alive"]
     await lifecycle.up(lab.where, LabOptions(), lambda name, word, _: words.__setitem__(name, word), controller=False)
     assert (words["slurmctld"], words["munged"], words["mariadb"]) == ("started", "started", "runs")

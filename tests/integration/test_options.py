@@ -8,7 +8,6 @@ import pty
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ import pytest
 from multiverse.client import Client
 from tests.integration.conftest import LabUnderTest
 from tests.integration.options import GROUPS, JOBS, Option
-from tests.integration.watch import accounted, ended, latest, qemu_of, release, until
+from tests.integration.watch import accounted, ended, kill, latest, qemu_of, release, until
 
 pytestmark = pytest.mark.integration
 
@@ -439,7 +438,7 @@ def test_a_job_that_is_requeued_and_held_waits_without_a_vm(board: Board, client
 def test_a_job_that_must_not_be_requeued_ends_with_its_vm(board: Board, client: Client) -> None:
     job = board.lab.sbatch("sleep 900", "--no-requeue", "--output=/dev/null")
     row = until("it runs", lambda: (r := latest(client, job)).get("state") == "allocated" and r, ENOUGH)
-    os.kill(qemu_of(row["vms"][0]), signal.SIGKILL)
+    kill(qemu_of(row["vms"][0]))
     ended(client, job, "done")
     assert accounted(board.lab, job)[0] == "NODE_FAIL" and len(client.jobs(job)) == 1
 
@@ -451,7 +450,7 @@ def test_a_job_with_no_kill_outlives_one_of_its_vms(board: Board, client: Client
     until("it runs", lambda: client.jobs(job) and client.jobs(job)[-1]["state"] == "allocated", ENOUGH)
     first = lab.run("squeue", "-h", "-a", "-j", job, "-o", "%B").stdout.strip()
     (other,) = set(client.jobs(job)[-1]["vms"]) - {first}
-    os.kill(qemu_of(other), signal.SIGKILL)
+    kill(qemu_of(other))
     until(
         "Slurm has it on one node", lambda: lab.run("squeue", "-h", "-a", "-j", job, "-o", "%N").stdout.strip() == first
     )

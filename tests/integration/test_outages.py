@@ -20,7 +20,18 @@ from multiverse.lab.plan import LabOptions
 from multiverse.lab.services import CONTROLLER
 from tests.integration.conftest import LabUnderTest
 from tests.integration.restarting_daemon import counting_job
-from tests.integration.watch import accounted, ended, kept_by_slurm, latest, mend, nothing_left, qemu_of, until, written
+from tests.integration.watch import (
+    accounted,
+    ended,
+    kept_by_slurm,
+    kill,
+    latest,
+    mend,
+    nothing_left,
+    qemu_of,
+    until,
+    written,
+)
 
 pytestmark = pytest.mark.integration
 slow = pytest.mark.slow
@@ -43,7 +54,7 @@ def test_a_job_survives_the_death_of_a_service(
         changed = time.time()
         lab.run("scontrol", "update", f"JobId={job}", "Comment=kept", user=lab.user)
         kept_by_slurm(lab, changed)
-    os.kill(int(lifecycle.status(lab.where)[service]["pid"]), signal.SIGKILL)
+    kill(int(lifecycle.status(lab.where)[service]["pid"]))
     if service != "ganesha":
         until(
             "a source is unknown",

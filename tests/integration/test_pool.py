@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +13,7 @@ from multiverse.client import Client
 from multiverse.lab import lifecycle
 from multiverse.lab.plan import LabOptions
 from tests.integration.conftest import CONTROLLER, LabUnderTest
-from tests.integration.watch import ended, nothing_left, until, written
+from tests.integration.watch import ended, kill, nothing_left, until, written
 
 pytestmark = pytest.mark.integration
 
@@ -134,7 +132,7 @@ def test_a_job_that_came_when_the_controller_had_died_waits_in_its_node_until_th
 ) -> None:
     before = on_offer(lab, client, controller)
     out = lab.user.home / "alone.out"
-    os.kill(controller(), signal.SIGKILL)
+    kill(controller())
     job = lab.sbatch("hostname; id -un", f"--output={out}", "--mem=250")
     until("it runs", lambda: state(lab, job) == "RUNNING")
     time.sleep(1.0)
@@ -162,7 +160,7 @@ def test_a_job_that_is_cancelled_before_it_was_let_in_leaves_nothing(
     lab: LabUnderTest, client: Client, controller: Callable[[], int]
 ) -> None:
     before = on_offer(lab, client, controller)
-    os.kill(controller(), signal.SIGKILL)
+    kill(controller())
     job = lab.sbatch("true", "--output=/dev/null", "--mem=250")
     until("it runs", lambda: state(lab, job) == "RUNNING")
     lab.run("scancel", job, user=lab.user)

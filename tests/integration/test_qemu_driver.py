@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
@@ -36,6 +35,7 @@ from multiverse.core.model import (
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.host import manifest
 from tests.integration.images import IMAGES, slim
+from tests.integration.watch import kill
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="taps and images need root")]
 
@@ -232,7 +232,7 @@ async def test_a_clone_that_boots_gets_its_identity_too(lab: Lab, kind: CloneKin
 async def test_a_killed_vm_is_dead_until_it_is_destroyed(lab: Lab) -> None:
     spec = lab.spec()
     await lab.started(spec)
-    os.kill(lab.pid(spec.name), signal.SIGKILL)
+    kill(lab.pid(spec.name))
 
     async def dead() -> bool:
         return await lab.condition(spec.name) is VmCondition.DEAD

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from multiverse.lab.plan import load
 from multiverse.lab.services import CONTROLLER, Lab
 from multiverse.simulation.replay import replay
 from tests.integration.conftest import LabUnderTest
-from tests.integration.watch import ended, latest, nothing_left, qemu_of, until
+from tests.integration.watch import ended, kill, latest, nothing_left, qemu_of, until
 
 pytestmark = pytest.mark.integration
 
@@ -53,7 +51,7 @@ def test_a_trace_of_real_jobs_replays_against_the_fakes(lab: LabUnderTest, trace
     ended(client, held, "done")
     killed = lab.sbatch("sleep 600", "--output=/dev/null", "--requeue")
     row = until("it runs", lambda: (r := latest(client, killed)).get("state") == "allocated" and r)
-    os.kill(qemu_of(row["vms"][0]), signal.SIGKILL)
+    kill(qemu_of(row["vms"][0]))
     until("its attempt is over", lambda: client.jobs(killed)[0]["state"] == "requeued", 60)
     until("it runs again", lambda: latest(client, killed).get("state") == "allocated")
     lab.run("scancel", killed, user=lab.user)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import select
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +20,16 @@ if TYPE_CHECKING:
     from tests.integration.conftest import LabUnderTest
 
 LIMIT = 120.0
+
+
+def kill(pid: int) -> None:
+    """Kill a process and wait for its end: until then, it counts as running, and nothing would start it again."""
+    handle = os.pidfd_open(pid)
+    try:
+        os.kill(pid, signal.SIGKILL)
+        assert select.select([handle], [], [], 10)[0], f"process {pid} does not end"
+    finally:
+        os.close(handle)
 
 
 def until(what: str, ask: Callable[[], Any], limit: float = LIMIT) -> Any:
