@@ -179,6 +179,9 @@ def _launch(host: HostContext, spec: Specification, parts: _Parts, timer: VmStag
                 paused=True,
                 incoming=template is not None,
                 user=user,
+                system=host.system,
+                readable=_readable(host.image(spec.image), template),
+                writable=(machine.disk,),
                 fds=fds,
                 started=started,
                 stage=timer,
@@ -193,9 +196,18 @@ def _launch(host: HostContext, spec: Specification, parts: _Parts, timer: VmStag
                 timer("tried")
         manifest.write(paths.home, replace(record, phase=VmPhase.PARKED))
     except BaseException:
+        session.save_output()
         session.close()
         raise
+    host.outputs.keep(spec.name, session.take_output())
     return session
+
+
+def _readable(image: Image, template: FrozenTemplate | None) -> tuple[Path, ...]:
+    """What the VM's QEMU opens besides its own disk. A file of an image may be a link to another place."""
+    if template is not None:
+        return (template.path, image.disk)
+    return (image.disk, image.kernel, image.initrd)
 
 
 def _warm_up(session: QemuSession) -> None:
