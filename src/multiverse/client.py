@@ -75,6 +75,17 @@ class Client:
         outcome."""
         return dict(self._call("POST", "/repair", json={"name": name, "fenced": fenced}))
 
+    def prune(self, older_than: float | None = None, *, dry_run: bool = False) -> dict[str, Any]:
+        """Delete, or count, the records of what ended more than `older_than` seconds ago (None: as the daemon's
+        settings say). Asks until all is done, and adds the counts."""
+        asked = {"older_than": older_than, "dry_run": dry_run, "after": ""}
+        total: dict[str, Any] = {}
+        while not total or asked["after"]:
+            found = dict(self._call("POST", "/prune", json=asked))
+            counts = {key: n + total.get(key, 0) for key, n in found.items() if type(n) is int}
+            total, asked["after"] = found | counts, found["next"]
+        return total
+
     def audit_identity(self) -> dict[str, Any]:
         """The reports of all running VMs about themselves, compared."""
         return dict(self._call("GET", "/audit/identity"))

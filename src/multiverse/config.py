@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import math
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -43,7 +44,9 @@ class SlurmSettings:
     node_feature: str = "vm"  # of every VM; the node set of the run partition is defined by it
     inbox: Path = Path("/run/multiverse/inbox")  # where job_submit.lua and the epilog leave hints
     munge_key: Path = Path("/etc/munge/munge.key")
-    controller_address: str = ""  # slurmctld's address as guests reach it; empty: network.gateway
+    # slurmctld's address as guests reach it; with backups several, separated by commas, in the order of SlurmctldHost.
+    # Empty: network.gateway for the slurmctld of this machine, or for the only one, and for others that of slurm.conf.
+    controller_address: str = ""
     guest_conf: Path | None = None  # a directory of files that replace the derived ones in guests
     command_timeout: float = 20.0  # seconds
 
@@ -136,6 +139,8 @@ class Settings:
     state_dir: Path = Path("/var/lib/multiverse")
     socket: Path = Path("/run/multiverse/api.sock")
     poll: float = 2.0  # seconds between observations without a hint
+    # Days that records of ended jobs, VMs and templates are kept, with their journal. 0: for ever.
+    history_days: float = 30.0
     # A file in which all calls to Slurm and to the hypervisor are recorded; emptied at each start of the daemon.
     trace: Path | None = None
     host: HostSettings = field(default_factory=HostSettings)
@@ -217,6 +222,8 @@ def _contradictions(s: Settings) -> Iterator[str]:
     yield from _wrong_network(s)
     yield from _wrong_qemu(s.qemu)
     yield from _wrong_pools(s)
+    if not 0 <= s.history_days < math.inf:
+        yield "history_days: must be a number of days, or 0 to keep everything"
     if min(s.pacing.instant_rate, s.pacing.linked_rate, s.pacing.full_rate) < 0:
         yield "pacing: a rate is a number of clones per second, or 0 for no limit"
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from multiverse.core.model import (
     JobRef,
     NodeBootstrap,
     NodeSpec,
+    SchedulerPart,
     SchedulerView,
     Size,
     Stage,
@@ -33,7 +34,7 @@ from multiverse.core.model import (
     VmRef,
     VmSpec,
 )
-from multiverse.ports import Clock, GuestUsers, Hypervisor, Offers, Scheduler, Source, Templates
+from multiverse.ports import Clock, GuestUsers, Hypervisor, Offers, Parts, Scheduler, Source, Templates
 
 T = TypeVar("T")
 View = dict[str, dict[str, Any]]
@@ -55,6 +56,7 @@ class Trace:
         self._clock = clock
         self._origin = clock.now()
         self._shown: dict[str, tuple[str, View]] = {}
+        self._whole = SchedulerView()  # the latest view, with the parts that were read since
 
     async def call(self, name: str, answer: Awaitable[T], **arguments: Any) -> T:
         """Wait for the answer to a call and write the line."""
@@ -88,6 +90,19 @@ class Trace:
                 new = difference(before[1], seen)
                 times = {"began": began, "ended": self._now()}
                 self._write({"call": name, **named, **times, "result": result, **new})
+
+    async def part(self, name: str, answer: Awaitable[SchedulerPart]) -> SchedulerPart:
+        """Wait for a part of an observation, and write as the observation's the differences that it makes."""
+
+        def view(read: SchedulerPart) -> View:
+            return self.scheduler_view(self._whole.merged(read, 0.0))
+
+        return await self.observe(name, answer, view)
+
+    def scheduler_view(self, view: SchedulerView) -> View:
+        """What a view shows; a part that is read later is merged into it."""
+        self._whole = view
+        return scheduler_view(view)
 
     def close(self) -> None:
         self._file.close()
@@ -198,10 +213,11 @@ class RecordingScheduler:
     def __init__(self, inner: Scheduler, trace: Trace) -> None:
         self._inner, self._trace = inner, trace
         self.offers = RecordingOffers(inner.offers, trace) if inner.offers else None
+        self.parts = RecordingParts(inner.parts, trace) if inner.parts else None
         self.submission = inner.submission
 
     async def observe(self) -> SchedulerView:
-        return await self._trace.observe("scheduler.observe", self._inner.observe(), scheduler_view)
+        return await self._trace.observe("scheduler.observe", self._inner.observe(), self._trace.scheduler_view)
 
     async def pin(self, job: JobRef, tag: str, nodes: Sequence[str], text: str = "") -> None:
         pinning = self._inner.pin(job, tag, nodes, text)
@@ -222,8 +238,9 @@ class RecordingScheduler:
     async def delete_node(self, node: str) -> None:
         await self._trace.call("scheduler.delete_node", self._inner.delete_node(node), node=node)
 
-    async def explain(self, job: JobRef, text: str) -> None:
-        await self._trace.call("scheduler.explain", self._inner.explain(job, text), job=_ref(job), text=text)
+    async def explain(self, jobs: Sequence[JobRef], text: str) -> None:
+        explaining = self._inner.explain(jobs, text)
+        await self._trace.call("scheduler.explain", explaining, refs=[_ref(job) for job in jobs], text=text)
 
     async def bootstrap(self, node: NodeSpec) -> NodeBootstrap:
         making = self._inner.bootstrap(node)
@@ -234,6 +251,18 @@ class RecordingScheduler:
 
     async def user(self, uid: int) -> User:
         return await self._trace.call("scheduler.user", self._inner.user(uid), uid=uid)
+
+
+class RecordingParts:
+    """A `ports.Parts` that passes every call on to another one and traces what it changes in the latest view."""
+
+    def __init__(self, inner: Parts, trace: Trace) -> None:
+        self._inner, self._trace = inner, trace
+
+    async def read(
+        self, jobs: Mapping[str, int | None], users: Collection[int], nodes: Collection[str]
+    ) -> SchedulerPart:
+        return await self._trace.part("scheduler.observe", self._inner.read(jobs, users, nodes))
 
 
 class RecordingOffers:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from random import Random
@@ -27,6 +27,7 @@ from multiverse.core.model import (
     JobState,
     NodeState,
     Request,
+    SchedulerPart,
     SchedulerView,
     Size,
     TemplateKey,
@@ -36,7 +37,7 @@ from multiverse.core.model import (
     VmState,
 )
 from multiverse.core.provisioning.spares import node_spec
-from multiverse.ports import Offers, Scheduler
+from multiverse.ports import Offers, Parts, Scheduler
 from multiverse.simulation.cluster import ClusterSettings
 from multiverse.simulation.hypervisor import SimulatedHosts
 from multiverse.simulation.jobs import Batch
@@ -97,6 +98,14 @@ class Harness(ABC):
     @abstractmethod
     async def resume(self, job_id: str) -> None:
         """As an operator."""
+
+    @abstractmethod
+    async def comment(self, job_id: str) -> str:
+        """What the job's user reads: the text of others, and the scheduler's explanations."""
+
+    @abstractmethod
+    async def write(self, job_id: str, text: str) -> None:
+        """Leave a text of others for the user of a pending job, as an operator. Those of a task are for its array."""
 
     @abstractmethod
     def away(self, *, gone: bool = False) -> AbstractAsyncContextManager[None]:
@@ -168,6 +177,23 @@ class Harness(ABC):
         if self.scheduler.offers is None:
             pytest.skip("this scheduler has no offers")
         return self.scheduler.offers
+
+    @property
+    def parts(self) -> Parts:
+        """Skips the check if the scheduler reads no parts."""
+        if self.scheduler.parts is None:
+            pytest.skip("this scheduler reads no parts")
+        return self.scheduler.parts
+
+    async def read(
+        self, jobs: Mapping[str, int | None], users: Collection[int], nodes: Collection[str]
+    ) -> SchedulerPart:
+        """A part in which all of this was read: a scheduler may read less at a time."""
+        for _ in range(100):
+            part = await self.parts.read(jobs, users, nodes)
+            if part.job_ids >= jobs.keys() and part.users >= set(users):
+                return part
+        raise AssertionError(f"never read: {jobs}, {users}")
 
     async def pin(self, ref: JobRef, tag: str, text: str = "") -> None:
         """Pin a job to all nodes that joined with this tag."""
@@ -357,10 +383,62 @@ async def a_node_that_is_set_down_loses_its_job(h: Harness) -> None:
 
 
 async def a_line_is_left_for_the_user(h: Harness) -> None:
-    job = await h.job(await h.submit())
+    job, other = await h.job(await h.submit()), await h.job(await h.submit())
     for _ in range(2):
-        await h.scheduler.explain(job.ref, "waiting for capacity: the hosts are full")
+        await h.scheduler.explain([job.ref, other.ref], "the hosts are full")
+        assert "the hosts are full" in await h.comment(job.ref.job_id)
+    await h.scheduler.explain([other.ref], "it is its turn")
+    assert "the hosts are full" not in await h.comment(other.ref.job_id)
+    assert "it is its turn" not in await h.comment(job.ref.job_id)
     assert (await h.job(job.ref.job_id)).eligible
+
+
+async def text_of_others_is_kept_beside_ours(h: Harness) -> None:
+    job = await h.job(await h.submit())
+    await h.write(job.ref.job_id, 'ticket "7" [urgent]')
+    _, feature = await h.node(job)
+    for line in ("the hosts are full", "it is its turn"):
+        await h.scheduler.explain([job.ref], line)
+        read = await h.comment(job.ref.job_id)
+        assert 'ticket "7" [urgent]' in read and line in read
+    await h.pin(job.ref, feature, "instant on h1")
+    await h.job(job.ref.job_id, lambda job: job.state is JobState.RUNNING)
+    read = await h.comment(job.ref.job_id)
+    assert 'ticket "7" [urgent]' in read and "instant on h1" in read and "turn" not in read
+    back = await h.job(await h.submit())
+    await h.write(back.ref.job_id, "seen by an operator")
+    await h.scheduler.revoke(back.ref, "no host could hold it")
+    read = await h.comment(back.ref.job_id)
+    assert "seen by an operator" in read and "no host could hold it" in read
+
+
+async def only_jobs_that_wait_at_the_gate_are_told(h: Harness) -> None:
+    running, _ = await h.running()
+    held = await h.job(await h.submit(held=True))
+    waiting = await h.job(await h.submit())
+    missing = JobRef("59999", waiting.ref.submitted)
+    others = [running.ref, held.ref, later(waiting.ref), missing]
+    await h.scheduler.explain(others, "the hosts are full")
+    for one in (running, held, waiting):
+        assert "full" not in await h.comment(one.ref.job_id)
+    await h.scheduler.explain([*others, waiting.ref], "the hosts are full")
+    assert "the hosts are full" in await h.comment(waiting.ref.job_id)
+
+
+async def an_array_is_told_at_once_and_its_running_tasks_are_not(h: Harness) -> None:
+    tasks = await h.submit_array(4)
+    await h.write(tasks[0], "reviewed")
+    second = await h.job(tasks[1])
+    assert second.array and {(await h.job(task)).array for task in tasks} == {second.array}
+    _, feature = await h.node(second)
+    await h.pin(second.ref, feature, "instant on h1")
+    await h.job(tasks[1], lambda job: job.state is JobState.RUNNING)
+    await h.scheduler.explain([(await h.job(tasks[3])).ref], "the hosts are full")
+    for task in (tasks[0], tasks[2], tasks[3]):
+        read = await h.comment(task)
+        assert "reviewed" in read and "the hosts are full" in read
+    read = await h.comment(tasks[1])
+    assert "reviewed" in read and "instant on h1" in read and "full" not in read
 
 
 async def users_are_known_or_gone(h: Harness) -> None:
@@ -430,6 +508,59 @@ async def offers_expire_without_observations(h: Harness) -> None:
 
 
 Check = Callable[[Harness], Awaitable[None]]
+
+
+async def a_part_shows_the_jobs_and_users_that_were_asked_for(h: Harness) -> None:
+    one, two = [await h.submit() for _ in range(2)]
+    whole = (await h.view(lambda view: {one, two} <= view.jobs.keys())).jobs
+    for uid in (None, h.uid):
+        part = await h.read({one: uid}, (), ())
+        assert one in part.job_ids and part.jobs[one] == whole[one]
+    part = await h.read({}, [h.uid], ())
+    assert h.uid in part.users and (part.jobs[one], part.jobs[two]) == (whole[one], whole[two])
+    assert not part.nodes and not part.node_names and not part.all_nodes, "no node was asked for"
+    await h.cancel(two)
+    part = await h.read({two: None}, (), ())
+    assert part.jobs.get(two) is None or part.jobs[two].state is JobState.ENDED
+
+
+async def a_part_shows_a_job_from_its_start_to_its_end(h: Harness) -> None:
+    job, name = await h.running()
+    part = await h.read({job.ref.job_id: None}, (), [name])
+    shown = part.jobs[job.ref.job_id]
+    assert (shown.state, shown.nodes, shown.pinned) == (JobState.RUNNING, (name,), job.pinned)
+    assert name in part.node_names and part.nodes[name].state is NodeState.BUSY
+    await h.scheduler.set_down(name, "its VM was lost")
+    await h.job(job.ref.job_id, lambda job: job.state is JobState.PENDING)
+    await h.scheduler.delete_node(name)
+    for uid in (None, h.uid):
+        part = await h.read({job.ref.job_id: uid}, (), [name])
+        assert name in part.node_names and name not in part.nodes
+        assert next_run(part.jobs[job.ref.job_id].ref, job.ref)
+
+
+async def a_part_names_what_it_did_not_find(h: Harness) -> None:
+    await h.scheduler.observe()
+    part = await h.read({"59999": None, "59998": h.uid, "59997_3": None}, (), [f"mv{h.site}-99999"])
+    assert {"59999", "59998", "59997_3"} <= part.job_ids and not part.jobs.keys() & part.job_ids
+    assert f"mv{h.site}-99999" in part.node_names and f"mv{h.site}-99999" not in part.nodes
+
+
+async def a_part_shows_the_tasks_of_an_array(h: Harness) -> None:
+    one, two, _ = await h.submit_array(3)
+    whole = (await h.view(lambda view: {one, two} <= view.jobs.keys())).jobs
+    part = await h.read({two: None}, (), ())
+    assert part.jobs[two] == whole[two] and one not in part.job_ids
+
+
+async def a_part_of_nothing_shows_the_offers(h: Harness) -> None:
+    offers, vm = h.offers, await h.spare()
+    await offers.offer(node_spec(vm, None))
+    part = await h.read({}, (), ())
+    assert part.offers is not None and part.offers[vm.name] is False
+    assert not (part.jobs or part.nodes or part.job_ids or part.users or part.node_names)
+
+
 SUITE: tuple[Check, ...] = (
     an_observation_is_complete_and_in_order,
     a_held_job_is_shown_held_and_not_pinned,
@@ -446,11 +577,19 @@ SUITE: tuple[Check, ...] = (
     deleting_a_missing_node_succeeds,
     a_node_that_is_set_down_loses_its_job,
     a_line_is_left_for_the_user,
+    text_of_others_is_kept_beside_ours,
+    only_jobs_that_wait_at_the_gate_are_told,
+    an_array_is_told_at_once_and_its_running_tasks_are_not,
     users_are_known_or_gone,
     an_offer_is_taken_by_one_job_as_it_is_submitted,
     a_withdrawn_offer_is_not_taken_and_never_repeated,
     a_job_that_would_not_start_on_it_takes_no_offer,
     offers_expire_without_observations,
+    a_part_shows_the_jobs_and_users_that_were_asked_for,
+    a_part_shows_a_job_from_its_start_to_its_end,
+    a_part_names_what_it_did_not_find,
+    a_part_shows_the_tasks_of_an_array,
+    a_part_of_nothing_shows_the_offers,
 )
 
 
@@ -483,6 +622,14 @@ class Simulated(Harness):
 
     async def cancel(self, job_id: str) -> None:
         self.world.cluster.cancel(job_id)
+
+    async def comment(self, job_id: str) -> str:
+        record = self.world.cluster.jobs[job_id]
+        return f"{record.remark} {record.comment}"
+
+    async def write(self, job_id: str, text: str) -> None:
+        for record in self.world.cluster.tasks_beside(self.world.cluster.jobs[job_id]):
+            record.remark = text
 
     async def hold(self, job_id: str) -> None:
         self.world.cluster.hold(job_id)

@@ -42,7 +42,7 @@ def calls_of(h: Harness, ref: JobRef, feature: str) -> dict[str, Callable[[], Aw
         "unpin": lambda: h.scheduler.unpin(ref),
         "requeue": lambda: h.scheduler.requeue(ref),
         "revoke": lambda: h.scheduler.revoke(ref, "test"),
-        "explain": lambda: h.scheduler.explain(ref, "test"),
+        "explain": lambda: h.scheduler.explain([ref], "test"),
     }
 
 
@@ -101,7 +101,7 @@ async def a_requeue_whose_reply_was_lost_is_executed_once(h: Harness) -> None:
 async def a_revoke_whose_reply_was_lost_is_repeated(h: Harness) -> None:
     for after in CUTS:
         job = await h.job(await h.submit())
-        await cut(h.scheduler.explain(job.ref, "no host could ever hold it"), after)
+        await cut(h.scheduler.explain([job.ref], "no host could ever hold it"), after)
         await still(h, job)
         await cut(h.scheduler.revoke(job.ref, "no host could ever hold it"), after)
         await h.scheduler.revoke(job.ref, "no host could ever hold it")
@@ -130,7 +130,7 @@ async def two_equal_calls_at_once_are_like_one(h: Harness) -> None:
     assert pins == [None, None] and (await h.job(job.ref.job_id)).pinned == feature
     unpins = await at_once(h.scheduler.unpin(job.ref), h.scheduler.unpin(job.ref))
     assert unpins == [None, None] and (await still(h, job)).eligible
-    words = await at_once(h.scheduler.explain(job.ref, "one"), h.scheduler.explain(job.ref, "two"))
+    words = await at_once(h.scheduler.explain([job.ref], "one"), h.scheduler.explain([job.ref], "two"))
     assert words == [None, None]
     assert await at_once(h.scheduler.set_down(name, "one"), h.scheduler.set_down(name, "two")) == [None, None]
     assert await at_once(h.scheduler.delete_node(name), h.scheduler.delete_node(name)) == [None, None]
@@ -358,7 +358,7 @@ async def each_task_of_an_array_is_a_job_of_its_own(h: Harness) -> None:
     await h.pin(job.ref, feature)
     running = await h.job(two, lambda job: job.state is JobState.RUNNING)
     assert running.ref == job.ref
-    await h.scheduler.explain((await h.job(one)).ref, "waiting for capacity")
+    await h.scheduler.explain([(await h.job(one)).ref], "waiting for capacity")
     assert all([(await h.job(task)).gated for task in (one, three)])
     await h.scheduler.revoke((await h.job(three)).ref, "test")
     assert (await h.job(three, lambda job: job.state is JobState.ENDED)).result == "CANCELLED"
@@ -394,7 +394,7 @@ async def special_characters_have_no_effect(h: Harness) -> None:
     job = await h.job(await h.submit(name=name))
     assert job.name == name
     _, feature = await h.node(job)
-    await h.scheduler.explain(job.ref, 'a "quote", it\'s\nPriority=0 Käse \x1b[1m %s ;')
+    await h.scheduler.explain([job.ref], 'a "quote", it\'s\nPriority=0 Käse \x1b[1m %s ;')
     assert (await still(h, job)).eligible
     await h.pin(job.ref, feature)
     running = await h.job(job.ref.job_id, lambda job: job.state is JobState.RUNNING)
@@ -414,10 +414,11 @@ async def unknown_and_repeated(h: Harness, *, gone: bool) -> None:
     async with h.away(gone=gone):
         attempts = [
             h.scheduler.observe(),
+            *([parts.read({job.ref.job_id: None}, (), [name])] if (parts := h.scheduler.parts) else []),
             h.pin(job.ref, feature),
             h.scheduler.requeue(other.ref),
             h.scheduler.revoke(job.ref, "test"),
-            h.scheduler.explain(job.ref, "test"),
+            h.scheduler.explain([other.ref], "test"),
             h.scheduler.unpin(job.ref),
             h.scheduler.set_down(node, "test"),
             h.scheduler.delete_node(name),

@@ -172,7 +172,11 @@ GROUPS = (
             honoured("-n, --ntasks", "without `-N`: one VM for all tasks", "size", "nproc=4 nodes=1 tasks=2"),
             honoured("-c, --cpus-per-task", "the VM has as many CPUs for each task", "size", "nproc=4 .*"),
             honoured(
-                "-N, --nodes", "as many VMs, all or none; of a range, the minimum", "spread", "nodes=2", "rank 3 on 1"
+                "-N, --nodes",
+                "as many VMs, all or none; of a range, the smallest number that could ever fit",
+                "spread",
+                "nodes=2",
+                "rank 3 on 1",
             ),
             honoured(
                 "--ntasks-per-node", "without `-N` it determines the number of VMs", "split", "nproc=2 nodes=2 .*"
@@ -293,7 +297,9 @@ GROUPS = (
             refused(
                 "--spread-job", "--spread-job is not supported: give the number of VMs with --nodes", "--spread-job"
             ),
-            honoured("--use-min-nodes", "always: of a range, the minimum", "spread", "nodes=2"),
+            honoured(
+                "--use-min-nodes", "always: of a range, the smallest number that could ever fit", "spread", "nodes=2"
+            ),
             honoured("-m, --distribution", "of tasks to the job's VMs", "spread", "rank 1 on 1", "rank 2 on 0"),
             honoured("--wait-all-nodes", "all VMs have joined before the job starts", "spread", "rank 1 on 1"),
             honoured("--mcs-label", "no other job runs on the job's nodes", "plain", "name=named .*"),
@@ -313,11 +319,11 @@ GROUPS = (
                 "test_a_job_with_a_container_id_is_revoked",
                 since="23.02",
             ),
-            denied(
+            tested(
                 "--oom-kill-step",
-                "by Slurm's rule: it needs task/cgroup, which guests do not have; each job has its memory to itself",
+                "guests have task/cgroup",
                 "test_options_of_newer_releases_work",
-                since="24.05",
+                since="24.11",
             ),
             refused("--stepmgr", "--stepmgr is not supported: submit without it", "--stepmgr", since="24.05"),
         ),

@@ -67,6 +67,14 @@ class RealSlurm(Harness):
     async def cancel(self, job_id: str) -> None:
         await self._run("scancel", job_id, user=self.lab.user)
 
+    async def comment(self, job_id: str) -> str:
+        listing = ("squeue", "-h", "-a", "-r", "-t", "all", "-j", job_id, "-O", "admin_comment:0")
+        done = await asyncio.to_thread(self.lab.run, *listing)
+        return str(done.stdout.strip())
+
+    async def write(self, job_id: str, text: str) -> None:
+        await self._run("scontrol", "update", f"JobId={job_id.partition('_')[0]}", f"AdminComment={text}")
+
     async def hold(self, job_id: str) -> None:
         await self._run("scontrol", "hold", job_id, user=self.lab.user)
 

@@ -1,4 +1,4 @@
-"""The largest job that a host can hold: accepted and run at exactly that size, refused at submission above it."""
+"""The largest job that the host can hold: accepted and run at exactly that size, refused at submission above it."""
 
 from __future__ import annotations
 
@@ -49,4 +49,31 @@ def test_a_job_of_exactly_the_largest_size_runs(lab: LabUnderTest, client: Clien
     ended(client, job, "done")
     assert written(out).split() == [str(cpus)] and accounted(lab, job) == ("COMPLETED", "0:0")
     assert len(client.jobs(job)) == 1
+    nothing_left(lab, client)
+
+
+def test_a_gang_that_the_host_cannot_hold_at_once_is_refused_and_one_that_it_can_hold_runs(
+    lab: LabUnderTest, client: Client, largest: tuple[int, int]
+) -> None:
+    cpus, _ = largest
+    assert cpus >= 4, "two nodes of two CPUs have to fit"
+
+    def gang(nodes: str, tasks: int) -> subprocess.CompletedProcess[str]:
+        out = lab.user.home / "gang.out"
+        options = ("--parsable", f"-N{nodes}", f"-n{tasks}", "--mem=200", f"--output={out}")
+        return lab.run("sbatch", *options, "--wrap=echo $SLURM_JOB_NUM_NODES", user=lab.user, check=False)
+
+    refused = gang("2", 2 * cpus)
+    assert (
+        refused.returncode != 0 and f"2 nodes with {cpus} CPUs" in refused.stderr and "can hold 1 of" in refused.stderr
+    )
+    assert gang(f"{cpus + 1}", cpus + 1).returncode != 0, "one node of one CPU too many"
+    assert gang(f"2-{cpus}", 2 * cpus).returncode != 0, "no number of the range has fewer CPUs in all"
+    for nodes, expected in (("2", "2"), (f"1-{cpus}", "1")):
+        done = gang(nodes, 4)
+        assert done.returncode == 0, done
+        job = done.stdout.strip()
+        ended(client, job, "done")
+        assert written(lab.user.home / "gang.out").strip() == expected
+        assert len(client.jobs(job)) == 1, "it was cancelled and tried again by nobody"
     nothing_left(lab, client)

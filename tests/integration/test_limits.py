@@ -15,6 +15,7 @@ from itertools import accumulate
 import pytest
 
 from multiverse.client import Client
+from multiverse.core.model import serial_of
 from multiverse.lab import lifecycle
 from multiverse.lab.plan import LabOptions
 from multiverse.lab.services import CONTROLLER
@@ -147,7 +148,7 @@ def test_jobs_start_in_the_order_of_slurms_priority(
 
 def in_order_of_start(client: Client, jobs: Sequence[str]) -> list[str]:
     """These jobs, after they have ended, in the order of their VMs' serial numbers."""
-    serial = {job: int(ended(client, job, "done")["vms"][0].rpartition("-")[2]) for job in jobs}
+    serial = {job: serial_of(ended(client, job, "done")["vms"][0]) for job in jobs}
     return sorted(jobs, key=serial.__getitem__)
 
 

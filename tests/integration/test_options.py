@@ -390,13 +390,13 @@ def test_x11_is_not_forwarded(board: Board) -> None:
 
 def test_options_of_newer_releases_work(board: Board) -> None:
     lab = board.lab
-    needs_its_release(next(row for row in ROWS if row.names == "--treewidth"), lab)
+    needs_its_release(next(row for row in ROWS if row.names == "--oom-kill-step"), lab)
     steps = "srun --quiet --treewidth=off hostname; srun --quiet --external-launcher --ntasks=1 hostname"
-    facts = "scontrol show job $SLURM_JOB_ID | grep -o 'Extra=.*'; scontrol show config | grep -c task/cgroup"
+    facts = "scontrol show job $SLURM_JOB_ID | grep -o 'Extra=.*'; echo kill_step=$SLURM_OOM_KILL_STEP"
     options = ("--extra=labelled", "--segment=1", "--oom-kill-step=1")
     board.ids["newer"] = lab.sbatch(f"{steps}; {facts}", *options, f"--output={board.home}/newer.out")
     said = board.over("newer").split()
-    assert said == [*latest(board.client, board.ids["newer"])["vms"] * 2, "Extra=labelled", "0"]
+    assert said == [*latest(board.client, board.ids["newer"])["vms"] * 2, "Extra=labelled", "kill_step=1"]
 
 
 def test_sattach_works_from_24_11_on(board: Board) -> None:

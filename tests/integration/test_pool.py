@@ -97,7 +97,7 @@ def test_a_job_that_fits_the_joined_one_is_its_user_at_home_there(lab: LabUnderT
     host, user, home, place, _ = written(out).split()
     assert (host, user, home, place) == (before["joined"], lab.user.name, str(lab.user.home), str(lab.user.home))
     told = lab.run("scontrol", "show", "job", job).stdout
-    assert "AdminComment=instant on" in told and "joined before" in told
+    assert "AdminComment=[multiverse: instant on" in told and "joined before" in told
     assert any(entry["event"] == "took a spare" for entry in events(client, job)), "as it was submitted"
     after = full(client)
     assert after["joined"] != before["joined"], "whoever has served a job serves no other"

@@ -15,9 +15,9 @@ import pytest
 
 from multiverse.config import Settings
 from multiverse.core.errors import Gone, MultiverseError, Refused, Stale, Unknown
-from multiverse.core.model import CloneKind, Job, JobRef, JobState, NodeState, SchedulerView, Size
+from multiverse.core.model import CloneKind, Job, JobLimits, JobRef, JobState, NodeState, SchedulerView, Size
 from multiverse.drivers.slurm.driver import SlurmScheduler
-from multiverse.drivers.slurm.inbox import hints
+from multiverse.drivers.slurm.inbox import Hint, hints
 from tests.integration.fake_guest import SITE, FakeGuest, node_spec
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_controller")]
@@ -260,12 +260,56 @@ async def test_a_job_that_is_cancelled_held_or_dependent_is_not_pinned(lab: Any,
 async def test_a_revoked_job_is_cancelled_with_a_reason(lab: Any, scheduler: SlurmScheduler) -> None:
     job_id = lab.sbatch("true")
     job = await job_of(scheduler, job_id)
-    await scheduler.explain(job.ref, 'waits for "memory"\nof a host')
-    assert "AdminComment=waits for 'memory' of a host" in lab.run("scontrol", "show", "job", job_id).stdout
+    await scheduler.explain([job.ref], 'waits for "memory"\nof a host')
+    assert (
+        "AdminComment=[multiverse: waits for 'memory' of a host]" in lab.run("scontrol", "show", "job", job_id).stdout
+    )
     await scheduler.revoke(job.ref, "no host has 900 GiB")
     await scheduler.revoke(job.ref, "no host has 900 GiB")
     assert (await became(scheduler, job_id, JobState.ENDED)).result == "CANCELLED"
-    assert "AdminComment=no host has 900 GiB" in lab.run("scontrol", "show", "job", job_id).stdout
+    assert "AdminComment=[multiverse: no host has 900 GiB]" in lab.run("scontrol", "show", "job", job_id).stdout
+
+
+async def test_an_array_is_told_as_one_record_and_not_split(lab: Any, scheduler: SlurmScheduler) -> None:
+    def records() -> dict[str, str]:
+        """The comments of the array's records, by the tasks that share them."""
+        rows = lab.run("squeue", "-h", "-a", "-r", "-j", base, "-O", "JobID:0;,ArrayTaskID:0;,admin_comment:0").stdout
+        found: dict[tuple[str, str], str] = {}
+        for number, task, comment in (row.split(";", 2) for row in rows.splitlines()):
+            found[number, comment] = ",".join(filter(None, (found.get((number, comment)), task)))
+        return {tasks: comment.replace("(null)", "") for (_, comment), tasks in found.items()}
+
+    base = lab.sbatch("true", "--array=0-40:2%3")
+    one = await job_of(scheduler, f"{base}_6")
+    lab.run("scontrol", "update", f"JobId={base}_8", "AdminComment=reviewed")
+    lab.run("scontrol", "hold", f"{base}_12")
+    shared = "0,2,4,6,10,14,16,18,20,22,24,26,28,30,32,34,36,38,40"
+    assert records() == {shared: "", "8": "reviewed", "12": ""}
+    for line in ("the hosts are full", "it is its turn"):
+        await scheduler.explain([one.ref], line)
+        assert records() == {
+            shared: f"[multiverse: {line}]",
+            "8": f"reviewed [multiverse: {line}]",
+            "12": "",
+        }
+    lab.run("scancel", f"{base}_[{shared}]")
+    (left,) = [task for task in (await scheduler.observe()).jobs.values() if task.ref.job_id == f"{base}_8"]
+    await scheduler.explain([left.ref], "the last one")
+    assert records()["8"] == "reviewed [multiverse: the last one]"
+
+
+async def test_many_jobs_are_told_at_once_and_none_is_written_to_twice(lab: Any, scheduler: SlurmScheduler) -> None:
+    ids = [lab.sbatch("true") for _ in range(3)] + [lab.sbatch("true", "--array=1-3") + "_1"]
+    refs = [(await job_of(scheduler, job_id)).ref for job_id in ids]
+    lab.run("scontrol", "update", f"JobId={ids[1]}", "AdminComment=two\nlines ;")
+    await scheduler.explain(refs, "waiting behind earlier jobs")
+    shown = lab.run("scontrol", "show", "job").stdout
+    assert shown.count("[multiverse: waiting behind earlier jobs]") == 4 and "two\nlines ; [multiverse" in shown
+    log = lab.where.root.rglob("slurmctld.log")
+    before = [path.read_text().count("setting admin_comment") for path in log]
+    await scheduler.explain(refs, "waiting behind earlier jobs")
+    after = [path.read_text().count("setting admin_comment") for path in lab.where.root.rglob("slurmctld.log")]
+    assert before == after and sum(before) >= 5
 
 
 async def test_another_run_of_a_job_is_not_changed(lab: Any, scheduler: SlurmScheduler) -> None:
@@ -277,10 +321,11 @@ async def test_another_run_of_a_job_is_not_changed(lab: Any, scheduler: SlurmSch
             scheduler.unpin(ref),
             scheduler.requeue(ref),
             scheduler.revoke(ref, "x"),
-            scheduler.explain(ref, "x"),
         ):
             with pytest.raises(error):
                 await call
+        await scheduler.explain([ref], "x")
+    assert "AdminComment" not in lab.run("scontrol", "show", "job", job.ref.job_id).stdout
     after = await job_of(scheduler, job.ref.job_id)
     assert replace(after, reason="", rank=0) == replace(job, reason="", rank=0)
     await scheduler.set_down(f"mv{SITE}-99999", "never was")
@@ -310,7 +355,7 @@ async def test_a_bootstrap_holds_the_key_and_slurmctlds_address(lab: Any, schedu
 
 
 async def test_submission_and_end_of_a_job_leave_hints(lab: Any, scheduler: SlurmScheduler, spawn: Spawn) -> None:
-    seen: set[tuple[str, str]] = set()
+    seen: set[Hint] = set()
 
     async def listen() -> None:
         async for hint in hints(lab.settings.slurm.inbox):
@@ -324,7 +369,7 @@ async def test_submission_and_end_of_a_job_leave_hints(lab: Any, scheduler: Slur
         await scheduler.pin(job.ref, "mv_41", ())
         await became(scheduler, job_id, JobState.ENDED)
         deadline = time.monotonic() + 5
-        while ("end", job_id) not in seen or ("submit", "") not in seen:
+        while not {Hint("end", job_id), Hint("submit", uid=lab.user.uid)} <= seen:
             assert time.monotonic() < deadline, seen
             await asyncio.sleep(0.05)
         assert not any(path.is_file() for path in lab.settings.slurm.inbox.iterdir())
@@ -340,7 +385,7 @@ async def publish(scheduler: SlurmScheduler) -> AsyncIterator[Callable[..., Awai
     """Publish the largest sizes of an image, as the controller does; `close` withdraws them."""
 
     async def sizes(image: str, *largest: Size) -> None:
-        await scheduler.submission.publish({image: largest})
+        await scheduler.submission.publish(JobLimits("slim", CloneKind.INSTANT, {image: largest}, {}))
 
     yield sizes
     scheduler.close()

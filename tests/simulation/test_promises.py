@@ -27,7 +27,19 @@ from multiverse.core import planner
 from multiverse.core.errors import Refused
 from multiverse.core.machines import vm as vm_machine
 from multiverse.core.machines.tables import TABLES
-from multiverse.core.model import CloneKind, Depth, Host, SchedulerView, Size, Vm, VmState, World
+from multiverse.core.model import (
+    CloneKind,
+    Depth,
+    EqualHosts,
+    Host,
+    JobLimit,
+    JobLimits,
+    SchedulerView,
+    Size,
+    Vm,
+    VmState,
+    World,
+)
 from multiverse.core.policy import Policy
 from multiverse.core.provisioning.sizes import vm_claim, vm_size
 from multiverse.core.state import State
@@ -87,7 +99,6 @@ RARE = (
     ("attempt", ("stray", "ungated"), "impossible", "revoking"),
     ("attempt", ("reclaiming",), "left the gate", "returning"),
     ("attempt", ("queued", "stray"), "left the gate", "ungated"),
-    ("attempt", ("stray",), "noted", "stray"),
     ("attempt", ("ungated",), "noted", "ungated"),
     ("attempt", ("introducing", "spawned"), "pin expired", "returning"),
     (
@@ -99,8 +110,10 @@ RARE = (
     ("attempt", ("queued", "ungated"), "strayed", "stray"),
     ("offer", ("open",), "absent", "ended"),
     ("offer", ("closed", "closing"), "taken", "taken"),
-    ("vm", ("retiring",), "died", "ending"),
-    ("vm", ("dead", "joined", "parked", "retiring", "serving"), "fenced", "ending"),
+    ("vm", ("retiring", "orphan"), "died", "ending"),
+    ("vm", ("joined", "parked", "retiring"), "found", "orphan"),
+    ("vm", ("orphan",), "released", "ending"),
+    ("vm", ("dead", "joined", "orphan", "parked", "retiring", "serving"), "fenced", "ending"),
     ("vm", ("dead", "retiring"), "lost", "lost"),
     ("vm", ("dead", "joined", "parked", "planned", "retiring", "serving", "starting"), "released", "ending"),
     ("vm", ("retiring",), "taken", "joined"),
@@ -171,7 +184,7 @@ def test_a_limit_keeps_no_vm_waiting_and_no_job_of_another_user(limits: ClusterS
     scenario = Scenario(5, (*many, other, array), WorldSettings(cluster=limits))
     outcome = keeps_its_promises(scenario)
     assert set(outcome.results.values()) == {"COMPLETED"}
-    assert any("held back by" in line for line in outcome.journal)
+    assert any("held back by" in line for line in outcome.told)
 
 
 @pytest.mark.parametrize("after", [0.1, 2.0, 4.5, 5.0, 6.0, 8.0])
@@ -209,11 +222,22 @@ def test_a_job_too_large_for_any_host_is_revoked_with_a_reason(at: float, pair: 
 
 def test_a_job_too_large_for_any_host_is_refused_as_it_is_submitted() -> None:
     outcome = too_large(3.0, Pair.SLURM_HOSTS)
-    assert not outcome.results and any("no host could ever hold" in text for _, text in outcome.events)
+    assert not outcome.results and any("no hosts could ever hold" in text for _, text in outcome.events)
+
+
+def test_a_gang_too_large_for_all_hosts_together_is_refused_as_it_is_submitted() -> None:
+    """Each of its nodes fits on either host, but two do not fit on one."""
+    hosts = (Host("h1", Size(4, 4096, 65536), ABILITIES), Host("h2", Size(4, 4096, 65536), ABILITIES))
+    gangs = tuple(Arrival(5.0 + nodes, Batch(nodes=nodes, size=Size(4, 500))) for nodes in (2, 3))
+    outcome = keeps_its_promises(Scenario(7, gangs, WorldSettings(hosts)))
+    assert list(outcome.results.values()) == ["COMPLETED"]
+    assert any("no hosts could ever hold 3 x" in text for _, text in outcome.events)
 
 
 def test_the_world_reports_a_job_that_is_refused_although_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multiverse.controller.loop.largest_nodes", lambda *_: {"slim": [Size(1, 64)]})
+    small = JobLimit(frozenset(CloneKind), (EqualHosts(1, 1, 0, (64,)),))
+    limits = JobLimits("slim", CloneKind.INSTANT, {}, {"slim": (small,)})
+    monkeypatch.setattr("multiverse.controller.loop.job_limits", lambda *_: limits)
     (violation,) = simulate(Scenario(7, (Arrival(3.0, Batch()),))).violations
     assert "was refused" in violation and "nothing justifies" in violation
 
@@ -260,11 +284,11 @@ def test_a_deleted_template_is_charged_while_vms_map_it() -> None:
     empty = Host("h1", Size(8, 0, 65536), ABILITIES)
     one = vm_claim(vm_size(Size(1, 300), policy.base, empty, policy), empty).memory
     host = replace(empty, capacity=Size(8, policy.base.memory + 2 * one, 65536))
-    arrivals = tuple(Arrival(at, Batch(size=Size(1, 300), seconds=60.0)) for at in (1.0, 12.0))
+    arrivals = tuple(Arrival(at, Batch(size=Size(1, 300), seconds=120.0)) for at in (1.0, 12.0))
     deleted = Incident(11.0, IncidentKind.TEMPLATE_DELETED)
     outcome = keeps_its_promises(Scenario(7, arrivals, WorldSettings((host,)), incidents=(deleted,)))
     assert set(outcome.results.values()) == {"COMPLETED"}
-    assert any("the hosts are full" in line for line in outcome.journal)
+    assert any("the hosts are full" in line for line in outcome.told)
 
 
 # --- single kinds of trouble -------------------------------------------------------------------------------
@@ -429,7 +453,7 @@ def test_a_machine_keeps_its_floor_however_much_is_claimed(seed: int, monkeypatc
     outcome = keeps_its_promises(overcommitted(seed))
     assert set(outcome.results.values()) == {"COMPLETED"}, outcome.story()
     assert created[0].peak_memory_ratio > 1.5, "far more was claimed than is declared"
-    assert any("h1 must keep 1000 MiB available" in line for line in outcome.journal)
+    assert any("h1 must keep 1000 MiB available" in line for line in outcome.told)
 
 
 def test_a_job_that_waits_for_memory_used_by_others_blocks_no_other_job() -> None:
@@ -439,7 +463,7 @@ def test_a_job_that_waits_for_memory_used_by_others_blocks_no_other_job() -> Non
         world = replace(crowd.world, others=others)
         outcome = keeps_its_promises(replace(crowd, arrivals=(large, *crowd.arrivals), world=world, limit=3000.0))
         assert sorted(outcome.results.values()) == sorted([result, *["COMPLETED"] * len(crowd.arrivals)])
-        explained = any("of which others there leave too little" in line for line in outcome.journal)
+        explained = any("of which others there leave too little" in line for line in outcome.told)
         assert explained == (result == "CANCELLED")
         last = max(at for at, what in outcome.events if "COMPLETED" in what)
         assert last < 1500, f"the others wait for it, till {last}"
@@ -516,7 +540,7 @@ def test_a_job_that_needs_a_host_out_of_reach_waits_for_it(crash: tuple[Incident
     away = Incident(9.0, IncidentKind.HOST_AWAY, 90.0, pick=0.9)
     outcome = keeps_its_promises(Scenario(7, arrivals, WorldSettings(hosts), incidents=(away, *crash)))
     assert set(outcome.results.values()) == {"COMPLETED"}
-    assert any("out of reach now: h2" in line for line in outcome.journal)
+    assert any("out of reach now: h2" in line for line in outcome.told)
 
 
 def test_a_job_that_only_a_fenced_host_could_hold_is_cancelled_with_the_reason() -> None:

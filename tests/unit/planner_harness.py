@@ -35,12 +35,20 @@ from multiverse.core.planner import plan
 from multiverse.core.policy import Policy
 from multiverse.core.rows import Rows
 from multiverse.core.state import State
-from multiverse.core.transition import Done, Message, Move
+from multiverse.core.transition import Done, Event, Message, Move
 from multiverse.simulation.promises import moves_at_rest
 from multiverse.store import Store
 from tests.unit.rows import IMAGES, SOURCE
 
 POLICY = Policy(subnet=ipaddress.IPv4Network("10.9.0.0/16"), gateway="10.9.0.1")
+
+SELF_EXPLAINING = frozenset(
+    {
+        Event.SUBMITTED, Event.NOTED, Event.AT_GATE, Event.LEFT_GATE, Event.MADE, Event.ALL_JOINED, Event.RUNS,
+        Event.PLANNED, Event.EXISTS, Event.START, Event.REGISTERED, Event.FOUND, Event.ABSENT, Event.BUILT,
+    }
+)  # fmt: skip
+"""Events with which the journal need not give a reason."""
 
 
 class ManualClock:
@@ -154,6 +162,8 @@ class PlannerHarness:
                 tx.keep_host(host)
             for move in moves:
                 tx.apply(move)
+        unexplained = [c for move in moves for c in move.changes if not c.reason and c.event not in SELF_EXPLAINING]
+        assert not unexplained, "the journal says why"
         assert self.state.rows() == self.store.rows(), "memory and database agree"
         self.compare_with_a_state_made_anew()
         return moves

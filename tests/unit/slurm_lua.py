@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -26,6 +28,13 @@ local job = { %s }
 local answer = slurm_job_submit(job, partitions, 1000)
 io.write("|", answer, "|", tostring(job.features), "|", tostring(job.min_nodes), "-", tostring(job.max_nodes))
 """
+_SUBMIT_ONE_OF_MANY = """
+do
+  local job = { %s }
+  local answer = slurm_job_submit(job, partitions, 1000)
+  io.write("|", answer, "|", tostring(job.min_nodes), "\\n")
+end
+"""
 _MODIFY = """
 io.write("|", slurm_job_modify({ %s }, { %s }, partitions, 1000), "|")
 """
@@ -40,15 +49,16 @@ def lua() -> str | None:
 needs_lua = pytest.mark.skipif(lua() is None, reason="no Lua here; the integration tests run the script in slurmctld")
 
 
-def rendered(settings: Settings) -> dict[str, str]:
+def rendered(settings: Settings, gate_nodes: int = 4) -> dict[str, str]:
     """The files of a site, by name."""
-    return install.render(settings, install.Site(images=("slim",), gate_nodes=4, memory_per_cpu=150, slurm_uid=64))
+    site = install.Site(images=("slim",), gate_nodes=gate_nodes, memory_per_cpu=150, slurm_uid=64)
+    return install.render(settings, site)
 
 
-def install_scripts(settings: Settings) -> Path:
+def install_scripts(settings: Settings, gate_nodes: int = 4) -> Path:
     """Install the scripts and the inbox of these settings; the directory of the scripts."""
     directory = settings.slurm.conf.parent
-    install.write(rendered(settings), directory)
+    install.write(rendered(settings, gate_nodes), directory)
     install.make_inbox(settings.slurm.inbox, os.getuid())
     return directory
 
@@ -56,6 +66,24 @@ def install_scripts(settings: Settings) -> Path:
 def submit(directory: Path, fields: str, partitions: str = PARTITIONS) -> str:
     """Submit a job with these fields: `MESSAGE|CODE|FEATURES|MIN_NODES-MAX_NODES`."""
     return run(directory, _PROGRAM % partitions + _SUBMIT % fields)
+
+
+class Answer(NamedTuple):
+    """The answer to one of several submissions."""
+
+    accepted: bool
+    nodes: int | None
+    message: str
+
+
+def submit_each(directory: Path, jobs: Sequence[str]) -> list[Answer]:
+    """Submit jobs with these fields, one after the other, in one process."""
+    said = run(directory, _PROGRAM % PARTITIONS + "".join(_SUBMIT_ONE_OF_MANY % fields for fields in jobs))
+    answers = [line.split("|") for line in said.splitlines()]
+    assert len(answers) == len(jobs), said
+    return [
+        Answer(code == "0", int(float(nodes)) if nodes != "nil" else None, message) for message, code, nodes in answers
+    ]
 
 
 def modify(directory: Path, fields: str, record: str) -> str:

@@ -351,6 +351,28 @@ def test_a_template_is_retired_for_the_first_job_if_only_templates_are_in_its_wa
 # --- which jobs wait --------------------------------------------------------------------------------------
 
 
+def told_of(*job_ids: str, array: str = "5") -> list[int]:
+    """The attempts that have a reason when these jobs wait for a full host. Jobs `5_N` are tasks of one array."""
+    waiting = [attempt(A.QUEUED, id=n, job=job_id) for n, job_id in enumerate(job_ids, start=1)]
+    jobs = {a.job.job_id: Job(a.job, "hello", 1000, JobState.PENDING, a.request, rank=a.id,
+                              array=array if a.job.job_id.startswith("5_") else "") for a in waiting}  # fmt: skip
+    here = rows(*waiting, template(T.READY), claims=[full()])
+    view = HypervisorView({"h1": host()}, {}, as_ready([template(T.READY)]))
+    return list(decisions(here, world_of(SchedulerView(jobs), view, NOW)).reasons)
+
+
+def test_ten_jobs_have_a_reason_and_an_array_is_one_of_them() -> None:
+    tasks, singles = [f"5_{n}" for n in range(5)], [str(n) for n in range(10, 40)]
+    assert told_of(*singles) == list(range(1, 11))
+    assert told_of(*tasks, *singles) == [1, *range(6, 15)]
+    assert told_of("10", *tasks) == [1, 2]
+
+
+def test_behind_a_long_array_fewer_jobs_have_a_reason_and_the_pass_stays_short() -> None:
+    tasks = [f"5_{n}" for n in range(5000)]
+    assert told_of(*tasks, "10", "11") == [1]
+
+
 def test_a_reason_changes_no_row() -> None:
     here = rows(attempt(A.QUEUED), template(T.READY), claims=[full()])
     decided = planned(here, host())

@@ -99,7 +99,12 @@ def decided(*some: Row, hosts: Collection[Host] = (), policy: Policy = EAGER, cl
         if a.id not in gone:
             jobs[a.job.job_id] = replace(job, **(change or {}).get(a.id, {}))  # type: ignore[arg-type]
     vms = {
-        one.name: VmSeen(one.name, one.host, VmCondition.RUNNING, private=1.0)
+        one.name: VmSeen(
+            one.name,
+            one.host,
+            VmCondition.PARKED if one.state is V.PARKED else VmCondition.RUNNING,
+            private=1.0,
+        )
         for one in here.vms.values()
         if one.state is not V.PLANNED and one.id not in unseen
     }

@@ -38,7 +38,7 @@ from multiverse.core.state import State
 from multiverse.core.transition import Change, Command, Done, EffectKind, Event, Move
 from multiverse.service.alerts import alerts
 from multiverse.service.convert import findings, job_counts, repair_command
-from multiverse.service.findings import FailingEffect, SourceFailure, StoreFailure
+from multiverse.service.findings import FailingEffect, HintsMissing, SourceFailure, StoreFailure
 from multiverse.store import Transaction
 from tests.unit.planner_harness import POLICY, PlannerHarness
 from tests.unit.rows import SOURCE, offer, rows, vm, world_of
@@ -201,6 +201,11 @@ def test_a_job_that_backs_off_is_named_and_repair_ends_the_back_off() -> None:
         ),
         ({"sources": [SourceFailure("cloud-1", 3, "gone")]}, "cloud-1", ("source cloud-1", "daemon's log")),
         ({"sources": [SourceFailure("hypervisor", 3, "gone")]}, "hypervisor", ("source hypervisor", "3 s", "gone")),
+        (
+            {"hints": HintsMissing(300.0, 2.0, "/run/mv/inbox")},
+            "hints",
+            ("5 min", "up to 2 s late", "multiverse.lua", "/run/mv/inbox", "SlurmUser"),
+        ),
         ({"store": StoreFailure(7200.0, "disk is full")}, "store", ("2 h", "disk is full", "make room")),
         (
             {"failing_effects": [FailingEffect("release", "vm 3", 5, "refused", 16)]},

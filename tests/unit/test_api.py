@@ -33,6 +33,7 @@ from multiverse.api import (
     decode,
 )
 from multiverse.controller.effects import Failure
+from multiverse.controller.users import LookupFailure
 from multiverse.core.model import (
     AttemptState,
     Claim,
@@ -156,14 +157,18 @@ class ControllerAtRest:
             name="scheduler", latest=None, observations=7, since=400.0, failure="no answer"
         )
         source = SimpleNamespace(name=SOURCE, latest=Seen(SEEN, 998.0), observations=70, since=100.0, failure="")
-        self.sources, self.state = {SOURCE: source}, SimpleNamespace(rows=live_rows)
+        self.sources, self.state = {SOURCE: source}, SimpleNamespace(rows=live_rows, reasons={})
         self.commands: list[Command] = []
+        self.missing_hints = SimpleNamespace(since=None)
 
     def pools(self) -> list[PoolStatus]:
         return [PoolStatus(POOLS[0], 3, 1, 2, 1), PoolStatus(POOLS[1], 2, 2, 0, 0)]
 
     def world(self) -> World:
         return world_of(None, SEEN, 998.0)
+
+    def unknown_users(self) -> list[LookupFailure]:
+        return []
 
     def orphans(self) -> list[str]:
         return ["mvtest0-77"]

@@ -8,12 +8,14 @@ import pytest
 
 from multiverse.core import planner
 from multiverse.core.errors import Broken, Refused
-from multiverse.core.machines.tables import effect_of
+from multiverse.core.machines.attempt import attempt_rests
+from multiverse.core.machines.tables import TABLES, effect_of
 from multiverse.core.model import (
     AttemptState,
     CloneKind,
     Forecast,
     HypervisorView,
+    Job,
     JobRef,
     JobState,
     Key,
@@ -27,7 +29,8 @@ from multiverse.core.model import (
     World,
 )
 from multiverse.core.planner import plan
-from multiverse.core.transition import Command, Done, EffectKind, Event
+from multiverse.core.state import State
+from multiverse.core.transition import TERMINAL, Change, Command, Done, EffectKind, Event, Move
 from tests.unit import rows as hand
 from tests.unit.planner_harness import POLICY, PlannerHarness, failed
 
@@ -71,6 +74,19 @@ def test_a_fresh_attempt_knows_its_job_and_is_held_back_by_nothing() -> None:
     attempt = harness.attempt()
     assert (attempt.work_dir, attempt.not_before, attempt.tries, attempt.note) == ("/home/ada", 0.0, 0, "")
     assert reasons(harness, Event.SUBMITTED) == [""]
+
+
+def test_a_job_is_looked_at_for_an_attempt_until_it_has_one_or_is_over() -> None:
+    harness = PlannerHarness()
+    harness.to_allocated()
+    assert harness.state.unserved == set()
+    harness.job("8", state=JobState.RUNNING, nodes=("elsewhere",), gated=False)
+    harness.run()
+    assert harness.state.unserved == {"8"}, "it may have taken a spare"
+    for job_id in "78":
+        del harness.jobs[job_id]
+    harness.run()
+    assert harness.state.unserved == set()
 
 
 def test_a_job_that_cannot_be_read_asks_for_nothing() -> None:
@@ -136,6 +152,10 @@ def test_a_job_that_runs_while_its_attempt_waits_is_requeued_before_it_is_admitt
     built(harness)
     harness.job(eligible=False)
     harness.run()
+    earlier = replace(hand.vm(V.PLANNED, id=9), version=0)
+    with harness.store.transaction() as tx:
+        tx.apply(Move((Change(earlier, Event.PLANNED),)))
+    harness.state = State(harness.rows, TABLES)
     on(harness, "mvtest0-9", state=state, pinned="mv_9")
     harness.run()
     harness.run()
@@ -310,6 +330,16 @@ def test_a_single_vm_that_fails_as_it_starts_is_replaced_and_the_new_one_is_star
     assert [vm.state for vm in harness.all_vms()] == [V.REMOVING, V.STARTING]
 
 
+def test_the_vms_of_an_attempt_are_started_in_the_move_that_finds_them_all_made() -> None:
+    harness = PlannerHarness(cpus=64)
+    harness.to_claimed(nodes=2)
+    for vm in harness.all_vms():
+        harness.seen(vm.name, VmCondition.PARKED)
+    moves = harness.run()
+    (started,) = [move for move in moves if any(change.event is Event.MADE for change in move.changes)]
+    assert [change.event for change in started.changes] == [Event.MADE, Event.START, Event.START]
+
+
 def test_a_vm_of_whichever_kind_is_best_is_replaced_too() -> None:
     harness = PlannerHarness(replace(POLICY, kind=CloneKind.AUTO))
     harness.hosts["h1"] = replace(harness.hosts["h1"], abilities=frozenset({"instant", "linked"}))
@@ -391,6 +421,7 @@ def test_a_job_that_vanishes_on_its_way_back_to_the_gate_is_not_tried_again() ->
 
 def test_the_quarantine_of_an_attempt_ends_with_the_attempt() -> None:
     assert end(outcome="done", quarantined="it cannot be") == [("done", "", Event.RECLAIMED)]
+    assert end() == [("done", "", Event.RECLAIMED)], "as does one that no outcome was recorded of"
 
 
 def test_an_attempt_whose_job_was_cancelled_ends_cancelled() -> None:
@@ -446,6 +477,20 @@ def test_the_journal_says_when_a_job_was_off_its_nodes_and_why_its_attempt_ended
     assert reasons(harness, Event.RECLAIMED) == ["the job was held"]
 
 
+def test_a_job_that_is_tied_to_its_nodes_again_goes_back_to_the_gate_first() -> None:
+    harness = PlannerHarness()
+    attempt = harness.to_spawned()
+    harness.job(held=True, eligible=False)
+    harness.run()
+    harness.ended(attempt.key)
+    harness.run()
+    assert harness.attempt().state is A.RECLAIMING
+    harness.job(gated=False, pinned=attempt.feature)  # a pin that was under way when the attempt gave up
+    harness.run()
+    assert harness.attempt().state is A.RETURNING
+    assert reasons(harness, Event.LEFT_GATE) == ["its job is tied to its nodes"]
+
+
 def test_a_job_that_was_completing_and_is_requeued_says_so() -> None:
     harness = PlannerHarness()
     attempt = harness.to_allocated()
@@ -455,6 +500,17 @@ def test_a_job_that_was_completing_and_is_requeued_says_so() -> None:
     harness.run()
     assert harness.attempt().reason == "the scheduler requeued the job"
     assert reasons(harness, Event.RESTARTED) == ["the scheduler requeued the job"]
+
+
+def test_how_a_job_ended_is_noted_when_it_is_known() -> None:
+    harness = PlannerHarness()
+    attempt = harness.to_allocated()
+    on(harness, harness.all_vms()[0].name, state=JobState.COMPLETING, pinned=attempt.feature)
+    harness.run()
+    harness.job(state=JobState.ENDED, result="TIMEOUT")
+    harness.run()
+    assert reasons(harness, Event.NOTED) == ["TIMEOUT"] and reasons(harness, Event.RESTARTED) == []
+    assert (harness.attempt().outcome, harness.attempt().reason) == ("done", "TIMEOUT")
 
 
 def test_a_job_that_an_old_observation_does_not_show_is_not_over() -> None:
@@ -559,3 +615,28 @@ def test_the_journal_says_who_ended_a_quarantine() -> None:
     moves = plan(held, World(), [Command("retry", key=row.key) for row in (stuck, vm)], 1000.0, POLICY)
     found = [(change.event, change.reason) for change in hand.changes_of(moves)]
     assert found == [(Event.RETRIED, "an operator asked for it")] * 2
+
+
+# --- rest -------------------------------------------------------------------------------------------
+
+
+def rests(state: A, shown: JobState | None, *, began: float = 10.0, **more: object) -> bool:
+    """Whether an attempt since 10 rests whose job is shown in that state (None: it is not shown)."""
+    row = hand.attempt(state, **{"since": 10.0, **more})
+    job = Job(row.job, row.job_name, row.uid, shown, row.request) if shown else None
+    view = SchedulerView({"7": job} if job else {})
+    return attempt_rests(row, hand.world_of(view, None, began))
+
+
+def test_an_attempt_rests_while_its_job_waits_or_runs_as_before() -> None:
+    resting = {(A.QUEUED, JobState.PENDING), (A.ALLOCATED, JobState.RUNNING), (A.ALLOCATED, JobState.SUSPENDED)}
+    live = [state for state in A if state not in TERMINAL]
+    assert {(state, shown) for state in live for shown in [None, *JobState] if rests(state, shown)} == resting
+    assert not rests(A.QUEUED, JobState.PENDING, began=9.9), "it is newer than the observation"
+    assert not attempt_rests(hand.attempt(A.QUEUED), World()), "the scheduler is unknown"
+
+
+def test_an_attempt_in_quarantine_rests_until_its_job_is_over() -> None:
+    for state in (A.QUEUED, A.SPAWNING, A.ALLOCATED, A.RECLAIMING):
+        found = {shown for shown in [None, *JobState] if rests(state, shown, quarantined="it cannot be")}
+        assert found == {JobState.PENDING, JobState.RUNNING, JobState.SUSPENDED, JobState.COMPLETING}, state

@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from structlog.testing import capture_logs
+
 from multiverse.config import Settings
 from multiverse.controller.effects import AGAIN, AGAIN_LIMIT, OTHER_TIMEOUT
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Refused, Unknown
-from multiverse.core.model import Host, HypervisorView, SchedulerView, Size
+from multiverse.core.model import Host, HypervisorView, JobLimits, SchedulerView, Size
 from multiverse.core.provisioning.capacity import largest_on
 from multiverse.simulation.clock import VirtualClock
 from multiverse.simulation.loop import run
@@ -30,13 +32,13 @@ class Submission:
         self.errors: list[Exception] = []
         self.hangs = False
 
-    async def publish(self, largest: Published) -> None:
+    async def publish(self, limits: JobLimits) -> None:
         self.calls += 1
         while self.hangs:  # noqa: ASYNC110
             await asyncio.sleep(1.0)
         if self.errors:
             raise self.errors.pop(0)
-        self.published.append(largest)
+        self.published.append(limits.largest)
 
 
 class OneHost:
@@ -58,7 +60,7 @@ class Ports:
     """A scheduler without jobs, and a hypervisor with these sources."""
 
     def __init__(self, *sources: OneHost, submission: Submission | None = None) -> None:
-        self.sources, self.submission = sources, submission
+        self.sources, self.submission, self.parts = sources, submission, None
         self.offers = self.templates = self.users = None
 
     async def observe(self) -> SchedulerView:
@@ -209,5 +211,33 @@ def test_a_scheduler_that_refuses_nothing_at_submission_is_left_alone() -> None:
         async with running as submission:
             await asyncio.sleep(60.0)
             assert submission.calls == 0 and source.observations > 5
+
+    run(script(), 1)
+
+
+def test_a_defect_of_a_driver_leaves_its_source_unknown_and_ends_nothing() -> None:
+    async def script() -> None:
+        broken, well = OneHost("h1"), OneHost("h2")
+        running = Running(broken, well)
+        controller = Controller(running.store, running.ports, running.ports, running.clock, Settings())
+        task = asyncio.create_task(controller.run())
+        await asyncio.sleep(10.0)
+        assert controller.sources["h1"].latest is not None
+        before, answer = well.observations, broken.observe
+        with capture_logs() as logs:
+            controller.sources["h1"]._observe = defect
+            await asyncio.sleep(60.0)
+        assert controller.sources["h1"].latest is None and "KeyError" in controller.sources["h1"].failure
+        assert well.observations > before + 20 and not task.done()
+        (entry,) = [log for log in logs if log["event"] == "source is unknown"]
+        assert entry["source"] == "h1" and entry["exc_info"], "with its traceback, once"
+        controller.sources["h1"]._observe = answer
+        await asyncio.sleep(10.0)
+        assert controller.sources["h1"].latest is not None
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def defect() -> HypervisorView:
+        raise KeyError("vms")
 
     run(script(), 1)

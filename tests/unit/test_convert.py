@@ -7,9 +7,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from multiverse.cli import render
-from multiverse.core.model import HypervisorView, JobState, Key, Stage, TemplateKey, TemplateSeen, VmSeen, World
+from multiverse.core.model import (
+    AttemptState,
+    HypervisorView,
+    JobState,
+    Key,
+    Stage,
+    TemplateKey,
+    TemplateSeen,
+    VmSeen,
+    World,
+)
+from multiverse.core.provisioning.reasons import BEHIND
 from multiverse.core.transition import Command
-from multiverse.service.convert import host_view, timeline_view, vm_views
+from multiverse.service.convert import host_view, job_views, timeline_view, vm_views, waiting_reasons
 from multiverse.service.timeline import phases
 from tests.unit.planner_harness import POLICY, PlannerHarness
 from tests.unit.rows import world_of
@@ -29,6 +40,32 @@ def test_the_phases_of_a_job_follow_each_other_without_gap() -> None:
     for one, after in itertools.pairwise(found):
         assert one.began + one.seconds == after.began
     assert found[1].stages == (("overlay", 0.002), ("exec", 0.047))
+
+
+def test_each_waiting_job_has_a_reason_its_own_or_that_it_waits_behind_others() -> None:
+    harness = PlannerHarness()
+    for number in range(1, 14):
+        harness.job(str(number), rank=number)
+    harness.job("14", rank=14, eligible=False, held=True)
+    harness.run()
+    attempts = list(harness.rows.attempts.values())
+    reasons = waiting_reasons(attempts, harness.world, harness.state.reasons, harness.clock.time)
+    views = {view.job_id: view for view in job_views(attempts, [], reasons, harness.clock.time, POLICY)}
+    assert "is being built" in views["1"].waiting and views["1"].waiting == views["10"].waiting
+    assert {views[job].waiting for job in ("11", "12", "13")} == {BEHIND}
+    assert views["14"].waiting == "", "its user holds it"
+    assert timeline_view(attempts[0], [], harness.clock.time, reasons[1]).waiting == views["1"].waiting
+
+
+def test_a_job_in_its_back_off_shows_why_the_attempt_before_failed() -> None:
+    harness = PlannerHarness()
+    harness.job(eligible=False)
+    harness.run()
+    failed = replace(harness.attempt(), note="it does not boot", not_before=harness.clock.time + 60)
+    for world in (harness.world, World()):
+        assert waiting_reasons([failed], world, {}, harness.clock.time) == {1: "it does not boot"}
+    running = replace(failed, state=AttemptState.ALLOCATED)
+    assert waiting_reasons([running], harness.world, {}, harness.clock.time) == {}
 
 
 def test_an_interrupted_job_has_only_the_phase_reclaim_after_its_end() -> None:

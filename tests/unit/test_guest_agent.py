@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import os
 import socket
@@ -15,7 +16,19 @@ from typing import Any
 
 import pytest
 
-from multiverse.guest.agent import audit, contract, daemons, hotplug, mounts, network, processes, server, stopped, users
+from multiverse.guest.agent import (
+    audit,
+    boot,
+    contract,
+    daemons,
+    hotplug,
+    mounts,
+    network,
+    processes,
+    server,
+    stopped,
+    users,
+)
 from multiverse.guest.agent.channel import HostChannel
 from multiverse.guest.agent.files import write
 from multiverse.guest.agent.server import GuestAgent
@@ -169,6 +182,38 @@ def test_a_program_that_cannot_be_started_has_no_wait_status() -> None:
     assert os.waitstatus_to_exitcode(processes.run(["/bin/sleep", "60"], timeout=0.05)) == -9
 
 
+@pytest.mark.parametrize("refused", [(), ("favordynmods",)], ids=["linux-6.0", "before"])
+def test_cgroup_v2_is_mounted_with_what_the_kernel_supports_and_has_all_controllers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: tuple[str, ...]
+) -> None:
+    mounted: list[str] = []
+
+    def mount(source: str, target: str, kind: str, flags: int, data: str) -> None:
+        if data in refused:
+            raise OSError(errno.EINVAL, "unknown option")
+        mounted.append(data)
+        (tmp_path / "cgroup.controllers").write_text("cpu memory\n")
+
+    monkeypatch.setattr(boot, "CGROUPS", str(tmp_path))
+    monkeypatch.setattr(boot, "mount", mount)
+    boot.set_up_cgroups()
+    assert mounted == ["" if refused else "favordynmods"]
+    for directory in (tmp_path, tmp_path / "system.slice"):
+        assert (directory / "cgroup.subtree_control").read_text() == "+cpu +memory"
+    boot.set_up_cgroups()
+    assert len(mounted) == 1, "what a service manager has mounted is used"
+
+
+def test_a_kernel_without_cgroup_v2_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mount(*_: object) -> None:
+        raise OSError(errno.ENODEV, "no such file system")
+
+    monkeypatch.setattr(boot, "CGROUPS", str(tmp_path))
+    monkeypatch.setattr(boot, "mount", mount)
+    boot.set_up_cgroups()
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.fixture
 def wire() -> tuple[HostChannel, socket.socket]:
     """A channel, and the host's end of it."""
@@ -281,6 +326,16 @@ def test_an_identity_is_applied_with_randomness_first_and_mounts_after_the_daemo
     assert (report["type"], report["audit"]) == ("started", {"cpus": 2})
     assert [name for name, _ in report["stages"]] == ["identity", "network", "files", "plugged", "daemon_slurmd",
                                                       "mounts"]  # fmt: skip
+
+
+def test_a_spare_knows_the_users_of_its_daemons_and_stays_a_spare(
+    wire: tuple[HostChannel, socket.socket], steps: list[tuple[str, tuple[object, ...]]]
+) -> None:
+    message: dict[str, Any] = copy.deepcopy(IDENTITY)
+    message["identity"]["membership"]["users"] = [{"name": "slurm"}]
+    GuestAgent(wire[0], -1).handle(message)
+    assert dict(steps)["add_users"] == ([{"name": "slurm"}],)
+    assert "make_pipe" in dict(steps)
 
 
 def test_a_spare_gets_a_pipe_for_its_job_and_loads_what_the_job_will_run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -65,6 +66,13 @@ def identity(content: bytes = b"\x00key") -> Identity:
             ),
         ),
     )
+
+
+def test_the_users_of_the_nodes_daemons_are_sent_beside_those_of_jobs() -> None:
+    """A VM without users of jobs is a spare, whatever its daemons need."""
+    spare = replace(identity(), users=(), bootstrap=NodeBootstrap(users=(ALICE,)))
+    message = json.loads(identity_message(spare, cpus=1, plugged=0))["identity"]
+    assert message["users"] == [] and message["membership"]["users"] == [json.loads(ALICE_ON_THE_WIRE)]
 
 
 def test_an_identity_is_the_line_that_agents_of_the_previous_release_read() -> None:

@@ -8,32 +8,47 @@ from dataclasses import replace
 import pytest
 
 from multiverse.core import planner
+from multiverse.core.changes import mark_changes
 from multiverse.core.errors import Refused, Unknown
+from multiverse.core.machines.attempt import open_attempts, step_attempt
+from multiverse.core.machines.offer import step_offer
 from multiverse.core.machines.tables import effect_of, effects_of
 from multiverse.core.model import (
     Attempt,
     AttemptState,
     CloneKind,
     Depth,
+    HypervisorView,
+    Job,
+    JobRef,
     JobState,
     NodeState,
+    Observation,
+    Offer,
     OfferState,
+    Request,
+    SchedulerView,
+    Seen,
     Size,
     Vm,
     VmCondition,
     VmSeen,
     VmState,
+    World,
 )
 from multiverse.core.policy import Pool
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.pools import pool_status
 from multiverse.core.provisioning.spares import named_by_none
-from multiverse.core.transition import Effect, EffectKind
+from multiverse.core.transition import Effect, EffectKind, Event
 from multiverse.service.timeline import phases
+from tests.unit import rows as hand
 from tests.unit.planner_harness import POLICY, PlannerHarness, failed
 
 A, V, O = AttemptState, VmState, OfferState  # noqa: E741
 POOL = Pool("slim", Depth.JOINED, 1, 1, Size(1, 512), 100.0)
+SPARE = hand.vm(V.JOINED, pool=Depth.JOINED)
+STRANGE = Job(JobRef("7", 500), "x", 1, JobState.RUNNING, None, problem="it cannot be served", nodes=(SPARE.name,))
 
 
 class SparesHarness(PlannerHarness):
@@ -141,6 +156,44 @@ def test_a_job_that_took_a_spare_has_it_in_whichever_state_it_is(state: JobState
     assert effect is not None and effect.kind is EffectKind.PIN, "which adds its user"
     assert s.offer_effect(vm) is None
     assert [claim.owner for claim in s.rows.claims if claim.owner == vm.key] == [vm.key], "it is claimed as before"
+
+
+@pytest.mark.parametrize("state", [JobState.COMPLETING, JobState.ENDED])
+def test_a_job_that_is_over_when_it_is_first_seen_gets_no_attempt(state: JobState) -> None:
+    s = SparesHarness()
+    s.comes("7", s.spare, state)
+    s.run()
+    assert s.rows.attempts == {} and s.spare.attempt is None
+    assert s.state.unserved == set(), "it is not looked at again"
+
+
+def test_what_is_said_of_a_job_that_took_a_spare() -> None:
+    s = SparesHarness()
+    vm = s.spare
+    s.comes("7", vm)
+    s.run()
+    choice = "instant on h1, joined before, taken as it was submitted"
+    assert s.attempt().choice == choice
+    found = {(entry.kind, entry.event): entry.reason for entry in s.store.journal() if entry.event.startswith("took")}
+    assert found == {("attempt", Event.TOOK): choice}
+    taken = {entry.kind: entry.reason for entry in s.store.journal() if entry.event == Event.TAKEN}
+    assert taken == dict.fromkeys(("vm", "offer"), "by job 7, as it came")
+
+
+def test_a_job_takes_no_vm_that_was_never_offered_and_none_that_serves_another_attempt() -> None:
+    spare = hand.vm(V.JOINED, pool=Depth.JOINED)
+    earlier = hand.attempt(A.RECLAIMING, outcome="requeued")
+    again = replace(STRANGE, ref=JobRef("7", 600, 1), request=Request(1, Size(1, 100)), problem="", gated=False)
+    for held in (
+        hand.state(spare, earlier),
+        hand.state(replace(spare, attempt=1), earlier, hand.offer(O.TAKEN)),
+    ):
+        before = held.vms[1]
+        jobs = {"7": replace(again, state=JobState.PENDING, nodes=(), pinned=spare.feature)}
+        world = hand.world_of(SchedulerView(jobs), None, 1.0)
+        mark_changes(held, world, POLICY)
+        open_attempts(held, world)
+        assert held.attempts[100].state is A.UNGATED and held.vms[1] == before
 
 
 def test_the_attempt_is_allocated_when_the_guest_knows_the_user_and_not_before() -> None:
@@ -262,6 +315,8 @@ def test_a_job_that_starts_after_its_attempt_gave_up_loses_its_vm() -> None:
     assert s.attempt().state is A.RETURNING
     s.comes("7", next(iter(s.rows.vms.values())))
     s.run()
+    assert [vm.state for vm in s.all_vms()] == [V.ENDING]
+    assert (s.attempt().state, s.attempt().outcome) == (A.RECLAIMING, "done"), "its job is on its node"
     s.run()
     assert [vm.state for vm in s.all_vms()] == [V.ENDING]
 
@@ -272,6 +327,7 @@ def test_a_job_whose_node_is_down_goes_back_to_the_gate() -> None:
     s.node(s.spare.name, NodeState.DOWN)
     s.run()
     assert (s.attempt().state, s.attempt().outcome) == (A.RETURNING, "requeued")
+    assert s.attempt().tries == 1, "it counts as a try that failed"
 
 
 def test_a_guest_that_dies_is_not_waited_for() -> None:
@@ -500,3 +556,126 @@ def test_the_phases_of_a_job_that_took_a_spare_follow_each_other_without_gap() -
     found = phases(s.store.journal(attempts=[1]), s.clock.time)
     assert [p.name for p in found] == ["queued", "clone", "join", "launch", "run"]
     assert [p.seconds for p in found[:3]] == [0.0] * 3 and found[3].seconds > 0
+
+
+# --- one step of an offer ---------------------------------------------------------------------------
+
+
+def stepped(
+    offer: Offer, began: float, *jobs: Job, shown: bool | None = None, ended: float = 0.0
+) -> list[tuple[Event, str, str]]:
+    """The event, the new state and the reason that the journal gives, of each change of one step of the offer. The
+    scheduler was observed at `began`, and shows the offer as `shown`; the VM's last effect ended at `ended`."""
+    held = hand.state(SPARE, offer)
+    offers = {} if shown is None else {SPARE.name: shown}
+    view = SchedulerView({job.ref.job_id: job for job in jobs}, offers=offers)
+    step_offer(held, offer.id, hand.world_of(view, None, began, effect_ended_at={SPARE.key: ended}))
+    return [(change.event, str(change.row.state), change.reason) for change in hand.changes_of(held.moves)]
+
+
+@pytest.mark.parametrize(("jobs", "limit", "target"), [((), 30.0, "releasing"), ((STRANGE,), 5.0, "ending")])
+def test_a_spare_that_was_taken_in_vain_goes_after_the_limit_and_not_at_it(
+    jobs: tuple[Job, ...], limit: float, target: str
+) -> None:
+    taken = hand.offer(O.TAKEN, since=100.0)
+    assert stepped(taken, 100.0 + limit, *jobs, shown=True) == []
+    assert stepped(taken, 100.0 + limit + 0.1, *jobs, shown=True) == [
+        (Event.RELEASED, target, "the job that took it did not come")
+    ]
+
+
+@pytest.mark.parametrize(("since", "ended"), [(100.0, 50.0), (50.0, 100.0)])
+def test_an_observation_tells_of_an_offer_if_it_began_after_its_state_and_its_effect(
+    since: float, ended: float
+) -> None:
+    for row, shown, expected in (
+        (hand.offer(O.OPEN, since=since), True, (Event.TAKEN, "taken", "by a submission")),
+        (
+            replace(hand.offer(O.CLOSING, since=since), reason="jobs wait for room"),
+            None,
+            (Event.CLOSED, "closed", "jobs wait for room"),
+        ),
+    ):
+        assert stepped(row, 100.0, shown=shown, ended=ended) == []
+        assert stepped(row, 100.1, shown=shown, ended=ended) == [expected]
+
+
+def test_the_journal_says_why_the_offer_of_a_vm_that_serves_nobody_is_withdrawn() -> None:
+    held = hand.state(replace(SPARE, state=V.LOST), hand.offer(O.OPEN))
+    step_offer(held, 1, World())
+    assert [change.reason for change in hand.changes_of(held.moves)] == ["its VM can serve no job"]
+
+
+def test_an_offer_without_a_vm_and_a_vm_without_an_offer_are_left_alone() -> None:
+    for held in (hand.state(SPARE), hand.state(hand.offer(O.OPEN))):
+        step_offer(held, 1, World())
+        assert held.moves == []
+
+
+# --- one step of an attempt whose job took a spare ----------------------------------------------------
+
+SINCE = 100.0
+INTRODUCING = hand.attempt(A.INTRODUCING, since=SINCE, pin=SPARE.feature)
+RUNS = replace(STRANGE, request=INTRODUCING.request, problem="", gated=False, pinned=SPARE.feature)
+
+
+def step_on(
+    row: Attempt,
+    spare: Vm,
+    began: float | None,
+    *,
+    ended: float | None = None,
+    refused: str = "",
+    introduced: tuple[int, ...] = (),
+) -> list[tuple[str, str, str]]:
+    """What one step of an attempt decides, whose job runs on the spare: kind of row, new state, reason. The source of
+    the VM was observed at `began` (None: it is unknown), and the attempt's effect ended at `ended` (None: none has)."""
+    held = hand.state(row, replace(spare, attempt=1), hand.offer(O.TAKEN), now=500.0)
+    view = HypervisorView(vms={SPARE.name: VmSeen(SPARE.name, "h1", VmCondition.RUNNING, introduced=introduced)})
+    world = World(
+        scheduler=Seen(SchedulerView({"7": RUNS}), 500.0),
+        sources={SPARE.source: Observation(None if began is None else Seen(view, began), 0.0)},
+        effect_ended_at={} if ended is None else {row.key: ended},
+        refused={row.key: refused} if refused else {},
+    )
+    step_attempt(held, 1, world, POLICY)
+    assert all(c.row.reason == c.reason for c in hand.changes_of(held.moves) if c.row.key.kind == "vm")
+    return [(change.row.key.kind, str(change.row.state), change.reason) for change in hand.changes_of(held.moves)]
+
+
+def test_a_guest_has_until_its_limit_to_learn_of_the_user() -> None:
+    limit = SINCE + POLICY.pin_timeout
+    late = "its guest was not told of the user within 60 s"
+    assert step_on(INTRODUCING, SPARE, SINCE + 1, ended=SINCE) == []
+    assert step_on(INTRODUCING, SPARE, limit, ended=SINCE) == []
+    assert step_on(INTRODUCING, SPARE, limit + 0.1, ended=SINCE) == [("vm", "ending", late)]
+    assert step_on(INTRODUCING, SPARE, limit + 0.1) == [], "nobody has tried to add the user yet"
+
+
+def test_a_refusal_counts_in_an_observation_that_began_after_the_effect_ended() -> None:
+    assert step_on(INTRODUCING, SPARE, SINCE + 5, ended=SINCE + 5, refused="no such user") == [], (
+        "the user may be there since"
+    )
+    assert step_on(INTRODUCING, SPARE, SINCE + 5.1, ended=SINCE + 5, refused="no such user") == [
+        ("vm", "ending", "no such user")
+    ]
+
+
+RETURNING = replace(INTRODUCING, state=A.RETURNING, outcome="requeued")
+LATE = [("attempt", "reclaiming", "the job started after all")]
+
+
+def test_a_vm_whose_job_starts_when_no_user_is_added_any_more_ends() -> None:
+    ending = [("vm", "ending", "its job started when no user was added any more")]
+    assert step_on(RETURNING, SPARE, SINCE + 0.1) == ending
+    assert step_on(RETURNING, SPARE, SINCE + 9.1, ended=SINCE + 9) == ending
+    over = replace(RETURNING, state=A.RECLAIMING, outcome="done")
+    assert step_on(over, SPARE, SINCE + 0.1) == ending
+
+
+def test_a_vm_stays_while_no_observation_since_shows_that_its_guest_lacks_the_user() -> None:
+    assert step_on(RETURNING, SPARE, SINCE) == LATE, "it may have been added as the attempt gave up"
+    assert step_on(RETURNING, SPARE, SINCE + 9, ended=SINCE + 9) == LATE, "it may have been added by the last effect"
+    assert step_on(RETURNING, SPARE, None) == LATE, "nothing is known of the guest"
+    assert step_on(RETURNING, SPARE, SINCE + 1, introduced=(1000,)) == LATE, "the guest knows the user"
+    assert step_on(RETURNING, replace(SPARE, state=V.LOST), SINCE + 1) == LATE, "its host is out of reach"

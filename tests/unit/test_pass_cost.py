@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from multiverse.bench.planner import Clock, Cluster, Passes, UncheckedTables, measure
+from multiverse.bench.planner import BlockedCluster, MonotonicClock, Passes, UncheckedTables, measure
 from multiverse.core import planner
 from multiverse.core.model import AttemptState, JobState
 from multiverse.core.provisioning.admission import Admission
@@ -47,8 +47,8 @@ def passes_of() -> Iterator[Callable[[int, int], Passes]]:
     stores: list[Store] = []
 
     def make(jobs: int, vms: int) -> Passes:
-        cluster = Cluster(jobs, vms)
-        store = Store(":memory:", Clock(), site="bench", tables=cast(Any, UncheckedTables()))
+        cluster = BlockedCluster(jobs, vms)
+        store = Store(":memory:", MonotonicClock(), site="bench", tables=cast(Any, UncheckedTables()))
         stores.append(store)
         with store.transaction() as tx:
             for move in cluster.moves():
@@ -61,7 +61,7 @@ def passes_of() -> Iterator[Callable[[int, int], Passes]]:
 
 
 async def visits(make: Callable[[int, int], Passes], size: tuple[int, int], counts: Counter[str],
-                 change: Callable[[Cluster], None]) -> Counter[str]:  # fmt: skip
+                 change: Callable[[BlockedCluster], None]) -> Counter[str]:  # fmt: skip
     """What a pass visits after the cluster has changed so."""
     passes = make(*size)
     for _ in range(3):
@@ -77,7 +77,7 @@ async def visits(make: Callable[[int, int], Passes], size: tuple[int, int], coun
 async def test_a_pass_on_equal_observations_steps_no_row(
     passes_of: Callable[[int, int], Passes], visited: Counter[str]
 ) -> None:
-    for change in (lambda _: None, Cluster.renew):
+    for change in (lambda _: None, BlockedCluster.renew):
         found = await visits(passes_of, LARGE, visited, change)
         assert set(found) <= {"consider"} and found["consider"] <= 10, "only the first of the queue are considered"
 
@@ -85,7 +85,7 @@ async def test_a_pass_on_equal_observations_steps_no_row(
 async def test_the_rows_that_a_pass_visits_when_a_job_ends_do_not_grow_with_the_queue(
     passes_of: Callable[[int, int], Passes], visited: Counter[str]
 ) -> None:
-    def end(cluster: Cluster) -> None:
+    def end(cluster: BlockedCluster) -> None:
         cluster.end_a_job(1)
 
     small = await visits(passes_of, SMALL, visited, end)
@@ -97,7 +97,7 @@ async def test_the_rows_that_a_pass_visits_when_a_job_ends_do_not_grow_with_the_
 async def test_a_job_that_is_held_is_visited_alone(
     passes_of: Callable[[int, int], Passes], visited: Counter[str]
 ) -> None:
-    def hold(cluster: Cluster) -> None:
+    def hold(cluster: BlockedCluster) -> None:
         cluster.jobs["500"] = replace(cluster.jobs["500"], eligible=False, held=True)
 
     found = await visits(passes_of, LARGE, visited, hold)

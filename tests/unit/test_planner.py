@@ -17,6 +17,7 @@ from multiverse.core.model import (
     JobRef,
     JobState,
     Key,
+    Node,
     NodeState,
     Request,
     Size,
@@ -547,6 +548,8 @@ def test_orphans_are_named_with_their_source_but_never_a_node_with_a_job() -> No
     harness.node("mvtest0-78", NodeState.IDLE)
     harness.node("mvtest0-79", NodeState.BUSY)
     harness.seen("mvtest0-79", VmCondition.RUNNING)
+    harness.nodes["mvtest0-80"] = Node("mvtest0-80", NodeState.IDLE, ("vm", "mv_9"))
+    harness.job("9", gated=False, pinned="mv_9", eligible=False)
     harness.observe()
     assert orphans(harness.state, harness.world) == [("mvtest0-77", SOURCE), ("mvtest0-78", "")]
     harness.scheduler_known = False
@@ -910,10 +913,10 @@ def test_a_dead_vm_whose_pin_was_taken_back_is_kept_until_the_gate_is_seen() -> 
 
 def test_an_operator_builds_what_is_broken_and_leaves_what_is_ready() -> None:
     harness = PlannerHarness()
-    harness.template()
     harness.run(Command("drop", "h1", "slim"))
     assert not harness.rows.templates, "there is nothing to drop"
     harness.run(Command("build", "h1", "slim"))
+    harness.template()
     harness.run()
     (ready,) = harness.rows.templates.values()
     assert ready.state is TemplateState.READY

@@ -344,9 +344,9 @@ def test_two_hundred_a_second_lets_two_hundred_start_at_once() -> None:
 def test_a_job_that_waits_for_the_pace_of_its_template_blocks_no_other() -> None:
     s = harness(rates={CloneKind.INSTANT: 0.25}, provisioning=8, patience=0.0)
     s.template("stock")
+    s.run()  # the templates are found
     for job, image in (("1", "slim"), ("2", "slim"), ("3", "stock")):
         s.job(job, request=Request(1, Size(1, 100), image=image))
-    s.run()
     s.run()
     claimed = {a.job.job_id for a in s.rows.attempts.values() if a.state is A.CLAIMED}
     assert claimed == {"1", "3"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pwd
 import shutil
 import subprocess
 import time
@@ -14,8 +15,8 @@ import pytest
 
 from multiverse.config import Settings, SlurmSettings
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Stale, Unknown
-from multiverse.core.model import NodeSpec, Size
-from multiverse.drivers.slurm import bootstrap, conf, install
+from multiverse.core.model import NodeSpec, Size, User
+from multiverse.drivers.slurm import bootstrap, conf, install, slurm_user
 from multiverse.drivers.slurm.command import meaning
 from multiverse.drivers.slurm.inbox import Hint, hints, take
 from multiverse.drivers.slurm.reread import _cells
@@ -43,18 +44,63 @@ Include more.conf
 
 
 def test_a_guests_slurm_conf_is_derived_from_the_sites() -> None:
-    made = conf.for_guest(SITE_CONF, "10.1.0.1")
+    made = conf.for_guest(SITE_CONF, [conf.Slurmctld("head", "10.1.0.1"), conf.Slurmctld("spare", "192.0.2.2")])
     keys = {key.lower(): value for key, value in conf.settings(made)}
     assert keys["clustername"] == "prod"
-    assert keys["slurmctldhost"] == "head(10.1.0.1)"
-    assert made.lower().count("slurmctldhost") == 1
+    assert [value for key, value in conf.settings(made) if key == "SlurmctldHost"] == [
+        "head(10.1.0.1)",
+        "spare(192.0.2.2)",
+    ]
     assert keys["authinfo"] == "socket=/run/munge/munge.socket.2,cred_expire=60"
-    assert (keys["proctracktype"], keys["taskplugin"]) == ("proctrack/linuxproc", "task/affinity")
+    assert (keys["proctracktype"], keys["taskplugin"]) == ("proctrack/linuxproc", "task/affinity,task/cgroup")
     assert keys["prologflags"] == "Alloc,Contain"
-    assert "PrologFlags=DeferBatch,Contain\n" in conf.for_guest("PrologFlags=DeferBatch,X11\n", "10.1.0.1")
+    assert "PrologFlags=DeferBatch,Contain\n" in conf.for_guest("PrologFlags=DeferBatch,X11\n", [])
     for dropped in ("prolog", "nodename", "partitionname", "include"):
         assert dropped not in keys
     assert "/site" not in made
+
+
+def test_a_guest_limits_memory_as_the_site_does_on_bare_metal() -> None:
+    limited = "ConstrainRAMSpace=Yes\nAllowedRAMSpace=90\nMinRAMSpace=20\nMaxRAMPercent=50\nConstrainDevices=yes\n"
+    keys = dict(conf.settings(conf.cgroup_for_guest(SITE_CONF, limited)))
+    assert keys == {
+        "IgnoreSystemd": "yes",
+        "CgroupPlugin": "cgroup/v2",
+        "ConstrainRAMSpace": "yes",
+        "AllowedRAMSpace": "90",
+    }
+
+
+@pytest.mark.parametrize(("allowed", "kept"), [("99.5", "99.5"), ("100", ""), ("101", ""), ("110.5", "")])
+def test_a_guest_never_allows_more_memory_than_its_vm_has(allowed: str, kept: str) -> None:
+    made = conf.cgroup_for_guest(SITE_CONF, f"ConstrainRAMSpace=yes\nAllowedRAMSpace={allowed}\n")
+    assert conf.value(made, "AllowedRAMSpace") == kept
+
+
+@pytest.mark.parametrize(
+    ("slurm_conf", "cgroup_conf"),
+    [
+        (SITE_CONF, ""),
+        (SITE_CONF, "ConstrainRAMSpace=no\nAllowedRAMSpace=90\n"),
+        ("TaskPlugin=task/none\n", "ConstrainRAMSpace=yes\nAllowedRAMSpace=90\n"),
+    ],
+)
+def test_a_guest_limits_memory_to_what_the_job_asked_for_if_the_site_does_not(
+    slurm_conf: str, cgroup_conf: str
+) -> None:
+    made = conf.cgroup_for_guest(slurm_conf, cgroup_conf)
+    assert conf.limits_memory(made) and "AllowedRAMSpace" not in made
+
+
+@pytest.mark.parametrize(
+    ("params", "left"),
+    [("OverMemoryKill", None), ("UsePss, overmemorykill,NoShared", "UsePss,NoShared"), ("NoShared", "NoShared")],
+)
+def test_slurmd_in_a_guest_is_not_given_a_second_limit_of_memory(params: str, left: str | None) -> None:
+    made = conf.for_guest(f"JobAcctGatherParams={params}\n", [conf.Slurmctld("head", "10.1.0.1")])
+    found = dict(conf.settings(made)).get("JobAcctGatherParams")
+    assert (found and found.replace(" ", "")) == left
+    assert all(value for _, value in conf.settings(made)), "Slurm refuses a key without a value"
 
 
 def test_values_are_read_from_slurm_conf() -> None:
@@ -64,6 +110,127 @@ def test_values_are_read_from_slurm_conf() -> None:
     assert conf.node_conf(Size(2, 300, 50), ("vm", "a", "vm", "mv_1")) == (
         "CPUs=2 Sockets=1 CoresPerSocket=2 ThreadsPerCore=1 RealMemory=300 TmpDisk=50 Feature=vm,a,mv_1"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("", []),
+        ("SlurmctldHost=head\n", [("head", "")]),
+        ("SlurmctldHost=head(192.0.2.1)\nslurmctldhost = spare ( 192.0.2.2 )\n",
+         [("head", "192.0.2.1"), ("spare", "192.0.2.2")]),
+        ("SlurmctldHost=a,b(192.0.2.9)\n", [("a,b", "192.0.2.9")]),  # one address that moves between two machines
+        ("ControlMachine=head\nControlAddr=192.0.2.1\nBackupController=spare\n",
+         [("head", "192.0.2.1"), ("spare", "")]),
+        ("SlurmctldHost=head\nBackupController=old\n", [("head", "")]),
+    ],
+)  # fmt: skip
+def test_every_slurmctld_is_found(text: str, found: list[tuple[str, str]]) -> None:
+    assert conf.controllers(text) == found
+
+
+@pytest.mark.parametrize(
+    ("machine", "given", "addresses"),
+    [
+        ("head", "", ["10.213.0.1", "192.0.2.2", "192.0.2.3"]),
+        ("spare.example.org", "", ["192.0.2.1", "10.213.0.1", "192.0.2.3"]),
+        ("another", "", ["192.0.2.1", "192.0.2.2", "192.0.2.3"]),
+        ("head", "10.9.9.1, ,10.9.9.3", ["10.9.9.1", "192.0.2.2", "10.9.9.3"]),
+    ],
+)
+def test_guests_know_every_slurmctld_by_an_address_that_they_reach(
+    site: Settings, monkeypatch: pytest.MonkeyPatch, machine: str, given: str, addresses: list[str]
+) -> None:
+    monkeypatch.setattr(bootstrap.platform, "node", lambda: machine)
+    monkeypatch.setattr(bootstrap.socket, "gethostbyname", {"192.0.2.1": "192.0.2.1", "192.0.2.2": "192.0.2.2"}.get)
+    own = replace(
+        site,
+        slurm=replace(site.slurm, controller_address=given),
+        network=replace(site.network, hosts=(("third", "192.0.2.3"),)),
+    )
+    found = bootstrap.controllers(own, SITE_CONF + "SlurmctldHost=third\n")
+    assert found == list(zip(("head", "spare", "third"), addresses, strict=True))
+
+
+def test_the_only_slurmctld_is_at_the_gateway_whatever_its_name(site: Settings) -> None:
+    assert bootstrap.controllers(site, "SlurmctldHost=elsewhere(192.0.2.1)\n") == [("elsewhere", "10.213.0.1")]
+    assert bootstrap.controllers(site, "") == [("slurmctld", "10.213.0.1")]
+
+
+def test_a_slurmctld_whose_name_has_no_address_here_is_left_to_the_image(
+    site: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = {"backup.test": ["192.0.2.8"]}
+
+    def look_up(name: str) -> str:
+        if name not in answers:
+            raise OSError("unknown")
+        return answers[name].pop()
+
+    monkeypatch.setattr(bootstrap.socket, "gethostbyname", look_up)
+    text = "SlurmctldHost=one\nSlurmctldHost=backup.test\nSlurmctldHost=nameless.test\n"
+    for _ in range(2):
+        assert [one.address for one in bootstrap.controllers(site, text)][1:] == ["192.0.2.8", "nameless.test"]
+
+
+# --- SlurmUser -------------------------------------------------------------------------------------
+
+
+ENTRIES = [
+    pwd.struct_passwd(("root", "x", 0, 0, "", "/root", "/bin/sh")),
+    pwd.struct_passwd(("ctl", "x", 4242, 4343, "", "/var/lib/ctl", "")),
+]
+
+
+@pytest.fixture
+def name_service(monkeypatch: pytest.MonkeyPatch) -> list[pwd.struct_passwd]:
+    """The entries that it knows."""
+    known = list(ENTRIES)
+
+    def find(key: str | int) -> pwd.struct_passwd:
+        for entry in known:
+            if key in (entry.pw_name, entry.pw_uid):
+                return entry
+        raise KeyError(key)
+
+    monkeypatch.setattr(slurm_user.pwd, "getpwnam", find)
+    monkeypatch.setattr(slurm_user.pwd, "getpwuid", find)
+    slurm_user._lookup.cache_clear()
+    return known
+
+
+@pytest.mark.parametrize(
+    ("line", "users"),
+    [
+        ("", ()),  # root
+        ("SlurmUser=root\n", ()),
+        ("SlurmUser=ctl\n", (User("ctl", 4242, 4343, "/var/lib/ctl", "/bin/sh", (("gid4343", 4343),)),)),
+        ("slurmuser=4242\n", (User("ctl", 4242, 4343, "/var/lib/ctl", "/bin/sh", (("gid4343", 4343),)),)),
+    ],
+)
+def test_a_guest_knows_slurmctlds_user_by_name_and_number(
+    site: Settings, name_service: object, line: str, users: tuple[User, ...]
+) -> None:
+    site.slurm.conf.write_text(SITE_CONF + line)
+    given = bootstrap.bootstrap(site, SPARE)
+    assert given.users == users
+    made = next(file.content.decode() for file in given.files if file.path.endswith("slurm.conf"))
+    assert line in made
+    assert bootstrap.slurm_uid(site) == (4242 if users else 0)
+
+
+def test_a_slurm_user_that_the_name_service_does_not_know_is_unknown_until_it_does(
+    site: Settings, name_service: list[pwd.struct_passwd]
+) -> None:
+    site.slurm.conf.write_text(SITE_CONF + "SlurmUser=ctl\n")
+    entry = name_service.pop()
+    with pytest.raises(Unknown, match="SlurmUser=ctl"):
+        bootstrap.bootstrap(site, SPARE)
+    assert bootstrap.slurm_uid(site) is None
+    name_service.append(entry)
+    assert bootstrap.slurm_uid(site) == 4242
+    name_service.pop()
+    assert bootstrap.slurm_uid(site) == 4242, "it is asked once"
 
 
 @pytest.fixture
@@ -96,7 +263,10 @@ def test_settings_without_effect_on_vms_are_reported() -> None:
     assert federation.name == "federation" and "--clusters" in federation.remedy
 
 
-def test_a_spare_is_given_files_daemons_and_features(site: Settings, tmp_path: Path) -> None:
+def test_a_spare_is_given_files_daemons_and_features(
+    site: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bootstrap.platform, "node", lambda: "head")
     given = bootstrap.bootstrap(site, SPARE)
     files = {file.path: file for file in given.files}
     assert b"KillWait=7" in files["/etc/slurm/slurm.conf"].content
@@ -112,6 +282,14 @@ def test_a_spare_is_given_files_daemons_and_features(site: Settings, tmp_path: P
     files = {file.path: file for file in bootstrap.bootstrap(own, SPARE).files}
     assert files["/etc/slurm/cgroup.conf"].content == b"CgroupPlugin=disabled\n"
     assert b"head(10.9.9.9)" in files["/etc/slurm/slurm.conf"].content
+    assert b"task/cgroup" not in files["/etc/slurm/slurm.conf"].content, "slurmd would not start without cgroups"
+
+
+def test_the_sites_own_cgroup_conf_is_read_beside_its_slurm_conf(site: Settings) -> None:
+    site.slurm.conf.with_name("cgroup.conf").write_text("ConstrainRAMSpace=yes\nAllowedRAMSpace=95.5\n")
+    files = {file.path: file.content.decode() for file in bootstrap.bootstrap(site, SPARE).files}
+    assert conf.value(files["/etc/slurm/cgroup.conf"], "AllowedRAMSpace") == "95.5"
+    assert "task/cgroup" in conf.value(files["/etc/slurm/slurm.conf"], "TaskPlugin")
 
 
 def test_only_a_spare_makes_its_job_wait_for_the_user(site: Settings, tmp_path: Path) -> None:
@@ -227,6 +405,24 @@ def _appears(path: Path) -> None:
     deadline = time.monotonic() + 5
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a directory away")
+@pytest.mark.parametrize("there", [True, False])
+async def test_the_inbox_belongs_to_slurmctlds_user(tmp_path: Path, there: bool) -> None:
+    """The directory may be gone after a reboot, and the user may be another one than before."""
+    inbox = tmp_path / "run" / "inbox"
+    if there:
+        inbox.mkdir(parents=True)
+    waiting = asyncio.create_task(anext(hints(inbox, 4242)))
+    await asyncio.wait_for(asyncio.to_thread(_appears, inbox), 5)
+    await asyncio.sleep(0.05)
+    assert inbox.stat().st_uid == 4242
+    shutil.rmtree(inbox)
+    await asyncio.wait_for(asyncio.to_thread(_appears, inbox), 5)
+    (inbox / "submit").touch()
+    assert (await asyncio.wait_for(waiting, 5)).kind == "submit"
+    assert inbox.stat().st_uid == 4242
 
 
 async def test_hints_are_consumed_also_after_the_directory_was_removed(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from multiverse.config import Settings, SlurmSettings
 from multiverse.drivers.slurm import install
-from tests.unit.slurm_lua import install_scripts, needs_lua, rendered, run, submit
+from multiverse.drivers.slurm.inbox import Hint, take
+from tests.unit.slurm_lua import install_scripts, modify, needs_lua, rendered, run, submit
 
 pytestmark = needs_lua
 
@@ -51,6 +52,18 @@ def test_a_job_is_sent_to_the_gate_or_refused_with_a_message(site: Settings, fie
     said = submit(install_scripts(site), fields)
     assert answer in said
     assert ("error multiverse: " in said) == (FAILED in answer), "an error is logged"
+
+
+def test_a_submission_and_a_change_leave_a_hint_with_the_user_of_the_job(site: Settings) -> None:
+    directory = install_scripts(site)
+    submit(directory, "user_id = 1000, partition = 'other'")
+    submit(directory, "user_id = 0")
+    assert list(take(site.slurm.inbox)) == [], "the job is not ours, or refused"
+    submit(directory, "user_id = 1000")
+    submit(directory, "user_id = 1000")
+    assert list(take(site.slurm.inbox)) == [Hint("submit", uid=1000)]
+    modify(directory, "nice = 5", "user_id = 1001, partition = 'vm', job_state = 0")
+    assert list(take(site.slurm.inbox)) == [Hint("submit", uid=1001)]
 
 
 # --- offered nodes ---------------------------------------------------------------------------------

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from multiverse.config import ImageSettings, Settings, SlurmSettings
 from multiverse.core.errors import Exhausted
-from multiverse.core.model import NodeSpec, Size
+from multiverse.core.model import CloneKind, JobLimits, NodeSpec, Size
 from multiverse.drivers.slurm import submission
+from multiverse.drivers.slurm.inbox import Hint, take
 from multiverse.drivers.slurm.offers import OfferFiles
 from multiverse.drivers.slurm.submission import SubmissionFile
 from tests.unit.slurm_lua import install_scripts, modify, needs_lua, submit
@@ -40,7 +42,12 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def submission_file(settings: Settings, term: float = 60.0) -> SubmissionFile:
-    return SubmissionFile(settings.slurm.inbox, settings.image.default, term)
+    return SubmissionFile(settings.slurm.inbox, term)
+
+
+def sizes(**largest: Sequence[Size]) -> JobLimits:
+    """Limits that consist of the largest nodes only, by image."""
+    return JobLimits("slim", CloneKind.INSTANT, {image: tuple(some) for image, some in largest.items()}, {})
 
 
 # --- the file --------------------------------------------------------------------------------------
@@ -49,7 +56,7 @@ def submission_file(settings: Settings, term: float = 60.0) -> SubmissionFile:
 async def test_each_size_is_a_line(settings: Settings, file: Path, now: list[float]) -> None:
     before = os.umask(0o077)
     try:
-        await submission_file(settings).publish({"slim": SIZES, "big": [Size(8, 9000)]})
+        await submission_file(settings).publish(sizes(slim=SIZES, big=[Size(8, 9000)]))
     finally:
         os.umask(before)
     assert file.read_text() == "1 1060\nbig 0 8 9000 0\nslim 1 2 1500 65536\nslim 1 4 700 65536\n"
@@ -58,8 +65,8 @@ async def test_each_size_is_a_line(settings: Settings, file: Path, now: list[flo
 
 
 async def test_sizes_that_hold_no_job_are_left_out(settings: Settings, file: Path, now: list[float]) -> None:
-    sizes = {"slim": [Size(4, 0), Size(4, 700), Size(0, 9)], "none": [Size(0, 0)], "empty": []}
-    await submission_file(settings).publish(sizes)
+    some = sizes(slim=[Size(4, 0), Size(4, 700), Size(0, 9)], none=[Size(0, 0)], empty=[])
+    await submission_file(settings).publish(some)
     assert file.read_text().splitlines()[1:] == ["slim 1 4 700 0"]
 
 
@@ -67,7 +74,7 @@ async def test_sizes_that_hold_no_job_are_left_out(settings: Settings, file: Pat
 async def test_an_image_whose_name_would_break_the_format_is_left_out(
     settings: Settings, file: Path, now: list[float], image: str
 ) -> None:
-    await submission_file(settings).publish({image: SIZES})
+    await submission_file(settings).publish(sizes(**{image: SIZES}))
     assert file.read_text() == "1 1060\n"
 
 
@@ -77,7 +84,7 @@ async def test_published_sizes_stay_valid_while_they_are_renewed(
     published = submission_file(settings)
     published.renew()
     assert not file.exists(), "nothing was published yet"
-    await published.publish({"slim": SIZES})
+    await published.publish(sizes(slim=SIZES))
     lines = file.read_text().splitlines()[1:]
     for now[0], valid_until in ((1029.0, 1060), (1031.0, 1091), (1100.0, 1160)):
         published.renew()
@@ -87,7 +94,7 @@ async def test_published_sizes_stay_valid_while_they_are_renewed(
 async def test_a_new_daemon_does_not_renew_what_an_earlier_one_published(
     settings: Settings, file: Path, now: list[float]
 ) -> None:
-    await submission_file(settings).publish({"slim": SIZES})
+    await submission_file(settings).publish(sizes(slim=SIZES))
     now[0] = 1059.0
     second = submission_file(settings)
     second.renew()
@@ -98,9 +105,9 @@ async def test_a_new_daemon_does_not_renew_what_an_earlier_one_published(
 
 
 async def test_an_unwritable_directory_is_reported_and_tried_again(tmp_path: Path) -> None:
-    published = SubmissionFile(tmp_path / "missing" / "inbox", "slim", 60.0)
+    published = SubmissionFile(tmp_path / "missing" / "inbox", 60.0)
     with pytest.raises(Exhausted, match=r"inbox\.limits") as caught:
-        await published.publish({"slim": SIZES})
+        await published.publish(sizes(slim=SIZES))
     assert caught.value.hint and "slurm.inbox" in caught.value.hint
     published.renew()
     (tmp_path / "missing").mkdir()
@@ -113,7 +120,7 @@ async def test_no_symbolic_link_is_followed(settings: Settings, file: Path, tmp_
     secret.write_text("unchanged")
     for name in (file.name, f".{file.name}.{os.getpid()}-{threading.get_native_id()}.new"):
         (tmp_path / name).symlink_to(secret)
-    await submission_file(settings).publish({"slim": SIZES})
+    await submission_file(settings).publish(sizes(slim=SIZES))
     assert secret.read_text() == "unchanged" and not file.is_symlink()
 
 
@@ -151,7 +158,7 @@ async def test_a_job_that_no_published_size_holds_is_refused(
     settings: Settings, fields: str, refused_size: str
 ) -> None:
     directory = install_scripts(settings)
-    await submission_file(settings).publish({"slim": SIZES, "big": [Size(8, 9000)]})
+    await submission_file(settings).publish(sizes(slim=SIZES, big=[Size(8, 9000)]))
     said = submit(directory, f"user_id = 1000, {fields}")
     if not refused_size:
         assert said.startswith(ACCEPTED)
@@ -165,7 +172,7 @@ async def test_a_job_that_no_published_size_holds_is_refused(
 @needs_lua
 async def test_a_disk_that_no_host_has_is_refused(settings: Settings) -> None:
     directory = install_scripts(settings)
-    await submission_file(settings).publish({"slim": [Size(8, 9000, 5000)]})
+    await submission_file(settings).publish(sizes(slim=[Size(8, 9000, 5000)]))
     assert submit(directory, "user_id = 1000, pn_min_tmp_disk = 5000").startswith(ACCEPTED)
     message = submit(directory, "user_id = 1000, pn_min_tmp_disk = 5001")
     assert "|-1|" in message and "5001 MiB of disk" in message and "5000 MiB of disk" in message
@@ -220,7 +227,7 @@ async def test_an_update_is_refused_only_if_it_makes_the_job_too_large(
     settings: Settings, changes: str, record: str, accepted: bool
 ) -> None:
     directory = install_scripts(settings)
-    await submission_file(settings).publish({"slim": SIZES, "big": [Size(8, 9000)]})
+    await submission_file(settings).publish(sizes(slim=SIZES, big=[Size(8, 9000)]))
     said = modify(directory, changes, f"partition = 'vm', job_state = 0, min_nodes = 1, min_cpus = 1, {record}")
     assert ("|0|" in said) == accepted
     assert ("the largest VM" in said) != accepted
@@ -243,7 +250,7 @@ async def write_files_of_the_daemon(settings: Settings) -> None:
     """One offered node, and the published sizes."""
     node = NodeSpec("mvab-2", "10.0.0.2/16", Size(1, 300, 500), ("slim", "instant", "auto", "mv_v2"), "mv_v2", "slim")
     OfferFiles(settings.slurm.inbox, "ab", 60.0).offer(node, any_image=True, any_kind=True)
-    await submission_file(settings).publish({"slim": [Size(2, 3000, 65536)]})
+    await submission_file(settings).publish(sizes(slim=[Size(2, 3000, 65536)]))
 
 
 @needs_lua
@@ -254,6 +261,13 @@ async def test_the_scripts_of_the_previous_release_work_with_the_files_of_this_d
     assert submit(directory, "user_id = 1000, num_tasks = 1, min_mem_per_node = 300").startswith("|0|mv_v2|")
     assert submit(directory, "user_id = 1000, num_tasks = 1, min_mem_per_node = 3760").startswith("|0|mvgate|")
     assert "the largest VM" in submit(directory, "user_id = 1000, num_tasks = 1, min_mem_per_node = 3761")
+
+
+@needs_lua
+def test_the_script_of_the_previous_release_leaves_a_hint_that_names_nobody(settings: Settings) -> None:
+    directory = install_previous_release(settings, "multiverse.lua", "multiverse_site.lua")
+    submit(directory, "user_id = 1000")
+    assert list(take(settings.slurm.inbox)) == [Hint("submit")]
 
 
 @needs_lua

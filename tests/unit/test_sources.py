@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from multiverse.core.machines.vm import step_vm
 from multiverse.core.model import (
     AttemptState,
     Host,
@@ -19,8 +20,10 @@ from multiverse.core.model import (
     VmCondition,
     VmSeen,
     VmState,
+    World,
 )
 from multiverse.core.transition import Command
+from tests.unit import rows
 from tests.unit.planner_harness import POLICY, PlannerHarness
 
 A, V = AttemptState, VmState
@@ -106,6 +109,14 @@ def test_a_source_that_answers_without_a_host_loses_the_vms_of_that_host_at_once
     harness.hosts["h2"] = replace(harness.hosts.pop("h1"), name="h2")
     harness.run()
     assert harness.all_vms()[0].state is V.LOST
+
+
+def test_a_source_that_has_just_become_known_tells_of_a_missing_host_at_once() -> None:
+    for hosts, expected in (({}, V.LOST), ({"h1": PlannerHarness().hosts["h1"]}, V.SERVING)):
+        held = rows.state(rows.vm(V.SERVING), now=1000.0)
+        view = HypervisorView(hosts, {"mvtest0-1": VmSeen("mvtest0-1", "h1", VmCondition.RUNNING)})
+        step_vm(held, 1, World(sources={rows.SOURCE: Observation(Seen(view, 1000.0), 1000.0)}), POLICY)
+        assert held.vms[1].state is expected
 
 
 def test_nothing_is_placed_on_a_host_whose_source_is_silent() -> None:

@@ -22,9 +22,11 @@ from multiverse.core.model import (
     Node,
     NodeState,
     Observation,
+    OfferState,
     Request,
     Row,
     SchedulerView,
+    Seen,
     Size,
     Template,
     TemplateState,
@@ -36,16 +38,17 @@ from multiverse.core.model import (
 )
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy, Pool
-from multiverse.core.provisioning.capacity import Room
+from multiverse.core.provisioning.capacity import Blockage, Room
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.eviction import release_spares
+from multiverse.core.provisioning.pools import pool_status, reconcile_pools
 from multiverse.core.provisioning.sizes import vm_size
 from multiverse.core.provisioning.spares import give_back, joined_for, parked_for
 from multiverse.core.rows import Rows
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Event, Move
 from tests.unit.planner_harness import POLICY
-from tests.unit.rows import IMAGES, SOURCE, as_ready, attempt, changes_of, rows, state, template, vm, world_of
+from tests.unit.rows import IMAGES, SOURCE, as_ready, attempt, changes_of, offer, rows, state, template, vm, world_of
 
 A, V, T = AttemptState, VmState, TemplateState
 NOW = 1000.0
@@ -67,12 +70,15 @@ def joined(serial: int = 1, node_size: Size = Size(1, 100), **more: object) -> V
     return vm(V.JOINED, id=serial, **{"pool": Depth.JOINED, "since": NOW - 50, "node_size": node_size, **more})
 
 
+def condition(one: Vm) -> VmCondition:
+    return VmCondition.PARKED if one.state is V.PARKED else VmCondition.RUNNING
+
+
 def world(*vms: Vm, hosts: Collection[Host] = (), jobs: Collection[Job] = (), nodes: Mapping[str, Node] | None = None,
           ready: Collection[Row] = (), dead: Collection[int] = (), **forecast: object) -> World:  # fmt: skip
-    """All VMs run, except those that are `dead`. All that have joined are idle nodes, unless `nodes` is given."""
-    seen = {
-        one.name: VmSeen(one.name, one.host, VmCondition.DEAD if one.id in dead else VmCondition.RUNNING) for one in vms
-    }
+    """All VMs run or are parked, except those that are `dead`. All that have joined are idle nodes, unless `nodes` is
+    given."""
+    seen = {one.name: VmSeen(one.name, one.host, VmCondition.DEAD if one.id in dead else condition(one)) for one in vms}
     idle = {one.name: Node(one.name, NodeState.IDLE) for one in vms if one.state is V.JOINED}
     return world_of(
         SchedulerView({job.ref.job_id: job for job in jobs}, idle if nodes is None else nodes, offers=None),
@@ -129,6 +135,15 @@ def test_a_joined_spare_of_exactly_the_requested_size_is_taken() -> None:
 def test_the_smallest_joined_spare_that_fits_is_taken_and_the_first_of_equals() -> None:
     large, fit, also = joined(1, Size(1, 900)), joined(2, Size(1, 400)), joined(3, Size(1, 400))
     assert taken(Request(1, Size(1, 300)), also, large, fit) == fit
+
+
+def test_of_equal_joined_spares_one_that_no_other_job_may_take_is_taken() -> None:
+    one, other = joined(1), joined(2)
+    for offered, expected in ((1, other), (2, one)):
+        held = state(one, other, offer(OfferState.OPEN, id=offered), now=NOW)
+        assert joined_for(Context(held, world(one, other), POLICY), attempt(A.QUEUED)) == expected
+    held = state(one, replace(other, node_size=Size(1, 101)), offer(OfferState.OPEN, id=1), now=NOW)
+    assert joined_for(Context(held, world(one, other), POLICY), attempt(A.QUEUED)) == one, "the smaller one first"
 
 
 def in_pool(state: State, world: World) -> Context:
@@ -378,3 +393,85 @@ def test_half_of_the_cpus_are_left_to_jobs_that_start(cpus: int, starting: int, 
     old = attempt(A.ALLOCATED, id=9, job="9", since=NOW - 500)
     vms = [vm(V.SERVING, id=10 + a.id, attempt=a.id) for a in (*running, old)]
     assert bool(made(kept(READY, *running, old, *vms, hosts=[host(cpus=cpus)]))) is free
+
+
+# --- offers and failures -----------------------------------------------------------------------------
+
+OFFERING = replace(JOINED, most=1, offer=True)
+
+
+def reconciled(*some: Row, pool: Pool = OFFERING, blockage: Blockage = Blockage.NONE,
+               rest: float = 0.0) -> list[tuple[str, int, str, str]]:  # fmt: skip
+    """What is decided about the pools: kind and number of each row, its new state, and the reason. The scheduler can
+    offer nodes."""
+    held, vms = state(READY, *some, now=NOW), [row for row in some if isinstance(row, Vm)]
+    here = world(*vms, ready=[READY], rest={"slim": rest})
+    assert here.scheduler is not None
+    here = replace(here, scheduler=Seen(replace(here.scheduler.value, offers={}), NOW))
+    reconcile_pools(Context(held, here, replace(POLICY, pools=(pool,))), blockage)
+    return [(c.row.key.kind, c.row.id, str(c.row.state), c.reason) for c in changes_of(held.moves)]
+
+
+def test_offers_are_open_while_no_job_waits_for_room() -> None:
+    spare, opened = joined(), offer(OfferState.OPEN)
+    for blockage in (Blockage.NONE, Blockage.TURN):
+        assert reconciled(spare, opened, blockage=blockage) == []
+    assert reconciled(spare, opened, blockage=Blockage.ROOM) == [("offer", 1, "closing", "jobs wait for room")]
+    assert reconciled(spare, opened, pool=replace(OFFERING, offer=False)) == [
+        ("offer", 1, "closing", "its pool offers none")
+    ]
+
+
+def test_a_spare_is_offered_while_no_job_waits() -> None:
+    assert reconciled(joined()) == [("offer", 1, "open", "to jobs as they come")]
+    for blockage in (Blockage.TURN, Blockage.ROOM):
+        assert reconciled(joined(), blockage=blockage) == []
+    assert reconciled(joined(), pool=replace(OFFERING, offer=False)) == []
+
+
+def test_a_spare_that_was_withdrawn_is_replaced_while_no_job_waits_and_no_other_is_being_replaced() -> None:
+    spare, closed = joined(), offer(OfferState.CLOSED)
+    released = [("vm", 1, "releasing", "it was withdrawn, and nobody took it")]
+    assert reconciled(spare, closed) == released
+    for blockage in (Blockage.TURN, Blockage.ROOM):
+        assert reconciled(spare, closed, blockage=blockage) == []
+    assert reconciled(spare, closed, pool=replace(OFFERING, offer=False)) == []
+    for changing in (V.PLANNED, V.PARKED, V.STARTING, V.ENDING, V.REMOVING, V.RELEASING, V.RETIRING):
+        other = replace(joined(2), state=changing)
+        keeps_both = replace(OFFERING, least=2, most=2)
+        assert released[0] not in reconciled(spare, closed, other, pool=keeps_both), changing
+        for unlike in ({"image": "stock"}, {"pool": Depth.PARKED}, {"attempt": 1}):
+            found = reconciled(spare, closed, replace(other, **unlike))
+            assert released[0] in found, (changing, unlike)
+
+
+@pytest.mark.parametrize("going", [V.ENDING, V.REMOVING])
+def test_a_pool_makes_no_spare_while_one_of_its_own_that_failed_is_being_destroyed(going: V) -> None:
+    failed = replace(parked(), state=going)
+    assert reconciled(failed, pool=PARKED) == []
+    made = [("vm", 100, "planned", "for the parked pool of slim")]
+    for unlike in ({"pool": None}, {"attempt": 1}, {"image": "stock"}, {"pool": None, "attempt": 1}):
+        assert reconciled(replace(failed, **unlike), pool=PARKED) == made, unlike
+    assert reconciled(replace(failed, state=V.RELEASING), pool=PARKED) == made, "it has not failed"
+
+
+def test_a_pool_makes_no_spare_before_its_rest_is_over_or_while_jobs_wait() -> None:
+    made = [("vm", 100, "planned", "for the parked pool of slim")]
+    assert reconciled(pool=PARKED, rest=NOW) == made
+    assert reconciled(pool=PARKED, rest=NOW + 0.1) == []
+    for blockage in (Blockage.TURN, Blockage.ROOM):
+        assert reconciled(pool=PARKED, blockage=blockage) == []
+
+
+@pytest.mark.parametrize(("making", "more"), [(0, 2), (1, 1), (2, 1), (3, 1), (4, 0), (5, 0)])
+def test_a_pool_makes_half_of_what_jobs_leave_of_a_turn_and_one_at_least(making: int, more: int) -> None:
+    for going in (V.PLANNED, V.STARTING):
+        of_jobs = [vm(going, id=number, attempt=number) for number in range(1, 1 + making)]
+        found = reconciled(*of_jobs, pool=replace(PARKED, least=9, most=9))
+        assert [number for _, number, _, _ in found] == list(range(100, 100 + more)), going
+
+
+def test_nothing_is_on_offer_while_the_scheduler_is_unknown() -> None:
+    held = state(joined(), offer(OfferState.OPEN))
+    (found,) = pool_status(Context(held, replace(world(joined()), scheduler=None), replace(POLICY, pools=(OFFERING,))))
+    assert (found.ready, found.offered) == (1, 0)

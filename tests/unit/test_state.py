@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from multiverse.core.changes import mark_changes
 from multiverse.core.errors import Broken
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
@@ -16,8 +17,14 @@ from multiverse.core.model import (
     AttemptState,
     Claim,
     ClaimKey,
+    CloneKind,
+    Depth,
+    Host,
     HostState,
+    HypervisorView,
+    Job,
     JobRef,
+    JobState,
     Key,
     KnownHost,
     Offer,
@@ -32,9 +39,10 @@ from multiverse.core.model import (
     VmState,
 )
 from multiverse.core.rows import Rows
-from multiverse.core.state import State, VmsMissing
-from multiverse.core.transition import TERMINAL, Change, Event
-from tests.unit.rows import attempt, offer, state, template, vm
+from multiverse.core.state import State, VmsMissing, quarantine_on_error
+from multiverse.core.transition import TERMINAL, Change, Event, Tables, Transition, transitions, unchanged
+from tests.unit.planner_harness import POLICY
+from tests.unit.rows import SOURCE, attempt, offer, state, template, vm, world_of
 
 A, V, T, O = AttemptState, VmState, TemplateState, OfferState  # noqa: E741
 MAKERS: dict[RowKind, Callable[..., Row]] = {"attempt": attempt, "vm": vm, "template": template, "offer": offer}
@@ -156,6 +164,46 @@ def test_a_rollback_restores_all_and_the_indexes_stay_those_of_the_rows(
     assert_consistent(held)
 
 
+def test_before_its_first_pass_a_state_has_the_rows_alone() -> None:
+    held = State(Rows("test0"), TABLES)
+    assert (held.now, held.entropy, held.moves, held.missing, held.learned) == (0.0, "", [], [], {})
+    assert (held.paced, dict(held.waiting), held.wanted, held.reasons, held.lacking) == ({}, {}, None, {}, set())
+    assert set(held.indexes()) == {
+        "by_job",
+        "by_state",
+        "vms_by_attempt",
+        "vms_by_host",
+        "vms_by_source",
+        "vms_by_template",
+        "templates_by_key",
+    }
+    later = State(Rows("test0"), TABLES, 7.0)
+    later.move(Change(vm(V.PLANNED), Event.PLANNED))
+    assert later.vms[1].since == 7.0 and len(later.moves) == 1
+    later.rollback()
+    assert later.vms == {} and later.moves == []
+    later.begin(8.0, {("h1", "slim", CloneKind.INSTANT): 9.0})
+    assert (later.now, later.entropy) == (8.0, "") and list(later.paced.values()) == [9.0]
+
+
+def test_what_is_used_of_a_domain_is_the_sum_of_its_claims() -> None:
+    first, other, away = (
+        Claim(Key("vm", 1), "h1", Size(1, 100, 5)),
+        Claim(Key("template", 1), "h1", Size(0, 256)),
+        Claim(Key("vm", 2), "h2", Size(2, 200, 7)),
+    )
+    held = state(vm(V.PLANNED), vm(V.PLANNED, id=2), template(T.READY), claims=[first, away])
+    assert (held.used["h1"], held.used["h2"], held.used["h9"]) == (first.size, away.size, Size(0, 0, 0))
+    held.move(make=[other])
+    assert held.used["h1"] == Size(1, 356, 5)
+    held.move(make=[replace(first, size=Size(3, 300, 9))])
+    assert held.used["h1"] == Size(3, 556, 9), "a claim takes the place of the one with its key"
+    held.move(free=[first.owner])
+    assert (held.used["h1"], held.used["h2"]) == (other.size, away.size)
+    held.rollback()
+    assert (held.used["h1"], held.used["h2"]) == (first.size, away.size)
+
+
 def test_a_new_pass_keeps_what_the_pass_before_changed() -> None:
     held = state(vm(V.PLANNED), claims=[Claim(Key("vm", 1), "h1", Size(1, 100))])
     held.move(Change(vm(V.PARKED), Event.EXISTS))
@@ -187,6 +235,79 @@ def test_a_move_of_several_rows_of_which_one_may_not_change_changes_none() -> No
             make=[Claim(Key("vm", 1), "h1", Size(1, 1))],
         )
     assert everything(held) == before and held.moves == []
+
+
+def test_a_rollback_restores_hosts_which_are_then_learned_again() -> None:
+    held = state()
+    before = held.rows().hosts
+    fresh = {name: Host(name, Size(4, 4096)) for name in ("h1", "h2")}
+    for now in (1.0, 2.0):
+        held.begin(now, {})
+        mark_changes(held, world_of(None, HypervisorView(fresh), now), POLICY)
+        assert held.learned == {name: KnownHost(name, SOURCE, value=host) for name, host in fresh.items()}
+        held.rollback()
+        assert held.rows().hosts == before == {"h1": KnownHost("h1", SOURCE)}
+
+
+def test_a_rollback_takes_a_new_attempt_out_of_the_queue() -> None:
+    held = state()
+    row = attempt(A.QUEUED)
+    held.queue.jobs = {"7": Job(row.job, row.job_name, row.uid, JobState.PENDING, row.request)}
+    held.begin(1.0, {})
+    held.move(Change(replace(row, version=0), Event.SUBMITTED))
+    assert list(held.queue.candidates) == [1] and held.queue.wants(1)
+    held.rollback()
+    assert list(held.queue.candidates) == [] and not held.queue.wants(1)
+
+
+# --- what is to be looked at ------------------------------------------------------------------------
+
+
+def marked(held: State, *changes: Change) -> tuple[set[int], set[int]]:
+    """The attempts and the VMs that are to be looked at after these changes."""
+    held.dirty_attempts.clear()
+    held.dirty_vms.clear()
+    held.move(*changes)
+    return held.dirty_attempts, held.dirty_vms
+
+
+def test_a_change_marks_the_rows_whose_steps_depend_on_it() -> None:
+    one, other = attempt(A.SPAWNING), attempt(A.SPAWNING, id=2, job="8")
+    serving, spare = vm(V.STARTING, attempt=1), vm(V.PARKED, id=2)
+    rows = (one, other, serving, spare, offer(O.OPEN, id=2), template(T.READY))
+    assert marked(state(*rows), Change(replace(one, replaced=1), Event.REPLACED)) == ({1}, {1})
+    assert marked(state(*rows), Change(replace(serving, state=V.JOINED), Event.REGISTERED)) == ({1}, {1})
+    assert marked(state(*rows), Change(replace(spare, attempt=2), Event.TAKEN)) == ({2}, {2})
+    assert marked(state(*rows), Change(offer(O.CLOSING, id=2), Event.WITHDRAWN)) == (set(), {2})
+    assert marked(state(*rows), Change(template(T.RETIRING), Event.DROPPED)) == (set(), set())
+    leaving = replace(serving, state=V.RELEASING)
+    held = state(one, leaving)
+    assert marked(held, Change(replace(leaving, state=V.GONE), Event.ABSENT))[0] == {1}, "its attempt goes on"
+    over = attempt(A.RECLAIMING, outcome="done")
+    assert marked(state(over, spare), Change(replace(over, state=A.DONE), Event.RECLAIMED))[0] == {1}
+
+
+# --- faults -----------------------------------------------------------------------------------------
+
+
+def test_a_fault_quarantines_the_one_record_that_it_is_about() -> None:
+    held = state(vm(V.PLANNED), vm(V.PLANNED, id=2))
+    with quarantine_on_error(held, Key("vm", 1)):
+        raise KeyError("x")
+    why = "a fault of Multiverse, please report it: KeyError('x')"
+    (move,) = held.moves
+    assert [(change.event, change.reason, change.row.quarantined) for change in move.changes] == [
+        (Event.QUARANTINED, why, why)
+    ]
+    assert held.vms[1].quarantined == why and held.vms[2] == vm(V.PLANNED, id=2)
+    with quarantine_on_error(held, Key("vm", 1)):
+        raise KeyError("y")
+    assert held.moves == [move], "it is in quarantine already"
+    with pytest.raises(KeyError), quarantine_on_error(held, Key("vm", 3)):
+        raise KeyError("z")
+    with quarantine_on_error(held, Key("vm", 2)):
+        pass
+    assert held.moves == [move]
 
 
 # --- questions --------------------------------------------------------------------------------------
@@ -242,6 +363,31 @@ def test_templates_offers_claims_and_hosts_are_found_by_their_keys() -> None:
     assert held.learned == {}, "nothing new is known"
 
 
+def test_vms_are_found_by_the_template_that_they_were_forked_from() -> None:
+    which = TemplateKey("h1", "slim", Size(1, 256))
+    serving, spare = vm(V.SERVING, attempt=1, template_id=4), vm(V.PARKED, id=2, pool=Depth.PARKED, template_id=4)
+    booted = vm(V.SERVING, id=3, attempt=1, kind=CloneKind.FULL)
+    held = state(serving, spare, booted, vm(V.SERVING, id=5, attempt=2, template_id=6, account="physics"))
+    assert sorted(held.template_ids_of_vms()) == [4, 6]
+    assert held.vms_of_template(4) == [serving, spare] and held.vms_of_template(5) == []
+    assert held.serves_from(which) and held.serves_from(which._replace(account="physics"))
+    assert not held.serves_from(which._replace(host="h2"))
+    assert not state(spare, booted).serves_from(which), "spares go with their template"
+
+
+def test_the_sources_of_live_vms_are_known() -> None:
+    away = vm(V.REMOVING, id=2, source="agent of h2")
+    held = state(vm(V.PARKED), away)
+    assert held.sources() == {SOURCE, "agent of h2"}
+    held.move(Change(replace(away, state=V.GONE), Event.ABSENT))
+    assert held.sources() == {SOURCE}
+
+
+def test_a_serial_is_counted_once() -> None:
+    held = state()
+    assert [held.next_serial, held.new_serial(), held.new_serial(), held.next_serial] == [100, 100, 101, 102]
+
+
 def test_an_address_is_in_use_until_the_last_vm_that_has_it_is_gone() -> None:
     one, two = vm(V.REMOVING), replace(vm(V.PARKED, id=2), address="10.9.1.1/16")
     held = state(one, two, replace(vm(V.PARKED, id=3), address=""))
@@ -251,3 +397,28 @@ def test_an_address_is_in_use_until_the_last_vm_that_has_it_is_gone() -> None:
     held.move(Change(replace(two, state=V.RELEASING), Event.RELEASED))
     held.move(Change(replace(held.vms[2], state=V.GONE), Event.ABSENT))
     assert held.addresses == {}
+
+
+# --- tables -----------------------------------------------------------------------------------------
+
+
+def test_a_table_allows_the_transitions_that_are_in_it_and_no_others() -> None:
+    some = (
+        *transitions([None, V.PLANNED], Event.EXISTS, V.PARKED, V.STARTING),
+        *unchanged([V.PARKED, V.LOST], Event.QUARANTINED, Event.RETRIED),
+    )
+    assert some == (
+        Transition(None, Event.EXISTS, V.PARKED),
+        Transition(None, Event.EXISTS, V.STARTING),
+        Transition(V.PLANNED, Event.EXISTS, V.PARKED),
+        Transition(V.PLANNED, Event.EXISTS, V.STARTING),
+        Transition(V.PARKED, Event.QUARANTINED, V.PARKED),
+        Transition(V.PARKED, Event.RETRIED, V.PARKED),
+        Transition(V.LOST, Event.QUARANTINED, V.LOST),
+        Transition(V.LOST, Event.RETRIED, V.LOST),
+    )
+    tables = Tables({"vm": some, "template": ()})
+    assert dict(tables) == {"vm": some, "template": ()}
+    assert tables.allowed("vm", None, Event.EXISTS, V.PARKED)
+    assert not tables.allowed("vm", V.PARKED, Event.EXISTS, V.PARKED)
+    assert not tables.allowed("template", None, Event.EXISTS, V.PARKED)

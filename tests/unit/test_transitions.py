@@ -112,7 +112,8 @@ WAITING: list[tuple[Attempt, Job | None, Event, A]] = [
 
 @pytest.mark.parametrize(("row", "shown", "event", "target"), WAITING)
 def test_a_waiting_attempt_follows_its_job(row: Attempt, shown: Job | None, event: Event, target: A) -> None:
-    found = taken(row, shown=Shown(jobs=(shown,) if shown else ()))
+    earlier = vm(V.RELEASING, id=9)  # of an earlier attempt
+    found = taken(row, earlier, shown=Shown(jobs=(shown,) if shown else ()))
     assert next(one for one in found if one[0] == row.key) == (row.key, row.state, event, target)
 
 
@@ -196,6 +197,24 @@ def test_a_revoking_attempt_keeps_its_vms_until_its_job_is_cancelled(shown: JobS
         (row.key, A.REVOKING, Event.CANCELLED, A.RECLAIMING),
         (serving.key, V.JOINED, Event.RELEASED, V.RELEASING),
     ]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "changed", "expected"),
+    [
+        ("revoked", JobState.PENDING, [A.RETURNING]),
+        ("revoked", JobState.RUNNING, []),
+        ("failed", JobState.PENDING, []),
+    ],
+)
+def test_only_a_pending_job_that_was_impossible_is_given_another_attempt_when_it_asks_for_something_else(
+    outcome: str, changed: JobState, expected: list[A]
+) -> None:
+    row = attempt(A.REVOKING, outcome=outcome, reason="no luck")
+    found = taken(
+        row, vm(V.JOINED, attempt=1), shown=Shown(jobs=(job(row, changed, request=OTHER, pinned=row.feature),))
+    )
+    assert [target for key, _, _, target in found if key == row.key] == expected
 
 
 # --- VMs --------------------------------------------------------------------------------------------

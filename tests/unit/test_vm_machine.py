@@ -9,19 +9,24 @@ import pytest
 
 from multiverse.core.errors import Broken
 from multiverse.core.machines.tables import effect_of
+from multiverse.core.machines.vm import step_vm, vm_rests
 from multiverse.core.model import (
     Attempt,
     AttemptState,
     Depth,
     Host,
+    HostState,
     HypervisorView,
     Job,
     JobState,
     Key,
+    KnownHost,
     Node,
     NodeState,
+    Observation,
     Row,
     SchedulerView,
+    Seen,
     Size,
     Template,
     TemplateCondition,
@@ -31,12 +36,13 @@ from multiverse.core.model import (
     VmCondition,
     VmSeen,
     VmState,
+    World,
 )
 from multiverse.core.planner import plan
 from multiverse.core.rows import Rows
 from multiverse.core.transition import Change, Command, EffectKind, Event
 from tests.unit.planner_harness import POLICY, PlannerHarness
-from tests.unit.rows import IMAGES, attempt, changes_of, state, template, vm, world_of
+from tests.unit.rows import IMAGES, SOURCE, attempt, changes_of, state, template, vm, world_of
 
 A, V, T = AttemptState, VmState, TemplateState
 NOW = 1000.0
@@ -66,6 +72,9 @@ def decided(
     frozen = TemplateSeen("t", "h1", "slim", TemplateCondition.READY, Size(1, 256))
     view = SchedulerView({job.ref.job_id: job for job in jobs}, {name: one.node} if one.node else {})
     hypervisor = HypervisorView({"h1": H1}, vms, {frozen.which: frozen} if one.built else {})
+    if one.built and not any(isinstance(row, Template) for row in some):
+        ready = template(TemplateState.READY, id=100, size=frozen.size)
+        some = (*some, ready)
     world = world_of(view if one.scheduler else None, hypervisor, one.at, effect_ended_at=effect_ended_at or {})
     return changes_of(plan(state(*some, now=NOW), world, [], NOW, POLICY))
 
@@ -96,6 +105,47 @@ def test_absence_does_not_count_in_an_observation_that_began_as_the_vm_was_start
     assert of_vm(decided(one, starting, jobs=(job(one),), effect_ended_at=effect_ended_at, at=NOW - 5)) == []
     died = (Event.DIED, "ending", "the VM died")
     assert died in of_vm(decided(one, starting, jobs=(job(one),), effect_ended_at=effect_ended_at, at=NOW - 4))
+
+
+def test_a_vm_is_gone_when_both_sides_were_observed_after_its_destruction_ended() -> None:
+    leaving = vm(V.RELEASING, since=NOW - 5)
+    for ended in (NOW - 7, NOW - 3):
+        least = max(ended, leaving.since)
+        for scheduler, hypervisor, gone in (
+            (least, NOW, False),
+            (NOW, least, False),
+            (least + 0.1, least + 0.1, True),
+        ):
+            held = state(leaving, now=NOW)
+            world = World(
+                scheduler=Seen(SchedulerView(), scheduler),
+                sources={SOURCE: Observation(Seen(HypervisorView({"h1": H1}), hypervisor), 0.0)},
+                effect_ended_at={leaving.key: ended},
+            )
+            step_vm(held, 1, world, POLICY)
+            assert (not held.vms) is gone, (ended, scheduler, hypervisor)
+
+
+def test_a_dead_vm_that_was_observed_before_its_creation_is_another_one() -> None:
+    one, planned = attempt(A.CLAIMED, since=NOW - 9), vm(V.PLANNED, attempt=1, since=NOW - 5)
+    assert of_vm(decided(one, planned, jobs=(job(one),), seen=DEAD, at=NOW - 5)) == []
+    found = of_vm(decided(one, planned, jobs=(job(one),), seen=DEAD, why="it broke", at=NOW - 4))
+    assert [change for change in found if change[0] is not Event.PLANNED] == [(Event.FAILED, "ending", "it broke")]
+
+
+def test_a_vm_is_not_made_in_time_if_an_observation_after_the_limit_and_after_its_creation_does_not_show_it() -> None:
+    limit = POLICY.spawn_timeout
+    one, planned = attempt(A.CLAIMED, since=NOW - 500), vm(V.PLANNED, attempt=1, since=NOW - limit - 5)
+    late = [(Event.FAILED, "ending", "it was not made within 60 s")]
+    for at, ended, expected in (
+        (NOW - 5, NOW - 20, []),
+        (NOW - 4, NOW - 20, late),
+        (NOW, NOW, []),
+        (NOW, NOW - 1, late),
+        (NOW, float("inf"), []),
+    ):
+        found = of_vm(decided(one, planned, jobs=(job(one),), at=at, effect_ended_at={planned.key: ended}))
+        assert [change for change in found if change[0] is not Event.PLANNED] == expected, (at, ended)
 
 
 def test_a_vm_in_quarantine_is_left_alone() -> None:
@@ -155,6 +205,17 @@ def test_a_dead_vm_stays_while_its_job_may_be_tied_to_it() -> None:
     assert kept(ran, V.SERVING, job(ran, pinned=True)), "its launch was taken back"
 
 
+def test_a_dead_vm_keeps_the_reason_of_its_death() -> None:
+    ran = attempt(A.ALLOCATED)
+    dead = vm(V.DEAD, attempt=1, reason="it broke")
+    for seen in (DEAD, None):
+        assert of_vm(decided(ran, dead, jobs=(job(ran),), seen=seen, why="its guest has stopped"))[0] == (
+            Event.DIED,
+            "ending",
+            "it broke",
+        )
+
+
 def test_a_dead_vm_is_ended_when_its_job_is_not_tied_to_it() -> None:
     ran = attempt(A.ALLOCATED)
     assert not kept(ran, V.SERVING, job(ran))
@@ -178,7 +239,8 @@ def test_a_vm_that_is_out_of_reach_has_failed_until_its_job_is_seen_to_run_on() 
     harness.run()
     (vm,) = harness.all_vms()
     assert (vm.state, vm.failed, vm.reason) == (V.SERVING, False, "")
-    assert [entry.reason for entry in harness.store.journal() if entry.event in ("lost", "found")] == [
+    events = ("lost", "found")
+    assert [entry.reason for entry in harness.store.journal() if entry.kind == "vm" and entry.event in events] == [
         "host h1 is out of reach",
         "its job runs on",
     ]
@@ -415,3 +477,33 @@ def test_a_move_that_no_table_has_names_the_transition_and_changes_nothing() -> 
     assert not held.moves and held.vms[1].state is V.RELEASING
     held.move(Change(vm(V.GONE), Event.ABSENT), free=[Key("vm", 1)])  # a row that holds no claim releases none
     assert not held.vms and held.moves[0].free == ()
+
+
+# --- rest -------------------------------------------------------------------------------------------
+
+
+def resting(view: HypervisorView | None, *, fenced: bool = False, **more: object) -> set[V]:
+    """The states in which a VM rests."""
+    held = state()
+    if fenced:
+        held.know_host(KnownHost("h1", SOURCE, HostState.FENCED))
+    world = world_of(None, view, NOW)
+    return {one for one in V if one is not V.GONE and vm_rests(held, vm(one, **more), world)}
+
+
+def test_a_vm_rests_while_it_serves_and_while_nothing_is_known_of_it() -> None:
+    live = set(V) - {V.GONE}
+    leaving = {V.ENDING, V.REMOVING, V.RELEASING}
+
+    def shown(*vms: VmSeen) -> HypervisorView:
+        return HypervisorView({"h1": H1}, {seen.name: seen for seen in vms})
+
+    running, dead = (VmSeen("mvtest0-1", "h1", condition) for condition in (RUNNING, DEAD))
+    assert resting(shown(running)) == {V.SERVING}
+    assert resting(shown(dead)) == resting(shown()) == set()
+    assert resting(None) == live, "that its source has been silent for long marks it"
+    assert resting(HypervisorView()) == {V.LOST}, "its host is not shown"
+    assert resting(None, fenced=True) == live - leaving, "these wait for the scheduler only"
+    assert resting(HypervisorView(), fenced=True) == {V.LOST}
+    for view in (shown(running), shown(dead), shown(), HypervisorView(), None):
+        assert resting(view, quarantined="it cannot be") == live

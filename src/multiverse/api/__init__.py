@@ -10,8 +10,8 @@ from multiverse.api.audit import IdentityAudit, VmIdentity
 from multiverse.api.decode import decode
 from multiverse.api.jobs import JobView, PhaseView, TimelineEntry, TimelineView
 from multiverse.api.machines import HostView, SizeView, TemplateView, VmView
-from multiverse.api.requests import RepairRequest, TemplateRequest
-from multiverse.api.status import Alert, PoolView, SourceView, StatusView
+from multiverse.api.requests import PruneRequest, RepairRequest, TemplateRequest
+from multiverse.api.status import Alert, PoolView, PruneView, SourceView, StatusView
 
 __all__ = [
     "Alert",
@@ -20,6 +20,8 @@ __all__ = [
     "JobView",
     "PhaseView",
     "PoolView",
+    "PruneRequest",
+    "PruneView",
     "RepairRequest",
     "SizeView",
     "SourceView",

@@ -52,7 +52,8 @@ class TimelineEntry:
 
 @dataclass(frozen=True, slots=True)
 class TimelineView:
-    """The history of one attempt and its VMs. `wall` is the Unix time of the first entry."""
+    """The history of one attempt and its VMs. `wall` is the Unix time of the first entry, `waiting` why the attempt
+    waits now."""
 
     job_id: str
     attempt: int
@@ -60,3 +61,4 @@ class TimelineView:
     wall: float
     phases: tuple[PhaseView, ...]
     entries: tuple[TimelineEntry, ...]
+    waiting: str = ""

@@ -19,6 +19,15 @@ class TemplateRequest(BaseModel):
     account: str | None = Field(default=None, max_length=255)
 
 
+class PruneRequest(BaseModel):
+    """Which records to delete: those that ended more than `older_than` seconds ago. None: as old as the settings say.
+    With `dry_run` they are only counted. `after` is `PruneView.next` of the answer before."""
+
+    older_than: float | None = Field(default=None, ge=0, le=1e10)
+    dry_run: bool = False
+    after: str = Field(default="", max_length=100)
+
+
 class RepairRequest(BaseModel):
     """Which alert to repair. `fenced` is the operator's assurance that the host of that name is switched off."""
 

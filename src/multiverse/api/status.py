@@ -10,6 +10,7 @@ from pydantic import Field
 
 AlertKind = Literal[
     "source",
+    "hints",
     "store",
     "memory",
     "image",
@@ -18,6 +19,7 @@ AlertKind = Literal[
     "template",
     "host",
     "fenced",
+    "user",
     "effect",
     "stranger",  # an orphan: an object with our site's name that no record explains
     "unserved",
@@ -90,3 +92,18 @@ class StatusView:
     templates: Mapping[str, int]
     pools: tuple[PoolView, ...]
     alerts: Annotated[tuple[Alert, ...], Field(alias="troubles")]
+
+
+@dataclass(frozen=True, slots=True)
+class PruneView:
+    """How many records were deleted, or would be, and how many entries of their journal. `older_than` is in seconds.
+    `next` is where the next request goes on (`PruneRequest.after`); empty when all is done."""
+
+    older_than: float
+    next: str
+    dry_run: bool
+    attempts: int
+    vms: int
+    offers: int
+    templates: int
+    journal: int

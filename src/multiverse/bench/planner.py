@@ -45,6 +45,7 @@ from multiverse.core.model import (
     TemplateCondition,
     TemplateSeen,
     TemplateState,
+    User,
     Vm,
     VmCondition,
     VmSeen,
@@ -73,7 +74,7 @@ class PassTimes:
     all_rows: Summary
 
 
-class Clock:
+class MonotonicClock:
     """The machine's monotonic clock."""
 
     def now(self) -> float:
@@ -103,7 +104,7 @@ class Endless:
         return call
 
 
-class Cluster:
+class BlockedCluster:
     """The rows and the observations of a cluster with a blocked queue."""
 
     def __init__(self, jobs: int, vms: int) -> None:
@@ -185,12 +186,13 @@ class UncheckedTables(dict[Any, Any]):
 class Passes:
     """A controller whose observations are set by hand."""
 
-    def __init__(self, cluster: Cluster, store: Store) -> None:
-        self.cluster, self.clock = cluster, Clock()
+    def __init__(self, cluster: BlockedCluster, store: Store) -> None:
+        self.cluster, self.clock = cluster, MonotonicClock()
         ports = Endless()
         self.controller = Controller(
             store, cast(Scheduler, ports), cast(Hypervisor, ports), self.clock, Settings(), lambda: "bench"
         )
+        self.controller.users.remember(User("user", 1000, 1000, "/home/user", "/bin/sh"))
 
     def observe(self) -> None:
         """Set new observations."""
@@ -219,9 +221,11 @@ class Passes:
 
 async def measure(jobs: int, vms: int, repetitions: int = 9) -> PassTimes:
     """Measure passes with so many queued jobs and so many VMs."""
-    cluster = Cluster(jobs, vms)
+    cluster = BlockedCluster(jobs, vms)
     with tempfile.TemporaryDirectory(prefix="mvbench-") as directory:
-        store = Store(Path(directory) / "multiverse.db", Clock(), site="bench", tables=cast(Any, UncheckedTables()))
+        store = Store(
+            Path(directory) / "multiverse.db", MonotonicClock(), site="bench", tables=cast(Any, UncheckedTables())
+        )
         with store.transaction() as tx:
             for move in cluster.moves():
                 tx.apply(move)

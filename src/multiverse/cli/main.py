@@ -19,7 +19,9 @@ from multiverse.cli import (
     jobs,
     lab,
     long_queue,
+    observations,
     passes,
+    prune,
     repair,
     simulate,
     status,
@@ -44,6 +46,7 @@ app.command("vms")(vms.vms)
 app.command("hosts")(hosts.hosts)
 app.command("status")(status.status)
 app.command("repair")(repair.repair)
+app.command("prune")(prune.prune)
 app.command("timeline")(timeline.timeline)
 app.add_typer(audit.app, name="audit")
 app.add_typer(template.app, name="template")
@@ -52,6 +55,7 @@ app.command("daemon")(daemon.daemon)
 app.add_typer(lab.app, name="lab")
 bench.app.command("burst")(burst.burst)
 bench.app.command("density")(density.density)
+bench.app.command("observations")(observations.observations)
 bench.app.command("planner")(passes.planner)
 bench.app.command("queue")(long_queue.queue)
 bench.app.command("neighbours")(long_queue.neighbours_)

@@ -44,6 +44,7 @@ STATE_STYLES = {
     "joined": "blue",
     "starting": "cyan",
     "lost": "red",
+    "orphan": "red",
     "dead": "red",
     "retiring": "magenta",
     "ending": "magenta",

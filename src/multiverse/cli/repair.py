@@ -49,15 +49,22 @@ def repair(
 
 
 def _choose(found: Sequence[Alert], names: Sequence[str], *, fenced: bool) -> list[Alert]:
-    """The alerts to repair. A host is fenced only if it is named and the operator assures that it is switched off."""
+    """The alerts to repair. A host is fenced only if it is named and the operator assures that it is switched off. A VM
+    with a running job is ended only if it is named."""
     if fenced and not names:
         raise Refused("--fenced needs the name of a host", hint="multiverse repair HOST --fenced")
     if not names:
-        for one in (one for one in found if one.needs_fenced):
-            text = f"{one.name} is left out; to repair it: multiverse repair {one.name} --fenced"
+        for one in (one for one in found if one.repair and _must_be_named(one)):
+            flag = " --fenced" if one.needs_fenced else ""
+            text = f"{one.name} is left out; to repair it: multiverse repair {one.name}{flag}"
             render.console.print(text, markup=False)
-        return [one for one in found if one.repair and not one.needs_fenced]
+        return [one for one in found if one.repair and not _must_be_named(one)]
     return [one for name in dict.fromkeys(names) for one in _named(found, name, fenced=fenced)]
+
+
+def _must_be_named(alert: Alert) -> bool:
+    """Whether the repair may end what still runs."""
+    return alert.needs_fenced or alert.kind == "stranger"
 
 
 def _named(found: Sequence[Alert], name: str, *, fenced: bool) -> list[Alert]:

@@ -42,6 +42,8 @@ def _show_phases(one: TimelineView) -> None:
         render.state(one.state), f"  {render.duration(total)} in all",
     )  # fmt: skip
     render.console.print(head)
+    if one.waiting:
+        render.console.print(Text(f"  {one.waiting}"))
     width = min(_BAR_WIDTH, render.console.width - 4)
     parts = [(phase.seconds, render.PHASE_STYLES[phase.name]) for phase in one.phases]
     render.console.print(Text("  ") + render.bar(parts, width))

@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import structlog
 
-from multiverse.core.errors import Broken, Gone, MultiverseError, Refused, Stale, Unknown
+from multiverse.controller.users import UserDirectory
+from multiverse.core.errors import Broken, MultiverseError, Refused, Stale, Unknown
 from multiverse.core.machines.tables import permitted_effects
 from multiverse.core.model import (
     Attempt,
     Depth,
     Identity,
+    JobLimits,
     Key,
     Mount,
     Row,
-    Size,
     Stage,
     Template,
-    User,
     Vm,
     VmRef,
     VmSpec,
@@ -45,9 +44,6 @@ AGAIN, AGAIN_LIMIT = 2.0, 60.0
 
 TIMEOUTS: dict[EffectKind, float] = {EffectKind.BUILD: 600.0, EffectKind.CREATE: 300.0, EffectKind.START: 300.0}
 OTHER_TIMEOUT = 60.0
-
-EXPLAINING = 2
-"""Jobs that are told why they wait, at the same time: hundreds may wait, and none of that is urgent."""
 
 Subject = Row | VmRef
 """What an effect acts on: a row, or an orphan."""
@@ -77,13 +73,14 @@ class Failure:
 
 @dataclass
 class Surroundings:
-    """What effects need beside the row itself: its relatives, and what every guest is given."""
+    """What effects need beside the row itself: its relatives, its user, and what every guest is given."""
 
     gateway: str
     hosts: tuple[tuple[str, str], ...]
     mounts: tuple[Mount, ...]
     grace: float
     state: State
+    users: UserDirectory
 
 
 class Effects:
@@ -102,8 +99,7 @@ class Effects:
         self._lanes: dict[Key, _Lane] = {}
         self._ended_at: dict[Key, float] = {}
         self._refused: dict[Key, str] = {}
-        self._explaining = asyncio.Semaphore(EXPLAINING)
-        self._limits: Mapping[str, Sequence[Size]] | None = None  # as published last
+        self._limits: JobLimits | None = None  # as published last
         self._publishing: asyncio.Task[None] | None = None
         self._publication_failures = 0  # in a row
         self._publish_again_at = 0.0
@@ -134,8 +130,6 @@ class Effects:
     def _due(lane: _Lane) -> float:
         if lane.ended is None:
             return 0.0
-        if lane.effect.kind is EffectKind.EXPLAIN:
-            return float("inf")
         return lane.ended + _pause(lane.runs)
 
     def ensure(self, orphans: Sequence[VmRef] = ()) -> None:
@@ -162,12 +156,12 @@ class Effects:
             del self._ended_at[key]
             self._refused.pop(key, None)
 
-    def limit_submissions(self, largest: Mapping[str, Sequence[Size]]) -> None:
-        """Let the scheduler refuse what exceeds these sizes, by image. Publishing is repeated until it succeeds, each
-        time after a longer pause."""
+    def limit_submissions(self, limits: JobLimits | None) -> None:
+        """Let the scheduler refuse what these limits do not allow, if they are known. Publishing is repeated until it
+        succeeds, each time after a longer pause."""
         submission = self._scheduler.submission
         busy = self._publishing is not None and not self._publishing.done()
-        if submission is None or not largest or largest == self._limits or busy:
+        if submission is None or limits is None or limits == self._limits or busy:
             return
         if self._clock.now() < self._publish_again_at:
             return
@@ -175,14 +169,14 @@ class Effects:
         async def publish() -> None:
             try:
                 async with asyncio.timeout(OTHER_TIMEOUT):
-                    await submission.publish(largest)
+                    await submission.publish(limits)
             except (MultiverseError, TimeoutError) as error:
                 self._publication_failures += 1
                 self._publish_again_at = self._clock.now() + _pause(self._publication_failures)
                 reason = str(error) or f"it did not end within {OTHER_TIMEOUT:g} s"
                 log.warning("largest job not published", reason=reason)
             else:
-                self._limits, self._publication_failures = largest, 0
+                self._limits, self._publication_failures = limits, 0
 
         self._publishing = asyncio.create_task(publish(), name="publish the largest job")
 
@@ -216,8 +210,7 @@ class Effects:
         stages: Sequence[Stage] = ()
         limit = TIMEOUTS.get(lane.effect.kind, OTHER_TIMEOUT)
         try:
-            turn = self._explaining if lane.effect.kind is EffectKind.EXPLAIN else nullcontext()
-            async with turn, asyncio.timeout(limit):
+            async with asyncio.timeout(limit):
                 stages = await self._act(lane.effect, subject) or ()
         except MultiverseError as caught:
             error = caught
@@ -261,8 +254,6 @@ class Effects:
         match effect.kind:
             case EffectKind.GATE:
                 await self._scheduler.unpin(job)
-            case EffectKind.EXPLAIN:
-                await self._scheduler.explain(job, effect.text)
             case EffectKind.PIN:
                 await self._add_user(attempt)
                 nodes = [vm.name for vm in self._around.state.serving_vms_of(attempt)]
@@ -326,15 +317,9 @@ class Effects:
             if users is None:
                 raise Refused(f"{vm.name} cannot learn of its user: its hypervisor adds none to a guest that runs")
             try:
-                await users.add_user(vm.ref, await self._user(attempt.uid))
+                await users.add_user(vm.ref, await self._around.users.user(attempt.uid))
             except Broken as error:  # another VM may take the user in; this one never will
                 raise Refused(f"{vm.name} could not be told of its user: {error.message}") from error
-
-    async def _user(self, uid: int) -> User:
-        try:
-            return await self._scheduler.user(uid)
-        except Gone as error:
-            raise Refused(f"the job's user is unknown here: {error.message}") from error
 
     async def _start(self, vm: Vm) -> Sequence[Stage]:
         attempt = self._around.state.attempt_of(vm)
@@ -342,7 +327,7 @@ class Effects:
         peers = tuple(
             (peer.name, peer.address.partition("/")[0]) for peer in relatives if peer.id != vm.id and not peer.failed
         )
-        users = (await self._user(attempt.uid),) if attempt else ()
+        users = (await self._around.users.user(attempt.uid),) if attempt else ()
         bootstrap = await self._scheduler.bootstrap(node_spec(vm, attempt))
         identity = Identity(
             hostname=vm.name,

@@ -6,20 +6,25 @@ import asyncio
 import ipaddress
 import secrets
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import structlog
 
 from multiverse.config import Settings
+from multiverse.controller.comments import CommentPlan, CommentWriter
 from multiverse.controller.effects import Effects, Failure, Surroundings
 from multiverse.controller.forecast import ForecastRecorder
-from multiverse.controller.observers import Observer
+from multiverse.controller.missing_hints import MissingHints
+from multiverse.controller.observers import Awaited, Observer, SchedulerObserver
+from multiverse.controller.users import LookupFailure, UserDirectory
 from multiverse.core.errors import MultiverseError
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
     AttemptState,
     CloneKind,
     HypervisorView,
+    Job,
+    JobLimits,
     KnownHost,
     Observation,
     SchedulerView,
@@ -30,9 +35,9 @@ from multiverse.core.model import (
 )
 from multiverse.core.planner import orphans, plan
 from multiverse.core.policy import Policy, Pool
-from multiverse.core.provisioning.capacity import largest_nodes
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.pools import PoolStatus, pool_status
+from multiverse.core.provisioning.submission import job_limits
 from multiverse.core.state import State
 from multiverse.core.transition import Command, Done, EffectKind, Message
 from multiverse.ports import Clock, Hypervisor, Scheduler
@@ -123,9 +128,12 @@ class Controller:
         self.policy = policy_of(settings)
         self.state = State(store.rows(), TABLES, clock.now())
         """The live rows as committed, between passes."""
+        # The database may be a copy that is older than the end of these VMs: their names are not given again.
+        self.state.unmade.update(vm.id for vm in self.state.vms_in(VmState.PLANNED))
         self.observed = World()
         """What the latest pass was planned upon."""
         self._forecast = ForecastRecorder(self.policy)
+        self.missing_hints = MissingHints(clock)
         self._wake = asyncio.Event()
         self._inbox: deque[Message] = deque()
         self._asked: list[asyncio.Future[None]] = []  # one for each command in the inbox
@@ -133,34 +141,40 @@ class Controller:
         self._orphans: dict[tuple[str, str], float] = {}  # name and source, with the observation that showed it first
         # A host that the settings name and that has not answered yet may hold what those that have answered cannot.
         self._declared = [KnownHost(host, source.name) for source in hypervisor.sources for host in source.hosts]
-        self._largest: Mapping[str, Sequence[Size]] = {}  # the largest nodes that could ever run, by image
+        self._limits: JobLimits | None = None  # what no job must exceed
         self.began = clock.now()
         self.uncommitted: tuple[float, str] | None = None
         """Since when passes are not kept, and why."""
         self.effects_ended: Counter[tuple[str, str]] = Counter()
         """By kind, and the error's class or "done"."""
-        self.scheduler: Observer[SchedulerView] = Observer(
-            "scheduler", scheduler.observe, clock, self._scheduler_interval, self._wake.set
+        self.scheduler = SchedulerObserver(
+            scheduler, clock, settings.poll, self._scheduler_interval, self._awaited, self._wake.set
         )
         self.sources: Mapping[str, Observer[HypervisorView]] = {
             source.name: Observer(source.name, source.observe, clock, lambda: settings.poll, self._wake.set)
             for source in hypervisor.sources
         }
         """One observer for each source of the hypervisor, by the source's name."""
+        self.users = UserDirectory(lambda uid: scheduler.user(uid), clock, self._wake.set)
         surroundings = Surroundings(
             gateway=settings.network.gateway,
             hosts=settings.network.hosts,
             mounts=settings.mounts,
             grace=settings.pacing.reclaim_grace,
             state=self.state,
+            users=self.users,
         )
         self._effects = Effects(scheduler, hypervisor, clock, surroundings, self._effect_ended)
+        self._comments = CommentWriter(
+            scheduler, clock, CommentPlan(self.policy, self.state.attempts_in(AttemptState.QUEUED)), self._observed_jobs
+        )
 
     # --- from outside --------------------------------------------------------------------------------
 
-    def hint(self) -> None:
-        """Something may have changed in the scheduler: observe it sooner."""
-        self.scheduler.poke(burst=True)
+    def hint(self, uid: int | None = None, job_id: str = "") -> None:
+        """Something may have changed in the scheduler: observe it sooner. `uid` or `job_id` say whose job or which job
+        it is, if that is known."""
+        self.scheduler.hint(uid, job_id)
 
     def orphans(self) -> list[str]:
         """Names of our site that no row explained at the last pass."""
@@ -180,7 +194,11 @@ class Controller:
             refused=self._effects.refused(),
             forecast=self._forecast.forecast(self._clock.now()),
             entropy=self._entropy(),
+            users=self.users.seen(),
         )
+
+    def _observed_jobs(self) -> Mapping[str, Job]:
+        return self.scheduler.latest.value.jobs if self.scheduler.latest else {}
 
     def pools(self) -> list[PoolStatus]:
         """The warm pools, as of the last pass."""
@@ -189,6 +207,10 @@ class Controller:
     def failing(self, often: int) -> list[Failure]:
         """Effects that failed at least `often` times in a row."""
         return self._effects.failing(often)
+
+    def unknown_users(self) -> list[LookupFailure]:
+        """The users of jobs whom the name service does not tell."""
+        return self.users.failures()
 
     def command(self, command: Command) -> asyncio.Future[None]:
         """Take what an operator asks for; the rows show what comes of it. Done when it is committed: until then it is
@@ -203,7 +225,7 @@ class Controller:
 
     async def run(self) -> None:
         """Observe, plan and act until cancelled."""
-        tasks = [asyncio.create_task(one.run()) for one in self._observers()]
+        tasks = [asyncio.create_task(one.run()) for one in (*self._observers(), self._comments)]
         try:
             while True:
                 self._wake.clear()
@@ -219,6 +241,7 @@ class Controller:
 
     async def close(self) -> None:
         """Stop the effects that run. What they have begun is found again by the next controller's observations."""
+        await self.users.close()
         await self._effects.close()
 
     def _observers(self) -> list[Observer[SchedulerView] | Observer[HypervisorView]]:
@@ -226,7 +249,8 @@ class Controller:
 
     async def _sleep(self, observers: list[asyncio.Task[None]]) -> None:
         now = self._clock.now()
-        left = min(self._settings.poll, self._effects.next_due() - now, self._forecast.next_due(now) - now)
+        due = min(self._effects.next_due(), self._forecast.next_due(now), self.users.next_due())
+        left = min(self._settings.poll, due - now)
         if left > 0:
             try:
                 async with asyncio.timeout(left):
@@ -267,10 +291,13 @@ class Controller:
             self.uncommitted = (self.uncommitted[0] if self.uncommitted else self._clock.now(), str(error))
             return False
         self._forecast.note(moves, now)
+        self._comments.passed(moves, state.reasons)
+        self.missing_hints.note(moves)
         self._committed(len(messages))
-        if state.learned or not self._largest:
-            self._largest = largest_nodes(state.hosts, self.policy)
-        self._effects.limit_submissions(self._largest)
+        if state.learned or self._limits is None:
+            self._limits = job_limits(state.hosts, self.policy)
+        self._effects.limit_submissions(self._limits)
+        self.users.look_up(state.queue.unknown_users)
         self._effects.ensure(self._confirmed_orphans(world))
         return True
 
@@ -298,7 +325,7 @@ class Controller:
             # A source that is unknown may hold the VM of a node that only the scheduler shows.
             if source == "" and any(one.latest is None for one in world.sources.values()):
                 continue
-            began = min([world.scheduler.began, *([latest.began] if latest else [])])
+            began = min([world.node_began(name), *([latest.began] if latest else [])])
             first[name, source] = self._orphans.get((name, source), began)
             if first[name, source] < began:
                 confirmed.append(VmRef(name, source))
@@ -306,6 +333,16 @@ class Controller:
         return confirmed
 
     # --- pace ----------------------------------------------------------------------------------------
+
+    def _awaited(self) -> Awaited:
+        """The jobs and nodes whose change is awaited."""
+        state = self.state
+        vms = state.vms_in(*_AWAITED_OF_VMS, VmState.RETIRING)
+        attempts = {attempt.id: attempt for attempt in state.attempts_in(*_AWAITED_OF_ATTEMPTS)}
+        serving = {vm.attempt for vm in vms if vm.attempt is not None} - attempts.keys()
+        attempts |= {id_: state.attempts[id_] for id_ in serving if id_ in state.attempts}
+        nodes = {vm.name for vm in vms} | {vm.name for one in attempts.values() for vm in state.vms_of(one)}
+        return Awaited({one.job.job_id: one.uid for one in attempts.values()}, frozenset(nodes))
 
     def _scheduler_interval(self) -> float:
         if self._expecting is None:
@@ -320,6 +357,9 @@ class Controller:
             self._observe_source_of(done)
         if done.kind in _CHANGE_THE_SCHEDULER or done.kind in _SHOWN_BY_THE_SCHEDULER:
             self.scheduler.poke(burst=done.kind in _CHANGE_THE_SCHEDULER)
+            attempt = self.state.attempts.get(done.key.id) if done.key.kind == "attempt" else None
+            if attempt is not None:
+                self.scheduler.hint(job_id=attempt.job.job_id)
         self._wake.set()
 
     def _observe_source_of(self, done: Done) -> None:

@@ -1,27 +1,39 @@
 """Observers: one polling task for each source, quicker when a hint says that something may have changed.
 
 A slow or silent source makes only its own objects stale: each observer waits for its own source alone.
+
+A whole load of the scheduler costs it and this machine time that grows with the cluster, so whole loads are rare. In
+between, the jobs and nodes that are awaited and the jobs that hints name are read alone, if the scheduler can do that
+(`ports.Parts`), and merged into the latest whole view.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import structlog
 
 from multiverse.core.errors import MultiverseError
-from multiverse.core.model import Seen
-from multiverse.ports import Clock
+from multiverse.core.model import SchedulerPart, SchedulerView, Seen
+from multiverse.ports import Clock, Scheduler
 
 T = TypeVar("T")
+K = TypeVar("K")
 log = structlog.get_logger()
 
 BURST = (0.0, 0.05, 0.15, 0.4)
 """Seconds after a hint at which to observe: the change that it reports may not be visible at once."""
 
 TIMEOUT = 60.0
+
+WHOLE_SHARE = 20.0
+"""Whole loads of the scheduler begin at intervals of at least this many times the duration of the last one."""
+
+PART_SHARE = 3.0
+"""The same for readings of a part."""
 
 
 class Observer(Generic[T]):
@@ -41,6 +53,7 @@ class Observer(Generic[T]):
         self.observations = 0
         self.since = clock.now()  # since when it is known, or unknown
         self._observe, self._clock, self._interval, self._seen = observe, clock, interval, seen
+        self._began = clock.now()
         self._due: list[float] = []
         self._poked = asyncio.Event()
 
@@ -51,37 +64,48 @@ class Observer(Generic[T]):
         self._poked.set()
 
     async def run(self) -> None:
-        """Observe until cancelled."""
+        """Observe until cancelled. Any failure makes the source unknown; one that is not of the source itself is logged
+        with its traceback."""
         while True:
-            began = self._clock.now()
-            self._due = [due for due in self._due if due > began]
+            self._began = self._clock.now()
+            self._due = [due for due in self._due if due > self._began]
             try:
                 async with asyncio.timeout(TIMEOUT):
-                    value = await self._observe()
+                    latest = await self._load()
             except (MultiverseError, TimeoutError) as error:
-                text = str(error) or f"no answer within {TIMEOUT:g} s"
-                if text != self.failure:
-                    log.warning("source is unknown", source=self.name, reason=text)
-                self._turn(self.latest is not None)
-                self.latest, self.failure = None, text
+                self._unknown(str(error) or f"no answer within {TIMEOUT:g} s")
+            except Exception as error:  # a defect of a driver: its source is unknown, and the others go on
+                self._unknown(f"{type(error).__name__}: {error}", traceback=True)
             else:
                 if self.failure:
                     log.info("source is back", source=self.name)
                 self._turn(self.latest is None)
-                self.latest, self.failure = Seen(value, began), ""
+                self.latest, self.failure = latest, ""
             self.observations += 1
             self._seen()
-            await self._wait(began)
+            await self._wait()
+
+    async def _load(self) -> Seen[T]:
+        return Seen(await self._observe(), self._began)
+
+    def _unknown(self, reason: str, *, traceback: bool = False) -> None:
+        """The observation failed. A failure is logged once for as long as it repeats."""
+        if reason != self.failure:
+            log.warning("source is unknown", source=self.name, reason=reason, exc_info=traceback)
+        self._turn(self.latest is not None)
+        self.latest, self.failure = None, reason
 
     def _turn(self, turned: bool) -> None:
         if turned:
             self.since = self._clock.now()
 
-    async def _wait(self, began: float) -> None:
-        """Until the next observation is due: a hint's time, or the interval since the last observation began."""
+    def _next(self) -> float:
+        """When the next observation is due: a hint's time, or the interval since the last observation began."""
+        return min([self._began + self._interval(), *self._due])
+
+    async def _wait(self) -> None:
         while True:
-            due = min([began + self._interval(), *self._due])
-            left = due - self._clock.now()
+            left = self._next() - self._clock.now()
             if left <= 0:
                 return
             self._poked.clear()
@@ -89,4 +113,120 @@ class Observer(Generic[T]):
                 async with asyncio.timeout(left):
                     await self._poked.wait()
             except TimeoutError:
-                return
+                pass  # a timer may fire a little early
+
+
+def _due(hints: dict[K, list[float]], now: float) -> dict[K, list[float]]:
+    """Take out the hints of which a time has come."""
+    due = {key: times for key, times in hints.items() if times[0] <= now}
+    for key in due:
+        del hints[key]
+    return due
+
+
+def _keep(hints: dict[K, list[float]], unseen: Mapping[K, list[float]], now: float) -> None:
+    """Put hints back that are to be repeated at later times."""
+    for key in unseen:
+        later = sorted({*hints.get(key, ()), *(time for time in unseen[key] if time > now)})
+        if later:
+            hints[key] = later
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """What is to be read again soon: `jobs` by id, with the uid of each, and `nodes` by name."""
+
+    jobs: Mapping[str, int | None] = field(default_factory=dict)
+    nodes: frozenset[str] = frozenset()
+
+
+class SchedulerObserver(Observer[SchedulerView]):
+    """Keeps the latest view of the scheduler: a whole load, and the parts that were read since.
+
+    `poll` is the shortest interval of whole loads and the longest without any reading, in seconds. `interval` is that
+    of readings of what is `awaited`.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        clock: Clock,
+        poll: float,
+        interval: Callable[[], float],
+        awaited: Callable[[], Awaited],
+        seen: Callable[[], None],
+    ) -> None:
+        super().__init__("scheduler", scheduler.observe, clock, interval, seen)
+        self.whole_loads = 0
+        self._parts, self._poll, self._awaited = scheduler.parts, poll, awaited
+        self._whole_began = self._whole_took = self._part_took = 0.0
+        self._unnamed: list[float] = []  # times of whole loads, after hints that name nobody
+        self._users: dict[int, list[float]] = {}  # whose jobs are to be read, with the times of the readings
+        self._jobs: dict[str, list[float]] = {}  # the same of single jobs
+
+    def hint(self, uid: int | None = None, job_id: str = "") -> None:
+        """Something may have changed in the scheduler: a job of this user or this job, or, without both, any job."""
+        now = self._clock.now()
+        times = [now + wait for wait in BURST]
+        if self._parts is None:
+            self.poke(burst=True)
+            return
+        if uid is not None:
+            self._users[uid] = sorted([*self._users.get(uid, ()), *times])
+        if job_id:
+            self._jobs[job_id] = sorted([*self._jobs.get(job_id, ()), *times])
+        if uid is None and not job_id:
+            self._unnamed = sorted({*self._unnamed, *times})
+        self._poked.set()
+
+    async def _load(self) -> Seen[SchedulerView]:
+        if self._parts is None or self.latest is None or self._clock.now() >= self._whole_due():
+            return await self._load_whole()
+        before, began = self.latest, self._began
+        users, jobs = _due(self._users, began), _due(self._jobs, began)
+        awaited = self._awaited()
+        uids = {job_id: job.uid for job_id in jobs if (job := before.value.jobs.get(job_id))}
+        part = await self._parts.read({**dict.fromkeys(jobs), **uids, **awaited.jobs}, users, awaited.nodes)
+        self._part_took = self._clock.now() - began
+        self._settle(before.value, part, users, jobs)
+        return Seen(before.value.merged(part, began), before.began)
+
+    async def _load_whole(self) -> Seen[SchedulerView]:
+        self._whole_began = self._began
+        self._unnamed = [time for time in self._unnamed if time > self._began]
+        users, jobs = _due(self._users, self._began), _due(self._jobs, self._began)
+        view = await self._observe()
+        self.whole_loads += 1
+        self._whole_took = self._clock.now() - self._began
+        _keep(self._users, users, self._began)
+        _keep(self._jobs, jobs, self._began)
+        return Seen(view, self._began)
+
+    def _settle(
+        self,
+        before: SchedulerView,
+        part: SchedulerPart,
+        users: Mapping[int, list[float]],
+        jobs: Mapping[str, list[float]],
+    ) -> None:
+        """Forget the hints whose change has been seen, and repeat the other readings at their times. What could not be
+        read, because it was too much at once, is left to a whole load."""
+        if not (users.keys() <= part.users and jobs.keys() <= part.job_ids):
+            self._unnamed = sorted({*self._unnamed, self._began})
+        known = before.jobs
+        changed = {job_id for job_id, job in part.jobs.items() if job is not known.get(job_id) != job}
+        changed |= {job_id for job_id in part.job_ids if job_id in known and job_id not in part.jobs}
+        by_user = {part.jobs[job_id].uid for job_id in changed if job_id in part.jobs}
+        _keep(self._users, {uid: times for uid, times in users.items() if uid not in by_user}, self._began)
+        _keep(self._jobs, {job_id: times for job_id, times in jobs.items() if job_id not in changed}, self._began)
+
+    def _whole_due(self) -> float:
+        may = self._whole_began + WHOLE_SHARE * self._whole_took
+        return max(may, min([self._whole_began + self._poll, *self._unnamed]))
+
+    def _next(self) -> float:
+        if self._parts is None or self.latest is None:
+            return super()._next()
+        hints = [times[0] for times in (*self._users.values(), *self._jobs.values())]
+        part = max(min([super()._next(), *hints]), self._began + PART_SHARE * self._part_took)
+        return min(self._whole_due(), part)

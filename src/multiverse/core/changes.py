@@ -23,6 +23,10 @@ def mark_changes(state: State, world: World, policy: Policy) -> None:
     if world.scheduler is not None and world.scheduler is not compared.scheduler:
         _mark_jobs(state, world.scheduler.value.jobs)
         compared.scheduler = world.scheduler
+    users = {uid: (user.exists, user.since) for uid, user in world.users.items()} if world.users is not None else None
+    if users != compared.users:
+        state.queue.consider_users_again()
+        compared.users = users
     for name, observation in world.sources.items():
         _mark_source(state, compared, name, observation, policy)
     _know_hosts(state, compared, world)

@@ -60,6 +60,10 @@ def apply_command(state: State, command: Command, world: World, policy: Policy) 
                     state.move(Change(replace(row, state=TemplateState.RETIRING), Event.DROPPED, why))
         case "retry" if command.key is not None and (record := state.get(command.key)) is not None:
             _retry(Context(state, world, policy), record, why)
+        case "end" if command.key is not None and (record := state.get(command.key)) is not None:
+            if isinstance(record, Vm) and record.state is VmState.ORPHAN:
+                ending = replace(record, state=VmState.ENDING, quarantined="", reason=why)
+                state.move(Change(ending, Event.RELEASED, why))
         case "fence":
             _fence(state, command.host, world)
 

@@ -15,10 +15,11 @@ from multiverse.core.commands import apply_command, apply_result
 from multiverse.core.machines.attempt import attempt_rests, open_attempts, step_attempt
 from multiverse.core.machines.offer import step_offer
 from multiverse.core.machines.template import step_template
-from multiverse.core.machines.vm import step_vm, vm_rests
-from multiverse.core.model import Key, NodeState, World
+from multiverse.core.machines.vm import may_have_a_job, step_vm, vm_rests
+from multiverse.core.model import Key, World
 from multiverse.core.policy import Policy
 from multiverse.core.provisioning.admission import admit
+from multiverse.core.provisioning.adoption import adopt_unexplained
 from multiverse.core.provisioning.clones import supply_missing
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.pools import reconcile_pools
@@ -36,6 +37,7 @@ def plan(state: State, world: World, messages: Sequence[Message], now: float, po
     context = Context(state, world, policy)
     state.begin(now, world.forecast.paced, world.entropy)
     mark_changes(state, world, policy)
+    adopt_unexplained(context)
     for message in messages:
         if isinstance(message, Done):
             with quarantine_on_error(state, message.key):
@@ -80,7 +82,8 @@ def step_all(state: State, world: World, policy: Policy) -> None:
 
 def orphans(state: State, world: World) -> list[tuple[str, str]]:
     """Names of our site that were observed, on a host or in the scheduler, without a live row, each with the source
-    that shows it (empty: only the scheduler does). A node on which the scheduler runs a job is never among them."""
+    that shows it (empty: only the scheduler does). A node on which the scheduler runs a job, or may at any moment, is
+    never among them, nor is a VM on a host in sight, which has a row (`provisioning.adoption`)."""
     if world.scheduler is None:
         return []
     view = world.scheduler.value
@@ -89,6 +92,4 @@ def orphans(state: State, world: World) -> list[tuple[str, str]]:
         shown.update(dict.fromkeys(one.vms.keys() - state.vm_named.keys(), source))
     if not shown:
         return []
-    occupied = view.occupied
-    busy = {name for name in shown if name in view.nodes and view.nodes[name].state is NodeState.BUSY}
-    return sorted((name, source) for name, source in shown.items() if name not in occupied and name not in busy)
+    return sorted((name, source) for name, source in shown.items() if not may_have_a_job(view, name))

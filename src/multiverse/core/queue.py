@@ -55,7 +55,8 @@ class Queue:
     """The attempts that wait and whose jobs are shown as they were, unless they are quarantined.
 
     An attempt is *checked* once, and again whenever it, its job or the known hosts change: whether any host could ever
-    hold it. `candidates` may be admitted when it is their turn. `unfit` wait for other hosts, for the reason given.
+    hold it. `candidates` may be admitted when it is their turn. `unfit` wait for other hosts, or until it is known who
+    their users are (`unknown_users`), for the reason given.
     """
 
     def __init__(self) -> None:
@@ -64,6 +65,8 @@ class Queue:
         self.unfit = Order()
         self.why_unfit: dict[int, str] = {}
         self.unchecked: set[int] = set()
+        self.unknown_users: Counter[int] = Counter()  # uids of the attempts that wait for that
+        self._awaiting: dict[int, int] = {}  # these attempts, with their uids
         self.wanted: Counter[str | None] = Counter()  # VMs that the candidates and the unfit want, by image
         self._waiting: dict[int, tuple[Attempt, Job, int]] = {}  # with the number of its shape
         self._shapes: dict[Shape, int] = {}
@@ -97,9 +100,18 @@ class Queue:
             if not self.wanted[image]:
                 del self.wanted[image]
         self.candidates.drop(id_)
+        self._put_back(id_)
+        self.unchecked.discard(id_)
+
+    def _put_back(self, id_: int) -> None:
+        """It is set aside no more."""
         self.unfit.drop(id_)
         self.why_unfit.pop(id_, None)
-        self.unchecked.discard(id_)
+        uid = self._awaiting.pop(id_, None)
+        if uid is not None:
+            self.unknown_users[uid] -= 1
+            if not self.unknown_users[uid]:
+                del self.unknown_users[uid]
 
     def set_aside(self, id_: int, reason: str) -> None:
         """No host in sight could ever hold the attempt, and others may: it waits for those."""
@@ -108,13 +120,27 @@ class Queue:
             self.unfit.put(id_, self._waiting[id_][1].rank)
             self.why_unfit[id_] = reason
 
+    def await_user(self, id_: int, reason: str) -> None:
+        """It is not known who the attempt's user is: it waits for that."""
+        if id_ in self.candidates:
+            self.set_aside(id_, reason)
+            uid = self._waiting[id_][0].uid
+            self._awaiting[id_] = uid
+            self.unknown_users[uid] += 1
+
+    def consider_users_again(self) -> None:
+        """More is known of users: the attempts that wait for that are candidates again."""
+        self._consider_again(list(self._awaiting))
+
     def check_all(self) -> None:
         """What hosts could hold has changed: check every attempt again."""
-        for id_ in list(self.unfit):
-            self.candidates.put(id_, self._waiting[id_][1].rank)
-            self.unfit.drop(id_)
-        self.why_unfit.clear()
+        self._consider_again(list(self.unfit))
         self.unchecked.update(self._waiting)
+
+    def _consider_again(self, ids: list[int]) -> None:
+        for id_ in ids:
+            self._put_back(id_)
+            self.candidates.put(id_, self._waiting[id_][1].rank)
 
     def take_unchecked(self) -> list[int]:
         """The attempts that are to be checked, by number. They count as checked from here on."""

@@ -52,6 +52,7 @@ class Compared:
     silent: set[str] = field(default_factory=set)  # sources that have been unknown for long
     vms: dict[str, Mapping[str, VmSeen]] = field(default_factory=dict)  # by source, as shown last
     hosts: dict[str, Host] = field(default_factory=dict)  # in sight
+    users: dict[int, tuple[bool, float]] | None = None  # whether they exist, and since when that is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ class State(LiveRows):
         # on, and rows that time alone may move.
         self.dirty_attempts: set[int] = set()
         self.dirty_vms: set[int] = set()
+        self.unmade: set[int] = set()  # VMs that an earlier run of the daemon planned, and that were not seen yet
         self.unserved: set[str] = set()  # ids of jobs that may need an attempt
         self.compared = Compared()
         self._domains: defaultdict[Key, set[str]] = defaultdict(set)  # in which an owner holds claims
@@ -170,6 +172,10 @@ class State(LiveRows):
     def new_serial(self) -> int:
         self._serial += 1
         return self._serial - 1
+
+    def skip_serials(self, until: int) -> None:
+        """Give no serial below `until` any more."""
+        self._serial = max(self._serial, until)
 
     def new_attempt_id(self) -> int:
         self._attempt += 1

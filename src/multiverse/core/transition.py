@@ -149,7 +149,6 @@ class Move:
 
 class EffectKind(StrEnum):
     GATE = "gate"  # put the job back at the gate
-    EXPLAIN = "explain"
     PIN = "pin"
     REQUEUE = "requeue"
     REVOKE = "revoke"
@@ -193,7 +192,8 @@ class Command:
     """What an operator asks for.
 
     Of templates (`host`, `image`): `build` one, of the base size and for all accounts unless `size` and `account` say
-    otherwise, or `drop` all that these describe. Of a record (`key`): `retry` ends its quarantine or back-off. Of a
+    otherwise, or `drop` all that these describe. Of a record (`key`): `retry` ends its quarantine or back-off, `end`
+    ends an orphan with the job on it. Of a
     host out of reach (`host`): `fence` is the operator's word that the host is off and nothing of it runs.
     """
 

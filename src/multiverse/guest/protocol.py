@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 from multiverse.core.errors import Refused
 from multiverse.core.model import Daemon, GuestFile, Identity, Mount, NodeBootstrap, Stage, User
@@ -85,11 +85,13 @@ class WireDaemon(TypedDict):
 
 
 class WireMembership(TypedDict):
-    """What a node needs to join the scheduler; directories are triples of path, owner and mode."""
+    """What a node needs to join the scheduler; directories are triples of path, owner and mode. The agents of earlier
+    images ignore `users`."""
 
     files: list[WireFile]
     directories: list[tuple[str, str, int]]
     daemons: list[WireDaemon]
+    users: NotRequired[list[WireUser]]
 
 
 class WireIdentity(TypedDict):
@@ -186,11 +188,14 @@ def _wire_mount(mount: Mount) -> WireMount:
 
 
 def _wire_membership(bootstrap: NodeBootstrap) -> WireMembership:
-    return WireMembership(
+    found = WireMembership(
         files=[_wire_file(file) for file in bootstrap.files],
         directories=list(bootstrap.directories),
         daemons=[_wire_daemon(daemon) for daemon in bootstrap.daemons],
     )
+    if bootstrap.users:
+        found["users"] = [_wire_user(user) for user in bootstrap.users]
+    return found
 
 
 def _wire_file(file: GuestFile) -> WireFile:

@@ -52,6 +52,8 @@ class Manifest:
     address: str = ""  # without prefix length; empty if the VM has none yet
     peers: tuple[str, ...] = ()  # names of the other VMs of its job
     introduced: tuple[int, ...] = ()  # uids of the users that were added to its guest after the start
+    total_cpus: int = 0  # with what was plugged; 0: nothing was, or an earlier release did not record it
+    total_memory: int = 0  # MiB, like `total_cpus`
     token: str = ""  # empty in manifests of releases without tokens
 
     @property

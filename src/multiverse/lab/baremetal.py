@@ -1,12 +1,13 @@
-"""A plain slurmd on this machine as a node of the lab: the baseline of the benchmarks."""
+"""A plain slurmd on this machine as a node of the lab: the baseline of benchmarks and of comparisons in tests."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from multiverse.core.errors import Broken
@@ -23,23 +24,26 @@ def _directory(lab: Lab) -> Path:
 
 def _prepare(lab: Lab) -> None:
     """Write a configuration directory: the lab's slurm.conf, with a cgroup.conf that works on any machine."""
+    _write_configuration(lab, {}, "")
+
+
+def _prepare_with_memory_limits(lab: Lab) -> None:
+    """The same, with task/cgroup limiting the memory of jobs."""
+    _write_configuration(lab, {"TaskPlugin": "task/cgroup"}, "ConstrainRAMSpace=yes\n")
+
+
+def _write_configuration(lab: Lab, more: Mapping[str, str], cgroup: str) -> None:
     directory = _directory(lab)
     for path in (directory, directory / "spool"):
         path.mkdir(exist_ok=True)
         path.chmod(0o755)
-    text = lab.where.slurm_conf.read_text()
-    (directory / "slurm.conf").write_text(
-        "\n".join(
-            [
-                *(line for line in text.splitlines() if not line.startswith("SlurmdSpoolDir=")),
-                f"SlurmdSpoolDir={directory}/spool",
-                "DebugFlags=NO_CONF_HASH",
-            ]
-        )
-    )
+    changed = {"SlurmdSpoolDir": f"{directory}/spool", **more}
+    kept = [line for line in lab.where.slurm_conf.read_text().splitlines() if line.partition("=")[0] not in changed]
+    lines = [*kept, *(f"{key}={value}" for key, value in changed.items()), "DebugFlags=NO_CONF_HASH"]
+    (directory / "slurm.conf").write_text("\n".join(lines))
     version = "v2" if Path("/sys/fs/cgroup/cgroup.controllers").exists() else "v1"
     (directory / "cgroup.conf").write_text(
-        f"CgroupPlugin=cgroup/{version}\nCgroupMountpoint=/sys/fs/cgroup\nIgnoreSystemd=yes\n"
+        f"CgroupPlugin=cgroup/{version}\nCgroupMountpoint=/sys/fs/cgroup\nIgnoreSystemd=yes\n{cgroup}"
     )
 
 
@@ -65,9 +69,12 @@ def _slurm(lab: Lab, *argv: str) -> subprocess.CompletedProcess[str]:
 SLURMD = Service("slurmd", _slurmd, ready=_ready, prepare=_prepare)
 
 
-async def start(lab: Lab) -> None:
-    """Start slurmd. Returns when its node is idle in partition `bare`. `Broken` if slurmd does not start."""
-    await SLURMD.ensure(lab)
+async def start(lab: Lab, *, memory_limited: bool = False) -> None:
+    """Start slurmd, with task/cgroup if memory is to be limited. Returns when its node is idle in partition `bare`.
+
+    `Broken` if slurmd does not start.
+    """
+    await (replace(SLURMD, prepare=_prepare_with_memory_limits) if memory_limited else SLURMD).ensure(lab)
 
 
 async def stop(lab: Lab) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from pathlib import Path
 
 from multiverse import config
-from multiverse.config import Settings
-from multiverse.core.model import VmRef, site_of
-from multiverse.drivers.qemu.driver import QemuHypervisor
+from multiverse.core.model import VmRef
+from multiverse.drivers.qemu.driver import QemuHypervisor, sites
 from multiverse.lab.layout import Layout
 
 _CONCURRENT = 8  # VMs that are destroyed at the same time
@@ -23,19 +21,9 @@ async def destroy_all(where: Layout) -> int:
     # Destroying a VM does not depend on the accelerator, and the probe for one would take seconds.
     settings = replace(settings, qemu=replace(settings.qemu, accel="tcg"))
     count = 0
-    for site in _sites(settings):
+    for site in sites(settings) or ["lab"]:  # at least one, because templates have no site
         count += await _destroy(QemuHypervisor(settings, site))
     return count
-
-
-def _sites(settings: Settings) -> list[str]:
-    """The sites in the names of the lab's VMs; at least one, because templates have no site."""
-    names = [name for place in (settings.qemu.vms, settings.qemu.run) for name in _entries(place)]
-    return sorted({site_of(name) for name in names} - {""}) or ["lab"]
-
-
-def _entries(place: Path) -> list[str]:
-    return [path.name for path in place.iterdir()] if place.is_dir() else []
 
 
 async def _destroy(hypervisor: QemuHypervisor) -> int:

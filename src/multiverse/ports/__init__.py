@@ -11,13 +11,14 @@ Methods take values of `core.model`, never database rows.
 
 from multiverse.ports.clock import Clock
 from multiverse.ports.hypervisor import GuestUsers, Hypervisor, Source, Templates
-from multiverse.ports.scheduler import Offers, Scheduler, SubmissionLimits
+from multiverse.ports.scheduler import Offers, Parts, Scheduler, SubmissionLimits
 
 __all__ = [
     "Clock",
     "GuestUsers",
     "Hypervisor",
     "Offers",
+    "Parts",
     "Scheduler",
     "Source",
     "SubmissionLimits",

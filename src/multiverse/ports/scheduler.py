@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
-from multiverse.core.model import JobRef, NodeBootstrap, NodeSpec, SchedulerView, Size, User
+from multiverse.core.model import JobLimits, JobRef, NodeBootstrap, NodeSpec, SchedulerPart, SchedulerView, User
 
 
 class Scheduler(Protocol):
@@ -23,6 +23,11 @@ class Scheduler(Protocol):
     @property
     def submission(self) -> SubmissionLimits | None:
         """Refuses jobs that no host could hold as they are submitted; None if the scheduler cannot."""
+        ...
+
+    @property
+    def parts(self) -> Parts | None:
+        """Reads some jobs and nodes without the others; None if the scheduler cannot."""
         ...
 
     async def observe(self) -> SchedulerView:
@@ -57,8 +62,13 @@ class Scheduler(Protocol):
         """Make the scheduler forget a node and its offer. `Refused` while a job is on it; success if there is none."""
         ...
 
-    async def explain(self, job: JobRef, text: str) -> None:
-        """Leave one line for the job's user, where the scheduler shows such lines."""
+    async def explain(self, jobs: Sequence[JobRef], text: str) -> None:
+        """Leave one line for the users of jobs that wait at the gate, where the scheduler shows such lines. It replaces
+        an earlier line, and nothing that others wrote. A task of an array stands for all tasks of the array that wait
+        at the gate, and they are not separated.
+
+        Jobs that do not wait at the gate as these runs, that are held, or that read the line already are left alone,
+        without an error. `Exhausted` if some of the jobs are being pinned or cancelled now; the others were told."""
         ...
 
     async def bootstrap(self, node: NodeSpec) -> NodeBootstrap:
@@ -66,7 +76,22 @@ class Scheduler(Protocol):
         ...
 
     async def user(self, uid: int) -> User:
-        """The user with this uid, with all groups. `Gone` if there is none."""
+        """The user with this uid, with all groups. `Gone` only if there surely is none, `Unknown` if the name service
+        does not answer or cannot be relied upon."""
+        ...
+
+
+class Parts(Protocol):
+    """Reads some jobs and nodes again, at a cost that does not grow with the cluster."""
+
+    async def read(
+        self, jobs: Mapping[str, int | None], users: Collection[int], nodes: Collection[str]
+    ) -> SchedulerPart:
+        """Read these jobs, all jobs of these users (uids), these nodes, and the offers. `jobs` are given by id with the
+        uid of their user, None if it is not known.
+
+        The answer says what was read, which may be more, and less if too much was asked at once. Raises `Unknown`.
+        """
         ...
 
 
@@ -88,7 +113,6 @@ class Offers(Protocol):
 class SubmissionLimits(Protocol):
     """Refuses, at submission, jobs that no host could ever hold."""
 
-    async def publish(self, largest: Mapping[str, Sequence[Size]]) -> None:
-        """From now on refuse a job whose node needs more than each of these sizes, given by image. A job whose image is
-        not listed is not refused for its size."""
+    async def publish(self, limits: JobLimits) -> None:
+        """From now on refuse the jobs that `limits` does not allow, by one node or by the sum of their nodes."""
         ...

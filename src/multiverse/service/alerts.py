@@ -13,13 +13,16 @@ from multiverse.service.findings import (
     FailingEffect,
     FencedVms,
     Findings,
+    HintsMissing,
     HostAway,
     HostShortOfMemory,
     JobBackingOff,
     MissingImage,
+    OrphanVm,
     QuarantinedRecord,
     SourceFailure,
     StoreFailure,
+    UnknownUser,
 )
 
 _SHOWN_NAMES = 4
@@ -34,6 +37,7 @@ def alerts(found: Findings) -> list[Alert]:
     return [
         *([_store(found.store)] if found.store else ()),
         *map(_source, found.sources),
+        *([_hints(found.hints)] if found.hints else ()),
         *map(_host, found.hosts_away),
         *([_fenced(found.fenced)] if found.fenced.vms else ()),
         *map(_memory, found.short_of_memory),
@@ -41,7 +45,9 @@ def alerts(found: Findings) -> list[Alert]:
         *map(_quarantined, found.quarantined),
         *map(_template, found.broken_templates),
         *map(_back_off, found.backing_off),
+        *map(_user, found.unknown_users),
         *map(_effect, found.failing_effects),
+        *map(_orphan_vm, found.orphan_vms),
         *map(_orphan, found.orphans),
         *found.permanent,
     ]
@@ -61,6 +67,16 @@ def _source(one: SourceFailure) -> Alert:
     if one.source == "scheduler":
         subject, remedy = "the scheduler", _SCHEDULER_REMEDY
     return Alert("source", one.source, f"{subject} has not answered for {_span(one.seconds)}: {one.reason}", remedy)
+
+
+def _hints(one: HintsMissing) -> Alert:
+    return Alert(
+        "hints",
+        "hints",
+        f"jobs have come without hints for {_span(one.seconds)}: a new job is noticed up to {one.poll:g} s late",
+        "where slurmctld runs now (see scontrol ping), install job_submit.lua and multiverse.lua, share the directory "
+        f"{one.inbox} with that machine under the same name, and let SlurmUser write to it",
+    )
 
 
 def _host(one: HostAway) -> Alert:
@@ -160,6 +176,18 @@ def _back_off(one: JobBackingOff) -> Alert:
     )
 
 
+def _user(one: UnknownUser) -> Alert:
+    waiting = f"; waiting for it: job {_some(one.jobs)}" if one.jobs else ""
+    return Alert(
+        "user",
+        f"user-{one.uid}",
+        f"the name service has not said for {_span(one.seconds)} who uid {one.uid} is: {one.reason}{waiting}",
+        "see what answers: getent passwd UID; the jobs wait and are not given up; if the user does not exist any more, "
+        "cancel the jobs: scancel",
+        jobs=one.jobs,
+    )
+
+
 def _effect(one: FailingEffect) -> Alert:
     return Alert(
         "effect",
@@ -175,6 +203,27 @@ def _orphan(name: str) -> Alert:
         name,
         f"{name} has our site's name, but no record explains it",
         "nothing is to be done: it is removed once two observations have shown it",
+    )
+
+
+def _orphan_vm(one: OrphanVm) -> Alert:
+    if not one.job_id:
+        return Alert(
+            "stranger",
+            one.name,
+            f"VM {one.vm} is on host {one.host}, and no record explains it",
+            "nothing is to be done: it is removed once two observations have shown that no job is on it",
+            version=one.version,
+        )
+    return Alert(
+        "stranger",
+        one.name,
+        f"VM {one.vm} on host {one.host} runs job {one.job_id}, and no record explains it: the database was restored "
+        "from a copy, or lost",
+        f"let the job end, and the VM is removed then; or end it now: multiverse repair {one.name}",
+        f"ends VM {one.vm} and with it job {one.job_id}, which Slurm queues again if it may be requeued",
+        version=one.version,
+        jobs=(one.job_id,),
     )
 
 

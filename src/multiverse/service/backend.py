@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from multiverse import __version__
 from multiverse.api import (
@@ -17,6 +17,7 @@ from multiverse.api import (
     HostView,
     IdentityAudit,
     JobView,
+    PruneView,
     SizeView,
     SourceView,
     StatusView,
@@ -24,22 +25,28 @@ from multiverse.api import (
     TimelineView,
     VmView,
 )
+from multiverse.controller import pruning
 from multiverse.controller.loop import Controller
+from multiverse.core.errors import Refused
+from multiverse.core.model import Attempt
 from multiverse.core.rows import Rows
 from multiverse.core.transition import Command
 from multiverse.ports import Clock
 from multiverse.service import convert, identity
 from multiverse.service.alerts import alerts
-from multiverse.service.findings import SourceFailure, StoreFailure
+from multiverse.service.findings import HintsMissing, SourceFailure, StoreFailure
 from multiverse.service.identity import Facts
 from multiverse.service.processes import ProcessCounter
-from multiverse.store import Store
+from multiverse.store import Pruning, Store
 
 COMMIT_TIMEOUT = 10.0
 """Seconds that a client waits for its command to be committed."""
 
 FAILURES_UNTIL_ALERT = 3
 """The number of failures in a row from which on a repeated effect is an alert: one or two are routine."""
+
+PRUNE_LIMIT = 2.0
+"""Seconds that one request to prune takes."""
 
 MAX_JOBS = 10000
 """The most attempts that one answer lists."""
@@ -64,7 +71,8 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """`permanent` are alerts that last as long as this process."""
+    """`permanent` are alerts that last as long as this process. The last
+    three are as in the settings."""
 
     controller: Controller
     store: Store
@@ -73,6 +81,9 @@ class Backend:
     examine: Examine
     processes: ProcessCounter
     permanent: Sequence[Alert] = ()
+    history_days: float = 0.0
+    poll: float = 0.0
+    inbox: str = ""
 
     def _rows(self) -> Rows:
         """The live rows as committed."""
@@ -113,6 +124,10 @@ class Backend:
                 for source in self.sources()
                 if source.failure
             ],
+            unknown_users=[
+                convert.unknown_user(failure, self._rows(), now) for failure in self.controller.unknown_users()
+            ],
+            hints=self._missing_hints(),
             failing_effects=[
                 convert.failing_effect(failure, now) for failure in self.controller.failing(FAILURES_UNTIL_ALERT)
             ],
@@ -120,6 +135,10 @@ class Backend:
             permanent=self.permanent,
         )
         return alerts(found)
+
+    def _missing_hints(self) -> HintsMissing | None:
+        since = self.controller.missing_hints.since
+        return None if since is None else HintsMissing(self.clock.now() - since, self.poll, self.inbox)
 
     def counts(self) -> Counts:
         return Counts(
@@ -138,13 +157,19 @@ class Backend:
             attempts = list(reversed(self.store.attempts(job_id=job, limit=max(1, min(limit, MAX_JOBS)))))
         else:
             attempts = list(self._rows().attempts.values())
-        vms = self.store.vms_of([attempt.id for attempt in attempts])
-        return convert.job_views(attempts, vms, self.clock.now(), self.controller.policy)
+        vms, now = self.store.vms_of([attempt.id for attempt in attempts]), self.clock.now()
+        return convert.job_views(attempts, vms, self._waiting_reasons(attempts, now), now, self.controller.policy)
 
     def timelines(self, job: str) -> list[TimelineView]:
         """One timeline for each known attempt of the job, oldest first; empty if there is none."""
-        attempts, now = reversed(self.store.attempts(job_id=job)), self.clock.now()
-        return [convert.timeline_view(a, self.store.journal(attempts=[a.id]), now) for a in attempts]
+        attempts, now = self.store.attempts(job_id=job)[::-1], self.clock.now()
+        waiting = self._waiting_reasons(attempts, now)
+        return [
+            convert.timeline_view(a, self.store.journal(attempts=[a.id]), now, waiting.get(a.id, "")) for a in attempts
+        ]
+
+    def _waiting_reasons(self, attempts: Sequence[Attempt], now: float) -> Mapping[int, str]:
+        return convert.waiting_reasons(attempts, self.controller.world(), self.controller.state.reasons, now)
 
     # --- VMs, hosts, templates ---------------------------------------------------------------------
 
@@ -182,6 +207,17 @@ class Backend:
         """Have the command to build or drop (`verb`) templates committed. `size` is CPUs and MiB. Raises `TimeoutError`
         if it is not committed in time."""
         await self._commit(convert.template_command(verb, image, host, size, account))
+
+    async def prune(self, older_than: float | None, *, dry_run: bool, after: str) -> PruneView:
+        """Delete, or count, what ended more than `older_than` seconds ago; None: as the settings say. Works for two
+        seconds at most, from `after` on (empty: from the beginning), so that the daemon can be stopped. Raises
+        `Refused` if the settings keep everything or `after` makes no sense, `Exhausted` if it cannot be committed."""
+        age = self.history_days * pruning.DAY if older_than is None else older_than
+        if older_than is None and not self.history_days:
+            raise Refused("the settings keep all records (history_days = 0)", hint="give an age: --older-than 30d")
+        one_round = Pruning(self.store, self.clock.wall() - age, after=after, dry_run=dry_run)
+        await pruning.prune(one_round, self.clock, limit=PRUNE_LIMIT)
+        return PruneView(age, one_round.position, dry_run, **asdict(one_round.removed))
 
     async def _commit(self, command: Command) -> None:
         """A committed command outlives the daemon, so it is answered only then."""

@@ -13,6 +13,7 @@ from typing import Any
 from multiverse.api import Alert, HostView, JobView, PoolView, SizeView, SourceView, TemplateView, TimelineView, VmView
 from multiverse.controller.effects import Failure
 from multiverse.controller.observers import Observer
+from multiverse.controller.users import LookupFailure
 from multiverse.core.model import (
     ENDING_STATES,
     PINNED_STATES,
@@ -37,6 +38,7 @@ from multiverse.core.model import (
 from multiverse.core.policy import Policy, image_of
 from multiverse.core.provisioning.capacity import left_behind
 from multiverse.core.provisioning.pools import PoolStatus
+from multiverse.core.provisioning.reasons import reason_of
 from multiverse.core.provisioning.sizes import short_of_memory
 from multiverse.core.rows import Rows
 from multiverse.core.transition import Command
@@ -49,7 +51,9 @@ from multiverse.service.findings import (
     HostShortOfMemory,
     JobBackingOff,
     MissingImage,
+    OrphanVm,
     QuarantinedRecord,
+    UnknownUser,
 )
 from multiverse.service.identity import KnownVm
 from multiverse.service.timeline import timeline
@@ -123,13 +127,31 @@ def vm_names(vms: Sequence[Vm]) -> dict[int, list[str]]:
     return names
 
 
-def job_views(attempts: Sequence[Attempt], vms: Sequence[Vm], now: float, policy: Policy) -> list[JobView]:
-    """One view for each attempt, in their order. `vms` are all VMs of these attempts."""
+def job_views(
+    attempts: Sequence[Attempt], vms: Sequence[Vm], waiting: Mapping[int, str], now: float, policy: Policy
+) -> list[JobView]:
+    """One view for each attempt, in their order. `vms` are all VMs of these attempts; `waiting` is why attempts wait,
+    see `waiting_reasons`."""
     names = vm_names(vms)
-    return [_job_view(attempt, names.get(attempt.id, ()), now, policy) for attempt in attempts]
+    return [
+        _job_view(attempt, names.get(attempt.id, ()), waiting.get(attempt.id, ""), now, policy) for attempt in attempts
+    ]
 
 
-def _job_view(attempt: Attempt, vms: Sequence[str], now: float, policy: Policy) -> JobView:
+def waiting_reasons(
+    attempts: Sequence[Attempt], world: World, reasons: Mapping[int, str], now: float
+) -> dict[int, str]:
+    """Why each of these attempts waits, as far as that is known: `reasons` is what `State.reasons` says of the first in
+    the queue. Where that says nothing, it is why the attempt before did not come to its end."""
+    jobs = world.scheduler.value.jobs if world.scheduler else {}
+    return {
+        attempt.id: reason_of(attempt, jobs.get(attempt.job.job_id), reasons, now) or attempt.note
+        for attempt in attempts
+        if attempt.state in WAITING_STATES
+    }
+
+
+def _job_view(attempt: Attempt, vms: Sequence[str], waiting: str, now: float, policy: Policy) -> JobView:
     request = attempt.request
     return JobView(
         job_id=attempt.job.job_id,
@@ -143,7 +165,7 @@ def _job_view(attempt: Attempt, vms: Sequence[str], now: float, policy: Policy) 
         image=image_of(attempt, policy),
         kind=str(request.kind or policy.kind),
         age=max(0.0, now - attempt.since),
-        waiting=attempt.note,
+        waiting=waiting,
         reason=attempt.reason,
         restarts=attempt.job.restarts,
         vms=tuple(vms),
@@ -151,9 +173,10 @@ def _job_view(attempt: Attempt, vms: Sequence[str], now: float, policy: Policy) 
     )
 
 
-def timeline_view(attempt: Attempt, entries: Sequence[Entry], now: float) -> TimelineView:
-    """The timeline of one attempt. `entries` are those of the attempt and of its VMs, in order."""
-    return timeline(attempt.job.job_id, attempt.id, str(attempt.state), entries, now)
+def timeline_view(attempt: Attempt, entries: Sequence[Entry], now: float, waiting: str = "") -> TimelineView:
+    """The timeline of one attempt. `entries` are those of the attempt and of its VMs, in order; `waiting` is why it
+    waits."""
+    return timeline(attempt.job.job_id, attempt.id, str(attempt.state), entries, now, waiting)
 
 
 def vm_views(rows: Rows, world: World, exact: Mapping[str, tuple[float, float, float]], now: float) -> list[VmView]:
@@ -265,9 +288,20 @@ def findings(rows: Rows, world: World, policy: Policy, now: float) -> Findings:
         short_of_memory=tuple(_hosts_short_of_memory(world, policy)),
         missing_images=tuple(_missing_images(rows, world, policy, now)),
         quarantined=tuple(_quarantined_records(rows)),
+        orphan_vms=tuple(
+            OrphanVm(_name_of(vm.key), vm.name, vm.host, vm.job_id, vm.version)
+            for _, vm in sorted(rows.vms.items())
+            if vm.state is VmState.ORPHAN and not vm.quarantined
+        ),
         broken_templates=tuple(_broken_templates(rows, policy, now)),
         backing_off=tuple(_jobs_backing_off(rows, now)),
     )
+
+
+def unknown_user(failure: LookupFailure, rows: Rows, now: float) -> UnknownUser:
+    owners = (row for _, row in sorted(rows.attempts.items()) if row.uid == failure.uid)
+    jobs = tuple(dict.fromkeys(row.job.job_id for row in owners))
+    return UnknownUser(failure.uid, now - failure.since, failure.reason, jobs)
 
 
 def failing_effect(failure: Failure, now: float) -> FailingEffect:
@@ -407,7 +441,8 @@ def repair_command(alert: Alert) -> Command:
     if alert.kind == "host":
         return Command("fence", host=alert.name)
     kind, _, number = alert.name.partition("-")
-    return Command("retry", key=Key(kind, int(number)))  # type: ignore[arg-type]  # made by _name_of
+    verb = "end" if alert.kind == "stranger" else "retry"
+    return Command(verb, key=Key(kind, int(number)))  # type: ignore[arg-type]  # made by _name_of
 
 
 def template_command(verb: str, image: str, host: str, size: tuple[int, int] | None, account: str | None) -> Command:

@@ -18,10 +18,12 @@ import uvicorn
 from multiverse.api import Alert
 from multiverse.config import Settings
 from multiverse.controller.loop import Controller
+from multiverse.controller.pruning import prune_regularly
 from multiverse.core.errors import Refused
-from multiverse.drivers.qemu.driver import QemuHypervisor
+from multiverse.drivers.qemu.driver import QemuHypervisor, sites
+from multiverse.drivers.slurm.bootstrap import slurm_uid
 from multiverse.drivers.slurm.driver import SlurmScheduler
-from multiverse.drivers.slurm.inbox import hints
+from multiverse.drivers.slurm.inbox import Hint, hints, take
 from multiverse.ports import Clock, Hypervisor, Scheduler
 from multiverse.service.api import make_api
 from multiverse.service.backend import Backend
@@ -32,6 +34,9 @@ from multiverse.system.processes import boot_id
 from multiverse.trace import RecordingHypervisor, RecordingScheduler, Trace
 
 log = structlog.get_logger()
+
+NAME_SERVICE_TIMEOUT = 10.0
+"""Seconds that the daemon waits, once it has started, to learn who slurmctld's user is."""
 
 
 class SystemClock:
@@ -104,7 +109,8 @@ async def serve(settings: Settings) -> None:
     _restrict_access(settings)
     with _locked(settings.state_dir), contextlib.ExitStack() as stack:
         processes, clock = ProcessCounter(), SystemClock()
-        store = open_store(settings.state_dir, clock)
+        there = sites(settings)
+        store = open_store(settings.state_dir, clock, there)
         stack.callback(store.close)
         scheduler = SlurmScheduler(settings, store.site)
         hypervisor = QemuHypervisor(settings, store.site)
@@ -114,9 +120,22 @@ async def serve(settings: Settings) -> None:
         sock = _bind(settings.socket)
         stack.callback(settings.socket.unlink, missing_ok=True)
         permanent = [Alert("unserved", *each) for each in scheduler.unserved()]
-        backend = Backend(controller, store, clock, hypervisor.measure, hypervisor.examine, processes, permanent)
+        permanent += map(_other_site, (site for site in there if site != store.site))
+        backend = Backend(
+            controller,
+            store,
+            clock,
+            hypervisor.measure,
+            hypervisor.examine,
+            processes,
+            permanent,
+            settings.history_days,
+            settings.poll,
+            str(settings.slurm.inbox),
+        )
         for alert in permanent:
-            log.warning("setting of Slurm has no effect on VMs", name=alert.name, reason=alert.message)
+            event = "setting of Slurm has no effect on VMs" if alert.kind == "unserved" else "VMs of another site"
+            log.warning(event, name=alert.name, reason=alert.message)
         log.info("daemon started", site=store.site, socket=str(settings.socket), pid=os.getpid())
         stack.callback(hypervisor.close)  # otherwise this process would last as long as its longest call
         stack.callback(scheduler.close)
@@ -124,8 +143,17 @@ async def serve(settings: Settings) -> None:
     log.info("daemon stopped")
 
 
+def _other_site(site: str) -> Alert:
+    return Alert(
+        "stranger",
+        f"site-{site}",
+        f"there are VMs of another site, {site}, in qemu.vms: another daemon's, or of a database that was lost",
+        "if no daemon is to have them, put back its database, or end them: they keep memory that is not claimed here",
+    )
+
+
 async def _run(settings: Settings, controller: Controller, backend: Backend, sock: socket.socket) -> None:
-    """Run the controller, the inbox and the API until a signal comes or one of them fails; then end all three."""
+    """Run the controller, the inbox, the pruning and the API until a signal comes or one fails, then end all."""
     server = _Server(uvicorn.Config(make_api(backend), log_level="warning", access_log=False, lifespan="off"))
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -134,6 +162,8 @@ async def _run(settings: Settings, controller: Controller, backend: Backend, soc
     work: list[asyncio.Task[Any]] = [
         asyncio.create_task(controller.run(), name="controller"),
         asyncio.create_task(_forward_hints(settings, controller), name="inbox"),
+        asyncio.create_task(_poll_inbox(settings, controller), name="shared inbox"),
+        asyncio.create_task(prune_regularly(backend.store, backend.clock, settings.history_days), name="pruning"),
     ]
     serving: asyncio.Task[Any] = asyncio.create_task(server.serve(sockets=[sock]), name="api")
     stopping: asyncio.Task[Any] = asyncio.create_task(stop.wait(), name="stop")
@@ -161,5 +191,23 @@ def _traced(
 
 
 async def _forward_hints(settings: Settings, controller: Controller) -> None:
-    async for _ in hints(settings.slurm.inbox):
-        controller.hint()
+    inbox = settings.slurm.inbox
+    owner = None  # as it is now
+    with contextlib.suppress(TimeoutError):  # of a name service that does not answer
+        owner = await asyncio.wait_for(asyncio.to_thread(slurm_uid, settings), NAME_SERVICE_TIMEOUT)
+    async for hint in hints(inbox, owner):
+        _forward(hint, controller)
+
+
+async def _poll_inbox(settings: Settings, controller: Controller) -> None:
+    """Hints that another machine wrote into a shared directory: inotify does not report these."""
+    while True:
+        await asyncio.sleep(settings.poll)
+        for hint in await asyncio.to_thread(lambda: list(take(settings.slurm.inbox))):
+            _forward(hint, controller)
+
+
+def _forward(hint: Hint, controller: Controller) -> None:
+    if hint.kind == "submit":
+        controller.missing_hints.hint_came()
+    controller.hint(hint.uid, hint.job_id)

@@ -30,6 +30,16 @@ class SourceFailure:
 
 
 @dataclass(frozen=True, slots=True)
+class HintsMissing:
+    """Jobs were submitted without hints for `seconds`. Until hints come, a job is noticed up to `poll` seconds later.
+    `inbox` is the directory where hints are expected."""
+
+    seconds: float
+    poll: float
+    inbox: str
+
+
+@dataclass(frozen=True, slots=True)
 class HostAway:
     """A known host is out of reach; `vms` are the VMs that were on it."""
 
@@ -107,12 +117,34 @@ class FailingEffect:
 
 
 @dataclass(frozen=True, slots=True)
+class OrphanVm:
+    """A VM that no record explained when it was found, with the job that is on it (empty: none was seen)."""
+
+    name: str
+    vm: str
+    host: str
+    job_id: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownUser:
+    """Looking up a user has failed for `seconds`; `jobs` wait for that."""
+
+    uid: int
+    seconds: float
+    reason: str
+    jobs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Findings:
     """Everything that alerts are made of. `orphans` are the names of objects that have our site's name and that no
     record explains; `permanent` are alerts that last as long as the daemon."""
 
     store: StoreFailure | None = None
     sources: Sequence[SourceFailure] = ()
+    hints: HintsMissing | None = None
     hosts_away: Sequence[HostAway] = ()
     fenced: FencedVms = FencedVms()
     short_of_memory: Sequence[HostShortOfMemory] = ()
@@ -120,6 +152,8 @@ class Findings:
     quarantined: Sequence[QuarantinedRecord] = ()
     broken_templates: Sequence[BrokenTemplate] = ()
     backing_off: Sequence[JobBackingOff] = ()
+    unknown_users: Sequence[UnknownUser] = ()
     failing_effects: Sequence[FailingEffect] = ()
     orphans: Sequence[str] = ()
+    orphan_vms: Sequence[OrphanVm] = ()
     permanent: Sequence[Alert] = ()

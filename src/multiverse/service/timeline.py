@@ -22,9 +22,11 @@ _PHASE_OF_EFFECT = {"create": "clone", "start": "join"}
 """The phases whose stages are known, by the effect that reports them."""
 
 
-def timeline(job_id: str, attempt: int, state: str, entries: Sequence[Entry], now: float) -> TimelineView:
-    """The timeline of one attempt, from the journal entries of the attempt and its VMs, in order. `now` is the present
-    monotonic time: a phase that has not ended lasts until then."""
+def timeline(
+    job_id: str, attempt: int, state: str, entries: Sequence[Entry], now: float, waiting: str = ""
+) -> TimelineView:
+    """The timeline of one attempt, which waits for the reason `waiting`, from the journal entries of the attempt and
+    its VMs, in order. `now` is the present monotonic time: a phase that has not ended lasts until then."""
     first = entries[0].mono if entries else 0.0
     return TimelineView(
         job_id=job_id,
@@ -43,6 +45,7 @@ def timeline(job_id: str, attempt: int, state: str, entries: Sequence[Entry], no
             )
             for entry in entries
         ),
+        waiting=waiting,
     )
 
 

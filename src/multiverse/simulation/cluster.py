@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
 from multiverse.core.errors import Refused
-from multiverse.core.model import CloneKind, JobState, NodeSpec, SchedulerView, Size
+from multiverse.core.model import CloneKind, JobLimits, JobState, NodeSpec, SchedulerView, Size
 from multiverse.simulation.clock import EPOCH
 from multiverse.simulation.guests import LIVE, Guest, Registration, Run
 from multiverse.simulation.jobs import Batch, JobRecord, NodeRecord
@@ -82,13 +82,13 @@ class Cluster:
         self.nodes: dict[str, NodeRecord] = {}
         self.history: list[JobRecord] = []  # all jobs that ever were submitted
         self.violations: list[str] = []
-        self.hint: Callable[[], None] = lambda: None  # what job_submit.lua and EpilogSlurmctld call
+        # What job_submit.lua and EpilogSlurmctld call, with the uid of the job's user or the job's id.
+        self.hint: Callable[[int | None, str], None] = lambda uid, job_id: None
         self._rng = rng
         self._loop = asyncio.get_running_loop()
         self._next = settings.first_id
         self.refused: list[Batch] = []  # as no host could hold them
-        self.default_image = ""
-        self._largest: Mapping[str, Sequence[Size]] = {}
+        self._limits: JobLimits | None = None  # as published
         self._offers: dict[str, OfferedNode] = {}
         self._used_offers: set[str] = set()  # nodes that were ever offered or withdrawn
         self._observed = -math.inf
@@ -113,7 +113,16 @@ class Cluster:
     def submit_array(self, batch: Batch, tasks: int) -> list[str]:
         """Queue an array and return the ids of its tasks."""
         base = self._new_id()
-        return [self._queue(batch, f"{base}{self.separator}{task}").job_id for task in range(tasks)]
+        queued = [self._queue(batch, f"{base}{self.separator}{task}") for task in range(tasks)]
+        for job in queued:
+            job.array = str(base)
+        return [job.job_id for job in queued]
+
+    def tasks_beside(self, job: JobRecord) -> list[JobRecord]:
+        """The job itself, or all tasks of its array."""
+        if not job.array:
+            return [job]
+        return [one for _, one in sorted(self.jobs.items()) if one.array == job.array]
 
     def cancel(self, job_id: str, by_user: bool = True) -> None:
         job = self.jobs[job_id]
@@ -266,6 +275,10 @@ class Cluster:
         if node in self._offers and not self._offers[node].taken:
             del self._offers[node]
 
+    def unlist_offers(self) -> None:
+        """A controller that knows of no offers has started: jobs may take what was offered before no more."""
+        self._offers = {node: offered for node, offered in self._offers.items() if offered.taken}
+
     def forget(self, node: str) -> None:
         self._offers.pop(node, None)
 
@@ -290,8 +303,8 @@ class Cluster:
     def view(self) -> SchedulerView:
         ranked = sorted(self.jobs.values(), key=self._order)
         jobs = {
-            job.job_id: job.shown(rank, self._eligible(job, delayed=job.delayed), self._uses(job))
-            for rank, job in enumerate(ranked)
+            job.job_id: job.shown(self._rank(job), self._eligible(job, delayed=job.delayed), self._uses(job))
+            for job in ranked
         }
         nodes = {name: node.shown() for name, node in sorted(self.nodes.items())}
         return SchedulerView(jobs, nodes, self._limits_left())
@@ -335,36 +348,39 @@ class Cluster:
             self._next = self.settings.first_id
         return base
 
-    def limit_submissions(self, largest: Mapping[str, Sequence[Size]]) -> None:
-        """From now on refuse jobs whose nodes exceed all of these sizes, which are given by image."""
-        self._largest = largest
+    def limit_submissions(self, limits: JobLimits) -> None:
+        """From now on refuse the jobs that these limits do not allow."""
+        self._limits = limits
 
-    def _exceeds_all(self, batch: Batch) -> Sequence[Size]:
-        """The largest sizes, if the batch exceeds each of them. They hold for some time after each observation."""
-        if self._loop.time() - self._observed > self.settings.limits_valid_for:
-            return ()
-        sizes, size = self._largest.get(batch.image or self.default_image, ()), batch.size
-        fits = any(size.cpus <= s.cpus and size.memory <= s.memory and size.disk <= s.disk for s in sizes)
-        return () if fits else sizes
+    def _allows(self, batch: Batch) -> bool:
+        """Whether the published limits allow the job. They hold for some time after each observation."""
+        if self._limits is None or self._loop.time() - self._observed > self.settings.limits_valid_for:
+            return True
+        return self._limits.allow(batch.image, batch.kind, batch.nodes, batch.size)
 
     def _queue(self, batch: Batch, job_id: int | str) -> JobRecord:
         flavor = self.settings.flavor
         if batch.size.cpus > flavor.cpus or batch.size.memory > flavor.memory or batch.nodes > self.settings.max_nodes:
             raise Refused(f"no host holds {batch.size} on {batch.nodes} nodes", hint=f"at most {flavor} fits")
-        if sizes := self._exceeds_all(batch):
+        if not self._allows(batch):
             self.refused.append(batch)
-            raise Refused(f"no host could ever hold {batch.size}", hint=f"at most {'; '.join(map(str, sizes))}")
+            raise Refused(f"no hosts could ever hold {batch.nodes} x {batch.size}", hint="request less")
         job = JobRecord(
             len(self.history), str(job_id), self._wall(), batch, self._loop.time() + batch.delay, held=batch.held
         )
         self.jobs[job.job_id] = job
         self.history.append(job)
-        self.hint()
+        self.hint(batch.uid, "")
         return job
 
     def _order(self, job: JobRecord) -> tuple[int, int, int, int]:
         base, _, task = job.job_id.partition(self.separator)
         return (-job.batch.priority, job.submitted, int(base), int(task or 0))
+
+    def _rank(self, job: JobRecord) -> int:
+        """The order as one number. It is the same whichever other jobs there are."""
+        priority, submitted, base, task = self._order(job)
+        return (0xFFFFFFFF + priority) << 104 | submitted << 64 | base << 32 | task
 
     def _eligible(self, job: JobRecord, delayed: bool = False) -> bool:
         """`delayed`: the begin time was set by slurmctld, and a pin removes it."""
@@ -437,7 +453,7 @@ class Cluster:
     def _stop(self, job: JobRecord, result: str) -> None:
         """End a run. The job is COMPLETING until every node has released it."""
         job.state, job.result = JobState.COMPLETING, result
-        self.hint()
+        self.hint(None, job.job_id)
         for name in list(job.busy):
             guest = self.nodes[name].guest
             guest.kill(job)

@@ -21,7 +21,7 @@ from random import Random
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from multiverse.core.errors import Broken, Exhausted, MultiverseError, Unknown
-from multiverse.core.model import SchedulerView
+from multiverse.core.model import SchedulerPart, SchedulerView
 
 T = TypeVar("T")
 Port = Literal["scheduler", "hypervisor"]
@@ -66,6 +66,7 @@ CALL_IDS: Mapping[tuple[Port, str], str] = {
     ("scheduler", "bootstrap"): "s11",
     ("scheduler", "user"): "s12",
     ("scheduler", "publish"): "s13",
+    ("scheduler", "read"): "s14",
     ("hypervisor", "observe"): "h1",
     ("hypervisor", "build_template"): "h2",
     ("hypervisor", "delete_template"): "h3",
@@ -97,9 +98,9 @@ def possible(port: Port, method: str, kind: FaultKind) -> bool:
     A scheduler's command is a process of its own, so it may arrive after its caller has given up. A host library does
     nothing after its caller has gone, and a file is written by the caller itself."""
     if kind in (FaultKind.STALE, FaultKind.TORN):
-        return (port, method) == ("scheduler", "observe")
+        return port == "scheduler" and method in ("observe", "read")
     if kind is FaultKind.LATE:
-        return port == "scheduler" and method not in ("observe", "bootstrap", "user", "publish")
+        return port == "scheduler" and method not in ("observe", "read", "bootstrap", "user", "publish")
     return True
 
 
@@ -207,6 +208,20 @@ class FaultPlan:
             return replace(fresh, nodes=old.nodes)
         return fresh
 
+    def shown_part(self, fresh: SchedulerPart, fault: PlannedFault | None) -> SchedulerPart:
+        """What a reading of a part returns: the fresh part, or what the last whole observation showed of it."""
+        now = asyncio.get_running_loop().time()
+        if fault is None or self._view is None or now - self._view[0] > FRESH:
+            return fresh
+        old = self._view[1]
+        jobs = {job_id: job for job_id, job in old.jobs.items() if job_id in fresh.job_ids or job.uid in fresh.users}
+        nodes = {name: node for name, node in old.nodes.items() if fresh.all_nodes or name in fresh.node_names}
+        if fault.kind is FaultKind.STALE:
+            return replace(fresh, jobs=jobs, nodes=nodes, limits=old.limits)
+        if self.chance(stable_id(fault.call), "torn") < 0.5:
+            return replace(fresh, jobs=jobs, limits=old.limits)
+        return replace(fresh, nodes=nodes)
+
 
 class FaultyLink:
     """Connects one caller with one of the simulated ports and applies the faults of its calls."""
@@ -300,6 +315,8 @@ class FaultyLink:
     def _shown(self, result: T, fault: PlannedFault | None) -> T:
         if isinstance(result, SchedulerView):
             return cast(T, self._plan.shown_view(result, fault))
+        if isinstance(result, SchedulerPart):
+            return cast(T, self._plan.shown_part(result, fault))
         return result
 
     def _make_later(self, fault: PlannedFault, make: Make[object]) -> None:
@@ -324,16 +341,19 @@ class IncidentKind(StrEnum):
     RECONFIGURED = "slurmctld reads its configuration again"
     HOST_AWAY = "a host is out of reach"
     HOST_FENCED = "a host is out of reach, switched off and fenced"
+    NAME_SERVICE_SILENT = "the name service does not answer"
     SOURCE_SLOW = "a source answers observations after ten minutes"
     TEMPLATE_DELETED = "an operator deletes a template"
     DISK_FULL = "the store's disk is full"
+    DATABASE_RESTORED = "the database is restored from a copy"
+    DATABASE_LOST = "the database is lost"
     CONTROLLER_CRASH = "the controller crashes"
 
 
 @dataclass(frozen=True)
 class Incident:
     """Something that happens to the world at virtual second `at` and lasts `seconds`. `pick`, from 0 to 1, chooses
-    one of the objects that exist then."""
+    one of the objects that exist then. A database is restored from a copy that was made at `at`, `seconds` later."""
 
     at: float
     kind: IncidentKind
@@ -356,7 +376,9 @@ DURATIONS: Mapping[IncidentKind, tuple[float, float]] = {
     IncidentKind.CLUSTER_RESTARTS: (1.0, 10.0),
     IncidentKind.HOST_AWAY: (2.0, 300.0),
     IncidentKind.HOST_FENCED: (20.0, 200.0),
+    IncidentKind.NAME_SERVICE_SILENT: (5.0, 300.0),
     IncidentKind.SOURCE_SLOW: (10.0, 200.0),
+    IncidentKind.DATABASE_RESTORED: (0.1, 60.0),
     IncidentKind.DISK_FULL: (0.5, 60.0),
     IncidentKind.CONTROLLER_CRASH: (0.1, 20.0),
 }

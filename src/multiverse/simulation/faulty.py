@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from multiverse.core.model import (
     HypervisorView,
     Identity,
+    JobLimits,
     JobRef,
     NodeBootstrap,
     NodeSpec,
+    SchedulerPart,
     SchedulerView,
     Size,
     Stage,
@@ -18,7 +20,7 @@ from multiverse.core.model import (
     VmRef,
     VmSpec,
 )
-from multiverse.ports import GuestUsers, Hypervisor, Offers, Scheduler, Source, SubmissionLimits, Templates
+from multiverse.ports import GuestUsers, Hypervisor, Offers, Parts, Scheduler, Source, SubmissionLimits, Templates
 from multiverse.simulation.faults import FaultyLink
 
 
@@ -29,6 +31,7 @@ class FaultyScheduler:
         self._inner = inner
         self._call = link.call
         self.offers = FaultyOffers(inner.offers, link) if inner.offers else None
+        self.parts = FaultyParts(inner.parts, link) if inner.parts else None
         self.submission = FaultySubmissionLimits(inner.submission, link) if inner.submission else None
 
     async def observe(self) -> SchedulerView:
@@ -52,14 +55,27 @@ class FaultyScheduler:
     async def delete_node(self, node: str) -> None:
         await self._call("delete_node", node, lambda: self._inner.delete_node(node), node)
 
-    async def explain(self, job: JobRef, text: str) -> None:
-        await self._call("explain", job.job_id, lambda: self._inner.explain(job, text), job)
+    async def explain(self, jobs: Sequence[JobRef], text: str) -> None:
+        await self._call("explain", jobs[0].job_id, lambda: self._inner.explain(jobs, text), *jobs)
 
     async def bootstrap(self, node: NodeSpec) -> NodeBootstrap:
         return await self._call("bootstrap", node.name, lambda: self._inner.bootstrap(node), node)
 
     async def user(self, uid: int) -> User:
         return await self._call("user", str(uid), lambda: self._inner.user(uid), uid)
+
+
+class FaultyParts:
+    """A `ports.Parts` behind a faulty link."""
+
+    def __init__(self, inner: Parts, link: FaultyLink) -> None:
+        self._inner = inner
+        self._call = link.call
+
+    async def read(
+        self, jobs: Mapping[str, int | None], users: Collection[int], nodes: Collection[str]
+    ) -> SchedulerPart:
+        return await self._call("read", "", lambda: self._inner.read(jobs, users, nodes))
 
 
 class FaultyOffers:
@@ -83,8 +99,8 @@ class FaultySubmissionLimits:
         self._inner = inner
         self._call = link.call
 
-    async def publish(self, largest: Mapping[str, Sequence[Size]]) -> None:
-        await self._call("publish", "", lambda: self._inner.publish(largest))
+    async def publish(self, limits: JobLimits) -> None:
+        await self._call("publish", "", lambda: self._inner.publish(limits))
 
 
 class FaultySource:

@@ -44,7 +44,7 @@ def without_faults(seed: int, pair: Pair | None = None) -> Scenario:
         cluster = replace(cluster, test_only_share=Random(f"{seed}/probes").choice((0.0, 0.0, 0.2)))
         arrivals = (*late, *arrivals)
     scenario = Scenario(seed, arrivals, WorldSettings(hosts, cluster=cluster), settings, hints=rng.choice((0.0, 0.9)))
-    return _with_pair(scenario, pair or PAIRS[seed % len(PAIRS)])
+    return with_pair(scenario, pair or PAIRS[seed % len(PAIRS)])
 
 
 PAIRS = tuple(Pair)
@@ -52,7 +52,7 @@ CLOUD_LIMIT = 20_000.0
 """Virtual seconds that a scenario in the cloud may take: each VM takes about a minute to be created."""
 
 
-def _with_pair(scenario: Scenario, pair: Pair) -> Scenario:
+def with_pair(scenario: Scenario, pair: Pair) -> Scenario:
     """The same scenario with another scheduler and hypervisor. In the cloud the quota is what all hosts together have,
     and all clones are full ones."""
     world = replace(scenario.world, pair=pair)
@@ -100,6 +100,11 @@ def with_faults(seed: int, database: str = ":memory:", pair: Pair | None = None)
     incidents = tuple(one for kind, means in MEANS.items() for one in every(rng.choice(means), kind, rng, until))
     slow = Random(f"{seed}/slow")
     incidents += every(slow.choice((0.0, 0.0, 0.0, 30.0)), IncidentKind.SOURCE_SLOW, slow, until)
+    names = Random(f"{seed}/names")
+    incidents += every(names.choice((0.0, 0.0, 0.0, 20.0)), IncidentKind.NAME_SERVICE_SILENT, names, until)
+    store = Random(f"{seed}/database")
+    if database == ":memory:" and (replaced := store.choice((*(None,) * 10, *DATABASES))):
+        incidents += every(until, replaced, store, until)[:1]
     guests = GuestBehaviour(
         boot=(0.4, rng.choice((1.2, 1.2, 100.0))), mute=rng.choice((0.0, 0.0, 0.1)), small=rng.choice((0.0, 0.0, 0.1))
     )
@@ -115,6 +120,8 @@ def with_faults(seed: int, database: str = ":memory:", pair: Pair | None = None)
         database=database,
     )
 
+
+DATABASES = (IncidentKind.DATABASE_RESTORED, IncidentKind.DATABASE_LOST)
 
 MEANS: dict[IncidentKind, tuple[float, ...]] = {
     IncidentKind.VM_DIES: (0.0, 5.0, 30.0),

@@ -39,6 +39,7 @@ class SimulatedGrid(SimulatedScheduler):
     """See `ports.Scheduler`. The tag of a pinned job is kept in the context of the job."""
 
     offers = None
+    parts = None
     submission = None
 
     def _view(self) -> SchedulerView:

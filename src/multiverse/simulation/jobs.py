@@ -66,7 +66,9 @@ class JobRecord:
     again: bool = False  # it is queued again once its nodes have released it
     result: str = ""
     exit_code: int = 0
-    comment: str = ""
+    told: list[str] = field(default_factory=list)  # what its user was told, one after the other
+    remark: str = ""  # the text of others beside that
+    array: str = ""  # the id of its array, if it is a task of one
     by_user: bool = False  # cancelled by its user
     revoked: str = ""  # the controller's reason for cancelling it
     cancelled: float = 0.0  # when the controller cancelled it
@@ -76,6 +78,19 @@ class JobRecord:
     @property
     def ref(self) -> JobRef:
         return JobRef(self.job_id, self.submitted, self.restarts)
+
+    @property
+    def comment(self) -> str:
+        """What its user was told last."""
+        return self.told[-1] if self.told else ""
+
+    def tell(self, text: str) -> None:
+        if text != self.comment:
+            self.told.append(text)
+
+    @property
+    def waits_at_gate(self) -> bool:
+        return self.state is JobState.PENDING and self.pin is None
 
     def unpin(self) -> None:
         """Put the job back at the gate."""
@@ -103,6 +118,7 @@ class JobRecord:
             exit_code=self.exit_code,
             work_dir=f"/home/u{batch.uid}",
             uses=tuple(uses.items()) if pending else (),
+            array=self.array,
         )
 
 

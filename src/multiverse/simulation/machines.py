@@ -334,10 +334,11 @@ class Machines:
                 machine.reason,
                 private=machine.private(self._now()),
                 introduced=tuple(sorted(machine.guest.users)) if machine.guest else (),
-                address=machine.address,
-                mac=machine.mac,
+                address=machine.address or machine.spec.address,
+                mac=machine.mac or machine.spec.mac,
                 placed_on=machine.placed_on,
                 token=machine.spec.token,
+                size=machine.size or machine.spec.size,
             )
             for name, machine in sorted(self.vms.items())
             if machine.spec.host == host

@@ -25,6 +25,7 @@ class Outcome:
     violations: list[str]
     calls: tuple[Call, ...] = ()
     entries: tuple[Entry, ...] = ()
+    told: tuple[str, ...] = ()  # what the users of jobs were told, in the order of the jobs
     transitions: Counter[str] = field(default_factory=Counter)  # how often each one happened, by `transition_name`
 
     def fault_counts(self) -> Counter[str]:

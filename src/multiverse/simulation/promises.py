@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from multiverse.core.machines.attempt import step_attempt
 from multiverse.core.machines.vm import step_vm
@@ -22,13 +22,16 @@ CHANGE_WINDOW = 20.0
 caller has given up may arrive late."""
 
 
-def unclaimed_vms(rows: Rows, world: SimulatedWorld) -> list[str]:
-    """VMs that exist without a live row or without a claim on their host. There must be none at any commit."""
+def unclaimed_vms(rows: Rows, world: SimulatedWorld, inherited: Collection[str] = ()) -> list[str]:
+    """VMs that exist without a live row or without a claim on their host. There must be none at any commit, except
+    `inherited` ones: those that exist as the database is replaced, until they are found."""
     claimed = {(claim.owner, claim.domain) for claim in rows.claims}
     live = {vm.name: vm for vm in rows.vms.values()}
     found = []
     for name, machine in world.machines.vms.items():
         vm = live.get(name)
+        if vm is None and name in inherited:
+            continue
         if vm is None or (vm.key, machine.spec.host) not in claimed:
             found.append(f"VM {name} is on {machine.spec.host} and nothing is claimed for it")
     return found
@@ -74,6 +77,7 @@ def unjustified_cancellations(scenario: Scenario, history: Iterable[JobRecord]) 
         true_reasons = {
             job.batch.problem: bool(job.batch.problem),
             "fits on no host": fenced or not all(_surely_fits(scenario, batch) for batch in _recent_requests(job)),
+            f"no user has the uid {job.batch.uid}": job.batch.uid not in scenario.world.users,
             "no VM could be made": disturbed or not boots.get(job.batch.image or "slim", False),
         }
         if not any(true and reason in job.revoked for reason, true in true_reasons.items()):

@@ -225,7 +225,7 @@ class _Replay:
             case ["scheduler", "revoke"]:
                 return self.scheduler.revoke(self._ref(line), line["reason"])
             case ["scheduler", "explain"]:
-                return self.scheduler.explain(self._ref(line), line["text"])
+                return self.scheduler.explain(self._refs(line), line["text"])
             case ["scheduler", "set_down"]:
                 return self.scheduler.set_down(line["node"], line["reason"])
             case ["scheduler", "delete_node"]:
@@ -275,6 +275,12 @@ class _Replay:
         record = job.record
         same = job.submitted.get(restarts) == submitted and restarts - job.restarts == record.restarts
         return JobRef(record.job_id, record.submitted - (not same), restarts - job.restarts)
+
+    def _refs(self, line: Line) -> list[JobRef]:
+        """The fake's own refs for the jobs that the trace names (an old trace names one), as far as they were
+        shown."""
+        named = [line["job"]] if "job" in line else line["refs"]
+        return [self._ref({"job": job}) for job in named if job[0] in self.jobs]
 
     def _vm(self, line: Line) -> VmRef:
         """The VM that a line names, at the source that the fake has for its host."""

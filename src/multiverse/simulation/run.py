@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from random import Random
 
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Exhausted, Refused
+from multiverse.core.model import VmState
 from multiverse.core.transition import Command
 from multiverse.ports import Clock
 from multiverse.simulation.clock import VirtualClock
@@ -28,6 +30,8 @@ AT_REST = 8
 """At every eighth commit the simulation checks that the rows that are not looked at would not move."""
 
 HINT_DELAY = (0.5, 10.0)  # seconds that a late hint takes
+DECISION = 30.0  # seconds between two looks of the operator at what no record explains
+UNNAMED = 0.2  # the share of hints of submissions that name no user, as those of an older multiverse.lua
 SLOW = 600.0  # seconds that an observation of a slow source takes
 
 
@@ -43,8 +47,8 @@ class ControllerCrashed(BaseException):
 class CrashingStore(Store):
     """A store whose disk may be full, and whose process may end at a commit."""
 
-    def __init__(self, path: str, clock: Clock, site: str, at_commit: Callable[[bool], None]) -> None:
-        super().__init__(path, clock, site=site)
+    def __init__(self, path: str, clock: Clock, at_commit: Callable[[bool], None], *, recovered: bool = False) -> None:
+        super().__init__(path, clock, site=SITE, recovered=recovered)
         self.full = False
         self._at_commit = at_commit  # called before (False) and after (True) each commit that changes anything
 
@@ -65,8 +69,25 @@ class CrashingStore(Store):
         """Drop everything that is only in memory, as the end of a process does."""
         self._forget()
 
+    def copy(self) -> sqlite3.Connection:
+        """The database as it is now."""
+        copied = sqlite3.connect(":memory:")
+        self._database().backup(copied)
+        return copied
+
+    def restore(self, copied: sqlite3.Connection) -> None:
+        """Put a copy in place of the database, and open it anew."""
+        copied.backup(self._database())
+        self._forget()
+        with self._begin():
+            self._skip_numbers()
+            self._active = None
+
+    def _database(self) -> sqlite3.Connection:
+        return self._connection.connection.dbapi_connection  # type: ignore[return-value]
+
     def _changes(self) -> int:
-        return int(self._connection.connection.dbapi_connection.total_changes)  # type: ignore[union-attr]
+        return self._database().total_changes
 
 
 class _Simulation:
@@ -93,6 +114,8 @@ class _Simulation:
         self.links: list[FaultyLink] = []
         self.controller: Controller | None = None
         self.controllers: list[Controller] = []  # kept, so that no crashed one ends when the collector happens to run
+        self.replacement: Callable[[], None] | None = None  # of the database, before the controller starts again
+        self.inherited: set[str] = set()  # VMs that existed when the database was replaced
         self.store = self._open()
         self.crashed = asyncio.Event()
         self.world.cluster.hint = self._hint
@@ -160,19 +183,22 @@ class _Simulation:
         else:
             getattr(self.world.cluster, action.kind)(job_id)
 
-    def _hint(self) -> None:
+    def _hint(self, uid: int | None, job_id: str) -> None:
         self.hints += 1
         point = self.plan.chance("hint", self.hints)
+        if uid is not None and self.plan.chance("hint", self.hints, "unnamed") < UNNAMED:
+            uid = None
         if point < self.scenario.hints:
-            self._deliver_hint()
+            self._deliver_hint(uid, job_id)
             if point < self.scenario.hints / 10:
-                self._deliver_hint()
+                self._deliver_hint(uid, job_id)
         elif point < (1 + self.scenario.hints) / 2:
-            self.loop.call_later(self.plan.between(HINT_DELAY, "hint", self.hints, "late"), self._deliver_hint)
+            delay = self.plan.between(HINT_DELAY, "hint", self.hints, "late")
+            self.loop.call_later(delay, self._deliver_hint, uid, job_id)
 
-    def _deliver_hint(self) -> None:
+    def _deliver_hint(self, uid: int | None, job_id: str) -> None:
         if self.controller is not None:
-            self.controller.hint()
+            self.controller.hint(uid, job_id)
 
     # --- incidents
 
@@ -185,10 +211,14 @@ class _Simulation:
                 await self._apply_to_cluster(incident)
             case IncidentKind.HOST_AWAY | IncidentKind.HOST_FENCED:
                 await self._apply_to_host(self.world.host(incident.pick), incident)
+            case IncidentKind.NAME_SERVICE_SILENT:
+                await self._silence_name_service(incident)
             case IncidentKind.SOURCE_SLOW:
                 await self._slow_down(self.world.host(incident.pick), incident)
             case IncidentKind.TEMPLATE_DELETED:
                 self._delete_template(incident.pick)
+            case IncidentKind.DATABASE_RESTORED | IncidentKind.DATABASE_LOST:
+                await self._replace_database(incident)
             case IncidentKind.DISK_FULL:
                 await self._fill_disk(incident)
             case IncidentKind.CONTROLLER_CRASH:
@@ -252,6 +282,12 @@ class _Simulation:
         machines.delays.pop(source, None)
         self._log(f"source {source} answers at once again")
 
+    async def _silence_name_service(self, incident: Incident) -> None:
+        self._log(f"incident: {incident.kind}, {incident.seconds:.1f} s")
+        self.world.silent_name_services += 1
+        await asyncio.sleep(incident.seconds)
+        self.world.silent_name_services -= 1
+
     async def _fence(self, host: str, until: float) -> None:
         self._log(f"operator switches host {host} off, and repeats the fence command until no VM is lost")
         while self.loop.time() < until or any(
@@ -268,6 +304,32 @@ class _Simulation:
             self._log(f"operator deletes template {row.id}, which is {row.state}")
             self.controller.command(Command("drop", row.host, row.image, size=row.size, account=row.account))
 
+    async def _replace_database(self, incident: Incident) -> None:
+        """The operator restores a copy, or has none and starts with an empty database. Later the operator ends the VMs
+        that nobody remembers and whose jobs wait in vain."""
+        if incident.kind is IncidentKind.DATABASE_RESTORED:
+            copied = self.store.copy()
+            self._log("incident: a copy of the database is made")
+            await asyncio.sleep(incident.seconds)
+            self.replacement = lambda: self.store.restore(copied)
+        else:
+            self.replacement = self._lose_database
+        self._log(f"incident: {incident.kind}")
+        self._crash(1.0)
+        await asyncio.sleep(DECISION)
+        while orphans := [vm for vm in self.store.rows().vms.values() if vm.state is VmState.ORPHAN]:
+            for vm in orphans:
+                machine = self.world.machines.vms.get(vm.name)
+                waits = machine is not None and machine.guest is not None and machine.guest.waits_for_user
+                if waits and self.controller is not None:
+                    self._log(f"operator ends {vm.name}, whose job {vm.job_id} waits in vain")
+                    self.controller.command(Command("end", key=vm.key))
+            await asyncio.sleep(DECISION)
+
+    def _lose_database(self) -> None:
+        self.store.close()
+        self.store = self._open(recovered=True)
+
     async def _fill_disk(self, incident: Incident) -> None:
         self._log(f"incident: {incident.kind}, {incident.seconds:.1f} s")
         self.disk_full += 1
@@ -278,8 +340,8 @@ class _Simulation:
 
     # --- the controller and its crashes
 
-    def _open(self) -> CrashingStore:
-        store = CrashingStore(self.scenario.database, self.clock, SITE, self._at_commit)
+    def _open(self, *, recovered: bool = False) -> CrashingStore:
+        store = CrashingStore(self.scenario.database, self.clock, self._at_commit, recovered=recovered)
         store.full = self.disk_full > 0
         return store
 
@@ -290,7 +352,7 @@ class _Simulation:
     def _at_commit(self, after: bool) -> None:
         self.commits += not after
         if after:
-            self.unclaimed.update(unclaimed_vms(self.store.rows(), self.world))
+            self.unclaimed.update(unclaimed_vms(self.store.rows(), self.world, self.inherited))
             if self.controller is not None and self.commits % AT_REST == 0:
                 self._check_rows_at_rest(self.controller)
         crash = self.crashes.pop((self.commits, after), None)
@@ -337,6 +399,11 @@ class _Simulation:
             task.add_done_callback(lambda task: task.cancelled() or task.exception())
             await asyncio.sleep(self.seconds_down)
             self.store.forget()
+            if self.replacement is not None:
+                self.replacement()
+                self.replacement = None
+                self.inherited |= self.world.machines.vms.keys()
+                self.world.cluster.unlist_offers()
             if self.scenario.database != ":memory:":
                 self.store.close()
                 self.store = self._open()
@@ -368,6 +435,7 @@ class _Simulation:
             results={f"{job.number}: {job.job_id}": job.result for job in self.world.cluster.history},
             journal=[f"{e.mono:10.3f} {journal_line(e)}" for e in entries],
             events=events,
+            told=tuple(text for job in self.world.cluster.history for text in job.told),
             transitions=Counter(transition_name(e.kind, e.source, e.event, e.target) for e in changes),
             violations=violations,
         )

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
 from multiverse.config import ImageSettings
 from multiverse.core.errors import Gone, Refused, Stale, Unknown
-from multiverse.core.model import JobRef, JobState, NodeBootstrap, NodeSpec, SchedulerView, Size, User
+from multiverse.core.model import (
+    JobLimits,
+    JobRef,
+    JobState,
+    NodeBootstrap,
+    NodeSpec,
+    SchedulerPart,
+    SchedulerView,
+    User,
+)
 from multiverse.core.provisioning.spares import named_by_none
-from multiverse.ports import Offers, SubmissionLimits
+from multiverse.ports import Offers, Parts, SubmissionLimits
 from multiverse.simulation.cluster import Cluster, OfferedNode
 from multiverse.simulation.guests import LIVE, Registration
 from multiverse.simulation.jobs import JobRecord
@@ -26,6 +35,7 @@ class CommandLatencies:
     request: tuple[float, float] = (0.005, 0.05)
     reply: tuple[float, float] = (0.002, 0.03)
     patience: tuple[float, float] = (2.0, 10.0)
+    look_up: float = 0.001
 
 
 FindUser = Callable[[int], User | None]
@@ -45,6 +55,10 @@ class SimulatedScheduler(ABC):
     @property
     @abstractmethod
     def offers(self) -> Offers | None: ...
+
+    @property
+    @abstractmethod
+    def parts(self) -> Parts | None: ...
 
     @property
     @abstractmethod
@@ -74,6 +88,8 @@ class SimulatedScheduler(ABC):
             raise Stale(f"job {job.job_id} is held by its user")
         self._tie(record, tag, nodes)
         self._unblock(record)
+        if text:
+            record.tell(text)
         await self._reply()
 
     async def unpin(self, job: JobRef) -> None:
@@ -106,7 +122,8 @@ class SimulatedScheduler(ABC):
             return
         if record.state is not JobState.PENDING:
             raise Stale(f"job {job.job_id} is {record.state}")
-        record.comment = record.revoked = reason
+        record.tell(reason)
+        record.revoked = reason
         record.cancelled = asyncio.get_running_loop().time()
         self._cluster.cancel(job.job_id, by_user=False)
         await self._reply()
@@ -130,12 +147,19 @@ class SimulatedScheduler(ABC):
     def _delete(self, node: str) -> None:
         self._cluster.delete(node)
 
-    async def explain(self, job: JobRef, text: str) -> None:
+    async def explain(self, jobs: Sequence[JobRef], text: str) -> None:
         await self._reach()
-        self._reread(job).comment = text
+        for job in jobs:
+            record = self._cluster.jobs.get(job.job_id)
+            if record is None or record.ref != job or not record.waits_at_gate:
+                continue
+            for one in self._cluster.tasks_beside(record):
+                if one.waits_at_gate and not one.held:
+                    one.tell(text)
         await self._reply()
 
     async def user(self, uid: int) -> User:
+        await asyncio.sleep(self._latencies.look_up)
         user = self._find_user(uid)
         if user is None:
             raise Gone(f"no user has the uid {uid}", hint="look at the site's user database")
@@ -165,6 +189,21 @@ class SimulatedScheduler(ABC):
         await asyncio.sleep(self._rng.uniform(*self._latencies.reply))
 
 
+def part_of(
+    view: SchedulerView, jobs: Collection[str], users: Collection[int], nodes: Collection[str]
+) -> SchedulerPart:
+    """What a view shows of these jobs, users and nodes."""
+    return SchedulerPart(
+        jobs={job_id: job for job_id, job in view.jobs.items() if job_id in jobs or job.uid in users},
+        nodes={name: view.nodes[name] for name in nodes if name in view.nodes},
+        job_ids=frozenset(jobs),
+        users=frozenset(users),
+        node_names=frozenset(nodes),
+        limits=view.limits,
+        offers=view.offers,
+    )
+
+
 class SimulatedSlurm(SimulatedScheduler):
     """Slurm: ties jobs to nodes by features, and lets jobs take offered nodes as they are submitted."""
 
@@ -173,18 +212,39 @@ class SimulatedSlurm(SimulatedScheduler):
     ) -> None:
         super().__init__(cluster, find_user, rng)
         self._image = image or ImageSettings()
-        cluster.default_image = self._image.default
 
     @property
     def offers(self) -> SimulatedSlurm:
         return self
 
     @property
+    def parts(self) -> SimulatedSlurm:
+        return self
+
+    @property
     def submission(self) -> SimulatedSlurm:
         return self
 
-    async def publish(self, largest: Mapping[str, Sequence[Size]]) -> None:
-        self._cluster.limit_submissions(largest)
+    async def read(
+        self, jobs: Mapping[str, int | None], users: Collection[int], nodes: Collection[str]
+    ) -> SchedulerPart:
+        """See `ports.Parts`. Nothing is asked of slurmctld if nothing but the offers is wanted. Now and then it reads
+        less than was asked for, and all nodes in place of some."""
+        if not (jobs or users or nodes):
+            return part_of(self._view(), (), (), ())
+        await self._reach()
+        view = self._view()
+        everything = self._rng.random() < 0.9
+        asked = sorted(jobs) if everything else [job_id for job_id in sorted(jobs) if self._rng.random() < 0.5]
+        of_users = sorted(users) if everything else [uid for uid in sorted(users) if self._rng.random() < 0.5]
+        part = part_of(view, asked, of_users, nodes)
+        if nodes and self._rng.random() < 0.5:
+            part = replace(part, nodes=view.nodes, all_nodes=True)
+        await self._reply()
+        return part
+
+    async def publish(self, limits: JobLimits) -> None:
+        self._cluster.limit_submissions(limits)
 
     def _view(self) -> SchedulerView:
         offers = self._cluster.observe_offers()

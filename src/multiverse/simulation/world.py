@@ -11,6 +11,7 @@ from itertools import pairwise
 from random import Random
 
 from multiverse.config import ImageSettings
+from multiverse.core.errors import Unknown
 from multiverse.core.model import Host, Identity, JobState, Size, User
 from multiverse.ports import Hypervisor, Scheduler
 from multiverse.simulation.cloud import CloudMachines, SimulatedCloud
@@ -68,6 +69,7 @@ class SimulatedWorld:
         self.settings = settings or WorldSettings()
         self.runs: list[Run] = []
         self.guests: list[Guest] = []
+        self.silent_name_services = 0  # how many outages of it go on at the moment
         self.log: Callable[[str], None] = lambda _: None
         self._rng = Random(f"{seed}/guests")
         pair = self.settings.pair
@@ -91,6 +93,9 @@ class SimulatedWorld:
         return SimulatedHosts(self.machines, rng)
 
     def user(self, uid: int) -> User | None:
+        """The user, or None if there is none. Raises `Unknown` while the name service is silent."""
+        if self.silent_name_services:
+            raise Unknown(f"nobody says who uid {uid} is", hint="see whether the name service runs")
         if uid not in self.settings.users:
             return None
         return User(f"u{uid}", uid, uid, f"/home/u{uid}", "/bin/sh", ((f"u{uid}", uid),))

@@ -1,5 +1,6 @@
 """The only SQL: live rows, claims, and the journal, in one SQLite file whose schema Alembic keeps."""
 
 from multiverse.store.database import Entry, Store, StoreConflict, Transaction, open_store
+from multiverse.store.prune import Pruned, Pruning
 
-__all__ = ["Entry", "Store", "StoreConflict", "Transaction", "open_store"]
+__all__ = ["Entry", "Pruned", "Pruning", "Store", "StoreConflict", "Transaction", "open_store"]

@@ -20,7 +20,20 @@ from pydantic import TypeAdapter
 
 from multiverse.core.errors import Broken, Exhausted, MultiverseError, Refused
 from multiverse.core.machines.tables import TABLES
-from multiverse.core.model import Attempt, Claim, Key, KnownHost, Offer, Row, RowKind, Size, Stage, Template, Vm
+from multiverse.core.model import (
+    LAST_SERIAL,
+    Attempt,
+    Claim,
+    Key,
+    KnownHost,
+    Offer,
+    Row,
+    RowKind,
+    Size,
+    Stage,
+    Template,
+    Vm,
+)
 from multiverse.core.rows import Rows
 from multiverse.core.transition import TERMINAL, Change, Move, Tables
 from multiverse.ports import Clock
@@ -59,6 +72,7 @@ _ALL_META = sa.select(schema.meta)
 _ALL_HOSTS = sa.select(schema.hosts).order_by(schema.hosts.c.name)
 _KEEP_HOST = sa.text("INSERT OR REPLACE INTO hosts VALUES (:name, :body)")
 _NOTE = schema.journal.insert()
+_ENDED = schema.ended.insert()
 
 _ADAPTERS: dict[RowKind, TypeAdapter[Any]] = {
     "attempt": TypeAdapter(Attempt),
@@ -87,15 +101,32 @@ class Entry:
     detail: dict[str, Any]
 
 
+NUMBERS_A_SECOND = 20
+"""Numbers that are left out at each opening for each second since the site's first: more VMs and attempts than a site
+makes, on average since its daemon was started. So a database that was restored from an older copy, or one that replaces
+a lost one, gives no number that was given before. The names of VMs suffice for 89 years of that."""
+
+FIRST_SITE = 1_600_000_000.0
+"""Unix time before which no site began, September 2020: for a site that is older than its database."""
+
+
 class StoreConflict(MultiverseError):
     """A move was planned on a row that has changed since, or against the tables: a bug, never routine."""
 
 
 class Store:
     """Opens or makes the database. `path` ":memory:" keeps it in this process alone. A move that `tables` lack is
-    refused."""
+    refused. `recovered` says that VMs of `site` may exist, should the database be a new one."""
 
-    def __init__(self, path: Path | str, clock: Clock, *, site: str | None = None, tables: Tables = TABLES) -> None:
+    def __init__(
+        self,
+        path: Path | str,
+        clock: Clock,
+        *,
+        site: str | None = None,
+        recovered: bool = False,
+        tables: Tables = TABLES,
+    ) -> None:
         self._tables = tables
         self._clock = clock
         kept = None if str(path) == ":memory:" else Path(path)
@@ -112,9 +143,11 @@ class Store:
             self._connection = engine.connect()
             with self._begin():
                 upgrade(self._connection, kept)
+                self._set_default("since", str(self._site_began(recovered)))
                 self._set_default("site", site or _new_site())
                 for counter in ("next_serial", "next_attempt", "next_template"):
                     self._set_default(counter, "1")
+                self._skip_numbers()
                 self._enter_boot()
         except MultiverseError:
             engine.dispose()
@@ -164,6 +197,13 @@ class Store:
             self._open = False
             self._connection.commit()
 
+    @contextmanager
+    def maintenance(self) -> Iterator[Callable[[sa.Executable, dict[str, Any]], sa.CursorResult[Any]]]:
+        """One transaction on ended rows, which no pass reads: a function that executes a statement. Raises as
+        `transaction` does."""
+        with self._begin():
+            yield self._execute
+
     def _changes(self) -> int:
         return int(self._connection.connection.dbapi_connection.total_changes)  # type: ignore[union-attr]
 
@@ -178,6 +218,26 @@ class Store:
         """What is next asked for is read from the database."""
         self._cache.clear()
         self._active = None
+
+    def _site_began(self, recovered: bool) -> float:
+        """The Unix time since which numbers may have been given: that of the first thing that the database knows of, so
+        that each copy of it says the same."""
+        if self._scalar("SELECT value FROM meta WHERE key = 'site'") is None:
+            return FIRST_SITE if recovered else self._clock.wall()
+        first = self._scalar("SELECT MIN(wall) FROM journal")
+        return FIRST_SITE if first is None else float(first)
+
+    def _scalar(self, query: str) -> Any:
+        return self._connection.scalar(sa.text(query))
+
+    def _skip_numbers(self) -> None:
+        """Take no number that a later state of this database, or an earlier database, may have given."""
+        since = float(self._scalar("SELECT value FROM meta WHERE key = 'since'"))
+        left_out = int((self._clock.wall() - since) * NUMBERS_A_SECOND)
+        if left_out > LAST_SERIAL // 2:  # the clock is wrong
+            return
+        for counter in ("next_serial", "next_attempt"):
+            self._execute(_COUNT, {"next": left_out, "key": counter})
 
     def _enter_boot(self) -> None:
         """Monotonic times of an earlier boot mean nothing now: live rows are taken as of this moment."""
@@ -338,6 +398,8 @@ class Transaction:
                 s._execute(_COUNT, {"next": row.id + 1, "key": _COUNTERS[kind]})
         else:
             s._execute(_UPDATE[kind], {"row": row.id, **values})
+        if not live:
+            s._execute(_ENDED, {"kind": kind, "id": row.id, "wall": s._clock.wall()})
         s._cache.pop((kind, row.id, row.version), None)
         if live:
             s._cache[kind, row.id, written.version] = written
@@ -386,10 +448,12 @@ def _configure(connection: Any, _record: Any) -> None:
     cursor.close()
 
 
-def open_store(state_dir: Path, clock: Clock) -> Store:
-    """The store in a state directory, made if need be. Raises `Refused` if the directory cannot be used."""
+def open_store(state_dir: Path, clock: Clock, sites: Sequence[str] = ()) -> Store:
+    """The store in a state directory, made if need be. `sites` are those of which VMs are there: if it is one, a new
+    database goes on with it, because its own was lost. Raises `Refused` if the directory cannot be used."""
     try:
         state_dir.mkdir(parents=True, exist_ok=True, mode=0o711)
     except OSError as error:
         raise Refused(f"cannot use {state_dir}: {error.strerror}", hint="set state_dir in the settings") from error
-    return Store(state_dir / "multiverse.db", clock)
+    lost = sites[0] if len(sites) == 1 else None
+    return Store(state_dir / "multiverse.db", clock, site=lost, recovered=lost is not None)

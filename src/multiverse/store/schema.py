@@ -6,7 +6,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-HEAD = "0004"
+HEAD = "0005"
 """The newest revision: what a database is upgraded to."""
 
 metadata = sa.MetaData()
@@ -31,9 +31,19 @@ def _row_table(name: str, *extra: sa.Column[Any]) -> sa.Table:
 
 
 attempts = _row_table("attempts", sa.Column("job_id", sa.String, nullable=False, index=True))
+sa.Index("ix_attempts_live_job", attempts.c.job_id, sqlite_where=sa.text("live = 1"))
 vms = _row_table("vms", sa.Column("attempt", sa.Integer, nullable=True, index=True))
 templates = _row_table("templates")
 offers = _row_table("offers")
+ended = sa.Table(
+    "ended",
+    metadata,
+    sa.Column("kind", sa.String, primary_key=True),
+    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("wall", sa.Float, nullable=False),  # Unix time
+    sa.Index("ix_ended_wall", "kind", "wall"),
+)
+"""When rows of the four tables above ended; live rows are not in it."""
 hosts = sa.Table(
     "hosts", metadata, sa.Column("name", sa.String, primary_key=True), sa.Column("body", sa.String, nullable=False)
 )
@@ -62,4 +72,5 @@ journal = sa.Table(
     sa.Column("target", sa.String, nullable=True),
     sa.Column("reason", sa.String, nullable=False),
     sa.Column("detail", sa.String, nullable=False),
+    sa.Index("ix_journal_row", "kind", "id"),
 )

@@ -62,7 +62,7 @@ ATTEMPT: tuple[Transition, ...] = (
     *transitions([A.REVOKING], Event.CANCELLED, A.RECLAIMING),
     *transitions([A.RECLAIMING], Event.RECLAIMED, A.DONE, A.CANCELLED, A.REQUEUED, A.REVOKED, A.FAILED),
     *unchanged(_MAKING, Event.REPLACED),
-    *unchanged([*WAITING_STATES, A.RECLAIMING], Event.NOTED),
+    *unchanged([A.QUEUED, A.UNGATED, A.RECLAIMING], Event.NOTED),
     *unchanged([A.RECLAIMING], Event.RESTARTED),
     *unchanged([*_LIVE, *ENDING_STATES], Event.QUARANTINED, Event.RETRIED),
 )
@@ -81,7 +81,8 @@ class JobStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """An attempt's job in one observation of the scheduler. `job` is None exactly when it is unseen."""
+    """An attempt's job as the scheduler showed it in the latest reading of that job, which began at `began`. `job` is
+    None exactly when it is unseen."""
 
     status: JobStatus
     job: Job | None
@@ -191,7 +192,7 @@ def step_attempt(state: State, attempt_id: int, world: World, policy: Policy) ->
     attempt = state.attempts.get(attempt_id)
     if attempt is None or world.scheduler is None:
         return
-    view, began = world.scheduler.value, world.scheduler.began
+    view, began = world.scheduler.value, world.job_began(attempt.job.job_id)
     if began < attempt.since and attempt.state is not A.RECLAIMING:
         # The observation is older than the state: what it says of the job has been considered before.
         if attempt.state in _MAKING:
@@ -218,7 +219,7 @@ def step_attempt(state: State, attempt_id: int, world: World, policy: Policy) ->
 def attempt_rests(attempt: Attempt, world: World) -> bool:
     """Whether nothing moves the attempt until it, its job or one of its VMs changes: neither time nor another
     observation that shows the same."""
-    if world.scheduler is None or world.scheduler.began < attempt.since:
+    if world.scheduler is None or world.job_began(attempt.job.job_id) < attempt.since:
         return False
     status, _ = job_status(attempt.job, world.scheduler.value)
     if attempt.quarantined:
@@ -271,13 +272,43 @@ def _step_waiting(state: State, attempt: Attempt, seen: Sighting) -> None:
         moved = Event.AT_GATE if target is A.QUEUED else Event.LEFT_GATE
         reason = "changed while waiting" if request != attempt.request else ""
         state.move(Change(fresh, moved if target is not attempt.state else Event.NOTED, reason))
+    elif seen.status is JobStatus.RUNNING and not _has_explained_node(state, job):
+        _leave_to_the_scheduler(state, attempt, job)
     elif seen.status is JobStatus.RUNNING and attempt.state is not A.STRAY:
         # The scheduler requeued the job with its old pin and started it on a VM that is about to go.
         state.move(Change(replace(attempt, state=A.STRAY), Event.STRAYED, "it runs on a VM of an earlier attempt"))
 
 
+def _has_explained_node(state: State, job: Job) -> bool:
+    """Whether the job is on a VM that is not an orphan, or its nodes are not known."""
+    ids = [state.vm_named[name] for name in job.nodes if name in state.vm_named]
+    return not job.nodes or any(state.vms[id_].state is not VmState.ORPHAN for id_ in ids)
+
+
+def _is_anothers(state: State, attempt: Attempt, job: Job) -> bool:
+    """Whether the job runs on VMs that no record explains: orphans, or nodes of another attempt's tag. An attempt of an
+    older database may have had other VMs with its own tag."""
+    orphaned = any(name in state.vm_named for name in job.nodes)
+    return (orphaned or job.pinned not in (None, attempt.feature)) and not _has_explained_node(state, job)
+
+
+def _leave_to_the_scheduler(state: State, attempt: Attempt, job: Job) -> None:
+    """The job runs on VMs that no record explains, as after the restore of an older database: nothing is to be made for
+    it, and it must not be stopped."""
+    why = f"its job runs on {', '.join(job.nodes)}, which no record explains"
+    state.move(Change(attempt.reclaiming("cancelled", why), Event.CANCELLED, why))
+
+
 def _step_making(state: State, attempt: Attempt, seen: Sighting, policy: Policy) -> None:
-    if seen.status is not JobStatus.PENDING:
+    vms = state.serving_vms_of(attempt)
+    started = seen.status in (JobStatus.RUNNING, JobStatus.COMPLETING)
+    own, nodes = {vm.name for vm in vms}, set(seen.shown.nodes)
+    whole = len(own) == attempt.request.nodes and bool(nodes) and own >= nodes
+    if started and _is_anothers(state, attempt, seen.shown):
+        _leave_to_the_scheduler(state, attempt, seen.shown)
+    elif started and whole:
+        _advance_vms(state, attempt, policy)  # the row is older than the job's start: see how far its VMs are
+    elif seen.status is not JobStatus.PENDING:
         _quarantine(state, attempt, f"the job is {seen.status} before it was given its nodes")
     elif not _return_if_changed(state, attempt, seen.shown):
         _advance_vms(state, attempt, policy)
@@ -331,7 +362,10 @@ def _step_pinned(state: State, attempt: Attempt, seen: Sighting, world: World, p
     if seen.status in (JobStatus.RUNNING, JobStatus.COMPLETING):
         own = {vm.name for vm in state.vms_of(attempt)}  # the VMs that were lost in this very moment too
         if not own.issuperset(job.nodes) and seen.status is JobStatus.RUNNING:
-            _quarantine(state, attempt, f"its job runs on {', '.join(job.nodes)}, not on its own VMs")
+            if _is_anothers(state, attempt, job):
+                _leave_to_the_scheduler(state, attempt, job)
+            else:
+                _quarantine(state, attempt, f"its job runs on {', '.join(job.nodes)}, not on its own VMs")
         elif not waits:  # the end of the job waits too
             joined = [vm for vm in vms if vm.state is VmState.JOINED]
             serving = [Change(replace(vm, state=VmState.SERVING), Event.RUNS) for vm in joined]
@@ -359,7 +393,8 @@ def _waits_for_its_user(state: State, attempt: Attempt, world: World, policy: Po
         # The effect that ended last may have added the user: only a later observation tells.
         if latest is None or latest.began <= world.ended_at(attempt.key, float("inf")) or vm.state is VmState.LOST:
             continue
-        late = latest.began - attempt.since > policy.pin_timeout
+        # A name service that does not answer is waited for.
+        late = latest.began - max(attempt.since, world.user_known_since(attempt.uid)) > policy.pin_timeout
         if why := world.refused.get(attempt.key, "") or (
             f"its guest was not told of the user within {policy.pin_timeout:g} s" if late else ""
         ):

@@ -49,12 +49,13 @@ def step_offer(state: State, offer_id: int, world: World) -> None:
     serves_nobody = vm.is_spare and vm.state in (VmState.JOINED, VmState.RETIRING)
     if world.scheduler is None or not serves_nobody:
         return
-    began, shown = world.scheduler.began, world.scheduler.value.offers
-    if shown is None or began <= max(world.ended_at(vm.key), offer.since):
+    # Each reading of the scheduler, whole or in part, shows all offers. A job that took one may be in no part.
+    shown, whole = world.scheduler.value.offers, world.scheduler.began
+    if shown is None or world.node_began(vm.name) <= max(world.ended_at(vm.key), offer.since):
         return
     taken = shown.get(vm.name)
     if offer.state is O.TAKEN:
-        _step_taken(state, offer, vm, began, occupied=vm.name in world.scheduler.value.occupied)
+        _step_taken(state, offer, vm, whole, occupied=vm.name in world.scheduler.value.occupied)
     elif taken:
         state.move(Change(replace(offer, state=O.TAKEN), Event.TAKEN, "by a submission"))
     elif offer.state is O.CLOSING and taken is None and vm.key in world.effect_ended_at:

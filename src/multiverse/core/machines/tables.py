@@ -8,7 +8,7 @@ from multiverse.core.machines.attempt import ACTING_ATTEMPTS, ATTEMPT, attempt_e
 from multiverse.core.machines.offer import OFFER, offer_effect
 from multiverse.core.machines.template import TEMPLATE, template_effect
 from multiverse.core.machines.vm import ACTING_VMS, VM, vm_effect
-from multiverse.core.model import Attempt, Offer, Row, Template, Vm
+from multiverse.core.model import Attempt, Offer, Row, Template, Vm, VmState
 from multiverse.core.rows import LiveRows
 from multiverse.core.state import State
 from multiverse.core.transition import Effect, Tables
@@ -36,7 +36,10 @@ def permitted_effects(state: State) -> Iterator[tuple[Row, Effect]]:
             yield attempt, effect
     offered = [vm for id_ in sorted(state.offers) if (vm := state.vms.get(id_))]
     acting = {vm.id: vm for vm in [*state.vms_in(*ACTING_VMS), *offered]}
-    yield from ((vm, effect) for _, vm in sorted(acting.items()) if (effect := _of_vm(state, vm)))
+    for _, vm in sorted(acting.items()):
+        unmade = vm.state is VmState.PLANNED and vm.id in state.unmade
+        if not unmade and (effect := _of_vm(state, vm)):
+            yield vm, effect
     for template in state.templates.values():
         if effect := template_effect(template):
             yield template, effect

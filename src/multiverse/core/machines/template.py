@@ -17,6 +17,7 @@ T = TemplateState
 
 TEMPLATE: tuple[Transition, ...] = (
     *transitions([None, T.BROKEN], Event.NEEDED, T.BUILDING),
+    *transitions([None], Event.FOUND, T.READY),
     *transitions([T.BUILDING], Event.BUILT, T.READY),
     *transitions([T.BUILDING], Event.BROKE, T.BROKEN),
     *transitions([T.READY], Event.VANISHED, T.ABSENT),

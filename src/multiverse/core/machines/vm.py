@@ -17,6 +17,7 @@ from multiverse.core.model import (
     JobState,
     NodeState,
     OfferState,
+    SchedulerView,
     Seen,
     Vm,
     VmCondition,
@@ -36,6 +37,7 @@ _LIVE = (*UPCOMING_STATES, V.JOINED, V.SERVING, V.RETIRING, V.DEAD)
 
 VM: tuple[Transition, ...] = (
     *transitions([None], Event.PLANNED, V.PLANNED),
+    *transitions([None, V.PARKED, V.JOINED, V.RETIRING], Event.FOUND, V.ORPHAN),
     *transitions([V.PLANNED], Event.EXISTS, V.PARKED),
     *transitions([V.PARKED], Event.START, V.STARTING),
     *transitions([V.STARTING], Event.REGISTERED, V.JOINED),
@@ -46,16 +48,22 @@ VM: tuple[Transition, ...] = (
     *transitions([V.JOINED], Event.RETIRED, V.RETIRING),
     *transitions([V.RETIRING], Event.TAKEN, V.JOINED),
     *transitions([*UPCOMING_STATES, V.JOINED, V.SERVING, V.RETIRING], Event.RELEASED, V.RELEASING),
+    *transitions([V.ORPHAN], Event.RELEASED, V.RELEASING, V.ENDING),
+    *transitions([V.ORPHAN], Event.DIED, V.ENDING),
     *transitions([V.DEAD], Event.RELEASED, V.REMOVING),
     *transitions(_LIVE, Event.RELEASED, V.ENDING),
     *transitions([*_LIVE, *LEAVING_STATES], Event.LOST, V.LOST),
     *transitions([V.LOST], Event.FOUND, V.SERVING, V.ENDING),
-    *transitions([*_LIVE, V.LOST], Event.FENCED, V.ENDING),
+    *transitions([*_LIVE, V.ORPHAN, V.LOST], Event.FENCED, V.ENDING),
     *transitions([V.ENDING], Event.NODE_FREE, V.REMOVING),
     *transitions(LEAVING_STATES, Event.ABSENT, V.GONE),
     *unchanged([V.PARKED, V.JOINED], Event.TAKEN),
-    *unchanged([*_LIVE, V.LOST, *LEAVING_STATES], Event.QUARANTINED, Event.RETRIED),
+    *unchanged([V.ORPHAN], Event.NOTED),
+    *unchanged([*_LIVE, V.ORPHAN, V.LOST, *LEAVING_STATES], Event.QUARANTINED, Event.RETRIED),
 )
+
+OFFER_TERM = 15.0
+"""Seconds for which a job may still take an idle orphan as it is submitted, by an offer of an earlier controller."""
 
 # --- step ------------------------------------------------------------------------------------------
 
@@ -66,7 +74,9 @@ def step_vm(state: State, vm_id: int, world: World, policy: Policy) -> None:
     if vm is None or vm.quarantined:
         return
     latest = world.latest(vm.source)
-    if latest is None or vm.host not in latest.value.hosts:
+    if vm.state is V.ORPHAN:
+        _step_orphan(state, vm, world)
+    elif latest is None or vm.host not in latest.value.hosts:
         _step_out_of_sight(state, vm, latest, world, policy)
     elif vm.state is V.LOST:
         _find_again(state, vm, world)
@@ -142,6 +152,11 @@ def _step_in_sight(state: State, vm: Vm, latest: Seen[HypervisorView], world: Wo
 
 def _step_planned(state: State, vm: Vm, seen: VmSeen | None, began: float, world: World, policy: Policy) -> None:
     ended = world.ended_at(vm.key, vm.since)
+    if seen is None and vm.id in state.unmade:
+        why = "the daemon was restarted before it was made"  # no failure of its image
+        state.move(Change(replace(vm, state=V.ENDING, reason=why), Event.RELEASED, why))
+        return
+    state.unmade.discard(vm.id)
     if seen is not None and seen.condition not in (VmCondition.MAKING, VmCondition.DEAD):
         # Where the hypervisor assigns addresses, they are known from here on.
         known = replace(vm, state=V.PARKED, address=vm.address or seen.address, mac=vm.mac or seen.mac)
@@ -186,22 +201,41 @@ def _step_starting(state: State, vm: Vm, seen: VmSeen | None, world: World, poli
         state.move(Change(replace(vm, state=V.JOINED), Event.REGISTERED))
     elif node is not None and node.state is NodeState.DOWN:
         _fail(state, vm, f"its node came up down: {node.reason or 'no reason given'}")
-    elif world.scheduler.began - vm.since > policy.spawn_timeout:
+    elif world.node_began(vm.name) - _startable_since(state, vm, world) > policy.spawn_timeout:
         _fail(state, vm, f"its node did not register within {policy.spawn_timeout:g} s")
+
+
+def _startable_since(state: State, vm: Vm, world: World) -> float:
+    """Since when the VM can be started: since its user is known, for whose sake a silent name service is waited for."""
+    attempt = state.attempt_of(vm)
+    return max(vm.since, world.user_known_since(attempt.uid)) if attempt else vm.since
 
 
 def _step_leaving(state: State, vm: Vm, world: World) -> None:
     """A VM is gone when its destruction has ended and neither side shows it in observations that began later. The host
     of a fenced VM needs no observation."""
     ended = world.effect_ended_at.get(vm.key)
-    if ended is None or world.scheduler is None or world.scheduler.began <= max(ended, vm.since):
+    if ended is None or world.scheduler is None:
         return
-    if _is_off_its_host(state, vm, max(ended, vm.since), world) and vm.name not in world.scheduler.value.nodes:
+    since = max(ended, vm.since)
+    node_is_gone = vm.name not in world.scheduler.value.nodes and world.node_began(vm.name) > since
+    if node_is_gone and _is_off_its_host(state, vm, since, world):
         offer = state.offers.get(vm.id)
         over = [Change(replace(offer, state=OfferState.ENDED), Event.ABSENT)] if offer else []
         state.move(Change(replace(vm, state=V.GONE), Event.ABSENT), *over, free=[vm.key])
-    elif vm.state is V.ENDING and vm.name not in world.scheduler.value.occupied:
+    elif vm.state is V.ENDING and _jobs_began(state, vm, world) > since and not _is_occupied(vm, world):
         state.move(Change(replace(vm, state=V.REMOVING), Event.NODE_FREE, "no job is on its node"))
+
+
+def _jobs_began(state: State, vm: Vm, world: World) -> float:
+    """Since when it is known which jobs are on its node. Only its attempt's job can be there; on a spare, any job."""
+    attempt = state.attempt_of(vm)
+    assert world.scheduler is not None
+    return world.job_began(attempt.job.job_id) if attempt else world.scheduler.began
+
+
+def _is_occupied(vm: Vm, world: World) -> bool:
+    return world.scheduler is not None and vm.name in world.scheduler.value.occupied
 
 
 def _is_off_its_host(state: State, vm: Vm, since: float, world: World) -> bool:
@@ -209,6 +243,43 @@ def _is_off_its_host(state: State, vm: Vm, since: float, world: World) -> bool:
     if latest is None or vm.host not in latest.value.hosts:
         return state.is_fenced(vm.host)
     return latest.began > since and vm.name not in latest.value.vms
+
+
+def _step_orphan(state: State, vm: Vm, world: World) -> None:
+    """A VM that no record explained is kept while a job is, or may be, on its node, until it dies, its host is fenced
+    or an operator decides. An idle one is released after a second observation. While its host is out of sight nothing
+    is concluded, and a job that was seen on it does not start elsewhere."""
+    latest = world.latest(vm.source)
+    if latest is None or vm.host not in latest.value.hosts or latest.began <= vm.since:
+        return
+    seen = world.vm(vm)
+    if seen is None or seen.condition is VmCondition.DEAD:
+        why = (seen.reason if seen else "") or "the VM died"
+        state.move(Change(replace(vm, state=V.ENDING, reason=why), Event.DIED, why))
+        return
+    if world.scheduler is None:
+        return
+    view, began = world.scheduler.value, world.scheduler.began
+    if may_have_a_job(view, vm.name):
+        job_id = _job_on(view, vm.name)
+        if job_id not in ("", vm.job_id):
+            state.move(Change(replace(vm, job_id=job_id), Event.NOTED, f"job {job_id} is on it"))
+    elif began > vm.since + OFFER_TERM:
+        state.move(Change(replace(vm, state=V.RELEASING), Event.RELEASED, "no job is on it"))
+
+
+def _job_on(view: SchedulerView, name: str) -> str:
+    over = (JobState.PENDING, JobState.ENDED)
+    return next((id_ for id_, job in sorted(view.jobs.items()) if name in job.nodes and job.state not in over), "")
+
+
+def may_have_a_job(view: SchedulerView, name: str) -> bool:
+    """Whether a job is on a node, or is tied to one of its tags and may start there at any moment."""
+    node = view.nodes.get(name)
+    if (node is not None and node.state is NodeState.BUSY) or name in view.occupied:
+        return True
+    tags = node.features if node is not None else ()
+    return any(job.pinned in tags for job in view.jobs.values() if job.pinned and job.state is JobState.PENDING)
 
 
 # --- effect ----------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ Memory and disk are MiB, times are seconds, processors are counts of vCPUs. Mono
 """
 
 from multiverse.core.model.host import Claim, ClaimKey, Host, HostState, HypervisorView, KnownHost
-from multiverse.core.model.identity import Daemon, GuestFile, Identity, Mount, NodeBootstrap, User
+from multiverse.core.model.identity import Daemon, GuestFile, Identity, Mount, NodeBootstrap, User, UserSeen
 from multiverse.core.model.job import (
     ENDING_STATES,
     PINNED_STATES,
@@ -20,10 +20,23 @@ from multiverse.core.model.job import (
     NodeState,
     Outcome,
     Request,
+    SchedulerPart,
     SchedulerView,
 )
 from multiverse.core.model.keys import Key, RowKind
-from multiverse.core.model.names import mac_of, machine_id, serial_of, site_of, token_of, vm_name, vm_prefix
+from multiverse.core.model.limits import MOST_NODES, OTHER_IMAGES, EqualHosts, JobLimit, JobLimits
+from multiverse.core.model.names import (
+    LAST_DECIMAL,
+    LAST_SERIAL,
+    SERIAL,
+    mac_of,
+    machine_id,
+    serial_of,
+    site_of,
+    token_of,
+    vm_name,
+    vm_prefix,
+)
 from multiverse.core.model.offer import Offer, OfferState
 from multiverse.core.model.sizes import CloneKind, Depth, Size
 from multiverse.core.model.template import Template, TemplateCondition, TemplateKey, TemplateSeen, TemplateState
@@ -44,8 +57,13 @@ from multiverse.core.model.world import Forecast, Observation, Row, Seen, World
 __all__ = [
     "ENDING_STATES",
     "FAILED_STATES",
+    "LAST_DECIMAL",
+    "LAST_SERIAL",
     "LEAVING_STATES",
+    "MOST_NODES",
+    "OTHER_IMAGES",
     "PINNED_STATES",
+    "SERIAL",
     "UPCOMING_STATES",
     "WAITING_STATES",
     "Attempt",
@@ -55,6 +73,7 @@ __all__ = [
     "CloneKind",
     "Daemon",
     "Depth",
+    "EqualHosts",
     "Forecast",
     "GuestFile",
     "Host",
@@ -62,6 +81,8 @@ __all__ = [
     "HypervisorView",
     "Identity",
     "Job",
+    "JobLimit",
+    "JobLimits",
     "JobRef",
     "JobState",
     "Key",
@@ -78,6 +99,7 @@ __all__ = [
     "Request",
     "Row",
     "RowKind",
+    "SchedulerPart",
     "SchedulerView",
     "Seen",
     "Size",
@@ -88,6 +110,7 @@ __all__ = [
     "TemplateSeen",
     "TemplateState",
     "User",
+    "UserSeen",
     "Vm",
     "VmCondition",
     "VmRef",

@@ -18,6 +18,17 @@ class User:
 
 
 @dataclass(frozen=True, slots=True)
+class UserSeen:
+    """An answer of the name service about a uid: whether there is such a user. The look-up began at `began`; `since`
+    is when it first gave this answer. Times are monotonic. A user without an answer is unknown, not absent."""
+
+    exists: bool
+    began: float
+    since: float
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Mount:
     """A file system that the guest mounts: fields as in fstab(5). `options` go to the file system."""
 
@@ -53,11 +64,13 @@ class Daemon:
 
 @dataclass(frozen=True, slots=True)
 class NodeBootstrap:
-    """What a node needs to join the scheduler: opaque to all but the scheduler's driver and the agent."""
+    """What a node needs to join the scheduler: opaque to all but its driver and the agent. `users` are those
+    whom the daemons have to know, beside the users of jobs."""
 
     files: tuple[GuestFile, ...] = ()
     directories: tuple[tuple[str, str, int], ...] = ()  # path, owner, mode
     daemons: tuple[Daemon, ...] = ()
+    users: tuple[User, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, TypeVar
 
 from multiverse.core.model.keys import Key
 from multiverse.core.model.sizes import CloneKind, Size
+
+V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +53,14 @@ class JobState(StrEnum):
 class Job:
     """A job of ours as the scheduler shows it; jobs outside our partitions are never shown.
 
-    `rank` orders pending jobs as the scheduler would start them (lower first). `eligible` says that
+    `rank` orders pending jobs as the scheduler would start them (lower first). It depends on the job alone, so that
+    it stays the same while other jobs come and go. `eligible` says that
     nothing but the gate keeps it waiting, and limits that are counted: no hold, dependency, begin time
     or other limit. `gated` says that it waits at the gate; `pinned` names the attempt's feature it is
     tied to. `problem` says why its request cannot be served at all; `request` is None exactly then.
     `result` is the scheduler's own word for how it ended (`COMPLETED`, `FAILED`, ...). `uses` is what a
-    pending job will take of which of the view's limits once it runs.
+    pending job will take of which of the view's limits once it runs. `array` is the id of the array of which it is a
+    task, if it is one.
     """
 
     ref: JobRef
@@ -76,6 +80,7 @@ class Job:
     exit_code: int = 0
     work_dir: str = ""
     uses: tuple[tuple[str, int], ...] = ()
+    array: str = ""
 
 
 class NodeState(StrEnum):
@@ -121,12 +126,17 @@ class SchedulerView:
     Ended jobs may be missing or shown as ended. `limits` is how much more each limit lets run, beside all that ran when
     the jobs were observed. `offers` are the nodes that jobs may take by themselves, and those that were taken (True);
     None if the scheduler cannot offer nodes.
+
+    Some jobs and nodes may have been read again since the whole was observed: `jobs_began` and `nodes_began` say when
+    that reading of each began (monotonic). Those that it did not find are named there, too.
     """
 
     jobs: Mapping[str, Job] = field(default_factory=lambda: MappingProxyType({}))
     nodes: Mapping[str, Node] = field(default_factory=lambda: MappingProxyType({}))
     limits: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     offers: Mapping[str, bool] | None = field(default_factory=lambda: MappingProxyType({}))
+    jobs_began: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    nodes_began: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
     def is_down(self, node: str) -> bool:
         """Whether the node is known and DOWN."""
@@ -138,6 +148,44 @@ class SchedulerView:
         DOWN, and crashes when it comes to the job's last step (a null pointer in step_mgr.c)."""
         free = (JobState.PENDING, JobState.ENDED)
         return {node for job in self.jobs.values() if job.nodes and job.state not in free for node in job.nodes}
+
+    def merged(self, part: SchedulerPart, began: float) -> SchedulerView:
+        """This view with a part of it read again, in a reading that began at `began` (monotonic)."""
+        gone = {job_id for job_id, job in self.jobs.items() if job.uid in part.users} if part.users else set()
+        jobs_read = {*gone, *part.job_ids, *part.jobs}
+        nodes_read = {*(self.nodes if part.all_nodes else ()), *part.node_names, *part.nodes}
+        return replace(
+            self,
+            jobs={**_without(self.jobs, jobs_read - part.jobs.keys()), **part.jobs},
+            nodes={**_without(self.nodes, nodes_read - part.nodes.keys()), **part.nodes},
+            limits={**self.limits, **part.limits},
+            offers=part.offers,
+            jobs_began={**self.jobs_began, **dict.fromkeys(jobs_read, began)},
+            nodes_began={**self.nodes_began, **dict.fromkeys(nodes_read, began)},
+        )
+
+
+def _without(values: Mapping[str, V], names: Collection[str]) -> Mapping[str, V]:
+    return {name: value for name, value in values.items() if name not in names} if names else values
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerPart:
+    """Some jobs and nodes of the scheduler, read without the others.
+
+    All jobs of `users` (uids) were read, the jobs of `job_ids`, and the nodes of `node_names`, or all nodes. What of
+    these is not in `jobs` or `nodes` does not exist; nothing is said about any other. `limits` are those that were
+    counted again. `offers` is whole, as in a `SchedulerView`.
+    """
+
+    jobs: Mapping[str, Job] = field(default_factory=lambda: MappingProxyType({}))
+    nodes: Mapping[str, Node] = field(default_factory=lambda: MappingProxyType({}))
+    job_ids: frozenset[str] = frozenset()
+    users: frozenset[int] = frozenset()
+    node_names: frozenset[str] = frozenset()
+    all_nodes: bool = False
+    limits: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    offers: Mapping[str, bool] | None = field(default_factory=lambda: MappingProxyType({}))
 
 
 class AttemptState(StrEnum):
@@ -177,8 +225,8 @@ class Attempt:
 
     `since` is when it entered its state; `not_before` when it may be admitted (back-off); `tries` counts the attempts
     before it that failed in a row; `replaced` the VMs that were replaced within it. `outcome` is how it ends, once it
-    ends. `note` is what the job's user is told while the job waits. `pin` is the tag of the one joined spare that it
-    took. `choice` says what its VMs are, and why: the job's user is told when the job is pinned.
+    ends. `note` is why the attempt before it failed or was given up, until it is admitted. `pin` is the tag of the one
+    joined spare that it took. `choice` says what its VMs are, and why: the job's user is told when the job is pinned.
     """
 
     id: int

@@ -1,14 +1,36 @@
-"""Names of VMs, which never recur: `mv<site>-<serial>`. The only place that makes or reads them."""
+"""Names of VMs, which never recur: `mv<site>-<serial>`. The only place that makes or reads them.
+
+A name is at most 15 bytes, because it names a network interface too (IFNAMSIZ in <linux/if.h>): seven characters are
+left for the serial beside a site of five. Up to 9,999,999 a serial is written in decimal, as in earlier releases. From
+10,000,000 on it is written with seven digits of base 36 of which the first is a letter, from `a000000` on: no name has
+two meanings, and none that was ever given has another one than before.
+"""
 
 from __future__ import annotations
 
+import re
 import zlib
 from hashlib import blake2b, sha256
 
+from multiverse.core.errors import Exhausted
+
+LAST_DECIMAL = 9_999_999
+_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+_PLACES = 7
+_OFFSET = 10 * 36 ** (_PLACES - 1) - (LAST_DECIMAL + 1)  # the value of `a000000` in base 36 stands for the serial 10^7
+LAST_SERIAL = 36**_PLACES - 1 - _OFFSET
+"""56 thousand million: a hundred VMs a second for 17 years."""
+
+SERIAL = r"(?:[0-9]{1,18}|[a-z][0-9a-z]{6})"
+"""A regular expression for the serial in a name."""
+
+_NAME = re.compile(rf"mv(?P<site>.*)-(?P<serial>{SERIAL})")
+
 
 def vm_name(site: str, serial: int) -> str:
-    """The name of a VM, which is its node's name too. Host names hold no underscore."""
-    return f"{vm_prefix(site)}{serial}"
+    """The name of a VM, which is its node's name too. Host names hold no underscore. Raises `Exhausted` beyond
+    `LAST_SERIAL`."""
+    return f"{vm_prefix(site)}{_written(serial)}"
 
 
 def vm_prefix(site: str) -> str:
@@ -18,20 +40,37 @@ def vm_prefix(site: str) -> str:
 
 def site_of(name: str) -> str:
     """The site in a VM's name; empty if it is not the name of a VM."""
-    head, _, serial = name.rpartition("-")
-    return head.removeprefix("mv") if head.startswith("mv") and serial.isdigit() else ""
+    match = _NAME.fullmatch(name)
+    return match["site"] if match else ""
 
 
 def serial_of(name: str) -> int:
     """The serial in a VM's name; 0 if it has none."""
-    tail = name.rpartition("-")[2]
-    return int(tail) if tail.isdigit() else 0
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return 0
+    text = match["serial"]
+    return int(text) if text.isdecimal() else int(text, 36) - _OFFSET
+
+
+def _written(serial: int) -> str:
+    if serial <= LAST_DECIMAL:
+        return str(serial)
+    if serial > LAST_SERIAL:
+        raise Exhausted("all names of VMs of this site have been used", hint="begin with a new state directory")
+    rest, places = serial + _OFFSET, ""
+    while rest:
+        rest, digit = divmod(rest, 36)
+        places = _DIGITS[digit] + places
+    return places
 
 
 def mac_of(site: str, serial: int) -> str:
-    """A locally administered MAC address: 16 bits of the site, 24 of the serial."""
+    """A locally administered MAC address: 16 bits of the site, 29 of the serial. The highest five of the latter are in
+    the first octet, which stays below that of the taps (0xfe)."""
+    first = 0x02 | (serial >> 24 & 0x1F) << 2
     tail = (zlib.crc32(site.encode()) & 0xFFFF).to_bytes(2, "big") + (serial & 0xFFFFFF).to_bytes(3, "big")
-    return ":".join(f"{byte:02x}" for byte in (0x02, *tail))
+    return ":".join(f"{byte:02x}" for byte in (first, *tail))
 
 
 def machine_id(name: str) -> str:

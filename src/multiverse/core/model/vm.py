@@ -26,7 +26,8 @@ class VmSeen:
     Memory is in MiB (0: not measured) and a few seconds old at most: `private` is freed when the VM ends; `shared` is
     what it maps of its template and of programs, counted whole however many VMs map it. `introduced` are the users that
     were added to its guest after its start. `address` (with prefix length) and `mac` are shown where the hypervisor
-    assigns them, `placed_on` where it chooses the machine. `token` is empty for a VM of a release without tokens.
+    assigns them, or where they are known, `placed_on` where it chooses the machine. `token` is empty for a VM of a
+    release without tokens. `size` is what the VM has, with all that was plugged; None if it is not known.
     """
 
     name: str
@@ -41,6 +42,7 @@ class VmSeen:
     mac: str = ""
     placed_on: str = ""
     token: str = ""
+    size: Size | None = None
 
 
 class VmRef(NamedTuple):
@@ -85,6 +87,7 @@ class VmState(StrEnum):
     JOINED = "joined"  # an idle node
     SERVING = "serving"  # its job runs
     RETIRING = "retiring"  # a joined spare that is to go as soon as no job can take it any more
+    ORPHAN = "orphan"  # it was found on its host, and no row explained it
     DEAD = "dead"  # it has died, and its job may still be tied to its node: the node stays until the job is not
     LOST = "lost"  # its host is out of reach
     ENDING = "ending"  # it is destroyed at once and its node set DOWN; a job may be on the node, which stays
@@ -112,10 +115,10 @@ class Vm:
     None if it boots from its image; `account` says whose template that is, and `template_id` is the template's row,
     which may end before the VM does. `host` is where its capacity is claimed: a host, or a cloud's quota. `source`
     answers for it. `mac` and `address` (with prefix length) are empty until they are known where the hypervisor
-    assigns them.
+    assigns them. `job_id` is the job that was seen on the node of an orphan, which has no attempt.
     """
 
-    id: int  # the serial
+    id: int  # the serial, except of a VM that was found as an orphan
     version: int
     state: VmState
     since: float
@@ -136,6 +139,7 @@ class Vm:
     pool: Depth | None = None
     source: str = ""
     token: str = ""
+    job_id: str = ""
 
     @property
     def key(self) -> Key:

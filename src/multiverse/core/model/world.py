@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
 from multiverse.core.model.host import Host, HypervisorView
+from multiverse.core.model.identity import UserSeen
 from multiverse.core.model.job import Attempt, SchedulerView
 from multiverse.core.model.keys import Key
 from multiverse.core.model.offer import Offer
@@ -60,7 +62,8 @@ class World:
     `scheduler` is None while the scheduler is unknown. `sources` are those of the hypervisor, by name.
     `effect_ended_at` maps a row to the time at which its last effect ended, infinity while one runs: absence counts
     only in an observation that began later. `refused` says why the last effect of a row was refused for good. `entropy`
-    is random for each pass; tokens of new VMs are made of it.
+    is random for each pass; tokens of new VMs are made of it. `users` is what is known of the jobs' users, by uid; one
+    that is missing is unknown. None: nobody has to be looked up.
     """
 
     scheduler: Seen[SchedulerView] | None = None
@@ -69,6 +72,7 @@ class World:
     refused: Mapping[Key, str] = field(default_factory=lambda: MappingProxyType({}))
     forecast: Forecast = Forecast()
     entropy: str = ""
+    users: Mapping[int, UserSeen] | None = None
 
     def latest(self, source: str) -> Seen[HypervisorView] | None:
         """The latest observation of a source; None while it is unknown."""
@@ -96,6 +100,26 @@ class World:
         view = self.views.get(vm.source)
         seen = view.vms.get(vm.name) if view else None
         return seen if seen is None or not vm.token or seen.token in ("", vm.token) else None
+
+    def user_known_since(self, uid: int) -> float:
+        """Since when the name service has known the user; infinity while it does not say so."""
+        if self.users is None:
+            return 0.0
+        user = self.users.get(uid)
+        return user.since if user is not None and user.exists else float("inf")
+
+    def job_began(self, job_id: str) -> float:
+        """When the latest reading of a job began: what it shows of the job, or that there is none, is that new. Minus
+        infinity while the scheduler is unknown."""
+        if self.scheduler is None:
+            return -inf
+        return max(self.scheduler.began, self.scheduler.value.jobs_began.get(job_id, -inf))
+
+    def node_began(self, name: str) -> float:
+        """When the latest reading of a node began; see `job_began`."""
+        if self.scheduler is None:
+            return -inf
+        return max(self.scheduler.began, self.scheduler.value.nodes_began.get(name, -inf))
 
     def ended_at(self, key: Key, never: float = 0.0) -> float:
         """When the row's last effect ended, infinity while one runs; `never` if none has begun."""

@@ -15,12 +15,13 @@ Then the cases, in the order in which `Admission.consider` tries them, for attem
  4. An earlier run of the job may still go on: wait.
  5. A limit of the scheduler's is used up: wait.
  6. An earlier job waits for capacity: wait behind it.
- 7. A joined spare fits: take it.
- 8. As many VMs are being made as may be: wait, and block.
- 9. No host can make its VMs now, for want of a template: wait; block if the template has no room.
-10. The pace lets no clone be made now: wait.
-11. There is no room, or no address: wait, and block.
-12. Otherwise: admit.
+ 7. There surely is no such user: revoke. The name service has not said yet who the user is: wait.
+ 8. A joined spare fits: take it.
+ 9. As many VMs are being made as may be: wait, and block.
+10. No host can make its VMs now, for want of a template: wait; block if the template has no room.
+11. The pace lets no clone be made now: wait.
+12. There is no room, or no address: wait, and block.
+13. Otherwise: admit.
 
 Nothing is decided about attempts behind the one that blocks. What one attempt waits for, all those behind it that ask
 for the same wait for too, so that a long queue is not looked at one by one.
@@ -34,6 +35,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 
 from multiverse.core.model import (
+    LEAVING_STATES,
     UPCOMING_STATES,
     WAITING_STATES,
     Attempt,
@@ -67,6 +69,7 @@ from multiverse.core.provisioning.clones import (
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.eviction import release_spares, retire_a_template
 from multiverse.core.provisioning.pacing import Parent, wait_for
+from multiverse.core.provisioning.reasons import PASSED_OVER, FirstReasons
 from multiverse.core.provisioning.sizes import template_claim, vm_claims
 from multiverse.core.provisioning.spares import give_back, joined_for, parked_for, withdraw
 from multiverse.core.state import State, quarantine_on_error
@@ -75,12 +78,8 @@ from multiverse.core.transition import Change, Event
 TOO_LITTLE = "of which others there leave too little"
 """Part of the reason of a job that waits for memory which others on the machine hold."""
 
-
 _ADMITTED = tuple(s for s in AttemptState if s not in (*WAITING_STATES, AttemptState.ALLOCATED))
 """The states of attempts whose jobs may be counted by no limit of the scheduler's yet."""
-
-TOLD = 10
-"""So many waiting attempts, the first of the queue, are told why each of them waits."""
 
 
 def admit(context: Context) -> Blockage:
@@ -108,10 +107,11 @@ class Admission:
         self.queue = context.state.queue
         self.room = room_of(context)
         self.limits = self._limits_left()
+        self.orphaned = {vm.job_id: vm for vm in self.state.vms_in(VmState.ORPHAN, *LEAVING_STATES) if vm.job_id}
         self.promised: set[int] = set()  # spares that jobs wait for until they are withdrawn from other jobs
         self.blocked = ""  # why the first job that waits for capacity waits
         self.blockage = Blockage.NONE
-        self.told: list[tuple[int, int, str]] = []  # rank, attempt, and why it waits
+        self.reasons = FirstReasons(self.queue)
         self.alike: dict[int, Waiting] = {}  # what all attempts of a shape wait for
         self._paced: Parent | None = None  # whose pace the last attempt waits for
         self._empty: Room | None = None
@@ -125,27 +125,23 @@ class Admission:
         for attempt_id in self.queue.take_unchecked():
             with quarantine_on_error(self.state, Key("attempt", attempt_id)):
                 self.check(self.state.attempts[attempt_id])
+        behind = 0
         for rank, attempt_id in self.queue.candidates.entries():
-            if self.blocked and len(self.told) >= TOLD:
+            if self.blocked and (self.reasons.full or behind >= PASSED_OVER):
                 break
+            behind += bool(self.blocked)
             if waiting := self.alike.get(self.queue.shape_of(attempt_id)):
                 self._wait_alike(rank, attempt_id, waiting)
                 continue
             with quarantine_on_error(self.state, Key("attempt", attempt_id)):
                 self.consider(self.state.attempts[attempt_id])
-        self._tell_the_first()
+        self.state.reasons = self.reasons.of(self.state.attempts)
         return self.blockage
 
     def _wait_alike(self, rank: int, attempt_id: int, waiting: Waiting) -> None:
-        if len(self.told) < TOLD:
-            self.told.append((rank, attempt_id, self.blocked or waiting.reason))
+        self.reasons.add(rank, attempt_id, self.blocked or waiting.reason)
         if waiting.paced:
             self.state.waiting[waiting.paced] += self.state.attempts[attempt_id].request.nodes
-
-    def _tell_the_first(self) -> None:
-        unfit = [(rank, id_, self.queue.why_unfit[id_]) for rank, id_ in self.queue.unfit.first(TOLD)]
-        first = sorted(self.told + unfit)[:TOLD]
-        self.state.reasons = {id_: why for _, id_, why in first if id_ in self.state.attempts}
 
     def _limits_left(self) -> Counter[str]:
         """How much more each limit lets run beside what is admitted: the scheduler counts only what it has started."""
@@ -184,12 +180,14 @@ class Admission:
             self._wait(attempt, why)
         elif self.blocked:  # 6
             self._tell(attempt, self.blocked)
-        elif spare := self._joined_spare(attempt):  # 7
+        elif self.context.world.user_known_since(attempt.uid) == float("inf"):  # 7
+            self._refuse_or_ask(attempt)
+        elif spare := self._joined_spare(attempt):  # 8
             self.limits.subtract(dict(job.uses))
             self._take_joined(attempt, spare)
-        elif self._is_turn_over(attempt):  # 8
+        elif self._is_turn_over(attempt):  # 9
             self._block(attempt, Blockage.TURN, "waiting for a turn: as many VMs as may be made at once are being made")
-        elif self._provision(attempt, choose_clones(self.context, attempt)):  # 9 to 12
+        elif self._provision(attempt, choose_clones(self.context, attempt)):  # 10 to 13
             self.limits.subtract(dict(job.uses))
 
     def _why_unfit(self, attempt: Attempt) -> tuple[str, bool]:
@@ -236,15 +234,23 @@ class Admission:
                     where = f"host {vm.host} is out of reach, neither back nor fenced"
                     return f"its earlier run may go on in {vm.name}: {where}"
                 return f"waiting until {vm.name} of its earlier run is gone"
-        return ""
+        orphan = self.orphaned.get(attempt.job.job_id)
+        return f"its earlier run may go on in {orphan.name}, which no record explained" if orphan else ""
 
     def _limit_reached(self, job: Job) -> str:
         """Case 5."""
         limit = next((limit for limit, count in job.uses if count > self.limits[limit]), "")
         return f"held back by {limit}" if limit else ""
 
+    def _refuse_or_ask(self, attempt: Attempt) -> None:
+        """Case 7: the job's user is not known to exist. The user may have been added since an older answer."""
+        if (user := (self.context.world.users or {}).get(attempt.uid)) and user.began > attempt.since:
+            self._revoke(attempt, f"{user.reason}: its job cannot run")
+        else:
+            self.queue.await_user(attempt.id, f"waiting until the name service says who uid {attempt.uid} is")
+
     def _joined_spare(self, attempt: Attempt) -> Vm | None:
-        """Case 7: a node that is there already, if one fits that is promised to no other job."""
+        """Case 8: a node that is there already, if one fits that is promised to no other job."""
         if not self.policy.pools or not may_fork(self.context, attempt):
             return None
         return joined_for(self.context, attempt, self.promised)
@@ -262,13 +268,13 @@ class Admission:
         self._admit(replace(attempt, pin=vm.feature), Choice(CloneKind.INSTANT), [taken], [])
 
     def _is_turn_over(self, attempt: Attempt) -> bool:
-        """Case 8: whether as many VMs are being made as may be made at once."""
+        """Case 9: whether as many VMs are being made as may be made at once."""
         upcoming = self.state.vms_in(*UPCOMING_STATES)
         starting = sum(not (vm.is_spare and vm.state is VmState.PARKED) for vm in upcoming)
         return bool(starting) and starting + attempt.request.nodes > self.policy.provisioning
 
     def _provision(self, attempt: Attempt, choice: Choice) -> bool:
-        """Cases 9 to 12: hosts, spares, pace, room, addresses. Whether the attempt was admitted."""
+        """Cases 10 to 13: hosts, spares, pace, room, addresses. Whether the attempt was admitted."""
         usable, why = self._usable_hosts(attempt, choice)
         if not usable:
             self._wait_for_template(attempt, choice, why)
@@ -291,7 +297,7 @@ class Admission:
         return True
 
     def _usable_hosts(self, attempt: Attempt, choice: Choice) -> tuple[list[str], str]:
-        """Case 9: hosts that can make this attempt's VMs now; when there are none, why. Asks for a template where one
+        """Case 10: hosts that can make this attempt's VMs now; when there are none, why. Asks for a template where one
         is missing."""
         context, image = self.context, self.context.image_of(attempt)
         able = hosts_making(image, choice.kind, self.hosts)
@@ -325,7 +331,7 @@ class Admission:
         self._wait(attempt, why)
 
     def _hosts_in_pace(self, attempt: Attempt, choice: Choice, usable: list[str], count: int) -> tuple[list[str], str]:
-        """Case 10: of these hosts, those on which a clone may be made now; when there are none, why."""
+        """Case 11: of these hosts, those on which a clone may be made now; when there are none, why."""
         image, kind, state = self.context.image_of(attempt), choice.kind, self.state
         waits = {host: wait_for((host, image, kind), state.paced, state.now, self.policy) for host in usable}
         ready = [host for host, wait in waits.items() if wait <= 0]
@@ -337,7 +343,7 @@ class Admission:
         return [], f"waiting for a turn: {kind} clones of {image} are made at {rate:g} a second"
 
     def _wait_for_room(self, attempt: Attempt, choice: Choice, claims: Mapping[str, Size], why: str) -> None:
-        """Case 11."""
+        """Case 12."""
         if paced := why:
             # Another kind of clone may be quicker for those behind it, where the kind is not asked for.
             asked = attempt.request.kind or self.policy.kind
@@ -426,8 +432,7 @@ class Admission:
         self._tell(attempt, why)
 
     def _tell(self, attempt: Attempt, why: str) -> None:
-        if len(self.told) < TOLD:
-            self.told.append((self.queue.job_of(attempt.id).rank, attempt.id, why))
+        self.reasons.add(self.queue.job_of(attempt.id).rank, attempt.id, why)
 
 
 def references(state: State, which: TemplateKey) -> int:

@@ -292,11 +292,19 @@ class CloneRequest:
     sizes: Mapping[str, Size] | None = None
 
 
+def _skip_names_of_nodes(context: Context, count: int) -> None:
+    """Let the next serials be ones whose names no node has, also in a database that has lost its place."""
+    state, nodes = context.state, context.world.scheduler.value.nodes if context.world.scheduler else {}
+    while taken := [n for n in range(count) if vm_name(state.site, state.next_serial + n) in nodes]:
+        state.skip_serials(state.next_serial + taken[-1] + 1)
+
+
 def plan_vms(context: Context, wanted: CloneRequest, hosts: list[str]) -> list[Vm] | None:
     """New rows for VMs, one on each of `hosts`; None when addresses have run out."""
     state, policy = context.state, context.policy
     instant = wanted.kind is CloneKind.INSTANT
     vms: list[Vm] = []
+    _skip_names_of_nodes(context, len(hosts))
     fresh: dict[str, int] = {}
     used = ChainMap(fresh, state.addresses)
     for serial, name in enumerate(hosts, state.next_serial):

@@ -186,7 +186,7 @@ def _why_spent(context: Context, vm: Vm, pool: Pool) -> str:
         return f"it is older than {pool.max_age:g} s"
     if vm.state in there and seen is not None and seen.reason:
         return seen.reason  # a daemon in it has ended
-    if vm.state is VmState.JOINED and context.world.scheduler.began > vm.since and down:
+    if vm.state is VmState.JOINED and world.node_began(vm.name) > vm.since and down:
         return f"its node is down: {node.reason}" if node else "its node is gone"
     return ""
 

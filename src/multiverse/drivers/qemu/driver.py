@@ -10,7 +10,18 @@ from typing import TypeVar
 
 from multiverse.config import Settings
 from multiverse.core.errors import Gone, MultiverseError
-from multiverse.core.model import HypervisorView, Identity, Size, Stage, TemplateKey, User, VmRef, VmSpec, vm_prefix
+from multiverse.core.model import (
+    HypervisorView,
+    Identity,
+    Size,
+    Stage,
+    TemplateKey,
+    User,
+    VmRef,
+    VmSpec,
+    site_of,
+    vm_prefix,
+)
 from multiverse.host.qemu.library import QemuHost, QemuHostConfig
 from multiverse.host.qemu.machine import Accelerator
 from multiverse.host.specification import Specification
@@ -163,6 +174,12 @@ class QemuHypervisor:
 
     async def _in_thread(self, function: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(*arguments))
+
+
+def sites(settings: Settings) -> list[str]:
+    """The sites of which VMs, or remains of VMs, are on this machine, by their names."""
+    places = [place for place in (settings.qemu.vms, settings.qemu.run) if place.is_dir()]
+    return sorted({site_of(path.name) for place in places for path in place.iterdir()} - {""})
 
 
 def host_config(settings: Settings, site: str) -> QemuHostConfig:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import platform
+import socket
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 
+import structlog
+
 from multiverse.config import Settings
-from multiverse.core.errors import Broken
+from multiverse.core.errors import Broken, MultiverseError
 from multiverse.core.model import Daemon, GuestFile, NodeBootstrap, NodeSpec
-from multiverse.drivers.slurm import conf
+from multiverse.drivers.slurm import conf, slurm_user
 from multiverse.guest.protocol import INTRODUCED
+
+log = structlog.get_logger()
 
 _DIRECTORIES = (
     ("/etc/munge", "munge", 0o700),
@@ -38,14 +45,35 @@ def read(path: Path) -> str:
     return text + "".join("\n" + read(path.parent / name) for name in conf.included(text))
 
 
+def slurm_uid(settings: Settings) -> int | None:
+    """The uid of slurmctld's user, who writes hints; None, with a warning in the log, if it cannot be told. Blocks
+    while the name service answers."""
+    try:
+        return slurm_user.of(read(settings.slurm.conf)).uid
+    except MultiverseError as error:
+        log.warning("SlurmUser unknown", reason=str(error))
+        return None
+
+
+def _optional(path: Path) -> str:
+    """The text of a configuration file; nothing if there is no such file. `Broken` if it cannot be read."""
+    return read(path) if path.exists() else ""
+
+
 def bootstrap(settings: Settings, node: NodeSpec) -> NodeBootstrap:
-    """Files, directories and daemons for one VM. Blocks briefly: reads the site's slurm.conf and munge key."""
+    """Files, directories, daemons and users for one VM. Blocks: reads the site's slurm.conf and munge key, and at first
+    asks the name service for the addresses of slurmctld and for its user."""
+    text = read(settings.slurm.conf)
+    owner = slurm_user.of(text)
     line = conf.node_conf(node.size, (settings.slurm.node_feature, *node.features))
     slurmd = Daemon(
         "slurmd", ("/usr/sbin/slurmd", "-D", "-Z", "-N", node.name, "-f", "/etc/slurm/slurm.conf", "--conf", line)
     )
     return NodeBootstrap(
-        files=tuple(_files(settings, spare=node.spare)), directories=_DIRECTORIES, daemons=(_munged(node), slurmd)
+        files=tuple(_files(settings, text, spare=node.spare)),
+        directories=_DIRECTORIES,
+        daemons=(_munged(node), slurmd),
+        users=(owner,) if owner.uid else (),
     )
 
 
@@ -72,16 +100,54 @@ def may_be_offered(settings: Settings, node: NodeSpec) -> bool:
     return has_prolog and no_lookup and (not limit.isdigit() or node.size.memory <= int(limit) * node.size.cpus)
 
 
-def _files(settings: Settings, *, spare: bool) -> Iterator[GuestFile]:
+def controllers(settings: Settings, text: str) -> list[conf.Slurmctld]:
+    """Every slurmctld of this slurm.conf, the primary first, with the address at which guests reach it.
+
+    That is the one of the settings; or else the gateway's, of the only slurmctld or of the one on this machine; or else
+    the one in slurm.conf, as a number if this machine can tell it, because guests have no name service.
+    """
+    given = [address.strip() for address in settings.slurm.controller_address.split(",")]
+    found = conf.controllers(text) or [conf.Slurmctld("slurmctld", "")]
+    here, named = {platform.node(), platform.node().partition(".")[0]}, dict(settings.network.hosts)
+
+    def address_of(position: int, one: conf.Slurmctld) -> str:
+        if position < len(given) and given[position]:
+            return given[position]
+        if len(found) == 1 or not here.isdisjoint(one.name.split(",")):
+            return settings.network.gateway
+        return named.get(one.name) or _resolved(one.address or one.name)
+
+    return [conf.Slurmctld(one.name, address_of(position, one)) for position, one in enumerate(found)]
+
+
+def _resolved(name: str) -> str:
+    try:
+        return _address(name)
+    except OSError as error:
+        log.warning("slurmctld has no known address", name=name, reason=str(error))
+        return name  # the image may know the name
+
+
+@lru_cache(maxsize=64)
+def _address(name: str) -> str:
+    """Kept for this process, because each VM asks; errors are not kept."""
+    return socket.gethostbyname(name)
+
+
+def _files(settings: Settings, text: str, *, spare: bool) -> Iterator[GuestFile]:
     slurm = settings.slurm
-    address = slurm.controller_address or settings.network.gateway
+    own = dict(_replacements(slurm.guest_conf))
+    of_site = _optional(slurm.conf.with_name("cgroup.conf"))
+    cgroup = own.get("cgroup.conf", conf.cgroup_for_guest(text, of_site).encode())
+    limited = conf.limits_memory(cgroup.decode(errors="replace"))
+    slurmctlds = controllers(settings, text)
     derived = {
-        "slurm.conf": conf.for_guest(read(slurm.conf), address, _PROLOG if spare else "").encode(),
-        "cgroup.conf": conf.CGROUP.encode(),
+        "slurm.conf": conf.for_guest(text, slurmctlds, _PROLOG if spare else "", memory_limited=limited).encode(),
+        "cgroup.conf": cgroup,
     }
     if spare:
         yield GuestFile(_PROLOG, _WAIT, 0o755)
-    for name, content in sorted((derived | dict(_replacements(slurm.guest_conf))).items()):
+    for name, content in sorted((derived | own).items()):
         yield GuestFile(f"/etc/slurm/{name}", content)
     try:
         key = slurm.munge_key.read_bytes()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from multiverse.config import SlurmSettings
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Stale, Unknown
@@ -64,8 +62,9 @@ class SlurmCommands:
             "LC_ALL": "C",
         }
 
-    async def run(self, program: str, *args: str) -> str:
-        """The command's standard output.
+    async def run(self, program: str, *args: str, env: Mapping[str, str] | None = None, refused: str = "") -> str:
+        """The command's standard output. `env` is added to its environment. An error message with the text `refused`
+        raises `Refused`, whatever the exit status is.
 
         Raises the error that its message means: `Gone`, `Stale`, `Refused`, `Broken` or `Exhausted`; `Unknown` if
         slurmctld did not answer in time, because it may still act on the request.
@@ -78,7 +77,7 @@ class SlurmCommands:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
-                env=self._env,
+                env={**self._env, **(env or {})},
             )
         except OSError as error:
             raise Broken(
@@ -92,25 +91,11 @@ class SlurmCommands:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+        if refused and refused in err.decode(errors="replace"):
+            raise Refused(f"{program}: {err.decode(errors='replace').strip()}")
         if process.returncode != 0:
             raise meaning(program, err.decode(errors="replace") or out.decode(errors="replace"))
         return out.decode(errors="replace")
-
-    async def json(self, program: str, *args: str) -> dict[str, Any]:
-        """The command's parsed JSON. Raises as `run` does, and `Unknown` for a document that lists errors.
-
-        squeue 22.05.8 exits with 0 and an empty list of jobs when it cannot reach slurmctld.
-        """
-        text = await self.run(program, *args, "--json")
-        try:
-            document: dict[str, Any] = await asyncio.to_thread(json.loads, text)
-        except ValueError as error:
-            raise Unknown(f"the output of {program} is not JSON: {text[:80]!r}") from error
-        if document.get("errors"):
-            first = document["errors"][0]
-            message = first.get("description") or first.get("error") if isinstance(first, dict) else first
-            raise Unknown(f"{program}: {message}", hint=_CHECK_SLURMCTLD)
-        return document
 
 
 def meaning(program: str, output: str) -> MultiverseError:

@@ -26,20 +26,20 @@ _DROPPED = frozenset(
 
 _GUEST = """\
 AuthInfo={auth_info}
-SlurmctldHost={name}({address})
+{controllers}
 SlurmdSpoolDir=/var/spool/slurmd
 SlurmdPidFile=/run/slurmd.pid
 SlurmdLogFile=/var/log/slurmd.log
 SlurmdDebug=error
 StateSaveLocation=/var/spool/slurmd
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/affinity
+TaskPlugin={task_plugins}
 MpiDefault=none
 DebugFlags=NO_CONF_HASH
 HealthCheckInterval=0
 """
 
-CGROUP = "IgnoreSystemd=yes\nCgroupPlugin=cgroup/v2\n"
+_CGROUP = "IgnoreSystemd=yes\nCgroupPlugin=cgroup/v2\nConstrainRAMSpace=yes\n"
 
 
 def settings(text: str) -> Iterator[tuple[str, str]]:
@@ -116,26 +116,77 @@ def limits_are_kept(text: str) -> bool:
     return not enforced.isdisjoint(("limits", "safe", "all"))
 
 
-def for_guest(text: str, address: str, prolog: str = "") -> str:
+class Slurmctld(NamedTuple):
+    """A primary or backup slurmctld. The address is empty if slurm.conf has none beside the name."""
+
+    name: str
+    address: str
+
+
+def controllers(text: str) -> list[Slurmctld]:
+    """Every slurmctld, the primary first. Slurm ignores the old keys (BackupController and others) beside the new."""
+    hosts = [found for key, found in settings(text) if key.lower() == "slurmctldhost"]
+    if not hosts:
+        old = (("ControlMachine", "ControlAddr"), ("BackupController", "BackupAddr"))
+        found = (Slurmctld(value(text, name), value(text, address)) for name, address in old)
+        return [one for one in found if one.name]
+    pairs = [host.partition("(") for host in hosts]
+    return [Slurmctld(name.strip(), address.strip(") ")) for name, _, address in pairs]
+
+
+def limits_memory(cgroup_conf: str) -> bool:
+    """Whether a cgroup.conf makes task/cgroup limit the memory of jobs and steps."""
+    return value(cgroup_conf, "ConstrainRAMSpace").lower() in ("yes", "true", "up", "1")
+
+
+def cgroup_for_guest(slurm_conf: str, cgroup_conf: str) -> str:
+    """A guest's cgroup.conf, derived from the site's slurm.conf and cgroup.conf: memory is always limited.
+
+    A job cannot have more memory than its VM in any case. With the limit of task/cgroup, Slurm reports that a job has
+    run out of memory, and the kernel ends nothing else. If the site limits memory on bare metal too, AllowedRAMSpace
+    holds as there, up to 100. More is left out, and MinRAMSpace too: the VM does not have that memory, a guest without
+    free memory hardly answers, and with cgroup v2 a job above 100 % is slowed down almost to a stop. MaxRAMPercent is
+    left out because it keeps memory free for other jobs of a node; a guest has no swap space to be limited.
+    """
+    if "cgroup" not in value(slurm_conf, "TaskPlugin").lower() or not limits_memory(cgroup_conf):
+        return _CGROUP
+    allowed = value(cgroup_conf, "AllowedRAMSpace")
+    return _CGROUP + (f"AllowedRAMSpace={allowed}\n" if re.fullmatch(r"\d{1,2}(\.\d*)?", allowed) else "")
+
+
+def for_guest(text: str, slurmctlds: Iterable[Slurmctld], prolog: str = "", *, memory_limited: bool = True) -> str:
     """A guest's slurm.conf, derived from the site's: without machines, scripts and plugins of bare-metal nodes.
 
-    `address` is slurmctld's as guests reach it. `prolog` is a program in the guest that runs before the job.
+    `slurmctlds` are the primary and its backups, at addresses that guests reach. `prolog` is a program in the guest
+    that runs before the job. `memory_limited` says whether the guest's cgroup.conf limits memory.
     """
-    hosts = [found for key, found in settings(text) if key.lower() in ("slurmctldhost", "controlmachine")]
-    host = hosts[0] if hosts else ""  # the first is the primary one
-    name = host.partition("(")[0].strip() or "slurmctld"
-    kept = [f"{key}={_for_guest(key, found)}" for key, found in settings(text) if key.lower() not in _DROPPED]
+    lines = "\n".join(f"SlurmctldHost={one.name}({one.address})" for one in slurmctlds)
+    changed = [(key, _for_guest(key, found)) for key, found in settings(text) if key.lower() not in _DROPPED]
+    kept = [f"{key}={found}" for key, found in changed if found]  # Slurm refuses a key without a value
     return (
         "\n".join(kept)
         + "\n"
-        + _GUEST.format(name=name, address=address, auth_info=_auth_info(value(text, "AuthInfo")))
+        + _GUEST.format(
+            controllers=lines,
+            auth_info=_auth_info(value(text, "AuthInfo")),
+            # task/cgroup is fatal to slurmd if cgroup.conf has CgroupPlugin=disabled (23.11 and later).
+            task_plugins="task/affinity,task/cgroup" if memory_limited else "task/affinity",
+        )
         + (f"Prolog={prolog}\n" if prolog else "")
     )
 
 
 def _for_guest(key: str, found: str) -> str:
-    """Replace the prolog flag X11, which Slurm refuses with proctrack/linuxproc, by Contain, which X11 implies."""
-    return re.sub(r"(?i)\bx11\b", "Contain", found) if key.lower() == "prologflags" else found
+    """A value of the site's slurm.conf as it must be in a guest.
+
+    The prolog flag X11, which Slurm refuses with proctrack/linuxproc, is replaced by Contain, which X11 implies.
+    OverMemoryKill is left out, because slurmd does not start if task/cgroup limits memory too.
+    """
+    if key.lower() == "prologflags":
+        return re.sub(r"(?i)\bx11\b", "Contain", found)
+    if key.lower() == "jobacctgatherparams":
+        return ",".join(word for word in found.split(",") if word.strip().lower() != "overmemorykill")
+    return found
 
 
 def _auth_info(text: str) -> str:

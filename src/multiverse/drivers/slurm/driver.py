@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from multiverse.config import Settings
-from multiverse.core.errors import Exhausted, Gone, Refused, Stale, Unknown
-from multiverse.core.model import JobRef, NodeBootstrap, NodeSpec, NodeState, SchedulerView, User
-from multiverse.drivers.slurm import account, conf, parse
+from multiverse.core.errors import Exhausted, Gone, Refused, Stale
+from multiverse.core.model import JobRef, NodeBootstrap, NodeSpec, NodeState, SchedulerPart, SchedulerView, User
 from multiverse.drivers.slurm import bootstrap as node_bootstrap
+from multiverse.drivers.slurm import conf, parse
+from multiverse.drivers.slurm.account import NameService
 from multiverse.drivers.slurm.command import SlurmCommands
+from multiverse.drivers.slurm.comment import CommentTurns, compose, plain_line, updates, waiting_records
 from multiverse.drivers.slurm.delete import NodeDeleter
-from multiverse.drivers.slurm.limits import AccountingLimits, licences
 from multiverse.drivers.slurm.offers import OfferFiles, SlurmOffers
+from multiverse.drivers.slurm.reader import SlurmReader
 from multiverse.drivers.slurm.reread import CurrentJob, reread
 from multiverse.drivers.slurm.submission import SubmissionFile
 
 _RETRY_DELAYS = (0.05, 0.1, 0.2, *(0.4,) * 20)  # seconds before an update that slurmctld cannot do now is repeated
 _OFFER_TERM = 10.0  # seconds for which the list of offers is valid, at least
 _SUBMISSION_TERM = 60.0  # seconds for which the published sizes are valid, at least
-_LONGEST_COMMENT = 500  # characters of a line for a user
 
 
 class SlurmScheduler:
@@ -30,18 +31,25 @@ class SlurmScheduler:
         self._slurm = settings.slurm
         self._site = site
         self._commands = SlurmCommands(settings.slurm, env)
-        self._node_command: tuple[str, ...] = ("sinfo", "-a")
+        self._name_service = NameService()
+        self._reader = SlurmReader(settings, site, self._commands)
+        self._comment_turns = CommentTurns()
         # Each observation renews both files, so they have to be valid for several polls.
         self._offer_files = OfferFiles(settings.slurm.inbox, site, max(_OFFER_TERM, 4 * settings.poll))
         self._offers = SlurmOffers(settings, self._offer_files)
         submission_term = max(_SUBMISSION_TERM, 10 * settings.poll)
-        self._submission = SubmissionFile(settings.slurm.inbox, settings.image.default, submission_term)
+        self._submission = SubmissionFile(settings.slurm.inbox, submission_term)
         self._node_deleter = NodeDeleter(self._commands, (settings.slurm.gate_partition, settings.slurm.run_partition))
 
     @property
     def offers(self) -> SlurmOffers:
         """See `ports.Scheduler`."""
         return self._offers
+
+    @property
+    def parts(self) -> SlurmScheduler:
+        """See `ports.Scheduler`."""
+        return self
 
     @property
     def submission(self) -> SubmissionFile:
@@ -59,57 +67,27 @@ class SlurmScheduler:
 
     async def observe(self) -> SchedulerView:
         """See `ports.Scheduler`."""
+        offers = self._renew()
+        jobs, nodes, limits = await self._reader.whole()
+        self._renew_offers()
+        return SchedulerView(jobs=jobs, nodes=nodes, limits=limits, offers=offers)
+
+    async def read(
+        self, jobs: Mapping[str, int | None], users: Collection[int], nodes: Collection[str]
+    ) -> SchedulerPart:
+        """See `ports.Parts`."""
+        offers = self._renew()
+        part = await self._reader.part(jobs, users, nodes)
+        self._renew_offers()
+        return replace(part, offers=offers)
+
+    def _renew(self) -> Mapping[str, bool]:
         self._submission.renew()
-        offers = self._offer_files.observe()
-        names, enforced = await asyncio.to_thread(self._names)
-        try:
-            (jobs, limits), nodes = await asyncio.gather(self._read_jobs(names, enforced), self._read_nodes())
-            seen_jobs, seen_nodes = await asyncio.gather(
-                asyncio.to_thread(parse.jobs, jobs, names, time.time(), limits.uses),
-                asyncio.to_thread(parse.nodes, nodes, names),
-            )
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise Unknown(
-                f"cannot understand Slurm's JSON: {error!r}",
-                hint="report this error with the output of scontrol --version",
-            ) from error
-        self._offer_files.renew([name for name, node in seen_nodes.items() if node.state is NodeState.IDLE])
-        return SchedulerView(jobs=seen_jobs, nodes=seen_nodes, limits=limits.left, offers=offers)
+        return self._offer_files.observe()
 
-    async def _read_jobs(self, names: parse.SiteNames, enforced: bool) -> tuple[list[parse.Record], AccountingLimits]:
-        """Jobs first, limits second: a job that starts in between is counted twice and never missed."""
-        # -a shows hidden partitions too, -t all shows ended jobs, which newer releases leave out otherwise.
-        document = await self._commands.json("squeue", "-a", "-t", "all")
-        jobs = parse.ours(document.get("jobs", ()), names)
-        waiting = parse.waiting(jobs, names)
-        assoc_mgr, free = await asyncio.gather(
-            self._show(enforced and bool(waiting), "assoc_mgr", "flags=assoc,qos"),
-            self._show(any(map(licences, waiting)), "licenses"),
-        )
-        return jobs, AccountingLimits(jobs, assoc_mgr, free)
-
-    async def _read_nodes(self) -> list[parse.Record]:
-        document = await self._commands.json(*self._node_command)
-        if "sinfo" in document:  # from 23.02 on sinfo shows groups of nodes; before, scontrol has no JSON
-            self._node_command = ("scontrol", "show", "nodes", "-a")
-            document = await self._commands.json(*self._node_command)
-        return list(document.get("nodes", ()))
-
-    async def _show(self, needed: bool, *what: str) -> str:
-        return await self._commands.run("scontrol", "show", *what) if needed else ""
-
-    def _names(self) -> tuple[parse.SiteNames, bool]:
-        """What parsing needs to know of the site, and whether Slurm enforces limits of associations and QOS."""
-        text = node_bootstrap.read(self._slurm.conf)
-        default = conf.memory_per_cpu(text, parse.MEMORY_PER_CPU)
-        return parse.SiteNames(
-            site=self._site,
-            gate_partition=self._slurm.gate_partition,
-            run_partition=self._slurm.run_partition,
-            gate_feature=self._slurm.gate_feature,
-            memory_per_cpu=default,
-            per_account=self._settings.image.per_account,
-        ), conf.limits_are_kept(text)
+    def _renew_offers(self) -> None:
+        idle = [name for name, node in self._reader.nodes.items() if node.state is NodeState.IDLE]
+        self._offer_files.renew(idle)
 
     async def _reread(self, job: JobRef) -> CurrentJob:
         return await reread(self._commands, job, self._slurm.gate_feature)
@@ -117,25 +95,30 @@ class SlurmScheduler:
     async def pin(self, job: JobRef, tag: str, nodes: Sequence[str], text: str = "") -> None:
         """See `ports.Scheduler`. The nodes are found by their feature `tag`, not by name: a restart of slurmctld kills
         jobs that name a deleted node."""
+        async with self._comment_turns.changing(job):
+            await self._pin(job, tag, text)
+
+    async def _pin(self, job: JobRef, tag: str, text: str) -> None:
         current = await self._reread(job)
+        comment = compose(current.comment, text) if text else current.comment
         pinned = current.partition == self._slurm.run_partition and current.pinned == tag
         if pinned and (current.active or (current.pending and current.priority)):
             # An earlier call pinned the job, or it took an offered node; it may have started since.
-            if text and not current.comment:
-                await self._update(job, f"AdminComment={_line(text)}")
+            if comment != current.comment:
+                await self._update(job, f"AdminComment={comment}")
             return
         if not current.pending:
             raise Stale(f"job {job.job_id} is {current.state.lower()}")
         if current.priority == 0:
             raise Stale(f"job {job.job_id} is held: {current.reason}")
-        changes = [f"Partition={self._slurm.run_partition}", f"Features={'&'.join((*current.own, tag))}"]
-        if text:
-            changes.append(f"AdminComment={_line(text)}")
+        wanted = [f"Partition={self._slurm.run_partition}", f"Features={'&'.join((*current.own, tag))}"]
+        if comment != current.comment:
+            wanted.append(f"AdminComment={comment}")
         if job.restarts:
-            changes.append("StartTime=now")  # a requeued job has a begin time two minutes off
+            wanted.append("StartTime=now")  # a requeued job has a begin time two minutes off
         # One update: between two, the job would wait for its features in the wrong partition and lose its turn.
         try:
-            await self._update(job, *changes)
+            await self._update(job, *wanted)
         except Refused:
             # Slurm moves the job also when it answers "Requested partition configuration not available now", which
             # means that the nodes are busy or too small at this moment.
@@ -180,13 +163,18 @@ class SlurmScheduler:
             return  # the job is queued again; the next observation shows where, and `unpin` moves it to the gate
 
     async def revoke(self, job: JobRef, reason: str) -> None:
-        """See `ports.Scheduler`."""
+        """See `ports.Scheduler`. The reason is left in the job's AdminComment."""
+        async with self._comment_turns.changing(job):
+            await self._revoke(job, reason)
+
+    async def _revoke(self, job: JobRef, reason: str) -> None:
         current = await self._reread(job)
         if current.ended:
             return
         if not current.pending:
             raise Stale(f"job {job.job_id} is {current.state.lower()}")
-        await self.explain(job, reason)
+        if (comment := compose(current.comment, reason)) != current.comment:
+            await self._update(job, f"AdminComment={comment}")
         # Cancelled only while it is pending: a job that started in the meantime goes on.
         await self._commands.run("scancel", "--state=PENDING", job.job_id)
 
@@ -196,8 +184,8 @@ class SlurmScheduler:
         self._offer_files.withdraw_if_possible(node)
         try:
             # Drained as well: with ReturnToService=2 a slurmd that still answers would make a DOWN node idle again.
-            await self._commands.run("scontrol", "update", name, "State=DRAIN", f"Reason={_line(reason)}")
-            await self._commands.run("scontrol", "update", name, "State=DOWN", f"Reason={_line(reason)}")
+            await self._commands.run("scontrol", "update", name, "State=DRAIN", f"Reason={plain_line(reason)}")
+            await self._commands.run("scontrol", "update", name, "State=DOWN", f"Reason={plain_line(reason)}")
         except Gone:
             return
 
@@ -207,10 +195,20 @@ class SlurmScheduler:
         await self._node_deleter.delete(node)
         self._offer_files.forget(node)
 
-    async def explain(self, job: JobRef, text: str) -> None:
-        """See `ports.Scheduler`. The line is the job's AdminComment."""
-        await self._reread(job)
-        await self._update(job, f"AdminComment={_line(text)}")
+    async def explain(self, jobs: Sequence[JobRef], text: str) -> None:
+        """See `ports.Scheduler`. The line is written into AdminComment, beside what others wrote there. Tasks of an
+        array that share one record stay together."""
+        async with self._comment_turns.explaining(jobs) as free:
+            if free:
+                await self._explain(free, text)
+        if len(free) < len(jobs):
+            raise Exhausted("some of these jobs, or tasks of their arrays, are being pinned or cancelled")
+
+    async def _explain(self, jobs: Sequence[JobRef], text: str) -> None:
+        slurm, bases = self._slurm, {job.job_id.partition("_")[0] for job in jobs}
+        records = await waiting_records(self._commands, bases, slurm.gate_partition, slurm.gate_feature)
+        for comment, addresses in updates(records, jobs, text):
+            await self._commands.run("scontrol", "update", f"JobId={','.join(addresses)}", f"AdminComment={comment}")
 
     async def bootstrap(self, node: NodeSpec) -> NodeBootstrap:
         """See `ports.Scheduler`."""
@@ -218,7 +216,7 @@ class SlurmScheduler:
 
     async def user(self, uid: int) -> User:
         """See `ports.Scheduler`."""
-        return await asyncio.to_thread(account.lookup, uid)
+        return await self._name_service.user(uid)
 
     async def _update(self, job: JobRef, *changes: str) -> None:
         """Change a job.
@@ -234,9 +232,3 @@ class SlurmScheduler:
             except Exhausted:
                 await asyncio.sleep(delay)
         await self._commands.run(*command)
-
-
-def _line(text: str) -> str:
-    """One printable line without double quotes: scontrol takes the whole argument as the value, quotes included."""
-    plain = "".join(c if c.isprintable() else " " for c in text.replace('"', "'"))
-    return " ".join(plain.split())[:_LONGEST_COMMENT]

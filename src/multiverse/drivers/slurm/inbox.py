@@ -14,29 +14,36 @@ from typing import NamedTuple
 
 from asyncinotify import Inotify, Mask
 
-_NAME = re.compile(r"(?P<kind>submit|end)(?:\.(?P<job_id>\d{1,10}(?:_\d{1,10})?))?")
+_NAME = re.compile(r"submit(?:\.(?P<uid>\d{1,10}))?|end(?:\.(?P<job_id>\d{1,10}(?:_\d{1,10})?))?")
 _AT_ONCE = 1000  # files that are read in one go; the others are read at the next event
 _ARRIVED = Mask.CLOSE_WRITE | Mask.MOVED_TO
 _LOST = Mask.DELETE_SELF | Mask.MOVE_SELF
 
 
 class Hint(NamedTuple):
-    """`kind` is `submit` (a job was submitted or changed) or `end` (it is ending); `job_id` may be empty."""
+    """`submit`: a job of the user `uid` was submitted or changed. `end`: the job `job_id` is ending.
+
+    The user or job is not named (None, empty) by a multiverse.lua of an earlier release.
+    """
 
     kind: str
-    job_id: str
+    job_id: str = ""
+    uid: int | None = None
 
 
-async def hints(inbox: Path) -> AsyncIterator[Hint]:
+async def hints(inbox: Path, owner: int | None = None) -> AsyncIterator[Hint]:
     """All hints, beginning with those that exist already; never ends.
 
-    The file of a hint is deleted; files with other names stay. A directory that was removed is created again. Raises
-    OSError if it cannot be created or read.
+    The file of a hint is deleted; files with other names stay. A directory that was removed is created again. `owner`
+    is the uid of slurmctld's user, who gets the directory if it is not his; None: it keeps its owner. Raises OSError if
+    the directory cannot be created or read.
     """
-    owner = inbox.stat().st_uid if inbox.exists() else os.geteuid()
+    if owner is None:
+        owner = inbox.stat().st_uid if inbox.exists() else os.geteuid()
     while True:
         if not inbox.exists():
             inbox.mkdir(mode=0o700, parents=True)
+        if inbox.stat().st_uid != owner:
             os.chown(inbox, owner, -1)  # slurmctld's user writes there
         with Inotify() as notify:
             notify.add_watch(inbox, _ARRIVED | _LOST)
@@ -65,4 +72,4 @@ def take(inbox: Path) -> Iterator[Hint]:
             (inbox / name).unlink()
         except OSError:
             continue  # another process deleted it, or it is a directory
-        yield Hint(match["kind"], match["job_id"] or "")
+        yield Hint(name.partition(".")[0], match["job_id"] or "", int(match["uid"]) if match["uid"] else None)

@@ -71,9 +71,12 @@ class AccountingLimits:
         self._associations = {int(e.fields["ID"]): e for e in entries if e.fields.get("ID", "").isdigit()}
         self._accounts = {e.fields["Account"]: e for e in self._associations.values() if not e.fields["UserName"]}
         self.left = {e.limit(*key): left for e in entries for key, left in e.left.items()}
-        self.left |= dict(_arrays_left(records))
         for name, free in re.findall(r"LicenseName=(\S+)\s.*?\bFree=(\d+)", licences_text, re.DOTALL):
             self.left[f"Licenses: {name}"] = int(free)
+        owners = ("ID", "UserName", "Account", "ParentAccount", "QOS")
+        self.structure = (frozenset(self.left), frozenset(tuple(e.fields.get(key) for key in owners) for e in entries))
+        """Which limits there are, and of whom. While it stays the same, `uses` of a record does."""
+        self.left |= arrays_left(records)
 
     def uses(self, record: Record) -> Uses:
         """How much a job takes of which limits while it runs."""
@@ -145,8 +148,12 @@ def _tres(text: str) -> dict[str, int]:
     return {kind: round(float(count) * _MIB[unit]) for kind, count, unit in found}
 
 
-def _arrays_left(records: Iterable[Record]) -> Iterator[tuple[str, int]]:
+def arrays_left(records: Iterable[Record]) -> dict[str, int]:
     """How many more tasks of each array may run by its `%limit`."""
+    return dict(_arrays_left(records))
+
+
+def _arrays_left(records: Iterable[Record]) -> Iterator[tuple[str, int]]:
     arrays: dict[int, list[Record]] = {}
     for record in records:
         if number(record.get("array_max_tasks")):

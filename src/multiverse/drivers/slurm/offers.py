@@ -26,7 +26,7 @@ from pathlib import Path
 
 from multiverse.config import Settings
 from multiverse.core.errors import Exhausted, Unknown
-from multiverse.core.model import CloneKind, NodeSpec, vm_prefix
+from multiverse.core.model import SERIAL, CloneKind, NodeSpec, vm_prefix
 from multiverse.drivers.slurm.bootstrap import may_be_offered
 from multiverse.system import files
 
@@ -59,7 +59,7 @@ class OfferFiles:
 
     def __init__(self, inbox: Path, site: str, term: float) -> None:
         self._inbox = inbox
-        self._name = re.compile(rf"(open|taken)\.({re.escape(vm_prefix(site))}\d{{1,18}})")
+        self._name = re.compile(rf"(open|taken)\.({re.escape(vm_prefix(site))}{SERIAL})")
         self._term = term
         self._lines: dict[str, str] = {}  # by node, of those that this process offered
         self._observed: dict[str, bool] | None = None

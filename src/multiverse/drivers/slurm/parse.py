@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet
@@ -137,19 +138,23 @@ def is_pin(feature: str) -> bool:
 def jobs(
     records: Iterable[Record], names: SiteNames, now: float, uses: Callable[[Record], Uses] = lambda record: ()
 ) -> dict[str, Job]:
-    """All jobs of Multiverse's partitions by job id, one for each array task, with their rank.
+    """All jobs of Multiverse's partitions by job id, one for each array task.
 
     `now` is Unix time. `uses` returns how much a job takes of which limits.
     """
-    # Two records may have one id: Slurm keeps an ended job until MinJobAge while a new job has its id. The newer one
-    # counts.
     mine = ours(records, names)
-    mine.sort(key=lambda record: number(record["submit_time"]) or 0)
-    found = {job.ref.job_id: (job, record) for record in mine for job in _expand(record, names, now, uses(record))}
-    pending = [pair for pair in found.values() if pair[0].state is JobState.PENDING]
-    pending.sort(key=_order)
-    ranks = {job.ref.job_id: rank for rank, (job, _) in enumerate(pending)}
-    return {key: replace(job, rank=ranks.get(key, 0)) for key, (job, _) in found.items()}
+    return newest(job for record in mine for job in expand(record, names, now, uses(record)))
+
+
+def newest(found: Iterable[Job]) -> dict[str, Job]:
+    """Jobs by id. Two may have one id: Slurm keeps an ended job until MinJobAge while a new job has its id. The newer
+    one counts."""
+    by_id: dict[str, Job] = {}
+    for job in found:
+        other = by_id.get(job.ref.job_id)
+        if other is None or other.ref.submitted <= job.ref.submitted:
+            by_id[job.ref.job_id] = job
+    return by_id
 
 
 def ours(records: Iterable[Record], names: SiteNames) -> list[Record]:
@@ -158,34 +163,45 @@ def ours(records: Iterable[Record], names: SiteNames) -> list[Record]:
     return [record for record in records if partitions & set(words(record["partition"]))]
 
 
-def waiting(records: Iterable[Record], names: SiteNames) -> list[Record]:
-    """The jobs that wait at the gate and are not held."""
-    return [
-        record
-        for record in ours(records, names)
-        if names.gate_partition in words(record["partition"])
+def is_waiting(record: Record, names: SiteNames) -> bool:
+    """Whether a job waits at the gate and is not held."""
+    return (
+        names.gate_partition in words(record["partition"])
         and "PENDING" in words(record["job_state"])
-        and number(record["priority"])
-    ]
+        and bool(number(record["priority"]))
+    )
 
 
-def _order(pair: tuple[Job, Record]) -> tuple[int, int, int, int]:
-    """The sort key of Slurm's own order in a partition: priority, submit time, job id (job_mgr.c, sort_job_queue2)."""
-    job, record = pair
-    base, _, task = job.ref.job_id.partition("_")
-    return -(number(record["priority"]) or 0), job.ref.submitted, int(base), int(task or 0)
+def rank(priority: int, submitted: int, job_id: str) -> int:
+    """Slurm's own order in a partition as one number, lower first: priority, submit time, job id (job_mgr.c,
+    sort_job_queue2). It depends on the job alone, so that it does not change when other jobs come and go."""
+    base, _, task = job_id.partition("_")
+    return ((0xFFFFFFFF - priority) << 104) | submitted << 64 | int(base) << 32 | int(task or 0)
 
 
-def _expand(record: Record, names: SiteNames, now: float, uses: Uses) -> Iterator[Job]:
+def changes_at(record: Record, now: float) -> float:
+    """The Unix time from which on `expand` may show an unchanged record differently; infinity if never."""
+    times = (number(record.get("eligible_time")) or 0, (number(record.get("end_time")) or 0) - _SKEW)
+    return min((time for time in times if time > now), default=inf)
+
+
+def expand(record: Record, names: SiteNames, now: float, uses: Uses) -> Iterator[Job]:
+    """The jobs of a record: one for each task of an array."""
     array, task = number(record.get("array_job_id")), number(record.get("array_task_id"))
     tasks = record.get("array_task_string") or ""
     if array and task is None and tasks:
         one = _job(record, f"{array}_0", names, now, uses)
         for each in task_ids(tasks):
-            yield replace(one, ref=replace(one.ref, job_id=f"{array}_{each}"))
+            job_id = f"{array}_{each}"
+            order = _rank(record, job_id) if one.state is JobState.PENDING else 0
+            yield replace(one, ref=replace(one.ref, job_id=job_id), rank=order)
     else:
         own_id = f"{array}_{task}" if array and task is not None else str(record["job_id"])
         yield _job(record, own_id, names, now, uses)
+
+
+def _rank(record: Record, job_id: str) -> int:
+    return rank(number(record["priority"]) or 0, number(record["submit_time"]) or 0, job_id)
 
 
 def _job(record: Record, job_id: str, names: SiteNames, now: float, uses: Uses) -> Job:
@@ -218,6 +234,7 @@ def _job(record: Record, job_id: str, names: SiteNames, now: float, uses: Uses) 
         request=request,
         problem=problem,
         reason="" if reason == "None" else reason,
+        rank=_rank(record, job_id) if state is JobState.PENDING else 0,
         eligible=state is not JobState.PENDING or free,
         held=state is JobState.PENDING and held,
         gated=gated,
@@ -227,6 +244,7 @@ def _job(record: Record, job_id: str, names: SiteNames, now: float, uses: Uses) 
         exit_code=exit_code(record.get("exit_code")),
         work_dir=str(record.get("current_working_directory") or ""),
         uses=uses if state is JobState.PENDING else (),
+        array=str(number(record.get("array_job_id")) or ""),
     )
 
 
@@ -335,19 +353,21 @@ def nodes(records: Iterable[Record], names: SiteNames) -> dict[str, Node]:
 
 
 def _node(record: Record) -> Node:
-    states = {word.upper() for word in (*words(record["state"]), *words(record.get("state_flags")))}
-    if states & _NODE_DOWN:
+    states = (*words(record["state"]), *words(record.get("state_flags")))
+    features = words(record.get("active_features") or record.get("features"))
+    return node(str(record["name"]), states, ",".join(features), str(record.get("reason") or ""))
+
+
+def node(name: str, states: Iterable[str], features: str, reason: str) -> Node:
+    """A node with the words of its state."""
+    words_of_state = {word.upper() for word in states}
+    if words_of_state & _NODE_DOWN:
         state = NodeState.DOWN
-    elif states & _NODE_BUSY:
+    elif words_of_state & _NODE_BUSY:
         state = NodeState.BUSY
     else:
-        state = NodeState.IDLE if "IDLE" in states else NodeState.JOINING
-    return Node(
-        name=str(record["name"]),
-        state=state,
-        features=words(record.get("active_features") or record.get("features")),
-        reason=str(record.get("reason") or ""),
-    )
+        state = NodeState.IDLE if "IDLE" in words_of_state else NodeState.JOINING
+    return Node(name, state, words("" if features == "(null)" else features), reason)
 
 
 def hosts(text: str) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from multiverse.core.errors import Gone, Stale
 from multiverse.core.model import JobRef
 from multiverse.drivers.slurm import parse
 from multiverse.drivers.slurm.command import SlurmCommands
+from multiverse.drivers.slurm.comment import CommentColumn, comment_of
 
 # squeue's columns have a fixed width, so a user's text (a list of features) is never taken for another field. This form
 # asks slurmctld for one job; the JSON of 22.05 always contains all jobs.
@@ -21,7 +22,6 @@ _COLUMNS = (
     ("StartTime", 24),
     ("PriorityLong", 24),
     ("Reason", 512),
-    ("admin_comment", 16),  # only whether there is one
 )
 _FORMAT = ",".join(f"{name}:{width}" for name, width in _COLUMNS)
 
@@ -29,7 +29,7 @@ _FORMAT = ",".join(f"{name}:{width}" for name, width in _COLUMNS)
 @dataclass(frozen=True, slots=True)
 class CurrentJob:
     """The state of a job at this moment. `requeued`: the run that the caller means is completing, and the job will be
-    queued again. `comment`: the job has an AdminComment."""
+    queued again. `comment` is its AdminComment, empty if it has none."""
 
     state: str
     partition: str
@@ -40,7 +40,7 @@ class CurrentJob:
     reason: str
     description: str
     requeued: bool
-    comment: bool
+    comment: str
 
     @property
     def pending(self) -> bool:
@@ -57,8 +57,10 @@ class CurrentJob:
 
 async def reread(commands: SlurmCommands, job: JobRef, gate_feature: str) -> CurrentJob:
     """The job's current state. `Gone` if there is no such job, `Stale` if it is another run, or another job."""
-    text = await commands.run("squeue", "-h", "-a", "-r", "-t", "all", "-j", job.job_id, "-O", _FORMAT)
-    rows = [row for row in map(_cells, text.splitlines()) if row["JobArrayID"] == job.job_id]
+    column = CommentColumn.new()
+    columns = f"{_FORMAT},{column.format}"
+    text = await commands.run("squeue", "-h", "-a", "-r", "-t", "all", "-j", job.job_id, "-O", columns)
+    rows = [row for row in map(_cells, column.rows(text)) if row["JobArrayID"] == job.job_id]
     if not rows:
         raise Gone(f"Slurm has no job {job.job_id}")
     row = max(rows, key=lambda row: int(row["SubmitTime"]))
@@ -80,7 +82,7 @@ async def reread(commands: SlurmCommands, job: JobRef, gate_feature: str) -> Cur
         reason=row["Reason"],
         description=row["Reason"],
         requeued=requeued,
-        comment=row["admin_comment"] not in ("", "N/A", "(null)"),
+        comment=comment_of(row["comment"]),
     )
 
 
@@ -89,4 +91,4 @@ def _cells(line: str) -> dict[str, str]:
     for name, width in _COLUMNS:
         cells[name] = line[at : at + width].strip()
         at += width
-    return cells
+    return cells | {"comment": line[at:]}

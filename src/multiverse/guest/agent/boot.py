@@ -7,8 +7,19 @@ from __future__ import annotations
 import errno
 import os
 
+from multiverse.guest.agent.files import write_kernel_file
 from multiverse.guest.agent.network import link_up
 from multiverse.guest.agent.syscalls import mount
+
+CGROUPS = "/sys/fs/cgroup"
+
+
+def protect_from_oom_killer() -> None:
+    """Make the kernel never end the agent when memory runs out, nor the daemons that it starts from now on.
+
+    They inherit this, and so does slurmstepd, which undoes it for the processes of a job.
+    """
+    write_kernel_file("/proc/self/oom_score_adj", "-1000")
 
 
 def set_up_system() -> None:
@@ -38,20 +49,35 @@ def set_up_system() -> None:
 
 
 def set_up_cgroups() -> None:
-    """Make what slurmd needs on cgroup v2 without systemd: the hierarchy, its controllers and `system.slice`."""
-    top = "/sys/fs/cgroup"
-    if not os.path.exists(f"{top}/cgroup.controllers"):
-        try:
-            mount("cgroup2", top, "cgroup2", 14)
-        except OSError:
-            return  # the guest uses cgroup v1; the site's cgroup.conf must be made for that
-    slice_ = f"{top}/system.slice"
+    """Make what slurmd needs on cgroup v2 without systemd: the hierarchy, its controllers and `system.slice`.
+
+    The controllers are enabled here, before the fork point, because the kernel rewrites parts of its code when the
+    first group of a controller is made.
+    """
+    if not os.path.exists(f"{CGROUPS}/cgroup.controllers") and not _mount_cgroups():
+        return  # the guest uses cgroup v1; the site's cgroup.conf must be made for that
+    slice_ = f"{CGROUPS}/system.slice"
     os.makedirs(slice_, exist_ok=True)
-    with open(f"{top}/cgroup.controllers") as file:
+    with open(f"{CGROUPS}/cgroup.controllers") as file:
         wanted = " ".join(f"+{name}" for name in file.read().split())
-    for directory in (top, slice_):
+    for directory in (CGROUPS, slice_):
         try:
             with open(f"{directory}/cgroup.subtree_control", "w") as file:
                 file.write(wanted)
         except OSError:
             pass  # a service manager controls these
+
+
+def _mount_cgroups() -> bool:
+    """Mount cgroup v2; False if the kernel cannot.
+
+    slurmstepd moves itself and the job's first process while a job starts. With `favordynmods` (Linux 6.0) a move does
+    not wait until all CPUs have passed a quiescent state of RCU.
+    """
+    for options in ("favordynmods", ""):
+        try:
+            mount("cgroup2", CGROUPS, "cgroup2", 14, options)
+        except OSError:
+            continue
+        return True
+    return False

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 
-from multiverse.guest.agent.boot import set_up_cgroups, set_up_system
+from multiverse.guest.agent.boot import protect_from_oom_killer, set_up_cgroups, set_up_system
 from multiverse.guest.agent.channel import HostChannel, find_port
 from multiverse.guest.agent.contract import LOGS, TEMPLATE
 from multiverse.guest.agent.files import read
@@ -27,6 +27,7 @@ def main() -> None:
     if first:
         set_up_system()
         set_up_cgroups()
+    protect_from_oom_killer()
     load_modules()
     os.makedirs(LOGS, exist_ok=True)
     wake = _catch_signals(first)

@@ -101,12 +101,12 @@ class GuestAgent:
         set_random_state(message["random"])
         time.clock_settime(time.CLOCK_REALTIME, message["time"] + stage.elapsed())
         identity = message["identity"]
+        membership = identity["membership"]
         set_names(identity)
-        add_users(identity["users"])
+        add_users([*membership.get("users", ()), *identity["users"]])  # the daemon of an earlier release sends no users
         stage("identity")
         set_network(interface(), identity["mac"], identity["address"], identity["gateway"])
         stage("network")
-        membership = identity["membership"]
         write_node_files(membership)
         stage("files")
         use_plugged(message["cpus"], message["plugged"])

@@ -133,7 +133,16 @@ class HostObserver:
         self._note_reports(name)
         if known is None:
             return VmSeen(name, host, VmCondition.MAKING, "its creation was begun")
-        seen = VmSeen(name, host, _CONDITIONS[known.phase], introduced=known.introduced, token=known.token)
+        seen = VmSeen(
+            name,
+            host,
+            _CONDITIONS[known.phase],
+            introduced=known.introduced,
+            address=known.address,
+            mac=known.mac,
+            token=known.token,
+            size=Size(known.total_cpus or known.cpus, known.total_memory or known.memory),
+        )
         if known.phase is VmPhase.MAKING and not known.pid:
             return seen
         if not known.process.is_alive():

@@ -49,7 +49,7 @@ def start(host: HostContext, name: str, size: Size, identity: Identity) -> list[
             return identity_message(identity, cpus, plugged)
 
         resumed = known.phase is VmPhase.STARTING
-        known = _join_network(host, known, identity)
+        known = _join_network(host, replace(known, total_cpus=cpus, total_memory=known.memory + plugged), identity)
         if booted or resumed:
             report = _boot_or_resume(session, message, timer, "boot" if booted else "ask")
         else:

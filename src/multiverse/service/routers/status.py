@@ -1,11 +1,12 @@
-"""The daemon's status, its metrics, and repairs."""
+"""The daemon's status, its metrics, repairs, and old records."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, HTTPException, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from multiverse.api import RepairRequest, StatusView
+from multiverse.api import PruneRequest, PruneView, RepairRequest, StatusView
+from multiverse.core.errors import Exhausted, Refused
 from multiverse.service.backend import Backend
 from multiverse.service.metrics import Metrics
 from multiverse.service.routers.errors import committed
@@ -36,5 +37,16 @@ def router(backend: Backend) -> APIRouter:
         with committed():
             await backend.repair(alert)
         return request
+
+    @routes.post("/prune")
+    async def prune(request: PruneRequest) -> PruneView:
+        """Delete, or count, the records of what ended long ago. Answers after some seconds at most; `next` says where
+        the next request has to go on."""
+        try:
+            return await backend.prune(request.older_than, dry_run=request.dry_run, after=request.after)
+        except Refused as error:
+            raise HTTPException(409, str(error)) from error
+        except Exhausted as error:
+            raise HTTPException(503, str(error)) from error
 
     return routes

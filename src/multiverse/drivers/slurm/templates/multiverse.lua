@@ -130,11 +130,12 @@ local function unsupported_topology(job)
   return nil
 end
 
--- The number of the job's nodes, and the CPUs, memory in MiB and disk in MiB of each node.
-local function node_size(job)
+-- The number of the job's nodes, and the CPUs, memory in MiB and disk in MiB of each node. wanted: another number of
+-- nodes than the smallest that the job accepts.
+local function node_size(job, wanted)
   local tasks = number(job.num_tasks, NO_VAL)
   local tasks_per_node = number(job.ntasks_per_node, NO_VAL16)
-  local nodes = number(job.min_nodes, NO_VAL)
+  local nodes = wanted or number(job.min_nodes, NO_VAL)
   if not nodes or nodes == 0 then nodes = tasks and tasks_per_node and ceil_div(tasks, tasks_per_node) or 1 end
   local per_task = math.max(number(job.cpus_per_task, NO_VAL16) or 1, 1)
   local tasks_here = math.max(tasks_per_node or 0, ceil_div(tasks or 1, nodes))
@@ -172,11 +173,11 @@ local function may_skip_gate(partitions)
   return true
 end
 
--- The lines of a small file; none if it cannot be read.
-local function lines_of(path)
+-- The lines of a small file, or of its first bytes; none if it cannot be read.
+local function lines_of(path, bytes)
   local file = io.open(path)
   if not file then return {} end
-  local text = file:read(65536)
+  local text = file:read(bytes or 65536)
   file:close()
   return words(text, "\n")
 end
@@ -208,29 +209,103 @@ local function take_offered_node(job, partitions)
   return nil
 end
 
--- The image that the job names, or nil. A job's record has the gate's feature or a tag, too.
-local function named_image(job)
+-- The image and the kind of clone that the job names, each or nil. A job's record has the gate's feature or a tag, too.
+local function image_and_kind(job)
+  local image, kind
   for _, word in ipairs(words(job.features, "&,%s")) do
-    if not KINDS[word] and word ~= site.gate_feature and string.sub(word, 1, 3) ~= "mv_" then return word end
+    if KINDS[word] then kind = kind or word
+    elseif word ~= site.gate_feature and string.sub(word, 1, 3) ~= "mv_" then image = image or word end
   end
-  return nil
+  return image, kind
 end
 
--- The sizes of the largest jobs of an image (nil: the default image) that the controller published. None if it published
--- none, or if no controller has confirmed them for a while: then no job is refused for its size.
+-- What the controller published for jobs like this one (submission.py describes the file). sizes: the largest nodes.
+-- limits: what hosts can hold, of which the job has to keep one. Both are empty if nothing was published, or if no
+-- controller has confirmed it for a while: then no job is refused for its size.
 local LIMITS_VERSION = "1"
 
-local function largest_sizes(image)
-  local lines, found = lines_of(site.inbox .. ".limits"), {}
+local function published(job)
+  local image, kind = image_and_kind(job)
+  local lines = lines_of(site.inbox .. ".limits", "*a")
+  local found, others, listed = { sizes = {}, limits = {} }, { sizes = {}, limits = {} }, false
   local version, valid_until = string.match(lines[1] or "", "^(%d+) (%d+)$")
   if version ~= LIMITS_VERSION or tonumber(valid_until) < os.time() then return found end
   for row = 2, #lines do
-    local name, default, cpus, memory, disk = string.match(lines[row], "^(%S+) ([01]) (%d+) (%d+) (%d+)$")
-    if name and (name == image or not image and default == "1") then
-      found[#found + 1] = { cpus = tonumber(cpus), memory = tonumber(memory), disk = tonumber(disk) }
+    local name, default, rest = string.match(lines[row], "^(%S+) ([01]) (.+)$")
+    local mine = name and (name == image or not image and default == "1")
+    listed = listed or mine
+    if mine or name == "*" then
+      local into = mine and found or others
+      local cpus, memory, disk = string.match(rest, "^(%d+) (%d+) (%d+)$")
+      if cpus then
+        table.insert(into.sizes, { cpus = tonumber(cpus), memory = tonumber(memory), disk = tonumber(disk) })
+      end
+      local limit, kinds, numbers = string.match(rest, "^(%d+) ([%a,]+) ([%d ]+)$")
+      if limit and string.find("," .. kinds .. ",", "," .. (kind or "default") .. ",", 1, true) then
+        local hosts = { memory = {} }
+        for word in string.gmatch(numbers, "%d+") do
+          local value = tonumber(word)
+          if not hosts.count then hosts.count = value
+          elseif not hosts.cpus then hosts.cpus = value
+          elseif not hosts.disk then hosts.disk = value
+          else table.insert(hosts.memory, value) end
+        end
+        into.limits[limit] = into.limits[limit] or {}
+        table.insert(into.limits[limit], hosts)
+      end
     end
   end
-  return found
+  return (listed or not image) and found or others
+end
+
+local MOST_NODES = 256 -- the lists of memory sizes end there (limits.py)
+
+-- How many nodes of a size hosts can hold together. Each list of memory sizes begins with the largest one.
+local function nodes_held(limit, cpus, memory, disk)
+  local total = 0
+  for _, hosts in ipairs(limit) do
+    local held, above = 0, #hosts.memory + 1
+    while above - held > 1 do
+      local middle = math.floor((held + above) / 2)
+      if hosts.memory[middle] >= memory then held = middle else above = middle end
+    end
+    held = math.min(held, math.floor(hosts.cpus / cpus))
+    if disk > 0 then held = math.min(held, math.floor(hosts.disk / disk)) end
+    total = total + hosts.count * held
+  end
+  return total
+end
+
+-- The most nodes of a size that any limit lets the job have; nil if there is no limit for the job.
+local function most_nodes(limits, cpus, memory, disk)
+  local most
+  for _, limit in pairs(limits) do most = math.max(most or 0, nodes_held(limit, cpus, memory, disk)) end
+  return most
+end
+
+-- The largest single nodes of all limits, none of which contains another; the largest ones by memory come first.
+local function largest_nodes(limits)
+  local all, largest = {}, {}
+  for _, limit in pairs(limits) do
+    for _, hosts in ipairs(limit) do
+      if hosts.memory[1] then
+        table.insert(all, { cpus = hosts.cpus, memory = hosts.memory[1], disk = hosts.disk })
+      end
+    end
+  end
+  table.sort(all, function(a, b)
+    if a.memory ~= b.memory then return a.memory > b.memory end
+    if a.cpus ~= b.cpus then return a.cpus > b.cpus end
+    return a.disk > b.disk
+  end)
+  for _, size in ipairs(all) do
+    local contained = false
+    for _, other in ipairs(largest) do
+      contained = contained or size.cpus <= other.cpus and size.disk <= other.disk
+    end
+    if not contained then table.insert(largest, size) end
+  end
+  return largest
 end
 
 local function describe(cpus, memory, disk)
@@ -239,9 +314,28 @@ local function describe(cpus, memory, disk)
   return string.format("%s with %d MiB of disk", text, disk)
 end
 
--- Why the job is too large for every host, with the largest size that is possible, or nil.
-local function too_large(job)
-  local nodes, cpus, memory, disk = node_size(job)
+local function fits_one(sizes, cpus, memory, disk)
+  for _, size in ipairs(sizes) do
+    if cpus <= size.cpus and memory <= size.memory and (size.disk == 0 or disk <= size.disk) then return true end
+  end
+  return false
+end
+
+-- Why not even one node of the job fits on any host, with the largest sizes that are possible.
+local function node_too_large(sizes, cpus, memory, disk)
+  local descriptions = {}
+  for row, size in ipairs(sizes) do
+    if row <= 3 then descriptions[row] = describe(size.cpus, size.memory, disk > 0 and size.disk or 0) end
+  end
+  if #sizes == 0 then return "no host here could hold a VM for this job: ask an administrator for larger hosts" end
+  return string.format("the job requests %s on one node, but the largest VM for a job here has %s: request less per"
+    .. " node, or spread the job over more nodes with -N",
+    describe(cpus, memory, disk), table.concat(descriptions, ", or "))
+end
+
+-- Why the job is too large for all hosts together, or nil. wanted: the number of nodes, if it is not the smallest.
+local function too_large(job, known, wanted)
+  local nodes, cpus, memory, disk = node_size(job, wanted)
   if site.max_nodes and nodes > site.max_nodes then -- Slurm checks this for submissions, but not for updates
     return string.format("the job requests %d nodes, but a job can have %d: request fewer nodes", nodes, site.max_nodes)
   end
@@ -249,15 +343,29 @@ local function too_large(job)
     return string.format("the job requests %d MiB of disk with --tmp, but a VM has %d MiB: use a shared file system",
       disk, site.max_disk)
   end
-  local sizes, descriptions = largest_sizes(named_image(job)), {}
-  for row, size in ipairs(sizes) do
-    if cpus <= size.cpus and memory <= size.memory and (size.disk == 0 or disk <= size.disk) then return nil end
-    if row <= 3 then descriptions[row] = describe(size.cpus, size.memory, disk > 0 and size.disk or 0) end
+  local most = most_nodes(known.limits, cpus, memory, disk)
+  if not most then -- a controller of the previous release published sizes only
+    if #known.sizes == 0 or fits_one(known.sizes, cpus, memory, disk) then return nil end
+    return node_too_large(known.sizes, cpus, memory, disk)
   end
-  if #sizes == 0 then return nil end
-  return string.format("the job requests %s on one node, but the largest VM for a job here has %s: request less per"
-    .. " node, or spread the job over more nodes with -N",
-    describe(cpus, memory, disk), table.concat(descriptions, ", or "))
+  if most >= nodes or nodes > MOST_NODES then return nil end
+  if most == 0 then return node_too_large(largest_nodes(known.limits), cpus, memory, disk) end
+  return string.format("the job requests %d nodes with %s each, but all hosts together can hold %d of them at the same"
+    .. " time: request fewer nodes, or less per node", nodes, describe(cpus, memory, disk), most)
+end
+
+-- The number of nodes of a new job, or nil and why the job is too large. Of a range (-N2-4) it is the smallest number
+-- that the hosts could hold.
+local function choose_node_count(job)
+  local known, least = published(job), node_size(job)
+  local most, message = least, nil
+  if number(job.min_nodes, NO_VAL) then most = math.max(least, number(job.max_nodes, NO_VAL) or least) end
+  for nodes = least, math.min(most, math.max(least, site.max_nodes or least)) do
+    local reason = too_large(job, known, nodes)
+    if not reason then return nodes end
+    message = message or reason
+  end
+  return nil, message
 end
 
 -- Why --overcommit is not supported, or nil. No field holds the option, but no other job has more tasks than CPUs.
@@ -270,8 +378,8 @@ local function overcommitted(job)
 end
 
 -- Fix the number of the job's VMs: Slurm only estimates it for a waiting job, and the estimate changes.
-local function set_node_count(job)
-  local nodes, cpus = node_size(job)
+local function set_node_count(job, nodes)
+  local _, cpus = node_size(job, nodes)
   job.min_nodes, job.max_nodes = nodes, nodes
   if is_set(job.cores_per_socket) then job.pn_min_cpus = cpus end
 end
@@ -281,9 +389,10 @@ local function refuse(message)
   return slurm.ERROR
 end
 
--- Tell the controller to observe soon, by an empty file. Its name is fixed, so the files do not pile up.
-local function hint()
-  local file = io.open(site.inbox .. "/submit", "w")
+-- Tell the controller to observe the jobs of a user soon, by an empty file. Each user has one name, so the files do not
+-- pile up.
+local function hint(uid)
+  local file = io.open(site.inbox .. (uid and string.format("/submit.%d", uid) or "/submit"), "w")
   if file then file:close() end
 end
 
@@ -301,9 +410,11 @@ local function submit(job, partition, partitions)
   if number(job.het_job_offset, NO_VAL) then
     return refuse("heterogeneous jobs are not supported: submit each component as a separate job")
   end
-  local message = unsupported_option(job) or unsupported_topology(job) or overcommitted(job) or too_large(job)
+  local message = unsupported_option(job) or unsupported_topology(job) or overcommitted(job)
   if message then return refuse(message) end
-  set_node_count(job)
+  local nodes, too_many = choose_node_count(job)
+  if not nodes then return refuse(too_many) end
+  set_node_count(job, nodes)
   local tag = take_offered_node(job, partitions)
   if tag then job.partition = site.run_partition end
   local feature = tag or site.gate_feature
@@ -312,7 +423,7 @@ local function submit(job, partition, partitions)
   else
     job.features = feature
   end
-  hint()
+  hint(job.user_id)
   return slurm.SUCCESS
 end
 
@@ -361,10 +472,14 @@ local function modify(job, record)
     return refuse("the VMs of a running job cannot be changed: cancel the job and submit it again")
   end
   local message = unsupported_option(job) or unsupported_topology(job)
-    or (changes_size(job) and too_large(updated(job, record)) or nil)
   if message then return refuse(message) end
+  if changes_size(job) then
+    local whole = updated(job, record)
+    message = too_large(whole, published(whole))
+    if message then return refuse(message) end
+  end
   if nodes then job.max_nodes = nodes end
-  hint()
+  hint(record.user_id)
   return slurm.SUCCESS
 end
 

@@ -1,0 +1,128 @@
+"""What a scheduler may refuse as it is submitted: exactly what admission cancels because no hosts could ever hold it.
+
+Admission asks `could_ever_fit` for one job. A scheduler cannot ask, because it must answer at once and while no
+controller runs. So the same is computed here in advance, for all jobs. The nodes of a job are equal, and hosts do not
+depend on each other: hosts can hold a job if the numbers of its nodes that each host could hold add up to enough. And
+how many nodes a host could hold is limited by CPUs, by memory and by disk, each for itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from ipaddress import IPv4Network
+from typing import NamedTuple
+
+from multiverse.core.model import (
+    MOST_NODES,
+    OTHER_IMAGES,
+    CloneKind,
+    EqualHosts,
+    Host,
+    HostState,
+    JobLimit,
+    JobLimits,
+    KnownHost,
+    Size,
+)
+from multiverse.core.policy import Policy
+from multiverse.core.provisioning.capacity import largest_nodes
+from multiverse.core.provisioning.sizes import empty_host, template_claim, template_size, vm_claim, vm_size
+
+_PLUG = frozenset({"plug_cpus", "plug_memory"})
+_ANY = "any"  # an image's name is not of importance here
+_NO_SUBNET = IPv4Network("0.0.0.0/32")  # nor is an address
+
+
+def job_limits(hosts: Mapping[str, KnownHost], policy: Policy) -> JobLimits | None:
+    """What jobs must not exceed, by all known hosts, also those that are drained or out of reach, as last observed. A
+    host that an operator fenced does not count. None while the settings name a host that was never observed."""
+    largest = largest_nodes(hosts, policy)
+    if not largest:
+        return None
+    known = {name: one.value for name, one in sorted(hosts.items()) if one.state is not HostState.FENCED and one.value}
+    limits = {image: _limits_of(image, known, policy) for image in (*largest, OTHER_IMAGES)}
+    return JobLimits(policy.image, policy.kind, largest, limits)
+
+
+def _limits_of(image: str, hosts: Mapping[str, Host], policy: Policy) -> tuple[JobLimit, ...]:
+    """The limits of jobs of an image: for each kind of clone the ways of `clones.ways_to_make`. An image that is not on
+    a host yet is taken to be able to plug everything there, as in admission, where a job waits for the image only if
+    its VMs would be made in the first of the ways."""
+    booted = _group(_capacity(host, image, policy, forks=False) for host in hosts.values())
+    forked = _group(_capacity(host, image, policy, forks=True) for host in hosts.values())
+    ways = {CloneKind.INSTANT: [forked], CloneKind.LINKED: [booted], CloneKind.FULL: [booted]}
+    having = [host for host in hosts.values() if image in host.images]
+    if not any(CloneKind.INSTANT.value in host.abilities for host in hosts.values()):
+        ways[CloneKind.AUTO] = [booted]
+    elif not any(CloneKind.LINKED.value in host.abilities for host in hosts.values()):
+        ways[CloneKind.AUTO] = [forked]
+    else:
+        booted_now = _group(_capacity(host, image, policy, forks=False) for host in having)
+        ways[CloneKind.AUTO] = [forked, booted_now] if having else [forked]
+    distinct = dict.fromkeys(way for some in ways.values() for way in some)
+    return tuple(JobLimit(frozenset(kind for kind in ways if way in ways[kind]), way) for way in distinct)
+
+
+def _group(capacities: Iterable[EqualHosts]) -> tuple[EqualHosts, ...]:
+    """The same with equal hosts counted, those with the largest nodes first."""
+    counted = Counter(capacities)
+    found = [replace(one, count=count) for one, count in counted.items() if one.memory]
+    return tuple(sorted(found, key=lambda one: (one.memory[0], one), reverse=True))
+
+
+class _Shape(NamedTuple):
+    """All that decides how many nodes of a job an empty host could hold."""
+
+    capacity: Size
+    template_copies: int
+    memory_block: int
+    vm_overhead: int
+    plug: frozenset[str]
+    forks: bool
+    base: Size
+    guest_reserve: int
+
+
+def _capacity(host: Host, image: str, policy: Policy, *, forks: bool) -> EqualHosts:
+    able = host.images.get(image, _PLUG) & _PLUG
+    empty = empty_host(host, policy).capacity
+    costs = (host.template_copies, host.memory_block, host.vm_overhead)
+    shape = _Shape(empty, *costs, able, forks, policy.base, policy.guest_reserve)
+    return EqualHosts(1, empty.cpus, empty.disk, _memory_of_each(shape))
+
+
+@lru_cache(maxsize=4096)
+def _memory_of_each(shape: _Shape) -> tuple[int, ...]:
+    """`EqualHosts.memory` of a host. Kept, because it takes some 0.1 ms for each number of nodes, and hosts are mostly
+    equal and hardly ever change."""
+    host = Host(
+        "",
+        shape.capacity,
+        template_copies=shape.template_copies,
+        images={_ANY: shape.plug},
+        memory_block=shape.memory_block,
+        vm_overhead=shape.vm_overhead,
+    )
+    policy = Policy(_NO_SUBNET, "", base=shape.base, guest_reserve=shape.guest_reserve)
+
+    def fits(memory: int, nodes: int) -> bool:
+        node = Size(1, memory)
+        template = template_size(node, host, _ANY, policy) if shape.forks else policy.base
+        claim = vm_claim(vm_size(node, template, host, policy), host)
+        return nodes * claim.memory + template_claim(template, host).memory <= shape.capacity.memory
+
+    found: list[int] = []
+    above = shape.capacity.memory + 1
+    for nodes in range(1, min(shape.capacity.cpus // max(1, shape.base.cpus), MOST_NODES) + 1):
+        # What is needed grows with the memory of each node, so the most that fits is found by halving.
+        least = 0
+        while above - least > 1:
+            middle = (least + above) // 2
+            least, above = (middle, above) if fits(middle, nodes) else (least, middle)
+        if not least:
+            break
+        found.append(least)
+    return tuple(found)

@@ -1,0 +1,61 @@
+"""What users of the real lab are told while their jobs wait."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from multiverse.client import Client
+from multiverse.core.provisioning.reasons import BEHIND
+from multiverse.lab.services import CONTROLLER
+from tests.integration.conftest import LabUnderTest
+from tests.integration.watch import latest, until
+
+pytestmark = pytest.mark.integration
+
+WHY = "waiting for capacity: the hosts are full"
+
+
+def records(lab: LabUnderTest) -> dict[str, str]:
+    """AdminComment of each of slurmctld's records at the gate, by its job id."""
+    rows = lab.run("squeue", "-h", "-a", "-r", "-p", "vm", "-O", "JobID:0;,admin_comment:0").stdout.splitlines()
+    return dict(row.split(";", 1) for row in rows)
+
+
+def comments_written(lab: LabUnderTest) -> int:
+    return sum(path.read_text().count("setting admin_comment") for path in lab.where.root.rglob("slurmctld.log"))
+
+
+def test_waiting_jobs_and_arrays_are_told_once_and_a_restart_repeats_nothing(
+    lab: LabUnderTest, client: Client, controller: Callable[[], int]
+) -> None:
+    """One job has all CPUs of the host."""
+    full = lab.sbatch("sleep 600", "-n8", "--mem=800", "--output=/dev/null")
+    until("the host is full", lambda: latest(client, full).get("state") == "allocated")
+    array = lab.sbatch("true", "--array=1-30")
+    lab.run("scontrol", "update", f"JobId={array}_7", "AdminComment=reviewed")
+    jobs = [lab.sbatch("true") for _ in range(13)]
+    until("all are told", lambda: all("multiverse:" in text for text in records(lab).values()), 60.0)
+    told = records(lab)
+    assert len(told) == 1 + 1 + len(jobs), "the array is not split"
+    assert Counter(text for job, text in told.items() if job in jobs) == {
+        f"[multiverse: {WHY}]": 9,
+        f"[multiverse: {BEHIND}]": 4,
+    }
+    assert Counter(text for job, text in told.items() if job not in jobs) == {
+        f"[multiverse: {WHY}]": 1,
+        f"reviewed [multiverse: {WHY}]": 1,
+    }
+    assert latest(client, jobs[0])["waiting"] == WHY and latest(client, jobs[-1])["waiting"] == BEHIND
+    written = comments_written(lab)
+    asyncio.run(CONTROLLER.stop(lab.where))
+    controller()
+    until("jobs have their reasons again", lambda: latest(client, jobs[-1]).get("waiting") == BEHIND)
+    extra = lab.sbatch("true")
+    until("another job is told", lambda: "multiverse:" in records(lab)[extra], 60.0)
+    assert records(lab) == told | {extra: f"[multiverse: {BEHIND}]"}
+    assert comments_written(lab) == written + 1
+    lab.run("scancel", full, array, *jobs, extra)

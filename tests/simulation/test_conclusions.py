@@ -1,0 +1,129 @@
+"""Nothing wrong is concluded from what does not answer, with the real controller and store in the simulated world."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from multiverse.core import planner
+from multiverse.core.machines import attempt, tables, vm
+from multiverse.simulation.faults import Incident, IncidentKind
+from multiverse.simulation.generate import with_pair
+from multiverse.simulation.jobs import Batch
+from multiverse.simulation.outcome import Outcome
+from multiverse.simulation.run import simulate
+from multiverse.simulation.scenario import Arrival, Scenario
+from multiverse.simulation.world import Pair
+from multiverse.store import Store
+
+
+def keeps_its_promises(scenario: Scenario) -> Outcome:
+    outcome = simulate(scenario)
+    assert not outcome.violations, outcome.story()
+    return outcome
+
+
+# --- databases --------------------------------------------------------------------------------------
+
+JOBS = tuple(Arrival(1.0 + 3 * n, Batch(uid=1000 + n % 2, nodes=1 + n % 2, seconds=12.0)) for n in range(6))
+
+
+def replaced(kind: IncidentKind, at: float, seconds: float, pair: Pair, **more: object) -> Outcome:
+    scenario = Scenario(7, JOBS, incidents=(Incident(at, kind, seconds),))
+    return keeps_its_promises(with_pair(replace(scenario, **more), pair))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pair", Pair)
+@pytest.mark.parametrize("at", [0.5, 4.0, 5.5, 6.2, 7.3, 9.0, 12.5, 20.0, 33.0])
+def test_a_lost_database_costs_no_job(pair: Pair, at: float) -> None:
+    """Running jobs go on in VMs of which no row tells, and their room is not given to others."""
+    outcome = replaced(IncidentKind.DATABASE_LOST, at, 0.0, pair)
+    assert set(outcome.results.values()) == {"COMPLETED"}
+
+
+@pytest.mark.parametrize("pair", Pair)
+@pytest.mark.parametrize("at", [0.5, 4.1, 5.5, 6.2, 9.0, 60.0])
+@pytest.mark.parametrize("seconds", [1.0, 4.0, 12.0, 60.0])
+def test_a_restored_database_costs_no_job(pair: Pair, at: float, seconds: float) -> None:
+    outcome = replaced(IncidentKind.DATABASE_RESTORED, at, seconds, pair)
+    assert set(outcome.results.values()) == {"COMPLETED"}
+
+
+def test_names_do_not_recur_after_their_vms_are_gone() -> None:
+    arrivals = (Arrival(1.0, Batch()), Arrival(60.0, Batch()))
+    incidents = (Incident(0.5, IncidentKind.DATABASE_RESTORED, 50.0),)
+    outcome = keeps_its_promises(Scenario(7, arrivals, incidents=incidents))
+    assert set(outcome.results.values()) == {"COMPLETED"}
+
+
+def broken_scenario(kind: IncidentKind, at: float, seconds: float, length: float = 12.0) -> Scenario:
+    jobs = tuple(replace(one, batch=replace(one.batch, seconds=length)) for one in JOBS)
+    return Scenario(7, (*jobs, Arrival(90.0, Batch())), incidents=(Incident(at, kind, seconds),))
+
+
+LOST, RESTORED = IncidentKind.DATABASE_LOST, IncidentKind.DATABASE_RESTORED
+
+
+@pytest.mark.parametrize(
+    ("what", "instead", "scenario", "noticed"),
+    [
+        ((planner, "adopt_unexplained"), lambda _: None, broken_scenario(LOST, 9.0, 0.0), "was made to carry"),
+        ((attempt, "_has_explained_node"), lambda *_: True, broken_scenario(RESTORED, 4.1, 4.0), "were all well"),
+        ((vm, "may_have_a_job"), lambda *_: False, broken_scenario(LOST, 12.5, 0.0, 60.0), "while job"),
+        ((tables.State, "unmade"), frozenset(), broken_scenario(RESTORED, 6.2, 60.0), "was used again"),
+        ((Store, "_skip_numbers"), lambda _: None, broken_scenario(RESTORED, 0.5, 80.0), "was used again"),
+    ],
+)
+def test_the_world_notices_a_controller_that_concludes_too_much(
+    what: tuple[object, str], instead: object, scenario: Scenario, noticed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeps_its_promises(scenario)
+    if what[1] == "unmade":  # every State has one of its own
+        instead = property(lambda _: NeverUnmade(), lambda *_: None)
+        monkeypatch.setattr(*what, instead, raising=False)
+    else:
+        monkeypatch.setattr(*what, instead)
+    violations = simulate(scenario).violations
+    assert any(noticed in one for one in violations), violations
+
+
+class NeverUnmade(set[int]):
+    def update(self, *_: object) -> None:
+        """Nothing is ever in it."""
+
+
+# --- users ------------------------------------------------------------------------------------------
+
+SILENCE = 2000.0  # seconds; longer than all attempts of a job that fails again and again
+
+
+@pytest.mark.parametrize("pair", Pair)
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("at", [0.1, 1.4, 4.5, 60.0])
+def test_a_silent_name_service_costs_no_job_and_no_vm(pair: Pair, restarts: bool, at: float) -> None:
+    """It falls silent before, while and after the VMs of jobs are made."""
+    arrivals = tuple(Arrival(1.0 + n, Batch(uid=1000 + n % 2, nodes=1 + n % 2, seconds=20.0)) for n in range(4))
+    incidents = [Incident(at, IncidentKind.NAME_SERVICE_SILENT, SILENCE)]
+    if restarts:  # and so nothing is remembered
+        incidents.append(Incident(at + 0.5, IncidentKind.CONTROLLER_CRASH, 1.0))
+    limit = SILENCE + 2000.0
+    scenario = with_pair(Scenario(7, arrivals, incidents=tuple(incidents), limit=limit), pair)
+    outcome = keeps_its_promises(replace(scenario, limit=limit))
+    assert set(outcome.results.values()) == {"COMPLETED"}
+    assert not any("-> ending" in line or "gave up" in line for line in outcome.journal), outcome.story()
+
+
+def test_a_job_whose_user_does_not_exist_is_cancelled_before_a_vm_is_made() -> None:
+    outcome = keeps_its_promises(Scenario(7, (Arrival(1.0, Batch(uid=4242)), Arrival(2.0, Batch()))))
+    assert sorted(outcome.results.values()) == ["CANCELLED", "COMPLETED"]
+    assert sum("planned (planned)" in line for line in outcome.journal) == 1
+    assert any("no user has the uid 4242" in line for line in outcome.journal)
+
+
+def test_a_user_who_is_unknown_holds_up_no_other_job() -> None:
+    silent = Incident(3.0, IncidentKind.NAME_SERVICE_SILENT, 500.0)
+    arrivals = (Arrival(1.0, Batch()), Arrival(10.0, Batch(uid=1001, priority=5000)), Arrival(11.0, Batch()))
+    outcome = keeps_its_promises(Scenario(7, arrivals, incidents=(silent,)))
+    ends = [text for at, text in outcome.events if "reclaiming -> done" in text and at < 300.0]
+    assert len(ends) == 2 and set(outcome.results.values()) == {"COMPLETED"}

@@ -1,0 +1,309 @@
+"""VMs and templates that no record explains, numbers that do not recur, and the database that replaces a lost one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from multiverse.cli import repair
+from multiverse.controller.users import LookupFailure
+from multiverse.core.errors import Refused
+from multiverse.core.machines.tables import permitted_effects
+from multiverse.core.machines.vm import OFFER_TERM
+from multiverse.core.model import (
+    AttemptState,
+    Depth,
+    Job,
+    JobRef,
+    JobState,
+    Node,
+    NodeState,
+    Size,
+    Vm,
+    VmCondition,
+    VmSeen,
+    VmState,
+)
+from multiverse.core.planner import plan
+from multiverse.core.transition import Command, EffectKind, Event
+from multiverse.service import convert
+from multiverse.service.alerts import alerts
+from multiverse.store import Store, open_store
+from multiverse.store.database import NUMBERS_A_SECOND
+from tests.unit.planner_harness import POLICY, ManualClock, PlannerHarness
+
+A, V = AttemptState, VmState
+OLD = "mvtest0-150"
+BIG = Size(2, 6000)
+
+
+def found(**job: object) -> PlannerHarness:
+    """A harness whose database knows nothing of the VM `OLD`, on whose node job 7 runs."""
+    harness = PlannerHarness()
+    harness.template()
+    harness.vms[OLD] = VmSeen(OLD, "h1", VmCondition.RUNNING, address="10.9.1.77", mac="02:1", token="t", size=BIG)
+    harness.nodes[OLD] = Node(OLD, NodeState.BUSY, ("vm", "mv_77"))
+    harness.job(state=JobState.RUNNING, gated=False, pinned="mv_77")
+    harness.jobs["7"] = replace(harness.jobs["7"], nodes=(OLD,), **job)  # type: ignore[arg-type]
+    harness.run()
+    return harness
+
+
+def orphan(harness: PlannerHarness) -> Vm:
+    return next(vm for vm in harness.rows.vms.values() if vm.name == OLD)
+
+
+def free(harness: PlannerHarness) -> None:
+    """The job has left the node."""
+    del harness.jobs["7"]
+    harness.node(OLD)
+
+
+def test_a_vm_that_no_record_explains_gets_a_row_and_a_claim_of_its_size_and_keeps_its_address() -> None:
+    harness = found()
+    vm = orphan(harness)
+    assert (vm.state, vm.token, vm.size, vm.attempt) == (V.ORPHAN, "t", BIG, None)
+    (claim,) = (claim for claim in harness.rows.claims if claim.owner == vm.key)
+    assert (claim.domain, claim.size.memory) == ("h1", BIG.memory + harness.hosts["h1"].vm_overhead)
+    assert "10.9.1.77/16" in harness.state.addresses
+    assert not any(row.key == vm.key for row, _ in permitted_effects(harness.state)), "nothing is done to it"
+    harness.job("8", size=Size(1, 3000))
+    for _ in range(3):
+        harness.run()
+    assert harness.attempt().state is A.QUEUED, "its room is not given to others"
+
+
+def test_serials_jump_past_what_is_shown() -> None:
+    harness = found()
+    harness.node("mvtest0-152", NodeState.BUSY)
+    harness.job("8", size=Size(1, 100))
+    for _ in range(2):
+        harness.run()
+    (vm,) = harness.all_vms()
+    assert vm.id > 152 and vm.name == f"mvtest0-{vm.id}" and harness.rows.next_serial == vm.id + 1
+
+
+def test_an_orphan_is_kept_while_its_job_runs_and_released_when_the_job_has_left() -> None:
+    harness = found()
+    harness.run()
+    assert orphan(harness).job_id == "7"
+    for _ in range(5):
+        harness.pass_time(100_000)
+        harness.run()
+    assert orphan(harness).state is V.ORPHAN
+    free(harness)
+    harness.run()
+    assert orphan(harness).state is V.RELEASING
+    (effect,) = (effect.kind for row, effect in permitted_effects(harness.state) if row.key == orphan(harness).key)
+    assert effect is EffectKind.RELEASE, "its guest writes back"
+
+
+def test_an_idle_orphan_is_released_after_a_second_observation() -> None:
+    harness = found()
+    harness.run()
+    free(harness)
+    first = PlannerHarness()
+    first.vms, first.nodes = dict(harness.vms), dict(harness.nodes)
+    first.run()
+    assert orphan(first).state is V.ORPHAN
+    first.pass_time(OFFER_TERM)
+    first.run()
+    assert orphan(first).state is V.RELEASING
+
+
+def test_an_orphan_is_kept_while_a_job_is_tied_to_its_tag() -> None:
+    """The job may start there at any moment. It is put back to the gate first."""
+    harness = found()
+    harness.node(OLD)
+    harness.nodes[OLD] = Node(OLD, NodeState.IDLE, ("vm", "mv_77"))
+    harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.PENDING, nodes=())
+    harness.pass_time(10 * OFFER_TERM)
+    harness.run()
+    assert orphan(harness).state is V.ORPHAN and harness.attempt().state is A.UNGATED
+    harness.job(gated=True, pinned=None)
+    harness.run()
+    assert orphan(harness).state is V.RELEASING
+
+
+def test_nothing_is_concluded_of_an_orphan_whose_host_is_out_of_reach_and_its_job_does_not_run_twice() -> None:
+    harness = found()
+    harness.run()
+    harness.hypervisor_known, harness.unknown_since = False, harness.clock.time
+    harness.jobs["7"] = replace(
+        harness.jobs["7"], ref=JobRef("7", 900, 1), state=JobState.PENDING, gated=True, pinned=None, nodes=()
+    )
+    harness.pass_time(100 * POLICY.silence)
+    harness.run()
+    assert orphan(harness).state is V.ORPHAN
+    host = harness.hosts.pop("h1")
+    harness.hosts["h2"] = replace(host, name="h2")
+    harness.template(host="h2")
+    harness.hypervisor_known = True
+    for _ in range(3):
+        harness.run()
+    assert orphan(harness).state is V.ORPHAN and harness.attempt().state is A.QUEUED
+    assert OLD in harness.reasons["7"]
+    harness.run(Command("fence", "h1"))
+    assert orphan(harness).state is V.ENDING
+
+
+def test_an_orphan_that_has_died_is_ended() -> None:
+    harness = found()
+    harness.vms[OLD] = replace(harness.vms[OLD], condition=VmCondition.DEAD, reason="its QEMU has ended")
+    harness.run()
+    assert (orphan(harness).state, orphan(harness).reason) == (V.ENDING, "its QEMU has ended")
+
+
+def test_an_operator_ends_an_orphan_and_nothing_else() -> None:
+    harness = found()
+    harness.run(Command("end", key=orphan(harness).key))
+    assert orphan(harness).state is V.ENDING
+    other = PlannerHarness()
+    other.to_allocated()
+    (vm,) = other.all_vms()
+    assert other.run(Command("end", key=vm.key)) == []
+
+
+def test_an_orphan_is_shown_with_its_job_and_the_command_that_ends_it(capsys: pytest.CaptureFixture[str]) -> None:
+    harness = found()
+    harness.run()
+    vm = orphan(harness)
+    (one,) = alerts(convert.findings(harness.rows, harness.world, harness.policy, harness.clock.time))
+    assert one.kind == "stranger" and one.name == f"vm-{vm.id}" and one.jobs == ("7",)
+    assert OLD in one.message and "job 7" in one.message and f"multiverse repair {one.name}" in one.remedy
+    assert convert.repair_command(one) == Command("end", key=vm.key)
+    assert repair._choose([one], [], fenced=False) == [], "a repair of everything ends no job"
+    assert one.name in capsys.readouterr().out
+    assert repair._choose([one], [one.name], fenced=False) == [one]
+    free(harness)
+    idle = PlannerHarness()
+    idle.vms = dict(harness.vms)
+    idle.run()
+    (two,) = alerts(convert.findings(idle.rows, idle.world, idle.policy, idle.clock.time))
+    assert not two.repair and OLD in two.message
+    with pytest.raises(Refused):
+        repair._choose([two], [two.name], fenced=False)
+
+
+def test_a_user_who_is_unknown_is_shown_with_the_jobs_that_wait() -> None:
+    harness = PlannerHarness()
+    harness.job()
+    harness.job("8", uid=1001)
+    harness.run()
+    failure = LookupFailure(1000, harness.clock.time - 90, "no answer")
+    unknown = convert.unknown_user(failure, harness.rows, harness.clock.time)
+    (one,) = alerts(replace(convert.findings(harness.rows, harness.world, POLICY, 0.0), unknown_users=[unknown]))
+    assert one.kind == "user" and one.jobs == ("7",) and "1000" in one.message and "no answer" in one.message
+
+
+# --- rows of an older database ------------------------------------------------------------------------
+
+
+def test_a_waiting_job_that_runs_in_an_orphan_is_left_alone() -> None:
+    harness = PlannerHarness()
+    harness.template()
+    harness.job(eligible=False)
+    harness.run()
+    harness.vms[OLD] = VmSeen(OLD, "h1", VmCondition.RUNNING)
+    harness.node(OLD, NodeState.BUSY)
+    harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.RUNNING, gated=False, pinned="mv_77", nodes=(OLD,))
+    for _ in range(3):
+        harness.run()
+    assert harness.attempt().state is A.CANCELLED and orphan(harness).state is V.ORPHAN
+    assert not any(entry.event == "strayed" for entry in harness.store.journal())
+
+
+@pytest.mark.parametrize("stage", ["to_claimed", "to_spawning", "to_spawned"])
+@pytest.mark.parametrize("tag", ["mv_77", "mv_1"])
+def test_a_job_that_runs_in_other_vms_than_its_attempt_has_is_left_alone(stage: str, tag: str) -> None:
+    harness = PlannerHarness()
+    getattr(harness, stage)()
+    harness.vms[OLD] = VmSeen(OLD, "h1", VmCondition.RUNNING)
+    harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.RUNNING, gated=False, pinned=tag, nodes=(OLD,))
+    harness.run()
+    assert harness.attempt().state is A.RECLAIMING and not harness.attempt().quarantined
+    assert orphan(harness).state is V.ORPHAN
+    harness.run()
+    assert all(vm.state in (V.RELEASING, V.ENDING) for vm in harness.all_vms()), "its own are not needed"
+
+
+@pytest.mark.parametrize("stage", ["to_claimed", "to_spawning"])
+def test_an_attempt_whose_row_is_older_than_its_jobs_start_catches_up(stage: str) -> None:
+    harness = PlannerHarness()
+    getattr(harness, stage)()
+    (vm,) = harness.all_vms()
+    harness.seen(vm.name, VmCondition.RUNNING)
+    harness.node(vm.name, NodeState.BUSY)
+    harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.RUNNING, gated=False, pinned="mv_1", nodes=(vm.name,))
+    for _ in range(3):
+        harness.run()
+    assert harness.attempt().state is A.ALLOCATED and harness.all_vms()[0].state is V.SERVING
+
+
+@pytest.mark.parametrize("depth", [Depth.PARKED, Depth.JOINED])
+def test_a_spare_that_is_in_use_becomes_an_orphan(depth: Depth) -> None:
+    harness = PlannerHarness()
+    harness.to_spawned()
+    (vm,) = harness.all_vms()
+    spare = replace(vm, attempt=None, pool=depth, state=V.PARKED if depth is Depth.PARKED else V.JOINED)
+    harness.state._put(spare)
+    harness.seen(vm.name, VmCondition.RUNNING)
+    harness.node(vm.name, NodeState.BUSY)
+    other = Job(JobRef("9", 700), "old", 1000, JobState.RUNNING, None, gated=False, pinned="mv_55", nodes=(vm.name,))
+    harness.jobs["9"] = other
+    harness.pass_time(1.0)
+    harness.observe()
+    moves = plan(harness.state, harness.world, [], harness.clock.time, harness.policy)
+    changes = [change for move in moves for change in move.changes if change.row.key == vm.key]
+    assert (changes[0].event, changes[0].row.state) == (Event.FOUND, V.ORPHAN)
+
+
+def test_a_vm_that_an_earlier_run_planned_is_not_created_unless_it_is_there() -> None:
+    harness = PlannerHarness()
+    harness.to_claimed()
+    (vm,) = harness.all_vms()
+    harness.state.unmade.add(vm.id)
+    assert not any(row.key == vm.key for row, _ in permitted_effects(harness.state))
+    harness.run()
+    assert harness.all_vms()[0].state is V.ENDING and harness.all_vms()[1].state is V.PLANNED
+    assert any(effect.kind is EffectKind.CREATE for _, effect in permitted_effects(harness.state))
+
+
+# --- numbers and sites --------------------------------------------------------------------------------
+
+
+def test_a_copy_of_a_database_gives_no_number_that_was_given_after_it(tmp_path: Path) -> None:
+    clock = ManualClock()
+    Store(tmp_path / "db", clock, site="test0").close()
+    copied = (tmp_path / "db").read_bytes()
+    clock.time += 3600
+    later = Store(tmp_path / "db", clock).rows()
+    assert later.next_serial == later.next_attempt == 3600 * NUMBERS_A_SECOND
+    clock.time += 60
+    (tmp_path / "copy").write_bytes(copied)
+    restored = Store(tmp_path / "copy", clock).rows()
+    assert restored.next_serial >= later.next_serial + 60 * NUMBERS_A_SECOND and restored.next_template == 1
+
+
+def test_a_clock_that_is_wrong_takes_no_numbers_back_and_not_all_of_them(tmp_path: Path) -> None:
+    clock = ManualClock()
+    Store(tmp_path / "db", clock, site="test0").close()
+    clock.time += 3600
+    before = Store(tmp_path / "db", clock).rows()
+    clock.time -= 7200
+    assert Store(tmp_path / "db", clock).rows().next_serial == before.next_serial
+    clock.time += 1e10
+    assert Store(tmp_path / "db", clock).rows().next_serial == before.next_serial
+
+
+def test_an_empty_database_goes_on_with_the_site_of_the_vms_that_are_there(tmp_path: Path) -> None:
+    clock = ManualClock()
+    first = open_store(tmp_path / "a", clock, ["abcde"])
+    assert first.site == "abcde" and first.rows().next_serial > 10**9, "beyond all that was given"
+    first.close()
+    assert open_store(tmp_path / "a", clock, ["other"]).site == "abcde", "it is not empty any more"
+    for sites in ([], ["abcde", "fghij"]):
+        fresh = open_store(tmp_path / str(len(sites)), clock, sites)
+        assert fresh.site not in sites and fresh.rows().next_serial == 1

@@ -1,0 +1,232 @@
+"""Tables of squeue and sinfo, captured from 22.05.8, and what is made of damaged ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multiverse.core.errors import Gone, Unknown
+from multiverse.core.model import Job, JobRef, NodeState, Size
+from multiverse.drivers.slurm import details, nodes, parse
+from multiverse.drivers.slurm.details import UNKNOWN, DetailReader, JobDetails, parse_details
+from multiverse.drivers.slurm.jobs import JobRow, JobTable
+from multiverse.drivers.slurm.limits import AccountingLimits
+from multiverse.drivers.slurm.table import JobColumns, is_per_cpu
+
+DATA = Path(__file__).parent / "slurm_data"
+SECRET = "5ec3e7"
+END = f"\x1f{SECRET}\x1f"
+TABLE = (DATA / "squeue-table-22.05.8.txt").read_text().replace("␟", "\x1f").replace("<END>", END)
+RECORDS: list[dict[str, Any]] = json.loads((DATA / "squeue-of-table-22.05.8.json").read_text())["jobs"]
+NAMES = parse.SiteNames("ab12c", "vm", "vmrun", "mvgate", 150)
+NOW = 1795392670.0  # when it was captured
+ARRAYS = {"15007": JobDetails(2, True), "15012": JobDetails(0, True), "15014": JobDetails(0, True)}
+
+
+def table() -> JobTable:
+    return JobTable(JobColumns(SECRET))
+
+
+def read(into: JobTable, text: str = TABLE, now: float = NOW, assoc_mgr: str = "") -> dict[str, Job]:
+    rows = into.read(text, NAMES)
+    for row in rows.values():
+        if row.needs_details:
+            row.complete(ARRAYS[row.base[0]])
+    limits = AccountingLimits([row.record for row in rows.values()], assoc_mgr)
+    jobs = into.convert(rows.values(), NAMES, limits, now)
+    into.keep_whole(rows, jobs)
+    return jobs
+
+
+def test_a_table_gives_the_same_jobs_as_json() -> None:
+    """Both were captured at the same time. The JSON has the reason and its description apart, and the array's limit."""
+    limits = AccountingLimits(RECORDS)
+    assert read(table()) == parse.jobs(RECORDS, NAMES, NOW, limits.uses)
+
+
+def test_a_row_that_did_not_change_gives_the_same_objects() -> None:
+    kept = table()
+    before = read(kept)
+    changed = TABLE.replace("4294901745", "4294901700")  # the priority of 15002
+    after = read(kept, changed)
+    assert {job_id for job_id in before if before[job_id] is not after[job_id]} == {"15002"}
+    assert after["15002"].rank > before["15002"].rank
+
+
+def test_an_equal_job_in_another_row_is_the_same_object() -> None:
+    kept = table()
+    before = read(kept)["15001"]
+    row = "15001\x1fvm\x1fPENDING\x1f0\x1f1795392133\x1f"
+    assert f"{row}N/A" in TABLE
+    assert read(kept, TABLE.replace(f"{row}N/A", f"{row}1"))["15001"] is before
+
+
+def test_a_row_is_converted_again_when_its_begin_time_has_come() -> None:
+    kept = table()
+    assert not read(kept)["15005"].eligible
+    assert read(kept, now=1795393035.0)["15005"].eligible
+
+
+def test_a_row_is_converted_again_when_other_limits_apply() -> None:
+    kept = table()
+    assert read(kept)["15003"].uses == ()
+    shown = "QOS=normal(1)\n  User Limits\n 65534\n MaxJobsPU=9(0)\n"
+    uses = (("QOSMaxJobsPerUserLimit: QOS normal, uid 65534", 1),)
+    assert read(kept, assoc_mgr=shown)["15003"].uses == uses
+
+
+def test_the_text_of_a_user_does_not_break_the_table() -> None:
+    jobs = read(table())
+    assert jobs["15002"].name == "it is \x1f odd\nname|"
+    forged = "15099\x1fvm\x1fPENDING\n"
+    assert read(table(), TABLE.replace("it is", f"{forged}{forged}"))["15002"].name.startswith(forged)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "incomplete"),
+        ("squeue: warning\n", "incomplete"),
+        (TABLE[:-1], "incomplete"),
+        (TABLE[: len(TABLE) // 2], "incomplete"),
+        (TABLE.replace("USER", "").replace("UID", ""), "user_id"),
+        (TABLE.replace("15003\x1f", ""), "damaged"),
+        (TABLE.replace("15003\x1fvm", "x\x1fvm"), "cannot understand"),
+    ],
+    ids=["nothing", "other text", "no end", "half", "no column", "a cell is missing", "no number"],
+)
+def test_a_damaged_table_is_unknown(text: str, reason: str) -> None:
+    with pytest.raises(Unknown) as caught:
+        read(table(), text)
+    assert reason in str(caught.value)
+
+
+def test_a_table_without_jobs_is_empty_and_known() -> None:
+    assert read(table(), TABLE.partition("\n")[0] + "\n") == {}
+
+
+@pytest.mark.parametrize(
+    ("memory", "nodes_", "cpus", "tres", "per_cpu"),
+    [
+        (130, 1, 3, "cpu=3,mem=390M,node=1,billing=3", True),
+        (100, 2, 4, "cpu=4,mem=400M,node=2,billing=4", True),
+        (150, 2, 2, "cpu=2,mem=300M,node=2,billing=2", False),  # both: the size of a node is the same
+        (1536, 1, 6, "cpu=6,mem=1.50G,node=1,billing=6", False),
+        (1024, 1, 5, "cpu=5,mem=5G,node=1,billing=5", True),
+        (0, 1, 5, "cpu=5,node=1,billing=5", False),
+    ],
+)
+def test_the_total_tells_whether_memory_is_that_of_a_cpu(
+    memory: int, nodes_: int, cpus: int, tres: str, per_cpu: bool
+) -> None:
+    assert is_per_cpu(memory, nodes_, cpus, tres) is per_cpu
+
+
+def test_a_job_whose_details_are_unknown_gets_the_larger_memory() -> None:
+    rows = table().read(TABLE, NAMES)
+    row = next(row for row in rows.values() if row.base[0] == "15012")
+    assert row.needs_details
+    row.complete(UNKNOWN)
+    (job,) = parse.expand(row.record, NAMES, NOW, ())
+    assert job.request is not None and job.request.size == Size(2, 666)
+    row.complete(JobDetails(0, memory_per_cpu=False))
+    (job,) = parse.expand(row.record, NAMES, NOW, ())
+    assert job.request is not None and job.request.size == Size(2, 333)
+
+
+SHOWN = (
+    "JobId=15007 ArrayJobId=15007 ArrayTaskId=0,4,6,8%2 ArrayTaskThrottle=2 JobName=wrap UserId=nobody(65534) "
+    "MinCPUsNode=3 MinMemoryCPU=150M MinTmpDiskNode=0\n"
+    "JobId=15013 ArrayJobId=15007 ArrayTaskId=2 ArrayTaskThrottle=2 JobName= ArrayTaskThrottle=9  UserId=nobody\n"
+)
+
+
+def test_details_of_an_array_are_understood() -> None:
+    assert parse_details(SHOWN) == JobDetails(2, True)
+    assert parse_details("JobId=7 JobName=x ArrayTaskThrottle=5  MinMemoryNode=3M \n") == JobDetails(0, False)
+
+
+class FakeScontrol:
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    async def run(self, *command: str, env: Mapping[str, str] | None = None) -> str:
+        self.asked.append(command[-1])
+        if command[-1] == "9":
+            raise Gone("no job 9")
+        return SHOWN
+
+
+async def test_details_are_read_once_and_again_after_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+    scontrol = FakeScontrol()
+    reader = DetailReader(scontrol)  # type: ignore[arg-type]  # only run() is called
+    await reader.refresh([("15007", 5), ("9", 5)])
+    assert (reader.of(("15007", 5)).at_most, reader.of(("9", 5)), reader.of(("15007", 6))) == (2, UNKNOWN, UNKNOWN)
+    await reader.refresh([("15007", 5)])
+    assert sorted(scontrol.asked) == ["15007", "9"]
+    await reader.refresh([("15007", 5)], changed=True)
+    assert sorted(scontrol.asked) == ["15007", "9"], "it was read just now"
+    monkeypatch.setattr(details, "_YOUNG", 0.0)
+    await reader.refresh([("15007", 5)], changed=True)
+    assert sorted(scontrol.asked) == ["15007", "15007", "9"]
+    reader.keep([])
+    assert reader.of(("15007", 5)) == UNKNOWN
+
+
+# --- nodes -----------------------------------------------------------------------------------------
+
+NODES = "".join(
+    "\x1f".join(cells) + "\x1f\n"
+    for cells in (
+        ("NODELIST", "STATECOMPLETE", "ACTIVE_FEATURES", "REASON"),
+        ("mvgate[1-8]", "unknown+drain+not_responding", "mvgate,slim", "multiverse gate"),
+        ("mvab12c-[1-2],mvab1-7", "idle+dynamic_norm", "vm,slim,mv_1", "none"),
+        ("mvab12c-3", "down+dynamic_norm", "vm,slim", "it\nis old"),
+    )
+)
+
+
+def test_nodes_of_the_site_are_understood_and_stay_the_same_objects() -> None:
+    kept = nodes.NodeTable()
+    found = kept.nodes = kept.read(NODES, "ab12c")
+    assert {name: node.state for name, node in found.items()} == {
+        "mvab12c-1": NodeState.IDLE,
+        "mvab12c-2": NodeState.IDLE,
+        "mvab12c-3": NodeState.DOWN,
+    }
+    assert (found["mvab12c-1"].features, found["mvab12c-1"].reason) == (("vm", "slim", "mv_1"), "")
+    assert found["mvab12c-3"].reason == "it\nis old"
+    after = kept.read(NODES.replace("[1-2]", "1").replace("slim,mv_1", "slim,mv_1"), "ab12c")
+    assert all(after[name] is found[name] for name in ("mvab12c-1", "mvab12c-3")) and "mvab12c-2" not in after
+
+
+@pytest.mark.parametrize("text", ["", NODES[:-1], NODES[: len(NODES) // 2], NODES.replace("REASON", "")])
+def test_a_damaged_table_of_nodes_is_unknown(text: str) -> None:
+    with pytest.raises(Unknown):
+        nodes.NodeTable().read(text, "ab12c")
+
+
+def test_a_running_task_counts_in_its_array_also_after_a_requeue() -> None:
+    changed = TABLE.replace(
+        "15007_2\x1fvm\x1fPENDING\x1f0\x1f1795392134", "15007_2\x1fvm\x1fRUNNING\x1f1\x1f1795392200"
+    )
+    rows = table().read(changed, NAMES)
+    lacking = {row.base for row in rows.values() if row.needs_details}
+    for row in rows.values():
+        if row.base in lacking:
+            row.complete(ARRAYS[row.base[0]])
+    assert AccountingLimits([row.record for row in rows.values()]).left == {"JobArrayTaskLimit: 15007": 1}
+
+
+def test_a_job_keeps_the_newer_of_two_rows_of_its_id() -> None:
+    kept = table()
+    rows = kept.read(TABLE, NAMES)
+    (row,) = [row for row in rows.values() if row.base[0] == "15003"]
+    newer = JobRow({**row.record, "submit_time": 1795392200}, NAMES)
+    for order in ([row, newer], [newer, row]):
+        (job,) = kept.convert(order, NAMES, AccountingLimits(), NOW).values()
+        assert job.ref == JobRef("15003", 1795392200)
