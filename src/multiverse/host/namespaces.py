@@ -34,7 +34,10 @@ OUTPUT_ROOM = 1 << 20
 
 _INODES = 256  # of the root's own file system: some fifty mount points, and the outputs
 _DATA = MS_NOSUID | MS_NODEV | MS_NOEXEC
-_HINT = "the daemon needs root with all capabilities: no RestrictNamespaces= or CapabilityBoundingSet= in its unit"
+_HINT = (
+    "the daemon needs root with all capabilities, a root directory that is a mount point, and a unit without"
+    " RestrictNamespaces= and CapabilityBoundingSet="
+)
 _FULL = "see `sysctl user | grep namespaces` and the free memory"
 
 
