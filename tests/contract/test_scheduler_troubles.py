@@ -42,7 +42,6 @@ def calls_of(h: Harness, ref: JobRef, feature: str) -> dict[str, Callable[[], Aw
         "unpin": lambda: h.scheduler.unpin(ref),
         "requeue": lambda: h.scheduler.requeue(ref),
         "revoke": lambda: h.scheduler.revoke(ref, "test"),
-        "explain": lambda: h.scheduler.explain([ref], "test"),
     }
 
 
@@ -190,6 +189,15 @@ async def a_call_to_another_run_changes_nothing(h: Harness) -> None:
         with pytest.raises(Gone):
             await call()
         assert (await still(h, job)).eligible, name
+
+
+async def an_explanation_to_another_run_is_given_to_nobody(h: Harness) -> None:
+    job, _, _ = await waiting_on_a_node(h)
+    before = await h.comment(job.ref.job_id)
+    for ref in (later(job.ref), replace(job.ref, submitted=job.ref.submitted - 100), replace(job.ref, job_id="59998")):
+        await h.scheduler.explain([ref], "this is for another run")
+        assert (await still(h, job)).eligible
+        assert await h.comment(job.ref.job_id) == before
 
 
 async def a_call_to_another_job_of_that_id_changes_nothing(h: Harness) -> None:
@@ -456,6 +464,7 @@ TROUBLES: tuple[Check, ...] = (
     a_repeated_pin_of_a_started_job_succeeds,
     a_refused_pin_leaves_the_job_at_the_gate,
     a_call_to_another_run_changes_nothing,
+    an_explanation_to_another_run_is_given_to_nobody,
     a_call_to_another_job_of_that_id_changes_nothing,
     a_call_to_the_run_before_changes_nothing,
     an_ended_job_is_not_changed,

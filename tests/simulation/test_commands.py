@@ -10,14 +10,14 @@ from multiverse.controller.loop import Controller
 from multiverse.core.transition import Command
 from multiverse.simulation.clock import VirtualClock
 from multiverse.simulation.loop import run
-from multiverse.simulation.run import SITE, CrashingStore
+from multiverse.simulation.run import CrashingStore
 from multiverse.simulation.world import SimulatedWorld
 
 
 def test_a_command_is_answered_once_it_is_committed() -> None:
     async def main() -> None:
         world, clock = SimulatedWorld(1), VirtualClock()
-        store = CrashingStore(":memory:", clock, SITE, lambda after: None)
+        store = CrashingStore(":memory:", clock, lambda after: None)
         ports = world.scheduler(Random(1)), world.hypervisor(Random(2))
         controller = Controller(store, *ports, clock, Settings())
         work = asyncio.create_task(controller.run())

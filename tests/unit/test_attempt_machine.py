@@ -11,6 +11,7 @@ from multiverse.core.errors import Broken, Refused
 from multiverse.core.machines.attempt import attempt_rests
 from multiverse.core.machines.tables import TABLES, effect_of
 from multiverse.core.model import (
+    Attempt,
     AttemptState,
     CloneKind,
     Forecast,
@@ -29,6 +30,7 @@ from multiverse.core.model import (
     World,
 )
 from multiverse.core.planner import plan
+from multiverse.core.provisioning.admission import Admission
 from multiverse.core.state import State
 from multiverse.core.transition import TERMINAL, Change, Command, Done, EffectKind, Event, Move
 from tests.unit import rows as hand
@@ -571,6 +573,32 @@ def test_a_fault_in_applying_a_result_puts_its_record_in_quarantine(monkeypatch:
     assert harness.all_vms()[0].key == Key("vm", vm.id)
 
 
+@pytest.mark.parametrize("part", ["check", "consider"])
+def test_a_fault_in_admission_puts_its_attempt_in_quarantine(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    harness = PlannerHarness()
+    built(harness)
+    whole = getattr(Admission, part)
+
+    def faulty(self: Admission, row: Attempt) -> None:
+        whole(self, row) if row.job.job_id == "8" else {}["x"]
+
+    monkeypatch.setattr(Admission, part, faulty)
+    harness.job("7")
+    harness.job("8")
+    harness.run()
+    assert harness.attempt(1).quarantined.startswith("a fault of Multiverse")
+    assert (harness.attempt(2).state, harness.attempt(2).quarantined) == (A.CLAIMED, "")
+
+
+def test_a_fault_in_replacing_a_vm_puts_its_attempt_in_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = PlannerHarness()
+    harness.to_claimed()
+    monkeypatch.setattr(planner, "supply_missing", lambda *_: {}["x"])
+    harness.run(failed(harness.all_vms()[0], EffectKind.CREATE, Refused("no luck")))
+    assert harness.attempt().quarantined.startswith("a fault of Multiverse")
+    assert harness.all_vms()[0].state is V.ENDING and not harness.all_vms()[0].quarantined
+
+
 # --- messages ---------------------------------------------------------------------------------------
 
 
@@ -634,6 +662,13 @@ def test_an_attempt_rests_while_its_job_waits_or_runs_as_before() -> None:
     assert {(state, shown) for state in live for shown in [None, *JobState] if rests(state, shown)} == resting
     assert not rests(A.QUEUED, JobState.PENDING, began=9.9), "it is newer than the observation"
     assert not attempt_rests(hand.attempt(A.QUEUED), World()), "the scheduler is unknown"
+
+
+def test_rows_that_rest_are_not_looked_at_again() -> None:
+    harness = PlannerHarness()
+    harness.to_allocated()
+    harness.run()
+    assert (harness.state.dirty_attempts, harness.state.dirty_vms) == (set(), set())
 
 
 def test_an_attempt_in_quarantine_rests_until_its_job_is_over() -> None:

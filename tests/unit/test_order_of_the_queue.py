@@ -101,3 +101,19 @@ def test_attempts_of_one_request_and_the_same_limits_have_one_shape() -> None:
     queue.put(waiting(3, SIZES[1]))
     assert queue.shape_of(3) != gone, "the number of a shape that nobody has is not given to another"
     assert queue.job_of(4).uses == (("cpu", 1),)
+
+
+def test_attempts_wait_until_their_user_is_known() -> None:
+    users = [replace(waiting(number), uid=1000 + number // 3) for number in (1, 2, 3)]
+    queue = queue_of(*users)
+    assert queue.unknown_users == Counter()
+    for row in users:
+        queue.await_user(row.id, f"waiting for user {row.uid}")
+    queue.await_user(1, "twice")
+    assert queue.unknown_users == Counter({1000: 2, 1001: 1}) and list(queue.candidates) == []
+    assert queue.why_unfit == {1: "waiting for user 1000", 2: "waiting for user 1000", 3: "waiting for user 1001"}
+    queue.drop(1)
+    queue.drop(3)
+    assert queue.unknown_users == Counter({1000: 1}) and set(queue.unknown_users) == {1000}
+    queue.consider_users_again()
+    assert list(queue.candidates) == [2] and dict(queue.unknown_users) == {} and queue.why_unfit == {}
