@@ -410,18 +410,19 @@ def test_a_root_that_cannot_be_replaced_is_covered(view: View, monkeypatch: pyte
     assert code == 0
 
 
+@pytest.mark.parametrize("call", ["_unshare", "_pivot_root"])
 @pytest.mark.parametrize(("code", "kind"), [(errno.EPERM, Broken), (errno.ENOSPC, Exhausted)])
 def test_namespaces_that_are_refused_are_reported(
-    view: View, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[Exception]
+    view: View, monkeypatch: pytest.MonkeyPatch, call: str, code: int, kind: type[Exception]
 ) -> None:
-    def refused(flags: int) -> None:
-        raise OSError(code, "refused", "unshare")
+    def refused(*flags: int) -> None:
+        raise OSError(code, "refused", call)
 
-    monkeypatch.setattr(namespaces, "_unshare", refused)
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    monkeypatch.setattr(namespaces, call, refused)
     with pytest.raises(kind, match="namespaces"):
-        namespaces.check(view.system, view.base)
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+        namespaces.start(view, lambda outputs: None)
+    held = [os.fspath(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    assert not [path for path in held if path.endswith(("/log", "/console"))], "all are closed again"
 
 
 def test_a_program_in_a_prefix_of_its_own_is_visible(tmp_path: Path) -> None:
