@@ -10,7 +10,7 @@ help:
 	@echo "make test-slow  the slow tests and test-trixie: three hours or more"
 	@echo "make test-trixie the integration tests on Debian 13, with its Slurm 24.11 and QEMU 10, in a root file system of its own"
 	@echo "make mutants    mutation tests of the core: do the unit tests notice changed decisions? an hour or more"
-	@echo "make setup      install packages and the Python environment only"
+	@echo "make setup      install packages and the Python environment only, for development; not on a site's machine"
 	@echo "make docs       draw the state diagrams from the tables, and generate docs/options.md from its tests"
 
 setup:

@@ -500,14 +500,14 @@ def test_a_pass_that_is_not_committed_is_not_repeated_without_a_pause(monkeypatc
     """Found by seed 0: with an effect due, a pass that could not be committed was repeated at once and for ever, and
     the event loop never turned."""
     tried = 0
-    attempt = Controller._pass
+    attempt = Controller.run_pass
 
     def counted(self: Controller) -> bool:
         nonlocal tried
         tried += 1
         return attempt(self)
 
-    monkeypatch.setattr(Controller, "_pass", counted)
+    monkeypatch.setattr(Controller, "run_pass", counted)
     full = Incident(1.5, IncidentKind.DISK_FULL, 300.0)
     outcome = keeps_its_promises(replace(ONE, incidents=(full,)))
     assert set(outcome.results.values()) == {"COMPLETED"}

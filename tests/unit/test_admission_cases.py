@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
@@ -35,6 +35,7 @@ from multiverse.core.model import (
     Size,
     Template,
     TemplateState,
+    UserSeen,
     Vm,
     VmCondition,
     VmSeen,
@@ -45,6 +46,8 @@ from multiverse.core.policy import Policy, Pool
 from multiverse.core.provisioning.admission import TOO_LITTLE, Admission, admit
 from multiverse.core.provisioning.capacity import Blockage, largest_on
 from multiverse.core.provisioning.context import Context
+from multiverse.core.provisioning.pacing import Parent
+from multiverse.core.provisioning.reasons import PASSED_OVER
 from multiverse.core.provisioning.sizes import template_claim, vm_claim, vm_size
 from multiverse.core.provisioning.spares import WITHDRAWAL
 from multiverse.core.state import State
@@ -163,6 +166,7 @@ class Scenario:
     behind: list[Attempt] = field(default_factory=list)
     fenced: list[str] = field(default_factory=list)
     next_job: dict[str, object] = field(default_factory=dict)  # what the scheduler shows of job 6
+    users: dict[int, UserSeen] | None = None
 
     def admit(self) -> Outcomes:
         values: dict[str, object] = {"request": self.request, "since": NOW - 50, **self.attempt}
@@ -187,11 +191,12 @@ class Scenario:
                 as_ready(self.templates),
             ),
             NOW,
+            users=self.users,
         )
         policy = replace(EAGER, **self.policy)  # type: ignore[arg-type]
         mark_changes(here, world, policy)
         blockage = admit(Context(here, world, policy))
-        return Outcomes(changes_of(here.moves), blockage, here.reasons)
+        return Outcomes(changes_of(here.moves), blockage, here.reasons, here.waiting)
 
 
 WAITS = "waits"
@@ -204,6 +209,7 @@ class Outcomes:
     changes: list[Change]
     blockage: Blockage
     reasons: dict[int, str]
+    waiting: Mapping[Parent, int]
 
     def of(self, number: int) -> tuple[Event | str | None, str]:
         """The event of an attempt, or that it waits, and its reason; None if nothing was decided about it."""
@@ -467,6 +473,38 @@ def test_an_earlier_run_counts_whatever_the_number_of_its_attempt() -> None:
     assert "its earlier run may go on" in scenario.admit().of(5)[1]
 
 
+@pytest.mark.parametrize("state_", [V.ORPHAN, V.RELEASING, V.ENDING, V.REMOVING])
+def test_a_job_waits_while_a_vm_that_no_record_explained_may_run_it(state_: VmState) -> None:
+    assert Scenario(rows=[vm(state_, id=9, host="h2", job_id="6")]).admit().of(5)[0] is Event.ADMITTED
+    outcomes = Scenario(rows=[vm(state_, id=9, host="h2", job_id="5")], behind=[NEXT]).admit()
+    event, reason = outcomes.of(5)
+    assert event is WAITS and "its earlier run may go on in mvtest0-9" in reason
+    assert outcomes.of(6)[0] is Event.ADMITTED, "it blocks no job behind"
+
+
+@pytest.mark.parametrize("ended", ["3", "5"])
+def test_an_attempt_whose_job_is_not_shown_any_more_uses_up_no_limit(ended: str) -> None:
+    """Job 3 is gone, and job 5 is shown as its next run."""
+    scenario = Scenario(attempt={"restarts": 1}, limits={"jobs": 1})
+    scenario.job["uses"] = (("jobs", 1),)
+    scenario.rows.append(attempt(A.RECLAIMING, id=3, job=ended, outcome="requeued"))
+    assert scenario.admit().of(5)[0] is Event.ADMITTED
+
+
+@pytest.mark.parametrize(
+    ("since", "revoked"), [(NOW - 51, False), (NOW - 50, False), (NOW - 49.9, True)], ids=["older", "as old", "newer"]
+)
+def test_only_an_answer_that_began_after_the_job_was_queued_says_that_there_is_no_such_user(
+    since: float, revoked: bool
+) -> None:
+    scenario = Scenario(behind=[replace(NEXT, uid=1001)])
+    scenario.users = {1000: UserSeen(False, since, since, "no user has uid 1000"), 1001: UserSeen(True, NOW, 0.0)}
+    outcomes = scenario.admit()
+    event, reason = outcomes.of(5)
+    assert event is (Event.IMPOSSIBLE if revoked else WAITS) and "uid 1000" in reason
+    assert outcomes.of(6)[0] is Event.ADMITTED
+
+
 def test_a_job_waits_for_the_pace_of_the_host_that_is_free_first() -> None:
     both = [template(T.READY, id=n, host=f"h{n}") for n in (1, 2)]
     asks = queued(5, nodes=2)
@@ -479,6 +517,72 @@ def test_a_job_waits_for_the_pace_of_the_host_that_is_free_first() -> None:
     mark_changes(here, world, policy)
     admit(Context(here, world, policy))
     assert dict(here.waiting) == {("h2", "slim", CloneKind.INSTANT): 2}
+
+
+PARENT = ("h1", "slim", CloneKind.INSTANT)
+
+
+def test_all_vms_that_jobs_alike_need_wait_for_the_pace_and_no_other_job_does() -> None:
+    alike = [queued(6, nodes=2), queued(7, nodes=2)]
+    scenario = Scenario(behind=[*alike, replace(NEXT, id=8, job=JobRef("8", 500))])
+    two_vms(scenario)
+    pace_is_used_up(scenario)
+    outcomes = scenario.admit()
+    assert outcomes.waiting == {PARENT: 6}
+    assert outcomes.of(5) == outcomes.of(6) == outcomes.of(7) and outcomes.of(7)[0] is WAITS
+    assert outcomes.of(8)[0] is Event.ADMITTED
+
+
+def test_of_jobs_alike_that_wait_one_is_considered(monkeypatch: pytest.MonkeyPatch) -> None:
+    considered: list[int] = []
+    consider = Admission.consider
+
+    def counted(self: Admission, one: Attempt) -> None:
+        considered.append(one.id)
+        consider(self, one)
+
+    monkeypatch.setattr(Admission, "consider", counted)
+    scenario = Scenario(behind=[queued(6), queued(7)])
+    pace_is_used_up(scenario)
+    scenario.admit()
+    assert considered == [5]
+
+
+def test_a_job_alike_one_that_waits_waits_for_capacity_behind_one_that_does() -> None:
+    whole_host = queued(6, Size(64, 100), kind=CloneKind.FULL)
+    scenario = Scenario(behind=[whole_host, queued(7)], claims=[Claim(Key("vm", 90), "h1", Size(1, 0))])
+    pace_is_used_up(scenario)
+    outcomes = scenario.admit()
+    assert outcomes.of(7) == outcomes.of(6) == (WAITS, "waiting for capacity: the hosts are full")
+    assert "0.25 a second" in outcomes.of(5)[1]
+
+
+def test_where_no_kind_is_asked_for_jobs_alike_wait_for_the_pace_until_a_boot_is_quicker() -> None:
+    """A fork takes 1 s and waits 15 s for the pace, and 4 s more for each job before it. A boot takes 20 s."""
+    policy = replace(EAGER, kind=CloneKind.AUTO, rates={CloneKind.INSTANT: 0.25})
+    takes = {("slim", CloneKind.INSTANT): 1.0, ("slim", CloneKind.LINKED): 20.0}
+    jobs = [queued(number) for number in (1, 2, 3)]
+    changes = decided(READY, *jobs, hosts=[host()], policy=policy, paced={PARENT: NOW + 15}, seconds=takes)
+    assert admitted(changes) == {3} and [one.kind for one in made(changes)] == [CloneKind.LINKED]
+    assert set(notes(changes)) == {1, 2} and all("0.25 a second" in why for why in notes(changes).values())
+
+
+def test_a_gang_without_room_leaves_to_others_what_it_would_have_taken() -> None:
+    """It waits for memory that other processes have, and so it blocks no job behind."""
+    need = template_claim(READY.size, host()).memory + 2 * claim_of(vm(V.PLANNED)).size.memory
+    hosts = [host(available=1000 + need - 1)]
+    gang = queued(1, nodes=2)
+    changes = decided(READY, gang, queued(2), hosts=hosts, claims=[claim_of(READY)], policy=OVERCOMMITTED)
+    assert admitted(changes) == {2} and notes(changes)[1].endswith(TOO_LITTLE)
+
+
+def test_why_jobs_wait_is_said_of_so_many_behind_the_one_that_blocks() -> None:
+    """An array counts once among the reasons, and each of its jobs is passed over."""
+    first, last = 2, 1 + PASSED_OVER
+    jobs = [queued(1, Size(64, 100), kind=CloneKind.FULL), *(queued(number) for number in range(first, last + 2))]
+    array: dict[int, dict[str, object]] = {number: {"array": "2"} for number in range(first, last)}
+    full = Claim(Key("vm", 90), "h1", Size(1, 0))
+    assert set(notes(decided(READY, *jobs, hosts=[host()], claims=[full], change=array))) == {1, first, last}
 
 
 def test_jobs_are_considered_in_the_schedulers_order_and_not_in_that_of_their_attempts() -> None:
@@ -851,6 +955,37 @@ def test_a_job_without_a_template_waits_for_memory_of_other_processes_and_blocks
     assert admitted(changes) == {2} and not templates(changes)
     (note,) = notes(changes).values()
     assert "h1 must keep 1000 MiB available" in note and note.endswith(TOO_LITTLE)
+
+
+def test_a_job_that_lacked_memory_is_told_so_until_there_is_an_eighth_of_the_floor_more_than_it_needs() -> None:
+    """Its host has no free CPU, so that it waits whatever the memory."""
+    policy = replace(OVERCOMMITTED, floor=1001)
+    need = (
+        template_claim(READY.size, host()).memory + vm_claim(vm_size(SMALL, READY.size, host(), policy), host()).memory
+    )
+    asks, full = queued(1), Claim(Key("vm", 90), "h1", Size(64, 0))
+    here = state(asks, READY, claims=[claim_of(READY), full], now=NOW)
+
+    def lacks(more: int) -> bool:
+        """Whether it is told so when its host's machine has so much more than is needed."""
+        job = Job(asks.job, "hello", 1000, JobState.PENDING, asks.request)
+        view = HypervisorView({"h1": host(available=policy.floor + need + more)}, {}, as_ready([READY]))
+        world = world_of(SchedulerView({"1": job}), view, NOW)
+        here.begin(NOW, {}, "test")
+        mark_changes(here, world, policy)
+        admit(Context(here, world, policy))
+        return here.reasons[1].endswith(TOO_LITTLE)
+
+    assert [lacks(more) for more in (0, -1, 0, 124, 125, 124, 0, -1)] == [
+        False,
+        True,
+        True,
+        True,
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 def test_each_request_has_its_own_reason_for_waiting_for_memory() -> None:

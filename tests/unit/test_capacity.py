@@ -25,7 +25,7 @@ from multiverse.core.model import (
 )
 from multiverse.core.policy import Policy
 from multiverse.core.provisioning.admission import admit
-from multiverse.core.provisioning.capacity import could_ever_fit, largest_nodes, largest_on
+from multiverse.core.provisioning.capacity import Room, could_ever_fit, largest_nodes, largest_on
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.sizes import template_size
 from multiverse.core.transition import Event
@@ -135,6 +135,14 @@ def test_the_largest_node_follows_the_block_size_and_the_overhead_of_its_host(bl
     blocks = (4096 - 256 - 256 - overhead) // block  # beside the template and the memory that the VM boots with
     guest = 256 + blocks * block
     assert largest + 80 + largest // 50 <= guest < largest + 1 + 80 + (largest + 1) // 50
+
+
+def test_vms_of_which_one_has_no_room_take_no_room() -> None:
+    room = Room({name: Host(name, Size(cpus, 4096, 100)) for name, cpus in (("h1", 3), ("h2", 2))})
+    claims = {"h1": Size(1, 100, 10), "h2": Size(1, 200, 20)}
+    assert room.place(6, claims) is None
+    assert room.free == {"h1": [3, 4096, 100], "h2": [2, 4096, 100]}
+    assert room.place(5, claims) == ["h1", "h2", "h1", "h1", "h2"]
 
 
 # --- what the scheduler is told ---------------------------------------------------------------------

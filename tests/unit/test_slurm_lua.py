@@ -160,18 +160,29 @@ def offer_nodes(site: Settings, valid_until: int) -> Path:
 # --- a script that is broken -----------------------------------------------------------------------
 
 
-# A site's own rules in both functions, below the head of the script that we install.
+# A site's own rules in both functions, and the two lines that the site adds.
 _SITE_RULES = """
 function slurm_job_submit(job, partitions, uid)
   if job.account == "closed" then slurm.log_user("%s", "this account is closed"); return slurm.ERROR end
-  return multiverse.submit(job, partitions, uid)
+  if job.account == "defect" then error("a defect in the rules of the site") end
+  if job.account == "vms" then job.partition = "vm" end
+  return slurm.SUCCESS
 end
 function slurm_job_modify(job, record, partitions, uid)
   if job.account == "closed" then slurm.log_user("%s", "this account is closed"); return slurm.ERROR end
-  return multiverse.modify(job, record, partitions, uid)
 end
+HOOK
 return slurm.SUCCESS
 """
+
+
+def _install(files: dict[str, str], site: Settings, own_rules: bool) -> Path:
+    if own_rules:
+        files["job_submit.lua"] = _SITE_RULES.replace("HOOK", install.hook_lines(site))
+    install.write(files, site.slurm.conf.parent)
+    return site.slurm.conf.parent
+
+
 _CALL = """
 slurm = { SUCCESS = 0, ERROR = -1, log_user = function(f, ...) io.write(string.format(f, ...)) end,
           log_error = function(f, ...) logged = true end }
@@ -187,11 +198,7 @@ def test_a_broken_script_refuses_jobs_of_its_own_partitions_only(
     site: Settings, tmp_path: Path, defect: str, own_rules: bool
 ) -> None:
     files = rendered(site)
-    if own_rules:
-        head, function, _ = files["job_submit.lua"].partition("\nfunction slurm_job_submit")
-        assert function
-        files["job_submit.lua"] = head + _SITE_RULES
-    install.write(files, tmp_path)
+    _install(files, site, own_rules)
     broken = tmp_path / ("multiverse_site.lua" if defect == "site missing" else "multiverse.lua")
     if defect.endswith("missing"):
         broken.unlink()
@@ -222,3 +229,44 @@ def test_a_broken_script_refuses_jobs_of_its_own_partitions_only(
     for call in ("slurm_job_submit({ partition = 'other', account = 'closed' }, parts, 0)",
                  "slurm_job_modify({ account = 'closed' }, { partition = 'other' }, parts, 0)"):  # fmt: skip
         assert answer(call) == ("-1 this account is closed" if own_rules else "0")
+
+
+@pytest.mark.parametrize("own_rules", [False, True])
+def test_without_the_file_that_a_site_loads_only_jobs_of_other_partitions_are_accepted(
+    site: Settings, own_rules: bool
+) -> None:
+    directory = _install(rendered(site), site, own_rules)
+    (directory / install.HOOK).unlink()
+    job = "slurm_job_submit({ partition = '%s', user_id = 1000 }, parts, 1000)"
+    for partition in ("vm", "vmrun"):
+        assert run(directory, _CALL % (job % partition)) == "|-1|logged"
+    assert run(directory, _CALL % (job % "other")) == "|0|logged"
+
+
+def test_the_sites_own_rules_come_first_and_hold_for_our_partitions(site: Settings) -> None:
+    directory = _install(rendered(site), site, own_rules=True)
+    job = "slurm_job_submit({ partition = '%s', account = '%s', user_id = %d, min_cpus = 1 }, parts, 1000)"
+    assert run(directory, _CALL % (job % ("vm", "closed", 1000))) == "this account is closed|-1|"
+    assert run(directory, _CALL % (job % ("vm", "open", 1000))) == "|0|"
+    moved = run(directory, _CALL % (job % ("other", "vms", 0)))
+    assert "no jobs of root" in moved and "|-1|" in moved, "our part sees the partition that the site's rules chose"
+    changed = "slurm_job_modify({ account = '%s' }, { partition = 'vm', job_state = 0 }, parts, 1000)"
+    assert run(directory, _CALL % (changed % "open")) == "|0|"
+    assert "closed|-1" in run(directory, _CALL % (changed % "closed"))
+
+
+def test_an_error_in_the_sites_own_rules_stays_slurms_to_handle(site: Settings) -> None:
+    directory = _install(rendered(site), site, own_rules=True)
+    job = "{ partition = '%s', account = 'defect', user_id = %d, min_cpus = 1 }"
+    call = f"tostring(select(2, pcall(slurm_job_submit, {job}, parts, 1000)))"
+    assert "a defect in the rules" in run(directory, _CALL % (call % ("other", 1000)))
+    assert "a defect in the rules" in run(directory, _CALL % (call % ("vm", 1000)))
+    refused = run(directory, _CALL % (call % ("vm", 0)))
+    assert "no jobs of root" in refused and "|-1|" in refused, "what we refuse is refused all the same"
+
+
+def test_the_two_lines_may_be_there_twice(site: Settings) -> None:
+    files = rendered(site)
+    files["job_submit.lua"] = _SITE_RULES.replace("HOOK", install.hook_lines(site) * 2)
+    install.write(files, site.slurm.conf.parent)
+    assert "|0|mvgate" in submit(site.slurm.conf.parent, "user_id = 1000, partition = 'vm', min_cpus = 1")

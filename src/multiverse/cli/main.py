@@ -24,6 +24,7 @@ from multiverse.cli import (
     prune,
     repair,
     simulate,
+    site,
     status,
     template,
     timeline,
@@ -53,6 +54,7 @@ app.add_typer(template.app, name="template")
 app.add_typer(image.app, name="image")
 app.command("daemon")(daemon.daemon)
 app.add_typer(lab.app, name="lab")
+app.add_typer(site.app, name="site")
 bench.app.command("burst")(burst.burst)
 bench.app.command("density")(density.density)
 bench.app.command("observations")(observations.observations)

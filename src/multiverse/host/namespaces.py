@@ -35,8 +35,8 @@ OUTPUT_ROOM = 1 << 20
 _INODES = 256  # of the root's own file system: some fifty mount points, and the outputs
 _DATA = MS_NOSUID | MS_NODEV | MS_NOEXEC
 _HINT = (
-    "the daemon needs root with all capabilities, a root directory that is a mount point, and a unit without"
-    " RestrictNamespaces= and CapabilityBoundingSet="
+    "the daemon needs root with CAP_SYS_ADMIN and CAP_SYS_CHROOT, a root directory that is a mount point, and no"
+    " RestrictNamespaces= in its unit"
 )
 _FULL = "see `sysctl user | grep namespaces` and the free memory"
 

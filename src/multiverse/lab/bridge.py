@@ -7,6 +7,7 @@ import socket
 from pyroute2 import IPRoute
 
 from multiverse.lab.plan import LabPlan
+from multiverse.site.rendering import bridge_mac
 
 
 def is_up(plan: LabPlan) -> bool:
@@ -27,9 +28,7 @@ def up(plan: LabPlan) -> bool:
     with IPRoute() as ip:
         there = _index(ip, plan.bridge)
         if there is None:
-            # A bridge without a MAC address takes the lowest one of its ports, which changes while guests use it.
-            octets = bytes(map(int, plan.gateway.split(".")))
-            ip.link("add", ifname=plan.bridge, kind="bridge", address=f"02:4d:{octets.hex(':')}")
+            ip.link("add", ifname=plan.bridge, kind="bridge", address=bridge_mac(plan.gateway))
         bridge = _index(ip, plan.bridge)
         addresses = ip.get_addr(family=socket.AF_INET, index=bridge)
         if plan.gateway not in {address.get_attr("IFA_ADDRESS") for address in addresses}:

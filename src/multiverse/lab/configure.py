@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from multiverse import config
 from multiverse.config import Settings
-from multiverse.drivers.slurm import install
+from multiverse.drivers.slurm import install, site_conf
 from multiverse.images.catalog import list_images
 from multiverse.lab.layout import Layout
 from multiverse.lab.plan import LabPlan, outermost
@@ -63,7 +63,9 @@ def configure(where: Layout, plan: LabPlan) -> Settings:
         _write(own, "# Your own settings for this lab's Slurm. `multiverse lab up` does not change this file.\n")
     (where.etc / "site.toml").touch()
     settings = config.load(where.settings)
-    install.write(install.render(settings, _site(settings, plan, slurm.pw_uid)), where.etc)
+    images = (image.name for image in list_images(settings.qemu.images))
+    site = install.derive(settings, site_conf.read(where.slurm_conf), images, slurm.pw_uid, default=True)
+    install.write(install.render(settings, site), where.etc)
     return settings
 
 
@@ -87,16 +89,6 @@ def _sections(where: Layout, plan: LabPlan) -> dict[str, dict[str, Any]]:
     for section, requested in plan.settings.items():
         sections[section] = {**sections.get(section, {}), **requested}
     return sections
-
-
-def _site(settings: Settings, plan: LabPlan, slurm_uid: int) -> install.Site:
-    return install.Site(
-        images=tuple(dict.fromkeys((plan.image, *(i.name for i in list_images(settings.qemu.images))))),
-        gate_nodes=min(plan.cores, install.MAX_GATE_NODES),  # each node needs a core
-        memory_per_cpu=MEMORY_PER_CPU,
-        slurm_uid=slurm_uid,
-        max_node_count=MAX_NODES,
-    )
 
 
 def _write(path: Path, content: str, mode: int = 0o644, owner: int = 0) -> None:

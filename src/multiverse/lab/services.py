@@ -300,6 +300,7 @@ SERVICES = (
             "job_submit.lua",
             "multiverse.lua",
             "multiverse_site.lua",
+            "multiverse_submit.lua",
         ),
     ),
     Service(

@@ -27,6 +27,7 @@ from multiverse.drivers.slurm.inbox import Hint, hints, take
 from multiverse.ports import Clock, Hypervisor, Scheduler
 from multiverse.service.api import make_api
 from multiverse.service.backend import Backend
+from multiverse.service.inbox_access import warn_of_closed_inbox
 from multiverse.service.processes import ProcessCounter
 from multiverse.store import open_store
 from multiverse.system.locks import try_locked_file
@@ -163,6 +164,7 @@ async def _run(settings: Settings, controller: Controller, backend: Backend, soc
         asyncio.create_task(controller.run(), name="controller"),
         asyncio.create_task(_forward_hints(settings, controller), name="inbox"),
         asyncio.create_task(_poll_inbox(settings, controller), name="shared inbox"),
+        asyncio.create_task(warn_of_closed_inbox(settings), name="access to the inbox"),
         asyncio.create_task(prune_regularly(backend.store, backend.clock, settings.history_days), name="pruning"),
     ]
     serving: asyncio.Task[Any] = asyncio.create_task(server.serve(sockets=[sock]), name="api")

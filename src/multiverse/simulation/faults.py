@@ -209,11 +209,15 @@ class FaultPlan:
         return fresh
 
     def shown_part(self, fresh: SchedulerPart, fault: PlannedFault | None) -> SchedulerPart:
-        """What a reading of a part returns: the fresh part, or what the last whole observation showed of it."""
+        """What a reading of a part returns: the fresh part, or what the reading before showed of it."""
         now = asyncio.get_running_loop().time()
-        if fault is None or self._view is None or now - self._view[0] > FRESH:
+        if self._view is None or now - self._view[0] > FRESH:
             return fresh
-        old = self._view[1]
+        whole, old = self._view
+        if fault is None or fault.kind is not FaultKind.STALE:
+            self._view = (whole, replace(old.merged(fresh, now), jobs_began={}, nodes_began={}))
+        if fault is None:
+            return fresh
         jobs = {job_id: job for job_id, job in old.jobs.items() if job_id in fresh.job_ids or job.uid in fresh.users}
         nodes = {name: node for name, node in old.nodes.items() if fresh.all_nodes or name in fresh.node_names}
         if fault.kind is FaultKind.STALE:

@@ -9,6 +9,7 @@ import itertools
 import os
 import re
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,7 +45,8 @@ async def hints(inbox: Path, owner: int | None = None) -> AsyncIterator[Hint]:
         if not inbox.exists():
             inbox.mkdir(mode=0o700, parents=True)
         if inbox.stat().st_uid != owner:
-            os.chown(inbox, owner, -1)  # slurmctld's user writes there
+            with suppress(PermissionError):  # of a file server; the daemon warns if slurmctld's user cannot write there
+                os.chown(inbox, owner, -1)
         with Inotify() as notify:
             notify.add_watch(inbox, _ARRIVED | _LOST)
             for hint in take(inbox):

@@ -1,34 +1,43 @@
-"""Renders and writes the files that a site installs so that its Slurm works with Multiverse."""
+"""Renders the files that a site adds beside its slurm.conf, so that its Slurm works with Multiverse."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ClusterShell.NodeSet import NodeSet
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from multiverse.config import Settings
 from multiverse.core.errors import Refused
 from multiverse.core.model import CloneKind, Size
-from multiverse.system import files
+from multiverse.drivers.slurm import conf, parse
+from multiverse.drivers.slurm.site_conf import OURS, SiteConf
+from multiverse.system import files, rendered
 
 GATE_NODE = "mvgate"
 NODE_SET = "mvvms"
-MAX_GATE_NODES = 250  # NodeAddr=127.0.1.[1-N]
+MAX_GATE_NODES = 250  # NodeAddr=127.0.N.[1-250]
 # Far above any host, so that Slurm refuses no job that a VM could hold. Memory and disk in MiB: 16 TiB.
 GATE_SIZE = Size(cpus=1024, memory=1 << 24, disk=1 << 24)
+# 127.0.0.1 is the machine itself, and 127.0.1.1 its name on Debian: a slurmd may listen at both.
+_GATE_NETWORKS = tuple(f"127.0.{number}" for number in (1, *range(77, 256)))
 
+JOB_SUBMIT = "job_submit.lua"
+HOOK = "multiverse_submit.lua"
+EPILOG = "multiverse-epilog"
 # File name to mode. All belong beside slurm.conf, readable by slurmctld.
 FILES = {
-    "multiverse.conf": 0o644,
+    OURS: 0o644,
     "multiverse.lua": 0o644,
     "multiverse_site.lua": 0o644,
-    "job_submit.lua": 0o644,
-    "multiverse-epilog": 0o755,
+    HOOK: 0o644,
+    JOB_SUBMIT: 0o644,
+    EPILOG: 0o755,
 }
-_TEMPLATES = {"multiverse-epilog": "epilog"}
+_TEMPLATES = {EPILOG: "epilog"}
 # The message for users of Multiverse's partitions after an error in multiverse.lua.
 _FAILED = "Multiverse could not check this job: ask an administrator to read slurmctld's log"
 
@@ -37,16 +46,38 @@ _FAILED = "Multiverse could not check this job: ask an administrator to read slu
 class Site:
     """What the files need to know beside the settings.
 
-    `images` are the features that jobs may request. `gate_nodes` is the largest number of nodes of one job.
-    `memory_per_cpu` is Slurm's DefMemPerCPU in MiB. `default` makes the gate the default partition.
+    `images` are the features that jobs may request. `gate_nodes` is the largest number of nodes of one job, and
+    `gate_network` the first three numbers of the gate's addresses, which nothing uses. `memory_per_cpu` is Slurm's
+    DefMemPerCPU in MiB. `default` makes the gate the default partition.
     """
 
-    images: Sequence[str]
+    images: Collection[str]
     gate_nodes: int
     memory_per_cpu: int
     slurm_uid: int
-    default: bool = True
-    max_node_count: int = 4096
+    default: bool = False
+    gate_network: str = _GATE_NETWORKS[0]
+
+
+def derive(settings: Settings, site: SiteConf, images: Iterable[str], slurm_uid: int, *, default: bool = False) -> Site:
+    """What the files need to know, from the settings, the site's slurm.conf and the names of the images."""
+    names = [settings.image.default, *(pool.image for pool in settings.pool), *sorted(images)]
+    return Site(
+        images=tuple(dict.fromkeys(names)),
+        gate_nodes=min(settings.host.cores, MAX_GATE_NODES),  # each node of a job needs a core
+        memory_per_cpu=conf.memory_per_cpu(site.text, parse.MEMORY_PER_CPU),
+        slurm_uid=slurm_uid,
+        default=default,
+        gate_network=_free_network(site.node_addresses()),
+    )
+
+
+def _free_network(used: NodeSet) -> str:
+    """A network of loopback addresses that no node of the site has. Raises `Refused` if there is none."""
+    for network in _GATE_NETWORKS:
+        if not any(str(address).startswith(f"{network}.") for address in used):
+            return network
+    raise Refused("the site's nodes use all addresses that the gate could have", hint="report this slurm.conf")
 
 
 def render(settings: Settings, site: Site) -> dict[str, str]:
@@ -59,6 +90,7 @@ def render(settings: Settings, site: Site) -> dict[str, str]:
     )
     values = {
         "directory": slurm.conf.parent,
+        "hook": hook_lines(settings),
         "inbox": slurm.inbox,
         "gate_partition": slurm.gate_partition,
         "run_partition": slurm.run_partition,
@@ -67,21 +99,41 @@ def render(settings: Settings, site: Site) -> dict[str, str]:
         "gate_node": GATE_NODE,
         "node_set": NODE_SET,
         "gate_nodes": site.gate_nodes,
+        "gate_network": site.gate_network,
         "features": [*dict.fromkeys((*site.images, *(kind.value for kind in CloneKind)))],
         "gate_size": GATE_SIZE,
         "max_disk": settings.image.tmp_disk,
         "memory_per_cpu": site.memory_per_cpu,
         "administrators": sorted({0, site.slurm_uid}),
-        "max_node_count": site.max_node_count,
         "default": site.default,
         "failed": _FAILED,
     }
-    return {name: environment.get_template(_TEMPLATES.get(name, name)).render(values) for name in FILES}
+    return {
+        name: rendered.signed(
+            environment.get_template(_TEMPLATES.get(name, name)).render(values), "--" if name.endswith(".lua") else "#"
+        )
+        for name in FILES
+    }
 
 
-def write(rendered: dict[str, str], directory: Path) -> None:
+def hook_lines(settings: Settings) -> str:
+    """The two lines that a site adds to the end of its own job_submit.lua, before the last `return`.
+
+    The second one is for a missing or unreadable file: jobs of our partitions are refused then, and all others go on.
+    """
+    slurm = settings.slurm
+    return (
+        f'local fine, problem = pcall(dofile, "{slurm.conf.parent}/{HOOK}")\n'
+        f'if not fine then slurm.log_error("multiverse: %s", tostring(problem)); local own = slurm_job_submit; '
+        f"function slurm_job_submit(job, ...) if "
+        f'job.partition == "{slurm.gate_partition}" or job.partition == "{slurm.run_partition}" '
+        f"then return slurm.ERROR end; return own(job, ...) end end\n"
+    )
+
+
+def write(contents: dict[str, str], directory: Path) -> None:
     """Write rendered files. Each file is replaced as a whole."""
-    for name, content in rendered.items():
+    for name, content in contents.items():
         files.replace(directory / name, content, mode=FILES.get(name, 0o644))
 
 

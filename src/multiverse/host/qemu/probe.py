@@ -44,7 +44,9 @@ def qemu_version(binary: str) -> str:
     try:
         done = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise Refused(f"cannot run {binary}: {error}", hint="`make setup` installs QEMU; see qemu.binary") from error
+        raise Refused(
+            f"cannot run {binary}: {error}", hint="install QEMU (qemu-system-x86 in Debian), or set qemu.binary"
+        ) from error
     found = re.match(r"QEMU emulator version .*", done.stdout)
     if found is None:
         raise Refused(f"{binary} is no QEMU", hint="see qemu.binary in the configuration")

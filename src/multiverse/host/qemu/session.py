@@ -193,7 +193,7 @@ class QemuSession:
                 return _execute(launch, argv, (*ours, *launch.fds))
             except OSError as error:
                 raise Broken(
-                    f"cannot run {launch.binary}: {error.strerror}", hint="`make setup` installs QEMU"
+                    f"cannot run {launch.binary}: {error.strerror}", hint="install QEMU (qemu-system-x86 in Debian)"
                 ) from error
         finally:
             for fd in ours:

@@ -1,0 +1,80 @@
+"""`multiverse site render|check`: the files that a site adds to its Slurm, and what it still lacks."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from multiverse.cli import render as output
+from multiverse.config import Settings, load
+from multiverse.drivers.slurm import site_conf
+from multiverse.drivers.slurm.requirements import Level
+from multiverse.site.checking import check as findings
+from multiverse.site.checking import is_ready
+from multiverse.site.rendering import render as rendered_files
+from multiverse.site.writing import WriteOutcome, beside, write
+
+app = typer.Typer(help="Install Multiverse beside a site's Slurm.", no_args_is_help=True)
+
+Config = Annotated[Path, typer.Option("--config", "-c", help="The settings, a TOML file.")]
+SlurmConf = Annotated[
+    Path | None, typer.Option("--slurm-conf", help="The site's slurm.conf, or a copy. [default: as in the settings]")
+]
+_CONFIG = Path("/etc/multiverse/multiverse.toml")
+_INTERVAL = 1.0  # seconds between two checks with --wait
+
+
+def _read(config: Path, slurm_conf: Path | None) -> tuple[Settings, Path]:
+    settings = load(config)
+    return settings, slurm_conf or settings.slurm.conf
+
+
+@app.command()
+def render(
+    directory: Annotated[Path, typer.Argument(help="Files are written below it; / installs them on this machine.")],
+    config: Config = _CONFIG,
+    slurm_conf: SlurmConf = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite files that were changed by hand, too.")] = False,
+) -> None:
+    """Write all files that a site adds. A file that was changed by hand stays, and the new one is written beside it."""
+    settings, source = _read(config, slurm_conf)
+    wanted = rendered_files(settings, config.absolute(), site_conf.read(source))
+    table = output.table("FILE", "WHAT WAS DONE", fold=("FILE",))
+    kept = []
+    for path, outcome in write(wanted, directory.absolute(), force=force):
+        table.add_row(str(path), outcome.value)
+        if outcome is WriteOutcome.KEPT:
+            kept.append(path)
+    output.show(table, "There is no file to write.")
+    for path in kept:
+        output.console.print(f"The new content is in {beside(path)}; --force overwrites the file.", markup=False)
+    output.console.print("Next: multiverse site check", markup=False)
+
+
+@app.command()
+def check(
+    config: Config = _CONFIG,
+    slurm_conf: SlurmConf = None,
+    wait: Annotated[float, typer.Option(help="Seconds for services that are starting: check again meanwhile.")] = 0.0,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Report what is missing or different, with remedies. Exits with 1 if there is a problem, and with 0 otherwise."""
+    settings, source = _read(config, slurm_conf)
+    deadline = time.monotonic() + wait
+    while not is_ready(found := findings(settings, config.absolute(), source)) and time.monotonic() < deadline:
+        time.sleep(_INTERVAL)
+    if json:
+        output.as_json([{**each._asdict(), "level": each.level.value} for each in found])
+    else:
+        for each in found:
+            style = "bold red" if each.level is Level.PROBLEM else "bold yellow"
+            output.console.print(Text.assemble((each.level.value, style), "  ", (each.name, "bold")))
+            output.console.print(Text(f"  {each.message}"), Text(f"  → {each.remedy}"), sep="\n", soft_wrap=True)
+        if is_ready(found):
+            output.console.print("Nothing is missing.", markup=False)
+    if not is_ready(found):
+        raise typer.Exit(1)

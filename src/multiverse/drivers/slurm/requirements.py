@@ -1,0 +1,250 @@
+"""What Multiverse needs of a site's Slurm, compared with its slurm.conf. Pure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import NamedTuple
+
+from multiverse.config import Settings
+from multiverse.core.errors import Unknown
+from multiverse.drivers.slurm import conf, install
+from multiverse.drivers.slurm.site_conf import OURS, SiteConf, folded
+
+TREE_WIDTH = 65533
+"""Slurm's largest. Before 23.11 no slurmd can pass messages on to dynamic nodes (Slurm's page on dynamic nodes)."""
+
+_OLDEST, _NEWEST = (22, 5), (25, 99)
+_VMS_BEFORE_THEY_ARE_DELETED = 2  # times host.cores: VMs that start while as many others are being removed
+_ROUND = 256  # a new MaxNodeCount is a multiple of it, so that it need not be raised for each new node
+
+
+class Level(StrEnum):
+    PROBLEM = "problem"  # jobs in VMs, or other jobs of the site, do not work as they should
+    NOTE = "note"  # what an administrator should know
+
+
+class Finding(NamedTuple):
+    """Something that is missing or different. `name` is the object: a key of slurm.conf, a file, a service."""
+
+    level: Level
+    name: str
+    message: str
+    remedy: str
+
+
+def _problem(name: str, message: str, remedy: str) -> Finding:
+    return Finding(Level.PROBLEM, name, message, remedy)
+
+
+def _note(name: str, message: str, remedy: str) -> Finding:
+    return Finding(Level.NOTE, name, message, remedy)
+
+
+class Version(NamedTuple):
+    """Slurm's release, such as 22.05."""
+
+    year: int
+    month: int
+
+    def __str__(self) -> str:
+        return f"{self.year}.{self.month:02d}"
+
+
+def version(text: str) -> Version:
+    """From the output of `scontrol --version`. Raises `Unknown` for any other text."""
+    match = re.search(r"slurm\S* (\d+)\.(\d+)", text)
+    if match is None:
+        raise Unknown(f"cannot understand Slurm's version: {text.strip()[:80]!r}", hint="run scontrol --version")
+    return Version(int(match[1]), int(match[2]))
+
+
+def examine(settings: Settings, site: SiteConf, release: Version) -> Iterator[Finding]:
+    """All findings in a slurm.conf. Nothing is said about whether slurmctld has read it since it was changed."""
+    yield from _release(release)
+    yield from _include(site)
+    yield from _nodes(settings, site, release)
+    yield from _names(settings, site)
+    yield from _scripts(settings, site)
+    yield from _communication(settings, site)
+    yield from _scheduling(site)
+    for each in conf.unsupported(site.text):
+        yield _note(each.name, each.message, each.remedy)
+
+
+def _release(release: Version) -> Iterator[Finding]:
+    if release < _OLDEST:
+        yield _problem("Slurm", f"Slurm {release} has no dynamic nodes", "upgrade Slurm to 22.05 or later")
+    elif release > _NEWEST:
+        yield _note("Slurm", f"Multiverse was not tried with Slurm {release}", "try it on a test cluster first")
+
+
+def _include(site: SiteConf) -> Iterator[Finding]:
+    if site.above is None:
+        yield _problem(
+            "slurm.conf",
+            f"slurm.conf does not include {OURS}",
+            f"add the line: Include {OURS} (above any line NodeName=DEFAULT), then restart slurmctld",
+        )
+    elif site.defaults_above("NodeName"):
+        yield _problem(
+            "NodeName=DEFAULT",
+            f"a line NodeName=DEFAULT above the line Include {OURS} holds for the gate's nodes, too",
+            f"move the line Include {OURS} above it, then restart slurmctld",
+        )
+    if site.above is not None and site.defaults_above("PartitionName"):
+        yield _note(
+            "PartitionName=DEFAULT",
+            f"a line PartitionName=DEFAULT above the line Include {OURS} holds for our partitions, too",
+            f"no action is needed if these limits are meant for jobs in VMs; or else move the line Include {OURS} up",
+        )
+
+
+def nodes_needed(settings: Settings, site: SiteConf) -> int:
+    """The smallest sufficient MaxNodeCount: the site's nodes, the gate's, and the VMs that can exist at a time."""
+    gate = min(settings.host.cores, install.MAX_GATE_NODES)
+    return len(site.nodes()) + gate + _VMS_BEFORE_THEY_ARE_DELETED * settings.host.cores
+
+
+def _nodes(settings: Settings, site: SiteConf, release: Version) -> Iterator[Finding]:
+    """What dynamic nodes need (Slurm's page on dynamic nodes, and its versions from 22.05 on)."""
+    default = "select/linear" if release < (23, 11) else "select/cons_tres"
+    select = site.value("SelectType", default)
+    if select.lower() != "select/cons_tres":
+        yield _problem(
+            "SelectType",
+            f"SelectType is {select}, but dynamic nodes need select/cons_tres",
+            "set SelectType=select/cons_tres and restart slurmctld; see in slurm.conf(5) what becomes of running jobs",
+        )
+    needed = nodes_needed(settings, site)
+    count = site.number("MaxNodeCount") or 0
+    if count < needed:
+        yield _problem(
+            "MaxNodeCount",
+            f"MaxNodeCount is {count or 'not set'}, but {needed} nodes can exist, VMs included",
+            f"set MaxNodeCount={math.ceil(needed / _ROUND) * _ROUND} or more and restart slurmctld",
+        )
+    if release < (23, 11) and (site.number("TreeWidth") or 0) < TREE_WIDTH:
+        yield _problem(
+            "TreeWidth",
+            f"Slurm {release} passes messages on through nodes, which dynamic nodes cannot do",
+            f"set TreeWidth={TREE_WIDTH} and restart slurmctld and all slurmds",
+        )
+    topology = site.value("TopologyPlugin", "topology/none").lower()
+    if release < (23, 2) and topology not in ("topology/none", "topology/default"):
+        yield _problem(
+            "TopologyPlugin", f"Slurm {release} has no dynamic nodes with {topology}", "remove TopologyPlugin"
+        )
+    if release < (24, 5) and site.value("RoutePlugin").lower() == "route/topology":
+        yield _problem("RoutePlugin", f"Slurm {release} has no dynamic nodes with route/topology", "remove RoutePlugin")
+    everywhere = [p["partitionname"] for p in site.records("PartitionName") if _has_all_nodes(p)]
+    for name in everywhere:
+        yield _problem(
+            f"PartitionName={name}",
+            f"partition {name} has Nodes=ALL, so that VMs and the gate's nodes are in it, too",
+            f"list the nodes of partition {name} by name: Nodes={site.nodes() or '…'}",
+        )
+
+
+def _has_all_nodes(partition: dict[str, str]) -> bool:
+    return "all" in partition.get("nodes", "").lower().split(",")
+
+
+def _names(settings: Settings, site: SiteConf) -> Iterator[Finding]:
+    """Names that both the site and Multiverse use."""
+    slurm = settings.slurm
+    for key, mine in (("gate_partition", slurm.gate_partition), ("run_partition", slurm.run_partition)):
+        if any(p["partitionname"] == mine for p in site.records("PartitionName")):
+            yield _problem(
+                f"PartitionName={mine}",
+                f"the site has a partition {mine} of its own",
+                f"set another slurm.{key} in the settings, then run multiverse site render again",
+            )
+    if any(record["nodeset"] == install.NODE_SET for record in site.records("NodeSet")):
+        yield _problem(f"NodeSet={install.NODE_SET}", "the site has a node set of this name", "rename the site's")
+    gate = folded(iter([f"{install.GATE_NODE}[1-{install.MAX_GATE_NODES}]"]))
+    if site.nodes() & gate:
+        yield _problem(
+            f"NodeName={install.GATE_NODE}",
+            "a node of the site has a name of the gate's, such as mvgate1",
+            "rename the site's nodes",
+        )
+    reserved = {slurm.node_feature: "node_feature", slurm.gate_feature: "gate_feature"}
+    for node in site.records("NodeName"):
+        for feature in {*_features(node)} & reserved.keys():
+            yield _problem(
+                f"NodeName={node['nodename']}",
+                f"a node of the site has the feature {feature}, and would belong to Multiverse's partitions",
+                f"set another slurm.{reserved[feature]} in the settings, then run multiverse site render again",
+            )
+
+
+def _features(node: dict[str, str]) -> list[str]:
+    return (node.get("feature") or node.get("features") or "").split(",")
+
+
+def _scripts(settings: Settings, site: SiteConf) -> Iterator[Finding]:
+    plugins = site.words("JobSubmitPlugins")
+    if not {"lua", "job_submit/lua"} & {*plugins}:
+        yield _problem(
+            "JobSubmitPlugins",
+            "JobSubmitPlugins does not have lua, so jobs are not sent to the gate",
+            f"set JobSubmitPlugins={','.join([*plugins, 'lua'])} and restart slurmctld",
+        )
+    if not epilogs(site):
+        yield _note(
+            "EpilogSlurmctld",
+            "slurmctld does not tell when a job in a VM ends, so its VM is removed up to a poll interval later",
+            f"set EpilogSlurmctld={settings.slurm.conf.parent}/{install.EPILOG} and restart slurmctld",
+        )
+
+
+def epilogs(site: SiteConf) -> list[str]:
+    """The programs that slurmctld runs at the end of a job."""
+    return [value.strip('"') for key, value in conf.settings(site.text) if key.lower() == "epilogslurmctld" and value]
+
+
+def _communication(settings: Settings, site: SiteConf) -> Iterator[Finding]:
+    authentication = site.value("AuthType", "auth/munge")
+    if authentication.lower() != "auth/munge":
+        yield _problem(
+            "AuthType", f"AuthType is {authentication}, but nodes in VMs have munge", "set AuthType=auth/munge"
+        )
+    addresses = {value.partition("(")[2].strip(") ") for key, value in conf.settings(site.text)
+                 if key.lower() == "slurmctldhost"}  # fmt: skip
+    address = settings.slurm.controller_address or settings.network.gateway
+    if "noctldinaddrany" in site.words("CommunicationParameters") and address not in addresses:
+        yield _problem(
+            "CommunicationParameters",
+            f"with NoCtldInAddrAny slurmctld does not listen at {address}, where guests look for it",
+            f"remove NoCtldInAddrAny, or give SlurmctldHost the address {address}",
+        )
+    names = [value.partition("(")[0].strip() for key, value in conf.settings(site.text)
+             if key.lower() in ("slurmctldhost", "controlmachine", "backupcontroller")]  # fmt: skip
+    if len(names) > 1:
+        yield _note(
+            "SlurmctldHost",
+            f"there are several slurmctlds ({', '.join(names)}), and each reads the files beside its slurm.conf",
+            f"install the same files on each; let all of them mount {settings.slurm.inbox}, or hints are lost after a "
+            "failover, which costs a poll interval for each job",
+        )
+
+
+def _scheduling(site: SiteConf) -> Iterator[Finding]:
+    backfill = site.value("SchedulerType", "sched/backfill").lower() == "sched/backfill"
+    parameters = {word.partition("=")[0] for word in site.words("SchedulerParameters")}
+    if backfill and "bf_continue" not in parameters:
+        yield _note(
+            "SchedulerParameters",
+            "without bf_continue each start of a VM ends Slurm's backfill cycle, so waiting jobs may be overlooked",
+            "add bf_continue to SchedulerParameters and run scontrol reconfigure",
+        )
+    for key in ("PriorityWeightTRES", "PriorityWeightJobSize"):
+        if site.value(key, "0") != "0":
+            yield _note(
+                key,
+                f"{key} has no effect on jobs at the gate, because it is a fraction of the gate's declared size",
+                "no action is needed if age, fair share and QOS suffice for jobs in VMs",
+            )

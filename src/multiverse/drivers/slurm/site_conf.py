@@ -1,0 +1,120 @@
+"""What a site's slurm.conf says about the whole cluster: nodes, partitions, scripts. Pure, but for `read`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ClusterShell.NodeSet import NodeSet, NodeSetException
+
+from multiverse.core.errors import Broken
+from multiverse.drivers.slurm import conf
+
+OURS = "multiverse.conf"
+"""The file that a site's slurm.conf includes. What it says is ours, not the site's."""
+
+_PAIR = re.compile(r"([A-Za-z]+)\s*=\s*(\"[^\"]*\"|\S+)")
+_DEFAULT = "default"  # NodeName=DEFAULT and PartitionName=DEFAULT hold for the lines below them
+
+
+@dataclass(frozen=True, slots=True)
+class SiteConf:
+    """A slurm.conf with the files that it includes, but without ours. `above` is the text above our file; None if
+    slurm.conf does not include our file."""
+
+    text: str
+    above: str | None = None
+
+    def value(self, key: str, default: str = "") -> str:
+        """The last value of a key."""
+        return conf.value(self.text, key, default)
+
+    def words(self, key: str) -> list[str]:
+        """The comma-separated words of a key's last value, in lower case."""
+        return [word.strip().lower() for word in self.value(key).split(",") if word.strip()]
+
+    def number(self, key: str) -> int | None:
+        found = self.value(key)
+        return int(found) if found.isdigit() else None
+
+    def nodes(self) -> NodeSet:
+        """The names of all nodes that slurm.conf declares."""
+        return folded(record["nodename"] for record in self.records("NodeName"))
+
+    def node_addresses(self) -> NodeSet:
+        """The addresses that slurm.conf gives to nodes. A node without one is found by its name."""
+        return folded(
+            record.get("nodeaddr") or record.get("nodehostname") or record["nodename"]
+            for record in self.records("NodeName")
+        )
+
+    def records(self, kind: str) -> list[dict[str, str]]:
+        """Each line that begins with this key, by keys in lower case, without those named DEFAULT."""
+        return [found for found in records(self.text, kind) if found[kind.lower()].lower() != _DEFAULT]
+
+    def defaults_above(self, kind: str) -> bool:
+        """Whether a line of this kind named DEFAULT holds for our file, too."""
+        text = self.text if self.above is None else self.above
+        return any(found[kind.lower()].lower() == _DEFAULT for found in records(text, kind))
+
+
+def read(path: Path) -> SiteConf:
+    """The slurm.conf at `path`. `Broken` if it, or a file that it includes, cannot be read. Our file may be missing."""
+    text, above = "", None
+    for included, part in _parts(path, path.parent):
+        if included == OURS:
+            above = text
+        else:
+            text += part
+    return SiteConf(text, above)
+
+
+def _parts(path: Path, directory: Path) -> Iterator[tuple[str, str]]:
+    """The text in parts, in Slurm's order, each with the name of the file that was included or an empty name.
+
+    As in Slurm, the name of an included file is relative to the directory of slurm.conf.
+    """
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise Broken(
+            f"cannot read {path}: {error.strerror}", hint="set slurm.conf in the settings, or give --slurm-conf"
+        ) from error
+    for line in re.sub(r"\\\n", "", text).splitlines(keepends=True):
+        names = conf.included(line)
+        if not names:
+            yield "", line
+        elif Path(names[0]).name == OURS:
+            yield OURS, line
+        else:
+            yield from _parts(directory / names[0], directory)
+
+
+def records(text: str, kind: str) -> list[dict[str, str]]:
+    """Each line of a slurm.conf that begins with the key `kind`, by keys in lower case."""
+    found = []
+    for key, rest in conf.settings(text):
+        if key.lower() == kind.lower():
+            found.append({name.lower(): value.strip('"') for name, value in _PAIR.findall(f"{key}={rest}")})
+    return found
+
+
+def folded(texts: Iterator[str]) -> NodeSet:
+    """All names in several lists of nodes, such as `n[1-3],m7`. A list that cannot be understood is left out."""
+    found = NodeSet()
+    for text in texts:
+        try:
+            found.update(NodeSet(text))
+        except NodeSetException:
+            continue
+    return found
+
+
+def is_ours(text: str) -> bool:
+    """Whether a script calls Multiverse's: a line that is no comment names one of its files."""
+    return any(
+        re.search(r"multiverse(_submit)?\.lua|multiverse-epilog", line) and not re.match(r"\s*(--|#)", line)
+        for line in text.splitlines()
+    )

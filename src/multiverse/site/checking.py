@@ -1,0 +1,209 @@
+"""What is missing or different on a site's machine, each with its remedy."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from pyroute2 import IPRoute
+
+from multiverse.config import Settings
+from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown
+from multiverse.drivers.slurm import inbox_access, install, requirements, site_conf, slurm_user
+from multiverse.drivers.slurm.command import SlurmCommands
+from multiverse.drivers.slurm.requirements import Finding, Level
+from multiverse.drivers.slurm.site_conf import SiteConf
+from multiverse.images.catalog import list_images
+from multiverse.site.rendering import SiteFile, own_job_submit, render
+from multiverse.system import rendered
+from multiverse.system.rendered import Origin
+
+_UNIT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # systemd's, of services (systemd.exec(5))
+_RENDER = "run multiverse site render /"
+
+
+def check(settings: Settings, config: Path, slurm_conf: Path) -> list[Finding]:
+    """All findings, in the order in which an administrator should deal with them.
+
+    `slurm_conf` is the site's slurm.conf, usually that of the settings. Blocks: asks slurmctld and the name service.
+    Raises `Broken` if slurm.conf cannot be read.
+    """
+    site = site_conf.read(slurm_conf)
+    release = requirements.version(asyncio.run(SlurmCommands(settings.slurm).run("scontrol", "--version")))
+    parts: list[Callable[[], Iterator[Finding]]] = [
+        lambda: requirements.examine(settings, site, release),
+        lambda: _files(settings, config, site),
+        lambda: _scripts(settings, site),
+        lambda: _machine(settings, site),
+        lambda: _slurmctld(settings, site),
+        lambda: _daemon(settings),
+    ]
+    found: list[Finding] = []
+    for part in parts:
+        try:
+            found += part()
+        except MultiverseError as error:  # what could not be examined is a finding, too
+            found.append(Finding(Level.PROBLEM, "check", error.message, error.hint or "see the message"))
+    return [*dict.fromkeys(found)]
+
+
+def _files(settings: Settings, config: Path, site: SiteConf) -> Iterator[Finding]:
+    for file in render(settings, config, site):
+        if (message := _difference(file)) is not None:
+            yield Finding(Level.PROBLEM, str(file.path), *message)
+
+
+def _difference(file: SiteFile) -> tuple[str, str] | None:
+    """What is wrong with a file on this machine, and the remedy; None if it is as rendered."""
+    reread = _after_change(file.path)
+    try:
+        text = file.path.read_text()
+    except FileNotFoundError:
+        return "the file is missing", f"{_RENDER}, then {reread}"
+    except (OSError, UnicodeDecodeError) as error:
+        return f"the file cannot be read: {error}", "run this command as root"
+    if text == file.content:
+        if file.path.stat().st_mode & file.mode == file.mode:
+            return None
+        return f"the file has not the mode {file.mode:o}", f"chmod {file.mode:o} {file.path}"
+    if rendered.origin(text) is Origin.RENDERED:
+        return "the file is of other settings or of another release", f"{_RENDER}, then {reread}"
+    return (
+        "the file was changed here, and differs from what the settings and slurm.conf need",
+        f"{_RENDER}: it writes {file.path.name}.new beside the file; apply the difference, then run "
+        "multiverse site render / --force",
+    )
+
+
+def _after_change(path: Path) -> str:
+    """What makes a changed file take effect."""
+    if path.suffix == ".lua":
+        return f"touch {path.with_name(install.JOB_SUBMIT)}"
+    if path.suffix == ".service":
+        return f"systemctl daemon-reload and restart {path.name}"
+    if path.parent.name == "tmpfiles.d":
+        return f"systemd-tmpfiles --create {path}"
+    return "nothing else" if path.name == install.EPILOG else "restart slurmctld"
+
+
+def _scripts(settings: Settings, site: SiteConf) -> Iterator[Finding]:
+    """The site's own scripts that have to call ours."""
+    own = own_job_submit(settings)
+    path = settings.slurm.conf.with_name(install.JOB_SUBMIT)
+    if own is not None and not site_conf.is_ours(own):
+        yield Finding(
+            Level.PROBLEM,
+            str(path),
+            "the site's own job_submit.lua does not call Multiverse's, so jobs are not sent to the gate",
+            f"add these two lines before its last return:\n{install.hook_lines(settings).rstrip()}",
+        )
+    programs = requirements.epilogs(site)
+    ours = settings.slurm.conf.with_name(install.EPILOG)
+    if programs and not any(_calls_epilog(Path(program), ours) for program in programs):
+        yield Finding(
+            Level.NOTE,
+            programs[0],
+            "the site's EpilogSlurmctld does not call Multiverse's, so VMs are removed up to a poll interval later",
+            f"add the line to this script: {ours} || true",
+        )
+
+
+def _calls_epilog(program: Path, ours: Path) -> bool:
+    try:
+        return program == ours or site_conf.is_ours(program.read_text())
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _machine(settings: Settings, site: SiteConf) -> Iterator[Finding]:
+    """What this machine needs: SlurmUser's access, the bridge, an image, the munge key, Slurm's commands."""
+    reason = inbox_access.why_not_writable(settings.slurm.inbox, slurm_user.of(site.text))
+    if reason is not None:
+        yield Finding(
+            Level.PROBLEM,
+            str(settings.slurm.inbox),
+            f"slurmctld cannot write hints and take offers: {reason}",
+            "run systemd-tmpfiles --create /etc/tmpfiles.d/multiverse.conf, and see the directories above",
+        )
+    if not _has_address(settings.qemu.bridge, settings.network.gateway):
+        yield Finding(
+            Level.PROBLEM,
+            settings.qemu.bridge,
+            f"there is no bridge {settings.qemu.bridge} with the address {settings.network.gateway}",
+            "run systemctl enable --now multiverse-bridge",
+        )
+    if settings.image.default not in {image.name for image in list_images(settings.qemu.images)}:
+        yield Finding(
+            Level.PROBLEM,
+            settings.image.default,
+            f"there is no image {settings.image.default} in {settings.qemu.images}",
+            f"multiverse image build slim --name {settings.image.default} --images {settings.qemu.images}",
+        )
+    if not os.access(settings.slurm.munge_key, os.R_OK):
+        yield Finding(
+            Level.PROBLEM,
+            str(settings.slurm.munge_key),
+            "the munge key cannot be read, and nodes in VMs need it",
+            "set slurm.munge_key in the settings",
+        )
+    directory = settings.slurm.bin_dir
+    if not shutil.which("scontrol", path=str(directory) if directory else _UNIT_PATH):
+        where = Path(shutil.which("scontrol") or "/opt/slurm/bin/scontrol").parent
+        yield Finding(
+            Level.PROBLEM,
+            "scontrol",
+            "the daemon's service does not find Slurm's commands",
+            f'set bin_dir = "{where}" in [slurm] of the settings',
+        )
+
+
+def _has_address(bridge: str, address: str) -> bool:
+    with IPRoute() as ip:
+        links = ip.link_lookup(ifname=bridge)
+        found = ip.get_addr(family=socket.AF_INET, index=links[0]) if links else ()
+        return address in {each.get_attr("IFA_ADDRESS") for each in found}
+
+
+def _slurmctld(settings: Settings, site: SiteConf) -> Iterator[Finding]:
+    """Whether the running slurmctld has read the files."""
+    commands = SlurmCommands(settings.slurm)
+    try:
+        shown = asyncio.run(commands.run("scontrol", "show", "config"))
+    except Unknown as error:
+        yield Finding(Level.PROBLEM, "slurmctld", f"slurmctld does not answer: {error.message}", "start slurmctld")
+        return
+    match = re.search(r"^MaxNodeCount\s*=\s*(\d+)", shown, re.MULTILINE)
+    configured = site.number("MaxNodeCount") or 0
+    if match and int(match[1]) < requirements.nodes_needed(settings, site) <= configured:
+        yield Finding(Level.PROBLEM, "slurmctld", f"slurmctld still has MaxNodeCount {match[1]}", "restart slurmctld")
+    for partition in (settings.slurm.gate_partition, settings.slurm.run_partition):
+        try:
+            asyncio.run(commands.run("scontrol", "show", "partition", partition))
+        except (Gone, Refused):
+            yield Finding(
+                Level.PROBLEM, "slurmctld", f"slurmctld does not know the partition {partition}", "restart slurmctld"
+            )
+
+
+def _daemon(settings: Settings) -> Iterator[Finding]:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(2.0)
+        try:
+            probe.connect(str(settings.socket))
+        except OSError as error:
+            yield Finding(
+                Level.PROBLEM,
+                "multiverse.service",
+                f"the daemon does not answer at {settings.socket}: {error.strerror or error}",
+                "run systemctl enable --now multiverse, and see journalctl -u multiverse",
+            )
+
+
+def is_ready(found: list[Finding]) -> bool:
+    """Whether jobs in VMs can run: there are notes only."""
+    return all(each.level is Level.NOTE for each in found)

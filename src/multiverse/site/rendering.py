@@ -1,0 +1,104 @@
+"""Renders all files that a site adds to its machine, from its slurm.conf and the settings."""
+
+from __future__ import annotations
+
+import ipaddress
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from multiverse.config import Settings
+from multiverse.core.errors import Broken
+from multiverse.drivers.slurm import install, slurm_user
+from multiverse.drivers.slurm.site_conf import SiteConf
+from multiverse.images.catalog import list_images
+from multiverse.system import rendered
+from multiverse.system.rendered import Origin
+
+SYSTEMD = Path("/etc/systemd/system")
+SERVICE, BRIDGE_SERVICE = "multiverse.service", "multiverse-bridge.service"
+
+
+class SiteFile(NamedTuple):
+    """A file at its place on the site's machine."""
+
+    path: Path
+    content: str
+    mode: int
+
+
+def render(settings: Settings, config: Path, site: SiteConf) -> list[SiteFile]:
+    """All files. `config` is the file of the settings. The same input gives the same files.
+
+    A job_submit.lua that the site wrote itself is not among them: see `own_job_submit`. Raises `Unknown` if the name
+    service does not know SlurmUser, and `Refused` if no address is left for the gate.
+    """
+    return [*_beside_slurm_conf(settings, site), *_for_systemd(settings, config, site)]
+
+
+def own_job_submit(settings: Settings) -> str | None:
+    """The job_submit.lua that the site wrote itself, or made from ours; None if there is none. `Broken` if it cannot be
+    read."""
+    path = settings.slurm.conf.with_name(install.JOB_SUBMIT)
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise Broken(f"cannot read {path}: {error}", hint="run this command as root") from error
+    return None if rendered.origin(text) is Origin.RENDERED else text
+
+
+def _beside_slurm_conf(settings: Settings, site: SiteConf) -> Iterator[SiteFile]:
+    images = (image.name for image in list_images(settings.qemu.images))
+    facts = install.derive(settings, site, images, slurm_user.of(site.text).uid)
+    own = own_job_submit(settings)
+    for name, content in install.render(settings, facts).items():
+        if name != install.JOB_SUBMIT or own is None:
+            yield SiteFile(settings.slurm.conf.with_name(name), content, install.FILES[name])
+
+
+def _for_systemd(settings: Settings, config: Path, site: SiteConf) -> Iterator[SiteFile]:
+    environment = Environment(
+        loader=PackageLoader("multiverse.site"), undefined=StrictUndefined, keep_trailing_newline=True
+    )
+    network = ipaddress.IPv4Network(settings.network.subnet)
+    values = {
+        "program": program(),
+        "config": config,
+        "bridge": settings.qemu.bridge,
+        "bridge_mac": bridge_mac(settings.network.gateway),
+        "bridge_address": f"{settings.network.gateway}/{network.prefixlen}",
+        "bridge_service": BRIDGE_SERVICE,
+        "run_directories": _below_run(settings.socket.parent, settings.slurm.inbox.parent),
+        "inbox": settings.slurm.inbox,
+        "slurm_uid": slurm_user.of(site.text).uid,  # the name service may not answer yet when the directory is made
+        "state": settings.state_dir,
+    }
+    targets = {
+        SERVICE: SYSTEMD / SERVICE,
+        BRIDGE_SERVICE: SYSTEMD / BRIDGE_SERVICE,
+        "tmpfiles.conf": Path("/etc/tmpfiles.d/multiverse.conf"),
+    }
+    for name, path in targets.items():
+        yield SiteFile(path, rendered.signed(environment.get_template(name).render(values)), 0o644)
+
+
+def program() -> Path:
+    """The `multiverse` of the Python environment that runs this code."""
+    return Path(sys.executable).with_name("multiverse")
+
+
+def bridge_mac(gateway: str) -> str:
+    """The bridge's MAC address. A bridge without one takes the lowest of its ports, which may change at any time."""
+    return f"02:4d:{ipaddress.IPv4Address(gateway).packed.hex(':')}"
+
+
+def _below_run(*paths: Path) -> list[Path]:
+    """All directories on the way to these paths that disappear with a reboot."""
+    run = Path("/run")
+    found = [each for path in paths for each in reversed((path, *path.parents)) if run in each.parents]
+    return [*dict.fromkeys(found)]

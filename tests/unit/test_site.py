@@ -1,0 +1,346 @@
+"""The files that a site installs: how they are derived and written, and how the site's machine is checked."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import shutil
+import subprocess
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from multiverse.config import HostSettings, QemuSettings, Settings, SlurmSettings
+from multiverse.core.errors import Broken
+from multiverse.core.model import User
+from multiverse.drivers.slurm import inbox_access, install, requirements, site_conf
+from multiverse.drivers.slurm.requirements import Finding, Level, Version
+from multiverse.drivers.slurm.site_conf import SiteConf
+from multiverse.site import checking, rendering
+from multiverse.site.writing import WriteOutcome, write
+from multiverse.system import rendered
+from multiverse.system.rendered import Origin
+
+SLURM_CONF = """\
+ClusterName=prod
+SlurmctldHost=head(192.0.2.1)
+SlurmUser=root
+SelectType=select/cons_tres
+MaxNodeCount=1024
+TreeWidth=65533
+DefMemPerCPU=2048
+JobSubmitPlugins=lua
+EpilogSlurmctld={directory}/multiverse-epilog
+SchedulerParameters=bf_continue,bf_interval=30
+Include multiverse.conf
+NodeName=DEFAULT CPUs=64 RealMemory=256000
+NodeName=n[1-9] NodeAddr=192.0.2.[11-19] Feature=skylake
+NodeName=gpu1 Gres=gpu:4
+PartitionName=batch Nodes=n[1-9] Default=YES MaxTime=1-0
+PartitionName=gpu Nodes=gpu1
+"""
+RELEASE = Version(22, 5)
+CONFIG = Path("/etc/multiverse/multiverse.toml")
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    """A site whose slurm.conf has all that is needed. There is no job_submit.lua yet."""
+    directory = tmp_path / "slurm"
+    directory.mkdir()
+    (directory / "slurm.conf").write_text(SLURM_CONF.format(directory=directory))
+    slurm = SlurmSettings(conf=directory / "slurm.conf", inbox=Path("/run/multiverse/inbox"))
+    return Settings(slurm=slurm, host=HostSettings(cores=48), qemu=QemuSettings(images=tmp_path / "images"))
+
+
+def site_of(settings: Settings) -> SiteConf:
+    return site_conf.read(settings.slurm.conf)
+
+
+def contents(settings: Settings) -> dict[str, str]:
+    """All files by name. Two are named multiverse.conf: that for tmpfiles.d is called `tmpfiles` here."""
+    files = rendering.render(settings, CONFIG, site_of(settings))
+    return {"tmpfiles" if "tmpfiles.d" in str(path) else path.name: content for path, content, _ in files}
+
+
+def change(settings: Settings, old: str, new: str) -> None:
+    text = settings.slurm.conf.read_text()
+    assert old in text
+    settings.slurm.conf.write_text(text.replace(old, new))
+
+
+# --- what is derived -------------------------------------------------------------------------------
+
+
+def test_the_gate_is_derived_from_the_settings_and_is_never_the_default_partition(settings: Settings) -> None:
+    files = contents(settings)
+    gate = files["multiverse.conf"]
+    assert "NodeName=mvgate[1-48] NodeAddr=127.0.1.[1-48] " in gate and "Default=YES" not in gate
+    assert gate.count("Default=NO") == 2
+    assert (
+        "memory_per_cpu = 2048," in files["multiverse_site.lua"] and "max_nodes = 48," in files["multiverse_site.lua"]
+    )
+    assert str(settings.slurm.conf.parent) in files["multiverse_submit.lua"]
+    (settings.slurm.conf.parent / "multiverse.conf").write_text(gate)
+    assert contents(settings) == files, "our own file, once it is included, changes nothing"
+
+
+def test_the_rendered_files_have_nothing_of_a_lab(settings: Settings) -> None:
+    for name, content in contents(settings).items():
+        assert "/lab/" not in content and "mvlab" not in content and "`multiverse lab" not in content, name
+
+
+def test_the_gates_addresses_are_not_those_of_the_sites_nodes(settings: Settings) -> None:
+    change(settings, "NodeAddr=192.0.2.[11-19]", "NodeAddr=127.0.1.[11-19]")
+    assert "NodeAddr=127.0.77.[1-48]" in contents(settings)["multiverse.conf"]
+
+
+def test_included_files_are_read_as_slurm_reads_them(settings: Settings) -> None:
+    parts = settings.slurm.conf.parent / "parts"
+    parts.mkdir()
+    (parts / "nodes.conf").write_text("NodeName=m[1-3] CPUs=2\nInclude parts/more.conf\n")  # relative to slurm.conf
+    (parts / "more.conf").write_text("NodeName=k7\n")
+    change(settings, "NodeName=gpu1", "include parts/nodes.conf\nNodeName=gpu1")
+    assert set(site_of(settings).nodes()) == {*(f"n{i}" for i in range(1, 10)), "gpu1", "m1", "m2", "m3", "k7"}
+    (parts / "more.conf").unlink()
+    with pytest.raises(Broken, match=r"more\.conf"):
+        site_of(settings)
+
+
+def test_a_job_submit_script_of_the_site_is_not_rendered_and_has_to_call_ours(settings: Settings) -> None:
+    path = settings.slurm.conf.with_name(install.JOB_SUBMIT)
+    assert install.JOB_SUBMIT in contents(settings)
+    path.write_text("function slurm_job_submit() return 0 end\n-- multiverse_submit.lua\nreturn 0\n")
+    assert install.JOB_SUBMIT not in contents(settings)
+    (finding,) = checking._scripts(settings, site_of(settings))
+    assert (finding.level, finding.name) == (Level.PROBLEM, str(path))
+    lines = finding.remedy.splitlines()[1:]
+    assert len(lines) == 2 and install.HOOK in lines[0]
+    path.write_text("function slurm_job_submit() return 0 end\n" + "\n".join(lines) + "\nreturn 0\n")
+    assert list(checking._scripts(settings, site_of(settings))) == []
+
+
+def test_our_job_submit_script_belongs_to_the_site_once_it_has_rules_of_its_own(settings: Settings) -> None:
+    path = settings.slurm.conf.with_name(install.JOB_SUBMIT)
+    ours = contents(settings)[install.JOB_SUBMIT]
+    path.write_text(ours)
+    assert contents(settings)[install.JOB_SUBMIT] == ours
+    path.write_text(ours.replace("  return slurm.SUCCESS", "  return check(job)", 1))
+    assert install.JOB_SUBMIT not in contents(settings)
+    assert list(checking._scripts(settings, site_of(settings))) == []
+
+
+def test_an_epilog_of_the_site_has_to_call_ours(settings: Settings, tmp_path: Path) -> None:
+    epilog = tmp_path / "epilog"
+    epilog.write_text("#!/bin/sh\nlogger over\n")
+    change(settings, f"{settings.slurm.conf.parent}/multiverse-epilog", str(epilog))
+    (finding,) = checking._scripts(settings, site_of(settings))
+    assert (finding.level, finding.name) == (Level.NOTE, str(epilog)) and "multiverse-epilog" in finding.remedy
+    epilog.write_text("#!/bin/sh\nlogger over\n" + finding.remedy.rpartition(": ")[2])
+    assert list(checking._scripts(settings, site_of(settings))) == []
+
+
+# --- writing ---------------------------------------------------------------------------------------
+
+
+def test_rendering_again_changes_nothing_and_keeps_what_was_changed_by_hand(settings: Settings, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    files = rendering.render(settings, CONFIG, site_of(settings))
+    assert {outcome for _, outcome in write(files, root)} == {WriteOutcome.CREATED}
+    modes = {path.name: path.stat().st_mode & 0o7777 for path in root.rglob("*") if path.is_file()}
+    assert modes.pop("multiverse-epilog") == 0o755 and set(modes.values()) == {0o644}
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+    assert {outcome for _, outcome in write(files, root)} == {WriteOutcome.UNCHANGED}
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
+
+    unit = root / "etc/systemd/system/multiverse.service"
+    unit.write_text(unit.read_text().replace("RestartSec=2", "RestartSec=9"))
+    new = replace(settings, host=HostSettings(cores=50))
+    outcomes = dict(write(rendering.render(new, CONFIG, site_of(new)), root))
+    done = {path.name: outcome for path, outcome in outcomes.items()}
+    assert done["multiverse_site.lua"] is WriteOutcome.UPDATED
+    assert outcomes[root / str(settings.slurm.conf.parent)[1:] / "multiverse.conf"] is WriteOutcome.UPDATED
+    assert done["multiverse.service"] is WriteOutcome.KEPT and done["multiverse.lua"] is WriteOutcome.UNCHANGED
+    assert "RestartSec=9" in unit.read_text()
+    beside = unit.with_name("multiverse.service.new")
+    assert "RestartSec=2" in beside.read_text()
+    forced = {path.name: outcome for path, outcome in write(files, root, force=True)}
+    assert forced["multiverse.service"] is WriteOutcome.UPDATED and "RestartSec=2" in unit.read_text()
+    assert not beside.exists()
+
+
+def test_a_file_that_we_never_wrote_is_kept(settings: Settings, tmp_path: Path) -> None:
+    files = rendering.render(settings, CONFIG, site_of(settings))
+    path = tmp_path / "root" / str(settings.slurm.conf.parent)[1:] / "multiverse.conf"
+    path.parent.mkdir(parents=True)
+    path.write_text("NodeName=theirs\n")
+    assert dict(write(files, tmp_path / "root"))[path] is WriteOutcome.KEPT
+    assert path.read_text() == "NodeName=theirs\n"
+
+
+def test_a_rendered_file_tells_whether_it_was_changed() -> None:
+    text = rendered.signed("one\ntwo\n", "--")
+    assert text.startswith("one\ntwo\n-- ") and text.endswith("\n")
+    assert rendered.origin(text) is Origin.RENDERED
+    for changed in (text.replace("two", "three"), text + "more\n", "# first\n" + text, text[:-1]):
+        assert rendered.origin(changed) is Origin.CHANGED
+    assert rendered.origin("one\ntwo\n") is rendered.origin("") is Origin.FOREIGN
+
+
+# --- what systemd gets -----------------------------------------------------------------------------
+
+
+def test_the_daemons_unit_lets_vms_outlive_the_daemon(settings: Settings) -> None:
+    unit = configparser.RawConfigParser(strict=False)
+    unit.read_string(contents(settings)["multiverse.service"])
+    service = unit["Service"]
+    assert service["ExecStart"] == f"{rendering.program()} daemon --config {CONFIG}"
+    assert (service["Type"], service["Restart"], service["KillMode"]) == ("exec", "always", "process")
+    assert {"munge.service", "slurmctld.service", "network-online.target"} <= {*unit["Unit"]["After"].split()}
+    # With any of these the daemon has a mount namespace or a list of devices of its own (systemd.exec(5)).
+    views = ("private", "protect", "readonly", "readwrite", "inaccessible", "device", "restrictnamespaces", "bind")
+    assert not [key for key in service if key.startswith(views)]
+
+
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze")
+def test_systemd_accepts_the_units(settings: Settings, tmp_path: Path) -> None:
+    for name in (rendering.SERVICE, rendering.BRIDGE_SERVICE):
+        (tmp_path / name).write_text(contents(settings)[name].replace(str(rendering.program()), "/bin/true"))
+        done = subprocess.run(
+            ["systemd-analyze", "verify", "--man=no", f"./{name}"], cwd=tmp_path, capture_output=True, text=True
+        )
+        own = [line for line in done.stderr.splitlines() if name in line]
+        assert not own, own
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("systemd-tmpfiles"), reason="needs root, systemd-tmpfiles")
+def test_the_inbox_is_created_for_slurms_user_at_each_boot(settings: Settings, tmp_path: Path) -> None:
+    change(settings, "SlurmUser=root", "SlurmUser=games")
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root/run").mkdir()
+    (tmp_path / "tmpfiles.conf").write_text(contents(settings)["tmpfiles"])
+    root = f"--root={tmp_path / 'root'}"
+    subprocess.run(["systemd-tmpfiles", "--create", root, str(tmp_path / "tmpfiles.conf")], check=True)
+    inbox = (tmp_path / "root/run/multiverse/inbox").stat()
+    assert (inbox.st_uid, inbox.st_mode & 0o7777) == (5, 0o700)
+    assert (tmp_path / "root/run/multiverse").stat().st_uid == 0
+
+
+# --- what is checked -------------------------------------------------------------------------------
+
+
+def examined(settings: Settings, release: Version = RELEASE) -> list[Finding]:
+    return list(requirements.examine(settings, site_of(settings), release))
+
+
+def test_nothing_is_found_in_a_slurm_conf_that_has_all_that_is_needed(settings: Settings) -> None:
+    assert examined(settings) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "level", "name", "words"),
+    [
+        ("Include multiverse.conf\n", "", "problem", "slurm.conf", "Include multiverse.conf"),
+        ("SelectType=select/cons_tres", "", "problem", "SelectType", "select/linear"),
+        ("SelectType=select/cons_tres", "SelectType=select/cons_res", "problem", "SelectType", "select/cons_res"),
+        ("MaxNodeCount=1024", "", "problem", "MaxNodeCount", "not set"),
+        ("MaxNodeCount=1024", "MaxNodeCount=153", "problem", "MaxNodeCount", "MaxNodeCount=256"),
+        ("TreeWidth=65533", "", "problem", "TreeWidth", "TreeWidth=65533"),
+        ("TreeWidth=65533", "TreeWidth=65533\nTopologyPlugin=topology/tree", "problem", "TopologyPlugin", "tree"),
+        ("TreeWidth=65533", "TreeWidth=65533\nRoutePlugin=route/topology", "problem", "RoutePlugin", "route/topology"),
+        ("JobSubmitPlugins=lua", "", "problem", "JobSubmitPlugins", "JobSubmitPlugins=lua"),
+        ("JobSubmitPlugins=lua", "JobSubmitPlugins=partition", "problem", "JobSubmitPlugins", "=partition,lua"),
+        ("EpilogSlurmctld=", "#EpilogSlurmctld=", "note", "EpilogSlurmctld", "multiverse-epilog"),
+        ("bf_continue,", "", "note", "SchedulerParameters", "bf_continue"),
+        (
+            "NodeName=gpu1 Gres",
+            "PriorityWeightTRES=CPU=9\nNodeName=gpu1 Gres",
+            "note",
+            "PriorityWeightTRES",
+            "fraction",
+        ),
+        ("PartitionName=gpu Nodes=gpu1", "PartitionName=gpu Nodes=ALL", "problem", "PartitionName=gpu", "Nodes=ALL"),
+        ("PartitionName=gpu", "PartitionName=vm", "problem", "PartitionName=vm", "slurm.gate_partition"),
+        ("PartitionName=gpu", "PartitionName=vmrun", "problem", "PartitionName=vmrun", "slurm.run_partition"),
+        ("Feature=skylake", "Feature=skylake,vm", "problem", "NodeName=n[1-9]", "slurm.node_feature"),
+        ("NodeName=gpu1", "NodeName=mvgate7", "problem", "NodeName=mvgate", "mvgate"),
+        ("NodeName=gpu1", "NodeSet=mvvms Feature=x\nNodeName=gpu1", "problem", "NodeSet=mvvms", "name"),
+        ("ClusterName=prod", "ClusterName=prod\nAuthType=auth/jwt", "problem", "AuthType", "munge"),
+        (
+            "SlurmctldHost=head(192.0.2.1)",
+            "SlurmctldHost=head(192.0.2.1)\nCommunicationParameters=NoCtldInAddrAny",
+            "problem",
+            "CommunicationParameters",
+            "10.213.0.1",
+        ),
+        ("SlurmctldHost=head(192.0.2.1)", "SlurmctldHost=a\nSlurmctldHost=b", "note", "SlurmctldHost", "a, b"),
+        ("SlurmUser=root", "SlurmUser=root\nPreemptType=preempt/qos", "note", "preemption", "preempt/qos"),
+    ],
+)
+def test_what_is_missing_in_slurm_conf_is_found_with_a_remedy(
+    settings: Settings, old: str, new: str, level: str, name: str, words: str
+) -> None:
+    change(settings, old, new)
+    (finding,) = examined(settings)
+    assert (finding.level.value, finding.name) == (level, name)
+    assert words in finding.message + finding.remedy
+
+
+def test_defaults_above_our_file_are_found(settings: Settings) -> None:
+    change(settings, "Include multiverse.conf\n", "")
+    change(settings, "PartitionName=gpu Nodes=gpu1", "PartitionName=DEFAULT MaxTime=5\nInclude multiverse.conf")
+    assert [(f.level.value, f.name) for f in examined(settings)] == [
+        ("problem", "NodeName=DEFAULT"),
+        ("note", "PartitionName=DEFAULT"),
+    ]
+
+
+def test_newer_releases_of_slurm_need_less(settings: Settings) -> None:
+    change(settings, "TreeWidth=65533", "TopologyPlugin=topology/tree")
+    change(settings, "SelectType=select/cons_tres", "")
+    assert {f.name for f in examined(settings, Version(22, 5))} == {"SelectType", "TreeWidth", "TopologyPlugin"}
+    assert {f.name for f in examined(settings, Version(23, 2))} == {"SelectType", "TreeWidth"}
+    assert examined(settings, Version(23, 11)) == []
+    (old,) = [f for f in examined(settings, Version(21, 8)) if f.name == "Slurm"]
+    (new,) = examined(settings, Version(26, 5))
+    assert (old.level, new.level, new.name) == (Level.PROBLEM, Level.NOTE, "Slurm")
+    assert requirements.version("slurm-wlm 22.05.8\n") == (22, 5) and str(RELEASE) == "22.05"
+
+
+def test_a_file_that_is_missing_outdated_or_changed_is_found(settings: Settings) -> None:
+    ours = [
+        f for f in rendering.render(settings, CONFIG, site_of(settings)) if f.path.parent == settings.slurm.conf.parent
+    ]
+    messages = {checking._difference(file) for file in ours}
+    assert all(found and "missing" in found[0] and "site render /" in found[1] for found in messages)
+    list(write(ours, Path("/")))
+    assert {checking._difference(file) for file in ours} == {None}
+    file = next(f for f in ours if f.path.name == "multiverse_site.lua")
+    file.path.write_text(rendered.signed("return {}\n", "--"))
+    outdated = checking._difference(file)
+    file.path.write_text(file.content.replace("48", "49"))
+    changed = checking._difference(file)
+    assert outdated and "another release" in outdated[0] and "touch" in outdated[1]
+    assert changed and "changed here" in changed[0] and ".new" in changed[1]
+    file.path.write_text(file.content)
+    file.path.chmod(0o600)
+    unreadable = checking._difference(file)
+    assert unreadable and "644" in unreadable[0]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_it_is_found_out_whether_slurms_user_can_write_hints(request: pytest.FixtureRequest) -> None:
+    user = User("games", 5, 60, "/", "/bin/sh")
+    top = Path(tempfile.mkdtemp())  # pytest's own directories are closed to other users
+    request.addfinalizer(lambda: shutil.rmtree(top))
+    top.chmod(0o755)
+    inbox = top / "run" / "inbox"
+    assert "does not exist" in (inbox_access.why_not_writable(inbox, user) or "")
+    inbox.mkdir(parents=True)
+    assert f"cannot write to {inbox}" in (inbox_access.why_not_writable(inbox, user) or "")
+    os.chown(inbox, user.uid, -1)
+    assert inbox_access.why_not_writable(inbox, user) is None
+    inbox.parent.chmod(0o700)
+    assert f"cannot pass through {inbox.parent}" in (inbox_access.why_not_writable(inbox, user) or "")
