@@ -12,7 +12,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -209,10 +209,20 @@ def test_a_qemu_that_was_taken_over_reaches_nothing_of_its_host(
     assert Path("/proc/self/mountinfo").read_text() == mounts
 
 
+@pytest.fixture
+async def all_destroyed(lab: Lab) -> AsyncIterator[None]:
+    """Destroys what a test that fails has left."""
+    yield
+    for name in (await lab.hypervisor.observe()).vms:
+        await lab.hypervisor.destroy(VmRef(name), 0)
+    lab.hypervisor.close()
+
+
 def namespaces_of(pid: int) -> dict[str, int]:
     return {kind: Path(f"/proc/{pid}/ns/{kind}").stat().st_ino for kind in ("net", "mnt", "ipc", "pid")}
 
 
+@pytest.mark.usefixtures("all_destroyed")
 async def test_a_qemu_has_namespaces_that_end_with_it(lab: Lab) -> None:
     """From outside it is an ordinary process: it has a pid, and signals arrive."""
     one, two = lab.spec(), lab.spec()
@@ -240,6 +250,7 @@ async def test_a_qemu_has_namespaces_that_end_with_it(lab: Lab) -> None:
     assert not all_namespaces("net") & {first["net"], second["net"]}
 
 
+@pytest.mark.usefixtures("all_destroyed")
 async def test_what_a_guest_printed_is_kept_when_it_has_died_and_after_a_restart(lab: Lab) -> None:
     spec = lab.spec()
     home = lab.settings.qemu.vms / spec.name
@@ -271,6 +282,7 @@ async def test_what_a_guest_printed_is_kept_when_it_has_died_and_after_a_restart
     assert lab.remains(spec.name) == []
 
 
+@pytest.mark.usefixtures("all_destroyed")
 async def test_a_vm_of_a_release_without_namespaces_goes_on(lab: Lab) -> None:
     spec = lab.spec()
     lab.hypervisor._host._context.system = None  # type: ignore[assignment]  # as an earlier release started QEMU
