@@ -22,7 +22,8 @@ from multiverse import config
 from multiverse.cli.daemon import daemon
 from multiverse.core.transition import Move
 from multiverse.drivers.slurm.command import SlurmCommands
-from multiverse.host import manifest, process
+from multiverse.host import manifest
+from multiverse.host.qemu import session
 from multiverse.lab.process import recorded
 from multiverse.store import Store, Transaction
 
@@ -92,7 +93,7 @@ def with_crash_points(points: CrashPoints, call: Callable[..., Any], event: Call
 
 def watch_effects(points: CrashPoints) -> None:
     manifest.write = with_crash_points(points, manifest.write, lambda directory, written: f"manifest:{written.phase}")
-    process.spawn = with_crash_points(points, process.spawn, lambda *args: "qemu")
+    session._execute = with_crash_points(points, session._execute, lambda *args: "qemu")
     run = SlurmCommands.run
 
     async def watched(self: SlurmCommands, program: str, *args: str, **more: Any) -> str:

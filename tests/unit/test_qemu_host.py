@@ -34,8 +34,9 @@ from multiverse.host.qemu import probe, templates
 from multiverse.host.qemu.ability_cache import AbilityCache
 from multiverse.host.qemu.hotplug import dimm_sizes
 from multiverse.host.qemu.machine import DIMMS, Accelerator, Memory, QemuMachine, Wiring, limits
+from multiverse.host.qemu.output import GuestOutput, OutputStore
 from multiverse.host.qemu.qmp import Monitor, QmpError
-from multiverse.host.qemu.session import Paths
+from multiverse.host.qemu.session import Paths, remove_files
 from multiverse.images.catalog import Image
 from multiverse.system.processes import ProcessIdentity
 
@@ -461,3 +462,40 @@ def test_each_dimm_is_at_most_eight_times_the_memory_before_it() -> None:
     found = dimm_sizes(150, 1 << 20)
     assert all(size <= 8 * (150 + sum(found[:number])) for number, size in enumerate(found))
     assert sum(found) == 1 << 20 and len(found) <= DIMMS
+
+
+def test_the_output_of_a_qemu_that_has_ended_is_not_copied_to_a_directory_that_is_removed(tmp_path: Path) -> None:
+    one = sleeper(tmp_path)
+    assert process.kill(one)
+    paths, store = Paths(tmp_path / "home", tmp_path / "run"), OutputStore()
+    paths.home.mkdir()
+    fd = os.open(tmp_path / "inside", os.O_RDWR | os.O_CREAT)
+    os.write(fd, b"the last words")
+    store.keep("mv-1", GuestOutput({paths.console: fd}))
+    store.finish("mv-1")
+    assert paths.console.read_bytes() == b"the last words"
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    paths.console.unlink()
+    store.drop("mv-1")
+    store.save("mv-1", one, paths.outputs)
+    assert list(paths.home.iterdir()) == []
+
+
+def test_a_file_that_appears_while_a_vm_is_removed_is_removed_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process that observes the host copies what QEMU has printed."""
+    paths, rmdir = Paths(tmp_path / "home", tmp_path / "run"), Path.rmdir
+    paths.home.mkdir()
+    (paths.home / manifest.FILE).touch()
+    late = [paths.console]
+
+    def copied_first(path: Path) -> None:
+        if late:
+            late.pop().touch()
+        rmdir(path)
+
+    monkeypatch.setattr(Path, "rmdir", copied_first)
+    remove_files(paths)
+    assert late == [] and not paths.home.exists()

@@ -12,6 +12,7 @@ import structlog
 import typer
 
 from multiverse.config import load
+from multiverse.system.logs import RepeatLimiter
 
 
 def daemon(
@@ -24,6 +25,7 @@ def daemon(
     settings = load(config)
     structlog.configure(
         processors=[
+            RepeatLimiter(),
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso"),
             structlog.processors.format_exc_info,

@@ -30,22 +30,33 @@ def set_all_close_on_exec() -> None:
 
 
 def spawn(argv: Sequence[str], fds: Sequence[int], log: Path, environment: Mapping[str, str]) -> ProcessIdentity:
-    """Start a program in a new session, with its output appended to `log` and `fds` open at the same numbers.
+    """Start a program with its output appended to `log`; see `execute`."""
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        return identify(execute(argv, fds, out, environment))
+    finally:
+        os.close(out)
+
+
+def execute(argv: Sequence[str], fds: Sequence[int], out: int, environment: Mapping[str, str]) -> int:
+    """Start a program in a new session, with its output written to `out` and `fds` open at the same numbers. Returns
+    its pid.
 
     The other descriptors are close-on-exec (`set_all_close_on_exec`); glibc clears that flag for a dup2 of a
-    descriptor onto itself. When memory runs out, the program is among the first that the kernel ends. Raises OSError
-    if the program cannot be executed.
+    descriptor onto itself. Raises OSError if the program cannot be executed.
     """
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         actions = [(os.POSIX_SPAWN_DUP2, null, 0), (os.POSIX_SPAWN_DUP2, out, 1), (os.POSIX_SPAWN_DUP2, out, 2),
                    *((os.POSIX_SPAWN_DUP2, fd, fd) for fd in fds)]  # fmt: skip
-        pid = os.posix_spawnp(argv[0], list(argv), environment, file_actions=actions, setsid=True,
-                              setsigdef=range(1, 32), setsigmask=())  # fmt: skip
+        return os.posix_spawnp(argv[0], list(argv), environment, file_actions=actions, setsid=True,
+                               setsigdef=range(1, 32), setsigmask=())  # fmt: skip
     finally:
         os.close(null)
-        os.close(out)
+
+
+def identify(pid: int) -> ProcessIdentity:
+    """The process that was just started. When memory runs out, it is among the first that the kernel ends."""
     with suppress(OSError):  # the program has ended already
         Path(f"/proc/{pid}/oom_score_adj").write_text(str(_OOM_SCORE_ADJUSTMENT))
     return ProcessIdentity.of(pid)

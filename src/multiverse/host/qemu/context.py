@@ -14,10 +14,12 @@ from multiverse.host import path_security
 from multiverse.host.cgroups import Cgroups
 from multiverse.host.firewall import Firewall
 from multiverse.host.memfd import SealedMemory
+from multiverse.host.namespaces import System
 from multiverse.host.qemu import probe, templates
 from multiverse.host.qemu.ability_cache import AbilityCache
 from multiverse.host.qemu.connections import Connections
 from multiverse.host.qemu.machine import Accelerator, Memory, QemuMachine, limits
+from multiverse.host.qemu.output import OutputStore
 from multiverse.host.qemu.session import Paths
 from multiverse.host.qemu.templates import FrozenTemplate
 from multiverse.host.registry import VmRegistry
@@ -88,6 +90,8 @@ class HostContext:
         self.cgroups = Cgroups()
         self.firewall = Firewall(config.prefix, config.vms)
         self.connections = Connections(self.paths)
+        self.outputs = OutputStore()
+        self.system = System.of(config.binary, self.accelerator.devices())
         self._limits = limits(config.base, config.capacity, config.largest)
 
     def paths(self, name: str) -> Paths:

@@ -33,6 +33,7 @@ class _Parts:
     """What a VM is launched from. `record` is its manifest as written so far."""
 
     machine: QemuMachine
+    image: Image
     template: FrozenTemplate | None
     record: Manifest
     user: ProcessUser | None
@@ -108,7 +109,7 @@ def _create(host: HostContext, spec: Specification, paths: Paths, timer: VmStage
         disk, how = _make_disk(spec, paths, image, template)
         timer(how)
         machine = host.vm_machine(spec, image, template, disk)
-        return _launch(host, spec, _Parts(machine, template, record, user), timer)
+        return _launch(host, spec, _Parts(machine, image, template, record, user), timer)
     except (OSError, Broken) as error:
         if template is not None and not template.state.exists():  # deleted meanwhile, at whatever stage
             raise Gone(f"the template of {spec.image} was deleted", hint="it is built again on demand") from error
@@ -179,6 +180,9 @@ def _launch(host: HostContext, spec: Specification, parts: _Parts, timer: VmStag
                 paused=True,
                 incoming=template is not None,
                 user=user,
+                system=host.system,
+                readable=_readable(parts.image, template),
+                writable=(machine.disk,),
                 fds=fds,
                 started=started,
                 stage=timer,
@@ -193,9 +197,18 @@ def _launch(host: HostContext, spec: Specification, parts: _Parts, timer: VmStag
                 timer("tried")
         manifest.write(paths.home, replace(record, phase=VmPhase.PARKED))
     except BaseException:
+        session.save_output()
         session.close()
         raise
+    host.outputs.keep(spec.name, session.take_output())
     return session
+
+
+def _readable(image: Image, template: FrozenTemplate | None) -> tuple[Path, ...]:
+    """What the VM's QEMU opens besides its own disk. A file of an image may be a link to another place."""
+    if template is not None:
+        return (template.path, image.disk)
+    return (image.disk, image.kernel, image.initrd)
 
 
 def _warm_up(session: QemuSession) -> None:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from multiverse.core.errors import Gone
 from multiverse.core.model import HypervisorView, Identity, Size, Stage, TemplateKey, User
 from multiverse.guest.protocol import AUDIT, Report, add_user_message
-from multiverse.host import manifest, path_security, process
+from multiverse.host import manifest, namespaces, path_security, process
 from multiverse.host.qemu import creation, removal, start, templates
 from multiverse.host.qemu.context import HostContext, QemuHostConfig
 from multiverse.host.qemu.machine import Accelerator
@@ -52,12 +52,14 @@ class QemuHost:
 
     def check(self) -> None:
         """Make the host's directories. Raises `Refused` or `Broken` with what this process is not permitted to do: VMs
-        need users and taps of their own, and directories that nobody else can write to."""
+        need users, namespaces and taps of their own, and directories that nobody else can write to."""
         config = self.config
         self._context.uids.check()
         os.close(open_tap("mvt%d", None))
         for place, mode in ((config.templates, 0o711), (config.vms, 0o711), (config.run, 0o700)):
             path_security.make_directory(place, mode)
+        if self._context.uids.template_user is not None:
+            namespaces.check(self._context.system, config.run)
         if config.images.exists():  # each image is checked when it is used
             path_security.check(config.images)
 
@@ -68,6 +70,7 @@ class QemuHost:
         for name in templates.list_builds(self.config.templates):
             templates.kill_builds(self.config.templates, name)
         self._context.connections.shut_down()
+        self._context.outputs.close()
 
     # --- observing ------------------------------------------------------------------------------------
 
@@ -123,6 +126,7 @@ class QemuHost:
             version=context.version,
             run=config.run,
             user=context.uids.template_user,
+            system=context.system,
             abandoned=lambda: self._closed or abandoned(),
             booted=lambda report: self._record_abilities(image, which.size, report),
         )

@@ -49,6 +49,11 @@ class Accelerator:
         """MiB that the QEMU of a guest with `memory` MiB may take, with its own memory and translated code."""
         return memory + 256 + (0 if self.name == "kvm" else self.tb_size or 1024)  # accel/tcg/region.c
 
+    def devices(self) -> tuple[Path, ...]:
+        """The devices that QEMU opens for it."""
+        device = Path("/dev/kvm")
+        return (device,) if self.name == "kvm" and device.exists() else ()
+
     def groups(self) -> list[int]:
         """The groups that may use the accelerator: a QEMU that runs as a user of its own must be in them."""
         try:

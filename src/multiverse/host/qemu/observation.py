@@ -36,7 +36,7 @@ _CONDITIONS = {
 }
 _ABILITIES = frozenset({"instant", "linked", "full", "plug_cpus", "plug_memory"})
 _MEASURED_FOR = 2.0  # seconds that a VM's figures count as new
-_CONSOLE_LIMIT = 1 << 20  # bytes of a guest's console that are kept
+_OUTPUT_LIMIT = 1 << 20  # bytes that are kept of what a QEMU prints that is not contained; see `output`
 _WARNINGS = {"daemon_ended": "daemon ended in guest", "flooded": "guest channel closed"}
 
 
@@ -147,20 +147,27 @@ class HostObserver:
             return seen
         if not known.process.is_alive():
             process.reap(known.process)
+            self._host.outputs.finish(name)
             return replace(seen, condition=VmCondition.DEAD, reason="its QEMU has ended")
-        return self._measured(replace(seen, reason=self._reasons.get(name, "")), known.pid)
+        return self._measured(replace(seen, reason=self._reasons.get(name, "")), known)
 
-    def _measured(self, seen: VmSeen, pid: int) -> VmSeen:
-        """With what the VM takes. It is measured every few seconds, which is less often than it is observed; then its
-        console is truncated too, if it is long."""
+    def _measured(self, seen: VmSeen, known: Manifest) -> VmSeen:
+        """With what the VM takes. It is measured every few seconds, which is less often than it is observed; then what
+        it has printed is copied too."""
         now = time.monotonic()
         since, before = self._figures.get(seen.name, (-math.inf, seen))
         if now - since >= _MEASURED_FOR:
-            private, shared = process.resident_memory(pid)
-            before = replace(seen, cpu_s=process.cpu_seconds(pid), private=private, shared=shared)
+            private, shared = process.resident_memory(known.pid)
+            before = replace(seen, cpu_s=process.cpu_seconds(known.pid), private=private, shared=shared)
             self._figures[seen.name] = (now, before)
-            _truncate_console(self._host.paths(seen.name).console)
+            self._copy_outputs(known)
         return replace(seen, cpu_s=before.cpu_s, private=before.private, shared=before.shared)
+
+    def _copy_outputs(self, known: Manifest) -> None:
+        paths = self._host.paths(known.name)
+        self._host.outputs.save(known.name, known.process, paths.outputs)
+        for path in paths.outputs:
+            _truncate(path)
 
     def _note_reports(self, name: str) -> None:
         for report in self._host.connections.poll_reports(name):
@@ -169,10 +176,10 @@ class HostObserver:
                 log.warning(_WARNINGS[report.type], vm=name, reason=report.reason)
 
 
-def _truncate_console(console: Path) -> None:
-    """Empty the file of a long console. QEMU appends, so it goes on from the new end."""
+def _truncate(path: Path) -> None:
+    """Empty a long file of a QEMU that is not contained. QEMU appends, so it goes on from the new end."""
     try:
-        if console.stat().st_size > _CONSOLE_LIMIT:
-            os.truncate(console, 0)
+        if path.stat().st_size > _OUTPUT_LIMIT:
+            os.truncate(path, 0)
     except FileNotFoundError:
         return

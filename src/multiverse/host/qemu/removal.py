@@ -42,6 +42,7 @@ def destroy(host: HostContext, name: str, grace: float, token: str = "") -> None
         known = manifest.read(paths.home)
         kill_qemu(name, paths, known)
         host.connections.drop(name)
+        host.outputs.drop(name)
         tap.remove_tap(name)
         host.cgroups.remove(name)
         if known is not None:

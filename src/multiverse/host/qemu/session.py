@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
@@ -10,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from multiverse.core.errors import Broken, Exhausted, Unknown
-from multiverse.host import manifest, process
+from multiverse.host import manifest, namespaces, process
+from multiverse.host.namespaces import System, View
 from multiverse.host.qemu.channel import AgentChannel
 from multiverse.host.qemu.machine import QemuMachine, Wiring
+from multiverse.host.qemu.output import GuestOutput
 from multiverse.host.qemu.qmp import Command, Monitor
 from multiverse.host.tap import open_tap
 from multiverse.host.uids import ProcessUser
@@ -20,6 +23,7 @@ from multiverse.system.processes import ProcessIdentity
 
 _ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
 _STATE_TIMEOUT = 30.0  # seconds to save or restore the state of the devices, which is under one MiB
+_REMOVALS = 3  # times that a directory is emptied, if files appear in it meanwhile
 _TAIL = 400  # bytes of a log that are quoted in an error message
 # Template and clones map the same memory file, so only the state of the devices is saved and restored.
 _IGNORE_SHARED: Command = (
@@ -50,6 +54,11 @@ class Paths:
         return self.home / "qemu.log"
 
     @property
+    def outputs(self) -> tuple[Path, Path]:
+        """What QEMU and its guest print: see `output` for how these files are bounded."""
+        return self.log, self.console
+
+    @property
     def overlay(self) -> Path:
         """The disk of a VM that shares its image's or template's disk."""
         return self.home / "disk.qcow2"
@@ -60,8 +69,8 @@ class Paths:
         return self.home / "disk.raw"
 
     def tail(self) -> str:
-        """The end of QEMU's log and of the guest's console, for an error message. QEMU can write to the console's file,
-        so the file may be of any size."""
+        """The end of QEMU's log and of the guest's console, for an error message. A QEMU that is not contained can
+        write to the console's file, so the file may be of any size."""
         said = []
         for name, path in (("QEMU", self.log), ("console", self.console)):
             try:
@@ -80,9 +89,13 @@ class Paths:
 
 @dataclass(frozen=True)
 class Launch:
-    """How a QEMU is started. `machine` names the tap, unless `tap` does; `bridge` is what the tap joins, if any. QEMU
-    runs as `user`, if there is one. It inherits `fds`, at the same numbers. `incoming` makes it wait for a state to be
-    restored. `started` is called at once with the new process; `stage` with the name of each stage that ends."""
+    """How a QEMU is started. `machine` names the tap, unless `tap` does; `bridge` is what the tap joins, if any.
+
+    QEMU runs as `user`, if there is one. Then it is contained too: of the file system it sees only `system`, and the
+    files and directories `readable` and `writable`. It inherits `fds`, at the same numbers, and opens them by their
+    paths in /proc. `incoming` makes it wait for a state to be restored. `started` is called at once with the new
+    process; `stage` with the name of each stage that ends.
+    """
 
     machine: QemuMachine
     paths: Paths
@@ -92,9 +105,27 @@ class Launch:
     paused: bool = False
     incoming: bool = False
     user: ProcessUser | None = None
+    system: System | None = None
+    readable: tuple[Path, ...] = ()
+    writable: tuple[Path, ...] = ()
     fds: Sequence[int] = ()
     started: Callable[[ProcessIdentity], None] = lambda identity: None
     stage: Callable[[str], None] = lambda name: None
+
+    @property
+    def view(self) -> View | None:
+        """What QEMU can reach; None if it is not contained."""
+        if self.user is None or self.system is None:
+            return None
+        return View(
+            self.system,
+            self.paths.run,
+            self.readable,
+            self.writable,
+            self.paths.outputs,
+            self.user.uid,
+            proc=bool(self.fds),
+        )
 
 
 class QemuSession:
@@ -104,6 +135,7 @@ class QemuSession:
         self.process = identity
         self.monitor = monitor
         self.channel = channel
+        self._output: GuestOutput | None = None
 
     @classmethod
     def launch(cls, launch: Launch) -> QemuSession:
@@ -114,24 +146,31 @@ class QemuSession:
         its console and disk. After an error the process may still run; its command line names `machine.disk`.
         """
         paths = launch.paths
-        identity = cls._spawn(launch)
-        launch.started(identity)
+        identity, output = cls._spawn(launch)
         try:
-            channel = AgentChannel(paths.agent)
+            launch.started(identity)
+            session = cls.connect(identity, paths)
             try:
-                monitor = Monitor.connect(paths.monitor)
+                if launch.fds and output is not None:
+                    namespaces.remove_proc(identity)  # QEMU has opened them before it answers
             except BaseException:
-                channel.close()
+                session.close()
                 raise
-        except Unknown as error:
-            # QEMU writes the reason before it ends, and its sockets close when it has ended.
-            process.kill(identity)
-            raise _launch_failed(launch.machine.name, paths.tail()) from error
+        except BaseException as error:
+            if isinstance(error, Unknown):  # QEMU writes the reason before it ends
+                process.kill(identity)
+            if output is not None:
+                output.save()
+                output.close()
+            if isinstance(error, Unknown):
+                raise _launch_failed(launch.machine.name, paths.tail()) from error
+            raise
+        session._output = output
         launch.stage("exec")
-        return cls(identity, monitor, channel)
+        return session
 
     @staticmethod
-    def _spawn(launch: Launch) -> ProcessIdentity:
+    def _spawn(launch: Launch) -> tuple[ProcessIdentity, GuestOutput | None]:
         paths, machine = launch.paths, launch.machine
         paths.run.parent.mkdir(parents=True, exist_ok=True)
         paths.run.mkdir(mode=0o700, exist_ok=True)
@@ -149,10 +188,9 @@ class QemuSession:
             wiring = Wiring(ours[0], ours[1], ours[2], paths.console)
             argv = machine.argv(launch.binary, wiring, paused=launch.paused, incoming=launch.incoming)
             if launch.user is not None:
-                launch.user.take_file(paths.console)
                 argv = [*launch.user.command_prefix(*machine.accelerator.groups()), *argv]
             try:
-                return process.spawn(argv, (*ours, *launch.fds), paths.log, _ENVIRONMENT)
+                return _execute(launch, argv, (*ours, *launch.fds))
             except OSError as error:
                 raise Broken(
                     f"cannot run {launch.binary}: {error.strerror}", hint="install QEMU (qemu-system-x86 in Debian)"
@@ -194,6 +232,16 @@ class QemuSession:
             self.monitor.execute_all(commands, file.fileno())
             self.monitor.wait_event("MIGRATION", _STATE_TIMEOUT, status="completed")
 
+    def take_output(self) -> GuestOutput | None:
+        """What QEMU prints, which is the caller's from now on."""
+        output, self._output = self._output, None
+        return output
+
+    def save_output(self) -> None:
+        """Copy what QEMU and its guest have printed to the VM's directory."""
+        if self._output is not None:
+            self._output.save()
+
     def shut_down(self) -> None:
         """End both connections. Another thread that waits for an answer on one gets `Unknown`."""
         self.monitor.shut_down()
@@ -202,6 +250,20 @@ class QemuSession:
     def close(self) -> None:
         self.monitor.close()
         self.channel.close()
+        if self._output is not None:
+            self._output.close()
+
+
+def _execute(launch: Launch, argv: list[str], fds: Sequence[int]) -> tuple[ProcessIdentity, GuestOutput | None]:
+    """Start the command of a QEMU, in namespaces of its own if it is contained."""
+    view, paths = launch.view, launch.paths
+    if view is None:
+        if launch.user is not None:
+            launch.user.take_file(paths.console)
+        return process.spawn(argv, fds, paths.log, _ENVIRONMENT), None
+    command = [*namespaces.command_prefix(view), *argv]
+    pid, opened = namespaces.start(view, lambda out: process.execute(command, fds, out[paths.log], _ENVIRONMENT))
+    return process.identify(pid), GuestOutput(opened)
 
 
 def _launch_failed(name: str, tail: str) -> Broken | Exhausted:
@@ -215,11 +277,17 @@ def _launch_failed(name: str, tail: str) -> Broken | Exhausted:
 def remove_files(paths: Paths) -> None:
     """Remove the files of a VM, its manifest last: until then, all of it can still be found."""
     shutil.rmtree(paths.run, ignore_errors=True)
-    for entry in paths.home.iterdir() if paths.home.is_dir() else ():
-        if entry.name != manifest.FILE:
-            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink(missing_ok=True)
-    (paths.home / manifest.FILE).unlink(missing_ok=True)
-    try:
-        paths.home.rmdir()
-    except FileNotFoundError:
-        pass
+    for turn in range(_REMOVALS):
+        for entry in paths.home.iterdir() if paths.home.is_dir() else ():
+            if entry.name != manifest.FILE:
+                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink(missing_ok=True)
+        (paths.home / manifest.FILE).unlink(missing_ok=True)
+        try:
+            paths.home.rmdir()
+        except FileNotFoundError:
+            return
+        except OSError as error:  # another process, which observes this host, has just copied QEMU's log
+            if error.errno != errno.ENOTEMPTY or turn == _REMOVALS - 1:
+                raise
+        else:
+            return

@@ -24,6 +24,7 @@ from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError
 from multiverse.core.model import Size, Stage, TemplateKey
 from multiverse.guest.protocol import Report
 from multiverse.host import process
+from multiverse.host.namespaces import System
 from multiverse.host.qemu import machine as machine_module
 from multiverse.host.qemu.machine import QemuMachine
 from multiverse.host.qemu.session import Launch, Paths, QemuSession
@@ -87,9 +88,9 @@ class Build:
     """How a template is built.
 
     `machine` gives the VM to boot, from its disk and its memory file. Its QEMU runs as `user`, whose group may read the
-    template. `version` is QEMU's version line, `run` the directory for sockets. `abandoned` says whether the template
-    was deleted since the build was asked for. `booted` is called with the report of the guest at its fork point, before
-    the template can be used.
+    template, and sees only `system` beside the files of image and template. `version` is QEMU's version line, `run` the
+    directory for sockets. `abandoned` says whether the template was deleted since the build was asked for. `booted` is
+    called with the report of the guest at its fork point, before the template can be used.
     """
 
     image: Image
@@ -99,6 +100,7 @@ class Build:
     version: str
     run: Path
     user: ProcessUser | None
+    system: System
     abandoned: Callable[[], bool] = lambda: False
     booted: Callable[[Report], None] = lambda report: None
 
@@ -307,13 +309,25 @@ def _boot(parent: QemuMachine, paths: Paths, state: Path, order: Build) -> tuple
 
     # The kernel picks the number of the tap.
     session = QemuSession.launch(
-        Launch(parent, paths, order.binary, tap="mvt%d", bridge=None, user=order.user, started=started)
+        Launch(
+            parent,
+            paths,
+            order.binary,
+            tap="mvt%d",
+            bridge=None,
+            user=order.user,
+            system=order.system,
+            readable=(order.image.disk, order.image.kernel, order.image.initrd),
+            writable=(paths.home / "memory", parent.disk),
+            started=started,
+        )
     )
     try:
         report = session.channel.expect(frozenset({"fork_point"}), BOOT_TIMEOUT)
         booted = time.monotonic()
         session.freeze(state)
     except MultiverseError as error:
+        session.save_output()
         tail = paths.tail()
         raise Broken(f"image {order.image.name} does not reach its fork point: {error.message}{tail}",
                      hint="build the image again, or read its console") from error  # fmt: skip

@@ -1,0 +1,290 @@
+"""Namespaces of a program's own (namespaces(7)): it reaches only the files, sockets and interfaces that it is given.
+
+A short-lived thread of this process enters new namespaces, builds a root directory there, and starts the program. So no
+other program has to be executed, and a start takes about a millisecond more. Namespaces and mounts belong to the
+program: the kernel removes them when it ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from multiverse.core.errors import Broken, Exhausted
+from multiverse.system.processes import ProcessIdentity
+
+T = TypeVar("T")
+
+# <linux/sched.h>, <sys/mount.h>
+CLONE_FS, CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID, CLONE_NEWNET = 0x200, 0x20000, 0x8000000, 0x20000000, 0x40000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND = 1, 2, 4, 8, 32, 4096
+MS_MOVE, MS_REC, MS_PRIVATE, MNT_DETACH = 8192, 16384, 1 << 18, 2
+
+OUTPUT_ROOM = 1 << 20
+"""Bytes that a contained program can write to its outputs in all, unless somebody truncates them meanwhile."""
+
+_INODES = 256  # of the root's own file system: some fifty mount points, and the outputs
+_DATA = MS_NOSUID | MS_NODEV | MS_NOEXEC
+_HINT = (
+    "the daemon needs root with CAP_SYS_ADMIN and CAP_SYS_CHROOT, a root directory that is a mount point, and no"
+    " RestrictNamespaces= in its unit"
+)
+_FULL = "see `sysctl user | grep namespaces` and the free memory"
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """What every contained program sees of this machine: the directories with programs and libraries, and devices.
+
+    `hidden` are directories in them that appear empty. `links` are symbolic links, by the path of each.
+    """
+
+    programs: tuple[Path, ...]
+    files: tuple[Path, ...]
+    hidden: tuple[Path, ...]
+    links: Mapping[Path, str]
+    devices: tuple[Path, ...]
+
+    @classmethod
+    def of(cls, binary: str, devices: tuple[Path, ...]) -> System:
+        """What a program needs that is this machine's `binary`: /usr, the places of libraries outside of it, and, if it
+        is installed in a prefix of its own, that prefix. The site's own software in /usr/local is hidden."""
+        usual = [Path(path) for path in ("/usr", "/bin", "/sbin", "/lib", "/lib64")]
+        links = {path: os.fspath(path.readlink()) for path in usual if path.is_symlink()}
+        programs = [path for path in usual if path.is_dir() and path not in links]
+        hidden = [path for path in (Path("/usr/local"),) if path.is_dir()]
+        found = shutil.which(binary)
+        if found is not None:
+            for place in {Path(found).absolute().parent, Path(found).resolve().parent}:
+                if any(place.is_relative_to(path) for path in hidden):
+                    hidden = []
+                elif not any(place.is_relative_to(path) for path in (*programs, *links)):
+                    programs.append(place.parent if place.name in ("bin", "sbin", "libexec") else place)
+        always = tuple(Path("/dev", name) for name in ("null", "zero", "urandom"))
+        files = tuple(path for path in (Path("/etc/ld.so.cache"),) if path.exists())  # ld.so(8)
+        return cls(tuple(programs), files, tuple(hidden), links, (*always, *devices))
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What one program can reach. Paths are absolute, and the same inside as outside; files keep owner and mode.
+
+    `base` is an empty directory: the new root is mounted there, inside only. `readable` are files and directories,
+    `writable` are files. `outputs` are new files, owned by `owner`, in a file system of `OUTPUT_ROOM` bytes that ends
+    with the program. `proc` says that the program sees /proc with itself alone, until `remove_proc` is called.
+    """
+
+    system: System
+    base: Path
+    readable: tuple[Path, ...] = ()
+    writable: tuple[Path, ...] = ()
+    outputs: tuple[Path, ...] = ()
+    owner: int = 0
+    proc: bool = False
+
+
+def start(view: View, spawn: Callable[[Mapping[Path, int]], T]) -> tuple[T, dict[Path, int]]:
+    """Call `spawn` in new namespaces, with a descriptor of each output. Returns its result, and these descriptors,
+    which the caller closes.
+
+    The first process that `spawn` starts is process 1 of its PID namespace: when it ends, the kernel kills all others
+    there. From outside it has an ordinary pid too. Raises `Broken` if namespaces are not permitted, `Exhausted` if
+    there is no room for more, and what `spawn` raises.
+    """
+    return _in_thread(lambda: _start(view, spawn))
+
+
+def check(system: System, base: Path) -> None:
+    """Raise `Broken` or `Exhausted` if programs cannot be started in namespaces on this machine."""
+    start(View(system, base), lambda outputs: None)
+
+
+def remove_proc(process: ProcessIdentity) -> None:
+    """Remove /proc from the sight of a contained program that has been started. A program that has ended is success."""
+    with suppress(ProcessLookupError, FileNotFoundError):
+        _in_thread(lambda: _remove_proc(process))
+
+
+def command_prefix(view: View) -> list[str]:
+    """The start of a command line that completes the view, from inside: only a process of the new PID namespace can
+    mount its /proc (proc(5))."""
+    return ["unshare", "--mount-proc=/proc", "--"] if view.proc else []
+
+
+def open_inside(process: ProcessIdentity, path: Path, flags: int) -> int | None:
+    """Open a file as a contained program sees it. None if the program has ended, is not contained or has no such
+    file."""
+    root = f"/proc/{process.pid}/root"
+    try:
+        if os.path.samestat(os.stat(root), os.stat("/")):  # noqa: PTH116  (a magic link, not a path)
+            return None
+        fd = os.open(f"{root}{path}", flags | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    if process.is_alive():
+        return fd
+    os.close(fd)  # the pid may be another process's already
+    return None
+
+
+def _in_thread(work: Callable[[], T]) -> T:
+    """Do `work` in a thread of its own, which ends afterwards: what it has entered, no other thread is in."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    thread = threading.Thread(target=run, name="namespaces")
+    thread.start()
+    thread.join()
+    return done.result()
+
+
+def _start(view: View, spawn: Callable[[Mapping[Path, int]], T]) -> tuple[T, dict[Path, int]]:
+    outputs: dict[Path, int] = {}
+    try:
+        try:
+            _enter(view, outputs)
+        except OSError as error:
+            what = f"cannot start a program in namespaces of its own: {error}"
+            if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EMFILE, errno.ENFILE):
+                raise Exhausted(what, hint=_FULL) from error
+            raise Broken(what, hint=_HINT) from error
+        return spawn(outputs), outputs
+    except BaseException:
+        for fd in outputs.values():
+            os.close(fd)
+        raise
+
+
+def _enter(view: View, outputs: dict[Path, int]) -> None:
+    """Move this thread into new namespaces, and build their root. Adds a descriptor of each output to `outputs`.
+
+    unshare(2) gives a thread a mount namespace and a working directory of its own; of the new PID namespace only its
+    children are members.
+    """
+    _unshare(CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWPID)
+    os.umask(0o022)
+    _mount(None, Path("/"), MS_REC | MS_PRIVATE)
+    _mount("tmpfs", view.base, _DATA, "tmpfs", f"mode=0755,size={OUTPUT_ROOM},nr_inodes={_INODES}")
+    root = _Root(view.base)
+    for path, target in view.system.links.items():
+        root.inside(path).symlink_to(target)
+    for path, flags in _binds(view):
+        if flags is None:
+            _mount("tmpfs", root.directory(path), _DATA, "tmpfs", "mode=0755,size=4k")
+        else:
+            root.bind(path, flags)
+    if view.proc:
+        root.directory(Path("/proc"))
+    for path in view.outputs:
+        outputs[path] = fd = os.open(root.file(path), os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+        os.fchmod(fd, 0o600)
+        os.fchown(fd, view.owner, view.owner)
+    root.change_to()
+
+
+def _binds(view: View) -> Iterator[tuple[Path, int | None]]:
+    """What is mounted, with its flags; None for an empty directory. Outer directories come before inner ones."""
+    found: dict[Path, int | None] = {}
+    system = view.system
+    found |= dict.fromkeys(system.programs, MS_RDONLY | MS_NOSUID | MS_NODEV)
+    found |= dict.fromkeys(system.hidden, None)
+    found |= dict.fromkeys((*system.files, *view.readable), MS_RDONLY | _DATA)
+    found |= dict.fromkeys(view.writable, _DATA)
+    found |= dict.fromkeys(system.devices, MS_RDONLY | MS_NOSUID | MS_NOEXEC)
+    return iter(sorted(found.items(), key=lambda item: len(item[0].parts)))
+
+
+class _Root:
+    """A root directory that is being built at `base`."""
+
+    def __init__(self, base: Path) -> None:
+        self._base = base
+
+    def inside(self, path: Path) -> Path:
+        return self._base.joinpath(*path.parts[1:])
+
+    def directory(self, path: Path) -> Path:
+        there = self.inside(path)
+        there.mkdir(parents=True, exist_ok=True)
+        return there
+
+    def file(self, path: Path) -> Path:
+        there = self.inside(path)
+        if not there.exists():
+            self.directory(path.parent)
+            there.touch()
+        return there
+
+    def bind(self, path: Path, flags: int) -> None:
+        """Show what is at `path` outside. File systems that are mounted below it are not shown. Flags of a bind mount
+        are set by a second call (mount(2))."""
+        there = self.directory(path) if path.is_dir() else self.file(path)
+        _mount(os.fspath(path), there, MS_BIND)
+        _mount(None, there, MS_REMOUNT | MS_BIND | flags)
+
+    def change_to(self) -> None:
+        """Make this the root directory of this thread and its children, and remove the old one from their sight."""
+        os.chdir(self._base)
+        try:
+            _pivot_root()
+            _umount(".")
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            # The machine's root is its initial ramdisk, as on nodes without a disk: it can be covered, not replaced.
+            _mount(".", Path("/"), MS_MOVE)
+            os.chroot(".")
+        os.chdir("/")
+
+
+def _remove_proc(process: ProcessIdentity) -> None:
+    fd = os.open(f"/proc/{process.pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if not process.is_alive():
+            return
+        _unshare(CLONE_FS)  # setns(2) wants it
+        _check(_libc.setns(fd, CLONE_NEWNS), "setns")
+    finally:
+        os.close(fd)
+    _umount("/proc")
+
+
+_libc = ctypes.CDLL(None, use_errno=True)  # Python 3.11 has none of these calls
+_libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
+
+
+def _check(result: int, what: str) -> None:
+    if result:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), what)
+
+
+def _unshare(flags: int) -> None:
+    _check(_libc.unshare(flags), "unshare")
+
+
+def _mount(source: str | None, target: Path, flags: int, kind: str | None = None, options: str | None = None) -> None:
+    arguments = [None if value is None else os.fsencode(value) for value in (source, kind, options)]
+    _check(_libc.mount(arguments[0], os.fsencode(target), arguments[1], flags, arguments[2]), source or str(target))
+
+
+def _pivot_root() -> None:
+    _check(_libc.pivot_root(b".", b"."), "pivot_root")
+
+
+def _umount(path: str) -> None:
+    _check(_libc.umount2(os.fsencode(path), MNT_DETACH), path)

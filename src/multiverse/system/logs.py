@@ -1,0 +1,82 @@
+"""A bound on what the log repeats: a guest, or a failure that lasts, cannot fill the disk with equal lines."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+_LIMITED = frozenset({"warning", "warn", "error", "exception", "critical"})
+_DETAILS = frozenset({"reason", "hint", "exc_info", "stack_info"})  # what differs between lines about one object
+
+
+@dataclass
+class _Window:
+    """What was logged about one object since `began`, in seconds of the clock, and how many lines were not."""
+
+    began: float
+    told: set[str] = field(default_factory=set)
+    dropped: int = 0
+
+
+class RepeatLimiter:
+    """A processor of structlog for warnings and errors.
+
+    A line that equals an earlier one is dropped for `seconds` after the first line about its object; so is a line that
+    differs, once `lines` different ones were logged in that time. Afterwards the next line tells with `repeated` how
+    many were dropped. An object is what the event and its fields name, but for the reason. Of the `objects` named last
+    the lines are counted.
+    """
+
+    def __init__(
+        self,
+        seconds: float = 600.0,
+        lines: int = 5,
+        objects: int = 1024,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._seconds, self._lines, self._objects, self._clock = seconds, lines, objects, clock
+        self._windows: OrderedDict[str, _Window] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __call__(self, logger: Any, method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        """The line, or `structlog.DropEvent`."""
+        if method not in _LIMITED:
+            return line
+        about = repr(sorted((key, str(value)) for key, value in line.items() if key not in _DETAILS))
+        text = repr([str(line.get("reason")), _caught(line.get("exc_info"))])
+        with self._lock:
+            dropped = self._count(about, text)
+        if dropped:
+            line["repeated"] = dropped
+        return line
+
+    def _count(self, about: str, text: str) -> int:
+        """How many lines were dropped before this one, which is logged. Raises `DropEvent` if it is not."""
+        now = self._clock()
+        window = self._windows.pop(about, None)
+        dropped = 0
+        if window is None or now - window.began >= self._seconds:
+            dropped = window.dropped if window is not None else 0
+            window = _Window(now)
+        self._windows[about] = window
+        if len(self._windows) > self._objects:
+            self._windows.popitem(last=False)
+        if text in window.told or len(window.told) >= self._lines:
+            window.dropped += 1
+            raise structlog.DropEvent
+        window.told.add(text)
+        return dropped
+
+
+def _caught(exc_info: object) -> str:
+    """The exception that a line is about, if there is one."""
+    if exc_info is True:
+        exc_info = sys.exc_info()[1]
+    return repr(exc_info) if exc_info else ""
