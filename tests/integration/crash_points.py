@@ -71,9 +71,9 @@ def watch_commits(points: CrashPoints) -> None:
         apply(self, move)
 
     @contextmanager
-    def watched(self: Store) -> Iterator[Transaction]:
+    def watched(self: Store, *, releasing: bool = False) -> Iterator[Transaction]:
         entered.clear()
-        with transaction(self) as tx:
+        with transaction(self, releasing=releasing) as tx:
             yield tx
             points.reach("before", *entered)
         points.reach("after", *entered)

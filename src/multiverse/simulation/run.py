@@ -53,9 +53,9 @@ class CrashingStore(Store):
         self._at_commit = at_commit  # called before (False) and after (True) each commit that changes anything
 
     @contextmanager
-    def transaction(self) -> Iterator[Transaction]:
+    def transaction(self, *, releasing: bool = False) -> Iterator[Transaction]:
         before = self._changes()
-        with super().transaction() as tx:
+        with super().transaction(releasing=releasing) as tx:
             yield tx
             changed = self._changes() > before
             if changed and self.full:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from multiverse.core.rows import Rows
 from multiverse.core.transition import TERMINAL, Change, Move, Tables
 from multiverse.ports import Clock
 from multiverse.store import schema
+from multiverse.store.reserve import Reserve, restore_log
 from multiverse.store.upgrade import upgrade
 
 _TABLES: dict[RowKind, sa.Table] = {
@@ -133,12 +134,14 @@ class Store:
         if kept is None:
             engine = sa.create_engine("sqlite://", poolclass=sa.pool.StaticPool)
         else:
+            restore_log(kept)
             engine = sa.create_engine(f"sqlite:///{path}")
         sa.event.listen(engine, "connect", _configure)
         self._open = False
         self.commits = 0  # that changed something
         self._cache: dict[tuple[RowKind, int, int], Row] = {}
         self._active: Rows | None = None  # as committed; we are the only writer, so a quiet pass reads nothing
+        self._reserve = Reserve(kept, lambda *statement: self._connection.exec_driver_sql(*statement))
         try:
             self._connection = engine.connect()
             with self._begin():
@@ -149,46 +152,59 @@ class Store:
                     self._set_default(counter, "1")
                 self._skip_numbers()
                 self._enter_boot()
+            self._reserve.open()
+            self._fill_reserve()
         except MultiverseError:
             engine.dispose()
+            self._reserve.close()
             raise
         except sa.exc.DatabaseError as error:
             raise Broken(f"cannot open {path}: {error.orig}", hint="is it a database of Multiverse?") from error
         self.site = self._meta("site")
 
     def close(self) -> None:
+        self._reserve.keep()
         self._connection.close()
         self._connection.engine.dispose()
+        self._reserve.close()
 
     # --- transactions ------------------------------------------------------------------------------
 
     @contextmanager
-    def transaction(self) -> Iterator[Transaction]:
+    def transaction(self, *, releasing: bool = False) -> Iterator[Transaction]:
         """One transaction. Leaving it commits; an exception rolls back, and nothing of it is kept.
-        Raises `Exhausted` when the disk is full. Nothing is asked of the database before there is something to
-        read or write, which in most passes there is not."""
+        Raises `Exhausted` when the disk is full; a transaction that only releases (`releasing`) may use the room that
+        is reserved for it. Nothing is asked of the database before there is something to read or write, which in most
+        passes there is not."""
         with ExitStack() as stack:
 
             def begin() -> None:
                 if not self._open:
-                    stack.enter_context(self._begin())
+                    stack.enter_context(self._begin(adds=not releasing, borrows=releasing))
 
             yield Transaction(self, begin)
 
     @contextmanager
-    def _begin(self) -> Iterator[None]:
+    def _begin(self, *, adds: bool = False, borrows: bool = False) -> Iterator[None]:
+        """A transaction that `adds` is refused unless the reserve is whole; one that `borrows` may use it."""
         try:
             self._connection.exec_driver_sql("BEGIN IMMEDIATE")
             self._open = True
             try:
+                if borrows:
+                    self._reserve.lend()
                 before = self._changes()
                 yield
+                changed = self._changes() > before
+                if changed:
+                    self._reserve.prepare(adds=adds)
                 self._connection.exec_driver_sql("COMMIT")
-                self.commits += self._changes() > before
+                self.commits += changed
             except BaseException:
                 self._forget()
                 if self._connection.connection.dbapi_connection.in_transaction:  # type: ignore[union-attr]
                     self._connection.exec_driver_sql("ROLLBACK")
+                self._reserve.forget()
                 raise
         except sa.exc.OperationalError as error:
             raise Exhausted(f"the database did not take it: {error.orig}", hint="is its disk full?") from error
@@ -196,6 +212,11 @@ class Store:
             # The driver's transaction is over; SQLAlchemy's view of it must not stay open across passes.
             self._open = False
             self._connection.commit()
+
+    def _fill_reserve(self) -> None:
+        """Make the reserve, if there is room for it."""
+        with suppress(Exhausted), self._begin():
+            self._reserve.prepare(adds=True)
 
     @contextmanager
     def maintenance(self) -> Iterator[Callable[[sa.Executable, dict[str, Any]], sa.CursorResult[Any]]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-HEAD = "0005"
+HEAD = "0006"
 """The newest revision: what a database is upgraded to."""
 
 metadata = sa.MetaData()
@@ -44,6 +44,13 @@ ended = sa.Table(
     sa.Index("ix_ended_wall", "kind", "wall"),
 )
 """When rows of the four tables above ended; live rows are not in it."""
+reserve = sa.Table(
+    "reserve",
+    metadata,
+    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("room", sa.LargeBinary, nullable=False),
+)
+"""At most one row, which holds pages for releases (`store/reserve`)."""
 hosts = sa.Table(
     "hosts", metadata, sa.Column("name", sa.String, primary_key=True), sa.Column("body", sa.String, nullable=False)
 )
