@@ -109,6 +109,7 @@ def test_a_database_is_opened_again_on_a_full_disk(disk: Path) -> None:
     run(store, *(made(number) for number in range(1, VMS + 1)))
     fill(disk)
     store.close()
+    assert not (disk / "db-wal").exists(), "all of it was copied to the database"
     fill(disk)  # a guest takes whatever the daemon gives back
     again = opened(disk)
     release(again)

@@ -90,7 +90,9 @@ class Reserve:
                 room = (PAGES - 1) * (self._page_bytes - 4)
                 self._execute("INSERT INTO reserve (id, room) VALUES (1, zeroblob(?))", (room,))
                 self._is_whole = True
-            self._allocate(self._pragma("page_count"))
+            pages = self._pragma("page_count")
+            self._allocate(pages)
+            self._allocated = pages  # the next checkpoint cuts off what is beyond
         except OSError as error:
             raise _full(error) from error
 
