@@ -105,7 +105,7 @@ class Reserve:
     def keep(self) -> None:
         """The database is about to be closed: keep the log's blocks. If that fails they are lost, until there is room
         again."""
-        if self._path is not None and self._log_is_whole:
+        if self._path is not None:
             with suppress(OSError):
                 _kept(self._path).unlink(missing_ok=True)
                 os.link(_log(self._path), _kept(self._path))
