@@ -34,7 +34,7 @@ from multiverse.core.model import (
 )
 from multiverse.core.provisioning.spares import node_spec
 from multiverse.core.state import State
-from multiverse.core.transition import Done, Effect, EffectKind
+from multiverse.core.transition import RELEASING_EFFECTS, Done, Effect, EffectKind
 from multiverse.ports import Clock, Hypervisor, Scheduler
 
 log = structlog.get_logger()
@@ -132,8 +132,9 @@ class Effects:
             return 0.0
         return lane.ended + _pause(lane.runs)
 
-    def ensure(self, orphans: Sequence[VmRef] = ()) -> None:
-        """Make the lanes follow the rows. `orphans` are VMs or nodes of our site that no row explains."""
+    def ensure(self, orphans: Sequence[VmRef] = (), *, releasing: bool = False) -> None:
+        """Make the lanes follow the rows. `orphans` are VMs or nodes of our site that no row explains. With `releasing`
+        only effects that release are begun."""
         state = self._around.state
         wanted: dict[Key, tuple[Effect, Subject]] = {
             effect.key: (effect, row) for row, effect in permitted_effects(state)
@@ -149,6 +150,8 @@ class Effects:
             elif not lane.task.cancelling():
                 lane.task.cancel()  # its end wakes the loop, and the lane is free then
         for key, (effect, subject) in wanted.items():
+            if releasing and effect.kind not in RELEASING_EFFECTS:
+                continue
             lane = self._lanes.setdefault(key, _Lane(effect, _state(subject)))
             if lane.task is None and lane.effect == effect and self._due(lane) <= self._clock.now():
                 self._begin(lane, subject)

@@ -17,7 +17,8 @@ from multiverse.controller.forecast import ForecastRecorder
 from multiverse.controller.missing_hints import MissingHints
 from multiverse.controller.observers import Awaited, Observer, SchedulerObserver
 from multiverse.controller.users import LookupFailure, UserDirectory
-from multiverse.core.errors import MultiverseError
+from multiverse.core.commands import may_add
+from multiverse.core.errors import Exhausted, MultiverseError
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
     AttemptState,
@@ -136,9 +137,10 @@ class Controller:
         self.missing_hints = MissingHints(clock)
         self._wake = asyncio.Event()
         self._inbox: deque[Message] = deque()
-        self._asked: list[asyncio.Future[None]] = []  # one for each command in the inbox
+        self._asked: list[tuple[Command, asyncio.Future[None]]] = []  # for each command in the inbox
         self._expecting: float | None = None  # since when the newest of what is awaited is
         self._orphans: dict[tuple[str, str], float] = {}  # name and source, with the observation that showed it first
+        self._confirmed: list[VmRef] = []  # the orphans that are to be removed, as of the latest commit
         # A host that the settings name and that has not answered yet may hold what those that have answered cannot.
         self._declared = [KnownHost(host, source.name) for source in hypervisor.sources for host in source.hosts]
         self._limits: JobLimits | None = None  # what no job must exceed
@@ -218,7 +220,7 @@ class Controller:
         self._inbox.append(command)
         self._wake.set()
         committed = asyncio.get_running_loop().create_future()
-        self._asked.append(committed)
+        self._asked.append((command, committed))
         return committed
 
     # --- the loop ------------------------------------------------------------------------------------
@@ -231,7 +233,7 @@ class Controller:
                 self._wake.clear()
                 if self.run_pass():
                     await self._sleep(tasks)
-                else:
+                else:  # what is due stays due
                     await asyncio.sleep(UNCOMMITTED)
         finally:
             for task in tasks:
@@ -263,14 +265,35 @@ class Controller:
 
     def run_pass(self) -> bool:
         """One pass: observe, plan, one commit, then the effects. Awaits nothing. False if it was not committed: then
-        nothing of it has happened."""
-        now, state = self._clock.now(), self.state
+        nothing of it has happened. If that is for want of disk, what only releases is planned and committed by itself,
+        in room that is reserved for it, and the effects that only release go on, whether or not that succeeded."""
         world = self.observed = self.world()
-        messages = list(self._inbox)
+        problem = self._plan_and_commit(world)
+        if problem is None:
+            self.uncommitted = None
+        else:
+            log.error("pass not committed", reason=str(problem))
+            self.uncommitted = (self.uncommitted[0] if self.uncommitted else self._clock.now(), str(problem))
+            if not isinstance(problem, Exhausted):
+                return False
+            if failure := self._plan_and_commit(world, releasing=True):
+                log.error("releases not committed", reason=str(failure))
+        if self._limits is None or self.state.learned:
+            self._limits = job_limits(self.state.hosts, self.policy)
+        self._effects.limit_submissions(self._limits)
+        self.users.look_up(self.state.queue.unknown_users)
+        self._effects.ensure(self._confirmed, releasing=problem is not None)
+        return problem is None
+
+    def _plan_and_commit(self, world: World, *, releasing: bool = False) -> MultiverseError | None:
+        """Plan and commit; with `releasing` only what releases. The error because of which nothing was kept: then the
+        state is as it was before, and the messages stay."""
+        now, state = self._clock.now(), self.state
+        messages = [message for message in self._inbox if not (releasing and may_add(message))]
         done = [(message, state.get(message.key)) for message in messages if isinstance(message, Done)]
         try:
-            with self._store.transaction() as tx:
-                moves = plan(state, world, messages, now, self.policy)
+            with self._store.transaction(releasing=releasing) as tx:
+                moves = plan(state, world, messages, now, self.policy, releasing=releasing)
                 for host in self._declared:
                     if host.name not in state.hosts:
                         state.know_host(host)
@@ -286,30 +309,22 @@ class Controller:
             state.rollback()
             if not isinstance(error, MultiverseError):
                 raise
-            # Nothing was kept, and nothing will be done that is not kept: the messages stay, and we try again.
-            log.error("pass not committed", reason=str(error))
-            self.uncommitted = (self.uncommitted[0] if self.uncommitted else self._clock.now(), str(error))
-            return False
+            return error
         self._forecast.note(moves, now)
         self._comments.passed(moves, state.reasons)
         self.missing_hints.note(moves)
-        self._committed(len(messages))
-        if state.learned or self._limits is None:
-            self._limits = job_limits(state.hosts, self.policy)
-        self._effects.limit_submissions(self._limits)
-        self.users.look_up(state.queue.unknown_users)
-        self._effects.ensure(self._confirmed_orphans(world))
-        return True
+        self._committed(messages)
+        self._confirmed = self._confirmed_orphans(world)
+        return None
 
-    def _committed(self, messages: int) -> None:
-        """The pass is kept, and with it what came of the first `messages` of the inbox."""
-        self.uncommitted = None
-        for _ in range(messages):
-            self._inbox.popleft()
-        for committed in self._asked:
-            if not committed.done():  # whoever asked may have gone
+    def _committed(self, messages: list[Message]) -> None:
+        """The pass is kept, and with it what came of these messages."""
+        kept = {id(message) for message in messages}
+        self._inbox = deque(message for message in self._inbox if id(message) not in kept)
+        for command, committed in self._asked:
+            if id(command) in kept and not committed.done():  # whoever asked may have gone
                 committed.set_result(None)
-        self._asked.clear()
+        self._asked = [(command, committed) for command, committed in self._asked if id(command) not in kept]
         state = self.state
         awaited = [vm.since for vm in state.vms_in(*_AWAITED_OF_VMS)]
         awaited += [attempt.since for attempt in state.attempts_in(*_AWAITED_OF_ATTEMPTS)]

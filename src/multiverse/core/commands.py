@@ -21,9 +21,17 @@ from multiverse.core.policy import Policy
 from multiverse.core.provisioning.clones import need_template
 from multiverse.core.provisioning.context import Context
 from multiverse.core.state import State
-from multiverse.core.transition import Change, Command, Done, EffectKind, Event
+from multiverse.core.transition import Change, Command, Done, EffectKind, Event, Message
+
+_ADDING = ("build", "retry")
+"""Commands after which something may be made."""
 
 _DEFINITE = (Refused, Exhausted, Gone, Broken)
+
+
+def may_add(message: Message) -> bool:
+    """Whether a VM or a template may be made because of it."""
+    return isinstance(message, Command) and message.verb in _ADDING
 
 
 def apply_result(state: State, done: Done) -> None:

@@ -30,10 +30,13 @@ ROUNDS = 16
 """More rounds than the longest chain of moves that one observation can set off; a guard, never reached."""
 
 
-def plan(state: State, world: World, messages: Sequence[Message], now: float, policy: Policy) -> list[Move]:
+def plan(
+    state: State, world: World, messages: Sequence[Message], now: float, policy: Policy, *, releasing: bool = False
+) -> list[Move]:
     """Plan one pass, and return its moves in the order in which they are to be applied. `state` is changed by them; the
     caller rolls it back if they cannot be kept. Steps free before admission uses, and rounds repeat until nothing more
-    follows, so that one commit answers an observation however many rows it moves."""
+    follows, so that one commit answers an observation however many rows it moves. With `releasing` nothing is added: no
+    attempt of a job that waits, no VM, no template; what that concerns is left to a later pass."""
     context = Context(state, world, policy)
     state.begin(now, world.forecast.paced, world.entropy)
     mark_changes(state, world, policy)
@@ -46,20 +49,27 @@ def plan(state: State, world: World, messages: Sequence[Message], now: float, po
             apply_command(state, message, world, policy)
     for _ in range(ROUNDS):
         before = len(state.moves)
-        step_all(state, world, policy)
-        while state.missing:
-            missing = state.missing.pop(0)
-            with quarantine_on_error(state, Key("attempt", missing.attempt)):
-                supply_missing(context, missing)
-        reconcile_pools(context, admit(context))
+        step_all(state, world, policy, releasing=releasing)
+        if not releasing:
+            _provide(context)
         if len(state.moves) == before:
             break
     return state.moves
 
 
-def step_all(state: State, world: World, policy: Policy) -> None:
+def _provide(context: Context) -> None:
+    """Give attempts what they lack, admit jobs and refill pools."""
+    missing_vms = context.state.missing
+    while missing_vms:
+        missing = missing_vms.pop(0)
+        with quarantine_on_error(context.state, Key("attempt", missing.attempt)):
+            supply_missing(context, missing)
+    reconcile_pools(context, admit(context))
+
+
+def step_all(state: State, world: World, policy: Policy, *, releasing: bool = False) -> None:
     """Step once every state machine that may move. Templates and offers are few."""
-    open_attempts(state, world)
+    open_attempts(state, world, only_taken=releasing)
     for template_id in sorted(state.templates):
         with quarantine_on_error(state, Key("template", template_id)):
             step_template(state, template_id, world)

@@ -164,6 +164,11 @@ class EffectKind(StrEnum):
     DROP = "drop"
 
 
+RELEASING_EFFECTS = frozenset(set(EffectKind) - {EffectKind.CREATE, EffectKind.START, EffectKind.BUILD,
+                                                 EffectKind.OFFER, EffectKind.PIN})  # fmt: skip
+"""The effects that only release: they take nothing of a disk, and no job starts by them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Effect:
     """What a row's state permits. Effects with the same `key` run one after another: an offer's effects run under the

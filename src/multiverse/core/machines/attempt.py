@@ -122,9 +122,9 @@ def job_status(expected: JobRef, view: SchedulerView) -> tuple[JobStatus, Job | 
 # --- creation --------------------------------------------------------------------------------------
 
 
-def open_attempts(state: State, world: World) -> None:
+def open_attempts(state: State, world: World, *, only_taken: bool = False) -> None:
     """Open an attempt for each pending job without one, and for each job that took a spare as it was submitted, which
-    may run already."""
+    may run already. With `only_taken` the former are left to a later pass."""
     if world.scheduler is None or not state.unserved:
         return
     joined = state.vms_in(VmState.JOINED, VmState.RETIRING)
@@ -136,7 +136,7 @@ def open_attempts(state: State, world: World) -> None:
             state.unserved.discard(job_id)
             continue
         spare = spares.pop(job.pinned, None) if job.pinned else None
-        if job.state is JobState.PENDING or spare:
+        if (job.state is JobState.PENDING and not only_taken) or spare:
             state.unserved.discard(job_id)
             attempt = _open(state, job)
             if spare and not job.problem:
