@@ -514,6 +514,38 @@ def test_a_pass_that_is_not_committed_is_not_repeated_without_a_pause(monkeypatc
     assert tried < 1000
 
 
+def when(outcome: Outcome, what: str) -> list[float]:
+    """The virtual times of the events that mention it."""
+    return [at for at, text in outcome.events if what in text]
+
+
+def test_what_has_ended_is_released_while_the_disk_is_full_and_nothing_is_added() -> None:
+    """Job 1 ends while the disk is full, and job 2 is submitted then."""
+    full = Incident(9.0, IncidentKind.DISK_FULL, 300.0, pick=0.9)
+    later = Arrival(60.0, Batch(seconds=3.0))
+    outcome = keeps_its_promises(replace(ONE, arrivals=(*ONE.arrivals, later), incidents=(full,)))
+    assert set(outcome.results.values()) == {"COMPLETED"} and len(outcome.results) == 2
+    (first, second) = when(outcome, "-> gone (")
+    assert when(outcome, "allocated (")[0] < 9.0 < first < 60.0
+    planned = when(outcome, "planned (planned)")
+    assert len(planned) == 2 and 309.0 < planned[1] < second
+
+
+def test_a_vm_is_destroyed_as_committed_while_not_even_releases_are_committed() -> None:
+    """The disk is full to the last of its reserve right after the commit that permits the release, and the first try to
+    destroy the VM fails: it is tried again all the same."""
+    calm = keeps_its_promises(ONE)
+    (released,) = when(calm, "-> releasing (")
+    full = Incident(round(released + 0.001, 3), IncidentKind.DISK_FULL, 300.0, pick=0.0)
+    failing = (PlannedFault("hypervisor.destroy mvsimul-1 #1", FaultKind.UNREACHED),)
+    outcome = keeps_its_promises(replace(ONE, incidents=(full,), faults=failing))
+    assert outcome.faults == failing
+    (written,) = when(outcome, "the guest has written everything back")
+    assert written < 30.0, "it was tried again"
+    (gone,) = when(outcome, "-> gone (")
+    assert gone > 300.0, "it is recorded when that can be committed"
+
+
 def test_the_scheduler_is_observed_less_often_while_something_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a job lingered on a silent node, squeue was called ten times a second."""
     observations = 0

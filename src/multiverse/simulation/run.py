@@ -32,6 +32,7 @@ AT_REST = 8
 HINT_DELAY = (0.5, 10.0)  # seconds that a late hint takes
 DECISION = 30.0  # seconds between two looks of the operator at what no record explains
 UNNAMED = 0.2  # the share of hints of submissions that name no user, as those of an older multiverse.lua
+USED_UP = 0.3  # the share of full disks on which not even releases are committed
 SLOW = 600.0  # seconds that an observation of a slow source takes
 
 
@@ -45,11 +46,12 @@ class ControllerCrashed(BaseException):
 
 
 class CrashingStore(Store):
-    """A store whose disk may be full, and whose process may end at a commit."""
+    """A store whose disk may be `full`, to the last of what is reserved for releases if `used_up`, and whose process may
+    end at a commit."""
 
     def __init__(self, path: str, clock: Clock, at_commit: Callable[[bool], None], *, recovered: bool = False) -> None:
         super().__init__(path, clock, site=SITE, recovered=recovered)
-        self.full = False
+        self.full = self.used_up = False
         self._at_commit = at_commit  # called before (False) and after (True) each commit that changes anything
 
     @contextmanager
@@ -58,7 +60,7 @@ class CrashingStore(Store):
         with super().transaction(releasing=releasing) as tx:
             yield tx
             changed = self._changes() > before
-            if changed and self.full:
+            if changed and self.full and (self.used_up or not releasing):
                 raise Exhausted("the database did not take it: database or disk is full", hint="make room")
             if changed:
                 self._at_commit(False)
@@ -333,7 +335,7 @@ class _Simulation:
     async def _fill_disk(self, incident: Incident) -> None:
         self._log(f"incident: {incident.kind}, {incident.seconds:.1f} s")
         self.disk_full += 1
-        self.store.full = True
+        self.store.full, self.store.used_up = True, incident.pick < USED_UP
         await asyncio.sleep(incident.seconds)
         self.disk_full -= 1
         self.store.full = self.disk_full > 0
@@ -343,6 +345,7 @@ class _Simulation:
     def _open(self, *, recovered: bool = False) -> CrashingStore:
         store = CrashingStore(self.scenario.database, self.clock, self._at_commit, recovered=recovered)
         store.full = self.disk_full > 0
+        store.used_up = self.store.used_up if self.disk_full else False
         return store
 
     def _entropy(self) -> str:
