@@ -30,6 +30,9 @@ class HostSettings:
     # VMs may claim this many times `memory`. Above 1, a VM that has run for a while counts with the memory it uses.
     overcommit: float = 1.0
     floor: int = 1024  # MiB that stay available on the machine: with less, no VM starts (if overcommit is above 1)
+    # VMs may claim this many times `disk`. Above 1, a VM that finds no room for what it writes waits for room.
+    disk_overcommit: float = 1.0
+    disk_floor: int = 1024  # with less MiB available on the file system of qemu.vms, no VM is added
 
 
 @dataclass(frozen=True)
@@ -235,6 +238,10 @@ def _wrong_host(s: Settings) -> Iterator[str]:
         yield "host.overcommit: must be 1 or more; to claim less, reduce host.memory"
     if s.host.floor < 0:
         yield "host.floor: must be 0 or more MiB"
+    if s.host.disk_overcommit < 1:
+        yield "host.disk_overcommit: must be 1 or more; to claim less, reduce host.disk"
+    if s.host.disk_floor < 0:
+        yield "host.disk_floor: must be 0 or more MiB"
 
 
 def _wrong_network(s: Settings) -> Iterator[str]:

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 
 from multiverse.bench.planner import UncheckedTables
 from multiverse.core.errors import Exhausted
-from multiverse.core.model import Attempt, AttemptState, Claim, ClaimKey, Size, Vm, VmState
+from multiverse.core.model import AttemptState, Claim, ClaimKey, Size, VmState
 from multiverse.core.transition import Change, Event, Move
 from multiverse.store import Store
 from multiverse.store.reserve import PAGES

@@ -81,6 +81,8 @@ def policy_of(settings: Settings) -> Policy:
         guest_reserve=s.image.guest_reserve,
         overcommit=s.host.overcommit,
         floor=s.host.floor,
+        disk_overcommit=s.host.disk_overcommit,
+        disk_floor=s.host.disk_floor,
         provisioning=p.provisioning,
         silence=p.silence,
         spawn_timeout=p.spawn_timeout,

@@ -89,6 +89,6 @@ def _know_hosts(state: State, compared: Compared, world: World) -> None:
         state.queue.check_all()
     for name, host in hosts.items():
         if compared.hosts.get(name) is not host:
-            steady = replace(host, available=0) if host.available else host
+            steady = replace(host, available=0, available_disk=None)
             state.know_host(KnownHost(name, world.source_of[name], value=steady))
     compared.hosts = dict(hosts)

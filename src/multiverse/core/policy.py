@@ -48,6 +48,8 @@ class Policy:
     guest_reserve: int = 80
     overcommit: float = 1.0  # times its declared memory that a host may claim
     floor: int = 1024  # above 1, what its machine must keep available all the same
+    disk_overcommit: float = 1.0  # times its declared disk that a host may claim
+    disk_floor: int = 1024  # MiB: with less disk available, a host gets no VM
     settle: float = 30.0  # then, how long a VM serves its job before it counts as what it takes
     provisioning: int = 4
     silence: float = 60.0  # how long a source is unknown before its VMs no longer count for their jobs

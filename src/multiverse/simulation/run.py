@@ -46,8 +46,7 @@ class ControllerCrashed(BaseException):
 
 
 class CrashingStore(Store):
-    """A store whose disk may be `full`, to the last of what is reserved for releases if `used_up`, and whose process may
-    end at a commit."""
+    """A store whose disk may be `full`, and its reserve for releases `used_up`; its process may end at a commit."""
 
     def __init__(self, path: str, clock: Clock, at_commit: Callable[[bool], None], *, recovered: bool = False) -> None:
         super().__init__(path, clock, site=SITE, recovered=recovered)

@@ -117,7 +117,7 @@ def _step_out_of_sight(state: State, vm: Vm, latest: Seen[HypervisorView] | None
 def _find_again(state: State, vm: Vm, world: World) -> None:
     """Its host is back. A VM whose job runs on goes on with it; any other VM has missed too much."""
     attempt, seen = state.attempt_of(vm), world.vm(vm)
-    running = seen is not None and seen.condition is VmCondition.RUNNING
+    running = seen is not None and seen.condition in (VmCondition.RUNNING, VmCondition.PAUSED)
     introduced = seen is not None and attempt is not None and attempt.uid in seen.introduced
     runs_its_job = attempt is not None and (
         attempt.state is AttemptState.ALLOCATED or (attempt.state is AttemptState.INTRODUCING and introduced)

@@ -22,8 +22,9 @@ class Host:
     `assigns_addresses` where the hypervisor gives VMs their addresses and MACs. `machine` is what the machine itself
     has, shown beside the declared capacity; None if the platform does not tell. `template_copies` is how often the
     memory of a template is held while it has clones. `available` is what the machine could give to new processes when
-    it was observed; 0 if that is unknown. `images` are those that are there, each with what it can do: `fork`,
-    `plug_cpus`, `plug_memory`. `memory_block` is the granularity of plugged memory, `vm_overhead` what a VM needs
+    it was observed; 0 if that is unknown. `available_disk` is how much more VMs could write then, None if that
+    is unknown. `images` are those that are there, each with what it can do: `fork`, `plug_cpus`, `plug_memory`.
+    `memory_block` is the granularity of plugged memory, `vm_overhead` what a VM needs
     beside its guest's memory. Memory is in MiB.
     """
 
@@ -37,6 +38,7 @@ class Host:
     images: Mapping[str, frozenset[str]] = field(default_factory=dict)
     memory_block: int = 128
     vm_overhead: int = 32
+    available_disk: int | None = None
 
     def image_can(self, image: str, ability: str) -> bool:
         """Whether the image is there and has that ability."""

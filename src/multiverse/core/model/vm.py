@@ -16,6 +16,7 @@ class VmCondition(StrEnum):
     PARKED = "parked"  # restored and paused, or ready to boot; without identity
     STARTING = "starting"  # it runs, but its mounts, users and daemons are not complete
     RUNNING = "running"  # it has its identity and its mounts, and its daemons have been started
+    PAUSED = "paused"  # as RUNNING, but its host has no room for what it writes; it goes on when there is room again
     DEAD = "dead"  # its process is gone or its guest has stopped; remains of it exist
 
 

@@ -331,9 +331,9 @@ class Admission:
         if not why and not (why := self._memory_of_others(attempt, choice)):
             # Its template needs room too, which no later job may take.
             image = self.context.image_of(attempt)
-            why = f"waiting for capacity: no host has room for the template of image {image}"
             able = hosts_making(image, choice.kind, self.hosts)
             claims = {name: template_claim(choice.sizes[name], self.hosts[name]) for name in able}
+            why = self.room.why_full(claims, self.policy, f"no host has room for the template of image {image}")
             self._block(attempt, self._make_room(attempt, 1, claims), why)
             return
         self._wait(attempt, why)
@@ -359,7 +359,8 @@ class Admission:
         elif why := self._memory_of_others(attempt, choice):
             self._wait(attempt, why)
         else:
-            why = self._template_elsewhere(attempt, choice) or self._why_full(claims)
+            why = self._template_elsewhere(attempt, choice)
+            why = why or self.room.why_full(claims, self.policy, "the hosts are full")
             self._block(attempt, self._make_room(attempt, attempt.request.nodes, claims), why)
 
     def _template_elsewhere(self, attempt: Attempt, choice: Choice) -> str:
@@ -370,11 +371,6 @@ class Admission:
         rows = templates_of(self.context, attempt, able, choice.sizes)
         lacking = {which: row for which, row in rows.items() if not (row and row.state is TemplateState.READY)}
         return ask_for_template(self.context, lacking, self.room, f"job {attempt.job.job_id} needs it")
-
-    def _why_full(self, claims: Mapping[str, Size]) -> str:
-        if tight := self.room.lack_memory(claims):
-            return f"waiting for memory: {', '.join(tight)} must keep {self.policy.floor} MiB available"
-        return "waiting for capacity: the hosts are full"
 
     def _make_room(self, attempt: Attempt, count: int, claims: Mapping[str, Size]) -> Blockage:
         """What the first job in the queue waits for: if releasing spares is enough, only until they are gone."""

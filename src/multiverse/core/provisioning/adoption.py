@@ -52,7 +52,7 @@ def _serves_another(context: Context, vm: Vm) -> bool:
     if seen is None or world.scheduler is None or world.scheduler.began <= vm.since:
         return False
     if vm.state is VmState.PARKED:
-        return seen.condition in (VmCondition.STARTING, VmCondition.RUNNING)
+        return seen.condition in (VmCondition.STARTING, VmCondition.RUNNING, VmCondition.PAUSED)
     return state.offer_of(vm) is None and vm.name in world.scheduler.value.occupied
 
 

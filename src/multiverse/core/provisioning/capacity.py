@@ -24,7 +24,16 @@ from multiverse.core.model import (
 )
 from multiverse.core.policy import Policy
 from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.sizes import empty_host, template_claim, template_size, vm_claim, vm_claims, vm_size
+from multiverse.core.provisioning.sizes import (
+    claimable_disk,
+    empty_host,
+    short_of_disk,
+    template_claim,
+    template_size,
+    vm_claim,
+    vm_claims,
+    vm_size,
+)
 from multiverse.core.state import State
 
 
@@ -38,11 +47,12 @@ class Blockage(StrEnum):
 
 class Room:
     """What is free in each capacity domain, while one pass takes from it and gives back. `tight` are the hosts whose
-    machine has less available than could be claimed."""
+    machine has less memory available than could be claimed, `full` those whose disk has too little room for a VM."""
 
     def __init__(self, hosts: Mapping[str, Host], used: Mapping[str, Size] = MappingProxyType({})) -> None:
         self.free = {name: [h.capacity.cpus, h.capacity.memory, h.capacity.disk] for name, h in hosts.items()}
         self.tight: set[str] = set()
+        self.full: set[str] = set()
         for domain, size in used.items():
             self.take(domain, size)
 
@@ -56,6 +66,20 @@ class Room:
             if left < free[1]:
                 free[1] = left
                 self.tight.add(host.name)
+
+    def limit_disk(self, host: Host, policy: Policy) -> None:
+        """Let more disk be claimed there than is declared, and nothing at all while its disk is short."""
+        self.free[host.name][2] += claimable_disk(host, policy) - host.capacity.disk
+        if short_of_disk(host, policy):
+            self.full.add(host.name)
+
+    def why_full(self, claims: Mapping[str, Size], policy: Policy, otherwise: str) -> str:
+        """Why there is no room for what is to be claimed there."""
+        if full := [name for name in claims if name in self.full]:
+            return f"waiting for disk: {', '.join(full)} must have {policy.disk_floor} MiB available"
+        if tight := self.lack_memory(claims):
+            return f"waiting for memory: {', '.join(tight)} must keep {policy.floor} MiB available"
+        return f"waiting for capacity: {otherwise}"
 
     def lack_memory(self, claims: Mapping[str, Size]) -> list[str]:
         """Hosts that would fit what is to be claimed there, but for the memory that their machine has available."""
@@ -82,6 +106,8 @@ class Room:
 
     def fits(self, domain: str, size: Size) -> bool:
         cpus, memory, disk = self.free[domain]
+        if domain in self.full:
+            return False
         return size.cpus <= cpus and size.memory <= memory and size.disk <= disk
 
     def place(self, count: int, claims: Mapping[str, Size]) -> list[str] | None:
@@ -110,6 +136,8 @@ def room_of(context: Context, *, without: Collection[Key] = ()) -> Room:
     mapped = _left_behind_in(state, without)
     for claim in mapped:
         room.take(claim.domain, claim.size)
+    for _, host in sorted(hosts.items()):
+        room.limit_disk(host, policy)
     if policy.overcommit > 1:
         coming: Counter[str] = Counter()
         for claim in state.claims.values():

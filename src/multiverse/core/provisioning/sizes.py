@@ -61,10 +61,15 @@ def vm_size(node: Size, template: Size, host: Host, policy: Policy) -> Size:
 def empty_host(host: Host, policy: Policy) -> Host:
     """The host as what it can carry at once with nothing on it. Where more may be claimed than is declared, VMs that
     start have to fit into the machine all the same."""
-    if policy.overcommit <= 1 or not host.machine:
-        return host
-    most = min(host.capacity.memory, host.machine.memory - policy.floor)
-    return replace(host, capacity=replace(host.capacity, memory=most))
+    capacity = replace(host.capacity, disk=claimable_disk(host, policy))
+    if policy.overcommit > 1 and host.machine:
+        capacity = replace(capacity, memory=min(capacity.memory, host.machine.memory - policy.floor))
+    return replace(host, capacity=capacity)
+
+
+def claimable_disk(host: Host, policy: Policy) -> int:
+    """MiB of disk that may be claimed there in all."""
+    return int(host.capacity.disk * policy.disk_overcommit)
 
 
 def vm_claim(size: Size, host: Host) -> Size:
@@ -84,6 +89,11 @@ def vm_claims(node: Size, templates: Mapping[str, Size], hosts: Mapping[str, Hos
         name: vm_claim(vm_size(node, template, hosts[name], policy), hosts[name])
         for name, template in templates.items()
     }
+
+
+def short_of_disk(host: Host, policy: Policy) -> bool:
+    """Whether less disk is available there than must be for a VM to be added."""
+    return host.available_disk is not None and host.available_disk < policy.disk_floor
 
 
 def short_of_memory(host: Host, policy: Policy) -> bool:

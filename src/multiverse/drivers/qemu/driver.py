@@ -77,7 +77,11 @@ class QemuHypervisor:
 
     async def observe(self) -> HypervisorView:
         """See `ports.Hypervisor`."""
-        return await self._in_thread(self._host.observe)
+        return await self._in_thread(self._resume_and_observe)
+
+    def _resume_and_observe(self) -> HypervisorView:
+        self._host.resume_paused()
+        return self._host.observe()
 
     async def measure(self) -> Mapping[str, tuple[float, float, float]]:
         """See `QemuHost.measure`."""

@@ -18,6 +18,7 @@ from multiverse.host.namespaces import System
 from multiverse.host.qemu import probe, templates
 from multiverse.host.qemu.ability_cache import AbilityCache
 from multiverse.host.qemu.connections import Connections
+from multiverse.host.qemu.full_disk import PausedGuests
 from multiverse.host.qemu.machine import Accelerator, Memory, QemuMachine, limits
 from multiverse.host.qemu.output import OutputStore
 from multiverse.host.qemu.session import Paths
@@ -91,6 +92,7 @@ class HostContext:
         self.firewall = Firewall(config.prefix, config.vms)
         self.connections = Connections(self.paths)
         self.outputs = OutputStore()
+        self.paused = PausedGuests(config.vms, self.paths)
         self.system = System.of(config.binary, self.accelerator.devices())
         self._limits = limits(config.base, config.capacity, config.largest)
 
@@ -140,7 +142,11 @@ class HostContext:
         def machine(disk: Path, memory: Path) -> QemuMachine:
             plain = self._machine(image, size, Memory(size.memory, memory), disk)
             return replace(
-                plain, name=f"template-{image.name}", mac=_TEMPLATE_MAC, cmdline=f"{plain.cmdline} {TEMPLATE}"
+                plain,
+                name=f"template-{image.name}",
+                mac=_TEMPLATE_MAC,
+                cmdline=f"{plain.cmdline} {TEMPLATE}",
+                waits_for_room=False,
             )
 
         return machine

@@ -78,6 +78,10 @@ class QemuHost:
         """The host, its templates and its VMs, also what is left of dead ones."""
         return self._observer.observe()
 
+    def resume_paused(self) -> None:
+        """Let guests go on that were paused because the disk was full, if it has room again."""
+        self._context.paused.resume()
+
     def measure(self) -> Mapping[str, tuple[float, float, float]]:
         """(CPU seconds, unique MiB, proportional MiB) of each VM that lives. Takes a millisecond or more for each."""
         return self._observer.measure()

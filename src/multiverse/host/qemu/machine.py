@@ -90,7 +90,9 @@ class Wiring:
 
 @dataclass(frozen=True)
 class QemuMachine:
-    """One VM, as QEMU is to create it. `limits` is the size that it can have after plugging."""
+    """One VM, as QEMU is to create it. `limits` is the size that it can have after plugging. With `waits_for_room` the
+    guest is paused when the host's disk is full (see `full_disk`); otherwise it sees an error. Other errors, as of a
+    file that exceeds RLIMIT_FSIZE, are the guest's in any case."""
 
     name: str
     accelerator: Accelerator
@@ -103,6 +105,7 @@ class QemuMachine:
     kernel: Path
     initrd: Path
     cmdline: str
+    waits_for_room: bool = True
 
     def shape(self) -> list[str]:
         """The arguments that must be the same for a template and its clones. The others may differ."""
@@ -121,9 +124,7 @@ class QemuMachine:
 
     def argv(self, binary: str, wiring: Wiring, *, paused: bool, incoming: bool = False) -> list[str]:
         """The whole command line of QEMU."""
-        on_error = (
-            "werror=report,rerror=report"  # a full disk of the host is an error in the guest, and does not pause it
-        )
+        on_error = f"werror={'enospc' if self.waits_for_room else 'report'},rerror=report"
         modern = "disable-legacy=on,disable-modern=off"
         argv = [binary, "-name", self.name, "-nodefaults", "-no-user-config", "-display", "none", "-vga", "none",
                 "-no-reboot", "-action", "panic=shutdown,watchdog=shutdown", "-rtc", "base=utc",

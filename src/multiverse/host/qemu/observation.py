@@ -1,4 +1,5 @@
-"""Observing a host: its manifests and /proc tell how its VMs are. No program is run, and no QEMU is asked."""
+"""Observing a host: its manifests and /proc tell how its VMs are. No program is run, and no QEMU is asked but one that
+may be paused (`full_disk`)."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ from multiverse.host import manifest, process
 from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.qemu import templates
 from multiverse.host.qemu.context import HostContext
+from multiverse.host.qemu.full_disk import REASON, available_disk
 from multiverse.images import catalog as images
 
 log = structlog.get_logger(__name__)
@@ -52,6 +54,7 @@ class HostObserver:
     def observe(self) -> HypervisorView:
         """The host, its templates and its VMs, also what is left of dead ones."""
         seen = {path.name: self._vm(path) for path in self.vm_directories()}
+        self._host.paused.keep_only(seen)
         for gone in (set(self._manifests) | set(self._figures) | set(self._reasons)) - set(seen):
             self.forget(gone)
         # The templates first: a build that ends meanwhile has recorded what its image cannot do.
@@ -97,6 +100,7 @@ class HostObserver:
             template_copies=1 if self._host.maps_readonly else 2,  # see `memfd`
             available=process.available_memory(),
             images=abilities,
+            available_disk=available_disk(config.vms) >> 20 if config.vms.is_dir() else None,
         )
 
     def _templates(self) -> list[TemplateSeen]:
@@ -149,7 +153,10 @@ class HostObserver:
             process.reap(known.process)
             self._host.outputs.finish(name)
             return replace(seen, condition=VmCondition.DEAD, reason="its QEMU has ended")
-        return self._measured(replace(seen, reason=self._reasons.get(name, "")), known)
+        measured = self._measured(replace(seen, reason=self._reasons.get(name, "")), known)
+        if name in self._host.paused:
+            return replace(measured, condition=VmCondition.PAUSED, reason=REASON)
+        return measured
 
     def _measured(self, seen: VmSeen, known: Manifest) -> VmSeen:
         """With what the VM takes. It is measured every few seconds, which is less often than it is observed; then what
@@ -158,7 +165,10 @@ class HostObserver:
         since, before = self._figures.get(seen.name, (-math.inf, seen))
         if now - since >= _MEASURED_FOR:
             private, shared = process.resident_memory(known.pid)
-            before = replace(seen, cpu_s=process.cpu_seconds(known.pid), private=private, shared=shared)
+            cpu_s = process.cpu_seconds(known.pid)
+            if cpu_s == before.cpu_s and known.phase is VmPhase.STARTED:
+                self._host.paused.ask(seen.name)
+            before = replace(seen, cpu_s=cpu_s, private=private, shared=shared)
             self._figures[seen.name] = (now, before)
             self._copy_outputs(known)
         return replace(seen, cpu_s=before.cpu_s, private=before.private, shared=before.shared)

@@ -16,7 +16,8 @@ from multiverse.system.processes import boot_id
 
 
 def destroy(host: HostContext, name: str, grace: float, token: str = "") -> None:
-    """Let the guest write back and unmount for up to `grace` seconds, end the VM, and remove all of it.
+    """Let the guest write back and unmount for up to `grace` seconds, unless it is paused because the disk is full, end
+    the VM, and remove all of it.
 
     Absent is success. Raises `Broken` if its process cannot be ended, `Refused` if the VM has another token than
     `token`: then it is another VM, as of a database that was restored from a copy. An empty token, or none in the
@@ -33,7 +34,7 @@ def destroy(host: HostContext, name: str, grace: float, token: str = "") -> None
         raise Refused(f"{name} is another VM: it has another token than the one to be destroyed", hint=hint)
     alive = known is not None and known.process.is_alive()
     if known is not None and alive:
-        if grace > 0 and known.phase in (VmPhase.STARTED, VmPhase.STARTING):
+        if grace > 0 and known.phase in (VmPhase.STARTED, VmPhase.STARTING) and name not in host.paused:
             _flush(host, name, paths, grace)
         # Killed before the lock is held: whoever holds the lock, waiting for this guest, then releases it.
         process.kill(known.process)
