@@ -15,6 +15,7 @@ import pytest
 @contextmanager
 def small_disk(place: Path, kind: str, mebibytes: int) -> Iterator[Path]:
     """A file system of that size, mounted at `place` while the context lasts. Nothing of it is set aside for root."""
+    new = not place.exists()
     place.mkdir(exist_ok=True)
     disk = place.with_name(f"{place.name}.disk")
     if kind == "tmpfs":
@@ -33,7 +34,8 @@ def small_disk(place: Path, kind: str, mebibytes: int) -> Iterator[Path]:
         if not mounted.returncode:
             subprocess.run(["umount", "-l", str(place)], check=True)  # a test that failed may have files open
         disk.unlink(missing_ok=True)
-        place.rmdir()
+        if new:
+            place.rmdir()
 
 
 def fill(directory: Path, leave: int = 0) -> Path:

@@ -33,6 +33,8 @@ def test_values_are_read_into_their_types(tmp_path: Path) -> None:
         ({"host": {"cores": 0}}, "at least one core"),
         ({"host": {"overcommit": 0.5}}, "host.overcommit"),
         ({"host": {"floor": -1}}, "host.floor"),
+        ({"host": {"disk_overcommit": 0.9}}, "host.disk_overcommit"),
+        ({"host": {"disk_floor": -1}}, "host.disk_floor"),
         ({"qemu": {"tb_size": 4}}, "qemu.tb_size"),
         ({"mounts": [{"sourse": "x"}]}, "mounts.0.sourse: no such key, did you mean source"),
         ({"qemu": {"accel": "xen"}}, "qemu.accel"),

@@ -135,7 +135,7 @@ def act_on_hypervisor(harness: PlannerHarness, what: str, which: int, how: int) 
     name = name_of(harness, which)
     match what:
         case "vm":
-            harness.seen(name, list(VmCondition)[how % 5])
+            harness.seen(name, list(VmCondition)[how % len(VmCondition)])
         case "introduce":
             harness.vms[name] = VmSeen(name, "h1", VmCondition.RUNNING, introduced=(1000,))
         case "progress":

@@ -13,6 +13,7 @@ AlertKind = Literal[
     "hints",
     "store",
     "memory",
+    "disk",
     "image",
     "quarantine",
     "back-off",

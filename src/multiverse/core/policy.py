@@ -57,6 +57,7 @@ class Policy:
     pin_timeout: float = 60.0
     held_timeout: float = 10.0  # a pinned job that the scheduler holds back; its reason may be an old one till then
     complete_timeout: float = 120.0
+    paused_timeout: float = 10.0  # the same for a job with a VM that is paused, because its host's disk is full
     retry_base: float = 2.0
     retry_limit: float = 300.0
     replacements: int = 2

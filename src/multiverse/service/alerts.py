@@ -15,6 +15,7 @@ from multiverse.service.findings import (
     Findings,
     HintsMissing,
     HostAway,
+    HostShortOfDisk,
     HostShortOfMemory,
     JobBackingOff,
     MissingImage,
@@ -40,6 +41,7 @@ def alerts(found: Findings) -> list[Alert]:
         *([_hints(found.hints)] if found.hints else ()),
         *map(_host, found.hosts_away),
         *([_fenced(found.fenced)] if found.fenced.vms else ()),
+        *map(_disk, found.short_of_disk),
         *map(_memory, found.short_of_memory),
         *map(_image, found.missing_images),
         *map(_quarantined, found.quarantined),
@@ -112,6 +114,26 @@ def _fenced(one: FencedVms) -> Alert:
         "fenced",
         f"VMs of fenced hosts are not yet removed: {_some(one.vms)}",
         "keep their hosts switched off; if one comes back, what is left of its VMs is ended",
+    )
+
+
+def _disk(one: HostShortOfDisk) -> Alert:
+    free = "" if one.available is None else f": {one.available} MiB are available"
+    if not one.paused:
+        return Alert(
+            "disk",
+            f"disk-{one.host}",
+            f"host {one.host} is short of disk{free}, {one.floor} MiB are to be kept",
+            "make room on the file system of qemu.vms, or lower host.disk_floor; until then no VM starts there",
+        )
+    affected = f" (affected: job {_some(one.jobs)})" if one.jobs else ""
+    return Alert(
+        "disk",
+        f"disk-{one.host}",
+        f"the disk of host {one.host} is full{free}; paused until it has room: {_some(one.paused)}{affected}",
+        "make room on the file system of qemu.vms, or cancel jobs that write much: scancel; the VMs then go on by "
+        "themselves; until then Slurm does not reach their nodes, and sets them DOWN after its SlurmdTimeout",
+        jobs=one.jobs,
     )
 
 

@@ -39,7 +39,7 @@ from multiverse.core.policy import Policy, image_of
 from multiverse.core.provisioning.capacity import left_behind
 from multiverse.core.provisioning.pools import PoolStatus
 from multiverse.core.provisioning.reasons import reason_of
-from multiverse.core.provisioning.sizes import short_of_memory
+from multiverse.core.provisioning.sizes import short_of_disk, short_of_memory
 from multiverse.core.rows import Rows
 from multiverse.core.transition import Command
 from multiverse.service.findings import (
@@ -48,6 +48,7 @@ from multiverse.service.findings import (
     FencedVms,
     Findings,
     HostAway,
+    HostShortOfDisk,
     HostShortOfMemory,
     JobBackingOff,
     MissingImage,
@@ -286,6 +287,7 @@ def findings(rows: Rows, world: World, policy: Policy, now: float) -> Findings:
         hosts_away=tuple(_hosts_away(rows, world)),
         fenced=_fenced_vms(rows),
         short_of_memory=tuple(_hosts_short_of_memory(world, policy)),
+        short_of_disk=tuple(_hosts_short_of_disk(rows, world, policy)),
         missing_images=tuple(_missing_images(rows, world, policy, now)),
         quarantined=tuple(_quarantined_records(rows)),
         orphan_vms=tuple(
@@ -335,6 +337,16 @@ def _hosts_short_of_memory(world: World, policy: Policy) -> Iterator[HostShortOf
     for _, host in sorted(world.hosts.items()):
         if short_of_memory(host, policy):
             yield HostShortOfMemory(host.name, host.available, policy.floor)
+
+
+def _hosts_short_of_disk(rows: Rows, world: World, policy: Policy) -> Iterator[HostShortOfDisk]:
+    shown = [(vm, world.vm(vm)) for _, vm in sorted(rows.vms.items())]
+    paused = [vm for vm, seen in shown if seen is not None and seen.condition is VmCondition.PAUSED]
+    for _, host in sorted(world.hosts.items()):
+        waiting = [vm for vm in paused if vm.host == host.name]
+        if waiting or short_of_disk(host, policy):
+            names, jobs = tuple(vm.name for vm in waiting), _jobs_of(rows, waiting)
+            yield HostShortOfDisk(host.name, host.available_disk, policy.disk_floor, names, jobs)
 
 
 def _missing_images(rows: Rows, world: World, policy: Policy, now: float) -> Iterator[MissingImage]:

@@ -64,6 +64,17 @@ class HostShortOfMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class HostShortOfDisk:
+    """`paused` are the VMs that wait for room, `jobs` those that run in them. `available` None: it is unknown."""
+
+    host: str
+    available: int | None
+    floor: int
+    paused: tuple[str, ...] = ()
+    jobs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class MissingImage:
     """No host in reach has an image that jobs or a pool want. `hosts_away`: other hosts, which are out of reach, may
     have it."""
@@ -148,6 +159,7 @@ class Findings:
     hosts_away: Sequence[HostAway] = ()
     fenced: FencedVms = FencedVms()
     short_of_memory: Sequence[HostShortOfMemory] = ()
+    short_of_disk: Sequence[HostShortOfDisk] = ()
     missing_images: Sequence[MissingImage] = ()
     quarantined: Sequence[QuarantinedRecord] = ()
     broken_templates: Sequence[BrokenTemplate] = ()

@@ -23,6 +23,7 @@ from multiverse.core.model import (
     SchedulerView,
     Size,
     Vm,
+    VmCondition,
     VmState,
     World,
 )
@@ -478,8 +479,11 @@ def _keeps_its_nodes(state: State, attempt: Attempt, seen: Sighting, world: Worl
     job = seen.job
     if job is None:
         return False
-    names = {vm.name for vm in state.vms_of(attempt)}
-    in_time = seen.began - attempt.since <= policy.complete_timeout
+    vms = state.vms_of(attempt)
+    names = {vm.name for vm in vms}
+    paused = any((shown := world.vm(vm)) and shown.condition is VmCondition.PAUSED for vm in vms)
+    # A paused guest does not answer the scheduler, and ending it makes room for others.
+    in_time = seen.began - attempt.since <= (policy.paused_timeout if paused else policy.complete_timeout)
     match job.state:
         case JobState.COMPLETING if seen.is_on(names):
             return in_time

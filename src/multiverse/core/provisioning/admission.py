@@ -374,6 +374,8 @@ class Admission:
 
     def _make_room(self, attempt: Attempt, count: int, claims: Mapping[str, Size]) -> Blockage:
         """What the first job in the queue waits for: if releasing spares is enough, only until they are gone."""
+        if claims.keys() <= self.room.full:  # nothing that could be released gives back enough disk
+            return Blockage.ROOM
         if release_spares(self.context, self.context.image_of(attempt), count, claims):
             return Blockage.TURN
         retire_a_template(self.context, attempt)

@@ -1,0 +1,92 @@
+"""An array that fills the disk on which the controller's state and all VMs are: no other job sees an error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from multiverse.client import Client
+from multiverse.lab import lifecycle
+from multiverse.lab.plan import LabOptions
+from tests.integration.conftest import LabUnderTest
+from tests.integration.small_disk import available, small_disk
+from tests.integration.watch import accounted, ended, nothing_left, until, written
+
+pytestmark = pytest.mark.integration
+
+DISK = 640  # MiB
+FLOOR = 48  # MiB
+HOGS = 4
+WRITES = 90
+
+HOG = "head -c 1500M /dev/zero > /var/tmp/fill; echo $? > {out}-$SLURM_ARRAY_TASK_ID"
+"""Writes more than the disk of the host holds, and says whether that succeeded."""
+
+NEIGHBOUR = f"""exec 2> {{out}}.errors
+for i in $(seq {WRITES}); do
+  dd if=/dev/urandom of=/var/tmp/some-$i bs=64k count=4 conv=fsync || echo "write $i failed" >&2
+  sleep 0.5
+done; sync; cat /var/tmp/some-* | wc -c > {{out}}"""
+
+
+@pytest.fixture(scope="module")
+def small(lab: LabUnderTest, _images: None) -> Iterator[Client]:
+    """The lab's controller with an empty state on a small disk, where its VMs are too."""
+    asyncio.run(lifecycle.stop_controller(lab.where))
+    state = lab.where.controller
+    probe = state / "kvm.json"
+    known = probe.read_bytes() if probe.exists() else b""
+    site = {"host": {"disk_overcommit": 1000.0, "disk_floor": FLOOR}}
+    with small_disk(state, "ext4", DISK):
+        if known:
+            probe.write_bytes(known)
+            probe.chmod(0o600)
+        try:
+            asyncio.run(lifecycle.up(lab.where, LabOptions(settings=site)))
+            yield Client(lab.settings.socket)
+        finally:
+            for partition in ("vm", "vmrun"):
+                lab.run("scancel", f"--partition={partition}", check=False)
+            asyncio.run(lifecycle.stop_controller(lab.where))
+    asyncio.run(lifecycle.up(lab.where, LabOptions(settings={}), controller=False))
+
+
+def alert(client: Client) -> dict[str, object] | None:
+    """The alert of VMs that are paused."""
+    found = [one for one in client.status()["troubles"] if one["kind"] == "disk" and "paused" in one["wrong"]]
+    return found[0] if found else None
+
+
+def states(lab: LabUnderTest, job: str) -> list[str]:
+    return lab.run("squeue", "-h", "-r", "-o", "%T", "-j", job, check=False).stdout.split()
+
+
+def test_an_array_that_fills_the_disk_harms_no_other_job_and_is_released(lab: LabUnderTest, small: Client) -> None:
+    home = lab.user.home
+    out, fill = home / "neighbour", home / "fill"
+    neighbour = lab.sbatch(NEIGHBOUR.format(out=out), "--output=/dev/null")
+    until("the neighbour runs", lambda: states(lab, neighbour) == ["RUNNING"])
+    array = lab.sbatch(HOG.format(out=fill), f"--array=1-{HOGS}", "--output=/dev/null")
+    found = until("VMs are paused", lambda: alert(small))
+    assert "MiB are available" in found["wrong"] and "scancel" in found["todo"] and found["jobs"]
+    waiting = lab.sbatch("true", "--output=/dev/null")
+    until("a new job waits", lambda: "waiting for disk" in (small.jobs(waiting) or [{}])[0].get("waiting", ""))
+    assert available(lab.where.controller) < FLOOR << 20
+    assert not list(home.glob("fill-*")), "no task of the array has seen an error, nor ended"
+    lab.run("scancel", array)
+    until("the array's VMs are gone", lambda: not [row for row in small.jobs() if row["job_id"].startswith(array)], 60)
+    assert not list(home.glob("fill-*"))
+    ended(small, waiting, "done")
+    ended(small, neighbour, "done")
+    assert accounted(lab, neighbour) == ("COMPLETED", "0:0")
+    assert written(out).strip() == str(WRITES * (256 << 10)), "all that it wrote is there"
+    errors = Path(f"{out}.errors").read_text()
+    assert "failed" not in errors and "rror" not in errors and errors.count("records out") == WRITES
+    until("the alert has ended", lambda: not alert(small))
+    again = [lab.sbatch("true", "--output=/dev/null") for _ in range(3)]
+    for job in again:
+        ended(small, job, "done")
+    nothing_left(lab, small)
