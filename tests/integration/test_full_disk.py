@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from multiverse.client import Client
+from multiverse.core.model import CloneKind, Size
+from multiverse.host import manifest
+from multiverse.host.manifest import Manifest, VmPhase
+from multiverse.host.qemu.library import QemuHost, QemuHostConfig
 from multiverse.lab import lifecycle
 from multiverse.lab.plan import LabOptions
+from multiverse.system.processes import ProcessIdentity
 from tests.integration.conftest import LabUnderTest
-from tests.integration.small_disk import available, small_disk
+from tests.integration.small_disk import available, fill, small_disk
 from tests.integration.watch import accounted, ended, nothing_left, until, written
 
 pytestmark = pytest.mark.integration
@@ -54,7 +61,32 @@ def small(lab: LabUnderTest, _images: None) -> Iterator[Client]:
     asyncio.run(lifecycle.up(lab.where, LabOptions(settings={}), controller=False))
 
 
-def alert(client: Client) -> dict[str, object] | None:
+def test_a_vm_is_destroyed_on_a_full_disk(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small", "ext4", 64) as disk:
+        home = disk / "mva-1"
+        home.mkdir()
+        qemu = subprocess.Popen(["sleep", "1000"])
+        one = ProcessIdentity.of(qemu.pid)
+        facts = Manifest(home.name, CloneKind.FULL, VmPhase.STARTED, "02:00:00:00:00:01", 1, 256, one.pid, one.started,
+                         one.boot_id)  # fmt: skip
+        manifest.write(home, facts)
+        (home / "disk.raw").write_bytes(bytes(1 << 20))
+        config = QemuHostConfig("h", "mva-", Size(1, 256), disk, disk, disk, tmp_path / "run", tmp_path / "cache",
+                                accelerator="tcg")  # fmt: skip
+        fill(disk)
+        host = QemuHost(config)
+        try:
+            assert set(host.observe().vms) == {home.name} and host.observe().hosts["h"].available_disk == 0
+            host.destroy(home.name, 0.0)
+            assert host.observe().vms == {} and not home.exists()
+            assert not one.is_alive()
+        finally:
+            host.close()
+            qemu.kill()
+            qemu.wait()
+
+
+def alert(client: Client) -> dict[str, Any] | None:
     """The alert of VMs that are paused."""
     found = [one for one in client.status()["troubles"] if one["kind"] == "disk" and "paused" in one["wrong"]]
     return found[0] if found else None

@@ -342,11 +342,11 @@ def test_a_command_to_build_waits_until_there_is_room_and_others_do_not() -> Non
         controller.world = lambda: world_of(SchedulerView(), view, 1.0)  # type: ignore[method-assign]
         assert not controller.run_pass()
         assert [uncommitted(controller), drop.done(), build.done()] == [True, True, False]
-        assert store.rows().templates == {}
+        assert controller.state.templates == {}
         store.full = False
         assert controller.run_pass()
         assert [uncommitted(controller), drop.done(), build.done()] == [False, True, True]
-        assert len(store.rows().templates) == 1
+        assert len(controller.state.templates) == 1
         await controller.close()
 
     asyncio.run(script())

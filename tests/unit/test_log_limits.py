@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import TextIO, cast
 
 import pytest
 import structlog
 from structlog.typing import FilteringBoundLogger
 
 from multiverse.cli.daemon import daemon
-from multiverse.system.logs import RepeatLimiter
+from multiverse.system.logs import LossyStream, RepeatLimiter
 
 
 class Lines:
@@ -103,3 +105,14 @@ def test_the_daemon_logs_through_the_limiter(
     finally:
         structlog.reset_defaults()
     assert capfd.readouterr().err.count("daemon ended in guest") == 1
+
+
+def test_a_line_that_cannot_be_written_is_dropped_and_the_next_one_is_not() -> None:
+    full = Path("/dev/full").open("w")  # noqa: SIM115  (to close it fails, too: each write does, full(4))
+    for _ in range(1000):
+        print("a line", file=cast(TextIO, LossyStream(full)), flush=True)
+    with suppress(OSError):
+        full.close()
+    kept = io.StringIO()
+    print("a line", file=cast(TextIO, LossyStream(kept)), flush=True)
+    assert kept.getvalue() == "a line\n"

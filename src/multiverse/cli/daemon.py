@@ -6,13 +6,13 @@ import asyncio
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO, cast
 
 import structlog
 import typer
 
 from multiverse.config import load
-from multiverse.system.logs import RepeatLimiter
+from multiverse.system.logs import LossyStream, RepeatLimiter
 
 
 def daemon(
@@ -32,7 +32,7 @@ def daemon(
             structlog.processors.KeyValueRenderer(key_order=["timestamp", "level", "event"]),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG if verbose else logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, LossyStream(sys.stderr))),
         cache_logger_on_first_use=True,
     )
     from multiverse.service.daemon import serve  # imported late: it loads slowly, and only this command needs it

@@ -85,7 +85,8 @@ def _locked(state_dir: Path) -> Iterator[None]:
     with try_locked_file(lock) as held:
         if not held:
             raise Refused(f"another daemon uses {state_dir}", hint="stop it first, or set another state_dir")
-        lock.write_text(f"{os.getpid()}\n")
+        with contextlib.suppress(OSError):  # it is for people, and the disk may be full
+            lock.write_text(f"{os.getpid()}\n")
         yield
 
 

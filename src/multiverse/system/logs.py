@@ -1,19 +1,38 @@
-"""A bound on what the log repeats: a guest, or a failure that lasts, cannot fill the disk with equal lines."""
+"""The log's limits: a guest, or a failure that lasts, cannot fill the disk with equal lines, and a line that cannot be
+written, as to a full disk, is dropped."""
 
 from __future__ import annotations
 
+import io
 import sys
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TextIO
 
 import structlog
 
 _LIMITED = frozenset({"warning", "warn", "error", "exception", "critical"})
 _DETAILS = frozenset({"reason", "hint", "exc_info", "stack_info"})  # what differs between lines about one object
+
+
+class LossyStream(io.TextIOBase):
+    """A stream to another one. What that cannot take is dropped, so that logging never fails."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str, /) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
 
 
 @dataclass
