@@ -531,6 +531,23 @@ def test_what_has_ended_is_released_while_the_disk_is_full_and_nothing_is_added(
     assert len(planned) == 2 and 309.0 < planned[1] < second
 
 
+def test_a_job_on_a_host_whose_disk_is_full_goes_on_when_the_disk_has_room() -> None:
+    full = Incident(9.0, IncidentKind.HOST_DISK_FULL, 40.0)
+    outcome = keeps_its_promises(replace(ONE, incidents=(full,)))
+    assert set(outcome.results.values()) == {"COMPLETED"}
+    begins, ends = when(outcome, "the script of 1 begins"), when(outcome, "the script of 1 has ended")
+    assert len(begins) == 1 and begins[0] < 9.0 and 49.0 < ends[0] < 52.0, "paused, and not run again"
+
+
+def test_a_job_that_is_cancelled_on_a_full_disk_is_released_at_once() -> None:
+    full = Incident(9.0, IncidentKind.HOST_DISK_FULL, 300.0)
+    (one,) = ONE.arrivals
+    cancelled = replace(one, actions=(UserAction(10.0, "cancel"),))
+    outcome = keeps_its_promises(replace(ONE, arrivals=(cancelled,), incidents=(full,)))
+    (gone,) = when(outcome, "-> gone (")
+    assert 11.0 < gone < 40.0
+
+
 def test_a_vm_is_destroyed_as_committed_while_not_even_releases_are_committed() -> None:
     """The disk is full to the last of its reserve right after the commit that permits the release, and the first try to
     destroy the VM fails: it is tried again all the same."""

@@ -345,6 +345,7 @@ class IncidentKind(StrEnum):
     RECONFIGURED = "slurmctld reads its configuration again"
     HOST_AWAY = "a host is out of reach"
     HOST_FENCED = "a host is out of reach, switched off and fenced"
+    HOST_DISK_FULL = "the disk of a host is full"
     NAME_SERVICE_SILENT = "the name service does not answer"
     SOURCE_SLOW = "a source answers observations after ten minutes"
     TEMPLATE_DELETED = "an operator deletes a template"
@@ -380,6 +381,7 @@ DURATIONS: Mapping[IncidentKind, tuple[float, float]] = {
     IncidentKind.CLUSTER_RESTARTS: (1.0, 10.0),
     IncidentKind.HOST_AWAY: (2.0, 300.0),
     IncidentKind.HOST_FENCED: (20.0, 200.0),
+    IncidentKind.HOST_DISK_FULL: (1.0, 100.0),
     IncidentKind.NAME_SERVICE_SILENT: (5.0, 300.0),
     IncidentKind.SOURCE_SLOW: (10.0, 200.0),
     IncidentKind.DATABASE_RESTORED: (0.1, 60.0),

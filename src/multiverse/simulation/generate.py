@@ -102,6 +102,8 @@ def with_faults(seed: int, database: str = ":memory:", pair: Pair | None = None)
     incidents += every(slow.choice((0.0, 0.0, 0.0, 30.0)), IncidentKind.SOURCE_SLOW, slow, until)
     names = Random(f"{seed}/names")
     incidents += every(names.choice((0.0, 0.0, 0.0, 20.0)), IncidentKind.NAME_SERVICE_SILENT, names, until)
+    disks = Random(f"{seed}/disks")
+    incidents += every(disks.choice((0.0, 0.0, 0.0, 30.0)), IncidentKind.HOST_DISK_FULL, disks, until)
     store = Random(f"{seed}/database")
     if database == ":memory:" and (replaced := store.choice((*(None,) * 10, *DATABASES))):
         incidents += every(until, replaced, store, until)[:1]

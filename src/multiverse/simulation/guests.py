@@ -83,7 +83,9 @@ class Guest:
     _seconds_left: float = 0.0  # of the script
     _resumed: float = 0.0
     _timer: asyncio.TimerHandle | None = None
+    _suspended: bool = False  # the script, by its user
     _cut_off: bool = False  # its host is out of reach
+    _paused: bool = False  # the disk of its host is full
     _unsent: list[Callable[[], None]] = field(default_factory=list)
     _waiting: set[tuple[int, int]] = field(default_factory=set)  # runs that wait, or have waited, for their user
     _after_prolog: list[Callable[[], None]] = field(default_factory=list)
@@ -145,19 +147,29 @@ class Guest:
         return self.alive and not self.users and not self.identity.users
 
     def suspend(self, job: JobRecord) -> None:
-        if self._job is job and self._timer is not None:
+        if self._job is job:
+            self._suspended = True
+            self._stop_script()
+
+    def resume(self, job: JobRecord) -> None:
+        if self._job is job:
+            self._suspended = False
+            self._continue_script()
+
+    def _stop_script(self) -> None:
+        if self._timer is not None:
             self._timer.cancel()
             self._timer = None
             self._seconds_left -= self._now() - self._resumed
 
-    def resume(self, job: JobRecord) -> None:
-        if self._job is job and self._timer is None:
+    def _continue_script(self) -> None:
+        if self._job is not None and self._timer is None and not self._suspended and not self._paused:
             self._resumed = self._now()
             self._timer = asyncio.get_running_loop().call_later(max(0.0, self._seconds_left), self._script_ends)
 
     def kill(self, job: JobRecord) -> None:
         """End the job's script, if the script runs here."""
-        if self._cut_off:
+        if self._silent:
             self._unsent.append(lambda: self.kill(job))
         elif self._job is job:
             self._interrupt()
@@ -171,7 +183,11 @@ class Guest:
 
     @property
     def reachable(self) -> bool:
-        return self.alive and not self._cut_off
+        return self.alive and not self._silent
+
+    @property
+    def _silent(self) -> bool:
+        return self._cut_off or self._paused
 
     def has_run(self, job: JobRecord) -> bool:
         """Whether this guest knows this very run of the job: running, ended, or waiting for its user."""
@@ -188,12 +204,34 @@ class Guest:
 
     def cut_off(self) -> None:
         """Lose the network. The script that runs goes on."""
+        self._fall_silent()
         self._cut_off = True
-        self.cluster.stopped_answering(self)
+
+    def pause(self) -> None:
+        """Stop, with the script that runs, and answer nobody."""
+        self._fall_silent()
+        self._paused = True
+        self._stop_script()
+
+    def _fall_silent(self) -> None:
+        if not self._silent:
+            self.cluster.stopped_answering(self)
 
     def reconnect(self) -> None:
-        """Regain the network: first receive what was sent meanwhile, then answer the scheduler again."""
+        """Regain the network."""
         self._cut_off = False
+        self._answer()
+
+    def unpause(self) -> None:
+        """Go on."""
+        self._paused = False
+        self._continue_script()
+        self._answer()
+
+    def _answer(self) -> None:
+        """First receive what was sent meanwhile, then answer the scheduler again."""
+        if self._silent:
+            return
         unsent, self._unsent = self._unsent, []
         for send in unsent:
             send()
@@ -202,7 +240,7 @@ class Guest:
 
     def send(self, message: Callable[[], None]) -> None:
         """Send something to the scheduler, now or once the scheduler can be reached."""
-        if self._cut_off:
+        if self._silent:
             self._unsent.append(lambda: self.send(message))
         else:
             self.cluster.receive(message)
@@ -228,12 +266,13 @@ class Guest:
         if self._run is not None:
             self._run.ended = self._now()
         self._job = self._run = self._timer = None
+        self._suspended = False
 
     def _register(self) -> None:
         if not self.alive:
             return
         registration = Registration.unpack(self.identity.bootstrap)
-        if self._cut_off or not self.cluster.register(self, registration, small=self._registers_small()):
+        if self._silent or not self.cluster.register(self, registration, small=self._registers_small()):
             self._later(self.behaviour.retry, self._register)
 
     def _registers_small(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from zlib import crc32
 
-from multiverse.core.errors import Broken, Gone, Refused, Unknown
+from multiverse.core.errors import Broken, Exhausted, Gone, Refused, Unknown
 from multiverse.core.model import (
     CloneKind,
     Host,
@@ -110,6 +110,7 @@ class Machines:
         self._builds: dict[TemplateKey, int] = {}
         self.violations: list[str] = []
         self.created: list[str] = []  # names of all VMs that ever existed, in order
+        self.full: set[str] = set()  # hosts whose disk is full
         self.away: set[str] = set()  # hosts that cannot be reached; their VMs go on
         self.delays: dict[str, float] = {}  # seconds that each observation of a source takes longer
         self.peak_memory_ratio = 0.0  # the largest memory that a host carried, divided by its capacity
@@ -118,8 +119,9 @@ class Machines:
     # --- templates
 
     def begin_template(self, which: TemplateKey) -> bool:
-        """Begin to build a template; False if the template is ready already. Raises `Gone`, `Refused`."""
+        """Begin to build a template; False if the template is ready already. Raises `Gone`, `Refused`, `Exhausted`."""
         self._check_reachable(which.host)
+        self._check_room(which.host)
         self._check_image(which.image, which.host)
         known = self.templates.get(which)
         if known is not None and known.condition is TemplateCondition.READY:
@@ -153,7 +155,7 @@ class Machines:
     # --- VMs
 
     def begin(self, spec: VmSpec) -> Machine:
-        """Begin to create a VM, which takes capacity from now on. Raises `Gone`, `Refused`, `Broken`."""
+        """Begin to create a VM, which takes capacity from now on. Raises `Gone`, `Refused`, `Broken`, `Exhausted`."""
         self._check_reachable(spec.host)
         known = self.vms.get(spec.name)
         if known is not None:
@@ -162,6 +164,7 @@ class Machines:
             if known.condition is VmCondition.DEAD:
                 raise Broken(f"{spec.name} is dead", hint="destroy it")
             return known
+        self._check_room(spec.host)
         self._check_image(spec.image, spec.host)
         self._check_unused(spec)
         machine = self.vms[spec.name] = self._admit(spec)
@@ -190,6 +193,7 @@ class Machines:
             raise Refused(f"{name} cannot be {identity.hostname} with {identity.mac}", hint="destroy it")
         if machine.condition is not VmCondition.PARKED:
             return  # a repeated call
+        self._check_room(machine.spec.host)
         if size != machine.spec.size and machine.spec.kind is not CloneKind.INSTANT:
             self.violations.append(f"{name} was made as {machine.spec.size} and started as {size}")
         machine.size = size
@@ -211,14 +215,19 @@ class Machines:
         if machine.channel_closed and machine.condition is VmCondition.STARTING:
             raise Broken(f"{name} was not started: {machine.reason}", hint="destroy it")
         machine.condition = VmCondition.RUNNING
+        if machine.spec.host in self.full:
+            self._pause(machine)
 
     def add_user(self, vm: VmRef, user: User) -> None:
-        """Add a user to the guest of a VM. Raises `Gone` if the VM does not run, `Broken` if its channel is closed."""
+        """Add a user to the guest of a VM. Raises `Gone` if the VM does not run, `Broken` if its channel is closed,
+        `Unknown` if it is paused."""
         machine, name = self._get(vm), vm.name
         if machine.guest is None:
             raise Gone(f"{name} is {machine.condition}", hint="start it first")
         if machine.channel_closed:
             raise Broken(f"{name} cannot be told of a user: {machine.reason}", hint="destroy it")
+        if machine.condition is VmCondition.PAUSED:
+            raise Unknown(f"{name} does not answer")
         machine.guest.add_user(user.uid)
 
     def flood(self, name: str) -> None:
@@ -230,7 +239,8 @@ class Machines:
     def write_back(self, vm: VmRef) -> None:
         """The guest writes its memory back to the file systems, if its channel is open."""
         machine = self.vms.get(vm.name)
-        if machine is not None and machine.guest is not None and not machine.channel_closed:
+        able = machine is not None and not machine.channel_closed and machine.condition is not VmCondition.PAUSED
+        if able and machine is not None and machine.guest is not None:
             machine.guest.log(f"{vm.name}: the guest has written everything back")
 
     def die(self, name: str, reason: str) -> None:
@@ -271,6 +281,32 @@ class Machines:
             self._stop(self.vms.pop(name))
         for which in [which for which in self.templates if which.host == host]:
             del self.templates[which]
+
+    def fill_disk(self, host: str) -> None:
+        """The disk of the host has no room left. The guests that run write, and are paused."""
+        self.full.add(host)
+        for machine in self.vms.values():
+            if machine.spec.host == host and machine.condition is VmCondition.RUNNING:
+                self._pause(machine)
+
+    def make_room(self, host: str) -> None:
+        """The disk of the host has room again."""
+        self.full.discard(host)
+        for machine in self.vms.values():
+            if machine.spec.host == host and machine.condition is VmCondition.PAUSED:
+                machine.condition = VmCondition.RUNNING
+                if machine.guest is not None:
+                    machine.guest.unpause()
+
+    @staticmethod
+    def _pause(machine: Machine) -> None:
+        machine.condition = VmCondition.PAUSED
+        if machine.guest is not None:
+            machine.guest.pause()
+
+    def _check_room(self, host: str) -> None:
+        if host in self.full:
+            raise Exhausted(f"the disk of {host} is full", hint="make room")
 
     def _guests(self, host: str) -> list[Guest]:
         return [machine.guest for machine in self.vms.values() if machine.spec.host == host and machine.guest]
@@ -344,7 +380,8 @@ class Machines:
             if machine.spec.host == host
         }
         available = self.available(host) if self._overcommit > 1 else 0
-        seen = replace(self.hosts[host], images=self._images(host), available=available)
+        left = 0 if host in self.full else None
+        seen = replace(self.hosts[host], images=self._images(host), available=available, available_disk=left)
         templates = {
             which: replace(template, held=self._held(template))
             for which, template in sorted(self.templates.items())

@@ -212,6 +212,8 @@ class _Simulation:
                 await self._apply_to_cluster(incident)
             case IncidentKind.HOST_AWAY | IncidentKind.HOST_FENCED:
                 await self._apply_to_host(self.world.host(incident.pick), incident)
+            case IncidentKind.HOST_DISK_FULL:
+                await self._fill_host(self.world.host(incident.pick), incident)
             case IncidentKind.NAME_SERVICE_SILENT:
                 await self._silence_name_service(incident)
             case IncidentKind.SOURCE_SLOW:
@@ -273,6 +275,16 @@ class _Simulation:
             await asyncio.sleep(incident.seconds)
         self._log(f"host {host} is back")
         machines.come_back(host)
+
+    async def _fill_host(self, host: str, incident: Incident) -> None:
+        machines = self.world.machines
+        if host in machines.full or self.scenario.world.pair.has_cloud:  # a cloud has disks of its own
+            return
+        self._log(f"incident: the disk of host {host} is full, {incident.seconds:.1f} s")
+        machines.fill_disk(host)
+        await asyncio.sleep(incident.seconds)
+        self._log(f"the disk of host {host} has room again")
+        machines.make_room(host)
 
     async def _slow_down(self, host: str, incident: Incident) -> None:
         machines = self.world.machines
