@@ -36,6 +36,7 @@ CHECKPOINT = 1000
 
 _FRAME = 24  # bytes before each page in the log (SQLite's file format, section 4)
 _LOG_HEADER = 32
+_AHEAD = 256 << 10  # bytes that are allocated beyond what is needed, because each allocation takes some 100 µs
 _INDEX_BYTES = 64 << 10  # for the log's index (`-shm`), which is made when the database is opened
 
 Execute = Callable[..., sa.CursorResult[Any]]
@@ -53,7 +54,6 @@ class Reserve:
         self._path, self._execute = path, execute
         self._file: int | None = None  # kept open: closing it would drop SQLite's locks (fcntl(2))
         self._page_bytes = 4096
-        self._allocated = 0  # pages of the database that have blocks
         self._log_is_whole = False
         self._is_whole: bool | None = None  # None: not known
 
@@ -64,8 +64,6 @@ class Reserve:
             return
         self._file = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         self._page_bytes = self._pragma("page_size")
-        self._allocated = os.fstat(self._file).st_size // self._page_bytes
-        self.forget()
 
     def lend(self) -> None:
         """Give the pages to the transaction that has begun, which releases."""
@@ -90,17 +88,13 @@ class Reserve:
                 room = (PAGES - 1) * (self._page_bytes - 4)
                 self._execute("INSERT INTO reserve (id, room) VALUES (1, zeroblob(?))", (room,))
                 self._is_whole = True
-            pages = self._pragma("page_count")
-            self._allocate(pages)
-            self._allocated = pages  # the next checkpoint cuts off what is beyond
+            self._allocate(self._pragma("page_count"))
         except OSError as error:
             raise _full(error) from error
 
     def forget(self) -> None:
-        """The transaction was rolled back. A checkpoint will cut off what was allocated for it."""
+        """The transaction was rolled back."""
         self._is_whole = None
-        if self._file is not None:
-            self._allocated = min(self._allocated, self._pragma("page_count"))
 
     def keep(self) -> None:
         """The database is about to be closed: keep the log's blocks. If that fails they are lost, until there is room
@@ -132,10 +126,15 @@ class Reserve:
         self._log_is_whole = True
 
     def _allocate(self, pages: int) -> None:
-        if self._file is not None and pages > self._allocated:
-            first = self._allocated * self._page_bytes
-            os.posix_fallocate(self._file, first, pages * self._page_bytes - first)
-            self._allocated = pages
+        """Let the database's file have blocks for so many pages. All that is in the file has blocks; a checkpoint cuts
+        off what is beyond the database's last page."""
+        assert self._file is not None
+        there, needed = os.fstat(self._file).st_size, pages * self._page_bytes
+        if needed > there:
+            try:
+                os.posix_fallocate(self._file, there, needed + _AHEAD - there)
+            except OSError:
+                os.posix_fallocate(self._file, there, needed - there)
 
     def _pragma(self, name: str) -> int:
         return int(self._execute(f"PRAGMA {name}").scalar_one())
