@@ -283,7 +283,7 @@ class Controller:
         if self._limits is None or self.state.learned:
             self._limits = job_limits(self.state.hosts, self.policy)
         self._effects.limit_submissions(self._limits)
-        self.users.look_up(self.state.queue.unknown_users)
+        self.users.look_up(self.state.users_asked)
         self._effects.ensure(self._confirmed, releasing=problem is not None)
         return problem is None
 

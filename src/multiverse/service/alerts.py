@@ -60,7 +60,8 @@ def _store(one: StoreFailure) -> Alert:
         "store",
         "store",
         f"nothing could be committed for {_span(one.seconds)}: {one.reason}",
-        "make room in the state directory; until then only what has ended is released; the controller goes on by itself",
+        "make room in the state directory; until then only what has ended is released; the controller goes on by "
+        "itself",
     )
 
 
