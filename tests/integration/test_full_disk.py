@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from multiverse.client import Client
-from multiverse.core.model import CloneKind, Size
+from multiverse.core.errors import Refused
+from multiverse.core.model import CloneKind, Size, VmCondition
 from multiverse.host import manifest
 from multiverse.host.manifest import Manifest, VmPhase
+from multiverse.host.qemu import observation
 from multiverse.host.qemu.library import QemuHost, QemuHostConfig
 from multiverse.lab import lifecycle
 from multiverse.lab.plan import LabOptions
+from multiverse.lab.services import CONTROLLER
+from multiverse.service.daemon import _locked
 from multiverse.system.processes import ProcessIdentity
 from tests.integration.conftest import LabUnderTest
 from tests.integration.small_disk import available, fill, small_disk
 from tests.integration.watch import accounted, ended, nothing_left, until, written
+from tests.unit.test_full_disk import FakeQemu
 
 pytestmark = pytest.mark.integration
 
@@ -61,29 +68,57 @@ def small(lab: LabUnderTest, _images: None) -> Iterator[Client]:
     asyncio.run(lifecycle.up(lab.where, LabOptions(settings={}), controller=False))
 
 
-def test_a_vm_is_destroyed_on_a_full_disk(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "small", "ext4", 64) as disk:
-        home = disk / "mva-1"
+def test_a_vm_is_found_paused_and_destroyed_without_its_guest_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observation, "_MEASURED_FOR", 0.0)
+    with ExitStack() as stack:
+        disk = stack.enter_context(small_disk(tmp_path / "small", "ext4", 256))
+        home, run = disk / "mva-1", tmp_path / "run" / "mva-1"
         home.mkdir()
-        qemu = subprocess.Popen(["sleep", "1000"])
-        one = ProcessIdentity.of(qemu.pid)
+        run.mkdir(parents=True)
+        program = subprocess.Popen(["sleep", "1000"])
+        stack.callback(program.wait)
+        stack.callback(program.kill)
+        one = ProcessIdentity.of(program.pid)
         facts = Manifest(home.name, CloneKind.FULL, VmPhase.STARTED, "02:00:00:00:00:01", 1, 256, one.pid, one.started,
                          one.boot_id)  # fmt: skip
         manifest.write(home, facts)
         (home / "disk.raw").write_bytes(bytes(1 << 20))
-        config = QemuHostConfig("h", "mva-", Size(1, 256), disk, disk, disk, tmp_path / "run", tmp_path / "cache",
+        qemu = stack.enter_context(closing(FakeQemu(run / "qmp")))
+        agent = stack.enter_context(socket.socket(socket.AF_UNIX))
+        agent.bind(str(run / "agent"))
+        agent.listen()
+        agent.setblocking(False)
+        config = QemuHostConfig("h", "mva-", Size(1, 256), disk, disk, disk, run.parent, tmp_path / "cache",
                                 accelerator="tcg")  # fmt: skip
+        host = stack.enter_context(closing(QemuHost(config)))
+        filler = fill(disk)
+        qemu.status = "io-error"
+
+        def seen() -> VmCondition:
+            host.resume_paused()
+            return host.observe().vms[home.name].condition
+
+        until("it is found", lambda: seen() is VmCondition.PAUSED)
+        assert host.observe().hosts["h"].available_disk == 0
+        filler.unlink()
+        assert seen() is VmCondition.RUNNING and qemu.status == "running"
         fill(disk)
-        host = QemuHost(config)
-        try:
-            assert set(host.observe().vms) == {home.name} and host.observe().hosts["h"].available_disk == 0
-            host.destroy(home.name, 0.0)
-            assert host.observe().vms == {} and not home.exists()
-            assert not one.is_alive()
-        finally:
-            host.close()
-            qemu.kill()
-            qemu.wait()
+        qemu.status = "io-error"
+        until("it is found again", lambda: seen() is VmCondition.PAUSED)
+        host.destroy(home.name, 30.0)
+        assert host.observe().vms == {} and not home.exists() and not one.is_alive()
+        with pytest.raises(BlockingIOError):
+            agent.accept()  # nobody has asked the guest to write back
+
+
+def test_a_daemon_takes_the_lock_of_its_directory_on_a_full_disk(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small", "ext4", 64) as disk:
+        (disk / "lock").touch()
+        fill(disk)
+        with _locked(disk), pytest.raises(Refused, match="another daemon"), _locked(disk):
+            raise AssertionError("two daemons have the lock")
 
 
 def alert(client: Client) -> dict[str, Any] | None:
@@ -108,6 +143,9 @@ def test_an_array_that_fills_the_disk_harms_no_other_job_and_is_released(lab: La
     until("a new job waits", lambda: "waiting for disk" in (small.jobs(waiting) or [{}])[0].get("waiting", ""))
     assert available(lab.where.controller) < FLOOR << 20
     assert not list(home.glob("fill-*")), "no task of the array has seen an error, nor ended"
+    asyncio.run(CONTROLLER.stop(lab.where))
+    asyncio.run(lifecycle.up(lab.where, LabOptions()))
+    until("a daemon that was started on the full disk finds them paused", lambda: alert(small))
     lab.run("scancel", array)
     until("the array's VMs are gone", lambda: not [row for row in small.jobs() if row["job_id"].startswith(array)], 60)
     assert not list(home.glob("fill-*"))
