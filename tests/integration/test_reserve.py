@@ -138,6 +138,15 @@ def test_a_database_that_was_killed_is_opened_again_on_a_full_disk(disk: Path) -
     check(disk)
 
 
+def test_a_database_for_which_there_is_no_room_says_so(disk: Path) -> None:
+    opened(disk).close()
+    for path in disk.glob("db-*"):
+        path.unlink()
+    fill(disk)
+    with pytest.raises(Exhausted, match="cannot open"):
+        opened(disk)
+
+
 def test_a_long_life_on_a_full_disk_ends_in_a_refusal_and_not_in_damage(disk: Path) -> None:
     """More is released than the reserve holds."""
     store = opened(disk)

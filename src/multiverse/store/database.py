@@ -158,6 +158,9 @@ class Store:
             engine.dispose()
             self._reserve.close()
             raise
+        except sa.exc.OperationalError as error:
+            hint = "is there room on its disk, and may this process write to its directory?"
+            raise Exhausted(f"cannot open {path}: {error.orig}", hint=hint) from error
         except sa.exc.DatabaseError as error:
             raise Broken(f"cannot open {path}: {error.orig}", hint="is it a database of Multiverse?") from error
         self.site = self._meta("site")

@@ -3,7 +3,7 @@
 Two files take what a commit writes. SQLite appends changed pages to its write-ahead log, and copies them to the
 database at a checkpoint, after 1000 pages. Both files get their blocks in advance:
 
-- The log is extended to `LOG_BYTES`. SQLite overwrites it from the beginning after each checkpoint and never shortens
+- The log is extended to 12 MiB. SQLite overwrites it from the beginning after each checkpoint and never shortens
   it while the database is open.
 - The database gets the blocks of new pages before the commit. Otherwise a checkpoint could fail after commits that
   succeeded, and the log would grow until no commit succeeds.
@@ -142,9 +142,9 @@ class Reserve:
 
 def restore_log(path: Path) -> None:
     """Put the log's blocks that were kept when the database was closed back in place, before it is opened. They are
-    empty for SQLite, because the header is."""
+    empty for SQLite, because the header is. If that fails, the database is opened without them."""
     kept, log = _kept(path), _log(path)
-    with suppress(FileNotFoundError):
+    with suppress(OSError):
         if not log.exists():
             with kept.open("r+b") as file:
                 file.write(bytes(_LOG_HEADER))
