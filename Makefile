@@ -2,10 +2,11 @@
 PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PATH
 
-.PHONY: help setup demo test lint unit images integration test-slow test-trixie mutants docs clean
+.PHONY: help setup demo soak test lint unit images integration test-slow test-trixie mutants docs clean
 
 help:
 	@echo "make demo       build the image, start the lab, run real jobs in VMs, then stop all of it"
+	@echo "make soak       jobs of all kinds for two hours while every component is killed: MINUTES=120, SEED=1 (root)"
 	@echo "make test       lint, types, unit, contract, simulation, integration on the real lab (root)"
 	@echo "make test-slow  the slow tests and test-trixie: three hours or more"
 	@echo "make test-trixie the integration tests on Debian 13, with its Slurm 24.11 and QEMU 10, in a root file system of its own"
@@ -18,6 +19,9 @@ setup:
 
 demo: setup
 	@multiverse demo
+
+soak: setup
+	@nice -n 10 multiverse soak $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED))
 
 test: lint unit integration
 

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from multiverse.config import Settings
 from multiverse.core.errors import Refused
@@ -44,20 +45,23 @@ class LabSession:
 
     def run(self, *argv: str, stdin: str = "", timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
         """Run a command as the user, in the user's home and environment."""
-        return subprocess.run(
-            argv,
-            input=stdin,
-            text=True,
-            capture_output=True,
-            timeout=timeout,
-            cwd=self.user.home,
-            env={**self.env, "HOME": str(self.user.home), "USER": self.user.name, "LOGNAME": self.user.name},
-            user=self.user.uid,
-            group=self.user.uid,
-            extra_groups=[],
-            umask=0o022,
-            check=False,
-        )
+        more = self._as_user()
+        return subprocess.run(argv, input=stdin, text=True, capture_output=True, timeout=timeout, check=False, **more)
+
+    def start(self, output: Path, *argv: str) -> subprocess.Popen[bytes]:
+        """Start a command as the user, without input. Its output is written to a file."""
+        with output.open("wb") as file:
+            return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=file, stderr=file, **self._as_user())
+
+    def _as_user(self) -> dict[str, Any]:
+        return {
+            "cwd": self.user.home,
+            "env": {**self.env, "HOME": str(self.user.home), "USER": self.user.name, "LOGNAME": self.user.name},
+            "user": self.user.uid,
+            "group": self.user.uid,
+            "extra_groups": [],
+            "umask": 0o022,
+        }
 
     def submit(self, script: str, *options: str) -> str:
         """Submit a script with sbatch; the job id. Raises `Refused` with sbatch's message."""
