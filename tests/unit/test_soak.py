@@ -183,8 +183,8 @@ def test_each_kind_of_violation_is_found(
 @pytest.mark.parametrize(
     ("job", "incidents", "ending"),
     [
-        (replace(GOOD, state="NODE_FAIL", runs=()), (incident("QEMU killed", vm="mv-1"),), Ending.OTHERWISE),
-        (replace(GOOD, state="CANCELLED", runs=()), (incident("disk full"),), Ending.OTHERWISE),
+        (replace(GOOD, state="NODE_FAIL", runs=()), (incident("QEMU killed", vm="mv-1"),), Ending.EXPLAINED),
+        (replace(GOOD, state="CANCELLED", runs=()), (incident("disk full"),), Ending.EXPLAINED),
         (replace(GOOD, state="", refusal="no"), (incident("slurmctld killed"),), Ending.REFUSED),
         (replace(GOOD, refusal="its reply was lost"), (), Ending.EXPECTED),
         (replace(GOOD, state="CANCELLED", ended=121.0, stopped=120.0, runs=()), (), Ending.STOPPED),
@@ -270,6 +270,20 @@ def test_the_document_has_every_violation_with_its_timeline() -> None:
         ["ran 2 times, where 1 is explained"], ["its output is not whole"],
     ]  # fmt: skip
     assert found["violations"][0]["timeline"] == ["100.0 vm-1 died dead"]
+
+
+def test_what_is_not_as_expected_is_explained_in_a_line() -> None:
+    assert judge(AGAIN, KILLED).explanation == "COMPLETED, 2 runs: mv-0 died"
+    refused = judge(replace(GOOD, state="", refusal="no answer"), (incident("slurmctld killed"),))
+    assert refused.explanation == "refused: no answer"
+    failed = replace(GOOD, state="NODE_FAIL", attempts=(JudgedAttempt("done", "mv-1 died", ("mv-1",)),))
+    hit = (incident("QEMU killed", vm="mv-1"),)
+    assert judge(failed, hit).explanation == "NODE_FAIL, 1 runs: mv-1 died"
+    found = summary.document(SoakResult([judge(failed, hit), judge(GOOD, ())]), 7, 2.0)
+    assert found["explained"] == [
+        {"job": "9", "name": "soak-1", "kind": "batch", "explanation": "NODE_FAIL, 1 runs: mv-1 died",
+         "hits": ["QEMU killed"]},
+    ]  # fmt: skip
 
 
 def test_the_printed_result_names_the_seed_the_violations_and_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from multiverse.lab.layout import layout
 from multiverse.lab.plan import LabOptions, load
 from multiverse.lab.session import session
 from multiverse.soak import disk, leftovers, run, summary
-from multiverse.soak.judge import Ending
+from multiverse.soak.judge import Ending, Verdict
 from multiverse.soak.plan import SoakPlan, make_plan
 from multiverse.soak.run import SoakResult
 
@@ -45,8 +45,7 @@ def soak(
     Ctrl-C ends the test early: all jobs are cancelled, judged, and everything is taken down. Exits with 1 if a job
     broke a promise or anything is left."""
     seed = random.randrange(1_000_000) if seed is None else seed
-    progress = _progress(json)
-    build_image(IMAGE, "slim", images, progress=progress)
+    build_image(IMAGE, "slim", images, progress=_progress(json))
     result = asyncio.run(_soak(directory, images, make_plan(seed, minutes * 60), json))
     if json:
         render.as_json(summary.document(result, seed, minutes))
@@ -98,6 +97,7 @@ def _print(result: SoakResult, seed: int, minutes: float) -> None:
         console.print("The test was interrupted, and its last jobs were cancelled.", style="yellow")
     _print_jobs(result, count)
     _print_incidents(result)
+    _print_explained(result)
     _print_violations(result)
     if not result.leftovers:
         console.print("[green]✓[/] nothing is left of the jobs and of the lab")
@@ -130,16 +130,25 @@ def _print_incidents(result: SoakResult) -> None:
     render.show(table, "There was no incident.")
 
 
+def _print_explained(result: SoakResult) -> None:
+    """A line for each job that an incident excuses."""
+    for one in result.verdicts:
+        if one.ending in summary.EXPLAINED:
+            _print_job(one, one.explanation, "yellow")
+
+
 def _print_violations(result: SoakResult) -> None:
+    """The violations, each job with the incidents of its life and the end of its journal."""
     for one in result.verdicts:
         for violation in one.violations:
-            console.print(
-                Text.assemble((f"{one.facts.name} ", "bold red"), f"({one.facts.kind.name}, job {one.facts.job_id}) "),
-                Text(violation),
-                soft_wrap=True,
-            )
+            _print_job(one, violation, "bold red")
         if one.violations:
-            hits = ", ".join(dict.fromkeys(hit.kind.name for hit in one.hits))
-            console.print(f"    while it lived: {hits or 'no incident'}", style="dim", soft_wrap=True, markup=False)
-            for line in result.timelines.get(one.facts.name, [])[-TIMELINE_LINES:]:
-                console.print(f"    {line}", style="dim", soft_wrap=True, markup=False)
+            lines = result.timelines.get(one.facts.name, [])[-TIMELINE_LINES:]
+            for line in (f"while it lived: {', '.join(summary.hits(one)) or 'no incident'}", *lines):
+                console.print(Text(f"    {line}", style="dim"), soft_wrap=True)
+
+
+def _print_job(one: Verdict, words: str, style: str) -> None:
+    facts = one.facts
+    head = Text.assemble((facts.name, style), f" ({facts.kind.name}, job {facts.job_id or 'unknown'}): ")
+    console.print(head, render.plain(words), sep="", soft_wrap=True)

@@ -68,8 +68,8 @@ class Ending(StrEnum):
     """What became of a job."""
 
     EXPECTED = "as expected"
-    AGAIN = "after another run"  # as expected, but it ran more than once
-    OTHERWISE = "otherwise, explained"
+    AGAIN = "ran again"  # as expected, but it ran more than once
+    EXPLAINED = "explained"  # otherwise than expected, by an incident and with a reason
     REFUSED = "refused"
     STOPPED = "stopped"  # the test was interrupted
     WRONG = "wrong"
@@ -83,6 +83,15 @@ class Verdict:
     ending: Ending
     hits: tuple[HappenedIncident, ...]
     violations: tuple[str, ...]
+
+    @property
+    def explanation(self) -> str:
+        """Why a job was refused, ended otherwise, or ran again, in one line."""
+        facts = self.facts
+        if self.ending is Ending.REFUSED:
+            return f"refused: {facts.refusal}"
+        reasons = [attempt.reason for attempt in facts.attempts if attempt.state != "done"] or [_reason(facts)]
+        return f"{facts.state}, {len(facts.runs)} runs: {'; '.join(dict.fromkeys(reasons))}"
 
 
 def judge(facts: JobFacts, incidents: Sequence[HappenedIncident]) -> Verdict:
@@ -105,7 +114,7 @@ def _ending(facts: JobFacts) -> Ending:
     if _was_stopped(facts):
         return Ending.STOPPED
     if facts.state != _expected(facts):
-        return Ending.OTHERWISE
+        return Ending.EXPLAINED
     return Ending.AGAIN if len(facts.runs) > _runs_wanted(facts) else Ending.EXPECTED
 
 

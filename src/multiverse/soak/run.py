@@ -21,6 +21,7 @@ from multiverse.lab.users import PrivateUser, private_users
 from multiverse.soak import disk, facts, hog, leftovers
 from multiverse.soak.incidents import Incidents, mend
 from multiverse.soak.judge import HappenedIncident, Verdict, judge
+from multiverse.soak.kinds import NEWCOMER
 from multiverse.soak.plan import SoakPlan
 from multiverse.soak.workload import Workload
 
@@ -29,6 +30,9 @@ DRAIN_LIMIT = 900.0
 
 LEFT_LIMIT = 120.0
 """Seconds for everything to be gone after the last job."""
+
+LEAST_FLOOR = 5120
+"""MiB of memory that the controller keeps available at least, so that an incident never takes all of it."""
 
 NEWCOMERS, FIRST_UID = 16, 30720
 SHELL = ".rootsh"
@@ -95,40 +99,37 @@ def disk_file(where: Layout) -> Path:
 
 async def run(lab: LabSession, plan: SoakPlan, stop: asyncio.Event, progress: Progress) -> SoakResult:
     """Run the test until its end, or until `stop` is set. All jobs are over, and judged, when this returns."""
-    result = SoakResult()
-    floor = max(5120, hog.available() // 2)
+    floor = max(LEAST_FLOOR, hog.available() // 2)
     newcomers = await _prepare(lab, floor)
     records = _records(lab)
     workload = Workload(lab, records, stop)
     incidents = Incidents(lab, workload, newcomers, floor, progress)
-    with Client(lab.settings.socket) as client, Client(lab.settings.socket) as other:
-        following = asyncio.create_task(workload.follow(other))
-        telling = asyncio.create_task(_tell(workload, progress))
+    with Client(lab.settings.socket) as client:
+        background = [asyncio.create_task(one) for one in (workload.follow(), _tell(workload, progress))]
+        happening = [
+            asyncio.create_task(workload.submit_all(plan.submissions, plan.seconds)),
+            asyncio.create_task(incidents.strike_all(plan.incidents, plan.seconds, stop)),
+        ]
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(workload.submit_all(plan.submissions, plan.seconds))
-                group.create_task(incidents.strike_all(plan.incidents, plan.seconds, stop))
-            await mend(lab)
-            result.stopped = stop.is_set()
-            result.incidents = incidents.happened
-            result.put_off = sum(one.kind.weight > 0 for one in plan.submissions) - sum(
-                job.kind.weight > 0 for job in workload.jobs
-            )
+            await asyncio.gather(*happening)
+            progress("no more jobs are submitted: waiting for all to end")
+            drained = await _until(lambda: stop.is_set() or not _busy(lab, client, workload), DRAIN_LIMIT)
             stopped = await _cancel_all(lab) if stop.is_set() else None
-            progress("the last job is submitted: waiting for all to end")
-            drained = await _until(lambda: not _busy(lab, client, workload), DRAIN_LIMIT)
-            await _judge(lab, client, workload, records, stopped, result)
+            if stopped is not None:
+                drained = await _until(lambda: not _busy(lab, client, workload), DRAIN_LIMIT)
+            result = await _judge(lab, client, workload, records, incidents.happened, stopped)
         finally:
-            for task in (following, telling):
+            for task in (*background, *happening):
                 task.cancel()
-            await asyncio.gather(following, telling, return_exceptions=True)
+            await asyncio.gather(*background, *happening, return_exceptions=True)
             for process in workload.processes():
                 process.kill()
+        result.put_off = len(plan.submissions) - sum(job.kind is not NEWCOMER for job in workload.jobs)
         if not drained:
             await _cancel_all(lab)
             await _until(lambda: not _busy(lab, client, workload), LEFT_LIMIT)
-        await _end_pools(lab)
         progress("all jobs are judged: looking for what is left")
+        await _end_pools(lab)
         await _until(lambda: not leftovers.of_jobs(lab, client), LEFT_LIMIT)
         result.leftovers = await asyncio.to_thread(leftovers.of_jobs, lab, client)
     return result
@@ -212,15 +213,22 @@ async def _until(reached: Callable[[], bool], limit: float) -> bool:
 
 
 async def _judge(
-    lab: LabSession, client: Client, workload: Workload, records: Path, stopped: float | None, result: SoakResult
-) -> None:
+    lab: LabSession,
+    client: Client,
+    workload: Workload,
+    records: Path,
+    happened: list[HappenedIncident],
+    stopped: float | None,
+) -> SoakResult:
+    result = SoakResult(incidents=happened, stopped=stopped is not None)
     known = await facts.accounts(lab)
     attempts = decode(list[JobView], await asyncio.to_thread(lambda: client.jobs(ended=True)))
     for one in facts.collect(workload.jobs, known, attempts, records, stopped):
-        verdict = judge(one, result.incidents)
+        verdict = judge(one, happened)
         result.verdicts.append(verdict)
         if verdict.violations and one.job_id:
             result.timelines[one.name] = _history(client, one.job_id)
+    return result
 
 
 def _history(client: Client, job: str) -> list[str]:

@@ -10,6 +10,9 @@ from typing import Any
 from multiverse.soak.judge import Ending, HappenedIncident, Verdict
 from multiverse.soak.run import SoakResult
 
+EXPLAINED = (Ending.AGAIN, Ending.EXPLAINED, Ending.REFUSED)
+"""Endings that an incident excuses."""
+
 
 @dataclass(frozen=True, slots=True)
 class IncidentSummary:
@@ -55,17 +58,23 @@ def document(result: SoakResult, seed: int, minutes: float) -> dict[str, Any]:
             kind: {"count": one.count, "longest": one.lasted, "longest_until_a_start": one.until_start}
             for kind, one in incidents(result.incidents, result.verdicts).items()
         },
+        "explained": [
+            _job(one) | {"explanation": one.explanation} for one in result.verdicts if one.ending in EXPLAINED
+        ],
         "violations": [
-            {
-                "job": one.facts.job_id,
-                "name": one.facts.name,
-                "kind": one.facts.kind.name,
-                "violations": list(one.violations),
-                "hits": [hit.kind.name for hit in one.hits],
-                "timeline": result.timelines.get(one.facts.name, []),
-            }
+            _job(one) | {"violations": list(one.violations), "timeline": result.timelines.get(one.facts.name, [])}
             for one in result.verdicts
             if one.violations
         ],
         "left": result.leftovers,
     }
+
+
+def _job(one: Verdict) -> dict[str, Any]:
+    facts = one.facts
+    return {"job": facts.job_id, "name": facts.name, "kind": facts.kind.name, "hits": hits(one)}
+
+
+def hits(one: Verdict) -> list[str]:
+    """The kinds of incidents that may have hit the job."""
+    return list(dict.fromkeys(hit.kind.name for hit in one.hits))

@@ -101,18 +101,22 @@ class Workload:
         argv = (kind.command, "--quiet", *options, *step, "bash", str(path))
         job.process = lab.start(self._records / f"{name}.out", *argv)
 
-    async def follow(self, client: Client) -> None:
+    async def follow(self) -> None:
         """Observe the jobs and act for their users, until cancelled."""
-        while True:
-            began = time.time()
-            with contextlib.suppress(MultiverseError):
-                views = decode(list[JobView], await asyncio.to_thread(client.jobs))
-                self._live = {view.job_id: view.state for view in views}
-                self._unseen = {job: at for job, at in self._unseen.items() if at > began - 2}
-            for job in self.jobs:
-                if self._is_due(job):
-                    await self._act(job)
-            await asyncio.sleep(INTERVAL)
+        with Client(self._lab.settings.socket) as client:
+            while True:
+                await self._observe(client)
+                for job in self.jobs:
+                    if self._is_due(job):
+                        await self._act(job)
+                await asyncio.sleep(INTERVAL)
+
+    async def _observe(self, client: Client) -> None:
+        began = time.time()
+        with contextlib.suppress(MultiverseError):
+            views = decode(list[JobView], await asyncio.to_thread(client.jobs))
+            self._live = {view.job_id: view.state for view in views}
+            self._unseen = {job: at for job, at in self._unseen.items() if at > began - 2}
 
     def _is_due(self, job: SubmittedJob) -> bool:
         action = job.kind.action
