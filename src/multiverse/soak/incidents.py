@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from multiverse.api import VmView, decode
@@ -30,6 +31,9 @@ from multiverse.system.processes import ProcessIdentity
 NSSWITCH, PASSWD = Path("/etc/nsswitch.conf"), Path("/etc/passwd")
 SAVED = 15.0
 """Seconds to wait for slurmctld to save its jobs. It saves them some seconds late and forgets the rest if killed."""
+
+FIRST = 4_294_960_000
+"""A priority above those of all other jobs, which Slurm counts down from 4,294,901,759."""
 
 MEND_TRIES = 3
 _SERVICES = {
@@ -145,8 +149,9 @@ class Incidents:
         return ""
 
     async def _lose_names(self, one: PlannedIncident) -> str:
-        """Make /etc/passwd forget the lab's users, and nsswitch.conf name a service that does not answer. A user whom
-        nobody has looked up yet submits a job meanwhile."""
+        """Make /etc/passwd forget the lab's users, and nsswitch.conf name a service that does not answer. Meanwhile a
+        user whom nobody has looked up yet submits a job, and root moves it to the front of the queue, where the
+        controller needs to know who the user is."""
         directory = self._lab.where.root / "users"
         without, remote = directory / "passwd.without", directory / "nsswitch.remote"
         ours = {user.name for user in (self._lab.user, *self._newcomers)}
@@ -158,7 +163,9 @@ class Incidents:
         try:
             newcomer = self._newcomers[self._came % len(self._newcomers)]
             self._came += 1
-            await self._workload.submit(Submission(0.0, f"newcomer-{self._came}", NEWCOMER, 4), newcomer)
+            job = await self._workload.submit(Submission(0.0, f"newcomer-{self._came}", NEWCOMER, 4), newcomer)
+            root = replace(self._lab, user=PrivateUser("root", 0, Path("/")))
+            await asyncio.to_thread(root.run, "scontrol", "update", f"JobId={job.job_id}", f"Priority={FIRST}")
             await asyncio.sleep(one.pause)
         finally:
             disk.unbind(PASSWD)

@@ -72,7 +72,7 @@ class Workload:
                 await asyncio.sleep(0.1)
             await self.submit(one)
 
-    async def submit(self, one: Submission, user: PrivateUser | None = None) -> None:
+    async def submit(self, one: Submission, user: PrivateUser | None = None) -> SubmittedJob:
         """Submit a job as the lab's user, or as another one."""
         lab = replace(self._lab, user=user) if user else self._lab
         async with self.quiet:
@@ -85,6 +85,7 @@ class Workload:
             except subprocess.TimeoutExpired as error:
                 job.refusal = f"no answer within {error.timeout:g} s"
             self._unseen[job.job_id or job.name] = self.changed = time.time()
+        return job
 
     def _submit(self, lab: LabSession, one: Submission, job: SubmittedJob) -> None:
         kind, name = one.kind, one.name
