@@ -232,13 +232,17 @@ async def _judge(
 
 
 def _history(client: Client, job: str) -> list[str]:
-    """The journal of the job's attempts, with Unix times."""
+    """The journal of the job's attempts, with the time of day."""
     try:
         timelines = decode(list[TimelineView], client.timeline(job))
     except MultiverseError as error:
         return [error.message]
     return [
-        f"{one.wall + entry.at:.1f} {entry.subject} {entry.event} {entry.state} {entry.reason}".rstrip()
+        f"{_clock(one.wall + entry.at)} {entry.subject} {entry.event} {entry.state} {entry.reason}".rstrip()
         for one in timelines
         for entry in one.entries
     ]
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at))
