@@ -149,12 +149,13 @@ class Incidents:
         return ""
 
     async def _lose_names(self, one: PlannedIncident) -> str:
-        """Make /etc/passwd forget the lab's users, and nsswitch.conf name a service that does not answer. Meanwhile a
-        user whom nobody has looked up yet submits a job, and root moves it to the front of the queue, where the
-        controller needs to know who the user is."""
+        """Make /etc/passwd forget users whom nobody has looked up yet, and nsswitch.conf name a service that does not
+        answer. Meanwhile such a user submits a job, and root moves it to the front of the queue, where the controller
+        needs to know who the user is. The user of the other jobs stays known: slurmctld itself ends a step whose user
+        it cannot name ("Error generating job credential")."""
         directory = self._lab.where.root / "users"
         without, remote = directory / "passwd.without", directory / "nsswitch.remote"
-        ours = {user.name for user in (self._lab.user, *self._newcomers)}
+        ours = {user.name for user in self._newcomers}
         known = [line for line in PASSWD.read_text().splitlines() if line.partition(":")[0] not in ours]
         without.write_text("\n".join(known) + "\n")
         remote.write_text("passwd: files sss\ngroup: files\n")

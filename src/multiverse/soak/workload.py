@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -118,6 +118,13 @@ class Workload:
             views = decode(list[JobView], await asyncio.to_thread(client.jobs))
             self._live = {view.job_id: view.state for view in views}
             self._unseen = {job: at for job, at in self._unseen.items() if at > began - 2}
+            self._find_ids(views)
+
+    def _find_ids(self, views: Iterable[JobView]) -> None:
+        """Find the ids of jobs that Slurm accepted although its reply was lost: their users act on them, too."""
+        ids = {view.name: view.job_id.partition("_")[0] for view in views}
+        for job in self.jobs:
+            job.job_id = job.job_id or ids.get(job.name, "")
 
     def _is_due(self, job: SubmittedJob) -> bool:
         action = job.kind.action
