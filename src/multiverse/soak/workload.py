@@ -106,19 +106,19 @@ class Workload:
         """Observe the jobs and act for their users, until cancelled."""
         with Client(self._lab.settings.socket) as client:
             while True:
-                await self._observe(client)
-                for job in self.jobs:
-                    if self._is_due(job):
-                        await self._act(job)
+                await self.observe_and_act(client)
                 await asyncio.sleep(INTERVAL)
 
-    async def _observe(self, client: Client) -> None:
+    async def observe_and_act(self, client: Client) -> None:
         began = time.time()
         with contextlib.suppress(MultiverseError):
             views = decode(list[JobView], await asyncio.to_thread(client.jobs))
             self._live = {view.job_id: view.state for view in views}
             self._unseen = {job: at for job, at in self._unseen.items() if at > began - 2}
             self._find_ids(views)
+        for job in self.jobs:
+            if self._is_due(job):
+                await self._act(job)
 
     def _find_ids(self, views: Iterable[JobView]) -> None:
         """Find the ids of jobs that Slurm accepted although its reply was lost: their users act on them, too."""
