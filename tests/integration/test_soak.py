@@ -1,8 +1,11 @@
-"""Short soak tests in labs of their own: every job is judged, and nothing is left, also after an interruption."""
+"""Short soak tests in labs of their own: every job is judged, and nothing is left, also after an interruption. The
+small disk of such a lab."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -15,9 +18,11 @@ from typing import Any
 
 import pytest
 
+from multiverse.soak.disk import fill, small_disk
 from tests.integration.images import IMAGES, slim
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
+slow = pytest.mark.slow
 
 PROGRAM = Path(sys.executable).with_name("multiverse")
 
@@ -45,6 +50,7 @@ def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
     return found
 
 
+@slow
 def test_a_short_soak_test_keeps_all_promises_and_leaves_nothing(directory: Path) -> None:
     found = finish(start(directory, 3))
     assert not found["stopped"] and sum(sum(kind.values()) for kind in found["jobs"].values()) > 10
@@ -52,6 +58,7 @@ def test_a_short_soak_test_keeps_all_promises_and_leaves_nothing(directory: Path
     assert not (directory / "lab/run").exists() and not (directory / "lab/state.disk").exists()
 
 
+@slow
 def test_an_interrupted_soak_test_judges_its_jobs_and_leaves_nothing(directory: Path) -> None:
     process = start(directory, 30)
     records = directory / "lab/home/records"
@@ -63,3 +70,37 @@ def test_an_interrupted_soak_test_judges_its_jobs_and_leaves_nothing(directory: 
     found = finish(process)
     assert found["stopped"] and found["jobs"]
     assert not (directory / "lab/run").exists()
+
+
+def test_a_small_disk_gets_full_and_is_taken_away(tmp_path: Path) -> None:
+    directory = tmp_path / "state"
+    with small_disk(directory):
+        fill(directory / "filler")
+        with pytest.raises(OSError) as caught:
+            (directory / "more").write_bytes(bytes(1 << 20))
+        assert caught.value.errno == errno.ENOSPC
+        (directory / "filler").unlink()
+        (directory / "more").write_bytes(bytes(1 << 20))
+    assert not os.path.ismount(directory) and list(tmp_path.iterdir()) == [directory]
+
+
+IN_A_NAMESPACE = """\
+import os, sys
+from pathlib import Path
+from multiverse.lab.users import enter_private_namespace
+from multiverse.soak.disk import small_disk
+with small_disk(Path(sys.argv[1])):
+    enter_private_namespace()
+    if sys.argv[2] == "killed":
+        os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("ending", ["normal", "killed"])
+def test_a_small_disk_is_mounted_outside_of_the_private_namespace_too(tmp_path: Path, ending: str) -> None:
+    directory = tmp_path / "state"
+    done = subprocess.run([sys.executable, "-c", IN_A_NAMESPACE, directory, ending], check=False)
+    assert (done.returncode, os.path.ismount(directory)) == ((0, False) if ending == "normal" else (-9, True))
+    with small_disk(directory):
+        assert os.path.ismount(directory)
+    assert not os.path.ismount(directory), "what the killed one left is taken away, too"

@@ -75,15 +75,12 @@ async def _soak(directory: Path, images: Path, plan: SoakPlan, silent: bool) -> 
     where, stop = layout(directory), asyncio.Event()
     options = LabOptions(CORES, 16384, (run.share(where),), IMAGE, images, settings={})
     loop = asyncio.get_running_loop()
-    try:
-        async with session(where, options, lab_progress(silent)) as lab:
-            loop.add_signal_handler(signal.SIGINT, stop.set)
-            try:
-                result = await run.run(lab, plan, stop, _progress(silent))
-            finally:
-                loop.remove_signal_handler(signal.SIGINT)
-    finally:
-        disk.unmount(run.disk_file(where), where.controller)
+    async with session(where, options, lab_progress(silent), disk=disk.small_disk) as lab:
+        loop.add_signal_handler(signal.SIGINT, stop.set)
+        try:
+            result = await run.run(lab, plan, stop, _progress(silent))
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)
     planned = load(where)
     result.leftovers += leftovers.of_lab(where, planned.bridge if planned else "")
     return result

@@ -14,11 +14,10 @@ from pathlib import Path
 from multiverse.api import JobView, TimelineView, decode
 from multiverse.client import Client
 from multiverse.core.errors import MultiverseError
-from multiverse.lab import lifecycle
 from multiverse.lab.layout import Layout
 from multiverse.lab.session import LabSession
 from multiverse.lab.users import PrivateUser, private_users
-from multiverse.soak import disk, facts, hog, leftovers
+from multiverse.soak import facts, hog, leftovers
 from multiverse.soak.incidents import Incidents, mend
 from multiverse.soak.judge import HappenedIncident, Verdict, judge
 from multiverse.soak.kinds import NEWCOMER
@@ -93,10 +92,6 @@ def share(where: Layout) -> Path:
     return homes
 
 
-def disk_file(where: Layout) -> Path:
-    return where.root / "state.disk"
-
-
 async def run(lab: LabSession, plan: SoakPlan, stop: asyncio.Event, progress: Progress) -> SoakResult:
     """Run the test until its end, or until `stop` is set. All jobs are over, and judged, when this returns."""
     floor = max(LEAST_FLOOR, hog.available() // 2)
@@ -124,6 +119,7 @@ async def run(lab: LabSession, plan: SoakPlan, stop: asyncio.Event, progress: Pr
             await asyncio.gather(*background, *happening, return_exceptions=True)
             for process in workload.processes():
                 process.kill()
+            (lab.user.home / SHELL).unlink(missing_ok=True)
         result.put_off = len(plan.submissions) - sum(job.kind is not NEWCOMER for job in workload.jobs)
         if not drained:
             await _cancel_all(lab)
@@ -136,15 +132,8 @@ async def run(lab: LabSession, plan: SoakPlan, stop: asyncio.Event, progress: Pr
 
 
 async def _prepare(lab: LabSession, floor: int) -> list[PrivateUser]:
-    """Give the lab a disk of its own, users whom nobody knows, pools, and a little more memory than there is."""
+    """Give the lab users whom nobody knows, pools, and a little more memory than there is."""
     where = lab.where
-    await lifecycle.stop_controller(where)
-    kept = {path.name: path.read_bytes() for path in where.controller.glob("*.json")}
-    disk.mount(disk_file(where), where.controller)
-    for name, content in kept.items():
-        path = where.controller / name
-        path.write_bytes(content)
-        path.chmod(0o600)
     shell = lab.user.home / SHELL
     shutil.copy("/bin/bash", shell)
     shutil.chown(shell, 0, lab.user.uid)
@@ -173,7 +162,6 @@ async def _end_pools(lab: LabSession) -> None:
     """Take the pools out of the settings, so that the controller releases the spares."""
     site = lab.where.etc / "site.toml"
     site.write_text(site.read_text().replace(POOLS, ""))
-    (lab.user.home / SHELL).unlink(missing_ok=True)
     await mend(lab)
 
 
