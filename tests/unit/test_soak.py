@@ -14,7 +14,7 @@ from multiverse.api import JobView
 from multiverse.cli import soak as command
 from multiverse.soak import facts, summary
 from multiverse.soak.judge import SETTLE, SLACK, Ending, HappenedIncident, JobFacts, JudgedAttempt, judge
-from multiverse.soak.kinds import BY_NAME, INCIDENT_BY_NAME, INCIDENTS, KINDS, Harm
+from multiverse.soak.kinds import BY_NAME, CONTROLLER_KILLED, INCIDENT_BY_NAME, INCIDENTS, KINDS, Harm
 from multiverse.soak.plan import Rates, make_plan
 from multiverse.soak.record import RecordedRun, parse, script, whole
 from multiverse.soak.run import SoakResult
@@ -55,6 +55,8 @@ def test_each_round_of_incidents_has_every_kind_as_often_as_its_weight_says() ->
         assert Counter(one.kind for one in some) == {kind: kind.weight for kind in INCIDENTS}
     assert len({tuple(one.kind for one in some) for some in rounds}) == len(rounds) > 1
     assert all(one.kind.pause[0] <= one.pause <= one.kind.pause[1] for one in plan.incidents)
+    twofold = [one for one in plan.incidents if one.twofold]
+    assert twofold and all(one.kind is not CONTROLLER_KILLED for one in twofold)
 
 
 # --- the record ------------------------------------------------------------------------------------
@@ -251,7 +253,9 @@ def result() -> SoakResult:
         incident("names lost", 1, 200),
     ]
     verdicts = [judge(GOOD, ()), judge(replace(AGAIN, name="soak-2"), ()), judge(replace(GOOD, whole=False), ())]
-    return SoakResult(verdicts, happened, {"soak-2": ["100.0 vm-1 died dead"]}, ["node mv1-2 in Slurm"], 4)
+    return SoakResult(
+        verdicts, happened, {"soak-2": ["100.0 vm-1 died dead"]}, ["munged ended by itself"], ["node mv1-2 in Slurm"], 4
+    )
 
 
 def test_incidents_are_summed_up_with_the_time_until_a_job_started() -> None:
@@ -289,7 +293,11 @@ def test_what_is_not_as_expected_is_explained_in_a_line() -> None:
 def test_the_printed_result_names_the_seed_the_violations_and_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
     command._print(result(), 7, 2.0)
     shown = capsys.readouterr().out
-    for words in ("seed 7", "its output is not whole", "left: node mv1-2 in Slurm", "vm-1 died dead", "disk full"):
+    for words in (
+        "seed 7", "its output is not whole", "left: node mv1-2 in Slurm", "died: munged ended", "vm-1 died dead", "disk full"
+    ):  # fmt: skip
         assert words in shown
     assert "nothing is left" not in shown
-    assert not result().good and SoakResult([judge(GOOD, ())]).good
+    good = [judge(GOOD, ())]
+    assert not result().good and SoakResult(good).good
+    assert not SoakResult(good, died=["munged"]).good and not SoakResult(good, leftovers=["node"]).good

@@ -53,8 +53,8 @@ def soak(
         _print(result, seed, minutes)
     if not result.good:
         raise Broken(
-            f"seed {seed}: {sum(bool(one.violations) for one in result.verdicts)} jobs broke a promise, and "
-            f"{len(result.leftovers)} things are left",
+            f"seed {seed}: {sum(bool(one.violations) for one in result.verdicts)} jobs broke a promise, "
+            f"{len(result.died)} services ended by themselves, and {len(result.leftovers)} things are left",
             hint=f"see the logs in {directory}/log",
         )
 
@@ -98,8 +98,9 @@ def _print(result: SoakResult, seed: int, minutes: float) -> None:
     _print_violations(result)
     if not result.leftovers:
         console.print("[green]✓[/] nothing is left of the jobs and of the lab")
-    for line in result.leftovers:
-        console.print(Text.assemble(("left: ", "bold red"), line), soft_wrap=True)
+    for what, lines in (("died: ", result.died), ("left: ", result.leftovers)):
+        for line in lines:
+            console.print(Text.assemble((what, "bold red"), line), soft_wrap=True)
 
 
 def _print_jobs(result: SoakResult, count: Counter[Ending]) -> None:

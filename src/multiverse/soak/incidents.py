@@ -23,7 +23,7 @@ from multiverse.lab.session import LabSession
 from multiverse.lab.users import PrivateUser
 from multiverse.soak import disk, hog
 from multiverse.soak.judge import HappenedIncident
-from multiverse.soak.kinds import NEWCOMER
+from multiverse.soak.kinds import CONTROLLER_KILLED, NEWCOMER
 from multiverse.soak.plan import PlannedIncident, Submission
 from multiverse.soak.workload import Workload
 from multiverse.system.processes import ProcessIdentity
@@ -49,8 +49,9 @@ Progress = Callable[[str], None]
 
 
 class Incidents:
-    """The incidents of a test. `happened` lists those that are over. `newcomers` are users whom nobody knows yet.
-    `floor` is the memory in MiB below which the controller starts no VM."""
+    """The incidents of a test. `happened` lists those that are over, `died` the components that ended by themselves.
+    `newcomers` are users whom nobody knows yet. `floor` is the memory in MiB below which the controller starts no VM.
+    """
 
     def __init__(
         self, lab: LabSession, workload: Workload, newcomers: list[PrivateUser], floor: int, progress: Progress
@@ -59,6 +60,7 @@ class Incidents:
         self._progress = progress
         self._came = 0  # newcomers so far
         self.happened: list[HappenedIncident] = []
+        self.died: list[str] = []
         self._strikes: Mapping[str, Callable[[PlannedIncident], Awaitable[str | None]]] = {
             **dict.fromkeys(_SERVICES, self._kill_service),
             "QEMU killed": self._kill_qemu,
@@ -74,19 +76,36 @@ class Incidents:
         for one in planned:
             if await _stopped(stop, min(one.after, end - time.monotonic())) or time.monotonic() >= end:
                 return
+            self.note_deaths()
             await self.strike(one)
+
+    def note_deaths(self) -> None:
+        """Note which services do not run, although all of them should."""
+        for service in SERVICES:
+            if service.running(self._lab.where) is None:
+                self.died.append(f"{service.name} ended by itself before {time.strftime('%H:%M:%S')}")
 
     async def strike(self, one: PlannedIncident) -> None:
         """Let one incident happen, and mend what it broke, however this ends."""
         began = time.time()
         vm: str | None = ""
+        await mend(self._lab)
         try:
-            vm = await self._strikes[one.kind.name](one)
+            vm, _ = await asyncio.gather(self._strikes[one.kind.name](one), self._kill_controller_meanwhile(one))
         finally:
             await mend(self._lab)
-            if vm is not None:
-                self.happened.append(HappenedIncident(one.kind, began, time.time(), vm))
-                self._progress(f"{one.kind.name}{f', {vm}' if vm else ''}: mended after {time.time() - began:.0f} s")
+            kinds = [one.kind] * (vm is not None) + [CONTROLLER_KILLED] * one.twofold
+            for kind in kinds:
+                hit = vm or "" if kind is one.kind else ""
+                self.happened.append(HappenedIncident(kind, began, time.time(), hit))
+            words = " and ".join(kind.name for kind in kinds) + (f", {vm}" if vm else "")
+            if kinds:
+                self._progress(f"{words}: mended after {time.time() - began:.0f} s")
+
+    async def _kill_controller_meanwhile(self, one: PlannedIncident) -> None:
+        if one.twofold:
+            await asyncio.sleep(one.pause / 2)
+            await asyncio.to_thread(kill, self._service("controller"))
 
     async def _kill_service(self, one: PlannedIncident) -> str:
         name = _SERVICES[one.kind.name]

@@ -112,9 +112,11 @@ class SoakIncident:
     weight: int = 1
 
 
+CONTROLLER_KILLED = SoakIncident("controller killed", weight=2)
+"""The controller may be away at any time: nothing happens to a job but that it waits."""
+
 INCIDENTS = (
-    # The controller may be away at any time: nothing happens to a job but that it waits.
-    SoakIncident("controller killed", weight=2),
+    CONTROLLER_KILLED,
     SoakIncident("QEMU killed", (0.0, 0.0), frozenset({Harm.AGAIN, Harm.END}), everywhere=False, weight=3),
     # slurmctld forgets what it has not saved yet, and jobs cannot be submitted without it.
     SoakIncident("slurmctld killed", harm=frozenset({Harm.AGAIN, Harm.REFUSED})),

@@ -5,7 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from multiverse.soak.kinds import INCIDENTS, KINDS, SoakIncident, SoakKind
+from multiverse.soak.kinds import CONTROLLER_KILLED, INCIDENTS, KINDS, SoakIncident, SoakKind
+
+TWOFOLD = 0.25
+"""The share of incidents during which the controller is killed, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +24,13 @@ class Submission:
 @dataclass(frozen=True, slots=True)
 class PlannedIncident:
     """An incident `after` so many seconds without one, which lasts for `pause` seconds. `pick` (0 to 1) chooses among
-    what it can hit."""
+    what it can hit. With `twofold` the controller is killed in the middle of it, and starts when all is mended."""
 
     after: float
     kind: SoakIncident
     pause: float
     pick: float
+    twofold: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,7 @@ def _incidents(seed: int, seconds: float, rates: Rates) -> tuple[PlannedIncident
         chance.shuffle(round_)
         for kind in round_:
             after = rates.incidents / 3 + chance.expovariate(1.5 / rates.incidents)
-            found.append(PlannedIncident(after, kind, chance.uniform(*kind.pause), chance.random()))
+            twofold = chance.random() < TWOFOLD and kind is not CONTROLLER_KILLED
+            found.append(PlannedIncident(after, kind, chance.uniform(*kind.pause), chance.random(), twofold))
             at += after + found[-1].pause
     return tuple(found)

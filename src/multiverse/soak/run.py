@@ -69,18 +69,19 @@ Progress = Callable[[str], None]
 @dataclass
 class SoakResult:
     """What a test found. `put_off` jobs of the plan were not submitted, because too many waited. `timelines` has the
-    history of each job that is wrong."""
+    history of each job that is wrong. `died` names the services that ended by themselves."""
 
     verdicts: list[Verdict] = field(default_factory=list)
     incidents: list[HappenedIncident] = field(default_factory=list)
     timelines: dict[str, list[str]] = field(default_factory=dict)
+    died: list[str] = field(default_factory=list)
     leftovers: list[str] = field(default_factory=list)
     put_off: int = 0
     stopped: bool = False
 
     @property
     def good(self) -> bool:
-        return not self.leftovers and not any(one.violations for one in self.verdicts)
+        return not self.died and not self.leftovers and not any(one.violations for one in self.verdicts)
 
 
 def share(where: Layout) -> Path:
@@ -124,6 +125,8 @@ async def run(lab: LabSession, plan: SoakPlan, stop: asyncio.Event, progress: Pr
         if not drained:
             await _cancel_all(lab)
             await _until(lambda: not _busy(lab, client, workload), LEFT_LIMIT)
+        incidents.note_deaths()
+        result.died = incidents.died
         progress("all jobs are judged: looking for what is left")
         await _end_pools(lab)
         await _until(lambda: not leftovers.of_jobs(lab, client), LEFT_LIMIT)

@@ -66,6 +66,7 @@ def document(result: SoakResult, seed: int, minutes: float) -> dict[str, Any]:
             for one in result.verdicts
             if one.violations
         ],
+        "died": result.died,
         "left": result.leftovers,
     }
 
