@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import subprocess
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,11 +17,15 @@ from multiverse.api import JobView
 from multiverse.client import Client
 from multiverse.core.errors import Refused
 from multiverse.lab.layout import Layout
+from multiverse.lab.process import RunningDaemon
+from multiverse.lab.services import SERVICES
 from multiverse.lab.session import LabSession
 from multiverse.soak import hog, leftovers
+from multiverse.soak.incidents import Incidents
 from multiverse.soak.kinds import BY_NAME
 from multiverse.soak.plan import Submission
 from multiverse.soak.workload import MOST_WAITING, Workload
+from multiverse.system.processes import ProcessIdentity
 
 
 @dataclass
@@ -29,6 +35,7 @@ class AnsweringLab:
     answers: list[str | Exception] = field(default_factory=list)
     asked: list[tuple[str, ...]] = field(default_factory=list)
     code: int = 0
+    where: Layout = field(default_factory=lambda: Layout(Path("/nowhere")))
 
     def submit(self, script: str, *options: str) -> str:
         self.asked.append(("sbatch", *options))
@@ -113,6 +120,19 @@ async def test_what_slurm_did_not_do_is_tried_again() -> None:
     lab.code = 0
     await users.observe_and_act(client(("5", "soak-1", "queued")))
     assert job.acted is not None and lab.asked[1:] == [("scancel", "5")] * 2
+
+
+def test_services_that_ended_by_themselves_are_noted(tmp_path: Path) -> None:
+    lab = AnsweringLab()
+    lab.where = Layout(tmp_path)
+    tmp_path.joinpath("run").mkdir()
+    incidents = Incidents(cast("LabSession", lab), workload(lab), [], 0, lambda line: None)
+    this = ProcessIdentity.of(os.getpid())
+    for service in SERVICES[1:]:
+        running = RunningDaemon(this.pid, this.started, this.boot_id, "", 0.0)
+        service.record(lab.where).write_text(json.dumps(asdict(running)))
+    incidents.note_deaths()
+    assert [line.split()[0] for line in incidents.died] == [SERVICES[0].name]
 
 
 def test_memory_is_given_back_when_others_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
