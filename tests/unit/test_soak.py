@@ -164,6 +164,7 @@ def test_a_job_whose_vm_was_killed_may_run_again() -> None:
         (replace(GOOD, state="CANCELLED", attempts=(JudgedAttempt("done", "", ("mv-1",)),)), (incident("disk full"),),
          "is CANCELLED, not COMPLETED, without a reason"),
         (replace(GOOD, state="PENDING", attempts=()), (), "is still PENDING: no reason is given"),
+        (replace(GOOD, state="CANCELLED", ended=119.0, stopped=125.0), (), "is CANCELLED 0:0, not COMPLETED: it ended"),
         (replace(GOOD, state=""), (), "was accepted, and Slurm does not know it"),
         (replace(GOOD, state="", refusal="Socket timed out"), (), "was refused: Socket timed out"),
         (replace(GOOD, kind=BY_NAME["gang"], runs=(replace(GOOD_RUN, nodes=1),)), (),
@@ -190,6 +191,7 @@ def test_each_kind_of_violation_is_found(
         (replace(GOOD, state="", refusal="no"), (incident("slurmctld killed"),), Ending.REFUSED),
         (replace(GOOD, refusal="its reply was lost"), (), Ending.EXPECTED),
         (replace(GOOD, state="CANCELLED", ended=121.0, stopped=120.0, runs=()), (), Ending.STOPPED),
+        (replace(GOOD, state="CANCELLED", ended=None, stopped=120.0, runs=()), (), Ending.STOPPED),
         (replace(GOOD, kind=BY_NAME["cancel queued"]), (), Ending.EXPECTED),
         (replace(GOOD, kind=BY_NAME["cancel queued"], acted=101.0, state="CANCELLED", runs=()), (), Ending.EXPECTED),
         (replace(AGAIN, kind=BY_NAME["requeued"], acted=106.0), (), Ending.EXPECTED),
@@ -244,6 +246,12 @@ def test_facts_are_put_together_by_name_and_by_task(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert [len(task.attempts) for task in tasks] == [1, 0, 0]
     assert (refused.state, refused.refusal, refused.job_id) == ("", "no", "")
+
+
+def test_a_job_that_was_cancelled_while_held_is_not_in_the_accounting(tmp_path: Path) -> None:
+    jobs = [SubmittedJob(f"soak-{n}", BY_NAME["held"], 1.0, str(n)) for n in (1, 2)]
+    attempts = [view("1", 5, "cancelled"), view("2", 6, "queued")]
+    assert [one.state for one in facts.collect(jobs, {}, attempts, tmp_path, None)] == ["CANCELLED", ""]
 
 
 def result() -> SoakResult:

@@ -84,6 +84,10 @@ def collect(
             job_id = f"{account.job_id.partition('_')[0]}{task}" if account.job_id else ""
             runs, damaged = parse(_lines(records / f"{name}.record"))
             output = _lines(records / f"{name}.out")
+            tried = tuple(JudgedAttempt(view.state, view.reason, view.vms) for view in by_id.get(job_id, ()))
+            state = account.state
+            if not state and tried and tried[-1].state == "cancelled":
+                state = "CANCELLED"  # Slurm does not account for a job that was cancelled while it was held
             yield JobFacts(
                 name,
                 job.kind,
@@ -91,10 +95,10 @@ def collect(
                 job_id,
                 job.refusal,
                 job.acted,
-                account.state,
+                state,
                 account.exit_code,
                 account.ended,
-                tuple(JudgedAttempt(view.state, view.reason, view.vms) for view in by_id.get(job_id, ())),
+                tried,
                 runs,
                 damaged,
                 whole(name) in output,

@@ -129,7 +129,9 @@ def _runs_wanted(facts: JobFacts) -> int:
 
 
 def _was_stopped(facts: JobFacts) -> bool:
-    return facts.stopped is not None and facts.state == "CANCELLED" and (facts.ended or 0.0) >= facts.stopped - 1
+    if facts.stopped is None or facts.state != "CANCELLED":
+        return False
+    return facts.ended is None or facts.ended >= facts.stopped - 1
 
 
 def _wrong_runs(facts: JobFacts, harms: frozenset[Harm]) -> Iterator[str]:
