@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from multiverse.api import JobView
 from multiverse.cli import soak as command
+from multiverse.lab.session import LabSession
 from multiverse.soak import facts, summary
 from multiverse.soak.judge import SETTLE, SLACK, Ending, HappenedIncident, JobFacts, JudgedAttempt, judge
 from multiverse.soak.kinds import BY_NAME, CONTROLLER_KILLED, INCIDENT_BY_NAME, INCIDENTS, KINDS, Harm
@@ -248,10 +250,26 @@ def test_facts_are_put_together_by_name_and_by_task(tmp_path: Path) -> None:
     assert (refused.state, refused.refusal, refused.job_id) == ("", "no", "")
 
 
-def test_a_job_that_was_cancelled_while_held_is_not_in_the_accounting(tmp_path: Path) -> None:
-    jobs = [SubmittedJob(f"soak-{n}", BY_NAME["held"], 1.0, str(n)) for n in (1, 2)]
-    attempts = [view("1", 5, "cancelled"), view("2", 6, "queued")]
-    assert [one.state for one in facts.collect(jobs, {}, attempts, tmp_path, None)] == ["CANCELLED", ""]
+@dataclass
+class TellingLab:
+    """A lab with these answers of Slurm's commands."""
+
+    answers: dict[str, str]
+    env: dict[str, str] = field(default_factory=dict)
+
+    def run(self, *argv: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(argv, 0, self.answers[argv[0]])
+
+
+async def test_jobs_that_slurm_does_not_account_for_are_remembered() -> None:
+    lab = TellingLab(
+        {"sacct": "7|soak-1|COMPLETED|0:0|5\n", "squeue": "8|soak-2|CANCELLED||6\n7|soak-1|COMPLETED||5\n"}
+    )
+    found = await facts.accounts(cast("LabSession", lab))
+    assert found == {
+        "soak-1": facts.Account("7", "COMPLETED", "0:0", 5.0),
+        "soak-2": facts.Account("8", "CANCELLED", "", 6.0),
+    }
 
 
 def result() -> SoakResult:

@@ -31,8 +31,8 @@ class Account:
 
 
 def read_accounts(text: str) -> dict[str, Account]:
-    """sacct's lines `JobID|JobName|State|ExitCode|End` by the name of the job, or of the array's task. The tasks of an
-    array that never started share one line, whose name ends with `_`."""
+    """Lines `JobID|JobName|State|ExitCode|End` by the name of the job, or of the array's task; the last line counts. The
+    tasks of an array that never started share one line, whose name ends with `_`."""
     found: dict[str, Account] = {}
     for line in text.splitlines():
         job_id, name, state, code, end = line.split("|")
@@ -44,14 +44,17 @@ def read_accounts(text: str) -> dict[str, Account]:
 
 
 async def accounts(lab: LabSession) -> dict[str, Account]:
-    """The jobs in Slurm's accounting, once all have ended there, or after `ACCOUNTING_LIMIT`."""
+    """The jobs in Slurm's accounting, once all have ended there, or after `ACCOUNTING_LIMIT`. Jobs that were cancelled
+    while they were held are not accounted for: of those slurmctld's memory of the last minutes is taken."""
     clock = replace(lab, env={**lab.env, "SLURM_TIME_FORMAT": "%s"})
-    argv = ("sacct", "-a", "-X", "-n", "-P", "-S", "2020-01-01", "-o", "JobID,JobName,State,ExitCode,End")
+    accounted = ("sacct", "-a", "-X", "-n", "-P", "-S", "2020-01-01", "-o", "JobID,JobName,State,ExitCode,End")
+    remembered = ("squeue", "-a", "-h", "-t", "all", "-o", "%i|%j|%T||%e")
     deadline = time.monotonic() + ACCOUNTING_LIMIT
     found: dict[str, Account] = {}
     while True:
         try:
-            found = read_accounts((await asyncio.to_thread(clock.run, *argv)).stdout)
+            answers = [await asyncio.to_thread(clock.run, *argv) for argv in (remembered, accounted)]
+            found = read_accounts("".join(answer.stdout for answer in answers))
             if all(one.state in OVER for one in found.values()):
                 return found
         except subprocess.TimeoutExpired:
@@ -84,10 +87,6 @@ def collect(
             job_id = f"{account.job_id.partition('_')[0]}{task}" if account.job_id else ""
             runs, damaged = parse(_lines(records / f"{name}.record"))
             output = _lines(records / f"{name}.out")
-            tried = tuple(JudgedAttempt(view.state, view.reason, view.vms) for view in by_id.get(job_id, ()))
-            state = account.state
-            if not state and tried and tried[-1].state == "cancelled":
-                state = "CANCELLED"  # Slurm does not account for a job that was cancelled while it was held
             yield JobFacts(
                 name,
                 job.kind,
@@ -95,10 +94,10 @@ def collect(
                 job_id,
                 job.refusal,
                 job.acted,
-                state,
+                account.state,
                 account.exit_code,
                 account.ended,
-                tried,
+                tuple(JudgedAttempt(view.state, view.reason, view.vms) for view in by_id.get(job_id, ())),
                 runs,
                 damaged,
                 whole(name) in output,
