@@ -31,8 +31,8 @@ class Account:
 
 
 def read_accounts(text: str) -> dict[str, Account]:
-    """Lines `JobID|JobName|State|ExitCode|End` by the name of the job, or of the array's task; the last line counts. The
-    tasks of an array that never started share one line, whose name ends with `_`."""
+    """Lines `JobID|JobName|State|ExitCode|End` by the name of the job, or of the array's task; the last one counts.
+    The tasks of an array that never started share one line, whose name ends with `_`."""
     found: dict[str, Account] = {}
     for line in text.splitlines():
         job_id, name, state, code, end = line.split("|")
