@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -213,13 +213,19 @@ async def _judge(
 ) -> SoakResult:
     result = SoakResult(incidents=happened, stopped=stopped is not None)
     known = await facts.accounts(lab)
-    attempts = decode(list[JobView], await asyncio.to_thread(lambda: client.jobs(ended=True)))
+    ids = {one.job_id.partition("_")[0] for one in known.values()}
+    attempts = await asyncio.to_thread(_attempts, client, ids)
     for one in facts.collect(workload.jobs, known, attempts, records, stopped):
         verdict = judge(one, happened)
         result.verdicts.append(verdict)
         if verdict.violations and one.job_id:
             result.timelines[one.name] = _history(client, one.job_id)
     return result
+
+
+def _attempts(client: Client, ids: Iterable[str]) -> list[JobView]:
+    """All attempts of these jobs and arrays. The controller lists the attempts of all jobs only up to a limit."""
+    return [view for job in sorted(ids) for view in decode(list[JobView], client.jobs(job))]
 
 
 def _history(client: Client, job: str) -> list[str]:
