@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
 import signal
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,9 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 # proc(5), oom_score_adj: the process counts as if it had half of the machine's memory more. So the kernel's OOM killer
 # ends a VM rather than slurmctld or the daemon, but not instead of a process that took even more.
 _OOM_SCORE_ADJUSTMENT = 500
+
+
+_DEFAULT_SIGNALS = frozenset(range(1, 32)) - {signal.SIGXFSZ}
 
 
 def set_all_close_on_exec() -> None:
@@ -43,16 +47,29 @@ def execute(argv: Sequence[str], fds: Sequence[int], out: int, environment: Mapp
     its pid.
 
     The other descriptors are close-on-exec (`set_all_close_on_exec`); glibc clears that flag for a dup2 of a
-    descriptor onto itself. Raises OSError if the program cannot be executed.
+    descriptor onto itself. SIGXFSZ stays ignored, as Python has it: a program that reaches the limit of its files (see
+    `limit_files`) gets an error and is not killed. Raises OSError if the program cannot be executed.
     """
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     try:
         actions = [(os.POSIX_SPAWN_DUP2, null, 0), (os.POSIX_SPAWN_DUP2, out, 1), (os.POSIX_SPAWN_DUP2, out, 2),
                    *((os.POSIX_SPAWN_DUP2, fd, fd) for fd in fds)]  # fmt: skip
         return os.posix_spawnp(argv[0], list(argv), environment, file_actions=actions, setsid=True,
-                               setsigdef=range(1, 32), setsigmask=())  # fmt: skip
+                               setsigdef=_DEFAULT_SIGNALS, setsigmask=())  # fmt: skip
     finally:
         os.close(null)
+
+
+def limit_files(process: ProcessIdentity, size: int) -> None:
+    """Let no file of that process grow beyond `size` bytes (setrlimit(2), RLIMIT_FSIZE). Its writes fail there with
+    EFBIG. A process that has ended is no error.
+
+    Without privileges only the soft limit is set: a hard limit could not be raised again.
+    """
+    with suppress(ProcessLookupError):
+        if process.is_alive():
+            _, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, size if os.geteuid() == 0 else hard))
 
 
 def identify(pid: int) -> ProcessIdentity:

@@ -23,7 +23,7 @@ from pathlib import Path
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError
 from multiverse.core.model import Size, Stage, TemplateKey
 from multiverse.guest.protocol import Report
-from multiverse.host import process
+from multiverse.host import disks, process
 from multiverse.host.namespaces import System
 from multiverse.host.qemu import machine as machine_module
 from multiverse.host.qemu.machine import QemuMachine
@@ -282,6 +282,9 @@ def _boot_and_freeze(work: Path, final: Path, order: Build) -> tuple[list[Stage]
     short = hashlib.sha256(final.name.encode()).hexdigest()[:8]  # the path of a socket has no room for the name
     run = order.run / f".t-{short}"
     shutil.rmtree(run, ignore_errors=True)
+    # QEMU may write no more to its files than to a disk. So it finds its memory's file with its final size.
+    with (work / "memory").open("wb") as file:
+        file.truncate(parent.memory.size << 20)
     if order.user is not None:
         order.user.allow_traversal(work)
         for path in (work / "memory", work / "disk.qcow2"):
@@ -303,7 +306,10 @@ def _boot_and_freeze(work: Path, final: Path, order: Build) -> tuple[list[Stage]
 def _boot(parent: QemuMachine, paths: Paths, state: Path, order: Build) -> tuple[Report, float]:
     """Boot the parent and freeze it. Returns the guest's report, and when its fork point was reached (monotonic)."""
 
+    limit = disks.image_disk(order.image.disk.stat().st_size).overhead << 20
+
     def started(identity: ProcessIdentity) -> None:
+        process.limit_files(identity, limit)
         if order.abandoned():  # whoever deleted the template may have looked for this process before it was started
             process.kill(identity)
 
