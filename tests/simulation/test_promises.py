@@ -282,7 +282,7 @@ def test_an_image_that_appears_after_the_job_was_submitted_is_used(since: float,
 def test_a_deleted_template_is_charged_while_vms_map_it() -> None:
     policy = Policy(subnet=IPv4Network("10.9.0.0/16"), gateway="10.9.0.1")
     empty = Host("h1", Size(8, 0, 65536), ABILITIES)
-    one = vm_claim(vm_size(Size(1, 300), policy.base, empty, policy), empty).memory
+    one = vm_claim(vm_size(Size(1, 300), policy.base, empty, policy), empty, "slim", CloneKind.INSTANT).memory
     host = replace(empty, capacity=Size(8, policy.base.memory + 2 * one, 65536))
     arrivals = tuple(Arrival(at, Batch(size=Size(1, 300), seconds=120.0)) for at in (1.0, 12.0))
     deleted = Incident(11.0, IncidentKind.TEMPLATE_DELETED)

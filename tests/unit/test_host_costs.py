@@ -56,7 +56,11 @@ def test_a_vm_claims_the_overhead_of_its_host(overhead: int) -> None:
     h.to_claimed(size=Size(1, 500))
     (made,) = h.all_vms()
     (claim,) = [claim for claim in h.rows.claims if claim.owner == made.key]
-    assert claim.size == Size(1, made.size.memory + overhead) == vm_claim(made.size, h.hosts["h1"])
+    assert (
+        claim.size
+        == Size(1, made.size.memory + overhead)
+        == vm_claim(made.size, h.hosts["h1"], "slim", CloneKind.INSTANT)
+    )
     assert claim.domain == "h1"
 
 
@@ -86,13 +90,13 @@ def test_a_template_claims_each_of_its_copies(copies: int, claimed: int) -> None
     (template,) = h.rows.templates.values()
     assert template.state is TemplateState.BUILDING
     (claim,) = [claim for claim in h.rows.claims if claim.owner == template.key]
-    assert claim.size == Size(0, claimed) == template_claim(template.size, h.hosts["h1"])
+    assert claim.size == Size(0, claimed) == template_claim(template.size, h.hosts["h1"], "slim")
 
 
 @pytest.mark.parametrize(("copies", "state"), [(0, AttemptState.CLAIMED), (1, AttemptState.REVOKING)])
 def test_a_host_without_templates_is_used_to_the_last_mib(copies: int, state: AttemptState) -> None:
     h = cloud()
-    whole = vm_claim(vm_size(BOOTS.size, POLICY.base, h.hosts["h1"], POLICY), h.hosts["h1"])
+    whole = vm_claim(vm_size(BOOTS.size, POLICY.base, h.hosts["h1"], POLICY), h.hosts["h1"], "slim", CloneKind.INSTANT)
     h.hosts["h1"] = replace(h.hosts["h1"], capacity=replace(whole, disk=65536), template_copies=copies)
     h.job(request=BOOTS)
     h.run()

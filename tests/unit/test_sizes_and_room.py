@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from multiverse.core.errors import MultiverseError
-from multiverse.core.model import Host, Size
+from multiverse.core.model import CloneKind, Host, Size
 from multiverse.core.model.names import mac_of
 from multiverse.core.policy import Policy
 from multiverse.core.provisioning.capacity import Room, largest_on
@@ -45,7 +45,7 @@ def test_a_template_has_the_next_power_of_two_of_memory(node_memory: int, needed
 
 def test_a_disk_is_as_large_as_asked_for_and_so_is_its_claim() -> None:
     size = vm_size(Size(1, 100, 5000), POLICY.base, host(), POLICY)
-    assert size.disk == 5000 and vm_claim(size, host()).disk == 5000
+    assert size.disk == 5000 and vm_claim(size, host(), "slim", CloneKind.INSTANT).disk == 5000
     assert largest_on(host(disk=7000), "slim", POLICY).disk == 7000
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import select
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +21,9 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 _OOM_SCORE_ADJUSTMENT = 500
 
 
+# setresgid(2) and setresuid(2) in <asm/unistd.h>: on x86-64, and where Linux has one list for all machines.
+_SET_IDS = (119, 117) if os.uname().machine == "x86_64" else (149, 147)
+_libc = ctypes.CDLL(None, use_errno=True)
 _DEFAULT_SIGNALS = frozenset(range(1, 32)) - {signal.SIGXFSZ}
 
 
@@ -60,16 +65,44 @@ def execute(argv: Sequence[str], fds: Sequence[int], out: int, environment: Mapp
         os.close(null)
 
 
-def limit_files(process: ProcessIdentity, size: int) -> None:
-    """Let no file of that process grow beyond `size` bytes (setrlimit(2), RLIMIT_FSIZE). Its writes fail there with
-    EFBIG. A process that has ended is no error.
-
-    Without privileges only the soft limit is set: a hard limit could not be raised again.
+def limit_files(process: ProcessIdentity, uid: int, size: int) -> None:
+    """Let no file of that process grow beyond `size` bytes (setrlimit(2), RLIMIT_FSIZE): its writes fail there with
+    EFBIG, and it cannot raise the limit. `uid` is its user and group, 0 for those of this process. A process that has
+    ended is no error. Raises OSError.
     """
-    with suppress(ProcessLookupError):
-        if process.is_alive():
-            _, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
-            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, size if os.geteuid() == 0 else hard))
+
+    def limit() -> None:
+        with suppress(ProcessLookupError):
+            if process.is_alive():
+                resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, size))
+
+    try:
+        limit()
+    except PermissionError:  # prlimit(2): only with CAP_SYS_RESOURCE may a user limit processes of others
+        if not uid:
+            raise
+        _call_as(uid, limit)
+
+
+def _call_as(uid: int, function: Callable[[], None]) -> None:
+    """Call a function in a thread that has that user and group, and ends afterwards. On Linux each thread has ids of
+    its own; glibc's functions would change those of all threads (nptl(7))."""
+    failures: list[OSError] = []
+
+    def run() -> None:
+        try:
+            for number in _SET_IDS:
+                if _libc.syscall(*map(ctypes.c_long, (number, uid, uid, uid))):
+                    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            function()
+        except OSError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name=f"uid-{uid}")
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
 
 
 def identify(pid: int) -> ProcessIdentity:

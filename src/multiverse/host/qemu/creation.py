@@ -11,7 +11,7 @@ from pathlib import Path
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused
 from multiverse.core.model import CloneKind, Size, Stage
 from multiverse.guest.protocol import HELLO
-from multiverse.host import disks, manifest, process
+from multiverse.host import disks, manifest
 from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.qemu import templates
 from multiverse.host.qemu.context import HostContext, VmStageTimer
@@ -121,8 +121,8 @@ def _allocate(
 ) -> tuple[Manifest, ProcessUser | None]:
     """Check that no other VM has what the specification says, pick the VM's user, and write its first manifest.
 
-    `booted` is the size of the VM before anything is plugged. Until it is started, the VM writes hardly anything to its
-    disk, unless that is a copy. After an error nothing is allocated.
+    `booted` is the size of the VM before anything is plugged. Until the VM is started, its guest is paused and its disk
+    hardly written, unless that is a copy. After an error nothing is allocated.
     """
     vms, disk = host.config.vms, host.image_disk(image)
     vms.chmod(0o711)  # each QEMU passes through it to its own directory
@@ -172,7 +172,6 @@ def _launch(host: HostContext, spec: Specification, parts: _Parts, timer: VmStag
         nonlocal record
         record = replace(record, pid=identity.pid, started=identity.started)
         manifest.write(paths.home, record)
-        process.limit_files(identity, record.disk << 20)
         host.cgroups.add_process(spec.name, identity.pid, threads)
 
     with _mapped(host, machine, template) as (mapped, fds):

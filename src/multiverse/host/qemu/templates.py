@@ -282,9 +282,6 @@ def _boot_and_freeze(work: Path, final: Path, order: Build) -> tuple[list[Stage]
     short = hashlib.sha256(final.name.encode()).hexdigest()[:8]  # the path of a socket has no room for the name
     run = order.run / f".t-{short}"
     shutil.rmtree(run, ignore_errors=True)
-    # QEMU may write no more to its files than to a disk. So it finds its memory's file with its final size.
-    with (work / "memory").open("wb") as file:
-        file.truncate(parent.memory.size << 20)
     if order.user is not None:
         order.user.allow_traversal(work)
         for path in (work / "memory", work / "disk.qcow2"):
@@ -306,10 +303,7 @@ def _boot_and_freeze(work: Path, final: Path, order: Build) -> tuple[list[Stage]
 def _boot(parent: QemuMachine, paths: Paths, state: Path, order: Build) -> tuple[Report, float]:
     """Boot the parent and freeze it. Returns the guest's report, and when its fork point was reached (monotonic)."""
 
-    limit = disks.image_disk(order.image.disk.stat().st_size).overhead << 20
-
     def started(identity: ProcessIdentity) -> None:
-        process.limit_files(identity, limit)
         if order.abandoned():  # whoever deleted the template may have looked for this process before it was started
             process.kill(identity)
 
@@ -328,7 +322,10 @@ def _boot(parent: QemuMachine, paths: Paths, state: Path, order: Build) -> tuple
             started=started,
         )
     )
+    # QEMU has made its memory's file, which may be larger. What it writes to that does not make it grow.
+    limit = disks.image_disk(disks.virtual_size(order.image.disk)).overhead
     try:
+        process.limit_files(session.process, order.user.uid if order.user is not None else 0, limit << 20)
         report = session.channel.expect(frozenset({"fork_point"}), BOOT_TIMEOUT)
         booted = time.monotonic()
         session.freeze(state)
