@@ -81,7 +81,7 @@ async def test_a_spare_gets_the_allowance_of_the_job_that_takes_it(lab: Lab) -> 
     parked = (await lab.hypervisor.observe()).vms[spare.name].disk
     (line,) = await run(lab, spare, AVAILABLE, dataclasses.replace(BASE, disk=1000))
     view = await lab.hypervisor.observe()
-    assert 1000 <= int(line.strip().removesuffix("M"))
+    assert int(line.strip().removesuffix("M")) >= 1000
     assert parked == view.hosts["h"].disks["slim"].overhead
     assert view.vms[spare.name].disk == parked + 1000
 
@@ -91,9 +91,9 @@ async def test_a_user_who_fills_the_disk_is_told_so_and_loses_no_data(lab: Lab) 
     spec = lab.spec()
     await lab.hypervisor.create(spec)
     fill = (
-        f"{AS_ANN} bash -c 'cd /tmp; dd if=/dev/zero of=large bs=1M 2>&1 | grep -o \"No space.*\"; sync large;"
+        f'{AS_ANN} bash -c \'cd /tmp; dd if=/dev/zero of=large bs=1M 2>&1 | grep -o "No space.*"; sync large;'
         " rm large; mkdir small; cd small; for n in $(seq 20); do mkdir $n; for m in $(seq 400); do echo $m > $n/$m;"
-        " done; done; dd if=/dev/zero of=large bs=1M 2>&1 | grep -o \"No space.*\"; sync large; echo ann $?';"
+        ' done; done; dd if=/dev/zero of=large bs=1M 2>&1 | grep -o "No space.*"; sync large; echo ann $?\';'
         " sync; dmesg | grep -c 'I/O error'"
     )
     assert await run(lab, spec, fill) == ["No space left on device", "No space left on device", "ann 0", "0"]

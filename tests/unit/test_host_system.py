@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from multiverse.host import process
+from multiverse.host.uids import ProcessUser
 from multiverse.system import files
 from multiverse.system.locks import is_locked, locked_directory, locked_file, try_locked_directory, try_locked_file
 from multiverse.system.processes import ProcessIdentity
@@ -156,6 +162,56 @@ def test_a_directory_lock_that_is_taken_is_not_waited_for(tmp_path: Path) -> Non
         assert third
     with pytest.raises(FileNotFoundError), try_locked_directory(tmp_path / "none"):
         pass
+
+
+PYTHON = "/usr/bin/python3"  # any user may run it
+_WRITER = """
+import resource, signal, sys
+assert signal.getsignal(signal.SIGXFSZ) is signal.SIG_IGN, "inherited from who started it"
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+sys.stdin.readline()
+with open(sys.argv[1], "wb", buffering=0) as file:
+    try:
+        while file.write(bytes(65536)):
+            pass
+    except OSError as error:
+        print(error.errno, file.tell())
+try:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("uid", [0, pytest.param(54321, marks=pytest.mark.skipif(os.geteuid() != 0, reason="root"))])
+def test_a_process_can_write_no_more_than_its_limit_and_survives_the_attempt(tmp_path: Path, uid: int) -> None:
+    """Also if its user is another one: a program in place of a QEMU, started by the same call."""
+    place = Path(tempfile.mkdtemp())
+    try:
+        place.chmod(0o777)
+        prefix = ProcessUser(uid, uid).command_prefix() if uid else ["setpriv", "--bounding-set=-sys_resource",
+                                                                     "--inh-caps=-all", "--"]  # fmt: skip
+        reading, writing = os.pipe()
+        argv = ["/bin/sh", "-c", f'exec "$@" <&{reading}', "sh", *prefix, PYTHON, "-c", _WRITER,
+                str(place / "file")]  # fmt: skip
+        started = process.spawn(argv, (reading,), tmp_path / "log", {"PATH": os.environ["PATH"]})
+        os.close(reading)
+        wait_for_arguments(started.pid, PYTHON)
+        process.limit_files(started, uid, 1 << 20)
+        os.write(writing, b"\n")
+        os.close(writing)
+        assert os.waitpid(started.pid, 0)[1] == 0, (tmp_path / "log").read_text()
+        assert (tmp_path / "log").read_text().splitlines()[0] == f"{errno.EFBIG} {1 << 20}"
+        assert "not allowed to raise maximum limit" in (tmp_path / "log").read_text()
+        process.limit_files(started, uid, 1 << 20)  # it has ended: no error
+    finally:
+        shutil.rmtree(place)
+
+
+def wait_for_arguments(pid: int, program: str) -> None:
+    """Wait until the process runs that program, as its user."""
+    while not Path(f"/proc/{pid}/cmdline").read_bytes().startswith(program.encode()):
+        time.sleep(0.005)
 
 
 def test_a_process_is_identified_by_pid_start_time_and_boot() -> None:
