@@ -106,6 +106,7 @@ def test_two_new_labs_do_not_collide(short: Path) -> None:
         plans.append(plan.decide(layout(short / name), LabOptions()))
     ports = [{p.slurmctld_port, p.slurmd_port, p.slurmdbd_port, p.nfs_port} for p in plans]
     assert [len(found) for found in ports] == [4, 4]
+    assert all(0 < p.disk <= shutil.disk_usage(short).total >> 20 for p in plans)
 
 
 @pytest.mark.parametrize(
