@@ -15,9 +15,9 @@ else 0. Lines of two forms follow that. The first form is the size of a largest 
 The image `*` stands for all images that no line names. Example, of three hosts that could hold two nodes each:
 
     1 1795254668
-    slim 1 2 15395 64630
-    slim 1 1 auto,default,instant,linked 3 2 65083/2048/453 15395 7555
-    slim 1 2 full 3 2 65083/16388/0 15395 7555
+    slim 1 2 15395 65084
+    slim 1 1 auto,default,instant,linked 3 2 65084/2048/452 15395 7555
+    slim 1 2 full 3 2 65084/16388/0 15395 7555
     * 0 1 auto,default,full,instant,linked 3 2 65536/2048/0 15395 7555
 
 multiverse.lua refuses nothing by a file that is missing, that is no longer valid, or that has another version.
