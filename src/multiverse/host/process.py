@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from multiverse.core.errors import Broken
 from multiverse.system.processes import ProcessIdentity, stat_fields
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -68,7 +69,7 @@ def execute(argv: Sequence[str], fds: Sequence[int], out: int, environment: Mapp
 def limit_files(process: ProcessIdentity, uid: int, size: int) -> None:
     """Let no file of that process grow beyond `size` bytes (setrlimit(2), RLIMIT_FSIZE): its writes fail there with
     EFBIG, and it cannot raise the limit. `uid` is its user and group, 0 for those of this process. A process that has
-    ended is no error. Raises OSError.
+    ended is no error. Raises `Broken` if this is not permitted.
     """
 
     def limit() -> None:
@@ -77,17 +78,21 @@ def limit_files(process: ProcessIdentity, uid: int, size: int) -> None:
                 resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, size))
 
     try:
-        limit()
-    except PermissionError:  # prlimit(2): only with CAP_SYS_RESOURCE may a user limit processes of others
-        if not uid:
-            raise
-        _call_as(uid, limit)
+        try:
+            limit()
+        except PermissionError:  # prlimit(2): only with CAP_SYS_RESOURCE may a user limit processes of others
+            if not uid:
+                raise
+            _call_as(uid, limit)
+    except (OSError, ValueError) as error:  # the resource module raises ValueError where a limit cannot be raised
+        hint = "the daemon needs CAP_SYS_RESOURCE, or CAP_SETUID and CAP_SETGID"
+        raise Broken(f"cannot limit the files of process {process.pid}: {error}", hint=hint) from error
 
 
 def _call_as(uid: int, function: Callable[[], None]) -> None:
     """Call a function in a thread that has that user and group, and ends afterwards. On Linux each thread has ids of
     its own; glibc's functions would change those of all threads (nptl(7))."""
-    failures: list[OSError] = []
+    failures: list[Exception] = []
 
     def run() -> None:
         try:
@@ -95,7 +100,7 @@ def _call_as(uid: int, function: Callable[[], None]) -> None:
                 if _libc.syscall(*map(ctypes.c_long, (number, uid, uid, uid))):
                     raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
             function()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             failures.append(error)
 
     thread = threading.Thread(target=run, name=f"uid-{uid}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from multiverse.core.errors import Broken, Exhausted, Gone, Refused, Unknown
+from multiverse.core.errors import Exhausted, Gone, Refused, Unknown
 from multiverse.core.model import CloneKind, Identity, Size, Stage
 from multiverse.guest.protocol import HELLO, Report, identity_message
 from multiverse.host import manifest, process, tap
@@ -18,7 +18,6 @@ from multiverse.host.registry import Resource, host_lock
 
 _WAKE_TIMEOUT = 30.0  # seconds for a restored guest's first message
 _START_TIMEOUT = 120.0  # seconds for its mounts and daemons
-_HINT = "the daemon needs root, or CAP_SYS_RESOURCE if it is not root and its files are limited"
 
 
 def start(host: HostContext, name: str, size: Size, identity: Identity) -> list[Stage]:
@@ -89,10 +88,7 @@ def _limit_disk(known: Manifest, allowance: int) -> Manifest:
     if known.disk_cost is None:
         return known
     disk = known.disk_cost.of(allowance)
-    try:
-        process.limit_files(known.process, known.uid, disk << 20)
-    except OSError as error:
-        raise Broken(f"cannot limit the disk of VM {known.name}: {error.strerror}", hint=_HINT) from error
+    process.limit_files(known.process, known.uid, disk << 20)
     return replace(known, disk=disk)
 
 
