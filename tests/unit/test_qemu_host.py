@@ -430,7 +430,7 @@ def test_lacking_abilities_are_cached_until_image_or_qemu_changes(tmp_path: Path
 
     cache.record_lacking(others[0], "plug_memory", "no room", [others[0]])
     assert "plug_cpus" in cache.abilities(slim), "an image that is no more is forgotten"
-    assert AbilityCache(file, "8.2 tcg").abilities(others[0]) == {"fork", "plug_cpus"}
+    assert AbilityCache(file, "8.2 tcg").abilities(others[0]) == {"fork", "plug_cpus", "limit_disk"}
 
 
 def test_lacking_abilities_are_known_even_if_the_cache_cannot_be_written(tmp_path: Path) -> None:

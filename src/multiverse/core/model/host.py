@@ -72,8 +72,8 @@ class Host:
         return ability in self.images.get(image, ())
 
     def disk_of(self, image: str) -> ImageDisk:
-        """How large the files of the image's VMs can become there."""
-        return self.disks.get(image, ImageDisk())
+        """How large the files of the image's VMs can become there. Of an image that is not there nobody knows."""
+        return self.disks.get(image, ImageDisk()) if image in self.images else ImageDisk()
 
     def disk_cost(self, image: str, kind: CloneKind) -> DiskCost:
         """What a VM of the image claims of the disk there. The disk of a full clone is a copy, of any content."""

@@ -187,7 +187,8 @@ def largest_on(host: Host, image: str, policy: Policy, kind: CloneKind = CloneKi
     """The largest node that the host could ever hold, with nothing on it but the template that it is forked from or, if
     it boots, a template of the base size. What an image can do that is not there yet is taken to be everything. Zero
     memory if not even the smallest fits."""
-    able = host if image in host.images else replace(host, images={image: frozenset({"plug_cpus", "plug_memory"})})
+    plugs = {image: frozenset({"plug_cpus", "plug_memory"})}
+    able = host if image in host.images else replace(host, images=plugs, disks={})
     capacity = empty_host(host, policy).capacity
     disk = capacity.disk - template_claim(policy.base, able, image).disk
 
