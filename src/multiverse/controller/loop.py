@@ -298,7 +298,7 @@ class Controller:
         if state.learned or self._limits is None:
             self._limits = job_limits(state.hosts, self.policy)
         self._effects.limit_submissions(self._limits)
-        self.users.look_up(state.queue.unknown_users)
+        self.users.look_up(state.users_asked)
         self._effects.ensure(self._confirmed_orphans(world))
         return True
 
