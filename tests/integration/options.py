@@ -111,7 +111,11 @@ touch {home}/plain.over
         _SIZE + "echo colour=$COLOUR\nlscpu | grep -E '^(Thread|Core|Socket)'\n"
         "[ $(df -m --output=avail /tmp | tail -1) -ge 3000 ] && echo room=enough\n",
     ),
-    "default": Submission("--extra-node-info=1:2:1 --get-user-env", _SIZE + "echo home=$HOME user=$USER\n"),
+    "default": Submission(
+        "--extra-node-info=1:2:1 --get-user-env",
+        _SIZE
+        + "echo home=$HOME user=$USER\n[ $(df -m --output=avail /tmp | tail -1) -ge 2048 ] && echo room=scratch\n",
+    ),
     "steps": Submission(
         "--ntasks=2 --mem=300",
         """\
@@ -192,10 +196,11 @@ GROUPS = (
             honoured("--mincpus", "the VM has as many CPUs", "begin", "nproc=2 .*"),
             honoured(
                 "--tmp",
-                "free on the VM's disk, up to `image.tmp_disk`; `image.scratch` at least",
+                "free on the VM's disk, up to `image.tmp_disk`",
                 "memory",
                 "room=enough",
             ),
+            honoured("no --tmp", "`image.scratch` free on the VM's disk", "default", "room=scratch"),
             refused(
                 "--tmp beyond that",
                 "the job requests 204800 MiB of disk with --tmp, but a VM has 12288 MiB: use a shared file system",
