@@ -2,10 +2,11 @@
 PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PATH
 
-.PHONY: help setup demo test lint tests unit histories images integration test-slow test-trixie mutants docs clean
+.PHONY: help setup demo soak test lint tests unit histories images integration test-slow test-trixie mutants docs clean
 
 help:
 	@echo "make demo       build the image, start the lab, run real jobs in VMs, then stop all of it"
+	@echo "make soak       jobs of all kinds for two hours while every component is killed: MINUTES=120, SEED=1 (root)"
 	@echo "make test       lint, types, unit, contract, simulation, integration on the real lab (root)"
 	@echo "make unit, make histories, make integration: parts of it"
 	@echo "make test-slow  the slow tests and test-trixie: three hours or more"
@@ -19,6 +20,9 @@ setup:
 
 demo: setup
 	@multiverse demo
+
+soak: setup
+	@nice -n 10 multiverse soak $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED))
 
 # The histories need two cores for minutes. Beside the other tests, with the lowest priority, they use what these leave.
 test: lint

@@ -25,6 +25,7 @@ from multiverse.cli import (
     repair,
     simulate,
     site,
+    soak,
     status,
     template,
     timeline,
@@ -64,6 +65,7 @@ bench.app.command("neighbours")(long_queue.neighbours_)
 app.add_typer(bench.app, name="bench")
 app.add_typer(simulate.app, name="simulate")
 app.command("demo")(demo.demo)
+app.command("soak")(soak.soak)
 
 
 def _interrupt(_number: int, _frame: object) -> None:

@@ -13,10 +13,11 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from multiverse.config import Settings
 from multiverse.core.errors import Refused
@@ -44,20 +45,23 @@ class LabSession:
 
     def run(self, *argv: str, stdin: str = "", timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
         """Run a command as the user, in the user's home and environment."""
-        return subprocess.run(
-            argv,
-            input=stdin,
-            text=True,
-            capture_output=True,
-            timeout=timeout,
-            cwd=self.user.home,
-            env={**self.env, "HOME": str(self.user.home), "USER": self.user.name, "LOGNAME": self.user.name},
-            user=self.user.uid,
-            group=self.user.uid,
-            extra_groups=[],
-            umask=0o022,
-            check=False,
-        )
+        more = self._as_user()
+        return subprocess.run(argv, input=stdin, text=True, capture_output=True, timeout=timeout, check=False, **more)
+
+    def start(self, output: Path, *argv: str) -> subprocess.Popen[bytes]:
+        """Start a command as the user, without input. Its output is written to a file."""
+        with output.open("wb") as file:
+            return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=file, stderr=file, **self._as_user())
+
+    def _as_user(self) -> dict[str, Any]:
+        return {
+            "cwd": self.user.home,
+            "env": {**self.env, "HOME": str(self.user.home), "USER": self.user.name, "LOGNAME": self.user.name},
+            "user": self.user.uid,
+            "group": self.user.uid,
+            "extra_groups": [],
+            "umask": 0o022,
+        }
 
     def submit(self, script: str, *options: str) -> str:
         """Submit a script with sbatch; the job id. Raises `Refused` with sbatch's message."""
@@ -103,8 +107,14 @@ async def _clean_up(where: Layout) -> None:
         path.unlink()
 
 
+StateDisk = Callable[[Path], AbstractContextManager[None]]
+"""Mounts something at the controller's state directory for as long as its context lasts."""
+
+
 @asynccontextmanager
-async def session(where: Layout, options: LabOptions, progress: Progress, site: str = "") -> AsyncIterator[LabSession]:
+async def session(
+    where: Layout, options: LabOptions, progress: Progress, site: str = "", disk: StateDisk = lambda _: nullcontext()
+) -> AsyncIterator[LabSession]:
     """Run a lab in `where` while the context lasts. Settings in `site` (TOML) override the lab's.
 
     Call this in a process with one thread that does nothing else: it changes the process's mount namespace.
@@ -113,20 +123,21 @@ async def session(where: Layout, options: LabOptions, progress: Progress, site: 
         raise Refused("a lab needs root: it makes links and starts daemons as their own users", hint="use sudo")
     with _locked(where):
         await _clean_up(where)
-        (where.etc / "site.toml").write_text(site)
-        enter_private_namespace()
-        home = where.root / "home" / USER
-        (user,) = private_users(where.root / "users", [(USER, UID, home)])
-        os.environ.pop("SUDO_USER", None)  # the caller is not the user who submits here
-        try:
-            shares = (*options.shares, home)
-            settings = await lifecycle.up(where, replace(options, shares=shares), progress)
-            plan = load(where)
-            assert plan is not None, "the lab is up, so its plan is written"
-            yield LabSession(where, settings, user, Lab(where, plan), session_environment(where))
-        finally:
-            with _without_interrupts():
-                await lifecycle.down(where)
+        with disk(where.controller):
+            (where.etc / "site.toml").write_text(site)
+            enter_private_namespace()
+            home = where.root / "home" / USER
+            (user,) = private_users(where.root / "users", [(USER, UID, home)])
+            os.environ.pop("SUDO_USER", None)  # the caller is not the user who submits here
+            try:
+                shares = (*options.shares, home)
+                settings = await lifecycle.up(where, replace(options, shares=shares), progress)
+                plan = load(where)
+                assert plan is not None, "the lab is up, so its plan is written"
+                yield LabSession(where, settings, user, Lab(where, plan), session_environment(where))
+            finally:
+                with _without_interrupts():
+                    await lifecycle.down(where)
 
 
 def session_environment(where: Layout) -> dict[str, str]:
