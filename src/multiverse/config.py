@@ -17,6 +17,7 @@ from multiverse.core.errors import Refused
 from multiverse.core.model import CloneKind, Depth, Mount
 
 _LONGEST_SOCKET = "/mvxxxxx-99999999/agent"  # below qemu.run
+LEAST_SCRATCH = 64  # MiB: Slurm writes scripts and logs there, too
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ class ImageSettings:
     per_account: bool = (
         False  # each Slurm account has templates of its own, whose memory layout no other account shares
     )
+    scratch: int = 2048  # MiB that each job may write to its VM's disk; with --tmp, at least as much as that says
     tmp_disk: int = 12288  # the largest --tmp of a job in MiB; every image must have as much free space
 
 
@@ -225,6 +227,8 @@ def _contradictions(s: Settings) -> Iterator[str]:
     yield from _wrong_network(s)
     yield from _wrong_qemu(s.qemu)
     yield from _wrong_pools(s)
+    if not LEAST_SCRATCH <= s.image.scratch <= s.image.tmp_disk:
+        yield f"image.scratch: must be at least {LEAST_SCRATCH} MiB and at most image.tmp_disk, {s.image.tmp_disk} MiB"
     if not 0 <= s.history_days < math.inf:
         yield "history_days: must be a number of days, or 0 to keep everything"
     if min(s.pacing.instant_rate, s.pacing.linked_rate, s.pacing.full_rate) < 0:

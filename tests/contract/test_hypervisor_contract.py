@@ -253,6 +253,18 @@ async def a_parked_clone_gets_the_size_that_it_is_started_with(h: Harness) -> No
     assert h.cpus(spec.name) == cpus
 
 
+async def a_vm_can_write_what_it_claims(h: Harness) -> None:
+    """Once it is started: a clone that is paused writes hardly anything."""
+    spec = await h.created()
+    size = replace(spec.size, disk=3000)
+    if spec.kind is not CloneKind.INSTANT:
+        spec = replace(h.spec(), size=size)
+        await h.hypervisor.create(spec)
+    await h.hypervisor.start(h.ref(spec.name), size, h.identity(spec))
+    view = await h.observe()
+    assert view.vms[spec.name].disk == view.hosts[h.host].disk_cost(h.image, spec.kind).of(3000) >= 3000
+
+
 async def a_user_is_added_to_a_running_vm(h: Harness) -> None:
     spec, user = await h.created(), User("late", 4711, 4711, "/home/late", "/bin/sh", (("late", 4711),))
     with pytest.raises(Gone):
@@ -348,6 +360,7 @@ SUITE: tuple[Check, ...] = (
     creating_a_running_vm_changes_nothing,
     starting_a_missing_vm_is_gone,
     a_parked_clone_gets_the_size_that_it_is_started_with,
+    a_vm_can_write_what_it_claims,
     a_user_is_added_to_a_running_vm,
     destroy_leaves_nothing_in_any_condition,
     a_dead_vm_is_shown_until_it_is_destroyed,

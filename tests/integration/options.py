@@ -106,12 +106,16 @@ touch {home}/plain.over
     ),
     "size": Submission("--ntasks=2 --cpus-per-task=2 --mem-per-cpu=200", _SIZE),
     "memory": Submission(
-        "--mem=700 --tmp=500 --exclusive --sockets-per-node=1 --cores-per-socket=3 --threads-per-core=1"
+        "--mem=700 --tmp=3000 --exclusive --sockets-per-node=1 --cores-per-socket=3 --threads-per-core=1"
         " --ntasks-per-core=1 --export-file={home}/variables",
         _SIZE + "echo colour=$COLOUR\nlscpu | grep -E '^(Thread|Core|Socket)'\n"
-        "[ $(df -m --output=avail /tmp | tail -1) -ge 500 ] && echo room=enough\n",
+        "[ $(df -m --output=avail /tmp | tail -1) -ge 3000 ] && echo room=enough\n",
     ),
-    "default": Submission("--extra-node-info=1:2:1 --get-user-env", _SIZE + "echo home=$HOME user=$USER\n"),
+    "default": Submission(
+        "--extra-node-info=1:2:1 --get-user-env",
+        _SIZE
+        + "echo home=$HOME user=$USER\n[ $(df -m --output=avail /tmp | tail -1) -ge 2048 ] && echo room=scratch\n",
+    ),
     "steps": Submission(
         "--ntasks=2 --mem=300",
         """\
@@ -190,7 +194,13 @@ GROUPS = (
                 "--mem=0",
             ),
             honoured("--mincpus", "the VM has as many CPUs", "begin", "nproc=2 .*"),
-            honoured("--tmp", "free on the VM's disk, up to `image.tmp_disk`", "memory", "room=enough"),
+            honoured(
+                "--tmp",
+                "free on the VM's disk, up to `image.tmp_disk`",
+                "memory",
+                "room=enough",
+            ),
+            honoured("no --tmp", "`image.scratch` free on the VM's disk", "default", "room=scratch"),
             refused(
                 "--tmp beyond that",
                 "the job requests 204800 MiB of disk with --tmp, but a VM has 12288 MiB: use a shared file system",

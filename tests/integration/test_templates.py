@@ -65,7 +65,7 @@ def test_the_first_template_shows_that_a_kernel_cannot_plug_cpus(
     ended(client, job, "done")
     assert written(out).split() == ["2"] and accounted(lab, job) == ("COMPLETED", "0:0")
     (host,) = client.hosts()
-    assert host["images"]["narrow"] == ["fork", "plug_memory"]
+    assert host["images"]["narrow"] == ["fork", "limit_disk", "plug_memory"]
     assert {row["cpus"] for row in client.templates() if row["image"] == "narrow"} == {1, 2}
     dropped(client, "narrow")
     nothing_left(lab, client)

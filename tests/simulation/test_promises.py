@@ -30,6 +30,7 @@ from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
     CloneKind,
     Depth,
+    DiskCost,
     EqualHosts,
     Host,
     JobLimit,
@@ -283,7 +284,7 @@ def test_an_image_that_appears_after_the_job_was_submitted_is_used(since: float,
 def test_a_deleted_template_is_charged_while_vms_map_it() -> None:
     policy = Policy(subnet=IPv4Network("10.9.0.0/16"), gateway="10.9.0.1")
     empty = Host("h1", Size(8, 0, 65536), ABILITIES)
-    one = vm_claim(vm_size(Size(1, 300), policy.base, empty, policy), empty).memory
+    one = vm_claim(vm_size(Size(1, 300), policy.base, empty, policy), empty, "slim", CloneKind.INSTANT).memory
     host = replace(empty, capacity=Size(8, policy.base.memory + 2 * one, 65536))
     arrivals = tuple(Arrival(at, Batch(size=Size(1, 300), seconds=120.0)) for at in (1.0, 12.0))
     deleted = Incident(11.0, IncidentKind.TEMPLATE_DELETED)
@@ -636,7 +637,7 @@ def test_a_broken_planner_is_found_and_its_scenario_shrunk_saved_and_replayed(
 
 
 def test_the_world_reports_a_job_that_is_cancelled_without_a_true_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multiverse.core.provisioning.admission.could_ever_fit", lambda *_: False)
+    monkeypatch.setattr("multiverse.core.provisioning.admission.could_hold", lambda *_: False)
     (wrong,) = simulate(ONE).violations
     assert "nothing justifies" in wrong and "fits on no host" in wrong
 
@@ -665,6 +666,18 @@ def test_the_world_reports_a_vm_without_a_claim(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(vm_machine, "_step_leaving", unsound)
     assert any("nothing is claimed for it" in wrong for wrong in simulate(ONE).violations)
+
+
+@pytest.mark.parametrize("kind", [CloneKind.INSTANT, CloneKind.LINKED, CloneKind.FULL])
+def test_the_world_reports_a_host_whose_vms_can_write_more_than_its_disk(
+    monkeypatch: pytest.MonkeyPatch, kind: CloneKind
+) -> None:
+    host = Host("h1", Size(8, 8192, 4500), ABILITIES)
+    arrivals = tuple(Arrival(1.0, Batch(kind=kind, seconds=30.0)) for _ in range(3))
+    scenario = Scenario(7, arrivals, WorldSettings((host,)))
+    assert simulate(scenario).violations == [], "they run one after the other"
+    monkeypatch.setattr(DiskCost, "of", lambda *_: 0)
+    assert any("was made to carry" in wrong for wrong in simulate(scenario).violations)
 
 
 def test_drawn_faults_and_the_same_faults_as_a_list_give_the_same_journal() -> None:

@@ -271,7 +271,10 @@ def test_nothing_is_released_on_a_host_that_lacks_the_image() -> None:
     busy = replace(vm(V.SERVING, id=3, image="mine", since=NOW), size=Size(2, 512))
     idle_node = replace(vm(V.JOINED, since=NOW), pool=Depth.JOINED, size=Size(2, 512), node_size=Size(2, 100))
     elsewhere, here = replace(idle_node, id=7, host="h2"), replace(idle_node, id=8, image="mine")
-    claims = [Claim(one.key, one.host, vm_claim(one.size, host())) for one in (busy, elsewhere, here)]
+    claims = [
+        Claim(one.key, one.host, vm_claim(one.size, host(), "slim", CloneKind.INSTANT))
+        for one in (busy, elsewhere, here)
+    ]
     claims += [Claim(idle.key, "h2", Size(0, 3000)), Claim(mine.key, "h1", Size(0, 256))]
     hosts = [replace(host(name), images={image: IMAGES["slim"]}) for name, image in (("h1", "mine"), ("h2", "slim"))]
     asks = attempt(A.QUEUED, request=Request(1, SMALL, image="mine"))
@@ -287,9 +290,11 @@ def test_a_job_that_boots_needs_no_room_for_a_template() -> None:
     """The idle template is in its way and is retired; other processes of the machine are not in its way."""
     idle = template(T.READY)
     asks = attempt(A.QUEUED, request=Request(1, Size(1, 5000), kind=CloneKind.FULL))
-    claim = vm_claim(vm_size(Size(1, 5000), OVERCOMMITTED.base, host(), OVERCOMMITTED), host()).memory
+    claim = vm_claim(
+        vm_size(Size(1, 5000), OVERCOMMITTED.base, host(), OVERCOMMITTED), host(), "slim", CloneKind.INSTANT
+    ).memory
     h1 = replace(host(cpus=64, memory=8192, abilities=("instant", "full")), available=1000 + claim - 256)
-    here = rows(asks, idle, claims=[Claim(idle.key, "h1", template_claim(idle.size, h1))])
+    here = rows(asks, idle, claims=[Claim(idle.key, "h1", template_claim(idle.size, h1, "slim"))])
     job = Job(asks.job, "hello", 1000, JobState.PENDING, asks.request)
     seen = {idle.which: replace(as_ready([idle])[idle.which], held=256.0)}
     changes = decisions(
@@ -490,9 +495,9 @@ OVERCOMMITTED = replace(POLICY, overcommit=4.0, floor=1000)
 def admission_beside(available: int, *vms: tuple[Vm, float], policy: Policy = OVERCOMMITTED) -> str:
     """What becomes of a small job, or why it waits, on a host that declares exactly what these VMs claim. Each VM
     comes with the memory that it was observed to use."""
-    claims = [Claim(one.key, "h1", vm_claim(one.size, host())) for one, _ in vms]
+    claims = [Claim(one.key, "h1", vm_claim(one.size, host(), "slim", CloneKind.INSTANT)) for one, _ in vms]
     ready = template(T.READY)
-    claims.append(Claim(ready.key, "h1", template_claim(ready.size, host())))
+    claims.append(Claim(ready.key, "h1", template_claim(ready.size, host(), "slim")))
     h1 = replace(host(cpus=64, memory=sum(claim.size.memory for claim in claims)), available=available)
     here = rows(attempt(A.QUEUED, request=Request(1, SMALL)), ready, *(one for one, _ in vms), claims=claims)
     job = Job(here.attempts[1].job, "hello", 1000, JobState.PENDING, here.attempts[1].request)
@@ -504,7 +509,7 @@ def admission_beside(available: int, *vms: tuple[Vm, float], policy: Policy = OV
     return next((c.reason for c in decided if c.row.key == Key("attempt", 1)), decided.reasons.get(1, ""))
 
 
-CLAIM = vm_claim(vm_size(SMALL, OVERCOMMITTED.base, host(), OVERCOMMITTED), host()).memory
+CLAIM = vm_claim(vm_size(SMALL, OVERCOMMITTED.base, host(), OVERCOMMITTED), host(), "slim", CloneKind.INSTANT).memory
 
 
 def serving(since: float, serial: int = 5) -> Vm:
@@ -538,8 +543,8 @@ def test_claims_stay_within_the_over_commitment_however_little_memory_is_used() 
 def test_a_job_that_waits_for_memory_of_other_processes_blocks_no_other() -> None:
     ready, busy = template(T.READY), replace(serving(0.0), size=Size(1, 4096))
     here = rows(attempt(A.QUEUED, request=Request(1, Size(1, 5000))), attempt(A.QUEUED, id=2, job="8"), ready, busy,
-                claims=[Claim(ready.key, "h1", template_claim(ready.size, host())),
-                        Claim(busy.key, "h1", vm_claim(busy.size, host()))])  # fmt: skip
+                claims=[Claim(ready.key, "h1", template_claim(ready.size, host(), "slim")),
+                        Claim(busy.key, "h1", vm_claim(busy.size, host(), "slim", CloneKind.INSTANT))])  # fmt: skip
 
     def decided(available: int, held: float, *, lacking: bool = False) -> tuple[list[int], dict[int, str]]:
         """The attempts that are admitted, and the notes of the others."""
@@ -552,7 +557,12 @@ def test_a_job_that_waits_for_memory_of_other_processes_blocks_no_other() -> Non
         return [c.row.attempt for c in of(changes, "vm") if isinstance(c.row, Vm) and c.row.attempt], notes(changes)
 
     # Its own claim, and that of the template beside it.
-    need = vm_claim(vm_size(Size(1, 5000), OVERCOMMITTED.base, host(), OVERCOMMITTED), host()).memory + 256
+    need = (
+        vm_claim(
+            vm_size(Size(1, 5000), OVERCOMMITTED.base, host(), OVERCOMMITTED), host(), "slim", CloneKind.INSTANT
+        ).memory
+        + 256
+    )
     floor = "h1 must keep 1000 MiB available"
     both = dict.fromkeys((1, 2), f"waiting for memory: {floor}")
     assert decided(1000 + need - 2000, 2000.0) == ([], both), "it would fit if the VM ended"
@@ -569,7 +579,11 @@ def test_a_job_that_waits_for_memory_of_other_processes_blocks_no_other() -> Non
 
 def test_the_memory_of_a_deleted_template_is_free_when_the_last_vm_that_maps_it_is_gone() -> None:
     vms = [replace(vm(V.SERVING, id=n, template_id=9), size=Size(1, 512)) for n in (1, 2)]
-    state = State(rows(*vms, claims=[Claim(one.key, "h1", vm_claim(one.size, host())) for one in vms]), TABLES, NOW)
+    state = State(
+        rows(*vms, claims=[Claim(one.key, "h1", vm_claim(one.size, host(), "slim", CloneKind.INSTANT)) for one in vms]),
+        TABLES,
+        NOW,
+    )
     view = HypervisorView({"h1": replace(host(memory=65536), available=5000)}, {
         one.name: VmSeen(one.name, "h1", VmCondition.RUNNING, private=300.0) for one in vms
     }, {})  # fmt: skip
@@ -590,8 +604,8 @@ def test_a_deleted_template_takes_room_while_vms_map_it() -> None:
 def test_releasing_a_spare_frees_the_memory_that_it_uses() -> None:
     ready, spare = template(T.READY), replace(vm(V.JOINED, id=5, pool=Depth.JOINED, since=NOW), size=Size(1, 1024))
     here = rows(attempt(A.QUEUED, request=Request(1, Size(2, 100))), ready, spare,
-                claims=[Claim(ready.key, "h1", template_claim(ready.size, host())),
-                        Claim(spare.key, "h1", vm_claim(spare.size, host()))])  # fmt: skip
+                claims=[Claim(ready.key, "h1", template_claim(ready.size, host(), "slim")),
+                        Claim(spare.key, "h1", vm_claim(spare.size, host(), "slim", CloneKind.INSTANT))])  # fmt: skip
     job = Job(here.attempts[1].job, "hello", 1000, JobState.PENDING, here.attempts[1].request)
     pooled = replace(OVERCOMMITTED, pools=(Pool("slim", Depth.JOINED, 1, 1, SMALL, 1e9),))
     for held, released in ((float(CLAIM), True), (float(CLAIM - 1), False)):

@@ -142,7 +142,11 @@ def templates(changes: list[Change]) -> list[tuple[Event, Template]]:
 
 
 def claim_of(one: Vm | Template) -> Claim:
-    size = vm_claim(one.size, host()) if isinstance(one, Vm) else template_claim(one.size, host())
+    size = (
+        vm_claim(one.size, host(), "slim", CloneKind.INSTANT)
+        if isinstance(one, Vm)
+        else template_claim(one.size, host(), "slim")
+    )
     return Claim(one.key, one.host, size)
 
 
@@ -570,7 +574,7 @@ def test_where_no_kind_is_asked_for_jobs_alike_wait_for_the_pace_until_a_boot_is
 
 def test_a_gang_without_room_leaves_to_others_what_it_would_have_taken() -> None:
     """It waits for memory that other processes have, and so it blocks no job behind."""
-    need = template_claim(READY.size, host()).memory + 2 * claim_of(vm(V.PLANNED)).size.memory
+    need = template_claim(READY.size, host(), "slim").memory + 2 * claim_of(vm(V.PLANNED)).size.memory
     hosts = [host(available=1000 + need - 1)]
     gang = queued(1, nodes=2)
     changes = decided(READY, gang, queued(2), hosts=hosts, claims=[claim_of(READY)], policy=OVERCOMMITTED)
@@ -770,9 +774,9 @@ def test_the_largest_that_fits_depends_on_whether_the_vm_boots() -> None:
     for kind in (CloneKind.FULL, CloneKind.INSTANT):
         (refused,) = [c for c in decided(queued(1, Size(1, 9000), kind=kind), hosts=[rigid])
                       if c.event is Event.IMPOSSIBLE]  # fmt: skip
-        fit = largest_on(rigid, "slim", EAGER, forks=kind is CloneKind.INSTANT)
+        fit = largest_on(rigid, "slim", EAGER, kind)
         assert f"the largest that fits is {fit} per node" in refused.reason
-    assert largest_on(rigid, "slim", EAGER, forks=False).memory > largest_on(rigid, "slim", EAGER).memory
+    assert largest_on(rigid, "slim", EAGER, CloneKind.LINKED).memory > largest_on(rigid, "slim", EAGER).memory
 
 
 def test_all_hosts_without_the_image_are_named() -> None:
@@ -977,7 +981,7 @@ def test_an_unobserved_vm_counts_as_all_that_it_claims(state: V, spare: int, fit
     policy = replace(EAGER, overcommit=1.5, floor=1000)
     runs = attempt(A.ALLOCATED if state is V.SERVING else A.CLAIMED, id=9, job="9")
     other = replace(vm(state, id=9, attempt=9, since=NOW - 40), size=Size(1, 1000))
-    mine = vm_claim(vm_size(SMALL, POLICY.base, host(), POLICY), host()).memory
+    mine = vm_claim(vm_size(SMALL, POLICY.base, host(), POLICY), host(), "slim", CloneKind.INSTANT).memory
     claims = [claim_of(READY), claim_of(other)]
     coming = 256 + (
         1 if state is V.SERVING else 1032
@@ -1024,7 +1028,8 @@ def test_a_job_that_lacked_memory_is_told_so_until_there_is_an_eighth_of_the_flo
     """Its host has no free CPU, so that it waits whatever the memory."""
     policy = replace(OVERCOMMITTED, floor=1001)
     need = (
-        template_claim(READY.size, host()).memory + vm_claim(vm_size(SMALL, READY.size, host(), policy), host()).memory
+        template_claim(READY.size, host(), "slim").memory
+        + vm_claim(vm_size(SMALL, READY.size, host(), policy), host(), "slim", CloneKind.INSTANT).memory
     )
     asks, full = queued(1), Claim(Key("vm", 90), "h1", Size(64, 0))
     here = state(asks, READY, claims=[claim_of(READY), full], now=NOW)
@@ -1095,7 +1100,7 @@ def test_a_template_beside_which_its_own_job_has_no_room_is_retired() -> None:
     """A regression: the template was kept for the very job that had no room beside it."""
     large, gang = template(T.READY, size=Size(1, 896)), queued(1, Size(1, 500), nodes=2, kind=CloneKind.AUTO)
     small = host(memory=2048, can="fork", template_copies=1)
-    held = [Claim(large.key, "h1", template_claim(large.size, small))]
+    held = [Claim(large.key, "h1", template_claim(large.size, small, "slim"))]
     assert (Event.DROPPED, large.id) in [
         (event, row.id) for event, row in templates(decided(large, gang, hosts=[small], claims=held))
     ]

@@ -16,6 +16,7 @@ from multiverse.core.model import (
     Host,
     HostState,
     HypervisorView,
+    ImageDisk,
     Job,
     JobState,
     KnownHost,
@@ -27,7 +28,7 @@ from multiverse.core.policy import Policy
 from multiverse.core.provisioning.admission import admit
 from multiverse.core.provisioning.capacity import Room, could_ever_fit, largest_nodes, largest_on
 from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.sizes import template_size
+from multiverse.core.provisioning.sizes import NodeRequest, template_size
 from multiverse.core.transition import Event
 from tests.unit.planner_harness import POLICY
 from tests.unit.rows import SOURCE, attempt, changes_of, state, world_of
@@ -39,9 +40,10 @@ memory = st.integers(0, 1 << 17)
 
 @st.composite
 def hosts(draw: st.DrawFn) -> Host:
-    """Hosts of any size, with any costs, whose image can plug CPUs, memory, both or nothing, or is not there."""
+    """Hosts of any size, with any costs, whose image can plug CPUs, memory, both or nothing, can limit its disk or not,
+    or is not there."""
     cpus = st.integers(1, 64)
-    image = draw(st.none() | st.sets(st.sampled_from(["plug_cpus", "plug_memory"])))
+    image = draw(st.none() | st.sets(st.sampled_from(["plug_cpus", "plug_memory", "limit_disk"])))
     return Host(
         "h1",
         Size(draw(cpus), draw(memory), draw(st.integers(0, 1 << 16))),
@@ -50,49 +52,60 @@ def hosts(draw: st.DrawFn) -> Host:
         images={} if image is None else {"slim": frozenset({"fork", *image})},
         memory_block=draw(st.sampled_from([1, 128, 1000, 1024])),
         vm_overhead=draw(st.sampled_from([0, 32, 500])),
+        disks={} if image is None else {"slim": draw(image_disks)},
     )
 
 
+image_disks = st.builds(ImageDisk, st.sampled_from([0, 1000, 16388]), st.sampled_from([0, 1, 452]))
+kinds = st.sampled_from([CloneKind.INSTANT, CloneKind.LINKED, CloneKind.FULL])
 node_sizes = st.builds(Size, st.integers(1, 70), st.integers(1, 1 << 17), st.integers(0, 1 << 17))
 
 policies = st.builds(
-    lambda base, overcommit, floor: replace(POLICY, base=base, overcommit=overcommit, floor=floor),
+    lambda base, overcommit, floor, scratch: replace(
+        POLICY, base=base, overcommit=overcommit, floor=floor, scratch=scratch
+    ),
     st.builds(Size, st.integers(1, 3), st.sampled_from([128, 256, 1024])),
     st.sampled_from([1.0, 1.5, 4.0]),
     st.integers(0, 4096),
+    st.sampled_from([0, 64, 2048]),
 )
 
 
-def fits(node: Size, host: Host, policy: Policy, *, forks: bool = True) -> bool:
+def fits(node: Size, host: Host, policy: Policy, kind: CloneKind = CloneKind.INSTANT) -> bool:
     """Whether one VM for the node could ever run on that host alone. An image that is not there is taken to plug all
     that it lacks."""
-    template = template_size(node, host, "slim", policy) if forks and host.images else policy.base
-    return could_ever_fit(node, 1, {"h1": template}, {"h1": host}, policy)
+    template = template_size(node, host, "slim", policy) if kind is CloneKind.INSTANT and host.images else policy.base
+    return could_ever_fit(NodeRequest(node, "slim", kind), 1, {"h1": template}, {"h1": host}, policy)
 
 
 def contains(largest: Size, node: Size) -> bool:
     return node.cpus <= largest.cpus and node.memory <= largest.memory and node.disk <= largest.disk
 
 
-@given(hosts(), policies, node_sizes, st.booleans())
-@example(Host("h1", Size(1, 4096), images={"slim": ABLE}), replace(POLICY, base=Size(2, 256)), Size(1, 100), True)
+@given(hosts(), policies, node_sizes, kinds)
+@example(
+    Host("h1", Size(1, 4096), images={"slim": ABLE}),
+    replace(POLICY, base=Size(2, 256)),
+    Size(1, 100),
+    CloneKind.INSTANT,
+)
 def test_a_node_fits_on_a_host_exactly_if_it_is_not_larger_than_the_largest(
-    host: Host, policy: Policy, node: Size, forks: bool
+    host: Host, policy: Policy, node: Size, kind: CloneKind
 ) -> None:
-    largest = largest_on(host, "slim", policy, forks=forks)
-    assert fits(node, host, policy, forks=forks) == contains(largest, node)
+    largest = largest_on(host, "slim", policy, kind)
+    assert fits(node, host, policy, kind) == contains(largest, node)
 
 
-@given(hosts(), policies, st.booleans())
+@given(hosts(), policies, kinds)
 def test_the_largest_node_fits_and_nothing_larger_in_any_dimension_does(
-    host: Host, policy: Policy, forks: bool
+    host: Host, policy: Policy, kind: CloneKind
 ) -> None:
-    largest = largest_on(host, "slim", policy, forks=forks)
+    largest = largest_on(host, "slim", policy, kind)
     assert largest.memory >= 0
     if largest.memory:
-        assert fits(largest, host, policy, forks=forks)
+        assert fits(largest, host, policy, kind)
     for larger in (Size(largest.cpus + 1, 1), Size(1, largest.memory + 1), Size(1, 1, largest.disk + 1)):
-        assert not fits(larger, host, policy, forks=forks)
+        assert not fits(larger, host, policy, kind)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ class OneHost:
 
     def __init__(self, name: str, memory: int = 4096) -> None:
         self.name, self.hosts, self.away, self.observations = name, [name], False, 0
-        self.host = Host(name, Size(4, memory), images={"slim": IMAGES["slim"]}, available=1000)
+        self.host = Host(name, Size(4, memory, 65536), images={"slim": IMAGES["slim"]}, available=1000)
 
     async def observe(self) -> HypervisorView:
         await asyncio.sleep(0.01)

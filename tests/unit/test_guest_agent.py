@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from multiverse.guest.agent import (
+    allowance,
     audit,
     boot,
     contract,
@@ -27,6 +28,7 @@ from multiverse.guest.agent import (
     processes,
     server,
     stopped,
+    syscalls,
     users,
 )
 from multiverse.guest.agent.channel import HostChannel
@@ -160,6 +162,51 @@ def test_memory_that_does_not_come_is_a_failure_that_tells_how_much_came(
     assert "256 MiB" in str(failure.value)
 
 
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that reserves space on a guest's disk, of which 10000 MiB are free."""
+    monkeypatch.setattr(allowance, "RESERVE", str(tmp_path / "reserve"))
+    monkeypatch.setattr(allowance, "_allowance", 0)
+    free = os.statvfs_result((4096, 4096, 0, 0, 10000 << 8, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(allowance.os, "statvfs", lambda path: free)
+    monkeypatch.setattr(allowance, "fallocate", os.ftruncate)
+    return tmp_path / "reserve"
+
+
+NODE_FILES = allowance.NODE_FILES >> 20
+
+
+def test_all_but_the_allowance_is_reserved_and_only_root_can_read_it(disk: Path) -> None:
+    allowance.reserve_disk(["quiet", "multiverse.disk=2048"])
+    assert disk.stat().st_size == 10000 - 2048 - NODE_FILES << 20
+    assert stat.S_IMODE(disk.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(("asked", "freed"), [(0, 0), (2048, 0), (2047, 0), (2049, 1), (5000, 2952), (9999, 7888)])
+def test_a_larger_allowance_frees_the_difference(disk: Path, asked: int, freed: int) -> None:
+    allowance.reserve_disk(["multiverse.disk=2048"])
+    before = disk.stat().st_size
+    allowance.set_allowance(asked)
+    allowance.set_allowance(asked)  # a second time it changes nothing
+    assert before - disk.stat().st_size == freed << 20
+
+
+@pytest.mark.parametrize("options", [["quiet"], ["multiverse.disk=10000"]])
+def test_a_guest_without_an_allowance_or_without_more_space_reserves_nothing(disk: Path, options: list[str]) -> None:
+    allowance.reserve_disk(options)
+    allowance.set_allowance(12000)
+    assert not disk.exists()
+
+
+def test_blocks_are_allocated_and_not_written(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("wb") as file:
+        syscalls.fallocate(file.fileno(), 1 << 20)
+        assert os.fstat(file.fileno()).st_blocks * 512 >= 1 << 20
+    with (tmp_path / "file").open("rb") as file, pytest.raises(OSError) as failed:
+        syscalls.fallocate(file.fileno(), 1 << 20)
+    assert failed.value.errno == errno.EBADF
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may become a daemon's user")
 def test_a_daemon_that_ends_before_it_is_ready_is_a_failure_with_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -269,6 +316,7 @@ IDENTITY = {
     "random": "AAAA",
     "cpus": 2,
     "plugged": 256,
+    "disk": 3000,
     "identity": {
         "hostname": "mva-1",
         "mac": "02:00:00:00:00:01",
@@ -297,7 +345,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[object, ...]
         return lambda *arguments: (taken.append((name, arguments)), result)[1]
 
     for name in ("set_random_state", "set_names", "add_users", "set_network", "write_node_files", "use_plugged",
-                 "mount_one", "load_on_demand", "preload_job_programs"):  # fmt: skip
+                 "set_allowance", "mount_one", "load_on_demand", "preload_job_programs"):  # fmt: skip
         monkeypatch.setattr(server, name, record(name))
     monkeypatch.setattr(server, "interface", lambda: "eth0")
     monkeypatch.setattr(server, "make_pipe", record("make_pipe", -1))
@@ -315,17 +363,18 @@ def test_an_identity_is_applied_with_randomness_first_and_mounts_after_the_daemo
     message["identity"]["users"] = [{"name": "alice"}]
     GuestAgent(channel, -1).handle(message)
     assert [name for name, _ in steps] == ["set_random_state", "clock_settime", "set_names", "add_users", "set_network",
-                                           "write_node_files", "use_plugged", "start_daemon", "mount_one",
-                                           "load_on_demand"]  # fmt: skip
+                                           "write_node_files", "use_plugged", "set_allowance", "start_daemon",
+                                           "mount_one", "load_on_demand"]  # fmt: skip
     arguments = dict(steps)
     assert arguments["set_network"] == ("eth0", "02:00:00:00:00:01", "10.0.0.9/16", "10.0.0.1")
     assert arguments["use_plugged"] == (2, 256)
+    assert arguments["set_allowance"] == (3000,)
     assert arguments["mount_one"] == ("10.0.0.1:/home", "/home", "nfs4", "ro")
     assert arguments["load_on_demand"] == (True,)
     report = json.loads(host.recv(10000))
     assert (report["type"], report["audit"]) == ("started", {"cpus": 2})
-    assert [name for name, _ in report["stages"]] == ["identity", "network", "files", "plugged", "daemon_slurmd",
-                                                      "mounts"]  # fmt: skip
+    assert [name for name, _ in report["stages"]] == ["identity", "network", "files", "plugged", "disk",
+                                                      "daemon_slurmd", "mounts"]  # fmt: skip
 
 
 def test_a_spare_knows_the_users_of_its_daemons_and_stays_a_spare(

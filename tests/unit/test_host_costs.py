@@ -11,6 +11,7 @@ from multiverse.core.model import (
     AttemptState,
     CloneKind,
     Depth,
+    ImageDisk,
     Request,
     Size,
     TemplateState,
@@ -56,7 +57,11 @@ def test_a_vm_claims_the_overhead_of_its_host(overhead: int) -> None:
     h.to_claimed(size=Size(1, 500))
     (made,) = h.all_vms()
     (claim,) = [claim for claim in h.rows.claims if claim.owner == made.key]
-    assert claim.size == Size(1, made.size.memory + overhead) == vm_claim(made.size, h.hosts["h1"])
+    assert (
+        claim.size
+        == Size(1, made.size.memory + overhead)
+        == vm_claim(made.size, h.hosts["h1"], "slim", CloneKind.INSTANT)
+    )
     assert claim.domain == "h1"
 
 
@@ -86,17 +91,77 @@ def test_a_template_claims_each_of_its_copies(copies: int, claimed: int) -> None
     (template,) = h.rows.templates.values()
     assert template.state is TemplateState.BUILDING
     (claim,) = [claim for claim in h.rows.claims if claim.owner == template.key]
-    assert claim.size == Size(0, claimed) == template_claim(template.size, h.hosts["h1"])
+    assert claim.size == Size(0, claimed) == template_claim(template.size, h.hosts["h1"], "slim")
 
 
 @pytest.mark.parametrize(("copies", "state"), [(0, AttemptState.CLAIMED), (1, AttemptState.REVOKING)])
 def test_a_host_without_templates_is_used_to_the_last_mib(copies: int, state: AttemptState) -> None:
     h = cloud()
-    whole = vm_claim(vm_size(BOOTS.size, POLICY.base, h.hosts["h1"], POLICY), h.hosts["h1"])
+    whole = vm_claim(vm_size(BOOTS.size, POLICY.base, h.hosts["h1"], POLICY), h.hosts["h1"], "slim", CloneKind.INSTANT)
     h.hosts["h1"] = replace(h.hosts["h1"], capacity=replace(whole, disk=65536), template_copies=copies)
     h.job(request=BOOTS)
     h.run()
     assert h.attempt().state is state
+
+
+# --- disk -------------------------------------------------------------------------------------------
+
+LIMITED = {"images": {"slim": frozenset({"fork", "plug_cpus", "plug_memory", "limit_disk"})},
+           "disks": {"slim": ImageDisk(16388, 400)}}  # fmt: skip
+
+
+def disk_claims(h: PlannerHarness) -> dict[str, list[int]]:
+    """What VMs and templates claim of the disk."""
+    return {
+        kind: [claim.size.disk for claim in h.rows.claims if claim.owner.kind == kind] for kind in ("vm", "template")
+    }
+
+
+def test_a_job_waits_for_disk_that_other_vms_can_still_write() -> None:
+    h = harness(**LIMITED)
+    h.policy = replace(POLICY, scratch=2000)
+    h.hosts["h1"] = replace(h.hosts["h1"], capacity=Size(8, 16384, 400 + 2400 + 3400 + 2399))
+    h.template()
+    h.job("7", request=Request(1, Size(1, 100)))
+    h.job("8", request=Request(1, Size(1, 100, 3000)))
+    h.job("9", request=Request(1, Size(1, 100)))
+    h.run()
+    assert disk_claims(h) == {"vm": [2400, 3400], "template": [400]}
+    assert [h.attempt(n).state for n in (1, 2, 3)] == [*[AttemptState.CLAIMED] * 2, AttemptState.QUEUED]
+    assert "the hosts are full" in h.state.reasons[3]
+    h.hosts["h1"] = replace(h.hosts["h1"], capacity=Size(8, 16384, 400 + 2400 + 3400 + 2400))
+    h.run()
+    assert h.attempt(3).state is AttemptState.CLAIMED
+
+
+def test_a_job_that_no_disk_could_hold_is_cancelled_and_told_the_largest() -> None:
+    h = harness(**LIMITED)
+    h.job(request=Request(1, Size(1, 100, 65536 - 799)))
+    h.run()
+    assert h.attempt().state is AttemptState.REVOKING
+    assert "64736 MiB disk per node" in h.attempt().reason
+
+
+def test_a_parked_spare_claims_disk_of_its_own_size_once_a_job_takes_it() -> None:
+    h = harness(**LIMITED)
+    h.policy = replace(POLICY, scratch=2000, pools=(Pool("slim", Depth.PARKED, 1, 1, Size(1, 500)),))
+    h.template()
+    h.fill()
+    assert disk_claims(h)["vm"] == [400]
+    h.job(request=Request(1, Size(1, 100, 3000)))
+    h.run()
+    (taken,) = h.all_vms()
+    assert taken.size.disk == 3000 and 3400 in disk_claims(h)["vm"]
+
+
+@pytest.mark.parametrize(("shown", "claimed"), [(16388, 16388), (0, 0)])
+def test_a_vm_that_no_record_explains_claims_what_its_host_lets_it_write(shown: int, claimed: int) -> None:
+    h = harness(**LIMITED)
+    h.vms["mvtest0-900"] = VmSeen(
+        "mvtest0-900", "h1", VmCondition.RUNNING, address="10.9.9.9/16", size=Size(1, 512), disk=shown
+    )
+    h.run()
+    assert disk_claims(h)["vm"] == [claimed]
 
 
 # --- addresses --------------------------------------------------------------------------------------

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from multiverse.host import process
+from multiverse.host.uids import ProcessUser
 from multiverse.system import files
 from multiverse.system.locks import is_locked, locked_directory, locked_file, try_locked_directory, try_locked_file
 from multiverse.system.processes import ProcessIdentity
@@ -156,6 +161,41 @@ def test_a_directory_lock_that_is_taken_is_not_waited_for(tmp_path: Path) -> Non
         assert third
     with pytest.raises(FileNotFoundError), try_locked_directory(tmp_path / "none"):
         pass
+
+
+# No Python, which ignores SIGXFSZ by itself: dd does if the one that started it did.
+WRITER = ("/bin/sh", "-c", """
+cd "$1"
+until [ -e limited ]; do sleep 0.01; done
+dd if=/dev/zero of=file bs=64k 2>&1 | grep -o "File too large"
+ulimit -f unlimited 2>/dev/null || echo "not raised"
+""", "sh")  # fmt: skip
+
+
+@pytest.mark.parametrize("uid", [0, pytest.param(54321, marks=pytest.mark.skipif(os.geteuid() != 0, reason="root"))])
+def test_a_process_can_write_no_more_than_its_limit_and_survives_the_attempt(tmp_path: Path, uid: int) -> None:
+    """Also if its user is another one: a program in place of a QEMU, started by the same call."""
+    place = Path(tempfile.mkdtemp())
+    try:
+        place.chmod(0o777)
+        prefix = ProcessUser(uid, uid).command_prefix() if uid else ["setpriv", "--bounding-set=-sys_resource",
+                                                                     "--inh-caps=-all", "--"]  # fmt: skip
+        started = process.spawn([*prefix, *WRITER, str(place)], (), tmp_path / "log", {"PATH": os.environ["PATH"]})
+        wait_for_arguments(started.pid, WRITER[0])
+        process.limit_files(started, uid, 1 << 20)
+        (place / "limited").touch()
+        assert os.waitpid(started.pid, 0)[1] == 0, (tmp_path / "log").read_text()
+        assert (tmp_path / "log").read_text().splitlines() == ["File too large", "not raised"]
+        assert (place / "file").stat().st_size == 1 << 20
+        process.limit_files(started, uid, 1 << 20)  # it has ended: no error
+    finally:
+        shutil.rmtree(place)
+
+
+def wait_for_arguments(pid: int, program: str) -> None:
+    """Wait until the process runs that program, as its user, or has ended."""
+    while (line := Path(f"/proc/{pid}/cmdline").read_bytes()) and not line.startswith(program.encode()):
+        time.sleep(0.005)
 
 
 def test_a_process_is_identified_by_pid_start_time_and_boot() -> None:

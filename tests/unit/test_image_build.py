@@ -11,7 +11,7 @@ from multiverse.core.errors import Broken, Refused
 from multiverse.guest.assemble import assemble
 from multiverse.images import initramfs, recipe
 from multiverse.images.build import build
-from multiverse.images.catalog import ABILITIES, Flavour, Image, list_images, load, write_manifest
+from multiverse.images.catalog import Flavour, Image, list_images, load, write_manifest
 from multiverse.images.recipe import Recipe
 from multiverse.images.root import AGENT_PATH, enable_unit, install_agent, kernel_release, strip_identity
 
@@ -50,13 +50,22 @@ def test_an_incomplete_image_is_refused_and_not_listed(tmp_path: Path) -> None:
 
 
 def test_a_manifest_of_an_earlier_release_is_read(tmp_path: Path) -> None:
-    """Its fields keep their names, and without a list of abilities the image has all of them."""
+    """Its fields keep their names, and without a list of abilities the image has those of the first release."""
     manifest = {"name": "slim", "flavour": "slim", "key": "k", "base": "b", "cmdline": "quiet", "release": "6.1",
                 "suite": "bookworm", "packages": ["hpcc"]}  # fmt: skip
     image = complete(tmp_path, "slim")
     (image.path / "image.json").write_text(json.dumps(manifest))
     assert load(tmp_path, "slim") == Image(
-        "slim", "slim", "k", "b", tmp_path / "slim", "quiet", "6.1", "bookworm", ("hpcc",), ABILITIES
+        "slim",
+        "slim",
+        "k",
+        "b",
+        tmp_path / "slim",
+        "quiet",
+        "6.1",
+        "bookworm",
+        ("hpcc",),
+        ("fork", "plug_cpus", "plug_memory"),
     )
 
 

@@ -23,6 +23,7 @@ from multiverse.core.model import (
     Host,
     HostState,
     HypervisorView,
+    ImageDisk,
     Job,
     JobLimits,
     JobState,
@@ -35,7 +36,7 @@ from multiverse.core.policy import Policy
 from multiverse.core.provisioning.admission import admit
 from multiverse.core.provisioning.capacity import could_ever_fit, largest_on
 from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.sizes import template_size
+from multiverse.core.provisioning.sizes import NodeRequest, template_size
 from multiverse.core.provisioning.submission import job_limits
 from multiverse.core.transition import Event
 from multiverse.drivers.slurm.submission import SubmissionFile
@@ -43,10 +44,13 @@ from tests.unit.planner_harness import POLICY
 from tests.unit.rows import SOURCE, attempt, changes_of, state, world_of
 from tests.unit.slurm_lua import install_scripts, modify, needs_lua, submit_each
 
-ALL = frozenset({"fork", "plug_cpus", "plug_memory"})
+ALL = frozenset({"fork", "plug_cpus", "plug_memory", "limit_disk"})
 BOOTS = frozenset({"instant", "linked", "full"})
 
 image_abilities = st.sets(st.sampled_from(sorted(ALL))).map(frozenset)
+
+
+image_disks = st.builds(ImageDisk, st.sampled_from([0, 900, 16388]), st.sampled_from([0, 1, 452]))
 
 
 @st.composite
@@ -62,6 +66,7 @@ def host_lists(draw: st.DrawFn) -> list[Host]:
         images=st.dictionaries(st.sampled_from(["slim", "rigid"]), image_abilities),
         memory_block=st.sampled_from([1, 128, 1000, 1024]),
         vm_overhead=st.sampled_from([0, 32, 500]),
+        disks=st.dictionaries(st.sampled_from(["slim", "rigid"]), image_disks),
     )
     different = draw(st.lists(kinds, min_size=1, max_size=3))
     chosen = draw(st.lists(st.sampled_from(different), min_size=1, max_size=4))
@@ -77,11 +82,14 @@ requests = st.builds(
 )
 
 policies = st.builds(
-    lambda base, kind, overcommit, floor: replace(POLICY, base=base, kind=kind, overcommit=overcommit, floor=floor),
+    lambda base, kind, overcommit, floor, scratch: replace(
+        POLICY, base=base, kind=kind, overcommit=overcommit, floor=floor, scratch=scratch
+    ),
     st.builds(Size, st.integers(1, 3), st.sampled_from([128, 256, 1024])),
     st.sampled_from(CloneKind),
     st.sampled_from([1.0, 1.5]),
     st.integers(0, 2048),
+    st.sampled_from([0, 64, 2048]),
 )
 
 
@@ -125,6 +133,7 @@ RIGID = [able("h1", 8, 8192, images={"slim": frozenset({"fork"})})]
 @example(LAB, POLICY, [Request(2, Size(8, 300)), Request(2, Size(4, 300)), Request(9, Size(1, 100))])
 @example(RIGID, POLICY, [Request(1, Size(1, 5000), kind=kind) for kind in CloneKind])
 @example([able("h1", 0, 0)], POLICY, [Request(1, Size(1, 1))])
+@example([able("h1", 1, 512, 0, disks={"rigid": ImageDisk(0, 1)})], POLICY, [Request(1, Size(1, 1), image="rigid")])
 def test_submission_refuses_exactly_the_jobs_that_admission_would_cancel(
     hosts: list[Host], policy: Policy, wanted: list[Request]
 ) -> None:
@@ -146,16 +155,16 @@ def test_the_numbers_of_nodes_that_hosts_hold_add_up_to_what_could_ever_fit(
     }
     limits = limits_of(hosts, policy)
     for count in range(1, 52):
-        fits = could_ever_fit(node, count, templates, by_name, policy)
+        fits = could_ever_fit(NodeRequest(node, "slim", kind), count, templates, by_name, policy)
         assert limits.allow("slim", kind, count, node) == fits, count
 
 
 def test_one_node_may_be_as_large_as_the_largest_that_the_host_holds() -> None:
     for host in (*LAB, *RIGID):
         limits = limits_of([host])
-        for kind, forks in ((CloneKind.INSTANT, True), (CloneKind.FULL, False)):
+        for kind in (CloneKind.INSTANT, CloneKind.LINKED, CloneKind.FULL):
             (limit,) = (limit for limit in limits.limits["slim"] if kind in limit.kinds)
-            largest = largest_on(host, "slim", POLICY, forks=forks)
+            largest = largest_on(host, "slim", POLICY, kind)
             assert limit.hosts[0].memory[0] == largest.memory
             assert (limit.hosts[0].cpus, limit.hosts[0].disk) == (largest.cpus, largest.disk)
 

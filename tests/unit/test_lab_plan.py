@@ -106,6 +106,7 @@ def test_two_new_labs_do_not_collide(short: Path) -> None:
         plans.append(plan.decide(layout(short / name), LabOptions()))
     ports = [{p.slurmctld_port, p.slurmd_port, p.slurmdbd_port, p.nfs_port} for p in plans]
     assert [len(found) for found in ports] == [4, 4]
+    assert all(0 < p.disk <= shutil.disk_usage(short).total >> 20 for p in plans)
 
 
 @pytest.mark.parametrize(
@@ -160,6 +161,9 @@ def test_configuration_is_read_back_as_settings(short: Path) -> None:
     settings = configure.configure(where, replace(PLAN, shares=(str(share),)))
     assert settings == config.load(where.settings)
     assert (settings.host.cores, settings.host.memory, settings.qemu.bridge) == (8, 16384, "mvlab210")
+    assert settings.host.disk == config.HostSettings.disk, "of a plan without a disk"
+    assert configure.configure(where, replace(PLAN, shares=(str(share),), disk=5000)).host.disk == 5000
+    configure.configure(where, replace(PLAN, shares=(str(share),)))
     assert settings.mounts[0].source == f"10.210.0.1:{share}"
     assert {"nosuid", "nodev", "port=20004"} <= set(settings.mounts[0].options.split(","))
     assert "PrivilegedPort = true;" in (where.etc / "ganesha.conf").read_text()

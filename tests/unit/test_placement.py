@@ -14,6 +14,7 @@ from multiverse.core.policy import Policy
 from multiverse.core.provisioning.capacity import Room, could_ever_fit, largest_on, left_behind, yet_to_come
 from multiverse.core.provisioning.placement import address_of
 from multiverse.core.provisioning.sizes import (
+    NodeRequest,
     serves_as,
     short_of_memory,
     template_claim,
@@ -38,7 +39,9 @@ def template_sizes(node: Size, hosts: dict[str, Host], policy: Policy = POLICY) 
 
 
 def could_fit(node: Size, count: int, hosts: dict[str, Host], policy: Policy = POLICY) -> bool:
-    return could_ever_fit(node, count, template_sizes(node, hosts, policy), hosts, policy)
+    return could_ever_fit(
+        NodeRequest(node, "slim", CloneKind.INSTANT), count, template_sizes(node, hosts, policy), hosts, policy
+    )
 
 
 @given(sizes)
@@ -109,7 +112,9 @@ def test_placement_takes_all_or_nothing_and_never_more_than_there_is(
     hosts = {f"h{i}": host(c, m, f"h{i}") for i, (c, m) in enumerate(machines)}
     room = Room(hosts)
     before = {name: list(free) for name, free in room.free.items()}
-    chosen = room.place(count, vm_claims(node, template_sizes(node, hosts), hosts, POLICY))
+    chosen = room.place(
+        count, vm_claims(NodeRequest(node, "slim", CloneKind.INSTANT), template_sizes(node, hosts), hosts, POLICY)
+    )
     if chosen is None:
         assert room.free == before
     else:
@@ -123,8 +128,8 @@ def test_without_hosts_nothing_fits() -> None:
 def test_a_template_is_claimed_as_often_as_its_host_holds_it() -> None:
     once, twice = host(4, 4096), replace(host(4, 4096), template_copies=2)
     size = Size(4, 512)
-    assert template_claim(size, once) == Size(0, 512) and template_claim(size, twice) == Size(0, 1024)
-    assert template_claim(size, None) == Size(0, 1024), "of a host out of sight the worst is assumed"
+    assert template_claim(size, once, "slim") == Size(0, 512) and template_claim(size, twice, "slim") == Size(0, 1024)
+    assert template_claim(size, None, "slim") == Size(0, 1024), "of a host out of sight the worst is assumed"
     for rigid in (IMAGES, {"slim": frozenset({"fork"})}):
         once, twice = replace(once, images=rigid), replace(twice, images=rigid)
         fits = largest_on(once, "slim", POLICY)

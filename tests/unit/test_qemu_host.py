@@ -420,17 +420,17 @@ def test_lacking_abilities_are_cached_until_image_or_qemu_changes(tmp_path: Path
     slim = Image("slim", "slim", "k1", "b1", tmp_path, "quiet", "6.1", "bookworm")
     others = [replace(slim, name="stock"), replace(slim, key="k2"), replace(slim, cmdline="nosmp")]
     cache = AbilityCache(file, "8.2 tcg")
-    assert cache.abilities(slim) == {"fork", "plug_cpus", "plug_memory"}
+    assert cache.abilities(slim) == {"fork", "plug_cpus", "plug_memory", "limit_disk"}
     cache.record_lacking(slim, "plug_cpus", "no room", [slim])
     cache.record_lacking(slim, "plug_cpus", "no room", [slim])
     for reader in (cache, AbilityCache(file, "8.2 tcg")):
-        assert reader.abilities(slim) == {"fork", "plug_memory"}
+        assert reader.abilities(slim) == {"fork", "plug_memory", "limit_disk"}
         assert all("plug_cpus" in reader.abilities(other) for other in others)
     assert "plug_cpus" in AbilityCache(file, "8.2 kvm").abilities(slim)
 
     cache.record_lacking(others[0], "plug_memory", "no room", [others[0]])
     assert "plug_cpus" in cache.abilities(slim), "an image that is no more is forgotten"
-    assert AbilityCache(file, "8.2 tcg").abilities(others[0]) == {"fork", "plug_cpus"}
+    assert AbilityCache(file, "8.2 tcg").abilities(others[0]) == {"fork", "plug_cpus", "limit_disk"}
 
 
 def test_lacking_abilities_are_known_even_if_the_cache_cannot_be_written(tmp_path: Path) -> None:

@@ -7,12 +7,20 @@ from dataclasses import replace
 import pytest
 
 from multiverse.core.errors import MultiverseError
-from multiverse.core.model import Host, Size
+from multiverse.core.model import CloneKind, Host, ImageDisk, Size
 from multiverse.core.model.names import mac_of
 from multiverse.core.policy import Policy
 from multiverse.core.provisioning.capacity import Room, largest_on
 from multiverse.core.provisioning.placement import address_of
-from multiverse.core.provisioning.sizes import serves_as, short_of_memory, template_size, vm_claim, vm_size
+from multiverse.core.provisioning.sizes import (
+    parked_claim,
+    serves_as,
+    short_of_memory,
+    template_claim,
+    template_size,
+    vm_claim,
+    vm_size,
+)
 from tests.unit.planner_harness import POLICY
 from tests.unit.rows import IMAGES
 
@@ -43,10 +51,37 @@ def test_a_template_has_the_next_power_of_two_of_memory(node_memory: int, needed
     assert template_size(Size(1, node_memory), host(memory=65536, can="fork"), "slim", POLICY) == Size(1, memory)
 
 
-def test_a_disk_is_as_large_as_asked_for_and_so_is_its_claim() -> None:
-    size = vm_size(Size(1, 100, 5000), POLICY.base, host(), POLICY)
-    assert size.disk == 5000 and vm_claim(size, host()).disk == 5000
-    assert largest_on(host(disk=7000), "slim", POLICY).disk == 7000
+@pytest.mark.parametrize(("asked", "allowed"), [(0, 2048), (2047, 2048), (2048, 2048), (2049, 2049)])
+def test_a_job_may_write_what_it_asked_for_and_the_scratch_of_every_job_at_least(asked: int, allowed: int) -> None:
+    policy = replace(POLICY, scratch=2048)
+    size = vm_size(Size(1, 100, asked), POLICY.base, host(), policy)
+    assert size.disk == allowed
+    assert vm_claim(size, host(), "slim", CloneKind.INSTANT).disk == allowed, "its image reports no more"
+
+
+@pytest.mark.parametrize(
+    ("kind", "can", "claimed", "largest"),
+    [
+        (CloneKind.INSTANT, "fork limit_disk", 5000 + 452, 20000 - 2 * 452),
+        (CloneKind.LINKED, "fork limit_disk", 5000 + 452, 20000 - 2 * 452),
+        (CloneKind.FULL, "fork limit_disk", 16388, 20000 - 452),
+        (CloneKind.INSTANT, "fork", 16388, 20000 - 452),
+        (CloneKind.LINKED, "fork", 16388, 20000 - 452),
+    ],
+)
+def test_a_vm_claims_its_allowance_or_the_whole_disk_where_nothing_else_limits_it(
+    kind: CloneKind, can: str, claimed: int, largest: int
+) -> None:
+    there = replace(host(disk=20000, can=can), disks={"slim": ImageDisk(16388, 452)})
+    assert vm_claim(Size(1, 256, 5000), there, "slim", kind).disk == claimed
+    assert template_claim(Size(1, 256), there, "slim").disk == parked_claim(there, "slim").disk == 452
+    assert largest_on(there, "slim", POLICY, kind).disk == largest, "beside the template"
+
+
+@pytest.mark.parametrize(("disk", "fits"), [(2048 + 2 * 452, True), (2048 + 2 * 452 - 1, False)])
+def test_no_vm_fits_beside_its_template_on_a_host_with_less_disk_than_every_job_has(disk: int, fits: bool) -> None:
+    there = replace(host(disk=disk, can="fork limit_disk"), disks={"slim": ImageDisk(16388, 452)})
+    assert (largest_on(there, "slim", replace(POLICY, scratch=2048)).memory > 0) is fits
 
 
 @pytest.mark.parametrize(

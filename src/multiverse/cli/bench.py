@@ -27,6 +27,8 @@ from multiverse.lab.session import LabSession, session
 
 app = typer.Typer(help="Measurements, with their baseline in the same run.", no_args_is_help=True)
 
+# MiB. The jobs of benchmarks write hardly anything: what their VMs could write is not to limit how many there are.
+AMPLE_DISK = 1 << 24
 DIRECTORY, IMAGES = Path("/var/lib/multiverse/bench"), Path("/var/lib/multiverse/images")
 Dir = Annotated[Path, typer.Option("--dir", help="Where the lab is kept.")]
 Images = Annotated[Path, typer.Option("--images", help="Where images are kept.")]

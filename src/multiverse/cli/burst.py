@@ -15,6 +15,7 @@ from multiverse.bench.burst import BurstPlan
 from multiverse.bench.stats import Estimate, Summary
 from multiverse.cli import render
 from multiverse.cli.bench import (
+    AMPLE_DISK,
     DIRECTORY,
     IMAGES,
     Dir,
@@ -59,8 +60,11 @@ def burst(
 
 
 async def _burst(directory: Path, images: Path, plan: BurstPlan, provisioning: int, json: bool) -> dict[str, Any]:
-    pacing = {"provisioning": provisioning, "spawn_timeout": SPAWN_TIMEOUT}
-    options = LabOptions(max(8, min(plan.jobs, 50)), 16384, image="slim", images=images, settings={"pacing": pacing})
+    settings: dict[str, dict[str, Any]] = {
+        "pacing": {"provisioning": provisioning, "spawn_timeout": SPAWN_TIMEOUT},
+        "host": {"disk": AMPLE_DISK},
+    }
+    options = LabOptions(max(8, min(plan.jobs, 50)), 16384, image="slim", images=images, settings=settings)
     async with session(layout(directory), options, lab_progress(json)) as lab:
         with Client(lab.settings.socket) as client:
             # One job of each kind that is not counted builds the template and fills the page cache.

@@ -14,7 +14,17 @@ from multiverse.bench import density as densities
 from multiverse.bench.density import DensityBounds, DensityStep
 from multiverse.bench.latency import JobKind
 from multiverse.cli import render
-from multiverse.cli.bench import DIRECTORY, IMAGES, Dir, Images, Json, build_images, host_figures, lab_progress
+from multiverse.cli.bench import (
+    AMPLE_DISK,
+    DIRECTORY,
+    IMAGES,
+    Dir,
+    Images,
+    Json,
+    build_images,
+    host_figures,
+    lab_progress,
+)
 from multiverse.cli.render import console
 from multiverse.client import Client
 from multiverse.lab.layout import layout
@@ -45,7 +55,7 @@ def density(
     build_images([JobKind("instant", densities.OPTIONS)], images, json)
     declared = densities.machine_memory() - RESERVED
     settings: dict[str, dict[str, Any]] = {
-        "host": {"overcommit": densities.overcommit(most, CLAIM, declared), "floor": floor},
+        "host": {"overcommit": densities.overcommit(most, CLAIM, declared), "floor": floor, "disk": AMPLE_DISK},
         "pacing": {"provisioning": provisioning, "spawn_timeout": patience},
         "qemu": {"tb_size": tb_size, "max_cpus": 1, "max_memory": 1024},  # a guest that may grow needs more memory
     }

@@ -23,16 +23,15 @@ def hosts(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = Fa
         render.as_json(document)
         return
     found = decode(list[HostView], document)
-    table = render.table(
-        "HOST", "VMS", "CPUS CLAIMED", "MEMORY CLAIMED", "VMS TAKE", "TEMPLATES", "MACHINE HAS", "CLONES",
-        right=("VMS",), fold=("CPUS CLAIMED", "MEMORY CLAIMED", "VMS TAKE", "TEMPLATES", "MACHINE HAS", "CLONES"),
-    )  # fmt: skip
+    wide = ("CPUS CLAIMED", "MEMORY CLAIMED", "DISK CLAIMED", "VMS TAKE", "TEMPLATES", "MACHINE HAS", "CLONES")
+    table = render.table("HOST", "VMS", *wide, right=("VMS",), fold=wide)
     for one in found:
         table.add_row(
             one.name,
             str(one.vms),
             f"{one.claimed.cpus} of {one.declared.cpus}",
             _memory_claimed(one),
+            f"{render.memory(one.claimed.disk)} of {render.memory(one.declared.disk)}",
             f"{render.memory(one.private)}, {render.memory(one.shared)} shared",
             render.memory(one.templates) + (", held twice" if one.template_copies > 1 else ""),
             f"{_machine(one)}, runs {one.accelerator}",
@@ -44,6 +43,9 @@ def hosts(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = Fa
             if lacking := [what for ability, what in _PLUG_ABILITIES.items() if ability not in abilities]:
                 note = f"On {one.name} guests of {image} take up no {' or '.join(lacking)} while they run: "
                 render.console.print(Text(f"{note}it has a template for each size.", style="dim"))
+            if "limit_disk" not in abilities:
+                note = f"On {one.name} VMs of {image} claim all of their disk, because its guests do not limit users: "
+                render.console.print(Text(f"{note}build it again with `multiverse image build`.", style="dim"))
 
 
 def _memory_claimed(host: HostView) -> str:

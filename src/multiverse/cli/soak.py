@@ -14,7 +14,7 @@ import typer
 from rich.text import Text
 
 from multiverse.cli import render
-from multiverse.cli.bench import lab_progress
+from multiverse.cli.bench import AMPLE_DISK, lab_progress
 from multiverse.cli.render import console, duration
 from multiverse.core.errors import Broken
 from multiverse.images.build import build as build_image
@@ -73,7 +73,9 @@ def _progress(silent: bool) -> run.Progress:
 
 async def _soak(directory: Path, images: Path, plan: SoakPlan, silent: bool) -> SoakResult:
     where, stop = layout(directory), asyncio.Event()
-    options = LabOptions(CORES, 16384, (run.share(where),), IMAGE, images, settings={})
+    # More is claimed than the small disk holds, so that it can get full while VMs run.
+    settings = {"host": {"disk": AMPLE_DISK}}
+    options = LabOptions(CORES, 16384, (run.share(where),), IMAGE, images, settings=settings)
     loop = asyncio.get_running_loop()
     async with session(where, options, lab_progress(silent), disk=disk.small_disk) as lab:
         loop.add_signal_handler(signal.SIGINT, stop.set)

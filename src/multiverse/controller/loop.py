@@ -79,6 +79,7 @@ def policy_of(settings: Settings) -> Policy:
         kind=s.image.kind,
         base=Size(s.qemu.base_cpus, s.qemu.base_memory),
         guest_reserve=s.image.guest_reserve,
+        scratch=s.image.scratch,
         overcommit=s.host.overcommit,
         floor=s.host.floor,
         disk_overcommit=s.host.disk_overcommit,

@@ -37,7 +37,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The settings that decisions depend on. Times in seconds, memory in MiB."""
+    """The settings that decisions depend on. Times in seconds, memory and disk in MiB."""
 
     subnet: ipaddress.IPv4Network
     gateway: str
@@ -46,6 +46,7 @@ class Policy:
     kind: CloneKind = CloneKind.INSTANT
     base: Size = Size(1, 256)
     guest_reserve: int = 80
+    scratch: int = 0  # what each job may write to its VM's disk, also if it asks for less
     overcommit: float = 1.0  # times its declared memory that a host may claim
     floor: int = 1024  # above 1, what its machine must keep available all the same
     disk_overcommit: float = 1.0  # times its declared disk that a host may claim

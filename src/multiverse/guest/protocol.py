@@ -20,10 +20,11 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from multiverse.core.errors import Refused
 from multiverse.core.model import Daemon, GuestFile, Identity, Mount, NodeBootstrap, Stage, User
-from multiverse.guest.agent import INTRODUCED, MAX_LINE, PORT, TEMPLATE
+from multiverse.guest.agent import DISK, INTRODUCED, MAX_LINE, PORT, TEMPLATE
 
 __all__ = [
     "AUDIT",
+    "DISK",
     "FLUSH",
     "HELLO",
     "INTRODUCED",
@@ -109,7 +110,8 @@ class WireIdentity(TypedDict):
 
 
 class IdentityMessage(TypedDict):
-    """`random` are 64 bytes in base64, `plugged` MiB of memory, `time` seconds since the epoch.
+    """`random` are 64 bytes in base64, `plugged` MiB of memory, `disk` MiB that users may write, `time` seconds since
+    the epoch. The agents of earlier images ignore `disk`.
 
     The type comes first: the agent recognizes the message by its first bytes, before it parses it.
     """
@@ -118,6 +120,7 @@ class IdentityMessage(TypedDict):
     random: str
     cpus: int
     plugged: int
+    disk: int
     identity: WireIdentity
     time: float
 
@@ -130,11 +133,11 @@ class AddUserMessage(TypedDict):
     time: float
 
 
-def identity_message(identity: Identity, cpus: int, plugged: int) -> bytes:
+def identity_message(identity: Identity, cpus: int, plugged: int, disk: int) -> bytes:
     """The line that gives a clone its identity. It holds fresh random bytes and the time: never keep or resend it.
 
-    `cpus` is the number of CPUs that the clone must have, `plugged` the MiB of memory that were plugged. Raises
-    `Refused` if the line is longer than MAX_LINE.
+    `cpus` is the number of CPUs that the clone must have, `plugged` the MiB of memory that were plugged, `disk` the MiB
+    that its users may write. Raises `Refused` if the line is longer than MAX_LINE.
     """
     line = _line(
         IdentityMessage(
@@ -142,6 +145,7 @@ def identity_message(identity: Identity, cpus: int, plugged: int) -> bytes:
             random=base64.b64encode(os.urandom(64)).decode(),
             cpus=cpus,
             plugged=plugged,
+            disk=disk,
             identity=_wire_identity(identity),
             time=time.time(),
         )

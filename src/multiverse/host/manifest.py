@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from multiverse.core.errors import Exhausted
-from multiverse.core.model import CloneKind
+from multiverse.core.model import CloneKind, DiskCost
 from multiverse.system import files
 from multiverse.system.locks import locked_directory
 from multiverse.system.processes import ProcessIdentity
@@ -55,6 +55,8 @@ class Manifest:
     total_cpus: int = 0  # with what was plugged; 0: nothing was, or an earlier release did not record it
     total_memory: int = 0  # MiB, like `total_cpus`
     token: str = ""  # empty in manifests of releases without tokens
+    disk_cost: DiskCost | None = None  # None in manifests of releases that did not limit disks
+    disk: int = 0  # MiB that its files can grow to now; 0: they are not limited
 
     @property
     def process(self) -> ProcessIdentity:
@@ -85,6 +87,7 @@ def read(directory: Path) -> Manifest | None:
         raw["kind"], raw["phase"] = CloneKind(raw["kind"]), VmPhase(raw["phase"])
         raw["peers"] = tuple(raw.get("peers", ()))
         raw["introduced"] = tuple(raw.get("introduced", ()))
+        raw["disk_cost"] = DiskCost(*raw["disk_cost"]) if raw.get("disk_cost") else None
         return Manifest(**raw)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import resource
 import select
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from multiverse.core.errors import Broken
 from multiverse.system.processes import ProcessIdentity, stat_fields
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -16,6 +20,12 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 # proc(5), oom_score_adj: the process counts as if it had half of the machine's memory more. So the kernel's OOM killer
 # ends a VM rather than slurmctld or the daemon, but not instead of a process that took even more.
 _OOM_SCORE_ADJUSTMENT = 500
+
+
+# setresgid(2) and setresuid(2) in <asm/unistd.h>: on x86-64, and where Linux has one list for all machines.
+_SET_IDS = (119, 117) if os.uname().machine == "x86_64" else (149, 147)
+_libc = ctypes.CDLL(None, use_errno=True)
+_DEFAULT_SIGNALS = frozenset(range(1, 32)) - {signal.SIGXFSZ}
 
 
 def set_all_close_on_exec() -> None:
@@ -43,16 +53,61 @@ def execute(argv: Sequence[str], fds: Sequence[int], out: int, environment: Mapp
     its pid.
 
     The other descriptors are close-on-exec (`set_all_close_on_exec`); glibc clears that flag for a dup2 of a
-    descriptor onto itself. Raises OSError if the program cannot be executed.
+    descriptor onto itself. SIGXFSZ stays ignored, as Python has it: a program that reaches the limit of its files (see
+    `limit_files`) gets an error and is not killed. Raises OSError if the program cannot be executed.
     """
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     try:
         actions = [(os.POSIX_SPAWN_DUP2, null, 0), (os.POSIX_SPAWN_DUP2, out, 1), (os.POSIX_SPAWN_DUP2, out, 2),
                    *((os.POSIX_SPAWN_DUP2, fd, fd) for fd in fds)]  # fmt: skip
         return os.posix_spawnp(argv[0], list(argv), environment, file_actions=actions, setsid=True,
-                               setsigdef=range(1, 32), setsigmask=())  # fmt: skip
+                               setsigdef=_DEFAULT_SIGNALS, setsigmask=())  # fmt: skip
     finally:
         os.close(null)
+
+
+def limit_files(process: ProcessIdentity, uid: int, size: int) -> None:
+    """Let no file of that process grow beyond `size` bytes (setrlimit(2), RLIMIT_FSIZE): its writes fail there with
+    EFBIG, and it cannot raise the limit. `uid` is its user and group, 0 for those of this process. A process that has
+    ended is no error. Raises `Broken` if this is not permitted.
+    """
+
+    def limit() -> None:
+        with suppress(ProcessLookupError):
+            if process.is_alive():
+                resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, size))
+
+    try:
+        try:
+            limit()
+        except PermissionError:  # prlimit(2): only with CAP_SYS_RESOURCE may a user limit processes of others
+            if not uid:
+                raise
+            _call_as(uid, limit)
+    except (OSError, ValueError) as error:  # the resource module raises ValueError where a limit cannot be raised
+        hint = "the daemon needs CAP_SYS_RESOURCE, or CAP_SETUID and CAP_SETGID"
+        raise Broken(f"cannot limit the files of process {process.pid}: {error}", hint=hint) from error
+
+
+def _call_as(uid: int, function: Callable[[], None]) -> None:
+    """Call a function in a thread that has that user and group, and ends afterwards. On Linux each thread has ids of
+    its own; glibc's functions would change those of all threads (nptl(7))."""
+    failures: list[Exception] = []
+
+    def run() -> None:
+        try:
+            for number in _SET_IDS:
+                if _libc.syscall(*map(ctypes.c_long, (number, uid, uid, uid))):
+                    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            function()
+        except (OSError, ValueError) as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name=f"uid-{uid}")
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
 
 
 def identify(pid: int) -> ProcessIdentity:

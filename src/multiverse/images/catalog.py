@@ -15,9 +15,11 @@ from multiverse.core.errors import Refused
 
 Flavour = Literal["slim", "stock"]
 
-ABILITIES = ("fork", "plug_cpus", "plug_memory")
+ABILITIES = ("fork", "plug_cpus", "plug_memory", "limit_disk")
 """What an image that we build can do. `fork`: a template can be frozen at the guest agent's fork point. `plug_cpus` and
-`plug_memory`: the guest takes CPUs and memory that are plugged while it runs."""
+`plug_memory`: the guest takes CPUs and memory that are plugged while it runs. `limit_disk`: the guest agent keeps users
+to an allowance of the disk."""
+_FIRST_ABILITIES = ("fork", "plug_cpus", "plug_memory")  # of images of a release whose manifests did not name them
 
 _MANIFEST = "image.json"
 
@@ -28,7 +30,7 @@ class Image:
 
     `key` is a hash of everything that the image was made of, `base` the same without the guest agent. `cmdline` is the
     kernel's command line, `release` the kernel's release, `suite` Debian's. `abilities` are some of ABILITIES; a
-    manifest without this field means all of them.
+    manifest without this field means those of the first release.
     """
 
     name: str
@@ -96,5 +98,5 @@ def _missing(image: Image) -> list[str]:
 
 def _read(path: Path) -> Image:
     raw = json.loads((path / _MANIFEST).read_text())
-    abilities = tuple(raw.get("abilities", ABILITIES))
+    abilities = tuple(raw.get("abilities", _FIRST_ABILITIES))
     return Image(**{**raw, "path": path, "packages": tuple(raw["packages"]), "abilities": abilities})

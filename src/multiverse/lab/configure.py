@@ -73,7 +73,7 @@ def _sections(where: Layout, plan: LabPlan) -> dict[str, dict[str, Any]]:
     """The controller's settings by section: the lab's own, overridden by those of `lab up --set`."""
     name = hostname()
     sections: dict[str, dict[str, Any]] = {
-        "host": {"name": name, "cores": plan.cores, "memory": plan.memory},
+        "host": {"name": name, "cores": plan.cores, "memory": plan.memory, "disk": plan.disk},
         "slurm": {"conf": str(where.slurm_conf), "inbox": str(where.inbox), "munge_key": str(where.munge_key)},
         "qemu": {
             "images": plan.images,

@@ -6,6 +6,7 @@ import ipaddress
 import json
 import os
 import random
+import shutil
 import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -14,6 +15,7 @@ from typing import Any
 
 from pyroute2 import IPRoute
 
+from multiverse.config import HostSettings
 from multiverse.core.errors import Broken, Exhausted, Refused
 from multiverse.lab.layout import Layout
 from multiverse.system import files
@@ -36,10 +38,11 @@ class LabOptions:
 
 @dataclass(frozen=True, slots=True)
 class LabPlan:
-    """What a lab consists of. Memory in MiB.
+    """What a lab consists of. Memory and disk in MiB.
 
-    `bridge` has the first address of `subnet`. The ports are on this machine. `settings` override the controller's
-    settings that the lab would choose, by section and key.
+    `disk` is what VMs may write: the space that was free when the lab was made; a plan of an earlier release has the
+    default of the settings. `bridge` has the first address of `subnet`. The ports are on this machine. `settings`
+    override the controller's settings that the lab would choose, by section and key.
     """
 
     cores: int
@@ -54,6 +57,7 @@ class LabPlan:
     slurmdbd_port: int
     nfs_port: int
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    disk: int = HostSettings.disk
 
     @property
     def gateway(self) -> str:
@@ -107,7 +111,14 @@ def _new(where: Layout) -> LabPlan:
         slurmd_port=slurmd,
         slurmdbd_port=dbd,
         nfs_port=nfs,
+        disk=_free_space(where.root),
     )
+
+
+def _free_space(root: Path) -> int:
+    """MiB that are free where the lab's directory is, or will be."""
+    there = next(path for path in (root, *root.absolute().parents) if path.exists())
+    return shutil.disk_usage(there).free >> 20
 
 
 def _free_ports(count: int) -> list[int]:

@@ -30,7 +30,7 @@ def without_faults(seed: int, pair: Pair | None = None) -> Scenario:
         node_timeout=rng.choice((10.0, 20.0, 20.0, 60.0, 300.0)),
         last_id=rng.choice((first, first + 1, 60_000)),
         min_job_age=(2.0, rng.choice((2.5, 30.0, 300.0))),
-        flavor=Size(64, 2_000_000),
+        flavor=Size(64, 2_000_000, 1 << 20),
         first_id=first,
     )
     chance = Random(f"{seed}/limits")
@@ -40,6 +40,8 @@ def without_faults(seed: int, pair: Pair | None = None) -> Scenario:
     arrivals = tuple(_with_image(_arrival(rng), image_choices) for _ in range(rng.randint(1, 8)))
     pacing = replace(pacing, silence=Random(f"{seed}/silence").choice((3.0, 10.0, 60.0)))
     settings = _with_pools(Settings(pacing=pacing, poll=rng.choice((2.0, 5.0))), Random(f"{seed}/pools"))
+    if (disk := Random(f"{seed}/disk")).random() < 0.3:
+        hosts, arrivals, settings = _with_little_disk(hosts, arrivals, settings, disk)
     if late := _arrivals_for_spares(seed, settings):
         cluster = replace(cluster, test_only_share=Random(f"{seed}/probes").choice((0.0, 0.0, 0.2)))
         arrivals = (*late, *arrivals)
@@ -63,6 +65,18 @@ def with_pair(scenario: Scenario, pair: Pair) -> Scenario:
     world = replace(world, hosts=(Host(QUOTA, quota, CLOUD_ABILITIES, template_copies=0, vm_overhead=0),))
     image = replace(scenario.settings.image, kind=CloneKind.FULL)
     return replace(scenario, world=world, settings=replace(scenario.settings, image=image), limit=CLOUD_LIMIT)
+
+
+def _with_little_disk(
+    hosts: tuple[Host, ...], arrivals: tuple[Arrival, ...], settings: Settings, rng: Random
+) -> tuple[tuple[Host, ...], tuple[Arrival, ...], Settings]:
+    """Hosts whose disks hold a few VMs, and jobs that ask for disk."""
+    small = tuple(replace(host, capacity=replace(host.capacity, disk=rng.choice((7000, 12000)))) for host in hosts)
+    asking = tuple(
+        replace(one, batch=replace(one.batch, size=replace(one.batch.size, disk=rng.choice((0, 0, 500, 3000)))))
+        for one in arrivals
+    )
+    return small, asking, replace(settings, image=replace(settings.image, scratch=rng.choice((64, 1000))))
 
 
 def _with_pools(settings: Settings, rng: Random) -> Settings:

@@ -13,6 +13,7 @@ from multiverse.core.model import (
     Host,
     HypervisorView,
     Identity,
+    ImageDisk,
     Size,
     TemplateCondition,
     TemplateKey,
@@ -26,7 +27,8 @@ from multiverse.core.model import (
 from multiverse.simulation.guests import Guest
 
 ABILITIES = frozenset({"instant", "linked", "full", "plug_cpus", "plug_memory"})
-IMAGE_ABILITIES = frozenset({"fork", "plug_cpus", "plug_memory"})
+IMAGE_ABILITIES = frozenset({"fork", "plug_cpus", "plug_memory", "limit_disk"})
+DISK = ImageDisk(whole=3000, overhead=100)
 
 OVERHEAD = 32  # MiB that a hypervisor's process needs beside its guest's memory
 PARKED = 18.0  # MiB of private memory of a parked clone (DESIGN 5)
@@ -37,12 +39,20 @@ FILLS = 20.0  # seconds in which a VM touches its memory; afterwards the touched
 class SimulatedImage:
     """An image by name. `boots` is whether a template of it can be built. `abilities` are as in `Host.images`. `since`
     is the virtual second from which the image exists on each host, in the order of the hosts; the last one holds for
-    all further hosts, and an empty tuple means from the start."""
+    all further hosts, and an empty tuple means from the start. `disk` is how large the files of its VMs can become."""
 
     name: str
     boots: bool = True
     abilities: frozenset[str] = IMAGE_ABILITIES
     since: tuple[float, ...] = ()
+    disk: ImageDisk = DISK
+
+    def written(self, machine: Machine) -> int:
+        """MiB that a VM can write to its host's disk: what its guest is limited to, or all of its disk."""
+        limited = "limit_disk" in self.abilities and machine.spec.kind is not CloneKind.FULL
+        if machine.spec.kind is CloneKind.INSTANT and machine.size is None:
+            return self.disk.overhead  # it is paused
+        return machine.takes.disk + self.disk.overhead if limited else self.disk.whole
 
 
 @dataclass(frozen=True)
@@ -328,10 +338,12 @@ class Machines:
         return machine if machine is not None and self.source_of(machine.spec.host) == vm.source else None
 
     def used(self, host: str) -> Size:
-        """What VMs and templates take of a host now. A template takes memory and no CPU."""
-        sizes = [machine.takes for machine in self.vms.values() if machine.spec.host == host]
-        memory = sum(size.memory + OVERHEAD for size in sizes) + self._frozen(host)
-        return Size(sum(size.cpus for size in sizes), memory, sum(size.disk for size in sizes))
+        """What VMs and templates take of a host now; of its disk, what they can write. A template takes no CPU."""
+        machines = [machine for machine in self.vms.values() if machine.spec.host == host]
+        memory = sum(machine.takes.memory + OVERHEAD for machine in machines) + self._frozen(host)
+        disk = sum(self.images[machine.spec.image].written(machine) for machine in machines)
+        disk += sum(self.images[which.image].disk.overhead for which in self.templates if which.host == host)
+        return Size(sum(machine.takes.cpus for machine in machines), memory, disk)
 
     def available(self, host: str) -> int:
         """MiB that a host's machine has left beside what VMs, templates and others really use."""
@@ -375,13 +387,15 @@ class Machines:
                 placed_on=machine.placed_on,
                 token=machine.spec.token,
                 size=machine.size or machine.spec.size,
+                disk=self._written(machine),
             )
             for name, machine in sorted(self.vms.items())
             if machine.spec.host == host
         }
         available = self.available(host) if self._overcommit > 1 else 0
         left = 0 if host in self.full else None
-        seen = replace(self.hosts[host], images=self._images(host), available=available, available_disk=left)
+        images, disks = self._images(host), self._disks()
+        seen = replace(self.hosts[host], images=images, disks=disks, available=available, available_disk=left)
         templates = {
             which: replace(template, held=self._held(template))
             for which, template in sorted(self.templates.items())
@@ -410,6 +424,14 @@ class Machines:
             for image in self.images.values()
             if not image.since or image.since[min(number, len(image.since) - 1)] <= now
         }
+
+    def _disks(self) -> dict[str, ImageDisk]:
+        """What hosts report of the disks of images."""
+        return {image.name: image.disk for image in self.images.values()}
+
+    def _written(self, machine: Machine) -> int:
+        """What the source shows that a VM can write."""
+        return self.images[machine.spec.image].written(machine)
 
     def _check_image(self, name: str, host: str) -> None:
         if name not in self._images(host):

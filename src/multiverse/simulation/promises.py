@@ -14,6 +14,7 @@ from multiverse.core.transition import Move
 from multiverse.simulation.faults import IncidentKind
 from multiverse.simulation.guests import GuestBehaviour
 from multiverse.simulation.jobs import Batch, JobRecord
+from multiverse.simulation.machines import DISK
 from multiverse.simulation.scenario import Scenario
 from multiverse.simulation.world import SimulatedWorld
 
@@ -93,9 +94,14 @@ def unjustified_refusals(scenario: Scenario, refused: Iterable[Batch]) -> list[s
 
 
 def _surely_fits(scenario: Scenario, batch: Batch) -> bool:
-    """Whether the empty hosts could hold a job even if it needed four times the memory that it asks for."""
+    """Whether the empty hosts could hold a job even if it needed four times the memory that it asks for, and could
+    write to all of its VMs' disks."""
     each, size = 4 * (batch.size.memory + 256), batch.size
-    per_host = (min(h.capacity.cpus // size.cpus, h.capacity.memory // each) for h in scenario.world.hosts)
+    disk = max(DISK.whole, size.disk, scenario.settings.image.scratch) + DISK.overhead
+    per_host = (
+        min(h.capacity.cpus // size.cpus, h.capacity.memory // each, (h.capacity.disk - DISK.overhead) // disk)
+        for h in scenario.world.hosts
+    )
     return sum(per_host) >= batch.nodes
 
 

@@ -4,7 +4,16 @@ Memory and disk are MiB, times are seconds, processors are counts of vCPUs. Mono
 `Clock.now()` and mean nothing across a reboot; wall times are Unix time.
 """
 
-from multiverse.core.model.host import Claim, ClaimKey, Host, HostState, HypervisorView, KnownHost
+from multiverse.core.model.host import (
+    Claim,
+    ClaimKey,
+    DiskCost,
+    Host,
+    HostState,
+    HypervisorView,
+    ImageDisk,
+    KnownHost,
+)
 from multiverse.core.model.identity import Daemon, GuestFile, Identity, Mount, NodeBootstrap, User, UserSeen
 from multiverse.core.model.job import (
     ENDING_STATES,
@@ -73,6 +82,7 @@ __all__ = [
     "CloneKind",
     "Daemon",
     "Depth",
+    "DiskCost",
     "EqualHosts",
     "Forecast",
     "GuestFile",
@@ -80,6 +90,7 @@ __all__ = [
     "HostState",
     "HypervisorView",
     "Identity",
+    "ImageDisk",
     "Job",
     "JobLimit",
     "JobLimits",

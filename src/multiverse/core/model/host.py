@@ -9,9 +9,36 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from multiverse.core.model.keys import Key
-from multiverse.core.model.sizes import Size
+from multiverse.core.model.sizes import CloneKind, Size
 from multiverse.core.model.template import TemplateKey, TemplateSeen
 from multiverse.core.model.vm import VmSeen
+
+
+class DiskCost(NamedTuple):
+    """What a VM claims of its host's disk, in MiB: its allowance, `least` at least, and `overhead` beside it."""
+
+    least: int = 0
+    overhead: int = 0
+
+    def of(self, allowance: int) -> int:
+        """The claim of a VM whose guest may write `allowance` MiB."""
+        return max(self.least, allowance) + self.overhead
+
+
+@dataclass(frozen=True, slots=True)
+class ImageDisk:
+    """How large the files of an image's VMs can become on a host, in MiB.
+
+    `whole` is the size of a VM whose guest can write to all of its disk. `overhead` is what a VM takes beside its
+    allowance where the guest is limited to that, and what a template and a parked VM take.
+    """
+
+    whole: int = 0
+    overhead: int = 0
+
+    def cost(self, *, limited: bool) -> DiskCost:
+        """What a VM claims whose guest is limited to its allowance, or is not."""
+        return DiskCost(0, self.overhead) if limited else DiskCost(self.whole, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +49,11 @@ class Host:
     `assigns_addresses` where the hypervisor gives VMs their addresses and MACs. `machine` is what the machine itself
     has, shown beside the declared capacity; None if the platform does not tell. `template_copies` is how often the
     memory of a template is held while it has clones. `available` is what the machine could give to new processes when
-    it was observed; 0 if that is unknown. `available_disk` is how much more VMs could write then, None if that
-    is unknown. `images` are those that are there, each with what it can do: `fork`, `plug_cpus`, `plug_memory`.
-    `memory_block` is the granularity of plugged memory, `vm_overhead` what a VM needs
-    beside its guest's memory. Memory is in MiB.
+    it was observed; 0 if that is unknown. `available_disk` is how much more VMs could write then, None if that is
+    unknown. `images` are those that are there, each with what it can do: `fork`, `plug_cpus`, `plug_memory`,
+    `limit_disk` (its guests keep to an allowance). `memory_block` is the granularity of plugged memory, `vm_overhead`
+    what a VM needs beside its guest's memory. `disks` says of images how large the files of their VMs can become; of an
+    image that it does not name, VMs take their allowance. Memory and disk are in MiB.
     """
 
     name: str
@@ -39,10 +67,19 @@ class Host:
     memory_block: int = 128
     vm_overhead: int = 32
     available_disk: int | None = None
+    disks: Mapping[str, ImageDisk] = field(default_factory=dict)
 
     def image_can(self, image: str, ability: str) -> bool:
         """Whether the image is there and has that ability."""
         return ability in self.images.get(image, ())
+
+    def disk_of(self, image: str) -> ImageDisk:
+        """How large the files of the image's VMs can become there. Of an image that is not there nobody knows."""
+        return self.disks.get(image, ImageDisk()) if image in self.images else ImageDisk()
+
+    def disk_cost(self, image: str, kind: CloneKind) -> DiskCost:
+        """What a VM of the image claims of the disk there. The disk of a full clone is a copy, of any content."""
+        return self.disk_of(image).cost(limited=kind is not CloneKind.FULL and self.image_can(image, "limit_disk"))
 
 
 class HostState(StrEnum):

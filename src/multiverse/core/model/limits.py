@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from multiverse.core.model.host import DiskCost
 from multiverse.core.model.sizes import CloneKind, Size
 
 MOST_NODES = 256
@@ -21,18 +22,21 @@ class EqualHosts:
     """`count` hosts, each of which could hold the same. CPUs, memory and disk are those of nodes, not of VMs.
 
     `memory[k - 1]` is the most memory in MiB that each of `k` nodes could have on one of these hosts. The list ends
-    where not even nodes of 1 CPU and 1 MiB fit, and after `MOST_NODES`. `disk` in MiB is shared by all nodes of a host.
+    where not even nodes of 1 CPU and 1 MiB fit, and after `MOST_NODES`. `disk` in MiB is shared by all nodes of a host,
+    each of which takes what `cost` says.
     """
 
     count: int
     cpus: int
     disk: int
     memory: tuple[int, ...]
+    cost: DiskCost = DiskCost()
 
     def nodes_held(self, size: Size) -> int:
         """How many nodes of that size these hosts could hold together; never less than is true, up to `MOST_NODES`."""
         by_memory = bisect_right(self.memory, -size.memory, key=lambda most: -most)
-        by_disk = self.disk // size.disk if size.disk else by_memory
+        each = self.cost.of(size.disk)
+        by_disk = self.disk // each if each else by_memory
         return self.count * min(by_memory, self.cpus // size.cpus, by_disk)
 
 

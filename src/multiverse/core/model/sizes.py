@@ -24,7 +24,8 @@ class Depth(StrEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Size:
-    """How large a VM or a request is. `disk` 0 means the image's own size."""
+    """How large a VM or a request is. `disk` is what jobs may write there; 0 in a request: what the site lets every
+    job write."""
 
     cpus: int
     memory: int

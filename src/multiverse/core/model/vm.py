@@ -28,7 +28,8 @@ class VmSeen:
     what it maps of its template and of programs, counted whole however many VMs map it. `introduced` are the users that
     were added to its guest after its start. `address` (with prefix length) and `mac` are shown where the hypervisor
     assigns them, or where they are known, `placed_on` where it chooses the machine. `token` is empty for a VM of a
-    release without tokens. `size` is what the VM has, with all that was plugged; None if it is not known.
+    release without tokens. `size` is what the VM has, with all that was plugged; None if it is not known. `disk` is
+    what its files can grow to, in MiB; 0 if that is not known.
     """
 
     name: str
@@ -44,6 +45,7 @@ class VmSeen:
     placed_on: str = ""
     token: str = ""
     size: Size | None = None
+    disk: int = 0
 
 
 class VmRef(NamedTuple):

@@ -51,16 +51,18 @@ from multiverse.core.model import (
     Vm,
     VmState,
 )
-from multiverse.core.provisioning.capacity import Blockage, Room, could_ever_fit, largest_on, room_of
+from multiverse.core.provisioning.capacity import Blockage, Room, largest_on, room_of
 from multiverse.core.provisioning.clones import (
     Choice,
     Way,
     ask_for_template,
     choose_clones,
     claims_of,
+    could_hold,
     describe,
     hosts_making,
     may_fork,
+    node_request,
     plan_vms,
     request_of,
     template_sizes,
@@ -207,10 +209,11 @@ class Admission:
         now = ways_now(self.context, attempt, ways) or ways
         if self._fits_one_way(attempt, now):
             return "", True
-        templates = ways[0][1]
+        kind, templates = ways[0]
         unable = unable_to_make(image, ways, self.hosts) if self._fits_one_way(attempt, ways) else ""
         without = sorted(self.hosts.keys() - templates.keys())
-        hope = bool(unable) or self._could_ever_fit(attempt, {**templates, **dict.fromkeys(without, self.policy.base)})
+        anywhere = {**templates, **dict.fromkeys(without, self.policy.base)}
+        hope = bool(unable) or could_hold(self.context, attempt, kind, anywhere)
         if not self.hosts:
             why = "no host is in sight"
         elif hope and not templates:
@@ -222,15 +225,11 @@ class Admission:
         return why + (f"; out of reach now: {', '.join(away)}" if away else ""), hope or bool(away) or not self.hosts
 
     def _fits_one_way(self, attempt: Attempt, ways: Sequence[Way]) -> bool:
-        return any(self._could_ever_fit(attempt, sizes) for _, sizes in ways)
-
-    def _could_ever_fit(self, attempt: Attempt, templates: Mapping[str, Size]) -> bool:
-        return could_ever_fit(attempt.request.size, attempt.request.nodes, templates, self.hosts, self.policy)
+        return any(could_hold(self.context, attempt, kind, sizes) for kind, sizes in ways)
 
     def _largest(self, attempt: Attempt, kind: CloneKind, templates: Mapping[str, Size]) -> str:
         node, nodes, image = attempt.request.size, attempt.request.nodes, self.context.image_of(attempt)
-        forks = kind is CloneKind.INSTANT
-        most = (largest_on(self.hosts[name], image, self.policy, forks=forks) for name in templates or self.hosts)
+        most = (largest_on(self.hosts[name], image, self.policy, kind) for name in templates or self.hosts)
         fit = max(most, key=lambda size: (size.memory, size.cpus))
         many = f"{nodes} VMs of " if nodes > 1 else "a VM of "
         return f"{many}{node} fits on no host; the largest that fits is {fit} per node"
@@ -294,7 +293,7 @@ class Admission:
             self._wait_for_template(attempt, choice, why)
             return False
         request, sizes = attempt.request, {name: choice.sizes[name] for name in usable}
-        claims = vm_claims(request.size, sizes, self.hosts, self.policy)
+        claims = vm_claims(node_request(self.context, attempt, choice.kind), sizes, self.hosts, self.policy)
         parked = parked_for(self.context, attempt, choice.sizes, self.room) if choice.forks else []
         count = request.nodes - len(parked)
         in_pace, why = self._hosts_in_pace(attempt, choice, usable, count)
@@ -338,7 +337,7 @@ class Admission:
             # Its template needs room too, which no later job may take.
             image = self.context.image_of(attempt)
             able = hosts_making(image, choice.kind, self.hosts)
-            claims = {name: template_claim(choice.sizes[name], self.hosts[name]) for name in able}
+            claims = {name: template_claim(choice.sizes[name], self.hosts[name], image) for name in able}
             why = self.room.why_full(claims, self.policy, f"no host has room for the template of image {image}")
             self._block(attempt, self._make_room(attempt, 1, claims), why)
             return
@@ -405,12 +404,12 @@ class Admission:
             self._empty = room_of(self.context, without={key.owner for key in self.state.claims})
         room, policy = deepcopy(self._empty), self.policy
         margin = policy.floor // 8 if lacking else 0
-        able = hosts_making(self.context.image_of(attempt), choice.kind, self.hosts)
-        sizes = {name: choice.sizes[name] for name in able}
+        wanted = node_request(self.context, attempt, choice.kind)
+        sizes = {name: choice.sizes[name] for name in hosts_making(wanted.image, choice.kind, self.hosts)}
         for name, template in sizes.items():
-            frozen = template_claim(template, self.hosts[name]).memory if choice.forks else 0
+            frozen = template_claim(template, self.hosts[name], wanted.image).memory if choice.forks else 0
             room.take(name, Size(0, frozen + margin, 0))
-        claims = vm_claims(attempt.request.size, sizes, self.hosts, policy)
+        claims = vm_claims(wanted, sizes, self.hosts, policy)
         if room.place(attempt.request.nodes, claims) is not None:
             return ""
         tight = ", ".join(sorted(self._empty.tight & sizes.keys()))

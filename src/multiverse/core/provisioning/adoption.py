@@ -11,6 +11,8 @@ from dataclasses import replace
 from multiverse.core.model import (
     Claim,
     CloneKind,
+    Host,
+    Size,
     Template,
     TemplateCondition,
     TemplateSeen,
@@ -22,7 +24,7 @@ from multiverse.core.model import (
     serial_of,
 )
 from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.sizes import template_claim, vm_claim
+from multiverse.core.provisioning.sizes import template_claim
 from multiverse.core.transition import Change, Event
 
 WHY = "it was found on its host, and no record explained it"
@@ -61,9 +63,14 @@ def _make_orphan(context: Context, vm: Vm) -> None:
     seen, host = context.world.vm(vm), context.hosts.get(vm.host)
     size = (seen.size if seen else None) or vm.size
     orphan = replace(vm, state=VmState.ORPHAN, pool=None, size=size)
-    claims = [Claim(vm.key, vm.host, vm_claim(size, host))] if host else []
+    claims = [Claim(vm.key, vm.host, _claim_of(size, seen, host))] if seen and host else []
     why = "it serves a job of which no record tells"
     context.state.move(Change(orphan, Event.FOUND, why), make=claims, free=[vm.key] if claims else ())
+
+
+def _claim_of(size: Size, seen: VmSeen, host: Host) -> Size:
+    """What a VM of `size` claims of which no row says what it was made of: of the disk, what its host lets it write."""
+    return Size(size.cpus, size.memory + host.vm_overhead, seen.disk or size.disk)
 
 
 def _adopt_vm(context: Context, source: str, seen: VmSeen) -> None:
@@ -88,7 +95,8 @@ def _adopt_vm(context: Context, source: str, seen: VmSeen) -> None:
         source=source,
         token=seen.token,
     )
-    state.move(Change(vm, Event.FOUND, WHY), make=[Claim(vm.key, seen.host, vm_claim(size, context.hosts[seen.host]))])
+    claim = Claim(vm.key, seen.host, _claim_of(size, seen, context.hosts[seen.host]))
+    state.move(Change(vm, Event.FOUND, WHY), make=[claim])
 
 
 def _adopt_template(context: Context, source: str, seen: TemplateSeen) -> None:
@@ -106,5 +114,5 @@ def _adopt_template(context: Context, source: str, seen: TemplateSeen) -> None:
         account=seen.account,
         source=source,
     )
-    claim = Claim(template.key, seen.host, template_claim(seen.size, context.hosts[seen.host]))
+    claim = Claim(template.key, seen.host, template_claim(seen.size, context.hosts[seen.host], seen.image))
     state.move(Change(template, Event.FOUND, WHY), make=[claim])

@@ -25,6 +25,7 @@ from multiverse.core.model import (
 from multiverse.core.policy import Policy
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.sizes import (
+    NodeRequest,
     claimable_disk,
     empty_host,
     short_of_disk,
@@ -194,35 +195,37 @@ def yet_to_come(claim: Size, held: float, *, settled: bool) -> int:
 
 
 def could_ever_fit(
-    node: Size, count: int, templates: Mapping[str, Size], hosts: Mapping[str, Host], policy: Policy
+    wanted: NodeRequest, count: int, templates: Mapping[str, Size], hosts: Mapping[str, Host], policy: Policy
 ) -> bool:
-    """Whether empty hosts, with nothing on them but the template of that size, could hold `count` VMs for `node`."""
+    """Whether empty hosts, with nothing on them but the template of that size, could hold `count` VMs for the node."""
     room = Room({name: empty_host(host, policy) for name, host in hosts.items()})
     for name, template in templates.items():
-        room.take(name, template_claim(template, hosts[name]))
-    return room.place(count, vm_claims(node, templates, hosts, policy)) is not None
+        room.take(name, template_claim(template, hosts[name], wanted.image))
+    return room.place(count, vm_claims(wanted, templates, hosts, policy)) is not None
 
 
-def largest_on(host: Host, image: str, policy: Policy, *, forks: bool = True) -> Size:
+def largest_on(host: Host, image: str, policy: Policy, kind: CloneKind = CloneKind.INSTANT) -> Size:
     """The largest node that the host could ever hold, with nothing on it but the template that it is forked from or, if
-    it boots (`forks` false), a template of the base size. What an image can do that is not there yet is taken to be
-    everything. Zero memory if not even the smallest fits."""
-    able = host if image in host.images else replace(host, images={image: frozenset({"plug_cpus", "plug_memory"})})
+    it boots, a template of the base size. What an image can do that is not there yet is taken to be everything. Zero
+    memory if not even the smallest fits."""
+    plugs = {image: frozenset({"plug_cpus", "plug_memory"})}
+    able = host if image in host.images else replace(host, images=plugs, disks={})
     capacity = empty_host(host, policy).capacity
+    disk = capacity.disk - template_claim(policy.base, able, image).disk
 
     def fits(memory: int) -> bool:
         node = Size(1, memory)
-        template = template_size(node, able, image, policy) if forks else policy.base
-        claim = vm_claim(vm_size(node, template, able, policy), able)
-        together = claim.memory + template_claim(template, able).memory
-        return claim.cpus <= capacity.cpus and together <= capacity.memory
+        template = template_size(node, able, image, policy) if kind is CloneKind.INSTANT else policy.base
+        claim = vm_claim(vm_size(node, template, able, policy), able, image, kind)
+        together = claim.memory + template_claim(template, able, image).memory
+        return claim.cpus <= capacity.cpus and together <= capacity.memory and claim.disk <= disk
 
     # What is needed grows with the node's memory, so the largest that fits is found by halving.
     least, most = 0, capacity.memory + 1
     while most - least > 1:
         middle = (least + most) // 2
         least, most = (middle, most) if fits(middle) else (least, middle)
-    return Size(capacity.cpus, least, capacity.disk)
+    return Size(capacity.cpus, least, max(0, disk - able.disk_cost(image, kind).overhead))
 
 
 def largest_nodes(hosts: Mapping[str, KnownHost], policy: Policy) -> dict[str, tuple[Size, ...]]:
@@ -234,13 +237,17 @@ def largest_nodes(hosts: Mapping[str, KnownHost], policy: Policy) -> dict[str, t
     if not known_values or len(known_values) < len(values):
         return {}
     images = sorted({policy.image, *(image for value in known_values for image in value.images)})
-    ways = [(host, forks) for host in known_values for forks in (True, False) if forks or _boots(host)]
-    return {image: _maxima([largest_on(host, image, policy, forks=forks) for host, forks in ways]) for image in images}
+    ways = [(host, kind) for host in known_values for kind in _kinds(host)]
+    return {image: _maxima([largest_on(host, image, policy, kind) for host, kind in ways]) for image in images}
 
 
-def _boots(host: Host) -> bool:
-    """Whether the host makes clones that boot: these may be larger, where an image cannot plug all."""
-    return not host.abilities.isdisjoint({CloneKind.LINKED.value, CloneKind.FULL.value})
+def _kinds(host: Host) -> list[CloneKind]:
+    """The kinds of clones whose sizes count on the host. Those that boot may be larger than one that is forked, where
+    an image cannot plug all."""
+    return [
+        CloneKind.INSTANT,
+        *(kind for kind in (CloneKind.LINKED, CloneKind.FULL) if kind.value in host.abilities),
+    ]
 
 
 def _maxima(sizes: Sequence[Size]) -> tuple[Size, ...]:

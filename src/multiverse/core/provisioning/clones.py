@@ -30,7 +30,15 @@ from multiverse.core.provisioning.capacity import Room, could_ever_fit, room_of
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.pacing import ARRIVALS_FADE, paid, wait_for
 from multiverse.core.provisioning.placement import address_of
-from multiverse.core.provisioning.sizes import serves_as, template_claim, template_size, vm_claim, vm_claims, vm_size
+from multiverse.core.provisioning.sizes import (
+    NodeRequest,
+    serves_as,
+    template_claim,
+    template_size,
+    vm_claim,
+    vm_claims,
+    vm_size,
+)
 from multiverse.core.provisioning.spares import fit_to_serve, spares
 from multiverse.core.state import VmsMissing
 from multiverse.core.transition import Change, Event
@@ -70,10 +78,9 @@ def choose_clones(context: Context, attempt: Attempt) -> Choice:
 
 def _unless_too_large(context: Context, attempt: Attempt, sizes: Mapping[str, Size], choice: Choice) -> Choice:
     """A clone that boots may be larger than one that is forked: fork where no host could ever hold the former."""
-    request = attempt.request
-    if (request.kind or context.policy.kind) is not CloneKind.AUTO or may_boot(context, attempt):
+    if (attempt.request.kind or context.policy.kind) is not CloneKind.AUTO or may_boot(context, attempt):
         return choice
-    if could_ever_fit(request.size, request.nodes, sizes, context.hosts, context.policy):
+    if could_hold(context, attempt, CloneKind.INSTANT, sizes):
         return Choice(CloneKind.INSTANT, "no host could hold it booted")
     return choice
 
@@ -81,9 +88,18 @@ def _unless_too_large(context: Context, attempt: Attempt, sizes: Mapping[str, Si
 def may_boot(context: Context, attempt: Attempt) -> bool:
     """Whether the hosts that boot clones of the image could ever hold the attempt's VMs as such clones."""
     able = hosts_making(context.image_of(attempt), CloneKind.LINKED, context.hosts)
-    bases = dict.fromkeys(able, context.policy.base)
-    request = attempt.request
-    return could_ever_fit(request.size, request.nodes, bases, context.hosts, context.policy)
+    return could_hold(context, attempt, CloneKind.LINKED, dict.fromkeys(able, context.policy.base))
+
+
+def could_hold(context: Context, attempt: Attempt, kind: CloneKind, templates: Mapping[str, Size]) -> bool:
+    """Whether the hosts of `templates`, were they empty, could hold the attempt's VMs as clones of that kind."""
+    wanted, nodes = node_request(context, attempt, kind), attempt.request.nodes
+    return could_ever_fit(wanted, nodes, templates, context.hosts, context.policy)
+
+
+def node_request(context: Context, attempt: Attempt, kind: CloneKind) -> NodeRequest:
+    """What each of the attempt's VMs is to be."""
+    return NodeRequest(attempt.request.size, context.image_of(attempt), kind)
 
 
 Way = tuple[CloneKind, Mapping[str, Size]]
@@ -134,7 +150,7 @@ def choose_kind(context: Context, attempt: Attempt, templates: Mapping[TemplateK
     if not templates:
         return Choice(CloneKind.LINKED, "no host can fork its image")
     sizes = {which.host: which.size for which in templates}
-    if not could_ever_fit(attempt.request.size, attempt.request.nodes, sizes, hosts, policy):
+    if not could_hold(context, attempt, CloneKind.INSTANT, sizes):
         return Choice(CloneKind.LINKED, "no host could hold the template beside it")
     if policy.pools and any(
         vm.state is VmState.PARKED and vm.template in templates and fit_to_serve(context, vm)
@@ -236,7 +252,7 @@ def template_sizes(context: Context, attempt: Attempt) -> dict[str, Size]:
             and serves_as(template.size, own[name], host, image, policy)
         ]
         nearest[name] = min(ready, key=lambda size: (size.memory, size.cpus), default=own[name])
-    if nearest == own or could_ever_fit(node, attempt.request.nodes, nearest, context.hosts, policy):
+    if nearest == own or could_hold(context, attempt, CloneKind.INSTANT, nearest):
         return nearest
     return own
 
@@ -270,7 +286,7 @@ def need_template(context: Context, which: TemplateKey, reason: str) -> None:
     claimed = state.claims_of(row.key)
     state.move(
         Change(replace(row, state=TemplateState.BUILDING, reason=""), Event.NEEDED, reason),
-        make=[] if claimed else [Claim(row.key, host, template_claim(size, context.hosts.get(host)))],
+        make=[] if claimed else [Claim(row.key, host, template_claim(size, context.hosts.get(host), image))],
     )
 
 
@@ -282,7 +298,7 @@ def ask_for_template(context: Context, rows: Mapping[TemplateKey, Template | Non
         if row and row.state in (TemplateState.BUILDING, TemplateState.RETIRING):
             return f"the template of image {which.image} is being built on {which.host}"
     for which, row in rows.items():
-        claim = template_claim(which.size, context.hosts[which.host])
+        claim = template_claim(which.size, context.hosts[which.host], which.image)
         retry = row is not None and state.now >= row.since + context.policy.backoff(row.tries)
         if (row is None or retry) and (row is not None or room.fits(which.host, claim)):
             if row is None:
@@ -378,7 +394,8 @@ def describe(choice: Choice, vms: Iterable[Vm], before: str = "") -> str:
 
 def claims_of(context: Context, vms: Iterable[Vm]) -> list[Claim]:
     """What these VMs claim, each where it is placed."""
-    return [Claim(vm.key, vm.host, vm_claim(vm.size, context.hosts[vm.host])) for vm in vms]
+    hosts = context.hosts
+    return [Claim(vm.key, vm.host, vm_claim(vm.size, hosts[vm.host], vm.image, vm.kind)) for vm in vms]
 
 
 def supply_missing(context: Context, missing: VmsMissing) -> None:
@@ -395,7 +412,8 @@ def supply_missing(context: Context, missing: VmsMissing) -> None:
         if not choice.forks or _is_ready(context, template_key(context, attempt, name, choice.sizes[name]))
     }
     room = room_of(context)
-    chosen = room.place(missing.count, vm_claims(attempt.request.size, able, context.hosts, context.policy))
+    wanted = node_request(context, attempt, choice.kind)
+    chosen = room.place(missing.count, vm_claims(wanted, able, context.hosts, context.policy))
     vms = plan_vms(context, request_of(context, attempt, choice), chosen) if chosen else None
     if vms is None:
         imageless = bool(context.hosts) and not choice.sizes

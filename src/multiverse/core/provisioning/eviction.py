@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from multiverse.core.model import LEAVING_STATES, Attempt, Depth, Size, TemplateKey, TemplateState, VmState
-from multiverse.core.provisioning.capacity import could_ever_fit, room_of
-from multiverse.core.provisioning.clones import may_fork, template_key, template_sizes
+from multiverse.core.model import LEAVING_STATES, Attempt, CloneKind, Depth, Size, TemplateKey, TemplateState, VmState
+from multiverse.core.provisioning.capacity import room_of
+from multiverse.core.provisioning.clones import could_hold, may_fork, template_key, template_sizes
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.spares import release_spare, spares
 from multiverse.core.transition import Change, Event
@@ -69,7 +69,7 @@ def wanted_templates(context: Context, attempt: Attempt) -> list[TemplateKey]:
     """The templates that the attempt's VMs would be forked from."""
     if not may_fork(context, attempt):
         return []
-    sizes, request = template_sizes(context, attempt), attempt.request
-    if not could_ever_fit(request.size, request.nodes, sizes, context.hosts, context.policy):
+    sizes = template_sizes(context, attempt)
+    if not could_hold(context, attempt, CloneKind.INSTANT, sizes):
         return []  # such a job runs by booting if at all, perhaps where such a template is now
     return [template_key(context, attempt, name, size) for name, size in sizes.items()]

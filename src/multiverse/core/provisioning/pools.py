@@ -207,7 +207,7 @@ def _refill(context: Context, pool: Pool, lacking: int) -> None:
     turns = policy.provisioning - being_made[False]  # those of jobs come first
     may = max(1, turns // 2) - being_made[True] if turns > 0 else 0
     sizes = {name: spare_size(pool, templates[name], context, name) for name in ready}
-    claims = {name: spare_claim(pool.depth, size, context, name) for name, size in sizes.items()}
+    claims = {name: spare_claim(pool, size, hosts[name]) for name, size in sizes.items()}
     wanted = CloneRequest(pool.image, kind, pool.size, templates, pool=pool.depth, sizes=sizes)
     for _ in range(min(lacking, may)):
         in_turn = [

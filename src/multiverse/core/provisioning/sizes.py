@@ -4,9 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
-from multiverse.core.model import Host, Size
+from multiverse.core.model import CloneKind, Host, Size
 from multiverse.core.policy import Policy
+
+
+class NodeRequest(NamedTuple):
+    """A node that is asked for: what it is to declare, and the image and the kind of clone of its VM."""
+
+    size: Size
+    image: str
+    kind: CloneKind
+
+
+def allowance(node: Size, policy: Policy) -> int:
+    """MiB that a job may write to the disk of a VM whose node declares `node`: what its host is made to hold, and what
+    its guest's file system shows as available."""
+    return max(policy.scratch, node.disk)
 
 
 def guest_memory(node: Size, policy: Policy) -> int:
@@ -52,10 +67,11 @@ def _most_memory(host: Host, policy: Policy) -> int:
 
 
 def vm_size(node: Size, template: Size, host: Host, policy: Policy) -> Size:
-    """The size of a VM whose node declares `node`: memory that its template lacks is plugged in whole blocks."""
+    """The size of a VM whose node declares `node`: memory that its template lacks is plugged in whole blocks; its disk
+    is the job's allowance."""
     block = host.memory_block
     plugged = -(-max(0, guest_memory(node, policy) - template.memory) // block) * block
-    return Size(max(node.cpus, template.cpus), template.memory + plugged, node.disk)
+    return Size(max(node.cpus, template.cpus), template.memory + plugged, allowance(node, policy))
 
 
 def empty_host(host: Host, policy: Policy) -> Host:
@@ -72,21 +88,30 @@ def claimable_disk(host: Host, policy: Policy) -> int:
     return int(host.capacity.disk * policy.disk_overcommit)
 
 
-def vm_claim(size: Size, host: Host) -> Size:
+def vm_claim(size: Size, host: Host, image: str, kind: CloneKind) -> Size:
     """What a VM of `size` claims on its host."""
-    return Size(size.cpus, size.memory + host.vm_overhead, size.disk)
+    return Size(size.cpus, size.memory + host.vm_overhead, host.disk_cost(image, kind).of(size.disk))
 
 
-def template_claim(size: Size, host: Host | None) -> Size:
-    """What a template of `size` claims on its host: its frozen memory, as often as it is held there, and no CPU. Of a
-    host that is not in sight the worst is assumed."""
-    return Size(0, size.memory * (host.template_copies if host else 2), 0)
+def parked_claim(host: Host, image: str) -> Size:
+    """What a parked VM claims on its host. It is paused: it writes to none of its memory and to hardly any of its disk,
+    and needs what its hypervisor's process does."""
+    return Size(0, host.vm_overhead, host.disk_of(image).overhead)
 
 
-def vm_claims(node: Size, templates: Mapping[str, Size], hosts: Mapping[str, Host], policy: Policy) -> dict[str, Size]:
-    """What a VM for a node of size `node` would claim on each host, by the size of its template there."""
+def template_claim(size: Size, host: Host | None, image: str) -> Size:
+    """What a template of `size` claims on its host: its frozen memory, as often as it is held there, what it writes to
+    its disk until it is frozen, and no CPU. Of a host that is not in sight the worst is assumed of the memory."""
+    return Size(0, size.memory * (host.template_copies if host else 2), host.disk_of(image).overhead if host else 0)
+
+
+def vm_claims(
+    wanted: NodeRequest, templates: Mapping[str, Size], hosts: Mapping[str, Host], policy: Policy
+) -> dict[str, Size]:
+    """What a VM for the node would claim on each host, by the size of its template there."""
+    node, image, kind = wanted
     return {
-        name: vm_claim(vm_size(node, template, hosts[name], policy), hosts[name])
+        name: vm_claim(vm_size(node, template, hosts[name], policy), hosts[name], image, kind)
         for name, template in templates.items()
     }
 

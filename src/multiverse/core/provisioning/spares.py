@@ -14,6 +14,7 @@ from multiverse.core.model import (
     Attempt,
     CloneKind,
     Depth,
+    Host,
     NodeSpec,
     NodeState,
     Offer,
@@ -26,7 +27,7 @@ from multiverse.core.model import (
 from multiverse.core.policy import Policy, Pool
 from multiverse.core.provisioning.capacity import Room
 from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.sizes import vm_claim, vm_size
+from multiverse.core.provisioning.sizes import parked_claim, vm_claim, vm_size
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Event
 
@@ -53,10 +54,11 @@ def spare_size(pool: Pool, template: Size, context: Context, host: str) -> Size:
     return template if pool.depth is Depth.PARKED else vm_size(pool.size, template, context.hosts[host], context.policy)
 
 
-def spare_claim(depth: Depth, size: Size, context: Context, host: str) -> Size:
-    """What a spare of `size` claims. A parked spare is paused: it writes to none of its memory, and needs what its
-    hypervisor's process does."""
-    return vm_claim(Size(0, 0, 0) if depth is Depth.PARKED else size, context.hosts[host])
+def spare_claim(pool: Pool, size: Size, host: Host) -> Size:
+    """What a pool's VM of `size` claims on the host."""
+    if pool.depth is Depth.PARKED:
+        return parked_claim(host, pool.image)
+    return vm_claim(size, host, pool.image, CloneKind.INSTANT)
 
 
 # --- taking ----------------------------------------------------------------------------------------
@@ -113,9 +115,9 @@ def parked_for(context: Context, attempt: Attempt, templates: Mapping[str, Size]
     while left and len(found) < request.nodes:
         left.sort(key=lambda vm: (-room.free[vm.host][0], -room.free[vm.host][1], vm.id))
         vm = left.pop(0)
-        size = vm_size(request.size, templates[vm.host], context.hosts[vm.host], context.policy)
-        whole = vm_claim(size, context.hosts[vm.host])
-        more = _less(whole, spare_claim(Depth.PARKED, size, context, vm.host))
+        host = context.hosts[vm.host]
+        size = vm_size(request.size, templates[vm.host], host, context.policy)
+        more = _less(vm_claim(size, host, image, vm.kind), parked_claim(host, image))
         if room.fits(vm.host, more):
             room.take(vm.host, more)
             found.append((replace(vm, attempt=attempt.id, size=size, node_size=request.size), more))

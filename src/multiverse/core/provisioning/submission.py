@@ -19,6 +19,7 @@ from multiverse.core.model import (
     MOST_NODES,
     OTHER_IMAGES,
     CloneKind,
+    DiskCost,
     EqualHosts,
     Host,
     HostState,
@@ -29,7 +30,7 @@ from multiverse.core.model import (
 )
 from multiverse.core.policy import Policy
 from multiverse.core.provisioning.capacity import largest_nodes
-from multiverse.core.provisioning.sizes import empty_host, template_claim, template_size, vm_claim, vm_size
+from multiverse.core.provisioning.sizes import allowance, empty_host, template_claim, template_size, vm_size
 
 _PLUG = frozenset({"plug_cpus", "plug_memory"})
 _ANY = "any"  # an image's name is not of importance here
@@ -51,30 +52,30 @@ def _limits_of(image: str, hosts: Mapping[str, Host], policy: Policy) -> tuple[J
     """The limits of jobs of an image: for each kind of clone the ways of `clones.ways_to_make`. An image that is not on
     a host yet is taken to be able to plug everything there, as in admission, where a job waits for the image only if
     its VMs would be made in the first of the ways."""
-    booted = _group(_capacity(host, image, policy, forks=False) for host in hosts.values())
-    forked = _group(_capacity(host, image, policy, forks=True) for host in hosts.values())
-    ways = {CloneKind.INSTANT: [forked], CloneKind.LINKED: [booted], CloneKind.FULL: [booted]}
-    having = [host for host in hosts.values() if image in host.images]
-    if not any(CloneKind.INSTANT.value in host.abilities for host in hosts.values()):
-        ways[CloneKind.AUTO] = [booted]
-    elif not any(CloneKind.LINKED.value in host.abilities for host in hosts.values()):
-        ways[CloneKind.AUTO] = [forked]
+    instant, linked, full = CloneKind.INSTANT, CloneKind.LINKED, CloneKind.FULL
+    all_hosts = list(hosts.values())
+    ways = {kind: [_hosts_for(kind, image, all_hosts, policy)] for kind in (instant, linked, full)}
+    having = [host for host in all_hosts if image in host.images]
+    boots = any(linked.value in host.abilities for host in all_hosts)
+    if not any(instant.value in host.abilities for host in all_hosts):
+        ways[CloneKind.AUTO] = ways[linked if boots else full]
     else:
-        booted_now = _group(_capacity(host, image, policy, forks=False) for host in having)
-        ways[CloneKind.AUTO] = [forked, booted_now] if having else [forked]
+        booted_now = [_hosts_for(linked, image, having, policy)] if boots and having else []
+        ways[CloneKind.AUTO] = [*ways[instant], *booted_now]
     distinct = dict.fromkeys(way for some in ways.values() for way in some)
     return tuple(JobLimit(frozenset(kind for kind in ways if way in ways[kind]), way) for way in distinct)
 
 
-def _group(capacities: Iterable[EqualHosts]) -> tuple[EqualHosts, ...]:
-    """The same with equal hosts counted, those with the largest nodes first."""
-    counted = Counter(capacities)
+def _hosts_for(kind: CloneKind, image: str, hosts: Iterable[Host], policy: Policy) -> tuple[EqualHosts, ...]:
+    """What the hosts could hold of a job in that kind of clones. Equal hosts are counted, and those with the largest
+    nodes come first."""
+    counted = Counter(_capacity(host, image, policy, kind) for host in hosts)
     found = [replace(one, count=count) for one, count in counted.items() if one.memory]
     return tuple(sorted(found, key=lambda one: (one.memory[0], one), reverse=True))
 
 
 class _Shape(NamedTuple):
-    """All that decides how many nodes of a job an empty host could hold."""
+    """All that decides how much memory each of the nodes of a job could have on an empty host."""
 
     capacity: Size
     template_copies: int
@@ -86,12 +87,17 @@ class _Shape(NamedTuple):
     guest_reserve: int
 
 
-def _capacity(host: Host, image: str, policy: Policy, *, forks: bool) -> EqualHosts:
+def _capacity(host: Host, image: str, policy: Policy, kind: CloneKind) -> EqualHosts:
     able = host.images.get(image, _PLUG) & _PLUG
     empty = empty_host(host, policy).capacity
     costs = (host.template_copies, host.memory_block, host.vm_overhead)
-    shape = _Shape(empty, *costs, able, forks, policy.base, policy.guest_reserve)
-    return EqualHosts(1, empty.cpus, empty.disk, _memory_of_each(shape))
+    shape = _Shape(empty, *costs, able, kind is CloneKind.INSTANT, policy.base, policy.guest_reserve)
+    disk = empty.disk - template_claim(policy.base, host, image).disk
+    least, overhead = host.disk_cost(image, kind)
+    cost = DiskCost(max(least, allowance(Size(0, 0), policy)), overhead)
+    smallest = cost.of(0)
+    most = 0 if disk < 0 else disk // smallest if smallest else MOST_NODES
+    return EqualHosts(1, empty.cpus, max(0, disk), _memory_of_each(shape)[:most], cost)
 
 
 @lru_cache(maxsize=4096)
@@ -111,8 +117,8 @@ def _memory_of_each(shape: _Shape) -> tuple[int, ...]:
     def fits(memory: int, nodes: int) -> bool:
         node = Size(1, memory)
         template = template_size(node, host, _ANY, policy) if shape.forks else policy.base
-        claim = vm_claim(vm_size(node, template, host, policy), host)
-        return nodes * claim.memory + template_claim(template, host).memory <= shape.capacity.memory
+        claim = vm_size(node, template, host, policy).memory + host.vm_overhead
+        return nodes * claim + template_claim(template, host, _ANY).memory <= shape.capacity.memory
 
     found: list[int] = []
     above = shape.capacity.memory + 1

@@ -203,5 +203,6 @@ def host_config(settings: Settings, site: str) -> QemuHostConfig:
         uids=qemu.uids,
         base=Size(qemu.base_cpus, qemu.base_memory),
         largest=Size(qemu.max_cpus, qemu.max_memory),
+        scratch=settings.image.scratch,
         tb_size=qemu.tb_size,
     )

@@ -7,15 +7,18 @@ else 0. Lines of two forms follow that. The first form is the size of a largest 
 
 - the number of the limit that the line belongs to, and the kinds of clones that this limit is for (`default`: jobs that
   name no kind). A job has to keep one of the limits that are for its kind;
-- how many hosts, and for each of them CPUs, disk in MiB, and the most memory in MiB of one node, of each of two nodes,
-  and so on. All lines of one limit together tell how many nodes of a job fit. All zero: no node fits.
+- how many hosts, and for each of them CPUs, disk, and the most memory in MiB of one node, of each of two nodes, and so
+  on. The disk is three figures in MiB, separated by slashes: that of the host, the least that a node takes of it, and
+  what a node takes beside what it asks for. All lines of one limit together tell how many nodes of a job fit. All zero:
+  no node fits.
 
 The image `*` stands for all images that no line names. Example, of three hosts that could hold two nodes each:
 
     1 1795254668
-    slim 1 2 15395 65536
-    slim 1 1 auto,default,full,instant,linked 3 2 65536 15395 7555
-    * 0 1 auto,default,full,instant,linked 3 2 65536 15395 7555
+    slim 1 2 15395 65084
+    slim 1 1 auto,default,instant,linked 3 2 65084/2048/452 15395 7555
+    slim 1 2 full 3 2 65084/16388/0 15395 7555
+    * 0 1 auto,default,full,instant,linked 3 2 65536/2048/0 15395 7555
 
 multiverse.lua refuses nothing by a file that is missing, that is no longer valid, or that has another version.
 """
@@ -110,6 +113,7 @@ def _kinds(limit: JobLimit, limits: JobLimits) -> str:
 
 def _hosts(limit: JobLimit) -> Iterator[str]:
     for hosts in limit.hosts:
-        yield " ".join(map(str, (hosts.count, hosts.cpus, hosts.disk, *hosts.memory)))
+        disk = "/".join(map(str, (hosts.disk, *hosts.cost)))
+        yield " ".join(map(str, (hosts.count, hosts.cpus, disk, *hosts.memory)))
     if not limit.hosts:
-        yield "0 0 0"
+        yield "0 0 0/0/0"

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 
+from multiverse.guest.agent.allowance import reserve_disk
 from multiverse.guest.agent.boot import protect_from_oom_killer, set_up_cgroups, set_up_system
 from multiverse.guest.agent.channel import HostChannel, find_port
 from multiverse.guest.agent.contract import LOGS, TEMPLATE
@@ -36,7 +37,9 @@ def main() -> None:
         remember_boot_memory()
         link_up(interface())
         load_on_demand(False)
-        if TEMPLATE in read("/proc/cmdline").split():
+        options = read("/proc/cmdline").split()
+        reserve_disk(options)
+        if TEMPLATE in options:
             load_programs()
             rehearse()
             stop_daemons_at_entry()

@@ -7,6 +7,7 @@ import select
 import time
 from typing import Any
 
+from multiverse.guest.agent.allowance import set_allowance
 from multiverse.guest.agent.audit import clone_facts, current_facts
 from multiverse.guest.agent.channel import HostChannel
 from multiverse.guest.agent.contract import INTRODUCED, MOST_WAIT, VERSION, GuestAgentError
@@ -111,6 +112,8 @@ class GuestAgent:
         stage("files")
         use_plugged(message["cpus"], message["plugged"])
         stage("plugged")
+        set_allowance(message.get("disk", 0))  # the daemon of an earlier release sends none
+        stage("disk")
         is_spare = not identity["users"]
         if is_spare:
             self.introduced = make_pipe(INTRODUCED)

@@ -31,6 +31,13 @@ def unmount(target: str, flags: int = 0) -> None:
         raise OSError(code, os.strerror(code), target)
 
 
+def fallocate(fd: int, size: int) -> None:
+    """fallocate(2) of the first `size` bytes. Where the file system cannot, os.posix_fallocate would write them."""
+    if _libc.fallocate(ctypes.c_int(fd), ctypes.c_int(0), ctypes.c_long(0), ctypes.c_long(size)) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), "fallocate")
+
+
 def add_entropy(seed: bytes) -> None:
     """Give random bytes to the kernel and make its generator use them at once (random(4)).
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from multiverse.core.errors import Gone, Refused
-from multiverse.core.model import Size, Stage, TemplateKey
-from multiverse.guest.protocol import TEMPLATE
-from multiverse.host import path_security
+from multiverse.core.model import CloneKind, DiskCost, ImageDisk, Size, Stage, TemplateKey
+from multiverse.guest.protocol import DISK, TEMPLATE
+from multiverse.host import disks, path_security
 from multiverse.host.cgroups import Cgroups
 from multiverse.host.firewall import Firewall
 from multiverse.host.memfd import SealedMemory
@@ -40,8 +40,9 @@ class QemuHostConfig:
     VMs are the ones whose names begin with `prefix`. All processes that run VMs on one machine must agree on `vms` and
     `uids`. `cache` holds what was found out about this machine. `uids` are the first user for QEMUs and how many; a
     count of 0 runs every QEMU as the user of this process. `base` is the size of the smallest template, `largest` the
-    one that a VM can be plugged up to, and `capacity` what the host declares. `tb_size` is emulation's cache of
-    translated code, 0 for QEMU's default.
+    one that a VM can be plugged up to, and `capacity` what the host declares. `scratch` is what the users of each VM
+    may write to its disk, if the VM's own size does not say more. `tb_size` is emulation's cache of translated code, 0
+    for QEMU's default.
     """
 
     host: str
@@ -57,6 +58,7 @@ class QemuHostConfig:
     uids: tuple[int, int] = (0, 0)
     base: Size = Size(1, 256)
     largest: Size = Size(64, 262144)
+    scratch: int = 2048
     tb_size: int = 0
 
 
@@ -145,7 +147,7 @@ class HostContext:
                 plain,
                 name=f"template-{image.name}",
                 mac=_TEMPLATE_MAC,
-                cmdline=f"{plain.cmdline} {TEMPLATE}",
+                cmdline=f"{plain.cmdline}{self._disk_option(image, self.config.scratch)} {TEMPLATE}",
                 waits_for_room=False,
             )
 
@@ -155,6 +157,9 @@ class HostContext:
         """The machine of a VM, whose disk is a qcow2 overlay unless the VM is a full clone."""
         if template is None:
             plain = self._machine(image, spec.size, Memory(spec.size.memory), disk)
+            if spec.kind is not CloneKind.FULL:
+                allowance = self.allowance(spec.size)
+                plain = replace(plain, cmdline=plain.cmdline + self._disk_option(image, allowance))
         else:
             memory = Memory(template.size.memory, template.memory)
             plain = template.with_stubs(self._machine(image, template.size, memory, disk))
@@ -180,6 +185,30 @@ class HostContext:
         would cost it memory."""
         return Size(self._limits.cpus if "plug_cpus" in image.abilities else size.cpus,
                     self._limits.memory if "plug_memory" in image.abilities else size.memory)  # fmt: skip
+
+    # --- disks ----------------------------------------------------------------------------------------
+
+    def allowance(self, size: Size) -> int:
+        """MiB that the users of a VM of `size` may write to its disk."""
+        return max(self.config.scratch, size.disk)
+
+    def image_disk(self, image: Image) -> ImageDisk:
+        """How large the files of the image's VMs can become."""
+        return disks.image_disk(disks.virtual_size(image.disk))
+
+    def disk_cost(self, image: Image, kind: CloneKind) -> DiskCost:
+        """What the files of a VM can grow to, by its allowance: as `core.model.Host.disk_cost` says of this host."""
+        limited = kind is not CloneKind.FULL and self._limits_disk(image)
+        return self.image_disk(image).cost(limited=limited)
+
+    def _limits_disk(self, image: Image) -> bool:
+        return "limit_disk" in self.abilities.abilities(image)
+
+    def _disk_option(self, image: Image, allowance: int) -> str:
+        """What the kernel's command line says of the allowance."""
+        return f" {DISK}{allowance}" if self._limits_disk(image) else ""
+
+    # --- limits ---------------------------------------------------------------------------------------
 
     def limit(self, name: str, memory: int, cpus: int) -> int:
         """Limit the QEMU of a VM of `memory` MiB and `cpus` CPUs. Returns how many threads it may have."""

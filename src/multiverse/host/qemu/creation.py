@@ -105,7 +105,7 @@ def _create(host: HostContext, spec: Specification, paths: Paths, timer: VmStage
     image = host.image(spec.image)
     template = host.template_for(spec) if spec.kind is CloneKind.INSTANT else None
     try:
-        record, user = _allocate(host, spec, template.size if template is not None else spec.size)
+        record, user = _allocate(host, spec, image, template.size if template is not None else spec.size)
         disk, how = _make_disk(spec, paths, image, template)
         timer(how)
         machine = host.vm_machine(spec, image, template, disk)
@@ -116,12 +116,15 @@ def _create(host: HostContext, spec: Specification, paths: Paths, timer: VmStage
         raise
 
 
-def _allocate(host: HostContext, spec: Specification, booted: Size) -> tuple[Manifest, ProcessUser | None]:
+def _allocate(
+    host: HostContext, spec: Specification, image: Image, booted: Size
+) -> tuple[Manifest, ProcessUser | None]:
     """Check that no other VM has what the specification says, pick the VM's user, and write its first manifest.
 
-    `booted` is the size of the VM before anything is plugged. After an error nothing is allocated.
+    `booted` is the size of the VM before anything is plugged. Until the VM is started, its guest is paused and its disk
+    hardly written, unless that is a copy. After an error nothing is allocated.
     """
-    vms = host.config.vms
+    vms, disk = host.config.vms, host.image_disk(image)
     vms.chmod(0o711)  # each QEMU passes through it to its own directory
     wanted = {Resource.MAC: spec.mac, Resource.ADDRESS: spec.bare_address, Resource.TOKEN: spec.token}
     with host_lock(vms):
@@ -139,6 +142,8 @@ def _allocate(host: HostContext, spec: Specification, booted: Size) -> tuple[Man
             uid=user.uid if user is not None else 0,
             address=spec.bare_address,
             token=spec.token,
+            disk_cost=host.disk_cost(image, spec.kind),
+            disk=disk.whole if spec.kind is CloneKind.FULL else disk.overhead,
         )
         manifest.write(host.paths(spec.name).home, record)
     return record, user

@@ -21,7 +21,7 @@ from multiverse.core.model import (
     VmCondition,
     VmSeen,
 )
-from multiverse.host import manifest, process
+from multiverse.host import disks, manifest, process
 from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.qemu import templates
 from multiverse.host.qemu.context import HostContext
@@ -90,7 +90,8 @@ class HostObserver:
     def _as_host(self) -> Host:
         config = self._host.config
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
-        abilities = {image.name: self._host.abilities.abilities(image) for image in images.list_images(config.images)}
+        present = images.list_images(config.images)
+        abilities = {image.name: self._host.abilities.abilities(image) for image in present}
         return Host(
             config.host,
             config.capacity,
@@ -101,6 +102,7 @@ class HostObserver:
             available=process.available_memory(),
             images=abilities,
             available_disk=available_disk(config.vms) >> 20 if config.vms.is_dir() else None,
+            disks={image.name: self._host.image_disk(image) for image in present},
         )
 
     def _templates(self) -> list[TemplateSeen]:
@@ -146,6 +148,7 @@ class HostObserver:
             mac=known.mac,
             token=known.token,
             size=Size(known.total_cpus or known.cpus, known.total_memory or known.memory),
+            disk=known.disk or self._whole_disk(name),
         )
         if known.phase is VmPhase.MAKING and not known.pid:
             return seen
@@ -157,6 +160,11 @@ class HostObserver:
         if name in self._host.paused:
             return replace(measured, condition=VmCondition.PAUSED, reason=REASON)
         return measured
+
+    def _whole_disk(self, name: str) -> int:
+        """MiB that the files of a VM of an earlier release can grow to, which did not limit them."""
+        paths = self._host.paths(name)
+        return disks.image_disk(max(map(disks.virtual_size, (paths.overlay, paths.full_disk)))).whole
 
     def _measured(self, seen: VmSeen, known: Manifest) -> VmSeen:
         """With what the VM takes. It is measured every few seconds, which is less often than it is observed; then what

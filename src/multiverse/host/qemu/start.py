@@ -8,7 +8,7 @@ from dataclasses import replace
 from multiverse.core.errors import Exhausted, Gone, Refused, Unknown
 from multiverse.core.model import CloneKind, Identity, Size, Stage
 from multiverse.guest.protocol import HELLO, Report, identity_message
-from multiverse.host import manifest, tap
+from multiverse.host import manifest, process, tap
 from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.qemu.context import HostContext, VmStageTimer
 from multiverse.host.qemu.hotplug import memory_to_plug, plug
@@ -43,10 +43,12 @@ def start(host: HostContext, name: str, size: Size, identity: Identity) -> list[
             threads = host.limit(name, known.memory + plugged, size.cpus)
             host.cgroups.add_process(name, known.pid, threads)
             plug(session.monitor, known, size.cpus, plugged)
+        allowance = host.allowance(size)
+        known = _limit_disk(known, allowance)
         timer("plug")
 
         def message() -> bytes:  # made when it is sent: it holds the time
-            return identity_message(identity, cpus, plugged)
+            return identity_message(identity, cpus, plugged, allowance)
 
         resumed = known.phase is VmPhase.STARTING
         known = _join_network(host, replace(known, total_cpus=cpus, total_memory=known.memory + plugged), identity)
@@ -78,6 +80,16 @@ def _startable(name: str, known: Manifest | None, identity: Identity) -> Manifes
             hint="destroy it and create another",
         )
     return known
+
+
+def _limit_disk(known: Manifest, allowance: int) -> Manifest:
+    """Let the VM's files grow to what its guest may write. Returns its manifest, which is still to be written: a limit
+    that it does not tell of is set again by the next call. A VM of an earlier release is not limited."""
+    if known.disk_cost is None:
+        return known
+    disk = known.disk_cost.of(allowance)
+    process.limit_files(known.process, known.uid, disk << 20)
+    return replace(known, disk=disk)
 
 
 def _join_network(host: HostContext, known: Manifest, identity: Identity) -> Manifest:

@@ -23,7 +23,7 @@ from pathlib import Path
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError
 from multiverse.core.model import Size, Stage, TemplateKey
 from multiverse.guest.protocol import Report
-from multiverse.host import process
+from multiverse.host import disks, process
 from multiverse.host.namespaces import System
 from multiverse.host.qemu import machine as machine_module
 from multiverse.host.qemu.machine import QemuMachine
@@ -322,7 +322,10 @@ def _boot(parent: QemuMachine, paths: Paths, state: Path, order: Build) -> tuple
             started=started,
         )
     )
+    # QEMU has made its memory's file, which may be larger. What it writes to that does not make it grow.
+    limit = disks.image_disk(disks.virtual_size(order.image.disk)).overhead
     try:
+        process.limit_files(session.process, order.user.uid if order.user is not None else 0, limit << 20)
         report = session.channel.expect(frozenset({"fork_point"}), BOOT_TIMEOUT)
         booted = time.monotonic()
         session.freeze(state)

@@ -240,16 +240,12 @@ local function published(job)
       if cpus then
         table.insert(into.sizes, { cpus = tonumber(cpus), memory = tonumber(memory), disk = tonumber(disk) })
       end
-      local limit, kinds, numbers = string.match(rest, "^(%d+) ([%a,]+) ([%d ]+)$")
+      local limit, kinds, count, host_cpus, host_disk, least, overhead, sizes =
+        string.match(rest, "^(%d+) ([%a,]+) (%d+) (%d+) (%d+)/(%d+)/(%d+)([%d ]*)$")
       if limit and string.find("," .. kinds .. ",", "," .. (kind or "default") .. ",", 1, true) then
-        local hosts = { memory = {} }
-        for word in string.gmatch(numbers, "%d+") do
-          local value = tonumber(word)
-          if not hosts.count then hosts.count = value
-          elseif not hosts.cpus then hosts.cpus = value
-          elseif not hosts.disk then hosts.disk = value
-          else table.insert(hosts.memory, value) end
-        end
+        local hosts = { count = tonumber(count), cpus = tonumber(host_cpus), disk = tonumber(host_disk),
+                        least_disk = tonumber(least), disk_overhead = tonumber(overhead), memory = {} }
+        for word in string.gmatch(sizes, "%d+") do table.insert(hosts.memory, tonumber(word)) end
         into.limits[limit] = into.limits[limit] or {}
         table.insert(into.limits[limit], hosts)
       end
@@ -270,7 +266,8 @@ local function nodes_held(limit, cpus, memory, disk)
       if hosts.memory[middle] >= memory then held = middle else above = middle end
     end
     held = math.min(held, math.floor(hosts.cpus / cpus))
-    if disk > 0 then held = math.min(held, math.floor(hosts.disk / disk)) end
+    local each = math.max(hosts.least_disk, disk) + hosts.disk_overhead
+    if each > 0 then held = math.min(held, math.floor(hosts.disk / each)) end
     total = total + hosts.count * held
   end
   return total
@@ -289,7 +286,8 @@ local function largest_nodes(limits)
   for _, limit in pairs(limits) do
     for _, hosts in ipairs(limit) do
       if hosts.memory[1] then
-        table.insert(all, { cpus = hosts.cpus, memory = hosts.memory[1], disk = hosts.disk })
+        local disk = math.max(0, hosts.disk - hosts.disk_overhead)
+        table.insert(all, { cpus = hosts.cpus, memory = hosts.memory[1], disk = disk })
       end
     end
   end
