@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import secrets
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from random import Random, SystemRandom
 
 import structlog
 
@@ -112,7 +112,7 @@ def policy_of(settings: Settings) -> Policy:
 class Controller:
     """Runs until cancelled. A restart needs no code of its own: it is the first observation.
 
-    `entropy` gives random text for each pass, of which the tokens of new VMs are made.
+    `rng` gives the random text of each pass, of which the tokens of new VMs are made, and the jitter of pauses.
     """
 
     def __init__(
@@ -122,9 +122,10 @@ class Controller:
         hypervisor: Hypervisor,
         clock: Clock,
         settings: Settings,
-        entropy: Callable[[], str] = lambda: secrets.token_hex(16),
+        rng: Random | None = None,
     ) -> None:
-        self._store, self._clock, self._settings, self._entropy = store, clock, settings, entropy
+        self._store, self._clock, self._settings = store, clock, settings
+        self._rng = rng or SystemRandom()
         self.policy = policy_of(settings)
         self.state = State(store.rows(), TABLES, clock.now())
         """The live rows as committed, between passes."""
@@ -164,7 +165,7 @@ class Controller:
             state=self.state,
             users=self.users,
         )
-        self._effects = Effects(scheduler, hypervisor, clock, surroundings, self._effect_ended)
+        self._effects = Effects(scheduler, hypervisor, clock, surroundings, self._effect_ended, self._rng)
         self._comments = CommentWriter(
             scheduler, clock, CommentPlan(self.policy, self.state.attempts_in(AttemptState.QUEUED)), self._observed_jobs
         )
@@ -193,7 +194,7 @@ class Controller:
             effect_ended_at=self._effects.ended_at(),
             refused=self._effects.refused(),
             forecast=self._forecast.forecast(self._clock.now()),
-            entropy=self._entropy(),
+            entropy=f"{self._rng.getrandbits(128):032x}",
             users=self.users.seen(),
         )
 

@@ -105,7 +105,8 @@ class _Simulation:
         self.scheduler = self.world.scheduler(Random(f"{scenario.seed}/scheduler"), self.settings.image)
         self.hypervisor = self.world.hypervisor(Random(f"{scenario.seed}/hypervisor"))
         self.events: list[tuple[float, str]] = []
-        self.commits = self.crash_count = self.hints = self.passes = 0
+        self.commits = self.crash_count = self.hints = 0
+        self.rng = Random(f"{scenario.seed}/controller")  # of all controllers, one after the other
         self.crashes = {(crash.commit, crash.after): crash for crash in scenario.crashes}
         self.seconds_down = 0.0
         self.unclaimed: set[str] = set()
@@ -345,10 +346,6 @@ class _Simulation:
         store.full = self.disk_full > 0
         return store
 
-    def _entropy(self) -> str:
-        self.passes += 1
-        return f"{self.scenario.seed}/{self.passes}"
-
     def _at_commit(self, after: bool) -> None:
         self.commits += not after
         if after:
@@ -386,7 +383,7 @@ class _Simulation:
                 FaultyHypervisor(self.hypervisor, self.links[1]),
                 self.clock,
                 self.settings,
-                self._entropy,
+                self.rng,
             )
             self.controllers.append(self.controller)
             task = asyncio.create_task(self.controller.run())

@@ -12,7 +12,7 @@ from multiverse.core.model import JobRef, NodeBootstrap, NodeSpec, NodeState, Sc
 from multiverse.drivers.slurm import bootstrap as node_bootstrap
 from multiverse.drivers.slurm import conf, parse
 from multiverse.drivers.slurm.account import NameService
-from multiverse.drivers.slurm.command import SlurmCommands
+from multiverse.drivers.slurm.command import Execute, SlurmCommands, execute
 from multiverse.drivers.slurm.comment import CommentTurns, compose, plain_line, updates, waiting_records
 from multiverse.drivers.slurm.delete import NodeDeleter
 from multiverse.drivers.slurm.offers import OfferFiles, SlurmOffers
@@ -26,13 +26,15 @@ _SUBMISSION_TERM = 60.0  # seconds for which the published sizes are valid, at l
 
 
 class SlurmScheduler:
-    def __init__(self, settings: Settings, site: str, *, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, settings: Settings, site: str, *, env: Mapping[str, str] | None = None, execute: Execute = execute
+    ) -> None:
         self._settings = settings
         self._slurm = settings.slurm
         self._site = site
-        self._commands = SlurmCommands(settings.slurm, env)
+        self._commands = SlurmCommands(settings.slurm, env, execute)
         self._name_service = NameService()
-        self._reader = SlurmReader(settings, site, self._commands)
+        self._reader = SlurmReader(settings, site, self._commands.for_observations())
         self._comment_turns = CommentTurns()
         # Each observation renews both files, so they have to be valid for several polls.
         self._offer_files = OfferFiles(settings.slurm.inbox, site, max(_OFFER_TERM, 4 * settings.poll))
