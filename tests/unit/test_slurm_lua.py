@@ -45,6 +45,34 @@ def site(tmp_path: Path) -> Settings:
         ("user_id = 1000, bitflags = 2^41", "--stepmgr is not supported"),
         ("user_id = 1000, min_mem_per_node = 0", "give the size with --mem"),
         ("user_id = 1000, num_tasks = 3, min_cpus = 1", "--overcommit is not supported"),
+        ("user_id = 1000, core_spec = 1", "submit without --core-spec and --thread-spec|-1"),
+        ("user_id = 1000, thread_spec = 2", "submit without --core-spec and --thread-spec|-1"),
+        ("user_id = 1000, core_spec = 0", "|0|mvgate"),
+        ("user_id = 1000, script = '#!/bin/sh'", "|0|mvgate"),
+        *(
+            (f"user_id = 1000, {fields}", answer)
+            for fields, answer in (
+                (
+                    "script = 'x', environment = { SLURM_PROFILE = 'Task' }",
+                    "profiles of VMs are not supported: submit without",
+                ),
+                ("script = 'x', environment = { SLURM_PROFILE = 'None' }", "|0|mvgate"),
+                ("script = 'x', environment = { SLURM_PROFILE = '' }", "|0|mvgate"),
+                (
+                    "script = 'x', environment = { SLURM_PROFILE = 'Task', SLURM_JOB_ID = '7' }",
+                    "|0|mvgate",
+                ),  # of that job
+                ("script = 'x', environment = { SLURM_CONTAINER_ID = 'box' }", "--container-id is not supported"),
+                ("script = 'x', environment = { SLURM_CONTAINER_ID = 'box', SLURM_JOB_ID = '7' }", "|0|mvgate"),
+                ("environment = { SLURM_PROFILE = 'Task' }", "|0|mvgate"),  # of no batch job
+                (
+                    "features = 'slim&other'",
+                    "a job has one image, not slim and other: name one of them with --constraint",
+                ),
+                ("features = 'full&slim&linked'", "a job has one kind of clone, not full and linked: name one of them"),
+                ("features = 'slim&full&slim'", "|0|slim&full&slim&mvgate"),
+            )
+        ),
         ("user_id = 1000, partition = 'other', contiguous = 1, min_mem_per_node = 0", "|0|nil|nil-nil"),
     ],
 )
@@ -102,7 +130,6 @@ mvab-3 mv_v3 slim 1 1 2 900 0
         ("min_cpus = 1, dependency = 'afterok:7'", "mvgate"),
         ("min_cpus = 1, array_inx = '1-2'", "mvgate"),
         ("min_cpus = 1, licenses = 'matlab:1'", "mvgate"),
-        ("min_cpus = 1, features = 'instant&auto'", "instant&auto&mvgate"),
     ],
 )
 def test_a_job_takes_an_offered_node_that_fits(site: Settings, fields: str, feature: str) -> None:
