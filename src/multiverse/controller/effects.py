@@ -114,6 +114,7 @@ class Effects:
         self._ended_at: dict[Key, float] = {}
         self._refused: dict[Key, str] = {}
         self._limits = Publication[JobLimits]("largest job", clock, rng)
+        self._excluded = Publication[frozenset[int]]("excluded users", clock, rng, known=frozenset())
 
     # --- what runs, and when something is due -------------------------------------------------------
 
@@ -181,6 +182,11 @@ class Effects:
         if submission is not None and limits is not None:
             self._limits.ensure(limits, submission.publish)
 
+    def exclude_from_offers(self, users: frozenset[int]) -> None:
+        """Let no job of these users take an offered node."""
+        if (offers := self._scheduler.offers) is not None:
+            self._excluded.ensure(users, offers.exclude)
+
     def _begin(self, lane: _Lane, subject: Subject) -> None:
         lane.state = _state(subject)
         lane.runs += 1
@@ -231,6 +237,7 @@ class Effects:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._limits.close()
+        await self._excluded.close()
 
     # --- the effects themselves ----------------------------------------------------------------------
 

@@ -52,6 +52,7 @@ class OfferedNode:
     any_image: bool
     any_kind: bool
     taken: bool = False
+    taker: int = 0  # the uid of the user who took it
 
     def suits(self, batch: Batch) -> bool:
         """Whether a job may take this node as it is submitted (multiverse.lua, take_spare)."""
@@ -91,6 +92,7 @@ class Cluster:
         self._limits: JobLimits | None = None  # as published
         self._offers: dict[str, OfferedNode] = {}
         self._used_offers: set[str] = set()  # nodes that were ever offered or withdrawn
+        self.excluded: frozenset[int] = frozenset()  # users whose jobs take no offer
         self._observed = -math.inf
         self._undelivered: list[Callable[[], None]] = []
         self._answering = asyncio.Event()
@@ -278,6 +280,7 @@ class Cluster:
     def unlist_offers(self) -> None:
         """A controller that knows of no offers has started: jobs may take what was offered before no more."""
         self._offers = {node: offered for node, offered in self._offers.items() if offered.taken}
+        self.excluded = frozenset()
 
     def forget(self, node: str) -> None:
         self._offers.pop(node, None)
@@ -287,14 +290,19 @@ class Cluster:
         self._observed = self._loop.time()
         return {node: offered.taken for node, offered in self._offers.items()}
 
+    def takers(self) -> dict[str, int]:
+        """Who took nodes, by node."""
+        return {node: offered.taker for node, offered in self._offers.items() if offered.taken}
+
     def _take_offer(self, batch: Batch) -> str | None:
-        if self._loop.time() - self._observed > self.settings.offers_valid_for:
+        late = self._loop.time() - self._observed > self.settings.offers_valid_for
+        if late or batch.uid in self.excluded:
             return None
         for name, offered in self._offers.items():
             if not offered.taken and offered.suits(batch):
                 if name not in self.nodes:
                     self.violations.append(f"{name} is on offer, and is no node: its job would be refused")
-                offered.taken = True
+                offered.taken, offered.taker = True, batch.uid
                 return offered.node.tag
         return None
 

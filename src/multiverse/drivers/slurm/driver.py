@@ -15,7 +15,7 @@ from multiverse.drivers.slurm.account import NameService
 from multiverse.drivers.slurm.command import Execute, SlurmCommands, execute
 from multiverse.drivers.slurm.comment import CommentTurns, compose, plain_line, updates, waiting_records
 from multiverse.drivers.slurm.delete import NodeDeleter
-from multiverse.drivers.slurm.offers import OfferFiles, SlurmOffers
+from multiverse.drivers.slurm.offers import OfferFiles, OffersSeen, SlurmOffers
 from multiverse.drivers.slurm.reader import SlurmReader
 from multiverse.drivers.slurm.reread import CurrentJob, reread
 from multiverse.drivers.slurm.submission import SubmissionFile
@@ -69,21 +69,21 @@ class SlurmScheduler:
 
     async def observe(self) -> SchedulerView:
         """See `ports.Scheduler`."""
-        offers = self._renew()
+        seen = self._renew()
         jobs, nodes, limits = await self._reader.whole()
         self._renew_offers()
-        return SchedulerView(jobs=jobs, nodes=nodes, limits=limits, offers=offers)
+        return SchedulerView(jobs=jobs, nodes=nodes, limits=limits, offers=seen.offers, takers=seen.takers)
 
     async def read(
         self, jobs: Mapping[str, int | None], users: Collection[int], nodes: Collection[str]
     ) -> SchedulerPart:
         """See `ports.Parts`."""
-        offers = self._renew()
+        seen = self._renew()
         part = await self._reader.part(jobs, users, nodes)
         self._renew_offers()
-        return replace(part, offers=offers)
+        return replace(part, offers=seen.offers, takers=seen.takers)
 
-    def _renew(self) -> Mapping[str, bool]:
+    def _renew(self) -> OffersSeen:
         self._submission.renew()
         return self._offer_files.observe()
 

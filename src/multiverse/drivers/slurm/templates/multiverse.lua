@@ -220,11 +220,22 @@ local function has_to_wait(job)
     or (number(job.begin_time, nil) or 0) > os.time()
 end
 
+-- Whether the user's jobs may take no node now, and the end of the name of a node's file after the job has taken it. The
+-- user took nodes for which no job came: by --test-only, which Slurm does not tell, or by jobs that Slurm then refused.
+-- A controller of an earlier release does not write the line `excluded`, and knows no names with the user.
+local function taker(line, uid)
+  local uids = string.match(line or "", "^excluded([ %d]*)$")
+  if not uids then return false, "" end
+  return string.find(uids .. " ", string.format(" %d ", uid), 1, true) ~= nil, string.format(".%d", uid)
+end
+
 -- The tag of an idle node that the job takes, or nil. The controller lists the nodes that it offers. A node is taken by
 -- renaming its file, which succeeds once only.
 local function take_offered_node(job, partitions)
   local lines = lines_of(site.inbox .. "/spares/list")
   if (tonumber(lines[1]) or 0) < os.time() then return nil end -- no controller would add the job's user to the guest
+  local excluded, suffix = taker(lines[2], job.user_id)
+  if excluded then return nil end
   local nodes, cpus, memory, disk = node_size(job)
   if has_to_wait(job) or nodes ~= 1 or not may_skip_gate(partitions) then return nil end
   local max_mem_per_cpu = number(partitions[site.run_partition].max_mem_per_cpu, nil) or 0
@@ -234,7 +245,7 @@ local function take_offered_node(job, partitions)
       "^(%S+) (%S+) (%S+) ([01]) ([01]) (%d+) (%d+) (%d+)$")
     if node and cpus == tonumber(has_cpus) and memory <= tonumber(has_memory) and disk <= tonumber(has_disk)
       and accepts(job, image, any_image == "1", any_kind == "1")
-      and os.rename(site.inbox .. "/spares/open." .. node, site.inbox .. "/spares/taken." .. node) then
+      and os.rename(site.inbox .. "/spares/open." .. node, site.inbox .. "/spares/taken." .. node .. suffix) then
       return tag
     end
   end
