@@ -93,7 +93,15 @@ def test_files_with_other_names_are_ignored_and_stay(inbox: Path) -> None:
     one = offers(inbox)
     offer(one)
     taken(inbox, 1000)
-    ends = ("taken.{}.", "taken.{}.-1", "taken.{}.1e3", "taken.{}.12345678901", "taken.{}.1.2", "taken.{}2x", "open.{}.1")
+    ends = (
+        "taken.{}.",
+        "taken.{}.-1",
+        "taken.{}.1e3",
+        "taken.{}.12345678901",
+        "taken.{}.1.2",
+        "taken.{}2x",
+        "open.{}.1",
+    )
     strange = ["taken.mvother-1.1000", *(name.format(NODE) for name in ends)]
     for name in strange:
         (inbox / "spares" / name).touch()

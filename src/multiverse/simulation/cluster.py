@@ -42,6 +42,9 @@ class ClusterSettings:
     offers_valid_for: float = 10.0  # how long jobs may take offers after the last observation
     limits_valid_for: float = 60.0  # how long the published largest sizes hold after the last observation
     test_only_share: float = 0.0  # the share of submissions that a `sbatch --test-only` precedes
+    tester: int = 0  # a user who calls `sbatch --test-only` again and again, and submits nothing; 0: nobody
+    test_interval: float = 1.0  # of that user, until `tests_end`
+    tests_end: float = 240.0
 
 
 @dataclass
@@ -98,6 +101,8 @@ class Cluster:
         self._answering = asyncio.Event()
         self._answering.set()
         self._loop.call_later(rng.uniform(0.0, settings.cycle), self._run_cycle)
+        if settings.tester:
+            self._loop.call_later(settings.test_interval, self._test_only)
 
     # --- actions of users
 
@@ -111,6 +116,14 @@ class Cluster:
         if job.pin and self._rng.random() < 0.5:
             self._try(job)  # jobs of srun and salloc are tried at once, batch jobs in the next cycle
         return job.job_id
+
+    def _test_only(self) -> None:
+        """The user who submits nothing tests jobs of all sizes that are usual here."""
+        if self._loop.time() >= self.settings.tests_end:
+            return
+        self._loop.call_later(self.settings.test_interval, self._test_only)
+        for size in (Size(1, 64), Size(2, 64)) if self.up else ():
+            self._take_offer(Batch(uid=self.settings.tester, size=size))
 
     def submit_array(self, batch: Batch, tasks: int) -> list[str]:
         """Queue an array and return the ids of its tasks."""
