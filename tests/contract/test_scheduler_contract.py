@@ -509,6 +509,7 @@ async def an_excluded_user_takes_no_offer_and_a_taken_one_names_its_user(h: Harn
     assert (await h.job(await h.submit())).pinned == vm.feature
     view = await h.scheduler.observe()
     assert view.offers[vm.name] is True and view.takers == {vm.name: h.uid}
+    assert (await h.parts.read({}, (), ())).takers == view.takers
 
 
 async def offers_expire_without_observations(h: Harness) -> None:
