@@ -142,7 +142,7 @@ def test_promises_are_kept_with_faults() -> None:
     assert tables - TESTED_ELSEWHERE - seen == set()
     applied = {tuple(name.split(": ")) for result in results for name in result.faults}
     # Calls so rare that their faults are covered by the scenarios of one kind of fault, and by the contracts.
-    rare = {"scheduler.requeue", "hypervisor.add_user"}
+    rare = {"scheduler.requeue", "scheduler.exclude", "hypervisor.add_user"}
     assert {call for call, _ in applied} | rare == {f"{port}.{method}" for port, method in CALL_IDS}
     for kind in FaultKind:
         able = {port for port, method in CALL_IDS if possible(port, method, kind)}

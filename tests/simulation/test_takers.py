@@ -11,6 +11,7 @@ from multiverse.core.model import Depth, Size
 from multiverse.core.provisioning import pools
 from multiverse.core.transition import Event
 from multiverse.simulation.cluster import ClusterSettings
+from multiverse.simulation.faults import FaultKind, Incident, IncidentKind, PlannedFault
 from multiverse.simulation.jobs import Batch
 from multiverse.simulation.outcome import Outcome
 from multiverse.simulation.run import simulate
@@ -50,6 +51,21 @@ def test_a_users_own_jobs_start_at_the_gate_while_the_user_is_excluded() -> None
     cluster = replace(SCENARIO.world.cluster, tester=1000)
     outcome = simulate(replace(SCENARIO, world=replace(SCENARIO.world, cluster=cluster)))
     assert not outcome.violations and set(outcome.results.values()) == {"COMPLETED"}, outcome.story()
+
+
+@pytest.mark.parametrize("fault", [FaultKind.FAILED, FaultKind.HUNG, FaultKind.LOST, FaultKind.CUT, FaultKind.TWICE])
+def test_an_exclusion_that_fails_is_repeated(fault: FaultKind) -> None:
+    faults = tuple(PlannedFault(f"scheduler.exclude #{number}", fault, 1.0) for number in (1, 2))
+    outcome = simulate(replace(SCENARIO, faults=faults))
+    assert not outcome.violations and set(outcome.results.values()) == {"COMPLETED"}, outcome.story()
+    assert len(outcome.faults) == 2 and count(outcome, Event.MISSED) <= 8
+
+
+def test_a_restart_forgets_an_exclusion_and_the_next_spare_in_vain_begins_it_anew() -> None:
+    crash = Incident(60.0, IncidentKind.CONTROLLER_CRASH, 1.0)
+    outcome = simulate(replace(SCENARIO, incidents=(crash,)))
+    assert not outcome.violations and set(outcome.results.values()) == {"COMPLETED"}, outcome.story()
+    assert count(outcome, Event.TOOK) >= 3 and count(outcome, Event.MISSED) <= 10
 
 
 def test_the_world_reports_a_pool_that_grows_beyond_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
