@@ -149,6 +149,16 @@ def test_promises_are_kept_with_faults() -> None:
         assert {call.partition(".")[0] for call, name in applied if name == kind} == able, kind
 
 
+@pytest.mark.parametrize("first", range(0, 40, BLOCK))
+def test_promises_are_kept_when_effects_on_jobs_wait_for_each_other(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As among thousands of jobs: a row may be in a state for long before its effect begins."""
+    monkeypatch.setattr("multiverse.controller.effects.JOBS_AT_ONCE", 1)
+    for seed in range(first, first + BLOCK):
+        keeps_its_promises(with_faults(seed))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(36000)
 def test_promises_are_kept_with_faults_in_many_more_seeds() -> None:
