@@ -75,7 +75,7 @@ class OfferFiles:
         self._inbox = inbox
         node = rf"(?P<node>{re.escape(vm_prefix(site))}{SERIAL})"
         self._open = re.compile(rf"open\.{node}")
-        self._taken = re.compile(rf"taken\.{node}(?:\.(?P<uid>\d{{1,10}}))?")
+        self._taken = re.compile(rf"taken\.{node}(?:\.(?P<uid>[0-9]{{1,10}}))?")
         self._term = term
         self._lines: dict[str, str] = {}  # by node, of those that this process offered
         self._observed: OffersSeen | None = None
