@@ -13,10 +13,10 @@ import structlog
 from multiverse.config import Settings
 from multiverse.controller.comments import CommentPlan, CommentWriter
 from multiverse.controller.effects import Effects, Failure, Surroundings
+from multiverse.controller.exclusions import Exclusions
 from multiverse.controller.forecast import ForecastRecorder
 from multiverse.controller.missing_hints import MissingHints
 from multiverse.controller.observers import Awaited, Observer, SchedulerObserver
-from multiverse.controller.takers import Takers
 from multiverse.controller.users import LookupFailure, UserDirectory
 from multiverse.core.errors import MultiverseError
 from multiverse.core.machines.tables import TABLES
@@ -136,7 +136,7 @@ class Controller:
         """What the latest pass was planned upon."""
         self._forecast = ForecastRecorder(self.policy)
         self.missing_hints = MissingHints(clock)
-        self._takers = Takers()
+        self._exclusions = Exclusions()
         self._wake = asyncio.Event()
         self._inbox: deque[Message] = deque()
         self._asked: list[asyncio.Future[None]] = []  # one for each command in the inbox
@@ -296,12 +296,12 @@ class Controller:
         self._forecast.note(moves, now)
         self._comments.passed(moves, state.reasons)
         self.missing_hints.note(moves)
-        self._takers.note(moves, now)
+        self._exclusions.note(moves, now)
         self._committed(len(messages))
         if state.learned or self._limits is None:
             self._limits = job_limits(state.hosts, self.policy)
         self._effects.limit_submissions(self._limits)
-        self._effects.exclude_from_offers(self._takers.excluded(now))
+        self._effects.exclude_from_offers(self._exclusions.excluded(now))
         self.users.look_up(state.queue.unknown_users)
         self._effects.ensure(self._confirmed_orphans(world))
         return True

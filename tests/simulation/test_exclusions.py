@@ -42,7 +42,7 @@ def test_other_users_jobs_start_and_take_spares_and_few_are_made_in_vain(seed: i
 
 
 def test_without_exclusions_the_user_would_have_spares_made_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multiverse.controller.takers.Takers.excluded", lambda *_: frozenset())
+    monkeypatch.setattr("multiverse.controller.exclusions.Exclusions.excluded", lambda *_: frozenset())
     outcome = simulate(SCENARIO)
     assert count(outcome, Event.MISSED) > 20
 

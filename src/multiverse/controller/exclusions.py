@@ -30,8 +30,8 @@ class _Taker:
     until: float
 
 
-class Takers:
-    """Remembers, from the moves that were committed, who took nodes in vain. A restart forgets it."""
+class Exclusions:
+    """Remembers, from the moves that were committed, which users took nodes in vain. A restart forgets it."""
 
     def __init__(self) -> None:
         self._takers: dict[int, _Taker] = {}
