@@ -91,11 +91,22 @@ def revoking(count: int) -> list[Attempt]:
 
 def test_only_some_of_many_effects_on_jobs_run_at_a_time_and_each_runs_once() -> None:
     async def script() -> None:
-        harness = Harness(*revoking(100), attempt(AttemptState.UNGATED, id=101, job="101"))
+        harness = Harness(*revoking(100))
         await harness.run(100 / JOBS_AT_ONCE + 5)
         assert harness.ports.most == JOBS_AT_ONCE
-        assert sorted(int(job) for _, job in harness.ports.begun) == [*range(1, 102)]
+        assert sorted(int(job) for _, job in harness.ports.begun) == [*range(1, 101)]
         assert not any(done.error for done in harness.done), "none has timed out while it waited"
+
+    run(script(), 1)
+
+
+def test_a_job_that_goes_to_the_gate_does_not_wait_for_jobs_that_are_cancelled() -> None:
+    async def script() -> None:
+        harness = Harness(*revoking(100), *(attempt(AttemptState.UNGATED, id=n, job=str(n)) for n in range(101, 121)))
+        await harness.run(5.0)
+        begun = [int(job) for _, job in harness.ports.begun]
+        assert {*range(101, 121)} <= {*begun} and harness.ports.most == 2 * JOBS_AT_ONCE
+        assert len([job for job in begun if job <= 100]) == 5 * JOBS_AT_ONCE, "nor the other way round"
 
     run(script(), 1)
 

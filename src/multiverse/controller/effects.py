@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -48,7 +49,8 @@ from multiverse.ports import Clock, Hypervisor, Scheduler
 log = structlog.get_logger()
 
 JOBS_AT_ONCE = 8
-"""Effects of these kinds that run at the same time: each is a few commands of the scheduler."""
+"""Effects of each of these kinds that run at the same time: each is a few commands of the scheduler. A kind does not
+wait for another: thousands of jobs that are cancelled free nothing, and a few that go back to the gate free VMs."""
 
 _ON_JOBS = (EffectKind.GATE, EffectKind.REQUEUE, EffectKind.REVOKE)
 
@@ -68,10 +70,6 @@ class _Lane:
     runs: int = 0
     failures: int = 0  # in a row
     reason: str = ""
-
-    @property
-    def is_on_job(self) -> bool:
-        return self.effect.kind in _ON_JOBS
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +126,14 @@ class Effects:
 
     def next_due(self) -> float:
         """When the next repetition is due. An effect that waits for others begins when one of these ends."""
-        full = self._jobs_left() == 0
-        idle = (lane for lane in self._lanes.values() if lane.task is None and not (full and lane.is_on_job))
+        full = {kind for kind, left in self._jobs_left().items() if not left}
+        idle = (lane for lane in self._lanes.values() if lane.task is None and lane.effect.kind not in full)
         return min((lane.due for lane in idle), default=float("inf"))
 
-    def _jobs_left(self) -> int:
-        """How many more effects on jobs may begin."""
-        return max(0, JOBS_AT_ONCE - sum(lane.task is not None and lane.is_on_job for lane in self._lanes.values()))
+    def _jobs_left(self) -> Mapping[EffectKind, int]:
+        """How many more effects of each kind on jobs may begin."""
+        running = Counter(lane.effect.kind for lane in self._lanes.values() if lane.task is not None)
+        return {kind: max(0, JOBS_AT_ONCE - running[kind]) for kind in _ON_JOBS}
 
     def failing(self, often: int) -> list[Failure]:
         """Effects that failed at least `often` times in a row."""
@@ -170,11 +169,13 @@ class Effects:
 
     def _due_ones(self) -> list[Key]:
         """The lanes that are to begin now. Of those on jobs some may have to wait: the ones due longest begin."""
-        now = self._clock.now()
-        due = [(key, lane) for key, lane in self._lanes.items() if lane.task is None and lane.due <= now]
-        on_jobs = ((lane.due, key) for key, lane in due if lane.is_on_job)
-        first = {key for _, key in heapq.nsmallest(self._jobs_left(), on_jobs)}
-        return [key for key, lane in due if key in first or not lane.is_on_job]
+        now, left = self._clock.now(), self._jobs_left()
+        due: dict[EffectKind, list[tuple[float, Key]]] = {}
+        for key, lane in self._lanes.items():
+            if lane.task is None and lane.due <= now:
+                due.setdefault(lane.effect.kind, []).append((lane.due, key))
+        first = [heapq.nsmallest(left[kind], some) if kind in left else some for kind, some in due.items()]
+        return [key for some in first for _, key in some]
 
     def limit_submissions(self, limits: JobLimits | None) -> None:
         """Let the scheduler refuse what these limits do not allow, if they are known."""
