@@ -2,11 +2,12 @@
 PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PATH
 
-.PHONY: help setup demo test lint unit images integration test-slow test-trixie mutants docs clean
+.PHONY: help setup demo test lint tests unit histories images integration test-slow test-trixie mutants docs clean
 
 help:
 	@echo "make demo       build the image, start the lab, run real jobs in VMs, then stop all of it"
 	@echo "make test       lint, types, unit, contract, simulation, integration on the real lab (root)"
+	@echo "make unit, make histories, make integration: parts of it"
 	@echo "make test-slow  the slow tests and test-trixie: three hours or more"
 	@echo "make test-trixie the integration tests on Debian 13, with its Slurm 24.11 and QEMU 10, in a root file system of its own"
 	@echo "make mutants    mutation tests of the core: do the unit tests notice changed decisions? an hour or more"
@@ -19,7 +20,13 @@ setup:
 demo: setup
 	@multiverse demo
 
-test: lint unit integration
+# The histories need two cores for minutes. Beside the other tests, with the lowest priority, they use what these leave.
+test: lint
+	@$(MAKE) --no-print-directory -j2 tests histories
+
+tests:
+	@$(MAKE) --no-print-directory unit
+	@$(MAKE) --no-print-directory integration
 
 lint: setup
 	ruff check src tests
@@ -28,7 +35,13 @@ lint: setup
 	lint-imports --no-logo
 
 unit: setup
-	pytest tests/unit tests/contract tests/simulation -m "not integration and not slow"
+	pytest tests/unit tests/contract tests/simulation -m "not integration and not slow and not histories"
+
+histories: setup
+	@mkdir -p var
+	@echo "histories: 2,000 of them are simulated beside the other tests"
+	@nice -n 19 pytest tests/simulation -m histories > var/histories.log 2>&1 || { cat var/histories.log; exit 1; }
+	@echo "histories: $$(tail -n 1 var/histories.log)"
 
 images: setup
 	python -m tests.integration.images

@@ -116,7 +116,7 @@ def test_a_site_follows_the_operators_guide(machine: SiteMachine) -> None:
 
 
 def srun(machine: SiteMachine, *options: str) -> tuple[int, str]:
-    done = machine.run("srun", "--time=5", *options, uid=ADA_UID, cwd="/tmp", check=False)
+    done = machine.run("srun", "--quiet", "--time=5", *options, uid=ADA_UID, cwd="/tmp", check=False)
     return done.returncode, done.stdout + done.stderr
 
 

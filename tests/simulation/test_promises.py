@@ -127,7 +127,8 @@ TESTED_ELSEWHERE = {
 }
 
 
-@pytest.mark.timeout(1500)
+@pytest.mark.histories
+@pytest.mark.timeout(3600)
 def test_promises_are_kept_with_faults() -> None:
     """Together the seeds cover every transition of the tables but rare ones, and every kind of fault of every call."""
     results = check_seeds(range(SEEDS))

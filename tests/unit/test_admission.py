@@ -35,7 +35,6 @@ from multiverse.core.model import (
 )
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy, Pool
-from multiverse.core.provisioning.admission import references
 from multiverse.core.provisioning.capacity import largest_on, room_of
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.sizes import template_claim, vm_claim, vm_size
@@ -93,20 +92,6 @@ def notes(changes: Decided) -> dict[int, str]:
 
 
 # --- templates --------------------------------------------------------------------------------------
-
-
-def test_references_count_the_instant_clones_of_an_image_on_a_host() -> None:
-    here = rows(
-        vm(V.SERVING, id=1),
-        vm(V.RELEASING, id=2),
-        vm(V.SERVING, id=3, host="h2"),
-        vm(V.SERVING, id=4, image="other"),
-        vm(V.SERVING, id=5, kind=CloneKind.FULL),
-    )
-    state = State(here, TABLES, NOW)
-    assert references(state, template(T.READY).which) == 2
-    assert references(state, template(T.READY, host="h2").which) == 1
-    assert references(state, template(T.READY, host="h2", image="other").which) == 0
 
 
 def test_the_oldest_template_that_neither_a_vm_nor_a_queued_job_needs_is_retired() -> None:

@@ -167,13 +167,14 @@ class Scenario:
     fenced: list[str] = field(default_factory=list)
     next_job: dict[str, object] = field(default_factory=dict)  # what the scheduler shows of job 6
     users: dict[int, UserSeen] | None = None
+    asked: dict[int, float] = field(default_factory=lambda: {1000: NOW - 60})  # so the name service is slow
 
     def admit(self) -> Outcomes:
         values: dict[str, object] = {"request": self.request, "since": NOW - 50, **self.attempt}
         asks = attempt(values.pop("state", A.QUEUED), id=5, job="5", **values)  # type: ignore[arg-type]
         some = [*self.rows, asks, *self.behind]
         here = state(*some, *self.templates, claims=self.claims, known=self.known, now=NOW)
-        here.paced = dict(self.paced)
+        here.paced, here.users_asked = dict(self.paced), dict(self.asked)
         for name in self.fenced:
             here.know_host(KnownHost(name, SOURCE, HostState.FENCED))
         waiting = [one for one in some if isinstance(one, Attempt) and one.state is not A.RECLAIMING]

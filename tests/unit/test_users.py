@@ -16,6 +16,7 @@ from multiverse.controller.users import FRESH, KEPT, UserDirectory
 from multiverse.core.errors import Gone, Refused, Unknown
 from multiverse.core.machines.tables import permitted_effects
 from multiverse.core.model import AttemptState, User, UserSeen, VmCondition, VmState
+from multiverse.core.provisioning.inquiries import PATIENCE
 from multiverse.core.transition import EffectKind
 from multiverse.drivers.slurm import account
 from multiverse.drivers.slurm.account import NameService, is_surely_absent, lookup
@@ -247,21 +248,67 @@ def waiting() -> WithUsers:
 def test_no_vm_is_made_before_its_user_is_known() -> None:
     harness = waiting()
     assert harness.attempt().state is A.QUEUED and not harness.rows.vms
-    assert set(harness.state.queue.unknown_users) == {1000}
+    assert set(harness.state.users_asked) == {1000}
     harness.pass_time(100_000)
     harness.run()
     assert harness.attempt().state is A.QUEUED, "it is not given up"
+    assert set(harness.state.users_asked) == {1000}, "its user is asked for again"
     harness.answer(True)
     harness.settle()
-    assert harness.attempt().state is A.CLAIMED and not harness.state.queue.unknown_users
+    assert harness.attempt().state is A.CLAIMED and not harness.state.users_asked
 
 
-def test_a_job_whose_user_is_unknown_holds_up_no_other_job() -> None:
-    harness = waiting()
-    harness.users[1001] = UserSeen(True, 0.0, 0.0)
-    harness.job("8", uid=1001, rank=5)
+def ready(*known: int) -> WithUsers:
+    """A template, and these users known."""
+    harness = WithUsers()
+    for uid in known:
+        harness.users[uid] = UserSeen(True, 0.0, 0.0)
+    harness.template()
     harness.settle()
+    return harness
+
+
+def test_a_job_whose_user_is_unknown_holds_up_other_jobs_for_two_seconds_at_most() -> None:
+    harness = ready(1001, 1002)
+    harness.job("7")
+    harness.job("8", uid=1001, rank=5)
+    harness.run()
+    assert harness.attempt(2).state is A.QUEUED and not harness.state.reasons, "and nobody is told why"
+    harness.pass_time(PATIENCE)
+    harness.run()
     assert harness.attempt().state is A.QUEUED and harness.attempt(2).state is A.CLAIMED
+    assert "name service" in harness.state.reasons[1]
+    harness.job("9", uid=1002, rank=6)
+    harness.job("91", uid=1003, rank=1)
+    harness.run()
+    assert harness.attempt(3).state is A.CLAIMED, "the name service is slow: nobody waits for it any more"
+    assert set(harness.state.users_asked) == {1000, 1003}
+
+
+def test_the_order_of_the_queue_does_not_depend_on_whose_user_is_told_first() -> None:
+    harness = ready()
+    harness.job("7")
+    harness.job("8", uid=1001, rank=5)
+    harness.run()
+    assert set(harness.state.users_asked) == {1000, 1001}, "both are asked for at once"
+    harness.users[1001] = UserSeen(True, harness.clock.time, harness.clock.time)
+    harness.run()
+    assert harness.attempt(2).state is A.QUEUED
+    harness.answer(True)
+    harness.run()
+    assert harness.attempt().state is harness.attempt(2).state is A.CLAIMED
+
+
+def test_what_jobs_are_told_stays_while_a_new_user_is_asked_for() -> None:
+    harness = ready(1000)
+    for number in range(1, 12):  # more than the host holds
+        harness.job(str(number), rank=number)
+    harness.run()
+    told = dict(harness.state.reasons)
+    assert told and all(harness.attempt(id_).state is A.QUEUED for id_ in told)
+    harness.job("99", uid=1001, rank=0)
+    harness.run()
+    assert harness.state.reasons == told
 
 
 def test_a_job_whose_user_surely_does_not_exist_is_revoked_before_a_vm_is_made() -> None:
@@ -281,7 +328,7 @@ def test_an_answer_that_is_older_than_the_job_does_not_revoke_it() -> None:
     harness.pass_time(10)
     harness.job()
     harness.settle()
-    assert harness.attempt().state is A.QUEUED and set(harness.state.queue.unknown_users) == {1000}
+    assert harness.attempt().state is A.QUEUED and set(harness.state.users_asked) == {1000}
 
 
 def test_a_vm_is_not_given_up_for_a_name_service_that_is_silent_since_the_daemon_was_restarted() -> None:

@@ -302,7 +302,7 @@ class Controller:
             self._limits = job_limits(state.hosts, self.policy)
         self._effects.limit_submissions(self._limits)
         self._effects.exclude_from_offers(self._exclusions.excluded(now))
-        self.users.look_up(state.queue.unknown_users)
+        self.users.look_up(state.users_asked)
         self._effects.ensure(self._confirmed_orphans(world))
         return True
 

@@ -103,6 +103,7 @@ class State(LiveRows):
         self.paced: dict[tuple[str, str, CloneKind], float] = {}  # see `Forecast`, with the clones of this pass
         self.waiting = Counter[tuple[str, str, CloneKind]]()  # clones that wait for their pace in this round
         self.wanted: Counter[str] | None = None  # VMs that jobs want now, by image; computed when first asked for
+        self.users_asked: dict[int, float] = {}  # the users that jobs wait for, and since when they are asked for
         self.reasons: dict[int, str] = {}  # why attempts wait: the first of the queue, in its order
         self.lacking: set[tuple[Request, CloneKind]] = set()  # what others on the machines leave too little memory for
         self.entropy = ""

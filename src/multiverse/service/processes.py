@@ -13,6 +13,9 @@ from typing import Any
 _COMMANDS = frozenset({"scontrol", "qemu-img"})
 """Programs that are counted by their first argument too, because it is a command; elsewhere it is data."""
 
+_LAUNCHERS = frozenset({"setpriv", "unshare"})
+"""Programs that execute the program after "--" in their own place."""
+
 
 class ProcessCounter:
     """Counts every process that this process starts from now on, by program. An audit hook cannot be removed, so make
@@ -29,6 +32,6 @@ class ProcessCounter:
 
 def _program(argv: list[str]) -> str:
     program = PurePath(argv[0]).name
-    if program == "setpriv" and "--" in argv:  # setpriv executes the program after "--" in its own place
+    if program in _LAUNCHERS and "--" in argv:
         return _program(argv[argv.index("--") + 1 :])
     return f"{program} {argv[1]}" if program in _COMMANDS and len(argv) > 1 else program

@@ -15,7 +15,8 @@ Then the cases, in the order in which `Admission.consider` tries them, for attem
  4. An earlier run of the job may still go on: wait.
  5. A limit of the scheduler's is used up: wait.
  6. An earlier job waits for capacity: wait behind it.
- 7. There surely is no such user: revoke. The name service has not said yet who the user is: wait.
+ 7. There surely is no such user: revoke. The name service has not said yet who the user is: wait. In the first two
+    seconds nothing is decided about those behind it either.
  8. A joined spare fits: take it.
  9. As many VMs are being made as may be: wait, and block.
 10. No host can make its VMs now, for want of a template: wait; block if the template has no room.
@@ -46,7 +47,6 @@ from multiverse.core.model import (
     OfferState,
     Request,
     Size,
-    TemplateKey,
     TemplateState,
     Vm,
     VmState,
@@ -71,11 +71,12 @@ from multiverse.core.provisioning.clones import (
 )
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.eviction import release_spares, retire_a_template
+from multiverse.core.provisioning.inquiries import Inquiries
 from multiverse.core.provisioning.pacing import Parent, wait_for
 from multiverse.core.provisioning.reasons import PASSED_OVER, FirstReasons
 from multiverse.core.provisioning.sizes import template_claim, vm_claims
 from multiverse.core.provisioning.spares import give_back, joined_for, parked_for, withdraw
-from multiverse.core.state import State, quarantine_on_error
+from multiverse.core.state import quarantine_on_error
 from multiverse.core.transition import Change, Event
 
 TOO_LITTLE = "of which others there leave too little"
@@ -114,6 +115,8 @@ class Admission:
         self.promised: set[int] = set()  # spares that jobs wait for until they are withdrawn from other jobs
         self.blocked = ""  # why the first job that waits for capacity waits
         self.blockage = Blockage.NONE
+        self.inquiries = Inquiries(self.state, context.world)
+        self.undecided = False  # about those that come next, until the name service has had its time
         self.reasons = FirstReasons(self.queue)
         self.alike: dict[int, Waiting] = {}  # what all attempts of a shape wait for
         self._paced: Parent | None = None  # whose pace the last attempt waits for
@@ -130,7 +133,7 @@ class Admission:
                 self.check(self.state.attempts[attempt_id])
         behind = 0
         for rank, attempt_id in self.queue.candidates.entries():
-            if self.blocked and (self.reasons.full or behind >= PASSED_OVER):
+            if self.undecided or (self.blocked and (self.reasons.full or behind >= PASSED_OVER)):
                 break
             behind += bool(self.blocked)
             if waiting := self.alike.get(self.queue.shape_of(attempt_id)):
@@ -138,6 +141,8 @@ class Admission:
                 continue
             with quarantine_on_error(self.state, Key("attempt", attempt_id)):
                 self.consider(self.state.attempts[attempt_id])
+        if self.undecided:
+            return Blockage.TURN  # and what was said of the first jobs still holds
         self.state.reasons = self.reasons.of(self.state.attempts)
         return self.blockage
 
@@ -220,8 +225,7 @@ class Admission:
         return any(self._could_ever_fit(attempt, sizes) for _, sizes in ways)
 
     def _could_ever_fit(self, attempt: Attempt, templates: Mapping[str, Size]) -> bool:
-        request = attempt.request
-        return could_ever_fit(request.size, request.nodes, templates, self.hosts, self.policy)
+        return could_ever_fit(attempt.request.size, attempt.request.nodes, templates, self.hosts, self.policy)
 
     def _largest(self, attempt: Attempt, kind: CloneKind, templates: Mapping[str, Size]) -> str:
         node, nodes, image = attempt.request.size, attempt.request.nodes, self.context.image_of(attempt)
@@ -254,6 +258,8 @@ class Admission:
         """Case 7: the job's user is not known to exist. The user may have been added since an older answer."""
         if (user := (self.context.world.users or {}).get(attempt.uid)) and user.began > attempt.since:
             self._revoke(attempt, f"{user.reason}: its job cannot run")
+        elif self.inquiries.ask_patiently(attempt.uid):
+            self.undecided = True
         else:
             self.queue.await_user(attempt.id, f"waiting until the name service says who uid {attempt.uid} is")
 
@@ -347,8 +353,7 @@ class Admission:
             return ready, ""
         self._paced = (min(waits, key=lambda host: (waits[host], host)), image, kind)
         state.waiting[self._paced] += count
-        rate = self.policy.rates[kind]
-        return [], f"waiting for a turn: {kind} clones of {image} are made at {rate:g} a second"
+        return [], f"waiting for a turn: {kind} clones of {image} are made at {self.policy.rates[kind]:g} a second"
 
     def _wait_for_room(self, attempt: Attempt, choice: Choice, claims: Mapping[str, Size], why: str) -> None:
         """Case 12."""
@@ -443,8 +448,3 @@ class Admission:
 
     def _tell(self, attempt: Attempt, why: str) -> None:
         self.reasons.add(self.queue.job_of(attempt.id).rank, attempt.id, why)
-
-
-def references(state: State, which: TemplateKey) -> int:
-    """How many live VMs were, or are about to be, forked from a template."""
-    return sum(vm.template == which for vm in state.vms_on(which.host))

@@ -20,10 +20,10 @@ BEHIND = "waiting behind earlier jobs"
 def reason_of(attempt: Attempt, job: Job | None, reasons: Mapping[int, str], now: float) -> str:
     """Why an attempt waits, or nothing: for a job that the scheduler itself keeps waiting (a hold, a dependency), for
     one that is not at the gate, and as long as nothing was decided. `job` is its job as observed last."""
-    if attempt.id in reasons:
-        return reasons[attempt.id]
     if attempt.state is not AttemptState.QUEUED or attempt.quarantined:
         return ""
+    if attempt.id in reasons:
+        return reasons[attempt.id]
     if job is None or job.ref != attempt.job or not job.eligible:
         return ""
     if now < attempt.not_before:
