@@ -8,10 +8,10 @@ AGAIN, AGAIN_LIMIT = 2.0, 60.0
 """Seconds before the first repetition, doubled for each further one up to the limit."""
 
 JITTER = 0.5
-"""The share of a pause that is left to chance: what began at the same time is not repeated at the same time."""
+"""A pause is longer by up to this share, by chance: what began at the same time is not repeated at the same time."""
 
 
 def pause(runs: int, rng: Random) -> float:
     """Seconds until something that was done so many times is done again."""
-    longest = min(AGAIN_LIMIT, AGAIN * 2.0 ** min(runs - 1, 16))
-    return longest * (1.0 - JITTER * rng.random())
+    shortest = min(AGAIN_LIMIT, AGAIN * 2.0 ** min(runs - 1, 16))
+    return shortest * (1.0 + JITTER * rng.random())
