@@ -53,6 +53,7 @@ class SlurmSettings:
     controller_address: str = ""
     guest_conf: Path | None = None  # a directory of files that replace the derived ones in guests
     command_timeout: float = 20.0  # seconds
+    commands: int = 16  # of Slurm's commands that run at the same time, at most
 
 
 @dataclass(frozen=True)
@@ -226,6 +227,7 @@ def _contradictions(s: Settings) -> Iterator[str]:
     yield from _wrong_host(s)
     yield from _wrong_network(s)
     yield from _wrong_qemu(s.qemu)
+    yield from _wrong_slurm(s.slurm)
     yield from _wrong_pools(s)
     if not LEAST_SCRATCH <= s.image.scratch <= s.image.tmp_disk:
         yield f"image.scratch: must be at least {LEAST_SCRATCH} MiB and at most image.tmp_disk, {s.image.tmp_disk} MiB"
@@ -269,6 +271,11 @@ def _wrong_qemu(qemu: QemuSettings) -> Iterator[str]:
         yield "qemu.tb_size: must be at least 8 MiB, or 0"
     if len(str(qemu.run)) + len(_LONGEST_SOCKET) > 107:
         yield f"qemu.run: {qemu.run} is too long for the sockets in it; use at most {107 - len(_LONGEST_SOCKET)} bytes"
+
+
+def _wrong_slurm(slurm: SlurmSettings) -> Iterator[str]:
+    if slurm.commands < 2:
+        yield "slurm.commands: must be at least 2: one that observes, and one that changes something"
 
 
 def _wrong_pools(s: Settings) -> Iterator[str]:

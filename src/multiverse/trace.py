@@ -278,6 +278,9 @@ class RecordingOffers:
     async def withdraw(self, node: str) -> None:
         await self._trace.call("scheduler.withdraw", self._inner.withdraw(node), node=node)
 
+    async def exclude(self, users: Collection[int]) -> None:
+        await self._trace.call("scheduler.exclude", self._inner.exclude(users), users=sorted(users))
+
 
 class RecordingHypervisor:
     """A `ports.Hypervisor` that passes every call on to another one and traces it."""

@@ -496,6 +496,22 @@ async def a_job_that_would_not_start_on_it_takes_no_offer(h: Harness) -> None:
     assert vm.name not in (await h.scheduler.observe()).offers, "a node that is down must not be taken"
 
 
+async def an_excluded_user_takes_no_offer_and_a_taken_one_names_its_user(h: Harness) -> None:
+    offers, vm = h.offers, await h.spare()
+    await h.scheduler.observe()
+    await offers.offer(node_spec(vm, None))
+    for _ in range(2):
+        await offers.exclude([h.uid, 4242])
+    assert (await h.job(await h.submit())).gated
+    view = await h.scheduler.observe()
+    assert view.offers[vm.name] is False and view.takers == {}
+    await offers.exclude([4242])
+    assert (await h.job(await h.submit())).pinned == vm.feature
+    view = await h.scheduler.observe()
+    assert view.offers[vm.name] is True and view.takers == {vm.name: h.uid}
+    assert (await h.parts.read({}, (), ())).takers == view.takers
+
+
 async def offers_expire_without_observations(h: Harness) -> None:
     offers, vm = h.offers, await h.spare()
     await h.scheduler.observe()
@@ -584,6 +600,7 @@ SUITE: tuple[Check, ...] = (
     an_offer_is_taken_by_one_job_as_it_is_submitted,
     a_withdrawn_offer_is_not_taken_and_never_repeated,
     a_job_that_would_not_start_on_it_takes_no_offer,
+    an_excluded_user_takes_no_offer_and_a_taken_one_names_its_user,
     offers_expire_without_observations,
     a_part_shows_the_jobs_and_users_that_were_asked_for,
     a_part_shows_a_job_from_its_start_to_its_end,

@@ -228,6 +228,12 @@ GROUPS = (
             honoured("-C, --constraint", "images and kinds of clones, joined by `&`", "plain", ".*slim&instant.*"),
             honoured("--batch", "a feature of `--constraint`", "plain", ".*slim.*"),
             refused(
+                "--constraint with several images",
+                "a job has one image, not slim and stock: name one of them with --constraint",
+                "--constraint=slim&stock",
+                note="a job has one image, and one kind of clone",
+            ),
+            refused(
                 "--constraint with alternatives",
                 "alternatives and counts in --constraint are not supported: join features with &",
                 "--constraint=slim|stock",
@@ -288,13 +294,15 @@ GROUPS = (
                 "-S, --core-spec",
                 "Ignoring -S since it's not allowed by configuration",
                 "--core-spec=1",
-                note="sbatch ignores it with a message; refused where `AllowSpecResourcesUsage` is set",
+                note="ignored with a message; with `AllowSpecResourcesUsage` refused from 26.05 on, and cancelled "
+                "with a comment before",
             ),
             refused(
                 "--thread-spec",
                 "Ignoring --thread-spec since it's not allowed by configuration",
                 "--thread-spec=1",
-                note="sbatch ignores it with a message; refused where `AllowSpecResourcesUsage` is set",
+                note="ignored with a message; with `AllowSpecResourcesUsage` refused from 26.05 on, and cancelled "
+                "with a comment before",
             ),
             refused("--contiguous", "contiguous nodes are not supported: submit without --contiguous", "--contiguous"),
             refused("--switches", "VMs are connected to no network switch: submit without --switches", "--switches=1"),
@@ -323,10 +331,16 @@ GROUPS = (
             refused("--power", "--power is not supported: submit without it", "--power=level", until="24.05"),
             refused("--network", "--network is not supported: a VM has one network", "--network=ib"),
             refused("--container", "--container is not supported: select an image with --constraint", "--container=/x"),
+            refused(
+                "sbatch --container-id",
+                "--container-id is not supported: select an image with --constraint",
+                "--container-id=x",
+                since="23.02",
+            ),
             denied(
-                "--container-id",
-                "at the gate: --container-id is not supported: select an image with --constraint",
-                "test_a_job_with_a_container_id_is_revoked",
+                "srun, salloc --container-id",
+                "cancelled with a comment: --container-id is not supported: select an image with --constraint",
+                "test_a_container_id_that_only_the_controller_sees_revokes_the_job",
                 since="23.02",
             ),
             tested(
@@ -492,8 +506,13 @@ GROUPS = (
             honoured("--open-mode", "", "plain", "before"),
             tested("--mail-type, --mail-user", "sent by slurmctld", "test_mail_is_sent"),
             tested("--acctg-freq", "steps are sampled in the VM", "test_a_step_is_sampled_at_the_requested_interval"),
+            refused(
+                "sbatch --profile",
+                "profiles of VMs are not supported: submit without --profile, and unset SLURM_PROFILE",
+                "--profile=task",
+            ),
             denied(
-                "--profile",
+                "srun, salloc --profile",
                 "cancelled with a comment: profiles of VMs are not supported: submit without --profile",
                 "test_an_option_that_only_the_controller_sees_revokes_the_job",
             ),

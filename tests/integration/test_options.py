@@ -411,12 +411,6 @@ def test_sattach_works_from_24_11_on(board: Board) -> None:
     board.over("attached")
 
 
-def test_a_job_with_a_container_id_is_revoked(board: Board, client: Client) -> None:
-    needs_its_release(next(row for row in ROWS if row.names == "--container-id"), board.lab)
-    job = board.lab.sbatch("true", "--container-id=x", "--output=/dev/null")
-    assert "--container-id is not supported" in ended(client, job, "revoked")["reason"]
-
-
 @pytest.mark.slow
 def test_a_job_that_is_requeued_and_held_waits_without_a_vm(board: Board, client: Client) -> None:
     lab, over = board.lab, board.home / "requeued.over"
@@ -461,16 +455,48 @@ def test_a_job_with_no_kill_outlives_one_of_its_vms(board: Board, client: Client
     until("it completed", lambda: lab.run(*account).stdout.split() == ["RESIZING", "COMPLETED"], 30)
 
 
+def revoked(board: Board, *command: str) -> str:
+    """The record of a job that is submitted and then cancelled by the controller."""
+    done = board.lab.run(*command, user=board.lab.user, check=False)
+    found = re.search(r"(?:Submitted batch job|Pending job allocation) (\d+)", done.stdout + done.stderr)
+    assert found, done
+    ended(board.client, found[1], "revoked")
+    return board.lab.run("scontrol", "show", "job", found[1]).stdout
+
+
 @pytest.mark.parametrize(
-    ("option", "message"),
+    ("command", "message"),
     [
-        ("--profile=task", "profiles of VMs are not supported: submit without --profile"),
-        ("--cluster-constraint=any", "--cluster-constraint is not supported: submit without it"),
+        (("salloc", "--no-shell", "--profile=task"), "profiles of VMs are not supported: submit without --profile"),
+        (
+            ("sbatch", "--cluster-constraint=any", "--wrap=true"),
+            "--cluster-constraint is not supported: submit without",
+        ),
     ],
 )
 def test_an_option_that_only_the_controller_sees_revokes_the_job(
-    board: Board, client: Client, option: str, message: str
+    board: Board, command: tuple[str, ...], message: str
 ) -> None:
-    job = board.lab.sbatch("true", option, "--output=/dev/null")
-    ended(client, job, "revoked")
-    assert message in board.lab.run("scontrol", "show", "job", job).stdout
+    assert message in revoked(board, *command)
+
+
+def test_a_container_id_that_only_the_controller_sees_revokes_the_job(board: Board) -> None:
+    needs_its_release(next(row for row in ROWS if row.names == "srun, salloc --container-id"), board.lab)
+    assert "--container-id is not supported" in revoked(board, "salloc", "--no-shell", "--container-id=x")
+
+
+def test_a_profile_that_sbatch_inherits_from_a_job_is_left_to_the_controller(board: Board) -> None:
+    """It is that of the job in which sbatch runs, and the submitted job has none."""
+    command = (
+        "env",
+        "SLURM_JOB_ID=1",
+        "SLURM_PROFILE=Task",
+        "sbatch",
+        "--parsable",
+        "--wrap=true",
+        "--begin=now+1hour",
+    )
+    done = board.lab.run(*command, user=board.lab.user)
+    record = board.lab.run("scontrol", "show", "job", done.stdout.strip()).stdout
+    board.lab.run("scancel", done.stdout.strip())
+    assert "JobState=PENDING" in record

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -167,6 +169,50 @@ def test_a_job_that_is_cancelled_before_it_was_let_in_leaves_nothing(
     controller()
     until("it is over", lambda: not state(lab, job))
     assert full(client)["joined"] != before["joined"], "whoever was taken serves no other"
+
+
+@contextmanager
+def submissions_tested(lab: LabUnderTest) -> Iterator[None]:
+    """Meanwhile the other user tests submissions in a loop, and submits nothing."""
+    over = threading.Event()
+
+    def loop() -> None:
+        while not over.wait(0.2):
+            lab.run("sbatch", "--test-only", "--mem=250", "--wrap=true", user=lab.other, check=False)
+
+    thread = threading.Thread(target=loop, name="submissions")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.slow
+def test_a_user_who_only_tests_submissions_gets_no_spares_for_a_while_and_others_go_on(
+    lab: LabUnderTest, client: Client, controller: Callable[[], int]
+) -> None:
+    first, spares = on_offer(lab, client, controller)["joined"], lab.settings.slurm.inbox / "spares"
+    numbers = [0]
+
+    def excluded() -> bool:
+        numbers.append(sum(not vm["job_id"] for vm in client.vms()))
+        return f"\nexcluded {lab.other.uid}\n" in (spares / "list").read_text()
+
+    with submissions_tested(lab):
+        until("it is taken in vain", (spares / f"taken.{first}.{lab.other.uid}").exists)
+        ended(client, lab.sbatch("true", "--output=/dev/null", "--mem=250"), "done")
+        until("the user is excluded", excluded)
+        second = on_offer(lab, client, controller)["joined"]
+        tested = lab.run("sbatch", "--test-only", "--mem=250", "--wrap=true", user=lab.other, check=False)
+        assert second not in tested.stderr and (spares / f"open.{second}").exists()
+        out = lab.user.home / "other.out"
+        job = lab.sbatch("hostname", f"--output={out}", "--mem=250")
+        ended(client, job, "done")
+    assert written(out).split() == [second] and second != first
+    assert any(entry["event"] == "took a spare" for entry in events(client, job))
+    assert max(numbers) <= 2, "one for each pool"
 
 
 def state(lab: LabUnderTest, job: str) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import ipaddress
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 from multiverse.config import Settings
 from multiverse.core.errors import Gone, MultiverseError, Refused, Stale, Unknown
 from multiverse.core.model import CloneKind, Job, JobLimits, JobRef, JobState, NodeState, SchedulerView, Size
+from multiverse.drivers.slurm.command import Completed, execute
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.drivers.slurm.inbox import Hint, hints
 from tests.integration.fake_guest import SITE, FakeGuest, node_spec
@@ -268,6 +269,34 @@ async def test_a_revoked_job_is_cancelled_with_a_reason(lab: Any, scheduler: Slu
     await scheduler.revoke(job.ref, "no host has 900 GiB")
     assert (await became(scheduler, job_id, JobState.ENDED)).result == "CANCELLED"
     assert "AdminComment=[multiverse: no host has 900 GiB]" in lab.run("scontrol", "show", "job", job_id).stdout
+
+
+async def test_many_jobs_that_are_revoked_at_once_use_few_processes_and_are_observed_meanwhile(lab: Any) -> None:
+    running = most = 0
+
+    async def counted(argv: Sequence[str], env: Mapping[str, str], timeout: float) -> Completed:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        try:
+            return await execute(argv, env, timeout)
+        finally:
+            running -= 1
+
+    settings = replace(lab.settings, slurm=replace(lab.settings.slurm, commands=4))
+    scheduler = SlurmScheduler(settings, SITE, execute=counted)
+    array = lab.sbatch("true", "--array=1-60", "--output=/dev/null")
+    jobs = [await job_of(scheduler, f"{array}_{task}") for task in (1, 60)]
+    refs = [replace(jobs[0].ref, job_id=f"{array}_{task}") for task in range(1, 61)]
+    revocations = asyncio.gather(*(scheduler.revoke(ref, "no host has room") for ref in refs))
+    views = 0
+    while not revocations.done():
+        await scheduler.observe()
+        views += 1
+    await revocations
+    assert most <= 4 and views >= 3, (most, views)
+    shown = lab.run("squeue", "-h", "-r", "-a", "-t", "all", "-j", array, "-o", "%T").stdout.split()
+    assert set(shown) == {"CANCELLED"} and len(shown) == 60
 
 
 async def test_an_array_is_told_as_one_record_and_not_split(lab: Any, scheduler: SlurmScheduler) -> None:

@@ -19,7 +19,7 @@ def test_a_command_is_answered_once_it_is_committed() -> None:
         world, clock = SimulatedWorld(1), VirtualClock()
         store = CrashingStore(":memory:", clock, lambda after: None)
         ports = world.scheduler(Random(1)), world.hypervisor(Random(2))
-        controller = Controller(store, *ports, clock, Settings())
+        controller = Controller(store, *ports, clock, Settings(), Random(1))
         work = asyncio.create_task(controller.run())
         await asyncio.sleep(10.0)
         store.full = True

@@ -144,11 +144,21 @@ def test_promises_are_kept_with_faults() -> None:
     assert tables - TESTED_ELSEWHERE - seen == set()
     applied = {tuple(name.split(": ")) for result in results for name in result.faults}
     # Calls so rare that their faults are covered by the scenarios of one kind of fault, and by the contracts.
-    rare = {"scheduler.requeue", "hypervisor.add_user"}
+    rare = {"scheduler.requeue", "scheduler.exclude", "hypervisor.add_user"}
     assert {call for call, _ in applied} | rare == {f"{port}.{method}" for port, method in CALL_IDS}
     for kind in FaultKind:
         able = {port for port, method in CALL_IDS if possible(port, method, kind)}
         assert {call.partition(".")[0] for call, name in applied if name == kind} == able, kind
+
+
+@pytest.mark.parametrize("first", range(0, 40, BLOCK))
+def test_promises_are_kept_when_effects_on_jobs_wait_for_each_other(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As among thousands of jobs: a row may be in a state for long before its effect begins."""
+    monkeypatch.setattr("multiverse.controller.effects.JOBS_AT_ONCE", 1)
+    for seed in range(first, first + BLOCK):
+        keeps_its_promises(with_faults(seed))
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ def test_values_are_read_into_their_types(tmp_path: Path) -> None:
         ({"hots": {}}, "hots: no such key, did you mean host"),
         ({"host": {"core": 1}}, "host.core: no such key, did you mean cores"),
         ({"host": {"cores": "many"}}, "host.cores"),
+        ({"slurm": {"commands": 1}}, "slurm.commands"),
         ({"host": {"cores": 0}}, "at least one core"),
         ({"host": {"overcommit": 0.5}}, "host.overcommit"),
         ({"host": {"floor": -1}}, "host.floor"),

@@ -44,7 +44,7 @@ async def _serve(jobs: int) -> tuple[Counter[str], int, str]:
     store = Store(":memory:", clock, site="count")
     scheduler: Any = Counted(world.scheduler(Random(1)), calls)
     hypervisor: Any = Counted(world.hypervisor(Random(2)), calls)
-    controller = Controller(store, scheduler, hypervisor, clock, Settings())
+    controller = Controller(store, scheduler, hypervisor, clock, Settings(), Random(3))
     world.cluster.hint = controller.hint
     work = asyncio.create_task(controller.run())
     commits = 0

@@ -96,8 +96,8 @@ def test_the_planner_the_host_and_slurm_take_a_name_with_letters(tmp_path: Path)
     files.offer(
         NodeSpec(vm.name, vm.address, Size(1, 100), (vm.feature,), vm.feature, "slim"), any_image=True, any_kind=True
     )
-    assert files.observe() == {vm.name: False}
-    assert OfferFiles(tmp_path, "test0", 10.0).observe() == {vm.name: False}
+    assert files.observe().offers == {vm.name: False}
+    assert OfferFiles(tmp_path, "test0", 10.0).observe().offers == {vm.name: False}
 
 
 def test_the_host_library_takes_a_name_with_letters(tmp_path: Path) -> None:

@@ -581,8 +581,42 @@ def test_a_spare_that_was_taken_in_vain_goes_after_the_limit_and_not_at_it(
     taken = hand.offer(O.TAKEN, since=100.0)
     assert stepped(taken, 100.0 + limit, *jobs, shown=True) == []
     assert stepped(taken, 100.0 + limit + 0.1, *jobs, shown=True) == [
-        (Event.RELEASED, target, "the job that took it did not come")
+        (Event.RELEASED, target, "the job that took it did not come"),
+        (Event.MISSED, "taken", "the job that took it did not come"),
     ]
+
+
+@pytest.mark.parametrize(("takers", "by"), [({SPARE.name: 1001}, " of uid 1001"), ({}, ""), ({"mvtest0-9": 1001}, "")])
+def test_a_taken_offer_names_the_user_if_the_scheduler_does(takers: dict[str, int], by: str) -> None:
+    held = hand.state(SPARE, hand.offer(O.OPEN))
+    step_offer(held, 1, hand.world_of(SchedulerView(offers={SPARE.name: True}, takers=takers), None, 100.0))
+    (change,) = hand.changes_of(held.moves)
+    assert isinstance(change.row, Offer) and change.row.uid == takers.get(SPARE.name)
+    assert change.reason == f"by a submission{by}"
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_spares_that_are_taken_in_vain_count_towards_the_most_that_the_pool_has(most: int) -> None:
+    """A user takes each offer and submits no job, as with `sbatch --test-only` in a loop."""
+    s = SparesHarness(replace(POOL, most=most))
+    counts = []
+    for _ in range(60):
+        s.shown.update((vm.name, True) for vm in s.rows.vms.values() if s.offer_of(vm) is O.OPEN)
+        s.run()
+        s.fill()
+        s.shown.update((vm.name, False) for vm in s.rows.vms.values() if s.offer_of(vm) is O.OPEN)
+        s.run()
+        counts.append(len(s.rows.vms))
+        s.pass_time(1.0)
+    assert max(counts) == most, "without the limit, a spare would be made each second"
+
+
+def test_a_spare_whose_job_has_come_counts_no_more_towards_the_most_that_the_pool_has() -> None:
+    s = SparesHarness()
+    first = s.spare
+    s.taken(JobState.PENDING)
+    s.fill()
+    assert len(s.rows.vms) == 2 and s.offer_of(first) is O.TAKEN, "another one is made beside the one that serves"
 
 
 @pytest.mark.parametrize(("since", "ended"), [(100.0, 50.0), (50.0, 100.0)])

@@ -45,6 +45,34 @@ def site(tmp_path: Path) -> Settings:
         ("user_id = 1000, bitflags = 2^41", "--stepmgr is not supported"),
         ("user_id = 1000, min_mem_per_node = 0", "give the size with --mem"),
         ("user_id = 1000, num_tasks = 3, min_cpus = 1", "--overcommit is not supported"),
+        ("user_id = 1000, core_spec = 1", "submit without --core-spec and --thread-spec|-1"),
+        ("user_id = 1000, thread_spec = 2", "submit without --core-spec and --thread-spec|-1"),
+        ("user_id = 1000, core_spec = 0", "|0|mvgate"),
+        ("user_id = 1000, script = '#!/bin/sh'", "|0|mvgate"),
+        *(
+            (f"user_id = 1000, {fields}", answer)
+            for fields, answer in (
+                (
+                    "script = 'x', environment = { SLURM_PROFILE = 'Task' }",
+                    "profiles of VMs are not supported: submit without",
+                ),
+                ("script = 'x', environment = { SLURM_PROFILE = 'None' }", "|0|mvgate"),
+                ("script = 'x', environment = { SLURM_PROFILE = '' }", "|0|mvgate"),
+                (
+                    "script = 'x', environment = { SLURM_PROFILE = 'Task', SLURM_JOB_ID = '7' }",
+                    "|0|mvgate",
+                ),  # of that job
+                ("script = 'x', environment = { SLURM_CONTAINER_ID = 'box' }", "--container-id is not supported"),
+                ("script = 'x', environment = { SLURM_CONTAINER_ID = 'box', SLURM_JOB_ID = '7' }", "|0|mvgate"),
+                ("environment = { SLURM_PROFILE = 'Task' }", "|0|mvgate"),  # of no batch job
+                (
+                    "features = 'slim&other'",
+                    "a job has one image, not slim and other: name one of them with --constraint",
+                ),
+                ("features = 'full&slim&linked'", "a job has one kind of clone, not full and linked: name one of them"),
+                ("features = 'slim&full&slim'", "|0|slim&full&slim&mvgate"),
+            )
+        ),
         ("user_id = 1000, partition = 'other', contiguous = 1, min_mem_per_node = 0", "|0|nil|nil-nil"),
     ],
 )
@@ -102,7 +130,6 @@ mvab-3 mv_v3 slim 1 1 2 900 0
         ("min_cpus = 1, dependency = 'afterok:7'", "mvgate"),
         ("min_cpus = 1, array_inx = '1-2'", "mvgate"),
         ("min_cpus = 1, licenses = 'matlab:1'", "mvgate"),
-        ("min_cpus = 1, features = 'instant&auto'", "instant&auto&mvgate"),
     ],
 )
 def test_a_job_takes_an_offered_node_that_fits(site: Settings, fields: str, feature: str) -> None:
@@ -111,7 +138,7 @@ def test_a_job_takes_an_offered_node_that_fits(site: Settings, fields: str, feat
     assert f"|0|{feature}|" in submit(directory, f"user_id = 1000, {fields}")
     tag = feature.rpartition("&")[2] if "mv_v" in feature else ""
     taken = sorted(path.name for path in files.glob("taken.*"))
-    assert taken == ([f"taken.mvab-{tag[-1]}"] if tag else [])
+    assert taken == ([f"taken.mvab-{tag[-1]}.1000"] if tag else [])
     assert len(list(files.glob("open.*"))) == 3 - len(taken)
 
 
@@ -120,10 +147,34 @@ def test_a_node_is_taken_once_and_an_expired_or_damaged_list_is_ignored(site: Se
     files = offer_nodes(site, int(time.time()) + 10)
     assert "|0|mv_v2|" in submit(directory, "user_id = 1000, min_cpus = 1")
     assert "|0|mvgate|" in submit(directory, "user_id = 1000, min_cpus = 1"), "the list still names the taken node"
-    (files / "taken.mvab-2").rename(files / "open.mvab-2")
+    (files / "taken.mvab-2.1000").rename(files / "open.mvab-2")
     for text in (f"{int(time.time()) - 1}\n{OFFERED}", "", "soon\nmv_v2\n", f"{int(time.time()) + 10}\nmv_v2 slim\n"):
         (files / "list").write_text(text)
         assert "|0|mvgate|" in submit(directory, "user_id = 1000, min_cpus = 1")
+
+
+@pytest.mark.parametrize(
+    ("line", "excluded"),
+    [
+        ("excluded", False),
+        ("excluded 1000", True),
+        ("excluded 1 1000 2000", True),
+        ("excluded 100 10000 21000 10001", False),
+        ("excluded 1000,2000", False),  # not a line of ours
+    ],
+)
+def test_the_jobs_of_an_excluded_user_take_no_node(site: Settings, line: str, excluded: bool) -> None:
+    directory = install_scripts(site)
+    files = offer_nodes(site, int(time.time()) + 10, f"{line}\n")
+    assert ("|0|mvgate|" if excluded else "|0|mv_v2|") in submit(directory, "user_id = 1000, min_cpus = 1")
+    assert len(list(files.glob("taken.*"))) == (not excluded)
+
+
+def test_for_a_daemon_of_an_earlier_release_a_taken_node_has_the_name_that_it_knows(site: Settings) -> None:
+    directory = install_scripts(site)
+    files = offer_nodes(site, int(time.time()) + 10, "")
+    assert "|0|mv_v2|" in submit(directory, "user_id = 1000, min_cpus = 1")
+    assert [path.name for path in files.glob("taken.*")] == ["taken.mvab-2"]
 
 
 @pytest.mark.parametrize(
@@ -147,11 +198,11 @@ def test_no_job_skips_a_gate_that_is_closed_or_has_rules_of_its_own(
     assert f"|0|{feature}|" in submit(directory, "user_id = 1000, min_cpus = 1", f"{{ {partitions} }}")
 
 
-def offer_nodes(site: Settings, valid_until: int) -> Path:
+def offer_nodes(site: Settings, valid_until: int, excluded: str = "excluded\n") -> Path:
     """Offer three nodes, as the daemon does; the directory of the files."""
     files = site.slurm.inbox / "spares"
     files.mkdir()
-    (files / "list").write_text(f"{valid_until}\n{OFFERED}")
+    (files / "list").write_text(f"{valid_until}\n{excluded}{OFFERED}")
     for number in (1, 2, 3):
         (files / f"open.mvab-{number}").touch()
     return files

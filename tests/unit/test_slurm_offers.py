@@ -49,14 +49,21 @@ def offer(one: OfferFiles, name: str = NODE) -> None:
 
 
 def listed(inbox: Path) -> list[str]:
-    return (inbox / "spares" / "list").read_text().splitlines()[1:]
+    """The lines of nodes."""
+    return (inbox / "spares" / "list").read_text().splitlines()[2:]
+
+
+def taken(inbox: Path, *uid: int, node: str = NODE) -> None:
+    """A submission takes the node, as the script of this release does for a user, or that of an earlier one."""
+    name = ".".join(["taken", node, *map(str, uid)])
+    (inbox / "spares" / f"open.{node}").rename(inbox / "spares" / name)
 
 
 def test_an_offer_is_a_file_and_a_line_in_the_list(inbox: Path, now: list[float]) -> None:
     one = offers(inbox)
     offer(one)
-    assert one.observe() == {NODE: False}
-    assert (inbox / "spares" / "list").read_text() == f"1010\n{LINE}"
+    assert one.observe() == ({NODE: False}, {})
+    assert (inbox / "spares" / "list").read_text() == f"1010\nexcluded\n{LINE}"
     assert (inbox / "spares").stat().st_mode & 0o777 == 0o700
     assert (inbox / "spares" / "list").stat().st_mode & 0o777 == 0o644
 
@@ -64,25 +71,85 @@ def test_an_offer_is_a_file_and_a_line_in_the_list(inbox: Path, now: list[float]
 def test_a_node_is_taken_by_renaming_its_file_and_never_offered_again(inbox: Path) -> None:
     one = offers(inbox)
     offer(one)
-    (inbox / "spares" / f"open.{NODE}").rename(inbox / "spares" / f"taken.{NODE}")
+    taken(inbox, 1000)
     offer(one)
     one.withdraw(NODE)
     one.withdraw_if_possible(NODE)
-    assert one.observe() == {NODE: True}
+    assert one.observe() == ({NODE: True}, {NODE: 1000})
     one.renew([NODE])
     assert listed(inbox) == []
+
+
+def test_who_took_a_node_is_unknown_if_a_script_of_an_earlier_release_took_it(inbox: Path) -> None:
+    one = offers(inbox)
+    offer(one)
+    taken(inbox)
+    assert one.observe() == ({NODE: True}, {})
+    one.forget(NODE)
+    assert names(inbox) == ["list"]
+
+
+def test_files_with_other_names_are_ignored_and_stay(inbox: Path) -> None:
+    one = offers(inbox)
+    offer(one)
+    taken(inbox, 1000)
+    ends = (
+        "taken.{}.",
+        "taken.{}.-1",
+        "taken.{}.1e3",
+        "taken.{}.12345678901",
+        "taken.{}.1.2",
+        "taken.{}2x",
+        "open.{}.1",
+    )
+    strange = ["taken.mvother-1.1000", *(name.format(NODE) for name in ends)]
+    for name in strange:
+        (inbox / "spares" / name).touch()
+    (inbox / "spares" / f"taken.{NODE}9.1001").mkdir()
+    assert one.observe() == ({NODE: True, f"{NODE}9": True}, {NODE: 1000, f"{NODE}9": 1001})
+    one.forget(NODE)
+    assert names(inbox) == sorted(["list", f"taken.{NODE}9.1001", *strange])
+    one.forget(f"{NODE}9")  # nobody but slurmctld's user can have made a directory there
+
+
+def test_excluded_users_are_in_the_list_from_the_call_on(inbox: Path, now: list[float]) -> None:
+    one = offers(inbox)
+    one.exclude([1001])
+    assert not (inbox / "spares").exists(), "nothing is offered"
+    offer(one)
+    assert (inbox / "spares" / "list").read_text() == f"1010\nexcluded 1001\n{LINE}"
+    one.exclude([1002, 999])
+    assert (inbox / "spares" / "list").read_text() == f"1010\nexcluded 999 1002\n{LINE}"
+    now[0] = 1006.0
+    one.observe()
+    one.renew([NODE])
+    assert (inbox / "spares" / "list").read_text() == f"1016\nexcluded 999 1002\n{LINE}"
+    one.exclude([])
+    assert (inbox / "spares" / "list").read_text() == f"1016\nexcluded\n{LINE}"
+
+
+def test_users_that_cannot_be_excluded_now_are_excluded_by_the_next_list(inbox: Path) -> None:
+    one = offers(inbox)
+    offer(one)
+    (inbox / "spares").rename(inbox / "away")
+    with pytest.raises(Exhausted):
+        one.exclude([1000])
+    (inbox / "away").rename(inbox / "spares")
+    one.observe()
+    one.renew([])
+    assert (inbox / "spares" / "list").read_text().splitlines()[1:] == ["excluded 1000"]
 
 
 def test_a_withdrawn_node_is_not_offered_again(inbox: Path) -> None:
     one = offers(inbox)
     one.withdraw(NODE)
     offer(one)
-    assert one.observe() == {}
+    assert one.observe() == ({}, {})
     other = "mvtest0-13"
     offer(one, other)
     one.withdraw(other)
     one.withdraw(other)
-    assert one.observe() == {}
+    assert one.observe() == ({}, {})
 
 
 def test_nothing_remains_of_a_deleted_node(inbox: Path) -> None:
@@ -115,7 +182,7 @@ def test_a_new_daemon_lists_a_node_again_once_it_offers_it(inbox: Path) -> None:
     offer(first)
     first.close()
     second = offers(inbox)
-    assert second.observe() == {NODE: False}
+    assert second.observe() == ({NODE: False}, {})
     second.renew([NODE])
     assert not (inbox / "spares" / "list").exists()
     offer(second)
@@ -126,7 +193,7 @@ def test_a_new_daemon_lists_a_node_again_once_it_offers_it(inbox: Path) -> None:
 def test_nodes_of_another_site_are_ignored(inbox: Path) -> None:
     offer(OfferFiles(inbox, "other", 10.0), "mvother-12")
     one = offers(inbox)
-    assert one.observe() == {}
+    assert one.observe() == ({}, {})
     offer(one)
     one.observe()
     one.renew([NODE, "mvother-12"])
@@ -135,7 +202,7 @@ def test_nodes_of_another_site_are_ignored(inbox: Path) -> None:
 
 def test_offering_without_an_inbox_is_an_error(tmp_path: Path) -> None:
     one = offers(tmp_path / "none")
-    assert one.observe() == {}
+    assert one.observe() == ({}, {})
     with pytest.raises(Exhausted, match="cannot offer spares") as caught:
         offer(one)
     assert caught.value.hint
@@ -153,7 +220,7 @@ def test_an_unreadable_directory_is_unknown_and_not_empty(inbox: Path) -> None:
     one.observe()
     (inbox / "spares").rename(inbox / "away")
     (inbox / "spares").touch()
-    assert one.observe() == {NODE: False}, "the previous answer"
+    assert one.observe() == ({NODE: False}, {}), "the previous answer"
     with pytest.raises(Unknown):
         offers(inbox).observe()
 
@@ -209,7 +276,7 @@ async def test_jobs_that_name_no_image_or_kind_take_only_the_sites_defaults(
     await one.offer(node_spec(NODE))
     assert listed(inbox) == [LINE.strip().replace("slim 1 0", f"slim {flags}")]
     await one.withdraw(NODE)
-    assert offers(inbox).observe() == {}
+    assert offers(inbox).observe() == ({}, {})
 
 
 async def test_a_node_whose_job_would_not_wait_for_its_user_is_not_offered(inbox: Path, tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def test_image_and_kind_are_features() -> None:
     assert job.request is not None
     assert (job.request.image, job.request.kind) == ("mine", CloneKind.LINKED), "whether it is there, the hosts know"
     assert job.request.features == ("linked", "mine")
-    assert "one image only, not slim and fast" in one(by_name("n2", features="slim&fast&full&mvgate")).problem
+    assert "a job has one image, not slim and fast" in one(by_name("n2", features="slim&fast&full&mvgate")).problem
     assert parse.features("a&mv_3&mvgate,b&mv_x", "mvgate") == (("a", "b", "mv_x"), "mv_3")
 
 

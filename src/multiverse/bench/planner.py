@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
 from typing import Any, cast
 
 from multiverse.bench.stats import Summary, summary
@@ -190,7 +191,7 @@ class Passes:
         self.cluster, self.clock = cluster, MonotonicClock()
         ports = Endless()
         self.controller = Controller(
-            store, cast(Scheduler, ports), cast(Hypervisor, ports), self.clock, Settings(), lambda: "bench"
+            store, cast(Scheduler, ports), cast(Hypervisor, ports), self.clock, Settings(), Random(1)
         )
         self.controller.users.remember(User("user", 1000, 1000, "/home/user", "/bin/sh"))
 

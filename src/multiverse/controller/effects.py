@@ -3,16 +3,25 @@
 A lane does one thing at a time, so that the destruction of a VM never overtakes its creation. An effect means *ensure*:
 as long as its row permits it, it is repeated, each time after a longer pause. Nothing here writes a row; the result of
 an effect goes back to the planner as a message and, above all, is observed.
+
+The effects on VMs are limited in number by the VMs that hosts can hold, but those on jobs by nothing: an operator's
+change may concern thousands of jobs at once. So only some of these run at a time. The others wait here, and not within
+their time limits.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from random import Random
 
 import structlog
 
+from multiverse.controller.backoff import pause
+from multiverse.controller.publication import Publication
 from multiverse.controller.users import UserDirectory
 from multiverse.core.errors import Broken, MultiverseError, Refused, Stale, Unknown
 from multiverse.core.machines.tables import permitted_effects
@@ -39,8 +48,11 @@ from multiverse.ports import Clock, Hypervisor, Scheduler
 
 log = structlog.get_logger()
 
-AGAIN, AGAIN_LIMIT = 2.0, 60.0
-"""Pause before an effect is repeated, doubled each time up to the limit; seconds."""
+JOBS_AT_ONCE = 8
+"""Effects of each of these kinds that run at the same time: each is a few commands of the scheduler. A kind does not
+wait for another: thousands of jobs that are cancelled free nothing, and a few that go back to the gate free VMs."""
+
+_ON_JOBS = (EffectKind.GATE, EffectKind.REQUEUE, EffectKind.REVOKE)
 
 TIMEOUTS: dict[EffectKind, float] = {EffectKind.BUILD: 600.0, EffectKind.CREATE: 300.0, EffectKind.START: 300.0}
 OTHER_TIMEOUT = 60.0
@@ -54,8 +66,7 @@ class _Lane:
     effect: Effect
     state: str
     task: asyncio.Task[None] | None = None
-    began: float = 0.0
-    ended: float | None = None
+    due: float = 0.0
     runs: int = 0
     failures: int = 0  # in a row
     reason: str = ""
@@ -93,16 +104,15 @@ class Effects:
         clock: Clock,
         around: Surroundings,
         done: Callable[[Done], None],
+        rng: Random,
     ) -> None:
         self._scheduler, self._hypervisor, self._clock = scheduler, hypervisor, clock
-        self._around, self._done = around, done
+        self._around, self._done, self._rng = around, done, rng
         self._lanes: dict[Key, _Lane] = {}
         self._ended_at: dict[Key, float] = {}
         self._refused: dict[Key, str] = {}
-        self._limits: JobLimits | None = None  # as published last
-        self._publishing: asyncio.Task[None] | None = None
-        self._publication_failures = 0  # in a row
-        self._publish_again_at = 0.0
+        self._limits = Publication[JobLimits]("largest job", clock, rng)
+        self._excluded = Publication[frozenset[int]]("excluded users", clock, rng, known=frozenset())
 
     # --- what runs, and when something is due -------------------------------------------------------
 
@@ -115,22 +125,23 @@ class Effects:
         return dict(self._refused)
 
     def next_due(self) -> float:
-        """When the next repetition is due."""
-        return min((self._due(lane) for lane in self._lanes.values() if lane.task is None), default=float("inf"))
+        """When the next repetition is due. An effect that waits for others begins when one of these ends."""
+        full = {kind for kind, left in self._jobs_left().items() if not left}
+        idle = (lane for lane in self._lanes.values() if lane.task is None and lane.effect.kind not in full)
+        return min((lane.due for lane in idle), default=float("inf"))
+
+    def _jobs_left(self) -> Mapping[EffectKind, int]:
+        """How many more effects of each kind on jobs may begin."""
+        running = Counter(lane.effect.kind for lane in self._lanes.values() if lane.task is not None)
+        return {kind: max(0, JOBS_AT_ONCE - running[kind]) for kind in _ON_JOBS}
 
     def failing(self, often: int) -> list[Failure]:
         """Effects that failed at least `often` times in a row."""
         return [
-            Failure(lane.effect, lane.failures, lane.reason, self._due(lane))
+            Failure(lane.effect, lane.failures, lane.reason, lane.due)
             for _, lane in sorted(self._lanes.items())
             if lane.failures >= often
         ]
-
-    @staticmethod
-    def _due(lane: _Lane) -> float:
-        if lane.ended is None:
-            return 0.0
-        return lane.ended + _pause(lane.runs)
 
     def ensure(self, orphans: Sequence[VmRef] = (), *, releasing: bool = False) -> None:
         """Make the lanes follow the rows. `orphans` are VMs or nodes of our site that no row explains. With `releasing`
@@ -150,41 +161,39 @@ class Effects:
             elif not lane.task.cancelling():
                 lane.task.cancel()  # its end wakes the loop, and the lane is free then
         for key, (effect, subject) in wanted.items():
-            if releasing and effect.kind not in RELEASING_EFFECTS:
-                continue
-            lane = self._lanes.setdefault(key, _Lane(effect, _state(subject)))
-            if lane.task is None and lane.effect == effect and self._due(lane) <= self._clock.now():
-                self._begin(lane, subject)
+            if not releasing or effect.kind in RELEASING_EFFECTS:
+                self._lanes.setdefault(key, _Lane(effect, _state(subject)))
+        for key in self._due_ones(releasing=releasing):
+            self._begin(self._lanes[key], wanted[key][1])
         for key in [key for key in self._ended_at if key not in self._lanes and state.get(key) is None]:
             del self._ended_at[key]
             self._refused.pop(key, None)
 
+    def _due_ones(self, *, releasing: bool) -> list[Key]:
+        """The lanes that are to begin now; with `releasing` only those that release. Of those on jobs some may have to
+        wait: the ones due longest begin."""
+        now, left = self._clock.now(), self._jobs_left()
+        due: dict[EffectKind, list[tuple[float, Key]]] = {}
+        for key, lane in self._lanes.items():
+            may_begin = lane.task is None and not (releasing and lane.effect.kind not in RELEASING_EFFECTS)
+            if may_begin and lane.due <= now:
+                due.setdefault(lane.effect.kind, []).append((lane.due, key))
+        first = [heapq.nsmallest(left[kind], some) if kind in left else some for kind, some in due.items()]
+        return [key for some in first for _, key in some]
+
     def limit_submissions(self, limits: JobLimits | None) -> None:
-        """Let the scheduler refuse what these limits do not allow, if they are known. Publishing is repeated until it
-        succeeds, each time after a longer pause."""
+        """Let the scheduler refuse what these limits do not allow, if they are known."""
         submission = self._scheduler.submission
-        busy = self._publishing is not None and not self._publishing.done()
-        if submission is None or limits is None or limits == self._limits or busy:
-            return
-        if self._clock.now() < self._publish_again_at:
-            return
+        if submission is not None and limits is not None:
+            self._limits.ensure(limits, submission.publish)
 
-        async def publish() -> None:
-            try:
-                async with asyncio.timeout(OTHER_TIMEOUT):
-                    await submission.publish(limits)
-            except (MultiverseError, TimeoutError) as error:
-                self._publication_failures += 1
-                self._publish_again_at = self._clock.now() + _pause(self._publication_failures)
-                reason = str(error) or f"it did not end within {OTHER_TIMEOUT:g} s"
-                log.warning("largest job not published", reason=reason)
-            else:
-                self._limits, self._publication_failures = limits, 0
-
-        self._publishing = asyncio.create_task(publish(), name="publish the largest job")
+    def exclude_from_offers(self, users: frozenset[int]) -> None:
+        """Let no job of these users take an offered node."""
+        if (offers := self._scheduler.offers) is not None:
+            self._excluded.ensure(users, offers.exclude)
 
     def _begin(self, lane: _Lane, subject: Subject) -> None:
-        lane.began, lane.state = self._clock.now(), _state(subject)
+        lane.state = _state(subject)
         lane.runs += 1
         self._ended_at[lane.effect.key] = float("inf")
         lane.task = asyncio.create_task(self._run(lane, subject), name=f"{lane.effect.kind} {lane.effect.key}")
@@ -197,7 +206,8 @@ class Effects:
 
     def _ended(self, lane: _Lane, error: MultiverseError | None, stages: Sequence[Stage]) -> None:
         lane.task = None
-        lane.ended = self._ended_at[lane.effect.key] = self._clock.now()
+        now = self._ended_at[lane.effect.key] = self._clock.now()
+        lane.due = now + pause(lane.runs, self._rng)
         failed = error is not None and not isinstance(error, Stale)
         lane.failures, lane.reason = (lane.failures + 1, str(error)) if failed else (0, "")
         if isinstance(error, Refused):
@@ -228,10 +238,11 @@ class Effects:
     async def close(self) -> None:
         """Stop all that runs. What was begun is found again by the first observation of the next controller."""
         tasks = [lane.task for lane in self._lanes.values() if lane.task]
-        tasks += [self._publishing] if self._publishing else []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._limits.close()
+        await self._excluded.close()
 
     # --- the effects themselves ----------------------------------------------------------------------
 
@@ -360,11 +371,6 @@ def _specification(vm: Vm) -> VmSpec:
         address=vm.address,
         source=vm.source,
     )
-
-
-def _pause(runs: int) -> float:
-    """Seconds until an effect that was run so many times is repeated."""
-    return min(AGAIN_LIMIT, AGAIN * 2.0 ** min(runs - 1, 16))
 
 
 def _state(subject: Subject) -> str:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import secrets
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from random import Random, SystemRandom
 
 import structlog
 
 from multiverse.config import Settings
 from multiverse.controller.comments import CommentPlan, CommentWriter
 from multiverse.controller.effects import Effects, Failure, Surroundings
+from multiverse.controller.exclusions import Exclusions
 from multiverse.controller.forecast import ForecastRecorder
 from multiverse.controller.missing_hints import MissingHints
 from multiverse.controller.observers import Awaited, Observer, SchedulerObserver
@@ -116,7 +117,7 @@ def policy_of(settings: Settings) -> Policy:
 class Controller:
     """Runs until cancelled. A restart needs no code of its own: it is the first observation.
 
-    `entropy` gives random text for each pass, of which the tokens of new VMs are made.
+    `rng` gives the random text of each pass, of which the tokens of new VMs are made, and the jitter of pauses.
     """
 
     def __init__(
@@ -126,9 +127,10 @@ class Controller:
         hypervisor: Hypervisor,
         clock: Clock,
         settings: Settings,
-        entropy: Callable[[], str] = lambda: secrets.token_hex(16),
+        rng: Random | None = None,
     ) -> None:
-        self._store, self._clock, self._settings, self._entropy = store, clock, settings, entropy
+        self._store, self._clock, self._settings = store, clock, settings
+        self._rng = rng or SystemRandom()
         self.policy = policy_of(settings)
         self.state = State(store.rows(), TABLES, clock.now())
         """The live rows as committed, between passes."""
@@ -138,6 +140,7 @@ class Controller:
         """What the latest pass was planned upon."""
         self._forecast = ForecastRecorder(self.policy)
         self.missing_hints = MissingHints(clock)
+        self._exclusions = Exclusions()
         self._wake = asyncio.Event()
         self._inbox: deque[Message] = deque()
         self._asked: list[tuple[Command, asyncio.Future[None]]] = []  # for each command in the inbox
@@ -169,7 +172,7 @@ class Controller:
             state=self.state,
             users=self.users,
         )
-        self._effects = Effects(scheduler, hypervisor, clock, surroundings, self._effect_ended)
+        self._effects = Effects(scheduler, hypervisor, clock, surroundings, self._effect_ended, self._rng)
         self._comments = CommentWriter(
             scheduler, clock, CommentPlan(self.policy, self.state.attempts_in(AttemptState.QUEUED)), self._observed_jobs
         )
@@ -198,7 +201,7 @@ class Controller:
             effect_ended_at=self._effects.ended_at(),
             refused=self._effects.refused(),
             forecast=self._forecast.forecast(self._clock.now()),
-            entropy=self._entropy(),
+            entropy=f"{self._rng.getrandbits(128):032x}",
             users=self.users.seen(),
         )
 
@@ -284,6 +287,7 @@ class Controller:
         if self._limits is None or self.state.learned:
             self._limits = job_limits(self.state.hosts, self.policy)
         self._effects.limit_submissions(self._limits)
+        self._effects.exclude_from_offers(self._exclusions.excluded(self._clock.now()))
         self.users.look_up(self.state.users_asked)
         self._effects.ensure(self._confirmed, releasing=problem is not None)
         return problem is None
@@ -316,6 +320,7 @@ class Controller:
         self._forecast.note(moves, now)
         self._comments.passed(moves, state.reasons)
         self.missing_hints.note(moves)
+        self._exclusions.note(moves, now)
         self._committed(messages)
         self._confirmed = self._confirmed_orphans(world)
         return None

@@ -86,6 +86,7 @@ class Event(StrEnum):
     OFFERED = "offered"
     WITHDRAWN = "withdrawn"
     CLOSED = "closed"
+    MISSED = "missed"  # the job that took its VM did not come
     # template
     NEEDED = "needed"
     BUILT = "built"

@@ -109,6 +109,11 @@ class Offers(Protocol):
         taken or never offered: the next observation tells."""
         ...
 
+    async def exclude(self, users: Collection[int]) -> None:
+        """From now on let no job of these users (uids) take a node, and jobs of all others. At its start a scheduler
+        may exclude nobody."""
+        ...
+
 
 class SubmissionLimits(Protocol):
     """Refuses, at submission, jobs that no host could ever hold."""

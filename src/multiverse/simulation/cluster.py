@@ -42,6 +42,9 @@ class ClusterSettings:
     offers_valid_for: float = 10.0  # how long jobs may take offers after the last observation
     limits_valid_for: float = 60.0  # how long the published largest sizes hold after the last observation
     test_only_share: float = 0.0  # the share of submissions that a `sbatch --test-only` precedes
+    tester: int = 0  # a user who calls `sbatch --test-only` again and again, and submits nothing; 0: nobody
+    test_interval: float = 1.0  # of that user, until `tests_end`
+    tests_end: float = 240.0
 
 
 @dataclass
@@ -52,6 +55,7 @@ class OfferedNode:
     any_image: bool
     any_kind: bool
     taken: bool = False
+    taker: int = 0  # the uid of the user who took it
 
     def suits(self, batch: Batch) -> bool:
         """Whether a job may take this node as it is submitted (multiverse.lua, take_spare)."""
@@ -91,11 +95,14 @@ class Cluster:
         self._limits: JobLimits | None = None  # as published
         self._offers: dict[str, OfferedNode] = {}
         self._used_offers: set[str] = set()  # nodes that were ever offered or withdrawn
+        self.excluded: frozenset[int] = frozenset()  # users whose jobs take no offer
         self._observed = -math.inf
         self._undelivered: list[Callable[[], None]] = []
         self._answering = asyncio.Event()
         self._answering.set()
         self._loop.call_later(rng.uniform(0.0, settings.cycle), self._run_cycle)
+        if settings.tester:
+            self._loop.call_later(settings.test_interval, self._test_only)
 
     # --- actions of users
 
@@ -109,6 +116,14 @@ class Cluster:
         if job.pin and self._rng.random() < 0.5:
             self._try(job)  # jobs of srun and salloc are tried at once, batch jobs in the next cycle
         return job.job_id
+
+    def _test_only(self) -> None:
+        """The user who submits nothing tests jobs of all sizes that are usual here."""
+        if self._loop.time() >= self.settings.tests_end:
+            return
+        self._loop.call_later(self.settings.test_interval, self._test_only)
+        for size in (Size(1, 64), Size(2, 64)) if self.up else ():
+            self._take_offer(Batch(uid=self.settings.tester, size=size))
 
     def submit_array(self, batch: Batch, tasks: int) -> list[str]:
         """Queue an array and return the ids of its tasks."""
@@ -278,6 +293,7 @@ class Cluster:
     def unlist_offers(self) -> None:
         """A controller that knows of no offers has started: jobs may take what was offered before no more."""
         self._offers = {node: offered for node, offered in self._offers.items() if offered.taken}
+        self.excluded = frozenset()
 
     def forget(self, node: str) -> None:
         self._offers.pop(node, None)
@@ -287,14 +303,19 @@ class Cluster:
         self._observed = self._loop.time()
         return {node: offered.taken for node, offered in self._offers.items()}
 
+    def takers(self) -> dict[str, int]:
+        """Who took nodes, by node."""
+        return {node: offered.taker for node, offered in self._offers.items() if offered.taken}
+
     def _take_offer(self, batch: Batch) -> str | None:
-        if self._loop.time() - self._observed > self.settings.offers_valid_for:
+        late = self._loop.time() - self._observed > self.settings.offers_valid_for
+        if late or batch.uid in self.excluded:
             return None
         for name, offered in self._offers.items():
             if not offered.taken and offered.suits(batch):
                 if name not in self.nodes:
                     self.violations.append(f"{name} is on offer, and is no node: its job would be refused")
-                offered.taken = True
+                offered.taken, offered.taker = True, batch.uid
                 return offered.node.tag
         return None
 

@@ -67,6 +67,7 @@ CALL_IDS: Mapping[tuple[Port, str], str] = {
     ("scheduler", "user"): "s12",
     ("scheduler", "publish"): "s13",
     ("scheduler", "read"): "s14",
+    ("scheduler", "exclude"): "s15",
     ("hypervisor", "observe"): "h1",
     ("hypervisor", "build_template"): "h2",
     ("hypervisor", "delete_template"): "h3",
@@ -100,7 +101,7 @@ def possible(port: Port, method: str, kind: FaultKind) -> bool:
     if kind in (FaultKind.STALE, FaultKind.TORN):
         return port == "scheduler" and method in ("observe", "read")
     if kind is FaultKind.LATE:
-        return port == "scheduler" and method not in ("observe", "read", "bootstrap", "user", "publish")
+        return port == "scheduler" and method not in ("observe", "read", "bootstrap", "user", "publish", "exclude")
     return True
 
 
@@ -200,7 +201,7 @@ class FaultPlan:
         now = asyncio.get_running_loop().time()
         old = self._view[1] if self._view and now - self._view[0] <= FRESH else fresh
         if fault and fault.kind is FaultKind.STALE:
-            return replace(old, offers=fresh.offers)  # offers are read from the local disk
+            return replace(old, offers=fresh.offers, takers=fresh.takers)  # offers are read from the local disk
         self._view = (now, fresh)
         if fault and fault.kind is FaultKind.TORN:
             if self.chance(stable_id(fault.call), "torn") < 0.5:

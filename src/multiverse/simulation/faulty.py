@@ -91,6 +91,9 @@ class FaultyOffers:
     async def withdraw(self, node: str) -> None:
         await self._call("withdraw", node, lambda: self._inner.withdraw(node), node)
 
+    async def exclude(self, users: Collection[int]) -> None:
+        await self._call("exclude", "", lambda: self._inner.exclude(users), *sorted(users))
+
 
 class FaultySubmissionLimits:
     """A `ports.SubmissionLimits` behind a faulty link."""

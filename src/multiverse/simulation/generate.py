@@ -44,6 +44,9 @@ def without_faults(seed: int, pair: Pair | None = None) -> Scenario:
         hosts, arrivals, settings = _with_little_disk(hosts, arrivals, settings, disk)
     if late := _arrivals_for_spares(seed, settings):
         cluster = replace(cluster, test_only_share=Random(f"{seed}/probes").choice((0.0, 0.0, 0.2)))
+        tests = Random(f"{seed}/tests")  # by a user who has jobs, or by another one
+        interval = tests.choice((0.5, 5.0))
+        cluster = replace(cluster, tester=tests.choice((0, 0, 0, 1000, 1002)), test_interval=interval)
         arrivals = (*late, *arrivals)
     scenario = Scenario(seed, arrivals, WorldSettings(hosts, cluster=cluster), settings, hints=rng.choice((0.0, 0.9)))
     return with_pair(scenario, pair or PAIRS[seed % len(PAIRS)])

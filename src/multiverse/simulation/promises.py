@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterable
 
 from multiverse.core.machines.attempt import step_attempt
 from multiverse.core.machines.vm import step_vm
-from multiverse.core.model import TemplateCondition, World
+from multiverse.core.model import OfferState, TemplateCondition, VmState, World
 from multiverse.core.policy import Policy
+from multiverse.core.provisioning.spares import is_of
 from multiverse.core.rows import Rows
 from multiverse.core.state import State
 from multiverse.core.transition import Move
@@ -36,6 +37,20 @@ def unclaimed_vms(rows: Rows, world: SimulatedWorld, inherited: Collection[str] 
         if vm is None or (vm.key, machine.spec.host) not in claimed:
             found.append(f"VM {name} is on {machine.spec.host} and nothing is claimed for it")
     return found
+
+
+def overfull_pools(rows: Rows, policy: Policy) -> list[str]:
+    """Pools that have more spares than their settings allow, those included that were taken and whose job did not come.
+    Spares that are being withdrawn are replaced, and may be taken all the same: as many again are allowed."""
+    live = (VmState.PLANNED, VmState.PARKED, VmState.STARTING, VmState.JOINED)
+    spares = [vm for vm in rows.vms.values() if vm.is_spare]
+    taken = {id_ for id_, offer in rows.offers.items() if offer.state is OfferState.TAKEN}
+    counts = [sum(is_of(vm, pool) and (vm.state in live or vm.id in taken) for vm in spares) for pool in policy.pools]
+    return [
+        f"the {pool.depth} pool of {pool.image} may have {pool.most} spares, and has {count}"
+        for pool, count in zip(policy.pools, counts, strict=True)
+        if count > 2 * pool.most
+    ]
 
 
 def violations_at_end(scenario: Scenario, world: SimulatedWorld, rows: Rows) -> list[str]:

@@ -234,7 +234,7 @@ class _Replay:
                 features = (self.world.cluster.settings.node_feature, *line["features"])
                 self.registration[line["node"]] = Registration(line["node"], features, Size(*line["told"]))
                 return asyncio.sleep(0)
-            case ["scheduler", "offer" | "withdraw"]:
+            case ["scheduler", "offer" | "withdraw" | "exclude"]:
                 return asyncio.sleep(0)  # the jobs that take an offer show its result
             case ["scheduler", "user"]:
                 return self.scheduler.user(line["uid"])

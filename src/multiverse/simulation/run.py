@@ -20,7 +20,13 @@ from multiverse.simulation.faults import FaultPlan, FaultyLink, Incident, Incide
 from multiverse.simulation.faulty import FaultyHypervisor, FaultyScheduler
 from multiverse.simulation.loop import run
 from multiverse.simulation.outcome import Outcome, journal_line, transition_name
-from multiverse.simulation.promises import moves_at_rest, unclaimed_templates, unclaimed_vms, violations_at_end
+from multiverse.simulation.promises import (
+    moves_at_rest,
+    overfull_pools,
+    unclaimed_templates,
+    unclaimed_vms,
+    violations_at_end,
+)
 from multiverse.simulation.scenario import Arrival, Scenario, UserAction
 from multiverse.simulation.world import SimulatedWorld
 from multiverse.store import Store, Transaction
@@ -106,10 +112,12 @@ class _Simulation:
         self.scheduler = self.world.scheduler(Random(f"{scenario.seed}/scheduler"), self.settings.image)
         self.hypervisor = self.world.hypervisor(Random(f"{scenario.seed}/hypervisor"))
         self.events: list[tuple[float, str]] = []
-        self.commits = self.crash_count = self.hints = self.passes = 0
+        self.commits = self.crash_count = self.hints = 0
+        self.rng = Random(f"{scenario.seed}/controller")  # of all controllers, one after the other
         self.crashes = {(crash.commit, crash.after): crash for crash in scenario.crashes}
         self.seconds_down = 0.0
         self.unclaimed: set[str] = set()
+        self.overfull: set[str] = set()
         self.restless: set[str] = set()
         self.disk_full = 0
         self.links: list[FaultyLink] = []
@@ -359,14 +367,13 @@ class _Simulation:
         store.used_up = self.store.used_up if self.disk_full else False
         return store
 
-    def _entropy(self) -> str:
-        self.passes += 1
-        return f"{self.scenario.seed}/{self.passes}"
-
     def _at_commit(self, after: bool) -> None:
         self.commits += not after
         if after:
-            self.unclaimed.update(unclaimed_vms(self.store.rows(), self.world, self.inherited))
+            rows = self.store.rows()
+            self.unclaimed.update(unclaimed_vms(rows, self.world, self.inherited))
+            if self.controller is not None:
+                self.overfull.update(overfull_pools(rows, self.controller.policy))
             if self.controller is not None and self.commits % AT_REST == 0:
                 self._check_rows_at_rest(self.controller)
         crash = self.crashes.pop((self.commits, after), None)
@@ -400,7 +407,7 @@ class _Simulation:
                 FaultyHypervisor(self.hypervisor, self.links[1]),
                 self.clock,
                 self.settings,
-                self._entropy,
+                self.rng,
             )
             self.controllers.append(self.controller)
             task = asyncio.create_task(self.controller.run())
@@ -433,7 +440,12 @@ class _Simulation:
     def _outcome(self) -> Outcome:
         rows, entries = self.store.rows(), self.store.journal()
         violations = violations_at_end(self.scenario, self.world, rows)
-        violations += sorted(self.unclaimed) + sorted(self.restless) + unclaimed_templates(rows, self.world)
+        violations += (
+            sorted(self.unclaimed)
+            + sorted(self.overfull)
+            + sorted(self.restless)
+            + unclaimed_templates(rows, self.world)
+        )
         violations += [f"{e.kind} {e.id} quarantined: {e.reason}" for e in entries if e.event == "quarantined"]
         ahead = self.clock.now() - self.loop.time()
         events = sorted([*self.events, *((e.mono - ahead, journal_line(e)) for e in entries)], key=lambda line: line[0])

@@ -201,6 +201,7 @@ def part_of(
         node_names=frozenset(nodes),
         limits=view.limits,
         offers=view.offers,
+        takers=view.takers,
     )
 
 
@@ -248,7 +249,7 @@ class SimulatedSlurm(SimulatedScheduler):
 
     def _view(self) -> SchedulerView:
         offers = self._cluster.observe_offers()
-        return replace(self._cluster.view(), offers=offers)
+        return replace(self._cluster.view(), offers=offers, takers=self._cluster.takers())
 
     def _tie(self, record: JobRecord, tag: str, nodes: Sequence[str]) -> None:
         if not self._cluster.any_node_has(tag):
@@ -273,6 +274,9 @@ class SimulatedSlurm(SimulatedScheduler):
 
     async def withdraw(self, node: str) -> None:
         self._cluster.withdraw(node)
+
+    async def exclude(self, users: Collection[int]) -> None:
+        self._cluster.excluded = frozenset(users)
 
     async def bootstrap(self, node: NodeSpec) -> NodeBootstrap:
         features = (self._cluster.settings.node_feature, *node.features)

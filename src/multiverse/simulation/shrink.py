@@ -79,6 +79,7 @@ def _simplifications(scenario: Scenario) -> Iterator[Callable[[Scenario], Scenar
     yield lambda s: replace(s, hints=1.0)
     yield lambda s: replace(s, world=replace(s.world, guests=GuestBehaviour()))
     yield lambda s: replace(s, world=replace(s.world, hosts=s.world.hosts[:1]))
+    yield lambda s: replace(s, world=replace(s.world, cluster=replace(s.world.cluster, tester=0)))
     yield lambda s: replace(s, settings=replace(s.settings, image=ImageSettings()))
     for index in range(len(scenario.settings.pool)):
         yield _without_pool(index)

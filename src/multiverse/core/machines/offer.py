@@ -30,6 +30,7 @@ OFFER: tuple[Transition, ...] = (
     *transitions([O.OPEN], Event.WITHDRAWN, O.CLOSING),
     *transitions([O.CLOSING], Event.CLOSED, O.CLOSED),
     *transitions(_LIVE, Event.ABSENT, O.ENDED),
+    *unchanged([O.TAKEN], Event.MISSED),
     *unchanged(_LIVE, Event.QUARANTINED, Event.RETRIED),
 )
 
@@ -57,7 +58,9 @@ def step_offer(state: State, offer_id: int, world: World) -> None:
     if offer.state is O.TAKEN:
         _step_taken(state, offer, vm, whole, occupied=vm.name in world.scheduler.value.occupied)
     elif taken:
-        state.move(Change(replace(offer, state=O.TAKEN), Event.TAKEN, "by a submission"))
+        uid = world.scheduler.value.takers.get(vm.name)
+        by = "by a submission" if uid is None else f"by a submission of uid {uid}"
+        state.move(Change(replace(offer, state=O.TAKEN, uid=uid), Event.TAKEN, by))
     elif offer.state is O.CLOSING and taken is None and vm.key in world.effect_ended_at:
         state.move(Change(replace(offer, state=O.CLOSED), Event.CLOSED, offer.reason))
 
@@ -67,7 +70,7 @@ def _step_taken(state: State, offer: Offer, vm: Vm, began: float, *, occupied: b
     if began - offer.since > (UNSERVED if occupied else ARRIVAL):
         why = "the job that took it did not come"
         target = VmState.ENDING if occupied else VmState.RELEASING
-        state.move(Change(replace(vm, state=target, reason=why), Event.RELEASED, why))
+        state.move(Change(replace(vm, state=target, reason=why), Event.RELEASED, why), Change(offer, Event.MISSED, why))
 
 
 # --- effect ----------------------------------------------------------------------------------------

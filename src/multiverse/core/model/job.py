@@ -125,7 +125,8 @@ class SchedulerView:
 
     Ended jobs may be missing or shown as ended. `limits` is how much more each limit lets run, beside all that ran when
     the jobs were observed. `offers` are the nodes that jobs may take by themselves, and those that were taken (True);
-    None if the scheduler cannot offer nodes.
+    None if the scheduler cannot offer nodes. `takers` are the users (uids) whose submissions took nodes, as far as the
+    scheduler tells.
 
     Some jobs and nodes may have been read again since the whole was observed: `jobs_began` and `nodes_began` say when
     that reading of each began (monotonic). Those that it did not find are named there, too.
@@ -135,6 +136,7 @@ class SchedulerView:
     nodes: Mapping[str, Node] = field(default_factory=lambda: MappingProxyType({}))
     limits: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     offers: Mapping[str, bool] | None = field(default_factory=lambda: MappingProxyType({}))
+    takers: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     jobs_began: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     nodes_began: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
@@ -160,6 +162,7 @@ class SchedulerView:
             nodes={**_without(self.nodes, nodes_read - part.nodes.keys()), **part.nodes},
             limits={**self.limits, **part.limits},
             offers=part.offers,
+            takers=part.takers,
             jobs_began={**self.jobs_began, **dict.fromkeys(jobs_read, began)},
             nodes_began={**self.nodes_began, **dict.fromkeys(nodes_read, began)},
         )
@@ -175,7 +178,7 @@ class SchedulerPart:
 
     All jobs of `users` (uids) were read, the jobs of `job_ids`, and the nodes of `node_names`, or all nodes. What of
     these is not in `jobs` or `nodes` does not exist; nothing is said about any other. `limits` are those that were
-    counted again. `offers` is whole, as in a `SchedulerView`.
+    counted again. `offers` and `takers` are whole, as in a `SchedulerView`.
     """
 
     jobs: Mapping[str, Job] = field(default_factory=lambda: MappingProxyType({}))
@@ -186,6 +189,7 @@ class SchedulerPart:
     all_nodes: bool = False
     limits: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     offers: Mapping[str, bool] | None = field(default_factory=lambda: MappingProxyType({}))
+    takers: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
 
 class AttemptState(StrEnum):

@@ -18,7 +18,7 @@ class OfferState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The offer of one joined spare. `id` is its VM's serial."""
+    """The offer of one joined spare. `id` is its VM's serial. `uid` is the user whose submission took it, if known."""
 
     id: int
     version: int
@@ -26,6 +26,7 @@ class Offer:
     since: float
     reason: str = ""
     quarantined: str = ""
+    uid: int | None = None
 
     @property
     def key(self) -> Key:

@@ -31,6 +31,7 @@ from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.pacing import wait_for
 from multiverse.core.provisioning.sizes import short_of_memory, template_size
 from multiverse.core.provisioning.spares import (
+    awaiting_job,
     is_of,
     is_offered,
     may_offer,
@@ -52,7 +53,7 @@ LAUNCH = 1.0
 
 def reconcile_pools(context: Context, blockage: Blockage) -> None:
     """Bring every pool to its size. Nothing is made while jobs wait for room or for a turn, and nothing is on offer
-    while jobs wait for room."""
+    while jobs wait for room. Spares that were taken count towards the most that a pool has, until their jobs come."""
     if context.world.scheduler is None or not context.world.views:
         return
     state, hosts = context.state, context.hosts
@@ -68,8 +69,10 @@ def reconcile_pools(context: Context, blockage: Blockage) -> None:
         wanted = wanted_of(context, pool)
         for vm in mine[: max(0, len(mine) - wanted)]:  # the oldest
             release_spare(state, vm, f"its pool keeps {wanted} now")
-        if not blockage and len(mine) < wanted and _may_make(context, pool):
-            _refill(context, pool, wanted - len(mine))
+        taken = sum(is_of(vm, pool) for vm in awaiting_job(state))
+        lacking = min(wanted, pool.most - taken) - len(mine)
+        if not blockage and lacking > 0 and _may_make(context, pool):
+            _refill(context, pool, lacking)
     for vm in unwanted.values():
         release_spare(state, vm, "no pool of the settings wants it")
     _reconcile_offers(context, blockage)

@@ -49,6 +49,12 @@ def spares(state: State, depth: Depth | None = None) -> list[Vm]:
     ]
 
 
+def awaiting_job(state: State) -> list[Vm]:
+    """The spares that a submission took and whose job has not come, until they are gone; by serial."""
+    taken = [id_ for id_ in sorted(state.offers) if state.offers[id_].state is OfferState.TAKEN]
+    return [vm for id_ in taken if (vm := state.vms.get(id_)) and vm.attempt is None]
+
+
 def spare_size(pool: Pool, template: Size, context: Context, host: str) -> Size:
     """The size that a pool's VM is made with, forked from a template of the size `template`."""
     return template if pool.depth is Depth.PARKED else vm_size(pool.size, template, context.hosts[host], context.policy)

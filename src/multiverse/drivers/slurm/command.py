@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple, Self
 
 from multiverse.config import SlurmSettings
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Stale, Unknown
+from multiverse.drivers.slurm.turns import CommandTurns
 
 # Parts of Slurm's messages (from slurm_errno.c and the commands) and the errors they mean. The first match counts.
 _MEANINGS: tuple[tuple[str, type[MultiverseError]], ...] = (
@@ -46,12 +49,52 @@ _MEANINGS: tuple[tuple[str, type[MultiverseError]], ...] = (
 _CHECK_SLURMCTLD = "check slurmctld with scontrol ping, and its log"
 
 
-class SlurmCommands:
-    """Slurm's command line tools, run without a shell in an environment that does not depend on the caller's."""
+class Completed(NamedTuple):
+    """How a process ended, and what it printed."""
 
-    def __init__(self, settings: SlurmSettings, env: Mapping[str, str] | None = None) -> None:
+    status: int
+    out: bytes
+    err: bytes
+
+
+Execute = Callable[[Sequence[str], Mapping[str, str], float], Awaitable[Completed]]
+"""Runs a program, given with its arguments, in an environment. It is killed after some seconds, and TimeoutError is
+raised. Raises OSError if it cannot be started."""
+
+
+async def execute(argv: Sequence[str], env: Mapping[str, str], timeout: float) -> Completed:
+    """See `Execute`."""
+    process = await asyncio.create_subprocess_exec(
+        *argv,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=env,
+    )
+    try:
+        out, err = await asyncio.wait_for(process.communicate(), timeout)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode is not None, "communicate() has waited for its end"
+    return Completed(process.returncode, out, err)
+
+
+class SlurmCommands:
+    """Slurm's command line tools, run without a shell in an environment that does not depend on the caller's.
+
+    At most `SlurmSettings.commands` run at the same time, whoever asks for them.
+    """
+
+    def __init__(
+        self, settings: SlurmSettings, env: Mapping[str, str] | None = None, execute: Execute = execute
+    ) -> None:
         self._bin = settings.bin_dir
         self._timeout = settings.command_timeout
+        self._execute = execute
+        self._turns = CommandTurns(settings.commands)
+        self._observes = False
         inherited = os.environ if env is None else env
         # Variables such as SQUEUE_FORMAT or SLURM_CLUSTERS would change the commands' output.
         clean = {k: v for k, v in inherited.items() if not k.startswith(("SLURM_", "SQUEUE_", "SINFO_", "SCANCEL_"))}
@@ -62,6 +105,12 @@ class SlurmCommands:
             "LC_ALL": "C",
         }
 
+    def for_observations(self) -> Self:
+        """The same commands, within the same limit, which go before those that change something."""
+        other = copy.copy(self)
+        other._observes = True
+        return other
+
     async def run(self, program: str, *args: str, env: Mapping[str, str] | None = None, refused: str = "") -> str:
         """The command's standard output. `env` is added to its environment. An error message with the text `refused`
         raises `Refused`, whatever the exit status is.
@@ -70,32 +119,21 @@ class SlurmCommands:
         slurmctld did not answer in time, because it may still act on the request.
         """
         path = str(Path(self._bin) / program) if self._bin else program
-        try:
-            process = await asyncio.create_subprocess_exec(
-                path,
-                *args,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env={**self._env, **(env or {})},
-            )
-        except OSError as error:
-            raise Broken(
-                f"cannot run {path}: {error.strerror}", hint="install slurm-client, or set slurm.bin_dir"
-            ) from error
-        try:
-            out, err = await asyncio.wait_for(process.communicate(), self._timeout)
-        except TimeoutError as error:
-            raise Unknown(f"{program} did not end within {self._timeout:g} s", hint=_CHECK_SLURMCTLD) from error
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-        if refused and refused in err.decode(errors="replace"):
-            raise Refused(f"{program}: {err.decode(errors='replace').strip()}")
-        if process.returncode != 0:
-            raise meaning(program, err.decode(errors="replace") or out.decode(errors="replace"))
-        return out.decode(errors="replace")
+        async with self._turns.turn(observes=self._observes):
+            try:
+                done = await self._execute((path, *args), {**self._env, **(env or {})}, self._timeout)
+            except TimeoutError as error:
+                raise Unknown(f"{program} did not end within {self._timeout:g} s", hint=_CHECK_SLURMCTLD) from error
+            except OSError as error:
+                raise Broken(
+                    f"cannot run {path}: {error.strerror}", hint="install slurm-client, or set slurm.bin_dir"
+                ) from error
+        out, err = done.out.decode(errors="replace"), done.err.decode(errors="replace")
+        if refused and refused in err:
+            raise Refused(f"{program}: {err.strip()}")
+        if done.status != 0:
+            raise meaning(program, err or out)
+        return out
 
 
 def meaning(program: str, output: str) -> MultiverseError:

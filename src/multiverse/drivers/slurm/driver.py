@@ -12,10 +12,10 @@ from multiverse.core.model import JobRef, NodeBootstrap, NodeSpec, NodeState, Sc
 from multiverse.drivers.slurm import bootstrap as node_bootstrap
 from multiverse.drivers.slurm import conf, parse
 from multiverse.drivers.slurm.account import NameService
-from multiverse.drivers.slurm.command import SlurmCommands
+from multiverse.drivers.slurm.command import Execute, SlurmCommands, execute
 from multiverse.drivers.slurm.comment import CommentTurns, compose, plain_line, updates, waiting_records
 from multiverse.drivers.slurm.delete import NodeDeleter
-from multiverse.drivers.slurm.offers import OfferFiles, SlurmOffers
+from multiverse.drivers.slurm.offers import OfferFiles, OffersSeen, SlurmOffers
 from multiverse.drivers.slurm.reader import SlurmReader
 from multiverse.drivers.slurm.reread import CurrentJob, reread
 from multiverse.drivers.slurm.submission import SubmissionFile
@@ -26,13 +26,15 @@ _SUBMISSION_TERM = 60.0  # seconds for which the published sizes are valid, at l
 
 
 class SlurmScheduler:
-    def __init__(self, settings: Settings, site: str, *, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, settings: Settings, site: str, *, env: Mapping[str, str] | None = None, execute: Execute = execute
+    ) -> None:
         self._settings = settings
         self._slurm = settings.slurm
         self._site = site
-        self._commands = SlurmCommands(settings.slurm, env)
+        self._commands = SlurmCommands(settings.slurm, env, execute)
         self._name_service = NameService()
-        self._reader = SlurmReader(settings, site, self._commands)
+        self._reader = SlurmReader(settings, site, self._commands.for_observations())
         self._comment_turns = CommentTurns()
         # Each observation renews both files, so they have to be valid for several polls.
         self._offer_files = OfferFiles(settings.slurm.inbox, site, max(_OFFER_TERM, 4 * settings.poll))
@@ -67,21 +69,21 @@ class SlurmScheduler:
 
     async def observe(self) -> SchedulerView:
         """See `ports.Scheduler`."""
-        offers = self._renew()
+        seen = self._renew()
         jobs, nodes, limits = await self._reader.whole()
         self._renew_offers()
-        return SchedulerView(jobs=jobs, nodes=nodes, limits=limits, offers=offers)
+        return SchedulerView(jobs=jobs, nodes=nodes, limits=limits, offers=seen.offers, takers=seen.takers)
 
     async def read(
         self, jobs: Mapping[str, int | None], users: Collection[int], nodes: Collection[str]
     ) -> SchedulerPart:
         """See `ports.Parts`."""
-        offers = self._renew()
+        seen = self._renew()
         part = await self._reader.part(jobs, users, nodes)
         self._renew_offers()
-        return replace(part, offers=offers)
+        return replace(part, offers=seen.offers, takers=seen.takers)
 
-    def _renew(self) -> Mapping[str, bool]:
+    def _renew(self) -> OffersSeen:
         self._submission.renew()
         return self._offer_files.observe()
 

@@ -316,7 +316,7 @@ def _problem(record: Record, own: tuple[str, ...], names: SiteNames) -> str:
         ),
         ("," in str(record["partition"]), f"name one partition only: {names.gate_partition}"),
         (bool(record.get("resv_name")), "reservations are not supported: submit without --reservation"),
-        # The submit script does not get this field, which exists from 23.02 on.
+        # The submit script sees this option and --profile only in the environment of a batch job.
         (bool(record.get("container_id")), "--container-id is not supported: select an image with --constraint"),
         (bool(record.get("prefer")), "--prefer is not supported: use --constraint instead"),
         (bool(record.get("required_nodes")), "nodes are created for each job: submit without --nodelist"),
@@ -337,8 +337,8 @@ def _problem(record: Record, own: tuple[str, ...], names: SiteNames) -> str:
             any(set(word) & set("|[]()*!") for word in own),
             "alternatives in --constraint are not supported: join with &",
         ),
-        (len(images) > 1, f"one image only, not {' and '.join(images)}"),
-        (len(kinds) > 1, f"one kind of clone only, not {' and '.join(kinds)}"),
+        (len(images) > 1, f"a job has one image, not {' and '.join(images)}: name one of them with --constraint"),
+        (len(kinds) > 1, f"a job has one kind of clone, not {' and '.join(kinds)}: name one of them with --constraint"),
     )
     return next((text for wrong, text in checks if wrong), "")
 

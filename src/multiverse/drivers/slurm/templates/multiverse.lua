@@ -39,13 +39,15 @@ local function any_ours(text)
 end
 
 -- Fields of options that Multiverse does not support, with the message for the user. Slurm would accept most of these
--- options and ignore them.
+-- options and ignore them. A field that a release of Slurm does not have is nil there (core_spec and thread_spec before
+-- 26.05).
 local UNSUPPORTED = {
   { "burst_buffer", "burst buffers are not supported: stage files in the job itself, without --bb and --bbf" },
   { "container", "--container is not supported: select an image with --constraint" },
   { "cpu_freq_min", "a VM cannot set the CPU frequency of its host: submit without --cpu-freq" },
   { "cpu_freq_max", "a VM cannot set the CPU frequency of its host: submit without --cpu-freq" },
   { "cpu_freq_gov", "a VM cannot set the CPU frequency of its host: submit without --cpu-freq" },
+  { "core_spec", "specialized cores are not supported: submit without --core-spec and --thread-spec" },
   { "contiguous", "contiguous nodes are not supported: submit without --contiguous" },
   { "cpus_per_tres", "generic resources are not supported: submit without GPUs" },
   { "delay_boot", "the features of a VM never change: submit without --delay-boot" },
@@ -58,6 +60,7 @@ local UNSUPPORTED = {
   { "req_nodes", "nodes are created for each job: submit without --nodelist" },
   { "req_switch", "VMs are connected to no network switch: submit without --switches" },
   { "reservation", "reservations are not supported: submit without --reservation" },
+  { "thread_spec", "specialized cores are not supported: submit without --core-spec and --thread-spec" },
   { "tres_per_job", "generic resources are not supported: submit without GPUs" },
   { "tres_per_node", "generic resources are not supported: submit without --gres and GPUs" },
   { "tres_per_socket", "generic resources are not supported: submit without GPUs" },
@@ -65,6 +68,11 @@ local UNSUPPORTED = {
   -- After the GPUs themselves: from 24.05 on Slurm sets these fields for every job with GPUs.
   { "tres_bind", "generic resources are not supported: submit without --gpu-bind" },
   { "tres_freq", "generic resources are not supported: submit without --gpu-freq" },
+}
+-- Variables that sbatch writes into the job's environment, for options that no field holds.
+local UNSUPPORTED_VARIABLES = {
+  { "SLURM_PROFILE", "profiles of VMs are not supported: submit without --profile, and unset SLURM_PROFILE" },
+  { "SLURM_CONTAINER_ID", "--container-id is not supported: select an image with --constraint" },
 }
 -- Bits of bitflags (slurm.h, from 22.05 to 24.11): --spread-job and --gres-flags. The last three are used from 23.11 on.
 local SPREAD, GRES_FLAGS = 2 ^ 8, { 2 ^ 4, 2 ^ 19, 2 ^ 38, 2 ^ 39, 2 ^ 40 }
@@ -108,6 +116,30 @@ local function unsupported_option(job)
   if job.immediate == 1 then return "a VM is created after its job was queued: submit without --immediate" end
   if job.min_mem_per_node == 0 then
     return "--mem=0 (all memory of a node) is not supported: give the size with --mem"
+  end
+  return nil
+end
+
+-- Why a variable in the job's environment shows an option that is not supported, or nil. Slurm gives an environment for
+-- batch jobs only. In a job, sbatch inherits the variables of that job: the controller decides then.
+local function unsupported_variable(job)
+  if not job.script or not job.environment or job.environment.SLURM_JOB_ID then return nil end
+  for _, row in ipairs(UNSUPPORTED_VARIABLES) do
+    local value = job.environment[row[1]]
+    if is_set(value) and string.lower(value) ~= "none" then return row[2] end
+  end
+  return nil
+end
+
+-- Why the job's features do not tell which VMs it is to have, or nil.
+local function ambiguous_features(job)
+  local found = {}
+  for _, word in ipairs(words(job.features, "&,%s")) do
+    local what = KINDS[word] and "kind of clone" or "image"
+    if found[what] and found[what] ~= word then
+      return string.format("a job has one %s, not %s and %s: name one of them with --constraint", what, found[what], word)
+    end
+    found[what] = word
   end
   return nil
 end
@@ -188,11 +220,22 @@ local function has_to_wait(job)
     or (number(job.begin_time, nil) or 0) > os.time()
 end
 
+-- Whether the user's jobs may take no node now, and the end of the name of a node's file after the job has taken it. The
+-- user took nodes for which no job came: by --test-only, which Slurm does not tell, or by jobs that Slurm then refused.
+-- A controller of an earlier release does not write the line `excluded`, and knows no names with the user.
+local function taker(line, uid)
+  local uids = string.match(line or "", "^excluded([ %d]*)$")
+  if not uids then return false, "" end
+  return string.find(uids .. " ", string.format(" %d ", uid), 1, true) ~= nil, string.format(".%d", uid)
+end
+
 -- The tag of an idle node that the job takes, or nil. The controller lists the nodes that it offers. A node is taken by
 -- renaming its file, which succeeds once only.
 local function take_offered_node(job, partitions)
   local lines = lines_of(site.inbox .. "/spares/list")
   if (tonumber(lines[1]) or 0) < os.time() then return nil end -- no controller would add the job's user to the guest
+  local excluded, suffix = taker(lines[2], job.user_id)
+  if excluded then return nil end
   local nodes, cpus, memory, disk = node_size(job)
   if has_to_wait(job) or nodes ~= 1 or not may_skip_gate(partitions) then return nil end
   local max_mem_per_cpu = number(partitions[site.run_partition].max_mem_per_cpu, nil) or 0
@@ -202,7 +245,7 @@ local function take_offered_node(job, partitions)
       "^(%S+) (%S+) (%S+) ([01]) ([01]) (%d+) (%d+) (%d+)$")
     if node and cpus == tonumber(has_cpus) and memory <= tonumber(has_memory) and disk <= tonumber(has_disk)
       and accepts(job, image, any_image == "1", any_kind == "1")
-      and os.rename(site.inbox .. "/spares/open." .. node, site.inbox .. "/spares/taken." .. node) then
+      and os.rename(site.inbox .. "/spares/open." .. node, site.inbox .. "/spares/taken." .. node .. suffix) then
       return tag
     end
   end
@@ -408,7 +451,8 @@ local function submit(job, partition, partitions)
   if number(job.het_job_offset, NO_VAL) then
     return refuse("heterogeneous jobs are not supported: submit each component as a separate job")
   end
-  local message = unsupported_option(job) or unsupported_topology(job) or overcommitted(job)
+  local message = unsupported_option(job) or unsupported_variable(job) or ambiguous_features(job)
+    or unsupported_topology(job) or overcommitted(job)
   if message then return refuse(message) end
   local nodes, too_many = choose_node_count(job)
   if not nodes then return refuse(too_many) end
