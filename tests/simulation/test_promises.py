@@ -101,6 +101,7 @@ RARE = (
     ("attempt", ("reclaiming",), "left the gate", "returning"),
     ("attempt", ("queued", "stray"), "left the gate", "ungated"),
     ("attempt", ("ungated",), "noted", "ungated"),
+    ("attempt", ("returning",), "started late", "reclaiming"),
     ("attempt", ("introducing", "spawned"), "pin expired", "returning"),
     (
         "attempt",
@@ -116,6 +117,7 @@ RARE = (
     ("vm", ("orphan",), "released", "ending"),
     ("vm", ("dead", "joined", "orphan", "parked", "retiring", "serving"), "fenced", "ending"),
     ("vm", ("dead", "retiring"), "lost", "lost"),
+    ("vm", ("lost",), "found", "serving"),
     ("vm", ("dead", "joined", "parked", "planned", "retiring", "serving", "starting"), "released", "ending"),
     ("vm", ("retiring",), "taken", "joined"),
 )

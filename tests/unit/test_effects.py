@@ -150,6 +150,22 @@ def test_effects_that_failed_at_the_same_time_are_repeated_at_different_times() 
     assert run(script(2), 1) != first
 
 
+def test_what_failed_for_want_of_a_user_is_repeated_at_once_when_the_user_is_known() -> None:
+    async def script() -> None:
+        harness = Harness(vm(VmState.STARTING, id=7), *revoking(1))  # nobody knows the users here
+        harness.ports.refused = {"1"}
+        harness.effects.ensure()
+        await asyncio.sleep(1.5)
+        due = {failure.effect.kind: failure.again_at for failure in harness.effects.failing(1)}
+        assert set(due) == {EffectKind.START, EffectKind.REVOKE} and min(due.values()) > harness.clock.now()
+        harness.effects.try_again_for_users()
+        then = {failure.effect.kind: failure.again_at for failure in harness.effects.failing(1)}
+        assert then[EffectKind.START] <= harness.clock.now() and then[EffectKind.REVOKE] == due[EffectKind.REVOKE]
+        await harness.effects.close()
+
+    run(script(), 1)
+
+
 def test_a_pause_is_doubled_up_to_its_limit_and_up_to_half_longer_by_chance() -> None:
     for runs, shortest in ((1, AGAIN), (2, 2 * AGAIN), (3, 4 * AGAIN), (10, AGAIN_LIMIT), (10_000, AGAIN_LIMIT)):
         pauses = [pause(runs, Random(seed)) for seed in range(200)]

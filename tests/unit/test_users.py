@@ -119,7 +119,7 @@ async def test_look_ups_that_hang_end_for_their_callers_and_take_a_limited_numbe
 
 async def test_a_user_is_looked_up_while_others_hang() -> None:
     find = Hanging(lambda uid: uid == 1)
-    service = NameService(find, threads=2, limit=0.2)
+    service = NameService(find, threads=2, limit=2.0)
     slow, *quick = await asyncio.gather(*(service.user(uid) for uid in range(1, 9)), return_exceptions=True)
     assert isinstance(slow, Unknown) and [user.uid for user in quick if isinstance(user, User)] == list(range(2, 9))
     find.go.set()
@@ -142,11 +142,14 @@ class Answers:
     def __init__(self, *answers: User | Exception) -> None:
         self.answers, self.calls = list(answers), 0
         self.clock = ManualClock()
-        self.changes = 0
-        self.directory = UserDirectory(self.find, self.clock, self.changed)
+        self.changes = self.known = 0
+        self.directory = UserDirectory(self.find, self.clock, self.changed, self.became_known)
 
     def changed(self) -> None:
         self.changes += 1
+
+    def became_known(self) -> None:
+        self.known += 1
 
     async def find(self, uid: int) -> User:
         self.calls += 1
@@ -167,6 +170,7 @@ async def test_a_user_is_asked_for_once_and_kept_for_the_start() -> None:
     assert await one.directory.user(1000) == ADA and one.calls == 1
     one.clock.time += FRESH + 1
     assert await one.directory.user(1000) == ADA and one.calls == 2, "groups may have changed"
+    assert one.known == 1, "the user was known before"
 
 
 async def test_a_user_who_was_known_stays_known_while_the_name_service_is_silent() -> None:
@@ -195,6 +199,7 @@ async def test_a_user_who_is_unknown_is_asked_for_again_after_growing_pauses_unt
         await one.look_up()
     assert pauses == sorted(set(pauses)) and len(pauses) == 3
     assert one.directory.seen()[1000].since == one.clock.time and one.directory.next_due() == float("inf")
+    assert one.known == 1 and one.changes == 4
 
 
 async def test_a_user_whom_nobody_needs_to_know_any_more_is_not_asked_for_again() -> None:

@@ -52,6 +52,9 @@ JOBS_AT_ONCE = 8
 """Effects of each of these kinds that run at the same time: each is a few commands of the scheduler. A kind does not
 wait for another: thousands of jobs that are cancelled free nothing, and a few that go back to the gate free VMs."""
 
+_FOR_USERS = (EffectKind.START, EffectKind.PIN)
+"""Effects that need the job's user."""
+
 _ON_JOBS = (EffectKind.GATE, EffectKind.REQUEUE, EffectKind.REVOKE)
 
 TIMEOUTS: dict[EffectKind, float] = {EffectKind.BUILD: 600.0, EffectKind.CREATE: 300.0, EffectKind.START: 300.0}
@@ -168,6 +171,12 @@ class Effects:
         for key in [key for key in self._ended_at if key not in self._lanes and state.get(key) is None]:
             del self._ended_at[key]
             self._refused.pop(key, None)
+
+    def try_again_for_users(self) -> None:
+        """Repeat at once what failed and needs a user: one who was unknown is known now."""
+        for lane in self._lanes.values():
+            if lane.failures and lane.effect.kind in _FOR_USERS and lane.task is None:
+                lane.due = 0.0
 
     def _due_ones(self, *, releasing: bool) -> list[Key]:
         """The lanes that are to begin now; with `releasing` only those that release. Of those on jobs some may have to

@@ -163,7 +163,9 @@ class Controller:
             for source in hypervisor.sources
         }
         """One observer for each source of the hypervisor, by the source's name."""
-        self.users = UserDirectory(lambda uid: scheduler.user(uid), clock, self._wake.set)
+        self.users = UserDirectory(
+            lambda uid: scheduler.user(uid), clock, self._wake.set, lambda: self._effects.try_again_for_users()
+        )
         surroundings = Surroundings(
             gateway=settings.network.gateway,
             hosts=settings.network.hosts,

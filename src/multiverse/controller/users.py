@@ -53,10 +53,17 @@ class _Inquiry:
 
 
 class UserDirectory:
-    """What `find` answered about each user. `changed` is called when something new is known."""
+    """What `find` answered about each user. `changed` is called after each answer, and `known` before that if the user
+    was unknown until then."""
 
-    def __init__(self, find: Callable[[int], Awaitable[User]], clock: Clock, changed: Callable[[], None]) -> None:
-        self._find, self._clock, self._changed = find, clock, changed
+    def __init__(
+        self,
+        find: Callable[[int], Awaitable[User]],
+        clock: Clock,
+        changed: Callable[[], None],
+        known: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._find, self._clock, self._changed, self._known = find, clock, changed, known
         self._entries: dict[int, _Inquiry] = {}
 
     def seen(self) -> Mapping[int, UserSeen]:
@@ -115,9 +122,12 @@ class UserDirectory:
         except Exception as error:  # a defect of the driver too: nothing is known of the user
             self._failed(uid, entry, began, error)
         else:
-            since = entry.seen.since if entry.seen and entry.seen.exists else self._clock.now()
+            was_known = entry.seen is not None and entry.seen.exists
+            since = entry.seen.since if entry.seen and was_known else self._clock.now()
             entry.user, entry.answered, entry.seen = user, began, UserSeen(True, began, since)
             self._succeeded(entry)
+            if not was_known:
+                self._known()
         finally:
             entry.task = None
         self._changed()
