@@ -89,7 +89,7 @@ def test_a_controller_killed_at_each_other_end_leaves_nothing(lab: LabUnderTest,
     until("it is up", daemon.ensure_up)
     never = lab.sbatch("true", "--hold", "--output=/dev/null")
     again = lab.sbatch(script, "--requeue", "--output=/dev/null")
-    unserved = lab.sbatch("true", "--profile=task", "--output=/dev/null")
+    unserved = lab.sbatch("true", "--cluster-constraint=x", "--output=/dev/null")
     until("it runs", lambda: attempt_is(daemon, again, "allocated") and path.exists())
     lab.run("scontrol", "requeue", again)
     lab.run("scancel", never)
