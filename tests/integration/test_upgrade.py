@@ -24,6 +24,7 @@ pytestmark = pytest.mark.integration
 
 
 TO_SCHEMA_0003 = (
+    "DROP TABLE reserve",
     "DROP TABLE ended",
     "DROP INDEX ix_attempts_live_job",
     "DROP INDEX ix_journal_row",
