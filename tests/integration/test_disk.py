@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import os
 from collections.abc import AsyncIterator
@@ -10,9 +9,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from multiverse.config import Settings
-from multiverse.core.model import CloneKind, Daemon, NodeBootstrap, Size, VmCondition, VmRef, VmSpec
+from multiverse.core.model import CloneKind, VmCondition, VmRef
 from multiverse.drivers.qemu.driver import QemuHypervisor
-from tests.integration.test_qemu_driver import BASE, HEAD, PARENT, SITE, Lab, settings
+from tests.integration.test_qemu_driver import BASE, PARENT, SITE, Lab, answers_of, settings
 
 __all__ = ["settings"]  # a fixture
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="taps and images need root")]
@@ -35,26 +34,6 @@ async def lab(settings: Settings) -> AsyncIterator[Lab]:
     hypervisor.close()
 
 
-async def run(lab: Lab, spec: VmSpec, script: str, size: Size | None = None) -> list[str]:
-    """Start the VM, which has been created, and run a script in its guest. The lines that it prints."""
-    lines: list[str] = []
-    done = asyncio.Event()
-
-    async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        lines.extend((await reader.read()).decode().splitlines())
-        writer.close()
-        done.set()
-
-    server = await asyncio.start_server(hear, HEAD, 0)
-    port = server.sockets[0].getsockname()[1]
-    teller = Daemon("teller", ("/bin/bash", "-c", f"exec 3<>/dev/tcp/head/{port}; {{ {script}; }} >&3 2>&1 3>&-"))
-    identity = lab.identity(spec, bootstrap=NodeBootstrap((), (), (teller,)))
-    async with server:
-        await lab.hypervisor.start(VmRef(spec.name), size or spec.size, identity)
-        await asyncio.wait_for(done.wait(), 120)
-    return lines
-
-
 async def files_of(lab: Lab, name: str) -> tuple[int, int]:
     """MiB that the file of the VM's disk takes, and may take."""
     overlay = lab.settings.qemu.vms / name / "disk.qcow2"
@@ -70,7 +49,7 @@ AVAILABLE = f"{AS_ANN} df --output=avail -BM / | tail -n 1"
 async def test_a_job_has_what_it_asked_for_available_and_not_much_more(lab: Lab, kind: CloneKind, asked: int) -> None:
     spec = lab.spec(kind, dataclasses.replace(BASE, disk=asked))
     await lab.hypervisor.create(spec)
-    (line,) = await run(lab, spec, AVAILABLE)
+    (line,) = await answers_of(lab, spec, AVAILABLE)
     allowance = max(SCRATCH, asked)
     assert allowance <= int(line.strip().removesuffix("M")) <= allowance + 64
 
@@ -79,7 +58,7 @@ async def test_a_spare_gets_the_allowance_of_the_job_that_takes_it(lab: Lab) -> 
     spare = dataclasses.replace(lab.spec(), spare=True)
     await lab.hypervisor.create(spare)
     parked = (await lab.hypervisor.observe()).vms[spare.name].disk
-    (line,) = await run(lab, spare, AVAILABLE, dataclasses.replace(BASE, disk=1000))
+    (line,) = await answers_of(lab, spare, AVAILABLE, dataclasses.replace(BASE, disk=1000))
     view = await lab.hypervisor.observe()
     assert int(line.strip().removesuffix("M")) >= 1000
     assert parked == view.hosts["h"].disks["slim"].overhead
@@ -96,7 +75,7 @@ async def test_a_user_who_fills_the_disk_is_told_so_and_loses_no_data(lab: Lab) 
         ' done; done; dd if=/dev/zero of=large bs=1M 2>&1 | grep -o "No space.*"; sync large; echo ann $?\';'
         " sync; dmesg | grep -c 'I/O error'"
     )
-    assert await run(lab, spec, fill) == ["No space left on device", "No space left on device", "ann 0", "0"]
+    assert await answers_of(lab, spec, fill) == ["No space left on device", "No space left on device", "ann 0", "0"]
     taken, most = await files_of(lab, spec.name)
     assert SCRATCH <= taken < most - 100, "what the host permits is not used up"
 
@@ -109,7 +88,7 @@ async def test_root_in_a_guest_can_write_no_more_than_its_vm_claims(lab: Lab) ->
         f"rm /.multiverse-reserve; dd if=/dev/zero of=/tmp/large bs=1M count={most + 100} conv=fsync 2>&1"
         " | grep -o 'Input/output error'; dmesg | grep -c 'I/O error' | head -c 1; echo"
     )
-    said = await run(lab, spec, write)
+    said = await answers_of(lab, spec, write)
     assert said[0] == "Input/output error", said
     assert await files_of(lab, spec.name) == (most, most)
     assert await lab.condition(spec.name) is VmCondition.RUNNING

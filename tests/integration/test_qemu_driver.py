@@ -169,9 +169,11 @@ async def test_two_clones_share_no_ids_and_leave_nothing(lab: Lab) -> None:
     assert not (await lab.hypervisor.observe()).vms
 
 
-async def test_a_clone_has_the_identity_that_it_was_sent(lab: Lab) -> None:
-    """Verified from inside the guest, over its network."""
-    spec = lab.spec()
+async def answers_of(
+    lab: Lab, spec: VmSpec, script: str, size: Size | None = None, files: tuple[GuestFile, ...] = (), limit: float = 120
+) -> list[str]:
+    """Start the VM, which has been created, and run a script in its guest. The lines that it prints, over the guest's
+    network, within `limit` seconds."""
     lines: list[str] = []
     done = asyncio.Event()
 
@@ -182,14 +184,22 @@ async def test_a_clone_has_the_identity_that_it_was_sent(lab: Lab) -> None:
 
     server = await asyncio.start_server(hear, HEAD, 0)
     port = server.sockets[0].getsockname()[1]
+    teller = Daemon("teller", ("/bin/bash", "-c", f"exec 3<>/dev/tcp/head/{port}; {{ {script}; }} >&3 2>&1 3>&-"))
+    identity = lab.identity(spec, bootstrap=NodeBootstrap(files, (), (teller,)))
+    async with server:
+        await lab.hypervisor.start(VmRef(spec.name), size or spec.size, identity)
+        await asyncio.wait_for(done.wait(), limit)
+    return lines
+
+
+async def test_a_clone_has_the_identity_that_it_was_sent(lab: Lab) -> None:
+    """Verified from inside the guest, over its network."""
+    spec = lab.spec()
     questions = ("hostname", "id ann", "cat /sys/class/net/eth0/address", "stat -c '%a %U' /etc/site/key",
                  "date +%s", "stat -fc %T /sys/fs/cgroup", "ls -d /sys/fs/cgroup/system.slice")  # fmt: skip
-    script = f"exec 3<>/dev/tcp/head/{port}; {{ {'; '.join(questions)}; }} >&3"
-    teller = Daemon("teller", ("/bin/bash", "-c", script))
-    bootstrap = NodeBootstrap((GuestFile("/etc/site/key", b"secret", 0o400, "munge"),), (), (teller,))
-    async with server:
-        await lab.started(spec, bootstrap=bootstrap)
-        await asyncio.wait_for(done.wait(), 30)
+    key = GuestFile("/etc/site/key", b"secret", 0o400, "munge")
+    await lab.hypervisor.create(spec)
+    lines = await answers_of(lab, spec, "; ".join(questions), files=(key,), limit=30)
     assert lines[:4] == [spec.name, "uid=4001(ann) gid=4001 groups=4001,4100(lab)", spec.mac, "400 munge"]
     assert abs(int(lines[4]) - time.time()) < 10
     assert lines[5:] == ["cgroup2fs", "/sys/fs/cgroup/system.slice"]
