@@ -65,16 +65,15 @@ class AgentConnection:
 
     async def run(self) -> None:
         """Keep the connection up until cancelled."""
-        failures = 0
+        failures, logged = 0, ""
         while True:
             try:
                 await self._connect()
-                failures = 0  # it was up
+                failures, logged = 0, ""  # it was up
             except MultiverseError as error:
-                failures += 1
-                if self.reason != str(error):
+                if str(error) != logged:
                     log.warning("no connection to agent", host=self.host, reason=str(error))
-                self.reason = str(error)
+                failures, logged, self.reason = failures + 1, str(error), str(error)
             self._epoch.given_up(self.host)
             pause = min(AGAIN * 2.0**failures, AGAIN_LIMIT)
             await asyncio.sleep(pause * (1 - self._random.random() / 2))
@@ -83,7 +82,7 @@ class AgentConnection:
         """Let the agent do something. Raises the agent's error, or `Unknown` without an answer: then it may have been
         done. A caller that is cancelled lets the agent know."""
         if self._writer is None:
-            raise Unknown(f"no connection to the agent of {self.host}: {self.reason}")
+            raise Unknown(f"{self.host} has no connection to its agent: {self.reason}")
         number, waiting = next(self._ids), asyncio.get_running_loop().create_future()
         # It stays until it is answered, also when nobody waits any more: a later answer may say that it is the same.
         self._calls[number] = (call, waiting)
@@ -130,39 +129,38 @@ class AgentConnection:
 
     async def _connect(self) -> None:
         """Connect, greet, and read answers until the connection ends. Raises `Unknown` or `Refused` if it was not
-        made; one that was made and has ended is logged."""
+        made; the end of one that was made is logged."""
         stream = await self._transport.open()
-        pinging: asyncio.Task[None] | None = None
-        reason, made = "", False
+        pinging = asyncio.create_task(self._ping(stream), name=f"ping {self.host}")
+        made, error = False, MultiverseError("it was given up")
         try:
-            pinging = asyncio.create_task(self._ping(stream), name=f"ping {self.host}")
             self.welcome = await self._handshake(stream)
             self._writer, made, self.reason = stream.writer, True, ""
             log.info("agent connected", host=self.host, release=self.welcome.release)
             while True:
                 self._answered(await self._read(stream))
-        except MultiverseError as error:
-            reason = str(error)
-            if not made and isinstance(error, Refused):
-                raise
+        except MultiverseError as caught:
+            error = caught
         finally:
-            if pinging is not None:
-                pinging.cancel()
-            said = await self._disconnected(stream, reason)
+            pinging.cancel()
+            self._disconnected(str(error))
+            said = await stream.close()
+        if not made and isinstance(error, Refused):
+            raise error
+        self.reason = f"the agent of {self.host} cannot be reached: {said or error}"
         if not made:
-            raise Unknown(f"the agent of {self.host} cannot be reached: {said or reason}")
-        self.reason = said or reason
-        log.warning("agent disconnected", host=self.host, reason=self.reason)
+            raise Unknown(self.reason)
+        log.warning("agent disconnected", host=self.host, reason=said or str(error))
 
-    async def _disconnected(self, stream: Stream, reason: str) -> str:
-        """End the stream, and every call that waits for an answer. Returns what the stream says of its end."""
+    def _disconnected(self, reason: str) -> None:
+        """No call is sent any more, and every call that waits for an answer is unknown."""
         self._writer = self.welcome = None
         self._last.clear()
+        self.reason = f"the connection to the agent of {self.host} was lost: {reason}"
         for _, waiting in self._calls.values():
             if not waiting.done():
-                waiting.set_exception(Unknown(f"the connection to the agent of {self.host} was lost: {reason}"))
+                waiting.set_exception(Unknown(self.reason))
         self._calls.clear()
-        return await stream.close()
 
     async def _handshake(self, stream: Stream) -> Welcome:
         who = self._who
