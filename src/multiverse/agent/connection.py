@@ -185,18 +185,17 @@ class AgentConnection:
         return welcome
 
     async def _expect(self, stream: Stream, wanted: Callable[[Answer], bool]) -> Answer:
-        """The next answer but those to `ping`. Raises `Refused` if the agent refuses this controller."""
+        """The next answer but those to `ping`."""
         while True:
             answer = await self._read(stream)
-            if answer.refused is not None:
-                raise answer.refused.error()
             if wanted(answer):
                 return answer
 
     async def _read(self, stream: Stream) -> Answer:
+        """The next line. Raises `Refused` if the agent refuses this controller, `Unknown` if there is none."""
         try:
             async with asyncio.timeout(SILENCE):
-                return decode_answer(await stream.reader.readuntil())
+                answer = decode_answer(await stream.reader.readuntil())
         except TimeoutError as error:
             raise Unknown(f"it has not answered for {SILENCE:g} s") from error
         except asyncio.IncompleteReadError as error:
@@ -205,6 +204,9 @@ class AgentConnection:
             raise Unknown(f"it has sent a line of more than {LONGEST_LINE} bytes") from error
         except OSError as error:
             raise Unknown(str(error)) from error
+        if answer.refused is not None:
+            raise answer.refused.error()
+        return answer
 
     async def _ping(self, stream: Stream) -> None:
         for number in itertools.count(1):

@@ -14,8 +14,9 @@
                                    ←  {"pong": 5}
 
 An epoch numbers the controllers of a site: each takes a higher one than all before it. An agent refuses a controller
-whose epoch is below the highest that the agent has seen, also in the middle of a connection. An observation that equals
-the last one on the same connection is sent as `{"id": 3, "same": true}`.
+whose epoch is below the highest that the agent has seen. In the middle of a connection, it answers a call with `refused`
+and ends the connection. An observation that equals the last one on the same connection is sent as
+`{"id": 3, "same": true}`.
 
 A field that the other release does not know is ignored; one that it does not send has its default. So fields may be
 added, with defaults, and `PROTOCOL` rises when a call or the meaning of a field changes. An agent and a controller

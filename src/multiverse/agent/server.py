@@ -178,6 +178,11 @@ class AgentServer:
             # A call that comes a second time is the same call: ids rise.
             elif line.id is not None and line.call is not None and line.id > connection.newest:
                 connection.newest = line.id
+                try:
+                    self._epochs.check(connection.site, connection.epoch)
+                except Refused as error:
+                    connection.send(encode(Answer(refused=Failure.of(error))))
+                    raise
                 self._begin(connection, line.id, line.call)
             await connection.writer.drain()
 
@@ -196,7 +201,6 @@ class AgentServer:
         """Do what the call asks, and send what came of it."""
         failure: MultiverseError | None = None
         try:
-            self._epochs.check(connection.site, connection.epoch)
             result = await self._call(connection, call)
         except asyncio.CancelledError:
             failure = Unknown(f"{call.name} was cancelled")
@@ -274,8 +278,3 @@ async def _line(reader: asyncio.StreamReader) -> Line | None:
         except asyncio.LimitOverrunError as error:
             raise Refused(f"a line has more than {LONGEST_LINE} bytes") from error
     return decode_line(data)
-
-
-async def listen(server: AgentServer, path: str) -> asyncio.Server:
-    """Serve the connections to a Unix socket, which the caller has restricted to itself."""
-    return await asyncio.start_unix_server(server.serve, path, limit=LONGEST_LINE)

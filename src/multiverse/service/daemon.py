@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -29,8 +27,8 @@ from multiverse.service.api import make_api
 from multiverse.service.backend import Backend
 from multiverse.service.inbox_access import warn_of_closed_inbox
 from multiverse.service.processes import ProcessCounter
+from multiverse.service.startup import bind, locked, stop_signal
 from multiverse.store import open_store
-from multiverse.system.locks import try_locked_file
 from multiverse.system.processes import boot_id
 from multiverse.trace import RecordingHypervisor, RecordingScheduler, Trace
 
@@ -78,37 +76,10 @@ def _restrict_access(settings: Settings) -> None:
         ) from error
 
 
-@contextlib.contextmanager
-def _locked(state_dir: Path) -> Iterator[None]:
-    """Hold the lock of the state directory. Raises `Refused` if another daemon holds it."""
-    lock = state_dir / "lock"
-    with try_locked_file(lock) as held:
-        if not held:
-            raise Refused(f"another daemon uses {state_dir}", hint="stop it first, or set another state_dir")
-        lock.write_text(f"{os.getpid()}\n")
-        yield
-
-
-def _bind(path: Path) -> socket.socket:
-    """A listening Unix socket that only its owner can use, from its first moment on. Raises `Refused` if it cannot be
-    made there."""
-    path.unlink(missing_ok=True)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    before = os.umask(0o177)
-    try:
-        sock.bind(str(path))
-    except OSError as error:
-        raise Refused(f"cannot bind {path}: {error.strerror}", hint="set socket in the settings") from error
-    finally:
-        os.umask(before)
-    sock.listen(64)
-    return sock
-
-
 async def serve(settings: Settings) -> None:
     """Run until SIGTERM or SIGINT. Running VMs and jobs are left as they are; the next start finds them."""
     _restrict_access(settings)
-    with _locked(settings.state_dir), contextlib.ExitStack() as stack:
+    with locked(settings.state_dir / "lock", "daemon"), contextlib.ExitStack() as stack:
         processes, clock = ProcessCounter(), SystemClock()
         there = sites(settings)
         store = open_store(settings.state_dir, clock, there)
@@ -118,7 +89,7 @@ async def serve(settings: Settings) -> None:
         hypervisor.check()
         traced = _traced(scheduler, hypervisor, settings, clock, stack)
         controller = Controller(store, *traced, clock, settings)
-        sock = _bind(settings.socket)
+        sock = bind(settings.socket, "socket")
         stack.callback(settings.socket.unlink, missing_ok=True)
         permanent = [Alert("unserved", *each) for each in scheduler.unserved()]
         permanent += map(_other_site, (site for site in there if site != store.site))
@@ -156,10 +127,7 @@ def _other_site(site: str) -> Alert:
 async def _run(settings: Settings, controller: Controller, backend: Backend, sock: socket.socket) -> None:
     """Run the controller, the inbox, the pruning and the API until a signal comes or one fails, then end all."""
     server = _Server(uvicorn.Config(make_api(backend), log_level="warning", access_log=False, lifespan="off"))
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = stop_signal()
     work: list[asyncio.Task[Any]] = [
         asyncio.create_task(controller.run(), name="controller"),
         asyncio.create_task(_forward_hints(settings, controller), name="inbox"),
