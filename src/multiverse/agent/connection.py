@@ -47,7 +47,8 @@ class ControllerIdentity:
 
 
 class AgentConnection:
-    """Calls to the agent of `host`. While there is no connection, each call is `Unknown`, with the reason."""
+    """Calls to the agent of `host`. While there is no connection, each call is `Unknown`, with the reason; while one is
+    being made, a call waits for it."""
 
     def __init__(
         self, host: str, transport: Transport, who: ControllerIdentity, epoch: ControllerEpoch, random: Random
@@ -61,12 +62,14 @@ class AgentConnection:
         self._ids = itertools.count(1)
         self._calls: dict[int, tuple[Call, asyncio.Future[Result]]] = {}
         self._writer: asyncio.StreamWriter | None = None
+        self._settled = asyncio.Event()  # cleared while an attempt to connect is under way
         self._last: dict[type[Result], Result] = {}  # the last result of each kind on this connection
 
     async def run(self) -> None:
         """Keep the connection up until cancelled."""
         failures, logged = 0, ""
         while True:
+            self._settled.clear()
             try:
                 await self._connect()
                 failures, logged = 0, ""  # it was up
@@ -74,6 +77,7 @@ class AgentConnection:
                 if str(error) != logged:
                     log.warning("no connection to agent", host=self.host, reason=str(error))
                 failures, logged, self.reason = failures + 1, str(error), str(error)
+            self._settled.set()
             self._epoch.given_up(self.host)
             pause = min(AGAIN * 2.0**failures, AGAIN_LIMIT)
             await asyncio.sleep(pause * (1 - self._random.random() / 2))
@@ -81,6 +85,7 @@ class AgentConnection:
     async def call(self, call: Call) -> Result:
         """Let the agent do something. Raises the agent's error, or `Unknown` without an answer: then it may have been
         done. A caller that is cancelled lets the agent know."""
+        await self._settled.wait()
         if self._writer is None:
             raise Unknown(f"{self.host} has no connection to its agent: {self.reason}")
         number, waiting = next(self._ids), asyncio.get_running_loop().create_future()
@@ -136,6 +141,7 @@ class AgentConnection:
         try:
             self.welcome = await self._handshake(stream)
             self._writer, made, self.reason = stream.writer, True, ""
+            self._settled.set()
             log.info("agent connected", host=self.host, release=self.welcome.release)
             while True:
                 self._answered(await self._read(stream))

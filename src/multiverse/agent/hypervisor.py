@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import cast
 
@@ -10,6 +11,8 @@ from multiverse.agent.connection import AgentConnection
 from multiverse.agent.protocol import (
     AddUser,
     BuildTemplate,
+    Counted,
+    CountProcesses,
     Create,
     DeleteTemplate,
     Destroy,
@@ -116,7 +119,14 @@ class AgentHypervisor:
             found.update(cast(Examined, result).vms)
         return found
 
-    async def _ask_all(self, call: Measure | Examine) -> list[object]:
+    async def count_processes(self) -> Counter[str]:
+        """How many processes the agents have started, by program; those that answer."""
+        found: Counter[str] = Counter()
+        for result in await self._ask_all(CountProcesses()):
+            found.update(cast(Counted, result).programs)
+        return found
+
+    async def _ask_all(self, call: Measure | Examine | CountProcesses) -> list[object]:
         """The results of the hosts that answer."""
         calls = (source.connection.call(call) for source in self._sources.values())
         results = await asyncio.gather(*calls, return_exceptions=True)

@@ -14,8 +14,8 @@
                                    ←  {"pong": 5}
 
 An epoch numbers the controllers of a site: each takes a higher one than all before it. An agent refuses a controller
-whose epoch is below the highest that the agent has seen. In the middle of a connection, it answers a call with `refused`
-and ends the connection. An observation that equals the last one on the same connection is sent as
+whose epoch is below the highest that the agent has seen. In the middle of a connection, it answers a call with
+`refused` and ends the connection. An observation that equals the last one on the same connection is sent as
 `{"id": 3, "same": true}`.
 
 A field that the other release does not know is ignored; one that it does not send has its default. So fields may be
@@ -190,8 +190,14 @@ class Examine(Message):
     name: Literal["examine"] = "examine"
 
 
+class CountProcesses(Message):
+    """How many processes the agent has started, by program."""
+
+    name: Literal["count_processes"] = "count_processes"
+
+
 Call = Annotated[
-    Observe | Create | Start | Destroy | AddUser | BuildTemplate | DeleteTemplate | Measure | Examine,
+    Observe | Create | Start | Destroy | AddUser | BuildTemplate | DeleteTemplate | Measure | Examine | CountProcesses,
     Field(discriminator="name"),
 ]
 
@@ -237,7 +243,13 @@ class Examined(Message):
     vms: dict[str, dict[str, str | int]]
 
 
-Result = Nothing | Stages | View | Measured | Examined
+class Counted(Message):
+    """Numbers of processes, by program."""
+
+    programs: dict[str, int]
+
+
+Result = Nothing | Stages | View | Measured | Examined | Counted
 
 RESULTS: dict[type[Message], type[Result]] = {
     Observe: View,
@@ -249,6 +261,7 @@ RESULTS: dict[type[Message], type[Result]] = {
     DeleteTemplate: Nothing,
     Measure: Measured,
     Examine: Examined,
+    CountProcesses: Counted,
 }
 """What each call results in."""
 

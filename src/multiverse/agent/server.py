@@ -21,6 +21,8 @@ from multiverse.agent.protocol import (
     Answer,
     BuildTemplate,
     Call,
+    Counted,
+    CountProcesses,
     Create,
     DeleteTemplate,
     Destroy,
@@ -95,10 +97,17 @@ class _Connection:
 
 
 class AgentServer:
-    """Answers the controllers of all sites. `hypervisor` gives the one of a site, the same one each time."""
+    """Answers the controllers of all sites. `hypervisor` gives the one of a site, the same one each time. `processes`
+    are those that this process has started, by program."""
 
-    def __init__(self, who: AgentIdentity, epochs: Epochs, hypervisor: Callable[[str], LocalHypervisor]) -> None:
-        self._who, self._epochs, self._hypervisor = who, epochs, hypervisor
+    def __init__(
+        self,
+        who: AgentIdentity,
+        epochs: Epochs,
+        hypervisor: Callable[[str], LocalHypervisor],
+        processes: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        self._who, self._epochs, self._hypervisor, self._processes = who, epochs, hypervisor, processes
         self._creating: dict[tuple[str, str], VmSpec] = {}  # by site and name
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -148,6 +157,7 @@ class AgentServer:
                 writer.write(encode(Answer(pong=line.ping)))
             if line is None or line.take is None:
                 return None
+            hypervisor = self._hypervisor(hello.site)
             epoch = Epoch(line.take, hello.controller)
             self._epochs.take(hello.site, epoch)
         except MultiverseError as error:
@@ -156,7 +166,7 @@ class AgentServer:
             return None
         writer.write(encode(Answer(taken=epoch.number)))
         log.info("controller connected", site=hello.site, release=hello.release, epoch=epoch.number)
-        return _Connection(writer, hello.site, epoch, self._hypervisor(hello.site))
+        return _Connection(writer, hello.site, epoch, hypervisor)
 
     def _check_protocol(self, hello: Hello) -> None:
         if hello.protocol < OLDEST or hello.oldest > PROTOCOL:
@@ -246,6 +256,8 @@ class AgentServer:
                 return Measured(vms=dict(await hypervisor.measure()))
             case Examine():
                 return Examined(vms={name: dict(facts) for name, facts in (await hypervisor.examine()).items()})
+            case CountProcesses():
+                return Counted(programs=dict(self._processes))
         return Nothing()
 
     async def _create(self, connection: _Connection, vm: VmSpec) -> Stages:

@@ -17,6 +17,7 @@ from multiverse.config import Settings
 from multiverse.core.errors import Refused
 from multiverse.core.model import is_site
 from multiverse.drivers.qemu.driver import QemuHypervisor
+from multiverse.service.processes import ProcessCounter
 from multiverse.service.startup import bind, locked, stop_signal
 from multiverse.system.processes import boot_id
 
@@ -30,14 +31,16 @@ class _Hypervisors:
         self._settings = settings
         self._of_site: dict[str, QemuHypervisor] = {}
 
+    def check(self) -> None:
+        """Make the host's directories; see `QemuHypervisor.check`. That does not depend on the site."""
+        QemuHypervisor(self._settings, "check").check()
+
     def of(self, site: str) -> QemuHypervisor:
         """The one of this site, the same each time. Raises `Refused` for what is no name of a site."""
         if not is_site(site):
             raise Refused(f"{site!r} is no name of a site", hint="is the other side a controller of Multiverse?")
         if site not in self._of_site:
-            hypervisor = QemuHypervisor(self._settings, site)
-            hypervisor.check()
-            self._of_site[site] = hypervisor
+            self._of_site[site] = QemuHypervisor(self._settings, site)
         return self._of_site[site]
 
     def close(self) -> None:
@@ -62,10 +65,12 @@ async def serve(settings: Settings) -> None:
     _make_directories(settings)
     state = settings.agent.state_dir
     with locked(state / "lock", "agent"), contextlib.ExitStack() as stack:
+        processes = ProcessCounter()
         hypervisors = _Hypervisors(settings)
+        hypervisors.check()
         stack.callback(hypervisors.close)  # otherwise this process would last as long as its longest call
         who = AgentIdentity(multiverse.__version__, settings.host.name, boot_id(), secrets.token_hex(8))
-        server = AgentServer(who, EpochFile(state / "epochs.json"), hypervisors.of)
+        server = AgentServer(who, EpochFile(state / "epochs.json"), hypervisors.of, processes.programs)
         stop = stop_signal()
         sock = bind(settings.agent.socket, "agent.socket")
         stack.callback(settings.agent.socket.unlink, missing_ok=True)
