@@ -138,8 +138,16 @@ class PoolSettings:
 
 
 @dataclass(frozen=True)
+class AgentSettings:
+    """The agent of this host."""
+
+    socket: Path = Path("/run/multiverse/agent.sock")
+    state_dir: Path = Path("/var/lib/multiverse/agent")
+
+
+@dataclass(frozen=True)
 class Settings:
-    """All settings of the daemon."""
+    """All settings of the daemon and of the agents."""
 
     include: Path | None = None  # another file of settings, which override those in this file
     state_dir: Path = Path("/var/lib/multiverse")
@@ -149,6 +157,7 @@ class Settings:
     history_days: float = 30.0
     # A file in which all calls to Slurm and to the hypervisor are recorded; emptied at each start of the daemon.
     trace: Path | None = None
+    agent: AgentSettings = field(default_factory=AgentSettings)
     host: HostSettings = field(default_factory=HostSettings)
     slurm: SlurmSettings = field(default_factory=SlurmSettings)
     qemu: QemuSettings = field(default_factory=QemuSettings)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from tests.contract.agents import agents_of, controller
 
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused
 from multiverse.core.model import (
@@ -410,6 +411,25 @@ def test_simulated(check: Check, pair: Pair, seed: int) -> None:
     async def main() -> None:
         harness = Simulated(seed, pair)
         await check(harness)
+        assert not harness.world.violations()
+
+    run(main(), seed)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("check", SUITE, ids=lambda check: check.__name__)
+def test_simulated_behind_agents(check: Check, seed: int) -> None:
+    """The same hosts, asked over connections to agents."""
+
+    async def main() -> None:
+        harness = Simulated(seed, Pair.SLURM_HOSTS)
+        agents = agents_of(harness.world, seed)
+        async with controller(agents) as one:
+            await one.connected()
+            harness.hypervisor = one.hypervisor
+            await check(harness)
+        for agent in agents:
+            await agent.stop()
         assert not harness.world.violations()
 
     run(main(), seed)

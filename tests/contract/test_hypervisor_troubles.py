@@ -7,6 +7,7 @@ from collections.abc import Awaitable
 from dataclasses import replace
 
 import pytest
+from tests.contract.agents import agents_of, controller
 from tests.contract.test_hypervisor_contract import PAIRS, Check, Harness, Simulated
 
 from multiverse.core.errors import Gone, MultiverseError, Refused
@@ -207,6 +208,25 @@ def test_simulated(check: Check, pair: Pair, seed: int) -> None:
     async def main() -> None:
         harness = Simulated(seed, pair)
         await check(harness)
+        assert not harness.world.violations()
+
+    run(main(), seed)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("check", TROUBLES, ids=lambda check: check.__name__)
+def test_simulated_behind_agents(check: Check, seed: int) -> None:
+    """The same hosts, asked over connections to agents."""
+
+    async def main() -> None:
+        harness = Simulated(seed, Pair.SLURM_HOSTS)
+        agents = agents_of(harness.world, seed)
+        async with controller(agents) as one:
+            await one.connected()
+            harness.hypervisor = one.hypervisor
+            await check(harness)
+        for agent in agents:
+            await agent.stop()
         assert not harness.world.violations()
 
     run(main(), seed)

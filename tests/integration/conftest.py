@@ -19,7 +19,7 @@ from multiverse.host.qemu import probe
 from multiverse.lab import configure, lifecycle
 from multiverse.lab.layout import Layout, layout
 from multiverse.lab.plan import LabOptions
-from multiverse.lab.services import CONTROLLER
+from multiverse.lab.services import AGENT, CONTROLLER
 from multiverse.lab.users import PrivateUser, enter_private_namespace, private_users
 from tests.integration.images import IMAGES, slim
 from tests.integration.restarting_daemon import RestartingDaemon, StartDaemon
@@ -128,8 +128,9 @@ def no_controller(lab: LabUnderTest) -> None:
 
 @pytest.fixture
 def start_daemon(lab: LabUnderTest, _images: None) -> Iterator[StartDaemon]:
-    """Stops the usual daemon, and starts daemons with crash points in its place."""
+    """Stops the usual daemon and agent, and starts those with crash points in their place."""
     asyncio.run(CONTROLLER.stop(lab.where))
+    asyncio.run(AGENT.stop(lab.where))
     daemons: list[RestartingDaemon] = []
 
     def begin(crash_points: Sequence[str]) -> RestartingDaemon:

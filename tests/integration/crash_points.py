@@ -1,14 +1,15 @@
-"""The usual daemon with crash points: `python -m tests.integration.crash_points SETTINGS RECORDS FILE`.
+"""The usual daemon or agent with crash points: `python -m tests.integration.crash_points ROLE SETTINGS RECORDS FILE`.
 
-FILE has lines `WHEN EVENT PROCESS`. WHEN is before or after. EVENT is a state (`vm:parked`) that a commit makes a row
-enter, a phase of a VM's manifest (`manifest:started`) that is written, `qemu` when a QEMU is started, or
-`scontrol:VERB` when that command is run. PROCESS is what is killed: the `controller` itself, every `qemu` of a VM, or a
-service of the lab whose record is in RECORDS. Each line is removed before its process is killed, so that each crash
-happens once.
+ROLE is `controller` or `agent`. FILE has lines `WHEN EVENT PROCESS`. WHEN is before or after. EVENT is a state
+(`vm:parked`) that a commit makes a row enter, a phase of a VM's manifest (`manifest:started`) that is written, `qemu`
+when a QEMU is started, or `scontrol:VERB` when that command is run. PROCESS is what is killed: the `controller`, the
+`agent`, every `qemu` of a VM, or a service of the lab whose record is in RECORDS. Each line is removed before its
+process is killed, so that each crash happens once.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -25,19 +26,28 @@ from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.host import manifest
 from multiverse.host.qemu import session
 from multiverse.lab.process import recorded
+from multiverse.service.agent import serve as serve_agent
 from multiverse.store import Store, Transaction
+from multiverse.system.locks import locked_file
+
+ROLES = ("controller", "agent")
+
+
+def pid_file(crash_points: Path, role: str) -> Path:
+    """Where a process with that role writes its pid."""
+    return crash_points.with_name(f"{crash_points.name}.{role}")
 
 
 class CrashPoints:
     """Which process to kill at which event."""
 
-    def __init__(self, file: Path, records: Path, vms: Path) -> None:
-        self._file, self._records, self._vms = file, records, vms
+    def __init__(self, role: str, file: Path, records: Path, vms: Path) -> None:
+        self._role, self._file, self._records, self._vms = role, file, records, vms
         self._lock = threading.Lock()  # never released when this process kills itself
 
     def reach(self, when: str, *events: str) -> None:
         """These events happen now: kill the processes of their lines."""
-        with self._lock:
+        with self._lock, locked_file(self._file.with_suffix(".lock")):  # the other process uses the file, too
             lines = self._file.read_text().splitlines()
             due = [line for line in lines if line.split()[:2] in [[when, event] for event in events]]
             if not due:
@@ -49,8 +59,10 @@ class CrashPoints:
                     os.kill(pid, signal.SIGKILL)
 
     def _pids(self, process_name: str) -> list[int]:
-        if process_name == "controller":
+        if process_name == self._role:
             return [os.getpid()]
+        if process_name in ROLES:
+            return [int(pid_file(self._file, process_name).read_text())]
         if process_name == "qemu":
             known = [manifest.read(path) for path in self._vms.glob("mv*")]
             return [vm.pid for vm in known if vm and vm.pid and vm.process.is_alive()]
@@ -91,9 +103,14 @@ def with_crash_points(points: CrashPoints, call: Callable[..., Any], event: Call
     return watched
 
 
-def watch_effects(points: CrashPoints) -> None:
+def watch_host(points: CrashPoints) -> None:
+    """What the agent does on its host."""
     manifest.write = with_crash_points(points, manifest.write, lambda directory, written: f"manifest:{written.phase}")
     session._execute = with_crash_points(points, session._execute, lambda *args: "qemu")
+
+
+def watch_slurm(points: CrashPoints) -> None:
+    """The commands that the controller gives to Slurm."""
     run = SlurmCommands.run
 
     async def watched(self: SlurmCommands, program: str, *args: str, **more: Any) -> str:
@@ -107,8 +124,14 @@ def watch_effects(points: CrashPoints) -> None:
 
 
 if __name__ == "__main__":
-    settings, records, file = map(Path, sys.argv[1:])
-    all_points = CrashPoints(file, records, config.load(settings).qemu.vms)
-    watch_commits(all_points)
-    watch_effects(all_points)
-    daemon(settings)
+    its_role = sys.argv[1]
+    settings, records, file = map(Path, sys.argv[2:])
+    pid_file(file, its_role).write_text(str(os.getpid()))
+    all_points = CrashPoints(its_role, file, records, config.load(settings).qemu.vms)
+    if its_role == "agent":
+        watch_host(all_points)
+        asyncio.run(serve_agent(config.load(settings)))
+    else:
+        watch_commits(all_points)
+        watch_slurm(all_points)
+        daemon(settings)

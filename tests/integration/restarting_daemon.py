@@ -1,4 +1,4 @@
-"""A daemon that is killed at chosen crash points and started again, and jobs that count their own runs."""
+"""A daemon and an agent that are killed at crash points and started again, and jobs that count their own runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 class RestartingDaemon:
-    """A daemon with crash points. It is started again whenever it was killed, as a service manager would do."""
+    """A daemon and an agent with crash points. Each is started again whenever it was killed, as a service manager would
+    do."""
 
     def __init__(self, lab: LabUnderTest, crash_points: Sequence[str]) -> None:
         self._lab = lab
@@ -26,7 +27,7 @@ class RestartingDaemon:
         self.client = Client(lab.settings.socket, timeout=10.0)
         self.crashes = 0
         self.set_crash_points(crash_points)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def set_crash_points(self, crash_points: Sequence[str]) -> None:
         """Replace all crash points."""
@@ -37,19 +38,26 @@ class RestartingDaemon:
         return self._file.read_text().splitlines()
 
     def ensure_up(self) -> bool:
-        """Start the daemon if it does not run. Returns whether it answers."""
-        if self._process is not None and self._process.poll() is not None:
-            assert self._process.returncode == -signal.SIGKILL, "the daemon ended by itself: see restarting_daemon.log"
-            self._process, self.crashes = None, self.crashes + 1
-        if self._process is None:
-            where = self._lab.where
-            argv = [sys.executable, "-m", "tests.integration.crash_points", where.settings, where.run, self._file]
-            with (where.log / "restarting_daemon.log").open("ab") as log:
-                self._process = subprocess.Popen(argv, stdout=log, stderr=log, cwd=Path(__file__).parents[2])
+        """Start what does not run. Returns whether the daemon answers."""
+        for role in ("agent", "controller"):
+            self._ensure(role)
         try:
             return bool(self.client.status())
         except MultiverseError:
             return False
+
+    def _ensure(self, role: str) -> None:
+        process = self._processes.get(role)
+        if process is not None and process.poll() is not None:
+            assert process.returncode == -signal.SIGKILL, f"the {role} ended by itself: see restarting_{role}.log"
+            del self._processes[role]
+            self.crashes += 1
+        if role not in self._processes:
+            where = self._lab.where
+            argv = [sys.executable, "-m", "tests.integration.crash_points", role, where.settings, where.run, self._file]
+            with (where.log / f"restarting_{role}.log").open("ab") as log:
+                root = Path(__file__).parents[2]
+                self._processes[role] = subprocess.Popen(argv, stdout=log, stderr=log, cwd=root)
 
     def call(self, ask: Callable[[Client], Any]) -> Any:
         """The daemon's answer, or None if it does not answer."""
@@ -59,9 +67,9 @@ class RestartingDaemon:
             return None
 
     def close(self) -> None:
-        if self._process is not None:
-            self._process.terminate()
-            self._process.wait(30)
+        for process in reversed(self._processes.values()):
+            process.terminate()
+            process.wait(30)
 
 
 StartDaemon = Callable[[Sequence[str]], RestartingDaemon]

@@ -36,8 +36,8 @@ ELSEWHERE = {
 AT_EACH_END = ("attempt:cancelled", "attempt:requeued", "attempt:revoked", "attempt:revoking")
 STATES = [f"{kind}:{state}" for kind, table in TABLES.items() for state in dict.fromkeys(t.target for t in table)]
 ON_ITS_WAY = [state for state in STATES if state not in ELSEWHERE and state not in AT_EACH_END]
-MIDWAY = ["qemu", *(f"manifest:{phase}" for phase in ("making", "parked", "starting", "started"))]
-MIDWAY += ["scontrol:update", "scontrol:delete"]
+ON_THE_HOST = ["qemu", *(f"manifest:{phase}" for phase in ("making", "parked", "starting", "started"))]
+MIDWAY = [*ON_THE_HOST, "scontrol:update", "scontrol:delete"]
 
 
 @pytest.mark.parametrize(
@@ -47,11 +47,13 @@ MIDWAY += ["scontrol:update", "scontrol:delete"]
         pytest.param([f"before {state} controller" for state in ON_ITS_WAY], id="before-each-commit", marks=slow),
         pytest.param([f"after {point} controller" for point in MIDWAY], id="in-each-effect"),
         pytest.param([f"before {point} controller" for point in MIDWAY], id="before-each-effect", marks=slow),
+        pytest.param([f"after {point} agent" for point in ON_THE_HOST], id="agent-in-each-effect"),
+        pytest.param([f"before {point} agent" for point in ON_THE_HOST], id="agent-before-each-effect", marks=slow),
         *(pytest.param([f"{when} {state} controller"], id=f"{when}-{state}", marks=slow)
           for state in ON_ITS_WAY for when in ("before", "after")),
     ],
 )  # fmt: skip
-def test_a_controller_killed_in_each_state_runs_its_job_once(
+def test_a_controller_or_an_agent_killed_in_each_state_runs_its_job_once(
     lab: LabUnderTest, start_daemon: StartDaemon, points: list[str]
 ) -> None:
     path, script = counting_job(lab, "each")

@@ -194,7 +194,11 @@ async def examine() -> Mapping[str, Mapping[str, str | int]]:
 
 def serve(controller: ControllerAtRest) -> FastAPI:
     permanent = [Alert("unserved", "preemption", "it reaches no VM", "tell the users")]
-    processes = SimpleNamespace(programs={})
+
+    async def programs() -> dict[str, int]:
+        return {}
+
+    processes = SimpleNamespace(programs=programs)
     return make_api(
         Backend(controller, StoreOfRows(), ManualClock(), measure, examine, processes, permanent)  # type: ignore[arg-type]
     )

@@ -12,9 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from multiverse.config import Settings
 from multiverse.controller.loop import Controller
+from multiverse.service import metrics
 from multiverse.service.backend import Backend
-from multiverse.service.metrics import Metrics
-from multiverse.service.processes import ProcessCounter
+from multiverse.service.processes import ProcessCounter, Processes
 from multiverse.simulation.clock import VirtualClock
 from multiverse.simulation.jobs import Batch
 from multiverse.simulation.loop import run
@@ -58,10 +58,15 @@ async def _serve(jobs: int) -> tuple[Counter[str], int, str]:
     work.cancel()
     assert world.violations() == []
     backend = Backend(controller, store, clock, _nothing, _nothing, _PROCESSES)
-    return calls, store.commits - commits, Metrics(backend.counts).text().decode()
+    return calls, store.commits - commits, metrics.text(await backend.counts()).decode()
 
 
-_PROCESSES = ProcessCounter()
+async def _of_agents() -> Counter[str]:
+    return Counter({"qemu-system-x86_64": 3})
+
+
+_OWN = ProcessCounter()
+_PROCESSES = Processes(_OWN, _of_agents)
 
 
 def test_a_job_needs_each_call_once() -> None:
@@ -77,18 +82,20 @@ def test_concurrent_jobs_need_no_more_calls_and_fewer_commits_each() -> None:
 
 
 def test_processes_are_counted_by_program() -> None:
-    before = _PROCESSES.programs.copy()
+    before = _OWN.programs.copy()
     subprocess.run(["/bin/true", "7"], check=True)
     subprocess.run(["/bin/true", "8"], check=True)
-    assert _PROCESSES.programs - before == {"true": 2}
+    assert _OWN.programs - before == {"true": 2}
     subprocess.run(["setpriv", "--no-new-privs", "--", "/bin/true"], check=True)
     subprocess.run(["unshare", "--", "/bin/true"], check=True)
-    assert _PROCESSES.programs - before == {"true": 4}, "what becomes the program is not counted itself"
+    assert _OWN.programs - before == {"true": 4}, "what becomes the program is not counted itself"
 
 
 def test_the_metrics_have_every_counter() -> None:
     _, _, text = run(_serve(1), 1)
     found = {family.name: family.samples for family in text_string_to_metric_families(text)}
+    counted = {s.labels["program"]: s.value for s in found["multiverse_processes"] if s.name.endswith("_total")}
+    assert counted["qemu-system-x86_64"] == 3, "the agents have started these"
     assert set(found) >= {"multiverse_commits", "multiverse_looks", "multiverse_effects", "multiverse_rows"}
     effects = {tuple(sorted(s.labels.items())): s.value for s in found["multiverse_effects"]}
     assert effects[("kind", "pin"), ("outcome", "done")] == 2

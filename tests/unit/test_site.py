@@ -192,21 +192,33 @@ def test_a_rendered_file_tells_whether_it_was_changed() -> None:
 # --- what systemd gets -----------------------------------------------------------------------------
 
 
-def test_the_daemons_unit_lets_vms_outlive_the_daemon(settings: Settings) -> None:
+def unit_of(settings: Settings, name: str) -> configparser.RawConfigParser:
     unit = configparser.RawConfigParser(strict=False)
-    unit.read_string(contents(settings)["multiverse.service"])
-    service = unit["Service"]
+    unit.read_string(contents(settings)[name])
+    return unit
+
+
+def test_the_daemon_starts_after_the_agent_and_slurm(settings: Settings) -> None:
+    unit = unit_of(settings, rendering.SERVICE)
+    service, before = unit["Service"], {*unit["Unit"]["After"].split()}
     assert service["ExecStart"] == f"{rendering.program()} daemon --config {CONFIG}"
+    assert (service["Type"], service["Restart"]) == ("exec", "always")
+    assert {"munge.service", "slurmctld.service", "network-online.target", rendering.AGENT_SERVICE} <= before
+    assert rendering.AGENT_SERVICE in unit["Unit"]["Wants"]
+
+
+def test_the_agents_unit_lets_vms_outlive_the_agent(settings: Settings) -> None:
+    service = unit_of(settings, rendering.AGENT_SERVICE)["Service"]
+    assert service["ExecStart"] == f"{rendering.program()} agent --config {CONFIG}"
     assert (service["Type"], service["Restart"], service["KillMode"]) == ("exec", "always", "process")
-    assert {"munge.service", "slurmctld.service", "network-online.target"} <= {*unit["Unit"]["After"].split()}
-    # With any of these the daemon has a mount namespace or a list of devices of its own (systemd.exec(5)).
+    # With any of these the agent has a mount namespace or a list of devices of its own (systemd.exec(5)).
     views = ("private", "protect", "readonly", "readwrite", "inaccessible", "device", "restrictnamespaces", "bind")
     assert not [key for key in service if key.startswith(views)]
 
 
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze")
 def test_systemd_accepts_the_units(settings: Settings, tmp_path: Path) -> None:
-    for name in (rendering.SERVICE, rendering.BRIDGE_SERVICE):
+    for name in (rendering.SERVICE, rendering.AGENT_SERVICE, rendering.BRIDGE_SERVICE):
         (tmp_path / name).write_text(contents(settings)[name].replace(str(rendering.program()), "/bin/true"))
         done = subprocess.run(
             ["systemd-analyze", "verify", "--man=no", f"./{name}"], cwd=tmp_path, capture_output=True, text=True

@@ -23,6 +23,14 @@ def daemon(
 ) -> None:
     """Run the controller in the foreground. SIGTERM ends it and leaves VMs and jobs as they are."""
     settings = load(config)
+    configure_log(verbose=verbose)
+    from multiverse.service.daemon import serve  # imported late: it loads slowly, and only this command needs it
+
+    asyncio.run(serve(settings))
+
+
+def configure_log(*, verbose: bool) -> None:
+    """Log to standard error, a line for each event."""
     structlog.configure(
         processors=[
             RepeatLimiter(),
@@ -35,6 +43,3 @@ def daemon(
         logger_factory=structlog.PrintLoggerFactory(cast(TextIO, LossyStream(sys.stderr))),
         cache_logger_on_first_use=True,
     )
-    from multiverse.service.daemon import serve  # imported late: it loads slowly, and only this command needs it
-
-    asyncio.run(serve(settings))

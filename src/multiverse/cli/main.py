@@ -8,6 +8,7 @@ import sys
 import typer
 
 from multiverse.cli import (
+    agent,
     audit,
     bench,
     burst,
@@ -54,6 +55,7 @@ app.add_typer(audit.app, name="audit")
 app.add_typer(template.app, name="template")
 app.add_typer(image.app, name="image")
 app.command("daemon")(daemon.daemon)
+app.add_typer(agent.app, name="agent")
 app.add_typer(lab.app, name="lab")
 app.add_typer(site.app, name="site")
 bench.app.command("burst")(burst.burst)

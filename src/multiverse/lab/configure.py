@@ -74,6 +74,7 @@ def _sections(where: Layout, plan: LabPlan) -> dict[str, dict[str, Any]]:
     name = hostname()
     sections: dict[str, dict[str, Any]] = {
         "host": {"name": name, "cores": plan.cores, "memory": plan.memory, "disk": plan.disk},
+        "agent": {"socket": str(where.agent_socket), "state_dir": str(where.agent)},
         "slurm": {"conf": str(where.slurm_conf), "inbox": str(where.inbox), "munge_key": str(where.munge_key)},
         "qemu": {
             "images": plan.images,

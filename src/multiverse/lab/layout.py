@@ -91,6 +91,15 @@ class Layout:
         return self.run / "api.sock"
 
     @property
+    def agent(self) -> Path:
+        """The agent's state directory."""
+        return self.root / "agent"
+
+    @property
+    def agent_socket(self) -> Path:
+        return self.run / "agent.sock"
+
+    @property
     def memory(self) -> Path:
         """The templates' memory, in a file system in memory. The name is derived from the lab's directory, so that each
         lab has its own."""

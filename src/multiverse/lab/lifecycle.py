@@ -17,7 +17,7 @@ from multiverse.lab import bridge, vms
 from multiverse.lab.configure import configure
 from multiverse.lab.layout import Layout
 from multiverse.lab.plan import LabOptions, decide, load
-from multiverse.lab.services import CONTROLLER, SERVICES, Lab, Service
+from multiverse.lab.services import AGENT, CONTROLLER, SERVICES, Lab, Service
 from multiverse.system.locks import try_locked_directory
 
 Progress = Callable[[str, str, float], None]
@@ -40,7 +40,7 @@ async def up(
     *,
     controller: bool = True,
 ) -> Settings:
-    """Start the services that do not run, all but the controller with `controller=False`.
+    """Start the services that do not run, all but the controller and the agent with `controller=False`.
 
     `Broken` names a service that does not start. The services that were started before it go on running.
     """
@@ -62,12 +62,13 @@ async def up(
 
 
 def _wanted(controller: bool) -> Iterator[Service]:
-    return (service for service in SERVICES if controller or service is not CONTROLLER)
+    return (service for service in SERVICES if controller or service not in (AGENT, CONTROLLER))
 
 
 async def stop_controller(where: Layout) -> int:
-    """Stop the controller, then destroy all VMs; the number of VMs."""
+    """Stop the controller and the agent, then destroy all VMs; the number of VMs."""
     await CONTROLLER.stop(where)
+    await AGENT.stop(where)
     return await vms.destroy_all(where)
 
 
@@ -85,7 +86,7 @@ async def down(where: Layout, progress: Progress = lambda name, result, seconds:
         for service in reversed(SERVICES):
             async with _step(service.name, progress, errors) as result:
                 result.append("stopped" if await service.stop(where) else "was not running")
-            if service is CONTROLLER and plan is not None:
+            if service is AGENT and plan is not None:
                 async with _step("VMs", progress, errors) as result:
                     result.append(f"{await vms.destroy_all(where)} destroyed")
         if plan is not None:

@@ -233,7 +233,7 @@ def _slurmctld_ready(lab: Lab) -> bool:
     return _answers((lab.plan.gateway, lab.plan.slurmctld_port)) and "UP" in _run(lab, "scontrol", "ping", check=False)
 
 
-# --- ganesha and the controller --------------------------------------------------------------------
+# --- ganesha, the agent and the controller --------------------------------------------------------------------
 
 
 def _prepare_ganesha(lab: Lab) -> None:
@@ -249,15 +249,33 @@ def _ganesha(lab: Lab) -> DaemonCommand:
     return DaemonCommand([*argv, "-p", f"{where.nfs}/pid"], where.log / "ganesha.log")
 
 
-def _controller(lab: Lab) -> DaemonCommand:
-    where = lab.where
+def _multiverse(*words: str) -> list[str]:
+    """The `multiverse` of this process's Python, with these arguments."""
     program = Path(sys.executable).with_name("multiverse")
     argv = [str(program)] if program.exists() else [sys.executable, "-c", "import multiverse.cli.main as m; m.main()"]
-    # The log is private, because it contains lines from guests' consoles.
-    return DaemonCommand(
-        [*argv, "daemon", "--config", str(where.settings)], where.log / "controller.log", log_mode=0o600
-    )
+    return [*argv, *words]
 
+
+def _agent(lab: Lab) -> DaemonCommand:
+    where = lab.where
+    # The log is private, because it contains lines from guests' consoles.
+    return DaemonCommand(_multiverse("agent", "--config", str(where.settings)), where.log / "agent.log", log_mode=0o600)
+
+
+def _controller(lab: Lab) -> DaemonCommand:
+    where = lab.where
+    argv = _multiverse("daemon", "--config", str(where.settings))
+    return DaemonCommand(argv, where.log / "controller.log", log_mode=0o600)
+
+
+AGENT = Service(
+    "agent",
+    _agent,
+    ready=lambda lab: _answers(str(lab.where.agent_socket)),
+    prepare=lambda lab: _directory(lab.where.controller, "root", 0o711),  # the uids of VMs need to pass through
+    config_files=("multiverse.toml", "site.toml"),
+    grace=20.0,
+)
 
 CONTROLLER = Service(
     "controller",
@@ -310,5 +328,6 @@ SERVICES = (
         prepare=_prepare_ganesha,
         config_files=("ganesha.conf",),
     ),
+    AGENT,
     CONTROLLER,
 )

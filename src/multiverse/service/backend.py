@@ -36,7 +36,7 @@ from multiverse.service import convert, identity
 from multiverse.service.alerts import alerts
 from multiverse.service.findings import HintsMissing, SourceFailure, StoreFailure
 from multiverse.service.identity import Facts
-from multiverse.service.processes import ProcessCounter
+from multiverse.service.processes import Processes
 from multiverse.store import Pruning, Store
 
 COMMIT_TIMEOUT = 10.0
@@ -79,7 +79,7 @@ class Backend:
     clock: Clock
     measure: Measure
     examine: Examine
-    processes: ProcessCounter
+    processes: Processes
     permanent: Sequence[Alert] = ()
     history_days: float = 0.0
     poll: float = 0.0
@@ -140,10 +140,10 @@ class Backend:
         since = self.controller.missing_hints.since
         return None if since is None else HintsMissing(self.clock.now() - since, self.poll, self.inbox)
 
-    def counts(self) -> Counts:
+    async def counts(self) -> Counts:
         return Counts(
             commits=self.store.commits,
-            processes=self.processes.programs,
+            processes=await self.processes.programs(),
             sources=self.sources(),
             effects=self.controller.effects_ended,
             rows=convert.row_counts(self._rows()),

@@ -5,32 +5,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import structlog
 import uvicorn
 
+from multiverse.agent.hypervisor import AgentHypervisor
 from multiverse.api import Alert
 from multiverse.config import Settings
 from multiverse.controller.loop import Controller
 from multiverse.controller.pruning import prune_regularly
 from multiverse.core.errors import Refused
-from multiverse.drivers.qemu.driver import QemuHypervisor, sites
+from multiverse.drivers.qemu.driver import sites
 from multiverse.drivers.slurm.bootstrap import slurm_uid
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.drivers.slurm.inbox import Hint, hints, take
 from multiverse.ports import Clock, Hypervisor, Scheduler
+from multiverse.service.agents import connect_agents
 from multiverse.service.api import make_api
 from multiverse.service.backend import Backend
 from multiverse.service.inbox_access import warn_of_closed_inbox
-from multiverse.service.processes import ProcessCounter
+from multiverse.service.processes import ProcessCounter, Processes
+from multiverse.service.startup import bind, locked, stop_signal
 from multiverse.store import open_store
-from multiverse.system.locks import try_locked_file
 from multiverse.system.processes import boot_id
 from multiverse.trace import RecordingHypervisor, RecordingScheduler, Trace
 
@@ -78,48 +78,19 @@ def _restrict_access(settings: Settings) -> None:
         ) from error
 
 
-@contextlib.contextmanager
-def _locked(state_dir: Path) -> Iterator[None]:
-    """Hold the lock of the state directory. Raises `Refused` if another daemon holds it."""
-    lock = state_dir / "lock"
-    with try_locked_file(lock) as held:
-        if not held:
-            raise Refused(f"another daemon uses {state_dir}", hint="stop it first, or set another state_dir")
-        with contextlib.suppress(OSError):  # it is for people, and the disk may be full
-            lock.write_text(f"{os.getpid()}\n")
-        yield
-
-
-def _bind(path: Path) -> socket.socket:
-    """A listening Unix socket that only its owner can use, from its first moment on. Raises `Refused` if it cannot be
-    made there."""
-    path.unlink(missing_ok=True)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    before = os.umask(0o177)
-    try:
-        sock.bind(str(path))
-    except OSError as error:
-        raise Refused(f"cannot bind {path}: {error.strerror}", hint="set socket in the settings") from error
-    finally:
-        os.umask(before)
-    sock.listen(64)
-    return sock
-
-
 async def serve(settings: Settings) -> None:
     """Run until SIGTERM or SIGINT. Running VMs and jobs are left as they are; the next start finds them."""
     _restrict_access(settings)
-    with _locked(settings.state_dir), contextlib.ExitStack() as stack:
-        processes, clock = ProcessCounter(), SystemClock()
+    with locked(settings.state_dir / "lock", "daemon"), contextlib.ExitStack() as stack:
+        counter, clock = ProcessCounter(), SystemClock()
         there = sites(settings)
         store = open_store(settings.state_dir, clock, there)
         stack.callback(store.close)
         scheduler = SlurmScheduler(settings, store.site)
-        hypervisor = QemuHypervisor(settings, store.site)
-        hypervisor.check()
+        hypervisor = connect_agents(settings, store)
         traced = _traced(scheduler, hypervisor, settings, clock, stack)
         controller = Controller(store, *traced, clock, settings)
-        sock = _bind(settings.socket)
+        sock = bind(settings.socket, "socket")
         stack.callback(settings.socket.unlink, missing_ok=True)
         permanent = [Alert("unserved", *each) for each in scheduler.unserved()]
         permanent += map(_other_site, (site for site in there if site != store.site))
@@ -129,7 +100,7 @@ async def serve(settings: Settings) -> None:
             clock,
             hypervisor.measure,
             hypervisor.examine,
-            processes,
+            Processes(counter, hypervisor.count_processes),
             permanent,
             settings.history_days,
             settings.poll,
@@ -139,9 +110,8 @@ async def serve(settings: Settings) -> None:
             event = "setting of Slurm has no effect on VMs" if alert.kind == "unserved" else "VMs of another site"
             log.warning(event, name=alert.name, reason=alert.message)
         log.info("daemon started", site=store.site, socket=str(settings.socket), pid=os.getpid())
-        stack.callback(hypervisor.close)  # otherwise this process would last as long as its longest call
         stack.callback(scheduler.close)
-        await _run(settings, controller, backend, sock)
+        await _run(settings, controller, backend, hypervisor, sock)
     log.info("daemon stopped")
 
 
@@ -154,14 +124,15 @@ def _other_site(site: str) -> Alert:
     )
 
 
-async def _run(settings: Settings, controller: Controller, backend: Backend, sock: socket.socket) -> None:
-    """Run the controller, the inbox, the pruning and the API until a signal comes or one fails, then end all."""
+async def _run(
+    settings: Settings, controller: Controller, backend: Backend, hypervisor: AgentHypervisor, sock: socket.socket
+) -> None:
+    """Run the controller, the connections to the agents, the inbox, the pruning and the API until a signal comes or one
+    of them fails, then end all."""
     server = _Server(uvicorn.Config(make_api(backend), log_level="warning", access_log=False, lifespan="off"))
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = stop_signal()
     work: list[asyncio.Task[Any]] = [
+        asyncio.create_task(hypervisor.run(), name="agents"),
         asyncio.create_task(controller.run(), name="controller"),
         asyncio.create_task(_forward_hints(settings, controller), name="inbox"),
         asyncio.create_task(_poll_inbox(settings, controller), name="shared inbox"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -11,22 +11,22 @@ from prometheus_client.registry import Collector
 from multiverse.service.backend import Counts
 
 
-class Metrics(Collector):
-    """Reads the counts when it is asked for them."""
+def text(counts: Counts) -> bytes:
+    """The counts in Prometheus' text format."""
+    registry = CollectorRegistry()
+    registry.register(_Metrics(counts))
+    return generate_latest(registry)
 
-    def __init__(self, counts: Callable[[], Counts]) -> None:
+
+class _Metrics(Collector):
+    def __init__(self, counts: Counts) -> None:
         self._counts = counts
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-
-    def text(self) -> bytes:
-        return generate_latest(self._registry)
 
     def describe(self) -> list[Metric]:
-        return []  # otherwise the registry would read the counts to learn the names
+        return []  # otherwise the registry would collect all metrics to learn their names
 
     def collect(self) -> Iterator[Metric]:
-        counts = self._counts()
+        counts = self._counts
         yield CounterMetricFamily("multiverse_commits", "Commits that changed something.", counts.commits)
         processes = CounterMetricFamily("multiverse_processes", "Processes executed.", labels=("program",))
         for program, times in sorted(counts.processes.items()):

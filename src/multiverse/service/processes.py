@@ -1,4 +1,4 @@
-"""Counts the processes that the daemon starts.
+"""Counts the processes that the daemon and the agents start.
 
 An audit hook counts them where Python starts them, so no driver can forget to count its own.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -28,6 +29,17 @@ class ProcessCounter:
     def _count(self, event: str, args: tuple[Any, ...]) -> None:
         if event in ("subprocess.Popen", "os.posix_spawn"):
             self.programs[_program([str(word) for word in args[1]])] += 1
+
+
+class Processes:
+    """The processes that the daemon has started, and the agents that answer."""
+
+    def __init__(self, own: ProcessCounter, agents: Callable[[], Awaitable[Counter[str]]]) -> None:
+        self._own, self._agents = own, agents
+
+    async def programs(self) -> Mapping[str, int]:
+        """Their numbers, by program."""
+        return self._own.programs + await self._agents()
 
 
 def _program(argv: list[str]) -> str:

@@ -19,7 +19,8 @@ from multiverse.system import rendered
 from multiverse.system.rendered import Origin
 
 SYSTEMD = Path("/etc/systemd/system")
-SERVICE, BRIDGE_SERVICE = "multiverse.service", "multiverse-bridge.service"
+SERVICE, AGENT_SERVICE = "multiverse.service", "multiverse-agent.service"
+BRIDGE_SERVICE = "multiverse-bridge.service"
 
 
 class SiteFile(NamedTuple):
@@ -73,13 +74,17 @@ def _for_systemd(settings: Settings, config: Path, site: SiteConf) -> Iterator[S
         "bridge_mac": bridge_mac(settings.network.gateway),
         "bridge_address": f"{settings.network.gateway}/{network.prefixlen}",
         "bridge_service": BRIDGE_SERVICE,
-        "run_directories": _below_run(settings.socket.parent, settings.slurm.inbox.parent),
+        "agent_service": AGENT_SERVICE,
+        "run_directories": _below_run(
+            settings.socket.parent, settings.agent.socket.parent, settings.slurm.inbox.parent
+        ),
         "inbox": settings.slurm.inbox,
         "slurm_uid": slurm_user.of(site.text).uid,  # the name service may not answer yet when the directory is made
         "state": settings.state_dir,
     }
     targets = {
         SERVICE: SYSTEMD / SERVICE,
+        AGENT_SERVICE: SYSTEMD / AGENT_SERVICE,
         BRIDGE_SERVICE: SYSTEMD / BRIDGE_SERVICE,
         "tmpfiles.conf": Path("/etc/tmpfiles.d/multiverse.conf"),
     }

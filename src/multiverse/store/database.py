@@ -148,6 +148,7 @@ class Store:
                 upgrade(self._connection, kept)
                 self._set_default("since", str(self._site_began(recovered)))
                 self._set_default("site", site or _new_site())
+                self._set_default("epoch", "0")
                 for counter in ("next_serial", "next_attempt", "next_template"):
                     self._set_default(counter, "1")
                 self._skip_numbers()
@@ -296,6 +297,16 @@ class Store:
     def _meta(self, key: str) -> str:
         with self._reading():
             return str(self._connection.scalar(sa.select(schema.meta.c.value).where(schema.meta.c.key == key)))
+
+    @property
+    def epoch(self) -> int:
+        """The highest epoch that was kept, 0 if none: controllers with this database are numbered by it."""
+        return int(self._meta("epoch"))
+
+    def keep_epoch(self, number: int) -> None:
+        """Keep the epoch of this run of the controller. Raises as `transaction` does."""
+        with self._begin():
+            self._put_meta("epoch", str(number))
 
     def _put_meta(self, key: str, value: str) -> None:
         self._execute(sa.text("INSERT OR REPLACE INTO meta VALUES (:key, :value)").bindparams(key=key, value=value))

@@ -38,6 +38,11 @@ def vm_prefix(site: str) -> str:
     return f"mv{site}-"
 
 
+def is_site(text: str) -> bool:
+    """Whether this can be the site in names of VMs."""
+    return re.fullmatch("[0-9a-z]{1,5}", text) is not None
+
+
 def site_of(name: str) -> str:
     """The site in a VM's name; empty if it is not the name of a VM."""
     match = _NAME.fullmatch(name)

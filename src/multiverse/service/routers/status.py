@@ -7,14 +7,13 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from multiverse.api import PruneRequest, PruneView, RepairRequest, StatusView
 from multiverse.core.errors import Exhausted, Refused
+from multiverse.service import metrics
 from multiverse.service.backend import Backend
-from multiverse.service.metrics import Metrics
 from multiverse.service.routers.errors import committed
 
 
 def router(backend: Backend) -> APIRouter:
     routes = APIRouter()
-    metrics = Metrics(backend.counts)
 
     @routes.get("/status")
     async def status() -> StatusView:
@@ -22,7 +21,7 @@ def router(backend: Backend) -> APIRouter:
 
     @routes.get("/metrics")
     async def counts() -> Response:
-        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(metrics.text(await backend.counts()), media_type=CONTENT_TYPE_LATEST)
 
     @routes.post("/repair", status_code=202)
     async def repair(request: RepairRequest) -> RepairRequest:

@@ -1,0 +1,42 @@
+"""Connects this process's standard input and output to a Unix socket, until either side ends.
+
+It runs at the far end of `ssh HOST multiverse agent dial-stdio`. It imports little, so that it starts quickly.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+from pathlib import Path
+
+from multiverse.core.errors import Unknown
+
+_PIECE = 1 << 16
+
+
+def dial_stdio(path: Path, source: int = 0, target: int = 1) -> None:
+    """Copy from the descriptor `source` to the socket, and from the socket to `target`. Returns as soon as either side
+    has ended: a bridge that outlives its connection would keep a dead controller's connection open. Raises `Unknown`
+    if nothing listens at `path`."""
+    with socket.socket(socket.AF_UNIX) as agent, selectors.DefaultSelector() as ready:
+        try:
+            agent.connect(str(path))
+        except OSError as error:
+            raise Unknown(
+                f"no agent answers at {path}: {error.strerror}", hint="is `multiverse agent` running on this host?"
+            ) from error
+        ready.register(source, selectors.EVENT_READ, agent.fileno())
+        ready.register(agent, selectors.EVENT_READ, target)
+        while True:
+            for key, _ in ready.select():
+                data = os.read(key.fd, _PIECE)
+                if not data:
+                    return
+                _write(key.data, data)
+
+
+def _write(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]

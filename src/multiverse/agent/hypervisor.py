@@ -1,0 +1,142 @@
+"""`ports.Hypervisor` for any number of hosts, each reached through its agent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from multiverse.agent.connection import AgentConnection
+from multiverse.agent.protocol import (
+    AddUser,
+    BuildTemplate,
+    Counted,
+    CountProcesses,
+    Create,
+    DeleteTemplate,
+    Destroy,
+    Examine,
+    Examined,
+    Measure,
+    Measured,
+    Observe,
+    Stages,
+    Start,
+    View,
+)
+from multiverse.core.errors import Gone, MultiverseError
+from multiverse.core.model import HypervisorView, Identity, Size, Stage, TemplateKey, User, VmRef, VmSpec
+
+
+class AgentSource:
+    """`ports.Source`: the agent of one host, by the host's name."""
+
+    def __init__(self, connection: AgentConnection) -> None:
+        self.connection = connection
+        self._shown: tuple[View, HypervisorView] | None = None
+
+    @property
+    def name(self) -> str:
+        """See `ports.Source`."""
+        return self.connection.host
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        """See `ports.Source`."""
+        return [self.connection.host]
+
+    async def observe(self) -> HypervisorView:
+        """See `ports.Source`. An observation that shows what the one before it showed is the same object."""
+        view = cast(View, await self.connection.call(Observe()))
+        if self._shown is None or self._shown[0] is not view:
+            self._shown = view, view.view()
+        return self._shown[1]
+
+
+class AgentHypervisor:
+    """`ports.Hypervisor`. `run` keeps the connections up."""
+
+    def __init__(self, connections: Sequence[AgentConnection]) -> None:
+        self._sources = {connection.host: AgentSource(connection) for connection in connections}
+
+    async def run(self) -> None:
+        """Keep the connections to all agents up until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for source in self._sources.values():
+                group.create_task(source.connection.run(), name=f"agent of {source.name}")
+
+    @property
+    def sources(self) -> Sequence[AgentSource]:
+        """See `ports.Hypervisor`."""
+        return tuple(self._sources.values())
+
+    @property
+    def templates(self) -> AgentHypervisor:
+        """See `ports.Hypervisor`."""
+        return self
+
+    @property
+    def users(self) -> AgentHypervisor:
+        """See `ports.Hypervisor`."""
+        return self
+
+    async def create(self, vm: VmSpec) -> Sequence[Stage]:
+        """See `ports.Hypervisor`."""
+        return cast(Stages, await self._agent(vm.host).call(Create(vm=vm))).stages
+
+    async def start(self, vm: VmRef, size: Size, identity: Identity) -> Sequence[Stage]:
+        """See `ports.Hypervisor`."""
+        return cast(Stages, await self._agent(vm.source).call(Start(vm=vm, size=size, identity=identity))).stages
+
+    async def destroy(self, vm: VmRef, grace: float) -> None:
+        """See `ports.Hypervisor`."""
+        await self._agent(vm.source).call(Destroy(vm=vm, grace=grace))
+
+    async def add_user(self, vm: VmRef, user: User) -> None:
+        """See `ports.GuestUsers`."""
+        await self._agent(vm.source).call(AddUser(vm=vm, user=user))
+
+    async def build_template(self, template: TemplateKey) -> Sequence[Stage]:
+        """See `ports.Templates`."""
+        return cast(Stages, await self._agent(template.host).call(BuildTemplate(template=template))).stages
+
+    async def delete_template(self, template: TemplateKey) -> None:
+        """See `ports.Templates`."""
+        await self._agent(template.host).call(DeleteTemplate(template=template))
+
+    async def measure(self) -> Mapping[str, tuple[float, float, float]]:
+        """(CPU seconds, unique MiB, proportional MiB) of each VM that lives, on the hosts that answer."""
+        found: dict[str, tuple[float, float, float]] = {}
+        for result in await self._ask_all(Measure()):
+            found.update(cast(Measured, result).vms)
+        return found
+
+    async def examine(self) -> Mapping[str, Mapping[str, str | int]]:
+        """What each running guest says of itself now, on the hosts that answer; `error` if a guest does not."""
+        found: dict[str, Mapping[str, str | int]] = {}
+        for result in await self._ask_all(Examine()):
+            found.update(cast(Examined, result).vms)
+        return found
+
+    async def count_processes(self) -> Counter[str]:
+        """How many processes the agents have started, by program; those that answer."""
+        found: Counter[str] = Counter()
+        for result in await self._ask_all(CountProcesses()):
+            found.update(cast(Counted, result).programs)
+        return found
+
+    async def _ask_all(self, call: Measure | Examine | CountProcesses) -> list[object]:
+        """The results of the hosts that answer."""
+        calls = (source.connection.call(call) for source in self._sources.values())
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, MultiverseError):
+                raise result
+        return [result for result in results if not isinstance(result, BaseException)]
+
+    def _agent(self, host: str) -> AgentConnection:
+        source = self._sources.get(host)
+        if source is None:
+            raise Gone(f"there is no host {host}", hint="multiverse status lists the hosts")
+        return source.connection

@@ -1,0 +1,321 @@
+"""The protocol between a controller and the agent of a host: lines of JSON in both directions.
+
+    controller                                   agent
+    {"hello": …}                   →
+                                   ←  {"welcome": …}, or {"refused": …} and the end
+    {"take": 7}                    →
+                                   ←  {"taken": 7}, or {"refused": …} and the end
+    {"id": 1, "call": {…}}         →                       any number at the same time
+    {"id": 2, "call": {…}}         →
+                                   ←  {"id": 2, "result": {…}}
+    {"cancel": 1}                  →                       the controller no longer waits for this call
+                                   ←  {"id": 1, "error": {…}}
+    {"ping": 5}                    →
+                                   ←  {"pong": 5}
+
+An epoch numbers the controllers of a site: each takes a higher one than all before it. An agent refuses a controller
+whose epoch is below the highest that the agent has seen. In the middle of a connection, it answers a call with
+`refused` and ends the connection. An observation that equals the last one on the same connection is sent as
+`{"id": 3, "same": true}`.
+
+A field that the other release does not know is ignored; one that it does not send has its default. So fields may be
+added, with defaults, and `PROTOCOL` rises when a call or the meaning of a field changes. An agent and a controller
+understand each other if each one's `PROTOCOL` is at least the other's `OLDEST`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from multiverse.core.errors import (
+    Broken,
+    Exhausted,
+    Gone,
+    MultiverseError,
+    Refused,
+    Stale,
+    Unknown,
+)
+from multiverse.core.model import (
+    Host,
+    HypervisorView,
+    Identity,
+    Size,
+    Stage,
+    TemplateKey,
+    TemplateSeen,
+    User,
+    VmRef,
+    VmSeen,
+    VmSpec,
+)
+
+M = TypeVar("M", bound=BaseModel)
+
+PROTOCOL = 1
+"""What this release speaks."""
+
+OLDEST = 1
+"""The oldest protocol that this release understands: that of the release before it."""
+
+LONGEST_LINE = 1 << 24
+"""Bytes. An observation of a thousand VMs has about 250 kB; a longer line is an error of the other side."""
+
+PING = 5.0
+"""Seconds after which a controller that has heard nothing asks whether the agent is there."""
+
+SILENCE = 20.0
+"""Seconds without a line after which a connection counts as lost; an agent waits three times as long."""
+
+
+class Message(BaseModel):
+    """Part of a line. Bytes are written in base 64 (URL-safe)."""
+
+    model_config = ConfigDict(frozen=True, ser_json_bytes="base64", val_json_bytes="base64")
+
+
+# --- handshake -----------------------------------------------------------------------------------
+
+
+class Hello(Message):
+    """The first line of a controller. `controller` names this run of it, at random; `site` marks its VMs."""
+
+    release: str
+    protocol: int
+    oldest: int
+    controller: str
+    site: str
+
+
+class Welcome(Message):
+    """The agent's answer. `agent` names this run of the agent, at random. `epoch` is the highest that it has seen of
+    this site, 0 if none; `holder` is the controller that took it."""
+
+    release: str
+    protocol: int
+    host: str
+    boot_id: str
+    agent: str
+    epoch: int = 0
+    holder: str = ""
+
+
+class Failure(Message):
+    """An error of `core.errors`, by the name of its class."""
+
+    kind: str
+    message: str
+    hint: str = ""
+
+    @staticmethod
+    def of(error: MultiverseError) -> Failure:
+        return Failure(kind=type(error).__name__.lower(), message=error.message, hint=error.hint)
+
+    def error(self) -> MultiverseError:
+        """The error itself. One that this release does not know says nothing about what was done."""
+        return _ERRORS.get(self.kind, Unknown)(self.message, hint=self.hint)
+
+
+_ERRORS: dict[str, type[MultiverseError]] = {
+    kind.__name__.lower(): kind for kind in (Refused, Exhausted, Gone, Stale, Unknown, Broken)
+}
+
+
+# --- calls ---------------------------------------------------------------------------------------
+
+
+class Observe(Message):
+    """See `ports.Source.observe`."""
+
+    name: Literal["observe"] = "observe"
+
+
+class Create(Message):
+    """See `ports.Hypervisor.create`."""
+
+    name: Literal["create"] = "create"
+    vm: VmSpec
+
+
+class Start(Message):
+    """See `ports.Hypervisor.start`."""
+
+    name: Literal["start"] = "start"
+    vm: VmRef
+    size: Size
+    identity: Identity
+
+
+class Destroy(Message):
+    """See `ports.Hypervisor.destroy`."""
+
+    name: Literal["destroy"] = "destroy"
+    vm: VmRef
+    grace: float
+
+
+class AddUser(Message):
+    """See `ports.GuestUsers.add_user`."""
+
+    name: Literal["add_user"] = "add_user"
+    vm: VmRef
+    user: User
+
+
+class BuildTemplate(Message):
+    """See `ports.Templates.build_template`."""
+
+    name: Literal["build_template"] = "build_template"
+    template: TemplateKey
+
+
+class DeleteTemplate(Message):
+    """See `ports.Templates.delete_template`."""
+
+    name: Literal["delete_template"] = "delete_template"
+    template: TemplateKey
+
+
+class Measure(Message):
+    """See `agent.server.LocalHypervisor.measure`."""
+
+    name: Literal["measure"] = "measure"
+
+
+class Examine(Message):
+    """See `agent.server.LocalHypervisor.examine`."""
+
+    name: Literal["examine"] = "examine"
+
+
+class CountProcesses(Message):
+    """How many processes the agent has started, by program."""
+
+    name: Literal["count_processes"] = "count_processes"
+
+
+Call = Annotated[
+    Observe | Create | Start | Destroy | AddUser | BuildTemplate | DeleteTemplate | Measure | Examine | CountProcesses,
+    Field(discriminator="name"),
+]
+
+
+# --- results -------------------------------------------------------------------------------------
+
+
+class Nothing(Message):
+    """It was done."""
+
+
+class Stages(Message):
+    """It was done, and how long its parts took."""
+
+    stages: tuple[Stage, ...] = ()
+
+
+class View(Message):
+    """An observation. Templates are pairs, because their keys are no strings."""
+
+    hosts: dict[str, Host]
+    vms: dict[str, VmSeen]
+    templates: tuple[tuple[TemplateKey, TemplateSeen], ...]
+
+    @staticmethod
+    def of(view: HypervisorView) -> View:
+        # Nothing is checked: these are objects of our own, and this is done at each observation.
+        return View.model_construct(hosts=dict(view.hosts), vms=dict(view.vms), templates=tuple(view.templates.items()))
+
+    def view(self) -> HypervisorView:
+        return HypervisorView(self.hosts, self.vms, dict(self.templates))
+
+
+class Measured(Message):
+    """By VM, what `measure` returns of it."""
+
+    vms: dict[str, tuple[float, float, float]]
+
+
+class Examined(Message):
+    """By VM, what `examine` returns of it."""
+
+    vms: dict[str, dict[str, str | int]]
+
+
+class Counted(Message):
+    """Numbers of processes, by program."""
+
+    programs: dict[str, int]
+
+
+Result = Nothing | Stages | View | Measured | Examined | Counted
+
+RESULTS: dict[type[Message], type[Result]] = {
+    Observe: View,
+    Create: Stages,
+    Start: Stages,
+    Destroy: Nothing,
+    AddUser: Nothing,
+    BuildTemplate: Stages,
+    DeleteTemplate: Nothing,
+    Measure: Measured,
+    Examine: Examined,
+    CountProcesses: Counted,
+}
+"""What each call results in."""
+
+
+# --- lines ---------------------------------------------------------------------------------------
+
+
+class Line(Message):
+    """A line of a controller. One field is set, or `id` and `call`."""
+
+    hello: Hello | None = None
+    take: int | None = None
+    id: int | None = None
+    call: Call | None = None
+    cancel: int | None = None
+    ping: int | None = None
+
+
+class Answer(Message):
+    """A line of an agent. One field is set, or `id` and one more. `result` is read by `RESULTS`."""
+
+    welcome: Welcome | None = None
+    refused: Failure | None = None
+    taken: int | None = None
+    id: int | None = None
+    result: dict[str, Any] | None = None
+    error: Failure | None = None
+    same: bool = False
+    pong: int | None = None
+
+
+def encode(message: Line | Answer) -> bytes:
+    """A line, with its end."""
+    return message.model_dump_json(exclude_none=True).encode() + b"\n"
+
+
+def decode_line(data: bytes) -> Line:
+    """A line of a controller. Raises `Refused` for anything else."""
+    return _decode(Line, data)
+
+
+def decode_answer(data: bytes) -> Answer:
+    """A line of an agent. Raises `Refused` for anything else."""
+    return _decode(Answer, data)
+
+
+def _decode(kind: type[M], data: bytes) -> M:
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        # Not pydantic's own text: it quotes the input, which may hold a secret.
+        first = error.errors(include_input=False, include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise Refused(
+            f"a line of {len(data)} bytes is not of this protocol: {place or 'the line'}: {first['msg']}",
+            hint="see that the other side is of this release or of its neighbour",
+        ) from None

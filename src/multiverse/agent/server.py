@@ -1,0 +1,292 @@
+"""The agent's side of the protocol: it answers calls of controllers, over any number of connections."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Protocol
+
+import structlog
+
+from multiverse.agent.epochs import Epoch, Epochs
+from multiverse.agent.protocol import (
+    LONGEST_LINE,
+    OLDEST,
+    PROTOCOL,
+    SILENCE,
+    AddUser,
+    Answer,
+    BuildTemplate,
+    Call,
+    Counted,
+    CountProcesses,
+    Create,
+    DeleteTemplate,
+    Destroy,
+    Examine,
+    Examined,
+    Failure,
+    Hello,
+    Line,
+    Measure,
+    Measured,
+    Nothing,
+    Observe,
+    Result,
+    Stages,
+    Start,
+    View,
+    Welcome,
+    decode_line,
+    encode,
+)
+from multiverse.core.errors import MultiverseError, Refused, Unknown
+from multiverse.core.model import HypervisorView, VmCondition, VmSeen, VmSpec
+from multiverse.ports import GuestUsers, Hypervisor, Source, Templates
+
+log = structlog.get_logger()
+
+
+class LocalHypervisor(Hypervisor, Source, Protocol):
+    """The hypervisor of one host: itself the only source, with templates and users, and with what operators ask for."""
+
+    @property
+    def templates(self) -> Templates: ...
+
+    @property
+    def users(self) -> GuestUsers: ...
+
+    async def measure(self) -> Mapping[str, tuple[float, float, float]]:
+        """(CPU seconds, unique MiB, proportional MiB) of each VM that lives."""
+        ...
+
+    async def examine(self) -> Mapping[str, Mapping[str, str | int]]:
+        """What each running guest says of itself now; `error` if it does not answer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AgentIdentity:
+    """Who answers: the agent's release, the host's name and its boot, and a random name of this run of the agent."""
+
+    release: str
+    host: str
+    boot_id: str
+    run: str
+
+
+@dataclass
+class _Connection:
+    """One connection, from its handshake on."""
+
+    writer: asyncio.StreamWriter
+    site: str
+    epoch: Epoch
+    hypervisor: LocalHypervisor
+    calls: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    newest: int = 0  # the highest id of a call
+    results: dict[str, bytes] = field(default_factory=dict)  # the last result sent of each kind that is repeated
+
+    def send(self, line: bytes) -> None:
+        """Send a line, unless nobody reads it any more."""
+        if not self.writer.is_closing():
+            self.writer.write(line)
+
+
+class AgentServer:
+    """Answers the controllers of all sites. `hypervisor` gives the one of a site, the same one each time. `processes`
+    are those that this process has started, by program."""
+
+    def __init__(
+        self,
+        who: AgentIdentity,
+        epochs: Epochs,
+        hypervisor: Callable[[str], LocalHypervisor],
+        processes: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        self._who, self._epochs, self._hypervisor, self._processes = who, epochs, hypervisor, processes
+        self._creating: dict[tuple[str, str], VmSpec] = {}  # by site and name
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one connection until its end. Calls that run then go on: what they do is observed."""
+        try:
+            connection = await self._handshake(reader, writer)
+            if connection is not None:
+                await self._answer(reader, connection)
+        except (Refused, OSError, TimeoutError, EOFError) as error:
+            log.warning("connection ended", reason=str(error) or type(error).__name__)
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+    async def close(self) -> None:
+        """End all calls that run. What they have begun is observed by the next agent."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # --- handshake ------------------------------------------------------------------------------------
+
+    async def _handshake(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Connection | None:
+        """The connection of a controller that is obeyed, or None after it was told why it is not."""
+        first = await _line(reader)
+        if first is None:
+            return None
+        if (hello := first.hello) is None:
+            raise Refused("the first line is no greeting", hint="is the other side a controller of Multiverse?")
+        try:
+            self._check_protocol(hello)
+            highest = self._epochs.highest(hello.site)
+            welcome = Welcome(
+                release=self._who.release,
+                protocol=PROTOCOL,
+                host=self._who.host,
+                boot_id=self._who.boot_id,
+                agent=self._who.run,
+                epoch=highest.number,
+                holder=highest.holder,
+            )
+            writer.write(encode(Answer(welcome=welcome)))
+            # The controller may wait for other agents before it takes its epoch; meanwhile it sends pings.
+            while (line := await _line(reader)) is not None and line.take is None:
+                writer.write(encode(Answer(pong=line.ping)))
+            if line is None or line.take is None:
+                return None
+            hypervisor = self._hypervisor(hello.site)
+            epoch = Epoch(line.take, hello.controller)
+            self._epochs.take(hello.site, epoch)
+        except MultiverseError as error:
+            log.warning("controller refused", controller=hello.controller, reason=str(error))
+            writer.write(encode(Answer(refused=Failure.of(error))))
+            return None
+        writer.write(encode(Answer(taken=epoch.number)))
+        log.info("controller connected", site=hello.site, release=hello.release, epoch=epoch.number)
+        return _Connection(writer, hello.site, epoch, hypervisor)
+
+    def _check_protocol(self, hello: Hello) -> None:
+        if hello.protocol < OLDEST or hello.oldest > PROTOCOL:
+            raise Refused(
+                f"the agent of {self._who.host} is of release {self._who.release} and does not understand"
+                f" release {hello.release}",
+                hint="only neighbouring releases work together: install the same release on both machines",
+            )
+
+    # --- calls ----------------------------------------------------------------------------------------
+
+    async def _answer(self, reader: asyncio.StreamReader, connection: _Connection) -> None:
+        while (line := await _line(reader)) is not None:
+            if line.ping is not None:
+                connection.send(encode(Answer(pong=line.ping)))
+            elif line.cancel is not None:
+                if task := connection.calls.get(line.cancel):
+                    task.cancel()
+            # A call that comes a second time is the same call: ids rise.
+            elif line.id is not None and line.call is not None and line.id > connection.newest:
+                connection.newest = line.id
+                try:
+                    self._epochs.check(connection.site, connection.epoch)
+                except Refused as error:
+                    connection.send(encode(Answer(refused=Failure.of(error))))
+                    raise
+                self._begin(connection, line.id, line.call)
+            await connection.writer.drain()
+
+    def _begin(self, connection: _Connection, number: int, call: Call) -> None:
+        task = asyncio.create_task(self._run(connection, number, call), name=f"{call.name} {number}")
+        connection.calls[number] = task
+        self._tasks.add(task)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            del connection.calls[number]
+
+        task.add_done_callback(ended)
+
+    async def _run(self, connection: _Connection, number: int, call: Call) -> None:
+        """Do what the call asks, and send what came of it."""
+        failure: MultiverseError | None = None
+        try:
+            result = await self._call(connection, call)
+        except asyncio.CancelledError:
+            failure = Unknown(f"{call.name} was cancelled")
+            raise
+        except MultiverseError as error:
+            failure = error
+        except Exception as error:  # a defect of the host library: its caller is to hear of it, and the agent goes on
+            log.exception("call failed unexpectedly", call=call.name)
+            failure = Unknown(f"{type(error).__name__}: {error}")
+        else:
+            self._send_result(connection, number, call, result)
+        finally:
+            if failure is not None:
+                connection.send(encode(Answer(id=number, error=Failure.of(failure))))
+
+    def _send_result(self, connection: _Connection, number: int, call: Call, result: Result) -> None:
+        data = result.model_dump_json(exclude_none=True).encode()
+        if isinstance(call, Observe) and connection.results.get(call.name) == data:
+            connection.send(encode(Answer(id=number, same=True)))
+            return
+        if isinstance(call, Observe):
+            connection.results[call.name] = data
+        connection.send(b'{"id":%d,"result":%s}\n' % (number, data))
+
+    async def _call(self, connection: _Connection, call: Call) -> Result:
+        hypervisor = connection.hypervisor
+        match call:
+            case Observe():
+                return View.of(self._with_creations(connection.site, await hypervisor.observe()))
+            case Create():
+                return await self._create(connection, call.vm)
+            case Start():
+                return Stages(stages=tuple(await hypervisor.start(call.vm, call.size, call.identity)))
+            case BuildTemplate():
+                return Stages(stages=tuple(await hypervisor.templates.build_template(call.template)))
+            case Destroy():
+                await hypervisor.destroy(call.vm, call.grace)
+            case AddUser():
+                await hypervisor.users.add_user(call.vm, call.user)
+            case DeleteTemplate():
+                await hypervisor.templates.delete_template(call.template)
+            case Measure():
+                return Measured(vms=dict(await hypervisor.measure()))
+            case Examine():
+                return Examined(vms={name: dict(facts) for name, facts in (await hypervisor.examine()).items()})
+            case CountProcesses():
+                return Counted(programs=dict(self._processes))
+        return Nothing()
+
+    async def _create(self, connection: _Connection, vm: VmSpec) -> Stages:
+        key = (connection.site, vm.name)
+        self._creating[key] = vm
+        try:
+            return Stages(stages=tuple(await connection.hypervisor.create(vm)))
+        finally:
+            if self._creating.get(key) is vm:
+                del self._creating[key]
+
+    def _with_creations(self, site: str, view: HypervisorView) -> HypervisorView:
+        """The view, with the VMs whose creation runs and has left nothing to see yet. The call may have come over a
+        connection that was lost since: its controller must not take the VM for absent."""
+        vms = dict(view.vms)
+        for (of, name), vm in self._creating.items():
+            if of == site and name not in vms:
+                vms[name] = VmSeen(name, vm.host, VmCondition.MAKING, token=vm.token)
+        return replace(view, vms=MappingProxyType(vms))
+
+
+async def _line(reader: asyncio.StreamReader) -> Line | None:
+    """The next line; None at the end of the stream. Raises `TimeoutError` if a controller is silent for too long: it
+    asks at intervals whether the agent is there, so its machine is gone, or the network."""
+    async with asyncio.timeout(3 * SILENCE):
+        try:
+            data = await reader.readuntil()
+        except asyncio.IncompleteReadError:
+            return None  # a part of a line is none
+        except asyncio.LimitOverrunError as error:
+            raise Refused(f"a line has more than {LONGEST_LINE} bytes") from error
+    return decode_line(data)

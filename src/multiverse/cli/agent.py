@@ -1,0 +1,47 @@
+"""`multiverse agent`: what runs the VMs of one host, and the way to it from another machine."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from multiverse.cli.daemon import configure_log
+
+app = typer.Typer(help="The agent of this host, which runs its VMs.", invoke_without_command=True)
+
+CONFIG = typer.Option("--config", "-c", help="The settings, a TOML file.")
+DEFAULT_CONFIG = Path("/etc/multiverse/multiverse.toml")
+
+
+@app.callback()
+def agent(
+    context: typer.Context,
+    config: Annotated[Path, CONFIG] = DEFAULT_CONFIG,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
+) -> None:
+    """Run the agent of this host in the foreground. SIGTERM ends it and leaves VMs as they are."""
+    if context.invoked_subcommand is not None:
+        context.obj = config
+        return
+    from multiverse.config import load
+
+    settings = load(config)
+    configure_log(verbose=verbose)
+    from multiverse.service.agent import serve  # imported late: it loads slowly, and only this command needs it
+
+    asyncio.run(serve(settings))
+
+
+@app.command("dial-stdio")
+def dial_stdio(
+    context: typer.Context,
+    socket: Annotated[Path | None, typer.Option(help="The agent's socket, if it is not that of the settings.")] = None,
+) -> None:
+    """Connect standard input and output to this host's agent. A controller on another machine runs this by ssh."""
+    from multiverse.agent.dial import dial_stdio
+    from multiverse.config import load
+
+    dial_stdio(socket or load(context.obj).agent.socket)

@@ -1,0 +1,49 @@
+"""What the daemon and the agent do alike as they start."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from multiverse.core.errors import Refused
+from multiverse.system.locks import try_locked_file
+
+
+@contextlib.contextmanager
+def locked(lock: Path, what: str) -> Iterator[None]:
+    """Hold a lock for the life of this process; `what` names the process. Raises `Refused` if another one holds it."""
+    with try_locked_file(lock) as held:
+        if not held:
+            raise Refused(f"another {what} uses {lock.parent}", hint="stop it first, or set another state_dir")
+        with contextlib.suppress(OSError):  # it is for people, and the disk may be full
+            lock.write_text(f"{os.getpid()}\n")
+        yield
+
+
+def bind(path: Path, setting: str) -> socket.socket:
+    """A listening Unix socket that only its owner can use, from its first moment on. Raises `Refused` if it cannot be
+    made there; `setting` names what to change then."""
+    path.unlink(missing_ok=True)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)
+    try:
+        sock.bind(str(path))
+    except OSError as error:
+        raise Refused(f"cannot bind {path}: {error.strerror}", hint=f"set {setting} in the settings") from error
+    finally:
+        os.umask(before)
+    sock.listen(64)
+    return sock
+
+
+def stop_signal() -> asyncio.Event:
+    """Set as soon as SIGTERM or SIGINT comes. Belongs to the running event loop."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
