@@ -39,7 +39,7 @@ lint: setup
 	lint-imports --no-logo
 
 unit: setup
-	pytest tests/unit tests/contract tests/simulation -m "not integration and not slow and not histories"
+	pytest -n auto tests/unit tests/contract tests/simulation -m "not integration and not slow and not histories"
 
 histories: setup
 	@mkdir -p var

@@ -18,9 +18,10 @@ import pytest
 
 from multiverse.core.model import Daemon, VmRef, VmSpec
 from multiverse.drivers.qemu.driver import QemuHypervisor
-from tests.integration.test_qemu_driver import HEAD, NET, SITE, Lab, lab, settings, swept, until
+from tests.integration.conftest import GUESTS_NETWORK
+from tests.integration.test_qemu_driver import HEAD, SITE, Lab, lab, swept, until
 
-__all__ = ["lab", "settings", "swept"]  # fixtures
+__all__ = ["lab", "swept"]  # fixtures
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="taps and images need root")]
 
 # Runs in a guest, as root: executes the orders it receives, and records all frames that arrive at its interface.
@@ -69,7 +70,7 @@ class ControlledGuest:
 
     @property
     def address(self) -> str:
-        return f"{NET}.{int(self.spec.name.partition('-')[2])}"
+        return f"{GUESTS_NETWORK}.{int(self.spec.name.partition('-')[2])}"
 
     async def do(self, order: str) -> Any:
         self.writer.write(order.encode() + b"\n")
@@ -97,7 +98,7 @@ async def guests(lab: Lab) -> AsyncIterator[list[ControlledGuest]]:
     script = _CONTROLLED.replace("HEAD", HEAD).replace("PORT", str(server.sockets[0].getsockname()[1]))
     daemon = Daemon("guest", ("/usr/bin/python3", "-c", script))
     specs = [lab.spec() for _ in range(3)]
-    gang = tuple((spec.name, f"{NET}.{int(spec.name.partition('-')[2])}") for spec in specs[:2])
+    gang = tuple((spec.name, f"{GUESTS_NETWORK}.{int(spec.name.partition('-')[2])}") for spec in specs[:2])
     async with server:
         await asyncio.gather(
             *(lab.started(spec, daemon, peers=(("head", HEAD), *(gang if spec in specs[:2] else ()))) for spec in specs)
@@ -141,7 +142,7 @@ async def test_a_vm_cannot_send_from_another_address(lab: Lab, guests: list[Cont
         head.settimeout(30)
         port = head.getsockname()[1]
         for sender, address in ((one.spec.mac, other.address), (other.spec.mac, one.address),
-                                (other.spec.mac, other.address), (one.spec.mac, f"{NET}.250")):  # fmt: skip
+                                (other.spec.mac, other.address), (one.spec.mac, f"{GUESTS_NETWORK}.250")):  # fmt: skip
             await one.do(f"udp({bridge!r}, {sender!r}, {address!r}, {HEAD!r}, {port}, 'spoof')")
             for claimed in (one.spec.mac, other.spec.mac):
                 if (sender, claimed, address) != (one.spec.mac, one.spec.mac, one.address):

@@ -29,9 +29,9 @@ from multiverse.host.qemu.library import QemuHost
 from multiverse.host.qemu.output import GuestOutput
 from multiverse.host.specification import Specification
 from multiverse.system.processes import ProcessIdentity
-from tests.integration.test_qemu_driver import SITE, Lab, lab, settings, until
+from tests.integration.test_qemu_driver import SITE, Lab, lab, until
 
-__all__ = ["lab", "settings"]  # fixtures
+__all__ = ["lab"]  # a fixture
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")]
 
 # What is started in place of QEMU, with QEMU's own arguments. Prints what came of each attempt, as JSON.

@@ -4,34 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import AsyncIterator
 
 import pytest
 
-from multiverse.config import Settings
-from multiverse.core.model import CloneKind, VmCondition, VmRef
-from multiverse.drivers.qemu.driver import QemuHypervisor
-from tests.integration.test_qemu_driver import BASE, PARENT, SITE, Lab, answers_of, settings
+from multiverse.core.model import CloneKind, VmCondition
+from tests.integration.conftest import SCRATCH
+from tests.integration.test_qemu_driver import BASE, Lab, answers_of, lab, swept
 
-__all__ = ["settings"]  # a fixture
+__all__ = ["lab", "swept"]  # fixtures
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="taps and images need root")]
 
-SCRATCH = 128
 AS_ANN = "setpriv --reuid=4001 --regid=4001 --clear-groups --"
-
-
-@pytest.fixture
-async def lab(settings: Settings) -> AsyncIterator[Lab]:
-    """The lab of QEMU's tests, with little scratch, so that it is soon full."""
-    small = dataclasses.replace(settings, image=dataclasses.replace(settings.image, scratch=SCRATCH))
-    hypervisor = QemuHypervisor(small, SITE)
-    await hypervisor.build_template(PARENT)
-    found = Lab(small, hypervisor, 40)
-    yield found
-    for name in (await hypervisor.observe()).vms:
-        await hypervisor.destroy(VmRef(name), 0)
-        assert found.remains(name) == []
-    hypervisor.close()
 
 
 async def files_of(lab: Lab, name: str) -> tuple[int, int]:

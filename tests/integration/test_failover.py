@@ -188,6 +188,7 @@ def test_jobs_go_on_and_new_ones_start_after_a_failover(pair: Pair) -> None:
     assert not pair.hints_alert(), "the backup shares the inbox"
 
 
+@pytest.mark.slow
 def test_missing_hints_are_reported_and_cost_only_the_poll_interval(pair: Pair) -> None:
     inbox = str(pair.lab.settings.slurm.inbox)
     pair.in_backup("mount", "-t", "tmpfs", "-o", f"uid={UID},mode=700", "tmpfs", inbox)

@@ -21,9 +21,9 @@ from multiverse.host import manifest
 from multiverse.host.manifest import Manifest
 from multiverse.host.qemu.library import QemuHostConfig
 from multiverse.host.specification import Specification
-from tests.integration.test_qemu_driver import BASE, PARENT, SITE, Lab, lab, settings, swept
+from tests.integration.test_qemu_driver import BASE, PARENT, SITE, Lab, lab, swept
 
-__all__ = ["lab", "settings", "swept"]  # fixtures
+__all__ = ["lab", "swept"]  # fixtures
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="taps and images need root")]
 
 # Both programs get a directory with config.json, and files with specifications.

@@ -16,10 +16,10 @@ from multiverse.core.model import Daemon, Size, VmRef
 from multiverse.host import manifest
 from multiverse.host.cgroups import Cgroups
 from multiverse.host.qemu.templates import FrozenTemplate, directory_name, load
-from tests.integration.test_qemu_driver import PARENT, Lab, lab, settings, swept, until
+from tests.integration.test_qemu_driver import PARENT, Lab, lab, swept, until
 from tests.integration.watch import kill
 
-__all__ = ["lab", "settings", "swept"]  # fixtures
+__all__ = ["lab", "swept"]  # fixtures
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="taps and images need root")]
 
 NOBODY = 65534

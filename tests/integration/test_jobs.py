@@ -135,6 +135,7 @@ def test_a_vm_that_is_killed_under_its_job_is_noticed_and_the_job_is_requeued(
     nothing_left(lab, client)
 
 
+@pytest.mark.slow
 def test_a_full_clone_runs_a_job_as_an_instant_one_does(lab: LabUnderTest, client: Client) -> None:
     out = lab.user.home / "full.out"
     job = lab.sbatch("hostname", "-C", "full", f"--output={out}")

@@ -171,6 +171,7 @@ def test_a_user_who_has_used_less_of_the_share_comes_first(
     nothing_left(lab, client)
 
 
+@pytest.mark.slow
 def test_a_limit_that_shows_only_after_the_pin_sends_the_job_back_with_a_reason(
     lab: LabUnderTest, client: Client, controller: Callable[[], int]
 ) -> None:

@@ -113,6 +113,7 @@ def test_a_step_is_out_of_memory_and_the_job_goes_on(place: Place) -> None:
     assert states[""] == states["batch"] == states["1"] == ("COMPLETED", "0:0")
 
 
+@pytest.mark.slow
 def test_memory_for_each_cpu_is_a_limit_for_all_cpus_together(place: Place) -> None:
     small = HOG.format(size=70)
     job, said = place.run(f"{small}; echo first; {HOG.format(size=400)}", "--mem-per-cpu=60", "--cpus-per-task=2")

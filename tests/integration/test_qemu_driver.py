@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-import shutil
 import socket
-import subprocess
-import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
-from multiverse.config import HostSettings, QemuSettings, Settings
+from multiverse.config import Settings
 from multiverse.core.errors import Broken, Gone, MultiverseError
 from multiverse.core.model import (
     CloneKind,
@@ -34,7 +31,7 @@ from multiverse.core.model import (
 )
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.host import manifest
-from tests.integration.images import IMAGES, slim
+from tests.integration.conftest import GUESTS_NETWORK
 from tests.integration.watch import kill
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="taps and images need root")]
@@ -42,8 +39,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, rea
 SITE = f"q{os.getpid() % 46656:04x}"[:5]
 BASE = Size(1, 256)
 PARENT = TemplateKey("h", "slim", BASE)
-NET = f"10.219.{os.getpid() % 256}"  # of this process: two runs at once must not share routes
-HEAD = f"{NET}.254"
+HEAD = f"{GUESTS_NETWORK}.254"
 SLEEPER = Daemon("sleeper", ("/bin/sleep", "1000000"))
 
 
@@ -62,7 +58,7 @@ class Lab:
 
     def identity(self, spec: VmSpec, *daemons: Daemon, **more: object) -> Identity:
         number = int(spec.name.partition("-")[2])
-        facts = {"hostname": spec.name, "mac": spec.mac, "address": f"{NET}.{number}/24", "gateway": HEAD,
+        facts = {"hostname": spec.name, "mac": spec.mac, "address": f"{GUESTS_NETWORK}.{number}/24", "gateway": HEAD,
                  "machine_id": f"{number:032x}", "users": (User("ann", 4001, 4001, "/", "/bin/sh", (("lab", 4100),)),),
                  "peers": (("head", HEAD),),
                  "bootstrap": NodeBootstrap(daemons=daemons or (SLEEPER,)), **more}  # fmt: skip
@@ -105,30 +101,6 @@ async def until(what: Callable[[], Awaitable[bool]], seconds: float = 20.0) -> N
     while not await what():
         assert time.monotonic() < deadline, "the condition was not reached in time"
         await asyncio.sleep(0.005)
-
-
-@pytest.fixture(scope="module")
-def settings(accelerator: Path) -> Iterator[Settings]:
-    """Settings with directories and a bridge of their own, which are removed afterwards."""
-    slim()
-    place, memory = Path(tempfile.mkdtemp(prefix="mvq-")), Path(tempfile.mkdtemp(prefix="mvq-", dir="/dev/shm"))
-    for path in (place, memory):
-        path.chmod(0o711)  # the users of VMs pass through it
-    shutil.copy(accelerator, place)
-    bridge = f"mvq{os.getpid()}"
-    qemu = QemuSettings(images=IMAGES, templates=memory / "t", vms=place / "vms", run=place / "run", bridge=bridge)
-    try:
-        for command in (
-            f"link add {bridge} type bridge",
-            f"addr add {NET}.254/24 dev {bridge}",
-            f"link set {bridge} up",
-        ):
-            subprocess.run(["ip", *command.split()], check=True)
-        yield Settings(state_dir=place, host=HostSettings("h", 4, 8192), qemu=qemu)
-    finally:
-        subprocess.run(["ip", "link", "del", bridge], check=False)
-        shutil.rmtree(place)
-        shutil.rmtree(memory)
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ def dropped(client: Client, image: str, account: str | None = None) -> None:
     until("they are dropped", lambda: not [row for row in client.templates() if those.items() <= row.items()])
 
 
+@pytest.mark.slow
 def test_jobs_of_an_image_that_cannot_be_plugged_get_templates_of_their_size(
     lab: LabUnderTest, client: Client, controller: Callable[[], int]
 ) -> None:
