@@ -22,7 +22,7 @@ from multiverse.host.qemu.library import QemuHost, QemuHostConfig
 from multiverse.lab import lifecycle
 from multiverse.lab.plan import LabOptions
 from multiverse.lab.services import CONTROLLER
-from multiverse.service.daemon import _locked
+from multiverse.service.startup import locked
 from multiverse.system.processes import ProcessIdentity
 from tests.integration.conftest import LabUnderTest
 from tests.integration.small_disk import available, fill, small_disk
@@ -118,7 +118,11 @@ def test_a_daemon_takes_the_lock_of_its_directory_on_a_full_disk(tmp_path: Path)
     with small_disk(tmp_path / "small", "ext4", 64) as disk:
         (disk / "lock").touch()
         fill(disk)
-        with _locked(disk), pytest.raises(Refused, match="another daemon"), _locked(disk):
+        with (
+            locked(disk / "lock", "daemon"),
+            pytest.raises(Refused, match="another daemon"),
+            locked(disk / "lock", "daemon"),
+        ):
             raise AssertionError("two daemons have the lock")
 
 
