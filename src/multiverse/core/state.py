@@ -83,7 +83,7 @@ class State(LiveRows):
         self._vms_by_host = Index()
         self._vms_by_source = Index()
         self._vms_by_template = Index()  # by the number of the template's row, and by its key
-        self._templates_by_key = Index()
+        self._templates_by_key = Index()  # and by host
         self.vm_named: dict[str, int] = {}
         self.queue = Queue()
         self.used: defaultdict[str, Size] = defaultdict(lambda: Size(0, 0, 0))  # what claims hold, by domain
@@ -105,6 +105,7 @@ class State(LiveRows):
         self.wanted: Counter[str] | None = None  # VMs that jobs want now, by image; computed when first asked for
         self.users_asked: dict[int, float] = {}  # the users that jobs wait for, and since when they are asked for
         self.reasons: dict[int, str] = {}  # why attempts wait: the first of the queue, in its order
+        self.promised: dict[int, float] = {}  # by when the first that waits for room starts, as told
         self.lacking: set[tuple[Request, CloneKind]] = set()  # what others on the machines leave too little memory for
         self.entropy = ""
         self.tables = tables
@@ -316,6 +317,7 @@ class State(LiveRows):
                     yield self._vms_by_template, row.template
             case Template():
                 yield self._templates_by_key, row.which
+                yield self._templates_by_key, row.host
 
     # --- what is to be looked at -------------------------------------------------------------------
 
@@ -412,6 +414,10 @@ class State(LiveRows):
         """The live template of that key."""
         ids = self._templates_by_key[which]
         return self.templates[ids[0]] if ids else None
+
+    def templates_on(self, host: str) -> list[Template]:
+        """The live templates on a host, by number."""
+        return [self.templates[id_] for id_ in self._templates_by_key[host]]
 
     def source_of(self, host: str) -> str:
         """The source that answers for a host; empty if the host is not known."""
