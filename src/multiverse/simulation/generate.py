@@ -38,6 +38,8 @@ def without_faults(seed: int, pair: Pair | None = None) -> Scenario:
     pacing = PacingSettings(provisioning=rng.choice((1, 4, 16)), attempts=rng.choice((2, 12)))
     image_choices = Random(f"{seed}/images")
     arrivals = tuple(_with_image(_arrival(rng), image_choices) for _ in range(rng.randint(1, 8)))
+    time_limits = Random(f"{seed}/times")
+    arrivals = tuple(_with_limit(arrival, time_limits) for arrival in arrivals)
     pacing = replace(pacing, silence=Random(f"{seed}/silence").choice((3.0, 10.0, 60.0)))
     settings = _with_pools(Settings(pacing=pacing, poll=rng.choice((2.0, 5.0))), Random(f"{seed}/pools"))
     if (disk := Random(f"{seed}/disk")).random() < 0.3:
@@ -212,6 +214,13 @@ def _with_image(arrival: Arrival, rng: Random) -> Arrival:
     """Give some jobs an image that can plug neither CPUs nor memory, and some an account with templates of its own."""
     image, account = rng.choice((None, None, None, "stiff")), rng.choice(("", "", "", "physics"))
     return replace(arrival, batch=replace(arrival.batch, image=image, account=account))
+
+
+def _with_limit(arrival: Arrival, rng: Random) -> Arrival:
+    """Give most jobs a time limit, which some of them exceed."""
+    seconds = arrival.batch.seconds
+    limit = rng.choice((None, seconds + 1.0, seconds + 1.0, seconds + 30.0, 300.0, max(1.0, seconds / 2)))
+    return replace(arrival, batch=replace(arrival.batch, limit=limit))
 
 
 def _actions(rng: Random) -> tuple[UserAction, ...]:

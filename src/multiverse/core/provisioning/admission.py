@@ -69,16 +69,19 @@ from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.eviction import release_spares, retire_a_template
 from multiverse.core.provisioning.inquiries import Inquiries
 from multiverse.core.provisioning.making import NO_ADDRESS, Making, NoRoom
+from multiverse.core.provisioning.obstacles import why_earlier_run, why_unfit
 from multiverse.core.provisioning.pacing import Parent
 from multiverse.core.provisioning.reasons import PASSED_OVER, FirstReasons
 from multiverse.core.provisioning.sizes import template_claim, vm_claims
 from multiverse.core.provisioning.spares import joined_for, withdraw
-from multiverse.core.provisioning.unfit import why_unfit
 from multiverse.core.state import quarantine_on_error
 from multiverse.core.transition import Change, Event
 
 TOO_LITTLE = "of which others there leave too little"
 """Part of the reason of a job that waits for memory which others on the machine hold."""
+
+LOOK_AGAIN = 5.0
+"""Seconds after which jobs are considered again that could not go ahead of the first one, though no row has changed."""
 
 _ADMITTED = tuple(s for s in AttemptState if s not in (*WAITING_STATES, AttemptState.ALLOCATED))
 """The states of attempts whose jobs may be counted by no limit of the scheduler's yet."""
@@ -116,6 +119,7 @@ class Admission:
         self.blockage = Blockage.NONE
         self.overtaking: Overtaking | None = None  # what may start ahead of that job
         self.promises: dict[int, float] = {}  # by when it starts
+        self.before: dict[int, str] = {}  # what was said of the others, if that still holds
         self.inquiries = Inquiries(self.state, context.world)
         self.undecided = False  # about those that come next, until the name service has had its time
         self.reasons = FirstReasons(self.queue)
@@ -127,6 +131,7 @@ class Admission:
     def run(self) -> Blockage:
         """Consider the queue, up to the attempt that blocks it."""
         self.state.waiting.clear()  # each round of a pass decides anew
+        before = len(self.state.moves)
         self.state.wanted = None
         for attempt_id in self.queue.take_unchecked():
             with quarantine_on_error(self.state, Key("attempt", attempt_id)):
@@ -136,8 +141,12 @@ class Admission:
             if self.undecided or (self.blocked and self._is_enough(behind)):
                 break
             behind += bool(self.blocked)
-            if waiting := self.alike.get(self.queue.shape_of(attempt_id)):
+            shape = self.queue.shape_of(attempt_id)
+            if waiting := self.alike.get(shape):
                 self._wait_alike(rank, attempt_id, waiting)
+                continue
+            if self.overtaking is not None and self.overtaking.was_refused(shape, self.queue.job_of(attempt_id)):
+                self.reasons.add(rank, attempt_id, self.blocked)
                 continue
             with quarantine_on_error(self.state, Key("attempt", attempt_id)):
                 self.consider(self.state.attempts[attempt_id])
@@ -145,6 +154,9 @@ class Admission:
             return Blockage.TURN  # and what was said of the first jobs still holds
         self.state.reasons = self.reasons.of(self.state.attempts)
         self.state.promised = self.promises
+        if self.overtaking is not None and len(self.state.moves) == before:
+            first = self.overtaking.reservation.attempt
+            self.state.looked = (self.state.touched.count, first, self.state.now + LOOK_AGAIN)
         return self.blockage
 
     def _is_enough(self, behind: int) -> bool:
@@ -188,14 +200,14 @@ class Admission:
         job = self.queue.job_of(attempt.id)
         if self.state.now < attempt.not_before:  # 3
             return
-        if why := self._earlier_run(attempt):  # 4
+        if why := why_earlier_run(self.state, attempt, self.orphaned):  # 4
             self._tell(attempt, why)
         elif why := self._limit_reached(job):  # 5
             self._wait(attempt, why)
         elif self.overtaking is not None and not self.overtaking.is_over():  # 6
             self._overtake(attempt, job, self.overtaking)
         elif self.blocked:
-            self._tell(attempt, self.blocked)
+            self._tell(attempt, self.before.get(attempt.id, self.blocked))
         elif self.context.world.user_known_since(attempt.uid) == float("inf"):  # 7
             self._refuse_or_ask(attempt)
         elif spare := self._joined_spare(attempt):  # 8
@@ -205,20 +217,6 @@ class Admission:
             self._block(attempt, Blockage.TURN, "waiting for a turn: as many VMs as may be made at once are being made")
         elif self._provision(attempt, choose_clones(self.context, attempt)):  # 10 to 13
             self.limits.subtract(dict(job.uses))
-
-    def _earlier_run(self, attempt: Attempt) -> str:
-        """Case 4: why an earlier run of the same job may still go on, if it may. The scheduler queues a job again as
-        soon as its node is silent, and no job may run twice."""
-        for other in self.state.attempts_of_job(attempt.job.job_id):
-            if other.job.restarts >= attempt.job.restarts:
-                continue
-            for vm in self.state.vms_of(other):
-                if vm.state is VmState.LOST:
-                    where = f"host {vm.host} is out of reach, neither back nor fenced"
-                    return f"its earlier run may go on in {vm.name}: {where}"
-                return f"waiting until {vm.name} of its earlier run is gone"
-        orphan = self.orphaned.get(attempt.job.job_id)
-        return f"its earlier run may go on in {orphan.name}, which no record explained" if orphan else ""
 
     def _limit_reached(self, job: Job, first: Job | None = None) -> str:
         """Case 5. What the first job that waits for room will use of a limit is left to it."""
@@ -307,19 +305,27 @@ class Admission:
         """Jobs behind this attempt may start ahead of it, unless they delay it. Says when it is expected to start."""
         if self.policy.backfill is None:
             return ""
+        count, first, until = self.state.looked
+        if (count, first) == (self.state.touched.count, attempt.id) and self.state.now < until:
+            # Nothing could go ahead, and nothing has changed since.
+            self.before, self.promises = self.state.reasons, self.state.promised
+            return self._expected(attempt)
         reservation = reserve(self.context, self.room, attempt, choice)
         self.overtaking = Overtaking(self.context, self.room, reservation, self.policy.backfill)
-        if reservation.at == inf:
-            return ""
-        self.promises[attempt.id] = told_before(self.context, reservation)
-        return f"; expected to start {when(self.promises[attempt.id])}"
+        if reservation.at < inf:
+            self.promises[attempt.id] = told_before(self.context, reservation)
+        return self._expected(attempt)
+
+    def _expected(self, attempt: Attempt) -> str:
+        """Part of a reason: by when the first attempt that waits for room is expected to start, if anybody can tell."""
+        return f"; expected to start {when(self.promises[attempt.id])}" if attempt.id in self.promises else ""
 
     def _overtake(self, attempt: Attempt, job: Job, overtaking: Overtaking) -> None:
         """Case 6: start the attempt ahead of the first one that waits for room, if it does not delay that one."""
         shape = self.queue.shape_of(attempt.id)
         if self.context.world.user_known_since(attempt.uid) == inf:
             self.inquiries.ask(attempt.uid)
-        elif not overtaking.was_refused(shape, job) and not self._is_turn_over(attempt):
+        elif not self._is_turn_over(attempt):
             overtaking.looked_at += 1
             choice = choose_clones(self.context, attempt)
             in_time = overtaking.ends_in_time(attempt, choice.kind)

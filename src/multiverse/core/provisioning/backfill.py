@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from math import ceil, inf
-from typing import NamedTuple
 
 from multiverse.core.model import Attempt, AttemptState, CloneKind, Job, Size, TemplateKey, TemplateState
 from multiverse.core.policy import Backfill
@@ -26,6 +26,7 @@ from multiverse.core.provisioning.clones import Choice, hosts_making, node_reque
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.limits import Release, claimed, ends_by, releases_on, total
 from multiverse.core.provisioning.sizes import template_claim, vm_claims
+from multiverse.core.slots import HostSlots, Slot, SlotTable
 from multiverse.core.transition import Change, Event
 
 _LATER = 60.0
@@ -34,18 +35,11 @@ _LATER = 60.0
 _PASSED = 10
 """The most jobs that are passed, for each one that may be looked at."""
 
+_KEPT = 8
+"""Of so many different requests it is remembered when hosts will have room for them."""
+
 _SOONER = 300.0
 """Seconds by which it starts sooner at least, and a quarter of the time that is left, before it is told anew."""
-
-
-class Slot(NamedTuple):
-    """Room for one VM on a host from a time on. `template` is the claim of a template that is to be built there first;
-    `emptied`: only templates of others are in its way then, which are retired if no VM is there."""
-
-    at: float
-    host: str
-    template: Size
-    emptied: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,25 +56,31 @@ class Reservation:
 
 def reserve(context: Context, room: Room, attempt: Attempt, choice: Choice) -> Reservation:
     """The reservation of an attempt for which `room` has no room now."""
-    job, nodes = context.state.queue.job_of(attempt.id), attempt.request.nodes
+    state, job, nodes = context.state, context.state.queue.job_of(attempt.id), attempt.request.nodes
     wanted = node_request(context, attempt, choice.kind)
     able = {name: choice.sizes[name] for name in hosts_making(wanted.image, choice.kind, context.hosts)}
     claims = vm_claims(wanted, able, context.hosts, context.policy)
-    hosts = [name for name in claims if name not in room.full]
-    found = sorted(slot for name in hosts for slot in _slots(context, room, attempt, choice, claims, name))[:nodes]
-    if len(found) < nodes or found[-1].at == inf:
+    asked = (wanted, attempt.request.account, nodes)
+    table = state.slots.pop(asked, None) or SlotTable()
+    state.slots[asked] = table
+    while len(state.slots) > _KEPT:
+        del state.slots[next(iter(state.slots))]
+    compute = partial(_slots_on, context, room, attempt, choice, claims)
+    table.refresh(claims, state.touched, context.now, compute, room.tight)
+    found = table.first(nodes, room.full)
+    at = max(context.now, found[-1].at) if len(found) == nodes else inf
+    if at == inf:
         return Reservation(attempt.id, job, inf)
     held = {
         slot.host: total([slot.template, *(claims[one.host] for one in found if one.host == slot.host)])
         for slot in found
     }
-    emptied = frozenset(slot.host for slot in found if slot.emptied)
-    return Reservation(attempt.id, job, found[-1].at, held, emptied)
+    return Reservation(attempt.id, job, at, held, frozenset(slot.host for slot in found if slot.emptied))
 
 
-def _slots(
+def _slots_on(
     context: Context, room: Room, attempt: Attempt, choice: Choice, claims: Mapping[str, Size], host: str
-) -> list[Slot]:
+) -> HostSlots:
     """When so many VMs of the attempt would have room on the host as it has nodes, or as many of them as ever will."""
     delay, build, now = 0.0, Size(0, 0), context.now
     if choice.forks:
@@ -94,17 +94,18 @@ def _slots(
             case None:
                 build = template_claim(choice.sizes[host], context.hosts[host], context.image_of(attempt))
             case _:
-                return []  # it is broken, or on its way out: nobody can tell when there is another
+                return HostSlots()  # it is broken, or on its way out: nobody can tell when there is another
     free = [have - need for have, need in zip(room.free[host], (build.cpus, build.memory, build.disk), strict=True)]
     releases = releases_on(context, host)
-    last = max((at for at, _ in releases), default=now)
+    last = max((one.at for one in releases), default=now)
     cleared = _cleared(context, attempt, choice, host, last)
     slots: list[Slot] = []
-    for step, (at, size) in enumerate([Release(now, Size(0, 0)), *releases, cleared]):
+    for step, (at, size) in enumerate([(now, Size(0, 0)), *(one[:2] for one in releases), cleared[:2]]):
         free = [free[0] + size.cpus, free[1] + size.memory, free[2] + size.disk]
         more = min(attempt.request.nodes, _holds(free, claims[host])) - len(slots)
         slots += [Slot(max(at, now) + delay, host, build, step > len(releases))] * more
-    return slots
+    steady = not delay and all(one.steady for one in releases) and bool(releases or not cleared.size.memory)
+    return HostSlots(slots, min((one.at for one in releases), default=inf) if steady else now)
 
 
 def _cleared(context: Context, attempt: Attempt, choice: Choice, host: str, last: float) -> Release:
@@ -184,7 +185,7 @@ class Overtaking:
         if host in self.reservation.emptied:
             extra = [0, 0, 0]
         else:
-            ending = total(size for at, size in releases_on(self.context, host) if at <= self.reservation.at)
+            ending = total(one.size for one in releases_on(self.context, host) if one.at <= self.reservation.at)
             extra = [
                 free[0] + ending.cpus - held.cpus,
                 free[1] + ending.memory - held.memory,

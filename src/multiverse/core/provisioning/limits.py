@@ -24,6 +24,8 @@ from multiverse.core.model import (
 )
 from multiverse.core.provisioning.context import Context
 
+A = AttemptState
+
 STARTING = 5.0
 """Seconds that the scheduler takes to start a job once its nodes have joined, and we to see that."""
 
@@ -32,10 +34,12 @@ OVERDUE = 60.0
 
 
 class Release(NamedTuple):
-    """What is free again on a host from a time on."""
+    """What is free again on a host from a time on. `steady`: that time stays the same while nothing changes there, as
+    long as it has not come."""
 
     at: float
     size: Size
+    steady: bool = True
 
 
 def ends_by(context: Context, attempt: Attempt, kind: CloneKind | None = None) -> float:
@@ -50,7 +54,7 @@ def ends_by(context: Context, attempt: Attempt, kind: CloneKind | None = None) -
             return _starts_by(context, attempt, kind) + limit
         case JobState.RUNNING:
             # A row that is older than the job's start says nothing of it.
-            start = context.unix(attempt.since) if attempt.state is AttemptState.ALLOCATED else now
+            start = context.unix(attempt.since) if attempt.state is A.ALLOCATED else now
             return expected(start + limit if job.ends is None else job.ends, now)
         case JobState.SUSPENDED:
             return inf
@@ -65,7 +69,7 @@ def _starts_by(context: Context, attempt: Attempt, kind: CloneKind | None) -> fl
     making = context.policy.takes(image, kind, context.world.forecast)
     waits = attempt.state in WAITING_STATES
     since = context.now if waits else context.unix(attempt.since)
-    return max(context.now, since + (making if attempt.state is not AttemptState.SPAWNED else 0.0) + STARTING)
+    return max(context.now, since + (making if attempt.state is not A.SPAWNED else 0.0) + STARTING)
 
 
 def expected(at: float, now: float) -> float:
@@ -103,15 +107,17 @@ def releases_on(context: Context, host: str) -> list[Release]:
     memory: dict[int, int] = {}
     for vm in state.vms_on(host):
         at = frees_by(context, vm)
-        found.append(Release(at, claimed(context, vm.key, host)))
+        attempt = state.attempt_of(vm)
+        steady = at == inf or (vm.state is VmState.SERVING and attempt is not None and attempt.state is A.ALLOCATED)
+        found.append(Release(at, claimed(context, vm.key, host), steady))
         if vm.template_id is not None and vm.template_size and vm.template_id not in state.templates:
             left_behind[vm.template_id] = max(left_behind[vm.template_id], at)
             memory[vm.template_id] = vm.template_size.memory
-    found += (Release(at, Size(0, memory[id_], 0)) for id_, at in left_behind.items())
+    found += (Release(at, Size(0, memory[id_], 0), steady=False) for id_, at in left_behind.items())
     for template in state.templates_on(host):
         if template.state is TemplateState.RETIRING:
             at = expected(context.unix(template.since) + context.policy.reclaim, context.now)
-            found.append(Release(at, claimed(context, template.key, host)))
+            found.append(Release(at, claimed(context, template.key, host), steady=False))
     return sorted(found)
 
 

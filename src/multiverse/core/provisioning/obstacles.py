@@ -1,13 +1,14 @@
-"""Why no host could ever hold a job."""
+"""What keeps a job from being admitted whatever is free: that no host could ever hold it, or an earlier run of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from multiverse.core.model import Attempt, CloneKind, Size
+from multiverse.core.model import Attempt, CloneKind, Size, Vm, VmState
 from multiverse.core.provisioning.capacity import largest_on
 from multiverse.core.provisioning.clones import Way, could_hold, unable_to_make, ways_now, ways_to_make
 from multiverse.core.provisioning.context import Context
+from multiverse.core.state import State
 
 
 def why_unfit(context: Context, attempt: Attempt) -> tuple[str, bool]:
@@ -45,3 +46,18 @@ def _largest(context: Context, attempt: Attempt, kind: CloneKind, templates: Map
     fit = max(most, key=lambda size: (size.memory, size.cpus))
     many = f"{nodes} VMs of " if nodes > 1 else "a VM of "
     return f"{many}{node} fits on no host; the largest that fits is {fit} per node"
+
+
+def why_earlier_run(state: State, attempt: Attempt, orphaned: Mapping[str, Vm]) -> str:
+    """Why an earlier run of the same job may still go on, if it may. The scheduler queues a job again as
+    soon as its node is silent, and no job may run twice. `orphaned` are VMs that no record explained, by their jobs."""
+    for other in state.attempts_of_job(attempt.job.job_id):
+        if other.job.restarts >= attempt.job.restarts:
+            continue
+        for vm in state.vms_of(other):
+            if vm.state is VmState.LOST:
+                where = f"host {vm.host} is out of reach, neither back nor fenced"
+                return f"its earlier run may go on in {vm.name}: {where}"
+            return f"waiting until {vm.name} of its earlier run is gone"
+    orphan = orphaned.get(attempt.job.job_id)
+    return f"its earlier run may go on in {orphan.name}, which no record explained" if orphan else ""
