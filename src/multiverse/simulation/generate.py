@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from multiverse.config import PacingSettings, PoolSettings, Settings
+from multiverse.config import BackfillSettings, PacingSettings, PoolSettings, Settings
 from multiverse.core.model import CloneKind, Depth, Host, Size
 from multiverse.simulation.cloud import CLOUD_ABILITIES, QUOTA
 from multiverse.simulation.cluster import ClusterSettings
@@ -52,6 +52,40 @@ def without_faults(seed: int, pair: Pair | None = None) -> Scenario:
         arrivals = (*late, *arrivals)
     scenario = Scenario(seed, arrivals, WorldSettings(hosts, cluster=cluster), settings, hints=rng.choice((0.0, 0.9)))
     return with_pair(scenario, pair or PAIRS[seed % len(PAIRS)])
+
+
+def crowded(seed: int) -> Scenario:
+    """More jobs than the hosts hold, with time limits, of which some are exceeded; no faults. Users cancel and hold
+    jobs. In some scenarios a job is suspended for a while, so that nobody can tell when the first one starts."""
+    rng = Random(f"{seed}/crowd")
+    sizes = [Size(rng.choice((2, 4, 6)), rng.choice((4096, 16384)), 65536) for _ in range(rng.randint(1, 3))]
+    hosts = tuple(Host(f"h{n}", size, ABILITIES, Size(2, 4096, 65536), "tcg") for n, size in enumerate(sizes))
+    widest = sum(host.capacity.cpus for host in hosts) // 2
+    suspends = rng.random() < 0.4
+    arrivals = []
+    for _ in range(rng.randint(6, 14)):
+        seconds = rng.choice((2.0, 10.0, 30.0, 90.0))
+        batch = Batch(
+            uid=rng.choice((1000, 1001)),
+            seconds=seconds,
+            nodes=rng.choice((1, 1, 1, 2, 3)) if widest >= 3 else 1,
+            size=rng.choice((Size(1, 64), Size(1, 500), Size(2, 500), Size(2, 1500))),
+            priority=rng.choice((1000, 1000, 2000)),
+            image=rng.choice((None, None, None, "stiff")),
+            limit=rng.choice((None, seconds + 1, seconds + 20, 3 * seconds, 20.0)),
+        )
+        actions: tuple[UserAction, ...] = ()
+        if suspends and rng.random() < 0.5:
+            at = rng.uniform(3.0, 40.0)
+            actions = (UserAction(at, "suspend"), UserAction(at + rng.choice((30.0, 120.0)), "resume"))
+        elif rng.random() < 0.1:
+            actions = (UserAction(rng.uniform(0.0, 60.0), rng.choice(("cancel", "hold"))), UserAction(70.0, "release"))
+        arrivals.append(Arrival(rng.uniform(0.5, 60.0), batch, actions=actions))
+    cluster = ClusterSettings(max_nodes=16, min_job_age=(2.0, 30.0), flavor=Size(64, 2_000_000, 1 << 20))
+    pacing = PacingSettings(provisioning=rng.choice((4, 16)))
+    settings = Settings(pacing=pacing, backfill=BackfillSettings(True, rng.choice((3, 100)), rng.choice((1, 3))))
+    world = WorldSettings(hosts, cluster=cluster, pair=rng.choice((Pair.SLURM_HOSTS, Pair.GRID_HOSTS)))
+    return Scenario(seed, tuple(arrivals), world, settings, hints=rng.choice((0.5, 0.9)))
 
 
 PAIRS = tuple(Pair)
