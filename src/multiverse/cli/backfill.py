@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +11,7 @@ from typing import Annotated
 import typer
 
 from multiverse.bench import lublin, swf
-from multiverse.bench.backfill import Comparison, compare
+from multiverse.bench.backfill import Comparison, Figures, compare
 from multiverse.cli import render
 from multiverse.cli.bench import Json
 from multiverse.cli.render import console
@@ -54,7 +55,7 @@ def _print(result: Comparison) -> None:
     render.show(table, "Nothing was measured.")
 
 
-ROWS = {
+ROWS: dict[str, Callable[[Figures], str]] = {
     "utilization": lambda one: f"{one.utilization:.1%}",
     "mean wait": lambda one: render.duration(one.mean_wait),
     "longest wait": lambda one: render.duration(one.longest_wait),
