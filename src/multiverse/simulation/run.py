@@ -43,9 +43,10 @@ USED_UP = 0.3  # the share of full disks on which not even releases are committe
 SLOW = 600.0  # seconds that an observation of a slow source takes
 
 
-def simulate(scenario: Scenario) -> Outcome:
-    """Run a scenario in virtual time, from the first submission until nothing is left to do."""
-    return run(_Simulation.whole(scenario), scenario.seed)
+def simulate(scenario: Scenario, most: int = 0) -> Outcome:
+    """Run a scenario in virtual time, from the first submission until nothing is left to do. The loop may turn `most`
+    times (0: as often as one scenario of a fuzz run needs at the very most)."""
+    return run(_Simulation.whole(scenario), scenario.seed, most)
 
 
 class ControllerCrashed(BaseException):
