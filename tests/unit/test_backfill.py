@@ -14,6 +14,7 @@ from multiverse.core.model import (
     Attempt,
     AttemptState,
     Claim,
+    CloneKind,
     Depth,
     HypervisorView,
     Job,
@@ -286,12 +287,25 @@ def test_only_so_many_jobs_are_considered() -> None:
     cluster = Cluster(policy=replace(FILLING, backfill=Backfill(depth=2)))
     cluster.runs(1, 3, ends=500.0)
     cluster.waits(2, 4)
-    cluster.waits(3, 2)
-    cluster.waits(4, 3)
+    cluster.waits(3, 1, limit=1e6)
+    cluster.waits(4, 1, limit=1e6, kind=CloneKind.INSTANT)
     cluster.waits(5, 1, limit=60.0)
     assert not admitted(cluster.run())
     cluster.policy = replace(FILLING, backfill=Backfill(depth=3))
     assert set(admitted(cluster.run())) == {5}
+
+
+def test_jobs_that_no_host_has_room_for_count_among_these_only_when_they_are_many() -> None:
+    cluster = Cluster(policy=replace(FILLING, backfill=Backfill(depth=1)))
+    cluster.runs(1, 3, ends=500.0)
+    cluster.waits(2, 4)
+    for number in range(3, 11):
+        cluster.waits(number, 2)
+    cluster.waits(11, 1, limit=60.0)
+    assert set(admitted(cluster.run())) == {11} and cluster.reason(3) == "waiting for capacity: the hosts are full"
+    for number in range(100, 190):
+        cluster.waits(number, 2, rank=5)
+    assert not admitted(cluster.run())
 
 
 def test_of_jobs_alike_only_shorter_ones_are_considered_again() -> None:
@@ -461,3 +475,16 @@ def test_the_vms_of_an_attempt_that_ends_are_gone_soon(state: AttemptState) -> N
     its = vm(V.SERVING, attempt=1)
     context.state._put(its)
     assert frees_by(context, its) == UNIX - 1 + 2 * RECLAIM
+
+
+def test_what_the_user_is_told_of_the_start_holds_while_others_are_being_made() -> None:
+    cluster = Cluster(policy=replace(FILLING, provisioning=1))
+    cluster.runs(1, 3, ends=500.0)
+    cluster.waits(2, 4)
+    cluster.waits(3, 1, limit=60.0)
+    assert set(admitted(cluster.run())) == {3} and cluster.state is not None
+    state = cluster.state
+    for _ in range(2):
+        assert "expected to start by" in state.reasons[2]
+        assert state.promised == {2: UNIX + 500.0 + RECLAIM}
+        plan(state, cluster.world, [], NOW + 1, cluster.policy)

@@ -145,7 +145,7 @@ class Admission:
             if waiting := self.alike.get(shape):
                 self._wait_alike(rank, attempt_id, waiting)
                 continue
-            if self.overtaking is not None and self.overtaking.was_refused(shape, self.queue.job_of(attempt_id)):
+            if self.overtaking is not None and self.overtaking.is_hopeless(attempt_id, shape):
                 self.reasons.add(rank, attempt_id, self.blocked)
                 continue
             with quarantine_on_error(self.state, Key("attempt", attempt_id)):
@@ -153,7 +153,8 @@ class Admission:
         if self.undecided:
             return Blockage.TURN  # and what was said of the first jobs still holds
         self.state.reasons = self.reasons.of(self.state.attempts)
-        self.state.promised = self.promises
+        if self.blockage is not Blockage.TURN or not self.state.promised.keys() <= self.state.reasons.keys():
+            self.state.promised = self.promises
         if self.overtaking is not None and len(self.state.moves) == before:
             first = self.overtaking.reservation.attempt
             self.state.looked = (self.state.touched.count, first, self.state.now + LOOK_AGAIN)
@@ -214,7 +215,10 @@ class Admission:
             self.limits.subtract(dict(job.uses))
             self._take_joined(attempt, spare)
         elif self._is_turn_over(attempt):  # 9
-            self._block(attempt, Blockage.TURN, "waiting for a turn: as many VMs as may be made at once are being made")
+            # What its user was told of its start still holds.
+            told = self.state.reasons.get(attempt.id, "") if attempt.id in self.state.promised else ""
+            why = "waiting for a turn: as many VMs as may be made at once are being made"
+            self._block(attempt, Blockage.TURN, why, told)
         elif self._provision(attempt, choose_clones(self.context, attempt)):  # 10 to 13
             self.limits.subtract(dict(job.uses))
 
@@ -296,10 +300,10 @@ class Admission:
             why = self.making.template_elsewhere(attempt, choice)
             why = why or self.room.why_full(claims, self.policy, "the hosts are full")
             blockage = self._make_room(attempt, attempt.request.nodes, claims)
-            more = ""
+            expected = ""
             if blockage is Blockage.ROOM and not claims.keys() <= self.room.full:
-                more = self._let_overtake(attempt, choice)
-            self._block(attempt, blockage, why, more)
+                expected = self._let_overtake(attempt, choice)
+            self._block(attempt, blockage, why, why + expected)
 
     def _let_overtake(self, attempt: Attempt, choice: Choice) -> str:
         """Jobs behind this attempt may start ahead of it, unless they delay it. Says when it is expected to start."""
@@ -422,10 +426,10 @@ class Admission:
     def _revoke(self, attempt: Attempt, reason: str) -> None:
         self.state.move(Change(attempt.revoking("revoked", reason), Event.IMPOSSIBLE, reason))
 
-    def _block(self, attempt: Attempt, blockage: Blockage, why: str, more: str = "") -> None:
-        """This attempt waits for capacity, and so do those behind it. `more` concerns this one only."""
+    def _block(self, attempt: Attempt, blockage: Blockage, why: str, own: str = "") -> None:
+        """This attempt waits for capacity, and so do those behind it. Its user is told its `own` reason."""
         self.blocked, self.blockage = why, blockage
-        self._tell(attempt, why + more)
+        self._tell(attempt, own or why)
 
     def _wait(self, attempt: Attempt, why: str, paced: Parent | None = None) -> None:
         """All attempts of this shape that come later wait for the same."""

@@ -134,6 +134,7 @@ class Overtaking:
         self.context, self.room, self.reservation, self.limits = context, room, reservation, limits
         self.looked_at = 0  # so many jobs behind the first one
         self._refused: dict[int, float] = {}  # by shape: the shortest run that found no room
+        self._most: list[int] | None = None  # the most CPUs, and the most memory, that any host had free
 
     def is_over(self, passed: int = 0) -> bool:
         """Whether nothing more may start ahead of the first job, when so many were passed: those that ask for the same
@@ -158,9 +159,18 @@ class Overtaking:
         """Whether the attempt's VMs, made now, are gone when the first job is to start."""
         return ends_by(self.context, attempt, kind) + self.context.policy.reclaim <= self.reservation.at < inf
 
-    def was_refused(self, shape: int, job: Job) -> bool:
-        """Whether a job that asks for the same and runs no longer found no room in this round."""
-        return self._refused.get(shape, inf) <= (inf if job.limit is None else job.limit)
+    def is_hopeless(self, attempt_id: int, shape: int) -> bool:
+        """Whether an attempt surely has no room now, without a look at single hosts: one that asks for the same and
+        runs no longer had none in this round, or no host has as many CPUs, or as much memory, as a VM of it needs."""
+        job, state = self.context.state.queue.job_of(attempt_id), self.context.state
+        if self._refused.get(shape, inf) <= (inf if job.limit is None else job.limit):
+            return True
+        if self._most is None:
+            free = [free for host, free in self.room.free.items() if host not in self.room.full]
+            self._most = [max((one[resource] for one in free), default=0) for resource in range(2)]
+        size = state.attempts[attempt_id].request.size
+        # A spare that has joined needs no more room.
+        return not self.context.policy.pools and (size.cpus > self._most[0] or size.memory > self._most[1])
 
     def refuse(self, shape: int, job: Job, *, in_time: bool) -> None:
         """Such a job found no room. Where it would end in time, no shorter one does."""
