@@ -13,6 +13,7 @@ from multiverse.core.model import (
     WAITING_STATES,
     Attempt,
     AttemptState,
+    ClaimKey,
     CloneKind,
     JobState,
     Key,
@@ -123,8 +124,8 @@ def releases_on(context: Context, host: str) -> list[Release]:
 
 def claimed(context: Context, owner: Key, host: str) -> Size:
     """What a row claims on a host."""
-    claims = (context.state.claims[key] for key in context.state.claims_of(owner) if key.domain == host)
-    return total(claim.size for claim in claims)
+    claim = context.state.claims.get(ClaimKey(owner, host))
+    return claim.size if claim else Size(0, 0)
 
 
 def total(sizes: Iterable[Size]) -> Size:
