@@ -17,7 +17,7 @@ from multiverse.bench.swf import TraceJob
 from multiverse.config import BackfillSettings, PacingSettings, Settings
 from multiverse.core.model import Host, Size
 from multiverse.simulation.cluster import ClusterSettings
-from multiverse.simulation.fuzz import silence_logs
+from multiverse.simulation.fuzz import silent_logs
 from multiverse.simulation.jobs import Batch
 from multiverse.simulation.machines import ABILITIES
 from multiverse.simulation.run import simulate
@@ -63,9 +63,9 @@ class Comparison:
 def compare(jobs: Sequence[TraceJob], processors: int, seed: int = 1) -> Comparison:
     """Run a trace three times. Jobs that ask for more than all processors are left out."""
     jobs = [job for job in jobs if job.processors <= processors]
-    silence_logs()
-    without = run(jobs, processors, seed, BackfillSettings(enabled=False))
-    with_ = run(jobs, processors, seed, BackfillSettings())
+    with silent_logs():
+        without = run(jobs, processors, seed, BackfillSettings(enabled=False))
+        with_ = run(jobs, processors, seed, BackfillSettings())
     ideal = easy.schedule(jobs, processors)
     return Comparison(len(jobs), processors, *(figures(stays, processors) for stays in (without, with_, ideal)))
 

@@ -9,6 +9,7 @@ import os
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,17 @@ class SeedResult:
 def silence_logs() -> None:
     """Switch the controller's log off. It has thousands of lines for each seed; an outcome's story says more."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+
+
+@contextmanager
+def silent_logs() -> Iterator[None]:
+    """The same for a while."""
+    before = structlog.get_config()
+    silence_logs()
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
 
 
 def run_seed(seed: int, pair: Pair | None = None) -> SeedResult:
