@@ -317,11 +317,13 @@ async def a_suspended_job_is_requeued_or_goes_on(h: Harness) -> None:
     await h.suspend(job.ref.job_id)
     stopped = await h.job(job.ref.job_id, lambda job: job.state is JobState.SUSPENDED)
     assert stopped.ref == job.ref and stopped.nodes == job.nodes
+    assert job.limit == stopped.limit and stopped.ends is None, "nobody knows when it will have ended"
     for what in ("unpin", "revoke"):
         with pytest.raises(Stale):
             await calls_of(h, job.ref, "")[what]()
     await h.resume(job.ref.job_id)
-    await h.job(job.ref.job_id, lambda job: job.state is JobState.RUNNING)
+    resumed = await h.job(job.ref.job_id, lambda job: job.state is JobState.RUNNING)
+    assert job.ends is None or (resumed.ends is not None and resumed.ends >= job.ends)
     await h.suspend(job.ref.job_id)
     await h.job(job.ref.job_id, lambda job: job.state is JobState.SUSPENDED)
     await h.scheduler.requeue(job.ref)

@@ -15,10 +15,11 @@ import pytest
 
 from multiverse.config import Settings
 from multiverse.core.errors import Gone, MultiverseError, Refused, Stale, Unknown
-from multiverse.core.model import CloneKind, Job, JobLimits, JobRef, JobState, NodeState, SchedulerView, Size
+from multiverse.core.model import YEAR, CloneKind, Job, JobLimits, JobRef, JobState, NodeState, SchedulerView, Size
 from multiverse.drivers.slurm.command import Completed, execute
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.drivers.slurm.inbox import Hint, hints
+from multiverse.drivers.slurm.time_limits import CHECKED_EVERY
 from tests.integration.fake_guest import SITE, FakeGuest, node_spec
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_controller")]
@@ -132,6 +133,34 @@ async def test_a_job_waits_at_the_gate_and_runs_when_pinned(lab: Any, scheduler:
     assert guest.name not in (await scheduler.observe()).nodes
     state = lab.run("sacct", "-nXP", "-j", job_id, "-o", "State,ExitCode,User").stdout.strip()
     assert state == f"FAILED|3:0|{lab.user.name}"
+
+
+async def test_the_time_limit_of_a_job_is_followed_until_it_has_ended(
+    lab: Any, scheduler: SlurmScheduler, spawn: Spawn
+) -> None:
+    """KillWait is 5 s in the lab, and slurmctld looks at limits every 30 s."""
+    beyond = 5 + CHECKED_EVERY
+    no_limit, job_id = lab.sbatch("true", "--hold"), lab.sbatch("sleep 100", "-C", "slim&instant", "--time=10")
+    waiting = await job_of(scheduler, job_id)
+    assert (waiting.limit, waiting.ends) == (600 + beyond, None)
+    assert (await job_of(scheduler, no_limit)).limit == YEAR + beyond
+    lab.run("scontrol", "update", f"JobId={job_id}", "TimeLimit=1-00:00:00")
+    assert (await job_of(scheduler, job_id)).limit == 86400 + beyond
+
+    await spawn(waiting, 7)
+    await scheduler.pin(waiting.ref, "mv_7", ())
+    running = await became(scheduler, job_id, JobState.RUNNING)
+    assert running.ends is not None and abs(running.ends - time.time() - 86400 - beyond) < 20
+    lab.run("scontrol", "update", f"JobId={job_id}", "TimeLimit=5")
+    shorter = await job_of(scheduler, job_id)
+    assert shorter.limit == 300 + beyond and shorter.ends is not None
+    assert abs(shorter.ends - running.ends + 86400 - 300) < 2
+    lab.run("scontrol", "suspend", job_id)
+    assert (await became(scheduler, job_id, JobState.SUSPENDED)).ends is None
+    await asyncio.sleep(3)
+    lab.run("scontrol", "resume", job_id)
+    resumed = await became(scheduler, job_id, JobState.RUNNING)
+    assert resumed.ends is not None and 2 <= resumed.ends - shorter.ends <= 20
 
 
 async def test_array_tasks_are_pinned_one_by_one_within_the_arrays_limit(

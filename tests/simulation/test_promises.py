@@ -649,7 +649,7 @@ def test_a_broken_planner_is_found_and_its_scenario_shrunk_saved_and_replayed(
 
 
 def test_the_world_reports_a_job_that_is_cancelled_without_a_true_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multiverse.core.provisioning.admission.could_hold", lambda *_: False)
+    monkeypatch.setattr("multiverse.core.provisioning.obstacles.could_hold", lambda *_: False)
     (wrong,) = simulate(ONE).violations
     assert "nothing justifies" in wrong and "fits on no host" in wrong
 

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from multiverse.config import Settings, load, parse
+from multiverse.controller.loop import policy_of
 from multiverse.core.errors import Refused
 from multiverse.core.model import Mount
+from multiverse.core.policy import Backfill
 
 
 def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
@@ -43,6 +45,8 @@ def test_values_are_read_into_their_types(tmp_path: Path) -> None:
         ({"network": {"subnet": "what"}}, "network"),
         ({"qemu": {"bridge": "a-name-that-is-too-long"}}, "qemu.bridge"),
         ({"qemu": {"run": "/run/" + "x" * 100}}, "qemu.run"),
+        ({"backfill": {"depth": 0}}, "backfill: depth must be at least 1"),
+        ({"backfill": {"overtakes": -1}}, "backfill: depth must be at least 1, and overtakes at least 0"),
     ],
 )
 def test_an_error_names_each_wrong_key(raw: dict[str, object], said: str) -> None:
@@ -57,3 +61,10 @@ def test_an_error_names_a_missing_or_damaged_file(tmp_path: Path) -> None:
     (tmp_path / "m.toml").write_text("[[")
     with pytest.raises(Refused, match="not TOML"):
         load(tmp_path / "m.toml")
+
+
+def test_backfill_can_be_turned_off_and_limited() -> None:
+    assert policy_of(Settings()).backfill == Backfill(100, 20)
+    assert policy_of(parse({"backfill": {"enabled": False}}, "x")).backfill is None
+    limited = policy_of(parse({"backfill": {"depth": 7, "overtakes": 0}, "poll": 4.0}, "x"))
+    assert limited.backfill == Backfill(7, 0) and limited.reclaim == policy_of(Settings()).reclaim + 4.0

@@ -12,6 +12,7 @@ import pytest
 from multiverse.bench.planner import BlockedCluster, MonotonicClock, Passes, UncheckedTables, measure
 from multiverse.core import planner
 from multiverse.core.model import AttemptState, JobState
+from multiverse.core.provisioning import backfill
 from multiverse.core.provisioning.admission import Admission
 from multiverse.core.queue import Queue
 from multiverse.store import Store
@@ -39,6 +40,7 @@ def visited(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     for name in ("check", "consider"):
         count(Admission, name)
     count(Queue, "put")
+    count(backfill, "_slots_on")
     return counts
 
 
@@ -91,6 +93,7 @@ async def test_the_rows_that_a_pass_visits_when_a_job_ends_do_not_grow_with_the_
     small = await visits(passes_of, SMALL, visited, end)
     large = await visits(passes_of, LARGE, visited, end)
     assert small == large and small["step_attempt"] and small["step_vm"]
+    assert small["_slots_on"] >= 1, "of the host on which it has ended, and of no other"
     assert sum(small.values()) < 60
 
 

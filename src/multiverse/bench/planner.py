@@ -1,7 +1,8 @@
 """How long one pass of the controller takes, by the number of queued jobs and of VMs.
 
 A pass compares the latest observations with the rows, plans, commits to a database on disk, and starts the effects. The
-queue is blocked: every VM runs a job, and the hosts are full. Measured are
+queue is blocked: every VM runs a job until some time of the next day, the hosts are full, and nothing can go ahead of
+the first job. Measured are
 
 - a pass on observations that are new and equal to those before, as drivers make them: what did not change is the same
   object,
@@ -60,6 +61,7 @@ SOURCE = "hosts"
 VMS_PER_HOST = 50
 REQUESTS = (Size(1, 100), Size(1, 1000), Size(2, 500), Size(4, 2000))
 BASE = Size(1, 256)
+DAY = 86400
 ABILITIES = frozenset({"fork", "plug_cpus", "plug_memory"})
 
 
@@ -114,12 +116,13 @@ class BlockedCluster:
                        images={"slim": ABILITIES})
             for name in (f"h{n}" for n in range(max(1, -(-vms // VMS_PER_HOST))))
         }  # fmt: skip
+        self.began = time.time()
         self.running = [self._running(number) for number in range(1, vms + 1)]
         self.jobs = {job.ref.job_id: job for _, _, job in self.running}
         for number in range(vms + 1, vms + jobs + 1):
             request = Request(1, REQUESTS[number % len(REQUESTS)])
             job = Job(JobRef(str(number), 500), "job", 1000, JobState.PENDING, request, rank=number,
-                      eligible=number % 2 == 0, held=number % 2 == 1)  # fmt: skip
+                      eligible=number % 2 == 0, held=number % 2 == 1, limit=7200.0)  # fmt: skip
             self.jobs[job.ref.job_id] = job
         self.nodes = {vm.name: Node(vm.name, NodeState.BUSY) for _, vm, _ in self.running}
         self.vms = {
@@ -139,7 +142,8 @@ class BlockedCluster:
         vm = Vm(number, 0, VmState.SERVING, 0.0, name, host, "slim", CloneKind.INSTANT, Size(1, 300), Size(1, 200), "",
                 f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}/8", attempt=number, template_size=BASE,
                 template_id=1 + (number - 1) // VMS_PER_HOST, source=SOURCE, token=str(number))  # fmt: skip
-        job = Job(ref, "job", 1000, JobState.RUNNING, request, gated=False, pinned=attempt.feature, nodes=(name,))
+        job = Job(ref, "job", 1000, JobState.RUNNING, request, gated=False, pinned=attempt.feature, nodes=(name,),
+                  limit=DAY, ends=self.began + 3600 + number * 7919 % DAY)  # fmt: skip
         return attempt, vm, job
 
     def moves(self) -> Iterator[Move]:

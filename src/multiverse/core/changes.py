@@ -12,7 +12,8 @@ from typing import TypeVar
 
 from multiverse.core.model import Job, KnownHost, Observation, VmSeen, World
 from multiverse.core.policy import Policy
-from multiverse.core.state import Compared, State
+from multiverse.core.rows import Compared
+from multiverse.core.state import State
 
 T = TypeVar("T")
 

@@ -7,7 +7,21 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from multiverse.core.model import Attempt, Claim, Key, KnownHost, Offer, Row, Template, Vm
+from multiverse.core.model import (
+    Attempt,
+    Claim,
+    Host,
+    Key,
+    KnownHost,
+    Observation,
+    Offer,
+    Row,
+    SchedulerView,
+    Seen,
+    Template,
+    Vm,
+    VmSeen,
+)
 
 
 class LiveRows:
@@ -49,6 +63,18 @@ class Rows(LiveRows):
     offers: Mapping[int, Offer] = field(default_factory=dict)
     claims: Sequence[Claim] = ()
     hosts: Mapping[str, KnownHost] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(slots=True)
+class Compared:
+    """The observations that passes have compared with the rows so far: see `changes`."""
+
+    scheduler: Seen[SchedulerView] | None = None
+    sources: dict[str, Observation] = field(default_factory=dict)
+    silent: set[str] = field(default_factory=set)  # sources that have been unknown for long
+    vms: dict[str, Mapping[str, VmSeen]] = field(default_factory=dict)  # by source, as shown last
+    hosts: dict[str, Host] = field(default_factory=dict)  # in sight
+    users: dict[int, tuple[bool, float]] | None = None  # whether they exist, and since when that is known
 
 
 _NONE: frozenset[int] = frozenset()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from multiverse.core.errors import Broken
 from multiverse.core.model import (
@@ -19,40 +19,24 @@ from multiverse.core.model import (
     Claim,
     ClaimKey,
     CloneKind,
-    Host,
     HostState,
     JobRef,
     Key,
     KnownHost,
-    Observation,
     Offer,
     OfferState,
     Request,
     Row,
-    SchedulerView,
-    Seen,
     Size,
     Template,
     TemplateKey,
     Vm,
-    VmSeen,
     VmState,
 )
 from multiverse.core.queue import Queue
-from multiverse.core.rows import Index, LiveRows, Rows
+from multiverse.core.rows import Compared, Index, LiveRows, Rows
+from multiverse.core.slots import SlotTable, Touched
 from multiverse.core.transition import TERMINAL, Change, Event, Move, Tables
-
-
-@dataclass(slots=True)
-class Compared:
-    """The observations that passes have compared with the rows so far: see `changes`."""
-
-    scheduler: Seen[SchedulerView] | None = None
-    sources: dict[str, Observation] = field(default_factory=dict)
-    silent: set[str] = field(default_factory=set)  # sources that have been unknown for long
-    vms: dict[str, Mapping[str, VmSeen]] = field(default_factory=dict)  # by source, as shown last
-    hosts: dict[str, Host] = field(default_factory=dict)  # in sight
-    users: dict[int, tuple[bool, float]] | None = None  # whether they exist, and since when that is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +67,11 @@ class State(LiveRows):
         self._vms_by_host = Index()
         self._vms_by_source = Index()
         self._vms_by_template = Index()  # by the number of the template's row, and by its key
-        self._templates_by_key = Index()
+        self._templates_by_key = Index()  # and by host
         self.vm_named: dict[str, int] = {}
         self.queue = Queue()
+        self.touched = Touched()
+        self.slots: dict[object, SlotTable] = {}  # when hosts will have room, for the requests asked for last
         self.used: defaultdict[str, Size] = defaultdict(lambda: Size(0, 0, 0))  # what claims hold, by domain
         # What the next step has to look at: rows that have changed or on which something has changed that they depend
         # on, and rows that time alone may move.
@@ -105,6 +91,8 @@ class State(LiveRows):
         self.wanted: Counter[str] | None = None  # VMs that jobs want now, by image; computed when first asked for
         self.users_asked: dict[int, float] = {}  # the users that jobs wait for, and since when they are asked for
         self.reasons: dict[int, str] = {}  # why attempts wait: the first of the queue, in its order
+        self.promised: dict[int, float] = {}  # by when the first that waits for room starts, as told
+        self.looked: tuple[int, int, float] = (-1, -1, 0.0)  # when nothing could go ahead of which first attempt
         self.lacking: set[tuple[Request, CloneKind]] = set()  # what others on the machines leave too little memory for
         self.entropy = ""
         self.tables = tables
@@ -229,6 +217,7 @@ class State(LiveRows):
         else:
             self.hosts[name] = host
         self.queue.check_all()
+        self.touched.note(name)
         for id_ in self._vms_by_host[name]:
             self._mark_vm(self.vms[id_])
 
@@ -247,6 +236,7 @@ class State(LiveRows):
 
     def _put_claim(self, key: ClaimKey, claim: Claim | None) -> None:
         old = self.claims.pop(key, None)
+        self.touched.note(key.domain)
         if old is not None:
             self.used[key.domain] = _plus(self.used[key.domain], old.size, -1)
             self._domains[key.owner].discard(key.domain)
@@ -316,6 +306,7 @@ class State(LiveRows):
                     yield self._vms_by_template, row.template
             case Template():
                 yield self._templates_by_key, row.which
+                yield self._templates_by_key, row.host
 
     # --- what is to be looked at -------------------------------------------------------------------
 
@@ -324,7 +315,12 @@ class State(LiveRows):
         match row:
             case Attempt():
                 self.dirty_attempts.add(row.id)
-                self.dirty_vms.update(self._vms_by_attempt[row.id])
+                self.touched.note()
+                for id_ in self._vms_by_attempt[row.id]:
+                    self.dirty_vms.add(id_)
+                    self.touched.note(self.vms[id_].host)
+            case Template():
+                self.touched.note(row.host)
             case Vm():
                 self._mark_vm(row)
             case Offer(id=id_) if id_ in self.vms:
@@ -332,6 +328,7 @@ class State(LiveRows):
 
     def _mark_vm(self, vm: Vm) -> None:
         self.dirty_vms.add(vm.id)
+        self.touched.note(vm.host)
         if vm.attempt is not None:
             self.dirty_attempts.add(vm.attempt)
 
@@ -412,6 +409,10 @@ class State(LiveRows):
         """The live template of that key."""
         ids = self._templates_by_key[which]
         return self.templates[ids[0]] if ids else None
+
+    def templates_on(self, host: str) -> list[Template]:
+        """The live templates on a host, by number."""
+        return [self.templates[id_] for id_ in self._templates_by_key[host]]
 
     def source_of(self, host: str) -> str:
         """The source that answers for a host; empty if the host is not known."""

@@ -48,7 +48,7 @@ class RealWorldAccess(RuntimeError):
 
 
 class Livelock(RuntimeError):
-    """The loop turned `STEPS` times without an end."""
+    """The loop turned as often as it may without an end."""
 
 
 class _Shuffled(deque[Any]):
@@ -74,8 +74,9 @@ class VirtualLoop(async_solipsism.EventLoop):  # type: ignore[misc]  # untyped
 
     _selector: Any
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, most: int = 0) -> None:
         super().__init__()
+        self._most = most or STEPS
         self._selector = _Selector(self._selector.clock)
         self._ready = _Shuffled(Random(f"{seed}/loop"))
         self._steps = 0
@@ -94,8 +95,8 @@ class VirtualLoop(async_solipsism.EventLoop):  # type: ignore[misc]  # untyped
 
     def _run_once(self) -> None:
         self._steps += 1
-        if self._steps > STEPS:
-            raise Livelock(f"no end after {STEPS} turns, at {self.time():.3f} s")
+        if self._steps > self._most:
+            raise Livelock(f"no end after {self._most} turns, at {self.time():.3f} s")
         super()._run_once()
 
 
@@ -130,11 +131,12 @@ def _no_threads() -> Iterator[None]:
 sys.addaudithook(_guard)
 
 
-def run(main: Coroutine[Any, Any, T], seed: int) -> T:
-    """Run `main` in virtual time and return its result. Tasks that `main` leaves behind are cancelled.
+def run(main: Coroutine[Any, Any, T], seed: int, most: int = 0) -> T:
+    """Run `main` in virtual time and return its result. Tasks that `main` leaves behind are cancelled. The loop may
+    turn `most` times (0: `STEPS`).
 
     Raises what `main` raises, and `SleepForeverError` if every task waits and no timer is set."""
-    loop = VirtualLoop(seed)
+    loop = VirtualLoop(seed, most)
     try:
         asyncio.set_event_loop(loop)
         try:

@@ -21,6 +21,7 @@ from multiverse.simulation.faulty import FaultyHypervisor, FaultyScheduler
 from multiverse.simulation.loop import run
 from multiverse.simulation.outcome import Outcome, journal_line, transition_name
 from multiverse.simulation.promises import (
+    PromisedStarts,
     moves_at_rest,
     overfull_pools,
     unclaimed_templates,
@@ -42,9 +43,10 @@ USED_UP = 0.3  # the share of full disks on which not even releases are committe
 SLOW = 600.0  # seconds that an observation of a slow source takes
 
 
-def simulate(scenario: Scenario) -> Outcome:
-    """Run a scenario in virtual time, from the first submission until nothing is left to do."""
-    return run(_Simulation.whole(scenario), scenario.seed)
+def simulate(scenario: Scenario, most: int = 0) -> Outcome:
+    """Run a scenario in virtual time, from the first submission until nothing is left to do. The loop may turn `most`
+    times (0: as often as one scenario of a fuzz run needs at the very most)."""
+    return run(_Simulation.whole(scenario), scenario.seed, most)
 
 
 class ControllerCrashed(BaseException):
@@ -119,6 +121,7 @@ class _Simulation:
         self.unclaimed: set[str] = set()
         self.overfull: set[str] = set()
         self.restless: set[str] = set()
+        self.starts = PromisedStarts(scenario)
         self.disk_full = 0
         self.links: list[FaultyLink] = []
         self.controller: Controller | None = None
@@ -374,6 +377,7 @@ class _Simulation:
             self.unclaimed.update(unclaimed_vms(rows, self.world, self.inherited))
             if self.controller is not None:
                 self.overfull.update(overfull_pools(rows, self.controller.policy))
+                self.starts.check(self.controller.state, self.clock.wall())
             if self.controller is not None and self.commits % AT_REST == 0:
                 self._check_rows_at_rest(self.controller)
         crash = self.crashes.pop((self.commits, after), None)
@@ -444,6 +448,7 @@ class _Simulation:
             sorted(self.unclaimed)
             + sorted(self.overfull)
             + sorted(self.restless)
+            + sorted(self.starts.broken)
             + unclaimed_templates(rows, self.world)
         )
         violations += [f"{e.kind} {e.id} quarantined: {e.reason}" for e in entries if e.event == "quarantined"]
@@ -461,6 +466,12 @@ class _Simulation:
             results={f"{job.number}: {job.job_id}": job.result for job in self.world.cluster.history},
             journal=[f"{e.mono:10.3f} {journal_line(e)}" for e in entries],
             events=events,
+            runs=tuple(
+                (self.world.cluster.history[one.job].batch.name, one.began, one.ended)
+                for one in self.world.runs
+                if one.ended is not None
+            ),
+            starts_kept=self.starts.kept,
             told=tuple(text for job in self.world.cluster.history for text in job.told),
             transitions=Counter(transition_name(e.kind, e.source, e.event, e.target) for e in changes),
             violations=violations,
