@@ -9,8 +9,8 @@ import multiverse
 from multiverse.agent.connection import AgentConnection, ControllerIdentity
 from multiverse.agent.controller_epoch import ControllerEpoch
 from multiverse.agent.hypervisor import AgentHypervisor
-from multiverse.agent.transport import UnixTransport
-from multiverse.config import Settings
+from multiverse.agent.transport import CommandTransport, Transport, UnixTransport
+from multiverse.config import Settings, host_names
 from multiverse.store import Store
 
 EPOCH_WAIT = 5.0
@@ -20,6 +20,15 @@ EPOCH_WAIT = 5.0
 def connect_agents(settings: Settings, store: Store) -> AgentHypervisor:
     """The hypervisor behind the agents of the settings' hosts. Its `run` makes the connections."""
     who = ControllerIdentity(multiverse.__version__, secrets.token_hex(8), store.site)
-    host = settings.host.name
-    epoch = ControllerEpoch(store.epoch, store.keep_epoch, [host], EPOCH_WAIT)
-    return AgentHypervisor([AgentConnection(host, UnixTransport(settings.agent.socket), who, epoch, Random())])
+    hosts = host_names(settings)
+    epoch = ControllerEpoch(store.epoch, store.keep_epoch, hosts, EPOCH_WAIT)
+    return AgentHypervisor(
+        [AgentConnection(host, transport_to(host, settings), who, epoch, Random()) for host in hosts]
+    )
+
+
+def transport_to(host: str, settings: Settings) -> Transport:
+    """The way to the agent of a host: its Unix socket on this machine, and for others the command of the settings."""
+    if host == settings.host.name:
+        return UnixTransport(settings.agent.socket)
+    return CommandTransport([word.replace("{host}", host) for word in settings.agent.connect])
