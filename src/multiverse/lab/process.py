@@ -58,6 +58,11 @@ class DaemonCommand:
     log_mode: int = 0o644
     launcher: bool = False
 
+    @property
+    def name(self) -> str:
+        """What an error message calls it."""
+        return self.log.stem if self.launcher else self.argv[0]
+
 
 def recorded(record: Path) -> RunningDaemon | None:
     """The process in a record file, if it is still alive."""
@@ -102,8 +107,7 @@ def _launched(launcher: subprocess.Popen[bytes], command: DaemonCommand) -> int:
     """The pid of the daemon that a launcher has started."""
     output, _ = launcher.communicate()
     if launcher.returncode:
-        name = " ".join(command.argv[1:4])
-        raise Broken(f"{name}: {last_line(command.log)}", hint=f"see {command.log}")
+        raise Broken(f"cannot start {command.name}: {last_line(command.log)}", hint=f"see {command.log}")
     return int(output)
 
 
@@ -118,7 +122,7 @@ async def until(reached: Callable[[], bool], started: RunningDaemon, command: Da
 
     `Broken`, with the last line of the log, if the process ends or if `timeout` seconds have passed.
     """
-    name, log = command.argv[0], command.log
+    name, log = command.name, command.log
     deadline = time.monotonic() + timeout
     while not await asyncio.to_thread(reached):
         if not started.alive():

@@ -60,6 +60,7 @@ def _boot(host: _Host) -> None:
     kernel.mount(str(host.storage), host.place, kernel.MS_BIND | kernel.MS_REC)
     for path in (Path("/run"), Path("/dev/shm")):
         _mount_new(path, "tmpfs", "mode=1777" if path.name == "shm" else "mode=0755")
+    Path("/run/sshd").mkdir(mode=0o755)  # sshd wants it (Debian's tmpfiles.d makes it)
     _mount_new(Path("/proc"), "proc")
     kernel.mount(str(host.place / boot_id.name), _BOOT_ID, kernel.MS_BIND)
     kernel.mount(str(host.place / "etc" / "shadow"), Path("/etc/shadow"), kernel.MS_BIND)
