@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -189,6 +190,7 @@ def sites(settings: Settings) -> list[str]:
 def host_config(settings: Settings, site: str) -> QemuHostConfig:
     """What the host library needs of the settings."""
     host, qemu = settings.host, settings.qemu
+    network = ipaddress.IPv4Network(settings.network.subnet)
     return QemuHostConfig(
         host=host.name,
         prefix=vm_prefix(site),
@@ -205,4 +207,5 @@ def host_config(settings: Settings, site: str) -> QemuHostConfig:
         largest=Size(qemu.max_cpus, qemu.max_memory),
         scratch=settings.image.scratch,
         tb_size=qemu.tb_size,
+        guests=(str(network[settings.network.first]), str(network[-2])),
     )

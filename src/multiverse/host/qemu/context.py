@@ -42,7 +42,7 @@ class QemuHostConfig:
     count of 0 runs every QEMU as the user of this process. `base` is the size of the smallest template, `largest` the
     one that a VM can be plugged up to, and `capacity` what the host declares. `scratch` is what the users of each VM
     may write to its disk, if the VM's own size does not say more. `tb_size` is emulation's cache of translated code, 0
-    for QEMU's default.
+    for QEMU's default. `guests` are the first and the last address that a VM of any host can have.
     """
 
     host: str
@@ -60,6 +60,7 @@ class QemuHostConfig:
     largest: Size = Size(64, 262144)
     scratch: int = 2048
     tb_size: int = 0
+    guests: tuple[str, str] = ("0.0.0.0", "0.255.255.255")
 
 
 class VmStageTimer:
@@ -91,7 +92,7 @@ class HostContext:
         self.uids = UidPool(*config.uids)
         self.sealed = SealedMemory()
         self.cgroups = Cgroups()
-        self.firewall = Firewall(config.prefix, config.vms)
+        self.firewall = Firewall(config.prefix, config.vms, config.guests)
         self.connections = Connections(self.paths)
         self.outputs = OutputStore()
         self.paused = PausedGuests(config.vms, self.paths)
