@@ -8,7 +8,7 @@ import math
 import socket
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -28,8 +28,8 @@ LOCALHOST = "localhost"
 
 @dataclass(frozen=True)
 class HostSettings:
-    """What this machine offers to VMs, which may be less than it has. Memory and disk in MiB. With `[[hosts]]` these are
-    the values of hosts whose class has none of its own."""
+    """What this machine offers to VMs, which may be less than it has. Memory and disk in MiB. With `[[hosts]]` these
+    are the values of hosts whose class has none of its own."""
 
     name: str = LOCALHOST  # with [[hosts]], by default the machine's short host name
     cores: int = 2
@@ -101,6 +101,8 @@ class ImageSettings:
     """The default image and kind of clone, and what images have in common."""
 
     default: str = "slim"
+    # A directory on a file system that the hosts share. A host copies images from it that it lacks, or that are newer.
+    source: Path | None = None
     kind: CloneKind = CloneKind.INSTANT  # of jobs that request none
     guest_reserve: int = 80  # MiB of a VM's memory for its kernel and daemons
     per_account: bool = (
@@ -234,6 +236,14 @@ def load(path: Path) -> Settings:
 def host_names(settings: Settings) -> list[str]:
     """The names of the hosts that the settings name: those of `[[hosts]]`, or this machine alone."""
     return list(_classes(settings)) if settings.hosts else [settings.host.name]
+
+
+def parse_hosts(words: Iterable[str]) -> list[str]:
+    """The hosts that these ClusterShell node sets name. Raises `Refused` for what is none."""
+    try:
+        return [str(name) for word in words for name in NodeSet(word, resolver=RESOLVER_NOGROUP)]
+    except NodeSetException as error:
+        raise Refused(f"no node set: {error}", hint="write hosts as n1 or n[1-32]") from error
 
 
 def on_machine(settings: Settings, machine: str) -> Settings:

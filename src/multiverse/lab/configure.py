@@ -115,6 +115,7 @@ def _sections(where: Layout, plan: LabPlan) -> dict[str, dict[str, Any]]:
         # The same on each host, which has a directory of its own in place of the lab's. A host's name is its own.
         del sections["host"]["name"]
         remote = multiverse("agent", "--config", str(where.settings), "dial-stdio")
+        sections["image"]["source"] = plan.images
         sections["agent"]["connect"] = ssh.connect_command(where, remote)
     for section, requested in plan.settings.items():
         sections[section] = {**sections.get(section, {}), **requested}

@@ -9,7 +9,7 @@ import multiverse
 from multiverse.agent.connection import AgentConnection, ControllerIdentity
 from multiverse.agent.controller_epoch import ControllerEpoch
 from multiverse.agent.hypervisor import AgentHypervisor
-from multiverse.agent.transport import CommandTransport, Transport, UnixTransport
+from multiverse.agent.transport import CommandTransport, Transport, UnixTransport, command_of
 from multiverse.config import Settings, host_names
 from multiverse.store import Store
 
@@ -31,4 +31,4 @@ def transport_to(host: str, settings: Settings) -> Transport:
     """The way to the agent of a host: its Unix socket on this machine, and for others the command of the settings."""
     if host == settings.host.name:
         return UnixTransport(settings.agent.socket)
-    return CommandTransport([word.replace("{host}", host) for word in settings.agent.connect])
+    return CommandTransport(command_of(settings.agent.connect, host))

@@ -196,6 +196,7 @@ def host_config(settings: Settings, site: str) -> QemuHostConfig:
         prefix=vm_prefix(site),
         capacity=Size(host.cores, host.memory, host.disk),
         images=qemu.images.absolute(),
+        image_source=settings.image.source and settings.image.source.absolute(),
         templates=qemu.templates.absolute(),
         vms=qemu.vms.absolute(),
         run=qemu.run.absolute(),
