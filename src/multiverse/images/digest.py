@@ -54,10 +54,10 @@ def _blocks(fd: int, size: int) -> Iterator[tuple[int, bytes]]:
     offset = 0
     while offset < size:
         try:
-            offset = os.lseek(fd, offset, os.SEEK_DATA) // _BLOCK * _BLOCK
+            data = os.lseek(fd, offset, os.SEEK_DATA)
         except OSError:  # ENXIO: only a hole follows
             return
-        end = os.lseek(fd, offset, os.SEEK_HOLE)
+        offset, end = data // _BLOCK * _BLOCK, os.lseek(fd, data, os.SEEK_HOLE)
         while offset < end:
             block = os.pread(fd, _BLOCK, offset)
             if not block:

@@ -17,6 +17,7 @@ from multiverse.lab.program import multiverse
 from multiverse.lab.service import Lab, Service, answers, directory
 
 SETTINGS = "multiverse.toml"
+_KVM = "kvm.json"  # see `host.qemu.context.HostContext`
 
 
 @cache
@@ -45,7 +46,7 @@ class _HostServices:
             f"{host.name}-agent",
             self._run_agent,
             ready=lambda lab: answers(str(lab.where.host(host.name).agent_socket)),
-            prepare=lambda lab: directory(lab.where.host(host.name).controller, "root", 0o711),
+            prepare=self._prepare_agent,
             config_files=(self._file(SETTINGS), self._file("site.toml")),
             grace=20.0,
         )
@@ -81,6 +82,14 @@ class _HostServices:
         # The log is private, because it contains lines from guests' consoles.
         argv = multiverse("agent", "--config", f"{lab.where.etc}/{SETTINGS}")
         return replace(self._inside(lab, argv, "agent.log"), log_mode=0o600)
+
+    def _prepare_agent(self, lab: Lab) -> None:
+        own = lab.where.host(self._host.name)
+        directory(own.controller, "root", 0o711)  # the uids of VMs need to pass through
+        # Whether KVM runs guests takes seconds to find out, and all hosts are the same machine.
+        for known in (lab.where.controller, *(lab.where.host(one.name).controller for one in lab.plan.own_hosts)):
+            if (known / _KVM).exists() and not (own.controller / _KVM).exists():
+                shutil.copy(known / _KVM, own.controller)
 
     def _inside(self, lab: Lab, argv: list[str], log: str) -> DaemonCommand:
         launcher = [sys.executable, "-m", "multiverse.lab.hosts.inside", str(self._pid(lab)), *argv]
