@@ -184,13 +184,19 @@ def test_a_digest_depends_on_each_file(file: str, tmp_path: Path) -> None:
 
 
 def test_an_image_of_the_site_is_listed_and_copied_when_it_is_needed(tmp_path: Path) -> None:
+    """Whatever the umask is: each QEMU runs as a user of its own."""
     site, local = tmp_path / "site", tmp_path / "local"
     offered = image(site)
     store = ImageStore(local, site)
     assert store.listed() == [offered] and not local.exists()
     assert store.disk_size(offered) == 64 << 20
-    got = store.fetch("slim")
+    umask = os.umask(0o077)
+    try:
+        got = store.fetch("slim")
+    finally:
+        os.umask(umask)
     assert got.path == local / "slim" and content(got) == content(offered)
+    assert [path.stat().st_mode & 0o777 for path in (local, got.path, got.disk)] == [0o755, 0o755, 0o644]
     assert store.listed() == [got] and store.disk_size(got) is None
 
 

@@ -56,7 +56,9 @@ class ImageStore:
         if offered is None or (here is not None and catalog.same(here, offered)):
             return catalog.load(self._local, name)
         self._check(offered.path)
-        self._local.mkdir(parents=True, exist_ok=True)
+        if not self._local.exists():
+            self._local.mkdir(parents=True)
+            self._local.chmod(0o755)  # whatever the umask: the users of QEMU pass through it
         transfer.copy(offered, self._local)
         return catalog.load(self._local, name)
 

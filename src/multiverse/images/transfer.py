@@ -104,6 +104,8 @@ def _accept(work: Path, images: Path, name: str, expected: str) -> None:
     if found != expected:
         text = f"the copy of image {name} has the digest {found[:12]}, and not {expected[:12]}"
         raise Broken(text, hint="was the image changed meanwhile? copy it again")
+    for file in digest.FILES:
+        (work / file).chmod(0o644)  # whatever the umask: the users of QEMU read them
     digest.record(work, found)
     place.put(work, images, name)
 
