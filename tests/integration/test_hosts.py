@@ -26,6 +26,7 @@ from multiverse.lab import lifecycle
 from multiverse.lab.hosts.services import host_services
 from multiverse.lab.layout import Layout, layout
 from multiverse.lab.plan import LabHost, LabOptions, load
+from multiverse.system.processes import stat_fields
 from tests.contract.test_hypervisor_contract import SUITE, Check
 from tests.contract.test_hypervisor_troubles import TROUBLES
 from tests.integration.conftest import LabUnderTest, new_lab
@@ -50,6 +51,9 @@ def two(accelerator: Path) -> Iterator[LabUnderTest]:
 @pytest.fixture(scope="module")
 def hosts(two: LabUnderTest) -> Iterator[Client]:
     with Client(two.settings.socket) as client:
+        until("both hosts are observed", lambda: all(reached(client, host.name) for host in plan_of(two.where)))
+        for host in plan_of(two.where):  # at the same time, so that no job waits for one after the other
+            client.template("build", "slim", host.name)
         yield client
 
 
@@ -212,13 +216,15 @@ def test_a_job_runs_again_after_its_host_was_killed(two: LabUnderTest, hosts: Cl
     before = on(two, host, "cat /proc/sys/kernel/random/boot_id")
     inside = Path(f"/proc/{pid_of(two.where, host)}/ns/pid").readlink()
     kill(pid_of(two.where, host))
-    until("its network is gone", lambda: not Path("/sys/class/net", host.uplink).exists())
-    assert not [one for one in processes() if namespace(one) == inside]
-    assert not lifecycle.status(two.where)[name]["alive"]
-    until("the host is out of reach", lambda: not reached(hosts, name))
-    Path(f"{file}.ends").touch()
-    Path(f"{file}.runs").unlink()
-    up_again(two)
+    try:
+        until("its network is gone", lambda: not Path("/sys/class/net", host.uplink).exists())
+        assert not [one for one in processes() if namespace(one) == inside]
+        assert not lifecycle.status(two.where)[name]["alive"]
+        until("the host is out of reach", lambda: not reached(hosts, name))
+        Path(f"{file}.ends").touch()
+        Path(f"{file}.runs").unlink()
+    finally:
+        up_again(two)
     assert on(two, host, "cat /proc/sys/kernel/random/boot_id") != before
     ended(hosts, job, "done")
     assert Path(f"{file}.runs").exists() and Path(f"{file}.out").read_text().count("went on") == 1
@@ -229,8 +235,10 @@ def processes() -> list[int]:
 
 
 def namespace(pid: int) -> Path | None:
+    """The PID namespace of a process; None if it is dead, though perhaps not reaped."""
     try:
-        return Path(f"/proc/{pid}/ns/pid").readlink()
+        alive = (stat_fields(pid) or ["Z"])[0] != "Z"
+        return Path(f"/proc/{pid}/ns/pid").readlink() if alive else None
     except OSError:
         return None
 
