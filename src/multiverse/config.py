@@ -28,8 +28,8 @@ LOCALHOST = "localhost"
 
 @dataclass(frozen=True)
 class HostSettings:
-    """What this machine offers to VMs, which may be less than it has. Memory and disk in MiB. With `[[hosts]]` these are
-    the values of hosts whose class has none of its own."""
+    """What this machine offers to VMs, which may be less than it has. Memory and disk in MiB. With `[[hosts]]`: what
+    hosts have whose class says nothing else."""
 
     name: str = LOCALHOST  # with [[hosts]], by default the machine's short host name
     cores: int = 2
@@ -263,6 +263,17 @@ def _classes(settings: Settings) -> Mapping[str, HostClass]:
 
 def _names(one: HostClass) -> list[str]:
     return [str(name) for name in NodeSet(one.nodes, resolver=RESOLVER_NOGROUP)]
+
+
+def names_of_hosts(nodes: str) -> list[str]:
+    """The names in a node set. Raises `Refused` for what is none, or has names that no host can have."""
+    try:
+        names = _names(HostClass(nodes))
+    except NodeSetException as error:
+        raise Refused(f"{nodes!r} is no node set: {error}", hint="as n[1-4,7]") from error
+    if why := next(filter(None, map(wrong_host_name, names)), ""):
+        raise Refused(why)
+    return names
 
 
 def _of_class(settings: Settings, own: HostClass | None) -> Settings:

@@ -340,8 +340,8 @@ def test_the_name_of_an_alert_determines_its_record() -> None:
 def test_an_empty_host_out_of_reach_is_shown_until_an_operator_gives_it_up() -> None:
     harness = PlannerHarness()
     with committing(harness) as tx:
-        for name in ("h1", "h2"):
-            tx.keep_host(KnownHost(name, SOURCE))
+        for number, name in enumerate(("h1", "h2"), 1):
+            tx.keep_host(KnownHost(name, SOURCE, id=number))
     here = [harness.hosts["h1"]]
     assert seen(harness) == [], "nothing is concluded while the hosts are not observed"
     (one,) = seen(harness, hosts=here)

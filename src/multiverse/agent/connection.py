@@ -67,6 +67,14 @@ class AgentConnection:
 
     async def run(self) -> None:
         """Keep the connection up until cancelled."""
+        try:
+            await self._keep_up()
+        finally:
+            self.reason = "it is given up"
+            self._settled.set()  # nobody waits for it any more
+            self._epoch.given_up(self.host)
+
+    async def _keep_up(self) -> None:
         failures, logged = 0, ""
         while True:
             self._settled.clear()

@@ -83,3 +83,11 @@ class HostView:
     template_copies: int
     overcommit: float
     floor: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostsChanged:
+    """The hosts for which a change was committed, and those for which it was refused, each with why."""
+
+    done: tuple[str, ...]
+    refused: Mapping[str, str]

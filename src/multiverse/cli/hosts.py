@@ -1,22 +1,32 @@
-"""`multiverse hosts`: what hosts declare, what of that is claimed, what the machines have and what VMs take of it."""
+"""`multiverse hosts`: the hosts of the site, what they have and what is on them; and what operators do to them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from datetime import datetime
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
-from multiverse.api import HostView, decode
+from multiverse.api import HostsChanged, HostView, decode
 from multiverse.cli import render
+from multiverse.cli.times import unix_time
 from multiverse.client import Client
+
+app = typer.Typer(help="The hosts: show, add, drain, resume and remove them.", invoke_without_command=True)
+
+Hosts = Annotated[list[str], typer.Argument(metavar="HOST", help="Names, also as node sets: n[1-4,7].")]
 
 _PLUG_ABILITIES = {"plug_cpus": "CPUs", "plug_memory": "memory"}
 _CLONE_KINDS = ("instant", "linked", "full")
 
 
-def hosts(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+@app.callback()
+def hosts(context: typer.Context, json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Show hosts. Admission counts against what is declared, which need not be what the machine has."""
+    if context.invoked_subcommand is not None:
+        return
     with Client() as client:
         document = client.hosts()
     if json:
@@ -58,3 +68,47 @@ def _machine(host: HostView) -> str:
         return "–"
     free = f", {render.memory(host.available)} available" if host.available else ""
     return f"{host.machine.cpus} CPUs, {render.memory(host.machine.memory)}{free}"
+
+
+@app.command()
+def add(hosts: Hosts) -> None:
+    """Add hosts to the site: hosts that the settings do not name, and hosts that were removed."""
+    _change("add", hosts, "added")
+
+
+@app.command()
+def drain(
+    hosts: Hosts,
+    reason: Annotated[str, typer.Option("--reason", help="Why; shown to whoever asks.")] = "",
+    begins: Annotated[
+        str, typer.Option("--from", metavar="TIME", help="As for sbatch --begin. Until then, only jobs that end by it.")
+    ] = "",
+) -> None:
+    """Let hosts take no new VM. They are free when their jobs have ended, and are shown as drained then."""
+    moment = unix_time(begins, datetime.now().astimezone()) if begins else None
+    _change("drain", hosts, "draining", reason=reason, begins=moment)
+
+
+@app.command()
+def resume(hosts: Hosts) -> None:
+    """Let drained hosts take VMs again. A host that was fenced counts as in the site again."""
+    _change("resume", hosts, "resumed")
+
+
+@app.command()
+def remove(hosts: Hosts) -> None:
+    """Take hosts out of the site. Nothing may be on them, unless they are surely off. They stay removed, also if the
+    settings name them, until they are added again."""
+    _change("remove", hosts, "removed")
+
+
+def _change(verb: str, hosts: Sequence[str], done: str, **more: str | float | None) -> None:
+    """Ask for a change to hosts, and say what came of it for each."""
+    with Client() as client:
+        changed = decode(HostsChanged, client.change_hosts(verb, ",".join(hosts), **more))
+    if changed.done:
+        render.console.print(f"{done}: {', '.join(changed.done)}", markup=False, soft_wrap=True)
+    for why in changed.refused.values():
+        render.errors.print(why, markup=False)
+    if changed.refused:
+        raise typer.Exit(1)

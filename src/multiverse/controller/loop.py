@@ -24,6 +24,7 @@ from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
     AttemptState,
     CloneKind,
+    HostState,
     HypervisorView,
     Job,
     JobLimits,
@@ -149,7 +150,11 @@ class Controller:
         self._confirmed: list[VmRef] = []  # the orphans that are to be removed, as of the latest commit
         # A host that the settings name and that has not answered yet may hold what those that have answered cannot.
         self._declared = [KnownHost(host, source.name) for source in hypervisor.sources for host in source.hosts]
+        self._hypervisor = hypervisor
+        self._running: dict[Observer[SchedulerView] | Observer[HypervisorView], asyncio.Task[None]] = {}
+        self._runs = False
         self._limits: JobLimits | None = None  # what no job must exceed
+        self._hosts_followed = -1  # `State.host_changes`, as of which this and the sources are
         self.began = clock.now()
         self.uncommitted: tuple[float, str] | None = None
         """Since when passes are not kept, and why."""
@@ -158,11 +163,9 @@ class Controller:
         self.scheduler = SchedulerObserver(
             scheduler, clock, settings.poll, self._scheduler_interval, self._awaited, self._wake.set
         )
-        self.sources: Mapping[str, Observer[HypervisorView]] = {
-            source.name: Observer(source.name, source.observe, clock, lambda: settings.poll, self._wake.set)
-            for source in hypervisor.sources
-        }
+        self.sources: dict[str, Observer[HypervisorView]] = {}
         """One observer for each source of the hypervisor, by the source's name."""
+        self._follow_sources()
         self.users = UserDirectory(
             lambda uid: scheduler.user(uid), clock, self._wake.set, lambda: self._effects.try_again_for_users()
         )
@@ -205,6 +208,7 @@ class Controller:
             forecast=self._forecast.forecast(self._clock.now()),
             entropy=f"{self._rng.getrandbits(128):032x}",
             users=self.users.seen(),
+            wall=self._clock.wall(),
         )
 
     def _observed_jobs(self) -> Mapping[str, Job]:
@@ -224,7 +228,7 @@ class Controller:
 
     def command(self, command: Command) -> asyncio.Future[None]:
         """Take what an operator asks for; the rows show what comes of it. Done when it is committed: until then it is
-        lost if the daemon dies."""
+        lost if the daemon dies. Raises `Refused` if it may not be done."""
         self._inbox.append(command)
         self._wake.set()
         committed = asyncio.get_running_loop().create_future()
@@ -235,15 +239,20 @@ class Controller:
 
     async def run(self) -> None:
         """Observe, plan and act until cancelled."""
-        tasks = [asyncio.create_task(one.run()) for one in (*self._observers(), self._comments)]
+        comments = asyncio.create_task(self._comments.run())
+        self._runs = True
+        for observer in (self.scheduler, *self.sources.values()):
+            self._run_observer(observer)
         try:
             while True:
                 self._wake.clear()
                 if self.run_pass():
-                    await self._sleep(tasks)
+                    await self._sleep([comments, *self._running.values()])
                 else:  # what is due stays due
                     await asyncio.sleep(UNCOMMITTED)
         finally:
+            self._runs = False
+            tasks = [comments, *self._running.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -254,8 +263,28 @@ class Controller:
         await self.users.close()
         await self._effects.close()
 
-    def _observers(self) -> list[Observer[SchedulerView] | Observer[HypervisorView]]:
-        return [self.scheduler, *self.sources.values()]
+    def _run_observer(self, observer: Observer[SchedulerView] | Observer[HypervisorView]) -> None:
+        if self._runs:
+            self._running[observer] = asyncio.create_task(observer.run(), name=f"observer of {observer.name}")
+
+    def _follow_hosts(self) -> None:
+        """Let the hypervisor have the hosts that belong to the site, as committed."""
+        membership = self._hypervisor.membership
+        if membership is not None:
+            membership.keep([host.name for host in self.state.hosts.values() if host.state is not HostState.REMOVED])
+            self._follow_sources()
+
+    def _follow_sources(self) -> None:
+        """One observer for each source, and none for those that are gone."""
+        sources = {source.name: source for source in self._hypervisor.sources}
+        for name in [name for name in self.sources if name not in sources]:
+            if task := self._running.pop(self.sources.pop(name), None):
+                task.cancel()
+        for name in [name for name in sources if name not in self.sources]:
+            observe, interval = sources[name].observe, lambda: self._settings.poll
+            observer = Observer(name, observe, self._clock, interval, self._wake.set)
+            self.sources[name] = observer
+            self._run_observer(observer)
 
     async def _sleep(self, observers: list[asyncio.Task[None]]) -> None:
         now = self._clock.now()
@@ -286,8 +315,10 @@ class Controller:
                 return False
             if failure := self._plan_and_commit(world, releasing=True):
                 log.error("releases not committed", reason=str(failure))
-        if self._limits is None or self.state.learned:
+        if self._hosts_followed != self.state.host_changes:
+            self._hosts_followed = self.state.host_changes
             self._limits = job_limits(self.state.hosts, self.policy)
+            self._follow_hosts()
         self._effects.limit_submissions(self._limits)
         self._effects.exclude_from_offers(self._exclusions.excluded(self._clock.now()))
         self.users.look_up(self.state.users_asked)
@@ -331,9 +362,13 @@ class Controller:
         """The pass is kept, and with it what came of these messages."""
         kept = {id(message) for message in messages}
         self._inbox = deque(message for message in self._inbox if id(message) not in kept)
+        refused = {id(command): error for command, error in self.state.refusals}
         for command, committed in self._asked:
             if id(command) in kept and not committed.done():  # whoever asked may have gone
-                committed.set_result(None)
+                if error := refused.get(id(command)):
+                    committed.set_exception(error)
+                else:
+                    committed.set_result(None)
         self._asked = [(command, committed) for command, committed in self._asked if id(command) not in kept]
         state = self.state
         awaited = [vm.since for vm in state.vms_in(*_AWAITED_OF_VMS)]

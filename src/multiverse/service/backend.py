@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from multiverse import __version__
 from multiverse.api import (
     Alert,
+    HostsChanged,
     HostView,
     IdentityAudit,
     JobView,
@@ -207,6 +208,15 @@ class Backend:
         """Have the command to build or drop (`verb`) templates committed. `size` is CPUs and MiB. Raises `TimeoutError`
         if it is not committed in time."""
         await self._commit(convert.template_command(verb, image, host, size, account))
+
+    async def change_hosts(self, verb: str, names: Sequence[str], reason: str, begins: float | None) -> HostsChanged:
+        """Have a change (`verb`) to hosts committed, together. Raises `TimeoutError` if that takes too long."""
+        moment = self.clock.wall() if begins is None else begins
+        made = [self.controller.command(convert.host_command(verb, name, reason, moment)) for name in names]
+        async with asyncio.timeout(COMMIT_TIMEOUT):
+            results = await asyncio.gather(*made, return_exceptions=True)
+        refused = {name: str(error) for name, error in zip(names, results, strict=True) if isinstance(error, Refused)}
+        return HostsChanged(tuple(name for name in names if name not in refused), refused)
 
     async def prune(self, older_than: float | None, *, dry_run: bool, after: str) -> PruneView:
         """Delete, or count, what ended more than `older_than` seconds ago; None: as the settings say. Works for two

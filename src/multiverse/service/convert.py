@@ -21,9 +21,11 @@ from multiverse.core.model import (
     Attempt,
     AttemptState,
     Depth,
+    Drain,
     Host,
     HostState,
     Key,
+    KnownHost,
     Offer,
     Row,
     Size,
@@ -84,7 +86,9 @@ def row_counts(rows: Rows) -> dict[str, Counter[str]]:
 
 
 def _tables(rows: Rows) -> Mapping[str, Mapping[int, Row]]:
-    return {"attempt": rows.attempts, "vm": rows.vms, "template": rows.templates, "offer": rows.offers}
+    hosts = {host.id: host for host in rows.hosts.values()}
+    tables = {"attempt": rows.attempts, "vm": rows.vms, "template": rows.templates, "offer": rows.offers}
+    return {**tables, "host": hosts}
 
 
 def source_view(source: Observer[Any], now: float) -> SourceView:
@@ -419,7 +423,7 @@ def _affected_jobs(rows: Rows, row: Row) -> tuple[str, ...]:
             return _jobs_of(rows, [row])
         case Offer():
             return _jobs_of(rows, [vm]) if (vm := rows.vms.get(row.id)) else ()
-        case Template():
+        case Template() | KnownHost():
             return ()
 
 
@@ -434,6 +438,8 @@ def _label(rows: Rows, row: Row) -> str:
             return f"the offer of VM {vm.name if vm else row.id}"
         case Template():
             return _template_label(row)
+        case KnownHost():
+            return f"host {row.name}"
 
 
 def _template_label(row: Template) -> str:
@@ -460,3 +466,8 @@ def repair_command(alert: Alert) -> Command:
 def template_command(verb: str, image: str, host: str, size: tuple[int, int] | None, account: str | None) -> Command:
     """The command to the controller that builds or drops (`verb`) templates. `size` is CPUs and MiB."""
     return Command(verb, host, image, size=Size(*size) if size else None, account=account)
+
+
+def host_command(verb: str, host: str, reason: str, begins: float) -> Command:
+    """The command to the controller that adds, drains, resumes or removes (`verb`) a host."""
+    return Command(verb, host=host, drain=Drain(begins, reason) if verb == "drain" else None)

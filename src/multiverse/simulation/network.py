@@ -41,6 +41,10 @@ class OneHost:
         return (self,)
 
     @property
+    def membership(self) -> None:
+        return None
+
+    @property
     def templates(self) -> OneHost:
         return self
 

@@ -57,6 +57,11 @@ class QemuHypervisor:
         return (self,)
 
     @property
+    def membership(self) -> None:
+        """See `ports.Hypervisor`: this machine alone."""
+        return None
+
+    @property
     def templates(self) -> QemuHypervisor:
         """See `ports.Hypervisor`."""
         return self
