@@ -338,6 +338,10 @@ class RecordingSource:
     def hosts(self) -> Sequence[str]:
         return self._inner.hosts
 
+    @property
+    def silence(self) -> float | None:
+        return self._inner.silence
+
     async def observe(self) -> HypervisorView:
         return await self._trace.observe("hypervisor.observe", self._inner.observe(), hypervisor_view, self.name)
 

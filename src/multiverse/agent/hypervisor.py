@@ -46,6 +46,11 @@ class AgentSource:
         """See `ports.Source`."""
         return [self.connection.host]
 
+    @property
+    def silence(self) -> float:
+        """See `ports.Source`. An agent answers a ping also while an observation of it fails."""
+        return asyncio.get_running_loop().time() - self.connection.heard
+
     async def observe(self) -> HypervisorView:
         """See `ports.Source`. An observation that shows what the one before it showed is the same object."""
         view = cast(View, await self.connection.call(Observe()))

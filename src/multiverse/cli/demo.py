@@ -168,10 +168,14 @@ async def _demo(directory: Path, images: Path) -> None:
         raise Broken(f"not as expected: {', '.join(wrong)}", hint=f"see the logs in {directory}/log")
 
 
+def _hosts_in_reach(client: Client) -> list[HostView]:
+    return [host for host in decode(list[HostView], client.hosts()) if host.reachable]
+
+
 async def _template(client: Client) -> None:
     """Build the template. It would be built for the first job too; here its time is shown apart from the job's."""
     deadline = time.monotonic() + LIMIT
-    (host, *_) = await _eventually(deadline, lambda: decode(list[HostView], client.hosts()) or None)
+    (host, *_) = await _eventually(deadline, lambda: _hosts_in_reach(client) or None)
     with render.step(f"template ({host.accelerator}): boot it, freeze it at its fork point"):
         client.template("build", IMAGE, host.name)
         template = await _eventually(deadline, lambda: _built(client))

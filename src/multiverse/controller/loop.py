@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 from collections import Counter, deque
 from collections.abc import Mapping
+from math import inf
 from random import Random, SystemRandom
 
 import structlog
@@ -20,6 +21,7 @@ from multiverse.controller.observers import Awaited, Observer, SchedulerObserver
 from multiverse.controller.users import LookupFailure, UserDirectory
 from multiverse.core.commands import may_add
 from multiverse.core.errors import Exhausted, MultiverseError
+from multiverse.core.machines.host import held_back
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
     AttemptState,
@@ -43,7 +45,7 @@ from multiverse.core.provisioning.pools import PoolStatus, pool_status
 from multiverse.core.provisioning.submission import job_limits
 from multiverse.core.state import State
 from multiverse.core.transition import Command, Done, EffectKind, Message
-from multiverse.ports import Clock, Hypervisor, Scheduler
+from multiverse.ports import Clock, Fencing, Hypervisor, Scheduler, Source
 from multiverse.store import Store
 
 log = structlog.get_logger()
@@ -95,6 +97,10 @@ def policy_of(settings: Settings) -> Policy:
         retry_limit=p.retry_limit,
         replacements=p.replacements,
         attempts=p.attempts,
+        here=s.host.name,
+        fences=bool(s.fence.command),
+        fence_after=s.fence.after,
+        quorum=s.fence.quorum,
         pools=tuple(
             Pool(
                 image=pool.image,
@@ -163,6 +169,7 @@ class Controller:
         self.scheduler = SchedulerObserver(
             scheduler, clock, settings.poll, self._scheduler_interval, self._awaited, self._wake.set
         )
+        self._listened: dict[str, Source] = {}
         self.sources: dict[str, Observer[HypervisorView]] = {}
         """One observer for each source of the hypervisor, by the source's name."""
         self._follow_sources()
@@ -177,12 +184,17 @@ class Controller:
             state=self.state,
             users=self.users,
         )
+        self._around = surroundings
         self._effects = Effects(scheduler, hypervisor, clock, surroundings, self._effect_ended, self._rng)
         self._comments = CommentWriter(
             scheduler, clock, CommentPlan(self.policy, self.state.attempts_in(AttemptState.QUEUED)), self._observed_jobs
         )
 
     # --- from outside --------------------------------------------------------------------------------
+
+    def fence_by(self, fencing: Fencing) -> None:
+        """Fence hosts by these means of the site, if the settings have a fence command."""
+        self._around.fencing = fencing
 
     def hint(self, uid: int | None = None, job_id: str = "") -> None:
         """Something may have changed in the scheduler: observe it sooner. `uid` or `job_id` say whose job or which job
@@ -200,7 +212,7 @@ class Controller:
         return World(
             scheduler=self.scheduler.latest,
             sources={
-                **{name: Observation(one.latest, one.since) for name, one in self.sources.items()},
+                **{name: Observation(one.latest, one.since, self._heard(name)) for name, one in self.sources.items()},
                 **{name: Observation(None, self.began) for name in sorted(unnamed)},
             },
             effect_ended_at=self._effects.ended_at(),
@@ -210,6 +222,11 @@ class Controller:
             users=self.users.seen(),
             wall=self._clock.wall(),
         )
+
+    def _heard(self, source: str) -> float:
+        """When anything was last heard of a source."""
+        silence = self._listened[source].silence
+        return -inf if silence is None else self._clock.now() - silence
 
     def _observed_jobs(self) -> Mapping[str, Job]:
         return self.scheduler.latest.value.jobs if self.scheduler.latest else {}
@@ -221,6 +238,15 @@ class Controller:
     def failing(self, often: int) -> list[Failure]:
         """Effects that failed at least `often` times in a row."""
         return self._effects.failing(often)
+
+    def held_back(self) -> Mapping[str, str]:
+        """Why silent hosts are not fenced by the site's command though they could be, by host."""
+        world = self.world()
+        found = {host.name: held_back(self.state, host, world, self.policy) for host in self._silent_hosts()}
+        return {name: why for name, why in found.items() if why}
+
+    def _silent_hosts(self) -> list[KnownHost]:
+        return self.state.hosts_in(HostState.SILENT) if self.policy.fences else []
 
     def unknown_users(self) -> list[LookupFailure]:
         """The users of jobs whom the name service does not tell."""
@@ -241,8 +267,9 @@ class Controller:
         """Observe, plan and act until cancelled."""
         comments = asyncio.create_task(self._comments.run())
         self._runs = True
-        for observer in (self.scheduler, *self.sources.values()):
-            self._run_observer(observer)
+        self._run_observer(self.scheduler)
+        for source in self.sources.values():
+            self._run_observer(source)
         try:
             while True:
                 self._wake.clear()
@@ -278,12 +305,13 @@ class Controller:
         """One observer for each source, and none for those that are gone."""
         sources = {source.name: source for source in self._hypervisor.sources}
         for name in [name for name in self.sources if name not in sources]:
+            del self._listened[name]
             if task := self._running.pop(self.sources.pop(name), None):
                 task.cancel()
         for name in [name for name in sources if name not in self.sources]:
             observe, interval = sources[name].observe, lambda: self._settings.poll
             observer = Observer(name, observe, self._clock, interval, self._wake.set)
-            self.sources[name] = observer
+            self.sources[name], self._listened[name] = observer, sources[name]
             self._run_observer(observer)
 
     async def _sleep(self, observers: list[asyncio.Task[None]]) -> None:

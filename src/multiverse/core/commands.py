@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused
+from multiverse.core.machines.host import fence
 from multiverse.core.model import (
     Attempt,
     AttemptState,
@@ -37,8 +38,12 @@ def may_add(message: Message) -> bool:
 
 def apply_result(state: State, done: Done) -> None:
     """Move the row whose effect failed for good, if the row is still in the state in which the effect began. An
-    effect's report of success moves nothing: success is observed."""
+    effect's report of success moves nothing: success is observed. But a host that is off cannot be observed."""
     row = state.get(done.key)
+    if isinstance(row, KnownHost) and done.kind is EffectKind.FENCE and done.error is None:
+        if row.state is HostState.FENCING and done.state == row.state:  # the only observation of a machine that is off
+            fence(state, row, f"the fence command says that host {row.name} is off")
+        return
     if not isinstance(done.error, _DEFINITE) or row is None or row.state != done.state or row.quarantined:
         return
     why = str(done.error)
@@ -102,12 +107,7 @@ def _fence(state: State, host: str, world: World) -> None:
     known = state.hosts.get(host)
     if known is None or known.is_off or host in world.hosts:
         return
-    why = f"an operator says that host {host} is off"
-    state.move(Change(replace(known, state=HostState.FENCED, reason=why), Event.FENCED, why))
-    for vm in state.vms_on(host):
-        if not vm.leaving:
-            ending = replace(vm, state=VmState.ENDING, quarantined="", reason=vm.reason or why)
-            state.move(Change(ending, Event.FENCED, why))
+    fence(state, known, f"an operator says that host {host} is off")
 
 
 # --- hosts -----------------------------------------------------------------------------------------

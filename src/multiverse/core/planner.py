@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from multiverse.core.changes import close_hosts, mark_changes
 from multiverse.core.commands import apply_command, apply_result
 from multiverse.core.machines.attempt import attempt_rests, open_attempts, step_attempt
-from multiverse.core.machines.host import step_host
+from multiverse.core.machines.host import hosts_to_step, step_host
 from multiverse.core.machines.offer import step_offer
 from multiverse.core.machines.template import step_template
 from multiverse.core.machines.vm import may_have_a_job, step_vm, vm_rests
-from multiverse.core.model import HostState, Key, World
+from multiverse.core.model import Key, World
 from multiverse.core.policy import Policy
 from multiverse.core.provisioning.admission import admit
 from multiverse.core.provisioning.adoption import adopt_unexplained
@@ -73,9 +73,9 @@ def _provide(context: Context) -> None:
 
 def step_all(state: State, world: World, policy: Policy, *, releasing: bool = False) -> None:
     """Step once every state machine that may move. Templates and offers are few."""
-    for host in state.hosts_in(HostState.FENCED):
-        with quarantine_on_error(state, host.key):
-            step_host(state, host.name, world)
+    for name in hosts_to_step(state):
+        with quarantine_on_error(state, state.hosts[name].key):
+            step_host(state, name, world, policy)
     open_attempts(state, world, only_taken=releasing)
     for template_id in sorted(state.templates):
         with quarantine_on_error(state, Key("template", template_id)):

@@ -100,6 +100,9 @@ class Event(StrEnum):
     DRAINED = "drained"
     RESUMED = "resumed"
     REMOVED = "removed"
+    SILENT = "silent"
+    FENCE = "fence"
+    HELD_BACK = "held back"
     # any
     QUARANTINED = "quarantined"
     RETRIED = "retried"  # an operator ended its quarantine or its back-off
@@ -170,6 +173,7 @@ class EffectKind(StrEnum):
     SWEEP = "sweep"  # set the node DOWN, destroy the VM, and delete the node, of a name that no row explains
     BUILD = "build"
     DROP = "drop"
+    FENCE = "fence"  # make sure that the host is off
 
 
 RELEASING_EFFECTS = frozenset(set(EffectKind) - {EffectKind.CREATE, EffectKind.START, EffectKind.BUILD,

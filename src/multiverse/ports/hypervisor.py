@@ -21,6 +21,11 @@ class Source(Protocol):
         """The hosts that the settings name for this source, whether or not it has ever answered."""
         ...
 
+    @property
+    def silence(self) -> float | None:
+        """Seconds since anything at all was heard of it; None where only observations tell."""
+        ...
+
     async def observe(self) -> HypervisorView:
         """All hosts, templates and VMs of our site at this source, with the remains of dead VMs. Raises `Unknown`."""
         ...

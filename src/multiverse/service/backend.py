@@ -31,11 +31,12 @@ from multiverse.controller.loop import Controller
 from multiverse.core.errors import Refused
 from multiverse.core.model import Attempt
 from multiverse.core.rows import Rows
-from multiverse.core.transition import Command
+from multiverse.core.transition import Command, EffectKind
 from multiverse.ports import Clock
 from multiverse.service import convert, identity
 from multiverse.service.alerts import alerts
 from multiverse.service.findings import HintsMissing, SourceFailure, StoreFailure
+from multiverse.service.hosts import Troubles, host_views
 from multiverse.service.identity import Facts
 from multiverse.service.processes import Processes
 from multiverse.store import Pruning, Store
@@ -179,7 +180,17 @@ class Backend:
         return convert.vm_views(self._rows(), self.controller.world(), measured, self.clock.now())
 
     def hosts(self) -> list[HostView]:
-        return convert.host_views(self._rows(), self.controller.world(), self.controller.policy)
+        """All hosts of the site, whether or not they are in reach."""
+        controller = self.controller
+        failing = controller.failing(1)
+        rows = self._rows()
+        names = {host.key: host.name for host in rows.hosts.values()}
+        troubles = Troubles(
+            {one.name: one.failure for one in controller.sources.values()},
+            controller.held_back(),
+            {names[one.effect.key]: one.reason for one in failing if one.effect.kind is EffectKind.FENCE},
+        )
+        return host_views(rows, controller.world(), controller.policy, self.clock.now(), troubles)
 
     def host_names(self) -> list[str]:
         """The hosts in reach, by name."""

@@ -118,6 +118,10 @@ class FaultySource:
     def hosts(self) -> Sequence[str]:
         return self._inner.hosts
 
+    @property
+    def silence(self) -> float | None:
+        return self._inner.silence
+
     async def observe(self) -> HypervisorView:
         return await self._call("observe", self.name, lambda: self._inner.observe())
 

@@ -147,5 +147,9 @@ class HostSource:
     def hosts(self) -> Sequence[str]:
         return (self._host,)
 
+    @property
+    def silence(self) -> None:
+        return None
+
     async def observe(self) -> HypervisorView:
         return await self._hypervisor.observe_host(self._host)

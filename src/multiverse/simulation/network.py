@@ -52,6 +52,10 @@ class OneHost:
     def users(self) -> OneHost:
         return self
 
+    @property
+    def silence(self) -> None:
+        return None
+
     async def observe(self) -> HypervisorView:
         return await self._source.observe()
 

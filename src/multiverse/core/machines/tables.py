@@ -9,7 +9,7 @@ from multiverse.core.machines.host import HOST, host_effect
 from multiverse.core.machines.offer import OFFER, offer_effect
 from multiverse.core.machines.template import TEMPLATE, template_effect
 from multiverse.core.machines.vm import ACTING_VMS, VM, vm_effect
-from multiverse.core.model import Attempt, KnownHost, Offer, Row, Template, Vm, VmState
+from multiverse.core.model import Attempt, HostState, KnownHost, Offer, Row, Template, Vm, VmState
 from multiverse.core.state import State
 from multiverse.core.transition import Effect, Tables
 
@@ -44,6 +44,9 @@ def permitted_effects(state: State) -> Iterator[tuple[Row, Effect]]:
         offer = state.offers.get(vm.id)
         if not unmade and (effect := vm_effect(vm) or (offer_effect(offer) if offer else None)):
             yield vm, effect
+    for host in state.hosts_in(HostState.FENCING):
+        if effect := host_effect(host):
+            yield host, effect
     for template in state.templates.values():
         if effect := template_effect(template):
             yield template, effect

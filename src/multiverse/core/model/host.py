@@ -53,7 +53,8 @@ class Host:
     unknown. `images` are those that are there, each with what it can do: `fork`, `plug_cpus`, `plug_memory`,
     `limit_disk` (its guests keep to an allowance). `memory_block` is the granularity of plugged memory, `vm_overhead`
     what a VM needs beside its guest's memory. `disks` says of images how large the files of their VMs can become; of an
-    image that it does not name, VMs take their allowance. Memory and disk are in MiB.
+    image that it does not name, VMs take their allowance. Memory and disk are in MiB. `self_fence` is after how many
+    seconds without the controller and the scheduler its agent ends its VMs; 0: never.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Host:
     vm_overhead: int = 32
     available_disk: int | None = None
     disks: Mapping[str, ImageDisk] = field(default_factory=dict)
+    self_fence: float = 0.0
 
     def image_can(self, image: str, ability: str) -> bool:
         """Whether the image is there and has that ability."""
@@ -84,6 +86,8 @@ class Host:
 
 class HostState(StrEnum):
     KNOWN = "known"  # it belongs to the site; whether it is in reach, its source tells
+    SILENT = "silent"  # nothing is heard of it, and the scheduler does not reach its VMs either
+    FENCING = "fencing"  # the same, and the site's fence command is to make sure that it is off
     FENCED = "fenced"  # it is surely off, and it has not been seen since
     REMOVED = "removed"  # an operator took it out of the site; the settings do not bring it back
 

@@ -76,6 +76,11 @@ class QemuHypervisor:
         """See `ports.Hypervisor`."""
         return [self._host.config.host]
 
+    @property
+    def silence(self) -> None:
+        """See `ports.Source`: this process answers for the machine that it is on."""
+        return None
+
     def check(self) -> None:
         """Make the host's directories; see `QemuHost.check`."""
         self._host.check()
