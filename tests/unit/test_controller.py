@@ -46,6 +46,8 @@ class Submission:
 class OneHost:
     """A source with one host, which answers unless it is `away`."""
 
+    silence = None
+
     def __init__(self, name: str, memory: int = 4096) -> None:
         self.name, self.hosts, self.away, self.observations = name, [name], False, 0
         self.host = Host(name, Size(4, memory, 65536), images={"slim": IMAGES["slim"]}, available=1000)
