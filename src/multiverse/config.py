@@ -20,6 +20,7 @@ from multiverse.core.errors import Refused
 from multiverse.core.model import CloneKind, Depth, Mount
 
 _LONGEST_SOCKET = "/mvxxxxx-99999999/agent"  # below qemu.run
+LEAST_SELF_FENCE = 60.0  # seconds: contact is made every few seconds, and lost for a moment by a restart
 LEAST_SCRATCH = 64  # MiB: Slurm writes scripts and logs there, too
 
 LOCALHOST = "localhost"
@@ -28,8 +29,8 @@ LOCALHOST = "localhost"
 
 @dataclass(frozen=True)
 class HostSettings:
-    """What this machine offers to VMs, which may be less than it has. Memory and disk in MiB. With `[[hosts]]` these
-    are the values of hosts whose class has none of its own."""
+    """What this machine offers to VMs, which may be less than it has. Memory and disk in MiB. With `[[hosts]]`: what
+    hosts have whose class says nothing else."""
 
     name: str = LOCALHOST  # with [[hosts]], by default the machine's short host name
     cores: int = 2
@@ -171,6 +172,9 @@ class AgentSettings:
 
     socket: Path = Path("/run/multiverse/agent.sock")
     state_dir: Path = Path("/var/lib/multiverse/agent")
+    # Seconds without any contact to the controller and to slurmctld after which the agent ends its VMs, so that their
+    # jobs may run elsewhere. 0: never. Slurm's commands must work on the host. An outage of both then ends jobs.
+    self_fence: float = 0.0
     # The command that connects its input and output with the agent of a host other than the controller's own; {host} is
     # replaced by the host's name. Users, ports, keys and jump hosts are what root's ssh_config says.
     connect: tuple[str, ...] = (
@@ -194,6 +198,20 @@ class AgentSettings:
 
 
 @dataclass(frozen=True)
+class FenceSettings:
+    """How the controller makes sure that a host is off whose jobs Slurm queues again."""
+
+    # A command that switches a host off: exit status 0 means that the host is surely off. {host} is replaced by the
+    # host's name. Without one, an operator's word is waited for.
+    command: tuple[str, ...] = ()
+    after: float = 60.0  # seconds without any sign of the host
+    timeout: float = 120.0  # seconds that the command may take; then it is killed, and repeated later
+    # The share of the other hosts, beside the controller's own, that must be in sight: or else it is likelier that the
+    # controller is cut off. 0: none, for a site with a single other host.
+    quorum: float = 0.5
+
+
+@dataclass(frozen=True)
 class Settings:
     """All settings of the daemon and of the agents."""
 
@@ -206,6 +224,7 @@ class Settings:
     # A file in which all calls to Slurm and to the hypervisor are recorded; emptied at each start of the daemon.
     trace: Path | None = None
     agent: AgentSettings = field(default_factory=AgentSettings)
+    fence: FenceSettings = field(default_factory=FenceSettings)
     host: HostSettings = field(default_factory=HostSettings)
     hosts: tuple[HostClass, ...] = ()
     slurm: SlurmSettings = field(default_factory=SlurmSettings)
@@ -273,6 +292,17 @@ def _classes(settings: Settings) -> Mapping[str, HostClass]:
 
 def _names(one: HostClass) -> list[str]:
     return [str(name) for name in NodeSet(one.nodes, resolver=RESOLVER_NOGROUP)]
+
+
+def names_of_hosts(nodes: str) -> list[str]:
+    """The names in a node set. Raises `Refused` for what is none, or has names that no host can have."""
+    try:
+        names = _names(HostClass(nodes))
+    except NodeSetException as error:
+        raise Refused(f"{nodes!r} is no node set: {error}", hint="as n[1-4,7]") from error
+    if why := next(filter(None, map(wrong_host_name, names)), ""):
+        raise Refused(why)
+    return names
 
 
 def _of_class(settings: Settings, own: HostClass | None) -> Settings:
@@ -343,6 +373,7 @@ def _contradictions(s: Settings) -> Iterator[str]:
     yield from _wrong_classes(s)
     if not any("{host}" in word for word in s.agent.connect):
         yield "agent.connect: must name the host, as {host}"
+    yield from _wrong_fence(s)
     yield from _wrong_network(s)
     yield from _wrong_qemu(s.qemu)
     yield from _wrong_slurm(s.slurm)
@@ -392,6 +423,19 @@ def wrong_host_name(name: str) -> str:
     if name[:1].isalnum() and all(c.isascii() and (c.isalnum() or c in "-_.") for c in name):
         return ""
     return f"{name!r} is no name of a host: letters, digits, hyphens, dots and underscores"
+
+
+def _wrong_fence(s: Settings) -> Iterator[str]:
+    if s.fence.command and not any("{host}" in word for word in s.fence.command):
+        yield "fence.command: must name the host, as {host}"
+    if s.fence.after < s.pacing.silence:
+        yield f"fence.after: must be at least pacing.silence, {s.pacing.silence:g} s"
+    if not 0 <= s.fence.quorum <= 1:
+        yield "fence.quorum: must be from 0 to 1"
+    if s.fence.timeout <= 0:
+        yield "fence.timeout: must be more than 0"
+    if s.agent.self_fence and s.agent.self_fence < LEAST_SELF_FENCE:
+        yield f"agent.self_fence: must be at least {LEAST_SELF_FENCE:g} s, or 0"
 
 
 def _wrong_network(s: Settings) -> Iterator[str]:

@@ -46,7 +46,7 @@ app = typer.Typer(
 )
 app.command("jobs")(jobs.jobs)
 app.command("vms")(vms.vms)
-app.command("hosts")(hosts.hosts)
+app.add_typer(hosts.app, name="hosts")
 app.command("status")(status.status)
 app.command("repair")(repair.repair)
 app.command("prune")(prune.prune)

@@ -1,4 +1,4 @@
-"""Live rows as they are asked for and kept, and ids of rows by a key."""
+"""Live rows as they are asked for and kept, ids of rows by a key, and what passes remember beside the rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,22 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from multiverse.core.model import Attempt, Claim, Key, KnownHost, Offer, Row, Template, Vm
+from multiverse.core.model import (
+    Attempt,
+    Claim,
+    Host,
+    Key,
+    KnownHost,
+    Observation,
+    Offer,
+    Row,
+    SchedulerView,
+    Seen,
+    Size,
+    Template,
+    Vm,
+    VmSeen,
+)
 
 
 class LiveRows:
@@ -17,6 +32,7 @@ class LiveRows:
     vms: Mapping[int, Vm]
     templates: Mapping[int, Template]
     offers: Mapping[int, Offer]
+    hosts: Mapping[str, KnownHost]
 
     def get(self, key: Key) -> Row | None:
         """The live row of that key."""
@@ -29,6 +45,12 @@ class LiveRows:
                 return self.templates.get(key.id)
             case "offer":
                 return self.offers.get(key.id)
+            case "host":
+                return self.host_numbered(key.id)
+
+    def host_numbered(self, number: int) -> KnownHost | None:
+        """The host of that number: hosts are mostly asked for by name."""
+        return next((host for host in self.hosts.values() if host.id == number), None)
 
     def attempt_of(self, vm: Vm) -> Attempt | None:
         """The live attempt that the VM serves, if any."""
@@ -49,6 +71,27 @@ class Rows(LiveRows):
     offers: Mapping[int, Offer] = field(default_factory=dict)
     claims: Sequence[Claim] = ()
     hosts: Mapping[str, KnownHost] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(slots=True)
+class Compared:
+    """The observations that passes have compared with the rows so far: see `changes`."""
+
+    scheduler: Seen[SchedulerView] | None = None
+    sources: dict[str, Observation] = field(default_factory=dict)
+    silent: set[str] = field(default_factory=set)  # sources that have been unknown for long
+    vms: dict[str, Mapping[str, VmSeen]] = field(default_factory=dict)  # by source, as shown last
+    hosts: dict[str, Host] = field(default_factory=dict)  # in sight
+    users: dict[int, tuple[bool, float]] | None = None  # whether they exist, and since when that is known
+
+
+@dataclass(frozen=True, slots=True)
+class VmsMissing:
+    """An attempt lacks VMs: provisioning is to plan so many more for it, or to give up on it."""
+
+    attempt: int
+    count: int
+    reason: str
 
 
 _NONE: frozenset[int] = frozenset()
@@ -86,3 +129,8 @@ class Index:
     def entries(self) -> dict[object, frozenset[int]]:
         """All that is in it: for comparing."""
         return {key: frozenset(ids) for key, ids in self._ids.items()}
+
+
+def plus(one: Size, other: Size, sign: int = 1) -> Size:
+    """The sum, or with `sign` -1 the difference, of two sizes."""
+    return Size(one.cpus + sign * other.cpus, one.memory + sign * other.memory, one.disk + sign * other.disk)

@@ -27,6 +27,7 @@ from multiverse.ports import Clock, Hypervisor, Scheduler
 from multiverse.service.agents import connect_agents
 from multiverse.service.api import make_api
 from multiverse.service.backend import Backend
+from multiverse.service.fencing import FenceCommand
 from multiverse.service.inbox_access import warn_of_closed_inbox
 from multiverse.service.processes import ProcessCounter, Processes
 from multiverse.service.startup import bind, locked, stop_signal
@@ -90,6 +91,7 @@ async def serve(settings: Settings) -> None:
         hypervisor = connect_agents(settings, store)
         traced = _traced(scheduler, hypervisor, settings, clock, stack)
         controller = Controller(store, *traced, clock, settings)
+        controller.fence_by(FenceCommand(settings.fence))
         sock = bind(settings.socket, "socket")
         stack.callback(settings.socket.unlink, missing_ok=True)
         permanent = [Alert("unserved", *each) for each in scheduler.unserved()]

@@ -10,7 +10,7 @@ from random import Random
 
 from multiverse.core.errors import Unknown
 from multiverse.core.model import HypervisorView, Identity, Size, Stage, TemplateKey, User, VmRef, VmSpec
-from multiverse.ports import GuestUsers, Source, Templates
+from multiverse.ports import GuestUsers, Membership, Source, Templates
 from multiverse.simulation.machines import Machines
 
 
@@ -37,6 +37,10 @@ class SimulatedHypervisor(ABC):
     @property
     @abstractmethod
     def sources(self) -> Sequence[Source]: ...
+
+    @property
+    def membership(self) -> Membership | None:
+        return None
 
     @property
     @abstractmethod
@@ -142,6 +146,10 @@ class HostSource:
     @property
     def hosts(self) -> Sequence[str]:
         return (self._host,)
+
+    @property
+    def silence(self) -> None:
+        return None
 
     async def observe(self) -> HypervisorView:
         return await self._hypervisor.observe_host(self._host)

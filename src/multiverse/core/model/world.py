@@ -9,7 +9,7 @@ from math import inf
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
-from multiverse.core.model.host import Host, HypervisorView
+from multiverse.core.model.host import Host, HypervisorView, KnownHost
 from multiverse.core.model.identity import UserSeen
 from multiverse.core.model.job import Attempt, SchedulerView
 from multiverse.core.model.keys import Key
@@ -18,7 +18,7 @@ from multiverse.core.model.sizes import CloneKind
 from multiverse.core.model.template import Template
 from multiverse.core.model.vm import Vm, VmSeen
 
-Row = Attempt | Vm | Template | Offer
+Row = Attempt | Vm | Template | Offer | KnownHost
 
 T = TypeVar("T")
 
@@ -34,10 +34,18 @@ class Seen(Generic[T]):
 @dataclass(frozen=True, slots=True)
 class Observation:
     """What is known of one source of a hypervisor. `latest` None: it is unknown, which never means empty. It is known,
-    or unknown, since `since` (monotonic)."""
+    or unknown, since `since` (monotonic). `heard` is when anything at all was last heard of it: an agent may answer
+    that it is there while its observations fail."""
 
     latest: Seen[HypervisorView] | None = None
     since: float = 0.0
+    heard: float = -inf
+
+    def silent_since(self, host: str) -> float:
+        """Since when nothing was heard of a host of this source; infinity while the source shows the host."""
+        if self.latest is not None:
+            return inf if host in self.latest.value.hosts else max(self.since, self.latest.began)
+        return max(self.since, self.heard)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +71,7 @@ class World:
     `effect_ended_at` maps a row to the time at which its last effect ended, infinity while one runs: absence counts
     only in an observation that began later. `refused` says why the last effect of a row was refused for good. `entropy`
     is random for each pass; tokens of new VMs are made of it. `users` is what is known of the jobs' users, by uid; one
-    that is missing is unknown. None: nobody has to be looked up.
+    that is missing is unknown. None: nobody has to be looked up. `wall` is the Unix time of the pass.
     """
 
     scheduler: Seen[SchedulerView] | None = None
@@ -73,6 +81,7 @@ class World:
     forecast: Forecast = Forecast()
     entropy: str = ""
     users: Mapping[int, UserSeen] | None = None
+    wall: float = 0.0
 
     def latest(self, source: str) -> Seen[HypervisorView] | None:
         """The latest observation of a source; None while it is unknown."""

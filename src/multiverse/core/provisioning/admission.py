@@ -7,7 +7,7 @@ the scheduler's blocks no other.
 Each attempt is checked once, and again when it, its job or the hosts change:
 
  1. The request cannot be served at all: revoke.
- 2. No host that makes such clones could ever hold the job: revoke, or set it aside while there is a host that might.
+ 2. No host that takes VMs and makes such clones could ever hold the job: revoke, or set it aside while another might.
 
 Then the cases, in the order in which `Admission.consider` tries them, for attempts whose jobs are eligible:
 
@@ -17,12 +17,13 @@ Then the cases, in the order in which `Admission.consider` tries them, for attem
  6. An earlier job waits for capacity: wait behind it.
  7. There surely is no such user: revoke. The name service has not said yet who the user is: wait. In the first two
     seconds nothing is decided about those behind it either.
- 8. A joined spare fits: take it.
- 9. As many VMs are being made as may be: wait, and block.
-10. No host can make its VMs now, for want of a template: wait; block if the template has no room.
-11. The pace lets no clone be made now: wait.
-12. There is no room, or no address: wait, and block.
-13. Otherwise: admit.
+ 8. It would fit only on hosts that are to be drained before it has surely ended: wait.
+ 9. A joined spare fits: take it.
+10. As many VMs are being made as may be: wait, and block.
+11. No host can make its VMs now, for want of a template: wait; block if the template has no room.
+12. The pace lets no clone be made now: wait.
+13. There is no room, or no address: wait, and block.
+14. Otherwise: admit.
 
 Nothing is decided about attempts behind the one that blocks. What one attempt waits for, all those behind it that ask
 for the same wait for too, so that a long queue is not looked at one by one.
@@ -31,7 +32,7 @@ for the same wait for too, so that a long queue is not looked at one by one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
@@ -42,6 +43,7 @@ from multiverse.core.model import (
     Attempt,
     AttemptState,
     CloneKind,
+    Host,
     Job,
     Key,
     OfferState,
@@ -51,14 +53,12 @@ from multiverse.core.model import (
     Vm,
     VmState,
 )
-from multiverse.core.provisioning.capacity import Blockage, Room, largest_on, room_of
+from multiverse.core.provisioning.capacity import Blockage, Room, room_of
 from multiverse.core.provisioning.clones import (
     Choice,
-    Way,
     ask_for_template,
     choose_clones,
     claims_of,
-    could_hold,
     describe,
     hosts_making,
     may_fork,
@@ -67,17 +67,16 @@ from multiverse.core.provisioning.clones import (
     request_of,
     template_sizes,
     templates_of,
-    unable_to_make,
-    ways_now,
-    ways_to_make,
 )
 from multiverse.core.provisioning.context import Context
+from multiverse.core.provisioning.draining import for_attempt
 from multiverse.core.provisioning.eviction import release_spares, retire_a_template
 from multiverse.core.provisioning.inquiries import Inquiries
 from multiverse.core.provisioning.pacing import Parent, wait_for
 from multiverse.core.provisioning.reasons import PASSED_OVER, FirstReasons
 from multiverse.core.provisioning.sizes import template_claim, vm_claims
 from multiverse.core.provisioning.spares import give_back, joined_for, parked_for, withdraw
+from multiverse.core.provisioning.unfit import why_unfit
 from multiverse.core.state import quarantine_on_error
 from multiverse.core.transition import Change, Event
 
@@ -108,8 +107,8 @@ class Admission:
     """One round of admission: the queue, what is free, and what has been promised so far."""
 
     def __init__(self, context: Context) -> None:
-        self.context = context
-        self.state, self.policy, self.hosts = context.state, context.policy, context.hosts
+        self.whole = self.context = context  # `context`: with the hosts that are open to the attempt considered
+        self.state, self.policy = context.state, context.policy
         self.queue = context.state.queue
         self.room = room_of(context)
         self.limits = self._limits_left()
@@ -120,11 +119,16 @@ class Admission:
         self.inquiries = Inquiries(self.state, context.world)
         self.undecided = False  # about those that come next, until the name service has had its time
         self.reasons = FirstReasons(self.queue)
-        self.alike: dict[int, Waiting] = {}  # what all attempts of a shape wait for
+        self.alike: dict[tuple[int, frozenset[str]], Waiting] = {}  # what all attempts of a shape, and hosts, wait for
         self._paced: Parent | None = None  # whose pace the last attempt waits for
         self._empty: Room | None = None
-        self._beyond: dict[tuple[Request, CloneKind, bool], str] = {}
+        self._beyond: dict[tuple[Request, CloneKind, frozenset[str], bool], str] = {}
         self._unfit: dict[Request, tuple[str, bool]] = {}
+
+    @property
+    def hosts(self) -> Mapping[str, Host]:
+        """The hosts that are open to the attempt that is considered."""
+        return self.context.hosts
 
     def run(self) -> Blockage:
         """Consider the queue, up to the attempt that blocks it."""
@@ -138,7 +142,8 @@ class Admission:
             if self.undecided or (self.blocked and (self.reasons.full or behind >= PASSED_OVER)):
                 break
             behind += bool(self.blocked)
-            if waiting := self.alike.get(self.queue.shape_of(attempt_id)):
+            self.context = for_attempt(self.whole, self.state.attempts[attempt_id])
+            if waiting := self.alike.get((self.queue.shape_of(attempt_id), self.context.without)):
                 self._wait_alike(rank, attempt_id, waiting)
                 continue
             with quarantine_on_error(self.state, Key("attempt", attempt_id)):
@@ -172,7 +177,7 @@ class Admission:
             self._revoke(attempt, job.problem)
             return
         if attempt.request not in self._unfit:
-            self._unfit[attempt.request] = self._why_unfit(attempt)
+            self._unfit[attempt.request] = why_unfit(self.context, attempt)
         why, hope = self._unfit[attempt.request]
         if why and not hope:  # 2
             self._revoke(attempt, why)
@@ -192,47 +197,15 @@ class Admission:
             self._tell(attempt, self.blocked)
         elif self.context.world.user_known_since(attempt.uid) == float("inf"):  # 7
             self._refuse_or_ask(attempt)
-        elif spare := self._joined_spare(attempt):  # 8
+        elif self.context.without and (why := why_unfit(self.context, attempt)[0]):  # 8
+            self._wait(attempt, why)
+        elif spare := self._joined_spare(attempt):  # 9
             self.limits.subtract(dict(job.uses))
             self._take_joined(attempt, spare)
-        elif self._is_turn_over(attempt):  # 9
+        elif self._is_turn_over(attempt):  # 10
             self._block(attempt, Blockage.TURN, "waiting for a turn: as many VMs as may be made at once are being made")
-        elif self._provision(attempt, choose_clones(self.context, attempt)):  # 10 to 13
+        elif self._provision(attempt, choose_clones(self.context, attempt)):  # 11 to 14
             self.limits.subtract(dict(job.uses))
-
-    def _why_unfit(self, attempt: Attempt) -> tuple[str, bool]:
-        """Why none of the hosts that have the image, and make such clones of it, could hold the job, were they empty
-        (empty: one could), and whether other hosts may yet: those that cannot make such clones now, those that the
-        image can still come to, and those out of reach, of which nobody knows what they could hold."""
-        image = self.context.image_of(attempt)
-        ways = ways_to_make(self.context, attempt)
-        now = ways_now(self.context, attempt, ways) or ways
-        if self._fits_one_way(attempt, now):
-            return "", True
-        kind, templates = ways[0]
-        unable = unable_to_make(image, ways, self.hosts) if self._fits_one_way(attempt, ways) else ""
-        without = sorted(self.hosts.keys() - templates.keys())
-        anywhere = {**templates, **dict.fromkeys(without, self.policy.base)}
-        hope = bool(unable) or could_hold(self.context, attempt, kind, anywhere)
-        if not self.hosts:
-            why = "no host is in sight"
-        elif hope and not templates:
-            why = f"no host has image {image}"
-        else:
-            why = self._largest(attempt, *now[0]) + unable
-            why += f"; without image {image}: {', '.join(without)}" if hope and without else ""
-        away = sorted(name for name in self.state.hosts if name not in self.hosts and not self.state.is_fenced(name))
-        return why + (f"; out of reach now: {', '.join(away)}" if away else ""), hope or bool(away) or not self.hosts
-
-    def _fits_one_way(self, attempt: Attempt, ways: Sequence[Way]) -> bool:
-        return any(could_hold(self.context, attempt, kind, sizes) for kind, sizes in ways)
-
-    def _largest(self, attempt: Attempt, kind: CloneKind, templates: Mapping[str, Size]) -> str:
-        node, nodes, image = attempt.request.size, attempt.request.nodes, self.context.image_of(attempt)
-        most = (largest_on(self.hosts[name], image, self.policy, kind) for name in templates or self.hosts)
-        fit = max(most, key=lambda size: (size.memory, size.cpus))
-        many = f"{nodes} VMs of " if nodes > 1 else "a VM of "
-        return f"{many}{node} fits on no host; the largest that fits is {fit} per node"
 
     def _earlier_run(self, attempt: Attempt) -> str:
         """Case 4: why an earlier run of the same job may still go on, if it may. The scheduler queues a job again as
@@ -263,7 +236,7 @@ class Admission:
             self.queue.await_user(attempt.id, f"waiting until the name service says who uid {attempt.uid} is")
 
     def _joined_spare(self, attempt: Attempt) -> Vm | None:
-        """Case 8: a node that is there already, if one fits that is promised to no other job."""
+        """Case 9: a node that is there already, if one fits that is promised to no other job."""
         if not self.policy.pools or not may_fork(self.context, attempt):
             return None
         return joined_for(self.context, attempt, self.promised)
@@ -281,13 +254,13 @@ class Admission:
         self._admit(replace(attempt, pin=vm.feature), Choice(CloneKind.INSTANT), [taken], [])
 
     def _is_turn_over(self, attempt: Attempt) -> bool:
-        """Case 9: whether as many VMs are being made as may be made at once."""
+        """Case 10: whether as many VMs are being made as may be made at once."""
         upcoming = self.state.vms_in(*UPCOMING_STATES)
         starting = sum(not (vm.is_spare and vm.state is VmState.PARKED) for vm in upcoming)
         return bool(starting) and starting + attempt.request.nodes > self.policy.provisioning
 
     def _provision(self, attempt: Attempt, choice: Choice) -> bool:
-        """Cases 10 to 13: hosts, spares, pace, room, addresses. Whether the attempt was admitted."""
+        """Cases 11 to 14: hosts, spares, pace, room, addresses. Whether the attempt was admitted."""
         usable, why = self._usable_hosts(attempt, choice)
         if not usable:
             self._wait_for_template(attempt, choice, why)
@@ -310,7 +283,7 @@ class Admission:
         return True
 
     def _usable_hosts(self, attempt: Attempt, choice: Choice) -> tuple[list[str], str]:
-        """Case 10: hosts that can make this attempt's VMs now; when there are none, why. Asks for a template where one
+        """Case 11: hosts that can make this attempt's VMs now; when there are none, why. Asks for a template where one
         is missing."""
         context, image = self.context, self.context.image_of(attempt)
         able = hosts_making(image, choice.kind, self.hosts)
@@ -344,7 +317,7 @@ class Admission:
         self._wait(attempt, why)
 
     def _hosts_in_pace(self, attempt: Attempt, choice: Choice, usable: list[str], count: int) -> tuple[list[str], str]:
-        """Case 11: of these hosts, those on which a clone may be made now; when there are none, why."""
+        """Case 12: of these hosts, those on which a clone may be made now; when there are none, why."""
         image, kind, state = self.context.image_of(attempt), choice.kind, self.state
         waits = {host: wait_for((host, image, kind), state.paced, state.now, self.policy) for host in usable}
         ready = [host for host, wait in waits.items() if wait <= 0]
@@ -355,7 +328,7 @@ class Admission:
         return [], f"waiting for a turn: {kind} clones of {image} are made at {self.policy.rates[kind]:g} a second"
 
     def _wait_for_room(self, attempt: Attempt, choice: Choice, claims: Mapping[str, Size], why: str) -> None:
-        """Case 12."""
+        """Case 13."""
         if paced := why:
             # Another kind of clone may be quicker for those behind it, where the kind is not asked for.
             asked = attempt.request.kind or self.policy.kind
@@ -393,7 +366,7 @@ class Admission:
         if self.policy.overcommit <= 1:
             return ""
         lacking = (attempt.request, choice.kind) in self.state.lacking
-        alike = (attempt.request, choice.kind, lacking)
+        alike = (attempt.request, choice.kind, self.context.without, lacking)
         if alike not in self._beyond:
             self._beyond[alike] = self._memory_of_others_for(attempt, choice, lacking=lacking)
             (self.state.lacking.add if self._beyond[alike] else self.state.lacking.discard)(alike[:2])
@@ -440,7 +413,7 @@ class Admission:
 
     def _wait(self, attempt: Attempt, why: str, paced: Parent | None = None) -> None:
         """All attempts of this shape that come later wait for the same."""
-        self.alike[self.queue.shape_of(attempt.id)] = Waiting(why, paced)
+        self.alike[self.queue.shape_of(attempt.id), self.context.without] = Waiting(why, paced)
         self._tell(attempt, why)
 
     def _tell(self, attempt: Attempt, why: str) -> None:

@@ -58,6 +58,11 @@ class QemuHypervisor:
         return (self,)
 
     @property
+    def membership(self) -> None:
+        """See `ports.Hypervisor`: this machine alone."""
+        return None
+
+    @property
     def templates(self) -> QemuHypervisor:
         """See `ports.Hypervisor`."""
         return self
@@ -71,6 +76,11 @@ class QemuHypervisor:
     def hosts(self) -> Sequence[str]:
         """See `ports.Hypervisor`."""
         return [self._host.config.host]
+
+    @property
+    def silence(self) -> None:
+        """See `ports.Source`: this process answers for the machine that it is on."""
+        return None
 
     def check(self) -> None:
         """Make the host's directories; see `QemuHost.check`."""

@@ -1,0 +1,59 @@
+"""Whether any host could ever hold an attempt's VMs: admission checks it once of each, and when hosts change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from multiverse.core.model import Attempt, CloneKind, Size
+from multiverse.core.provisioning.capacity import largest_on
+from multiverse.core.provisioning.clones import Way, could_hold, unable_to_make, ways_now, ways_to_make
+from multiverse.core.provisioning.context import Context
+from multiverse.core.provisioning.draining import drained_hosts
+
+
+def why_unfit(context: Context, attempt: Attempt) -> tuple[str, bool]:
+    """Why none of the hosts that take new VMs, have the image, and make such clones of it, could hold the job, were
+    they empty (empty: one could), and whether hosts may yet: those that are drained, those that cannot make such clones
+    now, those that the image can still come to, and those out of reach, of which nobody knows what they could hold."""
+    if _fits_now(context, attempt):
+        return "", True
+    resumed = context.with_drained()
+    if len(resumed.hosts) > len(context.hosts) and _fits_now(resumed, attempt):
+        return f"waiting for a host that is drained: {drained_hosts(context)}", True
+    return _why_unfit(resumed, attempt)
+
+
+def _fits_now(context: Context, attempt: Attempt) -> bool:
+    ways = ways_to_make(context, attempt)
+    return _fits_one_way(context, attempt, ways_now(context, attempt, ways) or ways)
+
+
+def _fits_one_way(context: Context, attempt: Attempt, ways: Sequence[Way]) -> bool:
+    return any(could_hold(context, attempt, kind, sizes) for kind, sizes in ways)
+
+
+def _why_unfit(context: Context, attempt: Attempt) -> tuple[str, bool]:
+    state, hosts, image = context.state, context.hosts, context.image_of(attempt)
+    ways = ways_to_make(context, attempt)
+    kind, templates = ways[0]
+    unable = unable_to_make(image, ways, hosts) if _fits_one_way(context, attempt, ways) else ""
+    without = sorted(hosts.keys() - templates.keys())
+    anywhere = {**templates, **dict.fromkeys(without, context.policy.base)}
+    hope = bool(unable) or could_hold(context, attempt, kind, anywhere)
+    if not hosts:
+        why = "no host is in sight"
+    elif hope and not templates:
+        why = f"no host has image {image}"
+    else:
+        why = _largest(context, attempt, *(ways_now(context, attempt, ways) or ways)[0]) + unable
+        why += f"; without image {image}: {', '.join(without)}" if hope and without else ""
+    away = sorted(name for name in state.hosts if name not in hosts and not state.is_fenced(name))
+    return why + (f"; out of reach now: {', '.join(away)}" if away else ""), hope or bool(away) or not hosts
+
+
+def _largest(context: Context, attempt: Attempt, kind: CloneKind, templates: Mapping[str, Size]) -> str:
+    node, nodes, image = attempt.request.size, attempt.request.nodes, context.image_of(attempt)
+    most = (largest_on(context.hosts[name], image, context.policy, kind) for name in templates or context.hosts)
+    fit = max(most, key=lambda size: (size.memory, size.cpus))
+    many = f"{nodes} VMs of " if nodes > 1 else "a VM of "
+    return f"{many}{node} fits on no host; the largest that fits is {fit} per node"
