@@ -64,7 +64,7 @@ def _table(found: Sequence[HostView]) -> Table:
     shown = wide if full else narrow
     table = render.table("HOST", "STATE", "VMS", "JOBS", *shown, right=("VMS", "JOBS"), fold=shown)
     for one in found:
-        cells = [one.name, render.state(one.state), str(one.vms), str(len(one.jobs))]
+        cells: list[str | Text] = [one.name, render.state(one.state), str(one.vms), str(len(one.jobs))]
         cpus = f"{one.claimed.cpus} of {one.declared.cpus}"
         table.add_row(*cells, cpus, _memory_claimed(one), *(_more(one) if full else ()))
     return table
