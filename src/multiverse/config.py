@@ -8,7 +8,7 @@ import math
 import socket
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -255,14 +255,6 @@ def load(path: Path) -> Settings:
 def host_names(settings: Settings) -> list[str]:
     """The names of the hosts that the settings name: those of `[[hosts]]`, or this machine alone."""
     return list(_classes(settings)) if settings.hosts else [settings.host.name]
-
-
-def parse_hosts(words: Iterable[str]) -> list[str]:
-    """The hosts that these ClusterShell node sets name. Raises `Refused` for what is none."""
-    try:
-        return [str(name) for word in words for name in NodeSet(word, resolver=RESOLVER_NOGROUP)]
-    except NodeSetException as error:
-        raise Refused(f"no node set: {error}", hint="write hosts as n1 or n[1-32]") from error
 
 
 def on_machine(settings: Settings, machine: str) -> Settings:

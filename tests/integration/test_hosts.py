@@ -43,7 +43,9 @@ def two(accelerator: Path) -> Iterator[LabUnderTest]:
     """Two hosts with four cores each, and the controller outside of them."""
     slim()
     # A silent agent is noticed sooner than by default, and its VMs count for their jobs as long as any test lasts.
-    wishes = LabOptions(hosts=2, cores=4, memory=8192, settings={"pacing": {"silence": 600.0}})
+    wishes = LabOptions(
+        hosts=2, cores=4, memory=8192, settings={"pacing": {"silence": 600.0}, "fence": {"after": 600.0}}
+    )
     with new_lab(accelerator, wishes, controller=True) as made:
         yield made
 

@@ -11,7 +11,7 @@ import typer
 
 from multiverse.agent.transport import other_command
 from multiverse.cli import render
-from multiverse.config import Settings, load, parse_hosts
+from multiverse.config import Settings, load, names_of_hosts
 from multiverse.core.errors import Broken, MultiverseError, Refused
 from multiverse.images import catalog, transfer
 from multiverse.images.build import build as build_image
@@ -96,7 +96,7 @@ def push(
     """Copy an image to hosts, by the way of the setting agent.connect. It appears there when it is complete."""
     settings = load(config)
     image = catalog.load(directory or settings.qemu.images, name)
-    names = parse_hosts(hosts)
+    names = [name for word in hosts for name in names_of_hosts(word)]
     if settings.host.name in names:
         raise Refused(f"{settings.host.name} is this machine", hint=f"its images are in {settings.qemu.images}")
     commands = {host: other_command(settings.agent.connect, host, "receive-image") for host in names}
