@@ -24,6 +24,7 @@ from multiverse.cli import (
     passes,
     prune,
     repair,
+    scale,
     simulate,
     site,
     soak,
@@ -63,6 +64,7 @@ bench.app.command("density")(density.density)
 bench.app.command("observations")(observations.observations)
 bench.app.command("planner")(passes.planner)
 bench.app.command("queue")(long_queue.queue)
+bench.app.command("scale")(scale.scale)
 bench.app.command("neighbours")(long_queue.neighbours_)
 app.add_typer(bench.app, name="bench")
 app.add_typer(simulate.app, name="simulate")

@@ -7,8 +7,9 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 from multiverse.config import Settings
@@ -46,6 +47,23 @@ async def up(
 
     `Broken` names a service that does not start. The services that were started before it go on running.
     """
+
+    def wanted(plan: LabPlan) -> Iterable[Service]:
+        return (service for service in services(plan) if controller or service not in (AGENT, CONTROLLER))
+
+    return await _up(where, options, progress, wanted)
+
+
+async def up_hosts(where: Layout, options: LabOptions, progress: Progress) -> Settings:
+    """Start hosts with namespaces of their own alone: no Slurm, and no controller. Otherwise as `up`."""
+    return await _up(
+        where, options, progress, lambda plan: chain.from_iterable(map(hosts.host_services, plan.own_hosts))
+    )
+
+
+async def _up(
+    where: Layout, options: LabOptions, progress: Progress, wanted: Callable[[LabPlan], Iterable[Service]]
+) -> Settings:
     if os.geteuid() != 0:
         raise Refused("a lab needs root: it makes links and starts daemons as their own users", hint="use sudo")
     where.make()
@@ -57,7 +75,7 @@ async def up(
         began = time.monotonic()
         created = await asyncio.to_thread(bridge.up, plan)
         progress("bridge", "created" if created else "exists", time.monotonic() - began)
-        for service in _wanted(plan, controller):
+        for service in wanted(plan):
             began = time.monotonic()
             started = await service.ensure(lab)
             progress(service.name, "started" if started else "runs", time.monotonic() - began)
@@ -74,10 +92,6 @@ def _check_hosts(where: Layout, options: LabOptions) -> None:
             f"the lab in {where.root} runs with {plan.hosts} host{'s' if plan.hosts > 1 else ''}",
             hint="bring it down first: multiverse lab down",
         )
-
-
-def _wanted(plan: LabPlan, controller: bool) -> Iterator[Service]:
-    return (service for service in services(plan) if controller or service not in (AGENT, CONTROLLER))
 
 
 async def stop_controller(where: Layout) -> int:
