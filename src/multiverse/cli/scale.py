@@ -84,8 +84,8 @@ def _plain(one: Summary | Estimate | None) -> dict[str, Any] | None:
 
 def _print(found: dict[str, Any]) -> None:
     console.print(
-        f"\n{found['clones']} instant clones over the hosts of a lab, by their agents, without Slurm: each from the call "
-        f"until the guest has its identity. At once: {found['at_once']} on each host at the same time. "
+        f"\n{found['clones']} instant clones over the hosts of a lab, by their agents, without Slurm: each from the "
+        f"call until the guest has its identity. At once: {found['at_once']} on each host at the same time. "
         f"All hosts share this machine's {found['cpus']} CPUs.\n",
         markup=False,
     )
