@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from multiverse.core.errors import Broken
-from multiverse.host.cgroups import Hierarchy, hierarchies
+from multiverse.host.cgroups import hierarchies
 
 _DAEMONS = "system"
 _EMPTY_TIMEOUT = 5.0  # seconds for the kernel to take the last process of a host that has ended out of its groups
 
 
 def create(lab: str, host: str) -> dict[Path, Path]:
-    """Create the groups of a host, and put this process into them. Returns each by where its hierarchy is mounted."""
+    """Create the groups of a host, and put this process into them. Returns each by where its hierarchy is mounted. A
+    hierarchy in which that is not permitted is left out: its limits are not available to VMs on this machine either."""
     found = {}
     for hierarchy in hierarchies(parent=lab):
-        group = hierarchy.create(host)
-        (group / "cgroup.procs").write_text("0")
-        found[hierarchy.parent.parent] = group
+        with suppress(OSError):
+            group = hierarchy.create(host)
+            (group / "cgroup.procs").write_text("0")
+            found[hierarchy.parent.parent] = group
     return found
 
 
@@ -45,7 +48,8 @@ def remove(lab: str, host: str) -> None:
             if time.monotonic() > deadline:
                 raise Broken(f"the control group {group} is not empty", hint="see cgroup.procs in it and below it")
             time.sleep(0.01)
-        _removed_if_empty(hierarchy)
+        with suppress(OSError):  # another host of the lab is there
+            hierarchy.parent.rmdir()
 
 
 def _removed(group: Path) -> bool:
@@ -55,14 +59,6 @@ def _removed(group: Path) -> bool:
             Path(path).rmdir()
     except FileNotFoundError:
         return True
-    except OSError:
-        return False
-    return True
-
-
-def _removed_if_empty(hierarchy: Hierarchy) -> bool:
-    try:
-        hierarchy.parent.rmdir()
     except OSError:
         return False
     return True

@@ -17,6 +17,7 @@ from multiverse.lab.program import multiverse
 from multiverse.lab.service import Lab, Service, answers, directory
 
 SETTINGS = "multiverse.toml"
+_INIT = "multiverse.lab.hosts.init"
 _KVM = "kvm.json"  # see `host.qemu.context.HostContext`
 
 
@@ -59,14 +60,15 @@ class _HostServices:
     def _run_init(self, lab: Lab) -> DaemonCommand:
         where = lab.where
         words = (self._host.name, str(where.host(self._host.name).root), str(where.root), where.control_group)
-        argv = [sys.executable, "-m", "multiverse.lab.hosts.init", *words]
+        argv = [sys.executable, "-m", _INIT, *words]
         return DaemonCommand(argv, where.log / f"{self._host.name}.log", launcher=True)
 
     def _prepare_host(self, lab: Lab) -> None:
         remove_remains(lab.where, self._host)
         own = lab.where.host(self._host.name)
         shutil.rmtree(own.run, ignore_errors=True)  # as a machine's /run, it does not outlive the machine
-        own.run.mkdir(mode=0o755)
+        own.run.mkdir()
+        own.run.chmod(0o755)
 
     def _connect(self, lab: Lab) -> None:
         network.connect(lab.plan, self._host, self._pid(lab))
@@ -105,7 +107,8 @@ class _HostServices:
 def remove_remains(where: Layout, host: LabHost) -> None:
     """Remove what is left of a host whose services have ended, also if they were killed before they were recorded. Its
     directory stays."""
-    for one in processes.find_by_argument(str(where.host(host.name).root)):
+    inits = set(processes.find_by_argument(_INIT))
+    for one in inits.intersection(processes.find_by_argument(str(where.host(host.name).root))):
         if not processes.kill(one):
             raise Exhausted(f"process {one.pid} of host {host.name} does not end", hint=f"see /proc/{one.pid}/stack")
     network.disconnect(host)
