@@ -18,9 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.agent.transport import CommandTransport, command_of
+from multiverse.agent.transport import CommandTransport, command_of, other_command
 from multiverse.client import Client
 from multiverse.host import manifest
+from multiverse.images import transfer
 from multiverse.images.catalog import Image, list_images, write_manifest
 from multiverse.lab import lifecycle
 from multiverse.lab.hosts.services import host_services
@@ -174,10 +175,10 @@ def test_a_job_runs_on_two_hosts_and_others_do_not_reach_it(two: LabUnderTest, h
 # --- what a host can suffer ----------------------------------------------------------------------------
 
 
-def test_a_job_survives_an_agent_that_hangs_and_an_sshd_that_dies(two: LabUnderTest, hosts: Client) -> None:
-    job, file, name = waiting_job(two, hosts, "survives")
-    host = named(two, name)
-    agent = pid_of(two.where, host, 2)
+@pytest.mark.slow
+def test_a_job_survives_an_agent_that_hangs(two: LabUnderTest, hosts: Client) -> None:
+    job, file, name = waiting_job(two, hosts, "hangs")
+    agent = pid_of(two.where, named(two, name), 2)
     os.kill(agent, signal.SIGSTOP)
     try:
         until("the host is not observed", lambda: not reached(hosts, name))
@@ -185,26 +186,22 @@ def test_a_job_survives_an_agent_that_hangs_and_an_sshd_that_dies(two: LabUnderT
     finally:
         os.kill(agent, signal.SIGCONT)
     until("the host is back", lambda: reached(hosts, name))
-    # The connection's own sshd too: all of the host's, whose parent is its first process or an sshd.
-    for line in Path(f"/proc/{pid_of(two.where, host)}/root/proc").glob("[0-9]*/comm"):
-        with contextlib.suppress(OSError):
-            if line.read_text().strip() == "sshd":
-                subprocess.run(
-                    [
-                        "nsenter",
-                        f"--target={pid_of(two.where, host)}",
-                        "--pid",
-                        "--mount",
-                        "kill",
-                        "-9",
-                        line.parent.name,
-                    ],
-                    check=False,
-                )
-    until("the host is out of reach", lambda: not reached(hosts, name))
-    Path(f"{file}.ends").touch()  # the job goes on, and ends, without the controller's connection
-    until("Slurm has ended the job", lambda: "COMPLETED" in two.run("scontrol", "show", "job", job, check=False).stdout)
-    up_again(two)
+    Path(f"{file}.ends").touch()
+    ended(hosts, job, "done")
+    assert Path(f"{file}.out").read_text().startswith("went on as ")
+
+
+def test_a_job_ends_while_its_hosts_sshd_is_dead(two: LabUnderTest, hosts: Client) -> None:
+    job, file, name = waiting_job(two, hosts, "survives")
+    init = pid_of(two.where, named(two, name))
+    kills = "for one in /proc/[0-9]*; do grep -qx sshd $one/comm && kill -9 ${one#/proc/}; done 2>&1"
+    subprocess.run(["nsenter", f"--target={init}", "--pid", "--mount", "sh", "-c", kills], check=False)
+    try:
+        until("the host is out of reach", lambda: not reached(hosts, name))
+        Path(f"{file}.ends").touch()
+        until("Slurm has ended the job", lambda: "COMPLETED" in two.run("scontrol", "show", "job", job).stdout)
+    finally:
+        up_again(two)
     until("the host is back", lambda: reached(hosts, name))
     ended(hosts, job, "done")
     until("its VM is gone", lambda: not hosts.vms())
@@ -295,25 +292,19 @@ def test_an_image_is_pushed_to_hosts_and_appears_whole(two: LabUnderTest, hosts:
         file.write_bytes(secrets.token_bytes(1 << 20))
     os.truncate(tiny.disk, 1 << 30)
     write_manifest(tiny, tiny.path)
-    argv = [
-        sys.executable,
-        "-c",
-        "import multiverse.cli.main as m; m.main()",
-        "image",
-        "push",
-        "--images",
-        str(tmp_path),
-    ]
-    for word in ("copied", "there already"):
-        done = two.run(*argv, "tiny", "mvh[1-2]")
-        assert sorted(done.stdout.splitlines()) == [f"mvh1: {word}", f"mvh2: {word}"]
+    program = [sys.executable, "-c", "import multiverse.cli.main as m; m.main()"]
+    done = two.run(*program, "image", "push", "--images", str(tmp_path), "tiny", "mvh[1-2]", "nohost", check=False)
+    first, second, third = sorted(done.stdout.splitlines())
+    assert (first, second) == ("mvh1: copied", "mvh2: copied")
+    assert third.startswith("nohost: failed: image tiny was not copied: ssh: ")
+    assert done.returncode == 1 and "tiny is not on nohost" in done.stderr
+    again = other_command(two.settings.agent.connect, "mvh1", "receive-image")
+    assert transfer.send(tiny, again) is False, "it is there already"
     for host in plan_of(two.where):
         there = two.where.host(host.name).images
         (got,) = [image for image in list_images(there) if image.name == "tiny"]
         assert got.disk.read_bytes() == tiny.disk.read_bytes() and got.disk.stat().st_blocks * 512 < 8 << 20
     until("the hosts show it", lambda: all("tiny" in host["images"] for host in hosts.hosts()))
-    done = two.run(*argv, "tiny", "nohost", check=False)
-    assert done.returncode == 1 and "nohost" in done.stderr
 
 
 # --- the contract by ssh -------------------------------------------------------------------------------
