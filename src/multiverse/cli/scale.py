@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
+import structlog
 import typer
 
 from multiverse.bench import scale as scales
@@ -34,6 +36,7 @@ def scale(
 ) -> None:
     """Clones over 1, 2 and 4 hosts of a lab, one at a time and at once; a remote clone beside a local one."""
     build_image("slim", "slim", images, progress=lambda line: None if json else console.print(f"  {line}"))
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))  # not that agents connect
     plan = ScalePlan(clones, _HOSTS, at_once, turns, "slim")
     found = _document(plan, asyncio.run(_scale(directory, images, plan, json)))
     if json:
