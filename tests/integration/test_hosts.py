@@ -307,6 +307,17 @@ def test_an_image_is_pushed_to_hosts_and_appears_whole(two: LabUnderTest, hosts:
     until("the hosts show it", lambda: all("tiny" in host["images"] for host in hosts.hosts()))
 
 
+@pytest.mark.slow
+def test_without_a_shared_directory_the_controller_copies_an_image_when_a_job_wants_it(accelerator: Path) -> None:
+    slim()
+    wishes = LabOptions(hosts=2, cores=4, memory=8192, settings={"image": {"source": ""}})
+    with new_lab(accelerator, wishes, controller=True) as lab, Client(lab.settings.socket) as client:
+        until("both hosts are observed", lambda: all(reached(client, host.name) for host in plan_of(lab.where)))
+        assert all(not host["images"] for host in client.hosts())
+        ended(client, lab.sbatch("true", "--mem=300"), "done")
+        until("both have it", lambda: all("slim" in host["images"] for host in client.hosts()))
+
+
 # --- the contract by ssh -------------------------------------------------------------------------------
 
 

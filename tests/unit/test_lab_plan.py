@@ -179,6 +179,8 @@ def test_configuration_is_read_back_as_settings(short: Path) -> None:
     settings = configure.configure(where, replace(PLAN, settings=requested))
     assert (settings.qemu.images, settings.qemu.base_memory, settings.pacing.attempts) == (share, 384, 3)
     assert settings.qemu.bridge == "mvlab210"
+    settings = configure.configure(where, replace(PLAN, settings={"image": {"default": ""}}))
+    assert settings.image.default == config.ImageSettings.default, "an empty value removes the lab's own"
 
 
 # --- several hosts -----------------------------------------------------------------------------------

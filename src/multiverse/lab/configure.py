@@ -118,7 +118,8 @@ def _sections(where: Layout, plan: LabPlan) -> dict[str, dict[str, Any]]:
         sections["image"]["source"] = plan.images
         sections["agent"]["connect"] = ssh.connect_command(where, remote)
     for section, requested in plan.settings.items():
-        sections[section] = {**sections.get(section, {}), **requested}
+        values = {**sections.get(section, {}), **requested}
+        sections[section] = {key: value for key, value in values.items() if value != ""}  # "": not as the lab would
     return sections
 
 

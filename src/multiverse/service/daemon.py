@@ -28,6 +28,7 @@ from multiverse.service.agents import connect_agents
 from multiverse.service.api import make_api
 from multiverse.service.backend import Backend
 from multiverse.service.fencing import FenceCommand
+from multiverse.service.image_copies import copy_regularly
 from multiverse.service.inbox_access import warn_of_closed_inbox
 from multiverse.service.processes import ProcessCounter, Processes
 from multiverse.service.startup import bind, locked, stop_signal
@@ -138,6 +139,10 @@ async def _run(
         asyncio.create_task(controller.run(), name="controller"),
         asyncio.create_task(_forward_hints(settings, controller), name="inbox"),
         asyncio.create_task(_poll_inbox(settings, controller), name="shared inbox"),
+        asyncio.create_task(
+            copy_regularly(settings, controller.state.rows, controller.world, controller.policy, backend.clock),
+            name="images",
+        ),
         asyncio.create_task(warn_of_closed_inbox(settings), name="access to the inbox"),
         asyncio.create_task(prune_regularly(backend.store, backend.clock, settings.history_days), name="pruning"),
     ]
