@@ -139,13 +139,12 @@ async def _run(
         asyncio.create_task(controller.run(), name="controller"),
         asyncio.create_task(_forward_hints(settings, controller), name="inbox"),
         asyncio.create_task(_poll_inbox(settings, controller), name="shared inbox"),
-        asyncio.create_task(
-            copy_regularly(settings, controller.state.rows, controller.world, controller.policy, backend.clock),
-            name="images",
-        ),
         asyncio.create_task(warn_of_closed_inbox(settings), name="access to the inbox"),
         asyncio.create_task(prune_regularly(backend.store, backend.clock, settings.history_days), name="pruning"),
     ]
+    if settings.image.source is None:  # or else hosts copy by themselves
+        copying = copy_regularly(settings, controller.state.rows, controller.world, controller.policy, backend.clock)
+        work.append(asyncio.create_task(copying, name="images"))
     serving: asyncio.Task[Any] = asyncio.create_task(server.serve(sockets=[sock]), name="api")
     stopping: asyncio.Task[Any] = asyncio.create_task(stop.wait(), name="stop")
     try:

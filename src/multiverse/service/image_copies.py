@@ -99,9 +99,7 @@ class ImageCopies:
 async def copy_regularly(
     settings: Settings, rows: Callable[[], Rows], world: Callable[[], World], policy: Policy, clock: Clock
 ) -> None:
-    """Copy images until cancelled, unless hosts do so by themselves or the only host is this machine."""
-    if settings.image.source is not None:
-        return
+    """Copy images until cancelled."""
 
     def send(image: Image, host: str) -> bool:
         return transfer.send(image, other_command(settings.agent.connect, host, "receive-image"))
