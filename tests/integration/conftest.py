@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from multiverse.lab.layout import Layout, layout
 from multiverse.lab.plan import LabOptions
 from multiverse.lab.services import AGENT, CONTROLLER
 from multiverse.lab.users import PrivateUser, enter_private_namespace, private_users
+from multiverse.system import kernel
 from tests.integration.images import IMAGES, slim
 from tests.integration.restarting_daemon import RestartingDaemon, StartDaemon
 
@@ -93,6 +94,9 @@ def new_lab(accelerator: Path, wishes: LabOptions, *, controller: bool) -> Itera
         yield LabUnderTest(where, settings, user, other)
     finally:
         asyncio.run(lifecycle.down(where))
+        with suppress(OSError):  # files on which another lab's users are mounted cannot be removed
+            for file in ("/etc/passwd", "/etc/group"):
+                kernel.umount(file)
         shutil.rmtree(directory, ignore_errors=True)
 
 

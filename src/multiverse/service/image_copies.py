@@ -8,6 +8,7 @@ before they have it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -118,21 +119,22 @@ async def _in_thread(work: Callable[[], bool]) -> bool:
     loop = asyncio.get_running_loop()
     done: asyncio.Future[bool] = loop.create_future()
 
+    def tell(result: bool, error: Exception | None) -> None:
+        if done.cancelled():
+            return
+        if error is None:
+            done.set_result(result)
+        else:
+            done.set_exception(error)
+
     def run() -> None:
+        result, problem = False, None
         try:
             result = work()
         except Exception as error:
-            _tell(loop, lambda found=error: done.cancelled() or done.set_exception(found))
-        else:
-            _tell(loop, lambda: done.cancelled() or done.set_result(result))
+            problem = error
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(tell, result, problem)
 
     threading.Thread(target=run, name="image copy", daemon=True).start()
     return await done
-
-
-def _tell(loop: asyncio.AbstractEventLoop, word: Callable[[], object]) -> None:
-    """Call `word` in the loop, unless that has ended meanwhile."""
-    try:
-        loop.call_soon_threadsafe(word)
-    except RuntimeError:
-        return
