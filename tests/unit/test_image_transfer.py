@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiverse.core.errors import Broken, Exhausted, Refused
-from multiverse.images import digest, transfer
+from multiverse.images import catalog, digest, transfer
 from multiverse.images.catalog import Image, list_images, load, write_manifest
 from multiverse.images.store import ImageStore
 
@@ -219,6 +220,21 @@ def test_what_is_here_is_used_when_the_site_does_not_offer_it(tmp_path: Path) ->
         assert store.listed() == [own] == [store.fetch("slim")] == [store.described("slim")]
         with pytest.raises(Refused):
             store.fetch("other")
+
+
+def test_a_site_that_cannot_be_read_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = tmp_path / "site"
+    offered = image(site)
+    store = ImageStore(tmp_path / "local", site)
+    assert store.listed() == [offered]
+
+    def stale(path: Path) -> list[Image]:
+        if path == site:
+            raise OSError(errno.ESTALE, "stale file handle")
+        return list_images(path)
+
+    monkeypatch.setattr(catalog, "list_images", stale)
+    assert store.listed() == store.listed() == [offered]
 
 
 def test_an_image_that_somebody_else_could_change_is_not_copied(tmp_path: Path) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
+
+import structlog
 
 from multiverse.core.errors import Refused
 from multiverse.images import catalog, transfer
 from multiverse.images.catalog import Image
+
+log = structlog.get_logger()
 
 _PATIENCE = 0.1  # seconds that a listing waits for a look at the source, which takes milliseconds unless it hangs
 
@@ -76,7 +79,10 @@ class ImageStore:
 
     def _read(self, source: Path) -> None:
         found = {}
-        for image in catalog.list_images(source):
-            with suppress(OSError):  # it was removed a moment ago
+        try:
+            for image in catalog.list_images(source):
                 found[image.name] = (image, image.disk.stat().st_size)
-        self._offered = found
+        except OSError as error:  # what the look before has shown stays
+            log.warning("the site's images cannot be read", path=str(source), reason=error.strerror)
+        else:
+            self._offered = found
