@@ -39,7 +39,7 @@ from multiverse.core.model import (
     World,
 )
 from multiverse.core.planner import orphans, plan
-from multiverse.core.policy import Policy, Pool
+from multiverse.core.policy import Backfill, Policy, Pool
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.pools import PoolStatus, pool_status
 from multiverse.core.provisioning.submission import job_limits
@@ -58,6 +58,9 @@ WANING = 0.05
 
 UNCOMMITTED = 1.0
 """Seconds until a pass that was not committed is tried again: whatever is due stays due, and must not make us spin."""
+
+DESTROYED = 3.0
+"""Seconds that the destruction of a VM takes, with what comes before it in its lane."""
 
 _CHANGE_THE_SCHEDULER = (EffectKind.GATE, EffectKind.PIN, EffectKind.REQUEUE, EffectKind.REVOKE, EffectKind.START)
 _SHOWN_BY_THE_SCHEDULER = (EffectKind.WITHDRAW, EffectKind.END, EffectKind.REMOVE, EffectKind.RELEASE, EffectKind.SWEEP)
@@ -101,6 +104,9 @@ def policy_of(settings: Settings) -> Policy:
         fences=bool(s.fence.command),
         fence_after=s.fence.after,
         quorum=s.fence.quorum,
+        backfill=Backfill(s.backfill.depth, s.backfill.overtakes) if s.backfill.enabled else None,
+        # A guest writes back, and two observations are to show that the job, and then the VM, is gone.
+        reclaim=p.reclaim_grace + 2 * s.poll + DESTROYED,
         pools=tuple(
             Pool(
                 image=pool.image,
@@ -220,7 +226,7 @@ class Controller:
             forecast=self._forecast.forecast(self._clock.now()),
             entropy=f"{self._rng.getrandbits(128):032x}",
             users=self.users.seen(),
-            wall=self._clock.wall(),
+            epoch=self._clock.wall() - self._clock.now(),
         )
 
     def _heard(self, source: str) -> float:

@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import traceback
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,10 +17,13 @@ import structlog
 from pydantic import TypeAdapter, ValidationError
 
 from multiverse.core.errors import Refused
-from multiverse.simulation.generate import with_faults
+from multiverse.simulation.generate import crowded, with_faults
 from multiverse.simulation.run import simulate
 from multiverse.simulation.scenario import Scenario
 from multiverse.simulation.world import Pair
+
+CROWDED = 8
+"""Of every so many seeds, one is also simulated with more jobs than the hosts hold, and without faults."""
 
 
 @dataclass(frozen=True)
@@ -46,17 +50,19 @@ def run_seed(seed: int, pair: Pair | None = None) -> SeedResult:
     silence_logs()
     try:
         outcome = simulate(with_faults(seed, pair=pair))
+        crowd = simulate(crowded(seed)) if seed % CROWDED == 0 else None
     except Exception:
         return SeedResult(seed, (traceback.format_exc(limit=-4),))
+    transitions = outcome.transitions + (crowd.transitions if crowd else Counter())
     return SeedResult(
         seed,
-        tuple(outcome.violations),
+        (*outcome.violations, *(f"in the crowd: {text}" for text in (crowd.violations if crowd else ()))),
         outcome.seconds,
         len(outcome.results),
         outcome.commits,
         outcome.crash_count,
         dict(outcome.fault_counts()),
-        dict(outcome.transitions),
+        dict(transitions),
     )
 
 

@@ -21,6 +21,7 @@ from multiverse.simulation.faulty import FaultyHypervisor, FaultyScheduler
 from multiverse.simulation.loop import run
 from multiverse.simulation.outcome import Outcome, journal_line, transition_name
 from multiverse.simulation.promises import (
+    PromisedStarts,
     moves_at_rest,
     overfull_pools,
     unclaimed_templates,
@@ -119,6 +120,7 @@ class _Simulation:
         self.unclaimed: set[str] = set()
         self.overfull: set[str] = set()
         self.restless: set[str] = set()
+        self.starts = PromisedStarts(scenario)
         self.disk_full = 0
         self.links: list[FaultyLink] = []
         self.controller: Controller | None = None
@@ -374,6 +376,7 @@ class _Simulation:
             self.unclaimed.update(unclaimed_vms(rows, self.world, self.inherited))
             if self.controller is not None:
                 self.overfull.update(overfull_pools(rows, self.controller.policy))
+                self.starts.check(self.controller.state, self.clock.wall())
             if self.controller is not None and self.commits % AT_REST == 0:
                 self._check_rows_at_rest(self.controller)
         crash = self.crashes.pop((self.commits, after), None)
@@ -444,6 +447,7 @@ class _Simulation:
             sorted(self.unclaimed)
             + sorted(self.overfull)
             + sorted(self.restless)
+            + sorted(self.starts.broken)
             + unclaimed_templates(rows, self.world)
         )
         violations += [f"{e.kind} {e.id} quarantined: {e.reason}" for e in entries if e.event == "quarantined"]
@@ -461,6 +465,12 @@ class _Simulation:
             results={f"{job.number}: {job.job_id}": job.result for job in self.world.cluster.history},
             journal=[f"{e.mono:10.3f} {journal_line(e)}" for e in entries],
             events=events,
+            runs=tuple(
+                (self.world.cluster.history[one.job].batch.name, one.began, one.ended)
+                for one in self.world.runs
+                if one.ended is not None
+            ),
+            starts_kept=self.starts.kept,
             told=tuple(text for job in self.world.cluster.history for text in job.told),
             transitions=Counter(transition_name(e.kind, e.source, e.event, e.target) for e in changes),
             violations=violations,
