@@ -195,7 +195,7 @@ class Overtaking:
 
     def may_build(self, claims: Mapping[str, Size], which: TemplateKey, *, in_time: bool) -> bool:
         """Whether there is room for a template, which stays, beside what is kept, and for a VM beside it."""
-        template = template_claim(which.size, self.context.hosts[which.host], which.image)
+        template = template_claim(which.size, self.context.world.hosts[which.host], which.image)
         both = total([template, claims[which.host]])
         with self.kept_free():
             fits = self.room.fits(which.host, template if in_time else both)
