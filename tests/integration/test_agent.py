@@ -117,7 +117,7 @@ class Controller:
         who = ControllerIdentity(multiverse.__version__, secrets.token_hex(4), site)
         epoch = ControllerEpoch(0, lambda _: None, ["h"], 30.0)
         self.connection = AgentConnection("h", transport, who, epoch, Random(1))
-        self.hypervisor = AgentHypervisor([self.connection])
+        self.hypervisor = AgentHypervisor(["h"], lambda _: self.connection)
 
     async def connected(self) -> None:
         for _ in range(600):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from random import Random
 
@@ -152,9 +152,16 @@ class Operators:
     rows: Callable[[], Rows]
     log: Log
     wall: Callable[[], float]
+    busy: set[str] = field(default_factory=set)  # hosts that one of them works on
 
     async def apply(self, host: str, incident: Incident) -> None:
-        """Carry out an incident of operators."""
+        """Carry out an incident of operators, unless one of them works on that host."""
+        if host not in self.busy:
+            self.busy.add(host)
+            await self._apply(host, incident)
+            self.busy.discard(host)
+
+    async def _apply(self, host: str, incident: Incident) -> None:
         match incident.kind:
             case IncidentKind.HOST_DRAINED:
                 await self._until(Command("drain", host, drain=Drain(self.wall(), "a fan")), host, drained=True)
