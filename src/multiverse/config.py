@@ -430,7 +430,7 @@ def wrong_host_name(name: str) -> str:
 def _wrong_fence(s: Settings) -> Iterator[str]:
     if s.fence.command and not any("{host}" in word for word in s.fence.command):
         yield "fence.command: must name the host, as {host}"
-    if s.fence.after < s.pacing.silence:
+    if s.fence.command and s.fence.after < s.pacing.silence:
         yield f"fence.after: must be at least pacing.silence, {s.pacing.silence:g} s"
     if not 0 <= s.fence.quorum <= 1:
         yield "fence.quorum: must be from 0 to 1"

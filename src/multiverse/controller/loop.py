@@ -21,7 +21,7 @@ from multiverse.controller.observers import Awaited, Observer, SchedulerObserver
 from multiverse.controller.users import LookupFailure, UserDirectory
 from multiverse.core.commands import may_add
 from multiverse.core.errors import Exhausted, MultiverseError
-from multiverse.core.machines.host import held_back
+from multiverse.core.machines.host import Quorum
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
     AttemptState,
@@ -218,7 +218,7 @@ class Controller:
         return World(
             scheduler=self.scheduler.latest,
             sources={
-                **{name: Observation(one.latest, one.since, self._heard(name)) for name, one in self.sources.items()},
+                **{name: Observation(one.latest, one.since, self._heard(one)) for name, one in self.sources.items()},
                 **{name: Observation(None, self.began) for name in sorted(unnamed)},
             },
             effect_ended_at=self._effects.ended_at(),
@@ -229,9 +229,9 @@ class Controller:
             epoch=self._clock.wall() - self._clock.now(),
         )
 
-    def _heard(self, source: str) -> float:
-        """When anything was last heard of a source."""
-        silence = self._listened[source].silence
+    def _heard(self, source: Observer[HypervisorView]) -> float:
+        """When anything was last heard of a source, while it is unknown."""
+        silence = self._listened[source.name].silence if source.latest is None else None
         return -inf if silence is None else self._clock.now() - silence
 
     def _observed_jobs(self) -> Mapping[str, Job]:
@@ -247,8 +247,8 @@ class Controller:
 
     def held_back(self) -> Mapping[str, str]:
         """Why silent hosts are not fenced by the site's command though they could be, by host."""
-        world = self.world()
-        found = {host.name: held_back(self.state, host, world, self.policy) for host in self._silent_hosts()}
+        quorum = Quorum(self.state, self.world(), self.policy)
+        found = {host.name: quorum.held_back(host) for host in self._silent_hosts()}
         return {name: why for name, why in found.items() if why}
 
     def _silent_hosts(self) -> list[KnownHost]:
