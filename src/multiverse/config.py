@@ -134,6 +134,15 @@ class PacingSettings:
 
 
 @dataclass(frozen=True)
+class BackfillSettings:
+    """Jobs that start ahead of the first one that waits for room, because by the time limits they do not delay it."""
+
+    enabled: bool = True
+    depth: int = 100  # jobs behind the first one that are considered at a time
+    overtakes: int = 20  # times that the first one may be overtaken while nobody can tell when it will start
+
+
+@dataclass(frozen=True)
 class PoolSettings:
     """A warm pool: VMs that exist before a job requests one. Their number is between `min` and `max`, by demand."""
 
@@ -232,6 +241,7 @@ class Settings:
     network: NetworkSettings = field(default_factory=NetworkSettings)
     image: ImageSettings = field(default_factory=ImageSettings)
     pacing: PacingSettings = field(default_factory=PacingSettings)
+    backfill: BackfillSettings = field(default_factory=BackfillSettings)
     mounts: tuple[Mount, ...] = ()
     pool: tuple[PoolSettings, ...] = ()
 
@@ -376,6 +386,8 @@ def _contradictions(s: Settings) -> Iterator[str]:
         yield "history_days: must be a number of days, or 0 to keep everything"
     if min(s.pacing.instant_rate, s.pacing.linked_rate, s.pacing.full_rate) < 0:
         yield "pacing: a rate is a number of clones per second, or 0 for no limit"
+    if s.backfill.depth < 1 or s.backfill.overtakes < 0:
+        yield "backfill: depth must be at least 1, and overtakes at least 0; to have none, set enabled = false"
 
 
 def _wrong_host(s: Settings) -> Iterator[str]:
@@ -420,7 +432,7 @@ def wrong_host_name(name: str) -> str:
 def _wrong_fence(s: Settings) -> Iterator[str]:
     if s.fence.command and not any("{host}" in word for word in s.fence.command):
         yield "fence.command: must name the host, as {host}"
-    if s.fence.after < s.pacing.silence:
+    if s.fence.command and s.fence.after < s.pacing.silence:
         yield f"fence.after: must be at least pacing.silence, {s.pacing.silence:g} s"
     if not 0 <= s.fence.quorum <= 1:
         yield "fence.quorum: must be from 0 to 1"

@@ -172,6 +172,19 @@ def test_a_host_that_is_to_be_drained_gets_no_job_of_which_nobody_knows_when_it_
     assert T.RETIRING in [t.state for t in harness.rows.templates.values() if t.host == "h1"]
 
 
+def test_until_then_a_host_gets_jobs_that_surely_end_by_then_and_no_others() -> None:
+    harness = two_hosts()
+    begins = harness.clock.wall() + 1000
+    harness.hosts["h2"] = replace(harness.hosts["h2"], capacity=Size(1, 2048, 65536))
+    harness.run(Command("drain", "h1", drain=Drain(begins, "a fan")))
+    sizes = {"7": 900.0, "8": 1000.0, "9": None}
+    for job, limit in sizes.items():
+        harness.job(job, size=Size(2, 100), limit=limit)
+    harness.run()
+    assert [(vm.host, vm.attempt) for vm in harness.rows.vms.values()] == [("h1", 1)]
+    assert harness.reasons == dict.fromkeys(("8", "9"), "waiting for a host that is drained: h1 (a fan)")
+
+
 # --- adding and removing ---------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ import typer
 from multiverse.cli import (
     agent,
     audit,
+    backfill,
     bench,
     burst,
     daemon,
@@ -63,6 +64,7 @@ bench.app.command("burst")(burst.burst)
 bench.app.command("density")(density.density)
 bench.app.command("observations")(observations.observations)
 bench.app.command("planner")(passes.planner)
+bench.app.command("backfill")(backfill.backfill)
 bench.app.command("queue")(long_queue.queue)
 bench.app.command("scale")(scale.scale)
 bench.app.command("neighbours")(long_queue.neighbours_)

@@ -21,7 +21,7 @@ from multiverse.controller.observers import Awaited, Observer, SchedulerObserver
 from multiverse.controller.users import LookupFailure, UserDirectory
 from multiverse.core.commands import may_add
 from multiverse.core.errors import Exhausted, MultiverseError
-from multiverse.core.machines.host import held_back
+from multiverse.core.machines.host import Quorum
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
     AttemptState,
@@ -39,7 +39,7 @@ from multiverse.core.model import (
     World,
 )
 from multiverse.core.planner import orphans, plan
-from multiverse.core.policy import Policy, Pool
+from multiverse.core.policy import Backfill, Policy, Pool
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.pools import PoolStatus, pool_status
 from multiverse.core.provisioning.submission import job_limits
@@ -58,6 +58,9 @@ WANING = 0.05
 
 UNCOMMITTED = 1.0
 """Seconds until a pass that was not committed is tried again: whatever is due stays due, and must not make us spin."""
+
+DESTROYED = 3.0
+"""Seconds that the destruction of a VM takes, with what comes before it in its lane."""
 
 _CHANGE_THE_SCHEDULER = (EffectKind.GATE, EffectKind.PIN, EffectKind.REQUEUE, EffectKind.REVOKE, EffectKind.START)
 _SHOWN_BY_THE_SCHEDULER = (EffectKind.WITHDRAW, EffectKind.END, EffectKind.REMOVE, EffectKind.RELEASE, EffectKind.SWEEP)
@@ -101,6 +104,9 @@ def policy_of(settings: Settings) -> Policy:
         fences=bool(s.fence.command),
         fence_after=s.fence.after,
         quorum=s.fence.quorum,
+        backfill=Backfill(s.backfill.depth, s.backfill.overtakes) if s.backfill.enabled else None,
+        # A guest writes back, and two observations are to show that the job, and then the VM, is gone.
+        reclaim=p.reclaim_grace + 2 * s.poll + DESTROYED,
         pools=tuple(
             Pool(
                 image=pool.image,
@@ -212,7 +218,7 @@ class Controller:
         return World(
             scheduler=self.scheduler.latest,
             sources={
-                **{name: Observation(one.latest, one.since, self._heard(name)) for name, one in self.sources.items()},
+                **{name: Observation(one.latest, one.since, self._heard(one)) for name, one in self.sources.items()},
                 **{name: Observation(None, self.began) for name in sorted(unnamed)},
             },
             effect_ended_at=self._effects.ended_at(),
@@ -220,12 +226,12 @@ class Controller:
             forecast=self._forecast.forecast(self._clock.now()),
             entropy=f"{self._rng.getrandbits(128):032x}",
             users=self.users.seen(),
-            wall=self._clock.wall(),
+            epoch=self._clock.wall() - self._clock.now(),
         )
 
-    def _heard(self, source: str) -> float:
-        """When anything was last heard of a source."""
-        silence = self._listened[source].silence
+    def _heard(self, source: Observer[HypervisorView]) -> float:
+        """When anything was last heard of a source, while it is unknown."""
+        silence = self._listened[source.name].silence if source.latest is None else None
         return -inf if silence is None else self._clock.now() - silence
 
     def _observed_jobs(self) -> Mapping[str, Job]:
@@ -241,8 +247,8 @@ class Controller:
 
     def held_back(self) -> Mapping[str, str]:
         """Why silent hosts are not fenced by the site's command though they could be, by host."""
-        world = self.world()
-        found = {host.name: held_back(self.state, host, world, self.policy) for host in self._silent_hosts()}
+        quorum = Quorum(self.state, self.world(), self.policy)
+        found = {host.name: quorum.held_back(host) for host in self._silent_hosts()}
         return {name: why for name, why in found.items() if why}
 
     def _silent_hosts(self) -> list[KnownHost]:

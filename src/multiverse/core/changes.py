@@ -98,6 +98,6 @@ def _know_hosts(state: State, compared: Compared, world: World) -> None:
 
 def close_hosts(state: State, world: World) -> None:
     """Keep which hosts take no new VM. After an operator's commands, and as the times of drains come."""
-    closed = {name for name, drain in state.drains.items() if drain.begins <= world.wall}
+    closed = {name for name, drain in state.drains.items() if drain.begins <= state.now + world.epoch}
     closed |= {host.name for host in state.hosts_in(*OFF_STATES)}
     state.close_hosts(frozenset(closed), frozenset(state.drains.keys() - closed))

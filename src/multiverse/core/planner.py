@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from multiverse.core.changes import close_hosts, mark_changes
 from multiverse.core.commands import apply_command, apply_result
 from multiverse.core.machines.attempt import attempt_rests, open_attempts, step_attempt
-from multiverse.core.machines.host import hosts_to_step, step_host
+from multiverse.core.machines.host import Quorum, hosts_to_step, step_host
 from multiverse.core.machines.offer import step_offer
 from multiverse.core.machines.template import step_template
 from multiverse.core.machines.vm import may_have_a_job, step_vm, vm_rests
@@ -73,9 +73,10 @@ def _provide(context: Context) -> None:
 
 def step_all(state: State, world: World, policy: Policy, *, releasing: bool = False) -> None:
     """Step once every state machine that may move. Templates and offers are few."""
+    quorum = Quorum(state, world, policy)
     for name in hosts_to_step(state):
         with quarantine_on_error(state, state.hosts[name].key):
-            step_host(state, name, world, policy)
+            step_host(state, name, world, policy, quorum)
     open_attempts(state, world, only_taken=releasing)
     for template_id in sorted(state.templates):
         with quarantine_on_error(state, Key("template", template_id)):

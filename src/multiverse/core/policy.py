@@ -36,6 +36,15 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
+class Backfill:
+    """Whether later jobs may start ahead of the first one that waits for room. `depth` is how many of them are looked
+    at in a pass; `overtakes` is how often the first one may be overtaken while nobody can tell when it starts."""
+
+    depth: int = 100
+    overtakes: int = 20
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
     """The settings that decisions depend on. Times in seconds, memory and disk in MiB."""
 
@@ -70,6 +79,8 @@ class Policy:
     attempts: int = 12
     patience: float = 2.0  # how long a job waits before its user is told why
     pools: tuple[Pool, ...] = ()
+    backfill: Backfill | None = None  # None: nothing starts ahead of the first job that waits for room
+    reclaim: float = 10.0  # from a job's end until its VMs are gone
     rates: Mapping[CloneKind, float] = field(default_factory=lambda: MappingProxyType({}))
     """Clones a second from one template, or of one image on one host; kinds that are not in it go unpaced."""
     seconds: Mapping[CloneKind, float] = field(

@@ -15,6 +15,7 @@ from multiverse.core.model import (
     KnownHost,
     Observation,
     Offer,
+    OfferState,
     Row,
     SchedulerView,
     Seen,
@@ -55,6 +56,21 @@ class LiveRows:
     def attempt_of(self, vm: Vm) -> Attempt | None:
         """The live attempt that the VM serves, if any."""
         return self.attempts.get(vm.attempt) if vm.attempt is not None else None
+
+    def offer_of(self, vm: Vm) -> OfferState | None:
+        """How it stands with the VM's offer; None if it was never offered."""
+        offer = self.offers.get(vm.id)
+        return offer.state if offer else None
+
+    def source_of(self, host: str) -> str:
+        """The source that answers for a host; empty if the host is not known."""
+        known = self.hosts.get(host)
+        return known.source if known else ""
+
+    def is_fenced(self, host: str) -> bool:
+        """Whether nothing of what was on the host goes on: it is surely off, or was removed from the site."""
+        known = self.hosts.get(host)
+        return known is not None and known.is_off
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,6 @@ from multiverse.core.model import (
     Key,
     KnownHost,
     Offer,
-    OfferState,
     Request,
     Row,
     Size,
@@ -36,6 +35,7 @@ from multiverse.core.model import (
 )
 from multiverse.core.queue import Queue
 from multiverse.core.rows import Compared, Index, LiveRows, Rows, VmsMissing, plus
+from multiverse.core.slots import SlotTable, Touched
 from multiverse.core.transition import TERMINAL, Change, Command, Event, Move, Tables
 
 
@@ -63,9 +63,11 @@ class State(LiveRows):
         self._vms_by_host = Index()
         self._vms_by_source = Index()
         self._vms_by_template = Index()  # by the number of the template's row, and by its key
-        self._templates_by_key = Index()
+        self._templates_by_key = Index()  # and by host
         self.vm_named: dict[str, int] = {}
         self.queue = Queue()
+        self.touched = Touched()
+        self.slots: dict[object, SlotTable] = {}  # when hosts will have room, for the requests asked for last
         self.used: defaultdict[str, Size] = defaultdict(lambda: Size(0, 0, 0))  # what claims hold, by domain
         # What the next step has to look at: rows that have changed or on which something has changed that they depend
         # on, and rows that time alone may move.
@@ -86,11 +88,16 @@ class State(LiveRows):
         self.wanted: Counter[str] | None = None  # VMs that jobs want now, by image; computed when first asked for
         self.users_asked: dict[int, float] = {}  # the users that jobs wait for, and since when they are asked for
         self.reasons: dict[int, str] = {}  # why attempts wait: the first of the queue, in its order
+        self.promised: dict[int, float] = {}  # by when the first that waits for room starts, as told
+        self.looked: tuple[int, int, float] = (-1, -1, 0.0)  # when nothing could go ahead of which first attempt
         self.lacking: set[tuple[Request, CloneKind]] = set()  # what others on the machines leave too little memory for
         self.entropy = ""
         self.tables = tables
         self._undo: list[Callable[[], None]] = []
         self._serial, self._attempt, self._template = rows.next_serial, rows.next_attempt, rows.next_template
+        self._read(rows)
+
+    def _read(self, rows: Rows) -> None:
         for claim in rows.claims:
             self._put_claim(claim.key, claim)
         for host in rows.hosts.values():
@@ -231,6 +238,7 @@ class State(LiveRows):
 
     def _put_claim(self, key: ClaimKey, claim: Claim | None) -> None:
         old = self.claims.pop(key, None)
+        self.touched.note(key.domain)
         if old is not None:
             self.used[key.domain] = plus(self.used[key.domain], old.size, -1)
             self._domains[key.owner].discard(key.domain)
@@ -309,6 +317,7 @@ class State(LiveRows):
                     yield self._vms_by_template, row.template
             case Template():
                 yield self._templates_by_key, row.which
+                yield self._templates_by_key, row.host
 
     # --- what is to be looked at -------------------------------------------------------------------
 
@@ -317,18 +326,25 @@ class State(LiveRows):
         match row:
             case Attempt():
                 self.dirty_attempts.add(row.id)
-                self.dirty_vms.update(self._vms_by_attempt[row.id])
+                self.touched.note()
+                for id_ in self._vms_by_attempt[row.id]:
+                    self.dirty_vms.add(id_)
+                    self.touched.note(self.vms[id_].host)
+            case Template():
+                self.touched.note(row.host)
             case Vm():
                 self._mark_vm(row)
             case Offer(id=id_) if id_ in self.vms:
                 self._mark_vm(self.vms[id_])
             case KnownHost():
                 self.queue.check_all()
+                self.touched.note(row.name)
                 for id_ in self._vms_by_host[row.name]:
                     self._mark_vm(self.vms[id_])
 
     def _mark_vm(self, vm: Vm) -> None:
         self.dirty_vms.add(vm.id)
+        self.touched.note(vm.host)
         if vm.attempt is not None:
             self.dirty_attempts.add(vm.attempt)
 
@@ -380,11 +396,6 @@ class State(LiveRows):
         """The attempt's VMs that are neither lost nor being destroyed."""
         return [vm for vm in self.vms_of(attempt) if not vm.leaving and vm.state is not VmState.LOST]
 
-    def offer_of(self, vm: Vm) -> OfferState | None:
-        """How it stands with the VM's offer; None if it was never offered."""
-        offer = self.offers.get(vm.id)
-        return offer.state if offer else None
-
     def claims_of(self, owner: Key) -> list[ClaimKey]:
         """The claims that a row holds."""
         return [ClaimKey(owner, domain) for domain in sorted(self._domains.get(owner, ()))]
@@ -412,8 +423,7 @@ class State(LiveRows):
 
     def host_numbered(self, number: int) -> KnownHost | None:
         """See `LiveRows`."""
-        name = self._host_names.get(number)
-        return self.hosts[name] if name is not None else None
+        return self.hosts.get(self._host_names.get(number, ""))
 
     def hosts_in(self, *states: HostState) -> list[KnownHost]:
         """The hosts in one of these states, by number."""
@@ -422,17 +432,7 @@ class State(LiveRows):
 
     def templates_on(self, host: str) -> list[Template]:
         """The live templates on a host, by number."""
-        return [row for _, row in sorted(self.templates.items()) if row.host == host]
-
-    def source_of(self, host: str) -> str:
-        """The source that answers for a host; empty if the host is not known."""
-        known = self.hosts.get(host)
-        return known.source if known else ""
-
-    def is_fenced(self, host: str) -> bool:
-        """Whether nothing of what was on the host goes on: it is surely off, or was removed from the site."""
-        known = self.hosts.get(host)
-        return known is not None and known.is_off
+        return [self.templates[id_] for id_ in self._templates_by_key[host]]
 
 
 @contextmanager

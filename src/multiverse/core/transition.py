@@ -54,6 +54,7 @@ class Event(StrEnum):
     LEFT_GATE = "left the gate"
     STRAYED = "strayed"  # its job runs on a VM of an earlier attempt
     ADMITTED = "admitted"
+    OVERTAKEN = "overtaken"  # a later job started ahead of it, and nobody could tell when it would start itself
     TOOK = "took a spare"  # its job took a joined spare by itself, as it was submitted
     IMPOSSIBLE = "impossible"
     MADE = "made"

@@ -48,7 +48,7 @@ def _view(known: KnownHost, rows: Rows, world: World, policy: Policy, now: float
     vms = [vm for _, vm in sorted(seen.vms.items()) if vm.host == name]
     jobs = (vm.job_id or (a.job.job_id if (a := rows.attempt_of(vm)) else "") for vm in mine)
     reachable = name in world.hosts
-    state = _state(known, reachable=reachable, free=not held, wall=world.wall)
+    state = _state(known, reachable=reachable, free=not held, now=now + world.epoch)
     why = "" if reachable else troubles.sources.get(known.source, "")
     return HostView(
         name=name,
@@ -81,15 +81,15 @@ def _size(size: Size) -> SizeView:
     return SizeView(size.cpus, size.memory, size.disk)
 
 
-def _state(host: KnownHost, *, reachable: bool, free: bool, wall: float) -> str:
-    """One word: what stops the most goes first."""
+def _state(host: KnownHost, *, reachable: bool, free: bool, now: float) -> str:
+    """One word: what stops the most goes first. `now` is Unix time."""
     if host.state is not HostState.KNOWN:
         return str(host.state)
     if not reachable:
         return "away"
     if host.drain is None:
         return "up"
-    if host.drain.begins > wall:
+    if host.drain.begins > now:
         return "closing"
     return "drained" if free else "draining"
 

@@ -18,7 +18,7 @@ from multiverse.core.errors import Refused
 from multiverse.core.model import CloneKind, JobLimits, JobState, NodeSpec, SchedulerView, Size
 from multiverse.simulation.clock import EPOCH
 from multiverse.simulation.guests import LIVE, Guest, Registration, Run
-from multiverse.simulation.jobs import Batch, JobRecord, NodeRecord
+from multiverse.simulation.jobs import KILL_WAIT, Batch, JobRecord, NodeRecord
 
 
 @dataclass(frozen=True)
@@ -324,11 +324,17 @@ class Cluster:
     def view(self) -> SchedulerView:
         ranked = sorted(self.jobs.values(), key=self._order)
         jobs = {
-            job.job_id: job.shown(self._rank(job), self._eligible(job, delayed=job.delayed), self._uses(job))
+            job.job_id: job.shown(
+                self._rank(job), self._eligible(job, delayed=job.delayed), self._uses(job), self._ends(job)
+            )
             for job in ranked
         }
         nodes = {name: node.shown() for name, node in sorted(self.nodes.items())}
         return SchedulerView(jobs, nodes, self._limits_left())
+
+    def _ends(self, job: JobRecord) -> float | None:
+        """The Unix time by which a job that runs has ended at the latest; None if it does not run."""
+        return EPOCH + job.runs_until + KILL_WAIT if job.state is JobState.RUNNING else None
 
     def any_node_has(self, feature: str) -> bool:
         """Whether any node has this feature. Slurm refuses features that no node has."""
@@ -419,6 +425,8 @@ class Cluster:
                 self.set_down(node.name, "Not responding")
         for job in [job for job in self.jobs.values() if job.state is JobState.ENDED and job.ended <= now]:
             del self.jobs[job.job_id]
+        for job in [job for job in self._live() if job.state is JobState.RUNNING and job.runs_until < now]:
+            self._stop(job, "TIMEOUT")
         for job in sorted(self.jobs.values(), key=self._order):
             if job.state is JobState.PENDING and job.pin is not None:
                 self._try(job)
@@ -457,7 +465,7 @@ class Cluster:
 
     def _start(self, job: JobRecord, nodes: list[NodeRecord]) -> None:
         job.state, job.nodes, job.delayed = JobState.RUNNING, tuple(node.name for node in nodes), False
-        job.busy = list(job.nodes)
+        job.busy, job.started = list(job.nodes), self._loop.time()
         for node in nodes:
             node.job = job
             node.guest.allocate(job)
@@ -516,6 +524,10 @@ class Cluster:
     def _suspend(self, job: JobRecord, before: JobState, after: JobState) -> None:
         if job.state is before and job.nodes:
             job.state = after
+            if after is JobState.SUSPENDED:
+                job.suspended = self._loop.time()
+            else:
+                job.started += self._loop.time() - job.suspended
             guest = self.nodes[job.nodes[0]].guest
             (guest.suspend if after is JobState.SUSPENDED else guest.resume)(job)
 

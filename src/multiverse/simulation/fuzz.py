@@ -16,10 +16,16 @@ import structlog
 from pydantic import TypeAdapter, ValidationError
 
 from multiverse.core.errors import Refused
-from multiverse.simulation.generate import with_faults
+from multiverse.simulation.generate import crowded, operated, with_faults
 from multiverse.simulation.run import simulate
 from multiverse.simulation.scenario import Scenario
 from multiverse.simulation.world import Pair
+
+OPERATED = 16
+"""Of every so many seeds, one is also simulated with hosts behind agents that come, go and are operated."""
+
+CROWDED = 8
+"""Of every so many seeds, one is also simulated with more jobs than the hosts hold, and without faults."""
 
 
 @dataclass(frozen=True)
@@ -46,17 +52,21 @@ def run_seed(seed: int, pair: Pair | None = None) -> SeedResult:
     silence_logs()
     try:
         outcome = simulate(with_faults(seed, pair=pair))
+        crowd = simulate(crowded(seed)) if seed % CROWDED == 0 else None
+        site = simulate(operated(seed)) if seed % OPERATED == 0 else None
     except Exception:
         return SeedResult(seed, (traceback.format_exc(limit=-4),))
+    others = {"in the crowd": crowd, "on an operated site": site}
+    transitions = sum((one.transitions for one in others.values() if one), outcome.transitions)
     return SeedResult(
         seed,
-        tuple(outcome.violations),
+        (*outcome.violations, *(f"{where}: {text}" for where, one in others.items() if one for text in one.violations)),
         outcome.seconds,
         len(outcome.results),
         outcome.commits,
         outcome.crash_count,
         dict(outcome.fault_counts()),
-        dict(outcome.transitions),
+        dict(transitions),
     )
 
 

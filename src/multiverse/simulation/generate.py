@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from multiverse.config import PacingSettings, PoolSettings, Settings
+from multiverse.config import BackfillSettings, FenceSettings, PacingSettings, PoolSettings, Settings
 from multiverse.core.model import CloneKind, Depth, Host, Size
 from multiverse.simulation.cloud import CLOUD_ABILITIES, QUOTA
 from multiverse.simulation.cluster import ClusterSettings
-from multiverse.simulation.faults import ControllerCrash, IncidentKind, Odds, every
+from multiverse.simulation.faults import ControllerCrash, Incident, IncidentKind, Odds, every
 from multiverse.simulation.guests import GuestBehaviour
 from multiverse.simulation.jobs import Batch
 from multiverse.simulation.machines import ABILITIES
@@ -38,6 +38,8 @@ def without_faults(seed: int, pair: Pair | None = None) -> Scenario:
     pacing = PacingSettings(provisioning=rng.choice((1, 4, 16)), attempts=rng.choice((2, 12)))
     image_choices = Random(f"{seed}/images")
     arrivals = tuple(_with_image(_arrival(rng), image_choices) for _ in range(rng.randint(1, 8)))
+    time_limits = Random(f"{seed}/times")
+    arrivals = tuple(_with_limit(arrival, time_limits) for arrival in arrivals)
     pacing = replace(pacing, silence=Random(f"{seed}/silence").choice((3.0, 10.0, 60.0)))
     settings = _with_pools(Settings(pacing=pacing, poll=rng.choice((2.0, 5.0))), Random(f"{seed}/pools"))
     if (disk := Random(f"{seed}/disk")).random() < 0.3:
@@ -51,6 +53,86 @@ def without_faults(seed: int, pair: Pair | None = None) -> Scenario:
     scenario = Scenario(seed, arrivals, WorldSettings(hosts, cluster=cluster), settings, hints=rng.choice((0.0, 0.9)))
     return with_pair(scenario, pair or PAIRS[seed % len(PAIRS)])
 
+
+def crowded(seed: int) -> Scenario:
+    """More jobs than the hosts hold, with time limits, of which some are exceeded; no faults. Users cancel and hold
+    jobs. In some scenarios a job is suspended for a while, so that nobody can tell when the first one starts."""
+    rng = Random(f"{seed}/crowd")
+    sizes = [Size(rng.choice((2, 4, 6)), rng.choice((4096, 16384)), 65536) for _ in range(rng.randint(1, 3))]
+    hosts = tuple(Host(f"h{n}", size, ABILITIES, Size(2, 4096, 65536), "tcg") for n, size in enumerate(sizes))
+    widest = sum(host.capacity.cpus for host in hosts) // 2
+    suspends = rng.random() < 0.4
+    arrivals = []
+    for _ in range(rng.randint(6, 14)):
+        seconds = rng.choice((2.0, 10.0, 30.0, 90.0))
+        batch = Batch(
+            uid=rng.choice((1000, 1001)),
+            seconds=seconds,
+            nodes=rng.choice((1, 1, 1, 2, 3)) if widest >= 3 else 1,
+            size=rng.choice((Size(1, 64), Size(1, 500), Size(2, 500), Size(2, 1500))),
+            priority=rng.choice((1000, 1000, 2000)),
+            image=rng.choice((None, None, None, "stiff")),
+            limit=rng.choice((None, seconds + 1, seconds + 20, 3 * seconds, 20.0)),
+        )
+        actions: tuple[UserAction, ...] = ()
+        if suspends and rng.random() < 0.5:
+            at = rng.uniform(3.0, 40.0)
+            actions = (UserAction(at, "suspend"), UserAction(at + rng.choice((30.0, 120.0)), "resume"))
+        elif rng.random() < 0.1:
+            actions = (UserAction(rng.uniform(0.0, 60.0), rng.choice(("cancel", "hold"))), UserAction(70.0, "release"))
+        arrivals.append(Arrival(rng.uniform(0.5, 60.0), batch, actions=actions))
+    cluster = ClusterSettings(max_nodes=16, min_job_age=(2.0, 30.0), flavor=Size(64, 2_000_000, 1 << 20))
+    pacing = PacingSettings(provisioning=rng.choice((4, 16)))
+    settings = Settings(pacing=pacing, backfill=BackfillSettings(True, rng.choice((3, 100)), rng.choice((1, 3))))
+    world = WorldSettings(hosts, cluster=cluster, pair=rng.choice((Pair.SLURM_HOSTS, Pair.GRID_HOSTS)))
+    return Scenario(seed, tuple(arrivals), world, settings, hints=rng.choice((0.5, 0.9)))
+
+
+def operated(seed: int) -> Scenario:
+    """Several hosts behind agents, which come, go, die and are cut off, and operators who drain, remove, add and resume
+    them; a fence command that works, fails or hangs. The controller crashes now and then. No faults of calls."""
+    rng = Random(f"{seed}/operated")
+    hosts = tuple(_host(rng, number) for number in range(rng.choice((2, 3, 3, 4))))
+    arrivals = tuple(_with_limit(_arrival(rng), rng) for _ in range(rng.randint(3, 8)))
+    cluster = ClusterSettings(
+        node_timeout=rng.choice((10.0, 30.0, 60.0)), min_job_age=(2.0, 30.0), flavor=Size(64, 2_000_000, 1 << 20)
+    )
+    silence = rng.choice((5.0, 30.0))
+    command = ("fence", "{host}") if rng.random() < 0.7 else ()
+    fence = FenceSettings(command, after=silence + rng.choice((0.0, 30.0)), quorum=rng.choice((0.0, 0.5)))
+    settings = Settings(pacing=PacingSettings(silence=silence, provisioning=rng.choice((1, 4))), fence=fence)
+    settings = _with_pools(settings, rng)
+    incidents = tuple(
+        one for kind, means in OPERATED.items() for one in every(rng.choice(means), kind, rng, until=120.0)
+    )
+    for host in rng.sample(range(len(hosts)), 1):  # cut off for as long as the issue says
+        at, seconds = rng.uniform(2.0, 60.0), rng.choice((5.0, 60.0, 600.0))
+        incidents += (Incident(at, IncidentKind.HOST_AWAY, seconds, host / len(hosts)),)
+    return Scenario(
+        seed,
+        tuple(replace(one, tasks=min(one.tasks, 2)) for one in arrivals),
+        WorldSettings(hosts, cluster=cluster, agents=True),
+        settings,
+        incidents=tuple(sorted(incidents, key=lambda incident: incident.at)),
+        crashes=_crashes(rng, rng.choice((0, 0, 3))),
+        limit=6000.0,
+    )
+
+
+OPERATED: dict[IncidentKind, tuple[float, ...]] = {
+    IncidentKind.HOST_CRASHES: (0.0, 60.0),
+    IncidentKind.HOST_AWAY: (0.0, 60.0),
+    IncidentKind.HOST_FENCED: (0.0, 0.0, 100.0),
+    IncidentKind.HOST_DRAINED: (0.0, 30.0),
+    IncidentKind.HOST_CLOSING: (0.0, 60.0),
+    IncidentKind.HOST_REMOVED: (0.0, 60.0),
+    IncidentKind.AGENT_DIES: (0.0, 20.0),
+    IncidentKind.LINK_HANGS: (0.0, 30.0),
+    IncidentKind.CONTROLLER_CUT_OFF: (0.0, 0.0, 60.0),
+    IncidentKind.VM_DIES: (0.0, 30.0),
+    IncidentKind.CLUSTER_AWAY: (0.0, 0.0, 60.0),
+}
+"""The same for scenarios whose hosts are operated."""
 
 PAIRS = tuple(Pair)
 CLOUD_LIMIT = 20_000.0
@@ -212,6 +294,13 @@ def _with_image(arrival: Arrival, rng: Random) -> Arrival:
     """Give some jobs an image that can plug neither CPUs nor memory, and some an account with templates of its own."""
     image, account = rng.choice((None, None, None, "stiff")), rng.choice(("", "", "", "physics"))
     return replace(arrival, batch=replace(arrival.batch, image=image, account=account))
+
+
+def _with_limit(arrival: Arrival, rng: Random) -> Arrival:
+    """Give most jobs a time limit, which some of them exceed."""
+    seconds = arrival.batch.seconds
+    limit = rng.choice((None, seconds + 1.0, seconds + 1.0, seconds + 30.0, 300.0, max(1.0, seconds / 2)))
+    return replace(arrival, batch=replace(arrival.batch, limit=limit))
 
 
 def _actions(rng: Random) -> tuple[UserAction, ...]:

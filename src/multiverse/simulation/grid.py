@@ -31,6 +31,9 @@ class GridCluster(Cluster):
     def _requeued(self, job: JobRecord) -> None:
         """The job keeps its submit time, and may start at once, on the nodes that it names."""
 
+    def _ends(self, job: JobRecord) -> float | None:
+        return None  # it shows the limits of jobs only
+
     def set_down(self, name: str, reason: str) -> None:
         super().set_down(name, reason if reason == "Not responding" else f"disabled: {reason}")
 

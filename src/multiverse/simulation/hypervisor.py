@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -93,11 +93,19 @@ class SimulatedHosts(SimulatedHypervisor):
 
     def __init__(self, machines: Machines, rng: Random, latencies: HostLatencies | None = None) -> None:
         super().__init__(machines, rng, latencies or HostLatencies())
-        self._sources = [HostSource(self, host) for host in machines.hosts]
+        self.all_sources = [HostSource(self, host) for host in machines.hosts]
+        self._members = set(machines.hosts)
 
     @property
     def sources(self) -> Sequence[HostSource]:
-        return self._sources
+        return [source for source in self.all_sources if source.name in self._members]
+
+    @property
+    def membership(self) -> SimulatedHosts:
+        return self
+
+    def keep(self, hosts: Collection[str]) -> None:
+        self._members = set(hosts)
 
     @property
     def templates(self) -> SimulatedHosts:

@@ -6,10 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from multiverse.core.model import CloneKind, Job, JobRef, JobState, Node, NodeState, Request, Size
+from multiverse.core.model import YEAR, CloneKind, Job, JobRef, JobState, Node, NodeState, Request, Size
 
 if TYPE_CHECKING:
     from multiverse.simulation.guests import Guest
+
+
+KILL_WAIT = 5.0
+"""Seconds that a job may take longer than its limit says, until the scheduler has ended it."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,7 @@ class Batch:
     whether a run that loses its node is queued again. `lingers` is how many seconds the job takes to be stopped.
     `problem`, if any, says why the request cannot be served although the gate accepts it. At most `at_most` tasks of an
     array run at once (0: all). `account` is the account whose own templates the job needs; empty where all accounts
-    share them.
+    share them. A run is ended after `limit` seconds (None: it has no limit).
     """
 
     name: str = "job"
@@ -41,6 +45,7 @@ class Batch:
     problem: str = ""
     at_most: int = 0
     account: str = ""
+    limit: float | None = None
 
 
 @dataclass(eq=False)
@@ -74,6 +79,8 @@ class JobRecord:
     cancelled: float = 0.0  # when the controller cancelled it
     changed: tuple[float, Batch] | None = None  # when its user changed it last, and its request before that
     ended: float = 0.0
+    started: float = 0.0  # of the run, later by the time that it was suspended
+    suspended: float = 0.0  # since when it is
 
     @property
     def ref(self) -> JobRef:
@@ -96,7 +103,12 @@ class JobRecord:
         """Put the job back at the gate."""
         self.pin, self.pinned_nodes, self.took_offer = None, (), False
 
-    def shown(self, rank: int, eligible: bool, uses: Mapping[str, int]) -> Job:
+    @property
+    def runs_until(self) -> float:
+        """When a run that is not suspended is ended by its time limit."""
+        return self.started + (YEAR if self.batch.limit is None else self.batch.limit)
+
+    def shown(self, rank: int, eligible: bool, uses: Mapping[str, int], ends: float | None = None) -> Job:
         batch = self.batch
         request = Request(batch.nodes, batch.size, batch.image, batch.kind, batch.features, batch.account)
         pending = self.state is JobState.PENDING
@@ -119,6 +131,8 @@ class JobRecord:
             work_dir=f"/home/u{batch.uid}",
             uses=tuple(uses.items()) if pending else (),
             array=self.array,
+            limit=(YEAR if batch.limit is None else batch.limit) + KILL_WAIT,
+            ends=ends,
         )
 
 

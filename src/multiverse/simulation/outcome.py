@@ -26,6 +26,8 @@ class Outcome:
     calls: tuple[Call, ...] = ()
     entries: tuple[Entry, ...] = ()
     told: tuple[str, ...] = ()  # what the users of jobs were told, in the order of the jobs
+    runs: tuple[tuple[str, float, float], ...] = ()  # of scripts: the job's name, begin and end
+    starts_kept: int = 0  # how often the first job in the queue started by the time that its user was told
     transitions: Counter[str] = field(default_factory=Counter)  # how often each one happened, by `transition_name`
 
     def fault_counts(self) -> Counter[str]:

@@ -6,15 +6,15 @@ from collections.abc import Collection, Iterable
 
 from multiverse.core.machines.attempt import step_attempt
 from multiverse.core.machines.vm import step_vm
-from multiverse.core.model import OfferState, TemplateCondition, VmState, World
+from multiverse.core.model import Attempt, AttemptState, OfferState, TemplateCondition, VmState, World
 from multiverse.core.policy import Policy
 from multiverse.core.provisioning.spares import is_of
 from multiverse.core.rows import Rows
 from multiverse.core.state import State
-from multiverse.core.transition import Move
+from multiverse.core.transition import Event, Move
 from multiverse.simulation.faults import IncidentKind
 from multiverse.simulation.guests import GuestBehaviour
-from multiverse.simulation.jobs import Batch, JobRecord
+from multiverse.simulation.jobs import KILL_WAIT, Batch, JobRecord
 from multiverse.simulation.machines import DISK
 from multiverse.simulation.scenario import Scenario
 from multiverse.simulation.world import SimulatedWorld
@@ -22,6 +22,10 @@ from multiverse.simulation.world import SimulatedWorld
 CHANGE_WINDOW = 20.0
 """Seconds: a cancellation is justified by what the job asked for up to this long before, because a command that its
 caller has given up may arrive late."""
+
+
+LATE = 10.0
+"""Seconds that a job may start later than expected: as many VMs as may be made at once may be being made."""
 
 
 def unclaimed_vms(rows: Rows, world: SimulatedWorld, inherited: Collection[str] = ()) -> list[str]:
@@ -53,6 +57,55 @@ def overfull_pools(rows: Rows, policy: Policy) -> list[str]:
     ]
 
 
+class PromisedStarts:
+    """Whether the first job that waits for room starts by the time that its user was told first.
+
+    That holds as long as it stays the first one, its user changes nothing, and no job comes and is admitted that is
+    earlier in the queue. It does not where jobs do not end by their limits, or VMs not in time: with faults, with users
+    who suspend jobs, and with jobs that take long to be stopped."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        kinds = {action.kind for arrival in scenario.arrivals for action in arrival.actions}
+        lingering = any(arrival.batch.lingers > KILL_WAIT for arrival in scenario.arrivals)
+        odd = scenario.world.pair.has_cloud or scenario.settings.pool or "suspend" in kinds or lingering
+        self._apply = not odd and not is_disturbed(scenario)
+        self._first: Attempt | None = None
+        self._by = 0.0
+        self.broken: set[str] = set()
+        self.kept = 0
+
+    def check(self, state: State, now: float) -> None:
+        """Look at the state after a commit, at a Unix time."""
+        if not self._apply:
+            return
+        attempt = self._first and state.attempts.get(self._first.id)
+        if attempt is None or self._is_void(state, attempt):
+            self._first = None
+        elif attempt.state is not AttemptState.QUEUED:
+            self.kept += attempt.state is AttemptState.CLAIMED
+            self._first = None
+        elif now > self._by + LATE:
+            late = f"{now - self._by:.1f} s later than it was expected to start as the first in the queue"
+            self.broken.add(f"job {attempt.job.job_id} still waits {late}")
+            self._first = None
+        if self._first is None:
+            for attempt_id, by in state.promised.items():
+                self._first, self._by = state.attempts[attempt_id], by
+
+    def _is_void(self, state: State, attempt: Attempt) -> bool:
+        """Whether the promise was made under other conditions."""
+        jobs, first = state.queue.jobs, self._first
+        job = jobs.get(attempt.job.job_id)
+        if first is None or job is None or not job.eligible or attempt.request != first.request:
+            return True
+        admitted = [change.row for move in state.moves for change in move.changes if change.event is Event.ADMITTED]
+        earlier = any(
+            isinstance(row, Attempt) and (other := jobs.get(row.job.job_id)) and other.rank < job.rank
+            for row in admitted
+        )
+        return earlier or bool(state.promised and attempt.id not in state.promised)
+
+
 def violations_at_end(scenario: Scenario, world: SimulatedWorld, rows: Rows) -> list[str]:
     """What is wrong after all jobs have ended and everything should have been removed."""
     found = [*world.violations(), *world.unfinished(), *world.leftovers()]
@@ -72,20 +125,25 @@ def unclaimed_templates(rows: Rows, world: SimulatedWorld) -> list[str]:
     return [f"template {which} exists and nothing is claimed for it" for which in sorted(existing - claimed)]
 
 
-def unjustified_cancellations(scenario: Scenario, history: Iterable[JobRecord]) -> list[str]:
-    """Jobs that the controller cancelled for a reason that was not true.
-
-    Jobs whose run was ended by the controller are checked when that happens: see `Machines.destroy` and
-    `Cluster.stopped_by_controller`."""
-    found = []
-    disturbed = bool(
+def is_disturbed(scenario: Scenario) -> bool:
+    """Whether calls fail, or anything breaks."""
+    return bool(
         scenario.incidents
         or scenario.faults
         or scenario.hypervisor_odds.rates
         or scenario.scheduler_odds.rates
         or scenario.world.guests != GuestBehaviour()
     )
-    fenced = any(incident.kind is IncidentKind.HOST_FENCED for incident in scenario.incidents)
+
+
+def unjustified_cancellations(scenario: Scenario, history: Iterable[JobRecord]) -> list[str]:
+    """Jobs that the controller cancelled for a reason that was not true.
+
+    Jobs whose run was ended by the controller are checked when that happens: see `Machines.destroy` and
+    `Cluster.stopped_by_controller`."""
+    found = []
+    disturbed = is_disturbed(scenario)
+    fenced = _may_lose_hosts(scenario)
     boots = {image.name: image.boots for image in scenario.world.images}
     for job in history:
         if job.result != "CANCELLED" or job.by_user:
@@ -101,9 +159,15 @@ def unjustified_cancellations(scenario: Scenario, history: Iterable[JobRecord]) 
     return found
 
 
+def _may_lose_hosts(scenario: Scenario) -> bool:
+    """Whether hosts may be fenced or removed, which do not count then for what a job may ask for."""
+    losing = (IncidentKind.HOST_FENCED, IncidentKind.HOST_REMOVED)
+    return bool(scenario.settings.fence.command) or any(one.kind in losing for one in scenario.incidents)
+
+
 def unjustified_refusals(scenario: Scenario, refused: Iterable[Batch]) -> list[str]:
     """Jobs that were refused at submission although the hosts could hold them."""
-    fenced = any(incident.kind is IncidentKind.HOST_FENCED for incident in scenario.incidents)
+    fenced = _may_lose_hosts(scenario)
     fitting = [batch for batch in refused if not fenced and _surely_fits(scenario, batch)]
     return [f"a job of {batch.nodes} x {batch.size} was refused, which nothing justifies" for batch in fitting]
 

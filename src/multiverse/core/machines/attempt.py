@@ -65,6 +65,7 @@ ATTEMPT: tuple[Transition, ...] = (
     *transitions([A.RECLAIMING], Event.RECLAIMED, A.DONE, A.CANCELLED, A.REQUEUED, A.REVOKED, A.FAILED),
     *unchanged(_MAKING, Event.REPLACED),
     *unchanged([A.QUEUED, A.UNGATED, A.RECLAIMING], Event.NOTED),
+    *unchanged([A.QUEUED], Event.OVERTAKEN),
     *unchanged([A.RECLAIMING], Event.RESTARTED),
     *unchanged([*_LIVE, *ENDING_STATES], Event.QUARANTINED, Event.RETRIED),
 )
@@ -145,7 +146,9 @@ def open_attempts(state: State, world: World, *, only_taken: bool = False) -> No
                 _take_spare(state, attempt, spare)
 
 
-def _open(state: State, job: Job, *, tries: int = 0, not_before: float = 0.0, note: str = "") -> Attempt:
+def _open(
+    state: State, job: Job, *, tries: int = 0, not_before: float = 0.0, note: str = "", overtaken: int = 0
+) -> Attempt:
     attempt = Attempt(
         id=state.new_attempt_id(),
         version=0,
@@ -159,6 +162,7 @@ def _open(state: State, job: Job, *, tries: int = 0, not_before: float = 0.0, no
         not_before=not_before,
         note=note,
         work_dir=job.work_dir,
+        overtaken=overtaken,
     )
     state.move(Change(attempt, Event.SUBMITTED, f"restart {job.ref.restarts}" if job.ref.restarts else ""))
     return state.attempts[attempt.id]
@@ -538,7 +542,8 @@ def _finish(state: State, attempt: Attempt, seen: Sighting, policy: Policy) -> N
     if outcome == "requeued" and seen.status is JobStatus.PENDING and seen.job is not None:
         wait = policy.backoff(attempt.tries)
         not_before = state.now + wait if wait else 0.0
-        _open(state, seen.job, tries=attempt.tries, not_before=not_before, note=attempt.reason)
+        kept = {"tries": attempt.tries, "overtaken": attempt.overtaken}
+        _open(state, seen.job, not_before=not_before, note=attempt.reason, **kept)
 
 
 # --- effect ----------------------------------------------------------------------------------------

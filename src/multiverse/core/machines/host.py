@@ -6,6 +6,7 @@ In this order: the table, the step by which observations move a host, and the ef
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 
 from multiverse.core.model import HostState, KnownHost, NodeState, VmState, World
 from multiverse.core.policy import Policy
@@ -39,10 +40,11 @@ def hosts_to_step(state: State) -> list[str]:
     the usual one."""
     silent = state.compared.silent
     unusual = [host.name for host in state.hosts_in(H.SILENT, H.FENCING, H.FENCED)]
-    return sorted({*unusual, *(host.name for host in state.hosts.values() if silent and host.source in silent)})
+    of_silent = [host.name for host in state.hosts.values() if host.source in silent] if silent else []
+    return sorted({*unusual, *of_silent})
 
 
-def step_host(state: State, name: str, world: World, policy: Policy) -> None:
+def step_host(state: State, name: str, world: World, policy: Policy, quorum: Quorum) -> None:
     """Move one host by what is heard of it, and by whether the scheduler reaches its VMs."""
     host = state.hosts.get(name)
     if host is None or host.quarantined or host.state is H.REMOVED:
@@ -63,17 +65,17 @@ def step_host(state: State, name: str, world: World, policy: Policy) -> None:
     elif state.now - since <= policy.silence or not is_given_up(state, host, world):
         _find(state, host, "it is not silent any more, or the scheduler reaches a VM of it")
     else:
-        _step_silent(state, host, since, world, policy)
+        _step_silent(state, host, since, policy, quorum)
 
 
 def _find(state: State, host: KnownHost, why: str) -> None:
     state.move(Change(replace(host, state=H.KNOWN, reason=""), Event.FOUND, why))
 
 
-def _step_silent(state: State, host: KnownHost, since: float, world: World, policy: Policy) -> None:
+def _step_silent(state: State, host: KnownHost, since: float, policy: Policy, quorum: Quorum) -> None:
     alone = max(since, host.since)  # neither the controller nor the scheduler has reached it since then
     limit = host.value.self_fence if host.value else 0.0
-    held = held_back(state, host, world, policy)
+    held = quorum.held_back(host)
     if limit and state.now - alone > limit + max(policy.fence_margin, limit / 5):
         fence(state, host, f"host {host.name} has ended its VMs by itself, after {limit:g} s without the site")
     elif host.state is H.FENCING and held:
@@ -109,19 +111,30 @@ def is_given_up(state: State, host: KnownHost, world: World) -> bool:
     return NodeState.DOWN in states and not any(one in (NodeState.IDLE, NodeState.BUSY) for one in states)
 
 
-def held_back(state: State, host: KnownHost, world: World, policy: Policy) -> str:
-    """Why a silent host is not fenced by the site's command, though it could be; empty if it may be. If most hosts are
-    silent, it is likely that the controller, or a part of the network, is cut off, and not that they are off."""
-    if host.name == policy.here:
-        return "the controller runs on it: it is on"
-    if not policy.quorum:
+class Quorum:
+    """Why silent hosts are not fenced by the site's command, though they could be. If most hosts are silent, it is
+    likely that the controller, or a part of the network, is cut off, and not that they are off."""
+
+    def __init__(self, state: State, world: World, policy: Policy) -> None:
+        self._state, self._world, self._policy = state, world, policy
+
+    def held_back(self, host: KnownHost) -> str:
+        """Why this host is not fenced; empty if it may be."""
+        if host.name == self._policy.here:
+            return "the controller runs on it: it is on"
+        return self._lack
+
+    @cached_property
+    def _lack(self) -> str:
+        if not self._policy.quorum:
+            return ""
+        hosts, here = self._world.hosts, self._policy.here
+        others = [one for one in self._state.hosts.values() if one.name != here and one.value and not one.is_off]
+        shown = sum(one.name in hosts for one in others)
+        total = shown + sum(one.name not in hosts and one.drain is None for one in others)
+        if not shown or shown < self._policy.quorum * total:
+            return f"only {shown} of {total} hosts are in sight: the controller may be cut off from them"
         return ""
-    others = [one for one in state.hosts.values() if one.name != policy.here and one.value and not one.is_off]
-    shown = sum(one.name in world.hosts for one in others)
-    total = shown + sum(one.name not in world.hosts and one.drain is None for one in others)
-    if not shown or shown < policy.quorum * total:
-        return f"only {shown} of {total} hosts are in sight: the controller may be cut off from them"
-    return ""
 
 
 # --- effect ----------------------------------------------------------------------------------------

@@ -14,6 +14,9 @@ from multiverse.core.model.sizes import CloneKind, Size
 
 V = TypeVar("V")
 
+YEAR = 365 * 86400
+"""Seconds. A job without any time limit counts as one that takes so long, as in Slurm (YEAR_MINUTES)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -60,7 +63,9 @@ class Job:
     tied to. `problem` says why its request cannot be served at all; `request` is None exactly then.
     `result` is the scheduler's own word for how it ended (`COMPLETED`, `FAILED`, ...). `uses` is what a
     pending job will take of which of the view's limits once it runs. `array` is the id of the array of which it is a
-    task, if it is one.
+    task, if it is one. `limit` is how many seconds a run takes at most: the time limit, and what the scheduler lets
+    pass until it has ended a job that exceeds it. `ends` is the Unix time by which a job that runs has ended for that
+    reason. Both are None where the scheduler does not tell; a job that is suspended has no such time.
     """
 
     ref: JobRef
@@ -81,6 +86,8 @@ class Job:
     work_dir: str = ""
     uses: tuple[tuple[str, int], ...] = ()
     array: str = ""
+    limit: float | None = None
+    ends: float | None = None
 
 
 class NodeState(StrEnum):
@@ -231,6 +238,7 @@ class Attempt:
     before it that failed in a row; `replaced` the VMs that were replaced within it. `outcome` is how it ends, once it
     ends. `note` is why the attempt before it failed or was given up, until it is admitted. `pin` is the tag of the one
     joined spare that it took. `choice` says what its VMs are, and why: the job's user is told when the job is pinned.
+    `overtaken` is how often a later job started ahead of it while nobody could tell when it would start itself.
     """
 
     id: int
@@ -251,6 +259,7 @@ class Attempt:
     quarantined: str = ""
     pin: str = ""
     choice: str = ""
+    overtaken: int = 0
 
     @property
     def key(self) -> Key:

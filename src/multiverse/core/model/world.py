@@ -71,7 +71,8 @@ class World:
     `effect_ended_at` maps a row to the time at which its last effect ended, infinity while one runs: absence counts
     only in an observation that began later. `refused` says why the last effect of a row was refused for good. `entropy`
     is random for each pass; tokens of new VMs are made of it. `users` is what is known of the jobs' users, by uid; one
-    that is missing is unknown. None: nobody has to be looked up. `wall` is the Unix time of the pass.
+    that is missing is unknown. None: nobody has to be looked up. `epoch` is the Unix time at which the monotonic clock
+    was 0, as both clocks show it now.
     """
 
     scheduler: Seen[SchedulerView] | None = None
@@ -81,7 +82,7 @@ class World:
     forecast: Forecast = Forecast()
     entropy: str = ""
     users: Mapping[int, UserSeen] | None = None
-    wall: float = 0.0
+    epoch: float = 0.0
 
     def latest(self, source: str) -> Seen[HypervisorView] | None:
         """The latest observation of a source; None while it is unknown."""

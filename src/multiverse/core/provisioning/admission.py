@@ -1,8 +1,8 @@
 """Admission: may a queued attempt start now? Admit, wait or revoke, always with a reason.
 
 Attempts are considered in the scheduler's order. The first one that waits for capacity blocks those behind it, so that
-nothing overtakes it for ever; one that waits for something of its own (its template, its back-off) or for a limit of
-the scheduler's blocks no other.
+nothing overtakes it for ever, but for those that do not delay it by the time limits; one that waits for something of
+its own (its template, its back-off) or for a limit of the scheduler's blocks no other.
 
 Each attempt is checked once, and again when it, its job or the hosts change:
 
@@ -14,10 +14,11 @@ Then the cases, in the order in which `Admission.consider` tries them, for attem
  3. The attempt is in its back-off: nothing is decided.
  4. An earlier run of the job may still go on: wait.
  5. A limit of the scheduler's is used up: wait.
- 6. An earlier job waits for capacity: wait behind it.
- 7. There surely is no such user: revoke. The name service has not said yet who the user is: wait. In the first two
+ 6. It would fit only on hosts that are to be drained before it has surely ended: wait.
+ 7. An earlier job waits for capacity: wait behind it; but start ahead of it if it waits for room, and is not delayed by
+    that (`backfill`), and 9 to 13 do not say otherwise.
+ 8. There surely is no such user: revoke. The name service has not said yet who the user is: wait. In the first two
     seconds nothing is decided about those behind it either.
- 8. It would fit only on hosts that are to be drained before it has surely ended: wait.
  9. A joined spare fits: take it.
 10. As many VMs are being made as may be: wait, and block.
 11. No host can make its VMs now, for want of a template: wait; block if the template has no room.
@@ -25,16 +26,19 @@ Then the cases, in the order in which `Admission.consider` tries them, for attem
 13. There is no room, or no address: wait, and block.
 14. Otherwise: admit.
 
-Nothing is decided about attempts behind the one that blocks. What one attempt waits for, all those behind it that ask
-for the same wait for too, so that a long queue is not looked at one by one.
+Of the attempts behind the one that blocks, only a limited number is looked at. What one attempt waits for, all those
+behind it that ask for the same wait for too, so that a long queue is not looked at one by one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
 
 from multiverse.core.model import (
     LEAVING_STATES,
@@ -49,39 +53,38 @@ from multiverse.core.model import (
     OfferState,
     Request,
     Size,
-    TemplateState,
     Vm,
     VmState,
 )
+from multiverse.core.provisioning.backfill import Overtaking, reserve, told_before, when
 from multiverse.core.provisioning.capacity import Blockage, Room, room_of
 from multiverse.core.provisioning.clones import (
     Choice,
-    ask_for_template,
     choose_clones,
     claims_of,
     describe,
     hosts_making,
     may_fork,
     node_request,
-    plan_vms,
-    request_of,
-    template_sizes,
-    templates_of,
 )
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.draining import for_attempt
 from multiverse.core.provisioning.eviction import release_spares, retire_a_template
 from multiverse.core.provisioning.inquiries import Inquiries
-from multiverse.core.provisioning.pacing import Parent, wait_for
+from multiverse.core.provisioning.making import NO_ADDRESS, Making, NoRoom
+from multiverse.core.provisioning.obstacles import why_earlier_run, why_unfit
+from multiverse.core.provisioning.pacing import Parent
 from multiverse.core.provisioning.reasons import PASSED_OVER, FirstReasons
 from multiverse.core.provisioning.sizes import template_claim, vm_claims
-from multiverse.core.provisioning.spares import give_back, joined_for, parked_for, withdraw
-from multiverse.core.provisioning.unfit import why_unfit
+from multiverse.core.provisioning.spares import joined_for, withdraw
 from multiverse.core.state import quarantine_on_error
 from multiverse.core.transition import Change, Event
 
 TOO_LITTLE = "of which others there leave too little"
 """Part of the reason of a job that waits for memory which others on the machine hold."""
+
+LOOK_AGAIN = 5.0
+"""Seconds after which jobs are considered again that could not go ahead of the first one, though no row has changed."""
 
 _ADMITTED = tuple(s for s in AttemptState if s not in (*WAITING_STATES, AttemptState.ALLOCATED))
 """The states of attempts whose jobs may be counted by no limit of the scheduler's yet."""
@@ -111,16 +114,19 @@ class Admission:
         self.state, self.policy = context.state, context.policy
         self.queue = context.state.queue
         self.room = room_of(context)
+        self.making = Making(context, self.room)
         self.limits = self._limits_left()
         self.orphaned = {vm.job_id: vm for vm in self.state.vms_in(VmState.ORPHAN, *LEAVING_STATES) if vm.job_id}
         self.promised: set[int] = set()  # spares that jobs wait for until they are withdrawn from other jobs
         self.blocked = ""  # why the first job that waits for capacity waits
         self.blockage = Blockage.NONE
+        self.overtaking: Overtaking | None = None  # what may start ahead of that job
+        self.promises: dict[int, float] = {}  # by when it starts
+        self.before: dict[int, str] = {}  # what was said of the others, if that still holds
         self.inquiries = Inquiries(self.state, context.world)
         self.undecided = False  # about those that come next, until the name service has had its time
         self.reasons = FirstReasons(self.queue)
         self.alike: dict[tuple[int, frozenset[str]], Waiting] = {}  # what all attempts of a shape, and hosts, wait for
-        self._paced: Parent | None = None  # whose pace the last attempt waits for
         self._empty: Room | None = None
         self._beyond: dict[tuple[Request, CloneKind, frozenset[str], bool], str] = {}
         self._unfit: dict[Request, tuple[str, bool]] = {}
@@ -133,25 +139,39 @@ class Admission:
     def run(self) -> Blockage:
         """Consider the queue, up to the attempt that blocks it."""
         self.state.waiting.clear()  # each round of a pass decides anew
+        before = len(self.state.moves)
         self.state.wanted = None
         for attempt_id in self.queue.take_unchecked():
             with quarantine_on_error(self.state, Key("attempt", attempt_id)):
                 self.check(self.state.attempts[attempt_id])
         behind = 0
         for rank, attempt_id in self.queue.candidates.entries():
-            if self.undecided or (self.blocked and (self.reasons.full or behind >= PASSED_OVER)):
+            if self.undecided or (self.blocked and self._is_enough(behind)):
                 break
             behind += bool(self.blocked)
-            self.context = for_attempt(self.whole, self.state.attempts[attempt_id])
-            if waiting := self.alike.get((self.queue.shape_of(attempt_id), self.context.without)):
+            shape = self.queue.shape_of(attempt_id)
+            self.context = self.making.context = for_attempt(self.whole, self.state.attempts[attempt_id])
+            if waiting := self.alike.get((shape, self.context.without)):
                 self._wait_alike(rank, attempt_id, waiting)
+                continue
+            if self.overtaking is not None and self.overtaking.was_refused(shape, self.queue.job_of(attempt_id)):
+                self.reasons.add(rank, attempt_id, self.blocked)
                 continue
             with quarantine_on_error(self.state, Key("attempt", attempt_id)):
                 self.consider(self.state.attempts[attempt_id])
         if self.undecided:
             return Blockage.TURN  # and what was said of the first jobs still holds
         self.state.reasons = self.reasons.of(self.state.attempts)
+        self.state.promised = self.promises
+        if self.overtaking is not None and len(self.state.moves) == before:
+            first = self.overtaking.reservation.attempt
+            self.state.looked = (self.state.touched.count, first, self.state.now + LOOK_AGAIN)
         return self.blockage
+
+    def _is_enough(self, behind: int) -> bool:
+        """Whether no more is to be decided of those behind the job that blocks, of which so many were passed."""
+        told = self.reasons.full or behind >= PASSED_OVER
+        return told and (self.overtaking is None or self.overtaking.is_over(behind))
 
     def _wait_alike(self, rank: int, attempt_id: int, waiting: Waiting) -> None:
         self.reasons.add(rank, attempt_id, self.blocked or waiting.reason)
@@ -189,16 +209,16 @@ class Admission:
         job = self.queue.job_of(attempt.id)
         if self.state.now < attempt.not_before:  # 3
             return
-        if why := self._earlier_run(attempt):  # 4
+        if why := why_earlier_run(self.state, attempt, self.orphaned):  # 4
             self._tell(attempt, why)
-        elif why := self._limit_reached(job):  # 5
+        elif why := self._limit_reached(job) or self._waits_for_drained(attempt):  # 5, 6
             self._wait(attempt, why)
-        elif self.blocked:  # 6
-            self._tell(attempt, self.blocked)
-        elif self.context.world.user_known_since(attempt.uid) == float("inf"):  # 7
+        elif self.overtaking is not None and not self.overtaking.is_over():  # 7
+            self._overtake(attempt, job, self.overtaking)
+        elif self.blocked:
+            self._tell(attempt, self.before.get(attempt.id, self.blocked))
+        elif self.context.world.user_known_since(attempt.uid) == float("inf"):  # 8
             self._refuse_or_ask(attempt)
-        elif self.context.without and (why := why_unfit(self.context, attempt)[0]):  # 8
-            self._wait(attempt, why)
         elif spare := self._joined_spare(attempt):  # 9
             self.limits.subtract(dict(job.uses))
             self._take_joined(attempt, spare)
@@ -207,27 +227,18 @@ class Admission:
         elif self._provision(attempt, choose_clones(self.context, attempt)):  # 11 to 14
             self.limits.subtract(dict(job.uses))
 
-    def _earlier_run(self, attempt: Attempt) -> str:
-        """Case 4: why an earlier run of the same job may still go on, if it may. The scheduler queues a job again as
-        soon as its node is silent, and no job may run twice."""
-        for other in self.state.attempts_of_job(attempt.job.job_id):
-            if other.job.restarts >= attempt.job.restarts:
-                continue
-            for vm in self.state.vms_of(other):
-                if vm.state is VmState.LOST:
-                    where = f"host {vm.host} is out of reach, neither back nor fenced"
-                    return f"its earlier run may go on in {vm.name}: {where}"
-                return f"waiting until {vm.name} of its earlier run is gone"
-        orphan = self.orphaned.get(attempt.job.job_id)
-        return f"its earlier run may go on in {orphan.name}, which no record explained" if orphan else ""
-
-    def _limit_reached(self, job: Job) -> str:
-        """Case 5."""
-        limit = next((limit for limit, count in job.uses if count > self.limits[limit]), "")
+    def _limit_reached(self, job: Job, first: Job | None = None) -> str:
+        """Case 5. What the first job that waits for room will use of a limit is left to it."""
+        kept = dict(first.uses) if first else {}
+        limit = next((limit for limit, count in job.uses if count > self.limits[limit] - kept.get(limit, 0)), "")
         return f"held back by {limit}" if limit else ""
 
+    def _waits_for_drained(self, attempt: Attempt) -> str:
+        """Case 6."""
+        return why_unfit(self.context, attempt)[0] if self.context.without else ""
+
     def _refuse_or_ask(self, attempt: Attempt) -> None:
-        """Case 7: the job's user is not known to exist. The user may have been added since an older answer."""
+        """Case 8: the job's user is not known to exist. The user may have been added since an older answer."""
         if (user := (self.context.world.users or {}).get(attempt.uid)) and user.began > attempt.since:
             self._revoke(attempt, f"{user.reason}: its job cannot run")
         elif self.inquiries.ask_patiently(attempt.uid):
@@ -235,13 +246,13 @@ class Admission:
         else:
             self.queue.await_user(attempt.id, f"waiting until the name service says who uid {attempt.uid} is")
 
-    def _joined_spare(self, attempt: Attempt) -> Vm | None:
-        """Case 9: a node that is there already, if one fits that is promised to no other job."""
+    def _joined_spare(self, attempt: Attempt, kept: Collection[int] = ()) -> Vm | None:
+        """Case 9: a node that is there already, if one fits that is promised to no other job, nor `kept` for one."""
         if not self.policy.pools or not may_fork(self.context, attempt):
             return None
-        return joined_for(self.context, attempt, self.promised)
+        return joined_for(self.context, attempt, self.promised.union(kept))
 
-    def _take_joined(self, attempt: Attempt, vm: Vm) -> None:
+    def _take_joined(self, attempt: Attempt, vm: Vm, ahead: str = "") -> None:
         """Admit the attempt at once to a node that is there already. A node on offer is withdrawn from other jobs
         first, which may come before."""
         offer = self.state.offers.get(vm.id)
@@ -251,7 +262,7 @@ class Admission:
                 withdraw(self.state, offer, f"job {attempt.job.job_id} is to have it")
             return
         taken = replace(vm, attempt=attempt.id)
-        self._admit(replace(attempt, pin=vm.feature), Choice(CloneKind.INSTANT), [taken], [])
+        self._admit(replace(attempt, pin=vm.feature), Choice(CloneKind.INSTANT), [taken], [], ahead)
 
     def _is_turn_over(self, attempt: Attempt) -> bool:
         """Case 10: whether as many VMs are being made as may be made at once."""
@@ -261,49 +272,19 @@ class Admission:
 
     def _provision(self, attempt: Attempt, choice: Choice) -> bool:
         """Cases 11 to 14: hosts, spares, pace, room, addresses. Whether the attempt was admitted."""
-        usable, why = self._usable_hosts(attempt, choice)
+        usable, why = self.making.usable_hosts(attempt, choice)
         if not usable:
             self._wait_for_template(attempt, choice, why)
             return False
-        request, sizes = attempt.request, {name: choice.sizes[name] for name in usable}
-        claims = vm_claims(node_request(self.context, attempt, choice.kind), sizes, self.hosts, self.policy)
-        parked = parked_for(self.context, attempt, choice.sizes, self.room) if choice.forks else []
-        count = request.nodes - len(parked)
-        in_pace, why = self._hosts_in_pace(attempt, choice, usable, count)
-        chosen = self.room.place(count, {name: claims[name] for name in in_pace})
-        if chosen is None:
-            give_back(parked, self.room)
-            self._wait_for_room(attempt, choice, claims, why)
+        placed = self.making.place(attempt, choice, usable)
+        if isinstance(placed, NoRoom):
+            if placed.why == NO_ADDRESS:
+                self._block(attempt, Blockage.ROOM, NO_ADDRESS)
+            else:
+                self._wait_for_room(attempt, choice, placed.claims, placed.why)
             return False
-        vms = plan_vms(self.context, request_of(self.context, attempt, choice), chosen)
-        if vms is None:
-            self._block(attempt, Blockage.ROOM, "waiting for a free address")
-            return False
-        self._admit(attempt, choice, [vm for vm, _ in parked], vms)
+        self._admit(attempt, choice, *placed)
         return True
-
-    def _usable_hosts(self, attempt: Attempt, choice: Choice) -> tuple[list[str], str]:
-        """Case 11: hosts that can make this attempt's VMs now; when there are none, why. Asks for a template where one
-        is missing."""
-        context, image = self.context, self.context.image_of(attempt)
-        able = hosts_making(image, choice.kind, self.hosts)
-        if not able:
-            return [], f"no host can make {choice.kind} clones of image {image}"
-        if not choice.forks:  # booted from the image, without a template
-            if choice.prepare:
-                forking = hosts_making(image, CloneKind.INSTANT, self.hosts)
-                rows = templates_of(context, attempt, forking, template_sizes(context, attempt))
-                ask_for_template(context, rows, self.room, "others like this job will need it")
-            return able, ""
-        rows = templates_of(context, attempt, able, choice.sizes)
-        ready = [which.host for which, row in rows.items() if row and row.state is TemplateState.READY]
-        if ready:
-            return ready, ""
-        why = ask_for_template(context, rows, self.room, f"job {attempt.job.job_id} needs it")
-        broken = next((row for row in rows.values() if row), None)
-        if not why and broken:
-            why = f"the template of image {image} is broken on {broken.host}: {broken.reason}"
-        return [], why
 
     def _wait_for_template(self, attempt: Attempt, choice: Choice, why: str) -> None:
         if not why and not (why := self._memory_of_others(attempt, choice)):
@@ -316,38 +297,85 @@ class Admission:
             return
         self._wait(attempt, why)
 
-    def _hosts_in_pace(self, attempt: Attempt, choice: Choice, usable: list[str], count: int) -> tuple[list[str], str]:
-        """Case 12: of these hosts, those on which a clone may be made now; when there are none, why."""
-        image, kind, state = self.context.image_of(attempt), choice.kind, self.state
-        waits = {host: wait_for((host, image, kind), state.paced, state.now, self.policy) for host in usable}
-        ready = [host for host, wait in waits.items() if wait <= 0]
-        if ready or not count:
-            return ready, ""
-        self._paced = (min(waits, key=lambda host: (waits[host], host)), image, kind)
-        state.waiting[self._paced] += count
-        return [], f"waiting for a turn: {kind} clones of {image} are made at {self.policy.rates[kind]:g} a second"
-
     def _wait_for_room(self, attempt: Attempt, choice: Choice, claims: Mapping[str, Size], why: str) -> None:
         """Case 13."""
         if paced := why:
             # Another kind of clone may be quicker for those behind it, where the kind is not asked for.
             asked = attempt.request.kind or self.policy.kind
-            self._tell(attempt, paced) if asked is CloneKind.AUTO else self._wait(attempt, paced, self._paced)
+            self._tell(attempt, paced) if asked is CloneKind.AUTO else self._wait(attempt, paced, self.making.paced)
         elif why := self._memory_of_others(attempt, choice):
             self._wait(attempt, why)
         else:
-            why = self._template_elsewhere(attempt, choice)
+            why = self.making.template_elsewhere(attempt, choice)
             why = why or self.room.why_full(claims, self.policy, "the hosts are full")
-            self._block(attempt, self._make_room(attempt, attempt.request.nodes, claims), why)
+            blockage = self._make_room(attempt, attempt.request.nodes, claims)
+            more = ""
+            if blockage is Blockage.ROOM and not claims.keys() <= self.room.full:
+                more = self._let_overtake(attempt, choice)
+            self._block(attempt, blockage, why, more)
 
-    def _template_elsewhere(self, attempt: Attempt, choice: Choice) -> str:
-        """The hosts that have the template are too full, or too small for all of a gang: build it on one more host."""
-        if not choice.forks:
+    def _let_overtake(self, attempt: Attempt, choice: Choice) -> str:
+        """Jobs behind this attempt may start ahead of it, unless they delay it. Says when it is expected to start."""
+        if self.policy.backfill is None:
             return ""
-        able = hosts_making(self.context.image_of(attempt), choice.kind, self.hosts)
-        rows = templates_of(self.context, attempt, able, choice.sizes)
-        lacking = {which: row for which, row in rows.items() if not (row and row.state is TemplateState.READY)}
-        return ask_for_template(self.context, lacking, self.room, f"job {attempt.job.job_id} needs it")
+        count, first, until = self.state.looked
+        if (count, first) == (self.state.touched.count, attempt.id) and self.state.now < until:
+            # Nothing could go ahead, and nothing has changed since.
+            self.before, self.promises = self.state.reasons, self.state.promised
+            return self._expected(attempt)
+        reservation = reserve(self.context, self.room, attempt, choice)
+        self.overtaking = Overtaking(self.context, self.room, reservation, self.policy.backfill)
+        if reservation.at < inf:
+            self.promises[attempt.id] = told_before(self.context, reservation)
+        return self._expected(attempt)
+
+    def _expected(self, attempt: Attempt) -> str:
+        """Part of a reason: by when the first attempt that waits for room is expected to start, if anybody can tell."""
+        return f"; expected to start {when(self.promises[attempt.id])}" if attempt.id in self.promises else ""
+
+    def _overtake(self, attempt: Attempt, job: Job, overtaking: Overtaking) -> None:
+        """Case 7: start the attempt ahead of the first one that waits for room, if it does not delay that one."""
+        shape = self.queue.shape_of(attempt.id)
+        if self.context.world.user_known_since(attempt.uid) == inf:
+            self.inquiries.ask(attempt.uid)
+        elif not self._is_turn_over(attempt):
+            overtaking.looked_at += 1
+            choice = choose_clones(self.context, attempt)
+            in_time = overtaking.ends_in_time(attempt, choice.kind)
+            why = "" if in_time else self._limit_reached(job, overtaking.reservation.job)
+            why = why or self._start_ahead(attempt, choice, overtaking, in_time=in_time)
+            if not why:
+                self.limits.subtract(dict(job.uses))
+                overtaking.count(attempt)
+                return
+            overtaking.refuse(shape, job, in_time=in_time)
+            self._tell(attempt, why)
+            return
+        self._tell(attempt, self.blocked)
+
+    def _start_ahead(self, attempt: Attempt, choice: Choice, overtaking: Overtaking, *, in_time: bool) -> str:
+        """Admit the attempt if there is room for it, beside what is kept unless it ends in time; or why not."""
+        ahead = overtaking.why_allowed(in_time=in_time)
+        kept = () if in_time else overtaking.spares_kept()
+        if spare := self._joined_spare(attempt, kept):
+            self._take_joined(attempt, spare, ahead)
+            return ""
+        claims = vm_claims(node_request(self.context, attempt, choice.kind), choice.sizes, self.hosts, self.policy)
+        may = partial(overtaking.may_build, claims, in_time=in_time)
+        usable, why = self.making.usable_hosts(attempt, choice, may)
+        if not usable:
+            return why or self.blocked
+        with nullcontext() if in_time else overtaking.kept_free():
+            placed = self.making.place(attempt, choice, usable, kept)
+        if not isinstance(placed, NoRoom):
+            self._admit(attempt, choice, *placed, ahead)
+            return ""
+        if placed.why:
+            return placed.why
+        why = self.making.template_elsewhere(attempt, choice, may)
+        if why or in_time or self.reasons.full:
+            return why or self.blocked
+        return overtaking.why_refused(attempt.request.nodes, placed.claims) or self.blocked
 
     def _make_room(self, attempt: Attempt, count: int, claims: Mapping[str, Size]) -> Blockage:
         """What the first job in the queue waits for: if releasing spares is enough, only until they are gone."""
@@ -390,10 +418,11 @@ class Admission:
 
     # --- what is decided ---------------------------------------------------------------------------
 
-    def _admit(self, attempt: Attempt, choice: Choice, taken: list[Vm], made: list[Vm]) -> None:
-        """One move: the attempt is claimed with all its VMs, spares that it takes and VMs that are to be made."""
+    def _admit(self, attempt: Attempt, choice: Choice, taken: list[Vm], made: list[Vm], ahead: str = "") -> None:
+        """One move: the attempt is claimed with all its VMs, spares that it takes and VMs that are to be made. `ahead`:
+        which job it starts ahead of."""
         vms = (*taken, *made)
-        story = describe(choice, vms, "".join(f", {vm.pool} before" for vm in taken[:1]))
+        story = describe(choice, vms, "".join(f", {vm.pool} before" for vm in taken[:1])) + ahead
         admitted = replace(attempt, state=AttemptState.CLAIMED, note="", choice=story)
         self.state.move(
             Change(admitted, Event.ADMITTED, story),
@@ -406,10 +435,10 @@ class Admission:
     def _revoke(self, attempt: Attempt, reason: str) -> None:
         self.state.move(Change(attempt.revoking("revoked", reason), Event.IMPOSSIBLE, reason))
 
-    def _block(self, attempt: Attempt, blockage: Blockage, why: str) -> None:
-        """This attempt waits for capacity, and so do those behind it."""
+    def _block(self, attempt: Attempt, blockage: Blockage, why: str, more: str = "") -> None:
+        """This attempt waits for capacity, and so do those behind it. `more` concerns this one only."""
         self.blocked, self.blockage = why, blockage
-        self._tell(attempt, why)
+        self._tell(attempt, why + more)
 
     def _wait(self, attempt: Attempt, why: str, paced: Parent | None = None) -> None:
         """All attempts of this shape that come later wait for the same."""

@@ -44,6 +44,15 @@ class Context:
         assert self.world.scheduler is not None, "provisioning begins only when the scheduler is known"
         return self.world.scheduler.value
 
+    @property
+    def now(self) -> float:
+        """Now, in Unix time."""
+        return self.unix(self.state.now)
+
+    def unix(self, monotonic: float) -> float:
+        """A monotonic time in Unix time."""
+        return monotonic + self.world.epoch
+
     def image_of(self, attempt: Attempt) -> str:
         """The image of the attempt's VMs."""
         return attempt.request.image or self.policy.image

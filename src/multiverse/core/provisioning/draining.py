@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from multiverse.core.model import Attempt, TemplateState, VmState
 from multiverse.core.provisioning.context import Context
+from multiverse.core.provisioning.limits import ends_by
 from multiverse.core.provisioning.spares import release_spare, spares
 from multiverse.core.transition import Change, Event
 
@@ -44,9 +45,9 @@ def for_attempt(context: Context, attempt: Attempt) -> Context:
 
 
 def surely_ends_by(context: Context, attempt: Attempt) -> float:
-    """By when, in Unix time, the attempt's job and its VMs are surely gone if they are begun now. Infinity while
-    nothing bounds that."""
-    return float("inf")
+    """By when, in Unix time, the attempt's job and its VMs are surely gone if it is admitted now. Infinity where nobody
+    can tell: its job has no time limit, or the scheduler does not tell it."""
+    return ends_by(context, attempt) + context.policy.reclaim
 
 
 def drained_hosts(context: Context) -> str:

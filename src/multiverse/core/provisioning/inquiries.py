@@ -23,17 +23,18 @@ class Inquiries:
         self._before: Mapping[int, float] = state.users_asked
         state.users_asked = {}
         for uid in state.queue.unknown_users:
-            self._ask(uid)
+            self.ask(uid)
 
     def ask_patiently(self, uid: int) -> bool:
         """Ask for the user of the attempt whose turn it is. Whether the answer is to be waited for before anything is
         decided about those behind it."""
-        self._ask(uid)
+        self.ask(uid)
         for _, attempt_id in self._state.queue.candidates.first(ASKED_AHEAD):
             other = self._state.attempts[attempt_id].uid
             if self._world.user_known_since(other) == float("inf"):
-                self._ask(other)
+                self.ask(other)
         return all(self._state.now - since < PATIENCE for since in self._state.users_asked.values())
 
-    def _ask(self, uid: int) -> None:
+    def ask(self, uid: int) -> None:
+        """Ask for a user. Nothing waits for the answer."""
         self._state.users_asked.setdefault(uid, self._before.get(uid, self._state.now))

@@ -24,6 +24,7 @@ from multiverse.core.model import (
     Size,
     vm_prefix,
 )
+from multiverse.drivers.slurm.time_limits import NEVER, TimeLimits
 
 Record = Mapping[str, Any]
 Uses = tuple[tuple[str, int], ...]
@@ -71,6 +72,7 @@ class SiteNames:
     """What parsing needs to know of the site.
 
     `memory_per_cpu` is Slurm's DefMemPerCPU in MiB. `per_account`: each account has templates of its own.
+    `time_limits` are those of Multiverse's partitions.
     """
 
     site: str
@@ -79,6 +81,7 @@ class SiteNames:
     gate_feature: str
     memory_per_cpu: int = MEMORY_PER_CPU
     per_account: bool = False
+    time_limits: TimeLimits = TimeLimits()
 
 
 # --- values ----------------------------------------------------------------------------------------
@@ -245,6 +248,9 @@ def _job(record: Record, job_id: str, names: SiteNames, now: float, uses: Uses) 
         work_dir=str(record.get("current_working_directory") or ""),
         uses=uses if state is JobState.PENDING else (),
         array=str(number(record.get("array_job_id")) or ""),
+        limit=names.time_limits.of(number(record.get("time_limit"))),
+        # Slurm adds the time that a job was suspended to its end when the job is resumed.
+        ends=end + names.time_limits.beyond if state is JobState.RUNNING and 0 < end < NEVER else None,
     )
 
 

@@ -22,6 +22,7 @@ from multiverse.drivers.slurm.details import DetailReader
 from multiverse.drivers.slurm.jobs import JobRow, JobTable
 from multiverse.drivers.slurm.limits import AccountingLimits, arrays_left
 from multiverse.drivers.slurm.nodes import FORMAT, NodeTable
+from multiverse.drivers.slurm.time_limits import time_limits
 
 _PROCESSES = 8  # of squeue for one part, at most; the jobs and users that were read longest ago come first
 _FEW = 100  # jobs that cost no more than a process
@@ -254,6 +255,7 @@ class SlurmReader:
             gate_feature=self._slurm.gate_feature,
             memory_per_cpu=default,
             per_account=self._settings.image.per_account,
+            time_limits=time_limits(text, self._slurm.gate_partition, self._slurm.run_partition),
         ), conf.limits_are_kept(text)
 
 

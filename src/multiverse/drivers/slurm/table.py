@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from multiverse.core.errors import Unknown
+from multiverse.drivers.slurm.time_limits import NEVER, minutes_of
 
 Record = Mapping[str, Any]
 
@@ -46,6 +47,7 @@ _WORDS = {
     "association_id": "AssocID",
     "core_spec": "CoreSpec",
     "profile": "Profile",
+    "time_limit": "TimeLimit",
     "tres_req_str": "tres-alloc",  # of a waiting job: what it requests
 }
 _TEXTS = {
@@ -74,7 +76,6 @@ _LATER = {"container_id"}
 _NOTHING = ("(null)", "N/A", "NotSet")
 _FREE = {"name", "current_working_directory"}  # a user may choose any text, these words too
 _MIB = {"": 1.0, "K": 2**-10, "M": 1, "G": 2**10, "T": 2**20, "P": 2**30}
-_NEVER = 0xFFFFFFFF  # Unix time of an end that is not limited, which squeue prints as NONE
 
 # What squeue shows in place of the reason where slurmctld has a description. Both texts say that the gate's nodes,
 # which are drained, are not available (node_scheduler.c, job_scheduler.c).
@@ -136,7 +137,8 @@ def _record(cells: dict[str, str]) -> Record:
         "job_id": int(base.partition("+")[0]),
         "array_job_id": int(base) if task is not None else 0,
         "array_task_id": int(task) if task is not None else None,
-        "end_time": _NEVER if cells["end_time"] == "NONE" else _number(cells["end_time"]),
+        "time_limit": minutes_of(cells["time_limit"]),
+        "end_time": NEVER if cells["end_time"] == "NONE" else _number(cells["end_time"]),
         "exit_code": _exit_status(cells["exit_code"]),
         "minimum_tmp_disk_per_node": int(_mib(cells["minimum_tmp_disk_per_node"])),
         "memory_per_node": None if per_cpu else memory,

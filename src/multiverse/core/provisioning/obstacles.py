@@ -1,14 +1,15 @@
-"""Whether any host could ever hold an attempt's VMs: admission checks it once of each, and when hosts change."""
+"""What keeps a job from being admitted whatever is free: that no host could ever hold it, or an earlier run of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from multiverse.core.model import Attempt, CloneKind, Size
+from multiverse.core.model import Attempt, CloneKind, Size, Vm, VmState
 from multiverse.core.provisioning.capacity import largest_on
 from multiverse.core.provisioning.clones import Way, could_hold, unable_to_make, ways_now, ways_to_make
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.draining import drained_hosts
+from multiverse.core.state import State
 
 
 def why_unfit(context: Context, attempt: Attempt) -> tuple[str, bool]:
@@ -28,12 +29,8 @@ def _fits_now(context: Context, attempt: Attempt) -> bool:
     return _fits_one_way(context, attempt, ways_now(context, attempt, ways) or ways)
 
 
-def _fits_one_way(context: Context, attempt: Attempt, ways: Sequence[Way]) -> bool:
-    return any(could_hold(context, attempt, kind, sizes) for kind, sizes in ways)
-
-
 def _why_unfit(context: Context, attempt: Attempt) -> tuple[str, bool]:
-    state, hosts, image = context.state, context.hosts, context.image_of(attempt)
+    image, hosts, state = context.image_of(attempt), context.hosts, context.state
     ways = ways_to_make(context, attempt)
     kind, templates = ways[0]
     unable = unable_to_make(image, ways, hosts) if _fits_one_way(context, attempt, ways) else ""
@@ -51,9 +48,28 @@ def _why_unfit(context: Context, attempt: Attempt) -> tuple[str, bool]:
     return why + (f"; out of reach now: {', '.join(away)}" if away else ""), hope or bool(away) or not hosts
 
 
+def _fits_one_way(context: Context, attempt: Attempt, ways: Sequence[Way]) -> bool:
+    return any(could_hold(context, attempt, kind, sizes) for kind, sizes in ways)
+
+
 def _largest(context: Context, attempt: Attempt, kind: CloneKind, templates: Mapping[str, Size]) -> str:
     node, nodes, image = attempt.request.size, attempt.request.nodes, context.image_of(attempt)
     most = (largest_on(context.hosts[name], image, context.policy, kind) for name in templates or context.hosts)
     fit = max(most, key=lambda size: (size.memory, size.cpus))
     many = f"{nodes} VMs of " if nodes > 1 else "a VM of "
     return f"{many}{node} fits on no host; the largest that fits is {fit} per node"
+
+
+def why_earlier_run(state: State, attempt: Attempt, orphaned: Mapping[str, Vm]) -> str:
+    """Why an earlier run of the same job may still go on, if it may. The scheduler queues a job again as
+    soon as its node is silent, and no job may run twice. `orphaned` are VMs that no record explained, by their jobs."""
+    for other in state.attempts_of_job(attempt.job.job_id):
+        if other.job.restarts >= attempt.job.restarts:
+            continue
+        for vm in state.vms_of(other):
+            if vm.state is VmState.LOST:
+                where = f"host {vm.host} is out of reach, neither back nor fenced"
+                return f"its earlier run may go on in {vm.name}: {where}"
+            return f"waiting until {vm.name} of its earlier run is gone"
+    orphan = orphaned.get(attempt.job.job_id)
+    return f"its earlier run may go on in {orphan.name}, which no record explained" if orphan else ""
