@@ -11,7 +11,6 @@ from multiverse.config import FenceSettings, PacingSettings, Settings
 from multiverse.core.model import Host, Size
 from multiverse.simulation.cluster import ClusterSettings
 from multiverse.simulation.faults import Incident, IncidentKind
-from multiverse.simulation.fuzz import silence_logs
 from multiverse.simulation.generate import operated
 from multiverse.simulation.jobs import Batch
 from multiverse.simulation.machines import ABILITIES
@@ -35,7 +34,6 @@ def scenario(*incidents: Incident, hosts: int = 3, fence: FenceSettings = FENCE,
 
 
 def outcome_of(one: Scenario) -> Outcome:
-    silence_logs()
     outcome = simulate(one)
     assert outcome.violations == []
     return outcome
