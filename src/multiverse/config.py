@@ -5,26 +5,34 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import math
+import socket
 import tomllib
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 from pydantic import TypeAdapter, ValidationError
 
 from multiverse.core.errors import Refused
 from multiverse.core.model import CloneKind, Depth, Mount
 
 _LONGEST_SOCKET = "/mvxxxxx-99999999/agent"  # below qemu.run
+LEAST_SELF_FENCE = 60.0  # seconds: contact is made every few seconds, and lost for a moment by a restart
 LEAST_SCRATCH = 64  # MiB: Slurm writes scripts and logs there, too
+
+LOCALHOST = "localhost"
+"""The name of this machine as a host, where it is the only one."""
 
 
 @dataclass(frozen=True)
 class HostSettings:
-    """What this machine offers to VMs, which may be less than it has. Memory and disk in MiB."""
+    """What this machine offers to VMs, which may be less than it has. Memory and disk in MiB. With `[[hosts]]`: what
+    hosts have whose class says nothing else."""
 
-    name: str = "localhost"
+    name: str = LOCALHOST  # with [[hosts]], by default the machine's short host name
     cores: int = 2
     memory: int = 4096
     disk: int = 65536
@@ -94,6 +102,8 @@ class ImageSettings:
     """The default image and kind of clone, and what images have in common."""
 
     default: str = "slim"
+    # A directory on a file system that the hosts share. A host copies images from it that it lacks, or that are newer.
+    source: Path | None = None
     kind: CloneKind = CloneKind.INSTANT  # of jobs that request none
     guest_reserve: int = 80  # MiB of a VM's memory for its kernel and daemons
     per_account: bool = (
@@ -147,11 +157,67 @@ class PoolSettings:
 
 
 @dataclass(frozen=True)
+class HostClass:
+    """Hosts that are alike, by name. What is not given is as in [host] and [qemu]. Memory and disk in MiB."""
+
+    nodes: str  # the hosts' names, as a ClusterShell node set: n[1-32,40]
+    cores: int | None = None
+    memory: int | None = None
+    disk: int | None = None
+    overcommit: float | None = None
+    floor: int | None = None
+    disk_overcommit: float | None = None
+    disk_floor: int | None = None
+    images: Path | None = None
+    templates: Path | None = None
+    vms: Path | None = None
+    run: Path | None = None
+    bridge: str | None = None
+
+
+@dataclass(frozen=True)
 class AgentSettings:
-    """The agent of this host."""
+    """The agent of each host, and how the controller reaches it."""
 
     socket: Path = Path("/run/multiverse/agent.sock")
     state_dir: Path = Path("/var/lib/multiverse/agent")
+    # Seconds without any contact to the controller and to slurmctld after which the agent ends its VMs, so that their
+    # jobs may run elsewhere. 0: never. Slurm's commands must work on the host. An outage of both then ends jobs.
+    self_fence: float = 0.0
+    # The command that connects its input and output with the agent of a host other than the controller's own; {host} is
+    # replaced by the host's name. Users, ports, keys and jump hosts are what root's ssh_config says.
+    connect: tuple[str, ...] = (
+        "ssh",
+        "-T",
+        "-x",
+        "-a",
+        "-oBatchMode=yes",  # asks nobody for a password or for an unknown host key
+        "-oConnectTimeout=10",
+        "-oControlMaster=no",  # no connection that another process shares, or that outlives ours
+        "-oControlPath=none",
+        "-oClearAllForwardings=yes",
+        "-oEscapeChar=none",
+        "-oLogLevel=ERROR",  # no banner: the last words are the reason that is shown
+        "--",
+        "{host}",
+        "multiverse",
+        "agent",
+        "dial-stdio",
+    )
+
+
+@dataclass(frozen=True)
+class FenceSettings:
+    """How the controller makes sure that a host is off whose jobs Slurm queues again."""
+
+    # A command that switches a host off: exit status 0 means that the host is surely off. {host} is replaced by the
+    # host's name. Without one, an operator's word is waited for.
+    command: tuple[str, ...] = ()
+    after: float = 60.0  # seconds without any sign of the host
+    timeout: float = 120.0  # seconds that the command may take; then it is killed, and repeated later
+    # The share of the other hosts, beside the controller's own, that must be in sight: or else it is likelier that the
+    # controller is cut off. 0: none, for a site with a single other host.
+    quorum: float = 0.5
 
 
 @dataclass(frozen=True)
@@ -167,7 +233,9 @@ class Settings:
     # A file in which all calls to Slurm and to the hypervisor are recorded; emptied at each start of the daemon.
     trace: Path | None = None
     agent: AgentSettings = field(default_factory=AgentSettings)
+    fence: FenceSettings = field(default_factory=FenceSettings)
     host: HostSettings = field(default_factory=HostSettings)
+    hosts: tuple[HostClass, ...] = ()
     slurm: SlurmSettings = field(default_factory=SlurmSettings)
     qemu: QemuSettings = field(default_factory=QemuSettings)
     network: NetworkSettings = field(default_factory=NetworkSettings)
@@ -179,13 +247,73 @@ class Settings:
 
 
 def load(path: Path) -> Settings:
-    """Read settings from a TOML file and the file that it includes. Raises `Refused`, which names every wrong key."""
+    """Read settings from a TOML file and the file that it includes, as they are for this machine. Raises `Refused`,
+    which names every wrong key."""
     raw = _read(path)
     include = raw.get("include")
-    if not isinstance(include, str):
-        return parse(raw, str(path))
-    other = path.parent / include
-    return parse(_merged(raw, _read(other)), f"{path} with {other}")
+    if isinstance(include, str):
+        other = path.parent / include
+        settings = parse(_merged(raw, _read(other)), f"{path} with {other}")
+    else:
+        settings = parse(raw, str(path))
+    return on_machine(settings, socket.gethostname())
+
+
+# --- hosts -----------------------------------------------------------------------------------------
+
+
+def host_names(settings: Settings) -> list[str]:
+    """The names of the hosts that the settings name: those of `[[hosts]]`, or this machine alone."""
+    return list(_classes(settings)) if settings.hosts else [settings.host.name]
+
+
+def on_machine(settings: Settings, machine: str) -> Settings:
+    """The settings as they are for the machine of that host name: with `[[hosts]]`, its own name and the values of its
+    class, if it has one. A machine without a class is no host, but may be the controller's."""
+    if not settings.hosts:
+        return settings
+    # What a class takes from [host] is written into it, because [host] becomes what this machine has.
+    hosts = tuple(replace(one, cores=_of_class(settings, one).host.cores) for one in settings.hosts)
+    classes = _classes(settings)
+    name = settings.host.name if settings.host.name != LOCALHOST else machine.partition(".")[0]
+    host = replace(settings.host, name=name)
+    return _of_class(replace(settings, host=host, hosts=hosts), classes.get(name))
+
+
+def site_cores(settings: Settings) -> int:
+    """The cores of all hosts that the settings name."""
+    if not settings.hosts:
+        return settings.host.cores
+    return sum(_of_class(settings, one).host.cores for one in _classes(settings).values())
+
+
+def _classes(settings: Settings) -> Mapping[str, HostClass]:
+    """The class of each host, by the host's name, in the order of the settings."""
+    return {name: one for one in settings.hosts for name in _names(one)}
+
+
+def _names(one: HostClass) -> list[str]:
+    return [str(name) for name in NodeSet(one.nodes, resolver=RESOLVER_NOGROUP)]
+
+
+def names_of_hosts(nodes: str) -> list[str]:
+    """The names in a node set. Raises `Refused` for what is none, or has names that no host can have."""
+    try:
+        names = _names(HostClass(nodes))
+    except NodeSetException as error:
+        raise Refused(f"{nodes!r} is no node set: {error}", hint="as n[1-4,7]") from error
+    if why := next(filter(None, map(wrong_host_name, names)), ""):
+        raise Refused(why)
+    return names
+
+
+def _of_class(settings: Settings, own: HostClass | None) -> Settings:
+    if own is None:
+        return settings
+    given = {key: value for key in (f.name for f in fields(own)) if (value := getattr(own, key)) is not None}
+    host = {f.name: given[f.name] for f in fields(HostSettings) if f.name in given}
+    qemu = {f.name: given[f.name] for f in fields(QemuSettings) if f.name in given}
+    return replace(settings, host=replace(settings.host, **host), qemu=replace(settings.qemu, **qemu))
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -244,6 +372,10 @@ def _tables(hint: Any, value: Any, path: str) -> Iterator[tuple[type, dict[str, 
 def _contradictions(s: Settings) -> Iterator[str]:
     """Each value that its type permits and that makes no sense, with its key."""
     yield from _wrong_host(s)
+    yield from _wrong_classes(s)
+    if not any("{host}" in word for word in s.agent.connect):
+        yield "agent.connect: must name the host, as {host}"
+    yield from _wrong_fence(s)
     yield from _wrong_network(s)
     yield from _wrong_qemu(s.qemu)
     yield from _wrong_slurm(s.slurm)
@@ -269,6 +401,45 @@ def _wrong_host(s: Settings) -> Iterator[str]:
         yield "host.disk_overcommit: must be 1 or more; to claim less, reduce host.disk"
     if s.host.disk_floor < 0:
         yield "host.disk_floor: must be 0 or more MiB"
+
+
+def _wrong_classes(s: Settings) -> Iterator[str]:
+    named: Counter[str] = Counter()
+    for i, one in enumerate(s.hosts):
+        try:
+            names = _names(one)
+        except NodeSetException as error:
+            yield f"hosts.{i}.nodes: {one.nodes!r} is no node set: {error}"
+            continue
+        if not names:
+            yield f"hosts.{i}.nodes: names no host"
+        if why := next(filter(None, map(wrong_host_name, names)), ""):
+            yield f"hosts.{i}.nodes: {why}"
+        named.update(names)
+        of_class = _of_class(s, one)
+        yield from (f"hosts.{i}: {why}" for why in (*_wrong_host(of_class), *_wrong_qemu(of_class.qemu)))
+    if twice := sorted(name for name, count in named.items() if count > 1):
+        yield f"hosts: {', '.join(twice)} in more than one place"
+
+
+def wrong_host_name(name: str) -> str:
+    """Why this cannot be the name of a host; empty if it can. It becomes a word of `agent.connect`, and is shown."""
+    if name[:1].isalnum() and all(c.isascii() and (c.isalnum() or c in "-_.") for c in name):
+        return ""
+    return f"{name!r} is no name of a host: letters, digits, hyphens, dots and underscores"
+
+
+def _wrong_fence(s: Settings) -> Iterator[str]:
+    if s.fence.command and not any("{host}" in word for word in s.fence.command):
+        yield "fence.command: must name the host, as {host}"
+    if s.fence.command and s.fence.after < s.pacing.silence:
+        yield f"fence.after: must be at least pacing.silence, {s.pacing.silence:g} s"
+    if not 0 <= s.fence.quorum <= 1:
+        yield "fence.quorum: must be from 0 to 1"
+    if s.fence.timeout <= 0:
+        yield "fence.timeout: must be more than 0"
+    if s.agent.self_fence and s.agent.self_fence < LEAST_SELF_FENCE:
+        yield f"agent.self_fence: must be at least {LEAST_SELF_FENCE:g} s, or 0"
 
 
 def _wrong_network(s: Settings) -> Iterator[str]:

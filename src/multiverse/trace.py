@@ -287,9 +287,17 @@ class RecordingHypervisor:
 
     def __init__(self, inner: Hypervisor, trace: Trace) -> None:
         self._inner, self._trace = inner, trace
-        self.sources = [RecordingSource(source, trace) for source in inner.sources]
+        self._sources: dict[Source, RecordingSource] = {}
+        self.membership = inner.membership
         self.templates = RecordingTemplates(inner.templates, trace) if inner.templates else None
         self.users = RecordingUsers(inner.users, trace) if inner.users else None
+
+    @property
+    def sources(self) -> Sequence[RecordingSource]:
+        """See `ports.Hypervisor`."""
+        known = self._sources
+        self._sources = {one: known.get(one) or RecordingSource(one, self._trace) for one in self._inner.sources}
+        return list(self._sources.values())
 
     async def create(self, vm: VmSpec) -> Sequence[Stage]:
         return await self._trace.call(
@@ -329,6 +337,10 @@ class RecordingSource:
     @property
     def hosts(self) -> Sequence[str]:
         return self._inner.hosts
+
+    @property
+    def silence(self) -> float | None:
+        return self._inner.silence
 
     async def observe(self) -> HypervisorView:
         return await self._trace.observe("hypervisor.observe", self._inner.observe(), hypervisor_view, self.name)

@@ -36,11 +36,11 @@ class TestedController:
         self.kept = kept
         who = ControllerIdentity("1.0", run, "test0")
         epoch = ControllerEpoch(kept, self._keep, [agent.local.name for agent in agents], wait)
-        self.connections = [
-            AgentConnection(agent.local.name, agent, who, epoch, Random(f"{run}/{agent.local.name}"))
-            for agent in agents
-        ]
-        self.hypervisor = AgentHypervisor(self.connections)
+        by_name = {agent.local.name: agent for agent in agents}
+        self.hypervisor = AgentHypervisor(
+            list(by_name), lambda host: AgentConnection(host, by_name[host], who, epoch, Random(f"{run}/{host}"))
+        )
+        self.connections = [source.connection for source in self.hypervisor.sources]
         self._running: asyncio.Task[None] | None = None
 
     def _keep(self, epoch: int) -> None:

@@ -8,7 +8,8 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,11 @@ from multiverse.lab.layout import Layout, layout
 from multiverse.lab.plan import LabOptions
 from multiverse.lab.services import AGENT, CONTROLLER
 from multiverse.lab.users import PrivateUser, enter_private_namespace, private_users
+from multiverse.system import kernel
 from tests.integration.images import IMAGES, slim
 from tests.integration.restarting_daemon import RestartingDaemon, StartDaemon
 
-_NEEDED = ("slurmctld", "slurmdbd", "slurmd", "munged", "mariadbd", "ganesha.nfsd")
+_NEEDED = ("slurmctld", "slurmdbd", "slurmd", "munged", "mariadbd", "ganesha.nfsd", "sshd")
 GUESTS_NETWORK = f"10.219.{os.getpid() % 256}"
 """Of the guests of tests without a lab. Two runs at the same time must not share routes."""
 SCRATCH = 128
@@ -98,12 +100,12 @@ def settings(accelerator: Path) -> Iterator[Settings]:
         shutil.rmtree(memory)
 
 
-@pytest.fixture(scope="session")
-def lab(accelerator: Path) -> Iterator[LabUnderTest]:
-    """Everything but the controller: it is in the tests' hands (see `controller`)."""
+@contextmanager
+def new_lab(accelerator: Path, wishes: LabOptions, *, controller: bool) -> Iterator[LabUnderTest]:
+    """A lab with users and a directory of its own, which is removed with it. Guests see the users' homes."""
     if os.geteuid() != 0:
         pytest.skip("needs root")
-    missing = [program for program in _NEEDED if not shutil.which(program)]
+    missing = [program for program in _NEEDED if not shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin")]
     assert not missing, f"not installed: {' '.join(missing)}; run make setup"
     directory = Path(tempfile.mkdtemp(prefix="mvlab-"))
     directory.chmod(0o755)  # users go through it
@@ -114,15 +116,25 @@ def lab(accelerator: Path) -> Iterator[LabUnderTest]:
             directory / "users",
             [("ada", 61801, directory / "home" / "ada"), ("bob", 61802, directory / "home" / "bob")],
         )
-        wishes = LabOptions(cores=8, memory=16384, shares=(directory / "home",), images=IMAGES)
         where.controller.mkdir(parents=True)
         shutil.copy(accelerator, where.controller)
         (where.controller / accelerator.name).chmod(0o600)
-        settings = asyncio.run(lifecycle.up(where, wishes, controller=False))
+        options = replace(wishes, shares=(directory / "home",), images=IMAGES)
+        settings = asyncio.run(lifecycle.up(where, options, controller=controller))
         yield LabUnderTest(where, settings, user, other)
     finally:
         asyncio.run(lifecycle.down(where))
+        with suppress(OSError):  # files on which another lab's users are mounted cannot be removed
+            for file in ("/etc/passwd", "/etc/group"):
+                kernel.umount(file)
         shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def lab(accelerator: Path) -> Iterator[LabUnderTest]:
+    """Everything but the controller: it is in the tests' hands (see `controller`)."""
+    with new_lab(accelerator, LabOptions(cores=8, memory=16384), controller=False) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

@@ -113,11 +113,11 @@ class Controller:
 
     kept = 0
 
-    def __init__(self, transport: Transport, site: str) -> None:
+    def __init__(self, transport: Transport, site: str, host: str = "h") -> None:
         who = ControllerIdentity(multiverse.__version__, secrets.token_hex(4), site)
-        epoch = ControllerEpoch(0, lambda _: None, ["h"], 30.0)
-        self.connection = AgentConnection("h", transport, who, epoch, Random(1))
-        self.hypervisor = AgentHypervisor([self.connection])
+        epoch = ControllerEpoch(0, lambda _: None, [host], 30.0)
+        self.connection = AgentConnection(host, transport, who, epoch, Random(1))
+        self.hypervisor = AgentHypervisor([host], lambda _: self.connection)
 
     async def connected(self) -> None:
         for _ in range(600):
@@ -128,8 +128,8 @@ class Controller:
 
 
 @contextlib.asynccontextmanager
-async def connected(transport: Transport, site: str) -> AsyncIterator[Controller]:
-    controller = Controller(transport, site)
+async def connected(transport: Transport, site: str, host: str = "h") -> AsyncIterator[Controller]:
+    controller = Controller(transport, site, host)
     running = asyncio.create_task(controller.hypervisor.run())
     try:
         await controller.connected()

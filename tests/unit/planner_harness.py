@@ -145,6 +145,7 @@ class PlannerHarness:
             effect_ended_at=dict(self.effect_ended_at),
             refused=dict(self.refused),
             entropy="test",
+            epoch=self.clock.wall() - self.clock.now(),
         )
 
     def run(self, *messages: Message) -> list[Move]:

@@ -11,6 +11,7 @@ from multiverse.core.model import (
     AttemptState,
     Claim,
     CloneKind,
+    HostState,
     HypervisorView,
     JobRef,
     KnownHost,
@@ -80,6 +81,10 @@ def template(state: TemplateState, *, id: int = 1, **more: object) -> Template:
     return Template(id=id, version=1, state=state, **values)  # type: ignore[arg-type]
 
 
+def known_host(state: HostState, **more: object) -> KnownHost:
+    return KnownHost("h1", SOURCE, state, id=1, version=1, **more)  # type: ignore[arg-type]
+
+
 def rows(*some: Row, claims: Iterable[Claim] = (), known: Iterable[str] = ("h1",)) -> Rows:
     """All rows of a site; `known`: the hosts that were observed once."""
     return Rows(
@@ -92,7 +97,8 @@ def rows(*some: Row, claims: Iterable[Claim] = (), known: Iterable[str] = ("h1",
         {row.id: row for row in some if isinstance(row, Template)},
         {row.id: row for row in some if isinstance(row, Offer)},
         tuple(claims),
-        {name: KnownHost(name, SOURCE) for name in known},
+        {name: KnownHost(name, SOURCE) for name in known}
+        | {row.name: row for row in some if isinstance(row, KnownHost)},
     )
 
 
@@ -138,7 +144,8 @@ class Decided(list[Change]):
 
 def effects_of(rows: LiveRows) -> Iterator[tuple[Row, Effect]]:
     """The effects that the live rows permit, by looking at every row: what `permitted_effects` is compared with."""
-    for row in (*rows.attempts.values(), *rows.vms.values(), *rows.templates.values()):
+    hosts = sorted(rows.hosts.values(), key=lambda host: host.id)
+    for row in (*rows.attempts.values(), *rows.vms.values(), *hosts, *rows.templates.values()):
         offer = rows.offers.get(row.id) if isinstance(row, Vm) else None
         if effect := effect_of(row) or (effect_of(offer) if offer else None):
             yield row, effect

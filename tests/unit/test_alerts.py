@@ -47,9 +47,11 @@ from tests.unit.rows import SOURCE, offer, rows, vm, world_of
 def seen(
     harness: PlannerHarness, *, hosts: Sequence[Host] | None = None, policy: Policy = POLICY, **more: Any
 ) -> list[Alert]:
-    """The alerts while a source shows these hosts; None: while the source is unknown."""
+    """The alerts while a source shows these hosts; None: while the source has just turned unknown."""
     view = HypervisorView({host.name: host for host in hosts}) if hosts is not None else None
     world = world_of(None, view, harness.clock.time)
+    if view is None:
+        world = replace(world, sources={SOURCE: Observation(None, harness.clock.time)})
     return alerts(replace(findings(harness.rows, world, policy, harness.clock.time), **more))
 
 
@@ -222,13 +224,15 @@ def test_an_alert_that_ends_by_itself_has_no_repair(more: Mapping[str, Any], nam
         assert word in f"{one.message} {one.remedy}"
 
 
-def test_nothing_is_concluded_about_the_hosts_of_an_unknown_source() -> None:
+def test_hosts_of_a_source_that_is_unknown_are_out_of_reach_after_a_while() -> None:
     harness = PlannerHarness()
     known = {name: KnownHost(name, source) for name, source in (("h1", "near"), ("h2", "near"), ("h3", "silent"))}
     seen_near = Seen(HypervisorView({"h1": harness.hosts["h1"]}), harness.clock.time)
-    world = World(sources={"near": Observation(seen_near), "silent": Observation(None)})
-    found = findings(replace(harness.rows, hosts=known), world, POLICY, harness.clock.time)
-    assert [away.host for away in found.hosts_away] == ["h2"]
+    for silence, away in ((POLICY.silence - 1, ["h2"]), (POLICY.silence + 1, ["h2", "h3"])):
+        silent = Observation(None, harness.clock.time - silence)
+        world = World(sources={"near": Observation(seen_near), "silent": silent})
+        found = findings(replace(harness.rows, hosts=known), world, POLICY, harness.clock.time)
+        assert [one.host for one in found.hosts_away] == away
 
 
 def test_vms_of_a_fenced_host_are_shown_until_they_are_gone() -> None:
@@ -340,8 +344,8 @@ def test_the_name_of_an_alert_determines_its_record() -> None:
 def test_an_empty_host_out_of_reach_is_shown_until_an_operator_gives_it_up() -> None:
     harness = PlannerHarness()
     with committing(harness) as tx:
-        for name in ("h1", "h2"):
-            tx.keep_host(KnownHost(name, SOURCE))
+        for number, name in enumerate(("h1", "h2"), 1):
+            tx.keep_host(KnownHost(name, SOURCE, id=number))
     here = [harness.hosts["h1"]]
     assert seen(harness) == [], "nothing is concluded while the hosts are not observed"
     (one,) = seen(harness, hosts=here)

@@ -39,6 +39,7 @@ from multiverse.core.model import (
     Claim,
     CloneKind,
     Depth,
+    Drain,
     Host,
     HostState,
     HypervisorView,
@@ -126,9 +127,13 @@ JOURNAL = [
 
 
 def live_rows() -> Rows:
-    """The rows above. Host h4 is fenced, h2 and h3 are out of reach."""
+    """The rows above. Host h1 is drained, h4 is fenced, h5 removed, and h2 and h3 are out of reach, h3 silent."""
     found = rows(*ATTEMPTS, *VMS, *TEMPLATES, *OFFERS, claims=CLAIMS, known=["h1", "h2", "h3"])
-    return replace(found, hosts={**found.hosts, "h4": KnownHost("h4", SOURCE, HostState.FENCED)})
+    silent = replace(found.hosts["h3"], state=HostState.SILENT, id=3)
+    drained = replace(found.hosts["h1"], drain=Drain(0.0, "a fan"), id=1)
+    off = KnownHost("h4", SOURCE, HostState.FENCED, id=4, reason="an operator says that host h4 is off")
+    gone = KnownHost("h5", SOURCE, HostState.REMOVED, id=5)
+    return replace(found, hosts={**found.hosts, "h1": drained, "h3": silent, "h4": off, "h5": gone})
 
 
 class StoreOfRows:
@@ -166,6 +171,9 @@ class ControllerAtRest:
 
     def world(self) -> World:
         return world_of(None, SEEN, 998.0)
+
+    def held_back(self) -> Mapping[str, str]:
+        return {"h3": "only 1 of 3 hosts are in sight: the controller may be cut off from them"}
 
     def unknown_users(self) -> list[LookupFailure]:
         return []

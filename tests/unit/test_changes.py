@@ -145,7 +145,7 @@ def test_hosts_are_known_without_what_they_have_available_and_a_new_size_checks_
     seen = world(hosts=(replace(H1, available=512),))
     here.queue.jobs = seen.scheduler.value.jobs if seen.scheduler else {}
     mark_changes(here, replace(seen, scheduler=None), POLICY)
-    assert here.hosts["h1"] == KnownHost("h1", SOURCE, value=H1) and not here.queue.unchecked
+    assert here.hosts["h1"] == KnownHost("h1", SOURCE, value=H1, id=1) and not here.queue.unchecked
     mark_changes(here, replace(world(hosts=(replace(H1, capacity=Size(8, 4096, 65536)),)), scheduler=None), POLICY)
     assert here.queue.unchecked == {5}
     here.queue.take_unchecked()

@@ -51,11 +51,11 @@ def answer(_client: Client, method: str, path: str, *, params: dict[str, str] | 
     return SimpleNamespace(json=lambda: json.loads(DOCUMENTS[f"{method} {asked} null"]["document"]))
 
 
-def printed(command: str) -> str:
+def printed(command: str, width: int = 160) -> str:
     out = io.StringIO()
     with (
         mock.patch.object(Client, "_ask", answer),
-        mock.patch.object(render.console, "_width", 160),
+        mock.patch.object(render.console, "_width", width),
         contextlib.redirect_stdout(out),
     ):
         status = app(command.split(), prog_name="multiverse", standalone_mode=False)
@@ -66,6 +66,14 @@ def printed(command: str) -> str:
 def recorded() -> dict[str, str]:
     blocks = RECORDED.read_text().split("$ multiverse ")[1:]
     return {block.splitlines()[0]: f"$ multiverse {block}" for block in blocks}
+
+
+def test_the_hosts_fit_a_terminal_of_80_columns() -> None:
+    text = printed("hosts", 80)
+    assert max(map(len, text.splitlines())) <= 80
+    table = text.split("\n\n")[1]
+    assert {"HOST", "STATE", "VMS", "JOBS", "CPUS", "MEMORY"} <= set(table.split()) and "FEATURES" not in table
+    assert "draining" in table and "a fan" in text and "multiverse repair h2 --fenced" in " ".join(text.split())
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -36,7 +36,7 @@ from multiverse.core.provisioning.clones import (
 )
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.spares import node_spec
-from multiverse.core.state import VmsMissing
+from multiverse.core.rows import VmsMissing
 from multiverse.core.transition import EffectKind
 from tests.unit import rows as hand
 from tests.unit.planner_harness import POLICY, PlannerHarness, failed

@@ -10,7 +10,9 @@ from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
     AttemptState,
     Host,
+    HostState,
     HypervisorView,
+    Key,
     Row,
     Size,
     TemplateState,
@@ -61,7 +63,8 @@ def test_a_fence_ends_all_vms_on_that_host_and_no_others() -> None:
         known=["h1", "h2"],
     )
     state = State(here, TABLES, NOW)
-    changes = changes_of(plan(state, World(), [Command("fence", "h1")], NOW, POLICY))
+    off, *changes = changes_of(plan(state, World(), [Command("fence", "h1")], NOW, POLICY))
+    assert (off.row.key, off.event, off.row.state) == (Key("host", 1), Event.FENCED, HostState.FENCED)
     assert [(c.row.id, c.event) for c in changes] == [(1, Event.FENCED), (3, Event.FENCED)]
     assert changes[0].row == replace(here.vms[1], state=V.ENDING, since=NOW, quarantined="")
     assert state.vms[3].state is V.ENDING and "an operator" in state.vms[3].reason

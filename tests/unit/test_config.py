@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.config import Settings, load, parse
+from multiverse import config
+from multiverse.config import Settings, host_names, load, on_machine, parse, site_cores
 from multiverse.controller.loop import policy_of
 from multiverse.core.errors import Refused
 from multiverse.core.model import Mount
@@ -30,6 +31,14 @@ def test_values_are_read_into_their_types(tmp_path: Path) -> None:
     ("raw", "said"),
     [
         ({"hots": {}}, "hots: no such key, did you mean host"),
+        ({"hosts": [{"cores": 2}]}, "hosts.0.nodes"),
+        ({"hosts": [{"nodes": "n[1-"}]}, "hosts.0.nodes: 'n[1-' is no node set"),
+        ({"hosts": [{"nodes": ""}]}, "hosts.0.nodes: names no host"),
+        ({"hosts": [{"nodes": "n1"}, {"nodes": "n1,-oProxyCommand=x"}]}, "hosts.1.nodes: '-oProxyCommand=x'"),
+        ({"hosts": [{"nodes": "n[1-3]"}, {"nodes": "n[3-4]"}]}, "hosts: n3 in more than one place"),
+        ({"hosts": [{"nodes": "n1", "overcommit": 0.5}]}, "hosts.0: host.overcommit"),
+        ({"hosts": [{"nodes": "n1", "run": "/run/" + "x" * 100}]}, "hosts.0: qemu.run"),
+        ({"agent": {"connect": ["ssh", "n1"]}}, "agent.connect"),
         ({"host": {"core": 1}}, "host.core: no such key, did you mean cores"),
         ({"host": {"cores": "many"}}, "host.cores"),
         ({"slurm": {"commands": 1}}, "slurm.commands"),
@@ -53,6 +62,34 @@ def test_an_error_names_each_wrong_key(raw: dict[str, object], said: str) -> Non
     with pytest.raises(Refused) as caught:
         parse(raw, "m.toml")
     assert said in str(caught.value) and caught.value.hint
+
+
+CLASSES = """
+[host]
+cores = 4
+memory = 8000
+[[hosts]]
+nodes = "n[1-3]"
+[[hosts]]
+nodes = "big1"
+cores = 64
+overcommit = 1.5
+vms = "/scratch/vms"
+"""
+
+
+def test_a_machine_finds_its_class_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "m.toml").write_text(CLASSES)
+    monkeypatch.setattr(config.socket, "gethostname", lambda: "big1.example.org")
+    mine = load(tmp_path / "m.toml")
+    assert (mine.host.name, mine.host.cores, mine.host.memory, mine.host.overcommit) == ("big1", 64, 8000, 1.5)
+    assert (mine.qemu.vms, mine.qemu.images) == (Path("/scratch/vms"), Settings().qemu.images)
+    other = on_machine(parse({"host": {"name": "n2"}, "hosts": [{"nodes": "n[1-3]", "memory": 512}]}, "m"), "big1")
+    assert (other.host.name, other.host.memory) == ("n2", 512), "unless the settings say its name"
+    outside = on_machine(parse({"hosts": [{"nodes": "n[1-3]", "memory": 512}]}, "m"), "head")
+    assert (outside.host.name, outside.host.memory) == ("head", 4096) and "head" not in host_names(outside)
+    assert host_names(mine) == ["n1", "n2", "n3", "big1"] and site_cores(mine) == 3 * 4 + 64
+    assert host_names(Settings()) == ["localhost"] and site_cores(Settings()) == Settings().host.cores
 
 
 def test_an_error_names_a_missing_or_damaged_file(tmp_path: Path) -> None:

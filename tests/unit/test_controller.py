@@ -46,6 +46,8 @@ class Submission:
 class OneHost:
     """A source with one host, which answers unless it is `away`."""
 
+    silence = None
+
     def __init__(self, name: str, memory: int = 4096) -> None:
         self.name, self.hosts, self.away, self.observations = name, [name], False, 0
         self.host = Host(name, Size(4, memory, 65536), images={"slim": IMAGES["slim"]}, available=1000)
@@ -63,7 +65,7 @@ class Ports:
 
     def __init__(self, *sources: OneHost, submission: Submission | None = None) -> None:
         self.sources, self.submission, self.parts = sources, submission, None
-        self.offers = self.templates = self.users = None
+        self.offers = self.templates = self.users = self.membership = None
 
     async def observe(self) -> SchedulerView:
         await asyncio.sleep(0.01)

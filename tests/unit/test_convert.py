@@ -20,7 +20,8 @@ from multiverse.core.model import (
 )
 from multiverse.core.provisioning.reasons import BEHIND
 from multiverse.core.transition import Command
-from multiverse.service.convert import host_view, job_views, timeline_view, vm_views, waiting_reasons
+from multiverse.service.convert import job_views, timeline_view, vm_views, waiting_reasons
+from multiverse.service.hosts import Troubles, host_views
 from multiverse.service.timeline import phases
 from tests.unit.planner_harness import POLICY, PlannerHarness
 from tests.unit.rows import world_of
@@ -98,7 +99,7 @@ def test_memory_is_that_of_the_last_observation_or_of_an_exact_measurement() -> 
     assert (vm.cpu_s, vm.private, vm.shared, vm.pss) == (2.0, 61.5, 90.0, 70.0)
     (unseen,) = vm_views(harness.rows, World(), {}, harness.clock.time)
     assert (unseen.private, unseen.shared) == (0.0, 0.0)
-    view = host_view(host, harness.rows, seen_world, POLICY)
+    (view,) = host_views(harness.rows, seen_world, POLICY, harness.clock.time, Troubles({}, {}, {}))
     assert (view.private, view.shared, view.templates, view.available) == (60.0, 90.0, 220.0, 9000)
     assert view.images == {"slim": ("fork", "plug_memory")}
     assert view.claimed.memory < view.declared.memory and view.template_copies == 2 and view.vms == 1
@@ -107,7 +108,8 @@ def test_memory_is_that_of_the_last_observation_or_of_an_exact_measurement() -> 
     harness.ended(Key("template", 1))
     harness.run()
     assert not harness.rows.templates
-    later = host_view(host, harness.rows, world(harness.vms, {}), POLICY)
+    now_world = world(harness.vms, {})
+    (later,) = host_views(harness.rows, now_world, POLICY, harness.clock.time, Troubles({}, {}, {}))
     claims = sum(claim.size.memory for claim in harness.rows.claims)
     assert later.claimed.memory == claims + POLICY.base.memory, "the template is gone, but its VM still maps its memory"
 

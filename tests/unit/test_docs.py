@@ -45,6 +45,6 @@ def test_every_command_that_the_pages_name_exists() -> None:
     command = get_command(app)
     verbs = command.commands  # type: ignore[attr-defined]
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        for verb, sub in re.findall(r"`?multiverse ([a-z]+)(?: ([a-z]+))?", page.read_text()):
+        for verb, sub in re.findall(r"`?multiverse ([a-z]+)(?: ([a-z-]+))?", page.read_text()):
             if verb in verbs and hasattr(verbs[verb], "commands") and sub:
                 assert sub in verbs[verb].commands, f"{page.name}: multiverse {verb} {sub}"

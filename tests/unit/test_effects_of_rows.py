@@ -8,12 +8,12 @@ import pytest
 
 from multiverse.core.machines.offer import step_offer
 from multiverse.core.machines.tables import effect_of
-from multiverse.core.model import AttemptState, Depth, Key, OfferState, Row, TemplateState, VmState, World
+from multiverse.core.model import AttemptState, Depth, HostState, Key, OfferState, Row, TemplateState, VmState, World
 from multiverse.core.transition import Effect, EffectKind
 from tests.unit.planner_harness import POLICY
-from tests.unit.rows import attempt, effects_of, offer, rows, state, template, vm
+from tests.unit.rows import attempt, effects_of, known_host, offer, rows, state, template, vm
 
-A, V, T, O, E = AttemptState, VmState, TemplateState, OfferState, EffectKind  # noqa: E741
+A, V, T, O, E, H = AttemptState, VmState, TemplateState, OfferState, EffectKind, HostState  # noqa: E741
 
 # Of each state of each kind of row: the effect, and its text.
 EFFECTS: list[tuple[Row, E | None, str]] = [
@@ -53,6 +53,7 @@ EFFECTS: list[tuple[Row, E | None, str]] = [
     (template(T.READY), None, ""),
     (template(T.BROKEN, reason="no boot"), None, ""),
     (template(T.RETIRING), E.DROP, ""),
+    *((known_host(state), E.FENCE if state is H.FENCING else None, "h1" * (state is H.FENCING)) for state in H),
 ]
 
 OFFERS: list[tuple[O, E | None]] = [
@@ -102,7 +103,7 @@ def test_the_offer_of_a_vm_that_can_serve_no_job_is_withdrawn(trouble: dict[str,
 
 
 def test_every_state_and_every_effect_of_a_row_is_in_this_file() -> None:
-    assert {row.state for row, _, _ in EFFECTS} | {state for state, _ in OFFERS} == {*A, *V, *T, *O}
+    assert {row.state for row, _, _ in EFFECTS} | {state for state, _ in OFFERS} == {*A, *V, *T, *O, *H}
     # An orphan has no row: SWEEP is the controller's. What jobs wait for is in no row either.
     without_rows = {E.SWEEP}
     assert {kind for _, kind, _ in EFFECTS if kind} | {kind for _, kind in OFFERS if kind} == {*E} - without_rows

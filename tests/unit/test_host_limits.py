@@ -107,5 +107,5 @@ def test_the_socket_of_the_firewall_is_not_inherited(tmp_path: Path) -> None:
 
     process.set_all_close_on_exec()
     before = inheritable()
-    firewall = Firewall("mvtest-", tmp_path / "vms")
+    firewall = Firewall("mvtest-", tmp_path / "vms", ("10.9.1.0", "10.9.255.254"))
     assert firewall is not None and inheritable() == before == []

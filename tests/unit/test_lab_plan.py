@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import pwd
@@ -9,6 +10,7 @@ import shutil
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from multiverse.core.model import site_of, vm_name
 from multiverse.lab import configure, lifecycle, plan, process
 from multiverse.lab.layout import Layout, layout
 from multiverse.lab.plan import LabOptions, LabPlan
+from multiverse.lab.services import SERVICES, services
 from multiverse.system.locks import try_locked_directory
 
 PLAN = LabPlan(
@@ -176,6 +179,76 @@ def test_configuration_is_read_back_as_settings(short: Path) -> None:
     settings = configure.configure(where, replace(PLAN, settings=requested))
     assert (settings.qemu.images, settings.qemu.base_memory, settings.pacing.attempts) == (share, 384, 3)
     assert settings.qemu.bridge == "mvlab210"
+    settings = configure.configure(where, replace(PLAN, settings={"image": {"default": ""}}))
+    assert settings.image.default == config.ImageSettings.default, "an empty value removes the lab's own"
+
+
+# --- several hosts -----------------------------------------------------------------------------------
+
+
+def test_several_hosts_have_names_addresses_and_ports_of_their_own() -> None:
+    hosts = replace(PLAN, hosts=plan.MOST_HOSTS).own_hosts
+    assert [host.name for host in hosts] == ["mvh1", "mvh2", "mvh3", "mvh4"]
+    network, first_vm = ipaddress.IPv4Network(PLAN.subnet), config.NetworkSettings.first
+    addresses = [ipaddress.IPv4Address(host.address) for host in hosts]
+    assert len({*addresses, ipaddress.IPv4Address(PLAN.gateway)}) == 5
+    assert all(network[1] < address < network[first_vm] for address in addresses)
+    assert len({host.uplink for host in hosts} | {PLAN.bridge}) == 5
+    assert all(len(host.uplink) <= 15 for host in hosts)
+    assert PLAN.own_hosts == (), "a single host is this machine"
+
+
+def test_each_host_has_services_in_place_of_this_machines_agent() -> None:
+    names = [service.name for service in services(replace(PLAN, hosts=2))]
+    assert names[-7:] == ["mvh1", "mvh1-sshd", "mvh1-agent", "mvh2", "mvh2-sshd", "mvh2-agent", "controller"]
+    assert "agent" not in names
+    assert services(PLAN) == services(None) == SERVICES
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="files get their owners")
+def test_hosts_and_controller_read_the_same_settings_for_the_same_paths(short: Path) -> None:
+    if not _has_user("slurm"):
+        pytest.skip("no slurm user here")
+    where = layout(short / "lab")
+    where.make()
+    (where.etc / "site.toml").write_text("[pacing]\nattempts = 3\n")
+    settings = configure.configure(where, replace(PLAN, hosts=2, disk=4000))
+    assert config.host_names(settings) == ["mvh1", "mvh2"]
+    assert settings.qemu.images == Path(PLAN.images) == settings.image.source
+    assert "{host}" in settings.agent.connect and settings.agent.connect[-1] == "dial-stdio"
+    ranges = []
+    for name in ("mvh1", "mvh2"):
+        own = where.host(name)
+        text = (own.etc / "multiverse.toml").read_text()
+        # The host sees its own directory in place of the lab's.
+        raw = config.parse(tomllib.loads(text) | {"include": str(own.etc / "site.toml")}, "test")
+        seen = config.on_machine(raw, name)
+        assert (seen.host.name, seen.host.cores, seen.host.disk) == (name, 8, 2000)
+        assert (seen.agent.socket, seen.qemu.vms) == (where.agent_socket, settings.qemu.vms)
+        assert seen.qemu.images == where.images
+        assert (own.etc / "site.toml").read_text() == "[pacing]\nattempts = 3\n"
+        assert "root:*:" in (own.etc / "shadow").read_text()
+        first, count = seen.qemu.uids
+        ranges += [*range(first, first + count)]
+    assert len(set(ranges)) == len(ranges), "no user runs VMs of two hosts"
+    keys = {path: path.read_bytes() for path in where.root.rglob("*key")}
+    assert len(keys) == 3 and not any(path.stat().st_mode & 0o77 for path in keys)
+    configure.configure(where, replace(PLAN, hosts=2))
+    assert keys == {path: path.read_bytes() for path in where.root.rglob("*key")}, "keys are made once"
+
+
+def test_the_number_of_hosts_does_not_change_while_something_runs(short: Path) -> None:
+    where = layout(short)
+    plan.decide(where, LabOptions(hosts=2))
+    lifecycle._check_hosts(where, LabOptions(hosts=1))
+    where.run.mkdir()
+    own = process.ProcessIdentity.of(os.getpid())
+    running = process.RunningDaemon(own.pid, own.started, own.boot_id, "", 0.0)
+    (where.run / "mvh2-sshd.json").write_text(json.dumps(asdict(running)))
+    for same in (LabOptions(), LabOptions(hosts=2)):
+        lifecycle._check_hosts(where, same)
+    with pytest.raises(Refused, match="runs with 2 hosts"):
+        lifecycle._check_hosts(where, LabOptions(hosts=3))
 
 
 def _has_user(name: str) -> bool:
@@ -222,7 +295,6 @@ async def test_a_recorded_process_is_identified_and_stopped(tmp_path: Path) -> N
     assert not running.alive()
     await process.stop(running, 5.0)
     assert process.recorded(record) is None
-    started.wait()
 
 
 async def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
@@ -238,7 +310,21 @@ async def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     await process.stop(running, 0.2)
     assert not running.alive()
     assert time.monotonic() - began < 5
-    started.wait()
+
+
+async def test_a_daemon_that_a_launcher_starts_is_recorded_in_its_place(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("sets its user")
+    record, log = tmp_path / "record.json", tmp_path / "launched.log"
+    text = "import subprocess; print(subprocess.Popen(['sleep', '100'], start_new_session=True, stdout=2).pid)"
+    running = process.start(replace(command(log, text), launcher=True), record, "abc")
+    assert Path(f"/proc/{running.pid}/comm").read_text() == "sleep\n"
+    assert process.recorded(record) == running
+    await process.stop(running, 5.0)
+    assert process.recorded(record) is None
+    failing = replace(command(log, "raise SystemExit('no room')"), launcher=True)
+    with pytest.raises(Broken, match="cannot start launched: no room"):
+        process.start(failing, record, "")
 
 
 async def test_a_failed_start_is_reported_with_the_last_line_of_the_log(tmp_path: Path) -> None:

@@ -99,7 +99,8 @@ def test_the_metrics_have_every_counter() -> None:
     assert set(found) >= {"multiverse_commits", "multiverse_looks", "multiverse_effects", "multiverse_rows"}
     effects = {tuple(sorted(s.labels.items())): s.value for s in found["multiverse_effects"]}
     assert effects[("kind", "pin"), ("outcome", "done")] == 2
-    assert [s.labels for s in found["multiverse_rows"]] == [{"of": "template", "state": "ready"}]
+    rows = [s.labels for s in found["multiverse_rows"]]
+    assert rows == [{"of": "host", "state": "known"}, {"of": "template", "state": "ready"}]
 
 
 def test_a_transaction_that_changes_nothing_is_not_counted() -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import configparser
 import os
 import shutil
+import socket
 import subprocess
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from multiverse.config import HostSettings, QemuSettings, Settings, SlurmSettings
+from multiverse.config import AgentSettings, HostClass, HostSettings, QemuSettings, Settings, SlurmSettings
 from multiverse.core.errors import Broken
 from multiverse.core.model import User
 from multiverse.drivers.slurm import inbox_access, install, requirements, site_conf
@@ -214,6 +216,22 @@ def test_the_agents_unit_lets_vms_outlive_the_agent(settings: Settings) -> None:
     # With any of these the agent has a mount namespace or a list of devices of its own (systemd.exec(5)).
     views = ("private", "protect", "readonly", "readwrite", "inaccessible", "device", "restrictnamespaces", "bind")
     assert not [key for key in service if key.startswith(views)]
+
+
+def test_a_host_without_a_controller_gets_the_agents_unit_alone(settings: Settings, tmp_path: Path) -> None:
+    alone = {path.name: content for path, content, _ in rendering.render_agent(settings, CONFIG)}
+    assert alone.keys() == {rendering.AGENT_SERVICE, "multiverse-agent.conf"}
+    assert alone[rendering.AGENT_SERVICE] == contents(settings)[rendering.AGENT_SERVICE]
+    assert "d /run/multiverse 0755 root root -" in alone["multiverse-agent.conf"].splitlines()
+    classes = replace(settings, hosts=(HostClass("n[1-4]"),), agent=AgentSettings(socket=tmp_path / "agent.sock"))
+    stranger = replace(classes, host=replace(settings.host, name="n9"))
+    with mock.patch.object(checking, "render_agent", lambda *_: []):
+        assert [one.name for one in checking.check_agent(stranger, CONFIG)] == ["hosts", rendering.AGENT_SERVICE]
+        with socket.socket(socket.AF_UNIX) as agent:
+            agent.bind(str(tmp_path / "agent.sock"))
+            agent.listen()
+            known = replace(classes, host=replace(settings.host, name="n2"))
+            assert checking.check_agent(known, CONFIG) == []
 
 
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from multiverse.core.errors import Broken
-from multiverse.core.model import AttemptState, Claim, ClaimKey, Host, HostState, KnownHost, Size, Stage
+from multiverse.core.model import AttemptState, Claim, ClaimKey, Drain, Host, HostState, KnownHost, Size, Stage
 from multiverse.core.transition import Change, Event, Move
 from multiverse.store import Store, StoreConflict, open_store
 from tests.unit.planner_harness import ManualClock, PlannerHarness
@@ -98,8 +98,8 @@ def test_a_host_is_kept_as_it_was_known_last(tmp_path: Path) -> None:
     clock = ManualClock()
     store = Store(tmp_path / "db", clock)
     assert store.rows().hosts == {}
-    h1 = KnownHost("h1", "agent of h1", value=Host("h1", Size(4, 8192), frozenset({"instant"}), images=IMAGES))
-    h2 = KnownHost("h2", "agent of h2")
+    h1 = KnownHost("h1", "agent of h1", value=Host("h1", Size(4, 8192), frozenset({"instant"}), images=IMAGES), id=1)
+    h2 = KnownHost("h2", "agent of h2", id=2, drain=Drain(5.0, "memory"))
     with store.transaction() as tx:
         tx.keep_host(h1)
         tx.keep_host(h2)
@@ -136,7 +136,7 @@ def test_a_vm_may_hold_claims_in_two_domains_and_each_is_released_by_its_own_key
     (vm,) = harness.all_vms()
     other = Claim(vm.key, "h2", Size(1, 256))
     with harness.store.transaction() as tx:
-        tx.keep_host(KnownHost("h2", "agent of h2"))
+        tx.keep_host(KnownHost("h2", "agent of h2", id=2))
         tx.apply(Move((), make=(other,)))
     assert [c.domain for c in harness.rows.claims if c.owner == vm.key] == ["h1", "h2"]
     with harness.store.transaction() as tx:

@@ -13,6 +13,7 @@ from multiverse.core.model import (
     AttemptState,
     Depth,
     Host,
+    HostState,
     HypervisorView,
     Job,
     JobState,
@@ -34,7 +35,7 @@ from multiverse.core.planner import plan
 from multiverse.core.policy import Policy, Pool
 from multiverse.core.transition import TERMINAL, Command, Event, Message, RowState
 from tests.unit.planner_harness import POLICY
-from tests.unit.rows import IMAGES, as_ready, attempt, offer, state, template, vm, world_of
+from tests.unit.rows import IMAGES, as_ready, attempt, known_host, offer, state, template, vm, world_of
 
 A, V, T, O = AttemptState, VmState, TemplateState, OfferState  # noqa: E741
 NOW = 1000.0
@@ -229,19 +230,23 @@ def test_a_vm_of_any_state_is_lost_with_its_host(before: V) -> None:
     assert found == [(Key("vm", 1), before, Event.LOST, V.LOST)]
 
 
+HOST_FENCED = (Key("host", 1), None, Event.FENCED, HostState.FENCED)
+
+
 @pytest.mark.parametrize("before", [*ALL_VMS, V.LOST])
 def test_a_vm_of_any_state_ends_when_its_host_is_fenced(before: V) -> None:
     away = Shown(hosts=(replace(H1, name="h2"),))
     found = taken(vm(before, quarantined="x"), shown=away, messages=(Command("fence", "h1"),))
-    assert found == [(Key("vm", 1), before, Event.FENCED, V.ENDING)]
+    assert found == [HOST_FENCED, (Key("vm", 1), before, Event.FENCED, V.ENDING)]
 
 
 @pytest.mark.parametrize("before", LEAVING)
 def test_a_vm_that_is_being_destroyed_goes_on_so_when_its_host_is_fenced(before: V) -> None:
     away = Shown(hosts=(replace(H1, name="h2"),))
-    assert taken(vm(before), shown=away, messages=(Command("fence", "h1"),)) == []
+    assert taken(vm(before), shown=away, messages=(Command("fence", "h1"),)) == [HOST_FENCED]
     found = taken(vm(before), shown=replace(away, ended=(Key("vm", 1),)), messages=(Command("fence", "h1"),))
-    assert found == [(Key("vm", 1), before, Event.ABSENT, V.GONE)], "no observation of the host is needed"
+    gone = (Key("vm", 1), before, Event.ABSENT, V.GONE)
+    assert found == [HOST_FENCED, gone], "no observation of the host is needed"
 
 
 @pytest.mark.parametrize("before", [V.PARKED, V.STARTING, V.JOINED, V.RETIRING])
@@ -336,8 +341,16 @@ def test_a_template_of_any_state_is_dropped_by_an_operator(before: T) -> None:
 LIVE: list[tuple[RowKind, RowState]] = sorted(
     {(kind, one.target) for kind, table in TABLES.items() for one in table if one.target not in TERMINAL}
 )
-STEPS = {"attempt": "step_attempt", "vm": "step_vm", "template": "step_template", "offer": "step_offer"}
-MAKERS = {"attempt": attempt, "vm": vm, "template": template, "offer": offer}
+LIVE.remove(("host", HostState.KNOWN))  # it is looked at only while its source is silent
+LIVE.remove(("host", HostState.REMOVED))  # nothing moves it but an operator
+STEPS = {
+    "attempt": "step_attempt",
+    "vm": "step_vm",
+    "template": "step_template",
+    "offer": "step_offer",
+    "host": "step_host",
+}
+MAKERS = {"attempt": attempt, "vm": vm, "template": template, "offer": offer, "host": known_host}
 
 
 @pytest.mark.parametrize(("kind", "before"), LIVE)

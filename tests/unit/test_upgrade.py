@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from multiverse.core.model import (
     Attempt,
     AttemptState,
     ClaimKey,
+    Drain,
     Host,
     HostState,
     HypervisorView,
@@ -46,6 +47,7 @@ from multiverse.core.model import (
 )
 from multiverse.core.planner import plan
 from multiverse.core.state import State
+from multiverse.core.transition import Change, Event, Move
 from multiverse.store import Store, schema, upgrade
 from tests.unit.planner_harness import POLICY, ManualClock
 from tests.unit.rows import IMAGES
@@ -300,10 +302,25 @@ def test_claims_are_held_in_the_domain_of_their_host(previous: Path) -> None:
 
 def test_the_hosts_of_schema_0003_are_known_and_that_of_a_fenced_vm_is_fenced(previous: Path) -> None:
     store = Store(previous, ManualClock())
-    assert store.rows().hosts == {
-        **{name: KnownHost(name, name, HostState.KNOWN) for name in ("h1", "h2", "h4")},
-        "h3": KnownHost("h3", "h3", HostState.FENCED),
-    }
+    states = {"h1": HostState.KNOWN, "h2": HostState.KNOWN, "h3": HostState.FENCED, "h4": HostState.KNOWN}
+    known = {name: KnownHost(name, name, state, id=n) for n, (name, state) in enumerate(states.items(), 1)}
+    assert store.rows().hosts == known
+    with store.transaction() as tx:  # and they can be moved
+        drained = replace(known["h2"], drain=Drain(1.0, "a fan"))
+        tx.apply(Move((Change(drained, Event.DRAINED),)))
+    assert store.rows().hosts["h2"] == replace(drained, version=1)
+    store.close()
+    assert Store(previous, ManualClock()).rows().hosts["h2"].drain == Drain(1.0, "a fan")
+
+
+def test_the_next_host_after_the_upgrade_has_a_number_of_its_own(previous: Path) -> None:
+    state = State(Store(previous, ManualClock()).rows(), TABLES)
+    state.know_host(KnownHost("h9", "h9"))
+    assert sorted(host.id for host in state.hosts.values()) == [1, 2, 3, 4, 5]
+
+
+def test_hosts_of_schema_0003_are_no_longer_in_meta(previous: Path) -> None:
+    store = Store(previous, ManualClock())
     assert store._connection.exec_driver_sql("SELECT count(*) FROM meta WHERE key = 'hosts'").scalar() == 0
 
 

@@ -455,8 +455,9 @@ def test_a_fence_keeps_the_reason_that_a_vm_had_and_the_journal_says_who_spoke()
     del harness.hosts["h1"]
     harness.run()
     harness.run(Command("fence", "h1"))
-    (entry,) = [entry for entry in harness.store.journal() if entry.event == "fenced"]
-    assert entry.reason == "an operator says that host h1 is off"
+    host, entry = [entry for entry in harness.store.journal() if entry.event == "fenced"]
+    assert (host.kind, host.source, host.target) == ("host", "known", "fenced")
+    assert host.reason == entry.reason == "an operator says that host h1 is off"
 
 
 # --- rows -------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from random import Random
 from typing import cast
 
@@ -58,15 +59,26 @@ class AgentConnection:
         """What the agent has said of itself; None while there is no connection."""
         self.reason = "the first connection is being made"
         """Why there is no connection."""
+        self.heard = -inf
+        """When the last line of the agent came, by the event loop's clock."""
         self._transport, self._who, self._epoch, self._random = transport, who, epoch, random
         self._ids = itertools.count(1)
         self._calls: dict[int, tuple[Call, asyncio.Future[Result]]] = {}
         self._writer: asyncio.StreamWriter | None = None
+        self._ponged = 0  # the last ping of this connection that the agent has answered
         self._settled = asyncio.Event()  # cleared while an attempt to connect is under way
         self._last: dict[type[Result], Result] = {}  # the last result of each kind on this connection
 
     async def run(self) -> None:
         """Keep the connection up until cancelled."""
+        try:
+            await self._keep_up()
+        finally:
+            self.reason = "it is given up"
+            self._settled.set()  # nobody waits for it any more
+            self._epoch.given_up(self.host)
+
+    async def _keep_up(self) -> None:
         failures, logged = 0, ""
         while True:
             self._settled.clear()
@@ -136,6 +148,7 @@ class AgentConnection:
         """Connect, greet, and read answers until the connection ends. Raises `Unknown` or `Refused` if it was not
         made; the end of one that was made is logged."""
         stream = await self._transport.open()
+        self._ponged = 0
         pinging = asyncio.create_task(self._ping(stream), name=f"ping {self.host}")
         made, error = False, MultiverseError("it was given up")
         try:
@@ -210,6 +223,9 @@ class AgentConnection:
             raise Unknown(f"it has sent a line of more than {LONGEST_LINE} bytes") from error
         except OSError as error:
             raise Unknown(str(error)) from error
+        self.heard = asyncio.get_running_loop().time()
+        if answer.pong is not None:
+            self._ponged = answer.pong
         if answer.refused is not None:
             raise answer.refused.error()
         return answer
@@ -218,4 +234,4 @@ class AgentConnection:
         for number in itertools.count(1):
             await asyncio.sleep(PING)
             if not stream.writer.is_closing():
-                stream.writer.write(encode(Line(ping=number)))
+                stream.writer.write(encode(Line(ping=number, heard=self._ponged)))

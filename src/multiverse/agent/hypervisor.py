@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import cast
 
 from multiverse.agent.connection import AgentConnection
@@ -46,6 +46,11 @@ class AgentSource:
         """See `ports.Source`."""
         return [self.connection.host]
 
+    @property
+    def silence(self) -> float:
+        """See `ports.Source`. An agent answers a ping also while an observation of it fails."""
+        return asyncio.get_running_loop().time() - self.connection.heard
+
     async def observe(self) -> HypervisorView:
         """See `ports.Source`. An observation that shows what the one before it showed is the same object."""
         view = cast(View, await self.connection.call(Observe()))
@@ -55,21 +60,50 @@ class AgentSource:
 
 
 class AgentHypervisor:
-    """`ports.Hypervisor`. `run` keeps the connections up."""
+    """`ports.Hypervisor`, of these hosts at first. `run` keeps the connections up, which `connect` makes by name."""
 
-    def __init__(self, connections: Sequence[AgentConnection]) -> None:
-        self._sources = {connection.host: AgentSource(connection) for connection in connections}
+    def __init__(self, hosts: Collection[str], connect: Callable[[str], AgentConnection]) -> None:
+        self._connect = connect
+        self._sources: dict[str, AgentSource] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # that keep connections up
+        self._group: asyncio.TaskGroup | None = None
+        self.keep(hosts)
 
     async def run(self) -> None:
         """Keep the connections to all agents up until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            for source in self._sources.values():
-                group.create_task(source.connection.run(), name=f"agent of {source.name}")
+        async with asyncio.TaskGroup() as self._group:
+            try:
+                for name in self._sources:
+                    self._keep_up(name)
+                await asyncio.Event().wait()
+            finally:
+                self._group = None
+
+    def keep(self, hosts: Collection[str]) -> None:
+        """See `ports.Membership`."""
+        for name in [name for name in self._sources if name not in hosts]:
+            del self._sources[name]
+            if task := self._tasks.pop(name, None):
+                task.cancel()
+        for name in hosts:
+            if name not in self._sources:
+                self._sources[name] = AgentSource(self._connect(name))
+                self._keep_up(name)
+
+    def _keep_up(self, name: str) -> None:
+        if self._group is not None:
+            work = self._sources[name].connection.run()
+            self._tasks[name] = self._group.create_task(work, name=f"agent of {name}")
 
     @property
     def sources(self) -> Sequence[AgentSource]:
         """See `ports.Hypervisor`."""
         return tuple(self._sources.values())
+
+    @property
+    def membership(self) -> AgentHypervisor:
+        """See `ports.Hypervisor`."""
+        return self
 
     @property
     def templates(self) -> AgentHypervisor:
@@ -138,5 +172,5 @@ class AgentHypervisor:
     def _agent(self, host: str) -> AgentConnection:
         source = self._sources.get(host)
         if source is None:
-            raise Gone(f"there is no host {host}", hint="multiverse status lists the hosts")
+            raise Gone(f"there is no host {host}", hint="multiverse hosts lists the hosts")
         return source.connection

@@ -270,7 +270,8 @@ RESULTS: dict[type[Message], type[Result]] = {
 
 
 class Line(Message):
-    """A line of a controller. One field is set, or `id` and `call`."""
+    """A line of a controller. One field is set, or `id` and `call`, or `ping` and `heard`: the last ping whose answer
+    has come, 0 if none. So the agent knows until when its controller has surely heard it."""
 
     hello: Hello | None = None
     take: int | None = None
@@ -278,6 +279,7 @@ class Line(Message):
     call: Call | None = None
     cancel: int | None = None
     ping: int | None = None
+    heard: int | None = None
 
 
 class Answer(Message):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -43,6 +44,7 @@ from multiverse.agent.protocol import (
     decode_line,
     encode,
 )
+from multiverse.agent.self_fence import Lease
 from multiverse.core.errors import MultiverseError, Refused, Unknown
 from multiverse.core.model import HypervisorView, VmCondition, VmSeen, VmSpec
 from multiverse.ports import GuestUsers, Hypervisor, Source, Templates
@@ -88,6 +90,7 @@ class _Connection:
     hypervisor: LocalHypervisor
     calls: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     newest: int = 0  # the highest id of a call
+    pongs: dict[int, float] = field(default_factory=dict)  # when pings were answered, until the controller has heard
     results: dict[str, bytes] = field(default_factory=dict)  # the last result sent of each kind that is repeated
 
     def send(self, line: bytes) -> None:
@@ -106,7 +109,9 @@ class AgentServer:
         epochs: Epochs,
         hypervisor: Callable[[str], LocalHypervisor],
         processes: Mapping[str, int] = MappingProxyType({}),
+        lease: Lease | None = None,
     ) -> None:
+        self._lease = lease
         self._who, self._epochs, self._hypervisor, self._processes = who, epochs, hypervisor, processes
         self._creating: dict[tuple[str, str], VmSpec] = {}  # by site and name
         self._tasks: set[asyncio.Task[None]] = set()
@@ -182,6 +187,7 @@ class AgentServer:
         while (line := await _line(reader)) is not None:
             if line.ping is not None:
                 connection.send(encode(Answer(pong=line.ping)))
+                self._note_contact(connection, line.ping, line.heard)
             elif line.cancel is not None:
                 if task := connection.calls.get(line.cancel):
                     task.cancel()
@@ -195,6 +201,18 @@ class AgentServer:
                     raise
                 self._begin(connection, line.id, line.call)
             await connection.writer.drain()
+
+    def _note_contact(self, connection: _Connection, ping: int, heard: int | None) -> None:
+        """The controller has heard the answer to an earlier ping, which was sent when `pongs` says. One of the release
+        before does not say what it has heard."""
+        if self._lease is None:
+            return
+        now = time.clock_gettime(time.CLOCK_BOOTTIME)
+        connection.pongs[ping] = now
+        at = now if heard is None else connection.pongs.get(heard)
+        if at is not None:
+            self._lease.heard(connection.site, at)
+            connection.pongs = {number: sent for number, sent in connection.pongs.items() if number > (heard or ping)}
 
     def _begin(self, connection: _Connection, number: int, call: Call) -> None:
         task = asyncio.create_task(self._run(connection, number, call), name=f"{call.name} {number}")
@@ -239,7 +257,7 @@ class AgentServer:
         hypervisor = connection.hypervisor
         match call:
             case Observe():
-                return View.of(self._with_creations(connection.site, await hypervisor.observe()))
+                return View.of(self._completed(connection.site, await hypervisor.observe()))
             case Create():
                 return await self._create(connection, call.vm)
             case Start():
@@ -269,14 +287,18 @@ class AgentServer:
             if self._creating.get(key) is vm:
                 del self._creating[key]
 
-    def _with_creations(self, site: str, view: HypervisorView) -> HypervisorView:
-        """The view, with the VMs whose creation runs and has left nothing to see yet. The call may have come over a
-        connection that was lost since: its controller must not take the VM for absent."""
+    def _completed(self, site: str, view: HypervisorView) -> HypervisorView:
+        """The view, with whether VMs are ended here by the agent itself, and with the VMs whose creation runs and has
+        left nothing to see yet. The call may have come over a connection that was lost since: its controller must not
+        take the VM for absent."""
         vms = dict(view.vms)
         for (of, name), vm in self._creating.items():
             if of == site and name not in vms:
                 vms[name] = VmSeen(name, vm.host, VmCondition.MAKING, token=vm.token)
-        return replace(view, vms=MappingProxyType(vms))
+        hosts = view.hosts
+        if self._lease is not None:
+            hosts = {name: replace(host, self_fence=self._lease.seconds) for name, host in hosts.items()}
+        return replace(view, hosts=hosts, vms=MappingProxyType(vms))
 
 
 async def _line(reader: asyncio.StreamReader) -> Line | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from multiverse.agent.protocol import LONGEST_LINE
-from multiverse.core.errors import Unknown
+from multiverse.core.errors import Refused, Unknown
 
 _LAST_WORDS = 2000
 """Characters of a command's error output that are kept."""
@@ -94,6 +94,23 @@ class _CommandStream:
                     self._process.kill()
                 await self._process.wait()
         return " ".join(self._said.split())
+
+
+def command_of(connect: Sequence[str], host: str) -> list[str]:
+    """The command of the setting `agent.connect` for that host."""
+    return [word.replace("{host}", host) for word in connect]
+
+
+def other_command(connect: Sequence[str], host: str, *words: str) -> list[str]:
+    """A command that reaches the host in the same way, and runs another command of `multiverse agent` there. Raises
+    `Refused` if `agent.connect` does not show how."""
+    *way, last = command_of(connect, host)
+    if last != "dial-stdio":
+        raise Refused(
+            f"agent.connect does not end with dial-stdio, so `{words[0]}` cannot be run on {host}",
+            hint="end it with `multiverse agent dial-stdio`, or copy the image yourself",
+        )
+    return [*way, *words]
 
 
 class CommandTransport:

@@ -9,13 +9,15 @@ read. Memory and disk are in MiB, durations in seconds.
 from multiverse.api.audit import IdentityAudit, VmIdentity
 from multiverse.api.decode import decode
 from multiverse.api.jobs import JobView, PhaseView, TimelineEntry, TimelineView
-from multiverse.api.machines import HostView, SizeView, TemplateView, VmView
-from multiverse.api.requests import PruneRequest, RepairRequest, TemplateRequest
+from multiverse.api.machines import HostsChanged, HostView, SizeView, TemplateView, VmView
+from multiverse.api.requests import HostRequest, PruneRequest, RepairRequest, TemplateRequest
 from multiverse.api.status import Alert, PoolView, PruneView, SourceView, StatusView
 
 __all__ = [
     "Alert",
+    "HostRequest",
     "HostView",
+    "HostsChanged",
     "IdentityAudit",
     "JobView",
     "PhaseView",

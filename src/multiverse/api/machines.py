@@ -65,7 +65,13 @@ class HostView:
     `private` and `shared` are sums over its VMs, so shared memory is counted once for each VM that maps it.
     `templates` is the memory that templates take, with all their copies; `template_copies` is the number of copies.
     Claims may reach `overcommit` times the declared memory; above 1, only while the machine keeps `floor` MiB
-    available. `images` maps each image on the host to what it can do there."""
+    available. `images` maps each image on the host to what it can do there. `features` are what the host can do for its
+    VMs beyond that, such as vhost-net.
+
+    `state` is up, closing (drained from `drain_from` on, in Unix time), draining, drained, away, silent, fencing or
+    fenced, and `reason` why it is drained or fenced. While it is not `reachable`, its figures are as last observed (0
+    if it never was); `away_for` is how long nothing was heard of it, and `why` what reaching it fails of. `todo` is
+    what an operator can do, empty if nothing."""
 
     name: str
     reachable: bool
@@ -83,3 +89,19 @@ class HostView:
     template_copies: int
     overcommit: float
     floor: int
+    state: str = "up"
+    reason: str = ""
+    drain_from: float | None = None
+    away_for: float = 0.0
+    why: str = ""
+    jobs: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
+    todo: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HostsChanged:
+    """The hosts for which a change was committed, and those for which it was refused, each with why."""
+
+    done: tuple[str, ...]
+    refused: Mapping[str, str]

@@ -19,6 +19,15 @@ class TemplateRequest(BaseModel):
     account: str | None = Field(default=None, max_length=255)
 
 
+class HostRequest(BaseModel):
+    """What to do to hosts. `hosts` is a ClusterShell node set, such as n[1-4]. `reason` and `begins` are of a drain:
+    why, and from when on (Unix time; None: now)."""
+
+    hosts: str = Field(min_length=1, max_length=100_000)
+    reason: str = Field(default="", max_length=200)
+    begins: float | None = Field(default=None, ge=0, le=1e11)
+
+
 class PruneRequest(BaseModel):
     """Which records to delete: those that ended more than `older_than` seconds ago. None: as old as the settings say.
     With `dry_run` they are only counted. `after` is `PruneView.next` of the answer before."""

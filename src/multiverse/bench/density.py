@@ -140,7 +140,7 @@ def busy(before: Sequence[int], after: Sequence[int]) -> float:
 def _available(client: Client) -> int:
     """The machine's available memory in MiB, once the controller has observed it."""
     deadline = time.monotonic() + END_LIMIT
-    while not (hosts := decode(list[HostView], client.hosts())):
+    while not (hosts := [one for one in decode(list[HostView], client.hosts()) if one.reachable]):
         if time.monotonic() > deadline:
             raise Broken(f"no host was observed within {END_LIMIT:g} s", hint="see the lab's log/controller.log")
         time.sleep(0.1)

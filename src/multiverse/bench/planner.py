@@ -93,7 +93,7 @@ class MonotonicClock:
 class Endless:
     """A scheduler, a hypervisor and its source, whose calls never return: only passes are measured."""
 
-    offers = submission = users = templates = None
+    offers = submission = users = templates = membership = silence = None
     name, hosts = SOURCE, ()
 
     @property

@@ -45,3 +45,17 @@ def dial_stdio(
     from multiverse.config import load
 
     dial_stdio(socket or load(context.obj).agent.socket)
+
+
+@app.command("receive-image", hidden=True)
+def receive_image(context: typer.Context, name: str, digest: str) -> None:
+    """Receive an image from `multiverse image push` on another machine, by standard input."""
+    import sys
+
+    from multiverse.config import load
+    from multiverse.host import path_security
+    from multiverse.images import transfer
+
+    images = load(context.obj).qemu.images
+    path_security.make_directory(images, 0o755)
+    transfer.receive(images, name, digest, sys.stdin.buffer, sys.stdout.buffer)

@@ -94,7 +94,7 @@ def job_progress(silent: bool) -> Callable[[str, int, int, float], None]:
 
 def host_figures(client: Client) -> dict[str, Any]:
     """What every result says about the lab's only host."""
-    host = client.hosts()[0]
+    host = next(host for host in client.hosts() if host["reachable"])
     return {name: host[name] for name in ("accelerator", "machine", "declared")}
 
 

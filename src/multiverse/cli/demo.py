@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -18,21 +19,23 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from multiverse.api import HostView, JobView, SizeView, TemplateView, TimelineView, decode
+from multiverse.api import HostView, JobView, SizeView, TemplateView, TimelineView, VmView, decode
 from multiverse.cli import render
 from multiverse.cli.render import console, duration
 from multiverse.client import Client
 from multiverse.core.errors import Broken, MultiverseError, Refused
 from multiverse.images.build import build as build_image
-from multiverse.lab.layout import layout
+from multiverse.lab.layout import Layout, layout
 from multiverse.lab.lifecycle import Progress
-from multiverse.lab.plan import LabOptions
-from multiverse.lab.services import SERVICES
+from multiverse.lab.plan import LabOptions, load
+from multiverse.lab.program import multiverse
+from multiverse.lab.services import services
 from multiverse.lab.session import LabSession, session
 
 T = TypeVar("T")
 
 IMAGE = "hpc"
+HOSTS, CORES, MEMORY = 2, 4, 8192  # of each host; memory in MiB
 LIMIT = 600.0
 """Seconds for the template, and for all jobs together."""
 
@@ -52,6 +55,11 @@ echo "hello from $(hostname): $(nproc) CPU, $(awk '/MemTotal/{print int($2/1024)
 
 ARRAY = """#!/bin/sh
 echo "task $SLURM_ARRAY_TASK_ID of $SLURM_ARRAY_TASK_COUNT ran on $(hostname)"
+"""
+
+# Of a size of which a host holds one VM only.
+GANG = """#!/bin/sh
+srun sh -c 'echo "rank $SLURM_PROCID of $SLURM_NTASKS ran on $(hostname)"'
 """
 
 # The input of HPCC, in the order of lines that it expects: one small HPL problem on a process grid of 1 × 2.
@@ -111,6 +119,7 @@ class DemoJob:
     expected: str
     state: str = "submitted"
     vm: str = ""
+    hosts: str = ""
     note: str = ""
     refusal: str = ""
 
@@ -138,13 +147,12 @@ def demo(
     asyncio.run(_demo(directory, images))
 
 
-def _lab_progress(say: Callable[[str], None]) -> Progress:
+def _lab_progress(where: Layout, say: Callable[[str], None]) -> Progress:
     """Prints a line for each service of the lab that has started, and shows which one is starting."""
-    names = ["bridge", *(service.name for service in SERVICES)]
-    following = dict(pairwise(names))
 
     def progress(name: str, word: str, seconds: float) -> None:
         console.print(f"  [green]✓[/] {name} {word} [dim]{duration(seconds)}[/]")
+        following = dict(pairwise(["bridge", *(service.name for service in services(load(where)))]))
         if name in following:
             say(f"starting {following[name]}")
 
@@ -152,14 +160,15 @@ def _lab_progress(say: Callable[[str], None]) -> Progress:
 
 
 async def _demo(directory: Path, images: Path) -> None:
-    options = LabOptions(cores=8, memory=16384, image=IMAGE, images=images)
-    stack = AsyncExitStack()
+    options = LabOptions(cores=CORES, memory=MEMORY, hosts=HOSTS, image=IMAGE, images=images)
+    stack, where = AsyncExitStack(), layout(directory)
     try:
-        with render.step("lab, a whole cluster on this machine") as say:
-            lab = await stack.enter_async_context(session(layout(directory), options, _lab_progress(say)))
+        with render.step(f"lab, a whole cluster with {HOSTS} hosts on this machine") as say:
+            lab = await stack.enter_async_context(session(where, options, _lab_progress(where, say)))
         with Client(lab.settings.socket) as client:
-            await _template(client)
+            await _templates(client)
             rows = await _run(lab, client)
+            _show_hosts(lab)
             wrong = await _report(lab, client, rows)
     finally:
         with render.step("ending everything", "everything ended"):
@@ -168,26 +177,44 @@ async def _demo(directory: Path, images: Path) -> None:
         raise Broken(f"not as expected: {', '.join(wrong)}", hint=f"see the logs in {directory}/log")
 
 
-async def _template(client: Client) -> None:
-    """Build the template. It would be built for the first job too; here its time is shown apart from the job's."""
+async def _templates(client: Client) -> None:
+    """Build the template on each host. It would be built for the first job too; here its time is shown apart from the
+    job's."""
     deadline = time.monotonic() + LIMIT
-    (host, *_) = await _eventually(deadline, lambda: decode(list[HostView], client.hosts()) or None)
-    with render.step(f"template ({host.accelerator}): boot it, freeze it at its fork point"):
-        client.template("build", IMAGE, host.name)
-        template = await _eventually(deadline, lambda: _built(client))
-    if template.state == "broken":
-        raise Broken(f"the template is broken: {template.reason}", hint=LOG_HINT)
-    machine = host.machine or SizeView(0, 0, 0)
+    hosts = await _eventually(deadline, lambda: _reachable(client))
+    with render.step(f"templates ({hosts[0].accelerator}): copy the image, boot it, freeze it at its fork point"):
+        for host in hosts:
+            client.template("build", IMAGE, host.name)
+        templates = await _eventually(deadline, lambda: _built(client))
+    if broken := next((template for template in templates if template.state == "broken"), None):
+        raise Broken(f"the template on {broken.host} is broken: {broken.reason}", hint=LOG_HINT)
+    machine = hosts[0].machine or SizeView(0, 0, 0)
+    declared = hosts[0].declared
     console.print(
-        f"  declared for VMs: {host.declared.cpus} cores, {render.memory(host.declared.memory)}; "
+        f"  declared for VMs on each host: {declared.cpus} cores, {render.memory(declared.memory)}; "
         f"this machine has {machine.cpus}, {render.memory(machine.memory)}",
         style="dim",
     )
 
 
-def _built(client: Client) -> TemplateView | None:
+def _reachable(client: Client) -> list[HostView] | None:
+    found = [host for host in decode(list[HostView], client.hosts()) if host.reachable]
+    return found if len(found) == HOSTS else None
+
+
+def _built(client: Client) -> list[TemplateView] | None:
     found = decode(list[TemplateView], client.templates())
-    return next((one for one in found if one.state in ("ready", "broken")), None)
+    ended = [one for one in found if one.state in ("ready", "broken")]
+    return ended if len(ended) == HOSTS else None
+
+
+def _show_hosts(lab: LabSession) -> None:
+    console.rule("multiverse hosts", style="dim")
+    width = {"COLUMNS": str(console.width)}
+    done = subprocess.run(
+        multiverse("hosts"), env={**os.environ, **lab.env, **width}, capture_output=True, text=True, check=False
+    )
+    console.print(done.stdout or done.stderr, markup=False, highlight=False)
 
 
 async def _eventually(deadline: float, ask: Callable[[], T | None]) -> T:
@@ -197,7 +224,7 @@ async def _eventually(deadline: float, ask: Callable[[], T | None]) -> T:
         if answer is not None:
             return answer
         await asyncio.sleep(0.05)
-    raise Broken(f"the template was not built within {LIMIT:g} s", hint=LOG_HINT)
+    raise Broken(f"the templates were not built within {LIMIT:g} s", hint=LOG_HINT)
 
 
 async def _run(lab: LabSession, client: Client) -> list[DemoJob]:
@@ -205,6 +232,8 @@ async def _run(lab: LabSession, client: Client) -> list[DemoJob]:
     rows = [DemoJob("hello", lab.submit(HELLO, "--job-name=hello", "--output=hello.out"), "COMPLETED")]
     array = lab.submit(ARRAY, "--job-name=array", "--array=1-3", "--output=array-%a.out")
     rows += [DemoJob(f"array task {task}", f"{array}_{task}", "COMPLETED") for task in (1, 2, 3)]
+    gang = lab.submit(GANG, "--job-name=gang", "-N2", f"-c{CORES - 1}", "--mem=300", "--output=gang.out")
+    rows.append(DemoJob("on two hosts", gang, "COMPLETED"))
     rows.append(DemoJob("hpcc, 2 ranks", lab.submit(HPCC, "--job-name=hpcc", "-n2", "--mem=700"), "COMPLETED"))
     rows.append(DemoJob("exits with 3", lab.submit("#!/bin/sh\nexit 3\n", "--job-name=fails"), "FAILED"))
     victim = DemoJob("cancelled early", lab.submit(HELLO, "--job-name=victim"), "CANCELLED")
@@ -243,6 +272,7 @@ async def _run(lab: LabSession, client: Client) -> list[DemoJob]:
 def _follow(client: Client, rows: Sequence[DemoJob]) -> None:
     """Update the lines with what the controller knows about each job's latest attempt, which it lists last."""
     jobs = decode(list[JobView], client.jobs(ended=True))
+    hosts = {vm.name: vm.host for vm in decode(list[VmView], client.vms())}
     latest = {job.job_id: job for job in jobs}
     for row in rows:
         job = latest.get(row.job)
@@ -253,6 +283,8 @@ def _follow(client: Client, rows: Sequence[DemoJob]) -> None:
             if not console.is_terminal:
                 console.print(f"  {row.job:>6}  {row.what:<16} {row.state}", markup=False)
         row.vm = job.vms[-1] if job.vms else ""
+        if of_job := {hosts[vm] for vm in job.vms if vm in hosts}:
+            row.hosts = " ".join(sorted(of_job))
         again = [one.reason for one in jobs if one.job_id == row.job and one.state == "requeued"]
         if len(again) == REQUEUE_LIMIT:
             raise Broken(f"{row.what} was requeued {REQUEUE_LIMIT} times: {again[-1]}", hint=LOG_HINT)
@@ -261,10 +293,11 @@ def _follow(client: Client, rows: Sequence[DemoJob]) -> None:
 
 
 def _table(rows: Sequence[DemoJob]) -> Table:
-    table = render.table("JOB", "WHAT", "STATE", "VM", "", fold=("",))
-    table.columns[2].min_width = table.columns[3].min_width = 10  # otherwise the columns would move as states change
+    table = render.table("JOB", "WHAT", "STATE", "VM", "HOST", "", fold=("",))
+    for column in table.columns[2:5]:
+        column.min_width = 10  # otherwise the columns would move as states change
     for row in rows:
-        table.add_row(row.job, row.what, render.state(row.state), row.vm, Text(row.note))
+        table.add_row(row.job, row.what, render.state(row.state), row.vm, row.hosts, Text(row.note))
     return table
 
 
@@ -303,8 +336,8 @@ def _show_outputs(lab: LabSession) -> list[str]:
     """Show the files that the jobs wrote. Returns those that are missing or empty."""
     wrong: list[str] = []
     console.rule("what the jobs wrote, where they were submitted", style="dim")
-    for name in ("hello.out", "array-1.out", "array-2.out", "array-3.out"):
-        text = _text(lab.user.home / name)
+    for name in ("hello.out", "array-1.out", "array-2.out", "array-3.out", "gang.out"):
+        text = "; ".join(sorted(_text(lab.user.home / name).splitlines()))
         console.print(Text.assemble((f"{name:<12}", "bold"), text or "(nothing)"))
         if not text:
             wrong.append(f"{name} is empty")

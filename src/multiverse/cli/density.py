@@ -80,7 +80,8 @@ async def _density(directory: Path, options: LabOptions, bounds: DensityBounds, 
     async with session(layout(directory), options, lab_progress(json)) as lab:
         with Client(lab.settings.socket) as client:
             found = await asyncio.to_thread(densities.run, lab, client, bounds, progress)
-            figures, host = host_figures(client), client.hosts()[0]
+            figures = host_figures(client)
+            host = next(host for host in client.hosts() if host["reachable"])
     return {
         "most": bounds.most,
         **figures,

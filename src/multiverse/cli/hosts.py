@@ -1,51 +1,119 @@
-"""`multiverse hosts`: what hosts declare, what of that is claimed, what the machines have and what VMs take of it."""
+"""`multiverse hosts`: the hosts of the site, what they have and what is on them; and what operators do to them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from datetime import datetime
 from typing import Annotated
 
 import typer
+from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
-from multiverse.api import HostView, decode
+from multiverse.api import HostsChanged, HostView, decode
 from multiverse.cli import render
+from multiverse.cli.times import unix_time
 from multiverse.client import Client
+
+app = typer.Typer(help="The hosts: show, add, drain, resume and remove them.", invoke_without_command=True)
+
+Hosts = Annotated[list[str], typer.Argument(metavar="HOST", help="Names, also as node sets: n[1-4,7].")]
+
+WIDE = 140
+"""Columns of a terminal from which on all figures are shown."""
+
+SHOWN_JOBS = 8
 
 _PLUG_ABILITIES = {"plug_cpus": "CPUs", "plug_memory": "memory"}
 _CLONE_KINDS = ("instant", "linked", "full")
 
 
-def hosts(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+@app.callback()
+def hosts(context: typer.Context, json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Show hosts. Admission counts against what is declared, which need not be what the machine has."""
+    if context.invoked_subcommand is not None:
+        return
     with Client() as client:
         document = client.hosts()
     if json:
         render.as_json(document)
         return
     found = decode(list[HostView], document)
-    wide = ("CPUS CLAIMED", "MEMORY CLAIMED", "DISK CLAIMED", "VMS TAKE", "TEMPLATES", "MACHINE HAS", "CLONES")
-    table = render.table("HOST", "VMS", *wide, right=("VMS",), fold=wide)
+    render.show(_table(found), "The site has no host; see: multiverse hosts add.")
     for one in found:
-        table.add_row(
-            one.name,
-            str(one.vms),
-            f"{one.claimed.cpus} of {one.declared.cpus}",
-            _memory_claimed(one),
-            f"{render.memory(one.claimed.disk)} of {render.memory(one.declared.disk)}",
-            f"{render.memory(one.private)}, {render.memory(one.shared)} shared",
-            render.memory(one.templates) + (", held twice" if one.template_copies > 1 else ""),
-            f"{_machine(one)}, runs {one.accelerator}",
-            " ".join(ability for ability in one.abilities if ability in _CLONE_KINDS),
+        _show_trouble(one)
+    for one in found:
+        _show_images(one)
+
+
+def _table(found: Sequence[HostView]) -> Table:
+    """What fits the terminal: all of it from 140 columns on."""
+    wide = (
+        "CPUS CLAIMED",
+        "MEMORY CLAIMED",
+        "DISK CLAIMED",
+        "VMS TAKE",
+        "TEMPLATES",
+        "MACHINE HAS",
+        "CLONES",
+        "FEATURES",
+    )
+    narrow = ("CPUS", "MEMORY")
+    full = render.console.width >= WIDE
+    shown = wide if full else narrow
+    table = render.table("HOST", "STATE", "VMS", "JOBS", *shown, right=("VMS", "JOBS"), fold=shown)
+    for one in found:
+        cells: list[str | Text] = [one.name, render.state(one.state), str(one.vms), str(len(one.jobs))]
+        cpus = f"{one.claimed.cpus} of {one.declared.cpus}"
+        table.add_row(*cells, cpus, _memory_claimed(one), *(_more(one) if full else ()))
+    return table
+
+
+def _more(host: HostView) -> list[str]:
+    return [
+        f"{render.memory(host.claimed.disk)} of {render.memory(host.declared.disk)}",
+        f"{render.memory(host.private)}, {render.memory(host.shared)} shared",
+        render.memory(host.templates) + (", held twice" if host.template_copies > 1 else ""),
+        f"{_machine(host)}, runs {host.accelerator}" if host.accelerator else _machine(host),
+        " ".join(ability for ability in host.abilities if ability in _CLONE_KINDS),
+        " ".join(host.features),
+    ]
+
+
+def _show_trouble(host: HostView) -> None:
+    """What is not as usual on a host, and what to do."""
+    said = []
+    if host.state == "closing" and host.drain_from is not None:
+        said.append(f"drained from {datetime.fromtimestamp(host.drain_from):%Y-%m-%d %H:%M:%S} on")
+    if host.reason:
+        said.append(host.reason)
+    if not host.reachable and host.state != "fenced":
+        said.append(
+            f"nothing was heard of it for {render.duration(host.away_for)}" + (f": {host.why}" if host.why else "")
         )
-    render.show(table, "No host is in reach; see: multiverse status.")
-    for one in found:
-        for image, abilities in one.images.items():
-            if lacking := [what for ability, what in _PLUG_ABILITIES.items() if ability not in abilities]:
-                note = f"On {one.name} guests of {image} take up no {' or '.join(lacking)} while they run: "
-                render.console.print(Text(f"{note}it has a template for each size.", style="dim"))
-            if "limit_disk" not in abilities:
-                note = f"On {one.name} VMs of {image} claim all of their disk, because its guests do not limit users: "
-                render.console.print(Text(f"{note}build it again with `multiverse image build`.", style="dim"))
+    if host.jobs and host.state != "up":
+        said.append(f"job {_some(host.jobs)}")
+    if said or host.todo:
+        line = Text.assemble((host.name, "bold"), f": {'; '.join(said) or host.state}")
+        render.console.print(Text(render.plain(line.plain).plain, spans=line.spans))
+    if host.todo:
+        render.console.print(Padding(render.plain(f"to do: {host.todo}"), (0, 0, 0, 2)))
+
+
+def _some(jobs: Sequence[str]) -> str:
+    shown = ", ".join(jobs[:SHOWN_JOBS])
+    return f"{shown} and {len(jobs) - SHOWN_JOBS} more" if len(jobs) > SHOWN_JOBS else shown
+
+
+def _show_images(host: HostView) -> None:
+    for image, abilities in host.images.items():
+        if lacking := [what for ability, what in _PLUG_ABILITIES.items() if ability not in abilities]:
+            note = f"On {host.name} guests of {image} take up no {' or '.join(lacking)} while they run: "
+            render.console.print(Text(f"{note}it has a template for each size.", style="dim"))
+        if "limit_disk" not in abilities:
+            note = f"On {host.name} VMs of {image} claim all of their disk, because its guests do not limit users: "
+            render.console.print(Text(f"{note}build it again with `multiverse image build`.", style="dim"))
 
 
 def _memory_claimed(host: HostView) -> str:
@@ -58,3 +126,47 @@ def _machine(host: HostView) -> str:
         return "–"
     free = f", {render.memory(host.available)} available" if host.available else ""
     return f"{host.machine.cpus} CPUs, {render.memory(host.machine.memory)}{free}"
+
+
+@app.command()
+def add(hosts: Hosts) -> None:
+    """Add hosts to the site: hosts that the settings do not name, and hosts that were removed."""
+    _change("add", hosts, "added")
+
+
+@app.command()
+def drain(
+    hosts: Hosts,
+    reason: Annotated[str, typer.Option("--reason", help="Why; shown to whoever asks.")] = "",
+    begins: Annotated[
+        str, typer.Option("--from", metavar="TIME", help="As for sbatch --begin. Until then, only jobs that end by it.")
+    ] = "",
+) -> None:
+    """Let hosts take no new VM. They are free when their jobs have ended, and are shown as drained then."""
+    moment = unix_time(begins, datetime.now().astimezone()) if begins else None
+    _change("drain", hosts, "draining", reason=reason, begins=moment)
+
+
+@app.command()
+def resume(hosts: Hosts) -> None:
+    """Let drained hosts take VMs again. A host that was fenced counts as in the site again."""
+    _change("resume", hosts, "resumed")
+
+
+@app.command()
+def remove(hosts: Hosts) -> None:
+    """Take hosts out of the site. Nothing may be on them, unless they are surely off. They stay removed, also if the
+    settings name them, until they are added again."""
+    _change("remove", hosts, "removed")
+
+
+def _change(verb: str, hosts: Sequence[str], done: str, **more: str | float | None) -> None:
+    """Ask for a change to hosts, and say what came of it for each."""
+    with Client() as client:
+        changed = decode(HostsChanged, client.change_hosts(verb, ",".join(hosts), **more))
+    if changed.done:
+        render.console.print(f"{done}: {', '.join(changed.done)}", markup=False, soft_wrap=True)
+    for why in changed.refused.values():
+        render.errors.print(why, markup=False)
+    if changed.refused:
+        raise typer.Exit(1)

@@ -1,18 +1,22 @@
-"""`multiverse image build|list`: bootable disks with everything that a job needs."""
+"""`multiverse image build|list|push`: bootable disks with everything that a job needs."""
 
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from multiverse.agent.transport import other_command
 from multiverse.cli import render
-from multiverse.config import Settings, load
-from multiverse.core.errors import Refused
-from multiverse.images import catalog
+from multiverse.config import Settings, load, names_of_hosts
+from multiverse.core.errors import Broken, MultiverseError, Refused
+from multiverse.images import catalog, transfer
 from multiverse.images.build import build as build_image
+
+_COPIES = 4  # to hosts at the same time
 
 app = typer.Typer(help="Images: bootable disks with everything that a job needs.", no_args_is_help=True)
 
@@ -78,3 +82,33 @@ def list_(
         taken = (one.path / "disk.raw").stat().st_blocks * 512 / 2**20
         table.add_row(one.name, one.flavour, one.key[:12], render.memory(taken), " ".join(one.packages))
     render.show(table, "No images; multiverse image build slim makes one.")
+
+
+@app.command()
+def push(
+    name: Annotated[str, typer.Argument(metavar="IMAGE", help="An image of this machine.")],
+    hosts: Annotated[list[str], typer.Argument(metavar="HOST...", help="Hosts, also as n[1-32].")],
+    config: Annotated[
+        Path, typer.Option("--config", "-c", envvar="MULTIVERSE_CONFIG", help="The settings, a TOML file.")
+    ] = Path("/etc/multiverse/multiverse.toml"),
+    directory: Directory = None,
+) -> None:
+    """Copy an image to hosts, by the way of the setting agent.connect. It appears there when it is complete."""
+    settings = load(config)
+    image = catalog.load(directory or settings.qemu.images, name)
+    names = [name for word in hosts for name in names_of_hosts(word)]
+    if settings.host.name in names:
+        raise Refused(f"{settings.host.name} is this machine", hint=f"its images are in {settings.qemu.images}")
+    commands = {host: other_command(settings.agent.connect, host, "receive-image") for host in names}
+    failed = []
+    with ThreadPoolExecutor(_COPIES) as threads:
+        begun = {threads.submit(transfer.send, image, command): host for host, command in commands.items()}
+        for done in as_completed(begun):
+            try:
+                word = "copied" if done.result() else "there already"
+            except MultiverseError as error:
+                word = f"failed: {error.message}"
+                failed.append(begun[done])
+            render.console.print(f"{begun[done]}: {word}", markup=False)
+    if failed:
+        raise Broken(f"{name} is not on {', '.join(sorted(failed))}", hint="repeat this command for these hosts")

@@ -15,11 +15,12 @@ from typing import Annotated, Any
 import typer
 
 from multiverse.cli.render import as_json, console, duration, show, table
+from multiverse.config import Settings, host_names
 from multiverse.core.errors import Refused
 from multiverse.lab import lifecycle
 from multiverse.lab.configure import environment
 from multiverse.lab.layout import layout
-from multiverse.lab.plan import LabOptions, load, shares
+from multiverse.lab.plan import MOST_HOSTS, LabOptions, load, shares
 
 app = typer.Typer(help="A whole cluster on this machine.", no_args_is_help=True)
 
@@ -66,8 +67,12 @@ def _silent(name: str, word: str, seconds: float) -> None:
 @app.command()
 def up(
     directory: Dir = None,
-    cores: Annotated[int | None, typer.Option(min=1, help="Cores declared for VMs. [first time: 8]")] = None,
-    memory: Annotated[str | None, typer.Option(help="Memory declared for VMs. [first time: 16G]")] = None,
+    hosts: Annotated[
+        int | None,
+        typer.Option(min=1, max=MOST_HOSTS, help="Hosts; of several, each has namespaces. [first time: 1]"),
+    ] = None,
+    cores: Annotated[int | None, typer.Option(min=1, help="Cores each host declares. [first time: 8]")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory each host declares. [first time: 16G]")] = None,
     share: Annotated[list[Path] | None, typer.Option(help="A directory that guests see too; may be repeated.")] = None,
     image: Annotated[str | None, typer.Option(help="The image of jobs that name none. [first time: slim]")] = None,
     setting: Annotated[
@@ -80,6 +85,7 @@ def up(
     where = layout(directory)
     options = LabOptions(
         cores=cores,
+        hosts=hosts,
         memory=mebibytes(memory) if memory else None,
         shares=shares(share or ()),
         image=image,
@@ -91,12 +97,16 @@ def up(
         return
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
     console.print(
-        f"The lab declares {settings.host.cores} cores and {settings.host.memory} MiB for VMs; this machine has "
+        f"{_who(settings)} {settings.host.cores} cores and {settings.host.memory} MiB for VMs; this machine has "
         f"{os.cpu_count()} and {machine}.",
         f'Next: eval "$({_command(where.root, directory)} env)"',
         sep="\n",
         markup=False,
     )
+
+
+def _who(settings: Settings) -> str:
+    return f"Each of {', '.join(host_names(settings))} declares" if settings.hosts else "The lab declares"
 
 
 def _command(root: Path, directory: Path | None) -> str:

@@ -25,6 +25,7 @@ from multiverse.cli import (
     passes,
     prune,
     repair,
+    scale,
     simulate,
     site,
     soak,
@@ -47,7 +48,7 @@ app = typer.Typer(
 )
 app.command("jobs")(jobs.jobs)
 app.command("vms")(vms.vms)
-app.command("hosts")(hosts.hosts)
+app.add_typer(hosts.app, name="hosts")
 app.command("status")(status.status)
 app.command("repair")(repair.repair)
 app.command("prune")(prune.prune)
@@ -65,6 +66,7 @@ bench.app.command("observations")(observations.observations)
 bench.app.command("planner")(passes.planner)
 bench.app.command("backfill")(backfill.backfill)
 bench.app.command("queue")(long_queue.queue)
+bench.app.command("scale")(scale.scale)
 bench.app.command("neighbours")(long_queue.neighbours_)
 app.add_typer(bench.app, name="bench")
 app.add_typer(simulate.app, name="simulate")

@@ -53,6 +53,14 @@ STATE_STYLES = {
     "ready": "green",
     "building": "cyan",
     "broken": "red",
+    "up": "green",
+    "closing": "yellow",
+    "draining": "yellow",
+    "drained": "yellow",
+    "away": "red",
+    "silent": "bold red",
+    "fencing": "bold red",
+    "fenced": "magenta",
 }
 
 

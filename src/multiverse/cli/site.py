@@ -12,10 +12,11 @@ from rich.text import Text
 from multiverse.cli import render as output
 from multiverse.config import Settings, load
 from multiverse.drivers.slurm import site_conf
-from multiverse.drivers.slurm.requirements import Level
+from multiverse.drivers.slurm.requirements import Finding, Level
 from multiverse.site.checking import check as findings
-from multiverse.site.checking import is_ready
+from multiverse.site.checking import check_agent, is_ready
 from multiverse.site.rendering import render as rendered_files
+from multiverse.site.rendering import render_agent
 from multiverse.site.writing import WriteOutcome, beside, write
 
 app = typer.Typer(help="Install Multiverse beside a site's Slurm.", no_args_is_help=True)
@@ -25,6 +26,7 @@ SlurmConf = Annotated[
     Path | None, typer.Option("--slurm-conf", help="The site's slurm.conf, or a copy. [default: as in the settings]")
 ]
 _CONFIG = Path("/etc/multiverse/multiverse.toml")
+Agent = Annotated[bool, typer.Option("--agent", help="Of a host with an agent and without the controller.")]
 _INTERVAL = 1.0  # seconds between two checks with --wait
 
 
@@ -39,10 +41,14 @@ def render(
     config: Config = _CONFIG,
     slurm_conf: SlurmConf = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files that were changed by hand, too.")] = False,
+    agent: Agent = False,
 ) -> None:
     """Write all files that a site adds. A file that was changed by hand stays, and the new one is written beside it."""
     settings, source = _read(config, slurm_conf)
-    wanted = rendered_files(settings, config.absolute(), site_conf.read(source))
+    if agent:
+        wanted = render_agent(settings, config.absolute())
+    else:
+        wanted = rendered_files(settings, config.absolute(), site_conf.read(source))
     table = output.table("FILE", "WHAT WAS DONE", fold=("FILE",))
     kept = []
     for path, outcome in write(wanted, directory.absolute(), force=force):
@@ -52,7 +58,7 @@ def render(
     output.show(table, "There is no file to write.")
     for path in kept:
         output.console.print(f"The new content is in {beside(path)}; --force overwrites the file.", markup=False)
-    output.console.print("Next: multiverse site check", markup=False)
+    output.console.print(f"Next: multiverse site check{' --agent' * agent}", markup=False)
 
 
 @app.command()
@@ -61,11 +67,17 @@ def check(
     slurm_conf: SlurmConf = None,
     wait: Annotated[float, typer.Option(help="Seconds for services that are starting: check again meanwhile.")] = 0.0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    agent: Agent = False,
 ) -> None:
     """Report what is missing or different, with remedies. Exits with 1 if there is a problem, and with 0 otherwise."""
     settings, source = _read(config, slurm_conf)
     deadline = time.monotonic() + wait
-    while not is_ready(found := findings(settings, config.absolute(), source)) and time.monotonic() < deadline:
+
+    def look() -> list[Finding]:
+        path = config.absolute()
+        return check_agent(settings, path) if agent else findings(settings, path, source)
+
+    while not is_ready(found := look()) and time.monotonic() < deadline:
         time.sleep(_INTERVAL)
     if json:
         output.as_json([{**each._asdict(), "level": each.level.value} for each in found])

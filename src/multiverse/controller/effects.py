@@ -31,6 +31,7 @@ from multiverse.core.model import (
     Identity,
     JobLimits,
     Key,
+    KnownHost,
     Mount,
     Row,
     Stage,
@@ -44,7 +45,7 @@ from multiverse.core.model import (
 from multiverse.core.provisioning.spares import node_spec
 from multiverse.core.state import State
 from multiverse.core.transition import RELEASING_EFFECTS, Done, Effect, EffectKind
-from multiverse.ports import Clock, Hypervisor, Scheduler
+from multiverse.ports import Clock, Fencing, Hypervisor, Scheduler
 
 log = structlog.get_logger()
 
@@ -57,7 +58,8 @@ _FOR_USERS = (EffectKind.START, EffectKind.PIN)
 
 _ON_JOBS = (EffectKind.GATE, EffectKind.REQUEUE, EffectKind.REVOKE)
 
-TIMEOUTS: dict[EffectKind, float] = {EffectKind.BUILD: 600.0, EffectKind.CREATE: 300.0, EffectKind.START: 300.0}
+TIMEOUTS: dict[EffectKind, float] = {EffectKind.BUILD: 600.0, EffectKind.CREATE: 300.0, EffectKind.START: 300.0,
+                                   EffectKind.FENCE: 3600.0}  # fmt: skip
 OTHER_TIMEOUT = 60.0
 
 Subject = Row | VmRef
@@ -95,6 +97,7 @@ class Surroundings:
     grace: float
     state: State
     users: UserDirectory
+    fencing: Fencing | None = None
 
 
 class Effects:
@@ -263,6 +266,10 @@ class Effects:
                 return await self._act_on_vm(effect, subject)
             case Template():
                 return await self._act_on_template(effect, subject)
+            case KnownHost():
+                if self._around.fencing is None:
+                    raise Refused("the site has no fence command", hint="set fence.command")
+                await self._around.fencing.fence(subject.name)
             case VmRef():
                 await self._scheduler.set_down(subject.name, "multiverse: nothing explains it")
                 if subject.source:  # otherwise only the scheduler shows the name, and no source has a VM of it

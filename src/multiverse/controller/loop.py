@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 from collections import Counter, deque
 from collections.abc import Mapping
+from math import inf
 from random import Random, SystemRandom
 
 import structlog
@@ -20,10 +21,12 @@ from multiverse.controller.observers import Awaited, Observer, SchedulerObserver
 from multiverse.controller.users import LookupFailure, UserDirectory
 from multiverse.core.commands import may_add
 from multiverse.core.errors import Exhausted, MultiverseError
+from multiverse.core.machines.host import Quorum
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
     AttemptState,
     CloneKind,
+    HostState,
     HypervisorView,
     Job,
     JobLimits,
@@ -42,7 +45,7 @@ from multiverse.core.provisioning.pools import PoolStatus, pool_status
 from multiverse.core.provisioning.submission import job_limits
 from multiverse.core.state import State
 from multiverse.core.transition import Command, Done, EffectKind, Message
-from multiverse.ports import Clock, Hypervisor, Scheduler
+from multiverse.ports import Clock, Fencing, Hypervisor, Scheduler, Source
 from multiverse.store import Store
 
 log = structlog.get_logger()
@@ -97,6 +100,10 @@ def policy_of(settings: Settings) -> Policy:
         retry_limit=p.retry_limit,
         replacements=p.replacements,
         attempts=p.attempts,
+        here=s.host.name,
+        fences=bool(s.fence.command),
+        fence_after=s.fence.after,
+        quorum=s.fence.quorum,
         backfill=Backfill(s.backfill.depth, s.backfill.overtakes) if s.backfill.enabled else None,
         # A guest writes back, and two observations are to show that the job, and then the VM, is gone.
         reclaim=p.reclaim_grace + 2 * s.poll + DESTROYED,
@@ -155,7 +162,11 @@ class Controller:
         self._confirmed: list[VmRef] = []  # the orphans that are to be removed, as of the latest commit
         # A host that the settings name and that has not answered yet may hold what those that have answered cannot.
         self._declared = [KnownHost(host, source.name) for source in hypervisor.sources for host in source.hosts]
+        self._hypervisor = hypervisor
+        self._running: dict[Observer[SchedulerView] | Observer[HypervisorView], asyncio.Task[None]] = {}
+        self._runs = False
         self._limits: JobLimits | None = None  # what no job must exceed
+        self._hosts_followed = -1  # `State.host_changes`, as of which this and the sources are
         self.began = clock.now()
         self.uncommitted: tuple[float, str] | None = None
         """Since when passes are not kept, and why."""
@@ -164,11 +175,10 @@ class Controller:
         self.scheduler = SchedulerObserver(
             scheduler, clock, settings.poll, self._scheduler_interval, self._awaited, self._wake.set
         )
-        self.sources: Mapping[str, Observer[HypervisorView]] = {
-            source.name: Observer(source.name, source.observe, clock, lambda: settings.poll, self._wake.set)
-            for source in hypervisor.sources
-        }
+        self._listened: dict[str, Source] = {}
+        self.sources: dict[str, Observer[HypervisorView]] = {}
         """One observer for each source of the hypervisor, by the source's name."""
+        self._follow_sources()
         self.users = UserDirectory(
             lambda uid: scheduler.user(uid), clock, self._wake.set, lambda: self._effects.try_again_for_users()
         )
@@ -180,12 +190,17 @@ class Controller:
             state=self.state,
             users=self.users,
         )
+        self._around = surroundings
         self._effects = Effects(scheduler, hypervisor, clock, surroundings, self._effect_ended, self._rng)
         self._comments = CommentWriter(
             scheduler, clock, CommentPlan(self.policy, self.state.attempts_in(AttemptState.QUEUED)), self._observed_jobs
         )
 
     # --- from outside --------------------------------------------------------------------------------
+
+    def fence_by(self, fencing: Fencing) -> None:
+        """Fence hosts by these means of the site, if the settings have a fence command."""
+        self._around.fencing = fencing
 
     def hint(self, uid: int | None = None, job_id: str = "") -> None:
         """Something may have changed in the scheduler: observe it sooner. `uid` or `job_id` say whose job or which job
@@ -203,7 +218,7 @@ class Controller:
         return World(
             scheduler=self.scheduler.latest,
             sources={
-                **{name: Observation(one.latest, one.since) for name, one in self.sources.items()},
+                **{name: Observation(one.latest, one.since, self._heard(one)) for name, one in self.sources.items()},
                 **{name: Observation(None, self.began) for name in sorted(unnamed)},
             },
             effect_ended_at=self._effects.ended_at(),
@@ -213,6 +228,11 @@ class Controller:
             users=self.users.seen(),
             epoch=self._clock.wall() - self._clock.now(),
         )
+
+    def _heard(self, source: Observer[HypervisorView]) -> float:
+        """When anything was last heard of a source, while it is unknown."""
+        silence = self._listened[source.name].silence if source.latest is None else None
+        return -inf if silence is None else self._clock.now() - silence
 
     def _observed_jobs(self) -> Mapping[str, Job]:
         return self.scheduler.latest.value.jobs if self.scheduler.latest else {}
@@ -225,13 +245,22 @@ class Controller:
         """Effects that failed at least `often` times in a row."""
         return self._effects.failing(often)
 
+    def held_back(self) -> Mapping[str, str]:
+        """Why silent hosts are not fenced by the site's command though they could be, by host."""
+        quorum = Quorum(self.state, self.world(), self.policy)
+        found = {host.name: quorum.held_back(host) for host in self._silent_hosts()}
+        return {name: why for name, why in found.items() if why}
+
+    def _silent_hosts(self) -> list[KnownHost]:
+        return self.state.hosts_in(HostState.SILENT) if self.policy.fences else []
+
     def unknown_users(self) -> list[LookupFailure]:
         """The users of jobs whom the name service does not tell."""
         return self.users.failures()
 
     def command(self, command: Command) -> asyncio.Future[None]:
         """Take what an operator asks for; the rows show what comes of it. Done when it is committed: until then it is
-        lost if the daemon dies."""
+        lost if the daemon dies. Raises `Refused` if it may not be done."""
         self._inbox.append(command)
         self._wake.set()
         committed = asyncio.get_running_loop().create_future()
@@ -242,15 +271,21 @@ class Controller:
 
     async def run(self) -> None:
         """Observe, plan and act until cancelled."""
-        tasks = [asyncio.create_task(one.run()) for one in (*self._observers(), self._comments)]
+        comments = asyncio.create_task(self._comments.run())
+        self._runs = True
+        self._run_observer(self.scheduler)
+        for source in self.sources.values():
+            self._run_observer(source)
         try:
             while True:
                 self._wake.clear()
                 if self.run_pass():
-                    await self._sleep(tasks)
+                    await self._sleep([comments, *self._running.values()])
                 else:  # what is due stays due
                     await asyncio.sleep(UNCOMMITTED)
         finally:
+            self._runs = False
+            tasks = [comments, *self._running.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -261,8 +296,29 @@ class Controller:
         await self.users.close()
         await self._effects.close()
 
-    def _observers(self) -> list[Observer[SchedulerView] | Observer[HypervisorView]]:
-        return [self.scheduler, *self.sources.values()]
+    def _run_observer(self, observer: Observer[SchedulerView] | Observer[HypervisorView]) -> None:
+        if self._runs:
+            self._running[observer] = asyncio.create_task(observer.run(), name=f"observer of {observer.name}")
+
+    def _follow_hosts(self) -> None:
+        """Let the hypervisor have the hosts that belong to the site, as committed."""
+        membership = self._hypervisor.membership
+        if membership is not None:
+            membership.keep([host.name for host in self.state.hosts.values() if host.state is not HostState.REMOVED])
+            self._follow_sources()
+
+    def _follow_sources(self) -> None:
+        """One observer for each source, and none for those that are gone."""
+        sources = {source.name: source for source in self._hypervisor.sources}
+        for name in [name for name in self.sources if name not in sources]:
+            del self._listened[name]
+            if task := self._running.pop(self.sources.pop(name), None):
+                task.cancel()
+        for name in [name for name in sources if name not in self.sources]:
+            observe, interval = sources[name].observe, lambda: self._settings.poll
+            observer = Observer(name, observe, self._clock, interval, self._wake.set)
+            self.sources[name], self._listened[name] = observer, sources[name]
+            self._run_observer(observer)
 
     async def _sleep(self, observers: list[asyncio.Task[None]]) -> None:
         now = self._clock.now()
@@ -293,8 +349,10 @@ class Controller:
                 return False
             if failure := self._plan_and_commit(world, releasing=True):
                 log.error("releases not committed", reason=str(failure))
-        if self._limits is None or self.state.learned:
+        if self._hosts_followed != self.state.host_changes:
+            self._hosts_followed = self.state.host_changes
             self._limits = job_limits(self.state.hosts, self.policy)
+            self._follow_hosts()
         self._effects.limit_submissions(self._limits)
         self._effects.exclude_from_offers(self._exclusions.excluded(self._clock.now()))
         self.users.look_up(self.state.users_asked)
@@ -338,9 +396,13 @@ class Controller:
         """The pass is kept, and with it what came of these messages."""
         kept = {id(message) for message in messages}
         self._inbox = deque(message for message in self._inbox if id(message) not in kept)
+        refused = {id(command): error for command, error in self.state.refusals}
         for command, committed in self._asked:
             if id(command) in kept and not committed.done():  # whoever asked may have gone
-                committed.set_result(None)
+                if error := refused.get(id(command)):
+                    committed.set_exception(error)
+                else:
+                    committed.set_result(None)
         self._asked = [(command, committed) for command, committed in self._asked if id(command) not in kept]
         state = self.state
         awaited = [vm.since for vm in state.vms_in(*_AWAITED_OF_VMS)]

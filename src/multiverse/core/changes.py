@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from multiverse.core.model import Job, KnownHost, Observation, VmSeen, World
+from multiverse.core.model import OFF_STATES, Job, KnownHost, Observation, VmSeen, World
 from multiverse.core.policy import Policy
 from multiverse.core.rows import Compared
 from multiverse.core.state import State
@@ -91,5 +91,13 @@ def _know_hosts(state: State, compared: Compared, world: World) -> None:
     for name, host in hosts.items():
         if compared.hosts.get(name) is not host:
             steady = replace(host, available=0, available_disk=None)
-            state.know_host(KnownHost(name, world.source_of[name], value=steady))
+            known = state.hosts.get(name) or KnownHost(name, "")
+            state.know_host(replace(known, source=world.source_of[name], value=steady))
     compared.hosts = dict(hosts)
+
+
+def close_hosts(state: State, world: World) -> None:
+    """Keep which hosts take no new VM. After an operator's commands, and as the times of drains come."""
+    closed = {name for name, drain in state.drains.items() if drain.begins <= state.now + world.epoch}
+    closed |= {host.name for host in state.hosts_in(*OFF_STATES)}
+    state.close_hosts(frozenset(closed), frozenset(state.drains.keys() - closed))

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused
+from multiverse.core.machines.host import fence
 from multiverse.core.model import (
     Attempt,
     AttemptState,
     HostState,
+    KnownHost,
     Row,
     Template,
     TemplateKey,
@@ -23,7 +25,7 @@ from multiverse.core.provisioning.context import Context
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Command, Done, EffectKind, Event, Message
 
-_ADDING = ("build", "retry")
+_ADDING = ("build", "retry", "add", "resume")
 """Commands after which something may be made."""
 
 _DEFINITE = (Refused, Exhausted, Gone, Broken)
@@ -36,8 +38,12 @@ def may_add(message: Message) -> bool:
 
 def apply_result(state: State, done: Done) -> None:
     """Move the row whose effect failed for good, if the row is still in the state in which the effect began. An
-    effect's report of success moves nothing: success is observed."""
+    effect's report of success moves nothing: success is observed. But a host that is off cannot be observed."""
     row = state.get(done.key)
+    if isinstance(row, KnownHost) and done.kind is EffectKind.FENCE and done.error is None:
+        if row.state is HostState.FENCING and done.state == row.state:  # the only observation of a machine that is off
+            fence(state, row, f"the fence command says that host {row.name} is off")
+        return
     if not isinstance(done.error, _DEFINITE) or row is None or row.state != done.state or row.quarantined:
         return
     why = str(done.error)
@@ -74,6 +80,8 @@ def apply_command(state: State, command: Command, world: World, policy: Policy) 
                 state.move(Change(ending, Event.RELEASED, why))
         case "fence":
             _fence(state, command.host, world)
+        case _:
+            _apply_to_host(state, command)
 
 
 def _describes(command: Command, row: Template) -> bool:
@@ -97,11 +105,63 @@ def _retry(context: Context, row: Row, why: str) -> None:
 def _fence(state: State, host: str, world: World) -> None:
     """The operator vouches that a host is off. A host in sight is not off, whoever says so."""
     known = state.hosts.get(host)
-    if known is None or host in world.hosts:
+    if known is None or known.is_off or host in world.hosts:
         return
-    state.know_host(replace(known, state=HostState.FENCED))
-    for vm in state.vms_on(host):
-        if not vm.leaving:
-            why = f"an operator says that host {host} is off"
-            ending = replace(vm, state=VmState.ENDING, quarantined="", reason=vm.reason or why)
-            state.move(Change(ending, Event.FENCED, why))
+    fence(state, known, f"an operator says that host {host} is off")
+
+
+# --- hosts -----------------------------------------------------------------------------------------
+
+
+def _apply_to_host(state: State, command: Command) -> None:
+    """Add, drain, resume or remove a host. Who asked is told why, if that may not be."""
+    try:
+        _add(state, command.host) if command.verb == "add" else _change_host(state, command)
+    except Refused as error:
+        state.refusals.append((command, error))
+
+
+def _add(state: State, name: str) -> None:
+    """A host belongs to the site, or does again. Its agent is its source."""
+    known = state.hosts.get(name)
+    if known is None:
+        state.know_host(KnownHost(name, name))
+    elif known.state is HostState.REMOVED:
+        again = replace(known, state=HostState.KNOWN, source=name, reason="", drain=None)
+        state.move(Change(again, Event.ADDED, "an operator added it"))
+
+
+def _change_host(state: State, command: Command) -> None:
+    """Drain, resume or remove a host. Raises `Refused` if it is unknown, or may not be removed yet."""
+    host = state.hosts.get(command.host)
+    if host is None or host.state is HostState.REMOVED:
+        raise Refused(f"there is no host {command.host}", hint="multiverse hosts lists the hosts")
+    why = "an operator asked for it"
+    match command.verb:
+        case "drain" if command.drain is not None:
+            drained = replace(host, drain=command.drain)
+            if drained != host:
+                state.move(Change(drained, Event.DRAINED, command.drain.reason or why))
+        case "resume":
+            resumed = replace(host, state=HostState.KNOWN, reason="", drain=None)
+            if resumed != host:
+                state.move(Change(resumed, Event.RESUMED, why))
+        case "remove":
+            _remove(state, host, why)
+
+
+def _remove(state: State, host: KnownHost, why: str) -> None:
+    """Take a host out of the site. What is claimed on it has to be gone, or the host surely off."""
+    vms, templates = state.vms_on(host.name), state.templates_on(host.name)
+    if not host.is_off and (vms or templates):
+        jobs = dict.fromkeys(vm.job_id or (a.job.job_id if (a := state.attempt_of(vm)) else "") for vm in vms)
+        of = f" of job {', '.join(filter(None, jobs))}" if any(jobs) else ""
+        kept = [f"{len(vms)} VMs{of}"] * bool(vms) + [f"{len(templates)} templates"] * bool(templates)
+        raise Refused(
+            f"host {host.name} still has {' and '.join(kept)}",
+            hint=f"multiverse hosts drain {host.name}, and remove it once it is drained; if it is off for good, first "
+            f"confirm that: multiverse repair {host.name} --fenced",
+        )
+    gone = [Change(replace(row, state=TemplateState.ABSENT), Event.REMOVED, why) for row in templates]
+    removed = replace(host, state=HostState.REMOVED, reason="", drain=None)
+    state.move(Change(removed, Event.REMOVED, why), *gone, free=[row.key for row in templates])

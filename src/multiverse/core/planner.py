@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from multiverse.core.changes import mark_changes
+from multiverse.core.changes import close_hosts, mark_changes
 from multiverse.core.commands import apply_command, apply_result
 from multiverse.core.machines.attempt import attempt_rests, open_attempts, step_attempt
+from multiverse.core.machines.host import Quorum, hosts_to_step, step_host
 from multiverse.core.machines.offer import step_offer
 from multiverse.core.machines.template import step_template
 from multiverse.core.machines.vm import may_have_a_job, step_vm, vm_rests
@@ -22,6 +23,7 @@ from multiverse.core.provisioning.admission import admit
 from multiverse.core.provisioning.adoption import adopt_unexplained
 from multiverse.core.provisioning.clones import supply_missing
 from multiverse.core.provisioning.context import Context
+from multiverse.core.provisioning.draining import empty_drained
 from multiverse.core.provisioning.pools import reconcile_pools
 from multiverse.core.state import State, quarantine_on_error
 from multiverse.core.transition import Done, Message, Move
@@ -47,6 +49,7 @@ def plan(
                 apply_result(state, message)
         else:
             apply_command(state, message, world, policy)
+    close_hosts(state, world)
     for _ in range(ROUNDS):
         before = len(state.moves)
         step_all(state, world, policy, releasing=releasing)
@@ -58,7 +61,8 @@ def plan(
 
 
 def _provide(context: Context) -> None:
-    """Give attempts what they lack, admit jobs and refill pools."""
+    """Empty drained hosts, give attempts what they lack, admit jobs and refill pools."""
+    empty_drained(context)
     missing_vms = context.state.missing
     while missing_vms:
         missing = missing_vms.pop(0)
@@ -69,6 +73,10 @@ def _provide(context: Context) -> None:
 
 def step_all(state: State, world: World, policy: Policy, *, releasing: bool = False) -> None:
     """Step once every state machine that may move. Templates and offers are few."""
+    quorum = Quorum(state, world, policy)
+    for name in hosts_to_step(state):
+        with quarantine_on_error(state, state.hosts[name].key):
+            step_host(state, name, world, policy, quorum)
     open_attempts(state, world, only_taken=releasing)
     for template_id in sorted(state.templates):
         with quarantine_on_error(state, Key("template", template_id)):

@@ -67,6 +67,11 @@ class Policy:
     pin_timeout: float = 60.0
     held_timeout: float = 10.0  # a pinned job that the scheduler holds back; its reason may be an old one till then
     complete_timeout: float = 120.0
+    here: str = ""  # the host that the controller itself is on, if any
+    fences: bool = False  # whether the site has a fence command
+    fence_after: float = 60.0  # seconds that nothing is heard of a host before it is fenced
+    quorum: float = 0.5  # the share of the other hosts that must be in sight for that; 0: none
+    fence_margin: float = 60.0  # seconds beyond its time for an agent to end its VMs by itself; at least a fifth
     paused_timeout: float = 10.0  # the same for a job with a VM that is paused, because its host's disk is full
     retry_base: float = 2.0
     retry_limit: float = 300.0

@@ -1,4 +1,4 @@
-"""Live rows as they are asked for and kept, and ids of rows by a key."""
+"""Live rows as they are asked for and kept, ids of rows by a key, and what passes remember beside the rows."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from multiverse.core.model import (
     KnownHost,
     Observation,
     Offer,
+    OfferState,
     Row,
     SchedulerView,
     Seen,
+    Size,
     Template,
     Vm,
     VmSeen,
@@ -31,6 +33,7 @@ class LiveRows:
     vms: Mapping[int, Vm]
     templates: Mapping[int, Template]
     offers: Mapping[int, Offer]
+    hosts: Mapping[str, KnownHost]
 
     def get(self, key: Key) -> Row | None:
         """The live row of that key."""
@@ -43,10 +46,31 @@ class LiveRows:
                 return self.templates.get(key.id)
             case "offer":
                 return self.offers.get(key.id)
+            case "host":
+                return self.host_numbered(key.id)
+
+    def host_numbered(self, number: int) -> KnownHost | None:
+        """The host of that number: hosts are mostly asked for by name."""
+        return next((host for host in self.hosts.values() if host.id == number), None)
 
     def attempt_of(self, vm: Vm) -> Attempt | None:
         """The live attempt that the VM serves, if any."""
         return self.attempts.get(vm.attempt) if vm.attempt is not None else None
+
+    def offer_of(self, vm: Vm) -> OfferState | None:
+        """How it stands with the VM's offer; None if it was never offered."""
+        offer = self.offers.get(vm.id)
+        return offer.state if offer else None
+
+    def source_of(self, host: str) -> str:
+        """The source that answers for a host; empty if the host is not known."""
+        known = self.hosts.get(host)
+        return known.source if known else ""
+
+    def is_fenced(self, host: str) -> bool:
+        """Whether nothing of what was on the host goes on: it is surely off, or was removed from the site."""
+        known = self.hosts.get(host)
+        return known is not None and known.is_off
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +99,15 @@ class Compared:
     vms: dict[str, Mapping[str, VmSeen]] = field(default_factory=dict)  # by source, as shown last
     hosts: dict[str, Host] = field(default_factory=dict)  # in sight
     users: dict[int, tuple[bool, float]] | None = None  # whether they exist, and since when that is known
+
+
+@dataclass(frozen=True, slots=True)
+class VmsMissing:
+    """An attempt lacks VMs: provisioning is to plan so many more for it, or to give up on it."""
+
+    attempt: int
+    count: int
+    reason: str
 
 
 _NONE: frozenset[int] = frozenset()
@@ -112,3 +145,8 @@ class Index:
     def entries(self) -> dict[object, frozenset[int]]:
         """All that is in it: for comparing."""
         return {key: frozenset(ids) for key, ids in self._ids.items()}
+
+
+def plus(one: Size, other: Size, sign: int = 1) -> Size:
+    """The sum, or with `sign` -1 the difference, of two sizes."""
+    return Size(one.cpus + sign * other.cpus, one.memory + sign * other.memory, one.disk + sign * other.disk)

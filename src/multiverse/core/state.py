@@ -10,21 +10,21 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from multiverse.core.errors import Broken
+from multiverse.core.errors import Broken, Refused
 from multiverse.core.model import (
     Attempt,
     AttemptState,
     Claim,
     ClaimKey,
     CloneKind,
+    Drain,
     HostState,
     JobRef,
     Key,
     KnownHost,
     Offer,
-    OfferState,
     Request,
     Row,
     Size,
@@ -34,18 +34,9 @@ from multiverse.core.model import (
     VmState,
 )
 from multiverse.core.queue import Queue
-from multiverse.core.rows import Compared, Index, LiveRows, Rows
+from multiverse.core.rows import Compared, Index, LiveRows, Rows, VmsMissing, plus
 from multiverse.core.slots import SlotTable, Touched
-from multiverse.core.transition import TERMINAL, Change, Event, Move, Tables
-
-
-@dataclass(frozen=True, slots=True)
-class VmsMissing:
-    """An attempt lacks VMs: provisioning is to plan so many more for it, or to give up on it."""
-
-    attempt: int
-    count: int
-    reason: str
+from multiverse.core.transition import TERMINAL, Change, Command, Event, Move, Tables
 
 
 class State(LiveRows):
@@ -59,7 +50,12 @@ class State(LiveRows):
         self.templates: dict[int, Template] = {}
         self.offers: dict[int, Offer] = {}
         self.claims: dict[ClaimKey, Claim] = {}
-        self.hosts: dict[str, KnownHost] = dict(rows.hosts)
+        self.hosts: dict[str, KnownHost] = {}  # also those that were removed from the site
+        self._host_names: dict[int, str] = {}
+        self.drains: dict[str, Drain] = {}  # by host
+        self.host_changes = 0  # rises when a host's row changes
+        self.closed: frozenset[str] = frozenset()  # hosts that take no new VM: off, removed or drained
+        self.closing: frozenset[str] = frozenset()  # hosts that are to be drained later
         # Indexes, which every change of a row keeps.
         self._by_job = Index()  # attempts, by job id and by JobRef
         self._by_state = Index()  # all rows, by kind of row and state
@@ -85,7 +81,8 @@ class State(LiveRows):
         # What belongs to the current pass.
         self.moves: list[Move] = []
         self.missing: list[VmsMissing] = []
-        self.learned: dict[str, KnownHost] = {}  # hosts of which something new is known
+        self.learned: dict[str, KnownHost] = {}  # hosts of which something new is known, without a move
+        self.refusals: list[tuple[Command, Refused]] = []  # commands that were not followed, and why
         self.paced: dict[tuple[str, str, CloneKind], float] = {}  # see `Forecast`, with the clones of this pass
         self.waiting = Counter[tuple[str, str, CloneKind]]()  # clones that wait for their pace in this round
         self.wanted: Counter[str] | None = None  # VMs that jobs want now, by image; computed when first asked for
@@ -98,8 +95,14 @@ class State(LiveRows):
         self.tables = tables
         self._undo: list[Callable[[], None]] = []
         self._serial, self._attempt, self._template = rows.next_serial, rows.next_attempt, rows.next_template
+        self._read(rows)
+
+    def _read(self, rows: Rows) -> None:
         for claim in rows.claims:
             self._put_claim(claim.key, claim)
+        for host in rows.hosts.values():
+            self.know_host(host)
+        self.learned = {}
         for table in (rows.attempts, rows.vms, rows.templates, rows.offers):
             for row in table.values():
                 self._put(row)
@@ -109,7 +112,7 @@ class State(LiveRows):
     def begin(self, now: float, paced: Mapping[tuple[str, str, CloneKind], float], entropy: str = "") -> None:
         """Begin a pass at `now`. What the pass before changed is kept, unless it was rolled back."""
         self.now, self.paced, self.entropy = now, dict(paced), entropy
-        self.moves, self.missing, self.learned, self.wanted = [], [], {}, None
+        self.moves, self.missing, self.learned, self.refusals, self.wanted = [], [], {}, [], None
         self.waiting.clear()
         counters = (self._serial, self._attempt, self._template)
 
@@ -122,7 +125,7 @@ class State(LiveRows):
         """Undo all that was changed since the pass began."""
         while self._undo:
             self._undo.pop()()
-        self.moves, self.missing, self.learned = [], [], {}
+        self.moves, self.missing, self.learned, self.refusals = [], [], {}, []
 
     def rows(self) -> Rows:
         """A snapshot, as the store keeps it."""
@@ -200,26 +203,25 @@ class State(LiveRows):
         self.moves.append(Move(tuple(stamped), made, freed))
 
     def know_host(self, host: KnownHost) -> None:
-        """Keep what is known of a host."""
+        """Keep what is known of a host, before any move of it in this pass. A new one gets a number. This is no move:
+        what was observed last is no state, and has no place in the journal."""
         old = self.hosts.get(host.name)
+        number = old.id if old else host.id or max(self._host_names, default=0) + 1
+        host = replace(host, id=number)
         if old != host:
-            self._undo.append(lambda: self._forget_host(host.name, old))
-            self._put_host(host.name, host)
+            self._undo.append(lambda: self._forget_host(host, old))
+            self._put(host)
             self.learned[host.name] = host
 
-    def _forget_host(self, name: str, old: KnownHost | None) -> None:
-        self._put_host(name, old)
-        self.compared.hosts.pop(name, None)  # so that it is learned again
+    def _forget_host(self, host: KnownHost, old: KnownHost | None) -> None:
+        self._put(old) if old is not None else self._drop(host.key)
+        self.compared.hosts.pop(host.name, None)  # so that it is learned again
 
-    def _put_host(self, name: str, host: KnownHost | None) -> None:
-        if host is None:
-            del self.hosts[name]
-        else:
-            self.hosts[name] = host
-        self.queue.check_all()
-        self.touched.note(name)
-        for id_ in self._vms_by_host[name]:
-            self._mark_vm(self.vms[id_])
+    def close_hosts(self, closed: frozenset[str], closing: frozenset[str]) -> None:
+        """Which hosts take no new VM, and which will take none later. What waiting jobs could have depends on that."""
+        if (closed, closing) != (self.closed, self.closing):
+            self.closed, self.closing = closed, closing
+            self.queue.check_all()
 
     def _change(self, row: Row) -> None:
         old = self.get(row.key)
@@ -238,13 +240,13 @@ class State(LiveRows):
         old = self.claims.pop(key, None)
         self.touched.note(key.domain)
         if old is not None:
-            self.used[key.domain] = _plus(self.used[key.domain], old.size, -1)
+            self.used[key.domain] = plus(self.used[key.domain], old.size, -1)
             self._domains[key.owner].discard(key.domain)
             if not self._domains[key.owner]:
                 del self._domains[key.owner]
         if claim is not None:
             self.claims[key] = claim
-            self.used[key.domain] = _plus(self.used[key.domain], claim.size, 1)
+            self.used[key.domain] = plus(self.used[key.domain], claim.size)
             self._domains[key.owner].add(key.domain)
 
     def _put(self, row: Row) -> None:
@@ -262,6 +264,11 @@ class State(LiveRows):
                 self.templates[row.id] = row
             case Offer():
                 self.offers[row.id] = row
+            case KnownHost():
+                self.host_changes += 1
+                self.hosts[row.name], self._host_names[row.id] = row, row.name
+                if row.drain is not None:
+                    self.drains[row.name] = row.drain
         for index, key in self._index_keys(row):
             index.add(key, row.id)
         self._mark(row)
@@ -288,6 +295,10 @@ class State(LiveRows):
                 del self.templates[old.id]
             case Offer():
                 del self.offers[old.id]
+            case KnownHost():
+                self.host_changes += 1
+                del self.hosts[old.name], self._host_names[old.id]
+                self.drains.pop(old.name, None)
 
     def _index_keys(self, row: Row) -> Iterator[tuple[Index, object]]:
         yield self._by_state, (row.key.kind, row.state)
@@ -325,6 +336,11 @@ class State(LiveRows):
                 self._mark_vm(row)
             case Offer(id=id_) if id_ in self.vms:
                 self._mark_vm(self.vms[id_])
+            case KnownHost():
+                self.queue.check_all()
+                self.touched.note(row.name)
+                for id_ in self._vms_by_host[row.name]:
+                    self._mark_vm(self.vms[id_])
 
     def _mark_vm(self, vm: Vm) -> None:
         self.dirty_vms.add(vm.id)
@@ -380,11 +396,6 @@ class State(LiveRows):
         """The attempt's VMs that are neither lost nor being destroyed."""
         return [vm for vm in self.vms_of(attempt) if not vm.leaving and vm.state is not VmState.LOST]
 
-    def offer_of(self, vm: Vm) -> OfferState | None:
-        """How it stands with the VM's offer; None if it was never offered."""
-        offer = self.offers.get(vm.id)
-        return offer.state if offer else None
-
     def claims_of(self, owner: Key) -> list[ClaimKey]:
         """The claims that a row holds."""
         return [ClaimKey(owner, domain) for domain in sorted(self._domains.get(owner, ()))]
@@ -410,23 +421,18 @@ class State(LiveRows):
         ids = self._templates_by_key[which]
         return self.templates[ids[0]] if ids else None
 
+    def host_numbered(self, number: int) -> KnownHost | None:
+        """See `LiveRows`."""
+        return self.hosts.get(self._host_names.get(number, ""))
+
+    def hosts_in(self, *states: HostState) -> list[KnownHost]:
+        """The hosts in one of these states, by number."""
+        ids = sorted(i for s in states for i in self._by_state["host", s])
+        return [self.hosts[self._host_names[id_]] for id_ in ids]
+
     def templates_on(self, host: str) -> list[Template]:
         """The live templates on a host, by number."""
         return [self.templates[id_] for id_ in self._templates_by_key[host]]
-
-    def source_of(self, host: str) -> str:
-        """The source that answers for a host; empty if the host is not known."""
-        known = self.hosts.get(host)
-        return known.source if known else ""
-
-    def is_fenced(self, host: str) -> bool:
-        """Whether an operator vouched that the host is off."""
-        known = self.hosts.get(host)
-        return known is not None and known.state is HostState.FENCED
-
-
-def _plus(one: Size, other: Size, sign: int) -> Size:
-    return Size(one.cpus + sign * other.cpus, one.memory + sign * other.memory, one.disk + sign * other.disk)
 
 
 @contextmanager

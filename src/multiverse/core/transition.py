@@ -15,6 +15,8 @@ from multiverse.core.model import (
     AttemptState,
     Claim,
     ClaimKey,
+    Drain,
+    HostState,
     Key,
     OfferState,
     Row,
@@ -25,7 +27,7 @@ from multiverse.core.model import (
     VmState,
 )
 
-RowState = AttemptState | VmState | TemplateState | OfferState
+RowState = AttemptState | VmState | TemplateState | OfferState | HostState
 
 TERMINAL: frozenset[RowState] = frozenset(
     {
@@ -94,6 +96,14 @@ class Event(StrEnum):
     BROKE = "broke"
     VANISHED = "vanished"
     DROPPED = "dropped"
+    # host
+    ADDED = "added"
+    DRAINED = "drained"
+    RESUMED = "resumed"
+    REMOVED = "removed"
+    SILENT = "silent"
+    FENCE = "fence"
+    HELD_BACK = "held back"
     # any
     QUARANTINED = "quarantined"
     RETRIED = "retried"  # an operator ended its quarantine or its back-off
@@ -164,6 +174,7 @@ class EffectKind(StrEnum):
     SWEEP = "sweep"  # set the node DOWN, destroy the VM, and delete the node, of a name that no row explains
     BUILD = "build"
     DROP = "drop"
+    FENCE = "fence"  # make sure that the host is off
 
 
 RELEASING_EFFECTS = frozenset(set(EffectKind) - {EffectKind.CREATE, EffectKind.START, EffectKind.BUILD,
@@ -200,8 +211,9 @@ class Command:
 
     Of templates (`host`, `image`): `build` one, of the base size and for all accounts unless `size` and `account` say
     otherwise, or `drop` all that these describe. Of a record (`key`): `retry` ends its quarantine or back-off, `end`
-    ends an orphan with the job on it. Of a
-    host out of reach (`host`): `fence` is the operator's word that the host is off and nothing of it runs.
+    ends an orphan with the job on it. Of a host (`host`): `add` it to the site, or again; `drain` it, as `drain` says;
+    `resume` undoes that, and a fence; `remove` it; `fence` is the operator's word that the host, out of reach, is off
+    and nothing of it runs.
     """
 
     verb: str
@@ -210,6 +222,7 @@ class Command:
     key: Key | None = None
     size: Size | None = None
     account: str | None = None
+    drain: Drain | None = None
 
 
 Message = Done | Command

@@ -54,7 +54,7 @@ class Cgroups:
     """The cgroups of this host's VMs. The log says once, at the start, what cannot be limited on this machine."""
 
     def __init__(self, mounts: Path = Path("/proc/mounts")) -> None:
-        self._hierarchies = [each for each in _hierarchies(mounts) if _is_usable(each)]
+        self._hierarchies = [each for each in hierarchies(mounts) if _is_usable(each)]
         missing = {"memory", "pids"} - {each for usable in self._hierarchies for each in usable.controllers}
         self._counts_threads = "pids" not in missing
         if "memory" in missing:
@@ -112,8 +112,11 @@ def _is_removed(group: Path) -> bool:
     return True
 
 
-def _hierarchies(mounts: Path) -> list[Hierarchy]:
-    """The mounted hierarchies that have a controller we use; a controller belongs to one hierarchy (cgroups(7))."""
+def hierarchies(mounts: Path = Path("/proc/mounts"), parent: str = PARENT) -> list[Hierarchy]:
+    """The mounted hierarchies that have a controller we use; a controller belongs to one hierarchy (cgroups(7)).
+
+    `parent` is the name of the cgroup in each of them that is above those of the VMs.
+    """
     found = []
     for line in mounts.read_text().splitlines():
         _, where, kind, options, *_ = line.split(" ")
@@ -128,7 +131,7 @@ def _hierarchies(mounts: Path) -> list[Hierarchy]:
             continue
         controllers = tuple(each for each in ("memory", "pids") if each in there)
         if controllers:
-            found.append(Hierarchy(Path(where) / PARENT, version, controllers))
+            found.append(Hierarchy(Path(where) / parent, version, controllers))
     return found
 
 

@@ -5,6 +5,10 @@ A VM sends frames from its own MAC and IP address only; frames with other ones, 
 are dropped at its tap, before the bridge learns from them. VMs of one job reach each other, over the bridge only:
 packets between VMs that this host would route are dropped. A VM that is not in the table sends nothing. The table is
 derived from the VMs' manifests, and is made again from them whenever it is missing.
+
+Each host checks what its own VMs send to VMs of other hosts, through the bridge's uplink: they reach the addresses of
+their peers, and addresses that have sent to them. The latter are VMs that replaced a peer after this VM was started;
+their own host lets them send to their peers only.
 """
 
 from __future__ import annotations
@@ -34,6 +38,9 @@ table bridge {table} {{
     set guests {{ type ifname . ether_addr . ipv4_addr; }}
     set pairs {{ type ifname . ifname; }}
     set addresses {{ type ipv4_addr; }}
+    set owners {{ type ifname . ipv4_addr; }}
+    set peers {{ type ifname . ipv4_addr; }}
+    set senders {{ type ifname . ipv4_addr; flags dynamic, timeout; timeout 1h; size 65536; }}
     chain arriving {{
         type filter hook prerouting priority -300; policy accept;
         iifname "{prefix}*" jump from_guest
@@ -47,9 +54,20 @@ table bridge {table} {{
     chain between {{
         type filter hook forward priority 0; policy accept;
         iifname "{prefix}*" oifname "mv*" iifname . oifname != @pairs drop
+        iifname != "mv*" oifname "{prefix}*" jump from_elsewhere
+        iifname "{prefix}*" oifname != "mv*" jump to_elsewhere
+    }}
+    chain from_elsewhere {{
+        ip saddr {guests} update @senders {{ oifname . ip saddr }}
+        arp saddr ip {guests} oifname . arp daddr ip @owners update @senders {{ oifname . arp saddr ip }}
+    }}
+    chain to_elsewhere {{
+        ip daddr {guests} iifname . ip daddr != @peers iifname . ip daddr != @senders drop
+        arp daddr ip {guests} iifname . arp daddr ip != @peers iifname . arp daddr ip != @senders drop
     }}
     chain routed {{
         type filter hook input priority 0; policy accept;
+        iifname "{prefix}*" ether type ip ip daddr {guests} drop
         iifname "{prefix}*" ether type ip ip daddr @addresses drop
     }}
 }}
@@ -57,10 +75,11 @@ table bridge {table} {{
 
 
 class Firewall:
-    """The table of the VMs whose names begin with `prefix` and whose manifests are below `vms`."""
+    """The table of the VMs whose names begin with `prefix` and whose manifests are below `vms`. `guests` are the first
+    and the last address of VMs, on any host."""
 
-    def __init__(self, prefix: str, vms: Path) -> None:
-        self._prefix, self._vms = prefix, vms
+    def __init__(self, prefix: str, vms: Path, guests: tuple[str, str]) -> None:
+        self._prefix, self._vms, self._guests = prefix, vms, "-".join(guests)
         self._table = prefix.rstrip("-")
         self._lock = threading.Lock()
         self._nft = _Nft.load()
@@ -110,7 +129,7 @@ class Firewall:
 
     def _create_table(self, nft: _Nft) -> str:
         """Create the whole table, or replace it, in one transaction. Returns the problem, or nothing."""
-        lines = [_TABLE.format(table=self._table, prefix=self._prefix)]
+        lines = [_TABLE.format(table=self._table, prefix=self._prefix, guests=self._guests)]
         for home in self._homes():
             known = manifest.read(home)
             if known is not None and known.on_network:
@@ -124,6 +143,11 @@ class Firewall:
         lines = [
             f'{verb} element bridge {self._table} guests {{ "{known.name}" . {known.mac} . {known.address} }}',
             f"{verb} element bridge {self._table} addresses {{ {known.address} }}",
+            f'{verb} element bridge {self._table} owners {{ "{known.name}" . {known.address} }}',
+        ]
+        lines += [
+            f'{verb} element bridge {self._table} peers {{ "{known.name}" . {address} }}'
+            for address in known.peer_addresses
         ]
         for peer in known.peers:
             for one, two in ((known.name, peer), (peer, known.name)):

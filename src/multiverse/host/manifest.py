@@ -51,6 +51,7 @@ class Manifest:
     uid: int = 0
     address: str = ""  # without prefix length; empty if the VM has none yet
     peers: tuple[str, ...] = ()  # names of the other VMs of its job
+    peer_addresses: tuple[str, ...] = ()  # of these VMs, in the same order; empty in manifests of earlier releases
     introduced: tuple[int, ...] = ()  # uids of the users that were added to its guest after the start
     total_cpus: int = 0  # with what was plugged; 0: nothing was, or an earlier release did not record it
     total_memory: int = 0  # MiB, like `total_cpus`
@@ -86,6 +87,7 @@ def read(directory: Path) -> Manifest | None:
         raw = {key: value for key, value in raw.items() if key in _FIELDS}
         raw["kind"], raw["phase"] = CloneKind(raw["kind"]), VmPhase(raw["phase"])
         raw["peers"] = tuple(raw.get("peers", ()))
+        raw["peer_addresses"] = tuple(raw.get("peer_addresses", ()))
         raw["introduced"] = tuple(raw.get("introduced", ()))
         raw["disk_cost"] = DiskCost(*raw["disk_cost"]) if raw.get("disk_cost") else None
         return Manifest(**raw)

@@ -7,7 +7,6 @@ program: the kernel removes them when it ends, however it ends.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import shutil
@@ -20,14 +19,26 @@ from pathlib import Path
 from typing import TypeVar
 
 from multiverse.core.errors import Broken, Exhausted
+from multiverse.system import kernel
+from multiverse.system.kernel import (
+    CLONE_FS,
+    CLONE_NEWIPC,
+    CLONE_NEWNET,
+    CLONE_NEWNS,
+    CLONE_NEWPID,
+    MS_BIND,
+    MS_MOVE,
+    MS_NODEV,
+    MS_NOEXEC,
+    MS_NOSUID,
+    MS_PRIVATE,
+    MS_RDONLY,
+    MS_REC,
+    MS_REMOUNT,
+)
 from multiverse.system.processes import ProcessIdentity
 
 T = TypeVar("T")
-
-# <linux/sched.h>, <sys/mount.h>
-CLONE_FS, CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID, CLONE_NEWNET = 0x200, 0x20000, 0x8000000, 0x20000000, 0x40000000
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND = 1, 2, 4, 8, 32, 4096
-MS_MOVE, MS_REC, MS_PRIVATE, MNT_DETACH = 8192, 16384, 1 << 18, 2
 
 OUTPUT_ROOM = 1 << 20
 """Bytes that a contained program can write to its outputs in all, unless somebody truncates them meanwhile."""
@@ -175,16 +186,16 @@ def _enter(view: View, outputs: dict[Path, int]) -> None:
     unshare(2) gives a thread a mount namespace and a working directory of its own; of the new PID namespace only its
     children are members.
     """
-    _unshare(CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWPID)
+    kernel.unshare(CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWPID)
     os.umask(0o022)
-    _mount(None, Path("/"), MS_REC | MS_PRIVATE)
-    _mount("tmpfs", view.base, _DATA, "tmpfs", f"mode=0755,size={OUTPUT_ROOM},nr_inodes={_INODES}")
+    kernel.mount(None, Path("/"), MS_REC | MS_PRIVATE)
+    kernel.mount("tmpfs", view.base, _DATA, "tmpfs", f"mode=0755,size={OUTPUT_ROOM},nr_inodes={_INODES}")
     root = _Root(view.base)
     for path, target in view.system.links.items():
         root.inside(path).symlink_to(target)
     for path, flags in _binds(view):
         if flags is None:
-            _mount("tmpfs", root.directory(path), _DATA, "tmpfs", "mode=0755,size=4k")
+            kernel.mount("tmpfs", root.directory(path), _DATA, "tmpfs", "mode=0755,size=4k")
         else:
             root.bind(path, flags)
     if view.proc:
@@ -233,20 +244,20 @@ class _Root:
         """Show what is at `path` outside. File systems that are mounted below it are not shown. Flags of a bind mount
         are set by a second call (mount(2))."""
         there = self.directory(path) if path.is_dir() else self.file(path)
-        _mount(os.fspath(path), there, MS_BIND)
-        _mount(None, there, MS_REMOUNT | MS_BIND | flags)
+        kernel.mount(os.fspath(path), there, MS_BIND)
+        kernel.mount(None, there, MS_REMOUNT | MS_BIND | flags)
 
     def change_to(self) -> None:
         """Make this the root directory of this thread and its children, and remove the old one from their sight."""
         os.chdir(self._base)
         try:
-            _pivot_root()
-            _umount(".")
+            kernel.pivot_root()
+            kernel.umount(".")
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             # The machine's root is its initial ramdisk, as on nodes without a disk: it can be covered, not replaced.
-            _mount(".", Path("/"), MS_MOVE)
+            kernel.mount(".", Path("/"), MS_MOVE)
             os.chroot(".")
         os.chdir("/")
 
@@ -256,35 +267,8 @@ def _remove_proc(process: ProcessIdentity) -> None:
     try:
         if not process.is_alive():
             return
-        _unshare(CLONE_FS)  # setns(2) wants it
-        _check(_libc.setns(fd, CLONE_NEWNS), "setns")
+        kernel.unshare(CLONE_FS)  # setns(2) wants it
+        kernel.setns(fd, CLONE_NEWNS)
     finally:
         os.close(fd)
-    _umount("/proc")
-
-
-_libc = ctypes.CDLL(None, use_errno=True)  # Python 3.11 has none of these calls
-_libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
-
-
-def _check(result: int, what: str) -> None:
-    if result:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), what)
-
-
-def _unshare(flags: int) -> None:
-    _check(_libc.unshare(flags), "unshare")
-
-
-def _mount(source: str | None, target: Path, flags: int, kind: str | None = None, options: str | None = None) -> None:
-    arguments = [None if value is None else os.fsencode(value) for value in (source, kind, options)]
-    _check(_libc.mount(arguments[0], os.fsencode(target), arguments[1], flags, arguments[2]), source or str(target))
-
-
-def _pivot_root() -> None:
-    _check(_libc.pivot_root(b".", b"."), "pivot_root")
-
-
-def _umount(path: str) -> None:
-    _check(_libc.umount2(os.fsencode(path), MNT_DETACH), path)
+    kernel.umount("/proc")

@@ -6,22 +6,18 @@ is built in a directory beside its final place and then renamed, so an interrupt
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from multiverse.core.errors import Broken, Refused
-from multiverse.images import initramfs
+from multiverse.images import digest, initramfs, place
 from multiverse.images.catalog import Flavour, Image, load, write_manifest
 from multiverse.images.commands import Progress, mmdebstrap, run
 from multiverse.images.recipe import DISK_MIB, EXCLUDED, PACKAGES, VARIANT, Recipe
 from multiverse.images.root import AGENT_PATH, enable_unit, install_agent, kernel_release, strip_identity
-from multiverse.system.locks import locked_file
 
-_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,39}")
 _PACKAGE = re.compile(r"[a-z0-9][a-z0-9+.:-]*")
 _SPACE = "check with `df` that the directory of the images has free space"
 
@@ -46,7 +42,7 @@ def build(
     recipe = Recipe.of(flavour, packages, hooks)
     base, key = recipe.keys()
     out_dir.mkdir(parents=True, exist_ok=True)
-    with locked_file(out_dir / f".{name}.lock"):
+    with place.locked(out_dir, name):
         try:
             old = load(out_dir, name)
         except Refused:
@@ -54,10 +50,7 @@ def build(
         if old is not None and old.key == key:
             say(f"image {name}: is up to date")
             return old
-        _remove_remains(out_dir, name)
-        work = Path(tempfile.mkdtemp(prefix=f".{name}.building-", dir=out_dir))
-        try:
-            work.chmod(0o755)
+        with place.beside(out_dir, name) as work:
             if old is not None and old.base == base and flavour == "slim":
                 say(f"image {name}: replacing the guest agent")
                 release = _refresh(old, recipe, work)
@@ -67,41 +60,19 @@ def build(
                 name, flavour, key, base, out_dir / name, recipe.cmdline, release, recipe.suite, recipe.packages
             )
             write_manifest(image, work)
-            _put_in_place(work, image)
-        except BaseException:
-            shutil.rmtree(work, ignore_errors=True)
-            raise
+            digest.record(work, digest.digest_of(work))
+            place.put(work, out_dir, name)
     say(f"image {name}: ready, {image.disk.stat().st_blocks * 512 >> 20} MiB on disk")
     return image
 
 
 def _check_arguments(name: str, flavour: Flavour, packages: Sequence[str]) -> None:
-    if not _NAME.fullmatch(name):
-        raise Refused(
-            f"{name!r} is not a valid name of an image",
-            hint="use at most 40 lower-case letters, digits, dots and dashes",
-        )
+    place.check_name(name)
     wrong = [p for p in packages if not _PACKAGE.fullmatch(p)]
     if wrong:
         raise Refused(f"not valid names of packages: {' '.join(wrong)}", hint="use names that `apt-cache show` knows")
     if flavour not in PACKAGES:
         raise Refused(f"there is no image flavour {flavour!r}", hint="use slim or stock")
-
-
-def _remove_remains(out_dir: Path, name: str) -> None:
-    """Remove the directories that interrupted builds of this image left."""
-    for directory in [*out_dir.glob(f".{name}.building-*"), *out_dir.glob(f".{name}.old-*")]:
-        shutil.rmtree(directory)
-
-
-def _put_in_place(work: Path, image: Image) -> None:
-    """Replace the image of that name by the new one in `work`."""
-    old = image.path.parent / f".{image.name}.old-{image.key}"
-    os.sync()
-    if image.path.exists():
-        image.path.rename(old)
-    work.rename(image.path)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _bootstrap(recipe: Recipe, name: str, work: Path, say: Progress) -> str:

@@ -7,7 +7,7 @@ the manifest `image.json`. The builder (`multiverse.images.build`) writes it.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -86,6 +86,11 @@ def list_images(images: Path) -> list[Image]:
     return found
 
 
+def same(one: Image, other: Image) -> bool:
+    """Whether two images, which may be in different directories, were made of the same."""
+    return replace(one, path=other.path) == other
+
+
 def write_manifest(image: Image, directory: Path) -> None:
     """Write the manifest of `image` into `directory`, which will become `image.path`."""
     raw = {k: v for k, v in asdict(image).items() if k != "path"}
@@ -97,6 +102,7 @@ def _missing(image: Image) -> list[str]:
 
 
 def _read(path: Path) -> Image:
-    raw = json.loads((path / _MANIFEST).read_text())
+    known = {field.name for field in fields(Image)}  # a later release may have added some
+    raw = {key: value for key, value in json.loads((path / _MANIFEST).read_text()).items() if key in known}
     abilities = tuple(raw.get("abilities", _FIRST_ABILITIES))
     return Image(**{**raw, "path": path, "packages": tuple(raw["packages"]), "abilities": abilities})

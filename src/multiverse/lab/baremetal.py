@@ -13,7 +13,7 @@ from pathlib import Path
 from multiverse.core.errors import Broken
 from multiverse.lab.configure import BARE_FEATURE, environment
 from multiverse.lab.process import DaemonCommand
-from multiverse.lab.services import Lab, Service
+from multiverse.lab.service import Lab, Service
 
 NODE = "bare1"
 

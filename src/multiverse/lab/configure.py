@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pwd
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from multiverse import config
 from multiverse.config import Settings
 from multiverse.drivers.slurm import install, site_conf
 from multiverse.images.catalog import list_images
+from multiverse.lab.hosts import ssh
 from multiverse.lab.layout import Layout
-from multiverse.lab.plan import LabPlan, outermost
+from multiverse.lab.plan import MOST_HOSTS, LabPlan, outermost
+from multiverse.lab.program import multiverse
 from multiverse.system import files
 
 CLUSTER = "multiverse"
@@ -44,6 +47,7 @@ def configure(where: Layout, plan: LabPlan) -> Settings:
         "cluster": CLUSTER,
         "hostname": hostname(),
         "sections": _sections(where, plan),
+        "host_classes": [{"nodes": f"mvh[1-{plan.hosts}]", "images": str(where.images)}] if plan.own_hosts else [],
         "exports": outermost(plan.shares),
         "memory_per_cpu": MEMORY_PER_CPU,
         "max_node_count": MAX_NODES,
@@ -62,6 +66,7 @@ def configure(where: Layout, plan: LabPlan) -> Settings:
     if not own.exists() or not own.stat().st_size:  # Slurm's commands print a warning for an empty file
         _write(own, "# Your own settings for this lab's Slurm. `multiverse lab up` does not change this file.\n")
     (where.etc / "site.toml").touch()
+    _configure_hosts(where, plan, environment, values)
     settings = config.load(where.settings)
     images = (image.name for image in list_images(settings.qemu.images))
     site = install.derive(settings, site_conf.read(where.slurm_conf), images, slurm.pw_uid, default=True)
@@ -69,11 +74,30 @@ def configure(where: Layout, plan: LabPlan) -> Settings:
     return settings
 
 
+def _configure_hosts(where: Layout, plan: LabPlan, environment: Environment, values: Mapping[str, Any]) -> None:
+    """Write the files that each host with namespaces of its own sees in etc."""
+    hosts = plan.own_hosts
+    for host in hosts:
+        own = where.host(host.name)
+        own.make()
+        sections = _sections(where, plan)
+        first, count = sections["qemu"]["uids"]
+        share = count // MOST_HOSTS
+        sections["qemu"]["uids"] = [first + share * (host.number - 1), share]
+        text = environment.get_template("multiverse.toml").render({**values, "sections": sections})
+        _write(own.settings, text, 0o600)
+        _write(own.etc / "site.toml", (where.etc / "site.toml").read_text(), 0o600)
+        # sshd admits no account whose password is locked, and root's usually is.
+        _write(own.etc / "shadow", "".join(f"{user.pw_name}:*:::::::\n" for user in pwd.getpwall()), 0o600)
+    if hosts:
+        ssh.write(where, hosts)
+
+
 def _sections(where: Layout, plan: LabPlan) -> dict[str, dict[str, Any]]:
     """The controller's settings by section: the lab's own, overridden by those of `lab up --set`."""
     name = hostname()
     sections: dict[str, dict[str, Any]] = {
-        "host": {"name": name, "cores": plan.cores, "memory": plan.memory, "disk": plan.disk},
+        "host": {"name": name, "cores": plan.cores, "memory": plan.memory, "disk": plan.disk // plan.hosts},
         "agent": {"socket": str(where.agent_socket), "state_dir": str(where.agent)},
         "slurm": {"conf": str(where.slurm_conf), "inbox": str(where.inbox), "munge_key": str(where.munge_key)},
         "qemu": {
@@ -87,8 +111,15 @@ def _sections(where: Layout, plan: LabPlan) -> dict[str, dict[str, Any]]:
         "network": {"subnet": plan.subnet, "gateway": plan.gateway, "hosts": [[name, plan.gateway]]},
         "image": {"default": plan.image},
     }
+    if plan.own_hosts:
+        # The same on each host, which has a directory of its own in place of the lab's. A host's name is its own.
+        del sections["host"]["name"]
+        remote = multiverse("agent", "--config", str(where.settings), "dial-stdio")
+        sections["image"]["source"] = plan.images
+        sections["agent"]["connect"] = ssh.connect_command(where, remote)
     for section, requested in plan.settings.items():
-        sections[section] = {**sections.get(section, {}), **requested}
+        values = {**sections.get(section, {}), **requested}
+        sections[section] = {key: value for key, value in values.items() if value != ""}  # "": not as the lab would
     return sections
 
 

@@ -87,6 +87,11 @@ class Layout:
         return self.root / "controller"
 
     @property
+    def images(self) -> Path:
+        """The images of a host with namespaces of its own."""
+        return self.root / "images"
+
+    @property
     def socket(self) -> Path:
         return self.run / "api.sock"
 
@@ -98,6 +103,25 @@ class Layout:
     @property
     def agent_socket(self) -> Path:
         return self.run / "agent.sock"
+
+    def host(self, name: str) -> Layout:
+        """The paths of a host with namespaces of its own, as this machine sees them. The host itself sees this
+        directory in place of the lab's."""
+        return Layout(self.root / "hosts" / name)
+
+    @property
+    def ssh(self) -> Path:
+        """The key by which the controller reaches the hosts, and the keys of these."""
+        return self.root / "ssh"
+
+    @property
+    def ssh_config(self) -> Path:
+        return self.etc / "ssh_config"
+
+    @property
+    def control_group(self) -> str:
+        """The name of the control group above those of the lab's hosts."""
+        return f"multiverse-lab-{self._digest[:8]}"
 
     @property
     def memory(self) -> Path:

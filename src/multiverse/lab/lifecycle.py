@@ -7,17 +7,20 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 from multiverse.config import Settings
 from multiverse.core.errors import MultiverseError, Refused
 from multiverse.lab import bridge, vms
 from multiverse.lab.configure import configure
+from multiverse.lab.hosts import services as hosts
 from multiverse.lab.layout import Layout
-from multiverse.lab.plan import LabOptions, decide, load
-from multiverse.lab.services import AGENT, CONTROLLER, SERVICES, Lab, Service
+from multiverse.lab.plan import LabHost, LabOptions, LabPlan, decide, load
+from multiverse.lab.service import Lab, Service
+from multiverse.lab.services import AGENT, CONTROLLER, services
 from multiverse.system.locks import try_locked_directory
 
 Progress = Callable[[str, str, float], None]
@@ -44,32 +47,72 @@ async def up(
 
     `Broken` names a service that does not start. The services that were started before it go on running.
     """
+
+    def wanted(plan: LabPlan) -> Iterable[Service]:
+        return (service for service in services(plan) if controller or service not in (AGENT, CONTROLLER))
+
+    return await _up(where, options, progress, wanted)
+
+
+async def up_hosts(where: Layout, options: LabOptions, progress: Progress) -> Settings:
+    """Start hosts with namespaces of their own alone: no Slurm, and no controller. Otherwise as `up`."""
+    return await _up(
+        where, options, progress, lambda plan: chain.from_iterable(map(hosts.host_services, plan.own_hosts))
+    )
+
+
+async def _up(
+    where: Layout, options: LabOptions, progress: Progress, wanted: Callable[[LabPlan], Iterable[Service]]
+) -> Settings:
     if os.geteuid() != 0:
         raise Refused("a lab needs root: it makes links and starts daemons as their own users", hint="use sudo")
     where.make()
     with _locked(where):
+        _check_hosts(where, options)
         plan = await asyncio.to_thread(decide, where, options)
         settings = await asyncio.to_thread(configure, where, plan)
         lab = Lab(where, plan)
         began = time.monotonic()
         created = await asyncio.to_thread(bridge.up, plan)
         progress("bridge", "created" if created else "exists", time.monotonic() - began)
-        for service in _wanted(controller):
+        for service in wanted(plan):
             began = time.monotonic()
             started = await service.ensure(lab)
             progress(service.name, "started" if started else "runs", time.monotonic() - began)
         return settings
 
 
-def _wanted(controller: bool) -> Iterator[Service]:
-    return (service for service in SERVICES if controller or service not in (AGENT, CONTROLLER))
+def _check_hosts(where: Layout, options: LabOptions) -> None:
+    """`Refused` if the number of hosts is to change while something of the lab runs."""
+    plan = load(where)
+    if plan is None or options.hosts in (None, plan.hosts):
+        return
+    if any(service.running(where) for service in services(plan)):
+        raise Refused(
+            f"the lab in {where.root} runs with {plan.hosts} host{'s' if plan.hosts > 1 else ''}",
+            hint="bring it down first: multiverse lab down",
+        )
 
 
 async def stop_controller(where: Layout) -> int:
-    """Stop the controller and the agent, then destroy all VMs; the number of VMs."""
+    """Stop the controller and the agent, or the hosts with namespaces of their own, then destroy all VMs; the number of
+    VMs that were destroyed one by one: those of such a host end with it."""
+    plan = load(where)
     await CONTROLLER.stop(where)
     await AGENT.stop(where)
+    for host in plan.own_hosts if plan else ():
+        await _stop_host(where, host)
     return await vms.destroy_all(where)
+
+
+async def _stop_host(where: Layout, host: LabHost) -> None:
+    """Stop a host, and remove its VMs, its network and its control groups. Its keys and images stay."""
+    for service in reversed(hosts.host_services(host)):
+        await service.stop(where)
+    await asyncio.to_thread(hosts.remove_remains, where, host)
+    own = where.host(host.name)
+    for path in (own.run, own.controller / "vms"):
+        await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
 
 
 async def down(where: Layout, progress: Progress = lambda name, result, seconds: None) -> None:
@@ -83,12 +126,16 @@ async def down(where: Layout, progress: Progress = lambda name, result, seconds:
     errors: list[MultiverseError] = []
     with _locked(where):
         plan = load(where)
-        for service in reversed(SERVICES):
+        for service in reversed(services(plan)):
             async with _step(service.name, progress, errors) as result:
                 result.append("stopped" if await service.stop(where) else "was not running")
             if service is AGENT and plan is not None:
                 async with _step("VMs", progress, errors) as result:
                     result.append(f"{await vms.destroy_all(where)} destroyed")
+        for host in plan.own_hosts if plan is not None else ():
+            async with _step(f"{host.name}-vms", progress, errors) as result:
+                await _stop_host(where, host)
+                result.append("removed")
         if plan is not None:
             async with _step("bridge", progress, errors) as result:
                 result.append("deleted" if await asyncio.to_thread(bridge.down, plan) else "did not exist")
@@ -113,14 +160,14 @@ async def _step(name: str, progress: Progress, errors: list[MultiverseError]) ->
 def status(where: Layout) -> dict[str, dict[str, Any]]:
     """Each service with its pid, whether it is alive, and its start time (Unix time). Reads only /proc."""
     found: dict[str, dict[str, Any]] = {}
-    for service in reversed(SERVICES):
+    plan = load(where)
+    for service in reversed(services(plan)):
         running = service.running(where)
         found[service.name] = {
             "pid": running.pid if running else None,
             "alive": running is not None,
             "since": running.since if running else None,
         }
-    plan = load(where)
     there = bridge.is_up(plan) if plan else False
     found["bridge"] = {
         "name": plan.bridge if plan else None,

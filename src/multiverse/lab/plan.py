@@ -25,7 +25,8 @@ from multiverse.system import files
 class LabOptions:
     """The options of `lab up`. None means as before, or the default. Memory in MiB.
 
-    `settings` are the controller's, by section and key; if given, they replace all those given before.
+    `cores` and `memory` are those of each host. `settings` are the controller's, by section and key; if given, they
+    replace all those given before.
     """
 
     cores: int | None = None
@@ -33,12 +34,33 @@ class LabOptions:
     shares: tuple[Path, ...] = ()
     image: str | None = None
     images: Path | None = None
+    hosts: int | None = None
     settings: Mapping[str, Mapping[str, Any]] | None = None
+
+
+MOST_HOSTS = 4
+_FIRST_HOST = 10  # host 1 has the address after this one
+
+
+@dataclass(frozen=True, slots=True)
+class LabHost:
+    """A host with namespaces of its own. `uplink` is its port at the lab's bridge, which is the switch."""
+
+    number: int
+    address: str
+    uplink: str
+
+    @property
+    def name(self) -> str:
+        return f"mvh{self.number}"
 
 
 @dataclass(frozen=True, slots=True)
 class LabPlan:
     """What a lab consists of. Memory and disk in MiB.
+
+    `hosts` is the number of hosts. A single one is this machine itself; of several, each has namespaces of its own, and
+    `cores` and `memory` are what each of them declares.
 
     `disk` is what VMs may write: the space that was free when the lab was made; a plan of an earlier release has the
     default of the settings. `bridge` has the first address of `subnet`. The ports are on this machine. `settings`
@@ -58,6 +80,16 @@ class LabPlan:
     nfs_port: int
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     disk: int = HostSettings.disk
+    hosts: int = 1
+
+    @property
+    def own_hosts(self) -> tuple[LabHost, ...]:
+        """The hosts with namespaces of their own. Their addresses are below those of VMs (`network.first`)."""
+        if self.hosts == 1:
+            return ()
+        addresses = ipaddress.IPv4Network(self.subnet)
+        numbers = range(1, self.hosts + 1)
+        return tuple(LabHost(one, str(addresses[_FIRST_HOST + one]), f"{self.bridge}h{one}") for one in numbers)
 
     @property
     def gateway(self) -> str:
@@ -90,6 +122,7 @@ def decide(where: Layout, options: LabOptions) -> LabPlan:
         image=options.image or plan.image,
         images=str(options.images) if options.images else plan.images,
         shares=tuple(shares),
+        hosts=options.hosts or plan.hosts,
         settings=plan.settings if options.settings is None else options.settings,
     )
     files.replace(where.state, json.dumps(asdict(plan), indent=2) + "\n", mode=0o644)

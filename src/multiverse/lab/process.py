@@ -47,7 +47,8 @@ class RunningDaemon:
 
 @dataclass(frozen=True, slots=True)
 class DaemonCommand:
-    """How to run a daemon: as which user, and with which log file."""
+    """How to run a daemon: as which user, and with which log file. A `launcher` is a program that starts the daemon,
+    prints its pid, and ends."""
 
     argv: Sequence[str]
     log: Path
@@ -55,6 +56,12 @@ class DaemonCommand:
     env: Mapping[str, str] = field(default_factory=dict)
     umask: int = 0o022
     log_mode: int = 0o644
+    launcher: bool = False
+
+    @property
+    def name(self) -> str:
+        """What an error message calls it."""
+        return self.log.stem if self.launcher else self.argv[0]
 
 
 def recorded(record: Path) -> RunningDaemon | None:
@@ -66,7 +73,7 @@ def recorded(record: Path) -> RunningDaemon | None:
     return running if running.alive() else None
 
 
-def start(command: DaemonCommand, record: Path, digest: str) -> subprocess.Popen[bytes]:
+def start(command: DaemonCommand, record: Path, digest: str) -> RunningDaemon:
     """Start a daemon in a session of its own and write its record. `Broken` if it cannot be executed."""
     account = pwd.getpwnam(command.user)
     command.log.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +83,7 @@ def start(command: DaemonCommand, record: Path, digest: str) -> subprocess.Popen
             process = subprocess.Popen(
                 command.argv,
                 stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdout=subprocess.PIPE if command.launcher else log,
                 stderr=log,
                 cwd="/",
                 env=_environment() | dict(command.env),
@@ -90,10 +97,18 @@ def start(command: DaemonCommand, record: Path, digest: str) -> subprocess.Popen
             raise Broken(
                 f"cannot run {command.argv[0]}: {error.strerror}", hint="install the lab's packages: make setup"
             ) from error
-    started = ProcessIdentity.of(process.pid)
+    started = ProcessIdentity.of(_launched(process, command) if command.launcher else process.pid)
     running = RunningDaemon(started.pid, started.started, started.boot_id, digest, time.time())
     files.replace(record, json.dumps(asdict(running)), mode=0o644)
-    return process
+    return running
+
+
+def _launched(launcher: subprocess.Popen[bytes], command: DaemonCommand) -> int:
+    """The pid of the daemon that a launcher has started."""
+    output, _ = launcher.communicate()
+    if launcher.returncode:
+        raise Broken(f"cannot start {command.name}: {last_line(command.log)}", hint=f"see {command.log}")
+    return int(output)
 
 
 def _environment() -> dict[str, str]:
@@ -102,18 +117,16 @@ def _environment() -> dict[str, str]:
     return {"PATH": f"{path}:/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8", "HOME": "/"}
 
 
-async def until(
-    reached: Callable[[], bool], process: subprocess.Popen[bytes], command: DaemonCommand, timeout: float
-) -> None:
+async def until(reached: Callable[[], bool], started: RunningDaemon, command: DaemonCommand, timeout: float) -> None:
     """Wait until `reached` (an attempt to connect) succeeds.
 
     `Broken`, with the last line of the log, if the process ends or if `timeout` seconds have passed.
     """
-    name, log = command.argv[0], command.log
+    name, log = command.name, command.log
     deadline = time.monotonic() + timeout
     while not await asyncio.to_thread(reached):
-        if process.poll() is not None:
-            raise Broken(f"{name} ended with {process.returncode}: {last_line(log)}", hint=f"see {log}")
+        if not started.alive():
+            raise Broken(f"{name} ended{_status(started.pid)}: {last_line(log)}", hint=f"see {log}")
         if time.monotonic() > deadline:
             raise Broken(f"{name} is not ready after {timeout:g} s: {last_line(log)}", hint=f"see {log}")
         await asyncio.sleep(_INTERVAL)
@@ -142,6 +155,13 @@ def _reap(pid: int) -> None:
     """Reap the process if it is a child of this one."""
     with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)
+
+
+def _status(pid: int) -> str:
+    """With which exit status a process has ended, for an error message; empty if it is no child of this one."""
+    with contextlib.suppress(ChildProcessError):
+        return f" with {os.waitstatus_to_exitcode(os.waitpid(pid, os.WNOHANG)[1])}"
+    return ""
 
 
 def last_line(log: Path) -> str:

@@ -26,7 +26,7 @@ from multiverse.lab.configure import environment
 from multiverse.lab.layout import Layout
 from multiverse.lab.lifecycle import Progress
 from multiverse.lab.plan import LabOptions, load
-from multiverse.lab.services import Lab
+from multiverse.lab.service import Lab
 from multiverse.lab.users import PrivateUser, enter_private_namespace, private_users
 from multiverse.system.locks import try_locked_file
 

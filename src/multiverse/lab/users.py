@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from multiverse.core.errors import Broken
-
-_CLONE_NEWNS = 0x00020000
-_MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
+from multiverse.system import kernel
 
 
 class PrivateUser(NamedTuple):
@@ -27,9 +25,10 @@ def enter_private_namespace() -> None:
 
     Needs root, and a process with one thread.
     """
-    _checked("unshare", _libc().unshare(_CLONE_NEWNS))
-    # Below a shared mount, new mounts would appear in the parent's namespace, too.
-    _checked("mount", _libc().mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None))
+    with _as_root():
+        kernel.unshare(kernel.CLONE_NEWNS)
+        # Below a shared mount, new mounts would appear in the parent's namespace, too.
+        kernel.mount(None, Path("/"), kernel.MS_REC | kernel.MS_PRIVATE)
 
 
 def private_users(directory: Path, users: Sequence[tuple[str, int, Path]]) -> list[PrivateUser]:
@@ -51,7 +50,8 @@ def private_users(directory: Path, users: Sequence[tuple[str, int, Path]]) -> li
         copy = directory / file
         copy.write_text("\n".join([*known, *added]) + "\n")
         copy.chmod(0o644)
-        _checked(f"mount {file}", _libc().mount(bytes(copy), f"/etc/{file}".encode(), None, _MS_BIND, None))
+        with _as_root():
+            kernel.mount(str(copy), Path("/etc", file), kernel.MS_BIND)
     for user in made:
         user.home.mkdir(parents=True, exist_ok=True)
         user.home.chmod(0o755)
@@ -64,10 +64,9 @@ def _clashes(line: str, names: set[str], uids: set[str]) -> bool:
     return fields[0] in names or (len(fields) > 2 and fields[2] in uids)
 
 
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
-
-
-def _checked(what: str, answer: int) -> None:
-    if answer != 0:
-        raise Broken(f"{what}: {os.strerror(ctypes.get_errno())}", hint="this needs root")
+@contextmanager
+def _as_root() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise Broken(f"{error.filename}: {error.strerror}", hint="this needs root") from error

@@ -10,13 +10,16 @@ Methods take values of `core.model`, never database rows.
 """
 
 from multiverse.ports.clock import Clock
-from multiverse.ports.hypervisor import GuestUsers, Hypervisor, Source, Templates
+from multiverse.ports.fencing import Fencing
+from multiverse.ports.hypervisor import GuestUsers, Hypervisor, Membership, Source, Templates
 from multiverse.ports.scheduler import Offers, Parts, Scheduler, SubmissionLimits
 
 __all__ = [
     "Clock",
+    "Fencing",
     "GuestUsers",
     "Hypervisor",
+    "Membership",
     "Offers",
     "Parts",
     "Scheduler",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from multiverse.core.model import HypervisorView, Identity, Size, Stage, TemplateKey, User, VmRef, VmSpec
@@ -21,6 +21,11 @@ class Source(Protocol):
         """The hosts that the settings name for this source, whether or not it has ever answered."""
         ...
 
+    @property
+    def silence(self) -> float | None:
+        """Seconds since anything at all was heard of it; None where only observations tell."""
+        ...
+
     async def observe(self) -> HypervisorView:
         """All hosts, templates and VMs of our site at this source, with the remains of dead VMs. Raises `Unknown`."""
         ...
@@ -31,7 +36,13 @@ class Hypervisor(Protocol):
 
     @property
     def sources(self) -> Sequence[Source]:
-        """All sources. Each host belongs to one of them."""
+        """All sources. Each host belongs to one of them. They change only by `membership`; a source that stays is the
+        same object."""
+        ...
+
+    @property
+    def membership(self) -> Membership | None:
+        """Adds and removes hosts; None if the platform alone says which there are."""
         ...
 
     @property
@@ -60,6 +71,15 @@ class Hypervisor(Protocol):
         """Let the guest write back and unmount for up to `grace` seconds (0: not at all), end the VM and remove all of
         it. Success if there is none; returning means that nothing of it is left. `Refused` if the VM of that name has
         another token."""
+        ...
+
+
+class Membership(Protocol):
+    """Which hosts belong to the site, where it decides that itself. Each host is a source, by its name."""
+
+    def keep(self, hosts: Collection[str]) -> None:
+        """Have these hosts as sources, and no others. Nothing is awaited: calls to a host that was removed end as
+        `Unknown` or `Gone`, and a host that was added answers once it is reached."""
         ...
 
 

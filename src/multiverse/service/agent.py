@@ -6,17 +6,21 @@ import asyncio
 import contextlib
 import os
 import secrets
+import time
 
 import structlog
 
 import multiverse
 from multiverse.agent.epochs import EpochFile
 from multiverse.agent.protocol import LONGEST_LINE
+from multiverse.agent.self_fence import CHECKS, ContactFile, Lease, SelfFence
 from multiverse.agent.server import AgentIdentity, AgentServer
 from multiverse.config import Settings
-from multiverse.core.errors import Refused
+from multiverse.core.errors import MultiverseError, Refused
 from multiverse.core.model import is_site
-from multiverse.drivers.qemu.driver import QemuHypervisor
+from multiverse.drivers.qemu.driver import QemuHypervisor, sites
+from multiverse.drivers.slurm.command import SlurmCommands
+from multiverse.drivers.slurm.nodes import reached_nodes
 from multiverse.service.processes import ProcessCounter
 from multiverse.service.startup import bind, locked, stop_signal
 from multiverse.system.processes import boot_id
@@ -60,6 +64,34 @@ def _make_directories(settings: Settings) -> None:
         ) from error
 
 
+async def _self_fence(settings: Settings, hypervisors: _Hypervisors) -> SelfFence:
+    """What ends this host's VMs when neither controller nor slurmctld is reached. Raises `Refused` if slurmctld cannot
+    be asked from here: the absence of the controller alone must end no job."""
+    commands = SlurmCommands(settings.slurm)
+    try:
+        await commands.run("scontrol", "--version")
+    except MultiverseError as error:
+        raise Refused(
+            f"agent.self_fence needs Slurm's commands on this host: {error.message}",
+            hint="install slurm-client and the site's slurm.conf, or set agent.self_fence = 0",
+        ) from error
+    contacts = ContactFile(settings.agent.state_dir / "contacts", boot_id())
+    return SelfFence(
+        Lease(settings.agent.self_fence, contacts.read()),
+        lambda: sites(settings),
+        hypervisors.of,
+        lambda site: reached_nodes(commands, site),
+        lambda: time.clock_gettime(time.CLOCK_BOOTTIME),
+        contacts.write,
+    )
+
+
+async def _watch(fence: SelfFence) -> None:
+    while True:
+        await fence.check()
+        await asyncio.sleep(fence.lease.seconds / CHECKS)
+
+
 async def serve(settings: Settings) -> None:
     """Run until SIGTERM or SIGINT. VMs are left as they are; the next agent finds them."""
     _make_directories(settings)
@@ -70,13 +102,19 @@ async def serve(settings: Settings) -> None:
         hypervisors.check()
         stack.callback(hypervisors.close)  # otherwise this process would last as long as its longest call
         who = AgentIdentity(multiverse.__version__, settings.host.name, boot_id(), secrets.token_hex(8))
-        server = AgentServer(who, EpochFile(state / "epochs.json"), hypervisors.of, processes.programs)
+        fence = await _self_fence(settings, hypervisors) if settings.agent.self_fence else None
+        lease = fence.lease if fence else None
+        server = AgentServer(who, EpochFile(state / "epochs.json"), hypervisors.of, processes.programs, lease)
         stop = stop_signal()
         sock = bind(settings.agent.socket, "agent.socket")
         stack.callback(settings.agent.socket.unlink, missing_ok=True)
         listening = await asyncio.start_unix_server(server.serve, sock=sock, limit=LONGEST_LINE)
         log.info("agent started", host=who.host, socket=str(settings.agent.socket), pid=os.getpid())
-        await stop.wait()
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(_watch(fence), name="self-fencing") if fence else None
+            await stop.wait()
+            if watching is not None:
+                watching.cancel()
         listening.close()
         await server.close()
     log.info("agent stopped")

@@ -9,8 +9,9 @@ import multiverse
 from multiverse.agent.connection import AgentConnection, ControllerIdentity
 from multiverse.agent.controller_epoch import ControllerEpoch
 from multiverse.agent.hypervisor import AgentHypervisor
-from multiverse.agent.transport import UnixTransport
-from multiverse.config import Settings
+from multiverse.agent.transport import CommandTransport, Transport, UnixTransport, command_of
+from multiverse.config import Settings, host_names
+from multiverse.core.model import HostState
 from multiverse.store import Store
 
 EPOCH_WAIT = 5.0
@@ -18,8 +19,22 @@ EPOCH_WAIT = 5.0
 
 
 def connect_agents(settings: Settings, store: Store) -> AgentHypervisor:
-    """The hypervisor behind the agents of the settings' hosts. Its `run` makes the connections."""
+    """The hypervisor behind the agents of the site's hosts: those of the settings, unless an operator removed them, and
+    those that the store knows beside them. Its `run` makes the connections."""
     who = ControllerIdentity(multiverse.__version__, secrets.token_hex(8), store.site)
-    host = settings.host.name
-    epoch = ControllerEpoch(store.epoch, store.keep_epoch, [host], EPOCH_WAIT)
-    return AgentHypervisor([AgentConnection(host, UnixTransport(settings.agent.socket), who, epoch, Random())])
+    known = store.rows().hosts
+    removed = {host.name for host in known.values() if host.state is HostState.REMOVED}
+    hosts = [name for name in dict.fromkeys((*host_names(settings), *known)) if name not in removed]
+    epoch = ControllerEpoch(store.epoch, store.keep_epoch, hosts, EPOCH_WAIT)
+
+    def connect(host: str) -> AgentConnection:
+        return AgentConnection(host, transport_to(host, settings), who, epoch, Random())
+
+    return AgentHypervisor(hosts, connect)
+
+
+def transport_to(host: str, settings: Settings) -> Transport:
+    """The way to the agent of a host: its Unix socket on this machine, and for others the command of the settings."""
+    if host == settings.host.name:
+        return UnixTransport(settings.agent.socket)
+    return CommandTransport(command_of(settings.agent.connect, host))

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from multiverse import __version__
 from multiverse.api import (
     Alert,
+    HostsChanged,
     HostView,
     IdentityAudit,
     JobView,
@@ -30,11 +31,12 @@ from multiverse.controller.loop import Controller
 from multiverse.core.errors import Refused
 from multiverse.core.model import Attempt
 from multiverse.core.rows import Rows
-from multiverse.core.transition import Command
+from multiverse.core.transition import Command, EffectKind
 from multiverse.ports import Clock
 from multiverse.service import convert, identity
 from multiverse.service.alerts import alerts
 from multiverse.service.findings import HintsMissing, SourceFailure, StoreFailure
+from multiverse.service.hosts import Troubles, host_views
 from multiverse.service.identity import Facts
 from multiverse.service.processes import Processes
 from multiverse.store import Pruning, Store
@@ -178,7 +180,17 @@ class Backend:
         return convert.vm_views(self._rows(), self.controller.world(), measured, self.clock.now())
 
     def hosts(self) -> list[HostView]:
-        return convert.host_views(self._rows(), self.controller.world(), self.controller.policy)
+        """All hosts of the site, whether or not they are in reach."""
+        controller = self.controller
+        failing = controller.failing(1)
+        rows = self._rows()
+        names = {host.key: host.name for host in rows.hosts.values()}
+        troubles = Troubles(
+            {one.name: one.failure for one in controller.sources.values()},
+            controller.held_back(),
+            {names[one.effect.key]: one.reason for one in failing if one.effect.kind is EffectKind.FENCE},
+        )
+        return host_views(rows, controller.world(), controller.policy, self.clock.now(), troubles)
 
     def host_names(self) -> list[str]:
         """The hosts in reach, by name."""
@@ -207,6 +219,15 @@ class Backend:
         """Have the command to build or drop (`verb`) templates committed. `size` is CPUs and MiB. Raises `TimeoutError`
         if it is not committed in time."""
         await self._commit(convert.template_command(verb, image, host, size, account))
+
+    async def change_hosts(self, verb: str, names: Sequence[str], reason: str, begins: float | None) -> HostsChanged:
+        """Have a change (`verb`) to hosts committed, together. Raises `TimeoutError` if that takes too long."""
+        moment = self.clock.wall() if begins is None else begins
+        made = [self.controller.command(convert.host_command(verb, name, reason, moment)) for name in names]
+        async with asyncio.timeout(COMMIT_TIMEOUT):
+            results = await asyncio.gather(*made, return_exceptions=True)
+        refused = {name: str(error) for name, error in zip(names, results, strict=True) if isinstance(error, Refused)}
+        return HostsChanged(tuple(name for name in names if name not in refused), refused)
 
     async def prune(self, older_than: float | None, *, dry_run: bool, after: str) -> PruneView:
         """Delete, or count, what ended more than `older_than` seconds ago; None: as the settings say. Works for two

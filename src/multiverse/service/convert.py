@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from multiverse.api import Alert, HostView, JobView, PoolView, SizeView, SourceView, TemplateView, TimelineView, VmView
+from multiverse.api import Alert, JobView, PoolView, SizeView, SourceView, TemplateView, TimelineView, VmView
 from multiverse.controller.effects import Failure
 from multiverse.controller.observers import Observer
 from multiverse.controller.users import LookupFailure
@@ -21,9 +21,10 @@ from multiverse.core.model import (
     Attempt,
     AttemptState,
     Depth,
-    Host,
+    Drain,
     HostState,
     Key,
+    KnownHost,
     Offer,
     Row,
     Size,
@@ -36,12 +37,11 @@ from multiverse.core.model import (
     World,
 )
 from multiverse.core.policy import Policy, image_of
-from multiverse.core.provisioning.capacity import left_behind
 from multiverse.core.provisioning.pools import PoolStatus
 from multiverse.core.provisioning.reasons import reason_of
 from multiverse.core.provisioning.sizes import short_of_disk, short_of_memory
 from multiverse.core.rows import Rows
-from multiverse.core.transition import Command
+from multiverse.core.transition import Command, EffectKind
 from multiverse.service.findings import (
     BrokenTemplate,
     FailingEffect,
@@ -84,7 +84,8 @@ def row_counts(rows: Rows) -> dict[str, Counter[str]]:
 
 
 def _tables(rows: Rows) -> Mapping[str, Mapping[int, Row]]:
-    return {"attempt": rows.attempts, "vm": rows.vms, "template": rows.templates, "offer": rows.offers}
+    hosts = {host.id: host for host in rows.hosts.values()}
+    return {"attempt": rows.attempts, "vm": rows.vms, "template": rows.templates, "offer": rows.offers, "host": hosts}
 
 
 def source_view(source: Observer[Any], now: float) -> SourceView:
@@ -230,37 +231,6 @@ def template_views(rows: Rows, now: float) -> list[TemplateView]:
     ]
 
 
-def host_views(rows: Rows, world: World, policy: Policy) -> list[HostView]:
-    """The hosts in reach, by name."""
-    return [host_view(host, rows, world, policy) for _, host in sorted(world.hosts.items())]
-
-
-def host_view(host: Host, rows: Rows, world: World, policy: Policy) -> HostView:
-    """One host in reach, with what its source shows of it."""
-    seen = world.views[world.source_of[host.name]]
-    claims = (*rows.claims, *left_behind(rows.vms.values(), rows.templates))
-    held = [claim.size for claim in claims if claim.domain == host.name]
-    vms = [vm for _, vm in sorted(seen.vms.items()) if vm.host == host.name]
-    return HostView(
-        name=host.name,
-        reachable=True,
-        declared=size_view(host.capacity),
-        claimed=SizeView(sum(s.cpus for s in held), sum(s.memory for s in held), sum(s.disk for s in held)),
-        machine=size_view(host.machine) if host.machine else None,
-        accelerator=host.accelerator,
-        abilities=tuple(sorted(host.abilities)),
-        images={image: tuple(sorted(can)) for image, can in sorted(host.images.items())},
-        vms=sum(vm.host == host.name for vm in rows.vms.values()),
-        available=host.available,
-        private=sum(vm.private for vm in vms),
-        shared=sum(vm.shared for vm in vms),
-        templates=sum(one.held for _, one in sorted(seen.templates.items()) if one.host == host.name),
-        template_copies=host.template_copies,
-        overcommit=policy.overcommit,
-        floor=policy.floor,
-    )
-
-
 def known_vms(rows: Rows) -> dict[str, KnownVm]:
     """What each live VM was told about itself, by name."""
     found = {}
@@ -284,7 +254,7 @@ def _without_prefix_length(address: str) -> str:
 def findings(rows: Rows, world: World, policy: Policy, now: float) -> Findings:
     """What is wrong according to the rows and to the last observations."""
     return Findings(
-        hosts_away=tuple(_hosts_away(rows, world)),
+        hosts_away=tuple(_hosts_away(rows, world, policy, now)),
         fenced=_fenced_vms(rows),
         short_of_memory=tuple(_hosts_short_of_memory(world, policy)),
         short_of_disk=tuple(_hosts_short_of_disk(rows, world, policy)),
@@ -310,17 +280,17 @@ def failing_effect(failure: Failure, now: float) -> FailingEffect:
     effect = failure.effect
     return FailingEffect(
         kind=str(effect.kind),
-        subject=str(effect.key),
+        subject=f"host {effect.text}" if effect.kind is EffectKind.FENCE else str(effect.key),
         failures=failure.times,
         reason=failure.reason,
         retry_in=failure.again_at - now,
     )
 
 
-def _hosts_away(rows: Rows, world: World) -> Iterator[HostAway]:
+def _hosts_away(rows: Rows, world: World, policy: Policy, now: float) -> Iterator[HostAway]:
     """The known hosts that are out of reach; those without VMs come first."""
     losing = {vm.host for vm in rows.vms.values() if vm.state is VmState.LOST}
-    for host in sorted(_out_of_reach(rows, world) - losing):
+    for host in sorted(_out_of_reach(rows, world, policy, now) - losing):
         yield HostAway(host)
     for host in sorted(losing):
         lost = [vm for _, vm in sorted(rows.vms.items()) if vm.host == host and vm.state is VmState.LOST]
@@ -355,7 +325,7 @@ def _missing_images(rows: Rows, world: World, policy: Policy, now: float) -> Ite
     if not world.hosts:
         return
     there = {image for host in world.hosts.values() for image in host.images}
-    away = any(host.name not in world.hosts for host in rows.hosts.values() if host.state is HostState.KNOWN)
+    away = any(host.name not in world.hosts for host in rows.hosts.values() if not host.is_off)
     pools = {pool.image for pool in policy.pools}
     wanted: dict[str, list[str]] = {image: [] for image in pools}
     for _, row in sorted(rows.attempts.items()):
@@ -396,13 +366,15 @@ def _jobs_backing_off(rows: Rows, now: float) -> Iterator[JobBackingOff]:
             yield JobBackingOff(_name_of(row.key), row.job.job_id, row.tries, row.not_before - now, row.version)
 
 
-def _out_of_reach(rows: Rows, world: World) -> frozenset[str]:
-    """The known hosts that no source shows. While a source is unknown, nothing is concluded about its hosts."""
-    unknown = {name for name, one in world.sources.items() if one.latest is None}
+def _out_of_reach(rows: Rows, world: World, policy: Policy, now: float) -> frozenset[str]:
+    """The hosts of the site that no source shows. While a source has been unknown for a short time only, nothing is
+    concluded about its hosts."""
+    sources = world.sources.items()
+    unknown = {name for name, one in sources if one.latest is None and now - one.since <= policy.silence}
     return frozenset(
         host.name
         for host in rows.hosts.values()
-        if host.state is HostState.KNOWN and host.name not in world.hosts and host.source not in unknown
+        if not host.is_off and host.name not in world.hosts and host.source not in unknown
     )
 
 
@@ -419,7 +391,7 @@ def _affected_jobs(rows: Rows, row: Row) -> tuple[str, ...]:
             return _jobs_of(rows, [row])
         case Offer():
             return _jobs_of(rows, [vm]) if (vm := rows.vms.get(row.id)) else ()
-        case Template():
+        case Template() | KnownHost():
             return ()
 
 
@@ -434,6 +406,8 @@ def _label(rows: Rows, row: Row) -> str:
             return f"the offer of VM {vm.name if vm else row.id}"
         case Template():
             return _template_label(row)
+        case KnownHost():
+            return f"host {row.name}"
 
 
 def _template_label(row: Template) -> str:
@@ -460,3 +434,8 @@ def repair_command(alert: Alert) -> Command:
 def template_command(verb: str, image: str, host: str, size: tuple[int, int] | None, account: str | None) -> Command:
     """The command to the controller that builds or drops (`verb`) templates. `size` is CPUs and MiB."""
     return Command(verb, host, image, size=Size(*size) if size else None, account=account)
+
+
+def host_command(verb: str, host: str, reason: str, begins: float) -> Command:
+    """The command to the controller that adds, drains, resumes or removes (`verb`) a host."""
+    return Command(verb, host=host, drain=Drain(begins, reason) if verb == "drain" else None)

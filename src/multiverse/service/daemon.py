@@ -27,6 +27,8 @@ from multiverse.ports import Clock, Hypervisor, Scheduler
 from multiverse.service.agents import connect_agents
 from multiverse.service.api import make_api
 from multiverse.service.backend import Backend
+from multiverse.service.fencing import FenceCommand
+from multiverse.service.image_copies import copy_regularly
 from multiverse.service.inbox_access import warn_of_closed_inbox
 from multiverse.service.processes import ProcessCounter, Processes
 from multiverse.service.startup import bind, locked, stop_signal
@@ -90,6 +92,7 @@ async def serve(settings: Settings) -> None:
         hypervisor = connect_agents(settings, store)
         traced = _traced(scheduler, hypervisor, settings, clock, stack)
         controller = Controller(store, *traced, clock, settings)
+        controller.fence_by(FenceCommand(settings.fence))
         sock = bind(settings.socket, "socket")
         stack.callback(settings.socket.unlink, missing_ok=True)
         permanent = [Alert("unserved", *each) for each in scheduler.unserved()]
@@ -139,6 +142,9 @@ async def _run(
         asyncio.create_task(warn_of_closed_inbox(settings), name="access to the inbox"),
         asyncio.create_task(prune_regularly(backend.store, backend.clock, settings.history_days), name="pruning"),
     ]
+    if settings.image.source is None:  # or else hosts copy by themselves
+        copying = copy_regularly(settings, controller.state.rows, controller.world, controller.policy, backend.clock)
+        work.append(asyncio.create_task(copying, name="images"))
     serving: asyncio.Task[Any] = asyncio.create_task(server.serve(sockets=[sock]), name="api")
     stopping: asyncio.Task[Any] = asyncio.create_task(stop.wait(), name="stop")
     try:

@@ -129,6 +129,10 @@ class SimulatedCloud(SimulatedHypervisor):
     def sources(self) -> Sequence[SimulatedCloud]:
         return (self,)
 
+    @property
+    def silence(self) -> None:
+        return None
+
     async def observe(self) -> HypervisorView:
         return await self.observe_host(QUOTA)
 

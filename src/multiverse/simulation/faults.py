@@ -346,6 +346,13 @@ class IncidentKind(StrEnum):
     RECONFIGURED = "slurmctld reads its configuration again"
     HOST_AWAY = "a host is out of reach"
     HOST_FENCED = "a host is out of reach, switched off and fenced"
+    HOST_CRASHES = "a host loses its power"
+    HOST_DRAINED = "an operator drains a host, and resumes it"
+    HOST_CLOSING = "an operator has a host drained later, and resumes it"
+    HOST_REMOVED = "an operator removes a host when it is free, and adds it again"
+    AGENT_DIES = "an agent ends, and is started again"
+    LINK_HANGS = "the controller does not reach a host, and the scheduler does"
+    CONTROLLER_CUT_OFF = "the controller reaches no host, and the scheduler does"
     HOST_DISK_FULL = "the disk of a host is full"
     NAME_SERVICE_SILENT = "the name service does not answer"
     SOURCE_SLOW = "a source answers observations after ten minutes"
@@ -382,6 +389,13 @@ DURATIONS: Mapping[IncidentKind, tuple[float, float]] = {
     IncidentKind.CLUSTER_RESTARTS: (1.0, 10.0),
     IncidentKind.HOST_AWAY: (2.0, 300.0),
     IncidentKind.HOST_FENCED: (20.0, 200.0),
+    IncidentKind.HOST_CRASHES: (20.0, 600.0),
+    IncidentKind.HOST_DRAINED: (5.0, 200.0),
+    IncidentKind.HOST_CLOSING: (20.0, 200.0),
+    IncidentKind.HOST_REMOVED: (5.0, 100.0),
+    IncidentKind.AGENT_DIES: (0.5, 100.0),
+    IncidentKind.LINK_HANGS: (2.0, 200.0),
+    IncidentKind.CONTROLLER_CUT_OFF: (5.0, 300.0),
     IncidentKind.HOST_DISK_FULL: (1.0, 100.0),
     IncidentKind.NAME_SERVICE_SILENT: (5.0, 300.0),
     IncidentKind.SOURCE_SLOW: (10.0, 200.0),

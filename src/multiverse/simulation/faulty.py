@@ -118,6 +118,10 @@ class FaultySource:
     def hosts(self) -> Sequence[str]:
         return self._inner.hosts
 
+    @property
+    def silence(self) -> float | None:
+        return self._inner.silence
+
     async def observe(self) -> HypervisorView:
         return await self._call("observe", self.name, lambda: self._inner.observe())
 
@@ -155,9 +159,17 @@ class FaultyHypervisor:
     def __init__(self, inner: Hypervisor, link: FaultyLink) -> None:
         self._inner = inner
         self._call = link.call
-        self.sources = [FaultySource(source, link) for source in inner.sources]
+        self._link = link
+        self._sources: dict[Source, FaultySource] = {}
+        self.membership = inner.membership
         self.templates = FaultyTemplates(inner.templates, link) if inner.templates else None
         self.users = FaultyUsers(inner.users, link) if inner.users else None
+
+    @property
+    def sources(self) -> Sequence[FaultySource]:
+        known = self._sources
+        self._sources = {one: known.get(one) or FaultySource(one, self._link) for one in self._inner.sources}
+        return list(self._sources.values())
 
     async def create(self, vm: VmSpec) -> Sequence[Stage]:
         return await self._call("create", vm.name, lambda: self._inner.create(vm), vm)

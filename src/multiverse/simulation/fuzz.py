@@ -7,7 +7,6 @@ import logging
 import multiprocessing
 import os
 import traceback
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,10 +17,13 @@ import structlog
 from pydantic import TypeAdapter, ValidationError
 
 from multiverse.core.errors import Refused
-from multiverse.simulation.generate import crowded, with_faults
+from multiverse.simulation.generate import crowded, operated, with_faults
 from multiverse.simulation.run import simulate
 from multiverse.simulation.scenario import Scenario
 from multiverse.simulation.world import Pair
+
+OPERATED = 16
+"""Of every so many seeds, one is also simulated with hosts behind agents that come, go and are operated."""
 
 CROWDED = 8
 """Of every so many seeds, one is also simulated with more jobs than the hosts hold, and without faults."""
@@ -63,12 +65,14 @@ def run_seed(seed: int, pair: Pair | None = None) -> SeedResult:
     try:
         outcome = simulate(with_faults(seed, pair=pair))
         crowd = simulate(crowded(seed)) if seed % CROWDED == 0 else None
+        site = simulate(operated(seed)) if seed % OPERATED == 0 else None
     except Exception:
         return SeedResult(seed, (traceback.format_exc(limit=-4),))
-    transitions = outcome.transitions + (crowd.transitions if crowd else Counter())
+    others = {"in the crowd": crowd, "on an operated site": site}
+    transitions = sum((one.transitions for one in others.values() if one), outcome.transitions)
     return SeedResult(
         seed,
-        (*outcome.violations, *(f"in the crowd: {text}" for text in (crowd.violations if crowd else ()))),
+        (*outcome.violations, *(f"{where}: {text}" for where, one in others.items() if one for text in one.violations)),
         outcome.seconds,
         len(outcome.results),
         outcome.commits,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from multiverse.config import BackfillSettings, PacingSettings, PoolSettings, Settings
+from multiverse.config import BackfillSettings, FenceSettings, PacingSettings, PoolSettings, Settings
 from multiverse.core.model import CloneKind, Depth, Host, Size
 from multiverse.simulation.cloud import CLOUD_ABILITIES, QUOTA
 from multiverse.simulation.cluster import ClusterSettings
-from multiverse.simulation.faults import ControllerCrash, IncidentKind, Odds, every
+from multiverse.simulation.faults import ControllerCrash, Incident, IncidentKind, Odds, every
 from multiverse.simulation.guests import GuestBehaviour
 from multiverse.simulation.jobs import Batch
 from multiverse.simulation.machines import ABILITIES
@@ -87,6 +87,52 @@ def crowded(seed: int) -> Scenario:
     world = WorldSettings(hosts, cluster=cluster, pair=rng.choice((Pair.SLURM_HOSTS, Pair.GRID_HOSTS)))
     return Scenario(seed, tuple(arrivals), world, settings, hints=rng.choice((0.5, 0.9)))
 
+
+def operated(seed: int) -> Scenario:
+    """Several hosts behind agents, which come, go, die and are cut off, and operators who drain, remove, add and resume
+    them; a fence command that works, fails or hangs. The controller crashes now and then. No faults of calls."""
+    rng = Random(f"{seed}/operated")
+    hosts = tuple(_host(rng, number) for number in range(rng.choice((2, 3, 3, 4))))
+    arrivals = tuple(_with_limit(_arrival(rng), rng) for _ in range(rng.randint(3, 8)))
+    cluster = ClusterSettings(
+        node_timeout=rng.choice((10.0, 30.0, 60.0)), min_job_age=(2.0, 30.0), flavor=Size(64, 2_000_000, 1 << 20)
+    )
+    silence = rng.choice((5.0, 30.0))
+    command = ("fence", "{host}") if rng.random() < 0.7 else ()
+    fence = FenceSettings(command, after=silence + rng.choice((0.0, 30.0)), quorum=rng.choice((0.0, 0.5)))
+    settings = Settings(pacing=PacingSettings(silence=silence, provisioning=rng.choice((1, 4))), fence=fence)
+    settings = _with_pools(settings, rng)
+    incidents = tuple(
+        one for kind, means in OPERATED.items() for one in every(rng.choice(means), kind, rng, until=120.0)
+    )
+    for host in rng.sample(range(len(hosts)), 1):  # cut off for as long as the issue says
+        at, seconds = rng.uniform(2.0, 60.0), rng.choice((5.0, 60.0, 600.0))
+        incidents += (Incident(at, IncidentKind.HOST_AWAY, seconds, host / len(hosts)),)
+    return Scenario(
+        seed,
+        tuple(replace(one, tasks=min(one.tasks, 2)) for one in arrivals),
+        WorldSettings(hosts, cluster=cluster, agents=True),
+        settings,
+        incidents=tuple(sorted(incidents, key=lambda incident: incident.at)),
+        crashes=_crashes(rng, rng.choice((0, 0, 3))),
+        limit=6000.0,
+    )
+
+
+OPERATED: dict[IncidentKind, tuple[float, ...]] = {
+    IncidentKind.HOST_CRASHES: (0.0, 60.0),
+    IncidentKind.HOST_AWAY: (0.0, 60.0),
+    IncidentKind.HOST_FENCED: (0.0, 0.0, 100.0),
+    IncidentKind.HOST_DRAINED: (0.0, 30.0),
+    IncidentKind.HOST_CLOSING: (0.0, 60.0),
+    IncidentKind.HOST_REMOVED: (0.0, 60.0),
+    IncidentKind.AGENT_DIES: (0.0, 20.0),
+    IncidentKind.LINK_HANGS: (0.0, 30.0),
+    IncidentKind.CONTROLLER_CUT_OFF: (0.0, 0.0, 60.0),
+    IncidentKind.VM_DIES: (0.0, 30.0),
+    IncidentKind.CLUSTER_AWAY: (0.0, 0.0, 60.0),
+}
+"""The same for scenarios whose hosts are operated."""
 
 PAIRS = tuple(Pair)
 CLOUD_LIMIT = 20_000.0

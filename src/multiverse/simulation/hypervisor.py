@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from random import Random
 
 from multiverse.core.errors import Unknown
 from multiverse.core.model import HypervisorView, Identity, Size, Stage, TemplateKey, User, VmRef, VmSpec
-from multiverse.ports import GuestUsers, Source, Templates
+from multiverse.ports import GuestUsers, Membership, Source, Templates
 from multiverse.simulation.machines import Machines
 
 
@@ -37,6 +37,10 @@ class SimulatedHypervisor(ABC):
     @property
     @abstractmethod
     def sources(self) -> Sequence[Source]: ...
+
+    @property
+    def membership(self) -> Membership | None:
+        return None
 
     @property
     @abstractmethod
@@ -89,11 +93,19 @@ class SimulatedHosts(SimulatedHypervisor):
 
     def __init__(self, machines: Machines, rng: Random, latencies: HostLatencies | None = None) -> None:
         super().__init__(machines, rng, latencies or HostLatencies())
-        self._sources = [HostSource(self, host) for host in machines.hosts]
+        self.all_sources = [HostSource(self, host) for host in machines.hosts]
+        self._members = set(machines.hosts)
 
     @property
     def sources(self) -> Sequence[HostSource]:
-        return self._sources
+        return [source for source in self.all_sources if source.name in self._members]
+
+    @property
+    def membership(self) -> SimulatedHosts:
+        return self
+
+    def keep(self, hosts: Collection[str]) -> None:
+        self._members = set(hosts)
 
     @property
     def templates(self) -> SimulatedHosts:
@@ -142,6 +154,10 @@ class HostSource:
     @property
     def hosts(self) -> Sequence[str]:
         return (self._host,)
+
+    @property
+    def silence(self) -> None:
+        return None
 
     async def observe(self) -> HypervisorView:
         return await self._hypervisor.observe_host(self._host)

@@ -318,6 +318,10 @@ class Machines:
         if host in self.full:
             raise Exhausted(f"the disk of {host} is full", hint="make room")
 
+    def serves(self, host: str) -> bool:
+        """Whether a job runs on the host, as the guests know."""
+        return any(guest.alive and guest.serves() is not None for guest in self._guests(host))
+
     def _guests(self, host: str) -> list[Guest]:
         return [machine.guest for machine in self.vms.values() if machine.spec.host == host and machine.guest]
 

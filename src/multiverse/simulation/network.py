@@ -41,12 +41,20 @@ class OneHost:
         return (self,)
 
     @property
+    def membership(self) -> None:
+        return None
+
+    @property
     def templates(self) -> OneHost:
         return self
 
     @property
     def users(self) -> OneHost:
         return self
+
+    @property
+    def silence(self) -> None:
+        return None
 
     async def observe(self) -> HypervisorView:
         return await self._source.observe()

@@ -143,7 +143,7 @@ def unjustified_cancellations(scenario: Scenario, history: Iterable[JobRecord]) 
     `Cluster.stopped_by_controller`."""
     found = []
     disturbed = is_disturbed(scenario)
-    fenced = any(incident.kind is IncidentKind.HOST_FENCED for incident in scenario.incidents)
+    fenced = _may_lose_hosts(scenario)
     boots = {image.name: image.boots for image in scenario.world.images}
     for job in history:
         if job.result != "CANCELLED" or job.by_user:
@@ -159,9 +159,15 @@ def unjustified_cancellations(scenario: Scenario, history: Iterable[JobRecord]) 
     return found
 
 
+def _may_lose_hosts(scenario: Scenario) -> bool:
+    """Whether hosts may be fenced or removed, which do not count then for what a job may ask for."""
+    losing = (IncidentKind.HOST_FENCED, IncidentKind.HOST_REMOVED)
+    return bool(scenario.settings.fence.command) or any(one.kind in losing for one in scenario.incidents)
+
+
 def unjustified_refusals(scenario: Scenario, refused: Iterable[Batch]) -> list[str]:
     """Jobs that were refused at submission although the hosts could hold them."""
-    fenced = any(incident.kind is IncidentKind.HOST_FENCED for incident in scenario.incidents)
+    fenced = _may_lose_hosts(scenario)
     fitting = [batch for batch in refused if not fenced and _surely_fits(scenario, batch)]
     return [f"a job of {batch.nodes} x {batch.size} was refused, which nothing justifies" for batch in fitting]
 

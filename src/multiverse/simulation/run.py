@@ -29,6 +29,7 @@ from multiverse.simulation.promises import (
     violations_at_end,
 )
 from multiverse.simulation.scenario import Arrival, Scenario, UserAction
+from multiverse.simulation.sites import BY_OPERATORS, OF_SITES, DrainWatch, Operators
 from multiverse.simulation.world import SimulatedWorld
 from multiverse.store import Store, Transaction
 
@@ -121,6 +122,7 @@ class _Simulation:
         self.unclaimed: set[str] = set()
         self.overfull: set[str] = set()
         self.restless: set[str] = set()
+        self.drains = DrainWatch()
         self.starts = PromisedStarts(scenario)
         self.disk_full = 0
         self.links: list[FaultyLink] = []
@@ -133,12 +135,13 @@ class _Simulation:
         self.world.cluster.hint = self._hint
         self.world.log = self._log
         self.plan.log = self._log
+        self.operators = Operators(self._give, lambda: self.store.rows(), self._log, self.clock.wall)
 
     @classmethod
     async def whole(cls, scenario: Scenario) -> Outcome:
         self = cls(scenario)
         tasks = [asyncio.create_task(self._submit(arrival)) for arrival in scenario.arrivals]
-        tasks += [asyncio.create_task(self._apply(incident)) for incident in scenario.incidents]
+        tasks += [asyncio.create_task(self._apply_in_time(incident)) for incident in scenario.incidents]
         controllers = asyncio.create_task(self._run_controllers())
         try:
             while self.loop.time() < scenario.limit and not (all(task.done() for task in tasks) and self._is_idle()):
@@ -214,8 +217,14 @@ class _Simulation:
 
     # --- incidents
 
-    async def _apply(self, incident: Incident) -> None:
+    async def _apply_in_time(self, incident: Incident) -> None:
         await asyncio.sleep(incident.at)
+        if incident.kind in OF_SITES:
+            await self._apply_to_site(self.world.host(incident.pick), incident)
+        else:
+            await self._apply(incident)
+
+    async def _apply(self, incident: Incident) -> None:
         match incident.kind:
             case IncidentKind.VM_DIES | IncidentKind.GUEST_FLOODS | IncidentKind.REGISTERS_AGAIN:
                 self._apply_to_vm(incident)
@@ -267,12 +276,37 @@ class _Simulation:
             cluster.reconfigure()
         cluster.come_back()
 
+    async def _apply_to_site(self, host: str, incident: Incident) -> None:
+        """What happens to a host, its agent or its link, and what operators do to it."""
+        site = self.world.site
+        if incident.kind in BY_OPERATORS:
+            await self.operators.apply(host, incident)
+            return
+        if host in self.world.machines.away:
+            return
+        self._log(f"incident: {incident.kind}: {host}, {incident.seconds:.1f} s")
+        match incident.kind:
+            case IncidentKind.HOST_CRASHES:
+                await site.crash(host, incident.seconds)
+            case IncidentKind.AGENT_DIES:
+                await site.stop_agent(host, incident.seconds)
+            case IncidentKind.LINK_HANGS:
+                await site.hang_link([host], incident.seconds)
+            case _:
+                await site.hang_link(list(site.agents), incident.seconds)
+        self._log(f"the end of: {incident.kind}: {host}")
+
+    def _give(self, command: Command) -> None:
+        """An operator's command to the controller that runs. It may be refused, or lost with the controller."""
+        if self.controller is not None:
+            self.controller.command(command).add_done_callback(lambda done: done.cancelled() or done.exception())
+
     async def _apply_to_host(self, host: str, incident: Incident) -> None:
-        machines = self.world.machines
+        machines, site = self.world.machines, self.world.site
         if host in machines.away:
             return
         self._log(f"incident: host {host} is out of reach, {incident.seconds:.1f} s")
-        machines.go_away(host)
+        site.cut_off(host)
         if incident.kind is IncidentKind.HOST_FENCED:
             await asyncio.sleep(incident.seconds / 2)
             machines.switch_off(host)
@@ -285,7 +319,7 @@ class _Simulation:
         else:
             await asyncio.sleep(incident.seconds)
         self._log(f"host {host} is back")
-        machines.come_back(host)
+        site.reconnect(host)
 
     async def _fill_host(self, host: str, incident: Incident) -> None:
         machines = self.world.machines
@@ -375,6 +409,7 @@ class _Simulation:
         if after:
             rows = self.store.rows()
             self.unclaimed.update(unclaimed_vms(rows, self.world, self.inherited))
+            self.drains.look(rows, self.clock.wall())
             if self.controller is not None:
                 self.overfull.update(overfull_pools(rows, self.controller.policy))
                 self.starts.check(self.controller.state, self.clock.wall())
@@ -405,6 +440,10 @@ class _Simulation:
         while True:
             self.crashed.clear()
             self.links = [FaultyLink(self.plan, "scheduler"), FaultyLink(self.plan, "hypervisor")]
+            connections = None
+            if self.scenario.world.agents:
+                self.hypervisor = agents = self.world.site.connect(self.store, f"run-{len(self.controllers)}")
+                connections = asyncio.create_task(agents.run())
             self.controller = Controller(
                 self.store,
                 FaultyScheduler(self.scheduler, self.links[0]),
@@ -413,6 +452,7 @@ class _Simulation:
                 self.settings,
                 self.rng,
             )
+            self.controller.fence_by(self.world.site)
             self.controllers.append(self.controller)
             task = asyncio.create_task(self.controller.run())
             end = asyncio.create_task(self.crashed.wait())
@@ -420,6 +460,8 @@ class _Simulation:
             if not self.crashed.is_set():
                 task.result()
             self.crash_count += 1
+            if connections is not None:
+                connections.cancel()  # with the process its sockets are closed
             task.cancel()  # never awaited: its calls do not return
             task.add_done_callback(lambda task: task.cancelled() or task.exception())
             await asyncio.sleep(self.seconds_down)
@@ -448,6 +490,7 @@ class _Simulation:
             sorted(self.unclaimed)
             + sorted(self.overfull)
             + sorted(self.restless)
+            + sorted(self.drains.broken)
             + sorted(self.starts.broken)
             + unclaimed_templates(rows, self.world)
         )

@@ -21,6 +21,7 @@ from multiverse.simulation.guests import Guest, GuestBehaviour, Run
 from multiverse.simulation.hypervisor import SimulatedHosts
 from multiverse.simulation.machines import ABILITIES, Machines, SimulatedImage
 from multiverse.simulation.scheduler import SimulatedSlurm
+from multiverse.simulation.sites import SimulatedSite
 
 
 class Pair(StrEnum):
@@ -59,6 +60,7 @@ class WorldSettings:
     floor: int = 0
     others: int = 0
     pair: Pair = Pair.SLURM_HOSTS
+    agents: bool = False  # hosts are reached through agents, over streams of bytes
     slow_sources: Mapping[str, float] = field(default_factory=dict)  # seconds that their observations take longer
 
 
@@ -79,6 +81,8 @@ class SimulatedWorld:
         machines = CloudMachines if pair.has_cloud else Machines
         self.machines = machines(self.settings.hosts, self.settings.images, self._boot, *limits)
         self.machines.delays.update(self.settings.slow_sources)
+        local = SimulatedHosts(self.machines, Random(f"{seed}/agents")) if self.settings.agents else None
+        self.site = SimulatedSite(self.machines, local, seed, lambda text: self.log(text))
 
     def scheduler(self, rng: Random, image: ImageSettings | None = None) -> Scheduler:
         """The port of this world's scheduler."""
@@ -128,7 +132,8 @@ class SimulatedWorld:
 
     def violations(self) -> list[str]:
         """What happened although it must never: shared identities, oversubscribed hosts, jobs that ran twice."""
-        return self.machines.violations + self.cluster.violations + self._reused_vms() + self._wrong_runs()
+        found = self.machines.violations + self.cluster.violations + self.site.violations
+        return found + self._reused_vms() + self._wrong_runs()
 
     @staticmethod
     def _now() -> float:

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from pyroute2 import IPRoute
 
-from multiverse.config import Settings
+from multiverse.config import Settings, host_names
 from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown
 from multiverse.drivers.slurm import inbox_access, install, requirements, site_conf, slurm_user
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.requirements import Finding, Level
 from multiverse.drivers.slurm.site_conf import SiteConf
 from multiverse.images.catalog import list_images
-from multiverse.site.rendering import SiteFile, own_job_submit, render
+from multiverse.site.rendering import AGENT_SERVICE, SERVICE, SiteFile, own_job_submit, render, render_agent
 from multiverse.system import rendered
 from multiverse.system.rendered import Origin
 
@@ -50,6 +50,44 @@ def check(settings: Settings, config: Path, slurm_conf: Path) -> list[Finding]:
         except MultiverseError as error:  # what could not be examined is a finding, too
             found.append(Finding(Level.PROBLEM, "check", error.message, error.hint or "see the message"))
     return [*dict.fromkeys(found)]
+
+
+def check_agent(settings: Settings, config: Path) -> list[Finding]:
+    """All findings on a host that runs an agent and no controller."""
+    return [*_agent_files(settings, config), *_agent(settings)]
+
+
+def _agent_files(settings: Settings, config: Path) -> Iterator[Finding]:
+    for file in render_agent(settings, config):
+        if (message := _difference(file)) is not None:
+            yield Finding(Level.PROBLEM, str(file.path), *message)
+
+
+def _agent(settings: Settings) -> Iterator[Finding]:
+    if settings.host.name not in host_names(settings):
+        yield Finding(
+            Level.PROBLEM,
+            "hosts",
+            f"no class of hosts in the settings names {settings.host.name}: it has the values of [host]",
+            "add it to the nodes of a class, or set host.name if the site knows it by another name",
+        )
+    yield from _answers(settings.agent.socket, AGENT_SERVICE, "the agent")
+
+
+def _answers(path: Path, service: str, who: str) -> Iterator[Finding]:
+    """A finding if nothing listens at the socket."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(2.0)
+        try:
+            probe.connect(str(path))
+        except OSError as error:
+            name = service.removesuffix(".service")
+            yield Finding(
+                Level.PROBLEM,
+                service,
+                f"{who} does not answer at {path}: {error.strerror or error}",
+                f"run systemctl enable --now {name}, and see journalctl -u {name}",
+            )
 
 
 def _files(settings: Settings, config: Path, site: SiteConf) -> Iterator[Finding]:
@@ -191,17 +229,7 @@ def _slurmctld(settings: Settings, site: SiteConf) -> Iterator[Finding]:
 
 
 def _daemon(settings: Settings) -> Iterator[Finding]:
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(2.0)
-        try:
-            probe.connect(str(settings.socket))
-        except OSError as error:
-            yield Finding(
-                Level.PROBLEM,
-                "multiverse.service",
-                f"the daemon does not answer at {settings.socket}: {error.strerror or error}",
-                "run systemctl enable --now multiverse, and see journalctl -u multiverse",
-            )
+    yield from _answers(settings.socket, SERVICE, "the daemon")
 
 
 def is_ready(found: list[Finding]) -> bool:

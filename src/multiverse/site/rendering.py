@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,6 +40,21 @@ def render(settings: Settings, config: Path, site: SiteConf) -> list[SiteFile]:
     return [*_beside_slurm_conf(settings, site), *_for_systemd(settings, config, site)]
 
 
+def render_agent(settings: Settings, config: Path) -> list[SiteFile]:
+    """The files of a host that runs an agent and no controller. Its bridge is the site's own."""
+    values = {
+        "program": program(),
+        "config": config,
+        "bridge_service": BRIDGE_SERVICE,
+        "run_directories": _below_run(settings.agent.socket.parent),
+    }
+    targets = {
+        AGENT_SERVICE: SYSTEMD / AGENT_SERVICE,
+        "agent-tmpfiles.conf": Path("/etc/tmpfiles.d/multiverse-agent.conf"),
+    }
+    return _render(targets, values)
+
+
 def own_job_submit(settings: Settings) -> str | None:
     """The job_submit.lua that the site wrote itself, or made from ours; None if there is none. `Broken` if it cannot be
     read."""
@@ -62,10 +77,7 @@ def _beside_slurm_conf(settings: Settings, site: SiteConf) -> Iterator[SiteFile]
             yield SiteFile(settings.slurm.conf.with_name(name), content, install.FILES[name])
 
 
-def _for_systemd(settings: Settings, config: Path, site: SiteConf) -> Iterator[SiteFile]:
-    environment = Environment(
-        loader=PackageLoader("multiverse.site"), undefined=StrictUndefined, keep_trailing_newline=True
-    )
+def _for_systemd(settings: Settings, config: Path, site: SiteConf) -> list[SiteFile]:
     network = ipaddress.IPv4Network(settings.network.subnet)
     values = {
         "program": program(),
@@ -88,8 +100,18 @@ def _for_systemd(settings: Settings, config: Path, site: SiteConf) -> Iterator[S
         BRIDGE_SERVICE: SYSTEMD / BRIDGE_SERVICE,
         "tmpfiles.conf": Path("/etc/tmpfiles.d/multiverse.conf"),
     }
-    for name, path in targets.items():
-        yield SiteFile(path, rendered.signed(environment.get_template(name).render(values)), 0o644)
+    return _render(targets, values)
+
+
+def _render(targets: Mapping[str, Path], values: Mapping[str, object]) -> list[SiteFile]:
+    """Our templates, by name, at their places."""
+    environment = Environment(
+        loader=PackageLoader("multiverse.site"), undefined=StrictUndefined, keep_trailing_newline=True
+    )
+    return [
+        SiteFile(path, rendered.signed(environment.get_template(name).render(values)), 0o644)
+        for name, path in targets.items()
+    ]
 
 
 def program() -> Path:

@@ -46,9 +46,10 @@ _TABLES: dict[RowKind, sa.Table] = {
     "vm": schema.vms,
     "template": schema.templates,
     "offer": schema.offers,
+    "host": schema.hosts,
 }
 _COUNTERS: dict[RowKind, str] = {"attempt": "next_attempt", "vm": "next_serial", "template": "next_template"}
-"""An offer has the serial of its VM."""
+"""An offer has the serial of its VM. The number of a host is one above those of the other hosts."""
 
 # What every pass executes is built once: SQLAlchemy takes longer to build and key a statement than SQLite to run it.
 _LIVE = {
@@ -70,8 +71,10 @@ _UNCLAIM = schema.claims.delete().where(
 )
 _ALL_CLAIMS = sa.select(schema.claims).order_by(schema.claims.c.kind, schema.claims.c.id, schema.claims.c.domain)
 _ALL_META = sa.select(schema.meta)
-_ALL_HOSTS = sa.select(schema.hosts).order_by(schema.hosts.c.name)
-_KEEP_HOST = sa.text("INSERT OR REPLACE INTO hosts VALUES (:name, :body)")
+_KEEP_HOST = sa.text(
+    """INSERT INTO hosts (id, version, state, live, body, name) VALUES (:id, :version, :state, 1, :body, :name)
+       ON CONFLICT (id) DO UPDATE SET version = :version, state = :state, body = :body"""
+)
 _NOTE = schema.journal.insert()
 _ENDED = schema.ended.insert()
 
@@ -80,8 +83,15 @@ _ADAPTERS: dict[RowKind, TypeAdapter[Any]] = {
     "vm": TypeAdapter(Vm),
     "template": TypeAdapter(Template),
     "offer": TypeAdapter(Offer),
+    "host": TypeAdapter(KnownHost),
 }
-_HOST = TypeAdapter(KnownHost)
+
+
+def _body(row: Row) -> str:
+    """A row as it is kept."""
+    if isinstance(row, KnownHost):  # what was observed of a host has sets, too; it is seldom written
+        return str(_ADAPTERS["host"].dump_json(row), "utf-8")
+    return json.dumps(asdict(row), default=str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,9 +284,7 @@ class Store:
                     moved = replace(row, since=self._clock.now())
                     if isinstance(moved, Attempt):
                         moved = replace(moved, not_before=0.0)
-                    self._execute(
-                        table.update().where(table.c.id == row.id).values(body=json.dumps(asdict(moved), default=str))
-                    )
+                    self._execute(table.update().where(table.c.id == row.id).values(body=_body(moved)))
         self._cache.clear()
         self._put_meta("boot", boot)
 
@@ -378,14 +386,17 @@ class Transaction:
             templates={row.id: row for row in s._live("template")},
             offers={row.id: row for row in s._live("offer")},
             claims=tuple(Claim(Key(c.kind, c.id), c.domain, Size(c.cpus, c.memory, c.disk)) for c in claims),
-            hosts={row.name: _HOST.validate_json(row.body) for row in s._execute(_ALL_HOSTS)},
+            hosts={row.name: row for row in sorted(s._live("host"), key=lambda host: host.name)},
         )
 
     def keep_host(self, host: KnownHost) -> None:
-        """Keep what is known of a host."""
+        """Keep what is known of a host, which is no move of it."""
         self._begin()
-        self._store._active = None
-        self._store._execute(_KEEP_HOST, {"name": host.name, "body": _HOST.dump_json(host).decode()})
+        s = self._store
+        s._active = None
+        known = {"id": host.id, "version": host.version, "state": str(host.state), "name": host.name}
+        s._execute(_KEEP_HOST, {**known, "body": _body(host)})
+        s._cache["host", host.id, host.version] = host
 
     def apply(self, move: Move) -> None:
         """Write one move: version check, table check, rows, claims, journal. Raises `StoreConflict`."""
@@ -421,12 +432,14 @@ class Transaction:
             "version": written.version,
             "state": str(written.state),
             "live": live,
-            "body": json.dumps(asdict(written), default=str),
+            "body": _body(written),
         }
         if isinstance(written, Attempt):
             values["job_id"] = written.job.job_id
         elif isinstance(written, Vm):
             values["attempt"] = written.attempt
+        elif isinstance(written, KnownHost):
+            values["name"] = written.name
         if old is None:
             s._execute(_INSERT[kind], {"id": row.id, **values})
             if kind in _COUNTERS:

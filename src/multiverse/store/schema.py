@@ -6,7 +6,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-HEAD = "0006"
+HEAD = "0007"
 """The newest revision: what a database is upgraded to."""
 
 metadata = sa.MetaData()
@@ -51,9 +51,7 @@ reserve = sa.Table(
     sa.Column("room", sa.LargeBinary, nullable=False),
 )
 """At most one row, which holds pages for releases (`store/reserve`)."""
-hosts = sa.Table(
-    "hosts", metadata, sa.Column("name", sa.String, primary_key=True), sa.Column("body", sa.String, nullable=False)
-)
+hosts = _row_table("hosts", sa.Column("name", sa.String, nullable=False, unique=True, index=True))
 claims = sa.Table(
     "claims",
     metadata,

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from multiverse.core.machines.attempt import ACTING_ATTEMPTS, ATTEMPT, attempt_effect
+from multiverse.core.machines.host import HOST, host_effect
 from multiverse.core.machines.offer import OFFER, offer_effect
 from multiverse.core.machines.template import TEMPLATE, template_effect
 from multiverse.core.machines.vm import ACTING_VMS, VM, vm_effect
-from multiverse.core.model import Attempt, Offer, Row, Template, Vm, VmState
+from multiverse.core.model import Attempt, HostState, KnownHost, Offer, Row, Template, Vm, VmState
 from multiverse.core.state import State
 from multiverse.core.transition import Effect, Tables
 
-TABLES = Tables({"attempt": ATTEMPT, "vm": VM, "offer": OFFER, "template": TEMPLATE})
+TABLES = Tables({"attempt": ATTEMPT, "vm": VM, "offer": OFFER, "template": TEMPLATE, "host": HOST})
 
 
 def effect_of(row: Row) -> Effect | None:
@@ -26,6 +27,8 @@ def effect_of(row: Row) -> Effect | None:
             return offer_effect(row)
         case Template():
             return template_effect(row)
+        case KnownHost():
+            return host_effect(row)
 
 
 def permitted_effects(state: State) -> Iterator[tuple[Row, Effect]]:
@@ -41,6 +44,9 @@ def permitted_effects(state: State) -> Iterator[tuple[Row, Effect]]:
         offer = state.offers.get(vm.id)
         if not unmade and (effect := vm_effect(vm) or (offer_effect(offer) if offer else None)):
             yield vm, effect
+    for host in state.hosts_in(HostState.FENCING):
+        if effect := host_effect(host):
+            yield host, effect
     for template in state.templates.values():
         if effect := template_effect(template):
             yield template, effect

@@ -23,6 +23,7 @@ TEMPLATE: tuple[Transition, ...] = (
     *transitions([T.READY], Event.VANISHED, T.ABSENT),
     *transitions([T.BUILDING, T.READY, T.BROKEN], Event.DROPPED, T.RETIRING),
     *transitions([T.RETIRING], Event.ABSENT, T.ABSENT),
+    *transitions([T.BUILDING, T.READY, T.BROKEN, T.RETIRING], Event.REMOVED, T.ABSENT),
     *unchanged([T.BUILDING, T.READY, T.BROKEN, T.RETIRING], Event.QUARANTINED, Event.RETRIED),
 )
 

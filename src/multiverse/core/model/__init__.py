@@ -5,9 +5,11 @@ Memory and disk are MiB, times are seconds, processors are counts of vCPUs. Mono
 """
 
 from multiverse.core.model.host import (
+    OFF_STATES,
     Claim,
     ClaimKey,
     DiskCost,
+    Drain,
     Host,
     HostState,
     HypervisorView,
@@ -72,6 +74,7 @@ __all__ = [
     "LAST_SERIAL",
     "LEAVING_STATES",
     "MOST_NODES",
+    "OFF_STATES",
     "OTHER_IMAGES",
     "PINNED_STATES",
     "SERIAL",
@@ -86,6 +89,7 @@ __all__ = [
     "Daemon",
     "Depth",
     "DiskCost",
+    "Drain",
     "EqualHosts",
     "Forecast",
     "GuestFile",

@@ -53,7 +53,8 @@ class Host:
     unknown. `images` are those that are there, each with what it can do: `fork`, `plug_cpus`, `plug_memory`,
     `limit_disk` (its guests keep to an allowance). `memory_block` is the granularity of plugged memory, `vm_overhead`
     what a VM needs beside its guest's memory. `disks` says of images how large the files of their VMs can become; of an
-    image that it does not name, VMs take their allowance. Memory and disk are in MiB.
+    image that it does not name, VMs take their allowance. Memory and disk are in MiB. `self_fence` is after how many
+    seconds without the controller and the scheduler its agent ends its VMs; 0: never.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Host:
     vm_overhead: int = 32
     available_disk: int | None = None
     disks: Mapping[str, ImageDisk] = field(default_factory=dict)
+    self_fence: float = 0.0
 
     def image_can(self, image: str, ability: str) -> bool:
         """Whether the image is there and has that ability."""
@@ -83,18 +85,50 @@ class Host:
 
 
 class HostState(StrEnum):
-    KNOWN = "known"
-    FENCED = "fenced"  # an operator vouched that it is off, and it has not been seen since
+    KNOWN = "known"  # it belongs to the site; whether it is in reach, its source tells
+    SILENT = "silent"  # nothing is heard of it, and the scheduler does not reach its VMs either
+    FENCING = "fencing"  # the same, and the site's fence command is to make sure that it is off
+    FENCED = "fenced"  # it is surely off, and it has not been seen since
+    REMOVED = "removed"  # an operator took it out of the site; the settings do not bring it back
+
+
+OFF_STATES = (HostState.FENCED, HostState.REMOVED)
+"""Nothing of what was on a host in one of these states goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """An operator's word that a host is to get no new VM from `begins` on (Unix time), and why. Before that, it gets
+    VMs for jobs that surely end by then."""
+
+    begins: float = 0.0
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownHost:
-    """A host that was observed or that the settings name. `value` is as last observed; None if it never was."""
+    """A host of the site: one that was observed, that the settings name, or that an operator added. `value` is as last
+    observed; None if it never was. A drained host stays drained, whatever its state, until an operator resumes it."""
 
     name: str
     source: str
     state: HostState = HostState.KNOWN
     value: Host | None = None
+    id: int = 0
+    version: int = 0
+    since: float = 0.0
+    reason: str = ""
+    quarantined: str = ""
+    drain: Drain | None = None
+
+    @property
+    def key(self) -> Key:
+        return Key("host", self.id)
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing of what was on it goes on. Derived from its state."""
+        return self.state in OFF_STATES
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-RowKind = Literal["attempt", "vm", "template", "offer"]
+RowKind = Literal["attempt", "vm", "template", "offer", "host"]
 
 
 class Key(NamedTuple):
-    """Names a row: an attempt and a template by their number, a VM by its serial, an offer by its VM's serial."""
+    """Names a row: an attempt, a template and a host by their number, a VM by its serial, an offer by its VM's
+    serial."""
 
     kind: RowKind
     id: int

@@ -9,7 +9,7 @@ from math import inf
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
-from multiverse.core.model.host import Host, HypervisorView
+from multiverse.core.model.host import Host, HypervisorView, KnownHost
 from multiverse.core.model.identity import UserSeen
 from multiverse.core.model.job import Attempt, SchedulerView
 from multiverse.core.model.keys import Key
@@ -18,7 +18,7 @@ from multiverse.core.model.sizes import CloneKind
 from multiverse.core.model.template import Template
 from multiverse.core.model.vm import Vm, VmSeen
 
-Row = Attempt | Vm | Template | Offer
+Row = Attempt | Vm | Template | Offer | KnownHost
 
 T = TypeVar("T")
 
@@ -34,10 +34,18 @@ class Seen(Generic[T]):
 @dataclass(frozen=True, slots=True)
 class Observation:
     """What is known of one source of a hypervisor. `latest` None: it is unknown, which never means empty. It is known,
-    or unknown, since `since` (monotonic)."""
+    or unknown, since `since` (monotonic). `heard` is when anything at all was last heard of it: an agent may answer
+    that it is there while its observations fail."""
 
     latest: Seen[HypervisorView] | None = None
     since: float = 0.0
+    heard: float = -inf
+
+    def silent_since(self, host: str) -> float:
+        """Since when nothing was heard of a host of this source; infinity while the source shows the host."""
+        if self.latest is not None:
+            return inf if host in self.latest.value.hosts else max(self.since, self.latest.began)
+        return max(self.since, self.heard)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,23 +7,24 @@ its own (its template, its back-off) or for a limit of the scheduler's blocks no
 Each attempt is checked once, and again when it, its job or the hosts change:
 
  1. The request cannot be served at all: revoke.
- 2. No host that makes such clones could ever hold the job: revoke, or set it aside while there is a host that might.
+ 2. No host that takes VMs and makes such clones could ever hold the job: revoke, or set it aside while another might.
 
 Then the cases, in the order in which `Admission.consider` tries them, for attempts whose jobs are eligible:
 
  3. The attempt is in its back-off: nothing is decided.
  4. An earlier run of the job may still go on: wait.
  5. A limit of the scheduler's is used up: wait.
- 6. An earlier job waits for capacity: wait behind it; but start ahead of it if it waits for room, and is not delayed by
-    that (`backfill`), and 8 to 12 do not say otherwise.
- 7. There surely is no such user: revoke. The name service has not said yet who the user is: wait. In the first two
+ 6. It would fit only on hosts that are to be drained before it has surely ended: wait.
+ 7. An earlier job waits for capacity: wait behind it; but start ahead of it if it waits for room, and is not delayed by
+    that (`backfill`), and 9 to 13 do not say otherwise.
+ 8. There surely is no such user: revoke. The name service has not said yet who the user is: wait. In the first two
     seconds nothing is decided about those behind it either.
- 8. A joined spare fits: take it.
- 9. As many VMs are being made as may be: wait, and block.
-10. No host can make its VMs now, for want of a template: wait; block if the template has no room.
-11. The pace lets no clone be made now: wait.
-12. There is no room, or no address: wait, and block.
-13. Otherwise: admit.
+ 9. A joined spare fits: take it.
+10. As many VMs are being made as may be: wait, and block.
+11. No host can make its VMs now, for want of a template: wait; block if the template has no room.
+12. The pace lets no clone be made now: wait.
+13. There is no room, or no address: wait, and block.
+14. Otherwise: admit.
 
 Of the attempts behind the one that blocks, only a limited number is looked at. What one attempt waits for, all those
 behind it that ask for the same wait for too, so that a long queue is not looked at one by one.
@@ -46,6 +47,7 @@ from multiverse.core.model import (
     Attempt,
     AttemptState,
     CloneKind,
+    Host,
     Job,
     Key,
     OfferState,
@@ -66,6 +68,7 @@ from multiverse.core.provisioning.clones import (
     node_request,
 )
 from multiverse.core.provisioning.context import Context
+from multiverse.core.provisioning.draining import for_attempt
 from multiverse.core.provisioning.eviction import release_spares, retire_a_template
 from multiverse.core.provisioning.inquiries import Inquiries
 from multiverse.core.provisioning.making import NO_ADDRESS, Making, NoRoom
@@ -107,8 +110,8 @@ class Admission:
     """One round of admission: the queue, what is free, and what has been promised so far."""
 
     def __init__(self, context: Context) -> None:
-        self.context = context
-        self.state, self.policy, self.hosts = context.state, context.policy, context.hosts
+        self.whole = self.context = context  # `context`: with the hosts that are open to the attempt considered
+        self.state, self.policy = context.state, context.policy
         self.queue = context.state.queue
         self.room = room_of(context)
         self.making = Making(context, self.room)
@@ -123,10 +126,15 @@ class Admission:
         self.inquiries = Inquiries(self.state, context.world)
         self.undecided = False  # about those that come next, until the name service has had its time
         self.reasons = FirstReasons(self.queue)
-        self.alike: dict[int, Waiting] = {}  # what all attempts of a shape wait for
+        self.alike: dict[tuple[int, frozenset[str]], Waiting] = {}  # what all attempts of a shape, and hosts, wait for
         self._empty: Room | None = None
-        self._beyond: dict[tuple[Request, CloneKind, bool], str] = {}
+        self._beyond: dict[tuple[Request, CloneKind, frozenset[str], bool], str] = {}
         self._unfit: dict[Request, tuple[str, bool]] = {}
+
+    @property
+    def hosts(self) -> Mapping[str, Host]:
+        """The hosts that are open to the attempt that is considered."""
+        return self.context.hosts
 
     def run(self) -> Blockage:
         """Consider the queue, up to the attempt that blocks it."""
@@ -142,7 +150,8 @@ class Admission:
                 break
             behind += bool(self.blocked)
             shape = self.queue.shape_of(attempt_id)
-            if waiting := self.alike.get(shape):
+            self.context = self.making.context = for_attempt(self.whole, self.state.attempts[attempt_id])
+            if waiting := self.alike.get((shape, self.context.without)):
                 self._wait_alike(rank, attempt_id, waiting)
                 continue
             if self.overtaking is not None and self.overtaking.is_hopeless(attempt_id, shape):
@@ -203,23 +212,23 @@ class Admission:
             return
         if why := why_earlier_run(self.state, attempt, self.orphaned):  # 4
             self._tell(attempt, why)
-        elif why := self._limit_reached(job):  # 5
+        elif why := self._limit_reached(job) or self._waits_for_drained(attempt):  # 5, 6
             self._wait(attempt, why)
-        elif self.overtaking is not None and not self.overtaking.is_over():  # 6
+        elif self.overtaking is not None and not self.overtaking.is_over():  # 7
             self._overtake(attempt, job, self.overtaking)
         elif self.blocked:
             self._tell(attempt, self.before.get(attempt.id, self.blocked))
-        elif self.context.world.user_known_since(attempt.uid) == float("inf"):  # 7
+        elif self.context.world.user_known_since(attempt.uid) == float("inf"):  # 8
             self._refuse_or_ask(attempt)
-        elif spare := self._joined_spare(attempt):  # 8
+        elif spare := self._joined_spare(attempt):  # 9
             self.limits.subtract(dict(job.uses))
             self._take_joined(attempt, spare)
-        elif self._is_turn_over(attempt):  # 9
+        elif self._is_turn_over(attempt):  # 10
             # What its user was told of its start still holds.
             told = self.state.reasons.get(attempt.id, "") if attempt.id in self.state.promised else ""
             why = "waiting for a turn: as many VMs as may be made at once are being made"
             self._block(attempt, Blockage.TURN, why, told)
-        elif self._provision(attempt, choose_clones(self.context, attempt)):  # 10 to 13
+        elif self._provision(attempt, choose_clones(self.context, attempt)):  # 11 to 14
             self.limits.subtract(dict(job.uses))
 
     def _limit_reached(self, job: Job, first: Job | None = None) -> str:
@@ -228,8 +237,12 @@ class Admission:
         limit = next((limit for limit, count in job.uses if count > self.limits[limit] - kept.get(limit, 0)), "")
         return f"held back by {limit}" if limit else ""
 
+    def _waits_for_drained(self, attempt: Attempt) -> str:
+        """Case 6."""
+        return why_unfit(self.context, attempt)[0] if self.context.without else ""
+
     def _refuse_or_ask(self, attempt: Attempt) -> None:
-        """Case 7: the job's user is not known to exist. The user may have been added since an older answer."""
+        """Case 8: the job's user is not known to exist. The user may have been added since an older answer."""
         if (user := (self.context.world.users or {}).get(attempt.uid)) and user.began > attempt.since:
             self._revoke(attempt, f"{user.reason}: its job cannot run")
         elif self.inquiries.ask_patiently(attempt.uid):
@@ -238,7 +251,7 @@ class Admission:
             self.queue.await_user(attempt.id, f"waiting until the name service says who uid {attempt.uid} is")
 
     def _joined_spare(self, attempt: Attempt, kept: Collection[int] = ()) -> Vm | None:
-        """Case 8: a node that is there already, if one fits that is promised to no other job, nor `kept` for one."""
+        """Case 9: a node that is there already, if one fits that is promised to no other job, nor `kept` for one."""
         if not self.policy.pools or not may_fork(self.context, attempt):
             return None
         return joined_for(self.context, attempt, self.promised.union(kept))
@@ -256,13 +269,13 @@ class Admission:
         self._admit(replace(attempt, pin=vm.feature), Choice(CloneKind.INSTANT), [taken], [], ahead)
 
     def _is_turn_over(self, attempt: Attempt) -> bool:
-        """Case 9: whether as many VMs are being made as may be made at once."""
+        """Case 10: whether as many VMs are being made as may be made at once."""
         upcoming = self.state.vms_in(*UPCOMING_STATES)
         starting = sum(not (vm.is_spare and vm.state is VmState.PARKED) for vm in upcoming)
         return bool(starting) and starting + attempt.request.nodes > self.policy.provisioning
 
     def _provision(self, attempt: Attempt, choice: Choice) -> bool:
-        """Cases 10 to 13: hosts, spares, pace, room, addresses. Whether the attempt was admitted."""
+        """Cases 11 to 14: hosts, spares, pace, room, addresses. Whether the attempt was admitted."""
         usable, why = self.making.usable_hosts(attempt, choice)
         if not usable:
             self._wait_for_template(attempt, choice, why)
@@ -289,7 +302,7 @@ class Admission:
         self._wait(attempt, why)
 
     def _wait_for_room(self, attempt: Attempt, choice: Choice, claims: Mapping[str, Size], why: str) -> None:
-        """Case 12."""
+        """Case 13."""
         if paced := why:
             # Another kind of clone may be quicker for those behind it, where the kind is not asked for.
             asked = attempt.request.kind or self.policy.kind
@@ -325,7 +338,7 @@ class Admission:
         return f"; expected to start {when(self.promises[attempt.id])}" if attempt.id in self.promises else ""
 
     def _overtake(self, attempt: Attempt, job: Job, overtaking: Overtaking) -> None:
-        """Case 6: start the attempt ahead of the first one that waits for room, if it does not delay that one."""
+        """Case 7: start the attempt ahead of the first one that waits for room, if it does not delay that one."""
         shape = self.queue.shape_of(attempt.id)
         if self.context.world.user_known_since(attempt.uid) == inf:
             self.inquiries.ask(attempt.uid)
@@ -385,7 +398,7 @@ class Admission:
         if self.policy.overcommit <= 1:
             return ""
         lacking = (attempt.request, choice.kind) in self.state.lacking
-        alike = (attempt.request, choice.kind, lacking)
+        alike = (attempt.request, choice.kind, self.context.without, lacking)
         if alike not in self._beyond:
             self._beyond[alike] = self._memory_of_others_for(attempt, choice, lacking=lacking)
             (self.state.lacking.add if self._beyond[alike] else self.state.lacking.discard)(alike[:2])
@@ -433,7 +446,7 @@ class Admission:
 
     def _wait(self, attempt: Attempt, why: str, paced: Parent | None = None) -> None:
         """All attempts of this shape that come later wait for the same."""
-        self.alike[self.queue.shape_of(attempt.id)] = Waiting(why, paced)
+        self.alike[self.queue.shape_of(attempt.id), self.context.without] = Waiting(why, paced)
         self._tell(attempt, why)
 
     def _tell(self, attempt: Attempt, why: str) -> None:

@@ -13,7 +13,6 @@ from multiverse.core.model import (
     Claim,
     CloneKind,
     Host,
-    HostState,
     Key,
     KnownHost,
     Size,
@@ -232,7 +231,7 @@ def largest_nodes(hosts: Mapping[str, KnownHost], policy: Policy) -> dict[str, t
     """By image, the largest nodes that could ever run on any known host, also one that is drained or out of reach: what
     a job must not exceed. A host that an operator fenced is off, and counts no more than it does in admission. A size
     that another one contains is left out. Nothing is said while the settings name a host that was never observed."""
-    values = [known.value for _, known in sorted(hosts.items()) if known.state is not HostState.FENCED]
+    values = [known.value for _, known in sorted(hosts.items()) if not known.is_off]
     known_values = [value for value in values if value is not None]
     if not known_values or len(known_values) < len(values):
         return {}

@@ -40,7 +40,7 @@ from multiverse.core.provisioning.sizes import (
     vm_size,
 )
 from multiverse.core.provisioning.spares import fit_to_serve, spares
-from multiverse.core.state import VmsMissing
+from multiverse.core.rows import VmsMissing
 from multiverse.core.transition import Change, Event
 
 # --- the kind of clone -----------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from multiverse.core.model import Attempt, Host, SchedulerView, World
 from multiverse.core.policy import Policy
@@ -12,16 +12,31 @@ from multiverse.core.state import State
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The state of a pass, what was observed, and the settings."""
+    """The state of a pass, what was observed, and the settings. `without` are hosts that count as closed, too; with
+    `drained`, drained hosts count as open."""
 
     state: State
     world: World
     policy: Policy
+    without: frozenset[str] = frozenset()
+    drained: bool = False
+    _open: dict[frozenset[str], Mapping[str, Host]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def hosts(self) -> Mapping[str, Host]:
-        """The hosts in sight, by name."""
-        return self.world.hosts
+        """The hosts in sight that take new VMs, by name."""
+        closed = self.state.closed | self.without if self.without else self.state.closed
+        if self.drained:
+            closed = frozenset(name for name in closed if self.state.is_fenced(name))
+        if not closed:
+            return self.world.hosts
+        if closed not in self._open:
+            self._open[closed] = {name: host for name, host in self.world.hosts.items() if name not in closed}
+        return self._open[closed]
+
+    def with_drained(self) -> Context:
+        """As if all hosts that are drained, or are to be, were resumed."""
+        return replace(self, without=frozenset(), drained=True) if self.without or self.state.drains else self
 
     @property
     def scheduler(self) -> SchedulerView:

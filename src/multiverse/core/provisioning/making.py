@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from multiverse.core.model import Attempt, CloneKind, Size, Template, TemplateKey, TemplateState, Vm
+from multiverse.core.model import Attempt, CloneKind, Host, Size, Template, TemplateKey, TemplateState, Vm
 from multiverse.core.provisioning.capacity import Room
 from multiverse.core.provisioning.clones import (
     Choice,
@@ -44,8 +44,12 @@ class Making:
     """Finds in one round of admission what attempts' VMs can be made of, and takes the room for them."""
 
     def __init__(self, context: Context, room: Room) -> None:
-        self.context, self.room, self.hosts = context, room, context.hosts
+        self.context, self.room = context, room  # `context`: as it is for the attempt that is considered
         self.paced: Parent | None = None  # whose pace the last attempt waits for
+
+    @property
+    def hosts(self) -> Mapping[str, Host]:
+        return self.context.hosts
 
     def place(
         self, attempt: Attempt, choice: Choice, usable: list[str], kept: Collection[int] = ()

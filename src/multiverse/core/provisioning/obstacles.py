@@ -8,18 +8,30 @@ from multiverse.core.model import Attempt, CloneKind, Size, Vm, VmState
 from multiverse.core.provisioning.capacity import largest_on
 from multiverse.core.provisioning.clones import Way, could_hold, unable_to_make, ways_now, ways_to_make
 from multiverse.core.provisioning.context import Context
+from multiverse.core.provisioning.draining import drained_hosts
 from multiverse.core.state import State
 
 
 def why_unfit(context: Context, attempt: Attempt) -> tuple[str, bool]:
-    """Why none of the hosts that have the image, and make such clones of it, could hold the job, were they empty
-    (empty: one could), and whether other hosts may yet: those that cannot make such clones now, those that the image
-    can still come to, and those out of reach, of which nobody knows what they could hold."""
+    """Why none of the hosts that take new VMs, have the image, and make such clones of it, could hold the job, were
+    they empty (empty: one could), and whether hosts may yet: those that are drained, those that cannot make such clones
+    now, those that the image can still come to, and those out of reach, of which nobody knows what they could hold."""
+    if _fits_now(context, attempt):
+        return "", True
+    resumed = context.with_drained()
+    if len(resumed.hosts) > len(context.hosts) and _fits_now(resumed, attempt):
+        return f"waiting for a host that is drained: {drained_hosts(context)}", True
+    return _why_unfit(resumed, attempt)
+
+
+def _fits_now(context: Context, attempt: Attempt) -> bool:
+    ways = ways_to_make(context, attempt)
+    return _fits_one_way(context, attempt, ways_now(context, attempt, ways) or ways)
+
+
+def _why_unfit(context: Context, attempt: Attempt) -> tuple[str, bool]:
     image, hosts, state = context.image_of(attempt), context.hosts, context.state
     ways = ways_to_make(context, attempt)
-    now = ways_now(context, attempt, ways) or ways
-    if _fits_one_way(context, attempt, now):
-        return "", True
     kind, templates = ways[0]
     unable = unable_to_make(image, ways, hosts) if _fits_one_way(context, attempt, ways) else ""
     without = sorted(hosts.keys() - templates.keys())
@@ -30,7 +42,7 @@ def why_unfit(context: Context, attempt: Attempt) -> tuple[str, bool]:
     elif hope and not templates:
         why = f"no host has image {image}"
     else:
-        why = _largest(context, attempt, *now[0]) + unable
+        why = _largest(context, attempt, *(ways_now(context, attempt, ways) or ways)[0]) + unable
         why += f"; without image {image}: {', '.join(without)}" if hope and without else ""
     away = sorted(name for name in state.hosts if name not in hosts and not state.is_fenced(name))
     return why + (f"; out of reach now: {', '.join(away)}" if away else ""), hope or bool(away) or not hosts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from multiverse.core.model import (
     LEAVING_STATES,
@@ -56,6 +56,8 @@ def reconcile_pools(context: Context, blockage: Blockage) -> None:
     while jobs wait for room. Spares that were taken count towards the most that a pool has, until their jobs come."""
     if context.world.scheduler is None or not context.world.views:
         return
+    if context.state.closing:
+        context = replace(context, without=context.state.closing)
     state, hosts = context.state, context.hosts
     for vm in spares(state):
         if vm.host in hosts and short_of_memory(hosts[vm.host], context.policy):

@@ -99,7 +99,7 @@ def joined_for(context: Context, attempt: Attempt, promised: Collection[int] = (
     fit = [
         vm
         for vm in spares(state, Depth.JOINED)
-        if vm.state is VmState.JOINED and vm.id not in promised and not is_late(vm)
+        if vm.state is VmState.JOINED and vm.id not in promised and not is_late(vm) and vm.host in context.hosts
         if fits(vm) and is_open_to_all(vm) and is_idle(vm) and fit_to_serve(context, vm)
     ]
     return min(fit, key=lambda vm: (vm.node_size.memory, state.offer_of(vm) is OfferState.OPEN, vm.id), default=None)
@@ -116,7 +116,7 @@ def parked_for(context: Context, attempt: Attempt, templates: Mapping[str, Size]
         vm
         for vm in spares(context.state, Depth.PARKED)
         if vm.state is VmState.PARKED and vm.image == image and vm.account == request.account
-        if vm.template_size == templates.get(vm.host) and vm.host in room.free and fit_to_serve(context, vm)
+        if vm.template_size == templates.get(vm.host) and vm.host in context.hosts and fit_to_serve(context, vm)
     ]
     while left and len(found) < request.nodes:
         left.sort(key=lambda vm: (-room.free[vm.host][0], -room.free[vm.host][1], vm.id))

@@ -22,7 +22,6 @@ from multiverse.core.model import (
     DiskCost,
     EqualHosts,
     Host,
-    HostState,
     JobLimit,
     JobLimits,
     KnownHost,
@@ -43,7 +42,7 @@ def job_limits(hosts: Mapping[str, KnownHost], policy: Policy) -> JobLimits | No
     largest = largest_nodes(hosts, policy)
     if not largest:
         return None
-    known = {name: one.value for name, one in sorted(hosts.items()) if one.state is not HostState.FENCED and one.value}
+    known = {name: one.value for name, one in sorted(hosts.items()) if not one.is_off and one.value}
     limits = {image: _limits_of(image, known, policy) for image in (*largest, OTHER_IMAGES)}
     return JobLimits(policy.image, policy.kind, largest, limits)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -57,6 +58,11 @@ class QemuHypervisor:
         return (self,)
 
     @property
+    def membership(self) -> None:
+        """See `ports.Hypervisor`: this machine alone."""
+        return None
+
+    @property
     def templates(self) -> QemuHypervisor:
         """See `ports.Hypervisor`."""
         return self
@@ -70,6 +76,11 @@ class QemuHypervisor:
     def hosts(self) -> Sequence[str]:
         """See `ports.Hypervisor`."""
         return [self._host.config.host]
+
+    @property
+    def silence(self) -> None:
+        """See `ports.Source`: this process answers for the machine that it is on."""
+        return None
 
     def check(self) -> None:
         """Make the host's directories; see `QemuHost.check`."""
@@ -189,11 +200,13 @@ def sites(settings: Settings) -> list[str]:
 def host_config(settings: Settings, site: str) -> QemuHostConfig:
     """What the host library needs of the settings."""
     host, qemu = settings.host, settings.qemu
+    network = ipaddress.IPv4Network(settings.network.subnet)
     return QemuHostConfig(
         host=host.name,
         prefix=vm_prefix(site),
         capacity=Size(host.cores, host.memory, host.disk),
         images=qemu.images.absolute(),
+        image_source=settings.image.source and settings.image.source.absolute(),
         templates=qemu.templates.absolute(),
         vms=qemu.vms.absolute(),
         run=qemu.run.absolute(),
@@ -205,4 +218,5 @@ def host_config(settings: Settings, site: str) -> QemuHostConfig:
         largest=Size(qemu.max_cpus, qemu.max_memory),
         scratch=settings.image.scratch,
         tb_size=qemu.tb_size,
+        guests=(str(network[settings.network.first]), str(network[-2])),
     )

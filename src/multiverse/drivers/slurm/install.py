@@ -10,7 +10,7 @@ from pathlib import Path
 from ClusterShell.NodeSet import NodeSet
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from multiverse.config import Settings
+from multiverse.config import Settings, site_cores
 from multiverse.core.errors import Refused
 from multiverse.core.model import CloneKind, Size
 from multiverse.drivers.slurm import conf, parse
@@ -64,7 +64,7 @@ def derive(settings: Settings, site: SiteConf, images: Iterable[str], slurm_uid:
     names = [settings.image.default, *(pool.image for pool in settings.pool), *sorted(images)]
     return Site(
         images=tuple(dict.fromkeys(names)),
-        gate_nodes=min(settings.host.cores, MAX_GATE_NODES),  # each node of a job needs a core
+        gate_nodes=min(site_cores(settings), MAX_GATE_NODES),  # each node of a job needs a core
         memory_per_cpu=conf.memory_per_cpu(site.text, parse.MEMORY_PER_CPU),
         slurm_uid=slurm_uid,
         default=default,

@@ -6,8 +6,9 @@ sinfo groups nodes with equal cells in one row, so a large cluster of bare-metal
 from __future__ import annotations
 
 from multiverse.core.errors import Unknown
-from multiverse.core.model import Node, vm_prefix
+from multiverse.core.model import Node, NodeState, vm_prefix
 from multiverse.drivers.slurm import parse
+from multiverse.drivers.slurm.command import SlurmCommands
 
 _CELL = "\x1f"
 _COLUMNS = ("NodeList", "StateComplete", "features_act", "Reason")
@@ -40,6 +41,12 @@ class NodeTable:
         found = (parse.node(name, state.split("+"), features, reason) for name in parse.hosts(names))
         ours = (node for node in found if node.name.startswith(vm_prefix(site)))
         return tuple(before if (before := self.nodes.get(node.name)) == node else node for node in ours)
+
+
+async def reached_nodes(commands: SlurmCommands, site: str) -> list[str]:
+    """The nodes of the site that slurmctld reaches, by name. Raises as `SlurmCommands.run`."""
+    found = NodeTable().read(await commands.run("sinfo", "-a", "-O", FORMAT), site)
+    return [name for name, node in found.items() if node.state in (NodeState.IDLE, NodeState.BUSY)]
 
 
 def _cells(row: str) -> list[str]:

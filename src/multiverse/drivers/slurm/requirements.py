@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
-from multiverse.config import Settings
+from multiverse.config import Settings, site_cores
 from multiverse.core.errors import Unknown
 from multiverse.drivers.slurm import conf, install
 from multiverse.drivers.slurm.site_conf import OURS, SiteConf, folded
@@ -104,8 +104,9 @@ def _include(site: SiteConf) -> Iterator[Finding]:
 
 def nodes_needed(settings: Settings, site: SiteConf) -> int:
     """The smallest sufficient MaxNodeCount: the site's nodes, the gate's, and the VMs that can exist at a time."""
-    gate = min(settings.host.cores, install.MAX_GATE_NODES)
-    return len(site.nodes()) + gate + _VMS_BEFORE_THEY_ARE_DELETED * settings.host.cores
+    cores = site_cores(settings)
+    gate = min(cores, install.MAX_GATE_NODES)
+    return len(site.nodes()) + gate + _VMS_BEFORE_THEY_ARE_DELETED * cores
 
 
 def _nodes(settings: Settings, site: SiteConf, release: Version) -> Iterator[Finding]:

@@ -26,8 +26,8 @@ from multiverse.host.qemu.templates import FrozenTemplate
 from multiverse.host.registry import VmRegistry
 from multiverse.host.specification import Specification
 from multiverse.host.uids import UidPool
-from multiverse.images import catalog as images
 from multiverse.images.catalog import Image
+from multiverse.images.store import ImageStore
 
 _TEMPLATE_MAC = "02:00:00:00:00:01"  # a template is on no bridge; each clone gets a MAC of its own
 _IDLE_THREADS = 128  # QEMU's pool has 64 at most (util/thread-pool.c), and starts some more for a moment
@@ -42,7 +42,8 @@ class QemuHostConfig:
     count of 0 runs every QEMU as the user of this process. `base` is the size of the smallest template, `largest` the
     one that a VM can be plugged up to, and `capacity` what the host declares. `scratch` is what the users of each VM
     may write to its disk, if the VM's own size does not say more. `tb_size` is emulation's cache of translated code, 0
-    for QEMU's default.
+    for QEMU's default. `guests` are the first and the last address that a VM of any host can have. Images that
+    are not in `images` are copied from `image_source`.
     """
 
     host: str
@@ -60,6 +61,8 @@ class QemuHostConfig:
     largest: Size = Size(64, 262144)
     scratch: int = 2048
     tb_size: int = 0
+    image_source: Path | None = None
+    guests: tuple[str, str] = ("0.0.0.0", "0.255.255.255")
 
 
 class VmStageTimer:
@@ -87,11 +90,14 @@ class HostContext:
         self.accelerator: Accelerator = replace(found, tb_size=config.tb_size, relocates=relocates)
         self.maps_readonly = probe.is_since(self.version, 8, 2)  # see `memfd`
         self.abilities = AbilityCache(config.cache / "guests.json", f"{self.version} {found.name}")
+        self.images = ImageStore(
+            config.images, config.image_source, lambda path: path_security.check(path, inside=True)
+        )
         self.registry = VmRegistry(config.vms)
         self.uids = UidPool(*config.uids)
         self.sealed = SealedMemory()
         self.cgroups = Cgroups()
-        self.firewall = Firewall(config.prefix, config.vms)
+        self.firewall = Firewall(config.prefix, config.vms, config.guests)
         self.connections = Connections(self.paths)
         self.outputs = OutputStore()
         self.paused = PausedGuests(config.vms, self.paths)
@@ -110,8 +116,9 @@ class HostContext:
             raise Refused(f"{name!r} is no VM of this site", hint=hint)
 
     def image(self, name: str) -> Image:
-        """The image of that name. Raises `Refused` if there is none, or if an untrusted user could change it."""
-        image = images.load(self.config.images, name)
+        """The image of that name, copied first if that is necessary. Raises `Refused` if there is none, or if an
+        untrusted user could change it, and what `ImageStore.fetch` raises."""
+        image = self.images.fetch(name)
         path_security.check(image.path, inside=True)
         return image
 
@@ -130,7 +137,7 @@ class HostContext:
         """Whether a build of its image, size and account would make the same template now."""
         which = TemplateKey(self.config.host, template.image, template.size, template.account)
         try:
-            image = images.load(self.config.images, template.image)
+            image = self.images.described(template.image)
         except Refused:
             return False
         key = templates.key_of(image, self.template_machine(image, template.size)(Path("/"), Path("/")), self.version)
@@ -194,7 +201,8 @@ class HostContext:
 
     def image_disk(self, image: Image) -> ImageDisk:
         """How large the files of the image's VMs can become."""
-        return disks.image_disk(disks.virtual_size(image.disk))
+        size = self.images.disk_size(image)
+        return disks.image_disk(disks.virtual_size(image.disk) if size is None else size)
 
     def disk_cost(self, image: Image, kind: CloneKind) -> DiskCost:
         """What the files of a VM can grow to, by its allowance: as `core.model.Host.disk_cost` says of this host."""

@@ -23,7 +23,6 @@ from multiverse.host.qemu.machine import Accelerator
 from multiverse.host.qemu.observation import HostObserver
 from multiverse.host.specification import Specification
 from multiverse.host.tap import open_tap
-from multiverse.images import catalog as images
 from multiverse.images.catalog import Image
 
 __all__ = ["QemuHost", "QemuHostConfig", "Specification"]
@@ -140,7 +139,7 @@ class QemuHost:
         room = self._context.largest(image, size).cpus
         if 0 < report.possible < room:
             reason = f"its kernel has room for {report.possible} CPUs of {room}"
-            known = images.list_images(self.config.images)
+            known = self._context.images.listed()
             self._context.abilities.record_lacking(image, "plug_cpus", reason, known)
 
     def delete_template(self, which: TemplateKey) -> None:

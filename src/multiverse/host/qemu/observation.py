@@ -26,7 +26,6 @@ from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.qemu import templates
 from multiverse.host.qemu.context import HostContext
 from multiverse.host.qemu.full_disk import REASON, available_disk
-from multiverse.images import catalog as images
 
 log = structlog.get_logger(__name__)
 
@@ -90,7 +89,7 @@ class HostObserver:
     def _as_host(self) -> Host:
         config = self._host.config
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
-        present = images.list_images(config.images)
+        present = self._host.images.listed()
         abilities = {image.name: self._host.abilities.abilities(image) for image in present}
         return Host(
             config.host,

@@ -95,9 +95,15 @@ def _limit_disk(known: Manifest, allowance: int) -> Manifest:
 def _join_network(host: HostContext, known: Manifest, identity: Identity) -> Manifest:
     """Let the VM send as its address, and to its peers. Returns its manifest, as written."""
     address = identity.address.partition("/")[0]
-    # Peers that are VMs have taps of the same names; peers that are other machines are not on ports of the bridge.
-    peers = tuple(peer for peer, _ in identity.peers if peer != known.name and peer.startswith(host.config.prefix))
-    joined = replace(known, phase=VmPhase.STARTING, address=address, peers=peers)
+    # Peers that are VMs of this host have taps of the same names; other machines are not on ports of the bridge.
+    peers = [one for one in identity.peers if one[0] != known.name and one[0].startswith(host.config.prefix)]
+    joined = replace(
+        known,
+        phase=VmPhase.STARTING,
+        address=address,
+        peers=tuple(name for name, _ in peers),
+        peer_addresses=tuple(where for _, where in peers),
+    )
     home = host.paths(known.name).home
     if known.address:
         manifest.write(home, joined)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from typing import Literal
 
-from multiverse.api import HostView, IdentityAudit, VmView
+from fastapi import APIRouter, HTTPException
+
+from multiverse.api import HostRequest, HostsChanged, HostView, IdentityAudit, VmView
+from multiverse.config import names_of_hosts
+from multiverse.core.errors import Refused
 from multiverse.service.backend import Backend
+from multiverse.service.routers.errors import committed
 
 
 def router(backend: Backend) -> APIRouter:
@@ -20,6 +25,16 @@ def router(backend: Backend) -> APIRouter:
     @routes.get("/hosts")
     async def hosts() -> list[HostView]:
         return backend.hosts()
+
+    @routes.post("/hosts/{verb}")
+    async def change_hosts(verb: Literal["add", "drain", "resume", "remove"], request: HostRequest) -> HostsChanged:
+        """Change hosts. The change is committed when this answers."""
+        try:
+            names = names_of_hosts(request.hosts)
+        except Refused as error:
+            raise HTTPException(422, str(error)) from error
+        with committed():
+            return await backend.change_hosts(verb, names, request.reason, request.begins)
 
     @routes.get("/audit/identity")
     async def audit_identity() -> IdentityAudit:

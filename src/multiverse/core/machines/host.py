@@ -1,0 +1,145 @@
+"""Hosts of the site: whether they belong to it, and whether what was on them has surely ended.
+
+In this order: the table, the step by which observations move a host, and the effect that each state permits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+
+from multiverse.core.model import HostState, KnownHost, NodeState, VmState, World
+from multiverse.core.policy import Policy
+from multiverse.core.state import State
+from multiverse.core.transition import Change, Effect, EffectKind, Event, Transition, transitions, unchanged
+
+H = HostState
+
+# --- table -----------------------------------------------------------------------------------------
+
+_ON = (H.KNOWN, H.SILENT, H.FENCING)
+_MEMBERS = (*_ON, H.FENCED)
+
+HOST: tuple[Transition, ...] = (
+    *transitions([None, H.REMOVED], Event.ADDED, H.KNOWN),
+    *transitions([H.KNOWN], Event.SILENT, H.SILENT),
+    *transitions([H.SILENT], Event.FENCE, H.FENCING),
+    *transitions([H.FENCING], Event.HELD_BACK, H.SILENT),
+    *transitions(_ON, Event.FENCED, H.FENCED),
+    *transitions([H.SILENT, H.FENCING, H.FENCED], Event.FOUND, H.KNOWN),
+    *transitions(_MEMBERS, Event.RESUMED, H.KNOWN),
+    *transitions(_MEMBERS, Event.REMOVED, H.REMOVED),
+    *unchanged(_MEMBERS, Event.DRAINED, Event.QUARANTINED, Event.RETRIED),
+)
+
+# --- step ------------------------------------------------------------------------------------------
+
+
+def hosts_to_step(state: State) -> list[str]:
+    """The hosts that time or an observation may move: those of sources that are silent, and those in other states than
+    the usual one."""
+    silent = state.compared.silent
+    unusual = [host.name for host in state.hosts_in(H.SILENT, H.FENCING, H.FENCED)]
+    of_silent = [host.name for host in state.hosts.values() if host.source in silent] if silent else []
+    return sorted({*unusual, *of_silent})
+
+
+def step_host(state: State, name: str, world: World, policy: Policy, quorum: Quorum) -> None:
+    """Move one host by what is heard of it, and by whether the scheduler reaches its VMs."""
+    host = state.hosts.get(name)
+    if host is None or host.quarantined or host.state is H.REMOVED:
+        return
+    latest = world.latest(host.source)
+    # An answer that was on its way for long may be older than the moment from which on the host was off.
+    if latest is not None and name in latest.value.hosts:
+        if host.state is not H.KNOWN and latest.began > host.since:
+            _find(state, host, "it is back")
+        return
+    if host.state is H.FENCED:
+        return
+    since = silent_since(host, world)
+    if host.state is H.KNOWN:
+        if state.now - since > policy.silence and is_given_up(state, host, world):
+            why = "nothing is heard of it, and the scheduler does not reach its VMs"
+            state.move(Change(replace(host, state=H.SILENT), Event.SILENT, why))
+    elif state.now - since <= policy.silence or not is_given_up(state, host, world):
+        _find(state, host, "it is not silent any more, or the scheduler reaches a VM of it")
+    else:
+        _step_silent(state, host, since, policy, quorum)
+
+
+def _find(state: State, host: KnownHost, why: str) -> None:
+    state.move(Change(replace(host, state=H.KNOWN, reason=""), Event.FOUND, why))
+
+
+def _step_silent(state: State, host: KnownHost, since: float, policy: Policy, quorum: Quorum) -> None:
+    alone = max(since, host.since)  # neither the controller nor the scheduler has reached it since then
+    limit = host.value.self_fence if host.value else 0.0
+    held = quorum.held_back(host)
+    if limit and state.now - alone > limit + max(policy.fence_margin, limit / 5):
+        fence(state, host, f"host {host.name} has ended its VMs by itself, after {limit:g} s without the site")
+    elif host.state is H.FENCING and held:
+        state.move(Change(replace(host, state=H.SILENT), Event.HELD_BACK, held))
+    elif host.state is H.SILENT and policy.fences and not held and state.now - since > policy.fence_after:
+        why = f"nothing was heard of it for {state.now - since:.0f} s"
+        state.move(Change(replace(host, state=H.FENCING), Event.FENCE, why))
+
+
+def fence(state: State, host: KnownHost, why: str) -> None:
+    """The host is surely off, or nothing of its VMs goes on: they count as ended."""
+    state.move(Change(replace(host, state=H.FENCED, reason=why), Event.FENCED, why))
+    for vm in state.vms_on(host.name):
+        if not vm.leaving:
+            ending = replace(vm, state=VmState.ENDING, quarantined="", reason=vm.reason or why)
+            state.move(Change(ending, Event.FENCED, why))
+
+
+def silent_since(host: KnownHost, world: World) -> float:
+    """Since when nothing was heard of a host (monotonic); infinity while it is shown, or while nobody listens."""
+    observation = world.sources.get(host.source)
+    return observation.silent_since(host.name) if observation else float("inf")
+
+
+def is_given_up(state: State, host: KnownHost, world: World) -> bool:
+    """Whether the scheduler reaches none of the host's VMs, and has set one of their nodes DOWN: then it may queue
+    their jobs again, which wait for the host. While a node answers, the host is on, whatever has happened to its agent
+    or to the way there. While the scheduler is unknown, it queues nothing again, and nothing is concluded."""
+    if world.scheduler is None:
+        return False
+    nodes = world.scheduler.value.nodes
+    states = [nodes[vm.name].state for vm in state.vms_on(host.name) if vm.name in nodes]
+    return NodeState.DOWN in states and not any(one in (NodeState.IDLE, NodeState.BUSY) for one in states)
+
+
+class Quorum:
+    """Why silent hosts are not fenced by the site's command, though they could be. If most hosts are silent, it is
+    likely that the controller, or a part of the network, is cut off, and not that they are off."""
+
+    def __init__(self, state: State, world: World, policy: Policy) -> None:
+        self._state, self._world, self._policy = state, world, policy
+
+    def held_back(self, host: KnownHost) -> str:
+        """Why this host is not fenced; empty if it may be."""
+        if host.name == self._policy.here:
+            return "the controller runs on it: it is on"
+        return self._lack
+
+    @cached_property
+    def _lack(self) -> str:
+        if not self._policy.quorum:
+            return ""
+        hosts, here = self._world.hosts, self._policy.here
+        others = [one for one in self._state.hosts.values() if one.name != here and one.value and not one.is_off]
+        shown = sum(one.name in hosts for one in others)
+        total = shown + sum(one.name not in hosts and one.drain is None for one in others)
+        if not shown or shown < self._policy.quorum * total:
+            return f"only {shown} of {total} hosts are in sight: the controller may be cut off from them"
+        return ""
+
+
+# --- effect ----------------------------------------------------------------------------------------
+
+
+def host_effect(host: KnownHost) -> Effect | None:
+    """What the state of a host permits."""
+    return Effect(EffectKind.FENCE, host.key, host.name) if host.state is H.FENCING and not host.quarantined else None

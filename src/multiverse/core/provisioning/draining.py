@@ -1,0 +1,60 @@
+"""Hosts that take no new VM: who is waiting for them, and what was made there ahead of jobs, which is given back.
+
+A drained host is free when its jobs have ended: its spares and templates are retired at once. On a host that is to be
+drained later only jobs are placed that surely end before that, and no spares, which any job may take.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from multiverse.core.model import Attempt, TemplateState, VmState
+from multiverse.core.provisioning.context import Context
+from multiverse.core.provisioning.limits import ends_by
+from multiverse.core.provisioning.spares import release_spare, spares
+from multiverse.core.transition import Change, Event
+
+_PRESENT = (TemplateState.READY, TemplateState.BROKEN, TemplateState.BUILDING)
+
+
+def empty_drained(context: Context) -> None:
+    """Release the spares of hosts that are drained, or are to be drained, and retire the templates of those that are.
+    A host out of sight is emptied when it is back."""
+    state, shown = context.state, context.world.hosts
+    leaving = {name for name in (state.closed | state.closing) if name in state.drains and name in shown}
+    if not leaving:
+        return
+    for vm in spares(state):
+        if vm.host in leaving:
+            release_spare(state, vm, f"host {vm.host} is drained")
+    for _, template in sorted(state.templates.items()):
+        # A VM that was planned before is still to be forked from it.
+        needed = any(vm.state is VmState.PLANNED for vm in state.vms_of_template(template.id))
+        if template.host in leaving & state.closed and template.state in _PRESENT and not needed:
+            why = f"host {template.host} is drained"
+            state.move(Change(replace(template, state=TemplateState.RETIRING), Event.DROPPED, why))
+
+
+def for_attempt(context: Context, attempt: Attempt) -> Context:
+    """The context without the hosts that are to be drained before the attempt's job has surely ended."""
+    state = context.state
+    if not state.closing:
+        return context
+    ends = surely_ends_by(context, attempt)
+    return replace(context, without=frozenset(name for name in state.closing if state.drains[name].begins < ends))
+
+
+def surely_ends_by(context: Context, attempt: Attempt) -> float:
+    """By when, in Unix time, the attempt's job and its VMs are surely gone if it is admitted now. Infinity where nobody
+    can tell: its job has no time limit, or the scheduler does not tell it."""
+    return ends_by(context, attempt) + context.policy.reclaim
+
+
+def drained_hosts(context: Context) -> str:
+    """What is said of the hosts in sight that take no VM of an attempt, each with why. Empty if there are none."""
+    state = context.state
+    said = []
+    for name in sorted((state.closed | context.without) & state.drains.keys() & context.world.hosts.keys()):
+        reason = state.drains[name].reason
+        said.append(f"{name} ({reason})" if reason else name)
+    return ", ".join(said)

@@ -1,0 +1,58 @@
+"""How an image comes to its place: it is made in a directory beside it, and appears there as a whole."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from multiverse.core.errors import Refused
+from multiverse.system.locks import locked_file
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,39}")
+
+
+def check_name(name: str) -> None:
+    """Raise `Refused` if this cannot be the name of an image, which is one of a directory."""
+    if not _NAME.fullmatch(name):
+        raise Refused(
+            f"{name!r} is not a valid name of an image",
+            hint="use at most 40 lower-case letters, digits, dots and dashes",
+        )
+
+
+@contextmanager
+def locked(images: Path, name: str) -> Iterator[None]:
+    """Hold the lock under which the image of that name is made or replaced."""
+    with locked_file(images / f".{name}.lock"):
+        yield
+
+
+@contextmanager
+def beside(images: Path, name: str) -> Iterator[Path]:
+    """A new directory beside the place of the image, whose lock is held. It is removed after an error. What interrupted
+    attempts have left is removed first; no other file here has an @ in its name."""
+    for remains in (*images.glob(f".{name}@new-*"), *images.glob(f".{name}@old-*")):
+        shutil.rmtree(remains)
+    work = Path(tempfile.mkdtemp(prefix=f".{name}@new-", dir=images))
+    try:
+        work.chmod(0o755)
+        yield work
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
+def put(work: Path, images: Path, name: str) -> None:
+    """Replace the image of that name by the complete one in `work`. VMs that use the old one keep its files."""
+    place = images / name
+    old = work.with_name(work.name.replace("@new-", "@old-"))
+    os.sync()
+    if place.exists():
+        place.rename(old)
+    work.rename(place)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,101 @@
+"""The first process of a lab host, as a program: python -m multiverse.lab.hosts.init NAME STORAGE PLACE GROUP.
+
+The host has the directory STORAGE of this machine, which it sees at PLACE, and a control group below GROUP. It has a
+network of its own without any link, and a boot id of its own. It ends with this process: the kernel then kills all its
+processes, and removes its network and its mounts.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from multiverse.lab.hosts import control_groups, detached
+from multiverse.system import kernel
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_CGROUPS = Path("/sys/fs/cgroup")
+_SIGNALS = {signal.SIGCHLD, signal.SIGTERM}
+_ALL = (
+    kernel.CLONE_NEWNS
+    | kernel.CLONE_NEWNET
+    | kernel.CLONE_NEWUTS
+    | kernel.CLONE_NEWIPC
+    | kernel.CLONE_NEWPID
+    | kernel.CLONE_NEWCGROUP
+)
+
+
+class _Host(NamedTuple):
+    name: str
+    storage: Path
+    place: Path
+    groups: Mapping[Path, Path]
+
+
+def main() -> None:
+    name, storage, place, lab = sys.argv[1:]
+    try:
+        host = _Host(name, Path(storage), Path(place), control_groups.create(lab, name))
+        kernel.unshare(_ALL)  # what this process is in becomes the root of the new cgroup namespace
+    except OSError as error:
+        raise SystemExit(str(error)) from error
+    detached.run(lambda: _boot(host), _reap_until_terminated, first=True)
+
+
+def _boot(host: _Host) -> None:
+    """Give the host, in whose namespaces this process is, its name, files and control groups."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # from the first moment on: PID 1 would ignore them
+    socket.sethostname(host.name)
+    kernel.mount(None, Path("/"), kernel.MS_REC | kernel.MS_PRIVATE)
+    boot_id = host.storage / "boot_id"
+    boot_id.write_text(f"{uuid.uuid4()}\n")
+    kernel.mount(str(host.storage), host.place, kernel.MS_BIND | kernel.MS_REC)
+    for path in (Path("/run"), Path("/dev/shm")):
+        _mount_new(path, "tmpfs", "mode=1777" if path.name == "shm" else "mode=0755")
+    Path("/run/sshd").mkdir(mode=0o755)  # sshd wants it (Debian's tmpfiles.d makes it)
+    _mount_new(Path("/proc"), "proc")
+    kernel.mount(str(host.place / boot_id.name), _BOOT_ID, kernel.MS_BIND)
+    kernel.mount(str(host.place / "etc" / "shadow"), Path("/etc/shadow"), kernel.MS_BIND)
+    _mount_sys(host.groups)
+    control_groups.join_daemons()
+    os.chdir("/")
+
+
+def _mount_new(path: Path, kind: str, options: str | None = None) -> None:
+    kernel.mount(kind, path, kernel.MS_NOSUID | (0 if kind == "sysfs" else kernel.MS_NODEV), kind, options)
+
+
+def _mount_sys(groups: Mapping[Path, Path]) -> None:
+    """Mount /sys anew: it shows the interfaces of the network namespace in which it is mounted. The host's own control
+    groups are mounted where the machine has the hierarchies, and no others."""
+    kept = {where: Path("/run", f"group{number}") for number, where in enumerate(groups)}
+    for where, beside in kept.items():
+        beside.mkdir()
+        kernel.mount(str(groups[where]), beside, kernel.MS_BIND)
+    kernel.umount("/sys")  # with all that is mounted below it
+    _mount_new(Path("/sys"), "sysfs")
+    if _CGROUPS not in groups:
+        _mount_new(_CGROUPS, "tmpfs", "mode=0755")
+    for where, beside in kept.items():
+        where.mkdir(exist_ok=True)
+        kernel.mount(str(beside), where, kernel.MS_MOVE)
+        beside.rmdir()
+
+
+def _reap_until_terminated() -> None:
+    while signal.sigwait(_SIGNALS) is not signal.SIGTERM:
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+if __name__ == "__main__":
+    main()

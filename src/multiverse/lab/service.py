@@ -1,0 +1,117 @@
+"""What a service of a lab is, and what all services use."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import pwd
+import socket
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from multiverse.core.errors import Broken
+from multiverse.lab import process
+from multiverse.lab.configure import environment
+from multiverse.lab.layout import Layout
+from multiverse.lab.plan import LabPlan
+from multiverse.lab.process import DaemonCommand, RunningDaemon
+
+
+@dataclass(frozen=True, slots=True)
+class Lab:
+    """One lab: its paths and its plan."""
+
+    where: Layout
+    plan: LabPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A daemon of the lab.
+
+    `prepare` creates what the daemon needs, and may block. `ready` tries to connect. `initialize` runs after the daemon
+    is ready. A change of one of `config_files` requires a restart. `timeout` and `grace`, in seconds, limit the start
+    and the stop.
+    """
+
+    name: str
+    command: Callable[[Lab], DaemonCommand]
+    ready: Callable[[Lab], bool]
+    prepare: Callable[[Lab], None] = lambda lab: None
+    initialize: Callable[[Lab], None] = lambda lab: None
+    config_files: tuple[str, ...] = ()
+    timeout: float = 30.0
+    grace: float = 10.0
+
+    def record(self, where: Layout) -> Path:
+        return where.run / f"{self.name}.json"
+
+    def running(self, where: Layout) -> RunningDaemon | None:
+        return process.recorded(self.record(where))
+
+    def digest(self, lab: Lab) -> str:
+        """A digest of the command and of the configuration files."""
+        found = hashlib.sha256(repr(self.command(lab).argv).encode())
+        for name in self.config_files:
+            found.update((lab.where.etc / name).read_bytes())
+        return found.hexdigest()[:16]
+
+    async def ensure(self, lab: Lab) -> bool:
+        """Start the service unless it runs with this configuration; True if it was started.
+
+        `Broken` if the service does not become ready; it has been stopped then.
+        """
+        running = self.running(lab.where)
+        if running and running.digest == self.digest(lab) and await asyncio.to_thread(self.ready, lab):
+            return False
+        if running:
+            await process.stop(running, self.grace)
+        await asyncio.to_thread(self.prepare, lab)
+        command = self.command(lab)
+        started = process.start(command, self.record(lab.where), self.digest(lab))
+        try:
+            await process.until(lambda: self.ready(lab), started, command, self.timeout)
+            await asyncio.to_thread(self.initialize, lab)
+        except BaseException:
+            await self.stop(lab.where)
+            raise
+        return True
+
+    async def stop(self, where: Layout) -> bool:
+        """Stop the service; True if it was alive."""
+        running = self.running(where)
+        if running:
+            await process.stop(running, self.grace)
+        self.record(where).unlink(missing_ok=True)
+        return running is not None
+
+
+def directory(path: Path, user: str, mode: int) -> None:
+    """Make sure that there is such a directory, with this owner and mode."""
+    path.mkdir(parents=True, exist_ok=True)
+    path.chmod(mode)
+    account = pwd.getpwnam(user)
+    os.chown(path, account.pw_uid, account.pw_gid)
+
+
+def answers(address: str | tuple[str, int]) -> bool:
+    """Whether something listens at a Unix socket, or at an address and port."""
+    family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(address)
+        except OSError:
+            return False
+    return True
+
+
+def run(lab: Lab, *argv: str, check: bool = True) -> str:
+    """Run a command; its output. `Broken` with its error message if it fails and `check` is set."""
+    done = subprocess.run(argv, env=os.environ | environment(lab.where), capture_output=True, text=True, timeout=60)
+    if check and done.returncode:
+        raise Broken(f"{argv[0]}: {(done.stderr or done.stdout).strip()[-300:]}", hint=f"see {lab.where.log}")
+    return done.stdout

@@ -1,0 +1,118 @@
+"""Hosts as operators see them: what is on them, whether they are reached and take VMs, and what to do.
+
+Pure; `now` is the present monotonic time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from multiverse.api import HostView, SizeView
+from multiverse.core.machines.host import silent_since
+from multiverse.core.model import Host, HostState, HypervisorView, KnownHost, Size, World
+from multiverse.core.policy import Policy
+from multiverse.core.provisioning.capacity import left_behind
+from multiverse.core.rows import Rows
+
+_NOTHING = Host("", Size(0, 0, 0), template_copies=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Troubles:
+    """What goes wrong with hosts, by name: why reaching them fails, why silent ones are not fenced, and what a fence
+    command that fails has said."""
+
+    sources: Mapping[str, str]
+    held_back: Mapping[str, str]
+    fences: Mapping[str, str]
+
+
+def host_views(rows: Rows, world: World, policy: Policy, now: float, troubles: Troubles) -> list[HostView]:
+    """The hosts of the site, by name."""
+    return [
+        _view(host, rows, world, policy, now, troubles)
+        for _, host in sorted(rows.hosts.items())
+        if host.state is not HostState.REMOVED
+    ]
+
+
+def _view(known: KnownHost, rows: Rows, world: World, policy: Policy, now: float, troubles: Troubles) -> HostView:
+    name = known.name
+    host = world.hosts.get(name) or known.value or _NOTHING
+    source = world.source_of.get(name)
+    seen = world.views[source] if source is not None else HypervisorView()
+    claims = (*rows.claims, *left_behind(rows.vms.values(), rows.templates))
+    held = [claim.size for claim in claims if claim.domain == name]
+    mine = [vm for _, vm in sorted(rows.vms.items()) if vm.host == name]
+    vms = [vm for _, vm in sorted(seen.vms.items()) if vm.host == name]
+    jobs = (vm.job_id or (a.job.job_id if (a := rows.attempt_of(vm)) else "") for vm in mine)
+    reachable = name in world.hosts
+    state = _state(known, reachable=reachable, free=not held, now=now + world.epoch)
+    why = "" if reachable else troubles.sources.get(known.source, "")
+    return HostView(
+        name=name,
+        reachable=reachable,
+        declared=_size(host.capacity),
+        claimed=SizeView(sum(s.cpus for s in held), sum(s.memory for s in held), sum(s.disk for s in held)),
+        machine=_size(host.machine) if host.machine else None,
+        accelerator=host.accelerator,
+        abilities=tuple(sorted(host.abilities)),
+        images={image: tuple(sorted(can)) for image, can in sorted(host.images.items())},
+        vms=len(mine),
+        available=host.available if reachable else 0,
+        private=sum(vm.private for vm in vms),
+        shared=sum(vm.shared for vm in vms),
+        templates=sum(one.held for _, one in sorted(seen.templates.items()) if one.host == name),
+        template_copies=host.template_copies,
+        overcommit=policy.overcommit,
+        floor=policy.floor,
+        state=state,
+        reason=known.drain.reason if known.drain and known.state is HostState.KNOWN else known.reason,
+        drain_from=known.drain.begins if known.drain else None,
+        away_for=0.0 if reachable else max(0.0, now - min(now, silent_since(known, world))),
+        why=why,
+        jobs=tuple(dict.fromkeys(job for job in jobs if job)),
+        todo=_todo(known, state, troubles, vms=bool(mine)),
+    )
+
+
+def _size(size: Size) -> SizeView:
+    return SizeView(size.cpus, size.memory, size.disk)
+
+
+def _state(host: KnownHost, *, reachable: bool, free: bool, now: float) -> str:
+    """One word: what stops the most goes first. `now` is Unix time."""
+    if host.state is not HostState.KNOWN:
+        return str(host.state)
+    if not reachable:
+        return "away"
+    if host.drain is None:
+        return "up"
+    if host.drain.begins > now:
+        return "closing"
+    return "drained" if free else "draining"
+
+
+def _todo(host: KnownHost, state: str, troubles: Troubles, *, vms: bool) -> str:
+    name = host.name
+    confirm = f"if it is switched off for certain, confirm that: multiverse repair {name} --fenced"
+    match state:
+        case "away":
+            return f"see that it runs, and its agent: systemctl status multiverse-agent; {confirm}"
+        case "silent" if held := troubles.held_back.get(name):
+            return f"it is not fenced by command, because {held}; bring it back; {confirm}"
+        case "silent":
+            return f"its jobs wait until it is back or fenced; bring it back; {confirm}"
+        case "fencing" if said := troubles.fences.get(name):
+            return f"the fence command fails, and is repeated: {said}; {confirm}"
+        case "fencing":
+            return "the fence command is running"
+        case "fenced":
+            return f"repair it and switch it on; if it does not come back: multiverse hosts remove {name}"
+        case "drained":
+            return f"it is free; to use it again: multiverse hosts resume {name}"
+        case "draining" if vms:
+            return "it is free when its jobs have ended"
+        case _:
+            return ""

@@ -1,0 +1,193 @@
+"""How commands of operators come to the controller, and how its connections and observers follow them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Collection, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+from fastapi.testclient import TestClient
+
+from multiverse.agent.transport import CommandTransport, UnixTransport
+from multiverse.cli import render
+from multiverse.cli.main import app
+from multiverse.cli.times import unix_time
+from multiverse.client import Client
+from multiverse.config import Settings, on_machine, parse
+from multiverse.controller.loop import Controller
+from multiverse.core.errors import Refused
+from multiverse.core.model import Drain, HostState, KnownHost
+from multiverse.core.transition import Command
+from multiverse.service.agents import connect_agents, transport_to
+from multiverse.simulation.clock import VirtualClock
+from multiverse.simulation.loop import run
+from multiverse.store import Store
+from tests.unit.planner_harness import ManualClock
+from tests.unit.test_api import ControllerAtRest, serve
+from tests.unit.test_controller import OneHost, Ports
+
+SETTINGS = parse({"host": {"name": "n1"}, "hosts": [{"nodes": "n[1-3]"}]}, "m")
+
+# --- connections -----------------------------------------------------------------------------------
+
+
+def test_the_own_host_is_reached_by_its_socket_and_others_by_the_command() -> None:
+    here = on_machine(SETTINGS, "n1")
+    assert isinstance(transport_to("n1", here), UnixTransport)
+    there = transport_to("n2", here)
+    assert isinstance(there, CommandTransport)
+    words = there._command
+    assert words[0] == "ssh" and words[-5:] == ("--", "n2", "multiverse", "agent", "dial-stdio")
+    assert "-oBatchMode=yes" in words and "-oControlMaster=no" in words
+
+
+def test_the_hosts_of_the_settings_and_of_the_store_are_connected_but_those_that_were_removed(tmp_path: Path) -> None:
+    store = Store(tmp_path / "db", ManualClock())
+    with store.transaction() as tx:
+        tx.keep_host(KnownHost("n2", "n2", HostState.REMOVED, id=1))
+        tx.keep_host(KnownHost("n9", "n9", id=2))
+    assert [one.name for one in connect_agents(SETTINGS, store).sources] == ["n1", "n3", "n9"]
+    alone = Store(tmp_path / "alone", ManualClock())
+    assert [one.name for one in connect_agents(Settings(), alone).sources] == ["localhost"]
+
+
+class Members(Ports):
+    """A scheduler and a hypervisor whose hosts can be changed."""
+
+    def __init__(self) -> None:
+        super().__init__(OneHost("h1"), OneHost("h2"))
+        self.membership: Any = self
+        self.kept: list[list[str]] = []
+
+    def keep(self, hosts: Collection[str]) -> None:
+        self.kept.append(sorted(hosts))
+        known = {one.name: one for one in self.sources}
+        self.sources: Sequence[OneHost] = [known.get(name) or OneHost(name) for name in hosts]
+
+
+def test_observers_follow_the_hosts_that_are_added_and_removed_and_a_refusal_reaches_who_asked() -> None:
+    async def main() -> None:
+        ports: Any = Members()
+        clock = VirtualClock()
+        store = Store(":memory:", clock, site="test0")
+        controller = Controller(store, ports, ports, clock, Settings(), Random(1))
+        task = asyncio.create_task(controller.run())
+        await asyncio.sleep(5.0)
+        assert sorted(controller.sources) == ["h1", "h2"]
+        await controller.command(Command("add", "h3"))
+        await asyncio.sleep(5.0)
+        observed = controller.sources["h3"].observations
+        assert observed >= 2 and store.rows().hosts["h3"].value is not None
+        await controller.command(Command("remove", "h3"))
+        await asyncio.sleep(5.0)
+        assert sorted(controller.sources) == ["h1", "h2"] and ports.kept[-1] == ["h1", "h2"]
+        with pytest.raises(Refused, match="there is no host h3"):
+            await controller.command(Command("drain", "h3", drain=Drain()))
+        await controller.command(Command("add", "h3"))
+        await asyncio.sleep(5.0)
+        assert controller.sources["h3"].latest is not None and not task.done()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    run(main(), 1)
+
+
+# --- the API ---------------------------------------------------------------------------------------
+
+
+class Refusing(ControllerAtRest):
+    def command(self, command: Command) -> asyncio.Future[None]:
+        if command.host == "h2":
+            future = asyncio.get_running_loop().create_future()
+            future.set_exception(Refused("host h2 still has 1 VMs", hint="drain it"))
+            return future
+        return super().command(command)
+
+
+def test_a_change_to_hosts_is_made_for_each_of_a_node_set_and_says_which_were_refused() -> None:
+    controller = Refusing()
+    client = TestClient(serve(controller))
+    answer = client.post("/hosts/drain", json={"hosts": "h[1-2]", "reason": "a fan", "begins": 12.0})
+    assert answer.json() == {"done": ["h1"], "refused": {"h2": "host h2 still has 1 VMs (drain it)"}}
+    assert controller.commands == [Command("drain", "h1", drain=Drain(12.0, "a fan"))]
+    assert client.post("/hosts/add", json={"hosts": "n7"}).json() == {"done": ["n7"], "refused": {}}
+    assert controller.commands[-1] == Command("add", "n7")
+    now = ManualClock().wall()
+    client.post("/hosts/drain", json={"hosts": "h1"})
+    assert controller.commands[-1].drain == Drain(now, "")
+
+
+@pytest.mark.parametrize("hosts", ["h[1-", "", "-oProxyCommand=x", "a b"])
+def test_what_is_no_node_set_or_has_other_names_is_refused(hosts: str) -> None:
+    controller = ControllerAtRest()
+    assert TestClient(serve(controller)).post("/hosts/add", json={"hosts": hosts}).status_code == 422
+    assert controller.commands == []
+    assert TestClient(serve(controller)).post("/hosts/format", json={"hosts": "h1"}).status_code == 422
+
+
+# --- the command line ------------------------------------------------------------------------------
+
+
+def asked(*words: str, refused: dict[str, str] | None = None) -> tuple[str, dict[str, Any], int]:
+    """What a command asks the daemon for, and its exit status."""
+    found: dict[str, Any] = {}
+
+    def answer(_client: Client, method: str, path: str, **more: Any) -> Any:
+        found.update(path=path, **more)
+        return SimpleNamespace(json=lambda: {"done": ["n1"], "refused": refused or {}})
+
+    with mock.patch.object(Client, "_ask", answer), mock.patch.object(render.errors, "print"):
+        try:
+            status = app(["hosts", *words], standalone_mode=False) or 0
+        except SystemExit as ended:
+            status = ended.code
+    return found["path"], found["json"], int(status)
+
+
+def test_the_commands_for_hosts_take_names_and_node_sets() -> None:
+    assert asked("add", "n40") == ("/hosts/add", {"hosts": "n40"}, 0)
+    assert asked("remove", "n[1-2]", "n9")[:2] == ("/hosts/remove", {"hosts": "n[1-2],n9"})
+    path, body, _ = asked("drain", "n1", "--reason", "a fan")
+    assert (path, json.dumps(body)) == ("/hosts/drain", '{"hosts": "n1", "reason": "a fan", "begins": null}')
+    moment = datetime(2026, 12, 24, 18, tzinfo=UTC)
+    assert asked("drain", "n1", "--from", moment.isoformat())[1]["begins"] == moment.timestamp()
+
+
+def test_a_refusal_is_shown_and_is_the_exit_status() -> None:
+    assert asked("remove", "n1", refused={"n2": "host n2 still has 1 VMs"})[2] == 1
+
+
+NOW = datetime(2026, 11, 23, 10, 0, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    ("text", "moment"),
+    [
+        ("now", NOW),
+        ("now+2", datetime(2026, 11, 23, 10, 0, 2, tzinfo=UTC)),
+        ("now+90", datetime(2026, 11, 23, 10, 1, 30, tzinfo=UTC)),
+        ("now+2hours", datetime(2026, 11, 23, 12, 0, tzinfo=UTC)),
+        ("NOW+1week", datetime(2026, 11, 30, 10, 0, tzinfo=UTC)),
+        ("18:30", datetime(2026, 11, 23, 18, 30, tzinfo=UTC)),
+        ("09:00", datetime(2026, 11, 24, 9, 0, tzinfo=UTC)),
+        ("noon", datetime(2026, 11, 23, 12, 0, tzinfo=UTC)),
+        ("midnight", datetime(2026, 11, 24, 0, 0, tzinfo=UTC)),
+        ("tomorrow", datetime(2026, 11, 24, 10, 0, tzinfo=UTC)),
+        ("2026-12-24T18:00:00+00:00", datetime(2026, 12, 24, 18, 0, tzinfo=UTC)),
+    ],
+)
+def test_times_are_read_as_slurm_reads_them(text: str, moment: datetime) -> None:
+    assert unix_time(text, NOW) == moment.timestamp()
+
+
+@pytest.mark.parametrize("text", ["", "later", "now+", "now+2fortnights", "25:00", "2026-13-01"])
+def test_what_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(Refused, match="is no time"):
+        unix_time(text, NOW)
