@@ -28,6 +28,8 @@ class HostSettings:
     cores: int = 2
     memory: int = 4096
     disk: int = 65536
+    # VMs may claim this many times `cores` together. One VM has no more than `cores` CPUs all the same.
+    cpu_overcommit: float = 1.0
     # VMs may claim this many times `memory`. Above 1, a VM that has run for a while counts with the memory it uses.
     overcommit: float = 1.0
     floor: int = 1024  # MiB that stay available on the machine: with less, no VM starts (if overcommit is above 1)
@@ -249,6 +251,8 @@ def _contradictions(s: Settings) -> Iterator[str]:
 def _wrong_host(s: Settings) -> Iterator[str]:
     if s.host.cores < 1 or s.host.memory < s.qemu.base_memory:
         yield f"host: needs at least one core and {s.qemu.base_memory} MiB of memory"
+    if s.host.cpu_overcommit < 1:
+        yield "host.cpu_overcommit: must be 1 or more; to claim less, reduce host.cores"
     if s.host.overcommit < 1:
         yield "host.overcommit: must be 1 or more; to claim less, reduce host.memory"
     if s.host.floor < 0:

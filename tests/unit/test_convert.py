@@ -98,7 +98,7 @@ def test_memory_is_that_of_the_last_observation_or_of_an_exact_measurement() -> 
     assert (vm.cpu_s, vm.private, vm.shared, vm.pss) == (2.0, 61.5, 90.0, 70.0)
     (unseen,) = vm_views(harness.rows, World(), {}, harness.clock.time)
     assert (unseen.private, unseen.shared) == (0.0, 0.0)
-    view = host_view(host, harness.rows, seen_world, POLICY)
+    view = host_view(host, harness.rows, seen_world)
     assert (view.private, view.shared, view.templates, view.available) == (60.0, 90.0, 220.0, 9000)
     assert view.images == {"slim": ("fork", "plug_memory")}
     assert view.claimed.memory < view.declared.memory and view.template_copies == 2 and view.vms == 1
@@ -107,7 +107,7 @@ def test_memory_is_that_of_the_last_observation_or_of_an_exact_measurement() -> 
     harness.ended(Key("template", 1))
     harness.run()
     assert not harness.rows.templates
-    later = host_view(host, harness.rows, world(harness.vms, {}), POLICY)
+    later = host_view(host, harness.rows, world(harness.vms, {}))
     claims = sum(claim.size.memory for claim in harness.rows.claims)
     assert later.claimed.memory == claims + POLICY.base.memory, "the template is gone, but its VM still maps its memory"
 

@@ -65,7 +65,8 @@ class HostView:
     `private` and `shared` are sums over its VMs, so shared memory is counted once for each VM that maps it.
     `templates` is the memory that templates take, with all their copies; `template_copies` is the number of copies.
     Claims may reach `overcommit` times the declared memory; above 1, only while the machine keeps `floor` MiB
-    available. `images` maps each image on the host to what it can do there."""
+    available. They may reach `cpu_overcommit` times the declared CPUs and `disk_overcommit` times the declared disk.
+    `images` maps each image on the host to what it can do there."""
 
     name: str
     reachable: bool
@@ -83,3 +84,5 @@ class HostView:
     template_copies: int
     overcommit: float
     floor: int
+    cpu_overcommit: float = 1.0
+    disk_overcommit: float = 1.0

@@ -29,9 +29,9 @@ def hosts(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = Fa
         table.add_row(
             one.name,
             str(one.vms),
-            f"{one.claimed.cpus} of {one.declared.cpus}",
+            f"{one.claimed.cpus} of {one.declared.cpus}{_times(one.cpu_overcommit)}",
             _memory_claimed(one),
-            f"{render.memory(one.claimed.disk)} of {render.memory(one.declared.disk)}",
+            f"{render.memory(one.claimed.disk)} of {render.memory(one.declared.disk)}{_times(one.disk_overcommit)}",
             f"{render.memory(one.private)}, {render.memory(one.shared)} shared",
             render.memory(one.templates) + (", held twice" if one.template_copies > 1 else ""),
             f"{_machine(one)}, runs {one.accelerator}",
@@ -49,8 +49,12 @@ def hosts(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = Fa
 
 
 def _memory_claimed(host: HostView) -> str:
-    times = f" × {host.overcommit:g}" if host.overcommit > 1 else ""
-    return f"{render.memory(host.claimed.memory)} of {render.memory(host.declared.memory)}{times}"
+    declared = render.memory(host.declared.memory)
+    return f"{render.memory(host.claimed.memory)} of {declared}{_times(host.overcommit)}"
+
+
+def _times(overcommit: float) -> str:
+    return f" × {overcommit:g}" if overcommit > 1 else ""
 
 
 def _machine(host: HostView) -> str:

@@ -37,9 +37,9 @@ def plan(
     caller rolls it back if they cannot be kept. Steps free before admission uses, and rounds repeat until nothing more
     follows, so that one commit answers an observation however many rows it moves. With `releasing` nothing is added: no
     attempt of a job that waits, no VM, no template; what that concerns is left to a later pass."""
-    context = Context(state, world, policy)
     state.begin(now, world.forecast.paced, world.entropy)
     mark_changes(state, world, policy)
+    context = Context(state, world, policy, state.free.hosts)
     adopt_unexplained(context)
     for message in messages:
         if isinstance(message, Done):

@@ -7,7 +7,21 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from multiverse.core.model import Attempt, Claim, Key, KnownHost, Offer, Row, Template, Vm
+from multiverse.core.model import (
+    Attempt,
+    Claim,
+    Host,
+    Key,
+    KnownHost,
+    Observation,
+    Offer,
+    Row,
+    SchedulerView,
+    Seen,
+    Template,
+    Vm,
+    VmSeen,
+)
 
 
 class LiveRows:
@@ -49,6 +63,29 @@ class Rows(LiveRows):
     offers: Mapping[int, Offer] = field(default_factory=dict)
     claims: Sequence[Claim] = ()
     hosts: Mapping[str, KnownHost] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(slots=True)
+class Compared:
+    """The observations that passes have compared with the rows so far: see `changes`."""
+
+    scheduler: Seen[SchedulerView] | None = None
+    sources: dict[str, Observation] = field(default_factory=dict)
+    silent: set[str] = field(default_factory=set)  # sources that have been unknown for long
+    vms: dict[str, Mapping[str, VmSeen]] = field(default_factory=dict)  # by source, as shown last
+    hosts_of: dict[str, frozenset[str]] = field(default_factory=dict)  # by source, the hosts that it shows
+    showing: dict[str, dict[str, Host]] = field(default_factory=dict)  # by host, the sources that show it
+    unlearned: set[str] = field(default_factory=set)  # hosts in sight of which something new may be known
+    users: dict[int, tuple[bool, float]] | None = None  # whether they exist, and since when that is known
+
+
+@dataclass(frozen=True, slots=True)
+class VmsMissing:
+    """An attempt lacks VMs: provisioning is to plan so many more for it, or to give up on it."""
+
+    attempt: int
+    count: int
+    reason: str
 
 
 _NONE: frozenset[int] = frozenset()

@@ -10,58 +10,34 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from multiverse.core.errors import Broken
+from multiverse.core.free import FreeIndex
 from multiverse.core.model import (
     Attempt,
     AttemptState,
     Claim,
     ClaimKey,
     CloneKind,
-    Host,
     HostState,
     JobRef,
     Key,
     KnownHost,
-    Observation,
     Offer,
     OfferState,
     Request,
     Row,
-    SchedulerView,
-    Seen,
     Size,
     Template,
     TemplateKey,
+    TemplateState,
     Vm,
-    VmSeen,
     VmState,
 )
 from multiverse.core.queue import Queue
-from multiverse.core.rows import Index, LiveRows, Rows
+from multiverse.core.rows import Compared, Index, LiveRows, Rows, VmsMissing
 from multiverse.core.transition import TERMINAL, Change, Event, Move, Tables
-
-
-@dataclass(slots=True)
-class Compared:
-    """The observations that passes have compared with the rows so far: see `changes`."""
-
-    scheduler: Seen[SchedulerView] | None = None
-    sources: dict[str, Observation] = field(default_factory=dict)
-    silent: set[str] = field(default_factory=set)  # sources that have been unknown for long
-    vms: dict[str, Mapping[str, VmSeen]] = field(default_factory=dict)  # by source, as shown last
-    hosts: dict[str, Host] = field(default_factory=dict)  # in sight
-    users: dict[int, tuple[bool, float]] | None = None  # whether they exist, and since when that is known
-
-
-@dataclass(frozen=True, slots=True)
-class VmsMissing:
-    """An attempt lacks VMs: provisioning is to plan so many more for it, or to give up on it."""
-
-    attempt: int
-    count: int
-    reason: str
 
 
 class State(LiveRows):
@@ -83,10 +59,12 @@ class State(LiveRows):
         self._vms_by_host = Index()
         self._vms_by_source = Index()
         self._vms_by_template = Index()  # by the number of the template's row, and by its key
-        self._templates_by_key = Index()
+        self._templates_by_key = Index()  # by key and by host
         self.vm_named: dict[str, int] = {}
         self.queue = Queue()
+        self.free = FreeIndex()  # what is free on the hosts in sight
         self.used: defaultdict[str, Size] = defaultdict(lambda: Size(0, 0, 0))  # what claims hold, by domain
+        self._claims_in: defaultdict[str, dict[Key, Claim]] = defaultdict(dict)  # by domain and owner
         # What the next step has to look at: rows that have changed or on which something has changed that they depend
         # on, and rows that time alone may move.
         self.dirty_attempts: set[int] = set()
@@ -105,6 +83,7 @@ class State(LiveRows):
         self.wanted: Counter[str] | None = None  # VMs that jobs want now, by image; computed when first asked for
         self.users_asked: dict[int, float] = {}  # the users that jobs wait for, and since when they are asked for
         self.reasons: dict[int, str] = {}  # why attempts wait: the first of the queue, in its order
+        self.placement_faults: dict[str, str] = {}  # by the name of a placement policy, why it was passed over last
         self.lacking: set[tuple[Request, CloneKind]] = set()  # what others on the machines leave too little memory for
         self.entropy = ""
         self.tables = tables
@@ -221,7 +200,7 @@ class State(LiveRows):
 
     def _forget_host(self, name: str, old: KnownHost | None) -> None:
         self._put_host(name, old)
-        self.compared.hosts.pop(name, None)  # so that it is learned again
+        self.compared.unlearned.add(name)
 
     def _put_host(self, name: str, host: KnownHost | None) -> None:
         if host is None:
@@ -247,13 +226,16 @@ class State(LiveRows):
 
     def _put_claim(self, key: ClaimKey, claim: Claim | None) -> None:
         old = self.claims.pop(key, None)
+        self.free.stale.add(key.domain)
         if old is not None:
+            del self._claims_in[key.domain][key.owner]
             self.used[key.domain] = _plus(self.used[key.domain], old.size, -1)
             self._domains[key.owner].discard(key.domain)
             if not self._domains[key.owner]:
                 del self._domains[key.owner]
         if claim is not None:
             self.claims[key] = claim
+            self._claims_in[key.domain][key.owner] = claim
             self.used[key.domain] = _plus(self.used[key.domain], claim.size, 1)
             self._domains[key.owner].add(key.domain)
 
@@ -316,16 +298,21 @@ class State(LiveRows):
                     yield self._vms_by_template, row.template
             case Template():
                 yield self._templates_by_key, row.which
+                yield self._templates_by_key, row.host
 
     # --- what is to be looked at -------------------------------------------------------------------
 
     def _mark(self, row: Row) -> None:
-        """A row has changed: look at it, and at those whose steps depend on it."""
+        """A row has changed: look at it, at those whose steps depend on it, and at what is free on its host."""
         match row:
+            case Template():
+                self.free.stale.add(row.host)
+                self.free.stale_templates.add(row.which)
             case Attempt():
                 self.dirty_attempts.add(row.id)
                 self.dirty_vms.update(self._vms_by_attempt[row.id])
             case Vm():
+                self.free.stale.add(row.host)
                 self._mark_vm(row)
             case Offer(id=id_) if id_ in self.vms:
                 self._mark_vm(self.vms[id_])
@@ -392,13 +379,26 @@ class State(LiveRows):
         """The claims that a row holds."""
         return [ClaimKey(owner, domain) for domain in sorted(self._domains.get(owner, ()))]
 
-    def template_ids_of_vms(self) -> list[int]:
-        """The numbers of the templates that live VMs were forked from, whether or not their rows have ended."""
-        return [id_ for id_ in self._vms_by_template if isinstance(id_, int)]
+    def count_vms(self, *states: VmState) -> int:
+        """How many VMs are in one of these states."""
+        return sum(len(self._by_state.ids(("vm", state))) for state in states)
 
-    def vms_of_template(self, template_id: int) -> list[Vm]:
-        """The live VMs that were forked from a template, by serial."""
-        return [self.vms[id_] for id_ in self._vms_by_template[template_id]]
+    def idle_templates(self) -> list[Template]:
+        """The templates that are ready or broken and that nothing but spares uses, by number."""
+        found = self.templates_in(TemplateState.READY, TemplateState.BROKEN)
+        return [one for one in found if not self.serves_from(one.which)]
+
+    def templates_on(self, host: str) -> list[Template]:
+        """The templates on a host, by number."""
+        return [self.templates[id_] for id_ in self._templates_by_key[host]]
+
+    def templates_in(self, *states: TemplateState) -> list[Template]:
+        """The templates in one of these states, by number."""
+        return [self.templates[id_] for id_ in sorted(i for s in states for i in self._by_state["template", s])]
+
+    def claims_in(self, domain: str) -> list[Claim]:
+        """The claims in a domain, in no order."""
+        return list(self._claims_in[domain].values()) if domain in self._claims_in else []
 
     def serves_from(self, which: TemplateKey) -> bool:
         """Whether a VM was, or is about to be, forked from the template, other than spares, which go with it."""

@@ -178,7 +178,7 @@ class Backend:
         return convert.vm_views(self._rows(), self.controller.world(), measured, self.clock.now())
 
     def hosts(self) -> list[HostView]:
-        return convert.host_views(self._rows(), self.controller.world(), self.controller.policy)
+        return convert.host_views(self._rows(), self.controller.world())
 
     def host_names(self) -> list[str]:
         """The hosts in reach, by name."""

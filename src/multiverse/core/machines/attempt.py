@@ -28,7 +28,8 @@ from multiverse.core.model import (
     World,
 )
 from multiverse.core.policy import Policy
-from multiverse.core.state import State, VmsMissing
+from multiverse.core.rows import VmsMissing
+from multiverse.core.state import State
 from multiverse.core.transition import Change, Effect, EffectKind, Event, Transition, transitions, unchanged
 
 A = AttemptState

@@ -31,13 +31,11 @@ for the same wait for too, so that a long queue is not looked at one by one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from multiverse.core.model import (
     LEAVING_STATES,
-    UPCOMING_STATES,
     WAITING_STATES,
     Attempt,
     AttemptState,
@@ -47,37 +45,30 @@ from multiverse.core.model import (
     OfferState,
     Request,
     Size,
-    TemplateState,
     Vm,
     VmState,
 )
-from multiverse.core.provisioning.capacity import Blockage, Room, largest_on, room_of
+from multiverse.core.provisioning.capacity import Blockage, index_of, memory_beyond, must_keep, room_of
 from multiverse.core.provisioning.clones import (
     Choice,
-    Way,
-    ask_for_template,
     choose_clones,
     claims_of,
-    could_hold,
     describe,
-    hosts_making,
     may_fork,
-    node_request,
-    plan_vms,
-    request_of,
-    template_sizes,
-    templates_of,
-    unable_to_make,
-    ways_now,
-    ways_to_make,
+    on_hosts_making,
 )
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.eviction import release_spares, retire_a_template
 from multiverse.core.provisioning.inquiries import Inquiries
-from multiverse.core.provisioning.pacing import Parent, wait_for
+from multiverse.core.provisioning.making import NO_ADDRESS, Making, NoRoom
+from multiverse.core.provisioning.obstacles import why_earlier_run, why_unfit
+from multiverse.core.provisioning.pacing import Parent
 from multiverse.core.provisioning.reasons import PASSED_OVER, FirstReasons
 from multiverse.core.provisioning.sizes import template_claim, vm_claims
-from multiverse.core.provisioning.spares import give_back, joined_for, parked_for, withdraw
+from multiverse.core.provisioning.spares import joined_for, withdraw
+from multiverse.core.provisioning.templates import (
+    node_request,
+)
 from multiverse.core.state import quarantine_on_error
 from multiverse.core.transition import Change, Event
 
@@ -112,6 +103,7 @@ class Admission:
         self.state, self.policy, self.hosts = context.state, context.policy, context.hosts
         self.queue = context.state.queue
         self.room = room_of(context)
+        self.making = Making(context, self.room)
         self.limits = self._limits_left()
         self.orphaned = {vm.job_id: vm for vm in self.state.vms_in(VmState.ORPHAN, *LEAVING_STATES) if vm.job_id}
         self.promised: set[int] = set()  # spares that jobs wait for until they are withdrawn from other jobs
@@ -121,8 +113,6 @@ class Admission:
         self.undecided = False  # about those that come next, until the name service has had its time
         self.reasons = FirstReasons(self.queue)
         self.alike: dict[int, Waiting] = {}  # what all attempts of a shape wait for
-        self._paced: Parent | None = None  # whose pace the last attempt waits for
-        self._empty: Room | None = None
         self._beyond: dict[tuple[Request, CloneKind, bool], str] = {}
         self._unfit: dict[Request, tuple[str, bool]] = {}
 
@@ -172,7 +162,7 @@ class Admission:
             self._revoke(attempt, job.problem)
             return
         if attempt.request not in self._unfit:
-            self._unfit[attempt.request] = self._why_unfit(attempt)
+            self._unfit[attempt.request] = why_unfit(self.context, attempt)
         why, hope = self._unfit[attempt.request]
         if why and not hope:  # 2
             self._revoke(attempt, why)
@@ -184,7 +174,7 @@ class Admission:
         job = self.queue.job_of(attempt.id)
         if self.state.now < attempt.not_before:  # 3
             return
-        if why := self._earlier_run(attempt):  # 4
+        if why := why_earlier_run(self.state, attempt, self.orphaned):  # 4
             self._tell(attempt, why)
         elif why := self._limit_reached(job):  # 5
             self._wait(attempt, why)
@@ -199,54 +189,6 @@ class Admission:
             self._block(attempt, Blockage.TURN, "waiting for a turn: as many VMs as may be made at once are being made")
         elif self._provision(attempt, choose_clones(self.context, attempt)):  # 10 to 13
             self.limits.subtract(dict(job.uses))
-
-    def _why_unfit(self, attempt: Attempt) -> tuple[str, bool]:
-        """Why none of the hosts that have the image, and make such clones of it, could hold the job, were they empty
-        (empty: one could), and whether other hosts may yet: those that cannot make such clones now, those that the
-        image can still come to, and those out of reach, of which nobody knows what they could hold."""
-        image = self.context.image_of(attempt)
-        ways = ways_to_make(self.context, attempt)
-        now = ways_now(self.context, attempt, ways) or ways
-        if self._fits_one_way(attempt, now):
-            return "", True
-        kind, templates = ways[0]
-        unable = unable_to_make(image, ways, self.hosts) if self._fits_one_way(attempt, ways) else ""
-        without = sorted(self.hosts.keys() - templates.keys())
-        anywhere = {**templates, **dict.fromkeys(without, self.policy.base)}
-        hope = bool(unable) or could_hold(self.context, attempt, kind, anywhere)
-        if not self.hosts:
-            why = "no host is in sight"
-        elif hope and not templates:
-            why = f"no host has image {image}"
-        else:
-            why = self._largest(attempt, *now[0]) + unable
-            why += f"; without image {image}: {', '.join(without)}" if hope and without else ""
-        away = sorted(name for name in self.state.hosts if name not in self.hosts and not self.state.is_fenced(name))
-        return why + (f"; out of reach now: {', '.join(away)}" if away else ""), hope or bool(away) or not self.hosts
-
-    def _fits_one_way(self, attempt: Attempt, ways: Sequence[Way]) -> bool:
-        return any(could_hold(self.context, attempt, kind, sizes) for kind, sizes in ways)
-
-    def _largest(self, attempt: Attempt, kind: CloneKind, templates: Mapping[str, Size]) -> str:
-        node, nodes, image = attempt.request.size, attempt.request.nodes, self.context.image_of(attempt)
-        most = (largest_on(self.hosts[name], image, self.policy, kind) for name in templates or self.hosts)
-        fit = max(most, key=lambda size: (size.memory, size.cpus))
-        many = f"{nodes} VMs of " if nodes > 1 else "a VM of "
-        return f"{many}{node} fits on no host; the largest that fits is {fit} per node"
-
-    def _earlier_run(self, attempt: Attempt) -> str:
-        """Case 4: why an earlier run of the same job may still go on, if it may. The scheduler queues a job again as
-        soon as its node is silent, and no job may run twice."""
-        for other in self.state.attempts_of_job(attempt.job.job_id):
-            if other.job.restarts >= attempt.job.restarts:
-                continue
-            for vm in self.state.vms_of(other):
-                if vm.state is VmState.LOST:
-                    where = f"host {vm.host} is out of reach, neither back nor fenced"
-                    return f"its earlier run may go on in {vm.name}: {where}"
-                return f"waiting until {vm.name} of its earlier run is gone"
-        orphan = self.orphaned.get(attempt.job.job_id)
-        return f"its earlier run may go on in {orphan.name}, which no record explained" if orphan else ""
 
     def _limit_reached(self, job: Job) -> str:
         """Case 5."""
@@ -282,103 +224,53 @@ class Admission:
 
     def _is_turn_over(self, attempt: Attempt) -> bool:
         """Case 9: whether as many VMs are being made as may be made at once."""
-        upcoming = self.state.vms_in(*UPCOMING_STATES)
-        starting = sum(not (vm.is_spare and vm.state is VmState.PARKED) for vm in upcoming)
+        starting = self.state.count_vms(VmState.PLANNED, VmState.STARTING)
+        starting += sum(not vm.is_spare for vm in self.state.vms_in(VmState.PARKED))
         return bool(starting) and starting + attempt.request.nodes > self.policy.provisioning
 
     def _provision(self, attempt: Attempt, choice: Choice) -> bool:
         """Cases 10 to 13: hosts, spares, pace, room, addresses. Whether the attempt was admitted."""
-        usable, why = self._usable_hosts(attempt, choice)
+        usable, why = self.making.usable_hosts(attempt, choice)
         if not usable:
             self._wait_for_template(attempt, choice, why)
             return False
-        request, sizes = attempt.request, {name: choice.sizes[name] for name in usable}
-        claims = vm_claims(node_request(self.context, attempt, choice.kind), sizes, self.hosts, self.policy)
-        parked = parked_for(self.context, attempt, choice.sizes, self.room) if choice.forks else []
-        count = request.nodes - len(parked)
-        in_pace, why = self._hosts_in_pace(attempt, choice, usable, count)
-        chosen = self.room.place(count, {name: claims[name] for name in in_pace})
-        if chosen is None:
-            give_back(parked, self.room)
-            self._wait_for_room(attempt, choice, claims, why)
+        placed = self.making.place(attempt, choice, usable)
+        if isinstance(placed, NoRoom):
+            if placed.why == NO_ADDRESS:
+                self._block(attempt, Blockage.ROOM, NO_ADDRESS)
+            else:
+                self._wait_for_room(attempt, choice, placed.claims, placed.why)
             return False
-        vms = plan_vms(self.context, request_of(self.context, attempt, choice), chosen)
-        if vms is None:
-            self._block(attempt, Blockage.ROOM, "waiting for a free address")
-            return False
-        self._admit(attempt, choice, [vm for vm, _ in parked], vms)
+        self._admit(attempt, choice, *placed)
         return True
-
-    def _usable_hosts(self, attempt: Attempt, choice: Choice) -> tuple[list[str], str]:
-        """Case 10: hosts that can make this attempt's VMs now; when there are none, why. Asks for a template where one
-        is missing."""
-        context, image = self.context, self.context.image_of(attempt)
-        able = hosts_making(image, choice.kind, self.hosts)
-        if not able:
-            return [], f"no host can make {choice.kind} clones of image {image}"
-        if not choice.forks:  # booted from the image, without a template
-            if choice.prepare:
-                forking = hosts_making(image, CloneKind.INSTANT, self.hosts)
-                rows = templates_of(context, attempt, forking, template_sizes(context, attempt))
-                ask_for_template(context, rows, self.room, "others like this job will need it")
-            return able, ""
-        rows = templates_of(context, attempt, able, choice.sizes)
-        ready = [which.host for which, row in rows.items() if row and row.state is TemplateState.READY]
-        if ready:
-            return ready, ""
-        why = ask_for_template(context, rows, self.room, f"job {attempt.job.job_id} needs it")
-        broken = next((row for row in rows.values() if row), None)
-        if not why and broken:
-            why = f"the template of image {image} is broken on {broken.host}: {broken.reason}"
-        return [], why
 
     def _wait_for_template(self, attempt: Attempt, choice: Choice, why: str) -> None:
         if not why and not (why := self._memory_of_others(attempt, choice)):
             # Its template needs room too, which no later job may take.
             image = self.context.image_of(attempt)
-            able = hosts_making(image, choice.kind, self.hosts)
-            claims = {name: template_claim(choice.sizes[name], self.hosts[name], image) for name in able}
-            why = self.room.why_full(claims, self.policy, f"no host has room for the template of image {image}")
+            able = on_hosts_making(image, choice.kind, choice.sizes)
+            claims = able.map(lambda host, size: template_claim(size, host, image))
+            why = self.room.why_full(claims, f"no host has room for the template of image {image}")
             self._block(attempt, self._make_room(attempt, 1, claims), why)
             return
         self._wait(attempt, why)
-
-    def _hosts_in_pace(self, attempt: Attempt, choice: Choice, usable: list[str], count: int) -> tuple[list[str], str]:
-        """Case 11: of these hosts, those on which a clone may be made now; when there are none, why."""
-        image, kind, state = self.context.image_of(attempt), choice.kind, self.state
-        waits = {host: wait_for((host, image, kind), state.paced, state.now, self.policy) for host in usable}
-        ready = [host for host, wait in waits.items() if wait <= 0]
-        if ready or not count:
-            return ready, ""
-        self._paced = (min(waits, key=lambda host: (waits[host], host)), image, kind)
-        state.waiting[self._paced] += count
-        return [], f"waiting for a turn: {kind} clones of {image} are made at {self.policy.rates[kind]:g} a second"
 
     def _wait_for_room(self, attempt: Attempt, choice: Choice, claims: Mapping[str, Size], why: str) -> None:
         """Case 12."""
         if paced := why:
             # Another kind of clone may be quicker for those behind it, where the kind is not asked for.
             asked = attempt.request.kind or self.policy.kind
-            self._tell(attempt, paced) if asked is CloneKind.AUTO else self._wait(attempt, paced, self._paced)
+            self._tell(attempt, paced) if asked is CloneKind.AUTO else self._wait(attempt, paced, self.making.paced)
         elif why := self._memory_of_others(attempt, choice):
             self._wait(attempt, why)
         else:
-            why = self._template_elsewhere(attempt, choice)
-            why = why or self.room.why_full(claims, self.policy, "the hosts are full")
+            why = self.making.template_elsewhere(attempt, choice)
+            why = why or self.room.why_full(claims, "the hosts are full")
             self._block(attempt, self._make_room(attempt, attempt.request.nodes, claims), why)
-
-    def _template_elsewhere(self, attempt: Attempt, choice: Choice) -> str:
-        """The hosts that have the template are too full, or too small for all of a gang: build it on one more host."""
-        if not choice.forks:
-            return ""
-        able = hosts_making(self.context.image_of(attempt), choice.kind, self.hosts)
-        rows = templates_of(self.context, attempt, able, choice.sizes)
-        lacking = {which: row for which, row in rows.items() if not (row and row.state is TemplateState.READY)}
-        return ask_for_template(self.context, lacking, self.room, f"job {attempt.job.job_id} needs it")
 
     def _make_room(self, attempt: Attempt, count: int, claims: Mapping[str, Size]) -> Blockage:
         """What the first job in the queue waits for: if releasing spares is enough, only until they are gone."""
-        if claims.keys() <= self.room.full:  # nothing that could be released gives back enough disk
+        if all(name in self.room.full for name in claims):  # nothing that could be released gives back enough disk
             return Blockage.ROOM
         if release_spares(self.context, self.context.image_of(attempt), count, claims):
             return Blockage.TURN
@@ -390,7 +282,7 @@ class Admission:
         machines have the memory, and no job behind it is to wait for that. Empty where no more is claimed than
         declared: there nobody looks at what others have. How much others hold is not known to the MiB: who was told
         this once is told so until there is some more than enough."""
-        if self.policy.overcommit <= 1:
+        if all(one.host.overcommit.memory <= 1 for one in index_of(self.context).classes.values()):
             return ""
         lacking = (attempt.request, choice.kind) in self.state.lacking
         alike = (attempt.request, choice.kind, lacking)
@@ -400,20 +292,14 @@ class Admission:
         return self._beyond[alike]
 
     def _memory_of_others_for(self, attempt: Attempt, choice: Choice, *, lacking: bool) -> str:
-        if self._empty is None:
-            self._empty = room_of(self.context, without={key.owner for key in self.state.claims})
-        room, policy = deepcopy(self._empty), self.policy
-        margin = policy.floor // 8 if lacking else 0
         wanted = node_request(self.context, attempt, choice.kind)
-        sizes = {name: choice.sizes[name] for name in hosts_making(wanted.image, choice.kind, self.hosts)}
-        for name, template in sizes.items():
-            frozen = template_claim(template, self.hosts[name], wanted.image).memory if choice.forks else 0
-            room.take(name, Size(0, frozen + margin, 0))
-        claims = vm_claims(wanted, sizes, self.hosts, policy)
-        if room.place(attempt.request.nodes, claims) is not None:
-            return ""
-        tight = ", ".join(sorted(self._empty.tight & sizes.keys()))
-        return f"waiting for memory: {tight} must keep {policy.floor} MiB available, {TOO_LITTLE}"
+        sizes = on_hosts_making(wanted.image, choice.kind, choice.sizes)
+        frozen = {}
+        if choice.forks:
+            frozen = sizes.map(lambda host, size: template_claim(size, host, wanted.image))
+        claims = vm_claims(wanted, sizes, self.hosts, self.policy)
+        floors = memory_beyond(self.context, claims, frozen, attempt.request.nodes, margin=lacking)
+        return f"waiting for memory: {must_keep(floors, 'keep')}, {TOO_LITTLE}" if floors is not None else ""
 
     # --- what is decided ---------------------------------------------------------------------------
 

@@ -17,11 +17,12 @@ class Context:
     state: State
     world: World
     policy: Policy
+    sight: Mapping[str, Host] | None = None
 
     @property
     def hosts(self) -> Mapping[str, Host]:
-        """The hosts in sight, by name."""
-        return self.world.hosts
+        """The hosts in sight, by name: in a pass those that are kept from pass to pass (`changes.mark_changes`)."""
+        return self.world.hosts if self.sight is None else self.sight
 
     @property
     def scheduler(self) -> SchedulerView:

@@ -13,6 +13,7 @@ from multiverse.core.errors import Gone, MultiverseError
 from multiverse.core.model import (
     HypervisorView,
     Identity,
+    Overcommitment,
     Size,
     Stage,
     TemplateKey,
@@ -193,6 +194,9 @@ def host_config(settings: Settings, site: str) -> QemuHostConfig:
         host=host.name,
         prefix=vm_prefix(site),
         capacity=Size(host.cores, host.memory, host.disk),
+        overcommit=Overcommitment(
+            host.cpu_overcommit, host.overcommit, host.disk_overcommit, host.floor, host.disk_floor
+        ),
         images=qemu.images.absolute(),
         templates=qemu.templates.absolute(),
         vms=qemu.vms.absolute(),

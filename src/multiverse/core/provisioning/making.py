@@ -1,0 +1,117 @@
+"""What an attempt's VMs can be made of now: on which hosts, of which templates and spares, in which room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from multiverse.core.free import ByHost
+from multiverse.core.model import Attempt, CloneKind, Size, TemplateState, Vm
+from multiverse.core.provisioning.capacity import Room, any_host
+from multiverse.core.provisioning.clones import Choice, on_hosts_making, plan_vms, request_of
+from multiverse.core.provisioning.context import Context
+from multiverse.core.provisioning.pacing import Parent, wait_for
+from multiverse.core.provisioning.placing import place_vms, placement_request
+from multiverse.core.provisioning.sizes import vm_claims
+from multiverse.core.provisioning.spares import give_back, parked_for
+from multiverse.core.provisioning.templates import (
+    MayBuild,
+    any_template,
+    ask_for_template,
+    node_request,
+    template_sizes,
+    wish_of,
+)
+
+NO_ADDRESS = "waiting for a free address"
+
+
+@dataclass(frozen=True, slots=True)
+class NoRoom:
+    """There is no room for what is claimed on each host, `why` if it is for want of something else."""
+
+    claims: Mapping[str, Size]
+    why: str = ""
+
+
+class Making:
+    """Finds in one round of admission what attempts' VMs can be made of, and takes the room for them."""
+
+    def __init__(self, context: Context, room: Room) -> None:
+        self.context, self.room, self.hosts = context, room, context.hosts
+        self.paced: Parent | None = None  # whose pace the last attempt waits for
+
+    def place(
+        self, attempt: Attempt, choice: Choice, usable: ByHost[Size], kept: Collection[int] = ()
+    ) -> tuple[list[Vm], list[Vm]] | NoRoom:
+        """Spares for the attempt, but those that are `kept`, and new VMs; takes the room that they need."""
+        kind = choice.kind
+        claims = vm_claims(node_request(self.context, attempt, kind), usable, self.hosts, self.context.policy)
+        found = parked_for(self.context, attempt, choice.sizes, self.room) if choice.forks else []
+        parked = [one for one in found if one[0].id not in kept]
+        give_back([one for one in found if one[0].id in kept], self.room)
+        count = attempt.request.nodes - len(parked)
+        why = self._out_of_pace(attempt, kind, usable, count)
+        chosen = None
+        if not why:
+            wanted = placement_request(self.context, attempt, kind, count)
+            accept = self._pace_of(attempt, kind)
+            chosen = place_vms(self.context, self.room, wanted, claims, attempt, accept)
+        if chosen is None:
+            give_back(parked, self.room)
+            return NoRoom(claims, why)
+        vms = plan_vms(self.context, request_of(self.context, attempt, choice), chosen)
+        if vms is None:
+            give_back(parked, self.room)
+            for name in chosen:
+                self.room.give(name, claims[name])
+            return NoRoom(claims, NO_ADDRESS)
+        return [vm for vm, _ in parked], vms
+
+    def usable_hosts(self, attempt: Attempt, choice: Choice, may: MayBuild = any_template) -> tuple[ByHost[Size], str]:
+        """Hosts that can make this attempt's VMs now; when there are none, why. Asks for a template where one is
+        missing and may be built."""
+        context, image = self.context, self.context.image_of(attempt)
+        able = on_hosts_making(image, choice.kind, choice.sizes)
+        if not able:
+            return able, f"no host can make {choice.kind} clones of image {image}"
+        if not choice.forks:  # booted from the image, without a template
+            if choice.prepare:
+                forking = on_hosts_making(image, CloneKind.INSTANT, template_sizes(context, attempt))
+                wish = wish_of(context, attempt, forking)
+                ask_for_template(context, wish, self.room, "others like this job will need it", may)
+            return able, ""
+        wish = wish_of(context, attempt, able)
+        if ready := wish.ready():
+            return ready, ""
+        why = ask_for_template(context, wish, self.room, f"job {attempt.job.job_id} needs it", may)
+        broken = wish.rows(context, TemplateState.BROKEN)
+        if not why and broken:
+            why = f"the template of image {image} is broken on {broken[0].host}: {broken[0].reason}"
+        return ready, why
+
+    def template_elsewhere(self, attempt: Attempt, choice: Choice, may: MayBuild = any_template) -> str:
+        """The hosts that have the template are too full, or too small for all of a gang: build it on one more host
+        where it may be."""
+        if not choice.forks:
+            return ""
+        able = on_hosts_making(self.context.image_of(attempt), choice.kind, choice.sizes)
+        lacking = wish_of(self.context, attempt, able).lacking()
+        return ask_for_template(self.context, lacking, self.room, f"job {attempt.job.job_id} needs it", may)
+
+    def _pace_of(self, attempt: Attempt, kind: CloneKind) -> Callable[[str], bool]:
+        """Says of a host whether the pace lets such a clone be made there now."""
+        state, policy, image = self.context.state, self.context.policy, self.context.image_of(attempt)
+        if not policy.interval(kind):
+            return any_host
+        return lambda host: wait_for((host, image, kind), state.paced, state.now, policy) <= 0
+
+    def _out_of_pace(self, attempt: Attempt, kind: CloneKind, usable: ByHost[Size], count: int) -> str:
+        """Why on none of these hosts a clone may be made now; empty if on one it may."""
+        image, state, policy = self.context.image_of(attempt), self.context.state, self.context.policy
+        if not count or not policy.interval(kind) or any(map(self._pace_of(attempt, kind), usable)):
+            return ""
+        waits = {host: wait_for((host, image, kind), state.paced, state.now, policy) for host in usable}
+        self.paced = (min(waits, key=lambda host: (waits[host], host)), image, kind)
+        state.waiting[self.paced] += count
+        return f"waiting for a turn: {kind} clones of {image} are made at {policy.rates[kind]:g} a second"

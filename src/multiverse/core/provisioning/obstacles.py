@@ -1,0 +1,67 @@
+"""What keeps a job from being admitted whatever is free: that no host could ever hold it, or an earlier run of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from multiverse.core.free import ByHost
+from multiverse.core.model import Attempt, CloneKind, Size, Vm, VmState
+from multiverse.core.provisioning.capacity import every_host, some
+from multiverse.core.provisioning.clones import Way, unable_to_make, ways_now, ways_to_make
+from multiverse.core.provisioning.context import Context
+from multiverse.core.provisioning.largest import largest_on
+from multiverse.core.provisioning.templates import could_hold
+from multiverse.core.state import State
+
+
+def why_unfit(context: Context, attempt: Attempt) -> tuple[str, bool]:
+    """Why none of the hosts that have the image, and make such clones of it, could hold the job, were they empty
+    (empty: one could), and whether other hosts may yet: those that cannot make such clones now, those that the image
+    can still come to, and those out of reach, of which nobody knows what they could hold."""
+    image, hosts, state = context.image_of(attempt), context.hosts, context.state
+    ways = ways_to_make(context, attempt)
+    now = ways_now(context, attempt, ways) or ways
+    if _fits_one_way(context, attempt, now):
+        return "", True
+    kind, templates = ways[0]
+    unable = unable_to_make(image, ways) if _fits_one_way(context, attempt, ways) else ""
+    without = every_host(context, context.policy.base, lambda host: image not in host.images)
+    anywhere = ByHost((*templates.parts, *without.parts))
+    hope = bool(unable) or could_hold(context, attempt, kind, anywhere)
+    if not hosts:
+        why = "no host is in sight"
+    elif hope and not templates:
+        why = f"no host has image {image}"
+    else:
+        why = _largest(context, attempt, *now[0]) + unable
+        why += f"; without image {image}: {some(list(without))}" if hope and without else ""
+    away = sorted(name for name in state.hosts if name not in hosts and not state.is_fenced(name))
+    return why + (f"; out of reach now: {some(away)}" if away else ""), hope or bool(away) or not hosts
+
+
+def _fits_one_way(context: Context, attempt: Attempt, ways: Sequence[Way]) -> bool:
+    return any(could_hold(context, attempt, kind, sizes) for kind, sizes in ways)
+
+
+def _largest(context: Context, attempt: Attempt, kind: CloneKind, templates: ByHost[Size]) -> str:
+    node, nodes, image = attempt.request.size, attempt.request.nodes, context.image_of(attempt)
+    parts = (templates or every_host(context, context.policy.base)).parts
+    most = (largest_on(part.kind.host, image, context.policy, kind) for part in parts if part)
+    fit = max(most, key=lambda size: (size.memory, size.cpus))
+    many = f"{nodes} VMs of " if nodes > 1 else "a VM of "
+    return f"{many}{node} fits on no host; the largest that fits is {fit} per node"
+
+
+def why_earlier_run(state: State, attempt: Attempt, orphaned: Mapping[str, Vm]) -> str:
+    """Why an earlier run of the same job may still go on, if it may. The scheduler queues a job again as
+    soon as its node is silent, and no job may run twice. `orphaned` are VMs that no record explained, by their jobs."""
+    for other in state.attempts_of_job(attempt.job.job_id):
+        if other.job.restarts >= attempt.job.restarts:
+            continue
+        for vm in state.vms_of(other):
+            if vm.state is VmState.LOST:
+                where = f"host {vm.host} is out of reach, neither back nor fenced"
+                return f"its earlier run may go on in {vm.name}: {where}"
+            return f"waiting until {vm.name} of its earlier run is gone"
+    orphan = orphaned.get(attempt.job.job_id)
+    return f"its earlier run may go on in {orphan.name}, which no record explained" if orphan else ""
