@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from multiverse.core.errors import Refused
-from multiverse.core.model import CloneKind, Depth, Mount
+from multiverse.core.model import CloneKind, Depth, Mount, Placement
 
 _LONGEST_SOCKET = "/mvxxxxx-99999999/agent"  # below qemu.run
 LEAST_SCRATCH = 64  # MiB: Slurm writes scripts and logs there, too
@@ -126,6 +126,15 @@ class PacingSettings:
 
 
 @dataclass(frozen=True)
+class PlacementSettings:
+    """On which hosts the VMs of a job are made."""
+
+    # Of jobs that name none with --constraint=place-NAME: worst-fit, best-fit, first-fit, random-fit, pack, or one that
+    # a package of the site registers.
+    policy: str = Placement.WORST_FIT.value
+
+
+@dataclass(frozen=True)
 class PoolSettings:
     """A warm pool: VMs that exist before a job requests one. Their number is between `min` and `max`, by demand."""
 
@@ -166,6 +175,7 @@ class Settings:
     network: NetworkSettings = field(default_factory=NetworkSettings)
     image: ImageSettings = field(default_factory=ImageSettings)
     pacing: PacingSettings = field(default_factory=PacingSettings)
+    placement: PlacementSettings = field(default_factory=PlacementSettings)
     mounts: tuple[Mount, ...] = ()
     pool: tuple[PoolSettings, ...] = ()
 

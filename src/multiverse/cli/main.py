@@ -22,6 +22,7 @@ from multiverse.cli import (
     long_queue,
     observations,
     passes,
+    placement,
     prune,
     repair,
     simulate,
@@ -62,6 +63,7 @@ bench.app.command("burst")(burst.burst)
 bench.app.command("density")(density.density)
 bench.app.command("observations")(observations.observations)
 bench.app.command("planner")(passes.planner)
+bench.app.command("placement")(placement.placement)
 bench.app.command("queue")(long_queue.queue)
 bench.app.command("neighbours")(long_queue.neighbours_)
 app.add_typer(bench.app, name="bench")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from random import Random, SystemRandom
 
 import structlog
@@ -81,6 +82,7 @@ def policy_of(settings: Settings) -> Policy:
         base=Size(s.qemu.base_cpus, s.qemu.base_memory),
         guest_reserve=s.image.guest_reserve,
         scratch=s.image.scratch,
+        placement=s.placement.policy,
         provisioning=p.provisioning,
         silence=p.silence,
         spawn_timeout=p.spawn_timeout,
@@ -145,6 +147,7 @@ class Controller:
         self._confirmed: list[VmRef] = []  # the orphans that are to be removed, as of the latest commit
         # A host that the settings name and that has not answered yet may hold what those that have answered cannot.
         self._declared = [KnownHost(host, source.name) for source in hypervisor.sources for host in source.hosts]
+        self._placement_faults: dict[str, str] = {}  # those that were logged
         self._limits: JobLimits | None = None  # what no job must exceed
         self.began = clock.now()
         self.uncommitted: tuple[float, str] | None = None
@@ -176,6 +179,10 @@ class Controller:
         )
 
     # --- from outside --------------------------------------------------------------------------------
+
+    def place_by(self, placements: Mapping[str, Callable[..., Sequence[str]]]) -> None:
+        """Place VMs by these policies of the site, too, where they are named."""
+        self.policy = replace(self.policy, placements=placements)
 
     def hint(self, uid: int | None = None, job_id: str = "") -> None:
         """Something may have changed in the scheduler: observe it sooner. `uid` or `job_id` say whose job or which job
@@ -317,11 +324,19 @@ class Controller:
             return error
         self._forecast.note(moves, now)
         self._comments.passed(moves, state.reasons)
+        self._log_placement_faults()
         self.missing_hints.note(moves)
         self._exclusions.note(moves, now)
         self._committed(messages)
         self._confirmed = self._confirmed_orphans(world)
         return None
+
+    def _log_placement_faults(self) -> None:
+        """A fault is logged once for as long as it repeats."""
+        for name, reason in self.state.placement_faults.items():
+            if self._placement_faults.get(name) != reason:
+                log.warning("placement policy not followed", policy=name, reason=reason)
+        self._placement_faults = dict(self.state.placement_faults)
 
     def _committed(self, messages: list[Message]) -> None:
         """The pass is kept, and with it what came of these messages."""

@@ -34,7 +34,7 @@ from multiverse.core.transition import Command
 from multiverse.ports import Clock
 from multiverse.service import convert, identity
 from multiverse.service.alerts import alerts
-from multiverse.service.findings import HintsMissing, SourceFailure, StoreFailure
+from multiverse.service.findings import HintsMissing, PlacementFault, SourceFailure, StoreFailure
 from multiverse.service.identity import Facts
 from multiverse.service.processes import Processes
 from multiverse.store import Pruning, Store
@@ -130,6 +130,9 @@ class Backend:
             hints=self._missing_hints(),
             failing_effects=[
                 convert.failing_effect(failure, now) for failure in self.controller.failing(FAILURES_UNTIL_ALERT)
+            ],
+            placement_faults=[
+                PlacementFault(name, why) for name, why in sorted(self.controller.state.placement_faults.items())
             ],
             orphans=self.controller.orphans(),
             permanent=self.permanent,

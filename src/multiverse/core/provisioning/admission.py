@@ -56,6 +56,7 @@ from multiverse.core.provisioning.clones import (
     describe,
     may_fork,
     on_hosts_making,
+    placed_by,
 )
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.eviction import release_spares, retire_a_template
@@ -306,7 +307,8 @@ class Admission:
     def _admit(self, attempt: Attempt, choice: Choice, taken: list[Vm], made: list[Vm]) -> None:
         """One move: the attempt is claimed with all its VMs, spares that it takes and VMs that are to be made."""
         vms = (*taken, *made)
-        story = describe(choice, vms, "".join(f", {vm.pool} before" for vm in taken[:1]))
+        before = "".join(f", {vm.pool} before" for vm in taken[:1])
+        story = describe(choice, vms, before + placed_by(self.context, attempt, choice, made))
         admitted = replace(attempt, state=AttemptState.CLAIMED, note="", choice=story)
         self.state.move(
             Change(admitted, Event.ADMITTED, story),

@@ -30,7 +30,7 @@ from multiverse.core.provisioning.capacity import every_host, room_of, some
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.pacing import ARRIVALS_FADE, paid, wait_for
 from multiverse.core.provisioning.placement import address_of
-from multiverse.core.provisioning.placing import place_vms, placement_request
+from multiverse.core.provisioning.placing import FALLBACK, place_vms, placement_of, placement_request
 from multiverse.core.provisioning.sizes import (
     vm_claim,
     vm_claims,
@@ -319,6 +319,20 @@ def describe(choice: Choice, vms: Iterable[Vm], before: str = "") -> str:
     return f"{choice.kind} on {hosts}{before}{', ' if choice.why else ''}{choice.why}"
 
 
+def placed_by(context: Context, attempt: Attempt, choice: Choice, made: Sequence[Vm]) -> str:
+    """Part of what the user is told: which policy chose the hosts of new VMs, and among how many. Nothing where there
+    is one host."""
+    if not made or len(context.hosts) < 2:
+        return ""
+    able = on_hosts_making(context.image_of(attempt), choice.kind, choice.sizes)
+    which = f"{len(able)} hosts"
+    if choice.forks:
+        which = f"{len(wish_of(context, attempt, able).ready())} of {which} with its template"
+    name = placement_of(context, attempt)
+    followed = name not in context.state.placement_faults
+    return f" by {name} among {which}" if followed else f" by {FALLBACK} among {which}, because {name} failed"
+
+
 def claims_of(context: Context, vms: Iterable[Vm]) -> list[Claim]:
     """What these VMs claim, each where it is placed."""
     hosts = context.hosts
@@ -345,7 +359,7 @@ def supply_missing(context: Context, missing: VmsMissing) -> None:
         why = f"{missing.reason}; {'no host has its image' if imageless else 'no room for another VM'}"
         state.move(Change(attempt.returning(why, failed=not imageless), Event.GAVE_UP, why))
         return
-    story = describe(choice, vms)
+    story = describe(choice, vms, placed_by(context, attempt, choice, vms))
     again = replace(attempt, replaced=attempt.replaced + missing.count, choice=f"{attempt.choice}; then {story}")
     state.move(
         Change(again, Event.REPLACED, f"{missing.reason}; now {story}"),

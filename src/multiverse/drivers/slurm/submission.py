@@ -7,11 +7,11 @@ else 0. Lines of two forms follow that. The first form is the size of a largest 
 
 - the number of the limit that the line belongs to, and the kinds of clones that this limit is for (`default`: jobs that
   name no kind). A job has to keep one of the limits that are for its kind;
-- how many hosts, and for each of them CPUs, disk, and the most memory in MiB of one node, of each of two nodes, and so
-  on. Where CPUs are over-committed, the CPUs are two figures, separated by a slash: those of all nodes together, and
-  the most of one node; the file then has version 2. The disk is three figures in MiB, separated by slashes: that of the host, the least that a node takes of it, and
-  what a node takes beside what it asks for. All lines of one limit together tell how many nodes of a job fit. All zero:
-  no node fits.
+- how many hosts, and for each of them CPUs, disk, and the most memory in MiB of one node, of each of two nodes, and
+  so on. Where CPUs are over-committed, the CPUs are two figures, separated by a slash: those of all nodes together,
+  and the most of one node; the file then has version 2. The disk is three figures in MiB, separated by slashes:
+  that of the host, the least that a node takes of it, and what a node takes beside what it asks for. All lines of
+  one limit together tell how many nodes of a job fit. All zero: no node fits.
 
 The image `*` stands for all images that no line names. Example, of three hosts that could hold two nodes each:
 

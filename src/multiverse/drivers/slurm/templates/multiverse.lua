@@ -131,11 +131,25 @@ local function unsupported_variable(job)
   return nil
 end
 
+-- The name of the placement policy that a feature asks for, or nil.
+local function placement(word) return string.match(word, "^place%-(.*)$") end
+
+-- Why there is no such placement policy, or nil.
+local function unknown_placement(name)
+  for _, known in ipairs(site.placements) do
+    if name == known then return nil end
+  end
+  return string.format("there is no placement policy %s: use --constraint=place-NAME with one of %s", name,
+    table.concat(site.placements, ", "))
+end
+
 -- Why the job's features do not tell which VMs it is to have, or nil.
 local function ambiguous_features(job)
   local found = {}
   for _, word in ipairs(words(job.features, "&,%s")) do
-    local what = KINDS[word] and "kind of clone" or "image"
+    local message = placement(word) and unknown_placement(placement(word))
+    if message then return message end
+    local what = placement(word) and "placement policy" or KINDS[word] and "kind of clone" or "image"
     if found[what] and found[what] ~= word then
       return string.format("a job has one %s, not %s and %s: name one of them with --constraint", what, found[what], word)
     end
@@ -257,6 +271,7 @@ local function image_and_kind(job)
   local image, kind
   for _, word in ipairs(words(job.features, "&,%s")) do
     if KINDS[word] then kind = kind or word
+    elseif placement(word) then -- it tells nothing of the VMs
     elseif word ~= site.gate_feature and string.sub(word, 1, 3) ~= "mv_" then image = image or word end
   end
   return image, kind
