@@ -6,7 +6,10 @@ for each placement policy,
 
 - an admission, from the job's turn until its VM is planned and claimed, in a pass that admits all that wait,
 - a pass that admits as many jobs as are usually made at once,
+- a pass that admits none, because the first job in the queue asks for a whole host,
 - the baseline: the search that looked at every host, alone, for the same claims on the same hosts, in the same run.
+
+All times are CPU time of the thread, so that other processes on the machine do not count.
 
 Passes are planned and rolled back; nothing is committed to a database (`multiverse bench planner` measures that).
 """
@@ -60,7 +63,7 @@ from multiverse.core.state import State
 SHARE = 0.9
 """Of the CPUs of all hosts, so many are claimed."""
 
-SIZES = (Size(1, 500), Size(2, 1000), Size(4, 2000))
+SIZES = (Size(1, 500), Size(1, 800), Size(2, 1000))
 """What waiting jobs ask for."""
 
 AT_ONCE = 20
@@ -89,11 +92,13 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class PlacementTimes:
-    """With one policy: an admission, a pass that admits `AT_ONCE` jobs, and the search alone as it was."""
+    """With one policy: an admission, a pass that admits `AT_ONCE` jobs, one in which the first job has no room, and the
+    search alone as it was."""
 
     policy: str
     admission: Times
     whole_pass: Times
+    blocked: Times
     scan: Times
 
 
@@ -102,7 +107,7 @@ class FullSite:
 
     def __init__(self, hosts: int, vms: int, waiting: int, seed: int = 1) -> None:
         rng = Random(seed)
-        cpus = max(1, round(vms / hosts / SHARE))
+        self.cpus = cpus = max(1, round(vms / hosts / SHARE))
         capacity = Size(cpus, (VM.memory + OVERHEAD) * cpus + BASE.memory, 1 << 20)
         self.names = [f"h{number:05d}" for number in range(hosts)]
         places = [place for place in range(hosts) for _ in range(cpus)]
@@ -167,10 +172,10 @@ class Planning:
             old = self.site.views[name]
             copied = HypervisorView(dict(old.hosts), dict(old.vms), dict(old.templates))
             self._sources[name] = Observation(Seen(copied, self._now), 0.0)
-        began = time.perf_counter()
+        began = time.thread_time()
         world = World(Seen(view, self._now), dict(self._sources), entropy=str(self._now))
         plan(self.state, world, [], self._now, policy)
-        took = (time.perf_counter() - began) * 1000
+        took = (time.thread_time() - began) * 1000
         if not keep:
             self.state.rollback()
         return took
@@ -204,14 +209,29 @@ def measure(
     for name in Placement:
         own = replace(policy, placement=name, provisioning=AT_ONCE)
         ordinary = [planning.run(own) for _ in range(passes)]
+        admissions = _admissions(planning, replace(own, provisioning=waiting + 1))
+        blocked = _blocked(planning, own, passes)
         one = PlacementTimes(
-            name, Times.of(_admissions(planning, replace(own, provisioning=waiting))), Times.of(ordinary),
-            Times.of(_scans(planning, waiting)),
-        )  # fmt: skip
+            name, Times.of(admissions), Times.of(ordinary), Times.of(blocked), Times.of(_scans(planning, waiting))
+        )
         found.append(one)
         done(one)
     gc.unfreeze()
     return found
+
+
+def _blocked(planning: Planning, policy: Policy, passes: int) -> list[float]:
+    """Milliseconds of passes in which the first job asks for a whole host."""
+    jobs, cpus = (
+        planning.site.jobs,
+        next(iter(planning.site.views[planning.site.names[0]].hosts.values())).capacity.cpus,
+    )
+    jobs["first"] = Job(JobRef("first", 500), "job", 1000, JobState.PENDING, Request(1, Size(cpus, 100)), rank=0)
+    planning.run(policy, keep=True)
+    times = [planning.run(policy) for _ in range(passes)]
+    del jobs["first"]
+    planning.run(replace(policy, provisioning=0), keep=True)
+    return times
 
 
 def _admissions(planning: Planning, policy: Policy) -> list[float]:
@@ -220,10 +240,10 @@ def _admissions(planning: Planning, policy: Policy) -> list[float]:
     consider = Admission.consider
 
     def timed(self: Admission, attempt: Attempt) -> None:
-        began = time.perf_counter()
+        began = time.thread_time()
         consider(self, attempt)
         if self.state.attempts[attempt.id].state is AttemptState.CLAIMED:
-            times.append((time.perf_counter() - began) * 1000)
+            times.append((time.thread_time() - began) * 1000)
 
     Admission.consider = timed  # type: ignore[method-assign]
     try:
@@ -241,9 +261,9 @@ def _scans(planning: Planning, count: int) -> list[float]:
         size = SIZES[number % len(SIZES)]
         claim = Size(size.cpus, size.memory + OVERHEAD)
         claims = dict.fromkeys(free, claim)
-        began = time.perf_counter()
+        began = time.thread_time()
         chosen = scan(free, claims)
-        times.append((time.perf_counter() - began) * 1000)
+        times.append((time.thread_time() - began) * 1000)
         if chosen is not None:
             free[chosen][0] -= claim.cpus
             free[chosen][1] -= claim.memory

@@ -31,15 +31,16 @@ def placement(
 
 def _print(found: Sequence[PlacementTimes]) -> None:
     console.print(
-        "\nMilliseconds: median, and in brackets the 99th percentile. Admission: of one job, until its VM is planned and "
-        f"claimed. Pass: a whole one that admits {AT_ONCE} jobs, planned and not committed. Scan: the baseline, the "
-        "search for one host that looks at all of them, alone.\n",
+        "\nMilliseconds of CPU time: median, and in brackets the 99th percentile. Admission: of one job, until its VM "
+        f"is planned and claimed. Pass: a whole one that admits {AT_ONCE} jobs, planned and not committed. Blocked: a "
+        "pass that admits none, because the first job has no room. Scan: the baseline, the search for one host that "
+        "looks at all of them, alone.\n",
         markup=False,
     )
-    right = ("ADMISSION", "PASS", "SCAN")
+    right = ("ADMISSION", "PASS", "BLOCKED", "SCAN")
     table = render.table("POLICY", *right, right=right)
     for one in found:
-        table.add_row(one.policy, _ms(one.admission), _ms(one.whole_pass), _ms(one.scan))
+        table.add_row(one.policy, _ms(one.admission), _ms(one.whole_pass), _ms(one.blocked), _ms(one.scan))
     render.show(table, "Nothing was measured.")
 
 

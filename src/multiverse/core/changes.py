@@ -66,6 +66,7 @@ def _mark_source(state: State, compared: Compared, name: str, observation: Obser
         (compared.silent.add if silent else compared.silent.discard)(name)
         state.mark_source(name)
     if old is None or old.latest is not observation.latest:
+        state.mark_observed(name)
         _follow_hosts(state, compared, name, hosts or {})
     if observation.latest is None:
         return

@@ -14,7 +14,7 @@ from multiverse.core.changes import mark_changes
 from multiverse.core.commands import apply_command, apply_result
 from multiverse.core.machines.attempt import attempt_rests, open_attempts, step_attempt
 from multiverse.core.machines.offer import step_offer
-from multiverse.core.machines.template import step_template
+from multiverse.core.machines.template import step_template, template_rests
 from multiverse.core.machines.vm import may_have_a_job, step_vm, vm_rests
 from multiverse.core.model import Key, World
 from multiverse.core.policy import Policy
@@ -68,11 +68,14 @@ def _provide(context: Context) -> None:
 
 
 def step_all(state: State, world: World, policy: Policy, *, releasing: bool = False) -> None:
-    """Step once every state machine that may move. Templates and offers are few."""
+    """Step once every state machine that may move. Offers are few."""
     open_attempts(state, world, only_taken=releasing)
-    for template_id in sorted(state.templates):
+    for template_id in sorted(state.dirty_templates):
+        state.dirty_templates.discard(template_id)
         with quarantine_on_error(state, Key("template", template_id)):
             step_template(state, template_id, world)
+        if (template := state.templates.get(template_id)) and not template_rests(template):
+            state.dirty_templates.add(template_id)
     for offer_id in sorted(state.offers):
         with quarantine_on_error(state, Key("offer", offer_id)):
             step_offer(state, offer_id, world)
@@ -99,7 +102,7 @@ def orphans(state: State, world: World) -> list[tuple[str, str]]:
     view = world.scheduler.value
     shown = dict.fromkeys(view.nodes.keys() - state.vm_named.keys(), "")
     for source, one in world.views.items():
-        shown.update(dict.fromkeys(one.vms.keys() - state.vm_named.keys(), source))
+        shown.update((name, source) for name in one.vms if name not in state.vm_named)
     if not shown:
         return []
     return sorted((name, source) for name, source in shown.items() if not may_have_a_job(view, name))

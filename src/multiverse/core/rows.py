@@ -65,6 +65,34 @@ class Rows(LiveRows):
     hosts: Mapping[str, KnownHost] = field(default_factory=lambda: MappingProxyType({}))
 
 
+class Numbers:
+    """The numbers that rows get next."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._serial, self._attempt, self._template = rows.next_serial, rows.next_attempt, rows.next_template
+
+    @property
+    def next_serial(self) -> int:
+        """The serial of the next VM, which `new_serial` counts."""
+        return self._serial
+
+    def new_serial(self) -> int:
+        self._serial += 1
+        return self._serial - 1
+
+    def skip_serials(self, until: int) -> None:
+        """Give no serial below `until` any more."""
+        self._serial = max(self._serial, until)
+
+    def new_attempt_id(self) -> int:
+        self._attempt += 1
+        return self._attempt - 1
+
+    def new_template_id(self) -> int:
+        self._template += 1
+        return self._template - 1
+
+
 @dataclass(slots=True)
 class Compared:
     """The observations that passes have compared with the rows so far: see `changes`."""
@@ -75,6 +103,7 @@ class Compared:
     vms: dict[str, Mapping[str, VmSeen]] = field(default_factory=dict)  # by source, as shown last
     hosts_of: dict[str, frozenset[str]] = field(default_factory=dict)  # by source, the hosts that it shows
     showing: dict[str, dict[str, Host]] = field(default_factory=dict)  # by host, the sources that show it
+    unadopted: set[str] = field(default_factory=set)  # sources that may show what has no row
     unlearned: set[str] = field(default_factory=set)  # hosts in sight of which something new may be known
     users: dict[int, tuple[bool, float]] | None = None  # whether they exist, and since when that is known
 

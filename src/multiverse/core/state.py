@@ -36,11 +36,11 @@ from multiverse.core.model import (
     VmState,
 )
 from multiverse.core.queue import Queue
-from multiverse.core.rows import Compared, Index, LiveRows, Rows, VmsMissing
+from multiverse.core.rows import Compared, Index, LiveRows, Numbers, Rows, VmsMissing
 from multiverse.core.transition import TERMINAL, Change, Event, Move, Tables
 
 
-class State(LiveRows):
+class State(LiveRows, Numbers):
     """The live rows, their indexes, and what the current pass has changed in them."""
 
     def __init__(self, rows: Rows, tables: Tables, now: float = 0.0) -> None:
@@ -59,7 +59,9 @@ class State(LiveRows):
         self._vms_by_host = Index()
         self._vms_by_source = Index()
         self._vms_by_template = Index()  # by the number of the template's row, and by its key
-        self._templates_by_key = Index()  # by key and by host
+        self._templates_by_key = Index()  # by key, by host and by source
+        self._idle_templates: set[int] = set()  # see `idle_templates`, but for those of the keys in the next
+        self._perhaps_idle: set[TemplateKey] = set()
         self.vm_named: dict[str, int] = {}
         self.queue = Queue()
         self.free = FreeIndex()  # what is free on the hosts in sight
@@ -69,6 +71,7 @@ class State(LiveRows):
         # on, and rows that time alone may move.
         self.dirty_attempts: set[int] = set()
         self.dirty_vms: set[int] = set()
+        self.dirty_templates: set[int] = set()
         self.unmade: set[int] = set()  # VMs that an earlier run of the daemon planned, and that were not seen yet
         self.unserved: set[str] = set()  # ids of jobs that may need an attempt
         self.compared = Compared()
@@ -88,7 +91,7 @@ class State(LiveRows):
         self.entropy = ""
         self.tables = tables
         self._undo: list[Callable[[], None]] = []
-        self._serial, self._attempt, self._template = rows.next_serial, rows.next_attempt, rows.next_template
+        Numbers.__init__(self, rows)
         for claim in rows.claims:
             self._put_claim(claim.key, claim)
         for table in (rows.attempts, rows.vms, rows.templates, rows.offers):
@@ -132,38 +135,7 @@ class State(LiveRows):
 
     def indexes(self) -> dict[str, dict[object, frozenset[int]]]:
         """All indexes: for comparing with those of a state made anew."""
-        return {
-            "by_job": self._by_job.entries(),
-            "by_state": self._by_state.entries(),
-            "vms_by_attempt": self._vms_by_attempt.entries(),
-            "vms_by_host": self._vms_by_host.entries(),
-            "vms_by_source": self._vms_by_source.entries(),
-            "vms_by_template": self._vms_by_template.entries(),
-            "templates_by_key": self._templates_by_key.entries(),
-        }
-
-    # --- numbers -----------------------------------------------------------------------------------
-
-    @property
-    def next_serial(self) -> int:
-        """The serial of the next VM, which `new_serial` counts."""
-        return self._serial
-
-    def new_serial(self) -> int:
-        self._serial += 1
-        return self._serial - 1
-
-    def skip_serials(self, until: int) -> None:
-        """Give no serial below `until` any more."""
-        self._serial = max(self._serial, until)
-
-    def new_attempt_id(self) -> int:
-        self._attempt += 1
-        return self._attempt - 1
-
-    def new_template_id(self) -> int:
-        self._template += 1
-        return self._template - 1
+        return {name.lstrip("_"): index.entries() for name, index in vars(self).items() if isinstance(index, Index)}
 
     # --- changes -----------------------------------------------------------------------------------
 
@@ -216,6 +188,7 @@ class State(LiveRows):
         self._undo.append(lambda: self._put(old) if old is not None else self._drop(row.key))
         if row.state in TERMINAL:
             self._drop(row.key)
+            self.compared.unadopted.add(getattr(row, "source", ""))
         else:
             self._put(row)
 
@@ -278,6 +251,7 @@ class State(LiveRows):
                         del self.addresses[old.address]
             case Template():
                 del self.templates[old.id]
+                self._idle_templates.discard(old.id)
             case Offer():
                 del self.offers[old.id]
 
@@ -299,6 +273,7 @@ class State(LiveRows):
             case Template():
                 yield self._templates_by_key, row.which
                 yield self._templates_by_key, row.host
+                yield self._templates_by_key, ("source", row.source)
 
     # --- what is to be looked at -------------------------------------------------------------------
 
@@ -306,6 +281,8 @@ class State(LiveRows):
         """A row has changed: look at it, at those whose steps depend on it, and at what is free on its host."""
         match row:
             case Template():
+                self.dirty_templates.add(row.id)
+                self._perhaps_idle.add(row.which)
                 self.free.stale.add(row.host)
                 self.free.stale_templates.add(row.which)
             case Attempt():
@@ -313,6 +290,8 @@ class State(LiveRows):
                 self.dirty_vms.update(self._vms_by_attempt[row.id])
             case Vm():
                 self.free.stale.add(row.host)
+                if row.template is not None:
+                    self._perhaps_idle.add(row.template)
                 self._mark_vm(row)
             case Offer(id=id_) if id_ in self.vms:
                 self._mark_vm(self.vms[id_])
@@ -339,6 +318,18 @@ class State(LiveRows):
         """A source has turned known, unknown or silent, or shows other hosts."""
         for id_ in self._vms_by_source[source]:
             self._mark_vm(self.vms[id_])
+
+    def mark_observed(self, source: str) -> None:
+        """A source was observed anew."""
+        self.dirty_templates.update(self._templates_by_key.ids(("source", source)))
+        self.compared.unadopted.add(source)
+
+    def take_unadopted(self) -> list[str]:
+        """The sources that may show what has no row. They count as looked at, unless the pass is rolled back."""
+        found = sorted(self.compared.unadopted)
+        self.compared.unadopted.clear()
+        self._undo.append(lambda: self.compared.unadopted.update(found))
+        return found
 
     # --- questions ---------------------------------------------------------------------------------
 
@@ -385,8 +376,13 @@ class State(LiveRows):
 
     def idle_templates(self) -> list[Template]:
         """The templates that are ready or broken and that nothing but spares uses, by number."""
-        found = self.templates_in(TemplateState.READY, TemplateState.BROKEN)
-        return [one for one in found if not self.serves_from(one.which)]
+        for which in self._perhaps_idle:
+            idle = not self.serves_from(which)
+            for id_ in self._templates_by_key.ids(which):
+                there = self.templates[id_].state in (TemplateState.READY, TemplateState.BROKEN)
+                (self._idle_templates.add if idle and there else self._idle_templates.discard)(id_)
+        self._perhaps_idle.clear()
+        return [self.templates[id_] for id_ in sorted(self._idle_templates)]
 
     def templates_on(self, host: str) -> list[Template]:
         """The templates on a host, by number."""

@@ -83,7 +83,7 @@ _ADMITTED = tuple(s for s in AttemptState if s not in (*WAITING_STATES, AttemptS
 def admit(context: Context) -> Blockage:
     """Plan the admission of whatever may start now, and say what keeps jobs waiting. Needs the scheduler and at least
     one source of the hypervisor; while they are unknown, all wait."""
-    if context.world.scheduler is None or not context.world.views:
+    if context.world.scheduler is None or not context.world.sees_hosts:
         return Blockage.TURN
     return Admission(context).run()
 

@@ -12,6 +12,7 @@ from multiverse.core.model import (
     Claim,
     CloneKind,
     Host,
+    HypervisorView,
     Size,
     Template,
     TemplateCondition,
@@ -37,8 +38,10 @@ def adopt_unexplained(context: Context) -> None:
     for vm in state.vms_in(VmState.PARKED, VmState.JOINED, VmState.RETIRING):
         if vm.is_spare and _serves_another(context, vm):
             _make_orphan(context, vm)
-    for source, view in context.world.views.items():
-        for name in sorted(view.vms.keys() - state.vm_named.keys()):
+    for source in state.take_unadopted():
+        latest = context.world.latest(source)
+        view = latest.value if latest else HypervisorView()
+        for name in sorted(name for name in view.vms if name not in state.vm_named):
             if view.vms[name].host in context.hosts:
                 _adopt_vm(context, source, view.vms[name])
         for which, seen in view.templates.items():

@@ -343,7 +343,7 @@ def supply_missing(context: Context, missing: VmsMissing) -> None:
     """Plan the VMs that an attempt lacks, or give its job back to the gate if there is no room for them."""
     state = context.state
     attempt = state.attempts.get(missing.attempt)
-    if attempt is None or not context.world.views:
+    if attempt is None or not context.world.sees_hosts:
         return
     room = room_of(context)
     choice = choose_clones(context, attempt)

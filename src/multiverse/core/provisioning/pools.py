@@ -49,7 +49,7 @@ LAUNCH = 1.0
 def reconcile_pools(context: Context, blockage: Blockage) -> None:
     """Bring every pool to its size. Nothing is made while jobs wait for room or for a turn, and nothing is on offer
     while jobs wait for room. Spares that were taken count towards the most that a pool has, until their jobs come."""
-    if context.world.scheduler is None or not context.world.views:
+    if context.world.scheduler is None or not context.world.sees_hosts:
         return
     state, hosts = context.state, context.hosts
     for vm in spares(state):

@@ -85,10 +85,11 @@ class TemplateWish:
 
     def lacking(self) -> TemplateWish:
         """The same on the hosts that have theirs not ready."""
-        parts = [
-            replace(part, but=(*part.but, part.kind.ready_with(self.image, self.account, part.value)))
-            for part in self.sizes.parts
-        ]
+        parts = []
+        for part in self.sizes.parts:
+            ready = part.kind.ready_with(self.image, self.account, part.value)
+            if len(ready) < len(part.hosts):  # or else all have it: they are hosts of the same class
+                parts.append(replace(part, but=(*part.but, ready)))
         return replace(self, sizes=ByHost(parts))
 
     def rows(self, context: Context, *states: TemplateState) -> list[Template]:
