@@ -251,7 +251,9 @@ class ByHost(Mapping[str, T]):
 
     def map(self, change: Callable[[Host, T], U]) -> ByHost[U]:
         """Other values for the same hosts; `change` gets a host that stands for each of its part."""
-        return ByHost(replace(part, value=change(part.kind.host, part.value)) for part in self.parts)  # type: ignore[arg-type]
+        return ByHost(
+            Part(part.kind, part.hosts, change(part.kind.host, part.value), part.but, part.names) for part in self.parts
+        )
 
     def where(self, keep: Callable[[Host], bool]) -> ByHost[T]:
         """The hosts for which this is true; it is asked once for each class."""
@@ -392,7 +394,7 @@ class FreeIndex:
                 del self._due_of[name]
                 self.stale.add(name)
         found = sorted(name for name in self.stale if name in self.hosts and name not in self.tentative)
-        self.stale &= self.tentative
+        self.stale.clear()  # those left out are in `tentative`
         return found
 
 

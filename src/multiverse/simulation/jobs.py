@@ -20,7 +20,7 @@ class Batch:
     whether a run that loses its node is queued again. `lingers` is how many seconds the job takes to be stopped.
     `problem`, if any, says why the request cannot be served although the gate accepts it. At most `at_most` tasks of an
     array run at once (0: all). `account` is the account whose own templates the job needs; empty where all accounts
-    share them.
+    share them. `placement` names the policy that places its VMs.
     """
 
     name: str = "job"
@@ -41,6 +41,7 @@ class Batch:
     problem: str = ""
     at_most: int = 0
     account: str = ""
+    placement: str | None = None
 
 
 @dataclass(eq=False)
@@ -98,7 +99,9 @@ class JobRecord:
 
     def shown(self, rank: int, eligible: bool, uses: Mapping[str, int]) -> Job:
         batch = self.batch
-        request = Request(batch.nodes, batch.size, batch.image, batch.kind, batch.features, batch.account)
+        request = Request(
+            batch.nodes, batch.size, batch.image, batch.kind, batch.features, batch.account, batch.placement
+        )
         pending = self.state is JobState.PENDING
         return Job(
             ref=self.ref,

@@ -37,8 +37,8 @@ def template_sizes(context: Context, attempt: Attempt) -> ByHost[Size]:
         ready = []
         if not (host.image_can(image, "plug_cpus") and host.image_can(image, "plug_memory")):
             ready = _ready_parts(part, size, image, attempt.request.account)
-        own.append(replace(part, value=size))
-        nearest += [*ready, replace(part, value=size, but=tuple(one.hosts for one in ready))]
+        own.append(Part(part.kind, part.hosts, size, (), part.names))
+        nearest += [*ready, Part(part.kind, part.hosts, size, tuple(one.hosts for one in ready), part.names)]
     if len(nearest) == len(own) or could_hold(context, attempt, CloneKind.INSTANT, ByHost(nearest)):
         return ByHost(nearest)
     return ByHost(own)
@@ -80,7 +80,10 @@ class TemplateWish:
     def ready(self) -> ByHost[Size]:
         """The hosts that have theirs ready."""
         return ByHost(
-            replace(part, hosts=part.kind.ready_with(self.image, self.account, part.value)) for part in self.sizes.parts
+            Part(
+                part.kind, part.kind.ready_with(self.image, self.account, part.value), part.value, part.but, part.names
+            )
+            for part in self.sizes.parts
         )
 
     def lacking(self) -> TemplateWish:
