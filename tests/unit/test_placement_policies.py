@@ -15,10 +15,14 @@ from multiverse.controller.loop import policy_of
 from multiverse.core.errors import Refused
 from multiverse.core.model import (
     AttemptState,
+    Claim,
+    CloneKind,
+    Forecast,
     Host,
     HypervisorView,
     Job,
     JobState,
+    Key,
     Placement,
     Request,
     SchedulerView,
@@ -93,6 +97,54 @@ def test_every_policy_is_known_by_its_name_in_the_settings() -> None:
     with pytest.raises(Refused) as refused:
         placements.check("fast")
     assert "worst-fit, best-fit, first-fit, random-fit, pack" in refused.value.hint
+
+
+# --- templates on many hosts ------------------------------------------------------------------------
+
+
+def building(policy: Policy, cpus: dict[str, int], *asked: Request, **more: object) -> list[str]:
+    """The hosts on which templates are being built after a pass in which these jobs wait; none is ready."""
+    hosts = {name: Host(name, Size(count, 1 << 16, 1 << 16), frozenset({"instant"}), images=IMAGES)
+             for name, count in cpus.items()}  # fmt: skip
+    waiting = [attempt(AttemptState.QUEUED, id=n, job=str(n), request=one) for n, one in enumerate(asked, 1)]
+    jobs = {one.job.job_id: Job(one.job, "hello", 1000, JobState.PENDING, one.request, rank=one.id) for one in waiting}
+    claims = [Claim(Key("vm", 90), name, size) for name, size in more.items() if isinstance(size, Size)]
+    here = state(*waiting, claims=claims, now=NOW)
+    world = world_of(SchedulerView(jobs), HypervisorView(hosts), NOW)
+    plan(here, world, [], NOW, policy)
+    return [row.host for row in here.templates.values() if row.state is TemplateState.BUILDING]
+
+
+def test_a_template_is_built_where_there_is_room_for_a_vm_beside_it() -> None:
+    assert building(EAGER, WIDE, job()) == ["h1"]
+    assert building(EAGER, WIDE, job(), h1=Size(7, 0)) == ["h2"], "h1 has one CPU left"
+    full = {name: Size(count, 0) for name, count in WIDE.items()}
+    assert building(EAGER, WIDE, job(), **full) == ["h1"], "there will be, once others have ended"
+
+
+def test_as_many_templates_are_built_at_once_as_the_waiting_jobs_need() -> None:
+    """h1 will hold four VMs of two CPUs, and h2 two."""
+    assert building(EAGER, WIDE, *[job()] * 4) == ["h1"]
+    assert building(EAGER, WIDE, *[job()] * 5) == ["h1", "h2"]
+    assert building(EAGER, WIDE, *[job()] * 7) == ["h1", "h2", "h3"]
+    assert building(EAGER, WIDE, job(nodes=7)) == ["h1", "h2", "h3"], "one job of several VMs"
+    assert building(replace(EAGER, provisioning=4), WIDE, *[job()] * 7) == ["h1"], "no more VMs are made at once"
+
+
+def test_a_template_is_built_elsewhere_where_clones_queue_for_longer_than_that_takes() -> None:
+    """A clone each five seconds from one template: the third job would wait for ten."""
+    cpus, slow = {"h1": 64, "h2": 64}, replace(EAGER, rates={CloneKind.INSTANT: 0.2})
+    hosts = {name: Host(name, Size(64, 1 << 16, 1 << 16), frozenset({"instant"}), images=IMAGES) for name in cpus}
+    ready = template(TemplateState.READY, host="h1")
+    for takes, built in ((9.0, ["h2"]), (11.0, [])):
+        jobs = [attempt(AttemptState.QUEUED, id=n, job=str(n), request=job()) for n in (1, 2, 3)]
+        shown = {a.job.job_id: Job(a.job, "hello", 1000, JobState.PENDING, a.request, rank=a.id) for a in jobs}
+        world = world_of(SchedulerView(shown), HypervisorView(hosts, {}, as_ready([ready])), NOW,
+                         forecast=Forecast(paced={("h1", "slim", CloneKind.INSTANT): NOW + 10.0}))  # fmt: skip
+        here = state(*jobs, ready, now=NOW)
+        plan(here, world, [], NOW, replace(slow, template_seconds=takes))
+        assert [row.host for row in here.templates.values() if row.state is TemplateState.BUILDING] == built
+        assert ("; the template of image slim is being built on h2" in here.reasons[1]) is bool(built)
 
 
 # --- policies of a site -----------------------------------------------------------------------------

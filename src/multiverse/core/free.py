@@ -255,6 +255,14 @@ class ByHost(Mapping[str, T]):
             Part(part.kind, part.hosts, change(part.kind.host, part.value), part.but, part.names) for part in self.parts
         )
 
+    def plus(self: ByHost[Size], other: Mapping[str, Size]) -> ByHost[Size]:
+        """The sums with the sizes of another mapping of the same parts."""
+        assert isinstance(other, ByHost) and len(other.parts) == len(self.parts)
+        return ByHost(
+            Part(one.kind, one.hosts, _plus(one.value, more.value), one.but, one.names)
+            for one, more in zip(self.parts, other.parts, strict=True)
+        )
+
     def where(self, keep: Callable[[Host], bool]) -> ByHost[T]:
         """The hosts for which this is true; it is asked once for each class."""
         return ByHost(part for part in self.parts if keep(part.kind.host))
@@ -270,6 +278,10 @@ class Keeper(Protocol):
     def keep(self, name: str, free: Free) -> None:
         """What is free on the host changes: so much was free until now."""
         ...
+
+
+def _plus(one: Size, other: Size) -> Size:
+    return Size(one.cpus + other.cpus, one.memory + other.memory, one.disk + other.disk)
 
 
 class FreeIndex:

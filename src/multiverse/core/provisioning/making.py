@@ -51,7 +51,7 @@ class Making:
         parked = [one for one in found if one[0].id not in kept]
         give_back([one for one in found if one[0].id in kept], self.room)
         count = attempt.request.nodes - len(parked)
-        why = self._out_of_pace(attempt, kind, usable, count)
+        why = self._out_of_pace(attempt, choice, usable, count)
         chosen = None
         if not why:
             wanted = placement_request(self.context, attempt, kind, count)
@@ -106,12 +106,21 @@ class Making:
             return any_host
         return lambda host: wait_for((host, image, kind), state.paced, state.now, policy) <= 0
 
-    def _out_of_pace(self, attempt: Attempt, kind: CloneKind, usable: ByHost[Size], count: int) -> str:
-        """Why on none of these hosts a clone may be made now; empty if on one it may."""
-        image, state, policy = self.context.image_of(attempt), self.context.state, self.context.policy
+    def _out_of_pace(self, attempt: Attempt, choice: Choice, usable: ByHost[Size], count: int) -> str:
+        """Why on none of these hosts a clone may be made now; empty if on one it may. Where the clones that wait for
+        their templates take longer than another template does, another one is asked for."""
+        image, kind, state, policy = (
+            self.context.image_of(attempt),
+            choice.kind,
+            self.context.state,
+            self.context.policy,
+        )
         if not count or not policy.interval(kind) or any(map(self._pace_of(attempt, kind), usable)):
             return ""
         waits = {host: wait_for((host, image, kind), state.paced, state.now, policy) for host in usable}
         self.paced = (min(waits, key=lambda host: (waits[host], host)), image, kind)
+        queued = waits[self.paced[0]] + state.waiting[self.paced] * policy.interval(kind)
+        elsewhere = self.template_elsewhere(attempt, choice) if queued > policy.template_seconds else ""
         state.waiting[self.paced] += count
-        return f"waiting for a turn: {kind} clones of {image} are made at {policy.rates[kind]:g} a second"
+        why = f"waiting for a turn: {kind} clones of {image} are made at {policy.rates[kind]:g} a second"
+        return why + (f"; {elsewhere}" if elsewhere else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from multiverse.core.free import ByHost, Part
@@ -11,7 +11,7 @@ from multiverse.core.provisioning.capacity import Room, every_host
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.largest import could_ever_fit
 from multiverse.core.provisioning.placement import BUILT_IN
-from multiverse.core.provisioning.sizes import NodeRequest, serves_as, template_claim, template_size
+from multiverse.core.provisioning.sizes import NodeRequest, serves_as, template_claim, template_size, vm_claims
 from multiverse.core.transition import Change, Event
 
 
@@ -66,6 +66,7 @@ class TemplateWish:
     image: str
     account: str
     sizes: ByHost[Size]
+    attempt: Attempt | None = None  # whose VMs they are; None for a pool's
 
     def key(self, host: str) -> TemplateKey:
         """Which template it is there."""
@@ -103,7 +104,7 @@ class TemplateWish:
 
 def wish_of(context: Context, attempt: Attempt, sizes: ByHost[Size]) -> TemplateWish:
     """The templates that the attempt's VMs could be forked from."""
-    return TemplateWish(context.image_of(attempt), attempt.request.account, sizes)
+    return TemplateWish(context.image_of(attempt), attempt.request.account, sizes, attempt)
 
 
 def need_template(context: Context, which: TemplateKey, reason: str) -> None:
@@ -127,6 +128,9 @@ def need_template(context: Context, which: TemplateKey, reason: str) -> None:
     )
 
 
+ALIKE = 100
+"""Of so many jobs at the head of the queue it is counted how many ask for the same."""
+
 MayBuild = Callable[[TemplateKey], bool]
 """Whether a template may be built that is not there."""
 
@@ -139,25 +143,73 @@ def any_template(_which: TemplateKey) -> bool:
 def ask_for_template(
     context: Context, wish: TemplateWish, room: Room, wanted: str, may: MayBuild = any_template
 ) -> str:
-    """Ask for one of these templates that may be built, because it is `wanted`, unless one of them is being built
-    already. Says so, or nothing if none of them can be had now."""
-    state, image = context.state, wish.image
-    if coming := wish.rows(context, TemplateState.BUILDING, TemplateState.RETIRING):
+    """Ask for one of these templates that may be built, because it is `wanted`, unless those that are being built
+    already are enough. Says so, or nothing if none of them can be had now."""
+    image = wish.image
+    coming = wish.rows(context, TemplateState.BUILDING, TemplateState.RETIRING)
+    beside = _vms_beside(context, wish)
+    if coming and not _are_too_few(context, wish, coming, room, beside):
         return f"the template of image {image} is being built on {coming[0].host}"
     broken = [row.host for row in wish.rows(context, TemplateState.BROKEN) if _is_due(context, row)]
-    claims = wish.sizes.map(lambda host, size: template_claim(size, host, image))
-    first_fit = BUILT_IN[Placement.FIRST_FIT]
+    name = _where_to_build(context, wish, room, may, beside)
+    if coming and not (name and beside and _holds_both(context, wish, room, beside, name)):
+        name = ""  # more than one at a time are of use only where VMs have room beside them now
+    if broken and not coming and (not name or broken[0] < name):
+        need_template(context, wish.key(broken[0]), wanted)
+        return f"the template of image {image} is being built on {broken[0]}"
+    if name:
+        room.take(name, template_claim(wish.sizes[name], context.hosts[name], image))
+        need_template(context, wish.key(name), wanted)
+    if name or coming:
+        return f"the template of image {image} is being built on {name or coming[0].host}"
+    return ""
+
+
+def _where_to_build(context: Context, wish: TemplateWish, room: Room, may: MayBuild, beside: Mapping[str, Size]) -> str:
+    """The first host by name that has room for the template and a VM beside it, or at least for the template; empty if
+    there is none. A template without room for a VM is of use once others have ended."""
+    state = context.state
 
     def accept(name: str) -> bool:
         return state.template_for(wish.key(name)) is None and may(wish.key(name))
 
-    free = room.place(1, claims, accept=accept, choose=first_fit)
-    for name in sorted((*broken[:1], *(free or ())))[:1]:
-        if free and name not in free:
-            room.give(free[0], claims[free[0]])
-        need_template(context, wish.key(name), wanted)
-        return f"the template of image {image} is being built on {name}"
+    alone = wish.sizes.map(lambda host, size: template_claim(size, host, wish.image))
+    both = [alone.plus(beside)] if beside else []
+    for claims in (*both, alone):
+        if found := room.place(1, claims, accept=accept, choose=BUILT_IN[Placement.FIRST_FIT]):
+            room.give(found[0], claims[found[0]])
+            return found[0]
     return ""
+
+
+def _holds_both(context: Context, wish: TemplateWish, room: Room, beside: Mapping[str, Size], name: str) -> bool:
+    alone, vm = template_claim(wish.sizes[name], context.hosts[name], wish.image), beside[name]
+    return room.fits(name, Size(vm.cpus, alone.memory + vm.memory, alone.disk + vm.disk))
+
+
+def _vms_beside(context: Context, wish: TemplateWish) -> Mapping[str, Size]:
+    """What one of the VMs would claim beside its template; empty if it is not known what they are to be."""
+    if wish.attempt is None:
+        return {}
+    return vm_claims(node_request(context, wish.attempt, CloneKind.INSTANT), wish.sizes, context.hosts, context.policy)
+
+
+def _are_too_few(
+    context: Context, wish: TemplateWish, coming: list[Template], room: Room, beside: Mapping[str, Size]
+) -> bool:
+    """Whether the hosts on which templates are being built will not hold the VMs that wait for them, of those that may
+    be made at once: then others are built at the same time."""
+    if wish.attempt is None or any(row.state is TemplateState.RETIRING for row in coming):
+        return False
+    held = sum(room.held(row.host, beside[row.host]) for row in coming if row.host in room.free)
+    return held < min(_waiting_alike(context, wish.attempt), context.policy.provisioning)
+
+
+def _waiting_alike(context: Context, attempt: Attempt) -> int:
+    """How many VMs are wanted by the first jobs in the queue that ask for the same."""
+    state = context.state
+    first = (state.attempts[id_] for _, id_ in state.queue.candidates.first(ALIKE))
+    return sum(one.request.nodes for one in first if one.request == attempt.request)
 
 
 def _is_due(context: Context, broken: Template) -> bool:
