@@ -295,7 +295,7 @@ class Admission:
     def _memory_of_others_for(self, attempt: Attempt, choice: Choice, *, lacking: bool) -> str:
         wanted = node_request(self.context, attempt, choice.kind)
         sizes = on_hosts_making(wanted.image, choice.kind, choice.sizes)
-        frozen = {}
+        frozen: Mapping[str, Size] = {}
         if choice.forks:
             frozen = sizes.map(lambda host, size: template_claim(size, host, wanted.image))
         claims = vm_claims(wanted, sizes, self.hosts, self.policy)

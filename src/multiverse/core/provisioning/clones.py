@@ -80,7 +80,7 @@ def choose_clones(context: Context, attempt: Attempt) -> Choice:
     return replace(choice, templates=sizes if choice.forks else _as_base(context, sizes))
 
 
-def _unless_too_large(context: Context, attempt: Attempt, sizes: Mapping[str, Size], choice: Choice) -> Choice:
+def _unless_too_large(context: Context, attempt: Attempt, sizes: ByHost[Size], choice: Choice) -> Choice:
     """A clone that boots may be larger than one that is forked: fork where no host could ever hold the former."""
     if (attempt.request.kind or context.policy.kind) is not CloneKind.AUTO or may_boot(context, attempt):
         return choice

@@ -51,7 +51,8 @@ def _ready_parts(part: Part[None], own: Size, image: str, account: str) -> list[
     serving = [size for size in ready if serves_as(size, own, part.kind.host, image)]
     parts: list[Part[Size]] = []
     for size in sorted(serving, key=lambda size: (size.memory, size.cpus)):
-        parts.append(replace(part, hosts=ready[size], value=size, but=tuple(one.hosts for one in parts)))
+        but = tuple(one.hosts for one in parts)
+        parts.append(Part(part.kind, ready[size], size, but, part.names))
     return parts
 
 
