@@ -31,7 +31,7 @@ from multiverse.core.model import (
 )
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy
-from multiverse.core.provisioning.placement import Candidate, PlacementRequest
+from multiverse.core.provisioning.placement import CandidateHost, PlacementRequest
 from multiverse.core.state import State
 from multiverse.core.transition import Event
 from multiverse.service.alerts import alerts
@@ -150,14 +150,14 @@ def test_a_template_is_built_elsewhere_where_clones_queue_for_longer_than_that_t
 # --- policies of a site -----------------------------------------------------------------------------
 
 
-def last(request: PlacementRequest, hosts: Sequence[Candidate], seed: str) -> list[str]:
+def last(request: PlacementRequest, hosts: Sequence[CandidateHost], seed: str) -> list[str]:
     return [hosts[-1].name] * request.vms
 
 
 def test_a_policy_of_the_site_is_told_what_it_needs_and_followed() -> None:
-    asked: list[tuple[PlacementRequest, Sequence[Candidate], str]] = []
+    asked: list[tuple[PlacementRequest, Sequence[CandidateHost], str]] = []
 
-    def own(request: PlacementRequest, hosts: Sequence[Candidate], seed: str) -> list[str]:
+    def own(request: PlacementRequest, hosts: Sequence[CandidateHost], seed: str) -> list[str]:
         asked.append((request, hosts, seed))
         return last(request, hosts, seed)
 
@@ -201,7 +201,7 @@ def test_a_policy_that_fails_is_passed_over_and_reported(policy: object, why: st
 def test_a_policy_that_works_again_is_reported_no_more() -> None:
     fails = [True, False]
 
-    def own(request: PlacementRequest, hosts: Sequence[Candidate], seed: str) -> list[str]:
+    def own(request: PlacementRequest, hosts: Sequence[CandidateHost], seed: str) -> list[str]:
         if fails.pop(0):
             raise ValueError("not yet")
         return last(request, hosts, seed)

@@ -10,12 +10,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from hashlib import sha256
 
-from multiverse.core.provisioning.placement import Candidate, PlacementRequest
+from multiverse.core.provisioning.placement import CandidateHost, PlacementRequest
 
 
-def same_rack(request: PlacementRequest, hosts: Sequence[Candidate], seed: str) -> list[str]:
+def same_rack(request: PlacementRequest, hosts: Sequence[CandidateHost], seed: str) -> list[str]:
     """Take whole racks, the one that holds the most VMs first."""
-    racks: defaultdict[str, list[Candidate]] = defaultdict(list)
+    racks: defaultdict[str, list[CandidateHost]] = defaultdict(list)
     for host in hosts:
         racks[host.name.partition("n")[0]].append(host)
 

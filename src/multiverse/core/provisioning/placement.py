@@ -140,7 +140,7 @@ class PlacementRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class CandidateHost:
     """A host on which at least one of the job's VMs fits. `free` may still be claimed of `capacity`, which is what may
     be claimed in all, over-commitment included. Each VM would claim `claim`; `holds` of them fit. Memory and disk are
     in MiB."""
@@ -157,16 +157,16 @@ class PlacementPolicy(Protocol):
 
     It is given the hosts that fit, by name, and `seed`, a text that is random for each job; the same arguments must
     give the same answer. It returns one host name for each VM (`request.vms`), a name as often as VMs are to be made
-    there, `Candidate.holds` times at most. It is called within a pass of the controller: it does no I/O, and
+    there, `CandidateHost.holds` times at most. It is called within a pass of the controller: it does no I/O, and
     returns within microseconds per host, because everything else waits for it.
 
     Whatever it raises, and an answer that is not possible, lets the default policy place these VMs, and is reported.
     """
 
-    def __call__(self, request: PlacementRequest, hosts: Sequence[Candidate], seed: str) -> Sequence[str]: ...
+    def __call__(self, request: PlacementRequest, hosts: Sequence[CandidateHost], seed: str) -> Sequence[str]: ...
 
 
-def why_impossible(chosen: object, vms: int, hosts: Sequence[Candidate]) -> str:
+def why_impossible(chosen: object, vms: int, hosts: Sequence[CandidateHost]) -> str:
     """Why a policy's answer is not possible; empty if it is."""
     if isinstance(chosen, str) or not isinstance(chosen, Sequence) or not all(isinstance(one, str) for one in chosen):
         return f"it must return a list of host names, and returned {chosen!r:.200}"

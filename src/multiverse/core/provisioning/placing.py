@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiverse.core.model import Attempt, CloneKind, Placement, Size
 from multiverse.core.provisioning.capacity import Accept, Room, any_host
 from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.placement import BUILT_IN, Candidate, PlacementRequest, why_impossible
+from multiverse.core.provisioning.placement import BUILT_IN, CandidateHost, PlacementRequest, why_impossible
 from multiverse.core.provisioning.sizes import claimable_cpus, claimable_disk
 
 FALLBACK = Placement.WORST_FIT
@@ -52,17 +52,17 @@ def place_vms(
     return room.place(count, claims, accept=accept)
 
 
-def _candidates(context: Context, room: Room, claims: Mapping[str, Size], accept: Accept) -> list[Candidate]:
+def _candidates(context: Context, room: Room, claims: Mapping[str, Size], accept: Accept) -> list[CandidateHost]:
     found = []
     for name in room.holding(claims, accept):
         host, claim, (cpus, memory, disk) = context.hosts[name], claims[name], room.free[name]
         capacity = Size(claimable_cpus(host), int(host.capacity.memory * host.overcommit.memory), claimable_disk(host))
-        found.append(Candidate(name, Size(cpus, memory, disk), capacity, claim, room.held(name, claim)))
+        found.append(CandidateHost(name, Size(cpus, memory, disk), capacity, claim, room.held(name, claim)))
     return found
 
 
 def _ask(
-    policy: Callable[..., Sequence[str]], request: PlacementRequest, hosts: Sequence[Candidate], seed: str
+    policy: Callable[..., Sequence[str]], request: PlacementRequest, hosts: Sequence[CandidateHost], seed: str
 ) -> tuple[list[str], str]:
     """What a policy of the site chooses, or why that cannot be used."""
     try:
