@@ -17,7 +17,7 @@ from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 from pydantic import TypeAdapter, ValidationError
 
 from multiverse.core.errors import Refused
-from multiverse.core.model import CloneKind, Depth, Mount
+from multiverse.core.model import CloneKind, Depth, Mount, Placement
 
 _LONGEST_SOCKET = "/mvxxxxx-99999999/agent"  # below qemu.run
 LEAST_SELF_FENCE = 60.0  # seconds: contact is made every few seconds, and lost for a moment by a restart
@@ -36,6 +36,8 @@ class HostSettings:
     cores: int = 2
     memory: int = 4096
     disk: int = 65536
+    # VMs may claim this many times `cores` together. One VM has no more than `cores` CPUs all the same.
+    cpu_overcommit: float = 1.0
     # VMs may claim this many times `memory`. Above 1, a VM that has run for a while counts with the memory it uses.
     overcommit: float = 1.0
     floor: int = 1024  # MiB that stay available on the machine: with less, no VM starts (if overcommit is above 1)
@@ -143,6 +145,15 @@ class BackfillSettings:
 
 
 @dataclass(frozen=True)
+class PlacementSettings:
+    """On which hosts the VMs of a job are made."""
+
+    # Of jobs that name none with --constraint=place-NAME: worst-fit, best-fit, first-fit, random-fit, pack, or one that
+    # a package of the site registers.
+    policy: str = Placement.WORST_FIT.value
+
+
+@dataclass(frozen=True)
 class PoolSettings:
     """A warm pool: VMs that exist before a job requests one. Their number is between `min` and `max`, by demand."""
 
@@ -164,6 +175,7 @@ class HostClass:
     cores: int | None = None
     memory: int | None = None
     disk: int | None = None
+    cpu_overcommit: float | None = None
     overcommit: float | None = None
     floor: int | None = None
     disk_overcommit: float | None = None
@@ -242,6 +254,7 @@ class Settings:
     image: ImageSettings = field(default_factory=ImageSettings)
     pacing: PacingSettings = field(default_factory=PacingSettings)
     backfill: BackfillSettings = field(default_factory=BackfillSettings)
+    placement: PlacementSettings = field(default_factory=PlacementSettings)
     mounts: tuple[Mount, ...] = ()
     pool: tuple[PoolSettings, ...] = ()
 
@@ -393,6 +406,8 @@ def _contradictions(s: Settings) -> Iterator[str]:
 def _wrong_host(s: Settings) -> Iterator[str]:
     if s.host.cores < 1 or s.host.memory < s.qemu.base_memory:
         yield f"host: needs at least one core and {s.qemu.base_memory} MiB of memory"
+    if s.host.cpu_overcommit < 1:
+        yield "host.cpu_overcommit: must be 1 or more; to claim less, reduce host.cores"
     if s.host.overcommit < 1:
         yield "host.overcommit: must be 1 or more; to claim less, reduce host.memory"
     if s.host.floor < 0:

@@ -88,7 +88,8 @@ JOBS = {
     "plain": Submission(
         "--job-name=named --output={home}/%x.out --error=%j.err --input={home}/in --open-mode=append"
         " --chdir={home}/dir --account=physics --qos=normal --wckey=key --comment=said --nice=3 --no-requeue"
-        " --time=30 --time-min=5 --deadline=now+3hours --constraint=slim&instant --batch=slim --clusters=multiverse"
+        " --time=30 --time-min=5 --deadline=now+3hours --constraint=slim&instant&place-pack --batch=slim"
+        " --clusters=multiverse"
         " --export=ALL,COLOUR=green --propagate=STACK --acctg-freq=task=1 --use-min-nodes"
         " --hint=nomultithread --mail-type=BEGIN --mail-user=ada --mcs-label=any --ignore-pbs",
         """\
@@ -225,13 +226,24 @@ GROUPS = (
     Group(
         "Nodes and their inside",
         (
-            honoured("-C, --constraint", "images and kinds of clones, joined by `&`", "plain", ".*slim&instant.*"),
+            honoured(
+                "-C, --constraint",
+                "images, kinds of clones and placement, joined by `&`",
+                "plain",
+                ".*slim&instant&place-pack.*",
+            ),
             honoured("--batch", "a feature of `--constraint`", "plain", ".*slim.*"),
             refused(
                 "--constraint with several images",
                 "a job has one image, not slim and stock: name one of them with --constraint",
                 "--constraint=slim&stock",
-                note="a job has one image, and one kind of clone",
+                note="a job has one image, one kind of clone, and one placement policy",
+            ),
+            refused(
+                "--constraint with an unknown placement policy",
+                "there is no placement policy fast: use --constraint=place-NAME with one of worst-fit, best-fit,"
+                " first-fit, random-fit, pack",
+                "--constraint=place-fast",
             ),
             refused(
                 "--constraint with alternatives",

@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multiverse.config import HostSettings, PacingSettings, PoolSettings, Settings
+from multiverse.config import PacingSettings, PoolSettings, Settings
 from multiverse.controller.loop import Controller
 from multiverse.core import planner
 from multiverse.core.errors import Refused
@@ -35,6 +35,7 @@ from multiverse.core.model import (
     Host,
     JobLimit,
     JobLimits,
+    Overcommitment,
     SchedulerView,
     Size,
     Vm,
@@ -449,8 +450,10 @@ def overcommitted(seed: int, sizes: Sequence[Size] = (SMALL, MIDDLING), floor: i
         Arrival(rng.uniform(0.0, 40.0), Batch(seconds=rng.uniform(80.0, 160.0), size=rng.choice(sizes), nodes=nodes))
         for nodes in (*(1,) * 24, 2)
     )
-    host = Host("h1", Size(64, 2500, 1 << 20), ABILITIES, Size(2, 4000, 0), "tcg", template_copies=2)
-    policy = Settings(host=HostSettings(overcommit=3.0, floor=floor), pacing=PacingSettings(provisioning=8))
+    more = Overcommitment(memory=3.0, floor=floor)
+    size = Size(64, 2500, 1 << 20)
+    host = Host("h1", size, ABILITIES, Size(2, 4000, 0), "tcg", template_copies=2, overcommit=more)
+    policy = Settings(pacing=PacingSettings(provisioning=8))
     return Scenario(seed, arrivals, WorldSettings((host,), overcommit=3.0, floor=1000), policy, **trouble)
 
 

@@ -19,6 +19,7 @@ from multiverse.core.model import (
     JobState,
     Key,
     KnownHost,
+    Overcommitment,
     Request,
     SchedulerView,
     Size,
@@ -35,8 +36,9 @@ from multiverse.core.model import (
 )
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy, Pool
-from multiverse.core.provisioning.capacity import largest_on, room_of
+from multiverse.core.provisioning.capacity import room_of
 from multiverse.core.provisioning.context import Context
+from multiverse.core.provisioning.largest import largest_on
 from multiverse.core.provisioning.sizes import template_claim, vm_claim, vm_size
 from multiverse.core.rows import Rows
 from multiverse.core.state import State
@@ -290,16 +292,13 @@ def test_a_job_that_boots_needs_no_room_for_a_template() -> None:
     """The idle template is in its way and is retired; other processes of the machine are not in its way."""
     idle = template(T.READY)
     asks = attempt(A.QUEUED, request=Request(1, Size(1, 5000), kind=CloneKind.FULL))
-    claim = vm_claim(
-        vm_size(Size(1, 5000), OVERCOMMITTED.base, host(), OVERCOMMITTED), host(), "slim", CloneKind.INSTANT
-    ).memory
+    claim = vm_claim(vm_size(Size(1, 5000), POLICY.base, host(), POLICY), host(), "slim", CloneKind.INSTANT).memory
     h1 = replace(host(cpus=64, memory=8192, abilities=("instant", "full")), available=1000 + claim - 256)
+    h1 = replace(h1, overcommit=OVERCOMMITTED)
     here = rows(asks, idle, claims=[Claim(idle.key, "h1", template_claim(idle.size, h1, "slim"))])
     job = Job(asks.job, "hello", 1000, JobState.PENDING, asks.request)
     seen = {idle.which: replace(as_ready([idle])[idle.which], held=256.0)}
-    changes = decisions(
-        here, world_of(SchedulerView({"7": job}), HypervisorView({"h1": h1}, {}, seen), NOW), policy=OVERCOMMITTED
-    )
+    changes = decisions(here, world_of(SchedulerView({"7": job}), HypervisorView({"h1": h1}, {}, seen), NOW))
     assert [c.row.key for c in changes if c.event is Event.DROPPED] == [idle.key]
 
 
@@ -489,27 +488,28 @@ def test_a_negative_limit_lets_no_job_start() -> None:
 
 # --- more claimed than declared --------------------------------------------------------------------
 
-OVERCOMMITTED = replace(POLICY, overcommit=4.0, floor=1000)
+OVERCOMMITTED = Overcommitment(memory=4.0, floor=1000)
 
 
-def admission_beside(available: int, *vms: tuple[Vm, float], policy: Policy = OVERCOMMITTED) -> str:
+def admission_beside(available: int, *vms: tuple[Vm, float], overcommit: Overcommitment = OVERCOMMITTED) -> str:
     """What becomes of a small job, or why it waits, on a host that declares exactly what these VMs claim. Each VM
     comes with the memory that it was observed to use."""
     claims = [Claim(one.key, "h1", vm_claim(one.size, host(), "slim", CloneKind.INSTANT)) for one, _ in vms]
     ready = template(T.READY)
     claims.append(Claim(ready.key, "h1", template_claim(ready.size, host(), "slim")))
-    h1 = replace(host(cpus=64, memory=sum(claim.size.memory for claim in claims)), available=available)
+    declared = host(cpus=64, memory=sum(claim.size.memory for claim in claims))
+    h1 = replace(declared, available=available, overcommit=overcommit)
     here = rows(attempt(A.QUEUED, request=Request(1, SMALL)), ready, *(one for one, _ in vms), claims=claims)
     job = Job(here.attempts[1].job, "hello", 1000, JobState.PENDING, here.attempts[1].request)
     seen = {one.name: VmSeen(one.name, "h1", VmCondition.RUNNING, private=held) for one, held in vms}
     frozen = TemplateSeen("t", "h1", ready.image, TemplateCondition.READY, ready.size, held=256.0)
     view = HypervisorView({"h1": h1}, seen, {ready.which: frozen})
     world = world_of(SchedulerView({job.ref.job_id: job}), view, NOW - 1)
-    decided = decisions(here, world, policy=policy)
+    decided = decisions(here, world)
     return next((c.reason for c in decided if c.row.key == Key("attempt", 1)), decided.reasons.get(1, ""))
 
 
-CLAIM = vm_claim(vm_size(SMALL, OVERCOMMITTED.base, host(), OVERCOMMITTED), host(), "slim", CloneKind.INSTANT).memory
+CLAIM = vm_claim(vm_size(SMALL, POLICY.base, host(), POLICY), host(), "slim", CloneKind.INSTANT).memory
 
 
 def serving(since: float, serial: int = 5) -> Vm:
@@ -530,14 +530,14 @@ def test_the_floor_is_kept_to_the_last_mib() -> None:
 
 
 def test_without_over_commitment_available_memory_does_not_count() -> None:
-    assert "the hosts are full" in admission_beside(100_000, (serving(0.0), 200.0), policy=POLICY)
+    assert "the hosts are full" in admission_beside(100_000, (serving(0.0), 200.0), overcommit=Overcommitment())
 
 
 def test_claims_stay_within_the_over_commitment_however_little_memory_is_used() -> None:
     many = [(serving(0.0, serial), 20.0) for serial in range(5, 8)]
     assert admission_beside(100_000, *many) == "instant on h1"
-    barely = replace(OVERCOMMITTED, overcommit=1.0 + (CLAIM - 1) / (3 * 2336 + 256))
-    assert "the hosts are full" in admission_beside(100_000, *many, policy=barely)
+    barely = replace(OVERCOMMITTED, memory=1.0 + (CLAIM - 1) / (3 * 2336 + 256))
+    assert "the hosts are full" in admission_beside(100_000, *many, overcommit=barely)
 
 
 def test_a_job_that_waits_for_memory_of_other_processes_blocks_no_other() -> None:
@@ -551,18 +551,13 @@ def test_a_job_that_waits_for_memory_of_other_processes_blocks_no_other() -> Non
         jobs = {a.job.job_id: Job(a.job, "hello", 1000, JobState.PENDING, a.request, rank=a.id)
                 for a in here.attempts.values()}  # fmt: skip
         seen = {busy.name: VmSeen(busy.name, "h1", VmCondition.RUNNING, private=held)}
-        h1 = replace(host(cpus=64, memory=8192), available=available)
+        h1 = replace(host(cpus=64, memory=8192), available=available, overcommit=OVERCOMMITTED)
         view = HypervisorView({"h1": h1}, seen, as_ready([ready]))
-        changes = decisions(here, world_of(SchedulerView(jobs), view, NOW), policy=OVERCOMMITTED, lacking=lacking)
+        changes = decisions(here, world_of(SchedulerView(jobs), view, NOW), lacking=lacking)
         return [c.row.attempt for c in of(changes, "vm") if isinstance(c.row, Vm) and c.row.attempt], notes(changes)
 
     # Its own claim, and that of the template beside it.
-    need = (
-        vm_claim(
-            vm_size(Size(1, 5000), OVERCOMMITTED.base, host(), OVERCOMMITTED), host(), "slim", CloneKind.INSTANT
-        ).memory
-        + 256
-    )
+    need = vm_claim(vm_size(Size(1, 5000), POLICY.base, host(), POLICY), host(), "slim", CloneKind.INSTANT).memory + 256
     floor = "h1 must keep 1000 MiB available"
     both = dict.fromkeys((1, 2), f"waiting for memory: {floor}")
     assert decided(1000 + need - 2000, 2000.0) == ([], both), "it would fit if the VM ended"
@@ -584,11 +579,11 @@ def test_the_memory_of_a_deleted_template_is_free_when_the_last_vm_that_maps_it_
         TABLES,
         NOW,
     )
-    view = HypervisorView({"h1": replace(host(memory=65536), available=5000)}, {
+    view = HypervisorView({"h1": replace(host(memory=65536), available=5000, overcommit=OVERCOMMITTED)}, {
         one.name: VmSeen(one.name, "h1", VmCondition.RUNNING, private=300.0) for one in vms
     }, {})  # fmt: skip
     coming = 75  # they have settled: a quarter of what they hold
-    context = Context(state, world_of(None, view, NOW), OVERCOMMITTED)
+    context = Context(state, world_of(None, view, NOW), POLICY)
     left = {n: room_of(context, without=[one.key for one in vms[:n]]).free["h1"][1] for n in range(3)}
     assert left == {0: 4000 - 2 * coming, 1: 4000 - coming + 300, 2: 4000 + 600 + 256}
 
@@ -607,10 +602,10 @@ def test_releasing_a_spare_frees_the_memory_that_it_uses() -> None:
                 claims=[Claim(ready.key, "h1", template_claim(ready.size, host(), "slim")),
                         Claim(spare.key, "h1", vm_claim(spare.size, host(), "slim", CloneKind.INSTANT))])  # fmt: skip
     job = Job(here.attempts[1].job, "hello", 1000, JobState.PENDING, here.attempts[1].request)
-    pooled = replace(OVERCOMMITTED, pools=(Pool("slim", Depth.JOINED, 1, 1, SMALL, 1e9),))
+    pooled = replace(POLICY, pools=(Pool("slim", Depth.JOINED, 1, 1, SMALL, 1e9),))
     for held, released in ((float(CLAIM), True), (float(CLAIM - 1), False)):
         seen = {spare.name: VmSeen(spare.name, "h1", VmCondition.RUNNING, private=held)}
-        h1 = replace(host(cpus=64, memory=8192), available=1000 + 256)  # the template's, and nothing more
+        h1 = replace(host(cpus=64, memory=8192), available=1000 + 256, overcommit=OVERCOMMITTED)  # the template's alone
         view = HypervisorView({"h1": h1}, seen, as_ready([ready]))
         changes = decisions(here, world_of(SchedulerView({"7": job}), view, NOW), policy=pooled)
         gone = [c for c in of(changes, "vm") if c.event is Event.RELEASED and c.reason == "its memory is needed"]

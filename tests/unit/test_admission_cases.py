@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import combinations
 
 import pytest
@@ -29,6 +30,7 @@ from multiverse.core.model import (
     Node,
     NodeState,
     OfferState,
+    Overcommitment,
     Request,
     Row,
     SchedulerView,
@@ -43,9 +45,11 @@ from multiverse.core.model import (
 )
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy, Pool
-from multiverse.core.provisioning.admission import TOO_LITTLE, Admission, admit
-from multiverse.core.provisioning.capacity import Blockage, largest_on
+from multiverse.core.provisioning.admission import Admission, admit
+from multiverse.core.provisioning.capacity import Blockage
 from multiverse.core.provisioning.context import Context
+from multiverse.core.provisioning.largest import largest_on
+from multiverse.core.provisioning.others import TOO_LITTLE
 from multiverse.core.provisioning.pacing import Parent
 from multiverse.core.provisioning.reasons import PASSED_OVER
 from multiverse.core.provisioning.sizes import template_claim, vm_claim, vm_size
@@ -575,9 +579,9 @@ def test_where_no_kind_is_asked_for_jobs_alike_wait_for_the_pace_until_a_boot_is
 def test_a_gang_without_room_leaves_to_others_what_it_would_have_taken() -> None:
     """It waits for memory that other processes have, and so it blocks no job behind."""
     need = template_claim(READY.size, host(), "slim").memory + 2 * claim_of(vm(V.PLANNED)).size.memory
-    hosts = [host(available=1000 + need - 1)]
+    hosts = [bold(available=1000 + need - 1)]
     gang = queued(1, nodes=2)
-    changes = decided(READY, gang, queued(2), hosts=hosts, claims=[claim_of(READY)], policy=OVERCOMMITTED)
+    changes = decided(READY, gang, queued(2), hosts=hosts, claims=[claim_of(READY)])
     assert admitted(changes) == {2} and notes(changes)[1].endswith(TOO_LITTLE)
 
 
@@ -974,11 +978,13 @@ def test_the_vms_of_a_gang_get_different_addresses() -> None:
 
 # --- more claimed than declared ---------------------------------------------------------------------
 
+OVERCOMMITTED = Overcommitment(memory=1.5, floor=1000)
+bold = partial(host, overcommit=OVERCOMMITTED)
+
 
 @pytest.mark.parametrize(("spare", "fits"), [(0, True), (-1, False)])
 @pytest.mark.parametrize("state", [V.PLANNED, V.SERVING])
 def test_an_unobserved_vm_counts_as_all_that_it_claims(state: V, spare: int, fits: bool) -> None:
-    policy = replace(EAGER, overcommit=1.5, floor=1000)
     runs = attempt(A.ALLOCATED if state is V.SERVING else A.CLAIMED, id=9, job="9")
     other = replace(vm(state, id=9, attempt=9, since=NOW - 40), size=Size(1, 1000))
     mine = vm_claim(vm_size(SMALL, POLICY.base, host(), POLICY), host(), "slim", CloneKind.INSTANT).memory
@@ -986,30 +992,26 @@ def test_an_unobserved_vm_counts_as_all_that_it_claims(state: V, spare: int, fit
     coming = 256 + (
         1 if state is V.SERVING else 1032
     )  # a VM that serves has settled at the MiB that it was seen to have
-    h1 = host(memory=sum(claim.size.memory for claim in claims), available=1000 + mine + coming + spare)
-    changes = decided(READY, runs, other, queued(1), hosts=[h1], claims=claims, policy=policy, began=NOW - 1)
+    h1 = bold(memory=sum(claim.size.memory for claim in claims), available=1000 + mine + coming + spare)
+    changes = decided(READY, runs, other, queued(1), hosts=[h1], claims=claims, began=NOW - 1)
     assert (admitted(changes) == {1}) is fits
 
 
 def test_hosts_that_lack_memory_are_named() -> None:
-    policy = replace(EAGER, overcommit=1.5, floor=1000)
     both = [READY, template(T.READY, id=2, host="h2")]
-    hosts = [host(name, available=1100) for name in ("h1", "h2")]
-    noted = notes(decided(*both, queued(1), hosts=hosts, claims=[claim_of(one) for one in both], policy=policy))
+    hosts = [bold(name, available=1100) for name in ("h1", "h2")]
+    noted = notes(decided(*both, queued(1), hosts=hosts, claims=[claim_of(one) for one in both]))
     why = "waiting for memory: h1, h2 must keep 1000 MiB available, of which others there leave too little"
     assert noted == {1: why}
-
-
-OVERCOMMITTED = replace(EAGER, overcommit=1.5, floor=1000)
 
 
 def test_a_job_without_a_template_waits_for_memory_of_other_processes_and_blocks_no_other() -> None:
     """Neither the template nor its VM would fit if nothing of ours were on the host."""
     full = Claim(Key("vm", 90), "h1", Size(0, 200))
-    hosts = [host("h1", memory=1024, available=1100), host("h2", memory=1024, can="fork")]
+    hosts = [bold("h1", memory=1024, available=1100), host("h2", memory=1024, can="fork")]
     hosts[1] = replace(hosts[1], images={"next": frozenset({"fork", "plug_cpus", "plug_memory"})})
     behind = queued(2, image="next", kind=CloneKind.FULL)
-    changes = decided(queued(1), behind, hosts=hosts, claims=[full], policy=OVERCOMMITTED)
+    changes = decided(queued(1), behind, hosts=hosts, claims=[full])
     assert admitted(changes) == {2} and not templates(changes)
     (note,) = notes(changes).values()
     assert "h1 must keep 1000 MiB available" in note and note.endswith(TOO_LITTLE)
@@ -1017,19 +1019,22 @@ def test_a_job_without_a_template_waits_for_memory_of_other_processes_and_blocks
 
 def test_memory_of_a_host_that_cannot_make_a_jobs_clones_does_not_count() -> None:
     """A regression: a job without memory on the host that forks blocked the queue for that of the other host."""
-    forks, boots = host("h1", available=1100), replace(host("h2", available=60000), abilities=frozenset({"full"}))
+    forks, boots = (
+        bold("h1", available=1100),
+        replace(bold("h2", available=60000), abilities=frozenset({"full"})),
+    )
     changes = decided(READY, queued(1), replace(NEXT, id=2, job=JobRef("2", 500)), hosts=[forks, boots],
-                      claims=[claim_of(READY)], policy=OVERCOMMITTED)  # fmt: skip
+                      claims=[claim_of(READY)])  # fmt: skip
     assert notes(changes)[1] == f"waiting for memory: h1 must keep 1000 MiB available, {TOO_LITTLE}"
     assert admitted(changes) == {2}
 
 
 def test_a_job_that_lacked_memory_is_told_so_until_there_is_an_eighth_of_the_floor_more_than_it_needs() -> None:
     """Its host has no free CPU, so that it waits whatever the memory."""
-    policy = replace(OVERCOMMITTED, floor=1001)
+    overcommit = replace(OVERCOMMITTED, floor=1001)
     need = (
         template_claim(READY.size, host(), "slim").memory
-        + vm_claim(vm_size(SMALL, READY.size, host(), policy), host(), "slim", CloneKind.INSTANT).memory
+        + vm_claim(vm_size(SMALL, READY.size, host(), EAGER), host(), "slim", CloneKind.INSTANT).memory
     )
     asks, full = queued(1), Claim(Key("vm", 90), "h1", Size(64, 0))
     here = state(asks, READY, claims=[claim_of(READY), full], now=NOW)
@@ -1037,11 +1042,13 @@ def test_a_job_that_lacked_memory_is_told_so_until_there_is_an_eighth_of_the_flo
     def lacks(more: int) -> bool:
         """Whether it is told so when its host's machine has so much more than is needed."""
         job = Job(asks.job, "hello", 1000, JobState.PENDING, asks.request)
-        view = HypervisorView({"h1": host(available=policy.floor + need + more)}, {}, as_ready([READY]))
+        view = HypervisorView(
+            {"h1": host(available=overcommit.floor + need + more, overcommit=overcommit)}, {}, as_ready([READY])
+        )
         world = world_of(SchedulerView({"1": job}), view, NOW)
         here.begin(NOW, {}, "test")
-        mark_changes(here, world, policy)
-        admit(Context(here, world, policy))
+        mark_changes(here, world, EAGER)
+        admit(Context(here, world, EAGER))
         return here.reasons[1].endswith(TOO_LITTLE)
 
     assert [lacks(more) for more in (0, -1, 0, 124, 125, 124, 0, -1)] == [
@@ -1062,9 +1069,9 @@ def test_each_request_has_its_own_reason_for_waiting_for_memory() -> None:
     large, small, third = queued(1, Size(1, 3000)), queued(2, Size(1, 1000)), queued(3, Size(1, 100))
     other = replace(vm(V.SERVING, id=90, attempt=9, since=NOW), size=Size(1, 1468))
     runs = attempt(A.ALLOCATED, id=9, job="9")
-    h1 = host(memory=8192, available=3000)
+    h1 = bold(memory=8192, available=3000)
     changes = decided(READY, runs, other, large, small, third, hosts=[h1], claims=[held, claim_of(READY)],
-                      policy=OVERCOMMITTED, began=NOW - 1)  # fmt: skip
+                      began=NOW - 1)  # fmt: skip
     noted = notes(changes)
     assert noted[1].endswith(TOO_LITTLE)
     assert noted[2] == noted[3] == "waiting for memory: h1 must keep 1000 MiB available"
@@ -1073,18 +1080,21 @@ def test_each_request_has_its_own_reason_for_waiting_for_memory() -> None:
 def test_all_hosts_that_lack_memory_for_now_are_named() -> None:
     others = [vm(V.PLANNED, id=n, attempt=9, host=f"h{n}", since=NOW) for n in (1, 2)]
     both = [READY, template(T.READY, id=2, host="h2")]
-    hosts = [host(name, available=1000 + 600) for name in ("h1", "h2")]
+    hosts = [bold(name, available=1000 + 600) for name in ("h1", "h2")]
     gang = attempt(A.CLAIMED, id=9, job="9", request=Request(2, SMALL))
     changes = decided(*both, gang, *others, queued(1), hosts=hosts, claims=map(claim_of, [*both, *others]),
-                      policy=replace(OVERCOMMITTED, provisioning=9))  # fmt: skip
+                      policy=replace(EAGER, provisioning=9))  # fmt: skip
     assert notes(changes)[1] == "waiting for memory: h1, h2 must keep 1000 MiB available"
 
 
 def test_only_hosts_that_lack_memory_are_named() -> None:
     """The second host declares too little for the job, and its machine has enough."""
     both = [READY, template(T.READY, id=2, host="h2")]
-    hosts = [host("h1", available=1100), host("h2", memory=400, available=60000)]
-    changes = decided(*both, queued(1, Size(1, 2000)), hosts=hosts, claims=map(claim_of, both), policy=OVERCOMMITTED)
+    hosts = [
+        bold("h1", available=1100),
+        bold("h2", memory=400, available=60000),
+    ]
+    changes = decided(*both, queued(1, Size(1, 2000)), hosts=hosts, claims=map(claim_of, both))
     assert "waiting for memory: h1 must keep" in notes(changes)[1]
 
 
@@ -1092,7 +1102,7 @@ def test_a_job_for_all_cpus_and_the_whole_disk_would_fit_on_the_empty_host() -> 
     """It waits for the CPU that a VM has, and not for memory."""
     held = Claim(Key("vm", 90), "h1", Size(1, 0))
     whole = queued(1, Size(64, 100, 65536))
-    changes = decided(READY, whole, hosts=[host(available=60000)], claims=[held], policy=OVERCOMMITTED)
+    changes = decided(READY, whole, hosts=[bold(available=60000)], claims=[held])
     assert notes(changes) == {1: "waiting for capacity: the hosts are full"}
 
 

@@ -18,8 +18,10 @@ from multiverse.core.model import (
     CloneKind,
     GuestFile,
     Host,
+    HypervisorView,
     Identity,
     NodeBootstrap,
+    Overcommitment,
     Size,
     TemplateKey,
     User,
@@ -407,7 +409,7 @@ def test_a_line_keeps_what_it_says() -> None:
 
 
 def test_an_error_of_a_later_release_says_nothing_about_what_was_done() -> None:
-    assert isinstance(protocol.Failure(kind="overdue", message="m").error(), Unknown)
+    assert isinstance(protocol.CallFailure(kind="overdue", message="m").error(), Unknown)
 
 
 async def _raw(agent: SimulatedAgent) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -421,3 +423,11 @@ async def _greeted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
     assert decode_answer(await reader.readuntil()).welcome is not None
     writer.write(encode(Line(take=1)))
     assert decode_answer(await reader.readuntil()) == Answer(taken=1)
+
+
+def test_a_host_that_an_earlier_agent_reports_over_commits_nothing() -> None:
+    host = Host("h1", Size(4, 8192, 1000), overcommit=Overcommitment(2.0, 1.5, 3.0, 7, 9))
+    sent = json.loads(protocol.HypervisorAnswer.of(HypervisorView({"h1": host})).model_dump_json())
+    assert protocol.HypervisorAnswer.model_validate(sent).view().hosts == {"h1": host}
+    del sent["hosts"]["h1"]["overcommit"]
+    assert protocol.HypervisorAnswer.model_validate(sent).view().hosts["h1"].overcommit == Overcommitment()

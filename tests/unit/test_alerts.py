@@ -26,6 +26,7 @@ from multiverse.core.model import (
     KnownHost,
     Observation,
     OfferState,
+    Overcommitment,
     Request,
     Seen,
     Size,
@@ -92,11 +93,11 @@ def test_a_quarantined_record_is_named_with_its_job_and_can_be_repaired() -> Non
 
 
 def test_a_host_short_of_memory_is_an_alert_only_with_overcommit() -> None:
-    bold = replace(POLICY, overcommit=2.0, floor=1000)
+    bold, modest = Overcommitment(memory=2.0, floor=1000), Overcommitment(floor=1000)
     harness = PlannerHarness()
-    for available, policy, kinds in ((999, bold, ["memory"]), (1000, bold, []), (0, bold, []), (999, POLICY, [])):
-        host = replace(harness.hosts["h1"], available=available)
-        found = seen(harness, hosts=[host], policy=policy)
+    for available, overcommit, kinds in ((999, bold, ["memory"]), (1000, bold, []), (0, bold, []), (999, modest, [])):
+        host = replace(harness.hosts["h1"], available=available, overcommit=overcommit)
+        found = seen(harness, hosts=[host])
         assert [one.kind for one in found] == kinds
         assert all("999 MiB are available, 1000 MiB are to be kept" in one.message and not one.repair for one in found)
 

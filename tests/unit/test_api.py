@@ -46,6 +46,7 @@ from multiverse.core.model import (
     Key,
     KnownHost,
     OfferState,
+    Overcommitment,
     Request,
     Seen,
     Size,
@@ -70,9 +71,7 @@ from tests.unit.rows import IMAGES, SOURCE, attempt, offer, rows, template, vm, 
 RECORDED = Path(__file__).with_name("api_documents.json")
 
 POOLS = (Pool("slim", Depth.JOINED, 1, 4, Size(1, 150), 100.0), Pool("stock", Depth.PARKED, 2, 2, Size(1, 100), 100.0))
-POLICY = Policy(
-    subnet=ipaddress.IPv4Network("10.9.0.0/16"), gateway="10.9.0.1", pools=POOLS, overcommit=2.0, floor=1000
-)
+POLICY = Policy(subnet=ipaddress.IPv4Network("10.9.0.0/16"), gateway="10.9.0.1", pools=POOLS)
 
 ATTEMPTS = (
     attempt(AttemptState.ALLOCATED, id=1, since=950.0),
@@ -97,7 +96,7 @@ CLAIMS = (Claim(Key("vm", 1), "h1", Size(1, 288, 100)), Claim(Key("template", 1)
 HOSTS = {
     "h1": Host(
         "h1", Size(4, 8192, 65536), frozenset({"instant", "full"}), Size(8, 16384), "kvm", 2, 900,
-        {"slim": IMAGES["slim"], "stock": frozenset({"fork"})},
+        {"slim": IMAGES["slim"], "stock": frozenset({"fork"})}, overcommit=Overcommitment(memory=2.0, floor=1000),
     )
 }  # fmt: skip
 SEEN = HypervisorView(
@@ -162,7 +161,7 @@ class ControllerAtRest:
             name="scheduler", latest=None, observations=7, since=400.0, failure="no answer"
         )
         source = SimpleNamespace(name=SOURCE, latest=Seen(SEEN, 998.0), observations=70, since=100.0, failure="")
-        self.sources, self.state = {SOURCE: source}, SimpleNamespace(rows=live_rows, reasons={})
+        self.sources, self.state = {SOURCE: source}, SimpleNamespace(rows=live_rows, reasons={}, placement_faults={})
         self.commands: list[Command] = []
         self.missing_hints = SimpleNamespace(since=None)
 

@@ -20,14 +20,16 @@ from multiverse.core.model import (
     Job,
     JobState,
     KnownHost,
+    Overcommitment,
     Request,
     SchedulerView,
     Size,
 )
 from multiverse.core.policy import Policy
 from multiverse.core.provisioning.admission import admit
-from multiverse.core.provisioning.capacity import Room, could_ever_fit, largest_nodes, largest_on
+from multiverse.core.provisioning.capacity import Room
 from multiverse.core.provisioning.context import Context
+from multiverse.core.provisioning.largest import could_ever_fit, largest_nodes, largest_on
 from multiverse.core.provisioning.sizes import NodeRequest, template_size
 from multiverse.core.transition import Event
 from tests.unit.planner_harness import POLICY
@@ -53,20 +55,25 @@ def hosts(draw: st.DrawFn) -> Host:
         memory_block=draw(st.sampled_from([1, 128, 1000, 1024])),
         vm_overhead=draw(st.sampled_from([0, 32, 500])),
         disks={} if image is None else {"slim": draw(image_disks)},
+        overcommit=draw(overcommitments),
     )
 
+
+overcommitments = st.builds(
+    Overcommitment,
+    st.sampled_from([1.0, 1.5, 2.0]),
+    st.sampled_from([1.0, 1.5, 4.0]),
+    st.sampled_from([1.0, 1.5]),
+    st.integers(0, 4096),
+)
 
 image_disks = st.builds(ImageDisk, st.sampled_from([0, 1000, 16388]), st.sampled_from([0, 1, 452]))
 kinds = st.sampled_from([CloneKind.INSTANT, CloneKind.LINKED, CloneKind.FULL])
 node_sizes = st.builds(Size, st.integers(1, 70), st.integers(1, 1 << 17), st.integers(0, 1 << 17))
 
 policies = st.builds(
-    lambda base, overcommit, floor, scratch: replace(
-        POLICY, base=base, overcommit=overcommit, floor=floor, scratch=scratch
-    ),
+    lambda base, scratch: replace(POLICY, base=base, scratch=scratch),
     st.builds(Size, st.integers(1, 3), st.sampled_from([128, 256, 1024])),
-    st.sampled_from([1.0, 1.5, 4.0]),
-    st.integers(0, 4096),
     st.sampled_from([0, 64, 2048]),
 )
 

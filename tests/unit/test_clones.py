@@ -26,16 +26,17 @@ from multiverse.core.model import (
     TemplateState,
     VmState,
 )
+from multiverse.core.provisioning.capacity import every_host
 from multiverse.core.provisioning.clones import (
     Choice,
     choose_clones,
     choose_kind,
     supply_missing,
-    template_sizes,
     ways_to_make,
 )
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.spares import node_spec
+from multiverse.core.provisioning.templates import template_sizes
 from multiverse.core.rows import VmsMissing
 from multiverse.core.transition import EffectKind
 from tests.unit import rows as hand
@@ -107,7 +108,7 @@ def chosen(
     """The choice for a job that asks for no kind of clone, where there is no template yet."""
     mine = hand.attempt(A.QUEUED, request=request or Request(1, Size(1, 100)))
     found = context(mine, *others, on=on or host(), jobs=jobs)
-    return choose_kind(found, mine, {hand.template(T.READY, size=Size(1, 4096)).which: None})
+    return choose_kind(found, mine, every_host(found, Size(1, 4096)))
 
 
 def test_where_clones_are_neither_booted_nor_forked_they_are_copied() -> None:

@@ -44,6 +44,7 @@ def test_values_are_read_into_their_types(tmp_path: Path) -> None:
         ({"slurm": {"commands": 1}}, "slurm.commands"),
         ({"host": {"cores": 0}}, "at least one core"),
         ({"host": {"overcommit": 0.5}}, "host.overcommit"),
+        ({"host": {"cpu_overcommit": 0.5}}, "host.cpu_overcommit"),
         ({"host": {"floor": -1}}, "host.floor"),
         ({"host": {"disk_overcommit": 0.9}}, "host.disk_overcommit"),
         ({"host": {"disk_floor": -1}}, "host.disk_floor"),

@@ -16,7 +16,7 @@ from multiverse.controller.loop import Controller
 from multiverse.controller.publication import TIMEOUT
 from multiverse.core.errors import Refused, Unknown
 from multiverse.core.model import Host, HypervisorView, JobLimits, SchedulerView, Size
-from multiverse.core.provisioning.capacity import largest_on
+from multiverse.core.provisioning.largest import largest_on
 from multiverse.simulation.clock import VirtualClock
 from multiverse.simulation.loop import run
 from multiverse.store import Store

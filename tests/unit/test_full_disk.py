@@ -25,6 +25,7 @@ from multiverse.core.model import (
     HypervisorView,
     Job,
     JobState,
+    Overcommitment,
     SchedulerView,
     Size,
     TemplateState,
@@ -33,7 +34,9 @@ from multiverse.core.model import (
     VmState,
 )
 from multiverse.core.planner import plan
-from multiverse.core.provisioning.capacity import Room, largest_on
+from multiverse.core.provisioning.capacity import Room, room_of
+from multiverse.core.provisioning.context import Context
+from multiverse.core.provisioning.largest import largest_on
 from multiverse.core.transition import RELEASING_EFFECTS, Change, Command, EffectKind, Event, Move
 from multiverse.host.qemu import full_disk
 from multiverse.host.qemu.full_disk import PausedGuests
@@ -57,21 +60,22 @@ def host(available: int | None, disk: int = 1000) -> Host:
 # --- claims -----------------------------------------------------------------------------------------
 
 
+def room_on(one: Host) -> Room:
+    return room_of(Context(state(), world_of(None, HypervisorView({"h1": one}), 0.0), POLICY))
+
+
 @pytest.mark.parametrize(("available", "fits"), [(None, True), (0, False), (1023, False), (1024, True)])
 def test_a_host_with_less_disk_than_its_floor_takes_nothing(available: int | None, fits: bool) -> None:
-    policy = replace(POLICY, disk_floor=1024)
-    room = Room({"h1": host(available)})
-    room.limit_disk(host(available), policy)
+    room = room_on(host(available))
     assert room.fits("h1", Size(1, 100)) is fits
     assert (room.place(1, {"h1": Size(1, 100)}) == ["h1"]) is fits
 
 
 def test_disk_may_be_claimed_as_many_times_as_the_site_says() -> None:
-    policy = replace(POLICY, disk_overcommit=2.5)
-    room = Room({"h1": host(None)})
-    room.limit_disk(host(None), policy)
+    more = replace(host(None), overcommit=Overcommitment(disk=2.5))
+    room = room_on(more)
     assert room.fits("h1", Size(1, 100, 2500)) and not room.fits("h1", Size(1, 100, 2501))
-    assert largest_on(host(None), "slim", policy).disk == 2500
+    assert largest_on(more, "slim", POLICY).disk == 2500
     assert largest_on(host(None), "slim", POLICY).disk == 1000
 
 

@@ -17,7 +17,7 @@ from multiverse.core.model import (
     VmState,
 )
 from multiverse.core.policy import Pool
-from multiverse.core.provisioning.capacity import largest_nodes
+from multiverse.core.provisioning.largest import largest_nodes
 from multiverse.core.transition import Command, Event
 from tests.unit.planner_harness import POLICY, PlannerHarness
 from tests.unit.rows import SOURCE, changes_of

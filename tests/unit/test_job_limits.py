@@ -28,14 +28,15 @@ from multiverse.core.model import (
     JobLimits,
     JobState,
     KnownHost,
+    Overcommitment,
     Request,
     SchedulerView,
     Size,
 )
 from multiverse.core.policy import Policy
 from multiverse.core.provisioning.admission import admit
-from multiverse.core.provisioning.capacity import could_ever_fit, largest_on
 from multiverse.core.provisioning.context import Context
+from multiverse.core.provisioning.largest import could_ever_fit, largest_on
 from multiverse.core.provisioning.sizes import NodeRequest, template_size
 from multiverse.core.provisioning.submission import job_limits
 from multiverse.core.transition import Event
@@ -67,6 +68,13 @@ def host_lists(draw: st.DrawFn) -> list[Host]:
         memory_block=st.sampled_from([1, 128, 1000, 1024]),
         vm_overhead=st.sampled_from([0, 32, 500]),
         disks=st.dictionaries(st.sampled_from(["slim", "rigid"]), image_disks),
+        overcommit=st.builds(
+            Overcommitment,
+            st.sampled_from([1.0, 1.0, 1.5, 2.0]),
+            st.sampled_from([1.0, 1.5]),
+            st.sampled_from([1.0, 1.5]),
+            st.integers(0, 2048),
+        ),
     )
     different = draw(st.lists(kinds, min_size=1, max_size=3))
     chosen = draw(st.lists(st.sampled_from(different), min_size=1, max_size=4))
@@ -82,13 +90,9 @@ requests = st.builds(
 )
 
 policies = st.builds(
-    lambda base, kind, overcommit, floor, scratch: replace(
-        POLICY, base=base, kind=kind, overcommit=overcommit, floor=floor, scratch=scratch
-    ),
+    lambda base, kind, scratch: replace(POLICY, base=base, kind=kind, scratch=scratch),
     st.builds(Size, st.integers(1, 3), st.sampled_from([128, 256, 1024])),
     st.sampled_from(CloneKind),
-    st.sampled_from([1.0, 1.5]),
-    st.integers(0, 2048),
     st.sampled_from([0, 64, 2048]),
 )
 

@@ -25,6 +25,7 @@ from multiverse.core.model import (
     World,
 )
 from multiverse.core.policy import Policy, Pool
+from multiverse.core.provisioning.capacity import every_host
 from multiverse.core.provisioning.clones import Choice, choose_kind
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.pacing import ARRIVALS_FADE, wait_for
@@ -149,15 +150,16 @@ def chosen(*templates: Template | None, spares: Iterable[Vm] = (), hosts: str = 
            policy: Policy = POLICY, waiting: int = 0, **forecast: object) -> Choice:  # fmt: skip
     """The choice for a job that asks for no kind of clone. The time is 100."""
     seen = {vm.name: VmSeen(vm.name, vm.host, VmCondition.PARKED) for vm in spares}
-    here = {"h1": Host("h1", Size(4, 4096, 65536), frozenset(hosts.split()), images=hand.IMAGES)}
+    names = [f"h{n + 1}" for n in range(max(1, len(templates)))]
+    here = {n: Host(n, Size(4, 4096, 65536), frozenset(hosts.split()), images=hand.IMAGES) for n in names}
     remembered = Forecast(**forecast)  # type: ignore[arg-type]
     world = hand.world_of(None, HypervisorView(here, seen, {}), 99.0, forecast=remembered)
-    state = hand.state(*spares, now=100.0)
+    state = hand.state(*spares, *filter(None, templates), now=100.0)
     state.paced = dict(remembered.paced)
     state.waiting[PARENT] = waiting
-    found = {hand.template(T.READY, id=n + 1, host=f"h{n + 1}").which: row for n, row in enumerate(templates)}
     context = Context(state, world, replace(policy, kind=CloneKind.AUTO))
-    return choose_kind(context, hand.attempt(A.QUEUED), found)
+    forking = every_host(context, hand.template(T.READY).size, lambda _: bool(templates))
+    return choose_kind(context, hand.attempt(A.QUEUED), forking)
 
 
 def seconds(fork: float, boot: float) -> dict[tuple[str, CloneKind], float]:

@@ -5,17 +5,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from ipaddress import IPv4Network
 from typing import Any, cast
 
 import pytest
 
+from multiverse.bench.placement import OBSERVED, FullSite, Planning
+from multiverse.bench.placement import measure as measure_placement
 from multiverse.bench.planner import BlockedCluster, MonotonicClock, Passes, UncheckedTables, measure
-from multiverse.core import planner
-from multiverse.core.model import AttemptState, JobState
-from multiverse.core.provisioning import backfill
+from multiverse.core import changes, planner
+from multiverse.core.free import FreeIndex, HostGroup, HostKind, _FirstFit
+from multiverse.core.model import AttemptState, Job, JobRef, JobState, Placement, Request, Size
+from multiverse.core.policy import Policy
+from multiverse.core.provisioning import backfill, capacity
 from multiverse.core.provisioning.admission import Admission
 from multiverse.core.queue import Queue
+from multiverse.core.state import State
 from multiverse.store import Store
+
+HOSTS_POLICY = Policy(IPv4Network("10.0.0.0/8"), "10.0.0.1")
 
 SMALL, LARGE = (60, 100), (600, 400)
 """Queued jobs and VMs."""
@@ -124,6 +132,81 @@ async def test_jobs_that_wait_for_the_same_limit_are_considered_once(
     assert all("QOSMaxJobsPerUserLimit" in why for why in passes.controller.state.reasons.values())
     assert len(passes.controller.state.reasons) == 10, "the first of the queue are told"
     await passes.controller.close()
+
+
+# --- hosts ------------------------------------------------------------------------------------------
+
+FEW, MANY = 40, 800
+"""Hosts, each a source of its own with 10 VMs at most."""
+
+
+@pytest.fixture
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often hosts, templates and VMs are looked at, by what is done with them."""
+    counts: Counter[str] = Counter()
+
+    def count(owner: Any, name: str) -> None:
+        whole = getattr(owner, name)
+
+        def counted(*arguments: Any, **more: Any) -> Any:
+            counts[name] += 1
+            return whole(*arguments, **more)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    for owner, name in (
+        (capacity, "_refresh"), (capacity._Search, "usable"), (HostGroup, "put"), (FreeIndex, "show"),
+        (planner, "step_template"), (planner, "step_vm"), (changes, "_follow_hosts"), (State, "template_for"),
+        (_FirstFit, "__init__"), (_FirstFit, "put"), (HostKind, "ready_with"),
+    ):  # fmt: skip
+        count(owner, name)
+    return counts
+
+
+def planning_of(hosts: int) -> Planning:
+    planning = Planning(FullSite(hosts, 9 * hosts, 30))
+    policy = replace(HOSTS_POLICY, provisioning=0)
+    for _ in range(3):
+        planning.run(policy, keep=True)
+    return planning
+
+
+@pytest.mark.parametrize("placement", list(Placement))
+def test_the_hosts_that_an_admission_looks_at_do_not_grow_with_their_number(
+    placement: str, looked_at: Counter[str]
+) -> None:
+    found = []
+    for hosts in (FEW, MANY):
+        planning, policy = planning_of(hosts), replace(HOSTS_POLICY, placement=placement, provisioning=10)
+        planning.run(policy)  # the first time that a policy is asked, its order is made
+        looked_at.clear()
+        planning.run(policy)
+        found.append(Counter(looked_at))
+    few, many = found
+    assert few["usable"] >= 9, "jobs are placed"
+    assert sum(many.values()) < 2 * sum(few.values()) + OBSERVED, (few, many)
+    assert many["_refresh"] <= 2 * OBSERVED, "what was taken is computed again, and nothing else"
+
+
+def test_a_blocked_pass_looks_at_what_was_observed_anew(looked_at: Counter[str]) -> None:
+    found = []
+    for hosts in (FEW, MANY):
+        planning = planning_of(hosts)
+        request = Request(1, Size(planning.site.cpus, 100))
+        planning.site.jobs["first"] = Job(JobRef("first", 500), "job", 1000, JobState.PENDING, request, rank=0)
+        for _ in range(2):
+            planning.run(replace(HOSTS_POLICY, provisioning=10), keep=True)
+        looked_at.clear()
+        planning.run(replace(HOSTS_POLICY, provisioning=10))
+        found.append(Counter(looked_at))
+    few, many = found
+    assert sum(many.values()) < 2 * sum(few.values()) + 4 * OBSERVED, (few, many)
+
+
+def test_the_benchmark_of_placement_measures_every_policy() -> None:
+    found = measure_placement(20, 180, 12, 2)
+    assert [one.policy for one in found] == list(Placement)
+    assert all(one.admission.n and one.whole_pass.n == one.blocked.n == 2 and one.scan.n for one in found)
 
 
 async def test_the_benchmark_measures_passes_of_all_sorts() -> None:

@@ -8,10 +8,11 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiverse.core.model import Claim, CloneKind, Host, Key, Size, TemplateState, VmState
+from multiverse.core.model import Claim, CloneKind, Host, Key, Overcommitment, Size, TemplateState, VmState
 from multiverse.core.model.names import mac_of
 from multiverse.core.policy import Policy
-from multiverse.core.provisioning.capacity import Room, could_ever_fit, largest_on, left_behind, yet_to_come
+from multiverse.core.provisioning.capacity import Room, left_behind, overcommitted, yet_to_come
+from multiverse.core.provisioning.largest import could_ever_fit, largest_on
 from multiverse.core.provisioning.placement import address_of
 from multiverse.core.provisioning.sizes import (
     NodeRequest,
@@ -81,7 +82,7 @@ def test_where_nothing_can_be_plugged_a_vm_has_the_size_of_its_template(node: Si
     assert size.cpus == node.cpus and size.memory >= node.memory + POLICY.guest_reserve
     cut = forked_from.memory & (forked_from.memory - 1) != 0
     assert not cut or could_fit(node, 1, {"h1": replace(its, capacity=Size(128, memory))}), "cut to what the host holds"
-    assert serves_as(forked_from, forked_from, its, "slim", POLICY) or cpus < node.cpus
+    assert serves_as(forked_from, forked_from, its, "slim") or cpus < node.cpus
 
 
 @given(st.integers(1, 64), st.integers(1200, 10**6))
@@ -95,12 +96,12 @@ def test_of_an_image_that_can_plug_nothing_the_largest_that_fits_does_fit(cpus: 
 def test_a_template_that_is_larger_serves_up_to_twice_the_size_while_its_host_holds_a_vm_of_it() -> None:
     its, own = host(8, 8192, rigid=True), Size(2, 1024)
     for other in (own, Size(4, 2048), Size(3, 1024), Size(2, 2048)):
-        assert serves_as(other, own, its, "slim", POLICY)
+        assert serves_as(other, own, its, "slim")
     for other in (Size(1, 1024), Size(2, 1023), Size(5, 1024), Size(2, 2049)):
-        assert not serves_as(other, own, its, "slim", POLICY)
-    assert not serves_as(Size(4, 2048), own, host(3, 8192, rigid=True), "slim", POLICY)
-    assert not serves_as(Size(4, 2048), own, host(8, 4096, rigid=True), "slim", POLICY)
-    assert not serves_as(Size(2, 2048), own, host(8, 8192), "slim", POLICY), "what is plugged is the base's"
+        assert not serves_as(other, own, its, "slim")
+    assert not serves_as(Size(4, 2048), own, host(3, 8192, rigid=True), "slim")
+    assert not serves_as(Size(4, 2048), own, host(8, 4096, rigid=True), "slim")
+    assert not serves_as(Size(2, 2048), own, host(8, 8192), "slim"), "what is plugged is the base's"
 
 
 @given(
@@ -171,7 +172,7 @@ def test_a_full_subnet_has_no_address() -> None:
 
 # --- more claimed than declared --------------------------------------------------------------------
 
-OVERCOMMITTED = replace(POLICY, overcommit=3.0, floor=1000)
+OVERCOMMITTED = Overcommitment(memory=3.0, floor=1000)
 
 
 @given(st.integers(1, 10**6), st.floats(0, 10**6))
@@ -186,9 +187,10 @@ def test_the_memory_yet_to_come_is_the_rest_of_the_claim_or_less_once_settled(cl
 def test_free_memory_is_what_may_be_claimed_or_what_the_machine_has_left(
     available: int, coming: int, claimed: int
 ) -> None:
-    one = replace(host(4, 4096), available=available)
+    one = replace(host(4, 4096), available=available, overcommit=OVERCOMMITTED)
     room = Room({"h1": one}, {"h1": Size(0, claimed)})
-    room.overcommit(one, coming, OVERCOMMITTED)
+    free, tight = overcommitted(one, room.free["h1"], coming)
+    room.set("h1", free, tight=tight, full=False)
     by_claims, by_machine = 3 * 4096 - claimed, available - 1000 - coming
     assert room.free["h1"][1] == min(by_claims, by_machine)
     lacks = room.lack_memory({"h1": Size(1, 500)})
@@ -197,18 +199,17 @@ def test_free_memory_is_what_may_be_claimed_or_what_the_machine_has_left(
 
 
 def test_nothing_is_over_committed_by_default_or_where_the_machine_is_not_known() -> None:
-    for one, policy in ((replace(host(4, 4096), available=10), POLICY), (host(4, 4096), OVERCOMMITTED)):
-        room = Room({"h1": one})
-        room.overcommit(one, 5000, policy)
-        assert room.free["h1"][1] == 4096 and not room.tight
-        assert not short_of_memory(one, policy)
+    for one in (replace(host(4, 4096), available=10), replace(host(4, 4096), overcommit=OVERCOMMITTED)):
+        assert overcommitted(one, [4, 4096, 0], 5000) == ([4, 4096, 0], False)
+        assert not short_of_memory(one)
 
 
 def test_a_vm_larger_than_the_machine_never_fits_however_much_is_declared() -> None:
-    small = replace(host(4, 16384), machine=Size(2, 6000), available=5500)
-    fit = largest_on(small, "slim", OVERCOMMITTED)
-    assert could_fit(fit, 1, {"h1": small}, OVERCOMMITTED) and fit.memory < 5000
-    assert not could_fit(Size(1, 8000), 1, {"h1": small}, OVERCOMMITTED)
-    assert could_fit(Size(1, 8000), 1, {"h1": small}), "as it is declared, so it is taken"
+    declared = replace(host(4, 16384), machine=Size(2, 6000), available=5500)
+    small = replace(declared, overcommit=OVERCOMMITTED)
+    fit = largest_on(small, "slim", POLICY)
+    assert could_fit(fit, 1, {"h1": small}) and fit.memory < 5000
+    assert not could_fit(Size(1, 8000), 1, {"h1": small})
+    assert could_fit(Size(1, 8000), 1, {"h1": declared}), "as it is declared, so it is taken"
     rigid = replace(small, images={"slim": frozenset({"fork"})})
-    assert could_fit(largest_on(rigid, "slim", OVERCOMMITTED), 1, {"h1": rigid}, OVERCOMMITTED)
+    assert could_fit(largest_on(rigid, "slim", POLICY), 1, {"h1": rigid})

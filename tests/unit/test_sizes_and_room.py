@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from multiverse.core.errors import MultiverseError
-from multiverse.core.model import CloneKind, Host, ImageDisk, Size
+from multiverse.core.model import CloneKind, Host, ImageDisk, Overcommitment, Size
 from multiverse.core.model.names import mac_of
-from multiverse.core.policy import Policy
-from multiverse.core.provisioning.capacity import Room, largest_on
+from multiverse.core.provisioning.capacity import Room, overcommitted
+from multiverse.core.provisioning.largest import largest_on
 from multiverse.core.provisioning.placement import address_of
 from multiverse.core.provisioning.sizes import (
     parked_claim,
@@ -97,7 +97,7 @@ def test_no_vm_fits_beside_its_template_on_a_host_with_less_disk_than_every_job_
     ],
 )
 def test_only_of_what_cannot_be_plugged_may_a_template_have_more(can: str, other: Size, serves: bool) -> None:
-    assert serves_as(other, Size(1, 256), host(can=can), "slim", POLICY) is serves
+    assert serves_as(other, Size(1, 256), host(can=can), "slim") is serves
 
 
 def test_a_template_holds_only_memory_that_cannot_be_plugged() -> None:
@@ -120,40 +120,36 @@ def test_on_a_host_that_is_too_small_for_any_vm_nothing_fits() -> None:
 def test_an_over_committed_host_is_short_of_memory_below_its_floor(
     overcommit: float, available: int, short: bool
 ) -> None:
-    policy = replace(POLICY, overcommit=overcommit, floor=1024)
-    assert short_of_memory(replace(host(), available=available), policy) is short
+    one = replace(host(), available=available, overcommit=Overcommitment(memory=overcommit, floor=1024))
+    assert short_of_memory(one) is short
 
 
-def half_more() -> Policy:
-    return replace(POLICY, overcommit=1.5, floor=1000)
+HALF_MORE = Overcommitment(memory=1.5, floor=1000)
 
 
 def test_an_over_commitment_of_one_and_a_half_lets_half_as_much_more_be_claimed() -> None:
-    roomy = replace(host(memory=1000), available=100_000)
-    room = Room({"h1": roomy})
-    room.overcommit(roomy, 0, half_more())
-    assert room.free["h1"][1] == 1500 and not room.tight
+    roomy = replace(host(memory=1000), available=100_000, overcommit=HALF_MORE)
+    assert overcommitted(roomy, [4, 1000, 0], 0) == ([4, 1500, 0], False)
 
 
 @pytest.mark.parametrize(("available", "free", "tight"), [(2501, 1500, False), (2500, 1500, False), (2499, 1499, True)])
 def test_a_host_is_tight_exactly_if_its_machine_has_less_than_may_be_claimed(
     available: int, free: int, tight: bool
 ) -> None:
-    machine = replace(host(memory=1000), available=available)
-    room = Room({"h1": machine})
-    room.overcommit(machine, 0, half_more())
-    assert (room.free["h1"][1], room.tight == {"h1"}) == (free, tight)
+    machine = replace(host(memory=1000), available=available, overcommit=HALF_MORE)
+    assert overcommitted(machine, [4, 1000, 0], 0) == ([4, free, 0], tight)
 
 
 def test_with_over_commitment_a_vm_must_still_fit_into_the_machine() -> None:
-    small = replace(host(memory=16384), machine=Size(4, 5096))
-    assert largest_on(small, "slim", half_more()) == largest_on(host(memory=4096), "slim", POLICY)
+    small = replace(host(memory=16384), machine=Size(4, 5096), overcommit=HALF_MORE)
+    assert largest_on(small, "slim", POLICY) == largest_on(host(memory=4096), "slim", POLICY)
 
 
 def test_a_host_lacks_memory_exactly_from_one_mib_too_much() -> None:
-    machine = replace(host(memory=4000), available=1500)
+    machine = replace(host(memory=4000), available=1500, overcommit=HALF_MORE)
     room = Room({"h1": machine})
-    room.overcommit(machine, 0, half_more())
+    free, tight = overcommitted(machine, room.free["h1"], 0)
+    room.set("h1", free, tight=tight, full=False)
     assert room.free["h1"][1] == 500
     assert room.lack_memory({"h1": Size(1, 501)}) == ["h1"]
     assert room.lack_memory({"h1": Size(1, 500)}) == []

@@ -380,7 +380,9 @@ def test_the_gate_is_larger_than_any_host(site: Settings) -> None:
     assert site.qemu.max_cpus * 8 <= int(fields["CPUs"]) < 65536, "Slurm keeps CPUs in 16 bits"
     assert site.qemu.max_memory * 8 <= int(fields["RealMemory"])
     assert site.host.disk * 8 <= int(fields["TmpDisk"]) < 1 << 32, "Slurm keeps the disk in 32 bits"
-    assert "Feature=mvgate,slim,instant,linked,full,auto State=DRAIN" in gate
+    features = "mvgate,slim,instant,linked,full,auto"
+    places = "place-worst-fit,place-best-fit,place-first-fit,place-random-fit,place-pack"
+    assert f"Feature={features},{places} State=DRAIN" in gate
     assert "mvgate[1-4] NodeAddr=127.0.1.[1-4] Port=1" in gate
     with pytest.raises(Refused):
         install.render(site, install.Site((), 0, 1, 0))

@@ -71,6 +71,17 @@ def site(tmp_path: Path) -> Settings:
                 ),
                 ("features = 'full&slim&linked'", "a job has one kind of clone, not full and linked: name one of them"),
                 ("features = 'slim&full&slim'", "|0|slim&full&slim&mvgate"),
+                ("features = 'slim&place-pack'", "|0|slim&place-pack&mvgate"),
+                (
+                    "features = 'place-fast'",
+                    "there is no placement policy fast: use --constraint=place-NAME with one of worst-fit, best-fit,"
+                    " first-fit, random-fit, pack|-1",
+                ),
+                ("features = 'place-'", "there is no placement policy : use"),
+                (
+                    "features = 'place-pack&place-first-fit'",
+                    "a job has one placement policy, not place-pack and place-first-fit: name one of them",
+                ),
             )
         ),
         ("user_id = 1000, partition = 'other', contiguous = 1, min_mem_per_node = 0", "|0|nil|nil-nil"),

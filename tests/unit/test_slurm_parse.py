@@ -176,6 +176,10 @@ def test_image_and_kind_are_features() -> None:
     assert (job.request.image, job.request.kind) == ("mine", CloneKind.LINKED), "whether it is there, the hosts know"
     assert job.request.features == ("linked", "mine")
     assert "a job has one image, not slim and fast" in one(by_name("n2", features="slim&fast&full&mvgate")).problem
+    placed = one(by_name("n2", features="place-best-fit&mine&mvgate")).request
+    assert placed is not None and (placed.placement, placed.image) == ("best-fit", "mine")
+    assert job.request.placement is None
+    assert "a job has one placement policy, not" in one(by_name("n2", features="place-a&place-b&mvgate")).problem
     assert parse.features("a&mv_3&mvgate,b&mv_x", "mvgate") == (("a", "b", "mv_x"), "mv_3")
 
 

@@ -23,6 +23,7 @@ from multiverse.core.model import (
     NodeState,
     Observation,
     OfferState,
+    Overcommitment,
     Request,
     Row,
     SchedulerView,
@@ -255,10 +256,11 @@ def test_spares_that_are_being_released_count_before_others_are_released() -> No
 
 
 def test_spares_are_released_only_where_memory_is_short() -> None:
-    hosts = [host("h1", available=100), host("h2", available=100_000)]
+    both = Overcommitment(memory=1.5, floor=1024)
+    hosts = [replace(host(name), available=have, overcommit=both) for name, have in (("h1", 100), ("h2", 100_000))]
     changes = kept(
         READY, template(T.READY, id=2, host="h2"), parked(1), parked(2, host="h2"),
-        pools=(replace(PARKED, least=2, most=2),), hosts=hosts, overcommit=1.5, floor=1024,
+        pools=(replace(PARKED, least=2, most=2),), hosts=hosts,
     )  # fmt: skip
     assert released(changes) == [(1, "host h1 is short of memory")]
 

@@ -18,12 +18,12 @@ from multiverse.agent.protocol import (
     Destroy,
     Examine,
     Examined,
+    HypervisorAnswer,
     Measure,
     Measured,
     Observe,
     Stages,
     Start,
-    View,
 )
 from multiverse.core.errors import Gone, MultiverseError
 from multiverse.core.model import HypervisorView, Identity, Size, Stage, TemplateKey, User, VmRef, VmSpec
@@ -34,7 +34,7 @@ class AgentSource:
 
     def __init__(self, connection: AgentConnection) -> None:
         self.connection = connection
-        self._shown: tuple[View, HypervisorView] | None = None
+        self._shown: tuple[HypervisorAnswer, HypervisorView] | None = None
 
     @property
     def name(self) -> str:
@@ -53,7 +53,7 @@ class AgentSource:
 
     async def observe(self) -> HypervisorView:
         """See `ports.Source`. An observation that shows what the one before it showed is the same object."""
-        view = cast(View, await self.connection.call(Observe()))
+        view = cast(HypervisorAnswer, await self.connection.call(Observe()))
         if self._shown is None or self._shown[0] is not view:
             self._shown = view, view.view()
         return self._shown[1]

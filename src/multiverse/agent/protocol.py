@@ -102,7 +102,7 @@ class Welcome(Message):
     holder: str = ""
 
 
-class Failure(Message):
+class CallFailure(Message):
     """An error of `core.errors`, by the name of its class."""
 
     kind: str
@@ -110,8 +110,8 @@ class Failure(Message):
     hint: str = ""
 
     @staticmethod
-    def of(error: MultiverseError) -> Failure:
-        return Failure(kind=type(error).__name__.lower(), message=error.message, hint=error.hint)
+    def of(error: MultiverseError) -> CallFailure:
+        return CallFailure(kind=type(error).__name__.lower(), message=error.message, hint=error.hint)
 
     def error(self) -> MultiverseError:
         """The error itself. One that this release does not know says nothing about what was done."""
@@ -215,7 +215,7 @@ class Stages(Message):
     stages: tuple[Stage, ...] = ()
 
 
-class View(Message):
+class HypervisorAnswer(Message):
     """An observation. Templates are pairs, because their keys are no strings."""
 
     hosts: dict[str, Host]
@@ -223,9 +223,11 @@ class View(Message):
     templates: tuple[tuple[TemplateKey, TemplateSeen], ...]
 
     @staticmethod
-    def of(view: HypervisorView) -> View:
+    def of(view: HypervisorView) -> HypervisorAnswer:
         # Nothing is checked: these are objects of our own, and this is done at each observation.
-        return View.model_construct(hosts=dict(view.hosts), vms=dict(view.vms), templates=tuple(view.templates.items()))
+        return HypervisorAnswer.model_construct(
+            hosts=dict(view.hosts), vms=dict(view.vms), templates=tuple(view.templates.items())
+        )
 
     def view(self) -> HypervisorView:
         return HypervisorView(self.hosts, self.vms, dict(self.templates))
@@ -249,10 +251,10 @@ class Counted(Message):
     programs: dict[str, int]
 
 
-Result = Nothing | Stages | View | Measured | Examined | Counted
+Result = Nothing | Stages | HypervisorAnswer | Measured | Examined | Counted
 
 RESULTS: dict[type[Message], type[Result]] = {
-    Observe: View,
+    Observe: HypervisorAnswer,
     Create: Stages,
     Start: Stages,
     Destroy: Nothing,
@@ -286,11 +288,11 @@ class Answer(Message):
     """A line of an agent. One field is set, or `id` and one more. `result` is read by `RESULTS`."""
 
     welcome: Welcome | None = None
-    refused: Failure | None = None
+    refused: CallFailure | None = None
     taken: int | None = None
     id: int | None = None
     result: dict[str, Any] | None = None
-    error: Failure | None = None
+    error: CallFailure | None = None
     same: bool = False
     pong: int | None = None
 

@@ -22,6 +22,7 @@ from multiverse.agent.protocol import (
     Answer,
     BuildTemplate,
     Call,
+    CallFailure,
     Counted,
     CountProcesses,
     Create,
@@ -29,8 +30,8 @@ from multiverse.agent.protocol import (
     Destroy,
     Examine,
     Examined,
-    Failure,
     Hello,
+    HypervisorAnswer,
     Line,
     Measure,
     Measured,
@@ -39,7 +40,6 @@ from multiverse.agent.protocol import (
     Result,
     Stages,
     Start,
-    View,
     Welcome,
     decode_line,
     encode,
@@ -167,7 +167,7 @@ class AgentServer:
             self._epochs.take(hello.site, epoch)
         except MultiverseError as error:
             log.warning("controller refused", controller=hello.controller, reason=str(error))
-            writer.write(encode(Answer(refused=Failure.of(error))))
+            writer.write(encode(Answer(refused=CallFailure.of(error))))
             return None
         writer.write(encode(Answer(taken=epoch.number)))
         log.info("controller connected", site=hello.site, release=hello.release, epoch=epoch.number)
@@ -197,7 +197,7 @@ class AgentServer:
                 try:
                     self._epochs.check(connection.site, connection.epoch)
                 except Refused as error:
-                    connection.send(encode(Answer(refused=Failure.of(error))))
+                    connection.send(encode(Answer(refused=CallFailure.of(error))))
                     raise
                 self._begin(connection, line.id, line.call)
             await connection.writer.drain()
@@ -242,7 +242,7 @@ class AgentServer:
             self._send_result(connection, number, call, result)
         finally:
             if failure is not None:
-                connection.send(encode(Answer(id=number, error=Failure.of(failure))))
+                connection.send(encode(Answer(id=number, error=CallFailure.of(failure))))
 
     def _send_result(self, connection: _Connection, number: int, call: Call, result: Result) -> None:
         data = result.model_dump_json(exclude_none=True).encode()
@@ -257,7 +257,7 @@ class AgentServer:
         hypervisor = connection.hypervisor
         match call:
             case Observe():
-                return View.of(self._completed(connection.site, await hypervisor.observe()))
+                return HypervisorAnswer.of(self._completed(connection.site, await hypervisor.observe()))
             case Create():
                 return await self._create(connection, call.vm)
             case Start():

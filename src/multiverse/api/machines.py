@@ -65,8 +65,9 @@ class HostView:
     `private` and `shared` are sums over its VMs, so shared memory is counted once for each VM that maps it.
     `templates` is the memory that templates take, with all their copies; `template_copies` is the number of copies.
     Claims may reach `overcommit` times the declared memory; above 1, only while the machine keeps `floor` MiB
-    available. `images` maps each image on the host to what it can do there. `features` are what the host can do for its
-    VMs beyond that, such as vhost-net.
+    available. They may reach `cpu_overcommit` times the declared CPUs and `disk_overcommit` times the declared disk.
+    `images` maps each image on the host to what it can do there. `features` are what the host can do for its VMs beyond
+    that, such as vhost-net.
 
     `state` is up, closing (drained from `drain_from` on, in Unix time), draining, drained, away, silent, fencing or
     fenced, and `reason` why it is drained or fenced. While it is not `reachable`, its figures are as last observed (0
@@ -89,6 +90,8 @@ class HostView:
     template_copies: int
     overcommit: float
     floor: int
+    cpu_overcommit: float = 1.0
+    disk_overcommit: float = 1.0
     state: str = "up"
     reason: str = ""
     drain_from: float | None = None

@@ -65,14 +65,14 @@ def _table(found: Sequence[HostView]) -> Table:
     table = render.table("HOST", "STATE", "VMS", "JOBS", *shown, right=("VMS", "JOBS"), fold=shown)
     for one in found:
         cells: list[str | Text] = [one.name, render.state(one.state), str(one.vms), str(len(one.jobs))]
-        cpus = f"{one.claimed.cpus} of {one.declared.cpus}"
+        cpus = f"{one.claimed.cpus} of {one.declared.cpus}{_times(one.cpu_overcommit)}"
         table.add_row(*cells, cpus, _memory_claimed(one), *(_more(one) if full else ()))
     return table
 
 
 def _more(host: HostView) -> list[str]:
     return [
-        f"{render.memory(host.claimed.disk)} of {render.memory(host.declared.disk)}",
+        f"{render.memory(host.claimed.disk)} of {render.memory(host.declared.disk)}{_times(host.disk_overcommit)}",
         f"{render.memory(host.private)}, {render.memory(host.shared)} shared",
         render.memory(host.templates) + (", held twice" if host.template_copies > 1 else ""),
         f"{_machine(host)}, runs {host.accelerator}" if host.accelerator else _machine(host),
@@ -117,8 +117,12 @@ def _show_images(host: HostView) -> None:
 
 
 def _memory_claimed(host: HostView) -> str:
-    times = f" × {host.overcommit:g}" if host.overcommit > 1 else ""
-    return f"{render.memory(host.claimed.memory)} of {render.memory(host.declared.memory)}{times}"
+    declared = render.memory(host.declared.memory)
+    return f"{render.memory(host.claimed.memory)} of {declared}{_times(host.overcommit)}"
+
+
+def _times(overcommit: float) -> str:
+    return f" × {overcommit:g}" if overcommit > 1 else ""
 
 
 def _machine(host: HostView) -> str:

@@ -23,6 +23,7 @@ from multiverse.cli import (
     long_queue,
     observations,
     passes,
+    placement,
     prune,
     repair,
     scale,
@@ -65,6 +66,7 @@ bench.app.command("density")(density.density)
 bench.app.command("observations")(observations.observations)
 bench.app.command("planner")(passes.planner)
 bench.app.command("backfill")(backfill.backfill)
+bench.app.command("placement")(placement.placement)
 bench.app.command("queue")(long_queue.queue)
 bench.app.command("scale")(scale.scale)
 bench.app.command("neighbours")(long_queue.neighbours_)

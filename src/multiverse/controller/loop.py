@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import inf
 from random import Random, SystemRandom
 
@@ -87,10 +88,7 @@ def policy_of(settings: Settings) -> Policy:
         base=Size(s.qemu.base_cpus, s.qemu.base_memory),
         guest_reserve=s.image.guest_reserve,
         scratch=s.image.scratch,
-        overcommit=s.host.overcommit,
-        floor=s.host.floor,
-        disk_overcommit=s.host.disk_overcommit,
-        disk_floor=s.host.disk_floor,
+        placement=s.placement.policy,
         provisioning=p.provisioning,
         silence=p.silence,
         spawn_timeout=p.spawn_timeout,
@@ -165,6 +163,7 @@ class Controller:
         self._hypervisor = hypervisor
         self._running: dict[Observer[SchedulerView] | Observer[HypervisorView], asyncio.Task[None]] = {}
         self._runs = False
+        self._placement_faults: dict[str, str] = {}  # those that were logged
         self._limits: JobLimits | None = None  # what no job must exceed
         self._hosts_followed = -1  # `State.host_changes`, as of which this and the sources are
         self.began = clock.now()
@@ -201,6 +200,10 @@ class Controller:
     def fence_by(self, fencing: Fencing) -> None:
         """Fence hosts by these means of the site, if the settings have a fence command."""
         self._around.fencing = fencing
+
+    def place_by(self, placements: Mapping[str, Callable[..., Sequence[str]]]) -> None:
+        """Place VMs by these policies of the site, too, where they are named."""
+        self.policy = replace(self.policy, placements=placements)
 
     def hint(self, uid: int | None = None, job_id: str = "") -> None:
         """Something may have changed in the scheduler: observe it sooner. `uid` or `job_id` say whose job or which job
@@ -386,11 +389,19 @@ class Controller:
             return error
         self._forecast.note(moves, now)
         self._comments.passed(moves, state.reasons)
+        self._log_placement_faults()
         self.missing_hints.note(moves)
         self._exclusions.note(moves, now)
         self._committed(messages)
         self._confirmed = self._confirmed_orphans(world)
         return None
+
+    def _log_placement_faults(self) -> None:
+        """A fault is logged once for as long as it repeats."""
+        for name, reason in self.state.placement_faults.items():
+            if self._placement_faults.get(name) != reason:
+                log.warning("placement policy not followed", policy=name, reason=reason)
+        self._placement_faults = dict(self.state.placement_faults)
 
     def _committed(self, messages: list[Message]) -> None:
         """The pass is kept, and with it what came of these messages."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from multiverse.core.model import OFF_STATES, Job, KnownHost, Observation, VmSeen, World
+from multiverse.core.model import OFF_STATES, Host, Job, KnownHost, Observation, VmSeen, World
 from multiverse.core.policy import Policy
 from multiverse.core.rows import Compared
 from multiverse.core.state import State
@@ -30,7 +30,10 @@ def mark_changes(state: State, world: World, policy: Policy) -> None:
         compared.users = users
     for name, observation in world.sources.items():
         _mark_source(state, compared, name, observation, policy)
-    _know_hosts(state, compared, world)
+    for name in compared.sources.keys() - world.sources.keys():
+        _follow_hosts(state, compared, name, {})
+        del compared.sources[name]
+    _know_hosts(state, compared)
 
 
 def _mark_jobs(state: State, jobs: Mapping[str, Job]) -> None:
@@ -53,18 +56,48 @@ def changed(before: Mapping[str, T], after: Mapping[str, T]) -> list[str]:
 def _mark_source(state: State, compared: Compared, name: str, observation: Observation, policy: Policy) -> None:
     old = compared.sources.get(name)
     compared.sources[name] = observation
+    if old is not None and old.latest is observation.latest is not None:
+        return
     silent = observation.latest is None and state.now - observation.since > policy.silence
-    hosts_before = old.latest.value.hosts.keys() if old and old.latest else None
-    hosts = observation.latest.value.hosts.keys() if observation.latest else None
-    if old is None or silent != (name in compared.silent) or hosts_before != hosts:
+    before = old.latest.value.hosts.keys() if old and old.latest else None
+    hosts = observation.latest.value.hosts if observation.latest else None
+    shows_others = before != (hosts.keys() if hosts is not None else None)
+    if old is None or silent != (name in compared.silent) or shows_others:
         (compared.silent.add if silent else compared.silent.discard)(name)
         state.mark_source(name)
-    if observation.latest is None or (old is not None and old.latest is observation.latest):
+    if old is None or old.latest is not observation.latest:
+        state.mark_observed(name)
+        _follow_hosts(state, compared, name, hosts or {})
+    if observation.latest is None:
         return
     shown = observation.latest.value.vms
     for vm_name in _changed_vms(compared.vms.get(name, {}), shown):
         state.mark_vm(vm_name)
     compared.vms[name] = shown
+
+
+def _follow_hosts(state: State, compared: Compared, source: str, hosts: Mapping[str, Host]) -> None:
+    """The source shows these hosts. Of several sources that show a host the last by name answers for it."""
+    index = state.free
+    before = compared.hosts_of.get(source, frozenset())
+    compared.hosts_of[source] = frozenset(hosts)
+    for name in sorted(before | hosts.keys()):
+        sources = compared.showing.setdefault(name, {})
+        if name in hosts:
+            sources[source] = hosts[name]
+        else:
+            sources.pop(source, None)
+        host = sources[max(sources)] if sources else None
+        old = index.hosts.get(name)
+        if host is None:
+            del compared.showing[name]
+            index.hide(name)
+        else:
+            index.show(host)
+        if (host is None) != (old is None):
+            state.queue.check_all()
+        if host is not old:
+            compared.unlearned.add(name)
 
 
 def _changed_vms(before: Mapping[str, VmSeen], after: Mapping[str, VmSeen]) -> list[str]:
@@ -82,18 +115,15 @@ def _moves(seen: VmSeen) -> tuple[object, ...]:
     return seen.condition, seen.host, seen.token, seen.introduced
 
 
-def _know_hosts(state: State, compared: Compared, world: World) -> None:
+def _know_hosts(state: State, compared: Compared) -> None:
     """Keep every host in sight as it was observed last, and the source that answers for it. What it has available at
     the moment is not kept: it changes all the time."""
-    hosts = world.hosts
-    if hosts.keys() != compared.hosts.keys():
-        state.queue.check_all()
-    for name, host in hosts.items():
-        if compared.hosts.get(name) is not host:
+    for name in sorted(compared.unlearned):
+        if (host := state.free.hosts.get(name)) is not None:
             steady = replace(host, available=0, available_disk=None)
             known = state.hosts.get(name) or KnownHost(name, "")
-            state.know_host(replace(known, source=world.source_of[name], value=steady))
-    compared.hosts = dict(hosts)
+            state.know_host(replace(known, source=max(compared.showing[name]), value=steady))
+    compared.unlearned.clear()
 
 
 def close_hosts(state: State, world: World) -> None:

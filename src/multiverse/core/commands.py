@@ -20,8 +20,8 @@ from multiverse.core.model import (
     World,
 )
 from multiverse.core.policy import Policy
-from multiverse.core.provisioning.clones import need_template
 from multiverse.core.provisioning.context import Context
+from multiverse.core.provisioning.templates import need_template
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Command, Done, EffectKind, Event, Message
 

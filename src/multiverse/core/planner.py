@@ -15,7 +15,7 @@ from multiverse.core.commands import apply_command, apply_result
 from multiverse.core.machines.attempt import attempt_rests, open_attempts, step_attempt
 from multiverse.core.machines.host import Quorum, hosts_to_step, step_host
 from multiverse.core.machines.offer import step_offer
-from multiverse.core.machines.template import step_template
+from multiverse.core.machines.template import step_template, template_rests
 from multiverse.core.machines.vm import may_have_a_job, step_vm, vm_rests
 from multiverse.core.model import Key, World
 from multiverse.core.policy import Policy
@@ -39,9 +39,9 @@ def plan(
     caller rolls it back if they cannot be kept. Steps free before admission uses, and rounds repeat until nothing more
     follows, so that one commit answers an observation however many rows it moves. With `releasing` nothing is added: no
     attempt of a job that waits, no VM, no template; what that concerns is left to a later pass."""
-    context = Context(state, world, policy)
     state.begin(now, world.forecast.paced, world.entropy)
     mark_changes(state, world, policy)
+    context = Context(state, world, policy, state.free.hosts)
     adopt_unexplained(context)
     for message in messages:
         if isinstance(message, Done):
@@ -72,15 +72,18 @@ def _provide(context: Context) -> None:
 
 
 def step_all(state: State, world: World, policy: Policy, *, releasing: bool = False) -> None:
-    """Step once every state machine that may move. Templates and offers are few."""
+    """Step once every state machine that may move. Offers are few."""
     quorum = Quorum(state, world, policy)
     for name in hosts_to_step(state):
         with quarantine_on_error(state, state.hosts[name].key):
             step_host(state, name, world, policy, quorum)
     open_attempts(state, world, only_taken=releasing)
-    for template_id in sorted(state.templates):
+    for template_id in sorted(state.dirty_templates):
+        state.dirty_templates.discard(template_id)
         with quarantine_on_error(state, Key("template", template_id)):
             step_template(state, template_id, world)
+        if (template := state.templates.get(template_id)) and not template_rests(template):
+            state.dirty_templates.add(template_id)
     for offer_id in sorted(state.offers):
         with quarantine_on_error(state, Key("offer", offer_id)):
             step_offer(state, offer_id, world)
@@ -107,7 +110,7 @@ def orphans(state: State, world: World) -> list[tuple[str, str]]:
     view = world.scheduler.value
     shown = dict.fromkeys(view.nodes.keys() - state.vm_named.keys(), "")
     for source, one in world.views.items():
-        shown.update(dict.fromkeys(one.vms.keys() - state.vm_named.keys(), source))
+        shown.update((name, source) for name in one.vms if name not in state.vm_named)
     if not shown:
         return []
     return sorted((name, source) for name, source in shown.items() if not may_have_a_job(view, name))

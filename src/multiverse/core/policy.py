@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from multiverse.core.model import Attempt, CloneKind, Depth, Forecast, Size
+from multiverse.core.model import Attempt, CloneKind, Depth, Forecast, Placement, Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,7 @@ class Policy:
     base: Size = Size(1, 256)
     guest_reserve: int = 80
     scratch: int = 0  # what each job may write to its VM's disk, also if it asks for less
-    overcommit: float = 1.0  # times its declared memory that a host may claim
-    floor: int = 1024  # above 1, what its machine must keep available all the same
-    disk_overcommit: float = 1.0  # times its declared disk that a host may claim
-    disk_floor: int = 1024  # MiB: with less disk available, a host gets no VM
-    settle: float = 30.0  # then, how long a VM serves its job before it counts as what it takes
+    settle: float = 30.0  # where memory is over-committed, how long a VM serves before it counts as what it takes
     provisioning: int = 4
     silence: float = 60.0  # how long a source is unknown before its VMs no longer count for their jobs
     spawn_timeout: float = 60.0
@@ -81,6 +77,9 @@ class Policy:
     pools: tuple[Pool, ...] = ()
     backfill: Backfill | None = None  # None: nothing starts ahead of the first job that waits for room
     reclaim: float = 10.0  # from a job's end until its VMs are gone
+    placement: str = Placement.WORST_FIT  # the policy that places VMs of jobs that name none
+    placements: Mapping[str, Callable[..., Sequence[str]]] = field(default_factory=lambda: MappingProxyType({}))
+    """The site's own policies, by name: see `core.provisioning.placement.PlacementPolicy`."""
     rates: Mapping[CloneKind, float] = field(default_factory=lambda: MappingProxyType({}))
     """Clones a second from one template, or of one image on one host; kinds that are not in it go unpaced."""
     seconds: Mapping[CloneKind, float] = field(

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from multiverse.core.model import (
     Attempt,
     Claim,
+    ClaimKey,
     Host,
     Key,
     KnownHost,
@@ -89,6 +90,67 @@ class Rows(LiveRows):
     hosts: Mapping[str, KnownHost] = field(default_factory=lambda: MappingProxyType({}))
 
 
+class Numbers:
+    """The numbers that rows get next."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._serial, self._attempt, self._template = rows.next_serial, rows.next_attempt, rows.next_template
+
+    @property
+    def next_serial(self) -> int:
+        """The serial of the next VM, which `new_serial` counts."""
+        return self._serial
+
+    def new_serial(self) -> int:
+        self._serial += 1
+        return self._serial - 1
+
+    def skip_serials(self, until: int) -> None:
+        """Give no serial below `until` any more."""
+        self._serial = max(self._serial, until)
+
+    def new_attempt_id(self) -> int:
+        self._attempt += 1
+        return self._attempt - 1
+
+    def new_template_id(self) -> int:
+        self._template += 1
+        return self._template - 1
+
+
+class HeldClaims:
+    """The claims that rows hold, by owner and by domain."""
+
+    def __init__(self) -> None:
+        self.claims: dict[ClaimKey, Claim] = {}
+        self.used: defaultdict[str, Size] = defaultdict(lambda: Size(0, 0, 0))  # what claims hold, by domain
+        self._claims_in: defaultdict[str, dict[Key, Claim]] = defaultdict(dict)  # by domain and owner
+        self._domains: defaultdict[Key, set[str]] = defaultdict(set)  # in which an owner holds claims
+
+    def _keep_claim(self, key: ClaimKey, claim: Claim | None) -> None:
+        """This is the claim of that key; None: there is none."""
+        old = self.claims.pop(key, None)
+        if old is not None:
+            del self._claims_in[key.domain][key.owner]
+            self.used[key.domain] = plus(self.used[key.domain], old.size, -1)
+            self._domains[key.owner].discard(key.domain)
+            if not self._domains[key.owner]:
+                del self._domains[key.owner]
+        if claim is not None:
+            self.claims[key] = claim
+            self._claims_in[key.domain][key.owner] = claim
+            self.used[key.domain] = plus(self.used[key.domain], claim.size)
+            self._domains[key.owner].add(key.domain)
+
+    def claims_of(self, owner: Key) -> list[ClaimKey]:
+        """The claims that a row holds."""
+        return [ClaimKey(owner, domain) for domain in sorted(self._domains.get(owner, ()))]
+
+    def claims_in(self, domain: str) -> list[Claim]:
+        """The claims in a domain, in no order."""
+        return list(self._claims_in[domain].values()) if domain in self._claims_in else []
+
+
 @dataclass(slots=True)
 class Compared:
     """The observations that passes have compared with the rows so far: see `changes`."""
@@ -97,7 +159,10 @@ class Compared:
     sources: dict[str, Observation] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)  # sources that have been unknown for long
     vms: dict[str, Mapping[str, VmSeen]] = field(default_factory=dict)  # by source, as shown last
-    hosts: dict[str, Host] = field(default_factory=dict)  # in sight
+    hosts_of: dict[str, frozenset[str]] = field(default_factory=dict)  # by source, the hosts that it shows
+    showing: dict[str, dict[str, Host]] = field(default_factory=dict)  # by host, the sources that show it
+    unadopted: set[str] = field(default_factory=set)  # sources that may show what has no row
+    unlearned: set[str] = field(default_factory=set)  # hosts in sight of which something new may be known
     users: dict[int, tuple[bool, float]] | None = None  # whether they exist, and since when that is known
 
 

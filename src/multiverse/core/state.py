@@ -7,12 +7,13 @@ pass is that of its moves, not that of all rows.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
 from multiverse.core.errors import Broken, Refused
+from multiverse.core.free import FreeIndex
 from multiverse.core.model import (
     Attempt,
     AttemptState,
@@ -27,19 +28,19 @@ from multiverse.core.model import (
     Offer,
     Request,
     Row,
-    Size,
     Template,
     TemplateKey,
+    TemplateState,
     Vm,
     VmState,
 )
 from multiverse.core.queue import Queue
-from multiverse.core.rows import Compared, Index, LiveRows, Rows, VmsMissing, plus
+from multiverse.core.rows import Compared, HeldClaims, Index, LiveRows, Numbers, Rows, VmsMissing
 from multiverse.core.slots import SlotTable, Touched
 from multiverse.core.transition import TERMINAL, Change, Command, Event, Move, Tables
 
 
-class State(LiveRows):
+class State(LiveRows, Numbers, HeldClaims):
     """The live rows, their indexes, and what the current pass has changed in them."""
 
     def __init__(self, rows: Rows, tables: Tables, now: float = 0.0) -> None:
@@ -49,7 +50,7 @@ class State(LiveRows):
         self.vms: dict[int, Vm] = {}
         self.templates: dict[int, Template] = {}
         self.offers: dict[int, Offer] = {}
-        self.claims: dict[ClaimKey, Claim] = {}
+        HeldClaims.__init__(self)
         self.hosts: dict[str, KnownHost] = {}  # also those that were removed from the site
         self._host_names: dict[int, str] = {}
         self.drains: dict[str, Drain] = {}  # by host
@@ -63,20 +64,22 @@ class State(LiveRows):
         self._vms_by_host = Index()
         self._vms_by_source = Index()
         self._vms_by_template = Index()  # by the number of the template's row, and by its key
-        self._templates_by_key = Index()  # and by host
+        self._templates_by_key = Index()  # by key, by host and by source
+        self._idle_templates: set[int] = set()  # see `idle_templates`, but for those of the keys in the next
+        self._perhaps_idle: set[TemplateKey] = set()
         self.vm_named: dict[str, int] = {}
         self.queue = Queue()
         self.touched = Touched()
         self.slots: dict[object, SlotTable] = {}  # when hosts will have room, for the requests asked for last
-        self.used: defaultdict[str, Size] = defaultdict(lambda: Size(0, 0, 0))  # what claims hold, by domain
+        self.free = FreeIndex()  # what is free on the hosts in sight
         # What the next step has to look at: rows that have changed or on which something has changed that they depend
         # on, and rows that time alone may move.
         self.dirty_attempts: set[int] = set()
         self.dirty_vms: set[int] = set()
+        self.dirty_templates: set[int] = set()
         self.unmade: set[int] = set()  # VMs that an earlier run of the daemon planned, and that were not seen yet
         self.unserved: set[str] = set()  # ids of jobs that may need an attempt
         self.compared = Compared()
-        self._domains: defaultdict[Key, set[str]] = defaultdict(set)  # in which an owner holds claims
         self.addresses: Counter[str] = Counter()  # that VMs have
         # What belongs to the current pass.
         self.moves: list[Move] = []
@@ -90,11 +93,12 @@ class State(LiveRows):
         self.reasons: dict[int, str] = {}  # why attempts wait: the first of the queue, in its order
         self.promised: dict[int, float] = {}  # by when the first that waits for room starts, as told
         self.looked: tuple[int, int, float] = (-1, -1, 0.0)  # when nothing could go ahead of which first attempt
+        self.placement_faults: dict[str, str] = {}  # by the name of a placement policy, why it was passed over last
         self.lacking: set[tuple[Request, CloneKind]] = set()  # what others on the machines leave too little memory for
         self.entropy = ""
         self.tables = tables
         self._undo: list[Callable[[], None]] = []
-        self._serial, self._attempt, self._template = rows.next_serial, rows.next_attempt, rows.next_template
+        Numbers.__init__(self, rows)
         self._read(rows)
 
     def _read(self, rows: Rows) -> None:
@@ -144,38 +148,7 @@ class State(LiveRows):
 
     def indexes(self) -> dict[str, dict[object, frozenset[int]]]:
         """All indexes: for comparing with those of a state made anew."""
-        return {
-            "by_job": self._by_job.entries(),
-            "by_state": self._by_state.entries(),
-            "vms_by_attempt": self._vms_by_attempt.entries(),
-            "vms_by_host": self._vms_by_host.entries(),
-            "vms_by_source": self._vms_by_source.entries(),
-            "vms_by_template": self._vms_by_template.entries(),
-            "templates_by_key": self._templates_by_key.entries(),
-        }
-
-    # --- numbers -----------------------------------------------------------------------------------
-
-    @property
-    def next_serial(self) -> int:
-        """The serial of the next VM, which `new_serial` counts."""
-        return self._serial
-
-    def new_serial(self) -> int:
-        self._serial += 1
-        return self._serial - 1
-
-    def skip_serials(self, until: int) -> None:
-        """Give no serial below `until` any more."""
-        self._serial = max(self._serial, until)
-
-    def new_attempt_id(self) -> int:
-        self._attempt += 1
-        return self._attempt - 1
-
-    def new_template_id(self) -> int:
-        self._template += 1
-        return self._template - 1
+        return {name.lstrip("_"): index.entries() for name, index in vars(self).items() if isinstance(index, Index)}
 
     # --- changes -----------------------------------------------------------------------------------
 
@@ -215,7 +188,7 @@ class State(LiveRows):
 
     def _forget_host(self, host: KnownHost, old: KnownHost | None) -> None:
         self._put(old) if old is not None else self._drop(host.key)
-        self.compared.hosts.pop(host.name, None)  # so that it is learned again
+        self.compared.unlearned.add(host.name)  # so that it is learned again
 
     def close_hosts(self, closed: frozenset[str], closing: frozenset[str]) -> None:
         """Which hosts take no new VM, and which will take none later. What waiting jobs could have depends on that."""
@@ -228,6 +201,7 @@ class State(LiveRows):
         self._undo.append(lambda: self._put(old) if old is not None else self._drop(row.key))
         if row.state in TERMINAL:
             self._drop(row.key)
+            self.compared.unadopted.add(getattr(row, "source", ""))
         else:
             self._put(row)
 
@@ -237,17 +211,9 @@ class State(LiveRows):
         self._put_claim(key, claim)
 
     def _put_claim(self, key: ClaimKey, claim: Claim | None) -> None:
-        old = self.claims.pop(key, None)
         self.touched.note(key.domain)
-        if old is not None:
-            self.used[key.domain] = plus(self.used[key.domain], old.size, -1)
-            self._domains[key.owner].discard(key.domain)
-            if not self._domains[key.owner]:
-                del self._domains[key.owner]
-        if claim is not None:
-            self.claims[key] = claim
-            self.used[key.domain] = plus(self.used[key.domain], claim.size)
-            self._domains[key.owner].add(key.domain)
+        self.free.stale.add(key.domain)
+        self._keep_claim(key, claim)
 
     def _put(self, row: Row) -> None:
         self._drop(row.key)
@@ -293,6 +259,7 @@ class State(LiveRows):
                         del self.addresses[old.address]
             case Template():
                 del self.templates[old.id]
+                self._idle_templates.discard(old.id)
             case Offer():
                 del self.offers[old.id]
             case KnownHost():
@@ -318,21 +285,29 @@ class State(LiveRows):
             case Template():
                 yield self._templates_by_key, row.which
                 yield self._templates_by_key, row.host
+                yield self._templates_by_key, ("source", row.source)
 
     # --- what is to be looked at -------------------------------------------------------------------
 
     def _mark(self, row: Row) -> None:
-        """A row has changed: look at it, and at those whose steps depend on it."""
+        """A row has changed: look at it, at those whose steps depend on it, and at what is free on its host."""
         match row:
+            case Template():
+                self.dirty_templates.add(row.id)
+                self._perhaps_idle.add(row.which)
+                self.touched.note(row.host)
+                self.free.stale.add(row.host)
+                self.free.stale_templates.add(row.which)
             case Attempt():
                 self.dirty_attempts.add(row.id)
                 self.touched.note()
                 for id_ in self._vms_by_attempt[row.id]:
                     self.dirty_vms.add(id_)
                     self.touched.note(self.vms[id_].host)
-            case Template():
-                self.touched.note(row.host)
             case Vm():
+                self.free.stale.add(row.host)
+                if row.template is not None:
+                    self._perhaps_idle.add(row.template)
                 self._mark_vm(row)
             case Offer(id=id_) if id_ in self.vms:
                 self._mark_vm(self.vms[id_])
@@ -366,6 +341,18 @@ class State(LiveRows):
         for id_ in self._vms_by_source[source]:
             self._mark_vm(self.vms[id_])
 
+    def mark_observed(self, source: str) -> None:
+        """A source was observed anew."""
+        self.dirty_templates.update(self._templates_by_key.ids(("source", source)))
+        self.compared.unadopted.add(source)
+
+    def take_unadopted(self) -> list[str]:
+        """The sources that may show what has no row. They count as looked at, unless the pass is rolled back."""
+        found = sorted(self.compared.unadopted)
+        self.compared.unadopted.clear()
+        self._undo.append(lambda: self.compared.unadopted.update(found))
+        return found
+
     # --- questions ---------------------------------------------------------------------------------
 
     def attempts_in(self, *states: AttemptState) -> list[Attempt]:
@@ -392,21 +379,35 @@ class State(LiveRows):
         """The VMs whose capacity is claimed on a host, by serial."""
         return [self.vms[id_] for id_ in self._vms_by_host[host]]
 
+    def vms_of_template(self, template: int) -> list[Vm]:
+        """The VMs forked, or about to be forked, from a template, by serial."""
+        return [self.vms[id_] for id_ in self._vms_by_template[template]]
+
     def serving_vms_of(self, attempt: Attempt) -> list[Vm]:
         """The attempt's VMs that are neither lost nor being destroyed."""
         return [vm for vm in self.vms_of(attempt) if not vm.leaving and vm.state is not VmState.LOST]
 
-    def claims_of(self, owner: Key) -> list[ClaimKey]:
-        """The claims that a row holds."""
-        return [ClaimKey(owner, domain) for domain in sorted(self._domains.get(owner, ()))]
+    def count_vms(self, *states: VmState) -> int:
+        """How many VMs are in one of these states."""
+        return sum(len(self._by_state.ids(("vm", state))) for state in states)
 
-    def template_ids_of_vms(self) -> list[int]:
-        """The numbers of the templates that live VMs were forked from, whether or not their rows have ended."""
-        return [id_ for id_ in self._vms_by_template if isinstance(id_, int)]
+    def idle_templates(self) -> list[Template]:
+        """The templates that are ready or broken and that nothing but spares uses, by number."""
+        for which in self._perhaps_idle:
+            idle = not self.serves_from(which)
+            for id_ in self._templates_by_key.ids(which):
+                there = self.templates[id_].state in (TemplateState.READY, TemplateState.BROKEN)
+                (self._idle_templates.add if idle and there else self._idle_templates.discard)(id_)
+        self._perhaps_idle.clear()
+        return [self.templates[id_] for id_ in sorted(self._idle_templates)]
 
-    def vms_of_template(self, template_id: int) -> list[Vm]:
-        """The live VMs that were forked from a template, by serial."""
-        return [self.vms[id_] for id_ in self._vms_by_template[template_id]]
+    def templates_on(self, host: str) -> list[Template]:
+        """The templates on a host, by number."""
+        return [self.templates[id_] for id_ in self._templates_by_key[host]]
+
+    def templates_in(self, *states: TemplateState) -> list[Template]:
+        """The templates in one of these states, by number."""
+        return [self.templates[id_] for id_ in sorted(i for s in states for i in self._by_state["template", s])]
 
     def serves_from(self, which: TemplateKey) -> bool:
         """Whether a VM was, or is about to be, forked from the template, other than spares, which go with it."""
@@ -429,10 +430,6 @@ class State(LiveRows):
         """The hosts in one of these states, by number."""
         ids = sorted(i for s in states for i in self._by_state["host", s])
         return [self.hosts[self._host_names[id_]] for id_ in ids]
-
-    def templates_on(self, host: str) -> list[Template]:
-        """The live templates on a host, by number."""
-        return [self.templates[id_] for id_ in self._templates_by_key[host]]
 
 
 @contextmanager

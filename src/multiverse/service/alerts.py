@@ -20,6 +20,7 @@ from multiverse.service.findings import (
     JobBackingOff,
     MissingImage,
     OrphanVm,
+    PlacementFault,
     QuarantinedRecord,
     SourceFailure,
     StoreFailure,
@@ -48,6 +49,7 @@ def alerts(found: Findings) -> list[Alert]:
         *map(_template, found.broken_templates),
         *map(_back_off, found.backing_off),
         *map(_user, found.unknown_users),
+        *map(_placement, found.placement_faults),
         *map(_effect, found.failing_effects),
         *map(_orphan_vm, found.orphan_vms),
         *map(_orphan, found.orphans),
@@ -184,6 +186,15 @@ def _template(one: BrokenTemplate) -> Alert:
         f"build a better image: multiverse image build; when a job needs the template, it is built again {again}",
         "builds the template again now",
         version=one.version,
+    )
+
+
+def _placement(one: PlacementFault) -> Alert:
+    return Alert(
+        "placement",
+        f"placement-{one.policy}",
+        f"the placement policy {one.policy} was not followed: {one.reason}",
+        "correct the package that registers it, and restart the daemon; until then worst-fit places its jobs' VMs",
     )
 
 

@@ -35,7 +35,7 @@ from multiverse.core.transition import Command, EffectKind
 from multiverse.ports import Clock
 from multiverse.service import convert, identity
 from multiverse.service.alerts import alerts
-from multiverse.service.findings import HintsMissing, SourceFailure, StoreFailure
+from multiverse.service.findings import HintsMissing, PlacementFault, SourceFailure, StoreFailure
 from multiverse.service.hosts import Troubles, host_views
 from multiverse.service.identity import Facts
 from multiverse.service.processes import Processes
@@ -133,6 +133,9 @@ class Backend:
             failing_effects=[
                 convert.failing_effect(failure, now) for failure in self.controller.failing(FAILURES_UNTIL_ALERT)
             ],
+            placement_faults=[
+                PlacementFault(name, why) for name, why in sorted(self.controller.state.placement_faults.items())
+            ],
             orphans=self.controller.orphans(),
             permanent=self.permanent,
         )
@@ -190,7 +193,7 @@ class Backend:
             controller.held_back(),
             {names[one.effect.key]: one.reason for one in failing if one.effect.kind is EffectKind.FENCE},
         )
-        return host_views(rows, controller.world(), controller.policy, self.clock.now(), troubles)
+        return host_views(rows, controller.world(), self.clock.now(), troubles)
 
     def host_names(self) -> list[str]:
         """The hosts in reach, by name."""

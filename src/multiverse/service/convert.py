@@ -256,8 +256,8 @@ def findings(rows: Rows, world: World, policy: Policy, now: float) -> Findings:
     return Findings(
         hosts_away=tuple(_hosts_away(rows, world, policy, now)),
         fenced=_fenced_vms(rows),
-        short_of_memory=tuple(_hosts_short_of_memory(world, policy)),
-        short_of_disk=tuple(_hosts_short_of_disk(rows, world, policy)),
+        short_of_memory=tuple(_hosts_short_of_memory(world)),
+        short_of_disk=tuple(_hosts_short_of_disk(rows, world)),
         missing_images=tuple(_missing_images(rows, world, policy, now)),
         quarantined=tuple(_quarantined_records(rows)),
         orphan_vms=tuple(
@@ -303,20 +303,20 @@ def _fenced_vms(rows: Rows) -> FencedVms:
     return FencedVms(tuple(vm.name for _, vm in sorted(rows.vms.items()) if vm.host in fenced))
 
 
-def _hosts_short_of_memory(world: World, policy: Policy) -> Iterator[HostShortOfMemory]:
+def _hosts_short_of_memory(world: World) -> Iterator[HostShortOfMemory]:
     for _, host in sorted(world.hosts.items()):
-        if short_of_memory(host, policy):
-            yield HostShortOfMemory(host.name, host.available, policy.floor)
+        if short_of_memory(host):
+            yield HostShortOfMemory(host.name, host.available, host.overcommit.floor)
 
 
-def _hosts_short_of_disk(rows: Rows, world: World, policy: Policy) -> Iterator[HostShortOfDisk]:
+def _hosts_short_of_disk(rows: Rows, world: World) -> Iterator[HostShortOfDisk]:
     shown = [(vm, world.vm(vm)) for _, vm in sorted(rows.vms.items())]
     paused = [vm for vm, seen in shown if seen is not None and seen.condition is VmCondition.PAUSED]
     for _, host in sorted(world.hosts.items()):
         waiting = [vm for vm in paused if vm.host == host.name]
-        if waiting or short_of_disk(host, policy):
+        if waiting or short_of_disk(host):
             names, jobs = tuple(vm.name for vm in waiting), _jobs_of(rows, waiting)
-            yield HostShortOfDisk(host.name, host.available_disk, policy.disk_floor, names, jobs)
+            yield HostShortOfDisk(host.name, host.available_disk, host.overcommit.disk_floor, names, jobs)
 
 
 def _missing_images(rows: Rows, world: World, policy: Policy, now: float) -> Iterator[MissingImage]:

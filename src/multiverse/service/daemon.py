@@ -33,6 +33,7 @@ from multiverse.service.inbox_access import warn_of_closed_inbox
 from multiverse.service.processes import ProcessCounter, Processes
 from multiverse.service.startup import bind, locked, stop_signal
 from multiverse.store import open_store
+from multiverse.system import placements
 from multiverse.system.processes import boot_id
 from multiverse.trace import RecordingHypervisor, RecordingScheduler, Trace
 
@@ -83,6 +84,7 @@ def _restrict_access(settings: Settings) -> None:
 async def serve(settings: Settings) -> None:
     """Run until SIGTERM or SIGINT. Running VMs and jobs are left as they are; the next start finds them."""
     _restrict_access(settings)
+    placements.check(settings.placement.policy)
     with locked(settings.state_dir / "lock", "daemon"), contextlib.ExitStack() as stack:
         counter, clock = ProcessCounter(), SystemClock()
         there = sites(settings)
@@ -93,6 +95,7 @@ async def serve(settings: Settings) -> None:
         traced = _traced(scheduler, hypervisor, settings, clock, stack)
         controller = Controller(store, *traced, clock, settings)
         controller.fence_by(FenceCommand(settings.fence))
+        controller.place_by(placements.load())
         sock = bind(settings.socket, "socket")
         stack.callback(settings.socket.unlink, missing_ok=True)
         permanent = [Alert("unserved", *each) for each in scheduler.unserved()]

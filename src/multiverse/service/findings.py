@@ -149,6 +149,14 @@ class UnknownUser:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacementFault:
+    """A placement policy of the site was not followed when it was last asked."""
+
+    policy: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Findings:
     """Everything that alerts are made of. `orphans` are the names of objects that have our site's name and that no
     record explains; `permanent` are alerts that last as long as the daemon."""
@@ -165,6 +173,7 @@ class Findings:
     broken_templates: Sequence[BrokenTemplate] = ()
     backing_off: Sequence[JobBackingOff] = ()
     unknown_users: Sequence[UnknownUser] = ()
+    placement_faults: Sequence[PlacementFault] = ()
     failing_effects: Sequence[FailingEffect] = ()
     orphans: Sequence[str] = ()
     orphan_vms: Sequence[OrphanVm] = ()

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from multiverse.api import HostView, SizeView
 from multiverse.core.machines.host import silent_since
 from multiverse.core.model import Host, HostState, HypervisorView, KnownHost, Size, World
-from multiverse.core.policy import Policy
 from multiverse.core.provisioning.capacity import left_behind
 from multiverse.core.rows import Rows
 
@@ -28,16 +27,16 @@ class Troubles:
     fences: Mapping[str, str]
 
 
-def host_views(rows: Rows, world: World, policy: Policy, now: float, troubles: Troubles) -> list[HostView]:
+def host_views(rows: Rows, world: World, now: float, troubles: Troubles) -> list[HostView]:
     """The hosts of the site, by name."""
     return [
-        _view(host, rows, world, policy, now, troubles)
+        _view(host, rows, world, now, troubles)
         for _, host in sorted(rows.hosts.items())
         if host.state is not HostState.REMOVED
     ]
 
 
-def _view(known: KnownHost, rows: Rows, world: World, policy: Policy, now: float, troubles: Troubles) -> HostView:
+def _view(known: KnownHost, rows: Rows, world: World, now: float, troubles: Troubles) -> HostView:
     name = known.name
     host = world.hosts.get(name) or known.value or _NOTHING
     source = world.source_of.get(name)
@@ -65,8 +64,10 @@ def _view(known: KnownHost, rows: Rows, world: World, policy: Policy, now: float
         shared=sum(vm.shared for vm in vms),
         templates=sum(one.held for _, one in sorted(seen.templates.items()) if one.host == name),
         template_copies=host.template_copies,
-        overcommit=policy.overcommit,
-        floor=policy.floor,
+        overcommit=host.overcommit.memory,
+        floor=host.overcommit.floor,
+        cpu_overcommit=host.overcommit.cpus,
+        disk_overcommit=host.overcommit.disk,
         state=state,
         reason=known.drain.reason if known.drain and known.state is HostState.KNOWN else known.reason,
         drain_from=known.drain.begins if known.drain else None,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from multiverse.config import BackfillSettings, FenceSettings, PacingSettings, PoolSettings, Settings
-from multiverse.core.model import CloneKind, Depth, Host, Size
+from multiverse.config import BackfillSettings, FenceSettings, PacingSettings, PlacementSettings, PoolSettings, Settings
+from multiverse.core.model import CloneKind, Depth, Host, Overcommitment, Placement, Size
 from multiverse.simulation.cloud import CLOUD_ABILITIES, QUOTA
 from multiverse.simulation.cluster import ClusterSettings
 from multiverse.simulation.faults import ControllerCrash, Incident, IncidentKind, Odds, every
@@ -36,12 +36,17 @@ def without_faults(seed: int, pair: Pair | None = None) -> Scenario:
     chance = Random(f"{seed}/limits")
     cluster = replace(cluster, max_jobs=chance.choice((0, 0, 1, 2)), max_cpus=chance.choice((0, 0, 4)))
     pacing = PacingSettings(provisioning=rng.choice((1, 4, 16)), attempts=rng.choice((2, 12)))
+    places = Random(f"{seed}/placement")
+    placement = PlacementSettings(places.choice([one.value for one in Placement]))
+    hosts = tuple(replace(one, overcommit=Overcommitment(cpus=places.choice((1.0, 1.0, 2.0)))) for one in hosts)
     image_choices = Random(f"{seed}/images")
     arrivals = tuple(_with_image(_arrival(rng), image_choices) for _ in range(rng.randint(1, 8)))
     time_limits = Random(f"{seed}/times")
     arrivals = tuple(_with_limit(arrival, time_limits) for arrival in arrivals)
+    arrivals = tuple(_with_placement(one, places) for one in arrivals)
     pacing = replace(pacing, silence=Random(f"{seed}/silence").choice((3.0, 10.0, 60.0)))
-    settings = _with_pools(Settings(pacing=pacing, poll=rng.choice((2.0, 5.0))), Random(f"{seed}/pools"))
+    settings = Settings(pacing=pacing, poll=rng.choice((2.0, 5.0)), placement=placement)
+    settings = _with_pools(settings, Random(f"{seed}/pools"))
     if (disk := Random(f"{seed}/disk")).random() < 0.3:
         hosts, arrivals, settings = _with_little_disk(hosts, arrivals, settings, disk)
     if late := _arrivals_for_spares(seed, settings):
@@ -301,6 +306,12 @@ def _with_limit(arrival: Arrival, rng: Random) -> Arrival:
     seconds = arrival.batch.seconds
     limit = rng.choice((None, seconds + 1.0, seconds + 1.0, seconds + 30.0, 300.0, max(1.0, seconds / 2)))
     return replace(arrival, batch=replace(arrival.batch, limit=limit))
+
+
+def _with_placement(arrival: Arrival, rng: Random) -> Arrival:
+    """Let some jobs name a placement policy, which may be one that is not there."""
+    placement = rng.choice((None, None, None, "pack", "best-fit", "gone"))
+    return replace(arrival, batch=replace(arrival.batch, placement=placement))
 
 
 def _actions(rng: Random) -> tuple[UserAction, ...]:

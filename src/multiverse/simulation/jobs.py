@@ -24,7 +24,8 @@ class Batch:
     whether a run that loses its node is queued again. `lingers` is how many seconds the job takes to be stopped.
     `problem`, if any, says why the request cannot be served although the gate accepts it. At most `at_most` tasks of an
     array run at once (0: all). `account` is the account whose own templates the job needs; empty where all accounts
-    share them. A run is ended after `limit` seconds (None: it has no limit).
+    share them. `placement` names the policy that places its VMs. A run is ended after `limit` seconds (None: it has no
+    limit).
     """
 
     name: str = "job"
@@ -46,6 +47,7 @@ class Batch:
     at_most: int = 0
     account: str = ""
     limit: float | None = None
+    placement: str | None = None
 
 
 @dataclass(eq=False)
@@ -110,7 +112,9 @@ class JobRecord:
 
     def shown(self, rank: int, eligible: bool, uses: Mapping[str, int], ends: float | None = None) -> Job:
         batch = self.batch
-        request = Request(batch.nodes, batch.size, batch.image, batch.kind, batch.features, batch.account)
+        request = Request(
+            batch.nodes, batch.size, batch.image, batch.kind, batch.features, batch.account, batch.placement
+        )
         pending = self.state is JobState.PENDING
         return Job(
             ref=self.ref,

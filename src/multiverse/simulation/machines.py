@@ -471,7 +471,8 @@ class Machines:
         used, capacity = self.used(host), self.hosts[host].capacity
         times = used.memory / capacity.memory
         self.peak_memory_ratio = max(self.peak_memory_ratio, times)
-        if used.cpus > capacity.cpus or times > self._overcommit or used.disk > capacity.disk:
+        cpus = int(capacity.cpus * self.hosts[host].overcommit.cpus)
+        if used.cpus > cpus or times > self._overcommit or used.disk > capacity.disk:
             self.violations.append(f"host {host} of {capacity} was made to carry {used}")
         self._check_floor(host)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from multiverse.core.machines.attempt import step_attempt
+from multiverse.core.machines.template import step_template
 from multiverse.core.machines.vm import step_vm
 from multiverse.core.model import Attempt, AttemptState, OfferState, TemplateCondition, VmState, World
 from multiverse.core.policy import Policy
@@ -197,6 +198,8 @@ def moves_at_rest(state: State, world: World, now: float, policy: Policy) -> lis
     scratch.begin(now, {})
     for vm_id in scratch.vms.keys() - state.dirty_vms:
         step_vm(scratch, vm_id, world, policy)
+    for template_id in scratch.templates.keys() - state.dirty_templates:
+        step_template(scratch, template_id, world)
     for attempt_id in scratch.attempts.keys() - state.dirty_attempts:
         step_attempt(scratch, attempt_id, world, policy)
     return scratch.moves

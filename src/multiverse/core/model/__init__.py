@@ -15,6 +15,7 @@ from multiverse.core.model.host import (
     HypervisorView,
     ImageDisk,
     KnownHost,
+    Overcommitment,
 )
 from multiverse.core.model.identity import Daemon, GuestFile, Identity, Mount, NodeBootstrap, User, UserSeen
 from multiverse.core.model.job import (
@@ -51,7 +52,7 @@ from multiverse.core.model.names import (
     vm_prefix,
 )
 from multiverse.core.model.offer import Offer, OfferState
-from multiverse.core.model.sizes import CloneKind, Depth, Size
+from multiverse.core.model.sizes import CloneKind, Depth, Placement, Size
 from multiverse.core.model.template import Template, TemplateCondition, TemplateKey, TemplateSeen, TemplateState
 from multiverse.core.model.vm import (
     FAILED_STATES,
@@ -114,6 +115,8 @@ __all__ = [
     "Offer",
     "OfferState",
     "Outcome",
+    "Overcommitment",
+    "Placement",
     "Request",
     "Row",
     "RowKind",

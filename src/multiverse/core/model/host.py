@@ -42,6 +42,23 @@ class ImageDisk:
 
 
 @dataclass(frozen=True, slots=True)
+class Overcommitment:
+    """How much more VMs may claim on a host than it declares, and what its machine must keep all the same.
+
+    `cpus`, `memory` and `disk` are times the declared capacity, 1 or more. One VM has no more CPUs than the host
+    declares, however many all VMs together may claim. With `memory` above 1 a VM that has run for a while counts as
+    the memory that it uses, and no VM is added while the machine has less than `floor` MiB available. While less than
+    `disk_floor` MiB of disk are available, no VM is added either.
+    """
+
+    cpus: float = 1.0
+    memory: float = 1.0
+    disk: float = 1.0
+    floor: int = 1024
+    disk_floor: int = 1024
+
+
+@dataclass(frozen=True, slots=True)
 class Host:
     """A machine that runs VMs, or a cloud's quota: what it declares to have for VMs, what it can do, what things cost.
 
@@ -53,8 +70,9 @@ class Host:
     unknown. `images` are those that are there, each with what it can do: `fork`, `plug_cpus`, `plug_memory`,
     `limit_disk` (its guests keep to an allowance). `memory_block` is the granularity of plugged memory, `vm_overhead`
     what a VM needs beside its guest's memory. `disks` says of images how large the files of their VMs can become; of an
-    image that it does not name, VMs take their allowance. Memory and disk are in MiB. `self_fence` is after how many
-    seconds without the controller and the scheduler its agent ends its VMs; 0: never.
+    image that it does not name, VMs take their allowance. `self_fence` is after how many seconds without the controller
+    and the scheduler its agent ends its VMs; 0: never. `overcommit` says how much more may be claimed than is declared;
+    an agent of an earlier release does not report it, and nothing is over-committed there. Memory and disk are in MiB.
     """
 
     name: str
@@ -70,6 +88,7 @@ class Host:
     available_disk: int | None = None
     disks: Mapping[str, ImageDisk] = field(default_factory=dict)
     self_fence: float = 0.0
+    overcommit: Overcommitment = Overcommitment()
 
     def image_can(self, image: str, ability: str) -> bool:
         """Whether the image is there and has that ability."""

@@ -21,7 +21,8 @@ YEAR = 365 * 86400
 @dataclass(frozen=True, slots=True)
 class Request:
     """What a job asks for, per node. `size.memory` is what the job may use, not what its VM has. `account`: its VMs
-    are forked from that account's own templates; empty where all share them."""
+    are forked from that account's own templates; empty where all share them. `placement` names the policy that places
+    its VMs; None: the site's."""
 
     nodes: int
     size: Size
@@ -29,6 +30,7 @@ class Request:
     kind: CloneKind | None = None
     features: tuple[str, ...] = ()
     account: str = ""
+    placement: str | None = None
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -19,7 +19,8 @@ OTHER_IMAGES = "*"
 
 @dataclass(frozen=True, slots=True, order=True)
 class EqualHosts:
-    """`count` hosts, each of which could hold the same. CPUs, memory and disk are those of nodes, not of VMs.
+    """`count` hosts, each of which could hold the same. CPUs, memory and disk are those of nodes, not of VMs. One node
+    has at most `node_cpus` (0: all `cpus`).
 
     `memory[k - 1]` is the most memory in MiB that each of `k` nodes could have on one of these hosts. The list ends
     where not even nodes of 1 CPU and 1 MiB fit, and after `MOST_NODES`. `disk` in MiB is shared by all nodes of a host,
@@ -31,9 +32,17 @@ class EqualHosts:
     disk: int
     memory: tuple[int, ...]
     cost: DiskCost = DiskCost()
+    node_cpus: int = 0
+
+    @property
+    def cpus_of_a_node(self) -> int:
+        """The most CPUs of one node."""
+        return self.node_cpus or self.cpus
 
     def nodes_held(self, size: Size) -> int:
         """How many nodes of that size these hosts could hold together; never less than is true, up to `MOST_NODES`."""
+        if size.cpus > self.cpus_of_a_node:
+            return 0
         by_memory = bisect_right(self.memory, -size.memory, key=lambda most: -most)
         each = self.cost.of(size.disk)
         by_disk = self.disk // each if each else by_memory

@@ -15,6 +15,16 @@ class CloneKind(StrEnum):
     AUTO = "auto"
 
 
+class Placement(StrEnum):
+    """The placement policies that are built in, by name: see `core.provisioning.placement`."""
+
+    WORST_FIT = "worst-fit"
+    BEST_FIT = "best-fit"
+    FIRST_FIT = "first-fit"
+    RANDOM_FIT = "random-fit"
+    PACK = "pack"
+
+
 class Depth(StrEnum):
     """How far a VM of the warm pool is made before any job asks for it."""
 

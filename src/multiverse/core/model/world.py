@@ -90,6 +90,11 @@ class World:
         return observation.latest if observation else None
 
     @cached_property
+    def sees_hosts(self) -> bool:
+        """Whether any source of the hypervisor is known."""
+        return any(one.latest is not None for one in self.sources.values())
+
+    @cached_property
     def views(self) -> Mapping[str, HypervisorView]:
         """The views of all sources that are known, by source, in the order of their names."""
         return {name: seen.latest.value for name, seen in sorted(self.sources.items()) if seen.latest}
@@ -107,8 +112,8 @@ class World:
     def vm(self, vm: Vm) -> VmSeen | None:
         """The VM as its source shows it. None if the source does not show it, or is unknown. A VM with another token is
         another VM; a row or a VM of a release without tokens has none."""
-        view = self.views.get(vm.source)
-        seen = view.vms.get(vm.name) if view else None
+        latest = self.latest(vm.source)
+        seen = latest.value.vms.get(vm.name) if latest else None
         return seen if seen is None or not vm.token or seen.token in ("", vm.token) else None
 
     def user_known_since(self, uid: int) -> float:

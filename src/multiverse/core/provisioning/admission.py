@@ -35,7 +35,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import nullcontext
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -57,15 +56,15 @@ from multiverse.core.model import (
     VmState,
 )
 from multiverse.core.provisioning.backfill import Overtaking, reserve, told_before, when
-from multiverse.core.provisioning.capacity import Blockage, Room, room_of
+from multiverse.core.provisioning.capacity import Blockage, room_of
 from multiverse.core.provisioning.clones import (
     Choice,
     choose_clones,
     claims_of,
     describe,
-    hosts_making,
     may_fork,
-    node_request,
+    on_hosts_making,
+    placed_by,
 )
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.draining import for_attempt
@@ -73,15 +72,14 @@ from multiverse.core.provisioning.eviction import release_spares, retire_a_templ
 from multiverse.core.provisioning.inquiries import Inquiries
 from multiverse.core.provisioning.making import NO_ADDRESS, Making, NoRoom
 from multiverse.core.provisioning.obstacles import why_earlier_run, why_unfit
+from multiverse.core.provisioning.others import OthersMemory
 from multiverse.core.provisioning.pacing import Parent
 from multiverse.core.provisioning.reasons import PASSED_OVER, FirstReasons
 from multiverse.core.provisioning.sizes import template_claim, vm_claims
 from multiverse.core.provisioning.spares import joined_for, withdraw
+from multiverse.core.provisioning.templates import node_request
 from multiverse.core.state import quarantine_on_error
 from multiverse.core.transition import Change, Event
-
-TOO_LITTLE = "of which others there leave too little"
-"""Part of the reason of a job that waits for memory which others on the machine hold."""
 
 LOOK_AGAIN = 5.0
 """Seconds after which jobs are considered again that could not go ahead of the first one, though no row has changed."""
@@ -93,7 +91,7 @@ _ADMITTED = tuple(s for s in AttemptState if s not in (*WAITING_STATES, AttemptS
 def admit(context: Context) -> Blockage:
     """Plan the admission of whatever may start now, and say what keeps jobs waiting. Needs the scheduler and at least
     one source of the hypervisor; while they are unknown, all wait."""
-    if context.world.scheduler is None or not context.world.views:
+    if context.world.scheduler is None or not context.world.sees_hosts:
         return Blockage.TURN
     return Admission(context).run()
 
@@ -127,8 +125,7 @@ class Admission:
         self.undecided = False  # about those that come next, until the name service has had its time
         self.reasons = FirstReasons(self.queue)
         self.alike: dict[tuple[int, frozenset[str]], Waiting] = {}  # what all attempts of a shape, and hosts, wait for
-        self._empty: Room | None = None
-        self._beyond: dict[tuple[Request, CloneKind, frozenset[str], bool], str] = {}
+        self.others = OthersMemory()
         self._unfit: dict[Request, tuple[str, bool]] = {}
 
     @property
@@ -291,12 +288,12 @@ class Admission:
         return True
 
     def _wait_for_template(self, attempt: Attempt, choice: Choice, why: str) -> None:
-        if not why and not (why := self._memory_of_others(attempt, choice)):
+        if not why and not (why := self.others.why(self.context, attempt, choice)):
             # Its template needs room too, which no later job may take.
             image = self.context.image_of(attempt)
-            able = hosts_making(image, choice.kind, self.hosts)
-            claims = {name: template_claim(choice.sizes[name], self.hosts[name], image) for name in able}
-            why = self.room.why_full(claims, self.policy, f"no host has room for the template of image {image}")
+            able = on_hosts_making(image, choice.kind, choice.sizes)
+            claims = able.map(lambda host, size: template_claim(size, host, image))
+            why = self.room.why_full(claims, f"no host has room for the template of image {image}")
             self._block(attempt, self._make_room(attempt, 1, claims), why)
             return
         self._wait(attempt, why)
@@ -307,14 +304,14 @@ class Admission:
             # Another kind of clone may be quicker for those behind it, where the kind is not asked for.
             asked = attempt.request.kind or self.policy.kind
             self._tell(attempt, paced) if asked is CloneKind.AUTO else self._wait(attempt, paced, self.making.paced)
-        elif why := self._memory_of_others(attempt, choice):
+        elif why := self.others.why(self.context, attempt, choice):
             self._wait(attempt, why)
         else:
             why = self.making.template_elsewhere(attempt, choice)
-            why = why or self.room.why_full(claims, self.policy, "the hosts are full")
+            why = why or self.room.why_full(claims, "the hosts are full")
             blockage = self._make_room(attempt, attempt.request.nodes, claims)
             expected = ""
-            if blockage is Blockage.ROOM and not claims.keys() <= self.room.full:
+            if blockage is Blockage.ROOM and not self.room.all_full(claims):
                 expected = self._let_overtake(attempt, choice)
             self._block(attempt, blockage, why, why + expected)
 
@@ -383,42 +380,12 @@ class Admission:
 
     def _make_room(self, attempt: Attempt, count: int, claims: Mapping[str, Size]) -> Blockage:
         """What the first job in the queue waits for: if releasing spares is enough, only until they are gone."""
-        if claims.keys() <= self.room.full:  # nothing that could be released gives back enough disk
+        if self.room.all_full(claims):  # nothing that could be released gives back enough disk
             return Blockage.ROOM
         if release_spares(self.context, self.context.image_of(attempt), count, claims):
             return Blockage.TURN
         retire_a_template(self.context, attempt)
         return Blockage.ROOM
-
-    def _memory_of_others(self, attempt: Attempt, choice: Choice) -> str:
-        """Why the attempt would have no room on empty hosts either, with nothing of ours on them: others on their
-        machines have the memory, and no job behind it is to wait for that. Empty where no more is claimed than
-        declared: there nobody looks at what others have. How much others hold is not known to the MiB: who was told
-        this once is told so until there is some more than enough."""
-        if self.policy.overcommit <= 1:
-            return ""
-        lacking = (attempt.request, choice.kind) in self.state.lacking
-        alike = (attempt.request, choice.kind, self.context.without, lacking)
-        if alike not in self._beyond:
-            self._beyond[alike] = self._memory_of_others_for(attempt, choice, lacking=lacking)
-            (self.state.lacking.add if self._beyond[alike] else self.state.lacking.discard)(alike[:2])
-        return self._beyond[alike]
-
-    def _memory_of_others_for(self, attempt: Attempt, choice: Choice, *, lacking: bool) -> str:
-        if self._empty is None:
-            self._empty = room_of(self.context, without={key.owner for key in self.state.claims})
-        room, policy = deepcopy(self._empty), self.policy
-        margin = policy.floor // 8 if lacking else 0
-        wanted = node_request(self.context, attempt, choice.kind)
-        sizes = {name: choice.sizes[name] for name in hosts_making(wanted.image, choice.kind, self.hosts)}
-        for name, template in sizes.items():
-            frozen = template_claim(template, self.hosts[name], wanted.image).memory if choice.forks else 0
-            room.take(name, Size(0, frozen + margin, 0))
-        claims = vm_claims(wanted, sizes, self.hosts, policy)
-        if room.place(attempt.request.nodes, claims) is not None:
-            return ""
-        tight = ", ".join(sorted(self._empty.tight & sizes.keys()))
-        return f"waiting for memory: {tight} must keep {policy.floor} MiB available, {TOO_LITTLE}"
 
     # --- what is decided ---------------------------------------------------------------------------
 
@@ -426,7 +393,8 @@ class Admission:
         """One move: the attempt is claimed with all its VMs, spares that it takes and VMs that are to be made. `ahead`:
         which job it starts ahead of."""
         vms = (*taken, *made)
-        story = describe(choice, vms, "".join(f", {vm.pool} before" for vm in taken[:1])) + ahead
+        before = "".join(f", {vm.pool} before" for vm in taken[:1])
+        story = describe(choice, vms, before + placed_by(self.context, attempt, choice, made)) + ahead
         admitted = replace(attempt, state=AttemptState.CLAIMED, note="", choice=story)
         self.state.move(
             Change(admitted, Event.ADMITTED, story),

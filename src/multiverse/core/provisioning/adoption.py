@@ -12,6 +12,7 @@ from multiverse.core.model import (
     Claim,
     CloneKind,
     Host,
+    HypervisorView,
     Size,
     Template,
     TemplateCondition,
@@ -37,13 +38,15 @@ def adopt_unexplained(context: Context) -> None:
     for vm in state.vms_in(VmState.PARKED, VmState.JOINED, VmState.RETIRING):
         if vm.is_spare and _serves_another(context, vm):
             _make_orphan(context, vm)
-    for source, view in context.world.views.items():
-        for name in sorted(view.vms.keys() - state.vm_named.keys()):
-            if view.vms[name].host in context.world.hosts:
+    for source in state.take_unadopted():
+        latest = context.world.latest(source)
+        view = latest.value if latest else HypervisorView()
+        for name in sorted(name for name in view.vms if name not in state.vm_named):
+            if view.vms[name].host in context.in_sight:
                 _adopt_vm(context, source, view.vms[name])
         for which, seen in view.templates.items():
             broken = seen.condition is TemplateCondition.BROKEN
-            if not broken and state.template_for(which) is None and seen.host in context.world.hosts:
+            if not broken and state.template_for(which) is None and seen.host in context.in_sight:
                 _adopt_template(context, source, seen)
 
 
@@ -60,7 +63,7 @@ def _serves_another(context: Context, vm: Vm) -> bool:
 
 def _make_orphan(context: Context, vm: Vm) -> None:
     """Its claim grows to what it has."""
-    seen, host = context.world.vm(vm), context.world.hosts.get(vm.host)
+    seen, host = context.world.vm(vm), context.in_sight.get(vm.host)
     size = (seen.size if seen else None) or vm.size
     orphan = replace(vm, state=VmState.ORPHAN, pool=None, size=size)
     claims = [Claim(vm.key, vm.host, _claim_of(size, seen, host))] if seen and host else []
@@ -95,7 +98,7 @@ def _adopt_vm(context: Context, source: str, seen: VmSeen) -> None:
         source=source,
         token=seen.token,
     )
-    claim = Claim(vm.key, seen.host, _claim_of(size, seen, context.world.hosts[seen.host]))
+    claim = Claim(vm.key, seen.host, _claim_of(size, seen, context.in_sight[seen.host]))
     state.move(Change(vm, Event.FOUND, WHY), make=[claim])
 
 
@@ -114,5 +117,5 @@ def _adopt_template(context: Context, source: str, seen: TemplateSeen) -> None:
         account=seen.account,
         source=source,
     )
-    claim = Claim(template.key, seen.host, template_claim(seen.size, context.world.hosts[seen.host], seen.image))
+    claim = Claim(template.key, seen.host, template_claim(seen.size, context.in_sight[seen.host], seen.image))
     state.move(Change(template, Event.FOUND, WHY), make=[claim])

@@ -22,10 +22,11 @@ from math import ceil, inf
 from multiverse.core.model import Attempt, AttemptState, CloneKind, Job, Size, TemplateKey, TemplateState
 from multiverse.core.policy import Backfill
 from multiverse.core.provisioning.capacity import Room
-from multiverse.core.provisioning.clones import Choice, hosts_making, node_request, template_key
+from multiverse.core.provisioning.clones import Choice, on_hosts_making
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.limits import Release, claimed, ends_by, releases_on, total
 from multiverse.core.provisioning.sizes import template_claim, vm_claims
+from multiverse.core.provisioning.templates import node_request, template_key
 from multiverse.core.slots import HostSlots, Slot, SlotTable
 from multiverse.core.transition import Change, Event
 
@@ -58,7 +59,7 @@ def reserve(context: Context, room: Room, attempt: Attempt, choice: Choice) -> R
     """The reservation of an attempt for which `room` has no room now."""
     state, job, nodes = context.state, context.state.queue.job_of(attempt.id), attempt.request.nodes
     wanted = node_request(context, attempt, choice.kind)
-    able = {name: choice.sizes[name] for name in hosts_making(wanted.image, choice.kind, context.hosts)}
+    able = on_hosts_making(wanted.image, choice.kind, choice.sizes)
     claims = vm_claims(wanted, able, context.hosts, context.policy)
     asked = (wanted, attempt.request.account, nodes)
     table = state.slots.pop(asked, None) or SlotTable()
@@ -205,7 +206,7 @@ class Overtaking:
 
     def may_build(self, claims: Mapping[str, Size], which: TemplateKey, *, in_time: bool) -> bool:
         """Whether there is room for a template, which stays, beside what is kept, and for a VM beside it."""
-        template = template_claim(which.size, self.context.world.hosts[which.host], which.image)
+        template = template_claim(which.size, self.context.in_sight[which.host], which.image)
         both = total([template, claims[which.host]])
         with self.kept_free():
             fits = self.room.fits(which.host, template if in_time else both)

@@ -1,40 +1,37 @@
-"""What is free on each host, what rows claim of it, and the largest job that a host could ever hold."""
+"""What is free on each host, and what rows claim of it."""
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from types import MappingProxyType
+from typing import TypeVar
 
+from multiverse.core.free import ByHost, Free, FreeIndex, HostGroup, Order, Part, fits, how_many
 from multiverse.core.model import (
     Claim,
-    CloneKind,
     Host,
     Key,
-    KnownHost,
     Size,
     Template,
+    TemplateState,
     Vm,
     VmState,
     World,
 )
 from multiverse.core.policy import Policy
 from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.sizes import (
-    NodeRequest,
-    claimable_disk,
-    empty_host,
-    short_of_disk,
-    template_claim,
-    template_size,
-    vm_claim,
-    vm_claims,
-    vm_size,
-)
+from multiverse.core.provisioning.placement import BUILT_IN, Chooser, draws
+from multiverse.core.provisioning.sizes import claimable_cpus, claimable_disk, short_of_disk
 from multiverse.core.state import State
+
+T = TypeVar("T")
+
+Accept = Callable[[str], bool]
 
 
 class Blockage(StrEnum):
@@ -45,51 +42,67 @@ class Blockage(StrEnum):
     ROOM = "room"  # jobs wait for room or for an address
 
 
+def any_host(_name: str) -> bool:
+    """Every host is accepted."""
+    return True
+
+
 class Room:
     """What is free in each capacity domain, while one pass takes from it and gives back. `tight` are the hosts whose
-    machine has less memory available than could be claimed, `full` those whose disk has too little room for a VM."""
+    machine has less memory available than could be claimed, `full` those whose disk has too little room for a VM.
+
+    The room of a pass works on the index that outlives the pass. A copy has its own figures of the hosts that it, or
+    the other, changes.
+    """
 
     def __init__(self, hosts: Mapping[str, Host], used: Mapping[str, Size] = MappingProxyType({})) -> None:
-        self.free = {name: [h.capacity.cpus, h.capacity.memory, h.capacity.disk] for name, h in hosts.items()}
-        self.tight: set[str] = set()
-        self.full: set[str] = set()
-        for domain, size in used.items():
-            self.take(domain, size)
+        """The room of these hosts as declared, without what is used."""
+        self._index = FreeIndex()
+        self._index.follow(hosts)
+        for name, host in hosts.items():
+            self._index.set_free(name, _less(host.capacity, used.get(name, Size(0, 0, 0))))
+        self.own: dict[str, Free] | None = None  # of a copy: hosts of which it has figures of its own
+        self.tight, self.full = self._index.tight, self._index.full
 
-    def overcommit(self, host: Host, coming: int, policy: Policy) -> None:
-        """Let more be claimed there than is declared, as long as the machine has it once all memory is used that is yet
-        to be used (`coming`, MiB), above what it must keep. Not where nobody knows what the machine has."""
-        if policy.overcommit > 1 and host.available > 0:
-            free = self.free[host.name]
-            free[1] += int(host.capacity.memory * (policy.overcommit - 1))
-            left = host.available - policy.floor - coming
-            if left < free[1]:
-                free[1] = left
-                self.tight.add(host.name)
+    @classmethod
+    def of(cls, index: FreeIndex) -> Room:
+        """The room of a pass: what it takes is taken from the index."""
+        room = cls({})
+        room._index, room.tight, room.full = index, index.tight, index.full
+        return room
 
-    def limit_disk(self, host: Host, policy: Policy) -> None:
-        """Let more disk be claimed there than is declared, and nothing at all while its disk is short."""
-        self.free[host.name][2] += claimable_disk(host, policy) - host.capacity.disk
-        if short_of_disk(host, policy):
-            self.full.add(host.name)
+    def copy(self) -> Room:
+        """A copy, which changes by itself. Its cost is that of the hosts that change later."""
+        room = Room.of(self._index)
+        room.own = dict(self.own or {})
+        room.tight, room.full = set(self.tight), set(self.full)
+        self._index.copies.add(room)
+        return room
 
-    def why_full(self, claims: Mapping[str, Size], policy: Policy, otherwise: str) -> str:
-        """Why there is no room for what is to be claimed there."""
-        if full := [name for name in claims if name in self.full]:
-            return f"waiting for disk: {', '.join(full)} must have {policy.disk_floor} MiB available"
-        if tight := self.lack_memory(claims):
-            return f"waiting for memory: {', '.join(tight)} must keep {policy.floor} MiB available"
-        return f"waiting for capacity: {otherwise}"
+    def keep(self, name: str, free: Free) -> None:
+        """See `free.Keeper`."""
+        if self.own is not None:
+            self.own.setdefault(name, free)
 
-    def lack_memory(self, claims: Mapping[str, Size]) -> list[str]:
-        """Hosts that would fit what is to be claimed there, but for the memory that their machine has available."""
-        return [
-            name
-            for name, claim in claims.items()
-            if name in self.tight
-            and claim.memory > self.free[name][1]
-            and self.fits(name, replace(claim, memory=self.free[name][1]))
-        ]
+    @property
+    def free(self) -> Mapping[str, Free]:
+        """CPUs, memory and disk in MiB that are free on each host."""
+        if self.own is None:
+            return self._index.free
+        below: MutableMapping[str, Free] = self._index.free
+        return ChainMap(self.own, below)
+
+    def set(self, name: str, free: Free, *, tight: bool, full: bool) -> None:
+        """So much is free on the host."""
+        (self.tight.add if tight else self.tight.discard)(name)
+        (self.full.add if full else self.full.discard)(name)
+        self._put(name, free)
+
+    def _put(self, name: str, free: Free) -> None:
+        if self.own is None:
+            self._index.set_free(name, free)
+        else:
+            self.own[name] = free
 
     def take(self, domain: str, size: Size) -> None:
         self._add(domain, size, -1)
@@ -98,57 +111,269 @@ class Room:
         self._add(domain, size, 1)
 
     def _add(self, domain: str, size: Size, sign: int) -> None:
-        if domain in self.free:
-            free = self.free[domain]
-            free[0] += sign * size.cpus
-            free[1] += sign * size.memory
-            free[2] += sign * size.disk
+        free = self.free.get(domain)
+        if free is not None:
+            if self.own is None:
+                self._index.tentative.add(domain)
+            self._put(domain, [free[0] + sign * size.cpus, free[1] + sign * size.memory, free[2] + sign * size.disk])
 
     def fits(self, domain: str, size: Size) -> bool:
-        cpus, memory, disk = self.free[domain]
-        if domain in self.full:
+        """Whether one VM, or a template, that claims so much has room there."""
+        if domain in self.full or size.cpus > self._index.hosts[domain].capacity.cpus:
             return False
-        return size.cpus <= cpus and size.memory <= memory and size.disk <= disk
+        return fits(size, self.free[domain])
 
-    def place(self, count: int, claims: Mapping[str, Size]) -> list[str] | None:
-        """Domains for `count` VMs, each with what it would claim there, all or none; takes the room. The emptiest
-        domain comes first, by free CPUs, then memory, then name, so that equals are decided alike in every run."""
+    def why_full(self, claims: Mapping[str, Size], otherwise: str) -> str:
+        """Why there is no room for what is to be claimed there."""
+        hosts = self._index.hosts
+        if full := {name: hosts[name].overcommit.disk_floor for name in sorted(self.full) if name in claims}:
+            return f"waiting for disk: {must_keep(full, 'have')}"
+        if tight := self.lack_memory(claims):
+            return f"waiting for memory: {must_keep({name: hosts[name].overcommit.floor for name in tight}, 'keep')}"
+        return f"waiting for capacity: {otherwise}"
+
+    def all_full(self, claims: Mapping[str, Size]) -> bool:
+        """Whether every disk there has too little room for a VM."""
+        return all(name in self.full for name in claims)
+
+    def lack_memory(self, claims: Mapping[str, Size]) -> list[str]:
+        """Hosts that would fit what is to be claimed there, but for the memory that their machine has available."""
+        return [
+            name
+            for name in sorted(self.tight)
+            if name in claims
+            and claims[name].memory > self.free[name][1]
+            and self.fits(name, replace(claims[name], memory=self.free[name][1]))
+        ]
+
+    # --- placement -----------------------------------------------------------------------------------
+
+    def place(
+        self,
+        count: int,
+        claims: Mapping[str, Size],
+        *,
+        accept: Accept = any_host,
+        choose: Chooser = BUILT_IN["worst-fit"],
+        seed: str = "",
+    ) -> list[str] | None:
+        """Domains for `count` VMs, each with what it would claim there, all or none; takes the room. Only hosts that
+        are accepted. By default the emptiest domain comes first, by free CPUs, then memory, then name, so that equals
+        are decided alike in every run."""
         chosen: list[str] = []
-        for _ in range(count):
-            fitting = [name for name, claim in claims.items() if name in self.free and self.fits(name, claim)]
-            if not fitting:
+        search = _Search(self, accept)
+        parts = [part for part in self._parts(claims) if part.value.cpus <= part.kind.host.capacity.cpus]
+        random = draws(seed)
+        while len(chosen) < count:
+            found = choose(search, parts, count - len(chosen), random)
+            if found is None:
                 for name in chosen:
                     self.give(name, claims[name])
                 return None
-            best = min(fitting, key=lambda name: (-self.free[name][0], -self.free[name][1], name))
-            self.take(best, claims[best])
-            chosen.append(best)
+            for _ in range(found[1]):
+                self.take(found[0], claims[found[0]])
+            chosen += [found[0]] * found[1]
         return chosen
+
+    def holding(self, claims: Mapping[str, Size], accept: Accept = any_host) -> list[str]:
+        """All hosts that have room for what is to be claimed there, by name."""
+        search = _Search(self, accept)
+        parts = [part for part in self._parts(claims) if part.value.cpus <= part.kind.host.capacity.cpus]
+        return sorted(name for part in parts for name in search.all(part, "by_name", part.value))
+
+    def held(self, name: str, claim: Size) -> int:
+        """How many VMs that claim so much have room on the host."""
+        return how_many(claim, self.free[name]) if self.fits(name, claim) else 0
+
+    def _parts(self, claims: Mapping[str, Size]) -> Sequence[Part[Size]]:
+        if isinstance(claims, ByHost):
+            return claims.parts
+        index = self._index
+        return [
+            Part(kind, _Lone(self, name), claim)
+            for name, claim in claims.items()
+            if (kind := index.class_of.get(name)) is not None
+        ]
+
+
+class _Lone(HostGroup):
+    """A group of one host, for claims that are not kept by parts."""
+
+    def __init__(self, room: Room, name: str) -> None:
+        super().__init__()
+        self._room, self._name = room, name
+        self.put(name, room.free[name])
+
+    def _fitting(self, claim: Size) -> Iterator[str]:
+        return iter([self._name] if fits(claim, self._room.free[self._name]) else [])
+
+    emptiest = tightest = by_name = _fitting
+
+    def count(self, claim: Size) -> int:
+        return len(list(self._fitting(claim)))
+
+    def nth(self, claim: Size, number: int) -> str | None:
+        return next(self._fitting(claim), None)
+
+
+class _Search:
+    """See `placement.Found`."""
+
+    def __init__(self, room: Room, accept: Accept) -> None:
+        self._room, self._accept = room, accept
+
+    def usable(self, part: Part[Size], name: str) -> bool:
+        return name in part and name not in self._room.full and self._accept(name)
+
+    def left(self, name: str, claim: Size) -> tuple[int, int]:
+        free = self._room.free[name]
+        return free[0] - claim.cpus, free[1] - claim.memory
+
+    def best(self, part: Part[Size], order: Order, claim: Size) -> str | None:
+        return next(self.all(part, order, claim), None)
+
+    def all(self, part: Part[Size], order: Order, claim: Size) -> Iterator[str]:
+        """All usable hosts of the part on which the claim fits."""
+        found: Iterator[str] = getattr(part.hosts, order)(claim)
+        if own := self._room.own:  # of a copy, whose figures differ from those of the index
+            mine = [name for name in own if name in part.hosts and fits(claim, own[name])]
+            others = (name for name in found if name not in own)
+            found = heapq.merge(others, sorted(mine, key=self._key(order)), key=self._key(order))
+        return (name for name in found if self.usable(part, name))
+
+    def _key(self, order: Order) -> Callable[[str], tuple[int, int, str]]:
+        sign = {"emptiest": -1, "tightest": 1, "by_name": 0}[order]
+        free = self._room.free
+        return lambda name: (sign * free[name][0], sign * free[name][1], name)
+
+
+# --- the room of a pass ----------------------------------------------------------------------------
+
+
+def index_of(context: Context) -> FreeIndex:
+    """What is free on the hosts in sight, brought up to date with what has changed since it was last asked for."""
+    state, index = context.state, context.state.free
+    index.follow(context.in_sight)
+    for host in index.arrived:
+        index.stale_templates.update(row.which for row in state.templates_on(host))
+    index.arrived.clear()
+    for which in index.stale_templates:
+        row = state.template_for(which)
+        index.set_ready(which, ready=row is not None and row.state is TemplateState.READY)
+    index.stale_templates.clear()
+    room = Room.of(index)
+    for name in index.take_stale(state.now):
+        _refresh(context, room, name)
+        index.when(name, _settles_at(context, index.hosts[name]))
+    return index
+
+
+def every_host(context: Context, value: T, keep: Callable[[Host], bool] = lambda _: True) -> ByHost[T]:
+    """The hosts in sight that take new VMs and for which that is true, all with that value; it is asked once for each
+    class of hosts."""
+    classes = index_of(context).classes.values()
+    return ByHost(Part(kind, kind.hosts, value) for kind in classes if keep(kind.host)).without(context.closed)
 
 
 def room_of(context: Context, *, without: Collection[Key] = ()) -> Room:
     """What is free on the hosts in sight, as far as declared, or over-committed; `without` some rows, as if what they
-    claim and hold had been given back."""
-    state, hosts, policy = context.state, context.hosts, context.policy
-    room = Room(hosts, state.used)
-    for key in (key for owner in without for key in state.claims_of(owner)):
-        room.give(key.domain, state.claims[key].size)
-    mapped = _left_behind_in(state, without)
-    for claim in mapped:
-        room.take(claim.domain, claim.size)
-    for _, host in sorted(hosts.items()):
-        room.limit_disk(host, policy)
-    if policy.overcommit > 1:
-        coming: Counter[str] = Counter()
-        for claim in state.claims.values():
+    claim and hold had been given back. Its cost is that of the hosts on which something has changed."""
+    if not without:
+        context.state.free.forget_tentative()
+        return Room.of(index_of(context))
+    room = Room.of(index_of(context)).copy()
+    state = context.state
+    touched = {key.domain for owner in without for key in state.claims_of(owner)}
+    touched |= {row.host for owner in without if isinstance(row := state.get(owner), Vm)}
+    for name in sorted(touched & context.in_sight.keys()):
+        _refresh(context, room, name, without)
+    return room
+
+
+def memory_beyond(
+    context: Context, claims: Mapping[str, Size], frozen: Mapping[str, Size], count: int, *, margin: bool
+) -> dict[str, int] | None:
+    """What hosts must keep available, in MiB, if they could not hold `count` such VMs, were nothing of ours on them but
+    what is `frozen`: others on their machines have the memory. None if they could. With `margin`, only if there is some
+    more than enough."""
+    room, held, floors = Room.of(index_of(context)).copy(), 0, {}
+    for name, claim in claims.items():
+        host = context.hosts[name]
+        _refresh(context, room, name, {one.owner for one in context.state.claims_in(name)})
+        if name in room.tight:
+            floors[name] = host.overcommit.floor
+        spare = host.overcommit.floor // 8 if margin else 0
+        room.take(name, Size(0, spare + (frozen[name].memory if frozen else 0), 0))
+        held += room.held(name, claim)
+        if held >= count:
+            return None
+    return floors
+
+
+def _refresh(context: Context, room: Room, name: str, without: Collection[Key] = ()) -> None:
+    """Compute what is free on one host from its claims and from what was observed."""
+    state, host, policy = context.state, context.in_sight[name], context.policy
+    claims = state.claims_in(name)
+    vms = state.vms_on(name)
+    mapped = left_behind((vm for vm in vms if vm.key not in without), state.templates)
+    free = _less(Size(claimable_cpus(host), host.capacity.memory, claimable_disk(host)), *(
+        claim.size for claim in (*(one for one in claims if one.owner not in without), *mapped)
+    ))  # fmt: skip
+    tight = False
+    if host.overcommit.memory > 1 and host.available > 0:
+        coming = 0
+        for claim in claims:
             held, settled = held_by(state, claim.owner, context.world, policy)
             gone = claim.owner in without
-            coming[claim.domain] += -int(held) if gone else yet_to_come(claim.size, held, settled=settled)
-        for claim in _left_behind_in(state, ()):
-            coming[claim.domain] -= claim.size.memory if claim not in mapped else 0
-        for name, host in sorted(hosts.items()):
-            room.overcommit(host, coming[name], policy)
-    return room
+            coming += -int(held) if gone else yet_to_come(claim.size, held, settled=settled)
+        for claim in left_behind(vms, state.templates):
+            coming -= claim.size.memory if claim not in mapped else 0
+        free, tight = overcommitted(host, free, coming)
+    room.set(name, free, tight=tight, full=short_of_disk(host))
+
+
+def overcommitted(host: Host, free: Free, coming: int) -> tuple[Free, bool]:
+    """What is free where more memory may be claimed than is declared, as long as the machine has it once all memory is
+    used that is yet to be used (`coming`, MiB), above what it must keep; and whether that limits it. Not where nobody
+    knows what the machine has."""
+    times = host.overcommit
+    if times.memory <= 1 or host.available <= 0:
+        return free, False
+    cpus, memory, disk = free
+    memory += int(host.capacity.memory * (times.memory - 1))
+    left = host.available - times.floor - coming
+    return [cpus, min(memory, left), disk], left < memory
+
+
+def _settles_at(context: Context, host: Host) -> float | None:
+    """When the next VM on the host has served for so long that it counts as what it takes."""
+    if host.overcommit.memory <= 1:
+        return None
+    state, settle = context.state, context.policy.settle
+    serving = [vm.since + settle for vm in state.vms_on(host.name) if vm.state is VmState.SERVING]
+    return min((at for at in serving if at > state.now), default=None)
+
+
+def must_keep(floors: Mapping[str, int], verb: str) -> str:
+    """What hosts must keep or have, in MiB, by their names."""
+    by_floor: dict[int, list[str]] = {}
+    for name, floor in floors.items():
+        by_floor.setdefault(floor, []).append(name)
+    return "; ".join(f"{some(names)} must {verb} {floor} MiB available" for floor, names in by_floor.items())
+
+
+def some(names: Sequence[str], most: int = 8) -> str:
+    """Names for a sentence, the first of them if they are many."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def _less(size: Size, *taken: Size) -> Free:
+    return [
+        size.cpus - sum(one.cpus for one in taken),
+        size.memory - sum(one.memory for one in taken),
+        size.disk - sum(one.disk for one in taken),
+    ]
 
 
 def held_by(state: State, owner: Key, world: World, policy: Policy) -> tuple[float, bool]:
@@ -175,83 +400,8 @@ def left_behind(vms: Iterable[Vm], templates: Mapping[int, Template]) -> list[Cl
     return [claim for _, claim in sorted(gone.items())]
 
 
-def _left_behind_in(state: State, without: Collection[Key]) -> list[Claim]:
-    """The same, of the live VMs but `without` some, found through the index."""
-    ended = [id_ for id_ in state.template_ids_of_vms() if id_ not in state.templates]
-    return left_behind(
-        (vm for id_ in ended for vm in state.vms_of_template(id_) if vm.key not in without), state.templates
-    )
-
-
 def yet_to_come(claim: Size, held: float, *, settled: bool) -> int:
     """MiB that the holder of a claim may yet use beside the `held` MiB that it uses: the rest of the claim; a holder
     that has settled is taken to stay as it is, within a quarter."""
     rest = max(0, math.ceil(claim.memory - held))
     return min(rest, math.ceil(held / 4)) if settled else rest
-
-
-# --- what could ever run ---------------------------------------------------------------------------
-
-
-def could_ever_fit(
-    wanted: NodeRequest, count: int, templates: Mapping[str, Size], hosts: Mapping[str, Host], policy: Policy
-) -> bool:
-    """Whether empty hosts, with nothing on them but the template of that size, could hold `count` VMs for the node."""
-    room = Room({name: empty_host(host, policy) for name, host in hosts.items()})
-    for name, template in templates.items():
-        room.take(name, template_claim(template, hosts[name], wanted.image))
-    return room.place(count, vm_claims(wanted, templates, hosts, policy)) is not None
-
-
-def largest_on(host: Host, image: str, policy: Policy, kind: CloneKind = CloneKind.INSTANT) -> Size:
-    """The largest node that the host could ever hold, with nothing on it but the template that it is forked from or, if
-    it boots, a template of the base size. What an image can do that is not there yet is taken to be everything. Zero
-    memory if not even the smallest fits."""
-    plugs = {image: frozenset({"plug_cpus", "plug_memory"})}
-    able = host if image in host.images else replace(host, images=plugs, disks={})
-    capacity = empty_host(host, policy).capacity
-    disk = capacity.disk - template_claim(policy.base, able, image).disk
-
-    def fits(memory: int) -> bool:
-        node = Size(1, memory)
-        template = template_size(node, able, image, policy) if kind is CloneKind.INSTANT else policy.base
-        claim = vm_claim(vm_size(node, template, able, policy), able, image, kind)
-        together = claim.memory + template_claim(template, able, image).memory
-        return claim.cpus <= capacity.cpus and together <= capacity.memory and claim.disk <= disk
-
-    # What is needed grows with the node's memory, so the largest that fits is found by halving.
-    least, most = 0, capacity.memory + 1
-    while most - least > 1:
-        middle = (least + most) // 2
-        least, most = (middle, most) if fits(middle) else (least, middle)
-    return Size(capacity.cpus, least, max(0, disk - able.disk_cost(image, kind).overhead))
-
-
-def largest_nodes(hosts: Mapping[str, KnownHost], policy: Policy) -> dict[str, tuple[Size, ...]]:
-    """By image, the largest nodes that could ever run on any known host, also one that is drained or out of reach: what
-    a job must not exceed. A host that an operator fenced is off, and counts no more than it does in admission. A size
-    that another one contains is left out. Nothing is said while the settings name a host that was never observed."""
-    values = [known.value for _, known in sorted(hosts.items()) if not known.is_off]
-    known_values = [value for value in values if value is not None]
-    if not known_values or len(known_values) < len(values):
-        return {}
-    images = sorted({policy.image, *(image for value in known_values for image in value.images)})
-    ways = [(host, kind) for host in known_values for kind in _kinds(host)]
-    return {image: _maxima([largest_on(host, image, policy, kind) for host, kind in ways]) for image in images}
-
-
-def _kinds(host: Host) -> list[CloneKind]:
-    """The kinds of clones whose sizes count on the host. Those that boot may be larger than one that is forked, where
-    an image cannot plug all."""
-    return [
-        CloneKind.INSTANT,
-        *(kind for kind in (CloneKind.LINKED, CloneKind.FULL) if kind.value in host.abilities),
-    ]
-
-
-def _maxima(sizes: Sequence[Size]) -> tuple[Size, ...]:
-    def contains(one: Size, other: Size) -> bool:
-        return one.cpus >= other.cpus and one.memory >= other.memory and one.disk >= other.disk
-
-    distinct = sorted(set(sizes))
-    return tuple(s for s in distinct if not any(contains(other, s) for other in distinct if other != s))

@@ -11,6 +11,7 @@ from collections import ChainMap, Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from multiverse.core.free import ByHost
 from multiverse.core.model import (
     Attempt,
     AttemptState,
@@ -19,27 +20,30 @@ from multiverse.core.model import (
     Depth,
     Host,
     Size,
-    Template,
     TemplateKey,
     TemplateState,
     Vm,
     VmState,
 )
 from multiverse.core.model.names import mac_of, token_of, vm_name
-from multiverse.core.provisioning.capacity import Room, could_ever_fit, room_of
+from multiverse.core.provisioning.capacity import every_host, room_of, some
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.pacing import ARRIVALS_FADE, paid, wait_for
 from multiverse.core.provisioning.placement import address_of
+from multiverse.core.provisioning.placing import FALLBACK, place_vms, placement_of, placement_request
 from multiverse.core.provisioning.sizes import (
-    NodeRequest,
-    serves_as,
-    template_claim,
-    template_size,
     vm_claim,
     vm_claims,
     vm_size,
 )
 from multiverse.core.provisioning.spares import fit_to_serve, spares
+from multiverse.core.provisioning.templates import (
+    TemplateWish,
+    could_hold,
+    node_request,
+    template_sizes,
+    wish_of,
+)
 from multiverse.core.rows import VmsMissing
 from multiverse.core.transition import Change, Event
 
@@ -55,28 +59,28 @@ class Choice:
     kind: CloneKind
     why: str = ""
     prepare: bool = False
-    templates: Mapping[str, Size] | None = None
+    templates: ByHost[Size] | None = None
 
     @property
     def forks(self) -> bool:
         return self.kind is CloneKind.INSTANT
 
     @property
-    def sizes(self) -> Mapping[str, Size]:
-        return self.templates or {}
+    def sizes(self) -> ByHost[Size]:
+        return self.templates or ByHost(())
 
 
 def choose_clones(context: Context, attempt: Attempt) -> Choice:
     """The kind of the attempt's clones, and the size of the template that they are forked from."""
     sizes = template_sizes(context, attempt)
-    forking = hosts_making(context.image_of(attempt), CloneKind.INSTANT, context.hosts)
-    choice = choose_kind(context, attempt, templates_of(context, attempt, forking, sizes))
+    forking = on_hosts_making(context.image_of(attempt), CloneKind.INSTANT, sizes)
+    choice = choose_kind(context, attempt, forking)
     if choice.kind is CloneKind.LINKED and attempt.request.kind is not CloneKind.LINKED and forking:
-        choice = _unless_too_large(context, attempt, {name: sizes[name] for name in forking}, choice)
-    return replace(choice, templates=sizes if choice.forks else dict.fromkeys(sizes, context.policy.base))
+        choice = _unless_too_large(context, attempt, forking, choice)
+    return replace(choice, templates=sizes if choice.forks else _as_base(context, sizes))
 
 
-def _unless_too_large(context: Context, attempt: Attempt, sizes: Mapping[str, Size], choice: Choice) -> Choice:
+def _unless_too_large(context: Context, attempt: Attempt, sizes: ByHost[Size], choice: Choice) -> Choice:
     """A clone that boots may be larger than one that is forked: fork where no host could ever hold the former."""
     if (attempt.request.kind or context.policy.kind) is not CloneKind.AUTO or may_boot(context, attempt):
         return choice
@@ -87,22 +91,11 @@ def _unless_too_large(context: Context, attempt: Attempt, sizes: Mapping[str, Si
 
 def may_boot(context: Context, attempt: Attempt) -> bool:
     """Whether the hosts that boot clones of the image could ever hold the attempt's VMs as such clones."""
-    able = hosts_making(context.image_of(attempt), CloneKind.LINKED, context.hosts)
-    return could_hold(context, attempt, CloneKind.LINKED, dict.fromkeys(able, context.policy.base))
+    bases = hosts_making(context, context.image_of(attempt), CloneKind.LINKED)
+    return could_hold(context, attempt, CloneKind.LINKED, bases)
 
 
-def could_hold(context: Context, attempt: Attempt, kind: CloneKind, templates: Mapping[str, Size]) -> bool:
-    """Whether the hosts of `templates`, were they empty, could hold the attempt's VMs as clones of that kind."""
-    wanted, nodes = node_request(context, attempt, kind), attempt.request.nodes
-    return could_ever_fit(wanted, nodes, templates, context.hosts, context.policy)
-
-
-def node_request(context: Context, attempt: Attempt, kind: CloneKind) -> NodeRequest:
-    """What each of the attempt's VMs is to be."""
-    return NodeRequest(attempt.request.size, context.image_of(attempt), kind)
-
-
-Way = tuple[CloneKind, Mapping[str, Size]]
+Way = tuple[CloneKind, ByHost[Size]]
 """A kind of clone, and the size of the template, or of the base, on each host."""
 
 
@@ -110,13 +103,12 @@ def ways_to_make(context: Context, attempt: Attempt) -> Sequence[Way]:
     """The kinds of clones that the attempt's VMs could be, the likeliest first, each with the size of the template on
     each host that has the image: forked from it, or, of clones that boot, as if they were."""
     sizes = template_sizes(context, attempt)
-    bases = dict.fromkeys(sizes, context.policy.base)
+    bases = _as_base(context, sizes)
     match attempt.request.kind or context.policy.kind:
         case CloneKind.INSTANT:
             return [(CloneKind.INSTANT, sizes)]
         case CloneKind.AUTO:
-            forks = any(CloneKind.INSTANT.value in host.abilities for host in context.hosts.values())
-            boots = any(CloneKind.LINKED.value in host.abilities for host in context.hosts.values())
+            forks, boots = _is_any_able(context, CloneKind.INSTANT), _is_any_able(context, CloneKind.LINKED)
             ways = [(CloneKind.INSTANT, sizes)] if forks else []
             return ways + ([(CloneKind.LINKED if boots else CloneKind.FULL, bases)] if boots or not forks else [])
         case kind:
@@ -125,52 +117,54 @@ def ways_to_make(context: Context, attempt: Attempt) -> Sequence[Way]:
 
 def ways_now(context: Context, attempt: Attempt, ways: Sequence[Way]) -> Sequence[Way]:
     """The same ways, each on the hosts that make such clones of the image now, without kinds that no host makes."""
-    image, hosts = context.image_of(attempt), context.hosts
-    on = [(kind, {name: sizes[name] for name in hosts_making(image, kind, hosts)}) for kind, sizes in ways]
+    image = context.image_of(attempt)
+    on = [(kind, on_hosts_making(image, kind, sizes)) for kind, sizes in ways]
     return [(kind, sizes) for kind, sizes in on if sizes]
 
 
-def unable_to_make(image: str, ways: Sequence[Way], hosts: Mapping[str, Host]) -> str:
+def unable_to_make(image: str, ways: Sequence[Way]) -> str:
     """Part of a reason: the hosts that have the image and cannot make such clones of it."""
-    unable = [(kind, sorted(sizes.keys() - set(hosts_making(image, kind, hosts)))) for kind, sizes in ways]
-    return "".join(f"; unable to make {kind} clones: {', '.join(names)}" for kind, names in unable if names)
+    unable = [(kind, list(sizes.where(lambda host, kind=kind: not makes(host, image, kind)))) for kind, sizes in ways]  # type: ignore[misc]
+    return "".join(f"; unable to make {kind} clones: {some(names)}" for kind, names in unable if names)
 
 
-def choose_kind(context: Context, attempt: Attempt, templates: Mapping[TemplateKey, Template | None]) -> Choice:
+def choose_kind(context: Context, attempt: Attempt, forking: ByHost[Size]) -> Choice:
     """The kind for an attempt that is to be admitted now: as asked for, or else the one that will be a node first.
-    `templates` are those that it could be forked from, on the hosts that fork its image, None where there is none."""
-    policy, hosts = context.policy, context.hosts
+    `forking` are the hosts that fork its image, with the size of the template that it could be forked from there."""
+    policy = context.policy
     asked = attempt.request.kind or policy.kind
-    boots = any(CloneKind.LINKED.value in host.abilities for host in hosts.values())
     if asked is not CloneKind.AUTO:
         return Choice(asked)
-    if not boots:
-        forks = any(CloneKind.INSTANT.value in host.abilities for host in hosts.values())
+    if not _is_any_able(context, CloneKind.LINKED):
+        forks = _is_any_able(context, CloneKind.INSTANT)
         return Choice(CloneKind.INSTANT, "no host boots clones") if forks else Choice(CloneKind.FULL, "no host forks")
-    if not templates:
+    if not forking:
         return Choice(CloneKind.LINKED, "no host can fork its image")
-    sizes = {which.host: which.size for which in templates}
-    if not could_hold(context, attempt, CloneKind.INSTANT, sizes):
+    if not could_hold(context, attempt, CloneKind.INSTANT, forking):
         return Choice(CloneKind.LINKED, "no host could hold the template beside it")
+    wish = wish_of(context, attempt, forking)
     if policy.pools and any(
-        vm.state is VmState.PARKED and vm.template in templates and fit_to_serve(context, vm)
+        vm.state is VmState.PARKED and wish.is_for(vm.template) and fit_to_serve(context, vm)
         for vm in spares(context.state, Depth.PARKED)
     ):
         return Choice(CloneKind.INSTANT, "one is parked")
-    return _quicker(context, attempt, [row for row in templates.values() if row is not None])
+    return _quicker(context, attempt, wish)
 
 
-def _quicker(context: Context, attempt: Attempt, rows: list[Template]) -> Choice:
+def _is_any_able(context: Context, kind: CloneKind) -> bool:
+    return bool(every_host(context, None, lambda host: kind.value in host.abilities))
+
+
+def _quicker(context: Context, attempt: Attempt, wish: TemplateWish) -> Choice:
     """Whether a fork or a boot is a node first."""
     policy, forecast, image = context.policy, context.world.forecast, context.image_of(attempt)
     fork, boot = policy.takes(image, CloneKind.INSTANT, forecast), policy.takes(image, CloneKind.LINKED, forecast)
-    ready = [row.host for row in rows if row.state is TemplateState.READY]
-    if ready:
+    if ready := wish.ready():
         return _of_ready(context, image, ready, fork, boot)
-    building = [row for row in rows if row.state is TemplateState.BUILDING]
+    building = wish.rows(context, TemplateState.BUILDING)
     if not building:
         worth = _wanted_by_others(context, attempt, image) >= 1
-        broken = next((row for row in rows if row.state is TemplateState.BROKEN), None)
+        broken = next(iter(wish.rows(context, TemplateState.BROKEN)), None)
         if broken:
             return Choice(CloneKind.LINKED, f"its template is broken on {broken.host}", prepare=worth)
         if not worth:
@@ -183,13 +177,14 @@ def _quicker(context: Context, attempt: Attempt, rows: list[Template]) -> Choice
     return Choice(CloneKind.LINKED, f"a boot takes {boot:.1f} s, its template {wait:.0f} s more", prepare=not building)
 
 
-def _of_ready(context: Context, image: str, ready: list[str], fork: float, boot: float) -> Choice:
+def _of_ready(context: Context, image: str, ready: Iterable[str], fork: float, boot: float) -> Choice:
     kind, state, policy = CloneKind.INSTANT, context.state, context.policy
-    wait = min(
-        wait_for((name, image, kind), state.paced, state.now, policy)
-        + state.waiting[name, image, kind] * policy.interval(kind)
-        for name in ready
-    )
+    interval, wait = policy.interval(kind), float("inf")
+    for name in ready:
+        own = wait_for((name, image, kind), state.paced, state.now, policy)
+        wait = min(wait, own + state.waiting[name, image, kind] * interval)
+        if wait <= 0:
+            break
     if wait + fork > boot:
         return Choice(CloneKind.LINKED, f"clones queued on its template take {wait:.1f} s more, a boot {boot:.1f} s")
     return Choice(CloneKind.INSTANT, f"its template is ready: {fork + wait:.1f} s, a boot {boot:.1f} s")
@@ -219,93 +214,25 @@ def may_fork(context: Context, attempt: Attempt) -> bool:
     return (attempt.request.kind or context.policy.kind) in (CloneKind.INSTANT, CloneKind.AUTO)
 
 
-def hosts_making(image: str, kind: CloneKind, hosts: Mapping[str, Host]) -> list[str]:
-    """Hosts that can make clones of that kind and image at all, with a template or without."""
-    return [
-        name
-        for name, host in sorted(hosts.items())
-        if image in host.images
-        and kind.value in host.abilities
-        and (kind is not CloneKind.INSTANT or host.image_can(image, "fork"))
-    ]
+def makes(host: Host, image: str, kind: CloneKind) -> bool:
+    """Whether the host can make clones of that kind and image at all, with a template or without."""
+    forks = kind is not CloneKind.INSTANT or host.image_can(image, "fork")
+    return image in host.images and kind.value in host.abilities and forks
 
 
-# --- templates -------------------------------------------------------------------------------------
+def hosts_making(context: Context, image: str, kind: CloneKind) -> ByHost[Size]:
+    """The hosts that can make such clones, all with the base size."""
+    return every_host(context, context.policy.base, lambda host: makes(host, image, kind))
 
 
-def template_sizes(context: Context, attempt: Attempt) -> dict[str, Size]:
-    """The size of the template that the attempt's VMs are forked from, on each host that has their image. Of what the
-    image cannot plug, a ready template with more of it is as good as one that would have to be built, unless a gang
-    could never have room with it."""
-    node, image, policy = attempt.request.size, context.image_of(attempt), context.policy
-    having = {name: host for name, host in sorted(context.hosts.items()) if image in host.images}
-    own = {name: template_size(node, host, image, policy) for name, host in having.items()}
-    nearest = dict(own)
-    for name, host in having.items():
-        if host.image_can(image, "plug_cpus") and host.image_can(image, "plug_memory"):
-            continue
-        ready = [
-            template.size
-            for template in context.state.templates.values()
-            if template.state is TemplateState.READY
-            and template.which == template_key(context, attempt, name, template.size)
-            and serves_as(template.size, own[name], host, image, policy)
-        ]
-        nearest[name] = min(ready, key=lambda size: (size.memory, size.cpus), default=own[name])
-    if nearest == own or could_hold(context, attempt, CloneKind.INSTANT, nearest):
-        return nearest
-    return own
+def on_hosts_making(image: str, kind: CloneKind, sizes: ByHost[Size]) -> ByHost[Size]:
+    """Those of the hosts that can make such clones."""
+    return sizes.where(lambda host: makes(host, image, kind))
 
 
-def template_key(context: Context, attempt: Attempt, host: str, size: Size) -> TemplateKey:
-    return TemplateKey(host, context.image_of(attempt), size, attempt.request.account)
-
-
-def templates_of(
-    context: Context, attempt: Attempt, hosts: Iterable[str], sizes: Mapping[str, Size]
-) -> dict[TemplateKey, Template | None]:
-    """The templates that the attempt's VMs could be forked from on these hosts, None where there is none."""
-    keys = [template_key(context, attempt, name, sizes[name]) for name in hosts]
-    return {which: context.state.template_for(which) for which in keys}
-
-
-def need_template(context: Context, which: TemplateKey, reason: str) -> None:
-    """Plan the building of a template, whether it was never there or is broken."""
-    state, (host, image, size, account) = context.state, which
-    row = state.template_for(which) or Template(
-        id=state.new_template_id(),
-        version=0,
-        state=TemplateState.ABSENT,
-        since=state.now,
-        host=host,
-        image=image,
-        size=size,
-        account=account,
-        source=state.source_of(host),
-    )
-    claimed = state.claims_of(row.key)
-    state.move(
-        Change(replace(row, state=TemplateState.BUILDING, reason=""), Event.NEEDED, reason),
-        make=[] if claimed else [Claim(row.key, host, template_claim(size, context.hosts.get(host), image))],
-    )
-
-
-def ask_for_template(context: Context, rows: Mapping[TemplateKey, Template | None], room: Room, wanted: str) -> str:
-    """Ask for one of these templates, because it is `wanted`, unless one of them is being built already. Says so, or
-    nothing if none of them can be had now."""
-    state = context.state
-    for which, row in rows.items():
-        if row and row.state in (TemplateState.BUILDING, TemplateState.RETIRING):
-            return f"the template of image {which.image} is being built on {which.host}"
-    for which, row in rows.items():
-        claim = template_claim(which.size, context.hosts[which.host], which.image)
-        retry = row is not None and state.now >= row.since + context.policy.backoff(row.tries)
-        if (row is None or retry) and (row is not None or room.fits(which.host, claim)):
-            if row is None:
-                room.take(which.host, claim)
-            need_template(context, which, wanted)
-            return f"the template of image {which.image} is being built on {which.host}"
-    return ""
+def _as_base(context: Context, sizes: ByHost[Size]) -> ByHost[Size]:
+    """The same hosts with the base size, which clones that boot are made as if they were forked from."""
+    return sizes.map(lambda _host, _size: context.policy.base)
 
 
 # --- rows ------------------------------------------------------------------------------------------
@@ -392,6 +319,20 @@ def describe(choice: Choice, vms: Iterable[Vm], before: str = "") -> str:
     return f"{choice.kind} on {hosts}{before}{', ' if choice.why else ''}{choice.why}"
 
 
+def placed_by(context: Context, attempt: Attempt, choice: Choice, made: Sequence[Vm]) -> str:
+    """Part of what the user is told: which policy chose the hosts of new VMs, and among how many. Nothing where there
+    is one host."""
+    if not made or len(context.hosts) < 2:
+        return ""
+    able = on_hosts_making(context.image_of(attempt), choice.kind, choice.sizes)
+    which = f"{len(able)} hosts"
+    if choice.forks:
+        which = f"{len(wish_of(context, attempt, able).ready())} of {which} with its template"
+    name = placement_of(context, attempt)
+    followed = name not in context.state.placement_faults
+    return f" by {name} among {which}" if followed else f" by {FALLBACK} among {which}, because {name} failed"
+
+
 def claims_of(context: Context, vms: Iterable[Vm]) -> list[Claim]:
     """What these VMs claim, each where it is placed."""
     hosts = context.hosts
@@ -402,33 +343,26 @@ def supply_missing(context: Context, missing: VmsMissing) -> None:
     """Plan the VMs that an attempt lacks, or give its job back to the gate if there is no room for them."""
     state = context.state
     attempt = state.attempts.get(missing.attempt)
-    if attempt is None or not context.world.views:
+    if attempt is None or not context.world.sees_hosts:
         return
-    choice = choose_clones(context, attempt)
-    image = context.image_of(attempt)
-    able = {
-        name: choice.sizes[name]
-        for name in hosts_making(image, choice.kind, context.hosts)
-        if not choice.forks or _is_ready(context, template_key(context, attempt, name, choice.sizes[name]))
-    }
     room = room_of(context)
-    wanted = node_request(context, attempt, choice.kind)
-    chosen = room.place(missing.count, vm_claims(wanted, able, context.hosts, context.policy))
+    choice = choose_clones(context, attempt)
+    able = on_hosts_making(context.image_of(attempt), choice.kind, choice.sizes)
+    if choice.forks:
+        able = wish_of(context, attempt, able).ready()
+    claims = vm_claims(node_request(context, attempt, choice.kind), able, context.hosts, context.policy)
+    wanted = placement_request(context, attempt, choice.kind, missing.count)
+    chosen = place_vms(context, room, wanted, claims, attempt)
     vms = plan_vms(context, request_of(context, attempt, choice), chosen) if chosen else None
     if vms is None:
         imageless = bool(context.hosts) and not choice.sizes
         why = f"{missing.reason}; {'no host has its image' if imageless else 'no room for another VM'}"
         state.move(Change(attempt.returning(why, failed=not imageless), Event.GAVE_UP, why))
         return
-    story = describe(choice, vms)
+    story = describe(choice, vms, placed_by(context, attempt, choice, vms))
     again = replace(attempt, replaced=attempt.replaced + missing.count, choice=f"{attempt.choice}; then {story}")
     state.move(
         Change(again, Event.REPLACED, f"{missing.reason}; now {story}"),
         *(Change(vm, Event.PLANNED) for vm in vms),
         make=claims_of(context, vms),
     )
-
-
-def _is_ready(context: Context, which: TemplateKey) -> bool:
-    template = context.state.template_for(which)
-    return template is not None and template.state is TemplateState.READY

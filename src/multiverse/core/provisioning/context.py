@@ -2,37 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
-from multiverse.core.model import Attempt, Host, SchedulerView, World
+from multiverse.core.model import OFF_STATES, Attempt, Host, SchedulerView, World
 from multiverse.core.policy import Policy
 from multiverse.core.state import State
 
 
+class OpenHosts(Mapping[str, Host]):
+    """Hosts by name, but those that are closed. Making one costs nothing, however many hosts there are."""
+
+    def __init__(self, hosts: Mapping[str, Host], closed: frozenset[str]) -> None:
+        self._hosts, self._closed = hosts, closed
+
+    def __getitem__(self, name: str) -> Host:
+        if name in self._closed:
+            raise KeyError(name)
+        return self._hosts[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._hosts and name not in self._closed
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._hosts if name not in self._closed)
+
+    def __len__(self) -> int:
+        return len(self._hosts) - sum(name in self._hosts for name in self._closed)
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The state of a pass, what was observed, and the settings. `without` are hosts that count as closed, too; with
+    """The state of a pass, what was observed, and the settings. `sight` are the hosts in sight that are kept from pass
+    to pass (`changes.mark_changes`); None: those of the world. `without` are hosts that count as closed, too; with
     `drained`, drained hosts count as open."""
 
     state: State
     world: World
     policy: Policy
+    sight: Mapping[str, Host] | None = None
     without: frozenset[str] = frozenset()
     drained: bool = False
-    _open: dict[frozenset[str], Mapping[str, Host]] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def in_sight(self) -> Mapping[str, Host]:
+        """The hosts in sight, by name, whether or not they take new VMs."""
+        return self.world.hosts if self.sight is None else self.sight
+
+    @property
+    def closed(self) -> frozenset[str]:
+        """The hosts that take no new VM."""
+        if self.drained:
+            return frozenset(host.name for host in self.state.hosts_in(*OFF_STATES))
+        return self.state.closed | self.without if self.without else self.state.closed
 
     @property
     def hosts(self) -> Mapping[str, Host]:
         """The hosts in sight that take new VMs, by name."""
-        closed = self.state.closed | self.without if self.without else self.state.closed
-        if self.drained:
-            closed = frozenset(name for name in closed if self.state.is_fenced(name))
-        if not closed:
-            return self.world.hosts
-        if closed not in self._open:
-            self._open[closed] = {name: host for name, host in self.world.hosts.items() if name not in closed}
-        return self._open[closed]
+        return OpenHosts(self.in_sight, closed) if (closed := self.closed) else self.in_sight
 
     def with_drained(self) -> Context:
         """As if all hosts that are drained, or are to be, were resumed."""

@@ -20,17 +20,17 @@ _PRESENT = (TemplateState.READY, TemplateState.BROKEN, TemplateState.BUILDING)
 def empty_drained(context: Context) -> None:
     """Release the spares of hosts that are drained, or are to be drained, and retire the templates of those that are.
     A host out of sight is emptied when it is back."""
-    state, shown = context.state, context.world.hosts
+    state, shown = context.state, context.in_sight
     leaving = {name for name in (state.closed | state.closing) if name in state.drains and name in shown}
     if not leaving:
         return
     for vm in spares(state):
         if vm.host in leaving:
             release_spare(state, vm, f"host {vm.host} is drained")
-    for _, template in sorted(state.templates.items()):
+    for template in [one for name in sorted(leaving & state.closed) for one in state.templates_on(name)]:
         # A VM that was planned before is still to be forked from it.
         needed = any(vm.state is VmState.PLANNED for vm in state.vms_of_template(template.id))
-        if template.host in leaving & state.closed and template.state in _PRESENT and not needed:
+        if template.state in _PRESENT and not needed:
             why = f"host {template.host} is drained"
             state.move(Change(replace(template, state=TemplateState.RETIRING), Event.DROPPED, why))
 
@@ -54,7 +54,7 @@ def drained_hosts(context: Context) -> str:
     """What is said of the hosts in sight that take no VM of an attempt, each with why. Empty if there are none."""
     state = context.state
     said = []
-    for name in sorted((state.closed | context.without) & state.drains.keys() & context.world.hosts.keys()):
+    for name in sorted((state.closed | context.without) & state.drains.keys() & context.in_sight.keys()):
         reason = state.drains[name].reason
         said.append(f"{name} ({reason})" if reason else name)
     return ", ".join(said)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from multiverse.core.model import LEAVING_STATES, Attempt, CloneKind, Depth, Size, TemplateKey, TemplateState, VmState
+from multiverse.core.model import LEAVING_STATES, Attempt, CloneKind, Depth, Size, Template, TemplateState, Vm, VmState
 from multiverse.core.provisioning.capacity import room_of
-from multiverse.core.provisioning.clones import could_hold, may_fork, template_key, template_sizes
+from multiverse.core.provisioning.clones import may_fork
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.spares import release_spare, spares
+from multiverse.core.provisioning.templates import TemplateWish, could_hold, template_sizes, wish_of
 from multiverse.core.transition import Change, Event
 
 
@@ -39,37 +40,42 @@ def retire_a_template(context: Context, attempt: Attempt) -> None:
     attempt does not need, on a host where only templates are in its way. One at a time: its memory may be enough.
     """
     state, hosts = context.state, context.hosts
-    templates = [template for _, template in sorted(state.templates.items())]
-    if any(template.state is TemplateState.RETIRING and template.host in hosts for template in templates):
+    if any(template.host in hosts for template in state.templates_in(TemplateState.RETIRING)):
         return
     image = context.image_of(attempt)
-    having = {name for name, host in hosts.items() if image in host.images}
-    idle = [
-        template
-        for template in sorted(templates, key=lambda template: (template.since, template.id))
-        if template.state in (TemplateState.READY, TemplateState.BROKEN)
-        and template.host in having
-        and not state.serves_from(template.which)
-    ]
+    idle = sorted(
+        (
+            template
+            for template in state.idle_templates()
+            if template.host in hosts and image in hosts[template.host].images
+        ),
+        key=lambda template: (template.since, template.id),
+    )
     if not idle:
         return
-    spare_keys = {vm.key for vm in state.vms.values() if vm.is_spare}  # spares go with their template
-    busy = {key.domain for key in state.claims if key.owner.kind == "vm" and key.owner not in spare_keys}
     # Jobs that ask for the same need the same templates: one of each request is enough to look at.
-    wanted = {key for one in state.queue.one_of_each_request() for key in wanted_templates(context, one)}
-    mine = set(wanted_templates(context, attempt))
-    unwanted = (t for t in idle if t.which not in wanted and t.state is TemplateState.READY)
-    in_the_way = (t for t in idle if t.which not in mine and t.host not in busy)
+    wanted = [wish for one in state.queue.one_of_each_request() if (wish := wanted_templates(context, one))]
+    mine = wanted_templates(context, attempt)
+
+    def is_wanted(template: Template) -> bool:
+        return any(wish.is_for(template.which) for wish in wanted)
+
+    def is_busy(host: str) -> bool:  # spares go with their template
+        rows = (state.get(claim.owner) for claim in state.claims_in(host) if claim.owner.kind == "vm")
+        return any(not (isinstance(row, Vm) and row.is_spare) for row in rows)
+
+    unwanted = (t for t in idle if t.state is TemplateState.READY and not is_wanted(t))
+    in_the_way = (t for t in idle if not (mine and mine.is_for(t.which)) and not is_busy(t.host))
     spare = next(unwanted, None) or next(in_the_way, None)
     if spare:
         state.move(Change(replace(spare, state=TemplateState.RETIRING), Event.DROPPED, "its memory is needed"))
 
 
-def wanted_templates(context: Context, attempt: Attempt) -> list[TemplateKey]:
-    """The templates that the attempt's VMs would be forked from."""
+def wanted_templates(context: Context, attempt: Attempt) -> TemplateWish | None:
+    """The templates that the attempt's VMs would be forked from, if they could be."""
     if not may_fork(context, attempt):
-        return []
+        return None
     sizes = template_sizes(context, attempt)
     if not could_hold(context, attempt, CloneKind.INSTANT, sizes):
-        return []  # such a job runs by booting if at all, perhaps where such a template is now
-    return [template_key(context, attempt, name, size) for name, size in sizes.items()]
+        return None  # such a job runs by booting if at all, perhaps where such a template is now
+    return wish_of(context, attempt, sizes)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from multiverse.core.free import ByHost
 from multiverse.core.model import Attempt, CloneKind, Size, Vm, VmState
-from multiverse.core.provisioning.capacity import largest_on
-from multiverse.core.provisioning.clones import Way, could_hold, unable_to_make, ways_now, ways_to_make
+from multiverse.core.provisioning.capacity import every_host, some
+from multiverse.core.provisioning.clones import Way, unable_to_make, ways_now, ways_to_make
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.draining import drained_hosts
+from multiverse.core.provisioning.largest import largest_on
+from multiverse.core.provisioning.templates import could_hold
 from multiverse.core.state import State
 
 
@@ -32,29 +35,31 @@ def _fits_now(context: Context, attempt: Attempt) -> bool:
 def _why_unfit(context: Context, attempt: Attempt) -> tuple[str, bool]:
     image, hosts, state = context.image_of(attempt), context.hosts, context.state
     ways = ways_to_make(context, attempt)
+    now = ways_now(context, attempt, ways) or ways
     kind, templates = ways[0]
-    unable = unable_to_make(image, ways, hosts) if _fits_one_way(context, attempt, ways) else ""
-    without = sorted(hosts.keys() - templates.keys())
-    anywhere = {**templates, **dict.fromkeys(without, context.policy.base)}
+    unable = unable_to_make(image, ways) if _fits_one_way(context, attempt, ways) else ""
+    without = every_host(context, context.policy.base, lambda host: image not in host.images)
+    anywhere = ByHost((*templates.parts, *without.parts))
     hope = bool(unable) or could_hold(context, attempt, kind, anywhere)
     if not hosts:
         why = "no host is in sight"
     elif hope and not templates:
         why = f"no host has image {image}"
     else:
-        why = _largest(context, attempt, *(ways_now(context, attempt, ways) or ways)[0]) + unable
-        why += f"; without image {image}: {', '.join(without)}" if hope and without else ""
+        why = _largest(context, attempt, *now[0]) + unable
+        why += f"; without image {image}: {some(list(without))}" if hope and without else ""
     away = sorted(name for name in state.hosts if name not in hosts and not state.is_fenced(name))
-    return why + (f"; out of reach now: {', '.join(away)}" if away else ""), hope or bool(away) or not hosts
+    return why + (f"; out of reach now: {some(away)}" if away else ""), hope or bool(away) or not hosts
 
 
 def _fits_one_way(context: Context, attempt: Attempt, ways: Sequence[Way]) -> bool:
     return any(could_hold(context, attempt, kind, sizes) for kind, sizes in ways)
 
 
-def _largest(context: Context, attempt: Attempt, kind: CloneKind, templates: Mapping[str, Size]) -> str:
+def _largest(context: Context, attempt: Attempt, kind: CloneKind, templates: ByHost[Size]) -> str:
     node, nodes, image = attempt.request.size, attempt.request.nodes, context.image_of(attempt)
-    most = (largest_on(context.hosts[name], image, context.policy, kind) for name in templates or context.hosts)
+    parts = (templates or every_host(context, context.policy.base)).parts
+    most = (largest_on(part.kind.host, image, context.policy, kind) for part in parts if part)
     fit = max(most, key=lambda size: (size.memory, size.cpus))
     many = f"{nodes} VMs of " if nodes > 1 else "a VM of "
     return f"{many}{node} fits on no host; the largest that fits is {fit} per node"

@@ -14,19 +14,13 @@ from multiverse.core.model import (
     Host,
     NodeState,
     OfferState,
-    TemplateKey,
     TemplateState,
     Vm,
     VmState,
 )
 from multiverse.core.policy import Pool
 from multiverse.core.provisioning.capacity import Blockage, room_of
-from multiverse.core.provisioning.clones import (
-    CloneRequest,
-    ask_for_template,
-    hosts_making,
-    plan_vms,
-)
+from multiverse.core.provisioning.clones import CloneRequest, hosts_making, plan_vms
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.pacing import wait_for
 from multiverse.core.provisioning.sizes import short_of_memory, template_size
@@ -43,6 +37,7 @@ from multiverse.core.provisioning.spares import (
     too_old,
     withdraw,
 )
+from multiverse.core.provisioning.templates import TemplateWish, ask_for_template
 from multiverse.core.transition import Change, Event
 
 _MAKING = (VmState.PLANNED, VmState.STARTING)
@@ -54,13 +49,13 @@ LAUNCH = 1.0
 def reconcile_pools(context: Context, blockage: Blockage) -> None:
     """Bring every pool to its size. Nothing is made while jobs wait for room or for a turn, and nothing is on offer
     while jobs wait for room. Spares that were taken count towards the most that a pool has, until their jobs come."""
-    if context.world.scheduler is None or not context.world.views:
+    if context.world.scheduler is None or not context.world.sees_hosts:
         return
     if context.state.closing:
         context = replace(context, without=context.state.closing)
     state, hosts = context.state, context.hosts
     for vm in spares(state):
-        if vm.host in hosts and short_of_memory(hosts[vm.host], context.policy):
+        if vm.host in hosts and short_of_memory(hosts[vm.host]):
             release_spare(state, vm, f"host {vm.host} is short of memory")
     unwanted = {vm.id: vm for vm in spares(state)}
     for pool in context.policy.pools:
@@ -199,29 +194,27 @@ def _why_spent(context: Context, vm: Vm, pool: Pool) -> str:
 def _refill(context: Context, pool: Pool, lacking: int) -> None:
     """Plan as many spares as may be made beside what is being made for jobs: half of a turn, one at least."""
     state, hosts, policy, kind = context.state, context.hosts, context.policy, CloneKind.INSTANT
-    able = hosts_making(pool.image, kind, hosts)
-    templates = {name: template_size(pool.size, hosts[name], pool.image, policy) for name in able}
-    keys = [TemplateKey(name, pool.image, size) for name, size in templates.items()]
-    rows = {key: state.template_for(key) for key in keys}
     room = room_of(context)
-    ready = [key.host for key, row in rows.items() if row is not None and row.state is TemplateState.READY]
+    able = hosts_making(context, pool.image, kind)
+    templates = able.map(lambda host, _: template_size(pool.size, host, pool.image, policy))
+    wish = TemplateWish(pool.image, "", templates)
+    ready = wish.ready()
     if not ready:
-        ask_for_template(context, rows, room, "its pool needs it")
+        ask_for_template(context, wish, room, "its pool needs it")
         return
     being_made = Counter(vm.attempt is None for vm in state.vms_in(*_MAKING))
     turns = policy.provisioning - being_made[False]  # those of jobs come first
     may = max(1, turns // 2) - being_made[True] if turns > 0 else 0
-    sizes = {name: spare_size(pool, templates[name], context, name) for name in ready}
-    claims = {name: spare_claim(pool, size, hosts[name]) for name, size in sizes.items()}
+    sizes = ready.map(lambda host, template: spare_size(pool, template, host, policy))
+    claims = sizes.map(lambda host, size: spare_claim(pool, size, host))
+
+    def accept(name: str) -> bool:
+        parent = (name, pool.image, kind)
+        return not wait_for(parent, state.paced, state.now, policy) and _has_idle_cpus(context, hosts[name])
+
     wanted = CloneRequest(pool.image, kind, pool.size, templates, pool=pool.depth, sizes=sizes)
     for _ in range(min(lacking, may)):
-        in_turn = [
-            name
-            for name in ready
-            if _has_idle_cpus(context, hosts[name])
-            and not wait_for((name, pool.image, kind), state.paced, state.now, policy)
-        ]
-        chosen = room.place(1, {name: claims[name] for name in in_turn})
+        chosen = room.place(1, claims, accept=accept)
         vms = plan_vms(context, wanted, chosen) if chosen else None
         if vms is None:
             return

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import NamedTuple
 
+from multiverse.core.free import ByHost
 from multiverse.core.model import CloneKind, Host, Size
 from multiverse.core.policy import Policy
 
@@ -40,12 +40,12 @@ def template_size(node: Size, host: Host, image: str, policy: Policy) -> Size:
     cpus = policy.base.cpus if host.image_can(image, "plug_cpus") else max(node.cpus, policy.base.cpus)
     if host.image_can(image, "plug_memory"):
         return Size(cpus, policy.base.memory)
-    wanted, most = guest_memory(node, policy), _most_memory(host, policy)
+    wanted, most = guest_memory(node, policy), _most_memory(host)
     shared = max(policy.base.memory, 1 << (wanted - 1).bit_length())
     return Size(cpus, most if wanted <= most < shared else shared)
 
 
-def serves_as(other: Size, own: Size, host: Host, image: str, policy: Policy) -> bool:
+def serves_as(other: Size, own: Size, host: Host, image: str) -> bool:
     """Whether a template of the size `other` serves where one of the size `own` is meant: of what the image cannot plug
     it may have up to twice as much, as long as the host holds it and a VM of it."""
 
@@ -56,13 +56,13 @@ def serves_as(other: Size, own: Size, host: Host, image: str, policy: Policy) ->
         enough(other.cpus, own.cpus, "plug_cpus")
         and enough(other.memory, own.memory, "plug_memory")
         and other.cpus <= host.capacity.cpus
-        and other.memory <= max(own.memory, _most_memory(host, policy))
+        and other.memory <= max(own.memory, _most_memory(host))
     )
 
 
-def _most_memory(host: Host, policy: Policy) -> int:
+def _most_memory(host: Host) -> int:
     """The most MiB that a template, and a VM of the same size beside it, can have on this host."""
-    room = empty_host(host, policy).capacity.memory - host.vm_overhead
+    room = empty_capacity(host).memory - host.vm_overhead
     return room // (1 + host.template_copies) // host.memory_block * host.memory_block
 
 
@@ -74,18 +74,23 @@ def vm_size(node: Size, template: Size, host: Host, policy: Policy) -> Size:
     return Size(max(node.cpus, template.cpus), template.memory + plugged, allowance(node, policy))
 
 
-def empty_host(host: Host, policy: Policy) -> Host:
-    """The host as what it can carry at once with nothing on it. Where more may be claimed than is declared, VMs that
+def empty_capacity(host: Host) -> Size:
+    """What the host can carry at once with nothing on it. Where more memory may be claimed than is declared, VMs that
     start have to fit into the machine all the same."""
-    capacity = replace(host.capacity, disk=claimable_disk(host, policy))
-    if policy.overcommit > 1 and host.machine:
-        capacity = replace(capacity, memory=min(capacity.memory, host.machine.memory - policy.floor))
-    return replace(host, capacity=capacity)
+    memory, times = host.capacity.memory, host.overcommit
+    if times.memory > 1 and host.machine:
+        memory = min(memory, host.machine.memory - times.floor)
+    return Size(claimable_cpus(host), memory, claimable_disk(host))
 
 
-def claimable_disk(host: Host, policy: Policy) -> int:
+def claimable_cpus(host: Host) -> int:
+    """CPUs that may be claimed there in all; one VM has `host.capacity.cpus` at most."""
+    return int(host.capacity.cpus * host.overcommit.cpus)
+
+
+def claimable_disk(host: Host) -> int:
     """MiB of disk that may be claimed there in all."""
-    return int(host.capacity.disk * policy.disk_overcommit)
+    return int(host.capacity.disk * host.overcommit.disk)
 
 
 def vm_claim(size: Size, host: Host, image: str, kind: CloneKind) -> Size:
@@ -107,21 +112,24 @@ def template_claim(size: Size, host: Host | None, image: str) -> Size:
 
 def vm_claims(
     wanted: NodeRequest, templates: Mapping[str, Size], hosts: Mapping[str, Host], policy: Policy
-) -> dict[str, Size]:
+) -> Mapping[str, Size]:
     """What a VM for the node would claim on each host, by the size of its template there."""
     node, image, kind = wanted
-    return {
-        name: vm_claim(vm_size(node, template, hosts[name], policy), hosts[name], image, kind)
-        for name, template in templates.items()
-    }
+
+    def claim(host: Host, template: Size) -> Size:
+        return vm_claim(vm_size(node, template, host, policy), host, image, kind)
+
+    if isinstance(templates, ByHost):
+        return templates.map(claim)
+    return {name: claim(hosts[name], template) for name, template in templates.items()}
 
 
-def short_of_disk(host: Host, policy: Policy) -> bool:
+def short_of_disk(host: Host) -> bool:
     """Whether less disk is available there than must be for a VM to be added."""
-    return host.available_disk is not None and host.available_disk < policy.disk_floor
+    return host.available_disk is not None and host.available_disk < host.overcommit.disk_floor
 
 
-def short_of_memory(host: Host, policy: Policy) -> bool:
+def short_of_memory(host: Host) -> bool:
     """Whether more may be claimed there than is declared, and its machine has less available than it must keep: then no
     VM is added there, and spares are released."""
-    return policy.overcommit > 1 and 0 < host.available < policy.floor
+    return host.overcommit.memory > 1 and 0 < host.available < host.overcommit.floor

@@ -55,9 +55,9 @@ def awaiting_job(state: State) -> list[Vm]:
     return [vm for id_ in taken if (vm := state.vms.get(id_)) and vm.attempt is None]
 
 
-def spare_size(pool: Pool, template: Size, context: Context, host: str) -> Size:
+def spare_size(pool: Pool, template: Size, host: Host, policy: Policy) -> Size:
     """The size that a pool's VM is made with, forked from a template of the size `template`."""
-    return template if pool.depth is Depth.PARKED else vm_size(pool.size, template, context.hosts[host], context.policy)
+    return template if pool.depth is Depth.PARKED else vm_size(pool.size, template, host, policy)
 
 
 def spare_claim(pool: Pool, size: Size, host: Host) -> Size:

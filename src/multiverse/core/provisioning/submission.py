@@ -28,8 +28,8 @@ from multiverse.core.model import (
     Size,
 )
 from multiverse.core.policy import Policy
-from multiverse.core.provisioning.capacity import largest_nodes
-from multiverse.core.provisioning.sizes import allowance, empty_host, template_claim, template_size, vm_size
+from multiverse.core.provisioning.largest import largest_nodes
+from multiverse.core.provisioning.sizes import allowance, empty_capacity, template_claim, template_size, vm_size
 
 _PLUG = frozenset({"plug_cpus", "plug_memory"})
 _ANY = "any"  # an image's name is not of importance here
@@ -88,7 +88,7 @@ class _Shape(NamedTuple):
 
 def _capacity(host: Host, image: str, policy: Policy, kind: CloneKind) -> EqualHosts:
     able = host.images.get(image, _PLUG) & _PLUG
-    empty = empty_host(host, policy).capacity
+    empty = empty_capacity(host)
     costs = (host.template_copies, host.memory_block, host.vm_overhead)
     shape = _Shape(empty, *costs, able, kind is CloneKind.INSTANT, policy.base, policy.guest_reserve)
     disk = empty.disk - template_claim(policy.base, host, image).disk
@@ -96,7 +96,7 @@ def _capacity(host: Host, image: str, policy: Policy, kind: CloneKind) -> EqualH
     cost = DiskCost(max(least, allowance(Size(0, 0), policy)), overhead)
     smallest = cost.of(0)
     most = 0 if disk < 0 else disk // smallest if smallest else MOST_NODES
-    return EqualHosts(1, empty.cpus, max(0, disk), _memory_of_each(shape)[:most], cost)
+    return EqualHosts(1, empty.cpus, max(0, disk), _memory_of_each(shape)[:most], cost, host.capacity.cpus)
 
 
 @lru_cache(maxsize=4096)

@@ -14,6 +14,7 @@ from multiverse.core.errors import Gone, MultiverseError
 from multiverse.core.model import (
     HypervisorView,
     Identity,
+    Overcommitment,
     Size,
     Stage,
     TemplateKey,
@@ -205,6 +206,9 @@ def host_config(settings: Settings, site: str) -> QemuHostConfig:
         host=host.name,
         prefix=vm_prefix(site),
         capacity=Size(host.cores, host.memory, host.disk),
+        overcommit=Overcommitment(
+            host.cpu_overcommit, host.overcommit, host.disk_overcommit, host.floor, host.disk_floor
+        ),
         images=qemu.images.absolute(),
         image_source=settings.image.source and settings.image.source.absolute(),
         templates=qemu.templates.absolute(),

@@ -12,10 +12,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from multiverse.config import Settings, site_cores
 from multiverse.core.errors import Refused
-from multiverse.core.model import CloneKind, Size
+from multiverse.core.model import CloneKind, Placement, Size
 from multiverse.drivers.slurm import conf, parse
 from multiverse.drivers.slurm.site_conf import OURS, SiteConf
-from multiverse.system import files, rendered
+from multiverse.system import files, placements, rendered
 
 GATE_NODE = "mvgate"
 NODE_SET = "mvvms"
@@ -46,9 +46,9 @@ _FAILED = "Multiverse could not check this job: ask an administrator to read slu
 class Site:
     """What the files need to know beside the settings.
 
-    `images` are the features that jobs may request. `gate_nodes` is the largest number of nodes of one job, and
-    `gate_network` the first three numbers of the gate's addresses, which nothing uses. `memory_per_cpu` is Slurm's
-    DefMemPerCPU in MiB. `default` makes the gate the default partition.
+    `images` are the features that jobs may request, and `placements` the placement policies. `gate_nodes` is the
+    largest number of nodes of one job, and `gate_network` the first three numbers of the gate's addresses, which
+    nothing uses. `memory_per_cpu` is Slurm's DefMemPerCPU in MiB. `default` makes the gate the default partition.
     """
 
     images: Collection[str]
@@ -57,6 +57,7 @@ class Site:
     slurm_uid: int
     default: bool = False
     gate_network: str = _GATE_NETWORKS[0]
+    placements: Collection[str] = tuple(one.value for one in Placement)
 
 
 def derive(settings: Settings, site: SiteConf, images: Iterable[str], slurm_uid: int, *, default: bool = False) -> Site:
@@ -64,6 +65,7 @@ def derive(settings: Settings, site: SiteConf, images: Iterable[str], slurm_uid:
     names = [settings.image.default, *(pool.image for pool in settings.pool), *sorted(images)]
     return Site(
         images=tuple(dict.fromkeys(names)),
+        placements=tuple(placements.names()),
         gate_nodes=min(site_cores(settings), MAX_GATE_NODES),  # each node of a job needs a core
         memory_per_cpu=conf.memory_per_cpu(site.text, parse.MEMORY_PER_CPU),
         slurm_uid=slurm_uid,
@@ -88,6 +90,7 @@ def render(settings: Settings, site: Site) -> dict[str, str]:
     environment = Environment(
         loader=PackageLoader("multiverse.drivers.slurm"), undefined=StrictUndefined, keep_trailing_newline=True
     )
+    places = [parse.PLACE + name for name in site.placements]
     values = {
         "directory": slurm.conf.parent,
         "hook": hook_lines(settings),
@@ -100,7 +103,8 @@ def render(settings: Settings, site: Site) -> dict[str, str]:
         "node_set": NODE_SET,
         "gate_nodes": site.gate_nodes,
         "gate_network": site.gate_network,
-        "features": [*dict.fromkeys((*site.images, *(kind.value for kind in CloneKind)))],
+        "features": [*dict.fromkeys((*site.images, *(kind.value for kind in CloneKind), *places))],
+        "placements": list(site.placements),
         "gate_size": GATE_SIZE,
         "max_disk": settings.image.tmp_disk,
         "memory_per_cpu": site.memory_per_cpu,

@@ -61,6 +61,7 @@ _NODE_DOWN = frozenset(
 )
 _NODE_BUSY = frozenset(("ALLOCATED", "MIXED", "COMPLETING"))
 _KINDS = frozenset(kind.value for kind in CloneKind)
+PLACE = "place-"  # before the name of a placement policy, as a feature
 _NO_THREADS = 0x7FFE  # an unset --thread-spec in 24.11's JSON: NO_VAL16 without its highest bit
 _SKEW = 5  # seconds by which slurmctld's clock may be ahead of this machine's
 REQUEUE_DELAY = 130  # seconds; a requeued job may start 121 s later (job_mgr.c: credential lifetime + 1)
@@ -290,6 +291,7 @@ def _request(record: Record, own: tuple[str, ...], names: SiteNames) -> tuple[Re
             size=Size(cpus, memory, number(record.get("minimum_tmp_disk_per_node")) or 0),
             image=next(iter(_images(own)), None),
             kind=next((CloneKind(word) for word in own if word in _KINDS), None),
+            placement=next((word.removeprefix(PLACE) for word in own if word.startswith(PLACE)), None),
             features=own,
             account=str(record.get("account") or "") if names.per_account else "",
         ),
@@ -298,9 +300,9 @@ def _request(record: Record, own: tuple[str, ...], names: SiteNames) -> tuple[Re
 
 
 def _images(own: Iterable[str]) -> list[str]:
-    """The images among a job's own features: each feature that is no kind of clone. Only the hosts know which images
-    exist."""
-    return [word for word in own if word not in _KINDS]
+    """The images among a job's own features: each feature that is no kind of clone and no placement policy. Only the
+    hosts know which images exist."""
+    return [word for word in own if word not in _KINDS and not word.startswith(PLACE)]
 
 
 def _cpus(record: Record, nodes: int) -> int:
@@ -314,6 +316,7 @@ def _cpus(record: Record, nodes: int) -> int:
 def _problem(record: Record, own: tuple[str, ...], names: SiteNames) -> str:
     images = _images(own)
     kinds = [word for word in own if word in _KINDS]
+    policies = [word for word in own if word.startswith(PLACE)]
     checks = (
         (int(record["user_id"]) == 0, "Multiverse runs no jobs of root: submit as a user, e.g. sbatch --uid=NAME"),
         (
@@ -344,6 +347,10 @@ def _problem(record: Record, own: tuple[str, ...], names: SiteNames) -> str:
             "alternatives in --constraint are not supported: join with &",
         ),
         (len(images) > 1, f"a job has one image, not {' and '.join(images)}: name one of them with --constraint"),
+        (
+            len(policies) > 1,
+            f"a job has one placement policy, not {' and '.join(policies)}: name one of them with --constraint",
+        ),
         (len(kinds) > 1, f"a job has one kind of clone, not {' and '.join(kinds)}: name one of them with --constraint"),
     )
     return next((text for wrong, text in checks if wrong), "")

@@ -7,10 +7,11 @@ else 0. Lines of two forms follow that. The first form is the size of a largest 
 
 - the number of the limit that the line belongs to, and the kinds of clones that this limit is for (`default`: jobs that
   name no kind). A job has to keep one of the limits that are for its kind;
-- how many hosts, and for each of them CPUs, disk, and the most memory in MiB of one node, of each of two nodes, and so
-  on. The disk is three figures in MiB, separated by slashes: that of the host, the least that a node takes of it, and
-  what a node takes beside what it asks for. All lines of one limit together tell how many nodes of a job fit. All zero:
-  no node fits.
+- how many hosts, and for each of them CPUs, disk, and the most memory in MiB of one node, of each of two nodes, and
+  so on. Where CPUs are over-committed, the CPUs are two figures, separated by a slash: those of all nodes together,
+  and the most of one node; the file then has version 2. The disk is three figures in MiB, separated by slashes:
+  that of the host, the least that a node takes of it, and what a node takes beside what it asks for. All lines of
+  one limit together tell how many nodes of a job fit. All zero: no node fits.
 
 The image `*` stands for all images that no line names. Example, of three hosts that could hold two nodes each:
 
@@ -20,7 +21,8 @@ The image `*` stands for all images that no line names. Example, of three hosts 
     slim 1 2 full 3 2 65084/16388/0 15395 7555
     * 0 1 auto,default,full,instant,linked 3 2 65536/2048/0 15395 7555
 
-multiverse.lua refuses nothing by a file that is missing, that is no longer valid, or that has another version.
+multiverse.lua refuses nothing by a file that is missing, that is no longer valid, or that has another version. That of
+the previous release knows only version 1.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from multiverse.core.errors import Exhausted
 from multiverse.core.model import OTHER_IMAGES, JobLimit, JobLimits, Size
 from multiverse.system import files
 
-_VERSION = 1
+_VERSION, _WITH_NODE_CPUS = 1, 2
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")  # a name that cannot break the format
 
 
@@ -46,11 +48,14 @@ class SubmissionFile:
         self._path = inbox.with_name(f"{inbox.name}.limits")
         self._term = term
         self._lines: tuple[str, ...] | None = None  # None: this process has published nothing
+        self._version = _VERSION
         self._valid_until = 0.0
 
     async def publish(self, limits: JobLimits) -> None:
         """See `ports.SubmissionLimits`. Raises `Exhausted` if the file cannot be written; `renew` tries again."""
         self._lines = tuple(_lines(limits))
+        every = (hosts for some in limits.limits.values() for limit in some for hosts in limit.hosts)
+        self._version = _WITH_NODE_CPUS if any(one.cpus_of_a_node != one.cpus for one in every) else _VERSION
         self._valid_until = 0.0
         try:
             self._write()
@@ -81,7 +86,7 @@ class SubmissionFile:
     def _write(self) -> None:
         assert self._lines is not None, "nothing is written before something was published"
         valid_until = time.time() + self._term
-        content = "\n".join([f"{_VERSION} {int(valid_until)}", *self._lines]) + "\n"
+        content = "\n".join([f"{self._version} {int(valid_until)}", *self._lines]) + "\n"
         files.replace(self._path, content, mode=0o644)  # slurmctld's user reads it
         self._valid_until = valid_until
 
@@ -114,6 +119,7 @@ def _kinds(limit: JobLimit, limits: JobLimits) -> str:
 def _hosts(limit: JobLimit) -> Iterator[str]:
     for hosts in limit.hosts:
         disk = "/".join(map(str, (hosts.disk, *hosts.cost)))
-        yield " ".join(map(str, (hosts.count, hosts.cpus, disk, *hosts.memory)))
+        cpus = f"{hosts.cpus}" if hosts.cpus_of_a_node == hosts.cpus else f"{hosts.cpus}/{hosts.cpus_of_a_node}"
+        yield " ".join(map(str, (hosts.count, cpus, disk, *hosts.memory)))
     if not limit.hosts:
         yield "0 0 0/0/0"

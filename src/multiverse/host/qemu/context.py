@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from multiverse.core.errors import Gone, Refused
-from multiverse.core.model import CloneKind, DiskCost, ImageDisk, Size, Stage, TemplateKey
+from multiverse.core.model import CloneKind, DiskCost, ImageDisk, Overcommitment, Size, Stage, TemplateKey
 from multiverse.guest.protocol import DISK, TEMPLATE
 from multiverse.host import disks, path_security
 from multiverse.host.cgroups import Cgroups
@@ -40,10 +40,10 @@ class QemuHostConfig:
     VMs are the ones whose names begin with `prefix`. All processes that run VMs on one machine must agree on `vms` and
     `uids`. `cache` holds what was found out about this machine. `uids` are the first user for QEMUs and how many; a
     count of 0 runs every QEMU as the user of this process. `base` is the size of the smallest template, `largest` the
-    one that a VM can be plugged up to, and `capacity` what the host declares. `scratch` is what the users of each VM
-    may write to its disk, if the VM's own size does not say more. `tb_size` is emulation's cache of translated code, 0
-    for QEMU's default. `guests` are the first and the last address that a VM of any host can have. Images that
-    are not in `images` are copied from `image_source`.
+    one that a VM can be plugged up to, and `capacity` what the host declares; `overcommit` lets VMs claim more than
+    that. `scratch` is what the users of each VM may write to its disk, if the VM's own size does not say more.
+    `tb_size` is emulation's cache of translated code, 0 for QEMU's default. `guests` are the first and the last address
+    that a VM of any host can have. Images that are not in `images` are copied from `image_source`.
     """
 
     host: str
@@ -59,6 +59,7 @@ class QemuHostConfig:
     uids: tuple[int, int] = (0, 0)
     base: Size = Size(1, 256)
     largest: Size = Size(64, 262144)
+    overcommit: Overcommitment = Overcommitment()
     scratch: int = 2048
     tb_size: int = 0
     image_source: Path | None = None

@@ -102,6 +102,7 @@ class HostObserver:
             images=abilities,
             available_disk=available_disk(config.vms) >> 20 if config.vms.is_dir() else None,
             disks={image.name: self._host.image_disk(image) for image in present},
+            overcommit=config.overcommit,
         )
 
     def _templates(self) -> list[TemplateSeen]:

@@ -131,11 +131,25 @@ local function unsupported_variable(job)
   return nil
 end
 
+-- The name of the placement policy that a feature asks for, or nil.
+local function placement(word) return string.match(word, "^place%-(.*)$") end
+
+-- Why there is no such placement policy, or nil.
+local function unknown_placement(name)
+  for _, known in ipairs(site.placements) do
+    if name == known then return nil end
+  end
+  return string.format("there is no placement policy %s: use --constraint=place-NAME with one of %s", name,
+    table.concat(site.placements, ", "))
+end
+
 -- Why the job's features do not tell which VMs it is to have, or nil.
 local function ambiguous_features(job)
   local found = {}
   for _, word in ipairs(words(job.features, "&,%s")) do
-    local what = KINDS[word] and "kind of clone" or "image"
+    local message = placement(word) and unknown_placement(placement(word))
+    if message then return message end
+    local what = placement(word) and "placement policy" or KINDS[word] and "kind of clone" or "image"
     if found[what] and found[what] ~= word then
       return string.format("a job has one %s, not %s and %s: name one of them with --constraint", what, found[what], word)
     end
@@ -257,6 +271,7 @@ local function image_and_kind(job)
   local image, kind
   for _, word in ipairs(words(job.features, "&,%s")) do
     if KINDS[word] then kind = kind or word
+    elseif placement(word) then -- it tells nothing of the VMs
     elseif word ~= site.gate_feature and string.sub(word, 1, 3) ~= "mv_" then image = image or word end
   end
   return image, kind
@@ -265,14 +280,14 @@ end
 -- What the controller published for jobs like this one (submission.py describes the file). sizes: the largest nodes.
 -- limits: what hosts can hold, of which the job has to keep one. Both are empty if nothing was published, or if no
 -- controller has confirmed it for a while: then no job is refused for its size.
-local LIMITS_VERSION = "1"
+local LIMITS_VERSIONS = { ["1"] = true, ["2"] = true }
 
 local function published(job)
   local image, kind = image_and_kind(job)
   local lines = lines_of(site.inbox .. ".limits", "*a")
   local found, others, listed = { sizes = {}, limits = {} }, { sizes = {}, limits = {} }, false
   local version, valid_until = string.match(lines[1] or "", "^(%d+) (%d+)$")
-  if version ~= LIMITS_VERSION or tonumber(valid_until) < os.time() then return found end
+  if not LIMITS_VERSIONS[version] or tonumber(valid_until) < os.time() then return found end
   for row = 2, #lines do
     local name, default, rest = string.match(lines[row], "^(%S+) ([01]) (.+)$")
     local mine = name and (name == image or not image and default == "1")
@@ -283,10 +298,11 @@ local function published(job)
       if cpus then
         table.insert(into.sizes, { cpus = tonumber(cpus), memory = tonumber(memory), disk = tonumber(disk) })
       end
-      local limit, kinds, count, host_cpus, host_disk, least, overhead, sizes =
-        string.match(rest, "^(%d+) ([%a,]+) (%d+) (%d+) (%d+)/(%d+)/(%d+)([%d ]*)$")
+      local limit, kinds, count, host_cpus, node_cpus, host_disk, least, overhead, sizes =
+        string.match(rest, "^(%d+) ([%a,]+) (%d+) (%d+)/?(%d*) (%d+)/(%d+)/(%d+)([%d ]*)$")
       if limit and string.find("," .. kinds .. ",", "," .. (kind or "default") .. ",", 1, true) then
         local hosts = { count = tonumber(count), cpus = tonumber(host_cpus), disk = tonumber(host_disk),
+                        node_cpus = tonumber(node_cpus) or tonumber(host_cpus),
                         least_disk = tonumber(least), disk_overhead = tonumber(overhead), memory = {} }
         for word in string.gmatch(sizes, "%d+") do table.insert(hosts.memory, tonumber(word)) end
         into.limits[limit] = into.limits[limit] or {}
@@ -308,7 +324,7 @@ local function nodes_held(limit, cpus, memory, disk)
       local middle = math.floor((held + above) / 2)
       if hosts.memory[middle] >= memory then held = middle else above = middle end
     end
-    held = math.min(held, math.floor(hosts.cpus / cpus))
+    held = cpus <= hosts.node_cpus and math.min(held, math.floor(hosts.cpus / cpus)) or 0
     local each = math.max(hosts.least_disk, disk) + hosts.disk_overhead
     if each > 0 then held = math.min(held, math.floor(hosts.disk / each)) end
     total = total + hosts.count * held
@@ -330,7 +346,7 @@ local function largest_nodes(limits)
     for _, hosts in ipairs(limit) do
       if hosts.memory[1] then
         local disk = math.max(0, hosts.disk - hosts.disk_overhead)
-        table.insert(all, { cpus = hosts.cpus, memory = hosts.memory[1], disk = disk })
+        table.insert(all, { cpus = hosts.node_cpus, memory = hosts.memory[1], disk = disk })
       end
     end
   end

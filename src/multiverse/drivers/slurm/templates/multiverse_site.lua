@@ -7,5 +7,6 @@ return {
   max_nodes = {{ gate_nodes }},
   max_disk = {{ max_disk }},
   memory_per_cpu = {{ memory_per_cpu }},
+  placements = { {% for name in placements %}"{{ name }}", {% endfor %}},
   administrators = { {% for uid in administrators %}[{{ uid }}] = true, {% endfor %}},
 }

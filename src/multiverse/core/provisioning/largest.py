@@ -1,0 +1,95 @@
+"""What empty hosts could hold, and the largest job that they could."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from multiverse.core.free import ByHost, how_many
+from multiverse.core.model import CloneKind, Host, KnownHost, Size
+from multiverse.core.policy import Policy
+from multiverse.core.provisioning.sizes import (
+    NodeRequest,
+    empty_capacity,
+    template_claim,
+    template_size,
+    vm_claim,
+    vm_size,
+)
+
+
+def could_ever_fit(
+    wanted: NodeRequest, count: int, templates: Mapping[str, Size], hosts: Mapping[str, Host], policy: Policy
+) -> bool:
+    """Whether empty hosts, with nothing on them but the template of that size, could hold `count` VMs for the node."""
+    held = 0
+    if isinstance(templates, ByHost):
+        for part in templates.parts:
+            if held < count and (each := _held_empty(wanted, part.value, part.kind.host, policy)):
+                held += each * len(part)
+        return held >= count
+    return sum(_held_empty(wanted, template, hosts[name], policy) for name, template in templates.items()) >= count
+
+
+def _held_empty(wanted: NodeRequest, template: Size, host: Host, policy: Policy) -> int:
+    """How many VMs for the node the host could hold with nothing on it but the template of that size."""
+    claim = vm_claim(vm_size(wanted.size, template, host, policy), host, wanted.image, wanted.kind)
+    if claim.cpus > host.capacity.cpus:
+        return 0
+    empty, frozen = empty_capacity(host), template_claim(template, host, wanted.image)
+    return how_many(claim, (empty.cpus, empty.memory - frozen.memory, empty.disk - frozen.disk))
+
+
+def largest_on(host: Host, image: str, policy: Policy, kind: CloneKind = CloneKind.INSTANT) -> Size:
+    """The largest node that the host could ever hold, with nothing on it but the template that it is forked from or, if
+    it boots, a template of the base size. However many CPUs may be claimed together, one node has no more than are
+    declared. What an image can do that is not there yet is taken to be everything. Zero memory if not even the smallest
+    fits."""
+    plugs = {image: frozenset({"plug_cpus", "plug_memory"})}
+    able = host if image in host.images else replace(host, images=plugs, disks={})
+    capacity = empty_capacity(host)
+    disk = capacity.disk - template_claim(policy.base, able, image).disk
+
+    def fits_empty(memory: int) -> bool:
+        node = Size(1, memory)
+        template = template_size(node, able, image, policy) if kind is CloneKind.INSTANT else policy.base
+        claim = vm_claim(vm_size(node, template, able, policy), able, image, kind)
+        together = claim.memory + template_claim(template, able, image).memory
+        return claim.cpus <= host.capacity.cpus and together <= capacity.memory and claim.disk <= disk
+
+    # What is needed grows with the node's memory, so the largest that fits is found by halving.
+    least, most = 0, capacity.memory + 1
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if fits_empty(middle) else (least, middle)
+    return Size(host.capacity.cpus, least, max(0, disk - able.disk_cost(image, kind).overhead))
+
+
+def largest_nodes(hosts: Mapping[str, KnownHost], policy: Policy) -> dict[str, tuple[Size, ...]]:
+    """By image, the largest nodes that could ever run on any known host, also one that is drained or out of reach: what
+    a job must not exceed. A host that an operator fenced is off, and counts no more than it does in admission. A size
+    that another one contains is left out. Nothing is said while the settings name a host that was never observed."""
+    values = [known.value for _, known in sorted(hosts.items()) if not known.is_off]
+    known_values = [value for value in values if value is not None]
+    if not known_values or len(known_values) < len(values):
+        return {}
+    images = sorted({policy.image, *(image for value in known_values for image in value.images)})
+    ways = [(host, kind) for host in known_values for kind in _kinds(host)]
+    return {image: _maxima([largest_on(host, image, policy, kind) for host, kind in ways]) for image in images}
+
+
+def _kinds(host: Host) -> list[CloneKind]:
+    """The kinds of clones whose sizes count on the host. Those that boot may be larger than one that is forked, where
+    an image cannot plug all."""
+    return [
+        CloneKind.INSTANT,
+        *(kind for kind in (CloneKind.LINKED, CloneKind.FULL) if kind.value in host.abilities),
+    ]
+
+
+def _maxima(sizes: Sequence[Size]) -> tuple[Size, ...]:
+    def contains(one: Size, other: Size) -> bool:
+        return one.cpus >= other.cpus and one.memory >= other.memory and one.disk >= other.disk
+
+    distinct = sorted(set(sizes))
+    return tuple(s for s in distinct if not any(contains(other, s) for other in distinct if other != s))

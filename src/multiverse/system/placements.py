@@ -1,0 +1,70 @@
+"""The placement policies of a site: functions that installed packages register as entry points.
+
+A package registers a policy by its name, in its pyproject.toml:
+
+    [project.entry-points."multiverse.placement"]
+    rack-first = "my_package:rack_first"
+
+What the function is given and returns is in `core.provisioning.placement.PlacementPolicy`. Users name the policy with
+`--constraint=place-rack-first`, and `placement.policy` in the settings makes it that of all other jobs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
+
+from multiverse.core.errors import Broken, Refused
+from multiverse.core.model import Placement
+
+GROUP = "multiverse.placement"
+
+_NAME = re.compile(r"[a-z][a-z0-9-]*")  # it becomes a feature of nodes in the scheduler
+
+Policy = Callable[..., Sequence[str]]
+
+
+def names() -> list[str]:
+    """The names of all policies, the built-in ones first."""
+    return [*(one.value for one in Placement), *sorted(_registered())]
+
+
+def load() -> dict[str, Policy]:
+    """The policies that are registered, by name. One that cannot be loaded is there, too, and raises why not when it is
+    asked: so the others work, and the fault is reported as any other of that policy."""
+    return {name: _load(one) for name, one in _registered().items()}
+
+
+def check(name: str) -> None:
+    """Raise `Refused` if there is no policy of that name."""
+    if name not in names():
+        raise Refused(
+            f"placement.policy: there is no placement policy {name}",
+            hint=f"choose one of {', '.join(names())}, or install the package that registers it",
+        )
+
+
+def _registered() -> Mapping[str, EntryPoint]:
+    """Names that cannot be, or are those of built-in policies, are left out."""
+    built_in = {one.value for one in Placement}
+    found = sorted(entry_points(group=GROUP), key=lambda one: (one.name, one.value))
+    return {one.name: one for one in reversed(found) if _NAME.fullmatch(one.name) and one.name not in built_in}
+
+
+def _load(entry: EntryPoint) -> Policy:
+    try:
+        policy = entry.load()
+    except Exception as error:  # whatever a package of the site raises as it is imported
+        return _unusable(f"{entry.value} cannot be loaded: {error!r:.200}")
+    if not callable(policy):
+        return _unusable(f"{entry.value} is no function")
+    usable: Policy = policy
+    return usable
+
+
+def _unusable(reason: str) -> Policy:
+    def refuse(*_: object) -> Sequence[str]:
+        raise Broken(reason)
+
+    return refuse
