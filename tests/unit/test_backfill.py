@@ -16,12 +16,15 @@ from multiverse.core.model import (
     Claim,
     CloneKind,
     Depth,
+    Forecast,
+    Host,
     HypervisorView,
     Job,
     JobRef,
     JobState,
     Node,
     NodeState,
+    Overcommitment,
     Request,
     Row,
     SchedulerView,
@@ -66,6 +69,8 @@ class Cluster:
     claims: list[Claim] = field(default_factory=list)
     limits: dict[str, int] = field(default_factory=dict)
     users: dict[int, UserSeen] | None = None
+    forecast: Forecast = Forecast()
+    others: dict[str, Host] = field(default_factory=dict)  # hosts that are not as the rest, by name
     state: State | None = None
 
     def __post_init__(self) -> None:
@@ -106,12 +111,14 @@ class Cluster:
         }
         nodes = {one.name: Node(one.name, NodeState.IDLE) for one in here.vms.values() if one.state is V.JOINED}
         hosts = {f"h{n}": host(f"h{n}", cpus=self.cpus) for n in range(1, self.hosts + 1)}
+        hosts |= self.others
         world = world_of(
             SchedulerView(self.jobs, nodes, self.limits),
             HypervisorView(hosts, vms, as_ready(self.rows)),
             NOW,
             epoch=EPOCH,
             users=self.users,
+            forecast=self.forecast,
         )
         self.state = State(here, TABLES, NOW)
         changes = changes_of(plan(self.state, world, [], NOW, self.policy))
@@ -153,6 +160,32 @@ def test_a_job_that_may_end_a_moment_later_waits_and_is_told_why() -> None:
     cluster.waits(3, 1, limit=500.0 - LEAD + RECLAIM + 0.5)
     assert not admitted(cluster.run())
     assert cluster.reason(3) == "by its time limit it may delay job 2, which is earlier and waits for room"
+
+
+def test_no_room_is_reserved_for_a_vm_where_more_cpus_are_free_than_it_may_have_there() -> None:
+    bold = replace(host("h1", cpus=4), overcommit=Overcommitment(cpus=2.0))
+    cluster = Cluster(hosts=2, others={"h1": bold, "h2": host("h2", cpus=8)})
+    cluster.runs(1, 8, ends=500.0, on="h2")
+    cluster.waits(2, 6)
+    cluster.waits(3, 4)
+    changes = cluster.run()
+    assert cluster.state is not None and cluster.state.promised == {2: UNIX + 500.0 + RECLAIM}
+    assert made_on(changes) == {3: "h1"}, "which the first job leaves free: no VM has more than 4 CPUs there"
+
+
+def test_a_job_that_waits_for_its_pace_has_no_template_built_where_the_first_one_is_to_start() -> None:
+    paced = replace(FILLING, rates={CloneKind.INSTANT: 0.01}, template_seconds=1.0)
+    cluster = Cluster(hosts=2, policy=paced, forecast=Forecast(paced={("h1", "slim", CloneKind.INSTANT): NOW + 200}))
+    cluster.rows, cluster.claims = cluster.rows[:1], cluster.claims[:1]  # h2 has no template yet
+    cluster.runs(1, 3, ends=500.0)
+    cluster.waits(2, 4, nodes=2, kind=CloneKind.LINKED)
+    cluster.waits(3, 1)
+    changes = cluster.run()
+    assert "waiting for a turn" in cluster.reason(3) and not admitted(changes)
+    assert not [c for c in changes if isinstance(c.row, Template) and c.event is Event.NEEDED]
+    del cluster.jobs["2"], cluster.rows[-2]
+    needed = [c.row for c in cluster.run() if isinstance(c.row, Template) and c.event is Event.NEEDED]
+    assert [one.host for one in needed] == ["h2"], "which is built there when no other job is to start there"
 
 
 def test_the_first_job_is_told_when_it_is_expected_to_start() -> None:

@@ -10,8 +10,9 @@ from multiverse import config
 from multiverse.config import Settings, host_names, load, on_machine, parse, site_cores
 from multiverse.controller.loop import policy_of
 from multiverse.core.errors import Refused
-from multiverse.core.model import Mount
+from multiverse.core.model import Mount, Overcommitment
 from multiverse.core.policy import Backfill
+from multiverse.drivers.qemu.driver import host_config
 
 
 def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
@@ -74,6 +75,7 @@ nodes = "n[1-3]"
 [[hosts]]
 nodes = "big1"
 cores = 64
+cpu_overcommit = 2.0
 overcommit = 1.5
 vms = "/scratch/vms"
 """
@@ -84,6 +86,7 @@ def test_a_machine_finds_its_class_by_its_own_name(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(config.socket, "gethostname", lambda: "big1.example.org")
     mine = load(tmp_path / "m.toml")
     assert (mine.host.name, mine.host.cores, mine.host.memory, mine.host.overcommit) == ("big1", 64, 8000, 1.5)
+    assert host_config(mine, "site").overcommit == Overcommitment(cpus=2.0, memory=1.5)
     assert (mine.qemu.vms, mine.qemu.images) == (Path("/scratch/vms"), Settings().qemu.images)
     other = on_machine(parse({"host": {"name": "n2"}, "hosts": [{"nodes": "n[1-3]", "memory": 512}]}, "m"), "big1")
     assert (other.host.name, other.host.memory) == ("n2", 512), "unless the settings say its name"

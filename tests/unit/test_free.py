@@ -11,9 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiverse.core.free import FreeIndex, HostGroup, fits
-from multiverse.core.model import Host, Overcommitment, Placement, Size, TemplateKey
-from multiverse.core.provisioning.capacity import Room
+from multiverse.core.machines.tables import TABLES
+from multiverse.core.model import Host, HypervisorView, Overcommitment, Placement, Size, TemplateKey
+from multiverse.core.provisioning.capacity import Room, every_host, room_of
+from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.placement import BUILT_IN, draws
+from multiverse.core.state import State
+from tests.unit.planner_harness import POLICY
+from tests.unit.rows import rows, world_of
 
 NAMES = [f"h{n}" for n in range(8)]
 
@@ -168,6 +173,31 @@ def test_equal_hosts_form_a_class_whatever_they_have_available() -> None:
     assert [sorted(one.names) for one in index.classes.values()] == [["h1", "h2", "h3"]]
     index.follow({"h2": index.hosts["h2"]})
     assert [sorted(one.names) for one in index.classes.values()] == [["h2"]] and set(index.hosts) == {"h2"}
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.booleans(), st.booleans()), min_size=1, max_size=8),
+    st.sampled_from([Placement.WORST_FIT, Placement.BEST_FIT, Placement.FIRST_FIT, Placement.PACK]),
+    st.integers(1, 5),
+)
+def test_decisions_are_as_if_closed_hosts_were_not_there(
+    some: list[tuple[int, bool, bool]], policy: Placement, count: int
+) -> None:
+    hosts = {f"h{n}": host(f"h{n}", cpus) for n, (cpus, _, _) in enumerate(some)}
+    closed = frozenset(f"h{n}" for n, (_, drained, _) in enumerate(some) if drained)
+    without = frozenset(f"h{n}" for n, (_, _, left_out) in enumerate(some) if left_out)
+    state = State(rows(), TABLES, 0.0)
+    state.close_hosts(closed, frozenset())
+    world = world_of(None, HypervisorView(hosts, {}, {}), 0.0)
+    context = Context(state, world, POLICY, without=without)
+    still = {name: one for name, one in hosts.items() if name not in closed | without}
+    claim = Size(1, 10)
+    claims = every_host(context, claim)
+    assert dict(context.hosts) == still == {name: context.hosts[name] for name in claims}
+    assert len(context.hosts) == len(claims) == len(still) and dict.fromkeys(still, claim) == dict(claims)
+    assert not any(name in context.hosts or name in claims for name in closed | without)
+    alone = Room(still).place(count, dict.fromkeys(still, claim), choose=BUILT_IN[policy])
+    assert room_of(context).place(count, claims, choose=BUILT_IN[policy]) == alone
 
 
 def test_hosts_with_a_template_ready_are_kept_apart_while_they_are_in_sight() -> None:

@@ -41,7 +41,6 @@ from math import inf
 
 from multiverse.core.model import (
     LEAVING_STATES,
-    UPCOMING_STATES,
     WAITING_STATES,
     Attempt,
     AttemptState,
@@ -267,8 +266,8 @@ class Admission:
 
     def _is_turn_over(self, attempt: Attempt) -> bool:
         """Case 10: whether as many VMs are being made as may be made at once."""
-        upcoming = self.state.vms_in(*UPCOMING_STATES)
-        starting = sum(not (vm.is_spare and vm.state is VmState.PARKED) for vm in upcoming)
+        starting = self.state.count_vms(VmState.PLANNED, VmState.STARTING)
+        starting += sum(not vm.is_spare for vm in self.state.vms_in(VmState.PARKED))
         return bool(starting) and starting + attempt.request.nodes > self.policy.provisioning
 
     def _provision(self, attempt: Attempt, choice: Choice) -> bool:
@@ -367,7 +366,7 @@ class Admission:
         if not usable:
             return why or self.blocked
         with nullcontext() if in_time else overtaking.kept_free():
-            placed = self.making.place(attempt, choice, usable, kept)
+            placed = self.making.place(attempt, choice, usable, kept, may)
         if not isinstance(placed, NoRoom):
             self._admit(attempt, choice, *placed, ahead)
             return ""

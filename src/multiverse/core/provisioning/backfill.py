@@ -83,6 +83,8 @@ def _slots_on(
     context: Context, room: Room, attempt: Attempt, choice: Choice, claims: Mapping[str, Size], host: str
 ) -> HostSlots:
     """When so many VMs of the attempt would have room on the host as it has nodes, or as many of them as ever will."""
+    if claims[host].cpus > context.in_sight[host].capacity.cpus:
+        return HostSlots()  # however many CPUs may be claimed together, one VM has no more than are declared
     delay, build, now = 0.0, Size(0, 0), context.now
     if choice.forks:
         row = context.state.template_for(template_key(context, attempt, host, choice.sizes[host]))
@@ -134,6 +136,7 @@ class Overtaking:
     def __init__(self, context: Context, room: Room, reservation: Reservation, limits: Backfill) -> None:
         self.context, self.room, self.reservation, self.limits = context, room, reservation, limits
         self.looked_at = 0  # so many jobs behind the first one
+        self._keeps = False  # whether the room lacks just now what the first job is to have
         self._refused: dict[int, float] = {}  # by shape: the shortest run that found no room
         self._most: list[int] | None = None  # the most CPUs, and the most memory, that any host had free
 
@@ -180,13 +183,18 @@ class Overtaking:
 
     @contextmanager
     def kept_free(self) -> Iterator[None]:
-        """Meanwhile the room lacks what the first job is to have."""
+        """Meanwhile the room lacks what the first job is to have. Within another such time nothing more is kept."""
+        if self._keeps:
+            yield
+            return
         kept = {host: self._kept(host) for host in self.reservation.held}
         for host, size in kept.items():
             self.room.take(host, size)
+        self._keeps = True
         try:
             yield
         finally:
+            self._keeps = False
             for host, size in kept.items():
                 self.room.give(host, size)
 

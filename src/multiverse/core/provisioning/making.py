@@ -42,9 +42,15 @@ class Making:
         self.paced: Parent | None = None  # whose pace the last attempt waits for
 
     def place(
-        self, attempt: Attempt, choice: Choice, usable: ByHost[Size], kept: Collection[int] = ()
+        self,
+        attempt: Attempt,
+        choice: Choice,
+        usable: ByHost[Size],
+        kept: Collection[int] = (),
+        may: MayBuild = any_template,
     ) -> tuple[list[Vm], list[Vm]] | NoRoom:
-        """Spares for the attempt, but those that are `kept`, and new VMs; takes the room that they need."""
+        """Spares for the attempt, but those that are `kept`, and new VMs; takes the room that they need. Asks for
+        another template, if one may be built, where clones would wait long for their pace."""
         kind = choice.kind
         context = self.context
         claims = vm_claims(node_request(context, attempt, kind), usable, context.hosts, context.policy)
@@ -52,7 +58,7 @@ class Making:
         parked = [one for one in found if one[0].id not in kept]
         give_back([one for one in found if one[0].id in kept], self.room)
         count = attempt.request.nodes - len(parked)
-        why = self._out_of_pace(attempt, choice, usable, count)
+        why = self._out_of_pace(attempt, choice, usable, count, may)
         chosen = None
         if not why:
             wanted = placement_request(self.context, attempt, kind, count)
@@ -107,7 +113,7 @@ class Making:
             return any_host
         return lambda host: wait_for((host, image, kind), state.paced, state.now, policy) <= 0
 
-    def _out_of_pace(self, attempt: Attempt, choice: Choice, usable: ByHost[Size], count: int) -> str:
+    def _out_of_pace(self, attempt: Attempt, choice: Choice, usable: ByHost[Size], count: int, may: MayBuild) -> str:
         """Why on none of these hosts a clone may be made now; empty if on one it may. Where the clones that wait for
         their templates take longer than another template does, another one is asked for."""
         image, kind, state, policy = (
@@ -121,7 +127,7 @@ class Making:
         waits = {host: wait_for((host, image, kind), state.paced, state.now, policy) for host in usable}
         self.paced = (min(waits, key=lambda host: (waits[host], host)), image, kind)
         queued = waits[self.paced[0]] + state.waiting[self.paced] * policy.interval(kind)
-        elsewhere = self.template_elsewhere(attempt, choice) if queued > policy.template_seconds else ""
+        elsewhere = self.template_elsewhere(attempt, choice, may) if queued > policy.template_seconds else ""
         state.waiting[self.paced] += count
         why = f"waiting for a turn: {kind} clones of {image} are made at {policy.rates[kind]:g} a second"
         return why + (f"; {elsewhere}" if elsewhere else "")
