@@ -326,7 +326,16 @@ class FullStore(Store):
 class Nothing:
     """A scheduler and a hypervisor with one host, of which nobody calls anything."""
 
-    name, sources, submission, parts, offers, templates, users = "h1", (), None, None, None, None, None
+    name, sources, submission, parts, offers, templates, users, membership = (
+        "h1",
+        (),
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+    )
 
     async def observe(self) -> SchedulerView:
         raise AssertionError("no observer runs")
