@@ -286,18 +286,18 @@ def on_machine(settings: Settings, machine: str) -> Settings:
     if not settings.hosts:
         return settings
     # What a class takes from [host] is written into it, because [host] becomes what this machine has.
-    hosts = tuple(replace(one, cores=_of_class(settings, one).host.cores) for one in settings.hosts)
+    whole = [(one, _of_class(settings, one).host) for one in settings.hosts]
+    hosts = tuple(replace(one, cores=host.cores, cpu_overcommit=host.cpu_overcommit) for one, host in whole)
     classes = _classes(settings)
     name = settings.host.name if settings.host.name != LOCALHOST else machine.partition(".")[0]
     host = replace(settings.host, name=name)
     return _of_class(replace(settings, host=host, hosts=hosts), classes.get(name))
 
 
-def site_cores(settings: Settings) -> int:
-    """The cores of all hosts that the settings name."""
-    if not settings.hosts:
-        return settings.host.cores
-    return sum(_of_class(settings, one).host.cores for one in _classes(settings).values())
+def site_cpus(settings: Settings) -> int:
+    """The CPUs that VMs may claim together on all hosts that the settings name."""
+    hosts = [_of_class(settings, one).host for one in _classes(settings).values()] or [settings.host]
+    return sum(int(host.cores * host.cpu_overcommit) for host in hosts)
 
 
 def _classes(settings: Settings) -> Mapping[str, HostClass]:

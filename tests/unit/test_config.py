@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from multiverse import config
-from multiverse.config import Settings, host_names, load, on_machine, parse, site_cores
+from multiverse.config import Settings, host_names, load, on_machine, parse, site_cpus
 from multiverse.controller.loop import policy_of
 from multiverse.core.errors import Refused
 from multiverse.core.model import Mount, Overcommitment
@@ -92,8 +92,8 @@ def test_a_machine_finds_its_class_by_its_own_name(tmp_path: Path, monkeypatch: 
     assert (other.host.name, other.host.memory) == ("n2", 512), "unless the settings say its name"
     outside = on_machine(parse({"hosts": [{"nodes": "n[1-3]", "memory": 512}]}, "m"), "head")
     assert (outside.host.name, outside.host.memory) == ("head", 4096) and "head" not in host_names(outside)
-    assert host_names(mine) == ["n1", "n2", "n3", "big1"] and site_cores(mine) == 3 * 4 + 64
-    assert host_names(Settings()) == ["localhost"] and site_cores(Settings()) == Settings().host.cores
+    assert host_names(mine) == ["n1", "n2", "n3", "big1"] and site_cpus(mine) == 3 * 4 + 2 * 64
+    assert host_names(Settings()) == ["localhost"] and site_cpus(Settings()) == Settings().host.cores
 
 
 def test_an_error_names_a_missing_or_damaged_file(tmp_path: Path) -> None:

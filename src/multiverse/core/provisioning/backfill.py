@@ -170,7 +170,8 @@ class Overtaking:
         if self._refused.get(shape, inf) <= (inf if job.limit is None else job.limit):
             return True
         if self._most is None:
-            free = [free for host, free in self.room.free.items() if host not in self.room.full]
+            unusable = self.room.full | state.closed
+            free = [free for host, free in self.room.free.items() if host not in unusable]
             self._most = [max((one[resource] for one in free), default=0) for resource in range(2)]
         size = state.attempts[attempt_id].request.size
         # A spare that has joined needs no more room.

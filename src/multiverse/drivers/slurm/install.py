@@ -10,7 +10,7 @@ from pathlib import Path
 from ClusterShell.NodeSet import NodeSet
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from multiverse.config import Settings, site_cores
+from multiverse.config import Settings, site_cpus
 from multiverse.core.errors import Refused
 from multiverse.core.model import CloneKind, Placement, Size
 from multiverse.drivers.slurm import conf, parse
@@ -66,7 +66,7 @@ def derive(settings: Settings, site: SiteConf, images: Iterable[str], slurm_uid:
     return Site(
         images=tuple(dict.fromkeys(names)),
         placements=tuple(placements.names()),
-        gate_nodes=min(site_cores(settings), MAX_GATE_NODES),  # each node of a job needs a core
+        gate_nodes=min(site_cpus(settings), MAX_GATE_NODES),  # each node of a job needs a CPU
         memory_per_cpu=conf.memory_per_cpu(site.text, parse.MEMORY_PER_CPU),
         slurm_uid=slurm_uid,
         default=default,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
-from multiverse.config import Settings, site_cores
+from multiverse.config import Settings, site_cpus
 from multiverse.core.errors import Unknown
 from multiverse.drivers.slurm import conf, install
 from multiverse.drivers.slurm.site_conf import OURS, SiteConf, folded
@@ -17,7 +17,7 @@ TREE_WIDTH = 65533
 """Slurm's largest. Before 23.11 no slurmd can pass messages on to dynamic nodes (Slurm's page on dynamic nodes)."""
 
 _OLDEST, _NEWEST = (22, 5), (25, 99)
-_VMS_BEFORE_THEY_ARE_DELETED = 2  # times host.cores: VMs that start while as many others are being removed
+_VMS_BEFORE_THEY_ARE_DELETED = 2  # times the CPUs that may be claimed: as many VMs start as are being removed
 _ROUND = 256  # a new MaxNodeCount is a multiple of it, so that it need not be raised for each new node
 
 
@@ -104,9 +104,9 @@ def _include(site: SiteConf) -> Iterator[Finding]:
 
 def nodes_needed(settings: Settings, site: SiteConf) -> int:
     """The smallest sufficient MaxNodeCount: the site's nodes, the gate's, and the VMs that can exist at a time."""
-    cores = site_cores(settings)
-    gate = min(cores, install.MAX_GATE_NODES)
-    return len(site.nodes()) + gate + _VMS_BEFORE_THEY_ARE_DELETED * cores
+    cpus = site_cpus(settings)
+    gate = min(cpus, install.MAX_GATE_NODES)
+    return len(site.nodes()) + gate + _VMS_BEFORE_THEY_ARE_DELETED * cpus
 
 
 def _nodes(settings: Settings, site: SiteConf, release: Version) -> Iterator[Finding]:
