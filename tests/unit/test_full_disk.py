@@ -323,6 +323,7 @@ class Nothing:
     """A scheduler and a hypervisor with one host, of which nobody calls anything."""
 
     name, sources, submission, parts, offers, templates, users = "h1", (), None, None, None, None, None
+    membership = None
 
     async def observe(self) -> SchedulerView:
         raise AssertionError("no observer runs")
