@@ -32,6 +32,11 @@ ELSEWHERE = {
     "offer:closed": "takes a pool that offers its spares, see test_pool; simulation",
     "offer:ended": "takes a pool that offers its spares, see test_pool; simulation",
     "template:broken": "takes an image that does not boot, see test_status; simulation",
+    "host:known": "is reached at the first start, before crash points are set; simulation",
+    "host:silent": "takes a host that is cut off, see test_hosts; simulation",
+    "host:fencing": "takes a host that is cut off, see test_hosts; simulation",
+    "host:fenced": "takes a host that is cut off, see test_hosts; simulation",
+    "host:removed": "takes an operator, see test_hosts; simulation",
 }
 AT_EACH_END = ("attempt:cancelled", "attempt:requeued", "attempt:revoked", "attempt:revoking")
 STATES = [f"{kind}:{state}" for kind, table in TABLES.items() for state in dict.fromkeys(t.target for t in table)]
