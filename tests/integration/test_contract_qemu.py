@@ -3,50 +3,21 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
-import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from multiverse.config import HostSettings, QemuSettings, Settings
+from multiverse.config import Settings
 from multiverse.core.model import Size, VmRef
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.host import manifest
 from multiverse.host.qemu.qmp import Monitor
 from tests.contract.test_hypervisor_contract import SUITE, Check, Harness
 from tests.contract.test_hypervisor_troubles import TROUBLES, only_an_instant_clone_needs_a_template
-from tests.integration.images import IMAGES, slim
 from tests.integration.watch import kill
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="taps and images need root")]
-
-
-@pytest.fixture(scope="module")
-def settings(accelerator: Path) -> Iterator[Settings]:
-    """Settings with directories and a bridge of their own, which are removed afterwards."""
-    slim()
-    place, memory = Path(tempfile.mkdtemp(prefix="mvc-")), Path(tempfile.mkdtemp(prefix="mvc-", dir="/dev/shm"))
-    for path in (place, memory):
-        path.chmod(0o711)  # the users of VMs pass through it
-    shutil.copy(accelerator, place)
-    bridge = f"mvc{os.getpid()}"
-    try:
-        subprocess.run(["ip", "link", "add", bridge, "type", "bridge"], check=True)
-        subprocess.run(["ip", "link", "set", bridge, "up"], check=True)
-        yield Settings(
-            state_dir=place,
-            host=HostSettings("h", 4, 8192),
-            qemu=QemuSettings(
-                images=IMAGES, templates=memory / "t", vms=place / "vms", run=place / "run", bridge=bridge
-            ),
-        )
-    finally:
-        subprocess.run(["ip", "link", "del", bridge], check=False)
-        shutil.rmtree(place)
-        shutil.rmtree(memory)
 
 
 # Checks that delete the template come last, and the one that needs none last of all: the next check builds it again.
