@@ -28,6 +28,7 @@ from multiverse.host.specification import Specification
 from multiverse.host.uids import UidPool
 from multiverse.images.catalog import Image
 from multiverse.images.store import ImageStore
+from multiverse.system import tsc
 
 _TEMPLATE_MAC = "02:00:00:00:00:01"  # a template is on no bridge; each clone gets a MAC of its own
 _IDLE_THREADS = 128  # QEMU's pool has 64 at most (util/thread-pool.c), and starts some more for a moment
@@ -88,7 +89,9 @@ class HostContext:
         self.version = probe.qemu_version(config.binary)
         found = probe.accelerator(config.accelerator, config.binary, self.version, config.cache / "kvm.json")
         relocates = probe.is_since(self.version, 8)
-        self.accelerator: Accelerator = replace(found, tb_size=config.tb_size, relocates=relocates)
+        self.accelerator: Accelerator = replace(
+            found, tb_size=config.tb_size, relocates=relocates, tsc_khz=tsc.measured_khz() or 0
+        )
         self.maps_readonly = probe.is_since(self.version, 8, 2)  # see `memfd`
         self.abilities = AbilityCache(config.cache / "guests.json", f"{self.version} {found.name}")
         self.images = ImageStore(
