@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from multiverse.agent import protocol
-from multiverse.agent.epochs import Epoch, EpochFile
+from multiverse.agent.epochs import Epoch, EpochFile, Epochs
 from multiverse.agent.protocol import Answer, Create, Line, decode_answer, decode_line, encode
+from multiverse.agent.server import AgentIdentity, AgentServer
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Stale, Unknown
 from multiverse.core.model import (
     CloneKind,
@@ -37,6 +38,7 @@ from tests.contract.agents import TestedController, agents_of, controller
 
 SIZE = Size(1, 256)
 HOSTS = ("h0", "h1")
+HELLO = protocol.Hello(release="1.1", protocol=protocol.PROTOCOL, oldest=protocol.OLDEST, controller="c", site="test0")
 
 
 def spec(serial: int = 1, host: str = "h1", kind: CloneKind = CloneKind.FULL) -> VmSpec:
@@ -380,6 +382,28 @@ async def test_a_silent_controller_is_given_up(agents: list[SimulatedAgent]) -> 
         assert await reader.read() == b""
 
 
+@pytest.mark.parametrize("lines", [[], [Line(hello=HELLO)], [Line(hello=HELLO), Line(take=1)]])
+def test_an_agent_that_ends_ends_its_connections_without_a_complaint(
+    lines: list[Line], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also one whose controller has not greeted it yet, or waits for other agents before it takes its epoch."""
+
+    async def main() -> None:
+        who = AgentIdentity("1.0", "h1", "boot", "run")
+        server = AgentServer(who, Epochs(), lambda _: None)  # type: ignore[arg-type, return-value]
+        listening = await asyncio.start_unix_server(server.serve, tmp_path / "agent.sock")
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "agent.sock")
+        for line in lines:
+            writer.write(encode(line))
+            await reader.readuntil()
+        await asyncio.sleep(0.05)  # the agent has accepted it
+        listening.close()
+        await server.close()
+
+    asyncio.run(main())
+    assert [one for one in caplog.records if one.name == "asyncio"] == []
+
+
 @virtual
 async def test_the_agent_of_another_host_is_refused(agents: list[SimulatedAgent]) -> None:
     async with controller([agents[0]]) as one:
@@ -418,8 +442,7 @@ async def _raw(agent: SimulatedAgent) -> tuple[asyncio.StreamReader, asyncio.Str
 
 
 async def _greeted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    hello = protocol.Hello(release="1.1", protocol=1, oldest=1, controller="c", site="test0")
-    writer.write(encode(Line(hello=hello)))
+    writer.write(encode(Line(hello=HELLO)))
     assert decode_answer(await reader.readuntil()).welcome is not None
     writer.write(encode(Line(take=1)))
     assert decode_answer(await reader.readuntil()) == Answer(taken=1)

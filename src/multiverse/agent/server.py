@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 
@@ -115,9 +115,13 @@ class AgentServer:
         self._who, self._epochs, self._hypervisor, self._processes = who, epochs, hypervisor, processes
         self._creating: dict[tuple[str, str], VmSpec] = {}  # by site and name
         self._tasks: set[asyncio.Task[None]] = set()
+        self._serving: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one connection until its end. Calls that run then go on: what they do is observed."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving[task] = writer
         try:
             connection = await self._handshake(reader, writer)
             if connection is not None:
@@ -125,15 +129,20 @@ class AgentServer:
         except (Refused, OSError, TimeoutError, EOFError) as error:
             log.warning("connection ended", reason=str(error) or type(error).__name__)
         finally:
+            del self._serving[task]
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
 
     async def close(self) -> None:
-        """End all calls that run. What they have begun is observed by the next agent."""
+        """End all calls that run, and all connections. What the calls have begun is observed by the next agent."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        serving = dict(self._serving)
+        for writer in serving.values():
+            writer.transport.abort()  # the other side may read nothing; and asyncio logs a connection that is cancelled
+        await asyncio.gather(*serving, return_exceptions=True)
 
     # --- handshake ------------------------------------------------------------------------------------
 
