@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -72,12 +71,15 @@ class LocalHypervisor(Hypervisor, Source, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AgentIdentity:
-    """Who answers: the agent's release, the host's name and its boot, and a random name of this run of the agent."""
+    """Who answers: the agent's release, the host's name and its boot, a random name of this run of the agent, and what
+    it speaks."""
 
     release: str
     host: str
     boot_id: str
     run: str
+    protocol: int = PROTOCOL
+    oldest: int = OLDEST
 
 
 @dataclass
@@ -158,13 +160,14 @@ class AgentServer:
             highest = self._epochs.highest(hello.site)
             welcome = Welcome(
                 release=self._who.release,
-                protocol=PROTOCOL,
+                protocol=self._who.protocol,
                 host=self._who.host,
                 boot_id=self._who.boot_id,
                 agent=self._who.run,
                 epoch=highest.number,
                 holder=highest.holder,
             )
+            greeted = self._lease.now() if self._lease else 0.0
             writer.write(encode(Answer(welcome=welcome)))
             # The controller may wait for other agents before it takes its epoch; meanwhile it sends pings.
             while (line := await _line(reader)) is not None and line.take is None:
@@ -174,6 +177,8 @@ class AgentServer:
             hypervisor = self._hypervisor(hello.site)
             epoch = Epoch(line.take, hello.controller)
             self._epochs.take(hello.site, epoch)
+            if self._lease is not None:  # the controller has got the greeting
+                self._lease.heard(hello.site, greeted)
         except MultiverseError as error:
             log.warning("controller refused", controller=hello.controller, reason=str(error))
             writer.write(encode(Answer(refused=CallFailure.of(error))))
@@ -183,7 +188,7 @@ class AgentServer:
         return _Connection(writer, hello.site, epoch, hypervisor)
 
     def _check_protocol(self, hello: Hello) -> None:
-        if hello.protocol < OLDEST or hello.oldest > PROTOCOL:
+        if hello.protocol < self._who.oldest or hello.oldest > self._who.protocol:
             raise Refused(
                 f"the agent of {self._who.host} is of release {self._who.release} and does not understand"
                 f" release {hello.release}",
@@ -194,6 +199,7 @@ class AgentServer:
 
     async def _answer(self, reader: asyncio.StreamReader, connection: _Connection) -> None:
         while (line := await _line(reader)) is not None:
+            self._check_obeyed(connection)
             if line.ping is not None:
                 connection.send(encode(Answer(pong=line.ping)))
                 self._note_contact(connection, line.ping, line.heard)
@@ -203,20 +209,24 @@ class AgentServer:
             # A call that comes a second time is the same call: ids rise.
             elif line.id is not None and line.call is not None and line.id > connection.newest:
                 connection.newest = line.id
-                try:
-                    self._epochs.check(connection.site, connection.epoch)
-                except Refused as error:
-                    connection.send(encode(Answer(refused=CallFailure.of(error))))
-                    raise
                 self._begin(connection, line.id, line.call)
             await connection.writer.drain()
+
+    def _check_obeyed(self, connection: _Connection) -> None:
+        """Raises `Refused`, and tells the controller, if a later one has come. That it is in contact counts no more,
+        either: the later one may take its VMs for ended."""
+        try:
+            self._epochs.check(connection.site, connection.epoch)
+        except Refused as error:
+            connection.send(encode(Answer(refused=CallFailure.of(error))))
+            raise
 
     def _note_contact(self, connection: _Connection, ping: int, heard: int | None) -> None:
         """The controller has heard the answer to an earlier ping, which was sent when `pongs` says. One of the release
         before does not say what it has heard."""
         if self._lease is None:
             return
-        now = time.clock_gettime(time.CLOCK_BOOTTIME)
+        now = self._lease.now()
         connection.pongs[ping] = now
         at = now if heard is None else connection.pongs.get(heard)
         if at is not None:
