@@ -13,6 +13,7 @@ import pytest
 from multiverse.agent import protocol
 from multiverse.agent.epochs import Epoch, EpochFile, Epochs
 from multiverse.agent.protocol import Answer, Create, Line, decode_answer, decode_line, encode
+from multiverse.agent.self_fence import Lease
 from multiverse.agent.server import AgentIdentity, AgentServer
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Stale, Unknown
 from multiverse.core.model import (
@@ -32,7 +33,7 @@ from multiverse.core.model import (
 )
 from multiverse.simulation.loop import run
 from multiverse.simulation.machines import ABILITIES
-from multiverse.simulation.network import SimulatedAgent
+from multiverse.simulation.network import NEIGHBOURS, STRANGERS, AgentBehaviour, ProtocolRelease, SimulatedAgent
 from multiverse.simulation.world import Pair, SimulatedWorld, WorldSettings
 from tests.contract.agents import TestedController, agents_of, controller
 
@@ -132,11 +133,11 @@ def test_a_link_that_is_down_ends_no_call_early_and_no_call_late(cut: float) -> 
     async def check(agents: list[SimulatedAgent]) -> None:
         async with controller(agents) as one:
             await one.connected()
-            agents[1].link.up.clear()
+            agents[1].link.cut()
             asking = asyncio.create_task(one.hypervisor.create(spec()))
             began = asyncio.get_running_loop().time()
             await asyncio.sleep(cut)
-            agents[1].link.up.set()
+            agents[1].link.mend()
             if cut < protocol.SILENCE:
                 assert await asking
             else:
@@ -154,7 +155,7 @@ def test_a_link_that_is_down_ends_no_call_early_and_no_call_late(cut: float) -> 
 async def test_an_agent_that_hangs_is_given_up(agents: list[SimulatedAgent]) -> None:
     async with controller(agents) as one:
         await one.connected()
-        agents[1].link.up.clear()
+        agents[1].link.cut()
         assert f"{protocol.SILENCE:g} s" in await unknown(one.connections[1].call(protocol.Observe()))
         assert one.connections[1].reason and one.connections[0].reason == ""
 
@@ -313,6 +314,53 @@ async def test_another_release_is_told_why_it_is_refused(agents: list[SimulatedA
     assert await reader.read() == b""
 
 
+@pytest.mark.parametrize("release", [*NEIGHBOURS, *STRANGERS], ids=lambda release: str(release.name))
+def test_only_neighbouring_releases_work_together(release: ProtocolRelease) -> None:
+    @virtual
+    async def check(agents: list[SimulatedAgent]) -> None:
+        await agents[1].replace(release)
+        async with controller(agents) as one:
+            if release in NEIGHBOURS:
+                await one.connected()
+                await one.hypervisor.create(spec())
+                assert await observed(one) == {spec().name: VmCondition.PARKED}
+            else:
+                await one.connected("h0")
+                await asyncio.sleep(5.0)
+                reason = one.connections[1].reason
+                assert release.name in reason and "1.0" in reason and "only neighbouring releases" in reason
+
+    check()
+
+
+@virtual
+async def test_an_answer_that_comes_twice_is_the_answer_to_one_call(agents: list[SimulatedAgent]) -> None:
+    agents[1].behaviour = AgentBehaviour(twice=1.0)
+    async with controller(agents) as one:
+        await one.connected()
+        for serial in range(1, 6):
+            await one.hypervisor.create(spec(serial))
+            assert len(await observed(one)) == serial
+
+
+@virtual
+async def test_a_ping_of_an_older_controller_is_refused_and_is_no_contact(agents: list[SimulatedAgent]) -> None:
+    """Otherwise the agent would not end VMs that the newer one takes for ended."""
+    lease = Lease(100.0, {}, asyncio.get_running_loop().time)
+    server = AgentServer(AgentIdentity("1.0", "h1", "boot", "run"), Epochs(), lambda _: agents[1].local, lease=lease)
+    agents[1].running = server
+    old, new = await _raw(agents[1]), await _raw(agents[1])
+    await _greeted(*old)
+    await asyncio.sleep(10.0)
+    await _greeted(*new, epoch=2)
+    contacts = dict(lease.contacts)
+    await asyncio.sleep(10.0)
+    old[1].write(encode(Line(ping=1)))
+    refused = decode_answer(await old[0].readuntil()).refused
+    assert refused is not None and "another controller" in refused.message
+    assert await old[0].read() == b"" and lease.contacts == contacts
+
+
 @virtual
 async def test_what_a_neighbouring_release_adds_is_ignored_and_what_it_lacks_has_its_default(
     agents: list[SimulatedAgent],
@@ -441,11 +489,11 @@ async def _raw(agent: SimulatedAgent) -> tuple[asyncio.StreamReader, asyncio.Str
     return stream.reader, stream.writer
 
 
-async def _greeted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _greeted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, epoch: int = 1) -> None:
     writer.write(encode(Line(hello=HELLO)))
     assert decode_answer(await reader.readuntil()).welcome is not None
-    writer.write(encode(Line(take=1)))
-    assert decode_answer(await reader.readuntil()) == Answer(taken=1)
+    writer.write(encode(Line(take=epoch)))
+    assert decode_answer(await reader.readuntil()) == Answer(taken=epoch)
 
 
 def test_a_host_that_an_earlier_agent_reports_over_commits_nothing() -> None:
