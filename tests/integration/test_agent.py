@@ -25,10 +25,9 @@ from multiverse.core.errors import Unknown
 from multiverse.core.model import VmCondition, VmRef
 from tests.contract.test_hypervisor_contract import SUITE, Check
 from tests.contract.test_hypervisor_troubles import TROUBLES
-from tests.integration.test_contract_qemu import LONG, Real, settings
+from tests.integration.test_contract_qemu import LONG, Real
 from tests.integration.watch import kill
 
-__all__ = ["settings"]  # a fixture
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="taps and images need root")]
 
 # What the connection could change: repeated, late and lost calls, errors, and how results are read. The rest of the
