@@ -557,7 +557,7 @@ class _Simulation:
         if self.world.unfinished() or self.world.leftovers() or self.controller is None or self.disk_full:
             return False
         rows = self.store.rows()
-        return not rows.attempts and not rows.vms
+        return not rows.attempts and not rows.vms and self.world.site.is_settled
 
     def _outcome(self) -> Outcome:
         rows, entries = self.store.rows(), self.store.journal()
