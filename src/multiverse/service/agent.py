@@ -13,7 +13,7 @@ import structlog
 import multiverse
 from multiverse.agent.epochs import EpochFile
 from multiverse.agent.protocol import LONGEST_LINE
-from multiverse.agent.self_fence import CHECKS, ContactFile, Lease, SelfFence
+from multiverse.agent.self_fence import ContactFile, Lease, SelfFence
 from multiverse.agent.server import AgentIdentity, AgentServer
 from multiverse.config import Settings
 from multiverse.core.errors import MultiverseError, Refused
@@ -77,19 +77,13 @@ async def _self_fence(settings: Settings, hypervisors: _Hypervisors) -> SelfFenc
         ) from error
     contacts = ContactFile(settings.agent.state_dir / "contacts", boot_id())
     return SelfFence(
-        Lease(settings.agent.self_fence, contacts.read()),
+        # This clock goes on while the machine is suspended.
+        Lease(settings.agent.self_fence, contacts.read(), lambda: time.clock_gettime(time.CLOCK_BOOTTIME)),
         lambda: sites(settings),
         hypervisors.of,
         lambda site: reached_nodes(commands, site),
-        lambda: time.clock_gettime(time.CLOCK_BOOTTIME),
         contacts.write,
     )
-
-
-async def _watch(fence: SelfFence) -> None:
-    while True:
-        await fence.check()
-        await asyncio.sleep(fence.lease.seconds / CHECKS)
 
 
 async def serve(settings: Settings) -> None:
@@ -111,7 +105,7 @@ async def serve(settings: Settings) -> None:
         listening = await asyncio.start_unix_server(server.serve, sock=sock, limit=LONGEST_LINE)
         log.info("agent started", host=who.host, socket=str(settings.agent.socket), pid=os.getpid())
         async with asyncio.TaskGroup() as group:
-            watching = group.create_task(_watch(fence), name="self-fencing") if fence else None
+            watching = group.create_task(fence.run(), name="self-fencing") if fence else None
             await stop.wait()
             if watching is not None:
                 watching.cancel()
