@@ -110,13 +110,30 @@ def test_a_host_is_silent_for_a_while_before_it_is_fenced() -> None:
 
 @pytest.mark.parametrize(
     "nodes",
-    [{}, {1: N.BUSY}, {1: N.IDLE}, {1: N.JOINING}, {1: N.DOWN, 2: N.BUSY}, {1: N.DOWN, 2: N.IDLE}],
+    [
+        {},
+        {1: N.BUSY},
+        {1: N.IDLE},
+        {1: N.JOINING},
+        {1: N.DRAINED},
+        {1: N.SILENT, 2: N.SILENT},
+        {1: N.DOWN, 2: N.BUSY},
+        {1: N.DOWN, 2: N.IDLE},
+        {1: N.DOWN, 2: N.DRAINED},
+    ],
     ids=str,
 )
 def test_a_host_is_not_fenced_while_a_node_on_it_answers_or_none_is_down(nodes: dict[int, NodeState]) -> None:
     site = Site(vms=(LOST, vm(V.LOST, id=2, source="h1")))
     site.nodes = {f"mvtest0-{number}": state for number, state in nodes.items()}
     assert site.run() == [] and site.host.state is H.KNOWN
+
+
+@pytest.mark.parametrize("other", [N.DOWN, N.SILENT, N.JOINING])
+def test_a_host_is_fenced_when_one_node_on_it_is_down_and_none_answers(other: NodeState) -> None:
+    site = Site(vms=(LOST, vm(V.LOST, id=2, source="h1")))
+    site.nodes["mvtest0-2"] = other
+    fencing(site)
 
 
 def test_a_host_without_vms_and_one_of_which_something_was_heard_are_not_fenced() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property
 
-from multiverse.core.model import HostState, KnownHost, NodeState, VmState, World
+from multiverse.core.model import HostState, KnownHost, VmState, World
 from multiverse.core.policy import Policy
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Effect, EffectKind, Event, Transition, transitions, unchanged
@@ -101,14 +101,14 @@ def silent_since(host: KnownHost, world: World) -> float:
 
 
 def is_given_up(state: State, host: KnownHost, world: World) -> bool:
-    """Whether the scheduler reaches none of the host's VMs, and has set one of their nodes DOWN: then it may queue
-    their jobs again, which wait for the host. While a node answers, the host is on, whatever has happened to its agent
-    or to the way there. While the scheduler is unknown, it queues nothing again, and nothing is concluded."""
+    """Whether the scheduler reaches none of the host's VMs, and has given one of them up: then it may queue their jobs
+    again, which wait for the host. While a node answers, the host is on, whatever has happened to its agent or to the
+    way there. While the scheduler is unknown, it queues nothing again, and nothing is concluded."""
     if world.scheduler is None:
         return False
-    nodes = world.scheduler.value.nodes
-    states = [nodes[vm.name].state for vm in state.vms_on(host.name) if vm.name in nodes]
-    return NodeState.DOWN in states and not any(one in (NodeState.IDLE, NodeState.BUSY) for one in states)
+    shown = world.scheduler.value.nodes
+    nodes = [shown[vm.name] for vm in state.vms_on(host.name) if vm.name in shown]
+    return any(node.is_given_up for node in nodes) and not any(node.answers for node in nodes)
 
 
 class Quorum:
