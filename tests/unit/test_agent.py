@@ -33,6 +33,7 @@ from multiverse.simulation.loop import run
 from multiverse.simulation.machines import ABILITIES
 from multiverse.simulation.network import SimulatedAgent
 from multiverse.simulation.world import Pair, SimulatedWorld, WorldSettings
+from multiverse.system import record
 from tests.contract.agents import TestedController, agents_of, controller
 
 SIZE = Size(1, 256)
@@ -292,10 +293,24 @@ def test_epochs_that_cannot_be_read_are_an_error(text: str, tmp_path: Path) -> N
 
 
 def test_an_epoch_that_cannot_be_kept_is_not_taken(tmp_path: Path) -> None:
-    epochs = EpochFile(tmp_path / "gone" / "epochs")
+    epochs = EpochFile(tmp_path / "epochs")
+    (tmp_path / "epochs").unlink()
     with pytest.raises(Broken):
         epochs.take("site", Epoch(3, "a"))
     assert epochs.highest("site") == Epoch()
+
+
+def test_epochs_of_too_many_sites_are_an_error_that_keeps_the_others(tmp_path: Path) -> None:
+    epochs = EpochFile(tmp_path / "epochs")
+    epochs.take("site", Epoch(3, "a"))
+    with pytest.raises(Broken):
+        epochs.take("other", Epoch(1, "b" * record.SIZE))
+    assert EpochFile(tmp_path / "epochs").highest("site") == epochs.highest("site") == Epoch(3, "a")
+
+
+def test_an_agent_whose_directory_cannot_be_used_does_not_start(tmp_path: Path) -> None:
+    with pytest.raises(Broken, match="epochs"):
+        EpochFile(tmp_path / "gone" / "epochs")
 
 
 # --- releases ------------------------------------------------------------------------------------
