@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,34 @@ async def unknown(call: Awaitable[object]) -> str:
 async def observed(one: TestedController, host: str = "h1") -> dict[str, VmCondition]:
     source = next(source for source in one.hypervisor.sources if source.name == host)
     return {name: vm.condition for name, vm in (await source.observe()).vms.items()}
+
+
+# --- observations ---------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer")
+@virtual
+async def test_an_observation_that_cannot_be_read_is_followed_by_no_older_one(agents: list[SimulatedAgent]) -> None:
+    """As that of an agent of the next release, with a condition that this one does not know."""
+    local, observe = agents[1].local, agents[1].local.observe
+    created = asyncio.Event()
+
+    async def observe_a_later_release() -> HypervisorView:
+        view = await observe()
+        later = {name: replace(vm, condition="melting") for name, vm in view.vms.items()}  # type: ignore[arg-type]
+        return replace(view, vms=later) if created.is_set() else view
+
+    local.observe = observe_a_later_release  # type: ignore[method-assign]
+    async with controller(agents) as one:
+        await one.connected()
+        await one.hypervisor.create(spec())
+        assert await observed(one) == {spec().name: VmCondition.PARKED}
+        created.set()
+        for _ in range(3):
+            await unknown(observed(one))
+        created.clear()
+        assert await observed(one) == {spec().name: VmCondition.PARKED}
+        assert await observed(one) == {spec().name: VmCondition.PARKED}
 
 
 # --- connections that end ------------------------------------------------------------------------
