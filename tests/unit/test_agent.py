@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from multiverse.agent import protocol
+from multiverse.agent.dial import permitted
 from multiverse.agent.epochs import Epoch, EpochFile
 from multiverse.agent.protocol import Answer, Create, Line, decode_answer, decode_line, encode
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Stale, Unknown
@@ -76,6 +77,27 @@ async def unknown(call: Awaitable[object]) -> str:
 async def observed(one: TestedController, host: str = "h1") -> dict[str, VmCondition]:
     source = next(source for source in one.hypervisor.sources if source.name == host)
     return {name: vm.condition for name, vm in (await source.observe()).vms.items()}
+
+
+# --- what a key may ask for -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ("multiverse agent dial-stdio", ("dial-stdio",)),
+        ("/opt/bin/multiverse agent --config /etc/m.toml dial-stdio", ("dial-stdio",)),
+        ("multiverse agent receive-image slim 01ab", ("receive-image", "slim", "01ab")),
+    ],
+)
+def test_a_key_with_our_command_may_be_used_for_what_controllers_do(asked: str, words: tuple[str, ...]) -> None:
+    assert permitted(asked) == words
+
+
+@pytest.mark.parametrize("asked", ["", "sh", "dial-stdio -x", "receive-image slim", "receive-image slim 01ab;sh"])
+def test_a_key_with_our_command_may_be_used_for_nothing_else(asked: str) -> None:
+    with pytest.raises(Refused):
+        permitted(asked)
 
 
 # --- observations ---------------------------------------------------------------------------------
