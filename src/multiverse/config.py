@@ -205,6 +205,7 @@ class AgentSettings:
         "-a",
         "-oBatchMode=yes",  # asks nobody for a password or for an unknown host key
         "-oConnectTimeout=10",
+        "-oServerAliveInterval=15",  # three without an answer end it: a copy of an image has no pings of its own
         "-oControlMaster=no",  # no connection that another process shares, or that outlives ours
         "-oControlPath=none",
         "-oClearAllForwardings=yes",

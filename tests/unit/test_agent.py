@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from multiverse.agent import protocol
+from multiverse.agent.dial import permitted
 from multiverse.agent.epochs import Epoch, EpochFile, Epochs
 from multiverse.agent.protocol import Answer, Create, Line, decode_answer, decode_line, encode
 from multiverse.agent.self_fence import Lease
@@ -35,6 +37,7 @@ from multiverse.simulation.loop import run
 from multiverse.simulation.machines import ABILITIES
 from multiverse.simulation.network import NEIGHBOURS, STRANGERS, AgentBehaviour, ProtocolRelease, SimulatedAgent
 from multiverse.simulation.world import Pair, SimulatedWorld, WorldSettings
+from multiverse.system import record
 from tests.contract.agents import TestedController, agents_of, controller
 
 SIZE = Size(1, 256)
@@ -77,6 +80,55 @@ async def unknown(call: Awaitable[object]) -> str:
 async def observed(one: TestedController, host: str = "h1") -> dict[str, VmCondition]:
     source = next(source for source in one.hypervisor.sources if source.name == host)
     return {name: vm.condition for name, vm in (await source.observe()).vms.items()}
+
+
+# --- what a key may ask for -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ("multiverse agent dial-stdio", ("dial-stdio",)),
+        ("/opt/bin/multiverse agent --config /etc/m.toml dial-stdio", ("dial-stdio",)),
+        ("multiverse agent receive-image slim 01ab", ("receive-image", "slim", "01ab")),
+    ],
+)
+def test_a_key_with_our_command_may_be_used_for_what_controllers_do(asked: str, words: tuple[str, ...]) -> None:
+    assert permitted(asked) == words
+
+
+@pytest.mark.parametrize("asked", ["", "sh", "dial-stdio -x", "receive-image slim", "receive-image slim 01ab;sh"])
+def test_a_key_with_our_command_may_be_used_for_nothing_else(asked: str) -> None:
+    with pytest.raises(Refused):
+        permitted(asked)
+
+
+# --- observations ---------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer")
+@virtual
+async def test_an_observation_that_cannot_be_read_is_followed_by_no_older_one(agents: list[SimulatedAgent]) -> None:
+    """As that of an agent of the next release, with a condition that this one does not know."""
+    local, observe = agents[1].local, agents[1].local.observe
+    created = asyncio.Event()
+
+    async def observe_a_later_release() -> HypervisorView:
+        view = await observe()
+        later = {name: replace(vm, condition="melting") for name, vm in view.vms.items()}  # type: ignore[arg-type]
+        return replace(view, vms=later) if created.is_set() else view
+
+    local.observe = observe_a_later_release  # type: ignore[method-assign]
+    async with controller(agents) as one:
+        await one.connected()
+        await one.hypervisor.create(spec())
+        assert await observed(one) == {spec().name: VmCondition.PARKED}
+        created.set()
+        for _ in range(3):
+            await unknown(observed(one))
+        created.clear()
+        assert await observed(one) == {spec().name: VmCondition.PARKED}
+        assert await observed(one) == {spec().name: VmCondition.PARKED}
 
 
 # --- connections that end ------------------------------------------------------------------------
@@ -295,10 +347,24 @@ def test_epochs_that_cannot_be_read_are_an_error(text: str, tmp_path: Path) -> N
 
 
 def test_an_epoch_that_cannot_be_kept_is_not_taken(tmp_path: Path) -> None:
-    epochs = EpochFile(tmp_path / "gone" / "epochs")
+    epochs = EpochFile(tmp_path / "epochs")
+    (tmp_path / "epochs").unlink()
     with pytest.raises(Broken):
         epochs.take("site", Epoch(3, "a"))
     assert epochs.highest("site") == Epoch()
+
+
+def test_epochs_of_too_many_sites_are_an_error_that_keeps_the_others(tmp_path: Path) -> None:
+    epochs = EpochFile(tmp_path / "epochs")
+    epochs.take("site", Epoch(3, "a"))
+    with pytest.raises(Broken):
+        epochs.take("other", Epoch(1, "b" * record.SIZE))
+    assert EpochFile(tmp_path / "epochs").highest("site") == epochs.highest("site") == Epoch(3, "a")
+
+
+def test_an_agent_whose_directory_cannot_be_used_does_not_start(tmp_path: Path) -> None:
+    with pytest.raises(Broken, match="epochs"):
+        EpochFile(tmp_path / "gone" / "epochs")
 
 
 # --- releases ------------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ async def serve(settings: Settings) -> None:
         who = AgentIdentity(multiverse.__version__, settings.host.name, boot_id(), secrets.token_hex(8))
         fence = await _self_fence(settings, hypervisors) if settings.agent.self_fence else None
         lease = fence.lease if fence else None
-        server = AgentServer(who, EpochFile(state / "epochs.json"), hypervisors.of, processes.programs, lease)
+        server = AgentServer(who, EpochFile(state / "epochs"), hypervisors.of, processes.programs, lease)
         stop = stop_signal()
         sock = bind(settings.agent.socket, "agent.socket")
         stack.callback(settings.agent.socket.unlink, missing_ok=True)

@@ -105,7 +105,7 @@ class Host:
 
 class HostState(StrEnum):
     KNOWN = "known"  # it belongs to the site; whether it is in reach, its source tells
-    SILENT = "silent"  # nothing is heard of it, and the scheduler does not reach its VMs either
+    SILENT = "silent"  # nothing is heard of it, the scheduler does not reach its VMs, and a job waits for it
     FENCING = "fencing"  # the same, and the site's fence command is to make sure that it is off
     FENCED = "fenced"  # it is surely off, and it has not been seen since
     REMOVED = "removed"  # an operator took it out of the site; the settings do not bring it back
