@@ -25,7 +25,7 @@ from multiverse.core.model import (
     vm_prefix,
 )
 from multiverse.host.qemu.library import QemuHost, QemuHostConfig
-from multiverse.host.qemu.machine import Accelerator
+from multiverse.host.qemu.machine import Accelerator, Feature
 from multiverse.host.specification import Specification
 
 T = TypeVar("T")
@@ -222,5 +222,11 @@ def host_config(settings: Settings, site: str) -> QemuHostConfig:
         largest=Size(qemu.max_cpus, qemu.max_memory),
         scratch=settings.image.scratch,
         tb_size=qemu.tb_size,
+        features={
+            Feature.VHOST_NET: qemu.vhost_net,
+            Feature.HUGE_PAGES: qemu.huge_pages,
+            Feature.NATIVE_AIO: qemu.native_aio,
+            Feature.IOTHREAD: qemu.iothread,
+        },
         guests=(str(network[settings.network.first]), str(network[-2])),
     )
