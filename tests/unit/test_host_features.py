@@ -15,10 +15,10 @@ from pydantic import TypeAdapter
 from structlog.testing import capture_logs
 
 from multiverse.agent.protocol import HypervisorAnswer
-from multiverse.config import QemuSettings, Settings, parse
+from multiverse.config import HostSettings, QemuSettings, Settings, parse
 from multiverse.core.errors import Broken, Exhausted, Refused
 from multiverse.core.model import CloneKind, Host, HypervisorView, Size
-from multiverse.drivers.qemu.driver import host_config
+from multiverse.drivers.qemu.driver import QemuHypervisor, host_config
 from multiverse.host import manifest, process
 from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.qemu import features, session, templates
@@ -265,6 +265,23 @@ def test_only_the_disk_of_a_full_clone_is_read_past_the_page_cache(
     spec = Specification("mva-1", "token", "slim", kind, Size(1, 256), "02:00:00:00:00:01", "10.1.2.1/24", "br0")
     assert context.vm_machine(spec, image, None, Path(disk)).features == used
     assert context.template_machine(image, Size(1, 256))(Path("/"), Path("/")).features == {F.IOTHREAD}
+
+
+async def test_vms_are_listed_without_trying_anything(
+    context: HostContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who only removes VMs, as the end of a lab does, waits for no trial."""
+    ways, run = tried()
+    monkeypatch.setattr(features, "trials", lambda *_: ways)
+    (tmp_path / "vms" / "mva-1").mkdir(parents=True)
+    qemu = QemuSettings(context.config.binary, "tcg", images=tmp_path, templates=tmp_path / "t",
+                        vms=tmp_path / "vms", run=tmp_path / "run")  # fmt: skip
+    hypervisor = QemuHypervisor(Settings(state_dir=tmp_path, host=HostSettings("h", 1, 256), qemu=qemu), "a")
+    try:
+        assert await hypervisor.list_vms() == ["mva-1"] and run == []
+        assert list((await hypervisor.observe()).vms) == ["mva-1"] and run == [F.HUGE_PAGES]
+    finally:
+        hypervisor.close()
 
 
 def test_a_qemu_that_does_not_start_disables_its_features_and_a_lack_of_memory_does_not(
