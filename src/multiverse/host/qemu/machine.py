@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from multiverse.core.model import Size
@@ -11,8 +12,10 @@ from multiverse.guest.protocol import PORT
 # System calls that QEMU does not need, above all to run a program, are refused (seccomp(2)): a guest that has taken
 # over its QEMU cannot use them.
 _SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
+_MODERN = "disable-legacy=on,disable-modern=off"
 SPARE_PORTS = 4  # PCI Express root ports for devices plugged later
 DIMMS = 8  # slots for memory plugged later
+HUGE_PAGE = 2 << 20  # bytes; memory is plugged in blocks of 128 MiB, so pages of 1 GiB would not fit
 # An emulated CPU needs no mitigations and has one clock. Without `lpj` each plugged CPU calibrates for 0.2 s; the value
 # scales only the delays of drivers for real devices, which an emulated device does not need.
 _TCG_CMDLINE = ("mitigations=off", "tsc=reliable", "lpj=4000000", "cpu_init_udelay=0")
@@ -23,6 +26,15 @@ _CMDLINE = ("noreplace-smp",)
 # changes it at each start: /bin/true starts in 67 ms with randomization and in 16 ms without; with QEMU 10, in 15 ms
 # either way.
 _NO_RANDOMIZATION = ("norandmaps",)
+
+
+class Feature(StrEnum):
+    """What VMs of a host can have if the host can do it. Operators see these names."""
+
+    VHOST_NET = "vhost-net"  # the kernel moves a VM's frames; its QEMU does not
+    HUGE_PAGES = "huge-pages"  # plugged memory consists of pages of 2 MiB
+    NATIVE_AIO = "native-aio"  # the kernel reads and writes a full clone's disk asynchronously, past its page cache
+    IOTHREAD = "iothread"  # QEMU serves the disk in a thread of its own
 
 
 @dataclass(frozen=True)
@@ -90,19 +102,22 @@ class Memory:
 
 @dataclass(frozen=True)
 class Wiring:
-    """What one QEMU is connected to: the descriptors of its listening sockets and of its tap, and its console's log."""
+    """What one QEMU is connected to: the descriptors of its listening sockets and of its tap, and its console's log.
+    `vhost` is the descriptor of /dev/vhost-net, for a machine with that feature."""
 
     monitor: int
     agent: int
     tap: int
     console: Path
+    vhost: int | None = None
 
 
 @dataclass(frozen=True)
 class QemuMachine:
     """One VM, as QEMU is to create it. `limits` is the size that it can have after plugging. With `waits_for_room` the
     guest is paused when the host's disk is full (see `full_disk`); otherwise it sees an error. Other errors, as of a
-    file that exceeds RLIMIT_FSIZE, are the guest's in any case."""
+    file that exceeds RLIMIT_FSIZE, are the guest's in any case. `HUGE_PAGES` is no feature of a machine: see `hotplug`.
+    """
 
     name: str
     accelerator: Accelerator
@@ -116,6 +131,7 @@ class QemuMachine:
     initrd: Path
     cmdline: str
     waits_for_room: bool = True
+    features: frozenset[Feature] = frozenset()
 
     def shape(self) -> list[str]:
         """The arguments that must be the same for a template and its clones. The others may differ."""
@@ -134,12 +150,9 @@ class QemuMachine:
 
     def argv(self, binary: str, wiring: Wiring, *, paused: bool, incoming: bool = False) -> list[str]:
         """The whole command line of QEMU."""
-        on_error = f"werror={'enospc' if self.waits_for_room else 'report'},rerror=report"
-        modern = "disable-legacy=on,disable-modern=off"
         argv = [binary, "-name", self.name, "-nodefaults", "-no-user-config", "-display", "none", "-vga", "none",
                 "-no-reboot", "-action", "panic=shutdown,watchdog=shutdown", "-rtc", "base=utc",
                 "-global", "migration.x-events=on", "-sandbox", _SANDBOX]  # fmt: skip
-        quiet = "romfile=,guest_announce=off"  # no boot ROM; a clone announces itself once it has its address
         if self.memory.file is not None:
             how = ("on" if self.memory.shared else "off") + (",readonly=on,rom=off" if self.memory.readonly else "")
             argv += [
@@ -152,19 +165,36 @@ class QemuMachine:
                  "-chardev", f"socket,id=qmp,fd={wiring.monitor},server=on,wait=off",
                  "-mon", "chardev=qmp,mode=control",
                  "-chardev", f"file,id=console,path={_value(wiring.console)},append=on", "-serial", "chardev:console",
-                 "-device", f"virtio-serial-pci,id=vserial,bus=pcie.0,addr=3,max_ports=4,{modern}",
+                 "-device", f"virtio-serial-pci,id=vserial,bus=pcie.0,addr=3,max_ports=4,{_MODERN}",
                  "-chardev", f"socket,id=agent,fd={wiring.agent},server=on,wait=off",
                  "-device", f"virtserialport,bus=vserial.0,nr=1,chardev=agent,name={PORT}",
-                 "-blockdev", f"driver=file,node-name=file,filename={_value(self.disk)},discard=unmap",
-                 "-blockdev", f"driver={self.disk_format},node-name=disk,file=file,discard=unmap",
-                 "-device", f"virtio-blk-pci,drive=disk,bus=pcie.0,addr=4,num-queues=1,{on_error},{modern}",
-                 "-netdev", f"tap,id=net,fd={wiring.tap}",
-                 "-device", f"virtio-net-pci,netdev=net,mac={self.mac},bus=pcie.0,addr=5,{quiet},{modern}"]  # fmt: skip
+                 *self.disk_argv(), *self.network_argv(wiring)]  # fmt: skip
         if paused:
             argv.append("-S")
         if incoming:
             argv += ["-incoming", "defer"]
         return argv
+
+    def disk_argv(self) -> list[str]:
+        """The arguments for the disk. The files below an overlay are opened as usual, so that all clones share what is
+        cached of them."""
+        on_error = f"werror={'enospc' if self.waits_for_room else 'report'},rerror=report"
+        native = ",cache.direct=on,aio=native" if Feature.NATIVE_AIO in self.features else ""
+        argv, served = [], ""
+        if Feature.IOTHREAD in self.features:
+            argv, served = ["-object", "iothread,id=io"], ",iothread=io"
+        return [*argv, "-blockdev", f"driver=file,node-name=file,filename={_value(self.disk)},discard=unmap{native}",
+                "-blockdev", f"driver={self.disk_format},node-name=disk,file=file,discard=unmap",
+                "-device", f"virtio-blk-pci,drive=disk,bus=pcie.0,addr=4,num-queues=1,{on_error},{_MODERN}{served}",
+                ]  # fmt: skip
+
+    def network_argv(self, wiring: Wiring) -> list[str]:
+        """The arguments for the interface."""
+        vhost = f",vhost=on,vhostfd={wiring.vhost}" if wiring.vhost is not None else ""
+        quiet = "romfile=,guest_announce=off"  # no boot ROM; a clone announces itself once it has its address
+        return ["-netdev", f"tap,id=net,fd={wiring.tap}{vhost}",
+                "-device", f"virtio-net-pci,netdev=net,mac={self.mac},bus=pcie.0,addr=5,{quiet},{_MODERN}",
+                ]  # fmt: skip
 
 
 def limits(base: Size, capacity: Size, most: Size) -> Size:
