@@ -182,6 +182,20 @@ async def test_a_full_disk_ends_neither_the_agent_nor_its_vms() -> None:
     assert host.kept == [{"test0": 1.0}] and len(host.vms) == 2
 
 
+async def test_vms_are_ended_while_the_directories_of_the_host_cannot_be_listed() -> None:
+    host = Hosted()
+    fence = host.fence()
+    await fence.check()
+
+    def failing() -> list[str]:
+        raise OSError(errno.EIO, "input/output error")
+
+    fence.sites = failing
+    host.now = LIMIT + 1
+    await fence.check()
+    assert host.vms == {}
+
+
 def test_contacts_outlive_the_agent_but_not_the_boot(tmp_path: Path) -> None:
     ContactFile(tmp_path / "contacts", "boot-1").write({"test0": 12.5})
     assert ContactFile(tmp_path / "contacts", "boot-1").read() == {"test0": 12.5}

@@ -89,13 +89,21 @@ class SelfFence:
     async def check(self) -> None:
         """Look once. What fails is tried again at the next look; a VM is ended only by what is known."""
         self._keep_contacts()
-        for site in self.sites():
+        for site in self._present_sites():
             if site not in self.lease.contacts:
                 self.lease.heard(site, self.lease.now())  # nobody knows of an earlier contact: its time begins now
             try:
                 await self._check(site)
             except (MultiverseError, OSError) as error:
                 log.warning("self-fencing could not look", site=site, reason=str(error))
+
+    def _present_sites(self) -> Collection[str]:
+        """The sites that have VMs here; while the host's directories cannot be listed, those that are known."""
+        try:
+            return self.sites()
+        except OSError as error:
+            log.warning("self-fencing cannot list the sites of this host", reason=str(error))
+            return sorted(self.lease.contacts)
 
     def _keep_contacts(self) -> None:
         if self.lease.contacts == self._kept:
