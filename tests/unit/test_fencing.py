@@ -17,7 +17,7 @@ from multiverse.agent.self_fence import ContactFile, Lease, SelfFence
 from multiverse.agent.server import AgentIdentity, AgentServer
 from multiverse.config import FenceSettings
 from multiverse.core.errors import Unknown
-from multiverse.core.model import HypervisorView, VmCondition, VmRef, VmSeen
+from multiverse.core.model import HypervisorView, VmRef
 from multiverse.service.fencing import FenceCommand
 
 LIMIT = 100.0
@@ -102,24 +102,35 @@ class Hosted:
     """A hypervisor with two VMs, and a scheduler that reaches some of them, or does not answer."""
 
     def __init__(self) -> None:
-        self.vms = {name: VmSeen(name, "h1", VmCondition.RUNNING) for name in (ONE, TWO)}
+        self.vms = {ONE, TWO}
         self.reaches: Collection[str] | None = None
         self.now = 0.0
         self.kept: list[dict[str, float]] = []
         self.asked = 0
         self.fails: Collection[str] = ()
+        self.hangs: Collection[str] = ()
+        self.killed: list[str] = []
+        self.silent = False
 
     def fence(self) -> SelfFence:
         lease = Lease(LIMIT, {}, lambda: self.now)
         return SelfFence(lease, lambda: ["test0"], lambda _: self, self.reached, self.kept.append)
 
-    async def observe(self) -> HypervisorView:
-        return HypervisorView({}, dict(self.vms))
+    async def list_vms(self) -> Collection[str]:
+        if self.silent:
+            await asyncio.Event().wait()
+        return list(self.vms)
+
+    async def kill(self, vms: Collection[str]) -> None:
+        self.killed += vms
 
     async def destroy(self, vm: VmRef, grace: float) -> None:
+        assert vm.name in self.killed, "it goes on until then"
+        if vm.name in self.hangs:
+            await asyncio.Event().wait()
         if vm.name in self.fails:
             raise Unknown("it is stuck")
-        del self.vms[vm.name]
+        self.vms.discard(vm.name)
 
     async def reached(self, site: str) -> Collection[str]:
         self.asked += 1
@@ -138,10 +149,10 @@ async def test_vms_are_ended_after_the_time_without_controller_and_scheduler() -
     host.now += 1
     host.fails = {ONE}
     await fence.check()
-    assert host.vms.keys() == {ONE}, "one that is stuck keeps no other"
+    assert host.vms == {ONE}, "one that is stuck keeps no other"
     host.fails = ()
     await fence.check()
-    assert host.vms == {}
+    assert not host.vms
 
 
 async def test_the_absence_of_the_controller_alone_ends_no_vm_however_long() -> None:
@@ -154,7 +165,33 @@ async def test_the_absence_of_the_controller_alone_ends_no_vm_however_long() -> 
     host.reaches = [ONE]
     for host.now in range(100_000, 100_200, 10):
         await fence.check()
-    assert host.vms.keys() == {ONE}, "a VM whose node the scheduler has lost is lost to the site"
+    assert host.vms == {ONE}, "a VM whose node the scheduler has lost is lost to the site"
+
+
+async def test_a_vm_that_hangs_as_it_is_removed_keeps_no_other_and_no_look() -> None:
+    host = Hosted()
+    host.reaches, host.hangs = [TWO], {ONE}
+    fence = host.fence()
+    fence.patience = 0.01
+    await fence.check()
+    host.now = LIMIT + 1
+    await fence.check()
+    assert host.vms == {ONE, TWO} and host.killed == [ONE]
+    host.reaches, host.now = None, 2 * LIMIT + 2
+    await fence.check()
+    assert host.vms == {ONE} and host.killed == [ONE, ONE, TWO], "it is killed again, and removed once"
+
+
+async def test_vms_are_ended_while_the_host_does_not_list_them() -> None:
+    host = Hosted()
+    fence = host.fence()
+    fence.patience = 0.01
+    await fence.check()
+    host.now = LIMIT / 2
+    await fence.check()
+    host.silent, host.now = True, LIMIT + 1
+    await fence.check()
+    assert not host.vms
 
 
 async def test_the_scheduler_is_not_asked_while_the_controller_is_in_contact() -> None:
@@ -193,7 +230,7 @@ async def test_vms_are_ended_while_the_directories_of_the_host_cannot_be_listed(
     fence.sites = failing
     host.now = LIMIT + 1
     await fence.check()
-    assert host.vms == {}
+    assert not host.vms
 
 
 def test_contacts_outlive_the_agent_but_not_the_boot(tmp_path: Path) -> None:

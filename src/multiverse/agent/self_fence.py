@@ -19,7 +19,7 @@ import structlog
 from pydantic import TypeAdapter, ValidationError
 
 from multiverse.core.errors import MultiverseError
-from multiverse.core.model import HypervisorView, VmRef, site_of
+from multiverse.core.model import VmRef, site_of
 from multiverse.system import files
 
 log = structlog.get_logger()
@@ -29,6 +29,9 @@ CHECKS = 10
 
 QUIET_CHECKS = 2
 """So many of them may pass without the controller before the scheduler is asked."""
+
+PATIENCE = 5.0
+"""Seconds for which a look waits for each answer of its own host."""
 
 
 class Lease:
@@ -61,9 +64,15 @@ class Lease:
 
 
 class HostedVms(Protocol):
-    """What is needed of the hypervisor of one site."""
+    """What is needed of the hypervisor of one site. An observation is not: it asks QEMUs, which may not answer."""
 
-    async def observe(self) -> HypervisorView: ...
+    async def list_vms(self) -> Collection[str]:
+        """The names of all VMs of which a part exists."""
+        ...
+
+    async def kill(self, vms: Collection[str]) -> None:
+        """Kill the QEMUs of these VMs at once, and wait for none."""
+        ...
 
     async def destroy(self, vm: VmRef, grace: float) -> None: ...
 
@@ -78,7 +87,10 @@ class SelfFence:
     hypervisor: Callable[[str], HostedVms]
     reached: Callable[[str], Awaitable[Collection[str]]]
     keep: Callable[[dict[str, float]], None]
+    patience: float = PATIENCE
     _kept: dict[str, float] = field(default_factory=dict)
+    _listed: dict[str, Collection[str]] = field(default_factory=dict)  # the VMs of each site, as they were seen last
+    _removing: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # what is left of VMs that were killed
 
     async def run(self) -> None:
         """Look at intervals until cancelled."""
@@ -89,13 +101,15 @@ class SelfFence:
     async def check(self) -> None:
         """Look once. What fails is tried again at the next look; a VM is ended only by what is known."""
         self._keep_contacts()
-        for site in self._present_sites():
-            if site not in self.lease.contacts:
-                self.lease.heard(site, self.lease.now())  # nobody knows of an earlier contact: its time begins now
-            try:
-                await self._check(site)
-            except (MultiverseError, OSError) as error:
-                log.warning("self-fencing could not look", site=site, reason=str(error))
+        await asyncio.gather(*map(self._look, self._present_sites()))
+
+    async def _look(self, site: str) -> None:
+        if site not in self.lease.contacts:
+            self.lease.heard(site, self.lease.now())  # nobody knows of an earlier contact: its time begins now
+        try:
+            await self._check(site)
+        except (MultiverseError, OSError) as error:
+            log.warning("self-fencing could not look", site=site, reason=str(error))
 
     def _present_sites(self) -> Collection[str]:
         """The sites that have VMs here; while the host's directories cannot be listed, those that are known."""
@@ -119,21 +133,45 @@ class SelfFence:
         if not self.lease.asks_scheduler(site, began):
             return
         hypervisor = self.hypervisor(site)
-        vms = (await hypervisor.observe()).vms
+        vms = await self._list(site, hypervisor)
         try:
-            self.lease.reached(vms.keys() & set(await self.reached(site)), began)
+            self.lease.reached(set(vms) & set(await self.reached(site)), began)
         except (MultiverseError, OSError) as error:
             log.warning("neither the controller nor the scheduler is reached", site=site, reason=str(error))
-        ending = self.lease.expired(site, vms.keys(), self.lease.now())
-        await asyncio.gather(*(self._end(hypervisor, VmRef(name, vms[name].host)) for name in ending))
+        if ending := self.lease.expired(site, vms, self.lease.now()):
+            await self._end(hypervisor, ending)
 
-    async def _end(self, hypervisor: HostedVms, vm: VmRef) -> None:
-        """End a VM. One that cannot be ended is tried again at the next look, and keeps no other one."""
-        log.error("a VM is ended: neither the controller nor the scheduler has reached it", vm=vm.name)
+    async def _list(self, site: str, hypervisor: HostedVms) -> Collection[str]:
+        """The names of the site's VMs; those of the look before if the host does not tell."""
         try:
-            await hypervisor.destroy(vm, 0.0)
+            async with asyncio.timeout(self.patience):
+                self._listed[site] = await hypervisor.list_vms()
         except (MultiverseError, OSError) as error:
-            log.error("a VM could not be ended", vm=vm.name, reason=str(error))
+            log.warning("self-fencing cannot list VMs", site=site, reason=str(error) or type(error).__name__)
+        return self._listed.get(site, ())
+
+    async def _end(self, hypervisor: HostedVms, ending: Collection[str]) -> None:
+        """End VMs: first all QEMUs are killed, then what is left of them is removed. A removal that takes long is
+        waited for no more, and keeps no other VM; the QEMU is killed again at each look."""
+        log.error("VMs are ended: neither the controller nor the scheduler has reached them", vms=list(ending))
+        try:
+            async with asyncio.timeout(self.patience):
+                await hypervisor.kill(ending)
+        except (MultiverseError, OSError) as error:
+            log.error("VMs could not be killed", reason=str(error) or type(error).__name__)
+        for name in ending:
+            if name not in self._removing:
+                self._removing[name] = asyncio.create_task(self._remove(hypervisor, name), name=f"remove {name}")
+        if removing := [self._removing[name] for name in ending if name in self._removing]:
+            await asyncio.wait(removing, timeout=self.patience)
+
+    async def _remove(self, hypervisor: HostedVms, name: str) -> None:
+        try:
+            await hypervisor.destroy(VmRef(name), 0.0)
+        except (MultiverseError, OSError) as error:
+            log.error("a VM could not be ended", vm=name, reason=str(error))
+        finally:
+            del self._removing[name]
 
 
 _CONTACTS = TypeAdapter(dict[str, float])

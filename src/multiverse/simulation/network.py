@@ -170,11 +170,14 @@ class UnreachedVms:
     def sites(self) -> set[str]:
         return {site_of(name) for name in self._machines.vms_on(self._source.name)}
 
-    async def observe(self) -> HypervisorView:
-        return await self._source.observe()
+    async def list_vms(self) -> Collection[str]:
+        return self._machines.vms_on(self._source.name)
+
+    async def kill(self, vms: Collection[str]) -> None:
+        """`destroy` does all."""
 
     async def destroy(self, vm: VmRef, grace: float) -> None:
-        machine = self._machines.find(vm)
+        machine = self._machines.find(vm._replace(source=self._source.name))
         if machine is None:
             return
         guest, silent = machine.guest, asyncio.get_running_loop().time() - self.contact
@@ -183,7 +186,7 @@ class UnreachedVms:
         if guest is not None and guest.reachable and guest.cluster.up and guest.serves() is not None:
             self._machines.violations.append(f"{vm.name} was ended, which the scheduler reached")
         if guest is not None:
-            guest.log(f"the agent of {vm.source} ends {vm.name} by itself")
+            guest.log(f"the agent of {self._source.name} ends {vm.name} by itself")
         self._machines.remove(vm.name)
 
 
