@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiverse.agent.protocol import Answer, Hello, Line, decode_answer, encode
-from multiverse.agent.self_fence import ContactFile, Lease, SelfFence
+from multiverse.agent.self_fence import ContactFile, Contacts, Lease, SelfFence
 from multiverse.agent.server import AgentIdentity, AgentServer
 from multiverse.config import FenceSettings
 from multiverse.core.errors import Unknown
@@ -75,7 +75,7 @@ async def test_a_fence_command_that_is_not_there_is_named(tmp_path: Path) -> Non
 
 
 def test_a_vm_goes_on_while_the_controller_or_the_scheduler_is_in_contact() -> None:
-    lease = Lease(LIMIT, {"test0": 0.0}, lambda: 0.0)
+    lease = Lease(LIMIT, Contacts({"test0": 0.0}), lambda: 0.0)
     assert lease.expired("test0", [ONE, TWO], LIMIT) == []
     assert lease.expired("test0", [ONE, TWO], LIMIT + 1) == [ONE, TWO]
     lease.reached([TWO], 50.0)
@@ -83,7 +83,7 @@ def test_a_vm_goes_on_while_the_controller_or_the_scheduler_is_in_contact() -> N
     lease.heard("test0", 60.0)
     assert lease.expired("test0", [ONE, TWO], LIMIT + 60) == []
     lease.heard("test0", 10.0)
-    assert lease.contacts == {"test0": 60.0}, "what arrives late takes nothing back"
+    assert lease.contacts.controllers == {"test0": 60.0}, "what arrives late takes nothing back"
     assert not lease.asks_scheduler("test0", 80.0) and lease.asks_scheduler("test0", 81.0)
 
 
@@ -91,7 +91,7 @@ def test_a_vm_goes_on_while_the_controller_or_the_scheduler_is_in_contact() -> N
 def test_a_vm_ends_if_and_only_if_nothing_was_in_contact_for_its_whole_time(
     contacts: list[tuple[str, float]], now: float
 ) -> None:
-    lease = Lease(LIMIT, {"test0": 0.0}, lambda: 0.0)
+    lease = Lease(LIMIT, Contacts({"test0": 0.0}), lambda: 0.0)
     for who, at in contacts:
         lease.heard("test0", at) if who == "c" else lease.reached([ONE], at)
     last = max([0.0, *(at for _, at in contacts)])
@@ -105,15 +105,15 @@ class Hosted:
         self.vms = {ONE, TWO}
         self.reaches: Collection[str] | None = None
         self.now = 0.0
-        self.kept: list[dict[str, float]] = []
+        self.kept: list[Contacts] = []
         self.asked = 0
         self.fails: Collection[str] = ()
         self.hangs: Collection[str] = ()
         self.killed: list[str] = []
         self.silent = False
 
-    def fence(self) -> SelfFence:
-        lease = Lease(LIMIT, {}, lambda: self.now)
+    def fence(self, contacts: Contacts | None = None) -> SelfFence:
+        lease = Lease(LIMIT, contacts or Contacts(), lambda: self.now)
         return SelfFence(lease, lambda: ["test0"], lambda _: self, self.reached, self.kept.append)
 
     async def list_vms(self) -> Collection[str]:
@@ -200,14 +200,14 @@ async def test_the_scheduler_is_not_asked_while_the_controller_is_in_contact() -
     for host.now in range(0, 1000, 10):
         fence.lease.heard("test0", host.now - 5)
         await fence.check()
-    assert host.asked == 0 and len(host.vms) == 2 and host.kept[-1] == {"test0": 985.0}
+    assert host.asked == 0 and len(host.vms) == 2 and host.kept[-1].controllers == {"test0": 985.0}
 
 
 async def test_a_full_disk_ends_neither_the_agent_nor_its_vms() -> None:
     host = Hosted()
     fence = host.fence()
 
-    def full(contacts: dict[str, float]) -> None:
+    def full(contacts: Contacts) -> None:
         raise OSError(errno.ENOSPC, "no space left on device")
 
     fence.keep = full
@@ -216,7 +216,7 @@ async def test_a_full_disk_ends_neither_the_agent_nor_its_vms() -> None:
     await fence.check()
     fence.keep = host.kept.append
     await fence.check()
-    assert host.kept == [{"test0": 1.0}] and len(host.vms) == 2
+    assert [one.controllers for one in host.kept] == [{"test0": 1.0}] and len(host.vms) == 2
 
 
 async def test_vms_are_ended_while_the_directories_of_the_host_cannot_be_listed() -> None:
@@ -234,11 +234,32 @@ async def test_vms_are_ended_while_the_directories_of_the_host_cannot_be_listed(
 
 
 def test_contacts_outlive_the_agent_but_not_the_boot(tmp_path: Path) -> None:
-    ContactFile(tmp_path / "contacts", "boot-1").write({"test0": 12.5})
-    assert ContactFile(tmp_path / "contacts", "boot-1").read() == {"test0": 12.5}
-    assert ContactFile(tmp_path / "contacts", "boot-2").read() == {}
+    contacts = Contacts({"test0": 12.5}, {ONE: 13.5})
+    ContactFile(tmp_path / "contacts", "boot-1").write(contacts)
+    assert ContactFile(tmp_path / "contacts", "boot-1").read() == contacts
+    assert ContactFile(tmp_path / "contacts", "boot-2").read() == Contacts()
     (tmp_path / "contacts.boot-1").write_text("{")
-    assert ContactFile(tmp_path / "contacts", "boot-1").read() == {}
+    assert ContactFile(tmp_path / "contacts", "boot-1").read() == Contacts()
+
+
+async def test_a_restarted_agent_ends_no_vm_that_the_scheduler_has_just_reached(tmp_path: Path) -> None:
+    host, file = Hosted(), ContactFile(tmp_path / "contacts", "boot")
+    fence = host.fence()
+    fence.keep = file.write
+    host.reaches = [ONE, TWO]
+    for host.now in range(0, 1000, 10):
+        await fence.check()
+    host.reaches = None  # slurmctld is away as the agent starts again
+    host.now = 1010
+    again = host.fence(file.read())
+    again.keep = file.write
+    await again.check()
+    assert host.vms == {ONE, TWO}
+    host.now = 990 + LIMIT + 1
+    await again.check()
+    assert not host.vms
+    await again.check()
+    assert file.read().vms == {}, "what was kept of VMs goes with them"
 
 
 # --- what counts as contact ------------------------------------------------------------------------
@@ -249,7 +270,7 @@ async def test_contact_is_as_old_as_the_answer_that_the_controller_has_got() -> 
     from multiverse.agent.epochs import Epochs
 
     now = 1000.0
-    lease = Lease(LIMIT, {}, lambda: now)
+    lease = Lease(LIMIT, Contacts(), lambda: now)
     hypervisor = Hosted()
     server = AgentServer(AgentIdentity("1", "h1", "b", "r"), Epochs(), lambda _: hypervisor, lease=lease)  # type: ignore[arg-type, return-value]
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
@@ -262,18 +283,20 @@ async def test_contact_is_as_old_as_the_answer_that_the_controller_has_got() -> 
     await say(Line(hello=Hello(release="1", protocol=1, oldest=1, controller="c", site="test0")))
     now = 1003.0
     await say(Line(take=1))
-    assert lease.contacts == {"test0": 1000.0}, "the greeting has come, when a VM may be made for the controller"
+    assert lease.contacts.controllers == {"test0": 1000.0}, (
+        "the greeting has come, when a VM may be made for the controller"
+    )
     now = 1005.0
     await say(Line(ping=1, heard=0))
-    assert lease.contacts == {"test0": 1000.0}, "whether the answer arrives is not known yet"
+    assert lease.contacts.controllers == {"test0": 1000.0}, "whether the answer arrives is not known yet"
     now = 1010.0
     await say(Line(ping=2, heard=1))
-    assert lease.contacts == {"test0": 1005.0}
+    assert lease.contacts.controllers == {"test0": 1005.0}
     now = 1500.0
     await say(Line(ping=3, heard=1))
-    assert lease.contacts == {"test0": 1005.0}, "it was sent long ago"
+    assert lease.contacts.controllers == {"test0": 1005.0}, "it was sent long ago"
     await say(Line(ping=4))
-    assert lease.contacts == {"test0": 1500.0}, "a controller of the release before says no more"
+    assert lease.contacts.controllers == {"test0": 1500.0}, "a controller of the release before says no more"
     writer.close()
     listening.close()
     await server.close()
@@ -285,6 +308,6 @@ def test_a_host_tells_after_which_time_its_agent_ends_its_vms() -> None:
 
     host = Host("h1", Size(1, 512))
     server = AgentServer(
-        AgentIdentity("1", "h1", "b", "r"), Epochs(), lambda _: None, lease=Lease(LIMIT, {}, lambda: 0.0)
+        AgentIdentity("1", "h1", "b", "r"), Epochs(), lambda _: None, lease=Lease(LIMIT, Contacts(), lambda: 0.0)
     )  # type: ignore[arg-type, return-value]
     assert server._completed("test0", HypervisorView({"h1": host})).hosts == {"h1": replace(host, self_fence=LIMIT)}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -34,33 +35,46 @@ PATIENCE = 5.0
 """Seconds for which a look waits for each answer of its own host."""
 
 
-class Lease:
-    """Until when each VM may go on. Times are seconds of one clock, which `now` reads."""
+@dataclass(frozen=True)
+class Contacts:
+    """When the controller of each site was surely in contact last, and when the scheduler has reached the node of each
+    VM last, by its name. Times are seconds of one clock."""
 
-    def __init__(self, seconds: float, contacts: dict[str, float], now: Callable[[], float]) -> None:
-        """`contacts` says when the controller of each site was surely in contact last."""
-        self.seconds, self.now = seconds, now
-        self.contacts = dict(contacts)
-        self._reached: dict[str, float] = {}
+    controllers: dict[str, float] = field(default_factory=dict)
+    vms: dict[str, float] = field(default_factory=dict)
+
+
+class Lease:
+    """Until when each VM may go on. Times are of the clock that `now` reads."""
+
+    def __init__(self, seconds: float, contacts: Contacts, now: Callable[[], float]) -> None:
+        """`contacts` are changed in place."""
+        self.seconds, self.contacts, self.now = seconds, contacts, now
 
     def heard(self, site: str, at: float) -> None:
         """The controller of the site was in contact at that time."""
-        self.contacts[site] = max(at, self.contacts.get(site, at))
+        _advance(self.contacts.controllers, site, at)
 
     def reached(self, vms: Iterable[str], at: float) -> None:
         """The scheduler has reached the nodes of these VMs in an observation that began then."""
         for name in vms:
-            self._reached[name] = max(at, self._reached.get(name, at))
+            _advance(self.contacts.vms, name, at)
 
     def asks_scheduler(self, site: str, now: float) -> bool:
         """Whether the controller has been away for so long that the scheduler is to be asked."""
-        return now - self.contacts.get(site, now) > self.seconds * QUIET_CHECKS / CHECKS
+        return now - self.contacts.controllers.get(site, now) > self.seconds * QUIET_CHECKS / CHECKS
 
     def expired(self, site: str, vms: Collection[str], now: float) -> list[str]:
         """Those of the site's VMs that are to be ended."""
-        self._reached = {name: at for name, at in self._reached.items() if name in vms or site_of(name) != site}
-        contact = self.contacts.get(site, now)
-        return [name for name in sorted(vms) if now - max(contact, self._reached.get(name, contact)) > self.seconds]
+        reached = self.contacts.vms
+        for name in [name for name in reached if name not in vms and site_of(name) == site]:
+            del reached[name]
+        contact = self.contacts.controllers.get(site, now)
+        return [name for name in sorted(vms) if now - max(contact, reached.get(name, contact)) > self.seconds]
+
+
+def _advance(contacts: dict[str, float], name: str, at: float) -> None:
+    contacts[name] = max(at, contacts.get(name, at))
 
 
 class HostedVms(Protocol):
@@ -86,9 +100,9 @@ class SelfFence:
     sites: Callable[[], Collection[str]]
     hypervisor: Callable[[str], HostedVms]
     reached: Callable[[str], Awaitable[Collection[str]]]
-    keep: Callable[[dict[str, float]], None]
+    keep: Callable[[Contacts], None]
     patience: float = PATIENCE
-    _kept: dict[str, float] = field(default_factory=dict)
+    _kept: Contacts | None = None
     _listed: dict[str, Collection[str]] = field(default_factory=dict)  # the VMs of each site, as they were seen last
     _removing: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # what is left of VMs that were killed
 
@@ -100,16 +114,16 @@ class SelfFence:
 
     async def check(self) -> None:
         """Look once. What fails is tried again at the next look; a VM is ended only by what is known."""
-        self._keep_contacts()
         await asyncio.gather(*map(self._look, self._present_sites()))
+        self._keep_contacts()
 
     async def _look(self, site: str) -> None:
-        if site not in self.lease.contacts:
+        if site not in self.lease.contacts.controllers:
             self.lease.heard(site, self.lease.now())  # nobody knows of an earlier contact: its time begins now
         try:
             await self._check(site)
         except (MultiverseError, OSError) as error:
-            log.warning("self-fencing could not look", site=site, reason=str(error))
+            log.warning("self-fencing could not look", site=site, reason=str(error) or type(error).__name__)
 
     def _present_sites(self) -> Collection[str]:
         """The sites that have VMs here; while the host's directories cannot be listed, those that are known."""
@@ -117,14 +131,14 @@ class SelfFence:
             return self.sites()
         except OSError as error:
             log.warning("self-fencing cannot list the sites of this host", reason=str(error))
-            return sorted(self.lease.contacts)
+            return sorted(self.lease.contacts.controllers)
 
     def _keep_contacts(self) -> None:
         if self.lease.contacts == self._kept:
             return
         try:
             self.keep(self.lease.contacts)
-            self._kept = dict(self.lease.contacts)
+            self._kept = deepcopy(self.lease.contacts)
         except OSError as error:  # the next run of the agent would take its VMs for longer out of contact than they are
             log.warning("the last contacts cannot be kept", reason=str(error))
 
@@ -142,13 +156,16 @@ class SelfFence:
             await self._end(hypervisor, ending)
 
     async def _list(self, site: str, hypervisor: HostedVms) -> Collection[str]:
-        """The names of the site's VMs; those of the look before if the host does not tell."""
+        """The names of the site's VMs; those of the look before if the host does not tell. Raises
+        what listing raises if there is none."""
         try:
             async with asyncio.timeout(self.patience):
                 self._listed[site] = await hypervisor.list_vms()
         except (MultiverseError, OSError) as error:
+            if site not in self._listed:
+                raise
             log.warning("self-fencing cannot list VMs", site=site, reason=str(error) or type(error).__name__)
-        return self._listed.get(site, ())
+        return self._listed[site]
 
     async def _end(self, hypervisor: HostedVms, ending: Collection[str]) -> None:
         """End VMs: first all QEMUs are killed, then what is left of them is removed. A removal that takes long is
@@ -174,7 +191,7 @@ class SelfFence:
             del self._removing[name]
 
 
-_CONTACTS = TypeAdapter(dict[str, float])
+_CONTACTS = TypeAdapter(Contacts)
 
 
 class ContactFile:
@@ -183,14 +200,14 @@ class ContactFile:
     def __init__(self, path: Path, boot_id: str) -> None:
         self._path = path.with_name(f"{path.name}.{boot_id}")
 
-    def read(self) -> dict[str, float]:
+    def read(self) -> Contacts:
         try:
             return _CONTACTS.validate_json(self._path.read_bytes())
         except FileNotFoundError:
-            return {}
+            return Contacts()
         except (OSError, ValidationError) as error:
             log.warning("the last contacts cannot be read", path=str(self._path), reason=str(error))
-            return {}
+            return Contacts()
 
-    def write(self, contacts: dict[str, float]) -> None:
+    def write(self, contacts: Contacts) -> None:
         files.replace(self._path, _CONTACTS.dump_json(contacts))

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from random import Random
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ from async_solipsism import socket as simulated_sockets
 
 from multiverse.agent.epochs import Epoch, Epochs
 from multiverse.agent.protocol import LONGEST_LINE, OLDEST, PING, PROTOCOL
-from multiverse.agent.self_fence import Lease, SelfFence
+from multiverse.agent.self_fence import Contacts, Lease, SelfFence
 from multiverse.agent.server import AgentIdentity, AgentServer
 from multiverse.core.errors import MultiverseError, Unknown
 from multiverse.core.model import HypervisorView, Identity, Size, Stage, TemplateKey, User, VmRef, VmSpec, site_of
@@ -255,7 +256,7 @@ class SimulatedAgent:
         self._tasks: set[asyncio.Task[None]] = set()  # what it does, and what carries and serves its streams
         self._reached, self._violations = reached, hosts.machines.violations
         self._vms = UnreachedVms(hosts, source, self.behaviour.self_fence)
-        self._contacts: dict[str, float] = {}
+        self._contacts = Contacts()
 
     def start(self) -> None:
         """Start the agent, unless it runs."""
@@ -269,11 +270,14 @@ class SimulatedAgent:
     def _begin_self_fencing(self) -> Lease | None:
         if not self.behaviour.self_fence or self._reached is None:
             return None
-        lease = Lease(self.behaviour.self_fence, self._contacts, asyncio.get_running_loop().time)
-        vms, keep = self._vms, self._contacts.update
-        fence = SelfFence(lease, lambda: vms.sites, lambda _: vms, self._reached, keep)
+        lease = Lease(self.behaviour.self_fence, deepcopy(self._contacts), asyncio.get_running_loop().time)
+        vms = self._vms
+        fence = SelfFence(lease, lambda: vms.sites, lambda _: vms, self._reached, self._keep_contacts)
         self._task(fence.run())
         return lease
+
+    def _keep_contacts(self, contacts: Contacts) -> None:
+        self._contacts = deepcopy(contacts)
 
     async def stop(self) -> None:
         """End the agent as SIGKILL does: its streams end, and what it was doing stops where it is."""
@@ -293,7 +297,7 @@ class SimulatedAgent:
 
     def boot(self) -> None:
         """The machine starts, on which nothing of the time before goes on."""
-        self._contacts.clear()
+        self._contacts = Contacts()
         self.start()
 
     async def open(self) -> SimulatedStream:
