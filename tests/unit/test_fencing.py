@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+from copy import deepcopy
+from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiverse.agent.protocol import Answer, Hello, Line, decode_answer, encode
+from multiverse.agent.epochs import Epochs
+from multiverse.agent.protocol import Answer, Hello, Line, Observe, decode_answer, encode
 from multiverse.agent.self_fence import ContactFile, Contacts, Lease, SelfFence
 from multiverse.agent.server import AgentIdentity, AgentServer
 from multiverse.config import FenceSettings
 from multiverse.core.errors import Unknown
-from multiverse.core.model import HypervisorView, VmRef
+from multiverse.core.model import Host, HypervisorView, Size, VmRef
 from multiverse.service.fencing import FenceCommand
 
 LIMIT = 100.0
@@ -112,9 +116,11 @@ class Hosted:
         self.killed: list[str] = []
         self.silent = False
 
-    def fence(self, contacts: Contacts | None = None) -> SelfFence:
-        lease = Lease(LIMIT, contacts or Contacts(), lambda: self.now)
-        return SelfFence(lease, lambda: ["test0"], lambda _: self, self.reached, self.kept.append)
+    def fence(self, contacts: Contacts | None = None, limit: float = LIMIT) -> SelfFence:
+        lease = Lease(limit, contacts or Contacts(), lambda: self.now)
+        return SelfFence(
+            lease, lambda: ["test0"], lambda _: self, self.reached, lambda kept: self.kept.append(deepcopy(kept))
+        )
 
     async def list_vms(self) -> Collection[str]:
         if self.silent:
@@ -214,7 +220,7 @@ async def test_a_full_disk_ends_neither_the_agent_nor_its_vms() -> None:
     fence.lease.heard("test0", 1.0)
     host.now = 50.0
     await fence.check()
-    fence.keep = host.kept.append
+    fence.keep = lambda kept: host.kept.append(deepcopy(kept))
     await fence.check()
     assert [one.controllers for one in host.kept] == [{"test0": 1.0}] and len(host.vms) == 2
 
@@ -234,12 +240,14 @@ async def test_vms_are_ended_while_the_directories_of_the_host_cannot_be_listed(
 
 
 def test_contacts_outlive_the_agent_but_not_the_boot(tmp_path: Path) -> None:
-    contacts = Contacts({"test0": 12.5}, {ONE: 13.5})
-    ContactFile(tmp_path / "contacts", "boot-1").write(contacts)
-    assert ContactFile(tmp_path / "contacts", "boot-1").read() == contacts
-    assert ContactFile(tmp_path / "contacts", "boot-2").read() == Contacts()
-    (tmp_path / "contacts.boot-1").write_text("{")
-    assert ContactFile(tmp_path / "contacts", "boot-1").read() == Contacts()
+    contacts = Contacts({"test0": 12.5}, {ONE: 13.5}, {"test0": LIMIT})
+    file = ContactFile(tmp_path / "contacts", "boot-1")
+    file.write(contacts)
+    assert file.read() == contacts
+    after = ContactFile(tmp_path / "contacts", "boot-2").read()
+    assert after == Contacts(limits={"test0": LIMIT}), "what the controller knows of the host outlives the boot"
+    (tmp_path / "contacts").write_text("{")
+    assert file.read() == Contacts()
 
 
 async def test_a_restarted_agent_ends_no_vm_that_the_scheduler_has_just_reached(tmp_path: Path) -> None:
@@ -267,8 +275,6 @@ async def test_a_restarted_agent_ends_no_vm_that_the_scheduler_has_just_reached(
 
 async def test_contact_is_as_old_as_the_answer_that_the_controller_has_got() -> None:
     """A line that was on its way for long proves nothing about the time at which it arrives."""
-    from multiverse.agent.epochs import Epochs
-
     now = 1000.0
     lease = Lease(LIMIT, Contacts(), lambda: now)
     hypervisor = Hosted()
@@ -302,12 +308,94 @@ async def test_contact_is_as_old_as_the_answer_that_the_controller_has_got() -> 
     await server.close()
 
 
-def test_a_host_tells_after_which_time_its_agent_ends_its_vms() -> None:
-    from multiverse.agent.epochs import Epochs
-    from multiverse.core.model import Host, Size
+class Pipe:
+    """A connection to an agent, line by line."""
 
-    host = Host("h1", Size(1, 512))
-    server = AgentServer(
-        AgentIdentity("1", "h1", "b", "r"), Epochs(), lambda _: None, lease=Lease(LIMIT, Contacts(), lambda: 0.0)
-    )  # type: ignore[arg-type, return-value]
-    assert server._completed("test0", HypervisorView({"h1": host})).hosts == {"h1": replace(host, self_fence=LIMIT)}
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    async def say(self, line: Line) -> Answer:
+        self._writer.write(encode(line))
+        return decode_answer(await self._reader.readline())
+
+    async def shown(self, number: int) -> float:
+        """The time of self-fencing that an observation tells."""
+        answer = await self.say(Line(id=number, call=Observe()))
+        assert answer.result is not None
+        return float(answer.result["hosts"]["h1"]["self_fence"])
+
+    async def known(self, ping: int) -> None:
+        """The controller goes on, and says that it has got all until now."""
+        await self.say(Line(ping=ping, heard=ping - 1))
+        await self.say(Line(ping=ping + 1, heard=ping))
+
+
+@asynccontextmanager
+async def connected(lease: Lease) -> AsyncIterator[Pipe]:
+    host = SimpleNamespace(observe=observe)
+    server = AgentServer(AgentIdentity("1", "h1", "b", "r"), Epochs(), lambda _: host, lease=lease)  # type: ignore[arg-type, return-value]
+    listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection(*listening.sockets[0].getsockname()[:2])
+    pipe = Pipe(reader, writer)
+    await pipe.say(Line(hello=Hello(release="1", protocol=1, oldest=1, controller="c", site="test0")))
+    await pipe.say(Line(take=1))
+    yield pipe
+    writer.close()
+    listening.close()
+    await server.close()
+
+
+async def observe() -> HypervisorView:
+    return HypervisorView({"h1": Host("h1", Size(1, 512))})
+
+
+async def test_a_controller_is_told_when_vms_are_ended_once_the_next_run_of_the_agent_knows() -> None:
+    host = Hosted()
+    fence = host.fence()
+    async with connected(fence.lease) as pipe:
+        assert await pipe.shown(1) == 0
+        await fence.check()
+        assert host.kept[-1].limits == {"test0": LIMIT} and await pipe.shown(2) == LIMIT
+
+
+async def test_a_longer_time_counts_only_once_the_controller_knows_it() -> None:
+    """It would take VMs for ended after the shorter one."""
+    host = Hosted()
+    fence = host.fence(Contacts({"test0": 0.0}, {}, {"test0": LIMIT / 2}))
+    assert fence.lease.limit("test0") == LIMIT / 2
+    async with connected(fence.lease) as pipe:
+        await pipe.known(1)
+        assert fence.lease.limit("test0") == LIMIT / 2, "it has observed nothing yet"
+        assert await pipe.shown(1) == LIMIT
+        assert fence.lease.limit("test0") == LIMIT / 2, "whether that has come is not known yet"
+        await pipe.known(3)
+        assert fence.lease.limit("test0") == LIMIT
+    await fence.check()
+    assert host.kept[-1].limits == {"test0": LIMIT}
+    host.now = LIMIT
+    await fence.check()
+    assert len(host.vms) == 2
+
+
+async def test_a_shorter_time_counts_at_once_and_is_told_once_it_is_kept() -> None:
+    host = Hosted()
+    fence = host.fence(Contacts({"test0": 0.0}, {}, {"test0": 2 * LIMIT}))
+    async with connected(fence.lease) as pipe:
+        assert fence.lease.limit("test0") == LIMIT and await pipe.shown(1) == 0
+        await fence.check()
+        assert await pipe.shown(2) == LIMIT
+    host.now = LIMIT + 1
+    await fence.check()
+    assert not host.vms
+
+
+async def test_vms_are_ended_after_self_fencing_was_turned_off_until_the_controller_knows() -> None:
+    host = Hosted()
+    fence = host.fence(Contacts({"test0": 0.0}, {}, {"test0": LIMIT}), inf)
+    assert fence.lease.shortest == LIMIT
+    async with connected(fence.lease) as pipe:
+        assert await pipe.shown(1) == 0
+        await pipe.known(1)
+    assert fence.lease.shortest == inf
+    await fence.run()
+    assert host.kept[-1].limits == {} and len(host.vms) == 2

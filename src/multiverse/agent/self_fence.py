@@ -10,9 +10,10 @@ one whose node is DOWN is lost to it, and the job there is queued again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Protocol
 
@@ -38,22 +39,54 @@ PATIENCE = 5.0
 @dataclass(frozen=True)
 class Contacts:
     """When the controller of each site was surely in contact last, and when the scheduler has reached the node of each
-    VM last, by its name. Times are seconds of one clock."""
+    VM last, by its name. Times are seconds of one clock. `limits` are the shortest times after which the controllers
+    may take the VMs of their sites for ended; seconds."""
 
     controllers: dict[str, float] = field(default_factory=dict)
     vms: dict[str, float] = field(default_factory=dict)
+    limits: dict[str, float] = field(default_factory=dict)
 
 
 class Lease:
-    """Until when each VM may go on. Times are of the clock that `now` reads."""
+    """Until when each VM may go on. Times are of the clock that `now` reads.
+
+    The settings may have changed since the controller has observed the host: it goes on with the time that it knows. So
+    a longer one counts only once the controller knows it, and the controller is told a time only once this is kept for
+    the next run of the agent.
+    """
 
     def __init__(self, seconds: float, contacts: Contacts, now: Callable[[], float]) -> None:
-        """`contacts` are changed in place."""
+        """`seconds` are those of the settings, infinity if VMs are to be ended no more. `contacts` are changed in
+        place, and are those that were kept."""
         self.seconds, self.contacts, self.now = seconds, contacts, now
+        self.kept: Mapping[str, float] = dict(contacts.limits)
+        """The limits that the next run of the agent knows."""
+
+    @property
+    def shortest(self) -> float:
+        """The shortest time after which VMs of any site are ended; infinity if none ever are."""
+        return min([self.seconds, *self.contacts.limits.values()])
+
+    def limit(self, site: str) -> float:
+        """The seconds without any contact after which VMs of the site are ended."""
+        return min(self.seconds, self.contacts.limits.get(site, inf))
+
+    def shown(self, site: str) -> float:
+        """What the controller of the site is to know: the time of the settings, or 0, by which it concludes nothing."""
+        return self.seconds if self.kept.get(site, inf) <= self.seconds < inf else 0.0
+
+    def known(self, site: str, shown: float) -> None:
+        """The controller surely knows what it was shown."""
+        if self.seconds == inf:
+            self.contacts.limits.pop(site, None)
+        elif shown == self.seconds:
+            self.contacts.limits[site] = shown
 
     def heard(self, site: str, at: float) -> None:
         """The controller of the site was in contact at that time."""
         _advance(self.contacts.controllers, site, at)
+        if (limit := self.limit(site)) < inf:
+            self.contacts.limits[site] = limit
 
     def reached(self, vms: Iterable[str], at: float) -> None:
         """The scheduler has reached the nodes of these VMs in an observation that began then."""
@@ -62,15 +95,15 @@ class Lease:
 
     def asks_scheduler(self, site: str, now: float) -> bool:
         """Whether the controller has been away for so long that the scheduler is to be asked."""
-        return now - self.contacts.controllers.get(site, now) > self.seconds * QUIET_CHECKS / CHECKS
+        return now - self.contacts.controllers.get(site, now) > self.limit(site) * QUIET_CHECKS / CHECKS
 
     def expired(self, site: str, vms: Collection[str], now: float) -> list[str]:
         """Those of the site's VMs that are to be ended."""
         reached = self.contacts.vms
         for name in [name for name in reached if name not in vms and site_of(name) == site]:
             del reached[name]
-        contact = self.contacts.controllers.get(site, now)
-        return [name for name in sorted(vms) if now - max(contact, reached.get(name, contact)) > self.seconds]
+        contact, limit = self.contacts.controllers.get(site, now), self.limit(site)
+        return [name for name in sorted(vms) if now - max(contact, reached.get(name, contact)) > limit]
 
 
 def _advance(contacts: dict[str, float], name: str, at: float) -> None:
@@ -107,10 +140,11 @@ class SelfFence:
     _removing: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # what is left of VMs that were killed
 
     async def run(self) -> None:
-        """Look at intervals until cancelled."""
-        while True:
+        """Look at intervals until cancelled, or until no VM is to be ended any more."""
+        while self.lease.shortest < inf:
             await self.check()
-            await asyncio.sleep(self.lease.seconds / CHECKS)
+            await asyncio.sleep(self.lease.shortest / CHECKS)
+        self._keep_contacts()
 
     async def check(self) -> None:
         """Look once. What fails is tried again at the next look; a VM is ended only by what is known."""
@@ -139,6 +173,7 @@ class SelfFence:
         try:
             self.keep(self.lease.contacts)
             self._kept = deepcopy(self.lease.contacts)
+            self.lease.kept = self._kept.limits
         except OSError as error:  # the next run of the agent would take its VMs for longer out of contact than they are
             log.warning("the last contacts cannot be kept", reason=str(error))
 
@@ -191,23 +226,31 @@ class SelfFence:
             del self._removing[name]
 
 
-_CONTACTS = TypeAdapter(Contacts)
+@dataclass(frozen=True)
+class _Kept:
+    boot_id: str
+    contacts: Contacts
 
 
 class ContactFile:
-    """The contacts, for the next run of the agent in the same boot: a restart does not make VMs go on for longer."""
+    """The contacts, for the next run of the agent: a restart does not make VMs go on for longer. Times are of one boot
+    of the host; what controllers know of it outlives the boot."""
 
     def __init__(self, path: Path, boot_id: str) -> None:
-        self._path = path.with_name(f"{path.name}.{boot_id}")
+        self._path, self._boot_id = path, boot_id
 
     def read(self) -> Contacts:
         try:
-            return _CONTACTS.validate_json(self._path.read_bytes())
+            kept = _KEPT.validate_json(self._path.read_bytes())
         except FileNotFoundError:
             return Contacts()
         except (OSError, ValidationError) as error:
             log.warning("the last contacts cannot be read", path=str(self._path), reason=str(error))
             return Contacts()
+        return kept.contacts if kept.boot_id == self._boot_id else Contacts(limits=kept.contacts.limits)
 
     def write(self, contacts: Contacts) -> None:
-        files.replace(self._path, _CONTACTS.dump_json(contacts))
+        files.replace(self._path, _KEPT.dump_json(_Kept(self._boot_id, contacts)))
+
+
+_KEPT = TypeAdapter(_Kept)

@@ -92,7 +92,9 @@ class _Connection:
     hypervisor: LocalHypervisor
     calls: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     newest: int = 0  # the highest id of a call
-    pongs: dict[int, float] = field(default_factory=dict)  # when pings were answered, until the controller has heard
+    shown: float | None = None  # the time of self-fencing in the last observation
+    # When pings were answered, and what had been shown before, until the controller has heard the answers.
+    pongs: dict[int, tuple[float, float | None]] = field(default_factory=dict)
     results: dict[str, bytes] = field(default_factory=dict)  # the last result sent of each kind that is repeated
 
     def send(self, line: bytes) -> None:
@@ -227,8 +229,10 @@ class AgentServer:
         if self._lease is None:
             return
         now = self._lease.now()
-        connection.pongs[ping] = now
-        at = now if heard is None else connection.pongs.get(heard)
+        connection.pongs[ping] = now, connection.shown
+        at, shown = (now, None) if heard is None else connection.pongs.get(heard, (None, None))
+        if shown is not None:
+            self._lease.known(connection.site, shown)
         if at is not None:
             self._lease.heard(connection.site, at)
             connection.pongs = {number: sent for number, sent in connection.pongs.items() if number > (heard or ping)}
@@ -276,7 +280,7 @@ class AgentServer:
         hypervisor = connection.hypervisor
         match call:
             case Observe():
-                return HypervisorAnswer.of(self._completed(connection.site, await hypervisor.observe()))
+                return HypervisorAnswer.of(self._completed(connection, await hypervisor.observe()))
             case Create():
                 return await self._create(connection, call.vm)
             case Start():
@@ -306,17 +310,18 @@ class AgentServer:
             if self._creating.get(key) is vm:
                 del self._creating[key]
 
-    def _completed(self, site: str, view: HypervisorView) -> HypervisorView:
+    def _completed(self, connection: _Connection, view: HypervisorView) -> HypervisorView:
         """The view, with whether VMs are ended here by the agent itself, and with the VMs whose creation runs and has
         left nothing to see yet. The call may have come over a connection that was lost since: its controller must not
         take the VM for absent."""
         vms = dict(view.vms)
         for (of, name), vm in self._creating.items():
-            if of == site and name not in vms:
+            if of == connection.site and name not in vms:
                 vms[name] = VmSeen(name, vm.host, VmCondition.MAKING, token=vm.token)
         hosts = view.hosts
         if self._lease is not None:
-            hosts = {name: replace(host, self_fence=self._lease.seconds) for name, host in hosts.items()}
+            connection.shown = shown = self._lease.shown(connection.site)
+            hosts = {name: replace(host, self_fence=shown) for name, host in hosts.items()}
         return replace(view, hosts=hosts, vms=MappingProxyType(vms))
 
 
