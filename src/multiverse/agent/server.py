@@ -82,14 +82,16 @@ class AgentIdentity:
     oldest: int = OLDEST
 
 
-@dataclass
+@dataclass(eq=False)
 class _Connection:
-    """One connection, from its handshake on."""
+    """One connection, from its handshake on, to a controller on a machine, since a time of the event loop."""
 
     writer: asyncio.StreamWriter
     site: str
     epoch: Epoch
     hypervisor: LocalHypervisor
+    machine: str
+    since: float
     calls: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     newest: int = 0  # the highest id of a call
     shown: float | None = None  # the time of self-fencing in the last observation
@@ -120,6 +122,7 @@ class AgentServer:
         self._creating: dict[tuple[str, str], VmSpec] = {}  # by site and name
         self._tasks: set[asyncio.Task[None]] = set()
         self._serving: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
+        self._connections: set[_Connection] = set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one connection until its end. Calls that run then go on: what they do is observed."""
@@ -129,7 +132,11 @@ class AgentServer:
         try:
             connection = await self._handshake(reader, writer)
             if connection is not None:
-                await self._answer(reader, connection)
+                self._connections.add(connection)
+                try:
+                    await self._answer(reader, connection)
+                finally:
+                    self._connections.discard(connection)
         except (Refused, OSError, TimeoutError, EOFError) as error:
             log.warning("connection ended", reason=str(error) or type(error).__name__)
         finally:
@@ -159,16 +166,7 @@ class AgentServer:
             raise Refused("the first line is no greeting", hint="is the other side a controller of Multiverse?")
         try:
             self._check_protocol(hello)
-            highest = self._epochs.highest(hello.site)
-            welcome = Welcome(
-                release=self._who.release,
-                protocol=self._who.protocol,
-                host=self._who.host,
-                boot_id=self._who.boot_id,
-                agent=self._who.run,
-                epoch=highest.number,
-                holder=highest.holder,
-            )
+            welcome = self._welcome(hello.site)
             greeted = self._lease.now() if self._lease else 0.0
             writer.write(encode(Answer(welcome=welcome)))
             # The controller may wait for other agents before it takes its epoch; meanwhile it sends pings.
@@ -187,7 +185,23 @@ class AgentServer:
             return None
         writer.write(encode(Answer(taken=epoch.number)))
         log.info("controller connected", site=hello.site, release=hello.release, epoch=epoch.number)
-        return _Connection(writer, hello.site, epoch, hypervisor)
+        since = asyncio.get_running_loop().time()
+        return _Connection(writer, hello.site, epoch, hypervisor, hello.machine, since)
+
+    def _welcome(self, site: str) -> Welcome:
+        highest, now = self._epochs.highest(site), asyncio.get_running_loop().time()
+        holders = [one for one in self._connections if (one.site, one.epoch) == (site, highest)]
+        return Welcome(
+            release=self._who.release,
+            protocol=self._who.protocol,
+            host=self._who.host,
+            boot_id=self._who.boot_id,
+            agent=self._who.run,
+            epoch=highest.number,
+            holder=highest.holder,
+            commanding=max((now - one.since for one in holders), default=None),
+            machine=holders[0].machine if holders else "",
+        )
 
     def _check_protocol(self, hello: Hello) -> None:
         if hello.protocol < self._who.oldest or hello.oldest > self._who.protocol:
