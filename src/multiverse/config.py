@@ -200,6 +200,7 @@ class AgentSettings:
     state_dir: Path = Path("/var/lib/multiverse/agent")
     # Seconds without any contact to the controller and to slurmctld after which the agent ends its VMs, so that their
     # jobs may run elsewhere. 0: never. Slurm's commands must work on the host. An outage of both then ends jobs.
+    # A longer time counts once the controller has observed it.
     self_fence: float = 0.0
     # The command that connects its input and output with the agent of a host other than the controller's own; {host} is
     # replaced by the host's name. Users, ports, keys and jump hosts are what root's ssh_config says.

@@ -32,7 +32,7 @@ class TestedController:
 
     def __init__(self, agents: Sequence[SimulatedAgent], run: str, kept: int = 0, wait: float = 5.0) -> None:
         self.kept = kept
-        who = ControllerIdentity("1.0", run, "test0")
+        who = ControllerIdentity("1.0", run, "test0", f"machine-{run}")
         epoch = ControllerEpoch(kept, self._keep, [agent.local.name for agent in agents], wait)
         by_name = {agent.local.name: agent for agent in agents}
         self.hypervisor = AgentHypervisor(
@@ -46,6 +46,11 @@ class TestedController:
 
     def start(self) -> None:
         self._running = asyncio.create_task(self.hypervisor.run())
+
+    async def ended(self) -> None:
+        """Wait until it ends by itself. Raises why."""
+        assert self._running is not None
+        await asyncio.wait_for(asyncio.shield(self._running), 60.0)
 
     async def stop(self) -> None:
         if self._running is not None:

@@ -15,9 +15,9 @@ from multiverse.agent import protocol
 from multiverse.agent.dial import permitted
 from multiverse.agent.epochs import Epoch, EpochFile, Epochs
 from multiverse.agent.protocol import Answer, Create, Line, decode_answer, decode_line, encode
-from multiverse.agent.self_fence import Lease
+from multiverse.agent.self_fence import Contacts, Lease
 from multiverse.agent.server import AgentIdentity, AgentServer
-from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Stale, Unknown
+from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Stale, Superseded, Unknown
 from multiverse.core.model import (
     CloneKind,
     GuestFile,
@@ -293,8 +293,48 @@ async def test_an_older_controller_is_refused_from_the_moment_that_a_newer_one_h
             await asyncio.sleep(1.0)
             await new.connected()
             assert await observed(new) == {spec().name: VmCondition.PARKED}
-            await asyncio.sleep(120.0)
-            assert "another controller" in old.connections[1].reason, "an agent that starts again has not forgotten"
+
+
+@virtual
+async def test_a_controller_ends_once_a_later_one_commands_a_host(agents: list[SimulatedAgent]) -> None:
+    """slurmctld and the fence command obey it still, whatever the agents do."""
+    async with controller(agents, "first") as old:
+        await old.connected()
+        agents[0].link.cut()
+        async with controller(agents, "second") as new:
+            await new.connected("h1")
+            with pytest.raises(Superseded, match=r"runs on machine-second: it has commanded h1 for \d+ s"):
+                await old.ended()
+            await asyncio.sleep(200.0)
+            await new.connected("h1")
+            assert await observed(new) == {}, "the later one goes on"
+
+
+@virtual
+async def test_an_agent_that_starts_again_has_not_forgotten_whom_it_obeys(agents: list[SimulatedAgent]) -> None:
+    async with controller(agents, "first") as old:
+        await old.connected()
+        async with controller(agents, "second") as new:
+            await new.connected()
+        assert "another controller" in await unknown(old.hypervisor.create(spec()))
+        await agents[1].stop()
+        agents[1].start()
+        await asyncio.sleep(120.0)
+        assert "another controller" in old.connections[1].reason, "a later one that is gone ends no other"
+
+
+@virtual
+async def test_of_two_controllers_with_the_same_epoch_one_ends(agents: list[SimulatedAgent]) -> None:
+    """As of two that start at the same time with copies of a database, and reach different hosts first."""
+    async with controller(agents, "a", wait=0.1) as one, controller(agents[1:], "b") as two:
+        one.hypervisor.keep(["h0"])
+        await one.connected("h0")
+        await two.connected("h1")
+        assert one.kept == two.kept == 1
+        one.hypervisor.keep(["h0", "h1"])
+        with pytest.raises(Superseded):
+            await one.ended()
+        await two.connected("h1")
 
 
 @virtual
@@ -412,19 +452,19 @@ async def test_an_answer_that_comes_twice_is_the_answer_to_one_call(agents: list
 @virtual
 async def test_a_ping_of_an_older_controller_is_refused_and_is_no_contact(agents: list[SimulatedAgent]) -> None:
     """Otherwise the agent would not end VMs that the newer one takes for ended."""
-    lease = Lease(100.0, {}, asyncio.get_running_loop().time)
+    lease = Lease(100.0, Contacts(), asyncio.get_running_loop().time)
     server = AgentServer(AgentIdentity("1.0", "h1", "boot", "run"), Epochs(), lambda _: agents[1].local, lease=lease)
     agents[1].running = server
     old, new = await _raw(agents[1]), await _raw(agents[1])
     await _greeted(*old)
     await asyncio.sleep(10.0)
     await _greeted(*new, epoch=2)
-    contacts = dict(lease.contacts)
+    contacts = dict(lease.contacts.controllers)
     await asyncio.sleep(10.0)
     old[1].write(encode(Line(ping=1)))
     refused = decode_answer(await old[0].readuntil()).refused
     assert refused is not None and "another controller" in refused.message
-    assert await old[0].read() == b"" and lease.contacts == contacts
+    assert await old[0].read() == b"" and lease.contacts.controllers == contacts
 
 
 @virtual

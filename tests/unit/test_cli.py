@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
 
-from multiverse.cli.main import main
+from multiverse.cli.main import SUPERSEDED, main
+from multiverse.core.errors import Superseded
 
 
 def run_wrongly(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str]:
@@ -35,6 +37,19 @@ def test_wrong_usage_is_reported_with_the_command_that_shows_help(
     status, text = run_wrongly(capsys, monkeypatch, *words)
     assert status == 2 and what in text
     assert f"Usage: {command} " in text and f"Try '{command} -h' for help." in text
+
+
+def test_a_daemon_that_another_one_supersedes_ends_with_a_status_after_which_it_is_not_started_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def superseded(**_: object) -> None:
+        raise Superseded("another controller runs on n2", hint="keep this one ended")
+
+    monkeypatch.setattr("multiverse.cli.main.app", superseded)
+    status, text = run_wrongly(capsys, monkeypatch, "daemon")
+    assert status == SUPERSEDED and text == "multiverse: another controller runs on n2 next: keep this one ended"
+    unit = (files("multiverse") / "site/templates/multiverse.service").read_text()
+    assert f"RestartPreventExitStatus={SUPERSEDED}\n" in unit
 
 
 def test_without_a_command_all_commands_are_listed(

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+from copy import deepcopy
+from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiverse.agent.protocol import Answer, Hello, Line, decode_answer, encode
-from multiverse.agent.self_fence import ContactFile, Lease, SelfFence
+from multiverse.agent.epochs import Epochs
+from multiverse.agent.protocol import Answer, Hello, Line, Observe, decode_answer, encode
+from multiverse.agent.self_fence import ContactFile, Contacts, Lease, SelfFence
 from multiverse.agent.server import AgentIdentity, AgentServer
 from multiverse.config import FenceSettings
 from multiverse.core.errors import Unknown
-from multiverse.core.model import HypervisorView, VmCondition, VmRef, VmSeen
+from multiverse.core.model import Host, HypervisorView, Size, VmRef
 from multiverse.service.fencing import FenceCommand
 
 LIMIT = 100.0
@@ -75,7 +79,7 @@ async def test_a_fence_command_that_is_not_there_is_named(tmp_path: Path) -> Non
 
 
 def test_a_vm_goes_on_while_the_controller_or_the_scheduler_is_in_contact() -> None:
-    lease = Lease(LIMIT, {"test0": 0.0}, lambda: 0.0)
+    lease = Lease(LIMIT, Contacts({"test0": 0.0}), lambda: 0.0)
     assert lease.expired("test0", [ONE, TWO], LIMIT) == []
     assert lease.expired("test0", [ONE, TWO], LIMIT + 1) == [ONE, TWO]
     lease.reached([TWO], 50.0)
@@ -83,7 +87,7 @@ def test_a_vm_goes_on_while_the_controller_or_the_scheduler_is_in_contact() -> N
     lease.heard("test0", 60.0)
     assert lease.expired("test0", [ONE, TWO], LIMIT + 60) == []
     lease.heard("test0", 10.0)
-    assert lease.contacts == {"test0": 60.0}, "what arrives late takes nothing back"
+    assert lease.contacts.controllers == {"test0": 60.0}, "what arrives late takes nothing back"
     assert not lease.asks_scheduler("test0", 80.0) and lease.asks_scheduler("test0", 81.0)
 
 
@@ -91,7 +95,7 @@ def test_a_vm_goes_on_while_the_controller_or_the_scheduler_is_in_contact() -> N
 def test_a_vm_ends_if_and_only_if_nothing_was_in_contact_for_its_whole_time(
     contacts: list[tuple[str, float]], now: float
 ) -> None:
-    lease = Lease(LIMIT, {"test0": 0.0}, lambda: 0.0)
+    lease = Lease(LIMIT, Contacts({"test0": 0.0}), lambda: 0.0)
     for who, at in contacts:
         lease.heard("test0", at) if who == "c" else lease.reached([ONE], at)
     last = max([0.0, *(at for _, at in contacts)])
@@ -102,24 +106,37 @@ class Hosted:
     """A hypervisor with two VMs, and a scheduler that reaches some of them, or does not answer."""
 
     def __init__(self) -> None:
-        self.vms = {name: VmSeen(name, "h1", VmCondition.RUNNING) for name in (ONE, TWO)}
+        self.vms = {ONE, TWO}
         self.reaches: Collection[str] | None = None
         self.now = 0.0
-        self.kept: list[dict[str, float]] = []
+        self.kept: list[Contacts] = []
         self.asked = 0
         self.fails: Collection[str] = ()
+        self.hangs: Collection[str] = ()
+        self.killed: list[str] = []
+        self.silent = False
 
-    def fence(self) -> SelfFence:
-        lease = Lease(LIMIT, {}, lambda: self.now)
-        return SelfFence(lease, lambda: ["test0"], lambda _: self, self.reached, self.kept.append)
+    def fence(self, contacts: Contacts | None = None, limit: float = LIMIT) -> SelfFence:
+        lease = Lease(limit, contacts or Contacts(), lambda: self.now)
+        return SelfFence(
+            lease, lambda: ["test0"], lambda _: self, self.reached, lambda kept: self.kept.append(deepcopy(kept))
+        )
 
-    async def observe(self) -> HypervisorView:
-        return HypervisorView({}, dict(self.vms))
+    async def list_vms(self) -> Collection[str]:
+        if self.silent:
+            await asyncio.Event().wait()
+        return list(self.vms)
+
+    async def kill(self, vms: Collection[str]) -> None:
+        self.killed += vms
 
     async def destroy(self, vm: VmRef, grace: float) -> None:
+        assert vm.name in self.killed, "it goes on until then"
+        if vm.name in self.hangs:
+            await asyncio.Event().wait()
         if vm.name in self.fails:
             raise Unknown("it is stuck")
-        del self.vms[vm.name]
+        self.vms.discard(vm.name)
 
     async def reached(self, site: str) -> Collection[str]:
         self.asked += 1
@@ -138,10 +155,10 @@ async def test_vms_are_ended_after_the_time_without_controller_and_scheduler() -
     host.now += 1
     host.fails = {ONE}
     await fence.check()
-    assert host.vms.keys() == {ONE}, "one that is stuck keeps no other"
+    assert host.vms == {ONE}, "one that is stuck keeps no other"
     host.fails = ()
     await fence.check()
-    assert host.vms == {}
+    assert not host.vms
 
 
 async def test_the_absence_of_the_controller_alone_ends_no_vm_however_long() -> None:
@@ -154,7 +171,33 @@ async def test_the_absence_of_the_controller_alone_ends_no_vm_however_long() -> 
     host.reaches = [ONE]
     for host.now in range(100_000, 100_200, 10):
         await fence.check()
-    assert host.vms.keys() == {ONE}, "a VM whose node the scheduler has lost is lost to the site"
+    assert host.vms == {ONE}, "a VM whose node the scheduler has lost is lost to the site"
+
+
+async def test_a_vm_that_hangs_as_it_is_removed_keeps_no_other_and_no_look() -> None:
+    host = Hosted()
+    host.reaches, host.hangs = [TWO], {ONE}
+    fence = host.fence()
+    fence.patience = 0.01
+    await fence.check()
+    host.now = LIMIT + 1
+    await fence.check()
+    assert host.vms == {ONE, TWO} and host.killed == [ONE]
+    host.reaches, host.now = None, 2 * LIMIT + 2
+    await fence.check()
+    assert host.vms == {ONE} and host.killed == [ONE, ONE, TWO], "it is killed again, and removed once"
+
+
+async def test_vms_are_ended_while_the_host_does_not_list_them() -> None:
+    host = Hosted()
+    fence = host.fence()
+    fence.patience = 0.01
+    await fence.check()
+    host.now = LIMIT / 2
+    await fence.check()
+    host.silent, host.now = True, LIMIT + 1
+    await fence.check()
+    assert not host.vms
 
 
 async def test_the_scheduler_is_not_asked_while_the_controller_is_in_contact() -> None:
@@ -163,31 +206,68 @@ async def test_the_scheduler_is_not_asked_while_the_controller_is_in_contact() -
     for host.now in range(0, 1000, 10):
         fence.lease.heard("test0", host.now - 5)
         await fence.check()
-    assert host.asked == 0 and len(host.vms) == 2 and host.kept[-1] == {"test0": 985.0}
+    assert host.asked == 0 and len(host.vms) == 2 and host.kept[-1].controllers == {"test0": 985.0}
 
 
 async def test_a_full_disk_ends_neither_the_agent_nor_its_vms() -> None:
     host = Hosted()
     fence = host.fence()
 
-    def full(contacts: dict[str, float]) -> None:
+    def full(contacts: Contacts) -> None:
         raise OSError(errno.ENOSPC, "no space left on device")
 
     fence.keep = full
     fence.lease.heard("test0", 1.0)
     host.now = 50.0
     await fence.check()
-    fence.keep = host.kept.append
+    fence.keep = lambda kept: host.kept.append(deepcopy(kept))
     await fence.check()
-    assert host.kept == [{"test0": 1.0}] and len(host.vms) == 2
+    assert [one.controllers for one in host.kept] == [{"test0": 1.0}] and len(host.vms) == 2
+
+
+async def test_vms_are_ended_while_the_directories_of_the_host_cannot_be_listed() -> None:
+    host = Hosted()
+    fence = host.fence()
+    await fence.check()
+
+    def failing() -> list[str]:
+        raise OSError(errno.EIO, "input/output error")
+
+    fence.sites = failing
+    host.now = LIMIT + 1
+    await fence.check()
+    assert not host.vms
 
 
 def test_contacts_outlive_the_agent_but_not_the_boot(tmp_path: Path) -> None:
-    ContactFile(tmp_path / "contacts", "boot-1").write({"test0": 12.5})
-    assert ContactFile(tmp_path / "contacts", "boot-1").read() == {"test0": 12.5}
-    assert ContactFile(tmp_path / "contacts", "boot-2").read() == {}
-    (tmp_path / "contacts.boot-1").write_text("{")
-    assert ContactFile(tmp_path / "contacts", "boot-1").read() == {}
+    contacts = Contacts({"test0": 12.5}, {ONE: 13.5}, {"test0": LIMIT})
+    file = ContactFile(tmp_path / "contacts", "boot-1")
+    file.write(contacts)
+    assert file.read() == contacts
+    after = ContactFile(tmp_path / "contacts", "boot-2").read()
+    assert after == Contacts(limits={"test0": LIMIT}), "what the controller knows of the host outlives the boot"
+    (tmp_path / "contacts").write_text("{")
+    assert file.read() == Contacts()
+
+
+async def test_a_restarted_agent_ends_no_vm_that_the_scheduler_has_just_reached(tmp_path: Path) -> None:
+    host, file = Hosted(), ContactFile(tmp_path / "contacts", "boot")
+    fence = host.fence()
+    fence.keep = file.write
+    host.reaches = [ONE, TWO]
+    for host.now in range(0, 1000, 10):
+        await fence.check()
+    host.reaches = None  # slurmctld is away as the agent starts again
+    host.now = 1010
+    again = host.fence(file.read())
+    again.keep = file.write
+    await again.check()
+    assert host.vms == {ONE, TWO}
+    host.now = 990 + LIMIT + 1
+    await again.check()
+    assert not host.vms
+    await again.check()
+    assert file.read().vms == {}, "what was kept of VMs goes with them"
 
 
 # --- what counts as contact ------------------------------------------------------------------------
@@ -195,10 +275,8 @@ def test_contacts_outlive_the_agent_but_not_the_boot(tmp_path: Path) -> None:
 
 async def test_contact_is_as_old_as_the_answer_that_the_controller_has_got() -> None:
     """A line that was on its way for long proves nothing about the time at which it arrives."""
-    from multiverse.agent.epochs import Epochs
-
     now = 1000.0
-    lease = Lease(LIMIT, {}, lambda: now)
+    lease = Lease(LIMIT, Contacts(), lambda: now)
     hypervisor = Hosted()
     server = AgentServer(AgentIdentity("1", "h1", "b", "r"), Epochs(), lambda _: hypervisor, lease=lease)  # type: ignore[arg-type, return-value]
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
@@ -211,29 +289,113 @@ async def test_contact_is_as_old_as_the_answer_that_the_controller_has_got() -> 
     await say(Line(hello=Hello(release="1", protocol=1, oldest=1, controller="c", site="test0")))
     now = 1003.0
     await say(Line(take=1))
-    assert lease.contacts == {"test0": 1000.0}, "the greeting has come, when a VM may be made for the controller"
+    assert lease.contacts.controllers == {"test0": 1000.0}, (
+        "the greeting has come, when a VM may be made for the controller"
+    )
     now = 1005.0
     await say(Line(ping=1, heard=0))
-    assert lease.contacts == {"test0": 1000.0}, "whether the answer arrives is not known yet"
+    assert lease.contacts.controllers == {"test0": 1000.0}, "whether the answer arrives is not known yet"
     now = 1010.0
     await say(Line(ping=2, heard=1))
-    assert lease.contacts == {"test0": 1005.0}
+    assert lease.contacts.controllers == {"test0": 1005.0}
     now = 1500.0
     await say(Line(ping=3, heard=1))
-    assert lease.contacts == {"test0": 1005.0}, "it was sent long ago"
+    assert lease.contacts.controllers == {"test0": 1005.0}, "it was sent long ago"
     await say(Line(ping=4))
-    assert lease.contacts == {"test0": 1500.0}, "a controller of the release before says no more"
+    assert lease.contacts.controllers == {"test0": 1500.0}, "a controller of the release before says no more"
     writer.close()
     listening.close()
     await server.close()
 
 
-def test_a_host_tells_after_which_time_its_agent_ends_its_vms() -> None:
-    from multiverse.agent.epochs import Epochs
-    from multiverse.core.model import Host, Size
+class Pipe:
+    """A connection to an agent, line by line."""
 
-    host = Host("h1", Size(1, 512))
-    server = AgentServer(
-        AgentIdentity("1", "h1", "b", "r"), Epochs(), lambda _: None, lease=Lease(LIMIT, {}, lambda: 0.0)
-    )  # type: ignore[arg-type, return-value]
-    assert server._completed("test0", HypervisorView({"h1": host})).hosts == {"h1": replace(host, self_fence=LIMIT)}
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    async def say(self, line: Line) -> Answer:
+        self._writer.write(encode(line))
+        return decode_answer(await self._reader.readline())
+
+    async def shown(self, number: int) -> float:
+        """The time of self-fencing that an observation tells."""
+        answer = await self.say(Line(id=number, call=Observe()))
+        assert answer.result is not None
+        return float(answer.result["hosts"]["h1"]["self_fence"])
+
+    async def known(self, ping: int) -> None:
+        """The controller goes on, and says that it has got all until now."""
+        await self.say(Line(ping=ping, heard=ping - 1))
+        await self.say(Line(ping=ping + 1, heard=ping))
+
+
+@asynccontextmanager
+async def connected(lease: Lease) -> AsyncIterator[Pipe]:
+    host = SimpleNamespace(observe=observe)
+    server = AgentServer(AgentIdentity("1", "h1", "b", "r"), Epochs(), lambda _: host, lease=lease)  # type: ignore[arg-type, return-value]
+    listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection(*listening.sockets[0].getsockname()[:2])
+    pipe = Pipe(reader, writer)
+    await pipe.say(Line(hello=Hello(release="1", protocol=1, oldest=1, controller="c", site="test0")))
+    await pipe.say(Line(take=1))
+    yield pipe
+    writer.close()
+    listening.close()
+    await server.close()
+
+
+async def observe() -> HypervisorView:
+    return HypervisorView({"h1": Host("h1", Size(1, 512))})
+
+
+async def test_a_controller_is_told_when_vms_are_ended_once_the_next_run_of_the_agent_knows() -> None:
+    host = Hosted()
+    fence = host.fence()
+    async with connected(fence.lease) as pipe:
+        assert await pipe.shown(1) == 0
+        await fence.check()
+        assert host.kept[-1].limits == {"test0": LIMIT} and await pipe.shown(2) == LIMIT
+
+
+async def test_a_longer_time_counts_only_once_the_controller_knows_it() -> None:
+    """It would take VMs for ended after the shorter one."""
+    host = Hosted()
+    fence = host.fence(Contacts({"test0": 0.0}, {}, {"test0": LIMIT / 2}))
+    assert fence.lease.limit("test0") == LIMIT / 2
+    async with connected(fence.lease) as pipe:
+        await pipe.known(1)
+        assert fence.lease.limit("test0") == LIMIT / 2, "it has observed nothing yet"
+        assert await pipe.shown(1) == LIMIT
+        assert fence.lease.limit("test0") == LIMIT / 2, "whether that has come is not known yet"
+        await pipe.known(3)
+        assert fence.lease.limit("test0") == LIMIT
+    await fence.check()
+    assert host.kept[-1].limits == {"test0": LIMIT}
+    host.now = LIMIT
+    await fence.check()
+    assert len(host.vms) == 2
+
+
+async def test_a_shorter_time_counts_at_once_and_is_told_once_it_is_kept() -> None:
+    host = Hosted()
+    fence = host.fence(Contacts({"test0": 0.0}, {}, {"test0": 2 * LIMIT}))
+    async with connected(fence.lease) as pipe:
+        assert fence.lease.limit("test0") == LIMIT and await pipe.shown(1) == 0
+        await fence.check()
+        assert await pipe.shown(2) == LIMIT
+    host.now = LIMIT + 1
+    await fence.check()
+    assert not host.vms
+
+
+async def test_vms_are_ended_after_self_fencing_was_turned_off_until_the_controller_knows() -> None:
+    host = Hosted()
+    fence = host.fence(Contacts({"test0": 0.0}, {}, {"test0": LIMIT}), inf)
+    assert fence.lease.shortest == LIMIT
+    async with connected(fence.lease) as pipe:
+        assert await pipe.shown(1) == 0
+        await pipe.known(1)
+    assert fence.lease.shortest == inf
+    await fence.run()
+    assert host.kept[-1].limits == {} and len(host.vms) == 2

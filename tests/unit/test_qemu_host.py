@@ -56,6 +56,36 @@ def test_a_process_is_killed_and_killing_it_again_is_success(tmp_path: Path) -> 
     assert process.kill(one)
 
 
+async def test_a_qemu_is_killed_at_once_though_its_lock_is_held_and_all_threads_wait(tmp_path: Path) -> None:
+    """As self-fencing needs it: a start or an observation that hangs keeps no VM alive."""
+    binary = tmp_path / "qemu"
+    binary.write_text("#!/bin/sh\necho QEMU emulator version 8.2.0\n")
+    binary.chmod(0o755)
+    settings = QemuSettings(str(binary), "tcg", templates=tmp_path / "t", vms=tmp_path / "vms", run=tmp_path / "run")
+    hypervisor = QemuHypervisor(Settings(state_dir=tmp_path, host=HostSettings("h", 1, 256), qemu=settings), "a")
+    (home := tmp_path / "vms" / "mva-1").mkdir(parents=True)
+    qemu, end = sleeper(tmp_path), threading.Event()
+    manifest.write(home, Manifest("mva-1", CloneKind.FULL, VmPhase.STARTED, "", 1, 256, qemu.pid, qemu.started,
+                                  qemu.boot_id))  # fmt: skip
+
+    def ended() -> None:
+        while qemu.is_alive():
+            time.sleep(0.01)
+
+    waiting = [asyncio.create_task(hypervisor._in_thread(end.wait)) for _ in range(100)]
+    try:
+        with manifest.locked(home, create=False):
+            await asyncio.sleep(0)
+            assert await asyncio.wait_for(hypervisor.list_vms(), 5) == ["mva-1"]
+            await asyncio.wait_for(hypervisor.kill(["mva-1", "mva-2"]), 5)
+            await asyncio.wait_for(asyncio.to_thread(ended), 5)
+    finally:
+        end.set()
+        await asyncio.gather(*waiting)
+        hypervisor.close()
+        process.kill(qemu)
+
+
 def test_when_memory_runs_out_a_vm_ends_before_this_process(tmp_path: Path) -> None:
     one = sleeper(tmp_path)
     try:

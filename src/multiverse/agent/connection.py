@@ -30,7 +30,7 @@ from multiverse.agent.protocol import (
     encode,
 )
 from multiverse.agent.transport import Stream, Transport
-from multiverse.core.errors import MultiverseError, Refused, Unknown
+from multiverse.core.errors import MultiverseError, Refused, Superseded, Unknown
 
 AGAIN, AGAIN_LIMIT = 0.5, 30.0
 """Pause before the next attempt to connect, doubled each time up to the limit, of which a random half is left out."""
@@ -40,11 +40,12 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class ControllerIdentity:
-    """Who asks: the controller's release, a random name of this run of it, and its site."""
+    """Who asks: the controller's release, a random name of this run of it, its site, and the machine that it is on."""
 
     release: str
     run: str
     site: str
+    machine: str = ""
 
 
 class AgentConnection:
@@ -70,7 +71,8 @@ class AgentConnection:
         self._last: dict[type[Result], Result] = {}  # the last result of each kind on this connection
 
     async def run(self) -> None:
-        """Keep the connection up until cancelled."""
+        """Keep the connection up until cancelled. Raises `Superseded` if the agent obeys another controller, which is
+        connected to it now."""
         try:
             await self._keep_up()
         finally:
@@ -85,6 +87,8 @@ class AgentConnection:
             try:
                 await self._connect()
                 failures, logged = 0, ""  # it was up
+            except Superseded:
+                raise
             except MultiverseError as error:
                 if str(error) != logged:
                     log.warning("no connection to agent", host=self.host, reason=str(error))
@@ -184,7 +188,14 @@ class AgentConnection:
 
     async def _handshake(self, stream: Stream) -> Welcome:
         who = self._who
-        hello = Hello(release=who.release, protocol=PROTOCOL, oldest=OLDEST, controller=who.run, site=who.site)
+        hello = Hello(
+            release=who.release,
+            protocol=PROTOCOL,
+            oldest=OLDEST,
+            controller=who.run,
+            site=who.site,
+            machine=who.machine,
+        )
         stream.writer.write(encode(Line(hello=hello)))
         welcome = (await self._expect(stream, lambda answer: answer.welcome is not None)).welcome
         assert welcome is not None
@@ -200,9 +211,24 @@ class AgentConnection:
                 hint="see host.name in the settings there, and how the name is resolved here",
             )
         self._epoch.answered(self.host, welcome.epoch)
-        stream.writer.write(encode(Line(take=await self._epoch.number())))
+        number = await self._epoch.number()
+        self._check_superseded(welcome, number)
+        stream.writer.write(encode(Line(take=number)))
         await self._expect(stream, lambda answer: answer.taken is not None)
         return welcome
+
+    def _check_superseded(self, welcome: Welcome, number: int) -> None:
+        """Raises `Superseded` if a later controller commands the host now. An epoch alone proves less: it may be of a
+        database that was replaced."""
+        who = self._who
+        if welcome.commanding is None or (welcome.epoch, welcome.holder) <= (number, who.run):
+            return
+        where = f"on {welcome.machine}" if welcome.machine else "elsewhere"
+        raise Superseded(
+            f"another controller of site {who.site} runs {where}: it has commanded {self.host} for"
+            f" {welcome.commanding:.0f} s, with epoch {welcome.epoch}; this one has {number}",
+            hint="keep this one ended; if this one is to go on, end the other one, and start this one again",
+        )
 
     async def _expect(self, stream: Stream, wanted: Callable[[Answer], bool]) -> Answer:
         """The next answer but those to `ping`."""

@@ -25,7 +25,7 @@ from multiverse.agent.protocol import (
     Stages,
     Start,
 )
-from multiverse.core.errors import Gone, MultiverseError
+from multiverse.core.errors import Gone, MultiverseError, Superseded
 from multiverse.core.model import HypervisorView, Identity, Size, Stage, TemplateKey, User, VmRef, VmSpec
 
 
@@ -70,14 +70,19 @@ class AgentHypervisor:
         self.keep(hosts)
 
     async def run(self) -> None:
-        """Keep the connections to all agents up until cancelled."""
-        async with asyncio.TaskGroup() as self._group:
-            try:
-                for name in self._sources:
-                    self._keep_up(name)
-                await asyncio.Event().wait()
-            finally:
-                self._group = None
+        """Keep the connections to all agents up until cancelled. Raises `Superseded` once another controller commands
+        one of them: slurmctld and the fence command obey whoever calls, so this one must not go on."""
+        try:
+            async with asyncio.TaskGroup() as self._group:
+                try:
+                    for name in self._sources:
+                        self._keep_up(name)
+                    await asyncio.Event().wait()
+                finally:
+                    self._group = None
+        except ExceptionGroup as group:
+            superseded = group.subgroup(Superseded)
+            raise superseded.exceptions[0] if superseded else group from None
 
     def keep(self, hosts: Collection[str]) -> None:
         """See `ports.Membership`."""

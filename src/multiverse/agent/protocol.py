@@ -80,18 +80,21 @@ class Message(BaseModel):
 
 
 class Hello(Message):
-    """The first line of a controller. `controller` names this run of it, at random; `site` marks its VMs."""
+    """The first line of a controller. `controller` names this run of it, at random, and `machine` where it runs; `site`
+    marks its VMs."""
 
     release: str
     protocol: int
     oldest: int
     controller: str
     site: str
+    machine: str = ""
 
 
 class Welcome(Message):
     """The agent's answer. `agent` names this run of the agent, at random. `epoch` is the highest that it has seen of
-    this site, 0 if none; `holder` is the controller that took it."""
+    this site, 0 if none; `holder` is the controller that took it. If that one is connected now, `commanding` says for
+    how many seconds, and `machine` from where."""
 
     release: str
     protocol: int
@@ -100,6 +103,8 @@ class Welcome(Message):
     agent: str
     epoch: int = 0
     holder: str = ""
+    commanding: float | None = None
+    machine: str = ""
 
 
 class CallFailure(Message):

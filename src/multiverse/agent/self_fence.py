@@ -10,8 +10,10 @@ one whose node is DOWN is lost to it, and the job there is queued again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +21,7 @@ import structlog
 from pydantic import TypeAdapter, ValidationError
 
 from multiverse.core.errors import MultiverseError
-from multiverse.core.model import HypervisorView, VmRef, site_of
+from multiverse.core.model import VmRef, site_of
 from multiverse.system import files
 
 log = structlog.get_logger()
@@ -30,40 +32,94 @@ CHECKS = 10
 QUIET_CHECKS = 2
 """So many of them may pass without the controller before the scheduler is asked."""
 
+PATIENCE = 5.0
+"""Seconds for which a look waits for each answer of its own host."""
+
+
+@dataclass(frozen=True)
+class Contacts:
+    """When the controller of each site was surely in contact last, and when the scheduler has reached the node of each
+    VM last, by its name. Times are seconds of one clock. `limits` are the shortest times after which the controllers
+    may take the VMs of their sites for ended; seconds."""
+
+    controllers: dict[str, float] = field(default_factory=dict)
+    vms: dict[str, float] = field(default_factory=dict)
+    limits: dict[str, float] = field(default_factory=dict)
+
 
 class Lease:
-    """Until when each VM may go on. Times are seconds of one clock, which `now` reads."""
+    """Until when each VM may go on. Times are of the clock that `now` reads.
 
-    def __init__(self, seconds: float, contacts: dict[str, float], now: Callable[[], float]) -> None:
-        """`contacts` says when the controller of each site was surely in contact last."""
-        self.seconds, self.now = seconds, now
-        self.contacts = dict(contacts)
-        self._reached: dict[str, float] = {}
+    The settings may have changed since the controller has observed the host: it goes on with the time that it knows. So
+    a longer one counts only once the controller knows it, and the controller is told a time only once this is kept for
+    the next run of the agent.
+    """
+
+    def __init__(self, seconds: float, contacts: Contacts, now: Callable[[], float]) -> None:
+        """`seconds` are those of the settings, infinity if VMs are to be ended no more. `contacts` are changed in
+        place, and are those that were kept."""
+        self.seconds, self.contacts, self.now = seconds, contacts, now
+        self.kept: Mapping[str, float] = dict(contacts.limits)
+        """The limits that the next run of the agent knows."""
+
+    @property
+    def shortest(self) -> float:
+        """The shortest time after which VMs of any site are ended; infinity if none ever are."""
+        return min([self.seconds, *self.contacts.limits.values()])
+
+    def limit(self, site: str) -> float:
+        """The seconds without any contact after which VMs of the site are ended."""
+        return min(self.seconds, self.contacts.limits.get(site, inf))
+
+    def shown(self, site: str) -> float:
+        """What the controller of the site is to know: the time of the settings, or 0, by which it concludes nothing."""
+        return self.seconds if self.kept.get(site, inf) <= self.seconds < inf else 0.0
+
+    def known(self, site: str, shown: float) -> None:
+        """The controller surely knows what it was shown."""
+        if self.seconds == inf:
+            self.contacts.limits.pop(site, None)
+        elif shown == self.seconds:
+            self.contacts.limits[site] = shown
 
     def heard(self, site: str, at: float) -> None:
         """The controller of the site was in contact at that time."""
-        self.contacts[site] = max(at, self.contacts.get(site, at))
+        _advance(self.contacts.controllers, site, at)
+        if (limit := self.limit(site)) < inf:
+            self.contacts.limits[site] = limit
 
     def reached(self, vms: Iterable[str], at: float) -> None:
         """The scheduler has reached the nodes of these VMs in an observation that began then."""
         for name in vms:
-            self._reached[name] = max(at, self._reached.get(name, at))
+            _advance(self.contacts.vms, name, at)
 
     def asks_scheduler(self, site: str, now: float) -> bool:
         """Whether the controller has been away for so long that the scheduler is to be asked."""
-        return now - self.contacts.get(site, now) > self.seconds * QUIET_CHECKS / CHECKS
+        return now - self.contacts.controllers.get(site, now) > self.limit(site) * QUIET_CHECKS / CHECKS
 
     def expired(self, site: str, vms: Collection[str], now: float) -> list[str]:
         """Those of the site's VMs that are to be ended."""
-        self._reached = {name: at for name, at in self._reached.items() if name in vms or site_of(name) != site}
-        contact = self.contacts.get(site, now)
-        return [name for name in sorted(vms) if now - max(contact, self._reached.get(name, contact)) > self.seconds]
+        reached = self.contacts.vms
+        for name in [name for name in reached if name not in vms and site_of(name) == site]:
+            del reached[name]
+        contact, limit = self.contacts.controllers.get(site, now), self.limit(site)
+        return [name for name in sorted(vms) if now - max(contact, reached.get(name, contact)) > limit]
+
+
+def _advance(contacts: dict[str, float], name: str, at: float) -> None:
+    contacts[name] = max(at, contacts.get(name, at))
 
 
 class HostedVms(Protocol):
-    """What is needed of the hypervisor of one site."""
+    """What is needed of the hypervisor of one site. An observation is not: it asks QEMUs, which may not answer."""
 
-    async def observe(self) -> HypervisorView: ...
+    async def list_vms(self) -> Collection[str]:
+        """The names of all VMs of which a part exists."""
+        ...
+
+    async def kill(self, vms: Collection[str]) -> None:
+        """Kill the QEMUs of these VMs at once, and wait for none."""
+        ...
 
     async def destroy(self, vm: VmRef, grace: float) -> None: ...
 
@@ -77,32 +133,47 @@ class SelfFence:
     sites: Callable[[], Collection[str]]
     hypervisor: Callable[[str], HostedVms]
     reached: Callable[[str], Awaitable[Collection[str]]]
-    keep: Callable[[dict[str, float]], None]
-    _kept: dict[str, float] = field(default_factory=dict)
+    keep: Callable[[Contacts], None]
+    patience: float = PATIENCE
+    _kept: Contacts | None = None
+    _listed: dict[str, Collection[str]] = field(default_factory=dict)  # the VMs of each site, as they were seen last
+    _removing: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # what is left of VMs that were killed
 
     async def run(self) -> None:
-        """Look at intervals until cancelled."""
-        while True:
+        """Look at intervals until cancelled, or until no VM is to be ended any more."""
+        while self.lease.shortest < inf:
             await self.check()
-            await asyncio.sleep(self.lease.seconds / CHECKS)
+            await asyncio.sleep(self.lease.shortest / CHECKS)
+        self._keep_contacts()
 
     async def check(self) -> None:
         """Look once. What fails is tried again at the next look; a VM is ended only by what is known."""
+        await asyncio.gather(*map(self._look, self._present_sites()))
         self._keep_contacts()
-        for site in self.sites():
-            if site not in self.lease.contacts:
-                self.lease.heard(site, self.lease.now())  # nobody knows of an earlier contact: its time begins now
-            try:
-                await self._check(site)
-            except (MultiverseError, OSError) as error:
-                log.warning("self-fencing could not look", site=site, reason=str(error))
+
+    async def _look(self, site: str) -> None:
+        if site not in self.lease.contacts.controllers:
+            self.lease.heard(site, self.lease.now())  # nobody knows of an earlier contact: its time begins now
+        try:
+            await self._check(site)
+        except (MultiverseError, OSError) as error:
+            log.warning("self-fencing could not look", site=site, reason=str(error) or type(error).__name__)
+
+    def _present_sites(self) -> Collection[str]:
+        """The sites that have VMs here; while the host's directories cannot be listed, those that are known."""
+        try:
+            return self.sites()
+        except OSError as error:
+            log.warning("self-fencing cannot list the sites of this host", reason=str(error))
+            return sorted(self.lease.contacts.controllers)
 
     def _keep_contacts(self) -> None:
         if self.lease.contacts == self._kept:
             return
         try:
             self.keep(self.lease.contacts)
-            self._kept = dict(self.lease.contacts)
+            self._kept = deepcopy(self.lease.contacts)
+            self.lease.kept = self._kept.limits
         except OSError as error:  # the next run of the agent would take its VMs for longer out of contact than they are
             log.warning("the last contacts cannot be kept", reason=str(error))
 
@@ -111,40 +182,75 @@ class SelfFence:
         if not self.lease.asks_scheduler(site, began):
             return
         hypervisor = self.hypervisor(site)
-        vms = (await hypervisor.observe()).vms
+        vms = await self._list(site, hypervisor)
         try:
-            self.lease.reached(vms.keys() & set(await self.reached(site)), began)
+            self.lease.reached(set(vms) & set(await self.reached(site)), began)
         except (MultiverseError, OSError) as error:
             log.warning("neither the controller nor the scheduler is reached", site=site, reason=str(error))
-        ending = self.lease.expired(site, vms.keys(), self.lease.now())
-        await asyncio.gather(*(self._end(hypervisor, VmRef(name, vms[name].host)) for name in ending))
+        if ending := self.lease.expired(site, vms, self.lease.now()):
+            await self._end(hypervisor, ending)
 
-    async def _end(self, hypervisor: HostedVms, vm: VmRef) -> None:
-        """End a VM. One that cannot be ended is tried again at the next look, and keeps no other one."""
-        log.error("a VM is ended: neither the controller nor the scheduler has reached it", vm=vm.name)
+    async def _list(self, site: str, hypervisor: HostedVms) -> Collection[str]:
+        """The names of the site's VMs; those of the look before if the host does not tell. Raises
+        what listing raises if there is none."""
         try:
-            await hypervisor.destroy(vm, 0.0)
+            async with asyncio.timeout(self.patience):
+                self._listed[site] = await hypervisor.list_vms()
         except (MultiverseError, OSError) as error:
-            log.error("a VM could not be ended", vm=vm.name, reason=str(error))
+            if site not in self._listed:
+                raise
+            log.warning("self-fencing cannot list VMs", site=site, reason=str(error) or type(error).__name__)
+        return self._listed[site]
+
+    async def _end(self, hypervisor: HostedVms, ending: Collection[str]) -> None:
+        """End VMs: first all QEMUs are killed, then what is left of them is removed. A removal that takes long is
+        waited for no more, and keeps no other VM; the QEMU is killed again at each look."""
+        log.error("VMs are ended: neither the controller nor the scheduler has reached them", vms=list(ending))
+        try:
+            async with asyncio.timeout(self.patience):
+                await hypervisor.kill(ending)
+        except (MultiverseError, OSError) as error:
+            log.error("VMs could not be killed", reason=str(error) or type(error).__name__)
+        for name in ending:
+            if name not in self._removing:
+                self._removing[name] = asyncio.create_task(self._remove(hypervisor, name), name=f"remove {name}")
+        if removing := [self._removing[name] for name in ending if name in self._removing]:
+            await asyncio.wait(removing, timeout=self.patience)
+
+    async def _remove(self, hypervisor: HostedVms, name: str) -> None:
+        try:
+            await hypervisor.destroy(VmRef(name), 0.0)
+        except (MultiverseError, OSError) as error:
+            log.error("a VM could not be ended", vm=name, reason=str(error))
+        finally:
+            del self._removing[name]
 
 
-_CONTACTS = TypeAdapter(dict[str, float])
+@dataclass(frozen=True)
+class _Kept:
+    boot_id: str
+    contacts: Contacts
 
 
 class ContactFile:
-    """The contacts, for the next run of the agent in the same boot: a restart does not make VMs go on for longer."""
+    """The contacts, for the next run of the agent: a restart does not make VMs go on for longer. Times are of one boot
+    of the host; what controllers know of it outlives the boot."""
 
     def __init__(self, path: Path, boot_id: str) -> None:
-        self._path = path.with_name(f"{path.name}.{boot_id}")
+        self._path, self._boot_id = path, boot_id
 
-    def read(self) -> dict[str, float]:
+    def read(self) -> Contacts:
         try:
-            return _CONTACTS.validate_json(self._path.read_bytes())
+            kept = _KEPT.validate_json(self._path.read_bytes())
         except FileNotFoundError:
-            return {}
+            return Contacts()
         except (OSError, ValidationError) as error:
             log.warning("the last contacts cannot be read", path=str(self._path), reason=str(error))
-            return {}
+            return Contacts()
+        return kept.contacts if kept.boot_id == self._boot_id else Contacts(limits=kept.contacts.limits)
 
-    def write(self, contacts: dict[str, float]) -> None:
-        files.replace(self._path, _CONTACTS.dump_json(contacts))
+    def write(self, contacts: Contacts) -> None:
+        files.replace(self._path, _KEPT.dump_json(_Kept(self._boot_id, contacts)))
+
+
+_KEPT = TypeAdapter(_Kept)

@@ -82,17 +82,21 @@ class AgentIdentity:
     oldest: int = OLDEST
 
 
-@dataclass
+@dataclass(eq=False)
 class _Connection:
-    """One connection, from its handshake on."""
+    """One connection, from its handshake on, to a controller on a machine, since a time of the event loop."""
 
     writer: asyncio.StreamWriter
     site: str
     epoch: Epoch
     hypervisor: LocalHypervisor
+    machine: str
+    since: float
     calls: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     newest: int = 0  # the highest id of a call
-    pongs: dict[int, float] = field(default_factory=dict)  # when pings were answered, until the controller has heard
+    shown: float | None = None  # the time of self-fencing in the last observation
+    # When pings were answered, and what had been shown before, until the controller has heard the answers.
+    pongs: dict[int, tuple[float, float | None]] = field(default_factory=dict)
     results: dict[str, bytes] = field(default_factory=dict)  # the last result sent of each kind that is repeated
 
     def send(self, line: bytes) -> None:
@@ -118,6 +122,7 @@ class AgentServer:
         self._creating: dict[tuple[str, str], VmSpec] = {}  # by site and name
         self._tasks: set[asyncio.Task[None]] = set()
         self._serving: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
+        self._connections: set[_Connection] = set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one connection until its end. Calls that run then go on: what they do is observed."""
@@ -127,7 +132,11 @@ class AgentServer:
         try:
             connection = await self._handshake(reader, writer)
             if connection is not None:
-                await self._answer(reader, connection)
+                self._connections.add(connection)
+                try:
+                    await self._answer(reader, connection)
+                finally:
+                    self._connections.discard(connection)
         except (Refused, OSError, TimeoutError, EOFError) as error:
             log.warning("connection ended", reason=str(error) or type(error).__name__)
         finally:
@@ -157,16 +166,7 @@ class AgentServer:
             raise Refused("the first line is no greeting", hint="is the other side a controller of Multiverse?")
         try:
             self._check_protocol(hello)
-            highest = self._epochs.highest(hello.site)
-            welcome = Welcome(
-                release=self._who.release,
-                protocol=self._who.protocol,
-                host=self._who.host,
-                boot_id=self._who.boot_id,
-                agent=self._who.run,
-                epoch=highest.number,
-                holder=highest.holder,
-            )
+            welcome = self._welcome(hello.site)
             greeted = self._lease.now() if self._lease else 0.0
             writer.write(encode(Answer(welcome=welcome)))
             # The controller may wait for other agents before it takes its epoch; meanwhile it sends pings.
@@ -185,7 +185,23 @@ class AgentServer:
             return None
         writer.write(encode(Answer(taken=epoch.number)))
         log.info("controller connected", site=hello.site, release=hello.release, epoch=epoch.number)
-        return _Connection(writer, hello.site, epoch, hypervisor)
+        since = asyncio.get_running_loop().time()
+        return _Connection(writer, hello.site, epoch, hypervisor, hello.machine, since)
+
+    def _welcome(self, site: str) -> Welcome:
+        highest, now = self._epochs.highest(site), asyncio.get_running_loop().time()
+        holders = [one for one in self._connections if (one.site, one.epoch) == (site, highest)]
+        return Welcome(
+            release=self._who.release,
+            protocol=self._who.protocol,
+            host=self._who.host,
+            boot_id=self._who.boot_id,
+            agent=self._who.run,
+            epoch=highest.number,
+            holder=highest.holder,
+            commanding=max((now - one.since for one in holders), default=None),
+            machine=holders[0].machine if holders else "",
+        )
 
     def _check_protocol(self, hello: Hello) -> None:
         if hello.protocol < self._who.oldest or hello.oldest > self._who.protocol:
@@ -227,8 +243,10 @@ class AgentServer:
         if self._lease is None:
             return
         now = self._lease.now()
-        connection.pongs[ping] = now
-        at = now if heard is None else connection.pongs.get(heard)
+        connection.pongs[ping] = now, connection.shown
+        at, shown = (now, None) if heard is None else connection.pongs.get(heard, (None, None))
+        if shown is not None:
+            self._lease.known(connection.site, shown)
         if at is not None:
             self._lease.heard(connection.site, at)
             connection.pongs = {number: sent for number, sent in connection.pongs.items() if number > (heard or ping)}
@@ -276,7 +294,7 @@ class AgentServer:
         hypervisor = connection.hypervisor
         match call:
             case Observe():
-                return HypervisorAnswer.of(self._completed(connection.site, await hypervisor.observe()))
+                return HypervisorAnswer.of(self._completed(connection, await hypervisor.observe()))
             case Create():
                 return await self._create(connection, call.vm)
             case Start():
@@ -306,17 +324,18 @@ class AgentServer:
             if self._creating.get(key) is vm:
                 del self._creating[key]
 
-    def _completed(self, site: str, view: HypervisorView) -> HypervisorView:
+    def _completed(self, connection: _Connection, view: HypervisorView) -> HypervisorView:
         """The view, with whether VMs are ended here by the agent itself, and with the VMs whose creation runs and has
         left nothing to see yet. The call may have come over a connection that was lost since: its controller must not
         take the VM for absent."""
         vms = dict(view.vms)
         for (of, name), vm in self._creating.items():
-            if of == site and name not in vms:
+            if of == connection.site and name not in vms:
                 vms[name] = VmSeen(name, vm.host, VmCondition.MAKING, token=vm.token)
         hosts = view.hosts
         if self._lease is not None:
-            hosts = {name: replace(host, self_fence=self._lease.seconds) for name, host in hosts.items()}
+            connection.shown = shown = self._lease.shown(connection.site)
+            hosts = {name: replace(host, self_fence=shown) for name, host in hosts.items()}
         return replace(view, hosts=hosts, vms=MappingProxyType(vms))
 
 

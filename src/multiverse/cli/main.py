@@ -36,7 +36,7 @@ from multiverse.cli import (
     vms,
 )
 from multiverse.cli.render import errors
-from multiverse.core.errors import MultiverseError
+from multiverse.core.errors import MultiverseError, Superseded
 
 app = typer.Typer(
     name="multiverse",
@@ -90,8 +90,13 @@ def _show(error: typer.TyperException) -> None:
         errors.print(error.format_message(), markup=False)
 
 
+SUPERSEDED = 4
+"""The exit status of a daemon that another one supersedes: two that start each other again would take turns."""
+
+
 def main() -> None:
-    """Entry point. Errors for operators go to stderr with their next step, and the exit status is 1."""
+    """Entry point. Errors for operators go to stderr with their next step, and the exit status is 1, or
+    `SUPERSEDED` where the service manager must not start the daemon again."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup(1) ignores SIGHUP, and that is kept
             signal.signal(number, _interrupt)
@@ -101,7 +106,7 @@ def main() -> None:
         errors.print(f"multiverse: {error.message}", markup=False)
         if error.hint:
             errors.print(f"  next: {error.hint}", markup=False, style="dim")
-        sys.exit(1)
+        sys.exit(SUPERSEDED if isinstance(error, Superseded) else 1)
     except typer.TyperException as error:  # wrong usage of the command line
         _show(error)
         sys.exit(error.exit_code)

@@ -23,6 +23,10 @@ class Refused(MultiverseError):
     """It was not done and never will be as asked; asking again is pointless."""
 
 
+class Superseded(Refused):
+    """Another controller commands the site: this one has to end."""
+
+
 class Exhausted(MultiverseError):
     """It was not done for want of something that may come back: memory, disk, a free address."""
 

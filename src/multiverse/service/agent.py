@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import secrets
 import time
@@ -64,25 +65,30 @@ def _make_directories(settings: Settings) -> None:
         ) from error
 
 
-async def _self_fence(settings: Settings, hypervisors: _Hypervisors) -> SelfFence:
-    """What ends this host's VMs when neither controller nor slurmctld is reached. Raises `Refused` if slurmctld cannot
-    be asked from here: the absence of the controller alone must end no job."""
-    commands = SlurmCommands(settings.slurm)
+async def _self_fence(settings: Settings, hypervisors: _Hypervisors) -> SelfFence | None:
+    """What ends this host's VMs when neither controller nor slurmctld is reached; None where that is off, and every
+    controller knows. Raises `Refused` if slurmctld cannot be asked from here: the absence of the controller alone must
+    end no job."""
+    commands, seconds = SlurmCommands(settings.slurm), settings.agent.self_fence
+    file = ContactFile(settings.agent.state_dir / "contacts", boot_id())
+    contacts = file.read()
+    if not seconds and not contacts.limits:
+        return None
     try:
-        await commands.run("scontrol", "--version")
+        if seconds:
+            await commands.run("scontrol", "--version")
     except MultiverseError as error:
         raise Refused(
             f"agent.self_fence needs Slurm's commands on this host: {error.message}",
             hint="install slurm-client and the site's slurm.conf, or set agent.self_fence = 0",
         ) from error
-    contacts = ContactFile(settings.agent.state_dir / "contacts", boot_id())
     return SelfFence(
         # This clock goes on while the machine is suspended.
-        Lease(settings.agent.self_fence, contacts.read(), lambda: time.clock_gettime(time.CLOCK_BOOTTIME)),
+        Lease(seconds or math.inf, contacts, lambda: time.clock_gettime(time.CLOCK_BOOTTIME)),
         lambda: sites(settings),
         hypervisors.of,
         lambda site: reached_nodes(commands, site),
-        contacts.write,
+        file.write,
     )
 
 
@@ -96,7 +102,7 @@ async def serve(settings: Settings) -> None:
         hypervisors.check()
         stack.callback(hypervisors.close)  # otherwise this process would last as long as its longest call
         who = AgentIdentity(multiverse.__version__, settings.host.name, boot_id(), secrets.token_hex(8))
-        fence = await _self_fence(settings, hypervisors) if settings.agent.self_fence else None
+        fence = await _self_fence(settings, hypervisors)
         lease = fence.lease if fence else None
         server = AgentServer(who, EpochFile(state / "epochs"), hypervisors.of, processes.programs, lease)
         stop = stop_signal()

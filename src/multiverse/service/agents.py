@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import socket
 from random import Random
 
 import multiverse
@@ -21,7 +22,7 @@ EPOCH_WAIT = 5.0
 def connect_agents(settings: Settings, store: Store) -> AgentHypervisor:
     """The hypervisor behind the agents of the site's hosts: those of the settings, unless an operator removed them, and
     those that the store knows beside them. Its `run` makes the connections."""
-    who = ControllerIdentity(multiverse.__version__, secrets.token_hex(8), store.site)
+    who = ControllerIdentity(multiverse.__version__, secrets.token_hex(8), store.site, socket.gethostname())
     known = store.rows().hosts
     removed = {host.name for host in known.values() if host.state is HostState.REMOVED}
     hosts = [name for name in dict.fromkeys((*host_names(settings), *known)) if name not in removed]

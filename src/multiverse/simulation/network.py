@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from random import Random
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ from async_solipsism import socket as simulated_sockets
 
 from multiverse.agent.epochs import Epoch, Epochs
 from multiverse.agent.protocol import LONGEST_LINE, OLDEST, PING, PROTOCOL
-from multiverse.agent.self_fence import Lease, SelfFence
+from multiverse.agent.self_fence import Contacts, Lease, SelfFence
 from multiverse.agent.server import AgentIdentity, AgentServer
 from multiverse.core.errors import MultiverseError, Unknown
 from multiverse.core.model import HypervisorView, Identity, Size, Stage, TemplateKey, User, VmRef, VmSpec, site_of
@@ -170,11 +171,14 @@ class UnreachedVms:
     def sites(self) -> set[str]:
         return {site_of(name) for name in self._machines.vms_on(self._source.name)}
 
-    async def observe(self) -> HypervisorView:
-        return await self._source.observe()
+    async def list_vms(self) -> Collection[str]:
+        return self._machines.vms_on(self._source.name)
+
+    async def kill(self, vms: Collection[str]) -> None:
+        """`destroy` does all."""
 
     async def destroy(self, vm: VmRef, grace: float) -> None:
-        machine = self._machines.find(vm)
+        machine = self._machines.find(vm._replace(source=self._source.name))
         if machine is None:
             return
         guest, silent = machine.guest, asyncio.get_running_loop().time() - self.contact
@@ -183,7 +187,7 @@ class UnreachedVms:
         if guest is not None and guest.reachable and guest.cluster.up and guest.serves() is not None:
             self._machines.violations.append(f"{vm.name} was ended, which the scheduler reached")
         if guest is not None:
-            guest.log(f"the agent of {vm.source} ends {vm.name} by itself")
+            guest.log(f"the agent of {self._source.name} ends {vm.name} by itself")
         self._machines.remove(vm.name)
 
 
@@ -252,7 +256,7 @@ class SimulatedAgent:
         self._tasks: set[asyncio.Task[None]] = set()  # what it does, and what carries and serves its streams
         self._reached, self._violations = reached, hosts.machines.violations
         self._vms = UnreachedVms(hosts, source, self.behaviour.self_fence)
-        self._contacts: dict[str, float] = {}
+        self._contacts = Contacts()
 
     def start(self) -> None:
         """Start the agent, unless it runs."""
@@ -266,11 +270,14 @@ class SimulatedAgent:
     def _begin_self_fencing(self) -> Lease | None:
         if not self.behaviour.self_fence or self._reached is None:
             return None
-        lease = Lease(self.behaviour.self_fence, self._contacts, asyncio.get_running_loop().time)
-        vms, keep = self._vms, self._contacts.update
-        fence = SelfFence(lease, lambda: vms.sites, lambda _: vms, self._reached, keep)
+        lease = Lease(self.behaviour.self_fence, deepcopy(self._contacts), asyncio.get_running_loop().time)
+        vms = self._vms
+        fence = SelfFence(lease, lambda: vms.sites, lambda _: vms, self._reached, self._keep_contacts)
         self._task(fence.run())
         return lease
+
+    def _keep_contacts(self, contacts: Contacts) -> None:
+        self._contacts = deepcopy(contacts)
 
     async def stop(self) -> None:
         """End the agent as SIGKILL does: its streams end, and what it was doing stops where it is."""
@@ -290,7 +297,7 @@ class SimulatedAgent:
 
     def boot(self) -> None:
         """The machine starts, on which nothing of the time before goes on."""
-        self._contacts.clear()
+        self._contacts = Contacts()
         self.start()
 
     async def open(self) -> SimulatedStream:

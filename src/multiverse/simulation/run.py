@@ -427,7 +427,7 @@ class _Simulation:
         for source in self.older.hypervisor.sources:
             if isinstance(source, AgentSource):
                 self._log(f"the older controller ends; of {source.name} it knows: {source.connection.reason}")
-        if self.older.task.done():
+        if self.older.task.done() and not self.older.task.cancelled():
             self.older.task.result()
         self.older.disconnect()
         self.older.close()
@@ -525,7 +525,20 @@ class _Simulation:
             self.rng,
         )
         controller.fence_by(self.world.site)
-        return _Process(run, controller, links, self.hypervisor, agents, asyncio.create_task(controller.run()))
+        process = _Process(run, controller, links, self.hypervisor, agents, asyncio.create_task(controller.run()))
+        if agents is not None:
+            agents.add_done_callback(partial(self._end_superseded, process))
+        return process
+
+    def _end_superseded(self, process: _Process, agents: asyncio.Task[None]) -> None:
+        """The connections have ended by themselves: another controller commands a host. The process ends with them."""
+        if agents.cancelled():
+            return
+        self._log(f"the controller {process.run} ends: {agents.exception()}")
+        if process is not self.older:
+            self.world.machines.violations.append(f"the latest controller, {process.run}, was superseded")
+        process.disconnect()
+        process.task.cancel()
 
     async def _run_controllers(self) -> None:
         """Run a controller, and another one after each crash."""

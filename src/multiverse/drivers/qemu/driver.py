@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -31,6 +31,7 @@ from multiverse.host.specification import Specification
 T = TypeVar("T")
 
 _THREADS = 64  # a start waits for its guest in one of them
+_URGENT = 4
 
 
 class QemuHypervisor:
@@ -42,6 +43,7 @@ class QemuHypervisor:
         self._creating: dict[str, Future[list[Stage]]] = {}
         self._deletions: Counter[TemplateKey] = Counter()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="qemu")
+        self._urgent = ThreadPoolExecutor(_URGENT, thread_name_prefix="urgent")  # for what waits for nobody
 
     @property
     def accelerator(self) -> Accelerator:
@@ -96,8 +98,13 @@ class QemuHypervisor:
         return self._host.observe()
 
     async def list_vms(self) -> Sequence[str]:
-        """See `QemuHost.list_vms`: unlike an observation it asks for nothing that has to be tried first."""
-        return await self._in_thread(self._host.list_vms)
+        """See `QemuHost.list_vms`: unlike an observation it asks for nothing that has to be tried first, and it waits
+        for no other call."""
+        return await self._in_thread(self._host.list_vms, urgent=True)
+
+    async def kill(self, vms: Collection[str]) -> None:
+        """See `QemuHost.kill`. It waits for no other call."""
+        await self._in_thread(self._host.kill, vms, urgent=True)
 
     async def measure(self) -> Mapping[str, tuple[float, float, float]]:
         """See `QemuHost.measure`."""
@@ -172,7 +179,8 @@ class QemuHypervisor:
         """Wait for nothing: calls that still wait end with an error. VMs and finished templates stay as they are; a
         build of a template is ended, because nobody could finish it."""
         self._host.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._urgent):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _specification(self, vm: VmSpec) -> Specification:
         if vm.host != self._host.config.host:
@@ -192,8 +200,9 @@ class QemuHypervisor:
             spare=vm.spare,
         )
 
-    async def _in_thread(self, function: Callable[..., T], *arguments: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(*arguments))
+    async def _in_thread(self, function: Callable[..., T], *arguments: object, urgent: bool = False) -> T:
+        threads = self._urgent if urgent else self._threads
+        return await asyncio.get_running_loop().run_in_executor(threads, lambda: function(*arguments))
 
 
 def sites(settings: Settings) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from multiverse.core.errors import Gone
@@ -182,6 +182,13 @@ class QemuHost:
             known = manifest.read(home)
             if known is not None and user.uid not in known.introduced:
                 manifest.write(home, replace(known, introduced=(*known.introduced, user.uid)))
+
+    def kill(self, names: Collection[str]) -> None:
+        """Kill the QEMUs of these VMs at once: wait neither for their ends nor for whoever holds a VM's lock. `destroy`
+        removes what is left, and ends a QEMU that is not recorded. Absent is success."""
+        for name in names:
+            if (known := manifest.read(self._context.paths(name).home)) is not None:
+                process.kill(known.process, timeout=0.0)
 
     def destroy(self, name: str, grace: float, token: str = "") -> None:
         """End a VM and remove all of it. See `removal.destroy`."""
