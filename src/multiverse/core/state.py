@@ -193,7 +193,10 @@ class State(LiveRows, Numbers, HeldClaims):
     def close_hosts(self, closed: frozenset[str], closing: frozenset[str]) -> None:
         """Which hosts take no new VM, and which will take none later. What waiting jobs could have depends on that."""
         if (closed, closing) != (self.closed, self.closing):
+            for name in sorted(self.closed ^ closed):
+                self.touched.note(name)
             self.closed, self.closing = closed, closing
+            self.free.close(closed)
             self.queue.check_all()
 
     def _change(self, row: Row) -> None:
@@ -202,6 +205,8 @@ class State(LiveRows, Numbers, HeldClaims):
         if row.state in TERMINAL:
             self._drop(row.key)
             self.compared.unadopted.add(getattr(row, "source", ""))
+            if isinstance(row, Vm):
+                self.compared.unexplained.update(((row.name, ""), (row.name, row.source)))
         else:
             self._put(row)
 
@@ -416,6 +421,10 @@ class State(LiveRows, Numbers, HeldClaims):
     def sources(self) -> set[str]:
         """The sources of all live VMs."""
         return {str(source) for source in self._vms_by_source}
+
+    def has_vms_at(self, source: str) -> bool:
+        """Whether a live VM is of that source."""
+        return source in self._vms_by_source
 
     def template_for(self, which: TemplateKey) -> Template | None:
         """The live template of that key."""
