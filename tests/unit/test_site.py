@@ -218,20 +218,51 @@ def test_the_agents_unit_lets_vms_outlive_the_agent(settings: Settings) -> None:
     assert not [key for key in service if key.startswith(views)]
 
 
-def test_a_host_without_a_controller_gets_the_agents_unit_alone(settings: Settings, tmp_path: Path) -> None:
+def test_a_host_without_a_controller_gets_the_units_of_the_agent_and_its_bridge(
+    settings: Settings, tmp_path: Path
+) -> None:
     alone = {path.name: content for path, content, _ in rendering.render_agent(settings, CONFIG)}
-    assert alone.keys() == {rendering.AGENT_SERVICE, "multiverse-agent.conf"}
+    assert alone.keys() == {rendering.AGENT_SERVICE, rendering.BRIDGE_SERVICE, "multiverse-agent.conf"}
     assert alone[rendering.AGENT_SERVICE] == contents(settings)[rendering.AGENT_SERVICE]
     assert "d /run/multiverse 0755 root root -" in alone["multiverse-agent.conf"].splitlines()
     classes = replace(settings, hosts=(HostClass("n[1-4]"),), agent=AgentSettings(socket=tmp_path / "agent.sock"))
     stranger = replace(classes, host=replace(settings.host, name="n9"))
+    bridge = QemuSettings(bridge="mvnone0", uplink="up0")
     with mock.patch.object(checking, "render_agent", lambda *_: []):
-        assert [one.name for one in checking.check_agent(stranger, CONFIG)] == ["hosts", rendering.AGENT_SERVICE]
-        with socket.socket(socket.AF_UNIX) as agent:
+        names = [one.name for one in checking.check_agent(replace(stranger, qemu=bridge), CONFIG)]
+        assert names == ["hosts", "mvnone0", rendering.AGENT_SERVICE]
+        with mock.patch.object(checking, "_INTERFACES", tmp_path), socket.socket(socket.AF_UNIX) as agent:
             agent.bind(str(tmp_path / "agent.sock"))
             agent.listen()
-            known = replace(classes, host=replace(settings.host, name="n2"))
+            known = replace(classes, host=replace(settings.host, name="n2"), qemu=bridge)
+            (tmp_path / "mvnone0" / "bridge").mkdir(parents=True)
+            (finding,) = checking.check_agent(known, CONFIG)
+            assert finding.message == "up0 is no port of the bridge mvnone0" and "multiverse-bridge" in finding.remedy
+            (tmp_path / "mvnone0" / "brif" / "up0").mkdir(parents=True)
             assert checking.check_agent(known, CONFIG) == []
+
+
+def in_a_namespace(*commands: str) -> subprocess.CompletedProcess[str]:
+    script = " && ".join(commands)
+    return subprocess.run(["unshare", "--net", "sh", "-c", script], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(in_a_namespace("ip link").returncode != 0, reason="needs root and ip(8)")
+@pytest.mark.parametrize("agent", [False, True])
+@pytest.mark.parametrize("uplink", ["", "up0"])
+def test_the_bridges_unit_makes_a_bridge_and_may_run_again(settings: Settings, agent: bool, uplink: str) -> None:
+    settings = replace(settings, qemu=replace(settings.qemu, uplink=uplink))
+    files = rendering.render_agent(settings, CONFIG) if agent else rendering.render(settings, CONFIG, site_of(settings))
+    (text,) = (file.content for file in files if file.path.name == rendering.BRIDGE_SERVICE)
+    lines = [line.partition("=")[2] for line in text.splitlines() if line.startswith("ExecStart=")]
+    run = [f"({line[1:]} || true)" if line.startswith("-") else line for line in lines]
+    shown = in_a_namespace(
+        "ip link add up0 type veth peer name up1", *run, *run, "ip address show mvbr0", "ip link show up0"
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "UP" in shown.stdout and ("inet 10.213.0.1/16" in shown.stdout) is not agent
+    assert ("master mvbr0" in shown.stdout) is bool(uplink)
+    assert (rendering.bridge_mac("10.213.0.1") in shown.stdout) is not agent, "no two bridges have the same address"
 
 
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze")
