@@ -2,7 +2,7 @@
 PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PATH
 
-.PHONY: help setup demo soak test lint tests unit histories images integration test-slow test-trixie mutants docs clean
+.PHONY: help setup demo soak test lint unit beside unit-beside histories images integration test-slow test-trixie mutants docs clean
 
 help:
 	@echo "make demo       build the image, start the lab, run real jobs in VMs, then stop all of it"
@@ -24,13 +24,19 @@ demo: setup
 soak: setup
 	@nice -n 10 multiverse soak $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED))
 
-# The histories need two cores for minutes. Beside the other tests, with the lowest priority, they use what these leave.
+# The integration tests mostly wait for guests. The others run beside them, with the lowest priority.
 test: lint
-	@$(MAKE) --no-print-directory -j2 tests histories
+	@$(MAKE) --no-print-directory -j2 integration beside
 
-tests:
-	@$(MAKE) --no-print-directory unit
-	@$(MAKE) --no-print-directory integration
+beside:
+	@$(MAKE) --no-print-directory unit-beside histories
+
+# Runs the command $(2) with the lowest priority, and prints its output if it fails, else the last line.
+define quietly
+	@mkdir -p var
+	@nice -n 19 $(2) > var/$(1).log 2>&1 || { cat var/$(1).log; exit 1; }
+	@echo "$(1): $$(tail -n 1 var/$(1).log)"
+endef
 
 lint: setup
 	ruff check src tests
@@ -38,14 +44,17 @@ lint: setup
 	mypy
 	lint-imports --no-logo
 
+UNIT := pytest -n auto tests/unit tests/contract tests/simulation -m "not integration and not slow and not histories"
+
 unit: setup
-	pytest -n auto tests/unit tests/contract tests/simulation -m "not integration and not slow and not histories"
+	$(UNIT)
+
+unit-beside: setup
+	$(call quietly,unit,$(UNIT))
 
 histories: setup
-	@mkdir -p var
-	@echo "histories: 2,000 of them are simulated beside the other tests"
-	@nice -n 19 pytest tests/simulation -m histories > var/histories.log 2>&1 || { cat var/histories.log; exit 1; }
-	@echo "histories: $$(tail -n 1 var/histories.log)"
+	@echo "histories: 2,000 of them are simulated"
+	$(call quietly,histories,pytest tests/simulation -m histories)
 
 images: setup
 	python -m tests.integration.images

@@ -90,6 +90,11 @@ class QemuSettings:
     # Memory for the translated code of an emulated guest. Code beyond it is translated again, which costs CPU time.
     # 0: no limit, about 60 MiB for a VM with a job.
     tb_size: int = 0
+    # What VMs have if their host can do it: "off" does without, "on" uses also what makes most VMs slower.
+    vhost_net: Literal["auto", "off"] = "auto"  # the kernel moves the frames of guests that run on KVM
+    huge_pages: Literal["auto", "off"] = "auto"  # of 2 MiB, for the memory that a VM gets beside its template's
+    native_aio: Literal["auto", "on", "off"] = "auto"  # for the disks of full clones; auto: not used
+    iothread: Literal["auto", "on", "off"] = "auto"  # for disks; auto: of guests that run on KVM
 
 
 @dataclass(frozen=True)
@@ -209,6 +214,7 @@ class AgentSettings:
         "-a",
         "-oBatchMode=yes",  # asks nobody for a password or for an unknown host key
         "-oConnectTimeout=10",
+        "-oServerAliveInterval=15",  # three without an answer end it: a copy of an image has no pings of its own
         "-oControlMaster=no",  # no connection that another process shares, or that outlives ours
         "-oControlPath=none",
         "-oClearAllForwardings=yes",

@@ -11,17 +11,15 @@ from multiverse.agent.connection import AgentConnection, ControllerIdentity
 from multiverse.agent.controller_epoch import ControllerEpoch
 from multiverse.agent.hypervisor import AgentHypervisor
 from multiverse.simulation.hypervisor import SimulatedHosts
-from multiverse.simulation.network import OneHost, SimulatedAgent
+from multiverse.simulation.network import SimulatedAgent
 from multiverse.simulation.world import SimulatedWorld
 
 
-def agents_of(world: SimulatedWorld, seed: int, release: str = "1.0") -> list[SimulatedAgent]:
+def agents_of(world: SimulatedWorld, seed: int) -> list[SimulatedAgent]:
     """An agent for each host of the world. They run."""
     hosts = world.hypervisor(Random(seed))
     assert isinstance(hosts, SimulatedHosts)
-    agents = [
-        SimulatedAgent(OneHost(hosts, source), release, Random(f"{seed}/{source.name}")) for source in hosts.sources
-    ]
+    agents = [SimulatedAgent(hosts, source, Random(f"{seed}/{source.name}")) for source in hosts.sources]
     for agent in agents:
         agent.start()
     return agents

@@ -70,23 +70,23 @@ def test_other_users_have_access_to_public_paths_only(
     nothing_left(lab, client)
 
 
-def test_a_daemon_without_root_reports_what_it_cannot_do(lab: LabUnderTest, tmp_path: Path) -> None:
+def test_services_without_root_report_what_they_cannot_do(lab: LabUnderTest, tmp_path: Path) -> None:
     place = lab.other.home / "own"
     settings = tmp_path / "multiverse.toml"
 
-    def complaint(text: str) -> str:
+    def complaint(service: str, text: str) -> str:
         settings.write_text(text)
         for path in (settings, *settings.parents[:3]):
             path.chmod(0o755)
-        done = as_other(lab, "daemon", "--config", str(settings))
+        done = as_other(lab, service, "--config", str(settings))
         assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
         return " ".join(done.stderr.split())
 
-    ours = f'state_dir = "{place}"\nsocket = "{place}/api.sock"\n[slurm]\ninbox = "{place}/inbox"\n'
-    ours += f'conf = "{lab.where.slurm_conf}"\n[qemu]\naccel = "tcg"\n'
-    assert "cannot use /" in (said := complaint("")) and "as root" in said
-    assert "users of their own" in (said := complaint(ours)) and "qemu.uids" in said
-    assert "cannot" in (said := complaint(f"{ours}uids = [0, 0]\n")) and "as root" in said
+    ours = f'[agent]\nstate_dir = "{place}/agent"\nsocket = "{place}/agent.sock"\n[qemu]\naccel = "tcg"\n'
+    for service in ("daemon", "agent"):
+        assert "cannot use /" in (said := complaint(service, "")) and "as root" in said
+    assert "users of their own" in (said := complaint("agent", ours)) and "qemu.uids" in said
+    assert "cannot" in (said := complaint("agent", f"{ours}uids = [0, 0]\n")) and "as root" in said
 
 
 def test_hostile_job_names_are_not_interpreted_and_are_shown_unchanged(lab: LabUnderTest, client: Client) -> None:

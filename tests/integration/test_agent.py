@@ -25,10 +25,9 @@ from multiverse.core.errors import Unknown
 from multiverse.core.model import VmCondition, VmRef
 from tests.contract.test_hypervisor_contract import SUITE, Check
 from tests.contract.test_hypervisor_troubles import TROUBLES
-from tests.integration.test_contract_qemu import LONG, Real, settings
+from tests.integration.test_contract_qemu import LONG, Real
 from tests.integration.watch import kill
 
-__all__ = ["settings"]  # a fixture
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="taps and images need root")]
 
 # What the connection could change: repeated, late and lost calls, errors, and how results are read. The rest of the
@@ -61,7 +60,7 @@ class Agent:
             f'[host]\nname = "{settings.host.name}"\ncores = {settings.host.cores}\nmemory = {settings.host.memory}\n'
             f'[agent]\nsocket = "{self.socket}"\nstate_dir = "{place}/agent"\n'
             f'[qemu]\nimages = "{qemu.images}"\ntemplates = "{qemu.templates}"\nvms = "{qemu.vms}"\n'
-            f'run = "{qemu.run}"\nbridge = "{qemu.bridge}"\n'
+            f'run = "{qemu.run}"\nbridge = "{qemu.bridge}"\n[image]\nscratch = {settings.image.scratch}\n'
         )
         self.log = place / "agent.log"
         self._process: subprocess.Popen[bytes] | None = None

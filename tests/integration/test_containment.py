@@ -28,6 +28,7 @@ from multiverse.host.namespaces import OUTPUT_ROOM, System, View
 from multiverse.host.qemu.library import QemuHost
 from multiverse.host.qemu.output import GuestOutput
 from multiverse.host.specification import Specification
+from multiverse.system import kernel
 from multiverse.system.processes import ProcessIdentity
 from tests.integration.test_qemu_driver import SITE, Lab, lab, until
 
@@ -416,13 +417,13 @@ def test_a_root_that_cannot_be_replaced_is_covered(view: View, monkeypatch: pyte
     def refused() -> None:
         raise OSError(errno.EINVAL, "refused")
 
-    monkeypatch.setattr(namespaces, "_pivot_root", refused)
+    monkeypatch.setattr(kernel, "pivot_root", refused)
     code, output = run(view, "/bin/sh", "-c", "test ! -e /etc/passwd && test ! -e /proc && cd / && test ! -e ../var")
     output.close()
     assert code == 0
 
 
-@pytest.mark.parametrize("call", ["_unshare", "_pivot_root"])
+@pytest.mark.parametrize("call", ["unshare", "pivot_root"])
 @pytest.mark.parametrize(("code", "kind"), [(errno.EPERM, Broken), (errno.ENOSPC, Exhausted)])
 def test_namespaces_that_are_refused_are_reported(
     view: View, monkeypatch: pytest.MonkeyPatch, call: str, code: int, kind: type[Exception]
@@ -430,7 +431,7 @@ def test_namespaces_that_are_refused_are_reported(
     def refused(*flags: int) -> None:
         raise OSError(code, "refused", call)
 
-    monkeypatch.setattr(namespaces, call, refused)
+    monkeypatch.setattr(kernel, call, refused)
     with pytest.raises(kind, match="namespaces"):
         namespaces.start(view, lambda outputs: None)
     held = [os.fspath(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from multiverse.lab import lifecycle
 from multiverse.lab.hosts.services import host_services
 from multiverse.lab.layout import Layout, layout
 from multiverse.lab.plan import LabHost, LabOptions, load
+from multiverse.lab.services import CONTROLLER
 from multiverse.system.processes import stat_fields
 from tests.contract.test_hypervisor_contract import SUITE, Check
 from tests.contract.test_hypervisor_troubles import TROUBLES
@@ -34,7 +36,7 @@ from tests.integration.conftest import LabUnderTest, new_lab
 from tests.integration.images import IMAGES, slim
 from tests.integration.test_agent import THROUGH_THE_AGENT, Behind, Controller, connected
 from tests.integration.test_contract_qemu import LONG, Real
-from tests.integration.watch import ended, kill, latest, until
+from tests.integration.watch import ended, kill, latest, qemu_of, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")]
 
@@ -240,6 +242,97 @@ def namespace(pid: int) -> Path | None:
         return Path(f"/proc/{pid}/ns/pid").readlink() if alive else None
     except OSError:
         return None
+
+
+_WRITES = """#!/bin/sh
+run={0}.run${{SLURM_RESTART_COUNT:-0}}
+until [ -e {0}.ends ]; do echo wrote >> $run; sleep 0.2; done
+"""
+
+
+@contextlib.contextmanager
+def cut_off_but_for_files(lab: LabUnderTest, host: LabHost) -> Iterator[None]:
+    """Nothing of a host and its VMs reaches the others any more, but for the shared file system, to which its VMs go on
+    writing."""
+    plan, table = load(lab.where), f"netdev {host.uplink}"
+    assert plan is not None
+    chain = (
+        f"add table {table}",
+        f"add chain {table} in {{ type filter hook ingress device {host.uplink} priority 0; }}",
+        *(f"add rule {table} in {rule}" for rule in (f"tcp dport {plan.nfs_port} accept", "ip version 4 drop")),
+    )
+    subprocess.run(["nft", "-f", "-"], input="\n".join(chain), text=True, check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["nft", f"delete table {table}"], check=True)
+
+
+@contextlib.contextmanager
+def own_settings(lab: LabUnderTest, text: str) -> Iterator[None]:
+    """Settings of the controller and of all agents, which are started again with them."""
+    file = lab.where.etc / "site.toml"
+    file.write_text(text)
+    up_again(lab)
+    try:
+        yield
+    finally:
+        file.write_text("")
+        up_again(lab)
+
+
+@contextlib.contextmanager
+def slurm_on_hosts(lab: LabUnderTest) -> Iterator[None]:
+    """Slurm's commands work on the hosts, as self-fencing needs it: with the site's files, and munge."""
+    hosts = [lab.where.host(host.name) for host in plan_of(lab.where)]
+    try:
+        for own in hosts:
+            for name in ("slurm.conf", "multiverse.conf", "site.conf", "plugstack.conf"):
+                shutil.copy(lab.where.etc / name, own.etc)
+            own.munge.mkdir()
+            os.link(lab.where.munge_socket, own.munge_socket)
+        yield
+    finally:
+        for own in hosts:
+            shutil.rmtree(own.munge, ignore_errors=True)
+
+
+@pytest.mark.slow
+def test_a_host_that_is_cut_off_ends_its_vms_before_their_jobs_run_elsewhere(two: LabUnderTest, hosts: Client) -> None:
+    """Neither the controller nor slurmctld hears of it. Its VM's last write precedes the next start of its job. While
+    the controller alone is away, VMs go on."""
+    assert two.settings.agent.self_fence == 0, "no agent does so by default"
+    file = two.user.home / "fenced"
+    (two.user.home / "fenced.sh").write_text(_WRITES.format(file))
+    first, second = Path(f"{file}.run0"), Path(f"{file}.run1")
+    with slurm_on_hosts(two), own_settings(two, "[agent]\nself_fence = 60\n[pacing]\nsilence = 5\n"):
+        until("both hosts are observed", lambda: all(reached(hosts, host.name) for host in plan_of(two.where)))
+        job = two.sbatch(f"sh {two.user.home}/fenced.sh", "-c3", "--requeue")
+        name = host_of(hosts, job)
+        until("the job writes", first.exists)
+        (vm,) = (vm["name"] for vm in hosts.vms() if vm["job_id"] == job)
+        qemu = qemu_of(vm)
+        assert vm in on(two, named(two, name), f"SLURM_CONF={two.where.slurm_conf} timeout 20 sinfo -h -N 2>&1; true")
+        asyncio.run(CONTROLLER.stop(two.where))
+        time.sleep(80)
+        assert namespace(qemu) is not None, "slurmctld reaches it"
+        up_again(two)
+        until("the host is back", lambda: reached(hosts, name))
+        assert latest(hosts, job)["state"] == "allocated"
+        with cut_off_but_for_files(two, named(two, name)):
+            cut = time.time()
+            until("its VM is ended", lambda: namespace(qemu) is None, 200)
+            last = first.stat().st_mtime
+            assert last > cut, "it went on until then"
+            until("the job runs again", second.exists, 400)
+            assert host_of(hosts, job) != name
+            assert second.read_text().splitlines()[0] == "wrote" and first.stat().st_mtime == last
+            Path(f"{file}.ends").touch()
+            until("Slurm has ended the job", lambda: "COMPLETED" in two.run("scontrol", "show", "job", job).stdout)
+        until("the host is back", lambda: reached(hosts, name))
+        ended(hosts, job, "done")
+        until("no VM is left", lambda: not hosts.vms())
+    assert not Path(f"{file}.run2").exists()
 
 
 @pytest.mark.slow

@@ -16,9 +16,10 @@ import pytest
 from multiverse.config import Settings
 from multiverse.core.errors import Gone, MultiverseError, Refused, Stale, Unknown
 from multiverse.core.model import YEAR, CloneKind, Job, JobLimits, JobRef, JobState, NodeState, SchedulerView, Size
-from multiverse.drivers.slurm.command import Completed, execute
+from multiverse.drivers.slurm.command import Completed, SlurmCommands, execute
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.drivers.slurm.inbox import Hint, hints
+from multiverse.drivers.slurm.nodes import reached_nodes
 from multiverse.drivers.slurm.time_limits import CHECKED_EVERY
 from tests.integration.fake_guest import SITE, FakeGuest, node_spec
 
@@ -240,6 +241,25 @@ async def test_the_job_of_a_failed_node_is_requeued_and_starts_at_once_when_pinn
     await spawn(gated, 22)
     await scheduler.pin(gated.ref, "mv_22", ())
     assert (await became(scheduler, job_id, JobState.RUNNING)).ref == gated.ref
+
+
+async def test_a_node_that_is_drained_under_its_job_answers_and_one_that_is_silent_is_not_given_up_yet(
+    lab: Any, scheduler: SlurmScheduler, spawn: Spawn
+) -> None:
+    job_id = lab.sbatch("sleep 300")
+    job = await job_of(scheduler, job_id)
+    guest = await spawn(job, 25)
+    await scheduler.pin(job.ref, "mv_25", ())
+    await became(scheduler, job_id, JobState.RUNNING)
+    lab.run("scontrol", "update", f"NodeName={guest.name}", "State=DRAIN", "Reason=memory")
+    node = (await scheduler.observe()).nodes[guest.name]
+    assert (node.state, node.answers, node.is_given_up) == (NodeState.DRAINED, True, False)
+    commands = SlurmCommands(lab.settings.slurm)
+    assert guest.name in await reached_nodes(commands, SITE)
+    await guest.stop()
+    view = await reached(scheduler, lambda view: not view.nodes[guest.name].answers, 60.0)
+    assert (view.nodes[guest.name].state, view.jobs[job_id].state) == (NodeState.SILENT, JobState.RUNNING)
+    assert guest.name not in await reached_nodes(commands, SITE)
 
 
 async def test_requeue_stops_a_run_and_puts_the_job_back_at_the_gate(

@@ -14,6 +14,7 @@ from multiverse.simulation.faults import Incident, IncidentKind
 from multiverse.simulation.generate import operated
 from multiverse.simulation.jobs import Batch
 from multiverse.simulation.machines import ABILITIES
+from multiverse.simulation.network import AgentBehaviour
 from multiverse.simulation.outcome import Outcome
 from multiverse.simulation.run import simulate
 from multiverse.simulation.scenario import Arrival, Scenario
@@ -23,11 +24,17 @@ HOSTS = tuple(Host(f"h{n}", Size(4, 8192, 65536), ABILITIES, Size(4, 16384), "tc
 FENCE = FenceSettings(("fence", "{host}"), after=30.0)
 
 
-def scenario(*incidents: Incident, hosts: int = 3, fence: FenceSettings = FENCE, jobs: int = 4) -> Scenario:
+def scenario(
+    *incidents: Incident,
+    hosts: int = 3,
+    fence: FenceSettings = FENCE,
+    jobs: int = 4,
+    agents: AgentBehaviour = AgentBehaviour(),  # noqa: B008
+) -> Scenario:
     """Hosts behind agents, and jobs of two minutes that fill more than one host."""
     arrivals = tuple(Arrival(1.0 + n, Batch(seconds=120.0, size=Size(2, 500), limit=150.0)) for n in range(jobs))
     world = WorldSettings(
-        HOSTS[:hosts], cluster=ClusterSettings(node_timeout=20.0, min_job_age=(2.0, 30.0)), agents=True
+        HOSTS[:hosts], cluster=ClusterSettings(node_timeout=20.0, min_job_age=(2.0, 30.0)), agents=agents
     )
     settings = Settings(pacing=PacingSettings(silence=10.0), fence=fence)
     return Scenario(7, arrivals, world, settings, incidents=incidents, limit=4000.0)
@@ -99,3 +106,45 @@ def test_a_drain_in_time_keeps_jobs_off_that_would_not_end_by_then() -> None:
     first = [line for line in admitted if "on h0" in line]
     assert len(admitted) == 4 and len(first) >= 1
     assert set(outcome.results.values()) == {"COMPLETED"}
+
+
+# --- agents that end their VMs by themselves ---------------------------------------------------------
+
+
+def test_the_jobs_of_a_host_that_has_ended_its_vms_by_itself_run_elsewhere_while_it_is_away() -> None:
+    away = Incident(40.0, IncidentKind.HOST_AWAY, 3000.0, pick=0.0)
+    outcome = outcome_of(scenario(away, fence=FenceSettings(), agents=AgentBehaviour(self_fence=60.0)))
+    assert outcome.transitions["host: silent - fenced -> fenced"] == 1
+    assert said(outcome, "by itself") >= 2, "an agent says so, and the controller"
+    assert set(outcome.results.values()) == {"COMPLETED"}
+    assert max(ended for _, _, ended in outcome.runs) < 1000
+
+
+def test_no_vm_is_ended_by_its_host_by_default() -> None:
+    away = Incident(40.0, IncidentKind.HOST_AWAY, 900.0, pick=0.0)
+    outcome = outcome_of(scenario(away, fence=FenceSettings()))
+    assert said(outcome, "by itself") == 0 and not any("fenc" in name for name in outcome.transitions)
+
+
+@pytest.mark.parametrize("kind", [IncidentKind.CONTROLLER_CUT_OFF, IncidentKind.CLUSTER_AWAY])
+def test_no_vm_is_ended_while_either_the_controller_or_the_scheduler_reaches_it(kind: IncidentKind) -> None:
+    outcome = outcome_of(scenario(Incident(40.0, kind, 900.0), agents=AgentBehaviour(self_fence=60.0)))
+    assert said(outcome, "by itself") == 0 and said(outcome, "restart 1") == 0
+    assert set(outcome.results.values()) == {"COMPLETED"}
+
+
+# --- who commands, and of which release ---------------------------------------------------------------
+
+
+def test_of_two_controllers_the_older_is_refused_and_no_job_notices() -> None:
+    outcome = outcome_of(scenario(Incident(20.0, IncidentKind.CONTROLLER_RIVAL, 200.0)))
+    assert said(outcome, "the older controller ends; of") == said(outcome, "another controller of site") == 3
+    assert set(outcome.results.values()) == {"COMPLETED"} and said(outcome, "restart 1") == 0
+
+
+def test_jobs_go_on_while_agents_of_other_releases_run_and_answer_late_and_twice() -> None:
+    replaced = (Incident(10.0 + 15 * n, IncidentKind.AGENT_REPLACED, 60.0, pick=n / 9) for n in range(9))
+    outcome = outcome_of(scenario(*replaced, agents=AgentBehaviour(late=0.05, twice=0.5)))
+    releases = [line.split()[-1] for _, line in outcome.events if "is of release" in line]
+    assert {"0.9", "1.1"} & {*releases} and {"0.8", "2.0"} & {*releases}
+    assert set(outcome.results.values()) == {"COMPLETED"} and said(outcome, "restart 1") == 0

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from multiverse.agent import protocol
-from multiverse.agent.epochs import Epoch, EpochFile
+from multiverse.agent.dial import permitted
+from multiverse.agent.epochs import Epoch, EpochFile, Epochs
 from multiverse.agent.protocol import Answer, Create, Line, decode_answer, decode_line, encode
+from multiverse.agent.self_fence import Lease
+from multiverse.agent.server import AgentIdentity, AgentServer
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Stale, Unknown
 from multiverse.core.model import (
     CloneKind,
@@ -31,12 +35,14 @@ from multiverse.core.model import (
 )
 from multiverse.simulation.loop import run
 from multiverse.simulation.machines import ABILITIES
-from multiverse.simulation.network import SimulatedAgent
+from multiverse.simulation.network import NEIGHBOURS, STRANGERS, AgentBehaviour, ProtocolRelease, SimulatedAgent
 from multiverse.simulation.world import Pair, SimulatedWorld, WorldSettings
+from multiverse.system import record
 from tests.contract.agents import TestedController, agents_of, controller
 
 SIZE = Size(1, 256)
 HOSTS = ("h0", "h1")
+HELLO = protocol.Hello(release="1.1", protocol=protocol.PROTOCOL, oldest=protocol.OLDEST, controller="c", site="test0")
 
 
 def spec(serial: int = 1, host: str = "h1", kind: CloneKind = CloneKind.FULL) -> VmSpec:
@@ -74,6 +80,55 @@ async def unknown(call: Awaitable[object]) -> str:
 async def observed(one: TestedController, host: str = "h1") -> dict[str, VmCondition]:
     source = next(source for source in one.hypervisor.sources if source.name == host)
     return {name: vm.condition for name, vm in (await source.observe()).vms.items()}
+
+
+# --- what a key may ask for -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ("multiverse agent dial-stdio", ("dial-stdio",)),
+        ("/opt/bin/multiverse agent --config /etc/m.toml dial-stdio", ("dial-stdio",)),
+        ("multiverse agent receive-image slim 01ab", ("receive-image", "slim", "01ab")),
+    ],
+)
+def test_a_key_with_our_command_may_be_used_for_what_controllers_do(asked: str, words: tuple[str, ...]) -> None:
+    assert permitted(asked) == words
+
+
+@pytest.mark.parametrize("asked", ["", "sh", "dial-stdio -x", "receive-image slim", "receive-image slim 01ab;sh"])
+def test_a_key_with_our_command_may_be_used_for_nothing_else(asked: str) -> None:
+    with pytest.raises(Refused):
+        permitted(asked)
+
+
+# --- observations ---------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer")
+@virtual
+async def test_an_observation_that_cannot_be_read_is_followed_by_no_older_one(agents: list[SimulatedAgent]) -> None:
+    """As that of an agent of the next release, with a condition that this one does not know."""
+    local, observe = agents[1].local, agents[1].local.observe
+    created = asyncio.Event()
+
+    async def observe_a_later_release() -> HypervisorView:
+        view = await observe()
+        later = {name: replace(vm, condition="melting") for name, vm in view.vms.items()}  # type: ignore[arg-type]
+        return replace(view, vms=later) if created.is_set() else view
+
+    local.observe = observe_a_later_release  # type: ignore[method-assign]
+    async with controller(agents) as one:
+        await one.connected()
+        await one.hypervisor.create(spec())
+        assert await observed(one) == {spec().name: VmCondition.PARKED}
+        created.set()
+        for _ in range(3):
+            await unknown(observed(one))
+        created.clear()
+        assert await observed(one) == {spec().name: VmCondition.PARKED}
+        assert await observed(one) == {spec().name: VmCondition.PARKED}
 
 
 # --- connections that end ------------------------------------------------------------------------
@@ -130,11 +185,11 @@ def test_a_link_that_is_down_ends_no_call_early_and_no_call_late(cut: float) -> 
     async def check(agents: list[SimulatedAgent]) -> None:
         async with controller(agents) as one:
             await one.connected()
-            agents[1].link.up.clear()
+            agents[1].link.cut()
             asking = asyncio.create_task(one.hypervisor.create(spec()))
             began = asyncio.get_running_loop().time()
             await asyncio.sleep(cut)
-            agents[1].link.up.set()
+            agents[1].link.mend()
             if cut < protocol.SILENCE:
                 assert await asking
             else:
@@ -152,7 +207,7 @@ def test_a_link_that_is_down_ends_no_call_early_and_no_call_late(cut: float) -> 
 async def test_an_agent_that_hangs_is_given_up(agents: list[SimulatedAgent]) -> None:
     async with controller(agents) as one:
         await one.connected()
-        agents[1].link.up.clear()
+        agents[1].link.cut()
         assert f"{protocol.SILENCE:g} s" in await unknown(one.connections[1].call(protocol.Observe()))
         assert one.connections[1].reason and one.connections[0].reason == ""
 
@@ -292,10 +347,24 @@ def test_epochs_that_cannot_be_read_are_an_error(text: str, tmp_path: Path) -> N
 
 
 def test_an_epoch_that_cannot_be_kept_is_not_taken(tmp_path: Path) -> None:
-    epochs = EpochFile(tmp_path / "gone" / "epochs")
+    epochs = EpochFile(tmp_path / "epochs")
+    (tmp_path / "epochs").unlink()
     with pytest.raises(Broken):
         epochs.take("site", Epoch(3, "a"))
     assert epochs.highest("site") == Epoch()
+
+
+def test_epochs_of_too_many_sites_are_an_error_that_keeps_the_others(tmp_path: Path) -> None:
+    epochs = EpochFile(tmp_path / "epochs")
+    epochs.take("site", Epoch(3, "a"))
+    with pytest.raises(Broken):
+        epochs.take("other", Epoch(1, "b" * record.SIZE))
+    assert EpochFile(tmp_path / "epochs").highest("site") == epochs.highest("site") == Epoch(3, "a")
+
+
+def test_an_agent_whose_directory_cannot_be_used_does_not_start(tmp_path: Path) -> None:
+    with pytest.raises(Broken, match="epochs"):
+        EpochFile(tmp_path / "gone" / "epochs")
 
 
 # --- releases ------------------------------------------------------------------------------------
@@ -309,6 +378,53 @@ async def test_another_release_is_told_why_it_is_refused(agents: list[SimulatedA
     refused = decode_answer(await reader.readuntil()).refused
     assert refused is not None and refused.kind == "refused" and "9.0" in refused.message and refused.hint
     assert await reader.read() == b""
+
+
+@pytest.mark.parametrize("release", [*NEIGHBOURS, *STRANGERS], ids=lambda release: str(release.name))
+def test_only_neighbouring_releases_work_together(release: ProtocolRelease) -> None:
+    @virtual
+    async def check(agents: list[SimulatedAgent]) -> None:
+        await agents[1].replace(release)
+        async with controller(agents) as one:
+            if release in NEIGHBOURS:
+                await one.connected()
+                await one.hypervisor.create(spec())
+                assert await observed(one) == {spec().name: VmCondition.PARKED}
+            else:
+                await one.connected("h0")
+                await asyncio.sleep(5.0)
+                reason = one.connections[1].reason
+                assert release.name in reason and "1.0" in reason and "only neighbouring releases" in reason
+
+    check()
+
+
+@virtual
+async def test_an_answer_that_comes_twice_is_the_answer_to_one_call(agents: list[SimulatedAgent]) -> None:
+    agents[1].behaviour = AgentBehaviour(twice=1.0)
+    async with controller(agents) as one:
+        await one.connected()
+        for serial in range(1, 6):
+            await one.hypervisor.create(spec(serial))
+            assert len(await observed(one)) == serial
+
+
+@virtual
+async def test_a_ping_of_an_older_controller_is_refused_and_is_no_contact(agents: list[SimulatedAgent]) -> None:
+    """Otherwise the agent would not end VMs that the newer one takes for ended."""
+    lease = Lease(100.0, {}, asyncio.get_running_loop().time)
+    server = AgentServer(AgentIdentity("1.0", "h1", "boot", "run"), Epochs(), lambda _: agents[1].local, lease=lease)
+    agents[1].running = server
+    old, new = await _raw(agents[1]), await _raw(agents[1])
+    await _greeted(*old)
+    await asyncio.sleep(10.0)
+    await _greeted(*new, epoch=2)
+    contacts = dict(lease.contacts)
+    await asyncio.sleep(10.0)
+    old[1].write(encode(Line(ping=1)))
+    refused = decode_answer(await old[0].readuntil()).refused
+    assert refused is not None and "another controller" in refused.message
+    assert await old[0].read() == b"" and lease.contacts == contacts
 
 
 @virtual
@@ -380,6 +496,28 @@ async def test_a_silent_controller_is_given_up(agents: list[SimulatedAgent]) -> 
         assert await reader.read() == b""
 
 
+@pytest.mark.parametrize("lines", [[], [Line(hello=HELLO)], [Line(hello=HELLO), Line(take=1)]])
+def test_an_agent_that_ends_ends_its_connections_without_a_complaint(
+    lines: list[Line], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also one whose controller has not greeted it yet, or waits for other agents before it takes its epoch."""
+
+    async def main() -> None:
+        who = AgentIdentity("1.0", "h1", "boot", "run")
+        server = AgentServer(who, Epochs(), lambda _: None)  # type: ignore[arg-type, return-value]
+        listening = await asyncio.start_unix_server(server.serve, tmp_path / "agent.sock")
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "agent.sock")
+        for line in lines:
+            writer.write(encode(line))
+            await reader.readuntil()
+        await asyncio.sleep(0.05)  # the agent has accepted it
+        listening.close()
+        await server.close()
+
+    asyncio.run(main())
+    assert [one for one in caplog.records if one.name == "asyncio"] == []
+
+
 @virtual
 async def test_the_agent_of_another_host_is_refused(agents: list[SimulatedAgent]) -> None:
     async with controller([agents[0]]) as one:
@@ -417,12 +555,11 @@ async def _raw(agent: SimulatedAgent) -> tuple[asyncio.StreamReader, asyncio.Str
     return stream.reader, stream.writer
 
 
-async def _greeted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    hello = protocol.Hello(release="1.1", protocol=1, oldest=1, controller="c", site="test0")
-    writer.write(encode(Line(hello=hello)))
+async def _greeted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, epoch: int = 1) -> None:
+    writer.write(encode(Line(hello=HELLO)))
     assert decode_answer(await reader.readuntil()).welcome is not None
-    writer.write(encode(Line(take=1)))
-    assert decode_answer(await reader.readuntil()) == Answer(taken=1)
+    writer.write(encode(Line(take=epoch)))
+    assert decode_answer(await reader.readuntil()) == Answer(taken=epoch)
 
 
 def test_a_host_that_an_earlier_agent_reports_over_commits_nothing() -> None:

@@ -97,6 +97,7 @@ HOSTS = {
     "h1": Host(
         "h1", Size(4, 8192, 65536), frozenset({"instant", "full"}), Size(8, 16384), "kvm", 2, 900,
         {"slim": IMAGES["slim"], "stock": frozenset({"fork"})}, overcommit=Overcommitment(memory=2.0, floor=1000),
+        features=frozenset({"native-aio", "iothread"}), features_off={"vhost-net": "no such device"},
     )
 }  # fmt: skip
 SEEN = HypervisorView(

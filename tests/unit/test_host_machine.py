@@ -10,10 +10,14 @@ import pytest
 from multiverse.core.errors import Unknown
 from multiverse.core.machines.tables import TABLES, permitted_effects
 from multiverse.core.model import (
+    WAITING_STATES,
+    Attempt,
+    AttemptState,
     Drain,
     Host,
     HostState,
     HypervisorView,
+    Job,
     JobState,
     Key,
     KnownHost,
@@ -32,12 +36,14 @@ from multiverse.core.policy import Policy
 from multiverse.core.state import State
 from multiverse.core.transition import Command, Done, EffectKind, Event, Message
 from tests.unit.planner_harness import POLICY, PlannerHarness
-from tests.unit.rows import IMAGES, changes_of, rows, vm
+from tests.unit.rows import IMAGES, attempt, changes_of, rows, vm
 
-H, V, N = HostState, VmState, NodeState
+A, H, V, N = AttemptState, HostState, VmState, NodeState
 FENCES = replace(POLICY, fences=True, fence_after=100.0)
 HOST = Host("h1", Size(4, 4096, 65536), images=IMAGES)
-LOST = vm(V.LOST, id=1, source="h1")
+LOST = vm(V.LOST, id=1, source="h1", attempt=1)
+EARLIER = attempt(A.RECLAIMING, outcome="requeued")
+LATER = attempt(A.QUEUED, id=2, restarts=1)
 NOW = 1000.0
 
 
@@ -46,12 +52,24 @@ def known(name: str = "h1", state: HostState = H.KNOWN, **more: object) -> Known
     return KnownHost(name, name, state, replace(HOST, name=name), id=number, **more)  # type: ignore[arg-type]
 
 
-class Site:
-    """Hosts, each a source of its own, of which `silent` have not been heard of since second 0."""
+def pending(waiting: Attempt) -> Job:
+    return Job(waiting.job, "hello", 1000, JobState.PENDING, waiting.request)
 
-    def __init__(self, *hosts: KnownHost, vms: Iterable[Vm] = (LOST,), policy: Policy = FENCES) -> None:
+
+class Site:
+    """Hosts, each a source of its own, of which `silent` have not been heard of since second 0. Of the `attempts`, the
+    job of those that wait is pending."""
+
+    def __init__(
+        self,
+        *hosts: KnownHost,
+        vms: Iterable[Vm] = (LOST,),
+        policy: Policy = FENCES,
+        attempts: Iterable[Attempt] = (EARLIER, LATER),
+    ) -> None:
         some = {host.name: host for host in (hosts or (known("h1"), known("h2"), known("h3")))}
-        self.state = State(replace(rows(*vms), hosts=some), TABLES)
+        self.state = State(replace(rows(*vms, *attempts), hosts=some), TABLES)
+        self.jobs = {one.job.job_id: pending(one) for one in attempts if one.state in WAITING_STATES}
         self.silent = {"h1": 0.0}
         self.nodes = {one.name: N.DOWN for one in vms}
         self.policy, self.now, self.scheduler_known = policy, NOW, True
@@ -63,13 +81,13 @@ class Site:
             else Observation(Seen(HypervisorView({name: replace(HOST, name=name)}), self.now - 1), 0.0)
             for name in self.state.hosts
         }
-        view = SchedulerView({}, {name: Node(name, state) for name, state in self.nodes.items()})
+        view = SchedulerView(self.jobs, {name: Node(name, state) for name, state in self.nodes.items()})
         return World(Seen(view, began or self.now - 1) if self.scheduler_known else None, sources, entropy="x")
 
     def run(self, *messages: Message, seconds: float = 0.0) -> list[tuple[Key, Event]]:
         self.now += seconds
         moves = plan(self.state, self.world(), list(messages), self.now, self.policy)
-        return [(change.row.key, change.event) for change in changes_of(moves)]
+        return [(change.row.key, change.event) for change in changes_of(moves) if change.row.key.kind in ("host", "vm")]
 
     @property
     def host(self) -> KnownHost:
@@ -110,7 +128,17 @@ def test_a_host_is_silent_for_a_while_before_it_is_fenced() -> None:
 
 @pytest.mark.parametrize(
     "nodes",
-    [{}, {1: N.BUSY}, {1: N.IDLE}, {1: N.JOINING}, {1: N.DOWN, 2: N.BUSY}, {1: N.DOWN, 2: N.IDLE}],
+    [
+        {},
+        {1: N.BUSY},
+        {1: N.IDLE},
+        {1: N.JOINING},
+        {1: N.DRAINED},
+        {1: N.SILENT, 2: N.SILENT},
+        {1: N.DOWN, 2: N.BUSY},
+        {1: N.DOWN, 2: N.IDLE},
+        {1: N.DOWN, 2: N.DRAINED},
+    ],
     ids=str,
 )
 def test_a_host_is_not_fenced_while_a_node_on_it_answers_or_none_is_down(nodes: dict[int, NodeState]) -> None:
@@ -119,12 +147,47 @@ def test_a_host_is_not_fenced_while_a_node_on_it_answers_or_none_is_down(nodes: 
     assert site.run() == [] and site.host.state is H.KNOWN
 
 
+@pytest.mark.parametrize("other", [N.DOWN, N.SILENT, N.JOINING])
+def test_a_host_is_fenced_when_one_node_on_it_is_down_and_none_answers(other: NodeState) -> None:
+    site = Site(vms=(LOST, vm(V.LOST, id=2, source="h1")))
+    site.nodes["mvtest0-2"] = other
+    fencing(site)
+
+
 def test_a_host_without_vms_and_one_of_which_something_was_heard_are_not_fenced() -> None:
     assert Site(vms=()).run() == []
     site = Site()
     world = site.world()
     heard = {**world.sources, "h1": Observation(None, 0.0, heard=NOW - 5)}
     assert plan(site.state, replace(world, sources=heard), [], NOW, FENCES) == [], "its agent answers, to pings"
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        (),
+        (attempt(A.QUEUED, id=2),),
+        (attempt(A.QUEUED, id=2, job="8", restarts=1),),
+        (attempt(A.RECLAIMING, id=2, restarts=1, outcome="cancelled"),),
+    ],
+    ids=["nothing waits", "the same run waits", "another job waits", "the later run was cancelled"],
+)
+def test_a_host_is_not_fenced_for_a_node_that_is_down_while_no_job_waits_for_it(others: tuple[Attempt, ...]) -> None:
+    """As when a VM's end has set its node DOWN, and its host could not be reached any more."""
+    site = Site(attempts=(EARLIER, *others))
+    assert site.run() == [] and site.host.state is H.KNOWN
+
+
+@pytest.mark.parametrize("state", [V.ORPHAN, V.LOST])
+def test_a_host_is_fenced_for_a_job_that_was_seen_in_a_vm_that_no_record_explained(state: VmState) -> None:
+    fencing(Site(vms=(vm(state, source="h1", job_id="7"),), attempts=(attempt(A.QUEUED, id=2),)))
+
+
+def test_a_host_is_not_fenced_any_more_when_the_job_that_waited_is_cancelled() -> None:
+    site = fencing(Site())
+    site.jobs = {}
+    site.run()
+    assert site.host.state is H.KNOWN and site.effects() == []
 
 
 def test_no_host_is_fenced_while_the_scheduler_is_unknown() -> None:

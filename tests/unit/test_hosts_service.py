@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+import subprocess
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,7 +17,7 @@ from unittest import mock
 import pytest
 from fastapi.testclient import TestClient
 
-from multiverse.agent.transport import CommandTransport, UnixTransport
+from multiverse.agent.transport import CommandTransport, UnixTransport, command_of
 from multiverse.cli import render
 from multiverse.cli.main import app
 from multiverse.cli.times import unix_time
@@ -46,6 +48,15 @@ def test_the_own_host_is_reached_by_its_socket_and_others_by_the_command() -> No
     words = there._command
     assert words[0] == "ssh" and words[-5:] == ("--", "n2", "multiverse", "agent", "dial-stdio")
     assert "-oBatchMode=yes" in words and "-oControlMaster=no" in words
+
+
+@pytest.mark.skipif(not shutil.which("ssh"), reason="ssh is not installed")
+def test_ssh_gives_up_a_host_that_does_not_answer_any_more() -> None:
+    """Nothing else does for a copy of an image: TCP itself waits for hours."""
+    ssh, *words = command_of(SETTINGS.agent.connect, "n2")
+    shown = subprocess.run([ssh, "-F", "none", "-G", *words], capture_output=True, text=True, check=True).stdout
+    options = dict(line.split(" ", 1) for line in shown.splitlines() if " " in line)
+    assert 0 < int(options["serveraliveinterval"]) * int(options["serveralivecountmax"]) <= 60
 
 
 def test_the_hosts_of_the_settings_and_of_the_store_are_connected_but_those_that_were_removed(tmp_path: Path) -> None:

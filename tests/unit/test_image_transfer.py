@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
+import itertools
 import os
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiverse.core.errors import Broken, Exhausted, Refused
-from multiverse.images import catalog, digest, transfer
+from multiverse.images import catalog, digest, place, transfer
 from multiverse.images.catalog import Image, list_images, load, write_manifest
 from multiverse.images.store import ImageStore
 
@@ -76,6 +79,69 @@ def test_a_newer_image_replaces_the_one_that_is_there(tmp_path: Path) -> None:
         assert used.read(4) == b"boot", "a VM that uses the old one keeps its file"
     assert load(there, "slim").key == "new"
     assert load(there, "slim").disk.read_bytes()[:4] == b"next"
+    assert remains(there) == []
+
+
+class Crash(BaseException):
+    """The machine loses power."""
+
+
+@pytest.fixture
+def crashing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Lets this process crash after so many renames from then on."""
+    rename = Path.rename
+
+    def crash_after(renames: int) -> None:
+        done = itertools.count()
+
+        def rename_or_crash(path: Path, target: Path) -> Path:
+            if next(done) >= renames:
+                raise Crash
+            return rename(path, target)
+
+        monkeypatch.setattr(Path, "rename", rename_or_crash)
+        # Nothing is removed after a crash either.
+        monkeypatch.setattr(place.shutil, "rmtree", lambda *args, **kwargs: None)
+
+    return crash_after
+
+
+@pytest.mark.parametrize("renames", [0, 1])
+def test_a_crash_while_an_image_is_replaced_leaves_one_in_its_place(
+    tmp_path: Path, crashing: Callable[[int], None], renames: int
+) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    transfer.copy(image(tmp_path / "here"), there)
+    newer = image(tmp_path / "here", key="new", disk=b"next")
+    crashing(renames)
+    with contextlib.suppress(Crash):
+        transfer.copy(newer, there)
+    assert load(there, "slim").key == "new"
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_where_names_cannot_be_exchanged_the_old_image_is_put_back_after_a_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crashing: Callable[[int], None], renames: int
+) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    transfer.copy(image(tmp_path / "here"), there)
+    newer = image(tmp_path / "here", key="new", disk=b"next")
+
+    def cannot(one: Path, other: Path) -> None:
+        raise OSError(errno.EINVAL, "not on NFS")
+
+    monkeypatch.setattr(place.kernel, "exchange", cannot)
+    crashing(renames)
+    with contextlib.suppress(Crash):
+        transfer.copy(newer, there)
+    monkeypatch.undo()
+    newest = image(tmp_path / "here", key="newest")
+    newest.disk.unlink()
+    with pytest.raises(Exhausted):  # the next attempt fails as well
+        transfer.copy(newest, there)
+    assert load(there, "slim").key == ("new" if renames == 2 else "k")
     assert remains(there) == []
 
 

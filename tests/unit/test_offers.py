@@ -322,10 +322,11 @@ def test_a_job_that_starts_after_its_attempt_gave_up_loses_its_vm() -> None:
     assert [vm.state for vm in s.all_vms()] == [V.ENDING]
 
 
-def test_a_job_whose_node_is_down_goes_back_to_the_gate() -> None:
+@pytest.mark.parametrize("state", [NodeState.DOWN, NodeState.SILENT, NodeState.DRAINED])
+def test_a_job_whose_node_takes_no_job_goes_back_to_the_gate(state: NodeState) -> None:
     s = SparesHarness()
     s.taken(JobState.PENDING)
-    s.node(s.spare.name, NodeState.DOWN)
+    s.node(s.spare.name, state)
     s.run()
     assert (s.attempt().state, s.attempt().outcome) == (A.RETURNING, "requeued")
     assert s.attempt().tries == 1, "it counts as a try that failed"

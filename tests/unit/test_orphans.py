@@ -151,6 +151,22 @@ def test_nothing_is_concluded_of_an_orphan_whose_host_is_out_of_reach_and_its_jo
     assert orphan(harness).state is V.ENDING
 
 
+def test_a_job_does_not_run_twice_when_its_orphan_cannot_be_ended() -> None:
+    harness = found()
+    harness.run()
+    harness.run(Command("end", key=orphan(harness).key))
+    host = harness.hosts.pop("h1")  # before the VM's destruction has begun
+    harness.hosts["h2"] = replace(host, name="h2")
+    harness.template(host="h2")
+    harness.jobs["7"] = replace(
+        harness.jobs["7"], ref=JobRef("7", 900, 1), state=JobState.PENDING, gated=True, pinned=None, nodes=()
+    )
+    for _ in range(3):
+        harness.run()
+    assert orphan(harness).state is V.LOST and harness.attempt().state is A.QUEUED
+    assert OLD in harness.reasons["7"]
+
+
 def test_an_orphan_that_has_died_is_ended() -> None:
     harness = found()
     harness.vms[OLD] = replace(harness.vms[OLD], condition=VmCondition.DEAD, reason="its QEMU has ended")

@@ -124,7 +124,7 @@ def act_on_scheduler(harness: PlannerHarness, what: str, which: int, how: int, m
         case "job" if str(which) in harness.jobs:
             change_job(harness, which, how, much)
         case "node":
-            harness.node(name_of(harness, which), list(NodeState)[how % 4])
+            harness.node(name_of(harness, which), list(NodeState)[how % len(NodeState)])
         case "offer":
             change_offers(harness, which, how, much)
         case _:

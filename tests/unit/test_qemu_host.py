@@ -38,6 +38,7 @@ from multiverse.host.qemu.output import GuestOutput, OutputStore
 from multiverse.host.qemu.qmp import Monitor, QmpError
 from multiverse.host.qemu.session import Paths, remove_files
 from multiverse.images.catalog import Image
+from multiverse.system import tsc
 from multiverse.system.processes import ProcessIdentity
 
 
@@ -167,6 +168,25 @@ def test_the_cache_of_translated_code_is_limited_and_counted_in_the_memory_limit
 def test_address_randomization_is_off_only_for_an_emulation_that_would_lose_translated_code() -> None:
     kvm, late, early = Accelerator("kvm", relocates=False), Accelerator("tcg"), Accelerator("tcg", relocates=False)
     assert ["norandmaps" in each.cmdline("quiet").split() for each in (kvm, late, early)] == [False, False, True]
+
+
+def test_an_emulated_guest_is_told_the_frequency_of_the_hosts_time_stamp_counter() -> None:
+    def append(accelerator: Accelerator) -> list[str]:
+        argv = machine(accelerator=accelerator).argv("qemu", Wiring(5, 6, 7, Path("/c")), paused=True)
+        return argv[argv.index("-append") + 1].split()
+
+    each = [Accelerator("tcg", tsc_khz=2_596_118), Accelerator("tcg"), Accelerator("kvm", tsc_khz=2_596_118)]
+    assert [append(one) for one in each] == [["quiet", "tsc_early_khz=2596118"], ["quiet"], ["quiet"]]
+    slim = Image("slim", "slim", "k1", "b1", Path("/i"), "quiet", "6.1", "bookworm")
+    keys = {templates.key_of(slim, machine(accelerator=one), "7.2") for one in each[:2]}
+    assert len(keys) == 1  # a new measurement does not make templates unusable
+
+
+@pytest.mark.skipif(tsc.measured_khz(0.001) is None, reason="this machine has no counter of constant frequency")
+def test_the_frequency_of_the_time_stamp_counter_is_measured() -> None:
+    first, second = tsc.measured_khz(0.05), tsc.measured_khz(0.1)
+    assert first is not None and second is not None and first > 100_000
+    assert abs(first - second) < first / 1000
 
 
 def test_a_version_line_tells_the_release() -> None:

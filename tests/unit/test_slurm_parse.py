@@ -312,9 +312,16 @@ def test_nodes_of_other_sites_are_not_shown() -> None:
         ("idle", ["DYNAMIC_NORM"], NodeState.IDLE),
         ("mixed", ["DYNAMIC_NORM"], NodeState.BUSY),
         ("idle", ["COMPLETING"], NodeState.BUSY),
-        ("idle", ["DRAIN"], NodeState.DOWN),
+        ("idle", ["DRAIN"], NodeState.DRAINED),
+        ("mixed", ["DRAIN", "DYNAMIC_NORM"], NodeState.DRAINED),
+        ("idle", ["INVALID_REG", "DRAIN"], NodeState.DRAINED),
+        ("idle", ["FAIL"], NodeState.DRAINED),
         ("down", [], NodeState.DOWN),
-        ("allocated", ["NOT_RESPONDING"], NodeState.DOWN),
+        ("down", ["DRAIN"], NodeState.DOWN),
+        ("down", ["NOT_RESPONDING"], NodeState.DOWN),
+        ("allocated", ["NOT_RESPONDING"], NodeState.SILENT),
+        ("mixed", ["DRAIN", "NOT_RESPONDING"], NodeState.SILENT),
+        ("idle", ["POWERED_DOWN"], NodeState.SILENT),
         ("unknown", [], NodeState.JOINING),
         ("future", [], NodeState.JOINING),
     ],
@@ -346,4 +353,4 @@ def test_a_gate_node_of_24_11_is_understood() -> None:
     (record,) = json.loads((DATA / "scontrol-nodes-24.11.5.json").read_text())["nodes"]
     assert parse.nodes([record], NAMES) == {}, "it is no VM of ours"
     ours = {**record, "name": "mvab12c-7"}
-    assert parse.nodes([ours], NAMES)["mvab12c-7"].state is NodeState.DOWN
+    assert parse.nodes([ours], NAMES)["mvab12c-7"].state is NodeState.SILENT

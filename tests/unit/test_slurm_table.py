@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from multiverse.config import SlurmSettings
 from multiverse.core.errors import Gone, Unknown
 from multiverse.core.model import Job, JobRef, NodeState, Size
 from multiverse.drivers.slurm import details, nodes, parse
+from multiverse.drivers.slurm.command import Completed, SlurmCommands
 from multiverse.drivers.slurm.details import UNKNOWN, DetailReader, JobDetails, parse_details
 from multiverse.drivers.slurm.jobs import JobRow, JobTable
 from multiverse.drivers.slurm.limits import AccountingLimits
@@ -208,6 +210,17 @@ def test_nodes_of_the_site_are_understood_and_stay_the_same_objects() -> None:
 def test_a_damaged_table_of_nodes_is_unknown(text: str) -> None:
     with pytest.raises(Unknown):
         nodes.NodeTable().read(text, "ab12c")
+
+
+async def test_the_nodes_that_slurmctld_reaches_are_those_that_answer_be_they_drained_or_not() -> None:
+    states = ("idle", "mixed+drain", "allocated+not_responding", "down+drain", "mixed+drain+not_responding", "unknown")
+    rows = [f"mvab12c-{number}\x1f{state}\x1fvm\x1fnone\x1f\n" for number, state in enumerate(states)]
+
+    async def sinfo(argv: Sequence[str], env: Mapping[str, str], timeout: float) -> Completed:
+        return Completed(0, (NODES.partition("\n")[0] + "\n" + "".join(rows)).encode(), b"")
+
+    commands = SlurmCommands(SlurmSettings(), {}, sinfo)
+    assert await nodes.reached_nodes(commands, "ab12c") == ["mvab12c-0", "mvab12c-1"]
 
 
 def test_a_running_task_counts_in_its_array_also_after_a_requeue() -> None:

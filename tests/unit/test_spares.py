@@ -287,6 +287,8 @@ def test_a_spare_of_exactly_the_greatest_age_stays() -> None:
         ({}, NOW - 1, "its node is gone"),
         ({}, NOW, ""),
         ({"mvtest0-1": Node("mvtest0-1", NodeState.DOWN, (), "no answer")}, NOW - 1, "its node is down: no answer"),
+        ({"mvtest0-1": Node("mvtest0-1", NodeState.SILENT, (), "no answer")}, NOW - 1, "its node is silent: no answer"),
+        ({"mvtest0-1": Node("mvtest0-1", NodeState.DRAINED, (), "mine")}, NOW - 1, "its node is drained: mine"),
         ({"mvtest0-1": Node("mvtest0-1", NodeState.IDLE)}, NOW - 1, ""),
     ],
 )

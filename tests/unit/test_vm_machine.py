@@ -258,11 +258,12 @@ def test_a_vm_that_is_found_again_serves_or_ends_with_the_reason() -> None:
 # --- nodes ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("state", [NodeState.DOWN, NodeState.SILENT, NodeState.DRAINED])
 @pytest.mark.parametrize(("reason", "said"), [("Low RealMemory", "Low RealMemory"), ("", "no reason given")])
-def test_a_node_that_comes_up_down_says_why(reason: str, said: str) -> None:
-    one, node = attempt(A.SPAWNING), Node("mvtest0-1", NodeState.DOWN, (), reason)
+def test_a_node_that_comes_up_unusable_says_why(state: NodeState, reason: str, said: str) -> None:
+    one, node = attempt(A.SPAWNING), Node("mvtest0-1", state, (), reason)
     changes = decided(one, vm(V.STARTING, attempt=1), jobs=(job(one),), seen=RUNNING, node=node)
-    assert of_vm(changes)[0] == (Event.FAILED, "ending", f"its node came up down: {said}")
+    assert of_vm(changes)[0] == (Event.FAILED, "ending", f"its node came up {state}: {said}")
     assert changes[0].reason == changes[0].row.reason
 
 

@@ -129,12 +129,13 @@ class AgentConnection:
         kind = RESULTS[type(call)]
         if answer.same and kind in self._last:
             return self._last[kind]
-        if answer.result is None:
-            raise Unknown(f"the agent of {self.host} has answered {call.name} without a result")
+        # From here on the agent takes this answer for the last one, whether or not it can be read.
+        self._last.pop(kind, None)
         try:
             result = kind.model_validate(answer.result)
         except ValueError as error:
-            raise Unknown(f"the agent of {self.host} has answered {call.name} with another kind of result") from error
+            text = f"what the agent of {self.host} has answered to {call.name} cannot be read"
+            raise Unknown(text, hint="is its release a neighbour of this one?") from error
         self._last[kind] = result
         return result
 

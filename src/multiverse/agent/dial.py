@@ -10,7 +10,7 @@ import selectors
 import socket
 from pathlib import Path
 
-from multiverse.core.errors import Unknown
+from multiverse.core.errors import Refused, Unknown
 
 _PIECE = 1 << 16
 
@@ -40,3 +40,18 @@ def _write(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
+
+
+def permitted(asked: str) -> tuple[str, ...]:
+    """What a controller may ask of this host by ssh: `dial-stdio`, or `receive-image` with a name and a digest, as the
+    last words of the command line `asked`. Those before them, such as the path of the program, mean nothing here. No
+    shell reads the line. Raises `Refused` for all else."""
+    match asked.split():
+        case [*_, "dial-stdio"]:
+            return ("dial-stdio",)
+        case [*_, "receive-image", name, digest] if digest.isalnum():
+            return ("receive-image", name, digest)
+    raise Refused(
+        f"this key may not be used for {asked!r}" if asked else "this key opens no shell",
+        hint="its command in authorized_keys permits `dial-stdio` and `receive-image NAME DIGEST` only",
+    )

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from multiverse.core.errors import Broken, Refused
-from multiverse.system import files
+from multiverse.system.record import Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,23 +53,25 @@ class Epochs:
 
 
 class EpochFile(Epochs):
-    """Epochs that outlive the agent, so that one that starts again obeys no older controller."""
+    """Epochs that outlive the agent, so that one that starts again obeys no older controller. A new one is obeyed also
+    while the disk is full: it destroys the VMs that fill it, once their jobs have ended."""
 
     def __init__(self, path: Path) -> None:
-        """Read the file, if it exists. Raises `Broken` if it cannot be read: nothing else says whom to obey."""
+        """Read the file, or allocate it. Raises `Broken` if it cannot be read: nothing else says whom to obey."""
         self._path = path
         try:
-            kept = json.loads(path.read_text())
+            self._record = Record(path)
+            kept = json.loads(self._record.text or "{}")
             super().__init__({site: Epoch(int(one["number"]), str(one["holder"])) for site, one in kept.items()})
-        except FileNotFoundError:
-            super().__init__()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except OSError as error:
+            raise Broken(f"cannot use {path}: {error.strerror}", hint="see its directory, agent.state_dir") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             hint = "end all other controllers of this site, and remove the file"
             raise Broken(f"cannot read {path}: {error}", hint=hint) from error
 
     def _keep(self, highest: Mapping[str, Epoch]) -> None:
         try:
-            files.replace(self._path, json.dumps({site: asdict(epoch) for site, epoch in highest.items()}))
-        except OSError as error:
-            message = f"cannot keep the epoch in {self._path}: {error.strerror}"
-            raise Broken(message, hint="is its disk full?") from error
+            self._record.write(json.dumps({site: asdict(epoch) for site, epoch in highest.items()}))
+        except (OSError, ValueError) as error:
+            message = f"cannot keep the epoch in {self._path}: {getattr(error, 'strerror', error)}"
+            raise Broken(message, hint="see whether its disk works, and start the agent again") from error

@@ -14,7 +14,7 @@
                                    ←  {"pong": 5}
 
 An epoch numbers the controllers of a site: each takes a higher one than all before it. An agent refuses a controller
-whose epoch is below the highest that the agent has seen. In the middle of a connection, it answers a call with
+whose epoch is below the highest that the agent has seen. In the middle of a connection, it answers the next line with
 `refused` and ends the connection. An observation that equals the last one on the same connection is sent as
 `{"id": 3, "same": true}`.
 

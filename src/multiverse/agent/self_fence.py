@@ -2,13 +2,14 @@
 for that: then their jobs may run elsewhere.
 
 What counts is what the controller can know, too, because it takes the VMs for ended some time later. A controller has
-surely been in contact at the moment of a ping's answer that it confirms to have got, and not when a line of it arrives:
-that line may have been on its way for minutes. The scheduler keeps a VM whose node it reaches; one whose node is DOWN
-is lost to it, and the job there is queued again.
+surely been in contact at the moment of an answer, the greeting or a ping's, that it confirms to have got, and not when
+a line of it arrives: that line may have been on its way for minutes. The scheduler keeps a VM whose node it reaches;
+one whose node is DOWN is lost to it, and the job there is queued again.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,11 +32,11 @@ QUIET_CHECKS = 2
 
 
 class Lease:
-    """Until when each VM may go on. Pure; times are seconds of one clock."""
+    """Until when each VM may go on. Times are seconds of one clock, which `now` reads."""
 
-    def __init__(self, seconds: float, contacts: dict[str, float]) -> None:
+    def __init__(self, seconds: float, contacts: dict[str, float], now: Callable[[], float]) -> None:
         """`contacts` says when the controller of each site was surely in contact last."""
-        self.seconds = seconds
+        self.seconds, self.now = seconds, now
         self.contacts = dict(contacts)
         self._reached: dict[str, float] = {}
 
@@ -76,25 +77,37 @@ class SelfFence:
     sites: Callable[[], Collection[str]]
     hypervisor: Callable[[str], HostedVms]
     reached: Callable[[str], Awaitable[Collection[str]]]
-    now: Callable[[], float]
     keep: Callable[[dict[str, float]], None]
     _kept: dict[str, float] = field(default_factory=dict)
 
+    async def run(self) -> None:
+        """Look at intervals until cancelled."""
+        while True:
+            await self.check()
+            await asyncio.sleep(self.lease.seconds / CHECKS)
+
     async def check(self) -> None:
         """Look once. What fails is tried again at the next look; a VM is ended only by what is known."""
-        if self.lease.contacts != self._kept:
-            self.keep(self.lease.contacts)
-            self._kept = dict(self.lease.contacts)
+        self._keep_contacts()
         for site in self.sites():
             if site not in self.lease.contacts:
-                self.lease.heard(site, self.now())  # nobody knows of an earlier contact: its time begins now
+                self.lease.heard(site, self.lease.now())  # nobody knows of an earlier contact: its time begins now
             try:
                 await self._check(site)
             except (MultiverseError, OSError) as error:
                 log.warning("self-fencing could not look", site=site, reason=str(error))
 
+    def _keep_contacts(self) -> None:
+        if self.lease.contacts == self._kept:
+            return
+        try:
+            self.keep(self.lease.contacts)
+            self._kept = dict(self.lease.contacts)
+        except OSError as error:  # the next run of the agent would take its VMs for longer out of contact than they are
+            log.warning("the last contacts cannot be kept", reason=str(error))
+
     async def _check(self, site: str) -> None:
-        began = self.now()
+        began = self.lease.now()
         if not self.lease.asks_scheduler(site, began):
             return
         hypervisor = self.hypervisor(site)
@@ -103,9 +116,16 @@ class SelfFence:
             self.lease.reached(vms.keys() & set(await self.reached(site)), began)
         except (MultiverseError, OSError) as error:
             log.warning("neither the controller nor the scheduler is reached", site=site, reason=str(error))
-        for name in self.lease.expired(site, vms.keys(), self.now()):
-            log.error("a VM is ended: neither the controller nor the scheduler has reached it", vm=name)
-            await hypervisor.destroy(VmRef(name, vms[name].host), 0.0)
+        ending = self.lease.expired(site, vms.keys(), self.lease.now())
+        await asyncio.gather(*(self._end(hypervisor, VmRef(name, vms[name].host)) for name in ending))
+
+    async def _end(self, hypervisor: HostedVms, vm: VmRef) -> None:
+        """End a VM. One that cannot be ended is tried again at the next look, and keeps no other one."""
+        log.error("a VM is ended: neither the controller nor the scheduler has reached it", vm=vm.name)
+        try:
+            await hypervisor.destroy(vm, 0.0)
+        except (MultiverseError, OSError) as error:
+            log.error("a VM could not be ended", vm=vm.name, reason=str(error))
 
 
 _CONTACTS = TypeAdapter(dict[str, float])

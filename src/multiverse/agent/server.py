@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 
@@ -72,12 +71,15 @@ class LocalHypervisor(Hypervisor, Source, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AgentIdentity:
-    """Who answers: the agent's release, the host's name and its boot, and a random name of this run of the agent."""
+    """Who answers: the agent's release, the host's name and its boot, a random name of this run of the agent, and what
+    it speaks."""
 
     release: str
     host: str
     boot_id: str
     run: str
+    protocol: int = PROTOCOL
+    oldest: int = OLDEST
 
 
 @dataclass
@@ -115,9 +117,13 @@ class AgentServer:
         self._who, self._epochs, self._hypervisor, self._processes = who, epochs, hypervisor, processes
         self._creating: dict[tuple[str, str], VmSpec] = {}  # by site and name
         self._tasks: set[asyncio.Task[None]] = set()
+        self._serving: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one connection until its end. Calls that run then go on: what they do is observed."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving[task] = writer
         try:
             connection = await self._handshake(reader, writer)
             if connection is not None:
@@ -125,15 +131,20 @@ class AgentServer:
         except (Refused, OSError, TimeoutError, EOFError) as error:
             log.warning("connection ended", reason=str(error) or type(error).__name__)
         finally:
+            del self._serving[task]
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
 
     async def close(self) -> None:
-        """End all calls that run. What they have begun is observed by the next agent."""
+        """End all calls that run, and all connections. What the calls have begun is observed by the next agent."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        serving = dict(self._serving)
+        for writer in serving.values():
+            writer.transport.abort()  # the other side may read nothing; and asyncio logs a connection that is cancelled
+        await asyncio.gather(*serving, return_exceptions=True)
 
     # --- handshake ------------------------------------------------------------------------------------
 
@@ -149,13 +160,14 @@ class AgentServer:
             highest = self._epochs.highest(hello.site)
             welcome = Welcome(
                 release=self._who.release,
-                protocol=PROTOCOL,
+                protocol=self._who.protocol,
                 host=self._who.host,
                 boot_id=self._who.boot_id,
                 agent=self._who.run,
                 epoch=highest.number,
                 holder=highest.holder,
             )
+            greeted = self._lease.now() if self._lease else 0.0
             writer.write(encode(Answer(welcome=welcome)))
             # The controller may wait for other agents before it takes its epoch; meanwhile it sends pings.
             while (line := await _line(reader)) is not None and line.take is None:
@@ -165,6 +177,8 @@ class AgentServer:
             hypervisor = self._hypervisor(hello.site)
             epoch = Epoch(line.take, hello.controller)
             self._epochs.take(hello.site, epoch)
+            if self._lease is not None:  # the controller has got the greeting
+                self._lease.heard(hello.site, greeted)
         except MultiverseError as error:
             log.warning("controller refused", controller=hello.controller, reason=str(error))
             writer.write(encode(Answer(refused=CallFailure.of(error))))
@@ -174,7 +188,7 @@ class AgentServer:
         return _Connection(writer, hello.site, epoch, hypervisor)
 
     def _check_protocol(self, hello: Hello) -> None:
-        if hello.protocol < OLDEST or hello.oldest > PROTOCOL:
+        if hello.protocol < self._who.oldest or hello.oldest > self._who.protocol:
             raise Refused(
                 f"the agent of {self._who.host} is of release {self._who.release} and does not understand"
                 f" release {hello.release}",
@@ -185,6 +199,7 @@ class AgentServer:
 
     async def _answer(self, reader: asyncio.StreamReader, connection: _Connection) -> None:
         while (line := await _line(reader)) is not None:
+            self._check_obeyed(connection)
             if line.ping is not None:
                 connection.send(encode(Answer(pong=line.ping)))
                 self._note_contact(connection, line.ping, line.heard)
@@ -194,20 +209,24 @@ class AgentServer:
             # A call that comes a second time is the same call: ids rise.
             elif line.id is not None and line.call is not None and line.id > connection.newest:
                 connection.newest = line.id
-                try:
-                    self._epochs.check(connection.site, connection.epoch)
-                except Refused as error:
-                    connection.send(encode(Answer(refused=CallFailure.of(error))))
-                    raise
                 self._begin(connection, line.id, line.call)
             await connection.writer.drain()
+
+    def _check_obeyed(self, connection: _Connection) -> None:
+        """Raises `Refused`, and tells the controller, if a later one has come. That it is in contact counts no more,
+        either: the later one may take its VMs for ended."""
+        try:
+            self._epochs.check(connection.site, connection.epoch)
+        except Refused as error:
+            connection.send(encode(Answer(refused=CallFailure.of(error))))
+            raise
 
     def _note_contact(self, connection: _Connection, ping: int, heard: int | None) -> None:
         """The controller has heard the answer to an earlier ping, which was sent when `pongs` says. One of the release
         before does not say what it has heard."""
         if self._lease is None:
             return
-        now = time.clock_gettime(time.CLOCK_BOOTTIME)
+        now = self._lease.now()
         connection.pongs[ping] = now
         at = now if heard is None else connection.pongs.get(heard)
         if at is not None:

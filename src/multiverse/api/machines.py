@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class HostView:
     Claims may reach `overcommit` times the declared memory; above 1, only while the machine keeps `floor` MiB
     available. They may reach `cpu_overcommit` times the declared CPUs and `disk_overcommit` times the declared disk.
     `images` maps each image on the host to what it can do there. `features` are what the host can do for its VMs beyond
-    that, such as vhost-net.
+    that, such as vhost-net, and `features_off` what it does without, each with the reason.
 
     `state` is up, closing (drained from `drain_from` on, in Unix time), draining, drained, away, silent, fencing or
     fenced, and `reason` why it is drained or fenced. While it is not `reachable`, its figures are as last observed (0
@@ -100,6 +100,7 @@ class HostView:
     jobs: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
     todo: str = ""
+    features_off: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

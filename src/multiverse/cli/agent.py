@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -45,6 +46,18 @@ def dial_stdio(
     from multiverse.config import load
 
     dial_stdio(socket or load(context.obj).agent.socket)
+
+
+@app.command("from-ssh")
+def from_ssh(context: typer.Context) -> None:
+    """Do what a controller asks for by ssh, and nothing else: the command of its key in authorized_keys."""
+    from multiverse.agent.dial import permitted
+
+    match permitted(os.environ.get("SSH_ORIGINAL_COMMAND", "")):
+        case (_, name, digest):
+            receive_image(context, name, digest)
+        case _:
+            dial_stdio(context)
 
 
 @app.command("receive-image", hidden=True)

@@ -55,6 +55,7 @@ class Manifest:
     introduced: tuple[int, ...] = ()  # uids of the users that were added to its guest after the start
     total_cpus: int = 0  # with what was plugged; 0: nothing was, or an earlier release did not record it
     total_memory: int = 0  # MiB, like `total_cpus`
+    huge_memory: int = 0  # MiB of it in huge pages, which are taken whether or not the guest uses them
     token: str = ""  # empty in manifests of releases without tokens
     disk_cost: DiskCost | None = None  # None in manifests of releases that did not limit disks
     disk: int = 0  # MiB that its files can grow to now; 0: they are not limited

@@ -160,7 +160,7 @@ def exact_memory(pid: int, shared_file: str = "") -> tuple[float, float]:
                 key, _, rest = line.partition(":")
                 if key == "Anonymous" if shared else key in ("Private_Clean", "Private_Dirty", "Private_Hugetlb"):
                     unique += int(rest.split()[0])
-                elif key == "Pss":
+                if key in ("Pss", "Private_Hugetlb"):  # huge pages are in no other figure
                     proportional += int(rest.split()[0])
                 elif "-" in key:  # the head of a mapping: its range, and last its path
                     shared = bool(shared_file) and line.rstrip().removesuffix(" (deleted)").endswith(shared_file)

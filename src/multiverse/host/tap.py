@@ -1,4 +1,4 @@
-"""Taps and their bridge ports, by ioctl(2): a fraction of a millisecond each, without running a program.
+"""Taps, their bridge ports and vhost-net, by ioctl(2): a fraction of a millisecond each, without running a program.
 
 A tap is not persistent: the kernel removes it when the QEMU that holds its descriptor ends.
 """
@@ -48,6 +48,15 @@ def open_tap(name: str, bridge: str | None, mac: str = "") -> int:
         raise Broken(f"cannot create the tap {name} on {bridge}: {error.strerror}",
                      hint=f"is there a bridge {bridge}? see `multiverse lab up`") from error  # fmt: skip
     return fd
+
+
+def open_vhost_net() -> int:
+    """A new descriptor of /dev/vhost-net, by which the kernel moves the frames of one tap. Raises `Broken` if it cannot
+    be opened."""
+    try:
+        return os.open("/dev/vhost-net", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise Broken(f"cannot open /dev/vhost-net: {error.strerror}", hint="load the vhost_net module") from error
 
 
 def set_isolated(name: str, isolated: bool) -> None:

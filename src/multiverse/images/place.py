@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from multiverse.core.errors import Refused
+from multiverse.system import kernel
 from multiverse.system.locks import locked_file
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,39}")
@@ -35,9 +37,13 @@ def locked(images: Path, name: str) -> Iterator[None]:
 @contextmanager
 def beside(images: Path, name: str) -> Iterator[Path]:
     """A new directory beside the place of the image, whose lock is held. It is removed after an error. What interrupted
-    attempts have left is removed first; no other file here has an @ in its name."""
-    for remains in (*images.glob(f".{name}@new-*"), *images.glob(f".{name}@old-*")):
-        shutil.rmtree(remains)
+    attempts have left is removed first, but for an image that was to be replaced and is not: that goes back to its
+    place. No other file here has an @ in its name."""
+    for remains in (*images.glob(f".{name}@old-*"), *images.glob(f".{name}@new-*")):
+        if "@old-" in remains.name and not (images / name).exists():
+            remains.rename(images / name)
+        else:
+            shutil.rmtree(remains)
     work = Path(tempfile.mkdtemp(prefix=f".{name}@new-", dir=images))
     try:
         work.chmod(0o755)
@@ -48,11 +54,19 @@ def beside(images: Path, name: str) -> Iterator[Path]:
 
 
 def put(work: Path, images: Path, name: str) -> None:
-    """Replace the image of that name by the complete one in `work`. VMs that use the old one keep its files."""
-    place = images / name
-    old = work.with_name(work.name.replace("@new-", "@old-"))
+    """Replace the image of that name by the complete one in `work`. VMs that use the old one keep its files. At each
+    moment one of the two is in its place, if the file system can exchange them."""
+    place, old = images / name, work
     os.sync()
-    if place.exists():
+    if not place.exists():
+        work.rename(place)
+        return
+    try:
+        kernel.exchange(work, place)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS):
+            raise
+        old = work.with_name(work.name.replace("@new-", "@old-"))  # what `beside` puts back after a crash
         place.rename(old)
-    work.rename(place)
+        work.rename(place)
     shutil.rmtree(old, ignore_errors=True)

@@ -37,8 +37,11 @@ def send(image: Image, command: Sequence[str]) -> bool:
             receiver.stdin.close()
         said = receiver.stderr.read().decode(errors="replace").split("\n")
     if answer not in (_HAVE, _DONE):
+        hint = "a copy that was interrupted can be repeated"
+        if not answer and not receiver.returncode:
+            hint = "does the key's command in authorized_keys, if it has one, permit `receive-image`?"
         why = " ".join(line for line in said if line) or sent or f"{command[0]} ended with {receiver.returncode}"
-        raise Broken(f"image {image.name} was not copied: {why}", hint="a copy that was interrupted can be repeated")
+        raise Broken(f"image {image.name} was not copied: {why}", hint=hint)
     return answer == _DONE
 
 

@@ -13,7 +13,7 @@ import structlog
 import multiverse
 from multiverse.agent.epochs import EpochFile
 from multiverse.agent.protocol import LONGEST_LINE
-from multiverse.agent.self_fence import CHECKS, ContactFile, Lease, SelfFence
+from multiverse.agent.self_fence import ContactFile, Lease, SelfFence
 from multiverse.agent.server import AgentIdentity, AgentServer
 from multiverse.config import Settings
 from multiverse.core.errors import MultiverseError, Refused
@@ -77,19 +77,13 @@ async def _self_fence(settings: Settings, hypervisors: _Hypervisors) -> SelfFenc
         ) from error
     contacts = ContactFile(settings.agent.state_dir / "contacts", boot_id())
     return SelfFence(
-        Lease(settings.agent.self_fence, contacts.read()),
+        # This clock goes on while the machine is suspended.
+        Lease(settings.agent.self_fence, contacts.read(), lambda: time.clock_gettime(time.CLOCK_BOOTTIME)),
         lambda: sites(settings),
         hypervisors.of,
         lambda site: reached_nodes(commands, site),
-        lambda: time.clock_gettime(time.CLOCK_BOOTTIME),
         contacts.write,
     )
-
-
-async def _watch(fence: SelfFence) -> None:
-    while True:
-        await fence.check()
-        await asyncio.sleep(fence.lease.seconds / CHECKS)
 
 
 async def serve(settings: Settings) -> None:
@@ -104,14 +98,14 @@ async def serve(settings: Settings) -> None:
         who = AgentIdentity(multiverse.__version__, settings.host.name, boot_id(), secrets.token_hex(8))
         fence = await _self_fence(settings, hypervisors) if settings.agent.self_fence else None
         lease = fence.lease if fence else None
-        server = AgentServer(who, EpochFile(state / "epochs.json"), hypervisors.of, processes.programs, lease)
+        server = AgentServer(who, EpochFile(state / "epochs"), hypervisors.of, processes.programs, lease)
         stop = stop_signal()
         sock = bind(settings.agent.socket, "agent.socket")
         stack.callback(settings.agent.socket.unlink, missing_ok=True)
         listening = await asyncio.start_unix_server(server.serve, sock=sock, limit=LONGEST_LINE)
         log.info("agent started", host=who.host, socket=str(settings.agent.socket), pid=os.getpid())
         async with asyncio.TaskGroup() as group:
-            watching = group.create_task(_watch(fence), name="self-fencing") if fence else None
+            watching = group.create_task(fence.run(), name="self-fencing") if fence else None
             await stop.wait()
             if watching is not None:
                 watching.cancel()

@@ -75,6 +75,8 @@ def _view(known: KnownHost, rows: Rows, world: World, now: float, troubles: Trou
         why=why,
         jobs=tuple(dict.fromkeys(job for job in jobs if job)),
         todo=_todo(known, state, troubles, vms=bool(mine)),
+        features=tuple(sorted(host.features)),
+        features_off=dict(sorted(host.features_off.items())),
     )
 
 

@@ -351,6 +351,7 @@ class IncidentKind(StrEnum):
     HOST_CLOSING = "an operator has a host drained later, and resumes it"
     HOST_REMOVED = "an operator removes a host when it is free, and adds it again"
     AGENT_DIES = "an agent ends, and is started again"
+    AGENT_REPLACED = "an agent of another release runs for a while"
     LINK_HANGS = "the controller does not reach a host, and the scheduler does"
     CONTROLLER_CUT_OFF = "the controller reaches no host, and the scheduler does"
     HOST_DISK_FULL = "the disk of a host is full"
@@ -361,6 +362,7 @@ class IncidentKind(StrEnum):
     DATABASE_RESTORED = "the database is restored from a copy"
     DATABASE_LOST = "the database is lost"
     CONTROLLER_CRASH = "the controller crashes"
+    CONTROLLER_RIVAL = "another controller starts with a copy of the database, and the older one goes on"
 
 
 @dataclass(frozen=True)
@@ -394,6 +396,7 @@ DURATIONS: Mapping[IncidentKind, tuple[float, float]] = {
     IncidentKind.HOST_CLOSING: (20.0, 200.0),
     IncidentKind.HOST_REMOVED: (5.0, 100.0),
     IncidentKind.AGENT_DIES: (0.5, 100.0),
+    IncidentKind.AGENT_REPLACED: (5.0, 200.0),
     IncidentKind.LINK_HANGS: (2.0, 200.0),
     IncidentKind.CONTROLLER_CUT_OFF: (5.0, 300.0),
     IncidentKind.HOST_DISK_FULL: (1.0, 100.0),
@@ -402,6 +405,7 @@ DURATIONS: Mapping[IncidentKind, tuple[float, float]] = {
     IncidentKind.DATABASE_RESTORED: (0.1, 60.0),
     IncidentKind.DISK_FULL: (0.5, 60.0),
     IncidentKind.CONTROLLER_CRASH: (0.1, 20.0),
+    IncidentKind.CONTROLLER_RIVAL: (10.0, 200.0),
 }
 """How long incidents last, in seconds: ranges that are drawn from. Other kinds are momentary."""
 

@@ -13,6 +13,7 @@ from multiverse.simulation.faults import ControllerCrash, Incident, IncidentKind
 from multiverse.simulation.guests import GuestBehaviour
 from multiverse.simulation.jobs import Batch
 from multiverse.simulation.machines import ABILITIES
+from multiverse.simulation.network import AgentBehaviour
 from multiverse.simulation.scenario import Arrival, Scenario, UserAction
 from multiverse.simulation.world import Pair, WorldSettings
 
@@ -95,7 +96,8 @@ def crowded(seed: int) -> Scenario:
 
 def operated(seed: int) -> Scenario:
     """Several hosts behind agents, which come, go, die and are cut off, and operators who drain, remove, add and resume
-    them; a fence command that works, fails or hangs. The controller crashes now and then. No faults of calls."""
+    them; a fence command that works, fails or hangs. Agents are replaced by those of other releases, answer late or
+    twice, and may end their VMs by themselves. The controller crashes now and then, or another one starts beside it."""
     rng = Random(f"{seed}/operated")
     hosts = tuple(_host(rng, number) for number in range(rng.choice((2, 3, 3, 4))))
     arrivals = tuple(_with_limit(_arrival(rng), rng) for _ in range(rng.randint(3, 8)))
@@ -110,18 +112,32 @@ def operated(seed: int) -> Scenario:
     incidents = tuple(
         one for kind, means in OPERATED.items() for one in every(rng.choice(means), kind, rng, until=120.0)
     )
-    for host in rng.sample(range(len(hosts)), 1):  # cut off for as long as the issue says
-        at, seconds = rng.uniform(2.0, 60.0), rng.choice((5.0, 60.0, 600.0))
-        incidents += (Incident(at, IncidentKind.HOST_AWAY, seconds, host / len(hosts)),)
+    for kind in (IncidentKind.HOST_AWAY, IncidentKind.LINK_HANGS):
+        incidents += (Incident(rng.uniform(2.0, 60.0), kind, rng.choice(CUT_OFF), rng.random()),)
+    agents = AgentBehaviour(rng.choice((0.0, 60.0)), late=rng.choice((0.0, 0.0, 0.05)), twice=rng.choice((0.0, 0.2)))
+    if agents.self_fence:
+        # An agent that does not run ends no VM, and who starts a controller beside another one has to know that.
+        incidents = tuple(_started_again_soon(one) for one in incidents)
+    else:
+        incidents += every(rng.choice((0.0, 100.0)), IncidentKind.CONTROLLER_RIVAL, rng, until=120.0)[:1]
     return Scenario(
         seed,
         tuple(replace(one, tasks=min(one.tasks, 2)) for one in arrivals),
-        WorldSettings(hosts, cluster=cluster, agents=True),
+        WorldSettings(hosts, cluster=cluster, agents=agents),
         settings,
         incidents=tuple(sorted(incidents, key=lambda incident: incident.at)),
         crashes=_crashes(rng, rng.choice((0, 0, 3))),
         limit=6000.0,
     )
+
+
+CUT_OFF = (5.0, 60.0, 600.0)
+"""Seconds: shorter than anybody's patience, longer than a connection's, and longer than the time of a fencing."""
+
+
+def _started_again_soon(one: Incident) -> Incident:
+    """An agent that ends is started again within the time that the controller grants it."""
+    return replace(one, seconds=min(one.seconds, 20.0)) if one.kind is IncidentKind.AGENT_DIES else one
 
 
 OPERATED: dict[IncidentKind, tuple[float, ...]] = {
@@ -132,6 +148,7 @@ OPERATED: dict[IncidentKind, tuple[float, ...]] = {
     IncidentKind.HOST_CLOSING: (0.0, 60.0),
     IncidentKind.HOST_REMOVED: (0.0, 60.0),
     IncidentKind.AGENT_DIES: (0.0, 20.0),
+    IncidentKind.AGENT_REPLACED: (0.0, 40.0),
     IncidentKind.LINK_HANGS: (0.0, 30.0),
     IncidentKind.CONTROLLER_CUT_OFF: (0.0, 0.0, 60.0),
     IncidentKind.VM_DIES: (0.0, 30.0),

@@ -120,6 +120,7 @@ class Machines:
         self._builds: dict[TemplateKey, int] = {}
         self.violations: list[str] = []
         self.created: list[str] = []  # names of all VMs that ever existed, in order
+        self.has_agents = False  # calls come from agents on the hosts, also on those that nobody reaches
         self.full: set[str] = set()  # hosts whose disk is full
         self.away: set[str] = set()  # hosts that cannot be reached; their VMs go on
         self.delays: dict[str, float] = {}  # seconds that each observation of a source takes longer
@@ -287,10 +288,18 @@ class Machines:
     def switch_off(self, host: str) -> None:
         """End all VMs and templates of the host; nothing of them remains."""
         self._check_floor(host)
-        for name in [name for name, machine in self.vms.items() if machine.spec.host == host]:
-            self._stop(self.vms.pop(name))
+        for name in self.vms_on(host):
+            self.remove(name)
         for which in [which for which in self.templates if which.host == host]:
             del self.templates[which]
+
+    def vms_on(self, host: str) -> list[str]:
+        """The names of the VMs of a host."""
+        return [name for name, machine in self.vms.items() if machine.spec.host == host]
+
+    def remove(self, name: str) -> None:
+        """End a VM, whatever it does."""
+        self._stop(self.vms.pop(name))
 
     def fill_disk(self, host: str) -> None:
         """The disk of the host has no room left. The guests that run write, and are paused."""
@@ -418,7 +427,7 @@ class Machines:
     def _check_reachable(self, host: str) -> None:
         if host not in self.hosts:
             raise Gone(f"no host {host}")
-        if host in self.away:
+        if host in self.away and not self.has_agents:
             raise Unknown(f"host {host} does not answer", hint="see whether it runs")
 
     def _images(self, host: str) -> dict[str, frozenset[str]]:

@@ -1,32 +1,104 @@
-"""Simulated hosts behind agents: the real agent server and the real connections, over simulated streams of bytes."""
+"""Simulated hosts behind agents: the real agent server and the real connections, over simulated streams of bytes.
+
+Agents may be of another release, answer late or twice, and end their VMs by themselves.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 from async_solipsism import socket as simulated_sockets
 
-from multiverse.agent.epochs import Epochs
-from multiverse.agent.protocol import LONGEST_LINE
+from multiverse.agent.epochs import Epoch, Epochs
+from multiverse.agent.protocol import LONGEST_LINE, OLDEST, PING, PROTOCOL
+from multiverse.agent.self_fence import Lease, SelfFence
 from multiverse.agent.server import AgentIdentity, AgentServer
-from multiverse.core.errors import Unknown
-from multiverse.core.model import HypervisorView, Identity, Size, Stage, TemplateKey, User, VmRef, VmSpec
+from multiverse.core.errors import MultiverseError, Unknown
+from multiverse.core.model import HypervisorView, Identity, Size, Stage, TemplateKey, User, VmRef, VmSpec, site_of
 from multiverse.simulation.hypervisor import HostSource, SimulatedHosts
+
+T = TypeVar("T")
+Reached = Callable[[str], Awaitable[Collection[str]]]
 
 LATENCY = (0.0001, 0.002)
 """How long a piece of a stream is on its way; seconds."""
 
 
+LATE = (1.0, 100.0)
+"""How late an agent is that answers late; seconds."""
+
+
+@dataclass(frozen=True)
+class ProtocolRelease:
+    """A release: what it speaks, fields of lines and of hosts that it does not send yet, and whether it sends fields
+    that nobody else knows."""
+
+    name: str
+    protocol: int = PROTOCOL
+    oldest: int = OLDEST
+    lacks: tuple[str, ...] = ()
+    adds: bool = False
+
+    def speaks(self, line: bytes) -> bytes:
+        """The line, as this release sends it."""
+        if not (self.lacks or self.adds):
+            return line
+        whole = json.loads(line)
+        hosts = whole.get("result", {}).get("hosts", {}).values()
+        for part in (whole, *hosts):
+            for name in self.lacks:
+                part.pop(name, None)
+        if self.adds:
+            for part in (whole, *(one for one in whole.values() if isinstance(one, dict)), *hosts):
+                part["of a later release"] = {"unknown": [1]}
+        return json.dumps(whole).encode() + b"\n"
+
+
+THIS = ProtocolRelease("1.0")
+NEIGHBOURS = (
+    ProtocolRelease("0.9", OLDEST, OLDEST - 1, lacks=("heard", "overcommit")),
+    ProtocolRelease("1.1", PROTOCOL + 1, PROTOCOL, adds=True),
+)
+STRANGERS = (ProtocolRelease("0.8", OLDEST - 1, OLDEST - 1), ProtocolRelease("2.0", PROTOCOL + 2, PROTOCOL + 1))
+"""Releases with which this one does not work together."""
+
+
+@dataclass(frozen=True)
+class AgentBehaviour:
+    """`self_fence` is as in `AgentSettings`. `late` and `twice` are the shares of calls whose answers come late, and of
+    lines with an id that come twice."""
+
+    self_fence: float = 0.0
+    late: float = 0.0
+    twice: float = 0.0
+
+
 class OneHost:
     """One of the simulated hosts as the hypervisor of its agent."""
 
-    def __init__(self, hosts: SimulatedHosts, source: HostSource) -> None:
-        self._hosts, self._source = hosts, source
+    def __init__(self, hosts: SimulatedHosts, source: HostSource, late: float = 0.0) -> None:
+        self._hosts, self._source, self._late = hosts, source, late
+        self.asked: set[str] = set()  # the names of all VMs that were to be created
+
+    async def _answer(self, call: Awaitable[T]) -> T:
+        """What a call returns or raises, perhaps late."""
+        try:
+            result = await call
+        except MultiverseError:
+            await self._wait()
+            raise
+        await self._wait()
+        return result
+
+    async def _wait(self) -> None:
+        if self._late and self._hosts.rng.random() < self._late:
+            await asyncio.sleep(self._hosts.rng.uniform(*LATE))
 
     @property
     def name(self) -> str:
@@ -57,25 +129,26 @@ class OneHost:
         return None
 
     async def observe(self) -> HypervisorView:
-        return await self._source.observe()
+        return await self._answer(self._source.observe())
 
     async def create(self, vm: VmSpec) -> Sequence[Stage]:
-        return await self._hosts.create(vm)
+        self.asked.add(vm.name)
+        return await self._answer(self._hosts.create(vm))
 
     async def start(self, vm: VmRef, size: Size, identity: Identity) -> Sequence[Stage]:
-        return await self._hosts.start(vm, size, identity)
+        return await self._answer(self._hosts.start(vm, size, identity))
 
     async def destroy(self, vm: VmRef, grace: float) -> None:
-        await self._hosts.destroy(vm, grace)
+        await self._answer(self._hosts.destroy(vm, grace))
 
     async def add_user(self, vm: VmRef, user: User) -> None:
-        await self._hosts.add_user(vm, user)
+        await self._answer(self._hosts.add_user(vm, user))
 
     async def build_template(self, template: TemplateKey) -> Sequence[Stage]:
-        return await self._hosts.build_template(template)
+        return await self._answer(self._hosts.build_template(template))
 
     async def delete_template(self, template: TemplateKey) -> None:
-        await self._hosts.delete_template(template)
+        await self._answer(self._hosts.delete_template(template))
 
     async def measure(self) -> Mapping[str, tuple[float, float, float]]:
         return {}
@@ -84,12 +157,66 @@ class OneHost:
         return {}
 
 
+class UnreachedVms:
+    """The VMs of a host, as its agent ends them by itself. To end one that the controller or the scheduler reaches
+    breaks a promise."""
+
+    def __init__(self, hosts: SimulatedHosts, source: HostSource, seconds: float) -> None:
+        self._machines, self._source, self._seconds = hosts.machines, source, seconds
+        self.contact = 0.0
+        """When the answer to a ping was sent that the controller has got last."""
+
+    @property
+    def sites(self) -> set[str]:
+        return {site_of(name) for name in self._machines.vms_on(self._source.name)}
+
+    async def observe(self) -> HypervisorView:
+        return await self._source.observe()
+
+    async def destroy(self, vm: VmRef, grace: float) -> None:
+        machine = self._machines.find(vm)
+        if machine is None:
+            return
+        guest, silent = machine.guest, asyncio.get_running_loop().time() - self.contact
+        if silent < self._seconds - 3 * PING:  # the latest answers are not confirmed yet
+            self._machines.violations.append(f"{vm.name} was ended, {silent:.0f} s after its controller was in contact")
+        if guest is not None and guest.reachable and guest.cluster.up and guest.serves() is not None:
+            self._machines.violations.append(f"{vm.name} was ended, which the scheduler reached")
+        if guest is not None:
+            guest.log(f"the agent of {vm.source} ends {vm.name} by itself")
+        self._machines.remove(vm.name)
+
+
+class NotedEpochs(Epochs):
+    """Epochs that say when a controller takes a new one, and which one does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: Callable[[str], None] = lambda run: None
+
+    def _keep(self, highest: Mapping[str, Epoch]) -> None:
+        for site, epoch in highest.items():
+            if epoch != self.highest(site):
+                self.taken(epoch.holder)
+
+
 class Link:
     """The network between the controller and one host. While it is cut, what was sent waits, as TCP repeats it."""
 
     def __init__(self) -> None:
         self.up = asyncio.Event()
         self.up.set()
+        self._cuts = 0
+
+    def cut(self) -> None:
+        """Carry nothing, until it is mended as often as it was cut."""
+        self._cuts += 1
+        self.up.clear()
+
+    def mend(self) -> None:
+        self._cuts -= 1
+        if not self._cuts:
+            self.up.set()
 
 
 class SimulatedStream:
@@ -105,33 +232,66 @@ class SimulatedStream:
         return ""
 
 
-@dataclass
 class SimulatedAgent:
-    """The agent of one host, which can be stopped, and started again with the epochs that it knew. It is the
-    `Transport` to itself."""
+    """The agent of one host, which can be stopped, and started again with what it has kept. It is the `Transport` to
+    itself. `reached` is as in `SelfFence`."""
 
-    local: OneHost
-    release: str
-    random: Random
-    link: Link = field(default_factory=Link)
-    epochs: Epochs = field(default_factory=Epochs)
-    running: AgentServer | None = None
-    starts: int = 0
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)  # that carry and serve its streams
+    def __init__(
+        self,
+        hosts: SimulatedHosts,
+        source: HostSource,
+        random: Random,
+        behaviour: AgentBehaviour | None = None,
+        reached: Reached | None = None,
+    ) -> None:
+        self.behaviour = behaviour or AgentBehaviour()
+        self.local = OneHost(hosts, source, self.behaviour.late)
+        self.release, self.random, self.link, self.epochs = THIS, random, Link(), NotedEpochs()
+        self.running: AgentServer | None = None
+        self._starts = 0
+        self._tasks: set[asyncio.Task[None]] = set()  # what it does, and what carries and serves its streams
+        self._reached, self._violations = reached, hosts.machines.violations
+        self._vms = UnreachedVms(hosts, source, self.behaviour.self_fence)
+        self._contacts: dict[str, float] = {}
 
     def start(self) -> None:
-        self.starts += 1
-        who = AgentIdentity(self.release, self.local.name, f"boot-{self.local.name}", f"run-{self.starts}")
-        self.running = AgentServer(who, self.epochs, lambda _: self.local)
+        """Start the agent, unless it runs."""
+        if self.running is not None:
+            return
+        self._starts += 1
+        name, release = self.local.name, self.release
+        who = AgentIdentity(release.name, name, f"boot-{name}", f"run-{self._starts}", release.protocol, release.oldest)
+        self.running = AgentServer(who, self.epochs, lambda _: self.local, lease=self._begin_self_fencing())
+
+    def _begin_self_fencing(self) -> Lease | None:
+        if not self.behaviour.self_fence or self._reached is None:
+            return None
+        lease = Lease(self.behaviour.self_fence, self._contacts, asyncio.get_running_loop().time)
+        vms, keep = self._vms, self._contacts.update
+        fence = SelfFence(lease, lambda: vms.sites, lambda _: vms, self._reached, keep)
+        self._task(fence.run())
+        return lease
 
     async def stop(self) -> None:
         """End the agent as SIGKILL does: its streams end, and what it was doing stops where it is."""
         server, self.running = self.running, None
-        for task in self.tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if server is not None:
             await server.close()
+
+    async def replace(self, release: ProtocolRelease) -> None:
+        """Put another release in its place. It runs if this one does."""
+        self.release = release
+        if self.running is not None:
+            await self.stop()
+            self.start()
+
+    def boot(self) -> None:
+        """The machine starts, on which nothing of the time before goes on."""
+        self._contacts.clear()
+        self.start()
 
     async def open(self) -> SimulatedStream:
         """See `Transport`."""
@@ -141,21 +301,44 @@ class SimulatedAgent:
         near, relay_near = await _pair()
         relay_far, far = await _pair()
         self._task(self._carry(relay_near[0], relay_far[1]))
-        self._task(self._carry(relay_far[0], relay_near[1]))
+        self._task(self._carry(relay_far[0], relay_near[1], near[1]))
         self._task(self.running.serve(*far))
         return SimulatedStream(*near)
 
     def _task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
 
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._violations.append(f"the agent of {self.local.name} has failed: {error!r}")
+
+    async def _carry(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        controller: asyncio.StreamWriter | None = None,
+    ) -> None:
+        """Carry lines, to the controller whose end that is, or to the agent. One that comes twice comes again at once,
+        or after the next one."""
+        taken, again = False, b""
         try:
-            while data := await reader.read(1 << 16):
+            while line := await reader.readline():
+                sent = asyncio.get_running_loop().time()
                 await asyncio.sleep(self.random.uniform(*LATENCY))
                 await self.link.up.wait()
-                writer.write(data)
+                if controller is not None:
+                    line = self.release.speaks(line)
+                    taken = taken or b'"taken"' in line
+                if taken and b'"pong"' in line and controller is not None and not controller.is_closing():
+                    self._vms.contact = max(sent, self._vms.contact)
+                writer.write(line + again)
+                again = line if b'"id"' in line and self.random.random() < self.behaviour.twice else b""
+                if again and self.random.random() < 0.5:
+                    writer.write(again)
+                    again = b""
                 await writer.drain()
         except OSError:
             pass  # the other side has closed its end

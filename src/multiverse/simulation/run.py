@@ -7,15 +7,17 @@ import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 
+from multiverse.agent.hypervisor import AgentSource
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Exhausted, Refused
 from multiverse.core.model import VmState
 from multiverse.core.planner import orphans
 from multiverse.core.transition import Command
-from multiverse.ports import Clock
+from multiverse.ports import Clock, Hypervisor
 from multiverse.simulation.clock import VirtualClock
 from multiverse.simulation.faults import FaultPlan, FaultyLink, Incident, IncidentKind
 from multiverse.simulation.faulty import FaultyHypervisor, FaultyScheduler
@@ -31,7 +33,7 @@ from multiverse.simulation.promises import (
     violations_at_end,
 )
 from multiverse.simulation.scenario import Arrival, Scenario, UserAction
-from multiverse.simulation.sites import BY_OPERATORS, OF_SITES, DrainWatch, Operators
+from multiverse.simulation.sites import BY_OPERATORS, OF_SITES, HostWatch, Operators
 from multiverse.simulation.world import SimulatedWorld
 from multiverse.store import Store, Transaction
 
@@ -62,7 +64,7 @@ class CrashingStore(Store):
     def __init__(self, path: str, clock: Clock, at_commit: Callable[[bool], None], *, recovered: bool = False) -> None:
         super().__init__(path, clock, site=SITE, recovered=recovered)
         self.full = self.used_up = False
-        self._at_commit = at_commit  # called before (False) and after (True) each commit that changes anything
+        self.at_commit = at_commit  # called before (False) and after (True) each commit that changes anything
 
     @contextmanager
     def transaction(self, *, releasing: bool = False) -> Iterator[Transaction]:
@@ -73,9 +75,9 @@ class CrashingStore(Store):
             if changed and self.full and (self.used_up or not releasing):
                 raise Exhausted("the database did not take it: database or disk is full", hint="make room")
             if changed:
-                self._at_commit(False)
+                self.at_commit(False)
         if changed:
-            self._at_commit(True)
+            self.at_commit(True)
 
     def forget(self) -> None:
         """Drop everything that is only in memory, as the end of a process does."""
@@ -102,6 +104,30 @@ class CrashingStore(Store):
         return self._database().total_changes
 
 
+@dataclass
+class _Process:
+    """The process of a controller that runs, with its connections."""
+
+    run: str
+    controller: Controller
+    links: tuple[FaultyLink, FaultyLink]
+    hypervisor: Hypervisor
+    agents: asyncio.Task[None] | None
+    task: asyncio.Task[None]
+
+    def disconnect(self) -> None:
+        """It has ended, and nothing of it reaches the world any more. A crashed process does not clean up."""
+        for link in self.links:
+            link.disconnect()
+
+    def close(self) -> None:
+        """Release what it had."""
+        if self.agents is not None:
+            self.agents.cancel()  # with the process its sockets are closed
+        self.task.cancel()  # never awaited: its calls do not return
+        self.task.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+
 class _Simulation:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -124,12 +150,13 @@ class _Simulation:
         self.unclaimed: set[str] = set()
         self.overfull: set[str] = set()
         self.restless: set[str] = set()
-        self.drains = DrainWatch()
+        self.hosts = HostWatch(self.world.machines)
         self.starts = PromisedStarts(scenario)
         self.disk_full = 0
-        self.links: list[FaultyLink] = []
-        self.controller: Controller | None = None
-        self.controllers: list[Controller] = []  # kept, so that no crashed one ends when the collector happens to run
+        self.process: _Process | None = None
+        self.processes: list[_Process] = []  # kept, so that no crashed one ends when the collector happens to run
+        self.older: _Process | None = None  # a controller that goes on beside the one that runs
+        self.unheard: set[str] = set()  # hosts that no later controller than that has commanded yet
         self.replacement: Callable[[], None] | None = None  # of the database, before the controller starts again
         self.inherited: set[str] = set()  # VMs that existed when the database was replaced
         self.store = self._open()
@@ -137,6 +164,8 @@ class _Simulation:
         self.world.cluster.hint = self._hint
         self.world.log = self._log
         self.plan.log = self._log
+        for host, agent in self.world.site.agents.items():
+            agent.epochs.taken = partial(self._inherit, host)
         self.operators = Operators(self._give, lambda: self.store.rows(), self._log, self.clock.wall)
 
     @classmethod
@@ -246,9 +275,10 @@ class _Simulation:
                 await self._replace_database(incident)
             case IncidentKind.DISK_FULL:
                 await self._fill_disk(incident)
-            case IncidentKind.CONTROLLER_CRASH:
-                if self.controller is not None:
-                    self._crash(incident.seconds)
+            case IncidentKind.CONTROLLER_RIVAL:
+                await self._start_rival(incident)
+            case IncidentKind.CONTROLLER_CRASH if self.controller is not None:
+                self._crash(incident.seconds)
 
     def _apply_to_vm(self, incident: Incident) -> None:
         world = self.world
@@ -292,6 +322,8 @@ class _Simulation:
                 await site.crash(host, incident.seconds)
             case IncidentKind.AGENT_DIES:
                 await site.stop_agent(host, incident.seconds)
+            case IncidentKind.AGENT_REPLACED:
+                await site.replace_agent(host, incident.seconds)
             case IncidentKind.LINK_HANGS:
                 await site.hang_link([host], incident.seconds)
             case _:
@@ -311,7 +343,7 @@ class _Simulation:
         site.cut_off(host)
         if incident.kind is IncidentKind.HOST_FENCED:
             await asyncio.sleep(incident.seconds / 2)
-            machines.switch_off(host)
+            await site.switch_off(host)
             until = self.loop.time() + incident.seconds / 2
             if self.scenario.world.pair.has_cloud:
                 self._log("incident: a rack of the cloud fails")
@@ -365,8 +397,7 @@ class _Simulation:
             self.controller.command(Command("drop", row.host, row.image, size=row.size, account=row.account))
 
     async def _replace_database(self, incident: Incident) -> None:
-        """The operator restores a copy, or has none and starts with an empty database. Later the operator ends the VMs
-        that nobody remembers and whose jobs wait in vain."""
+        """The operator restores a copy, or has none and starts with an empty database."""
         if incident.kind is IncidentKind.DATABASE_RESTORED:
             copied = self.store.copy()
             self._log("incident: a copy of the database is made")
@@ -376,6 +407,43 @@ class _Simulation:
             self.replacement = self._lose_database
         self._log(f"incident: {incident.kind}")
         self._crash(1.0)
+        await self._end_orphans()
+
+    async def _start_rival(self, incident: Incident) -> None:
+        """A controller starts on another machine, with a copy of the database, while the older one goes on, which
+        reaches the hosts, and not the scheduler. Which one is older, only the epoch says that it has taken."""
+        epochs = [agent.epochs.highest(SITE) for agent in self.world.site.agents.values()]
+        if self.older or self.process is None or self.process.run not in [epoch.holder for epoch in epochs]:
+            return
+        self._log(f"incident: {incident.kind}, {incident.seconds:.1f} s")
+        self.older, self.process, copied = self.process, None, self.store.copy()
+        self.older.links[0].disconnect()
+        self.store.at_commit = lambda _: None
+        self.store = self._open()
+        self.store.restore(copied)
+        self.unheard = set(self.world.site.agents)
+        self.world.cluster.unlist_offers()
+        self.seconds_down = 0.0
+        self.crashed.set()
+        await asyncio.sleep(incident.seconds)
+        for source in self.older.hypervisor.sources:
+            if isinstance(source, AgentSource):
+                self._log(f"the older controller ends; of {source.name} it knows: {source.connection.reason}")
+        if self.older.task.done():
+            self.older.task.result()
+        self.older.disconnect()
+        self.older.close()
+        self.older = None
+        await self._end_orphans()
+
+    def _inherit(self, host: str, run: str) -> None:
+        """A controller commands the host. What an older one has had made there until now is for it to find."""
+        if host in self.unheard and (self.older is None or self.older.run != run):
+            self.inherited |= self.world.site.agents[host].local.asked
+            self.unheard.discard(host)
+
+    async def _end_orphans(self) -> None:
+        """The operator ends VMs that nobody remembers and whose jobs wait in vain."""
         await asyncio.sleep(DECISION)
         while orphans := [vm for vm in self.store.rows().vms.values() if vm.state is VmState.ORPHAN]:
             for vm in orphans:
@@ -410,8 +478,10 @@ class _Simulation:
         self.commits += not after
         if after:
             rows = self.store.rows()
+            for host in self.unheard:
+                self.inherited |= self.world.site.agents[host].local.asked
             self.unclaimed.update(unclaimed_vms(rows, self.world, self.inherited))
-            self.drains.look(rows, self.clock.wall())
+            self.hosts.look(rows, self.clock.wall())
             if self.controller is not None:
                 self.overfull.update(overfull_pools(rows, self.controller.policy))
                 self.starts.check(self.controller.state, self.clock.wall())
@@ -434,40 +504,46 @@ class _Simulation:
         """Disconnect the controller from the world at once: a crashed process does not clean up."""
         self._log(f"the controller crashes at commit {self.commits}, for {seconds:.1f} s")
         self.seconds_down = seconds
-        self.controller = None
-        for link in self.links:
-            link.disconnect()
+        if self.process is not None:
+            self.process.disconnect()
+        self.process = None
         self.crashed.set()
+
+    @property
+    def controller(self) -> Controller | None:
+        """The controller that runs."""
+        return self.process.controller if self.process else None
+
+    def _start_controller(self) -> _Process:
+        run, agents = f"run-{len(self.processes)}", None
+        links = FaultyLink(self.plan, "scheduler"), FaultyLink(self.plan, "hypervisor")
+        if self.scenario.world.agents:
+            self.hypervisor = behind_agents = self.world.site.connect(self.store, run)
+            agents = asyncio.create_task(behind_agents.run())
+        controller = Controller(
+            self.store,
+            FaultyScheduler(self.scheduler, links[0]),
+            FaultyHypervisor(self.hypervisor, links[1]),
+            self.clock,
+            self.settings,
+            self.rng,
+        )
+        controller.fence_by(self.world.site)
+        return _Process(run, controller, links, self.hypervisor, agents, asyncio.create_task(controller.run()))
 
     async def _run_controllers(self) -> None:
         """Run a controller, and another one after each crash."""
         while True:
             self.crashed.clear()
-            self.links = [FaultyLink(self.plan, "scheduler"), FaultyLink(self.plan, "hypervisor")]
-            connections = None
-            if self.scenario.world.agents:
-                self.hypervisor = agents = self.world.site.connect(self.store, f"run-{len(self.controllers)}")
-                connections = asyncio.create_task(agents.run())
-            self.controller = Controller(
-                self.store,
-                FaultyScheduler(self.scheduler, self.links[0]),
-                FaultyHypervisor(self.hypervisor, self.links[1]),
-                self.clock,
-                self.settings,
-                self.rng,
-            )
-            self.controller.fence_by(self.world.site)
-            self.controllers.append(self.controller)
-            task = asyncio.create_task(self.controller.run())
+            self.process = process = self._start_controller()
+            self.processes.append(process)
             end = asyncio.create_task(self.crashed.wait())
-            await asyncio.wait([task, end], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([process.task, end], return_when=asyncio.FIRST_COMPLETED)
             if not self.crashed.is_set():
-                task.result()
-            self.crash_count += 1
-            if connections is not None:
-                connections.cancel()  # with the process its sockets are closed
-            task.cancel()  # never awaited: its calls do not return
-            task.add_done_callback(lambda task: task.cancelled() or task.exception())
+                process.task.result()
+            if process is not self.older:
+                self.crash_count += 1
+                process.close()
             await asyncio.sleep(self.seconds_down)
             self.store.forget()
             if self.replacement is not None:
@@ -485,7 +561,7 @@ class _Simulation:
         if self.world.unfinished() or self.world.leftovers() or self.controller is None or self.disk_full:
             return False
         rows = self.store.rows()
-        return not rows.attempts and not rows.vms
+        return not rows.attempts and not rows.vms and self.world.site.is_settled
 
     def _outcome(self) -> Outcome:
         rows, entries = self.store.rows(), self.store.journal()
@@ -494,7 +570,7 @@ class _Simulation:
             sorted(self.unclaimed)
             + sorted(self.overfull)
             + sorted(self.restless)
-            + sorted(self.drains.broken)
+            + sorted(self.hosts.broken)
             + sorted(self.starts.broken)
             + unclaimed_templates(rows, self.world)
         )

@@ -12,13 +12,14 @@ from multiverse.agent.connection import AgentConnection, ControllerIdentity
 from multiverse.agent.controller_epoch import ControllerEpoch
 from multiverse.agent.hypervisor import AgentHypervisor
 from multiverse.core.errors import Unknown
-from multiverse.core.model import Drain, HostState
+from multiverse.core.model import Drain, HostState, NodeState
 from multiverse.core.rows import Rows
 from multiverse.core.transition import Command
+from multiverse.simulation.cluster import Cluster
 from multiverse.simulation.faults import Incident, IncidentKind
 from multiverse.simulation.hypervisor import SimulatedHosts
 from multiverse.simulation.machines import Machines
-from multiverse.simulation.network import OneHost, SimulatedAgent
+from multiverse.simulation.network import NEIGHBOURS, STRANGERS, THIS, AgentBehaviour, Reached, SimulatedAgent
 from multiverse.store import Store
 
 BY_OPERATORS = (IncidentKind.HOST_DRAINED, IncidentKind.HOST_CLOSING, IncidentKind.HOST_REMOVED)
@@ -28,15 +29,17 @@ OF_SITES = (
     *BY_OPERATORS,
     IncidentKind.HOST_CRASHES,
     IncidentKind.AGENT_DIES,
+    IncidentKind.AGENT_REPLACED,
     IncidentKind.LINK_HANGS,
     IncidentKind.CONTROLLER_CUT_OFF,
 )
 """What happens only where hosts have agents behind links."""
 
-RELEASE = "1.0"
-
 RECONNECTION = 45.0
 """Seconds within which a controller reaches a host that is back: the longest pause before it connects, and more."""
+
+ASKING = (0.1, 20.0)
+"""Seconds until the scheduler's commands fail on a host that cannot reach it."""
 
 POWERED_OFF = 20.0
 """Seconds that a host is off which was fenced though it was back."""
@@ -50,17 +53,29 @@ Give = Callable[[Command], None]
 
 
 class SimulatedSite:
-    """The hosts as machines in a network. With `agents`, each has an agent behind a link of its own."""
+    """The hosts as machines in a network. With `hosts`, each has an agent behind a link of its own."""
 
-    def __init__(self, machines: Machines, hosts: SimulatedHosts | None, seed: int, log: Log) -> None:
+    def __init__(
+        self,
+        machines: Machines,
+        cluster: Cluster,
+        seed: int,
+        log: Log,
+        hosts: SimulatedHosts | None = None,
+        behaviour: AgentBehaviour | None = None,
+    ) -> None:
         self.machines, self._log, self._rng = machines, log, Random(f"{seed}/network")
-        self._seed = seed
+        self._seed, self._cluster = seed, cluster
         self._back: dict[str, float] = {}
+        self._off: set[str] = set()  # hosts without power
         self.agents: Mapping[str, SimulatedAgent] = {}
         self.violations: list[str] = []
         if hosts is not None:
+            machines.has_agents = True
             self.agents = {
-                source.name: SimulatedAgent(OneHost(hosts, source), RELEASE, Random(f"{seed}/{source.name}"))
+                source.name: SimulatedAgent(
+                    hosts, source, Random(f"{seed}/{source.name}"), behaviour, self._reached_from(source.name)
+                )
                 for source in hosts.all_sources
             }
             for agent in self.agents.values():
@@ -71,12 +86,29 @@ class SimulatedSite:
         removed = {host.name for host in store.rows().hosts.values() if host.state is HostState.REMOVED}
         hosts = [name for name in self.agents if name not in removed]
         epoch = ControllerEpoch(store.epoch, store.keep_epoch, hosts, 5.0)
-        who = ControllerIdentity(RELEASE, run, store.site)
+        who = ControllerIdentity(THIS.name, run, store.site)
 
         def connection(host: str) -> AgentConnection:
             return AgentConnection(host, self.agents[host], who, epoch, Random(f"{self._seed}/{run}/{host}"))
 
         return AgentHypervisor(hosts, connection)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the controller has had the time to find what is on hosts that have come back."""
+        return not self.agents or all(_now() - back > RECONNECTION for back in self._back.values())
+
+    def _reached_from(self, host: str) -> Reached:
+        """Which nodes the scheduler reaches, as its commands say on the host."""
+
+        async def reached(_: str) -> list[str]:
+            if host in self.machines.away or not self._cluster.up:
+                await asyncio.sleep(self._rng.uniform(*ASKING))
+                raise Unknown("the scheduler does not answer")
+            nodes = self._cluster.view().nodes
+            return [name for name, node in nodes.items() if node.state in (NodeState.IDLE, NodeState.BUSY)]
+
+        return reached
 
     # --- what happens to hosts
 
@@ -84,23 +116,30 @@ class SimulatedSite:
         """Nobody reaches the host any more: neither the controller nor the scheduler."""
         self.machines.go_away(host)
         if agent := self.agents.get(host):
-            agent.link.up.clear()
+            agent.link.cut()
 
     def reconnect(self, host: str) -> None:
+        """The opposite, also of `switch_off`."""
         self.machines.come_back(host)
         self._back[host] = _now()
         if agent := self.agents.get(host):
-            agent.link.up.set()
+            agent.link.mend()
+            if host in self._off:
+                agent.boot()
+        self._off.discard(host)
 
-    async def crash(self, host: str, seconds: float) -> None:
-        """The host loses its power for a while. Nothing on it remains."""
-        self.cut_off(host)
+    async def switch_off(self, host: str) -> None:
+        """A host that is cut off loses its power. Nothing on it remains."""
+        self._off.add(host)
         self.machines.switch_off(host)
         if agent := self.agents.get(host):
             await agent.stop()
+
+    async def crash(self, host: str, seconds: float) -> None:
+        """The host loses its power for a while."""
+        self.cut_off(host)
+        await self.switch_off(host)
         await asyncio.sleep(seconds)
-        if agent:
-            agent.start()
         self.reconnect(host)
 
     async def stop_agent(self, host: str, seconds: float) -> None:
@@ -109,16 +148,25 @@ class SimulatedSite:
         if agent.running is not None:
             await agent.stop()
             await asyncio.sleep(seconds)
-            agent.start()
+            if host not in self._off:
+                agent.start()
+
+    async def replace_agent(self, host: str, seconds: float) -> None:
+        """An agent of another release runs for a while, which understands the controller or not."""
+        agent, release = self.agents[host], self._rng.choice((*NEIGHBOURS, *STRANGERS))
+        self._log(f"the agent of {host} is of release {release.name}")
+        await agent.replace(release)
+        await asyncio.sleep(seconds)
+        await agent.replace(THIS)
 
     async def hang_link(self, hosts: list[str], seconds: float) -> None:
         """The controller's connections carry nothing for a while; the scheduler reaches the nodes all the same."""
-        links = [self.agents[host].link for host in hosts if self.agents[host].link.up.is_set()]
+        links = [self.agents[host].link for host in hosts]
         for link in links:
-            link.up.clear()
+            link.cut()
         await asyncio.sleep(seconds)
         for link in links:
-            link.up.set()
+            link.mend()
 
     # --- `ports.Fencing`
 
@@ -141,7 +189,7 @@ class SimulatedSite:
         if host not in self.machines.away:  # it came back meanwhile
             asyncio.get_running_loop().call_later(POWERED_OFF, self.reconnect, host)
             self.cut_off(host)
-        self.machines.switch_off(host)
+        await self.switch_off(host)
 
 
 @dataclass
@@ -202,17 +250,24 @@ class Operators:
         return known.state if known else None
 
 
-class DrainWatch:
-    """Checks at each commit that no VM is planned on a host that takes none, and that no attempt is admitted whose job
-    may still run on a host that is neither back nor fenced."""
+class HostWatch:
+    """Checks at each commit that no VM is planned on a host that takes none, that no attempt is admitted whose job
+    may still run on a host that is neither back nor fenced, and that nothing goes on on a host as it counts as
+    fenced."""
 
-    def __init__(self) -> None:
+    def __init__(self, machines: Machines) -> None:
         self.broken: set[str] = set()
+        self._machines = machines
+        self._fenced: set[str] = set()
         self._last_vm = 0
         self._claimed: set[int] = set()
 
     def look(self, rows: Rows, now: float) -> None:
         """`now` is the Unix time of the commit."""
+        fenced = {host.name for host in rows.hosts.values() if host.state is HostState.FENCED}
+        self.broken.update(f"host {name} counts as fenced, and VMs go on there" for name in fenced - self._fenced
+                           if self._machines.vms_on(name))  # fmt: skip
+        self._fenced = fenced
         for vm in rows.vms.values():
             host = rows.hosts.get(vm.host)
             if vm.id > self._last_vm and vm.state == "planned" and host is not None:

@@ -20,6 +20,7 @@ from multiverse.simulation.grid import GridCluster, SimulatedGrid
 from multiverse.simulation.guests import Guest, GuestBehaviour, Run
 from multiverse.simulation.hypervisor import SimulatedHosts
 from multiverse.simulation.machines import ABILITIES, Machines, SimulatedImage
+from multiverse.simulation.network import AgentBehaviour
 from multiverse.simulation.scheduler import SimulatedSlurm
 from multiverse.simulation.sites import SimulatedSite
 
@@ -60,7 +61,7 @@ class WorldSettings:
     floor: int = 0
     others: int = 0
     pair: Pair = Pair.SLURM_HOSTS
-    agents: bool = False  # hosts are reached through agents, over streams of bytes
+    agents: AgentBehaviour | None = None  # through which hosts are reached, over streams of bytes
     slow_sources: Mapping[str, float] = field(default_factory=dict)  # seconds that their observations take longer
 
 
@@ -82,7 +83,8 @@ class SimulatedWorld:
         self.machines = machines(self.settings.hosts, self.settings.images, self._boot, *limits)
         self.machines.delays.update(self.settings.slow_sources)
         local = SimulatedHosts(self.machines, Random(f"{seed}/agents")) if self.settings.agents else None
-        self.site = SimulatedSite(self.machines, local, seed, lambda text: self.log(text))
+        behaviour = self.settings.agents
+        self.site = SimulatedSite(self.machines, self.cluster, seed, lambda text: self.log(text), local, behaviour)
 
     def scheduler(self, rng: Random, image: ImageSettings | None = None) -> Scheduler:
         """The port of this world's scheduler."""

@@ -1,4 +1,5 @@
-"""Calls to the kernel that Python 3.11 lacks: namespaces (namespaces(7)) and mounts (mount(2)). All raise OSError."""
+"""Calls to the kernel that Python 3.11 lacks: namespaces (namespaces(7)), mounts (mount(2)), and the exchange of two
+names (renameat2(2)). All raise OSError."""
 
 from __future__ import annotations
 
@@ -14,8 +15,12 @@ CLONE_NEWIPC, CLONE_NEWPID, CLONE_NEWNET = 0x8000000, 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND = 1, 2, 4, 8, 32, 4096
 MS_MOVE, MS_REC, MS_PRIVATE, MNT_DETACH = 8192, 16384, 1 << 18, 2
 
+_AT_FDCWD = -100  # <fcntl.h>
+_RENAME_EXCHANGE = 2  # <linux/fs.h>
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
+_libc.renameat2.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
 
 
 def unshare(flags: int) -> None:
@@ -42,6 +47,12 @@ def umount(path: str) -> None:
 def pivot_root() -> None:
     """Make the working directory the root. The old root is mounted over it."""
     _check(_libc.pivot_root(b".", b"."), "pivot_root")
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Give two files or directories each other's name, at once. NFS and a few other file systems answer EINVAL."""
+    names = os.fsencode(one), os.fsencode(other)
+    _check(_libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE), f"{one}, {other}")
 
 
 def _check(result: int, what: str) -> None:

@@ -379,11 +379,11 @@ def _step_pinned(state: State, attempt: Attempt, seen: Sighting, world: World, p
         return
     if _return_if_changed(state, attempt, job):
         return
-    down = next((vm.name for vm in vms if state.offer_of(vm) and seen.view.is_down(vm.name)), "")
+    unusable = next((vm.name for vm in vms if state.offer_of(vm) and seen.view.is_unusable(vm.name)), "")
     if len(vms) < attempt.request.nodes or any(vm.state is VmState.DEAD for vm in vms):
         _return(state, attempt, Event.GAVE_UP, "a VM was lost before the job ran", failed=True)
-    elif down:
-        _return(state, attempt, Event.GAVE_UP, f"node {down} is down", failed=True)
+    elif unusable:
+        _return(state, attempt, Event.GAVE_UP, f"node {unusable} is {seen.view.nodes[unusable].state}", failed=True)
     elif seen.began - attempt.since > (policy.pin_timeout if job.eligible or not job.pinned else policy.held_timeout):
         why = f"the scheduler did not start it: {job.reason or 'no reason'}"
         _return(state, attempt, Event.PIN_EXPIRED, why, failed=True)

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property
 
-from multiverse.core.model import HostState, KnownHost, NodeState, VmState, World
+from multiverse.core.model import HostState, KnownHost, VmState, World
 from multiverse.core.policy import Policy
+from multiverse.core.runs import is_waited_for
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Effect, EffectKind, Event, Transition, transitions, unchanged
 
@@ -45,7 +46,7 @@ def hosts_to_step(state: State) -> list[str]:
 
 
 def step_host(state: State, name: str, world: World, policy: Policy, quorum: Quorum) -> None:
-    """Move one host by what is heard of it, and by whether the scheduler reaches its VMs."""
+    """Move one host by what is heard of it, and by whether the scheduler reaches its VMs and jobs wait for it."""
     host = state.hosts.get(name)
     if host is None or host.quarantined or host.state is H.REMOVED:
         return
@@ -60,10 +61,10 @@ def step_host(state: State, name: str, world: World, policy: Policy, quorum: Quo
     since = silent_since(host, world)
     if host.state is H.KNOWN:
         if state.now - since > policy.silence and is_given_up(state, host, world):
-            why = "nothing is heard of it, and the scheduler does not reach its VMs"
+            why = "nothing is heard of it, the scheduler does not reach its VMs, and a job waits for it"
             state.move(Change(replace(host, state=H.SILENT), Event.SILENT, why))
     elif state.now - since <= policy.silence or not is_given_up(state, host, world):
-        _find(state, host, "it is not silent any more, or the scheduler reaches a VM of it")
+        _find(state, host, "it is not silent any more, the scheduler reaches a VM of it, or no job waits for it")
     else:
         _step_silent(state, host, since, policy, quorum)
 
@@ -101,14 +102,18 @@ def silent_since(host: KnownHost, world: World) -> float:
 
 
 def is_given_up(state: State, host: KnownHost, world: World) -> bool:
-    """Whether the scheduler reaches none of the host's VMs, and has set one of their nodes DOWN: then it may queue
-    their jobs again, which wait for the host. While a node answers, the host is on, whatever has happened to its agent
-    or to the way there. While the scheduler is unknown, it queues nothing again, and nothing is concluded."""
+    """Whether the scheduler reaches none of the host's VMs, has given one of them up, and has queued a job again that
+    waits for the host. While a node answers, the host is on, whatever has happened to its agent or to the way there. We
+    set a node DOWN ourselves when its VM ends: mostly no job waits then. While the scheduler is unknown, it queues
+    nothing again, and nothing is concluded."""
     if world.scheduler is None:
         return False
-    nodes = world.scheduler.value.nodes
-    states = [nodes[vm.name].state for vm in state.vms_on(host.name) if vm.name in nodes]
-    return NodeState.DOWN in states and not any(one in (NodeState.IDLE, NodeState.BUSY) for one in states)
+    shown = world.scheduler.value.nodes
+    vms = state.vms_on(host.name)
+    nodes = [shown[vm.name] for vm in vms if vm.name in shown]
+    if not any(node.is_given_up for node in nodes) or any(node.answers for node in nodes):
+        return False
+    return any(is_waited_for(state, vm) for vm in vms)
 
 
 class Quorum:

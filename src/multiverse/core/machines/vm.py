@@ -199,8 +199,8 @@ def _step_starting(state: State, vm: Vm, seen: VmSeen | None, world: World, poli
     registered = node is not None and node.state in (NodeState.IDLE, NodeState.BUSY)
     if registered and seen is not None and seen.condition is VmCondition.RUNNING:
         state.move(Change(replace(vm, state=V.JOINED), Event.REGISTERED))
-    elif node is not None and node.state is NodeState.DOWN:
-        _fail(state, vm, f"its node came up down: {node.reason or 'no reason given'}")
+    elif node is not None and node.is_unusable:
+        _fail(state, vm, f"its node came up {node.state}: {node.reason or 'no reason given'}")
     elif world.node_began(vm.name) - _startable_since(state, vm, world) > policy.spawn_timeout:
         _fail(state, vm, f"its node did not register within {policy.spawn_timeout:g} s")
 

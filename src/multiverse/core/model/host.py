@@ -72,7 +72,9 @@ class Host:
     what a VM needs beside its guest's memory. `disks` says of images how large the files of their VMs can become; of an
     image that it does not name, VMs take their allowance. `self_fence` is after how many seconds without the controller
     and the scheduler its agent ends its VMs; 0: never. `overcommit` says how much more may be claimed than is declared;
-    an agent of an earlier release does not report it, and nothing is over-committed there. Memory and disk are in MiB.
+    an agent of an earlier release does not report it, and nothing is over-committed there. `features` are what its VMs
+    have because this host can do it, and `features_off` what they do without, each with the reason: shown to operators,
+    and of no consequence for decisions. Memory and disk are in MiB.
     """
 
     name: str
@@ -89,6 +91,8 @@ class Host:
     disks: Mapping[str, ImageDisk] = field(default_factory=dict)
     self_fence: float = 0.0
     overcommit: Overcommitment = Overcommitment()
+    features: frozenset[str] = frozenset()
+    features_off: Mapping[str, str] = field(default_factory=dict)
 
     def image_can(self, image: str, ability: str) -> bool:
         """Whether the image is there and has that ability."""
@@ -105,7 +109,7 @@ class Host:
 
 class HostState(StrEnum):
     KNOWN = "known"  # it belongs to the site; whether it is in reach, its source tells
-    SILENT = "silent"  # nothing is heard of it, and the scheduler does not reach its VMs either
+    SILENT = "silent"  # nothing is heard of it, the scheduler does not reach its VMs, and a job waits for it
     FENCING = "fencing"  # the same, and the site's fence command is to make sure that it is off
     FENCED = "fenced"  # it is surely off, and it has not been seen since
     REMOVED = "removed"  # an operator took it out of the site; the settings do not bring it back

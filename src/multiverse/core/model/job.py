@@ -95,7 +95,9 @@ class Job:
 class NodeState(StrEnum):
     IDLE = "idle"
     BUSY = "busy"  # runs a job, or is completing one
-    DOWN = "down"  # down, drained, failing or not answering
+    DRAINED = "drained"  # gets no job any more: drained, failing, or registered wrongly; the jobs on it go on
+    SILENT = "silent"  # does not answer; the scheduler still waits for it, and for the jobs on it
+    DOWN = "down"  # given up: the scheduler ends the jobs on it, or queues them again
     JOINING = "joining"  # known by name, not registered yet
 
 
@@ -107,6 +109,21 @@ class Node:
     state: NodeState
     features: tuple[str, ...] = ()
     reason: str = ""
+
+    @property
+    def answers(self) -> bool:
+        """Whether the scheduler reaches it, be it of use or not."""
+        return self.state in (NodeState.IDLE, NodeState.BUSY, NodeState.DRAINED)
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the scheduler takes the jobs on it for lost."""
+        return self.state is NodeState.DOWN
+
+    @property
+    def is_unusable(self) -> bool:
+        """Whether it gets no job, though it has registered."""
+        return self.state in (NodeState.DRAINED, NodeState.SILENT, NodeState.DOWN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +166,9 @@ class SchedulerView:
     jobs_began: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     nodes_began: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
-    def is_down(self, node: str) -> bool:
-        """Whether the node is known and DOWN."""
-        return node in self.nodes and self.nodes[node].state is NodeState.DOWN
+    def is_unusable(self, node: str) -> bool:
+        """Whether the node is known and gets no job."""
+        return node in self.nodes and self.nodes[node].is_unusable
 
     @cached_property
     def occupied(self) -> Set[str]:

@@ -113,7 +113,8 @@ class Admission:
         self.room = room_of(context)
         self.making = Making(context, self.room)
         self.limits = self._limits_left()
-        self.orphaned = {vm.job_id: vm for vm in self.state.vms_in(VmState.ORPHAN, *LEAVING_STATES) if vm.job_id}
+        unexplained = self.state.vms_in(VmState.ORPHAN, VmState.LOST, *LEAVING_STATES)
+        self.orphaned = {vm.job_id: vm for vm in unexplained if vm.job_id}
         self.promised: set[int] = set()  # spares that jobs wait for until they are withdrawn from other jobs
         self.blocked = ""  # why the first job that waits for capacity waits
         self.blockage = Blockage.NONE

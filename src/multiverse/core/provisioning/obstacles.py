@@ -12,6 +12,7 @@ from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.draining import drained_hosts
 from multiverse.core.provisioning.largest import largest_on
 from multiverse.core.provisioning.templates import could_hold
+from multiverse.core.runs import may_hold_earlier_run
 from multiverse.core.state import State
 
 
@@ -66,15 +67,13 @@ def _largest(context: Context, attempt: Attempt, kind: CloneKind, templates: ByH
 
 
 def why_earlier_run(state: State, attempt: Attempt, orphaned: Mapping[str, Vm]) -> str:
-    """Why an earlier run of the same job may still go on, if it may. The scheduler queues a job again as
-    soon as its node is silent, and no job may run twice. `orphaned` are VMs that no record explained, by their jobs."""
-    for other in state.attempts_of_job(attempt.job.job_id):
-        if other.job.restarts >= attempt.job.restarts:
-            continue
-        for vm in state.vms_of(other):
-            if vm.state is VmState.LOST:
-                where = f"host {vm.host} is out of reach, neither back nor fenced"
-                return f"its earlier run may go on in {vm.name}: {where}"
-            return f"waiting until {vm.name} of its earlier run is gone"
+    """Why an earlier run of the same job may still go on, if it may. `orphaned` are VMs that no record explained, by
+    their jobs."""
+    mine = (vm for other in state.attempts_of_job(attempt.job.job_id) for vm in state.vms_of(other))
+    vm = next((vm for vm in mine if may_hold_earlier_run(state, vm, attempt)), None)
+    if vm is not None and vm.state is VmState.LOST:
+        return f"its earlier run may go on in {vm.name}: host {vm.host} is out of reach, neither back nor fenced"
+    if vm is not None:
+        return f"waiting until {vm.name} of its earlier run is gone"
     orphan = orphaned.get(attempt.job.job_id)
     return f"its earlier run may go on in {orphan.name}, which no record explained" if orphan else ""

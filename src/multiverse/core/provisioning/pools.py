@@ -12,7 +12,6 @@ from multiverse.core.model import (
     Claim,
     CloneKind,
     Host,
-    NodeState,
     OfferState,
     TemplateState,
     Vm,
@@ -177,7 +176,7 @@ def _why_spent(context: Context, vm: Vm, pool: Pool) -> str:
     template = state.template_for(vm.template) if vm.template else None
     node, seen, host = context.scheduler.nodes.get(vm.name), world.vm(vm), context.hosts.get(vm.host)
     there = (VmState.PARKED, VmState.JOINED)
-    down = node is None or node.state is NodeState.DOWN
+    unusable = node is None or node.is_unusable
     if host is not None and vm.image not in host.images:
         return "its image is gone"
     if template is None or template.state is not TemplateState.READY:
@@ -186,8 +185,8 @@ def _why_spent(context: Context, vm: Vm, pool: Pool) -> str:
         return f"it is older than {pool.max_age:g} s"
     if vm.state in there and seen is not None and seen.reason:
         return seen.reason  # a daemon in it has ended
-    if vm.state is VmState.JOINED and world.node_began(vm.name) > vm.since and down:
-        return f"its node is down: {node.reason}" if node else "its node is gone"
+    if vm.state is VmState.JOINED and world.node_began(vm.name) > vm.since and unusable:
+        return f"its node is {node.state}: {node.reason}" if node else "its node is gone"
     return ""
 
 

@@ -25,7 +25,7 @@ from multiverse.core.model import (
     vm_prefix,
 )
 from multiverse.host.qemu.library import QemuHost, QemuHostConfig
-from multiverse.host.qemu.machine import Accelerator
+from multiverse.host.qemu.machine import Accelerator, Feature
 from multiverse.host.specification import Specification
 
 T = TypeVar("T")
@@ -94,6 +94,10 @@ class QemuHypervisor:
     def _resume_and_observe(self) -> HypervisorView:
         self._host.resume_paused()
         return self._host.observe()
+
+    async def list_vms(self) -> Sequence[str]:
+        """See `QemuHost.list_vms`: unlike an observation it asks for nothing that has to be tried first."""
+        return await self._in_thread(self._host.list_vms)
 
     async def measure(self) -> Mapping[str, tuple[float, float, float]]:
         """See `QemuHost.measure`."""
@@ -222,5 +226,11 @@ def host_config(settings: Settings, site: str) -> QemuHostConfig:
         largest=Size(qemu.max_cpus, qemu.max_memory),
         scratch=settings.image.scratch,
         tb_size=qemu.tb_size,
+        features={
+            Feature.VHOST_NET: qemu.vhost_net,
+            Feature.HUGE_PAGES: qemu.huge_pages,
+            Feature.NATIVE_AIO: qemu.native_aio,
+            Feature.IOTHREAD: qemu.iothread,
+        },
         guests=(str(network[settings.network.first]), str(network[-2])),
     )

@@ -6,7 +6,7 @@ sinfo groups nodes with equal cells in one row, so a large cluster of bare-metal
 from __future__ import annotations
 
 from multiverse.core.errors import Unknown
-from multiverse.core.model import Node, NodeState, vm_prefix
+from multiverse.core.model import Node, vm_prefix
 from multiverse.drivers.slurm import parse
 from multiverse.drivers.slurm.command import SlurmCommands
 
@@ -46,7 +46,7 @@ class NodeTable:
 async def reached_nodes(commands: SlurmCommands, site: str) -> list[str]:
     """The nodes of the site that slurmctld reaches, by name. Raises as `SlurmCommands.run`."""
     found = NodeTable().read(await commands.run("sinfo", "-a", "-O", FORMAT), site)
-    return [name for name, node in found.items() if node.state in (NodeState.IDLE, NodeState.BUSY)]
+    return [name for name, node in found.items() if node.answers]
 
 
 def _cells(row: str) -> list[str]:

@@ -56,10 +56,15 @@ _FREE_REASONS = frozenset(
     ["None", "Priority", "Resources", "ReqNodeNotAvail", "NodeDown", "PartitionConfig", "BadConstraints", "BeginTime"]
 ) | {""}
 _USER_HOLDS = ("JobHeldUser", "JobHeldAdmin")
-_NODE_DOWN = frozenset(
-    ("DOWN", "DRAIN", "DRAINED", "DRAINING", "FAIL", "ERROR", "NOT_RESPONDING", "INVALID_REG", "POWERED_DOWN")
-)
-_NODE_BUSY = frozenset(("ALLOCATED", "MIXED", "COMPLETING"))
+# Of several words the first state here counts. slurmctld ends the jobs of a node that is DOWN; those of one that it
+# does not reach run on until SlurmdTimeout, and those of one that is drained as long as they like.
+_NODE_STATES = {
+    NodeState.DOWN: frozenset(("DOWN",)),
+    NodeState.SILENT: frozenset(("NOT_RESPONDING", "POWERED_DOWN")),
+    NodeState.DRAINED: frozenset(("DRAIN", "DRAINED", "DRAINING", "FAIL", "ERROR", "INVALID_REG")),
+    NodeState.BUSY: frozenset(("ALLOCATED", "MIXED", "COMPLETING")),
+    NodeState.IDLE: frozenset(("IDLE",)),
+}
 _KINDS = frozenset(kind.value for kind in CloneKind)
 PLACE = "place-"  # before the name of a placement policy, as a feature
 _NO_THREADS = 0x7FFE  # an unset --thread-spec in 24.11's JSON: NO_VAL16 without its highest bit
@@ -373,13 +378,8 @@ def _node(record: Record) -> Node:
 
 def node(name: str, states: Iterable[str], features: str, reason: str) -> Node:
     """A node with the words of its state."""
-    words_of_state = {word.upper() for word in states}
-    if words_of_state & _NODE_DOWN:
-        state = NodeState.DOWN
-    elif words_of_state & _NODE_BUSY:
-        state = NodeState.BUSY
-    else:
-        state = NodeState.IDLE if "IDLE" in words_of_state else NodeState.JOINING
+    shown = {word.upper() for word in states}
+    state = next((state for state, words_of_it in _NODE_STATES.items() if shown & words_of_it), NodeState.JOINING)
     return Node(name, state, words("" if features == "(null)" else features), reason)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from multiverse.core.errors import Gone, Refused
@@ -15,19 +15,21 @@ from multiverse.host.cgroups import Cgroups
 from multiverse.host.firewall import Firewall
 from multiverse.host.memfd import SealedMemory
 from multiverse.host.namespaces import System
-from multiverse.host.qemu import probe, templates
+from multiverse.host.qemu import features, probe, templates
 from multiverse.host.qemu.ability_cache import AbilityCache
 from multiverse.host.qemu.connections import Connections
+from multiverse.host.qemu.features import HostFeatures
 from multiverse.host.qemu.full_disk import PausedGuests
-from multiverse.host.qemu.machine import Accelerator, Memory, QemuMachine, limits
+from multiverse.host.qemu.machine import Accelerator, Feature, Memory, QemuMachine, limits
 from multiverse.host.qemu.output import OutputStore
-from multiverse.host.qemu.session import Paths
+from multiverse.host.qemu.session import Launch, Paths, QemuSession
 from multiverse.host.qemu.templates import FrozenTemplate
 from multiverse.host.registry import VmRegistry
 from multiverse.host.specification import Specification
 from multiverse.host.uids import UidPool
 from multiverse.images.catalog import Image
 from multiverse.images.store import ImageStore
+from multiverse.system import tsc
 
 _TEMPLATE_MAC = "02:00:00:00:00:01"  # a template is on no bridge; each clone gets a MAC of its own
 _IDLE_THREADS = 128  # QEMU's pool has 64 at most (util/thread-pool.c), and starts some more for a moment
@@ -43,7 +45,8 @@ class QemuHostConfig:
     one that a VM can be plugged up to, and `capacity` what the host declares; `overcommit` lets VMs claim more than
     that. `scratch` is what the users of each VM may write to its disk, if the VM's own size does not say more.
     `tb_size` is emulation's cache of translated code, 0 for QEMU's default. `guests` are the first and the last address
-    that a VM of any host can have. Images that are not in `images` are copied from `image_source`.
+    that a VM of any host can have. Images that are not in `images` are copied from `image_source`. `features` are the
+    modes of `HostFeatures`.
     """
 
     host: str
@@ -64,6 +67,7 @@ class QemuHostConfig:
     tb_size: int = 0
     image_source: Path | None = None
     guests: tuple[str, str] = ("0.0.0.0", "0.255.255.255")
+    features: Mapping[Feature, str] = field(default_factory=dict)
 
 
 class VmStageTimer:
@@ -88,8 +92,14 @@ class HostContext:
         self.version = probe.qemu_version(config.binary)
         found = probe.accelerator(config.accelerator, config.binary, self.version, config.cache / "kvm.json")
         relocates = probe.is_since(self.version, 8)
-        self.accelerator: Accelerator = replace(found, tb_size=config.tb_size, relocates=relocates)
+        self.accelerator: Accelerator = replace(
+            found, tb_size=config.tb_size, relocates=relocates, tsc_khz=tsc.measured_khz() or 0
+        )
         self.maps_readonly = probe.is_since(self.version, 8, 2)  # see `memfd`
+        trials = features.trials(
+            config.binary, self.version, self.accelerator, config.vms, config.cache / "features.json"
+        )
+        self.features = HostFeatures(config.features, self.accelerator, trials)
         self.abilities = AbilityCache(config.cache / "guests.json", f"{self.version} {found.name}")
         self.images = ImageStore(
             config.images, config.image_source, lambda path: path_security.check(path, inside=True)
@@ -144,6 +154,13 @@ class HostContext:
         key = templates.key_of(image, self.template_machine(image, template.size)(Path("/"), Path("/")), self.version)
         return (template.path.name, template.key) == (templates.directory_name(which), key)
 
+    def launch(self, launch: Launch) -> QemuSession:
+        """Start a QEMU. If it is the first, and does not start, later ones are started without its features."""
+        used = launch.machine.features
+        session = QemuSession.launch(replace(launch, failed=lambda reason: self.features.failed(used, reason)))
+        self.features.started(used)
+        return session
+
     # --- machines -------------------------------------------------------------------------------------
 
     def template_machine(self, image: Image, size: Size) -> Callable[[Path, Path], QemuMachine]:
@@ -171,7 +188,11 @@ class HostContext:
         else:
             memory = Memory(template.size.memory, template.memory)
             plain = template.with_stubs(self._machine(image, template.size, memory, disk))
-        return replace(plain, name=spec.name, mac=spec.mac, disk_format="raw" if disk.suffix == ".raw" else "qcow2")
+        plain = replace(plain, name=spec.name, mac=spec.mac)
+        if spec.kind is not CloneKind.FULL:
+            return plain
+        native = self.features.in_use & {Feature.NATIVE_AIO}
+        return replace(plain, disk_format="raw", features=plain.features | native)
 
     def _machine(self, image: Image, size: Size, memory: Memory, disk: Path) -> QemuMachine:
         return QemuMachine(
@@ -186,6 +207,7 @@ class HostContext:
             kernel=image.kernel,
             initrd=image.initrd,
             cmdline=self.accelerator.cmdline(image.cmdline),
+            features=self.features.in_use & {Feature.VHOST_NET, Feature.IOTHREAD},
         )
 
     def largest(self, image: Image, size: Size) -> Size:

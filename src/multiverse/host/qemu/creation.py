@@ -175,7 +175,7 @@ def _launch(host: HostContext, spec: Specification, parts: _Parts, timer: VmStag
         host.cgroups.add_process(spec.name, identity.pid, threads)
 
     with _mapped(host, machine, template) as (mapped, fds):
-        session = QemuSession.launch(
+        session = host.launch(
             Launch(
                 mapped,
                 paths,

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import structlog
+
 from multiverse.core.errors import Exhausted
 from multiverse.host.manifest import Manifest
-from multiverse.host.qemu.machine import DIMMS
+from multiverse.host.qemu.machine import DIMMS, HUGE_PAGE
 from multiverse.host.qemu.qmp import Command, Monitor, QmpError
+
+log = structlog.get_logger(__name__)
 
 _BLOCK = 128  # MiB: x86 Linux accepts plugged memory in blocks of this size
 _RATIO = 8  # see `dimm_sizes`
@@ -28,14 +34,21 @@ def dimm_sizes(memory: int, plugged: int) -> list[int]:
     return sizes
 
 
-def plug(monitor: Monitor, known: Manifest, cpus: int, plugged: int) -> None:
-    """Plug the VM of that manifest up to `cpus` CPUs, and `plugged` MiB of memory.
+def plug(monitor: Monitor, known: Manifest, cpus: int, plugged: int, *, huge: bool = False) -> int:
+    """Plug the VM of that manifest up to `cpus` CPUs, and `plugged` MiB of memory. Returns how many MiB of the memory
+    are in huge pages.
 
-    Devices are found by their ids, so what an earlier, interrupted call has plugged is left. Raises `Exhausted` if the
-    machine has no room for as much.
+    With `huge` these are used as far as enough of them are free; the log says so if they are not. Devices and objects
+    are found by their ids, so what an earlier, interrupted call has plugged is left. Raises `Exhausted` if the machine
+    has no room for as much.
     """
-    present = {device["name"] for device in monitor.execute("qom-list", path="/machine/peripheral")}
-    commands = _memory_commands(known, plugged, present)
+    listed: list[Command] = [("qom-list", {"path": path}) for path in ("/machine/peripheral", "/objects")]
+    present, objects = ({one["name"] for one in found} for found in monitor.execute_all(listed))
+    sizes = dict(enumerate(dimm_sizes(known.memory, plugged)))
+    if huge:
+        missing = {n: size for n, size in sizes.items() if not {f"mem{n}", f"huge{n}"} & objects}
+        objects |= _allocate_huge(monitor, known.name, missing)
+    commands = _memory_commands(known, sizes, present, objects)
     if cpus > known.cpus:
         commands += _cpu_commands(monitor, known, cpus, present)
     try:
@@ -46,18 +59,38 @@ def plug(monitor: Monitor, known: Manifest, cpus: int, plugged: int) -> None:
             f"cannot plug VM {known.name} up to {cpus} CPUs and {plugged} MiB more: {error.message}",
             hint="does its template allow as much? see host.cores, host.memory",
         ) from error
+    return sum(size for number, size in sizes.items() if f"huge{number}" in objects)
 
 
-def _memory_commands(known: Manifest, plugged: int, present: set[str]) -> list[Command]:
+def _allocate_huge(monitor: Monitor, name: str, sizes: Mapping[int, int]) -> set[str]:
+    """Make backends of huge pages, by the numbers of their DIMMs. Returns the names of those for which there are enough
+    free pages: QEMU reserves a backend's pages when it makes it, so a guest never finds too few."""
+    made: set[str] = set()
+    for number, size in sizes.items():
+        options = {"size": size << 20, "hugetlb": True, "hugetlbsize": HUGE_PAGE}
+        try:
+            monitor.execute("object-add", **{"qom-type": "memory-backend-memfd", "id": f"huge{number}", **options})
+        except QmpError as error:
+            left = sum(size for other, size in sizes.items() if other >= number)
+            log.warning("memory plugged without huge pages", vm=name, mib=left, reason=error.message)
+            break
+        made.add(f"huge{number}")
+    return made
+
+
+def _memory_commands(known: Manifest, sizes: Mapping[int, int], present: set[str], objects: set[str]) -> list[Command]:
+    """The commands that plug what is not `present`, each DIMM on its backend of huge pages if it has one."""
     commands: list[Command] = []
-    for number, size in enumerate(dimm_sizes(known.memory, plugged)):
+    for number, size in sizes.items():
         if f"dimm{number}" in present:
             continue
         if number >= DIMMS:
             raise Exhausted(f"VM {known.name} has no memory slot left", hint="destroy it and create it again")
-        backend = {"qom-type": "memory-backend-ram", "id": f"mem{number}", "size": size << 20}
-        device = {"driver": "pc-dimm", "id": f"dimm{number}", "memdev": f"mem{number}"}
-        commands += [("object-add", backend), ("device_add", device)]
+        backend = f"huge{number}" if f"huge{number}" in objects else f"mem{number}"
+        if backend not in objects:
+            ordinary = {"qom-type": "memory-backend-ram", "id": backend, "size": size << 20}
+            commands.append(("object-add", ordinary))
+        commands.append(("device_add", {"driver": "pc-dimm", "id": f"dimm{number}", "memdev": backend}))
     return commands
 
 

@@ -132,6 +132,7 @@ class QemuHost:
             system=context.system,
             abandoned=lambda: self._closed or abandoned(),
             booted=lambda report: self._record_abilities(image, which.size, report),
+            launch=context.launch,
         )
         return templates.build(config.templates, order)
 

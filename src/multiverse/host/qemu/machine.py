@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from multiverse.core.model import Size
@@ -11,10 +12,12 @@ from multiverse.guest.protocol import PORT
 # System calls that QEMU does not need, above all to run a program, are refused (seccomp(2)): a guest that has taken
 # over its QEMU cannot use them.
 _SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
+_MODERN = "disable-legacy=on,disable-modern=off"
 SPARE_PORTS = 4  # PCI Express root ports for devices plugged later
 DIMMS = 8  # slots for memory plugged later
-# An emulated CPU needs no mitigations, has one clock, and nothing to calibrate: QEMU's time-stamp counter runs at 1
-# GHz, which is 4000000 per tick of Debian's 250 Hz. Without `lpj` each plugged CPU calibrates for 0.2 s.
+HUGE_PAGE = 2 << 20  # bytes; memory is plugged in blocks of 128 MiB, so pages of 1 GiB would not fit
+# An emulated CPU needs no mitigations and has one clock. Without `lpj` each plugged CPU calibrates for 0.2 s; the value
+# scales only the delays of drivers for real devices, which an emulated device does not need.
 _TCG_CMDLINE = ("mitigations=off", "tsc=reliable", "lpj=4000000", "cpu_init_udelay=0")
 # A kernel that boots with one CPU removes the lock prefixes from its code, and restores them when a CPU is plugged.
 # This takes half a second under emulation, and the code is no longer shared with the template.
@@ -25,15 +28,26 @@ _CMDLINE = ("noreplace-smp",)
 _NO_RANDOMIZATION = ("norandmaps",)
 
 
+class Feature(StrEnum):
+    """What VMs of a host can have if the host can do it. Operators see these names."""
+
+    VHOST_NET = "vhost-net"  # the kernel moves a VM's frames; its QEMU does not
+    HUGE_PAGES = "huge-pages"  # plugged memory consists of pages of 2 MiB
+    NATIVE_AIO = "native-aio"  # the kernel reads and writes a full clone's disk asynchronously, past its page cache
+    IOTHREAD = "iothread"  # QEMU serves the disk in a thread of its own
+
+
 @dataclass(frozen=True)
 class Accelerator:
     """How guests' instructions are executed: `kvm` or `tcg` (emulation). `tb_size` is the size in MiB of emulation's
     cache of translated code; 0 means QEMU's own default, one GiB. `relocates` says that emulation finds translated code
-    again when the same program lies at another address."""
+    again when the same program lies at another address. `tsc_khz` is the frequency in kHz of the host's time-stamp
+    counter, 0 if it is not known."""
 
     name: str
     tb_size: int = 0
     relocates: bool = True
+    tsc_khz: int = 0
 
     @property
     def options(self) -> str:
@@ -66,6 +80,14 @@ class Accelerator:
         emulated = () if self.name == "kvm" else (*_TCG_CMDLINE, *(() if self.relocates else _NO_RANDOMIZATION))
         return " ".join((image, *_CMDLINE, *emulated))
 
+    @property
+    def clock(self) -> tuple[str, ...]:
+        """What the kernel's command line says of the clock. An emulated CPU shows the host's time-stamp counter
+        (softmmu/cpu-timers.c). A guest that waits for the host's CPU while it measures that counter against a timer
+        gets a frequency that is several times too low (seen: 976 instead of 2596 MHz on a busy host), and its clock is
+        too fast for as long as it lives."""
+        return (f"tsc_early_khz={self.tsc_khz}",) if self.tsc_khz and self.name != "kvm" else ()
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -80,19 +102,22 @@ class Memory:
 
 @dataclass(frozen=True)
 class Wiring:
-    """What one QEMU is connected to: the descriptors of its listening sockets and of its tap, and its console's log."""
+    """What one QEMU is connected to: the descriptors of its listening sockets and of its tap, and its console's log.
+    `vhost` is the descriptor of /dev/vhost-net, for a machine with that feature."""
 
     monitor: int
     agent: int
     tap: int
     console: Path
+    vhost: int | None = None
 
 
 @dataclass(frozen=True)
 class QemuMachine:
     """One VM, as QEMU is to create it. `limits` is the size that it can have after plugging. With `waits_for_room` the
     guest is paused when the host's disk is full (see `full_disk`); otherwise it sees an error. Other errors, as of a
-    file that exceeds RLIMIT_FSIZE, are the guest's in any case."""
+    file that exceeds RLIMIT_FSIZE, are the guest's in any case. `HUGE_PAGES` is no feature of a machine: see `hotplug`.
+    """
 
     name: str
     accelerator: Accelerator
@@ -106,6 +131,7 @@ class QemuMachine:
     initrd: Path
     cmdline: str
     waits_for_room: bool = True
+    features: frozenset[Feature] = frozenset()
 
     def shape(self) -> list[str]:
         """The arguments that must be the same for a template and its clones. The others may differ."""
@@ -124,12 +150,9 @@ class QemuMachine:
 
     def argv(self, binary: str, wiring: Wiring, *, paused: bool, incoming: bool = False) -> list[str]:
         """The whole command line of QEMU."""
-        on_error = f"werror={'enospc' if self.waits_for_room else 'report'},rerror=report"
-        modern = "disable-legacy=on,disable-modern=off"
         argv = [binary, "-name", self.name, "-nodefaults", "-no-user-config", "-display", "none", "-vga", "none",
                 "-no-reboot", "-action", "panic=shutdown,watchdog=shutdown", "-rtc", "base=utc",
                 "-global", "migration.x-events=on", "-sandbox", _SANDBOX]  # fmt: skip
-        quiet = "romfile=,guest_announce=off"  # no boot ROM; a clone announces itself once it has its address
         if self.memory.file is not None:
             how = ("on" if self.memory.shared else "off") + (",readonly=on,rom=off" if self.memory.readonly else "")
             argv += [
@@ -137,23 +160,41 @@ class QemuMachine:
                 f"memory-backend-file,id=ram,size={self.memory.size}M,mem-path={_value(self.memory.file)},share={how}",
             ]
         argv += self.shape()
-        argv += ["-kernel", str(self.kernel), "-initrd", str(self.initrd), "-append", self.cmdline,
+        cmdline = " ".join((self.cmdline, *self.accelerator.clock))
+        argv += ["-kernel", str(self.kernel), "-initrd", str(self.initrd), "-append", cmdline,
                  "-chardev", f"socket,id=qmp,fd={wiring.monitor},server=on,wait=off",
                  "-mon", "chardev=qmp,mode=control",
                  "-chardev", f"file,id=console,path={_value(wiring.console)},append=on", "-serial", "chardev:console",
-                 "-device", f"virtio-serial-pci,id=vserial,bus=pcie.0,addr=3,max_ports=4,{modern}",
+                 "-device", f"virtio-serial-pci,id=vserial,bus=pcie.0,addr=3,max_ports=4,{_MODERN}",
                  "-chardev", f"socket,id=agent,fd={wiring.agent},server=on,wait=off",
                  "-device", f"virtserialport,bus=vserial.0,nr=1,chardev=agent,name={PORT}",
-                 "-blockdev", f"driver=file,node-name=file,filename={_value(self.disk)},discard=unmap",
-                 "-blockdev", f"driver={self.disk_format},node-name=disk,file=file,discard=unmap",
-                 "-device", f"virtio-blk-pci,drive=disk,bus=pcie.0,addr=4,num-queues=1,{on_error},{modern}",
-                 "-netdev", f"tap,id=net,fd={wiring.tap}",
-                 "-device", f"virtio-net-pci,netdev=net,mac={self.mac},bus=pcie.0,addr=5,{quiet},{modern}"]  # fmt: skip
+                 *self.disk_argv(), *self.network_argv(wiring)]  # fmt: skip
         if paused:
             argv.append("-S")
         if incoming:
             argv += ["-incoming", "defer"]
         return argv
+
+    def disk_argv(self) -> list[str]:
+        """The arguments for the disk. The files below an overlay are opened as usual, so that all clones share what is
+        cached of them."""
+        on_error = f"werror={'enospc' if self.waits_for_room else 'report'},rerror=report"
+        native = ",cache.direct=on,aio=native" if Feature.NATIVE_AIO in self.features else ""
+        argv, served = [], ""
+        if Feature.IOTHREAD in self.features:
+            argv, served = ["-object", "iothread,id=io"], ",iothread=io"
+        return [*argv, "-blockdev", f"driver=file,node-name=file,filename={_value(self.disk)},discard=unmap{native}",
+                "-blockdev", f"driver={self.disk_format},node-name=disk,file=file,discard=unmap",
+                "-device", f"virtio-blk-pci,drive=disk,bus=pcie.0,addr=4,num-queues=1,{on_error},{_MODERN}{served}",
+                ]  # fmt: skip
+
+    def network_argv(self, wiring: Wiring) -> list[str]:
+        """The arguments for the interface."""
+        vhost = f",vhost=on,vhostfd={wiring.vhost}" if wiring.vhost is not None else ""
+        quiet = "romfile=,guest_announce=off"  # no boot ROM; a clone announces itself once it has its address
+        return ["-netdev", f"tap,id=net,fd={wiring.tap}{vhost}",
+                "-device", f"virtio-net-pci,netdev=net,mac={self.mac},bus=pcie.0,addr=5,{quiet},{_MODERN}",
+                ]  # fmt: skip
 
 
 def limits(base: Size, capacity: Size, most: Size) -> Size:

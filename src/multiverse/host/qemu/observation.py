@@ -103,6 +103,8 @@ class HostObserver:
             available_disk=available_disk(config.vms) >> 20 if config.vms.is_dir() else None,
             disks={image.name: self._host.image_disk(image) for image in present},
             overcommit=config.overcommit,
+            features=frozenset(self._host.features.in_use),
+            features_off={str(one): reason for one, reason in self._host.features.lacking.items()},
         )
 
     def _templates(self) -> list[TemplateSeen]:
@@ -176,7 +178,8 @@ class HostObserver:
             cpu_s = process.cpu_seconds(known.pid)
             if cpu_s == before.cpu_s and known.phase is VmPhase.STARTED:
                 self._host.paused.ask(seen.name)
-            before = replace(seen, cpu_s=cpu_s, private=private, shared=shared)
+            # The kernel counts huge pages in no process's resident memory (proc(5)).
+            before = replace(seen, cpu_s=cpu_s, private=private + known.huge_memory, shared=shared)
             self._figures[seen.name] = (now, before)
             self._copy_outputs(known)
         return replace(seen, cpu_s=before.cpu_s, private=before.private, shared=before.shared)

@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 import time
 import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import structlog
@@ -97,31 +98,44 @@ def _probe(binary: str) -> str:
         os.close(os.open("/dev/kvm", os.O_RDWR | os.O_CLOEXEC))
     except OSError as error:
         return f"/dev/kvm: {error.strerror}"
-    took, reason = _boot(binary, Accelerator("tcg"), 10 * _LIMIT)
+    took, reason = boot_sector(binary, Accelerator("tcg"), 10 * _LIMIT)
     if reason:
         return f"emulation does not run one either: {reason}"
     limit = min(_LIMIT, _SLOWER * took)
     for _ in range(_TRIES):
-        _, reason = _boot(binary, Accelerator("kvm"), limit)
+        _, reason = boot_sector(binary, Accelerator("kvm"), limit)
         if not reason:
             return ""
     return f"{reason}; emulated, the same took {took:.2f} s"
 
 
-def _boot(binary: str, accelerator: Accelerator, limit: float) -> tuple[float, str]:
-    """Seconds that the boot took, up to `limit`, and the problem, if there was one."""
-    with tempfile.NamedTemporaryFile(suffix=".img") as disk:
+def _plain_disk(disk: Path) -> list[str]:
+    return ["-drive", f"file={disk},format=raw,if=ide,readonly=off,snapshot=on"]
+
+
+def boot_sector(
+    binary: str,
+    accelerator: Accelerator,
+    limit: float,
+    devices: Callable[[Path], Sequence[str]] = _plain_disk,
+    place: Path | None = None,
+    fds: Sequence[int] = (),
+) -> tuple[float, str]:
+    """Boot the sector, on a disk in the directory `place`, with the devices that QEMU's arguments describe. QEMU
+    inherits `fds`. Returns the seconds that it took, up to `limit`, and the problem, if there was one. Raises OSError
+    if the disk cannot be written."""
+    with tempfile.NamedTemporaryFile(prefix=".trial-", suffix=".img", dir=place) as disk:
         disk.write(_BOOT_SECTOR.ljust(512 * 2880, b"\0"))
         disk.flush()
         argv = [binary, "-nodefaults", "-no-user-config", "-display", "none", "-machine", "q35",
                 "-accel", accelerator.name, "-cpu", accelerator.cpu, "-m", "64M", "-no-reboot",
-                "-drive", f"file={disk.name},format=raw,if=ide,readonly=off,snapshot=on",
-                "-device", "isa-debug-exit,iobase=0x501,iosize=1"]  # fmt: skip
+                *devices(Path(disk.name)), "-device", "isa-debug-exit,iobase=0x501,iosize=1"]  # fmt: skip
         began = time.monotonic()
         try:
             done = subprocess.run(
-                argv, capture_output=True, text=True, errors="replace", timeout=limit, stdin=subprocess.DEVNULL
-            )
+                argv, capture_output=True, text=True, errors="replace", timeout=limit, stdin=subprocess.DEVNULL,
+                pass_fds=fds,
+            )  # fmt: skip
         except subprocess.TimeoutExpired:
             return limit, f"a small guest had not finished after {limit:.2g} s"
         except OSError as error:

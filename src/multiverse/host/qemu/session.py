@@ -14,10 +14,10 @@ from multiverse.core.errors import Broken, Exhausted, Unknown
 from multiverse.host import manifest, namespaces, process
 from multiverse.host.namespaces import System, View
 from multiverse.host.qemu.channel import AgentChannel
-from multiverse.host.qemu.machine import QemuMachine, Wiring
+from multiverse.host.qemu.machine import Feature, QemuMachine, Wiring
 from multiverse.host.qemu.output import GuestOutput
 from multiverse.host.qemu.qmp import Command, Monitor
-from multiverse.host.tap import open_tap
+from multiverse.host.tap import open_tap, open_vhost_net
 from multiverse.host.uids import ProcessUser
 from multiverse.system.processes import ProcessIdentity
 
@@ -94,7 +94,8 @@ class Launch:
     QEMU runs as `user`, if there is one. Then it is contained too: of the file system it sees only `system`, and the
     files and directories `readable` and `writable`. It inherits `fds`, at the same numbers, and opens them by their
     paths in /proc. `incoming` makes it wait for a state to be restored. `started` is called at once with the new
-    process; `stage` with the name of each stage that ends.
+    process; `failed` with the reason, if QEMU ends by itself before it answers and does not lack memory; `stage` with
+    the name of each stage that ends.
     """
 
     machine: QemuMachine
@@ -110,6 +111,7 @@ class Launch:
     writable: tuple[Path, ...] = ()
     fds: Sequence[int] = ()
     started: Callable[[ProcessIdentity], None] = lambda identity: None
+    failed: Callable[[str], None] = lambda reason: None
     stage: Callable[[str], None] = lambda name: None
 
     @property
@@ -163,7 +165,10 @@ class QemuSession:
                 output.save()
                 output.close()
             if isinstance(error, Unknown):
-                raise _launch_failed(launch.machine.name, paths.tail()) from error
+                failure = _launch_failed(launch.machine.name, paths.tail())
+                if isinstance(failure, Broken):
+                    launch.failed(failure.message)
+                raise failure from error
             raise
         session._output = output
         launch.stage("exec")
@@ -185,7 +190,9 @@ class QemuSession:
                     ours.append(listener.detach())
             ours.append(open_tap(launch.tap, launch.bridge, machine.mac))
             launch.stage("tap")
-            wiring = Wiring(ours[0], ours[1], ours[2], paths.console)
+            vhost = open_vhost_net() if Feature.VHOST_NET in machine.features else None
+            ours += [vhost] if vhost is not None else []
+            wiring = Wiring(ours[0], ours[1], ours[2], paths.console, vhost)
             argv = machine.argv(launch.binary, wiring, paused=launch.paused, incoming=launch.incoming)
             if launch.user is not None:
                 argv = [*launch.user.command_prefix(*machine.accelerator.groups()), *argv]

@@ -12,6 +12,7 @@ from multiverse.host import manifest, process, tap
 from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.qemu.context import HostContext, VmStageTimer
 from multiverse.host.qemu.hotplug import memory_to_plug, plug
+from multiverse.host.qemu.machine import Feature
 from multiverse.host.qemu.session import QemuSession
 from multiverse.host.qemu.templates import BOOT_TIMEOUT
 from multiverse.host.registry import Resource, host_lock
@@ -42,7 +43,8 @@ def start(host: HostContext, name: str, size: Size, identity: Identity) -> list[
             # The VM may have been created with another size, before a job asked for it.
             threads = host.limit(name, known.memory + plugged, size.cpus)
             host.cgroups.add_process(name, known.pid, threads)
-            plug(session.monitor, known, size.cpus, plugged)
+            huge = plug(session.monitor, known, size.cpus, plugged, huge=Feature.HUGE_PAGES in host.features.in_use)
+            known = replace(known, huge_memory=huge)
         allowance = host.allowance(size)
         known = _limit_disk(known, allowance)
         timer("plug")

@@ -90,7 +90,7 @@ class Build:
     `machine` gives the VM to boot, from its disk and its memory file. Its QEMU runs as `user`, whose group may read the
     template, and sees only `system` beside the files of image and template. `version` is QEMU's version line, `run` the
     directory for sockets. `abandoned` says whether the template was deleted since the build was asked for. `booted` is
-    called with the report of the guest at its fork point, before the template can be used.
+    called with the report of the guest at its fork point, before the template can be used. `launch` starts its QEMU.
     """
 
     image: Image
@@ -103,6 +103,7 @@ class Build:
     system: System
     abandoned: Callable[[], bool] = lambda: False
     booted: Callable[[Report], None] = lambda report: None
+    launch: Callable[[Launch], QemuSession] = QemuSession.launch
 
 
 def directory_name(which: TemplateKey) -> str:
@@ -113,7 +114,7 @@ def directory_name(which: TemplateKey) -> str:
 
 def key_of(image: Image, machine: QemuMachine, version: str) -> str:
     """The key of the template that this image, machine and QEMU make. Clones need a template of the same key."""
-    facts = [version, image.key, machine.cmdline, *machine.shape()]
+    facts = [version, image.key, machine.cmdline, *machine.shape(), *sorted(machine.features)]
     digest = hashlib.sha256("\0".join(facts).encode())
     digest.update(_device_list())
     return digest.hexdigest()[:16]
@@ -308,7 +309,7 @@ def _boot(parent: QemuMachine, paths: Paths, state: Path, order: Build) -> tuple
             process.kill(identity)
 
     # The kernel picks the number of the tap.
-    session = QemuSession.launch(
+    session = order.launch(
         Launch(
             parent,
             paths,

@@ -1,0 +1,24 @@
+"""In which VMs an earlier run of a job may still go on. The scheduler queues a job again as soon as its node is silent,
+and no job may run twice: its next run waits until these VMs are surely gone."""
+
+from __future__ import annotations
+
+from multiverse.core.model import WAITING_STATES, Attempt, Vm
+from multiverse.core.state import State
+
+
+def may_hold_earlier_run(state: State, vm: Vm, attempt: Attempt) -> bool:
+    """Whether an earlier run of the attempt's job may go on in the VM. A VM that no record explained, and on which the
+    job was seen, has no attempt."""
+    other = state.attempt_of(vm)
+    if other is None:
+        return vm.job_id == attempt.job.job_id
+    return other.job.job_id == attempt.job.job_id and other.job.restarts < attempt.job.restarts
+
+
+def is_waited_for(state: State, vm: Vm) -> bool:
+    """Whether a job waits because its earlier run may go on in the VM."""
+    attempt = state.attempt_of(vm)
+    job_id = attempt.job.job_id if attempt is not None else vm.job_id
+    waiting = (one for one in state.attempts_of_job(job_id) if one.state in WAITING_STATES)
+    return any(may_hold_earlier_run(state, vm, one) for one in waiting)

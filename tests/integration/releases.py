@@ -1,0 +1,75 @@
+"""`multiverse` as a neighbouring release speaks: `python -m tests.integration.releases RELEASE WORD...`.
+
+RELEASE is the name of one of `simulation.network.NEIGHBOURS`; the words are those of `multiverse`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import multiverse
+from multiverse.agent import connection, transport
+from multiverse.agent.server import AgentIdentity, AgentServer
+from multiverse.cli.main import main
+from multiverse.lab.process import DaemonCommand
+from multiverse.lab.service import Lab, Service
+from multiverse.service import agent
+from multiverse.simulation.network import NEIGHBOURS, THIS, ProtocolRelease
+
+
+def of_release(service: Service, release: ProtocolRelease) -> Service:
+    """The controller or agent of a lab, of another release."""
+    if release is THIS:
+        return service
+
+    def command(lab: Lab) -> DaemonCommand:
+        usual = service.command(lab)
+        argv = [sys.executable, "-m", __name__, release.name, *usual.argv[-3:]]
+        return replace(usual, argv=argv, env={"PYTHONPATH": str(Path(__file__).parents[2])})
+
+    return replace(service, command=command)
+
+
+class Speaking:
+    """A writer of lines, as a release sends them."""
+
+    def __init__(self, writer: asyncio.StreamWriter, release: ProtocolRelease) -> None:
+        self._writer, self._release = writer, release
+
+    def write(self, line: bytes) -> None:
+        self._writer.write(self._release.speaks(line))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._writer, name)
+
+
+def become(release: ProtocolRelease) -> None:
+    """Let this process be of that release."""
+    serve: Callable[..., Awaitable[None]] = AgentServer.serve
+    opened: Callable[..., Awaitable[Any]] = transport.UnixTransport.open
+
+    async def serve_as(self: AgentServer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await serve(self, reader, Speaking(writer, release))
+
+    async def open_as(self: transport.UnixTransport) -> Any:
+        stream = await opened(self)
+        stream.writer = Speaking(stream.writer, release)
+        return stream
+
+    vars(multiverse)["__version__"] = release.name
+    vars(agent)["AgentIdentity"] = partial(AgentIdentity, protocol=release.protocol, oldest=release.oldest)
+    vars(connection).update(PROTOCOL=release.protocol, OLDEST=release.oldest)
+    AgentServer.serve = serve_as  # type: ignore[method-assign]
+    transport.UnixTransport.open = open_as  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    name, *sys.argv[1:] = sys.argv[1:]
+    become(next(one for one in NEIGHBOURS if one.name == name))
+    main()
