@@ -95,7 +95,7 @@ def _capacity(host: Host, image: str, policy: Policy, kind: CloneKind) -> EqualH
     least, overhead = host.disk_cost(image, kind)
     cost = DiskCost(max(least, allowance(Size(0, 0), policy)), overhead)
     smallest = cost.of(0)
-    most = 0 if disk < 0 else disk // smallest if smallest else MOST_NODES
+    most = 0 if disk < 0 or policy.base.cpus > host.capacity.cpus else disk // smallest if smallest else MOST_NODES
     return EqualHosts(1, empty.cpus, max(0, disk), _memory_of_each(shape)[:most], cost, host.capacity.cpus)
 
 
