@@ -297,11 +297,19 @@ def on_machine(settings: Settings, machine: str) -> Settings:
         return settings
     # What a class takes from [host] is written into it, because [host] becomes what this machine has.
     whole = [(one, _of_class(settings, one).host) for one in settings.hosts]
-    hosts = tuple(replace(one, cores=host.cores, cpu_overcommit=host.cpu_overcommit) for one, host in whole)
+    shared = {one.name for one in fields(HostSettings)} & {one.name for one in fields(HostClass)}
+    hosts = tuple(replace(one, **{key: getattr(host, key) for key in shared}) for one, host in whole)
     classes = _classes(settings)
     name = settings.host.name if settings.host.name != LOCALHOST else machine.partition(".")[0]
     host = replace(settings.host, name=name)
     return _of_class(replace(settings, host=host, hosts=hosts), classes.get(name))
+
+
+def host_settings(settings: Settings, name: str) -> HostSettings | None:
+    """What a host offers that the settings name; None if they do not name it."""
+    if name not in host_names(settings):
+        return None
+    return _of_class(settings, _classes(settings).get(name)).host
 
 
 def site_cpus(settings: Settings) -> int:

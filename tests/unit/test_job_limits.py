@@ -232,7 +232,7 @@ def publish(directory: Path, limits: JobLimits) -> Path:
     """Install the scripts and publish limits, as the daemon does; the directory of the scripts."""
     slurm = SlurmSettings(conf=directory / "slurm.conf", inbox=directory / "inbox")
     site = Settings(slurm=slurm, image=ImageSettings(default=limits.image, tmp_disk=1 << 20))
-    installed = install_scripts(site, gate_nodes=250)
+    installed = install_scripts(site)
     publication = SubmissionFile(site.slurm.inbox, 60.0).publish(limits)
     with pytest.raises(StopIteration):
         publication.send(None)  # it awaits nothing

@@ -20,6 +20,7 @@ from multiverse.core.model import User
 from multiverse.drivers.slurm import inbox_access, install, requirements, site_conf
 from multiverse.drivers.slurm.requirements import Finding, Level, Version
 from multiverse.drivers.slurm.site_conf import SiteConf
+from multiverse.service.node_count import NodeCount
 from multiverse.site import checking, rendering
 from multiverse.site.writing import WriteOutcome, write
 from multiverse.system import rendered
@@ -79,10 +80,10 @@ def change(settings: Settings, old: str, new: str) -> None:
 def test_the_gate_is_derived_from_the_settings_and_is_never_the_default_partition(settings: Settings) -> None:
     files = contents(settings)
     gate = files["multiverse.conf"]
-    assert "NodeName=mvgate[1-48] NodeAddr=127.0.1.[1-48] " in gate and "Default=YES" not in gate
+    assert "NodeName=mvgate[1-250] NodeAddr=127.0.1.[1-250] " in gate and "Default=YES" not in gate
     assert gate.count("Default=NO") == 2
     assert (
-        "memory_per_cpu = 2048," in files["multiverse_site.lua"] and "max_nodes = 48," in files["multiverse_site.lua"]
+        "memory_per_cpu = 2048," in files["multiverse_site.lua"] and "max_nodes = 250," in files["multiverse_site.lua"]
     )
     assert str(settings.slurm.conf.parent) in files["multiverse_submit.lua"]
     (settings.slurm.conf.parent / "multiverse.conf").write_text(gate)
@@ -96,7 +97,7 @@ def test_the_rendered_files_have_nothing_of_a_lab(settings: Settings) -> None:
 
 def test_the_gates_addresses_are_not_those_of_the_sites_nodes(settings: Settings) -> None:
     change(settings, "NodeAddr=192.0.2.[11-19]", "NodeAddr=127.0.1.[11-19]")
-    assert "NodeAddr=127.0.77.[1-48]" in contents(settings)["multiverse.conf"]
+    assert "NodeAddr=127.0.77.[1-250]" in contents(settings)["multiverse.conf"]
 
 
 def test_included_files_are_read_as_slurm_reads_them(settings: Settings) -> None:
@@ -159,7 +160,7 @@ def test_rendering_again_changes_nothing_and_keeps_what_was_changed_by_hand(sett
 
     unit = root / "etc/systemd/system/multiverse.service"
     unit.write_text(unit.read_text().replace("RestartSec=2", "RestartSec=9"))
-    new = replace(settings, host=HostSettings(cores=50))
+    new = replace(settings, slurm=replace(settings.slurm, gate_partition="virtual"))
     outcomes = dict(write(rendering.render(new, CONFIG, site_of(new)), root))
     done = {path.name: outcome for path, outcome in outcomes.items()}
     assert done["multiverse_site.lua"] is WriteOutcome.UPDATED
@@ -300,6 +301,29 @@ def test_nothing_is_found_in_a_slurm_conf_that_has_all_that_is_needed(settings: 
     assert examined(settings) == []
 
 
+def test_an_alert_says_what_the_hosts_need_and_a_changed_file_is_read_again_and_no_other(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The site has 10 nodes, the gate 250, and two nodes are counted for each CPU."""
+    change(settings, "MaxNodeCount=1024", "Include more.conf")
+    more, reads = settings.slurm.conf.parent / "more.conf", []
+    more.write_text("MaxNodeCount=1024\n")
+    read = site_conf.read
+    monkeypatch.setattr(site_conf, "read", lambda path: reads.append(path) or read(path))
+    count = NodeCount(settings.slurm.conf)
+    assert count.alerts(382) == count.alerts(382) == [] and len(reads) == 1
+    (alert,) = count.alerts(383)
+    assert (alert.kind, alert.name) == ("nodes", "MaxNodeCount") and "1026 nodes can exist" in alert.message
+    assert "MaxNodeCount=1280" in alert.remedy and "restart slurmctld" in alert.remedy
+    assert count.alerts(383) == [alert] and len(reads) == 2
+    more.write_text("MaxNodeCount=1280\n")
+    assert count.alerts(383) == [] and len(reads) == 3
+    more.unlink()
+    assert count.alerts(4096) == count.alerts(4096) == [] and len(reads) == 5, "the site's check says so"
+    more.write_text("MaxNodeCount=1280\n")
+    assert count.alerts(4096) != []
+
+
 @pytest.mark.parametrize(
     ("old", "new", "level", "name", "words"),
     [
@@ -307,7 +331,7 @@ def test_nothing_is_found_in_a_slurm_conf_that_has_all_that_is_needed(settings: 
         ("SelectType=select/cons_tres", "", "problem", "SelectType", "select/linear"),
         ("SelectType=select/cons_tres", "SelectType=select/cons_res", "problem", "SelectType", "select/cons_res"),
         ("MaxNodeCount=1024", "", "problem", "MaxNodeCount", "not set"),
-        ("MaxNodeCount=1024", "MaxNodeCount=153", "problem", "MaxNodeCount", "MaxNodeCount=256"),
+        ("MaxNodeCount=1024", "MaxNodeCount=355", "problem", "MaxNodeCount", "MaxNodeCount=512"),
         ("TreeWidth=65533", "", "problem", "TreeWidth", "TreeWidth=65533"),
         ("TreeWidth=65533", "TreeWidth=65533\nTopologyPlugin=topology/tree", "problem", "TopologyPlugin", "tree"),
         ("TreeWidth=65533", "TreeWidth=65533\nRoutePlugin=route/topology", "problem", "RoutePlugin", "route/topology"),

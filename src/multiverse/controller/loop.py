@@ -45,6 +45,7 @@ from multiverse.core.planner import orphans, plan
 from multiverse.core.policy import Backfill, Policy, Pool
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.pools import PoolStatus, pool_status
+from multiverse.core.provisioning.sizes import claimable_cpus
 from multiverse.core.provisioning.submission import job_limits
 from multiverse.core.state import State
 from multiverse.core.transition import Command, Done, EffectKind, Message
@@ -281,6 +282,20 @@ class Controller:
     def _silent_hosts(self) -> list[KnownHost]:
         return self.state.hosts_in(HostState.SILENT) if self.policy.fences else []
 
+    def known_hosts(self) -> dict[str, KnownHost]:
+        """The hosts of the site, by name, as they were observed last. One that never was is as the settings declare it,
+        and left out if only an operator has named it."""
+        members, found = self._hypervisor.membership, dict[str, KnownHost]()
+        for name, host in self.state.hosts.items():
+            value = host.value or (members.declared(name) if members else None)
+            if host.state is not HostState.REMOVED and (value or members is None):
+                found[name] = replace(host, value=value)
+        return found
+
+    def claimable_cpus(self) -> int:
+        """CPUs that VMs may claim together on all known hosts, also those that are drained, off or out of reach."""
+        return sum(claimable_cpus(host.value) for host in self.known_hosts().values() if host.value)
+
     def unknown_users(self) -> list[LookupFailure]:
         """The users of jobs whom the name service does not tell."""
         return self.users.failures()
@@ -397,7 +412,7 @@ class Controller:
                 log.error("releases not committed", reason=str(failure))
         if self._hosts_followed != self.state.host_changes:
             self._hosts_followed = self.state.host_changes
-            self._limits = job_limits(self.state.hosts, self.policy)
+            self._limits = job_limits(self.known_hosts(), self.policy)
             self._follow_hosts()
         self._effects.limit_submissions(self._limits)
         self._effects.exclude_from_offers(self._exclusions.excluded(self._clock.now()))

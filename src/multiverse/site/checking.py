@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pyroute2 import IPRoute
 
-from multiverse.config import Settings, host_names
+from multiverse.config import Settings, host_names, site_cpus
 from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown
 from multiverse.drivers.slurm import inbox_access, install, requirements, site_conf, slurm_user
 from multiverse.drivers.slurm.command import SlurmCommands
@@ -224,7 +224,7 @@ def _slurmctld(settings: Settings, site: SiteConf) -> Iterator[Finding]:
         return
     match = re.search(r"^MaxNodeCount\s*=\s*(\d+)", shown, re.MULTILINE)
     configured = site.number("MaxNodeCount") or 0
-    if match and int(match[1]) < requirements.nodes_needed(settings, site) <= configured:
+    if match and int(match[1]) < requirements.nodes_needed(site_cpus(settings), site) <= configured:
         yield Finding(Level.PROBLEM, "slurmctld", f"slurmctld still has MaxNodeCount {match[1]}", "restart slurmctld")
     for partition in (settings.slurm.gate_partition, settings.slurm.run_partition):
         try:

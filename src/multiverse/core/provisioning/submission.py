@@ -38,7 +38,7 @@ _NO_SUBNET = IPv4Network("0.0.0.0/32")  # nor is an address
 
 def job_limits(hosts: Mapping[str, KnownHost], policy: Policy) -> JobLimits | None:
     """What jobs must not exceed, by all known hosts, also those that are drained or out of reach, as last observed. A
-    host that an operator fenced does not count. None while the settings name a host that was never observed."""
+    host that an operator fenced does not count. None while nothing is known of a host but its name."""
     largest = largest_nodes(hosts, policy)
     if not largest:
         return None
