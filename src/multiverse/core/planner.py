@@ -25,7 +25,8 @@ from multiverse.core.provisioning.clones import supply_missing
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.draining import empty_drained
 from multiverse.core.provisioning.pools import reconcile_pools
-from multiverse.core.state import State, quarantine_on_error
+from multiverse.core.quarantine import quarantine_on_error
+from multiverse.core.state import State
 from multiverse.core.transition import Done, Message, Move
 
 ROUNDS = 16

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 
 from multiverse.core.errors import Broken, Refused
@@ -37,7 +36,7 @@ from multiverse.core.model import (
 from multiverse.core.queue import Queue
 from multiverse.core.rows import Compared, HeldClaims, Index, LiveRows, Numbers, Rows, VmsMissing
 from multiverse.core.slots import SlotTable, Touched
-from multiverse.core.transition import TERMINAL, Change, Command, Event, Move, Tables
+from multiverse.core.transition import TERMINAL, Change, Command, Move, Tables
 
 
 class State(LiveRows, Numbers, HeldClaims):
@@ -439,18 +438,3 @@ class State(LiveRows, Numbers, HeldClaims):
         """The hosts in one of these states, by number."""
         ids = sorted(i for s in states for i in self._by_state["host", s])
         return [self.hosts[self._host_names[id_]] for id_ in ids]
-
-
-@contextmanager
-def quarantine_on_error(state: State, key: Key) -> Iterator[None]:
-    """A fault of ours in deciding about one record quarantines that record, and no other record is affected."""
-    try:
-        yield
-    except Exception as error:
-        row = state.get(key)
-        if row is None:
-            raise
-        if row.quarantined:
-            return
-        why = f"a fault of Multiverse, please report it: {error!r}"
-        state.move(Change(replace(row, quarantined=why), Event.QUARANTINED, why))
