@@ -513,6 +513,19 @@ def test_a_host_that_was_seen_while_the_disk_was_full_stays_known() -> None:
     assert set(outcome.results.values()) == {"COMPLETED"}
 
 
+def test_hosts_stay_connected_while_a_new_database_cannot_keep_them() -> None:
+    """Found by seed 10100460: the database was lost while the disk was full. The first pass of the new one was not
+    committed, and the hosts of the settings, which it did not know yet, were given up."""
+    incidents = (
+        Incident(13.0, IncidentKind.DISK_FULL, 45.0, pick=0.1),
+        Incident(20.0, IncidentKind.DATABASE_LOST),
+        Incident(22.0, IncidentKind.CONTROLLER_CRASH, 2.0),
+    )
+    arrival = Arrival(19.0, Batch(seconds=0.5))
+    outcome = keeps_its_promises(replace(ONE, arrivals=(arrival,), incidents=incidents))
+    assert set(outcome.results.values()) == {"COMPLETED"}
+
+
 def test_a_pass_that_is_not_committed_is_not_repeated_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by seed 0: with an effect due, a pass that could not be committed was repeated at once and for ever, and
     the event loop never turned."""

@@ -255,6 +255,29 @@ def test_a_vm_that_is_found_again_serves_or_ends_with_the_reason() -> None:
     assert gone == (Event.FOUND, "ending", "host h1 was out of reach")
 
 
+@pytest.mark.parametrize("began", [True, False])
+def test_a_vm_that_is_found_again_is_not_ended_while_its_job_may_have_begun_there(began: bool) -> None:
+    """Found by seed 10102398: a controller began anew, the scheduler answered late, and the node on which the job had
+    begun meanwhile was set DOWN."""
+    harness = PlannerHarness()
+    one = harness.to_spawned()
+    host = harness.hosts.pop("h1")
+    harness.scheduler_known = False
+    harness.run()
+    assert harness.all_vms()[0].state is V.LOST
+    harness.hosts["h1"] = host
+    harness.run()
+    assert harness.all_vms()[0].state is V.LOST, "nobody knows whether the job has begun"
+    harness.scheduler_known = True
+    if began:
+        runs = JobState.RUNNING
+        harness.jobs[one.job.job_id] = replace(harness.jobs[one.job.job_id], state=runs, nodes=(only(harness),))
+    harness.run()
+    harness.run()
+    assert harness.all_vms()[0].state is (V.SERVING if began else V.ENDING)
+    assert harness.attempt().state is (A.ALLOCATED if began else A.RECLAIMING)
+
+
 # --- nodes ------------------------------------------------------------------------------------------
 
 

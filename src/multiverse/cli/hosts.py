@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Annotated
 
 import typer
+from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -43,42 +44,42 @@ def hosts(context: typer.Context, json: Annotated[bool, typer.Option("--json", h
     render.show(_table(found), "The site has no host; see: multiverse hosts add.")
     for one in found:
         _show_trouble(one)
-    for one in found:
-        _show_images(one)
+    _show_alike(found)
 
 
 def _table(found: Sequence[HostView]) -> Table:
-    """What fits the terminal: all of it from 140 columns on."""
-    wide = (
-        "CPUS CLAIMED",
-        "MEMORY CLAIMED",
-        "DISK CLAIMED",
-        "VMS TAKE",
-        "TEMPLATES",
-        "MACHINE HAS",
-        "CLONES",
-        "FEATURES",
-    )
+    """What differs from host to host, as far as it fits the terminal: all of it from 140 columns on."""
     narrow = ("CPUS", "MEMORY")
+    wide = (*narrow, "DISK", "VMS TAKE", "TEMPLATES", "AVAILABLE")
     full = render.console.width >= WIDE
     shown = wide if full else narrow
     table = render.table("HOST", "STATE", "VMS", "JOBS", *shown, right=("VMS", "JOBS"), fold=shown)
     for one in found:
         cells: list[str | Text] = [one.name, render.state(one.state), str(one.vms), str(len(one.jobs))]
         cpus = f"{one.claimed.cpus} of {one.declared.cpus}{_times(one.cpu_overcommit)}"
-        table.add_row(*cells, cpus, _memory_claimed(one), *(_more(one) if full else ()))
+        memory = _claimed(one.claimed.memory, one.declared.memory, one.overcommit)
+        table.add_row(*cells, *((cpus, memory) if one.declared.cpus else ("–", "–")), *(_more(one) if full else ()))
     return table
 
 
 def _more(host: HostView) -> list[str]:
+    if host.machine is None:
+        return ["–"] * 4
     return [
-        f"{render.memory(host.claimed.disk)} of {render.memory(host.declared.disk)}{_times(host.disk_overcommit)}",
+        _claimed(host.claimed.disk, host.declared.disk, host.disk_overcommit),
         f"{render.memory(host.private)}, {render.memory(host.shared)} shared",
         render.memory(host.templates) + (", held twice" if host.template_copies > 1 else ""),
-        f"{_machine(host)}, runs {host.accelerator}" if host.accelerator else _machine(host),
-        " ".join(ability for ability in host.abilities if ability in _CLONE_KINDS),
-        " ".join(host.features),
+        render.memory(host.available) if host.available else "–",
     ]
+
+
+def _claimed(claimed: float, declared: float, overcommit: float) -> str:
+    """MiB that VMs claim, of those that they may claim."""
+    return f"{render.memory(claimed)} of {render.memory(declared)}{_times(overcommit)}"
+
+
+def _times(overcommit: float) -> str:
+    return f" × {overcommit:g}" if overcommit > 1 else ""
 
 
 def _show_trouble(host: HostView) -> None:
@@ -106,30 +107,39 @@ def _some(jobs: Sequence[str]) -> str:
     return f"{shown} and {len(jobs) - SHOWN_JOBS} more" if len(jobs) > SHOWN_JOBS else shown
 
 
-def _show_images(host: HostView) -> None:
+def _show_alike(found: Sequence[HostView]) -> None:
+    """What hosts have in common, once for all hosts of which it is true."""
+    hosts: dict[str, list[str]] = {}
+    for one in found:
+        for what in (*_machine(one), *_images(one)):
+            hosts.setdefault(what, []).append(one.name)
+    for what, names in hosts.items():
+        line = f"{NodeSet.fromlist(names, resolver=RESOLVER_NOGROUP)}: {what}"
+        render.console.print(Text(render.plain(line).plain, style="dim"))
+
+
+def _machine(host: HostView) -> Iterator[str]:
+    if host.machine is None:
+        return
+    kinds = [kind for kind in _CLONE_KINDS if kind in host.abilities]
+    yield (
+        f"{host.machine.cpus} CPUs, {render.memory(host.machine.memory)}"
+        + (f", runs {host.accelerator}" if host.accelerator else "")
+        + (f"; clones: {', '.join(kinds)}" if kinds else "")
+        + (f"; features: {', '.join(host.features)}" if host.features else "")
+    )
+
+
+def _images(host: HostView) -> Iterator[str]:
     for image, abilities in host.images.items():
         if lacking := [what for ability, what in _PLUG_ABILITIES.items() if ability not in abilities]:
-            note = f"On {host.name} guests of {image} take up no {' or '.join(lacking)} while they run: "
-            render.console.print(Text(f"{note}it has a template for each size.", style="dim"))
+            what = " or ".join(lacking)
+            yield f"guests of {image} take up no {what} while they run: there is a template for each size"
         if "limit_disk" not in abilities:
-            note = f"On {host.name} VMs of {image} claim all of their disk, because its guests do not limit users: "
-            render.console.print(Text(f"{note}build it again with `multiverse image build`.", style="dim"))
-
-
-def _memory_claimed(host: HostView) -> str:
-    declared = render.memory(host.declared.memory)
-    return f"{render.memory(host.claimed.memory)} of {declared}{_times(host.overcommit)}"
-
-
-def _times(overcommit: float) -> str:
-    return f" × {overcommit:g}" if overcommit > 1 else ""
-
-
-def _machine(host: HostView) -> str:
-    if host.machine is None:
-        return "–"
-    free = f", {render.memory(host.available)} available" if host.available else ""
-    return f"{host.machine.cpus} CPUs, {render.memory(host.machine.memory)}{free}"
+            yield (
+                f"VMs of {image} claim all of their disk, because its guests do not limit users: build it again with"
+                " `multiverse image build`"
+            )
 
 
 @app.command()

@@ -52,7 +52,8 @@ def _show_phases(one: TimelineView) -> None:
         line.append(f"{phase.name:<8}", style=render.PHASE_STYLES[phase.name])
         line.append(f"{render.duration(phase.seconds):>9}")
         render.console.print(line)
-        for text in _stage_lines(phase.stages, render.console.width - _STAGE_INDENT):
+        reasons = [entry.reason for entry in one.entries if phase.name == "queued" and entry.event == "admitted"]
+        for text in reasons or _stage_lines(phase.stages, render.console.width - _STAGE_INDENT):
             render.console.print(Text(" " * _STAGE_INDENT + text, style="dim"))
 
 

@@ -358,7 +358,9 @@ class Controller:
         """Let the hypervisor have the hosts that belong to the site, as committed."""
         membership = self._hypervisor.membership
         if membership is not None:
-            membership.keep([host.name for host in self.state.hosts.values() if host.state is not HostState.REMOVED])
+            # Until a pass is committed, the state lacks hosts that it would have added.
+            hosts = {host.name: host for host in self._declared} | self.state.hosts
+            membership.keep([host.name for host in hosts.values() if host.state is not HostState.REMOVED])
             self._follow_sources()
 
     def _follow_sources(self) -> None:
