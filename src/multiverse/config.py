@@ -77,6 +77,9 @@ class QemuSettings:
     vms: Path = Path("/var/lib/multiverse/vms")
     run: Path = Path("/run/multiverse/vms")  # sockets, whose paths may have 107 bytes: keep it short
     bridge: str = "mvbr0"
+    # An interface of the host that connects the bridge with those of the other hosts, without an address of the host's
+    # own: the bridge takes it over. Empty: the site connects them by itself, or there is one host.
+    uplink: str = ""
     # The first uid of the QEMU processes, and how many there are. Each VM has its own; nothing else may use them. The
     # default range is unused according to systemd's UIDS-GIDS. [0, 0]: all QEMU processes have the daemon's uid.
     uids: tuple[int, int] = (0x7000_0000, 65536)
@@ -190,6 +193,7 @@ class HostClass:
     vms: Path | None = None
     run: Path | None = None
     bridge: str | None = None
+    uplink: str | None = None
 
 
 @dataclass(frozen=True)
@@ -294,11 +298,19 @@ def on_machine(settings: Settings, machine: str) -> Settings:
         return settings
     # What a class takes from [host] is written into it, because [host] becomes what this machine has.
     whole = [(one, _of_class(settings, one).host) for one in settings.hosts]
-    hosts = tuple(replace(one, cores=host.cores, cpu_overcommit=host.cpu_overcommit) for one, host in whole)
+    shared = {one.name for one in fields(HostSettings)} & {one.name for one in fields(HostClass)}
+    hosts = tuple(replace(one, **{key: getattr(host, key) for key in shared}) for one, host in whole)
     classes = _classes(settings)
     name = settings.host.name if settings.host.name != LOCALHOST else machine.partition(".")[0]
     host = replace(settings.host, name=name)
     return _of_class(replace(settings, host=host, hosts=hosts), classes.get(name))
+
+
+def host_settings(settings: Settings, name: str) -> HostSettings | None:
+    """What a host offers that the settings name; None if they do not name it."""
+    if name not in host_names(settings):
+        return None
+    return _of_class(settings, _classes(settings).get(name)).host
 
 
 def site_cpus(settings: Settings) -> int:
@@ -473,11 +485,14 @@ def _wrong_network(s: Settings) -> Iterator[str]:
             yield f"network.first: must be within {network}"
     except ValueError as error:
         yield f"network: {error}"
-    if not 1 <= len(s.qemu.bridge) <= 15:
-        yield "qemu.bridge: an interface name has 1 to 15 bytes"
 
 
 def _wrong_qemu(qemu: QemuSettings) -> Iterator[str]:
+    for key, name in (("bridge", qemu.bridge), ("uplink", qemu.uplink or "none")):
+        if not 1 <= len(name) <= 15 or "/" in name or not name.isprintable() or " " in name:
+            yield f"qemu.{key}: an interface name has 1 to 15 bytes, without blanks and slashes"
+    if qemu.uplink.startswith("mv"):
+        yield "qemu.uplink: the firewall takes interfaces whose names begin with mv for VMs; rename it"
     first, count = qemu.uids
     if (first, count) != (0, 0) and not (first > 0 and count > 1 and first + count <= 1 << 31):
         yield "qemu.uids: must be the first uid and their number, at least 2, all below 2147483648; or [0, 0]"

@@ -526,14 +526,19 @@ async def offers_expire_without_observations(h: Harness) -> None:
 Check = Callable[[Harness], Awaitable[None]]
 
 
+def shows_the_same(one: Job, other: Job) -> bool:
+    """Whether two observations of a waiting job are equal. Meanwhile its scheduler may say otherwise why it waits."""
+    return replace(one, reason="") == replace(other, reason="")
+
+
 async def a_part_shows_the_jobs_and_users_that_were_asked_for(h: Harness) -> None:
     one, two = [await h.submit() for _ in range(2)]
     whole = (await h.view(lambda view: {one, two} <= view.jobs.keys())).jobs
     for uid in (None, h.uid):
         part = await h.read({one: uid}, (), ())
-        assert one in part.job_ids and part.jobs[one] == whole[one]
+        assert one in part.job_ids and shows_the_same(part.jobs[one], whole[one])
     part = await h.read({}, [h.uid], ())
-    assert h.uid in part.users and (part.jobs[one], part.jobs[two]) == (whole[one], whole[two])
+    assert h.uid in part.users and all(shows_the_same(part.jobs[job], whole[job]) for job in (one, two))
     assert not part.nodes and not part.node_names and not part.all_nodes, "no node was asked for"
     await h.cancel(two)
     part = await h.read({two: None}, (), ())
@@ -566,7 +571,7 @@ async def a_part_shows_the_tasks_of_an_array(h: Harness) -> None:
     one, two, _ = await h.submit_array(3)
     whole = (await h.view(lambda view: {one, two} <= view.jobs.keys())).jobs
     part = await h.read({two: None}, (), ())
-    assert part.jobs[two] == whole[two] and one not in part.job_ids
+    assert shows_the_same(part.jobs[two], whole[two]) and one not in part.job_ids
 
 
 async def a_part_of_nothing_shows_the_offers(h: Harness) -> None:

@@ -26,6 +26,9 @@ from tests.integration.watch import kept_by_slurm, kill
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_controller")]
 
 
+LEFT_OUT = ("controller", "agent")
+"""The services that `controller=False` leaves out."""
+
 _BUILDS = """
 import asyncio, sys
 from dataclasses import replace
@@ -106,7 +109,7 @@ async def test_a_second_lab_runs_beside_the_first_and_leaves_nothing(lab: Any) -
         assert first.bridge != second.bridge
         assert first.subnet != second.subnet
         status = lifecycle.status(where)
-        assert all(part["alive"] for name, part in status.items() if name != "controller")
+        assert all(part["alive"] for name, part in status.items() if name not in LEFT_OUT)
         builder = subprocess.Popen([sys.executable, "-c", _BUILDS, str(where.settings)])
         while not (built := _makers(where)):
             assert builder.poll() is None
@@ -123,7 +126,7 @@ async def test_a_second_lab_runs_beside_the_first_and_leaves_nothing(lab: Any) -
         for name, part in status.items():
             if part.get("pid"):
                 assert not Path(f"/proc/{part['pid']}/exe").exists(), name
-        assert all(part["alive"] for name, part in lifecycle.status(lab.where).items() if name != "controller")
+        assert all(part["alive"] for name, part in lifecycle.status(lab.where).items() if name not in LEFT_OUT)
     finally:
         os.umask(umask)
         await lifecycle.down(where)

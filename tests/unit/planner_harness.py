@@ -31,12 +31,12 @@ from multiverse.core.model import (
     VmState,
     World,
 )
-from multiverse.core.planner import plan
+from multiverse.core.planner import orphans, plan
 from multiverse.core.policy import Policy
 from multiverse.core.rows import Rows
 from multiverse.core.state import State
 from multiverse.core.transition import Done, Event, Message, Move
-from multiverse.simulation.promises import moves_at_rest
+from multiverse.simulation.promises import moves_at_rest, orphans_by_looking_at_all
 from multiverse.store import Store
 from tests.unit.rows import IMAGES, SOURCE, effects_of
 
@@ -175,6 +175,7 @@ class PlannerHarness:
         assert self.state.indexes() == anew.indexes(), "the indexes are kept"
         assert _held(self.state) == _held(anew), "and what claims hold"
         assert moves_at_rest(self.state, self.world, self.clock.time, self.policy) == []
+        assert orphans(self.state, self.world) == orphans_by_looking_at_all(self.state, self.world)
         assert list(permitted_effects(self.state)) == list(effects_of(self.state.rows()))
         if self.world.scheduler is not None:
             anew.queue.jobs = self.world.scheduler.value.jobs

@@ -49,16 +49,16 @@ def lua() -> str | None:
 needs_lua = pytest.mark.skipif(lua() is None, reason="no Lua here; the integration tests run the script in slurmctld")
 
 
-def rendered(settings: Settings, gate_nodes: int = 4) -> dict[str, str]:
+def rendered(settings: Settings) -> dict[str, str]:
     """The files of a site, by name."""
-    site = install.Site(images=("slim",), gate_nodes=gate_nodes, memory_per_cpu=150, slurm_uid=64)
+    site = install.Site(images=("slim",), memory_per_cpu=150, slurm_uid=64)
     return install.render(settings, site)
 
 
-def install_scripts(settings: Settings, gate_nodes: int = 4) -> Path:
+def install_scripts(settings: Settings) -> Path:
     """Install the scripts and the inbox of these settings; the directory of the scripts."""
     directory = settings.slurm.conf.parent
-    install.write(rendered(settings, gate_nodes), directory)
+    install.write(rendered(settings), directory)
     install.make_inbox(settings.slurm.inbox, os.getuid())
     return directory
 

@@ -172,6 +172,9 @@ class ControllerAtRest:
     def world(self) -> World:
         return world_of(None, SEEN, 998.0)
 
+    def claimable_cpus(self) -> int:
+        return 12
+
     def held_back(self) -> Mapping[str, str]:
         return {"h3": "only 1 of 3 hosts are in sight: the controller may be cut off from them"}
 
@@ -210,6 +213,23 @@ def serve(controller: ControllerAtRest) -> FastAPI:
     return make_api(
         Backend(controller, StoreOfRows(), ManualClock(), measure, examine, processes, permanent)  # type: ignore[arg-type]
     )
+
+
+def test_the_nodes_that_all_hosts_need_are_among_the_alerts() -> None:
+    def lack(cpus: int) -> list[Alert]:
+        return [Alert("nodes", "MaxNodeCount", f"it has no room for VMs of {cpus} CPUs", "raise it")]
+
+    backend = Backend(
+        ControllerAtRest(),
+        StoreOfRows(),
+        ManualClock(),
+        measure,
+        examine,
+        None,
+        lack_of_nodes=lack,  # type: ignore[arg-type]
+    )
+    (alert,) = (one for one in backend.alerts() if one.kind == "nodes")
+    assert "12 CPUs" in alert.message
 
 
 ASKED: tuple[tuple[str, str, Mapping[str, Any] | None], ...] = (

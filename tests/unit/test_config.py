@@ -55,6 +55,8 @@ def test_values_are_read_into_their_types(tmp_path: Path) -> None:
         ({"network": {"subnet": "10.0.0.0/16", "gateway": "10.1.0.1"}}, "network.gateway"),
         ({"network": {"subnet": "what"}}, "network"),
         ({"qemu": {"bridge": "a-name-that-is-too-long"}}, "qemu.bridge"),
+        ({"qemu": {"uplink": "a/b"}}, "qemu.uplink"),
+        ({"qemu": {"uplink": "mvup0"}}, "qemu.uplink"),
         ({"qemu": {"run": "/run/" + "x" * 100}}, "qemu.run"),
         ({"backfill": {"depth": 0}}, "backfill: depth must be at least 1"),
         ({"backfill": {"overtakes": -1}}, "backfill: depth must be at least 1, and overtakes at least 0"),

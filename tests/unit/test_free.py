@@ -54,6 +54,8 @@ def test_a_group_finds_the_same_hosts_in_the_same_order_as_a_scan(
     assert list(group) == sorted(free) and len(group) == len(free)
     for order, expected in by_order(free, claim).items():
         assert list(getattr(group, order)(claim)) == expected
+    others = [have for name, have in free.items() if name not in NAMES[:2]]
+    assert group.most(NAMES[:2]) == tuple(max((0, *(have[n] for have in others))) for n in range(2))
     enough = [name for name in free if claim.cpus <= free[name][0] and claim.memory <= free[name][1]]
     assert group.count(claim) == len(enough)
     found = [group.nth(claim, number) for number in range(len(enough))]
@@ -173,6 +175,20 @@ def test_equal_hosts_form_a_class_whatever_they_have_available() -> None:
     assert [sorted(one.names) for one in index.classes.values()] == [["h1", "h2", "h3"]]
     index.follow({"h2": index.hosts["h2"]})
     assert [sorted(one.names) for one in index.classes.values()] == [["h2"]] and set(index.hosts) == {"h2"}
+
+
+def test_closed_hosts_are_classes_of_their_own_until_they_are_open_again() -> None:
+    index, which = FreeIndex(), TemplateKey("h1", "slim", Size(1, 256))
+    index.close(frozenset({"h1", "h9"}))
+    index.follow({name: host(name) for name in ("h1", "h2")})
+    index.set_free("h1", [1, 1, 1])
+    for closed in (frozenset({"h1", "h9"}), frozenset({"h2"}), frozenset[str]()):
+        index.close(closed)
+        assert {name for one in index.classes.values() if one.closed for name in one.names} == closed - {"h9"}
+        assert {name for one in index.classes.values() if not one.closed for name in one.names} == {"h1", "h2"} - closed
+        assert "h1" in index.class_of["h1"].hosts and index.free["h1"] == [1, 1, 1], "what is free there is kept"
+        index.set_ready(which, ready=True)
+        assert "h1" in index.class_of["h1"].ready_with("slim", "", Size(1, 256))
 
 
 @given(

@@ -25,15 +25,17 @@ from multiverse.client import Client
 from multiverse.config import Settings, on_machine, parse
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Refused
-from multiverse.core.model import Drain, HostState, KnownHost
+from multiverse.core.model import Drain, Host, HostState, KnownHost, Size
+from multiverse.core.provisioning.largest import largest_on
 from multiverse.core.transition import Command
-from multiverse.service.agents import connect_agents, transport_to
+from multiverse.service.agents import connect_agents, declared, transport_to
 from multiverse.simulation.clock import VirtualClock
 from multiverse.simulation.loop import run
 from multiverse.store import Store
 from tests.unit.planner_harness import ManualClock
+from tests.unit.rows import IMAGES
 from tests.unit.test_api import ControllerAtRest, serve
-from tests.unit.test_controller import OneHost, Ports
+from tests.unit.test_controller import OneHost, Ports, Submission
 
 SETTINGS = parse({"host": {"name": "n1"}, "hosts": [{"nodes": "n[1-3]"}]}, "m")
 
@@ -76,11 +78,16 @@ class Members(Ports):
         super().__init__(OneHost("h1"), OneHost("h2"))
         self.membership: Any = self
         self.kept: list[list[str]] = []
+        self.known: dict[str, OneHost] = {}
 
     def keep(self, hosts: Collection[str]) -> None:
         self.kept.append(sorted(hosts))
-        known = {one.name: one for one in self.sources}
-        self.sources: Sequence[OneHost] = [known.get(name) or OneHost(name) for name in hosts]
+        self.known |= {one.name: one for one in self.sources}
+        self.sources: Sequence[OneHost] = [self.known.get(name) or OneHost(name) for name in hosts]
+
+    def declared(self, host: str) -> Host | None:
+        cpus = {"h1": 4, "h2": 16}.get(host)
+        return cpus and Host(host, Size(cpus, 4096 * cpus, 1 << 20), IMAGES["slim"])
 
 
 def test_observers_follow_the_hosts_that_are_added_and_removed_and_a_refusal_reaches_who_asked() -> None:
@@ -108,6 +115,52 @@ def test_observers_follow_the_hosts_that_are_added_and_removed_and_a_refusal_rea
         await asyncio.gather(task, return_exceptions=True)
 
     run(main(), 1)
+
+
+def test_hosts_that_never_answered_count_as_the_settings_declare_them_and_not_if_nothing_does() -> None:
+    """What is refused at submission, and the number of nodes that Slurm may need, depend on it."""
+
+    async def main() -> None:
+        ports: Any = Members()
+        submission = ports.submission = Submission()
+        _, away = ports.sources
+        away.away = True
+        clock = VirtualClock()
+        controller = Controller(Store(":memory:", clock, site="test0"), ports, ports, clock, Settings(), Random(1))
+        task = asyncio.create_task(controller.run())
+        await asyncio.sleep(60.0)
+        largest = largest_on(ports.declared("h2"), "slim", controller.policy)
+        assert submission.published[-1] == {"slim": (largest,)} and controller.claimable_cpus() == 4 + 16
+        calls = submission.calls
+        new = OneHost("h9", 1 << 20)
+        new.away = True
+        ports.known["h9"] = new
+        await controller.command(Command("add", "h9"))
+        await asyncio.sleep(60.0)
+        assert sorted(controller.known_hosts()) == ["h1", "h2"] and submission.calls == calls, "h9 withholds nothing"
+        new.away = away.away = False
+        await asyncio.sleep(60.0)
+        assert controller.claimable_cpus() == 4 + 4 + 4, "as they were observed"
+        assert submission.published[-1] == {"slim": (largest_on(new.host, "slim", controller.policy),)}
+        await controller.command(Command("remove", "h9"))
+        assert controller.claimable_cpus() == 4 + 4
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    run(main(), 1)
+
+
+def test_a_host_is_declared_as_its_class_and_the_defaults_say() -> None:
+    here = on_machine(parse({"host": {"cpu_overcommit": 2.0}, "hosts": [
+        {"nodes": "n[1-3]", "cores": 8, "memory": 9000},
+        {"nodes": "fat", "cores": 64, "memory": 64000, "cpu_overcommit": 1.0, "overcommit": 1.5},
+    ]}, "m"), "fat")  # fmt: skip
+    one, fat = declared(here, "n2"), declared(here, "fat")
+    assert one and fat and declared(here, "n4") is None and declared(here, "head") is None
+    assert (one.capacity.cpus, one.capacity.memory, one.overcommit.cpus, one.overcommit.memory) == (8, 9000, 2.0, 1.0)
+    assert (fat.capacity.cpus, fat.overcommit.cpus, fat.overcommit.memory) == (64, 1.0, 1.5)
+    agents = connect_agents(here, Store(":memory:", ManualClock(), site="test0"))
+    assert agents.declared("n2") == one and agents.declared("n4") is None
 
 
 # --- the API ---------------------------------------------------------------------------------------
@@ -162,8 +215,9 @@ def asked(*words: str, refused: dict[str, str] | None = None) -> tuple[str, dict
     return found["path"], found["json"], int(status)
 
 
-def test_the_commands_for_hosts_take_names_and_node_sets() -> None:
+def test_the_commands_for_hosts_take_names_and_node_sets(capsys: pytest.CaptureFixture[str]) -> None:
     assert asked("add", "n40") == ("/hosts/add", {"hosts": "n40"}, 0)
+    assert "multiverse status what Slurm lacks" in " ".join(capsys.readouterr().out.split())
     assert asked("remove", "n[1-2]", "n9")[:2] == ("/hosts/remove", {"hosts": "n[1-2],n9"})
     path, body, _ = asked("drain", "n1", "--reason", "a fan")
     assert (path, json.dumps(body)) == ("/hosts/drain", '{"hosts": "n1", "reason": "a fan", "begins": null}')

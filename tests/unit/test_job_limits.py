@@ -137,6 +137,8 @@ RIGID = [able("h1", 8, 8192, images={"slim": frozenset({"fork"})})]
 @example(LAB, POLICY, [Request(2, Size(8, 300)), Request(2, Size(4, 300)), Request(9, Size(1, 100))])
 @example(RIGID, POLICY, [Request(1, Size(1, 5000), kind=kind) for kind in CloneKind])
 @example([able("h1", 0, 0)], POLICY, [Request(1, Size(1, 1))])
+@example([able("h1", 2, 4096, overcommit=Overcommitment(1.5))], replace(POLICY, base=Size(3, 128)),
+         [Request(1, Size(1, 1))])  # fmt: skip
 @example([able("h1", 1, 512, 0, disks={"rigid": ImageDisk(0, 1)})], POLICY, [Request(1, Size(1, 1), image="rigid")])
 def test_submission_refuses_exactly_the_jobs_that_admission_would_cancel(
     hosts: list[Host], policy: Policy, wanted: list[Request]
@@ -230,7 +232,7 @@ def publish(directory: Path, limits: JobLimits) -> Path:
     """Install the scripts and publish limits, as the daemon does; the directory of the scripts."""
     slurm = SlurmSettings(conf=directory / "slurm.conf", inbox=directory / "inbox")
     site = Settings(slurm=slurm, image=ImageSettings(default=limits.image, tmp_disk=1 << 20))
-    installed = install_scripts(site, gate_nodes=250)
+    installed = install_scripts(site)
     publication = SubmissionFile(site.slurm.inbox, 60.0).publish(limits)
     with pytest.raises(StopIteration):
         publication.send(None)  # it awaits nothing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from ipaddress import IPv4Network
 from typing import Any, cast
@@ -15,8 +15,8 @@ from multiverse.bench.placement import measure as measure_placement
 from multiverse.bench.planner import BlockedCluster, MonotonicClock, Passes, UncheckedTables, measure
 from multiverse.core import changes, planner
 from multiverse.core.free import FreeIndex, HostGroup, HostKind, _FirstFit
-from multiverse.core.model import AttemptState, Job, JobRef, JobState, Placement, Request, Size
-from multiverse.core.policy import Policy
+from multiverse.core.model import AttemptState, CloneKind, Drain, JobState, Placement
+from multiverse.core.policy import Backfill, Policy
 from multiverse.core.provisioning import backfill, capacity
 from multiverse.core.provisioning.admission import Admission
 from multiverse.core.queue import Queue
@@ -156,15 +156,18 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     for owner, name in (
         (capacity, "_refresh"), (capacity._Search, "usable"), (HostGroup, "put"), (FreeIndex, "show"),
-        (planner, "step_template"), (planner, "step_vm"), (changes, "_follow_hosts"), (State, "template_for"),
-        (_FirstFit, "__init__"), (_FirstFit, "put"), (HostKind, "ready_with"),
+        (planner, "step_template"), (planner, "step_vm"), (changes, "_mark_source"), (changes, "_follow_hosts"),
+        (State, "template_for"), (_FirstFit, "__init__"), (_FirstFit, "put"), (HostKind, "ready_with"),
     ):  # fmt: skip
         count(owner, name)
     return counts
 
 
-def planning_of(hosts: int) -> Planning:
-    planning = Planning(FullSite(hosts, 9 * hosts, 30))
+def planning_of(hosts: int, **abilities: object) -> Planning:
+    site = FullSite(hosts, 9 * hosts, 30)
+    for name, view in site.views.items():
+        site.views[name] = replace(view, hosts={name: replace(view.hosts[name], **abilities)})
+    planning = Planning(site)
     policy = replace(HOSTS_POLICY, provisioning=0)
     for _ in range(3):
         planning.run(policy, keep=True)
@@ -192,8 +195,7 @@ def test_a_blocked_pass_looks_at_what_was_observed_anew(looked_at: Counter[str])
     found = []
     for hosts in (FEW, MANY):
         planning = planning_of(hosts)
-        request = Request(1, Size(planning.site.cpus, 100))
-        planning.site.jobs["first"] = Job(JobRef("first", 500), "job", 1000, JobState.PENDING, request, rank=0)
+        planning.site.ask_for_a_host()
         for _ in range(2):
             planning.run(replace(HOSTS_POLICY, provisioning=10), keep=True)
         looked_at.clear()
@@ -203,13 +205,111 @@ def test_a_blocked_pass_looks_at_what_was_observed_anew(looked_at: Counter[str])
     assert sum(many.values()) < 2 * sum(few.values()) + 4 * OBSERVED, (few, many)
 
 
+class Walked(dict[str, Any]):
+    """A dictionary that counts how many of its entries are gone through."""
+
+    steps = 0
+
+    def _each(self, entries: Iterable[Any]) -> Iterator[Any]:
+        for entry in entries:
+            self.steps += 1
+            yield entry
+
+    def __iter__(self) -> Iterator[str]:
+        return self._each(super().__iter__())
+
+    def keys(self) -> Any:
+        return self._each(super().keys())
+
+    def values(self) -> Any:
+        return self._each(super().values())
+
+    def items(self) -> Any:
+        return self._each(super().items())
+
+
+def test_a_blocked_pass_in_which_a_job_ends_goes_through_no_list_of_all_hosts(
+    looked_at: Counter[str], visited: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = HostGroup.__iter__
+
+    def counted(self: HostGroup) -> Iterator[str]:
+        for name in names(self):
+            looked_at["name"] += 1
+            yield name
+
+    monkeypatch.setattr(HostGroup, "__iter__", counted)
+    found = []
+    for hosts in (FEW, MANY):
+        planning, policy = planning_of(hosts), replace(HOSTS_POLICY, provisioning=10, backfill=Backfill(100, 20))
+        planning.site.ask_for_a_host()
+        for _ in range(4):
+            planning.run(policy, keep=True)
+        planning.site.end_a_job()
+        free = planning.state.free.free = Walked(planning.state.free.free)
+        looked_at.clear()
+        visited.clear()
+        planning.run(policy)
+        assert 1 <= visited["_slots_on"] <= 3, "of the host on which it has ended"
+        looked_at["free"] = free.steps
+        found.append(Counter(looked_at))
+    few, many = found
+    assert sum(many.values()) < 2 * sum(few.values()) + 4 * OBSERVED, (few, many)
+
+
+@pytest.mark.parametrize("placement", [Placement.WORST_FIT, Placement.FIRST_FIT, Placement.RANDOM_FIT])
+def test_an_admission_meets_no_drained_host(placement: str, looked_at: Counter[str]) -> None:
+    planning = planning_of(MANY, abilities=frozenset({"instant", "full"}))
+    policy = replace(HOSTS_POLICY, placement=placement, provisioning=10, kind=CloneKind.FULL)
+    planning.run(policy)
+    looked_at.clear()
+    planning.run(policy)
+    before = looked_at["usable"]
+    state = planning.state
+    free = sorted(state.free.free, key=lambda name: (-state.free.free[name][0], name))
+    drained = free[: MANY // 4]  # the emptiest
+    for name in drained:
+        state.know_host(replace(state.hosts[name], drain=Drain()))
+    planning.run(replace(policy, provisioning=0), keep=True)
+    there = set(state.vms)
+    looked_at.clear()
+    planning.run(policy, keep=True)
+    assert not {vm.host for vm in state.vms.values() if vm.id not in there} & {*drained}
+    assert 9 <= looked_at["usable"] <= 2 * before, "and no search passes over them"
+
+
+async def test_a_pass_that_one_host_has_woken_goes_through_no_list_of_all(looked_at: Counter[str]) -> None:
+    store = Store(":memory:", MonotonicClock(), site="bench", tables=cast(Any, UncheckedTables()))
+    cluster = BlockedCluster(60, LARGE[1], per_host=1)
+    with store.transaction() as tx:
+        for move in cluster.moves():
+            tx.apply(move)
+    passes = Passes(cluster, store)
+    for _ in range(3):
+        passes.timed()
+    controller = passes.controller
+    effects, state = controller._effects, controller.state
+    effects._ended_at.update((vm.key, 1.0) for vm in state.vms.values())
+    told = controller._told = Walked(controller._told)
+    ended_at = effects._ended_at = cast(Any, Walked(cast(Any, effects._ended_at)))
+    templates = state.templates = cast(Any, Walked(cast(Any, state.templates)))
+    passes.observe_host("h7")
+    looked_at.clear()
+    passes.timed_pass()
+    assert looked_at["_mark_source"] == 1
+    assert [walked.steps for walked in (told, ended_at, templates)] == [1, 0, 0], "one: whether any host is in sight"
+    await controller.close()
+    store.close()
+
+
 def test_the_benchmark_of_placement_measures_every_policy() -> None:
     found = measure_placement(20, 180, 12, 2)
     assert [one.policy for one in found] == list(Placement)
-    assert all(one.admission.n and one.whole_pass.n == one.blocked.n == 2 and one.scan.n for one in found)
+    assert all(one.whole_pass.n == one.blocked.n == one.one_ended.n == 2 and one.scan.n for one in found)
+    assert all(one.admission.n for one in found)
 
 
 async def test_the_benchmark_measures_passes_of_all_sorts() -> None:
     found = await measure(20, 50, 3)
     assert (found.jobs, found.vms) == (20, 50)
-    assert all(one.n == 3 for one in (found.unchanged, found.equal, found.one_ended, found.all_rows))
+    assert all(one.n == 3 for one in (found.one_host, found.unchanged, found.equal, found.one_ended, found.all_rows))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from multiverse.core import planner
+from multiverse.core.changes import mark_changes
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused, Unknown
 from multiverse.core.machines.tables import TABLES, effect_of
 from multiverse.core.model import (
@@ -30,6 +31,7 @@ from multiverse.core.provisioning import admission
 from multiverse.core.provisioning.context import Context
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Command, Done, EffectKind, Event
+from multiverse.simulation.promises import orphans_by_looking_at_all
 from tests.unit.planner_harness import POLICY, PlannerHarness, failed
 from tests.unit.rows import SOURCE
 
@@ -551,7 +553,9 @@ def test_orphans_are_named_with_their_source_but_never_a_node_with_a_job() -> No
     harness.nodes["mvtest0-80"] = Node("mvtest0-80", NodeState.IDLE, ("vm", "mv_9"))
     harness.job("9", gated=False, pinned="mv_9", eligible=False)
     harness.observe()
+    mark_changes(harness.state, harness.world, harness.policy)
     assert orphans(harness.state, harness.world) == [("mvtest0-77", SOURCE), ("mvtest0-78", "")]
+    assert orphans(harness.state, harness.world) == orphans_by_looking_at_all(harness.state, harness.world)
     harness.scheduler_known = False
     harness.observe()
     assert orphans(harness.state, harness.world) == []

@@ -20,6 +20,7 @@ from multiverse.core.model import User
 from multiverse.drivers.slurm import inbox_access, install, requirements, site_conf
 from multiverse.drivers.slurm.requirements import Finding, Level, Version
 from multiverse.drivers.slurm.site_conf import SiteConf
+from multiverse.service.node_count import NodeCount
 from multiverse.site import checking, rendering
 from multiverse.site.writing import WriteOutcome, write
 from multiverse.system import rendered
@@ -79,10 +80,10 @@ def change(settings: Settings, old: str, new: str) -> None:
 def test_the_gate_is_derived_from_the_settings_and_is_never_the_default_partition(settings: Settings) -> None:
     files = contents(settings)
     gate = files["multiverse.conf"]
-    assert "NodeName=mvgate[1-48] NodeAddr=127.0.1.[1-48] " in gate and "Default=YES" not in gate
+    assert "NodeName=mvgate[1-250] NodeAddr=127.0.1.[1-250] " in gate and "Default=YES" not in gate
     assert gate.count("Default=NO") == 2
     assert (
-        "memory_per_cpu = 2048," in files["multiverse_site.lua"] and "max_nodes = 48," in files["multiverse_site.lua"]
+        "memory_per_cpu = 2048," in files["multiverse_site.lua"] and "max_nodes = 250," in files["multiverse_site.lua"]
     )
     assert str(settings.slurm.conf.parent) in files["multiverse_submit.lua"]
     (settings.slurm.conf.parent / "multiverse.conf").write_text(gate)
@@ -96,7 +97,7 @@ def test_the_rendered_files_have_nothing_of_a_lab(settings: Settings) -> None:
 
 def test_the_gates_addresses_are_not_those_of_the_sites_nodes(settings: Settings) -> None:
     change(settings, "NodeAddr=192.0.2.[11-19]", "NodeAddr=127.0.1.[11-19]")
-    assert "NodeAddr=127.0.77.[1-48]" in contents(settings)["multiverse.conf"]
+    assert "NodeAddr=127.0.77.[1-250]" in contents(settings)["multiverse.conf"]
 
 
 def test_included_files_are_read_as_slurm_reads_them(settings: Settings) -> None:
@@ -159,7 +160,7 @@ def test_rendering_again_changes_nothing_and_keeps_what_was_changed_by_hand(sett
 
     unit = root / "etc/systemd/system/multiverse.service"
     unit.write_text(unit.read_text().replace("RestartSec=2", "RestartSec=9"))
-    new = replace(settings, host=HostSettings(cores=50))
+    new = replace(settings, slurm=replace(settings.slurm, gate_partition="virtual"))
     outcomes = dict(write(rendering.render(new, CONFIG, site_of(new)), root))
     done = {path.name: outcome for path, outcome in outcomes.items()}
     assert done["multiverse_site.lua"] is WriteOutcome.UPDATED
@@ -218,20 +219,51 @@ def test_the_agents_unit_lets_vms_outlive_the_agent(settings: Settings) -> None:
     assert not [key for key in service if key.startswith(views)]
 
 
-def test_a_host_without_a_controller_gets_the_agents_unit_alone(settings: Settings, tmp_path: Path) -> None:
+def test_a_host_without_a_controller_gets_the_units_of_the_agent_and_its_bridge(
+    settings: Settings, tmp_path: Path
+) -> None:
     alone = {path.name: content for path, content, _ in rendering.render_agent(settings, CONFIG)}
-    assert alone.keys() == {rendering.AGENT_SERVICE, "multiverse-agent.conf"}
+    assert alone.keys() == {rendering.AGENT_SERVICE, rendering.BRIDGE_SERVICE, "multiverse-agent.conf"}
     assert alone[rendering.AGENT_SERVICE] == contents(settings)[rendering.AGENT_SERVICE]
     assert "d /run/multiverse 0755 root root -" in alone["multiverse-agent.conf"].splitlines()
     classes = replace(settings, hosts=(HostClass("n[1-4]"),), agent=AgentSettings(socket=tmp_path / "agent.sock"))
     stranger = replace(classes, host=replace(settings.host, name="n9"))
+    bridge = QemuSettings(bridge="mvnone0", uplink="up0")
     with mock.patch.object(checking, "render_agent", lambda *_: []):
-        assert [one.name for one in checking.check_agent(stranger, CONFIG)] == ["hosts", rendering.AGENT_SERVICE]
-        with socket.socket(socket.AF_UNIX) as agent:
+        names = [one.name for one in checking.check_agent(replace(stranger, qemu=bridge), CONFIG)]
+        assert names == ["hosts", "mvnone0", rendering.AGENT_SERVICE]
+        with mock.patch.object(checking, "_INTERFACES", tmp_path), socket.socket(socket.AF_UNIX) as agent:
             agent.bind(str(tmp_path / "agent.sock"))
             agent.listen()
-            known = replace(classes, host=replace(settings.host, name="n2"))
+            known = replace(classes, host=replace(settings.host, name="n2"), qemu=bridge)
+            (tmp_path / "mvnone0" / "bridge").mkdir(parents=True)
+            (finding,) = checking.check_agent(known, CONFIG)
+            assert finding.message == "up0 is no port of the bridge mvnone0" and "multiverse-bridge" in finding.remedy
+            (tmp_path / "mvnone0" / "brif" / "up0").mkdir(parents=True)
             assert checking.check_agent(known, CONFIG) == []
+
+
+def in_a_namespace(*commands: str) -> subprocess.CompletedProcess[str]:
+    script = " && ".join(commands)
+    return subprocess.run(["unshare", "--net", "sh", "-c", script], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(in_a_namespace("ip link").returncode != 0, reason="needs root and ip(8)")
+@pytest.mark.parametrize("agent", [False, True])
+@pytest.mark.parametrize("uplink", ["", "up0"])
+def test_the_bridges_unit_makes_a_bridge_and_may_run_again(settings: Settings, agent: bool, uplink: str) -> None:
+    settings = replace(settings, qemu=replace(settings.qemu, uplink=uplink))
+    files = rendering.render_agent(settings, CONFIG) if agent else rendering.render(settings, CONFIG, site_of(settings))
+    (text,) = (file.content for file in files if file.path.name == rendering.BRIDGE_SERVICE)
+    lines = [line.partition("=")[2] for line in text.splitlines() if line.startswith("ExecStart=")]
+    run = [f"({line[1:]} || true)" if line.startswith("-") else line for line in lines]
+    shown = in_a_namespace(
+        "ip link add up0 type veth peer name up1", *run, *run, "ip address show mvbr0", "ip link show up0"
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "UP" in shown.stdout and ("inet 10.213.0.1/16" in shown.stdout) is not agent
+    assert ("master mvbr0" in shown.stdout) is bool(uplink)
+    assert (rendering.bridge_mac("10.213.0.1") in shown.stdout) is not agent, "no two bridges have the same address"
 
 
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze")
@@ -269,6 +301,29 @@ def test_nothing_is_found_in_a_slurm_conf_that_has_all_that_is_needed(settings: 
     assert examined(settings) == []
 
 
+def test_an_alert_says_what_the_hosts_need_and_a_changed_file_is_read_again_and_no_other(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The site has 10 nodes, the gate 250, and two nodes are counted for each CPU."""
+    change(settings, "MaxNodeCount=1024", "Include more.conf")
+    more, reads = settings.slurm.conf.parent / "more.conf", []
+    more.write_text("MaxNodeCount=1024\n")
+    read = site_conf.read
+    monkeypatch.setattr(site_conf, "read", lambda path: reads.append(path) or read(path))
+    count = NodeCount(settings.slurm.conf)
+    assert count.alerts(382) == count.alerts(382) == [] and len(reads) == 1
+    (alert,) = count.alerts(383)
+    assert (alert.kind, alert.name) == ("nodes", "MaxNodeCount") and "1026 nodes can exist" in alert.message
+    assert "MaxNodeCount=1280" in alert.remedy and "restart slurmctld" in alert.remedy
+    assert count.alerts(383) == [alert] and len(reads) == 2
+    more.write_text("MaxNodeCount=1280\n")
+    assert count.alerts(383) == [] and len(reads) == 3
+    more.unlink()
+    assert count.alerts(4096) == count.alerts(4096) == [] and len(reads) == 5, "the site's check says so"
+    more.write_text("MaxNodeCount=1280\n")
+    assert count.alerts(4096) != []
+
+
 @pytest.mark.parametrize(
     ("old", "new", "level", "name", "words"),
     [
@@ -276,7 +331,7 @@ def test_nothing_is_found_in_a_slurm_conf_that_has_all_that_is_needed(settings: 
         ("SelectType=select/cons_tres", "", "problem", "SelectType", "select/linear"),
         ("SelectType=select/cons_tres", "SelectType=select/cons_res", "problem", "SelectType", "select/cons_res"),
         ("MaxNodeCount=1024", "", "problem", "MaxNodeCount", "not set"),
-        ("MaxNodeCount=1024", "MaxNodeCount=153", "problem", "MaxNodeCount", "MaxNodeCount=256"),
+        ("MaxNodeCount=1024", "MaxNodeCount=355", "problem", "MaxNodeCount", "MaxNodeCount=512"),
         ("TreeWidth=65533", "", "problem", "TreeWidth", "TreeWidth=65533"),
         ("TreeWidth=65533", "TreeWidth=65533\nTopologyPlugin=topology/tree", "problem", "TopologyPlugin", "tree"),
         ("TreeWidth=65533", "TreeWidth=65533\nRoutePlugin=route/topology", "problem", "RoutePlugin", "route/topology"),

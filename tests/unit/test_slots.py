@@ -52,8 +52,23 @@ def test_only_hosts_that_may_have_changed_are_computed_again() -> None:
     touched.note("h1")
     table.refresh(HOSTS, touched, 30.0, hosts.compute, changing=["h3", "h9"])
     assert hosts.taken() == ["h1", "h3"]
-    table.refresh(HOSTS[:2], touched, 30.0, hosts.compute)
-    assert hosts.taken() == ["h1", "h2"], "other hosts: all anew"
+    table.refresh(HOSTS, touched, 30.0, hosts.compute)
+    assert hosts.taken() == ["h3"], "it changes unnoticed no more, and may have changed since it was computed"
+    table.refresh(HOSTS, touched, 30.0, hosts.compute)
+    assert hosts.taken() == []
+
+
+def test_a_host_that_comes_or_goes_has_no_other_one_computed() -> None:
+    hosts, touched, table = Hosts(), Touched(), SlotTable()
+    hosts.slots |= {name: HostSlots([Slot(at, name)]) for at, name in enumerate(HOSTS, 1)}
+    table.refresh(HOSTS, touched, 0.0, hosts.compute)
+    hosts.taken()
+    touched.note("h1")
+    table.refresh(HOSTS[1:], touched, 0.0, hosts.compute)
+    assert hosts.taken() == [] and [slot.host for slot in table.first(9, ())] == ["h2", "h3"]
+    touched.note("h1")
+    table.refresh(HOSTS, touched, 0.0, hosts.compute)
+    assert hosts.taken() == ["h1"] and [slot.host for slot in table.first(9, ())] == list(HOSTS)
 
 
 times = st.lists(st.sampled_from([1.0, 2.0, 3.0, inf]), max_size=3).map(sorted)

@@ -383,9 +383,7 @@ def test_the_gate_is_larger_than_any_host(site: Settings) -> None:
     features = "mvgate,slim,instant,linked,full,auto"
     places = "place-worst-fit,place-best-fit,place-first-fit,place-random-fit,place-pack"
     assert f"Feature={features},{places} State=DRAIN" in gate
-    assert "mvgate[1-4] NodeAddr=127.0.1.[1-4] Port=1" in gate
-    with pytest.raises(Refused):
-        install.render(site, install.Site((), 0, 1, 0))
+    assert "mvgate[1-250] NodeAddr=127.0.1.[1-250] Port=1" in gate, "however few hosts there are"
 
 
 def test_the_epilog_leaves_a_hint_and_never_fails(site: Settings, tmp_path: Path) -> None:

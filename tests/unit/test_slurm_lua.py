@@ -35,8 +35,8 @@ def site(tmp_path: Path) -> Settings:
         ("user_id = 1000, num_tasks = 2, min_cpus = 2", "|mvgate|1-1"),  # without -N: one VM
         ("user_id = 1000, num_tasks = 2, min_cpus = 2, ntasks_per_node = 1", "|mvgate|2-2"),
         ("user_id = 1000, min_nodes = 2, max_nodes = 3, num_tasks = 4294967294", "|mvgate|2-2"),
-        ("user_id = 1000, min_nodes = 4", "|mvgate|4-4"),
-        ("user_id = 1000, min_nodes = 5", "request fewer nodes|-1"),
+        ("user_id = 1000, min_nodes = 250", "|mvgate|250-250"),
+        ("user_id = 1000, min_nodes = 251", "request fewer nodes|-1"),
         ("user_id = 1000, contiguous = 65534, req_switch = 4294967294, delay_boot = 4294967294", "|0|mvgate"),
         ("user_id = 1000, contiguous = 1", "submit without --contiguous|-1"),
         ("user_id = 1000, bitflags = 503316736", "--spread-job is not supported"),

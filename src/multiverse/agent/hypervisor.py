@@ -26,7 +26,7 @@ from multiverse.agent.protocol import (
     Start,
 )
 from multiverse.core.errors import Gone, MultiverseError, Superseded
-from multiverse.core.model import HypervisorView, Identity, Size, Stage, TemplateKey, User, VmRef, VmSpec
+from multiverse.core.model import Host, HypervisorView, Identity, Size, Stage, TemplateKey, User, VmRef, VmSpec
 
 
 class AgentSource:
@@ -60,10 +60,16 @@ class AgentSource:
 
 
 class AgentHypervisor:
-    """`ports.Hypervisor`, of these hosts at first. `run` keeps the connections up, which `connect` makes by name."""
+    """`ports.Hypervisor`, of these hosts at first. `run` keeps the connections up, which `connect` makes by name.
+    `declare` says what the settings know of a host."""
 
-    def __init__(self, hosts: Collection[str], connect: Callable[[str], AgentConnection]) -> None:
-        self._connect = connect
+    def __init__(
+        self,
+        hosts: Collection[str],
+        connect: Callable[[str], AgentConnection],
+        declare: Callable[[str], Host | None] = lambda _: None,
+    ) -> None:
+        self._connect, self._declare = connect, declare
         self._sources: dict[str, AgentSource] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}  # that keep connections up
         self._group: asyncio.TaskGroup | None = None
@@ -94,6 +100,10 @@ class AgentHypervisor:
             if name not in self._sources:
                 self._sources[name] = AgentSource(self._connect(name))
                 self._keep_up(name)
+
+    def declared(self, host: str) -> Host | None:
+        """See `ports.Membership`."""
+        return self._declare(host)
 
     def _keep_up(self, name: str) -> None:
         if self._group is not None:

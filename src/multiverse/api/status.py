@@ -21,6 +21,7 @@ AlertKind = Literal[
     "template",
     "host",
     "fenced",
+    "nodes",
     "user",
     "effect",
     "stranger",  # an orphan: an object with our site's name that no record explains

@@ -7,6 +7,7 @@ for each placement policy,
 - an admission, from the job's turn until its VM is planned and claimed, in a pass that admits all that wait,
 - a pass that admits as many jobs as are usually made at once,
 - a pass that admits none, because the first job in the queue asks for a whole host,
+- the same as a job has ended on one of the hosts,
 - the baseline: the search that looked at every host, alone, for the same claims on the same hosts, in the same run.
 
 All times are CPU time of the thread, so that other processes on the machine do not count.
@@ -92,13 +93,14 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class PlacementTimes:
-    """With one policy: an admission, a pass that admits `AT_ONCE` jobs, one in which the first job has no room, and the
-    search alone as it was."""
+    """With one policy: an admission, a pass that admits `AT_ONCE` jobs, one in which the first job has no room, the
+    same as a job has ended, and the search alone as it was."""
 
     policy: str
     admission: Times
     whole_pass: Times
     blocked: Times
+    one_ended: Times
     scan: Times
 
 
@@ -147,6 +149,17 @@ class FullSite:
         job = Job(ref, "job", 1000, JobState.RUNNING, request, gated=False, pinned=attempt.feature, nodes=(name,))
         return attempt, vm, job
 
+    def ask_for_a_host(self) -> None:
+        """A job that asks for all CPUs of a host comes to the head of the queue."""
+        request = Request(1, Size(self.cpus, 100))
+        self.jobs["first"] = Job(JobRef("first", 500), "job", 1000, JobState.PENDING, request, rank=0)
+
+    def end_a_job(self) -> Job:
+        """The first job has ended; returns it as it ran."""
+        running = self.jobs["1"]
+        self.jobs["1"] = replace(running, state=JobState.ENDED, result="COMPLETED", nodes=())
+        return running
+
     @staticmethod
     def _template(number: int, host: str) -> Template:
         return Template(number, 0, TemplateState.READY, 0.0, host, "slim", BASE, source=host)
@@ -166,14 +179,14 @@ class Planning:
         """Milliseconds of a pass, from the building of its world on."""
         self._now += 1.0
         first = int(self._now) * OBSERVED % len(self.site.names)
-        anew = self.site.names[first : first + OBSERVED]
+        anew = self.site.names[first : first + OBSERVED] if self.state.compared.sources else self.site.names
         view = SchedulerView(dict(self.site.jobs), dict(self.site.nodes))
         for name in anew:
             old = self.site.views[name]
             copied = HypervisorView(dict(old.hosts), dict(old.vms), dict(old.templates))
             self._sources[name] = Observation(Seen(copied, self._now), 0.0)
         began = time.thread_time()
-        world = World(Seen(view, self._now), dict(self._sources), entropy=str(self._now))
+        world = World(Seen(view, self._now), self._sources, anew, entropy=str(self._now))
         plan(self.state, world, [], self._now, policy)
         took = (time.thread_time() - began) * 1000
         if not keep:
@@ -210,28 +223,27 @@ def measure(
         own = replace(policy, placement=name, provisioning=AT_ONCE)
         ordinary = [planning.run(own) for _ in range(passes)]
         admissions = _admissions(planning, replace(own, provisioning=waiting + 1))
-        blocked = _blocked(planning, own, passes)
-        one = PlacementTimes(
-            name, Times.of(admissions), Times.of(ordinary), Times.of(blocked), Times.of(_scans(planning, waiting))
-        )
+        blocked, ended = _blocked(planning, own, passes)
+        times = (admissions, ordinary, blocked, ended, _scans(planning, waiting))
+        one = PlacementTimes(name, *map(Times.of, times))
         found.append(one)
         done(one)
     gc.unfreeze()
     return found
 
 
-def _blocked(planning: Planning, policy: Policy, passes: int) -> list[float]:
-    """Milliseconds of passes in which the first job asks for a whole host."""
-    jobs, cpus = (
-        planning.site.jobs,
-        next(iter(planning.site.views[planning.site.names[0]].hosts.values())).capacity.cpus,
-    )
-    jobs["first"] = Job(JobRef("first", 500), "job", 1000, JobState.PENDING, Request(1, Size(cpus, 100)), rank=0)
+def _blocked(planning: Planning, policy: Policy, passes: int) -> tuple[list[float], list[float]]:
+    """Milliseconds of passes in which the first job asks for a whole host: without news, and after a job has ended."""
+    site = planning.site
+    site.ask_for_a_host()
     planning.run(policy, keep=True)
     times = [planning.run(policy) for _ in range(passes)]
-    del jobs["first"]
+    running = site.end_a_job()
+    ended = [planning.run(policy) for _ in range(passes)]
+    site.jobs[running.ref.job_id] = running
+    del site.jobs["first"]
     planning.run(replace(policy, provisioning=0), keep=True)
-    return times
+    return times, ended
 
 
 def _admissions(planning: Planning, policy: Policy) -> list[float]:

@@ -2,11 +2,12 @@
 
 A pass compares the latest observations with the rows, plans, commits to a database on disk, and starts the effects. The
 queue is blocked: every VM runs a job until some time of the next day, the hosts are full, and nothing can go ahead of
-the first job. Measured are
+the first job. Each host is a source of its own. Measured are
 
 - a pass on observations that are new and equal to those before, as drivers make them: what did not change is the same
   object,
 - the same where every object is another one and equal,
+- a pass for which a single host was observed anew,
 - a pass in which one job has ended,
 - the baseline: a pass that looks at every row, as if all had changed.
 """
@@ -17,7 +18,7 @@ import asyncio
 import gc
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,7 +58,6 @@ from multiverse.core.transition import Change, Event, Move
 from multiverse.ports import Hypervisor, Scheduler
 from multiverse.store import Store
 
-SOURCE = "hosts"
 VMS_PER_HOST = 50
 REQUESTS = (Size(1, 100), Size(1, 1000), Size(2, 500), Size(4, 2000))
 BASE = Size(1, 256)
@@ -67,10 +67,12 @@ ABILITIES = frozenset({"fork", "plug_cpus", "plug_memory"})
 
 @dataclass(frozen=True, slots=True)
 class PassTimes:
-    """Milliseconds of passes with so many queued jobs and VMs."""
+    """Milliseconds of passes with so many queued jobs, VMs and hosts."""
 
     jobs: int
     vms: int
+    hosts: int
+    one_host: Summary
     unchanged: Summary
     equal: Summary
     one_ended: Summary
@@ -91,14 +93,12 @@ class MonotonicClock:
 
 
 class Endless:
-    """A scheduler, a hypervisor and its source, whose calls never return: only passes are measured."""
+    """A scheduler, a hypervisor and its sources, whose calls never return: only passes are measured."""
 
     offers = submission = users = templates = membership = silence = None
-    name, hosts = SOURCE, ()
 
-    @property
-    def sources(self) -> list[Endless]:
-        return [self]
+    def __init__(self, name: str = "", hosts: Iterable[str] = ()) -> None:
+        self.name, self.hosts, self.sources = name, (), [Endless(host) for host in hosts]
 
     def __getattr__(self, _name: str) -> Callable[..., Any]:
         async def call(*_arguments: object) -> None:
@@ -110,11 +110,12 @@ class Endless:
 class BlockedCluster:
     """The rows and the observations of a cluster with a blocked queue."""
 
-    def __init__(self, jobs: int, vms: int) -> None:
+    def __init__(self, jobs: int, vms: int, per_host: int = VMS_PER_HOST) -> None:
+        self.per_host = per_host
         self.hosts = {
-            name: Host(name, Size(VMS_PER_HOST, 512 * VMS_PER_HOST, 1 << 20), frozenset({"instant"}),
+            name: Host(name, Size(per_host, 512 * per_host, 1 << 20), frozenset({"instant"}),
                        images={"slim": ABILITIES})
-            for name in (f"h{n}" for n in range(max(1, -(-vms // VMS_PER_HOST))))
+            for name in (f"h{n}" for n in range(max(1, -(-vms // per_host))))
         }  # fmt: skip
         self.began = time.time()
         self.running = [self._running(number) for number in range(1, vms + 1)]
@@ -125,23 +126,20 @@ class BlockedCluster:
                       eligible=number % 2 == 0, held=number % 2 == 1, limit=7200.0)  # fmt: skip
             self.jobs[job.ref.job_id] = job
         self.nodes = {vm.name: Node(vm.name, NodeState.BUSY) for _, vm, _ in self.running}
-        self.vms = {
-            vm.name: VmSeen(vm.name, vm.host, VmCondition.RUNNING, private=100.0, token=vm.token)
-            for _, vm, _ in self.running
-        }
+        self.vms: dict[str, dict[str, VmSeen]] = {host: {} for host in self.hosts}
+        for _, vm, _ in self.running:
+            self.vms[vm.host][vm.name] = VmSeen(vm.name, vm.host, VmCondition.RUNNING, private=100.0, token=vm.token)
         self.limits: dict[str, int] = {}
-        self.templates = {
-            seen.which: seen
-            for seen in (TemplateSeen("t", host, "slim", TemplateCondition.READY, BASE) for host in self.hosts)
-        }
+        self.templates = {host: TemplateSeen("t", host, "slim", TemplateCondition.READY, BASE) for host in self.hosts}
 
     def _running(self, number: int) -> tuple[Attempt, Vm, Job]:
-        name, host = f"mvbench-{number}", f"h{(number - 1) // VMS_PER_HOST}"
+        place = (number - 1) // self.per_host
+        name, host = f"mvbench-{number}", f"h{place}"
         ref, request = JobRef(str(number), 500), Request(1, Size(1, 200))
         attempt = Attempt(number, 0, AttemptState.ALLOCATED, 0.0, ref, "job", 1000, request)
         vm = Vm(number, 0, VmState.SERVING, 0.0, name, host, "slim", CloneKind.INSTANT, Size(1, 300), Size(1, 200), "",
                 f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}/8", attempt=number, template_size=BASE,
-                template_id=1 + (number - 1) // VMS_PER_HOST, source=SOURCE, token=str(number))  # fmt: skip
+                template_id=1 + place, source=host, token=str(number))  # fmt: skip
         job = Job(ref, "job", 1000, JobState.RUNNING, request, gated=False, pinned=attempt.feature, nodes=(name,),
                   limit=DAY, ends=self.began + 3600 + number * 7919 % DAY)  # fmt: skip
         return attempt, vm, job
@@ -149,7 +147,7 @@ class BlockedCluster:
     def moves(self) -> Iterator[Move]:
         """The moves that make the rows, however they came about."""
         for number, host in enumerate(self.hosts, 1):
-            row = Template(number, 0, TemplateState.READY, 0.0, host, "slim", BASE, source=SOURCE)
+            row = Template(number, 0, TemplateState.READY, 0.0, host, "slim", BASE, source=host)
             yield Move((Change(row, Event.NEEDED),), (Claim(row.key, host, Size(0, BASE.memory)),))
         for attempt, vm, _ in self.running:
             changes = (Change(attempt, Event.SUBMITTED), Change(vm, Event.PLANNED))
@@ -159,15 +157,16 @@ class BlockedCluster:
         """A new observation, of the same objects."""
         return SchedulerView(dict(self.jobs), dict(self.nodes), dict(self.limits))
 
-    def hypervisor(self) -> HypervisorView:
-        """A new observation, of the same objects."""
-        return HypervisorView(dict(self.hosts), dict(self.vms), dict(self.templates))
+    def source(self, host: str) -> HypervisorView:
+        """A new observation of one host, of the same objects."""
+        template = self.templates[host]
+        return HypervisorView({host: self.hosts[host]}, dict(self.vms[host]), {template.which: template})
 
     def renew(self) -> None:
         """Replace every object by an equal one."""
         self.jobs = _copies(self.jobs)
         self.nodes = _copies(self.nodes)
-        self.vms = _copies(self.vms)
+        self.vms = {host: _copies(vms) for host, vms in self.vms.items()}
 
     def end_a_job(self, number: int) -> None:
         """One of the jobs that run has ended."""
@@ -193,21 +192,28 @@ class Passes:
 
     def __init__(self, cluster: BlockedCluster, store: Store) -> None:
         self.cluster, self.clock = cluster, MonotonicClock()
-        ports = Endless()
-        self.controller = Controller(
-            store, cast(Scheduler, ports), cast(Hypervisor, ports), self.clock, Settings(), Random(1)
-        )
+        scheduler, hypervisor = cast(Scheduler, Endless()), cast(Hypervisor, Endless(hosts=cluster.hosts))
+        self.controller = Controller(store, scheduler, hypervisor, self.clock, Settings(), Random(1))
         self.controller.users.remember(User("user", 1000, 1000, "/home/user", "/bin/sh"))
 
     def observe(self) -> None:
         """Set new observations."""
         now = self.clock.now()
-        self.controller.scheduler.latest = Seen(self.cluster.scheduler(), now)
-        self.controller.sources[SOURCE].latest = Seen(self.cluster.hypervisor(), now)
+        self.controller.scheduler.answered(Seen(self.cluster.scheduler(), now))
+        for host in self.cluster.hosts:
+            self.observe_host(host)
+
+    def observe_host(self, host: str) -> None:
+        """Set a new observation of one host."""
+        self.controller.sources[host].answered(Seen(self.cluster.source(host), self.clock.now()))
 
     def timed(self) -> float:
         """Milliseconds of one pass on new observations."""
         self.observe()
+        return self.timed_pass()
+
+    def timed_pass(self) -> float:
+        """Milliseconds of one pass."""
         began = time.perf_counter()
         if not self.controller.run_pass():
             raise RuntimeError(f"a pass was not committed: {self.controller.uncommitted}")
@@ -224,9 +230,9 @@ class Passes:
         state.queue.jobs = {}
 
 
-async def measure(jobs: int, vms: int, repetitions: int = 9) -> PassTimes:
+async def measure(jobs: int, vms: int, repetitions: int = 9, per_host: int = VMS_PER_HOST) -> PassTimes:
     """Measure passes with so many queued jobs and so many VMs."""
-    cluster = BlockedCluster(jobs, vms)
+    cluster = BlockedCluster(jobs, vms, per_host)
     with tempfile.TemporaryDirectory(prefix="mvbench-") as directory:
         store = Store(
             Path(directory) / "multiverse.db", MonotonicClock(), site="bench", tables=cast(Any, UncheckedTables())
@@ -238,8 +244,10 @@ async def measure(jobs: int, vms: int, repetitions: int = 9) -> PassTimes:
         for _ in range(3):
             passes.timed()  # opens the attempts, and lets all rows come to rest
         gc.freeze()
-        unchanged, equal, ended, everything = [], [], [], []
+        one_host, unchanged, equal, ended, everything = [], [], [], [], []
         for number in range(1, repetitions + 1):
+            passes.observe_host("h0")
+            one_host.append(passes.timed_pass())
             unchanged.append(passes.timed())
             cluster.renew()
             equal.append(passes.timed())
@@ -252,5 +260,5 @@ async def measure(jobs: int, vms: int, repetitions: int = 9) -> PassTimes:
         await passes.controller.close()
         store.close()
         gc.unfreeze()
-    found = [summary(samples) for samples in (unchanged, equal, ended, everything)]
-    return PassTimes(jobs, vms, *cast(list[Summary], found))
+    found = [summary(samples) for samples in (one_host, unchanged, equal, ended, everything)]
+    return PassTimes(jobs, vms, len(cluster.hosts), *cast(list[Summary], found))

@@ -146,6 +146,9 @@ def _images(host: HostView) -> Iterator[str]:
 def add(hosts: Hosts) -> None:
     """Add hosts to the site: hosts that the settings do not name, and hosts that were removed."""
     _change("add", hosts, "added")
+    render.console.print(
+        "Next: multiverse hosts shows whether they answer, and multiverse status what Slurm lacks then."
+    )
 
 
 @app.command()

@@ -31,6 +31,7 @@ from multiverse.cli import (
     site,
     soak,
     status,
+    submissions,
     template,
     timeline,
     vms,
@@ -65,6 +66,7 @@ bench.app.command("burst")(burst.burst)
 bench.app.command("density")(density.density)
 bench.app.command("observations")(observations.observations)
 bench.app.command("planner")(passes.planner)
+bench.app.command("submissions")(submissions.submissions)
 bench.app.command("backfill")(backfill.backfill)
 bench.app.command("placement")(placement.placement)
 bench.app.command("queue")(long_queue.queue)

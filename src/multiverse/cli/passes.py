@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from multiverse.bench.planner import PassTimes, measure
+from multiverse.bench.planner import VMS_PER_HOST, PassTimes, measure
 from multiverse.bench.stats import Summary
 from multiverse.cli import render
 from multiverse.cli.bench import Json
@@ -21,6 +21,7 @@ Counts = list[int]
 def planner(
     jobs: Annotated[Counts | None, typer.Option(min=1, help="Queued jobs; may be given several times.")] = None,
     vms: Annotated[Counts | None, typer.Option(min=1, help="VMs that run jobs; may be given several times.")] = None,
+    per_host: Annotated[int, typer.Option(min=8, help="VMs on a host; each host is a source.")] = VMS_PER_HOST,
     repetitions: Annotated[int, typer.Option("--repeat", min=3, help="Passes of each sort.")] = 9,
     json: Json = False,
 ) -> None:
@@ -28,7 +29,7 @@ def planner(
     found: list[PassTimes] = []
     for count in vms or [100, 2_000, 10_000]:
         for queued in jobs or [100, 1_000, 10_000, 50_000]:
-            found.append(asyncio.run(measure(queued, count, min(repetitions, count))))
+            found.append(asyncio.run(measure(queued, count, min(repetitions, count), per_host)))
             if not json:
                 console.print(f"  {queued:,} queued jobs, {count:,} VMs", highlight=False)
     if json:
@@ -40,12 +41,12 @@ def planner(
 def _print(found: Sequence[PassTimes]) -> None:
     console.print(
         "\nMilliseconds of one pass, commit included: median, and in brackets the 95th percentile. The queue is "
-        "blocked. Same: new observations of the same objects. Copies: of other, equal objects. Growth: of a pass in "
-        "which one job ended, against the row above, whose queue is that much shorter. All rows: the baseline, a pass "
-        "that looks at every row.\n",
+        "blocked. One host: after a new observation of a single host. Same: of all, of the same objects. Copies: of "
+        "other, equal objects. Growth: of a pass in which one job ended, against the row above, whose queue is that "
+        "much shorter. All rows: the baseline, a pass that looks at every row.\n",
         markup=False,
     )
-    right = ("VMS", "JOBS", "SAME", "ONE ENDED", "GROWTH", "COPIES", "ALL ROWS")
+    right = ("VMS", "HOSTS", "JOBS", "ONE HOST", "SAME", "ONE ENDED", "GROWTH", "COPIES", "ALL ROWS")
     table = render.table(*right, right=right)
     above: PassTimes | None = None
     for one in found:
@@ -53,8 +54,8 @@ def _print(found: Sequence[PassTimes]) -> None:
         if above is not None and above.vms == one.vms:
             growth = f"{one.one_ended.p50 / above.one_ended.p50:.1f} for {one.jobs / above.jobs:g}"
         table.add_row(
-            f"{one.vms:,}", f"{one.jobs:,}", _ms(one.unchanged), _ms(one.one_ended), growth, _ms(one.equal),
-            _ms(one.all_rows),
+            f"{one.vms:,}", f"{one.hosts:,}", f"{one.jobs:,}", _ms(one.one_host), _ms(one.unchanged),
+            _ms(one.one_ended), growth, _ms(one.equal), _ms(one.all_rows),
         )  # fmt: skip
         above = one
     render.show(table, "Nothing was measured.")

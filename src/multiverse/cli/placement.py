@@ -33,14 +33,14 @@ def _print(found: Sequence[PlacementTimes]) -> None:
     console.print(
         "\nMilliseconds of CPU time: median, and in brackets the 99th percentile. Admission: of one job, until its VM "
         f"is planned and claimed. Pass: a whole one that admits {AT_ONCE} jobs, planned and not committed. Blocked: a "
-        "pass that admits none, because the first job has no room. Scan: the baseline, the search for one host that "
-        "looks at all of them, alone.\n",
+        "pass that admits none, because the first job has no room; one ended: the same as a job has ended. Scan: the "
+        "baseline, the search for one host that looks at all of them, alone.\n",
         markup=False,
     )
-    right = ("ADMISSION", "PASS", "BLOCKED", "SCAN")
+    right = ("ADMISSION", "PASS", "BLOCKED", "ONE ENDED", "SCAN")
     table = render.table("POLICY", *right, right=right)
     for one in found:
-        table.add_row(one.policy, _ms(one.admission), _ms(one.whole_pass), _ms(one.blocked), _ms(one.scan))
+        table.add_row(one.policy, _ms(one.admission), *map(_ms, (one.whole_pass, one.blocked, one.one_ended, one.scan)))
     render.show(table, "Nothing was measured.")
 
 

@@ -14,9 +14,10 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
+from types import MappingProxyType
 
 import structlog
 
@@ -44,7 +45,7 @@ from multiverse.core.model import (
 )
 from multiverse.core.provisioning.spares import node_spec
 from multiverse.core.state import State
-from multiverse.core.transition import RELEASING_EFFECTS, Done, Effect, EffectKind
+from multiverse.core.transition import RELEASING_EFFECTS, TERMINAL, Done, Effect, EffectKind, Move
 from multiverse.ports import Clock, Fencing, Hypervisor, Scheduler
 
 log = structlog.get_logger()
@@ -123,12 +124,12 @@ class Effects:
     # --- what runs, and when something is due -------------------------------------------------------
 
     def ended_at(self) -> Mapping[Key, float]:
-        """For each live row, when its last effect ended; infinity while one runs."""
-        return dict(self._ended_at)
+        """For each live row, when its last effect ended; infinity while one runs. Follows what happens."""
+        return MappingProxyType(self._ended_at)
 
     def refused(self) -> Mapping[Key, str]:
-        """The rows whose last effect was refused for good, and why."""
-        return dict(self._refused)
+        """The rows whose last effect was refused for good, and why. Follows what happens."""
+        return MappingProxyType(self._refused)
 
     def next_due(self) -> float:
         """When the next repetition is due. An effect that waits for others begins when one of these ends."""
@@ -149,9 +150,20 @@ class Effects:
             if lane.failures >= often
         ]
 
+    def note(self, moves: Iterable[Move]) -> None:
+        """These moves were committed. Nobody asks any more when the last effect of a row that has ended ended."""
+        for change in (change for move in moves for change in move.changes):
+            if change.row.state in TERMINAL:
+                self._forget_ended(change.row.key)
+
+    def _forget_ended(self, key: Key) -> None:
+        if key not in self._lanes and self._around.state.get(key) is None:
+            self._ended_at.pop(key, None)
+            self._refused.pop(key, None)
+
     def ensure(self, orphans: Sequence[VmRef] = (), *, releasing: bool = False) -> None:
         """Make the lanes follow the rows. `orphans` are VMs or nodes of our site that no row explains. With `releasing`
-        only effects that release are begun."""
+        only effects that release are begun. Its cost is that of the effects that there are."""
         state = self._around.state
         wanted: dict[Key, tuple[Effect, Subject]] = {
             effect.key: (effect, row) for row, effect in permitted_effects(state)
@@ -164,6 +176,7 @@ class Effects:
             lane = self._lanes[key]
             if lane.task is None:
                 del self._lanes[key]
+                self._forget_ended(key)
             elif not lane.task.cancelling():
                 lane.task.cancel()  # its end wakes the loop, and the lane is free then
         for key, (effect, subject) in wanted.items():
@@ -171,9 +184,6 @@ class Effects:
                 self._lanes.setdefault(key, _Lane(effect, _state(subject)))
         for key in self._due_ones(releasing=releasing):
             self._begin(self._lanes[key], wanted[key][1])
-        for key in [key for key in self._ended_at if key not in self._lanes and state.get(key) is None]:
-            del self._ended_at[key]
-            self._refused.pop(key, None)
 
     def try_again_for_users(self) -> None:
         """Repeat at once what failed and needs a user: one who was unknown is known now."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
 from random import Random, SystemRandom
+from types import MappingProxyType
 
 import structlog
 
@@ -43,6 +45,7 @@ from multiverse.core.planner import orphans, plan
 from multiverse.core.policy import Backfill, Policy, Pool
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.pools import PoolStatus, pool_status
+from multiverse.core.provisioning.sizes import claimable_cpus
 from multiverse.core.provisioning.submission import job_limits
 from multiverse.core.state import State
 from multiverse.core.transition import Command, Done, EffectKind, Message
@@ -163,6 +166,7 @@ class Controller:
         self._hypervisor = hypervisor
         self._running: dict[Observer[SchedulerView] | Observer[HypervisorView], asyncio.Task[None]] = {}
         self._runs = False
+        self._ended: list[asyncio.Task[None]] = []  # of observers and the like, which do not end
         self._placement_faults: dict[str, str] = {}  # those that were logged
         self._limits: JobLimits | None = None  # what no job must exceed
         self._hosts_followed = -1  # `State.host_changes`, as of which this and the sources are
@@ -177,6 +181,10 @@ class Controller:
         self._listened: dict[str, Source] = {}
         self.sources: dict[str, Observer[HypervisorView]] = {}
         """One observer for each source of the hypervisor, by the source's name."""
+        # What the latest pass was told of each source, also of those that only rows refer to; and of which sources the
+        # next one is told something else: those observed since, those that came or went, and those that are unknown.
+        self._told: dict[str, Observation] = {}
+        self._anew: set[str] = self.state.sources()
         self._follow_sources()
         self.users = UserDirectory(
             lambda uid: scheduler.user(uid), clock, self._wake.set, lambda: self._effects.try_again_for_users()
@@ -216,14 +224,24 @@ class Controller:
 
     def world(self) -> World:
         """What is observed now."""
-        # A source that rows refer to and the settings do not name is unknown since the controller began.
-        unnamed = self.state.sources() - self.sources.keys()
+        told = {**self._told, **{name: self._observation(name) for name in sorted(self._anew)}}
+        return self._world({name: one for name, one in told.items() if one is not None})
+
+    def _world_of_pass(self) -> World:
+        """The same for a pass, whose cost is that of the sources of which something else is known than before."""
+        anew = frozenset(self._anew)
+        for name in sorted(anew):
+            if (observation := self._observation(name)) is not None:
+                self._told[name] = observation
+            else:
+                self._told.pop(name, None)
+        return self._world(MappingProxyType(self._told), anew)
+
+    def _world(self, sources: Mapping[str, Observation], anew: Collection[str] | None = None) -> World:
         return World(
             scheduler=self.scheduler.latest,
-            sources={
-                **{name: Observation(one.latest, one.since, self._heard(one)) for name, one in self.sources.items()},
-                **{name: Observation(None, self.began) for name in sorted(unnamed)},
-            },
+            sources=sources,
+            anew=anew,
             effect_ended_at=self._effects.ended_at(),
             refused=self._effects.refused(),
             forecast=self._forecast.forecast(self._clock.now()),
@@ -231,6 +249,13 @@ class Controller:
             users=self.users.seen(),
             epoch=self._clock.wall() - self._clock.now(),
         )
+
+    def _observation(self, name: str) -> Observation | None:
+        """What is known of a source now; None if there is none. One that rows refer to and that is none of the
+        hypervisor's is unknown since the controller began."""
+        if (one := self.sources.get(name)) is not None:
+            return Observation(one.latest, one.since, self._heard(one))
+        return Observation(None, self.began) if self.state.has_vms_at(name) else None
 
     def _heard(self, source: Observer[HypervisorView]) -> float:
         """When anything was last heard of a source, while it is unknown."""
@@ -257,6 +282,20 @@ class Controller:
     def _silent_hosts(self) -> list[KnownHost]:
         return self.state.hosts_in(HostState.SILENT) if self.policy.fences else []
 
+    def known_hosts(self) -> dict[str, KnownHost]:
+        """The hosts of the site, by name, as they were observed last. One that never was is as the settings declare it,
+        and left out if only an operator has named it."""
+        members, found = self._hypervisor.membership, dict[str, KnownHost]()
+        for name, host in self.state.hosts.items():
+            value = host.value or (members.declared(name) if members else None)
+            if host.state is not HostState.REMOVED and (value or members is None):
+                found[name] = replace(host, value=value)
+        return found
+
+    def claimable_cpus(self) -> int:
+        """CPUs that VMs may claim together on all known hosts, also those that are drained, off or out of reach."""
+        return sum(claimable_cpus(host.value) for host in self.known_hosts().values() if host.value)
+
     def unknown_users(self) -> list[LookupFailure]:
         """The users of jobs whom the name service does not tell."""
         return self.users.failures()
@@ -274,7 +313,7 @@ class Controller:
 
     async def run(self) -> None:
         """Observe, plan and act until cancelled."""
-        comments = asyncio.create_task(self._comments.run())
+        comments = self._watched(asyncio.create_task(self._comments.run()))
         self._runs = True
         self._run_observer(self.scheduler)
         for source in self.sources.values():
@@ -283,7 +322,7 @@ class Controller:
             while True:
                 self._wake.clear()
                 if self.run_pass():
-                    await self._sleep([comments, *self._running.values()])
+                    await self._sleep()
                 else:  # what is due stays due
                     await asyncio.sleep(UNCOMMITTED)
         finally:
@@ -301,7 +340,19 @@ class Controller:
 
     def _run_observer(self, observer: Observer[SchedulerView] | Observer[HypervisorView]) -> None:
         if self._runs:
-            self._running[observer] = asyncio.create_task(observer.run(), name=f"observer of {observer.name}")
+            task = asyncio.create_task(observer.run(), name=f"observer of {observer.name}")
+            self._running[observer] = self._watched(task)
+
+    def _watched(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
+        """A task that ends only if it is cancelled, or by a bug: then the loop ends."""
+
+        def ended(_: asyncio.Task[None]) -> None:
+            if not task.cancelled():
+                self._ended.append(task)
+                self._wake.set()
+
+        task.add_done_callback(ended)
+        return task
 
     def _follow_hosts(self) -> None:
         """Let the hypervisor have the hosts that belong to the site, as committed."""
@@ -317,15 +368,21 @@ class Controller:
         sources = {source.name: source for source in self._hypervisor.sources}
         for name in [name for name in self.sources if name not in sources]:
             del self._listened[name]
+            self._anew.add(name)
             if task := self._running.pop(self.sources.pop(name), None):
                 task.cancel()
         for name in [name for name in sources if name not in self.sources]:
             observe, interval = sources[name].observe, lambda: self._settings.poll
-            observer = Observer(name, observe, self._clock, interval, self._wake.set)
+            observer = Observer(name, observe, self._clock, interval, partial(self._observed_anew, name))
             self.sources[name], self._listened[name] = observer, sources[name]
+            self._anew.add(name)
             self._run_observer(observer)
 
-    async def _sleep(self, observers: list[asyncio.Task[None]]) -> None:
+    def _observed_anew(self, source: str) -> None:
+        self._anew.add(source)
+        self._wake.set()
+
+    async def _sleep(self) -> None:
         now = self._clock.now()
         due = min(self._effects.next_due(), self._forecast.next_due(now), self.users.next_due())
         left = min(self._settings.poll, due - now)
@@ -335,18 +392,19 @@ class Controller:
                     await self._wake.wait()
             except TimeoutError:
                 pass
-        for task in observers:
-            if task.done():
-                task.result()  # an observer ends only by a bug: raise it here
+        for task in self._ended:
+            task.result()  # an observer ends only by a bug: raise it here
 
     def run_pass(self) -> bool:
         """One pass: observe, plan, one commit, then the effects. Awaits nothing. False if it was not committed: then
         nothing of it has happened. If that is for want of disk, what only releases is planned and committed by itself,
         in room that is reserved for it, and the effects that only release go on, whether or not that succeeded."""
-        world = self.observed = self.world()
+        world = self.observed = self._world_of_pass()
         problem = self._plan_and_commit(world)
         if problem is None:
             self.uncommitted = None
+            self._anew = {name for name in world.anew or () if name in self._told and self._told[name].latest is None}
+            self._declared = []  # they are rows
         else:
             log.error("pass not committed", reason=str(problem))
             self.uncommitted = (self.uncommitted[0] if self.uncommitted else self._clock.now(), str(problem))
@@ -356,7 +414,7 @@ class Controller:
                 log.error("releases not committed", reason=str(failure))
         if self._hosts_followed != self.state.host_changes:
             self._hosts_followed = self.state.host_changes
-            self._limits = job_limits(self.state.hosts, self.policy)
+            self._limits = job_limits(self.known_hosts(), self.policy)
             self._follow_hosts()
         self._effects.limit_submissions(self._limits)
         self._effects.exclude_from_offers(self._exclusions.excluded(self._clock.now()))
@@ -390,6 +448,7 @@ class Controller:
                 raise
             return error
         self._forecast.note(moves, now)
+        self._effects.note(moves)
         self._comments.passed(moves, state.reasons)
         self._log_placement_faults()
         self.missing_hints.note(moves)

@@ -77,13 +77,17 @@ class Observer(Generic[T]):
             except Exception as error:  # a defect of a driver: its source is unknown, and the others go on
                 self._unknown(f"{type(error).__name__}: {error}", traceback=True)
             else:
-                if self.failure:
-                    log.info("source is back", source=self.name)
-                self._turn(self.latest is None)
-                self.latest, self.failure = latest, ""
+                self.answered(latest)
             self.observations += 1
-            self._seen()
             await self._wait()
+
+    def answered(self, latest: Seen[T]) -> None:
+        """The source was observed."""
+        if self.failure:
+            log.info("source is back", source=self.name)
+        self._turn(self.latest is None)
+        self.latest, self.failure = latest, ""
+        self._seen()
 
     async def _load(self) -> Seen[T]:
         return Seen(await self._observe(), self._began)
@@ -94,6 +98,7 @@ class Observer(Generic[T]):
             log.warning("source is unknown", source=self.name, reason=reason, exc_info=traceback)
         self._turn(self.latest is not None)
         self.latest, self.failure = None, reason
+        self._seen()
 
     def _turn(self, turned: bool) -> None:
         if turned:

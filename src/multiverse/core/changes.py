@@ -23,16 +23,20 @@ def mark_changes(state: State, world: World, policy: Policy) -> None:
     compared = state.compared
     if world.scheduler is not None and world.scheduler is not compared.scheduler:
         _mark_jobs(state, world.scheduler.value.jobs)
-        compared.scheduler = world.scheduler
+        _note_unexplained(state, "", compared.nodes, world.scheduler.value.nodes)
+        compared.scheduler, compared.nodes = world.scheduler, world.scheduler.value.nodes
     users = {uid: (user.exists, user.since) for uid, user in world.users.items()} if world.users is not None else None
     if users != compared.users:
         state.queue.consider_users_again()
         compared.users = users
-    for name, observation in world.sources.items():
-        _mark_source(state, compared, name, observation, policy)
-    for name in compared.sources.keys() - world.sources.keys():
-        _follow_hosts(state, compared, name, {})
-        del compared.sources[name]
+    anew = world.sources.keys() | compared.sources.keys() if world.anew is None else world.anew
+    for name in sorted(anew):
+        if (observation := world.sources.get(name)) is not None:
+            _mark_source(state, compared, name, observation, policy)
+        elif name in compared.sources:
+            _follow_hosts(state, compared, name, {})
+            del compared.sources[name]
+            compared.vms.pop(name, None)
     _know_hosts(state, compared)
 
 
@@ -70,10 +74,18 @@ def _mark_source(state: State, compared: Compared, name: str, observation: Obser
         _follow_hosts(state, compared, name, hosts or {})
     if observation.latest is None:
         return
-    shown = observation.latest.value.vms
-    for vm_name in _changed_vms(compared.vms.get(name, {}), shown):
+    known, shown = compared.vms.get(name, {}), observation.latest.value.vms
+    for vm_name in _changed_vms(known, shown):
         state.mark_vm(vm_name)
+    _note_unexplained(state, name, known, shown)
     compared.vms[name] = shown
+
+
+def _note_unexplained(state: State, source: str, before: Mapping[str, object], after: Mapping[str, object]) -> None:
+    """Keep the names that a source shows, or shows no more, and that no row has."""
+    if before is not after and list(before) != list(after):
+        came = (name for name in after.keys() - before.keys() if name not in state.vm_named)
+        state.compared.unexplained.update((name, source) for name in came)
 
 
 def _follow_hosts(state: State, compared: Compared, source: str, hosts: Mapping[str, Host]) -> None:
@@ -96,6 +108,7 @@ def _follow_hosts(state: State, compared: Compared, source: str, hosts: Mapping[
             index.show(host)
         if (host is None) != (old is None):
             state.queue.check_all()
+            state.touched.note(name)
         if host is not old:
             compared.unlearned.add(name)
 
@@ -124,6 +137,23 @@ def _know_hosts(state: State, compared: Compared) -> None:
             known = state.hosts.get(name) or KnownHost(name, "")
             state.know_host(replace(known, source=max(compared.showing[name]), value=steady))
     compared.unlearned.clear()
+
+
+def unexplained(state: State, world: World) -> dict[str, str]:
+    """The names that are shown and that no row has, as of the last `mark_changes`, each with the source that shows it
+    (empty: only the scheduler does). What is explained or shown no more is forgotten. Needs the scheduler."""
+    assert world.scheduler is not None, "while the scheduler is unknown nobody asks"
+    found: dict[str, str] = {}
+    for name, source in sorted(state.compared.unexplained):
+        latest = world.latest(source)
+        if latest is None and source in world.sources:
+            continue  # it may still be there
+        shown = name in (world.scheduler.value.nodes if source == "" else latest.value.vms if latest else ())
+        if not shown or name in state.vm_named:
+            state.compared.unexplained.discard((name, source))
+        else:
+            found[name] = source
+    return found
 
 
 def close_hosts(state: State, world: World) -> None:

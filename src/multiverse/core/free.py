@@ -140,6 +140,16 @@ class HostGroup:
             number -= enough
         return None
 
+    def most(self, but: Collection[str] = ()) -> tuple[int, int]:
+        """The most CPUs, and the most memory, that any of the hosts has free, `but` some; at least 0 each. Looks at no
+        more than these, and at one host for each number of free CPUs."""
+        cpus = memory = 0
+        for have in reversed(self._cpus):
+            free = next((-less for less, name in self._buckets[have] if name not in but), None)
+            if free is not None:
+                cpus, memory = max(cpus, have), max(memory, free)
+        return cpus, memory
+
     @staticmethod
     def _enough_memory(bucket: list[tuple[int, str]], claim: Size) -> int:
         """How many at the beginning of a bucket have enough memory."""
@@ -185,10 +195,11 @@ class _FirstFit:
 
 @dataclass(eq=False)
 class HostKind:
-    """Hosts that are equal but for their names and what they have available. `host` stands for each of them. `ready`
-    are those with a ready template, by its image and account and then by its size."""
+    """Hosts that are equal but for their names and what they have available. `host` stands for each of them. `closed`:
+    they take no new VM. `ready` are those with a ready template, by its image and account and then by its size."""
 
     host: Host
+    closed: bool = False
     names: set[str] = field(default_factory=set)
     hosts: HostGroup = field(default_factory=HostGroup)  # those of which it is known what is free
     ready: dict[tuple[str, str], dict[Size, HostGroup]] = field(default_factory=dict)
@@ -300,6 +311,7 @@ class FreeIndex:
         self.arrived: set[str] = set()  # hosts of which it is to be found out which templates are ready
         self.tight: set[str] = set()  # hosts whose machine has less memory available than could be claimed
         self.full: set[str] = set()  # hosts whose disk has too little room for a VM
+        self.closed: frozenset[str] = frozenset()  # hosts that take no new VM, which are classes of their own
         self.classes: dict[Hashable, HostKind] = {}
         self.class_of: dict[str, HostKind] = {}
         self._groups_of: dict[str, set[HostGroup]] = {}
@@ -322,9 +334,8 @@ class FreeIndex:
         old = self.hosts.get(host.name)
         if old is not host:
             self.hosts[host.name] = host
-            shape = _shape_of(host)
-            if old is None or shape != _shape_of(old):
-                self._move_to(host, shape)
+            if old is None or shape_of(host) != shape_of(old):
+                self._classify(host)
             self.stale.add(host.name)
         elif host.overcommit.memory > 1:  # what its VMs hold may have changed
             self.stale.add(host.name)
@@ -338,11 +349,19 @@ class FreeIndex:
             self.free.pop(name, None)
             self._due_of.pop(name, None)
 
-    def _move_to(self, host: Host, shape: Hashable) -> None:
+    def close(self, closed: frozenset[str]) -> None:
+        """These hosts take no new VM, and all others do: a search for room does not meet them."""
+        changed, self.closed = self.closed ^ closed, closed
+        for name in sorted(changed & self.hosts.keys()):
+            self._classify(self.hosts[name])
+
+    def _classify(self, host: Host) -> None:
+        """Put the host among those that are equal to it."""
         self._leave_class(host.name)
+        shape = (closed := host.name in self.closed, shape_of(host))
         kind = self.classes.get(shape)
         if kind is None:
-            kind = self.classes[shape] = HostKind(host)
+            kind = self.classes[shape] = HostKind(host, closed)
         self.class_of[host.name] = kind
         self.arrived.add(host.name)
         kind.names.add(host.name)
@@ -412,7 +431,7 @@ class FreeIndex:
         return found
 
 
-def _shape_of(host: Host) -> Hashable:
+def shape_of(host: Host) -> Hashable:
     """What equal hosts have in common. Equal shapes mean equal sizes, claims and abilities."""
     return (
         host.capacity,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from multiverse.core.changes import close_hosts, mark_changes
+from multiverse.core.changes import close_hosts, mark_changes, unexplained
 from multiverse.core.commands import apply_command, apply_result
 from multiverse.core.machines.attempt import attempt_rests, open_attempts, step_attempt
 from multiverse.core.machines.host import Quorum, hosts_to_step, step_host
@@ -25,7 +25,8 @@ from multiverse.core.provisioning.clones import supply_missing
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.draining import empty_drained
 from multiverse.core.provisioning.pools import reconcile_pools
-from multiverse.core.state import State, quarantine_on_error
+from multiverse.core.quarantine import quarantine_on_error
+from multiverse.core.state import State
 from multiverse.core.transition import Done, Message, Move
 
 ROUNDS = 16
@@ -102,15 +103,12 @@ def step_all(state: State, world: World, policy: Policy, *, releasing: bool = Fa
 
 
 def orphans(state: State, world: World) -> list[tuple[str, str]]:
-    """Names of our site that were observed, on a host or in the scheduler, without a live row, each with the source
+    """Names of our site that the last pass saw, on a host or in the scheduler, without a live row, each with the source
     that shows it (empty: only the scheduler does). A node on which the scheduler runs a job, or may at any moment, is
     never among them, nor is a VM on a host in sight, which has a row (`provisioning.adoption`)."""
     if world.scheduler is None:
         return []
     view = world.scheduler.value
-    shown = dict.fromkeys(view.nodes.keys() - state.vm_named.keys(), "")
-    for source, one in world.views.items():
-        shown.update((name, source) for name in one.vms if name not in state.vm_named)
-    if not shown:
-        return []
-    return sorted((name, source) for name, source in shown.items() if not may_have_a_job(view, name))
+    return sorted(
+        (name, source) for name, source in unexplained(state, world).items() if not may_have_a_job(view, name)
+    )

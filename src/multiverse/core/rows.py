@@ -14,6 +14,7 @@ from multiverse.core.model import (
     Host,
     Key,
     KnownHost,
+    Node,
     Observation,
     Offer,
     OfferState,
@@ -159,6 +160,8 @@ class Compared:
     sources: dict[str, Observation] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)  # sources that have been unknown for long
     vms: dict[str, Mapping[str, VmSeen]] = field(default_factory=dict)  # by source, as shown last
+    nodes: Mapping[str, Node] = field(default_factory=dict)  # as shown last
+    unexplained: set[tuple[str, str]] = field(default_factory=set)  # names without a row, with the source: candidates
     hosts_of: dict[str, frozenset[str]] = field(default_factory=dict)  # by source, the hosts that it shows
     showing: dict[str, dict[str, Host]] = field(default_factory=dict)  # by host, the sources that show it
     unadopted: set[str] = field(default_factory=set)  # sources that may show what has no row

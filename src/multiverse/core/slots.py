@@ -54,30 +54,35 @@ class SlotTable:
     """The slots of all hosts for VMs that claim the same."""
 
     _hosts: dict[str, HostSlots] = field(default_factory=dict)
+    _changing: frozenset[str] = frozenset()
     _order: list[Slot] = field(default_factory=list)
     _until: list[tuple[float, str]] = field(default_factory=list)
-    _count: int = -1
+    _count: int | None = None
 
     def refresh(
         self, hosts: Collection[str], touched: Touched, now: float, compute: Callable[[str], HostSlots],
         changing: Collection[str] = (),
     ) -> None:  # fmt: skip
-        """Bring the table up to date: these are all hosts, and what is free on `changing` ones changes unnoticed."""
-        if self._hosts.keys() != set(hosts):
-            self._hosts, self._order, self._until = {}, [], []
+        """Bring the table up to date: these are all hosts, and what is free on `changing` ones changes unnoticed. A
+        host that comes or goes has been touched. Only the first time all hosts are gone through."""
+        if self._count is None:
             stale = set(hosts)
         else:
             past = self._until[: bisect_left(self._until, (now, ""))]
-            stale = {*touched.since(self._count), *changing, *(host for _, host in past)} & self._hosts.keys()
+            stale = {*touched.since(self._count), *changing, *self._changing, *(host for _, host in past)}
         for host in sorted(stale):
-            self._put(host, compute(host))
-        self._count = touched.count
+            self._drop(host)
+            if host in hosts:
+                self._put(host, compute(host))
+        self._count, self._changing = touched.count, frozenset(changing)
 
-    def _put(self, host: str, fresh: HostSlots) -> None:
-        if old := self._hosts.get(host):
+    def _drop(self, host: str) -> None:
+        if old := self._hosts.pop(host, None):
             for slot in old.slots:
                 del self._order[bisect_left(self._order, slot)]
             del self._until[bisect_left(self._until, (old.until, host))]
+
+    def _put(self, host: str, fresh: HostSlots) -> None:
         self._hosts[host] = fresh
         for slot in fresh.slots:
             insort(self._order, slot)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 
 from multiverse.core.errors import Broken, Refused
@@ -37,7 +36,7 @@ from multiverse.core.model import (
 from multiverse.core.queue import Queue
 from multiverse.core.rows import Compared, HeldClaims, Index, LiveRows, Numbers, Rows, VmsMissing
 from multiverse.core.slots import SlotTable, Touched
-from multiverse.core.transition import TERMINAL, Change, Command, Event, Move, Tables
+from multiverse.core.transition import TERMINAL, Change, Command, Move, Tables
 
 
 class State(LiveRows, Numbers, HeldClaims):
@@ -193,7 +192,10 @@ class State(LiveRows, Numbers, HeldClaims):
     def close_hosts(self, closed: frozenset[str], closing: frozenset[str]) -> None:
         """Which hosts take no new VM, and which will take none later. What waiting jobs could have depends on that."""
         if (closed, closing) != (self.closed, self.closing):
+            for name in sorted(self.closed ^ closed):
+                self.touched.note(name)
             self.closed, self.closing = closed, closing
+            self.free.close(closed)
             self.queue.check_all()
 
     def _change(self, row: Row) -> None:
@@ -202,6 +204,8 @@ class State(LiveRows, Numbers, HeldClaims):
         if row.state in TERMINAL:
             self._drop(row.key)
             self.compared.unadopted.add(getattr(row, "source", ""))
+            if isinstance(row, Vm):
+                self.compared.unexplained.update(((row.name, ""), (row.name, row.source)))
         else:
             self._put(row)
 
@@ -417,6 +421,10 @@ class State(LiveRows, Numbers, HeldClaims):
         """The sources of all live VMs."""
         return {str(source) for source in self._vms_by_source}
 
+    def has_vms_at(self, source: str) -> bool:
+        """Whether a live VM is of that source."""
+        return source in self._vms_by_source
+
     def template_for(self, which: TemplateKey) -> Template | None:
         """The live template of that key."""
         ids = self._templates_by_key[which]
@@ -430,18 +438,3 @@ class State(LiveRows, Numbers, HeldClaims):
         """The hosts in one of these states, by number."""
         ids = sorted(i for s in states for i in self._by_state["host", s])
         return [self.hosts[self._host_names[id_]] for id_ in ids]
-
-
-@contextmanager
-def quarantine_on_error(state: State, key: Key) -> Iterator[None]:
-    """A fault of ours in deciding about one record quarantines that record, and no other record is affected."""
-    try:
-        yield
-    except Exception as error:
-        row = state.get(key)
-        if row is None:
-            raise
-        if row.quarantined:
-            return
-        why = f"a fault of Multiverse, please report it: {error!r}"
-        state.move(Change(replace(row, quarantined=why), Event.QUARANTINED, why))

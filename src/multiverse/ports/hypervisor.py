@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from multiverse.core.model import HypervisorView, Identity, Size, Stage, TemplateKey, User, VmRef, VmSpec
+from multiverse.core.model import Host, HypervisorView, Identity, Size, Stage, TemplateKey, User, VmRef, VmSpec
 
 
 class Source(Protocol):
@@ -80,6 +80,11 @@ class Membership(Protocol):
     def keep(self, hosts: Collection[str]) -> None:
         """Have these hosts as sources, and no others. Nothing is awaited: calls to a host that was removed end as
         `Unknown` or `Gone`, and a host that was added answers once it is reached."""
+        ...
+
+    def declared(self, host: str) -> Host | None:
+        """What a host is declared to have that may never have answered; what nobody knows of it yet costs nothing and
+        can do everything. None if nothing is declared."""
         ...
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+from functools import partial
 from random import Random
 
 import multiverse
@@ -11,8 +12,8 @@ from multiverse.agent.connection import AgentConnection, ControllerIdentity
 from multiverse.agent.controller_epoch import ControllerEpoch
 from multiverse.agent.hypervisor import AgentHypervisor
 from multiverse.agent.transport import CommandTransport, Transport, UnixTransport, command_of
-from multiverse.config import Settings, host_names
-from multiverse.core.model import HostState
+from multiverse.config import Settings, host_names, host_settings
+from multiverse.core.model import CloneKind, Host, HostState, Overcommitment, Size
 from multiverse.store import Store
 
 EPOCH_WAIT = 5.0
@@ -31,7 +32,25 @@ def connect_agents(settings: Settings, store: Store) -> AgentHypervisor:
     def connect(host: str) -> AgentConnection:
         return AgentConnection(host, transport_to(host, settings), who, epoch, Random())
 
-    return AgentHypervisor(hosts, connect)
+    return AgentHypervisor(hosts, connect, partial(declared, settings))
+
+
+def declared(settings: Settings, name: str) -> Host | None:
+    """A host as the settings declare it, if they name it: what its agent, which has the same settings, will report at
+    most."""
+    host = host_settings(settings, name)
+    if host is None:
+        return None
+    return Host(
+        name,
+        Size(host.cores, host.memory, host.disk),
+        frozenset(kind.value for kind in CloneKind),
+        memory_block=1,
+        vm_overhead=0,
+        overcommit=Overcommitment(
+            host.cpu_overcommit, host.overcommit, host.disk_overcommit, host.floor, host.disk_floor
+        ),
+    )
 
 
 def transport_to(host: str, settings: Settings) -> Transport:

@@ -73,8 +73,8 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """`permanent` are alerts that last as long as this process. The last
-    three are as in the settings."""
+    """`permanent` are alerts that last as long as this process. `lack_of_nodes` says what the scheduler lacks for VMs
+    that claim so many CPUs. The three before it are as in the settings."""
 
     controller: Controller
     store: Store
@@ -86,6 +86,7 @@ class Backend:
     history_days: float = 0.0
     poll: float = 0.0
     inbox: str = ""
+    lack_of_nodes: Callable[[int], Sequence[Alert]] = lambda cpus: ()
 
     def _rows(self) -> Rows:
         """The live rows as committed."""
@@ -137,7 +138,7 @@ class Backend:
                 PlacementFault(name, why) for name, why in sorted(self.controller.state.placement_faults.items())
             ],
             orphans=self.controller.orphans(),
-            permanent=self.permanent,
+            permanent=[*self.lack_of_nodes(self.controller.claimable_cpus()), *self.permanent],
         )
         return alerts(found)
 

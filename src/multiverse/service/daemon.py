@@ -30,6 +30,7 @@ from multiverse.service.backend import Backend
 from multiverse.service.fencing import FenceCommand
 from multiverse.service.image_copies import copy_regularly
 from multiverse.service.inbox_access import warn_of_closed_inbox
+from multiverse.service.node_count import NodeCount
 from multiverse.service.processes import ProcessCounter, Processes
 from multiverse.service.startup import bind, locked, stop_signal
 from multiverse.store import open_store
@@ -111,6 +112,7 @@ async def serve(settings: Settings) -> None:
             settings.history_days,
             settings.poll,
             str(settings.slurm.inbox),
+            NodeCount(settings.slurm.conf).alerts,
         )
         for alert in permanent:
             event = "setting of Slurm has no effect on VMs" if alert.kind == "unserved" else "VMs of another site"

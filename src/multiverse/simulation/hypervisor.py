@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from random import Random
 
 from multiverse.core.errors import Unknown
-from multiverse.core.model import HypervisorView, Identity, Size, Stage, TemplateKey, User, VmRef, VmSpec
+from multiverse.core.model import Host, HypervisorView, Identity, Size, Stage, TemplateKey, User, VmRef, VmSpec
 from multiverse.ports import GuestUsers, Membership, Source, Templates
 from multiverse.simulation.machines import Machines
 
@@ -106,6 +106,9 @@ class SimulatedHosts(SimulatedHypervisor):
 
     def keep(self, hosts: Collection[str]) -> None:
         self._members = set(hosts)
+
+    def declared(self, host: str) -> Host | None:
+        return self.machines.hosts.get(host)
 
     @property
     def templates(self) -> SimulatedHosts:

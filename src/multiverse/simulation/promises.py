@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 
 from multiverse.core.machines.attempt import step_attempt
 from multiverse.core.machines.template import step_template
-from multiverse.core.machines.vm import step_vm
+from multiverse.core.machines.vm import may_have_a_job, step_vm
 from multiverse.core.model import Attempt, AttemptState, OfferState, TemplateCondition, VmState, World
 from multiverse.core.policy import Policy
 from multiverse.core.provisioning.spares import is_of
@@ -203,3 +203,14 @@ def moves_at_rest(state: State, world: World, now: float, policy: Policy) -> lis
     for attempt_id in scratch.attempts.keys() - state.dirty_attempts:
         step_attempt(scratch, attempt_id, world, policy)
     return scratch.moves
+
+
+def orphans_by_looking_at_all(state: State, world: World) -> list[tuple[str, str]]:
+    """What `planner.orphans` finds by what has changed, found by looking at all that is shown."""
+    if world.scheduler is None:
+        return []
+    view = world.scheduler.value
+    shown = dict.fromkeys(view.nodes.keys() - state.vm_named.keys(), "")
+    for source, one in world.views.items():
+        shown.update((name, source) for name in one.vms if name not in state.vm_named)
+    return sorted((name, source) for name, source in shown.items() if not may_have_a_job(view, name))

@@ -15,6 +15,7 @@ from multiverse.agent.hypervisor import AgentSource
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Exhausted, Refused
 from multiverse.core.model import VmState
+from multiverse.core.planner import orphans
 from multiverse.core.transition import Command
 from multiverse.ports import Clock, Hypervisor
 from multiverse.simulation.clock import VirtualClock
@@ -25,6 +26,7 @@ from multiverse.simulation.outcome import Outcome, journal_line, transition_name
 from multiverse.simulation.promises import (
     PromisedStarts,
     moves_at_rest,
+    orphans_by_looking_at_all,
     overfull_pools,
     unclaimed_templates,
     unclaimed_vms,
@@ -495,6 +497,8 @@ class _Simulation:
         for move in moves_at_rest(state, world, state.now, controller.policy):
             rows = ", ".join(f"{change.row.key} would be {change.row.state}" for change in move.changes)
             self.restless.add(f"{rows}, and is not looked at")
+        if (found := orphans(state, world)) != (there := orphans_by_looking_at_all(state, world)):
+            self.restless.add(f"orphans are {there}, and {found} are known")
 
     def _crash(self, seconds: float) -> None:
         """Disconnect the controller from the world at once: a crashed process does not clean up."""

@@ -91,7 +91,7 @@ class SimulatedSite:
         def connection(host: str) -> AgentConnection:
             return AgentConnection(host, self.agents[host], who, epoch, Random(f"{self._seed}/{run}/{host}"))
 
-        return AgentHypervisor(hosts, connection)
+        return AgentHypervisor(hosts, connection, self.machines.hosts.get)
 
     @property
     def is_settled(self) -> bool:

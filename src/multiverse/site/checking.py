@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pyroute2 import IPRoute
 
-from multiverse.config import Settings, host_names
+from multiverse.config import Settings, host_names, site_cpus
 from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown
 from multiverse.drivers.slurm import inbox_access, install, requirements, site_conf, slurm_user
 from multiverse.drivers.slurm.command import SlurmCommands
@@ -25,6 +25,8 @@ from multiverse.system.rendered import Origin
 
 _UNIT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # systemd's, of services (systemd.exec(5))
 _RENDER = "run multiverse site render /"
+_INTERFACES = Path("/sys/class/net")
+_START_BRIDGE = "systemctl enable multiverse-bridge and systemctl restart multiverse-bridge"
 
 
 def check(settings: Settings, config: Path, slurm_conf: Path) -> list[Finding]:
@@ -71,6 +73,11 @@ def _agent(settings: Settings) -> Iterator[Finding]:
             f"no class of hosts in the settings names {settings.host.name}: it has the values of [host]",
             "add it to the nodes of a class, or set host.name if the site knows it by another name",
         )
+    bridge, uplink = settings.qemu.bridge, settings.qemu.uplink
+    if not (_INTERFACES / bridge / "bridge").exists():
+        yield Finding(Level.PROBLEM, bridge, f"there is no bridge {bridge}", f"run {_START_BRIDGE}")
+    elif uplink and not (_INTERFACES / bridge / "brif" / uplink).exists():
+        yield Finding(Level.PROBLEM, bridge, f"{uplink} is no port of the bridge {bridge}", f"run {_START_BRIDGE}")
     yield from _answers(settings.agent.socket, AGENT_SERVICE, "the agent")
 
 
@@ -173,7 +180,7 @@ def _machine(settings: Settings, site: SiteConf) -> Iterator[Finding]:
             Level.PROBLEM,
             settings.qemu.bridge,
             f"there is no bridge {settings.qemu.bridge} with the address {settings.network.gateway}",
-            "run systemctl enable --now multiverse-bridge",
+            f"run {_START_BRIDGE}",
         )
     if settings.image.default not in {image.name for image in list_images(settings.qemu.images)}:
         yield Finding(
@@ -217,7 +224,7 @@ def _slurmctld(settings: Settings, site: SiteConf) -> Iterator[Finding]:
         return
     match = re.search(r"^MaxNodeCount\s*=\s*(\d+)", shown, re.MULTILINE)
     configured = site.number("MaxNodeCount") or 0
-    if match and int(match[1]) < requirements.nodes_needed(settings, site) <= configured:
+    if match and int(match[1]) < requirements.nodes_needed(site_cpus(settings), site) <= configured:
         yield Finding(Level.PROBLEM, "slurmctld", f"slurmctld still has MaxNodeCount {match[1]}", "restart slurmctld")
     for partition in (settings.slurm.gate_partition, settings.slurm.run_partition):
         try:

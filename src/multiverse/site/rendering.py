@@ -41,15 +41,21 @@ def render(settings: Settings, config: Path, site: SiteConf) -> list[SiteFile]:
 
 
 def render_agent(settings: Settings, config: Path) -> list[SiteFile]:
-    """The files of a host that runs an agent and no controller. Its bridge is the site's own."""
+    """The files of a host that runs an agent and no controller. Its bridge has no address: guests reach slurmctld at
+    that of the controller's, through the uplink."""
     values = {
         "program": program(),
         "config": config,
+        "bridge": settings.qemu.bridge,
+        "bridge_mac": "",
+        "bridge_address": "",
+        "uplink": settings.qemu.uplink,
         "bridge_service": BRIDGE_SERVICE,
         "run_directories": _below_run(settings.agent.socket.parent),
     }
     targets = {
         AGENT_SERVICE: SYSTEMD / AGENT_SERVICE,
+        BRIDGE_SERVICE: SYSTEMD / BRIDGE_SERVICE,
         "agent-tmpfiles.conf": Path("/etc/tmpfiles.d/multiverse-agent.conf"),
     }
     return _render(targets, values)
@@ -85,6 +91,7 @@ def _for_systemd(settings: Settings, config: Path, site: SiteConf) -> list[SiteF
         "bridge": settings.qemu.bridge,
         "bridge_mac": bridge_mac(settings.network.gateway),
         "bridge_address": f"{settings.network.gateway}/{network.prefixlen}",
+        "uplink": settings.qemu.uplink,
         "bridge_service": BRIDGE_SERVICE,
         "agent_service": AGENT_SERVICE,
         "run_directories": _below_run(

@@ -11,7 +11,8 @@ import json
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,21 @@ def _body(row: Row) -> str:
     """A row as it is kept."""
     if isinstance(row, KnownHost):  # what was observed of a host has sets, too; it is seldom written
         return str(_ADAPTERS["host"].dump_json(row), "utf-8")
-    return json.dumps(asdict(row), default=str)
+    return json.dumps(row, default=_plain)
+
+
+def _plain(value: object) -> object:
+    """What JSON has in place of a value that it lacks. `asdict` would copy all that is in it first, which took a fifth
+    of the time of passes."""
+    kind: Any = type(value)
+    names = _field_names(kind)
+    return {name: getattr(value, name) for name in names} if names else str(value)
+
+
+@cache
+def _field_names(kind: type[Any]) -> tuple[str, ...]:
+    """The fields of a dataclass; none of any other type."""
+    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from multiverse.core.machines.attempt import ACTING_ATTEMPTS, ATTEMPT, attempt_effect
 from multiverse.core.machines.host import HOST, host_effect
 from multiverse.core.machines.offer import OFFER, offer_effect
-from multiverse.core.machines.template import TEMPLATE, template_effect
+from multiverse.core.machines.template import ACTING_TEMPLATES, TEMPLATE, template_effect
 from multiverse.core.machines.vm import ACTING_VMS, VM, vm_effect
 from multiverse.core.model import Attempt, HostState, KnownHost, Offer, Row, Template, Vm, VmState
 from multiverse.core.state import State
@@ -47,6 +47,6 @@ def permitted_effects(state: State) -> Iterator[tuple[Row, Effect]]:
     for host in state.hosts_in(HostState.FENCING):
         if effect := host_effect(host):
             yield host, effect
-    for template in state.templates.values():
+    for template in state.templates_in(*ACTING_TEMPLATES):
         if effect := template_effect(template):
             yield template, effect

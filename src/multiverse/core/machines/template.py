@@ -57,6 +57,10 @@ def template_rests(template: Template) -> bool:
 # --- effect ----------------------------------------------------------------------------------------
 
 
+ACTING_TEMPLATES = (T.BUILDING, T.RETIRING)
+"""The states that permit an effect."""
+
+
 def template_effect(template: Template) -> Effect | None:
     """What the state of a template permits."""
     if template.quarantined:

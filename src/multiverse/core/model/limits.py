@@ -11,7 +11,7 @@ from multiverse.core.model.sizes import CloneKind, Size
 
 MOST_NODES = 256
 """Jobs with more nodes are not refused for the sum of their nodes: the lists of memory sizes have to end somewhere. The
-largest job of Slurm's driver has 250 nodes (`install.MAX_GATE_NODES`)."""
+largest job of Slurm's driver has 250 nodes (`install.GATE_NODES`)."""
 
 OTHER_IMAGES = "*"
 """Stands for all images that no host has."""

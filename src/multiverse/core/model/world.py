@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
@@ -67,7 +67,9 @@ class Forecast:
 class World:
     """All that was observed, and when effects last ended.
 
-    `scheduler` is None while the scheduler is unknown. `sources` are those of the hypervisor, by name.
+    `scheduler` is None while the scheduler is unknown. `sources` are those of the hypervisor, by name. `anew` are those
+    that are unknown, and those of which something else is known than at the last committed pass, or which are gone
+    since; None: any may be.
     `effect_ended_at` maps a row to the time at which its last effect ended, infinity while one runs: absence counts
     only in an observation that began later. `refused` says why the last effect of a row was refused for good. `entropy`
     is random for each pass; tokens of new VMs are made of it. `users` is what is known of the jobs' users, by uid; one
@@ -77,6 +79,7 @@ class World:
 
     scheduler: Seen[SchedulerView] | None = None
     sources: Mapping[str, Observation] = field(default_factory=lambda: MappingProxyType({}))
+    anew: Collection[str] | None = None
     effect_ended_at: Mapping[Key, float] = field(default_factory=lambda: MappingProxyType({}))
     refused: Mapping[Key, str] = field(default_factory=lambda: MappingProxyType({}))
     forecast: Forecast = Forecast()

@@ -77,7 +77,7 @@ from multiverse.core.provisioning.reasons import PASSED_OVER, FirstReasons
 from multiverse.core.provisioning.sizes import template_claim, vm_claims
 from multiverse.core.provisioning.spares import joined_for, withdraw
 from multiverse.core.provisioning.templates import node_request
-from multiverse.core.state import quarantine_on_error
+from multiverse.core.quarantine import quarantine_on_error
 from multiverse.core.transition import Change, Event
 
 LOOK_AGAIN = 5.0

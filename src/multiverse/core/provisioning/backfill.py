@@ -61,7 +61,7 @@ def reserve(context: Context, room: Room, attempt: Attempt, choice: Choice) -> R
     wanted = node_request(context, attempt, choice.kind)
     able = on_hosts_making(wanted.image, choice.kind, choice.sizes)
     claims = vm_claims(wanted, able, context.hosts, context.policy)
-    asked = (wanted, attempt.request.account, nodes)
+    asked = (wanted, attempt.request.account, nodes, context.without)
     table = state.slots.pop(asked, None) or SlotTable()
     state.slots[asked] = table
     while len(state.slots) > _KEPT:
@@ -138,7 +138,7 @@ class Overtaking:
         self.looked_at = 0  # so many jobs behind the first one
         self._keeps = False  # whether the room lacks just now what the first job is to have
         self._refused: dict[int, float] = {}  # by shape: the shortest run that found no room
-        self._most: list[int] | None = None  # the most CPUs, and the most memory, that any host had free
+        self._most: tuple[int, int] | None = None  # the most CPUs, and the most memory, that any host had free
 
     def is_over(self, passed: int = 0) -> bool:
         """Whether nothing more may start ahead of the first job, when so many were passed: those that ask for the same
@@ -170,9 +170,7 @@ class Overtaking:
         if self._refused.get(shape, inf) <= (inf if job.limit is None else job.limit):
             return True
         if self._most is None:
-            unusable = self.room.full | state.closed
-            free = [free for host, free in self.room.free.items() if host not in unusable]
-            self._most = [max((one[resource] for one in free), default=0) for resource in range(2)]
+            self._most = self.room.most_free()
         size = state.attempts[attempt_id].request.size
         # A spare that has joined needs no more room.
         return not self.context.policy.pools and (size.cpus > self._most[0] or size.memory > self._most[1])

@@ -146,6 +146,14 @@ class Room:
             and self.fits(name, replace(claims[name], memory=self.free[name][1]))
         ]
 
+    def most_free(self) -> tuple[int, int]:
+        """The most CPUs, and the most memory, that any host has free which takes new VMs."""
+        own = self.own or {}
+        mine = [free for name, free in own.items() if name not in self.full and name not in self._index.closed]
+        found = [kind.hosts.most({*self.full, *own}) for kind in self._index.classes.values() if not kind.closed]
+        found += [(free[0], free[1]) for free in mine]
+        return max((cpus for cpus, _ in found), default=0), max((memory for _, memory in found), default=0)
+
     # --- placement -----------------------------------------------------------------------------------
 
     def place(
@@ -271,8 +279,9 @@ def index_of(context: Context) -> FreeIndex:
 def every_host(context: Context, value: T, keep: Callable[[Host], bool] = lambda _: True) -> ByHost[T]:
     """The hosts in sight that take new VMs and for which that is true, all with that value; it is asked once for each
     class of hosts."""
-    classes = index_of(context).classes.values()
-    return ByHost(Part(kind, kind.hosts, value) for kind in classes if keep(kind.host)).without(context.closed)
+    classes = [kind for kind in index_of(context).classes.values() if context.drained or not kind.closed]
+    every = ByHost(Part(kind, kind.hosts, value) for kind in classes if keep(kind.host))
+    return every.without(context.closed if context.drained else context.without)
 
 
 def room_of(context: Context, *, without: Collection[Key] = ()) -> Room:

@@ -38,7 +38,7 @@ _NO_SUBNET = IPv4Network("0.0.0.0/32")  # nor is an address
 
 def job_limits(hosts: Mapping[str, KnownHost], policy: Policy) -> JobLimits | None:
     """What jobs must not exceed, by all known hosts, also those that are drained or out of reach, as last observed. A
-    host that an operator fenced does not count. None while the settings name a host that was never observed."""
+    host that an operator fenced does not count. None while nothing is known of a host but its name."""
     largest = largest_nodes(hosts, policy)
     if not largest:
         return None
@@ -95,7 +95,7 @@ def _capacity(host: Host, image: str, policy: Policy, kind: CloneKind) -> EqualH
     least, overhead = host.disk_cost(image, kind)
     cost = DiskCost(max(least, allowance(Size(0, 0), policy)), overhead)
     smallest = cost.of(0)
-    most = 0 if disk < 0 else disk // smallest if smallest else MOST_NODES
+    most = 0 if disk < 0 or policy.base.cpus > host.capacity.cpus else disk // smallest if smallest else MOST_NODES
     return EqualHosts(1, empty.cpus, max(0, disk), _memory_of_each(shape)[:most], cost, host.capacity.cpus)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from ClusterShell.NodeSet import NodeSet
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from multiverse.config import Settings, site_cpus
+from multiverse.config import Settings
 from multiverse.core.errors import Refused
 from multiverse.core.model import CloneKind, Placement, Size
 from multiverse.drivers.slurm import conf, parse
@@ -19,7 +19,8 @@ from multiverse.system import files, placements, rendered
 
 GATE_NODE = "mvgate"
 NODE_SET = "mvvms"
-MAX_GATE_NODES = 250  # NodeAddr=127.0.N.[1-250]
+# NodeAddr=127.0.N.[1-250]; the most nodes of a job. As many however few CPUs the hosts have: a host may be added later.
+GATE_NODES = 250
 # Far above any host, so that Slurm refuses no job that a VM could hold. Memory and disk in MiB: 16 TiB.
 GATE_SIZE = Size(cpus=1024, memory=1 << 24, disk=1 << 24)
 # 127.0.0.1 is the machine itself, and 127.0.1.1 its name on Debian: a slurmd may listen at both.
@@ -46,13 +47,12 @@ _FAILED = "Multiverse could not check this job: ask an administrator to read slu
 class Site:
     """What the files need to know beside the settings.
 
-    `images` are the features that jobs may request, and `placements` the placement policies. `gate_nodes` is the
-    largest number of nodes of one job, and `gate_network` the first three numbers of the gate's addresses, which
-    nothing uses. `memory_per_cpu` is Slurm's DefMemPerCPU in MiB. `default` makes the gate the default partition.
+    `images` are the features that jobs may request, and `placements` the placement policies. `gate_network` is the
+    first three numbers of the gate's addresses, which nothing uses. `memory_per_cpu` is Slurm's DefMemPerCPU in MiB.
+    `default` makes the gate the default partition.
     """
 
     images: Collection[str]
-    gate_nodes: int
     memory_per_cpu: int
     slurm_uid: int
     default: bool = False
@@ -66,7 +66,6 @@ def derive(settings: Settings, site: SiteConf, images: Iterable[str], slurm_uid:
     return Site(
         images=tuple(dict.fromkeys(names)),
         placements=tuple(placements.names()),
-        gate_nodes=min(site_cpus(settings), MAX_GATE_NODES),  # each node of a job needs a CPU
         memory_per_cpu=conf.memory_per_cpu(site.text, parse.MEMORY_PER_CPU),
         slurm_uid=slurm_uid,
         default=default,
@@ -83,9 +82,7 @@ def _free_network(used: NodeSet) -> str:
 
 
 def render(settings: Settings, site: Site) -> dict[str, str]:
-    """File contents by name. Raises `Refused` for a wrong number of gate nodes."""
-    if not 1 <= site.gate_nodes <= MAX_GATE_NODES:
-        raise Refused(f"cannot declare {site.gate_nodes} gate nodes", hint=f"choose 1 to {MAX_GATE_NODES}")
+    """File contents by name."""
     slurm = settings.slurm
     environment = Environment(
         loader=PackageLoader("multiverse.drivers.slurm"), undefined=StrictUndefined, keep_trailing_newline=True
@@ -101,7 +98,7 @@ def render(settings: Settings, site: Site) -> dict[str, str]:
         "node_feature": slurm.node_feature,
         "gate_node": GATE_NODE,
         "node_set": NODE_SET,
-        "gate_nodes": site.gate_nodes,
+        "gate_nodes": GATE_NODES,
         "gate_network": site.gate_network,
         "features": [*dict.fromkeys((*site.images, *(kind.value for kind in CloneKind), *places))],
         "placements": list(site.placements),

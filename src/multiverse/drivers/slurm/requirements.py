@@ -102,11 +102,22 @@ def _include(site: SiteConf) -> Iterator[Finding]:
         )
 
 
-def nodes_needed(settings: Settings, site: SiteConf) -> int:
-    """The smallest sufficient MaxNodeCount: the site's nodes, the gate's, and the VMs that can exist at a time."""
-    cpus = site_cpus(settings)
-    gate = min(cpus, install.MAX_GATE_NODES)
-    return len(site.nodes()) + gate + _VMS_BEFORE_THEY_ARE_DELETED * cpus
+def nodes_needed(cpus: int, site: SiteConf) -> int:
+    """The smallest sufficient MaxNodeCount where VMs may claim so many CPUs together: the site's nodes, the gate's, and
+    the VMs that can exist at a time."""
+    return len(site.nodes()) + install.GATE_NODES + _VMS_BEFORE_THEY_ARE_DELETED * cpus
+
+
+def lack_of_nodes(cpus: int, site: SiteConf) -> Finding | None:
+    """What is to be changed so that the VMs that can exist at a time can be nodes; None if nothing is."""
+    needed, count = nodes_needed(cpus, site), site.number("MaxNodeCount") or 0
+    if count >= needed:
+        return None
+    return _problem(
+        "MaxNodeCount",
+        f"MaxNodeCount is {count or 'not set'}, but {needed} nodes can exist, VMs included",
+        f"set MaxNodeCount={math.ceil(needed / _ROUND) * _ROUND} or more and restart slurmctld",
+    )
 
 
 def _nodes(settings: Settings, site: SiteConf, release: Version) -> Iterator[Finding]:
@@ -119,14 +130,8 @@ def _nodes(settings: Settings, site: SiteConf, release: Version) -> Iterator[Fin
             f"SelectType is {select}, but dynamic nodes need select/cons_tres",
             "set SelectType=select/cons_tres and restart slurmctld; see in slurm.conf(5) what becomes of running jobs",
         )
-    needed = nodes_needed(settings, site)
-    count = site.number("MaxNodeCount") or 0
-    if count < needed:
-        yield _problem(
-            "MaxNodeCount",
-            f"MaxNodeCount is {count or 'not set'}, but {needed} nodes can exist, VMs included",
-            f"set MaxNodeCount={math.ceil(needed / _ROUND) * _ROUND} or more and restart slurmctld",
-        )
+    if lack := lack_of_nodes(site_cpus(settings), site):
+        yield lack
     if release < (23, 11) and (site.number("TreeWidth") or 0) < TREE_WIDTH:
         yield _problem(
             "TreeWidth",
@@ -165,7 +170,7 @@ def _names(settings: Settings, site: SiteConf) -> Iterator[Finding]:
             )
     if any(record["nodeset"] == install.NODE_SET for record in site.records("NodeSet")):
         yield _problem(f"NodeSet={install.NODE_SET}", "the site has a node set of this name", "rename the site's")
-    gate = folded(iter([f"{install.GATE_NODE}[1-{install.MAX_GATE_NODES}]"]))
+    gate = folded(iter([f"{install.GATE_NODE}[1-{install.GATE_NODES}]"]))
     if site.nodes() & gate:
         yield _problem(
             f"NodeName={install.GATE_NODE}",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ClusterShell.NodeSet import NodeSet, NodeSetException
@@ -22,10 +22,12 @@ _DEFAULT = "default"  # NodeName=DEFAULT and PartitionName=DEFAULT hold for the 
 @dataclass(frozen=True, slots=True)
 class SiteConf:
     """A slurm.conf with the files that it includes, but without ours. `above` is the text above our file; None if
-    slurm.conf does not include our file."""
+    slurm.conf does not include our file. `files` are those that the text was read from, with
+    when they were changed, in nanoseconds."""
 
     text: str
     above: str | None = None
+    files: Mapping[Path, int] = field(default_factory=dict, compare=False)
 
     def value(self, key: str, default: str = "") -> str:
         """The last value of a key."""
@@ -62,21 +64,23 @@ class SiteConf:
 
 def read(path: Path) -> SiteConf:
     """The slurm.conf at `path`. `Broken` if it, or a file that it includes, cannot be read. Our file may be missing."""
-    text, above = "", None
-    for included, part in _parts(path, path.parent):
+    text, above, files = "", None, dict[Path, int]()
+    for included, part in _parts(path, path.parent, files):
         if included == OURS:
             above = text
         else:
             text += part
-    return SiteConf(text, above)
+    return SiteConf(text, above, files)
 
 
-def _parts(path: Path, directory: Path) -> Iterator[tuple[str, str]]:
-    """The text in parts, in Slurm's order, each with the name of the file that was included or an empty name.
+def _parts(path: Path, directory: Path, files: dict[Path, int]) -> Iterator[tuple[str, str]]:
+    """The text in parts, in Slurm's order, each with the name of the file that was included or an empty name. The files
+    that are read are added to `files`.
 
     As in Slurm, the name of an included file is relative to the directory of slurm.conf.
     """
     try:
+        files[path] = path.stat().st_mtime_ns
         text = path.read_text()
     except OSError as error:
         raise Broken(
@@ -89,7 +93,7 @@ def _parts(path: Path, directory: Path) -> Iterator[tuple[str, str]]:
         elif Path(names[0]).name == OURS:
             yield OURS, line
         else:
-            yield from _parts(directory / names[0], directory)
+            yield from _parts(directory / names[0], directory, files)
 
 
 def records(text: str, kind: str) -> list[dict[str, str]]:
