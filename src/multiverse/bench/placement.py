@@ -186,7 +186,7 @@ class Planning:
             copied = HypervisorView(dict(old.hosts), dict(old.vms), dict(old.templates))
             self._sources[name] = Observation(Seen(copied, self._now), 0.0)
         began = time.thread_time()
-        world = World(Seen(view, self._now), self._sources, anew, entropy=str(self._now))
+        world = World(Seen(view, self._now), self._sources, entropy=str(self._now), anew=anew)
         plan(self.state, world, [], self._now, policy)
         took = (time.thread_time() - began) * 1000
         if not keep:

@@ -79,13 +79,13 @@ class World:
 
     scheduler: Seen[SchedulerView] | None = None
     sources: Mapping[str, Observation] = field(default_factory=lambda: MappingProxyType({}))
-    anew: Collection[str] | None = None
     effect_ended_at: Mapping[Key, float] = field(default_factory=lambda: MappingProxyType({}))
     refused: Mapping[Key, str] = field(default_factory=lambda: MappingProxyType({}))
     forecast: Forecast = Forecast()
     entropy: str = ""
     users: Mapping[int, UserSeen] | None = None
     epoch: float = 0.0
+    anew: Collection[str] | None = None
 
     def latest(self, source: str) -> Seen[HypervisorView] | None:
         """The latest observation of a source; None while it is unknown."""
