@@ -526,6 +526,19 @@ def test_hosts_stay_connected_while_a_new_database_cannot_keep_them() -> None:
     assert set(outcome.results.values()) == {"COMPLETED"}
 
 
+def test_a_second_run_on_the_same_vm_goes_on_when_its_host_is_back() -> None:
+    """Found by seed 10103337: while no controller ran, a user had the job queued again, and Slurm started it on the VM
+    of its first run. The host was out of reach for a while, and the VM was ended when the host was back."""
+    arrival = Arrival(1.0, Batch(seconds=60.0), actions=(UserAction(13.0, "requeue"),))
+    incidents = (Incident(12.0, IncidentKind.CONTROLLER_CRASH, 10.0), Incident(21.0, IncidentKind.HOST_AWAY, 40.0))
+    world = replace(ONE.world, cluster=ClusterSettings(requeue_delay=0.5))
+    pace = Settings(pacing=PacingSettings(silence=10.0))
+    one = replace(ONE, arrivals=(arrival,), world=world, settings=pace, incidents=incidents)
+    outcome = keeps_its_promises(one)
+    assert outcome.transitions["vm: lost - found -> serving"] == 1
+    assert [len(when(outcome, f"mvsimul-{n}: the script of 1 begins")) for n in (1, 2)] == [2, 0]
+
+
 def test_a_pass_that_is_not_committed_is_not_repeated_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by seed 0: with an effect due, a pass that could not be committed was repeated at once and for ever, and
     the event loop never turned."""

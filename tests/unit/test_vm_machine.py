@@ -255,6 +255,13 @@ def test_a_vm_that_is_found_again_serves_or_ends_with_the_reason() -> None:
     assert gone == (Event.FOUND, "ending", "host h1 was out of reach")
 
 
+def test_a_vm_that_is_found_again_with_a_later_run_of_its_job_serves_it() -> None:
+    ended = attempt(A.RECLAIMING, outcome="requeued", since=NOW - 5)
+    again = replace(job(ended, JobState.RUNNING, pinned=True, nodes=("mvtest0-1",)), ref=replace(ended.job, restarts=1))
+    found = decided(ended, vm(V.LOST, attempt=1), jobs=(again,), seen=RUNNING)
+    assert of_vm(found) == [(Event.FOUND, "serving", "")]
+
+
 @pytest.mark.parametrize("began", [True, False])
 def test_a_vm_that_is_found_again_is_not_ended_while_its_job_may_have_begun_there(began: bool) -> None:
     """Found by seed 10102398: a controller began anew, the scheduler answered late, and the node on which the job had

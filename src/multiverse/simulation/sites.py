@@ -96,7 +96,7 @@ class SimulatedSite:
     @property
     def is_settled(self) -> bool:
         """Whether the controller has had the time to find what is on hosts that have come back."""
-        return not self.agents or all(_now() - back > RECONNECTION for back in self._back.values())
+        return all(_now() - back > RECONNECTION for back in self._back.values())
 
     def _reached_from(self, host: str) -> Reached:
         """Which nodes the scheduler reaches, as its commands say on the host."""

@@ -115,16 +115,19 @@ def _step_out_of_sight(state: State, vm: Vm, latest: Seen[HypervisorView] | None
 
 
 def _find_again(state: State, vm: Vm, world: World) -> None:
-    """Its host is back. A VM whose job runs on goes on with it; any other VM has missed too much. A job that is tied to
-    its node may have begun there: nothing is done before the scheduler has shown that, or has untied the job."""
+    """Its host is back. A VM with a job goes on, and any other VM has missed too much. Before a VM is ended, the
+    scheduler must have shown that no job is on its node, and must have untied the job that may begin there."""
     attempt, seen = state.attempt_of(vm), world.vm(vm)
-    running = seen is not None and seen.condition in (VmCondition.RUNNING, VmCondition.PAUSED)
-    introducing = attempt is not None and attempt.state is AttemptState.INTRODUCING
-    introduced = seen is not None and attempt is not None and attempt.uid in seen.introduced
-    runs_its_job = attempt is not None and (attempt.state is AttemptState.ALLOCATED or (introducing and introduced))
-    if running and runs_its_job:
+    if attempt is None or seen is None or seen.condition not in (VmCondition.RUNNING, VmCondition.PAUSED):
+        goes_on = tied = False
+    elif attempt.state is AttemptState.INTRODUCING:
+        goes_on, tied = attempt.uid in seen.introduced, False
+    else:
+        goes_on = attempt.state is AttemptState.ALLOCATED or _is_occupied(vm, world)
+        tied = _job_is_pinned(state, vm, world)
+    if goes_on:
         state.move(Change(replace(vm, state=V.SERVING, reason=""), Event.FOUND, "its job runs on"))
-    elif introducing or not running or not _job_is_pinned(state, vm, world):
+    elif not tied:
         why = f"host {vm.host} was out of reach"
         state.move(Change(replace(vm, state=V.ENDING, reason=why), Event.FOUND))
 
