@@ -63,7 +63,8 @@ class PromisedStarts:
 
     That holds as long as it stays the first one, its user changes nothing, and no job comes and is admitted that is
     earlier in the queue. It does not where jobs do not end by their limits, or VMs not in time: with faults, with users
-    who suspend jobs, and with jobs that take long to be stopped."""
+    who suspend jobs, and with jobs that take long to be stopped. A time that is void is not judged again: the user is
+    told another one only if the two differ by more than a minute."""
 
     def __init__(self, scenario: Scenario) -> None:
         kinds = {action.kind for arrival in scenario.arrivals for action in arrival.actions}
@@ -72,6 +73,7 @@ class PromisedStarts:
         self._apply = not odd and not is_disturbed(scenario)
         self._first: Attempt | None = None
         self._by = 0.0
+        self._over = set[tuple[int, float]]()  # promises that were kept, broken or void
         self.broken: set[str] = set()
         self.kept = 0
 
@@ -79,19 +81,26 @@ class PromisedStarts:
         """Look at the state after a commit, at a Unix time."""
         if not self._apply:
             return
-        attempt = self._first and state.attempts.get(self._first.id)
-        if attempt is None or self._is_void(state, attempt):
-            self._first = None
-        elif attempt.state is not AttemptState.QUEUED:
-            self.kept += attempt.state is AttemptState.CLAIMED
-            self._first = None
-        elif now > self._by + LATE:
-            late = f"{now - self._by:.1f} s later than it was expected to start as the first in the queue"
-            self.broken.add(f"job {attempt.job.job_id} still waits {late}")
+        if self._first is not None and self._is_over(state, self._first, now):
+            self._over.add((self._first.id, self._by))
             self._first = None
         if self._first is None:
             for attempt_id, by in state.promised.items():
-                self._first, self._by = state.attempts[attempt_id], by
+                if (attempt_id, by) not in self._over:
+                    self._first, self._by = state.attempts[attempt_id], by
+
+    def _is_over(self, state: State, first: Attempt, now: float) -> bool:
+        attempt = state.attempts.get(first.id)
+        if attempt is None or self._is_void(state, attempt):
+            return True
+        if attempt.state is not AttemptState.QUEUED:
+            self.kept += attempt.state is AttemptState.CLAIMED
+            return True
+        if now > self._by + LATE:
+            late = f"{now - self._by:.1f} s later than it was expected to start as the first in the queue"
+            self.broken.add(f"job {attempt.job.job_id} still waits {late}")
+            return True
+        return False
 
     def _is_void(self, state: State, attempt: Attempt) -> bool:
         """Whether the promise was made under other conditions."""
