@@ -364,7 +364,7 @@ async def deleting_a_missing_node_succeeds(h: Harness) -> None:
     name, _ = await h.node(job)
     await h.scheduler.set_down(name, "test")
     await h.scheduler.set_down(name, "test")
-    assert (await h.scheduler.observe()).nodes[name].state is NodeState.DOWN
+    assert (await h.scheduler.observe()).nodes[name].is_unusable
     for _ in range(2):
         await h.scheduler.delete_node(name)
         assert name not in (await h.scheduler.observe()).nodes

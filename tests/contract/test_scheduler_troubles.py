@@ -114,7 +114,7 @@ async def a_node_is_deleted_whatever_replies_are_lost(h: Harness) -> None:
         name, _ = await h.node(job)
         await cut(h.scheduler.set_down(name, "test"), after)
         await h.scheduler.set_down(name, "test")
-        assert (await h.scheduler.observe()).nodes[name].state is NodeState.DOWN
+        assert (await h.scheduler.observe()).nodes[name].is_unusable
         await cut(h.scheduler.delete_node(name), after)
         await h.scheduler.delete_node(name)
         assert name not in (await h.scheduler.observe()).nodes
@@ -288,7 +288,7 @@ async def a_node_that_was_set_down_stays_down(h: Harness) -> None:
     """With ReturnToService=2 a node that was set DOWN comes back as soon as its slurmd sends a message."""
     _, name, _ = await waiting_on_a_node(h)
     for _ in range(5):
-        assert (await h.scheduler.observe()).nodes[name].state is NodeState.DOWN
+        assert (await h.scheduler.observe()).nodes[name].is_unusable
         await asyncio.sleep(0.3)
 
 
@@ -394,7 +394,7 @@ async def a_gang_waits_for_all_its_nodes_and_loses_them_together(h: Harness) -> 
     back = await h.job(job.ref.job_id, lambda job: job.state is JobState.PENDING)
     assert next_run(back.ref, job.ref)
     view = await h.view(lambda view: view.nodes[one].state is NodeState.IDLE)
-    assert view.nodes[two].state is NodeState.DOWN
+    assert view.nodes[two].is_unusable
     await h.scheduler.unpin(back.ref)
     assert (await still(h, back)).eligible
 
@@ -411,7 +411,7 @@ async def special_characters_have_no_effect(h: Harness) -> None:
     assert running.ref == job.ref
     for node in running.nodes:
         await h.scheduler.set_down(node, 'a "reason", it\'s\nState=RESUME Käse')
-        assert (await h.scheduler.observe()).nodes[node].state is NodeState.DOWN
+        assert (await h.scheduler.observe()).nodes[node].is_unusable
 
 
 # --- no answer -------------------------------------------------------------------------------------
@@ -439,7 +439,7 @@ async def unknown_and_repeated(h: Harness, *, gone: bool) -> None:
     # The calls may have been executed or not: the node may be DOWN already, and its job requeued.
     await h.scheduler.set_down(node, "test")
     await h.scheduler.delete_node(name)
-    view = await h.view(lambda view: name not in view.nodes and view.nodes[node].state is NodeState.DOWN)
+    view = await h.view(lambda view: name not in view.nodes and view.nodes[node].is_unusable)
     assert view.jobs[job.ref.job_id].ref == job.ref and view.jobs[job.ref.job_id].state is JobState.PENDING
     back = await h.job(other.ref.job_id, lambda job: job.state is JobState.PENDING)
     assert next_run(back.ref, other.ref)

@@ -593,7 +593,7 @@ async def test_root_and_heterogeneous_jobs_are_refused(lab: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", ["Partition=vmrun", "Partition=bare", "Features=mv_3", "ReqNodeList=mvgate1", "NumNodes=99"]
+    "change", ["Partition=vmrun", "Partition=bare", "Features=mv_3", "ReqNodeList=mvgate1", "NumNodes=999"]
 )
 async def test_users_cannot_change_what_multiverse_sets(lab: Any, scheduler: SlurmScheduler, change: str) -> None:
     job_id = lab.sbatch("true")
