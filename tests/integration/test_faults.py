@@ -50,7 +50,7 @@ MIDWAY = [*ON_THE_HOST, "scontrol:update", "scontrol:delete"]
     [
         pytest.param([f"after {state} controller" for state in ON_ITS_WAY], id="after-each-commit"),
         pytest.param([f"before {state} controller" for state in ON_ITS_WAY], id="before-each-commit", marks=slow),
-        pytest.param([f"after {point} controller" for point in MIDWAY], id="in-each-effect"),
+        pytest.param([f"after {point} controller" for point in MIDWAY], id="in-each-effect", marks=slow),
         pytest.param([f"before {point} controller" for point in MIDWAY], id="before-each-effect", marks=slow),
         pytest.param([f"after {point} agent" for point in ON_THE_HOST], id="agent-in-each-effect"),
         pytest.param([f"before {point} agent" for point in ON_THE_HOST], id="agent-before-each-effect", marks=slow),
@@ -90,6 +90,7 @@ def command_template(daemon: RestartingDaemon, word: str, states: list[str]) -> 
     until(f"the template followed the command {word}", reached)
 
 
+@pytest.mark.slow
 def test_a_controller_killed_at_each_other_end_leaves_nothing(lab: LabUnderTest, start_daemon: StartDaemon) -> None:
     path, script = counting_job(lab, "ends", "[ $SLURM_RESTART_COUNT ] || sleep 600")
     daemon = start_daemon([f"{when} {state} controller" for state in AT_EACH_END for when in ("before", "after")])

@@ -193,6 +193,7 @@ def test_a_job_survives_an_agent_that_hangs(two: LabUnderTest, hosts: Client) ->
     assert Path(f"{file}.out").read_text().startswith("went on as ")
 
 
+@pytest.mark.slow
 def test_a_job_ends_while_its_hosts_sshd_is_dead(two: LabUnderTest, hosts: Client) -> None:
     job, file, name = waiting_job(two, hosts, "survives")
     init = pid_of(two.where, named(two, name))

@@ -157,6 +157,7 @@ done
 """
 
 
+@pytest.mark.slow
 def test_the_kernel_ends_processes_of_the_job_only(lab: LabUnderTest, client: Client) -> None:
     place = Place(lab, ())
     hogs = "for i in 1 2 3 4 5 6; do tail /dev/zero & done; wait"

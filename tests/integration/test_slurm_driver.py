@@ -243,6 +243,7 @@ async def test_the_job_of_a_failed_node_is_requeued_and_starts_at_once_when_pinn
     assert (await became(scheduler, job_id, JobState.RUNNING)).ref == gated.ref
 
 
+@pytest.mark.slow
 async def test_a_node_that_is_drained_under_its_job_answers_and_one_that_is_silent_is_not_given_up_yet(
     lab: Any, scheduler: SlurmScheduler, spawn: Spawn
 ) -> None:
