@@ -121,6 +121,14 @@ RARE = (
     ("vm", ("lost",), "found", "serving"),
     ("vm", ("dead", "joined", "parked", "planned", "retiring", "serving", "starting"), "released", "ending"),
     ("vm", ("retiring",), "taken", "joined"),
+    ("host", ("nothing",), "added", "known"),
+    *(("host", (state,), "drained", state) for state in ("silent", "fencing", "fenced")),
+    ("host", ("fencing",), "found", "known"),
+    ("host", ("fencing",), "held back", "silent"),
+    ("host", ("silent",), "fenced", "fenced"),
+    ("host", ("silent", "fencing"), "removed", "removed"),
+    ("host", ("silent", "fencing"), "resumed", "known"),
+    ("template", ("building", "broken", "ready", "retiring"), "removed", "absent"),
 )
 """Transitions that the 2,000 seeds take at most three times or never: they need a precise moment, such as a job that is
 held between its pin and its start, or a host that is fenced while its spare is being withdrawn. Kind, sources, event,

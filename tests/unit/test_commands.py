@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
+from multiverse.core.commands import apply_command
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
     AttemptState,
+    Drain,
     Host,
     HostState,
     HypervisorView,
     Key,
+    KnownHost,
     Row,
     Size,
+    Template,
     TemplateState,
     VmCondition,
     VmSeen,
@@ -69,6 +74,37 @@ def test_a_fence_ends_all_vms_on_that_host_and_no_others() -> None:
     assert changes[0].row == replace(here.vms[1], state=V.ENDING, since=NOW, quarantined="")
     assert state.vms[3].state is V.ENDING and "an operator" in state.vms[3].reason
     assert state.is_fenced("h1") and not state.is_fenced("h2")
+
+
+@pytest.mark.parametrize("before", [HostState.KNOWN, HostState.SILENT, HostState.FENCING, HostState.FENCED])
+@pytest.mark.parametrize(
+    ("verb", "event", "after"),
+    [
+        ("drain", Event.DRAINED, None),
+        ("resume", Event.RESUMED, HostState.KNOWN),
+        ("remove", Event.REMOVED, HostState.REMOVED),
+    ],
+)
+def test_an_operator_drains_resumes_and_removes_a_host_in_any_state(
+    before: HostState, verb: Literal["drain", "resume", "remove"], event: Event, after: HostState | None
+) -> None:
+    drain = Drain(0.0, "a fan")
+    known = KnownHost("h1", "h1", before, drain=None if verb == "drain" else drain, id=1, version=1)
+    held = State(replace(rows(), hosts={"h1": known}), TABLES, NOW)
+    held.begin(NOW, {}, "test")
+    apply_command(held, Command(verb, "h1", drain=drain if verb == "drain" else None), World(), POLICY)
+    (change,) = changes_of(held.moves)
+    assert (change.event, change.row.state) == (event, after or before)
+
+
+def test_a_template_goes_with_the_host_that_an_operator_removes() -> None:
+    states = (T.BUILDING, T.BROKEN, T.READY, T.RETIRING)
+    some = [template(state, id=id_, image=f"i{id_}") for id_, state in enumerate(states, 1)]
+    off = KnownHost("h1", "h1", HostState.FENCED, id=1, version=1)
+    here = replace(rows(*some, known=["h1"]), hosts={"h1": off})
+    changes = after_command(here, Command("remove", "h1"))
+    gone = [(c.row.id, c.event, c.row.state) for c in changes if isinstance(c.row, Template)]
+    assert gone == [(id_, Event.REMOVED, T.ABSENT) for id_ in (1, 2, 3, 4)]
 
 
 def test_a_host_that_is_in_sight_or_unknown_cannot_be_fenced() -> None:
