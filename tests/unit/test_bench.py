@@ -23,7 +23,7 @@ from multiverse.bench.latency import KINDS, LatencySamples, add_timeline, beside
 from multiverse.bench.long_queue import mean_cycles
 from multiverse.bench.stats import excess, percentile, ratio, summary
 from multiverse.cli.bench import kinds_of
-from multiverse.cli.main import app
+from multiverse.cli.commands import build
 from multiverse.core.errors import Broken, Refused
 
 
@@ -184,9 +184,9 @@ def test_the_overcommit_factor_is_just_enough_for_the_vms() -> None:
 
 def test_wrong_arguments_are_refused_before_a_lab_starts() -> None:
     for words in (["burst", "0"], ["burst", "--every", "0"], ["density", "--most", "0"], ["burst", "many"]):
-        assert CliRunner().invoke(app, ["bench", *words]).exit_code == 2
+        assert CliRunner().invoke(build(), ["bench", *words]).exit_code == 2
     with pytest.raises(Refused, match="no such kind: fast") as caught:
-        CliRunner().invoke(app, ["bench", "burst", "3", "--kinds", "fast"], catch_exceptions=False)
+        CliRunner().invoke(build(), ["bench", "burst", "3", "--kinds", "fast"], catch_exceptions=False)
     assert caught.value.hint
 
 

@@ -15,7 +15,7 @@ from multiverse.bench import easy, lublin, swf
 from multiverse.bench.backfill import TOGETHER, bounded_slowdown, compare, figures, scenario_of
 from multiverse.bench.easy import Stay
 from multiverse.bench.swf import TraceJob
-from multiverse.cli.main import app
+from multiverse.cli.commands import build
 from multiverse.config import BackfillSettings
 from multiverse.core.errors import Refused
 
@@ -162,9 +162,9 @@ def test_a_trace_is_run_three_times_and_backfill_is_between_none_and_the_ideal()
 def test_the_command_prints_a_table_and_writes_the_trace(tmp_path: Path) -> None:
     path = tmp_path / "made.swf"
     small = ["bench", "backfill", "--jobs", "6", "--processors", "4", "--longest", "1", "--load", "1"]
-    result = CliRunner().invoke(app, [*small, "--write", str(path)])
+    result = CliRunner().invoke(build(), [*small, "--write", str(path)])
     assert result.exit_code == 0, result.output
     for text in ("NONE", "BACKFILL", "IDEAL EASY", "utilization", "mean bounded slowdown"):
         assert text in result.output
-    again = CliRunner().invoke(app, ["bench", "backfill", "--processors", "4", "--trace", str(path), "--json"])
+    again = CliRunner().invoke(build(), ["bench", "backfill", "--processors", "4", "--trace", str(path), "--json"])
     assert again.exit_code == 0 and json.loads(again.output)["jobs"] == 6

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from multiverse.bench.submissions import Plan, measure
-from multiverse.cli.main import app
+from multiverse.cli.commands import build
 
 
 def test_jobs_that_wait_are_all_taken_in() -> None:
@@ -18,9 +18,9 @@ def test_jobs_that_wait_are_all_taken_in() -> None:
 
 
 def test_jobs_that_are_served_leave_nothing_and_the_table_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
-    app(["bench", "submissions", "--served", "100", "--seconds", "0.2", "--hosts", "2"], standalone_mode=False)
+    build()(["bench", "submissions", "--served", "100", "--seconds", "0.2", "--hosts", "2"], standalone_mode=False)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["end", "100", "20"] in [row[:3] for row in rows]
-    app(["bench", "submissions", "--rate", "100", "--seconds", "0.1", "--json"], standalone_mode=False)
+    build()(["bench", "submissions", "--rate", "100", "--seconds", "0.1", "--json"], standalone_mode=False)
     (one,) = json.loads(capsys.readouterr().out)
     assert (one["jobs"], one["served"]) == (10, False)

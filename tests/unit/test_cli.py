@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from importlib.resources import files
 from pathlib import Path
@@ -45,11 +46,19 @@ def test_a_daemon_that_another_one_supersedes_ends_with_a_status_after_which_it_
     def superseded(**_: object) -> None:
         raise Superseded("another controller runs on n2", hint="keep this one ended")
 
-    monkeypatch.setattr("multiverse.cli.main.app", superseded)
+    monkeypatch.setattr("multiverse.cli.main.build", lambda _: superseded)
     status, text = run_wrongly(capsys, monkeypatch, "daemon")
     assert status == SUPERSEDED and text == "multiverse: another controller runs on n2 next: keep this one ended"
     unit = (files("multiverse") / "site/templates/multiverse.service").read_text()
     assert f"RestartPreventExitStatus={SUPERSEDED}\n" in unit
+
+
+def test_a_command_is_imported_only_if_it_may_be_meant() -> None:
+    script = "import sys, multiverse.cli.commands as c; c.build(c.needed(sys.argv[1:])); print(*sys.modules)"
+    for given, others in ((["jobs"], False), ([], True), (["-h"], True), (["unknown"], True)):
+        loaded = subprocess.run([sys.executable, "-c", script, *given], stdout=subprocess.PIPE, check=True, text=True)
+        assert "multiverse.cli.jobs" in loaded.stdout.split()
+        assert ("multiverse.cli.soak" in loaded.stdout.split()) is others
 
 
 def test_without_a_command_all_commands_are_listed(

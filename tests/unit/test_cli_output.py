@@ -17,7 +17,7 @@ from urllib.parse import urlencode
 import pytest
 
 from multiverse.cli import render
-from multiverse.cli.main import app
+from multiverse.cli.commands import build
 from multiverse.client import Client
 
 DOCUMENTS = json.loads(Path(__file__).with_name("api_documents.json").read_text())
@@ -58,7 +58,7 @@ def printed(command: str, width: int = 160) -> str:
         mock.patch.object(render.console, "_width", width),
         contextlib.redirect_stdout(out),
     ):
-        status = app(command.split(), prog_name="multiverse", standalone_mode=False)
+        status = build()(command.split(), prog_name="multiverse", standalone_mode=False)
     lines = "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
     return f"$ multiverse {command}\n{lines}exit status {status or 0}\n\n"
 

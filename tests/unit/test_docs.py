@@ -40,9 +40,9 @@ def test_links_between_pages_have_a_target() -> None:
 def test_every_command_that_the_pages_name_exists() -> None:
     from typer.main import get_command
 
-    from multiverse.cli.main import app
+    from multiverse.cli.commands import build
 
-    command = get_command(app)
+    command = get_command(build())
     verbs = command.commands  # type: ignore[attr-defined]
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         for verb, sub in re.findall(r"`?multiverse ([a-z]+)(?: ([a-z-]+))?", page.read_text()):

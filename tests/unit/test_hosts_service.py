@@ -19,7 +19,7 @@ from fastapi.testclient import TestClient
 
 from multiverse.agent.transport import CommandTransport, UnixTransport, command_of
 from multiverse.cli import render
-from multiverse.cli.main import app
+from multiverse.cli.commands import build
 from multiverse.cli.times import unix_time
 from multiverse.client import Client
 from multiverse.config import Settings, on_machine, parse
@@ -209,7 +209,7 @@ def asked(*words: str, refused: dict[str, str] | None = None) -> tuple[str, dict
 
     with mock.patch.object(Client, "_ask", answer), mock.patch.object(render.errors, "print"):
         try:
-            status = app(["hosts", *words], standalone_mode=False) or 0
+            status = build()(["hosts", *words], standalone_mode=False) or 0
         except SystemExit as ended:
             status = ended.code
     return found["path"], found["json"], int(status)

@@ -1,4 +1,4 @@
-"""The command line. Each command has a module of its own; this one puts them together."""
+"""The entry point of the command line."""
 
 from __future__ import annotations
 
@@ -7,75 +7,9 @@ import sys
 
 import typer
 
-from multiverse.cli import (
-    agent,
-    audit,
-    backfill,
-    bench,
-    burst,
-    daemon,
-    demo,
-    density,
-    hosts,
-    image,
-    jobs,
-    lab,
-    long_queue,
-    observations,
-    passes,
-    placement,
-    prune,
-    repair,
-    scale,
-    simulate,
-    site,
-    soak,
-    status,
-    submissions,
-    template,
-    timeline,
-    vms,
-)
+from multiverse.cli.commands import build, needed
 from multiverse.cli.render import errors
 from multiverse.core.errors import MultiverseError, Superseded
-
-app = typer.Typer(
-    name="multiverse",
-    help="A virtual machine of its own for every Slurm job.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command("jobs")(jobs.jobs)
-app.command("vms")(vms.vms)
-app.add_typer(hosts.app, name="hosts")
-app.command("status")(status.status)
-app.command("repair")(repair.repair)
-app.command("prune")(prune.prune)
-app.command("timeline")(timeline.timeline)
-app.add_typer(audit.app, name="audit")
-app.add_typer(template.app, name="template")
-app.add_typer(image.app, name="image")
-app.command("daemon")(daemon.daemon)
-app.add_typer(agent.app, name="agent")
-app.add_typer(lab.app, name="lab")
-app.add_typer(site.app, name="site")
-bench.app.command("burst")(burst.burst)
-bench.app.command("density")(density.density)
-bench.app.command("observations")(observations.observations)
-bench.app.command("planner")(passes.planner)
-bench.app.command("submissions")(submissions.submissions)
-bench.app.command("backfill")(backfill.backfill)
-bench.app.command("placement")(placement.placement)
-bench.app.command("queue")(long_queue.queue)
-bench.app.command("scale")(scale.scale)
-bench.app.command("neighbours")(long_queue.neighbours_)
-app.add_typer(bench.app, name="bench")
-app.add_typer(simulate.app, name="simulate")
-app.command("demo")(demo.demo)
-app.command("soak")(soak.soak)
 
 
 def _interrupt(_number: int, _frame: object) -> None:
@@ -103,7 +37,7 @@ def main() -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup(1) ignores SIGHUP, and that is kept
             signal.signal(number, _interrupt)
     try:
-        status = app(prog_name="multiverse", standalone_mode=False)
+        status = build(needed(sys.argv[1:]))(prog_name="multiverse", standalone_mode=False)
     except MultiverseError as error:
         errors.print(f"multiverse: {error.message}", markup=False)
         if error.hint:

@@ -1,0 +1,28 @@
+"""`multiverse bench`: all benchmarks, each in a module of its own."""
+
+from __future__ import annotations
+
+from multiverse.cli import (
+    backfill,
+    bench,
+    burst,
+    density,
+    long_queue,
+    observations,
+    passes,
+    placement,
+    scale,
+    submissions,
+)
+
+app = bench.app
+app.command("burst")(burst.burst)
+app.command("density")(density.density)
+app.command("observations")(observations.observations)
+app.command("planner")(passes.planner)
+app.command("submissions")(submissions.submissions)
+app.command("backfill")(backfill.backfill)
+app.command("placement")(placement.placement)
+app.command("queue")(long_queue.queue)
+app.command("scale")(scale.scale)
+app.command("neighbours")(long_queue.neighbours_)

@@ -1,0 +1,63 @@
+"""The commands by name. Each has a module of its own, which is imported only if it is needed: all of them together
+take longer to import than most commands take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib import import_module
+
+import typer
+
+COMMANDS = {
+    "jobs": "jobs",
+    "vms": "vms",
+    "hosts": "hosts",
+    "status": "status",
+    "repair": "repair",
+    "prune": "prune",
+    "timeline": "timeline",
+    "audit": "audit",
+    "template": "template",
+    "image": "image",
+    "daemon": "daemon",
+    "agent": "agent",
+    "lab": "lab",
+    "site": "site",
+    "bench": "benchmarks",
+    "simulate": "simulate",
+    "demo": "demo",
+    "soak": "soak",
+}
+"""By name, in the order of the help, the module of a command: it has an `app` with commands of its own, or a function
+of the same name."""
+
+
+def build(names: Iterable[str] = COMMANDS) -> typer.Typer:
+    """The command line with these commands."""
+    app = typer.Typer(
+        name="multiverse",
+        help="A virtual machine of its own for every Slurm job.",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_together)
+    for name in names:
+        module = import_module(f"multiverse.cli.{COMMANDS[name]}")
+        if (group := getattr(module, "app", None)) is not None:
+            app.add_typer(group, name=name)
+        else:
+            app.command(name)(getattr(module, name))
+    return app
+
+
+def _together() -> None:
+    """A virtual machine of its own for every Slurm job."""  # without a callback, a single command would have no name
+
+
+def needed(arguments: list[str]) -> Iterable[str]:
+    """The commands that these arguments may name: one, or all of them for help and for errors."""
+    first = arguments[0] if arguments else ""
+    return [first] if first in COMMANDS else COMMANDS
