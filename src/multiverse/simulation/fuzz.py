@@ -22,10 +22,10 @@ from multiverse.simulation.run import simulate
 from multiverse.simulation.scenario import Scenario
 from multiverse.simulation.world import Pair
 
-OPERATED = 16
+OPERATED = 32
 """Of every so many seeds, one is also simulated with hosts behind agents that come, go and are operated."""
 
-CROWDED = 8
+CROWDED = 16
 """Of every so many seeds, one is also simulated with more jobs than the hosts hold, and without faults."""
 
 
