@@ -36,7 +36,7 @@ TreeWidth=65533
 DefMemPerCPU=2048
 JobSubmitPlugins=lua
 EpilogSlurmctld={directory}/multiverse-epilog
-SchedulerParameters=bf_continue,bf_interval=30
+SchedulerParameters=bf_continue,bf_yield_interval=100000
 Include multiverse.conf
 NodeName=DEFAULT CPUs=64 RealMemory=256000
 NodeName=n[1-9] NodeAddr=192.0.2.[11-19] Feature=skylake
@@ -339,6 +339,8 @@ def test_an_alert_says_what_the_hosts_need_and_a_changed_file_is_read_again_and_
         ("JobSubmitPlugins=lua", "JobSubmitPlugins=partition", "problem", "JobSubmitPlugins", "=partition,lua"),
         ("EpilogSlurmctld=", "#EpilogSlurmctld=", "note", "EpilogSlurmctld", "multiverse-epilog"),
         ("bf_continue,", "", "note", "SchedulerParameters", "bf_continue"),
+        (",bf_yield_interval=100000", "", "note", "SchedulerParameters", "bf_yield_interval=100000"),
+        ("interval=100000", "interval=100001", "note", "SchedulerParameters", "bf_yield_interval=100000"),
         (
             "NodeName=gpu1 Gres",
             "PriorityWeightTRES=CPU=9\nNodeName=gpu1 Gres",

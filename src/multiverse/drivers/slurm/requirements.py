@@ -16,6 +16,12 @@ from multiverse.drivers.slurm.site_conf import OURS, SiteConf, folded
 TREE_WIDTH = 65533
 """Slurm's largest. Before 23.11 no slurmd can pass messages on to dynamic nodes (Slurm's page on dynamic nodes)."""
 
+BF_YIELD_INTERVAL = 2_000_000
+"""Microseconds for which Slurm's backfill keeps slurmctld's locks, if slurm.conf does not say (slurm.conf(5))."""
+
+LONGEST_YIELD_INTERVAL = 100_000
+"""The same, in microseconds, up to which a long queue does not delay the start of VMs (decision 45)."""
+
 _OLDEST, _NEWEST = (22, 5), (25, 99)
 _VMS_BEFORE_THEY_ARE_DELETED = 2  # times the CPUs that may be claimed: as many VMs start as are being removed
 _ROUND = 256  # a new MaxNodeCount is a multiple of it, so that it need not be raised for each new node
@@ -240,12 +246,20 @@ def _communication(settings: Settings, site: SiteConf) -> Iterator[Finding]:
 
 def _scheduling(site: SiteConf) -> Iterator[Finding]:
     backfill = site.value("SchedulerType", "sched/backfill").lower() == "sched/backfill"
-    parameters = {word.partition("=")[0] for word in site.words("SchedulerParameters")}
+    parameters = {key: value for key, _, value in (w.partition("=") for w in site.words("SchedulerParameters"))}
     if backfill and "bf_continue" not in parameters:
         yield _note(
             "SchedulerParameters",
             "without bf_continue each start of a VM ends Slurm's backfill cycle, so waiting jobs may be overlooked",
             "add bf_continue to SchedulerParameters and run scontrol reconfigure",
+        )
+    held = parameters.get("bf_yield_interval", "")
+    if backfill and (int(held) if held.isdecimal() else BF_YIELD_INTERVAL) > LONGEST_YIELD_INTERVAL:
+        yield _note(
+            "SchedulerParameters",
+            f"slurmctld may answer nothing for {held or BF_YIELD_INTERVAL} µs at a time (bf_yield_interval) "
+            "while it plans the backfill of a long queue, which delays the start and the end of VMs",
+            f"add bf_yield_interval={LONGEST_YIELD_INTERVAL} to SchedulerParameters and run scontrol reconfigure",
         )
     for key in ("PriorityWeightTRES", "PriorityWeightJobSize"):
         if site.value(key, "0") != "0":
