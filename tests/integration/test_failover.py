@@ -171,8 +171,10 @@ def test_a_slurm_user_with_a_name_and_number_of_its_own_works(pair: Pair) -> Non
     assert backup == f"SlurmctldHost=backup({pair.address})"
 
 
+@pytest.mark.slow
 def test_jobs_go_on_and_new_ones_start_after_a_failover(pair: Pair) -> None:
-    long, long_out = submit(pair, "long", "hostname; sleep 25; echo over")
+    go = pair.lab.user.home / "go"
+    long, long_out = submit(pair, "long", f"hostname; until [ -e {go} ]; do sleep 0.2; done; echo over")
     written(long_out)
     time.sleep(SAVE_MAX_WAIT + 1)  # what slurmctld has not saved, the backup does not know: also a submitted job
     pid = pair.primary_pid()
@@ -184,6 +186,7 @@ def test_jobs_go_on_and_new_ones_start_after_a_failover(pair: Pair) -> None:
     new, out = submit(pair, "new")
     ended(pair.client, new, "done")
     assert written(out).startswith("mv")
+    go.touch()
     ended(pair.client, long, "done")
     assert long_out.read_text().splitlines()[1:] == ["over"], "it ran once, in its VM"
     assert len(pair.client.jobs(long)) == len(pair.client.jobs(new)) == 1

@@ -136,6 +136,7 @@ def states(lab: LabUnderTest, job: str) -> list[str]:
     return lab.run("squeue", "-h", "-r", "-o", "%T", "-j", job, check=False).stdout.split()
 
 
+@pytest.mark.slow
 def test_an_array_that_fills_the_disk_harms_no_other_job_and_is_released(lab: LabUnderTest, small: Client) -> None:
     home = lab.user.home
     out, fill = home / "neighbour", home / "fill"

@@ -229,7 +229,7 @@ async def test_the_job_of_a_failed_node_is_requeued_and_starts_at_once_when_pinn
     await scheduler.set_down(guest.name, "lost")
     again = await became(scheduler, job_id, JobState.PENDING)
     assert (again.ref.restarts, again.pinned, again.gated) == (1, "mv_21", False)
-    assert (await scheduler.observe()).nodes[guest.name].state is NodeState.DOWN
+    assert (await scheduler.observe()).nodes[guest.name].is_unusable
     with pytest.raises(Stale):
         await scheduler.pin(first.ref, "mv_21", ())
     await scheduler.unpin(again.ref)
