@@ -50,6 +50,18 @@ def test_a_restored_database_costs_no_job(pair: Pair, at: float, seconds: float)
     assert set(outcome.results.values()) == {"COMPLETED"}
 
 
+@pytest.mark.parametrize("dies", [11.5, 11.8, 11.95])
+def test_a_vm_that_died_before_an_older_database_is_restored_quarantines_no_job(dies: float) -> None:
+    """The restored row is older than the start of the job that ran on the VM."""
+    incidents = (
+        Incident(6.2, IncidentKind.DATABASE_RESTORED, 12.0 - 6.2),
+        Incident(dies, IncidentKind.VM_DIES),
+    )
+    outcome = keeps_its_promises(Scenario(7, JOBS, incidents=incidents))
+    assert set(outcome.results.values()) == {"COMPLETED"}
+    assert not any("quarantined" in line for line in outcome.journal)
+
+
 def test_names_do_not_recur_after_their_vms_are_gone() -> None:
     arrivals = (Arrival(1.0, Batch()), Arrival(60.0, Batch()))
     incidents = (Incident(0.5, IncidentKind.DATABASE_RESTORED, 50.0),)

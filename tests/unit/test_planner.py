@@ -426,6 +426,23 @@ def test_a_job_id_that_comes_again_is_another_job() -> None:
     assert harness.attempt(2).job == JobRef("7", 900)
 
 
+@pytest.mark.parametrize("status", [JobState.RUNNING, JobState.COMPLETING])
+def test_a_job_that_began_on_a_vm_that_has_died_is_left_to_the_scheduler(status: JobState) -> None:
+    """As after an older database was restored: the row does not know that the job was pinned."""
+    harness = PlannerHarness()
+    harness.to_spawning()
+    (vm,) = harness.all_vms()
+    harness.jobs["7"] = replace(harness.jobs["7"], state=status, nodes=(vm.name,))
+    harness.seen(vm.name, VmCondition.DEAD)
+    for _ in range(3):
+        harness.run()
+    assert not harness.attempt().quarantined
+    assert [each.state for each in harness.all_vms()] == [V.ENDING]
+    harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.ENDED, result="NODE_FAIL")
+    harness.run()
+    assert harness.attempt().state is A.RECLAIMING
+
+
 def test_an_impossible_observation_quarantines_one_attempt_and_stops_no_other() -> None:
     harness = PlannerHarness()
     harness.to_claimed()

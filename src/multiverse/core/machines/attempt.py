@@ -309,11 +309,14 @@ def _step_making(state: State, attempt: Attempt, seen: Sighting, policy: Policy)
     vms = state.serving_vms_of(attempt)
     started = seen.status in (JobStatus.RUNNING, JobStatus.COMPLETING)
     own, nodes = {vm.name for vm in vms}, set(seen.shown.nodes)
+    dying = {vm.name for vm in state.vms_of(attempt)} - own
     whole = len(own) == attempt.request.nodes and bool(nodes) and own >= nodes
     if started and _is_anothers(state, attempt, seen.shown):
         _leave_to_the_scheduler(state, attempt, seen.shown)
     elif started and whole:
         _advance_vms(state, attempt, policy)  # the row is older than the job's start: see how far its VMs are
+    elif started and nodes & dying and nodes <= own | dying:
+        pass  # the row is older than the job's start, and a VM has died since: the scheduler ends or requeues the job
     elif seen.status is not JobStatus.PENDING:
         _quarantine(state, attempt, f"the job is {seen.status} before it was given its nodes")
     elif not _return_if_changed(state, attempt, seen.shown):
