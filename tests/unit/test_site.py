@@ -362,7 +362,6 @@ def test_an_alert_says_what_the_hosts_need_and_a_changed_file_is_read_again_and_
             "CommunicationParameters",
             "10.213.0.1",
         ),
-        ("SlurmctldHost=head(192.0.2.1)", "SlurmctldHost=a\nSlurmctldHost=b", "note", "SlurmctldHost", "a, b"),
         ("SlurmUser=root", "SlurmUser=root\nPreemptType=preempt/qos", "note", "preemption", "preempt/qos"),
     ],
 )
@@ -373,6 +372,33 @@ def test_what_is_missing_in_slurm_conf_is_found_with_a_remedy(
     (finding,) = examined(settings)
     assert (finding.level.value, finding.name) == (level, name)
     assert words in finding.message + finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("release", "interval", "warned"),
+    [
+        (Version(22, 5, 8), "", True),
+        (Version(23, 2, 3), "", True),
+        (Version(23, 2, 3), ",bf_interval=30", True),
+        (Version(23, 2, 3), ",bf_interval=5", False),
+        (Version(23, 2, 4), "", False),
+        (Version(24, 11, 0), "", False),
+    ],
+)
+def test_several_slurmctlds_need_the_same_files_and_an_early_release_frequent_backfill(
+    settings: Settings, release: Version, interval: str, warned: bool
+) -> None:
+    change(settings, "SlurmctldHost=head(192.0.2.1)", "SlurmctldHost=a\nSlurmctldHost=b")
+    change(settings, "bf_yield_interval=100000", f"bf_yield_interval=100000{interval}")
+    files, *backfill = examined(settings, release)
+    assert (files.level.value, files.name) == ("note", "SlurmctldHost") and "a, b" in files.message
+    assert [("only by backfill" in one.message, "bf_interval=5" in one.remedy) for one in backfill] == (
+        [(True, True)] if warned else []
+    )
+
+
+def test_a_single_slurmctld_of_an_early_release_needs_no_frequent_backfill(settings: Settings) -> None:
+    assert examined(settings, Version(22, 5, 8)) == []
 
 
 def test_defaults_above_our_file_are_found(settings: Settings) -> None:
@@ -393,7 +419,7 @@ def test_newer_releases_of_slurm_need_less(settings: Settings) -> None:
     (old,) = [f for f in examined(settings, Version(21, 8)) if f.name == "Slurm"]
     (new,) = examined(settings, Version(26, 5))
     assert (old.level, new.level, new.name) == (Level.PROBLEM, Level.NOTE, "Slurm")
-    assert requirements.version("slurm-wlm 22.05.8\n") == (22, 5) and str(RELEASE) == "22.05"
+    assert requirements.version("slurm-wlm 22.05.8\n") == (22, 5, 8) and str(RELEASE) == "22.05"
 
 
 def test_a_file_that_is_missing_outdated_or_changed_is_found(settings: Settings) -> None:

@@ -22,7 +22,11 @@ BF_YIELD_INTERVAL = 2_000_000
 LONGEST_YIELD_INTERVAL = 100_000
 """The same, in microseconds, up to which a long queue does not delay the start of VMs (decision 45)."""
 
+BF_INTERVAL_OF_A_BACKUP = 5
+"""Seconds between two cycles of backfill that are few enough where only backfill starts jobs."""
+
 _OLDEST, _NEWEST = (22, 5), (25, 99)
+_BACKUP_SCHEDULES_AT_ONCE = (23, 2, 4)
 _VMS_BEFORE_THEY_ARE_DELETED = 2  # times the CPUs that may be claimed: as many VMs start as are being removed
 _ROUND = 256  # a new MaxNodeCount is a multiple of it, so that it need not be raised for each new node
 
@@ -50,10 +54,11 @@ def _note(name: str, message: str, remedy: str) -> Finding:
 
 
 class Version(NamedTuple):
-    """Slurm's release, such as 22.05."""
+    """Slurm's release, such as 22.05, and which maintenance release of it."""
 
     year: int
     month: int
+    micro: int = 0
 
     def __str__(self) -> str:
         return f"{self.year}.{self.month:02d}"
@@ -61,10 +66,10 @@ class Version(NamedTuple):
 
 def version(text: str) -> Version:
     """From the output of `scontrol --version`. Raises `Unknown` for any other text."""
-    match = re.search(r"slurm\S* (\d+)\.(\d+)", text)
+    match = re.search(r"slurm\S* (\d+)\.(\d+)(?:\.(\d+))?", text)
     if match is None:
         raise Unknown(f"cannot understand Slurm's version: {text.strip()[:80]!r}", hint="run scontrol --version")
-    return Version(int(match[1]), int(match[2]))
+    return Version(int(match[1]), int(match[2]), int(match[3] or 0))
 
 
 def examine(settings: Settings, site: SiteConf, release: Version) -> Iterator[Finding]:
@@ -76,6 +81,7 @@ def examine(settings: Settings, site: SiteConf, release: Version) -> Iterator[Fi
     yield from _scripts(settings, site)
     yield from _communication(settings, site)
     yield from _scheduling(site)
+    yield from _backups(site, release)
     for each in conf.unsupported(site.text):
         yield _note(each.name, each.message, each.remedy)
 
@@ -244,9 +250,28 @@ def _communication(settings: Settings, site: SiteConf) -> Iterator[Finding]:
         )
 
 
+def _scheduler_parameters(site: SiteConf) -> dict[str, str]:
+    return {key: value for key, _, value in (word.partition("=") for word in site.words("SchedulerParameters"))}
+
+
+def _backups(site: SiteConf, release: Version) -> Iterator[Finding]:
+    """Before 23.02.4 a backup slurmctld that takes over runs no main scheduler: the scheduler's thread was started and
+    ended with the standby's own shutdown, and nothing starts another (slurm_sched_init in Slurm's sources)."""
+    interval = _scheduler_parameters(site).get("bf_interval", "")
+    often = interval.isdecimal() and int(interval) <= BF_INTERVAL_OF_A_BACKUP
+    if len(conf.controllers(site.text)) > 1 and release < _BACKUP_SCHEDULES_AT_ONCE and not often:
+        yield _note(
+            "SlurmctldHost",
+            f"a backup slurmctld of Slurm {release} starts jobs only by backfill after it has taken over, so each job "
+            "in a VM waits for up to bf_interval seconds (30 if slurm.conf does not say)",
+            f"upgrade to Slurm 23.02.4 or later, or add bf_interval={BF_INTERVAL_OF_A_BACKUP} to SchedulerParameters, "
+            "or restart the primary soon after a failover",
+        )
+
+
 def _scheduling(site: SiteConf) -> Iterator[Finding]:
     backfill = site.value("SchedulerType", "sched/backfill").lower() == "sched/backfill"
-    parameters = {key: value for key, _, value in (w.partition("=") for w in site.words("SchedulerParameters"))}
+    parameters = _scheduler_parameters(site)
     if backfill and "bf_continue" not in parameters:
         yield _note(
             "SchedulerParameters",
