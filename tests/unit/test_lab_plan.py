@@ -198,6 +198,45 @@ def test_several_hosts_have_names_addresses_and_ports_of_their_own() -> None:
     assert PLAN.own_hosts == (), "a single host is this machine"
 
 
+def test_bare_metal_nodes_are_beside_the_hosts(short: Path) -> None:
+    made = replace(PLAN, hosts=2, physical=plan.MOST_PHYSICAL)
+    nodes = made.physical_nodes
+    assert [node.name for node in nodes] == ["mvp1", "mvp2", "mvp3", "mvp4"]
+    everybody = (*made.own_hosts, *nodes)
+    assert len({host.address for host in everybody}) == len({host.uplink for host in everybody}) == 6
+    # The firewall of an agent on this machine takes ports "mv..." of the bridge for VMs'.
+    assert not any(node.uplink.startswith("mv") or len(node.uplink) > 15 for node in nodes)
+    names = [service.name for service in services(replace(PLAN, physical=1))]
+    assert names[-5:] == ["mvp1", "mvp1-munged", "mvp1-slurmd", "agent", "controller"]
+    where = layout(short)
+    assert plan.decide(where, LabOptions(physical=2)).physical == plan.decide(where, LabOptions()).physical == 2
+    where.run.mkdir()
+    own = process.ProcessIdentity.of(os.getpid())
+    running = process.RunningDaemon(own.pid, own.started, own.boot_id, "", 0.0)
+    (where.run / "mvp2-slurmd.json").write_text(json.dumps(asdict(running)))
+    with pytest.raises(Refused, match="runs with 1 host and 2 bare-metal nodes"):
+        lifecycle._check_hosts(where, LabOptions(physical=0))
+    assert plan.decide(where, LabOptions(physical=0)).physical_nodes == ()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="files get their owners")
+def test_bare_metal_nodes_are_declared_and_have_a_slurm_conf_of_their_own(short: Path) -> None:
+    if not _has_user("slurm"):
+        pytest.skip("no slurm user here")
+    where = layout(short / "lab")
+    where.make()
+    configure.configure(where, PLAN)
+    assert "physical" not in where.slurm_conf.read_text()
+    configure.configure(where, replace(PLAN, physical=2))
+    text = where.slurm_conf.read_text()
+    assert "PartitionName=physical Nodes=mvp[1-2] " in text
+    assert "NodeName=mvp2 NodeAddr=10.210.0.22 CPUs=8 RealMemory=16384 " in text
+    own = where.host("mvp2").etc
+    seen = (own / "slurm.conf").read_text().splitlines()
+    assert "ProctrackType=proctrack/cgroup" in seen and "ProctrackType=proctrack/linuxproc" not in seen
+    assert "ConstrainRAMSpace=yes" in (own / "cgroup.conf").read_text()
+
+
 def test_each_host_has_services_in_place_of_this_machines_agent() -> None:
     names = [service.name for service in services(replace(PLAN, hosts=2))]
     assert names[-7:] == ["mvh1", "mvh1-sshd", "mvh1-agent", "mvh2", "mvh2-sshd", "mvh2-agent", "controller"]

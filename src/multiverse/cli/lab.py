@@ -20,7 +20,7 @@ from multiverse.core.errors import Refused
 from multiverse.lab import lifecycle
 from multiverse.lab.configure import environment
 from multiverse.lab.layout import layout
-from multiverse.lab.plan import MOST_HOSTS, LabOptions, load, shares
+from multiverse.lab.plan import MOST_HOSTS, MOST_PHYSICAL, LabOptions, load, shares
 
 app = typer.Typer(help="A whole cluster on this machine.", no_args_is_help=True)
 
@@ -71,6 +71,10 @@ def up(
         int | None,
         typer.Option(min=1, max=MOST_HOSTS, help="Hosts; of several, each has namespaces. [first time: 1]"),
     ] = None,
+    physical: Annotated[
+        int | None,
+        typer.Option(min=0, max=MOST_PHYSICAL, help="Bare-metal nodes, in partition `physical`. [first time: 0]"),
+    ] = None,
     cores: Annotated[int | None, typer.Option(min=1, help="Cores each host declares. [first time: 8]")] = None,
     memory: Annotated[str | None, typer.Option(help="Memory each host declares. [first time: 16G]")] = None,
     share: Annotated[list[Path] | None, typer.Option(help="A directory that guests see too; may be repeated.")] = None,
@@ -86,6 +90,7 @@ def up(
     options = LabOptions(
         cores=cores,
         hosts=hosts,
+        physical=physical,
         memory=mebibytes(memory) if memory else None,
         shares=shares(share or ()),
         image=image,

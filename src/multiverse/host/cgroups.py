@@ -11,6 +11,7 @@ import os
 import resource
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from multiverse.core.errors import Broken
 log = structlog.get_logger(__name__)
 
 PARENT = "multiverse"
+CONTROLLERS = ("memory", "pids")
 _LIMITS = {2: {"memory": "memory.max", "pids": "pids.max"}, 1: {"memory": "memory.limit_in_bytes", "pids": "pids.max"}}
 _EMPTY_TIMEOUT = 5.0  # seconds for the kernel to take the last thread of a dead process out of its cgroup
 _HINT = "does another program manage the control groups?"
@@ -112,8 +114,13 @@ def _is_removed(group: Path) -> bool:
     return True
 
 
-def hierarchies(mounts: Path = Path("/proc/mounts"), parent: str = PARENT) -> list[Hierarchy]:
-    """The mounted hierarchies that have a controller we use; a controller belongs to one hierarchy (cgroups(7)).
+def hierarchies(
+    mounts: Path = Path("/proc/mounts"),
+    parent: str = PARENT,
+    controllers: Sequence[str] = CONTROLLERS,
+) -> list[Hierarchy]:
+    """The mounted hierarchies that have one of these controllers; a controller belongs to one hierarchy
+    (cgroups(7)).
 
     `parent` is the name of the cgroup in each of them that is above those of the VMs.
     """
@@ -129,9 +136,9 @@ def hierarchies(mounts: Path = Path("/proc/mounts"), parent: str = PARENT) -> li
             there, version = options.split(","), 1
         else:
             continue
-        controllers = tuple(each for each in ("memory", "pids") if each in there)
-        if controllers:
-            found.append(Hierarchy(Path(where) / parent, version, controllers))
+        used = tuple(each for each in controllers if each in there)
+        if used:
+            found.append(Hierarchy(Path(where) / parent, version, used))
     return found
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from multiverse.core.errors import Broken
-from multiverse.lab.configure import BARE_FEATURE, environment
+from multiverse.lab.configure import BARE_FEATURE, cgroup_conf, changed_conf, environment
 from multiverse.lab.process import DaemonCommand
 from multiverse.lab.service import Lab, Service
 
@@ -37,14 +37,9 @@ def _write_configuration(lab: Lab, more: Mapping[str, str], cgroup: str) -> None
     for path in (directory, directory / "spool"):
         path.mkdir(exist_ok=True)
         path.chmod(0o755)
-    changed = {"SlurmdSpoolDir": f"{directory}/spool", **more}
-    kept = [line for line in lab.where.slurm_conf.read_text().splitlines() if line.partition("=")[0] not in changed]
-    lines = [*kept, *(f"{key}={value}" for key, value in changed.items()), "DebugFlags=NO_CONF_HASH"]
-    (directory / "slurm.conf").write_text("\n".join(lines))
-    version = "v2" if Path("/sys/fs/cgroup/cgroup.controllers").exists() else "v1"
-    (directory / "cgroup.conf").write_text(
-        f"CgroupPlugin=cgroup/{version}\nCgroupMountpoint=/sys/fs/cgroup\nIgnoreSystemd=yes\n{cgroup}"
-    )
+    changed = {"SlurmdSpoolDir": f"{directory}/spool", "DebugFlags": "NO_CONF_HASH", **more}
+    (directory / "slurm.conf").write_text(changed_conf(lab.where.slurm_conf.read_text(), changed))
+    (directory / "cgroup.conf").write_text(cgroup_conf(cgroup))
 
 
 def _slurmd(lab: Lab) -> DaemonCommand:

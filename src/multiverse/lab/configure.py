@@ -67,6 +67,7 @@ def configure(where: Layout, plan: LabPlan) -> Settings:
         _write(own, "# Your own settings for this lab's Slurm. `multiverse lab up` does not change this file.\n")
     (where.etc / "site.toml").touch()
     _configure_hosts(where, plan, environment, values)
+    _configure_nodes(where, plan)
     settings = config.load(where.settings)
     images = (image.name for image in list_images(settings.qemu.images))
     site = install.derive(settings, site_conf.read(where.slurm_conf), images, slurm.pw_uid, default=True)
@@ -91,6 +92,32 @@ def _configure_hosts(where: Layout, plan: LabPlan, environment: Environment, val
         _write(own.etc / "shadow", "".join(f"{user.pw_name}:*:::::::\n" for user in pwd.getpwall()), 0o600)
     if hosts:
         ssh.write(where, hosts)
+
+
+_NODE_SETTINGS = {"ProctrackType": "proctrack/cgroup", "TaskPlugin": "task/cgroup", "DebugFlags": "NO_CONF_HASH"}
+"""Of a bare-metal node: as on most sites, Slurm ends the processes in a job's control groups, and limits their memory.
+The lab's other settings fit a machine without control groups of its own, so slurmctld's file differs."""
+
+
+def _configure_nodes(where: Layout, plan: LabPlan) -> None:
+    """Write the files that each bare-metal node sees in etc. slurmd copies the others as it starts."""
+    for node in plan.physical_nodes:
+        own = where.host(node.name)
+        own.make()
+        _write(own.etc / "slurm.conf", changed_conf(where.slurm_conf.read_text(), _NODE_SETTINGS))
+        _write(own.etc / "cgroup.conf", cgroup_conf("ConstrainRAMSpace=yes\n"))
+
+
+def changed_conf(text: str, changes: Mapping[str, str]) -> str:
+    """A slurm.conf with other values for these keys."""
+    kept = (line for line in text.splitlines() if line.partition("=")[0] not in changes)
+    return "\n".join([*kept, *(f"{key}={value}" for key, value in changes.items())]) + "\n"
+
+
+def cgroup_conf(more: str = "") -> str:
+    """A cgroup.conf that works on any machine without systemd."""
+    version = "v2" if Path("/sys/fs/cgroup/cgroup.controllers").exists() else "v1"
+    return f"CgroupPlugin=cgroup/{version}\nCgroupMountpoint=/sys/fs/cgroup\nIgnoreSystemd=yes\n{more}"
 
 
 def _sections(where: Layout, plan: LabPlan) -> dict[str, dict[str, Any]]:

@@ -16,7 +16,9 @@ from multiverse.config import Settings
 from multiverse.core.errors import MultiverseError, Refused
 from multiverse.lab import bridge, vms
 from multiverse.lab.configure import configure
-from multiverse.lab.hosts import services as hosts
+from multiverse.lab.hosts.machine import remove_remains
+from multiverse.lab.hosts.physical import physical_services
+from multiverse.lab.hosts.services import host_services
 from multiverse.lab.layout import Layout
 from multiverse.lab.plan import LabHost, LabOptions, LabPlan, decide, load
 from multiverse.lab.service import Lab, Service
@@ -56,9 +58,7 @@ async def up(
 
 async def up_hosts(where: Layout, options: LabOptions, progress: Progress) -> Settings:
     """Start hosts with namespaces of their own alone: no Slurm, and no controller. Otherwise as `up`."""
-    return await _up(
-        where, options, progress, lambda plan: chain.from_iterable(map(hosts.host_services, plan.own_hosts))
-    )
+    return await _up(where, options, progress, lambda plan: chain.from_iterable(map(host_services, plan.own_hosts)))
 
 
 async def _up(
@@ -85,11 +85,12 @@ async def _up(
 def _check_hosts(where: Layout, options: LabOptions) -> None:
     """`Refused` if the number of hosts is to change while something of the lab runs."""
     plan = load(where)
-    if plan is None or options.hosts in (None, plan.hosts):
+    if plan is None or (options.hosts in (None, plan.hosts) and options.physical in (None, plan.physical)):
         return
     if any(service.running(where) for service in services(plan)):
+        nodes = f" and {plan.physical} bare-metal node{'s' if plan.physical > 1 else ''}" if plan.physical else ""
         raise Refused(
-            f"the lab in {where.root} runs with {plan.hosts} host{'s' if plan.hosts > 1 else ''}",
+            f"the lab in {where.root} runs with {plan.hosts} host{'s' if plan.hosts > 1 else ''}{nodes}",
             hint="bring it down first: multiverse lab down",
         )
 
@@ -100,16 +101,16 @@ async def stop_controller(where: Layout) -> int:
     plan = load(where)
     await CONTROLLER.stop(where)
     await AGENT.stop(where)
-    for host in plan.own_hosts if plan else ():
+    for host in (*plan.own_hosts, *plan.physical_nodes) if plan else ():
         await _stop_host(where, host)
     return await vms.destroy_all(where)
 
 
 async def _stop_host(where: Layout, host: LabHost) -> None:
     """Stop a host, and remove its VMs, its network and its control groups. Its keys and images stay."""
-    for service in reversed(hosts.host_services(host)):
+    for service in reversed((physical_services if host.physical else host_services)(host)):
         await service.stop(where)
-    await asyncio.to_thread(hosts.remove_remains, where, host)
+    await asyncio.to_thread(remove_remains, where, host)
     own = where.host(host.name)
     for path in (own.run, own.controller / "vms"):
         await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
@@ -132,7 +133,7 @@ async def down(where: Layout, progress: Progress = lambda name, result, seconds:
             if service is AGENT and plan is not None:
                 async with _step("VMs", progress, errors) as result:
                     result.append(f"{await vms.destroy_all(where)} destroyed")
-        for host in plan.own_hosts if plan is not None else ():
+        for host in (*plan.own_hosts, *plan.physical_nodes) if plan is not None else ():
             async with _step(f"{host.name}-vms", progress, errors) as result:
                 await _stop_host(where, host)
                 result.append("removed")

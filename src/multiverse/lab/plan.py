@@ -25,8 +25,8 @@ from multiverse.system import files
 class LabOptions:
     """The options of `lab up`. None means as before, or the default. Memory in MiB.
 
-    `cores` and `memory` are those of each host. `settings` are the controller's, by section and key; if given, they
-    replace all those given before.
+    `cores` and `memory` are those of each host, and of each of the `physical` nodes. `settings` are the controller's,
+    by section and key; if given, they replace all those given before.
     """
 
     cores: int | None = None
@@ -35,24 +35,30 @@ class LabOptions:
     image: str | None = None
     images: Path | None = None
     hosts: int | None = None
+    physical: int | None = None
     settings: Mapping[str, Mapping[str, Any]] | None = None
 
 
-MOST_HOSTS = 4
+MOST_HOSTS = MOST_PHYSICAL = 4
 _FIRST_HOST = 10  # host 1 has the address after this one
+_FIRST_PHYSICAL = 20  # and physical node 1 the one after this
 
 
 @dataclass(frozen=True, slots=True)
 class LabHost:
-    """A host with namespaces of its own. `uplink` is its port at the lab's bridge, which is the switch."""
+    """A host with namespaces of its own. `uplink` is its port at the lab's bridge, which is the switch.
+
+    A `physical` one is a node of Slurm, with a slurmd in place of an agent and an sshd.
+    """
 
     number: int
     address: str
     uplink: str
+    physical: bool = False
 
     @property
     def name(self) -> str:
-        return f"mvh{self.number}"
+        return f"{'mvp' if self.physical else 'mvh'}{self.number}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +66,7 @@ class LabPlan:
     """What a lab consists of. Memory and disk in MiB.
 
     `hosts` is the number of hosts. A single one is this machine itself; of several, each has namespaces of its own, and
-    `cores` and `memory` are what each of them declares.
+    `cores` and `memory` are what each of them declares. Besides, there are `physical` nodes, which users use directly.
 
     `disk` is what VMs may write: the space that was free when the lab was made; a plan of an earlier release has the
     default of the settings. `bridge` has the first address of `subnet`. The ports are on this machine. `settings`
@@ -81,6 +87,7 @@ class LabPlan:
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     disk: int = HostSettings.disk
     hosts: int = 1
+    physical: int = 0
 
     @property
     def own_hosts(self) -> tuple[LabHost, ...]:
@@ -90,6 +97,17 @@ class LabPlan:
         addresses = ipaddress.IPv4Network(self.subnet)
         numbers = range(1, self.hosts + 1)
         return tuple(LabHost(one, str(addresses[_FIRST_HOST + one]), f"{self.bridge}h{one}") for one in numbers)
+
+    @property
+    def physical_nodes(self) -> tuple[LabHost, ...]:
+        """The bare-metal nodes of partition `physical`. Their ports have no name that the firewall takes for a VM's,
+        because this machine's agent may have VMs at the same bridge."""
+        addresses = ipaddress.IPv4Network(self.subnet)
+        port = self.bridge.removeprefix("mv")
+        return tuple(
+            LabHost(one, str(addresses[_FIRST_PHYSICAL + one]), f"{port}p{one}", physical=True)
+            for one in range(1, self.physical + 1)
+        )
 
     @property
     def gateway(self) -> str:
@@ -123,6 +141,7 @@ def decide(where: Layout, options: LabOptions) -> LabPlan:
         images=str(options.images) if options.images else plan.images,
         shares=tuple(shares),
         hosts=options.hosts or plan.hosts,
+        physical=plan.physical if options.physical is None else options.physical,
         settings=plan.settings if options.settings is None else options.settings,
     )
     files.replace(where.state, json.dumps(asdict(plan), indent=2) + "\n", mode=0o644)

@@ -3,49 +3,21 @@
 from __future__ import annotations
 
 import pwd
-import secrets
 import shutil
 from pathlib import Path
 
 from multiverse.core.errors import Broken
 from multiverse.drivers.slurm import install
 from multiverse.lab.configure import CLUSTER, SLURM_USER, environment
+from multiverse.lab.hosts.physical import physical_services
 from multiverse.lab.hosts.services import host_services
+from multiverse.lab.munge import munged_command, prepare_munge
 from multiverse.lab.plan import LabPlan
 from multiverse.lab.process import DaemonCommand
 from multiverse.lab.program import multiverse
 from multiverse.lab.service import Lab, Service, answers, directory, run
-from multiverse.system import files
 
 _MYSQL_USER = "mysql"
-
-
-# --- munged ----------------------------------------------------------------------------------------
-
-
-def _prepare_munge(lab: Lab) -> None:
-    where = lab.where
-    directory(where.munge, "munge", 0o755)
-    where.munge_socket.unlink(missing_ok=True)
-    if not where.munge_key.exists():
-        account = pwd.getpwnam("munge")
-        key = secrets.token_bytes(128)
-        files.replace(where.munge_key, key, mode=0o400, uid=account.pw_uid, gid=account.pw_gid)
-
-
-def _munged(lab: Lab) -> DaemonCommand:
-    where = lab.where
-    argv = [
-        "munged",
-        "--foreground",
-        "--num-threads=4",
-        f"--socket={where.munge_socket}",
-        f"--key-file={where.munge_key}",
-        f"--pid-file={where.munge}/pid",
-        f"--log-file={where.munge}/log",
-        f"--seed-file={where.munge}/seed",
-    ]
-    return DaemonCommand(argv, where.log / "munged.log", user="munge")
 
 
 # --- mariadb ---------------------------------------------------------------------------------------
@@ -175,7 +147,12 @@ CONTROLLER = Service(
 )
 
 SERVICES = (
-    Service("munged", _munged, ready=lambda lab: answers(str(lab.where.munge_socket)), prepare=_prepare_munge),
+    Service(
+        "munged",
+        lambda lab: munged_command(lab.where),
+        ready=lambda lab: answers(str(lab.where.munge_socket)),
+        prepare=lambda lab: prepare_munge(lab.where),
+    ),
     Service(
         "mariadb",
         _mariadbd,
@@ -224,8 +201,9 @@ SERVICES = (
 
 def services(plan: LabPlan | None) -> tuple[Service, ...]:
     """The services of a lab with this plan, in the order in which they are started. Each host with namespaces of its
-    own has services in place of this machine's agent."""
-    if plan is None or not plan.own_hosts:
+    own has services in place of this machine's agent, and each bare-metal node has its own before the agents."""
+    if plan is None:
         return SERVICES
-    of_hosts = tuple(service for host in plan.own_hosts for service in host_services(host))
-    return (*(service for service in SERVICES if service not in (AGENT, CONTROLLER)), *of_hosts, CONTROLLER)
+    nodes = tuple(service for node in plan.physical_nodes for service in physical_services(node))
+    agents = tuple(service for host in plan.own_hosts for service in host_services(host)) or (AGENT,)
+    return (*(service for service in SERVICES if service not in (AGENT, CONTROLLER)), *nodes, *agents, CONTROLLER)

@@ -1,6 +1,8 @@
-"""The first process of a lab host, as a program: python -m multiverse.lab.hosts.init NAME STORAGE PLACE GROUP.
+"""The first process of a lab host, as a program:
+python -m multiverse.lab.hosts.init NAME STORAGE PLACE GROUP [--all SHARE...].
 
-The host has the directory STORAGE of this machine, which it sees at PLACE, and a control group below GROUP. It has a
+The host has the directory STORAGE of this machine, which it sees at PLACE, and a control group below GROUP: in the
+hierarchies for VMs, or in all with `--all`. It sees each SHARE where this machine has it, also below PLACE. It has a
 network of its own without any link, and a boot id of its own. It ends with this process: the kernel then kills all its
 processes, and removes its network and its mounts.
 """
@@ -38,12 +40,14 @@ class _Host(NamedTuple):
     storage: Path
     place: Path
     groups: Mapping[Path, Path]
+    shares: tuple[Path, ...]
 
 
 def main() -> None:
-    name, storage, place, lab = sys.argv[1:]
+    name, storage, place, lab, *more = sys.argv[1:]
     try:
-        host = _Host(name, Path(storage), Path(place), control_groups.create(lab, name))
+        groups = control_groups.create(lab, name, every="--all" in more[:1])
+        host = _Host(name, Path(storage), Path(place), groups, tuple(map(Path, more[1:])))
         kernel.unshare(_ALL)  # what this process is in becomes the root of the new cgroup namespace
     except OSError as error:
         raise SystemExit(str(error)) from error
@@ -57,13 +61,19 @@ def _boot(host: _Host) -> None:
     kernel.mount(None, Path("/"), kernel.MS_REC | kernel.MS_PRIVATE)
     boot_id = host.storage / "boot_id"
     boot_id.write_text(f"{uuid.uuid4()}\n")
+    for share in host.shares:
+        if share.is_relative_to(host.place):  # it would be hidden
+            beside = host.storage / share.relative_to(host.place)
+            beside.mkdir(parents=True, exist_ok=True)
+            kernel.mount(str(share), beside, kernel.MS_BIND)
     kernel.mount(str(host.storage), host.place, kernel.MS_BIND | kernel.MS_REC)
     for path in (Path("/run"), Path("/dev/shm")):
         _mount_new(path, "tmpfs", "mode=1777" if path.name == "shm" else "mode=0755")
     Path("/run/sshd").mkdir(mode=0o755)  # sshd wants it (Debian's tmpfiles.d makes it)
     _mount_new(Path("/proc"), "proc")
     kernel.mount(str(host.place / boot_id.name), _BOOT_ID, kernel.MS_BIND)
-    kernel.mount(str(host.place / "etc" / "shadow"), Path("/etc/shadow"), kernel.MS_BIND)
+    if (shadow := host.place / "etc" / "shadow").exists():  # only a host with an sshd needs it
+        kernel.mount(str(shadow), Path("/etc/shadow"), kernel.MS_BIND)
     _mount_sys(host.groups)
     control_groups.join_daemons()
     os.chdir("/")
