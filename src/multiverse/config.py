@@ -244,6 +244,29 @@ class FenceSettings:
 
 
 @dataclass(frozen=True)
+class LeaseSettings:
+    """Hosts that are borrowed from a partition of physical nodes while jobs wait for room, each by a pilot job. CPUs
+    and memory (MiB) are those of the pilot."""
+
+    partition: str  # one lease per partition: whole nodes, or parts of one size
+    account: str = ""  # that the pilots are charged to; empty: the default account of `user`
+    user: str = ""  # whose jobs the pilots are; empty: the controller's own user, mostly root
+    cpus: int = 0  # 0: a whole node, which no other job shares
+    memory: int = 0  # 0: what the partition gives to a job by default; of a whole node, all
+    time_limit: float = 14400.0  # seconds; no job is placed there whose time limit exceeds what is left of it
+    max: int = 1  # leases at a time
+    min_wait: float = 10.0  # seconds that a job has waited for room before a lease is requested for it
+    idle: float = 120.0  # seconds without a VM until it is given back
+    start_timeout: float = 120.0  # seconds from the pilot's start until its agent answers
+    # Whether jobs that Slurm cannot queue again (srun, salloc, --no-requeue) or that have no time limit may use it,
+    # though its pilot may be preempted or cancelled at any time. Set it where nothing preempts the pilots.
+    preemptable_ok: bool = False
+    # The command by which the pilot becomes root, put in front of its own, where Slurm runs no job of root
+    # (DisableRootJobs=YES): ("sudo", "-n"). Not needed with `user` empty or "root".
+    become: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Settings:
     """All settings of the daemon and of the agents."""
 
@@ -268,6 +291,7 @@ class Settings:
     placement: PlacementSettings = field(default_factory=PlacementSettings)
     mounts: tuple[Mount, ...] = ()
     pool: tuple[PoolSettings, ...] = ()
+    lease: tuple[LeaseSettings, ...] = ()
 
 
 def load(path: Path) -> Settings:
@@ -412,6 +436,7 @@ def _contradictions(s: Settings) -> Iterator[str]:
     yield from _wrong_qemu(s.qemu)
     yield from _wrong_slurm(s.slurm)
     yield from _wrong_pools(s)
+    yield from _wrong_leases(s.lease)
     if not LEAST_SCRATCH <= s.image.scratch <= s.image.tmp_disk:
         yield f"image.scratch: must be at least {LEAST_SCRATCH} MiB and at most image.tmp_disk, {s.image.tmp_disk} MiB"
     if not 0 <= s.history_days < math.inf:
@@ -519,3 +544,17 @@ def _wrong_pools(s: Settings) -> Iterator[str]:
     same = [(p.image, p.depth, (p.cpus, p.memory) if p.depth is Depth.JOINED else ()) for p in s.pool]
     if len(set(same)) < len(same):
         yield "pool: two pools hold the same VMs; combine them into one"
+
+
+def _wrong_leases(leases: tuple[LeaseSettings, ...]) -> Iterator[str]:
+    for i, one in enumerate(leases):
+        if not one.partition or "," in one.partition:
+            yield f"lease.{i}.partition: must be the name of one partition"
+        if one.max < 1 or min(one.cpus, one.memory) < 0:
+            yield f"lease.{i}: max must be at least 1, cpus and memory at least 0"
+        if not one.cpus and one.memory:
+            yield f"lease.{i}.memory: a whole node has all its memory; set cpus, too, to lease a part"
+        if min(one.time_limit, one.idle, one.start_timeout) <= 0 or one.min_wait < 0:
+            yield f"lease.{i}: time_limit, idle and start_timeout must be more than 0 s, and min_wait at least 0 s"
+    if len({one.partition for one in leases}) < len(leases):
+        yield "lease: two leases of one partition; combine them into one"

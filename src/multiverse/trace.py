@@ -23,6 +23,7 @@ from multiverse.core.model import (
     Identity,
     Job,
     JobRef,
+    LeaseSpec,
     NodeBootstrap,
     NodeSpec,
     SchedulerPart,
@@ -34,7 +35,7 @@ from multiverse.core.model import (
     VmRef,
     VmSpec,
 )
-from multiverse.ports import Clock, GuestUsers, Hypervisor, Offers, Parts, Scheduler, Source, Templates
+from multiverse.ports import Clock, GuestUsers, Hypervisor, Leases, Offers, Parts, Scheduler, Source, Templates
 
 T = TypeVar("T")
 View = dict[str, dict[str, Any]]
@@ -215,6 +216,7 @@ class RecordingScheduler:
         self.offers = RecordingOffers(inner.offers, trace) if inner.offers else None
         self.parts = RecordingParts(inner.parts, trace) if inner.parts else None
         self.submission = inner.submission
+        self.leases = RecordingLeases(inner.leases, trace) if inner.leases else None
 
     async def observe(self) -> SchedulerView:
         return await self._trace.observe("scheduler.observe", self._inner.observe(), self._trace.scheduler_view)
@@ -280,6 +282,19 @@ class RecordingOffers:
 
     async def exclude(self, users: Collection[int]) -> None:
         await self._trace.call("scheduler.exclude", self._inner.exclude(users), users=sorted(users))
+
+
+class RecordingLeases:
+    """A `ports.Leases` that passes every call on to another one and traces it."""
+
+    def __init__(self, inner: Leases, trace: Trace) -> None:
+        self._inner, self._trace = inner, trace
+
+    async def request(self, lease: LeaseSpec) -> None:
+        await self._trace.call("scheduler.request", self._inner.request(lease), lease=lease.name)
+
+    async def release(self, name: str, pilots: Sequence[str]) -> None:
+        await self._trace.call("scheduler.release", self._inner.release(name, pilots), lease=name, pilots=list(pilots))
 
 
 class RecordingHypervisor:

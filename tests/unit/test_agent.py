@@ -15,7 +15,7 @@ from multiverse.agent import protocol
 from multiverse.agent.dial import permitted
 from multiverse.agent.epochs import Epoch, EpochFile, Epochs
 from multiverse.agent.protocol import Answer, Create, Line, decode_answer, decode_line, encode
-from multiverse.agent.self_fence import Contacts, Lease
+from multiverse.agent.self_fence import Contacts, FenceTimer
 from multiverse.agent.server import AgentIdentity, AgentServer
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Stale, Superseded, Unknown
 from multiverse.core.model import (
@@ -452,7 +452,7 @@ async def test_an_answer_that_comes_twice_is_the_answer_to_one_call(agents: list
 @virtual
 async def test_a_ping_of_an_older_controller_is_refused_and_is_no_contact(agents: list[SimulatedAgent]) -> None:
     """Otherwise the agent would not end VMs that the newer one takes for ended."""
-    lease = Lease(100.0, Contacts(), asyncio.get_running_loop().time)
+    lease = FenceTimer(100.0, Contacts(), asyncio.get_running_loop().time)
     server = AgentServer(AgentIdentity("1.0", "h1", "boot", "run"), Epochs(), lambda _: agents[1].local, lease=lease)
     agents[1].running = server
     old, new = await _raw(agents[1]), await _raw(agents[1])

@@ -28,6 +28,13 @@ def test_values_are_read_into_their_types(tmp_path: Path) -> None:
     assert got.host.cores == 8 and got.mounts == (Mount("a:/b", "/b"),) and got.slurm.inbox == Path("/run/x")
 
 
+def test_a_lease_is_of_a_whole_node_unless_the_site_says_how_much() -> None:
+    whole = parse({"lease": [{"partition": "physical", "become": ["sudo", "-n"]}]}, "x").lease[0]
+    assert (whole.cpus, whole.memory, whole.become, whole.preemptable_ok) == (0, 0, ("sudo", "-n"), False)
+    part = parse({"lease": [{"partition": "physical", "cpus": 4, "memory": 8192}]}, "x").lease[0]
+    assert (part.cpus, part.memory) == (4, 8192)
+
+
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
@@ -40,6 +47,13 @@ def test_values_are_read_into_their_types(tmp_path: Path) -> None:
         ({"hosts": [{"nodes": "n1", "overcommit": 0.5}]}, "hosts.0: host.overcommit"),
         ({"hosts": [{"nodes": "n1", "run": "/run/" + "x" * 100}]}, "hosts.0: qemu.run"),
         ({"agent": {"connect": ["ssh", "n1"]}}, "agent.connect"),
+        ({"lease": [{}]}, "lease.0.partition"),
+        ({"lease": [{"partition": "a,b"}]}, "lease.0.partition: must be the name of one partition"),
+        ({"lease": [{"partition": "p", "max": 0}]}, "lease.0: max must be at least 1"),
+        ({"lease": [{"partition": "p", "cpus": -1}]}, "lease.0: max must be at least 1, cpus"),
+        ({"lease": [{"partition": "p", "memory": 64}]}, "lease.0.memory: a whole node has all its memory"),
+        ({"lease": [{"partition": "p", "idle": 0}]}, "lease.0: time_limit, idle and start_timeout"),
+        ({"lease": [{"partition": "p"}, {"partition": "p"}]}, "lease: two leases of one partition"),
         ({"host": {"core": 1}}, "host.core: no such key, did you mean cores"),
         ({"host": {"cores": "many"}}, "host.cores"),
         ({"slurm": {"commands": 1}}, "slurm.commands"),

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from multiverse.agent.epochs import Epochs
 from multiverse.agent.protocol import Answer, Hello, Line, Observe, decode_answer, encode
-from multiverse.agent.self_fence import ContactFile, Contacts, Lease, SelfFence
+from multiverse.agent.self_fence import ContactFile, Contacts, FenceTimer, SelfFence
 from multiverse.agent.server import AgentIdentity, AgentServer
 from multiverse.config import FenceSettings
 from multiverse.core.errors import Unknown
@@ -79,7 +79,7 @@ async def test_a_fence_command_that_is_not_there_is_named(tmp_path: Path) -> Non
 
 
 def test_a_vm_goes_on_while_the_controller_or_the_scheduler_is_in_contact() -> None:
-    lease = Lease(LIMIT, Contacts({"test0": 0.0}), lambda: 0.0)
+    lease = FenceTimer(LIMIT, Contacts({"test0": 0.0}), lambda: 0.0)
     assert lease.expired("test0", [ONE, TWO], LIMIT) == []
     assert lease.expired("test0", [ONE, TWO], LIMIT + 1) == [ONE, TWO]
     lease.reached([TWO], 50.0)
@@ -95,7 +95,7 @@ def test_a_vm_goes_on_while_the_controller_or_the_scheduler_is_in_contact() -> N
 def test_a_vm_ends_if_and_only_if_nothing_was_in_contact_for_its_whole_time(
     contacts: list[tuple[str, float]], now: float
 ) -> None:
-    lease = Lease(LIMIT, Contacts({"test0": 0.0}), lambda: 0.0)
+    lease = FenceTimer(LIMIT, Contacts({"test0": 0.0}), lambda: 0.0)
     for who, at in contacts:
         lease.heard("test0", at) if who == "c" else lease.reached([ONE], at)
     last = max([0.0, *(at for _, at in contacts)])
@@ -117,7 +117,7 @@ class Hosted:
         self.silent = False
 
     def fence(self, contacts: Contacts | None = None, limit: float = LIMIT) -> SelfFence:
-        lease = Lease(limit, contacts or Contacts(), lambda: self.now)
+        lease = FenceTimer(limit, contacts or Contacts(), lambda: self.now)
         return SelfFence(
             lease, lambda: ["test0"], lambda _: self, self.reached, lambda kept: self.kept.append(deepcopy(kept))
         )
@@ -276,7 +276,7 @@ async def test_a_restarted_agent_ends_no_vm_that_the_scheduler_has_just_reached(
 async def test_contact_is_as_old_as_the_answer_that_the_controller_has_got() -> None:
     """A line that was on its way for long proves nothing about the time at which it arrives."""
     now = 1000.0
-    lease = Lease(LIMIT, Contacts(), lambda: now)
+    lease = FenceTimer(LIMIT, Contacts(), lambda: now)
     hypervisor = Hosted()
     server = AgentServer(AgentIdentity("1", "h1", "b", "r"), Epochs(), lambda _: hypervisor, lease=lease)  # type: ignore[arg-type, return-value]
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
@@ -331,7 +331,7 @@ class Pipe:
 
 
 @asynccontextmanager
-async def connected(lease: Lease) -> AsyncIterator[Pipe]:
+async def connected(lease: FenceTimer) -> AsyncIterator[Pipe]:
     host = SimpleNamespace(observe=observe)
     server = AgentServer(AgentIdentity("1", "h1", "b", "r"), Epochs(), lambda _: host, lease=lease)  # type: ignore[arg-type, return-value]
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)

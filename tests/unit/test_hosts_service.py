@@ -6,7 +6,7 @@ import asyncio
 import json
 import shutil
 import subprocess
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
@@ -25,9 +25,10 @@ from multiverse.client import Client
 from multiverse.config import Settings, on_machine, parse
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Refused
-from multiverse.core.model import Drain, Host, HostState, KnownHost, Size
+from multiverse.core.model import Drain, Host, HostState, KnownHost, LeasedHost, Size
 from multiverse.core.provisioning.largest import largest_on
 from multiverse.core.transition import Command
+from multiverse.ports import NOT_LEASED
 from multiverse.service.agents import connect_agents, declared, transport_to
 from multiverse.simulation.clock import VirtualClock
 from multiverse.simulation.loop import run
@@ -80,7 +81,7 @@ class Members(Ports):
         self.kept: list[list[str]] = []
         self.known: dict[str, OneHost] = {}
 
-    def keep(self, hosts: Collection[str]) -> None:
+    def keep(self, hosts: Collection[str], leased: Mapping[str, LeasedHost] = NOT_LEASED) -> None:
         self.kept.append(sorted(hosts))
         self.known |= {one.name: one for one in self.sources}
         self.sources: Sequence[OneHost] = [self.known.get(name) or OneHost(name) for name in hosts]

@@ -26,7 +26,19 @@ from multiverse.agent.protocol import (
     Start,
 )
 from multiverse.core.errors import Gone, MultiverseError, Superseded
-from multiverse.core.model import Host, HypervisorView, Identity, Size, Stage, TemplateKey, User, VmRef, VmSpec
+from multiverse.core.model import (
+    Host,
+    HypervisorView,
+    Identity,
+    LeasedHost,
+    Size,
+    Stage,
+    TemplateKey,
+    User,
+    VmRef,
+    VmSpec,
+)
+from multiverse.ports import NOT_LEASED
 
 
 class AgentSource:
@@ -90,7 +102,7 @@ class AgentHypervisor:
             superseded = group.subgroup(Superseded)
             raise superseded.exceptions[0] if superseded else group from None
 
-    def keep(self, hosts: Collection[str]) -> None:
+    def keep(self, hosts: Collection[str], leased: Mapping[str, LeasedHost] = NOT_LEASED) -> None:
         """See `ports.Membership`."""
         for name in [name for name in self._sources if name not in hosts]:
             del self._sources[name]

@@ -47,7 +47,7 @@ class Contacts:
     limits: dict[str, float] = field(default_factory=dict)
 
 
-class Lease:
+class FenceTimer:
     """Until when each VM may go on. Times are of the clock that `now` reads.
 
     The settings may have changed since the controller has observed the host: it goes on with the time that it knows. So
@@ -129,7 +129,7 @@ class SelfFence:
     """Applies a lease to the VMs of all sites of this host. `reached` says which nodes of a site the scheduler reaches;
     it raises if the scheduler does not answer. `keep` is called with the contacts when they have changed."""
 
-    lease: Lease
+    lease: FenceTimer
     sites: Callable[[], Collection[str]]
     hypervisor: Callable[[str], HostedVms]
     reached: Callable[[str], Awaitable[Collection[str]]]

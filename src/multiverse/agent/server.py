@@ -43,7 +43,7 @@ from multiverse.agent.protocol import (
     decode_line,
     encode,
 )
-from multiverse.agent.self_fence import Lease
+from multiverse.agent.self_fence import FenceTimer
 from multiverse.core.errors import MultiverseError, Refused, Unknown
 from multiverse.core.model import HypervisorView, VmCondition, VmSeen, VmSpec
 from multiverse.ports import GuestUsers, Hypervisor, Source, Templates
@@ -115,7 +115,7 @@ class AgentServer:
         epochs: Epochs,
         hypervisor: Callable[[str], LocalHypervisor],
         processes: Mapping[str, int] = MappingProxyType({}),
-        lease: Lease | None = None,
+        lease: FenceTimer | None = None,
     ) -> None:
         self._lease = lease
         self._who, self._epochs, self._hypervisor, self._processes = who, epochs, hypervisor, processes

@@ -50,6 +50,8 @@ class LiveRows:
                 return self.offers.get(key.id)
             case "host":
                 return self.host_numbered(key.id)
+            case "lease":
+                return None
 
     def host_numbered(self, number: int) -> KnownHost | None:
         """The host of that number: hosts are mostly asked for by name."""

@@ -11,14 +11,16 @@ Methods take values of `core.model`, never database rows.
 
 from multiverse.ports.clock import Clock
 from multiverse.ports.fencing import Fencing
-from multiverse.ports.hypervisor import GuestUsers, Hypervisor, Membership, Source, Templates
-from multiverse.ports.scheduler import Offers, Parts, Scheduler, SubmissionLimits
+from multiverse.ports.hypervisor import NOT_LEASED, GuestUsers, Hypervisor, Membership, Source, Templates
+from multiverse.ports.scheduler import Leases, Offers, Parts, Scheduler, SubmissionLimits
 
 __all__ = [
+    "NOT_LEASED",
     "Clock",
     "Fencing",
     "GuestUsers",
     "Hypervisor",
+    "Leases",
     "Membership",
     "Offers",
     "Parts",

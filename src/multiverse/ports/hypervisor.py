@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
-from multiverse.core.model import Host, HypervisorView, Identity, Size, Stage, TemplateKey, User, VmRef, VmSpec
+from multiverse.core.model import (
+    Host,
+    HypervisorView,
+    Identity,
+    LeasedHost,
+    Size,
+    Stage,
+    TemplateKey,
+    User,
+    VmRef,
+    VmSpec,
+)
+
+NOT_LEASED: Mapping[str, LeasedHost] = MappingProxyType({})
+"""No host is leased."""
 
 
 class Source(Protocol):
@@ -77,9 +92,10 @@ class Hypervisor(Protocol):
 class Membership(Protocol):
     """Which hosts belong to the site, where it decides that itself. Each host is a source, by its name."""
 
-    def keep(self, hosts: Collection[str]) -> None:
-        """Have these hosts as sources, and no others. Nothing is awaited: calls to a host that was removed end as
-        `Unknown` or `Gone`, and a host that was added answers once it is reached."""
+    def keep(self, hosts: Collection[str], leased: Mapping[str, LeasedHost] = NOT_LEASED) -> None:
+        """Have these hosts as sources, and no others. Those in `leased` are reached by their pilots; how one is reached
+        never changes. Nothing is awaited: calls to a host that was removed end as `Unknown` or `Gone`, and a host that
+        was added answers once it is reached."""
         ...
 
     def declared(self, host: str) -> Host | None:

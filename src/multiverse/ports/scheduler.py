@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
-from multiverse.core.model import JobLimits, JobRef, NodeBootstrap, NodeSpec, SchedulerPart, SchedulerView, User
+from multiverse.core.model import (
+    JobLimits,
+    JobRef,
+    LeaseSpec,
+    NodeBootstrap,
+    NodeSpec,
+    SchedulerPart,
+    SchedulerView,
+    User,
+)
 
 
 class Scheduler(Protocol):
@@ -28,6 +37,11 @@ class Scheduler(Protocol):
     @property
     def parts(self) -> Parts | None:
         """Reads some jobs and nodes without the others; None if the scheduler cannot."""
+        ...
+
+    @property
+    def leases(self) -> Leases | None:
+        """Lends its nodes as hosts, by pilot jobs; None if the scheduler cannot, or the site wants none."""
         ...
 
     async def observe(self) -> SchedulerView:
@@ -120,4 +134,26 @@ class SubmissionLimits(Protocol):
 
     async def publish(self, limits: JobLimits) -> None:
         """From now on refuse the jobs that `limits` does not allow, by one node or by the sum of their nodes."""
+        ...
+
+
+class Leases(Protocol):
+    """Lends physical nodes as hosts, each by a pilot job, in which an agent runs. `SchedulerView.pilots` shows them.
+
+    A pilot is known by the name and the token of its lease. It is subject to its partition's priorities, limits and
+    preemption like any job, is never queued again, and ends with its time limit.
+    """
+
+    async def request(self, lease: LeaseSpec) -> None:
+        """Submit a pilot for this lease. Success without another one if the scheduler shows one of that name and token,
+        whatever its state. `Refused` if the scheduler will never take it (its partition, account or size). After
+        `Unknown` or a cancellation one may have been submitted, and may come to be shown late: the same call finds it
+        once it is shown, and `release` ends it. Before it is shown, another call may submit a second one, which an
+        observation shows, and `release` ends."""
+        ...
+
+    async def release(self, name: str, pilots: Sequence[str]) -> None:
+        """Cancel these pilots (by the scheduler's ids), and all that the scheduler shows under that name if none are
+        given. Success if there are none, or they have ended or are ending. A pilot of another name is left alone:
+        ids come again. Returning says that they were told to end; an observation shows when they have."""
         ...

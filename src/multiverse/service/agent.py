@@ -14,7 +14,7 @@ import structlog
 import multiverse
 from multiverse.agent.epochs import EpochFile
 from multiverse.agent.protocol import LONGEST_LINE
-from multiverse.agent.self_fence import ContactFile, Lease, SelfFence
+from multiverse.agent.self_fence import ContactFile, FenceTimer, SelfFence
 from multiverse.agent.server import AgentIdentity, AgentServer
 from multiverse.config import Settings
 from multiverse.core.errors import MultiverseError, Refused
@@ -84,7 +84,7 @@ async def _self_fence(settings: Settings, hypervisors: _Hypervisors) -> SelfFenc
         ) from error
     return SelfFence(
         # This clock goes on while the machine is suspended.
-        Lease(seconds or math.inf, contacts, lambda: time.clock_gettime(time.CLOCK_BOOTTIME)),
+        FenceTimer(seconds or math.inf, contacts, lambda: time.clock_gettime(time.CLOCK_BOOTTIME)),
         lambda: sites(settings),
         hypervisors.of,
         lambda site: reached_nodes(commands, site),

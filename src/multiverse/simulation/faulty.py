@@ -9,6 +9,7 @@ from multiverse.core.model import (
     Identity,
     JobLimits,
     JobRef,
+    LeaseSpec,
     NodeBootstrap,
     NodeSpec,
     SchedulerPart,
@@ -20,7 +21,17 @@ from multiverse.core.model import (
     VmRef,
     VmSpec,
 )
-from multiverse.ports import GuestUsers, Hypervisor, Offers, Parts, Scheduler, Source, SubmissionLimits, Templates
+from multiverse.ports import (
+    GuestUsers,
+    Hypervisor,
+    Leases,
+    Offers,
+    Parts,
+    Scheduler,
+    Source,
+    SubmissionLimits,
+    Templates,
+)
 from multiverse.simulation.faults import FaultyLink
 
 
@@ -32,6 +43,7 @@ class FaultyScheduler:
         self._call = link.call
         self.offers = FaultyOffers(inner.offers, link) if inner.offers else None
         self.parts = FaultyParts(inner.parts, link) if inner.parts else None
+        self.leases = FaultyLeases(inner.leases, link) if inner.leases else None
         self.submission = FaultySubmissionLimits(inner.submission, link) if inner.submission else None
 
     async def observe(self) -> SchedulerView:
@@ -93,6 +105,20 @@ class FaultyOffers:
 
     async def exclude(self, users: Collection[int]) -> None:
         await self._call("exclude", "", lambda: self._inner.exclude(users), *sorted(users))
+
+
+class FaultyLeases:
+    """A `ports.Leases` behind a faulty link."""
+
+    def __init__(self, inner: Leases, link: FaultyLink) -> None:
+        self._inner = inner
+        self._call = link.call
+
+    async def request(self, lease: LeaseSpec) -> None:
+        await self._call("request", lease.name, lambda: self._inner.request(lease), lease)
+
+    async def release(self, name: str, pilots: Sequence[str]) -> None:
+        await self._call("release", name, lambda: self._inner.release(name, pilots), name, *pilots)
 
 
 class FaultySubmissionLimits:

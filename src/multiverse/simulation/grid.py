@@ -44,6 +44,7 @@ class SimulatedGrid(SimulatedScheduler):
     offers = None
     parts = None
     submission = None
+    leases = None
 
     def _view(self) -> SchedulerView:
         return replace(super()._view(), offers=None)

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
 from multiverse.core.errors import Unknown
-from multiverse.core.model import Host, HypervisorView, Identity, Size, Stage, TemplateKey, User, VmRef, VmSpec
-from multiverse.ports import GuestUsers, Membership, Source, Templates
+from multiverse.core.model import (
+    Host,
+    HypervisorView,
+    Identity,
+    LeasedHost,
+    Size,
+    Stage,
+    TemplateKey,
+    User,
+    VmRef,
+    VmSpec,
+)
+from multiverse.ports import NOT_LEASED, GuestUsers, Membership, Source, Templates
 from multiverse.simulation.machines import Machines
 
 
@@ -104,7 +115,7 @@ class SimulatedHosts(SimulatedHypervisor):
     def membership(self) -> SimulatedHosts:
         return self
 
-    def keep(self, hosts: Collection[str]) -> None:
+    def keep(self, hosts: Collection[str], leased: Mapping[str, LeasedHost] = NOT_LEASED) -> None:
         self._members = set(hosts)
 
     def declared(self, host: str) -> Host | None:

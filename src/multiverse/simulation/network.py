@@ -18,7 +18,7 @@ from async_solipsism import socket as simulated_sockets
 
 from multiverse.agent.epochs import Epoch, Epochs
 from multiverse.agent.protocol import LONGEST_LINE, OLDEST, PING, PROTOCOL
-from multiverse.agent.self_fence import Contacts, Lease, SelfFence
+from multiverse.agent.self_fence import Contacts, FenceTimer, SelfFence
 from multiverse.agent.server import AgentIdentity, AgentServer
 from multiverse.core.errors import MultiverseError, Unknown
 from multiverse.core.model import HypervisorView, Identity, Size, Stage, TemplateKey, User, VmRef, VmSpec, site_of
@@ -267,10 +267,10 @@ class SimulatedAgent:
         who = AgentIdentity(release.name, name, f"boot-{name}", f"run-{self._starts}", release.protocol, release.oldest)
         self.running = AgentServer(who, self.epochs, lambda _: self.local, lease=self._begin_self_fencing())
 
-    def _begin_self_fencing(self) -> Lease | None:
+    def _begin_self_fencing(self) -> FenceTimer | None:
         if not self.behaviour.self_fence or self._reached is None:
             return None
-        lease = Lease(self.behaviour.self_fence, deepcopy(self._contacts), asyncio.get_running_loop().time)
+        lease = FenceTimer(self.behaviour.self_fence, deepcopy(self._contacts), asyncio.get_running_loop().time)
         vms = self._vms
         fence = SelfFence(lease, lambda: vms.sites, lambda _: vms, self._reached, self._keep_contacts)
         self._task(fence.run())

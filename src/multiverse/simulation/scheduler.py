@@ -21,7 +21,7 @@ from multiverse.core.model import (
     User,
 )
 from multiverse.core.provisioning.spares import named_by_none
-from multiverse.ports import Offers, Parts, SubmissionLimits
+from multiverse.ports import Leases, Offers, Parts, SubmissionLimits
 from multiverse.simulation.cluster import Cluster, OfferedNode
 from multiverse.simulation.guests import LIVE, Registration
 from multiverse.simulation.jobs import JobRecord
@@ -63,6 +63,10 @@ class SimulatedScheduler(ABC):
     @property
     @abstractmethod
     def submission(self) -> SubmissionLimits | None: ...
+
+    @property
+    @abstractmethod
+    def leases(self) -> Leases | None: ...
 
     @abstractmethod
     async def bootstrap(self, node: NodeSpec) -> NodeBootstrap: ...
@@ -225,6 +229,10 @@ class SimulatedSlurm(SimulatedScheduler):
     @property
     def submission(self) -> SimulatedSlurm:
         return self
+
+    @property
+    def leases(self) -> Leases | None:
+        return None
 
     async def read(
         self, jobs: Mapping[str, int | None], users: Collection[int], nodes: Collection[str]

@@ -37,12 +37,24 @@ from multiverse.core.model.job import (
     SchedulerView,
 )
 from multiverse.core.model.keys import Key, RowKind
+from multiverse.core.model.lease import (
+    COMING_LEASES,
+    GRANTED_LEASES,
+    OPEN_LEASES,
+    Lease,
+    LeasedHost,
+    LeaseSpec,
+    LeaseState,
+    PilotSeen,
+    PilotState,
+)
 from multiverse.core.model.limits import MOST_NODES, OTHER_IMAGES, EqualHosts, JobLimit, JobLimits
 from multiverse.core.model.names import (
     LAST_DECIMAL,
     LAST_SERIAL,
     SERIAL,
     is_site,
+    lease_name,
     mac_of,
     machine_id,
     serial_of,
@@ -69,13 +81,16 @@ from multiverse.core.model.vm import (
 from multiverse.core.model.world import Forecast, Observation, Row, Seen, World
 
 __all__ = [
+    "COMING_LEASES",
     "ENDING_STATES",
     "FAILED_STATES",
+    "GRANTED_LEASES",
     "LAST_DECIMAL",
     "LAST_SERIAL",
     "LEAVING_STATES",
     "MOST_NODES",
     "OFF_STATES",
+    "OPEN_LEASES",
     "OTHER_IMAGES",
     "PINNED_STATES",
     "SERIAL",
@@ -106,6 +121,10 @@ __all__ = [
     "JobState",
     "Key",
     "KnownHost",
+    "Lease",
+    "LeaseSpec",
+    "LeaseState",
+    "LeasedHost",
     "Mount",
     "Node",
     "NodeBootstrap",
@@ -116,6 +135,8 @@ __all__ = [
     "OfferState",
     "Outcome",
     "Overcommitment",
+    "PilotSeen",
+    "PilotState",
     "Placement",
     "Request",
     "Row",
@@ -140,6 +161,7 @@ __all__ = [
     "VmState",
     "World",
     "is_site",
+    "lease_name",
     "mac_of",
     "machine_id",
     "serial_of",

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Literal, TypeVar
 
 from multiverse.core.model.keys import Key
+from multiverse.core.model.lease import PilotSeen
 from multiverse.core.model.sizes import CloneKind, Size
 
 V = TypeVar("V")
@@ -67,7 +68,8 @@ class Job:
     pending job will take of which of the view's limits once it runs. `array` is the id of the array of which it is a
     task, if it is one. `limit` is how many seconds a run takes at most: the time limit, and what the scheduler lets
     pass until it has ended a job that exceeds it. `ends` is the Unix time by which a job that runs has ended for that
-    reason. Both are None where the scheduler does not tell; a job that is suspended has no such time.
+    reason. Both are None where the scheduler does not tell; a job that is suspended has no such time. `requeues` says
+    that the scheduler can queue it again once it runs: not a job whose user waits for it, or forbids that.
     """
 
     ref: JobRef
@@ -90,6 +92,7 @@ class Job:
     array: str = ""
     limit: float | None = None
     ends: float | None = None
+    requeues: bool = True
 
 
 class NodeState(StrEnum):
@@ -156,6 +159,10 @@ class SchedulerView:
 
     Some jobs and nodes may have been read again since the whole was observed: `jobs_began` and `nodes_began` say when
     that reading of each began (monotonic). Those that it did not find are named there, too.
+
+    `pilots` are all pilot jobs of our site's leases, by the scheduler's id, whatever their partition; those that ended
+    may be missing. `leasable` is what a whole node of each partition that may be leased from has at least, in CPUs and
+    MiB. Both are as of the whole observation.
     """
 
     jobs: Mapping[str, Job] = field(default_factory=lambda: MappingProxyType({}))
@@ -165,6 +172,8 @@ class SchedulerView:
     takers: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     jobs_began: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     nodes_began: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    pilots: Mapping[str, PilotSeen] = field(default_factory=lambda: MappingProxyType({}))
+    leasable: Mapping[str, Size] = field(default_factory=lambda: MappingProxyType({}))
 
     def is_unusable(self, node: str) -> bool:
         """Whether the node is known and gets no job."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-RowKind = Literal["attempt", "vm", "template", "offer", "host"]
+RowKind = Literal["attempt", "vm", "template", "offer", "host", "lease"]
 
 
 class Key(NamedTuple):
-    """Names a row: an attempt, a template and a host by their number, a VM by its serial, an offer by its VM's
+    """Names a row: an attempt, a template, a host and a lease by their number, a VM by its serial, an offer by its VM's
     serial."""
 
     kind: RowKind

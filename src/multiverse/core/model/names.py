@@ -1,4 +1,4 @@
-"""Names of VMs, which never recur: `mv<site>-<serial>`. The only place that makes or reads them.
+"""Names of VMs, which never recur: `mv<site>-<serial>`. The only place that makes or reads them. And those of leases.
 
 A name is at most 15 bytes, because it names a network interface too (IFNAMSIZ in <linux/if.h>): seven characters are
 left for the serial beside a site of five. Up to 9,999,999 a serial is written in decimal, as in earlier releases. From
@@ -38,6 +38,11 @@ def vm_prefix(site: str) -> str:
     return f"mv{site}-"
 
 
+def lease_name(site: str, number: int) -> str:
+    """The name of a lease, which is that of its host and of its pilot, too. It is no name of a VM."""
+    return f"lease-{site}-{_in_base_36(number)}"
+
+
 def is_site(text: str) -> bool:
     """Whether this can be the site in names of VMs."""
     return re.fullmatch("[0-9a-z]{1,5}", text) is not None
@@ -63,7 +68,12 @@ def _written(serial: int) -> str:
         return str(serial)
     if serial > LAST_SERIAL:
         raise Exhausted("all names of VMs of this site have been used", hint="begin with a new state directory")
-    rest, places = serial + _OFFSET, ""
+    return _in_base_36(serial + _OFFSET)
+
+
+def _in_base_36(number: int) -> str:
+    """A positive number in base 36."""
+    rest, places = number, ""
     while rest:
         rest, digit = divmod(rest, 36)
         places = _DIGITS[digit] + places

@@ -54,6 +54,11 @@ class SlurmScheduler:
         return self
 
     @property
+    def leases(self) -> None:
+        """See `ports.Scheduler`."""
+        return None
+
+    @property
     def submission(self) -> SubmissionFile:
         """See `ports.Scheduler`."""
         return self._submission
