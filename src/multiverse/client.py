@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,14 @@ class Client:
         """Add, drain, resume or remove (`verb`) hosts, a node set; see `api.HostRequest` for `more`. Returns which were
         changed, and which were refused."""
         return dict(self._call("POST", f"/hosts/{verb}", json={"hosts": hosts, **more}))
+
+    def utilization(self, names: Iterable[str] = ()) -> list[dict[str, Any]]:
+        """Hosts and live VMs, or those with these names, with what they use now, and have used."""
+        return list(self._call("GET", "/utilization", params={"name": ",".join(names)}))
+
+    def usage_history(self, name: str, hours: float = 24.0) -> list[dict[str, Any]]:
+        """What a host or a VM, also one that has ended, has used in the last hours."""
+        return list(self._call("GET", f"/utilization/{name}/history", params={"hours": hours}))
 
     def templates(self) -> list[dict[str, Any]]:
         return list(self._call("GET", "/templates"))

@@ -21,6 +21,7 @@ from multiverse.core.model import CloneKind, Depth, Mount, Placement
 
 _LONGEST_SOCKET = "/mvxxxxx-99999999/agent"  # below qemu.run
 LEAST_SELF_FENCE = 60.0  # seconds: contact is made every few seconds, and lost for a moment by a restart
+LEAST_SAMPLE, MOST_SAMPLE = 0.1, 10.0  # seconds
 LEAST_SCRATCH = 64  # MiB: Slurm writes scripts and logs there, too
 
 LOCALHOST = "localhost"
@@ -206,6 +207,10 @@ class AgentSettings:
     # jobs may run elsewhere. 0: never. Slurm's commands must work on the host. An outage of both then ends jobs.
     # A longer time counts once the controller has observed it.
     self_fence: float = 0.0
+    sample: float = 1.0  # seconds between samples of what the host and its VMs use; 0: nothing is sampled
+    # Where Prometheus can read the samples: ADDRESS:PORT, or the path of a Unix socket. Empty: nowhere. Whoever reaches
+    # it reads figures and names of VMs, and can do nothing else.
+    metrics: str = ""
     # The command that connects its input and output with the agent of a host other than the controller's own; {host} is
     # replaced by the host's name. Users, ports, keys and jump hosts are what root's ssh_config says.
     connect: tuple[str, ...] = (
@@ -432,6 +437,7 @@ def _contradictions(s: Settings) -> Iterator[str]:
     if not any("{host}" in word for word in s.agent.connect):
         yield "agent.connect: must name the host, as {host}"
     yield from _wrong_fence(s)
+    yield from _wrong_sampling(s.agent)
     yield from _wrong_network(s)
     yield from _wrong_qemu(s.qemu)
     yield from _wrong_slurm(s.slurm)
@@ -499,6 +505,27 @@ def _wrong_fence(s: Settings) -> Iterator[str]:
         yield "fence.timeout: must be more than 0"
     if s.agent.self_fence and s.agent.self_fence < LEAST_SELF_FENCE:
         yield f"agent.self_fence: must be at least {LEAST_SELF_FENCE:g} s, or 0"
+
+
+def _wrong_sampling(agent: AgentSettings) -> Iterator[str]:
+    if agent.sample and not LEAST_SAMPLE <= agent.sample <= MOST_SAMPLE:
+        yield f"agent.sample: must be from {LEAST_SAMPLE:g} to {MOST_SAMPLE:g} s, or 0"
+    if agent.metrics and not agent.sample:
+        yield "agent.metrics: there is nothing to read with agent.sample = 0"
+    if agent.metrics and not agent.metrics.startswith("/") and listening_address(agent.metrics) is None:
+        yield "agent.metrics: must be ADDRESS:PORT, as 10.0.0.7:9341 or [fd00::7]:9341, or the path of a Unix socket"
+
+
+def listening_address(text: str) -> tuple[str, int] | None:
+    """The address and the port in ADDRESS:PORT, where an IPv6 address is in brackets; None if it is something else."""
+    address, _, port = text.rpartition(":")
+    try:
+        ip = ipaddress.ip_address(address.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return None
+    if (ip.version == 6) != (address[:1] == "[") or not port.isdecimal() or not 0 < int(port) < 65536:
+        return None
+    return str(ip), int(port)
 
 
 def _wrong_network(s: Settings) -> Iterator[str]:

@@ -58,7 +58,7 @@ async def _serve(jobs: int) -> tuple[Counter[str], int, str]:
     work.cancel()
     assert world.violations() == []
     backend = Backend(controller, store, clock, _nothing, _nothing, _PROCESSES)
-    return calls, store.commits - commits, metrics.text(await backend.counts()).decode()
+    return calls, store.commits - commits, metrics.text(await backend.counts(), backend.used()).decode()
 
 
 async def _of_agents() -> Counter[str]:

@@ -24,10 +24,13 @@ from multiverse.agent.protocol import (
     Observe,
     Stages,
     Start,
+    Utilization,
+    Utilized,
 )
-from multiverse.core.errors import Gone, MultiverseError, Superseded
+from multiverse.core.errors import Gone, MultiverseError, Refused, Superseded
 from multiverse.core.model import (
     Host,
+    HostUsage,
     HypervisorView,
     Identity,
     LeasedHost,
@@ -39,6 +42,9 @@ from multiverse.core.model import (
     VmSpec,
 )
 from multiverse.ports import NOT_LEASED
+
+SAMPLING = 2
+"""The first protocol with the call `utilization`."""
 
 
 class AgentSource:
@@ -165,6 +171,13 @@ class AgentHypervisor:
     async def delete_template(self, template: TemplateKey) -> None:
         """See `ports.Templates`."""
         await self._agent(template.host).call(DeleteTemplate(template=template))
+
+    async def used(self, source: str, span: float) -> Mapping[str, HostUsage]:
+        """See `ports.Measurements`."""
+        agent = self._agent(source)
+        if agent.welcome is not None and agent.welcome.protocol < SAMPLING:
+            raise Refused(f"the agent of {source} is of a release that samples nothing", hint="upgrade it")
+        return {source: cast(Utilized, await agent.call(Utilization(span=span))).host}
 
     async def measure(self) -> Mapping[str, tuple[float, float, float]]:
         """(CPU seconds, unique MiB, proportional MiB) of each VM that lives, on the hosts that answer."""

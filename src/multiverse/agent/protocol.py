@@ -40,6 +40,7 @@ from multiverse.core.errors import (
 )
 from multiverse.core.model import (
     Host,
+    HostUsage,
     HypervisorView,
     Identity,
     Size,
@@ -54,8 +55,8 @@ from multiverse.core.model import (
 
 M = TypeVar("M", bound=BaseModel)
 
-PROTOCOL = 1
-"""What this release speaks."""
+PROTOCOL = 2
+"""What this release speaks. 2: the call `utilization`."""
 
 OLDEST = 1
 """The oldest protocol that this release understands: that of the release before it."""
@@ -201,8 +202,25 @@ class CountProcesses(Message):
     name: Literal["count_processes"] = "count_processes"
 
 
+class Utilization(Message):
+    """See `ports.Measurements`. An agent of protocol 1 does not know it, and would end the connection."""
+
+    name: Literal["utilization"] = "utilization"
+    span: float
+
+
 Call = Annotated[
-    Observe | Create | Start | Destroy | AddUser | BuildTemplate | DeleteTemplate | Measure | Examine | CountProcesses,
+    Observe
+    | Create
+    | Start
+    | Destroy
+    | AddUser
+    | BuildTemplate
+    | DeleteTemplate
+    | Measure
+    | Examine
+    | CountProcesses
+    | Utilization,
     Field(discriminator="name"),
 ]
 
@@ -256,7 +274,13 @@ class Counted(Message):
     programs: dict[str, int]
 
 
-Result = Nothing | Stages | HypervisorAnswer | Measured | Examined | Counted
+class Utilized(Message):
+    """What the host and the VMs of the site have used."""
+
+    host: HostUsage
+
+
+Result = Nothing | Stages | HypervisorAnswer | Measured | Examined | Counted | Utilized
 
 RESULTS: dict[type[Message], type[Result]] = {
     Observe: HypervisorAnswer,
@@ -269,6 +293,7 @@ RESULTS: dict[type[Message], type[Result]] = {
     Measure: Measured,
     Examine: Examined,
     CountProcesses: Counted,
+    Utilization: Utilized,
 }
 """What each call results in."""
 

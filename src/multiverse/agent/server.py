@@ -39,13 +39,15 @@ from multiverse.agent.protocol import (
     Result,
     Stages,
     Start,
+    Utilization,
+    Utilized,
     Welcome,
     decode_line,
     encode,
 )
 from multiverse.agent.self_fence import FenceTimer
 from multiverse.core.errors import MultiverseError, Refused, Unknown
-from multiverse.core.model import HypervisorView, VmCondition, VmSeen, VmSpec
+from multiverse.core.model import HostUsage, HypervisorView, Load, VmCondition, VmSeen, VmSpec, vm_prefix
 from multiverse.ports import GuestUsers, Hypervisor, Source, Templates
 
 log = structlog.get_logger()
@@ -66,6 +68,18 @@ class LocalHypervisor(Hypervisor, Source, Protocol):
 
     async def examine(self) -> Mapping[str, Mapping[str, str | int]]:
         """What each running guest says of itself now; `error` if it does not answer."""
+        ...
+
+
+class Samples(Protocol):
+    """What this host and its VMs have used."""
+
+    def load(self) -> Load | None:
+        """What the host has used in the last minute, if that is known."""
+        ...
+
+    async def usage(self, span: float, prefix: str) -> HostUsage:
+        """What was used in the last `span` seconds, by the host and by VMs whose names begin with `prefix`."""
         ...
 
 
@@ -107,7 +121,7 @@ class _Connection:
 
 class AgentServer:
     """Answers the controllers of all sites. `hypervisor` gives the one of a site, the same one each time. `processes`
-    are those that this process has started, by program."""
+    are those that this process has started, by program. `samples` is None if nothing is sampled."""
 
     def __init__(
         self,
@@ -116,8 +130,9 @@ class AgentServer:
         hypervisor: Callable[[str], LocalHypervisor],
         processes: Mapping[str, int] = MappingProxyType({}),
         lease: FenceTimer | None = None,
+        samples: Samples | None = None,
     ) -> None:
-        self._lease = lease
+        self._lease, self._samples = lease, samples
         self._who, self._epochs, self._hypervisor, self._processes = who, epochs, hypervisor, processes
         self._creating: dict[tuple[str, str], VmSpec] = {}  # by site and name
         self._tasks: set[asyncio.Task[None]] = set()
@@ -313,7 +328,14 @@ class AgentServer:
                 return Examined(vms={name: dict(facts) for name, facts in (await hypervisor.examine()).items()})
             case CountProcesses():
                 return Counted(programs=dict(self._processes))
+            case Utilization():
+                return await self._utilization(connection.site, call.span)
         return Nothing()
+
+    async def _utilization(self, site: str, span: float) -> Utilized:
+        if self._samples is None:
+            raise Refused(f"{self._who.host} samples nothing", hint="see agent.sample in its settings")
+        return Utilized(host=await self._samples.usage(span, vm_prefix(site)))
 
     async def _create(self, connection: _Connection, vm: VmSpec) -> Stages:
         key = (connection.site, vm.name)
@@ -325,14 +347,16 @@ class AgentServer:
                 del self._creating[key]
 
     def _completed(self, connection: _Connection, view: HypervisorView) -> HypervisorView:
-        """The view, with whether VMs are ended here by the agent itself, and with the VMs whose creation runs and has
-        left nothing to see yet. The call may have come over a connection that was lost since: its controller must not
-        take the VM for absent."""
+        """The view, with the host's load, with whether VMs are ended here by the agent itself, and with the VMs whose
+        creation runs and has left nothing to see yet. The call may have come over a connection that was lost since: its
+        controller must not take the VM for absent."""
         vms = dict(view.vms)
         for (of, name), vm in self._creating.items():
             if of == connection.site and name not in vms:
                 vms[name] = VmSeen(name, vm.host, VmCondition.MAKING, token=vm.token)
         hosts = view.hosts
+        if self._samples is not None and (load := self._samples.load()) is not None:
+            hosts = {name: replace(host, load=load) for name, host in hosts.items()}
         if self._lease is not None:
             connection.shown = shown = self._lease.shown(connection.site)
             hosts = {name: replace(host, self_fence=shown) for name, host in hosts.items()}

@@ -12,6 +12,7 @@ from multiverse.api.jobs import JobView, PhaseView, TimelineEntry, TimelineView
 from multiverse.api.machines import HostsChanged, HostView, SizeView, TemplateView, VmView
 from multiverse.api.requests import HostRequest, PruneRequest, RepairRequest, TemplateRequest
 from multiverse.api.status import Alert, PoolView, PruneView, SourceView, StatusView
+from multiverse.api.utilization import UsagePoint, UsageView, UtilizationView
 
 __all__ = [
     "Alert",
@@ -32,6 +33,9 @@ __all__ = [
     "TemplateView",
     "TimelineEntry",
     "TimelineView",
+    "UsagePoint",
+    "UsageView",
+    "UtilizationView",
     "VmIdentity",
     "VmView",
     "decode",

@@ -11,6 +11,7 @@ from multiverse.cli import (
     observations,
     passes,
     placement,
+    sampling,
     scale,
     submissions,
 )
@@ -24,5 +25,6 @@ app.command("submissions")(submissions.submissions)
 app.command("backfill")(backfill.backfill)
 app.command("placement")(placement.placement)
 app.command("queue")(long_queue.queue)
+app.command("sampling")(sampling.sampling)
 app.command("scale")(scale.scale)
 app.command("neighbours")(long_queue.neighbours_)

@@ -12,6 +12,7 @@ COMMANDS = {
     "jobs": "jobs",
     "vms": "vms",
     "hosts": "hosts",
+    "utilization": "utilization",
     "status": "status",
     "repair": "repair",
     "prune": "prune",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+from typing import Protocol
 
 import structlog
 
 from multiverse.core.errors import MultiverseError
 from multiverse.ports import Clock
 from multiverse.store import Pruned, Pruning, Store
+from multiverse.store.utilization import UsagePruning
 
 log = structlog.get_logger()
 
@@ -22,7 +24,15 @@ SHARE, LEAST_PAUSE = 0.1, 0.005
 DAY = 86400.0
 
 
-async def prune(one_round: Pruning, clock: Clock, *, limit: float = math.inf) -> None:
+class Steps(Protocol):
+    """A round of small steps."""
+
+    def step(self) -> bool:
+        """Do one. False if nothing is left to do."""
+        ...
+
+
+async def prune(one_round: Steps, clock: Clock, *, limit: float = math.inf) -> None:
     """Carry out a round, for `limit` seconds at most. Raises `Exhausted` if a step cannot be committed; the steps
     before it are kept."""
     more, until = True, clock.now() + limit
@@ -33,7 +43,8 @@ async def prune(one_round: Pruning, clock: Clock, *, limit: float = math.inf) ->
 
 
 async def prune_regularly(store: Store, clock: Clock, days: float) -> None:
-    """Prune once an hour what ended more than `days` ago; never ends. 0: nothing is pruned."""
+    """Prune once an hour what ended more than `days` ago, and what was used before that; never ends. 0: nothing is
+    deleted."""
     while True:
         if days > 0:
             one_round = Pruning(store, clock.wall() - days * DAY)
@@ -43,4 +54,9 @@ async def prune_regularly(store: Store, clock: Clock, days: float) -> None:
                 log.warning("history not pruned", reason=str(error))
             if (removed := one_round.removed) != Pruned():
                 log.info("history pruned", days=days, rows=removed.rows, journal=removed.journal)
+        used = UsagePruning(store, clock.wall(), clock.wall() - days * DAY if days > 0 else -math.inf)
+        try:
+            await prune(used, clock)
+        except MultiverseError as error:
+            log.warning("history of utilization not pruned", reason=str(error))
         await asyncio.sleep(INTERVAL)

@@ -130,10 +130,10 @@ def _moves(seen: VmSeen) -> tuple[object, ...]:
 
 def _know_hosts(state: State, compared: Compared) -> None:
     """Keep every host in sight as it was observed last, and the source that answers for it. What it has available at
-    the moment is not kept: it changes all the time."""
+    the moment, and its load, are not kept: they change all the time."""
     for name in sorted(compared.unlearned):
         if (host := state.free.hosts.get(name)) is not None:
-            steady = replace(host, available=0, available_disk=None)
+            steady = replace(host, available=0, available_disk=None, load=None)
             known = state.hosts.get(name) or KnownHost(name, "")
             state.know_host(replace(known, source=max(compared.showing[name]), value=steady))
     compared.unlearned.clear()

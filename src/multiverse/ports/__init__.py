@@ -11,7 +11,7 @@ Methods take values of `core.model`, never database rows.
 
 from multiverse.ports.clock import Clock
 from multiverse.ports.fencing import Fencing
-from multiverse.ports.hypervisor import NOT_LEASED, GuestUsers, Hypervisor, Membership, Source, Templates
+from multiverse.ports.hypervisor import NOT_LEASED, GuestUsers, Hypervisor, Measurements, Membership, Source, Templates
 from multiverse.ports.scheduler import Leases, Offers, Parts, Scheduler, SubmissionLimits
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "GuestUsers",
     "Hypervisor",
     "Leases",
+    "Measurements",
     "Membership",
     "Offers",
     "Parts",

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from multiverse.core.model import (
     Host,
+    HostUsage,
     HypervisorView,
     Identity,
     LeasedHost,
@@ -125,4 +126,14 @@ class GuestUsers(Protocol):
     async def add_user(self, vm: VmRef, user: User) -> None:
         """Make a user known to a running VM that was started without that user, and set its clock. `Gone` if there is
         no such VM, `Broken` or `Unknown` if its guest did not do it."""
+        ...
+
+
+class Measurements(Protocol):
+    """What hosts and VMs use, as it is sampled where they run. No decision waits for it."""
+
+    async def used(self, source: str, span: float) -> Mapping[str, HostUsage]:
+        """What the hosts of a source have used in the last `span` seconds, by name, with our site's VMs on them, also
+        those that ended a few minutes ago. `Gone` if there is no such source, `Refused` if it samples nothing,
+        `Unknown` if it does not answer."""
         ...

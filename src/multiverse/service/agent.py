@@ -7,7 +7,9 @@ import contextlib
 import math
 import os
 import secrets
+import threading
 import time
+from collections.abc import AsyncIterator
 
 import structlog
 
@@ -18,11 +20,14 @@ from multiverse.agent.self_fence import ContactFile, FenceTimer, SelfFence
 from multiverse.agent.server import AgentIdentity, AgentServer
 from multiverse.config import Settings
 from multiverse.core.errors import MultiverseError, Refused
-from multiverse.core.model import is_site
+from multiverse.core.model import HostUsage, Load, is_site
 from multiverse.drivers.qemu.driver import QemuHypervisor, sites
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.nodes import reached_nodes
+from multiverse.host.sampling import Sampler
+from multiverse.service import metrics
 from multiverse.service.processes import ProcessCounter
+from multiverse.service.scraping import scraped
 from multiverse.service.startup import bind, locked, stop_signal
 from multiverse.system.processes import boot_id
 
@@ -92,11 +97,48 @@ async def _self_fence(settings: Settings, hypervisors: _Hypervisors) -> SelfFenc
     )
 
 
+class _Samples:
+    """`agent.server.Samples` of a sampler, asked in threads."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+
+    def load(self) -> Load | None:
+        return self._sampler.load()
+
+    async def usage(self, span: float, prefix: str) -> HostUsage:
+        return await asyncio.to_thread(self._sampler.usage, span, prefix)
+
+
+@contextlib.asynccontextmanager
+async def _sampling(settings: Settings) -> AsyncIterator[_Samples | None]:
+    """Sample the host and its VMs meanwhile, in a thread of its own, and let Prometheus read that where the settings
+    say. None where nothing is sampled. Raises `Refused` if it cannot listen there."""
+    agent = settings.agent
+    if not agent.sample:
+        yield None
+        return
+    sampler, stop = Sampler(settings.qemu.vms, agent.sample), threading.Event()
+    thread = threading.Thread(target=sampler.run, args=(stop,), name="sampler", daemon=True)
+
+    def text() -> bytes:
+        return metrics.usage_text({settings.host.name: sampler.usage(metrics.SPAN)})
+
+    async with scraped(agent.metrics, "agent.metrics", text):
+        thread.start()
+        try:
+            yield _Samples(sampler)
+        finally:
+            stop.set()
+            await asyncio.to_thread(thread.join, 5.0)
+
+
 async def serve(settings: Settings) -> None:
     """Run until SIGTERM or SIGINT. VMs are left as they are; the next agent finds them."""
     _make_directories(settings)
     state = settings.agent.state_dir
-    with locked(state / "lock", "agent"), contextlib.ExitStack() as stack:
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(locked(state / "lock", "agent"))
         processes = ProcessCounter()
         hypervisors = _Hypervisors(settings)
         hypervisors.check()
@@ -104,7 +146,8 @@ async def serve(settings: Settings) -> None:
         who = AgentIdentity(multiverse.__version__, settings.host.name, boot_id(), secrets.token_hex(8))
         fence = await _self_fence(settings, hypervisors)
         lease = fence.lease if fence else None
-        server = AgentServer(who, EpochFile(state / "epochs"), hypervisors.of, processes.programs, lease)
+        samples = await stack.enter_async_context(_sampling(settings))
+        server = AgentServer(who, EpochFile(state / "epochs"), hypervisors.of, processes.programs, lease, samples)
         stop = stop_signal()
         sock = bind(settings.agent.socket, "agent.socket")
         stack.callback(settings.agent.socket.unlink, missing_ok=True)

@@ -29,7 +29,7 @@ from multiverse.api import (
 from multiverse.controller import pruning
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Refused
-from multiverse.core.model import Attempt
+from multiverse.core.model import Attempt, HostUsage
 from multiverse.core.rows import Rows
 from multiverse.core.transition import Command, EffectKind
 from multiverse.ports import Clock
@@ -39,6 +39,7 @@ from multiverse.service.findings import HintsMissing, PlacementFault, SourceFail
 from multiverse.service.hosts import Troubles, host_views
 from multiverse.service.identity import Facts
 from multiverse.service.processes import Processes
+from multiverse.service.utilization import UtilizationReader
 from multiverse.store import Pruning, Store
 
 COMMIT_TIMEOUT = 10.0
@@ -74,7 +75,8 @@ class Counts:
 @dataclass(frozen=True, slots=True)
 class Backend:
     """`permanent` are alerts that last as long as this process. `lack_of_nodes` says what the scheduler lacks for VMs
-    that claim so many CPUs. The three before it are as in the settings."""
+    that claim so many CPUs. The three before it are as in the settings. `utilization` is None where nothing
+    is recorded."""
 
     controller: Controller
     store: Store
@@ -87,6 +89,7 @@ class Backend:
     poll: float = 0.0
     inbox: str = ""
     lack_of_nodes: Callable[[int], Sequence[Alert]] = lambda cpus: ()
+    utilization: UtilizationReader | None = None
 
     def _rows(self) -> Rows:
         """The live rows as committed."""
@@ -154,6 +157,10 @@ class Backend:
             effects=self.controller.effects_ended,
             rows=convert.row_counts(self._rows()),
         )
+
+    def used(self) -> Mapping[str, HostUsage]:
+        """What each host, by name, has used lately, with its VMs."""
+        return self.utilization.current() if self.utilization else {}
 
     # --- jobs --------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from multiverse.api import Alert
 from multiverse.config import Settings
 from multiverse.controller.loop import Controller
 from multiverse.controller.pruning import prune_regularly
+from multiverse.controller.utilization import UtilizationRecorder
 from multiverse.core.errors import Refused
 from multiverse.drivers.qemu.driver import sites
 from multiverse.drivers.slurm.bootstrap import slurm_uid
@@ -33,6 +34,7 @@ from multiverse.service.inbox_access import warn_of_closed_inbox
 from multiverse.service.node_count import NodeCount
 from multiverse.service.processes import ProcessCounter, Processes
 from multiverse.service.startup import bind, locked, stop_signal
+from multiverse.service.utilization import UtilizationReader
 from multiverse.store import open_store
 from multiverse.system import placements
 from multiverse.system.processes import boot_id
@@ -101,6 +103,7 @@ async def serve(settings: Settings) -> None:
         stack.callback(settings.socket.unlink, missing_ok=True)
         permanent = [Alert("unserved", *each) for each in scheduler.unserved()]
         permanent += map(_other_site, (site for site in there if site != store.site))
+        recorder = UtilizationRecorder(store, hypervisor, lambda: controller.sources, clock)
         backend = Backend(
             controller,
             store,
@@ -113,6 +116,7 @@ async def serve(settings: Settings) -> None:
             settings.poll,
             str(settings.slurm.inbox),
             NodeCount(settings.slurm.conf).alerts,
+            UtilizationReader(controller, recorder, clock),
         )
         for alert in permanent:
             event = "setting of Slurm has no effect on VMs" if alert.kind == "unserved" else "VMs of another site"
@@ -147,6 +151,8 @@ async def _run(
         asyncio.create_task(warn_of_closed_inbox(settings), name="access to the inbox"),
         asyncio.create_task(prune_regularly(backend.store, backend.clock, settings.history_days), name="pruning"),
     ]
+    if backend.utilization is not None:
+        work.append(asyncio.create_task(backend.utilization.recorder.run(), name="utilization"))
     if settings.image.source is None:  # or else hosts copy by themselves
         copying = copy_regularly(settings, controller.state.rows, controller.world, controller.policy, backend.clock)
         work.append(asyncio.create_task(copying, name="images"))

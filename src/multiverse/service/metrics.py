@@ -2,20 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from multiverse.service.backend import Counts
+from multiverse.core.model import HostUsage
+from multiverse.service.usage_metrics import families
+
+if TYPE_CHECKING:  # an agent has no backend
+    from multiverse.service.backend import Counts
+
+SPAN = 15.0
+"""Seconds of which the figures of hosts and VMs are the means, as often as Prometheus usually asks."""
 
 
-def text(counts: Counts) -> bytes:
-    """The counts in Prometheus' text format."""
+def text(counts: Counts, hosts: Mapping[str, HostUsage]) -> bytes:
+    """The counts, and what hosts and VMs use, in Prometheus' text format."""
+    return _text(_Metrics(counts), _Usages(hosts))
+
+
+def usage_text(hosts: Mapping[str, HostUsage]) -> bytes:
+    """The same of an agent, which counts nothing."""
+    return _text(_Usages(hosts))
+
+
+def _text(*collectors: Collector) -> bytes:
     registry = CollectorRegistry()
-    registry.register(_Metrics(counts))
+    for one in collectors:
+        registry.register(one)
     return generate_latest(registry)
+
+
+class _Usages(Collector):
+    def __init__(self, hosts: Mapping[str, HostUsage]) -> None:
+        self._hosts = hosts
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        yield from families(self._hosts)
 
 
 class _Metrics(Collector):

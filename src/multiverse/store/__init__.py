@@ -1,4 +1,4 @@
-"""The only SQL: live rows, claims, and the journal, in one SQLite file whose schema Alembic keeps."""
+"""The only SQL: live rows, claims, the journal, and what was used, in one SQLite file whose schema Alembic keeps."""
 
 from multiverse.store.database import Entry, Store, StoreConflict, Transaction, open_store
 from multiverse.store.prune import Pruned, Pruning

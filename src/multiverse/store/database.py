@@ -127,6 +127,9 @@ class Entry:
     detail: dict[str, Any]
 
 
+Values = dict[str, Any] | list[dict[str, Any]]
+"""The parameters of a statement, or of one that is executed for each of them."""
+
 NUMBERS_A_SECOND = 20
 """Numbers that are left out at each opening for each second since the site's first: more VMs and attempts than a site
 makes, on average since its daemon was started. So a database that was restored from an older copy, or one that replaces
@@ -248,10 +251,10 @@ class Store:
             self._reserve.prepare(adds=True)
 
     @contextmanager
-    def maintenance(self) -> Iterator[Callable[[sa.Executable, dict[str, Any]], sa.CursorResult[Any]]]:
-        """One transaction on ended rows, which no pass reads: a function that executes a statement. Raises as
-        `transaction` does."""
-        with self._begin():
+    def maintenance(self, *, adds: bool = False) -> Iterator[Callable[[sa.Executable, Values], sa.CursorResult[Any]]]:
+        """One transaction on what no pass reads: a function that executes a statement. One that `adds` rows is refused
+        while the room that is reserved for releases is not whole. Raises as `transaction` does."""
+        with self._begin(adds=adds):
             yield self._execute
 
     def _changes(self) -> int:
@@ -314,7 +317,7 @@ class Store:
             cached = self._cache[kind, id_, version] = _ADAPTERS[kind].validate_json(body)
         return cached
 
-    def _execute(self, statement: sa.Executable, values: dict[str, Any] | None = None) -> sa.CursorResult[Any]:
+    def _execute(self, statement: sa.Executable, values: Values | None = None) -> sa.CursorResult[Any]:
         return self._connection.execute(statement, values)
 
     def _meta(self, key: str) -> str:

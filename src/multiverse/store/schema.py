@@ -6,7 +6,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-HEAD = "0007"
+HEAD = "0008"
 """The newest revision: what a database is upgraded to."""
 
 metadata = sa.MetaData()
@@ -79,3 +79,27 @@ journal = sa.Table(
     sa.Column("detail", sa.String, nullable=False),
     sa.Index("ix_journal_row", "kind", "id"),
 )
+utilization = sa.Table(
+    "utilization",
+    metadata,
+    sa.Column("kind", sa.String, primary_key=True),  # of what: host or vm
+    sa.Column("name", sa.String, primary_key=True),
+    sa.Column("span", sa.Integer, primary_key=True),  # seconds: 60 or 3600
+    sa.Column("wall", sa.Integer, primary_key=True),  # Unix time at which the span begins
+    sa.Column("covered", sa.Float, nullable=False),  # seconds of it that are known
+    sa.Column("cpus_peak", sa.Float, nullable=False),
+    sa.Column("memory_peak", sa.Float, nullable=False),
+    sa.Column("cpus", sa.Float, nullable=False),
+    sa.Column("memory", sa.Float, nullable=False),
+    sa.Column("received", sa.Float, nullable=False),
+    sa.Column("sent", sa.Float, nullable=False),
+    sa.Column("read", sa.Float, nullable=False),
+    sa.Column("written", sa.Float, nullable=False),
+    sa.Column("active", sa.Float, nullable=True),
+    sa.Column("cpu_pressure", sa.Float, nullable=True),
+    sa.Column("memory_pressure", sa.Float, nullable=True),
+    sa.Column("io_pressure", sa.Float, nullable=True),
+    sa.Index("ix_utilization_age", "span", "wall"),
+    sqlite_with_rowid=False,
+)
+"""What hosts and VMs have used (`store/utilization`)."""

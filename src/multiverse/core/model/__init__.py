@@ -66,6 +66,7 @@ from multiverse.core.model.names import (
 from multiverse.core.model.offer import Offer, OfferState
 from multiverse.core.model.sizes import CloneKind, Depth, Placement, Size
 from multiverse.core.model.template import Template, TemplateCondition, TemplateKey, TemplateSeen, TemplateState
+from multiverse.core.model.usage import HostUsage, Load, Usage, VmUsage
 from multiverse.core.model.vm import (
     FAILED_STATES,
     LEAVING_STATES,
@@ -111,6 +112,7 @@ __all__ = [
     "GuestFile",
     "Host",
     "HostState",
+    "HostUsage",
     "HypervisorView",
     "Identity",
     "ImageDisk",
@@ -125,6 +127,7 @@ __all__ = [
     "LeaseSpec",
     "LeaseState",
     "LeasedHost",
+    "Load",
     "Mount",
     "Node",
     "NodeBootstrap",
@@ -151,6 +154,7 @@ __all__ = [
     "TemplateKey",
     "TemplateSeen",
     "TemplateState",
+    "Usage",
     "User",
     "UserSeen",
     "Vm",
@@ -159,6 +163,7 @@ __all__ = [
     "VmSeen",
     "VmSpec",
     "VmState",
+    "VmUsage",
     "World",
     "is_site",
     "lease_name",

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from multiverse.core.model.keys import Key
 from multiverse.core.model.sizes import CloneKind, Size
 from multiverse.core.model.template import TemplateKey, TemplateSeen
+from multiverse.core.model.usage import Load
 from multiverse.core.model.vm import VmSeen
 
 
@@ -74,7 +75,8 @@ class Host:
     and the scheduler its agent ends its VMs; 0: never. `overcommit` says how much more may be claimed than is declared;
     an agent of an earlier release does not report it, and nothing is over-committed there. `features` are what its VMs
     have because this host can do it, and `features_off` what they do without, each with the reason: shown to operators,
-    and of no consequence for decisions. Memory and disk are in MiB.
+    and of no consequence for decisions. `load` is what all its processes have used in the last minute, None if that is
+    not measured. Memory and disk are in MiB.
     """
 
     name: str
@@ -93,6 +95,7 @@ class Host:
     overcommit: Overcommitment = Overcommitment()
     features: frozenset[str] = frozenset()
     features_off: Mapping[str, str] = field(default_factory=dict)
+    load: Load | None = None
 
     def image_can(self, image: str, ability: str) -> bool:
         """Whether the image is there and has that ability."""

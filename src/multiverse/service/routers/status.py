@@ -21,7 +21,7 @@ def router(backend: Backend) -> APIRouter:
 
     @routes.get("/metrics")
     async def counts() -> Response:
-        return Response(metrics.text(await backend.counts()), media_type=CONTENT_TYPE_LATEST)
+        return Response(metrics.text(await backend.counts(), backend.used()), media_type=CONTENT_TYPE_LATEST)
 
     @routes.post("/repair", status_code=202)
     async def repair(request: RepairRequest) -> RepairRequest:

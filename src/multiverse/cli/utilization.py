@@ -1,0 +1,106 @@
+"""`multiverse utilization`: what hosts and VMs use, and have used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from multiverse.api import UsagePoint, UsageView, UtilizationView, decode
+from multiverse.cli import render
+from multiverse.client import Client
+from multiverse.core.errors import Refused
+
+WIDE = 140
+"""Columns of a terminal from which on all figures are shown."""
+
+UNKNOWN = "–"
+
+Names = Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Hosts or VMs; without, all of them.")]
+
+
+def utilization(
+    names: Names = None,
+    history: Annotated[bool, typer.Option("--history", help="What one host or VM has used, row by row.")] = False,
+    hours: Annotated[float, typer.Option("--hours", min=0.1, help="Of the history.")] = 24.0,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what hosts and VMs use: now, and as means of the last five minutes and of the last hour.
+
+    A host counts with all processes on it; a VM with its process on the host, which includes the guest's own kernel,
+    daemons and page cache. Memory that a guest has used once stays with its VM until the VM ends."""
+    if history and len(names or ()) != 1:
+        raise Refused("a history is that of one host or VM", hint="multiverse utilization NAME --history")
+    with Client() as client:
+        document: list[dict[str, Any]] = (
+            client.usage_history(names[0], hours) if history and names else client.utilization(names or ())
+        )
+    if json:
+        render.as_json(document)
+    elif history:
+        render.show(_history(decode(list[UsagePoint], document)), "Nothing is known.")
+    else:
+        render.show(_table(decode(list[UtilizationView], document)), "There is no such host or VM.")
+
+
+def _table(found: Sequence[UtilizationView]) -> Table:
+    wide = render.console.width >= WIDE
+    columns = ("CPUS", "5 MIN", "HOUR", "MEMORY", "5 MIN", "HOUR")
+    more = ("ACTIVE", "NETWORK IN", "OUT", "DISK READ", "WRITTEN", "PRESSURE") if wide else ()
+    table = render.table("NAME", "JOB", *columns, *more, right=(*columns, *more))
+    for one in found:
+        spans = (one.now, one.five_minutes, one.hour)
+        cpus = [_number(usage.cpus) if usage else UNKNOWN for usage in spans]
+        memory = [render.memory(usage.memory) if usage else UNKNOWN for usage in spans]
+        if one.cpus:
+            cpus[0] += f" of {one.cpus}"
+        name = one.name if one.kind == "host" else f"  {one.name}"
+        table.add_row(name, one.job_id, *cpus, *memory, *(_more(one.now) if wide else ()))
+    return table
+
+
+def _more(usage: UsageView | None) -> list[str]:
+    if usage is None:
+        return [UNKNOWN] * 6
+    rates = [_rate(value) for value in (usage.received, usage.sent, usage.read, usage.written)]
+    active = UNKNOWN if usage.active is None else render.memory(usage.active)
+    return [active, *rates, _pressure(usage)]
+
+
+def _pressure(usage: UsageView) -> str:
+    """Shares of the time in which something waited for CPU, memory and disk."""
+    shares = (usage.cpu_pressure, usage.memory_pressure, usage.io_pressure)
+    return "/".join(UNKNOWN if one is None else f"{one:.0%}" for one in shares)
+
+
+def _history(found: Sequence[UsagePoint]) -> Table:
+    columns = ("FOR", "CPUS", "MOST", "MEMORY", "MOST", "IN", "OUT", "READ", "WRITTEN")
+    table = render.table("FROM", *columns, right=columns)
+    for one in found:
+        used = one.usage
+        rates = (used.received, used.sent, used.read, used.written)
+        table.add_row(
+            f"{datetime.fromtimestamp(one.wall):%m-%d %H:%M}",
+            "hour" if one.span == 3600 else "min",
+            _number(used.cpus),
+            _number(used.cpus_peak),
+            render.memory(used.memory),
+            render.memory(used.memory_peak),
+            *map(_rate, rates),
+        )
+    return table
+
+
+def _number(cpus: float) -> str:
+    return f"{cpus:.2f}" if cpus < 10 else f"{cpus:.1f}"
+
+
+def _rate(value: float) -> str:
+    """Bytes per second."""
+    for unit, size in (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
+        if value >= size:
+            return f"{value / size:.1f} {unit}"
+    return "0" if value < 1 else f"{value:.0f} B/s"
