@@ -22,8 +22,8 @@ _EMPTY_TIMEOUT = 5.0  # seconds for the kernel to take the last process of a hos
 
 def create(lab: str, host: str, *, every: bool = False) -> dict[Path, Path]:
     """Create the groups of a host, and put this process into them: in the hierarchies that have a controller for VMs,
-    or in all that Slurm uses. Returns each by where its hierarchy is mounted. A hierarchy in which that is not permitted
-    is left out: its limits are not available to VMs on this machine either."""
+    or in all that Slurm uses. Returns each by where its hierarchy is mounted. A hierarchy in which that is not
+    permitted is left out: its limits are not available to VMs on this machine either."""
     found = {}
     for hierarchy in hierarchies(parent=lab, controllers=_ALL if every else CONTROLLERS):
         with suppress(OSError):
