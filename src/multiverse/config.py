@@ -157,8 +157,8 @@ class BackfillSettings:
 class PlacementSettings:
     """On which hosts the VMs of a job are made."""
 
-    # Of jobs that name none with --constraint=place-NAME: worst-fit, best-fit, first-fit, random-fit, pack, or one that
-    # a package of the site registers.
+    # Of jobs that name none with --constraint=place-NAME: worst-fit, best-fit, first-fit, random-fit, pack, spread,
+    # least-loaded, or one that a package of the site registers.
     policy: str = Placement.WORST_FIT.value
 
 

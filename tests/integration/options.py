@@ -242,7 +242,7 @@ GROUPS = (
             refused(
                 "--constraint with an unknown placement policy",
                 "there is no placement policy fast: use --constraint=place-NAME with one of worst-fit, best-fit,"
-                " first-fit, random-fit, pack",
+                " first-fit, random-fit, pack, spread, least-loaded",
                 "--constraint=place-fast",
             ),
             refused(

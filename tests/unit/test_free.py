@@ -79,7 +79,7 @@ def placed(policy: str, on: Room, count: int, claim: Size, seed: str = "") -> li
 
 @pytest.mark.parametrize(
     ("policy", "chosen"),
-    [("worst-fit", "h1"), ("best-fit", "h3"), ("first-fit", "h0"), ("pack", "h3")],
+    [("worst-fit", "h1"), ("best-fit", "h3"), ("first-fit", "h0"), ("pack", "h3"), ("spread", "h1")],
 )
 def test_a_policy_chooses_by_free_cpus_then_memory_then_name(policy: str, chosen: str) -> None:
     on = room((4, 4000), (8, 4000), (8, 3000), (3, 3000), (3, 4000), (1, 9000))

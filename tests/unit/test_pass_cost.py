@@ -19,6 +19,7 @@ from multiverse.core.model import AttemptState, CloneKind, Drain, JobState, Plac
 from multiverse.core.policy import Backfill, Policy
 from multiverse.core.provisioning import backfill, capacity
 from multiverse.core.provisioning.admission import Admission
+from multiverse.core.provisioning.placement import COMPARED
 from multiverse.core.queue import Queue
 from multiverse.core.state import State
 from multiverse.store import Store
@@ -174,7 +175,7 @@ def planning_of(hosts: int, **abilities: object) -> Planning:
     return planning
 
 
-@pytest.mark.parametrize("placement", list(Placement))
+@pytest.mark.parametrize("placement", [one for one in Placement if one is not Placement.LEAST_LOADED])
 def test_the_hosts_that_an_admission_looks_at_do_not_grow_with_their_number(
     placement: str, looked_at: Counter[str]
 ) -> None:
@@ -189,6 +190,14 @@ def test_the_hosts_that_an_admission_looks_at_do_not_grow_with_their_number(
     assert few["usable"] >= 9, "jobs are placed"
     assert sum(many.values()) < 2 * sum(few.values()) + OBSERVED, (few, many)
     assert many["_refresh"] <= 2 * OBSERVED, "what was taken is computed again, and nothing else"
+
+
+def test_least_loaded_compares_no_more_hosts_than_it_is_to(looked_at: Counter[str]) -> None:
+    planning, policy = planning_of(MANY), replace(HOSTS_POLICY, placement=Placement.LEAST_LOADED, provisioning=10)
+    planning.run(policy)
+    looked_at.clear()
+    planning.run(policy)
+    assert 9 <= looked_at["usable"] <= 10 * COMPARED and looked_at["_refresh"] <= 2 * OBSERVED
 
 
 def test_a_blocked_pass_looks_at_what_was_observed_anew(looked_at: Counter[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from multiverse.core.model import (
     Job,
     JobState,
     Key,
+    Load,
     Placement,
     Request,
     SchedulerView,
@@ -31,7 +33,8 @@ from multiverse.core.model import (
 )
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy
-from multiverse.core.provisioning.placement import CandidateHost, PlacementRequest
+from multiverse.core.provisioning.capacity import Room
+from multiverse.core.provisioning.placement import BUILT_IN, COMPARED, CandidateHost, PlacementRequest
 from multiverse.core.state import State
 from multiverse.core.transition import Event
 from multiverse.service.alerts import alerts
@@ -47,12 +50,14 @@ WIDE = {"h1": 8, "h2": 4, "h3": 16}
 """CPUs of hosts."""
 
 
-def admit(policy: Policy, *asked: Request, cpus: dict[str, int] | None = None) -> tuple[State, dict[int, list[str]]]:
+def admit(
+    policy: Policy, *asked: Request, cpus: dict[str, int] | None = None, hosts: dict[str, Host] | None = None
+) -> tuple[State, dict[int, list[str]]]:
     """The state after a pass in which these jobs wait, and the hosts of the VMs of each, by its number. Every host has
     the template."""
     cpus = cpus or WIDE
-    hosts = {name: Host(name, Size(count, 1 << 16, 1 << 16), frozenset({"instant"}), images=IMAGES)
-             for name, count in cpus.items()}  # fmt: skip
+    hosts = hosts or {name: Host(name, Size(count, 1 << 16, 1 << 16), frozenset({"instant"}), images=IMAGES)
+                      for name, count in cpus.items()}  # fmt: skip
     ready = [template(TemplateState.READY, id=n, host=name) for n, name in enumerate(hosts, 1)]
     waiting = [attempt(AttemptState.QUEUED, id=n, job=str(n), request=one) for n, one in enumerate(asked, 1)]
     jobs = {one.job.job_id: Job(one.job, "hello", 1000, JobState.PENDING, one.request, rank=one.id) for one in waiting}
@@ -64,6 +69,14 @@ def admit(policy: Policy, *asked: Request, cpus: dict[str, int] | None = None) -
     for vm in here.vms.values():
         placed.setdefault(vm.attempt or 0, []).append(vm.host)
     return here, placed
+
+
+def loaded(*sizes: tuple[int, Load | None]) -> dict[str, Host]:
+    """Hosts `h1`, `h2`, … of so many CPUs and 64 GiB, with what is used there."""
+    return {
+        f"h{n}": Host(f"h{n}", Size(cpus, 1 << 16, 1 << 16), frozenset({"instant"}), images=IMAGES, load=load)
+        for n, (cpus, load) in enumerate(sizes, 1)
+    }
 
 
 def job(nodes: int = 1, placement: str | None = None, cpus: int = 2) -> Request:
@@ -84,6 +97,51 @@ def test_the_settings_and_the_job_name_a_policy(policy: str, chosen: list[str]) 
         assert f" by {policy} among 3 of 3 hosts with its template" in here.attempts[1].choice
 
 
+def test_least_loaded_takes_the_host_with_the_least_measured_use_of_cpus_or_memory() -> None:
+    memory = Load(0.0, 40_000)
+    hosts = loaded((16, Load(12.0, 100)), (16, memory), (8, Load(2.0, 100)), (16, Load(8.0, 100)))
+    assert admit(EAGER, job(1, "least-loaded"), hosts=hosts)[1] == {1: ["h3"]}
+    assert admit(EAGER, job(1, "least-loaded", cpus=16), hosts=hosts)[1] == {1: ["h4"]}, "it has to fit"
+
+
+def test_least_loaded_counts_what_was_placed_and_is_not_measured_yet() -> None:
+    """Jobs that come together would otherwise all be placed on the host that is the least loaded now."""
+    hosts = loaded(*[(8, Load(1.0, 100))] * 2, (8, Load(3.0, 100)))
+    _, placed = admit(EAGER, *[job(1, "least-loaded")] * 8, hosts=hosts)
+    assert [placed[n] for n in range(1, 9)] == [[h] for h in ("h1", "h2", "h3", "h1", "h2", "h3", "h1", "h2")]
+
+
+def test_least_loaded_goes_by_claims_where_the_use_is_not_known() -> None:
+    hosts = loaded((8, None), (8, None), (8, Load(1.0, 100)))
+    _, placed = admit(EAGER, *[job(1, "least-loaded")] * 4, hosts=hosts)
+    assert [placed[n] for n in range(1, 5)] == [["h1"], ["h2"], ["h3"], ["h1"]]
+
+
+def test_least_loaded_compares_a_number_of_many_hosts() -> None:
+    hosts = loaded(*[(8, Load(float(n % 8), 100)) for n in range(3 * COMPARED)])
+    _, placed = admit(EAGER, *[job(1, "least-loaded")] * 20, hosts=hosts)
+    loads = [hosts[name].load for names in placed.values() for name in names]
+    assert loads == [Load(0.0, 100)] * 20, "one of an eighth of the hosts is among those that are compared"
+    again = admit(EAGER, *[job(1, "least-loaded")] * 20, hosts=hosts)[1]
+    assert again == placed
+
+
+def test_spread_places_the_vms_of_a_job_on_different_hosts() -> None:
+    hosts = loaded((4, None), (16, None), (8, None))
+    assert sorted(admit(EAGER, job(3, "spread"), hosts=hosts)[1][1]) == ["h1", "h2", "h3"]
+    assert admit(EAGER, job(1, "spread"), job(2, "spread"), hosts=hosts)[1] == {1: ["h2"], 2: ["h2", "h3"]}
+    seven = Counter(admit(EAGER, job(7, "spread"), hosts=hosts)[1][1])
+    assert seven == {"h1": 2, "h2": 3, "h3": 2}, "more VMs than hosts: as evenly as they fit"
+    assert Counter(admit(EAGER, job(9, "spread"), hosts=loaded((4, None), (16, None)))[1][1]) == {"h1": 2, "h2": 7}
+
+
+def test_a_vm_that_is_replaced_is_spread_away_from_those_that_are_left() -> None:
+    hosts = loaded((4, None), (16, None), (8, None))
+    room = Room(hosts)
+    claims = dict.fromkeys(hosts, Size(2, 100))
+    assert room.place(1, claims, choose=BUILT_IN["spread"], siblings=["h2", "h3"]) == ["h1"]
+
+
 def test_the_same_pass_places_at_random_alike_and_jobs_differently() -> None:
     many = {f"h{n:02}": 4 for n in range(40)}
     first, again = (admit(EAGER, *[job(1, "random-fit")] * 10, cpus=many)[1] for _ in range(2))
@@ -96,7 +154,7 @@ def test_every_policy_is_known_by_its_name_in_the_settings() -> None:
         placements.check(name)
     with pytest.raises(Refused) as refused:
         placements.check("fast")
-    assert "worst-fit, best-fit, first-fit, random-fit, pack" in refused.value.hint
+    assert "worst-fit, best-fit, first-fit, random-fit, pack, spread, least-loaded" in refused.value.hint
 
 
 # --- templates on many hosts ------------------------------------------------------------------------

@@ -381,7 +381,9 @@ def test_the_gate_is_larger_than_any_host(site: Settings) -> None:
     assert site.qemu.max_memory * 8 <= int(fields["RealMemory"])
     assert site.host.disk * 8 <= int(fields["TmpDisk"]) < 1 << 32, "Slurm keeps the disk in 32 bits"
     features = "mvgate,slim,instant,linked,full,auto"
-    places = "place-worst-fit,place-best-fit,place-first-fit,place-random-fit,place-pack"
+    places = (
+        "place-worst-fit,place-best-fit,place-first-fit,place-random-fit,place-pack,place-spread,place-least-loaded"
+    )
     assert f"Feature={features},{places} State=DRAIN" in gate
     assert "mvgate[1-250] NodeAddr=127.0.1.[1-250] Port=1" in gate, "however few hosts there are"
 

@@ -75,7 +75,7 @@ def site(tmp_path: Path) -> Settings:
                 (
                     "features = 'place-fast'",
                     "there is no placement policy fast: use --constraint=place-NAME with one of worst-fit, best-fit,"
-                    " first-fit, random-fit, pack|-1",
+                    " first-fit, random-fit, pack, spread, least-loaded|-1",
                 ),
                 ("features = 'place-'", "there is no placement policy : use"),
                 (

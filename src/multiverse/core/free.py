@@ -311,6 +311,8 @@ class FreeIndex:
         self.arrived: set[str] = set()  # hosts of which it is to be found out which templates are ready
         self.tight: set[str] = set()  # hosts whose machine has less memory available than could be claimed
         self.full: set[str] = set()  # hosts whose disk has too little room for a VM
+        # What was free when a host was last observed or changed, and what VMs claim whose use is not measured yet.
+        self.computed: dict[str, tuple[Free, Size]] = {}
         self.closed: frozenset[str] = frozenset()  # hosts that take no new VM, which are classes of their own
         self.classes: dict[Hashable, HostKind] = {}
         self.class_of: dict[str, HostKind] = {}
@@ -347,6 +349,7 @@ class FreeIndex:
             for names in (self.stale, self.tight, self.full):
                 names.discard(name)
             self.free.pop(name, None)
+            self.computed.pop(name, None)
             self._due_of.pop(name, None)
 
     def close(self, closed: frozenset[str]) -> None:

@@ -23,6 +23,8 @@ class Placement(StrEnum):
     FIRST_FIT = "first-fit"
     RANDOM_FIT = "random-fit"
     PACK = "pack"
+    SPREAD = "spread"
+    LEAST_LOADED = "least-loaded"
 
 
 class Depth(StrEnum):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -24,6 +24,7 @@ from multiverse.core.model import (
     World,
 )
 from multiverse.core.policy import Policy
+from multiverse.core.provisioning import load
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.placement import BUILT_IN, Chooser, draws
 from multiverse.core.provisioning.sizes import claimable_cpus, claimable_disk, short_of_disk
@@ -164,12 +165,13 @@ class Room:
         accept: Accept = any_host,
         choose: Chooser = BUILT_IN["worst-fit"],
         seed: str = "",
+        siblings: Iterable[str] = (),
     ) -> list[str] | None:
         """Domains for `count` VMs, each with what it would claim there, all or none; takes the room. Only hosts that
-        are accepted. By default the emptiest domain comes first, by free CPUs, then memory, then name, so that equals
-        are decided alike in every run."""
+        are accepted. `siblings` are the hosts of other VMs of the job. By default the emptiest domain comes first, by
+        free CPUs, then memory, then name, so that equals are decided alike in every run."""
         chosen: list[str] = []
-        search = _Search(self, accept)
+        search = _Search(self, accept, siblings)
         parts = [part for part in self._parts(claims) if part.value.cpus <= part.kind.host.capacity.cpus]
         random = draws(seed)
         while len(chosen) < count:
@@ -180,6 +182,7 @@ class Room:
                 return None
             for _ in range(found[1]):
                 self.take(found[0], claims[found[0]])
+            search.note(*found)
             chosen += [found[0]] * found[1]
         return chosen
 
@@ -188,6 +191,11 @@ class Room:
         search = _Search(self, accept)
         parts = [part for part in self._parts(claims) if part.value.cpus <= part.kind.host.capacity.cpus]
         return sorted(name for part in parts for name in search.all(part, "by_name", part.value))
+
+    def use(self, name: str) -> float:
+        """See `load.use`."""
+        before, unmeasured = self._index.computed.get(name, (self.free[name], Size(0, 0)))
+        return load.use(self._index.hosts[name], self.free[name], before, unmeasured)
 
     def held(self, name: str, claim: Size) -> int:
         """How many VMs that claim so much have room on the host."""
@@ -227,8 +235,19 @@ class _Lone(HostGroup):
 class _Search:
     """See `placement.Found`."""
 
-    def __init__(self, room: Room, accept: Accept) -> None:
+    def __init__(self, room: Room, accept: Accept, siblings: Iterable[str] = ()) -> None:
         self._room, self._accept = room, accept
+        self._siblings = Counter(siblings)
+
+    def note(self, name: str, count: int) -> None:
+        """So many VMs are placed there."""
+        self._siblings[name] += count
+
+    def siblings(self, name: str) -> int:
+        return self._siblings[name]
+
+    def use(self, name: str) -> float:
+        return self._room.use(name)
 
     def usable(self, part: Part[Size], name: str) -> bool:
         return name in part and name not in self._room.full and self._accept(name)
@@ -339,6 +358,8 @@ def _refresh(context: Context, room: Room, name: str, without: Collection[Key] =
             coming -= claim.size.memory if claim not in mapped else 0
         free, tight = overcommitted(host, free, coming)
     room.set(name, free, tight=tight, full=short_of_disk(host))
+    if not without:
+        state.free.computed[name] = free, load.unmeasured(state.now, vms, claims)
 
 
 def overcommitted(host: Host, free: Free, coming: int) -> tuple[Free, bool]:

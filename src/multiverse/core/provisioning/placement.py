@@ -8,6 +8,9 @@ do not look at hosts that are too full:
 - `first-fit`: the first host by name. With `random-fit` one of the two policies of the Multiverse paper.
 - `random-fit`: any of the hosts that fit, each as likely as the others.
 - `pack`: all VMs of a job on as few hosts as possible; each host is the tightest one that holds as many of them.
+- `spread`: the VMs of a job on different hosts, the emptiest ones; on as many as there are, if they are too few.
+- `least-loaded`: the host with the least use of CPUs or memory, whichever is more, as measured in the last minute, with
+  what was claimed since. A host whose use is unknown counts with its claims.
 
 A site may add policies of its own (`PlacementPolicy`). They are pure functions and are given every host that fits. One
 that fails, or chooses what does not fit, is passed over for that job: the default places its VMs, and the fault is
@@ -28,6 +31,9 @@ from multiverse.core.free import Order, Part
 from multiverse.core.model import CloneKind, Placement, Size
 from multiverse.core.policy import Policy
 
+COMPARED = 64
+"""Of how many hosts least-loaded compares the use. If more fit, as many of them are drawn."""
+
 DRAWS = 64
 """How often random-fit draws a host that turns out not to be usable before it lists all that are."""
 
@@ -39,12 +45,24 @@ class Found(Protocol):
         """The first usable host of the part on which the claim fits, in an order of `HostGroup`."""
         ...
 
+    def all(self, part: Part[Size], order: Order, claim: Size) -> Iterator[str]:
+        """All of these, in that order."""
+        ...
+
     def usable(self, part: Part[Size], name: str) -> bool:
         """Whether a VM may be made on that host of the part, as far as that does not depend on what is free."""
         ...
 
     def left(self, name: str, claim: Size) -> tuple[int, int]:
         """The CPUs and memory that would be left there."""
+        ...
+
+    def siblings(self, name: str) -> int:
+        """How many other VMs of the job are there, or were just placed there."""
+        ...
+
+    def use(self, name: str) -> float:
+        """Which share of its CPUs or of its memory, whichever is more, is in use there."""
         ...
 
 
@@ -76,14 +94,8 @@ def _random_fit(room: Found, parts: Sequence[Part[Size]], _left: int, random: It
     counts = [part.hosts.count(part.value) for part in parts]
     total = sum(counts)
     for drawn in islice(random, DRAWS if total else 0):
-        number = drawn % total
-        for part, count in zip(parts, counts, strict=True):
-            if number < count:
-                name = part.hosts.nth(part.value, number)
-                if name is not None and room.usable(part, name):
-                    return name, 1
-                break
-            number -= count
+        if found := _numbered(room, parts, counts, drawn % total):
+            return found.pop(), 1
     # Hardly any is usable, or none.
     usable = sorted(name for p in parts for name in p.hosts.by_name(p.value) if room.usable(p, name))
     return (usable[next(random) % len(usable)], 1) if usable else None
@@ -105,12 +117,58 @@ def _pack(room: Found, parts: Sequence[Part[Size]], left: int, _random: Iterator
     return (min(found)[2], -min(found)[0]) if found else None
 
 
+def _spread(room: Found, parts: Sequence[Part[Size]], _left: int, _random: Iterator[int]) -> tuple[str, int] | None:
+    def preferred(name: str) -> tuple[int, int, int, str]:
+        cpus, memory = room.left(name, Size(0, 0))
+        return room.siblings(name), -cpus, -memory, name
+
+    found = []
+    for part in parts:
+        fewest: tuple[int, int, int, str] | None = None
+        for name in room.all(part, "emptiest", part.value):
+            fewest = min(filter(None, (fewest, preferred(name))))
+            if not fewest[0]:  # the emptiest host without a VM of the job
+                break
+        found += [fewest] if fewest else []
+    return (min(found)[-1], 1) if found else None
+
+
+def _least_loaded(
+    room: Found, parts: Sequence[Part[Size]], _left: int, random: Iterator[int]
+) -> tuple[str, int] | None:
+    counts = [part.hosts.count(part.value) for part in parts]
+    found: set[str] = set()
+    if sum(counts) > COMPARED:
+        for number in islice(random, COMPARED):
+            found |= _numbered(room, parts, counts, number % sum(counts))
+    if not found:  # few fit, or hardly any of those that do is usable
+        found = {name for part in parts for name in room.all(part, "by_name", part.value)}
+
+    def load(name: str) -> tuple[float, int, int, str]:
+        cpus, memory = room.left(name, Size(0, 0))
+        return room.use(name), -cpus, -memory, name
+
+    return (min(map(load, found))[-1], 1) if found else None
+
+
+def _numbered(room: Found, parts: Sequence[Part[Size]], counts: Sequence[int], number: int) -> set[str]:
+    """The host of that number among those that fit, in the order of the parts; nothing if it is not usable."""
+    for part, count in zip(parts, counts, strict=True):
+        if number < count:
+            name = part.hosts.nth(part.value, number)
+            return {name} if name is not None and room.usable(part, name) else set()
+        number -= count
+    return set()
+
+
 BUILT_IN: dict[str, Chooser] = {
     Placement.WORST_FIT: _worst_fit,
     Placement.BEST_FIT: _best_fit,
     Placement.FIRST_FIT: _first_fit,
     Placement.RANDOM_FIT: _random_fit,
     Placement.PACK: _pack,
+    Placement.SPREAD: _spread,
+    Placement.LEAST_LOADED: _least_loaded,
 }
 
 

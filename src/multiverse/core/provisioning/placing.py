@@ -39,7 +39,8 @@ def place_vms(
     if own is None:
         if name not in BUILT_IN:  # the site's settings named it when the job was submitted
             state.placement_faults[name] = "the settings name no such placement policy"
-        return room.place(count, claims, accept=accept, choose=BUILT_IN.get(name, BUILT_IN[FALLBACK]), seed=seed)
+        choose, siblings = BUILT_IN.get(name, BUILT_IN[FALLBACK]), [vm.host for vm in state.vms_of(attempt)]
+        return room.place(count, claims, accept=accept, choose=choose, seed=seed, siblings=siblings)
     hosts = _candidates(context, room, claims, accept)
     if count and sum(host.holds for host in hosts) >= count:
         chosen, fault = _ask(own, wanted, hosts, seed)
