@@ -108,6 +108,18 @@ class Client:
         """One timeline for each attempt of the job, or of the array's tasks."""
         return list(self._call("GET", f"/timeline/{job}"))
 
+    def explain(self, job: str) -> dict[str, Any]:
+        """Why a job waits, in which stage it is, or how it ended; for an array, of its first tasks."""
+        return dict(self._call("GET", f"/explain/{job}"))
+
+    def capacity(self) -> dict[str, Any]:
+        """Which sizes would start at once, and what is free."""
+        return dict(self._call("GET", "/capacity"))
+
+    def trial(self, **request: Any) -> dict[str, Any]:
+        """What would become of one request; see `api.TrialRequest`."""
+        return dict(self._call("POST", "/capacity", json=request))
+
     def _call(self, method: str, path: str, **more: Any) -> Any:
         return self._ask(method, path, **more).json()
 

@@ -272,6 +272,17 @@ class LeaseSettings:
 
 
 @dataclass(frozen=True)
+class UsersSettings:
+    """How users ask about their own jobs, without being operators."""
+
+    enabled: bool = True
+    socket: Path | None = None  # which every user of this machine may use; None: users.sock beside `socket`
+    # The IP address at which users of other machines ask, with a munge credential. Empty: they cannot.
+    listen: str = ""
+    port: int = 6821
+
+
+@dataclass(frozen=True)
 class Settings:
     """All settings of the daemon and of the agents."""
 
@@ -287,6 +298,7 @@ class Settings:
     fence: FenceSettings = field(default_factory=FenceSettings)
     host: HostSettings = field(default_factory=HostSettings)
     hosts: tuple[HostClass, ...] = ()
+    users: UsersSettings = field(default_factory=UsersSettings)
     slurm: SlurmSettings = field(default_factory=SlurmSettings)
     qemu: QemuSettings = field(default_factory=QemuSettings)
     network: NetworkSettings = field(default_factory=NetworkSettings)
@@ -443,6 +455,7 @@ def _contradictions(s: Settings) -> Iterator[str]:
     yield from _wrong_slurm(s.slurm)
     yield from _wrong_pools(s)
     yield from _wrong_leases(s.lease)
+    yield from _wrong_users(s.users)
     if not LEAST_SCRATCH <= s.image.scratch <= s.image.tmp_disk:
         yield f"image.scratch: must be at least {LEAST_SCRATCH} MiB and at most image.tmp_disk, {s.image.tmp_disk} MiB"
     if not 0 <= s.history_days < math.inf:
@@ -557,6 +570,20 @@ def _wrong_qemu(qemu: QemuSettings) -> Iterator[str]:
 def _wrong_slurm(slurm: SlurmSettings) -> Iterator[str]:
     if slurm.commands < 2:
         yield "slurm.commands: must be at least 2: one that observes, and one that changes something"
+
+
+def _wrong_users(users: UsersSettings) -> Iterator[str]:
+    if not 0 < users.port < 65536:
+        yield "users.port: must be from 1 to 65535"
+    try:
+        ipaddress.ip_address(users.listen or "127.0.0.1")
+    except ValueError:
+        yield f"users.listen: {users.listen!r} is no IP address of this machine; empty: nobody asks from elsewhere"
+
+
+def users_socket(settings: Settings) -> Path:
+    """The socket that every user may use."""
+    return settings.users.socket or settings.socket.with_name("users.sock")
 
 
 def _wrong_pools(s: Settings) -> Iterator[str]:

@@ -33,7 +33,7 @@ def as_other(lab: LabUnderTest, *words: str) -> subprocess.CompletedProcess[str]
 # Paths that users of Slurm need, and paths that show only that there is a lab. The file of limits has the sizes that a
 # refused submission shows to any user.
 _PUBLIC = {"etc", "log", "lab.json", "munge", "munge/pid", "munge/socket", "run", "run/db", "run/db/socket", "run/nfs",
-           "run/inbox.limits", "run/slurmdbd", "run/slurmdbd/pid"}  # fmt: skip
+           "run/inbox.limits", "run/users.sock", "run/slurmdbd", "run/slurmdbd/pid"}  # fmt: skip
 _CLOSED = ("controller", "run/vms", "run/inbox", "slurmctld", "db")
 
 
@@ -52,7 +52,8 @@ def test_other_users_have_access_to_public_paths_only(
         found = {path: words for path, words in allowed(things, uid).items() if path not in (root, lab.where.memory)}
         assert {word for words in found.values() for word in words} == {"read", "connect"}
         sockets = {path for path, words in found.items() if "connect" in words}
-        assert sockets == {root / "munge/socket", root / "run/db/socket"}, "both servers check the caller's credentials"
+        public = {root / "munge/socket", root / "run/db/socket", root / "run/users.sock"}
+        assert sockets == public, "all three servers check the caller's credentials"
         hidden = {root / "run/api.sock", root / "munge/key", root / "etc/slurmdbd.conf", root / "run/inbox",
                   root / "log/controller.log"}  # fmt: skip
         assert not hidden & set(found)

@@ -8,14 +8,28 @@ read. Memory and disk are in MiB, durations in seconds.
 
 from multiverse.api.audit import IdentityAudit, VmIdentity
 from multiverse.api.decode import decode
+from multiverse.api.explain import (
+    CapacityUsageView,
+    CapacityView,
+    ExplanationsView,
+    ExplanationView,
+    HostGroupView,
+    StartableView,
+    TrialView,
+)
 from multiverse.api.jobs import JobView, PhaseView, TimelineEntry, TimelineView
 from multiverse.api.machines import HostsChanged, HostView, SizeView, TemplateView, VmView
-from multiverse.api.requests import HostRequest, PruneRequest, RepairRequest, TemplateRequest
+from multiverse.api.requests import HostRequest, PruneRequest, RepairRequest, TemplateRequest, TrialRequest
 from multiverse.api.status import Alert, PoolView, PruneView, SourceView, StatusView
 from multiverse.api.utilization import UsagePoint, UsageView, UtilizationView
 
 __all__ = [
     "Alert",
+    "CapacityUsageView",
+    "CapacityView",
+    "ExplanationView",
+    "ExplanationsView",
+    "HostGroupView",
     "HostRequest",
     "HostView",
     "HostsChanged",
@@ -28,11 +42,14 @@ __all__ = [
     "RepairRequest",
     "SizeView",
     "SourceView",
+    "StartableView",
     "StatusView",
     "TemplateRequest",
     "TemplateView",
     "TimelineEntry",
     "TimelineView",
+    "TrialRequest",
+    "TrialView",
     "UsagePoint",
     "UsageView",
     "UtilizationView",

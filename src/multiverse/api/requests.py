@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, Field
 
 
@@ -42,3 +44,16 @@ class RepairRequest(BaseModel):
 
     name: str = Field(min_length=1, max_length=255)
     fenced: bool = False
+
+
+class TrialRequest(BaseModel):
+    """A job that somebody may submit: what it asks for, and for how many seconds it runs at most (None: unlimited).
+    Memory and disk are per node, in MiB. A missing image or kind is the site's."""
+
+    nodes: int = Field(default=1, ge=1, le=1_000_000)
+    cpus: int = Field(default=1, ge=1, le=4096)
+    memory: int = Field(default=512, ge=1, le=1 << 30)
+    disk: int = Field(default=0, ge=0, le=1 << 40)
+    image: str | None = Field(default=None, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    kind: Literal["instant", "linked", "full", "auto"] | None = None
+    limit: float | None = Field(default=None, ge=0, le=1e10)

@@ -16,6 +16,8 @@ COMMANDS = {
     "status": "status",
     "repair": "repair",
     "prune": "prune",
+    "explain": "explain",
+    "capacity": "capacity",
     "timeline": "timeline",
     "audit": "audit",
     "template": "template",

@@ -99,7 +99,7 @@ def _show_trouble(host: HostView) -> None:
         line = Text.assemble((host.name, "bold"), f": {'; '.join(said) or host.state}")
         render.console.print(Text(render.plain(line.plain).plain, spans=line.spans))
     if host.todo:
-        render.console.print(Padding(render.plain(f"to do: {host.todo}"), (0, 0, 0, 2)))
+        render.console.print(Padding(render.plain(f"to do: {host.todo}"), (0, 0, 0, 2), expand=False))
 
 
 def _some(jobs: Sequence[str]) -> str:

@@ -83,6 +83,13 @@ def plain(text: str) -> Text:
     return Text("".join(c if c.isprintable() else " " for c in text))
 
 
+def say(text: str, *, indent: int = 2, style: str = "") -> None:
+    """Print a text below a heading, wrapped at the width of the output, without blanks at the ends of lines."""
+    for line in plain(text).wrap(console, max(20, console.width - indent)):
+        line.rstrip()
+        console.print(Text(" " * indent).append_text(line), style=style, no_wrap=True, crop=False)
+
+
 def table(*columns: str, right: Sequence[str] = (), fold: Sequence[str] = ()) -> Table:
     """An empty table. Columns in `right` are aligned to the right; columns in `fold` are wrapped when the terminal is
     too narrow, others are cut."""

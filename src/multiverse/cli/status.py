@@ -77,7 +77,7 @@ def _show_alert(alert: Alert) -> None:
         flag = " --fenced" if alert.needs_fenced else ""
         lines.append(Text(f"multiverse repair {alert.name}{flag}: {alert.repair}", style="dim"))
     for line in lines:
-        render.console.print(Padding(line, (0, 0, 0, 2)))
+        render.console.print(Padding(line, (0, 0, 0, 2), expand=False))
 
 
 def _line(label: str, text: str) -> None:

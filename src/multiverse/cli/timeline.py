@@ -10,7 +10,7 @@ from rich.text import Text
 
 from multiverse.api import TimelineView, decode
 from multiverse.cli import render
-from multiverse.client import Client
+from multiverse.cli.asking import Controller, asker
 
 _BAR_WIDTH = 60
 _STAGE_INDENT = 12
@@ -20,9 +20,10 @@ def timeline(
     job: Annotated[str, typer.Argument(help="A job id: 123, or 123_4; 123 shows all tasks of an array.")],
     events: Annotated[bool, typer.Option("--events", "-e", help="Every event as well.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    controller: Controller = "",
 ) -> None:
-    """Show where a job's time went, attempt by attempt."""
-    with Client() as client:
+    """Show where a job's time went, attempt by attempt. Users may ask about their own jobs."""
+    with asker(controller) as client:
         document = client.timeline(job)
     if json:
         render.as_json(document)

@@ -265,6 +265,10 @@ class Controller:
     def _observed_jobs(self) -> Mapping[str, Job]:
         return self.scheduler.latest.value.jobs if self.scheduler.latest else {}
 
+    def context(self) -> Context:
+        """What decisions of provisioning look at, as of the latest pass."""
+        return Context(self.state, self.observed, self.policy, self.state.free.hosts)
+
     def pools(self) -> list[PoolStatus]:
         """The warm pools, as of the last pass."""
         return pool_status(Context(self.state, self.world(), self.policy))

@@ -40,6 +40,10 @@ class Order:
         """The first pairs of rank and id."""
         return self._entries[:count]
 
+    def before(self, entry: tuple[int, int]) -> int:
+        """How many are before this pair of rank and id, which need not be among them."""
+        return bisect_left(self._entries, entry)
+
     def put(self, id_: int, rank: int) -> None:
         self.drop(id_)
         self._ranks[id_] = rank

@@ -91,6 +91,7 @@ class State(LiveRows, Numbers, HeldClaims):
         self.users_asked: dict[int, float] = {}  # the users that jobs wait for, and since when they are asked for
         self.reasons: dict[int, str] = {}  # why attempts wait: the first of the queue, in its order
         self.promised: dict[int, float] = {}  # by when the first that waits for room starts, as told
+        self.blocking: int | None = None  # the attempt that waits for capacity and blocks those behind it
         self.looked: tuple[int, int, float] = (-1, -1, 0.0)  # when nothing could go ahead of which first attempt
         self.placement_faults: dict[str, str] = {}  # by the name of a placement policy, why it was passed over last
         self.lacking: set[tuple[Request, CloneKind]] = set()  # what others on the machines leave too little memory for

@@ -6,11 +6,11 @@ from fastapi import FastAPI
 
 from multiverse import __version__
 from multiverse.service.backend import Backend
-from multiverse.service.routers import jobs, machines, status, templates, utilization
+from multiverse.service.routers import explain, jobs, machines, status, templates, utilization
 
 
 def make_api(backend: Backend) -> FastAPI:
     api = FastAPI(title="Multiverse", version=__version__, docs_url=None, redoc_url=None)
-    for subject in (status, jobs, machines, templates, utilization):
+    for subject in (status, jobs, explain, machines, templates, utilization):
         api.include_router(subject.router(backend))
     return api

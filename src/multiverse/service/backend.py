@@ -35,11 +35,13 @@ from multiverse.core.transition import Command, EffectKind
 from multiverse.ports import Clock
 from multiverse.service import convert, identity
 from multiverse.service.alerts import alerts
+from multiverse.service.explanations import Explanations
 from multiverse.service.findings import HintsMissing, PlacementFault, SourceFailure, StoreFailure
 from multiverse.service.hosts import Troubles, host_views
 from multiverse.service.identity import Facts
 from multiverse.service.processes import Processes
 from multiverse.service.utilization import UtilizationReader
+from multiverse.service.viewer import Viewer
 from multiverse.store import Pruning, Store
 
 COMMIT_TIMEOUT = 10.0
@@ -50,6 +52,9 @@ FAILURES_UNTIL_ALERT = 3
 
 PRUNE_LIMIT = 2.0
 """Seconds that one request to prune takes."""
+
+MAX_TIMELINES = 100
+"""The most timelines that a user is shown at a time."""
 
 MAX_JOBS = 10000
 """The most attempts that one answer lists."""
@@ -175,11 +180,24 @@ class Backend:
 
     def timelines(self, job: str) -> list[TimelineView]:
         """One timeline for each known attempt of the job, oldest first; empty if there is none."""
-        attempts, now = self.store.attempts(job_id=job)[::-1], self.clock.now()
+        return self._timelines(self.store.attempts(job_id=job)[::-1])
+
+    def timelines_for(self, job: str, viewer: Viewer) -> list[TimelineView]:
+        """The same for a user: of their own jobs, and without what they may not be told of others'."""
+        attempts = [one for one in self.store.attempts(job_id=job, limit=MAX_TIMELINES) if viewer.may_see(one.uid)]
+        return self.explanations.timelines(self._timelines(attempts[::-1]), viewer)
+
+    def _timelines(self, attempts: Sequence[Attempt]) -> list[TimelineView]:
+        now = self.clock.now()
         waiting = self._waiting_reasons(attempts, now)
         return [
             convert.timeline_view(a, self.store.journal(attempts=[a.id]), now, waiting.get(a.id, "")) for a in attempts
         ]
+
+    @property
+    def explanations(self) -> Explanations:
+        """Why jobs wait, and what would start at once."""
+        return Explanations(self.controller, self.store, self.clock)
 
     def _waiting_reasons(self, attempts: Sequence[Attempt], now: float) -> Mapping[int, str]:
         return convert.waiting_reasons(attempts, self.controller.world(), self.controller.state.reasons, now)

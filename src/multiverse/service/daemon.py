@@ -15,12 +15,13 @@ import uvicorn
 
 from multiverse.agent.hypervisor import AgentHypervisor
 from multiverse.api import Alert
-from multiverse.config import Settings
+from multiverse.config import Settings, users_socket
 from multiverse.controller.loop import Controller
 from multiverse.controller.pruning import prune_regularly
 from multiverse.controller.utilization import UtilizationRecorder
 from multiverse.core.errors import Refused
 from multiverse.drivers.qemu.driver import sites
+from multiverse.drivers.slurm.auth import munge_socket
 from multiverse.drivers.slurm.bootstrap import slurm_uid
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.drivers.slurm.inbox import Hint, hints, take
@@ -28,13 +29,16 @@ from multiverse.ports import Clock, Hypervisor, Scheduler
 from multiverse.service.agents import connect_agents
 from multiverse.service.api import make_api
 from multiverse.service.backend import Backend
+from multiverse.service.credentials import Credentials
 from multiverse.service.fencing import FenceCommand
 from multiverse.service.image_copies import copy_regularly
 from multiverse.service.inbox_access import warn_of_closed_inbox
 from multiverse.service.node_count import NodeCount
 from multiverse.service.processes import ProcessCounter, Processes
-from multiverse.service.startup import bind, locked, stop_signal
+from multiverse.service.startup import bind, bind_tcp, locked, stop_signal
+from multiverse.service.users_socket import Desk, Pace, serve_users
 from multiverse.service.utilization import UtilizationReader
+from multiverse.service.viewer import PrivateData
 from multiverse.store import open_store
 from multiverse.system import placements
 from multiverse.system.processes import boot_id
@@ -71,7 +75,12 @@ def _restrict_access(settings: Settings) -> None:
     """Make the daemon's directories. Files that this process creates from here on are readable by its user only,
     unless a mode is given. Raises `Refused` if a directory cannot be used."""
     try:
-        for path in (settings.state_dir, settings.socket.parent, settings.slurm.inbox.parent):
+        for path in (
+            settings.state_dir,
+            settings.socket.parent,
+            users_socket(settings).parent,
+            settings.slurm.inbox.parent,
+        ):
             path.mkdir(parents=True, exist_ok=True)  # other users pass through these to files that are theirs
         os.umask(0o077)
         settings.state_dir.chmod(0o711)
@@ -104,6 +113,7 @@ async def serve(settings: Settings) -> None:
         permanent = [Alert("unserved", *each) for each in scheduler.unserved()]
         permanent += map(_other_site, (site for site in there if site != store.site))
         recorder = UtilizationRecorder(store, hypervisor, lambda: controller.sources, clock)
+        users = _bind_for_users(settings, stack)
         backend = Backend(
             controller,
             store,
@@ -123,7 +133,7 @@ async def serve(settings: Settings) -> None:
             log.warning(event, name=alert.name, reason=alert.message)
         log.info("daemon started", site=store.site, socket=str(settings.socket), pid=os.getpid())
         stack.callback(scheduler.close)
-        await _run(settings, controller, backend, hypervisor, sock)
+        await _run(settings, backend, hypervisor, sock, users)
     log.info("daemon stopped")
 
 
@@ -136,13 +146,26 @@ def _other_site(site: str) -> Alert:
     )
 
 
+Listening = tuple[socket.socket, socket.socket | None]
+"""The sockets on which users ask: of this machine, and of others if they may."""
+
+
+def _bind_for_users(settings: Settings, stack: contextlib.ExitStack) -> Listening | None:
+    if not settings.users.enabled:
+        return None
+    path, users = users_socket(settings), settings.users
+    sock = bind(path, "users.socket", all_users=True)
+    stack.callback(path.unlink, missing_ok=True)
+    return sock, bind_tcp(users.listen, users.port, "users.listen") if users.listen else None
+
+
 async def _run(
-    settings: Settings, controller: Controller, backend: Backend, hypervisor: AgentHypervisor, sock: socket.socket
+    settings: Settings, backend: Backend, hypervisor: AgentHypervisor, sock: socket.socket, users: Listening | None
 ) -> None:
     """Run the controller, the connections to the agents, the inbox, the pruning and the API until a signal comes or one
     of them fails, then end all."""
     server = _Server(uvicorn.Config(make_api(backend), log_level="warning", access_log=False, lifespan="off"))
-    stop = stop_signal()
+    stop, controller = stop_signal(), backend.controller
     work: list[asyncio.Task[Any]] = [
         asyncio.create_task(hypervisor.run(), name="agents"),
         asyncio.create_task(controller.run(), name="controller"),
@@ -153,6 +176,10 @@ async def _run(
     ]
     if backend.utilization is not None:
         work.append(asyncio.create_task(backend.utilization.recorder.run(), name="utilization"))
+    if users is not None:
+        desk = Desk(backend, PrivateData(settings.slurm.conf), Pace(backend.clock))
+        answering = serve_users(desk, *users, Credentials(munge_socket(settings.slurm.conf)))
+        work.append(asyncio.create_task(answering, name="questions of users"))
     if settings.image.source is None:  # or else hosts copy by themselves
         copying = copy_regularly(settings, controller.state.rows, controller.world, controller.policy, backend.clock)
         work.append(asyncio.create_task(copying, name="images"))

@@ -25,18 +25,31 @@ def locked(lock: Path, what: str) -> Iterator[None]:
         yield
 
 
-def bind(path: Path, setting: str) -> socket.socket:
-    """A listening Unix socket that only its owner can use, from its first moment on. Raises `Refused` if it cannot be
-    made there; `setting` names what to change then."""
+def bind(path: Path, setting: str, *, all_users: bool = False) -> socket.socket:
+    """A listening Unix socket that only its owner can use, or all users, from its first moment on. Raises `Refused` if
+    it cannot be made there; `setting` names what to change then."""
     path.unlink(missing_ok=True)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    before = os.umask(0o177)
+    before = os.umask(0o111 if all_users else 0o177)
     try:
         sock.bind(str(path))
     except OSError as error:
         raise Refused(f"cannot bind {path}: {error.strerror}", hint=f"set {setting} in the settings") from error
     finally:
         os.umask(before)
+    sock.listen(64)
+    return sock
+
+
+def bind_tcp(address: str, port: int, setting: str) -> socket.socket:
+    """A listening TCP socket. Raises `Refused` if it cannot be made; `setting` names what to change then."""
+    sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((address, port))
+    except OSError as error:
+        sock.close()
+        raise Refused(f"cannot listen on {address} port {port}: {error}", hint=f"set {setting}") from error
     sock.listen(64)
     return sock
 

@@ -117,6 +117,7 @@ class Admission:
         self.orphaned = {vm.job_id: vm for vm in unexplained if vm.job_id}
         self.promised: set[int] = set()  # spares that jobs wait for until they are withdrawn from other jobs
         self.blocked = ""  # why the first job that waits for capacity waits
+        self.blocking: int | None = None  # its attempt
         self.blockage = Blockage.NONE
         self.overtaking: Overtaking | None = None  # what may start ahead of that job
         self.promises: dict[int, float] = {}  # by when it starts
@@ -158,7 +159,7 @@ class Admission:
                 self.consider(self.state.attempts[attempt_id])
         if self.undecided:
             return Blockage.TURN  # and what was said of the first jobs still holds
-        self.state.reasons = self.reasons.of(self.state.attempts)
+        self.state.reasons, self.state.blocking = self.reasons.of(self.state.attempts), self.blocking
         if self.blockage is not Blockage.TURN or not self.state.promised.keys() <= self.state.reasons.keys():
             self.state.promised = self.promises
         if self.overtaking is not None and len(self.state.moves) == before:
@@ -409,7 +410,7 @@ class Admission:
 
     def _block(self, attempt: Attempt, blockage: Blockage, why: str, own: str = "") -> None:
         """This attempt waits for capacity, and so do those behind it. Its user is told its `own` reason."""
-        self.blocked, self.blockage = why, blockage
+        self.blocked, self.blocking, self.blockage = why, attempt.id, blockage
         self._tell(attempt, own or why)
 
     def _wait(self, attempt: Attempt, why: str, paced: Parent | None = None) -> None:

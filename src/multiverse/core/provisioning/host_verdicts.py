@@ -1,0 +1,165 @@
+"""Which hosts could take an attempt's VMs now, and why each of the others is passed over. Pure.
+
+Hosts for which the same is true are one group, because a site may have 10,000 of them. The figures come from where
+admission takes them: the same sizes, claims, templates and room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from multiverse.core.free import Free
+from multiverse.core.model import Attempt, Host, HostState, Size, Template, TemplateState
+from multiverse.core.provisioning.capacity import Room, room_of
+from multiverse.core.provisioning.clones import Choice, choose_clones, makes
+from multiverse.core.provisioning.context import Context
+from multiverse.core.provisioning.draining import for_attempt
+from multiverse.core.provisioning.largest import could_ever_fit
+from multiverse.core.provisioning.pacing import wait_for
+from multiverse.core.provisioning.sizes import short_of_disk, template_claim, vm_claim, vm_size
+from multiverse.core.provisioning.templates import node_request, template_key
+
+
+@dataclass(frozen=True, slots=True)
+class HostVerdict:
+    """What is true of some hosts, for one attempt. `fits`: they could take at least one of its VMs now."""
+
+    hosts: tuple[str, ...]
+    why: str
+    fits: bool = False
+
+
+@dataclass(slots=True)
+class _Group:
+    """Hosts for which the same is true, but for a figure: `figures` are the least and the most of it."""
+
+    hosts: list[str] = field(default_factory=list)
+    figures: tuple[int, int] | None = None
+
+    def add(self, host: str, figure: int | None) -> None:
+        self.hosts.append(host)
+        if figure is not None:
+            least, most = self.figures or (figure, figure)
+            self.figures = min(least, figure), max(most, figure)
+
+
+_Finding = tuple[bool, str, int | None]
+"""Whether the host fits, why, with {} where the figure is to be, and the figure."""
+
+
+def host_verdicts(context: Context, attempt: Attempt) -> list[HostVerdict]:
+    """Each host of the site in one group: those that fit first, then the largest groups. Costs a look at each host."""
+    judge = _Judge(context, attempt)
+    groups: dict[tuple[bool, str], _Group] = {}
+    names = sorted({*context.in_sight, *context.state.hosts})
+    for name in names:
+        known = context.state.hosts.get(name)
+        if known is not None and known.state is HostState.REMOVED:
+            continue
+        fits, why, figure = judge.of(name)
+        groups.setdefault((fits, why), _Group()).add(name, figure)
+    found = [HostVerdict(tuple(one.hosts), _text(why, one.figures), fits) for (fits, why), one in groups.items()]
+    return sorted(found, key=lambda one: (not one.fits, -len(one.hosts), one.why))
+
+
+def _text(why: str, figures: tuple[int, int] | None) -> str:
+    if figures is None:
+        return why
+    least, most = figures
+    return why.format(f"{least}" if least == most else f"{least} to {most}")
+
+
+class _Judge:
+    """Judges one host after the other for one attempt."""
+
+    def __init__(self, context: Context, attempt: Attempt) -> None:
+        self._context, self._attempt = for_attempt(context, attempt), attempt
+        self._image = context.image_of(attempt)
+        self._choice: Choice = choose_clones(self._context, attempt)
+        self._room: Room = room_of(self._context)
+        self._too_small: dict[tuple[int, Size], str] = {}  # by class of hosts and size of the template
+
+    def of(self, name: str) -> _Finding:
+        context, host = self._context, self._context.in_sight.get(name)
+        if (known := context.state.hosts.get(name)) is not None and known.is_off:
+            return False, "fenced: it counts as off", None
+        if host is None:
+            return False, "out of reach", None
+        if closed := self._closed(name):
+            return False, closed, None
+        kind = self._choice.kind
+        if self._image not in host.images:
+            return False, f"has no image {self._image}", None
+        if not makes(host, self._image, kind):
+            return False, f"cannot make {kind} clones of image {self._image}", None
+        return self._of_open(name, host, self._choice.sizes[name])
+
+    def _closed(self, name: str) -> str:
+        """Why the host takes no VM of the attempt, by an operator's word."""
+        context = self._context
+        if name not in context.closed:
+            return ""
+        drain = context.state.drains.get(name)
+        reason = f" ({drain.reason})" if drain is not None and drain.reason else ""
+        return ("to be drained before the job has surely ended" if name in context.without else "drained") + reason
+
+    def _of_open(self, name: str, host: Host, template: Size) -> _Finding:
+        """A host that takes new VMs, has the image, and makes such clones."""
+        if why := self._never(name, host, template):
+            return False, why, None
+        if short_of_disk(host):
+            return False, f"less than {host.overcommit.disk_floor} MiB of disk are available there", None
+        row = self._context.state.template_for(template_key(self._context, self._attempt, name, template))
+        row = row if self._choice.forks else None
+        claim = vm_claim(vm_size(self._attempt.request.size, template, host, self._context.policy), host, self._image,
+                         self._choice.kind)  # fmt: skip
+        build = Size(0, 0, 0)
+        if self._choice.forks and row is None:
+            build = template_claim(template, host, self._image)
+        if lack := self._lack(name, claim, build):
+            return lack
+        if self._choice.forks and (why := self._template(row)):
+            return False, why, None
+        state, policy = self._context.state, self._context.policy
+        if wait_for((name, self._image, self._choice.kind), state.paced, state.now, policy) > 0:
+            return False, f"{self._choice.kind} clones wait for their pace there", None
+        return True, "has room for {} of its VMs", self._room.held(name, claim)
+
+    def _never(self, name: str, host: Host, template: Size) -> str:
+        """Why the host could not hold one of the VMs if it were empty."""
+        kind = self._context.state.free.class_of.get(name)
+        key = (id(kind), template)
+        if key not in self._too_small:
+            wanted = node_request(self._context, self._attempt, self._choice.kind)
+            sizes: Mapping[str, Size] = {name: template}
+            fits = could_ever_fit(wanted, 1, sizes, {name: host}, self._context.policy)
+            capacity = host.capacity
+            self._too_small[key] = "" if fits else f"too small: {capacity.cpus} CPUs and {capacity.memory} MiB for VMs"
+        return self._too_small[key]
+
+    def _lack(self, name: str, claim: Size, build: Size) -> _Finding | None:
+        """What there is too little of now."""
+        free: Free = self._room.free[name]
+        needs = (claim.cpus + build.cpus, claim.memory + build.memory, claim.disk + build.disk)
+        for what, need, have in zip(("CPUs", "MiB of memory", "MiB of disk"), needs, free, strict=True):
+            if need > have:
+                beside = " with its template" if build.memory and what != "CPUs" else ""
+                tight = what == "MiB of memory" and name in self._room.tight
+                held = ", because others on its machine hold memory" if tight else ""
+                return False, f"full: {need} {what} needed{beside}, {{}} free{held}", max(0, have)
+        return None
+
+    def _template(self, row: Template | None) -> str:
+        """Why no VM can be forked there now although there is room for it."""
+        match row.state if row else None:
+            case TemplateState.READY:
+                return ""
+            case TemplateState.BUILDING:
+                return f"the template of image {self._image} is being built"
+            case TemplateState.BROKEN if row:
+                return f"the template of image {self._image} is broken: {row.reason}".replace("{", "(")
+            case TemplateState.RETIRING:
+                return f"the template of image {self._image} is being removed"
+            case _:
+                return f"the template of image {self._image} is not there yet"

@@ -1,0 +1,119 @@
+"""Nodes of which sizes would start at once, and how many of each, were they asked for by jobs of one node. Pure.
+
+Counted as admission would admit them one after the other: on hosts that take new VMs and have the template ready (or
+boot the image), as many as have room; and the joined spares of that size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from multiverse.core.model import Attempt, AttemptState, Depth, JobRef, Request, Size
+from multiverse.core.provisioning.capacity import room_of
+from multiverse.core.provisioning.clones import choose_clones, may_fork, on_hosts_making
+from multiverse.core.provisioning.context import Context
+from multiverse.core.provisioning.pacing import wait_for
+from multiverse.core.provisioning.sizes import claimable_cpus, claimable_disk, vm_claims
+from multiverse.core.provisioning.spares import joined_for
+from multiverse.core.provisioning.templates import node_request, wish_of
+
+LADDER = 10
+"""The most sizes that are shown beside those that jobs and pools ask for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Startable:
+    """So many nodes of a size would start at once, and so many more as soon as hosts have built the template."""
+
+    size: Size
+    now: int
+    with_template: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What VMs may claim on all hosts of the site in sight: what jobs' VMs, spares and templates claim, what is free on
+    hosts that take new VMs, and what is on hosts that take none. Of a host where more may be claimed than is declared,
+    as much as may be claimed. `hosts` and `closed_hosts` are their numbers."""
+
+    hosts: int
+    total: Size
+    jobs: Size
+    spares: Size
+    templates: Size
+    free: Size
+    closed: Size
+    closed_hosts: int
+
+
+def startable(context: Context, size: Size, image: str | None = None) -> Startable:
+    """How many nodes of a size, and of an image (None: the site's), would start at once."""
+    attempt = Attempt(0, 0, AttemptState.QUEUED, context.state.now, JobRef("", 0), "", 0, Request(1, size, image))
+    choice = choose_clones(context, attempt)
+    name, kind = context.image_of(attempt), choice.kind
+    able = on_hosts_making(name, kind, choice.sizes)
+    ready = wish_of(context, attempt, able).ready() if choice.forks else able
+    claims = vm_claims(node_request(context, attempt, kind), able, context.hosts, context.policy)
+    room, state = room_of(context), context.state
+    held = {host: room.held(host, claims[host]) for host in able}
+
+    def is_due(host: str) -> bool:
+        return wait_for((host, name, kind), state.paced, state.now, context.policy) <= 0
+
+    now = sum(held[host] for host in ready if is_due(host)) + _joined(context, attempt)
+    return Startable(size, now, sum(count for host, count in held.items() if host not in ready))
+
+
+def _joined(context: Context, attempt: Attempt) -> int:
+    """How many joined spares a job of one such node could take."""
+    if not context.policy.pools or not may_fork(context, attempt):
+        return 0
+    found: set[int] = set()
+    while vm := joined_for(context, attempt, found):
+        found.add(vm.id)
+    return len(found)
+
+
+def sizes_to_show(context: Context) -> list[Size]:
+    """Sizes worth a line: 1, 2, 4, … CPUs with as much memory for each as hosts have, and those that waiting jobs and
+    pools ask for."""
+    hosts = list(context.hosts.values())
+    if not hosts:
+        return []
+    each = min(host.capacity.memory // host.capacity.cpus for host in hosts)
+    each = max(128, 1 << (each * 3 // 4).bit_length() - 1)  # guests need some memory beside that, and templates do
+    most = max(host.capacity.cpus for host in hosts)
+    ladder = [Size(1 << step, each << step) for step in range(LADDER) if 1 << step <= most]
+    asked = [one.request.size for one in context.state.queue.one_of_each_request()[:LADDER]]
+    pools = [pool.size for pool in context.policy.pools if pool.depth is Depth.JOINED]
+    return sorted({*ladder, *asked, *pools})
+
+
+def usage(context: Context) -> Usage:
+    """What is used and what is free."""
+    state, room = context.state, room_of(context)
+    sums = {what: [0, 0, 0] for what in ("total", "job", "spare", "template", "free", "closed")}
+
+    def add(what: str, cpus: int, memory: int, disk: int) -> None:
+        sums[what] = [a + b for a, b in zip(sums[what], (cpus, memory, disk), strict=True)]
+
+    closed = 0
+    for name, host in context.in_sight.items():
+        most = int(host.capacity.memory * host.overcommit.memory)
+        add("total", claimable_cpus(host), most, claimable_disk(host))
+        for claim in state.claims_in(name):
+            row = state.get(claim.owner)
+            what = "template" if claim.owner.kind == "template" else "job"
+            what = "spare" if getattr(row, "is_spare", False) else what
+            add(what, claim.size.cpus, claim.size.memory, claim.size.disk)
+        free = [max(0, one) for one in room.free[name]]
+        if name in context.closed:
+            closed += 1
+            add("closed", *free)
+        else:
+            add("free", *free)
+    as_size = {what: Size(*figures) for what, figures in sums.items()}
+    return Usage(
+        len(context.in_sight), as_size["total"], as_size["job"], as_size["spare"], as_size["template"],
+        as_size["free"], as_size["closed"], closed,
+    )  # fmt: skip

@@ -1,0 +1,207 @@
+"""Explanations of jobs, and what would start at once, for a viewer: from the core's values to the types of the API."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+
+from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet
+
+from multiverse.api import (
+    CapacityUsageView,
+    CapacityView,
+    ExplanationsView,
+    ExplanationView,
+    HostGroupView,
+    StartableView,
+    TimelineView,
+    TrialRequest,
+    TrialView,
+)
+from multiverse.controller.loop import Controller
+from multiverse.core.errors import Refused
+from multiverse.core.model import Attempt, AttemptState, CloneKind, Job, Request, Size
+from multiverse.core.provisioning.context import Context
+from multiverse.core.provisioning.explain import Explanation, explain, explain_ended, explain_new
+from multiverse.core.provisioning.host_verdicts import HostVerdict
+from multiverse.core.provisioning.startable import sizes_to_show, startable, usage
+from multiverse.core.provisioning.trial import try_request
+from multiverse.ports import Clock
+from multiverse.service.convert import size_view
+from multiverse.service.viewer import Viewer
+from multiverse.store import Store
+
+TASKS = 20
+"""Of so many tasks of an array, at most, one answer tells."""
+
+_SEARCHED = 1000
+"""Of so many attempts of an array, the latest ones, it is searched which are the latest of their tasks."""
+
+
+class Explanations:
+    """Answers from the controller's state between two passes."""
+
+    def __init__(self, controller: Controller, store: Store, clock: Clock) -> None:
+        self._controller, self._store, self._clock = controller, store, clock
+
+    def of_job(self, job: str, viewer: Viewer) -> ExplanationsView:
+        """What is to be said of a job, or of the tasks of an array, that the viewer may see. Empty if there is none."""
+        context, names = self._controller.context(), self._host_names()
+        shown = [one for one in self._latest(job) if viewer.may_see(one.uid)]
+        new = [one for one in self._without_attempt(job, context, shown) if viewer.may_see(one.uid)]
+        views, asked = [], set[Request]()
+        for attempt in shown[:TASKS]:
+            found = self._explain(context, attempt)
+            if attempt.request in asked:  # tasks of one array: it is the same for all
+                found = replace(found, hosts=())
+            asked.add(attempt.request)
+            views.append(_view(attempt, found, self._waiting_since(attempt), viewer, names))
+        views += [_view_of_new(one, viewer, names) for one in new[: TASKS - len(views)]]
+        return ExplanationsView(tuple(views), len(shown) + len(new) - len(views))
+
+    def _latest(self, job: str) -> list[Attempt]:
+        """The latest attempt of the job, or of each task, those that live first."""
+        latest: dict[str, Attempt] = {}
+        for attempt in self._store.attempts(job_id=job, limit=_SEARCHED):
+            latest.setdefault(attempt.job.job_id, attempt)
+        live = self._controller.state.attempts
+        return sorted((live.get(one.id, one) for one in latest.values()), key=lambda one: (one.id not in live, one.id))
+
+    def _without_attempt(self, job: str, context: Context, known: Sequence[Attempt]) -> list[Job]:
+        if context.world.scheduler is None:
+            return []
+        jobs, served = context.scheduler.jobs, {one.job.job_id for one in known}
+        found = [jobs[job]] if job in jobs else [one for one in jobs.values() if one.array == job]
+        return [one for one in found if one.ref.job_id not in served]
+
+    def _explain(self, context: Context, attempt: Attempt) -> Explanation:
+        if attempt.id in context.state.attempts:
+            found = explain(context, attempt, self._clock.now())
+            return replace(found, todo=found.todo or _about_the_scheduler(context, attempt))
+        entries = self._store.journal(attempts=[attempt.id])
+        return explain_ended(attempt, self._clock.wall() - entries[-1].wall if entries else 0.0)
+
+    def _waiting_since(self, attempt: Attempt) -> float | None:
+        if attempt.state is not AttemptState.QUEUED:
+            return None
+        return self._clock.wall() - (self._clock.now() - attempt.since)
+
+    def _host_names(self) -> frozenset[str]:
+        return frozenset(self._controller.state.hosts)
+
+    def timelines(self, found: Sequence[TimelineView], viewer: Viewer) -> list[TimelineView]:
+        """The timelines of a viewer's own jobs, as far as they may be told."""
+        names = self._host_names()
+        return [
+            replace(
+                one,
+                waiting=viewer.told(one.waiting, one.job_id, names),
+                entries=tuple(replace(e, reason=viewer.told(e.reason, one.job_id, names)) for e in one.entries),
+            )
+            for one in found
+        ]
+
+    # --- what would start ----------------------------------------------------------------------------
+
+    def capacity(self, viewer: Viewer) -> CapacityView:
+        """Which sizes would start at once. Raises `Refused` while the scheduler or all hosts are unknown."""
+        context = self._known()
+        used, state = usage(context), context.state
+        blocking = state.attempts.get(state.blocking) if state.blocking is not None else None
+        own = blocking is not None and (viewer.others or viewer.may_see(blocking.uid))
+        return CapacityView(
+            image=context.policy.image,
+            usage=CapacityUsageView(
+                used.hosts,
+                used.closed_hosts,
+                *map(size_view, (used.total, used.jobs, used.spares, used.templates, used.free, used.closed)),
+            ),
+            sizes=tuple(
+                StartableView(one.size.cpus, one.size.memory, one.size.disk, one.now, one.with_template)
+                for one in (startable(context, size) for size in sizes_to_show(context))
+            ),
+            waiting=len(state.queue.candidates) + len(state.queue.unfit),
+            blocked=blocking is not None,
+            blocked_by=blocking.job.job_id if blocking is not None and own else "",
+        )
+
+    def trial(self, asked: TrialRequest, viewer: Viewer) -> TrialView:
+        """What would become of a job. Raises `Refused` as `capacity` does."""
+        size = Size(asked.cpus, asked.memory, asked.disk)
+        request = Request(asked.nodes, size, asked.image, CloneKind(asked.kind) if asked.kind else None)
+        found, names = try_request(self._known(), request, asked.limit, self._clock.now()), self._host_names()
+        return TrialView(
+            starts=found.starts,
+            never=found.never,
+            why=viewer.told(found.why, "", names),
+            hosts=folded(found.hosts) if viewer.hosts else "",
+            ahead=found.ahead,
+            behind=found.behind if viewer.others else "",
+            expected=_time(found.expected),
+            alone=_time(found.alone),
+            groups=tuple(_group(one, viewer, names) for one in found.verdicts),
+        )
+
+    def _known(self) -> Context:
+        context = self._controller.context()
+        if context.world.scheduler is None or not context.world.sees_hosts:
+            raise Refused("the scheduler or all hosts are unknown", hint="see: multiverse status")
+        return context
+
+
+def _view(
+    attempt: Attempt, found: Explanation, since: float | None, viewer: Viewer, names: frozenset[str]
+) -> ExplanationView:
+    own = attempt.job.job_id
+    return ExplanationView(
+        job_id=own,
+        name=attempt.job_name,
+        uid=attempt.uid,
+        attempt=attempt.id,
+        state=str(attempt.state),
+        waiting_since=since,
+        short=viewer.told(found.short, own, names),
+        text=viewer.told(" ".join(found.sentences), own, names),
+        todo=found.todo,
+        ahead=found.ahead,
+        behind=found.behind if viewer.others else "",
+        expected=_time(found.expected),
+        hosts=tuple(_group(one, viewer, names) for one in found.hosts),
+    )
+
+
+def _view_of_new(job: Job, viewer: Viewer, names: frozenset[str]) -> ExplanationView:
+    found, own = explain_new(job), job.ref.job_id
+    text = viewer.told(" ".join(found.sentences), own, names)
+    return ExplanationView(own, job.name, job.uid, None, str(job.state), None, "", text, found.todo, 0, "", None)
+
+
+def _group(one: HostVerdict, viewer: Viewer, names: frozenset[str]) -> HostGroupView:
+    hosts = folded(one.hosts) if viewer.hosts else ""
+    return HostGroupView(hosts, len(one.hosts), one.fits, viewer.told(one.why, "", names))
+
+
+def _time(at: float) -> float | None:
+    return None if at == inf else at
+
+
+def folded(names: Sequence[str]) -> str:
+    """Names as a node set."""
+    return str(NodeSet.fromlist(names, resolver=RESOLVER_NOGROUP)) if names else ""
+
+
+def _about_the_scheduler(context: Context, attempt: Attempt) -> str:
+    """What the user of a job can do that Slurm itself keeps waiting."""
+    job = context.scheduler.jobs.get(attempt.job.job_id) if context.world.scheduler else None
+    if job is None or job.ref != attempt.job or job.eligible or attempt.state is not AttemptState.QUEUED:
+        return ""
+    own = job.ref.job_id
+    if job.held:
+        admin = "Admin" in job.reason
+        return "ask the administrators of Slurm, who hold it" if admin else f"release it: scontrol release {own}"
+    known = {
+        "Dependency": f"see which jobs it depends on: squeue --job={own} --Format=Dependency",
+        "BeginTime": f"see when it may begin: squeue --job={own} --Format=StartTime",
+    }
+    return known.get(job.reason, f"see what Slurm says of it: scontrol show job {own}")

@@ -1,0 +1,203 @@
+"""Answers users about their own jobs: on a Unix socket that everybody may use, and over TCP where the site wants it.
+
+Who asks is what the kernel says of the peer (SO_PEERCRED), or what munge says of the credential. Nothing else that a
+peer sends is believed. A user learns of no other user's job, not even whether there is one. A connection asks one
+question. Questions cannot keep the controller from its work: see `Pace`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import struct
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import structlog
+from pydantic import TypeAdapter, ValidationError
+
+from multiverse.api import ExplanationsView
+from multiverse.api.asking import LONGEST_QUESTION, PURPOSE, Question
+from multiverse.core.errors import Gone, MultiverseError, Refused
+from multiverse.ports import Clock
+from multiverse.service.backend import Backend
+from multiverse.service.credentials import Credentials
+from multiverse.service.viewer import PrivateData, Viewer
+
+log = structlog.get_logger()
+
+PATIENCE = 5.0
+"""Seconds in which a peer must have sent its question, and in which it must take its answer."""
+
+CONNECTIONS = 64
+"""Connections of one listener at the same time, at most; further ones are closed at once."""
+
+CONNECTIONS_OF_ONE = 8
+"""Of these, those of one user on the Unix socket."""
+
+REST, REST_OF_ONE = 3.0, 10.0
+"""After an answer, nobody is answered for so many times as long as that took, and its user for so many times."""
+
+_ADAPTER: TypeAdapter[Any] = TypeAdapter(Any)
+
+
+class Pace:
+    """Lets questions take a quarter of the daemon's time at most, and those of one user a tenth. One at a time."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._turn = clock, asyncio.Lock()
+        self._free_at, self._free_for = 0.0, dict[int, float]()
+
+    @contextlib.asynccontextmanager
+    async def turn(self, uid: int) -> AsyncIterator[None]:
+        """Wait for this user's turn, and count how long it takes."""
+        await asyncio.sleep(max(0.0, self._free_for.get(uid, 0.0) - self._clock.now()))
+        async with self._turn:
+            await asyncio.sleep(max(0.0, self._free_at - self._clock.now()))
+            began = self._clock.now()
+            try:
+                yield
+            finally:
+                now = self._clock.now()
+                took = now - began
+                self._free_at, self._free_for[uid] = now + REST * took, now + REST_OF_ONE * took
+                self._free_for = {uid: at for uid, at in self._free_for.items() if at > now}
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """Answers one question of a user."""
+
+    backend: Backend
+    private: PrivateData
+    pace: Pace
+
+    async def answer(self, uid: int, question: Question) -> Any:
+        """The answer as a document of JSON. Raises `Gone` for a job that is not the user's, or does not exist."""
+        async with self.pace.turn(uid):
+            return _ADAPTER.dump_python(self._found(self.private.viewer(uid), question), mode="json", by_alias=True)
+
+    def _found(self, viewer: Viewer, question: Question) -> Any:
+        explanations = self.backend.explanations
+        match question.ask:
+            case "capacity":
+                return explanations.capacity(viewer)
+            case "trial":
+                if question.request is None:
+                    raise Refused("a trial needs a request")
+                return explanations.trial(question.request, viewer)
+            case "explain":
+                found: Any = explanations.of_job(question.job, viewer)
+            case "timeline":
+                found = self.backend.timelines_for(question.job, viewer)
+        if not question.job or not (found.jobs if isinstance(found, ExplanationsView) else found):
+            raise Gone(f"you have no job {question.job}" if question.job else "name a job")
+        return found
+
+
+Reader: TypeAlias = asyncio.StreamReader
+Writer: TypeAlias = asyncio.StreamWriter
+Identify = Callable[[bytes, Writer], Awaitable[tuple[int, Question]]]
+"""Who asks, and what: from a line and the connection that it came by. Raises `Refused`."""
+
+
+class Listener:
+    """Serves connections, each with one question."""
+
+    def __init__(self, desk: Desk, identify: Identify) -> None:
+        self._desk, self._identify = desk, identify
+        self._open, self._of_user = 0, Counter[int]()
+
+    async def serve(self, reader: Reader, writer: Writer) -> None:
+        """Serve one connection, and close it."""
+        peer = _peer_uid(writer)
+        self._open += 1
+        if peer is not None:
+            self._of_user[peer] += 1
+        try:
+            if self._open > CONNECTIONS or (peer is not None and self._of_user[peer] > CONNECTIONS_OF_ONE):
+                return
+            answer = await self._answer(reader, writer)
+            writer.write(json.dumps(answer).encode() + b"\n")
+            async with asyncio.timeout(PATIENCE):
+                await writer.drain()
+        except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            pass  # a peer that is slow, or has gone
+        except asyncio.CancelledError:
+            pass  # the daemon ends; asyncio of Python 3.11 would log a task that was cancelled
+        finally:
+            self._open -= 1
+            if peer is not None:
+                self._of_user[peer] -= 1
+                self._of_user += Counter()  # without zeros
+            writer.close()
+
+    async def _answer(self, reader: Reader, writer: Writer) -> Any:
+        async with asyncio.timeout(PATIENCE):
+            line = await reader.readuntil(b"\n")
+        try:
+            uid, question = await self._identify(line, writer)
+            return await self._desk.answer(uid, question)
+        except ValidationError:
+            return {"error": "this is no question", "hint": "use a command of this release", "status": 400}
+        except MultiverseError as error:
+            status = 404 if isinstance(error, Gone) else 403 if isinstance(error, Refused) else 503
+            return {"error": error.message, "hint": error.hint, "status": status}
+        except Exception:  # of one question; it must not end the daemon
+            log.exception("question of a user not answered")
+            return {
+                "error": "the daemon could not answer",
+                "hint": "ask the operators: its log says why",
+                "status": 500,
+            }
+
+
+async def by_kernel(line: bytes, writer: Writer) -> tuple[int, Question]:
+    """Who asks is the peer of the Unix socket."""
+    uid = _peer_uid(writer)
+    if uid is None:
+        raise Refused("nobody knows who asks")
+    return uid, Question.model_validate_json(line)
+
+
+def by_munge(credentials: Credentials) -> Identify:
+    """Who asks is who made the credential, which carries the question."""
+
+    async def identify(line: bytes, _writer: Writer) -> tuple[int, Question]:
+        try:
+            credential = json.loads(line)["credential"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise Refused("there is no credential") from error
+        uid, payload = await credentials.decode(str(credential))
+        question = Question.model_validate_json(payload)
+        if question.purpose != PURPOSE:
+            raise Refused("the credential was made for another purpose")
+        return uid, question
+
+    return identify
+
+
+def _peer_uid(writer: Writer) -> int | None:
+    """The uid of a Unix socket's peer, as of its connect(2); None for other connections. See socket(7), SO_PEERCRED."""
+    sock = writer.get_extra_info("socket")
+    if sock is None or sock.family != socket.AF_UNIX:
+        return None
+    _pid, uid, _gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(uid)
+
+
+async def serve_users(desk: Desk, sock: socket.socket, tcp: socket.socket | None, credentials: Credentials) -> None:
+    """Answer users until cancelled: on a Unix socket, and on a TCP socket if there is one."""
+    servers = [await asyncio.start_unix_server(Listener(desk, by_kernel).serve, sock=sock, limit=LONGEST_QUESTION)]
+    if tcp is not None:
+        listener = Listener(desk, by_munge(credentials))
+        servers.append(await asyncio.start_server(listener.serve, sock=tcp, limit=LONGEST_QUESTION))
+    try:
+        await asyncio.Event().wait()
+    finally:
+        for server in servers:
+            server.close()

@@ -1,0 +1,140 @@
+"""Users ask about their own jobs: by the socket of all users, and with munge credentials over TCP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from multiverse.api import ExplanationsView, ExplanationView
+from multiverse.api.asking import PURPOSE
+from multiverse.client import Client
+from multiverse.drivers.slurm.auth import munge_socket
+from multiverse.service.credentials import Credentials
+from multiverse.service.startup import bind
+from multiverse.service.users_socket import Desk, Pace, serve_users
+from multiverse.service.viewer import PrivateData, Viewer
+from tests.integration.conftest import LabUnderTest
+from tests.integration.test_jobs import ended, latest, until
+
+pytestmark = pytest.mark.integration
+
+NOBODY = 65534
+
+
+def command(lab: LabUnderTest, uid: int, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """The command line as a user. The process may read all files, because this checkout may be in a directory that the
+    user cannot enter."""
+    caps = "-all,+dac_read_search"
+    become = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", f"--inh-caps={caps}",
+              f"--ambient-caps={caps}", f"--bounding-set={caps}", "--"]  # fmt: skip
+    argv = [*become, str(Path(sys.executable).with_name("multiverse")), *words]
+    return subprocess.run(argv, env=lab.env | more, cwd="/", capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_users_are_told_of_their_own_jobs_and_of_no_others(
+    lab: LabUnderTest, client: Client, controller: Callable[[], int]
+) -> None:
+    go = lab.user.home / "told"
+    job = lab.sbatch(f"until [ -e {go} ]; do sleep 0.2; done", "--output=/dev/null", "--comment=secret")
+    until("it runs", lambda: latest(client, job).get("state") == "allocated")
+    told = command(lab, lab.user.uid, "explain", job)
+    assert told.returncode == 0 and f"job {job}" in told.stdout and "It has run for" in told.stdout
+    assert command(lab, lab.user.uid, "timeline", job, "--json").returncode == 0
+    for uid in (lab.other.uid, NOBODY):
+        for asked in ("explain", "timeline"):
+            refused = command(lab, uid, asked, job, "--json")
+            assert refused.returncode == 1 and not refused.stdout and f"you have no job {job}" in refused.stderr
+            missing = command(lab, uid, asked, "999999", "--json")
+            assert missing.stderr == refused.stderr.replace(job, "999999"), "that there is such a job is not told"
+        assert json.loads(command(lab, uid, "capacity", "--json").stdout)["sizes"]
+        trial = command(lab, uid, "capacity", "--for", "-c 1 --mem 100M", "--json")
+        assert json.loads(trial.stdout)["why"]
+        for operators in (["jobs"], ["vms"], ["status"], ["hosts", "drain", "x"], ["repair", "x"], ["prune", "--yes"]):
+            assert command(lab, uid, *operators).returncode != 0
+    go.touch()
+    ended(client, job, "done")
+    assert "It ended" in command(lab, lab.user.uid, "explain", job).stdout
+
+
+class _Explanations:
+    def __init__(self, owner: int) -> None:
+        self._owner = owner
+
+    def of_job(self, job: str, viewer: Viewer) -> ExplanationsView:
+        found = ExplanationView(job, "x", self._owner, 1, "queued", 0.0, "", "It waits.", "", 0, "", None)
+        return ExplanationsView((found,) if viewer.may_see(self._owner) else ())
+
+
+@asynccontextmanager
+async def _serving(lab: LabUnderTest, place: Path) -> AsyncIterator[int]:
+    """What answers users of other machines, with the lab's munged."""
+    tcp = socket.create_server(("127.0.0.1", 0))
+    clock = SimpleNamespace(now=asyncio.get_running_loop().time)
+    backend = SimpleNamespace(explanations=_Explanations(lab.user.uid))
+    desk = Desk(backend, PrivateData(lab.where.slurm_conf), Pace(clock))  # type: ignore[arg-type]
+    sock = bind(place / "users.sock", "socket", all_users=True)
+    serving = asyncio.create_task(serve_users(desk, sock, tcp, Credentials(munge_socket(lab.where.slurm_conf))))
+    try:
+        yield tcp.getsockname()[1]
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+
+async def test_a_credential_is_good_for_its_own_question_once(lab: LabUnderTest, tmp_path: Path) -> None:
+    munged = lab.where.munge_socket
+
+    def credential(payload: Any, uid: int, *options: str) -> str:
+        made = subprocess.run(
+            ["munge", f"--socket={munged}", *options], input=json.dumps(payload), user=uid, group=uid,
+            extra_groups=[], capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        return made.stdout.strip()
+
+    async def ask(port: int, text: str) -> Any:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(json.dumps({"credential": text, "uid": lab.user.uid}).encode() + b"\n")
+        answer = json.loads(await reader.read())
+        writer.close()
+        return answer
+
+    question = {"ask": "explain", "job": "7", "purpose": PURPOSE}
+    async with _serving(lab, tmp_path) as port:
+        good = credential(question, lab.user.uid, "--restrict-uid=0")
+        assert (await ask(port, good))["jobs"][0]["text"] == "It waits."
+        assert "Replayed" in (await ask(port, good))["error"]
+        for uid in (lab.other.uid, NOBODY, 0):
+            theirs = await ask(port, credential({**question, "uid": lab.user.uid}, uid))
+            assert theirs["status"] == 400, "nobody says by themselves who they are"
+            assert (await ask(port, credential(question, uid)))["status"] == 404
+        other = credential({**question, "purpose": "something else"}, lab.user.uid)
+        assert "another purpose" in (await ask(port, other))["error"]
+        fresh = credential(question, lab.user.uid)
+        broken = fresh[:-9] + ("A" if fresh[-9] != "A" else "B") + fresh[-8:]
+        assert "not accepted" in (await ask(port, broken))["error"]
+        assert (
+            "not accepted" in (await ask(port, credential(question, lab.user.uid, f"--restrict-uid={NOBODY}")))["error"]
+        )
+        for nothing in ("", "MUNGE::", "MUNGE:" + "A" * 9000 + ":", "-n", "x\n0"):
+            assert "jobs" not in await ask(port, nothing)
+        more = {"MULTIVERSE_MUNGE_SOCKET": str(munged)}
+        mine = await asyncio.to_thread(
+            lambda: command(lab, lab.user.uid, "explain", "7", f"--controller=127.0.0.1:{port}", **more)
+        )
+        assert mine.returncode == 0 and "It waits." in mine.stdout
+        theirs = await asyncio.to_thread(
+            lambda: command(lab, lab.other.uid, "explain", "7", f"--controller=127.0.0.1:{port}", **more)
+        )
+        assert theirs.returncode == 1 and "you have no job 7" in theirs.stderr
+    assert os.geteuid() == 0

@@ -1,0 +1,217 @@
+"""What answers users: who asks is never what the peer says, and no question keeps it from others'."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from multiverse.api import ExplanationsView, ExplanationView, TimelineView
+from multiverse.api.asking import LONGEST_QUESTION, PURPOSE
+from multiverse.cli.asking import UsersClient, _address
+from multiverse.core.errors import Gone, MultiverseError, Refused
+from multiverse.service import users_socket
+from multiverse.service.credentials import _parsed
+from multiverse.service.startup import bind
+from multiverse.service.users_socket import Desk, Pace, serve_users
+from multiverse.service.viewer import PrivateData, Viewer
+from tests.unit.planner_harness import ManualClock
+
+ME = os.getuid()
+VIEW = ExplanationView("7", "hello", ME, 1, "queued", 5.0, "short", "It waits.", "", 0, "", None)
+
+
+class Explanations:
+    """Job 7 is mine, and job 8 somebody else's."""
+
+    def of_job(self, job: str, viewer: Viewer) -> ExplanationsView:
+        owner = {"7": ME, "8": ME + 1}.get(job)
+        found = owner is not None and viewer.may_see(owner)
+        return ExplanationsView((replace(VIEW, job_id=job),) if found else ())
+
+    def capacity(self, viewer: Viewer) -> Any:
+        raise Refused("the scheduler is unknown", hint="see: multiverse status")
+
+    def trial(self, request: Any, viewer: Viewer) -> Any:
+        raise ValueError("a defect")
+
+
+def _timelines(job: str, viewer: Viewer) -> list[TimelineView]:
+    return [TimelineView("7", 1, "queued", 0.0, (), ())] if job == "7" and viewer.may_see(ME) else []
+
+
+class Clock(ManualClock):
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+def desk(tmp_path: Path) -> Desk:
+    backend = SimpleNamespace(explanations=Explanations(), timelines_for=_timelines)
+    return Desk(backend, PrivateData(tmp_path / "none"), Pace(Clock()))  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def served(tmp_path: Path, credentials: Any = None) -> AsyncIterator[tuple[Path, int]]:
+    path, tcp = tmp_path / "users.sock", socket.create_server(("127.0.0.1", 0))
+    sock = bind(path, "socket", all_users=True)
+    task = asyncio.create_task(serve_users(desk(tmp_path), sock, tcp, credentials))
+    await asyncio.sleep(0)
+    try:
+        yield path, tcp.getsockname()[1]
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def exchange(path: Path, line: bytes) -> Any:
+    reader, writer = await asyncio.open_unix_connection(str(path))
+    writer.write(line)
+    try:
+        answer = await reader.read()
+    except ConnectionError:
+        answer = b""  # closed without a look at what was sent
+    writer.close()
+    return json.loads(answer) if answer else None
+
+
+async def test_a_user_is_told_of_their_own_job_and_of_no_other(tmp_path: Path) -> None:
+    async with served(tmp_path) as (path, _):
+        client = UsersClient(path)
+        mine = await asyncio.to_thread(client.explain, "7")
+        assert mine["jobs"][0]["text"] == "It waits."
+        assert (await asyncio.to_thread(client.timeline, "7"))[0]["job_id"] == "7"
+        for job in ("8", "9", "8_1"):
+            with pytest.raises(Gone, match=f"you have no job {job} "):
+                await asyncio.to_thread(client.explain, job)
+            with pytest.raises(Gone, match=f"you have no job {job} "):
+                await asyncio.to_thread(client.timeline, job)
+        with pytest.raises(Refused, match="scheduler is unknown"):
+            await asyncio.to_thread(client.capacity)
+
+
+async def test_all_users_may_connect_to_the_socket(tmp_path: Path) -> None:
+    async with served(tmp_path) as (path, _):
+        assert path.stat().st_mode & 0o777 == 0o666
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\n",
+        b"no json\n",
+        b"[]\n",
+        b'{"ask": "jobs"}\n',
+        b'{"ask": "explain", "job": "7; rm"}\n',
+        b'{"ask": "explain", "job": "../8"}\n',
+        b'{"ask": "explain", "job": "7", "uid": 0}\n',
+        b'{"ask": "explain", "job": "8", "uid": 0}\n',
+        b'{"ask": "trial", "request": {"nodes": -1}}\n',
+        b"\xff\xfe\n",
+    ],
+)
+async def test_what_is_no_question_is_refused(tmp_path: Path, line: bytes) -> None:
+    async with served(tmp_path) as (path, _):
+        answer = await exchange(path, line)
+        assert answer["status"] == 400 and "no question" in answer["error"]
+
+
+async def test_a_line_without_end_is_not_kept(tmp_path: Path) -> None:
+    async with served(tmp_path) as (path, _):
+        assert await exchange(path, b"x" * (4 * LONGEST_QUESTION)) is None
+        assert (await exchange(path, b'{"ask": "explain", "job": "7"}\n'))["jobs"]
+
+
+async def test_a_defect_is_the_answer_of_one_question_only(tmp_path: Path) -> None:
+    async with served(tmp_path) as (path, _):
+        answer = await exchange(path, b'{"ask": "trial", "request": {}}\n')
+        assert answer["status"] == 500 and "a defect" not in json.dumps(answer)
+        assert (await exchange(path, b'{"ask": "explain", "job": "7"}\n'))["jobs"]
+
+
+async def test_a_silent_peer_is_closed_and_one_user_cannot_take_all_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(users_socket, "PATIENCE", 0.5)
+    async with served(tmp_path) as (path, _):
+        silent = [await asyncio.open_unix_connection(str(path)) for _ in range(users_socket.CONNECTIONS_OF_ONE)]
+        assert await exchange(path, b'{"ask": "explain", "job": "7"}\n') is None, "one more of the same user"
+        assert [await reader.read() for reader, _ in silent] == [b""] * len(silent)
+        assert (await exchange(path, b'{"ask": "explain", "job": "7"}\n'))["jobs"], "and then there is room again"
+        for _, writer in silent:
+            writer.close()
+
+
+async def test_by_munge_only_what_the_credential_carries_counts(tmp_path: Path) -> None:
+    class Munge:
+        async def decode(self, credential: str) -> tuple[int, str]:
+            if credential == "forged":
+                raise Refused("the credential is not accepted: Invalid credential")
+            purpose = "other" if credential == "other" else PURPOSE
+            uid = ME + 1 if credential == "theirs" else ME
+            return uid, json.dumps({"ask": "explain", "job": "7", "purpose": purpose})
+
+    async def ask(port: int, document: Any) -> Any:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(json.dumps(document).encode() + b"\n")
+        answer = await reader.read()
+        writer.close()
+        return json.loads(answer)
+
+    async with served(tmp_path, Munge()) as (_, port):
+        assert (await ask(port, {"credential": "mine"}))["jobs"]
+        assert (await ask(port, {"credential": "mine", "ask": "explain", "job": "8"}))["jobs"][0]["job_id"] == "7"
+        assert (await ask(port, {"credential": "theirs"}))["status"] == 404
+        assert "another purpose" in (await ask(port, {"credential": "other"}))["error"]
+        assert "not accepted" in (await ask(port, {"credential": "forged"}))["error"]
+        for nothing in ({"ask": "explain", "job": "7"}, [], "x"):
+            assert "jobs" not in await ask(port, nothing)
+
+
+def test_what_unmunge_prints_is_read_strictly() -> None:
+    assert _parsed(0, b"UID:              1000\n\nhello\n\nUID: 0\n", b"") == (1000, "hello\n\nUID: 0\n")
+    with pytest.raises(Refused, match="Replayed credential"):
+        _parsed(17, b"", b"unmunge: Error: Replayed credential\n")
+    with pytest.raises(MultiverseError):
+        _parsed(0, b"GID: 1\n\nUID: 0\n", b"")
+
+
+async def test_nobody_takes_more_than_their_share_of_the_daemons_time() -> None:
+    times: list[tuple[str, float]] = []
+
+    class Steps(ManualClock):
+        def now(self) -> float:
+            return self.time
+
+    clock = Steps(now=0.0)
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        clock.time += seconds
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(users_socket.asyncio, "sleep", sleep)
+        pace = Pace(clock)
+        for who in (1, 1, 2):
+            async with pace.turn(who):
+                times.append((str(who), clock.time))
+                clock.time += 1.0
+    assert times == [("1", 0.0), ("1", 11.0), ("2", 15.0)]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("ctl", ("ctl", 6821)), ("ctl:99", ("ctl", 99)), ("10.0.0.1:99", ("10.0.0.1", 99)), ("[::1]:99", ("::1", 99)),
+     ("[::1]", ("::1", 6821)), ("fe80::1", ("fe80::1", 6821))],
+)  # fmt: skip
+def test_addresses_of_controllers(text: str, expected: tuple[str, int]) -> None:
+    assert _address(text) == expected

@@ -1,0 +1,55 @@
+"""What a user is told of others, by Slurm's PrivateData."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from multiverse.service.viewer import OPERATOR, PrivateData, Viewer
+
+HOSTS = frozenset({"n1", "n2", "n-10"})
+TEXT = "job 7 keeps them waiting, ahead of job 12_3; its VMs are on n1, n2 and n-10 (job in doubt)"
+
+
+def test_what_is_not_private_is_told() -> None:
+    assert Viewer(1000).told(TEXT, "7", HOSTS) == TEXT
+    assert OPERATOR.told(TEXT, "7", HOSTS) == TEXT and OPERATOR.may_see(1000) and OPERATOR.may_see(0)
+
+
+def test_jobs_of_others_lose_their_names_and_ones_own_keep_them() -> None:
+    hidden = Viewer(1000, others=False)
+    told = "job 7 keeps them waiting, ahead of another job; its VMs are on n1, n2 and n-10 (job in doubt)"
+    assert hidden.told(TEXT, "7", HOSTS) == told
+    assert hidden.told(TEXT, "7_2", HOSTS) == told, "a task of the same array is one's own, too"
+    assert "7" not in hidden.told("by jobs 7", "8", HOSTS)
+
+
+def test_hosts_lose_their_names() -> None:
+    hidden = Viewer(1000, hosts=False)
+    assert hidden.told("on n1, n2. It is n-10.", "7", HOSTS) == "on a host, a host It is a host"
+    assert hidden.told("on n11", "7", HOSTS) == "on n11"
+
+
+def test_only_ones_own_jobs_are_seen() -> None:
+    assert Viewer(1000).may_see(1000) and not Viewer(1000).may_see(1001) and not Viewer(0).may_see(1000)
+
+
+def test_private_data_is_read_again_when_it_changes(tmp_path: Path) -> None:
+    conf = tmp_path / "slurm.conf"
+    private = PrivateData(conf)
+    assert private.viewer(1) == Viewer(1, others=False, hosts=False), "what cannot be read keeps everything private"
+    for number, (value, expected) in enumerate(
+        {
+            "": Viewer(1),
+            "PrivateData=accounts": Viewer(1),
+            "PrivateData=Jobs,usage": Viewer(1, others=False),
+            "PrivateData=nodes": Viewer(1, hosts=False),
+            "PrivateData=all": Viewer(1, others=False, hosts=False),
+        }.items(),
+        1,
+    ):
+        conf.write_text(f"ClusterName=c\n{value}\n")
+        os.utime(conf, ns=(number, number))
+        assert private.viewer(1) == expected, value
+    conf.unlink()
+    assert private.viewer(1) == Viewer(1, others=False, hosts=False)
