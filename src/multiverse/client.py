@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown
+from multiverse.core.errors import Gone, MultiverseError, Unknown, Unreachable
 
 DEFAULT_SOCKET = Path("/run/multiverse/api.sock")
 
@@ -23,7 +23,7 @@ class Client:
     """A synchronous client with one connection.
 
     Methods return the documents as the daemon sent them; `multiverse.api.decode` makes values of them. Every method
-    raises `Refused` if there is no daemon or it may not be used, `Unknown` if it did not answer, `Gone` if what was
+    raises `Unreachable` if there is no daemon or it may not be used, `Unknown` if it did not answer, `Gone` if what was
     asked for does not exist, and `MultiverseError` for any other refusal.
     """
 
@@ -140,12 +140,12 @@ class Client:
             )
         return response
 
-    def _unreachable(self) -> Refused:
+    def _unreachable(self) -> Unreachable:
         """The error for a connection that failed."""
         if not self._path.exists():
-            return Refused(
+            return Unreachable(
                 f"no daemon listens at {self._path}", hint="start one: multiverse lab up, or multiverse daemon"
             )
         if not os.access(self._path, os.W_OK):
-            return Refused(f"{self._path} is not yours to use", hint="run this as the daemon's user")
-        return Refused(f"the daemon at {self._path} is not running", hint="start it: multiverse lab up")
+            return Unreachable(f"{self._path} is not yours to use", hint="run this as the daemon's user")
+        return Unreachable(f"the daemon at {self._path} is not running", hint="start it: multiverse lab up")

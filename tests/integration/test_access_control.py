@@ -65,7 +65,7 @@ def test_other_users_have_access_to_public_paths_only(
     slurm = pwd.getpwnam("slurm").pw_uid
     assert allowed([root / "run/inbox"], slurm) == {root / "run/inbox": ["read", "make"]}
     said = as_other(lab, "jobs")
-    assert said.returncode == 1 and "not yours to use" in said.stderr
+    assert said.returncode == 3 and "not yours to use" in said.stderr
     go.touch()
     ended(client, job, "done")
     nothing_left(lab, client)

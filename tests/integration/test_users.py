@@ -113,7 +113,7 @@ async def test_a_credential_is_good_for_its_own_question_once(lab: LabUnderTest,
     async with _serving(lab, tmp_path) as port:
         good = credential(question, lab.user.uid, "--restrict-uid=0")
         assert (await ask(port, good))["jobs"][0]["text"] == "It waits."
-        assert "Replayed" in (await ask(port, good))["error"]
+        assert "it was used before" in (await ask(port, good))["error"]
         for uid in (lab.other.uid, NOBODY, 0):
             theirs = await ask(port, credential({**question, "uid": lab.user.uid}, uid))
             assert theirs["status"] == 400, "nobody says by themselves who they are"

@@ -9,8 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.cli.main import SUPERSEDED, main
-from multiverse.core.errors import Superseded
+from multiverse.cli.exit_codes import EXIT_CODES, NO_ANSWER, NOT_DONE, SUPERSEDED
+from multiverse.cli.main import main
+from multiverse.core.errors import (
+    Broken,
+    Exhausted,
+    Gone,
+    MultiverseError,
+    Refused,
+    Superseded,
+    Unknown,
+    Unreachable,
+)
 
 
 def run_wrongly(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str]:
@@ -74,4 +84,30 @@ def test_an_operator_error_has_a_next_step(
     monkeypatch.setenv("MULTIVERSE_SOCKET", str(tmp_path / "none"))
     monkeypatch.delenv("MULTIVERSE_LAB", raising=False)
     status, text = run_wrongly(capsys, monkeypatch, "jobs")
-    assert status == 1 and text.startswith("multiverse: ") and " next: " in text
+    assert status == NO_ANSWER and text.startswith("multiverse: ") and " next: " in text
+
+
+def test_each_kind_of_error_has_the_exit_status_that_is_documented(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = {
+        Refused: NOT_DONE, Gone: NOT_DONE, Broken: NOT_DONE, Exhausted: NOT_DONE, Unknown: NO_ANSWER,
+        Unreachable: NO_ANSWER, Superseded: SUPERSEDED,
+    }  # fmt: skip
+    for kind, expected in kinds.items():
+
+        def failing(kind: type[MultiverseError] = kind, **_: object) -> None:
+            raise kind("it failed", hint="do that")
+
+        monkeypatch.setattr("multiverse.cli.main.build", lambda _, failing=failing: failing)
+        assert run_wrongly(capsys, monkeypatch, "jobs")[0] == expected and expected in EXIT_CODES
+
+
+def test_an_interruption_has_an_exit_status_of_its_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("multiverse.cli.main.build", lambda _: interrupted)
+    assert run_wrongly(capsys, monkeypatch, "jobs")[0] == 130

@@ -68,6 +68,20 @@ def recorded() -> dict[str, str]:
     return {block.splitlines()[0]: f"$ multiverse {block}" for block in blocks}
 
 
+@pytest.mark.parametrize("command", [one for one in COMMANDS if "--json" not in one])
+def test_every_screen_fits_80_columns_and_cuts_no_reason(command: str) -> None:
+    text = printed(command, 80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text or command.startswith("template")
+
+
+def test_jobs_with_the_same_reason_are_named_together_where_there_is_no_column_for_it() -> None:
+    narrow, wide = printed("jobs", 80), printed("jobs", 140)
+    assert "REASON" in wide and "REASON" not in narrow
+    for reason in ("no room", "it is odd"):
+        assert reason in wide and reason in narrow
+
+
 def test_the_hosts_fit_a_terminal_of_80_columns() -> None:
     text = printed("hosts", 80)
     assert max(map(len, text.splitlines())) <= 80

@@ -22,6 +22,21 @@ def test_the_page_of_options_is_generated_from_its_tests() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_what_is_generated_from_the_commands_and_the_api_is_current() -> None:
+    done = subprocess.run([sys.executable, ROOT / "scripts/commands", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_manual_page_can_be_formatted() -> None:
+    pages = sorted((ROOT / "docs/man").glob("*.1"))
+    assert len(pages) > 15
+    for page in pages:
+        text = page.read_text()
+        assert text.startswith(".TH ") and ".SH NAME" in text and '.SH "EXIT STATUS"' in text
+        requests = {line.split()[0] for line in text.splitlines() if line.startswith(".")}
+        assert requests <= {".TH", ".SH", ".TP", ".nf", ".fi"}, page.name
+
+
 def test_each_row_of_the_page_of_options_has_a_test() -> None:
     tests = set(re.findall(r"def (test_\w+)", (ROOT / "tests/integration/test_options.py").read_text()))
     for row in (row for group in GROUPS for row in group.rows):
@@ -45,6 +60,6 @@ def test_every_command_that_the_pages_name_exists() -> None:
     command = get_command(build())
     verbs = command.commands  # type: ignore[attr-defined]
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        for verb, sub in re.findall(r"`?multiverse ([a-z]+)(?: ([a-z-]+))?", page.read_text()):
+        for verb, sub in re.findall(r"`?multiverse ([a-z]+)(?: ([a-z][a-z-]*))?", page.read_text()):
             if verb in verbs and hasattr(verbs[verb], "commands") and sub:
                 assert sub in verbs[verb].commands, f"{page.name}: multiverse {verb} {sub}"

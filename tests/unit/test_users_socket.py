@@ -178,8 +178,10 @@ async def test_by_munge_only_what_the_credential_carries_counts(tmp_path: Path) 
 
 def test_what_unmunge_prints_is_read_strictly() -> None:
     assert _parsed(0, b"UID:              1000\n\nhello\n\nUID: 0\n", b"") == (1000, "hello\n\nUID: 0\n")
-    with pytest.raises(Refused, match="Replayed credential"):
-        _parsed(17, b"", b"unmunge: Error: Replayed credential\n")
+    with pytest.raises(Refused, match="it was used before"):
+        _parsed(17, b"UID: 0\n\nhello", b"")
+    with pytest.raises(Refused, match=r"Invalid credential$"):
+        _parsed(12, b"", b"unmunge: Error: Invalid credential\n")
     with pytest.raises(MultiverseError):
         _parsed(0, b"GID: 1\n\nUID: 0\n", b"")
 

@@ -15,7 +15,7 @@ import typer
 
 from multiverse.api.asking import PURPOSE
 from multiverse.client import Client, socket_path
-from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown
+from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown, Unreachable
 
 PORT = 6821
 """The port of `users.listen`, unless the settings say otherwise."""
@@ -86,7 +86,7 @@ class UsersClient:
         try:
             answer = json.loads(self._exchange(line.encode() + b"\n") or "null")
         except OSError as error:
-            raise Refused(
+            raise Unreachable(
                 f"no controller answers at {where}: {error.strerror or error}",
                 hint="ask the operators whether it runs, and whether it answers users (users in its settings)",
             ) from error

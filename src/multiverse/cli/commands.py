@@ -30,6 +30,7 @@ COMMANDS = {
     "simulate": "simulate",
     "demo": "demo",
     "soak": "soak",
+    "completion": "completion",
 }
 """By name, in the order of the help, the module of a command: it has an `app` with commands of its own, or a function
 of the same name."""

@@ -15,14 +15,12 @@ from rich.text import Text
 from multiverse.api import HostsChanged, HostView, decode
 from multiverse.cli import render
 from multiverse.cli.times import unix_time
+from multiverse.cli.watch import Watch, watched
 from multiverse.client import Client
 
 app = typer.Typer(help="The hosts: show, add, drain, resume and remove them.", invoke_without_command=True)
 
 Hosts = Annotated[list[str], typer.Argument(metavar="HOST", help="Names, also as node sets: n[1-4,7].")]
-
-WIDE = 140
-"""Columns of a terminal from which on all figures are shown."""
 
 SHOWN_JOBS = 8
 
@@ -31,10 +29,17 @@ _CLONE_KINDS = ("instant", "linked", "full")
 
 
 @app.callback()
-def hosts(context: typer.Context, json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def hosts(
+    context: typer.Context,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    watch: Watch = False,
+) -> None:
     """Show hosts. Admission counts against what is declared, which need not be what the machine has."""
-    if context.invoked_subcommand is not None:
-        return
+    if context.invoked_subcommand is None:
+        watched(lambda: _show(json=json), again=watch)
+
+
+def _show(*, json: bool) -> None:
     with Client() as client:
         document = client.hosts()
     if json:
@@ -51,7 +56,7 @@ def _table(found: Sequence[HostView]) -> Table:
     """What differs from host to host, as far as it fits the terminal: all of it from 140 columns on."""
     narrow = ("CPUS", "MEMORY")
     wide = (*narrow, "DISK", "VMS TAKE", "TEMPLATES", "AVAILABLE")
-    full = render.console.width >= WIDE
+    full = render.is_wide()
     shown = wide if full else narrow
     table = render.table("HOST", "STATE", "VMS", "JOBS", *shown, right=("VMS", "JOBS"), fold=shown)
     for one in found:

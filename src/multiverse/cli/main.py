@@ -8,8 +8,9 @@ import sys
 import typer
 
 from multiverse.cli.commands import build, needed
+from multiverse.cli.exit_codes import CLOSED, INTERRUPTED, NO_ANSWER, NOT_DONE, SUPERSEDED
 from multiverse.cli.render import errors
-from multiverse.core.errors import MultiverseError, Superseded
+from multiverse.core.errors import MultiverseError, Superseded, Unknown, Unreachable
 
 
 def _interrupt(_number: int, _frame: object) -> None:
@@ -26,13 +27,16 @@ def _show(error: typer.TyperException) -> None:
         errors.print(error.format_message(), markup=False)
 
 
-SUPERSEDED = 4
-"""The exit status of a daemon that another one supersedes: two that start each other again would take turns."""
+def _status_of(error: MultiverseError) -> int:
+    """The exit status for an error. A daemon that another one supersedes ends with one of its own, after which the
+    service manager does not start it again: two that start each other again would take turns."""
+    if isinstance(error, Superseded):
+        return SUPERSEDED
+    return NO_ANSWER if isinstance(error, (Unreachable, Unknown)) else NOT_DONE
 
 
 def main() -> None:
-    """Entry point. Errors for operators go to stderr with their next step, and the exit status is 1, or
-    `SUPERSEDED` where the service manager must not start the daemon again."""
+    """Entry point. Errors for operators go to stderr with their next step. The exit status is one of `EXIT_CODES`."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup(1) ignores SIGHUP, and that is kept
             signal.signal(number, _interrupt)
@@ -42,13 +46,13 @@ def main() -> None:
         errors.print(f"multiverse: {error.message}", markup=False)
         if error.hint:
             errors.print(f"  next: {error.hint}", markup=False, style="dim")
-        sys.exit(SUPERSEDED if isinstance(error, Superseded) else 1)
+        sys.exit(_status_of(error))
     except typer.TyperException as error:  # wrong usage of the command line
         _show(error)
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     except BrokenPipeError:
         sys.stderr.close()
-        sys.exit(141)
+        sys.exit(CLOSED)
     sys.exit(status if isinstance(status, int) else 0)

@@ -1,4 +1,4 @@
-"""The output of the command line: tables that fit 80 to 160 columns, JSON, durations and sizes, progress lines."""
+"""The output of the command line: tables that fit 80 columns and use 140, JSON, durations and sizes, progress lines."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-# Output that goes to no terminal is not wrapped, and what is cut is lost: let tables be as wide as they need.
-_WIDTH = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else 200
+WIDE = 140
+"""Columns from which on tables show everything. What goes to no terminal is as wide as that."""
+
+_WIDTH = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else WIDE
 
 console = Console(width=_WIDTH, highlight=False, soft_wrap=False)
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -92,7 +94,8 @@ def say(text: str, *, indent: int = 2, style: str = "") -> None:
 
 def table(*columns: str, right: Sequence[str] = (), fold: Sequence[str] = ()) -> Table:
     """An empty table. Columns in `right` are aligned to the right; columns in `fold` are wrapped when the terminal is
-    too narrow, others are cut."""
+    too narrow, others are cut. What goes to no terminal is wrapped instead, because what is cut is lost there."""
+    fold = fold if console.is_terminal else columns
     made = _PlainTable(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     for column in columns:
         made.add_column(
@@ -103,6 +106,11 @@ def table(*columns: str, right: Sequence[str] = (), fold: Sequence[str] = ()) ->
             ratio=None,
         )
     return made
+
+
+def is_wide() -> bool:
+    """Whether tables show everything."""
+    return console.width >= WIDE
 
 
 def as_json(value: Any) -> None:

@@ -10,17 +10,25 @@ from rich.text import Text
 
 from multiverse.api import Alert, PoolView, SourceView, StatusView, decode
 from multiverse.cli import render
+from multiverse.cli.watch import Watch, watched
 from multiverse.client import Client
 
 ALERTS_PRESENT = 1
 """The exit status when there is an alert with something to do."""
 
 
-def status(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def status(
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    watch: Watch = False,
+) -> None:
     """Show the state of the controller, and each alert with its remedy.
 
     Exits with 1 when there is an alert that can be remedied. Settings of Slurm that do not reach VMs (kind "unserved")
     are only shown."""
+    watched(lambda: _status(json=json), again=watch)
+
+
+def _status(*, json: bool) -> None:
     with Client() as client:
         document = client.status()
     found = decode(StatusView, document)

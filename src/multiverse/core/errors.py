@@ -27,6 +27,10 @@ class Superseded(Refused):
     """Another controller commands the site: this one has to end."""
 
 
+class Unreachable(Refused):
+    """It could not even be asked for: nobody answers there, or it is not ours to use."""
+
+
 class Exhausted(MultiverseError):
     """It was not done for want of something that may come back: memory, disk, a free address."""
 

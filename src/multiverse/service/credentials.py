@@ -15,6 +15,14 @@ TIMEOUT = 5.0
 AT_ONCE = 4
 """Credentials that are decoded at the same time."""
 
+_STATUS = {
+    15: "it has expired",
+    16: "it was made in the future: compare the clocks",
+    17: "it was used before",
+    18: "it is for another user",
+}
+"""What munge calls EMUNGE_CRED_EXPIRED, _REWOUND, _REPLAYED and _UNAUTHORIZED. See munge(3)."""
+
 _CREDENTIAL = re.compile(rb"MUNGE:[A-Za-z0-9+/=]+:")
 
 
@@ -58,7 +66,8 @@ class Credentials:
 def _parsed(status: int, out: bytes, said: bytes) -> tuple[int, str]:
     """What unmunge prints: metadata, an empty line, the payload. Whatever is wrong with a credential is its status."""
     if status:
-        why = said.decode(errors="replace").strip().removeprefix("unmunge: Error: ") or f"unmunge ended with {status}"
+        words = said.decode(errors="replace").strip().removeprefix("unmunge: Error: ")
+        why = _STATUS.get(status) or words or f"unmunge ended with {status}"
         raise Refused(f"the credential is not accepted: {why}"[:300])
     metadata, _, payload = out.partition(b"\n\n")
     found = re.fullmatch(rb"UID:\s+(\d+)", metadata.strip())
