@@ -435,7 +435,7 @@ def test_the_answer_of_the_probe_is_cached(tmp_path: Path, monkeypatch: pytest.M
         asked.append(binary)
         return "it hung"
 
-    monkeypatch.setattr(probe, "_probe", ask)
+    monkeypatch.setattr(probe, "why_no_kvm", ask)
     kept = tmp_path / "state/kvm.json"
     for _ in range(2):
         assert probe.accelerator("auto", "qemu", "7.2", kept).name == "tcg"

@@ -26,6 +26,7 @@ COMMANDS = {
     "agent": "agent",
     "lab": "lab",
     "site": "site",
+    "doctor": "doctor",
     "bench": "benchmarks",
     "simulate": "simulate",
     "demo": "demo",

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from pyroute2 import IPRoute
@@ -29,6 +29,10 @@ _INTERFACES = Path("/sys/class/net")
 _START_BRIDGE = "systemctl enable multiverse-bridge and systemctl restart multiverse-bridge"
 
 
+Part = Callable[[], Iterable[Finding]]
+"""A part of an examination."""
+
+
 def check(settings: Settings, config: Path, slurm_conf: Path) -> list[Finding]:
     """All findings, in the order in which an administrator should deal with them.
 
@@ -36,22 +40,33 @@ def check(settings: Settings, config: Path, slurm_conf: Path) -> list[Finding]:
     Raises `Broken` if slurm.conf cannot be read.
     """
     site = site_conf.read(slurm_conf)
-    release = requirements.version(asyncio.run(SlurmCommands(settings.slurm).run("scontrol", "--version")))
-    parts: list[Callable[[], Iterator[Finding]]] = [
-        lambda: requirements.examine(settings, site, release),
-        lambda: _files(settings, config, site),
-        lambda: _scripts(settings, site),
-        lambda: _machine(settings, site),
-        lambda: _slurmctld(settings, site),
-        lambda: _daemon(settings),
-    ]
-    found: list[Finding] = []
-    for part in parts:
-        try:
-            found += part()
-        except MultiverseError as error:  # what could not be examined is a finding, too
-            found.append(Finding(Level.PROBLEM, "check", error.message, error.hint or "see the message"))
+    found = [each for part in parts(settings, config, site, release_of(settings)).values() for each in tried(part)]
     return [*dict.fromkeys(found)]
+
+
+def release_of(settings: Settings) -> requirements.Version:
+    """The release of Slurm's commands here. Raises `Unknown` or `Refused` if they cannot be run."""
+    return requirements.version(asyncio.run(SlurmCommands(settings.slurm).run("scontrol", "--version")))
+
+
+def parts(settings: Settings, config: Path, site: SiteConf, release: requirements.Version) -> dict[str, Part]:
+    """What `check` examines, by name, in order."""
+    return {
+        "slurm.conf": lambda: requirements.examine(settings, site, release),
+        "files": lambda: _files(settings, config, site),
+        "job_submit.lua and epilog": lambda: _scripts(settings, site),
+        "inbox, bridge, image and munge key": lambda: _machine(settings, site),
+        "slurmctld": lambda: _slurmctld(settings, site),
+        "daemon": lambda: _daemon(settings),
+    }
+
+
+def tried(part: Part) -> list[Finding]:
+    """The findings of a part. What could not be examined is one, too."""
+    try:
+        return [*part()]
+    except MultiverseError as error:
+        return [Finding(Level.PROBLEM, "check", error.message, error.hint or "see the message")]
 
 
 def check_agent(settings: Settings, config: Path) -> list[Finding]:
@@ -175,7 +190,7 @@ def _machine(settings: Settings, site: SiteConf) -> Iterator[Finding]:
             f"slurmctld cannot write hints and take offers: {reason}",
             "run systemd-tmpfiles --create /etc/tmpfiles.d/multiverse.conf, and see the directories above",
         )
-    if not _has_address(settings.qemu.bridge, settings.network.gateway):
+    if not has_address(settings.qemu.bridge, settings.network.gateway):
         yield Finding(
             Level.PROBLEM,
             settings.qemu.bridge,
@@ -207,7 +222,7 @@ def _machine(settings: Settings, site: SiteConf) -> Iterator[Finding]:
         )
 
 
-def _has_address(bridge: str, address: str) -> bool:
+def has_address(bridge: str, address: str) -> bool:
     with IPRoute() as ip:
         links = ip.link_lookup(ifname=bridge)
         found = ip.get_addr(family=socket.AF_INET, index=links[0]) if links else ()

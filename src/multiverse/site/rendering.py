@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from multiverse.config import Settings
+from multiverse.config import Settings, users_socket
 from multiverse.core.errors import Broken
 from multiverse.drivers.slurm import install, slurm_user
 from multiverse.drivers.slurm.site_conf import SiteConf
@@ -95,7 +95,10 @@ def _for_systemd(settings: Settings, config: Path, site: SiteConf) -> list[SiteF
         "bridge_service": BRIDGE_SERVICE,
         "agent_service": AGENT_SERVICE,
         "run_directories": _below_run(
-            settings.socket.parent, settings.agent.socket.parent, settings.slurm.inbox.parent
+            settings.socket.parent,
+            users_socket(settings).parent,
+            settings.agent.socket.parent,
+            settings.slurm.inbox.parent,
         ),
         "inbox": settings.slurm.inbox,
         "slurm_uid": slurm_user.of(site.text).uid,  # the name service may not answer yet when the directory is made

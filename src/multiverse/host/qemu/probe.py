@@ -82,12 +82,12 @@ def _cached_probe(key: str, binary: str, cache: Path) -> str:
             return str(kept["reason"])
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    reason = _probe(binary)
+    reason = why_no_kvm(binary)
     save(cache, {"key": key, "reason": reason})
     return reason
 
 
-def _probe(binary: str) -> str:
+def why_no_kvm(binary: str) -> str:
     """The reason why KVM cannot be used, or nothing if it can.
 
     That a guest boots is not enough: where KVM is itself emulated, the boot takes twenty times as long as without KVM,
