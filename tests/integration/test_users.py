@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -77,9 +76,9 @@ class _Explanations:
 
 
 @asynccontextmanager
-async def _serving(lab: LabUnderTest, place: Path) -> AsyncIterator[int]:
+async def _serving(lab: LabUnderTest, place: Path, address: str = "127.0.0.1") -> AsyncIterator[int]:
     """What answers users of other machines, with the lab's munged."""
-    tcp = socket.create_server(("127.0.0.1", 0))
+    tcp = socket.create_server((address, 0))
     clock = SimpleNamespace(now=asyncio.get_running_loop().time)
     backend = SimpleNamespace(explanations=_Explanations(lab.user.uid))
     desk = Desk(backend, PrivateData(lab.where.slurm_conf), Pace(clock))  # type: ignore[arg-type]
@@ -137,4 +136,36 @@ async def test_a_credential_is_good_for_its_own_question_once(lab: LabUnderTest,
             lambda: command(lab, lab.other.uid, "explain", "7", f"--controller=127.0.0.1:{port}", **more)
         )
         assert theirs.returncode == 1 and "you have no job 7" in theirs.stderr
-    assert os.geteuid() == 0
+
+
+_IN_A_GUEST = """\
+ask() {{ exec 3<>/dev/tcp/{gateway}/{port}; printf '{{"credential":"%s"}}\\n' "$1" >&3; cat <&3; exec 3>&-; echo; }}
+ask "$(printf %s '{question}' | munge --restrict-uid=0)"
+ask "$(printf %s '{question}' | munge --restrict-uid=0 --uid=0)"
+ask "no credential"
+find / -xdev '(' -name 'api.sock' -o -name 'users.sock' -o -name 'multiverse.db*' ')' 2> /dev/null
+echo over
+"""
+
+
+async def test_a_job_in_a_guest_asks_as_its_user_and_as_nobody_else(
+    lab: LabUnderTest, controller: Callable[[], int], tmp_path: Path
+) -> None:
+    gateway, question = lab.settings.network.gateway, {"ask": "explain", "job": "7", "purpose": PURPOSE}
+    async with _serving(lab, tmp_path, gateway) as port:
+        script = _IN_A_GUEST.format(gateway=gateway, port=port, question=json.dumps(question))
+        said = {}
+        for user in (lab.user, lab.other):
+            out = user.home / "asked"
+            path = user.home / "ask.sh"
+            path.write_text(script)
+            path.chmod(0o755)
+            argv = ("--wait", f"--output={out}", "--partition=vm", f"--wrap=bash {path}")
+            await asyncio.to_thread(lambda argv=argv, user=user: lab.run("sbatch", *argv, user=user))  # type: ignore[misc]
+            said[user.uid] = out.read_text().strip().splitlines()
+    mine, as_root, nothing, over = said[lab.user.uid]
+    assert json.loads(mine)["jobs"][0]["text"] == "It waits."
+    assert "jobs" not in json.loads(as_root or "{}"), "munged in the guest lets no user be another"
+    assert "no munge credential" in json.loads(nothing)["error"] and over == "over", "no file of the daemon is there"
+    theirs = json.loads(said[lab.other.uid][0])
+    assert theirs["status"] == 404 and "you have no job 7" in theirs["error"]

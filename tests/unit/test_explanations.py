@@ -1,0 +1,157 @@
+"""Explanations as the API and users get them: of which jobs, with which names, and for how many tasks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from multiverse.api import TrialRequest
+from multiverse.core.errors import Refused
+from multiverse.core.model import Attempt, AttemptState
+from multiverse.service.api import make_api
+from multiverse.service.explanations import TASKS, Explanations
+from multiverse.service.viewer import OPERATOR, Viewer
+from tests.unit.planner_harness import ManualClock
+from tests.unit.rows import attempt
+from tests.unit.test_backfill import NOW, Cluster
+
+A = AttemptState
+CLOCK = ManualClock(NOW + 20)
+
+
+class Store:
+    """All attempts, the ended ones too."""
+
+    def __init__(self, cluster: Cluster, ended: list[Attempt]) -> None:
+        self._cluster, self._ended = cluster, ended
+
+    def attempts(self, *, job_id: str, limit: int) -> list[Attempt]:
+        assert self._cluster.state is not None
+        every = [*self._cluster.state.attempts.values(), *self._ended]
+        found = [one for one in every if one.job.job_id == job_id or one.job.job_id.startswith(f"{job_id}_")]
+        return sorted(found, key=lambda one: -one.id)[:limit]
+
+    def journal(self, *, attempts: list[int]) -> list[Any]:
+        return [SimpleNamespace(wall=CLOCK.wall() - 7200.0)]
+
+
+def explanations(cluster: Cluster, *ended: Attempt) -> Explanations:
+    controller = SimpleNamespace(context=cluster.context, state=cluster.state)
+    return Explanations(controller, Store(cluster, list(ended)), CLOCK)  # type: ignore[arg-type]
+
+
+def crowded() -> Cluster:
+    cluster = Cluster(hosts=2)
+    cluster.runs(1, 3, ends=500.0)
+    cluster.waits(2, 4, nodes=2)
+    cluster.waits(3, 3, uid=2000)
+    cluster.run()
+    return cluster
+
+
+def test_an_operator_is_told_of_any_job_with_all_names() -> None:
+    (one,) = explanations(crowded()).of_job("3", OPERATOR).jobs
+    assert (one.job_id, one.uid, one.state, one.ahead, one.behind) == ("3", 2000, "queued", 1, "2")
+    assert "job 2 keeps them waiting" in one.text and one.waiting_since == CLOCK.wall() - (CLOCK.now() - 0.0)
+    assert {group.hosts for group in one.hosts} == {"h1", "h2"}
+
+
+def test_a_user_is_told_of_no_other_users_job() -> None:
+    found = explanations(crowded())
+    assert found.of_job("3", Viewer(2000)).jobs and found.of_job("2", Viewer(1000)).jobs
+    for uid in (1000, 0, 65534):
+        assert not found.of_job("3", Viewer(uid)).jobs
+
+
+def test_what_is_private_is_left_out_of_every_field() -> None:
+    (one,) = explanations(crowded()).of_job("3", Viewer(2000, others=False, hosts=False)).jobs
+    said = repr(replace(one, expected=None, waiting_since=None))
+    assert "job 2" not in said and one.behind == "" and "another job keeps them waiting" in one.text
+    assert "h1" not in said and "h2" not in said and sum(group.count for group in one.hosts) == 2
+
+
+def test_the_latest_attempt_of_a_job_is_told() -> None:
+    older = attempt(A.REQUEUED, id=1, job="5", reason="no VM joined")
+    newer = attempt(A.FAILED, id=9, job="5", reason="no VM could be made")
+    (one,) = explanations(crowded(), older, newer).of_job("5", OPERATOR).jobs
+    assert one.attempt == 9 and one.text == "It failed 2 h ago: no VM could be made." and one.todo
+    assert not one.hosts and one.waiting_since is None
+
+
+def test_of_an_array_the_first_tasks_are_told_and_hosts_once() -> None:
+    cluster = Cluster()
+    cluster.runs(1, 4, ends=500.0)
+    for number in range(2, 2 + TASKS + 5):
+        cluster.waits(number, 1, array="40")
+        ref = replace(cluster.jobs[str(number)].ref, job_id=f"40_{number}")
+        cluster.jobs[ref.job_id] = replace(cluster.jobs.pop(str(number)), ref=ref)
+        cluster.rows[-1] = replace(cluster.rows[-1], job=ref)  # type: ignore[call-arg]
+    cluster.run()
+    found = explanations(cluster).of_job("40", OPERATOR)
+    assert len(found.jobs) == TASKS and found.more == 5
+    assert [bool(one.hosts) for one in found.jobs] == [True] + [False] * (TASKS - 1)
+    (one,) = explanations(cluster).of_job("40_5", OPERATOR).jobs
+    assert one.job_id == "40_5" and one.hosts
+
+
+def test_a_job_that_slurm_has_shown_and_no_pass_has_seen_is_told() -> None:
+    cluster = crowded()
+    cluster.jobs["77"] = replace(cluster.jobs["2"], ref=replace(cluster.jobs["2"].ref, job_id="77"))
+    (one,) = explanations(cluster).of_job("77", OPERATOR).jobs
+    assert one.attempt is None and "next pass" in one.text
+    assert not explanations(cluster).of_job("77", Viewer(65534)).jobs
+    assert not explanations(cluster).of_job("78", OPERATOR).jobs
+
+
+@pytest.mark.parametrize(
+    ("reason", "held", "todo"),
+    [
+        ("JobHeldUser", True, "scontrol release 9"),
+        ("JobHeldAdmin", True, "ask the administrators"),
+        ("Dependency", False, "Format=Dependency"),
+        ("BeginTime", False, "Format=StartTime"),
+        ("QOSMaxJobsPerUserLimit", False, "scontrol show job 9"),
+    ],
+)
+def test_what_slurm_itself_holds_back_has_a_next_step_in_slurms_words(reason: str, held: bool, todo: str) -> None:
+    cluster = Cluster()
+    cluster.waits(9, 1)
+    cluster.jobs["9"] = replace(cluster.jobs["9"], eligible=False, held=held, reason=reason)
+    cluster.run()
+    (one,) = explanations(cluster).of_job("9", OPERATOR).jobs
+    assert reason in one.text and todo in one.todo
+
+
+def test_capacity_names_the_job_that_blocks_to_those_who_may_know() -> None:
+    found = explanations(crowded())
+    shown = found.capacity(OPERATOR)
+    assert shown.blocked and shown.blocked_by == "2" and shown.waiting == 2
+    assert found.capacity(Viewer(2000, others=False)).blocked_by == ""
+    assert found.capacity(Viewer(1000, others=False)).blocked_by == "2", "it is theirs"
+    assert {(one.cpus, one.now) for one in shown.sizes} >= {(1, 5), (4, 1)}
+    trial = found.trial(TrialRequest(cpus=4, memory=100, nodes=2), Viewer(2000, others=False, hosts=False))
+    assert not trial.starts and trial.behind == "" and trial.ahead == 2 and trial.alone is not None
+    assert all(group.hosts == "" and group.count for group in trial.groups)
+
+
+async def test_the_routes_answer_with_what_is_wrong() -> None:
+    cluster = crowded()
+    found = explanations(cluster)
+    backend = SimpleNamespace(explanations=found)
+    transport = httpx.ASGITransport(app=make_api(backend))  # type: ignore[arg-type]
+    async with httpx.AsyncClient(transport=transport, base_url="http://multiverse") as client:
+        assert (await client.get("/explain/3")).json()["jobs"][0]["job_id"] == "3"
+        assert (await client.get("/explain/99")).status_code == 404
+        assert (await client.get("/capacity")).json()["blocked_by"] == "2"
+        asked = await client.post("/capacity", json={"cpus": 1, "memory": 100, "limit": 10})
+        assert asked.json()["starts"] is True and asked.json()["hosts"] in ("h1", "h2")
+        assert (await client.post("/capacity", json={"cpus": 0})).status_code == 422
+        cluster.world = replace(cluster.world, scheduler=None)
+        assert (await client.get("/capacity")).status_code == 503
+        assert (await client.post("/capacity", json={})).status_code == 503
+    with pytest.raises(Refused, match="unknown"):
+        found.capacity(OPERATOR)
