@@ -31,7 +31,7 @@ class Startable:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class CapacityUsage:
     """What VMs may claim on all hosts of the site in sight: what jobs' VMs, spares and templates claim, what is free on
     hosts that take new VMs, and what is on hosts that take none. Of a host where more may be claimed than is declared,
     as much as may be claimed. `hosts` and `closed_hosts` are their numbers."""
@@ -89,7 +89,7 @@ def sizes_to_show(context: Context) -> list[Size]:
     return sorted({*ladder, *asked, *pools})
 
 
-def usage(context: Context) -> Usage:
+def usage(context: Context) -> CapacityUsage:
     """What is used and what is free."""
     state, room = context.state, room_of(context)
     sums = {what: [0, 0, 0] for what in ("total", "job", "spare", "template", "free", "closed")}
@@ -113,7 +113,7 @@ def usage(context: Context) -> Usage:
         else:
             add("free", *free)
     as_size = {what: Size(*figures) for what, figures in sums.items()}
-    return Usage(
+    return CapacityUsage(
         len(context.in_sight), as_size["total"], as_size["job"], as_size["spare"], as_size["template"],
         as_size["free"], as_size["closed"], closed,
     )  # fmt: skip
