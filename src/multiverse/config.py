@@ -163,6 +163,17 @@ class PlacementSettings:
 
 
 @dataclass(frozen=True)
+class WebSettings:
+    """The web page. It shows everything to whoever reaches it, and changes nothing: the reverse proxy says who may."""
+
+    # A path of a Unix socket, or an address of this machine itself with a port, such as 127.0.0.1:8642, which every
+    # user of this machine reaches. Empty: there is no web page.
+    listen: str = ""
+    group: str = ""  # the group, beside root, that may use the Unix socket: the reverse proxy's
+    viewers: int = 500  # at the same time, at most
+
+
+@dataclass(frozen=True)
 class PoolSettings:
     """A warm pool: VMs that exist before a job requests one. Their number is between `min` and `max`, by demand."""
 
@@ -306,6 +317,7 @@ class Settings:
     pacing: PacingSettings = field(default_factory=PacingSettings)
     backfill: BackfillSettings = field(default_factory=BackfillSettings)
     placement: PlacementSettings = field(default_factory=PlacementSettings)
+    web: WebSettings = field(default_factory=WebSettings)
     mounts: tuple[Mount, ...] = ()
     pool: tuple[PoolSettings, ...] = ()
     lease: tuple[LeaseSettings, ...] = ()
@@ -456,6 +468,7 @@ def _contradictions(s: Settings) -> Iterator[str]:
     yield from _wrong_pools(s)
     yield from _wrong_leases(s.lease)
     yield from _wrong_users(s.users)
+    yield from _wrong_web(s.web)
     if not LEAST_SCRATCH <= s.image.scratch <= s.image.tmp_disk:
         yield f"image.scratch: must be at least {LEAST_SCRATCH} MiB and at most image.tmp_disk, {s.image.tmp_disk} MiB"
     if not 0 <= s.history_days < math.inf:
@@ -584,6 +597,33 @@ def _wrong_users(users: UsersSettings) -> Iterator[str]:
 def users_socket(settings: Settings) -> Path:
     """The socket that every user may use."""
     return settings.users.socket or settings.socket.with_name("users.sock")
+
+
+def web_address(listen: str) -> tuple[str, int] | None:
+    """The address and port of `web.listen`; None if it is a path. Raises `ValueError` if it is neither."""
+    if listen.startswith("/"):
+        return None
+    host, _, port = listen.rpartition(":")
+    address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host.strip("[]"))
+    if not address.is_loopback:
+        raise ValueError(f"{address} can be reached from other machines, without authentication")
+    if not (port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise ValueError(f"{port!r} is no port")
+    return str(address), int(port)
+
+
+def _wrong_web(web: WebSettings) -> Iterator[str]:
+    try:
+        path = bool(web.listen) and web_address(web.listen) is None
+    except ValueError as error:
+        yield f"web.listen: must be an absolute path, or an address of this machine itself as 127.0.0.1:8642: {error}"
+        return
+    if path and len(web.listen) > 107:
+        yield "web.listen: the path of a socket has at most 107 bytes"
+    if web.group and not path:
+        yield "web.group: only a Unix socket belongs to a group; set web.listen to a path"
+    if web.viewers < 1:
+        yield "web.viewers: must be at least 1"
 
 
 def _wrong_pools(s: Settings) -> Iterator[str]:

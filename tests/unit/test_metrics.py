@@ -12,9 +12,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from multiverse.config import Settings
 from multiverse.controller.loop import Controller
+from multiverse.core.provisioning.making import NO_ADDRESS
+from multiverse.core.provisioning.reasons import BEHIND
 from multiverse.service import metrics
 from multiverse.service.backend import Backend
 from multiverse.service.processes import ProcessCounter, Processes
+from multiverse.service.reason_classes import counted, word
+from multiverse.service.statistics import Statistics
 from multiverse.simulation.clock import VirtualClock
 from multiverse.simulation.jobs import Batch
 from multiverse.simulation.loop import run
@@ -29,7 +33,7 @@ class Counted:
         self._port, self._calls = port, calls
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ("observe", "users", "sources", "templates", "offers", "submission"):
+        if name not in ("observe", "users", "sources", "templates", "offers", "submission", "membership"):
             self._calls[name] += 1
         return getattr(self._port, name)
 
@@ -46,6 +50,8 @@ async def _serve(jobs: int) -> tuple[Counter[str], int, str]:
     hypervisor: Any = Counted(world.hypervisor(Random(2)), calls)
     controller = Controller(store, scheduler, hypervisor, clock, Settings(), Random(3))
     world.cluster.hint = controller.hint
+    statistics = Statistics()
+    controller.watch(statistics)
     work = asyncio.create_task(controller.run())
     commits = 0
     for batch in (1, jobs):
@@ -57,7 +63,7 @@ async def _serve(jobs: int) -> tuple[Counter[str], int, str]:
             await asyncio.sleep(1.0)
     work.cancel()
     assert world.violations() == []
-    backend = Backend(controller, store, clock, _nothing, _nothing, _PROCESSES)
+    backend = Backend(controller, store, clock, _nothing, _nothing, _PROCESSES, statistics=statistics)
     return calls, store.commits - commits, metrics.text(await backend.counts(), backend.used()).decode()
 
 
@@ -101,6 +107,25 @@ def test_the_metrics_have_every_counter() -> None:
     assert effects[("kind", "pin"), ("outcome", "done")] == 2
     rows = [s.labels for s in found["multiverse_rows"]]
     assert rows == [{"of": "host", "state": "known"}, {"of": "template", "state": "ready"}]
+    phases = {(s.name, s.labels["phase"]): s.value for s in found["multiverse_phase_seconds"] if "le" not in s.labels}
+    assert phases["multiverse_phase_seconds_count", "start"] == 2
+    assert phases["multiverse_phase_seconds_sum", "start"] > 0
+    stages = {s.labels["stage"] for s in found["multiverse_stage_seconds"]}
+    assert {"clone", "identity"} <= stages
+    ended = found["multiverse_attempts_ended"]
+    assert {s.labels["outcome"]: s.value for s in ended if s.name.endswith("_total")} == {"done": 2}
+    assert sum(s.value for s in found["multiverse_clones"] if s.name.endswith("_total")) == 2
+    waiting = {s.labels["reason"]: s.value for s in found["multiverse_jobs_waiting"]}
+    assert set(waiting) >= {"behind", "capacity", "limit", "scheduler", "other"}
+    assert not any(waiting.values()), "all words are there, so that a query finds them"
+    usable = {(s.labels["host"], s.labels["resource"]): s.value for s in found["multiverse_host_usable"]}
+    assert usable["h1", "memory_bytes"] == 8192 * 1024 * 1024
+
+
+def test_reasons_are_counted_by_a_few_words() -> None:
+    reasons = ("", BEHIND, "waiting for capacity: the hosts are full", "something new", NO_ADDRESS)
+    assert [word(reason) for reason in reasons] == ["scheduler", "behind", "capacity", "other", "address"]
+    assert counted([BEHIND, BEHIND])["behind"] == 2
 
 
 def test_a_transaction_that_changes_nothing_is_not_counted() -> None:

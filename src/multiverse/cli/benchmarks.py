@@ -14,6 +14,7 @@ from multiverse.cli import (
     sampling,
     scale,
     submissions,
+    viewers,
 )
 
 app = bench.app
@@ -28,3 +29,4 @@ app.command("queue")(long_queue.queue)
 app.command("sampling")(sampling.sampling)
 app.command("scale")(scale.scale)
 app.command("neighbours")(long_queue.neighbours_)
+app.command("viewers")(viewers.viewers)

@@ -22,6 +22,7 @@ from multiverse.controller.forecast import ForecastRecorder
 from multiverse.controller.missing_hints import MissingHints
 from multiverse.controller.observers import Awaited, Observer, SchedulerObserver
 from multiverse.controller.users import LookupFailure, UserDirectory
+from multiverse.controller.watching import Watcher
 from multiverse.core.commands import may_add
 from multiverse.core.errors import Exhausted, MultiverseError
 from multiverse.core.machines.host import Quorum
@@ -154,6 +155,7 @@ class Controller:
         """What the latest pass was planned upon."""
         self._forecast = ForecastRecorder(self.policy)
         self.missing_hints = MissingHints(clock)
+        self._watchers: list[Watcher] = []
         self._exclusions = Exclusions()
         self._wake = asyncio.Event()
         self._inbox: deque[Message] = deque()
@@ -212,6 +214,10 @@ class Controller:
     def place_by(self, placements: Mapping[str, Callable[..., Sequence[str]]]) -> None:
         """Place VMs by these policies of the site, too, where they are named."""
         self.policy = replace(self.policy, placements=placements)
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell this watcher, too, what is committed from now on."""
+        self._watchers.append(watcher)
 
     def hint(self, uid: int | None = None, job_id: str = "") -> None:
         """Something may have changed in the scheduler: observe it sooner. `uid` or `job_id` say whose job or which job
@@ -457,6 +463,8 @@ class Controller:
         self._log_placement_faults()
         self.missing_hints.note(moves)
         self._exclusions.note(moves, now)
+        for watcher in self._watchers:
+            watcher.moved(moves, now)
         self._committed(messages)
         self._confirmed = self._confirmed_orphans(world)
         return None
@@ -523,6 +531,8 @@ class Controller:
     def _effect_ended(self, done: Done) -> None:
         self._inbox.append(done)
         self.effects_ended[str(done.kind), type(done.error).__name__.lower() if done.error else "done"] += 1
+        for watcher in self._watchers:
+            watcher.ended(done)
         if done.key.kind != "attempt" or done.kind is EffectKind.PIN:
             self._observe_source_of(done)
         if done.kind in _CHANGE_THE_SCHEDULER or done.kind in _SHOWN_BY_THE_SCHEDULER:

@@ -70,6 +70,11 @@ class UserDirectory:
         """What is known of users; a user that is missing is unknown."""
         return {uid: entry.seen for uid, entry in self._entries.items() if entry.seen is not None}
 
+    def name(self, uid: int) -> str:
+        """The user's name as it was answered last; the uid while nobody has asked for it."""
+        entry = self._entries.get(uid)
+        return entry.user.name if entry and entry.user else str(uid)
+
     def failures(self) -> list[LookupFailure]:
         """The users that are unknown because looking them up fails."""
         return [

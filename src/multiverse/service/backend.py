@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 
 from multiverse import __version__
 from multiverse.api import (
@@ -26,20 +27,23 @@ from multiverse.api import (
     TimelineView,
     VmView,
 )
+from multiverse.api.grid import GridHost, GridSummary
 from multiverse.controller import pruning
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Refused
-from multiverse.core.model import Attempt, HostUsage
+from multiverse.core.model import Attempt, HostUsage, Vm, VmSeen, World
 from multiverse.core.rows import Rows
 from multiverse.core.transition import Command, EffectKind
 from multiverse.ports import Clock
-from multiverse.service import convert, identity
+from multiverse.service import convert, identity, reason_classes, snapshot
 from multiverse.service.alerts import alerts
 from multiverse.service.explanations import Explanations
 from multiverse.service.findings import HintsMissing, PlacementFault, SourceFailure, StoreFailure
 from multiverse.service.hosts import Troubles, host_views
 from multiverse.service.identity import Facts
 from multiverse.service.processes import Processes
+from multiverse.service.snapshot import Changed, Documents, ShownJob
+from multiverse.service.statistics import Statistics
 from multiverse.service.utilization import UtilizationReader
 from multiverse.service.viewer import Viewer
 from multiverse.store import Pruning, Store
@@ -75,6 +79,11 @@ class Counts:
     sources: Sequence[SourceView]
     effects: Mapping[tuple[str, str], int]  # by kind and outcome
     rows: Mapping[str, Mapping[str, int]]
+    jobs: Mapping[str, int]  # by stage
+    waiting: Mapping[str, int]  # by the word of their reason
+    alerts: Mapping[str, int]  # by kind
+    hosts: Sequence[GridHost]
+    statistics: Statistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +104,7 @@ class Backend:
     inbox: str = ""
     lack_of_nodes: Callable[[int], Sequence[Alert]] = lambda cpus: ()
     utilization: UtilizationReader | None = None
+    statistics: Statistics = field(default_factory=Statistics)
 
     def _rows(self) -> Rows:
         """The live rows as committed."""
@@ -155,12 +165,18 @@ class Backend:
         return None if since is None else HintsMissing(self.clock.now() - since, self.poll, self.inbox)
 
     async def counts(self) -> Counts:
+        rows = self._rows()
         return Counts(
             commits=self.store.commits,
             processes=await self.processes.programs(),
             sources=self.sources(),
             effects=self.controller.effects_ended,
-            rows=convert.row_counts(self._rows()),
+            rows=convert.row_counts(rows),
+            jobs=convert.job_counts(rows),
+            waiting=reason_classes.counted(self._waiting_reasons(convert.waiting(rows), self.clock.now()).values()),
+            alerts=Counter(alert.kind for alert in self.alerts()),
+            hosts=[snapshot.grid_host(host, self.clock.wall()) for host in self.hosts()],
+            statistics=self.statistics,
         )
 
     def used(self) -> Mapping[str, HostUsage]:
@@ -235,6 +251,50 @@ class Backend:
 
     async def identity_audit(self) -> IdentityAudit:
         return identity.audit(convert.known_vms(self._rows()), await self.examine())
+
+    # --- the whole, for viewers --------------------------------------------------------------------
+
+    def refresh(self, documents: Mapping[str, Documents]) -> tuple[GridSummary, dict[str, Changed]]:
+        """Bring the documents up to date. Returns what is said of the whole, and which documents have changed."""
+        world, wall = self.controller.world(), self.clock.wall()
+        found = {
+            "hosts": snapshot.host_documents(self.hosts(), wall),
+            "vms": snapshot.vm_documents(self._vms_shown(world), world.epoch),
+            "jobs": snapshot.job_documents(self._attempts_shown(world), self.controller.policy, world.epoch),
+            "alerts": snapshot.alert_documents(self.alerts()),
+        }
+        changed = {kind: documents[kind].update(some) for kind, some in found.items()}
+        return self._summary(wall), changed
+
+    def _vms_shown(self, world: World) -> Iterator[tuple[Vm, VmSeen | None, str]]:
+        attempts = self.controller.state.attempts
+        for vm in self.controller.state.vms.values():
+            attempt = attempts.get(vm.attempt) if vm.attempt is not None else None
+            yield vm, world.vm(vm), attempt.job.job_id if attempt else vm.job_id
+
+    def _attempts_shown(self, world: World) -> Iterator[tuple[Attempt, ShownJob]]:
+        state, users = self.controller.state, self.controller.users
+        jobs = world.scheduler.value.jobs if world.scheduler else {}
+        waiting = convert.waiting_reasons(list(state.attempts.values()), world, state.reasons, self.clock.now())
+        names = convert.vm_names(list(state.vms.values()))
+        for attempt in state.attempts.values():
+            job = jobs.get(attempt.job.job_id)
+            order = job.rank if job else snapshot.UNKNOWN_ORDER
+            vms = tuple(names.get(attempt.id, ()))
+            yield attempt, ShownJob(waiting.get(attempt.id, ""), order, users.name(attempt.uid), vms)
+
+    def _summary(self, wall: float) -> GridSummary:
+        now, state = self.clock.now(), self.controller.state
+        return GridSummary(
+            site=self.store.site,
+            version=__version__,
+            wall=wall,
+            up_since=round(wall - now + self.controller.began, 1),
+            jobs=convert.stage_counts(state.attempts.values()),
+            vms=Counter(str(vm.state) for vm in state.vms.values()),
+            sources={one.name: "" if one.known else one.failure or "not yet observed" for one in self.sources()},
+            rates=self.statistics.rates(now),
+        )
 
     # --- commands ----------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ the present monotonic time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from multiverse.api import Alert, JobView, PoolView, SizeView, SourceView, TemplateView, TimelineView, VmView
@@ -72,9 +72,19 @@ _STAGE_OF_A_JOB = {
 }
 
 
+def stage_of(attempt: Attempt) -> str:
+    """The stage of its job that a user knows: waiting, provisioning, running or ending."""
+    return _STAGE_OF_A_JOB[attempt.state]
+
+
 def job_counts(rows: Rows) -> dict[str, int]:
     """The number of live attempts in each stage that a user knows."""
-    found = Counter(_STAGE_OF_A_JOB[attempt.state] for attempt in rows.attempts.values())
+    return stage_counts(rows.attempts.values())
+
+
+def stage_counts(attempts: Iterable[Attempt]) -> dict[str, int]:
+    """The number of these attempts in each stage."""
+    found = Counter(map(stage_of, attempts))
     return {stage: found[stage] for stage in ("waiting", "provisioning", "running", "ending")}
 
 
@@ -138,6 +148,11 @@ def job_views(
     return [
         _job_view(attempt, names.get(attempt.id, ()), waiting.get(attempt.id, ""), now, policy) for attempt in attempts
     ]
+
+
+def waiting(rows: Rows) -> list[Attempt]:
+    """The attempts that have no VM yet."""
+    return [attempt for attempt in rows.attempts.values() if attempt.state in WAITING_STATES]
 
 
 def waiting_reasons(

@@ -7,11 +7,10 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import structlog
-import uvicorn
 
 from multiverse.agent.hypervisor import AgentHypervisor
 from multiverse.api import Alert
@@ -33,12 +32,16 @@ from multiverse.service.credentials import Credentials
 from multiverse.service.fencing import FenceCommand
 from multiverse.service.image_copies import copy_regularly
 from multiverse.service.inbox_access import warn_of_closed_inbox
+from multiverse.service.move_log import MoveLog
 from multiverse.service.node_count import NodeCount
 from multiverse.service.processes import ProcessCounter, Processes
-from multiverse.service.startup import bind, bind_tcp, locked, stop_signal
+from multiverse.service.publisher import Publisher
+from multiverse.service.startup import Server, bind, bind_tcp, bind_web, http_server, locked, stop_signal
+from multiverse.service.statistics import Statistics
 from multiverse.service.users_socket import Desk, Pace, serve_users
 from multiverse.service.utilization import UtilizationReader
 from multiverse.service.viewer import PrivateData
+from multiverse.service.web import make_web
 from multiverse.store import open_store
 from multiverse.system import placements
 from multiverse.system.processes import boot_id
@@ -61,14 +64,6 @@ class SystemClock:
 
     def boot_id(self) -> str:
         return boot_id()
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: the daemon has its own."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def _restrict_access(settings: Settings) -> None:
@@ -110,6 +105,12 @@ async def serve(settings: Settings) -> None:
         controller.place_by(placements.load())
         sock = bind(settings.socket, "socket")
         stack.callback(settings.socket.unlink, missing_ok=True)
+        web = bind_web(settings.web)
+        if settings.web.listen.startswith("/"):
+            stack.callback(Path(settings.web.listen).unlink, missing_ok=True)
+        statistics = Statistics()
+        controller.watch(statistics)
+        controller.watch(MoveLog(controller.state))
         permanent = [Alert("unserved", *each) for each in scheduler.unserved()]
         permanent += map(_other_site, (site for site in there if site != store.site))
         recorder = UtilizationRecorder(store, hypervisor, lambda: controller.sources, clock)
@@ -127,13 +128,14 @@ async def serve(settings: Settings) -> None:
             str(settings.slurm.inbox),
             NodeCount(settings.slurm.conf).alerts,
             UtilizationReader(controller, recorder, clock),
+            statistics,
         )
         for alert in permanent:
             event = "setting of Slurm has no effect on VMs" if alert.kind == "unserved" else "VMs of another site"
             log.warning(event, name=alert.name, reason=alert.message)
         log.info("daemon started", site=store.site, socket=str(settings.socket), pid=os.getpid())
         stack.callback(scheduler.close)
-        await _run(settings, backend, hypervisor, sock, users)
+        await _run(settings, backend, hypervisor, (sock, web), users)
     log.info("daemon stopped")
 
 
@@ -159,12 +161,24 @@ def _bind_for_users(settings: Settings, stack: contextlib.ExitStack) -> Listenin
     return sock, bind_tcp(users.listen, users.port, "users.listen") if users.listen else None
 
 
+def _servers(settings: Settings, backend: Backend, publisher: Publisher, *, web: bool) -> list[Server]:
+    """The server of the API and, if there is to be a `web` page, its own."""
+    apps: list[Any] = [make_api(backend, publisher), *([make_web(backend, publisher)] if web else [])]
+    return [http_server(app) for app in apps]
+
+
 async def _run(
-    settings: Settings, backend: Backend, hypervisor: AgentHypervisor, sock: socket.socket, users: Listening | None
+    settings: Settings,
+    backend: Backend,
+    hypervisor: AgentHypervisor,
+    sockets: tuple[socket.socket, socket.socket | None],
+    users: Listening | None,
 ) -> None:
-    """Run the controller, the connections to the agents, the inbox, the pruning and the API until a signal comes or one
-    of them fails, then end all."""
-    server = _Server(uvicorn.Config(make_api(backend), log_level="warning", access_log=False, lifespan="off"))
+    """Run the controller, the connections to the agents, the inbox, the pruning, the API and the web page until a
+    signal comes or one of them fails, then end all. `sockets` are the API's and the web page's."""
+    publisher = Publisher(backend, settings.web.viewers)
+    listening = [sock for sock in sockets if sock is not None]
+    servers = _servers(settings, backend, publisher, web=len(listening) > 1)
     stop, controller = stop_signal(), backend.controller
     work: list[asyncio.Task[Any]] = [
         asyncio.create_task(hypervisor.run(), name="agents"),
@@ -183,18 +197,23 @@ async def _run(
     if settings.image.source is None:  # or else hosts copy by themselves
         copying = copy_regularly(settings, controller.state.rows, controller.world, controller.policy, backend.clock)
         work.append(asyncio.create_task(copying, name="images"))
-    serving: asyncio.Task[Any] = asyncio.create_task(server.serve(sockets=[sock]), name="api")
+    serving = [
+        asyncio.create_task(server.serve(sockets=[sock]), name="api or web page")
+        for server, sock in zip(servers, listening, strict=True)
+    ]
     stopping: asyncio.Task[Any] = asyncio.create_task(stop.wait(), name="stop")
     try:
-        await asyncio.wait([*work, serving, stopping], return_when=asyncio.FIRST_COMPLETED)
-        for task in (*work, serving):
+        await asyncio.wait([*work, *serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+        for task in (*work, *serving):
             if task.done():
                 task.result()  # only a defect ends one of them: raise its error
     finally:
-        server.should_exit = True  # it answers the requests that it has, and then ends
+        for server in servers:
+            server.should_exit = True  # it answers the requests that it has, and then ends
+        await publisher.close()  # or else the requests of viewers would not end
         for task in (*work, stopping):
             task.cancel()
-        await asyncio.gather(*work, serving, stopping, return_exceptions=True)
+        await asyncio.gather(*work, *serving, stopping, return_exceptions=True)
 
 
 def _traced(

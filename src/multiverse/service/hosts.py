@@ -5,12 +5,13 @@ Pure; `now` is the present monotonic time.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from multiverse.api import HostView, SizeView
 from multiverse.core.machines.host import silent_since
-from multiverse.core.model import Host, HostState, HypervisorView, KnownHost, Size, World
+from multiverse.core.model import Host, HostState, HypervisorView, KnownHost, Size, Vm, World
 from multiverse.core.provisioning.capacity import left_behind
 from multiverse.core.rows import Rows
 
@@ -29,23 +30,42 @@ class Troubles:
 
 def host_views(rows: Rows, world: World, now: float, troubles: Troubles) -> list[HostView]:
     """The hosts of the site, by name."""
+    there = _by_host(rows)
     return [
-        _view(host, rows, world, now, troubles)
+        _view(host, there[host.name], world, now, troubles)
         for _, host in sorted(rows.hosts.items())
         if host.state is not HostState.REMOVED
     ]
 
 
-def _view(known: KnownHost, rows: Rows, world: World, now: float, troubles: Troubles) -> HostView:
+@dataclass(slots=True)
+class _OnHost:
+    """What rows are on a host: sizes of claims, VMs by number, and the jobs of these VMs."""
+
+    held: list[Size] = field(default_factory=list)
+    vms: list[Vm] = field(default_factory=list)
+    jobs: dict[str, None] = field(default_factory=dict)
+
+
+def _by_host(rows: Rows) -> Mapping[str, _OnHost]:
+    found: defaultdict[str, _OnHost] = defaultdict(_OnHost)
+    for claim in (*rows.claims, *left_behind(rows.vms.values(), rows.templates)):
+        found[claim.domain].held.append(claim.size)
+    for _, vm in sorted(rows.vms.items()):
+        found[vm.host].vms.append(vm)
+        attempt = rows.attempt_of(vm)
+        if job := vm.job_id or (attempt.job.job_id if attempt else ""):
+            found[vm.host].jobs[job] = None
+    return found
+
+
+def _view(known: KnownHost, there: _OnHost, world: World, now: float, troubles: Troubles) -> HostView:
     name = known.name
     host = world.hosts.get(name) or known.value or _NOTHING
     source = world.source_of.get(name)
     seen = world.views[source] if source is not None else HypervisorView()
-    claims = (*rows.claims, *left_behind(rows.vms.values(), rows.templates))
-    held = [claim.size for claim in claims if claim.domain == name]
-    mine = [vm for _, vm in sorted(rows.vms.items()) if vm.host == name]
+    held, mine = there.held, there.vms
     vms = [vm for _, vm in sorted(seen.vms.items()) if vm.host == name]
-    jobs = (vm.job_id or (a.job.job_id if (a := rows.attempt_of(vm)) else "") for vm in mine)
     reachable = name in world.hosts
     state = _state(known, reachable=reachable, free=not held, now=now + world.epoch)
     why = "" if reachable else troubles.sources.get(known.source, "")
@@ -73,7 +93,7 @@ def _view(known: KnownHost, rows: Rows, world: World, now: float, troubles: Trou
         drain_from=known.drain.begins if known.drain else None,
         away_for=0.0 if reachable else max(0.0, now - min(now, silent_since(known, world))),
         why=why,
-        jobs=tuple(dict.fromkeys(job for job in jobs if job)),
+        jobs=tuple(there.jobs),
         todo=_todo(known, state, troubles, vms=bool(mine)),
         features=tuple(sorted(host.features)),
         features_off=dict(sorted(host.features_off.items())),

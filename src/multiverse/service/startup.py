@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import uvicorn
+
+from multiverse.config import WebSettings, web_address
 from multiverse.core.errors import Refused
 from multiverse.system.locks import try_locked_file
 
@@ -25,14 +30,19 @@ def locked(lock: Path, what: str) -> Iterator[None]:
         yield
 
 
-def bind(path: Path, setting: str, *, all_users: bool = False) -> socket.socket:
-    """A listening Unix socket that only its owner can use, or all users, from its first moment on. Raises `Refused` if
-    it cannot be made there; `setting` names what to change then."""
+def bind(path: Path, setting: str, group: str = "", *, all_users: bool = False) -> socket.socket:
+    """A listening Unix socket that only its owner can use, or all users, or a `group`, too, from its first moment on.
+    Raises `Refused` if it cannot be made there; `setting` names what to change then."""
     path.unlink(missing_ok=True)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o111 if all_users else 0o177)
     try:
         sock.bind(str(path))
+        if group:
+            shutil.chown(path, group=group)
+            path.chmod(0o660)
+    except LookupError as error:
+        raise Refused(f"there is no group {group}", hint="correct web.group in the settings") from error
     except OSError as error:
         raise Refused(f"cannot bind {path}: {error.strerror}", hint=f"set {setting} in the settings") from error
     finally:
@@ -52,6 +62,29 @@ def bind_tcp(address: str, port: int, setting: str) -> socket.socket:
         raise Refused(f"cannot listen on {address} port {port}: {error}", hint=f"set {setting}") from error
     sock.listen(64)
     return sock
+
+
+def bind_web(web: WebSettings) -> socket.socket | None:
+    """The listening socket of the web page; None if the settings want none. Raises `Refused`."""
+    if not web.listen:
+        return None
+    address = web_address(web.listen)
+    if address is None:
+        return bind(Path(web.listen), "web.listen", web.group)
+    return bind_tcp(*address, "web.listen")
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its signal handlers: the daemon has its own."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def http_server(app: Any) -> Server:
+    """A server for an ASGI application, which is told nothing of starts and stops, and says nothing of itself."""
+    return Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", server_header=False))
 
 
 def stop_signal() -> asyncio.Event:

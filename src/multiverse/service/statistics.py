@@ -1,0 +1,175 @@
+"""How much happened, and how long it took: counted from committed moves, for the metrics, the web page and `top`.
+
+A restart begins anew, as Prometheus expects of counters. What each move costs is a few additions.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from multiverse.api.grid import GridRates, Quantiles
+from multiverse.core.model import Attempt, Row, Vm, VmState
+from multiverse.core.transition import TERMINAL, Done, Event, Move
+
+BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 30.0, 60.0,
+           120.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)  # fmt: skip
+"""Upper bounds of the histograms' buckets, in seconds; there is one more without a bound."""
+
+STEP = 15.0
+"""Seconds of one entry of a series."""
+
+KEPT = 60
+"""Entries of a series that are kept: a quarter of an hour."""
+
+SERIES = ("submitted", "started", "ended", "vms", "failures")
+
+PHASES: Mapping[str, tuple[Event, Event]] = {
+    "queued": (Event.SUBMITTED, Event.ADMITTED),
+    "clone": (Event.ADMITTED, Event.MADE),
+    "join": (Event.MADE, Event.ALL_JOINED),
+    "launch": (Event.ALL_JOINED, Event.RUNS),
+    "start": (Event.SUBMITTED, Event.RUNS),
+    "provision": (Event.ADMITTED, Event.RUNS),
+    "run": (Event.RUNS, Event.ENDED),
+    "reclaim": (Event.ENDED, Event.RECLAIMED),
+}
+"""The phases of an attempt that are measured, each with the events that begin and end it: those of its timeline, with
+`start` and `provision`, which consist of several."""
+
+_FAILURES = frozenset(
+    {Event.FAILED, Event.DIED, Event.LOST, Event.GAVE_UP, Event.PIN_EXPIRED, Event.BROKE, Event.QUARANTINED,
+     Event.RESTARTED, Event.REPLACED, Event.FENCED, Event.SILENT}
+)  # fmt: skip
+"""Events that are failures, each of which is a cause."""
+
+_COUNTED = {Event.SUBMITTED: "submitted", Event.RUNS: "started", Event.ENDED: "ended"}
+
+
+@dataclass(slots=True)
+class Histogram:
+    """How often something took how long: counts by bucket, the last one without an upper bound, and the sum."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
+    total: float = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect_left(BUCKETS, seconds)] += 1
+        self.total += seconds
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """Upper bound and count up to it, as Prometheus has them."""
+        found, below = [], 0
+        for bound, count in zip((*BUCKETS, math.inf), self.counts, strict=True):
+            below += count
+            found.append(("+Inf" if bound == math.inf else repr(bound), float(below)))
+        return found
+
+
+def quantiles(recent: Sequence[Sequence[float]]) -> Quantiles:
+    """The median and the 95th percentile of all these values."""
+    values = sorted(value for some in recent for value in some)
+    if not values:
+        return Quantiles(0, 0.0, 0.0)
+    return Quantiles(len(values), values[len(values) // 2], values[min(len(values) - 1, int(len(values) * 0.95))])
+
+
+MOST_TIMES = 500
+"""Durations of a phase that are kept for one entry of a series, at most: of more, the first tell enough."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """One entry of all series. `number` is its time in units of `STEP`."""
+
+    number: int
+    counts: Counter[str] = field(default_factory=Counter)
+    times: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+
+class Statistics:
+    """A watcher of the controller."""
+
+    def __init__(self) -> None:
+        self.viewers = 0
+        """Viewers of the snapshot, now."""
+        self.phases: dict[str, Histogram] = {name: Histogram() for name in PHASES}
+        self.stages: defaultdict[tuple[str, str], Histogram] = defaultdict(Histogram)
+        """By kind of effect and stage."""
+        self.events: Counter[tuple[str, str]] = Counter()
+        """By kind of row and event."""
+        self.failures: Counter[tuple[str, str]] = Counter()
+        """By kind of row and cause."""
+        self.outcomes: Counter[str] = Counter()
+        """Attempts that ended, by how."""
+        self.clones: Counter[tuple[str, str, str]] = Counter()
+        """VMs that were made, by image, kind and host."""
+        self._moments: dict[int, dict[Event, float]] = {}  # of live attempts
+        self._steps: deque[_Step] = deque(maxlen=KEPT)
+
+    def moved(self, moves: Sequence[Move], now: float) -> None:
+        step = self._step(now)
+        for move in moves:
+            for change in move.changes:
+                self._count(step, change.row, change.event)
+                if isinstance(change.row, Attempt):
+                    self._measure(step, change.row, change.event, now)
+
+    def ended(self, done: Done) -> None:
+        for stage in done.stages:
+            self.stages[str(done.kind), stage.name].observe(stage.seconds)
+
+    def rates(self, now: float) -> GridRates:
+        """What happened lately, as of `now` (monotonic)."""
+        newest = int(now // STEP)
+        counts = {step.number: step.counts for step in self._steps}
+        numbers = range(newest - KEPT + 1, newest + 1)
+        none = Counter[str]()
+        return GridRates(
+            STEP,
+            {name: tuple(counts.get(number, none)[name] for number in numbers) for name in SERIES},
+            {
+                name: quantiles(
+                    [step.times[name] for step in self._steps if step.number in numbers and name in step.times]
+                )
+                for name in PHASES
+            },
+        )
+
+    def _step(self, now: float) -> _Step:
+        number = int(now // STEP)
+        if not self._steps or self._steps[-1].number != number:
+            self._steps.append(_Step(number))
+        return self._steps[-1]
+
+    def _count(self, step: _Step, row: Row, event: Event) -> None:
+        kind = row.key.kind
+        self.events[kind, str(event)] += 1
+        if event in _FAILURES:
+            self.failures[kind, str(event)] += 1
+            step.counts["failures"] += 1
+        elif kind == "attempt" and (name := _COUNTED.get(event)):
+            step.counts[name] += 1
+        if isinstance(row, Vm) and row.state is VmState.PARKED and event is Event.EXISTS:
+            self.clones[row.image, str(row.kind), row.host] += 1
+            step.counts["vms"] += 1
+
+    def _measure(self, step: _Step, attempt: Attempt, event: Event, now: float) -> None:
+        """Note when the event first happened to the attempt, and the phases that end with it. Of attempts that are
+        older than this process only the phases are known that begin from now on."""
+        moments = self._moments.setdefault(attempt.id, {})
+        moments.setdefault(event, now)
+        if event is Event.TOOK:  # the spare had been cloned and had joined before
+            for implied in (Event.ADMITTED, Event.MADE, Event.ALL_JOINED):
+                moments.setdefault(implied, now)
+        for name, (first, last) in PHASES.items():
+            if event is last and first in moments and moments[event] == now:
+                self.phases[name].observe(now - moments[first])
+                if len(step.times[name]) < MOST_TIMES:
+                    step.times[name].append(now - moments[first])
+        if attempt.state in TERMINAL:
+            self.outcomes[str(attempt.state)] += 1
+            del self._moments[attempt.id]

@@ -1,0 +1,94 @@
+"""The web page: files that never change, one snapshot with what changes in it, and timelines. It only shows.
+
+An application of its own, so that nothing of the API is behind the site's reverse proxy but what is named here.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+
+from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from multiverse.api import TimelineView
+from multiverse.service.backend import Backend
+from multiverse.service.publisher import Publisher
+from multiverse.service.routers import grid
+from multiverse.web import TYPES, files
+
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "clipboard-write=(self)",
+}
+"""Of every answer. The page runs nothing but its own files, makes no markup of text, and no other page embeds it."""
+
+TIMELINES_KEPT = 64
+"""Answers that are kept until something is committed: many viewers look at the same job."""
+
+
+def make_web(backend: Backend, publisher: Publisher) -> ASGIApp:
+    """The application. It answers GET and HEAD only."""
+    web = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    web.include_router(grid.router(publisher))
+    web.include_router(_timelines(backend))
+    web.include_router(_pages())
+    return _with_headers(web)
+
+
+def _timelines(backend: Backend) -> APIRouter:
+    routes = APIRouter()
+    kept: dict[str, tuple[int, list[TimelineView]]] = {}
+
+    @routes.get("/timeline/{job}")
+    async def timelines(job: str) -> list[TimelineView]:
+        commits = backend.store.commits
+        if job not in kept or kept[job][0] != commits:
+            found = backend.timelines(job) if len(job) <= 64 else []
+            if not found:
+                raise HTTPException(404, "no attempt of this job is known")
+            if len(kept) >= TIMELINES_KEPT:
+                kept.clear()
+            kept[job] = (commits, found)
+        return kept[job][1]
+
+    return routes
+
+
+def _pages() -> APIRouter:
+    routes, pages = APIRouter(), files()
+    tags = {name: f'"{sha256(content).hexdigest()[:16]}"' for name, content in pages.items()}
+
+    @routes.api_route("/", methods=["GET", "HEAD"])
+    @routes.api_route("/{name}", methods=["GET", "HEAD"])
+    async def page(request: Request, name: str = "index.html") -> Response:
+        if name not in pages:
+            raise HTTPException(404, "there is no such page")
+        headers = {"etag": tags[name], "cache-control": "no-cache"}
+        if request.headers.get("if-none-match") == tags[name]:
+            return Response(status_code=304, headers=headers)
+        return Response(pages[name], media_type=TYPES[name.rpartition(".")[2]], headers=headers)
+
+    return routes
+
+
+def _with_headers(app: FastAPI) -> ASGIApp:
+    """The application, whose answers all have `HEADERS`."""
+    more = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                sent = [*message.get("headers", ()), *more]
+                if not any(name == b"cache-control" for name, _ in sent):
+                    sent.append((b"cache-control", b"no-store"))
+                message = {**message, "headers": sent}
+            await send(message)
+
+        await app(scope, receive, send_with_headers)
+
+    return answer

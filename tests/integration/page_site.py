@@ -1,0 +1,151 @@
+"""A simulated site in real time with the daemon's web page, for tests in a browser and for looking at it:
+
+    python -m tests.integration.page_site PORT [--jobs N] [--hosts N] [--trouble]
+
+The controller, the publisher and the page are the daemon's own; scheduler, hosts and guests are the simulation's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import socket
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import structlog
+
+from multiverse.bench.viewers import ViewersPlan, blocked_site
+from multiverse.config import Settings
+from multiverse.controller.loop import Controller
+from multiverse.core.model import Host, JobState, Size
+from multiverse.service.backend import Backend
+from multiverse.service.publisher import Publisher
+from multiverse.service.startup import http_server, stop_signal
+from multiverse.service.statistics import Statistics
+from multiverse.service.web import make_web
+from multiverse.simulation.clock import VirtualClock
+from multiverse.simulation.jobs import Batch
+from multiverse.simulation.machines import ABILITIES
+from multiverse.simulation.world import SimulatedWorld, WorldSettings
+from multiverse.store import Store
+
+NAMES = ("relax", "md-water", "hpl", "lammps", "fold-3", "cfd wing", "train", "<b>not bold</b>", "sweep", "qc-opt")
+SIZES = (Size(1, 500), Size(2, 2000), Size(4, 8000), Size(1, 1000), Size(8, 16000))
+
+
+class RealClock(VirtualClock):
+    """The machine's time."""
+
+    def wall(self) -> float:
+        return time.time()
+
+
+class NobodyCounts:
+    async def programs(self) -> Mapping[str, int]:
+        return Counter()
+
+
+async def _nothing() -> dict[str, Any]:
+    return {}
+
+
+def hosts(number: int) -> tuple[Host, ...]:
+    return tuple(
+        Host(f"node{n:02d}", Size((16, 32, 24)[n % 3], (65536, 131072, 98304)[n % 3], 1 << 22), ABILITIES,
+             Size(32, 131072, 1 << 22), "kvm", features=frozenset({"vhost-net", "huge-pages"}))
+        for n in range(1, number + 1)
+    )  # fmt: skip
+
+
+async def submit(world: SimulatedWorld, rng: Random, waiting: int, seconds: tuple[float, float]) -> None:
+    """Keep so many jobs waiting."""
+    while True:
+        pending = sum(job.state is JobState.PENDING for job in world.cluster.history[-4 * waiting - 400 :])
+        for _ in range(min(4, waiting - pending)):
+            size = SIZES[int(rng.random() ** 1.6 * len(SIZES))]
+            nodes = 2 if rng.random() < 0.06 else 1
+            world.cluster.submit(
+                Batch(
+                    rng.choice(NAMES),
+                    rng.choice((1000, 1001)),
+                    rng.uniform(*seconds),
+                    nodes=nodes,
+                    size=size,
+                    limit=600,
+                )
+            )
+        await asyncio.sleep(rng.uniform(0.2, 0.8))
+
+
+async def trouble(world: SimulatedWorld, scheduler: Any) -> None:
+    """A job for which there is no image, a VM that dies, and a host that goes silent."""
+    world.cluster.submit(Batch("viz", image="cuda-12", size=Size(2, 4000)))
+    await asyncio.sleep(6)
+    if name := world.vm(0.3):
+        world.kill_vm(name)
+
+
+async def serve(port: int, jobs: int, number: int, seconds: tuple[float, float], *, troubles: bool) -> None:
+    settings = Settings()
+    settings = replace(settings, poll=1.0)
+    world, clock = SimulatedWorld(7, WorldSettings(hosts=hosts(number))), RealClock()
+    store = Store(":memory:", clock, site="aurora")
+    controller = Controller(store, world.scheduler(Random(1)), world.hypervisor(Random(2)), clock, settings, Random(3))
+    world.cluster.hint = controller.hint
+    statistics = Statistics()
+    controller.watch(statistics)
+    backend = Backend(controller, store, clock, _nothing, _nothing, NobodyCounts(), statistics=statistics)  # type: ignore[arg-type]
+    publisher = Publisher(backend)
+    server = http_server(make_web(backend, publisher))
+    work = [asyncio.create_task(controller.run()), asyncio.create_task(submit(world, Random(5), jobs, seconds))]
+    if troubles:
+        work.append(asyncio.create_task(trouble(world, None)))
+    sock = socket.create_server(("127.0.0.1", port))
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    print("served", flush=True)
+    try:
+        await stop_signal().wait()
+    finally:
+        server.should_exit = True
+        await publisher.close()
+        await serving
+        for task in work:
+            task.cancel()
+        await asyncio.gather(*work, return_exceptions=True)
+
+
+async def serve_blocked(port: int, jobs: int, vms: int) -> None:
+    """Serve a large site, whose queue is blocked and whose jobs end one by one."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    with tempfile.TemporaryDirectory(prefix="mvpage-") as directory, socket.create_server(("127.0.0.1", port)) as sock:
+        async with blocked_site(ViewersPlan(10, jobs, vms, 0, 0), Path(directory), sock):
+            print("served", flush=True)
+            await stop_signal().wait()
+
+
+def main() -> None:
+    words = argparse.ArgumentParser()
+    words.add_argument("port", type=int)
+    words.add_argument("--jobs", type=int, default=40)
+    words.add_argument("--hosts", type=int, default=6)
+    words.add_argument("--trouble", action="store_true")
+    words.add_argument("--seconds", type=float, default=90.0, help="that a job runs at most")
+    words.add_argument("--blocked", action="store_true")
+    words.add_argument("--vms", type=int, default=500)
+    given = words.parse_args()
+    if given.blocked:
+        asyncio.run(serve_blocked(given.port, given.jobs, given.vms))
+        return
+    asyncio.run(serve(given.port, given.jobs, given.hosts, (given.seconds / 8, given.seconds), troubles=given.trouble))
+
+
+if __name__ == "__main__":
+    main()
