@@ -2,12 +2,13 @@
 PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PATH
 
-.PHONY: help setup demo soak test lint unit beside unit-beside histories images integration test-slow test-trixie mutants docs clean
+.PHONY: spank help setup demo soak test lint unit beside unit-beside histories images integration test-slow test-trixie mutants docs clean
 
 help:
 	@echo "make demo       build the image, start the lab, run real jobs in VMs, then stop all of it"
 	@echo "make soak       jobs of all kinds for two hours while every component is killed: MINUTES=120, SEED=1 (root)"
 	@echo "make test       lint, types, unit, contract, simulation, integration on the real lab (root)"
+	@echo "make spank      Slurm's plugin for VMs inside jobs, into var/spank"
 	@echo "make unit, make histories, make integration: parts of it"
 	@echo "make test-slow  the slow tests and test-trixie: three hours or more"
 	@echo "make test-trixie the integration tests on Debian 13, with its Slurm 24.11 and QEMU 10, in a root file system of its own"
@@ -25,7 +26,7 @@ soak: setup
 	@nice -n 10 multiverse soak $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED))
 
 # The integration tests mostly wait for guests. The others run beside them, with the lowest priority.
-test: lint
+test: lint spank
 	@$(MAKE) --no-print-directory -j2 integration beside
 
 beside:
@@ -56,13 +57,16 @@ histories: setup
 	@echo "histories: 2,000 of them are simulated"
 	$(call quietly,histories,pytest tests/simulation -m histories)
 
+spank: setup
+	@$(MAKE) --no-print-directory -C spank
+
 images: setup
 	python -m tests.integration.images
 
-integration: setup
+integration: spank
 	pytest tests/contract tests/integration -m "integration and not slow"
 
-test-slow: setup
+test-slow: spank
 	pytest tests -m slow
 	$(MAKE) test-trixie
 

@@ -294,6 +294,23 @@ class UsersSettings:
 
 
 @dataclass(frozen=True)
+class JobVmSettings:
+    """VMs inside the allocations of jobs, which the agent of a node provides to Slurm's plugin. Memory in MiB."""
+
+    enabled: bool = False
+    socket: Path = Path("/run/multiverse/jobs.sock")  # the plugin and the tasks of users connect to it
+    records: Path = Path("/run/multiverse/jobs")  # where the plugin records which jobs have a VM
+    plugin: Path = Path("/usr/local/lib/slurm/multiverse.so")
+    enter: Path = Path("/usr/local/libexec/multiverse/mventer")  # runs a task's command in the job's VM
+    timeout: int = 300  # seconds that a task waits for its VM: its template may have to be built
+    # A bridge of the host's own for these VMs, which exists as long as there is one, and its network. The first address
+    # is the host's. The same on each host, because nothing connects these bridges.
+    bridge: str = "mvjobs0"
+    subnet: str = "10.214.0.0/16"
+    overhead: int = 192  # of a job's memory, what its VM's QEMU takes beside the guest's own
+
+
+@dataclass(frozen=True)
 class Settings:
     """All settings of the daemon and of the agents."""
 
@@ -307,6 +324,7 @@ class Settings:
     trace: Path | None = None
     agent: AgentSettings = field(default_factory=AgentSettings)
     fence: FenceSettings = field(default_factory=FenceSettings)
+    job_vms: JobVmSettings = field(default_factory=JobVmSettings)
     host: HostSettings = field(default_factory=HostSettings)
     hosts: tuple[HostClass, ...] = ()
     users: UsersSettings = field(default_factory=UsersSettings)
@@ -463,6 +481,7 @@ def _contradictions(s: Settings) -> Iterator[str]:
     yield from _wrong_fence(s)
     yield from _wrong_sampling(s.agent)
     yield from _wrong_network(s)
+    yield from _wrong_job_vms(s)
     yield from _wrong_qemu(s.qemu)
     yield from _wrong_slurm(s.slurm)
     yield from _wrong_pools(s)
@@ -563,6 +582,20 @@ def _wrong_network(s: Settings) -> Iterator[str]:
             yield f"network.first: must be within {network}"
     except ValueError as error:
         yield f"network: {error}"
+
+
+def _wrong_job_vms(s: Settings) -> Iterator[str]:
+    jobs = s.job_vms
+    if not 1 <= len(jobs.bridge) <= 15 or "/" in jobs.bridge or jobs.bridge == s.qemu.bridge:
+        yield f"job_vms.bridge: must be a name of 1 to 15 bytes, and not {s.qemu.bridge}, which is for other VMs"
+    try:
+        network = ipaddress.IPv4Network(jobs.subnet)
+        if network.prefixlen > 24 or network.overlaps(ipaddress.IPv4Network(s.network.subnet)):
+            yield f"job_vms.subnet: needs 256 addresses or more, none of them in network.subnet {s.network.subnet}"
+    except ValueError as error:
+        yield f"job_vms.subnet: {error}"
+    if jobs.overhead < 64 or jobs.timeout < 1:
+        yield "job_vms: overhead must be at least 64 MiB, and timeout at least 1 s"
 
 
 def _wrong_qemu(qemu: QemuSettings) -> Iterator[str]:

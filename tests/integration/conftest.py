@@ -44,7 +44,9 @@ class LabUnderTest:
     def env(self) -> dict[str, str]:
         return os.environ | configure.environment(self.where)
 
-    def run(self, *argv: str, user: PrivateUser | None = None, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *argv: str, user: PrivateUser | None = None, check: bool = True, timeout: float = 60
+    ) -> subprocess.CompletedProcess[str]:
         """A command as `user`, in his home; as root, in /, if none is given."""
         return subprocess.run(
             argv,
@@ -55,7 +57,7 @@ class LabUnderTest:
             extra_groups=[] if user else None,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=timeout,
             check=check,
         )
 

@@ -12,7 +12,6 @@ COMMANDS = {
     "jobs": "jobs",
     "vms": "vms",
     "hosts": "hosts",
-    "top": "top",
     "utilization": "utilization",
     "status": "status",
     "repair": "repair",

@@ -20,7 +20,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from multiverse.core.errors import Refused
 from multiverse.core.model import Daemon, GuestFile, Identity, Mount, NodeBootstrap, Stage, User
-from multiverse.guest.agent import DISK, INTRODUCED, MAX_LINE, PORT, TEMPLATE
+from multiverse.guest.agent import DISK, INTRODUCED, MAX_LINE, PORT, TASKS_PORT, TEMPLATE
 
 __all__ = [
     "AUDIT",
@@ -30,11 +30,13 @@ __all__ = [
     "INTRODUCED",
     "MAX_LINE",
     "PORT",
+    "TASKS_PORT",
     "TEMPLATE",
     "Report",
     "ReportParser",
     "add_user_message",
     "identity_message",
+    "serve_tasks_message",
 ]
 
 # --- messages to a guest ------------------------------------------------------------------------------
@@ -133,6 +135,13 @@ class AddUserMessage(TypedDict):
     time: float
 
 
+class ServeTasksMessage(TypedDict):
+    """`token` is a secret of the host's agent."""
+
+    type: Literal["serve_tasks"]
+    token: str
+
+
 def identity_message(identity: Identity, cpus: int, plugged: int, disk: int) -> bytes:
     """The line that gives a clone its identity. It holds fresh random bytes and the time: never keep or resend it.
 
@@ -163,7 +172,13 @@ def add_user_message(user: User) -> bytes:
     return _line(AddUserMessage(type="introduce", user=_wire_user(user), time=time.time()))
 
 
-def _line(message: IdentityMessage | AddUserMessage) -> bytes:
+def serve_tasks_message(token: str) -> bytes:
+    """The line that makes the agent accept the tasks of a job, on connections that begin with this token. It answers
+    `serving_tasks`; agents of earlier images ignore it."""
+    return _line(ServeTasksMessage(type="serve_tasks", token=token))
+
+
+def _line(message: IdentityMessage | AddUserMessage | ServeTasksMessage) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
@@ -214,7 +229,18 @@ def _wire_daemon(daemon: Daemon) -> WireDaemon:
 
 _TEXT = 1000  # characters of any text that is kept
 _TYPES = frozenset(
-    {"fork_point", "forked", "becoming", "started", "failed", "flushed", "daemon_ended", "audited", "introduced"}
+    {
+        "fork_point",
+        "forked",
+        "becoming",
+        "started",
+        "failed",
+        "flushed",
+        "daemon_ended",
+        "audited",
+        "introduced",
+        "serving_tasks",
+    }
 )
 
 

@@ -6,6 +6,7 @@ and removed after its QEMU has ended; `multiverse` itself is removed with the la
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import resource
@@ -65,6 +66,17 @@ class Cgroups:
             reason = "no usable control group has the pids controller; each QEMU's user is limited instead"
             log.warning("VMs have no thread limit", reason=reason)
 
+    def beside(self, directories: Sequence[str]) -> Cgroups:
+        """The same, without the hierarchies that these groups are in."""
+        other = copy.copy(self)
+        other._counts_threads = True  # what does not is left as it is
+        other._hierarchies = [
+            one
+            for one in self._hierarchies
+            if not any(Path(each).is_relative_to(one.parent.parent) for each in directories)
+        ]
+        return other
+
     def set_limits(self, name: str, memory: int, threads: int) -> None:
         """Allow the QEMU of that VM `memory` MiB and so many threads. Raises `Broken` if this is not permitted."""
         values = {"memory": memory << 20, "pids": threads}
@@ -87,6 +99,10 @@ class Cgroups:
             return
         except OSError as error:
             raise Broken(f"cannot limit VM {name}: {error}", hint=_HINT) from error
+
+    def directories(self, name: str) -> list[str]:
+        """The cgroups of that VM."""
+        return [str(hierarchy.parent / name) for hierarchy in self._hierarchies]
 
     def remove(self, name: str) -> None:
         """Remove the cgroups of that VM, whose QEMU has ended. Absent is success."""

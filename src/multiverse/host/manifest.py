@@ -58,6 +58,7 @@ class Manifest:
     huge_memory: int = 0  # MiB of it in huge pages, which are taken whether or not the guest uses them
     token: str = ""  # empty in manifests of releases without tokens
     disk_cost: DiskCost | None = None  # None in manifests of releases that did not limit disks
+    job_groups: tuple[str, ...] = ()  # control groups of the job that the VM is inside of
     disk: int = 0  # MiB that its files can grow to now; 0: they are not limited
 
     @property
@@ -89,6 +90,7 @@ def read(directory: Path) -> Manifest | None:
         raw["kind"], raw["phase"] = CloneKind(raw["kind"]), VmPhase(raw["phase"])
         raw["peers"] = tuple(raw.get("peers", ()))
         raw["peer_addresses"] = tuple(raw.get("peer_addresses", ()))
+        raw["job_groups"] = tuple(raw.get("job_groups", ()))
         raw["introduced"] = tuple(raw.get("introduced", ()))
         raw["disk_cost"] = DiskCost(*raw["disk_cost"]) if raw.get("disk_cost") else None
         return Manifest(**raw)

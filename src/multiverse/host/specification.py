@@ -24,8 +24,9 @@ class Specification:
 
     `address` has a prefix length. `template_size` is the size of the template that an instant clone is forked from, and
     `template_account` the account that the template is for, empty if for all; a VM of another kind has none. `spare`
-    says that no job waits for the VM yet, so its creation may take longer to make its start quicker. `token` and
-    `address` may be empty, for callers that know neither yet; then nothing is checked about them.
+    says that no job waits for the VM yet, so its creation may take longer to make its start quicker. `job_groups` are
+    the directories of the control groups of the job that the VM is inside of; without any, the host limits the VM.
+    `token` and `address` may be empty, for callers that know neither yet; then nothing is checked about them.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Specification:
     template_size: Size | None = None
     template_account: str = ""
     spare: bool = False
+    job_groups: tuple[str, ...] = ()
 
     @property
     def bare_address(self) -> str:

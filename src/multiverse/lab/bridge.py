@@ -41,6 +41,7 @@ def down(plan: LabPlan) -> bool:
     """Delete the bridge; True if it existed. The taps on it belong to VMs and are deleted with them."""
     with IPRoute() as ip:
         there = _index(ip, plan.bridge)
-        if there is not None:
-            ip.link("del", index=there)
+        for index in (there, _index(ip, plan.job_bridge)):
+            if index is not None:
+                ip.link("del", index=index)
         return there is not None

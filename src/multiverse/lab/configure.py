@@ -14,6 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from multiverse import config
 from multiverse.config import Settings
 from multiverse.drivers.slurm import install, site_conf
+from multiverse.drivers.slurm.plugstack import plugstack
 from multiverse.images.catalog import list_images
 from multiverse.lab.hosts import ssh
 from multiverse.lab.layout import Layout
@@ -59,7 +60,6 @@ def configure(where: Layout, plan: LabPlan) -> Settings:
     for name in ("slurm.conf", "ganesha.conf", "multiverse.toml"):
         _write(where.etc / name, environment.get_template(name).render(values))
     _write(where.etc / "slurmdbd.conf", environment.get_template("slurmdbd.conf").render(values), 0o600, slurm.pw_uid)
-    _write(where.etc / "plugstack.conf", "")
     _write(where.etc / "cgroup.conf", "CgroupAutomount=no\n")
     _write(where.etc / "mail", f"#!/bin/sh\n{{ echo \"$@\"; cat; }} >> '{where.slurmctld}/mail'\n", 0o755)
     own = where.etc / "site.conf"
@@ -69,6 +69,7 @@ def configure(where: Layout, plan: LabPlan) -> Settings:
     _configure_hosts(where, plan, environment, values)
     _configure_nodes(where, plan)
     settings = config.load(where.settings)
+    _write(where.etc / "plugstack.conf", plugstack(settings.job_vms) if settings.job_vms.enabled else "")
     images = (image.name for image in list_images(settings.qemu.images))
     site = install.derive(settings, site_conf.read(where.slurm_conf), images, slurm.pw_uid, default=True)
     install.write(install.render(settings, site), where.etc)
@@ -137,6 +138,12 @@ def _sections(where: Layout, plan: LabPlan) -> dict[str, dict[str, Any]]:
         },
         "network": {"subnet": plan.subnet, "gateway": plan.gateway, "hosts": [[name, plan.gateway]]},
         "image": {"default": plan.image},
+        "job_vms": {
+            "socket": str(where.run / "jobs.sock"),
+            "records": str(where.run / "jobs"),
+            "bridge": plan.job_bridge,
+            "subnet": plan.job_subnet,
+        },
     }
     if plan.own_hosts:
         # The same on each host, which has a directory of its own in place of the lab's. A host's name is its own.

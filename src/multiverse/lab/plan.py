@@ -114,6 +114,22 @@ class LabPlan:
         return str(ipaddress.IPv4Network(self.subnet)[1])
 
     @property
+    def job_vms(self) -> bool:
+        """Whether jobs can have VMs inside their allocations."""
+        return bool(self.settings.get("job_vms", {}).get("enabled"))
+
+    @property
+    def job_bridge(self) -> str:
+        """The bridge of VMs inside jobs. The agent makes it, and removes it."""
+        return f"{self.bridge}j"
+
+    @property
+    def job_subnet(self) -> str:
+        """The network of that bridge: one that belongs to no lab, and to no other lab's jobs (see `_free_network`)."""
+        first, second, *_ = ipaddress.IPv4Network(self.subnet).network_address.packed
+        return f"{first}.{(second + 100) % 200}.0.0/16"
+
+    @property
     def prefix(self) -> int:
         return ipaddress.IPv4Network(self.subnet).prefixlen
 

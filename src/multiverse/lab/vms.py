@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from multiverse import config
 from multiverse.core.model import VmRef
-from multiverse.drivers.qemu.driver import QemuHypervisor, sites
+from multiverse.drivers.qemu.driver import JOB_SITE, QemuHypervisor, sites
 from multiverse.lab.layout import Layout
 
 _CONCURRENT = 8  # VMs that are destroyed at the same time
@@ -21,7 +21,7 @@ async def destroy_all(where: Layout) -> int:
     # Destroying a VM depends neither on the accelerator nor on features, and to try these would take seconds.
     settings = replace(settings, qemu=replace(settings.qemu, accel="tcg"))
     count = 0
-    for site in sites(settings) or ["lab"]:  # at least one, because templates have no site
+    for site in (*sites(settings), JOB_SITE):
         count += await _destroy(QemuHypervisor(settings, site))
     return count
 

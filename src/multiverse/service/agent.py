@@ -26,6 +26,7 @@ from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.nodes import reached_nodes
 from multiverse.host.sampling import Sampler
 from multiverse.service import metrics
+from multiverse.service.job_vms import serve_jobs
 from multiverse.service.processes import ProcessCounter
 from multiverse.service.scraping import scraped
 from multiverse.service.startup import bind, locked, stop_signal
@@ -153,6 +154,8 @@ async def serve(settings: Settings) -> None:
         stack.callback(settings.agent.socket.unlink, missing_ok=True)
         listening = await asyncio.start_unix_server(server.serve, sock=sock, limit=LONGEST_LINE)
         log.info("agent started", host=who.host, socket=str(settings.agent.socket), pid=os.getpid())
+        if settings.job_vms.enabled:
+            await stack.enter_async_context(serve_jobs(settings))
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(fence.run(), name="self-fencing") if fence else None
             await stop.wait()

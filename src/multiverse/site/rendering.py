@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from multiverse.config import Settings, users_socket
 from multiverse.core.errors import Broken
-from multiverse.drivers.slurm import install, slurm_user
+from multiverse.drivers.slurm import install, plugstack, slurm_user
 from multiverse.drivers.slurm.site_conf import SiteConf
 from multiverse.images.catalog import list_images
 from multiverse.system import rendered
@@ -51,14 +51,14 @@ def render_agent(settings: Settings, config: Path) -> list[SiteFile]:
         "bridge_address": "",
         "uplink": settings.qemu.uplink,
         "bridge_service": BRIDGE_SERVICE,
-        "run_directories": _below_run(settings.agent.socket.parent),
+        "run_directories": _below_run(settings.agent.socket.parent, *_job_directories(settings)),
     }
     targets = {
         AGENT_SERVICE: SYSTEMD / AGENT_SERVICE,
         BRIDGE_SERVICE: SYSTEMD / BRIDGE_SERVICE,
         "agent-tmpfiles.conf": Path("/etc/tmpfiles.d/multiverse-agent.conf"),
     }
-    return _render(targets, values)
+    return [*_plugstack(settings), *_render(targets, values)]
 
 
 def own_job_submit(settings: Settings) -> str | None:
@@ -81,6 +81,14 @@ def _beside_slurm_conf(settings: Settings, site: SiteConf) -> Iterator[SiteFile]
     for name, content in install.render(settings, facts).items():
         if name != install.JOB_SUBMIT or own is None:
             yield SiteFile(settings.slurm.conf.with_name(name), content, install.FILES[name])
+    yield from _plugstack(settings)
+
+
+def _plugstack(settings: Settings) -> Iterator[SiteFile]:
+    """What loads the plugin for VMs inside jobs, where they are enabled."""
+    if settings.job_vms.enabled:
+        text = rendered.signed(plugstack.plugstack(settings.job_vms))
+        yield SiteFile(settings.slurm.conf.with_name(plugstack.FILE), text, 0o644)
 
 
 def _for_systemd(settings: Settings, config: Path, site: SiteConf) -> list[SiteFile]:
@@ -99,6 +107,7 @@ def _for_systemd(settings: Settings, config: Path, site: SiteConf) -> list[SiteF
             users_socket(settings).parent,
             settings.agent.socket.parent,
             settings.slurm.inbox.parent,
+            *_job_directories(settings),
         ),
         "inbox": settings.slurm.inbox,
         "slurm_uid": slurm_user.of(site.text).uid,  # the name service may not answer yet when the directory is made
@@ -132,6 +141,10 @@ def program() -> Path:
 def bridge_mac(gateway: str) -> str:
     """The bridge's MAC address. A bridge without one takes the lowest of its ports, which may change at any time."""
     return f"02:4d:{ipaddress.IPv4Address(gateway).packed.hex(':')}"
+
+
+def _job_directories(settings: Settings) -> tuple[Path, ...]:
+    return (settings.job_vms.socket.parent, settings.job_vms.records) if settings.job_vms.enabled else ()
 
 
 def _below_run(*paths: Path) -> list[Path]:

@@ -205,10 +205,14 @@ class QemuHypervisor:
         return await asyncio.get_running_loop().run_in_executor(threads, lambda: function(*arguments))
 
 
+JOB_SITE = "job"
+"""What stands for the site in names of VMs inside jobs, which no controller knows. A site has five characters."""
+
+
 def sites(settings: Settings) -> list[str]:
-    """The sites of which VMs, or remains of VMs, are on this machine, by their names."""
+    """The sites of which VMs, or remains of VMs, are on this machine, by their names. VMs inside jobs have none."""
     places = [place for place in (settings.qemu.vms, settings.qemu.run) if place.is_dir()]
-    return sorted({site_of(path.name) for place in places for path in place.iterdir()} - {""})
+    return sorted({site_of(path.name) for place in places for path in place.iterdir()} - {"", JOB_SITE})
 
 
 def host_config(settings: Settings, site: str) -> QemuHostConfig:

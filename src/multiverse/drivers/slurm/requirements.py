@@ -82,6 +82,7 @@ def examine(settings: Settings, site: SiteConf, release: Version) -> Iterator[Fi
     yield from _communication(settings, site)
     yield from _scheduling(site)
     yield from _backups(site, release)
+    yield from _job_vms(settings, site)
     for each in conf.unsupported(site.text):
         yield _note(each.name, each.message, each.remedy)
 
@@ -91,6 +92,16 @@ def _release(release: Version) -> Iterator[Finding]:
         yield _problem("Slurm", f"Slurm {release} has no dynamic nodes", "upgrade Slurm to 22.05 or later")
     elif release > _NEWEST:
         yield _note("Slurm", f"Multiverse was not tried with Slurm {release}", "try it on a test cluster first")
+
+
+def _job_vms(settings: Settings, site: SiteConf) -> Iterator[Finding]:
+    flags = conf.value(site.text, "PrologFlags").lower().split(",")
+    if settings.job_vms.enabled and not {"alloc", "contain", "x11"} & set(flags):
+        yield _problem(
+            "PrologFlags",
+            "a step whose environment lacks the options of its job would not run in the job's VM",
+            "add Alloc to PrologFlags, then restart slurmctld and all slurmds",
+        )
 
 
 def _include(site: SiteConf) -> Iterator[Finding]:

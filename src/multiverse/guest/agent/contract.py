@@ -10,6 +10,9 @@ DISK = "multiverse.disk="  # there, too: MiB of the disk that users may write; t
 INTRODUCED = "/run/multiverse/introduced"  # a pipe that can be read once the job's user is known
 MOST_WAIT = 64  # lines that are written to that pipe; each waiting process reads one
 
+TASKS_PORT = 1022  # TCP, where the agent accepts the tasks of a job; no user's process can listen there
+LONGEST_FRAME = 1 << 20  # bytes in a frame of a task's connection
+
 LOGS = "/var/log/multiverse"  # directory of the daemons' logs
 DAEMON_TIMEOUT = 30.0  # seconds until a daemon must be ready, a plugged CPU or memory usable, or a mount done
 

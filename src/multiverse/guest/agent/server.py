@@ -20,6 +20,7 @@ from multiverse.guest.agent.mounts import mount_one
 from multiverse.guest.agent.network import interface, set_network
 from multiverse.guest.agent.processes import ending, preload_job_programs
 from multiverse.guest.agent.syscalls import MNT_DETACH, unmount
+from multiverse.guest.agent.tasks import TaskListener
 from multiverse.guest.agent.users import add_users
 
 CLOCK_TOLERANCE = 0.5  # seconds; a smaller difference is not corrected, because daemons run
@@ -34,8 +35,10 @@ class GuestAgent:
     def __init__(self, channel: HostChannel, wake: int) -> None:
         self.channel = channel
         self.wake = wake
+        self.poller = select.poll()
         self.children = Children()
         self.mounts: list[str] = []
+        self.tasks: TaskListener | None = None
         self.introduced: int | None = None  # the pipe from which a job reads until its user is known
         # The answer to `hello`. A host that missed a report, or has restarted, asks again.
         self.state: dict[str, Any] = {"type_": "fork_point", "version": VERSION, "possible": count_cpus("possible")}
@@ -46,7 +49,7 @@ class GuestAgent:
             for message in messages:
                 self.handle(message)
         self.channel.watch()
-        poller = select.poll()
+        poller = self.poller
         poller.register(self.wake, select.POLLIN)
         poller.register(self.channel.fd, select.POLLIN)
         while True:
@@ -58,14 +61,14 @@ class GuestAgent:
             else:
                 self._wait_for_host(poller)
             poller.poll()
-            self.report_ended_daemons()
+            self.attend()
 
     def _wait_for_host(self, poller: select.poll) -> None:
         # While the host's end is closed, polling the port returns at once. A signal ends this wait: SIGIO when the host
         # has opened its end, SIGCHLD when a child has ended.
         poller.unregister(self.channel.fd)
         poller.poll()
-        self.report_ended_daemons()
+        self.attend()
         poller.register(self.channel.fd, select.POLLIN)
 
     def handle(self, message: dict[str, Any]) -> None:
@@ -77,6 +80,8 @@ class GuestAgent:
                 self.flush()
             elif message.get("type") == "introduce":
                 self.add_user(message)
+            elif message.get("type") == "serve_tasks":
+                self.serve_tasks(message["token"])
             elif message.get("type") == "audit":
                 facts = {**clone_facts(), **self.state.get("audit", {}), **current_facts()}
                 self.channel.send("audited", audit=facts)
@@ -147,6 +152,20 @@ class GuestAgent:
             except BlockingIOError:
                 pass  # the pipe is full of lines of earlier messages
         self.channel.send("introduced")
+
+    def serve_tasks(self, token: str) -> None:
+        """Accept the tasks of the VM's job from now on, on connections that begin with this token."""
+        if self.tasks is None:
+            self.tasks = TaskListener(self.mounts)
+            self.poller.register(self.tasks.sock, select.POLLIN)
+        self.tasks.token = token
+        self.channel.send("serving_tasks")
+
+    def attend(self) -> None:
+        """Do what there is to do besides the host's messages."""
+        self.report_ended_daemons()
+        if self.tasks is not None:
+            self.tasks.accept()
 
     def report_ended_daemons(self) -> None:
         """Empty the wake-up pipe, collect children that have ended, and report the daemons among them."""

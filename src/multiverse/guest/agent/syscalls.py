@@ -68,3 +68,14 @@ def ptrace(request: int, pid: int, data: ctypes.Array[ctypes.c_ulong] | None = N
     if _libc.ptrace(ctypes.c_long(request), ctypes.c_long(pid), None, data) == -1:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), "ptrace")
+
+
+def sync_file_system(path: str) -> None:
+    """syncfs(2): write back what is not written yet of the file system that `path` is in."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if _libc.syncfs(ctypes.c_int(fd)) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), path)
+    finally:
+        os.close(fd)

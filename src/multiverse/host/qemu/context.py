@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from multiverse.guest.protocol import DISK, TEMPLATE
 from multiverse.host import disks, path_security
 from multiverse.host.cgroups import Cgroups
 from multiverse.host.firewall import Firewall
+from multiverse.host.job_groups import JobGroups
 from multiverse.host.memfd import SealedMemory
 from multiverse.host.namespaces import System
 from multiverse.host.qemu import features, probe, templates
@@ -241,8 +242,12 @@ class HostContext:
 
     # --- limits ---------------------------------------------------------------------------------------
 
-    def limit(self, name: str, memory: int, cpus: int) -> int:
+    def groups(self, job_groups: Sequence[str]) -> Cgroups | JobGroups:
+        """The control groups of a VM that is inside of the job with these; of others, if there are none."""
+        return JobGroups(job_groups, self.cgroups.beside(job_groups)) if job_groups else self.cgroups
+
+    def limit(self, groups: Cgroups | JobGroups, name: str, memory: int, cpus: int) -> int:
         """Limit the QEMU of a VM of `memory` MiB and `cpus` CPUs. Returns how many threads it may have."""
         threads = cpus + _IDLE_THREADS
-        self.cgroups.set_limits(name, self.accelerator.footprint(memory), threads)
+        groups.set_limits(name, self.accelerator.footprint(memory), threads)
         return threads

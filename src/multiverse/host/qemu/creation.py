@@ -142,6 +142,7 @@ def _allocate(
             uid=user.uid if user is not None else 0,
             address=spec.bare_address,
             token=spec.token,
+            job_groups=spec.job_groups,
             disk_cost=host.disk_cost(image, spec.kind),
             disk=disk.whole if spec.kind is CloneKind.FULL else disk.overhead,
         )
@@ -166,13 +167,14 @@ def _launch(host: HostContext, spec: Specification, parts: _Parts, timer: VmStag
     if user is not None:
         user.allow_traversal(paths.home)
         user.take_file(machine.disk)
-    threads = host.limit(spec.name, spec.size.memory, spec.size.cpus)
+    groups = host.groups(spec.job_groups)
+    threads = host.limit(groups, spec.name, spec.size.memory, spec.size.cpus)
 
     def started(identity: ProcessIdentity) -> None:
         nonlocal record
         record = replace(record, pid=identity.pid, started=identity.started)
         manifest.write(paths.home, record)
-        host.cgroups.add_process(spec.name, identity.pid, threads)
+        groups.add_process(spec.name, identity.pid, threads)
 
     with _mapped(host, machine, template) as (mapped, fds):
         session = host.launch(

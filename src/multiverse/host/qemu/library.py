@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from multiverse.core.errors import Gone
 from multiverse.core.model import HypervisorView, Identity, Size, Stage, TemplateKey, User
-from multiverse.guest.protocol import AUDIT, Report, add_user_message
+from multiverse.guest.protocol import AUDIT, Report, add_user_message, serve_tasks_message
 from multiverse.host import manifest, namespaces, path_security, process
 from multiverse.host.qemu import creation, removal, start, templates
 from multiverse.host.qemu.context import HostContext, QemuHostConfig
@@ -182,6 +182,25 @@ class QemuHost:
             known = manifest.read(home)
             if known is not None and user.uid not in known.introduced:
                 manifest.write(home, replace(known, introduced=(*known.introduced, user.uid)))
+
+    def serve_tasks(self, name: str, token: str) -> None:
+        """Make the guest accept the tasks of the job that its VM is inside of, on connections to its `TASKS_PORT` that
+        begin with this token. Raises `Gone` if it is not started, `Unknown` if it does not answer."""
+        channel = self._context.connections.started_channel(name)
+        channel.ask(serve_tasks_message(token), "serving_tasks", _ANSWER_TIMEOUT)
+
+    def control_groups(self, name: str) -> list[str]:
+        """The directories of the control groups that a VM's QEMU is in."""
+        known = manifest.read(self._context.paths(name).home)
+        return self._context.groups(known.job_groups if known is not None else ()).directories(name)
+
+    def open_process(self, name: str) -> int:
+        """A pidfd of the QEMU of a VM, which the caller closes. Raises `Gone` if it does not run."""
+        known = manifest.read(self._context.paths(name).home)
+        handle = known.process.open() if known is not None and known.process.is_alive() else None
+        if handle is None:
+            raise Gone(f"VM {name} does not run", hint="see the log of the agent")
+        return handle
 
     def kill(self, names: Collection[str]) -> None:
         """Kill the QEMUs of these VMs at once: wait neither for their ends nor for whoever holds a VM's lock. `destroy`

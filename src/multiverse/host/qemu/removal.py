@@ -45,7 +45,7 @@ def destroy(host: HostContext, name: str, grace: float, token: str = "") -> None
         host.connections.drop(name)
         host.outputs.drop(name)
         tap.remove_tap(name)
-        host.cgroups.remove(name)
+        host.groups(known.job_groups if known is not None else ()).remove(name)
         if known is not None:
             host.firewall.revoke(known)
             remove_earlier_reservation(host.config.vms, known.uid)

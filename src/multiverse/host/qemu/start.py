@@ -41,8 +41,9 @@ def start(host: HostContext, name: str, size: Size, identity: Identity) -> list[
         cpus = known.cpus if booted else max(size.cpus, known.cpus)
         if not booted:
             # The VM may have been created with another size, before a job asked for it.
-            threads = host.limit(name, known.memory + plugged, size.cpus)
-            host.cgroups.add_process(name, known.pid, threads)
+            groups = host.groups(known.job_groups)
+            threads = host.limit(groups, name, known.memory + plugged, size.cpus)
+            groups.add_process(name, known.pid, threads)
             huge = plug(session.monitor, known, size.cpus, plugged, huge=Feature.HUGE_PAGES in host.features.in_use)
             known = replace(known, huge_memory=huge)
         allowance = host.allowance(size)

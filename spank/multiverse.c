@@ -1,0 +1,426 @@
+/*
+ * SPANK plugin of Multiverse: VMs inside a job's allocation.
+ *
+ * A job that was submitted with one of our options has a VM on its node, and its tasks run in that VM. The job's prolog
+ * records the options in a file, so that each step of the job is such a step, whatever its environment says. A task asks
+ * the agent of the host for the VM before it gives up root's rights, and then executes mventer in place of its command.
+ * The epilog releases the VM.
+ *
+ * Other jobs pay the look-up of one file. No hook starts a process or holds a lock, no failure here drains a node, and
+ * each wait has a limit. See docs/decisions/0057-vms-inside-a-job.md.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <slurm/spank.h>
+
+#define EXPORTED __attribute__((visibility("default")))
+#define NAME "multiverse"
+#define BATCH 0xfffffffbU /* SLURM_BATCH_SCRIPT of slurm/slurm.h */
+#define NO_VAL64 0xfffffffffffffffeULL
+
+EXPORTED extern const char plugin_name[], plugin_type[];
+EXPORTED extern const unsigned int plugin_version, spank_plugin_version;
+SPANK_PLUGIN(multiverse, 1)
+
+enum { IMAGE, CPUS, MEMORY, DISK, COUNT };
+
+static int take(int which, const char *value, int remote);
+
+static struct spank_option options[COUNT] = {
+	{"vm-image", "NAME", "run this job's tasks in a VM of that image", 1, IMAGE, take},
+	{"vcpu-per-vm", "N", "virtual CPUs of the job's VM (default: the job's cores)", 1, CPUS, take},
+	{"memory-per-vm", "SIZE", "memory of the job's VM, in MiB or with K, M, G, T (default: what the job's allows)", 1,
+	 MEMORY, take},
+	{"disk-size", "SIZE", "what the VM's users may write to its disk, in MiB or with K, M, G, T", 1, DISK, take},
+};
+static const char *const keys[COUNT] = {"image", "cpus", "memory", "disk"};
+
+static char values[COUNT][65];   /* as the agent reads them: an image's name, numbers in MiB; empty if not given */
+static char problem[1024];       /* why this task cannot run in its VM */
+static int is_ours;              /* whether this process's job has a VM */
+
+/* Arguments in plugstack.conf. */
+static const char *agent = "/run/multiverse/jobs.sock";
+static const char *records = "/run/multiverse/jobs";
+static const char *enter = "/usr/local/libexec/multiverse/mventer";
+static int timeout = 300; /* seconds for a VM: its template may have to be built */
+
+static const int release_timeout = 60;
+
+static void read_arguments(int count, char *arguments[])
+{
+	for (int i = 0; i < count; i++) {
+		if (!strncmp(arguments[i], "agent=", 6))
+			agent = arguments[i] + 6;
+		else if (!strncmp(arguments[i], "records=", 8))
+			records = arguments[i] + 8;
+		else if (!strncmp(arguments[i], "enter=", 6))
+			enter = arguments[i] + 6;
+		else if (!strncmp(arguments[i], "timeout=", 8))
+			timeout = atoi(arguments[i] + 8);
+		else
+			slurm_error(NAME ": plugstack.conf: unknown argument %s", arguments[i]);
+	}
+}
+
+/* --- options ------------------------------------------------------------------------------------------------------ */
+
+/* MiB of a size like 512, 512M or 2G, rounded up; 0 if it is none. */
+static unsigned long long size_of(const char *text)
+{
+	char *end;
+	unsigned long long number;
+
+	if (*text < '0' || *text > '9')
+		return 0;
+	errno = 0;
+	number = strtoull(text, &end, 10);
+	if (errno || number > 1ULL << 40)
+		return 0;
+	switch (*end ? *end++ : 'M') {
+	case 'k': case 'K': number = (number + 1023) >> 10; break;
+	case 'm': case 'M': break;
+	case 'g': case 'G': number <<= 10; break;
+	case 't': case 'T': number <<= 20; break;
+	default: return 0;
+	}
+	return *end || number > 1ULL << 32 ? 0 : number;
+}
+
+static int is_image(const char *text)
+{
+	size_t length = strlen(text);
+
+	return length && length < sizeof values[0] && text[0] != '.' && text[0] != '-' &&
+	       strspn(text, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-") == length;
+}
+
+/* Checks and keeps an option's value: at submission, and in a step to which it was handed on. */
+static int take(int which, const char *value, int remote)
+{
+	unsigned long long number = 0;
+	char *end = NULL;
+
+	(void)remote;
+	value = value ? value : "";
+	if (which == IMAGE) {
+		if (!is_image(value)) {
+			slurm_error(NAME ": --vm-image=%s: an image's name has letters, digits and ._- only", value);
+			return -1;
+		}
+		strcpy(values[IMAGE], value);
+		return 0;
+	}
+	if (which == CPUS) {
+		number = *value >= '0' && *value <= '9' ? strtoull(value, &end, 10) : 0;
+		if (!end || *end || !number || number > 4096) {
+			slurm_error(NAME ": --vcpu-per-vm=%s: it is a number of virtual CPUs, at least 1", value);
+			return -1;
+		}
+	} else if (!(number = size_of(value))) {
+		slurm_error(NAME ": --%s=%s: it is a size in MiB, or with K, M, G or T after it", options[which].name, value);
+		return -1;
+	}
+	snprintf(values[which], sizeof values[which], "%llu", number);
+	return 0;
+}
+
+/* --- the record of a job ------------------------------------------------------------------------------------------ */
+
+static void path_of(char *path, size_t size, uint32_t job, const char *suffix)
+{
+	snprintf(path, size, "%s/%u%s", records, job, suffix);
+}
+
+/* Fills `values` from the record of a job. 1 if there is one, 0 if there is none, -1 if it cannot be read. */
+static int read_record(uint32_t job)
+{
+	char path[PATH_MAX], line[512], *rest = line, *word;
+	FILE *file;
+
+	path_of(path, sizeof path, job, "");
+	if (!(file = fopen(path, "re")))
+		return errno == ENOENT ? 0 : -1;
+	if (!fgets(line, sizeof line, file))
+		*line = 0;
+	fclose(file);
+	while ((word = strsep(&rest, " \n"))) {
+		for (int i = 0; i < COUNT; i++) {
+			size_t length = strlen(keys[i]);
+
+			if (!strncmp(word, keys[i], length) && word[length] == '=')
+				snprintf(values[i], sizeof values[i], "%s", word + length + 1);
+		}
+	}
+	return 1;
+}
+
+static int write_record(uint32_t job)
+{
+	char path[PATH_MAX], line[512];
+	int fd, length = 0, done;
+
+	if (mkdir(records, 0755) && errno != EEXIST)
+		return -1;
+	path_of(path, sizeof path, job, "");
+	if ((fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644)) < 0)
+		return -1;
+	for (int i = 0; i < COUNT; i++)
+		length += snprintf(line + length, sizeof line - (size_t)length, "%s=%s%s", keys[i], values[i],
+				   i + 1 < COUNT ? " " : "\n");
+	done = write(fd, line, (size_t)length) == length;
+	return close(fd) || !done ? -1 : 0;
+}
+
+/* --- the agent ---------------------------------------------------------------------------------------------------- */
+
+static long long now(void)
+{
+	struct timespec at;
+
+	clock_gettime(CLOCK_MONOTONIC, &at);
+	return at.tv_sec * 1000LL + at.tv_nsec / 1000000;
+}
+
+/* Asks the agent, for at most so many seconds. 0, or -1 with the reason in `problem`. */
+static int ask(int seconds, const char *request)
+{
+	struct sockaddr_un address = {.sun_family = AF_UNIX};
+	long long deadline = now() + seconds * 1000LL;
+	size_t length = 0;
+	int fd = -1;
+
+	snprintf(address.sun_path, sizeof address.sun_path, "%s", agent);
+	if ((fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0)) < 0 ||
+	    connect(fd, (struct sockaddr *)&address, sizeof address) ||
+	    send(fd, request, strlen(request), MSG_NOSIGNAL) != (ssize_t)strlen(request)) {
+		snprintf(problem, sizeof problem, "the agent of this host does not answer at %s: %s", agent, strerror(errno));
+		if (fd >= 0)
+			close(fd);
+		return -1;
+	}
+	for (;;) {
+		struct pollfd ready = {.fd = fd, .events = POLLIN};
+		long long left = deadline - now();
+		ssize_t got = left > 0 ? poll(&ready, 1, (int)left) : 0;
+
+		if (got < 0 && errno == EINTR)
+			continue;
+		if (got <= 0) {
+			snprintf(problem, sizeof problem, "the agent of this host gave no answer within %d s", seconds);
+			break;
+		}
+		got = recv(fd, problem + length, sizeof problem - 1 - length, 0);
+		if (got < 0 && errno == EINTR)
+			continue;
+		if (got > 0)
+			length += (size_t)got;
+		problem[length] = 0;
+		if (strchr(problem, '\n') || got <= 0 || length == sizeof problem - 1) {
+			problem[strcspn(problem, "\n")] = 0;
+			break;
+		}
+	}
+	close(fd);
+	if (!strcmp(problem, "ok")) {
+		*problem = 0;
+		return 0;
+	}
+	if (!strncmp(problem, "error ", 6))
+		memmove(problem, problem + 6, strlen(problem + 6) + 1);
+	else if (length)
+		snprintf(problem, sizeof problem, "the agent of this host gave an answer that makes no sense");
+	else if (!*problem)
+		snprintf(problem, sizeof problem, "the agent of this host ended while it was asked");
+	return -1;
+}
+
+/* How many numbers are in a list like 0-3,8. */
+static unsigned count_of(const char *list)
+{
+	unsigned found = 0;
+
+	while (list && *list >= '0' && *list <= '9') {
+		char *end;
+		unsigned long first = strtoul(list, &end, 10), last = first;
+
+		if (*end == '-')
+			last = strtoul(end + 1, &end, 10);
+		found += last >= first ? (unsigned)(last - first) + 1 : 0;
+		list = *end == ',' ? end + 1 : end;
+	}
+	return found;
+}
+
+/* Asks for the VM of the job. It is there for the second task and for later steps. */
+static void provide(spank_t spank, uint32_t job)
+{
+	char request[1024], nodes[16] = "1", *cores = NULL;
+	uint32_t step = 0, step_nodes = 1, restart = 0;
+	uint64_t memory = 0;
+	uid_t uid = (uid_t)-1;
+
+	spank_get_item(spank, S_JOB_UID, &uid);
+	spank_get_item(spank, S_JOB_STEPID, &step);
+	spank_get_item(spank, S_JOB_NNODES, &step_nodes);
+	spank_get_item(spank, S_SLURM_RESTART_COUNT, &restart);
+	spank_get_item(spank, S_JOB_ALLOC_CORES, &cores);
+	spank_get_item(spank, S_JOB_ALLOC_MEM, &memory);
+	spank_getenv(spank, "SLURM_JOB_NUM_NODES", nodes, sizeof nodes);
+	if (step_nodes > 1 || strtoul(nodes, NULL, 10) > 1) {
+		snprintf(problem, sizeof problem, "jobs of several nodes cannot have VMs yet; submit it with --nodes=1");
+		return;
+	}
+	snprintf(request, sizeof request,
+		 "provide job=%u restart=%u uid=%u cores=%u allocated=%llu image=%s cpus=%s memory=%s disk=%s\n", job,
+		 restart, (unsigned)uid, count_of(cores), memory >= NO_VAL64 ? 0ULL : (unsigned long long)memory,
+		 values[IMAGE], values[CPUS], values[MEMORY], values[DISK]);
+	ask(timeout, request);
+}
+
+/* --- hooks -------------------------------------------------------------------------------------------------------- */
+
+static uint32_t job_of(spank_t spank)
+{
+	uint32_t job = 0;
+
+	return spank_get_item(spank, S_JOB_ID, &job) == ESPANK_SUCCESS ? job : 0;
+}
+
+EXPORTED int slurm_spank_init(spank_t spank, int count, char *arguments[])
+{
+	read_arguments(count, arguments);
+	for (int i = 0; i < COUNT; i++)
+		if (spank_option_register(spank, &options[i]) != ESPANK_SUCCESS)
+			slurm_error(NAME ": cannot register --%s", options[i].name);
+	return 0;
+}
+
+/* On each node of a job, before its first step. */
+EXPORTED int slurm_spank_job_prolog(spank_t spank, int count, char *arguments[])
+{
+	uint32_t job = job_of(spank);
+	int given = 0;
+
+	read_arguments(count, arguments);
+	for (int i = 0; i < COUNT; i++) {
+		char *value = NULL;
+
+		if (spank_option_getopt(spank, &options[i], &value) == ESPANK_SUCCESS)
+			given |= take(i, value, 1) == 0;
+	}
+	/* No failure, which would drain the node: a step with these options and no record does not run. */
+	if (job && given && write_record(job))
+		slurm_error(NAME ": cannot record job %u in %s: %m", job, records);
+	return 0;
+}
+
+/* In each task, as root. Its errors are for task_init: from here, they would not reach the user. */
+EXPORTED int slurm_spank_task_init_privileged(spank_t spank, int count, char *arguments[])
+{
+	uint32_t job = job_of(spank);
+	int recorded, given = 0;
+
+	read_arguments(count, arguments);
+	for (int i = 0; i < COUNT; i++)
+		given |= *values[i];
+	recorded = job ? read_record(job) : 0;
+	is_ours = given || recorded;
+	if (recorded < 0)
+		snprintf(problem, sizeof problem, "the record of this job in %s cannot be read", records);
+	else if (given && !recorded) /* nobody would release its VM */
+		snprintf(problem, sizeof problem, "the job was submitted without options for a VM; give them to sbatch or salloc");
+	else if (recorded)
+		provide(spank, job);
+	return 0;
+}
+
+/* In each task, as the user, in place of the command that follows. */
+EXPORTED int slurm_spank_task_init(spank_t spank, int count, char *arguments[])
+{
+	char **argv = NULL, **environment = NULL, **whole, number[16];
+	uint32_t job = job_of(spank), step = 0;
+	int argc = 0, used = 0;
+
+	(void)count;
+	(void)arguments;
+	if (!is_ours)
+		return 0;
+	if (!*problem) {
+		spank_get_item(spank, S_JOB_STEPID, &step);
+		if (spank_get_item(spank, S_JOB_ARGV, &argc, &argv) != ESPANK_SUCCESS ||
+		    spank_get_item(spank, S_JOB_ENV, &environment) != ESPANK_SUCCESS || argc < 1 ||
+		    !(whole = calloc((size_t)argc + 6, sizeof *whole))) {
+			snprintf(problem, sizeof problem, "the command of this task is unknown");
+		} else {
+			snprintf(number, sizeof number, "%u", job);
+			whole[used++] = (char *)enter;
+			whole[used++] = (char *)agent;
+			whole[used++] = number;
+			whole[used++] = step == BATCH ? "script" : "command";
+			memcpy(whole + used, argv, (size_t)argc * sizeof *argv);
+			execve(enter, whole, environment);
+			snprintf(problem, sizeof problem, "cannot execute %s: %s", enter, strerror(errno));
+		}
+	}
+	/* An error of an optional plugin would count as success, and the task would run on the bare node. */
+	fprintf(stderr, NAME ": this task cannot run in a VM: %s\n", problem);
+	fflush(stderr);
+	_exit(1);
+}
+
+/* Kills what is in the control groups of the job's VM. The agent lists these in a file, a directory on each line. */
+static void kill_rest(uint32_t job)
+{
+	char path[PATH_MAX], directory[PATH_MAX - 16], line[32];
+	FILE *list, *group;
+
+	path_of(path, sizeof path, job, ".groups");
+	if (!(list = fopen(path, "re")))
+		return;
+	while (fgets(directory, sizeof directory, list)) {
+		directory[strcspn(directory, "\n")] = 0;
+		snprintf(path, sizeof path, "%s/cgroup.procs", directory);
+		if (!(group = fopen(path, "re")))
+			continue;
+		while (fgets(line, sizeof line, group))
+			if (atoi(line) > 1)
+				kill(atoi(line), SIGKILL);
+		fclose(group);
+	}
+	fclose(list);
+}
+
+/* On each node of a job, after its last step. */
+EXPORTED int slurm_spank_job_epilog(spank_t spank, int count, char *arguments[])
+{
+	char path[PATH_MAX], request[64];
+	uint32_t job = job_of(spank);
+
+	read_arguments(count, arguments);
+	path_of(path, sizeof path, job, "");
+	if (!job || access(path, F_OK))
+		return 0;
+	snprintf(request, sizeof request, "release job=%u\n", job);
+	if (ask(release_timeout, request)) {
+		slurm_error(NAME ": the VM of job %u is killed: %s", job, problem);
+		kill_rest(job);
+	}
+	unlink(path); /* the next agent removes the VMs of jobs without a record */
+	return 0;
+}

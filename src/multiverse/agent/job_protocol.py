@@ -1,0 +1,117 @@
+"""What Slurm's plugin and the program that enters a VM ask the agent of their host: one line each, and one answer.
+
+    provide job=12 restart=0 uid=1000 cores=2 allocated=600 image=slim cpus=2 memory=512 disk=
+    enter job=12
+    release job=12
+
+The answer is `ok`, or `error` and a sentence for the user. Sizes are MiB; what is empty or missing was not given. The
+plugin and the agent are of one release: they are installed together.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from multiverse.core.errors import MultiverseError, Refused
+from multiverse.core.model import Size
+
+LONGEST_REQUEST = 4096
+"""Bytes of a request."""
+
+_IMAGE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
+_LAST_JOB = 0x03FF_FFFF  # MAX_JOB_ID in Slurm's slurm_protocol_defs.h
+
+
+@dataclass(frozen=True, slots=True)
+class ProvideVm:
+    """The VM of a job is to be there. `cores` and `allocated` are what the job has on this host; a `restart` counts how
+    often the job was requeued. 0 in `cpus`, `memory` and `disk`, and an empty `image`, were not given."""
+
+    job: int
+    restart: int
+    uid: int
+    cores: int
+    allocated: int = 0
+    image: str = ""
+    cpus: int = 0
+    memory: int = 0
+    disk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EnterVm:
+    """A task of the job wants a connection to its guest."""
+
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseVm:
+    """The job has ended on this host."""
+
+    job: int
+
+
+def parse(line: bytes) -> ProvideVm | EnterVm | ReleaseVm:
+    """The request in a line. Raises `Refused`."""
+    operation, *words = line.decode("ascii", "replace").split()
+    values = dict(word.partition("=")[::2] for word in words)
+    job = _number(values, "job")
+    if not 0 < job <= _LAST_JOB:
+        raise Refused(f"{job} is no job")
+    match operation:
+        case "enter":
+            return EnterVm(job)
+        case "release":
+            return ReleaseVm(job)
+        case "provide":
+            image = values.get("image", "")
+            if image and not _IMAGE.fullmatch(image):
+                raise Refused(f"{image!r} is no name of an image")
+            numbers = {
+                key: _number(values, key) for key in ("restart", "uid", "cores", "allocated", "cpus", "memory", "disk")
+            }
+            return ProvideVm(job, image=image, **numbers)
+    raise Refused(f"the agent cannot {operation!r}", hint="install the plugin and the agent of one release")
+
+
+def _number(values: dict[str, str], key: str) -> int:
+    text = values.get(key, "") or "0"
+    if not re.fullmatch(r"[0-9]{1,15}", text):
+        raise Refused(f"{key}={text!r} is no number")
+    return int(text)
+
+
+def answer(error: MultiverseError | None = None) -> bytes:
+    """The answer to a request that was done, or that failed with this error."""
+    if error is None:
+        return b"ok\n"
+    shown = "".join(c if c.isprintable() else " " for c in str(error))
+    return f"error {shown[:800]}\n".encode()
+
+
+def vm_size(request: ProvideVm, least: int, overhead: int) -> Size:
+    """The size of the VM for a job. `least` is the memory of the smallest VM, `overhead` what its QEMU takes of the
+    job's memory beside the guest's. Raises `Refused` for what the job cannot hold."""
+    cpus = request.cpus or request.cores
+    if not 0 < cpus <= max(request.cores, 1):
+        raise Refused(
+            f"--vcpu-per-vm={cpus}: the job has {request.cores} cores on this node",
+            hint=f"submit it with --cpus-per-task={cpus}",
+        )
+    most = request.allocated - overhead if request.allocated else request.memory
+    if not most:
+        raise Refused("how much memory the job has is unknown here", hint="submit it with --memory-per-vm")
+    memory = request.memory or most
+    if memory > most:
+        raise Refused(
+            f"--memory-per-vm={memory}: the job has {request.allocated} MiB on this node, and QEMU takes {overhead}",
+            hint=f"submit it with --mem={memory + overhead}",
+        )
+    if memory < least:
+        raise Refused(
+            f"a VM has at least {least} MiB, and this one would have {max(0, memory)}",
+            hint=f"submit the job with --mem={least + overhead} or more",
+        )
+    return Size(cpus, memory, request.disk)

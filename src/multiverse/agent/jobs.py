@@ -1,0 +1,278 @@
+"""VMs inside the allocations of jobs, as Slurm's plugin asks for them. No controller is involved.
+
+One VM per job on this host. What the agent has to know of it is in a file, written before the VM exists, so that the
+next agent goes on. A job has a record of the plugin's as long as its allocation on this host lasts: a VM whose job has
+none is released when the agent starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+from weakref import WeakValueDictionary
+
+import structlog
+
+from multiverse.agent.job_protocol import EnterVm, ProvideVm, ReleaseVm, answer, parse, vm_size
+from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown
+from multiverse.core.model import Size, User
+from multiverse.system import files
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+PLUGIN_UID = 0
+"""The user that slurmd runs the plugin as."""
+
+_THREADS = 32
+_ADDRESSES = 250  # more VMs than this are never inside jobs of one host
+_REQUEST_TIMEOUT = 10.0  # seconds for a request of one line
+
+
+@dataclass(frozen=True, slots=True)
+class JobVm:
+    """The VM of a job. `number` chooses its address; `token` is the VM's, `task_token` what its guest knows the host's
+    agent by. `groups` are the job's control groups."""
+
+    job: int
+    restart: int
+    uid: int
+    number: int
+    image: str
+    cpus: int
+    memory: int
+    disk: int
+    token: str
+    task_token: str
+    groups: tuple[str, ...]
+
+    @property
+    def size(self) -> Size:
+        return Size(self.cpus, self.memory, self.disk)
+
+
+class JobHost(Protocol):
+    """What makes these VMs. All calls block."""
+
+    def find_groups(self, job: int, pid: int) -> tuple[str, ...]:
+        """The directories of the job's control groups, which the process `pid` is in one of; none if it has none."""
+        ...
+
+    def make(self, vm: JobVm, user: User) -> list[str]:
+        """Make the VM, until its guest accepts tasks; the directories of its control groups. Raises what the host
+        library raises; then a part of the VM may remain."""
+        ...
+
+    def is_alive(self, vm: JobVm) -> bool: ...
+
+    def connect(self, vm: JobVm) -> tuple[socket.socket, int]:
+        """A new connection to the guest, and a pidfd that ends with the VM. Raises `Gone` and `Unknown`."""
+        ...
+
+    def kill(self, vm: JobVm) -> None:
+        """End the VM at once. What waits for its guest gets an error."""
+        ...
+
+    def remove(self, vm: JobVm) -> None:
+        """Let the guest write back, end the VM and remove all of it. Absent is success."""
+        ...
+
+
+class JobVmService:
+    """Answers the plugin and users' tasks. `state` is the directory for what the agent knows, `records` the plugin's,
+    `default_image` the image of jobs that name none; `least` and `overhead` as for `vm_size`."""
+
+    def __init__(
+        self, host: JobHost, users: Callable[[int], Awaitable[User]], state: Path, records: Path, sizes: JobVmSizes
+    ) -> None:
+        self._host, self._users, self._state, self._records, self._sizes = host, users, state, records, sizes
+        self._known: dict[int, JobVm] = {}
+        self._locks: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()  # while somebody holds it or waits
+        self._released: set[int] = set()  # jobs that ended while their VM was being made
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="jobs")
+        self._serving: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Find the VMs of earlier agents again, and release those of jobs that have ended since."""
+        self._state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for path in self._state.glob("*.json"):
+            with suppress(OSError, ValueError, TypeError, KeyError):
+                raw = json.loads(path.read_text())
+                vm = JobVm(**{**raw, "groups": tuple(raw["groups"])})
+                self._known[vm.job] = vm
+        for job in [job for job in self._known if not (self._records / str(job)).exists()]:
+            try:
+                await self._release(job)
+            except MultiverseError as error:
+                log.warning("VM of an ended job not released", job=job, reason=str(error))
+
+    async def close(self) -> None:
+        """End the connections. VMs stay as they are."""
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one request."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        try:
+            await self._serve(reader, writer)
+        except (OSError, TimeoutError, EOFError, asyncio.LimitOverrunError) as error:
+            log.warning("request of a job ended", reason=str(error) or type(error).__name__)
+        finally:
+            self._serving.discard(task)
+            writer.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        sock: socket.socket = writer.get_extra_info("socket")
+        pid, uid, gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        async with asyncio.timeout(_REQUEST_TIMEOUT):
+            line = await reader.readuntil()
+        try:
+            request = parse(line)
+            if isinstance(request, EnterVm):
+                await self._enter(request.job, uid, gid, sock)
+                return
+            if uid != PLUGIN_UID:
+                raise Refused("only root may do that: Slurm's plugin does it for the job")
+            if isinstance(request, ProvideVm):
+                await self._provide(request, pid)
+            elif isinstance(request, ReleaseVm):
+                await self._release(request.job)
+        except MultiverseError as error:
+            log.info("request of a job refused", request=line.decode("ascii", "replace").strip(), reason=str(error))
+            writer.write(answer(error))
+        except Exception as error:  # a defect of ours: the job is to hear of it, and the agent goes on
+            log.exception("request of a job failed unexpectedly")
+            writer.write(answer(Unknown(f"the agent failed: {type(error).__name__}: {error}")))
+        else:
+            writer.write(answer())
+        await writer.drain()
+
+    # --- what is asked for ----------------------------------------------------------------------------
+
+    async def _provide(self, request: ProvideVm, pid: int) -> None:
+        job = request.job
+        async with self._lock(job):
+            known = self._known.get(job)
+            if known is not None and (known.restart, known.uid) != (request.restart, request.uid):
+                await self._remove(known)  # of an earlier run, whose epilog did not reach us
+                known = None
+            if known is None:
+                await self._make(await self._planned(request, pid))
+            elif not await self._call(self._host.is_alive, known):
+                raise Gone("the VM of this job has ended, and what was in it is lost", hint="submit the job again")
+
+    async def _planned(self, request: ProvideVm, pid: int) -> JobVm:
+        size = vm_size(request, self._sizes.least, self._sizes.overhead)
+        groups = await self._call(self._host.find_groups, request.job, pid)
+        # Nothing is awaited from here until the VM is known: its number is taken then.
+        taken = {vm.number for vm in self._known.values()}
+        number = next((n for n in range(_ADDRESSES) if n not in taken), None)
+        if number is None:
+            raise Refused(f"this host has VMs inside of {_ADDRESSES} jobs already")
+        return JobVm(
+            job=request.job,
+            restart=request.restart,
+            uid=request.uid,
+            number=number,
+            image=request.image or self._sizes.default_image,
+            cpus=size.cpus,
+            memory=size.memory,
+            disk=size.disk,
+            token=secrets.token_hex(16),
+            task_token=secrets.token_hex(16),
+            groups=groups,
+        )
+
+    async def _make(self, vm: JobVm) -> None:
+        self._known[vm.job] = vm
+        try:
+            user = await self._users(vm.uid)
+            await self._call(self._write, vm)
+            groups = await self._call(self._host.make, vm, user)
+            await self._call(self._write_groups, vm, groups)
+            if vm.job in self._released:
+                raise Gone("the job has ended")
+        except BaseException:
+            with suppress(MultiverseError):
+                await asyncio.shield(self._remove(vm))
+            raise
+        log.info("VM of a job made", job=vm.job, image=vm.image, cpus=vm.cpus, memory=vm.memory)
+
+    async def _enter(self, job: int, uid: int, gid: int, sock: socket.socket) -> None:
+        vm = self._known.get(job)
+        if vm is None or vm.uid != uid:  # a job of another user is as good as none
+            raise Refused(f"job {job} has no VM of yours on this host")
+        user = await self._users(uid)
+        connection, process = await self._call(self._host.connect, vm)
+        try:
+            greeting = {"token": vm.task_token, "name": user.name, "uid": uid, "gid": gid}
+            connection.sendall(json.dumps(greeting).encode() + b"\n")
+            own = socket.socket(fileno=os.dup(sock.fileno()))
+            try:
+                socket.send_fds(own, [answer()], [connection.fileno(), process])
+            finally:
+                own.close()
+        finally:
+            connection.close()
+            os.close(process)
+
+    async def _release(self, job: int) -> None:
+        lock = self._lock(job)
+        if lock.locked() and (vm := self._known.get(job)) is not None:
+            self._released.add(job)
+            await self._call(self._host.kill, vm)  # it is being made: that fails soon
+        async with lock:
+            if (vm := self._known.get(job)) is not None:
+                await self._remove(vm)
+        self._released.discard(job)
+
+    def _lock(self, job: int) -> asyncio.Lock:
+        """One request for a job at a time."""
+        return self._locks.setdefault(job, asyncio.Lock())
+
+    async def _remove(self, vm: JobVm) -> None:
+        await self._call(self._host.remove, vm)
+        for path in (self._state / f"{vm.job}.json", self._groups(vm.job)):
+            await self._call(lambda path=path: path.unlink(missing_ok=True))
+        self._known.pop(vm.job, None)
+        log.info("VM of a job released", job=vm.job)
+
+    # --- files ----------------------------------------------------------------------------------------
+
+    def _write(self, vm: JobVm) -> None:
+        files.replace(self._state / f"{vm.job}.json", json.dumps(asdict(vm)))
+
+    def _groups(self, job: int) -> Path:
+        return self._records / f"{job}.groups"
+
+    def _write_groups(self, vm: JobVm, groups: list[str]) -> None:
+        """Tell the plugin where it finds the VM's processes if there is no agent at the job's end."""
+        files.replace(self._groups(vm.job), "".join(f"{group}\n" for group in groups))
+
+    async def _call(self, function: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class JobVmSizes:
+    """What VMs inside jobs are by default, and at least. MiB."""
+
+    default_image: str
+    least: int
+    overhead: int

@@ -1,0 +1,225 @@
+"""VMs inside jobs: Slurm's plugin, the agent and guests, on a plain slurmd that limits jobs by control groups."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from multiverse import config
+from multiverse.core.errors import Broken
+from multiverse.drivers.slurm.plugstack import plugstack
+from multiverse.lab import baremetal
+from multiverse.lab.plan import load
+from multiverse.lab.service import Lab
+from multiverse.lab.services import AGENT
+from tests.integration.conftest import LabUnderTest
+from tests.integration.watch import accounted, kill, until, written
+
+pytestmark = pytest.mark.integration
+
+BUILT = Path(__file__).parents[2] / "var" / "spank"
+IN_A_VM = ("--mem=700", "--vm-image=slim")
+
+
+@dataclass(frozen=True)
+class BareNode:
+    """A plain slurmd with the plugin, and the agent of its machine."""
+
+    under_test: LabUnderTest
+    lab: Lab
+
+    def srun(self, *argv: str, vm: bool = True) -> subprocess.CompletedProcess[str]:
+        """Run a step of one task in a job of its own, as the user."""
+        user, where = self.under_test.user, ("--quiet", "--partition=bare", *(IN_A_VM if vm else ()))
+        return self.under_test.run("srun", *where, *argv, user=user, check=False, timeout=240)
+
+    def sbatch(self, script: str, *options: str) -> str:
+        return self.under_test.sbatch(script, "--partition=bare", *IN_A_VM, *options)
+
+    def output(self, name: str) -> Path:
+        return self.under_test.user.home / name
+
+    def left(self) -> list[str]:
+        """What exists of VMs inside jobs."""
+        where, jobs = self.under_test.where, config.load(self.under_test.where.settings).job_vms
+        places = [where.controller / "vms", where.run / "vms", where.agent / "jobs", jobs.records]
+        found = [str(path) for place in places if place.is_dir() for path in place.iterdir() if _is_of_a_job(path)]
+        found += [str(path) for path in Path("/sys/class/net").glob("mvjob-*")]
+        found += [str(path) for path in Path("/sys/class/net").glob(jobs.bridge)]
+        groups = Path("/sys/fs/cgroup").glob(f"*/slurm_{baremetal.NODE}/uid_*/job_*/mvjob-*")
+        return found + [str(path) for path in groups]
+
+    def nothing_left(self) -> None:
+        """No part of a VM remains, and the node takes jobs."""
+        until(f"nothing is left: {self.left()}", lambda: not self.left(), 120)
+        until("the node is idle", lambda: self._state() == "idle", 90)
+
+    def _state(self) -> str:
+        return self.under_test.run("sinfo", "-h", "-n", baremetal.NODE, "-o", "%T").stdout.strip()
+
+
+def _is_of_a_job(path: Path) -> bool:
+    return path.name.startswith("mvjob-") or path.stem.isdecimal()
+
+
+@pytest.fixture(scope="module")
+def node(lab: LabUnderTest) -> Iterator[BareNode]:
+    where, plan = lab.where, load(lab.where)
+    assert plan is not None
+    own, site = Lab(where, plan), where.etc / "site.toml"
+    missing = [name for name in ("multiverse.so", "mventer") if not (BUILT / name).exists()]
+    assert not missing, f"not built: {' '.join(missing)}; run make spank"
+    before = site.read_text()
+    site.write_text(
+        f'{before}\n[job_vms]\nenabled = true\nplugin = "{BUILT}/multiverse.so"\nenter = "{BUILT}/mventer"\n'
+    )
+    line = plugstack(config.load(where.settings).job_vms)
+    (where.etc / "plugstack.conf").write_text(line)
+    try:
+        asyncio.run(AGENT.ensure(own))
+        try:
+            asyncio.run(baremetal.start(own, memory_limited=True))
+        except Broken as error:
+            pytest.skip(f"slurmd does not run here: {error}")
+        node = BareNode(lab, own)
+        assert node.srun("true").returncode == 0, "the first VM, whose template has to be built"
+        yield node
+        asyncio.run(baremetal.stop(own))
+        for group in sorted(Path("/sys/fs/cgroup").glob(f"*/slurm_{baremetal.NODE}/**/"), reverse=True):
+            group.rmdir()
+    finally:
+        site.write_text(before)
+        (where.etc / "plugstack.conf").write_text("")
+        asyncio.run(AGENT.stop(where))
+        asyncio.run(AGENT.ensure(own))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(node: BareNode) -> Iterator[None]:
+    yield
+    node.nothing_left()
+
+
+def test_srun_runs_its_tasks_in_a_vm_as_the_user_in_the_directory_and_environment(node: BareNode) -> None:
+    done = node.srun(
+        "--ntasks=2", "--label", "--export=ALL,COLOUR=blue sky", "sh", "-c",
+        'echo $(hostname) $(id -un) $PWD "$COLOUR" $(nproc); echo oops >&2; exit $((3 + SLURM_PROCID))',
+    )  # fmt: skip
+    user = node.under_test.user
+    said = sorted(done.stdout.splitlines())
+    assert [line.split()[1].rpartition("-")[0] for line in said] == ["mvjob", "mvjob"]
+    assert {" ".join(line.split()[2:]) for line in said} == {f"{user.name} {user.home} blue sky 2"}
+    assert done.stderr.count("oops") == 2 and done.returncode == 4
+
+
+def test_input_and_output_are_carried_whole_and_a_signal_ends_the_task_as_it_ended_in_the_guest(node: BareNode) -> None:
+    data = os.urandom(300_000)
+    node.output("data").write_bytes(data)
+    command = f"--input={node.output('data')}", "sh", "-c", "sha256sum; kill -USR1 $$"
+    done = node.srun(*command)
+    assert done.stdout.split()[0] == hashlib.sha256(data).hexdigest()
+    assert done.returncode == 128 + signal.SIGUSR1
+
+
+def test_a_batch_script_runs_in_the_vm_and_gets_signals_alone_or_with_all_its_processes(node: BareNode) -> None:
+    out = node.output("batch.out")
+    script = (
+        "trap 'echo SHELL' USR1; sh -c \"trap 'echo CHILD' USR1; while :; do sleep 0.1; done\" & "
+        "echo $(hostname) $0; while :; do sleep 0.1; done"
+    )
+    job = node.sbatch(script, f"--output={out}")
+    until("the script runs", lambda: out.exists() and out.read_text().startswith("mvjob-"), 120)
+    slurm = node.under_test.run
+    slurm("scancel", "--batch", "--signal=USR1", job)
+    until("the script got the signal", lambda: out.read_text().count("SHELL") == 1, 60)
+    assert "CHILD" not in out.read_text()
+    slurm("scancel", "--full", "--signal=USR1", job)
+    until("both got it", lambda: [out.read_text().count(who) for who in ("SHELL", "CHILD")] == [2, 1], 60)
+    slurm("scancel", job)
+    assert accounted(node.under_test, job, 90)[0] == "CANCELLED"
+
+
+def test_each_mistake_has_a_sentence(node: BareNode) -> None:
+    for option, sentence in (
+        ("--vm-image=../x", "an image's name has letters"),
+        ("--vcpu-per-vm=none", "a number of virtual CPUs"),
+        ("--memory-per-vm=3X", "a size in MiB"),
+        ("--disk-size=0", "a size in MiB"),
+    ):
+        refused = node.srun(option, "true", vm=False)
+        assert refused.returncode != 0 and sentence in refused.stderr, refused.stderr
+    for options, sentence in (
+        (("--mem=100", "--vm-image=slim"), "submit the job with --mem="),
+        (("--mem=700", "--vm-image=unknown"), "no image 'unknown'"),
+        (("--mem=700", "--vcpu-per-vm=64"), "submit it with --cpus-per-task=64"),
+    ):
+        failed = node.srun(*options, "hostname", vm=False)
+        assert failed.returncode == 1 and sentence in failed.stderr and not failed.stdout, failed.stderr
+
+
+def test_jobs_without_options_need_neither_the_agent_nor_the_plugin_and_others_fail_with_a_message(
+    node: BareNode,
+) -> None:
+    where = node.under_test.where
+    asyncio.run(AGENT.stop(where))
+    try:
+        assert node.srun("hostname", vm=False).returncode == 0
+        failed = node.srun("hostname")
+        assert failed.returncode == 1 and not failed.stdout
+        assert "the agent of this host does not answer" in failed.stderr
+    finally:
+        asyncio.run(AGENT.ensure(node.lab))
+    file = where.etc / "plugstack.conf"
+    before = file.read_text()
+    file.write_text(before.replace("multiverse.so", "absent.so"))
+    try:
+        assert node.srun("hostname", vm=False).returncode == 0
+    finally:
+        file.write_text(before)
+
+
+def test_a_step_without_the_options_in_its_environment_runs_in_the_jobs_vm_too(node: BareNode) -> None:
+    """The batch script has the environment of sbatch, which has none of the options. Whether a job has a VM is decided
+    for the job."""
+    out = node.output("bare-environment.out")
+    job = node.sbatch("hostname", f"--output={out}", "--export=NONE")
+    assert accounted(node.under_test, job, 180) == ("COMPLETED", "0:0")
+    assert written(out).startswith("mvjob-")
+
+
+def test_the_vm_of_another_user_cannot_be_entered(node: BareNode) -> None:
+    job = node.sbatch("sleep 60", "--output=/dev/null")
+    until("its VM runs", lambda: (node.under_test.where.run / "jobs" / f"{job}.groups").exists(), 120)
+    socket = str(node.under_test.where.run / "jobs.sock")
+    tried = node.under_test.run(
+        str(BUILT / "mventer"), socket, job, "command", "id", user=node.under_test.other, check=False
+    )
+    assert tried.returncode == 1 and "has no VM of yours" in tried.stderr and not tried.stdout
+    node.under_test.run("scancel", job)
+
+
+def test_the_epilog_ends_the_vm_though_the_agent_is_dead_and_the_next_agent_removes_the_rest(node: BareNode) -> None:
+    lab = node.under_test
+    job = node.sbatch("sleep 300", "--output=/dev/null")
+    groups = lab.where.run / "jobs" / f"{job}.groups"
+    until("its VM runs", groups.exists, 120)
+    procs = [Path(one, "cgroup.procs") for one in groups.read_text().split()]
+    assert any("/job_" in str(path) for path in procs), "QEMU is in a control group of the job"
+    kill(_pid_of_agent(node))
+    lab.run("scancel", job)
+    until("QEMU is dead", lambda: not any(path.exists() and path.read_text() for path in procs), 120)
+    asyncio.run(AGENT.ensure(node.lab))
+
+
+def _pid_of_agent(node: BareNode) -> int:
+    running = AGENT.running(node.under_test.where)
+    assert running is not None
+    return running.pid

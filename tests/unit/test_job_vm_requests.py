@@ -1,0 +1,83 @@
+"""What Slurm's plugin asks the agent, and the size of the VM that a job gets."""
+
+from __future__ import annotations
+
+import pytest
+
+from multiverse.agent.job_protocol import EnterVm, ProvideVm, ReleaseVm, answer, parse, vm_size
+from multiverse.config import JobVmSettings
+from multiverse.core.errors import Gone, Refused
+from multiverse.core.model import Size
+from multiverse.drivers.slurm.plugstack import plugstack
+
+REQUEST = ProvideVm(12, restart=1, uid=1000, cores=2, allocated=1000)
+
+
+def test_requests_are_parsed_as_the_plugin_writes_them() -> None:
+    line = b"provide job=12 restart=1 uid=1000 cores=2 allocated=1000 image=slim cpus= memory=512 disk=\n"
+    assert parse(line) == ProvideVm(12, 1, 1000, 2, 1000, "slim", 0, 512, 0)
+    assert parse(b"enter job=12\n") == EnterVm(12)
+    assert parse(b"release job=67108863\n") == ReleaseVm(67108863)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"destroy job=1\n",
+        b"enter job=\n",
+        b"enter job=../1\n",
+        b"enter job=67108864\n",
+        b"provide job=1 uid=-1\n",
+        b"provide job=1 uid=1 image=../etc\n",
+        b"provide job=1 uid=1 image=-x\n",
+        b"provide job=1 uid=9999999999999999\n",
+    ],
+)
+def test_what_makes_no_sense_is_refused(line: bytes) -> None:
+    with pytest.raises(Refused):
+        parse(line)
+
+
+def test_an_answer_is_one_line_with_the_next_step() -> None:
+    assert answer() == b"ok\n"
+    assert answer(Gone("it ended\nbadly\x1b[0m", hint="submit it again")) == (
+        b"error it ended badly [0m (submit it again)\n"
+    )
+
+
+def test_a_vm_has_what_its_job_has_unless_less_is_asked_for() -> None:
+    assert vm_size(REQUEST, 256, 192) == Size(2, 808)
+    assert vm_size(ProvideVm(12, 0, 1000, 2, 1000, "", 1, 512, 300), 256, 192) == Size(1, 512, 300)
+    assert vm_size(ProvideVm(12, 0, 1000, 2, 0, "", 0, 512), 256, 192) == Size(2, 512), "Slurm counts no memory"
+
+
+@pytest.mark.parametrize(
+    ("cpus", "memory", "allocated", "step"),
+    [
+        (3, 0, 1000, "--cpus-per-task=3"),
+        (0, 809, 1000, "--mem=1001"),
+        (0, 0, 447, "--mem=448"),
+        (0, 0, 100, "--mem=448"),
+        (0, 255, 1000, "--mem=448"),
+        (0, 0, 0, "--memory-per-vm"),
+    ],
+)
+def test_what_the_job_cannot_hold_is_refused_with_the_next_step(
+    cpus: int, memory: int, allocated: int, step: str
+) -> None:
+    with pytest.raises(Refused) as refused:
+        vm_size(ProvideVm(12, 0, 1000, 2, allocated, "", cpus, memory), 256, 192)
+    assert step in refused.value.hint
+
+
+def test_the_plugin_is_optional_and_gets_its_paths() -> None:
+    *comments, line = plugstack(JobVmSettings(timeout=90)).splitlines()
+    assert all(one.startswith("#") for one in comments)
+    assert line.split() == [
+        "optional",
+        "/usr/local/lib/slurm/multiverse.so",
+        "agent=/run/multiverse/jobs.sock",
+        "records=/run/multiverse/jobs",
+        "enter=/usr/local/libexec/multiverse/mventer",
+        "timeout=90",
+    ]

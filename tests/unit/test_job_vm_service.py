@@ -1,0 +1,180 @@
+"""The agent's service for VMs inside jobs, with a host that makes none."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from multiverse.agent import jobs
+from multiverse.agent.jobs import JobVm, JobVmService, JobVmSizes
+from multiverse.core.errors import Broken, Gone
+from multiverse.core.model import User
+
+ME = os.getuid()
+
+
+@dataclass
+class FakeHost:
+    """Remembers which VMs it has."""
+
+    vms: dict[int, JobVm] = field(default_factory=dict)
+    made: list[JobVm] = field(default_factory=list)
+    dead: set[int] = field(default_factory=set)
+    failure: Exception | None = None
+    hold: threading.Event | None = None
+    killed: threading.Event = field(default_factory=threading.Event)
+    guest: socket.socket | None = None
+
+    def find_groups(self, job: int, pid: int) -> tuple[str, ...]:
+        return (f"/groups/job_{job}",)
+
+    def make(self, vm: JobVm, user: User) -> list[str]:
+        self.vms[vm.job] = vm
+        self.made.append(vm)
+        if self.hold is not None:
+            self.hold.set()
+            assert self.killed.wait(10)
+            raise Gone("its QEMU has ended")
+        if self.failure is not None:
+            raise self.failure
+        return [f"{group}/vm" for group in vm.groups]
+
+    def is_alive(self, vm: JobVm) -> bool:
+        return vm.job in self.vms and vm.job not in self.dead
+
+    def connect(self, vm: JobVm) -> tuple[socket.socket, int]:
+        ours, self.guest = socket.socketpair()
+        return ours, os.open(os.devnull, os.O_RDONLY)
+
+    def kill(self, vm: JobVm) -> None:
+        self.killed.set()
+
+    def remove(self, vm: JobVm) -> None:
+        self.vms.pop(vm.job, None)
+
+
+@dataclass
+class Served:
+    host: FakeHost
+    service: JobVmService
+    directory: Path
+
+    async def ask(self, line: str) -> str:
+        reader, writer = await asyncio.open_unix_connection(self.directory / "sock")
+        writer.write(line.encode() + b"\n")
+        answered = await reader.read()
+        writer.close()
+        return answered.decode()
+
+    def files(self) -> set[str]:
+        return {path.name for name in ("state", "records") for path in (self.directory / name).iterdir()}
+
+    def again(self) -> JobVmService:
+        """The next agent."""
+        return JobVmService(
+            self.host, _user, self.directory / "state", self.directory / "records", JobVmSizes("slim", 256, 192)
+        )
+
+
+async def _user(uid: int) -> User:
+    return User("ada", uid, uid, "/home/ada", "/bin/sh")
+
+
+@pytest.fixture
+async def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Served]:
+    monkeypatch.setattr(jobs, "PLUGIN_UID", ME)
+    (tmp_path / "records").mkdir()
+    found = Served(FakeHost(), None, tmp_path)  # type: ignore[arg-type]
+    found.service = found.again()
+    await found.service.start()
+    server = await asyncio.start_unix_server(found.service.serve, tmp_path / "sock")
+    yield found
+    server.close()
+    await found.service.close()
+
+
+def provide(job: int, restart: int = 0) -> str:
+    return f"provide job={job} restart={restart} uid={ME} cores=2 allocated=1000 image= cpus= memory= disk="
+
+
+async def test_a_jobs_vm_is_made_once_and_released_twice(served: Served) -> None:
+    assert await asyncio.gather(served.ask(provide(7)), served.ask(provide(7))) == ["ok\n", "ok\n"]
+    (vm,) = served.host.made
+    assert (vm.cpus, vm.memory, vm.image, vm.groups) == (2, 808, "slim", ("/groups/job_7",))
+    assert served.files() == {"7.json", "7.groups"}
+    assert (served.directory / "records" / "7.groups").read_text() == "/groups/job_7/vm\n"
+    assert [await served.ask("release job=7") for _ in range(2)] == ["ok\n", "ok\n"]
+    assert not served.host.vms and not served.files()
+
+
+async def test_two_jobs_have_different_addresses_and_tokens(served: Served) -> None:
+    await asyncio.gather(served.ask(provide(7)), served.ask(provide(8)))
+    one, two = served.host.made
+    assert one.number != two.number and one.token != two.token and one.task_token != two.task_token
+
+
+async def test_a_vm_that_died_is_not_made_again_for_the_same_run_but_for_the_next(served: Served) -> None:
+    await served.ask(provide(7))
+    served.host.dead.add(7)
+    assert "submit the job again" in await served.ask(provide(7))
+    assert len(served.host.made) == 1
+    served.host.dead.clear()
+    assert await served.ask(provide(7, restart=1)) == "ok\n"
+    assert [vm.restart for vm in served.host.made] == [0, 1]
+
+
+async def test_after_a_failure_nothing_is_left(served: Served) -> None:
+    served.host.failure = Broken("no room", hint="make some")
+    assert await served.ask(provide(7)) == "error no room (make some)\n"
+    assert not served.host.vms and not served.files()
+
+
+async def test_a_job_that_ends_while_its_vm_is_made_leaves_none(served: Served) -> None:
+    served.host.hold = threading.Event()
+    asked = asyncio.create_task(served.ask(provide(7)))
+    assert await asyncio.to_thread(served.host.hold.wait, 10)
+    assert await served.ask("release job=7") == "ok\n"
+    assert (await asked).startswith("error ")
+    assert not served.host.vms and not served.files()
+
+
+async def test_the_next_agent_keeps_the_vms_of_running_jobs_and_releases_the_others(served: Served) -> None:
+    for job in (7, 8):
+        await served.ask(provide(job))
+    (served.directory / "records" / "8").write_text("image=slim\n")  # the plugin's record of a job that runs
+    service = served.again()
+    await service.start()
+    assert served.host.vms.keys() == {8}
+    await service.close()
+
+
+async def test_only_the_plugins_user_may_make_and_release_vms(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "PLUGIN_UID", ME + 1)
+    for line in (provide(7), "release job=7"):
+        assert "only root" in await served.ask(line)
+    assert not served.host.made
+
+
+async def test_a_task_gets_a_connection_to_its_own_guest_only(served: Served) -> None:
+    await served.ask(provide(7))
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(str(served.directory / "sock"))
+    sock.sendall(b"enter job=7\n")
+    data, fds, _, _ = await asyncio.to_thread(socket.recv_fds, sock, 100, 2)
+    assert data == b"ok\n" and len(fds) == 2
+    assert served.host.guest is not None
+    greeting = json.loads(served.host.guest.recv(1000))
+    assert greeting == {"token": served.host.made[0].task_token, "name": "ada", "uid": ME, "gid": os.getgid()}
+    for fd in fds:
+        os.close(fd)
+    assert "no VM of yours" in await served.ask("enter job=8")
+    served.service._known[9] = JobVm(9, 0, ME + 1, 3, "slim", 1, 256, 0, "t", "secret", ())
+    assert "no VM of yours" in await served.ask("enter job=9")
