@@ -99,9 +99,10 @@ class Browser:
         self.call("Input.dispatchKeyEvent", type="keyDown", **about, **({"text": text} if text else {}))
         self.call("Input.dispatchKeyEvent", type="keyUp", **about)
 
-    def picture(self) -> bytes:
-        """What the window shows, as PNG."""
-        return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
+    def picture(self, form: str = "png", quality: int = 80) -> bytes:
+        """What the window shows, as png, jpeg or webp; `quality` is of the latter two."""
+        more = {} if form == "png" else {"quality": quality}
+        return base64.b64decode(self.call("Page.captureScreenshot", format=form, **more)["data"])
 
     def complaints(self) -> list[str]:
         """Errors of the page's scripts, and what Chromium logged as one: violations of the policy, failed requests."""

@@ -60,6 +60,10 @@ class Client:
         """All live VMs. With `exact` their memory is measured now, page by page, with PSS: milliseconds for each VM."""
         return list(self._call("GET", "/vms", params={"exact": str(exact).lower()}))
 
+    def snapshot(self) -> dict[str, Any]:
+        """Everything at a glance, as the web page shows it; see `api.grid.Snapshot`."""
+        return dict(self._call("GET", "/snapshot"))
+
     def hosts(self) -> list[dict[str, Any]]:
         return list(self._call("GET", "/hosts"))
 

@@ -28,7 +28,7 @@ from multiverse.controller.loop import Controller
 from multiverse.core.model import Host, JobState, Size
 from multiverse.service.backend import Backend
 from multiverse.service.publisher import Publisher
-from multiverse.service.startup import http_server, stop_signal
+from multiverse.service.startup import bind, http_server, stop_signal
 from multiverse.service.statistics import Statistics
 from multiverse.service.web import make_web
 from multiverse.simulation.clock import VirtualClock
@@ -93,7 +93,7 @@ async def trouble(world: SimulatedWorld, scheduler: Any) -> None:
         world.kill_vm(name)
 
 
-async def serve(port: int, jobs: int, number: int, seconds: tuple[float, float], *, troubles: bool) -> None:
+async def serve(port: int, jobs: int, number: int, seconds: tuple[float, float], *, troubles: bool, path: str) -> None:
     settings = Settings()
     settings = replace(settings, poll=1.0)
     world, clock = SimulatedWorld(7, WorldSettings(hosts=hosts(number))), RealClock()
@@ -109,7 +109,8 @@ async def serve(port: int, jobs: int, number: int, seconds: tuple[float, float],
     if troubles:
         work.append(asyncio.create_task(trouble(world, None)))
     sock = socket.create_server(("127.0.0.1", port))
-    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    more = [bind(Path(path), "socket")] if path else []
+    serving = asyncio.create_task(server.serve(sockets=[sock, *more]))
     print("served", flush=True)
     try:
         await stop_signal().wait()
@@ -139,12 +140,22 @@ def main() -> None:
     words.add_argument("--trouble", action="store_true")
     words.add_argument("--seconds", type=float, default=90.0, help="that a job runs at most")
     words.add_argument("--blocked", action="store_true")
+    words.add_argument("--socket", default="", help="a path where it listens, too, for multiverse top")
     words.add_argument("--vms", type=int, default=500)
     given = words.parse_args()
     if given.blocked:
         asyncio.run(serve_blocked(given.port, given.jobs, given.vms))
         return
-    asyncio.run(serve(given.port, given.jobs, given.hosts, (given.seconds / 8, given.seconds), troubles=given.trouble))
+    asyncio.run(
+        serve(
+            given.port,
+            given.jobs,
+            given.hosts,
+            (given.seconds / 8, given.seconds),
+            troubles=given.trouble,
+            path=given.socket,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ COMMANDS = {
     "jobs": "jobs",
     "vms": "vms",
     "hosts": "hosts",
+    "top": "top",
     "utilization": "utilization",
     "status": "status",
     "repair": "repair",
