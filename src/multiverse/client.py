@@ -76,6 +76,12 @@ class Client:
         """Hosts and live VMs, or those with these names, with what they use now, and have used."""
         return list(self._call("GET", "/utilization", params={"name": ",".join(names)}))
 
+    def compatible(self, cpus: int, memory: int, **more: int | str) -> list[dict[str, Any]]:
+        """The hosts that have room for a VM of a node of that size now, memory in MiB: first the one that the placement
+        policy would take. `more` are `disk` (MiB), `image`, `kind` and `policy`."""
+        given = {key: value for key, value in more.items() if value}
+        return list(self._call("GET", "/utilization/compatible", params={"cpus": cpus, "memory": memory, **given}))
+
     def usage_history(self, name: str, hours: float = 24.0) -> list[dict[str, Any]]:
         """What a host or a VM, also one that has ended, has used in the last hours."""
         return list(self._call("GET", f"/utilization/{name}/history", params={"hours": hours}))

@@ -282,7 +282,7 @@ def test_hosts_and_vms_are_shown_with_what_they_use_and_have_used() -> None:
     state = SimpleNamespace(hosts=harness.rows.hosts, rows=lambda: harness.rows)
     world = SimpleNamespace(hosts={})
     fake = SimpleNamespace(state=state, world=lambda: world, known_hosts=lambda: known)
-    reader = UtilizationReader(cast(Any, fake), one, harness.clock)
+    reader = UtilizationReader(cast(Any, fake), one, cast(Any, None), harness.clock)
     backend = Backend(
         cast(Any, fake), harness.store, harness.clock, _nothing, _nothing, cast(Any, None), utilization=reader
     )

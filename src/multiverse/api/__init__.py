@@ -17,16 +17,17 @@ from multiverse.api.explain import (
     StartableView,
     TrialView,
 )
-from multiverse.api.jobs import JobView, PhaseView, TimelineEntry, TimelineView
+from multiverse.api.jobs import JobUsageView, JobView, PhaseView, TimelineEntry, TimelineView
 from multiverse.api.machines import HostsChanged, HostView, SizeView, TemplateView, VmView
 from multiverse.api.requests import HostRequest, PruneRequest, RepairRequest, TemplateRequest, TrialRequest
 from multiverse.api.status import Alert, PoolView, PruneView, SourceView, StatusView
-from multiverse.api.utilization import UsagePoint, UsageView, UtilizationView
+from multiverse.api.utilization import CompatibleHostView, UsagePoint, UsageView, UtilizationView
 
 __all__ = [
     "Alert",
     "CapacityUsageView",
     "CapacityView",
+    "CompatibleHostView",
     "ExplanationView",
     "ExplanationsView",
     "HostGroupView",
@@ -34,6 +35,7 @@ __all__ = [
     "HostView",
     "HostsChanged",
     "IdentityAudit",
+    "JobUsageView",
     "JobView",
     "PhaseView",
     "PoolView",

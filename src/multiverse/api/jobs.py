@@ -6,9 +6,26 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class JobUsageView:
+    """What a run of a job used, beside what it asked for (`JobView`): `cpus` CPUs on each node as a mean over its
+    `seconds`, which is the share `efficiency` of what it asked for, and `peak` MiB at most on one node. They are those
+    of its VMs' processes since it began, with the guest's kernel, daemons and page cache as far as it made them grow.
+    `suggestion` are CPUs and MiB for each node that would have sufficed, None if that is not notably less; `text` says
+    it all in one line."""
+
+    seconds: float
+    cpus: float
+    efficiency: float
+    peak: float
+    suggestion: tuple[int, int] | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class JobView:
     """One attempt of a job. `cpus` and `memory` are per node. `age` is the time since the attempt entered its state,
-    `waiting` the reason why it waits, `reason` how it ended, `quarantined` why it is quarantined (empty: it is not)."""
+    `waiting` the reason why it waits, `reason` how it ended, `quarantined` why it is quarantined (empty: it is not).
+    `usage` is what it used, once it has run; None if that is not known."""
 
     job_id: str
     name: str
@@ -26,6 +43,7 @@ class JobView:
     restarts: int
     vms: tuple[str, ...]
     quarantined: str
+    usage: JobUsageView | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from multiverse.api.machines import SizeView
+
 
 @dataclass(frozen=True, slots=True)
 class UsageView:
@@ -52,3 +54,16 @@ class UsagePoint:
     wall: int
     span: int
     usage: UsageView
+
+
+@dataclass(frozen=True, slots=True)
+class CompatibleHostView:
+    """A host that has room for a VM now. `free` may still be claimed there, of which the VM would claim `claim`, with
+    its guest's reserve; `holds` of them fit. `use` is the share of its CPUs or of its memory, whichever is more, that
+    is in use: as measured, or by claims where that is not known."""
+
+    name: str
+    free: SizeView
+    claim: SizeView
+    holds: int
+    use: float

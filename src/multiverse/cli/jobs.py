@@ -38,6 +38,9 @@ def _show(job: str | None, *, ended: bool, json: bool) -> None:
         _show_wide(found, empty)
     else:
         _show_narrow(found, empty)
+    for one in found if job is not None else ():
+        if one.usage is not None:
+            render.say(f"{one.job_id}: {one.usage.text}", indent=1)
 
 
 def _show_wide(found: Sequence[JobView], empty: str) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
-from multiverse.api import UsagePoint, UsageView, UtilizationView, decode
+from multiverse.api import CompatibleHostView, UsagePoint, UsageView, UtilizationView, decode
 from multiverse.cli import render
 from multiverse.client import Client
 from multiverse.core.errors import Refused
@@ -19,12 +20,17 @@ WIDE = 140
 
 UNKNOWN = "–"
 
-Names = Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Hosts or VMs; without, all of them.")]
+_UNITS = {"K": 1, "": 1024, "M": 1024, "G": 1024**2, "T": 1024**3}
+"""KiB."""
+
+app = typer.Typer(help="What hosts and VMs use, and which hosts have room for a VM.", invoke_without_command=True)
 
 
+@app.callback()
 def utilization(
-    names: Names = None,
-    history: Annotated[bool, typer.Option("--history", help="What one host or VM has used, row by row.")] = False,
+    context: typer.Context,
+    only: Annotated[str, typer.Option("--only", metavar="NAMES", help="Hosts or VMs, with commas.")] = "",
+    history: Annotated[str, typer.Option("--history", metavar="NAME", help="What a host or VM has used.")] = "",
     hours: Annotated[float, typer.Option("--hours", min=0.1, help="Of the history.")] = 24.0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -32,18 +38,51 @@ def utilization(
 
     A host counts with all processes on it; a VM with its process on the host, which includes the guest's own kernel,
     daemons and page cache. Memory that a guest has used once stays with its VM until the VM ends."""
-    if history and len(names or ()) != 1:
-        raise Refused("a history is that of one host or VM", hint="multiverse utilization NAME --history")
+    if context.invoked_subcommand is not None:
+        return
     with Client() as client:
-        document: list[dict[str, Any]] = (
-            client.usage_history(names[0], hours) if history and names else client.utilization(names or ())
-        )
+        document = client.usage_history(history, hours) if history else client.utilization(only.split(","))
     if json:
         render.as_json(document)
     elif history:
         render.show(_history(decode(list[UsagePoint], document)), "Nothing is known.")
     else:
         render.show(_table(decode(list[UtilizationView], document)), "There is no such host or VM.")
+
+
+@app.command()
+def compatible(
+    cpus: Annotated[int, typer.Option("--cpus", "-c", min=1, help="Of each node of the job.")] = 1,
+    memory: Annotated[str, typer.Option("--mem", help="Of each node of the job: 800M, 8G.")] = "1G",
+    image: Annotated[str, typer.Option("--image", help="By default that of the settings.")] = "",
+    policy: Annotated[str, typer.Option("--policy", help="Of placement; by default that of the settings.")] = "",
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show the hosts that have room for a VM now: first the one that the placement policy would take, then by their
+    use. Nothing is reserved. Exits with 1 if there is none."""
+    with Client() as client:
+        document = client.compatible(cpus, _mebibytes(memory), image=image, policy=policy)
+    found = decode(list[CompatibleHostView], document)
+    if json:
+        render.as_json(document)
+    else:
+        right = ("IN USE", "FREE CPUS", "FREE MEMORY", "VM CLAIMS", "FIT")
+        table = render.table("HOST", *right, right=right)
+        for one in found:
+            claim = f"{one.claim.cpus}, {render.memory(one.claim.memory)}"
+            table.add_row(one.name, f"{one.use:.0%}", str(one.free.cpus), render.memory(one.free.memory), claim,
+                          str(one.holds))  # fmt: skip
+        render.show(table, "No host has room for such a VM now.")
+    if not found:
+        raise typer.Exit(1)
+
+
+def _mebibytes(text: str) -> int:
+    """A size as sbatch takes it, in MiB. Raises `Refused`."""
+    match = re.fullmatch(r"(\d+)([KMGT]?)B?", text.strip().upper())
+    if match is None or not (mebibytes := int(match[1]) * _UNITS[match[2]] // 1024):
+        raise Refused(f"{text} is no size of memory", hint="give a number with a unit: 800M, 8G")
+    return mebibytes
 
 
 def _table(found: Sequence[UtilizationView]) -> Table:

@@ -11,6 +11,7 @@ import structlog
 from multiverse.core.errors import MultiverseError
 from multiverse.ports import Clock
 from multiverse.store import Pruned, Pruning, Store
+from multiverse.store.job_usage import JobUsagePruning
 from multiverse.store.utilization import UsagePruning
 
 log = structlog.get_logger()
@@ -54,9 +55,10 @@ async def prune_regularly(store: Store, clock: Clock, days: float) -> None:
                 log.warning("history not pruned", reason=str(error))
             if (removed := one_round.removed) != Pruned():
                 log.info("history pruned", days=days, rows=removed.rows, journal=removed.journal)
-        used = UsagePruning(store, clock.wall(), clock.wall() - days * DAY if days > 0 else -math.inf)
+        before = clock.wall() - days * DAY if days > 0 else -math.inf
         try:
-            await prune(used, clock)
+            await prune(UsagePruning(store, clock.wall(), before), clock)
+            await prune(JobUsagePruning(store, before), clock)
         except MultiverseError as error:
             log.warning("history of utilization not pruned", reason=str(error))
         await asyncio.sleep(INTERVAL)

@@ -12,7 +12,7 @@ Methods take values of `core.model`, never database rows.
 from multiverse.ports.clock import Clock
 from multiverse.ports.fencing import Fencing
 from multiverse.ports.hypervisor import NOT_LEASED, GuestUsers, Hypervisor, Measurements, Membership, Source, Templates
-from multiverse.ports.scheduler import Leases, Offers, Parts, Scheduler, SubmissionLimits
+from multiverse.ports.scheduler import Leases, Offers, Parts, Reports, Scheduler, SubmissionLimits
 
 __all__ = [
     "NOT_LEASED",
@@ -25,6 +25,7 @@ __all__ = [
     "Membership",
     "Offers",
     "Parts",
+    "Reports",
     "Scheduler",
     "Source",
     "SubmissionLimits",

@@ -95,6 +95,16 @@ class Scheduler(Protocol):
         ...
 
 
+class Reports(Protocol):
+    """Tells users what their jobs did, after these have ended."""
+
+    async def report(self, job: JobRef, text: str) -> None:
+        """Leave one line for the user of a job that has ended, or is completing, in the job's accounting, in place of
+        those of `explain` and `pin`. `Gone` or `Stale` if the scheduler knows this run no more, `Refused` if it has no
+        accounting."""
+        ...
+
+
 class Parts(Protocol):
     """Reads some jobs and nodes again, at a cost that does not grow with the cluster."""
 

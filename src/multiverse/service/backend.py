@@ -32,6 +32,7 @@ from multiverse.controller import pruning
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Refused
 from multiverse.core.model import Attempt, HostUsage, Vm, VmSeen, World
+from multiverse.core.model.job_usage import JobUsage
 from multiverse.core.rows import Rows
 from multiverse.core.transition import Command, EffectKind
 from multiverse.ports import Clock
@@ -47,6 +48,7 @@ from multiverse.service.statistics import Statistics
 from multiverse.service.utilization import UtilizationReader
 from multiverse.service.viewer import Viewer
 from multiverse.store import Pruning, Store
+from multiverse.store.job_usage import read_job_usage
 
 COMMIT_TIMEOUT = 10.0
 """Seconds that a client waits for its command to be committed."""
@@ -192,7 +194,13 @@ class Backend:
         else:
             attempts = list(self._rows().attempts.values())
         vms, now = self.store.vms_of([attempt.id for attempt in attempts]), self.clock.now()
-        return convert.job_views(attempts, vms, self._waiting_reasons(attempts, now), now, self.controller.policy)
+        waiting, policy = self._waiting_reasons(attempts, now), self.controller.policy
+        return convert.job_views(attempts, vms, waiting, now, policy, self._job_usages(attempts))
+
+    def _job_usages(self, attempts: Sequence[Attempt]) -> Mapping[int, JobUsage]:
+        """What those of these attempts have used that have ended, or are about to."""
+        ran = [attempt.id for attempt in attempts if attempt.outcome is not None]
+        return read_job_usage(self.store, ran) if ran else {}
 
     def timelines(self, job: str) -> list[TimelineView]:
         """One timeline for each known attempt of the job, oldest first; empty if there is none."""

@@ -8,9 +8,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
-from multiverse.api import Alert, JobView, PoolView, SizeView, SourceView, TemplateView, TimelineView, VmView
+from multiverse.api import (
+    Alert,
+    JobUsageView,
+    JobView,
+    PoolView,
+    SizeView,
+    SourceView,
+    TemplateView,
+    TimelineView,
+    VmView,
+)
 from multiverse.controller.effects import Failure
 from multiverse.controller.observers import Observer
 from multiverse.controller.users import LookupFailure
@@ -36,6 +48,7 @@ from multiverse.core.model import (
     VmState,
     World,
 )
+from multiverse.core.model.job_usage import JobUsage
 from multiverse.core.policy import Policy, image_of
 from multiverse.core.provisioning.pools import PoolStatus
 from multiverse.core.provisioning.reasons import reason_of
@@ -140,14 +153,27 @@ def vm_names(vms: Sequence[Vm]) -> dict[int, list[str]]:
 
 
 def job_views(
-    attempts: Sequence[Attempt], vms: Sequence[Vm], waiting: Mapping[int, str], now: float, policy: Policy
+    attempts: Sequence[Attempt],
+    vms: Sequence[Vm],
+    waiting: Mapping[int, str],
+    now: float,
+    policy: Policy,
+    usages: Mapping[int, JobUsage] = MappingProxyType({}),
 ) -> list[JobView]:
     """One view for each attempt, in their order. `vms` are all VMs of these attempts; `waiting` is why attempts wait,
-    see `waiting_reasons`."""
+    see `waiting_reasons`; `usages` is what they used, as far as it is known."""
     names = vm_names(vms)
-    return [
+    views = [
         _job_view(attempt, names.get(attempt.id, ()), waiting.get(attempt.id, ""), now, policy) for attempt in attempts
     ]
+    return [replace(view, usage=_job_usage(usages.get(view.attempt))) for view in views]
+
+
+def _job_usage(usage: JobUsage | None) -> JobUsageView | None:
+    if usage is None or not usage.text or usage.seconds is None:
+        return None
+    figures = (usage.seconds, usage.cpus_used, usage.efficiency, usage.peak)
+    return JobUsageView(*figures, usage.suggestion, usage.text)
 
 
 def waiting(rows: Rows) -> list[Attempt]:

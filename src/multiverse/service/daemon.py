@@ -15,6 +15,7 @@ import structlog
 from multiverse.agent.hypervisor import AgentHypervisor
 from multiverse.api import Alert
 from multiverse.config import Settings, users_socket
+from multiverse.controller.job_usage import JobUsageRecorder
 from multiverse.controller.loop import Controller
 from multiverse.controller.pruning import prune_regularly
 from multiverse.controller.utilization import UtilizationRecorder
@@ -113,6 +114,7 @@ async def serve(settings: Settings) -> None:
         controller.watch(MoveLog(controller.state))
         permanent = [Alert("unserved", *each) for each in scheduler.unserved()]
         permanent += map(_other_site, (site for site in there if site != store.site))
+        jobs = JobUsageRecorder(store, controller.state, hypervisor, scheduler, clock)
         recorder = UtilizationRecorder(store, hypervisor, lambda: controller.sources, clock)
         users = _bind_for_users(settings, stack)
         backend = Backend(
@@ -127,7 +129,7 @@ async def serve(settings: Settings) -> None:
             settings.poll,
             str(settings.slurm.inbox),
             NodeCount(settings.slurm.conf).alerts,
-            UtilizationReader(controller, recorder, clock),
+            UtilizationReader(controller, recorder, jobs, clock),
             statistics,
         )
         for alert in permanent:
@@ -189,6 +191,7 @@ async def _run(
         asyncio.create_task(prune_regularly(backend.store, backend.clock, settings.history_days), name="pruning"),
     ]
     if backend.utilization is not None:
+        work.append(asyncio.create_task(backend.utilization.jobs.run(), name="use of jobs"))
         work.append(asyncio.create_task(backend.utilization.recorder.run(), name="utilization"))
     if users is not None:
         desk = Desk(backend, PrivateData(settings.slurm.conf), Pace(backend.clock))

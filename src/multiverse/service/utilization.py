@@ -6,13 +6,17 @@ import asyncio
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 
-from multiverse.api import UsagePoint, UsageView, UtilizationView
+from multiverse.api import CompatibleHostView, UsagePoint, UsageView, UtilizationView
+from multiverse.controller.job_usage import JobUsageRecorder
 from multiverse.controller.loop import Controller
 from multiverse.controller.utilization import UtilizationRecorder
 from multiverse.core.errors import Gone
-from multiverse.core.model import HostUsage, Usage
+from multiverse.core.model import CloneKind, HostUsage, Size, Usage
 from multiverse.core.model.usage import combined
+from multiverse.core.provisioning.compatible import compatible_hosts
+from multiverse.core.provisioning.context import Context
 from multiverse.ports import Clock
+from multiverse.service.convert import size_view
 from multiverse.store.utilization import UsageRecord, UsedBy, read_usage
 
 HOUR, FIVE_MINUTES = 3600.0, 300.0
@@ -23,10 +27,11 @@ AT_ONCE = 20
 
 @dataclass(frozen=True, slots=True)
 class UtilizationReader:
-    """Answers from the recorder's figures and its history."""
+    """Answers from the recorder's figures and its history. `jobs` learns what jobs use."""
 
     controller: Controller
     recorder: UtilizationRecorder
+    jobs: JobUsageRecorder
     clock: Clock
 
     def current(self) -> Mapping[str, HostUsage]:
@@ -51,6 +56,17 @@ class UtilizationReader:
         if not records:
             raise Gone(f"nothing is known of what {name} used in the last {hours:g} hours")
         return [UsagePoint(one.wall, one.span, view) for one in records if (view := _view(one.usage))]
+
+    def compatible(self, node: Size, image: str, kind: CloneKind | None, policy: str) -> list[CompatibleHostView]:
+        """See `compatible_hosts`. Raises `Refused` if there is no such policy."""
+        controller = self.controller
+        state = controller.state
+        # With the hosts as the latest pass knew them: they are not observed here.
+        context = Context(state, controller.observed, controller.policy, sight=state.free.hosts)
+        return [
+            CompatibleHostView(one.name, size_view(one.free), size_view(one.claim), one.holds, one.use)
+            for one in compatible_hosts(context, node, image, kind, policy)
+        ]
 
     def _known(self) -> Iterator[UtilizationView]:
         """All of them, with what they use now."""

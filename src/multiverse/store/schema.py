@@ -6,7 +6,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-HEAD = "0008"
+HEAD = "0009"
 """The newest revision: what a database is upgraded to."""
 
 metadata = sa.MetaData()
@@ -103,3 +103,11 @@ utilization = sa.Table(
     sqlite_with_rowid=False,
 )
 """What hosts and VMs have used (`store/utilization`)."""
+job_usage = sa.Table(
+    "job_usage",
+    metadata,
+    sa.Column("attempt", sa.Integer, primary_key=True),
+    sa.Column("wall", sa.Float, nullable=False, index=True),  # Unix time at which it was written
+    sa.Column("body", sa.String, nullable=False),
+)
+"""What runs of jobs have used (`store/job_usage`)."""

@@ -70,11 +70,13 @@ def combined(usages: Sequence[Usage]) -> Usage:
 @dataclass(frozen=True, slots=True)
 class VmUsage:
     """What a VM has used: `cpu_s` are the CPU seconds of its process and `peak` the most memory in MiB, both since it
-    was started. `usage` is None for a VM that has ended a short while ago."""
+    was started, and `memory` what it had in the last sample. `usage` is None for a VM that has ended a short while
+    ago."""
 
     cpu_s: float
     peak: float
     usage: Usage | None = None
+    memory: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,6 +217,17 @@ class SlurmScheduler:
         for comment, addresses in updates(records, jobs, text):
             await self._commands.run("scontrol", "update", f"JobId={','.join(addresses)}", f"AdminComment={comment}")
 
+    async def report(self, job: JobRef, text: str) -> None:
+        """See `ports.Reports`. slurmctld changes nothing of a job that has ended, or is completing ("Job has already
+        finished"). slurmdbd does, in the record of the job that has this id and was submitted last."""
+        current = await self._reread(job)
+        if current.pending or current.active or current.requeued:
+            raise Stale(f"job {job.job_id} is {current.state.lower()}")
+        comment = compose(current.comment, text)
+        if comment != current.comment:
+            which = ("where", f"jobid={job.job_id}")
+            await self._commands.run("sacctmgr", "-i", "modify", "job", *which, "set", f"AdminComment={comment}")
+
     async def bootstrap(self, node: NodeSpec) -> NodeBootstrap:
         """See `ports.Scheduler`."""
         return await asyncio.to_thread(node_bootstrap.bootstrap, self._settings, node)

@@ -215,5 +215,5 @@ class Sampler:
             for name, vm in self._vms.items():
                 if name.startswith(prefix) and (last := vm.series.last) is not None:
                     found = vm.series.history.usage(now - span, self.interval)
-                    vms[name] = VmUsage(last[1].cpu_s, vm.series.peak, found)
+                    vms[name] = VmUsage(last[1].cpu_s, vm.series.peak, found, last[1].memory)
         return HostUsage(host, vms)

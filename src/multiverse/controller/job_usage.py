@@ -1,0 +1,178 @@
+"""Learns what jobs use, and tells their users when they have ended.
+
+Which jobs run is in the rows, so a restart needs nothing of its own: the baselines of jobs that run are in the
+database. No pass waits for any of this. What cannot be learnt or told is left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+
+import structlog
+
+from multiverse.core.errors import Exhausted, MultiverseError
+from multiverse.core.model import Attempt, AttemptState, VmUsage
+from multiverse.core.model.job_usage import Baseline, JobUsage
+from multiverse.core.state import State
+from multiverse.ports import Clock, Measurements, Reports
+from multiverse.store import Store
+from multiverse.store.job_usage import put_job_usage, read_job_usage
+
+INTERVAL = 1.0
+"""Seconds between two looks at which jobs run, as often as agents sample."""
+
+SPAN = 2.0
+"""Seconds that an answer of a host covers."""
+
+TIMEOUT = 10.0
+"""Seconds that a host has to answer, and that telling one user may take."""
+
+FRESH = 5.0
+"""Seconds after which a job that has begun is not new any more: what its VM has used by then is its own."""
+
+SETTLED = 3.0
+"""Seconds after a job's end before its user is told: the scheduler's own record of the end has been written then."""
+
+MOST_TOLD = 1000
+"""Users who wait to be told; of those beyond, the oldest are not told."""
+
+TELLING = 2
+"""How many are told at the same time."""
+
+TRIES, PAUSE = 3, 5.0
+"""How often, and after how many seconds, a scheduler is asked again that cannot take it now."""
+
+ROWS = 50
+"""Rows that are written at once."""
+
+log = structlog.get_logger()
+
+
+class JobUsageRecorder:
+    """Follows the jobs that run, as committed in `state`."""
+
+    def __init__(self, store: Store, state: State, measurements: Measurements, reports: Reports, clock: Clock) -> None:
+        self._store, self._state, self._clock = store, state, clock
+        self._measurements, self._reports = measurements, reports
+        self._running: dict[int, JobUsage] = {}
+        self._to_tell: deque[tuple[float, JobUsage]] = deque(maxlen=MOST_TOLD)  # with when
+        self._more = asyncio.Event()
+        self._failed = ""
+
+    async def run(self) -> None:
+        """Follow, and tell users, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(TELLING):
+                group.create_task(self._tell_users())
+            while True:
+                try:
+                    await self.look()
+                except MultiverseError as error:
+                    self._log("use of jobs not kept", str(error))
+                except Exception as error:  # a defect leaves a gap
+                    self._log("use of jobs not learnt", f"{type(error).__name__}: {error}")
+                await asyncio.sleep(INTERVAL)
+
+    async def look(self) -> None:
+        """Learn which jobs have begun or ended since the last time, and what they used."""
+        now = {attempt.id: attempt for attempt in self._state.attempts_in(AttemptState.ALLOCATED)}
+        begun = [attempt for id_, attempt in now.items() if id_ not in self._running]
+        ended = [usage for id_, usage in self._running.items() if id_ not in now]
+        if not begun and not ended:
+            return
+        known = read_job_usage(self._store, [attempt.id for attempt in begun])
+        self._running.update(known)
+        begun = [attempt for attempt in begun if attempt.id not in known]
+        begins = {attempt.id: self._clock.now() - attempt.since < FRESH for attempt in begun}
+        sources = {vm.source for attempt in begun for vm in self._state.vms_of(attempt)}
+        sources |= {one.source for usage in ended for one in usage.baselines}
+        used = await self._used(sources)
+        changed = [self._begun(attempt, used if begins[attempt.id] else {}) for attempt in begun]
+        self._running.update({usage.attempt: usage for usage in changed})
+        for usage in ended:
+            del self._running[usage.attempt]
+            changed.append(done := self._ended(usage, used))
+            if done.text:
+                self._to_tell.append((self._clock.now() + SETTLED, done))
+                self._more.set()
+        for first in range(0, len(changed), ROWS):
+            put_job_usage(self._store, changed[first : first + ROWS], self._clock.wall())
+            await asyncio.sleep(0)
+
+    def _begun(self, attempt: Attempt, used: Mapping[str, VmUsage]) -> JobUsage:
+        request, baselines = attempt.request, []
+        for vm in self._state.vms_of(attempt):
+            seen = used.get(vm.name)
+            baselines.append(Baseline(vm.name, vm.source, *((seen.cpu_s, seen.memory) if seen else (0.0, 0.0))))
+        began = self._clock.wall() - (self._clock.now() - attempt.since)
+        size = request.size
+        return JobUsage(attempt.id, attempt.job, request.nodes, size.cpus, size.memory, began, tuple(baselines))
+
+    def _ended(self, usage: JobUsage, used: Mapping[str, VmUsage]) -> JobUsage:
+        attempt, now = self._state.attempts.get(usage.attempt), self._clock.now()
+        late = now - attempt.since if attempt is not None else 0.0  # it is in another state since then
+        known = [(one, used[one.vm]) for one in usage.baselines if one.vm in used]
+        return replace(
+            usage,
+            seconds=max(0.0, self._clock.wall() - usage.began - late),
+            cpu_s=sum(max(0.0, seen.cpu_s - one.cpu_s) for one, seen in known),
+            peak=max((max(0.0, seen.peak - one.memory) for one, seen in known), default=0.0),
+            known=len(known),
+        )
+
+    async def _used(self, sources: Collection[str]) -> dict[str, VmUsage]:
+        """What the VMs of these sources have used, as far as their hosts answer."""
+        found: dict[str, VmUsage] = {}
+
+        async def ask(source: str) -> None:
+            try:
+                async with asyncio.timeout(TIMEOUT):
+                    hosts = await self._measurements.used(source, SPAN)
+            except (MultiverseError, TimeoutError) as error:
+                self._log("use of jobs not known", f"{source}: {error}")
+                return
+            for host in hosts.values():
+                found.update(host.vms)
+
+        await asyncio.gather(*map(ask, sources))
+        return found
+
+    # --- users ----------------------------------------------------------------------------------------
+
+    async def _tell_users(self) -> None:
+        while True:
+            while self._to_tell:
+                due, usage = self._to_tell.popleft()
+                await asyncio.sleep(max(0.0, due - self._clock.now()))
+                await self._tell(usage)
+            self._more.clear()
+            await self._more.wait()
+
+    async def _tell(self, usage: JobUsage) -> None:
+        for _ in range(TRIES):
+            try:
+                async with asyncio.timeout(TIMEOUT):
+                    await self._reports.report(usage.job, usage.text)
+                return
+            except Exhausted:
+                await asyncio.sleep(PAUSE)
+            except (MultiverseError, TimeoutError) as error:  # the job was queued again, or is known no more
+                log.debug("user not told what a job used", job=usage.job.job_id, reason=str(error))
+                return
+            except Exception as error:
+                self._log("users not told what jobs used", f"{type(error).__name__}: {error}")
+                return
+
+    def _log(self, event: str, reason: str) -> None:
+        """A failure is logged once for as long as it repeats."""
+        if self._failed != f"{event}{reason}":
+            log.info(event, reason=reason)
+        self._failed = f"{event}{reason}"
+
+    @property
+    def running(self) -> Iterable[JobUsage]:
+        """The runs that are followed."""
+        return self._running.values()

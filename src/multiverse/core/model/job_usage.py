@@ -1,0 +1,90 @@
+"""What a run of a job asked for, and what its VMs used."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from multiverse.core.model.job import JobRef
+
+LONG_ENOUGH = 60.0
+"""Seconds that a run must have taken before another request is suggested: a short one is mostly its start."""
+
+LITTLE_USED = 0.75
+"""A request of which more than this share was used is not worth changing."""
+
+MARGIN = 1.25
+"""What is suggested is so many times what was used."""
+
+MEMORY_STEP = 64
+"""MiB, to a multiple of which a suggestion is rounded up."""
+
+
+class Baseline(NamedTuple):
+    """What a VM had used when its job was seen to begin: CPU seconds, and memory in MiB. `source` answers for it."""
+
+    vm: str
+    source: str
+    cpu_s: float
+    memory: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobUsage:
+    """One run of a job. `cpus` and `memory` (MiB) are what it asked for, for each of `nodes`.
+
+    `began` is Unix time, and `seconds` how long it ran; None while it does. `cpu_s` are the CPU seconds of its VMs'
+    processes since it began, and `peak` the most memory, in MiB, that one of its VMs took beyond what it had then: both
+    contain the guest's kernel and daemons as far as the job made them work, and `peak` the guest's page cache. Memory
+    that a guest has used once stays with its VM, so `peak` is no less than what the job needed. `known` says of how
+    many of its VMs this is known.
+    """
+
+    attempt: int
+    job: JobRef
+    nodes: int
+    cpus: int
+    memory: int
+    began: float
+    baselines: tuple[Baseline, ...] = ()
+    seconds: float | None = None
+    cpu_s: float = 0.0
+    peak: float = 0.0
+    known: int = 0
+
+    @property
+    def cpus_used(self) -> float:
+        """CPUs in use on a node, as a mean over the nodes of which it is known and over the run."""
+        return self.cpu_s / max(1.0, self.seconds or 0.0) / max(1, self.known)
+
+    @property
+    def efficiency(self) -> float:
+        """The share of the CPUs that it asked for which was used."""
+        return self.cpus_used / max(1, self.cpus)
+
+    @property
+    def suggestion(self) -> tuple[int, int] | None:
+        """CPUs and MiB for each node that would have sufficed, if that is notably less than what was asked for; None if
+        it is not, or if that cannot be told."""
+        if self.seconds is None or self.seconds < LONG_ENOUGH or not self.known:
+            return None
+        cpus = min(self.cpus, max(1, math.ceil(self.cpus_used * MARGIN)))
+        memory = min(self.memory, max(1, math.ceil(self.peak * MARGIN / MEMORY_STEP)) * MEMORY_STEP)
+        cpus = cpus if cpus < LITTLE_USED * self.cpus else self.cpus
+        memory = memory if memory < LITTLE_USED * self.memory else self.memory
+        return (cpus, memory) if (cpus, memory) != (self.cpus, self.memory) else None
+
+    @property
+    def text(self) -> str:
+        """One line for the job's user."""
+        if not self.known or self.seconds is None:
+            return ""
+        many = " on each node" if self.nodes > 1 else ""
+        line = (
+            f"used {self.cpus_used:.2f} of {self.cpus} CPUs ({self.efficiency:.0%}) and up to {self.peak:.0f} of"
+            f" {self.memory} MiB{many} in {self.seconds:.0f} s, as measured at its VM with the page cache"
+        )
+        if (less := self.suggestion) is not None:
+            line += f"; {less[0]} CPU{'s' if less[0] > 1 else ''} and {less[1]} MiB would have sufficed"
+        return line

@@ -1,0 +1,240 @@
+"""What jobs use, from when they are seen to begin until they have ended, and over restarts; what users are told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from multiverse.controller import job_usage
+from multiverse.controller.job_usage import JobUsageRecorder
+from multiverse.core.errors import Exhausted, Gone, MultiverseError, Unknown
+from multiverse.core.model import AttemptState, HostUsage, JobRef, Vm, VmUsage
+from multiverse.core.model.job_usage import Baseline, JobUsage
+from multiverse.store import Store
+from multiverse.store.job_usage import DELETED, JobUsagePruning, put_job_usage, read_job_usage
+from tests.unit.planner_harness import ManualClock, PlannerHarness
+
+JOB = JobRef("7", 500)
+
+
+def usage(**values: Any) -> JobUsage:
+    """A run of 100 s of a job that asked for 4 CPUs and 4,000 MiB, and used half of the CPUs and 1,000 MiB."""
+    known = JobUsage(1, JOB, 1, 4, 4000, 0.0, (Baseline("mvt-1", "h0", 0.0, 0.0),), 100.0, 200.0, 1000.0, 1)
+    return replace(known, **values)
+
+
+# --- what it comes to -----------------------------------------------------------------------------
+
+
+def test_a_user_is_told_what_was_asked_for_and_used_and_what_would_have_sufficed() -> None:
+    one = usage()
+    assert (one.cpus_used, one.efficiency, one.suggestion) == (2.0, 0.5, (4, 1280))
+    assert one.text == (
+        "used 2.00 of 4 CPUs (50%) and up to 1000 of 4000 MiB in 100 s, as measured at its VM with the page cache;"
+        " 4 CPUs and 1280 MiB would have sufficed"
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "suggestion"),
+    [
+        ({"cpu_s": 90.0}, (2, 1280)),
+        ({"cpu_s": 50.0}, (1, 1280)),
+        ({"cpu_s": 0.0, "peak": 0.0}, (1, 64)),
+        ({"cpu_s": 390.0, "peak": 3900.0}, None),
+        ({"cpu_s": 390.0, "peak": 10.0}, (4, 64)),
+        ({"cpu_s": 390.0, "peak": 2600.0}, None),
+        ({"cpu_s": 10.0, "seconds": 20.0}, None),
+        ({"known": 0}, None),
+        ({"seconds": None}, None),
+    ],
+)
+def test_a_request_is_suggested_only_if_it_is_notably_less_and_the_run_was_long(
+    values: dict[str, Any], suggestion: tuple[int, int] | None
+) -> None:
+    assert usage(**values).suggestion == suggestion
+
+
+def test_of_several_nodes_the_cpus_are_a_mean_and_the_memory_is_the_most() -> None:
+    one = usage(nodes=2, known=2, cpu_s=400.0)
+    assert one.cpus_used == 2.0 and "MiB on each node in" in one.text
+    assert usage(nodes=2, known=1, cpu_s=200.0).cpus_used == 2.0, "nothing is known of the other node"
+
+
+def test_of_what_is_not_known_nothing_is_said() -> None:
+    assert usage(known=0).text == "" == usage(seconds=None).text
+
+
+# --- the store ------------------------------------------------------------------------------------
+
+
+def test_what_was_kept_is_read_and_what_is_old_is_deleted() -> None:
+    store = Store(":memory:", ManualClock())
+    put_job_usage(store, [usage(), usage(attempt=2, seconds=None)], 100.0)
+    put_job_usage(store, [usage(cpu_s=5.0)], 200.0)
+    assert read_job_usage(store, [1, 2, 3]) == {1: usage(cpu_s=5.0), 2: usage(attempt=2, seconds=None)}
+    assert read_job_usage(store, []) == {}
+    for number in range(3, 2 * DELETED):
+        put_job_usage(store, [usage(attempt=number)], 100.0)
+    pruning, steps = JobUsagePruning(store, 150.0), 1
+    while pruning.step():
+        steps += 1
+    assert steps >= 2 and read_job_usage(store, range(2 * DELETED)) == {1: usage(cpu_s=5.0)}
+
+
+# --- the recorder ---------------------------------------------------------------------------------
+
+
+class Site:
+    """A job that runs, on a host that tells what `vms` use; `told` is what users were told."""
+
+    def __init__(self) -> None:
+        self.harness = PlannerHarness()
+        self.vms: dict[str, VmUsage] = {}
+        self.error: Exception | None = None
+        self.refusals: list[MultiverseError] = []
+        self.told: list[tuple[JobRef, str]] = []
+        self.recorder = self.again()
+
+    def again(self) -> JobUsageRecorder:
+        """The recorder of the next controller."""
+        return JobUsageRecorder(self.harness.store, self.harness.state, self, self, self.harness.clock)
+
+    async def used(self, source: str, span: float) -> Mapping[str, HostUsage]:
+        if self.error is not None:
+            raise self.error
+        return {source: HostUsage(None, dict(self.vms))}
+
+    async def report(self, job: JobRef, text: str) -> None:
+        if self.refusals:
+            raise self.refusals.pop(0)
+        self.told.append((job, text))
+
+    def look(self) -> None:
+        asyncio.run(self.recorder.look())
+
+    def tell(self) -> None:
+        async def all_of_them() -> None:
+            while self.recorder._to_tell:
+                await self.recorder._tell(self.recorder._to_tell.popleft()[1])
+
+        asyncio.run(all_of_them())
+
+    def begin(self) -> Vm:
+        self.harness.to_allocated()
+        (vm,) = self.harness.rows.vms.values()
+        return vm
+
+    def end(self) -> None:
+        """The job has ended, and nothing of its VM is left."""
+        self.harness.jobs.clear()
+        for _ in range(6):
+            self.harness.run()
+            self.harness.clear()
+        assert not self.harness.rows.attempts
+
+    def kept(self) -> JobUsage:
+        return read_job_usage(self.harness.store, [1])[1]
+
+
+def test_a_job_is_followed_from_its_beginning_to_its_end() -> None:
+    site = Site()
+    site.look()
+    vm = site.begin()
+    site.vms[vm.name] = VmUsage(3.0, 150.0, memory=120.0)
+    site.look()
+    assert site.kept().baselines == (Baseline(vm.name, vm.source, 3.0, 120.0),) and site.kept().seconds is None
+    site.look()
+    site.harness.pass_time(100.0)
+    site.vms[vm.name] = VmUsage(83.0, 420.0)
+    site.end()
+    site.look()
+    done = site.kept()
+    assert (done.cpu_s, done.peak, done.known) == (80.0, 300.0, 1)
+    assert done.seconds == pytest.approx(100.0, abs=10.0) and done.job.job_id == "7"
+    site.tell()
+    assert site.told == [(done.job, done.text)]
+    site.look()
+    assert not list(site.recorder.running)
+
+
+def test_the_next_controller_goes_on_with_the_baseline() -> None:
+    site = Site()
+    vm = site.begin()
+    site.vms[vm.name] = VmUsage(3.0, 150.0, memory=120.0)
+    site.look()
+    site.recorder = site.again()
+    site.harness.pass_time(50.0)
+    site.vms[vm.name] = VmUsage(53.0, 220.0)
+    site.look()
+    site.end()
+    site.look()
+    assert (site.kept().cpu_s, site.kept().peak) == (50.0, 100.0)
+
+
+def test_a_job_that_began_unseen_counts_with_all_that_its_vm_used() -> None:
+    site = Site()
+    vm = site.begin()
+    site.harness.pass_time(60.0)
+    site.vms[vm.name] = VmUsage(33.0, 220.0, memory=200.0)
+    site.look()
+    site.end()
+    site.look()
+    assert (site.kept().cpu_s, site.kept().peak) == (33.0, 220.0) and site.kept().seconds == pytest.approx(
+        60.0, abs=10.0
+    )
+
+
+@pytest.mark.parametrize("error", [Unknown("away"), TimeoutError()])
+def test_of_a_host_that_does_not_answer_nothing_is_said(error: Exception) -> None:
+    site = Site()
+    site.begin()
+    site.error = error
+    site.look()
+    site.end()
+    site.look()
+    site.tell()
+    assert site.kept().known == 0 and site.kept().text == "" and site.told == []
+
+
+def test_telling_is_tried_again_where_the_scheduler_is_busy_and_given_up_where_it_knows_the_job_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(job_usage, "PAUSE", 0.0)
+    busy = Exhausted("busy")
+    for refusals, told in (([busy, busy], 1), ([busy] * job_usage.TRIES, 0), ([Gone("no such job")], 0)):
+        site = Site()
+        site.refusals = list(refusals)
+        site.recorder._to_tell.append((0.0, usage()))
+        site.tell()
+        assert len(site.told) == told and not site.refusals
+
+
+def test_a_full_disk_keeps_no_user_from_being_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Site()
+    vm = site.begin()
+    site.vms[vm.name] = VmUsage(3.0, 150.0, memory=120.0)
+
+    def full(*_: object) -> None:
+        raise Exhausted("full")
+
+    monkeypatch.setattr(job_usage, "put_job_usage", full)
+    with pytest.raises(Exhausted):
+        site.look()
+    site.end()
+    with pytest.raises(Exhausted):
+        site.look()
+    site.tell()
+    assert len(site.told) == 1 and not read_job_usage(site.harness.store, [1])
+
+
+def test_a_job_that_waits_is_not_followed() -> None:
+    site = Site()
+    site.harness.to_spawning()
+    site.look()
+    assert not list(site.recorder.running)
+    assert site.harness.rows.attempts[1].state is not AttemptState.ALLOCATED
