@@ -7,6 +7,7 @@ daemon. Every finding says what was seen, and has its remedy.
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from multiverse.api import HostView, StatusView, decode
 from multiverse.client import Client
 from multiverse.config import Settings, host_names
 from multiverse.core.errors import MultiverseError
-from multiverse.drivers.slurm import catches, conf, site_conf
+from multiverse.drivers.slurm import catches, conf, requirements, site_conf
 from multiverse.drivers.slurm.auth import munge_socket
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.requirements import Finding, Level
@@ -103,10 +104,8 @@ def _of_slurm(settings: Settings, config: Path, site: SiteConf) -> Iterator[Exam
         return
     for name, part in checking.parts(settings, config, site, release).items():
         yield Examination(name, tuple(tried(part)))
-    images = list_images(settings.qemu.images)
-    slurmds = {image.name: package_version(image.disk, "slurmd") for image in images}
     more: dict[str, Part] = {
-        "slurmd in the guests": lambda: catches.guests(release, slurmds),
+        "slurmd in the guests": lambda: _guests(settings),
         "node sets": lambda: catches.node_sets(settings.slurm, site),
         "reservations": lambda: _reservations(settings),
         "name service": lambda: names(site),
@@ -114,6 +113,15 @@ def _of_slurm(settings: Settings, config: Path, site: SiteConf) -> Iterator[Exam
     }
     for name, part in more.items():
         yield Examination(name, tuple(tried(part)))
+
+
+def _guests(settings: Settings) -> Iterator[Finding]:
+    """Whether the slurmctld that runs accepts the slurmd of each image. Raises `Unknown` if none answers."""
+    shown = asyncio.run(SlurmCommands(settings.slurm).run("scontrol", "show", "config"))
+    found = re.search(r"^SLURM_VERSION\s*=\s*(\S+)", shown, re.MULTILINE)
+    running = requirements.version(f"slurm {found[1] if found else ''}")
+    images = list_images(settings.qemu.images)
+    yield from catches.guests(running, {image.name: package_version(image.disk, "slurmd") for image in images})
 
 
 def _reservations(settings: Settings) -> Iterator[Finding]:
