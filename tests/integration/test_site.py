@@ -110,9 +110,27 @@ def test_a_site_follows_the_operators_guide(machine: SiteMachine) -> None:
         *(["TreeWidth"] if release(machine.run("scontrol", "--version").stdout) < (23, 11) else ()),
     }
     assert {*found} - problems == {"SlurmctldHost", "SchedulerParameters", "/etc/slurm/site-epilog"}
+    before = doctor(machine)
+    assert problems <= before["problem"], "the doctor finds all of it, too, before the installation is complete"
+    assert {"munge", "CPUs"}.isdisjoint(before["problem"])
     follow(machine, [each["remedy"] for each in found.values()])
     machine.shell(start)
     assert {*check(machine)} == {"SlurmctldHost", "SchedulerParameters"}
+    after = doctor(machine)
+    # What the guide declares for a machine of its own need not be there on the one that runs this test.
+    assert after["problem"] <= {"host.memory", "host.disk"}, after
+    assert {"SlurmctldHost", "SchedulerParameters"} <= after["note"]
+
+
+def doctor(machine: SiteMachine) -> dict[str, set[str]]:
+    """The names of the findings of `multiverse doctor`, by level."""
+    done = machine.run("multiverse", "doctor", "--no-kvm", "--json", check=False)
+    assert done.returncode in (0, 1), done.stderr
+    found = [each for one in json.loads(done.stdout) for each in one["findings"]]
+    assert all(each["remedy"] for each in found)
+    levels = {level: {each["name"] for each in found if each["level"] == level} for level in ("problem", "note")}
+    assert done.returncode == bool(levels["problem"])
+    return levels
 
 
 def srun(machine: SiteMachine, *options: str) -> tuple[int, str]:
