@@ -32,12 +32,22 @@ def explain(
         render.as_json(document)
         return
     found = decode(ExplanationsView, document)
-    for number, one in enumerate(found.jobs):
+    for number, (one, *others) in enumerate(_alike(found.jobs)):
         if number:
             render.console.print()
         _show(one, every=hosts)
+        if others:
+            render.say(f"The same is true of {', '.join(other.job_id for other in others)}.")
     if found.more:
         render.console.print(f"And {found.more} more tasks of this array; ask for one of them by its id.")
+
+
+def _alike(jobs: Sequence[ExplanationView]) -> list[list[ExplanationView]]:
+    """The tasks of an array of which the same is to be said, together: those that wait for the same."""
+    groups: dict[tuple[str, ...], list[ExplanationView]] = {}
+    for one in jobs:
+        groups.setdefault((one.state, one.short, one.behind) if one.short else (one.job_id,), []).append(one)
+    return list(groups.values())
 
 
 def _show(one: ExplanationView, *, every: bool) -> None:
@@ -57,7 +67,7 @@ def show_groups(groups: Sequence[HostGroupView], *, every: bool) -> None:
     """Which hosts could take a VM, and why the others are passed over."""
     if not groups:
         return
-    table = render.table("HOSTS", "", "OF THEM IS TRUE", right=("HOSTS",), fold=("", "OF THEM IS TRUE"))
+    table = render.table("HOSTS", "NAMES", "FOR THIS JOB", right=("HOSTS",), fold=("NAMES", "FOR THIS JOB"))
     for one in groups if every else groups[:GROUPS]:
         names = one.hosts if every or len(one.hosts) <= _SHORT else one.hosts[:_SHORT] + "…"
         table.add_row(str(one.count), names, Text(render.plain(one.why).plain, style="green" if one.fits else ""))

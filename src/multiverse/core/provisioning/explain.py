@@ -162,7 +162,7 @@ def _stage(context: Context, attempt: Attempt, since: str) -> list[str]:
 
 
 def _chosen(attempt: Attempt) -> list[str]:
-    return [f"It got {attempt.choice}."] if attempt.choice else []
+    return [f"Chosen for it: {attempt.choice}."] if attempt.choice else []
 
 
 def _where(vms: Sequence[Vm]) -> str:
