@@ -239,6 +239,12 @@ def test_a_host_that_is_not_up_is_found_with_what_to_do() -> None:
     assert only.level is Level.PROBLEM and "no route to host" in only.message and only.remedy == "see ssh h1"
     (only,) = doctor.of_host(replace(HOST, state="drained", reason="new fans"))
     assert only.level is Level.NOTE and "new fans" in only.message and "resume h1" in only.remedy
+    (only,) = doctor.of_host(replace(HOST, accelerator="tcg"))
+    assert only.level is Level.NOTE and "emulated" in only.message and only.remedy.endswith("doctor --agent")
+    (only,) = doctor.of_host(replace(HOST, accelerator="tcg"), own="h1")
+    assert only.remedy.endswith("multiverse doctor")
+    (only,) = doctor.of_host(replace(HOST, declared=SizeView(4, 9000, 1)))
+    assert only.level is Level.PROBLEM and "9000 MiB are declared" in only.message
     (only,) = doctor.of_host(replace(HOST, images={}))
     assert "no image" in only.message
 

@@ -211,12 +211,12 @@ def _through_the_daemon(settings: Settings) -> Iterator[Examination]:
         yield Examination("hosts and alerts", skipped=f"{error.message}; see daemon")
         return
     for host in hosts:
-        yield Examination(f"host {host.name}", tuple(of_host(host)))
+        yield Examination(f"host {host.name}", tuple(of_host(host, settings.host.name)))
     yield Examination("alerts", tuple(of_status(status)))
 
 
-def of_host(host: HostView) -> Iterator[Finding]:
-    """What the daemon says of a host that is not as it should be."""
+def of_host(host: HostView, own: str = "") -> Iterator[Finding]:
+    """What the daemon says of a host that is not as it should be. `own`: the name of this machine as a host."""
     if host.state != "up" or not host.reachable:
         said = "; ".join(filter(None, (host.reason, host.why))) or f"its state is {host.state}"
         level = Level.NOTE if host.reachable and host.state in ("closing", "draining", "drained") else Level.PROBLEM
@@ -228,6 +228,20 @@ def of_host(host: HostView) -> Iterator[Finding]:
             f"host {host.name}",
             "it has no image, so no VM can be made there",
             f"multiverse image push NAME {host.name}, or set image.source",
+        )
+    if host.accelerator == "tcg":
+        yield Finding(
+            Level.NOTE,
+            f"host {host.name}",
+            "its guests are emulated, several times slower than on KVM",
+            f"see why, on that host: multiverse doctor{' --agent' if host.name != own else ''}",
+        )
+    if host.machine is not None and host.declared.memory > host.machine.memory:
+        yield Finding(
+            Level.PROBLEM,
+            f"host {host.name}",
+            f"{host.declared.memory} MiB are declared for VMs, but the machine has {host.machine.memory} MiB",
+            "declare less memory in [host], or in the host's class",
         )
 
 
