@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +14,8 @@ import typer
 from multiverse.bench import baremetal, latency
 from multiverse.bench.latency import LatencyPlan
 from multiverse.bench.stats import Estimate, Summary
-from multiverse.cli import render
+from multiverse.cli import progress, render
+from multiverse.cli.progress import working
 from multiverse.cli.render import console
 from multiverse.client import Client
 from multiverse.core.errors import Refused
@@ -26,6 +28,14 @@ from multiverse.lab.plan import LabOptions
 from multiverse.lab.session import LabSession, session
 
 app = typer.Typer(help="Measurements, with their baseline in the same run.", no_args_is_help=True)
+
+
+@app.callback()
+def _show_progress(context: typer.Context) -> None:
+    """Measurements, with their baseline in the same run."""
+    if context.invoked_subcommand and not {"--help", "-h"} & set(sys.argv):
+        context.with_resource(working(f"bench {context.invoked_subcommand}"))
+
 
 # MiB. The jobs of benchmarks write hardly anything: what their VMs could write is not to limit how many there are.
 AMPLE_DISK = 1 << 24
@@ -58,13 +68,14 @@ def build_images(kinds: Sequence[latency.JobKind], images: Path, silent: bool) -
     """Build the images that these kinds ask for, unless they are there."""
     flavours: dict[str, Flavour] = {"slim": "slim", "stock": "stock", latency.WARM: "slim"}
 
-    def progress(line: str) -> None:
+    def built(line: str) -> None:
+        progress.present().say(line)
         if not silent:
             console.print(f"  {line}", style="dim")
 
     for name, flavour in flavours.items():
         if uses_image(name, kinds):
-            build_image(name, flavour, images, progress=progress)
+            build_image(name, flavour, images, progress=built)
 
 
 def uses_image(name: str, kinds: Sequence[latency.JobKind]) -> bool:
@@ -76,6 +87,7 @@ def lab_progress(silent: bool) -> Progress:
     """Prints a line for each service of the lab that has started."""
 
     def say(name: str, word: str, seconds: float) -> None:
+        progress.present().say(f"lab: {name} {word}")
         if not silent:
             console.print(f"[green]✓[/] {name} {word} [dim]{render.duration(seconds)}[/]")
 
@@ -86,6 +98,8 @@ def job_progress(silent: bool) -> Callable[[str, int, int, float], None]:
     """Prints a line for each job, or batch of jobs, that has been measured."""
 
     def say(kind: str, number: int, of: int, seconds: float) -> None:
+        progress.present().advance(number, of)
+        progress.present().say(kind)
         if not silent:
             console.print(f"  {number:>4} of {of}  {kind:<12}{render.duration(seconds):>9}", markup=False)
 

@@ -20,7 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from multiverse.api import HostView, JobView, SizeView, TemplateView, TimelineView, VmView, decode
-from multiverse.cli import render
+from multiverse.cli import progress, render
+from multiverse.cli.demo_first import first_impression
 from multiverse.cli.render import console, duration
 from multiverse.client import Client
 from multiverse.core.errors import Broken, MultiverseError, Refused
@@ -140,7 +141,7 @@ def demo(
     """
     if os.geteuid() != 0:
         raise Refused("the demonstration needs root: it makes links and starts daemons", hint="sudo make demo")
-    with render.step("guest image") as say:
+    with progress.step("guest image") as say:
         build_image(
             IMAGE, "slim", images, packages=("hpcc",), progress=lambda line: say(line.removeprefix(f"image {IMAGE}: "))
         )
@@ -163,15 +164,16 @@ async def _demo(directory: Path, images: Path) -> None:
     options = LabOptions(cores=CORES, memory=MEMORY, hosts=HOSTS, image=IMAGE, images=images)
     stack, where = AsyncExitStack(), layout(directory)
     try:
-        with render.step(f"lab, a whole cluster with {HOSTS} hosts on this machine") as say:
+        with progress.step(f"lab, a whole cluster with {HOSTS} hosts on this machine") as say:
             lab = await stack.enter_async_context(session(where, options, _lab_progress(where, say)))
         with Client(lab.settings.socket) as client:
             await _templates(client)
+            await first_impression(lab, client)
             rows = await _run(lab, client)
             _show_hosts(lab)
             wrong = await _report(lab, client, rows)
     finally:
-        with render.step("ending everything", "everything ended"):
+        with progress.step("ending everything", "everything ended"):
             await stack.aclose()
     if wrong:
         raise Broken(f"not as expected: {', '.join(wrong)}", hint=f"see the logs in {directory}/log")
@@ -182,7 +184,7 @@ async def _templates(client: Client) -> None:
     job's."""
     deadline = time.monotonic() + LIMIT
     hosts = await _eventually(deadline, lambda: _reachable(client))
-    with render.step(f"templates ({hosts[0].accelerator}): copy the image, boot it, freeze it at its fork point"):
+    with progress.step(f"templates ({hosts[0].accelerator}): copy the image, boot it, freeze it at its fork point"):
         for host in hosts:
             client.template("build", IMAGE, host.name)
         templates = await _eventually(deadline, lambda: _built(client))

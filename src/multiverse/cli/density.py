@@ -13,7 +13,7 @@ import typer
 from multiverse.bench import density as densities
 from multiverse.bench.density import DensityBounds, DensityStep
 from multiverse.bench.latency import JobKind
-from multiverse.cli import render
+from multiverse.cli import progress, render
 from multiverse.cli.bench import (
     AMPLE_DISK,
     DIRECTORY,
@@ -69,7 +69,8 @@ def density(
 
 
 async def _density(directory: Path, options: LabOptions, bounds: DensityBounds, json: bool) -> dict[str, Any]:
-    def progress(step: DensityStep) -> None:
+    def measured(step: DensityStep) -> None:
+        progress.present().say(f"{step.vms} VMs")
         if not json:
             console.print(
                 f"  {step.vms:>4} VMs: the last started after {render.duration(step.slowest)}; {step.private:.1f} MiB "
@@ -79,7 +80,7 @@ async def _density(directory: Path, options: LabOptions, bounds: DensityBounds, 
 
     async with session(layout(directory), options, lab_progress(json)) as lab:
         with Client(lab.settings.socket) as client:
-            found = await asyncio.to_thread(densities.run, lab, client, bounds, progress)
+            found = await asyncio.to_thread(densities.run, lab, client, bounds, measured)
             figures = host_figures(client)
             host = next(host for host in client.hosts() if host["reachable"])
     return {

@@ -10,10 +10,10 @@ from typing import Annotated
 import typer
 
 from multiverse.agent.transport import other_command
-from multiverse.cli import render
+from multiverse.cli import progress, render
 from multiverse.config import Settings, load, names_of_hosts
 from multiverse.core.errors import Broken, MultiverseError, Refused
-from multiverse.images import catalog, transfer
+from multiverse.images import catalog, durations, transfer
 from multiverse.images.build import build as build_image
 
 _COPIES = 4  # to hosts at the same time
@@ -50,15 +50,22 @@ def build(
         raise Refused(f"there is no flavour {flavour}", hint="use one of: multiverse image build slim|stock")
     if os.geteuid() != 0:
         raise Refused("building an image needs root", hint="run it with sudo")
-    said = (lambda _line: None) if json else (lambda line: render.console.print(f"  {line}", markup=False))
-    made = build_image(
-        name or flavour,
-        "slim" if flavour == "slim" else "stock",
-        images_dir(directory),
-        packages=tuple(package or ()),
-        hooks=hooks,
-        progress=said,
-    )
+    where = images_dir(directory)
+    with progress.working(f"image {name or flavour}", durations.expected(where, flavour)) as work:
+
+        def say(line: str) -> None:
+            work.say(line)
+            if not json:
+                render.console.print(f"  {line}", markup=False)
+
+        made = build_image(
+            name or flavour,
+            "slim" if flavour == "slim" else "stock",
+            where,
+            packages=tuple(package or ()),
+            hooks=hooks,
+            progress=say,
+        )
     if json:
         render.as_json({"name": made.name, "flavour": made.flavour, "key": made.key, "path": str(made.path)})
     else:

@@ -16,7 +16,7 @@ from multiverse.bench.latency import JobKind
 from multiverse.bench.long_queue import LongQueuePlan, Phase
 from multiverse.bench.neighbours import NeighboursPlan
 from multiverse.bench.stats import percentile, ratio
-from multiverse.cli import render
+from multiverse.cli import progress, render
 from multiverse.cli.bench import DIRECTORY, IMAGES, Dir, Images, Json, build_images, host_figures, lab_progress
 from multiverse.cli.render import console
 from multiverse.client import Client
@@ -60,14 +60,15 @@ async def _measured(
 ) -> tuple[list[Phase], dict[str, Any]]:
     """The phases that `run` measures in a lab with its bare node, and what the results say about the host."""
 
-    def progress(line: str) -> None:
+    def measured(line: str) -> None:
+        progress.present().say(line)
         if not json:
             console.print(f"  {line}", markup=False, highlight=False)
 
     options = LabOptions(cores=8, memory=16384, image="slim", images=images, settings={})
     async with session(layout(directory), options, lab_progress(json)) as lab, bare_slurmd(lab.lab):
         with Client(lab.settings.socket) as client:
-            phases = await asyncio.to_thread(run, lab, client, progress=progress)
+            phases = await asyncio.to_thread(run, lab, client, progress=measured)
             return phases, host_figures(client)
 
 

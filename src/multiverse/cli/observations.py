@@ -11,7 +11,7 @@ import typer
 
 from multiverse.bench import observations as bench
 from multiverse.bench.observations import ObservationPlan
-from multiverse.cli import render
+from multiverse.cli import progress, render
 from multiverse.cli.bench import DIRECTORY, Dir, Json, lab_progress
 from multiverse.cli.render import console
 from multiverse.lab.layout import layout
@@ -36,7 +36,8 @@ def observations(
 
 
 async def _observations(directory: Path, plan: ObservationPlan, json: bool) -> dict[str, Any]:
-    def progress(line: str) -> None:
+    def measured(line: str) -> None:
+        progress.present().say(line)
         if not json:
             console.print(f"  {line}", markup=False, highlight=False)
 
@@ -48,7 +49,7 @@ async def _observations(directory: Path, plan: ObservationPlan, json: bool) -> d
     try:
         async with session(where, options, lab_progress(json)) as lab:
             await CONTROLLER.stop(lab.where)
-            costs = await asyncio.to_thread(bench.run, lab, plan, progress)
+            costs = await asyncio.to_thread(bench.run, lab, plan, measured)
     finally:
         site.write_text(before)
     return {**asdict(plan), "kinds": [asdict(cost) for cost in costs]}

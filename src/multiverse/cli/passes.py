@@ -11,11 +11,12 @@ import typer
 
 from multiverse.bench.planner import VMS_PER_HOST, PassTimes, measure
 from multiverse.bench.stats import Summary
-from multiverse.cli import render
+from multiverse.cli import progress, render
 from multiverse.cli.bench import Json
 from multiverse.cli.render import console
 
 Counts = list[int]
+VMS, JOBS = (100, 2_000, 10_000), (100, 1_000, 10_000, 50_000)
 
 
 def planner(
@@ -27,11 +28,13 @@ def planner(
 ) -> None:
     """Measure passes with 100 to 50,000 queued jobs and 100 to 10,000 VMs, beside passes that look at every row."""
     found: list[PassTimes] = []
-    for count in vms or [100, 2_000, 10_000]:
-        for queued in jobs or [100, 1_000, 10_000, 50_000]:
-            found.append(asyncio.run(measure(queued, count, min(repetitions, count), per_host)))
-            if not json:
-                console.print(f"  {queued:,} queued jobs, {count:,} VMs", highlight=False)
+    counts = [(count, queued) for count in vms or VMS for queued in jobs or JOBS]
+    for number, (count, queued) in enumerate(counts):
+        progress.present().say(f"{queued:,} queued jobs, {count:,} VMs")
+        progress.present().advance(number, len(counts))
+        found.append(asyncio.run(measure(queued, count, min(repetitions, count), per_host)))
+        if not json:
+            console.print(f"  {queued:,} queued jobs, {count:,} VMs", highlight=False)
     if json:
         render.as_json([asdict(one) for one in found])
     else:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from multiverse.api import PruneView, decode
-from multiverse.cli import render
+from multiverse.cli import progress, render
 from multiverse.client import Client
 from multiverse.core.errors import Refused
 
@@ -26,7 +26,7 @@ def prune(
     The records of a job stay while it waits or runs. The daemon does the same by itself, every hour.
     """
     age = None if older_than is None else seconds(older_than)
-    with Client() as client, render.step("examining the records of what has ended", "records examined"):
+    with Client() as client, progress.step("examining the records of what has ended", "records examined"):
         found = decode(PruneView, client.prune(age, dry_run=dry_run))
     counts = {
         "attempts": found.attempts,

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -167,20 +164,3 @@ PHASE_STYLES: Mapping[str, str] = {
     "run": "green",
     "reclaim": "magenta",
 }
-
-
-@contextmanager
-def step(text: str, done: str = "") -> Iterator[Callable[[str], None]]:
-    """A progress line for a long step: `text` and the elapsed time while the step lasts, then `done` (or `text`) and
-    the time that it took. Yields a function that shows a detail beside `text`. Without a terminal every detail is a
-    line of its own."""
-    began = time.monotonic()
-    if console.is_terminal:
-        columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-        with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task(f"{text} …")
-            yield lambda word: progress.update(task, description=f"{text}: {word}")
-    else:
-        console.print(f"  {text} …", markup=False)
-        yield lambda word: console.print(f"    {word}", markup=False)
-    console.print(f"[green]✓[/] {done or text} [dim]{duration(time.monotonic() - began)}[/]")

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from multiverse.api import Alert, StatusView, decode
-from multiverse.cli import render
+from multiverse.cli import progress, render
 from multiverse.client import Client
 from multiverse.core.errors import Refused, Unknown
 
@@ -86,7 +86,7 @@ def _named(found: Sequence[Alert], name: str, *, fenced: bool) -> list[Alert]:
 def _repaired(client: Client, alert: Alert) -> bool:
     """Repair one alert, show the outcome, and say whether the alert is gone."""
     client.repair(alert.name, fenced=alert.needs_fenced)
-    with render.step(f"repairing {alert.name}", f"repair of {alert.name} requested"):
+    with progress.step(f"repairing {alert.name}", f"repair of {alert.name} requested"):
         left = _outcome(client, alert)
     render.console.print(Text(f"  {alert.name} is repaired" if left is None else f"  not repaired: {left.message}"))
     return left is None

@@ -11,7 +11,7 @@ import typer
 from multiverse.bench import sampling as bench
 from multiverse.bench.sampling import SamplingPlan
 from multiverse.bench.stats import median
-from multiverse.cli import render
+from multiverse.cli import progress, render
 from multiverse.cli.bench import DIRECTORY, Dir, Json
 from multiverse.cli.render import console
 
@@ -25,14 +25,15 @@ def sampling(
 ) -> None:
     """The CPU of an agent that samples each second, beside one that does not."""
 
-    def progress(line: str) -> None:
+    def measured(line: str) -> None:
+        progress.present().say(line)
         if not json:
             console.print(f"  {line}", style="dim", markup=False)
 
     plan, where = SamplingPlan(vms, seconds, rounds), directory / "sampling"
     try:
         where.mkdir(parents=True, exist_ok=True)
-        found = bench.run(where, plan, progress)
+        found = bench.run(where, plan, measured)
     finally:
         shutil.rmtree(where, ignore_errors=True)
     if json:

@@ -15,7 +15,7 @@ import typer
 from multiverse.bench import scale as scales
 from multiverse.bench.scale import ScalePlan, ScaleResult
 from multiverse.bench.stats import Estimate, Summary, excess, summary
-from multiverse.cli import render
+from multiverse.cli import progress, render
 from multiverse.cli.bench import DIRECTORY, IMAGES, Dir, Images, Json, lab_progress
 from multiverse.cli.render import console
 from multiverse.images.build import build as build_image
@@ -56,6 +56,7 @@ async def _scale(directory: Path, images: Path, plan: ScalePlan, json: bool) -> 
         names = [host.name for host in lab.own_hosts]
 
         def say(line: str) -> None:
+            progress.present().say(line)
             if not json:
                 console.print(f"  {line}", markup=False, highlight=False)
 

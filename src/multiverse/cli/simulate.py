@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from multiverse.cli import render
+from multiverse.cli import progress, render
 from multiverse.core.errors import Broken, Refused
 
 if TYPE_CHECKING:  # the simulator is an extra, and its imports must not delay other commands
@@ -49,7 +49,7 @@ def fuzz(
 
     began, done, bad, jobs, commits, crashes = time.monotonic(), 0, 0, 0, 0, 0
     faults: Counter[str] = Counter()
-    with render.step(f"{seeds} seeds from {first}") as say:
+    with progress.step(f"{seeds} seeds from {first}") as say:
         for result in fuzz(range(first, first + seeds), processes or None, _pair(pair)):
             done += 1
             jobs, commits, crashes = jobs + result.jobs, commits + result.commits, crashes + result.crashes
@@ -59,6 +59,7 @@ def fuzz(
                 render.console.print(
                     f"seed {result.seed}: {result.violations[0].strip()}", markup=False, highlight=False
                 )
+            progress.present().advance(done, seeds)
             if done % 50 == 0:
                 say(f"{done} of {seeds} seeds, {bad or 'none'} broke a promise")
     render.console.print(
@@ -103,7 +104,8 @@ def shrink(
     outcome = simulate(_scenario(what, pair))
     if not outcome.violations:
         raise Refused(f"{what} breaks no promise", hint="run multiverse simulate fuzz to find a seed that does")
-    small = shrink(explicit(outcome), tries=tries)
+    with progress.working("making the scenario smaller"):
+        small = shrink(explicit(outcome), tries=tries)
     path = out or Path(f"{small.seed}.json")
     save(small, path)
     typer.echo(simulate(small).story())

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from multiverse.cli import render
+from multiverse.cli import progress, render
 from multiverse.cli.bench import AMPLE_DISK, lab_progress
 from multiverse.cli.render import console, duration
 from multiverse.core.errors import Broken
@@ -29,6 +29,8 @@ from multiverse.soak.run import SoakResult
 IMAGE = "slim"
 CORES = 6
 TIMELINE_LINES = 25
+ENDING = 120.0
+"""Seconds after the last submission, about, until all jobs have ended and the lab is down."""
 
 
 def soak(
@@ -46,7 +48,8 @@ def soak(
     broke a promise or anything is left."""
     seed = random.randrange(1_000_000) if seed is None else seed
     build_image(IMAGE, "slim", images, progress=_progress(json))
-    result = asyncio.run(_soak(directory, images, make_plan(seed, minutes * 60), json))
+    with progress.working(f"soak, {minutes:g} minutes of jobs", minutes * 60 + ENDING):
+        result = asyncio.run(_soak(directory, images, make_plan(seed, minutes * 60), json))
     if json:
         render.as_json(summary.document(result, seed, minutes))
     else:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from multiverse.bench.submissions import Plan, SubmissionTimes, measure
-from multiverse.cli import render
+from multiverse.cli import progress, render
 from multiverse.cli.bench import Json
 from multiverse.cli.render import console
 
@@ -24,7 +24,11 @@ def submissions(
     and of the hosts, and the store on disk."""
     plans = [Plan(rate, seconds, 2, ends=False) for rate in rates or ([] if served else [500.0, 1000.0])]
     plans += [Plan(rate, seconds, hosts, ends=True) for rate in served or ([] if rates else [100.0])]
-    found = [measure(plan) for plan in plans]
+    found = []
+    for number, plan in enumerate(plans):
+        progress.present().say(f"{plan.rate:g} jobs a second for {plan.seconds:g} s")
+        progress.present().advance(number, len(plans))
+        found.append(measure(plan))
     render.as_json([asdict(one) for one in found]) if json else _print(found)
 
 

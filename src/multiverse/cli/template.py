@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from multiverse.api import TemplateRequest, TemplateView, decode
-from multiverse.cli import render
+from multiverse.cli import progress, render
 from multiverse.client import Client
 from multiverse.core.errors import Broken, Unknown
 
@@ -61,7 +61,7 @@ def build(
     """Build a template now, and wait until it is ready. By default it has the base size and is for all accounts."""
     with Client() as client:
         request = _request(client, "build", image, host, cpus=cpus, memory=memory, account=account)
-        with render.step(f"template of {image} on {request.host}"):
+        with progress.step(f"template of {image} on {request.host}"):
             found = _wait(client, request, lambda found: bool(found) and all(map(_is_built, found)))
     for template in found:
         if template.state == "broken":
@@ -83,7 +83,7 @@ def drop(
     them go on."""
     with Client() as client:
         request = _request(client, "drop", image, host, cpus=cpus, memory=memory, account=account)
-        with render.step(f"dropping the template of {image} on {request.host}"):
+        with progress.step(f"dropping the template of {image} on {request.host}"):
             _wait(client, request, lambda found: not found)
 
 

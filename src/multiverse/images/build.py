@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from multiverse.core.errors import Broken, Refused
-from multiverse.images import digest, initramfs, place
+from multiverse.images import digest, durations, initramfs, place
 from multiverse.images.catalog import Flavour, Image, load, write_manifest
 from multiverse.images.commands import Progress, mmdebstrap, run
 from multiverse.images.recipe import DISK_MIB, EXCLUDED, PACKAGES, VARIANT, Recipe
@@ -55,7 +56,9 @@ def build(
                 say(f"image {name}: replacing the guest agent")
                 release = _refresh(old, recipe, work)
             else:
+                began = time.monotonic()
                 release = _bootstrap(recipe, name, work, say)
+                durations.keep(out_dir, flavour, time.monotonic() - began)
             image = Image(
                 name, flavour, key, base, out_dir / name, recipe.cmdline, release, recipe.suite, recipe.packages
             )

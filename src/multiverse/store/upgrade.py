@@ -8,7 +8,10 @@ copy of it is kept beside it.
 from __future__ import annotations
 
 import sqlite3
-from contextlib import closing
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -18,6 +21,9 @@ from multiverse.core.errors import Broken, Exhausted, Refused
 from multiverse.store import schema
 
 log = structlog.get_logger()
+
+TELLS_EVERY = 5.0
+"""Seconds between two lines of the log while an upgrade goes on."""
 
 BASELINE = "0001"
 """What a database from before Alembic has, though nothing in it says so."""
@@ -76,11 +82,13 @@ def _run(connection: sa.Connection, path: Path | None, found: str) -> None:
             f"{path} is of a newer Multiverse: it has schema {found}, this one knows up to {schema.HEAD}",
             hint="run the newer one, or put back the copy that it kept beside it",
         ) from error
-    copy = _keep_copy(path, found) if path else None
+    log.info("database has to be upgraded", path=str(path), was=found, to=schema.HEAD)
+    with _told("database is being copied"):
+        copy = _keep_copy(path, found) if path else None
     try:
         if not context.get_current_revision():
             context.stamp(scripts, BASELINE)
-        with Operations.context(context):
+        with _told("database is being upgraded"), Operations.context(context):
             context.run_migrations()
     except sa.exc.DatabaseError as error:
         raise Broken(
@@ -88,6 +96,24 @@ def _run(connection: sa.Connection, path: Path | None, found: str) -> None:
             hint="it is as it was; is its disk full? If not, run the Multiverse that wrote it, and report this",
         ) from error
     log.info("database upgraded", path=str(path), was=found, now=schema.HEAD, copy=str(copy))
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Log every few seconds that this goes on: nobody is to think that a daemon hangs that has a large database."""
+    over, began = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not over.wait(TELLS_EVERY):
+            log.info(what, seconds=round(time.monotonic() - began))
+
+    thread = threading.Thread(target=tell, name=what, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _keep_copy(path: Path, found: str) -> Path:

@@ -1,0 +1,132 @@
+"""How far a long command is: a line in place on a terminal, and elsewhere a line every few seconds on standard error.
+
+`working` is around the whole of a long command. What is inside tells the present `Work` what is done now, and how much
+of how much is done: from that follows how long the rest will take.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.text import Text
+
+from multiverse.cli.render import console, duration, errors
+
+EVERY = 5.0
+"""Seconds between two lines where there is no terminal."""
+
+
+class Work:
+    """What a command is at. Times are of `clock`, in seconds."""
+
+    def __init__(self, what: str, expected: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        """`expected` is how long all of it took an earlier time, if that is known."""
+        self.what, self._expected, self._clock = what, expected, clock
+        self._began = clock()
+        self._detail = ""
+        self._counted: tuple[int, int, float, int] | None = None  # done, of, since when, and what was done then
+
+    def say(self, detail: str) -> None:
+        """What is done now."""
+        self._detail = detail
+
+    def advance(self, done: int, of: int) -> None:
+        """So many of so many are done. What was done before the first such word is not counted for the pace."""
+        if self._counted is None or self._counted[1] != of or done < self._counted[0]:
+            self._counted = (done, of, self._began if done <= 1 else self._clock(), 0 if done <= 1 else done)
+        else:
+            self._counted = (done, of, *self._counted[2:])
+
+    @property
+    def took(self) -> float:
+        """Seconds since it began."""
+        return self._clock() - self._began
+
+    def left(self) -> float | None:
+        """About how many seconds the rest takes; None if that cannot be told."""
+        if self._counted is not None:
+            done, of, since, before = self._counted
+            if done > before and of > done:
+                return (self._clock() - since) / (done - before) * (of - done)
+            return None
+        if self._expected is not None and self._expected > self.took:
+            return self._expected - self.took
+        return None
+
+    def line(self) -> str:
+        """All of it in one line."""
+        counted = f"{self._counted[0]} of {self._counted[1]}" if self._counted else ""
+        parts = [self.what, ", ".join(filter(None, (counted, self._detail)))]
+        rest = f", about {_rounded(left)} left" if (left := self.left()) is not None else ""
+        return f"{': '.join(filter(None, parts))} ({_rounded(self.took)}{rest})"
+
+    def __rich__(self) -> Text:
+        return Text(self.line(), style="dim", overflow="ellipsis", no_wrap=True)
+
+
+def _rounded(seconds: float) -> str:
+    return f"{round(seconds)} s" if seconds < 100 else duration(seconds)
+
+
+_present: list[Work] = []
+
+
+def present() -> Work:
+    """The work that goes on; one that nobody sees if there is none."""
+    return _present[-1] if _present else Work("")
+
+
+@contextmanager
+def working(what: str, expected: float | None = None) -> Iterator[Work]:
+    """Show how far the work in this block is."""
+    work = Work(what, expected)
+    _present.append(work)
+    try:
+        with _in_place(work) if console.is_terminal else _lines(work):
+            yield work
+    finally:
+        _present.remove(work)
+
+
+@contextmanager
+def _in_place(work: Work) -> Iterator[None]:
+    with console.status(work, spinner="dots"):
+        yield
+
+
+@contextmanager
+def _lines(work: Work) -> Iterator[None]:
+    over = threading.Event()
+
+    def say() -> None:
+        while not over.wait(EVERY):
+            errors.print(f"  {work.line()}", markup=False)
+
+    thread = threading.Thread(target=say, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
+def step(text: str, done: str = "") -> Iterator[Callable[[str], None]]:
+    """A long step of a command: how far it is while it lasts, then `done` (or `text`) and the time that it took. Yields
+    a function that shows a detail beside `text`. Without a terminal every detail is a line of its own."""
+    with working(text) as work:
+        if console.is_terminal:
+            yield work.say
+        else:
+            console.print(f"  {text} …", markup=False)
+
+            def say(word: str) -> None:
+                work.say(word)
+                console.print(f"    {word}", markup=False)
+
+            yield say
+    console.print(f"[green]✓[/] {done or text} [dim]{duration(work.took)}[/]")
