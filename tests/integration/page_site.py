@@ -26,6 +26,7 @@ from multiverse.bench.viewers import ViewersPlan, blocked_site
 from multiverse.config import Settings
 from multiverse.controller.loop import Controller
 from multiverse.core.model import Host, JobState, Size
+from multiverse.service.api import make_api
 from multiverse.service.backend import Backend
 from multiverse.service.publisher import Publisher
 from multiverse.service.startup import bind, http_server, stop_signal
@@ -50,7 +51,7 @@ class RealClock(VirtualClock):
 
 class NobodyCounts:
     async def programs(self) -> Mapping[str, int]:
-        return Counter()
+        return Counter({"scontrol update": 7, "sbatch": 2})
 
 
 async def _nothing() -> dict[str, Any]:
@@ -93,10 +94,9 @@ async def trouble(world: SimulatedWorld, scheduler: Any) -> None:
         world.kill_vm(name)
 
 
-async def serve(port: int, jobs: int, number: int, seconds: tuple[float, float], *, troubles: bool, path: str) -> None:
-    settings = Settings()
-    settings = replace(settings, poll=1.0)
-    world, clock = SimulatedWorld(7, WorldSettings(hosts=hosts(number))), RealClock()
+async def serve(given: argparse.Namespace) -> None:
+    settings, seconds = replace(Settings(), poll=1.0), (given.seconds / 8, given.seconds)
+    world, clock = SimulatedWorld(7, WorldSettings(hosts=hosts(given.hosts))), RealClock()
     store = Store(":memory:", clock, site="aurora")
     controller = Controller(store, world.scheduler(Random(1)), world.hypervisor(Random(2)), clock, settings, Random(3))
     world.cluster.hint = controller.hint
@@ -104,12 +104,12 @@ async def serve(port: int, jobs: int, number: int, seconds: tuple[float, float],
     controller.watch(statistics)
     backend = Backend(controller, store, clock, _nothing, _nothing, NobodyCounts(), statistics=statistics)  # type: ignore[arg-type]
     publisher = Publisher(backend)
-    server = http_server(make_web(backend, publisher))
-    work = [asyncio.create_task(controller.run()), asyncio.create_task(submit(world, Random(5), jobs, seconds))]
-    if troubles:
+    server = http_server(make_api(backend, publisher) if given.api else make_web(backend, publisher))
+    work = [asyncio.create_task(controller.run()), asyncio.create_task(submit(world, Random(5), given.jobs, seconds))]
+    if given.trouble:
         work.append(asyncio.create_task(trouble(world, None)))
-    sock = socket.create_server(("127.0.0.1", port))
-    more = [bind(Path(path), "socket")] if path else []
+    sock = socket.create_server(("127.0.0.1", given.port))
+    more = [bind(Path(given.socket), "socket")] if given.socket else []
     serving = asyncio.create_task(server.serve(sockets=[sock, *more]))
     print("served", flush=True)
     try:
@@ -139,6 +139,7 @@ def main() -> None:
     words.add_argument("--hosts", type=int, default=6)
     words.add_argument("--trouble", action="store_true")
     words.add_argument("--seconds", type=float, default=90.0, help="that a job runs at most")
+    words.add_argument("--api", action="store_true", help="serve the daemon's API instead of the page")
     words.add_argument("--blocked", action="store_true")
     words.add_argument("--socket", default="", help="a path where it listens, too, for multiverse top")
     words.add_argument("--vms", type=int, default=500)
@@ -146,16 +147,7 @@ def main() -> None:
     if given.blocked:
         asyncio.run(serve_blocked(given.port, given.jobs, given.vms))
         return
-    asyncio.run(
-        serve(
-            given.port,
-            given.jobs,
-            given.hosts,
-            (given.seconds / 8, given.seconds),
-            troubles=given.trouble,
-            path=given.socket,
-        )
-    )
+    asyncio.run(serve(given))
 
 
 if __name__ == "__main__":

@@ -192,7 +192,7 @@ def test_a_change_to_hosts_is_made_for_each_of_a_node_set_and_says_which_were_re
 @pytest.mark.parametrize("hosts", ["h[1-", "", "-oProxyCommand=x", "a b"])
 def test_what_is_no_node_set_or_has_other_names_is_refused(hosts: str) -> None:
     controller = ControllerAtRest()
-    assert TestClient(serve(controller)).post("/hosts/add", json={"hosts": hosts}).status_code == 422
+    assert TestClient(serve(controller)).post("/hosts/add", json={"hosts": hosts}).status_code in (400, 422)
     assert controller.commands == []
     assert TestClient(serve(controller)).post("/hosts/format", json={"hosts": "h1"}).status_code == 422
 

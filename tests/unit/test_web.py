@@ -7,10 +7,12 @@ import json
 import os
 import socket
 import stat
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -24,6 +26,7 @@ from multiverse.controller.loop import Controller
 from multiverse.core.errors import Exhausted, Refused
 from multiverse.service import publisher as publishing
 from multiverse.service.backend import Backend
+from multiverse.service.processes import Processes
 from multiverse.service.publisher import Publisher
 from multiverse.service.snapshot import command_of
 from multiverse.service.startup import bind_web
@@ -39,6 +42,10 @@ from multiverse.web import files
 EVIL = '"><script>alert(1)</script>'
 
 
+async def _no_processes() -> Counter[str]:
+    return Counter()
+
+
 class Site:
     """A controller with a simulated world, and what serves its viewers."""
 
@@ -52,7 +59,8 @@ class Site:
         statistics = Statistics()
         self.controller.watch(statistics)
         nobody: Any = None
-        self.backend = Backend(self.controller, store, self.clock, nobody, nobody, nobody, statistics=statistics)
+        counter = Processes(SimpleNamespace(programs=Counter()), _no_processes)  # type: ignore[arg-type]
+        self.backend = Backend(self.controller, store, self.clock, nobody, nobody, counter, statistics=statistics)
         self.publisher = Publisher(self.backend, most)
         self.web = make_web(self.backend, self.publisher)
 
@@ -237,7 +245,7 @@ def test_every_answer_has_the_headers_that_protect_the_page() -> None:
     run(ask(), 1)
 
 
-NOT_THERE = ("jobs", "vms", "hosts", "status", "metrics", "templates", "docs", "openapi.json", "..%2fconfig.py",
+NOT_THERE = ("jobs", "vms", "hosts", "status", "templates", "docs", "openapi.json", "..%2fconfig.py",
              "%2e%2e/config.py", "__init__.py")  # fmt: skip
 
 
@@ -289,6 +297,20 @@ def test_a_timeline_is_read_from_the_store_once_for_all_who_look(monkeypatch: py
             assert asked == [job], "no such id exists"
 
     run(ask(), 1)
+
+
+def test_prometheus_gets_metrics_that_are_counted_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ask() -> tuple[int, str]:
+        async with site() as shown, shown.client() as client:
+            await asyncio.sleep(3)
+            counted, counts = [], Backend.counts
+            monkeypatch.setattr(Backend, "counts", lambda self: counted.append(1) or counts(self))
+            answers = await asyncio.gather(*(client.get("/metrics") for _ in range(20)))
+            return len(counted), answers[-1].text
+
+    times, text = run(ask(), 1)
+    assert times == 1
+    assert 'multiverse_host_usable{host="h1",resource="cpus"} 8.0' in text
 
 
 def test_the_page_names_no_other_place() -> None:

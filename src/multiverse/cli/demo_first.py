@@ -42,7 +42,7 @@ def _progress(say: Say) -> latency.Progress:
 
 
 def lines(found: Mapping[str, LatencySamples], width: int) -> list[Text]:
-    """Each kind's median with a bar in proportion, and where the time of the VM's went."""
+    """Each kind's median with a bar in proportion, and where the time of the VM's went: four lines."""
     medians = {name: percentile(one.submit_to_start, 0.5) for name, one in found.items()}
     longest, room = max(medians.values()), max(10, min(50, width - 48))
     shown = []
@@ -60,4 +60,5 @@ def lines(found: Mapping[str, LatencySamples], width: int) -> list[Text]:
     for name, seconds in parts:
         text.append(f"  {name} ", style=render.PHASE_STYLES[name])
         text.append(f"{percentile(seconds, 0.5):.2f}", style="dim")
-    return [*shown, text.append("  (seconds; medians)", style="dim")]
+    rest = Text("  the rest: sbatch itself, and the start of the script (seconds, medians)", style="dim")
+    return [*shown, text, rest]

@@ -1,16 +1,19 @@
-"""The web page: files that never change, one snapshot with what changes in it, and timelines. It only shows.
+"""The web page: files that never change, one snapshot with what changes in it, timelines and metrics. It only shows.
 
 An application of its own, so that nothing of the API is behind the site's reverse proxy but what is named here.
 """
 
 from __future__ import annotations
 
+import asyncio
 from hashlib import sha256
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from multiverse.api import TimelineView
+from multiverse.service import metrics
 from multiverse.service.backend import Backend
 from multiverse.service.publisher import Publisher
 from multiverse.service.routers import grid
@@ -27,6 +30,9 @@ HEADERS = {
 }
 """Of every answer. The page runs nothing but its own files, makes no markup of text, and no other page embeds it."""
 
+METRICS_KEPT = 4.0
+"""Seconds for which metrics are not counted anew."""
+
 TIMELINES_KEPT = 64
 """Answers that are kept until something is committed: many viewers look at the same job."""
 
@@ -36,6 +42,7 @@ def make_web(backend: Backend, publisher: Publisher) -> ASGIApp:
     web = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     web.include_router(grid.router(publisher))
     web.include_router(_timelines(backend))
+    web.include_router(_metrics(backend))
     web.include_router(_pages())
     return _with_headers(web)
 
@@ -55,6 +62,21 @@ def _timelines(backend: Backend) -> APIRouter:
                 kept.clear()
             kept[job] = (commits, found)
         return kept[job][1]
+
+    return routes
+
+
+def _metrics(backend: Backend) -> APIRouter:
+    routes = APIRouter()
+    kept: list[tuple[float, bytes]] = []
+    counting = asyncio.Lock()
+
+    @routes.get("/metrics")
+    async def counts() -> Response:
+        async with counting:  # whoever asks often gets the same again: the agents are asked for some of it
+            if not kept or backend.clock.now() - kept[0][0] >= METRICS_KEPT:
+                kept[:] = [(backend.clock.now(), metrics.text(await backend.counts(), backend.used()))]
+        return Response(kept[0][1], media_type=CONTENT_TYPE_LATEST)
 
     return routes
 

@@ -32,7 +32,7 @@ def router(backend: Backend) -> APIRouter:
         try:
             names = names_of_hosts(request.hosts)
         except Refused as error:
-            raise HTTPException(422, str(error)) from error
+            raise HTTPException(400, str(error)) from error
         with committed():
             return await backend.change_hosts(verb, names, request.reason, request.begins)
 

@@ -19,7 +19,7 @@ def router(backend: Backend) -> APIRouter:
     async def status() -> StatusView:
         return backend.status()
 
-    @routes.get("/metrics")
+    @routes.get("/metrics", response_class=Response, responses={200: {"content": {CONTENT_TYPE_LATEST: {}}}})
     async def counts() -> Response:
         return Response(metrics.text(await backend.counts(), backend.used()), media_type=CONTENT_TYPE_LATEST)
 
