@@ -214,6 +214,9 @@ class AgentSettings:
 
     socket: Path = Path("/run/multiverse/agent.sock")
     state_dir: Path = Path("/var/lib/multiverse/agent")
+    leases: Path = Path("/var/lib/multiverse/leases")  # on leased nodes: what leases have in the file system
+    # How `multiverse agent` is run on leased nodes.
+    program: tuple[str, ...] = ("multiverse", "agent")
     # Seconds without any contact to the controller and to slurmctld after which the agent ends its VMs, so that their
     # jobs may run elsewhere. 0: never. Slurm's commands must work on the host. An outage of both then ends jobs.
     # A longer time counts once the controller has observed it.

@@ -134,6 +134,7 @@ class AgentServer:
     ) -> None:
         self._lease, self._samples = lease, samples
         self._who, self._epochs, self._hypervisor, self._processes = who, epochs, hypervisor, processes
+        self._refusing = ""
         self._creating: dict[tuple[str, str], VmSpec] = {}  # by site and name
         self._tasks: set[asyncio.Task[None]] = set()
         self._serving: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
@@ -159,6 +160,10 @@ class AgentServer:
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
+
+    def refuse(self, why: str) -> None:
+        """Take no VM from now on, and build no template: this host is about to end."""
+        self._refusing = why
 
     async def close(self) -> None:
         """End all calls that run, and all connections. What the calls have begun is observed by the next agent."""
@@ -307,6 +312,8 @@ class AgentServer:
 
     async def _call(self, connection: _Connection, call: Call) -> Result:
         hypervisor = connection.hypervisor
+        if self._refusing and isinstance(call, Create | Start | BuildTemplate):
+            raise Refused(self._refusing, hint="another host takes the VM")
         match call:
             case Observe():
                 return HypervisorAnswer.of(self._completed(connection, await hypervisor.observe()))

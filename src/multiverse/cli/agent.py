@@ -48,6 +48,41 @@ def dial_stdio(
     dial_stdio(socket or load(context.obj).agent.socket)
 
 
+@app.command("pilot", hidden=True)
+def pilot(
+    context: typer.Context,
+    name: str,
+    job: Annotated[str, typer.Option(help="The pilot's job, its cores and its MiB, with commas between them.")] = "",
+    token: Annotated[str, typer.Option(help="The lease's token.")] = "",
+    become: Annotated[list[str] | None, typer.Option(help="A word of the command by which to become root.")] = None,
+) -> None:
+    """Be the pilot of a lease, in the job that the controller has submitted for it."""
+    from multiverse.config import load
+    from multiverse.service.pilot import PilotJob, become_root, run_pilot
+
+    configure_log(verbose=False)
+    known = PilotJob.parse(job, token)
+    if become and os.geteuid() != 0:  # the settings are root's alone
+        become_root(become, name, known)
+    raise typer.Exit(run_pilot(load(context.obj), name, known))
+
+
+@app.command("sweep")
+def sweep(
+    context: typer.Context,
+    job: Annotated[str, typer.Option(help="This job has ended: also what its pilot has left running.")] = "",
+) -> None:
+    """Remove what leases that have ended have left on this node. The site's epilog runs this, as root."""
+    from multiverse.config import load
+    from multiverse.pilot.remains import sweep
+
+    configure_log(verbose=False)
+    left = sweep(load(context.obj).agent.leases, job)
+    for line in left:
+        print(line)
+    raise typer.Exit(1 if left else 0)
+
+
 @app.command("from-ssh")
 def from_ssh(context: typer.Context) -> None:
     """Do what a controller asks for by ssh, and nothing else: the command of its key in authorized_keys."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pwd
+import shlex
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from multiverse.drivers.slurm.plugstack import plugstack
 from multiverse.images.catalog import list_images
 from multiverse.lab.hosts import ssh
 from multiverse.lab.layout import Layout
-from multiverse.lab.plan import MOST_HOSTS, LabPlan, outermost
+from multiverse.lab.plan import MOST_HOSTS, MOST_PHYSICAL, LabPlan, outermost
 from multiverse.lab.program import multiverse
 from multiverse.system import files
 
@@ -67,7 +68,7 @@ def configure(where: Layout, plan: LabPlan) -> Settings:
         _write(own, "# Your own settings for this lab's Slurm. `multiverse lab up` does not change this file.\n")
     (where.etc / "site.toml").touch()
     _configure_hosts(where, plan, environment, values)
-    _configure_nodes(where, plan)
+    _configure_nodes(where, plan, environment, values)
     settings = config.load(where.settings)
     _write(where.etc / "plugstack.conf", plugstack(settings.job_vms) if settings.job_vms.enabled else "")
     images = (image.name for image in list_images(settings.qemu.images))
@@ -82,17 +83,28 @@ def _configure_hosts(where: Layout, plan: LabPlan, environment: Environment, val
     for host in hosts:
         own = where.host(host.name)
         own.make()
-        sections = _sections(where, plan)
-        first, count = sections["qemu"]["uids"]
-        share = count // MOST_HOSTS
-        sections["qemu"]["uids"] = [first + share * (host.number - 1), share]
-        text = environment.get_template("multiverse.toml").render({**values, "sections": sections})
-        _write(own.settings, text, 0o600)
-        _write(own.etc / "site.toml", (where.etc / "site.toml").read_text(), 0o600)
+        _write_settings(own, where, environment, values, _share_of_uids(_sections(where, plan), host.number))
         # sshd admits no account whose password is locked, and root's usually is.
         _write(own.etc / "shadow", "".join(f"{user.pw_name}:*:::::::\n" for user in pwd.getpwall()), 0o600)
     if hosts:
         ssh.write(where, hosts)
+
+
+def _share_of_uids(sections: dict[str, dict[str, Any]], number: int) -> dict[str, dict[str, Any]]:
+    """The sections with users of QEMUs that no other host of the lab has. Hosts come first, then nodes."""
+    first, count = sections["qemu"]["uids"]
+    share = count // (MOST_HOSTS + MOST_PHYSICAL)
+    return {**sections, "qemu": {**sections["qemu"], "uids": [first + share * (number - 1), share]}}
+
+
+def _write_settings(
+    own: Layout, where: Layout, environment: Environment, values: Mapping[str, Any], sections: Mapping[str, Any]
+) -> None:
+    """Write the settings of a host or node, and those of the site that override them."""
+    text = environment.get_template("multiverse.toml").render({**values, "sections": sections})
+    # The agent of a lease reads them as an unprivileged user before it becomes root.
+    _write(own.settings, text, 0o600)
+    _write(own.etc / "site.toml", (where.etc / "site.toml").read_text(), 0o600)
 
 
 _NODE_SETTINGS = {"ProctrackType": "proctrack/cgroup", "TaskPlugin": "task/cgroup", "DebugFlags": "NO_CONF_HASH"}
@@ -100,12 +112,19 @@ _NODE_SETTINGS = {"ProctrackType": "proctrack/cgroup", "TaskPlugin": "task/cgrou
 The lab's other settings fit a machine without control groups of its own, so slurmctld's file differs."""
 
 
-def _configure_nodes(where: Layout, plan: LabPlan) -> None:
+def _configure_nodes(where: Layout, plan: LabPlan, environment: Environment, values: Mapping[str, Any]) -> None:
     """Write the files that each bare-metal node sees in etc. slurmd copies the others as it starts."""
     for node in plan.physical_nodes:
         own = where.host(node.name)
         own.make()
-        _write(own.etc / "slurm.conf", changed_conf(where.slurm_conf.read_text(), _NODE_SETTINGS))
+        sections = _share_of_uids(_sections(where, plan), MOST_HOSTS + node.number)
+        sections["qemu"]["images"] = str(where.images)
+        sections["image"] = {**sections["image"], "source": plan.images}
+        _write_settings(own, where, environment, values, sections)
+        changes = _NODE_SETTINGS | {"Epilog": str(where.etc / "epilog")}
+        _write(own.etc / "slurm.conf", changed_conf(where.slurm_conf.read_text(), changes))
+        sweep = shlex.join(multiverse("agent", "--config", str(where.settings), "sweep"))
+        _write(own.etc / "epilog", f'#!/bin/sh\nexec {sweep} --job "$SLURM_JOB_ID"\n', 0o755)
         _write(own.etc / "cgroup.conf", cgroup_conf("ConstrainRAMSpace=yes\n"))
 
 
@@ -126,7 +145,12 @@ def _sections(where: Layout, plan: LabPlan) -> dict[str, dict[str, Any]]:
     name = hostname()
     sections: dict[str, dict[str, Any]] = {
         "host": {"name": name, "cores": plan.cores, "memory": plan.memory, "disk": plan.disk // plan.hosts},
-        "agent": {"socket": str(where.agent_socket), "state_dir": str(where.agent)},
+        "agent": {
+            "socket": str(where.agent_socket),
+            "state_dir": str(where.agent),
+            "leases": str(where.leases),
+            "program": multiverse("agent", "--config", str(where.settings)),
+        },
         "slurm": {"conf": str(where.slurm_conf), "inbox": str(where.inbox), "munge_key": str(where.munge_key)},
         "qemu": {
             "images": plan.images,

@@ -101,6 +101,11 @@ class Layout:
         return self.root / "agent"
 
     @property
+    def leases(self) -> Path:
+        """What leases have in the file system of a bare-metal node, as the node sees it."""
+        return self.root / "leases"
+
+    @property
     def agent_socket(self) -> Path:
         return self.run / "agent.sock"
 

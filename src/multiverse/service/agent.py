@@ -20,11 +20,12 @@ from multiverse.agent.self_fence import ContactFile, FenceTimer, SelfFence
 from multiverse.agent.server import AgentIdentity, AgentServer
 from multiverse.config import Settings
 from multiverse.core.errors import MultiverseError, Refused
-from multiverse.core.model import HostUsage, Load, is_site
+from multiverse.core.model import HostUsage, Load, VmRef, is_site
 from multiverse.drivers.qemu.driver import QemuHypervisor, sites
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.nodes import reached_nodes
 from multiverse.host.sampling import Sampler
+from multiverse.pilot.init import END_VMS
 from multiverse.service import metrics
 from multiverse.service.job_vms import serve_jobs
 from multiverse.service.processes import ProcessCounter
@@ -134,8 +135,36 @@ async def _sampling(settings: Settings) -> AsyncIterator[_Samples | None]:
             await asyncio.to_thread(thread.join, 5.0)
 
 
-async def serve(settings: Settings) -> None:
-    """Run until SIGTERM or SIGINT. VMs are left as they are; the next agent finds them."""
+async def _end_vms(settings: Settings, hypervisors: _Hypervisors) -> None:
+    """End all VMs of this host, whose guests may write back first. What does not end, ends with the lease."""
+    ending = []
+    for site in sites(settings):
+        hypervisor = hypervisors.of(site)
+        names = await hypervisor.list_vms()
+        ending += [hypervisor.destroy(VmRef(name), settings.pacing.reclaim_grace) for name in names]
+    for result in await asyncio.gather(*ending, return_exceptions=True):
+        if isinstance(result, BaseException):
+            log.warning("a VM does not end", reason=str(result))
+    if ending:
+        log.info("VMs ended, because the lease ends", number=len(ending))
+        await asyncio.sleep(settings.poll + 1)  # meanwhile their controller sees that they are gone
+
+
+async def _serve_until_ending(
+    settings: Settings, server: AgentServer, hypervisors: _Hypervisors, stop: asyncio.Event
+) -> None:
+    """Wait for the signal of a lease's pilot, then end all VMs, and this agent."""
+    ending = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(END_VMS, ending.set)
+    await ending.wait()
+    server.refuse("the lease ends")
+    await _end_vms(settings, hypervisors)
+    stop.set()
+
+
+async def serve(settings: Settings, *, leased: bool = False) -> None:
+    """Run until SIGTERM or SIGINT. VMs are left as they are; the next agent finds them. With `leased`, the pilot of a
+    lease runs this agent, and tells it when the lease ends."""
     _make_directories(settings)
     state = settings.agent.state_dir
     async with contextlib.AsyncExitStack() as stack:
@@ -158,9 +187,11 @@ async def serve(settings: Settings) -> None:
             await stack.enter_async_context(serve_jobs(settings))
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(fence.run(), name="self-fencing") if fence else None
+            pilot = group.create_task(_serve_until_ending(settings, server, hypervisors, stop)) if leased else None
             await stop.wait()
-            if watching is not None:
-                watching.cancel()
+            for task in (watching, pilot):
+                if task is not None:
+                    task.cancel()
         listening.close()
         await server.close()
     log.info("agent stopped")

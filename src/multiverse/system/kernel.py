@@ -17,6 +17,7 @@ MS_MOVE, MS_REC, MS_PRIVATE, MNT_DETACH = 8192, 16384, 1 << 18, 2
 
 _AT_FDCWD = -100  # <fcntl.h>
 _RENAME_EXCHANGE = 2  # <linux/fs.h>
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
@@ -47,6 +48,11 @@ def umount(path: str) -> None:
 def pivot_root() -> None:
     """Make the working directory the root. The old root is mounted over it."""
     _check(_libc.pivot_root(b".", b"."), "pivot_root")
+
+
+def die_with_parent() -> None:
+    """Be killed when the thread that has started this process ends (prctl(2), PR_SET_PDEATHSIG)."""
+    _check(_libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(9), *map(ctypes.c_ulong, (0, 0, 0))), "prctl")
 
 
 def exchange(one: Path, other: Path) -> None:

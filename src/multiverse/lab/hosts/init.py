@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 from multiverse.lab.hosts import control_groups, detached
 from multiverse.system import kernel
+from multiverse.system.sysfs import mount_new, mount_sys
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_CGROUPS = Path("/sys/fs/cgroup")
 _SIGNALS = {signal.SIGCHLD, signal.SIGTERM}
 _ALL = (
     kernel.CLONE_NEWNS
@@ -68,36 +68,15 @@ def _boot(host: _Host) -> None:
             kernel.mount(str(share), beside, kernel.MS_BIND)
     kernel.mount(str(host.storage), host.place, kernel.MS_BIND | kernel.MS_REC)
     for path in (Path("/run"), Path("/dev/shm")):
-        _mount_new(path, "tmpfs", "mode=1777" if path.name == "shm" else "mode=0755")
+        mount_new(path, "tmpfs", "mode=1777" if path.name == "shm" else "mode=0755")
     Path("/run/sshd").mkdir(mode=0o755)  # sshd wants it (Debian's tmpfiles.d makes it)
-    _mount_new(Path("/proc"), "proc")
+    mount_new(Path("/proc"), "proc")
     kernel.mount(str(host.place / boot_id.name), _BOOT_ID, kernel.MS_BIND)
     if (shadow := host.place / "etc" / "shadow").exists():  # only a host with an sshd needs it
         kernel.mount(str(shadow), Path("/etc/shadow"), kernel.MS_BIND)
-    _mount_sys(host.groups)
+    mount_sys(host.groups, Path("/run"))
     control_groups.join_daemons()
     os.chdir("/")
-
-
-def _mount_new(path: Path, kind: str, options: str | None = None) -> None:
-    kernel.mount(kind, path, kernel.MS_NOSUID | (0 if kind == "sysfs" else kernel.MS_NODEV), kind, options)
-
-
-def _mount_sys(groups: Mapping[Path, Path]) -> None:
-    """Mount /sys anew: it shows the interfaces of the network namespace in which it is mounted. The host's own control
-    groups are mounted where the machine has the hierarchies, and no others."""
-    kept = {where: Path("/run", f"group{number}") for number, where in enumerate(groups)}
-    for where, beside in kept.items():
-        beside.mkdir()
-        kernel.mount(str(groups[where]), beside, kernel.MS_BIND)
-    kernel.umount("/sys")  # with all that is mounted below it
-    _mount_new(Path("/sys"), "sysfs")
-    if _CGROUPS not in groups:
-        _mount_new(_CGROUPS, "tmpfs", "mode=0755")
-    for where, beside in kept.items():
-        where.mkdir(exist_ok=True)
-        kernel.mount(str(beside), where, kernel.MS_MOVE)
-        beside.rmdir()
 
 
 def _reap_until_terminated() -> None:

@@ -1,0 +1,108 @@
+"""Composes the pilot of a lease, in the job that the controller has submitted for it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import structlog
+
+from multiverse.config import Settings
+from multiverse.core.errors import Refused
+from multiverse.pilot.init import PilotOrder
+from multiverse.pilot.run import run
+
+log = structlog.get_logger()
+
+
+ENDING = "ending"
+"""Follows the token in the comment of a pilot's job that was told to end: a job whose grace time runs (GraceTime) is
+shown as running."""
+
+
+@dataclass(frozen=True, slots=True)
+class PilotJob:
+    """The job of a pilot: its id, its CPUs, its memory (MiB), and the lease's token. Empty: as the environment says."""
+
+    id: str = ""
+    cores: int = 0
+    memory: int = 0
+    token: str = ""
+
+    @classmethod
+    def parse(cls, text: str, token: str) -> PilotJob:
+        """From `ID,CORES,MEMORY`, or from nothing. Raises `Refused` for other text."""
+        if not text:
+            return cls(token=token)
+        job, *sizes = text.split(",")
+        if len(sizes) != 2 or not all(size.isdigit() for size in sizes):
+            raise Refused(f"{text!r} is no job of a pilot", hint="write it as ID,CORES,MIB")
+        return cls(job, int(sizes[0]), int(sizes[1]), token)
+
+    def __str__(self) -> str:
+        return f"{self.id},{self.cores},{self.memory}"
+
+
+def run_pilot(settings: Settings, name: str, given: PilotJob) -> int:
+    """Run the pilot of the lease `name`; its exit status. Raises `Refused` for a job of which nothing is known, and as
+    `pilot.run`."""
+    job = _completed(given, os.environ)
+    order = PilotOrder(name, job.id, job.cores, job.memory, settings, _run_agent)
+    return run(order, lambda: _tell(settings, job))
+
+
+def become_root(become: Sequence[str], name: str, given: PilotJob) -> None:
+    """Run this program again as root by that command, which may remove the environment. Does not return. Raises
+    `Refused` if the command cannot be run."""
+    job = _completed(given, os.environ)
+    own = sys.argv[: sys.argv.index("pilot") + 1]
+    argv = [*become, *own, name, f"--job={job}", f"--token={job.token}"]
+    try:
+        os.execvp(argv[0], argv)
+    except OSError as error:
+        raise Refused(f"cannot run {argv[0]}: {error.strerror}", hint="see become under [[lease]]") from error
+
+
+def _completed(given: PilotJob, environment: Mapping[str, str]) -> PilotJob:
+    """The job, with what Slurm's environment says of it (sbatch(1))."""
+
+    def number(*names: str) -> int:
+        return next((int(value) for name in names if (value := environment.get(name, "")).isdigit() and int(value)), 0)
+
+    job = PilotJob(
+        given.id or environment.get("SLURM_JOB_ID", ""),
+        given.cores or number("SLURM_CPUS_ON_NODE"),
+        given.memory or number("SLURM_MEM_PER_NODE"),
+        given.token,
+    )
+    if not job.id or not job.cores:
+        raise Refused("the pilot is in no job", hint="the controller submits it; see [[lease]] in the settings")
+    return job if job.memory else replace(job, memory=_memory_of_cores(job.cores, environment))
+
+
+def _memory_of_cores(cores: int, environment: Mapping[str, str]) -> int:
+    """MiB of a job that asks for memory per CPU, or for none: then all of the machine's."""
+    each = environment.get("SLURM_MEM_PER_CPU", "")
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
+    return int(each) * cores if each.isdigit() and int(each) else machine
+
+
+def _run_agent(settings: Settings) -> None:
+    from multiverse.service.agent import serve  # imported late: the first process of a lease stays small
+
+    asyncio.run(serve(settings, leased=True))
+
+
+def _tell(settings: Settings, job: PilotJob) -> None:
+    """Write into the job's comment that the pilot was told to end. Nothing waits for it."""
+    program = str(settings.slurm.bin_dir / "scontrol") if settings.slurm.bin_dir else "scontrol"
+    argv = [program, "update", f"JobId={job.id}", f"Comment={job.token} {ENDING}"]
+    environment = {**os.environ, "SLURM_CONF": str(settings.slurm.conf)}
+    try:
+        subprocess.Popen(argv, env=environment, stdin=subprocess.DEVNULL)
+    except OSError as error:
+        log.warning("the controller is not told that the pilot ends", reason=str(error))
