@@ -24,6 +24,9 @@ LEAST_SELF_FENCE = 60.0  # seconds: contact is made every few seconds, and lost 
 LEAST_SAMPLE, MOST_SAMPLE = 0.1, 10.0  # seconds
 LEAST_SCRATCH = 64  # MiB: Slurm writes scripts and logs there, too
 
+LEASE_RESERVE = 512
+"""MiB of a pilot's memory that are not for VMs: of the pilot, the agent, and Slurm's own processes in its job."""
+
 LOCALHOST = "localhost"
 """The name of this machine as a host, where it is the only one."""
 

@@ -78,20 +78,23 @@ class AgentSource:
 
 
 class AgentHypervisor:
-    """`ports.Hypervisor`, of these hosts at first. `run` keeps the connections up, which `connect` makes by name.
-    `declare` says what the settings know of a host."""
+    """`ports.Hypervisor`, of these hosts at first. `run` keeps the connections up, which `connect` makes by name, and
+    `connect_leased` for a host that is reached by its pilot. `declare` says what the settings know of a host."""
 
     def __init__(
         self,
         hosts: Collection[str],
         connect: Callable[[str], AgentConnection],
         declare: Callable[[str], Host | None] = lambda _: None,
+        connect_leased: Callable[[LeasedHost], AgentConnection] | None = None,
+        leased: Mapping[str, LeasedHost] = NOT_LEASED,
     ) -> None:
         self._connect, self._declare = connect, declare
+        self._connect_leased = connect_leased or (lambda host: connect(host.lease.name))
         self._sources: dict[str, AgentSource] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}  # that keep connections up
         self._group: asyncio.TaskGroup | None = None
-        self.keep(hosts)
+        self.keep(hosts, leased)
 
     async def run(self) -> None:
         """Keep the connections to all agents up until cancelled. Raises `Superseded` once another controller commands
@@ -116,8 +119,11 @@ class AgentHypervisor:
                 task.cancel()
         for name in hosts:
             if name not in self._sources:
-                self._sources[name] = AgentSource(self._connect(name))
+                self._sources[name] = AgentSource(self._connection(name, leased.get(name)))
                 self._keep_up(name)
+
+    def _connection(self, name: str, leased: LeasedHost | None) -> AgentConnection:
+        return self._connect(name) if leased is None else self._connect_leased(leased)
 
     def declared(self, host: str) -> Host | None:
         """See `ports.Membership`."""

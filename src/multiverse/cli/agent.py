@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -40,8 +41,11 @@ def agent(
 def dial_stdio(
     context: typer.Context,
     socket: Annotated[Path | None, typer.Option(help="The agent's socket, if it is not that of the settings.")] = None,
+    leased: Annotated[bool, typer.Option("--leased", help="It is the agent of a lease.", hidden=True)] = False,
 ) -> None:
     """Connect standard input and output to this host's agent. A controller on another machine runs this by ssh."""
+    if leased:  # Slurm's first signal reaches all steps; the controller still has to hear what becomes of the VMs
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     from multiverse.agent.dial import dial_stdio
     from multiverse.config import load
 

@@ -112,6 +112,13 @@ _NODE_SETTINGS = {"ProctrackType": "proctrack/cgroup", "TaskPlugin": "task/cgrou
 The lab's other settings fit a machine without control groups of its own, so slurmctld's file differs."""
 
 
+_EPILOG = """#!/bin/sh
+# Only a job with a lease leaves something here.
+for lease in '{leases}'/*/; do [ -d "$lease" ] && exec {sweep} --job "$SLURM_JOB_ID"; done
+exit 0
+"""
+
+
 def _configure_nodes(where: Layout, plan: LabPlan, environment: Environment, values: Mapping[str, Any]) -> None:
     """Write the files that each bare-metal node sees in etc. slurmd copies the others as it starts."""
     for node in plan.physical_nodes:
@@ -124,7 +131,7 @@ def _configure_nodes(where: Layout, plan: LabPlan, environment: Environment, val
         changes = _NODE_SETTINGS | {"Epilog": str(where.etc / "epilog")}
         _write(own.etc / "slurm.conf", changed_conf(where.slurm_conf.read_text(), changes))
         sweep = shlex.join(multiverse("agent", "--config", str(where.settings), "sweep"))
-        _write(own.etc / "epilog", f'#!/bin/sh\nexec {sweep} --job "$SLURM_JOB_ID"\n', 0o755)
+        _write(own.etc / "epilog", _EPILOG.format(leases=where.leases, sweep=sweep), 0o755)
         _write(own.etc / "cgroup.conf", cgroup_conf("ConstrainRAMSpace=yes\n"))
 
 

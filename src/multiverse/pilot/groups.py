@@ -22,6 +22,8 @@ from multiverse.host.cgroups import hierarchies
 
 _DAEMONS = "system"
 _EMPTY_TIMEOUT = 5.0  # seconds for the kernel to take the last process that has ended out of its groups
+_MEMORY = {2: "memory.max", 1: "memory.limit_in_bytes"}
+_NO_LIMIT = 1 << 40  # MiB; version 1 shows nearly 2**63 bytes
 _OF_A_JOB = re.compile(r"(task|step|job)_[^/]+")
 
 
@@ -64,6 +66,22 @@ def make_groups(
             (group / _DAEMONS).mkdir(exist_ok=True)
             found.append(LeaseGroup(mount, group, hierarchy.version))
     return found
+
+
+def memory_limit(mounts: Path = Path("/proc/mounts"), own: Path = Path("/proc/self/cgroup")) -> int | None:
+    """MiB that this process's control groups permit, those of its job among them; None if they set no limit."""
+    lines = [line.split(":", 2) for line in own.read_text().splitlines()]
+    found = []
+    for hierarchy in hierarchies(mounts, controllers=("memory",)):
+        mount = hierarchy.parent.parent
+        where = next((path for _, of, path in lines if _is_of(of, hierarchy.version, hierarchy.controllers)), "/..")
+        group = mount / where.lstrip("/")
+        for each in (group, *group.parents) if "/.." not in where else ():
+            with suppress(OSError, ValueError):  # "max"
+                found.append(int((each / _MEMORY[hierarchy.version]).read_text()) >> 20)
+            if each == mount:
+                break
+    return min((limit for limit in found if limit < _NO_LIMIT), default=None)
 
 
 def _is_of(controllers: str, version: int, wanted: Sequence[str]) -> bool:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from multiverse.config import Settings
+from multiverse.config import LEASE_RESERVE, Settings
 from multiverse.core.errors import MultiverseError
 from multiverse.pilot import groups, network
 from multiverse.pilot.groups import LeaseGroup
@@ -26,8 +26,6 @@ END_VMS = signal.SIGUSR1
 
 _NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC
 _RESTART = 1.0  # seconds until an agent that has ended is started again
-_RESERVE = 512
-"""MiB of the job's memory that are not for VMs: of the pilot, the agent, and Slurm's own processes in the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +48,7 @@ def leased_settings(order: PilotOrder, place: LeasePlace, slot: int) -> Settings
     settings = order.settings
     free = os.statvfs(place.root)
     disk = min(settings.host.disk, free.f_bavail * free.f_frsize >> 20)
-    memory = max(order.memory - _RESERVE, 0)
+    memory = max(order.memory - LEASE_RESERVE, 0)
     return replace(
         settings,
         hosts=(),

@@ -11,9 +11,11 @@ import multiverse
 from multiverse.agent.connection import AgentConnection, ControllerIdentity
 from multiverse.agent.controller_epoch import ControllerEpoch
 from multiverse.agent.hypervisor import AgentHypervisor
-from multiverse.agent.transport import CommandTransport, Transport, UnixTransport, command_of
+from multiverse.agent.transport import CommandTransport, Stream, Transport, UnixTransport, command_of
 from multiverse.config import Settings, host_names, host_settings
-from multiverse.core.model import CloneKind, Host, HostState, Overcommitment, Size
+from multiverse.core.errors import Refused, Unknown
+from multiverse.core.model import CloneKind, Host, HostState, LeasedHost, Overcommitment, Size
+from multiverse.drivers.slurm.leases import dial_command
 from multiverse.store import Store
 
 EPOCH_WAIT = 5.0
@@ -32,7 +34,10 @@ def connect_agents(settings: Settings, store: Store) -> AgentHypervisor:
     def connect(host: str) -> AgentConnection:
         return AgentConnection(host, transport_to(host, settings), who, epoch, Random())
 
-    return AgentHypervisor(hosts, connect, partial(declared, settings))
+    def connect_leased(host: LeasedHost) -> AgentConnection:
+        return AgentConnection(host.lease.name, PilotTransport(settings, host), who, epoch, Random())
+
+    return AgentHypervisor(hosts, connect, partial(declared, settings), connect_leased)
 
 
 def declared(settings: Settings, name: str) -> Host | None:
@@ -51,6 +56,21 @@ def declared(settings: Settings, name: str) -> Host | None:
             host.cpu_overcommit, host.overcommit, host.disk_overcommit, host.floor, host.disk_floor
         ),
     )
+
+
+class PilotTransport:
+    """The agent of a leased host, by a step in its pilot."""
+
+    def __init__(self, settings: Settings, host: LeasedHost) -> None:
+        self._settings, self._host = settings, host
+
+    async def open(self) -> Stream:
+        """See `Transport`. A step that runs goes on without slurmctld; to start one, slurmctld is needed."""
+        try:
+            command = dial_command(self._settings, self._host)
+        except Refused as error:
+            raise Unknown(error.message, hint=error.hint) from error
+        return await CommandTransport(command).open()
 
 
 def transport_to(host: str, settings: Settings) -> Transport:

@@ -13,6 +13,7 @@ import structlog
 
 from multiverse.config import Settings
 from multiverse.core.errors import Refused
+from multiverse.pilot.groups import memory_limit
 from multiverse.pilot.init import PilotOrder
 from multiverse.pilot.run import run
 
@@ -85,10 +86,10 @@ def _completed(given: PilotJob, environment: Mapping[str, str]) -> PilotJob:
 
 
 def _memory_of_cores(cores: int, environment: Mapping[str, str]) -> int:
-    """MiB of a job that asks for memory per CPU, or for none: then all of the machine's."""
+    """MiB of a job that asks for memory per CPU, or for all of a node: then Slurm says it by control groups alone."""
     each = environment.get("SLURM_MEM_PER_CPU", "")
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
-    return int(each) * cores if each.isdigit() and int(each) else machine
+    return int(each) * cores if each.isdigit() and int(each) else min(memory_limit() or machine, machine)
 
 
 def _run_agent(settings: Settings) -> None:

@@ -111,9 +111,16 @@ class SlurmCommands:
         other._observes = True
         return other
 
-    async def run(self, program: str, *args: str, env: Mapping[str, str] | None = None, refused: str = "") -> str:
+    async def run(
+        self,
+        program: str,
+        *args: str,
+        env: Mapping[str, str] | None = None,
+        refused: str = "",
+        via: Sequence[str] = (),
+    ) -> str:
         """The command's standard output. `env` is added to its environment. An error message with the text `refused`
-        raises `Refused`, whatever the exit status is.
+        raises `Refused`, whatever the exit status is. `via` is a command that runs this one, as setpriv(1) does.
 
         Raises the error that its message means: `Gone`, `Stale`, `Refused`, `Broken` or `Exhausted`; `Unknown` if
         slurmctld did not answer in time, because it may still act on the request.
@@ -121,7 +128,7 @@ class SlurmCommands:
         path = str(Path(self._bin) / program) if self._bin else program
         async with self._turns.turn(observes=self._observes):
             try:
-                done = await self._execute((path, *args), {**self._env, **(env or {})}, self._timeout)
+                done = await self._execute((*via, path, *args), {**self._env, **(env or {})}, self._timeout)
             except TimeoutError as error:
                 raise Unknown(f"{program} did not end within {self._timeout:g} s", hint=_CHECK_SLURMCTLD) from error
             except OSError as error:

@@ -15,7 +15,9 @@ from multiverse.drivers.slurm.account import NameService
 from multiverse.drivers.slurm.command import Execute, SlurmCommands, execute
 from multiverse.drivers.slurm.comment import CommentTurns, compose, plain_line, updates, waiting_records
 from multiverse.drivers.slurm.delete import NodeDeleter
+from multiverse.drivers.slurm.leases import SlurmLeases
 from multiverse.drivers.slurm.offers import OfferFiles, OffersSeen, SlurmOffers
+from multiverse.drivers.slurm.pilot_reader import PilotReader
 from multiverse.drivers.slurm.reader import SlurmReader
 from multiverse.drivers.slurm.reread import CurrentJob, reread
 from multiverse.drivers.slurm.submission import SubmissionFile
@@ -35,6 +37,8 @@ class SlurmScheduler:
         self._commands = SlurmCommands(settings.slurm, env, execute)
         self._name_service = NameService()
         self._reader = SlurmReader(settings, site, self._commands.for_observations())
+        self._pilots = PilotReader(settings, site, self._commands.for_observations())
+        self._leases = SlurmLeases(settings, self._commands)
         self._comment_turns = CommentTurns()
         # Each observation renews both files, so they have to be valid for several polls.
         self._offer_files = OfferFiles(settings.slurm.inbox, site, max(_OFFER_TERM, 4 * settings.poll))
@@ -54,9 +58,9 @@ class SlurmScheduler:
         return self
 
     @property
-    def leases(self) -> None:
+    def leases(self) -> SlurmLeases | None:
         """See `ports.Scheduler`."""
-        return None
+        return self._leases if self._settings.lease else None
 
     @property
     def submission(self) -> SubmissionFile:
@@ -75,9 +79,17 @@ class SlurmScheduler:
     async def observe(self) -> SchedulerView:
         """See `ports.Scheduler`."""
         seen = self._renew()
-        jobs, nodes, limits = await self._reader.whole()
+        (jobs, nodes, limits), (pilots, leasable) = await asyncio.gather(self._reader.whole(), self._pilots.read())
         self._renew_offers()
-        return SchedulerView(jobs=jobs, nodes=nodes, limits=limits, offers=seen.offers, takers=seen.takers)
+        return SchedulerView(
+            jobs=jobs,
+            nodes=nodes,
+            limits=limits,
+            offers=seen.offers,
+            takers=seen.takers,
+            pilots=pilots,
+            leasable=leasable,
+        )
 
     async def read(
         self, jobs: Mapping[str, int | None], users: Collection[int], nodes: Collection[str]

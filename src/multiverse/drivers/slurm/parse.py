@@ -49,6 +49,7 @@ _STATES = {
     "REVOKED": JobState.ENDED,
     "TIMEOUT": JobState.ENDED,
 }
+ENDED_WORDS = frozenset(word for word, state in _STATES.items() if state is JobState.ENDED)
 # Reasons of jobs that may get VMs: they wait for the gate's nodes or for their turn, or Slurm has not checked them yet.
 # With BeginTime the begin time itself decides. Any other reason is a dependency, a hold, a closed partition or a limit
 # that is not counted here: such a job waits, because its VM would be idle.
@@ -256,6 +257,7 @@ def _job(record: Record, job_id: str, names: SiteNames, now: float, uses: Uses) 
         array=str(number(record.get("array_job_id")) or ""),
         limit=names.time_limits.of(number(record.get("time_limit"))),
         # Slurm adds the time that a job was suspended to its end when the job is resumed.
+        requeues=all(number(record.get(key)) != 0 for key in ("requeue", "batch_flag")),
         ends=end + names.time_limits.beyond if state is JobState.RUNNING and 0 < end < NEVER else None,
     )
 

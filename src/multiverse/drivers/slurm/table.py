@@ -48,6 +48,8 @@ _WORDS = {
     "core_spec": "CoreSpec",
     "profile": "Profile",
     "time_limit": "TimeLimit",
+    "requeue": "Requeue",
+    "batch_flag": "BatchFlag",
     "tres_req_str": "tres-alloc",  # of a waiting job: what it requests
 }
 _TEXTS = {
@@ -166,6 +168,8 @@ _NUMBERS = (
     "cpus_per_task",
     "minimum_cpus_per_node",
     "association_id",
+    "requeue",
+    "batch_flag",
 )
 
 

@@ -1,0 +1,165 @@
+"""Reads pilots with squeue, and the nodes that they are leased from with sinfo.
+
+slurmctld filters by one user, so the pilots of a user cost what that user's jobs cost. What a pilot's end says about
+its node depends on whether that node was in reach all the time, and is remembered here from table to table.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import inf
+
+from multiverse.core.errors import Unknown
+from multiverse.core.model import PilotSeen, PilotState, Size
+from multiverse.drivers.slurm import parse
+
+_CELL = "\x1f"
+ENDING = "ending"
+"""Follows the token in a comment once the pilot was told to end; see `service.pilot`."""
+
+_PILOT = ("JobID", "Name", "State", "Comment", "EndTime", "NodeList", "Reason", "RestartCnt", "Partition")
+_NODE = ("NodeList", "Partition", "CPUs", "Memory", "StateComplete")
+NODE_FORMAT = ",".join(f"{column}:0{_CELL}" for column in _NODE)
+
+_ENDED = parse.ENDED_WORDS
+_AWAY = frozenset(("DOWN", "NOT_RESPONDING", "POWERED_DOWN", "POWERING_DOWN", "REBOOT_ISSUED", "UNKNOWN", "FUTURE"))
+
+
+@dataclass(frozen=True, slots=True)
+class PilotRow:
+    """A pilot as squeue shows it. `ends` is Unix time: of one that has ended, when it did."""
+
+    id: str
+    name: str
+    token: str
+    state: PilotState
+    word: str
+    node: str
+    ends: float
+    reason: str
+    restarts: int
+    partition: str
+
+
+class PilotColumns:
+    """The format of a table of pilots, and the reader of its rows. A user can choose the name and the comment of jobs,
+    but no text that looks like the end of a cell."""
+
+    def __init__(self, secret: str | None = None) -> None:
+        self._end = f"{_CELL}{secret or secrets.token_hex(6)}{_CELL}"
+        self.format = ",".join(f"{column}:0{self._end}" for column in _PILOT)
+
+    def pilots(self, output: str) -> list[PilotRow]:
+        """All rows of jobs that are named as leases are. Raises `Unknown` for an output that is no complete table."""
+        rows = output.split(self._end + "\n")
+        if rows.pop() or not rows or rows[0].count(self._end) != len(_PILOT) - 1:
+            raise Unknown("squeue's table of pilots is incomplete", hint="see whether squeue works on this machine")
+        return [self._row(row) for row in rows[1:]]
+
+    def _row(self, row: str) -> PilotRow:
+        try:
+            job, name, word, comment, end, node, reason, restarts, partition = row.split(self._end)
+            token, _, told = comment.partition(" ")
+            state = _state(word, told)
+            ended = state is PilotState.ENDED
+            ends = float(end) if end.isdigit() and (ended or state is not PilotState.PENDING) else inf
+            node = "" if node in ("(null)", "") else node
+            reason = "" if reason in ("None", "") else reason
+            return PilotRow(job, name, token, state, word, node, ends, reason, int(restarts), partition)
+        except ValueError as error:
+            raise Unknown(f"cannot understand a row of squeue: {error}", hint="report scontrol --version") from error
+
+
+def _state(word: str, told: str) -> PilotState:
+    if word in _ENDED:
+        return PilotState.ENDED
+    if word in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"):
+        return PilotState.PENDING
+    if word in ("COMPLETING", "SIGNALING", "STAGE_OUT") or told == ENDING:
+        return PilotState.ENDING
+    return PilotState.RUNNING
+
+
+@dataclass(frozen=True, slots=True)
+class PhysicalNode:
+    """A node that leases are taken from. Memory in MiB."""
+
+    name: str
+    partition: str
+    size: Size
+    answers: bool
+
+
+def read_nodes(output: str) -> list[PhysicalNode]:
+    """The rows of a table of nodes; a node of several partitions has several. Raises `Unknown` as above."""
+    rows = output.split(_CELL + "\n")
+    if rows.pop() or not rows or rows[0].count(_CELL) != len(_NODE) - 1:
+        raise Unknown("sinfo's table is incomplete", hint="see whether sinfo works on this machine")
+    found = []
+    for row in rows[1:]:
+        names, partition, cpus, memory, state = row.split(_CELL)
+        words = {word.upper() for word in state.split("+")}
+        size = Size(int(cpus.rstrip("+")), int(memory.rstrip("+")))
+        answers = not words & _AWAY
+        found += [PhysicalNode(name, partition.rstrip("*"), size, answers) for name in parse.hosts(names)]
+    return found
+
+
+def leasable(nodes: Collection[PhysicalNode], reserve: int) -> dict[str, Size]:
+    """What a host made of a whole node has at least, by partition; `reserve` MiB of a node are not for VMs."""
+    found: dict[str, Size] = {}
+    for node in nodes:
+        least = found.get(node.partition, node.size)
+        found[node.partition] = Size(min(least.cpus, node.size.cpus), min(least.memory, node.size.memory))
+    return {name: Size(size.cpus, max(0, size.memory - reserve)) for name, size in found.items()}
+
+
+class PilotHistory:
+    """Which pilots' nodes have been in reach since each pilot was first seen on its node."""
+
+    def __init__(self) -> None:
+        self._clean: dict[str, bool] = {}  # of pilots that are known, by id
+
+    def view(self, rows: Collection[PilotRow], nodes: Collection[PhysicalNode]) -> dict[str, PilotSeen]:
+        """The pilots by the scheduler's id. Of two rows with one id the one that has not ended counts."""
+        answers = {node.name: node.answers for node in nodes}
+        rows = sorted(rows, key=lambda row: row.state is not PilotState.ENDED)
+        self._clean = {row.id: self._judged(row, answers) for row in rows}
+        return {row.id: _seen(row, clean=self._clean[row.id]) for row in rows}
+
+    def _judged(self, row: PilotRow, answers: Mapping[str, bool]) -> bool:
+        """Whether nothing of the pilot can be left once it has ended. A job leaves COMPLETING when its node has said
+        that all is over, or when the node is set DOWN; the latter shows in the node's state, or in the job's."""
+        if not row.node:
+            return True
+        return self._clean.get(row.id, True) and answers.get(row.node, False) and row.word != "NODE_FAIL"
+
+    def unclean(self, rows: Collection[PilotRow]) -> Iterator[PilotRow]:
+        """Those that have ended, and may have left something on their nodes."""
+        return (row for row in rows if row.state is PilotState.ENDED and not self._clean.get(row.id, True))
+
+    def rebooted(self, row: PilotRow) -> None:
+        """The pilot's node has booted since the pilot's end."""
+        self._clean[row.id] = True
+
+
+def _seen(row: PilotRow, *, clean: bool) -> PilotSeen:
+    ended = row.state is PilotState.ENDED
+    reason = row.word.lower() if ended or row.word == "COMPLETING" else row.reason
+    if row.state is PilotState.ENDING and not reason:
+        reason = "it was told to end"
+    return PilotSeen(row.name, row.token, row.state, row.node, row.ends, reason, row.restarts, clean)
+
+
+def boot_time(shown: str) -> float:
+    """When a node has booted (Unix time), by `scontrol show node`; 0 if it does not say."""
+    found = re.search(r"\bBootTime=(\d+)", shown)
+    return float(found[1]) if found else 0.0
+
+
+def cleaned(pilots: Mapping[str, PilotSeen], ids: Collection[str]) -> dict[str, PilotSeen]:
+    """The same, with these pilots known to have left nothing."""
+    return {job: replace(seen, clean=True) if job in ids else seen for job, seen in pilots.items()}
