@@ -286,6 +286,7 @@ class AgentServer:
         """Do what the call asks, and send what came of it."""
         failure: MultiverseError | None = None
         try:
+            self._check_taken(call)
             result = await self._call(connection, call)
         except asyncio.CancelledError:
             failure = Unknown(f"{call.name} was cancelled")
@@ -310,10 +311,12 @@ class AgentServer:
             connection.results[call.name] = data
         connection.send(b'{"id":%d,"result":%s}\n' % (number, data))
 
-    async def _call(self, connection: _Connection, call: Call) -> Result:
-        hypervisor = connection.hypervisor
+    def _check_taken(self, call: Call) -> None:
         if self._refusing and isinstance(call, Create | Start | BuildTemplate):
             raise Refused(self._refusing, hint="another host takes the VM")
+
+    async def _call(self, connection: _Connection, call: Call) -> Result:
+        hypervisor = connection.hypervisor
         match call:
             case Observe():
                 return HypervisorAnswer.of(self._completed(connection, await hypervisor.observe()))

@@ -38,6 +38,8 @@ def run(order: PilotOrder, signalled: Callable[[], None] = lambda: None) -> int:
     if is_locked(settings.agent.state_dir / "lock"):
         raise Refused("this node is a host of the site already: its agent runs", hint="lease other nodes")
     place = place_of(settings.agent.leases, order.name)
+    settings.state_dir.mkdir(parents=True, exist_ok=True)  # what is found out about the node is kept there
+    settings.state_dir.chmod(0o711)
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     remains.sweep(settings.agent.leases)
     if is_locked(place.lock):

@@ -99,6 +99,7 @@ async def serve(settings: Settings) -> None:
         store = open_store(settings.state_dir, clock, there)
         stack.callback(store.close)
         scheduler = SlurmScheduler(settings, store.site)
+        scheduler.check_leases()
         hypervisor = connect_agents(settings, store)
         traced = _traced(scheduler, hypervisor, settings, clock, stack)
         controller = Controller(store, *traced, clock, settings)

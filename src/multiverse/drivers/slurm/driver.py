@@ -10,7 +10,7 @@ from multiverse.config import Settings
 from multiverse.core.errors import Exhausted, Gone, Refused, Stale
 from multiverse.core.model import JobRef, NodeBootstrap, NodeSpec, NodeState, SchedulerPart, SchedulerView, User
 from multiverse.drivers.slurm import bootstrap as node_bootstrap
-from multiverse.drivers.slurm import conf, parse
+from multiverse.drivers.slurm import conf, parse, requirements, site_conf
 from multiverse.drivers.slurm.account import NameService
 from multiverse.drivers.slurm.command import Execute, SlurmCommands, execute
 from multiverse.drivers.slurm.comment import CommentTurns, compose, plain_line, updates, waiting_records
@@ -66,6 +66,12 @@ class SlurmScheduler:
     def submission(self) -> SubmissionFile:
         """See `ports.Scheduler`."""
         return self._submission
+
+    def check_leases(self) -> None:
+        """Raise `Refused` if the site's Slurm cannot lend the nodes that the settings want to lease."""
+        if self._settings.lease:
+            for found in requirements.lease_sources(self._settings, site_conf.read(self._slurm.conf)):
+                raise Refused(found.message, hint=found.remedy)
 
     def unserved(self) -> list[conf.UnsupportedSetting]:
         """The settings of the site's Slurm that have no effect on jobs in VMs."""

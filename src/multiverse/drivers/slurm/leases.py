@@ -19,7 +19,7 @@ from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.pilots import PilotColumns
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_STEP = ("--ntasks=1", "--overlap", "--mem=0", "--cpu-bind=none", "--export=ALL", "--chdir=/")
+_STEP = ("--ntasks=1", "--overlap", "--mem=0", "--export=ALL", "--chdir=/")
 """Options of a step that shares what its job has, and is not one of several."""
 
 
@@ -38,7 +38,7 @@ class SlurmLeases:
     async def release(self, name: str, pilots: Sequence[str]) -> None:
         """See `ports.Leases`. scancel(1) leaves jobs of another name alone, and has ended those that have ended."""
         with suppress(Gone, Stale):
-            await self._commands.run("scancel", "--quiet", f"--name={name}", *pilots)
+            await self._commands.run("scancel", f"--name={name}", *pilots)
 
     async def _show(self, lease: LeaseSpec) -> str:
         user = user_of(lease.user)

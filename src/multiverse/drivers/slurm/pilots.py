@@ -25,7 +25,9 @@ _NODE = ("NodeList", "Partition", "CPUs", "Memory", "StateComplete")
 NODE_FORMAT = ",".join(f"{column}:0{_CELL}" for column in _NODE)
 
 _ENDED = parse.ENDED_WORDS
-_AWAY = frozenset(("DOWN", "NOT_RESPONDING", "POWERED_DOWN", "POWERING_DOWN", "REBOOT_ISSUED", "UNKNOWN", "FUTURE"))
+_AWAY = frozenset(
+    ("*", "DOWN", "NOT_RESPONDING", "POWERED_DOWN", "POWERING_DOWN", "REBOOT_ISSUED", "UNKNOWN", "FUTURE")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ def read_nodes(output: str) -> list[PhysicalNode]:
     found = []
     for row in rows[1:]:
         names, partition, cpus, memory, state = row.split(_CELL)
-        words = {word.upper() for word in state.split("+")}
+        words = {word.upper() for word in re.findall(r"\w+|\*", state)}
         size = Size(int(cpus.rstrip("+")), int(memory.rstrip("+")))
         answers = not words & _AWAY
         found += [PhysicalNode(name, partition.rstrip("*"), size, answers) for name in parse.hosts(names)]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from multiverse.config import Settings, site_cpus
 from multiverse.core.errors import Unknown
 from multiverse.drivers.slurm import conf, install
-from multiverse.drivers.slurm.site_conf import OURS, SiteConf, folded
+from multiverse.drivers.slurm.site_conf import OURS, SiteConf, folded, records
 
 TREE_WIDTH = 65533
 """Slurm's largest. Before 23.11 no slurmd can pass messages on to dynamic nodes (Slurm's page on dynamic nodes)."""
@@ -83,8 +83,52 @@ def examine(settings: Settings, site: SiteConf, release: Version) -> Iterator[Fi
     yield from _scheduling(site)
     yield from _backups(site, release)
     yield from _job_vms(settings, site)
+    yield from lease_sources(settings, site)
     for each in conf.unsupported(site.text):
         yield _note(each.name, each.message, each.remedy)
+
+
+def lease_sources(settings: Settings, site: SiteConf) -> Iterator[Finding]:
+    """What is wrong with the partitions that hosts are leased from: each makes leases impossible."""
+    partitions = {p["partitionname"]: p for p in site.records("PartitionName")}
+    unrooted = site.value("DisableRootJobs", "no").lower() in ("yes", "up", "true", "1")
+    for lease in settings.lease:
+        name = f"PartitionName={lease.partition}"
+        partition = partitions.get(lease.partition)
+        if partition is None:
+            yield _problem(name, "hosts are leased from it, but there is no such partition", "correct [[lease]]")
+            continue
+        modes = {word.lower() for mode in _preemptions(partition, site) for word in mode.split(",")}
+        if suspending := modes & {"suspend", "gang"}:
+            yield _problem(
+                name,
+                f"hosts are leased from partition {lease.partition}, and its jobs may be suspended "
+                f"({', '.join(sorted(suspending))}): VMs would stand still, and their nodes and jobs be lost",
+                "lease from a partition with PreemptMode=REQUEUE, CANCEL or OFF",
+            )
+        root = lease.user in ("", "root")
+        if unrooted and root:
+            yield _problem(
+                "DisableRootJobs",
+                "Slurm runs no jobs of root here, but pilots would be root's",
+                'set user and become under [[lease]], as user = "multiverse", become = ["sudo", "-n"]',
+            )
+        elif not root and not lease.become:
+            yield _problem(
+                name,
+                f"the pilots of {lease.user} cannot become root on the nodes of partition {lease.partition}",
+                'set become under [[lease]], as become = ["sudo", "-n"]',
+            )
+
+
+def _preemptions(partition: dict[str, str], site: SiteConf) -> list[str]:
+    """The modes in which jobs of a partition may be preempted. GANG holds for the whole cluster; the rest of the
+    cluster's mode where the partition has none of its own (slurm.conf(5))."""
+    general = site.value("PreemptMode", "off")
+    gang = ["gang"] if "gang" in general.lower().split(",") else []
+    above = [p for p in records(site.text, "PartitionName") if p["partitionname"].lower() == "default"]
+    usual = next((p["preemptmode"] for p in reversed(above) if "preemptmode" in p), general)
+    return [partition.get("preemptmode", usual), *gang]
 
 
 def _release(release: Version) -> Iterator[Finding]:

@@ -1,0 +1,136 @@
+"""What a pilot makes of its job: settings, control groups, directories. Without a job, a namespace or root."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from multiverse.config import LEASE_RESERVE, AgentSettings, QemuSettings, Settings
+from multiverse.core.errors import Exhausted, Refused
+from multiverse.pilot.groups import job_of, make_groups, memory_limit, remove_groups
+from multiverse.pilot.init import PilotOrder, leased_settings
+from multiverse.pilot.network import port_name
+from multiverse.pilot.place import SLOTS, LeasePlace, PilotRecord, place_of, places, share_of, slot
+from multiverse.service.pilot import PilotJob, _completed
+
+V1 = "8:pids:/system\n6:freezer:/slurm/uid_0/job_17/step_0\n4:memory:/slurm/uid_0/job_17/step_0/task_0\n0::/\n"
+
+
+def test_the_job_is_what_the_environment_says() -> None:
+    env = {"SLURM_JOB_ID": "17", "SLURM_CPUS_ON_NODE": "8", "SLURM_MEM_PER_NODE": "4000"}
+    assert _completed(PilotJob(token="t"), env) == PilotJob("17", 8, 4000, "t")
+    assert _completed(PilotJob(), {**env, "SLURM_MEM_PER_NODE": "0", "SLURM_MEM_PER_CPU": "100"}).memory == 800
+    assert _completed(PilotJob("9", 2, 100), {}) == PilotJob("9", 2, 100), "a command such as sudo clears it"
+    assert _completed(PilotJob("9", 2), {}).memory > 0
+    with pytest.raises(Refused, match="in no job"):
+        _completed(PilotJob(), {})
+    job = PilotJob("17", 8, 4000, "t")
+    assert PilotJob.parse(str(job), "t") == job and PilotJob.parse("", "t") == PilotJob(token="t")
+    with pytest.raises(Refused):
+        PilotJob.parse("17", "")
+
+
+def test_a_lease_is_a_host_of_its_own(tmp_path: Path) -> None:
+    settings = Settings(qemu=QemuSettings(uids=(1000, 160)), agent=AgentSettings(self_fence=600.0, leases=tmp_path))
+    place = LeasePlace(tmp_path / "lease-ab12c-1")
+    place.root.mkdir()
+    order = PilotOrder("lease-ab12c-1", "17", 8, 4000, settings, lambda _: None)
+    own = leased_settings(order, place, 3)
+    assert (own.host.name, own.host.cores, own.host.memory) == ("lease-ab12c-1", 8, 4000 - LEASE_RESERVE)
+    assert 0 < own.host.disk <= settings.host.disk
+    assert own.agent.socket.parent == own.agent.state_dir.parent == place.root and own.agent.self_fence == 0
+    assert own.qemu.uids == (1030, 10)
+    shares = [range(first, first + count) for first, count in (share_of((1000, 160), n) for n in range(SLOTS))]
+    assert len({uid for share in shares for uid in share}) == 160, "no two leases of a node share a user"
+    assert share_of((0, 0), 5) == (0, 0)
+    assert len({port_name(f"lease-ab12c-{n}") for n in range(100)}) == 100
+    assert all(len(port_name(name)) <= 15 and not port_name(name).startswith("mv") for name in ("x", "y" * 40))
+
+
+def test_names_of_leases_are_checked(tmp_path: Path) -> None:
+    assert place_of(tmp_path, "lease-ab12c-1z").name == "lease-ab12c-1z"
+    for wrong in ("", "..", "a/b", ".logs", "-x", "é", "x" * 41):
+        with pytest.raises(Refused):
+            place_of(tmp_path, wrong)
+
+
+def test_what_the_sweep_needs_is_written_down(tmp_path: Path) -> None:
+    place = LeasePlace(tmp_path / "lease-ab12c-1")
+    assert place.recorded() is None and places(tmp_path) == [] == places(tmp_path / "none")
+    place.make()
+    (tmp_path / ".logs").mkdir()
+    assert places(tmp_path) == [place]
+    known = PilotRecord("17", os.getpid(), 5, "boot", ("/sys/fs/cgroup/x",))
+    place.record(known)
+    assert place.recorded() == known
+    (place.root / "pilot.json").write_text('{"job": "17"}')
+    assert place.recorded() is None
+
+
+def test_slots_are_held_one_by_one(tmp_path: Path) -> None:
+    with slot(tmp_path) as first, slot(tmp_path) as second:
+        assert (first, second) == (0, 1)
+    with slot(tmp_path) as again:
+        assert again == 0
+
+
+def test_a_node_has_so_many_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multiverse.pilot.place.SLOTS", 1)
+    with slot(tmp_path), pytest.raises(Exhausted), slot(tmp_path):
+        pass
+
+
+@pytest.fixture
+def groups(tmp_path: Path) -> tuple[Path, Path, Path]:
+    """Control groups as Slurm makes them in version 1, the mounts, and the groups of a task."""
+    for each in ("memory/slurm/uid_0/job_17/step_0/task_0", "freezer/slurm/uid_0/job_17/step_0", "pids/system"):
+        (tmp_path / each).mkdir(parents=True)
+    (tmp_path / "memory/memory.limit_in_bytes").write_text("9223372036854771712\n")
+    (tmp_path / "memory/slurm/uid_0/job_17/memory.limit_in_bytes").write_text(f"{6 << 30}\n")
+    (tmp_path / "memory/slurm/uid_0/job_17/step_0/task_0/memory.limit_in_bytes").write_text(f"{8 << 30}\n")
+    mounts, own = tmp_path / "mounts", tmp_path / "own"
+    mounts.write_text("".join(f"cgroup {tmp_path}/{c} cgroup rw,{c} 0 0\n" for c in ("memory", "freezer", "pids")))
+    own.write_text(V1)
+    return tmp_path, mounts, own
+
+
+def test_the_groups_of_a_lease_are_below_those_of_its_step(groups: tuple[Path, Path, Path]) -> None:
+    root, mounts, own = groups
+    made = {str(one.path.relative_to(root)): one for one in make_groups("lease-1", mounts, own)}
+    step = "slurm/uid_0/job_17/step_0"
+    assert made.keys() == {f"memory/{step}/task_0/lease-1", f"freezer/{step}/lease-1", "pids/system/lease-1"}
+    assert all((one.path / "system").is_dir() and one.mount == root / path.split("/")[0] for path, one in made.items())
+    assert job_of(V1) == "17" and job_of("0::/user.slice\n") == ""
+    assert memory_limit(mounts, own) == 6 << 10, "the tightest counts, which is the job's"
+    for file in root.rglob("memory.limit_in_bytes"):
+        file.unlink()
+    assert memory_limit(mounts, own) is None
+
+
+def test_what_slurm_could_not_remove_goes_with_the_groups_of_a_lease(groups: tuple[Path, Path, Path]) -> None:
+    root, mounts, own = groups
+    made = [one.path for one in make_groups("lease-1", mounts, own)]
+    for file in root.rglob("memory.limit_in_bytes"):  # rmdir of a real one takes its files along
+        file.unlink()
+    assert remove_groups(made) == [] == remove_groups(made)
+    assert sorted(p.name for p in root.rglob("*") if p.is_dir()) == sorted(
+        ["memory", "slurm", "uid_0", "freezer", "slurm", "uid_0", "pids", "system"]
+    ), "those of Slurm's job are gone, and nothing else"
+
+
+def test_a_lease_is_beside_its_task_in_version_2(tmp_path: Path) -> None:
+    mount, user = tmp_path / "unified", "system.slice/slurmstepd.scope/job_17/step_0/user"
+    (mount / user / "task_0").mkdir(parents=True)
+    (mount / "cgroup.controllers").write_text("memory pids\n")
+    (mount / user / "cgroup.subtree_control").write_text("")
+    mounts, own = tmp_path / "mounts", tmp_path / "own"
+    mounts.write_text(f"cgroup2 {mount} cgroup2 rw 0 0\n")
+    own.write_text(f"0::/{user}/task_0\n")
+    (made,) = make_groups("lease-1", mounts, own)
+    assert made.path == mount / user / "lease-1" and made.version == 2
+    assert (mount / user / "cgroup.subtree_control").read_text() == "+memory +pids"
+    (mount / user / "memory.max").write_text("max\n")
+    (mount / user).parent.joinpath("memory.max").write_text(f"{2 << 30}\n")
+    assert memory_limit(mounts, own) == 2 << 10
