@@ -178,6 +178,7 @@ echo over
 """
 
 
+@pytest.mark.slow
 async def test_a_job_in_a_guest_asks_as_its_user_and_as_nobody_else(
     lab: LabUnderTest, controller: Callable[[], int], tmp_path: Path
 ) -> None:
