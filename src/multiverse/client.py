@@ -67,6 +67,9 @@ class Client:
     def hosts(self) -> list[dict[str, Any]]:
         return list(self._call("GET", "/hosts"))
 
+    def leases(self) -> list[dict[str, Any]]:
+        return list(self._call("GET", "/leases"))
+
     def change_hosts(self, verb: str, hosts: str, **more: str | float | None) -> dict[str, Any]:
         """Add, drain, resume or remove (`verb`) hosts, a node set; see `api.HostRequest` for `more`. Returns which were
         changed, and which were refused."""

@@ -283,6 +283,9 @@ class LeaseSettings:
     # Whether jobs that Slurm cannot queue again (srun, salloc, --no-requeue) or that have no time limit may use it,
     # though its pilot may be preempted or cancelled at any time. Set it where nothing preempts the pilots.
     preemptable_ok: bool = False
+    # Whether fence.command may switch off a physical node on which something of a pilot may be left; {host} is the
+    # node's name. Other jobs may be on it by then. Without it, an operator's word or the node's reboot is waited for.
+    fence: bool = False
     # The command by which the pilot becomes root, put in front of its own, where Slurm runs no job of root
     # (DisableRootJobs=YES): ("sudo", "-n"). Not needed with `user` empty or "root".
     become: tuple[str, ...] = ()

@@ -15,6 +15,9 @@ from multiverse.core.model import (
     HypervisorView,
     JobRef,
     KnownHost,
+    Lease,
+    LeaseSpec,
+    LeaseState,
     Observation,
     Offer,
     OfferState,
@@ -85,6 +88,12 @@ def known_host(state: HostState, **more: object) -> KnownHost:
     return KnownHost("h1", SOURCE, state, id=1, version=1, **more)  # type: ignore[arg-type]
 
 
+def lease(state: LeaseState, *, id: int = 1, **more: object) -> Lease:
+    spec = LeaseSpec(f"lease-test0-{id}", "token", "physical")
+    values: dict[str, object] = {"since": 0.0, "spec": spec, "pilot": "50", "node": "p1", **more}
+    return Lease(id=id, version=1, state=state, **values)  # type: ignore[arg-type]
+
+
 def rows(*some: Row, claims: Iterable[Claim] = (), known: Iterable[str] = ("h1",)) -> Rows:
     """All rows of a site; `known`: the hosts that were observed once."""
     return Rows(
@@ -99,6 +108,7 @@ def rows(*some: Row, claims: Iterable[Claim] = (), known: Iterable[str] = ("h1",
         tuple(claims),
         {name: KnownHost(name, SOURCE) for name in known}
         | {row.name: row for row in some if isinstance(row, KnownHost)},
+        {row.id: row for row in some if isinstance(row, Lease)},
     )
 
 
@@ -145,7 +155,7 @@ class Decided(list[Change]):
 def effects_of(rows: LiveRows) -> Iterator[tuple[Row, Effect]]:
     """The effects that the live rows permit, by looking at every row: what `permitted_effects` is compared with."""
     hosts = sorted(rows.hosts.values(), key=lambda host: host.id)
-    for row in (*rows.attempts.values(), *rows.vms.values(), *hosts, *rows.templates.values()):
+    for row in (*rows.attempts.values(), *rows.vms.values(), *hosts, *rows.leases.values(), *rows.templates.values()):
         offer = rows.offers.get(row.id) if isinstance(row, Vm) else None
         if effect := effect_of(row) or (effect_of(offer) if offer else None):
             yield row, effect

@@ -8,12 +8,24 @@ import pytest
 
 from multiverse.core.machines.offer import step_offer
 from multiverse.core.machines.tables import effect_of
-from multiverse.core.model import AttemptState, Depth, HostState, Key, OfferState, Row, TemplateState, VmState, World
+from multiverse.core.model import (
+    AttemptState,
+    Depth,
+    HostState,
+    Key,
+    LeaseState,
+    OfferState,
+    Row,
+    TemplateState,
+    VmState,
+    World,
+)
 from multiverse.core.transition import Effect, EffectKind
 from tests.unit.planner_harness import POLICY
-from tests.unit.rows import attempt, effects_of, known_host, offer, rows, state, template, vm
+from tests.unit.rows import attempt, effects_of, known_host, lease, offer, rows, state, template, vm
 
 A, V, T, O, E, H = AttemptState, VmState, TemplateState, OfferState, EffectKind, HostState  # noqa: E741
+L = LeaseState
 
 # Of each state of each kind of row: the effect, and its text.
 EFFECTS: list[tuple[Row, E | None, str]] = [
@@ -54,6 +66,15 @@ EFFECTS: list[tuple[Row, E | None, str]] = [
     (template(T.BROKEN, reason="no boot"), None, ""),
     (template(T.RETIRING), E.DROP, ""),
     *((known_host(state), E.FENCE if state is H.FENCING else None, "h1" * (state is H.FENCING)) for state in H),
+    (lease(L.PLANNED), E.REQUEST, ""),
+    (lease(L.WAITING), None, ""),
+    (lease(L.STARTING), None, ""),
+    (lease(L.IDLE), None, ""),
+    (lease(L.HELD), None, ""),
+    (lease(L.ENDING), None, ""),
+    (lease(L.LOST), E.GIVE_BACK, ""),
+    (lease(L.RELEASING), E.GIVE_BACK, ""),
+    (lease(L.GONE), None, ""),
 ]
 
 OFFERS: list[tuple[O, E | None]] = [
@@ -103,9 +124,9 @@ def test_the_offer_of_a_vm_that_can_serve_no_job_is_withdrawn(trouble: dict[str,
 
 
 def test_every_state_and_every_effect_of_a_row_is_in_this_file() -> None:
-    assert {row.state for row, _, _ in EFFECTS} | {state for state, _ in OFFERS} == {*A, *V, *T, *O, *H}
-    # An orphan has no row: SWEEP is the controller's. What jobs wait for is in no row either.
-    without_rows = {E.SWEEP}
+    assert {row.state for row, _, _ in EFFECTS} | {state for state, _ in OFFERS} == {*A, *V, *T, *O, *H, *L}
+    # An orphan has no row: SWEEP and CANCEL are the controller's. What jobs wait for is in no row either.
+    without_rows = {E.SWEEP, E.CANCEL}
     assert {kind for _, kind, _ in EFFECTS if kind} | {kind for _, kind in OFFERS if kind} == {*E} - without_rows
 
 

@@ -277,7 +277,7 @@ def test_a_round_goes_on_where_another_one_stopped() -> None:
         if not position:
             break
     assert (position, total) == ("", 258)
-    for wrong in ("x", "vm 1", "host 1.0 2", "vm a b"):
+    for wrong in ("x", "vm 1", "meta 1.0 2", "vm a b"):
         with pytest.raises(Refused, match="position"):
             Pruning(history.store, 0.0, after=wrong)
 

@@ -23,7 +23,7 @@ def test_rows_claims_and_numbers_come_back_as_they_were(tmp_path: Path) -> None:
     harness.store.close()
     again = Store(tmp_path / "db", harness.clock)
     rows = again.rows()
-    assert replace(rows, next_serial=2, next_attempt=2) == before and again.site == before.site
+    assert replace(rows, next_serial=2, next_attempt=2, next_lease=1) == before and again.site == before.site
     assert before.next_serial == 2 and before.next_attempt == 2 and rows.next_template == before.next_template
 
 
@@ -154,7 +154,7 @@ def test_the_rows_of_an_earlier_boot_enter_their_states_anew(tmp_path: Path) -> 
     harness.store.close()
     same = Store(tmp_path / "db", ManualClock(2000.0, "boot-1"))
     rows = same.rows()
-    assert replace(rows, next_serial=before.next_serial, next_attempt=before.next_attempt) == before
+    assert replace(rows, next_serial=before.next_serial, next_attempt=before.next_attempt, next_lease=1) == before
     same.close()
     after = Store(tmp_path / "db", ManualClock(5.0, "boot-2")).rows()
     for old, new in ((before.vms[1], after.vms[1]), (before.templates[1], after.templates[1])):

@@ -401,6 +401,18 @@ def test_the_planner_goes_on_with_upgraded_rows(previous: Path) -> None:
     assert not [claim for claim in state.claims.values() if claim.domain == "h3"]
 
 
+def test_a_database_from_before_leases_has_none_and_gives_them_numbers_that_never_recur(previous: Path) -> None:
+    store = Store(previous, ManualClock())
+    assert dict(store.rows().leases) == {} and store.leases() == []
+    before = store.rows().next_lease
+    store.close()
+    clock = ManualClock()
+    clock.time += 100.0
+    later = Store(previous, clock)
+    assert later.rows().next_lease > before, "numbers that a later state of the database may have given are left out"
+    later.close()
+
+
 def test_a_downgrade_is_refused_and_says_where_the_earlier_database_is(previous: Path) -> None:
     Store(previous, ManualClock()).close()
     scripts = ScriptDirectory(upgrade.VERSIONS.parent, version_locations=[upgrade.VERSIONS])

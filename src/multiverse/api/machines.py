@@ -59,6 +59,27 @@ class TemplateView:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseView:
+    """A host that is borrowed from the scheduler. `state` is planned, waiting (its pilot job waits), starting (its
+    agent is awaited), idle, held (VMs are on it), ending (its pilot is), lost or releasing. `pilot` is the id of its
+    pilot job, `node` the physical node that it runs on, both empty if there is none yet. `ends` is the Unix time by
+    which it has ended, None if that is not known. `cpus` and `memory` (MiB) are what is asked for, 0: a whole node.
+    `age` is the time since it entered its state."""
+
+    name: str
+    state: str
+    partition: str
+    account: str
+    cpus: int
+    memory: int
+    pilot: str
+    node: str
+    ends: float | None
+    age: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class HostView:
     """A host. `declared` is its capacity for VMs, `claimed` the part of it that is claimed, `machine` the size of the
     machine itself (None: unknown). `available` is the memory that the machine could give to new processes (0: unknown).
@@ -72,7 +93,7 @@ class HostView:
     `state` is up, closing (drained from `drain_from` on, in Unix time), draining, drained, away, silent, fencing or
     fenced, and `reason` why it is drained or fenced. While it is not `reachable`, its figures are as last observed (0
     if it never was); `away_for` is how long nothing was heard of it, and `why` what reaching it fails of. `todo` is
-    what an operator can do, empty if nothing."""
+    what an operator can do, empty if nothing. `lease` is set of a host that is leased."""
 
     name: str
     reachable: bool
@@ -101,6 +122,7 @@ class HostView:
     features: tuple[str, ...] = ()
     todo: str = ""
     features_off: Mapping[str, str] = field(default_factory=dict)
+    lease: LeaseView | None = None
 
 
 @dataclass(frozen=True, slots=True)

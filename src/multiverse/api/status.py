@@ -110,3 +110,5 @@ class PruneView:
     offers: int
     templates: int
     journal: int
+    leases: int = 0
+    hosts: int = 0

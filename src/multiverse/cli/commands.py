@@ -14,6 +14,7 @@ COMMANDS = {
     "hosts": "hosts",
     "top": "top",
     "utilization": "utilization",
+    "leases": "leases",
     "status": "status",
     "repair": "repair",
     "prune": "prune",

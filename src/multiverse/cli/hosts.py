@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from multiverse.api import HostsChanged, HostView, decode
+from multiverse.api import HostsChanged, HostView, LeaseView, decode
 from multiverse.cli import render
 from multiverse.cli.times import unix_time
 from multiverse.cli.watch import Watch, watched
@@ -90,6 +90,8 @@ def _times(overcommit: float) -> str:
 def _show_trouble(host: HostView) -> None:
     """What is not as usual on a host, and what to do."""
     said = []
+    if host.lease is not None and host.lease.pilot:
+        said.append(_leased(host.lease))
     if host.state == "closing" and host.drain_from is not None:
         said.append(f"drained from {datetime.fromtimestamp(host.drain_from):%Y-%m-%d %H:%M:%S} on")
     if host.reason:
@@ -105,6 +107,12 @@ def _show_trouble(host: HostView) -> None:
         render.console.print(Text(render.plain(line.plain).plain, spans=line.spans))
     if host.todo:
         render.console.print(Padding(render.plain(f"to do: {host.todo}"), (0, 0, 0, 2), expand=False))
+
+
+def _leased(lease: LeaseView) -> str:
+    """By which pilot, where and until when a host is leased."""
+    until = f" until {datetime.fromtimestamp(lease.ends):%Y-%m-%d %H:%M:%S}" if lease.ends is not None else ""
+    return f"leased by pilot {lease.pilot} on node {lease.node} of partition {lease.partition}{until}"
 
 
 def _some(jobs: Sequence[str]) -> str:

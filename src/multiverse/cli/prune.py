@@ -33,6 +33,7 @@ def prune(
         "VMs": found.vms,
         "offers": found.offers,
         "templates": found.templates,
+        "leases": found.leases,
         "journal entries": found.journal,
     }
     text = ", ".join(f"{count} {name}" for name, count in counts.items())

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from multiverse.core.model import (
     JobLimits,
     Key,
     KnownHost,
+    Lease,
     Mount,
     Row,
     Stage,
@@ -63,7 +65,21 @@ TIMEOUTS: dict[EffectKind, float] = {EffectKind.BUILD: 600.0, EffectKind.CREATE:
                                    EffectKind.FENCE: 3600.0}  # fmt: skip
 OTHER_TIMEOUT = 60.0
 
-Subject = Row | VmRef
+
+@dataclass(frozen=True, slots=True)
+class PilotRef:
+    """A pilot that no lease explains, by its name and the scheduler's id."""
+
+    name: str
+    id: str
+
+    @property
+    def key(self) -> Key:
+        """No lease has this key."""
+        return Key("lease", -1 - zlib.crc32(self.id.encode()))
+
+
+Subject = Row | VmRef | PilotRef
 """What an effect acts on: a row, or an orphan."""
 
 
@@ -161,14 +177,17 @@ class Effects:
             self._ended_at.pop(key, None)
             self._refused.pop(key, None)
 
-    def ensure(self, orphans: Sequence[VmRef] = (), *, releasing: bool = False) -> None:
-        """Make the lanes follow the rows. `orphans` are VMs or nodes of our site that no row explains. With `releasing`
-        only effects that release are begun. Its cost is that of the effects that there are."""
+    def ensure(self, orphans: Sequence[VmRef | PilotRef] = (), *, releasing: bool = False) -> None:
+        """Make the lanes follow the rows. `orphans` are VMs, nodes or pilots of our site that no row explains. With
+        `releasing` only effects that release are begun. Its cost is that of the effects that there are."""
         state = self._around.state
         wanted: dict[Key, tuple[Effect, Subject]] = {
             effect.key: (effect, row) for row, effect in permitted_effects(state)
         }
         for orphan in orphans:
+            if isinstance(orphan, PilotRef):
+                wanted[orphan.key] = (Effect(EffectKind.CANCEL, orphan.key, orphan.name), orphan)
+                continue
             key = Key("vm", serial_of(orphan.name))
             if state.get(key) is None:
                 wanted[key] = (Effect(EffectKind.SWEEP, key, orphan.name), orphan)
@@ -279,7 +298,10 @@ class Effects:
             case KnownHost():
                 if self._around.fencing is None:
                     raise Refused("the site has no fence command", hint="set fence.command")
-                await self._around.fencing.fence(subject.name)
+                lease = self._around.state.lease_of(subject.name)
+                await self._around.fencing.fence(lease.node if lease is not None else subject.name)
+            case Lease() | PilotRef():
+                await self._act_on_pilot(effect, subject)
             case VmRef():
                 await self._scheduler.set_down(subject.name, "multiverse: nothing explains it")
                 if subject.source:  # otherwise only the scheduler shows the name, and no source has a VM of it
@@ -304,6 +326,18 @@ class Effects:
                 await self._scheduler.revoke(job, effect.text)
             case _:
                 raise AssertionError(f"no such effect: {effect}")
+
+    async def _act_on_pilot(self, effect: Effect, subject: Lease | PilotRef) -> None:
+        leases = self._scheduler.leases
+        if leases is None:
+            raise Refused("the scheduler lends no hosts", hint="remove the [[lease]] sections from the settings")
+        match subject:
+            case Lease() if effect.kind is EffectKind.REQUEST:
+                await leases.request(subject.spec)
+            case Lease():
+                await leases.release(subject.name, ())
+            case PilotRef():
+                await leases.release(subject.name, (subject.id,))
 
     async def _act_on_vm(self, effect: Effect, vm: Vm) -> Sequence[Stage] | None:
         match effect.kind:
@@ -400,4 +434,4 @@ def _specification(vm: Vm) -> VmSpec:
 
 
 def _state(subject: Subject) -> str:
-    return "" if isinstance(subject, VmRef) else str(subject.state)
+    return "" if isinstance(subject, VmRef | PilotRef) else str(subject.state)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from multiverse.core.model import Attempt, CloneKind, Forecast, Vm, VmState
+from multiverse.core.model import Attempt, CloneKind, Forecast, Lease, LeaseState, Vm, VmState
 from multiverse.core.policy import Policy, image_of
 from multiverse.core.provisioning.pacing import ARRIVALS_FADE, Parent, paid
 from multiverse.core.transition import Event, Move
 
 SMOOTHING = 0.2
 """The share of the newest in the moving mean of how long VMs take."""
+
+
+LEASE_REST = 5.0
+"""So much longer than after a failed VM nothing is leased from a partition after a lease that was of no use."""
 
 
 class ForecastRecorder:
@@ -25,6 +29,8 @@ class ForecastRecorder:
         self._paced: dict[Parent, float] = {}
         self._failed: dict[str, tuple[int, float]] = {}  # by image: failures of spares in a row, and rest until
 
+        self._useless: dict[str, tuple[int, float]] = {}  # by partition: leases of no use in a row, and rest until
+
     def note(self, moves: Iterable[Move], now: float) -> None:
         """Learn from moves that were committed at `now`."""
         for move in moves:
@@ -33,6 +39,19 @@ class ForecastRecorder:
                     self._note_attempt(change.row, change.event, now)
                 elif isinstance(change.row, Vm):
                     self._note_vm(change.row, change.event, now)
+                elif isinstance(change.row, Lease):
+                    self._note_lease(change.row, change.event, now)
+
+    def _note_lease(self, lease: Lease, event: Event, now: float) -> None:
+        """A lease was of no use that failed, or whose host was in sight and got no VM."""
+        partition = lease.spec.partition
+        if event is Event.TAKEN:
+            self._useless.pop(partition, None)
+        elif lease.state is LeaseState.RELEASING and (
+            event is Event.FAILED or (event is Event.RELEASED and lease.ends is not None and not lease.used)
+        ):
+            tries = self._useless.get(partition, (0, 0.0))[0] + 1
+            self._useless[partition] = (tries, now + LEASE_REST * self._policy.backoff(tries))
 
     def _note_attempt(self, attempt: Attempt, event: Event, now: float) -> None:
         if event in (Event.ADMITTED, Event.TOOK):  # not when it came: it may be held, or wait for others of its array
@@ -72,10 +91,11 @@ class ForecastRecorder:
             seconds=dict(self._seconds),
             paced=dict(self._paced),
             rest={image: until for image, (_, until) in self._failed.items()},
+            lease_rest={partition: until for partition, (_, until) in self._useless.items()},
         )
 
     def next_due(self, now: float) -> float:
         """When the pace next lets something be made that may be waited for; infinity if nothing is paced."""
         waits = [until - max(0.0, 1.0 - self._policy.interval(key[2])) for key, until in self._paced.items()]
-        waits += [until for _, until in self._failed.values()]
+        waits += [until for _, until in (*self._failed.values(), *self._useless.values())]
         return min((at for at in waits if at > now), default=math.inf)

@@ -16,7 +16,7 @@ import structlog
 
 from multiverse.config import Settings
 from multiverse.controller.comments import CommentPlan, CommentWriter
-from multiverse.controller.effects import Effects, Failure, Surroundings
+from multiverse.controller.effects import Effects, Failure, PilotRef, Surroundings
 from multiverse.controller.exclusions import Exclusions
 from multiverse.controller.forecast import ForecastRecorder
 from multiverse.controller.missing_hints import MissingHints
@@ -25,7 +25,8 @@ from multiverse.controller.users import LookupFailure, UserDirectory
 from multiverse.controller.watching import Watcher
 from multiverse.core.commands import may_add
 from multiverse.core.errors import Exhausted, MultiverseError
-from multiverse.core.machines.host import Quorum
+from multiverse.core.machines.host import Quorum, fences
+from multiverse.core.machines.lease import unexplained_pilots
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
     AttemptState,
@@ -43,8 +44,9 @@ from multiverse.core.model import (
     World,
 )
 from multiverse.core.planner import orphans, plan
-from multiverse.core.policy import Backfill, Policy, Pool
+from multiverse.core.policy import Backfill, LeasePolicy, Policy, Pool
 from multiverse.core.provisioning.context import Context
+from multiverse.core.provisioning.leasing import leasable_hosts
 from multiverse.core.provisioning.pools import PoolStatus, pool_status
 from multiverse.core.provisioning.sizes import claimable_cpus
 from multiverse.core.provisioning.submission import job_limits
@@ -68,6 +70,7 @@ DESTROYED = 3.0
 """Seconds that the destruction of a VM takes, with what comes before it in its lane."""
 
 _CHANGE_THE_SCHEDULER = (EffectKind.GATE, EffectKind.PIN, EffectKind.REQUEUE, EffectKind.REVOKE, EffectKind.START)
+_ON_PILOTS = (EffectKind.REQUEST, EffectKind.GIVE_BACK, EffectKind.CANCEL)
 _SHOWN_BY_THE_SCHEDULER = (EffectKind.WITHDRAW, EffectKind.END, EffectKind.REMOVE, EffectKind.RELEASE, EffectKind.SWEEP)
 
 _AWAITED_OF_VMS = (VmState.STARTING, VmState.ENDING, VmState.REMOVING, VmState.RELEASING)
@@ -121,6 +124,22 @@ def policy_of(settings: Settings) -> Policy:
             )
             for pool in s.pool
         ),
+        leases=tuple(
+            LeasePolicy(
+                partition=lease.partition,
+                size=Size(lease.cpus, lease.memory),
+                account=lease.account,
+                user=lease.user,
+                time_limit=lease.time_limit,
+                most=lease.max,
+                min_wait=lease.min_wait,
+                idle=lease.idle,
+                start_timeout=lease.start_timeout,
+                preemptable_ok=lease.preemptable_ok,
+                fence=lease.fence,
+            )
+            for lease in s.lease
+        ),
         rates={
             CloneKind.INSTANT: p.instant_rate,
             CloneKind.LINKED: p.linked_rate,
@@ -162,15 +181,19 @@ class Controller:
         self._asked: list[tuple[Command, asyncio.Future[None]]] = []  # for each command in the inbox
         self._expecting: float | None = None  # since when the newest of what is awaited is
         self._orphans: dict[tuple[str, str], float] = {}  # name and source, with the observation that showed it first
-        self._confirmed: list[VmRef] = []  # the orphans that are to be removed, as of the latest commit
+        self._pilots: dict[tuple[str, str], float] = {}  # pilots that no lease explains: name and id, and the same
+        self._confirmed: list[VmRef | PilotRef] = []  # the orphans that are to be removed, as of the latest commit
         # A host that the settings name and that has not answered yet may hold what those that have answered cannot.
-        self._declared = [KnownHost(host, source.name) for source in hypervisor.sources for host in source.hosts]
+        # One that is leased is a row, and ends with it.
+        named = [(host, source.name) for source in hypervisor.sources for host in source.hosts]
+        self._declared = [KnownHost(*one) for one in named if one[0] not in self.state.leased]
         self._hypervisor = hypervisor
         self._running: dict[Observer[SchedulerView] | Observer[HypervisorView], asyncio.Task[None]] = {}
         self._runs = False
         self._ended: list[asyncio.Task[None]] = []  # of observers and the like, which do not end
         self._placement_faults: dict[str, str] = {}  # those that were logged
         self._limits: JobLimits | None = None  # what no job must exceed
+        self._leasable: Mapping[str, Size] = {}  # as of which they are
         self._hosts_followed = -1  # `State.host_changes`, as of which this and the sources are
         self.began = clock.now()
         self.uncommitted: tuple[float, str] | None = None
@@ -290,7 +313,8 @@ class Controller:
         return {name: why for name, why in found.items() if why}
 
     def _silent_hosts(self) -> list[KnownHost]:
-        return self.state.hosts_in(HostState.SILENT) if self.policy.fences else []
+        silent = self.state.hosts_in(HostState.SILENT)
+        return [host for host in silent if fences(self.state, host, self.policy)]
 
     def known_hosts(self) -> dict[str, KnownHost]:
         """The hosts of the site, by name, as they were observed last. One that never was is as the settings declare it,
@@ -370,7 +394,8 @@ class Controller:
         if membership is not None:
             # Until a pass is committed, the state lacks hosts that it would have added.
             hosts = {host.name: host for host in self._declared} | self.state.hosts
-            membership.keep([host.name for host in hosts.values() if host.state is not HostState.REMOVED])
+            names = [host.name for host in hosts.values() if host.state is not HostState.REMOVED]
+            membership.keep(names, self.state.leased_hosts())
             self._follow_sources()
 
     def _follow_sources(self) -> None:
@@ -424,13 +449,21 @@ class Controller:
                 log.error("releases not committed", reason=str(failure))
         if self._hosts_followed != self.state.host_changes:
             self._hosts_followed = self.state.host_changes
-            self._limits = job_limits(self.known_hosts(), self.policy)
+            self._limits = self._job_limits()
             self._follow_hosts()
+        elif world.scheduler is not None and world.scheduler.value.leasable != self._leasable:
+            self._limits = self._job_limits()
         self._effects.limit_submissions(self._limits)
         self._effects.exclude_from_offers(self._exclusions.excluded(self._clock.now()))
         self.users.look_up(self.state.users_asked)
         self._effects.ensure(self._confirmed, releasing=problem is not None)
         return problem is None
+
+    def _job_limits(self) -> JobLimits | None:
+        """What no job must exceed, by the hosts of the site and those that can be leased."""
+        self._leasable = self.observed.scheduler.value.leasable if self.observed.scheduler else self._leasable
+        static = {name: one for name, one in self.known_hosts().items() if name not in self.state.leased}
+        return job_limits({**static, **leasable_hosts(self._leasable, self.policy)}, self.policy)
 
     def _plan_and_commit(self, world: World, *, releasing: bool = False) -> MultiverseError | None:
         """Plan and commit; with `releasing` only what releases. The error because of which nothing was kept: then the
@@ -466,7 +499,7 @@ class Controller:
         for watcher in self._watchers:
             watcher.moved(moves, now)
         self._committed(messages)
-        self._confirmed = self._confirmed_orphans(world)
+        self._confirmed = [*self._confirmed_orphans(world), *self._confirmed_pilots(world)]
         return None
 
     def _log_placement_faults(self) -> None:
@@ -510,6 +543,15 @@ class Controller:
         self._orphans = first
         return confirmed
 
+    def _confirmed_pilots(self, world: World) -> list[PilotRef]:
+        """The same of pilots."""
+        if world.scheduler is None:
+            return []
+        began = world.scheduler.began
+        unexplained = unexplained_pilots(self.state.leases, world.scheduler.value)
+        self._pilots = {one: self._pilots.get(one, began) for one in unexplained}
+        return [PilotRef(*one) for one, first in self._pilots.items() if first < began]
+
     # --- pace ----------------------------------------------------------------------------------------
 
     def _awaited(self) -> Awaited:
@@ -533,7 +575,9 @@ class Controller:
         self.effects_ended[str(done.kind), type(done.error).__name__.lower() if done.error else "done"] += 1
         for watcher in self._watchers:
             watcher.ended(done)
-        if done.key.kind != "attempt" or done.kind is EffectKind.PIN:
+        if done.kind in _ON_PILOTS:
+            self.scheduler.hint()
+        elif done.key.kind != "attempt" or done.kind is EffectKind.PIN:
             self._observe_source_of(done)
         if done.kind in _CHANGE_THE_SCHEDULER or done.kind in _SHOWN_BY_THE_SCHEDULER:
             self.scheduler.poke(burst=done.kind in _CHANGE_THE_SCHEDULER)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from multiverse.core.model import OFF_STATES, Host, Job, KnownHost, Observation, VmSeen, World
+from multiverse.core.model import OFF_STATES, OPEN_LEASES, Host, Job, KnownHost, Observation, VmSeen, World
 from multiverse.core.policy import Policy
 from multiverse.core.rows import Compared
 from multiverse.core.state import State
@@ -160,4 +160,5 @@ def close_hosts(state: State, world: World) -> None:
     """Keep which hosts take no new VM. After an operator's commands, and as the times of drains come."""
     closed = {name for name, drain in state.drains.items() if drain.begins <= state.now + world.epoch}
     closed |= {host.name for host in state.hosts_in(*OFF_STATES)}
+    closed |= {lease.name for lease in state.leases.values() if lease.state not in OPEN_LEASES}
     state.close_hosts(frozenset(closed), frozenset(state.drains.keys() - closed))

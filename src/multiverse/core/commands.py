@@ -11,6 +11,8 @@ from multiverse.core.model import (
     AttemptState,
     HostState,
     KnownHost,
+    Lease,
+    LeaseState,
     Row,
     Template,
     TemplateKey,
@@ -53,6 +55,8 @@ def apply_result(state: State, done: Done) -> None:
         case Template(state=TemplateState.BUILDING) if done.kind is EffectKind.BUILD:
             broken = replace(row, state=TemplateState.BROKEN, reason=why, tries=row.tries + 1)
             state.move(Change(broken, Event.BROKE, why))
+        case Lease(state=LeaseState.PLANNED) if done.kind is EffectKind.REQUEST:
+            state.move(Change(row.releasing(why), Event.FAILED, why))
         case Attempt(state=AttemptState.SPAWNED) if isinstance(done.error, Refused):
             # A job that took its spare by itself may run already: its attempt is introducing, and its step decides.
             state.move(Change(row.returning(why, failed=True), Event.GAVE_UP, why))
@@ -152,6 +156,11 @@ def _change_host(state: State, command: Command) -> None:
 
 def _remove(state: State, host: KnownHost, why: str) -> None:
     """Take a host out of the site. What is claimed on it has to be gone, or the host surely off."""
+    if state.lease_of(host.name) is not None:
+        raise Refused(
+            f"host {host.name} is leased: it goes when its lease ends",
+            hint=f"multiverse hosts drain {host.name} gives it back once its jobs have ended",
+        )
     vms, templates = state.vms_on(host.name), state.templates_on(host.name)
     if not host.is_off and (vms or templates):
         jobs = dict.fromkeys(vm.job_id or (a.job.job_id if (a := state.attempt_of(vm)) else "") for vm in vms)

@@ -14,6 +14,7 @@ from multiverse.core.changes import close_hosts, mark_changes, unexplained
 from multiverse.core.commands import apply_command, apply_result
 from multiverse.core.machines.attempt import attempt_rests, open_attempts, step_attempt
 from multiverse.core.machines.host import Quorum, hosts_to_step, step_host
+from multiverse.core.machines.lease import step_lease
 from multiverse.core.machines.offer import step_offer
 from multiverse.core.machines.template import step_template, template_rests
 from multiverse.core.machines.vm import may_have_a_job, step_vm, vm_rests
@@ -24,6 +25,7 @@ from multiverse.core.provisioning.adoption import adopt_unexplained
 from multiverse.core.provisioning.clones import supply_missing
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.draining import empty_drained
+from multiverse.core.provisioning.leases import reconcile_leases
 from multiverse.core.provisioning.pools import reconcile_pools
 from multiverse.core.quarantine import quarantine_on_error
 from multiverse.core.state import State
@@ -50,7 +52,6 @@ def plan(
                 apply_result(state, message)
         else:
             apply_command(state, message, world, policy)
-    close_hosts(state, world)
     for _ in range(ROUNDS):
         before = len(state.moves)
         step_all(state, world, policy, releasing=releasing)
@@ -70,6 +71,7 @@ def _provide(context: Context) -> None:
         with quarantine_on_error(context.state, Key("attempt", missing.attempt)):
             supply_missing(context, missing)
     reconcile_pools(context, admit(context))
+    reconcile_leases(context)
 
 
 def step_all(state: State, world: World, policy: Policy, *, releasing: bool = False) -> None:
@@ -78,6 +80,10 @@ def step_all(state: State, world: World, policy: Policy, *, releasing: bool = Fa
     for name in hosts_to_step(state):
         with quarantine_on_error(state, state.hosts[name].key):
             step_host(state, name, world, policy, quorum)
+    for number in sorted(state.leases):
+        with quarantine_on_error(state, Key("lease", number)):
+            step_lease(state, number, world, policy)
+    close_hosts(state, world)
     open_attempts(state, world, only_taken=releasing)
     for template_id in sorted(state.dirty_templates):
         state.dirty_templates.discard(template_id)
@@ -108,7 +114,5 @@ def orphans(state: State, world: World) -> list[tuple[str, str]]:
     never among them, nor is a VM on a host in sight, which has a row (`provisioning.adoption`)."""
     if world.scheduler is None:
         return []
-    view = world.scheduler.value
-    return sorted(
-        (name, source) for name, source in unexplained(state, world).items() if not may_have_a_job(view, name)
-    )
+    shown, found = world.scheduler.value, unexplained(state, world)
+    return sorted((name, source) for name, source in found.items() if not may_have_a_job(shown, name))

@@ -45,6 +45,24 @@ class Backfill:
 
 
 @dataclass(frozen=True, slots=True)
+class LeasePolicy:
+    """Hosts that may be leased from a partition, `most` at a time: see `config.LeaseSettings`. Times in seconds, `size`
+    in CPUs and MiB: zero CPUs stand for a whole node."""
+
+    partition: str
+    size: Size = Size(0, 0)
+    account: str = ""
+    user: str = ""
+    time_limit: float = 14400.0
+    most: int = 1
+    min_wait: float = 10.0
+    idle: float = 120.0
+    start_timeout: float = 120.0
+    preemptable_ok: bool = False
+    fence: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
     """The settings that decisions depend on. Times in seconds, memory and disk in MiB."""
 
@@ -75,6 +93,7 @@ class Policy:
     attempts: int = 12
     patience: float = 2.0  # how long a job waits before its user is told why
     pools: tuple[Pool, ...] = ()
+    leases: tuple[LeasePolicy, ...] = ()
     backfill: Backfill | None = None  # None: nothing starts ahead of the first job that waits for room
     reclaim: float = 10.0  # from a job's end until its VMs are gone
     placement: str = Placement.WORST_FIT  # the policy that places VMs of jobs that name none
@@ -98,6 +117,10 @@ class Policy:
         """Seconds between clones of one template, on the average."""
         rate = self.rates.get(kind, 0.0)
         return 1.0 / rate if rate > 0 else 0.0
+
+    def lease_from(self, partition: str) -> LeasePolicy:
+        """How hosts are leased from a partition; one that the settings name no more gives what it has given."""
+        return next((one for one in self.leases if one.partition == partition), LeasePolicy(partition, most=0))
 
     def takes(self, image: str, kind: CloneKind, forecast: Forecast) -> float:
         """Seconds that a VM takes from claim to node, as lately observed. For a kind that was not observed yet, the

@@ -14,6 +14,9 @@ from multiverse.core.model import (
     Host,
     Key,
     KnownHost,
+    Lease,
+    LeasedHost,
+    LeaseState,
     Node,
     Observation,
     Offer,
@@ -36,6 +39,7 @@ class LiveRows:
     templates: Mapping[int, Template]
     offers: Mapping[int, Offer]
     hosts: Mapping[str, KnownHost]
+    leases: Mapping[int, Lease]
 
     def get(self, key: Key) -> Row | None:
         """The live row of that key."""
@@ -51,7 +55,7 @@ class LiveRows:
             case "host":
                 return self.host_numbered(key.id)
             case "lease":
-                return None
+                return self.leases.get(key.id)
 
     def host_numbered(self, number: int) -> KnownHost | None:
         """The host of that number: hosts are mostly asked for by name."""
@@ -76,6 +80,23 @@ class LiveRows:
         known = self.hosts.get(host)
         return known is not None and known.is_off
 
+    def lease_of(self, host: str) -> Lease | None:
+        """The live lease whose host it is, if it is leased. Leases are few."""
+        return next((lease for lease in self.leases.values() if lease.name == host), None)
+
+    def leases_in(self, *states: LeaseState) -> list[Lease]:
+        """The leases in one of these states, by number."""
+        return [lease for _, lease in sorted(self.leases.items()) if lease.state in states]
+
+    @property
+    def leased(self) -> frozenset[str]:
+        """The names of all leases, which are those of their hosts."""
+        return frozenset(lease.name for lease in self.leases.values())
+
+    def leased_hosts(self) -> dict[str, LeasedHost]:
+        """The hosts that are leased, by name, with how each is reached."""
+        return {one.name: one.host for _, one in sorted(self.leases.items()) if one.name in self.hosts}
+
 
 @dataclass(frozen=True, slots=True)
 class Rows(LiveRows):
@@ -91,6 +112,8 @@ class Rows(LiveRows):
     offers: Mapping[int, Offer] = field(default_factory=dict)
     claims: Sequence[Claim] = ()
     hosts: Mapping[str, KnownHost] = field(default_factory=lambda: MappingProxyType({}))
+    leases: Mapping[int, Lease] = field(default_factory=lambda: MappingProxyType({}))
+    next_lease: int = 1
 
 
 class Numbers:
@@ -98,6 +121,7 @@ class Numbers:
 
     def __init__(self, rows: Rows) -> None:
         self._serial, self._attempt, self._template = rows.next_serial, rows.next_attempt, rows.next_template
+        self._lease = rows.next_lease
 
     @property
     def next_serial(self) -> int:
@@ -115,6 +139,10 @@ class Numbers:
     def new_attempt_id(self) -> int:
         self._attempt += 1
         return self._attempt - 1
+
+    def new_lease_id(self) -> int:
+        self._lease += 1
+        return self._lease - 1
 
     def new_template_id(self) -> int:
         self._template += 1

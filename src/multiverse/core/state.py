@@ -24,6 +24,7 @@ from multiverse.core.model import (
     JobRef,
     Key,
     KnownHost,
+    Lease,
     Offer,
     Request,
     Row,
@@ -49,6 +50,7 @@ class State(LiveRows, Numbers, HeldClaims):
         self.vms: dict[int, Vm] = {}
         self.templates: dict[int, Template] = {}
         self.offers: dict[int, Offer] = {}
+        self.leases: dict[int, Lease] = {}
         HeldClaims.__init__(self)
         self.hosts: dict[str, KnownHost] = {}  # also those that were removed from the site
         self._host_names: dict[int, str] = {}
@@ -71,8 +73,7 @@ class State(LiveRows, Numbers, HeldClaims):
         self.touched = Touched()
         self.slots: dict[object, SlotTable] = {}  # when hosts will have room, for the requests asked for last
         self.free = FreeIndex()  # what is free on the hosts in sight
-        # What the next step has to look at: rows that have changed or on which something has changed that they depend
-        # on, and rows that time alone may move.
+        # What the next step looks at: rows that changed, that depend on something that did, or that time may move.
         self.dirty_attempts: set[int] = set()
         self.dirty_vms: set[int] = set()
         self.dirty_templates: set[int] = set()
@@ -107,7 +108,7 @@ class State(LiveRows, Numbers, HeldClaims):
         for host in rows.hosts.values():
             self.know_host(host)
         self.learned = {}
-        for table in (rows.attempts, rows.vms, rows.templates, rows.offers):
+        for table in (rows.attempts, rows.vms, rows.templates, rows.offers, rows.leases):
             for row in table.values():
                 self._put(row)
 
@@ -118,10 +119,10 @@ class State(LiveRows, Numbers, HeldClaims):
         self.now, self.paced, self.entropy = now, dict(paced), entropy
         self.moves, self.missing, self.learned, self.refusals, self.wanted = [], [], {}, [], None
         self.waiting.clear()
-        counters = (self._serial, self._attempt, self._template)
+        counters = (self._serial, self._attempt, self._template, self._lease)
 
         def reset() -> None:
-            self._serial, self._attempt, self._template = counters
+            self._serial, self._attempt, self._template, self._lease = counters
 
         self._undo = [reset]
 
@@ -144,6 +145,8 @@ class State(LiveRows, Numbers, HeldClaims):
             dict(sorted(self.offers.items())),
             tuple(claim for _, claim in sorted(self.claims.items())),
             dict(sorted(self.hosts.items())),
+            dict(sorted(self.leases.items())),
+            self._lease,
         )
 
     def indexes(self) -> dict[str, dict[object, frozenset[int]]]:
@@ -179,7 +182,7 @@ class State(LiveRows, Numbers, HeldClaims):
         """Keep what is known of a host, before any move of it in this pass. A new one gets a number. This is no move:
         what was observed last is no state, and has no place in the journal."""
         old = self.hosts.get(host.name)
-        number = old.id if old else host.id or max(self._host_names, default=0) + 1
+        number = old.id if old else host.id or max([0, *self._host_names]) + 1  # those of leased hosts are negative
         host = replace(host, id=number)
         if old != host:
             self._undo.append(lambda: self._forget_host(host, old))
@@ -235,6 +238,8 @@ class State(LiveRows, Numbers, HeldClaims):
                 self.templates[row.id] = row
             case Offer():
                 self.offers[row.id] = row
+            case Lease():
+                self.leases[row.id] = row
             case KnownHost():
                 self.host_changes += 1
                 self.hosts[row.name], self._host_names[row.id] = row, row.name
@@ -267,6 +272,8 @@ class State(LiveRows, Numbers, HeldClaims):
                 self._idle_templates.discard(old.id)
             case Offer():
                 del self.offers[old.id]
+            case Lease():
+                del self.leases[old.id]
             case KnownHost():
                 self.host_changes += 1
                 del self.hosts[old.name], self._host_names[old.id]
@@ -316,6 +323,8 @@ class State(LiveRows, Numbers, HeldClaims):
                 self._mark_vm(row)
             case Offer(id=id_) if id_ in self.vms:
                 self._mark_vm(self.vms[id_])
+            case Lease():
+                self.touched.note(row.name)
             case KnownHost():
                 self.queue.check_all()
                 self.touched.note(row.name)

@@ -18,6 +18,7 @@ from multiverse.core.model import (
     Drain,
     HostState,
     Key,
+    LeaseState,
     OfferState,
     Row,
     RowKind,
@@ -27,7 +28,7 @@ from multiverse.core.model import (
     VmState,
 )
 
-RowState = AttemptState | VmState | TemplateState | OfferState | HostState
+RowState = AttemptState | VmState | TemplateState | OfferState | HostState | LeaseState
 
 TERMINAL: frozenset[RowState] = frozenset(
     {
@@ -39,6 +40,8 @@ TERMINAL: frozenset[RowState] = frozenset(
         VmState.GONE,
         TemplateState.ABSENT,
         OfferState.ENDED,
+        HostState.RETURNED,
+        LeaseState.GONE,
     }
 )
 """A row that enters one of these states has ended, and changes no more."""
@@ -104,6 +107,10 @@ class Event(StrEnum):
     SILENT = "silent"
     FENCE = "fence"
     HELD_BACK = "held back"
+    GIVEN_BACK = "given back"  # its lease has ended
+    # lease
+    GRANTED = "granted"
+    EMPTIED = "emptied"
     # any
     QUARANTINED = "quarantined"
     RETRIED = "retried"  # an operator ended its quarantine or its back-off
@@ -175,10 +182,14 @@ class EffectKind(StrEnum):
     BUILD = "build"
     DROP = "drop"
     FENCE = "fence"  # make sure that the host is off
+    REQUEST = "request"  # submit the lease's pilot
+    GIVE_BACK = "give back"  # cancel the lease's pilot
+    CANCEL = "cancel"  # cancel a pilot that no lease explains
 
 
 RELEASING_EFFECTS = frozenset(set(EffectKind) - {EffectKind.CREATE, EffectKind.START, EffectKind.BUILD,
-                                                 EffectKind.OFFER, EffectKind.PIN})  # fmt: skip
+                                                 EffectKind.OFFER, EffectKind.PIN,
+                                                 EffectKind.REQUEST})  # fmt: skip
 """The effects that only release: they take nothing of a disk, and no job starts by them."""
 
 

@@ -24,11 +24,14 @@ EPOCH_WAIT = 5.0
 
 def connect_agents(settings: Settings, store: Store) -> AgentHypervisor:
     """The hypervisor behind the agents of the site's hosts: those of the settings, unless an operator removed them, and
-    those that the store knows beside them. Its `run` makes the connections."""
+    those that the store knows beside them, with those that are leased. Its `run` makes the connections."""
     who = ControllerIdentity(multiverse.__version__, secrets.token_hex(8), store.site, socket.gethostname())
-    known = store.rows().hosts
+    rows = store.rows()
+    known, leased = rows.hosts, rows.leased_hosts()
     removed = {host.name for host in known.values() if host.state is HostState.REMOVED}
-    hosts = [name for name in dict.fromkeys((*host_names(settings), *known)) if name not in removed]
+    hosts = [
+        name for name in dict.fromkeys((*host_names(settings), *known)) if name not in removed and name not in leased
+    ]
     epoch = ControllerEpoch(store.epoch, store.keep_epoch, hosts, EPOCH_WAIT)
 
     def connect(host: str) -> AgentConnection:
@@ -37,7 +40,7 @@ def connect_agents(settings: Settings, store: Store) -> AgentHypervisor:
     def connect_leased(host: LeasedHost) -> AgentConnection:
         return AgentConnection(host.lease.name, PilotTransport(settings, host), who, epoch, Random())
 
-    return AgentHypervisor(hosts, connect, partial(declared, settings), connect_leased)
+    return AgentHypervisor([*hosts, *leased], connect, partial(declared, settings), connect_leased, leased)
 
 
 def declared(settings: Settings, name: str) -> Host | None:

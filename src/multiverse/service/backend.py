@@ -19,6 +19,7 @@ from multiverse.api import (
     HostView,
     IdentityAudit,
     JobView,
+    LeaseView,
     PruneView,
     SizeView,
     SourceView,
@@ -40,7 +41,7 @@ from multiverse.service import convert, identity, reason_classes, snapshot
 from multiverse.service.alerts import alerts
 from multiverse.service.explanations import Explanations
 from multiverse.service.findings import HintsMissing, PlacementFault, SourceFailure, StoreFailure
-from multiverse.service.hosts import Troubles, host_views
+from multiverse.service.hosts import Troubles, host_views, lease_views
 from multiverse.service.identity import Facts
 from multiverse.service.processes import Processes
 from multiverse.service.snapshot import Changed, Documents, ShownJob
@@ -231,6 +232,10 @@ class Backend:
     async def vms(self, *, exact: bool = False) -> list[VmView]:
         measured = await self.measure() if exact else {}
         return convert.vm_views(self._rows(), self.controller.world(), measured, self.clock.now())
+
+    def leases(self) -> list[LeaseView]:
+        """The hosts that are leased, or about to be."""
+        return lease_views(self._rows(), self.clock.now())
 
     def hosts(self) -> list[HostView]:
         """All hosts of the site, whether or not they are in reach."""

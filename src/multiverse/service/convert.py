@@ -28,6 +28,7 @@ from multiverse.controller.observers import Observer
 from multiverse.controller.users import LookupFailure
 from multiverse.core.model import (
     ENDING_STATES,
+    OPEN_LEASES,
     PINNED_STATES,
     WAITING_STATES,
     Attempt,
@@ -37,6 +38,8 @@ from multiverse.core.model import (
     HostState,
     Key,
     KnownHost,
+    Lease,
+    LeaseState,
     Offer,
     Row,
     Size,
@@ -108,7 +111,14 @@ def row_counts(rows: Rows) -> dict[str, Counter[str]]:
 
 def _tables(rows: Rows) -> Mapping[str, Mapping[int, Row]]:
     hosts = {host.id: host for host in rows.hosts.values()}
-    return {"attempt": rows.attempts, "vm": rows.vms, "template": rows.templates, "offer": rows.offers, "host": hosts}
+    return {
+        "attempt": rows.attempts,
+        "vm": rows.vms,
+        "template": rows.templates,
+        "offer": rows.offers,
+        "host": hosts,
+        "lease": rows.leases,
+    }
 
 
 def source_view(source: Observer[Any], now: float) -> SourceView:
@@ -412,10 +422,11 @@ def _out_of_reach(rows: Rows, world: World, policy: Policy, now: float) -> froze
     concluded about its hosts."""
     sources = world.sources.items()
     unknown = {name for name, one in sources if one.latest is None and now - one.since <= policy.silence}
+    unready = {lease.name for lease in rows.leases.values() if lease.state not in (*OPEN_LEASES, LeaseState.LOST)}
     return frozenset(
         host.name
         for host in rows.hosts.values()
-        if not host.is_off and host.name not in world.hosts and host.source not in unknown
+        if not host.is_off and host.name not in world.hosts and host.source not in unknown and host.name not in unready
     )
 
 
@@ -432,7 +443,7 @@ def _affected_jobs(rows: Rows, row: Row) -> tuple[str, ...]:
             return _jobs_of(rows, [row])
         case Offer():
             return _jobs_of(rows, [vm]) if (vm := rows.vms.get(row.id)) else ()
-        case Template() | KnownHost():
+        case Template() | KnownHost() | Lease():
             return ()
 
 
@@ -449,6 +460,8 @@ def _label(rows: Rows, row: Row) -> str:
             return _template_label(row)
         case KnownHost():
             return f"host {row.name}"
+        case Lease():
+            return f"lease {row.name}"
 
 
 def _template_label(row: Template) -> str:

@@ -1,4 +1,4 @@
-"""Hosts as operators see them: what is on them, whether they are reached and take VMs, and what to do.
+"""Hosts and leases as operators see them: what is on them, whether they are reached and take VMs, and what to do.
 
 Pure; `now` is the present monotonic time.
 """
@@ -9,9 +9,20 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from multiverse.api import HostView, SizeView
+from multiverse.api import HostView, LeaseView, SizeView
 from multiverse.core.machines.host import silent_since
-from multiverse.core.model import Host, HostState, HypervisorView, KnownHost, Size, Vm, World
+from multiverse.core.model import (
+    OPEN_LEASES,
+    Host,
+    HostState,
+    HypervisorView,
+    KnownHost,
+    Lease,
+    LeaseState,
+    Size,
+    Vm,
+    World,
+)
 from multiverse.core.provisioning.capacity import left_behind
 from multiverse.core.rows import Rows
 
@@ -30,9 +41,9 @@ class Troubles:
 
 def host_views(rows: Rows, world: World, now: float, troubles: Troubles) -> list[HostView]:
     """The hosts of the site, by name."""
-    there = _by_host(rows)
+    there, leases = _by_host(rows), {lease.name: lease for lease in rows.leases.values()}
     return [
-        _view(host, there[host.name], world, now, troubles)
+        _view(host, there[host.name], world, now, troubles, leases.get(host.name))
         for _, host in sorted(rows.hosts.items())
         if host.state is not HostState.REMOVED
     ]
@@ -59,7 +70,31 @@ def _by_host(rows: Rows) -> Mapping[str, _OnHost]:
     return found
 
 
-def _view(known: KnownHost, there: _OnHost, world: World, now: float, troubles: Troubles) -> HostView:
+def lease_views(rows: Rows, now: float) -> list[LeaseView]:
+    """The leases that there are, also those without a host as yet, by number."""
+    return [lease_view(lease, now) for _, lease in sorted(rows.leases.items())]
+
+
+def lease_view(lease: Lease, now: float) -> LeaseView:
+    """A lease at `now` (monotonic)."""
+    return LeaseView(
+        name=lease.name,
+        state=str(lease.state),
+        partition=lease.spec.partition,
+        account=lease.spec.account,
+        cpus=lease.spec.size.cpus,
+        memory=lease.spec.size.memory,
+        pilot=lease.pilot,
+        node=lease.node,
+        ends=lease.ends,
+        age=max(0.0, now - lease.since),
+        reason=lease.quarantined or lease.reason,
+    )
+
+
+def _view(
+    known: KnownHost, there: _OnHost, world: World, now: float, troubles: Troubles, lease: Lease | None
+) -> HostView:
     name = known.name
     host = world.hosts.get(name) or known.value or _NOTHING
     source = world.source_of.get(name)
@@ -67,7 +102,7 @@ def _view(known: KnownHost, there: _OnHost, world: World, now: float, troubles: 
     held, mine = there.held, there.vms
     vms = [vm for _, vm in sorted(seen.vms.items()) if vm.host == name]
     reachable = name in world.hosts
-    state = _state(known, reachable=reachable, free=not held, now=now + world.epoch)
+    state = _state(known, lease, reachable=reachable, free=not held, now=now + world.epoch)
     why = "" if reachable else troubles.sources.get(known.source, "")
     return HostView(
         name=name,
@@ -89,14 +124,17 @@ def _view(known: KnownHost, there: _OnHost, world: World, now: float, troubles: 
         cpu_overcommit=host.overcommit.cpus,
         disk_overcommit=host.overcommit.disk,
         state=state,
-        reason=known.drain.reason if known.drain and known.state is HostState.KNOWN else known.reason,
+        reason=known.drain.reason
+        if known.drain and known.state is HostState.KNOWN
+        else known.reason or (lease.reason if lease is not None and lease.state not in OPEN_LEASES else ""),
         drain_from=known.drain.begins if known.drain else None,
         away_for=0.0 if reachable else max(0.0, now - min(now, silent_since(known, world))),
         why=why,
         jobs=tuple(there.jobs),
-        todo=_todo(known, state, troubles, vms=bool(mine)),
+        todo=_todo(known, state, troubles, vms=bool(mine)) if lease is None else _todo_of_leased(lease, state),
         features=tuple(sorted(host.features)),
         features_off=dict(sorted(host.features_off.items())),
+        lease=lease_view(lease, now) if lease is not None else None,
     )
 
 
@@ -104,10 +142,12 @@ def _size(size: Size) -> SizeView:
     return SizeView(size.cpus, size.memory, size.disk)
 
 
-def _state(host: KnownHost, *, reachable: bool, free: bool, now: float) -> str:
+def _state(host: KnownHost, lease: Lease | None, *, reachable: bool, free: bool, now: float) -> str:
     """One word: what stops the most goes first. `now` is Unix time."""
     if host.state is not HostState.KNOWN:
         return str(host.state)
+    if lease is not None and lease.state not in OPEN_LEASES:
+        return str(lease.state)
     if not reachable:
         return "away"
     if host.drain is None:
@@ -115,6 +155,26 @@ def _state(host: KnownHost, *, reachable: bool, free: bool, now: float) -> str:
     if host.drain.begins > now:
         return "closing"
     return "drained" if free else "draining"
+
+
+def _todo_of_leased(lease: Lease, state: str) -> str:
+    confirm = (
+        f"if nothing of pilot {lease.pilot} is left on node {lease.node} for certain, because it was rebooted or "
+        f"switched off, confirm that: multiverse repair {lease.name} --fenced"
+    )
+    match lease.state:
+        case LeaseState.LOST:
+            return f"its jobs wait until its node is clean of its pilot; {confirm}"
+        case LeaseState.STARTING:
+            return "its agent is awaited"
+        case LeaseState.ENDING:
+            return "its jobs are ended, and queued again where that is possible"
+        case _ if state in ("away", "silent", "fencing"):
+            return f"see that slurmctld answers, and what became of its pilot: scontrol show job {lease.pilot}"
+        case _ if state == "draining":
+            return "it is given back when its jobs have ended"
+        case _:
+            return ""
 
 
 def _todo(host: KnownHost, state: str, troubles: Troubles, *, vms: bool) -> str:

@@ -27,6 +27,7 @@ from multiverse.core.model import (
     Claim,
     Key,
     KnownHost,
+    Lease,
     Offer,
     Row,
     RowKind,
@@ -48,9 +49,16 @@ _TABLES: dict[RowKind, sa.Table] = {
     "template": schema.templates,
     "offer": schema.offers,
     "host": schema.hosts,
+    "lease": schema.leases,
 }
-_COUNTERS: dict[RowKind, str] = {"attempt": "next_attempt", "vm": "next_serial", "template": "next_template"}
-"""An offer has the serial of its VM. The number of a host is one above those of the other hosts."""
+_COUNTERS: dict[RowKind, str] = {
+    "attempt": "next_attempt",
+    "vm": "next_serial",
+    "template": "next_template",
+    "lease": "next_lease",
+}
+"""An offer has the serial of its VM. The number of a host is one above those of the other hosts; that of a leased one
+is its lease's, made negative."""
 
 # What every pass executes is built once: SQLAlchemy takes longer to build and key a statement than SQLite to run it.
 _LIVE = {
@@ -85,6 +93,7 @@ _ADAPTERS: dict[RowKind, TypeAdapter[Any]] = {
     "template": TypeAdapter(Template),
     "offer": TypeAdapter(Offer),
     "host": TypeAdapter(KnownHost),
+    "lease": TypeAdapter(Lease),
 }
 
 
@@ -177,7 +186,7 @@ class Store:
                 self._set_default("since", str(self._site_began(recovered)))
                 self._set_default("site", site or _new_site())
                 self._set_default("epoch", "0")
-                for counter in ("next_serial", "next_attempt", "next_template"):
+                for counter in _COUNTERS.values():
                     self._set_default(counter, "1")
                 self._skip_numbers()
                 self._enter_boot()
@@ -289,7 +298,7 @@ class Store:
         left_out = int((self._clock.wall() - since) * NUMBERS_A_SECOND)
         if left_out > LAST_SERIAL // 2:  # the clock is wrong
             return
-        for counter in ("next_serial", "next_attempt"):
+        for counter in ("next_serial", "next_attempt", "next_lease"):
             self._execute(_COUNT, {"next": left_out, "key": counter})
 
     def _enter_boot(self) -> None:
@@ -365,6 +374,13 @@ class Store:
             rows = self._execute(query.order_by(schema.vms.c.id)).all()
         return [_ADAPTERS["vm"].validate_json(row.body) for row in rows]
 
+    def leases(self, limit: int = 100) -> list[Lease]:
+        """Leases, the newest first, those that are gone too."""
+        query = sa.select(schema.leases.c.body).order_by(schema.leases.c.id.desc()).limit(limit)
+        with self._reading():
+            rows = self._execute(query).all()
+        return [_ADAPTERS["lease"].validate_json(row.body) for row in rows]
+
     def journal(self, *, attempts: Sequence[int] | None = None, after: int = 0) -> list[Entry]:
         """Journal entries in order; of these attempts and their VMs only, if given."""
         query = sa.select(schema.journal).where(schema.journal.c.seq > after)
@@ -405,6 +421,8 @@ class Transaction:
             offers={row.id: row for row in s._live("offer")},
             claims=tuple(Claim(Key(c.kind, c.id), c.domain, Size(c.cpus, c.memory, c.disk)) for c in claims),
             hosts={row.name: row for row in sorted(s._live("host"), key=lambda host: host.name)},
+            leases={row.id: row for row in s._live("lease")},
+            next_lease=int(meta["next_lease"]),
         )
 
     def keep_host(self, host: KnownHost) -> None:

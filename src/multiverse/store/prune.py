@@ -8,6 +8,8 @@ some milliseconds at most. Age counts from a row's end. These stay, however old 
   of a live job is whole;
 - the VMs of an attempt that stays.
 
+Of hosts, only those that were leased end.
+
 SQLite uses the freed space for new rows. The file itself does not shrink.
 """
 
@@ -56,6 +58,8 @@ _TABLES: tuple[tuple[RowKind, str, str], ...] = (
     ("vm", "vms", _VM_STAYS),
     ("offer", "offers", "0"),
     ("template", "templates", "0"),
+    ("lease", "leases", "0"),
+    ("host", "hosts", "0"),
 )
 _EXAMINE = {
     kind: sa.text(
@@ -86,11 +90,13 @@ class Pruned:
     offers: int = 0
     templates: int = 0
     journal: int = 0
+    leases: int = 0
+    hosts: int = 0
 
     @property
     def rows(self) -> int:
         """All but the journal."""
-        return self.attempts + self.vms + self.offers + self.templates
+        return self.attempts + self.vms + self.offers + self.templates + self.leases + self.hosts
 
 
 class Pruning:

@@ -6,7 +6,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-HEAD = "0009"
+HEAD = "0010"
 """The newest revision: what a database is upgraded to."""
 
 metadata = sa.MetaData()
@@ -43,7 +43,7 @@ ended = sa.Table(
     sa.Column("wall", sa.Float, nullable=False),  # Unix time
     sa.Index("ix_ended_wall", "kind", "wall"),
 )
-"""When rows of the four tables above ended; live rows are not in it."""
+"""When rows of the four tables above, leases and their hosts ended; live rows are not in it."""
 reserve = sa.Table(
     "reserve",
     metadata,
@@ -52,6 +52,7 @@ reserve = sa.Table(
 )
 """At most one row, which holds pages for releases (`store/reserve`)."""
 hosts = _row_table("hosts", sa.Column("name", sa.String, nullable=False, unique=True, index=True))
+leases = _row_table("leases")
 claims = sa.Table(
     "claims",
     metadata,

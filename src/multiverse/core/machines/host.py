@@ -30,6 +30,7 @@ HOST: tuple[Transition, ...] = (
     *transitions([H.SILENT, H.FENCING, H.FENCED], Event.FOUND, H.KNOWN),
     *transitions(_MEMBERS, Event.RESUMED, H.KNOWN),
     *transitions(_MEMBERS, Event.REMOVED, H.REMOVED),
+    *transitions(_MEMBERS, Event.GIVEN_BACK, H.RETURNED),
     *unchanged(_MEMBERS, Event.DRAINED, Event.QUARANTINED, Event.RETRIED),
 )
 
@@ -81,9 +82,16 @@ def _step_silent(state: State, host: KnownHost, since: float, policy: Policy, qu
         fence(state, host, f"host {host.name} has ended its VMs by itself, after {limit:g} s without the site")
     elif host.state is H.FENCING and held:
         state.move(Change(replace(host, state=H.SILENT), Event.HELD_BACK, held))
-    elif host.state is H.SILENT and policy.fences and not held and state.now - since > policy.fence_after:
+    elif host.state is H.SILENT and fences(state, host, policy) and not held and state.now - since > policy.fence_after:
         why = f"nothing was heard of it for {state.now - since:.0f} s"
         state.move(Change(replace(host, state=H.FENCING), Event.FENCE, why))
+
+
+def fences(state: State, host: KnownHost, policy: Policy) -> bool:
+    """Whether the site's fence command may switch the host off. A leased one is a node of the scheduler's, and may have
+    other jobs on it by now, unless the site says otherwise."""
+    lease = state.lease_of(host.name)
+    return policy.fences and (lease is None or policy.lease_from(lease.spec.partition).fence)
 
 
 def fence(state: State, host: KnownHost, why: str) -> None:
@@ -133,8 +141,10 @@ class Quorum:
     def _lack(self) -> str:
         if not self._policy.quorum:
             return ""
-        hosts, here = self._world.hosts, self._policy.here
-        others = [one for one in self._state.hosts.values() if one.name != here and one.value and not one.is_off]
+        hosts, here, leased = self._world.hosts, self._policy.here, self._state.leased
+        # Leased hosts are out of sight whenever the scheduler is.
+        known = [one for one in self._state.hosts.values() if one.name != here and one.name not in leased]
+        others = [one for one in known if one.value and not one.is_off]
         shown = sum(one.name in hosts for one in others)
         total = shown + sum(one.name not in hosts and one.drain is None for one in others)
         if not shown or shown < self._policy.quorum * total:

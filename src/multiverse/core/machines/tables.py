@@ -6,14 +6,16 @@ from collections.abc import Iterator
 
 from multiverse.core.machines.attempt import ACTING_ATTEMPTS, ATTEMPT, attempt_effect
 from multiverse.core.machines.host import HOST, host_effect
+from multiverse.core.machines.lease import ACTING_LEASES, LEASE, lease_effect
 from multiverse.core.machines.offer import OFFER, offer_effect
 from multiverse.core.machines.template import ACTING_TEMPLATES, TEMPLATE, template_effect
 from multiverse.core.machines.vm import ACTING_VMS, VM, vm_effect
-from multiverse.core.model import Attempt, HostState, KnownHost, Offer, Row, Template, Vm, VmState
+from multiverse.core.model import Attempt, HostState, KnownHost, Lease, Offer, Row, Template, Vm, VmState
 from multiverse.core.state import State
 from multiverse.core.transition import Effect, Tables
 
-TABLES = Tables({"attempt": ATTEMPT, "vm": VM, "offer": OFFER, "template": TEMPLATE, "host": HOST})
+TABLES = Tables({"attempt": ATTEMPT, "vm": VM, "offer": OFFER, "template": TEMPLATE, "host": HOST,
+                 "lease": LEASE})  # fmt: skip
 
 
 def effect_of(row: Row) -> Effect | None:
@@ -29,6 +31,8 @@ def effect_of(row: Row) -> Effect | None:
             return template_effect(row)
         case KnownHost():
             return host_effect(row)
+        case Lease():
+            return lease_effect(row)
 
 
 def permitted_effects(state: State) -> Iterator[tuple[Row, Effect]]:
@@ -47,6 +51,9 @@ def permitted_effects(state: State) -> Iterator[tuple[Row, Effect]]:
     for host in state.hosts_in(HostState.FENCING):
         if effect := host_effect(host):
             yield host, effect
+    for lease in state.leases_in(*ACTING_LEASES):
+        if effect := lease_effect(lease):
+            yield lease, effect
     for template in state.templates_in(*ACTING_TEMPLATES):
         if effect := template_effect(template):
             yield template, effect

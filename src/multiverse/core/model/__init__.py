@@ -39,7 +39,7 @@ from multiverse.core.model.job import (
 from multiverse.core.model.keys import Key, RowKind
 from multiverse.core.model.lease import (
     COMING_LEASES,
-    GRANTED_LEASES,
+    GIVEN_UP_LEASES,
     OPEN_LEASES,
     Lease,
     LeasedHost,
@@ -85,7 +85,7 @@ __all__ = [
     "COMING_LEASES",
     "ENDING_STATES",
     "FAILED_STATES",
-    "GRANTED_LEASES",
+    "GIVEN_UP_LEASES",
     "LAST_DECIMAL",
     "LAST_SERIAL",
     "LEAVING_STATES",

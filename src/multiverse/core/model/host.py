@@ -116,9 +116,10 @@ class HostState(StrEnum):
     FENCING = "fencing"  # the same, and the site's fence command is to make sure that it is off
     FENCED = "fenced"  # it is surely off, and it has not been seen since
     REMOVED = "removed"  # an operator took it out of the site; the settings do not bring it back
+    RETURNED = "returned"  # its lease has ended; it never comes back
 
 
-OFF_STATES = (HostState.FENCED, HostState.REMOVED)
+OFF_STATES = (HostState.FENCED, HostState.REMOVED, HostState.RETURNED)
 """Nothing of what was on a host in one of these states goes on."""
 
 

@@ -79,11 +79,11 @@ class LeaseState(StrEnum):
 OPEN_LEASES = (LeaseState.IDLE, LeaseState.HELD)
 """The host of a lease in one of these states takes VMs."""
 
+GIVEN_UP_LEASES = (LeaseState.ENDING, LeaseState.LOST, LeaseState.RELEASING)
+"""The host of a lease in one of these states takes no VM any more."""
+
 COMING_LEASES = (LeaseState.PLANNED, LeaseState.WAITING, LeaseState.STARTING)
 """The host of a lease in one of these states is expected to take VMs."""
-
-GRANTED_LEASES = (LeaseState.STARTING, *OPEN_LEASES, LeaseState.ENDING, LeaseState.LOST)
-"""The pilot of a lease in one of these states was seen running: its host belongs to the site."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,8 @@ class Lease:
     """A host borrowed from the scheduler, or about to be. Its host has its name, which never recurs.
 
     `since` is when it entered its state (monotonic). `pilot` is the scheduler's id of its pilot, `node` the physical
-    node, `ends` the Unix time by which the pilot has ended, as last observed.
+    node, `ends` the Unix time by which the pilot has ended, as last observed, None if nobody can tell. `used` is how
+    often VMs were claimed on its host after there had been none.
     """
 
     id: int
@@ -101,9 +102,10 @@ class Lease:
     spec: LeaseSpec
     pilot: str = ""
     node: str = ""
-    ends: float = inf
+    ends: float | None = None
     reason: str = ""
     quarantined: str = ""
+    used: int = 0
 
     @property
     def key(self) -> Key:
@@ -116,7 +118,7 @@ class Lease:
     @property
     def host(self) -> LeasedHost:
         """How its host is reached."""
-        return LeasedHost(self.spec, self.pilot, self.node, self.ends)
+        return LeasedHost(self.spec, self.pilot, self.node, inf if self.ends is None else self.ends)
 
     def releasing(self, reason: str) -> Lease:
         """Itself on its way out, its pilot to be cancelled."""

@@ -13,12 +13,13 @@ from multiverse.core.model.host import Host, HypervisorView, KnownHost
 from multiverse.core.model.identity import UserSeen
 from multiverse.core.model.job import Attempt, SchedulerView
 from multiverse.core.model.keys import Key
+from multiverse.core.model.lease import Lease
 from multiverse.core.model.offer import Offer
 from multiverse.core.model.sizes import CloneKind
 from multiverse.core.model.template import Template
 from multiverse.core.model.vm import Vm, VmSeen
 
-Row = Attempt | Vm | Template | Offer | KnownHost
+Row = Attempt | Vm | Template | Offer | KnownHost | Lease
 
 T = TypeVar("T")
 
@@ -55,12 +56,14 @@ class Forecast:
     `arrivals` is how many VMs a second jobs are given, by image. `seconds` is how long VMs lately took from claim to
     node, by image and kind. `paced` says until when the making of clones is paid for, by (host, image, kind): see
     `pacing.wait_for`. `rest` says before when the pool of an image makes no more spares, because its VMs failed.
+    `lease_rest` says the same of the leases of a partition, because the last ones failed or were of no use.
     """
 
     arrivals: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     seconds: Mapping[tuple[str, CloneKind], float] = field(default_factory=lambda: MappingProxyType({}))
     paced: Mapping[tuple[str, str, CloneKind], float] = field(default_factory=lambda: MappingProxyType({}))
     rest: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    lease_rest: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True)

@@ -36,12 +36,35 @@ def empty_drained(context: Context) -> None:
 
 
 def for_attempt(context: Context, attempt: Attempt) -> Context:
-    """The context without the hosts that are to be drained before the attempt's job has surely ended."""
+    """The context without the hosts that are to be drained before the attempt's job has surely ended, and the leased
+    ones that end before, or that it may not use."""
     state = context.state
-    if not state.closing:
+    if not state.closing and not state.leases:
         return context
     ends = surely_ends_by(context, attempt)
-    return replace(context, without=frozenset(name for name in state.closing if state.drains[name].begins < ends))
+    drained = {name for name in state.closing if state.drains[name].begins < ends}
+    return replace(context, without=frozenset(drained | _unfit_leases(context, attempt, ends)))
+
+
+def _unfit_leases(context: Context, attempt: Attempt, ends: float) -> set[str]:
+    """The leased hosts on which a job that ends by then may not be: their leases end before, or may end at any time and
+    the job could not be queued again."""
+    if not context.state.leases:
+        return set()
+    may = may_be_preempted(context, attempt)
+    return {
+        lease.name
+        for lease in context.state.leases.values()
+        if (lease.ends is not None and lease.ends < ends)
+        or not (may or context.policy.lease_from(lease.spec.partition).preemptable_ok)
+    }
+
+
+def may_be_preempted(context: Context, attempt: Attempt) -> bool:
+    """Whether the attempt's job may be on a host that is taken away at any time: it can be queued again, and has a time
+    limit."""
+    job = context.state.queue.jobs.get(attempt.job.job_id)
+    return job is not None and job.requeues and job.limit is not None
 
 
 def surely_ends_by(context: Context, attempt: Attempt) -> float:
@@ -54,7 +77,10 @@ def drained_hosts(context: Context) -> str:
     """What is said of the hosts in sight that take no VM of an attempt, each with why. Empty if there are none."""
     state = context.state
     said = []
-    for name in sorted((state.closed | context.without) & state.drains.keys() & context.in_sight.keys()):
-        reason = state.drains[name].reason
-        said.append(f"{name} ({reason})" if reason else name)
+    for name in sorted((state.closed | context.without) & context.in_sight.keys()):
+        if name in state.drains:
+            reason = state.drains[name].reason
+            said.append(f"{name} ({reason})" if reason else name)
+        elif name in state.leased:
+            said.append(f"{name} (its lease may end before the job)")
     return ", ".join(said)

@@ -11,6 +11,7 @@ from multiverse.core.provisioning.clones import Way, unable_to_make, ways_now, w
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.draining import drained_hosts
 from multiverse.core.provisioning.largest import largest_on
+from multiverse.core.provisioning.leasing import fits_on_leases
 from multiverse.core.provisioning.templates import could_hold
 from multiverse.core.runs import may_hold_earlier_run
 from multiverse.core.state import State
@@ -19,9 +20,12 @@ from multiverse.core.state import State
 def why_unfit(context: Context, attempt: Attempt) -> tuple[str, bool]:
     """Why none of the hosts that take new VMs, have the image, and make such clones of it, could hold the job, were
     they empty (empty: one could), and whether hosts may yet: those that are drained, those that cannot make such clones
-    now, those that the image can still come to, and those out of reach, of which nobody knows what they could hold."""
+    now, those that the image can still come to, those that can be leased, and those out of reach, of which nobody knows
+    what they could hold."""
     if _fits_now(context, attempt):
         return "", True
+    if context.policy.leases and fits_on_leases(context, attempt):
+        return "waiting for a host to be leased", True
     resumed = context.with_drained()
     if len(resumed.hosts) > len(context.hosts) and _fits_now(resumed, attempt):
         return f"waiting for a host that is drained: {drained_hosts(context)}", True

@@ -192,8 +192,10 @@ def _why_spent(context: Context, vm: Vm, pool: Pool) -> str:
 
 def _refill(context: Context, pool: Pool, lacking: int) -> None:
     """Plan as many spares as may be made beside what is being made for jobs: half of a turn, one at least."""
-    state, hosts, policy, kind = context.state, context.hosts, context.policy, CloneKind.INSTANT
-    room = room_of(context)
+    state, policy, kind = context.state, context.policy, CloneKind.INSTANT
+    if state.leases:  # a host is leased for jobs, and its spares would keep it
+        context = replace(context, without=context.without | state.leased)
+    hosts, room = context.hosts, room_of(context)
     able = hosts_making(context, pool.image, kind)
     templates = able.map(lambda host, _: template_size(pool.size, host, pool.image, policy))
     wish = TemplateWish(pool.image, "", templates)

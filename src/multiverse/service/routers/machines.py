@@ -6,7 +6,7 @@ from typing import Literal
 
 from fastapi import APIRouter, HTTPException
 
-from multiverse.api import HostRequest, HostsChanged, HostView, IdentityAudit, VmView
+from multiverse.api import HostRequest, HostsChanged, HostView, IdentityAudit, LeaseView, VmView
 from multiverse.config import names_of_hosts
 from multiverse.core.errors import Refused
 from multiverse.service.backend import Backend
@@ -25,6 +25,10 @@ def router(backend: Backend) -> APIRouter:
     @routes.get("/hosts")
     async def hosts() -> list[HostView]:
         return backend.hosts()
+
+    @routes.get("/leases")
+    async def leases() -> list[LeaseView]:
+        return backend.leases()
 
     @routes.post("/hosts/{verb}")
     async def change_hosts(verb: Literal["add", "drain", "resume", "remove"], request: HostRequest) -> HostsChanged:

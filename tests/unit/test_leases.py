@@ -1,0 +1,446 @@
+"""Leases: when a host is leased and given back, and what the end of a pilot means."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from multiverse.config import Settings
+from multiverse.core.errors import Refused, Unknown
+from multiverse.core.machines.host import fences
+from multiverse.core.machines.lease import unexplained_pilots
+from multiverse.core.model import (
+    Drain,
+    HostState,
+    JobState,
+    LeaseState,
+    PilotSeen,
+    PilotState,
+    SchedulerView,
+    Size,
+    VmCondition,
+    VmSeen,
+    VmState,
+)
+from multiverse.core.transition import Command, Done, EffectKind
+from multiverse.service.agents import PilotTransport, connect_agents
+from tests.unit.lease_harness import LEASING, PHYSICAL, LeaseHarness
+
+L, P = LeaseState, PilotState
+
+
+# --- when one is asked for ---------------------------------------------------------------------------
+
+
+def test_a_lease_is_asked_for_when_a_job_has_waited_for_room() -> None:
+    site = LeaseHarness()
+    site.full()
+    site.waiting_job()
+    site.run()
+    site.pass_time(PHYSICAL.min_wait - 3.0)
+    site.run()
+    assert not site.state.leases, "not before it has waited long enough"
+    site.pass_time(3.0)
+    site.run()
+    lease = site.lease
+    assert (lease.state, lease.spec.partition, lease.spec.time_limit) == (L.PLANNED, "physical", 3600.0)
+    assert lease.name.startswith("lease-test0-") and lease.spec.token and site.effects() == [EffectKind.REQUEST]
+    assert lease.name not in site.state.hosts, "its host is none of the site's as yet"
+
+
+@pytest.mark.parametrize(
+    ("job", "why"),
+    [
+        ({"size": Size(9, 100)}, "no node is so large"),
+        ({"size": Size(4, 9000)}, "nor has so much memory"),
+        ({"limit": 3600.0}, "it would not end within a lease"),
+        ({"limit": 3520.0}, "nor would it if the agent and the template took their time"),
+        ({"limit": None}, "nobody knows when it ends"),
+        ({"requeues": False}, "it could not be queued again"),
+        ({"eligible": False}, "it waits for something else"),
+        ({"nodes": 5}, "as many nodes may not be leased"),
+    ],
+)
+def test_no_lease_is_asked_for_a_job_that_could_not_be_on_it(job: dict[str, object], why: str) -> None:
+    site = LeaseHarness()
+    site.full()
+    site.waiting_job(**job)  # type: ignore[arg-type]
+    site.run_for(60.0)
+    assert not site.state.leases, why
+
+
+def test_a_site_may_let_jobs_that_cannot_be_queued_again_use_its_leases() -> None:
+    site = LeaseHarness(replace(LEASING, leases=(replace(PHYSICAL, preemptable_ok=True),)))
+    site.full()
+    site.waiting_job(requeues=False)
+    site.run_for(14.0)
+    assert site.lease.state is L.PLANNED
+
+
+def test_nothing_is_leased_from_a_partition_of_which_nothing_is_known() -> None:
+    site = LeaseHarness()
+    site.leasable = {}
+    site.full()
+    site.waiting_job(size=Size(4, 100))
+    site.run_for(30.0)
+    assert not site.state.leases
+
+
+def test_capacity_that_is_being_leased_is_counted_before_more_is_asked_for() -> None:
+    """A node of 8 CPUs holds two of these jobs; of four, two nodes are needed, and no more than two may be leased."""
+    site = LeaseHarness()
+    site.full()
+    site.waiting_job("7")
+    site.waiting_job("8", rank=1)
+    site.run_for(30.0)
+    assert len(site.state.leases) == 1
+    site.waiting_job("9", rank=2)
+    site.run_for(30.0)
+    assert len(site.state.leases) == 2
+    for number in range(10, 14):
+        site.waiting_job(str(number), rank=number)
+    site.run_for(30.0)
+    assert len(site.state.leases) == 2
+
+
+def test_a_job_of_several_nodes_gets_all_of_its_leases_or_none() -> None:
+    site = LeaseHarness()
+    site.full()
+    site.waiting_job(nodes=4)
+    site.run_for(30.0)
+    assert len(site.state.leases) == 2
+    site.state.leases.clear()
+    other = LeaseHarness(replace(LEASING, leases=(replace(PHYSICAL, most=1),)))
+    other.full()
+    other.waiting_job(nodes=4)
+    other.run_for(30.0)
+    assert not other.state.leases
+
+
+def test_a_job_that_fits_only_on_a_leased_host_waits_and_is_not_cancelled() -> None:
+    site = LeaseHarness()
+    site.waiting_job(size=Size(6, 1000))
+    site.run()
+    assert site.reasons["7"] == "waiting for a host to be leased"
+    site.run_for(14.0)
+    assert site.lease.state is L.PLANNED and site.attempt().state == "queued"
+
+
+def test_a_lease_that_is_not_needed_any_more_before_it_is_granted_is_given_up() -> None:
+    site = LeaseHarness()
+    lease = site.until_asked()
+    site.pilot(lease)
+    site.run()
+    assert site.lease.state is L.WAITING and site.effects() == []
+    del site.jobs["7"]
+    site.run()
+    assert site.lease.state is L.RELEASING and site.effects() == [EffectKind.GIVE_BACK]
+
+
+def test_after_leases_of_no_use_nothing_is_leased_for_a_while() -> None:
+    site = LeaseHarness()
+    site.rest = {"physical": site.clock.time + 100.0}
+    site.full()
+    site.waiting_job()
+    site.run_for(40.0)
+    assert not site.state.leases
+    site.pass_time(100.0)
+    site.run()
+    assert site.lease.state is L.PLANNED
+
+
+# --- its pilot ---------------------------------------------------------------------------------------
+
+
+def test_the_host_of_a_lease_belongs_to_the_site_once_its_pilot_runs_and_takes_vms_once_it_is_in_sight() -> None:
+    site = LeaseHarness()
+    lease = site.until_asked()
+    site.pilot(lease, state=P.RUNNING, node="p1", ends=site.clock.wall() + 3600.0)
+    site.run()
+    assert (site.lease.state, site.lease.pilot, site.lease.node) == (L.STARTING, "50", "p1")
+    assert site.state.hosts[lease.name].id == -lease.id and lease.name in site.state.leased_hosts()
+    assert lease.name in site.state.closed
+    site.answering.add(lease.name)
+    site.run()
+    assert site.lease.state is L.IDLE and lease.name not in site.state.closed
+    site.with_template()
+    assert site.lease.state is L.HELD and site.attempt(2).state == "claimed"
+    assert [vm.host for vm in site.all_vms(2)] == [lease.name]
+
+
+def test_the_agent_of_a_pilot_has_a_time_to_answer() -> None:
+    site = LeaseHarness()
+    lease = site.until_asked()
+    site.pilot(lease, state=P.RUNNING, node="p1")
+    site.run()
+    site.run_for(PHYSICAL.start_timeout - 4.0)
+    assert site.lease.state is L.STARTING
+    site.scheduler_known = False
+    site.run_for(60.0)
+    assert site.lease.state is L.STARTING, "while nothing is known of the scheduler, nothing is concluded"
+    site.scheduler_known = True
+    site.run()
+    assert site.lease.state is L.RELEASING and "did not answer" in site.lease.reason
+
+
+def test_a_lease_whose_request_is_refused_is_given_up_and_one_without_a_reply_is_asked_for_again() -> None:
+    site = LeaseHarness()
+    lease = site.until_asked()
+    site.run(Done(lease.key, EffectKind.REQUEST, "planned", Unknown("no reply")))
+    assert site.lease.state is L.PLANNED
+    site.run(Done(lease.key, EffectKind.REQUEST, "planned", Refused("no such account")))
+    assert site.lease.state is L.RELEASING and site.lease.reason == "no such account"
+
+
+def test_absence_counts_only_after_the_last_cancellation_has_ended() -> None:
+    site = LeaseHarness()
+    lease = site.until_asked()
+    site.run(Done(lease.key, EffectKind.REQUEST, "planned", Refused("no such account")))
+    site.run()
+    assert site.lease.state is L.RELEASING, "its cancellation has not ended"
+    site.ended(lease.key)
+    site.run()
+    assert lease.id not in site.state.leases and L.GONE in [one.state for one in site.store.leases()]
+
+
+def test_a_pilot_that_is_granted_after_its_lease_was_given_up_is_cancelled() -> None:
+    site = LeaseHarness()
+    lease = site.until_asked()
+    site.run(Done(lease.key, EffectKind.REQUEST, "planned", Refused("no such account")))
+    site.pilot(lease, state=P.RUNNING, node="p1")
+    site.ended(lease.key)
+    site.run()
+    assert site.lease.state is L.RELEASING and site.effects() == [EffectKind.GIVE_BACK]
+    site.ends(state=P.ENDED, clean=True)
+    site.ended(lease.key)
+    site.run()
+    assert lease.id not in site.state.leases
+    late = SchedulerView(pilots={"51": PilotSeen(lease.name, lease.spec.token, P.RUNNING)})
+    assert unexplained_pilots(site.state.leases, late) == [(lease.name, "51")]
+
+
+def test_pilots_that_no_lease_explains_are_found() -> None:
+    site = LeaseHarness()
+    lease = site.until_asked()
+    site.pilot(lease, "60", state=P.PENDING)
+    site.pilot(lease, "61", state=P.RUNNING, node="p1")
+    site.run()
+    assert site.lease.pilot == "61", "the one that has come farthest"
+    site.pilots["62"] = PilotSeen(lease.name, "another token", P.PENDING)
+    site.pilots["63"] = PilotSeen("lease-test0-zzz", "t", P.RUNNING)
+    site.pilots["64"] = PilotSeen("lease-test0-zzy", "t", P.ENDED)
+    site.observe()
+    assert site.world.scheduler is not None
+    found = unexplained_pilots(site.state.leases, site.world.scheduler.value)
+    assert found == [(lease.name, "60"), (lease.name, "62"), ("lease-test0-zzz", "63")]
+
+
+# --- giving back -------------------------------------------------------------------------------------
+
+
+def test_a_host_without_vms_is_given_back_after_its_idle_time() -> None:
+    site = LeaseHarness()
+    lease = site.until_idle()
+    del site.jobs["7"]
+    site.run_for(PHYSICAL.idle - 4.0)
+    assert site.lease.state is L.IDLE
+    site.run_for(6.0)
+    assert site.lease.state is L.RELEASING and lease.name in site.state.closed
+    site.ended(lease.key)
+    site.ends(state=P.ENDED, clean=True)
+    site.run()
+    assert not site.state.leases and lease.name not in site.state.hosts
+    assert not site.state.templates_on(lease.name), "what was on it has gone with it"
+    assert not site.state.claims_in(lease.name)
+
+
+def test_a_host_that_a_job_is_about_to_use_is_kept_but_not_for_ever() -> None:
+    site = LeaseHarness()
+    site.until_idle()
+    site.run_for(PHYSICAL.idle + 10.0)
+    assert site.lease.state is L.IDLE, "the job waits for its template there"
+    site.run_for(5 * PHYSICAL.idle)
+    assert site.lease.state is L.RELEASING
+
+
+def test_a_host_with_a_vm_is_kept_and_its_idle_time_begins_when_the_last_one_has_gone() -> None:
+    site = LeaseHarness(replace(LEASING, leases=(replace(PHYSICAL, idle=20.0),)))
+    lease, vm = site.until_held()
+    site.run_for(30.0)
+    assert site.lease.state is L.HELD
+    del site.jobs["7"]
+    site.run()
+    site.run()
+    site.ended(vm.key)
+    site.run()
+    assert site.lease.state is L.IDLE and site.lease.used == 1 and not site.state.vms_on(lease.name)
+
+
+def test_an_operator_who_drains_a_leased_host_has_it_given_back_once_it_is_empty() -> None:
+    site = LeaseHarness()
+    lease, vm = site.until_held()
+    drain = Command("drain", lease.name, drain=Drain(0.0, "they need it"))
+    site.run(drain)
+    assert site.lease.state is L.HELD
+    del site.jobs["7"]
+    site.run()
+    site.run()
+    site.ended(vm.key)
+    site.run()
+    site.run()
+    assert site.lease.state is L.RELEASING and site.lease.reason == "they need it"
+
+
+def test_a_leased_host_is_not_removed_from_the_site_but_given_back() -> None:
+    site = LeaseHarness()
+    lease = site.until_idle()
+    site.run(Command("remove", lease.name))
+    ((_, refused),) = site.state.refusals
+    assert "leased" in str(refused) and "drain" in (refused.hint or "")
+
+
+# --- which jobs ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("limit", "placed"), [(500.0, True), (700.0, False)])
+def test_a_job_is_placed_only_where_the_lease_lasts_longer(limit: float, placed: bool) -> None:
+    site = LeaseHarness()
+    site.until_idle(seconds=620.0)
+    site.waiting_job(limit=limit)
+    site.with_template()
+    assert bool(site.state.vms_on(site.lease.name) if site.state.leases else False) is placed
+
+
+def test_a_job_that_cannot_be_queued_again_is_not_placed_on_a_leased_host() -> None:
+    site = LeaseHarness()
+    site.until_idle()
+    site.waiting_job(requeues=False)
+    site.with_template()
+    assert not site.state.vms_on(site.lease.name)
+
+
+# --- the end of a pilot ------------------------------------------------------------------------------
+
+
+def running_on_lease(site: LeaseHarness) -> str:
+    """The waiting job runs on the leased host; the name of its VM."""
+    lease, vm = site.until_held()
+    site.vms_on[lease.name] = {vm.name: VmSeen(vm.name, lease.name, VmCondition.PARKED, token=vm.token)}
+    site.run()
+    site.vms_on[lease.name] = {vm.name: VmSeen(vm.name, lease.name, VmCondition.RUNNING, token=vm.token)}
+    site.node(vm.name)
+    site.ended(vm.key)
+    site.run()
+    attempt = site.attempt(2)
+    site.ended(attempt.key)
+    site.jobs["7"] = replace(
+        site.jobs["7"], state=JobState.RUNNING, nodes=(vm.name,), gated=False, pinned=attempt.feature
+    )
+    site.run()
+    assert site.state.vms[vm.id].state is VmState.SERVING
+    return vm.name
+
+
+def test_while_a_pilot_ends_its_host_takes_no_vm_and_its_jobs_are_queued_again() -> None:
+    site = LeaseHarness()
+    name = running_on_lease(site)
+    site.ends(state=P.ENDING, reason="PREEMPTED")
+    site.run()
+    vm = site.state.vms[site.state.vm_named[name]]
+    assert site.lease.state is L.ENDING and site.lease.name in site.state.closed
+    assert vm.state is VmState.ENDING and "PREEMPTED" in vm.reason, "its node is set DOWN, and the reason is told"
+
+
+def test_the_end_of_a_pilot_whose_node_answered_is_that_of_its_vms() -> None:
+    site = LeaseHarness()
+    name = running_on_lease(site)
+    lease = site.lease
+    site.answering.clear()
+    site.ends(state=P.ENDED, clean=True, reason="TIMEOUT")
+    site.run()
+    assert site.lease.state is L.RELEASING and site.state.hosts[lease.name].state is HostState.FENCED
+    vm = site.state.vms[site.state.vm_named[name]]
+    site.jobs["7"] = replace(site.jobs["7"], state=JobState.PENDING, nodes=(), gated=True, pinned=None)
+    site.nodes.clear()
+    site.ended(vm.key)
+    site.ended(lease.key)
+    site.run()
+    site.run()
+    assert not site.state.leases and name not in site.state.vm_named
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_pilot_whose_node_did_not_answer_leaves_a_host_that_is_fenced_like_any_other(shown: bool) -> None:
+    site = LeaseHarness()
+    name = running_on_lease(site)
+    lease = site.lease
+    site.answering.clear()
+    if shown:
+        site.ends(state=P.ENDED, reason="NODE_FAIL")
+    else:
+        site.pilots.clear()
+    site.run_for(30.0)
+    assert site.lease.state is L.LOST and site.effects() == [EffectKind.GIVE_BACK], "one that comes back is cancelled"
+    assert site.state.hosts[lease.name].state is not HostState.FENCED
+    assert not site.state.vms[site.state.vm_named[name]].leaving
+    if shown:
+        site.ends(clean=True)  # the node has been rebooted
+        site.run()
+    else:
+        site.run(Command("fence", lease.name))
+    assert site.lease.state is L.RELEASING and site.state.hosts[lease.name].state is HostState.FENCED
+
+
+def test_a_pilot_that_vanishes_from_an_empty_host_leaves_nothing() -> None:
+    site = LeaseHarness()
+    lease = site.until_idle()
+    site.pilots.clear()
+    site.answering.clear()
+    site.run()
+    assert site.lease.state is L.RELEASING
+    site.ended(lease.key)
+    site.run()
+    assert not [one for one in site.state.leases.values() if one.id == lease.id]
+
+
+@pytest.mark.parametrize("change", [{"restarts": 1}, {"state": P.PENDING, "restarts": 1}])
+def test_a_pilot_that_was_queued_again_is_given_up(change: dict[str, object]) -> None:
+    site = LeaseHarness()
+    running_on_lease(site)
+    site.ends(**change)
+    site.run()
+    assert site.lease.state is L.LOST, "whether its first node has ended its VMs is not known"
+    site.ends(state=P.ENDED, clean=True)
+    site.run()
+    assert site.lease.state is L.RELEASING
+
+
+def test_an_outage_of_the_scheduler_ends_no_lease() -> None:
+    site = LeaseHarness()
+    name = running_on_lease(site)
+    site.scheduler_known = False
+    site.answering.clear()
+    site.run_for(300.0, step=10.0)
+    assert site.lease.state is L.HELD
+    site.scheduler_known = True
+    site.answering.add(site.lease.name)
+    site.run()
+    assert site.lease.state is L.HELD and site.state.vms[site.state.vm_named[name]].state is VmState.SERVING
+
+
+def test_a_leased_host_is_fenced_by_command_only_where_the_site_says_so() -> None:
+    for allowed in (False, True):
+        policy = replace(LEASING, fences=True, leases=(replace(PHYSICAL, fence=allowed),))
+        site = LeaseHarness(policy)
+        lease = site.until_idle()
+        assert fences(site.state, site.state.hosts[lease.name], policy) is allowed
+        assert fences(site.state, site.state.hosts["h1"], policy)
+
+
+def test_a_controller_that_starts_reaches_leased_hosts_by_their_pilots() -> None:
+    site = LeaseHarness()
+    lease = site.until_idle()
+    agents = {one.name: one.connection for one in connect_agents(Settings(), site.store).sources}
+    assert isinstance(agents[lease.name]._transport, PilotTransport)
+    assert not isinstance(agents["localhost"]._transport, PilotTransport)
