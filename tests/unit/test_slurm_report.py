@@ -58,6 +58,14 @@ def test_another_run_is_not_told(job: dict[str, str]) -> None:
     assert slurm.written == []
 
 
+@pytest.mark.parametrize("others", ["Of a plugin", "it's of a plugin", 'of "a plugin" [multiverse: instant on h0]'])
+def test_what_others_wrote_is_not_written_in_small_letters(others: str) -> None:
+    slurm = Slurm(others)
+    with pytest.raises(Refused, match="what others wrote"):
+        slurm.report()
+    assert slurm.written == []
+
+
 def test_a_job_that_slurm_has_forgotten_is_gone() -> None:
     slurm = Slurm(JobArrayID="7_2")
     with pytest.raises(Gone):

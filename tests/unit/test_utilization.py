@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import random
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import httpx
 import pytest
+from rich.console import Console
 
 from multiverse.agent.protocol import OLDEST, PROTOCOL
 from multiverse.api import UsagePoint, UtilizationView, decode
+from multiverse.cli import render
+from multiverse.cli.commands import build
+from multiverse.client import Client
 from multiverse.controller import utilization
 from multiverse.controller.utilization import UtilizationRecorder
 from multiverse.core.errors import Exhausted, Gone, MultiverseError, Refused, Unknown
@@ -90,7 +97,7 @@ def test_an_agent_tells_what_was_used_and_its_load() -> None:
             assert samples.asked == [(15.0, "mvtest0-")]
             assert found == {"h1": await samples.usage(15.0, "mvtest0-")}
             views = [await source.observe() for source in one.hypervisor.sources]
-            assert [host.load for view in views for host in view.hosts.values()] == [None, Load(1.5, 1024)]
+            assert [host.load for view in views for host in view.hosts.values()] == [Load(0.0, 0), Load(1.5, 1024)]
             with pytest.raises(Refused, match="samples nothing"):
                 await one.hypervisor.used("h0", 15.0)
             with pytest.raises(Gone):
@@ -302,6 +309,39 @@ def test_hosts_and_vms_are_shown_with_what_they_use_and_have_used() -> None:
     points = decode(list[UsagePoint], asyncio.run(get(f"/utilization/{vm.name}/history")).json())
     assert [(point.wall, point.usage.cpus) for point in points] == [(wall - 1800, 4.0), (wall - 120, 2.0)]
     assert asyncio.run(get("/utilization/mvt-99/history")).status_code == 404
+
+
+def printed(width: int, *words: str) -> list[str]:
+    """What the command prints in so many columns, of a host and a VM with long names and large figures."""
+    large = asdict(usage(31.25, 151_234.0))
+    views = [
+        UtilizationView("host", "node01.example", "", "", 64, 262_144, None, None, None),
+        UtilizationView("vm", "mvab12c-12345678", "node01.example", "12345678_1", 8, 65536, None, None, None),
+    ]
+    shown = [{**asdict(view), "now": large, "five_minutes": large, "hour": None} for view in views]
+    room = {"cpus": 12, "memory": 65536, "disk": 1}
+    documents = {
+        "history": [{"wall": 1_764_000_000, "span": 3600, "usage": large}],
+        "compatible": [{"name": "node01.example", "free": room, "claim": room, "holds": 3, "use": 0.123}],
+        "utilization": shown,
+    }
+    console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
+    with (
+        mock.patch.object(render, "console", console),
+        mock.patch.object(Client, "_call", lambda _, __, path, **more: documents[path.rpartition("/")[2]]),
+    ):
+        build(["utilization"])(["utilization", *words], prog_name="multiverse", standalone_mode=False)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [80, 140])
+@pytest.mark.parametrize("words", [(), ("--history", "node01.example"), ("compatible", "-c", "4", "--mem", "8G")])
+def test_the_command_fits_the_terminal_and_cuts_nothing(width: int, words: tuple[str, ...]) -> None:
+    lines = printed(width, *words)
+    assert max(map(len, lines)) <= width and not [line for line in lines if "…" in line]
+    assert any("31.2" in line or "12%" in line for line in lines)
+    assert ("WAITING" in lines[1]) == (width == 140 and not words)
 
 
 def test_errors_are_none_of_ours() -> None:

@@ -15,9 +15,6 @@ from multiverse.cli import render
 from multiverse.client import Client
 from multiverse.core.errors import Refused
 
-WIDE = 140
-"""Columns of a terminal from which on all figures are shown."""
-
 UNKNOWN = "–"
 
 _UNITS = {"K": 1, "": 1024, "M": 1024, "G": 1024**2, "T": 1024**3}
@@ -37,7 +34,9 @@ def utilization(
     """Show what hosts and VMs use: now, and as means of the last five minutes and of the last hour.
 
     A host counts with all processes on it; a VM with its process on the host, which includes the guest's own kernel,
-    daemons and page cache. Memory that a guest has used once stays with its VM until the VM ends."""
+    daemons and page cache. Memory that a guest has used once stays with its VM until the VM ends. From 140 columns on:
+    the memory that was used lately, bytes per second on the network and on disks, and the shares of the time in which
+    a process waited for CPU, memory and disks."""
     if context.invoked_subcommand is not None:
         return
     with Client() as client:
@@ -86,14 +85,14 @@ def _mebibytes(text: str) -> int:
 
 
 def _table(found: Sequence[UtilizationView]) -> Table:
-    wide = render.console.width >= WIDE
+    wide = render.is_wide()
     columns = ("CPUS", "5 MIN", "HOUR", "MEMORY", "5 MIN", "HOUR")
-    more = ("ACTIVE", "NETWORK IN", "OUT", "DISK READ", "WRITTEN", "PRESSURE") if wide else ()
+    more = ("ACTIVE", "IN/S", "OUT/S", "READ/S", "WRITTEN/S", "WAITING") if wide else ()
     table = render.table("NAME", "JOB", *columns, *more, right=(*columns, *more))
     for one in found:
         spans = (one.now, one.five_minutes, one.hour)
         cpus = [_number(usage.cpus) if usage else UNKNOWN for usage in spans]
-        memory = [render.memory(usage.memory) if usage else UNKNOWN for usage in spans]
+        memory = [_memory(usage.memory) if usage else UNKNOWN for usage in spans]
         if one.cpus:
             cpus[0] += f" of {one.cpus}"
         name = one.name if one.kind == "host" else f"  {one.name}"
@@ -105,7 +104,7 @@ def _more(usage: UsageView | None) -> list[str]:
     if usage is None:
         return [UNKNOWN] * 6
     rates = [_rate(value) for value in (usage.received, usage.sent, usage.read, usage.written)]
-    active = UNKNOWN if usage.active is None else render.memory(usage.active)
+    active = UNKNOWN if usage.active is None else _memory(usage.active)
     return [active, *rates, _pressure(usage)]
 
 
@@ -116,7 +115,7 @@ def _pressure(usage: UsageView) -> str:
 
 
 def _history(found: Sequence[UsagePoint]) -> Table:
-    columns = ("FOR", "CPUS", "MOST", "MEMORY", "MOST", "IN", "OUT", "READ", "WRITTEN")
+    columns = ("FOR", "CPUS", "MOST", "MEMORY", "MOST", "IN/S", "OUT/S", "READ/S", "WRITTEN/S")
     table = render.table("FROM", *columns, right=columns)
     for one in found:
         used = one.usage
@@ -126,8 +125,8 @@ def _history(found: Sequence[UsagePoint]) -> Table:
             "hour" if one.span == 3600 else "min",
             _number(used.cpus),
             _number(used.cpus_peak),
-            render.memory(used.memory),
-            render.memory(used.memory_peak),
+            _memory(used.memory),
+            _memory(used.memory_peak),
             *map(_rate, rates),
         )
     return table
@@ -137,9 +136,14 @@ def _number(cpus: float) -> str:
     return f"{cpus:.2f}" if cpus < 10 else f"{cpus:.1f}"
 
 
+def _memory(mib: float) -> str:
+    """A size given in MiB, as short as it can be read."""
+    return f"{mib / 1024:.1f}G" if mib >= 1000 else f"{mib:.0f}M"
+
+
 def _rate(value: float) -> str:
-    """Bytes per second."""
-    for unit, size in (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
+    """Bytes per second, in powers of ten."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
-            return f"{value / size:.1f} {unit}"
-    return "0" if value < 1 else f"{value:.0f} B/s"
+            return f"{value / size:.1f}{unit}"
+    return "0" if value < 1 else f"{value:.0f}"

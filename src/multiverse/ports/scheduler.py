@@ -101,7 +101,7 @@ class Reports(Protocol):
     async def report(self, job: JobRef, text: str) -> None:
         """Leave one line for the user of a job that has ended, or is completing, in the job's accounting, in place of
         those of `explain` and `pin`. `Gone` or `Stale` if the scheduler knows this run no more, `Refused` if it has no
-        accounting."""
+        accounting, or if what others wrote would not stay as it is."""
         ...
 
 

@@ -14,6 +14,7 @@ from multiverse.core.model import (
     HypervisorView,
     Identity,
     ImageDisk,
+    Load,
     Size,
     TemplateCondition,
     TemplateKey,
@@ -409,12 +410,19 @@ class Machines:
         left = 0 if host in self.full else None
         images, disks = self._images(host), self._disks()
         seen = replace(self.hosts[host], images=images, disks=disks, available=available, available_disk=left)
+        seen = replace(seen, load=self._load(host))
         templates = {
             which: replace(template, held=self._held(template))
             for which, template in sorted(self.templates.items())
             if which.host == host
         }
         return HypervisorView({host: seen}, vms, templates)
+
+    def _load(self, host: str) -> Load:
+        """Guests that run use all their CPUs."""
+        running = [one for one in self.vms.values() if one.spec.host == host and one.condition is VmCondition.RUNNING]
+        cpus = sum((one.size or one.spec.size).cpus for one in running)
+        return Load(float(cpus), int(sum(one.private(self._now()) for one in running)) // 64 * 64)
 
     # --- checks
 

@@ -55,6 +55,13 @@ def compose(present: str, text: str) -> str:
     return _OURS.sub(lambda _: ours, present, count=1)
 
 
+def survives_sacctmgr(present: str) -> bool:
+    """Whether the text of others in an AdminComment stays as it is if sacctmgr writes the comment: sacctmgr of 22.05
+    turns letters into small ones, and quotes into backquotes (`strip_quotes` in slurm_protocol_api.c)."""
+    others = _OURS.sub("", present, count=1)
+    return others == others.lower() and not {'"', "'"} & set(others)
+
+
 # --- the records of waiting jobs -------------------------------------------------------------------
 
 

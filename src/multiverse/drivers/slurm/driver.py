@@ -13,7 +13,14 @@ from multiverse.drivers.slurm import bootstrap as node_bootstrap
 from multiverse.drivers.slurm import conf, parse, requirements, site_conf
 from multiverse.drivers.slurm.account import NameService
 from multiverse.drivers.slurm.command import Execute, SlurmCommands, execute
-from multiverse.drivers.slurm.comment import CommentTurns, compose, plain_line, updates, waiting_records
+from multiverse.drivers.slurm.comment import (
+    CommentTurns,
+    compose,
+    plain_line,
+    survives_sacctmgr,
+    updates,
+    waiting_records,
+)
 from multiverse.drivers.slurm.delete import NodeDeleter
 from multiverse.drivers.slurm.leases import SlurmLeases
 from multiverse.drivers.slurm.offers import OfferFiles, OffersSeen, SlurmOffers
@@ -237,10 +244,13 @@ class SlurmScheduler:
 
     async def report(self, job: JobRef, text: str) -> None:
         """See `ports.Reports`. slurmctld changes nothing of a job that has ended, or is completing ("Job has already
-        finished"). slurmdbd does, in the record of the job that has this id and was submitted last."""
+        finished"). slurmdbd does, in the record of the job that has this id and was submitted last. sacctmgr of 22.05
+        writes small letters only; where others wrote other ones, nobody is told."""
         current = await self._reread(job)
         if current.pending or current.active or current.requeued:
             raise Stale(f"job {job.job_id} is {current.state.lower()}")
+        if not survives_sacctmgr(current.comment):
+            raise Refused(f"sacctmgr would change what others wrote into the AdminComment of job {job.job_id}")
         comment = compose(current.comment, text)
         if comment != current.comment:
             which = ("where", f"jobid={job.job_id}")
