@@ -48,7 +48,7 @@ def test_other_users_have_access_to_public_paths_only(
     for needed in ("controller/multiverse.db", "run/api.sock", "run/inbox", "munge/key", "run/vms", "controller/vms",
                    "log/controller.log"):  # fmt: skip
         assert root / needed in things
-    for uid in (lab.other.uid, lab.user.uid):  # the owner of the job has no more access than others
+    for uid in (lab.other.uid, 65534, lab.user.uid):  # the owner of the job has no more access than others
         found = {path: words for path, words in allowed(things, uid).items() if path not in (root, lab.where.memory)}
         assert {word for words in found.values() for word in words} == {"read", "connect"}
         sockets = {path for path, words in found.items() if "connect" in words}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -248,6 +249,21 @@ def test_a_host_that_closes_before_the_job_ends_is_passed_over_for_that() -> Non
     cluster.waits(3, 2, limit=10.0)
     cluster.run()
     assert verdicts(cluster, 2)["to be drained before the job has surely ended (a new kernel)"] == ("h1",)
+
+
+def test_a_host_that_is_closed_without_an_operators_word_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(hosts=3)
+    cluster.runs(1, 4, ends=500.0, on="h3")
+    cluster.waits(2, 2, nodes=9)
+    cluster.run()
+    assert cluster.state is not None
+    without = replace(cluster.context(), without=frozenset({"h1"}))
+    monkeypatch.setattr("multiverse.core.provisioning.host_verdicts.for_attempt", lambda *_: without)
+    cluster.state.close_hosts(frozenset({"h2"}), frozenset())
+    row = attempt(A.QUEUED, id=3, job="3")
+    found = {one.hosts: one.why for one in host_verdicts(cluster.context(), row)}
+    assert found["h1",] == "leased, and the lease may end before the job"
+    assert found["h2",] == "takes no new VM"
 
 
 runs = st.tuples(st.integers(1, 3), st.integers(1, 4))

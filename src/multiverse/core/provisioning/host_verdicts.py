@@ -96,12 +96,14 @@ class _Judge:
         return self._of_open(name, host, self._choice.sizes[name])
 
     def _closed(self, name: str) -> str:
-        """Why the host takes no VM of the attempt, by an operator's word."""
+        """Why the host takes no VM of the attempt whatever is free: by an operator's word, or its lease's."""
         context = self._context
         if name not in context.closed:
             return ""
         drain = context.state.drains.get(name)
-        reason = f" ({drain.reason})" if drain is not None and drain.reason else ""
+        if drain is None:
+            return "leased, and the lease may end before the job" if name in context.without else "takes no new VM"
+        reason = f" ({drain.reason})" if drain.reason else ""
         return ("to be drained before the job has surely ended" if name in context.without else "drained") + reason
 
     def _of_open(self, name: str, host: Host, template: Size) -> _Finding:
