@@ -16,7 +16,7 @@ from typer.main import get_command
 
 from multiverse.api import Alert, HostView, SizeView, StatusView
 from multiverse.cli.commands import build
-from multiverse.config import HostSettings, QemuSettings, Settings, SlurmSettings, UsersSettings
+from multiverse.config import HostSettings, QemuSettings, Settings, SlurmSettings, UsersSettings, WebSettings
 from multiverse.drivers.slurm import catches, install
 from multiverse.drivers.slurm.auth import munge_socket
 from multiverse.drivers.slurm.requirements import Finding, Level, Version
@@ -188,9 +188,10 @@ def port() -> Iterator[int]:
 
 
 def test_ports_at_which_nobody_answers_are_found(port: int) -> None:
-    def ports(slurmctld: int, users: int) -> list[str]:
+    def ports(slurmctld: int, users: int, web: int = 0) -> list[str]:
         slurm = SlurmSettings(controller_address="127.0.0.1")
-        settings = Settings(slurm=slurm, users=UsersSettings(listen="127.0.0.1", port=users))
+        page = WebSettings(listen=f"127.0.0.1:{web}" if web else "")
+        settings = Settings(slurm=slurm, users=UsersSettings(listen="127.0.0.1", port=users), web=page)
         return [each.name for each in doctor._ports(settings, SiteConf(f"SlurmctldPort={slurmctld}-{slurmctld + 1}\n"))]
 
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -198,6 +199,8 @@ def test_ports_at_which_nobody_answers_are_found(port: int) -> None:
     assert ports(port, port) == []
     assert ports(closed, port) == [f"127.0.0.1:{closed}"]
     assert ports(port, closed) == [f"127.0.0.1:{closed}"]
+    assert ports(port, port, web=port) == []
+    assert ports(port, port, web=closed) == [f"127.0.0.1:{closed}"]
 
 
 def test_the_munge_that_slurm_uses_is_the_one_that_is_tried(tmp_path: Path) -> None:

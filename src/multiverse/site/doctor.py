@@ -18,7 +18,7 @@ from pathlib import Path
 
 from multiverse.api import HostView, StatusView, decode
 from multiverse.client import Client
-from multiverse.config import Settings, host_names
+from multiverse.config import Settings, host_names, web_address
 from multiverse.core.errors import MultiverseError
 from multiverse.drivers.slurm import catches, conf, requirements, site_conf
 from multiverse.drivers.slurm.auth import munge_socket
@@ -154,7 +154,7 @@ def names(site: SiteConf) -> Iterator[Finding]:
 
 
 def _ports(settings: Settings, site: SiteConf) -> Iterator[Finding]:
-    """Whether slurmctld listens where guests look for it, and the daemon where users of other machines do."""
+    """Whether slurmctld listens where guests look for it, and the daemon where users and the reverse proxy do."""
     port = int(site.value("SlurmctldPort", str(SLURMCTLD_PORT)).partition("-")[0])
     chosen = settings.slurm.controller_address
     addresses = [one.strip() for one in chosen.split(",")] if chosen else []
@@ -176,6 +176,14 @@ def _ports(settings: Settings, site: SiteConf) -> Iterator[Finding]:
             f"{users.listen}:{users.port}",
             f"users of other machines ask there, and nobody answers: {why}",
             "start the daemon, or see users.listen in the settings",
+        )
+    web = web_address(settings.web.listen) if settings.web.listen else None
+    if web and (why := unreachable(*web)):
+        yield Finding(
+            Level.PROBLEM,
+            settings.web.listen,
+            f"the web page is to be there, and nobody answers: {why}",
+            "start the daemon, or see web.listen in the settings",
         )
 
 
