@@ -153,6 +153,10 @@ def test_a_batch_job_runs_in_a_vm_and_is_accounted_for(machine: SiteMachine) -> 
     asked = ("sacct", "-nXP", "-o", "Account,State,ExitCode,Partition,NodeList", "-j", done.stdout.strip())
     row = until("the job is accounted for", lambda: _over(machine.run(*asked).stdout))
     assert re.fullmatch(r"physics\|FAILED\|7:0\|vmrun\|mv\w+-\w+\n", row), row
+    told = machine.run("multiverse", "explain", done.stdout.strip(), uid=ADA_UID).stdout
+    assert "FAILED" in told, "its user may ask, without root"
+    refused = machine.run("multiverse", "explain", done.stdout.strip(), uid=SLURM_UID, check=False)
+    assert refused.returncode == 1 and "you have no job" in refused.stderr
 
 
 def _over(row: str) -> str:
