@@ -240,14 +240,14 @@ def of_host(host: HostView, own: str = "") -> Iterator[Finding]:
     if host.accelerator == "tcg":
         yield Finding(
             Level.NOTE,
-            f"host {host.name}",
+            f"KVM on {host.name}",
             "its guests are emulated, several times slower than on KVM",
             f"see why, on that host: multiverse doctor{' --agent' if host.name != own else ''}",
         )
     if host.machine is not None and host.declared.memory > host.machine.memory:
         yield Finding(
             Level.PROBLEM,
-            f"host {host.name}",
+            f"memory of {host.name}",
             f"{host.declared.memory} MiB are declared for VMs, but the machine has {host.machine.memory} MiB",
             "declare less memory in [host], or in the host's class",
         )
