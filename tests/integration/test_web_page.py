@@ -161,6 +161,14 @@ def test_a_job_s_timeline_shows_where_its_time_went(page: Browser, site: Site) -
         assert words in text
 
 
+def test_a_job_that_waits_is_explained_with_the_hosts_that_were_considered(page: Browser, site: Site) -> None:
+    page.open(site.url + "?stage=waiting&q=viz")
+    page.until("document.querySelectorAll('.job').length > 0")
+    page.evaluate("document.querySelector('.job').click()")
+    page.until("document.querySelectorAll('aside .considered li').length > 0")
+    assert "no host has image" in page.evaluate("document.querySelector('aside .says').textContent")
+
+
 def test_all_of_it_can_be_done_with_the_keyboard(page: Browser) -> None:
     page.evaluate("document.querySelector('.list').focus()")
     for _ in range(3):

@@ -24,6 +24,7 @@ from multiverse.api.grid import Delta, Snapshot
 from multiverse.config import Settings, WebSettings, parse
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Exhausted, Refused
+from multiverse.core.model import Size
 from multiverse.service import publisher as publishing
 from multiverse.service.backend import Backend
 from multiverse.service.processes import Processes
@@ -311,6 +312,22 @@ def test_prometheus_gets_metrics_that_are_counted_once_for_all(monkeypatch: pyte
     times, text = run(ask(), 1)
     assert times == 1
     assert 'multiverse_host_usable{host="h1",resource="cpus"} 8.0' in text
+
+
+def test_a_job_that_waits_is_explained_as_to_an_operator_once_for_all_who_look() -> None:
+    async def ask() -> None:
+        async with site() as shown, shown.client() as client:
+            shown.world.cluster.submit(Batch("big", seconds=500, size=Size(8, 4000)))
+            waits = shown.world.cluster.submit(Batch("waits", seconds=500, size=Size(8, 4000)))
+            await asyncio.sleep(20)
+            answers = await asyncio.gather(*(client.get(f"/explain/{waits}") for _ in range(5)))
+            (job,) = answers[0].json()["jobs"]
+            assert all(answer.text == answers[0].text for answer in answers)
+            assert "h1" in job["hosts"][0]["hosts"]
+            assert (await client.get("/explain/" + "9" * 65)).status_code == 404
+            assert (await client.get("/explain/none")).status_code == 404
+
+    run(ask(), 1)
 
 
 def test_the_page_names_no_other_place() -> None:

@@ -12,11 +12,12 @@ from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from multiverse.api import TimelineView
+from multiverse.api import ExplanationsView, TimelineView
 from multiverse.service import metrics
 from multiverse.service.backend import Backend
 from multiverse.service.publisher import Publisher
 from multiverse.service.routers import grid
+from multiverse.service.viewer import OPERATOR
 from multiverse.web import TYPES, files
 
 HEADERS = {
@@ -30,6 +31,11 @@ HEADERS = {
 }
 """Of every answer. The page runs nothing but its own files, makes no markup of text, and no other page embeds it."""
 
+LONGEST_JOB_ID = 64
+
+EXPLANATIONS_KEPT = 3.0
+"""Seconds for which a job is not explained anew."""
+
 METRICS_KEPT = 4.0
 """Seconds for which metrics are not counted anew."""
 
@@ -42,6 +48,7 @@ def make_web(backend: Backend, publisher: Publisher) -> ASGIApp:
     web = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     web.include_router(grid.router(publisher))
     web.include_router(_timelines(backend))
+    web.include_router(_explanations(backend))
     web.include_router(_metrics(backend))
     web.include_router(_pages())
     return _with_headers(web)
@@ -55,12 +62,31 @@ def _timelines(backend: Backend) -> APIRouter:
     async def timelines(job: str) -> list[TimelineView]:
         commits = backend.store.commits
         if job not in kept or kept[job][0] != commits:
-            found = backend.timelines(job) if len(job) <= 64 else []
+            found = backend.timelines(job) if len(job) <= LONGEST_JOB_ID else []
             if not found:
                 raise HTTPException(404, "no attempt of this job is known")
             if len(kept) >= TIMELINES_KEPT:
                 kept.clear()
             kept[job] = (commits, found)
+        return kept[job][1]
+
+    return routes
+
+
+def _explanations(backend: Backend) -> APIRouter:
+    routes = APIRouter()
+    kept: dict[str, tuple[float, ExplanationsView]] = {}
+
+    @routes.get("/explain/{job}")
+    async def explain(job: str) -> ExplanationsView:
+        now = backend.clock.now()
+        if job not in kept or now - kept[job][0] >= EXPLANATIONS_KEPT:
+            found = backend.explanations.of_job(job, OPERATOR) if len(job) <= LONGEST_JOB_ID else ExplanationsView(())
+            if not found.jobs:
+                raise HTTPException(404, "this job is not known")
+            if len(kept) >= TIMELINES_KEPT:
+                kept.clear()
+            kept[job] = (now, found)
         return kept[job][1]
 
     return routes

@@ -58,7 +58,7 @@ class Details extends View {
     if (key === this.#shown) return;
     this.#shown = key;
     const open = this.body.querySelector("details")?.open;
-    this.body.replaceChildren(...parts());
+    this.body.replaceChildren(...parts().filter(Boolean));
     if (open) this.body.querySelector("details")?.setAttribute("open", "");
   }
 
@@ -69,28 +69,27 @@ class Details extends View {
     const found = this.#timeline?.id === id ? this.#timeline : null;
     this.#put(`job ${id} ${job?.attempt} ${job && JSON.stringify(job)} ${found?.at}`, () => [
       ...(job ? [
-        h("p", { class: "says" }, job.quarantined || job.reason || says(job)),
+        h("p", { class: "says" }, job.quarantined || found?.explained?.text || job.reason || says(job)),
+        found?.explained?.todo ? h("p", { class: "says" }, found.explained.todo) : null,
         facts([["Name", job.name], ["User", job.user], ["Size", size(job)], ["Image", `${job.image}, ${job.kind} clone`],
           ["State", lasting(job)], ["Restarts", job.restarts ? String(job.restarts) : ""],
           ["VMs", job.vms.length ? links("vm", job.vms) : ""]]),
-      ] : [h("p", { class: "says" }, found?.error || (found ? "the job has ended" : ""))]),
+        considered(found?.explained),
+      ] : [h("p", { class: "says" }, found?.explained?.text || found?.error || (found ? "the job has ended" : ""))]),
       ...(found?.views ?? []).toReversed().map((view, i) => timeline(view, i === 0)),
       command(`multiverse timeline ${id} --events`),
     ]);
   }
 
+  // Ask for the timeline and the explanation when they may have changed: a job that waits is explained anew now and then.
   async #fetch(id, job) {
-    const key = `${id} ${job?.attempt} ${job?.state} ${job ? "" : "ended"}`;
+    const key = `${id} ${job?.attempt} ${job?.state} ${job?.stage === "waiting" ? Math.floor(store.now() / AGAIN) : ""}`;
     if (this.#timeline?.key === key) return;
     this.#timeline = { ...(this.#timeline?.id === id ? this.#timeline : { id, at: 0, views: [] }), key };
-    try {
-      const answer = await fetch(`timeline/${encodeURIComponent(id)}`);
-      if (this.#timeline.key !== key) return; // something else is shown by now
-      this.#timeline = answer.ok ? { id, key, at: Date.now(), views: await answer.json() }
-        : { id, key, at: Date.now(), views: [], error: answer.status === 404 ? "No attempt of this job is known." : "The timeline cannot be shown now." };
-    } catch {
-      this.#timeline = { id, key, at: Date.now(), views: [], error: "The controller does not answer." };
-    }
+    const [views, explained] = await Promise.all([ask(`timeline/${encodeURIComponent(id)}`), ask(`explain/${encodeURIComponent(id)}`)]);
+    if (this.#timeline.key !== key) return; // something else is shown by now
+    const error = views.error ?? "";
+    this.#timeline = { id, key, at: Date.now(), views: views.found ?? [], explained: explained.found?.jobs[0], error };
     this.draw();
   }
 
@@ -127,6 +126,25 @@ function says(job) {
   const place = where(job);
   return { waiting: "waits for its turn", provisioning: `its VMs are being made ${place}`, running: `runs ${place}`,
            ending: "its VMs are being removed" }[job.stage];
+}
+
+const AGAIN = 15; // seconds until a job that waits is explained anew
+
+async function ask(address) {
+  try {
+    const answer = await fetch(address);
+    if (answer.ok) return { found: await answer.json() };
+    return { error: answer.status === 404 ? "no attempt of this job is known" : "this cannot be shown now" };
+  } catch {
+    return { error: "the controller does not answer" };
+  }
+}
+
+// The hosts that were considered for a job that waits, and why each was passed over.
+function considered(explained) {
+  if (!explained?.hosts.length) return null;
+  return h("details", {}, h("summary", {}, "Hosts considered"), h("ul", { class: "events considered" },
+    explained.hosts.map((group) => h("li", {}, h("b", {}, group.hosts || count(group.count, "host")), h("span", {}, group.why)))));
 }
 
 function since(moment) {
