@@ -48,6 +48,8 @@ class HostSettings:
     # VMs may claim this many times `disk`. Above 1, a VM that finds no room for what it writes waits for room.
     disk_overcommit: float = 1.0
     disk_floor: int = 1024  # with less MiB available on the file system of qemu.vms, no VM is added
+    # Mbit/s that VMs may claim of the network. 0: what qemu.uplink reports, and nothing if there is no uplink.
+    net: int = 0
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,7 @@ class HostClass:
     floor: int | None = None
     disk_overcommit: float | None = None
     disk_floor: int | None = None
+    net: int | None = None
     images: Path | None = None
     templates: Path | None = None
     vms: Path | None = None
@@ -393,6 +396,11 @@ def host_settings(settings: Settings, name: str) -> HostSettings | None:
     return _of_class(settings, _classes(settings).get(name)).host
 
 
+def uplink_of(settings: Settings, name: str) -> str:
+    """The uplink of a host that the settings name; empty if it has none."""
+    return _of_class(settings, _classes(settings).get(name)).qemu.uplink
+
+
 def site_cpus(settings: Settings) -> int:
     """The CPUs that VMs may claim together on all hosts that the settings name."""
     hosts = [_of_class(settings, one).host for one in _classes(settings).values()] or [settings.host]
@@ -520,6 +528,8 @@ def _wrong_host(s: Settings) -> Iterator[str]:
         yield "host.disk_overcommit: must be 1 or more; to claim less, reduce host.disk"
     if s.host.disk_floor < 0:
         yield "host.disk_floor: must be 0 or more MiB"
+    if s.host.net < 0:
+        yield "host.net: must be 0 or more Mbit/s"
 
 
 def _wrong_classes(s: Settings) -> Iterator[str]:

@@ -201,7 +201,7 @@ def _template(which: TemplateKey) -> dict[str, Any]:
 
 
 def plain(value: Size) -> list[int]:
-    return [value.cpus, value.memory, value.disk]
+    return [value.cpus, value.memory, value.disk, *([value.net] if value.net else [])]
 
 
 def _ref(job: JobRef) -> list[Any]:

@@ -59,6 +59,36 @@ facts["modules"] = [name for name in sys.modules if name.startswith("multiverse.
 print(json.dumps(facts))
 """
 
+# Starts two VMs on a machine that is said to have two NUMA nodes. Prints the node of each, the CPUs that its QEMU may
+# use, whether memory of it is preferred on node 0, and how many CPUs the VMs have of each node.
+_TWO_NODES = """
+import dataclasses
+for number in (0, 1):
+    node = place / f"nodes/node{number}"
+    node.mkdir(parents=True)
+    (node / "cpulist").write_text(str(number))
+    (node / "distance").write_text("10 20" if number == 0 else "20 10")
+    (node / "meminfo").write_text(f"Node {number} MemTotal: 4194304 kB")
+from multiverse.host import manifest
+host = QemuHost(dataclasses.replace(host.config, numa=place / "nodes"))
+specs = [Specification.from_json(json.dumps(raw)) for raw in json.loads((place / "specs.json").read_text())]
+host.build_template(TemplateKey(host.config.host, specs[0].image, specs[0].template_size))
+sleeper = NodeBootstrap(daemons=(Daemon("sleeper", ("/bin/sleep", "1000000")),))
+found = []
+for spec in specs:
+    host.create(spec)
+    size = Size(1, spec.size.memory + 128)
+    host.start(spec.name, size, Identity(spec.name, spec.mac, spec.address, "", "1" * 32, bootstrap=sleeper))
+    known = manifest.read(host.config.vms / spec.name)
+    status = Path(f"/proc/{known.pid}/status").read_text()
+    (cpus,) = [line.split()[1] for line in status.splitlines() if line.startswith("Cpus_allowed_list")]
+    found.append([known.numa, cpus, "prefer:0" in Path(f"/proc/{known.pid}/numa_maps").read_text()])
+taken = [node.taken.cpus for node in host.observe().hosts[host.config.host].numa]
+for spec in specs:
+    host.destroy(spec.name, 2.0)
+print(json.dumps({"vms": found, "taken": taken}))
+"""
+
 # Creates its VMs in four threads, once it is told to. Prints what came of each.
 _CROWD = """
 from concurrent.futures import ThreadPoolExecutor
@@ -118,6 +148,20 @@ def test_a_clone_lives_its_whole_life_in_a_process_without_a_controller(
     assert lab.remains(spec.name) == []
     forbidden = {"config", "ports", "store", "controller", "drivers", "lab", "service", "client", "simulation", "trace"}
     assert not forbidden & {name.split(".")[1] for name in facts["modules"]}
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0) & {0, 1}) < 2, reason="needs CPUs 0 and 1")
+def test_each_vm_is_kept_on_a_numa_node(lab: Lab, place: Path, settings: Settings) -> None:
+    """Of node 1, which this machine may not have, QEMU takes no memory; the VM starts all the same."""
+    specs = [specification(settings, serial, f"token-{serial}") for serial in (160, 161)]
+    (place / "specs.json").write_text(json.dumps([asdict(spec) for spec in specs]))
+    process = python(_TWO_NODES, place)
+    out, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    facts = json.loads(out.splitlines()[-1])
+    assert facts["vms"][0] == [0, "0", True] and facts["vms"][1][:2] == [1, "1"]
+    assert facts["taken"] == [1, 1]
+    assert [lab.remains(spec.name) for spec in specs] == [[], []]
 
 
 def as_port(spec: Specification) -> VmSpec:

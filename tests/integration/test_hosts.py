@@ -160,7 +160,8 @@ def test_a_job_runs_on_two_hosts_and_others_do_not_reach_it(two: LabUnderTest, h
     (home / "connects.py").write_text(_CONNECTS)
     (home / "gang.sh").write_text(_GANG.format(home=home, port=plan.slurmd_port))
     out, other = home / "gang.out", two.other.home / "stranger.out"
-    gang = two.sbatch(f"sh {home}/gang.sh", "-N2", "-c3", "--mem=300", f"--output={out}")
+    apart = ("--comment=vm:per-host=1", "--constraint=place-pack")
+    gang = two.sbatch(f"sh {home}/gang.sh", "-N2", *apart, "--mem=300", f"--output={out}")
     until("the job's VMs have connected", (home / "connected").exists)
     vms = [vm for vm in hosts.vms() if vm["job_id"] == gang]
     assert sorted(vm["host"] for vm in vms) == ["mvh1", "mvh2"]
@@ -172,6 +173,40 @@ def test_a_job_runs_on_two_hosts_and_others_do_not_reach_it(two: LabUnderTest, h
     ended(hosts, gang, "done")
     assert sorted(out.read_text().split("\n")[:-1]) == sorted(f"reached {vm['name']}" for vm in vms for _ in range(2))
     assert other.read_text().split("\n")[:-1] == [f"not {address}" for address in addresses]
+
+
+_TRANSFERS = """
+a=$(date +%s%N)
+dd if=/dev/zero of={home}/sent.{name} bs=64k count=64 conv=fsync status=none
+b=$(date +%s%N)
+cat {home}/given.{name} > /dev/null
+c=$(date +%s%N)
+echo $(((b - a) / 1000000)) $(((c - b) / 1000000))
+touch {home}/moved.{name}
+until [ -e {home}/seen ]; do sleep 0.2; done
+"""
+
+
+def test_a_vm_sends_and_receives_no_faster_than_it_claims(two: LabUnderTest, hosts: Client) -> None:
+    """4 MiB to the file server and back, with 10 Mbit/s and without a limit, one after the other."""
+    home, took = two.user.home, {}
+    for name, options in (("slow", ["--comment=vm:net=10M"]), ("free", [])):
+        (home / f"given.{name}").write_bytes(os.urandom(4 << 20))
+        out, script = home / f"{name}.rate", _TRANSFERS.format(home=home, name=name)
+        job = two.sbatch(script, "--mem=200", f"--output={out}", *options)
+        until("the job has moved its files", (home / f"moved.{name}").exists)
+        where = next(vm["host"] for vm in hosts.vms() if vm["job_id"] == job)
+        claimed = {one["name"]: one["claimed"]["net"] for one in hosts.hosts()}
+        assert claimed == {"mvh1": 0, "mvh2": 0} | ({where: 10} if options else {})
+        rules = on(two, named(two, where), "nft list ruleset")
+        assert ("rate over 1250000 bytes/second" in rules) == bool(options)
+        (home / "seen").touch()
+        ended(hosts, job, "done")
+        (home / "seen").unlink()
+        took[name] = [int(word) for word in out.read_text().split()]
+    # 33.5 Mbit at 10 Mbit/s, less what a second lets through at once.
+    assert all(milliseconds > 2000 for milliseconds in took["slow"]), took
+    assert sum(took["free"]) < sum(took["slow"]) / 2, took
 
 
 # --- what a host can suffer ----------------------------------------------------------------------------

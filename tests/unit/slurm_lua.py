@@ -35,6 +35,11 @@ do
   io.write("|", answer, "|", tostring(job.min_nodes), "\\n")
 end
 """
+_SUBMIT_AND_SHOW_MEMORY = """
+local job = { %s }
+slurm_job_submit(job, partitions, 1000)
+io.write("|", tostring(job.min_mem_per_node), "|", tostring(job.min_nodes))
+"""
 _MODIFY = """
 io.write("|", slurm_job_modify({ %s }, { %s }, partitions, 1000), "|")
 """
@@ -66,6 +71,11 @@ def install_scripts(settings: Settings) -> Path:
 def submit(directory: Path, fields: str, partitions: str = PARTITIONS) -> str:
     """Submit a job with these fields: `MESSAGE|CODE|FEATURES|MIN_NODES-MAX_NODES`."""
     return run(directory, _PROGRAM % partitions + _SUBMIT % fields)
+
+
+def run_with_memory(directory: Path, fields: str) -> str:
+    """Submit a job with these fields: `MESSAGE|MEMORY PER NODE|NODES`."""
+    return run(directory, _PROGRAM % PARTITIONS + _SUBMIT_AND_SHOW_MEMORY % fields)
 
 
 class Answer(NamedTuple):

@@ -45,6 +45,7 @@ from multiverse.core.model import (
     HypervisorView,
     Key,
     KnownHost,
+    NumaNode,
     OfferState,
     Overcommitment,
     Request,
@@ -92,12 +93,14 @@ TEMPLATES = (
     template(TemplateState.BROKEN, id=2, image="stock", since=990.0, tries=3, reason="no kernel", account="physics"),
 )
 OFFERS = (offer(OfferState.OPEN, id=3, since=980.0),)
-CLAIMS = (Claim(Key("vm", 1), "h1", Size(1, 288, 100)), Claim(Key("template", 1), "h1", Size(0, 256)))
+CLAIMS = (Claim(Key("vm", 1), "h1", Size(1, 288, 100, 250)), Claim(Key("template", 1), "h1", Size(0, 256)))
 HOSTS = {
     "h1": Host(
-        "h1", Size(4, 8192, 65536), frozenset({"instant", "full"}), Size(8, 16384), "kvm", 2, 900,
+        "h1", Size(4, 8192, 65536, 1000), frozenset({"instant", "full"}), Size(8, 16384), "kvm", 2, 900,
         {"slim": IMAGES["slim"], "stock": frozenset({"fork"})}, overcommit=Overcommitment(memory=2.0, floor=1000),
         features=frozenset({"native-aio", "iothread"}), features_off={"vhost-net": "no such device"},
+        numa=(NumaNode(0, (0, 1, 2, 8), 8192, 700, Size(2, 600), (10, 21)),
+              NumaNode(1, (4, 5, 6, 7), 8192, 200, Size(0, 0), (21, 10))),
     )
 }  # fmt: skip
 SEEN = HypervisorView(

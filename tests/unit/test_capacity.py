@@ -82,7 +82,7 @@ def fits(node: Size, host: Host, policy: Policy, kind: CloneKind = CloneKind.INS
     """Whether one VM for the node could ever run on that host alone. An image that is not there is taken to plug all
     that it lacks."""
     template = template_size(node, host, "slim", policy) if kind is CloneKind.INSTANT and host.images else policy.base
-    return could_ever_fit(NodeRequest(node, "slim", kind), 1, {"h1": template}, {"h1": host}, policy)
+    return could_ever_fit(NodeRequest(node, "slim", kind), Request(1, node), {"h1": template}, {"h1": host}, policy)
 
 
 def contains(largest: Size, node: Size) -> bool:
@@ -161,7 +161,7 @@ def test_vms_of_which_one_has_no_room_take_no_room() -> None:
     room = Room({name: Host(name, Size(cpus, 4096, 100)) for name, cpus in (("h1", 3), ("h2", 2))})
     claims = {"h1": Size(1, 100, 10), "h2": Size(1, 200, 20)}
     assert room.place(6, claims) is None
-    assert room.free == {"h1": [3, 4096, 100], "h2": [2, 4096, 100]}
+    assert room.free == {"h1": [3, 4096, 100, 0], "h2": [2, 4096, 100, 0]}
     assert room.place(5, claims) == ["h1", "h2", "h1", "h1", "h2"]
 
 

@@ -15,6 +15,7 @@ from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import Host, HypervisorView, Overcommitment, Placement, Size, TemplateKey
 from multiverse.core.provisioning.capacity import Room, every_host, room_of
 from multiverse.core.provisioning.context import Context
+from multiverse.core.provisioning.permitted import Open
 from multiverse.core.provisioning.placement import BUILT_IN, draws
 from multiverse.core.state import State
 from tests.unit.planner_harness import POLICY
@@ -22,8 +23,8 @@ from tests.unit.rows import rows, world_of
 
 NAMES = [f"h{n}" for n in range(8)]
 
-frees = st.tuples(st.integers(-1, 4), st.integers(-1, 6), st.integers(-1, 3)).map(list)
-claims = st.builds(Size, st.integers(0, 4), st.integers(0, 6), st.integers(0, 3))
+frees = st.tuples(st.integers(-1, 4), st.integers(-1, 6), st.integers(-1, 3), st.integers(-1, 2)).map(list)
+claims = st.builds(Size, st.integers(0, 4), st.integers(0, 6), st.integers(0, 3), st.integers(0, 2))
 changes = st.lists(st.tuples(st.sampled_from(NAMES), st.none() | frees), max_size=40)
 
 
@@ -99,8 +100,8 @@ def test_random_fit_depends_on_the_seed_alone_and_chooses_each_host_that_fits() 
 def test_random_fit_finds_the_only_usable_host_among_many() -> None:
     many = room(*[(4, 4000)] * 400)
     only = dict.fromkeys(many.free, Size(1, 1))
-    assert many.place(1, only, choose=BUILT_IN["random-fit"], accept=lambda name: name == "h399") == ["h399"]
-    assert many.place(1, only, choose=BUILT_IN["random-fit"], accept=lambda _: False) is None
+    assert many.place(1, only, choose=BUILT_IN["random-fit"], hosts=Open(lambda name: name == "h399")) == ["h399"]
+    assert many.place(1, only, choose=BUILT_IN["random-fit"], hosts=Open(lambda _: False)) is None
 
 
 def test_packing_takes_the_host_that_holds_the_most_and_the_tightest_for_the_rest() -> None:
@@ -134,6 +135,27 @@ def test_every_policy_places_all_or_none_and_never_more_than_there_is(
         assert len(set(chosen)) == fewest
 
 
+@given(
+    st.lists(st.integers(0, 6), min_size=1, max_size=6),
+    st.integers(1, 8),
+    st.integers(1, 3),
+    st.sampled_from(Placement),
+)
+def test_no_policy_places_more_on_a_host_than_the_job_allows(
+    cpus: list[int], count: int, most: int, policy: str
+) -> None:
+    on, claim = room(*[(have, 4000) for have in cpus]), Size(1, 1)
+    before = {name: list(free) for name, free in on.free.items()}
+    chosen = on.place(
+        count, dict.fromkeys(on.free, claim), choose=BUILT_IN[policy], seed="s", hosts=Open(limit=lambda _: most)
+    )
+    assert (chosen is not None) == (sum(min(most, have) for have in cpus) >= count)
+    if chosen is None:
+        assert dict(on.free) == before
+    else:
+        assert len(chosen) == count and max(map(chosen.count, chosen)) <= most
+
+
 def test_one_vm_has_no_more_cpus_than_its_host_however_many_may_be_claimed() -> None:
     on = Room({"h0": host("h0", 4, overcommit=Overcommitment(cpus=2.0))})
     on.give("h0", Size(4, 0))
@@ -153,7 +175,7 @@ def test_a_copy_and_its_room_change_by_themselves(steps: list[tuple[bool, str, i
     for first, name, cpus in steps:
         (one if first else other).take(name, Size(cpus, 1))
         mirror = mirrors[0 if first else 1]
-        mirror[name] = [mirror[name][0] - cpus, mirror[name][1] - 1, mirror[name][2]]
+        mirror[name] = [mirror[name][0] - cpus, mirror[name][1] - 1, *mirror[name][2:]]
     for found, mirror in ((one, mirrors[0]), (other, mirrors[1])):
         assert {name: list(free) for name, free in found.free.items()} == mirror
         expected = by_order(mirror, claim)["emptiest"]
@@ -181,12 +203,12 @@ def test_closed_hosts_are_classes_of_their_own_until_they_are_open_again() -> No
     index, which = FreeIndex(), TemplateKey("h1", "slim", Size(1, 256))
     index.close(frozenset({"h1", "h9"}))
     index.follow({name: host(name) for name in ("h1", "h2")})
-    index.set_free("h1", [1, 1, 1])
+    index.set_free("h1", [1, 1, 1, 0])
     for closed in (frozenset({"h1", "h9"}), frozenset({"h2"}), frozenset[str]()):
         index.close(closed)
         assert {name for one in index.classes.values() if one.closed for name in one.names} == closed - {"h9"}
         assert {name for one in index.classes.values() if not one.closed for name in one.names} == {"h1", "h2"} - closed
-        assert "h1" in index.class_of["h1"].hosts and index.free["h1"] == [1, 1, 1], "what is free there is kept"
+        assert "h1" in index.class_of["h1"].hosts and index.free["h1"] == [1, 1, 1, 0], "what is free there is kept"
         index.set_ready(which, ready=True)
         assert "h1" in index.class_of["h1"].ready_with("slim", "", Size(1, 256))
 
@@ -220,12 +242,12 @@ def test_hosts_with_a_template_ready_are_kept_apart_while_they_are_in_sight() ->
     index, which = FreeIndex(), TemplateKey("h1", "slim", Size(1, 256))
     index.follow({name: host(name) for name in ("h1", "h2")})
     for name in ("h1", "h2"):
-        index.set_free(name, [1, 1, 1])
+        index.set_free(name, [1, 1, 1, 0])
     index.set_ready(which, ready=True)
     (one,) = index.classes.values()
     assert list(one.ready_with("slim", "", Size(1, 256))) == ["h1"]
     assert not len(one.ready_with("slim", "physics", Size(1, 256)))
-    index.set_free("h1", [3, 1, 1])
+    index.set_free("h1", [3, 1, 1, 0])
     assert list(one.ready_with("slim", "", Size(1, 256)).emptiest(Size(2, 0))) == ["h1"]
     index.set_ready(which, ready=False)
     assert not len(one.ready_with("slim", "", Size(1, 256)))

@@ -54,13 +54,21 @@ image_abilities = st.sets(st.sampled_from(sorted(ALL))).map(frozenset)
 image_disks = st.builds(ImageDisk, st.sampled_from([0, 900, 16388]), st.sampled_from([0, 1, 452]))
 
 
+bandwidth = st.sampled_from([0, 0, 100, 1000])
+nodes = st.builds(
+    Size, st.integers(1, 13), st.integers(1, 1 << 13), st.just(0) | st.integers(1, 1 << 15), bandwidth | st.just(300)
+)
+
+
 @st.composite
 def host_lists(draw: st.DrawFn) -> list[Host]:
     """One to four hosts, some of them equal, of any costs, with or without the images `slim` and `rigid`."""
     kinds = st.builds(
         Host,
         name=st.just(""),
-        capacity=st.builds(Size, st.integers(0, 12), st.integers(0, 1 << 14), st.sampled_from([0, 999, 1 << 16])),
+        capacity=st.builds(
+            Size, st.integers(0, 12), st.integers(0, 1 << 14), st.sampled_from([0, 999, 1 << 16]), bandwidth
+        ),
         abilities=st.sets(st.sampled_from(sorted(BOOTS))).map(frozenset),
         machine=st.none() | st.builds(Size, st.integers(1, 12), st.integers(0, 1 << 14)),
         template_copies=st.integers(0, 2),
@@ -84,9 +92,10 @@ def host_lists(draw: st.DrawFn) -> list[Host]:
 requests = st.builds(
     Request,
     nodes=st.integers(1, 30),
-    size=st.builds(Size, st.integers(1, 13), st.integers(1, 1 << 13), st.just(0) | st.integers(1, 1 << 15)),
+    size=nodes,
     image=st.sampled_from([None, "slim", "rigid", "absent"]),
     kind=st.none() | st.sampled_from(CloneKind),
+    per_host=st.sampled_from([0, 0, 1, 2]),
 )
 
 policies = st.builds(
@@ -117,7 +126,7 @@ def is_cancelled(hosts: Sequence[Host], policy: Policy, request: Request) -> boo
 
 
 def allows(limits: JobLimits, request: Request) -> bool:
-    return limits.allow(request.image, request.kind, request.nodes, request.size)
+    return limits.allow(request.image, request.kind, request.nodes, request.size, request.per_host)
 
 
 def able(name: str, cpus: int, memory: int, disk: int = 1 << 16, **more: object) -> Host:
@@ -149,11 +158,11 @@ def test_submission_refuses_exactly_the_jobs_that_admission_would_cancel(
 
 
 @settings(deadline=None)
-@given(host_lists(), policies, st.booleans(), st.integers(1, 12), st.integers(1, 1 << 13))
+@given(host_lists(), policies, st.booleans(), nodes.map(lambda node: replace(node, disk=0)), st.integers(0, 3))
 def test_the_numbers_of_nodes_that_hosts_hold_add_up_to_what_could_ever_fit(
-    hosts: list[Host], policy: Policy, forks: bool, cpus: int, memory: int
+    hosts: list[Host], policy: Policy, forks: bool, node: Size, per_host: int
 ) -> None:
-    kind, node = CloneKind.INSTANT if forks else CloneKind.FULL, Size(cpus, memory)
+    kind = CloneKind.INSTANT if forks else CloneKind.FULL
     hosts = [replace(host, images={"slim": host.images.get("slim", frozenset())}) for host in hosts]
     by_name = {host.name: host for host in hosts}
     templates = {
@@ -161,8 +170,10 @@ def test_the_numbers_of_nodes_that_hosts_hold_add_up_to_what_could_ever_fit(
     }
     limits = limits_of(hosts, policy)
     for count in range(1, 52):
-        fits = could_ever_fit(NodeRequest(node, "slim", kind), count, templates, by_name, policy)
-        assert limits.allow("slim", kind, count, node) == fits, count
+        fits = could_ever_fit(
+            NodeRequest(node, "slim", kind), Request(count, node, per_host=per_host), templates, by_name, policy
+        )
+        assert limits.allow("slim", kind, count, node, per_host) == fits, count
 
 
 def test_one_node_may_be_as_large_as_the_largest_that_the_host_holds() -> None:
@@ -239,6 +250,11 @@ def publish(directory: Path, limits: JobLimits) -> Path:
     return installed
 
 
+def comment_of(request: Request) -> str:
+    wishes = {"net": request.size.net, "per-host": request.per_host}
+    return "mine vm:" + ",".join(f"{key}={value}" for key, value in wishes.items() if value)
+
+
 def fields_of(request: Request) -> str:
     """What sbatch sends for a job of exactly that size."""
     words = [*([request.image] if request.image else []), *([request.kind.value] if request.kind else [])]
@@ -252,6 +268,7 @@ def fields_of(request: Request) -> str:
         "min_mem_per_node": request.size.memory,
         "pn_min_tmp_disk": request.size.disk,
         "features": f"'{'&'.join(words)}'",
+        "comment": f"'{comment_of(request)}'",
     }
     return ", ".join(f"{name} = {value}" for name, value in values.items())
 
@@ -307,6 +324,8 @@ def test_of_a_range_of_nodes_the_smallest_number_that_fits_is_chosen(
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
+        ("comment = 'vm:net=1G'", ["no host here has bandwidth to claim", "submit without vm:net"]),
+        ("min_nodes = 2, comment = 'vm:per-host=1'", ["2 nodes", ", at most 1 on a host, but", "can hold 1 of them"]),
         ("min_nodes = 2, max_nodes = 2, num_tasks = 16", ["2 nodes with 8 CPUs", "can hold 1 of them", "fewer nodes"]),
         ("min_nodes = 9, max_nodes = 9, min_mem_per_node = 100", ["can hold 8 of them"]),
         ("min_nodes = 2, max_nodes = 2, num_tasks = 18", ["9 CPUs", "the largest VM", "has 8 CPUs and 15106 MiB"]),

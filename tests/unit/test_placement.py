@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiverse.core.model import Claim, CloneKind, Host, Key, Overcommitment, Size, TemplateState, VmState
+from multiverse.core.model import Claim, CloneKind, Host, Key, Overcommitment, Request, Size, TemplateState, VmState
 from multiverse.core.model.names import mac_of
 from multiverse.core.policy import Policy
 from multiverse.core.provisioning.capacity import Room, left_behind, overcommitted, yet_to_come
@@ -41,7 +41,11 @@ def template_sizes(node: Size, hosts: dict[str, Host], policy: Policy = POLICY) 
 
 def could_fit(node: Size, count: int, hosts: dict[str, Host], policy: Policy = POLICY) -> bool:
     return could_ever_fit(
-        NodeRequest(node, "slim", CloneKind.INSTANT), count, template_sizes(node, hosts, policy), hosts, policy
+        NodeRequest(node, "slim", CloneKind.INSTANT),
+        Request(count, node),
+        template_sizes(node, hosts, policy),
+        hosts,
+        policy,
     )
 
 

@@ -51,12 +51,16 @@ WIDE = {"h1": 8, "h2": 4, "h3": 16}
 
 
 def admit(
-    policy: Policy, *asked: Request, cpus: dict[str, int] | None = None, hosts: dict[str, Host] | None = None
+    policy: Policy,
+    *asked: Request,
+    cpus: dict[str, int] | None = None,
+    hosts: dict[str, Host] | None = None,
+    net: int = 0,
 ) -> tuple[State, dict[int, list[str]]]:
     """The state after a pass in which these jobs wait, and the hosts of the VMs of each, by its number. Every host has
     the template."""
     cpus = cpus or WIDE
-    hosts = hosts or {name: Host(name, Size(count, 1 << 16, 1 << 16), frozenset({"instant"}), images=IMAGES)
+    hosts = hosts or {name: Host(name, Size(count, 1 << 16, 1 << 16, net), frozenset({"instant"}), images=IMAGES)
                       for name, count in cpus.items()}  # fmt: skip
     ready = [template(TemplateState.READY, id=n, host=name) for n, name in enumerate(hosts, 1)]
     waiting = [attempt(AttemptState.QUEUED, id=n, job=str(n), request=one) for n, one in enumerate(asked, 1)]
@@ -140,6 +144,33 @@ def test_a_vm_that_is_replaced_is_spread_away_from_those_that_are_left() -> None
     room = Room(hosts)
     claims = dict.fromkeys(hosts, Size(2, 100))
     assert room.place(1, claims, choose=BUILT_IN["spread"], siblings=["h2", "h3"]) == ["h1"]
+
+
+@pytest.mark.parametrize("policy", ["pack", "worst-fit", "own"])
+def test_no_more_vms_of_a_job_are_on_a_host_than_it_asks_for(policy: str) -> None:
+    def own(request: PlacementRequest, hosts: Sequence[CandidateHost], seed: str) -> list[str]:
+        return [one.name for one in hosts for _ in range(one.holds)][: request.vms]
+
+    site = replace(EAGER, placement=policy, placements={"own": own})
+    here, placed = admit(site, replace(job(4, cpus=1), per_host=2))
+    assert sorted(placed[1].count(name) for name in set(placed[1])) == [2, 2] and not here.placement_faults
+    here, placed = admit(site, replace(job(3, cpus=1), per_host=1), replace(job(4, cpus=1), per_host=1))
+    assert sorted(placed[1]) == ["h1", "h2", "h3"] and 2 not in placed
+    assert here.attempts[2].reason.startswith("4 VMs of 1 CPU, 100 MiB with at most 1 on a host fits on no host")
+
+
+def test_bandwidth_is_claimed_and_a_job_waits_for_it_with_that_reason() -> None:
+    def asking(net: int, nodes: int = 1) -> Request:
+        return Request(nodes, Size(1, 100, net=net))
+
+    here, placed = admit(EAGER, asking(600), asking(600), asking(300), cpus={"h1": 8}, net=1000)
+    assert placed == {1: ["h1"]}
+    assert here.reasons[2] == "waiting for bandwidth: hosts that have room otherwise have 400 Mbit/s free at most"
+    here, placed = admit(EAGER, asking(600), asking(0), asking(400), cpus={"h1": 8}, net=1000)
+    assert placed == {1: ["h1"], 2: ["h1"], 3: ["h1"]}
+    assert sum(claim.size.net for claim in here.claims.values()) == 1000
+    here, placed = admit(EAGER, asking(1), cpus={"h1": 8})
+    assert "a VM of 1 CPU, 100 MiB, 1 Mbit/s fits on no host" in here.attempts[1].reason, "nothing to claim is declared"
 
 
 def test_the_same_pass_places_at_random_alike_and_jobs_differently() -> None:

@@ -129,7 +129,7 @@ HALF_MORE = Overcommitment(memory=1.5, floor=1000)
 
 def test_an_over_commitment_of_one_and_a_half_lets_half_as_much_more_be_claimed() -> None:
     roomy = replace(host(memory=1000), available=100_000, overcommit=HALF_MORE)
-    assert overcommitted(roomy, [4, 1000, 0], 0) == ([4, 1500, 0], False)
+    assert overcommitted(roomy, [4, 1000, 0, 0], 0) == ([4, 1500, 0, 0], False)
 
 
 @pytest.mark.parametrize(("available", "free", "tight"), [(2501, 1500, False), (2500, 1500, False), (2499, 1499, True)])
@@ -137,7 +137,7 @@ def test_a_host_is_tight_exactly_if_its_machine_has_less_than_may_be_claimed(
     available: int, free: int, tight: bool
 ) -> None:
     machine = replace(host(memory=1000), available=available, overcommit=HALF_MORE)
-    assert overcommitted(machine, [4, 1000, 0], 0) == ([4, free, 0], tight)
+    assert overcommitted(machine, [4, 1000, 0, 0], 0) == ([4, free, 0, 0], tight)
 
 
 def test_with_over_commitment_a_vm_must_still_fit_into_the_machine() -> None:
@@ -161,10 +161,10 @@ def test_a_host_lacks_memory_exactly_from_one_mib_too_much() -> None:
 
 def test_room_that_was_taken_is_free_again_once_it_is_given_back() -> None:
     room = Room({"h1": host()})
-    room.take("h1", Size(1, 100, 1000))
-    assert room.free["h1"] == [3, 8092, 64536]
-    room.give("h1", Size(1, 100, 1000))
-    assert room.free["h1"] == [4, 8192, 65536]
+    room.take("h1", Size(1, 100, 1000, 10))
+    assert room.free["h1"] == [3, 8092, 64536, -10]
+    room.give("h1", Size(1, 100, 1000, 10))
+    assert room.free["h1"] == [4, 8192, 65536, 0]
 
 
 @pytest.mark.parametrize(

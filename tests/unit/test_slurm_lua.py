@@ -10,7 +10,7 @@ import pytest
 from multiverse.config import Settings, SlurmSettings
 from multiverse.drivers.slurm import install
 from multiverse.drivers.slurm.inbox import Hint, take
-from tests.unit.slurm_lua import install_scripts, modify, needs_lua, rendered, run, submit
+from tests.unit.slurm_lua import install_scripts, modify, needs_lua, rendered, run, run_with_memory, submit
 
 pytestmark = needs_lua
 
@@ -84,6 +84,19 @@ def site(tmp_path: Path) -> Settings:
                 ),
             )
         ),
+        ("user_id = 1000, comment = 'said vm:net=1G,per-host=2 vm:mem-per-task=1G'", "|0|mvgate"),
+        ("user_id = 1000, comment = 'vm: vms:net=x'", "|0|mvgate"),
+        ("user_id = 1000, comment = 'vm:speed=3'", "vm:speed=3 in --comment is not supported: use mem-per-task, net"),
+        (
+            "user_id = 1000, comment = 'vm:net=fast'",
+            "vm:net=fast in --comment is wrong: give bits a second such as 100M",
+        ),
+        ("user_id = 1000, comment = 'vm:net=0'", "vm:net=0 in --comment is wrong"),
+        ("user_id = 1000, comment = 'vm:net=1T'", "vm:net=1T in --comment is wrong"),
+        ("user_id = 1000, comment = 'vm:net'", "vm:net in --comment is wrong"),
+        ("user_id = 1000, comment = 'vm:per-host=2M'", "vm:per-host=2M in --comment is wrong: give a number of VMs"),
+        ("user_id = 1000, comment = 'vm:per-host=1 vm:per-host=1'", "vm:per-host is given twice in --comment"),
+        ("user_id = 1000, comment = 'vm:speed=3', partition = 'other'", "|0|nil"),
         ("user_id = 1000, partition = 'other', contiguous = 1, min_mem_per_node = 0", "|0|nil|nil-nil"),
     ],
 )
@@ -91,6 +104,46 @@ def test_a_job_is_sent_to_the_gate_or_refused_with_a_message(site: Settings, fie
     said = submit(install_scripts(site), fields)
     assert answer in said
     assert ("error multiverse: " in said) == (FAILED in answer), "an error is logged"
+
+
+@pytest.mark.parametrize(
+    ("fields", "answer"),
+    [
+        ("num_tasks = 2, cpus_per_task = 2, min_cpus = 4", "1024|1"),
+        ("num_tasks = 3, min_nodes = 2, min_cpus = 3", "1024|2"),  # two tasks on one of the nodes
+        ("num_tasks = 4, ntasks_per_node = 4, min_cpus = 4", "2048|1"),
+        ("num_tasks = 2, min_cpus = 2, min_mem_per_node = 1024", "1024|1"),
+        ("num_tasks = 2, min_cpus = 2, min_mem_per_cpu = 512", "1024|1"),
+        (
+            "num_tasks = 2, min_cpus = 2, min_mem_per_node = 512",
+            "gives each node 1024 MiB, but --mem gives it 512: submit",
+        ),
+        ("num_tasks = 2, cpus_per_task = 2, min_cpus = 4, min_mem_per_cpu = 512", "but --mem-per-cpu gives it 2048"),
+    ],
+)
+def test_memory_for_each_task_makes_the_memory_of_the_node(site: Settings, fields: str, answer: str) -> None:
+    said = run_with_memory(install_scripts(site), f"user_id = 1000, comment = 'vm:mem-per-task=512', {fields}")
+    assert answer in said
+
+
+@pytest.mark.parametrize(
+    ("change", "comment", "message"),
+    [
+        ("comment = 'other vm:per-host=2'", "vm:per-host=2", ""),
+        ("comment = 'vm:net=1000,per-host=2'", "vm:per-host=2 vm:net=1G", ""),
+        ("comment = 'done'", "vm:per-host=2", "cannot be changed: cancel the job"),
+        ("comment = 'vm:net=2G'", "vm:net=1G", "cannot be changed: cancel the job"),
+        ("comment = 'vm:speed=3'", "", "cannot be changed: cancel the job"),
+        ("num_tasks = 4", "vm:mem-per-task=1G", "the memory of this job is that of its tasks"),
+        ("num_tasks = 4", "vm:net=1G", ""),
+    ],
+)
+def test_what_a_comment_asks_for_stays_as_it_was_submitted(
+    site: Settings, change: str, comment: str, message: str
+) -> None:
+    record = f"user_id = 1000, partition = 'vm', job_state = 0, min_nodes = 1, min_cpus = 1, comment = '{comment}'"
+    said = modify(install_scripts(site), change, record)
+    assert said == "|0|" if not message else message in said and "|-1|" in said
 
 
 def test_a_submission_and_a_change_leave_a_hint_with_the_user_of_the_job(site: Settings) -> None:

@@ -187,7 +187,7 @@ async def test_a_disk_that_no_host_has_is_refused(settings: Settings) -> None:
         "\n",
         "1\nslim 1 1 100 0\n",
         "1 1000\nslim 1 1 100 0\n",  # expired
-        "3 99999999999\nslim 1 1 100 0\n",  # of another release
+        "4 99999999999\nslim 1 1 100 0\n",  # of another release
         "1 99999999999\nslim 1 1 many 0\nslim 1 1 100\nslim\n1 1 100 0\n",
         "99999999999\nslim 1 1 100 0\n",
         "\0\0\0",

@@ -18,7 +18,7 @@ from multiverse.api.explain import (
     TrialView,
 )
 from multiverse.api.jobs import JobUsageView, JobView, PhaseView, TimelineEntry, TimelineView
-from multiverse.api.machines import HostsChanged, HostView, LeaseView, SizeView, TemplateView, VmView
+from multiverse.api.machines import HostsChanged, HostView, LeaseView, NumaView, SizeView, TemplateView, VmView
 from multiverse.api.requests import HostRequest, PruneRequest, RepairRequest, TemplateRequest, TrialRequest
 from multiverse.api.status import Alert, PoolView, PruneView, SourceView, StatusView
 from multiverse.api.utilization import CompatibleHostView, UsagePoint, UsageView, UtilizationView
@@ -38,6 +38,7 @@ __all__ = [
     "JobUsageView",
     "JobView",
     "LeaseView",
+    "NumaView",
     "PhaseView",
     "PoolView",
     "PruneRequest",

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class SizeView:
-    """A size. `disk` 0 means the image's own size."""
+    """A size. `disk` 0 means the image's own size. `net` is in Mbit/s; 0 of a VM: it has no limit, and claims none."""
 
     cpus: int
     memory: int
     disk: int
+    net: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,19 @@ class LeaseView:
 
 
 @dataclass(frozen=True, slots=True)
+class NumaView:
+    """A NUMA node of a host: its CPUs, its memory and what of it is free in MiB, and how far the host's nodes are from
+    it. `taken` is what the VMs have of it that are kept there; 0 on a host with one node."""
+
+    number: int
+    cpus: tuple[int, ...]
+    memory: int
+    free: int
+    taken: SizeView
+    distances: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class HostView:
     """A host. `declared` is its capacity for VMs, `claimed` the part of it that is claimed, `machine` the size of the
     machine itself (None: unknown). `available` is the memory that the machine could give to new processes (0: unknown).
@@ -88,7 +102,8 @@ class HostView:
     Claims may reach `overcommit` times the declared memory; above 1, only while the machine keeps `floor` MiB
     available. They may reach `cpu_overcommit` times the declared CPUs and `disk_overcommit` times the declared disk.
     `images` maps each image on the host to what it can do there. `features` are what the host can do for its VMs beyond
-    that, such as vhost-net, and `features_off` what it does without, each with the reason.
+    that, such as vhost-net, and `features_off` what it does without, each with the reason. `numa` are its NUMA nodes,
+    as far as it is reachable.
 
     `state` is up, closing (drained from `drain_from` on, in Unix time), draining, drained, away, silent, fencing or
     fenced, and `reason` why it is drained or fenced. While it is not `reachable`, its figures are as last observed (0
@@ -123,6 +138,7 @@ class HostView:
     todo: str = ""
     features_off: Mapping[str, str] = field(default_factory=dict)
     lease: LeaseView | None = None
+    numa: tuple[NumaView, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from typing import Any, cast
 
 from multiverse.bench.planner import ABILITIES, BASE, UncheckedTables
 from multiverse.bench.stats import percentile
+from multiverse.core.free import fits
 from multiverse.core.model import (
     Attempt,
     AttemptState,
@@ -196,11 +197,7 @@ class Planning:
 
 def scan(free: Mapping[str, list[int]], claims: Mapping[str, Size]) -> str | None:
     """The search that the index replaces: the emptiest of all hosts that fit."""
-    fitting = [
-        name
-        for name, claim in claims.items()
-        if claim.cpus <= free[name][0] and claim.memory <= free[name][1] and claim.disk <= free[name][2]
-    ]
+    fitting = [name for name, claim in claims.items() if fits(claim, free[name])]
     return min(fitting, key=lambda name: (-free[name][0], -free[name][1], name), default=None)
 
 

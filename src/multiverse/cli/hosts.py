@@ -57,24 +57,26 @@ def _table(found: Sequence[HostView]) -> Table:
     narrow = ("CPUS", "MEMORY")
     wide = (*narrow, "DISK", "VMS TAKE", "TEMPLATES", "AVAILABLE")
     full = render.is_wide()
-    shown = wide if full else narrow
+    shown = (*wide, *(("NETWORK",) if any(one.declared.net for one in found) else ())) if full else narrow
     table = render.table("HOST", "STATE", "VMS", "JOBS", *shown, right=("VMS", "JOBS"), fold=shown)
     for one in found:
         cells: list[str | Text] = [one.name, render.state(one.state), str(one.vms), str(len(one.jobs))]
         cpus = f"{one.claimed.cpus} of {one.declared.cpus}{_times(one.cpu_overcommit)}"
         memory = _claimed(one.claimed.memory, one.declared.memory, one.overcommit)
-        table.add_row(*cells, *((cpus, memory) if one.declared.cpus else ("–", "–")), *(_more(one) if full else ()))
+        more = _more(one)[: len(shown) - len(narrow)] if full else ()
+        table.add_row(*cells, *((cpus, memory) if one.declared.cpus else ("–", "–")), *more)
     return table
 
 
 def _more(host: HostView) -> list[str]:
     if host.machine is None:
-        return ["–"] * 4
+        return ["–"] * 5
     return [
         _claimed(host.claimed.disk, host.declared.disk, host.disk_overcommit),
         f"{render.memory(host.private)}, {render.memory(host.shared)} shared",
         render.memory(host.templates) + (", held twice" if host.template_copies > 1 else ""),
         render.memory(host.available) if host.available else "–",
+        f"{host.claimed.net} of {host.declared.net} Mbit/s",
     ]
 
 
@@ -124,7 +126,7 @@ def _show_alike(found: Sequence[HostView]) -> None:
     """What hosts have in common, once for all hosts of which it is true."""
     hosts: dict[str, list[str]] = {}
     for one in found:
-        for what in (*_machine(one), *_images(one)):
+        for what in (*_machine(one), *_nodes(one), *_images(one)):
             hosts.setdefault(what, []).append(one.name)
     for what, names in hosts.items():
         line = f"{NodeSet.fromlist(names, resolver=RESOLVER_NOGROUP)}: {what}"
@@ -141,6 +143,16 @@ def _machine(host: HostView) -> Iterator[str]:
         + (f"; clones: {', '.join(kinds)}" if kinds else "")
         + (f"; features: {', '.join(host.features)}" if host.features else "")
     )
+
+
+def _nodes(host: HostView) -> Iterator[str]:
+    """NUMA nodes, where there are several."""
+    for node in host.numa if len(host.numa) > 1 else ():
+        cpus = NodeSet.fromlist(map(str, node.cpus), resolver=RESOLVER_NOGROUP)
+        yield (
+            f"NUMA node {node.number}: CPUs {str(cpus).strip('[]')}, {render.memory(node.free)} of"
+            f" {render.memory(node.memory)} free; VMs have {node.taken.cpus} CPUs, {render.memory(node.taken.memory)}"
+        )
 
 
 def _images(host: HostView) -> Iterator[str]:

@@ -133,7 +133,7 @@ def _know_hosts(state: State, compared: Compared) -> None:
     the moment, and its load, are not kept: they change all the time."""
     for name in sorted(compared.unlearned):
         if (host := state.free.hosts.get(name)) is not None:
-            steady = replace(host, available=0, available_disk=None, load=None)
+            steady = replace(host, available=0, available_disk=None, load=None, numa=())
             known = state.hosts.get(name) or KnownHost(name, "")
             state.know_host(replace(known, source=max(compared.showing[name]), value=steady))
     compared.unlearned.clear()

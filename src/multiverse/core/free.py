@@ -24,20 +24,25 @@ Order = Literal["emptiest", "tightest", "by_name"]
 """Names of the orders of a `HostGroup`."""
 
 Free = list[int]
-"""CPUs, memory and disk in MiB that are free on a host; negative where more is claimed than may be. It is replaced when
-it changes, never changed."""
+"""CPUs, memory and disk in MiB, and bandwidth in Mbit/s, that are free on a host; negative where more is claimed than
+may be. It is replaced when it changes, never changed."""
 
 
 def fits(claim: Size, free: Free) -> bool:
     """Whether that much is free."""
-    return claim.cpus <= free[0] and claim.memory <= free[1] and claim.disk <= free[2]
+    return claim.cpus <= free[0] and claim.memory <= free[1] and claim.disk <= free[2] and claim.net <= free[3]
+
+
+def changed(free: Sequence[int], size: Size, sign: int) -> Free:
+    """What is free once that much is given back (1) or taken (-1)."""
+    return [have + sign * amount for have, amount in zip(free, size.amounts, strict=True)]
 
 
 def how_many(claim: Size, free: Sequence[int]) -> int:
     """How many such claims fit."""
     if min(free) < 0:
         return 0
-    return min(have // need for have, need in zip(free, (claim.cpus, claim.memory, claim.disk), strict=True) if need)
+    return min(have // need for have, need in zip(free, claim.amounts, strict=True) if need)
 
 
 class HostGroup:
@@ -103,7 +108,7 @@ class HostGroup:
             for memory, name in self._buckets[cpus]:
                 if -memory < claim.memory:
                     break
-                if claim.disk <= self._free[name][2]:
+                if fits(claim, self._free[name]):
                     yield name
 
     def tightest(self, claim: Size) -> Iterator[str]:
@@ -114,7 +119,7 @@ class HostGroup:
             while end:
                 begin = bisect_left(bucket, (bucket[end - 1][0], ""))  # hosts with as much memory as the last one
                 for _, name in bucket[begin:end]:
-                    if claim.disk <= self._free[name][2]:
+                    if fits(claim, self._free[name]):
                         yield name
                 end = begin
 
@@ -125,18 +130,18 @@ class HostGroup:
         return (self._names[at] for at in self._tree.fitting(claim))
 
     def count(self, claim: Size) -> int:
-        """How many have as much CPUs and memory free as the claim; the disk is left to `nth`."""
+        """How many have as much CPUs and memory free as the claim; the rest is left to `nth`."""
         first = bisect_left(self._cpus, claim.cpus)
         return sum(self._enough_memory(self._buckets[cpus], claim) for cpus in islice(self._cpus, first, None))
 
     def nth(self, claim: Size, number: int) -> str | None:
-        """The host of that number, from 0, among those that `count` counts; None if the claim's disk does not fit."""
+        """The host of that number, from 0, among those that `count` counts; None if the claim does not fit there."""
         for cpus in islice(self._cpus, bisect_left(self._cpus, claim.cpus), None):
             bucket = self._buckets[cpus]
             enough = self._enough_memory(bucket, claim)
             if number < enough:
                 name = bucket[number][1]
-                return name if claim.disk <= self._free[name][2] else None
+                return name if fits(claim, self._free[name]) else None
             number -= enough
         return None
 
@@ -158,18 +163,18 @@ class HostGroup:
 
 class _FirstFit:
     """A tree over hosts in an order. Each node holds the most that is free on one of the hosts below it, of CPUs,
-    memory and disk each for itself, so that hosts without room are passed over many at a time."""
+    memory, disk and bandwidth each for itself, so that hosts without room are passed over many at a time."""
 
     def __init__(self, free: list[Free]) -> None:
         self._leaves = 1 << max(0, len(free) - 1).bit_length()
-        nothing = [-1, -1, -1]
+        nothing = [-1, -1, -1, -1]
         self._most: list[Free] = [nothing] * self._leaves + free + [nothing] * (self._leaves - len(free))
         for at in range(self._leaves - 1, 0, -1):
             self._most[at] = self._below(at)
 
     def _below(self, at: int) -> Free:
         one, other = self._most[2 * at], self._most[2 * at + 1]
-        return [max(one[0], other[0]), max(one[1], other[1]), max(one[2], other[2])]
+        return [max(one[0], other[0]), max(one[1], other[1]), max(one[2], other[2]), max(one[3], other[3])]
 
     def put(self, place: int, free: Free) -> None:
         at = self._leaves + place
@@ -270,7 +275,7 @@ class ByHost(Mapping[str, T]):
         """The sums with the sizes of another mapping of the same parts."""
         assert isinstance(other, ByHost) and len(other.parts) == len(self.parts)
         return ByHost(
-            Part(one.kind, one.hosts, _plus(one.value, more.value), one.but, one.names)
+            Part(one.kind, one.hosts, Size(*changed(one.value.amounts, more.value, 1)), one.but, one.names)
             for one, more in zip(self.parts, other.parts, strict=True)
         )
 
@@ -291,10 +296,6 @@ class Keeper(Protocol):
     def keep(self, name: str, free: Free) -> None:
         """What is free on the host changes: so much was free until now."""
         ...
-
-
-def _plus(one: Size, other: Size) -> Size:
-    return Size(one.cpus + other.cpus, one.memory + other.memory, one.disk + other.disk)
 
 
 class FreeIndex:

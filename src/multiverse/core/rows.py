@@ -247,4 +247,4 @@ class Index:
 
 def plus(one: Size, other: Size, sign: int = 1) -> Size:
     """The sum, or with `sign` -1 the difference, of two sizes."""
-    return Size(one.cpus + sign * other.cpus, one.memory + sign * other.memory, one.disk + sign * other.disk)
+    return Size(*(have + sign * amount for have, amount in zip(one.amounts, other.amounts, strict=True)))

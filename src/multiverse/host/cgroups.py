@@ -1,7 +1,9 @@
-"""Limits on the memory and threads of each VM's QEMU, by control groups of version 2 or 1 (cgroups(7)).
+"""Limits on the memory, threads and CPUs of each VM's QEMU, by control groups of version 2 or 1 (cgroups(7)).
 
-A VM's cgroup is `multiverse/<name>` in each hierarchy that has one of the two controllers. It is created with the VM
-and removed after its QEMU has ended; `multiverse` itself is removed with the last of them.
+A VM's cgroup is `multiverse/<name>` in each hierarchy that has one of the controllers. It is created with the VM and
+removed after its QEMU has ended; `multiverse` itself is removed with the last of them. The CPUs are limited on machines
+with several NUMA nodes only. The nodes of the memory are never limited (cpuset.mems): the kernel would move what the VM
+shares with its template.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +27,11 @@ log = structlog.get_logger(__name__)
 
 PARENT = "multiverse"
 CONTROLLERS = ("memory", "pids")
-_LIMITS = {2: {"memory": "memory.max", "pids": "pids.max"}, 1: {"memory": "memory.limit_in_bytes", "pids": "pids.max"}}
+_CPUSET = ("cpuset.cpus", "cpuset.mems")
+_LIMITS = {
+    2: {"memory": "memory.max", "pids": "pids.max", "cpuset": _CPUSET[0]},
+    1: {"memory": "memory.limit_in_bytes", "pids": "pids.max", "cpuset": _CPUSET[0]},
+}
 _EMPTY_TIMEOUT = 5.0  # seconds for the kernel to take the last thread of a dead process out of its cgroup
 _HINT = "does another program manage the control groups?"
 
@@ -44,19 +50,31 @@ class Hierarchy:
         while True:
             try:
                 group.mkdir(exist_ok=True)
+                self._complete(group)
                 return group
             except FileNotFoundError:  # the end of the last VM may just have removed the parent
                 self.parent.mkdir(exist_ok=True)
-                if self.version == 2:
-                    for above in (self.parent.parent, self.parent):
-                        wanted = " ".join(f"+{each}" for each in self.controllers)
-                        (above / "cgroup.subtree_control").write_text(wanted)
+
+    def _complete(self, group: Path) -> None:
+        """Give the cgroup its controllers, or what they need. The cgroup above may be of another process, which uses
+        fewer of them."""
+        if self.version == 2 and not all((group / _LIMITS[2][each]).exists() for each in self.controllers):
+            for above in (self.parent.parent, self.parent):
+                wanted = " ".join(f"+{each}" for each in self.controllers)
+                (above / "cgroup.subtree_control").write_text(wanted)
+        if self.version == 1 and "cpuset" in self.controllers:
+            _inherit_cpuset(self.parent)
+            _inherit_cpuset(group)
 
 
 class Cgroups:
     """The cgroups of this host's VMs. The log says once, at the start, what cannot be limited on this machine."""
 
-    def __init__(self, mounts: Path = Path("/proc/mounts")) -> None:
+    def __init__(self, mounts: Path = Path("/proc/mounts"), *, cpusets: bool = False) -> None:
+        """With `cpusets` VMs can be kept on CPUs."""
+        self._cpusets = [each for each in hierarchies(mounts, controllers=("cpuset",)) if cpusets and _is_usable(each)]
+        if cpusets and not self._cpusets:
+            log.warning("VMs are kept on no NUMA node", reason="no usable control group has the cpuset controller")
         self._hierarchies = [each for each in hierarchies(mounts) if _is_usable(each)]
         missing = {"memory", "pids"} - {each for usable in self._hierarchies for each in usable.controllers}
         self._counts_threads = "pids" not in missing
@@ -75,7 +93,13 @@ class Cgroups:
             for one in self._hierarchies
             if not any(Path(each).is_relative_to(one.parent.parent) for each in directories)
         ]
+        other._cpusets = []  # Slurm says which CPUs the job has
         return other
+
+    @property
+    def _own(self) -> list[Hierarchy]:
+        """Every hierarchy in which VMs have cgroups, once."""
+        return list({each.parent: each for each in (*self._hierarchies, *self._cpusets)}.values())
 
     def set_limits(self, name: str, memory: int, threads: int) -> None:
         """Allow the QEMU of that VM `memory` MiB and so many threads. Raises `Broken` if this is not permitted."""
@@ -88,10 +112,20 @@ class Cgroups:
         except OSError as error:
             raise Broken(f"cannot limit VM {name}: {error}", hint=_HINT) from error
 
+    def keep_on(self, name: str, cpus: Collection[int]) -> None:
+        """Let the QEMU of that VM run on these CPUs only, as far as this is permitted."""
+        for hierarchy in self._cpusets:
+            try:
+                (hierarchy.create(name) / _CPUSET[0]).write_text(",".join(map(str, sorted(cpus))))
+            except OSError as error:
+                log.warning("VM is kept on no NUMA node", vm=name, reason=str(error))
+
     def add_process(self, name: str, pid: int, threads: int) -> None:
         """Put the QEMU of that VM into its cgroups. A process that has ended meanwhile is no error."""
         try:
-            for hierarchy in self._hierarchies:
+            for hierarchy in self._cpusets:
+                hierarchy.create(name)
+            for hierarchy in self._own:
                 (hierarchy.parent / name / "cgroup.procs").write_text(str(pid))
             if not self._counts_threads:
                 resource.prlimit(pid, resource.RLIMIT_NPROC, (threads, threads))
@@ -107,7 +141,7 @@ class Cgroups:
     def remove(self, name: str) -> None:
         """Remove the cgroups of that VM, whose QEMU has ended. Absent is success."""
         deadline = time.monotonic() + _EMPTY_TIMEOUT
-        for hierarchy in self._hierarchies:
+        for hierarchy in self._own:
             while not _is_removed(hierarchy.parent / name):
                 if time.monotonic() > deadline:
                     raise Broken(
@@ -128,6 +162,14 @@ def _is_removed(group: Path) -> bool:
             raise Broken(f"cannot remove the control group {group}: {error.strerror}", hint=_HINT) from error
         return False
     return True
+
+
+def _inherit_cpuset(group: Path) -> None:
+    """Give a cgroup of version 1 the CPUs and nodes of the one above it: it has none at first, and takes no process."""
+    for name in _CPUSET:
+        file = group / name
+        if file.exists() and not file.read_text().strip():
+            file.write_text((group.parent / name).read_text())
 
 
 def hierarchies(

@@ -1,5 +1,5 @@
-"""Which frames VMs may send on the bridge: one nftables table per site, changed through libnftables(3) in a fraction of
-a millisecond.
+"""Which frames VMs may send on the bridge, and how many: one nftables table per site, changed through libnftables(3) in
+a fraction of a millisecond.
 
 A VM sends frames from its own MAC and IP address only; frames with other ones, and all that is neither IPv4 nor ARP,
 are dropped at its tap, before the bridge learns from them. VMs of one job reach each other, over the bridge only:
@@ -9,6 +9,9 @@ derived from the VMs' manifests, and is made again from them whenever it is miss
 Each host checks what its own VMs send to VMs of other hosts, through the bridge's uplink: they reach the addresses of
 their peers, and addresses that have sent to them. The latter are VMs that replaced a peer after this VM was started;
 their own host lets them send to their peers only.
+
+A VM that claims bandwidth has two limits, for what it sends and for what it receives, at its tap: frames beyond the
+rate are dropped, to which TCP adapts. Nothing is queued, so no other VM's frames wait behind them.
 """
 
 from __future__ import annotations
@@ -31,6 +34,9 @@ log = structlog.get_logger(__name__)
 
 _OPEN = "VMs' addresses are not checked, and VMs of different jobs reach each other"
 _LIBRARY = "libnftables.so.1"
+# Bytes that a VM may send at once, beside what its rate lets it send in a second (net/netfilter/nft_limit.c counts so):
+# two frames as large as a guest may hand over (64 KiB, virtio's offloads).
+_BURST = 128 << 10
 _TABLE = """
 add table bridge {table}
 delete table bridge {table}
@@ -40,10 +46,17 @@ table bridge {table} {{
     set addresses {{ type ipv4_addr; }}
     set owners {{ type ifname . ipv4_addr; }}
     set peers {{ type ifname . ipv4_addr; }}
+    map sending {{ type ifname : limit; }}
+    map receiving {{ type ifname : limit; }}
     set senders {{ type ifname . ipv4_addr; flags dynamic, timeout; timeout 1h; size 65536; }}
     chain arriving {{
         type filter hook prerouting priority -300; policy accept;
+        iifname "{prefix}*" limit name iifname map @sending drop
         iifname "{prefix}*" jump from_guest
+    }}
+    chain leaving {{
+        type filter hook postrouting priority 0; policy accept;
+        oifname "{prefix}*" limit name oifname map @receiving drop
     }}
     chain from_guest {{
         ether type ip iifname . ether saddr . ip saddr @guests accept
@@ -90,12 +103,17 @@ class Firewall:
             self._nft = None
         self.remove_if_unused()
 
+    @property
+    def in_use(self) -> bool:
+        """Whether frames are checked and limited on this machine."""
+        return self._nft is not None
+
     def allow(self, known: Manifest) -> None:
         """Let a VM send as its manifest says, and to its peers. The manifest has been written."""
         with self._locked():
             if self._nft is None:
                 return
-            problem = self._nft.run("\n".join(self._elements("add", known)))
+            problem = self._nft.run("\n".join([*self._limits("add", known), *self._elements("add", known)]))
             if _is_absent(problem):  # an administrator has flushed all rules, or the last VM was removed
                 problem = self._create_table(self._nft)
             if problem:
@@ -107,7 +125,8 @@ class Firewall:
             if self._nft is None or not known.on_network:
                 return
             # Added first, because an element that is absent cannot be deleted.
-            both = [line for verb in ("add", "delete") for line in self._elements(verb, known)]
+            both = [*self._limits("add", known), *self._elements("add", known)]
+            both += [*self._elements("delete", known), *self._limits("delete", known)]
             problem = self._nft.run("\n".join(both))
             if problem and not _is_absent(problem):
                 raise Broken(f"cannot take VM {known.name} off the bridge: {problem}", hint="see `nft list ruleset`")
@@ -133,11 +152,19 @@ class Firewall:
         for home in self._homes():
             known = manifest.read(home)
             if known is not None and known.on_network:
-                lines += self._elements("add", known)
+                lines += [*self._limits("add", known), *self._elements("add", known)]
         return nft.run("\n".join(lines))
 
     def _homes(self) -> Iterable[Path]:
         return self._vms.glob(f"{self._prefix}*")
+
+    def _limits(self, verb: str, known: Manifest) -> list[str]:
+        """The limits to which `_elements` tie a VM that claims bandwidth. They are added before, and deleted after."""
+        if not known.net:
+            return []
+        rate = known.net * 1_000_000 // 8  # bytes a second
+        what = f" {{ rate over {rate} bytes/second burst {_BURST} bytes; }}" if verb == "add" else ""
+        return [f"{verb} limit bridge {self._table} {known.name}.{way}{what}" for way in ("sending", "receiving")]
 
     def _elements(self, verb: str, known: Manifest) -> list[str]:
         lines = [
@@ -145,6 +172,11 @@ class Firewall:
             f"{verb} element bridge {self._table} addresses {{ {known.address} }}",
             f'{verb} element bridge {self._table} owners {{ "{known.name}" . {known.address} }}',
         ]
+        if known.net:
+            lines += [
+                f'{verb} element bridge {self._table} {way} {{ "{known.name}" : "{known.name}.{way}" }}'
+                for way in ("sending", "receiving")
+            ]
         lines += [
             f'{verb} element bridge {self._table} peers {{ "{known.name}" . {address} }}'
             for address in known.peer_addresses

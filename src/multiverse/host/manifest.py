@@ -60,6 +60,9 @@ class Manifest:
     disk_cost: DiskCost | None = None  # None in manifests of releases that did not limit disks
     job_groups: tuple[str, ...] = ()  # control groups of the job that the VM is inside of
     disk: int = 0  # MiB that its files can grow to now; 0: they are not limited
+    # The NUMA node that it is kept on; -1: on none of them, None: no node was chosen, as on a machine with one node.
+    numa: int | None = None
+    net: int = 0  # Mbit/s that it may send, and may receive; 0: any
 
     @property
     def process(self) -> ProcessIdentity:

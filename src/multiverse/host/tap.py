@@ -102,6 +102,15 @@ def _add_fdb_entry(index: int, octets: bytes) -> None:
         raise OSError(-code, os.strerror(-code))
 
 
+def link_rate(name: str) -> int:
+    """What an interface can carry each way, in Mbit/s, as its driver reports; 0 if that is not known, as of one that is
+    down."""
+    try:
+        return max(0, int(Path(f"/sys/class/net/{name}/speed").read_text()))
+    except (OSError, ValueError):
+        return 0
+
+
 def remove_tap(name: str) -> None:
     """Remove a persistent tap that no process holds, such as one that an administrator made. Absent is success."""
     if not Path(f"/sys/class/net/{name}/tun_flags").exists():

@@ -19,7 +19,7 @@ from multiverse.drivers.slurm.plugstack import plugstack
 from multiverse.images.catalog import list_images
 from multiverse.lab.hosts import ssh
 from multiverse.lab.layout import Layout
-from multiverse.lab.plan import MOST_HOSTS, MOST_PHYSICAL, LabPlan, outermost
+from multiverse.lab.plan import MOST_HOSTS, MOST_PHYSICAL, UPLINK_RATE, LabPlan, outermost
 from multiverse.lab.program import multiverse
 from multiverse.system import files
 
@@ -179,6 +179,7 @@ def _sections(where: Layout, plan: LabPlan) -> dict[str, dict[str, Any]]:
     if plan.own_hosts:
         # The same on each host, which has a directory of its own in place of the lab's. A host's name is its own.
         del sections["host"]["name"]
+        sections["host"]["net"] = UPLINK_RATE
         remote = multiverse("agent", "--config", str(where.settings), "dial-stdio")
         sections["image"]["source"] = plan.images
         sections["agent"]["connect"] = ssh.connect_command(where, remote)

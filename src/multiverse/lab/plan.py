@@ -40,6 +40,8 @@ class LabOptions:
 
 
 MOST_HOSTS = MOST_PHYSICAL = 4
+UPLINK_RATE = 10_000
+"""Mbit/s that each host of a lab has for its VMs: what the veth that is its uplink reports, whatever it carries."""
 _FIRST_HOST = 10  # host 1 has the address after this one
 _FIRST_PHYSICAL = 20  # and physical node 1 the one after this
 

@@ -12,7 +12,7 @@ from multiverse.agent.connection import AgentConnection, ControllerIdentity
 from multiverse.agent.controller_epoch import ControllerEpoch
 from multiverse.agent.hypervisor import AgentHypervisor
 from multiverse.agent.transport import CommandTransport, Stream, Transport, UnixTransport, command_of
-from multiverse.config import Settings, host_names, host_settings
+from multiverse.config import Settings, host_names, host_settings, uplink_of
 from multiverse.core.errors import Refused, Unknown
 from multiverse.core.model import CloneKind, Host, HostState, LeasedHost, Overcommitment, Size
 from multiverse.drivers.slurm.leases import dial_command
@@ -43,15 +43,21 @@ def connect_agents(settings: Settings, store: Store) -> AgentHypervisor:
     return AgentHypervisor([*hosts, *leased], connect, partial(declared, settings), connect_leased, leased)
 
 
+_FASTEST_UPLINK = 800_000
+"""Mbit/s that no Ethernet port exceeds."""
+
+
 def declared(settings: Settings, name: str) -> Host | None:
     """A host as the settings declare it, if they name it: what its agent, which has the same settings, will report at
     most."""
     host = host_settings(settings, name)
     if host is None:
         return None
+    # Only the host itself knows what its uplink reports.
+    net = host.net or (_FASTEST_UPLINK if uplink_of(settings, name) else 0)
     return Host(
         name,
-        Size(host.cores, host.memory, host.disk),
+        Size(host.cores, host.memory, host.disk, net),
         frozenset(kind.value for kind in CloneKind),
         memory_block=1,
         vm_overhead=0,

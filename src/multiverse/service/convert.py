@@ -133,7 +133,7 @@ def source_view(source: Observer[Any], now: float) -> SourceView:
 
 
 def size_view(size: Size) -> SizeView:
-    return SizeView(size.cpus, size.memory, size.disk)
+    return SizeView(*size.amounts)
 
 
 def pool_view(one: PoolStatus) -> PoolView:

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from multiverse.api import HostView, LeaseView, SizeView
+from multiverse.api import HostView, LeaseView, NumaView, SizeView
 from multiverse.core.machines.host import silent_since
 from multiverse.core.model import (
     OPEN_LEASES,
@@ -19,11 +19,13 @@ from multiverse.core.model import (
     KnownHost,
     Lease,
     LeaseState,
+    NumaNode,
     Size,
     Vm,
     World,
 )
 from multiverse.core.provisioning.capacity import left_behind
+from multiverse.core.provisioning.limits import total
 from multiverse.core.rows import Rows
 
 _NOTHING = Host("", Size(0, 0, 0), template_copies=0)
@@ -108,7 +110,7 @@ def _view(
         name=name,
         reachable=reachable,
         declared=_size(host.capacity),
-        claimed=SizeView(sum(s.cpus for s in held), sum(s.memory for s in held), sum(s.disk for s in held)),
+        claimed=_size(total(held)),
         machine=_size(host.machine) if host.machine else None,
         accelerator=host.accelerator,
         abilities=tuple(sorted(host.abilities)),
@@ -135,11 +137,16 @@ def _view(
         features=tuple(sorted(host.features)),
         features_off=dict(sorted(host.features_off.items())),
         lease=lease_view(lease, now) if lease is not None else None,
+        numa=tuple(map(_numa, host.numa)) if reachable else (),
     )
 
 
+def _numa(node: NumaNode) -> NumaView:
+    return NumaView(node.number, node.cpus, node.memory, node.free, _size(node.taken), node.distances)
+
+
 def _size(size: Size) -> SizeView:
-    return SizeView(size.cpus, size.memory, size.disk)
+    return SizeView(*size.amounts)
 
 
 def _state(host: KnownHost, lease: Lease | None, *, reachable: bool, free: bool, now: float) -> str:

@@ -419,7 +419,7 @@ class Transaction:
             vms={row.id: row for row in s._live("vm")},
             templates={row.id: row for row in s._live("template")},
             offers={row.id: row for row in s._live("offer")},
-            claims=tuple(Claim(Key(c.kind, c.id), c.domain, Size(c.cpus, c.memory, c.disk)) for c in claims),
+            claims=tuple(Claim(Key(c.kind, c.id), c.domain, Size(c.cpus, c.memory, c.disk, c.net)) for c in claims),
             hosts={row.name: row for row in sorted(s._live("host"), key=lambda host: host.name)},
             leases={row.id: row for row in s._live("lease")},
             next_lease=int(meta["next_lease"]),
@@ -444,7 +444,7 @@ class Transaction:
             self._apply(change)
         for claim in move.make:
             size = claim.size
-            held = {"cpus": size.cpus, "memory": size.memory, "disk": size.disk}
+            held = {"cpus": size.cpus, "memory": size.memory, "disk": size.disk, "net": size.net}
             self._store._execute(
                 _CLAIM, {"kind": claim.owner.kind, "id": claim.owner.id, "domain": claim.domain, **held}
             )

@@ -6,7 +6,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-HEAD = "0010"
+HEAD = "0011"
 """The newest revision: what a database is upgraded to."""
 
 metadata = sa.MetaData()
@@ -62,6 +62,7 @@ claims = sa.Table(
     sa.Column("cpus", sa.Integer, nullable=False),
     sa.Column("memory", sa.Integer, nullable=False),
     sa.Column("disk", sa.Integer, nullable=False),
+    sa.Column("net", sa.Integer, nullable=False, server_default="0"),
 )
 journal = sa.Table(
     "journal",

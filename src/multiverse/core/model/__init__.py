@@ -15,6 +15,7 @@ from multiverse.core.model.host import (
     HypervisorView,
     ImageDisk,
     KnownHost,
+    NumaNode,
     Overcommitment,
 )
 from multiverse.core.model.identity import Daemon, GuestFile, Identity, Mount, NodeBootstrap, User, UserSeen
@@ -133,6 +134,7 @@ __all__ = [
     "NodeBootstrap",
     "NodeSpec",
     "NodeState",
+    "NumaNode",
     "Observation",
     "Offer",
     "OfferState",

@@ -60,6 +60,19 @@ class Overcommitment:
 
 
 @dataclass(frozen=True, slots=True)
+class NumaNode:
+    """A NUMA node of a host, as numactl(8) shows it: its CPUs by number, its memory and what of it is `free` in MiB,
+    and how far the host's nodes are from it, in their order. `taken` is what VMs have of it."""
+
+    number: int
+    cpus: tuple[int, ...]
+    memory: int
+    free: int = 0
+    taken: Size = Size(0, 0)
+    distances: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Host:
     """A machine that runs VMs, or a cloud's quota: what it declares to have for VMs, what it can do, what things cost.
 
@@ -75,8 +88,8 @@ class Host:
     and the scheduler its agent ends its VMs; 0: never. `overcommit` says how much more may be claimed than is declared;
     an agent of an earlier release does not report it, and nothing is over-committed there. `features` are what its VMs
     have because this host can do it, and `features_off` what they do without, each with the reason: shown to operators,
-    and of no consequence for decisions. `load` is what all its processes have used in the last minute, None if that is
-    not measured. Memory and disk are in MiB.
+    and of no consequence for decisions; and so are its NUMA nodes (`numa`), which are the host's own concern. `load` is
+    what all its processes have used in the last minute, None if that is not measured. Memory and disk are in MiB.
     """
 
     name: str
@@ -96,6 +109,7 @@ class Host:
     features: frozenset[str] = frozenset()
     features_off: Mapping[str, str] = field(default_factory=dict)
     load: Load | None = None
+    numa: tuple[NumaNode, ...] = ()
 
     def image_can(self, image: str, ability: str) -> bool:
         """Whether the image is there and has that ability."""

@@ -23,7 +23,7 @@ YEAR = 365 * 86400
 class Request:
     """What a job asks for, per node. `size.memory` is what the job may use, not what its VM has. `account`: its VMs
     are forked from that account's own templates; empty where all share them. `placement` names the policy that places
-    its VMs; None: the site's."""
+    its VMs; None: the site's. At most `per_host` of its VMs are on one host; 0: any number."""
 
     nodes: int
     size: Size
@@ -32,6 +32,11 @@ class Request:
     features: tuple[str, ...] = ()
     account: str = ""
     placement: str | None = None
+    per_host: int = 0
+
+    def most_on_a_host(self, held: int) -> int:
+        """How many of its VMs may be on a host that could hold `held` of them."""
+        return min(held, self.per_host) if self.per_host else held
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -24,7 +24,7 @@ class EqualHosts:
 
     `memory[k - 1]` is the most memory in MiB that each of `k` nodes could have on one of these hosts. The list ends
     where not even nodes of 1 CPU and 1 MiB fit, and after `MOST_NODES`. `disk` in MiB is shared by all nodes of a host,
-    each of which takes what `cost` says.
+    each of which takes what `cost` says, and so are `net` Mbit/s by those that request bandwidth.
     """
 
     count: int
@@ -33,20 +33,24 @@ class EqualHosts:
     memory: tuple[int, ...]
     cost: DiskCost = DiskCost()
     node_cpus: int = 0
+    net: int = 0
 
     @property
     def cpus_of_a_node(self) -> int:
         """The most CPUs of one node."""
         return self.node_cpus or self.cpus
 
-    def nodes_held(self, size: Size) -> int:
-        """How many nodes of that size these hosts could hold together; never less than is true, up to `MOST_NODES`."""
+    def nodes_held(self, size: Size, per_host: int = 0) -> int:
+        """How many nodes of that size these hosts could hold together, at most `per_host` (0: any number) on each;
+        never less than is true, up to `MOST_NODES`."""
         if size.cpus > self.cpus_of_a_node:
             return 0
         by_memory = bisect_right(self.memory, -size.memory, key=lambda most: -most)
         each = self.cost.of(size.disk)
         by_disk = self.disk // each if each else by_memory
-        return self.count * min(by_memory, self.cpus // size.cpus, by_disk)
+        by_net = self.net // size.net if size.net else by_memory
+        held = min(by_memory, self.cpus // size.cpus, by_disk, by_net)
+        return self.count * (min(held, per_host) if per_host else held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +74,10 @@ class JobLimits:
     largest: Mapping[str, tuple[Size, ...]]
     limits: Mapping[str, tuple[JobLimit, ...]]
 
-    def allow(self, image: str | None, kind: CloneKind | None, nodes: int, size: Size) -> bool:
-        """Whether the hosts could ever hold a job of `nodes` nodes of that size."""
+    def allow(self, image: str | None, kind: CloneKind | None, nodes: int, size: Size, per_host: int = 0) -> bool:
+        """Whether the hosts could ever hold a job of `nodes` nodes of that size, at most `per_host` (0: any number) on
+        each host."""
         limits = self.limits.get(image or self.image, self.limits.get(OTHER_IMAGES, ()))
         mine = [limit for limit in limits if (kind or self.kind) in limit.kinds]
-        held = (sum(hosts.nodes_held(size) for hosts in limit.hosts) for limit in mine)
+        held = (sum(hosts.nodes_held(size, per_host) for hosts in limit.hosts) for limit in mine)
         return not mine or nodes > MOST_NODES or any(count >= nodes for count in held)

@@ -36,13 +36,21 @@ class Depth(StrEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Size:
-    """How large a VM or a request is. `disk` is what jobs may write there; 0 in a request: what the site lets every
-    job write."""
+    """How large a VM, a request or a claim is. Memory and disk are in MiB. `disk` is what jobs may write there; 0 in a
+    request: what the site lets every job write. `net` is the bandwidth of the network in Mbit/s, each way; 0 of a VM:
+    it has no limit, and claims nothing."""
 
     cpus: int
     memory: int
     disk: int = 0
+    net: int = 0
 
     def __str__(self) -> str:
         text = f"{self.cpus} CPU{'s' if self.cpus != 1 else ''}, {self.memory} MiB"
-        return f"{text}, {self.disk} MiB disk" if self.disk else text
+        text = f"{text}, {self.disk} MiB disk" if self.disk else text
+        return f"{text}, {self.net} Mbit/s" if self.net else text
+
+    @property
+    def amounts(self) -> tuple[int, int, int, int]:
+        """How much of each resource, in the order of `core.free.Free`."""
+        return self.cpus, self.memory, self.disk, self.net

@@ -73,6 +73,7 @@ from multiverse.core.provisioning.making import NO_ADDRESS, Making, NoRoom
 from multiverse.core.provisioning.obstacles import why_earlier_run, why_unfit
 from multiverse.core.provisioning.others import OthersMemory
 from multiverse.core.provisioning.pacing import Parent
+from multiverse.core.provisioning.permitted import others_on
 from multiverse.core.provisioning.reasons import PASSED_OVER, FirstReasons
 from multiverse.core.provisioning.sizes import template_claim, vm_claims
 from multiverse.core.provisioning.spares import joined_for, withdraw
@@ -309,7 +310,9 @@ class Admission:
             self._wait(attempt, why)
         else:
             why = self.making.template_elsewhere(attempt, choice)
-            why = why or self.room.why_full(claims, "the hosts are full")
+            each = attempt.request.per_host
+            rule = f", and at most {each} of the job's VMs may be on one of them" if each else ""
+            why = why or self.room.why_full(claims, f"the hosts are full{rule}")
             blockage = self._make_room(attempt, attempt.request.nodes, claims)
             expected = ""
             if blockage is Blockage.ROOM and not self.room.all_full(claims):
@@ -383,7 +386,8 @@ class Admission:
         """What the first job in the queue waits for: if releasing spares is enough, only until they are gone."""
         if self.room.all_full(claims):  # nothing that could be released gives back enough disk
             return Blockage.ROOM
-        if release_spares(self.context, self.context.image_of(attempt), count, claims):
+        limit = others_on(self.state, attempt)
+        if release_spares(self.context, self.context.image_of(attempt), count, claims, limit):
             return Blockage.TURN
         retire_a_template(self.context, attempt)
         return Blockage.ROOM

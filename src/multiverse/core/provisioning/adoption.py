@@ -73,7 +73,7 @@ def _make_orphan(context: Context, vm: Vm) -> None:
 
 def _claim_of(size: Size, seen: VmSeen, host: Host) -> Size:
     """What a VM of `size` claims of which no row says what it was made of: of the disk, what its host lets it write."""
-    return Size(size.cpus, size.memory + host.vm_overhead, seen.disk or size.disk)
+    return Size(size.cpus, size.memory + host.vm_overhead, seen.disk or size.disk, size.net)
 
 
 def _adopt_vm(context: Context, source: str, seen: VmSeen) -> None:

@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from functools import partial
 from math import ceil, inf
 
+from multiverse.core.free import changed
 from multiverse.core.model import Attempt, AttemptState, CloneKind, Job, Size, TemplateKey, TemplateState
 from multiverse.core.policy import Backfill
 from multiverse.core.provisioning.capacity import Room
@@ -61,7 +62,7 @@ def reserve(context: Context, room: Room, attempt: Attempt, choice: Choice) -> R
     wanted = node_request(context, attempt, choice.kind)
     able = on_hosts_making(wanted.image, choice.kind, choice.sizes)
     claims = vm_claims(wanted, able, context.hosts, context.policy)
-    asked = (wanted, attempt.request.account, nodes, context.without)
+    asked = (wanted, attempt.request.account, nodes, attempt.request.per_host, context.without)
     table = state.slots.pop(asked, None) or SlotTable()
     state.slots[asked] = table
     while len(state.slots) > _KEPT:
@@ -98,14 +99,15 @@ def _slots_on(
                 build = template_claim(choice.sizes[host], context.hosts[host], context.image_of(attempt))
             case _:
                 return HostSlots()  # it is broken, or on its way out: nobody can tell when there is another
-    free = [have - need for have, need in zip(room.free[host], (build.cpus, build.memory, build.disk), strict=True)]
+    free = changed(room.free[host], build, -1)
     releases = releases_on(context, host)
     last = max((one.at for one in releases), default=now)
     cleared = _cleared(context, attempt, choice, host, last)
     slots: list[Slot] = []
     for step, (at, size) in enumerate([(now, Size(0, 0)), *(one[:2] for one in releases), cleared[:2]]):
-        free = [free[0] + size.cpus, free[1] + size.memory, free[2] + size.disk]
-        more = min(attempt.request.nodes, _holds(free, claims[host])) - len(slots)
+        free = changed(free, size, 1)
+        held = min(attempt.request.nodes, _holds(free, claims[host]))
+        more = attempt.request.most_on_a_host(held) - len(slots)
         slots += [Slot(max(at, now) + delay, host, build, step > len(releases))] * more
     steady = not delay and all(one.steady for one in releases) and bool(releases or not cleared.size.memory)
     return HostSlots(slots, min((one.at for one in releases), default=inf) if steady else now)
@@ -126,8 +128,7 @@ def _cleared(context: Context, attempt: Attempt, choice: Choice, host: str, last
 
 def _holds(free: Sequence[int], claim: Size) -> int:
     """How many such claims there is room for."""
-    wants = (claim.cpus, claim.memory, claim.disk)
-    return max(0, min((have // want for have, want in zip(free, wants, strict=True) if want), default=0))
+    return max(0, min((have // want for have, want in zip(free, claim.amounts, strict=True) if want), default=0))
 
 
 class Overtaking:
@@ -201,14 +202,10 @@ class Overtaking:
         """What of the room that is free on a host now has to be free when the first job is to start."""
         free, held = self.room.free[host], self.reservation.held[host]
         if host in self.reservation.emptied:
-            extra = [0, 0, 0]
+            extra = [0, 0, 0, 0]
         else:
             ending = total(one.size for one in releases_on(self.context, host) if one.at <= self.reservation.at)
-            extra = [
-                free[0] + ending.cpus - held.cpus,
-                free[1] + ending.memory - held.memory,
-                free[2] + ending.disk - held.disk,
-            ]
+            extra = changed(changed(free, ending, 1), held, -1)
         return Size(*(have - min(have, max(0, left)) for have, left in zip(free, extra, strict=True)))
 
     def may_build(self, claims: Mapping[str, Size], which: TemplateKey, *, in_time: bool) -> bool:

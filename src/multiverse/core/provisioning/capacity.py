@@ -8,14 +8,16 @@ from collections import ChainMap, Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
+from itertools import islice
 from types import MappingProxyType
 from typing import TypeVar
 
-from multiverse.core.free import ByHost, Free, FreeIndex, HostGroup, Order, Part, fits, how_many
+from multiverse.core.free import ByHost, Free, FreeIndex, HostGroup, Order, Part, changed, fits, how_many
 from multiverse.core.model import (
     Claim,
     Host,
     Key,
+    Request,
     Size,
     Template,
     TemplateState,
@@ -26,13 +28,14 @@ from multiverse.core.model import (
 from multiverse.core.policy import Policy
 from multiverse.core.provisioning import load
 from multiverse.core.provisioning.context import Context
+from multiverse.core.provisioning.permitted import ALL_OPEN, Accept, Open, any_host, any_number
 from multiverse.core.provisioning.placement import BUILT_IN, Chooser, draws
 from multiverse.core.provisioning.sizes import claimable_cpus, claimable_disk, short_of_disk
 from multiverse.core.state import State
 
 T = TypeVar("T")
 
-Accept = Callable[[str], bool]
+_ANY_BANDWIDTH = -(1 << 40)  # Mbit/s: fits wherever the rest of a claim does
 
 
 class Blockage(StrEnum):
@@ -41,11 +44,6 @@ class Blockage(StrEnum):
     NONE = ""
     TURN = "turn"  # as many VMs as may be made at once are being made, or room is being freed for a job
     ROOM = "room"  # jobs wait for room or for an address
-
-
-def any_host(_name: str) -> bool:
-    """Every host is accepted."""
-    return True
 
 
 class Room:
@@ -61,7 +59,7 @@ class Room:
         self._index = FreeIndex()
         self._index.follow(hosts)
         for name, host in hosts.items():
-            self._index.set_free(name, _less(host.capacity, used.get(name, Size(0, 0, 0))))
+            self._index.set_free(name, _less(host.capacity, used.get(name, Size(0, 0))))
         self.own: dict[str, Free] | None = None  # of a copy: hosts of which it has figures of its own
         self.tight, self.full = self._index.tight, self._index.full
 
@@ -87,7 +85,7 @@ class Room:
 
     @property
     def free(self) -> Mapping[str, Free]:
-        """CPUs, memory and disk in MiB that are free on each host."""
+        """What is free on each host."""
         if self.own is None:
             return self._index.free
         below: MutableMapping[str, Free] = self._index.free
@@ -116,7 +114,7 @@ class Room:
         if free is not None:
             if self.own is None:
                 self._index.tentative.add(domain)
-            self._put(domain, [free[0] + sign * size.cpus, free[1] + sign * size.memory, free[2] + sign * size.disk])
+            self._put(domain, changed(free, size, sign))
 
     def fits(self, domain: str, size: Size) -> bool:
         """Whether one VM, or a template, that claims so much has room there."""
@@ -131,6 +129,8 @@ class Room:
             return f"waiting for disk: {must_keep(full, 'have')}"
         if tight := self.lack_memory(claims):
             return f"waiting for memory: {must_keep({name: hosts[name].overcommit.floor for name in tight}, 'keep')}"
+        if (lacking := self.lack_bandwidth(claims)) and (most := max(self.free[name][3] for name in lacking)) >= 0:
+            return f"waiting for bandwidth: hosts that have room otherwise have {most} Mbit/s free at most"
         return f"waiting for capacity: {otherwise}"
 
     def all_full(self, claims: Mapping[str, Size]) -> bool:
@@ -147,6 +147,13 @@ class Room:
             and self.fits(name, replace(claims[name], memory=self.free[name][1]))
         ]
 
+    def lack_bandwidth(self, claims: Mapping[str, Size]) -> list[str]:
+        """Hosts that would fit what is to be claimed there, but for the bandwidth of their network; some of them, if
+        they are many."""
+        search = _Search(self, any_host)
+        parts = [(part, replace(part.value, net=_ANY_BANDWIDTH)) for part in self._parts(claims) if part.value.net]
+        return [name for part, claim in parts for name in islice(search.all(part, "emptiest", claim), 100)]
+
     def most_free(self) -> tuple[int, int]:
         """The most CPUs, and the most memory, that any host has free which takes new VMs."""
         own = self.own or {}
@@ -162,16 +169,21 @@ class Room:
         count: int,
         claims: Mapping[str, Size],
         *,
-        accept: Accept = any_host,
+        hosts: Open = ALL_OPEN,
         choose: Chooser = BUILT_IN["worst-fit"],
         seed: str = "",
         siblings: Iterable[str] = (),
     ) -> list[str] | None:
-        """Domains for `count` VMs, each with what it would claim there, all or none; takes the room. Only hosts that
-        are accepted. `siblings` are the hosts of other VMs of the job. By default the emptiest domain comes first, by
-        free CPUs, then memory, then name, so that equals are decided alike in every run."""
+        """Domains for `count` VMs, each with what it would claim there, all or none; takes the room. Only `hosts`
+        that may be used, and on each of them no more than may be. `siblings` are the hosts of other VMs of the job.
+        By default the emptiest domain comes first, by free CPUs, then memory, then name, so that equals are decided
+        alike in every run."""
         chosen: list[str] = []
-        search = _Search(self, accept, siblings)
+
+        def left_on(name: str) -> int:
+            return hosts.limit(name) - (chosen.count(name) if hosts.limit is not any_number else 0)
+
+        search = _Search(self, lambda name: hosts.accept(name) and left_on(name) > 0, siblings)
         parts = [part for part in self._parts(claims) if part.value.cpus <= part.kind.host.capacity.cpus]
         random = draws(seed)
         while len(chosen) < count:
@@ -180,10 +192,11 @@ class Room:
                 for name in chosen:
                     self.give(name, claims[name])
                 return None
-            for _ in range(found[1]):
-                self.take(found[0], claims[found[0]])
-            search.note(*found)
-            chosen += [found[0]] * found[1]
+            name, number = found[0], min(found[1], left_on(found[0]))
+            for _ in range(number):
+                self.take(name, claims[name])
+            search.note(name, number)
+            chosen += [name] * number
         return chosen
 
     def holding(self, claims: Mapping[str, Size], accept: Accept = any_host) -> list[str]:
@@ -319,11 +332,11 @@ def room_of(context: Context, *, without: Collection[Key] = ()) -> Room:
 
 
 def memory_beyond(
-    context: Context, claims: Mapping[str, Size], frozen: Mapping[str, Size], count: int, *, margin: bool
+    context: Context, claims: Mapping[str, Size], frozen: Mapping[str, Size], request: Request, *, margin: bool
 ) -> dict[str, int] | None:
-    """What hosts must keep available, in MiB, if they could not hold `count` such VMs, were nothing of ours on them but
-    what is `frozen`: others on their machines have the memory. None if they could. With `margin`, only if there is some
-    more than enough."""
+    """What hosts must keep available, in MiB, if they could not hold all such VMs of a request, were nothing of ours on
+    them but what is `frozen`: others on their machines have the memory. None if they could. With `margin`, only if
+    there is some more than enough."""
     room, held, floors = Room.of(index_of(context)).copy(), 0, {}
     for name, claim in claims.items():
         host = context.hosts[name]
@@ -332,8 +345,8 @@ def memory_beyond(
             floors[name] = host.overcommit.floor
         spare = host.overcommit.floor // 8 if margin else 0
         room.take(name, Size(0, spare + (frozen[name].memory if frozen else 0), 0))
-        held += room.held(name, claim)
-        if held >= count:
+        held += request.most_on_a_host(room.held(name, claim))
+        if held >= request.nodes:
             return None
     return floors
 
@@ -344,7 +357,8 @@ def _refresh(context: Context, room: Room, name: str, without: Collection[Key] =
     claims = state.claims_in(name)
     vms = state.vms_on(name)
     mapped = left_behind((vm for vm in vms if vm.key not in without), state.templates)
-    free = _less(Size(claimable_cpus(host), host.capacity.memory, claimable_disk(host)), *(
+    whole = Size(claimable_cpus(host), host.capacity.memory, claimable_disk(host), host.capacity.net)
+    free = _less(whole, *(
         claim.size for claim in (*(one for one in claims if one.owner not in without), *mapped)
     ))  # fmt: skip
     tight = False
@@ -369,10 +383,10 @@ def overcommitted(host: Host, free: Free, coming: int) -> tuple[Free, bool]:
     times = host.overcommit
     if times.memory <= 1 or host.available <= 0:
         return free, False
-    cpus, memory, disk = free
+    cpus, memory, disk, net = free
     memory += int(host.capacity.memory * (times.memory - 1))
     left = host.available - times.floor - coming
-    return [cpus, min(memory, left), disk], left < memory
+    return [cpus, min(memory, left), disk, net], left < memory
 
 
 def _settles_at(context: Context, host: Host) -> float | None:
@@ -399,11 +413,7 @@ def some(names: Sequence[str], most: int = 8) -> str:
 
 
 def _less(size: Size, *taken: Size) -> Free:
-    return [
-        size.cpus - sum(one.cpus for one in taken),
-        size.memory - sum(one.memory for one in taken),
-        size.disk - sum(one.disk for one in taken),
-    ]
+    return [have - sum(of_each) for have, *of_each in zip(size.amounts, *(one.amounts for one in taken), strict=True)]
 
 
 def held_by(state: State, owner: Key, world: World, policy: Policy) -> tuple[float, bool]:

@@ -29,6 +29,7 @@ from multiverse.core.model.names import mac_of, token_of, vm_name
 from multiverse.core.provisioning.capacity import every_host, room_of, some
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.pacing import ARRIVALS_FADE, paid, wait_for
+from multiverse.core.provisioning.permitted import Open, others_on
 from multiverse.core.provisioning.placement import address_of
 from multiverse.core.provisioning.placing import FALLBACK, place_vms, placement_of, placement_request
 from multiverse.core.provisioning.sizes import (
@@ -352,7 +353,7 @@ def supply_missing(context: Context, missing: VmsMissing) -> None:
         able = wish_of(context, attempt, able).ready()
     claims = vm_claims(node_request(context, attempt, choice.kind), able, context.hosts, context.policy)
     wanted = placement_request(context, attempt, choice.kind, missing.count)
-    chosen = place_vms(context, room, wanted, claims, attempt)
+    chosen = place_vms(context, room, wanted, claims, attempt, Open(limit=others_on(state, attempt)))
     vms = plan_vms(context, request_of(context, attempt, choice), chosen) if chosen else None
     if vms is None:
         imageless = bool(context.hosts) and not choice.sizes

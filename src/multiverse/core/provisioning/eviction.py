@@ -9,15 +9,18 @@ from multiverse.core.model import LEAVING_STATES, Attempt, CloneKind, Depth, Siz
 from multiverse.core.provisioning.capacity import room_of
 from multiverse.core.provisioning.clones import may_fork
 from multiverse.core.provisioning.context import Context
+from multiverse.core.provisioning.permitted import Limit, Open, any_number
 from multiverse.core.provisioning.spares import release_spare, spares
 from multiverse.core.provisioning.templates import TemplateWish, could_hold, template_sizes, wish_of
 from multiverse.core.transition import Change, Event
 
 
-def release_spares(context: Context, image: str, count: int, claims: Mapping[str, Size]) -> bool:
-    """Release as many spares as it takes for `count` such claims, by host, to have room: joined spares first, for they
-    hold the most, and parked spares of `image` last. What is being released already counts as free. False if there are
-    no spares, or all of them would not be enough: then they stay."""
+def release_spares(
+    context: Context, image: str, count: int, claims: Mapping[str, Size], limit: Limit = any_number
+) -> bool:
+    """Release as many spares as it takes for `count` such claims, by host and within the limit, to have room: joined
+    spares first, for they hold the most, and parked spares of `image` last. What is being released already counts as
+    free. False if there are no spares, or all of them would not be enough: then they stay."""
     state = context.state
     leaving = {vm.key for vm in state.vms_in(*LEAVING_STATES, VmState.RETIRING)}
     here = (vm for vm in spares(state) if vm.host in claims)
@@ -26,7 +29,7 @@ def release_spares(context: Context, image: str, count: int, claims: Mapping[str
         return False
     for going in range(len(order) + 1):
         without = leaving | {vm.key for vm in order[:going]}
-        if room_of(context, without=without).place(count, claims) is not None:
+        if room_of(context, without=without).place(count, claims, hosts=Open(limit=limit)) is not None:
             for vm in order[:going]:
                 release_spare(state, vm, "its memory is needed")
             return True

@@ -7,7 +7,7 @@ admission takes them: the same sizes, claims, templates and room.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from multiverse.core.free import Free
 from multiverse.core.model import Attempt, Host, HostState, Size, Template, TemplateState
@@ -19,6 +19,7 @@ from multiverse.core.provisioning.largest import could_ever_fit
 from multiverse.core.provisioning.pacing import wait_for
 from multiverse.core.provisioning.sizes import short_of_disk, template_claim, vm_claim, vm_size
 from multiverse.core.provisioning.templates import node_request, template_key
+from multiverse.core.rows import plus
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,18 +136,21 @@ class _Judge:
         if key not in self._too_small:
             wanted = node_request(self._context, self._attempt, self._choice.kind)
             sizes: Mapping[str, Size] = {name: template}
-            fits = could_ever_fit(wanted, 1, sizes, {name: host}, self._context.policy)
+            one = replace(self._attempt.request, nodes=1)
+            fits = could_ever_fit(wanted, one, sizes, {name: host}, self._context.policy)
             capacity = host.capacity
-            self._too_small[key] = "" if fits else f"too small: {capacity.cpus} CPUs and {capacity.memory} MiB for VMs"
+            net = f" and {capacity.net} Mbit/s" if self._attempt.request.size.net else ""
+            small = f"too small: {capacity.cpus} CPUs and {capacity.memory} MiB{net} for VMs"
+            self._too_small[key] = "" if fits else small
         return self._too_small[key]
 
     def _lack(self, name: str, claim: Size, build: Size) -> _Finding | None:
         """What there is too little of now."""
         free: Free = self._room.free[name]
-        needs = (claim.cpus + build.cpus, claim.memory + build.memory, claim.disk + build.disk)
-        for what, need, have in zip(("CPUs", "MiB of memory", "MiB of disk"), needs, free, strict=True):
+        amounts = ("CPUs", "MiB of memory", "MiB of disk", "Mbit/s")
+        for what, need, have in zip(amounts, plus(claim, build).amounts, free, strict=True):
             if need > have:
-                beside = " with its template" if build.memory and what != "CPUs" else ""
+                beside = " with its template" if build.memory and what in amounts[1:3] else ""
                 tight = what == "MiB of memory" and name in self._room.tight
                 held = ", because others on its machine hold memory" if tight else ""
                 return False, f"full: {need} {what} needed{beside}, {{}} free{held}", max(0, have)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from multiverse.core.free import ByHost, how_many
-from multiverse.core.model import CloneKind, Host, KnownHost, Size
+from multiverse.core.free import ByHost, changed, how_many
+from multiverse.core.model import CloneKind, Host, KnownHost, Request, Size
 from multiverse.core.policy import Policy
 from multiverse.core.provisioning.sizes import (
     NodeRequest,
@@ -19,16 +19,22 @@ from multiverse.core.provisioning.sizes import (
 
 
 def could_ever_fit(
-    wanted: NodeRequest, count: int, templates: Mapping[str, Size], hosts: Mapping[str, Host], policy: Policy
+    wanted: NodeRequest,
+    request: Request,
+    templates: Mapping[str, Size],
+    hosts: Mapping[str, Host],
+    policy: Policy,
 ) -> bool:
-    """Whether empty hosts, with nothing on them but the template of that size, could hold `count` VMs for the node."""
-    held = 0
+    """Whether empty hosts, with nothing on them but the template of that size, could hold all VMs that are requested,
+    each for the node that is wanted."""
+    held, count = 0, request.nodes
     if isinstance(templates, ByHost):
         for part in templates.parts:
             if held < count and (each := _held_empty(wanted, part.value, part.kind.host, policy)):
-                held += each * len(part)
+                held += request.most_on_a_host(each) * len(part)
         return held >= count
-    return sum(_held_empty(wanted, template, hosts[name], policy) for name, template in templates.items()) >= count
+    each_holds = (_held_empty(wanted, template, hosts[name], policy) for name, template in templates.items())
+    return sum(map(request.most_on_a_host, each_holds)) >= count
 
 
 def _held_empty(wanted: NodeRequest, template: Size, host: Host, policy: Policy) -> int:
@@ -37,7 +43,7 @@ def _held_empty(wanted: NodeRequest, template: Size, host: Host, policy: Policy)
     if claim.cpus > host.capacity.cpus:
         return 0
     empty, frozen = empty_capacity(host), template_claim(template, host, wanted.image)
-    return how_many(claim, (empty.cpus, empty.memory - frozen.memory, empty.disk - frozen.disk))
+    return how_many(claim, changed(empty.amounts, frozen, -1))
 
 
 def largest_on(host: Host, image: str, policy: Policy, kind: CloneKind = CloneKind.INSTANT) -> Size:
@@ -62,7 +68,7 @@ def largest_on(host: Host, image: str, policy: Policy, kind: CloneKind = CloneKi
     while most - least > 1:
         middle = (least + most) // 2
         least, most = (middle, most) if fits_empty(middle) else (least, middle)
-    return Size(host.capacity.cpus, least, max(0, disk - able.disk_cost(image, kind).overhead))
+    return Size(host.capacity.cpus, least, max(0, disk - able.disk_cost(image, kind).overhead), capacity.net)
 
 
 def largest_nodes(hosts: Mapping[str, KnownHost], policy: Policy) -> dict[str, tuple[Size, ...]]:
@@ -89,7 +95,7 @@ def _kinds(host: Host) -> list[CloneKind]:
 
 def _maxima(sizes: Sequence[Size]) -> tuple[Size, ...]:
     def contains(one: Size, other: Size) -> bool:
-        return one.cpus >= other.cpus and one.memory >= other.memory and one.disk >= other.disk
+        return all(mine >= its for mine, its in zip(one.amounts, other.amounts, strict=True))
 
     distinct = sorted(set(sizes))
     return tuple(s for s in distinct if not any(contains(other, s) for other in distinct if other != s))

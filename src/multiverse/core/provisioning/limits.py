@@ -130,7 +130,7 @@ def claimed(context: Context, owner: Key, host: str) -> Size:
 
 def total(sizes: Iterable[Size]) -> Size:
     """The sum of sizes."""
-    cpus = memory = disk = 0
+    cpus = memory = disk = net = 0
     for size in sizes:
-        cpus, memory, disk = cpus + size.cpus, memory + size.memory, disk + size.disk
-    return Size(cpus, memory, disk)
+        cpus, memory, disk, net = cpus + size.cpus, memory + size.memory, disk + size.disk, net + size.net
+    return Size(cpus, memory, disk, net)

@@ -16,7 +16,7 @@ def use(host: Host, free: Free, before: Free, unmeasured: Size) -> float:
     """The share of a host's CPUs or memory, whichever is more, that is in use: as measured in the last minute, with
     what is claimed and not measured yet, and with what was taken since `before` was free. What is claimed, if nothing
     is known of its use."""
-    cpus, memory, _ = free
+    cpus, memory = free[:2]
     if host.load is None:
         whole = Size(claimable_cpus(host), host.capacity.memory)
         return _share(whole.cpus - cpus, whole.memory - memory, whole)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from multiverse.core.free import ByHost
 from multiverse.core.model import Attempt, CloneKind, Size, TemplateState, Vm
-from multiverse.core.provisioning.capacity import Room, any_host
+from multiverse.core.provisioning.capacity import Room
 from multiverse.core.provisioning.clones import Choice, on_hosts_making, plan_vms, request_of
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.pacing import Parent, wait_for
+from multiverse.core.provisioning.permitted import Open, any_host, others_on
 from multiverse.core.provisioning.placing import place_vms, placement_request
 from multiverse.core.provisioning.sizes import vm_claims
 from multiverse.core.provisioning.spares import give_back, parked_for
@@ -62,8 +63,9 @@ class Making:
         chosen = None
         if not why:
             wanted = placement_request(self.context, attempt, kind, count)
-            accept = self._pace_of(attempt, kind)
-            chosen = place_vms(self.context, self.room, wanted, claims, attempt, accept)
+            limit = others_on(self.context.state, attempt, [vm for vm, _ in parked])
+            hosts = Open(self._pace_of(attempt, kind), limit)
+            chosen = place_vms(self.context, self.room, wanted, claims, attempt, hosts)
         if chosen is None:
             give_back(parked, self.room)
             return NoRoom(claims, why)

@@ -67,7 +67,8 @@ def _largest(context: Context, attempt: Attempt, kind: CloneKind, templates: ByH
     most = (largest_on(part.kind.host, image, context.policy, kind) for part in parts if part)
     fit = max(most, key=lambda size: (size.memory, size.cpus))
     many = f"{nodes} VMs of " if nodes > 1 else "a VM of "
-    return f"{many}{node} fits on no host; the largest that fits is {fit} per node"
+    each = f" with at most {attempt.request.per_host} on a host" if attempt.request.per_host else ""
+    return f"{many}{node}{each} fits on no host; the largest that fits is {fit} per node"
 
 
 def why_earlier_run(state: State, attempt: Attempt, orphaned: Mapping[str, Vm]) -> str:

@@ -44,5 +44,5 @@ def _why(context: Context, attempt: Attempt, choice: Choice, *, margin: bool) ->
     if choice.forks:
         frozen = sizes.map(lambda host, size: template_claim(size, host, wanted.image))
     claims = vm_claims(wanted, sizes, context.hosts, context.policy)
-    floors = memory_beyond(context, claims, frozen, attempt.request.nodes, margin=margin)
+    floors = memory_beyond(context, claims, frozen, attempt.request, margin=margin)
     return f"waiting for memory: {must_keep(floors, 'keep')}, {TOO_LITTLE}" if floors is not None else ""

@@ -173,7 +173,7 @@ BUILT_IN: dict[str, Chooser] = {
 
 
 def times(size: Size, count: int) -> Size:
-    return Size(size.cpus * count, size.memory * count, size.disk * count)
+    return Size(*(amount * count for amount in size.amounts))
 
 
 def draws(seed: str) -> Iterator[int]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from multiverse.core.model import Attempt, CloneKind, Placement, Size
-from multiverse.core.provisioning.capacity import Accept, Room, any_host
+from multiverse.core.provisioning.capacity import Room
 from multiverse.core.provisioning.context import Context
+from multiverse.core.provisioning.permitted import ALL_OPEN, Open
 from multiverse.core.provisioning.placement import BUILT_IN, CandidateHost, PlacementRequest, why_impossible
 from multiverse.core.provisioning.sizes import claimable_cpus, claimable_disk
 
@@ -30,7 +31,7 @@ def place_vms(
     wanted: PlacementRequest,
     claims: Mapping[str, Size],
     attempt: Attempt,
-    accept: Accept = any_host,
+    hosts: Open = ALL_OPEN,
 ) -> list[str] | None:
     """Hosts for VMs of the attempt, all or none, each with what it would claim there; takes the room."""
     name, state, count = placement_of(context, attempt), context.state, wanted.vms
@@ -40,25 +41,27 @@ def place_vms(
         if name not in BUILT_IN:  # the site's settings named it when the job was submitted
             state.placement_faults[name] = "the settings name no such placement policy"
         choose, siblings = BUILT_IN.get(name, BUILT_IN[FALLBACK]), [vm.host for vm in state.vms_of(attempt)]
-        return room.place(count, claims, accept=accept, choose=choose, seed=seed, siblings=siblings)
-    hosts = _candidates(context, room, claims, accept)
-    if count and sum(host.holds for host in hosts) >= count:
-        chosen, fault = _ask(own, wanted, hosts, seed)
+        return room.place(count, claims, hosts=hosts, choose=choose, seed=seed, siblings=siblings)
+    candidates = _candidates(context, room, claims, hosts)
+    if count and sum(host.holds for host in candidates) >= count:
+        chosen, fault = _ask(own, wanted, candidates, seed)
         if not fault:
             state.placement_faults.pop(name, None)
             for host in chosen:
                 room.take(host, claims[host])
             return chosen
         state.placement_faults[name] = fault
-    return room.place(count, claims, accept=accept)
+    return room.place(count, claims, hosts=hosts)
 
 
-def _candidates(context: Context, room: Room, claims: Mapping[str, Size], accept: Accept) -> list[CandidateHost]:
-    found = []
-    for name in room.holding(claims, accept):
-        host, claim, (cpus, memory, disk) = context.hosts[name], claims[name], room.free[name]
-        capacity = Size(claimable_cpus(host), int(host.capacity.memory * host.overcommit.memory), claimable_disk(host))
-        found.append(CandidateHost(name, Size(cpus, memory, disk), capacity, claim, room.held(name, claim)))
+def _candidates(context: Context, room: Room, claims: Mapping[str, Size], hosts: Open) -> list[CandidateHost]:
+    found, (accept, limit) = list[CandidateHost](), hosts
+    for name in room.holding(claims, lambda one: accept(one) and limit(one) > 0):
+        host, claim = context.hosts[name], claims[name]
+        memory = int(host.capacity.memory * host.overcommit.memory)
+        capacity = Size(claimable_cpus(host), memory, claimable_disk(host), host.capacity.net)
+        holds = min(room.held(name, claim), limit(name))
+        found.append(CandidateHost(name, Size(*room.free[name]), capacity, claim, holds))
     return found
 
 

@@ -22,6 +22,7 @@ from multiverse.core.provisioning.capacity import Blockage, room_of
 from multiverse.core.provisioning.clones import CloneRequest, hosts_making, plan_vms
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.pacing import wait_for
+from multiverse.core.provisioning.permitted import Open
 from multiverse.core.provisioning.sizes import short_of_memory, template_size
 from multiverse.core.provisioning.spares import (
     awaiting_job,
@@ -215,7 +216,7 @@ def _refill(context: Context, pool: Pool, lacking: int) -> None:
 
     wanted = CloneRequest(pool.image, kind, pool.size, templates, pool=pool.depth, sizes=sizes)
     for _ in range(min(lacking, may)):
-        chosen = room.place(1, claims, accept=accept)
+        chosen = room.place(1, claims, hosts=Open(accept))
         vms = plan_vms(context, wanted, chosen) if chosen else None
         if vms is None:
             return

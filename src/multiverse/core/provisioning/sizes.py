@@ -71,7 +71,7 @@ def vm_size(node: Size, template: Size, host: Host, policy: Policy) -> Size:
     is the job's allowance."""
     block = host.memory_block
     plugged = -(-max(0, guest_memory(node, policy) - template.memory) // block) * block
-    return Size(max(node.cpus, template.cpus), template.memory + plugged, allowance(node, policy))
+    return Size(max(node.cpus, template.cpus), template.memory + plugged, allowance(node, policy), node.net)
 
 
 def empty_capacity(host: Host) -> Size:
@@ -80,7 +80,7 @@ def empty_capacity(host: Host) -> Size:
     memory, times = host.capacity.memory, host.overcommit
     if times.memory > 1 and host.machine:
         memory = min(memory, host.machine.memory - times.floor)
-    return Size(claimable_cpus(host), memory, claimable_disk(host))
+    return Size(claimable_cpus(host), memory, claimable_disk(host), host.capacity.net)
 
 
 def claimable_cpus(host: Host) -> int:
@@ -94,8 +94,8 @@ def claimable_disk(host: Host) -> int:
 
 
 def vm_claim(size: Size, host: Host, image: str, kind: CloneKind) -> Size:
-    """What a VM of `size` claims on its host."""
-    return Size(size.cpus, size.memory + host.vm_overhead, host.disk_cost(image, kind).of(size.disk))
+    """What a VM of `size` claims on its host: bandwidth too, as if all its peers were on other hosts."""
+    return Size(size.cpus, size.memory + host.vm_overhead, host.disk_cost(image, kind).of(size.disk), size.net)
 
 
 def parked_claim(host: Host, image: str) -> Size:

@@ -7,6 +7,7 @@ at once, by the tag that is the VM's own. Spares give way to whatever needs thei
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
@@ -28,6 +29,7 @@ from multiverse.core.policy import Policy, Pool
 from multiverse.core.provisioning.capacity import Room
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.sizes import parked_claim, vm_claim, vm_size
+from multiverse.core.rows import plus
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Event
 
@@ -87,6 +89,7 @@ def joined_for(context: Context, attempt: Attempt, promised: Collection[int] = (
             and vm.node_size.cpus == request.size.cpus
             and vm.node_size.memory >= request.size.memory
             and vm.node_size.disk >= request.size.disk
+            and not request.size.net  # a joined spare has no limit, and claims no bandwidth
         )
 
     def is_idle(vm: Vm) -> bool:
@@ -112,6 +115,7 @@ def parked_for(context: Context, attempt: Attempt, templates: Mapping[str, Size]
     if not context.policy.pools:
         return found
     image, request = context.image_of(attempt), attempt.request
+    mine: Counter[str] = Counter(vm.host for vm in context.state.vms_of(attempt) if not vm.failed)
     left = [
         vm
         for vm in spares(context.state, Depth.PARKED)
@@ -124,7 +128,8 @@ def parked_for(context: Context, attempt: Attempt, templates: Mapping[str, Size]
         host = context.hosts[vm.host]
         size = vm_size(request.size, templates[vm.host], host, context.policy)
         more = _less(vm_claim(size, host, image, vm.kind), parked_claim(host, image))
-        if room.fits(vm.host, more):
+        if room.fits(vm.host, more) and mine[vm.host] < request.most_on_a_host(request.nodes):
+            mine[vm.host] += 1
             room.take(vm.host, more)
             found.append((replace(vm, attempt=attempt.id, size=size, node_size=request.size), more))
     return found
@@ -137,7 +142,7 @@ def give_back(taken: list[Taken], room: Room) -> None:
 
 
 def _less(one: Size, other: Size) -> Size:
-    return Size(one.cpus - other.cpus, one.memory - other.memory, one.disk - other.disk)
+    return plus(one, other, -1)
 
 
 def fit_to_serve(context: Context, vm: Vm) -> bool:

@@ -16,6 +16,7 @@ from multiverse.core.provisioning.pacing import wait_for
 from multiverse.core.provisioning.sizes import claimable_cpus, claimable_disk, vm_claims
 from multiverse.core.provisioning.spares import joined_for
 from multiverse.core.provisioning.templates import node_request, wish_of
+from multiverse.core.rows import plus
 
 LADDER = 10
 """The most sizes that are shown beside those that jobs and pools ask for."""
@@ -92,28 +93,27 @@ def sizes_to_show(context: Context) -> list[Size]:
 def usage(context: Context) -> CapacityUsage:
     """What is used and what is free."""
     state, room = context.state, room_of(context)
-    sums = {what: [0, 0, 0] for what in ("total", "job", "spare", "template", "free", "closed")}
+    sums = dict.fromkeys(("total", "job", "spare", "template", "free", "closed"), Size(0, 0))
 
-    def add(what: str, cpus: int, memory: int, disk: int) -> None:
-        sums[what] = [a + b for a, b in zip(sums[what], (cpus, memory, disk), strict=True)]
+    def add(what: str, size: Size) -> None:
+        sums[what] = plus(sums[what], size)
 
     closed = 0
     for name, host in context.in_sight.items():
         most = int(host.capacity.memory * host.overcommit.memory)
-        add("total", claimable_cpus(host), most, claimable_disk(host))
+        add("total", Size(claimable_cpus(host), most, claimable_disk(host), host.capacity.net))
         for claim in state.claims_in(name):
             row = state.get(claim.owner)
             what = "template" if claim.owner.kind == "template" else "job"
             what = "spare" if getattr(row, "is_spare", False) else what
-            add(what, claim.size.cpus, claim.size.memory, claim.size.disk)
-        free = [max(0, one) for one in room.free[name]]
+            add(what, claim.size)
+        free = Size(*(max(0, one) for one in room.free[name]))
         if name in context.closed:
             closed += 1
-            add("closed", *free)
+            add("closed", free)
         else:
-            add("free", *free)
-    as_size = {what: Size(*figures) for what, figures in sums.items()}
+            add("free", free)
     return CapacityUsage(
-        len(context.in_sight), as_size["total"], as_size["job"], as_size["spare"], as_size["template"],
-        as_size["free"], as_size["closed"], closed,
+        len(context.in_sight), sums["total"], sums["job"], sums["spare"], sums["template"],
+        sums["free"], sums["closed"], closed,
     )  # fmt: skip

@@ -90,13 +90,14 @@ def _capacity(host: Host, image: str, policy: Policy, kind: CloneKind) -> EqualH
     able = host.images.get(image, _PLUG) & _PLUG
     empty = empty_capacity(host)
     costs = (host.template_copies, host.memory_block, host.vm_overhead)
-    shape = _Shape(empty, *costs, able, kind is CloneKind.INSTANT, policy.base, policy.guest_reserve)
+    shape = _Shape(replace(empty, net=0), *costs, able, kind is CloneKind.INSTANT, policy.base, policy.guest_reserve)
     disk = empty.disk - template_claim(policy.base, host, image).disk
     least, overhead = host.disk_cost(image, kind)
     cost = DiskCost(max(least, allowance(Size(0, 0), policy)), overhead)
     smallest = cost.of(0)
     most = 0 if disk < 0 or policy.base.cpus > host.capacity.cpus else disk // smallest if smallest else MOST_NODES
-    return EqualHosts(1, empty.cpus, max(0, disk), _memory_of_each(shape)[:most], cost, host.capacity.cpus)
+    memory = _memory_of_each(shape)[:most]
+    return EqualHosts(1, empty.cpus, max(0, disk), memory, cost, host.capacity.cpus, empty.net)
 
 
 @lru_cache(maxsize=4096)

@@ -10,15 +10,17 @@ from multiverse.core.model import Attempt, Claim, CloneKind, Placement, Size, Te
 from multiverse.core.provisioning.capacity import Room, every_host
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.largest import could_ever_fit
+from multiverse.core.provisioning.permitted import Open
 from multiverse.core.provisioning.placement import BUILT_IN
 from multiverse.core.provisioning.sizes import NodeRequest, serves_as, template_claim, template_size, vm_claims
+from multiverse.core.rows import plus
 from multiverse.core.transition import Change, Event
 
 
 def could_hold(context: Context, attempt: Attempt, kind: CloneKind, templates: ByHost[Size]) -> bool:
     """Whether the hosts of `templates`, were they empty, could hold the attempt's VMs as clones of that kind."""
-    wanted, nodes = node_request(context, attempt, kind), attempt.request.nodes
-    return could_ever_fit(wanted, nodes, templates, context.hosts, context.policy)
+    wanted = node_request(context, attempt, kind)
+    return could_ever_fit(wanted, attempt.request, templates, context.hosts, context.policy)
 
 
 def node_request(context: Context, attempt: Attempt, kind: CloneKind) -> NodeRequest:
@@ -177,7 +179,7 @@ def _where_to_build(context: Context, wish: TemplateWish, room: Room, may: MayBu
     alone = wish.sizes.map(lambda host, size: template_claim(size, host, wish.image))
     both = [alone.plus(beside)] if beside else []
     for claims in (*both, alone):
-        if found := room.place(1, claims, accept=accept, choose=BUILT_IN[Placement.FIRST_FIT]):
+        if found := room.place(1, claims, hosts=Open(accept), choose=BUILT_IN[Placement.FIRST_FIT]):
             room.give(found[0], claims[found[0]])
             return found[0]
     return ""
@@ -185,7 +187,7 @@ def _where_to_build(context: Context, wish: TemplateWish, room: Room, may: MayBu
 
 def _holds_both(context: Context, wish: TemplateWish, room: Room, beside: Mapping[str, Size], name: str) -> bool:
     alone, vm = template_claim(wish.sizes[name], context.hosts[name], wish.image), beside[name]
-    return room.fits(name, Size(vm.cpus, alone.memory + vm.memory, alone.disk + vm.disk))
+    return room.fits(name, plus(alone, vm))
 
 
 def _vms_beside(context: Context, wish: TemplateWish) -> Mapping[str, Size]:

@@ -222,7 +222,8 @@ def host_config(settings: Settings, site: str) -> QemuHostConfig:
     return QemuHostConfig(
         host=host.name,
         prefix=vm_prefix(site),
-        capacity=Size(host.cores, host.memory, host.disk),
+        capacity=Size(host.cores, host.memory, host.disk, host.net),
+        uplink=qemu.uplink,
         overcommit=Overcommitment(
             host.cpu_overcommit, host.overcommit, host.disk_overcommit, host.floor, host.disk_floor
         ),

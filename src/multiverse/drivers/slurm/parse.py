@@ -24,6 +24,7 @@ from multiverse.core.model import (
     Size,
     vm_prefix,
 )
+from multiverse.drivers.slurm import requests
 from multiverse.drivers.slurm.time_limits import NEVER, TimeLimits
 
 Record = Mapping[str, Any]
@@ -284,7 +285,8 @@ def slurms_hold(reason: str, description: str) -> bool:
 
 
 def _request(record: Record, own: tuple[str, ...], names: SiteNames) -> tuple[Request | None, str]:
-    problem = _problem(record, own, names)
+    wishes = requests.read(str(record.get("comment") or ""))
+    problem = _problem(record, own, names) or wishes.problem
     if problem:
         return None, problem
     nodes = max(number(record.get("node_count")) or 1, 1)
@@ -295,12 +297,13 @@ def _request(record: Record, own: tuple[str, ...], names: SiteNames) -> tuple[Re
     return (
         Request(
             nodes=nodes,
-            size=Size(cpus, memory, number(record.get("minimum_tmp_disk_per_node")) or 0),
+            size=Size(cpus, memory, number(record.get("minimum_tmp_disk_per_node")) or 0, wishes.net),
             image=next(iter(_images(own)), None),
             kind=next((CloneKind(word) for word in own if word in _KINDS), None),
             placement=next((word.removeprefix(PLACE) for word in own if word.startswith(PLACE)), None),
             features=own,
             account=str(record.get("account") or "") if names.per_account else "",
+            per_host=wishes.per_host,
         ),
         "",
     )

@@ -10,8 +10,9 @@ else 0. Lines of two forms follow that. The first form is the size of a largest 
 - how many hosts, and for each of them CPUs, disk, and the most memory in MiB of one node, of each of two nodes, and
   so on. Where CPUs are over-committed, the CPUs are two figures, separated by a slash: those of all nodes together,
   and the most of one node; the file then has version 2. The disk is three figures in MiB, separated by slashes:
-  that of the host, the least that a node takes of it, and what a node takes beside what it asks for. All lines of
-  one limit together tell how many nodes of a job fit. All zero: no node fits.
+  that of the host, the least that a node takes of it, and what a node takes beside what it asks for. A fourth figure is
+  the bandwidth of the host in Mbit/s, if it has any; the file then has version 3. All lines of one limit together tell
+  how many nodes of a job fit. All zero: no node fits.
 
 The image `*` stands for all images that no line names. Example, of three hosts that could hold two nodes each:
 
@@ -22,7 +23,7 @@ The image `*` stands for all images that no line names. Example, of three hosts 
     * 0 1 auto,default,full,instant,linked 3 2 65536/2048/0 15395 7555
 
 multiverse.lua refuses nothing by a file that is missing, that is no longer valid, or that has another version. That of
-the previous release knows only version 1.
+the previous release does not know version 3.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from multiverse.core.errors import Exhausted
 from multiverse.core.model import OTHER_IMAGES, JobLimit, JobLimits, Size
 from multiverse.system import files
 
-_VERSION, _WITH_NODE_CPUS = 1, 2
+_VERSION, _WITH_NODE_CPUS, _WITH_NET = 1, 2, 3
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")  # a name that cannot break the format
 
 
@@ -54,8 +55,10 @@ class SubmissionFile:
     async def publish(self, limits: JobLimits) -> None:
         """See `ports.SubmissionLimits`. Raises `Exhausted` if the file cannot be written; `renew` tries again."""
         self._lines = tuple(_lines(limits))
-        every = (hosts for some in limits.limits.values() for limit in some for hosts in limit.hosts)
+        every = {hosts for some in limits.limits.values() for limit in some for hosts in limit.hosts}
         self._version = _WITH_NODE_CPUS if any(one.cpus_of_a_node != one.cpus for one in every) else _VERSION
+        if any(one.net for one in every):
+            self._version = _WITH_NET
         self._valid_until = 0.0
         try:
             self._write()
@@ -118,7 +121,7 @@ def _kinds(limit: JobLimit, limits: JobLimits) -> str:
 
 def _hosts(limit: JobLimit) -> Iterator[str]:
     for hosts in limit.hosts:
-        disk = "/".join(map(str, (hosts.disk, *hosts.cost)))
+        disk = "/".join(map(str, (hosts.disk, *hosts.cost, *([hosts.net] if hosts.net else []))))
         cpus = f"{hosts.cpus}" if hosts.cpus_of_a_node == hosts.cpus else f"{hosts.cpus}/{hosts.cpus_of_a_node}"
         yield " ".join(map(str, (hosts.count, cpus, disk, *hosts.memory)))
     if not limit.hosts:

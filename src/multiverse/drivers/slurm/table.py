@@ -69,6 +69,7 @@ _TEXTS = {
     "prefer": "Prefer",
     "licenses": "Licenses",
     "container_id": "ContainerID",
+    "comment": "Comment",
     "name": "Name",
     "current_working_directory": "WorkDir",
 }

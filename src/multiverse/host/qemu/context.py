@@ -16,6 +16,7 @@ from multiverse.host.firewall import Firewall
 from multiverse.host.job_groups import JobGroups
 from multiverse.host.memfd import SealedMemory
 from multiverse.host.namespaces import System
+from multiverse.host.numa import NODES, NumaNodes
 from multiverse.host.qemu import features, probe, templates
 from multiverse.host.qemu.ability_cache import AbilityCache
 from multiverse.host.qemu.connections import Connections
@@ -46,8 +47,9 @@ class QemuHostConfig:
     one that a VM can be plugged up to, and `capacity` what the host declares; `overcommit` lets VMs claim more than
     that. `scratch` is what the users of each VM may write to its disk, if the VM's own size does not say more.
     `tb_size` is emulation's cache of translated code, 0 for QEMU's default. `guests` are the first and the last address
-    that a VM of any host can have. Images that are not in `images` are copied from `image_source`. `features` are the
-    modes of `HostFeatures`.
+    that a VM of any host can have. `uplink` connects the bridge with other hosts, if it is known; where `capacity` has
+    no bandwidth, that of the uplink counts. Images that are not in `images` are copied from `image_source`. `features`
+    are the modes of `HostFeatures`. `numa` is where the kernel describes the machine's NUMA nodes.
     """
 
     host: str
@@ -68,6 +70,8 @@ class QemuHostConfig:
     tb_size: int = 0
     image_source: Path | None = None
     guests: tuple[str, str] = ("0.0.0.0", "0.255.255.255")
+    uplink: str = ""
+    numa: Path = NODES
     features: Mapping[Feature, str] = field(default_factory=dict)
 
 
@@ -108,7 +112,8 @@ class HostContext:
         self.registry = VmRegistry(config.vms)
         self.uids = UidPool(*config.uids)
         self.sealed = SealedMemory()
-        self.cgroups = Cgroups()
+        self.numa = NumaNodes(config.vms, config.overcommit.cpus, config.numa)
+        self.cgroups = Cgroups(cpusets=self.numa.are_several)
         self.firewall = Firewall(config.prefix, config.vms, config.guests)
         self.connections = Connections(self.paths)
         self.outputs = OutputStore()

@@ -21,7 +21,7 @@ from multiverse.core.model import (
     VmCondition,
     VmSeen,
 )
-from multiverse.host import disks, manifest, process
+from multiverse.host import disks, manifest, process, tap
 from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.qemu import templates
 from multiverse.host.qemu.context import HostContext
@@ -49,6 +49,7 @@ class HostObserver:
         self._manifests: dict[str, tuple[tuple[int, int], Manifest | None]] = {}
         self._figures: dict[str, tuple[float, VmSeen]] = {}
         self._reasons: dict[str, str] = {}
+        self._uplink_rate = 0
 
     def observe(self) -> HypervisorView:
         """The host, its templates and its VMs, also what is left of dead ones."""
@@ -93,7 +94,7 @@ class HostObserver:
         abilities = {image.name: self._host.abilities.abilities(image) for image in present}
         return Host(
             config.host,
-            config.capacity,
+            self._capacity(),
             _ABILITIES,
             machine=Size(os.cpu_count() or 1, pages),
             accelerator=self._host.accelerator.name,
@@ -105,7 +106,19 @@ class HostObserver:
             overcommit=config.overcommit,
             features=frozenset(self._host.features.in_use),
             features_off={str(one): reason for one, reason in self._host.features.lacking.items()},
+            numa=self._host.numa.view(),
         )
+
+    def _capacity(self) -> Size:
+        """What is declared, with the bandwidth that the uplink reports if none is. An uplink that is down reports none:
+        then it has what it had before. Without a firewall nothing would limit VMs to what they claim."""
+        capacity = self._host.config.capacity
+        if not self._host.firewall.in_use:
+            return replace(capacity, net=0)
+        if capacity.net or not self._host.config.uplink:
+            return capacity
+        self._uplink_rate = tap.link_rate(self._host.config.uplink) or self._uplink_rate
+        return replace(capacity, net=self._uplink_rate)
 
     def _templates(self) -> list[TemplateSeen]:
         config = self._host.config
@@ -149,7 +162,7 @@ class HostObserver:
             address=known.address,
             mac=known.mac,
             token=known.token,
-            size=Size(known.total_cpus or known.cpus, known.total_memory or known.memory),
+            size=Size(known.total_cpus or known.cpus, known.total_memory or known.memory, net=known.net),
             disk=known.disk or self._whole_disk(name),
         )
         if known.phase is VmPhase.MAKING and not known.pid:

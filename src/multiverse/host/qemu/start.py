@@ -44,6 +44,8 @@ def start(host: HostContext, name: str, size: Size, identity: Identity) -> list[
             groups = host.groups(known.job_groups)
             threads = host.limit(groups, name, known.memory + plugged, size.cpus)
             groups.add_process(name, known.pid, threads)
+        known = _choose_node(host, known, Size(cpus, known.memory + plugged))
+        if not booted:
             huge = plug(session.monitor, known, size.cpus, plugged, huge=Feature.HUGE_PAGES in host.features.in_use)
             known = replace(known, huge_memory=huge)
         allowance = host.allowance(size)
@@ -54,7 +56,8 @@ def start(host: HostContext, name: str, size: Size, identity: Identity) -> list[
             return identity_message(identity, cpus, plugged, allowance)
 
         resumed = known.phase is VmPhase.STARTING
-        known = _join_network(host, replace(known, total_cpus=cpus, total_memory=known.memory + plugged), identity)
+        grown = replace(known, total_cpus=cpus, total_memory=known.memory + plugged, net=size.net)
+        known = _join_network(host, grown, identity)
         if booted or resumed:
             report = _boot_or_resume(session, message, timer, "boot" if booted else "ask")
         else:
@@ -82,6 +85,21 @@ def _startable(name: str, known: Manifest | None, identity: Identity) -> Manifes
             f"VM {name} with {known.mac} {known.address} cannot be {identity.hostname} with {identity.mac} {address}",
             hint="destroy it and create another",
         )
+    return known
+
+
+def _choose_node(host: HostContext, known: Manifest, size: Size) -> Manifest:
+    """Keep the VM on a NUMA node, where there are several. Returns its manifest, as written. A VM whose start was begun
+    before stays where it is, and so does one inside a job, whose CPUs Slurm has chosen."""
+    if known.job_groups or not host.numa.are_several:
+        return known
+    if known.numa is None:
+        with host_lock(host.config.vms):
+            node = host.numa.choose(known.name, size)
+            known = replace(known, numa=-1 if node is None else node, total_cpus=size.cpus, total_memory=size.memory)
+            manifest.write(host.paths(known.name).home, known)
+    if known.numa is not None and (cpus := host.numa.cpus_of(known.numa)):
+        host.cgroups.keep_on(known.name, cpus)
     return known
 
 

@@ -176,6 +176,45 @@ local function unsupported_topology(job)
   return nil
 end
 
+-- What a job asks for by its comment, in words such as vm:net=1G,per-host=2: each key, how its value is read, and what
+-- the value has to be. Another word of the comment is the user's own (requests.py reads the same).
+local MIB = { [""] = 1, M = 1, G = 1024, T = 1048576 }
+local MBIT = { [""] = 1, M = 1, G = 1000 }
+
+local function quantity(text, units)
+  local digits, unit = string.match(text, "^(%d+)(%a?)$")
+  local value = digits and #digits < 10 and units[string.upper(unit)] and tonumber(digits) * units[string.upper(unit)]
+  return value and value > 0 and value or nil
+end
+
+local WISHES = {
+  ["mem-per-task"] = { units = MIB, form = "a size such as 500M or 2G" },
+  ["net"] = { units = MBIT, form = "bits a second such as 100M or 1G" },
+  ["per-host"] = { units = { [""] = 1 }, form = "a number of VMs, 1 or more" },
+}
+
+-- What the comment asks for, by key; nil and why if it cannot be understood.
+local function wishes(comment)
+  local found = {}
+  for _, word in ipairs(words(comment, "%s")) do
+    for _, wish in ipairs(words(string.match(word, "^vm:(.*)$"), ",")) do
+      local key, text = string.match(wish, "^([^=]*)=?(.*)$")
+      local known = WISHES[key]
+      if not known then
+        return nil, string.format("vm:%s in --comment is not supported: use mem-per-task, net or per-host", wish)
+      end
+      if found[key] then return nil, string.format("vm:%s is given twice in --comment: give it once", key) end
+      found[key] = quantity(text, known.units)
+      if not found[key] then return nil, string.format("vm:%s in --comment is wrong: give %s", wish, known.form) end
+    end
+  end
+  return found
+end
+
+local function wish(job, key)
+  return (wishes(job.comment) or {})[key]
+end
+
 -- The number of the job's nodes, and the CPUs, memory in MiB and disk in MiB of each node. wanted: another number of
 -- nodes than the smallest that the job accepts.
 local function node_size(job, wanted)
@@ -190,6 +229,8 @@ local function node_size(job, wanted)
                         ceil_div(number(job.min_cpus, NO_VAL) or 1, nodes))
   local memory = number(job.min_mem_per_node, nil)
   if not memory or memory == 0 then memory = (number(job.min_mem_per_cpu, nil) or site.memory_per_cpu) * cpus end
+  local per_task_memory = wish(job, "mem-per-task")
+  if per_task_memory then memory = per_task_memory * tasks_here end
   return nodes, cpus, memory, number(job.pn_min_tmp_disk, NO_VAL) or 0
 end
 
@@ -251,7 +292,7 @@ local function take_offered_node(job, partitions)
   local excluded, suffix = taker(lines[2], job.user_id)
   if excluded then return nil end
   local nodes, cpus, memory, disk = node_size(job)
-  if has_to_wait(job) or nodes ~= 1 or not may_skip_gate(partitions) then return nil end
+  if has_to_wait(job) or nodes ~= 1 or wish(job, "net") or not may_skip_gate(partitions) then return nil end
   local max_mem_per_cpu = number(partitions[site.run_partition].max_mem_per_cpu, nil) or 0
   if max_mem_per_cpu > 0 and memory > max_mem_per_cpu * cpus then return nil end -- Slurm would give the job more CPUs
   for row = 2, #lines do
@@ -280,7 +321,7 @@ end
 -- What the controller published for jobs like this one (submission.py describes the file). sizes: the largest nodes.
 -- limits: what hosts can hold, of which the job has to keep one. Both are empty if nothing was published, or if no
 -- controller has confirmed it for a while: then no job is refused for its size.
-local LIMITS_VERSIONS = { ["1"] = true, ["2"] = true }
+local LIMITS_VERSIONS = { ["1"] = true, ["2"] = true, ["3"] = true }
 
 local function published(job)
   local image, kind = image_and_kind(job)
@@ -298,12 +339,13 @@ local function published(job)
       if cpus then
         table.insert(into.sizes, { cpus = tonumber(cpus), memory = tonumber(memory), disk = tonumber(disk) })
       end
-      local limit, kinds, count, host_cpus, node_cpus, host_disk, least, overhead, sizes =
-        string.match(rest, "^(%d+) ([%a,]+) (%d+) (%d+)/?(%d*) (%d+)/(%d+)/(%d+)([%d ]*)$")
+      local limit, kinds, count, host_cpus, node_cpus, host_disk, least, overhead, net, sizes =
+        string.match(rest, "^(%d+) ([%a,]+) (%d+) (%d+)/?(%d*) (%d+)/(%d+)/(%d+)/?(%d*)([%d ]*)$")
       if limit and string.find("," .. kinds .. ",", "," .. (kind or "default") .. ",", 1, true) then
         local hosts = { count = tonumber(count), cpus = tonumber(host_cpus), disk = tonumber(host_disk),
                         node_cpus = tonumber(node_cpus) or tonumber(host_cpus),
-                        least_disk = tonumber(least), disk_overhead = tonumber(overhead), memory = {} }
+                        least_disk = tonumber(least), disk_overhead = tonumber(overhead), net = tonumber(net) or 0,
+                        memory = {} }
         for word in string.gmatch(sizes, "%d+") do table.insert(hosts.memory, tonumber(word)) end
         into.limits[limit] = into.limits[limit] or {}
         table.insert(into.limits[limit], hosts)
@@ -315,8 +357,9 @@ end
 
 local MOST_NODES = 256 -- the lists of memory sizes end there (limits.py)
 
--- How many nodes of a size hosts can hold together. Each list of memory sizes begins with the largest one.
-local function nodes_held(limit, cpus, memory, disk)
+-- How many nodes of a size hosts can hold together. Each list of memory sizes begins with the largest one. asked: what
+-- the job's comment asks for.
+local function nodes_held(limit, cpus, memory, disk, asked)
   local total = 0
   for _, hosts in ipairs(limit) do
     local held, above = 0, #hosts.memory + 1
@@ -327,15 +370,17 @@ local function nodes_held(limit, cpus, memory, disk)
     held = cpus <= hosts.node_cpus and math.min(held, math.floor(hosts.cpus / cpus)) or 0
     local each = math.max(hosts.least_disk, disk) + hosts.disk_overhead
     if each > 0 then held = math.min(held, math.floor(hosts.disk / each)) end
+    if asked.net then held = math.min(held, math.floor(hosts.net / asked.net)) end
+    held = math.min(held, asked["per-host"] or held)
     total = total + hosts.count * held
   end
   return total
 end
 
 -- The most nodes of a size that any limit lets the job have; nil if there is no limit for the job.
-local function most_nodes(limits, cpus, memory, disk)
+local function most_nodes(limits, cpus, memory, disk, asked)
   local most
-  for _, limit in pairs(limits) do most = math.max(most or 0, nodes_held(limit, cpus, memory, disk)) end
+  for _, limit in pairs(limits) do most = math.max(most or 0, nodes_held(limit, cpus, memory, disk, asked)) end
   return most
 end
 
@@ -390,6 +435,18 @@ local function node_too_large(sizes, cpus, memory, disk)
     describe(cpus, memory, disk), table.concat(descriptions, ", or "))
 end
 
+-- Why no host has the bandwidth that one VM of the job asks for, or nil.
+local function too_fast(limits, net)
+  local most
+  for _, limit in pairs(limits) do
+    for _, hosts in ipairs(limit) do most = math.max(most or 0, hosts.net) end
+  end
+  if not net or not most or net <= most then return nil end
+  if most == 0 then return "no host here has bandwidth to claim: submit without vm:net in --comment" end
+  return string.format("the job requests %d Mbit/s with vm:net, but a host here has %d Mbit/s at most: request less", net,
+    most)
+end
+
 -- Why the job is too large for all hosts together, or nil. wanted: the number of nodes, if it is not the smallest.
 local function too_large(job, known, wanted)
   local nodes, cpus, memory, disk = node_size(job, wanted)
@@ -400,15 +457,20 @@ local function too_large(job, known, wanted)
     return string.format("the job requests %d MiB of disk with --tmp, but a VM has %d MiB: use a shared file system",
       disk, site.max_disk)
   end
-  local most = most_nodes(known.limits, cpus, memory, disk)
+  local asked = wishes(job.comment) or {}
+  local most = most_nodes(known.limits, cpus, memory, disk, asked)
   if not most then -- a controller of the previous release published sizes only
     if #known.sizes == 0 or fits_one(known.sizes, cpus, memory, disk) then return nil end
     return node_too_large(known.sizes, cpus, memory, disk)
   end
   if most >= nodes or nodes > MOST_NODES then return nil end
+  local message = too_fast(known.limits, asked.net)
+  if message then return message end
   if most == 0 then return node_too_large(largest_nodes(known.limits), cpus, memory, disk) end
-  return string.format("the job requests %d nodes with %s each, but all hosts together can hold %d of them at the same"
-    .. " time: request fewer nodes, or less per node", nodes, describe(cpus, memory, disk), most)
+  local each = asked.net and string.format(" and %d Mbit/s", asked.net) or ""
+  local rule = asked["per-host"] and string.format(", at most %d on a host", asked["per-host"]) or ""
+  return string.format("the job requests %d nodes with %s%s each%s, but all hosts together can hold %d of them at the"
+    .. " same time: request fewer nodes, or less per node", nodes, describe(cpus, memory, disk), each, rule, most)
 end
 
 -- The number of nodes of a new job, or nil and why the job is too large. Of a range (-N2-4) it is the smallest number
@@ -434,10 +496,21 @@ local function overcommitted(job)
   return nil
 end
 
+-- Why the memory that the job asks for is not that of its tasks, or nil.
+local function contradicting_memory(job, nodes)
+  local _, cpus, memory = node_size(job, nodes)
+  local each = wish(job, "mem-per-task")
+  local per_node, per_cpu = number(job.min_mem_per_node, nil), number(job.min_mem_per_cpu, nil)
+  if not each or (per_node or per_cpu and per_cpu * cpus or memory) == memory then return nil end
+  return string.format("vm:mem-per-task in --comment gives each node %d MiB, but %s gives it %d: submit with one of"
+    .. " them", memory, per_node and "--mem" or "--mem-per-cpu", per_node or per_cpu * cpus)
+end
+
 -- Fix the number of the job's VMs: Slurm only estimates it for a waiting job, and the estimate changes.
 local function set_node_count(job, nodes)
-  local _, cpus = node_size(job, nodes)
+  local _, cpus, memory = node_size(job, nodes)
   job.min_nodes, job.max_nodes = nodes, nodes
+  if wish(job, "mem-per-task") then job.min_mem_per_node = memory end -- Slurm counts and limits what the node has
   if is_set(job.cores_per_socket) then job.pn_min_cpus = cpus end
 end
 
@@ -467,11 +540,13 @@ local function submit(job, partition, partitions)
   if number(job.het_job_offset, NO_VAL) then
     return refuse("heterogeneous jobs are not supported: submit each component as a separate job")
   end
-  local message = unsupported_option(job) or unsupported_variable(job) or ambiguous_features(job)
+  local _, unknown = wishes(job.comment)
+  local message = unknown or unsupported_option(job) or unsupported_variable(job) or ambiguous_features(job)
     or unsupported_topology(job) or overcommitted(job)
   if message then return refuse(message) end
   local nodes, too_many = choose_node_count(job)
-  if not nodes then return refuse(too_many) end
+  message = too_many or contradicting_memory(job, nodes)
+  if message then return refuse(message) end
   set_node_count(job, nodes)
   local tag = take_offered_node(job, partitions)
   if tag then job.partition = site.run_partition end
@@ -501,6 +576,7 @@ local function updated(job, record)
   local memory = (job.min_mem_per_node or job.min_mem_per_cpu) and job or record
   return {
     features = record.features,
+    comment = record.comment,
     min_nodes = number(job.min_nodes, NO_VAL) or record.min_nodes,
     min_cpus = number(job.min_cpus, NO_VAL) or record.min_cpus,
     pn_min_cpus = number(job.pn_min_cpus, NO_VAL16) or record.pn_min_cpus,
@@ -512,6 +588,25 @@ local function updated(job, record)
     cores_per_socket = job.cores_per_socket,
     pn_min_tmp_disk = job.pn_min_tmp_disk,
   }
+end
+
+-- What a comment asks for, as a text that is the same for the same.
+local function wishes_as_text(comment)
+  local found, sorted = wishes(comment), {}
+  for key, value in pairs(found or { wrong = comment }) do sorted[#sorted + 1] = key .. "=" .. value end
+  table.sort(sorted)
+  return table.concat(sorted, ",")
+end
+
+-- Why an update of what the job asks for by its comment, or of what follows from that, is not supported; or nil.
+local function unsupported_change(job, record)
+  if job.comment and wishes_as_text(job.comment) ~= wishes_as_text(record.comment) then
+    return "what vm: in the comment of a submitted job asks for cannot be changed: cancel the job and submit it again"
+  end
+  if changes_size(job) and wish(record, "mem-per-task") then
+    return "the memory of this job is that of its tasks (vm:mem-per-task): cancel the job and submit it again"
+  end
+  return nil
 end
 
 local function modify(job, record)
@@ -529,7 +624,7 @@ local function modify(job, record)
   if nodes and record.job_state % 256 ~= PENDING then
     return refuse("the VMs of a running job cannot be changed: cancel the job and submit it again")
   end
-  local message = unsupported_option(job) or unsupported_topology(job)
+  local message = unsupported_change(job, record) or unsupported_option(job) or unsupported_topology(job)
   if message then return refuse(message) end
   if changes_size(job) then
     local whole = updated(job, record)

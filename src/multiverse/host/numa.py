@@ -1,0 +1,125 @@
+"""The NUMA nodes of this machine, and on which of them each VM is kept: its CPUs, and the memory that it gets beside
+its template's, which all clones share and which stays where it is.
+
+A node is chosen when a VM is given its size, under the host's lock, and recorded in the VM's manifest before anything
+follows from it. The node with the most CPUs left is taken, so that VMs share memory channels as late as possible. A VM
+that fits on no node is kept on none, and nothing fails for it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from pathlib import Path
+
+from multiverse.core.model import NumaNode, Size
+from multiverse.host import manifest
+
+NODES = Path("/sys/devices/system/node")
+
+
+@dataclass(frozen=True, slots=True)
+class CpuNode:
+    """A NUMA node: the CPUs of it that this process may use, its memory in MiB, and how far the nodes are from it, in
+    the kernel's unit (10: the node itself), by their order."""
+
+    number: int
+    cpus: AbstractSet[int]
+    memory: int
+    distances: tuple[int, ...]
+
+
+class NumaNodes:
+    """The nodes of a machine that have CPUs for VMs. `vms` is the directory of the VMs of this machine; each node may
+    carry `cpu_overcommit` times its CPUs. Without a description of nodes there are none."""
+
+    def __init__(self, vms: Path, cpu_overcommit: float = 1.0, root: Path = NODES) -> None:
+        self._vms, self._overcommit, self._root = vms, cpu_overcommit, root
+        self.nodes = read_nodes(root, os.sched_getaffinity(0))
+
+    @property
+    def are_several(self) -> bool:
+        """Whether it matters where a VM is."""
+        return len(self.nodes) > 1
+
+    def cpus_of(self, number: int) -> AbstractSet[int]:
+        """The CPUs of a node; none if there is no such node any more."""
+        return next((node.cpus for node in self.nodes if node.number == number), frozenset())
+
+    def choose(self, name: str, size: Size) -> int | None:
+        """The node for a VM of that size; None if it fits on none. The caller holds the host's lock."""
+        taken = self._taken(but=name)
+        left = {
+            node.number: (int(len(node.cpus) * self._overcommit) - taken[node.number].cpus,
+                          node.memory - taken[node.number].memory)
+            for node in self.nodes
+        }  # fmt: skip
+        fitting = [number for number, (cpus, memory) in left.items() if size.cpus <= cpus and size.memory <= memory]
+        return max(fitting, key=lambda number: (*left[number], -number), default=None)
+
+    def view(self) -> tuple[NumaNode, ...]:
+        """The nodes as operators see them, with what VMs have of them."""
+        taken = self._taken() if self.are_several else {}
+        return tuple(
+            NumaNode(
+                node.number,
+                tuple(sorted(node.cpus)),
+                node.memory,
+                _memory(self._root / f"node{node.number}", "MemFree"),
+                taken.get(node.number, Size(0, 0)),
+                node.distances,
+            )
+            for node in self.nodes
+        )
+
+    def _taken(self, but: str = "") -> Mapping[int, Size]:
+        """What the VMs have of each node. One that is kept on no node has as much of each."""
+        cpus = dict.fromkeys((node.number for node in self.nodes), 0)
+        memory = dict(cpus)
+        for path in self._vms.glob(f"*/{manifest.FILE}"):
+            known = manifest.read(path.parent)
+            if known is None or known.name == but or known.numa is None:
+                continue  # a VM without a size yet is paused
+            on = [known.numa] if known.numa in cpus else list(cpus)
+            for number in on:
+                cpus[number] += -(-known.total_cpus // len(on))
+                memory[number] += known.total_memory // len(on)
+        return {number: Size(cpus[number], memory[number]) for number in cpus}
+
+
+def read_nodes(root: Path, allowed: AbstractSet[int]) -> tuple[CpuNode, ...]:
+    """The nodes that the kernel describes below `root` (sysfs(5)) and that have some of the `allowed` CPUs, by
+    number."""
+    found = []
+    for path in root.glob("node[0-9]*"):
+        try:
+            cpus = cpu_list((path / "cpulist").read_text()) & allowed
+            distances = tuple(int(word) for word in (path / "distance").read_text().split())
+            if cpus:
+                found.append(CpuNode(int(path.name[4:]), cpus, _memory(path, "MemTotal"), distances))
+        except (OSError, ValueError):
+            continue  # it went offline
+    return tuple(sorted(found, key=lambda node: node.number))
+
+
+def cpu_list(text: str) -> frozenset[int]:
+    """The CPUs of `0-3,8`, as the kernel writes them (cpuset(7))."""
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return frozenset(found)
+
+
+def _memory(node: Path, key: str) -> int:
+    """A figure of the node's meminfo in MiB: lines such as `Node 0 MemTotal: 8039276 kB`."""
+    try:
+        for line in (node / "meminfo").read_text().splitlines():
+            words = line.split()
+            if len(words) >= 4 and words[2] == f"{key}:":
+                return int(words[3]) >> 10
+    except (OSError, ValueError):
+        pass
+    return 0
