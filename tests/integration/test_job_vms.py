@@ -71,7 +71,7 @@ def _is_of_a_job(path: Path) -> bool:
 
 
 @pytest.fixture(scope="module")
-def node(lab: LabUnderTest) -> Iterator[BareNode]:
+def node(lab: LabUnderTest, _images: None) -> Iterator[BareNode]:
     where, plan = lab.where, load(lab.where)
     assert plan is not None
     own, site = Lab(where, plan), where.etc / "site.toml"

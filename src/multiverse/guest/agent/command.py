@@ -97,6 +97,7 @@ class TaskCommand:
             write_kernel_file(f"{self.group}/cgroup.procs", "0")
             write_kernel_file("/proc/self/oom_score_adj", "0")  # the agent's own protects it from the OOM killer
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
             for number, soft, hard in self.limits:
                 try:
                     resource.setrlimit(number, (soft, hard))
@@ -142,10 +143,11 @@ class TaskCommand:
 
     def send_signal(self, number: int, *, everyone: bool) -> None:
         """Send a signal to the command, or to all its processes but the first, which got the signal itself."""
-        others = [int(pid) for pid in read(f"{self.group}/cgroup.procs").split() if int(pid) != self.pid]
-        for pid in others if everyone else [self.pid]:
+        group = read(f"{self.group}/cgroup.procs").split() if everyone else [str(self.pid)]
+        for pid in group:
             try:
-                os.kill(pid, number)
+                if not everyone or int(pid) != self.pid:
+                    os.kill(int(pid), number)
             except ProcessLookupError:
                 continue
 

@@ -1,0 +1,252 @@
+"""A task from end to end without a VM: the program that enters one, built from its source, and the part of the guest
+agent that runs commands. The test is the agent of the host between them."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from multiverse.guest.agent import command
+from multiverse.guest.agent.tasks import TaskRelay
+
+SOURCE = Path(__file__).parents[2] / "spank" / "mventer.c"
+LIMIT = 60
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+
+
+@pytest.fixture(scope="session")
+def mventer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    program = tmp_path_factory.mktemp("mventer") / "mventer"
+    flags = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-O1"]
+    subprocess.run(["cc", *flags, "-o", program, SOURCE], check=True)
+    return program
+
+
+@dataclass
+class FakeAgent:
+    """Answers one request of mventer, and runs the guest's side of the task in a thread."""
+
+    program: Path
+    directory: Path
+    token: str = "secret"
+    refusal: str = ""
+    requests: list[bytes] = field(default_factory=list)
+    machine: int = -1  # closing it ends the VM
+    relay: threading.Thread | None = None
+
+    def __post_init__(self) -> None:
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(self.directory / "sock"))
+        self._listener.listen()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        try:
+            asked, _ = self._listener.accept()
+        except OSError:
+            return
+        with asked:
+            self.requests.append(asked.recv(100))
+            if self.refusal:
+                asked.sendall(f"error {self.refusal}\n".encode())
+                return
+            ours, theirs = _connected()
+            greeting = {"token": self.token, "name": _user(), "uid": os.getuid(), "gid": os.getgid()}
+            ours.sendall(json.dumps(greeting).encode() + b"\n")
+            self.relay = threading.Thread(target=TaskRelay(theirs, "secret", []).run, daemon=True)
+            self.relay.start()
+            reading, self.machine = os.pipe()
+            socket.send_fds(asked, [b"ok\n"], [ours.fileno(), reading])
+            os.close(reading)
+            ours.close()
+
+    def argv(self, *command: str, kind: str = "command") -> list[str]:
+        return [str(self.program), str(self.directory / "sock"), "7", kind, *command]
+
+    def run(
+        self, *command: str, kind: str = "command", data: bytes = b"", **more: str
+    ) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(
+            self.argv(*command, kind=kind), input=data, capture_output=True, timeout=LIMIT, check=False,
+            cwd=self.directory, env={**os.environ, **more},
+        )  # fmt: skip
+
+    def start(self, *command: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            self.argv(*command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=self.directory,
+            start_new_session=True,
+        )
+
+    def close(self) -> None:
+        self._listener.close()
+        if self.machine >= 0:
+            os.close(self.machine)
+
+
+def _connected() -> tuple[socket.socket, socket.socket]:
+    """Both ends of a TCP connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        other, _ = listener.accept()
+    return one, other
+
+
+def _user() -> str:
+    import pwd
+
+    return pwd.getpwuid(os.getuid()).pw_name
+
+
+@pytest.fixture
+def agent(mventer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeAgent]]:
+    """Makes agents. Control groups and the ids of users are the kernel's business, and need root."""
+    monkeypatch.setattr(command, "TASKS", str(tmp_path / "groups"))
+    monkeypatch.setattr(command, "write_kernel_file", lambda path, text: None)
+    monkeypatch.setattr(command, "GONE_TIMEOUT", 0.0)
+    monkeypatch.setattr(os, "setgroups", lambda groups: None)
+    made: list[FakeAgent] = []
+
+    def make(**more: str) -> FakeAgent:
+        directory = tmp_path / str(len(made))
+        directory.mkdir()
+        made.append(FakeAgent(mventer, directory, **more))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+        if one.relay is not None:
+            one.relay.join(LIMIT)
+
+
+def test_a_command_has_its_arguments_directory_and_environment_and_its_exit_code_comes_back(
+    agent: Callable[..., FakeAgent],
+) -> None:
+    one = agent()
+    done = one.run("sh", "-c", 'echo "$PWD|$COLOUR|$0|$1"; echo oops >&2; exit 3', "", "two words\n", COLOUR="blue sky")
+    assert done.returncode == 3
+    assert done.stdout.decode() == f"{one.directory}|blue sky||two words\n\n"
+    assert done.stderr == b"oops\n"
+    assert one.requests == [b"enter job=7\n"]
+
+
+def test_input_and_output_of_any_length_are_carried_whole(agent: Callable[..., FakeAgent]) -> None:
+    data = os.urandom(3_000_001)
+    assert agent().run("cat", data=data).stdout == data
+
+
+def test_a_command_that_reads_no_input_gets_signals_all_the_same(agent: Callable[..., FakeAgent]) -> None:
+    started = agent().start("sh", "-c", "trap 'echo got; exit 5' USR1; echo ready; while :; do sleep 0.05; done")
+    assert started.stdout is not None and started.stdin is not None
+    assert started.stdout.readline() == b"ready\n"
+    os.set_blocking(started.stdin.fileno(), False)
+    written = 0
+    while (count := started.stdin.raw.write(bytes(65536))) is not None:  # type: ignore[attr-defined]
+        written += count
+    started.send_signal(signal.SIGUSR1)
+    assert started.wait(LIMIT) == 5 and started.stdout.read() == b"got\n"
+    assert written < 10_000_000, "the guest takes no more than it has room for"
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGTERM])
+def test_a_task_ends_by_the_signal_that_ended_its_command(agent: Callable[..., FakeAgent], number: int) -> None:
+    assert agent().run("sh", "-c", f"kill -{number} $$").returncode == -number
+
+
+def test_a_command_that_does_not_exist_ends_as_slurm_ends_one(agent: Callable[..., FakeAgent]) -> None:
+    done = agent().run("no-such-program")
+    assert done.returncode == 2 and done.stderr == b"multiverse: execve(): no-such-program: No such file or directory\n"
+
+
+def test_a_batch_script_is_copied_to_its_path_and_removed(agent: Callable[..., FakeAgent], tmp_path: Path) -> None:
+    script = tmp_path / "spool" / "slurm_script"
+    script.parent.mkdir()
+    script.write_text("#!/bin/sh\necho $0 $1\n")
+    script.chmod(0o700)
+    done = agent().run(str(script), "word", kind="script")
+    assert done.stdout.decode() == f"{script} word\n"
+    assert not script.exists(), "here the guest's file is the host's"
+
+
+def test_killing_the_task_ends_the_connection_and_the_relay(agent: Callable[..., FakeAgent]) -> None:
+    one = agent()
+    started = one.start("sh", "-c", "echo $$; exec sleep 1000")
+    assert started.stdout is not None
+    pid = int(started.stdout.readline())
+    handle = os.pidfd_open(pid)
+    started.kill()
+    started.wait(LIMIT)
+    os.kill(pid, signal.SIGKILL)  # what the control group does in a guest
+    os.close(handle)
+    assert one.relay is not None
+    one.relay.join(LIMIT)
+    assert not one.relay.is_alive()
+
+
+def test_a_vm_that_ends_fails_its_tasks(agent: Callable[..., FakeAgent]) -> None:
+    one = agent()
+    started = subprocess.Popen(
+        one.argv("sleep", "3"), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + LIMIT
+    while one.machine < 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.close(one.machine)
+    one.machine = -1
+    assert started.wait(LIMIT) == 1
+    assert started.stderr is not None and b"the VM of this job has ended" in started.stderr.read()
+
+
+def test_who_does_not_know_the_token_runs_nothing(agent: Callable[..., FakeAgent]) -> None:
+    done = agent(token="guess").run("echo", "hello")
+    assert done.returncode == 1 and not done.stdout and b"connection" in done.stderr
+
+
+def test_the_agents_refusal_is_shown(agent: Callable[..., FakeAgent]) -> None:
+    done = agent(refusal="job 7 has no VM of yours on this host").run("true")
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert done.stderr == b"multiverse: this task cannot enter its VM: job 7 has no VM of yours on this host\n"
+
+
+def test_a_terminal_here_is_a_terminal_there_of_the_same_size(agent: Callable[..., FakeAgent]) -> None:
+    one = agent()
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 0, 0, 0, 0))  # a terminal without a size is one, too
+    command = 'test -t 0 && stty size; stty rows 11 cols 22; stty size; read word; echo "<$word>"; exit 4'
+    started = subprocess.Popen(one.argv("sh", "-c", command), stdin=theirs, stdout=theirs, start_new_session=True)
+    os.close(theirs)
+    said = b""
+    sent = False
+    while True:
+        try:
+            data = os.read(ours, 1000)
+        except OSError:  # the last process has closed it
+            break
+        if not data:
+            break
+        said += data
+        if not sent and b"11 22" in said:
+            os.write(ours, b"hello\r")
+            sent = True
+    assert started.wait(LIMIT) == 4
+    assert said.split() == [b"0", b"0", b"11", b"22", b"hello", b"<hello>"]
