@@ -271,14 +271,12 @@ static unsigned count_of(const char *list)
 static void provide(spank_t spank, uint32_t job)
 {
 	char request[1024], nodes[16] = "1", *cores = NULL;
-	uint32_t step = 0, step_nodes = 1, restart = 0;
+	uint32_t step_nodes = 1;
 	uint64_t memory = 0;
 	uid_t uid = (uid_t)-1;
 
 	spank_get_item(spank, S_JOB_UID, &uid);
-	spank_get_item(spank, S_JOB_STEPID, &step);
 	spank_get_item(spank, S_JOB_NNODES, &step_nodes);
-	spank_get_item(spank, S_SLURM_RESTART_COUNT, &restart);
 	spank_get_item(spank, S_JOB_ALLOC_CORES, &cores);
 	spank_get_item(spank, S_JOB_ALLOC_MEM, &memory);
 	spank_getenv(spank, "SLURM_JOB_NUM_NODES", nodes, sizeof nodes);
@@ -287,8 +285,8 @@ static void provide(spank_t spank, uint32_t job)
 		return;
 	}
 	snprintf(request, sizeof request,
-		 "provide job=%u restart=%u uid=%u cores=%u allocated=%llu image=%s cpus=%s memory=%s disk=%s\n", job,
-		 restart, (unsigned)uid, count_of(cores), memory >= NO_VAL64 ? 0ULL : (unsigned long long)memory,
+		 "provide job=%u uid=%u cores=%u allocated=%llu image=%s cpus=%s memory=%s disk=%s\n", job,
+		 (unsigned)uid, count_of(cores), memory >= NO_VAL64 ? 0ULL : (unsigned long long)memory,
 		 values[IMAGE], values[CPUS], values[MEMORY], values[DISK]);
 	ask(timeout, request);
 }

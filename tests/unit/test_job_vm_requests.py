@@ -10,12 +10,12 @@ from multiverse.core.errors import Gone, Refused
 from multiverse.core.model import Size
 from multiverse.drivers.slurm.plugstack import plugstack
 
-REQUEST = ProvideVm(12, restart=1, uid=1000, cores=2, allocated=1000)
+REQUEST = ProvideVm(12, uid=1000, cores=2, allocated=1000)
 
 
 def test_requests_are_parsed_as_the_plugin_writes_them() -> None:
-    line = b"provide job=12 restart=1 uid=1000 cores=2 allocated=1000 image=slim cpus= memory=512 disk=\n"
-    assert parse(line) == ProvideVm(12, 1, 1000, 2, 1000, "slim", 0, 512, 0)
+    line = b"provide job=12 uid=1000 cores=2 allocated=1000 image=slim cpus= memory=512 disk=\n"
+    assert parse(line) == ProvideVm(12, 1000, 2, 1000, "slim", 0, 512, 0)
     assert parse(b"enter job=12\n") == EnterVm(12)
     assert parse(b"release job=67108863\n") == ReleaseVm(67108863)
 
@@ -47,8 +47,8 @@ def test_an_answer_is_one_line_with_the_next_step() -> None:
 
 def test_a_vm_has_what_its_job_has_unless_less_is_asked_for() -> None:
     assert vm_size(REQUEST, 256, 192) == Size(2, 808)
-    assert vm_size(ProvideVm(12, 0, 1000, 2, 1000, "", 1, 512, 300), 256, 192) == Size(1, 512, 300)
-    assert vm_size(ProvideVm(12, 0, 1000, 2, 0, "", 0, 512), 256, 192) == Size(2, 512), "Slurm counts no memory"
+    assert vm_size(ProvideVm(12, 1000, 2, 1000, "", 1, 512, 300), 256, 192) == Size(1, 512, 300)
+    assert vm_size(ProvideVm(12, 1000, 2, 0, "", 0, 512), 256, 192) == Size(2, 512), "Slurm counts no memory"
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_what_the_job_cannot_hold_is_refused_with_the_next_step(
     cpus: int, memory: int, allocated: int, step: str
 ) -> None:
     with pytest.raises(Refused) as refused:
-        vm_size(ProvideVm(12, 0, 1000, 2, allocated, "", cpus, memory), 256, 192)
+        vm_size(ProvideVm(12, 1000, 2, allocated, "", cpus, memory), 256, 192)
     assert step in refused.value.hint
 
 

@@ -1,6 +1,6 @@
 """What Slurm's plugin and the program that enters a VM ask the agent of their host: one line each, and one answer.
 
-    provide job=12 restart=0 uid=1000 cores=2 allocated=600 image=slim cpus=2 memory=512 disk=
+    provide job=12 uid=1000 cores=2 allocated=600 image=slim cpus=2 memory=512 disk=
     enter job=12
     release job=12
 
@@ -25,11 +25,10 @@ _LAST_JOB = 0x03FF_FFFF  # MAX_JOB_ID in Slurm's slurm_protocol_defs.h
 
 @dataclass(frozen=True, slots=True)
 class ProvideVm:
-    """The VM of a job is to be there. `cores` and `allocated` are what the job has on this host; a `restart` counts how
-    often the job was requeued. 0 in `cpus`, `memory` and `disk`, and an empty `image`, were not given."""
+    """The VM of a job is to be there. `cores` and `allocated` are what the job has on this host. 0 in `cpus`, `memory`
+    and `disk`, and an empty `image`, were not given."""
 
     job: int
-    restart: int
     uid: int
     cores: int
     allocated: int = 0
@@ -69,9 +68,7 @@ def parse(line: bytes) -> ProvideVm | EnterVm | ReleaseVm:
             image = values.get("image", "")
             if image and not _IMAGE.fullmatch(image):
                 raise Refused(f"{image!r} is no name of an image")
-            numbers = {
-                key: _number(values, key) for key in ("restart", "uid", "cores", "allocated", "cpus", "memory", "disk")
-            }
+            numbers = {key: _number(values, key) for key in ("uid", "cores", "allocated", "cpus", "memory", "disk")}
             return ProvideVm(job, image=image, **numbers)
     raise Refused(f"the agent cannot {operation!r}", hint="install the plugin and the agent of one release")
 

@@ -32,6 +32,9 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
+RUNS = 512
+"""How many runs of a job have names of their own."""
+
 PLUGIN_UID = 0
 """The user that slurmd runs the plugin as."""
 
@@ -42,11 +45,13 @@ _REQUEST_TIMEOUT = 10.0  # seconds for a request of one line
 
 @dataclass(frozen=True, slots=True)
 class JobVm:
-    """The VM of a job. `number` chooses its address; `token` is the VM's, `task_token` what its guest knows the host's
-    agent by. `groups` are the job's control groups."""
+    """The VM of one run of a job. `run` is random, for its name; `record` is when the plugin recorded the run (Unix
+    time in nanoseconds), 0 if it did not. `number` chooses its address; `token` is the VM's, `task_token` what its
+    guest knows the agent of the host by. `groups` are the job's control groups."""
 
     job: int
-    restart: int
+    run: int
+    record: int
     uid: int
     number: int
     image: str
@@ -169,7 +174,7 @@ class JobVmService:
         job = request.job
         async with self._lock(job):
             known = self._known.get(job)
-            if known is not None and (known.restart, known.uid) != (request.restart, request.uid):
+            if known is not None and (known.record, known.uid) != (self._recorded(job), request.uid):
                 await self._remove(known)  # of an earlier run, whose epilog did not reach us
                 known = None
             if known is None:
@@ -187,7 +192,8 @@ class JobVmService:
             raise Refused(f"this host has VMs inside of {_ADDRESSES} jobs already")
         return JobVm(
             job=request.job,
-            restart=request.restart,
+            run=secrets.randbelow(RUNS),
+            record=self._recorded(request.job),
             uid=request.uid,
             number=number,
             image=request.image or self._sizes.default_image,
@@ -252,6 +258,14 @@ class JobVmService:
             await self._call(lambda path=path: path.unlink(missing_ok=True))
         self._known.pop(vm.job, None)
         log.info("VM of a job released", job=vm.job)
+
+    def _recorded(self, job: int) -> int:
+        """When the plugin recorded the job's present run: it does so before the first step, and removes the record at
+        the end. Slurm's own count of restarts is not told to every step."""
+        try:
+            return (self._records / str(job)).stat().st_mtime_ns
+        except FileNotFoundError:
+            return 0
 
     # --- files ----------------------------------------------------------------------------------------
 

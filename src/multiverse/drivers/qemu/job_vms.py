@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from pyroute2 import IPRoute, NetlinkError
 
-from multiverse.agent.jobs import JobVm
+from multiverse.agent.jobs import RUNS, JobVm
 from multiverse.config import Settings
 from multiverse.core.errors import Broken, Gone, Unknown
 from multiverse.core.model import CloneKind, Identity, Size, TemplateKey, User, machine_id, vm_name
@@ -25,13 +25,12 @@ from multiverse.host.specification import Specification
 _CONNECT_TIMEOUT = 20.0  # seconds: a guest may be busy
 _FIRST_ADDRESS = 2  # the first one after the network's is the host's
 _BLOCK = 128  # MiB that memory is plugged in: see `host.qemu.hotplug`
-_RESTARTS = 512  # runs of one job that have names of their own
 
 
 def job_vm_name(vm: JobVm) -> str:
-    """The name of a job's VM, and of its guest. A job that is requeued often has an earlier name again, when the VM of
-    that name is long gone; what tells the two apart is the token."""
-    return vm_name(JOB_SITE, vm.job * _RESTARTS + vm.restart % _RESTARTS)
+    """The name of a job's VM, and of its guest. A job that is requeued often may have an earlier name again, when the
+    VM of that name is long gone; what tells the two apart is the token."""
+    return vm_name(JOB_SITE, vm.job * RUNS + vm.run)
 
 
 class QemuJobVms:
