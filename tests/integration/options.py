@@ -107,6 +107,11 @@ touch {home}/plain.over
     ),
     "size": Submission("--ntasks=2 --cpus-per-task=2 --mem-per-cpu=200", _SIZE),
     "per-task": Submission("--ntasks=2 --comment='mine vm:mem-per-task=200M,per-host=1'", _SIZE),
+    "sockets": Submission(
+        "--ntasks=4 --ntasks-per-socket=2 --sockets-per-node=2 --mem=300",
+        "echo nproc=$(nproc) per=$SLURM_NTASKS_PER_SOCKET\n"
+        "srun -Q --ntasks=1 --cpu-bind=sockets grep Cpus_allowed_list /proc/self/status\n",
+    ),
     "memory": Submission(
         "--mem=700 --tmp=3000 --exclusive --sockets-per-node=1 --cores-per-socket=3 --threads-per-core=1"
         " --ntasks-per-core=1 --export-file={home}/variables",
@@ -337,18 +342,28 @@ GROUPS = (
                 "--hint=memory_bound is not supported: a VM has as many cores as its job requests",
                 "--hint=memory_bound",
             ),
-            refused(
+            honoured(
                 "--sockets-per-node above 1",
-                "a VM has one socket: submit without --sockets-per-node, or request CPUs with --mincpus",
-                "--sockets-per-node=2",
+                "Slurm places and binds tasks by as many sockets, up to 8; the kernel in the VM shows one",
+                "sockets",
+                r"Cpus_allowed_list:\s+\d[-,]\d",
+            ),
+            refused(
+                "--sockets-per-node above 8",
+                "the job requests 9 sockets on a node, but a VM has 8 at most: request fewer",
+                "--sockets-per-node=9",
+                note="the message says how many a VM has",
             ),
             refused(
                 "--threads-per-core, --ntasks-per-core above 1",
                 "VM cores have one thread each: submit without --threads-per-core, --ntasks-per-core and --hint",
                 "--threads-per-core=2",
             ),
-            refused(
-                "--ntasks-per-socket", "a VM has one socket: use --ntasks-per-node instead", "--ntasks-per-socket=1"
+            honoured(
+                "--ntasks-per-socket",
+                "the VM has as many sockets to Slurm as its tasks need",
+                "sockets",
+                "nproc=4 per=2",
             ),
             refused(
                 "-S, --core-spec",

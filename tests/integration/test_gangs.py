@@ -100,13 +100,13 @@ def allreduce(lab: LabUnderTest, client: Client, *run: str, library: str, option
     assert [line.split()[:2] for line in said] == [[f"{rank}/4", "1111"] for rank in range(4) for _ in run], lines
     for start in range(len(run)):
         assert {line.split()[2] for line in said[start :: len(run)]} == set(row["vms"]), "the ranks ran on both VMs"
-    nothing_left(lab, client)
 
 
 @pytest.mark.slow
 def test_open_mpi_by_mpirun(lab: LabUnderTest, client: Client, controller: Callable[[], int]) -> None:
     controller()
     allreduce(lab, client, "mpirun", library=OPEN_MPI)
+    nothing_left(lab, client)
 
 
 @pytest.mark.slow
@@ -120,3 +120,4 @@ def test_each_mpi_by_mpirun_and_by_srun(
     mpi()
     controller()  # writes the image into Slurm's configuration
     allreduce(lab, client, *ways, library=library, options=("--constraint=mpi",))
+    nothing_left(lab, client)

@@ -36,6 +36,7 @@ from tests.integration.conftest import LabUnderTest, new_lab
 from tests.integration.images import IMAGES, slim
 from tests.integration.test_agent import THROUGH_THE_AGENT, Behind, Controller, connected
 from tests.integration.test_contract_qemu import LONG, Real
+from tests.integration.test_gangs import OPEN_MPI, allreduce
 from tests.integration.watch import ended, kill, latest, qemu_of, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")]
@@ -173,6 +174,13 @@ def test_a_job_runs_on_two_hosts_and_others_do_not_reach_it(two: LabUnderTest, h
     ended(hosts, gang, "done")
     assert sorted(out.read_text().split("\n")[:-1]) == sorted(f"reached {vm['name']}" for vm in vms for _ in range(2))
     assert other.read_text().split("\n")[:-1] == [f"not {address}" for address in addresses]
+
+
+@pytest.mark.slow
+def test_open_mpi_runs_across_hosts(two: LabUnderTest, hosts: Client) -> None:
+    """One VM on each host, two ranks in each, by Open MPI's own launcher."""
+    allreduce(two, hosts, "mpirun", library=OPEN_MPI, options=("--comment=vm:per-host=1",))
+    until("its VMs are gone", lambda: not hosts.vms())
 
 
 _TRANSFERS = """

@@ -40,6 +40,11 @@ local job = { %s }
 slurm_job_submit(job, partitions, 1000)
 io.write("|", tostring(job.min_mem_per_node), "|", tostring(job.min_nodes))
 """
+_SUBMIT_AND_SHOW_CPUS = """
+local job = { %s }
+slurm_job_submit(job, partitions, 1000)
+io.write("|", tostring(job.pn_min_cpus), "|", tostring(job.min_nodes))
+"""
 _MODIFY = """
 io.write("|", slurm_job_modify({ %s }, { %s }, partitions, 1000), "|")
 """
@@ -76,6 +81,11 @@ def submit(directory: Path, fields: str, partitions: str = PARTITIONS) -> str:
 def run_with_memory(directory: Path, fields: str) -> str:
     """Submit a job with these fields: `MESSAGE|MEMORY PER NODE|NODES`."""
     return run(directory, _PROGRAM % PARTITIONS + _SUBMIT_AND_SHOW_MEMORY % fields)
+
+
+def run_with_cpus(directory: Path, fields: str) -> str:
+    """Submit a job with these fields: `MESSAGE|CPUS PER NODE|NODES`."""
+    return run(directory, _PROGRAM % PARTITIONS + _SUBMIT_AND_SHOW_CPUS % fields)
 
 
 class Answer(NamedTuple):

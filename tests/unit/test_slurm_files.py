@@ -110,6 +110,7 @@ def test_values_are_read_from_slurm_conf() -> None:
     assert conf.node_conf(Size(2, 300, 50), ("vm", "a", "vm", "mv_1")) == (
         "CPUs=2 Sockets=1 CoresPerSocket=2 ThreadsPerCore=1 RealMemory=300 TmpDisk=50 Feature=vm,a,mv_1"
     )
+    assert conf.node_conf(Size(6, 300), ("vm",), 2).startswith("CPUs=6 Sockets=2 CoresPerSocket=3 ThreadsPerCore=1 ")
 
 
 @pytest.mark.parametrize(
@@ -376,7 +377,8 @@ def test_the_gate_is_larger_than_any_host(site: Settings) -> None:
     text = rendered(site)["multiverse.conf"].replace("\\\n", "")
     gate = next(line for line in text.splitlines() if line.startswith("NodeName="))
     fields = dict(word.split("=", 1) for word in gate.split() if "=" in word)
-    assert fields["CPUs"] == fields["CoresPerSocket"] and (fields["Sockets"], fields["ThreadsPerCore"]) == ("1", "1")
+    assert int(fields["CPUs"]) == 8 * int(fields["CoresPerSocket"])
+    assert (fields["Sockets"], fields["ThreadsPerCore"]) == ("8", "1")
     assert site.qemu.max_cpus * 8 <= int(fields["CPUs"]) < 65536, "Slurm keeps CPUs in 16 bits"
     assert site.qemu.max_memory * 8 <= int(fields["RealMemory"])
     assert site.host.disk * 8 <= int(fields["TmpDisk"]) < 1 << 32, "Slurm keeps the disk in 32 bits"

@@ -10,7 +10,16 @@ import pytest
 from multiverse.config import Settings, SlurmSettings
 from multiverse.drivers.slurm import install
 from multiverse.drivers.slurm.inbox import Hint, take
-from tests.unit.slurm_lua import install_scripts, modify, needs_lua, rendered, run, run_with_memory, submit
+from tests.unit.slurm_lua import (
+    install_scripts,
+    modify,
+    needs_lua,
+    rendered,
+    run,
+    run_with_cpus,
+    run_with_memory,
+    submit,
+)
 
 pytestmark = needs_lua
 
@@ -124,6 +133,31 @@ def test_a_job_is_sent_to_the_gate_or_refused_with_a_message(site: Settings, fie
 def test_memory_for_each_task_makes_the_memory_of_the_node(site: Settings, fields: str, answer: str) -> None:
     said = run_with_memory(install_scripts(site), f"user_id = 1000, comment = 'vm:mem-per-task=512', {fields}")
     assert answer in said
+
+
+@pytest.mark.parametrize(
+    ("fields", "answer"),
+    [
+        ("num_tasks = 4, min_cpus = 4, sockets_per_node = 2", "|4|1"),
+        ("num_tasks = 3, min_cpus = 3, sockets_per_node = 2", "|4|1"),  # two on each socket
+        ("num_tasks = 3, min_cpus = 3, ntasks_per_socket = 1", "|3|1"),
+        ("num_tasks = 3, min_cpus = 6, cpus_per_task = 2, ntasks_per_socket = 2", "|8|1"),
+        ("num_tasks = 4, min_nodes = 2, min_cpus = 4, ntasks_per_socket = 1", "|2|2"),
+        ("num_tasks = 1, min_cpus = 1, ntasks_per_socket = 4", "|nil|1"),
+        ("num_tasks = 1, min_cpus = 1, sockets_per_node = 2, cores_per_socket = 3", "|6|1"),
+        ("num_tasks = 1, min_cpus = 1, sockets_per_node = 65534, ntasks_per_socket = 65535", "|nil|1"),
+        (
+            "num_tasks = 1, min_cpus = 1, sockets_per_node = 9",
+            "the job requests 9 sockets on a node, but a VM has 8 at",
+        ),
+        (
+            "num_tasks = 9, min_cpus = 9, ntasks_per_socket = 1",
+            "the job requests 9 sockets on a node, but a VM has 8 at",
+        ),
+    ],
+)
+def test_the_cpus_of_a_node_are_divided_evenly_among_its_sockets(site: Settings, fields: str, answer: str) -> None:
+    assert answer in run_with_cpus(install_scripts(site), f"user_id = 1000, {fields}")
 
 
 @pytest.mark.parametrize(

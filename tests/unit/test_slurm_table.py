@@ -50,6 +50,26 @@ def test_a_table_gives_the_same_jobs_as_json() -> None:
     assert read(table()) == parse.jobs(RECORDS, NAMES, NOW, limits.uses)
 
 
+@pytest.mark.parametrize(
+    ("cpus", "sockets", "per_socket", "found"),
+    [
+        (4, "2", "*", 2),
+        (4, "*", "*", 1),
+        (6, "*", "2", 1),
+        (4, "*", "1", 1),
+        (4, "65534", "65534", 1),
+        (3, "2", "*", 1),
+    ],
+)
+def test_a_node_has_the_sockets_that_its_cpus_are_divided_among(
+    cpus: int, sockets: str, per_socket: str, found: int
+) -> None:
+    (record,) = [row.record for row in table().read(TABLE, NAMES).values() if row.base[0] == "15001"]
+    asked = {"cpus": cpus, "sockets_per_node": sockets, "tasks_per_socket": per_socket}
+    (job,) = parse.jobs([{**record, **asked}], NAMES, NOW).values()
+    assert job.request and job.request.sockets == found
+
+
 def test_a_row_that_did_not_change_gives_the_same_objects() -> None:
     kept = table()
     before = read(kept)

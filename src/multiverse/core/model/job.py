@@ -23,7 +23,8 @@ YEAR = 365 * 86400
 class Request:
     """What a job asks for, per node. `size.memory` is what the job may use, not what its VM has. `account`: its VMs
     are forked from that account's own templates; empty where all share them. `placement` names the policy that places
-    its VMs; None: the site's. At most `per_host` of its VMs are on one host; 0: any number."""
+    its VMs; None: the site's. At most `per_host` of its VMs are on one host; 0: any number. Its nodes have `sockets`,
+    among which their CPUs are divided evenly."""
 
     nodes: int
     size: Size
@@ -33,6 +34,7 @@ class Request:
     account: str = ""
     placement: str | None = None
     per_host: int = 0
+    sockets: int = 1
 
     def most_on_a_host(self, held: int) -> int:
         """How many of its VMs may be on a host that could hold `held` of them."""
@@ -151,6 +153,7 @@ class NodeSpec:
     image: str
     account: str = ""
     spare: bool = False
+    sockets: int = 1
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,7 @@ def joined_for(context: Context, attempt: Attempt, promised: Collection[int] = (
             and vm.node_size.memory >= request.size.memory
             and vm.node_size.disk >= request.size.disk
             and not request.size.net  # a joined spare has no limit, and claims no bandwidth
+            and request.sockets == 1
         )
 
     def is_idle(vm: Vm) -> bool:
@@ -178,6 +179,7 @@ def node_spec(vm: Vm, attempt: Attempt | None) -> NodeSpec:
         image=vm.image,
         account=vm.account,
         spare=attempt is None,
+        sockets=attempt.request.sockets if attempt is not None else 1,
     )
 
 

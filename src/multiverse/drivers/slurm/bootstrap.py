@@ -65,7 +65,7 @@ def bootstrap(settings: Settings, node: NodeSpec) -> NodeBootstrap:
     asks the name service for the addresses of slurmctld and for its user."""
     text = read(settings.slurm.conf)
     owner = slurm_user.of(text)
-    line = conf.node_conf(node.size, (settings.slurm.node_feature, *node.features))
+    line = conf.node_conf(node.size, (settings.slurm.node_feature, *node.features), node.sockets)
     slurmd = Daemon(
         "slurmd", ("/usr/sbin/slurmd", "-D", "-Z", "-N", node.name, "-f", "/etc/slurm/slurm.conf", "--conf", line)
     )

@@ -195,9 +195,10 @@ def _auth_info(text: str) -> str:
     return ",".join(["socket=/run/munge/munge.socket.2", *others])
 
 
-def node_conf(size: Size, features: Iterable[str]) -> str:
-    """slurmd's --conf, which describes the node: one socket, one thread in each core, as the guest sees it."""
+def node_conf(size: Size, features: Iterable[str], sockets: int = 1) -> str:
+    """slurmd's --conf, which describes the node: one thread in each core, as the guest sees it. The guest itself has
+    one socket: more of them are Slurm's alone, which accepts them as long as the number of cores is right."""
     return (
-        f"CPUs={size.cpus} Sockets=1 CoresPerSocket={size.cpus} ThreadsPerCore=1 RealMemory={size.memory}"
-        f" TmpDisk={size.disk} Feature={','.join(dict.fromkeys(features))}"
+        f"CPUs={size.cpus} Sockets={sockets} CoresPerSocket={size.cpus // sockets} ThreadsPerCore=1"
+        f" RealMemory={size.memory} TmpDisk={size.disk} Feature={','.join(dict.fromkeys(features))}"
     )

@@ -22,6 +22,8 @@ NODE_SET = "mvvms"
 # NodeAddr=127.0.N.[1-250]; the most nodes of a job. As many however few CPUs the hosts have: a host may be added later.
 GATE_NODES = 250
 # Far above any host, so that Slurm refuses no job that a VM could hold. Memory and disk in MiB: 16 TiB.
+GATE_SOCKETS = 8
+"""The most sockets of a node."""
 GATE_SIZE = Size(cpus=1024, memory=1 << 24, disk=1 << 24)
 # 127.0.0.1 is the machine itself, and 127.0.1.1 its name on Debian: a slurmd may listen at both.
 _GATE_NETWORKS = tuple(f"127.0.{number}" for number in (1, *range(77, 256)))
@@ -103,6 +105,7 @@ def render(settings: Settings, site: Site) -> dict[str, str]:
         "features": [*dict.fromkeys((*site.images, *(kind.value for kind in CloneKind), *places))],
         "placements": list(site.placements),
         "gate_size": GATE_SIZE,
+        "gate_sockets": GATE_SOCKETS,
         "max_disk": settings.image.tmp_disk,
         "memory_per_cpu": site.memory_per_cpu,
         "administrators": sorted({0, site.slurm_uid}),

@@ -70,6 +70,7 @@ _NODE_STATES = {
 _KINDS = frozenset(kind.value for kind in CloneKind)
 PLACE = "place-"  # before the name of a placement policy, as a feature
 _NO_THREADS = 0x7FFE  # an unset --thread-spec in 24.11's JSON: NO_VAL16 without its highest bit
+_NO_SOCKETS = 0xFFFE  # an unset number of sockets (NO_VAL16)
 _SKEW = 5  # seconds by which slurmctld's clock may be ahead of this machine's
 REQUEUE_DELAY = 130  # seconds; a requeued job may start 121 s later (job_mgr.c: credential lifetime + 1)
 MEMORY_PER_CPU = 512  # MiB, for a site without DefMemPerCPU and a job that requests no memory
@@ -304,6 +305,7 @@ def _request(record: Record, own: tuple[str, ...], names: SiteNames) -> tuple[Re
             features=own,
             account=str(record.get("account") or "") if names.per_account else "",
             per_host=wishes.per_host,
+            sockets=_sockets(record, nodes, cpus),
         ),
         "",
     )
@@ -313,6 +315,22 @@ def _images(own: Iterable[str]) -> list[str]:
     """The images among a job's own features: each feature that is no kind of clone and no placement policy. Only the
     hosts know which images exist."""
     return [word for word in own if word not in _KINDS and not word.startswith(PLACE)]
+
+
+def _sockets(record: Record, nodes: int, cpus: int) -> int:
+    """Sockets of each node: multiverse.lua has made the CPUs a multiple of them (`sockets_of` there). One where an
+    operator has changed the CPUs to another number."""
+    asked, each = _word(record, "sockets_per_node"), _word(record, "tasks_per_socket")
+    tasks = max(number(record.get("tasks_per_node")) or 0, -(-(number(record.get("tasks")) or 1) // nodes))
+    sockets = max(asked, -(-tasks // each) if each else 1, 1)
+    return sockets if cpus % sockets == 0 else 1
+
+
+def _word(record: Record, key: str) -> int:
+    """A number that squeue's table shows as a word, `*` if it is not set; 0 then."""
+    value = record.get(key)
+    found = int(value) if isinstance(value, str) and value.isdigit() else number(value)
+    return found if found and found < _NO_SOCKETS else 0
 
 
 def _cpus(record: Record, nodes: int) -> int:

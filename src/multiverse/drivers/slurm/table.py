@@ -48,6 +48,8 @@ _WORDS = {
     "core_spec": "CoreSpec",
     "profile": "Profile",
     "time_limit": "TimeLimit",
+    "sockets_per_node": "Sockets",
+    "tasks_per_socket": "NTPerSocket",
     "requeue": "Requeue",
     "batch_flag": "BatchFlag",
     "tres_req_str": "tres-alloc",  # of a waiting job: what it requests

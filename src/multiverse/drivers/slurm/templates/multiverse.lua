@@ -158,22 +158,23 @@ local function ambiguous_features(job)
   return nil
 end
 
--- Why the requested sockets, cores and threads are not supported, or nil. A VM has one socket with one core for each
--- CPU, and one thread in each core.
+-- Why the requested sockets, cores and threads are not supported, or nil. A core of a VM has one thread.
 local function unsupported_topology(job)
   local threads = number(job.threads_per_core, NO_VAL16) or 1
   local per_core = type(job.ntasks_per_core) == "number" and job.ntasks_per_core ~= NO_VAL16 and job.ntasks_per_core
-  if (number(job.sockets_per_node, NO_VAL16) or 1) > 1 then
-    return "a VM has one socket: submit without --sockets-per-node, or request CPUs with --mincpus"
-  end
   if threads > 1 or (per_core or 1) > 1 then
     return "VM cores have one thread each: submit without --threads-per-core, --ntasks-per-core and --hint"
   end
   if is_set(job.threads_per_core) and number(job.cores_per_socket, NO_VAL16) == 1 then
     return "--hint=memory_bound is not supported: a VM has as many cores as its job requests"
   end
-  if is_set(job.ntasks_per_socket) then return "a VM has one socket: use --ntasks-per-node instead" end
   return nil
+end
+
+-- The number of sockets of each node, among which its CPUs are divided evenly, for so many tasks there.
+local function sockets_of(job, tasks_here)
+  local per_socket = is_set(job.ntasks_per_socket) and job.ntasks_per_socket
+  return math.max(number(job.sockets_per_node, NO_VAL16) or 1, per_socket and ceil_div(tasks_here, per_socket) or 1, 1)
 end
 
 -- What a job asks for by its comment, in words such as vm:net=1G,per-host=2: each key, how its value is read, and what
@@ -227,11 +228,18 @@ local function node_size(job, wanted)
   local cpus = math.max(tasks_here * per_task, number(job.pn_min_cpus, NO_VAL16) or 1,
                         number(job.cores_per_socket, NO_VAL16) or 1,
                         ceil_div(number(job.min_cpus, NO_VAL) or 1, nodes))
+  local sockets = sockets_of(job, tasks_here)
+  if sockets > 1 then
+    local tasks_there = math.min(is_set(job.ntasks_per_socket) and job.ntasks_per_socket or tasks_here, tasks_here)
+    local least = math.max(number(job.cores_per_socket, NO_VAL16) or 1,
+                           is_set(job.ntasks_per_socket) and tasks_there * per_task or 1)
+    cpus = math.max(ceil_div(cpus, sockets), least) * sockets
+  end
   local memory = number(job.min_mem_per_node, nil)
   if not memory or memory == 0 then memory = (number(job.min_mem_per_cpu, nil) or site.memory_per_cpu) * cpus end
   local per_task_memory = wish(job, "mem-per-task")
   if per_task_memory then memory = per_task_memory * tasks_here end
-  return nodes, cpus, memory, number(job.pn_min_tmp_disk, NO_VAL) or 0
+  return nodes, cpus, memory, number(job.pn_min_tmp_disk, NO_VAL) or 0, sockets
 end
 
 -- Whether the job accepts an instant clone of an image. any_image, any_kind: so do jobs that name no image, no kind.
@@ -291,8 +299,8 @@ local function take_offered_node(job, partitions)
   if (tonumber(lines[1]) or 0) < os.time() then return nil end -- no controller would add the job's user to the guest
   local excluded, suffix = taker(lines[2], job.user_id)
   if excluded then return nil end
-  local nodes, cpus, memory, disk = node_size(job)
-  if has_to_wait(job) or nodes ~= 1 or wish(job, "net") or not may_skip_gate(partitions) then return nil end
+  local nodes, cpus, memory, disk, sockets = node_size(job)
+  if has_to_wait(job) or nodes ~= 1 or sockets > 1 or wish(job, "net") or not may_skip_gate(partitions) then return nil end
   local max_mem_per_cpu = number(partitions[site.run_partition].max_mem_per_cpu, nil) or 0
   if max_mem_per_cpu > 0 and memory > max_mem_per_cpu * cpus then return nil end -- Slurm would give the job more CPUs
   for row = 2, #lines do
@@ -449,7 +457,12 @@ end
 
 -- Why the job is too large for all hosts together, or nil. wanted: the number of nodes, if it is not the smallest.
 local function too_large(job, known, wanted)
-  local nodes, cpus, memory, disk = node_size(job, wanted)
+  local nodes, cpus, memory, disk, sockets = node_size(job, wanted)
+  local most_sockets = site.max_sockets or 1 -- the files of the previous release have one socket
+  if sockets > most_sockets then
+    return string.format("the job requests %d sockets on a node, but a VM has %d at most: request fewer", sockets,
+      most_sockets)
+  end
   if site.max_nodes and nodes > site.max_nodes then -- Slurm checks this for submissions, but not for updates
     return string.format("the job requests %d nodes, but a job can have %d: request fewer nodes", nodes, site.max_nodes)
   end
@@ -508,10 +521,10 @@ end
 
 -- Fix the number of the job's VMs: Slurm only estimates it for a waiting job, and the estimate changes.
 local function set_node_count(job, nodes)
-  local _, cpus, memory = node_size(job, nodes)
+  local _, cpus, memory, _, sockets = node_size(job, nodes)
   job.min_nodes, job.max_nodes = nodes, nodes
   if wish(job, "mem-per-task") then job.min_mem_per_node = memory end -- Slurm counts and limits what the node has
-  if is_set(job.cores_per_socket) then job.pn_min_cpus = cpus end
+  if is_set(job.cores_per_socket) or sockets > 1 then job.pn_min_cpus = cpus end
 end
 
 local function refuse(message)

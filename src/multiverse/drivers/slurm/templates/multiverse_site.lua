@@ -5,6 +5,7 @@ return {
   gate_feature = "{{ gate_feature }}",
   inbox = "{{ inbox }}",
   max_nodes = {{ gate_nodes }},
+  max_sockets = {{ gate_sockets }},
   max_disk = {{ max_disk }},
   memory_per_cpu = {{ memory_per_cpu }},
   placements = { {% for name in placements %}"{{ name }}", {% endfor %}},
