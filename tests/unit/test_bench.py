@@ -19,8 +19,16 @@ from multiverse.bench import burst as bursts
 from multiverse.bench import density as densities
 from multiverse.bench.arrivals import Arrivals
 from multiverse.bench.density import busy, overcommit
-from multiverse.bench.latency import KINDS, LatencySamples, add_timeline, beside_bare_metal, plugging, result
-from multiverse.bench.long_queue import mean_cycles
+from multiverse.bench.latency import (
+    KINDS,
+    LatencySamples,
+    add_both_ends,
+    add_timeline,
+    beside_bare_metal,
+    plugging,
+    result,
+)
+from multiverse.bench.long_queue import STAGES, mean_cycles
 from multiverse.bench.stats import excess, percentile, ratio, summary
 from multiverse.cli.bench import kinds_of
 from multiverse.cli.commands import build
@@ -54,6 +62,28 @@ def test_the_first_byte_is_the_sum_of_the_stages_up_to_it() -> None:
     assert found.node_idle is not None and found.node_idle.p50 == pytest.approx(1.0)
     assert found.stages["join.identity"] == 0.07 and "run" not in found.stages
     assert found.cpu_s is None, "no cost was measured"
+
+
+def test_the_stages_of_a_job_add_up_to_the_time_from_its_submission_to_its_first_instruction() -> None:
+    samples, began, arrived = LatencySamples(), 99.0, 102.5
+    phases = (
+        PhaseView("queued", 99.25, 0.05),
+        PhaseView("clone", 99.3, 0.2),
+        PhaseView("join", 99.5, 2.0),
+        PhaseView("launch", 101.5, 1.2),  # the running job is seen after it has begun
+        PhaseView("run", 102.7, 1.0),
+    )
+    one = TimelineView("7", 1, "done", 0.0, phases, ())
+    add_timeline(samples, one)
+    add_both_ends(samples, one, began, arrived)
+    assert samples.stages["seen"] == [0.25] and samples.stages["start"] == [1.0]
+    assert sum(samples.stages[name][0] for name in STAGES if name != "sbatch") == pytest.approx(arrived - began)
+
+
+def test_an_attempt_that_was_given_up_has_no_start() -> None:
+    samples = LatencySamples()
+    add_both_ends(samples, TimelineView("7", 1, "done", 0.0, (PhaseView("queued", 1.0, 0.5),), ()), 0.5, 3.0)
+    assert samples.stages == {}
 
 
 def test_kinds_are_chosen_by_name() -> None:

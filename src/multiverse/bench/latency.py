@@ -162,6 +162,7 @@ def run_job(
     script = SCRIPT.format(host=listener.host, port=listener.port)
     began = time.monotonic()
     job = lab.submit(script, "--output=/dev/null", *kind.options)
+    submitted = time.monotonic()
     arrived, connection = listener.wait(job, JOB_LIMIT, lab.settings.socket.exists)
     with connection:
         samples.submit_to_start.append(arrived - began)
@@ -170,8 +171,11 @@ def run_job(
             for values, value in zip((samples.cpu_s, samples.uss_mib, samples.pss_mib), cost, strict=True):
                 values.append(value)
         connection.sendall(b"go\n")
+    samples.stages.setdefault("sbatch", []).append(submitted - began)
     if kind.vm:
-        add_timeline(samples, _until_reclaimed(client, job))
+        one = _until_reclaimed(client, job)
+        add_timeline(samples, one)
+        add_both_ends(samples, one, began, arrived)
     else:
         _until_ended(lab, job)
     return arrived - began
@@ -232,6 +236,16 @@ def add_timeline(samples: LatencySamples, one: TimelineView) -> None:
     ready = [phase.seconds for phase in one.phases if phase.name in ("clone", "join")]
     if len(ready) == 2:
         samples.node_idle.append(sum(ready))
+
+
+def add_both_ends(samples: LatencySamples, one: TimelineView, began: float, arrived: float) -> None:
+    """Add the stages before and after the phases of an attempt, which began and whose script reported at these
+    monotonic times: `seen`, from the call of sbatch to the commit of the attempt, and `start`, from the commit that all
+    its VMs are nodes to the script's first instruction. The phase `launch` ends later, when a running job is seen."""
+    moments = {phase.name: phase.began for phase in one.phases}
+    if "queued" in moments and "launch" in moments:
+        samples.stages.setdefault("seen", []).append(moments["queued"] - began)
+        samples.stages.setdefault("start", []).append(arrived - moments["launch"])
 
 
 @dataclass(frozen=True, slots=True)

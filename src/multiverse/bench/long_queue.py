@@ -3,10 +3,11 @@
 One lab, three phases: an empty queue, the long queue, and the empty queue again. In all of them one job holds half of
 the CPUs. Half of the waiting jobs in Multiverse's partition are held. The others ask for more CPUs than are left, each
 with another size, and have a lower priority than the measured jobs. More jobs wait in another partition, half of them
-held, behind a job that holds its only node.
+held, because each asks for all CPUs of its only node, a plain slurmd on this machine, and one job holds all but one.
 
-Beside the times of jobs, the CPU time of the idle controller is measured, and the lengths of slurmctld's scheduling
-cycles (sdiag).
+Jobs in VMs and jobs of that node, both of the highest priority, are measured in turns. The latter show what the long
+queue costs in Slurm alone. Beside the times of jobs, the CPU time of the idle controller is measured, and the lengths
+of slurmctld's scheduling cycles (sdiag).
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from multiverse.bench.latency import JobKind, LatencySamples, StartListener, run_job
+from multiverse.bench.stats import percentile
 from multiverse.client import Client
-from multiverse.core.errors import Broken
+from multiverse.core.errors import Broken, Refused
 from multiverse.lab.configure import environment
 from multiverse.lab.services import SERVICES
 from multiverse.lab.session import LabSession
@@ -36,12 +38,16 @@ SUBMITTERS = 4
 """Submissions at the same time."""
 
 INSTANT = JobKind("instant", ("--mem=100",))
+BARE = JobKind("bare metal", ("--partition=bare", "--mem=10"), vm=False)
+
+STAGES = ("sbatch", "seen", "queued", "clone", "join", "start")
+"""The stages of a job in a VM, in their order. `seen` includes `sbatch`; the sum of the others is the whole time."""
 
 
 @dataclass(frozen=True, slots=True)
 class LongQueuePlan:
-    """`jobs` are measured in each phase. `waiting` jobs wait in Multiverse's partition, `others` in another one. The
-    idle controller is measured for `idle` seconds."""
+    """`jobs` of each kind are measured in each phase. `waiting` jobs wait in Multiverse's partition, `others` in
+    another one. The idle controller is measured for `idle` seconds."""
 
     jobs: int
     waiting: int
@@ -52,11 +58,16 @@ class LongQueuePlan:
 
 @dataclass
 class Phase:
-    """What was measured in one phase. `idle` is the share of one CPU that the idle controller took, and that slurmctld
-    took meanwhile; `cycles` the mean lengths of slurmctld's scheduling cycles, in microseconds, by scheduler."""
+    """What was measured in one phase: the seconds from submission to the first instruction of jobs in VMs, `start`, and
+    on bare metal, `bare`; the medians of their stages. `idle` is the share of one CPU that the idle controller took,
+    and that slurmctld took meanwhile; `cycles` the mean lengths of slurmctld's scheduling cycles, in microseconds, by
+    scheduler."""
 
     name: str
     start: list[float] = field(default_factory=list)
+    bare: list[float] = field(default_factory=list)
+    stages: dict[str, float] = field(default_factory=dict)
+    bare_stages: dict[str, float] = field(default_factory=dict)
     idle: dict[str, float] = field(default_factory=dict)
     cycles: dict[str, float] = field(default_factory=dict)
 
@@ -65,12 +76,14 @@ Progress = Callable[[str], None]
 
 
 def run(lab: LabSession, client: Client, plan: LongQueuePlan, progress: Progress) -> list[Phase]:
-    """Measure the three phases. The bare node of the lab must be up."""
-    cores = lab.lab.plan.cores
+    """Measure the three phases. The bare node of the lab must be up. Raises `Refused` if it has one CPU only."""
+    cores, own = lab.lab.plan.cores, os.cpu_count() or 1
+    if own < 2:
+        raise Refused("the plain slurmd of this machine has one CPU", hint="the benchmark needs two")
     lab.submit(HOLDER, "--output=/dev/null", f"--cpus-per-task={cores // 2}", "--mem=200")
-    lab.submit(HOLDER, "--output=/dev/null", "--partition=bare", "--exclusive")
+    lab.submit(HOLDER, "--output=/dev/null", "--partition=bare", f"--cpus-per-task={own - 1}", "--mem=10")
     phases: list[Phase] = []
-    run_jobs(lab, client, INSTANT, 2, plan.seed)  # builds the template, and is not counted
+    run_jobs(lab, client, (INSTANT, BARE), 2, plan.seed)  # builds the template, and is not counted
     for name in ("empty", "long", "empty again"):
         if name == "long":
             began = time.monotonic()
@@ -92,7 +105,10 @@ def fill(lab: LabSession, plan: LongQueuePlan) -> None:
         size = [f"--cpus-per-task={chance.randint(cores // 2 + 1, cores)}", f"--mem={chance.randint(100, 1000)}"]
         orders.append([LOWER, *size, *(["--hold"] if number % 2 else [])])
     orders += [
-        [LOWER, "--partition=bare", f"--mem={chance.randint(100, 1000)}", *(["--hold"] if number % 2 else [])]
+        [
+            *(LOWER, "--partition=bare", f"--cpus-per-task={os.cpu_count()}", f"--mem={chance.randint(100, 1000)}"),
+            *(["--hold"] if number % 2 else []),
+        ]
         for number in range(plan.others)
     ]
     submit_all(lab, orders)
@@ -110,19 +126,26 @@ def _measure(lab: LabSession, client: Client, plan: LongQueuePlan, name: str) ->
     time.sleep(5.0)  # observations settle
     as_root(lab, "sdiag", "--reset")
     phase.idle = _idle(lab, plan.idle)
-    phase.start = run_jobs(lab, client, INSTANT, plan.jobs, plan.seed)
+    found = run_jobs(lab, client, (INSTANT, BARE), plan.jobs, plan.seed)
+    vm, bare = found[INSTANT.name], found[BARE.name]
+    phase.start, phase.bare = vm.submit_to_start, bare.submit_to_start
+    phase.stages = {name: percentile(vm.stages[name], 0.5) for name in STAGES if name in vm.stages}
+    phase.bare_stages = {name: percentile(values, 0.5) for name, values in bare.stages.items()}
     phase.cycles = mean_cycles(as_root(lab, "sdiag"))
     return phase
 
 
-def run_jobs(lab: LabSession, client: Client, kind: JobKind, jobs: int, seed: int) -> list[float]:
-    """Run jobs of one kind one after the other, with gaps. Returns each one's seconds from submission to its start."""
-    chance, samples = random.Random(seed), LatencySamples()
+def run_jobs(
+    lab: LabSession, client: Client, kinds: Sequence[JobKind], jobs: int, seed: int
+) -> dict[str, LatencySamples]:
+    """Run `jobs` of each kind in turns, one after the other, with gaps. Returns the samples by the kind's name."""
+    chance, samples = random.Random(seed), {kind.name: LatencySamples() for kind in kinds}
     with StartListener(lab.settings.network.gateway) as listener:
         for _ in range(jobs):
-            time.sleep(chance.random())
-            run_job(lab, client, listener, kind, samples, lambda _: None)
-    return samples.submit_to_start
+            for kind in kinds:
+                time.sleep(chance.random())
+                run_job(lab, client, listener, kind, samples[kind.name], lambda _: None)
+    return samples
 
 
 def _idle(lab: LabSession, seconds: float) -> dict[str, float]:
@@ -159,8 +182,8 @@ def mean_cycles(sdiag: str) -> dict[str, float]:
 
 
 def cancel_all_waiting(lab: LabSession) -> None:
-    """Cancel all jobs that wait, and return when they have left the queue."""
-    as_root(lab, "scancel", f"--user={lab.user.name}", "--state=PENDING")
+    """Cancel all jobs that wait, whoever has submitted them, and return when they have left the queue."""
+    as_root(lab, "scancel", "--state=PENDING")
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         if not as_root(lab, "squeue", "-h", "-t", "PENDING").strip():

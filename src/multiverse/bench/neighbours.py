@@ -46,7 +46,7 @@ def run(lab: LabSession, client: Client, plan: NeighboursPlan, progress: Callabl
     """Measure the four phases. The bare node of the lab must be up."""
     cores = lab.lab.plan.cores
     lab.submit(HOLDER, "--output=/dev/null", f"--cpus-per-task={cores // 2}", "--mem=200")
-    run_jobs(lab, client, OTHER, 2, plan.seed)  # are not counted
+    run_jobs(lab, client, (OTHER,), 2, plan.seed)  # are not counted
     phases = [_phase(lab, client, plan, "alone")]
     progress("alone: measured")
     chance = random.Random(plan.seed)
@@ -65,7 +65,7 @@ def run(lab: LabSession, client: Client, plan: NeighboursPlan, progress: Callabl
 def _phase(lab: LabSession, client: Client, plan: NeighboursPlan, name: str) -> Phase:
     time.sleep(5.0)  # the submissions settle
     as_root(lab, "sdiag", "--reset")
-    start = run_jobs(lab, client, OTHER, plan.jobs, plan.seed)
+    start = run_jobs(lab, client, (OTHER,), plan.jobs, plan.seed)[OTHER.name].submit_to_start
     return Phase(name, start, cycles=mean_cycles(as_root(lab, "sdiag")))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,10 @@ async def _queue(directory: Path, images: Path, plan: LongQueuePlan, json: bool)
         **asdict(plan),
         **host,
         "phases": [asdict(phase) for phase in phases],
-        "ratios": {"long": _ratios(phases[1], phases[0], phases[2])},
+        "ratios": {
+            "long": _ratios(phases[1].start, phases[0].start + phases[2].start),
+            "long, bare metal": _ratios(phases[1].bare, phases[0].bare + phases[2].bare),
+        },
     }
 
 
@@ -72,12 +75,10 @@ async def _measured(
             return phases, host_figures(client)
 
 
-def _ratios(phase: Phase, *baseline: Phase) -> dict[str, Any]:
-    """Percentiles of a phase against those of the phases that are its baseline."""
-    under = [seconds for one in baseline for seconds in one.start]
+def _ratios(times: Sequence[float], baseline: Sequence[float]) -> dict[str, Any]:
+    """Percentiles of the times of a phase against those of its baseline."""
     compared = {
-        name: ratio(phase.start, under, partial(percentile, share=share))
-        for name, share in (("p50", 0.5), ("p95", 0.95))
+        name: ratio(times, baseline, partial(percentile, share=share)) for name, share in (("p50", 0.5), ("p95", 0.95))
     }
     return {name: asdict(one) for name, one in compared.items() if one}
 
@@ -111,31 +112,39 @@ async def _neighbours(directory: Path, images: Path, plan: NeighboursPlan, json:
     return {
         **asdict(plan),
         "phases": [asdict(phase) for phase in phases],
-        "ratios": {one.name: _ratios(one, alone, again) for one in (full, starting)},
+        "ratios": {one.name: _ratios(one.start, alone.start + again.start) for one in (full, starting)},
     }
 
 
 def _print(found: Mapping[str, Any]) -> None:
     console.print(
-        f"\nFrom submission to the first instruction of a job that fits, with {found['waiting']:,} jobs waiting in "
-        f"Multiverse's partition and {found['others']:,} in another one; guests run on {found['accelerator']}. Idle: "
+        f"\nFrom submission to the first instruction of a job that fits, in a VM and on bare metal, with "
+        f"{found['waiting']:,} jobs waiting in Multiverse's partition and {found['others']:,} in another one; guests "
+        f"run on {found['accelerator']}. Idle: "
         "CPU of the controller and of slurmctld while nothing is submitted. Cycles: mean lengths of slurmctld's "
         "scheduling cycles.\n",
         markup=False,
     )
     _print_phases(found, "empty")
+    for phase in found["phases"]:
+        for where, stages in (("in a VM", phase["stages"]), ("on bare metal", phase["bare_stages"])):
+            text = " · ".join(f"{stage} {seconds * 1000:.0f}" for stage, seconds in stages.items())
+            console.print(f"{phase['name']}, {where}, ms: {text}", style="dim", markup=False)
 
 
 def _print_phases(found: Mapping[str, Any], baseline: str) -> None:
     daemons = list(found["phases"][0]["idle"])
-    right = ("P50", "P95", *(f"{name.upper()}, IDLE" for name in daemons), "MAIN CYCLE", "BACKFILL CYCLE")
+    kinds = [("start", "")]
+    if any(phase["bare"] for phase in found["phases"]):
+        kinds.append(("bare", "BARE METAL, "))
+    percentiles = [f"{kind}{name}" for _, kind in kinds for name in ("P50", "P95")]
+    right = (*percentiles, *(f"{name.upper()}, IDLE" for name in daemons), "MAIN CYCLE", "BACKFILL CYCLE")
     table = render.table("QUEUE", *right, right=right)
     for phase in found["phases"]:
         idle, cycles = phase["idle"], phase["cycles"]
         table.add_row(
             phase["name"],
-            f"{percentile(phase['start'], 0.5):.2f} s",
-            f"{percentile(phase['start'], 0.95):.2f} s",
+            *(f"{percentile(phase[kind], share):.2f} s" for kind, _ in kinds for share in (0.5, 0.95)),
             *(f"{idle[name]:.1%}" for name in daemons),
             *(f"{cycles[name] / 1000:.1f} ms" if name in cycles else "" for name in ("main", "backfill")),
         )
