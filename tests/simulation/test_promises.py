@@ -59,7 +59,7 @@ from multiverse.simulation.faults import (
     possible,
 )
 from multiverse.simulation.fuzz import SeedResult, fuzz, load, save
-from multiverse.simulation.generate import IMPOSSIBLE, with_faults, without_faults
+from multiverse.simulation.generate import IMPOSSIBLE, operated, with_faults, without_faults
 from multiverse.simulation.jobs import Batch
 from multiverse.simulation.machines import ABILITIES, Machines, SimulatedImage
 from multiverse.simulation.outcome import Outcome, transition_name
@@ -799,6 +799,17 @@ def test_a_seed_gives_the_same_journal_every_time() -> None:
     first, second = tell("1"), tell("2")
     assert len(first) > 1000
     assert first == second
+
+
+def test_a_site_behind_agents_gives_the_same_journal_wherever_its_objects_lie_in_memory() -> None:
+    """Agents and connections once ended their tasks in the order of a set, which is that of the tasks' addresses."""
+
+    def tell() -> list[str]:
+        elsewhere.append([object() for _ in range(1000 * len(elsewhere))])
+        return simulate(operated(10_100_064)).journal
+
+    elsewhere: list[list[object]] = [[]]
+    assert len({tuple(tell()) for _ in range(4)}) == 1
 
 
 def test_seeds_differ() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import cast
 
 from multiverse.agent.connection import AgentConnection
@@ -27,7 +28,7 @@ from multiverse.agent.protocol import (
     Utilization,
     Utilized,
 )
-from multiverse.core.errors import Gone, MultiverseError, Refused, Superseded
+from multiverse.core.errors import Gone, MultiverseError, Refused
 from multiverse.core.model import (
     Host,
     HostUsage,
@@ -93,23 +94,23 @@ class AgentHypervisor:
         self._connect_leased = connect_leased or (lambda host: connect(host.lease.name))
         self._sources: dict[str, AgentSource] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}  # that keep connections up
-        self._group: asyncio.TaskGroup | None = None
+        self._failed: asyncio.Future[None] | None = None  # while `run` runs: gets the first error of a connection
         self.keep(hosts, leased)
 
     async def run(self) -> None:
         """Keep the connections to all agents up until cancelled. Raises `Superseded` once another controller commands
         one of them: slurmctld and the fence command obey whoever calls, so this one must not go on."""
+        failed = self._failed = asyncio.get_running_loop().create_future()
         try:
-            async with asyncio.TaskGroup() as self._group:
-                try:
-                    for name in self._sources:
-                        self._keep_up(name)
-                    await asyncio.Event().wait()
-                finally:
-                    self._group = None
-        except ExceptionGroup as group:
-            superseded = group.subgroup(Superseded)
-            raise superseded.exceptions[0] if superseded else group from None
+            for name in self._sources:
+                self._keep_up(name)
+            await failed
+        finally:
+            self._failed = None
+            failed.cancel()  # nobody waits for it any more
+            for task in (tasks := list(self._tasks.values())):  # in this order in each run of a simulation
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def keep(self, hosts: Collection[str], leased: Mapping[str, LeasedHost] = NOT_LEASED) -> None:
         """See `ports.Membership`."""
@@ -130,9 +131,15 @@ class AgentHypervisor:
         return self._declare(host)
 
     def _keep_up(self, name: str) -> None:
-        if self._group is not None:
-            work = self._sources[name].connection.run()
-            self._tasks[name] = self._group.create_task(work, name=f"agent of {name}")
+        if self._failed is not None:
+            task = asyncio.create_task(self._sources[name].connection.run(), name=f"agent of {name}")
+            task.add_done_callback(partial(self._ended, self._failed))
+            self._tasks[name] = task
+
+    @staticmethod
+    def _ended(failed: asyncio.Future[None], task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None and not failed.done():
+            failed.set_exception(error)
 
     @property
     def sources(self) -> Sequence[AgentSource]:

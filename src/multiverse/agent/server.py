@@ -136,7 +136,7 @@ class AgentServer:
         self._who, self._epochs, self._hypervisor, self._processes = who, epochs, hypervisor, processes
         self._refusing = ""
         self._creating: dict[tuple[str, str], VmSpec] = {}  # by site and name
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}
         self._serving: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
         self._connections: set[_Connection] = set()
 
@@ -274,10 +274,10 @@ class AgentServer:
     def _begin(self, connection: _Connection, number: int, call: Call) -> None:
         task = asyncio.create_task(self._run(connection, number, call), name=f"{call.name} {number}")
         connection.calls[number] = task
-        self._tasks.add(task)
+        self._tasks[task] = None
 
         def ended(task: asyncio.Task[None]) -> None:
-            self._tasks.discard(task)
+            self._tasks.pop(task, None)
             del connection.calls[number]
 
         task.add_done_callback(ended)

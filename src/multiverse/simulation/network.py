@@ -253,7 +253,7 @@ class SimulatedAgent:
         self.release, self.random, self.link, self.epochs = THIS, random, Link(), NotedEpochs()
         self.running: AgentServer | None = None
         self._starts = 0
-        self._tasks: set[asyncio.Task[None]] = set()  # what it does, and what carries and serves its streams
+        self._tasks: dict[asyncio.Task[None], None] = {}  # what it does, and what carries and serves its streams
         self._reached, self._violations = reached, hosts.machines.violations
         self._vms = UnreachedVms(hosts, source, self.behaviour.self_fence)
         self._contacts = Contacts()
@@ -314,11 +314,11 @@ class SimulatedAgent:
 
     def _task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
-        self._tasks.add(task)
+        self._tasks[task] = None
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._violations.append(f"the agent of {self.local.name} has failed: {error!r}")
 
