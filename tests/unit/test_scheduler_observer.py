@@ -139,6 +139,25 @@ def test_readings_of_parts_leave_the_scheduler_time() -> None:
     play(Slurm(job("1"), whole=0.5, part=0.5), script)
 
 
+def test_parts_are_read_again_after_one_has_taken_longer_than_whole_loads_are_apart() -> None:
+    async def script(setting: Setting) -> None:
+        setting.await_("1")
+        await asyncio.sleep(3.5)
+        assert len(setting.slurm.reads) == 1, "which took three seconds"
+        setting.slurm.part = 0.01
+        await asyncio.sleep(POLL + 8.0)
+        assert len(setting.slurm.wholes) > 4, "whole loads do not wait for parts"
+        began = len(setting.slurm.reads)
+        assert began >= 2
+        await asyncio.sleep(1.0)
+        assert len(setting.slurm.reads) >= began + 5
+        setting.slurm.jobs["1"] = job("1", state=JobState.RUNNING)
+        await asyncio.sleep(0.25)
+        assert setting.shown().jobs["1"].state is JobState.RUNNING
+
+    play(Slurm(job("1"), whole=0.01, part=3.0), script)
+
+
 def test_a_hint_of_a_user_is_followed_by_readings_until_a_change_is_seen() -> None:
     async def script(setting: Setting) -> None:
         setting.observer.hint(uid=7)

@@ -164,7 +164,7 @@ class SchedulerObserver(Observer[SchedulerView]):
         super().__init__("scheduler", scheduler.observe, clock, interval, seen)
         self.whole_loads = 0
         self._parts, self._poll, self._awaited = scheduler.parts, poll, awaited
-        self._whole_began = self._whole_took = self._part_took = 0.0
+        self._whole_began = self._whole_took = self._part_began = self._part_took = 0.0
         self._unnamed: list[float] = []  # times of whole loads, after hints that name nobody
         self._users: dict[int, list[float]] = {}  # whose jobs are to be read, with the times of the readings
         self._jobs: dict[str, list[float]] = {}  # the same of single jobs
@@ -192,7 +192,7 @@ class SchedulerObserver(Observer[SchedulerView]):
         awaited = self._awaited()
         uids = {job_id: job.uid for job_id in jobs if (job := before.value.jobs.get(job_id))}
         part = await self._parts.read({**dict.fromkeys(jobs), **uids, **awaited.jobs}, users, awaited.nodes)
-        self._part_took = self._clock.now() - began
+        self._part_began, self._part_took = began, self._clock.now() - began
         self._settle(before.value, part, users, jobs)
         return Seen(before.value.merged(part, began), before.began)
 
@@ -233,5 +233,6 @@ class SchedulerObserver(Observer[SchedulerView]):
         if self._parts is None or self.latest is None:
             return super()._next()
         hints = [times[0] for times in (*self._users.values(), *self._jobs.values())]
-        part = max(min([super()._next(), *hints]), self._began + PART_SHARE * self._part_took)
+        # Not after the whole loads in between: parts that took long once would be put off by each of them, for ever.
+        part = max(min([super()._next(), *hints]), self._part_began + PART_SHARE * self._part_took)
         return min(self._whole_due(), part)
