@@ -62,6 +62,16 @@ def test_a_vm_that_died_before_an_older_database_is_restored_quarantines_no_job(
     assert not any("quarantined" in line for line in outcome.journal)
 
 
+def test_a_template_is_found_that_an_older_database_does_not_know_once_its_source_answers() -> None:
+    """The source is silent from before the database is restored until all jobs have ended."""
+    incidents = (
+        Incident(0.5, IncidentKind.DATABASE_RESTORED, 60.0),
+        Incident(50.0, IncidentKind.SOURCE_SLOW, 150.0),
+    )
+    outcome = keeps_its_promises(Scenario(7, (Arrival(1.0, Batch()),), incidents=incidents))
+    assert outcome.transitions["template: nothing - found -> ready"] == 1
+
+
 def test_names_do_not_recur_after_their_vms_are_gone() -> None:
     arrivals = (Arrival(1.0, Batch()), Arrival(60.0, Batch()))
     incidents = (Incident(0.5, IncidentKind.DATABASE_RESTORED, 50.0),)

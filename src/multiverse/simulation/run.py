@@ -574,6 +574,9 @@ class _Simulation:
         if self.world.unfinished() or self.world.leftovers() or self.controller is None or self.disk_full:
             return False
         rows = self.store.rows()
+        unheard = any(source.latest is None for source in self.controller.sources.values())
+        if unheard and unclaimed_templates(rows, self.world):
+            return False  # a controller with another database has not seen them yet
         return not rows.attempts and not rows.vms and self.world.site.is_settled
 
     def _outcome(self) -> Outcome:
