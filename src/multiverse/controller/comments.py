@@ -256,7 +256,7 @@ class CommentWriter:
         jobs: Callable[[], Jobs],
     ) -> None:
         self._scheduler, self._clock, self._plan, self._jobs = scheduler, clock, plan, jobs
-        self._calls: set[asyncio.Task[None]] = set()
+        self._calls: dict[asyncio.Task[None], None] = {}
         self._wake = asyncio.Event()
 
     def passed(self, moves: Iterable[Move], reasons: Mapping[int, str]) -> None:
@@ -296,8 +296,8 @@ class CommentWriter:
 
     def _begin(self, telling: Telling) -> None:
         call = asyncio.create_task(self._call(telling), name=f"explain to {len(telling.jobs)} jobs")
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
+        self._calls[call] = None
+        call.add_done_callback(self._calls.pop)
         call.add_done_callback(lambda _: self._wake.set())
 
     async def _call(self, telling: Telling) -> None:
