@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import structlog
 
-from multiverse.core.errors import Exhausted, MultiverseError
+from multiverse.core.errors import Exhausted, MultiverseError, Unknown
 from multiverse.core.model import Attempt, AttemptState, VmUsage
 from multiverse.core.model.job_usage import Baseline, JobUsage
 from multiverse.core.state import State
@@ -28,7 +28,10 @@ SPAN = 2.0
 """Seconds that an answer of a host covers."""
 
 TIMEOUT = 10.0
-"""Seconds that a host has to answer, and that telling one user may take."""
+"""Seconds that a host has to answer."""
+
+TELL_TIMEOUT = 60.0
+"""Seconds that telling one user may take: the scheduler's commands wait for their turns."""
 
 FRESH = 5.0
 """Seconds after which a job that has begun is not new any more: what its VM has used by then is its own."""
@@ -154,12 +157,12 @@ class JobUsageRecorder:
     async def _tell(self, usage: JobUsage) -> None:
         for _ in range(TRIES):
             try:
-                async with asyncio.timeout(TIMEOUT):
+                async with asyncio.timeout(TELL_TIMEOUT):
                     await self._reports.report(usage.job, usage.text)
                 return
-            except Exhausted:
+            except (Exhausted, Unknown, TimeoutError):
                 await asyncio.sleep(PAUSE)
-            except (MultiverseError, TimeoutError) as error:  # the job was queued again, or is known no more
+            except MultiverseError as error:  # the job was queued again, or is known no more
                 log.debug("user not told what a job used", job=usage.job.job_id, reason=str(error))
                 return
             except Exception as error:
