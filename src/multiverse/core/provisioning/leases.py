@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from multiverse.core.free import changed
 from multiverse.core.model import (
     COMING_LEASES,
     Attempt,
@@ -36,6 +37,7 @@ from multiverse.core.provisioning.obstacles import why_earlier_run
 from multiverse.core.provisioning.sizes import empty_capacity, vm_claims
 from multiverse.core.provisioning.templates import node_request
 from multiverse.core.quarantine import quarantine_on_error
+from multiverse.core.rows import plus
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Event
 
@@ -59,14 +61,14 @@ class _Coming:
 
     def __post_init__(self) -> None:
         empty = empty_capacity(self.host)
-        self.free = [empty.cpus, empty.memory, empty.disk]
+        self.free = list(empty.amounts)
 
     def take(self, image: str, claim: Size, frozen: Size) -> bool:
         """Take the room for one VM, and for its template if it is the first of it; whether there was enough."""
         both = claim
         if (image, frozen) not in self.templates:
-            both = Size(claim.cpus, claim.memory + frozen.memory, claim.disk + frozen.disk)
-        left = [self.free[0] - both.cpus, self.free[1] - both.memory, self.free[2] - both.disk]
+            both = plus(claim, frozen)
+        left = changed(self.free, both, -1)
         if min(left) < 0 or claim.cpus > self.host.capacity.cpus:
             return False
         self.free = left

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from multiverse.core.free import how_many
+from multiverse.core.free import changed, how_many
 from multiverse.core.model import OPEN_LEASES, Attempt, CloneKind, Host, KnownHost, Size
 from multiverse.core.policy import LeasePolicy, Policy
 from multiverse.core.provisioning.context import Context
@@ -82,8 +82,8 @@ def fits_on_leases(context: Context, attempt: Attempt) -> bool:
         claim, frozen = claims_there(context, attempt, host)
         empty = empty_capacity(host)
         if claim.cpus <= host.capacity.cpus:
-            free = (empty.cpus, empty.memory - frozen.memory, empty.disk - frozen.disk)
-            held += lease.most * how_many(claim, free)
+            each = how_many(claim, changed(empty.amounts, frozen, -1))
+            held += lease.most * attempt.request.most_on_a_host(each)
     return held >= attempt.request.nodes
 
 
