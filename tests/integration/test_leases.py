@@ -6,22 +6,35 @@ import asyncio
 import contextlib
 import os
 import secrets
+import shutil
+import signal
+import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from multiverse.config import LEASE_RESERVE, LeaseSettings, Settings
-from multiverse.core.model import LeasedHost, LeaseSpec, PilotSeen, PilotState, Size
+from multiverse.core.errors import MultiverseError, Unknown
+from multiverse.core.model import CloneKind, HypervisorView, LeasedHost, LeaseSpec, PilotSeen, PilotState, Size
 from multiverse.drivers.slurm.driver import SlurmScheduler
+from multiverse.host import manifest
+from multiverse.lab import lifecycle
 from multiverse.lab.layout import Layout
 from multiverse.lab.plan import LabOptions
+from multiverse.lab.services import SERVICES
 from multiverse.service.agents import PilotTransport
+from multiverse.system.processes import ProcessIdentity, stat_fields
+from tests.contract.test_hypervisor_contract import SUITE, Check
+from tests.contract.test_hypervisor_troubles import TROUBLES
 from tests.integration.conftest import LabUnderTest, new_lab
 from tests.integration.images import slim
-from tests.integration.test_agent import Controller, connected
+from tests.integration.test_agent import THROUGH_THE_AGENT, Behind, Controller, connected
+from tests.integration.test_contract_qemu import LONG, Real
+from tests.integration.watch import kill, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")]
 
@@ -44,20 +57,21 @@ class Pilots:
     lab: LabUnderTest
     settings: Settings
     scheduler: SlurmScheduler
+    partition: str = "physical"
 
     @classmethod
-    def of(cls, lab: LabUnderTest, **lease: object) -> Pilots:
-        settings = replace(lab.settings, lease=(LeaseSettings("physical", **lease),))  # type: ignore[arg-type]
-        return cls(lab, settings, SlurmScheduler(settings, SITE))
+    def of(cls, lab: LabUnderTest, partition: str = "physical", **lease: Any) -> Pilots:
+        settings = replace(lab.settings, lease=(LeaseSettings(partition, **lease),))
+        return cls(lab, settings, SlurmScheduler(settings, SITE), partition)
 
     @property
     def own(self) -> Layout:
         """What the node has, as this machine sees it."""
         return self.lab.where.host(NODE)
 
-    def spec(self, **more: object) -> LeaseSpec:
-        number = secrets.token_hex(3)
-        return replace(LeaseSpec(f"lease-{SITE}-{number}", secrets.token_hex(8), "physical", time_limit=600.0), **more)  # type: ignore[arg-type]
+    def spec(self, **more: Any) -> LeaseSpec:
+        name, token = f"lease-{SITE}-{secrets.token_hex(3)}", secrets.token_hex(8)
+        return replace(LeaseSpec(name, token, self.partition, time_limit=600.0), **more)
 
     async def request(self, spec: LeaseSpec) -> None:
         assert self.scheduler.leases is not None
@@ -117,6 +131,26 @@ class Pilots:
                     found.append(int(entry.parent.name))
         return sorted(found)
 
+    def init(self, spec: LeaseSpec) -> int:
+        """The first process of a lease, as this machine sees it."""
+        (found,) = (pid for pid in self.processes(spec) if _numbers(pid)[-1] == "1")
+        return found
+
+    def agent(self, spec: LeaseSpec) -> int:
+        init = self.init(spec)
+        (found,) = (pid for pid in self.processes(spec) if (stat_fields(pid) or "00")[1] == str(init))
+        return found
+
+    def qemus(self, name: str) -> list[int]:
+        """The QEMUs of a VM."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                words = entry.read_bytes().split(b"\0")
+                if b"qemu" in words[0] and any(name.encode() in word for word in words):
+                    found.append(int(entry.parent.name))
+        return found
+
     @contextlib.asynccontextmanager
     async def reached(self, host: LeasedHost) -> AsyncIterator[Controller]:
         """A controller that is connected with the agent of a leased host."""
@@ -124,14 +158,19 @@ class Pilots:
             yield controller
 
 
-async def observed(controller: Controller) -> object:
+def _numbers(pid: int) -> list[str]:
+    """The pids of a process in its own PID namespace and in those above, the own last."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(line for line in lines if line.startswith("NSpid:")).split()[1:]
+
+
+async def observed(controller: Controller) -> HypervisorView:
     deadline = time.monotonic() + 60
     while True:
         try:
             return await controller.hypervisor.sources[0].observe()
-        except Exception:
-            if time.monotonic() > deadline:
-                raise
+        except Unknown:
+            assert time.monotonic() < deadline
             await asyncio.sleep(0.2)
 
 
@@ -145,7 +184,7 @@ async def test_a_pilot_makes_a_node_a_host_until_it_is_released(physical: LabUnd
     host = await pilots.held(spec)
     async with pilots.reached(host) as controller:
         view = await observed(controller)
-        (own,) = view.hosts.values()  # type: ignore[attr-defined]
+        (own,) = view.hosts.values()
         assert (own.name, own.capacity.cpus, own.capacity.memory) == (spec.name, 4, 6144 - LEASE_RESERVE)
     assert len((await pilots.scheduler.observe()).pilots) == 1
     assert pilots.scheduler.leases is not None
@@ -154,3 +193,184 @@ async def test_a_pilot_makes_a_node_a_host_until_it_is_released(physical: LabUnd
     await pilots.scheduler.leases.release(spec.name, [])
     await pilots.ended(spec)
     await pilots.scheduler.leases.release(spec.name, [host.pilot])
+
+
+# --- with VMs ------------------------------------------------------------------------------------------
+
+
+class OnLease(Behind):
+    """The real driver in the agent of a lease, with the lease's files as this machine sees them."""
+
+    def __init__(self, pilots: Pilots, host: LeasedHost, controller: Controller) -> None:
+        self._init = pilots.init(host.lease)
+        root, qemu = Path(f"/proc/{self._init}/root"), pilots.settings.qemu
+        outside = replace(qemu, vms=root / qemu.vms.relative_to("/"), run=root / qemu.run.relative_to("/"))
+        super().__init__(replace(pilots.settings, qemu=outside), controller)
+        self.host, self._inside = host.lease.name, qemu
+
+    async def kill(self, name: str) -> None:
+        known = manifest.read(self.settings.qemu.vms / name)
+        assert known is not None
+        script = f"kill -9 {known.pid}; while kill -0 {known.pid}; do sleep 0.01; done 2>/dev/null"
+        subprocess.run(["nsenter", f"--target={self._init}", "--pid", "--mount", "sh", "-c", script], check=True)
+
+    def remains(self, name: str) -> list[str]:
+        tap = Path(f"/proc/{self._init}/root/sys/class/net/{name}")
+        inner = Behind(replace(self.settings, qemu=self._inside), self.controller)
+        return [*super().remains(name), *([str(tap)] if tap.exists() else []), *Real.remains(inner, name)]
+
+
+@pytest.fixture(scope="module")
+def lease(physical: LabUnderTest) -> Iterator[tuple[Pilots, LeaseSpec]]:
+    """A lease for the contract, of which each test gets a connection of its own."""
+    pilots = Pilots.of(physical)
+    spec = pilots.spec()
+    asyncio.run(pilots.request(spec))
+    yield pilots, spec
+    physical.run("scancel", f"--name={spec.name}")
+    asyncio.run(pilots.ended(spec))
+
+
+@pytest.fixture
+async def harness(lease: tuple[Pilots, LeaseSpec]) -> AsyncIterator[OnLease]:
+    pilots, spec = lease
+    host = await pilots.held(spec)
+    async with pilots.reached(host) as controller:
+        yield OnLease(pilots, host, controller)
+    async with pilots.reached(host) as controller:  # a test may have superseded the first
+        real = OnLease(pilots, host, controller)
+        for name in (await real.observe()).vms:
+            await real.hypervisor.destroy(real.ref(name), 0)
+            assert not real.remains(name)
+
+
+CHECKS = [check for check in (*SUITE, *TROUBLES) if check.__name__ in THROUGH_THE_AGENT and check.__name__ not in LONG]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+async def test_qemu_behind_the_agent_of_a_lease(check: Check, harness: OnLease) -> None:
+    await check(harness)
+
+
+@contextlib.asynccontextmanager
+async def with_a_vm(pilots: Pilots, spec: LeaseSpec) -> AsyncIterator[tuple[OnLease, LeasedHost, int]]:
+    """A lease with a VM; gives the pid of its QEMU, as this machine sees it, too."""
+    await pilots.request(spec)
+    host = await pilots.held(spec)
+    async with pilots.reached(host) as controller:
+        await observed(controller)
+        real = OnLease(pilots, host, controller)
+        vm = real.spec(CloneKind.FULL)
+        await real.hypervisor.create(vm)
+        (qemu,) = await asyncio.to_thread(pilots.qemus, vm.name)
+        yield real, host, qemu
+
+
+@contextlib.asynccontextmanager
+async def with_settings(lab: LabUnderTest, text: str) -> AsyncIterator[None]:
+    """The lab's Slurm with more in its slurm.conf."""
+    site = lab.where.etc / "site.conf"
+    before = site.read_text()
+    site.write_text(f"{before}\n{text}\n")
+    try:
+        await lifecycle.up(lab.where, LabOptions(), controller=False)
+        yield
+    finally:
+        site.write_text(before)
+        await lifecycle.up(lab.where, LabOptions(), controller=False)
+
+
+@pytest.fixture
+async def lendable(physical: LabUnderTest) -> AsyncIterator[LabUnderTest]:
+    """With a partition whose jobs give way to those of another one."""
+    text = (
+        "PreemptType=preempt/partition_prio\nPreemptMode=REQUEUE\n"
+        f"PartitionName=lendable Nodes={NODE} PriorityTier=1 PreemptMode=CANCEL GraceTime=40 State=UP\n"
+        f"PartitionName=urgent Nodes={NODE} PriorityTier=9 PreemptMode=OFF State=UP"
+    )
+    async with with_settings(physical, text):
+        yield physical
+
+
+def alive(pid: int) -> bool:
+    return ProcessIdentity.of(pid).is_alive()
+
+
+@pytest.mark.slow
+async def test_the_end_of_an_agent_ends_no_vm_and_the_end_of_its_pilot_ends_all(physical: LabUnderTest) -> None:
+    pilots = Pilots.of(physical)
+    spec = pilots.spec()
+    async with with_a_vm(pilots, spec) as (real, _, qemu):
+        group = Path(f"/proc/{qemu}/cgroup").read_text()
+        assert f"/{spec.name}/multiverse/" in group and "/job_" in group, "a control group of its own, in the job's"
+        kill(pilots.agent(spec))
+        deadline = time.monotonic() + 60
+        while True:  # until the pilot has started another one, which finds the VM
+            with contextlib.suppress(Unknown):
+                if list((await real.observe()).vms):
+                    break
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.2)
+        assert alive(qemu)
+        os.kill(pilots.init(spec), signal.SIGKILL)
+        await pilots.ended(spec)
+        assert not alive(qemu)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["cancelled", "killed", "preempted"])
+async def test_nothing_is_left_of_a_lease_that_slurm_ends(lendable: LabUnderTest, how: str) -> None:
+    physical, pilots = lendable, Pilots.of(lendable, "lendable")
+    spec = pilots.spec()
+    async with with_a_vm(pilots, spec) as (_, host, qemu):
+        match how:
+            case "cancelled":
+                physical.run("scancel", host.pilot)
+            case "killed":
+                physical.run("scancel", "--signal=KILL", host.pilot)
+            case "preempted":
+                job = physical.sbatch("true", "-p", "urgent", "--exclusive")
+                # GraceTime: Slurm shows the pilot as running, and the pilot's own word tells that it ends.
+                await pilots.seen(spec, lambda pilot: pilot.state is not PilotState.RUNNING)
+                until("the urgent job is over", lambda: job not in physical.run("squeue", "-h", "-o", "%A").stdout)
+        pilot = await pilots.ended(spec)
+        assert not alive(qemu)
+        assert how != "preempted" or pilot.reason in ("preempted", "completed", "failed", "cancelled"), pilot
+
+
+@pytest.mark.slow
+async def test_an_outage_of_slurmctld_ends_nothing(physical: LabUnderTest) -> None:
+    pilots = Pilots.of(physical)
+    spec = pilots.spec()
+    slurmctld = next(service for service in SERVICES if service.name == "slurmctld")
+    async with with_a_vm(pilots, spec) as (real, host, qemu):
+        await slurmctld.stop(physical.where)
+        with pytest.raises(Unknown):
+            await pilots.scheduler.observe()
+        assert list((await real.observe()).vms), "a step that runs needs no slurmctld"
+        await lifecycle.up(physical.where, LabOptions(), controller=False)
+        assert (await pilots.held(spec)).pilot == host.pilot and alive(qemu)
+    async with pilots.reached(host) as controller:
+        await observed(controller)
+    physical.run("scancel", host.pilot)
+    await pilots.ended(spec)
+
+
+@pytest.mark.slow
+async def test_a_pilot_of_an_account_becomes_root_where_slurm_runs_no_job_of_root(physical: LabUnderTest) -> None:
+    become = physical.where.root.parent / "become"  # as sudo would be, on a machine without it
+    shutil.copy(str(shutil.which("setpriv")), become)
+    become.chmod(0o4755)
+    async with with_settings(physical, "DisableRootJobs=YES"):
+        words = (str(become), "--reuid=0", "--regid=0", "--clear-groups", "--")
+        pilots = Pilots.of(physical, user=physical.user.name, become=words)
+        with pytest.raises(MultiverseError):
+            await Pilots.of(physical).request(pilots.spec())
+        spec = pilots.spec(user=physical.user.name)
+        async with with_a_vm(pilots, spec) as (_, host, qemu):
+            assert f"job_{host.pilot}/" in Path(f"/proc/{qemu}/cgroup").read_text()
+            assert physical.run("squeue", "-h", "-j", host.pilot, "-o", "%u").stdout.strip() == physical.user.name
+            physical.run("scancel", host.pilot)
+            await pilots.ended(spec)
+            assert not alive(qemu)
