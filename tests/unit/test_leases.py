@@ -255,6 +255,21 @@ def test_a_host_without_vms_is_given_back_after_its_idle_time() -> None:
     assert not site.state.claims_in(lease.name)
 
 
+def test_nothing_is_made_on_a_host_in_the_pass_in_which_its_lease_ends_though_it_is_still_shown() -> None:
+    site = LeaseHarness()
+    lease = site.until_idle()
+    del site.jobs["7"]
+    site.run_for(PHYSICAL.idle + 4.0)
+    assert site.lease.state is L.RELEASING
+    site.waiting_job("8")
+    site.run()
+    site.ends(state=P.ENDED, clean=True)
+    site.ended(lease.key)
+    site.run()
+    assert lease.id not in site.state.leases and lease.name in site.world.hosts
+    assert not site.state.templates_on(lease.name) and not site.state.vms_on(lease.name)
+
+
 def test_a_host_that_a_job_is_about_to_use_is_kept_but_not_for_ever() -> None:
     site = LeaseHarness()
     site.until_idle()

@@ -161,4 +161,5 @@ def close_hosts(state: State, world: World) -> None:
     closed = {name for name, drain in state.drains.items() if drain.begins <= state.now + world.epoch}
     closed |= {host.name for host in state.hosts_in(*OFF_STATES)}
     closed |= {lease.name for lease in state.leases.values() if lease.state not in OPEN_LEASES}
+    closed |= state.free.hosts.keys() - state.hosts.keys()  # its lease has ended in this pass
     state.close_hosts(frozenset(closed), frozenset(state.drains.keys() - closed))
