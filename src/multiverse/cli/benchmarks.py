@@ -7,6 +7,7 @@ from multiverse.cli import (
     bench,
     burst,
     density,
+    lease_day,
     long_queue,
     observations,
     passes,
@@ -20,6 +21,7 @@ from multiverse.cli import (
 app = bench.app
 app.command("burst")(burst.burst)
 app.command("density")(density.density)
+app.command("leases")(lease_day.lease_day)
 app.command("observations")(observations.observations)
 app.command("planner")(passes.planner)
 app.command("submissions")(submissions.submissions)

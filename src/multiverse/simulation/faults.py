@@ -68,6 +68,8 @@ CALL_IDS: Mapping[tuple[Port, str], str] = {
     ("scheduler", "publish"): "s13",
     ("scheduler", "read"): "s14",
     ("scheduler", "exclude"): "s15",
+    ("scheduler", "request"): "s16",
+    ("scheduler", "release"): "s17",
     ("hypervisor", "observe"): "h1",
     ("hypervisor", "build_template"): "h2",
     ("hypervisor", "delete_template"): "h3",
@@ -362,6 +364,11 @@ class IncidentKind(StrEnum):
     DATABASE_RESTORED = "the database is restored from a copy"
     DATABASE_LOST = "the database is lost"
     CONTROLLER_CRASH = "the controller crashes"
+    PILOT_PREEMPTED = "a pilot is preempted"
+    PILOT_CANCELLED = "an operator cancels a pilot"
+    PILOT_REQUEUED = "an operator queues a pilot again"
+    PILOT_LOST = "slurmctld forgets a pilot that has ended"
+    PILOT_NODE_DOWN = "the node of a pilot is set DOWN, and its VMs go on"
     CONTROLLER_RIVAL = "another controller starts with a copy of the database, and the older one goes on"
 
 

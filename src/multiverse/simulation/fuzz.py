@@ -17,7 +17,7 @@ import structlog
 from pydantic import TypeAdapter, ValidationError
 
 from multiverse.core.errors import Refused
-from multiverse.simulation.generate import crowded, operated, with_faults
+from multiverse.simulation.generate import crowded, leasing, operated, with_faults
 from multiverse.simulation.run import simulate
 from multiverse.simulation.scenario import Scenario
 from multiverse.simulation.world import Pair
@@ -27,6 +27,10 @@ OPERATED = 32
 
 CROWDED = 16
 """Of every so many seeds, one is also simulated with more jobs than the hosts hold, and without faults."""
+
+
+LEASING = 8
+"""Of every so many seeds, one is also simulated with hosts that are leased."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +70,10 @@ def run_seed(seed: int, pair: Pair | None = None) -> SeedResult:
         outcome = simulate(with_faults(seed, pair=pair))
         crowd = simulate(crowded(seed)) if seed % CROWDED == 0 else None
         site = simulate(operated(seed)) if seed % OPERATED == 0 else None
+        leased = simulate(leasing(seed)) if seed % LEASING == 0 else None
     except Exception:
         return SeedResult(seed, (traceback.format_exc(limit=-4),))
-    others = {"in the crowd": crowd, "on an operated site": site}
+    others = {"in the crowd": crowd, "on an operated site": site, "with leases": leased}
     transitions = sum((one.transitions for one in others.values() if one), outcome.transitions)
     return SeedResult(
         seed,

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from random import Random
 
-from multiverse.config import BackfillSettings, FenceSettings, PacingSettings, PlacementSettings, PoolSettings, Settings
+from multiverse.config import (
+    BackfillSettings,
+    FenceSettings,
+    LeaseSettings,
+    PacingSettings,
+    PlacementSettings,
+    PoolSettings,
+    Settings,
+)
 from multiverse.core.model import CloneKind, Depth, Host, Overcommitment, Placement, Size
 from multiverse.simulation.cloud import CLOUD_ABILITIES, QUOTA
 from multiverse.simulation.cluster import ClusterSettings
@@ -14,6 +23,7 @@ from multiverse.simulation.guests import GuestBehaviour
 from multiverse.simulation.jobs import Batch
 from multiverse.simulation.machines import ABILITIES
 from multiverse.simulation.network import AgentBehaviour
+from multiverse.simulation.pilots import PARTITION, PhysicalNodes
 from multiverse.simulation.scenario import Arrival, Scenario, UserAction
 from multiverse.simulation.world import Pair, WorldSettings
 
@@ -130,6 +140,71 @@ def operated(seed: int) -> Scenario:
         limit=6000.0,
     )
 
+
+def leasing(seed: int) -> Scenario:
+    """A small host and physical nodes that may be leased, and more jobs than the host holds, in bursts. Pilots are
+    preempted, cancelled, queued again, forgotten, or lose their nodes, slurmctld is away, the controller crashes, and
+    calls fail, in most scenarios."""
+    rng = Random(f"{seed}/leasing")
+    hosts = (Host("h1", Size(rng.choice((1, 2)), 4096, 65536), ABILITIES, Size(2, 4096, 65536), "tcg"),)
+    arrivals = []
+    for burst in (0.5, rng.uniform(60.0, 200.0), rng.uniform(200.0, 500.0))[: rng.choice((1, 2, 3))]:
+        for _ in range(rng.randint(1, 5)):
+            seconds = rng.choice((2.0, 20.0, 60.0))
+            batch = Batch(
+                uid=rng.choice((1000, 1001)),
+                seconds=seconds,
+                nodes=rng.choice((1, 1, 1, 2)),
+                size=rng.choice((Size(1, 64), Size(2, 500), Size(4, 500))),
+                requeue=rng.random() < 0.8,
+                limit=rng.choice((None, seconds + 20, seconds + 20, 3 * seconds)),
+            )
+            actions = (UserAction(rng.uniform(0.0, 60.0), "cancel"),) if rng.random() < 0.15 else ()
+            arrivals.append(Arrival(burst + rng.uniform(0.0, 10.0), batch, actions=actions))
+    physical = PhysicalNodes(rng.choice((1, 2, 4)), min_job_age=rng.choice(((2.0, 4.0), (2.0, 300.0))))
+    lease = LeaseSettings(
+        PARTITION,
+        max=min(physical.count, rng.choice((1, 2, 3))),
+        time_limit=rng.choice((200.0, 600.0)),
+        min_wait=rng.choice((0.0, 5.0)),
+        idle=rng.choice((10.0, 40.0)),
+        start_timeout=20.0,
+    )
+    quiet = rng.random() < 0.3
+    odds = Odds() if quiet else Odds.even(rng.choice((0.0, 0.02, 0.1)), until=400.0)
+    incidents = () if quiet else tuple(
+        one
+        for kind, means in LEASING.items()
+        for one in every(rng.choice(means), kind, rng, until=400.0)
+    )  # fmt: skip
+    cluster = ClusterSettings(
+        node_timeout=rng.choice((10.0, 60.0)), min_job_age=(2.0, 30.0), flavor=Size(64, 2_000_000)
+    )
+    pacing = PacingSettings(provisioning=rng.choice((2, 16)), silence=rng.choice((5.0, 60.0)))
+    return Scenario(
+        seed,
+        tuple(arrivals),
+        WorldSettings(hosts, cluster=cluster, physical=physical),
+        Settings(pacing=pacing, lease=(lease,)),
+        scheduler_odds=odds,
+        hypervisor_odds=odds,
+        incidents=tuple(sorted(incidents, key=lambda incident: incident.at)),
+        crashes=() if quiet else _crashes(rng, rng.choice((0, 0, 3))),
+        hints=rng.choice((0.5, 0.9)),
+        limit=6000.0,
+    )
+
+
+LEASING: Mapping[IncidentKind, tuple[float, ...]] = {
+    IncidentKind.PILOT_PREEMPTED: (0.0, 100.0),
+    IncidentKind.PILOT_CANCELLED: (0.0, 200.0),
+    IncidentKind.PILOT_REQUEUED: (0.0, 0.0, 200.0),
+    IncidentKind.PILOT_LOST: (0.0, 0.0, 200.0),
+    IncidentKind.PILOT_NODE_DOWN: (0.0, 0.0, 150.0),
+    IncidentKind.CLUSTER_AWAY: (0.0, 0.0, 200.0),
+    IncidentKind.VM_DIES: (0.0, 0.0, 200.0),
+}
+"""Mean seconds between incidents where hosts are leased; 0: none."""
 
 CUT_OFF = (5.0, 60.0, 600.0)
 """Seconds: shorter than anybody's patience, longer than a connection's, and longer than the time of a fencing."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -102,14 +102,23 @@ class SimulatedHypervisor(ABC):
 class SimulatedHosts(SimulatedHypervisor):
     """Hosts like those of the QEMU driver: each is a source of its own, with templates, and addresses are given."""
 
-    def __init__(self, machines: Machines, rng: Random, latencies: HostLatencies | None = None) -> None:
+    def __init__(
+        self,
+        machines: Machines,
+        rng: Random,
+        latencies: HostLatencies | None = None,
+        scheduler_answers: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`scheduler_answers` says whether leased hosts can be reached, by steps of their pilots."""
         super().__init__(machines, rng, latencies or HostLatencies())
         self.all_sources = [HostSource(self, host) for host in machines.hosts]
+        self._leased: dict[str, LeasedSource] = {}
+        self._scheduler_answers = scheduler_answers
         self._members = set(machines.hosts)
 
     @property
     def sources(self) -> Sequence[HostSource]:
-        return [source for source in self.all_sources if source.name in self._members]
+        return [*(source for source in self.all_sources if source.name in self._members), *self._leased.values()]
 
     @property
     def membership(self) -> SimulatedHosts:
@@ -117,6 +126,9 @@ class SimulatedHosts(SimulatedHypervisor):
 
     def keep(self, hosts: Collection[str], leased: Mapping[str, LeasedHost] = NOT_LEASED) -> None:
         self._members = set(hosts)
+        self._leased = {
+            name: self._leased.get(name) or LeasedSource(self, name, self._scheduler_answers) for name in leased
+        }
 
     def declared(self, host: str) -> Host | None:
         return self.machines.hosts.get(host)
@@ -175,3 +187,21 @@ class HostSource:
 
     async def observe(self) -> HypervisorView:
         return await self._hypervisor.observe_host(self._host)
+
+
+class LeasedSource(HostSource):
+    """A leased host: it answers once its agent runs, and while the scheduler does."""
+
+    def __init__(self, hypervisor: SimulatedHosts, host: str, scheduler_answers: Callable[[], bool]) -> None:
+        super().__init__(hypervisor, host)
+        self._scheduler_answers = scheduler_answers
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        return ()  # no settings name it
+
+    async def observe(self) -> HypervisorView:
+        if not self._scheduler_answers() or self._host not in self._hypervisor.machines.hosts:
+            await self._hypervisor.take("connect", self._hypervisor.latencies.unreachable)
+            raise Unknown(f"the pilot of {self._host} is not reached")
+        return await super().observe()

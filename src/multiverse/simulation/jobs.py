@@ -137,6 +137,7 @@ class JobRecord:
             array=self.array,
             limit=(YEAR if batch.limit is None else batch.limit) + KILL_WAIT,
             ends=ends,
+            requeues=batch.requeue,
         )
 
 

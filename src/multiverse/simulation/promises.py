@@ -7,7 +7,17 @@ from collections.abc import Collection, Iterable
 from multiverse.core.machines.attempt import step_attempt
 from multiverse.core.machines.template import step_template
 from multiverse.core.machines.vm import may_have_a_job, step_vm
-from multiverse.core.model import Attempt, AttemptState, OfferState, TemplateCondition, VmState, World
+from multiverse.core.model import (
+    OPEN_LEASES,
+    WAITING_STATES,
+    Attempt,
+    AttemptState,
+    LeaseState,
+    OfferState,
+    TemplateCondition,
+    VmState,
+    World,
+)
 from multiverse.core.policy import Policy
 from multiverse.core.provisioning.spares import is_of
 from multiverse.core.rows import Rows
@@ -116,6 +126,34 @@ class PromisedStarts:
         return earlier or bool(state.promised and attempt.id not in state.promised)
 
 
+class LeaseWatch:
+    """Checks at each commit that a host is leased only while a job waits, that no VM is planned on a leased host that
+    takes none, and that no VM is left on a host when its lease is gone or it counts as off."""
+
+    def __init__(self, world: SimulatedWorld) -> None:
+        self.broken: set[str] = set()
+        self._world = world
+        self._leases: set[str] = set()
+        self._last_lease = self._last_vm = 0
+
+    def look(self, rows: Rows) -> None:
+        """The rows of a commit."""
+        waiting = [one for one in rows.attempts.values() if one.state in WAITING_STATES]
+        leases = {lease.name: lease for lease in rows.leases.values()}
+        for lease in rows.leases.values():
+            if lease.id > self._last_lease and lease.state is LeaseState.PLANNED and not waiting:
+                self.broken.add(f"{lease.name} was asked for, and no job waits")
+        for name in self._leases - leases.keys():
+            if left := self._world.machines.vms_on(name):
+                self.broken.add(f"{name} is gone, and {', '.join(left)} go on there")
+        for vm in rows.vms.values():
+            of = leases.get(vm.host)
+            if vm.id > self._last_vm and vm.state is VmState.PLANNED and of is not None and of.state not in OPEN_LEASES:
+                self.broken.add(f"VM {vm.name} was planned on {vm.host}, whose lease is {of.state}")
+        self._leases = set(leases)
+        self._last_lease, self._last_vm = max([self._last_lease, *rows.leases]), max([self._last_vm, *rows.vms])
+
+
 def violations_at_end(scenario: Scenario, world: SimulatedWorld, rows: Rows) -> list[str]:
     """What is wrong after all jobs have ended and everything should have been removed."""
     found = [*world.violations(), *world.unfinished(), *world.leftovers()]
@@ -123,6 +161,9 @@ def violations_at_end(scenario: Scenario, world: SimulatedWorld, rows: Rows) -> 
     found += unjustified_refusals(scenario, world.cluster.refused)
     found += [f"{row.key} is still {row.state}: {row.reason}" for row in rows.attempts.values()]
     found += [f"{row.key} is still {row.state}: {row.reason}" for row in rows.vms.values()]
+    found += [f"{row.name} is still {row.state}: {row.reason}" for row in rows.leases.values()]
+    if not is_disturbed(scenario):
+        found += [f"the time of {name} was over, and a job ran on it" for name in world.pilots.overran]
     found += [f"claim of {claim.owner} is left" for claim in rows.claims if claim.owner.kind != "template"]
     return found
 

@@ -14,7 +14,7 @@ from random import Random
 from multiverse.agent.hypervisor import AgentSource
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Exhausted, Refused
-from multiverse.core.model import VmState
+from multiverse.core.model import LeaseState, VmState
 from multiverse.core.planner import orphans
 from multiverse.core.transition import Command
 from multiverse.ports import Clock, Hypervisor
@@ -24,6 +24,7 @@ from multiverse.simulation.faulty import FaultyHypervisor, FaultyScheduler
 from multiverse.simulation.loop import run
 from multiverse.simulation.outcome import Outcome, journal_line, transition_name
 from multiverse.simulation.promises import (
+    LeaseWatch,
     PromisedStarts,
     moves_at_rest,
     orphans_by_looking_at_all,
@@ -44,6 +45,14 @@ AT_REST = 8
 HINT_DELAY = (0.5, 10.0)  # seconds that a late hint takes
 DECISION = 30.0  # seconds between two looks of the operator at what no record explains
 UNNAMED = 0.2  # the share of hints of submissions that name no user, as those of an older multiverse.lua
+CONFIRMED = 20.0  # seconds between two looks of the operator at leased hosts whose pilots are over
+OF_PILOTS = (
+    IncidentKind.PILOT_PREEMPTED,
+    IncidentKind.PILOT_CANCELLED,
+    IncidentKind.PILOT_REQUEUED,
+    IncidentKind.PILOT_LOST,
+    IncidentKind.PILOT_NODE_DOWN,
+)
 USED_UP = 0.3  # the share of full disks on which not even releases are committed
 SLOW = 600.0  # seconds that an observation of a slow source takes
 
@@ -151,6 +160,7 @@ class _Simulation:
         self.overfull: set[str] = set()
         self.restless: set[str] = set()
         self.hosts = HostWatch(self.world.machines)
+        self.leases = LeaseWatch(self.world)
         self.starts = PromisedStarts(scenario)
         self.disk_full = 0
         self.process: _Process | None = None
@@ -173,6 +183,7 @@ class _Simulation:
         self = cls(scenario)
         tasks = [asyncio.create_task(self._submit(arrival)) for arrival in scenario.arrivals]
         tasks += [asyncio.create_task(self._apply_in_time(incident)) for incident in scenario.incidents]
+        confirming = asyncio.create_task(self._confirm_leases())
         controllers = asyncio.create_task(self._run_controllers())
         try:
             while self.loop.time() < scenario.limit and not (all(task.done() for task in tasks) and self._is_idle()):
@@ -185,7 +196,7 @@ class _Simulation:
                 if task.done():
                     task.result()
         finally:
-            for task in (controllers, *tasks):
+            for task in (controllers, confirming, *tasks):
                 task.cancel()
         return self._outcome()
 
@@ -250,7 +261,9 @@ class _Simulation:
 
     async def _apply_in_time(self, incident: Incident) -> None:
         await asyncio.sleep(incident.at)
-        if incident.kind in OF_SITES:
+        if incident.kind in OF_PILOTS:
+            self._apply_to_pilot(incident)
+        elif incident.kind in OF_SITES:
             await self._apply_to_site(self.world.host(incident.pick), incident)
         else:
             await self._apply(incident)
@@ -293,6 +306,36 @@ class _Simulation:
                 world.kill_vm(name)
             else:
                 world.machines.flood(name)
+
+    def _apply_to_pilot(self, incident: Incident) -> None:
+        pilots = self.world.pilots
+        pilot = pilots.running(incident.pick)
+        if pilot is None:
+            return
+        self._log(f"incident: {incident.kind}: {pilot.id} of {pilot.spec.name}, which is {pilot.state}")
+        match incident.kind:
+            case IncidentKind.PILOT_PREEMPTED:
+                pilots.end(pilot, "PREEMPTED")
+            case IncidentKind.PILOT_CANCELLED:
+                pilots.end(pilot, "CANCELLED by root")
+            case IncidentKind.PILOT_REQUEUED:
+                pilots.requeue(pilot)
+            case IncidentKind.PILOT_LOST:
+                pilots.lose(pilot)
+            case _:
+                pilots.fail_node(pilot)
+
+    async def _confirm_leases(self) -> None:
+        """An operator confirms of leased hosts whose pilots have ended that nothing is left on their nodes, once that
+        is so and the controller cannot know it."""
+        while True:
+            await asyncio.sleep(CONFIRMED)
+            for lease in self.store.rows().leases.values():
+                host = self.store.rows().hosts.get(lease.name)
+                known = host is not None and not host.is_off
+                if known and lease.state is LeaseState.LOST and self.world.pilots.is_off(lease.name):
+                    self._log(f"operator confirms that nothing is left of {lease.name}")
+                    self._give(Command("fence", host=lease.name))
 
     async def _apply_to_cluster(self, incident: Incident) -> None:
         cluster = self.world.cluster
@@ -482,6 +525,7 @@ class _Simulation:
                 self.inherited |= self.world.site.agents[host].local.asked
             self.unclaimed.update(unclaimed_vms(rows, self.world, self.inherited))
             self.hosts.look(rows, self.clock.wall())
+            self.leases.look(rows)
             if self.controller is not None:
                 self.overfull.update(overfull_pools(rows, self.controller.policy))
                 self.starts.check(self.controller.state, self.clock.wall())
@@ -577,7 +621,7 @@ class _Simulation:
         unheard = any(source.latest is None for source in self.controller.sources.values())
         if unheard and unclaimed_templates(rows, self.world):
             return False  # a controller with another database has not seen them yet
-        return not rows.attempts and not rows.vms and self.world.site.is_settled
+        return not rows.attempts and not rows.vms and not rows.leases and self.world.site.is_settled
 
     def _outcome(self) -> Outcome:
         rows, entries = self.store.rows(), self.store.journal()
@@ -587,6 +631,7 @@ class _Simulation:
             + sorted(self.overfull)
             + sorted(self.restless)
             + sorted(self.hosts.broken)
+            + sorted(self.leases.broken)
             + sorted(self.starts.broken)
             + unclaimed_templates(rows, self.world)
         )

@@ -14,6 +14,7 @@ from multiverse.core.model import (
     JobLimits,
     JobRef,
     JobState,
+    LeaseSpec,
     NodeBootstrap,
     NodeSpec,
     SchedulerPart,
@@ -25,6 +26,7 @@ from multiverse.ports import Leases, Offers, Parts, SubmissionLimits
 from multiverse.simulation.cluster import Cluster, OfferedNode
 from multiverse.simulation.guests import LIVE, Registration
 from multiverse.simulation.jobs import JobRecord
+from multiverse.simulation.pilots import Pilots
 
 
 @dataclass(frozen=True)
@@ -135,10 +137,15 @@ class SimulatedScheduler(ABC):
     def _view(self) -> SchedulerView:
         return self._cluster.view()
 
+    def _is_taken_away(self, node: str) -> bool:
+        """Whether the node is a VM on a leased host that the scheduler takes away."""
+        return False
+
     async def set_down(self, node: str, reason: str) -> None:
         await self._reach()
         known = self._cluster.nodes.get(node)
-        if known is not None and known.job is not None and not known.down and known.guest.alive:
+        going = self._is_taken_away(node)
+        if known is not None and known.job is not None and not known.down and known.guest.alive and not going:
             self._cluster.stopped_by_controller(known.job, f"lost {node}, which we set DOWN")
         self._cluster.set_down(node, reason)
         await self._reply()
@@ -213,10 +220,16 @@ class SimulatedSlurm(SimulatedScheduler):
     """Slurm: ties jobs to nodes by features, and lets jobs take offered nodes as they are submitted."""
 
     def __init__(
-        self, cluster: Cluster, find_user: FindUser, rng: Random, *, image: ImageSettings | None = None
+        self,
+        cluster: Cluster,
+        find_user: FindUser,
+        rng: Random,
+        *,
+        image: ImageSettings | None = None,
+        pilots: Pilots | None = None,
     ) -> None:
         super().__init__(cluster, find_user, rng)
-        self._image = image or ImageSettings()
+        self._image, self._pilots = image or ImageSettings(), pilots
 
     @property
     def offers(self) -> SimulatedSlurm:
@@ -230,9 +243,26 @@ class SimulatedSlurm(SimulatedScheduler):
     def submission(self) -> SimulatedSlurm:
         return self
 
+    def _is_taken_away(self, node: str) -> bool:
+        return self._pilots is not None and self._pilots.take_away(node)
+
     @property
-    def leases(self) -> Leases | None:
-        return None
+    def leases(self) -> SimulatedSlurm | None:
+        return self if self._pilots is not None else None
+
+    async def request(self, lease: LeaseSpec) -> None:
+        """See `ports.Leases`."""
+        await self._reach()
+        assert self._pilots is not None, "without pilots nobody asks"
+        self._pilots.request(lease)
+        await self._reply()
+
+    async def release(self, name: str, pilots: Sequence[str]) -> None:
+        """See `ports.Leases`."""
+        await self._reach()
+        assert self._pilots is not None, "without pilots nobody asks"
+        self._pilots.release(name, tuple(pilots))
+        await self._reply()
 
     async def read(
         self, jobs: Mapping[str, int | None], users: Collection[int], nodes: Collection[str]
@@ -257,7 +287,10 @@ class SimulatedSlurm(SimulatedScheduler):
 
     def _view(self) -> SchedulerView:
         offers = self._cluster.observe_offers()
-        return replace(self._cluster.view(), offers=offers, takers=self._cluster.takers())
+        view = replace(self._cluster.view(), offers=offers, takers=self._cluster.takers())
+        if self._pilots is None:
+            return view
+        return replace(view, pilots=self._pilots.view(), leasable=self._pilots.leasable())
 
     def _tie(self, record: JobRecord, tag: str, nodes: Sequence[str]) -> None:
         if not self._cluster.any_node_has(tag):

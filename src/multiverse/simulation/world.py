@@ -21,6 +21,7 @@ from multiverse.simulation.guests import Guest, GuestBehaviour, Run
 from multiverse.simulation.hypervisor import SimulatedHosts
 from multiverse.simulation.machines import ABILITIES, Machines, SimulatedImage
 from multiverse.simulation.network import AgentBehaviour
+from multiverse.simulation.pilots import PhysicalNodes, Pilots
 from multiverse.simulation.scheduler import SimulatedSlurm
 from multiverse.simulation.sites import SimulatedSite
 
@@ -62,6 +63,7 @@ class WorldSettings:
     others: int = 0
     pair: Pair = Pair.SLURM_HOSTS
     agents: AgentBehaviour | None = None  # through which hosts are reached, over streams of bytes
+    physical: PhysicalNodes = field(default_factory=PhysicalNodes)  # that may be leased
     slow_sources: Mapping[str, float] = field(default_factory=dict)  # seconds that their observations take longer
 
 
@@ -82,6 +84,9 @@ class SimulatedWorld:
         machines = CloudMachines if pair.has_cloud else Machines
         self.machines = machines(self.settings.hosts, self.settings.images, self._boot, *limits)
         self.machines.delays.update(self.settings.slow_sources)
+        self.static = tuple(self.machines.hosts)
+        self.pilots = Pilots(self.machines, self.settings.physical, Random(f"{seed}/pilots"))
+        self.pilots.log = lambda text: self.log(text)
         local = SimulatedHosts(self.machines, Random(f"{seed}/agents")) if self.settings.agents else None
         behaviour = self.settings.agents
         self.site = SimulatedSite(self.machines, self.cluster, seed, lambda text: self.log(text), local, behaviour)
@@ -90,13 +95,14 @@ class SimulatedWorld:
         """The port of this world's scheduler."""
         if isinstance(self.cluster, GridCluster):
             return SimulatedGrid(self.cluster, self.user, rng)
-        return SimulatedSlurm(self.cluster, self.user, rng, image=image)
+        pilots = self.pilots if self.settings.physical.count else None
+        return SimulatedSlurm(self.cluster, self.user, rng, image=image, pilots=pilots)
 
     def hypervisor(self, rng: Random) -> Hypervisor:
         """The port of this world's hypervisor."""
         if isinstance(self.machines, CloudMachines):
             return SimulatedCloud(self.machines, rng)
-        return SimulatedHosts(self.machines, rng)
+        return SimulatedHosts(self.machines, rng, scheduler_answers=lambda: self.cluster.up)
 
     def user(self, uid: int) -> User | None:
         """The user, or None if there is none. Raises `Unknown` while the name service is silent."""
@@ -110,7 +116,7 @@ class SimulatedWorld:
         self.machines.die(name, reason)
 
     def host(self, pick: float) -> str:
-        names = sorted(self.machines.hosts)
+        names = sorted(self.static)
         return names[int(pick * len(names))]
 
     def vm(self, pick: float) -> str | None:
@@ -130,7 +136,11 @@ class SimulatedWorld:
 
     def leftovers(self) -> list[str]:
         """VMs and nodes that exist. Templates may remain."""
-        return [f"vm {name}" for name in self.machines.vms] + [f"node {name}" for name in self.cluster.nodes]
+        return (
+            [f"vm {name}" for name in self.machines.vms]
+            + [f"node {name}" for name in self.cluster.nodes]
+            + self.pilots.alive
+        )
 
     def violations(self) -> list[str]:
         """What happened although it must never: shared identities, oversubscribed hosts, jobs that ran twice."""
