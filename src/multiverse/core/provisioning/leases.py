@@ -13,7 +13,7 @@ of its partition waits, each time for longer (`Forecast.lease_rest`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from multiverse.core.free import changed
@@ -118,6 +118,8 @@ class _Needs:
         self._context, self._room = context, room_of(context).copy()
         self.used: set[str] = set()  # hosts in sight that jobs are about to use
         self.new: list[LeasePolicy] = []
+        self._hopeless: set[tuple[int, float | None, bool]] = set()  # jobs for which there is nothing
+        self._claims: dict[tuple[int, frozenset[str]], Mapping[str, Size]] = {}  # on hosts in sight, of jobs alike
         self._coming = [
             _Coming(policy, host, lease)
             for lease in context.state.leases_in(*COMING_LEASES)
@@ -132,26 +134,33 @@ class _Needs:
         return any(one.uses for one in self._coming if one.lease is not None and one.lease.id == lease.id)
 
     def add(self, attempt: Attempt) -> None:
-        """Another job, behind those before: it needs what it gets, all of it or nothing."""
+        """Another job, behind those before: it needs what it gets, all of it or nothing. Where there was nothing for
+        one, there is nothing for those behind it that are alike."""
+        job = self._context.state.queue.job_of(attempt.id)
+        alike = (self._context.state.queue.shape_of(attempt.id), job.limit, job.requeues)
+        if alike in self._hopeless:
+            return
         left = attempt.request.nodes - self._place_in_sight(attempt)
-        if left > 0:
-            self._place_on_leases(attempt, left)
+        if left > 0 and not self._place_on_leases(attempt, left):
+            self._hopeless.add(alike)
 
     def _place_in_sight(self, attempt: Attempt) -> int:
         """How many of its VMs have room on the hosts in sight."""
         context = for_attempt(self._context, attempt)
-        choice = choose_clones(context, attempt)
-        able = on_hosts_making(context.image_of(attempt), choice.kind, choice.sizes)
-        if not able:
-            return 0
-        claims = vm_claims(node_request(context, attempt, choice.kind), able, context.hosts, context.policy)
-        placed = 0
+        alike = (context.state.queue.shape_of(attempt.id), context.without)
+        if alike not in self._claims:
+            choice = choose_clones(context, attempt)
+            able = on_hosts_making(context.image_of(attempt), choice.kind, choice.sizes)
+            wanted = node_request(context, attempt, choice.kind)
+            self._claims[alike] = vm_claims(wanted, able, context.hosts, context.policy) if able else {}
+        claims, placed = self._claims[alike], 0
         while placed < attempt.request.nodes and (chosen := self._room.place(1, claims)):
             self.used.update(chosen)
             placed += 1
         return placed
 
-    def _place_on_leases(self, attempt: Attempt, count: int) -> None:
+    def _place_on_leases(self, attempt: Attempt, count: int) -> bool:
+        """Take what so many of its VMs need of leases; whether there was enough for all of them."""
         context, state = self._context, self._context.state
         usable = [one for one in context.policy.leases if may_use(context, attempt, one)]
         partitions = {one.partition for one in usable}
@@ -175,11 +184,12 @@ class _Needs:
         if left:  # not all of it: it needs nothing yet
             for one, free, templates, uses in before:
                 one.free, one.templates, one.uses = free, templates, uses
-            return
+            return False
         for fresh in new:
             self._left[fresh.policy.partition] -= 1
             self.new.append(fresh.policy)
         self._coming += new
+        return True
 
     def _take(self, attempt: Attempt, hosts: list[_Coming], count: int) -> int:
         """Take the room for so many VMs on these hosts; for how many there is none."""
