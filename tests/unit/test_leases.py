@@ -7,13 +7,17 @@ from dataclasses import replace
 import pytest
 
 from multiverse.config import Settings
+from multiverse.controller.forecast import ForecastRecorder
 from multiverse.core.errors import Refused, Unknown
 from multiverse.core.machines.host import fences
 from multiverse.core.machines.lease import unexplained_pilots
 from multiverse.core.model import (
+    CloneKind,
     Drain,
+    Host,
     HostState,
     JobState,
+    KnownHost,
     LeaseState,
     PilotSeen,
     PilotState,
@@ -23,9 +27,12 @@ from multiverse.core.model import (
     VmSeen,
     VmState,
 )
-from multiverse.core.transition import Command, Done, EffectKind
+from multiverse.core.provisioning.leasing import leasable_hosts
+from multiverse.core.provisioning.submission import job_limits
+from multiverse.core.transition import Change, Command, Done, EffectKind, Event, Move
 from multiverse.service.agents import PilotTransport, connect_agents
 from tests.unit.lease_harness import LEASING, PHYSICAL, LeaseHarness
+from tests.unit.rows import lease
 
 L, P = LeaseState, PilotState
 
@@ -459,3 +466,50 @@ def test_a_controller_that_starts_reaches_leased_hosts_by_their_pilots() -> None
     agents = {one.name: one.connection for one in connect_agents(Settings(), site.store).sources}
     assert isinstance(agents[lease.name]._transport, PilotTransport)
     assert not isinstance(agents["localhost"]._transport, PilotTransport)
+
+
+def test_the_pause_after_leases_of_no_use_doubles_and_ends_with_one_that_is_used() -> None:
+    recorder = ForecastRecorder(LEASING)
+
+    def after(state: LeaseState, event: Event, now: float, **more: object) -> float:
+        recorder.note([Move((Change(lease(state, **more), event),))], now)
+        return recorder.forecast(now).lease_rest.get("physical", 0.0) - now
+
+    assert after(L.RELEASING, Event.FAILED, 100.0) == 10.0
+    assert after(L.RELEASING, Event.RELEASED, 200.0, ends=5000.0) == 20.0, "its host was in sight and got no VM"
+    assert recorder.next_due(200.0) == 220.0
+    assert after(L.RELEASING, Event.RELEASED, 230.0) < 0.0, "one that was never granted is no failure"
+    assert after(L.RELEASING, Event.RELEASED, 240.0, ends=5000.0, used=1) < 0.0
+    assert after(L.HELD, Event.TAKEN, 250.0, used=1) < 0.0
+    assert after(L.RELEASING, Event.FAILED, 300.0) == 10.0
+
+
+def test_what_can_be_leased_counts_for_what_is_refused_at_submission() -> None:
+    hosts = leasable_hosts({"physical": Size(8, 8192), "other": Size(64, 65536)}, LEASING)
+    assert len(hosts) == PHYSICAL.most and all(one.value is not None for one in hosts.values())
+    static = {"h1": KnownHost("h1", "h1", value=Host("h1", Size(4, 4096, 65536), frozenset({"full"})))}
+    without, limits = job_limits(static, LEASING), job_limits({**static, **hosts}, LEASING)
+    assert without is not None and limits is not None
+    assert not without.allow(None, CloneKind.FULL, 1, Size(6, 100))
+    assert limits.allow(None, CloneKind.FULL, 2, Size(6, 100)) and not limits.allow(
+        None, CloneKind.FULL, 3, Size(6, 100)
+    )
+    assert leasable_hosts({}, LEASING) == {}
+
+
+def test_a_partition_that_the_settings_name_no_more_gives_what_it_has_given() -> None:
+    site = LeaseHarness()
+    first, _ = site.until_held()
+    site.policy = replace(LEASING, leases=())
+    site.run()
+    assert site.lease.state is L.HELD
+    for vm in site.state.vms_on(first.name):
+        site.ended(vm.key)
+    del site.jobs["7"]
+    for _ in range(3):
+        site.run()
+        for vm in site.state.vms_on(first.name):
+            site.ended(vm.key)
+    assert site.lease.state is L.IDLE
+    site.run_for(140.0)
+    assert site.lease.state is L.RELEASING
