@@ -37,7 +37,6 @@ from multiverse.core.provisioning.obstacles import why_earlier_run
 from multiverse.core.provisioning.sizes import empty_capacity, vm_claims
 from multiverse.core.provisioning.templates import node_request
 from multiverse.core.quarantine import quarantine_on_error
-from multiverse.core.rows import plus
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Event
 
@@ -60,15 +59,13 @@ class _Coming:
     uses: int = 0
 
     def __post_init__(self) -> None:
-        empty = empty_capacity(self.host)
-        self.free = list(empty.amounts)
+        self.free = list(empty_capacity(self.host).amounts)
 
     def take(self, image: str, claim: Size, frozen: Size) -> bool:
         """Take the room for one VM, and for its template if it is the first of it; whether there was enough."""
-        both = claim
+        left = changed(self.free, claim, -1)
         if (image, frozen) not in self.templates:
-            both = plus(claim, frozen)
-        left = changed(self.free, both, -1)
+            left = changed(left, frozen, -1)
         if min(left) < 0 or claim.cpus > self.host.capacity.cpus:
             return False
         self.free = left
@@ -196,8 +193,9 @@ class _Needs:
         image = self._context.image_of(attempt)
         for one in hosts:
             claim, frozen = claims_there(self._context, attempt, one.host)
-            while count and one.take(image, claim, frozen):
-                count -= 1
+            may = attempt.request.most_on_a_host(count)
+            while count and may and one.take(image, claim, frozen):
+                count, may = count - 1, may - 1
         return count
 
 

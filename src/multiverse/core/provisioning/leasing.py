@@ -16,8 +16,8 @@ STARTUP = 60.0
 """Seconds, beyond the limit of a pilot's start, that a job's first VM on a new host may take: its template is built
 first. A job that would not fit into a lease then is no reason to take one."""
 
-ANY_DISK = 1 << 30
-"""MiB of disk that a host is taken to have of which nobody knows that yet."""
+ENOUGH = 1 << 30
+"""MiB of disk, and Mbit/s of bandwidth, that a host is taken to have of which nobody knows that yet."""
 
 
 def leasable_host(context: Context, lease: LeasePolicy) -> Host | None:
@@ -39,7 +39,7 @@ def declared_host(lease: LeasePolicy, leasable: Mapping[str, Size]) -> Host | No
         return None
     cpus, memory = lease.size.cpus or node.cpus, lease.size.memory or node.memory
     kinds = frozenset(kind.value for kind in CloneKind)
-    return Host(lease.partition, Size(cpus, memory, ANY_DISK), kinds, memory_block=1, vm_overhead=0)
+    return Host(lease.partition, Size(cpus, memory, ENOUGH, ENOUGH), kinds, memory_block=1, vm_overhead=0)
 
 
 def leasable_hosts(leasable: Mapping[str, Size], policy: Policy) -> dict[str, KnownHost]:
@@ -80,9 +80,8 @@ def fits_on_leases(context: Context, attempt: Attempt) -> bool:
     held = 0
     for lease, host in usable_leases(context, attempt):
         claim, frozen = claims_there(context, attempt, host)
-        empty = empty_capacity(host)
         if claim.cpus <= host.capacity.cpus:
-            each = how_many(claim, changed(empty.amounts, frozen, -1))
+            each = how_many(claim, changed(empty_capacity(host).amounts, frozen, -1))
             held += lease.most * attempt.request.most_on_a_host(each)
     return held >= attempt.request.nodes
 
