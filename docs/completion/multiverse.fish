@@ -322,7 +322,7 @@ complete -c multiverse -n "__multiverse_at 'site check'" -s h -l help -d 'Show t
 complete -c multiverse -n "__multiverse_at 'bench'" -f -a latency -d 'From `sbatch` to the script\'s first instruction: instant clones, full boots, bare metal'
 complete -c multiverse -n "__multiverse_at 'bench'" -f -a burst -d 'Provisioning and first instruction of many jobs, and how many times faster instant clones are than full ones'
 complete -c multiverse -n "__multiverse_at 'bench'" -f -a density -d 'Add jobs that hold their VMs until memory or CPUs are exhausted, and measure what each takes'
-complete -c multiverse -n "__multiverse_at 'bench'" -f -a leases -d 'Simulate a day with bursts of jobs on a host of 8 CPUs: with leases, without, and with all nodes all day'
+complete -c multiverse -n "__multiverse_at 'bench'" -f -a leases -d 'Simulate a day with bursts of jobs on a host of 8 CPUs: with leases, and with all nodes all day'
 complete -c multiverse -n "__multiverse_at 'bench'" -f -a observations -d 'The time that an observation takes, and the CPU of Slurm\'s commands, of the controller and of slurmctld'
 complete -c multiverse -n "__multiverse_at 'bench'" -f -a planner -d 'Measure passes with 100 to 50,000 queued jobs and 100 to 10,000 VMs, beside passes that look at every row'
 complete -c multiverse -n "__multiverse_at 'bench'" -f -a submissions -d 'Submit 500 and 1,000 jobs a second to the controller, which wait, and 100 that run in VMs, with fakes of Slurm and of the hosts, and the store on disk'

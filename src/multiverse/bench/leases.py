@@ -1,9 +1,9 @@
 """A simulated day with bursts: node-hours that are leased, beside those that are used.
 
-The controller is the real one, over the simulated Slurm with physical nodes, in virtual time. Of the same jobs it is
-also simulated what they would have had without leases, and with all nodes as hosts all day. `ideal` is what a lease
-would take that begins and ends with the jobs that the site's own host cannot hold, without any time for pilots, agents,
-templates and VMs.
+The controller is the real one, over the simulated Slurm with physical nodes, in virtual time. The same jobs are also
+simulated with all nodes as hosts all day, and an ideal EASY scheduler runs them on the site's own host alone. `ideal`
+is what a lease would take that begins and ends with the jobs that the site's own host cannot hold, without any time for
+pilots, agents, templates and VMs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from math import ceil
 from random import Random
 from statistics import fmean
 
+from multiverse.bench import easy
+from multiverse.bench.swf import TraceJob
 from multiverse.config import LeaseSettings, PacingSettings, Settings
 from multiverse.core.model import Host, Size
 from multiverse.simulation.cluster import ClusterSettings
@@ -49,7 +51,7 @@ class LeaseFigures:
 
 @dataclass(frozen=True, slots=True)
 class LeaseComparison:
-    """The same day three times, and the node-hours of an ideal lease."""
+    """The same day three times, and the node-hours of an ideal lease. `without` is an ideal scheduler's."""
 
     jobs: int
     hours: float
@@ -62,11 +64,10 @@ class LeaseComparison:
 
 
 def compare_leases(hours: float = 24.0, nodes: int = 4, idle: float = 120.0, seed: int = 1) -> LeaseComparison:
-    """Simulate the day with leases, without, and with all nodes as hosts."""
+    """Simulate the day with leases, and with all nodes as hosts."""
     arrivals = bursts(hours, seed)
     with silent_logs():
         leasing = _run(_scenario(arrivals, hours, nodes, idle, seed))
-        without = _run(_scenario(arrivals, hours, 0, idle, seed))
         always = _run(_scenario(arrivals, hours, 0, idle, seed, static=nodes))
     all_day = _figures(always, arrivals, idle)
     taken = LeaseFigures(nodes * hours, 0.0, nodes, 0, 0, all_day.mean_wait, all_day.longest_wait)
@@ -76,7 +77,7 @@ def compare_leases(hours: float = 24.0, nodes: int = 4, idle: float = 120.0, see
         nodes,
         idle,
         _figures(leasing, arrivals, idle),
-        _figures(without, arrivals, idle),
+        _alone(arrivals),
         taken,
         _ideal(leasing, arrivals),
     )
@@ -156,6 +157,16 @@ def _figures(outcome: Outcome, arrivals: Sequence[Arrival], idle: float) -> Leas
         fmean(waits),
         max(waits),
     )
+
+
+def _alone(arrivals: Sequence[Arrival]) -> LeaseFigures:
+    """The waits on the site's own host alone."""
+    jobs = [
+        TraceJob(number, one.at, one.batch.seconds, one.batch.size.cpus, one.batch.limit or one.batch.seconds)
+        for number, one in enumerate(arrivals)
+    ]
+    waits = [stay.waited for stay in easy.schedule(jobs, _STATIC.cpus)]
+    return LeaseFigures(0.0, 0.0, 0, 0, 0, fmean(waits), max(waits))
 
 
 def _ideal(outcome: Outcome, arrivals: Sequence[Arrival]) -> float:

@@ -21,7 +21,7 @@ def lease_day(
     seed: Annotated[int, typer.Option(help="Of the jobs and of the simulation.")] = 1,
     json: Json = False,
 ) -> None:
-    """Simulate a day with bursts of jobs on a host of 8 CPUs: with leases, without, and with all nodes all day."""
+    """Simulate a day with bursts of jobs on a host of 8 CPUs: with leases, and with all nodes all day."""
     result = compare_leases(hours, nodes, idle, seed)
     if json:
         render.as_json(asdict(result))
@@ -34,7 +34,7 @@ def _print(result: LeaseComparison) -> None:
         f"\n{result.jobs:,} jobs in {result.hours:g} h, on a host of 8 CPUs and up to {result.nodes} nodes of 16 that "
         f"are given back after {result.idle:g} s. Ideal: {result.ideal:.1f} node-hours, with as many nodes at each "
         "moment as the jobs that run need, and no time for pilots, templates and VMs. Again: leases that began less "
-        "than the idle time after another one ended.\n",
+        "than the idle time after another one ended. No leases: an ideal EASY scheduler on the host alone.\n",
         markup=False,
         highlight=False,
     )
