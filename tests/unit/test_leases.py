@@ -21,6 +21,7 @@ from multiverse.core.model import (
     LeaseState,
     PilotSeen,
     PilotState,
+    Request,
     SchedulerView,
     Size,
     VmCondition,
@@ -123,6 +124,14 @@ def test_a_job_of_several_nodes_gets_all_of_its_leases_or_none() -> None:
     other.waiting_job(nodes=4)
     other.run_for(30.0)
     assert not other.state.leases
+
+
+def test_a_job_that_may_have_one_vm_on_a_host_gets_as_many_hosts() -> None:
+    site = LeaseHarness()
+    request = Request(2, Size(1, 100), per_host=1)
+    site.waiting_job(request=request)
+    site.run_for(14.0)
+    assert len(site.state.leases) == 1, "one of its VMs has room on the static host, the other needs another host"
 
 
 def test_a_job_that_fits_only_on_a_leased_host_waits_and_is_not_cancelled() -> None:

@@ -34,6 +34,7 @@ from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.draining import for_attempt
 from multiverse.core.provisioning.leasing import claims_there, leasable_host, may_use
 from multiverse.core.provisioning.obstacles import why_earlier_run
+from multiverse.core.provisioning.permitted import Open
 from multiverse.core.provisioning.sizes import empty_capacity, vm_claims
 from multiverse.core.provisioning.templates import node_request
 from multiverse.core.quarantine import quarantine_on_error
@@ -150,11 +151,15 @@ class _Needs:
             able = on_hosts_making(context.image_of(attempt), choice.kind, choice.sizes)
             wanted = node_request(context, attempt, choice.kind)
             self._claims[alike] = vm_claims(wanted, able, context.hosts, context.policy) if able else {}
-        claims, placed = self._claims[alike], 0
-        while placed < attempt.request.nodes and (chosen := self._room.place(1, claims)):
+        claims, on = self._claims[alike], Counter[str]()
+
+        def accept(name: str) -> bool:
+            return attempt.request.most_on_a_host(on[name] + 1) > on[name]
+
+        while on.total() < attempt.request.nodes and (chosen := self._room.place(1, claims, hosts=Open(accept))):
             self.used.update(chosen)
-            placed += 1
-        return placed
+            on.update(chosen)
+        return on.total()
 
     def _place_on_leases(self, attempt: Attempt, count: int) -> bool:
         """Take what so many of its VMs need of leases; whether there was enough for all of them."""
