@@ -73,13 +73,19 @@ class PromisedStarts:
 
     That holds as long as it stays the first one, its user changes nothing, and no job comes and is admitted that is
     earlier in the queue. It does not where jobs do not end by their limits, or VMs not in time: with faults, with users
-    who suspend jobs, and with jobs that take long to be stopped. A time that is void is not judged again: the user is
-    told another one only if the two differ by more than a minute."""
+    who suspend jobs, with jobs that take long to be stopped, and with leased hosts, which are given back. A time that
+    is void is not judged again: the user is told another one only if the two differ by more than a minute."""
 
     def __init__(self, scenario: Scenario) -> None:
         kinds = {action.kind for arrival in scenario.arrivals for action in arrival.actions}
         lingering = any(arrival.batch.lingers > KILL_WAIT for arrival in scenario.arrivals)
-        odd = scenario.world.pair.has_cloud or scenario.settings.pool or "suspend" in kinds or lingering
+        odd = (
+            scenario.world.pair.has_cloud
+            or scenario.settings.pool
+            or scenario.settings.lease
+            or "suspend" in kinds
+            or lingering
+        )
         self._apply = not odd and not is_disturbed(scenario)
         self._first: Attempt | None = None
         self._by = 0.0
