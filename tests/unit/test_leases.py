@@ -8,7 +8,7 @@ import pytest
 
 from multiverse.config import Settings
 from multiverse.controller.forecast import ForecastRecorder
-from multiverse.core.errors import Refused, Unknown
+from multiverse.core.errors import Broken, Refused, Unknown
 from multiverse.core.machines.host import fences
 from multiverse.core.machines.lease import unexplained_pilots
 from multiverse.core.model import (
@@ -24,6 +24,7 @@ from multiverse.core.model import (
     Request,
     SchedulerView,
     Size,
+    TemplateState,
     VmCondition,
     VmSeen,
     VmState,
@@ -286,12 +287,15 @@ def test_nothing_is_made_on_a_host_in_the_pass_in_which_its_lease_ends_though_it
     assert not site.state.templates_on(lease.name) and not site.state.vms_on(lease.name)
 
 
-def test_a_host_that_a_job_is_about_to_use_is_kept_but_not_for_ever() -> None:
+def test_a_host_that_builds_a_template_is_kept_and_one_that_a_job_is_about_to_use_not_for_ever() -> None:
     site = LeaseHarness()
     site.until_idle()
-    site.run_for(PHYSICAL.idle + 10.0)
+    (template,) = site.state.templates_on(site.lease.name)
+    assert template.state is TemplateState.BUILDING
+    site.run_for(10 * PHYSICAL.idle, step=10.0)
     assert site.lease.state is L.IDLE, "the job waits for its template there"
-    site.run_for(5 * PHYSICAL.idle)
+    site.run(Done(template.key, EffectKind.BUILD, "building", Broken("it does not boot")))
+    site.run()
     assert site.lease.state is L.RELEASING
 
 

@@ -25,6 +25,7 @@ from multiverse.core.model import (
     LeaseSpec,
     LeaseState,
     Size,
+    TemplateState,
 )
 from multiverse.core.model.names import lease_name, token_of
 from multiverse.core.policy import LeasePolicy
@@ -224,7 +225,9 @@ def _give_back_unneeded(context: Context, lease: Lease, needs: _Needs) -> None:
             _give_back(state, lease, "no job needs it any more")
         case LeaseState.IDLE if not state.vms_on(lease.name):
             idle = state.now - lease.since
-            kept = lease.name in needs.used and idle < PATIENCE * policy.idle
+            # A template that is being built there has a time limit of its own.
+            builds = any(one.state is TemplateState.BUILDING for one in state.templates_on(lease.name))
+            kept = lease.name in needs.used and (builds or idle < PATIENCE * policy.idle)
             drain = state.drains.get(lease.name)
             if drain is not None and drain.begins <= context.now:
                 _give_back(state, lease, drain.reason or "an operator drained it")
