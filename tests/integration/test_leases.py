@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import time
@@ -16,20 +17,25 @@ from typing import Any
 
 import pytest
 
+from multiverse.client import Client
 from multiverse.config import LEASE_RESERVE, LeaseSettings, Settings
-from multiverse.core.errors import Unknown
+from multiverse.core.errors import MultiverseError, Unknown
 from multiverse.core.model import CloneKind, HypervisorView, LeasedHost, LeaseSpec, PilotSeen, PilotState, Size
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.host import manifest
+from multiverse.lab import lifecycle
 from multiverse.lab.layout import Layout
 from multiverse.lab.plan import LabOptions
+from multiverse.lab.services import AGENT, CONTROLLER, SERVICES
 from multiverse.service.agents import PilotTransport
 from multiverse.system.processes import ProcessIdentity, stat_fields
+from tests.contract.test_hypervisor_contract import SUITE, Check
+from tests.contract.test_hypervisor_troubles import TROUBLES
 from tests.integration.conftest import LabUnderTest, new_lab
 from tests.integration.images import slim
-from tests.integration.test_agent import Behind, Controller, connected
-from tests.integration.test_contract_qemu import Real
-from tests.integration.watch import kill
+from tests.integration.test_agent import THROUGH_THE_AGENT, Behind, Controller, connected
+from tests.integration.test_contract_qemu import LONG, Real
+from tests.integration.watch import ended, kill, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")]
 
@@ -215,6 +221,39 @@ class OnLease(Behind):
         return [*super().remains(name), *([str(tap)] if tap.exists() else []), *Real.remains(inner, name)]
 
 
+@pytest.fixture(scope="module")
+def lease(physical: LabUnderTest) -> Iterator[tuple[Pilots, LeaseSpec]]:
+    """A lease for the contract, of which each test gets a connection of its own."""
+    pilots = Pilots.of(physical)
+    spec = pilots.spec()
+    asyncio.run(pilots.request(spec))
+    yield pilots, spec
+    physical.run("scancel", f"--name={spec.name}")
+    asyncio.run(pilots.ended(spec))
+
+
+@pytest.fixture
+async def harness(lease: tuple[Pilots, LeaseSpec]) -> AsyncIterator[OnLease]:
+    pilots, spec = lease
+    host = await pilots.held(spec)
+    async with pilots.reached(host) as controller:
+        yield OnLease(pilots, host, controller)
+    async with pilots.reached(host) as controller:  # a test may have superseded the first
+        real = OnLease(pilots, host, controller)
+        for name in (await real.observe()).vms:
+            await real.hypervisor.destroy(real.ref(name), 0)
+            assert not real.remains(name)
+
+
+CHECKS = [check for check in (*SUITE, *TROUBLES) if check.__name__ in THROUGH_THE_AGENT and check.__name__ not in LONG]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+async def test_qemu_behind_the_agent_of_a_lease(check: Check, harness: OnLease) -> None:
+    await check(harness)
+
+
 @contextlib.asynccontextmanager
 async def with_a_vm(pilots: Pilots, spec: LeaseSpec) -> AsyncIterator[tuple[OnLease, LeasedHost, int]]:
     """A lease with a VM; gives the pid of its QEMU, as this machine sees it, too."""
@@ -230,6 +269,32 @@ async def with_a_vm(pilots: Pilots, spec: LeaseSpec) -> AsyncIterator[tuple[OnLe
             yield real, host, qemu
     finally:
         pilots.lab.run("scancel", f"--name={spec.name}")
+
+
+@contextlib.asynccontextmanager
+async def with_settings(lab: LabUnderTest, text: str) -> AsyncIterator[None]:
+    """The lab's Slurm with more in its slurm.conf."""
+    site = lab.where.etc / "site.conf"
+    before = site.read_text()
+    site.write_text(f"{before}\n{text}\n")
+    try:
+        await lifecycle.up(lab.where, LabOptions(), controller=False)
+        yield
+    finally:
+        site.write_text(before)
+        await lifecycle.up(lab.where, LabOptions(), controller=False)
+
+
+@pytest.fixture
+async def lendable(physical: LabUnderTest) -> AsyncIterator[LabUnderTest]:
+    """With a partition whose jobs give way to those of another one."""
+    text = (
+        "PreemptType=preempt/partition_prio\nPreemptMode=REQUEUE\n"
+        f"PartitionName=lendable Nodes={NODE} PriorityTier=1 PreemptMode=CANCEL GraceTime=40 State=UP\n"
+        f"PartitionName=urgent Nodes={NODE} PriorityTier=9 PreemptMode=OFF State=UP"
+    )
+    async with with_settings(physical, text):
+        yield physical
 
 
 def alive(pid: int) -> bool:
@@ -258,13 +323,87 @@ async def test_the_end_of_an_agent_ends_no_vm_and_the_end_of_its_pilot_ends_all(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signal_of_slurm", [(), ("--signal=KILL",)], ids=["cancelled", "killed"])
-async def test_nothing_is_left_of_a_lease_that_slurm_ends(
-    physical: LabUnderTest, signal_of_slurm: tuple[str, ...]
-) -> None:
-    pilots = Pilots.of(physical)
+@pytest.mark.parametrize("how", ["cancelled", "killed", "preempted"])
+async def test_nothing_is_left_of_a_lease_that_slurm_ends(lendable: LabUnderTest, how: str) -> None:
+    physical, pilots = lendable, Pilots.of(lendable, "lendable")
     spec = pilots.spec()
     async with with_a_vm(pilots, spec) as (_, host, qemu):
-        physical.run("scancel", *signal_of_slurm, host.pilot)
-        await pilots.ended(spec)
+        match how:
+            case "cancelled":
+                physical.run("scancel", host.pilot)
+            case "killed":
+                physical.run("scancel", "--signal=KILL", host.pilot)
+            case "preempted":
+                job = physical.sbatch("true", "-p", "urgent", "--exclusive")
+                # GraceTime: Slurm shows the pilot as running, and the pilot's own word tells that it ends.
+                await pilots.seen(spec, lambda pilot: pilot.state is not PilotState.RUNNING)
+                until("the urgent job is over", lambda: job not in physical.run("squeue", "-h", "-o", "%A").stdout)
+        pilot = await pilots.ended(spec)
         assert not alive(qemu)
+        assert how != "preempted" or pilot.reason in ("preempted", "completed", "failed", "cancelled"), pilot
+
+
+@pytest.mark.slow
+async def test_an_outage_of_slurmctld_ends_nothing(physical: LabUnderTest) -> None:
+    pilots = Pilots.of(physical)
+    spec = pilots.spec()
+    slurmctld = next(service for service in SERVICES if service.name == "slurmctld")
+    async with with_a_vm(pilots, spec) as (real, host, qemu):
+        await slurmctld.stop(physical.where)
+        with pytest.raises(Unknown):
+            await pilots.scheduler.observe()
+        assert list((await real.observe()).vms), "a step that runs needs no slurmctld"
+        await lifecycle.up(physical.where, LabOptions(), controller=False)
+        assert (await pilots.held(spec)).pilot == host.pilot and alive(qemu)
+        async with pilots.reached(host) as controller:  # by a new step
+            assert list((await observed(controller)).vms)
+    await pilots.ended(spec)
+
+
+@pytest.mark.slow
+async def test_a_pilot_of_an_account_becomes_root_where_slurm_runs_no_job_of_root(physical: LabUnderTest) -> None:
+    become = physical.where.root.parent / "become"  # as sudo would be, on a machine without it
+    shutil.copy(str(shutil.which("setpriv")), become)
+    become.chmod(0o4755)
+    async with with_settings(physical, "DisableRootJobs=YES"):
+        words = (str(become), "--reuid=0", "--regid=0", "--clear-groups", "--")
+        pilots = Pilots.of(physical, user=physical.user.name, become=words)
+        with pytest.raises(MultiverseError):
+            await Pilots.of(physical).request(pilots.spec())
+        spec = pilots.spec(user=physical.user.name)
+        async with with_a_vm(pilots, spec) as (_, host, qemu):
+            assert f"job_{host.pilot}/" in Path(f"/proc/{qemu}/cgroup").read_text()
+            assert physical.run("squeue", "-h", "-j", host.pilot, "-o", "%u").stdout.strip() == physical.user.name
+            physical.run("scancel", host.pilot)
+            await pilots.ended(spec)
+            assert not alive(qemu)
+
+
+# --- with the controller -------------------------------------------------------------------------------
+
+
+def test_a_lease_is_taken_for_a_job_that_waits_and_given_back(physical: LabUnderTest) -> None:
+    """The lab's own host is drained, so only a lease can have the job's VM."""
+    (physical.where.etc / "site.toml").write_text(
+        '[[lease]]\npartition = "physical"\nmin_wait = 1\nidle = 20\ntime_limit = 1200\nmax = 1\n'
+    )
+    asyncio.run(lifecycle.up(physical.where, LabOptions()))
+    with Client(physical.settings.socket) as client:
+        host = physical.settings.host.name
+        until("the lab's host is observed", lambda: any(one["reachable"] for one in client.hosts()))
+        client.change_hosts("drain", host)
+        output = physical.user.home / "leased"
+        job = physical.sbatch("hostname; id -un", "--time=5", f"--output={output}")
+        until("a host is leased", lambda: any(one["name"].startswith("lease-") for one in client.hosts()))
+        ended(client, job, "done")
+        until("the job's output is there", lambda: output.exists() and output.read_text())
+        name, user = output.read_text().split()
+        assert name.startswith("mv") and user == physical.user.name
+        own = physical.where.host(NODE)
+        until("the lease is given back", lambda: not physical.run("squeue", "-h", "-p", "physical").stdout)
+        until("nothing is left on the node", lambda: not [*own.leases.glob("lease-*")])
+        assert not [*Path("/sys/fs/cgroup").glob(f"*/{physical.where.control_group}/**/lease-*")]
+        until("the host is gone", lambda: [one["name"] for one in client.hosts()] == [host])
+        client.change_hosts("resume", host)
+    asyncio.run(CONTROLLER.stop(physical.where))
+    asyncio.run(AGENT.stop(physical.where))

@@ -115,7 +115,7 @@ def test_a_submission_asks_for_a_whole_node_or_for_a_part() -> None:
         word.startswith(("--mem", "--account")) for word in submission(SETTINGS, replace(SPEC, size=Size(4, 0)))
     )
     (script,) = (word for word in whole if word.startswith("--wrap="))
-    assert script.endswith("/opt/mv agent pilot lease-ab12c-7 --token=t0ken --become=sudo --become=-n")
+    assert ' sudo -n /opt/mv agent pilot lease-ab12c-7 --token=t0ken "--job=$SLURM_JOB_ID,' in script
 
 
 def test_the_agent_of_a_lease_is_reached_by_a_step_of_the_pilots_user(monkeypatch: pytest.MonkeyPatch) -> None:

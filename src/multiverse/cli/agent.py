@@ -58,17 +58,13 @@ def pilot(
     name: str,
     job: Annotated[str, typer.Option(help="The pilot's job, its cores and its MiB, with commas between them.")] = "",
     token: Annotated[str, typer.Option(help="The lease's token.")] = "",
-    become: Annotated[list[str] | None, typer.Option(help="A word of the command by which to become root.")] = None,
 ) -> None:
     """Be the pilot of a lease, in the job that the controller has submitted for it."""
     from multiverse.config import load
-    from multiverse.service.pilot import PilotJob, become_root, run_pilot
+    from multiverse.service.pilot import PilotJob, run_pilot
 
     configure_log(verbose=False)
-    known = PilotJob.parse(job, token)
-    if become and os.geteuid() != 0:  # the settings are root's alone
-        become_root(become, name, known)
-    raise typer.Exit(run_pilot(load(context.obj), name, known))
+    raise typer.Exit(run_pilot(load(context.obj), name, PilotJob.parse(job, token)))
 
 
 @app.command("sweep")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import structlog
@@ -54,18 +53,6 @@ def run_pilot(settings: Settings, name: str, given: PilotJob) -> int:
     job = _completed(given, os.environ)
     order = PilotOrder(name, job.id, job.cores, job.memory, settings, _run_agent)
     return run(order, lambda: _tell(settings, job))
-
-
-def become_root(become: Sequence[str], name: str, given: PilotJob) -> None:
-    """Run this program again as root by that command, which may remove the environment. Does not return. Raises
-    `Refused` if the command cannot be run."""
-    job = _completed(given, os.environ)
-    own = sys.argv[: sys.argv.index("pilot") + 1]
-    argv = [*become, *own, name, f"--job={job}", f"--token={job.token}"]
-    try:
-        os.execvp(argv[0], argv)
-    except OSError as error:
-        raise Refused(f"cannot run {argv[0]}: {error.strerror}", hint="see become under [[lease]]") from error
 
 
 def _completed(given: PilotJob, environment: Mapping[str, str]) -> PilotJob:

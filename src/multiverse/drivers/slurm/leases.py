@@ -101,12 +101,14 @@ def pilot_script(settings: Settings, lease: LeaseSpec) -> str:
     """The commands of a pilot's batch script. The pilot is in a step of its own, because GraceTime's first signal
     reaches steps only (slurm.conf(5)), and because only a step can start while another one of the job runs."""
     become = settings_of(settings, lease.partition).become
-    pilot = [*settings.agent.program, "pilot", lease.name, f"--token={lease.token}", *(f"--become={w}" for w in become)]
+    pilot = [*become, *settings.agent.program, "pilot", lease.name, f"--token={lease.token}"]
     step = [_slurms(settings, "srun"), *_STEP]
     return (
         f"export PATH={_PATH} SLURM_CONF={shlex.quote(str(settings.slurm.conf))}; unset SLURM_EXPORT_ENV; "
         # A whole node's batch step has one task, but its job all CPUs.
-        f'exec {shlex.join(step)} --cpus-per-task="$SLURM_CPUS_ON_NODE" --kill-on-bad-exit=0 {shlex.join(pilot)}'
+        f'exec {shlex.join(step)} --cpus-per-task="$SLURM_CPUS_ON_NODE" --kill-on-bad-exit=0 {shlex.join(pilot)} '
+        # A command such as sudo(8) removes the environment.
+        '"--job=$SLURM_JOB_ID,$SLURM_CPUS_ON_NODE,${SLURM_MEM_PER_NODE:-0}"'
     )
 
 
