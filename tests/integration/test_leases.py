@@ -221,39 +221,6 @@ class OnLease(Behind):
         return [*super().remains(name), *([str(tap)] if tap.exists() else []), *Real.remains(inner, name)]
 
 
-@pytest.fixture(scope="module")
-def lease(physical: LabUnderTest) -> Iterator[tuple[Pilots, LeaseSpec]]:
-    """A lease for the contract, of which each test gets a connection of its own."""
-    pilots = Pilots.of(physical)
-    spec = pilots.spec()
-    asyncio.run(pilots.request(spec))
-    yield pilots, spec
-    physical.run("scancel", f"--name={spec.name}")
-    asyncio.run(pilots.ended(spec))
-
-
-@pytest.fixture
-async def harness(lease: tuple[Pilots, LeaseSpec]) -> AsyncIterator[OnLease]:
-    pilots, spec = lease
-    host = await pilots.held(spec)
-    async with pilots.reached(host) as controller:
-        yield OnLease(pilots, host, controller)
-    async with pilots.reached(host) as controller:  # a test may have superseded the first
-        real = OnLease(pilots, host, controller)
-        for name in (await real.observe()).vms:
-            await real.hypervisor.destroy(real.ref(name), 0)
-            assert not real.remains(name)
-
-
-CHECKS = [check for check in (*SUITE, *TROUBLES) if check.__name__ in THROUGH_THE_AGENT and check.__name__ not in LONG]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-async def test_qemu_behind_the_agent_of_a_lease(check: Check, harness: OnLease) -> None:
-    await check(harness)
-
-
 @contextlib.asynccontextmanager
 async def with_a_vm(pilots: Pilots, spec: LeaseSpec) -> AsyncIterator[tuple[OnLease, LeasedHost, int]]:
     """A lease with a VM; gives the pid of its QEMU, as this machine sees it, too."""
@@ -407,3 +374,39 @@ def test_a_lease_is_taken_for_a_job_that_waits_and_given_back(physical: LabUnder
         client.change_hosts("resume", host)
     asyncio.run(CONTROLLER.stop(physical.where))
     asyncio.run(AGENT.stop(physical.where))
+
+
+# --- the contract: last, because its lease keeps the only node ----------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lease(physical: LabUnderTest) -> Iterator[tuple[Pilots, LeaseSpec]]:
+    """A lease for the contract, of which each test gets a connection of its own."""
+    pilots = Pilots.of(physical)
+    spec = pilots.spec()
+    asyncio.run(pilots.request(spec))
+    yield pilots, spec
+    physical.run("scancel", f"--name={spec.name}")
+    asyncio.run(pilots.ended(spec))
+
+
+@pytest.fixture
+async def harness(lease: tuple[Pilots, LeaseSpec]) -> AsyncIterator[OnLease]:
+    pilots, spec = lease
+    host = await pilots.held(spec)
+    async with pilots.reached(host) as controller:
+        yield OnLease(pilots, host, controller)
+    async with pilots.reached(host) as controller:  # a test may have superseded the first
+        real = OnLease(pilots, host, controller)
+        for name in (await real.observe()).vms:
+            await real.hypervisor.destroy(real.ref(name), 0)
+            assert not real.remains(name)
+
+
+CHECKS = [check for check in (*SUITE, *TROUBLES) if check.__name__ in THROUGH_THE_AGENT and check.__name__ not in LONG]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+async def test_qemu_behind_the_agent_of_a_lease(check: Check, harness: OnLease) -> None:
+    await check(harness)
