@@ -174,6 +174,16 @@ async def test_an_end_is_clean_if_the_node_answered_all_the_time(commands: Comma
     commands.boot = 5001
     for _ in range(2):
         assert (await watching.read())[0]["17"].clean, "the node has rebooted since, and that is remembered"
+    # slurmctld has started anew, and did not reach the node for a while.
+    watching, commands.boot = reader(commands), 100
+    for cells, state, clean in (
+        ({}, "down*", True),
+        ({"STATE": "COMPLETING"}, "unknown", False),
+        ({"STATE": "CANCELLED"}, "idle+not_responding", False),
+        ({"STATE": "CANCELLED"}, "idle", True),
+    ):
+        commands.rows, commands.state = [pilot(**cells)], state
+        assert (await watching.read())[0]["17"].clean is clean, cells
     for cells, state, clean in (
         ({"STATE": "NODE_FAIL"}, "idle", False),
         ({"STATE": "CANCELLED"}, "NOT_RESPONDING+idle", False),

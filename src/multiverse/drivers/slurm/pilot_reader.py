@@ -62,6 +62,5 @@ class PilotReader:
             with suppress(Gone, Refused):
                 shown = await self._commands.run("scontrol", "show", "node", row.node, "-o")
                 if boot_time(shown) > row.ends:
-                    self._history.rebooted(row)
                     found.add(row.id)
         return found

@@ -25,9 +25,9 @@ _NODE = ("NodeList", "Partition", "CPUs", "Memory", "StateComplete")
 NODE_FORMAT = ",".join(f"{column}:0{_CELL}" for column in _NODE)
 
 _ENDED = parse.ENDED_WORDS
-_AWAY = frozenset(
-    ("*", "DOWN", "NOT_RESPONDING", "POWERED_DOWN", "POWERING_DOWN", "REBOOT_ISSUED", "UNKNOWN", "FUTURE")
-)
+_DOWN = frozenset(("DOWN", "POWERED_DOWN", "POWERING_DOWN", "FUTURE"))
+_SILENT = frozenset(("*", "NOT_RESPONDING", "REBOOT_ISSUED", "UNKNOWN"))
+"""Of a node that slurmctld does not reach at this moment, for example because slurmctld has just started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +87,13 @@ def _state(word: str, told: str) -> PilotState:
 
 @dataclass(frozen=True, slots=True)
 class PhysicalNode:
-    """A node that leases are taken from. Memory in MiB."""
+    """A node that leases are taken from. Memory in MiB. slurmctld ends the jobs of a node that is `down` by itself."""
 
     name: str
     partition: str
     size: Size
     answers: bool
+    down: bool
 
 
 def read_nodes(output: str) -> list[PhysicalNode]:
@@ -105,8 +106,9 @@ def read_nodes(output: str) -> list[PhysicalNode]:
         names, partition, cpus, memory, state = row.split(_CELL)
         words = {word.upper() for word in re.findall(r"\w+|\*", state)}
         size = Size(int(cpus.rstrip("+")), int(memory.rstrip("+")))
-        answers = not words & _AWAY
-        found += [PhysicalNode(name, partition.rstrip("*"), size, answers) for name in parse.hosts(names)]
+        down = bool(words & _DOWN)
+        answers = not down and not words & _SILENT
+        found += [PhysicalNode(name, partition.rstrip("*"), size, answers, down) for name in parse.hosts(names)]
     return found
 
 
@@ -120,32 +122,34 @@ def leasable(nodes: Collection[PhysicalNode], reserve: int) -> dict[str, Size]:
 
 
 class PilotHistory:
-    """Which pilots' nodes have been in reach since each pilot was first seen on its node."""
+    """Which pilots' nodes have been down while these were completing."""
 
     def __init__(self) -> None:
-        self._clean: dict[str, bool] = {}  # of pilots that are known, by id
+        self._clean: dict[str, bool] = {}  # of the latest tables, by id
+        self._abandoned: set[str] = set()  # Slurm may have ended these without a word of their nodes
 
     def view(self, rows: Collection[PilotRow], nodes: Collection[PhysicalNode]) -> dict[str, PilotSeen]:
         """The pilots by the scheduler's id. Of two rows with one id the one that has not ended counts."""
-        answers = {node.name: node.answers for node in nodes}
+        by_name = {node.name: node for node in nodes}
         rows = sorted(rows, key=lambda row: row.state is not PilotState.ENDED)
-        self._clean = {row.id: self._judged(row, answers) for row in rows}
+        self._abandoned &= {row.id for row in rows}
+        self._clean = {row.id: self._judged(row, by_name.get(row.node)) for row in rows}
         return {row.id: _seen(row, clean=self._clean[row.id]) for row in rows}
 
-    def _judged(self, row: PilotRow, answers: Mapping[str, bool]) -> bool:
+    def _judged(self, row: PilotRow, node: PhysicalNode | None) -> bool:
         """Whether nothing of the pilot can be left once it has ended. A job leaves COMPLETING when its node has said
-        that all is over, or when the node is set DOWN; the latter shows in the node's state, or in the job's."""
-        if not row.node:
+        that all is over, or when the node is set DOWN; the latter shows in the node's state, or in the job's. A node
+        that is set DOWN under a job that runs makes it NODE_FAIL."""
+        if not row.node or row.word == "RUNNING":
+            self._abandoned.discard(row.id)
             return True
-        return self._clean.get(row.id, True) and answers.get(row.node, False) and row.word != "NODE_FAIL"
+        if row.word == "NODE_FAIL" or (node is not None and node.down):
+            self._abandoned.add(row.id)
+        return row.id not in self._abandoned and node is not None and node.answers
 
     def unclean(self, rows: Collection[PilotRow]) -> Iterator[PilotRow]:
         """Those that have ended, and may have left something on their nodes."""
-        return (row for row in rows if row.state is PilotState.ENDED and not self._clean.get(row.id, True))
-
-    def rebooted(self, row: PilotRow) -> None:
-        """The pilot's node has booted since the pilot's end."""
-        self._clean[row.id] = True
+        return (row for row in rows if row.state is PilotState.ENDED and not self._clean[row.id])
 
 
 def _seen(row: PilotRow, *, clean: bool) -> PilotSeen:
