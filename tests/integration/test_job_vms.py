@@ -84,6 +84,7 @@ def node(lab: LabUnderTest, _images: None) -> Iterator[BareNode]:
     line = plugstack(config.load(where.settings).job_vms)
     (where.etc / "plugstack.conf").write_text(line)
     try:
+        asyncio.run(AGENT.stop(where))  # it may have run before this module, with the settings of then
         asyncio.run(AGENT.ensure(own))
         try:
             asyncio.run(baremetal.start(own, memory_limited=True))
