@@ -18,11 +18,20 @@ from tests.integration.watch import ended, nothing_left, release
 pytestmark = pytest.mark.integration
 
 IN_A_ROW, AT_ONCE = 5, 10
-ALONE = {"scontrol update": 1.1, "scontrol delete": 1.1, "commits": 11.0, "qemu": 1.1, "others": 0.1}
-"""The most for each job: its pin is one update, its node is deleted once, its VM is one QEMU."""
+ALONE = {
+    "scontrol update": 1.1,
+    "scontrol delete": 1.1,
+    "sacctmgr": 1.1,
+    "commits": 11.0,
+    "qemu": 1.1,
+    "others": 0.1,
+}
+"""The most for each job: its pin is one update, its node is deleted once, its user is told once what it used, its VM is
+one QEMU."""
 
-TOGETHER = ALONE | {"scontrol update": 2.1, "commits": 8.0}
-"""The most for each of several jobs: a job that waits gets an update with the reason, and jobs share commits."""
+TOGETHER = ALONE | {"scontrol update": 2.1, "sacctmgr": 1.1 + IN_A_ROW / AT_ONCE, "commits": 8.0}
+"""The most for each of several jobs: a job that waits gets an update with the reason, and jobs share commits. Users of
+the jobs before may be told only now."""
 
 
 AGAIN = {"scontrol update": 1.5}

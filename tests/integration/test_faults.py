@@ -7,6 +7,7 @@ import time
 import pytest
 
 from multiverse.core.machines.tables import TABLES
+from multiverse.core.model import LeaseState
 from tests.integration.conftest import LabUnderTest
 from tests.integration.restarting_daemon import RestartingDaemon, StartDaemon, attempt_is, counting_job
 from tests.integration.watch import accounted, kept_by_slurm, mend, nothing_left, until, written
@@ -37,6 +38,8 @@ ELSEWHERE = {
     "host:fencing": "takes a host that is cut off, see test_hosts; simulation",
     "host:fenced": "takes a host that is cut off, see test_hosts; simulation",
     "host:removed": "takes an operator, see test_hosts; simulation",
+    "host:returned": "takes a lease, see test_leases; simulation",
+    **{f"lease:{state}": "takes a partition that lends hosts, see test_leases; simulation" for state in LeaseState},
 }
 AT_EACH_END = ("attempt:cancelled", "attempt:requeued", "attempt:revoked", "attempt:revoking")
 STATES = [f"{kind}:{state}" for kind, table in TABLES.items() for state in dict.fromkeys(t.target for t in table)]

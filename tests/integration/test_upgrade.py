@@ -30,6 +30,9 @@ pytestmark = pytest.mark.integration
 
 
 TO_SCHEMA_0003 = (
+    "DROP TABLE leases",
+    "DROP TABLE job_usage",
+    "DROP TABLE utilization",
     "DROP TABLE reserve",
     "DROP TABLE ended",
     "DROP INDEX ix_attempts_live_job",

@@ -10,7 +10,7 @@ from multiverse.config import Settings
 from multiverse.controller.forecast import ForecastRecorder
 from multiverse.core.errors import Broken, Refused, Unknown
 from multiverse.core.machines.host import fences
-from multiverse.core.machines.lease import unexplained_pilots
+from multiverse.core.machines.lease import step_lease, unexplained_pilots
 from multiverse.core.model import (
     CloneKind,
     Drain,
@@ -18,10 +18,12 @@ from multiverse.core.model import (
     HostState,
     JobState,
     KnownHost,
+    Lease,
     LeaseState,
     PilotSeen,
     PilotState,
     Request,
+    Row,
     SchedulerView,
     Size,
     TemplateState,
@@ -34,7 +36,7 @@ from multiverse.core.provisioning.submission import job_limits
 from multiverse.core.transition import Change, Command, Done, EffectKind, Event, Move
 from multiverse.service.agents import PilotTransport, connect_agents
 from tests.unit.lease_harness import LEASING, PHYSICAL, LeaseHarness
-from tests.unit.rows import lease
+from tests.unit.rows import lease, state, vm, world_of
 
 L, P = LeaseState, PilotState
 
@@ -451,6 +453,69 @@ def test_a_pilot_that_was_queued_again_is_given_up(change: dict[str, object]) ->
     assert site.lease.state is L.RELEASING
 
 
+def stepped(one: Lease, *others: Row, pilot: PilotSeen | None) -> list[tuple[Event, object]]:
+    """What one step of a lease changes: by which event, and to which state."""
+    now = 1000.0
+    here = state(one, *others, now=now)
+    view = SchedulerView(pilots={"50": pilot} if pilot else {})
+    step_lease(here, one.id, world_of(view, None, now, effect_ended_at={one.key: now - 10.0}), LEASING)
+    return [(change.event, change.row.state) for move in here.moves for change in move.changes]
+
+
+def host_of(one: Lease, state: HostState = HostState.KNOWN) -> KnownHost:
+    return KnownHost(one.name, one.name, state, id=-one.id, version=1)
+
+
+def pilot_of(one: Lease, state: PilotState, **more: object) -> PilotSeen:
+    return PilotSeen(one.name, one.spec.token, state, node="p1", **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("before", [L.STARTING, L.IDLE, L.HELD, L.ENDING])
+def test_whatever_the_lease_its_vms_are_lost_with_a_pilot_whose_node_may_go_on(before: LeaseState) -> None:
+    """A VM may have been planned on its host since the pass before."""
+    one = lease(before)
+    its_vm = vm(VmState.SERVING, host=one.name)
+    assert stepped(one, host_of(one), its_vm, pilot=pilot_of(one, P.ENDED)) == [(Event.LOST, L.LOST)]
+    fenced, *_, last = stepped(one, host_of(one), its_vm, pilot=pilot_of(one, P.ENDED, clean=True))
+    assert fenced == (Event.FENCED, HostState.FENCED) and last == (Event.VANISHED, L.RELEASING)
+
+
+@pytest.mark.parametrize("before", [L.STARTING, L.IDLE, L.HELD])
+@pytest.mark.parametrize("silent", [HostState.SILENT, HostState.FENCING])
+def test_a_lease_whose_host_is_silent_is_given_up(before: LeaseState, silent: HostState) -> None:
+    one = lease(before)
+    running = pilot_of(one, P.RUNNING)
+    assert stepped(one, host_of(one, silent), pilot=running) == [(Event.FAILED, L.RELEASING)]
+
+
+@pytest.mark.parametrize("host", [HostState.KNOWN, HostState.SILENT, HostState.FENCING, HostState.FENCED])
+def test_a_host_is_given_back_with_its_lease_whatever_is_heard_of_it(host: HostState) -> None:
+    one = lease(L.RELEASING)
+    changes = stepped(one, host_of(one, host), pilot=None)
+    assert changes == [(Event.ABSENT, L.GONE), (Event.GIVEN_BACK, HostState.RETURNED)]
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_pilot_whose_time_limit_is_changed_changes_when_its_lease_ends(held: bool) -> None:
+    site = LeaseHarness()
+    if held:
+        running_on_lease(site)
+    else:
+        site.until_idle()
+    site.ends(ends=9_000.0)
+    site.run()
+    assert site.lease.ends == 9_000.0 and site.lease.state is (L.HELD if held else L.IDLE)
+
+
+def test_why_a_pilot_waits_is_noted() -> None:
+    site = LeaseHarness()
+    site.until_asked()
+    for reason in ("Priority", "Resources"):
+        site.pilot(reason=reason)
+        site.run()
+        assert (site.lease.state, site.lease.reason) == (L.WAITING, reason)
+
+
 def test_an_outage_of_the_scheduler_ends_no_lease() -> None:
     site = LeaseHarness()
     name = running_on_lease(site)
@@ -516,13 +581,13 @@ def test_a_partition_that_the_settings_name_no_more_gives_what_it_has_given() ->
     site.policy = replace(LEASING, leases=())
     site.run()
     assert site.lease.state is L.HELD
-    for vm in site.state.vms_on(first.name):
-        site.ended(vm.key)
+    for its_vm in site.state.vms_on(first.name):
+        site.ended(its_vm.key)
     del site.jobs["7"]
     for _ in range(3):
         site.run()
-        for vm in site.state.vms_on(first.name):
-            site.ended(vm.key)
+        for its_vm in site.state.vms_on(first.name):
+            site.ended(its_vm.key)
     assert site.lease.state is L.IDLE
     site.run_for(140.0)
     assert site.lease.state is L.RELEASING

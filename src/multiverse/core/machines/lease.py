@@ -49,11 +49,12 @@ LEASE: tuple[Transition, ...] = (
     *transitions(_RUNS, Event.ENDED, L.ENDING),
     *transitions([*_RUNS, L.ENDING, L.RELEASING], Event.LOST, L.LOST),
     *transitions([*_ASKED, *_RUNS], Event.FAILED, L.RELEASING),
-    *transitions([*_ASKED, *_RUNS, L.ENDING], Event.VANISHED, L.RELEASING),
-    *transitions([*_ASKED, L.STARTING, L.IDLE, L.ENDING], Event.RELEASED, L.RELEASING),
+    *transitions([L.WAITING, *_RUNS, L.ENDING], Event.VANISHED, L.RELEASING),
+    *transitions([*_ASKED, L.IDLE, L.ENDING], Event.RELEASED, L.RELEASING),
     *transitions([L.LOST], Event.FENCED, L.RELEASING),
     *transitions([L.RELEASING], Event.ABSENT, L.GONE),
-    *unchanged(_LIVE, Event.NOTED, Event.QUARANTINED, Event.RETRIED),
+    *unchanged([L.WAITING, L.IDLE, L.HELD], Event.NOTED),
+    *unchanged(_LIVE, Event.QUARANTINED, Event.RETRIED),
 )
 
 # --- step ------------------------------------------------------------------------------------------
