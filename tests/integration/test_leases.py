@@ -376,6 +376,67 @@ def test_a_lease_is_taken_for_a_job_that_waits_and_given_back(physical: LabUnder
     asyncio.run(AGENT.stop(physical.where))
 
 
+_RUNS = 'echo "$(hostname) ${{SLURM_RESTART_COUNT:-0}}" >> {0}; until [ -e {0}.ends ]; do sleep 0.2; done'
+"""A job that writes a line for each run of it, and runs until the test ends it."""
+
+
+@pytest.fixture
+async def lending(lendable: LabUnderTest) -> AsyncIterator[Client]:
+    """A controller that takes leases from the partition whose jobs give way."""
+    (lendable.where.etc / "site.toml").write_text(
+        '[[lease]]\npartition = "lendable"\nmin_wait = 1\nidle = 60\ntime_limit = 1200\nmax = 1\n'
+    )
+    await lifecycle.up(lendable.where, LabOptions())
+    with Client(lendable.settings.socket) as client:
+        yield client
+    lendable.run("scancel", "--partition=vm,vmrun", check=False)
+    await CONTROLLER.stop(lendable.where)
+    await AGENT.stop(lendable.where)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["cancelled", "preempted", "out of time"])
+async def test_a_job_is_queued_again_when_its_lease_ends(lendable: LabUnderTest, lending: Client, how: str) -> None:
+    """Its first run is on a lease, because the lab's own host is drained; its second one is on that host."""
+    physical, pilots, own = lendable, Pilots.of(lendable, "lendable"), lendable.settings.host.name
+    until("the lab's host is observed", lambda: any(one["reachable"] for one in lending.hosts()))
+    lending.change_hosts("drain", own)
+    file = physical.user.home / how.replace(" ", "-")
+    job = physical.sbatch(_RUNS.format(file), "--time=5", f"--output={file}.out")
+
+    def runs() -> list[list[str]]:
+        return [line.split() for line in file.read_text().splitlines()] if file.exists() else []
+
+    until("the job runs on a lease", runs)
+    (lease,) = [one for one in lending.leases() if one["state"] == "held"]
+    (vm,) = [one for one in lending.vms() if one["job_id"] == job]
+    assert vm["host"] == lease["name"] and runs() == [[vm["name"], "0"]]
+    (qemu,) = pilots.qemus(vm["name"])
+    lending.change_hosts("resume", own)
+    match how:
+        case "cancelled":
+            physical.run("scancel", lease["pilot"])
+        case "preempted":
+            physical.sbatch("true", "-p", "urgent", "--exclusive")
+        case "out of time":  # an operator shortens it: no job is placed where it could last longer than the lease
+            physical.run("scontrol", "update", f"JobId={lease['pilot']}", "TimeLimit=1")
+    held = ("squeue", "-h", "-t", "running,completing", "-j", lease["pilot"])
+    until("Slurm reports the node as free", lambda: not physical.run(*held).stdout)
+    assert not alive(qemu)
+    assert pilots.remains(LeaseSpec(lease["name"], "", "lendable")) == []
+
+    until("the job runs again", lambda: len(runs()) > 1, 240)
+    (again,) = [one for one in lending.vms() if one["job_id"] == job]
+    assert again["host"] == own and runs() == [[vm["name"], "0"], [again["name"], "1"]]
+    Path(f"{file}.ends").touch()
+    ended(lending, job, "done")
+    assert len(runs()) == 2
+    first, second = lending.timeline(job)
+    why = f"the scheduler requeued the job: host {lease['name']}: its pilot {lease['pilot']} is ending: "
+    assert any(entry["reason"].startswith(why) for entry in first["entries"]), first
+    assert (first["state"], second["state"]) == ("requeued", "done")
+
+
 # --- the contract: last, because its lease keeps the only node ----------------------------------------
 
 

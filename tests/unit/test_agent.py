@@ -273,6 +273,19 @@ async def test_the_errors_of_a_host_keep_their_meaning(agents: list[SimulatedAge
             await one.hypervisor.create(spec(host="elsewhere"))
 
 
+@virtual
+async def test_a_host_that_ends_says_so_with_its_vms_and_takes_none(agents: list[SimulatedAgent]) -> None:
+    async with controller(agents) as one:
+        await one.connected()
+        assert agents[1].running is not None
+        source, name = one.hypervisor.sources[1], agents[1].local.name
+        assert (await source.observe()).hosts[name].refuses == ""
+        agents[1].running.refuse("the lease ends")
+        assert (await source.observe()).hosts[name].refuses == "the lease ends"
+        with pytest.raises(Refused):
+            await one.hypervisor.create(spec())
+
+
 # --- who is obeyed -------------------------------------------------------------------------------
 
 

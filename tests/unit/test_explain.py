@@ -113,6 +113,13 @@ def test_a_job_in_its_back_off_is_told_what_failed_and_when_it_is_tried_again() 
     )
 
 
+def test_a_job_that_was_queued_again_is_told_why() -> None:
+    cluster = Cluster()
+    cluster.waits(1, 1, image="nowhere", note="the scheduler requeued the job: host h1: it is gone")
+    cluster.run()
+    assert "Its previous attempt was given up: the scheduler requeued the job: host h1: it is gone." in said(cluster, 1)
+
+
 def test_a_job_that_fits_on_no_host_is_told_that_and_not_who_is_ahead() -> None:
     cluster = Cluster(hosts=2)
     cluster.waits(1, 1)

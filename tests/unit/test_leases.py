@@ -389,6 +389,30 @@ def test_while_a_pilot_ends_its_host_takes_no_vm_and_its_jobs_are_queued_again()
     assert vm.state is VmState.ENDING and "PREEMPTED" in vm.reason, "its node is set DOWN, and the reason is told"
 
 
+def test_the_agent_of_a_lease_may_say_that_it_ends_before_the_scheduler_does() -> None:
+    """Its VMs have ended by then. Their job is told why, and no VM is made there any more."""
+    site = LeaseHarness()
+    name = running_on_lease(site)
+    lease = site.lease
+    site.refuses, site.vms_on[lease.name] = "the lease ends", {}
+    site.run()
+    why = f"host {lease.name}: its pilot 50 is ending: its agent says that the lease ends"
+    vm = site.state.vms[site.state.vm_named[name]]
+    assert site.lease.state is L.ENDING and lease.name in site.state.closed
+    assert vm.leaving and vm.reason == why, "and not only that it died"
+    ref = replace(site.jobs["7"].ref, restarts=1)
+    site.jobs["7"] = replace(site.jobs["7"], ref=ref, state=JobState.PENDING, nodes=(), gated=True, pinned=None)
+    site.run()
+    assert site.attempt(2).reason == f"the scheduler requeued the job: {why}"
+    site.nodes.clear()
+    site.ended(vm.key)
+    site.run()
+    site.run()
+    assert name not in site.state.vm_named and not site.state.vms_on(lease.name)
+    assert site.lease.state is L.RELEASING, "its pilot is cancelled, though the scheduler shows it as running"
+    assert EffectKind.GIVE_BACK in site.effects()
+
+
 def test_the_end_of_a_pilot_whose_node_answered_is_that_of_its_vms() -> None:
     site = LeaseHarness()
     name = running_on_lease(site)

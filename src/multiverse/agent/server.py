@@ -357,9 +357,9 @@ class AgentServer:
                 del self._creating[key]
 
     def _completed(self, connection: _Connection, view: HypervisorView) -> HypervisorView:
-        """The view, with the host's load, with whether VMs are ended here by the agent itself, and with the VMs whose
-        creation runs and has left nothing to see yet. The call may have come over a connection that was lost since: its
-        controller must not take the VM for absent."""
+        """The view, with the host's load, with whether VMs are ended here by the agent itself, with why it takes no
+        VM any more, and with the VMs whose creation runs and has left nothing to see yet. The call may have come over a
+        connection that was lost since: its controller must not take the VM for absent."""
         vms = dict(view.vms)
         for (of, name), vm in self._creating.items():
             if of == connection.site and name not in vms:
@@ -367,6 +367,8 @@ class AgentServer:
         hosts = view.hosts
         if self._samples is not None and (load := self._samples.load()) is not None:
             hosts = {name: replace(host, load=load) for name, host in hosts.items()}
+        if self._refusing:
+            hosts = {name: replace(host, refuses=self._refusing) for name, host in hosts.items()}
         if self._lease is not None:
             connection.shown = shown = self._lease.shown(connection.site)
             hosts = {name: replace(host, self_fence=shown) for name, host in hosts.items()}

@@ -251,10 +251,16 @@ def _step_if_over(state: State, attempt: Attempt, seen: Sighting, world: World) 
         state.move(Change(attempt.reclaiming(outcome, why), Event.ENDED if ran else Event.CANCELLED, why))
         return True
     if seen.status is JobStatus.RESTARTED:
-        why = "the scheduler requeued the job"
+        why = _why_requeued(state, attempt)
         state.move(Change(attempt.reclaiming("requeued", why), Event.RESTARTED, why))
         return True
     return False
+
+
+def _why_requeued(state: State, attempt: Attempt) -> str:
+    """What is said of a job that the scheduler has queued again, with what ended its VMs, if something did."""
+    why = "the scheduler requeued the job"
+    return next((f"{why}: {vm.reason}" for vm in state.vms_of(attempt) if vm.reason), why)
 
 
 def _quarantine(state: State, attempt: Attempt, why: str) -> None:
@@ -463,7 +469,7 @@ def _learn_the_outcome(state: State, attempt: Attempt, seen: Sighting) -> Attemp
     if attempt.outcome != "done" or seen.job is None:
         return attempt
     if seen.status is JobStatus.RESTARTED:
-        learnt = replace(attempt, outcome="requeued", reason="the scheduler requeued the job")
+        learnt = replace(attempt, outcome="requeued", reason=_why_requeued(state, attempt))
     elif seen.status is JobStatus.ENDED and seen.job.result:
         learnt = replace(attempt, reason=seen.job.result)
     else:

@@ -16,6 +16,7 @@ from math import inf
 from multiverse.core.machines.host import fence
 from multiverse.core.model import (
     GIVEN_UP_LEASES,
+    Host,
     HostState,
     KnownHost,
     Lease,
@@ -125,8 +126,9 @@ def _step_running(state: State, lease: Lease, pilot: PilotSeen | None, world: Wo
     if pilot is None or pilot.restarts or pilot.state in (PilotState.PENDING, PilotState.ENDED):
         _over(state, lease, pilot)
         return
-    if pilot.state is PilotState.ENDING:
-        why = f"its pilot {lease.pilot} is ending: {pilot.reason or 'no reason given'}"
+    shown = world.hosts.get(lease.name)
+    if said := _ending(pilot, shown):
+        why = f"its pilot {lease.pilot} is ending: {said}"
         state.move(Change(replace(lease, state=L.ENDING, reason=why), Event.ENDED, why))
         _end_vms(state, lease, f"host {lease.name}: {why}")
         return
@@ -135,7 +137,7 @@ def _step_running(state: State, lease: Lease, pilot: PilotSeen | None, world: Wo
         # What is heard of its pilot when that has ended fences it.
         _give_up(state, lease, Event.FAILED, "nothing is heard of its agent, and a job waits for it")
         return
-    in_sight, vms = lease.name in world.hosts, state.vms_on(lease.name)
+    in_sight, vms = shown is not None, state.vms_on(lease.name)
     if lease.state is L.STARTING:
         limit = policy.lease_from(lease.spec.partition).start_timeout
         if in_sight:
@@ -148,6 +150,14 @@ def _step_running(state: State, lease: Lease, pilot: PilotSeen | None, world: Wo
         state.move(Change(replace(lease, state=L.IDLE), Event.EMPTIED, "no VM is left on it"))
     elif (ends := _ends(pilot)) != lease.ends:
         state.move(Change(replace(lease, ends=ends), Event.NOTED, "its time limit was changed"))
+
+
+def _ending(pilot: PilotSeen, host: Host | None) -> str:
+    """Why a pilot is ending; empty if it is not. Its agent, which ends its VMs then, may say so before the scheduler
+    does."""
+    if pilot.state is PilotState.ENDING:
+        return pilot.reason or "no reason given"
+    return f"its agent says that {host.refuses}" if host is not None and host.refuses else ""
 
 
 def _end_vms(state: State, lease: Lease, why: str) -> None:

@@ -89,7 +89,8 @@ class Host:
     an agent of an earlier release does not report it, and nothing is over-committed there. `features` are what its VMs
     have because this host can do it, and `features_off` what they do without, each with the reason: shown to operators,
     and of no consequence for decisions; and so are its NUMA nodes (`numa`), which are the host's own concern. `load` is
-    what all its processes have used in the last minute, None if that is not measured. Memory and disk are in MiB.
+    what all its processes have used in the last minute, None if that is not measured. `refuses` is why its agent takes
+    no VM any more, and ends those that are there: its lease ends. Empty: it takes VMs. Memory and disk are in MiB.
     """
 
     name: str
@@ -110,6 +111,7 @@ class Host:
     features_off: Mapping[str, str] = field(default_factory=dict)
     load: Load | None = None
     numa: tuple[NumaNode, ...] = ()
+    refuses: str = ""
 
     def image_can(self, image: str, ability: str) -> bool:
         """Whether the image is there and has that ability."""

@@ -77,6 +77,8 @@ def _waiting(context: Context, attempt: Attempt, now: float) -> Explanation:
         times = "once" if attempt.tries == 1 else f"{attempt.tries} times in a row"
         failed = f" It failed {times}." if attempt.tries else ""
         sentences.append(f"It is considered again in {for_long(attempt.not_before - now)}.{failed}")
+    elif attempt.note:
+        sentences.append(f"Its previous attempt was given up: {attempt.note}.")
     ahead, behind = _before(state, attempt, job), ""
     if ahead and attempt.id not in state.promised:
         behind, why = _first(state, attempt, ahead)
