@@ -142,6 +142,7 @@ def test_the_agent_of_a_lease_is_reached_by_a_step_of_the_pilots_user(monkeypatc
         ({}, PilotState.RUNNING, ""),
         ({"COMMENT": "t0ken ending"}, PilotState.ENDING, "it was told to end"),
         ({"STATE": "COMPLETING"}, PilotState.ENDING, "completing"),
+        ({"STATE": "COMPLETING", "REASON": "TimeLimit"}, PilotState.ENDING, "TimeLimit"),
         ({"STATE": "CANCELLED"}, PilotState.ENDED, "cancelled"),
         ({"STATE": "PREEMPTED"}, PilotState.ENDED, "preempted"),
         ({"STATE": "TIMEOUT"}, PilotState.ENDED, "timeout"),

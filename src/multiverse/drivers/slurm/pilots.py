@@ -154,9 +154,9 @@ class PilotHistory:
 
 def _seen(row: PilotRow, *, clean: bool) -> PilotSeen:
     ended = row.state is PilotState.ENDED
-    reason = row.word.lower() if ended or row.word == "COMPLETING" else row.reason
+    reason = row.word.lower() if ended else row.reason
     if row.state is PilotState.ENDING and not reason:
-        reason = "it was told to end"
+        reason = "completing" if row.word == "COMPLETING" else "it was told to end"
     return PilotSeen(row.name, row.token, row.state, row.node, row.ends, reason, row.restarts, clean)
 
 
