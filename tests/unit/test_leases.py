@@ -453,6 +453,18 @@ def test_a_pilot_whose_node_did_not_answer_leaves_a_host_that_is_fenced_like_any
     assert site.lease.state is L.RELEASING and site.state.hosts[lease.name].state is HostState.FENCED
 
 
+def test_the_end_of_another_leases_pilot_with_the_same_id_says_nothing_about_the_vms() -> None:
+    site = LeaseHarness()
+    name = running_on_lease(site)
+    lease = site.lease
+    site.answering.clear()
+    # slurmctld has lost its state, and gave the id to a later lease's pilot.
+    site.ends(name="lease-test0-ff", token="another", state=P.ENDED, clean=True)
+    site.run()
+    assert site.lease.state is L.LOST and not site.state.is_fenced(lease.name)
+    assert not site.state.vms[site.state.vm_named[name]].leaving
+
+
 def test_a_pilot_that_vanishes_from_an_empty_host_leaves_nothing() -> None:
     site = LeaseHarness()
     lease = site.until_idle()

@@ -72,11 +72,11 @@ def step_lease(state: State, number: int, world: World, policy: Policy) -> None:
         case L.PLANNED | L.WAITING:
             _step_asked(state, lease, view, world)
         case L.STARTING | L.IDLE | L.HELD:
-            _step_running(state, lease, view.pilots.get(lease.pilot), world, policy)
+            _step_running(state, lease, _pilot_of(lease, view), world, policy)
         case L.ENDING:
-            _step_ending(state, lease, view.pilots.get(lease.pilot))
+            _step_ending(state, lease, _pilot_of(lease, view))
         case L.LOST:
-            _step_lost(state, lease, view.pilots.get(lease.pilot))
+            _step_lost(state, lease, _pilot_of(lease, view))
         case L.RELEASING:
             _step_releasing(state, lease, view, world)
 
@@ -84,6 +84,13 @@ def step_lease(state: State, number: int, world: World, policy: Policy) -> None:
 def pilots_of(lease: Lease, view: SchedulerView) -> dict[str, PilotSeen]:
     """The pilots of a lease, by the scheduler's id. One of its name with another token is another's."""
     return {id_: one for id_, one in view.pilots.items() if (one.name, one.token) == (lease.name, lease.spec.token)}
+
+
+def _pilot_of(lease: Lease, view: SchedulerView) -> PilotSeen | None:
+    """Its pilot. The scheduler's ids come again, also as that of another lease's pilot."""
+    pilot = view.pilots.get(lease.pilot)
+    mine = pilot is not None and (pilot.name, pilot.token) == (lease.name, lease.spec.token)
+    return pilot if mine else None
 
 
 def _step_asked(state: State, lease: Lease, view: SchedulerView, world: World) -> None:
