@@ -75,6 +75,13 @@ def placed(policy: str, on: Room, count: int, claim: Size, seed: str = "") -> li
     return on.place(count, dict.fromkeys(on.free, claim), choose=BUILT_IN[policy], seed=seed)
 
 
+def test_a_host_whose_network_has_become_slower_takes_vms_that_claim_no_bandwidth() -> None:
+    on = Room({"h0": replace(host("h0"), capacity=Size(4, 4000, 1000, 1000))})
+    on.take("h0", Size(1, 1000, 0, 8000))  # claimed when the uplink was faster
+    assert placed("pack", on, 2, Size(1, 1000)) == ["h0", "h0"] and on.held("h0", Size(1, 1000)) == 1
+    assert placed("pack", on, 1, Size(1, 1000, 0, 1)) is None and on.held("h0", Size(1, 1000, 0, 1)) == 0
+
+
 # --- the policies -----------------------------------------------------------------------------------
 
 

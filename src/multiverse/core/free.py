@@ -28,9 +28,9 @@ Free = list[int]
 may be. It is replaced when it changes, never changed."""
 
 
-def fits(claim: Size, free: Free) -> bool:
-    """Whether that much is free."""
-    return claim.cpus <= free[0] and claim.memory <= free[1] and claim.disk <= free[2] and claim.net <= free[3]
+def fits(claim: Size, free: Sequence[int]) -> bool:
+    """Whether that much is free. What claims no bandwidth fits even if more is claimed than the network has by now."""
+    return claim.cpus <= free[0] and claim.memory <= free[1] and claim.disk <= free[2] and claim.net <= max(0, free[3])
 
 
 def changed(free: Sequence[int], size: Size, sign: int) -> Free:
@@ -40,7 +40,7 @@ def changed(free: Sequence[int], size: Size, sign: int) -> Free:
 
 def how_many(claim: Size, free: Sequence[int]) -> int:
     """How many such claims fit."""
-    if min(free) < 0:
+    if not fits(claim, free):
         return 0
     return min(have // need for have, need in zip(free, claim.amounts, strict=True) if need)
 
