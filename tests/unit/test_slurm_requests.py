@@ -22,6 +22,8 @@ from tests.unit.slurm_lua import install_scripts, needs_lua, submit_each
         ("vm:net=250", Wishes(net=250)),
         ("run 7 vm:net=10m,per-host=2 vm:mem-per-task=2G", Wishes(net=10, per_host=2)),
         ("avm:net=1G vm:", Wishes()),
+        ("run\tvm:net=1G\n", Wishes(net=1000)),
+        ("no-break\u00a0vm:net=1G \x1fvm:speed=1", Wishes()),
     ],
 )
 def test_words_that_begin_with_vm_are_read_and_others_are_the_users(comment: str, wishes: Wishes) -> None:
@@ -37,6 +39,8 @@ _PIECES = [
     "=",
     ",",
     " ",
+    "\t",
+    "\u00a0",
     "1",
     "0",
     "25",

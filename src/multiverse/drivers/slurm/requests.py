@@ -29,6 +29,8 @@ class Wishes:
 
 
 _NONE = Wishes()
+_SPACES = re.compile(r"[ \t\n\v\f\r]+")
+"""What separates words for Lua: Python alone would also part them at a no-break space."""
 
 
 def read(comment: str) -> Wishes:
@@ -36,7 +38,7 @@ def read(comment: str) -> Wishes:
     if "vm:" not in comment:
         return _NONE
     found: dict[str, int] = {}
-    for word in comment.split():
+    for word in _SPACES.split(comment):
         for wish in word.removeprefix("vm:").split(",") if word.startswith("vm:") else ():
             key, _, text = wish.partition("=")
             value = _quantity(text, _UNITS.get(key, {}))
