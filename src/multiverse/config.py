@@ -279,7 +279,7 @@ class LeaseSettings:
     cpus: int = 0  # 0: a whole node, which no other job shares
     memory: int = 0  # 0: what the partition gives to a job by default; of a whole node, all
     time_limit: float = 14400.0  # seconds; no job is placed there whose time limit exceeds what is left of it
-    max: int = 1  # leases at a time
+    max: int = 1  # leases at a time; 0: none is added, and those that there are end when they are idle
     min_wait: float = 10.0  # seconds that a job has waited for room before a lease is requested for it
     idle: float = 120.0  # seconds without a VM until it is given back
     start_timeout: float = 120.0  # seconds from the pilot's start until its agent answers
@@ -696,8 +696,8 @@ def _wrong_leases(leases: tuple[LeaseSettings, ...]) -> Iterator[str]:
     for i, one in enumerate(leases):
         if not one.partition or "," in one.partition:
             yield f"lease.{i}.partition: must be the name of one partition"
-        if one.max < 1 or min(one.cpus, one.memory) < 0:
-            yield f"lease.{i}: max must be at least 1, cpus and memory at least 0"
+        if min(one.max, one.cpus, one.memory) < 0:
+            yield f"lease.{i}: max, cpus and memory must be at least 0"
         if not one.cpus and one.memory:
             yield f"lease.{i}.memory: a whole node has all its memory; set cpus, too, to lease a part"
         if min(one.time_limit, one.idle, one.start_timeout) <= 0 or one.min_wait < 0:

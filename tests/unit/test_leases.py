@@ -12,6 +12,7 @@ from multiverse.core.errors import Broken, Refused, Unknown
 from multiverse.core.machines.host import fences
 from multiverse.core.machines.lease import step_lease, unexplained_pilots
 from multiverse.core.model import (
+    AttemptState,
     CloneKind,
     Drain,
     Host,
@@ -609,6 +610,14 @@ def test_what_can_be_leased_counts_for_what_is_refused_at_submission() -> None:
         None, CloneKind.FULL, 3, Size(6, 100)
     )
     assert leasable_hosts({}, LEASING) == {}
+
+
+def test_nothing_is_added_from_a_partition_that_may_have_no_lease() -> None:
+    site = LeaseHarness(replace(LEASING, leases=(replace(PHYSICAL, most=0),)))
+    site.full()
+    site.waiting_job()
+    site.run_for(40.0)
+    assert not site.state.leases and site.attempt(2).state is AttemptState.QUEUED
 
 
 def test_a_partition_that_the_settings_name_no_more_gives_what_it_has_given() -> None:

@@ -216,6 +216,23 @@ async def test_nothing_is_asked_where_nothing_is_leased(commands: Commands) -> N
     assert slurm_leases.settings_of(SETTINGS, "gone") == LeaseSettings("gone")
 
 
+async def test_leases_of_an_earlier_run_are_seen_though_the_settings_name_them_no_more(commands: Commands) -> None:
+    """Otherwise their pilots would count as ended, and nobody would cancel them."""
+    commands.rows, other = [pilot()], replace(SPEC, partition="big", user="mv")
+    for left, partitions, users in (
+        ((), "big,physical", {ME, "mv"}),
+        ((LeaseSettings("new"),), "new,big,physical", {ME, "mv"}),
+    ):
+        commands.calls = []
+        watching = PilotReader(replace(SETTINGS, lease=left), "ab12c", commands, [other, SPEC])  # type: ignore[arg-type]
+        pilots, _ = await watching.read()
+        assert pilots["17"].state is PilotState.RUNNING
+        assert {call[call.index("-u") + 1] for call in commands.calls if call[0] == "squeue"} == users
+        assert [call[call.index("-p") + 1] for call in commands.calls if call[0] == "sinfo"] == [partitions]
+    none, some = (SlurmScheduler(Settings(), "ab12c", leased=known, env={}) for known in ([], [SPEC]))
+    assert none.leases is None and some.leases is not None, "its pilots are cancelled"
+
+
 # --- what a site must have -----------------------------------------------------------------------------
 
 PARTITION = "PartitionName=physical Nodes=n1"

@@ -98,7 +98,7 @@ async def serve(settings: Settings) -> None:
         there = sites(settings)
         store = open_store(settings.state_dir, clock, there)
         stack.callback(store.close)
-        scheduler = SlurmScheduler(settings, store.site)
+        scheduler = SlurmScheduler(settings, store.site, leased=[one.spec for one in store.rows().leases.values()])
         scheduler.check_leases()
         hypervisor = connect_agents(settings, store)
         traced = _traced(scheduler, hypervisor, settings, clock, stack)

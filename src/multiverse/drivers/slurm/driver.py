@@ -8,7 +8,16 @@ from dataclasses import replace
 
 from multiverse.config import Settings
 from multiverse.core.errors import Exhausted, Gone, Refused, Stale
-from multiverse.core.model import JobRef, NodeBootstrap, NodeSpec, NodeState, SchedulerPart, SchedulerView, User
+from multiverse.core.model import (
+    JobRef,
+    LeaseSpec,
+    NodeBootstrap,
+    NodeSpec,
+    NodeState,
+    SchedulerPart,
+    SchedulerView,
+    User,
+)
 from multiverse.drivers.slurm import bootstrap as node_bootstrap
 from multiverse.drivers.slurm import conf, parse, requirements, site_conf
 from multiverse.drivers.slurm.account import NameService
@@ -36,16 +45,23 @@ _SUBMISSION_TERM = 60.0  # seconds for which the published sizes are valid, at l
 
 class SlurmScheduler:
     def __init__(
-        self, settings: Settings, site: str, *, env: Mapping[str, str] | None = None, execute: Execute = execute
+        self,
+        settings: Settings,
+        site: str,
+        *,
+        leased: Collection[LeaseSpec] = (),
+        env: Mapping[str, str] | None = None,
+        execute: Execute = execute,
     ) -> None:
+        """`leased` are the leases that there are already: they are given back though the settings name them no more."""
         self._settings = settings
         self._slurm = settings.slurm
         self._site = site
         self._commands = SlurmCommands(settings.slurm, env, execute)
         self._name_service = NameService()
         self._reader = SlurmReader(settings, site, self._commands.for_observations())
-        self._pilots = PilotReader(settings, site, self._commands.for_observations())
-        self._leases = SlurmLeases(settings, self._commands)
+        self._pilots = PilotReader(settings, site, self._commands.for_observations(), leased)
+        self._leases = SlurmLeases(settings, self._commands) if settings.lease or leased else None
         self._comment_turns = CommentTurns()
         # Each observation renews both files, so they have to be valid for several polls.
         self._offer_files = OfferFiles(settings.slurm.inbox, site, max(_OFFER_TERM, 4 * settings.poll))
@@ -67,7 +83,7 @@ class SlurmScheduler:
     @property
     def leases(self) -> SlurmLeases | None:
         """See `ports.Scheduler`."""
-        return self._leases if self._settings.lease else None
+        return self._leases
 
     @property
     def submission(self) -> SubmissionFile:

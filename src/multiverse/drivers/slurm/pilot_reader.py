@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from multiverse.config import LEASE_RESERVE, Settings
 from multiverse.core.errors import Gone, Refused
-from multiverse.core.model import PilotSeen, Size, lease_name
+from multiverse.core.model import LeaseSpec, PilotSeen, Size, lease_name
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.leases import user_of
 from multiverse.drivers.slurm.pilots import (
@@ -26,22 +26,27 @@ _INVALID_USER = "Invalid user"  # squeue 22.05 shows no job then, and exits with
 
 
 class PilotReader:
-    def __init__(self, settings: Settings, site: str, commands: SlurmCommands) -> None:
-        self._settings, self._commands = settings, commands
+    def __init__(
+        self, settings: Settings, site: str, commands: SlurmCommands, leased: Collection[LeaseSpec] = ()
+    ) -> None:
+        """`leased` are the leases of an earlier run: the settings need not name their partitions and users any more."""
+        self._commands = commands
+        lent = [(one.partition, one.user) for one in settings.lease] + [(one.partition, one.user) for one in leased]
+        self._users = {user for _, user in lent}
+        self._partitions = ",".join(dict.fromkeys(partition for partition, _ in lent))
         self._prefix = lease_name(site, 1)[:-1]
         self._columns, self._history = PilotColumns(), PilotHistory()
 
     async def read(self) -> tuple[Mapping[str, PilotSeen], Mapping[str, Size]]:
         """The pilots by the scheduler's id, and what a whole node of each partition has at least. Costs nothing where
         nothing is leased. Raises as `SlurmCommands.run`, and `Unknown` for what cannot be understood."""
-        if not self._settings.lease:
+        if not self._partitions:
             return {}, {}
-        users = {user_of(one.user) for one in self._settings.lease}
+        users = set(map(user_of, self._users))
         tables = await asyncio.gather(*map(self._pilots, sorted(users)))
         rows = [row for table in tables for row in table]
         # Nodes second: a pilot that has ended is judged by what its node was at that time, or later.
-        partitions = ",".join(dict.fromkeys(one.partition for one in self._settings.lease))
-        nodes = read_nodes(await self._commands.run("sinfo", "-N", "-p", partitions, "-O", NODE_FORMAT))
+        nodes = read_nodes(await self._commands.run("sinfo", "-N", "-p", self._partitions, "-O", NODE_FORMAT))
         pilots = self._history.view(rows, nodes)
         return cleaned(pilots, await self._rebooted(rows)), leasable(nodes, LEASE_RESERVE)
 
