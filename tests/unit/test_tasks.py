@@ -18,10 +18,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from multiverse.guest.agent import command
+from multiverse.guest.agent.contract import GuestAgentError
 from multiverse.guest.agent.tasks import TaskRelay
 
 SOURCE = Path(__file__).parents[2] / "spank" / "mventer.c"
@@ -179,13 +181,47 @@ def test_a_command_that_does_not_exist_ends_as_slurm_ends_one(agent: Callable[..
 
 
 def test_a_batch_script_is_copied_to_its_path_and_removed(agent: Callable[..., FakeAgent], tmp_path: Path) -> None:
-    script = tmp_path / "spool" / "slurm_script"
-    script.parent.mkdir()
+    script = tmp_path / "spool" / "job00007" / "slurm_script"
+    script.parent.mkdir(parents=True)
     script.write_text("#!/bin/sh\necho $0 $1\n")
     script.chmod(0o700)
     done = agent().run(str(script), "word", kind="script")
     assert done.stdout.decode() == f"{script} word\n"
     assert not script.exists(), "here the guest's file is the host's"
+
+
+def test_a_user_who_describes_a_task_has_no_other_file_written_or_removed_by_root(tmp_path: Path) -> None:
+    """Who has the connection to the guest can send any frame."""
+    kept, link = tmp_path / "passwd", tmp_path / "job1" / "slurm_script"
+    kept.write_text("kept")
+    link.parent.mkdir()
+    for path in (kept, tmp_path / "new" / "x.conf", tmp_path / "job1" / ".." / "passwd", tmp_path / "job1" / "x"):
+        told = command.TaskCommand(_user(), os.getuid(), os.getgid())
+        with pytest.raises(GuestAgentError, match="no path of a batch script"):
+            told.frame(b"F", os.fsencode(path) + b"\0mine")
+        told.end()
+    link.symlink_to(kept)
+    told.frame(b"F", os.fsencode(link) + b"\0mine")
+    assert link.read_text() == "mine" and not link.is_symlink()
+    assert kept.read_text() == "kept" and {path.name for path in tmp_path.iterdir()} == {"passwd", "job1"}
+
+
+def test_nothing_is_made_for_a_user_below_a_directory_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    own, seen = theirs.stat().st_ino, os.fstat
+
+    def fstat(fd: int) -> object:
+        found = seen(fd)
+        return SimpleNamespace(st_uid=4711) if found.st_ino == own else found
+
+    monkeypatch.setattr(os, "fstat", fstat)
+    told = command.TaskCommand(_user(), os.getuid(), os.getgid())
+    with pytest.raises(GuestAgentError, match="another user"):
+        told.frame(b"F", os.fsencode(theirs / "a" / "job1" / "slurm_script") + b"\0mine")
+    assert not list(theirs.iterdir())
 
 
 def test_killing_the_task_ends_the_connection_and_the_relay(agent: Callable[..., FakeAgent]) -> None:

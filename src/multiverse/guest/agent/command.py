@@ -1,22 +1,25 @@
 """The command of a task: a user's process, in a control group of its own."""
 
-# ruff: noqa: PTH106, PTH108, PTH120
+# ruff: noqa: PTH106, PTH108
 
 from __future__ import annotations
 
 import fcntl
 import os
+import re
 import resource
 import signal
 import struct
 import time
 
 from multiverse.guest.agent.boot import CGROUPS
-from multiverse.guest.agent.files import make_directory, read, write, write_kernel_file
+from multiverse.guest.agent.contract import GuestAgentError
+from multiverse.guest.agent.files import make_directory, read, write_kernel_file
 
 TASKS = f"{CGROUPS}/multiverse-tasks"
 TIOCSCTTY, TIOCSWINSZ = 0x540E, 0x5414  # <asm-generic/ioctls.h>
 SEARCH_PATH = b"/usr/local/bin:/usr/bin:/bin"  # if the environment has no PATH
+SCRIPT = re.compile(rb"/(?:.*/)?job[0-9]+/slurm_script", re.DOTALL)  # where slurmd has a batch script
 GONE_TIMEOUT = 5.0  # seconds for the kernel to take the last process of a task out of its control group
 
 
@@ -55,10 +58,9 @@ class TaskCommand:
             rows, columns = body.split()
             self.has_terminal, self.window = True, (int(rows), int(columns))
         elif kind == b"F":
-            self.script, _, content = body.partition(b"\0")
-            path = os.fsdecode(self.script)
-            make_directory(os.path.dirname(path))
-            write(path, content, 0o700, (self.uid, self.gid))
+            path, _, content = body.partition(b"\0")
+            write_script(path, content, self.uid, self.gid)
+            self.script = path
 
     def start(self) -> tuple[int, int, int]:
         """Start it. Returns descriptors of its input, output and errors; with a terminal, three times the terminal."""
@@ -170,3 +172,49 @@ class TaskCommand:
                 os.unlink(self.script)
             except OSError:
                 pass
+
+
+def write_script(path: bytes, content: bytes, uid: int, gid: int) -> None:
+    """Make the file of a batch script, for this user.
+
+    What the host says of a task comes from its user, and this process is root: only a path as slurmd's is taken, below
+    directories of root or of that user. Raises GuestAgentError for another one, and OSError.
+    """
+    shown = os.fsdecode(path)
+    if not SCRIPT.fullmatch(path):
+        raise GuestAgentError(f"{shown} is no path of a batch script")
+    *directories, name = path.split(b"/")
+    at = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for each in directories:
+            if each:
+                at = _enter(at, each)
+            if os.fstat(at).st_uid not in (0, uid):
+                raise GuestAgentError(f"{shown} is below a directory of another user")
+        try:
+            os.unlink(name, dir_fd=at)
+        except FileNotFoundError:
+            pass
+        script = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o700, dir_fd=at)
+    finally:
+        os.close(at)
+    try:
+        os.fchown(script, uid, gid)
+        os.fchmod(script, 0o700)
+        done = 0
+        while done < len(content):
+            done += os.write(script, content[done:])
+    finally:
+        os.close(script)
+
+
+def _enter(directory: int, name: bytes) -> int:
+    """A descriptor of a directory in that one, which is made if it is absent. That one's descriptor is closed."""
+    try:
+        try:
+            os.mkdir(name, 0o755, dir_fd=directory)
+        except FileExistsError:
+            pass
+        return os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
+    finally:
+        os.close(directory)
