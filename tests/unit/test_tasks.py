@@ -3,10 +3,12 @@ agent that runs commands. The test is the agent of the host between them."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import pty
+import select
 import shutil
 import signal
 import socket
@@ -22,7 +24,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from multiverse.guest.agent import command
+from multiverse.guest.agent import command, tasks
 from multiverse.guest.agent.contract import GuestAgentError
 from multiverse.guest.agent.tasks import TaskRelay
 
@@ -256,6 +258,31 @@ def test_a_vm_that_ends_fails_its_tasks(agent: Callable[..., FakeAgent]) -> None
 def test_who_does_not_know_the_token_runs_nothing(agent: Callable[..., FakeAgent]) -> None:
     done = agent(token="guess").run("echo", "hello")
     assert done.returncode == 1 and not done.stdout and b"connection" in done.stderr
+
+
+def test_connections_without_the_token_have_no_processes_and_a_failing_fork_is_survived(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forked = []
+
+    def fork() -> int:
+        forked.append(1)
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(tasks, "TASKS_PORT", 0)
+    monkeypatch.setattr(os, "fork", fork)
+    listener = tasks.TaskListener([])
+    listener.token = "secret"
+    for greeting, expected in ((b'{"token": "guess"}\n', 0), (b'{"token": "secret"', 0), (b'{"token": "secret"}\n', 1)):
+        with socket.create_connection(listener.sock.getsockname()) as host:
+            host.sendall(greeting)
+            assert select.select([listener.sock], [], [], LIMIT)[0]
+            listener.accept()
+            assert len(forked) == expected
+            host.settimeout(LIMIT)
+            with contextlib.suppress(ConnectionResetError):
+                assert not host.recv(1), "the connection is closed"
+    listener.sock.close()
 
 
 def test_the_agents_refusal_is_shown(agent: Callable[..., FakeAgent]) -> None:

@@ -28,6 +28,7 @@ DESCRIPTION_TIMEOUT = 30.0  # seconds for the host to describe the command
 OUTPUT_TIMEOUT = 5.0  # seconds for the output to end after its last process was killed
 ROOM = 1 << 16  # bytes of output that are read before the host has taken earlier ones
 CHUNK = 1 << 14
+ACCEPTED_AT_ONCE = 64  # connections, before other messages of the host are answered
 
 
 class TaskListener:
@@ -38,20 +39,41 @@ class TaskListener:
         self.token = ""
         self.sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 30)  # seconds: for a greeting
         self.sock.bind(("", TASKS_PORT))
         self.sock.listen(128)
         self.sock.setblocking(False)
 
     def accept(self) -> None:
-        """Start a process for each connection that has come. Never blocks."""
-        while True:
+        """Start a process for each connection that has come from the agent of the host. Never blocks.
+
+        Any process of the host can connect. Those without the token must not have processes here, of which there would
+        be no limit: this process must not fail, because the VM ends with it.
+        """
+        for _ in range(ACCEPTED_AT_ONCE):
             try:
                 connection, _ = self.sock.accept()
             except OSError:
                 return
-            if not os.fork():
-                self._serve(connection)
-            connection.close()
+            with connection:
+                if self._is_greeted(connection) and not self._fork():
+                    self._serve(connection)
+
+    def _is_greeted(self, connection: socket.socket) -> bool:
+        """Whether a greeting with the token has come. `TaskRelay` reads it."""
+        try:
+            line, end, _ = connection.recv(4096, socket.MSG_PEEK | socket.MSG_DONTWAIT).partition(b"\n")
+        except OSError:
+            return False
+        return bool(end and self.token) and self.token.encode() in line
+
+    def _fork(self) -> int:
+        """As os.fork; a failure, as for want of memory, is as if there were a child."""
+        try:
+            return os.fork()
+        except OSError as error:
+            os.write(2, f"task: {error}\n".encode())
+            return -1
 
     def _serve(self, connection: socket.socket) -> None:
         """In the child: run one task, and end."""
