@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +32,8 @@ class FakeHost:
     hold: threading.Event | None = None
     killed: threading.Event = field(default_factory=threading.Event)
     guest: socket.socket | None = None
+    guests: list[socket.socket] = field(default_factory=list)  # open, as long as a VM lives
+    silent: threading.Event | None = None  # the guests do not answer until it is set
 
     def find_groups(self, job: int, pid: int) -> tuple[str, ...]:
         return (f"/groups/job_{job}",)
@@ -51,7 +53,10 @@ class FakeHost:
         return vm.job in self.vms and vm.job not in self.dead
 
     def connect(self, vm: JobVm) -> tuple[socket.socket, int]:
+        if self.silent is not None:
+            assert self.silent.wait(60)
         ours, self.guest = socket.socketpair()
+        self.guests.append(self.guest)
         return ours, os.open(os.devnull, os.O_RDONLY)
 
     def kill(self, vm: JobVm) -> None:
@@ -99,6 +104,14 @@ async def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     yield found
     server.close()
     await found.service.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(3000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    pytest.fail("it does not become so")
 
 
 def provide(job: int) -> str:
@@ -179,3 +192,33 @@ async def test_a_task_gets_a_connection_to_its_own_guest_only(served: Served) ->
     assert "no VM of yours" in await served.ask("enter job=8")
     served.service._known[9] = JobVm(9, 0, 0, ME + 1, 3, "slim", 1, 256, 0, "t", "secret", ())
     assert "no VM of yours" in await served.ask("enter job=9")
+
+
+async def test_a_user_whose_guest_does_not_answer_keeps_no_other_job_waiting(served: Served) -> None:
+    await served.ask(provide(7))
+    served.host.silent = threading.Event()
+    try:
+        entering = [asyncio.create_task(served.ask("enter job=7")) for _ in range(100)]
+        await until(lambda: len(served.service._serving) == 100)
+        async with asyncio.timeout(30):
+            assert await served.ask(provide(8)) == "ok\n"
+            assert await served.ask("release job=8") == "ok\n"
+            assert served.service._entering._work_queue.qsize() == 0, "the threads are left to other jobs"
+    finally:
+        served.host.silent.set()
+    assert set(await asyncio.gather(*entering)) == {"ok\n"}
+
+
+async def test_a_user_has_so_many_connections_and_the_plugin_any(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "CONNECTIONS_OF_ONE", 3)
+    idle = [await asyncio.open_unix_connection(served.directory / "sock") for _ in range(3)]
+    assert await served.ask(provide(7)) == "ok\n"
+    monkeypatch.setattr(jobs, "PLUGIN_UID", ME + 1)
+    with pytest.raises(ConnectionError):
+        await served.ask("enter job=7")
+    for _, writer in idle:
+        writer.close()
+    await until(lambda: not served.service._open)
+    assert await served.ask("enter job=7") == "ok\n"

@@ -13,6 +13,7 @@ import os
 import secrets
 import socket
 import struct
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -41,6 +42,12 @@ PLUGIN_UID = 0
 _THREADS = 32
 _ADDRESSES = 250  # more VMs than this are never inside jobs of one host
 _REQUEST_TIMEOUT = 10.0  # seconds for a request of one line
+
+CONNECTIONS_OF_ONE = 512
+"""Connections of one user at the same time, at most; further ones are closed at once. Each task makes one."""
+
+ENTERED_AT_ONCE = 4
+"""Tasks of one job that are connected to its guest at the same time: a guest may not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +113,10 @@ class JobVmService:
         self._locks: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()  # while somebody holds it or waits
         self._released: set[int] = set()  # jobs that ended while their VM was being made
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="jobs")
+        # Threads of their own, because a guest can keep one waiting, and jobs must be able to end meanwhile.
+        self._entering = ThreadPoolExecutor(_THREADS, thread_name_prefix="entering")
+        self._turns: WeakValueDictionary[int, asyncio.Semaphore] = WeakValueDictionary()  # to enter, by job
+        self._open = Counter[int]()  # connections, by user
         self._serving: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -127,24 +138,33 @@ class JobVmService:
         for task in self._serving:
             task.cancel()
         await asyncio.gather(*self._serving, return_exceptions=True)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._entering):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one request."""
         task = asyncio.current_task()
         assert task is not None
+        sock: socket.socket = writer.get_extra_info("socket")
+        peer: tuple[int, int, int] = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        uid = peer[1]
         self._serving.add(task)
+        self._open[uid] += 1
         try:
-            await self._serve(reader, writer)
+            if uid == PLUGIN_UID or self._open[uid] <= CONNECTIONS_OF_ONE:
+                await self._serve(reader, writer, *peer)
         except (OSError, TimeoutError, EOFError, asyncio.LimitOverrunError) as error:
-            log.warning("request of a job ended", reason=str(error) or type(error).__name__)
+            log.debug("request of a job ended", uid=uid, reason=str(error) or type(error).__name__)
         finally:
             self._serving.discard(task)
+            self._open[uid] -= 1
+            self._open += Counter()  # without zeros
             writer.close()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int, uid: int, gid: int
+    ) -> None:
         sock: socket.socket = writer.get_extra_info("socket")
-        pid, uid, gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         async with asyncio.timeout(_REQUEST_TIMEOUT):
             line = await reader.readuntil()
         try:
@@ -225,7 +245,9 @@ class JobVmService:
         if vm is None or vm.uid != uid:  # a job of another user is as good as none
             raise Refused(f"job {job} has no VM of yours on this host")
         user = await self._users(uid)
-        connection, process = await self._call(self._host.connect, vm)
+        async with self._turns.setdefault(job, asyncio.Semaphore(ENTERED_AT_ONCE)):
+            loop = asyncio.get_running_loop()
+            connection, process = await loop.run_in_executor(self._entering, self._host.connect, vm)
         try:
             greeting = {"token": vm.task_token, "name": user.name, "uid": uid, "gid": gid}
             connection.sendall(json.dumps(greeting).encode() + b"\n")
