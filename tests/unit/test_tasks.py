@@ -177,6 +177,11 @@ def test_a_task_ends_by_the_signal_that_ended_its_command(agent: Callable[..., F
     assert agent().run("sh", "-c", f"kill -{number} $$").returncode == -number
 
 
+def test_a_command_ignores_no_signal(agent: Callable[..., FakeAgent]) -> None:
+    done = agent().run("grep", "SigIgn", "/proc/self/status")
+    assert int(done.stdout.split()[1], 16) == 0, "Python's own ignores some"
+
+
 def test_a_command_that_does_not_exist_ends_as_slurm_ends_one(agent: Callable[..., FakeAgent]) -> None:
     done = agent().run("no-such-program")
     assert done.returncode == 2 and done.stderr == b"multiverse: execve(): no-such-program: No such file or directory\n"

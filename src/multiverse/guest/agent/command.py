@@ -98,7 +98,8 @@ class TaskCommand:
                 os.dup2(fd, target)
             write_kernel_file(f"{self.group}/cgroup.procs", "0")
             write_kernel_file("/proc/self/oom_score_adj", "0")  # the agent's own protects it from the OOM killer
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+            for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python
+                signal.signal(ignored, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
             for number, soft, hard in self.limits:
                 try:
