@@ -110,10 +110,10 @@ static void connect_guest(const char *path, const char *job)
 
 	snprintf(address.sun_path, sizeof address.sun_path, "%s", path);
 	snprintf(request, sizeof request, "enter job=%s\n", job);
+	alarm(60); /* the agent's own limit is shorter */
 	if (fd < 0 || connect(fd, (struct sockaddr *)&address, sizeof address) ||
 	    send(fd, request, strlen(request), MSG_NOSIGNAL) < 0)
 		fail("the agent of this host does not answer at %s: %s", path, strerror(errno));
-	alarm(60); /* the agent's own limit is shorter */
 	while ((got = recvmsg(fd, &message, MSG_CMSG_CLOEXEC)) < 0 && errno == EINTR)
 		continue;
 	alarm(0);
@@ -170,11 +170,13 @@ static void send_script(const char *path)
 	if (fd < 0 || !data || used > room)
 		fail("cannot read the batch script %s: %s", path, strerror(errno));
 	memcpy(data, path, used);
-	while ((got = read(fd, data + used, 65536)) > 0) {
-		used += (size_t)got;
+	while ((got = read(fd, data + used, 65536)) > 0 || (got < 0 && errno == EINTR)) {
+		used += got > 0 ? (size_t)got : 0;
 		if (used > LONGEST - 65536)
 			fail("the batch script %s is too large for a VM: at most %d bytes", path, LONGEST - 131072);
 	}
+	if (got < 0) /* a part of it must not run */
+		fail("cannot read the batch script %s: %s", path, strerror(errno));
 	close(fd);
 	send_frame('F', data, used);
 	free(data);

@@ -231,6 +231,13 @@ def test_nothing_is_made_for_a_user_below_a_directory_of_another(
     assert not list(theirs.iterdir())
 
 
+def test_a_batch_script_that_cannot_be_read_whole_does_not_run(agent: Callable[..., FakeAgent], tmp_path: Path) -> None:
+    script = tmp_path / "job00007" / "slurm_script"
+    script.mkdir(parents=True)  # it can be opened, and reading fails
+    done = agent().run(str(script), kind="script")
+    assert done.returncode == 1 and b"cannot read the batch script" in done.stderr
+
+
 def test_killing_the_task_ends_the_connection_and_the_relay(agent: Callable[..., FakeAgent]) -> None:
     one = agent()
     started = one.start("sh", "-c", "echo $$; exec sleep 1000")
