@@ -22,6 +22,7 @@
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/time.h>
 #include <sys/un.h>
 #include <time.h>
 #include <unistd.h>
@@ -201,12 +202,14 @@ static long long now(void)
 static int ask(int seconds, const char *request)
 {
 	struct sockaddr_un address = {.sun_family = AF_UNIX};
+	struct timeval limit = {.tv_sec = seconds}; /* connect(2) waits while too many others do */
 	long long deadline = now() + seconds * 1000LL;
 	size_t length = 0;
 	int fd = -1;
 
 	snprintf(address.sun_path, sizeof address.sun_path, "%s", agent);
 	if ((fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0)) < 0 ||
+	    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit) ||
 	    connect(fd, (struct sockaddr *)&address, sizeof address) ||
 	    send(fd, request, strlen(request), MSG_NOSIGNAL) != (ssize_t)strlen(request)) {
 		snprintf(problem, sizeof problem, "the agent of this host does not answer at %s: %s", agent, strerror(errno));
