@@ -23,6 +23,7 @@ def test_requests_are_parsed_as_the_plugin_writes_them() -> None:
 @pytest.mark.parametrize(
     "line",
     [
+        b"\n",
         b"destroy job=1\n",
         b"enter job=\n",
         b"enter job=../1\n",

@@ -54,7 +54,7 @@ class ReleaseVm:
 
 def parse(line: bytes) -> ProvideVm | EnterVm | ReleaseVm:
     """The request in a line. Raises `Refused`."""
-    operation, *words = line.decode("ascii", "replace").split()
+    operation, *words = line.decode("ascii", "replace").split() or [""]
     values = dict(word.partition("=")[::2] for word in words)
     job = _number(values, "job")
     if not 0 < job <= _LAST_JOB:
