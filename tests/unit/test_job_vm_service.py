@@ -170,6 +170,27 @@ async def test_the_next_agent_keeps_the_vms_of_running_jobs_and_releases_the_oth
     await service.close()
 
 
+async def test_a_vm_that_an_agent_did_not_finish_is_removed_by_the_next_and_made_again(served: Served) -> None:
+    (served.directory / "records" / "7").write_text("image=slim\n")
+    served.host.hold = threading.Event()
+    asked = asyncio.create_task(served.ask(provide(7)))
+    assert await asyncio.to_thread(served.host.hold.wait, 10)
+    await served.service.close()
+    assert await asked == ""
+    # The thread that makes the VM goes on, so what is known of the VM must last.
+    assert served.files() == {"7", "7.json"}
+    served.host.killed.set()
+    served.host.hold = None
+    assert 7 in served.host.vms
+    served.service = served.again()
+    await served.service.start()
+    assert not served.host.vms and served.files() == {"7"}
+    server = await asyncio.start_unix_server(served.service.serve, served.directory / "sock")
+    assert await served.ask(provide(7)) == "ok\n"
+    assert served.host.vms[7] is served.host.made[1]
+    server.close()
+
+
 async def test_only_the_plugins_user_may_make_and_release_vms(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "PLUGIN_UID", ME + 1)
     for line in (provide(7), "release job=7"):

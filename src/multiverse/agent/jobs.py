@@ -120,21 +120,24 @@ class JobVmService:
         self._serving: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Find the VMs of earlier agents again, and release those of jobs that have ended since."""
+        """Find the VMs of earlier agents again, and release those of jobs that have ended since, and those that are not
+        finished: no task has entered these, and the job's next task gets another."""
         self._state.mkdir(parents=True, exist_ok=True, mode=0o700)
         for path in self._state.glob("*.json"):
             with suppress(OSError, ValueError, TypeError, KeyError):
                 raw = json.loads(path.read_text())
                 vm = JobVm(**{**raw, "groups": tuple(raw["groups"])})
                 self._known[vm.job] = vm
-        for job in [job for job in self._known if not (self._records / str(job)).exists()]:
+        for job in list(self._known):
+            if (self._records / str(job)).exists() and self._groups(job).exists():
+                continue
             try:
                 await self._release(job)
             except MultiverseError as error:
                 log.warning("VM of an ended job not released", job=job, reason=str(error))
 
     async def close(self) -> None:
-        """End the connections. VMs stay as they are."""
+        """End the connections. VMs stay as they are, also unfinished ones."""
         for task in self._serving:
             task.cancel()
         await asyncio.gather(*self._serving, return_exceptions=True)
@@ -234,9 +237,10 @@ class JobVmService:
             await self._call(self._write_groups, vm, groups)
             if vm.job in self._released:
                 raise Gone("the job has ended")
-        except BaseException:
+        except Exception:
+            # Not if this agent ends: a thread may still make the VM, after it was removed. The next agent removes it.
             with suppress(MultiverseError):
-                await asyncio.shield(self._remove(vm))
+                await self._remove(vm)
             raise
         log.info("VM of a job made", job=vm.job, image=vm.image, cpus=vm.cpus, memory=vm.memory)
 
