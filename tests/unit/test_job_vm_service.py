@@ -6,17 +6,20 @@ import asyncio
 import json
 import os
 import socket
+import stat
 import threading
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import pytest
 
 from multiverse.agent import jobs
 from multiverse.agent.jobs import JobVm, JobVmService, JobVmSizes
+from multiverse.config import AgentSettings, JobVmSettings, Settings
 from multiverse.core.errors import Broken, Gone
 from multiverse.core.model import User
+from multiverse.service import job_vms
 
 ME = os.getuid()
 
@@ -34,6 +37,7 @@ class FakeHost:
     guest: socket.socket | None = None
     guests: list[socket.socket] = field(default_factory=list)  # open, as long as a VM lives
     silent: threading.Event | None = None  # the guests do not answer until it is set
+    removable: threading.Event | None = None  # no VM can be removed until it is set
 
     def find_groups(self, job: int, pid: int) -> tuple[str, ...]:
         return (f"/groups/job_{job}",)
@@ -62,7 +66,11 @@ class FakeHost:
     def kill(self, vm: JobVm) -> None:
         self.killed.set()
 
+    def close(self) -> None: ...
+
     def remove(self, vm: JobVm) -> None:
+        if self.removable is not None:
+            assert self.removable.wait(60)
         self.vms.pop(vm.job, None)
 
 
@@ -243,3 +251,36 @@ async def test_a_user_has_so_many_connections_and_the_plugin_any(
         writer.close()
     await until(lambda: not served.service._open)
     assert await served.ask("enter job=7") == "ok\n"
+
+
+async def test_a_job_that_ends_while_an_agent_starts_is_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = tmp_path / "agent"
+    settings = Settings(
+        agent=AgentSettings(state_dir=state),
+        job_vms=JobVmSettings(socket=tmp_path / "sock", records=tmp_path / "records"),
+    )
+    tmp_path.chmod(0o755)
+    (state / "jobs").mkdir(parents=True)
+    vm = JobVm(7, 0, 0, ME, 0, "slim", 1, 256, 0, "t", "secret", ())
+    (state / "jobs" / "7.json").write_text(json.dumps(asdict(vm)))
+    host = FakeHost({7: vm}, removable=threading.Event())
+    monkeypatch.setattr(jobs, "PLUGIN_UID", ME)
+    monkeypatch.setattr(job_vms, "QemuJobVms", lambda settings: host)
+
+    async def serve() -> None:
+        async with job_vms.serve_jobs(settings):
+            await asyncio.sleep(60)
+
+    serving = asyncio.create_task(serve())
+    await until((tmp_path / "sock").exists)
+    assert stat.S_IMODE((tmp_path / "sock").stat().st_mode) == 0o666
+    reader, writer = await asyncio.open_unix_connection(tmp_path / "sock")
+    writer.write(b"release job=7\n")
+    host.removable.set()
+    assert await reader.read() == b"ok\n" and not host.vms
+    writer.close()
+    serving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await serving

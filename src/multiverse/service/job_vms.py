@@ -32,10 +32,11 @@ async def serve_jobs(settings: Settings) -> AsyncIterator[None]:
     host = await asyncio.to_thread(QemuJobVms, settings)
     sizes = JobVmSizes(settings.image.default, settings.qemu.base_memory, settings.job_vms.overhead)
     service = JobVmService(host, NameService().user, settings.agent.state_dir / "jobs", records, sizes)
-    await service.start()
-    sock = bind(path, "job_vms.socket")
-    path.chmod(0o666)  # tasks run as users; who may do what is decided by their uids
+    # Before the VMs of earlier agents are looked at: the epilog of a job that ends meanwhile waits for its turn. Tasks
+    # run as users; who may do what is decided by their uids.
+    sock = bind(path, "job_vms.socket", all_users=True)
     try:
+        await service.start()
         listening = await asyncio.start_unix_server(service.serve, sock=sock, limit=LONGEST_REQUEST)
         yield
         listening.close()
