@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import pytest
+import structlog
 
 from multiverse.agent import jobs
 from multiverse.agent.jobs import JobVm, JobVmService, JobVmSizes
@@ -236,6 +237,24 @@ async def test_a_user_whose_guest_does_not_answer_keeps_no_other_job_waiting(ser
     finally:
         served.host.silent.set()
     assert set(await asyncio.gather(*entering)) == {"ok\n"}
+
+
+async def test_what_users_and_guests_do_is_no_defect_of_the_agent_and_fills_no_log(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect(vm: JobVm) -> tuple[socket.socket, int]:
+        ours, guest = socket.socketpair()
+        guest.close()
+        return ours, os.open(os.devnull, os.O_RDONLY)
+
+    await served.ask(provide(7))
+    monkeypatch.setattr(served.host, "connect", connect)
+    monkeypatch.setattr(jobs, "PLUGIN_UID", ME + 1)
+    with structlog.testing.capture_logs() as logged:
+        assert "closed its connection" in await served.ask("enter job=7")
+        assert "no VM of yours" in await served.ask("enter job=8")
+        assert "only root" in await served.ask("release job=7")
+    assert {each["log_level"] for each in logged} == {"debug"}
 
 
 async def test_a_user_has_so_many_connections_and_the_plugin_any(

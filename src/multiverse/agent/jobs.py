@@ -182,7 +182,8 @@ class JobVmService:
             elif isinstance(request, ReleaseVm):
                 await self._release(request.job)
         except MultiverseError as error:
-            log.info("request of a job refused", request=line.decode("ascii", "replace").strip(), reason=str(error))
+            note = log.info if uid == PLUGIN_UID else log.debug  # users may ask as often as they like
+            note("request of a job refused", request=line.decode("ascii", "replace").strip(), reason=str(error))
             writer.write(answer(error))
         except Exception as error:  # a defect of ours: the job is to hear of it, and the agent goes on
             log.exception("request of a job failed unexpectedly")
@@ -255,11 +256,10 @@ class JobVmService:
         try:
             greeting = {"token": vm.task_token, "name": user.name, "uid": uid, "gid": gid}
             connection.sendall(json.dumps(greeting).encode() + b"\n")
-            own = socket.socket(fileno=os.dup(sock.fileno()))
-            try:
+            with socket.socket(fileno=os.dup(sock.fileno())) as own:
                 socket.send_fds(own, [answer()], [connection.fileno(), process])
-            finally:
-                own.close()
+        except OSError as error:
+            raise Unknown(f"the guest or the task has closed its connection: {error.strerror}") from error
         finally:
             connection.close()
             os.close(process)
