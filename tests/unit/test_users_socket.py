@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import socket
@@ -208,6 +209,30 @@ async def test_nobody_takes_more_than_their_share_of_the_daemons_time() -> None:
                 times.append((str(who), clock.time))
                 clock.time += 1.0
     assert times == [("1", 0.0), ("1", 11.0), ("2", 15.0)]
+
+
+async def test_who_asks_several_questions_at_once_has_no_larger_share() -> None:
+    times: list[tuple[int, float]] = []
+    clock = ManualClock(now=0.0)
+    rest = asyncio.sleep
+
+    async def sleep(seconds: float) -> None:
+        woken = clock.now() + seconds
+        await rest(0)
+        clock.time = max(clock.now(), woken)
+
+    async def ask(pace: Pace, who: int) -> None:
+        async with pace.turn(who):
+            times.append((who, clock.now()))
+            await rest(0)
+            clock.time += 1.0
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(users_socket.asyncio, "sleep", sleep)
+        pace = Pace(clock)
+        await asyncio.gather(*(ask(pace, who) for who in (1, 1, 1)))
+    assert [who for who, _ in times] == [1, 1, 1]
+    assert all(later - sooner >= 11.0 for (_, sooner), (_, later) in itertools.pairwise(times)), times
 
 
 @pytest.mark.parametrize(

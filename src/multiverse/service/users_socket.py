@@ -55,17 +55,21 @@ class Pace:
     @contextlib.asynccontextmanager
     async def turn(self, uid: int) -> AsyncIterator[None]:
         """Wait for this user's turn, and count how long it takes."""
-        await asyncio.sleep(max(0.0, self._free_for.get(uid, 0.0) - self._clock.now()))
-        async with self._turn:
-            await asyncio.sleep(max(0.0, self._free_at - self._clock.now()))
-            began = self._clock.now()
-            try:
-                yield
-            finally:
-                now = self._clock.now()
-                took = now - began
-                self._free_at, self._free_for[uid] = now + REST * took, now + REST_OF_ONE * took
-                self._free_for = {uid: at for uid, at in self._free_for.items() if at > now}
+        while True:
+            await asyncio.sleep(max(0.0, self._free_for.get(uid, 0.0) - self._clock.now()))
+            async with self._turn:
+                if self._free_for.get(uid, 0.0) > self._clock.now():
+                    continue  # another question of this user was answered meanwhile
+                await asyncio.sleep(max(0.0, self._free_at - self._clock.now()))
+                began = self._clock.now()
+                try:
+                    yield
+                finally:
+                    now = self._clock.now()
+                    took = now - began
+                    self._free_at, self._free_for[uid] = now + REST * took, now + REST_OF_ONE * took
+                    self._free_for = {uid: at for uid, at in self._free_for.items() if at > now}
+                return
 
 
 @dataclass(frozen=True, slots=True)
