@@ -169,6 +169,25 @@ async def test_a_job_that_ends_while_its_vm_is_made_leaves_none(served: Served) 
     assert not served.host.vms and not served.files()
 
 
+async def test_a_vm_that_could_not_be_removed_as_its_job_ended_fails_no_later_run(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def remove(vm: JobVm) -> None:
+        raise Broken("its process cannot be ended")
+
+    served.host.hold = threading.Event()
+    asked = asyncio.create_task(served.ask(provide(7)))
+    assert await asyncio.to_thread(served.host.hold.wait, 10)
+    with monkeypatch.context() as patched:
+        patched.setattr(served.host, "remove", remove)
+        assert "cannot be ended" in await served.ask("release job=7")
+        assert (await asked).startswith("error ")
+    served.host.hold = None
+    (served.directory / "records" / "7").write_text("image=slim\n")  # it was requeued
+    assert await served.ask(provide(7)) == "ok\n"
+    assert served.host.vms[7] is served.host.made[1]
+
+
 async def test_the_next_agent_keeps_the_vms_of_running_jobs_and_releases_the_others(served: Served) -> None:
     for job in (7, 8):
         await served.ask(provide(job))

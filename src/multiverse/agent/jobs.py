@@ -268,11 +268,12 @@ class JobVmService:
         lock = self._lock(job)
         if lock.locked() and (vm := self._known.get(job)) is not None:
             self._released.add(job)
-            await self._call(self._host.kill, vm)  # it is being made: that fails soon
+            with suppress(MultiverseError):
+                await self._call(self._host.kill, vm)  # it is being made: that fails soon
         async with lock:
+            self._released.discard(job)  # who made it has seen that; it must not fail the job's next run
             if (vm := self._known.get(job)) is not None:
                 await self._remove(vm)
-        self._released.discard(job)
 
     def _lock(self, job: int) -> asyncio.Lock:
         """One request for a job at a time."""
