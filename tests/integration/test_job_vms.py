@@ -66,6 +66,12 @@ class BareNode:
         return self.under_test.run("sinfo", "-h", "-n", baremetal.NODE, "-o", "%T").stdout.strip()
 
 
+def _ensure_agent(lab: Lab) -> None:
+    """The agent runs, and serves jobs: it does so a little later than controllers."""
+    asyncio.run(AGENT.ensure(lab))
+    until("the agent serves jobs", config.load(lab.where.settings).job_vms.socket.exists)
+
+
 def _is_of_a_job(path: Path) -> bool:
     return path.name.startswith("mvjob-") or path.stem.isdecimal()
 
@@ -85,7 +91,7 @@ def node(lab: LabUnderTest, _images: None) -> Iterator[BareNode]:
     (where.etc / "plugstack.conf").write_text(line)
     try:
         asyncio.run(AGENT.stop(where))  # it may have run before this module, with the settings of then
-        asyncio.run(AGENT.ensure(own))
+        _ensure_agent(own)
         try:
             asyncio.run(baremetal.start(own, memory_limited=True))
         except Broken as error:
@@ -177,7 +183,7 @@ def test_jobs_without_options_need_neither_the_agent_nor_the_plugin_and_others_f
         assert failed.returncode == 1 and not failed.stdout
         assert "the agent of this host does not answer" in failed.stderr
     finally:
-        asyncio.run(AGENT.ensure(node.lab))
+        _ensure_agent(node.lab)
     file = where.etc / "plugstack.conf"
     before = file.read_text()
     file.write_text(before.replace("multiverse.so", "absent.so"))
@@ -217,7 +223,7 @@ def test_the_epilog_ends_the_vm_though_the_agent_is_dead_and_the_next_agent_remo
     kill(_pid_of_agent(node))
     lab.run("scancel", job)
     until("QEMU is dead", lambda: not any(path.exists() and path.read_text() for path in procs), 120)
-    asyncio.run(AGENT.ensure(node.lab))
+    _ensure_agent(node.lab)
 
 
 def _pid_of_agent(node: BareNode) -> int:
