@@ -75,6 +75,7 @@ def run_seed(seed: int, pair: Pair | None = None) -> SeedResult:
         return SeedResult(seed, (traceback.format_exc(limit=-4),))
     others = {"in the crowd": crowd, "on an operated site": site, "with leases": leased}
     transitions = sum((one.transitions for one in others.values() if one), outcome.transitions)
+    faults = sum((one.fault_counts() for one in others.values() if one), outcome.fault_counts())
     return SeedResult(
         seed,
         (*outcome.violations, *(f"{where}: {text}" for where, one in others.items() if one for text in one.violations)),
@@ -82,7 +83,7 @@ def run_seed(seed: int, pair: Pair | None = None) -> SeedResult:
         len(outcome.results),
         outcome.commits,
         outcome.crash_count,
-        dict(outcome.fault_counts()),
+        dict(faults),
         dict(transitions),
     )
 
