@@ -96,12 +96,14 @@ def node(lab: LabUnderTest, _images: None) -> Iterator[BareNode]:
             asyncio.run(baremetal.start(own, memory_limited=True))
         except Broken as error:
             pytest.skip(f"slurmd does not run here: {error}")
-        node = BareNode(lab, own)
-        assert node.srun("true").returncode == 0, "the first VM, whose template has to be built"
-        yield node
-        asyncio.run(baremetal.stop(own))
-        for group in sorted(Path("/sys/fs/cgroup").glob(f"*/slurm_{baremetal.NODE}/**/"), reverse=True):
-            group.rmdir()
+        try:
+            node = BareNode(lab, own)
+            assert node.srun("true").returncode == 0, "the first VM, whose template has to be built"
+            yield node
+        finally:
+            asyncio.run(baremetal.stop(own))
+            for group in sorted(Path("/sys/fs/cgroup").glob(f"*/slurm_{baremetal.NODE}/**/"), reverse=True):
+                group.rmdir()
     finally:
         site.write_text(before)
         (where.etc / "plugstack.conf").write_text("")
