@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from structlog.testing import capture_logs
 
-from multiverse.core.model import AttemptState, Key, Stage, TemplateState, VmState
+from multiverse.core.model import AttemptState, Key, LeaseState, Stage, TemplateState, VmState
 from multiverse.core.transition import Change, Done, EffectKind, Event, Move
 from multiverse.service.move_log import MoveLog
 from multiverse.service.statistics import KEPT, STEP, Histogram, Statistics
-from tests.unit.rows import attempt, rows, template, vm
+from tests.unit.rows import attempt, lease, rows, template, vm
 
 
 def moved(state: AttemptState, event: Event, reason: str = "") -> Move:
@@ -140,6 +140,14 @@ def test_a_line_is_logged_for_each_row_that_a_move_changes() -> None:
         {"event": "moved", "log_level": "info", "row": "attempt 1", "old": "claimed", "new": "spawning", "by": "made",
          "attempt": 1, "job": "7", "reason": ""},
     ]  # fmt: skip
+
+
+def test_the_log_knows_what_a_lease_was_before_it_began() -> None:
+    one = lease(LeaseState.IDLE)
+    log = MoveLog(rows(one))
+    with capture_logs() as lines:
+        log.moved([Move((Change(replace(one, state=LeaseState.HELD), Event.TAKEN, "for a VM"),))], 5.0)
+    assert (lines[0]["row"], lines[0]["old"], lines[0]["new"]) == ("lease 1", "idle", "held")
 
 
 def test_the_log_remembers_no_row_that_has_ended() -> None:

@@ -18,7 +18,7 @@ class MoveLog:
     """A watcher of the controller. `rows` are those that it begins with: a move does not say what a row was before."""
 
     def __init__(self, rows: LiveRows) -> None:
-        tables = (rows.attempts, rows.vms, rows.templates, rows.offers)
+        tables = (rows.attempts, rows.vms, rows.templates, rows.offers, rows.leases)
         self._states = {row.key: str(row.state) for table in tables for row in table.values()}
         self._states |= {host.key: str(host.state) for host in rows.hosts.values()}
 
