@@ -186,7 +186,8 @@ class Controller:
         # A host that the settings name and that has not answered yet may hold what those that have answered cannot.
         # One that is leased is a row, and ends with it.
         named = [(host, source.name) for source in hypervisor.sources for host in source.hosts]
-        self._declared = [KnownHost(*one) for one in named if one[0] not in self.state.leased]
+        leased = self.state.leased
+        self._declared = [KnownHost(*one) for one in named if one[0] not in leased]
         self._hypervisor = hypervisor
         self._running: dict[Observer[SchedulerView] | Observer[HypervisorView], asyncio.Task[None]] = {}
         self._runs = False
@@ -462,7 +463,8 @@ class Controller:
     def _job_limits(self) -> JobLimits | None:
         """What no job must exceed, by the hosts of the site and those that can be leased."""
         self._leasable = self.observed.scheduler.value.leasable if self.observed.scheduler else self._leasable
-        static = {name: one for name, one in self.known_hosts().items() if name not in self.state.leased}
+        leased = self.state.leased
+        static = {name: one for name, one in self.known_hosts().items() if name not in leased}
         return job_limits({**static, **leasable_hosts(self._leasable, self.policy)}, self.policy)
 
     def _plan_and_commit(self, world: World, *, releasing: bool = False) -> MultiverseError | None:

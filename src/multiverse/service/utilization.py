@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 
@@ -11,7 +12,7 @@ from multiverse.controller.job_usage import JobUsageRecorder
 from multiverse.controller.loop import Controller
 from multiverse.controller.utilization import UtilizationRecorder
 from multiverse.core.errors import Gone
-from multiverse.core.model import CloneKind, HostUsage, Size, Usage
+from multiverse.core.model import CloneKind, HostUsage, Size, Usage, Vm
 from multiverse.core.model.usage import combined
 from multiverse.core.provisioning.compatible import compatible_hosts
 from multiverse.core.provisioning.context import Context
@@ -71,20 +72,20 @@ class UtilizationReader:
     def _known(self) -> Iterator[UtilizationView]:
         """All of them, with what they use now."""
         rows, world, current = self.controller.state.rows(), self.controller.world(), self.current()
-        vms = sorted(rows.vms.values(), key=lambda vm: vm.name)
+        vms: defaultdict[str, list[Vm]] = defaultdict(list)
+        for vm in sorted(rows.vms.values(), key=lambda vm: vm.name):
+            vms[vm.host].append(vm)
         for name in sorted(host.name for host in self.controller.known_hosts().values()):
             host, used = world.hosts.get(name), current.get(name, HostUsage())
             machine = host.machine if host else None
             size = (machine.cpus, machine.memory) if machine else (0, 0)
             yield UtilizationView("host", name, "", "", *size, _view(used.usage), None, None)
-            for vm in vms:
-                if vm.host == name:
-                    seen = used.vms.get(vm.name)
-                    attempt = rows.attempt_of(vm)
-                    job_id = attempt.job.job_id if attempt else ""
-                    now = _view(seen.usage if seen else None)
-                    yield UtilizationView("vm", vm.name, name, job_id, vm.size.cpus, vm.size.memory,
-                                          now, None, None)  # fmt: skip
+            for vm in vms[name]:
+                seen = used.vms.get(vm.name)
+                attempt = rows.attempt_of(vm)
+                job_id = attempt.job.job_id if attempt else ""
+                now = _view(seen.usage if seen else None)
+                yield UtilizationView("vm", vm.name, name, job_id, vm.size.cpus, vm.size.memory, now, None, None)
 
     def _with_history(self, view: UtilizationView) -> UtilizationView:
         wall = self.clock.wall()

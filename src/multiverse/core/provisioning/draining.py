@@ -75,12 +75,12 @@ def surely_ends_by(context: Context, attempt: Attempt) -> float:
 
 def drained_hosts(context: Context) -> str:
     """What is said of the hosts in sight that take no VM of an attempt, each with why. Empty if there are none."""
-    state = context.state
-    said = []
+    state, said = context.state, []
+    leased = state.leased
     for name in sorted((state.closed | context.without) & context.in_sight.keys()):
         if name in state.drains:
             reason = state.drains[name].reason
             said.append(f"{name} ({reason})" if reason else name)
-        elif name in state.leased:
+        elif name in leased:
             said.append(f"{name} (its lease may end before the job)")
     return ", ".join(said)
