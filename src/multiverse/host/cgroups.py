@@ -14,7 +14,7 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,8 +63,8 @@ class Hierarchy:
                 wanted = " ".join(f"+{each}" for each in self.controllers)
                 (above / "cgroup.subtree_control").write_text(wanted)
         if self.version == 1 and "cpuset" in self.controllers:
-            _inherit_cpuset(self.parent)
-            _inherit_cpuset(group)
+            inherit_cpuset(self.parent)
+            inherit_cpuset(group)
 
 
 class Cgroups:
@@ -164,7 +164,32 @@ def _is_removed(group: Path) -> bool:
     return True
 
 
-def _inherit_cpuset(group: Path) -> None:
+def remove_with_children(groups: Iterable[Path]) -> list[Path]:
+    """Remove cgroups whose processes have ended, with those below them, and wait until the kernel has taken the last
+    thread out of them. Returns those that are left, because one of them is not empty by then. Absent is success."""
+    deadline, left = time.monotonic() + _EMPTY_TIMEOUT, []
+    for group in groups:
+        while not _are_removed(group):
+            if time.monotonic() > deadline:
+                left.append(group)
+                break
+            time.sleep(0.005)
+    return left
+
+
+def _are_removed(group: Path) -> bool:
+    """Try to remove a cgroup and those below it. False if one of them is not empty, or must not be removed."""
+    try:
+        for path, _, _ in os.walk(group, topdown=False):
+            Path(path).rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def inherit_cpuset(group: Path) -> None:
     """Give a cgroup of version 1 the CPUs and nodes of the one above it: it has none at first, and takes no process."""
     for name in _CPUSET:
         file = group / name

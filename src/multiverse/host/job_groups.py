@@ -8,17 +8,14 @@ the VM has those of any other VM.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from multiverse.core.errors import Broken
-from multiverse.host.cgroups import Cgroups
+from multiverse.host.cgroups import Cgroups, inherit_cpuset, remove_with_children
 
-_EMPTY_TIMEOUT = 5.0  # seconds for the kernel to take the last thread of a dead process out of its control group
-_INHERITED = ("cpuset.cpus", "cpuset.mems")  # version 1 lets no process into a group where these are empty
 _HINT = "did the job end meanwhile? see the control groups of its node"
 
 
@@ -58,9 +55,7 @@ class JobGroups:
             for directory in map(Path, self.job):
                 group = directory / name
                 group.mkdir(exist_ok=True)
-                for file in _INHERITED:
-                    if (group / file).exists() and not (group / file).read_text().strip():
-                        (group / file).write_text((directory / file).read_text())
+                inherit_cpuset(group)
         except OSError as error:
             raise Broken(f"cannot make a control group for VM {name}: {error}", hint=_HINT) from error
 
@@ -83,16 +78,9 @@ class JobGroups:
         """Remove the groups of that VM, whose QEMU has ended, and those of its job and of the job's user if they are
         empty: the scheduler could not remove them before. Absent is success."""
         self.beside.remove(name)
-        deadline = time.monotonic() + _EMPTY_TIMEOUT
+        if left := remove_with_children(Path(directory, name) for directory in self.job):
+            raise Broken(f"the control group {left[0]} is not empty", hint="see its cgroup.procs")
         for directory in map(Path, self.job):
-            group = directory / name
-            while group.exists():
-                with suppress(OSError):
-                    group.rmdir()
-                    break
-                if time.monotonic() > deadline:
-                    raise Broken(f"the control group {group} is not empty", hint="see its cgroup.procs")
-                time.sleep(0.002)
             for above in _above(directory):
                 with suppress(OSError):  # a step runs, or another job of the user
                     above.rmdir()

@@ -10,18 +10,15 @@ children (cgroups(7)), so it is beside that of the step's task.
 
 from __future__ import annotations
 
-import os
 import re
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from multiverse.host.cgroups import hierarchies
+from multiverse.host.cgroups import hierarchies, remove_with_children
 
 _DAEMONS = "system"
-_EMPTY_TIMEOUT = 5.0  # seconds for the kernel to take the last process that has ended out of its groups
 _MEMORY = {2: "memory.max", 1: "memory.limit_in_bytes"}
 _NO_LIMIT = 1 << 40  # MiB; version 1 shows nearly 2**63 bytes
 _OF_A_JOB = re.compile(r"(task|step|job)_[^/]+")
@@ -98,28 +95,11 @@ def join(groups: Sequence[LeaseGroup]) -> None:
 def remove_groups(paths: Sequence[Path]) -> list[str]:
     """Remove the groups of a lease whose processes have ended, with those of its job that Slurm could not remove
     because of them. Returns those that are left. Absent is success."""
-    deadline, left = time.monotonic() + _EMPTY_TIMEOUT, []
+    left = remove_with_children(paths)
     for path in paths:
-        while not _is_removed(path):
-            if time.monotonic() > deadline:
-                left.append(str(path))
-                break
-            time.sleep(0.02)
         above = path.parent
         with suppress(OSError):  # Slurm has removed it, or uses it still
             while _OF_A_JOB.fullmatch(above.name):
                 above.rmdir()
                 above = above.parent
-    return left
-
-
-def _is_removed(group: Path) -> bool:
-    """Try to remove a group and those below it. False if one of them is not empty."""
-    try:
-        for path, _, _ in os.walk(group, topdown=False):
-            Path(path).rmdir()
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    return True
+    return list(map(str, left))

@@ -7,17 +7,14 @@ no process itself (cgroups(7)).
 
 from __future__ import annotations
 
-import os
-import time
 from contextlib import suppress
 from pathlib import Path
 
 from multiverse.core.errors import Broken
-from multiverse.host.cgroups import CONTROLLERS, hierarchies
+from multiverse.host.cgroups import CONTROLLERS, hierarchies, inherit_cpuset, remove_with_children
 
 _DAEMONS = "system"
 _ALL = ("memory", "pids", "cpu", "cpuacct", "cpuset", "devices", "freezer", "blkio")
-_EMPTY_TIMEOUT = 5.0  # seconds for the kernel to take the last process of a host that has ended out of its groups
 
 
 def create(lab: str, host: str, *, every: bool = False) -> dict[Path, Path]:
@@ -29,17 +26,10 @@ def create(lab: str, host: str, *, every: bool = False) -> dict[Path, Path]:
         with suppress(OSError):
             group = hierarchy.create(host)
             for each in (group.parent, group):
-                _inherit_cpuset(each)
+                inherit_cpuset(each)
             (group / "cgroup.procs").write_text("0")
             found[hierarchy.parent.parent] = group
     return found
-
-
-def _inherit_cpuset(group: Path) -> None:
-    """Give the group its parent's CPUs and memory nodes: on version 1 a new one has none, and takes no process."""
-    for name in ("cpuset.cpus", "cpuset.mems"):
-        if (file := group / name).exists() and not file.read_text().strip():
-            file.write_text((group.parent / name).read_text())
 
 
 def join_daemons() -> None:
@@ -47,30 +37,15 @@ def join_daemons() -> None:
     for hierarchy in hierarchies(controllers=_ALL):  # those that the host sees
         group = hierarchy.parent.with_name(_DAEMONS)
         group.mkdir(exist_ok=True)
-        _inherit_cpuset(group)
+        inherit_cpuset(group)
         (group / "cgroup.procs").write_text("0")
 
 
 def remove(lab: str, host: str) -> None:
     """Remove the groups of a host that has ended, and those of the lab with its last host. Absent is success."""
-    deadline = time.monotonic() + _EMPTY_TIMEOUT
-    for hierarchy in hierarchies(parent=lab, controllers=_ALL):
-        group = hierarchy.parent / host
-        while not _removed(group):
-            if time.monotonic() > deadline:
-                raise Broken(f"the control group {group} is not empty", hint="see cgroup.procs in it and below it")
-            time.sleep(0.01)
+    parents = [hierarchy.parent for hierarchy in hierarchies(parent=lab, controllers=_ALL)]
+    if left := remove_with_children(parent / host for parent in parents):
+        raise Broken(f"the control group {left[0]} is not empty", hint="see cgroup.procs in it and below it")
+    for parent in parents:
         with suppress(OSError):  # another host of the lab is there
-            hierarchy.parent.rmdir()
-
-
-def _removed(group: Path) -> bool:
-    """Try to remove a group and those below it. False if one of them is not empty."""
-    try:
-        for path, _, _ in os.walk(group, topdown=False):
-            Path(path).rmdir()
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    return True
+            parent.rmdir()
