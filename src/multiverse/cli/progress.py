@@ -6,7 +6,6 @@ of how much is done: from that follows how long the rest will take.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 from rich.text import Text
 
 from multiverse.cli.render import console, duration, errors
+from multiverse.system.periodic import called_every
 
 EVERY = 5.0
 """Seconds between two lines where there is no terminal."""
@@ -85,7 +85,7 @@ def working(what: str, expected: float | None = None) -> Iterator[Work]:
     work = Work(what, expected)
     _present.append(work)
     try:
-        with _in_place(work) if console.is_terminal else _lines(work):
+        with _in_place(work) if console.is_terminal else called_every(EVERY, lambda: _say(work), "progress"):
             yield work
     finally:
         _present.remove(work)
@@ -97,21 +97,8 @@ def _in_place(work: Work) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _lines(work: Work) -> Iterator[None]:
-    over = threading.Event()
-
-    def say() -> None:
-        while not over.wait(EVERY):
-            errors.print(f"  {work.line()}", markup=False)
-
-    thread = threading.Thread(target=say, name="progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+def _say(work: Work) -> None:
+    errors.print(f"  {work.line()}", markup=False)
 
 
 @contextmanager

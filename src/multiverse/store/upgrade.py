@@ -8,10 +8,8 @@ copy of it is kept beside it.
 from __future__ import annotations
 
 import sqlite3
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -19,6 +17,7 @@ import structlog
 
 from multiverse.core.errors import Broken, Exhausted, Refused
 from multiverse.store import schema
+from multiverse.system.periodic import called_every
 
 log = structlog.get_logger()
 
@@ -98,22 +97,10 @@ def _run(connection: sa.Connection, path: Path | None, found: str) -> None:
     log.info("database upgraded", path=str(path), was=found, now=schema.HEAD, copy=str(copy))
 
 
-@contextmanager
-def _told(what: str) -> Iterator[None]:
+def _told(what: str) -> AbstractContextManager[None]:
     """Log every few seconds that this goes on: nobody is to think that a daemon hangs that has a large database."""
-    over, began = threading.Event(), time.monotonic()
-
-    def tell() -> None:
-        while not over.wait(TELLS_EVERY):
-            log.info(what, seconds=round(time.monotonic() - began))
-
-    thread = threading.Thread(target=tell, name=what, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+    began = time.monotonic()
+    return called_every(TELLS_EVERY, lambda: log.info(what, seconds=round(time.monotonic() - began)), what)
 
 
 def _keep_copy(path: Path, found: str) -> Path:
