@@ -12,7 +12,6 @@ import json
 import os
 import secrets
 import socket
-import struct
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +27,7 @@ from multiverse.agent.job_protocol import EnterVm, ProvideVm, ReleaseVm, answer,
 from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown
 from multiverse.core.model import Size, User
 from multiverse.system import files
+from multiverse.system.peers import peer_of
 
 log = structlog.get_logger()
 
@@ -149,8 +149,8 @@ class JobVmService:
         task = asyncio.current_task()
         assert task is not None
         sock: socket.socket = writer.get_extra_info("socket")
-        peer: tuple[int, int, int] = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        uid = peer[1]
+        peer = peer_of(sock)
+        uid = peer.uid
         self._serving.add(task)
         self._open[uid] += 1
         try:

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import json
 import socket
-import struct
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from multiverse.ports import Clock
 from multiverse.service.backend import Backend
 from multiverse.service.credentials import Credentials
 from multiverse.service.viewer import PrivateData, Viewer
+from multiverse.system.peers import peer_of
 
 log = structlog.get_logger()
 
@@ -186,12 +186,11 @@ def by_munge(credentials: Credentials) -> Identify:
 
 
 def _peer_uid(writer: Writer) -> int | None:
-    """The uid of a Unix socket's peer, as of its connect(2); None for other connections. See socket(7), SO_PEERCRED."""
+    """The uid of a Unix socket's peer; None for other connections."""
     sock = writer.get_extra_info("socket")
     if sock is None or sock.family != socket.AF_UNIX:
         return None
-    _pid, uid, _gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return int(uid)
+    return peer_of(sock).uid
 
 
 async def serve_users(desk: Desk, sock: socket.socket, tcp: socket.socket | None, credentials: Credentials) -> None:
