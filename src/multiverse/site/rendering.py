@@ -12,6 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from multiverse.config import Settings, users_socket
 from multiverse.core.errors import Broken
+from multiverse.core.model.names import mac_of_address
 from multiverse.drivers.slurm import install, plugstack, slurm_user
 from multiverse.drivers.slurm.site_conf import SiteConf
 from multiverse.images.catalog import list_images
@@ -140,7 +141,7 @@ def program() -> Path:
 
 def bridge_mac(gateway: str) -> str:
     """The bridge's MAC address. A bridge without one takes the lowest of its ports, which may change at any time."""
-    return f"02:4d:{ipaddress.IPv4Address(gateway).packed.hex(':')}"
+    return mac_of_address(gateway)
 
 
 def _job_directories(settings: Settings) -> tuple[Path, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import zlib
 from hashlib import blake2b, sha256
+from ipaddress import IPv4Address
 
 from multiverse.core.errors import Exhausted
 
@@ -86,6 +87,11 @@ def mac_of(site: str, serial: int) -> str:
     first = 0x02 | (serial >> 24 & 0x1F) << 2
     tail = (zlib.crc32(site.encode()) & 0xFFFF).to_bytes(2, "big") + (serial & 0xFFFFFF).to_bytes(3, "big")
     return ":".join(f"{byte:02x}" for byte in (first, *tail))
+
+
+def mac_of_address(address: str) -> str:
+    """A locally administered MAC address for what has this IPv4 address, where no other network gives any such."""
+    return f"02:4d:{IPv4Address(address).packed.hex(':')}"
 
 
 def machine_id(name: str) -> str:

@@ -16,6 +16,7 @@ from multiverse.agent.jobs import RUNS, JobVm
 from multiverse.config import Settings
 from multiverse.core.errors import Broken, Gone, Unknown
 from multiverse.core.model import CloneKind, Identity, Size, TemplateKey, User, machine_id, vm_name
+from multiverse.core.model.names import mac_of_address
 from multiverse.drivers.qemu.driver import JOB_SITE, host_config
 from multiverse.guest.protocol import TASKS_PORT
 from multiverse.host.job_groups import find_job_groups
@@ -103,14 +104,14 @@ class QemuJobVms:
         qemu, abilities = self._settings.qemu, self._abilities(vm.image)
         instant = {"plug_cpus", "plug_memory"} <= abilities
         base = Size(qemu.base_cpus, qemu.base_memory)
-        name, address = job_vm_name(vm), ipaddress.IPv4Address(self._address(vm))
+        name, address = job_vm_name(vm), self._address(vm)
         return Specification(
             name=name,
             token=vm.token,
             image=vm.image,
             kind=CloneKind.INSTANT if instant else CloneKind.LINKED,
             size=vm.size,
-            mac=f"02:4d:{address.packed.hex(':')}",
+            mac=mac_of_address(address),
             address=f"{address}/{self._network.prefixlen}",
             bridge=self._bridge.name,
             template_size=base if instant else None,
@@ -164,8 +165,7 @@ class _Bridge:
             with IPRoute() as ip:
                 found = ip.link_lookup(ifname=self.name)
                 if not found:
-                    mac = f"02:4d:{ipaddress.IPv4Address(self._address).packed.hex(':')}"
-                    ip.link("add", ifname=self.name, kind="bridge", address=mac)
+                    ip.link("add", ifname=self.name, kind="bridge", address=mac_of_address(self._address))
                     found = ip.link_lookup(ifname=self.name)
                     ip.addr("add", index=found[0], address=self._address, prefixlen=self._prefix)
                 ip.link("set", index=found[0], state="up")
