@@ -8,7 +8,7 @@ import math
 import socket
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -425,6 +425,11 @@ def names_of_hosts(nodes: str) -> list[str]:
     if why := next(filter(None, map(wrong_host_name, names)), ""):
         raise Refused(why)
     return names
+
+
+def folded(names: Iterable[str]) -> str:
+    """Names as a node set, such as n[1-4,7]; empty if there are none."""
+    return str(NodeSet.fromlist(names, resolver=RESOLVER_NOGROUP))
 
 
 def _of_class(settings: Settings, own: HostClass | None) -> Settings:

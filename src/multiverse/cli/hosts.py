@@ -7,7 +7,6 @@ from datetime import datetime
 from typing import Annotated
 
 import typer
-from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -17,6 +16,7 @@ from multiverse.cli import render
 from multiverse.cli.times import unix_time
 from multiverse.cli.watch import Watch, watched
 from multiverse.client import Client
+from multiverse.config import folded
 
 app = typer.Typer(help="The hosts: show, add, drain, resume and remove them.", invoke_without_command=True)
 
@@ -129,7 +129,7 @@ def _show_alike(found: Sequence[HostView]) -> None:
         for what in (*_machine(one), *_nodes(one), *_images(one)):
             hosts.setdefault(what, []).append(one.name)
     for what, names in hosts.items():
-        line = f"{NodeSet.fromlist(names, resolver=RESOLVER_NOGROUP)}: {what}"
+        line = f"{folded(names)}: {what}"
         render.console.print(Text(render.plain(line).plain, style="dim"))
 
 
@@ -148,9 +148,9 @@ def _machine(host: HostView) -> Iterator[str]:
 def _nodes(host: HostView) -> Iterator[str]:
     """NUMA nodes, where there are several."""
     for node in host.numa if len(host.numa) > 1 else ():
-        cpus = NodeSet.fromlist(map(str, node.cpus), resolver=RESOLVER_NOGROUP)
+        cpus = folded(map(str, node.cpus))
         yield (
-            f"NUMA node {node.number}: CPUs {str(cpus).strip('[]')}, {render.memory(node.free)} of"
+            f"NUMA node {node.number}: CPUs {cpus.strip('[]')}, {render.memory(node.free)} of"
             f" {render.memory(node.memory)} free; VMs have {node.taken.cpus} CPUs, {render.memory(node.taken.memory)}"
         )
 

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
-from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet
-
 from multiverse.api import (
     CapacityUsageView,
     CapacityView,
@@ -19,6 +17,7 @@ from multiverse.api import (
     TrialRequest,
     TrialView,
 )
+from multiverse.config import folded
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Refused
 from multiverse.core.model import Attempt, AttemptState, CloneKind, Job, Request, Size
@@ -184,11 +183,6 @@ def _group(one: HostVerdict, viewer: Viewer, names: frozenset[str]) -> HostGroup
 
 def _time(at: float) -> float | None:
     return None if at == inf else at
-
-
-def folded(names: Sequence[str]) -> str:
-    """Names as a node set."""
-    return str(NodeSet.fromlist(names, resolver=RESOLVER_NOGROUP)) if names else ""
 
 
 def _about_the_scheduler(context: Context, attempt: Attempt) -> str:
