@@ -12,16 +12,12 @@ import structlog
 
 from multiverse.config import Settings
 from multiverse.core.errors import Refused
+from multiverse.drivers.slurm.pilots import ENDING
 from multiverse.pilot.groups import memory_limit
 from multiverse.pilot.init import PilotOrder
 from multiverse.pilot.run import run
 
 log = structlog.get_logger()
-
-
-ENDING = "ending"
-"""Follows the token in the comment of a pilot's job that was told to end: a job whose grace time runs (GraceTime) is
-shown as running."""
 
 
 @dataclass(frozen=True, slots=True)

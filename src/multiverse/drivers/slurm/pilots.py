@@ -18,7 +18,8 @@ from multiverse.drivers.slurm import parse
 
 _CELL = "\x1f"
 ENDING = "ending"
-"""Follows the token in a comment once the pilot was told to end; see `service.pilot`."""
+"""Follows the token in the comment of a pilot's job that was told to end: a job whose grace time runs (GraceTime) is
+shown as running."""
 
 _PILOT = ("JobID", "Name", "State", "Comment", "EndTime", "NodeList", "Reason", "RestartCnt", "Partition")
 _NODE = ("NodeList", "Partition", "CPUs", "Memory", "StateComplete")
