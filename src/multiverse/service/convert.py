@@ -249,7 +249,7 @@ def vm_views(rows: Rows, world: World, exact: Mapping[str, tuple[float, float, f
                 kind=str(vm.kind),
                 cpus=vm.size.cpus,
                 memory=vm.size.memory,
-                address=_without_prefix_length(vm.address),
+                address=without_prefix_length(vm.address),
                 attempt=vm.attempt,
                 job_id=attempt.job.job_id if attempt else "",
                 age=max(0.0, now - vm.since),
@@ -290,12 +290,13 @@ def known_vms(rows: Rows) -> dict[str, KnownVm]:
         found[vm.name] = KnownVm(
             job_id=attempt.job.job_id if attempt is not None else "",
             mac=vm.mac,
-            address=_without_prefix_length(vm.address),
+            address=without_prefix_length(vm.address),
         )
     return found
 
 
-def _without_prefix_length(address: str) -> str:
+def without_prefix_length(address: str) -> str:
+    """An address with a prefix length, without it."""
     return address.partition("/")[0]
 
 

@@ -130,7 +130,7 @@ def _vm(vm: Vm, private: int, job_id: str, epoch: float) -> GridVm:
         kind=str(vm.kind),
         cpus=vm.size.cpus,
         memory=vm.size.memory,
-        address=vm.address.partition("/")[0],
+        address=convert.without_prefix_length(vm.address),
         job_id=job_id,
         attempt=vm.attempt,
         since=round(epoch + vm.since, 1),
