@@ -465,19 +465,21 @@ async def test_an_answer_that_comes_twice_is_the_answer_to_one_call(agents: list
 @virtual
 async def test_a_ping_of_an_older_controller_is_refused_and_is_no_contact(agents: list[SimulatedAgent]) -> None:
     """Otherwise the agent would not end VMs that the newer one takes for ended."""
-    lease = FenceTimer(100.0, Contacts(), asyncio.get_running_loop().time)
-    server = AgentServer(AgentIdentity("1.0", "h1", "boot", "run"), Epochs(), lambda _: agents[1].local, lease=lease)
+    timer = FenceTimer(100.0, Contacts(), asyncio.get_running_loop().time)
+    server = AgentServer(
+        AgentIdentity("1.0", "h1", "boot", "run"), Epochs(), lambda _: agents[1].local, fence_timer=timer
+    )
     agents[1].running = server
     old, new = await _raw(agents[1]), await _raw(agents[1])
     await _greeted(*old)
     await asyncio.sleep(10.0)
     await _greeted(*new, epoch=2)
-    contacts = dict(lease.contacts.controllers)
+    contacts = dict(timer.contacts.controllers)
     await asyncio.sleep(10.0)
     old[1].write(encode(Line(ping=1)))
     refused = decode_answer(await old[0].readuntil()).refused
     assert refused is not None and "another controller" in refused.message
-    assert await old[0].read() == b"" and lease.contacts.controllers == contacts
+    assert await old[0].read() == b"" and timer.contacts.controllers == contacts
 
 
 @virtual

@@ -75,31 +75,31 @@ async def test_a_fence_command_that_is_not_there_is_named(tmp_path: Path) -> Non
         await FenceCommand(FenceSettings(command=("/none", "{host}"))).fence("n7")
 
 
-# --- the lease -------------------------------------------------------------------------------------
+# --- the timer -------------------------------------------------------------------------------------
 
 
 def test_a_vm_goes_on_while_the_controller_or_the_scheduler_is_in_contact() -> None:
-    lease = FenceTimer(LIMIT, Contacts({"test0": 0.0}), lambda: 0.0)
-    assert lease.expired("test0", [ONE, TWO], LIMIT) == []
-    assert lease.expired("test0", [ONE, TWO], LIMIT + 1) == [ONE, TWO]
-    lease.reached([TWO], 50.0)
-    assert lease.expired("test0", [ONE, TWO], LIMIT + 1) == [ONE], "the scheduler has lost the other"
-    lease.heard("test0", 60.0)
-    assert lease.expired("test0", [ONE, TWO], LIMIT + 60) == []
-    lease.heard("test0", 10.0)
-    assert lease.contacts.controllers == {"test0": 60.0}, "what arrives late takes nothing back"
-    assert not lease.asks_scheduler("test0", 80.0) and lease.asks_scheduler("test0", 81.0)
+    timer = FenceTimer(LIMIT, Contacts({"test0": 0.0}), lambda: 0.0)
+    assert timer.expired("test0", [ONE, TWO], LIMIT) == []
+    assert timer.expired("test0", [ONE, TWO], LIMIT + 1) == [ONE, TWO]
+    timer.reached([TWO], 50.0)
+    assert timer.expired("test0", [ONE, TWO], LIMIT + 1) == [ONE], "the scheduler has lost the other"
+    timer.heard("test0", 60.0)
+    assert timer.expired("test0", [ONE, TWO], LIMIT + 60) == []
+    timer.heard("test0", 10.0)
+    assert timer.contacts.controllers == {"test0": 60.0}, "what arrives late takes nothing back"
+    assert not timer.asks_scheduler("test0", 80.0) and timer.asks_scheduler("test0", 81.0)
 
 
 @given(st.lists(st.tuples(st.sampled_from("cs"), st.floats(0, 1000)), max_size=20), st.floats(0, 2000))
 def test_a_vm_ends_if_and_only_if_nothing_was_in_contact_for_its_whole_time(
     contacts: list[tuple[str, float]], now: float
 ) -> None:
-    lease = FenceTimer(LIMIT, Contacts({"test0": 0.0}), lambda: 0.0)
+    timer = FenceTimer(LIMIT, Contacts({"test0": 0.0}), lambda: 0.0)
     for who, at in contacts:
-        lease.heard("test0", at) if who == "c" else lease.reached([ONE], at)
+        timer.heard("test0", at) if who == "c" else timer.reached([ONE], at)
     last = max([0.0, *(at for _, at in contacts)])
-    assert bool(lease.expired("test0", [ONE], now)) is (now - last > LIMIT)
+    assert bool(timer.expired("test0", [ONE], now)) is (now - last > LIMIT)
 
 
 class Hosted:
@@ -117,9 +117,9 @@ class Hosted:
         self.silent = False
 
     def fence(self, contacts: Contacts | None = None, limit: float = LIMIT) -> SelfFence:
-        lease = FenceTimer(limit, contacts or Contacts(), lambda: self.now)
+        timer = FenceTimer(limit, contacts or Contacts(), lambda: self.now)
         return SelfFence(
-            lease, lambda: ["test0"], lambda _: self, self.reached, lambda kept: self.kept.append(deepcopy(kept))
+            timer, lambda: ["test0"], lambda _: self, self.reached, lambda kept: self.kept.append(deepcopy(kept))
         )
 
     async def list_vms(self) -> Collection[str]:
@@ -204,7 +204,7 @@ async def test_the_scheduler_is_not_asked_while_the_controller_is_in_contact() -
     host = Hosted()
     fence = host.fence()
     for host.now in range(0, 1000, 10):
-        fence.lease.heard("test0", host.now - 5)
+        fence.timer.heard("test0", host.now - 5)
         await fence.check()
     assert host.asked == 0 and len(host.vms) == 2 and host.kept[-1].controllers == {"test0": 985.0}
 
@@ -217,7 +217,7 @@ async def test_a_full_disk_ends_neither_the_agent_nor_its_vms() -> None:
         raise OSError(errno.ENOSPC, "no space left on device")
 
     fence.keep = full
-    fence.lease.heard("test0", 1.0)
+    fence.timer.heard("test0", 1.0)
     host.now = 50.0
     await fence.check()
     fence.keep = lambda kept: host.kept.append(deepcopy(kept))
@@ -276,9 +276,9 @@ async def test_a_restarted_agent_ends_no_vm_that_the_scheduler_has_just_reached(
 async def test_contact_is_as_old_as_the_answer_that_the_controller_has_got() -> None:
     """A line that was on its way for long proves nothing about the time at which it arrives."""
     now = 1000.0
-    lease = FenceTimer(LIMIT, Contacts(), lambda: now)
+    timer = FenceTimer(LIMIT, Contacts(), lambda: now)
     hypervisor = Hosted()
-    server = AgentServer(AgentIdentity("1", "h1", "b", "r"), Epochs(), lambda _: hypervisor, lease=lease)  # type: ignore[arg-type, return-value]
+    server = AgentServer(AgentIdentity("1", "h1", "b", "r"), Epochs(), lambda _: hypervisor, fence_timer=timer)  # type: ignore[arg-type, return-value]
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
     reader, writer = await asyncio.open_connection(*listening.sockets[0].getsockname()[:2])
 
@@ -289,20 +289,20 @@ async def test_contact_is_as_old_as_the_answer_that_the_controller_has_got() -> 
     await say(Line(hello=Hello(release="1", protocol=1, oldest=1, controller="c", site="test0")))
     now = 1003.0
     await say(Line(take=1))
-    assert lease.contacts.controllers == {"test0": 1000.0}, (
+    assert timer.contacts.controllers == {"test0": 1000.0}, (
         "the greeting has come, when a VM may be made for the controller"
     )
     now = 1005.0
     await say(Line(ping=1, heard=0))
-    assert lease.contacts.controllers == {"test0": 1000.0}, "whether the answer arrives is not known yet"
+    assert timer.contacts.controllers == {"test0": 1000.0}, "whether the answer arrives is not known yet"
     now = 1010.0
     await say(Line(ping=2, heard=1))
-    assert lease.contacts.controllers == {"test0": 1005.0}
+    assert timer.contacts.controllers == {"test0": 1005.0}
     now = 1500.0
     await say(Line(ping=3, heard=1))
-    assert lease.contacts.controllers == {"test0": 1005.0}, "it was sent long ago"
+    assert timer.contacts.controllers == {"test0": 1005.0}, "it was sent long ago"
     await say(Line(ping=4))
-    assert lease.contacts.controllers == {"test0": 1500.0}, "a controller of the release before says no more"
+    assert timer.contacts.controllers == {"test0": 1500.0}, "a controller of the release before says no more"
     writer.close()
     listening.close()
     await server.close()
@@ -331,9 +331,9 @@ class Pipe:
 
 
 @asynccontextmanager
-async def connected(lease: FenceTimer) -> AsyncIterator[Pipe]:
+async def connected(timer: FenceTimer) -> AsyncIterator[Pipe]:
     host = SimpleNamespace(observe=observe)
-    server = AgentServer(AgentIdentity("1", "h1", "b", "r"), Epochs(), lambda _: host, lease=lease)  # type: ignore[arg-type, return-value]
+    server = AgentServer(AgentIdentity("1", "h1", "b", "r"), Epochs(), lambda _: host, fence_timer=timer)  # type: ignore[arg-type, return-value]
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
     reader, writer = await asyncio.open_connection(*listening.sockets[0].getsockname()[:2])
     pipe = Pipe(reader, writer)
@@ -352,7 +352,7 @@ async def observe() -> HypervisorView:
 async def test_a_controller_is_told_when_vms_are_ended_once_the_next_run_of_the_agent_knows() -> None:
     host = Hosted()
     fence = host.fence()
-    async with connected(fence.lease) as pipe:
+    async with connected(fence.timer) as pipe:
         assert await pipe.shown(1) == 0
         await fence.check()
         assert host.kept[-1].limits == {"test0": LIMIT} and await pipe.shown(2) == LIMIT
@@ -362,14 +362,14 @@ async def test_a_longer_time_counts_only_once_the_controller_knows_it() -> None:
     """It would take VMs for ended after the shorter one."""
     host = Hosted()
     fence = host.fence(Contacts({"test0": 0.0}, {}, {"test0": LIMIT / 2}))
-    assert fence.lease.limit("test0") == LIMIT / 2
-    async with connected(fence.lease) as pipe:
+    assert fence.timer.limit("test0") == LIMIT / 2
+    async with connected(fence.timer) as pipe:
         await pipe.known(1)
-        assert fence.lease.limit("test0") == LIMIT / 2, "it has observed nothing yet"
+        assert fence.timer.limit("test0") == LIMIT / 2, "it has observed nothing yet"
         assert await pipe.shown(1) == LIMIT
-        assert fence.lease.limit("test0") == LIMIT / 2, "whether that has come is not known yet"
+        assert fence.timer.limit("test0") == LIMIT / 2, "whether that has come is not known yet"
         await pipe.known(3)
-        assert fence.lease.limit("test0") == LIMIT
+        assert fence.timer.limit("test0") == LIMIT
     await fence.check()
     assert host.kept[-1].limits == {"test0": LIMIT}
     host.now = LIMIT
@@ -380,8 +380,8 @@ async def test_a_longer_time_counts_only_once_the_controller_knows_it() -> None:
 async def test_a_shorter_time_counts_at_once_and_is_told_once_it_is_kept() -> None:
     host = Hosted()
     fence = host.fence(Contacts({"test0": 0.0}, {}, {"test0": 2 * LIMIT}))
-    async with connected(fence.lease) as pipe:
-        assert fence.lease.limit("test0") == LIMIT and await pipe.shown(1) == 0
+    async with connected(fence.timer) as pipe:
+        assert fence.timer.limit("test0") == LIMIT and await pipe.shown(1) == 0
         await fence.check()
         assert await pipe.shown(2) == LIMIT
     host.now = LIMIT + 1
@@ -392,10 +392,10 @@ async def test_a_shorter_time_counts_at_once_and_is_told_once_it_is_kept() -> No
 async def test_vms_are_ended_after_self_fencing_was_turned_off_until_the_controller_knows() -> None:
     host = Hosted()
     fence = host.fence(Contacts({"test0": 0.0}, {}, {"test0": LIMIT}), inf)
-    assert fence.lease.shortest == LIMIT
-    async with connected(fence.lease) as pipe:
+    assert fence.timer.shortest == LIMIT
+    async with connected(fence.timer) as pipe:
         assert await pipe.shown(1) == 0
         await pipe.known(1)
-    assert fence.lease.shortest == inf
+    assert fence.timer.shortest == inf
     await fence.run()
     assert host.kept[-1].limits == {} and len(host.vms) == 2

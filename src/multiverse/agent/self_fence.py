@@ -126,10 +126,10 @@ class HostedVms(Protocol):
 
 @dataclass
 class SelfFence:
-    """Applies a lease to the VMs of all sites of this host. `reached` says which nodes of a site the scheduler reaches;
+    """Applies a timer to the VMs of all sites of this host. `reached` says which nodes of a site the scheduler reaches;
     it raises if the scheduler does not answer. `keep` is called with the contacts when they have changed."""
 
-    lease: FenceTimer
+    timer: FenceTimer
     sites: Callable[[], Collection[str]]
     hypervisor: Callable[[str], HostedVms]
     reached: Callable[[str], Awaitable[Collection[str]]]
@@ -141,9 +141,9 @@ class SelfFence:
 
     async def run(self) -> None:
         """Look at intervals until cancelled, or until no VM is to be ended any more."""
-        while self.lease.shortest < inf:
+        while self.timer.shortest < inf:
             await self.check()
-            await asyncio.sleep(self.lease.shortest / CHECKS)
+            await asyncio.sleep(self.timer.shortest / CHECKS)
         self._keep_contacts()
 
     async def check(self) -> None:
@@ -152,8 +152,8 @@ class SelfFence:
         self._keep_contacts()
 
     async def _look(self, site: str) -> None:
-        if site not in self.lease.contacts.controllers:
-            self.lease.heard(site, self.lease.now())  # nobody knows of an earlier contact: its time begins now
+        if site not in self.timer.contacts.controllers:
+            self.timer.heard(site, self.timer.now())  # nobody knows of an earlier contact: its time begins now
         try:
             await self._check(site)
         except (MultiverseError, OSError) as error:
@@ -165,29 +165,29 @@ class SelfFence:
             return self.sites()
         except OSError as error:
             log.warning("self-fencing cannot list the sites of this host", reason=str(error))
-            return sorted(self.lease.contacts.controllers)
+            return sorted(self.timer.contacts.controllers)
 
     def _keep_contacts(self) -> None:
-        if self.lease.contacts == self._kept:
+        if self.timer.contacts == self._kept:
             return
         try:
-            self.keep(self.lease.contacts)
-            self._kept = deepcopy(self.lease.contacts)
-            self.lease.kept = self._kept.limits
+            self.keep(self.timer.contacts)
+            self._kept = deepcopy(self.timer.contacts)
+            self.timer.kept = self._kept.limits
         except OSError as error:  # the next run of the agent would take its VMs for longer out of contact than they are
             log.warning("the last contacts cannot be kept", reason=str(error))
 
     async def _check(self, site: str) -> None:
-        began = self.lease.now()
-        if not self.lease.asks_scheduler(site, began):
+        began = self.timer.now()
+        if not self.timer.asks_scheduler(site, began):
             return
         hypervisor = self.hypervisor(site)
         vms = await self._list(site, hypervisor)
         try:
-            self.lease.reached(set(vms) & set(await self.reached(site)), began)
+            self.timer.reached(set(vms) & set(await self.reached(site)), began)
         except (MultiverseError, OSError) as error:
             log.warning("neither the controller nor the scheduler is reached", site=site, reason=str(error))
-        if ending := self.lease.expired(site, vms, self.lease.now()):
+        if ending := self.timer.expired(site, vms, self.timer.now()):
             await self._end(hypervisor, ending)
 
     async def _list(self, site: str, hypervisor: HostedVms) -> Collection[str]:

@@ -129,10 +129,10 @@ class AgentServer:
         epochs: Epochs,
         hypervisor: Callable[[str], LocalHypervisor],
         processes: Mapping[str, int] = MappingProxyType({}),
-        lease: FenceTimer | None = None,
+        fence_timer: FenceTimer | None = None,
         samples: Samples | None = None,
     ) -> None:
-        self._lease, self._samples = lease, samples
+        self._fence_timer, self._samples = fence_timer, samples
         self._who, self._epochs, self._hypervisor, self._processes = who, epochs, hypervisor, processes
         self._refusing = ""
         self._creating: dict[tuple[str, str], VmSpec] = {}  # by site and name
@@ -187,7 +187,7 @@ class AgentServer:
         try:
             self._check_protocol(hello)
             welcome = self._welcome(hello.site)
-            greeted = self._lease.now() if self._lease else 0.0
+            greeted = self._fence_timer.now() if self._fence_timer else 0.0
             writer.write(encode(Answer(welcome=welcome)))
             # The controller may wait for other agents before it takes its epoch; meanwhile it sends pings.
             while (line := await _line(reader)) is not None and line.take is None:
@@ -197,8 +197,8 @@ class AgentServer:
             hypervisor = self._hypervisor(hello.site)
             epoch = Epoch(line.take, hello.controller)
             self._epochs.take(hello.site, epoch)
-            if self._lease is not None:  # the controller has got the greeting
-                self._lease.heard(hello.site, greeted)
+            if self._fence_timer is not None:  # the controller has got the greeting
+                self._fence_timer.heard(hello.site, greeted)
         except MultiverseError as error:
             log.warning("controller refused", controller=hello.controller, reason=str(error))
             writer.write(encode(Answer(refused=CallFailure.of(error))))
@@ -260,15 +260,15 @@ class AgentServer:
     def _note_contact(self, connection: _Connection, ping: int, heard: int | None) -> None:
         """The controller has heard the answer to an earlier ping, which was sent when `pongs` says. One of the release
         before does not say what it has heard."""
-        if self._lease is None:
+        if self._fence_timer is None:
             return
-        now = self._lease.now()
+        now = self._fence_timer.now()
         connection.pongs[ping] = now, connection.shown
         at, shown = (now, None) if heard is None else connection.pongs.get(heard, (None, None))
         if shown is not None:
-            self._lease.known(connection.site, shown)
+            self._fence_timer.known(connection.site, shown)
         if at is not None:
-            self._lease.heard(connection.site, at)
+            self._fence_timer.heard(connection.site, at)
             connection.pongs = {number: sent for number, sent in connection.pongs.items() if number > (heard or ping)}
 
     def _begin(self, connection: _Connection, number: int, call: Call) -> None:
@@ -369,8 +369,8 @@ class AgentServer:
             hosts = {name: replace(host, load=load) for name, host in hosts.items()}
         if self._refusing:
             hosts = {name: replace(host, refuses=self._refusing) for name, host in hosts.items()}
-        if self._lease is not None:
-            connection.shown = shown = self._lease.shown(connection.site)
+        if self._fence_timer is not None:
+            connection.shown = shown = self._fence_timer.shown(connection.site)
             hosts = {name: replace(host, self_fence=shown) for name, host in hosts.items()}
         return replace(view, hosts=hosts, vms=MappingProxyType(vms))
 

@@ -175,9 +175,9 @@ async def serve(settings: Settings, *, leased: bool = False) -> None:
         stack.callback(hypervisors.close)  # otherwise this process would last as long as its longest call
         who = AgentIdentity(multiverse.__version__, settings.host.name, boot_id(), secrets.token_hex(8))
         fence = await _self_fence(settings, hypervisors)
-        lease = fence.lease if fence else None
+        timer = fence.timer if fence else None
         samples = await stack.enter_async_context(_sampling(settings))
-        server = AgentServer(who, EpochFile(state / "epochs"), hypervisors.of, processes.programs, lease, samples)
+        server = AgentServer(who, EpochFile(state / "epochs"), hypervisors.of, processes.programs, timer, samples)
         stop = stop_signal()
         sock = bind(settings.agent.socket, "agent.socket")
         stack.callback(settings.agent.socket.unlink, missing_ok=True)

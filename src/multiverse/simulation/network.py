@@ -265,16 +265,16 @@ class SimulatedAgent:
         self._starts += 1
         name, release = self.local.name, self.release
         who = AgentIdentity(release.name, name, f"boot-{name}", f"run-{self._starts}", release.protocol, release.oldest)
-        self.running = AgentServer(who, self.epochs, lambda _: self.local, lease=self._begin_self_fencing())
+        self.running = AgentServer(who, self.epochs, lambda _: self.local, fence_timer=self._begin_self_fencing())
 
     def _begin_self_fencing(self) -> FenceTimer | None:
         if not self.behaviour.self_fence or self._reached is None:
             return None
-        lease = FenceTimer(self.behaviour.self_fence, deepcopy(self._contacts), asyncio.get_running_loop().time)
+        timer = FenceTimer(self.behaviour.self_fence, deepcopy(self._contacts), asyncio.get_running_loop().time)
         vms = self._vms
-        fence = SelfFence(lease, lambda: vms.sites, lambda _: vms, self._reached, self._keep_contacts)
+        fence = SelfFence(timer, lambda: vms.sites, lambda _: vms, self._reached, self._keep_contacts)
         self._task(fence.run())
-        return lease
+        return timer
 
     def _keep_contacts(self, contacts: Contacts) -> None:
         self._contacts = deepcopy(contacts)
