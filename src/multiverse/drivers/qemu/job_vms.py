@@ -101,7 +101,7 @@ class QemuJobVms:
         return str(self._network[_FIRST_ADDRESS + vm.number])
 
     def _specification(self, vm: JobVm) -> Specification:
-        qemu, abilities = self._settings.qemu, self._abilities(vm.image)
+        qemu, abilities = self._settings.qemu, self._host.image_abilities(vm.image)
         instant = {"plug_cpus", "plug_memory"} <= abilities
         base = Size(qemu.base_cpus, qemu.base_memory)
         name, address = job_vm_name(vm), self._address(vm)
@@ -117,10 +117,6 @@ class QemuJobVms:
             template_size=base if instant else None,
             job_groups=vm.groups,
         )
-
-    def _abilities(self, image: str) -> frozenset[str]:
-        (host,) = self._host.observe().hosts.values()
-        return frozenset(host.images.get(image, ()))
 
     def _plugged(self, vm: JobVm) -> Size:
         """The size to which the VM is plugged: whole blocks of memory, and not more than was asked for."""

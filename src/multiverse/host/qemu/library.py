@@ -89,6 +89,11 @@ class QemuHost:
         """The names of all VMs of which a part exists."""
         return [path.name for path in self._observer.vm_directories()]
 
+    def image_abilities(self, name: str) -> frozenset[str]:
+        """What guests of that image can do here, as an observation shows it; nothing if there is no such image."""
+        found = next((image for image in self._context.images.listed() if image.name == name), None)
+        return self._context.abilities.abilities(found) if found is not None else frozenset()
+
     def audit(self, name: str) -> Mapping[str, str | int]:
         """What the guest said of itself when this process started it: digests of its ids and of random bytes, CPUs,
         memory. Empty if this process did not start it."""
