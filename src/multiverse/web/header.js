@@ -64,7 +64,7 @@ class Header extends View {
   }
 
   #connection() {
-    const lost = store.connection !== "live" || store.heardAgo > 25;
+    const lost = store.isSilent;
     setText(this.live, store.connection === "connecting" ? "connecting" : lost ? "not connected: figures are old" : "live");
     this.live.classList.toggle("lost", lost && store.connection !== "connecting");
   }

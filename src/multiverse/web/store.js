@@ -63,8 +63,10 @@ class Store extends EventTarget {
     this.dispatchEvent(new CustomEvent("change", { detail: changed }));
   }
 
-  get heardAgo() {
-    return this.#heard ? (Date.now() - this.#heard) / 1000 : SILENT_AFTER;
+  // Whether what is shown may be old.
+  get isSilent() {
+    const heardAgo = this.#heard ? (Date.now() - this.#heard) / 1000 : 0;
+    return this.connection !== "live" || heardAgo > SILENT_AFTER;
   }
 }
 
