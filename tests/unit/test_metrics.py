@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 from collections import Counter
+from pathlib import Path
 from random import Random
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+import multiverse.core
 from multiverse.config import Settings
 from multiverse.controller.loop import Controller
 from multiverse.core.provisioning.making import NO_ADDRESS
@@ -127,6 +130,14 @@ def test_reasons_are_counted_by_a_few_words() -> None:
     reasons = ("", BEHIND, "waiting for capacity: the hosts are full", "something new", NO_ADDRESS)
     assert [word(reason) for reason in reasons] == ["scheduler", "behind", "capacity", "other", "address"]
     assert counted([BEHIND, BEHIND])["behind"] == 2
+    assert word("waiting until mvtest0-1 of its earlier run is gone") == "earlier run"
+
+
+def test_each_sentence_of_the_core_about_waiting_has_a_word() -> None:
+    sources = Path(multiverse.core.__file__).parent.rglob("*.py")
+    found = {text for path in sources for text in re.findall(r'f?"(waiting [^"{]+)', path.read_text())}
+    assert "waiting for bandwidth: hosts that have room otherwise have " in found
+    assert [text for text in found - {"waiting until "} if word(text) == "other"] == []
 
 
 def test_a_transaction_that_changes_nothing_is_not_counted() -> None:
