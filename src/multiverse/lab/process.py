@@ -21,6 +21,9 @@ from multiverse.system.processes import ProcessIdentity
 
 _INTERVAL = 0.02  # seconds between two attempts to connect to a starting daemon
 
+# The children of this process, by pid. A Popen object that is deleted can take the child's exit status with it.
+_children: dict[int, subprocess.Popen[bytes]] = {}
+
 
 @dataclass(frozen=True, slots=True)
 class RunningDaemon:
@@ -75,6 +78,8 @@ def recorded(record: Path) -> RunningDaemon | None:
 
 def start(command: DaemonCommand, record: Path, digest: str) -> RunningDaemon:
     """Start a daemon in a session of its own and write its record. `Broken` if it cannot be executed."""
+    for child in list(_children.values()):
+        child.poll()  # one that was killed does not stay a zombie
     account = pwd.getpwnam(command.user)
     command.log.parent.mkdir(parents=True, exist_ok=True)
     with command.log.open("ab") as log:
@@ -97,6 +102,8 @@ def start(command: DaemonCommand, record: Path, digest: str) -> RunningDaemon:
             raise Broken(
                 f"cannot run {command.argv[0]}: {error.strerror}", hint="install the lab's packages: make setup"
             ) from error
+    if not command.launcher:
+        _children[process.pid] = process
     started = ProcessIdentity.of(_launched(process, command) if command.launcher else process.pid)
     running = RunningDaemon(started.pid, started.started, started.boot_id, digest, time.time())
     files.replace(record, json.dumps(asdict(running)), mode=0o644)
@@ -153,15 +160,15 @@ async def stop(running: RunningDaemon, grace: float) -> None:
 
 def _reap(pid: int) -> None:
     """Reap the process if it is a child of this one."""
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(pid, os.WNOHANG)
+    if child := _children.pop(pid, None):
+        child.poll()
 
 
 def _status(pid: int) -> str:
     """With which exit status a process has ended, for an error message; empty if it is no child of this one."""
-    with contextlib.suppress(ChildProcessError):
-        return f" with {os.waitstatus_to_exitcode(os.waitpid(pid, os.WNOHANG)[1])}"
-    return ""
+    child = _children.get(pid)
+    code = child.poll() if child else None
+    return "" if code is None else f" with {code}"
 
 
 def last_line(log: Path) -> str:
