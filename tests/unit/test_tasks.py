@@ -179,7 +179,8 @@ def test_a_task_ends_by_the_signal_that_ended_its_command(agent: Callable[..., F
 
 def test_a_command_ignores_no_signal(agent: Callable[..., FakeAgent]) -> None:
     done = agent().run("grep", "SigIgn", "/proc/self/status")
-    assert int(done.stdout.split()[1], 16) == 0, "Python's own ignores some"
+    reserved = 0b11 << 31  # signals 32 and 33 belong to the C library, and no program can change what they do
+    assert int(done.stdout.split()[1], 16) & ~reserved == 0, "Python's own ignores some"
 
 
 def test_a_command_that_does_not_exist_ends_as_slurm_ends_one(agent: Callable[..., FakeAgent]) -> None:
