@@ -107,8 +107,23 @@ async def nothing_happens(setting: Setting) -> None:
 @pytest.mark.parametrize(("seconds", "interval"), [(0.01, POLL), (0.05, POLL), (0.5, 10.0), (1.0, 20.0)])
 def test_whole_loads_are_as_rare_as_they_are_long(seconds: float, interval: float) -> None:
     wholes = play(Slurm(whole=seconds), nothing_happens).slurm.wholes
-    gaps = [after - before for before, after in pairwise(wholes)]
+    first, *gaps = [after - before for before, after in pairwise(wholes)]
+    assert first == pytest.approx(POLL, abs=0.01), "one duration alone tells nothing"
     assert gaps and min(gaps) == pytest.approx(interval, abs=0.01) and max(gaps) == pytest.approx(interval, abs=0.01)
+
+
+def test_a_whole_load_that_had_to_wait_once_puts_off_no_other() -> None:
+    async def script(setting: Setting) -> None:
+        await asyncio.sleep(4.0)
+        setting.slurm.whole = 14.0  # the backup slurmctld takes over
+        await asyncio.sleep(POLL)
+        setting.slurm.whole = 0.1
+        setting.slurm.jobs["1"] = job("1", state=JobState.RUNNING)
+        await asyncio.sleep(14.0 + POLL)
+        assert setting.shown().jobs["1"].state is JobState.RUNNING
+
+    gaps = [after - before for before, after in pairwise(play(Slurm(job("1")), script).slurm.wholes)]
+    assert max(gaps) == pytest.approx(14.0, abs=0.01)
 
 
 def test_between_whole_loads_the_awaited_jobs_and_nodes_are_read() -> None:
@@ -184,11 +199,12 @@ def test_a_hint_of_a_job_that_changes_late_is_followed_by_the_whole_burst() -> N
 
 def test_what_a_part_did_not_read_is_left_to_a_whole_load() -> None:
     async def script(setting: Setting) -> None:
+        await asyncio.sleep(1.5)
         setting.slurm.most = 1
         for uid in (7, 8):
             setting.observer.hint(uid=uid)
         await asyncio.sleep(5.0)
-        first, second, *_ = setting.slurm.wholes
+        first, second = setting.slurm.wholes[1:3]
         assert second - first == pytest.approx(WHOLE_SHARE * 0.07, abs=0.01)
 
     play(Slurm(whole=0.07), script)
@@ -196,9 +212,10 @@ def test_what_a_part_did_not_read_is_left_to_a_whole_load() -> None:
 
 def test_a_hint_without_a_name_hastens_the_whole_load_and_not_beyond_its_share() -> None:
     async def script(setting: Setting) -> None:
+        await asyncio.sleep(1.5)
         setting.observer.hint()
         await asyncio.sleep(5.0)
-        first, second, *_ = setting.slurm.wholes
+        first, second = setting.slurm.wholes[1:3]
         assert second - first == pytest.approx(WHOLE_SHARE * 0.07, abs=0.01)
 
     play(Slurm(whole=0.07), script)

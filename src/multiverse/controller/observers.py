@@ -30,7 +30,8 @@ BURST = (0.0, 0.05, 0.15, 0.4)
 TIMEOUT = 60.0
 
 WHOLE_SHARE = 20.0
-"""Whole loads of the scheduler begin at intervals of at least this many times the duration of the last one."""
+"""Whole loads of the scheduler begin at intervals of at least this many times the duration of the last one, or of the
+one before if that was shorter: a load that waited, for the backup slurmctld, say, tells nothing about the next."""
 
 PART_SHARE = 3.0
 """The same for readings of a part."""
@@ -164,7 +165,8 @@ class SchedulerObserver(Observer[SchedulerView]):
         super().__init__("scheduler", scheduler.observe, clock, interval, seen)
         self.whole_loads = 0
         self._parts, self._poll, self._awaited = scheduler.parts, poll, awaited
-        self._whole_began = self._whole_took = self._part_began = self._part_took = 0.0
+        self._whole_began = self._part_began = self._part_took = 0.0
+        self._whole_took = 0.0, 0.0  # the last two durations
         self._unnamed: list[float] = []  # times of whole loads, after hints that name nobody
         self._users: dict[int, list[float]] = {}  # whose jobs are to be read, with the times of the readings
         self._jobs: dict[str, list[float]] = {}  # the same of single jobs
@@ -202,7 +204,7 @@ class SchedulerObserver(Observer[SchedulerView]):
         users, jobs = _due(self._users, self._began), _due(self._jobs, self._began)
         view = await self._observe()
         self.whole_loads += 1
-        self._whole_took = self._clock.now() - self._began
+        self._whole_took = self._whole_took[1], self._clock.now() - self._began
         _keep(self._users, users, self._began)
         _keep(self._jobs, jobs, self._began)
         return Seen(view, self._began)
@@ -226,7 +228,7 @@ class SchedulerObserver(Observer[SchedulerView]):
         _keep(self._jobs, {job_id: times for job_id, times in jobs.items() if job_id not in changed}, self._began)
 
     def _whole_due(self) -> float:
-        may = self._whole_began + WHOLE_SHARE * self._whole_took
+        may = self._whole_began + WHOLE_SHARE * min(self._whole_took)
         return max(may, min([self._whole_began + self._poll, *self._unnamed]))
 
     def _next(self) -> float:
