@@ -204,6 +204,7 @@ def services(plan: LabPlan | None) -> tuple[Service, ...]:
     own has services in place of this machine's agent, and each bare-metal node has its own before the agents."""
     if plan is None:
         return SERVICES
-    nodes = tuple(service for node in plan.physical_nodes for service in physical_services(node))
+    physical = plan.physical_nodes
+    nodes = tuple(service for node in physical for service in physical_services(node, agent=plan.job_vms))
     agents = tuple(service for host in plan.own_hosts for service in host_services(host)) or (AGENT,)
     return (*(service for service in SERVICES if service not in (AGENT, CONTROLLER)), *nodes, *agents, CONTROLLER)

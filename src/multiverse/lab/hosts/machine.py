@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from multiverse.core.errors import Broken, Exhausted
 from multiverse.host import process as processes
@@ -12,9 +13,12 @@ from multiverse.lab.hosts import control_groups, network
 from multiverse.lab.layout import Layout
 from multiverse.lab.plan import LabHost, outermost
 from multiverse.lab.process import DaemonCommand
-from multiverse.lab.service import Lab, Service
+from multiverse.lab.program import multiverse
+from multiverse.lab.service import Lab, Service, directory
 
+SETTINGS = "multiverse.toml"
 _INIT = "multiverse.lab.hosts.init"
+_KVM = "kvm.json"  # see `host.qemu.context.HostContext`
 
 
 class HostInit:
@@ -47,6 +51,25 @@ class HostInit:
     def connect(self, lab: Lab) -> None:
         """Connect the host to the lab's switch."""
         network.connect(lab.plan, self._host, self._pid(lab))
+
+    def run_agent(self, lab: Lab) -> DaemonCommand:
+        """How to run the host's agent. Its log is private, because it contains lines from guests' consoles."""
+        argv = multiverse("agent", "--config", f"{lab.where.etc}/{SETTINGS}")
+        return replace(self.inside(lab, argv, "agent.log"), log_mode=0o600)
+
+    def prepare_agent(self, lab: Lab) -> None:
+        """Make what the agent needs. Whether KVM runs guests takes seconds to find out, and all hosts are the same
+        machine."""
+        own = lab.where.host(self._host.name)
+        directory(own.controller, "root", 0o711)  # the uids of VMs need to pass through
+        others = (*lab.plan.own_hosts, *lab.plan.physical_nodes)
+        for known in (lab.where.controller, *(lab.where.host(one.name).controller for one in others)):
+            if (known / _KVM).exists() and not (own.controller / _KVM).exists():
+                shutil.copy(known / _KVM, own.controller)
+
+    def masquerade(self, lab: Lab) -> None:
+        """Let guests of the host's own networks reach the lab's file systems."""
+        network.masquerade(self._pid(lab), lab.plan.job_subnet)
 
     def inside(self, lab: Lab, argv: Sequence[str], log: str) -> DaemonCommand:
         """How to run a daemon on the host, as root and with a log of this machine's."""

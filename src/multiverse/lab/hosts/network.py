@@ -47,6 +47,22 @@ def connect(plan: LabPlan, host: LabHost, pid: int) -> None:
         raise Broken(f"cannot make the network of host {host.name}: {done.stderr.strip()}", hint="lab down, and again")
 
 
+def masquerade(pid: int, subnet: str) -> None:
+    """Let the host whose first process is `pid` send what comes from that network as its own; again is success."""
+    rule = f"ip saddr {subnet} ip daddr != {subnet} masquerade"
+    rules = f"table ip lab {{ chain leaving {{ type nat hook postrouting priority 100; {rule}; }}; }}"
+    done = subprocess.run(
+        ["nsenter", f"--net=/proc/{pid}/ns/net", "sh", "-ec", "echo 1 > /proc/sys/net/ipv4/ip_forward; exec nft -f -"],
+        input=f"table ip lab\ndelete table ip lab\n{rules}\n",
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    if done.returncode:
+        raise Broken(f"cannot translate addresses on a host: {done.stderr.strip()}", hint="is nftables installed?")
+
+
 def disconnect(host: LabHost) -> bool:
     """Remove the host's port of the switch, with the uplink at its other end; True if it existed."""
     with IPRoute() as ip:

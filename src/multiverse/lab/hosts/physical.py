@@ -1,6 +1,7 @@
-"""The bare-metal nodes of a lab: each has a munged and a slurmd in namespaces of its own, and no agent of its own.
+"""The bare-metal nodes of a lab: each has a munged and a slurmd in namespaces of its own.
 
-Jobs of partition `physical` run on them directly, as on any site's nodes, each in control groups of its own.
+Jobs of partition `physical` run on them directly, as on any site's nodes, each in control groups of its own. Where the
+settings enable VMs inside jobs, each node has an agent, too.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import shutil
 from collections.abc import Sequence
 from functools import cache
 
-from multiverse.lab.hosts.machine import HostInit
+from multiverse.lab.hosts.machine import SETTINGS, HostInit
 from multiverse.lab.munge import munged_command, prepare_munge, write_munge_key
 from multiverse.lab.plan import LabHost
 from multiverse.lab.process import DaemonCommand
@@ -19,9 +20,10 @@ _UP = ("idle", "mixed", "allocated")
 
 
 @cache
-def physical_services(host: LabHost) -> tuple[Service, ...]:
-    """The services of a node, in the order in which they are started."""
-    return _NodeServices(host).all
+def physical_services(host: LabHost, *, agent: bool = True) -> tuple[Service, ...]:
+    """The services of a node, in the order in which they are started, with or without an agent."""
+    services = _NodeServices(host)
+    return (*services.first, *((services.agent,) if agent else ()), services.slurmd)
 
 
 class _NodeServices:
@@ -33,7 +35,7 @@ class _NodeServices:
             ready=lambda lab: answers(str(lab.where.host(host.name).munge_socket)),
             prepare=self._prepare_munge,
         )
-        slurmd = Service(
+        self.slurmd = Service(
             f"{host.name}-slurmd",
             self._run_slurmd,
             ready=self._registered,
@@ -41,7 +43,16 @@ class _NodeServices:
             initialize=self._resume,
             config_files=tuple(f"../hosts/{host.name}/etc/{name}" for name in ("slurm.conf", "cgroup.conf")),
         )
-        self.all = (self._init.service, munged, slurmd)
+        self.agent = Service(
+            f"{host.name}-agent",
+            self._init.run_agent,
+            # Users have jobs there before its other socket is made.
+            ready=lambda lab: answers(str(lab.where.host(host.name).run / "jobs.sock")),
+            prepare=self._prepare_agent,
+            config_files=tuple(f"../hosts/{host.name}/etc/{name}" for name in (SETTINGS, "site.toml")),
+            grace=20.0,
+        )
+        self.first = (self._init.service, munged)
 
     def _prepare_munge(self, lab: Lab) -> None:
         """Give the node the cluster's key, and the directories of slurmd."""
@@ -50,6 +61,10 @@ class _NodeServices:
         write_munge_key(own, lab.where.munge_key.read_bytes())
         for name in ("multiverse.conf", "site.conf", "plugstack.conf"):
             shutil.copy(lab.where.etc / name, own.etc)
+
+    def _prepare_agent(self, lab: Lab) -> None:
+        self._init.prepare_agent(lab)
+        self._init.masquerade(lab)
 
     def _connect(self, lab: Lab) -> None:
         self._init.connect(lab)

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from functools import cache
 
 from multiverse.core.errors import Broken
 from multiverse.lab.hosts import ssh
-from multiverse.lab.hosts.machine import HostInit
+from multiverse.lab.hosts.machine import SETTINGS, HostInit
 from multiverse.lab.plan import LabHost
 from multiverse.lab.process import DaemonCommand
-from multiverse.lab.program import multiverse
-from multiverse.lab.service import Lab, Service, answers, directory
-
-SETTINGS = "multiverse.toml"
-_KVM = "kvm.json"  # see `host.qemu.context.HostContext`
+from multiverse.lab.service import Lab, Service, answers
 
 
 @cache
@@ -37,9 +32,9 @@ class _HostServices:
         )
         agent = Service(
             f"{host.name}-agent",
-            self._run_agent,
+            self._init.run_agent,
             ready=lambda lab: answers(str(lab.where.host(host.name).agent_socket)),
-            prepare=self._prepare_agent,
+            prepare=self._init.prepare_agent,
             config_files=(self._file(SETTINGS), self._file("site.toml")),
             grace=20.0,
         )
@@ -55,16 +50,3 @@ class _HostServices:
             raise Broken("sshd is not installed", hint="install the lab's packages: make setup")
         argv = [program, "-D", "-e", "-f", f"{lab.where.etc}/sshd_config"]
         return self._init.inside(lab, argv, "sshd.log")
-
-    def _run_agent(self, lab: Lab) -> DaemonCommand:
-        # The log is private, because it contains lines from guests' consoles.
-        argv = multiverse("agent", "--config", f"{lab.where.etc}/{SETTINGS}")
-        return replace(self._init.inside(lab, argv, "agent.log"), log_mode=0o600)
-
-    def _prepare_agent(self, lab: Lab) -> None:
-        own = lab.where.host(self._host.name)
-        directory(own.controller, "root", 0o711)  # the uids of VMs need to pass through
-        # Whether KVM runs guests takes seconds to find out, and all hosts are the same machine.
-        for known in (lab.where.controller, *(lab.where.host(one.name).controller for one in lab.plan.own_hosts)):
-            if (known / _KVM).exists() and not (own.controller / _KVM).exists():
-                shutil.copy(known / _KVM, own.controller)
