@@ -1,10 +1,10 @@
 /*
  * SPANK plugin of Multiverse: VMs inside a job's allocation.
  *
- * A job that was submitted with one of our options has a VM on its node, and its tasks run in that VM. The job's prolog
+ * A job that was submitted with one of our options has VMs on its nodes, and its tasks run in these. The job's prolog
  * records the options in a file, so that each step of the job is such a step, whatever its environment says. A task asks
- * the agent of the host for the VM before it gives up root's rights, and then executes mventer in place of its command.
- * The epilog releases the VM.
+ * the agent of the host for the VMs before it gives up root's rights, and then executes mventer in place of its command.
+ * The epilog releases the VMs.
  *
  * Other jobs pay the look-up of one file. No hook starts a process or holds a lock, no failure here drains a node, and
  * each wait has a limit. See docs/decisions/0057-vms-inside-a-job.md.
@@ -32,26 +32,31 @@
 #define EXPORTED __attribute__((visibility("default")))
 #define NAME "multiverse"
 #define BATCH 0xfffffffbU /* SLURM_BATCH_SCRIPT of slurm/slurm.h */
+#define MOST_VMS 64 /* as in agent/job_protocol.py */
+#define LONGEST_LIST 3072 /* bytes */
 #define NO_VAL64 0xfffffffffffffffeULL
 
 EXPORTED extern const char plugin_name[], plugin_type[];
 EXPORTED extern const unsigned int plugin_version, spank_plugin_version;
 SPANK_PLUGIN(multiverse, 1)
 
-enum { IMAGE, CPUS, MEMORY, DISK, COUNT };
+enum { IMAGE, CPUS, MEMORY, DISK, VMS, COUNT };
 
 static int take(int which, const char *value, int remote);
 
 static struct spank_option options[COUNT] = {
 	{"vm-image", "NAME", "run this job's tasks in a VM of that image", 1, IMAGE, take},
-	{"vcpu-per-vm", "N", "virtual CPUs of the job's VM (default: the job's cores)", 1, CPUS, take},
-	{"memory-per-vm", "SIZE", "memory of the job's VM, in MiB or with K, M, G, T (default: what the job's allows)", 1,
-	 MEMORY, take},
-	{"disk-size", "SIZE", "what the VM's users may write to its disk, in MiB or with K, M, G, T", 1, DISK, take},
+	{"vcpu-per-vm", "N", "virtual CPUs of each of the job's VMs (default: the job's cores, divided)", 1, CPUS, take},
+	{"memory-per-vm", "SIZE", "memory of each of the job's VMs, in MiB or with K, M, G, T (default: what the job's allows)",
+	 1, MEMORY, take},
+	{"disk-size", "SIZE", "what a VM's users may write to its disk, in MiB or with K, M, G, T", 1, DISK, take},
+	{"vm-per-node", "N", "VMs of the job on each of its nodes (default: 1)", 1, VMS, take},
 };
-static const char *const keys[COUNT] = {"image", "cpus", "memory", "disk"};
+static const char *const keys[COUNT] = {"image", "cpus", "memory", "disk", "vms"};
 
 static char values[COUNT][65];   /* as the agent reads them: an image's name, numbers in MiB; empty if not given */
+static char nodes[LONGEST_LIST]; /* of the job, as Slurm writes them; empty if that is longer */
+static char node[256];           /* this one's name */
 static char problem[1024];       /* why this task cannot run in its VM */
 static int is_ours;              /* whether this process's job has a VM */
 
@@ -127,10 +132,11 @@ static int take(int which, const char *value, int remote)
 		strcpy(values[IMAGE], value);
 		return 0;
 	}
-	if (which == CPUS) {
+	if (which == CPUS || which == VMS) {
 		number = *value >= '0' && *value <= '9' ? strtoull(value, &end, 10) : 0;
-		if (!end || *end || !number || number > 4096) {
-			slurm_error(NAME ": --vcpu-per-vm=%s: it is a number of virtual CPUs, at least 1", value);
+		if (!end || *end || !number || number > (which == VMS ? MOST_VMS : 4096)) {
+			slurm_error(which == VMS ? NAME ": --vm-per-node=%s: it is a number of VMs, from 1 to 64"
+						 : NAME ": --vcpu-per-vm=%s: it is a number of virtual CPUs, at least 1", value);
 			return -1;
 		}
 	} else if (!(number = size_of(value))) {
@@ -151,7 +157,7 @@ static void path_of(char *path, size_t size, uint32_t job, const char *suffix)
 /* Fills `values` from the record of a job. 1 if there is one, 0 if there is none, -1 if it cannot be read. */
 static int read_record(uint32_t job)
 {
-	char path[PATH_MAX], line[512], *rest = line, *word;
+	char path[PATH_MAX], line[LONGEST_LIST + 1024], *rest = line, *word;
 	FILE *file;
 
 	path_of(path, sizeof path, job, "");
@@ -161,6 +167,10 @@ static int read_record(uint32_t job)
 		*line = 0;
 	fclose(file);
 	while ((word = strsep(&rest, " \n"))) {
+		if (!strncmp(word, "nodes=", 6))
+			snprintf(nodes, sizeof nodes, "%s", word + 6);
+		else if (!strncmp(word, "node=", 5))
+			snprintf(node, sizeof node, "%s", word + 5);
 		for (int i = 0; i < COUNT; i++) {
 			size_t length = strlen(keys[i]);
 
@@ -173,7 +183,8 @@ static int read_record(uint32_t job)
 
 static int write_record(uint32_t job)
 {
-	char path[PATH_MAX], line[512];
+	char path[PATH_MAX], line[LONGEST_LIST + 1024];
+	const char *all = getenv("SLURM_NODELIST"), *own = getenv("SLURMD_NODENAME"); /* slurmd's, not the user's */
 	int fd, length = 0, done;
 
 	if (mkdir(records, 0755) && errno != EEXIST)
@@ -182,8 +193,9 @@ static int write_record(uint32_t job)
 	if ((fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644)) < 0)
 		return -1;
 	for (int i = 0; i < COUNT; i++)
-		length += snprintf(line + length, sizeof line - (size_t)length, "%s=%s%s", keys[i], values[i],
-				   i + 1 < COUNT ? " " : "\n");
+		length += snprintf(line + length, sizeof line - (size_t)length, "%s=%s ", keys[i], values[i]);
+	length += snprintf(line + length, sizeof line - (size_t)length, "nodes=%s node=%.255s\n",
+			   all && strlen(all) < LONGEST_LIST ? all : "", own ? own : "");
 	done = write(fd, line, (size_t)length) == length;
 	return close(fd) || !done ? -1 : 0;
 }
@@ -270,28 +282,43 @@ static unsigned count_of(const char *list)
 	return found;
 }
 
-/* Asks for the VM of the job. It is there for the second task and for later steps. */
+/* Asks for the VMs of the job. They are there for the second task and for later steps. */
 static void provide(spank_t spank, uint32_t job)
 {
-	char request[1024], nodes[16] = "1", *cores = NULL;
-	uint32_t step_nodes = 1;
+	char request[LONGEST_LIST + 1024], *cores = NULL;
 	uint64_t memory = 0;
 	uid_t uid = (uid_t)-1;
 
 	spank_get_item(spank, S_JOB_UID, &uid);
-	spank_get_item(spank, S_JOB_NNODES, &step_nodes);
 	spank_get_item(spank, S_JOB_ALLOC_CORES, &cores);
 	spank_get_item(spank, S_JOB_ALLOC_MEM, &memory);
-	spank_getenv(spank, "SLURM_JOB_NUM_NODES", nodes, sizeof nodes);
-	if (step_nodes > 1 || strtoul(nodes, NULL, 10) > 1) {
-		snprintf(problem, sizeof problem, "jobs of several nodes cannot have VMs yet; submit it with --nodes=1");
-		return;
-	}
 	snprintf(request, sizeof request,
-		 "provide job=%u uid=%u cores=%u allocated=%llu image=%s cpus=%s memory=%s disk=%s\n", job,
+		 "provide job=%u uid=%u cores=%u allocated=%llu image=%s cpus=%s memory=%s disk=%s vms=%s nodes=%s node=%s\n",
+		 job,
 		 (unsigned)uid, count_of(cores), memory >= NO_VAL64 ? 0ULL : (unsigned long long)memory,
-		 values[IMAGE], values[CPUS], values[MEMORY], values[DISK]);
+		 values[IMAGE], values[CPUS], values[MEMORY], values[DISK], values[VMS], nodes, node);
 	ask(timeout, request);
+}
+
+/*
+ * Which of the node's VMs a task runs in: the tasks of a step are divided in blocks, in the order of their local ids.
+ * With fewer tasks than VMs, the last VMs get none.
+ */
+static unsigned vm_of(unsigned task, unsigned tasks, unsigned vms)
+{
+	return tasks > vms ? (unsigned)((unsigned long long)task * vms / tasks) : task < vms ? task : 0;
+}
+
+/* Whether Slurm serves PMI to this task: MPI would take the tasks of a node for neighbours that share memory. */
+static int has_pmi(char **environment)
+{
+	static const char *const names[] = {"PMI_FD=", "PMIX_NAMESPACE="};
+
+	for (; environment && *environment; environment++)
+		for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+			if (!strncmp(*environment, names[i], strlen(names[i])))
+				return 1;
+	return 0;
 }
 
 /* --- hooks -------------------------------------------------------------------------------------------------------- */
@@ -354,9 +381,10 @@ EXPORTED int slurm_spank_task_init_privileged(spank_t spank, int count, char *ar
 /* In each task, as the user, in place of the command that follows. */
 EXPORTED int slurm_spank_task_init(spank_t spank, int count, char *arguments[])
 {
-	char **argv = NULL, **environment = NULL, **whole, number[16];
-	uint32_t job = job_of(spank), step = 0;
-	int argc = 0, used = 0;
+	char **argv = NULL, **environment = NULL, **whole, number[16], vm[16];
+	uint32_t job = job_of(spank), step = 0, tasks = 1;
+	unsigned vms = *values[VMS] ? (unsigned)atoi(values[VMS]) : 1;
+	int argc = 0, used = 0, task = 0;
 
 	(void)count;
 	(void)arguments;
@@ -364,15 +392,22 @@ EXPORTED int slurm_spank_task_init(spank_t spank, int count, char *arguments[])
 		return 0;
 	if (!*problem) {
 		spank_get_item(spank, S_JOB_STEPID, &step);
+		spank_get_item(spank, S_TASK_ID, &task);
+		spank_get_item(spank, S_JOB_LOCAL_TASK_COUNT, &tasks);
 		if (spank_get_item(spank, S_JOB_ARGV, &argc, &argv) != ESPANK_SUCCESS ||
 		    spank_get_item(spank, S_JOB_ENV, &environment) != ESPANK_SUCCESS || argc < 1 ||
 		    !(whole = calloc((size_t)argc + 6, sizeof *whole))) {
 			snprintf(problem, sizeof problem, "the command of this task is unknown");
+		} else if (vms > 1 && step != BATCH && has_pmi(environment)) {
+			snprintf(problem, sizeof problem, "srun's MPI knows nothing of several VMs on a node; "
+				 "use --mpi=none, or submit the job with --vm-per-node=1");
 		} else {
 			snprintf(number, sizeof number, "%u", job);
+			snprintf(vm, sizeof vm, "%u", vm_of(task < 0 ? 0 : (unsigned)task, tasks, vms));
 			whole[used++] = (char *)enter;
 			whole[used++] = (char *)agent;
 			whole[used++] = number;
+			whole[used++] = vm;
 			whole[used++] = step == BATCH ? "script" : "command";
 			memcpy(whole + used, argv, (size_t)argc * sizeof *argv);
 			execve(enter, whole, environment);
@@ -385,7 +420,7 @@ EXPORTED int slurm_spank_task_init(spank_t spank, int count, char *arguments[])
 	_exit(1);
 }
 
-/* Kills what is in the control groups of the job's VM. The agent lists these in a file, a directory on each line. */
+/* Kills what is in the control groups of the job's VMs. The agent lists these in a file, a directory on each line. */
 static void kill_rest(uint32_t job)
 {
 	char path[PATH_MAX], directory[PATH_MAX - 16], line[32];
@@ -419,7 +454,7 @@ EXPORTED int slurm_spank_job_epilog(spank_t spank, int count, char *arguments[])
 		return 0;
 	snprintf(request, sizeof request, "release job=%u\n", job);
 	if (ask(release_timeout, request)) {
-		slurm_error(NAME ": the VM of job %u is killed: %s", job, problem);
+		slurm_error(NAME ": the VMs of job %u are killed: %s", job, problem);
 		kill_rest(job);
 	}
 	unlink(path); /* the next agent removes the VMs of jobs without a record */

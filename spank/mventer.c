@@ -1,5 +1,7 @@
 /*
- * Runs a task's command in the VM of its job: mventer AGENT JOB command|script ARGV...
+ * Runs a task's command in a VM of its job: mventer AGENT JOB VM command|script ARGV...
+ *
+ * VM is the number of the VM among those of the job on this node, from 0 on.
  *
  * The SPANK plugin executes this program as the task: as the user, in the task's directory, environment and limits. It
  * gets a connection to the guest from the agent of the host, which knows the user from the socket, sends the command,
@@ -96,8 +98,8 @@ static void send_text(char type, const char *text)
 
 /* --- the agent ---------------------------------------------------------------------------------------------------- */
 
-/* Asks the agent for the connection to the VM of the job. */
-static void connect_guest(const char *path, const char *job)
+/* Asks the agent for the connection to a VM of the job. */
+static void connect_guest(const char *path, const char *job, const char *vm)
 {
 	struct sockaddr_un address = {.sun_family = AF_UNIX};
 	char request[64], answer[1024] = "";
@@ -109,7 +111,7 @@ static void connect_guest(const char *path, const char *job)
 	int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0), both[2];
 
 	snprintf(address.sun_path, sizeof address.sun_path, "%s", path);
-	snprintf(request, sizeof request, "enter job=%s\n", job);
+	snprintf(request, sizeof request, "enter job=%s vm=%s\n", job, vm);
 	alarm(60); /* the agent's own limit is shorter */
 	if (fd < 0 || connect(fd, (struct sockaddr *)&address, sizeof address) ||
 	    send(fd, request, strlen(request), MSG_NOSIGNAL) < 0)
@@ -432,14 +434,14 @@ int main(int count, char *argv[])
 {
 	struct termios raw;
 
-	if (count < 5) {
-		fprintf(stderr, "usage: mventer AGENT JOB command|script ARGV...\nThe SPANK plugin of Multiverse runs it.\n");
+	if (count < 6) {
+		fprintf(stderr, "usage: mventer AGENT JOB VM command|script ARGV...\nThe SPANK plugin of Multiverse runs it.\n");
 		return 2;
 	}
-	connect_guest(argv[1], argv[2]);
+	connect_guest(argv[1], argv[2], argv[3]);
 	is_terminal = isatty(0) && isatty(1) && !tcgetattr(0, &before);
 	catch_signals();
-	send_command(!strcmp(argv[3], "script"), argv + 4);
+	send_command(!strcmp(argv[4], "script"), argv + 5);
 	if (is_terminal) { /* the terminal in the guest does what this one does for a command here */
 		raw = before;
 		cfmakeraw(&raw);

@@ -156,12 +156,24 @@ def test_a_batch_script_runs_in_the_vm_and_gets_signals_alone_or_with_all_its_pr
     assert accounted(node.under_test, job, 90)[0] == "CANCELLED"
 
 
+def test_the_tasks_of_a_step_are_divided_over_the_vms_of_the_node(node: BareNode) -> None:
+    several = ("--ntasks=2", "--mem=1000", "--vm-per-node=2")
+    done = node.srun(*several, "sh", "-c", "echo $SLURM_LOCALID $(hostname) $(nproc); exit $((SLURM_LOCALID * 2))")
+    assert done.returncode == 2, done.stderr
+    said = {task: (name, cpus) for task, name, cpus in map(str.split, done.stdout.splitlines())}
+    assert said.keys() == {"0", "1"} and said["0"][0] != said["1"][0]
+    assert {cpus for _, cpus in said.values()} == {"1"}, "each VM has half of the CPUs"
+    refused = node.srun(*several, "--mpi=pmi2", "hostname")
+    assert refused.returncode != 0 and not refused.stdout and "use --mpi=none" in refused.stderr
+
+
 def test_each_mistake_has_a_sentence(node: BareNode) -> None:
     for option, sentence in (
         ("--vm-image=../x", "an image's name has letters"),
         ("--vcpu-per-vm=none", "a number of virtual CPUs"),
         ("--memory-per-vm=3X", "a size in MiB"),
         ("--disk-size=0", "a size in MiB"),
+        ("--vm-per-node=0", "a number of VMs"),
     ):
         refused = node.srun(option, "true", vm=False)
         assert refused.returncode != 0 and sentence in refused.stderr, refused.stderr
@@ -169,6 +181,7 @@ def test_each_mistake_has_a_sentence(node: BareNode) -> None:
         (("--mem=100", "--vm-image=slim"), "submit the job with --mem="),
         (("--mem=700", "--vm-image=unknown"), "no image 'unknown'"),
         (("--mem=700", "--vcpu-per-vm=64"), "submit it with --cpus-per-task=64"),
+        (("--mem=700", "--vm-per-node=2"), "submit it with --cpus-per-task=2"),
     ):
         failed = node.srun(*options, "hostname", vm=False)
         assert failed.returncode == 1 and sentence in failed.stderr and not failed.stdout, failed.stderr
@@ -209,7 +222,7 @@ def test_the_vm_of_another_user_cannot_be_entered(node: BareNode) -> None:
     until("its VM runs", lambda: (node.under_test.where.run / "jobs" / f"{job}.groups").exists(), 120)
     socket = str(node.under_test.where.run / "jobs.sock")
     tried = node.under_test.run(
-        str(BUILT / "mventer"), socket, job, "command", "id", user=node.under_test.other, check=False
+        str(BUILT / "mventer"), socket, job, "0", "command", "id", user=node.under_test.other, check=False
     )
     assert tried.returncode == 1 and "has no VM of yours" in tried.stderr and not tried.stdout
     node.under_test.run("scancel", job)

@@ -14,9 +14,14 @@ REQUEST = ProvideVm(12, uid=1000, cores=2, allocated=1000)
 
 
 def test_requests_are_parsed_as_the_plugin_writes_them() -> None:
-    line = b"provide job=12 uid=1000 cores=2 allocated=1000 image=slim cpus= memory=512 disk=\n"
-    assert parse(line) == ProvideVm(12, 1000, 2, 1000, "slim", 0, 512, 0)
-    assert parse(b"enter job=12\n") == EnterVm(12)
+    place = (("n2", "n10"), 1)
+    line = (
+        b"provide job=12 uid=1000 cores=2 allocated=1000 image=slim cpus= memory=512 disk= vms=2 "
+        b"nodes=n[2,10] node=n10\n"
+    )
+    assert parse(line) == ProvideVm(12, 1000, 2, 1000, "slim", 0, 512, 0, 2, *place)
+    assert parse(line.replace(b"vms=2", b"vms=")) == ProvideVm(12, 1000, 2, 1000, "slim", 0, 512, 0, 1, *place)
+    assert parse(b"enter job=12 vm=3\n") == EnterVm(12, 3)
     assert parse(b"release job=67108863\n") == ReleaseVm(67108863)
 
 
@@ -31,6 +36,10 @@ def test_requests_are_parsed_as_the_plugin_writes_them() -> None:
         b"provide job=1 uid=-1\n",
         b"provide job=1 uid=1 image=../etc\n",
         b"provide job=1 uid=1 image=-x\n",
+        b"provide job=1 uid=1 vms=65 nodes=n1 node=n1\n",
+        b"provide job=1 uid=1 nodes=n[1-2] node=n3\n",
+        b"provide job=1 uid=1 nodes=n[1- node=n1\n",
+        b"provide job=1 uid=1 nodes= node=n1\n",
         b"provide job=1 uid=9999999999999999\n",
     ],
 )
@@ -50,6 +59,26 @@ def test_a_vm_has_what_its_job_has_unless_less_is_asked_for() -> None:
     assert vm_size(REQUEST, 256, 192) == Size(2, 808)
     assert vm_size(ProvideVm(12, 1000, 2, 1000, "", 1, 512, 300), 256, 192) == Size(1, 512, 300)
     assert vm_size(ProvideVm(12, 1000, 2, 0, "", 0, 512), 256, 192) == Size(2, 512), "Slurm counts no memory"
+
+
+def test_the_vms_of_a_job_divide_what_it_has() -> None:
+    assert vm_size(ProvideVm(12, 1000, 5, 1000, vms=2), 256, 192) == Size(2, 308)
+    assert vm_size(ProvideVm(12, 1000, 2, 1000, cpus=1, memory=300, vms=2), 256, 192) == Size(1, 300)
+
+
+@pytest.mark.parametrize(
+    ("asked", "step"),
+    [
+        (ProvideVm(12, 1000, 1, 1000, vms=2), "--cpus-per-task=2"),
+        (ProvideVm(12, 1000, 3, 1000, cpus=2, vms=2), "--cpus-per-task=4"),
+        (ProvideVm(12, 1000, 2, 1000, memory=309, vms=2), "--mem=1002"),
+        (ProvideVm(12, 1000, 2, 895, vms=2), "--mem=896"),
+    ],
+)
+def test_what_all_vms_of_a_job_cannot_hold_is_refused_with_the_next_step(asked: ProvideVm, step: str) -> None:
+    with pytest.raises(Refused) as refused:
+        vm_size(asked, 256, 192)
+    assert step in refused.value.hint
 
 
 @pytest.mark.parametrize(

@@ -29,10 +29,11 @@ ME = os.getuid()
 class FakeHost:
     """Remembers which VMs it has."""
 
-    vms: dict[int, JobVm] = field(default_factory=dict)
+    vms: dict[tuple[int, int], JobVm] = field(default_factory=dict)  # by job and index
     made: list[JobVm] = field(default_factory=list)
-    dead: set[int] = field(default_factory=set)
+    dead: set[tuple[int, int]] = field(default_factory=set)
     failure: Exception | None = None
+    failing: int = 0  # the index of the VM that fails
     hold: threading.Event | None = None
     killed: threading.Event = field(default_factory=threading.Event)
     guest: socket.socket | None = None
@@ -44,18 +45,18 @@ class FakeHost:
         return (f"/groups/job_{job}",)
 
     def make(self, vm: JobVm, user: User) -> list[str]:
-        self.vms[vm.job] = vm
+        self.vms[vm.job, vm.index] = vm
         self.made.append(vm)
         if self.hold is not None:
             self.hold.set()
             assert self.killed.wait(10)
             raise Gone("its QEMU has ended")
-        if self.failure is not None:
+        if self.failure is not None and vm.index == self.failing:
             raise self.failure
-        return [f"{group}/vm" for group in vm.groups]
+        return [f"{group}/vm{vm.index}" for group in vm.groups]
 
     def is_alive(self, vm: JobVm) -> bool:
-        return vm.job in self.vms and vm.job not in self.dead
+        return (vm.job, vm.index) in self.vms and (vm.job, vm.index) not in self.dead
 
     def connect(self, vm: JobVm) -> tuple[socket.socket, int]:
         if self.silent is not None:
@@ -72,7 +73,7 @@ class FakeHost:
     def remove(self, vm: JobVm) -> None:
         if self.removable is not None:
             assert self.removable.wait(60)
-        self.vms.pop(vm.job, None)
+        self.vms.pop((vm.job, vm.index), None)
 
 
 @dataclass
@@ -123,8 +124,8 @@ async def until(condition: Callable[[], bool]) -> None:
     pytest.fail("it does not become so")
 
 
-def provide(job: int) -> str:
-    return f"provide job={job} uid={ME} cores=2 allocated=1000 image= cpus= memory= disk="
+def provide(job: int, vms: int = 1) -> str:
+    return f"provide job={job} uid={ME} cores=2 allocated=1000 image= cpus= memory= disk= vms={vms} nodes=n1 node=n1"
 
 
 async def test_a_jobs_vm_is_made_once_and_released_twice(served: Served) -> None:
@@ -132,7 +133,7 @@ async def test_a_jobs_vm_is_made_once_and_released_twice(served: Served) -> None
     (vm,) = served.host.made
     assert (vm.cpus, vm.memory, vm.image, vm.groups) == (2, 808, "slim", ("/groups/job_7",))
     assert served.files() == {"7.json", "7.groups"}
-    assert (served.directory / "records" / "7.groups").read_text() == "/groups/job_7/vm\n"
+    assert (served.directory / "records" / "7.groups").read_text() == "/groups/job_7/vm0\n"
     assert [await served.ask("release job=7") for _ in range(2)] == ["ok\n", "ok\n"]
     assert not served.host.vms and not served.files()
 
@@ -143,15 +144,56 @@ async def test_two_jobs_have_different_addresses_and_tokens(served: Served) -> N
     assert one.number != two.number and one.token != two.token and one.task_token != two.task_token
 
 
+async def test_a_job_has_as_many_vms_as_it_asked_for_and_the_next_agent_knows_them(served: Served) -> None:
+    (served.directory / "records" / "7").write_text("image=slim\n")
+    assert await served.ask(provide(7, vms=2)) == "ok\n"
+    assert sorted(served.host.vms) == [(7, 0), (7, 1)]
+    one, two = (served.host.vms[7, index] for index in (0, 1))
+    assert (one.cpus, one.memory) == (two.cpus, two.memory) == (1, 308)
+    for own in ("run", "number", "token", "task_token"):
+        assert getattr(one, own) != getattr(two, own), own
+    lines = (served.directory / "records" / "7.groups").read_text().splitlines()
+    assert sorted(lines) == ["/groups/job_7/vm0", "/groups/job_7/vm1"]
+    following = served.again()
+    await following.start()
+    assert following._known == served.service._known and len(served.host.vms) == 2
+    await following.close()
+    assert await served.ask("release job=7") == "ok\n"
+    assert not served.host.vms and served.files() == {"7"}
+
+
+async def test_if_one_vm_of_a_job_fails_none_is_left(served: Served) -> None:
+    served.host.failure, served.host.failing = Broken("no room", hint="make some"), 1
+    assert await served.ask(provide(7, vms=2)) == "error no room (make some)\n"
+    assert len(served.host.made) == 2
+    assert not served.host.vms and not served.files() and not served.service._known
+
+
+async def test_a_job_one_of_whose_vms_died_gets_no_further_task(served: Served) -> None:
+    await served.ask(provide(7, vms=2))
+    served.host.dead.add((7, 1))
+    assert "submit the job again" in await served.ask(provide(7, vms=2))
+
+
+async def test_a_task_gets_a_connection_to_the_vm_that_it_names(served: Served) -> None:
+    await served.ask(provide(7, vms=2))
+    for index in (1, 0):
+        assert await served.ask(f"enter job=7 vm={index}") == "ok\n"
+        assert served.host.guest is not None
+        greeting = json.loads(served.host.guest.recv(1000))
+        assert greeting["token"] == served.host.vms[7, index].task_token
+    assert "no VM of yours" in await served.ask("enter job=7 vm=2")
+
+
 async def test_a_vm_that_died_is_not_made_again_for_the_same_run_but_for_the_next(served: Served) -> None:
     await served.ask(provide(7))
-    served.host.dead.add(7)
+    served.host.dead.add((7, 0))
     assert "submit the job again" in await served.ask(provide(7))
     assert len(served.host.made) == 1
     served.host.dead.clear()
     (served.directory / "records" / "7").write_text("image=slim\n")  # as the prolog of the next run does
     assert [await served.ask(provide(7)) for _ in range(2)] == ["ok\n", "ok\n"]
-    assert len(served.host.made) == 2 and served.host.vms[7] is served.host.made[1]
+    assert len(served.host.made) == 2 and served.host.vms[7, 0] is served.host.made[1]
 
 
 async def test_after_a_failure_nothing_is_left(served: Served) -> None:
@@ -185,7 +227,7 @@ async def test_a_vm_that_could_not_be_removed_as_its_job_ended_fails_no_later_ru
     served.host.hold = None
     (served.directory / "records" / "7").write_text("image=slim\n")  # it was requeued
     assert await served.ask(provide(7)) == "ok\n"
-    assert served.host.vms[7] is served.host.made[1]
+    assert served.host.vms[7, 0] is served.host.made[1]
 
 
 async def test_the_next_agent_keeps_the_vms_of_running_jobs_and_releases_the_others(served: Served) -> None:
@@ -194,7 +236,7 @@ async def test_the_next_agent_keeps_the_vms_of_running_jobs_and_releases_the_oth
     (served.directory / "records" / "8").write_text("image=slim\n")  # the plugin's record of a job that runs
     service = served.again()
     await service.start()
-    assert served.host.vms.keys() == {8}
+    assert served.host.vms.keys() == {(8, 0)}
     await service.close()
 
 
@@ -209,13 +251,13 @@ async def test_a_vm_that_an_agent_did_not_finish_is_removed_by_the_next_and_made
     assert served.files() == {"7", "7.json"}
     served.host.killed.set()
     served.host.hold = None
-    assert 7 in served.host.vms
+    assert (7, 0) in served.host.vms
     served.service = served.again()
     await served.service.start()
     assert not served.host.vms and served.files() == {"7"}
     server = await asyncio.start_unix_server(served.service.serve, served.directory / "sock")
     assert await served.ask(provide(7)) == "ok\n"
-    assert served.host.vms[7] is served.host.made[1]
+    assert served.host.vms[7, 0] is served.host.made[1]
     server.close()
 
 
@@ -239,7 +281,7 @@ async def test_a_task_gets_a_connection_to_its_own_guest_only(served: Served) ->
     for fd in fds:
         os.close(fd)
     assert "no VM of yours" in await served.ask("enter job=8")
-    served.service._known[9] = JobVm(9, 0, 0, ME + 1, 3, "slim", 1, 256, 0, "t", "secret", ())
+    served.service._known[9] = (JobVm(9, 0, 0, ME + 1, 3, "slim", 1, 256, 0, "t", "secret", ()),)
     assert "no VM of yours" in await served.ask("enter job=9")
 
 
@@ -302,8 +344,8 @@ async def test_a_job_that_ends_while_an_agent_starts_is_released(
     tmp_path.chmod(0o755)
     (state / "jobs").mkdir(parents=True)
     vm = JobVm(7, 0, 0, ME, 0, "slim", 1, 256, 0, "t", "secret", ())
-    (state / "jobs" / "7.json").write_text(json.dumps(asdict(vm)))
-    host = FakeHost({7: vm}, removable=threading.Event())
+    (state / "jobs" / "7.json").write_text(json.dumps([asdict(vm)]))
+    host = FakeHost({(7, 0): vm}, removable=threading.Event())
     monkeypatch.setattr(jobs, "PLUGIN_UID", ME)
     monkeypatch.setattr(job_vms, "QemuJobVms", lambda settings: host)
 

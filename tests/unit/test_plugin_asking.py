@@ -21,6 +21,10 @@ int main(int count, char *arguments[])
 {
 	int failed;
 
+	if (count == 4) {
+		printf("%u\\n", vm_of(atoi(arguments[1]), atoi(arguments[2]), atoi(arguments[3])));
+		return 0;
+	}
 	agent = arguments[1];
 	failed = ask(1, "release job=7\\n");
 	puts(problem);
@@ -57,3 +61,17 @@ def test_an_agent_to_which_too_many_connect_holds_up_no_job_for_longer_than_aske
         assert done.returncode == 1 and "the agent of this host does not answer" in done.stdout
     for other in others:
         other.close()
+
+
+def test_the_tasks_of_a_step_are_divided_over_the_vms_of_the_node_in_blocks(asking: list[str]) -> None:
+    def mapped(tasks: int, vms: int) -> list[int]:
+        program = asking[0]
+        return [
+            int(subprocess.run([program, str(task), str(tasks), str(vms)], capture_output=True, check=True).stdout)
+            for task in range(tasks)
+        ]
+
+    assert mapped(6, 2) == [0, 0, 0, 1, 1, 1]
+    assert mapped(5, 4) == [0, 0, 1, 2, 3]
+    assert mapped(2, 4) == [0, 1], "fewer tasks than VMs"
+    assert mapped(3, 1) == [0, 0, 0]

@@ -1,7 +1,7 @@
 """What Slurm's plugin and the program that enters a VM ask the agent of their host: one line each, and one answer.
 
-    provide job=12 uid=1000 cores=2 allocated=600 image=slim cpus=2 memory=512 disk=
-    enter job=12
+    provide job=12 uid=1000 cores=2 allocated=600 image=slim cpus=2 memory=512 disk= vms=1 nodes=n[1-2] node=n1
+    enter job=12 vm=0
     release job=12
 
 The answer is `ok`, or `error` and a sentence for the user. Sizes are MiB; what is empty or missing was not given. The
@@ -13,11 +13,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
+
 from multiverse.core.errors import MultiverseError, Refused
 from multiverse.core.model import Size
 
-LONGEST_REQUEST = 4096
+LONGEST_REQUEST = 8192
 """Bytes of a request."""
+
+MOST_VMS = 64
+"""VMs of one job on one host, at most."""
 
 _IMAGE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _LAST_JOB = 0x03FF_FFFF  # MAX_JOB_ID in Slurm's slurm_protocol_defs.h
@@ -25,8 +30,9 @@ _LAST_JOB = 0x03FF_FFFF  # MAX_JOB_ID in Slurm's slurm_protocol_defs.h
 
 @dataclass(frozen=True, slots=True)
 class ProvideVm:
-    """The VM of a job is to be there. `cores` and `allocated` are what the job has on this host. 0 in `cpus`, `memory`
-    and `disk`, and an empty `image`, were not given."""
+    """The VMs of a job are to be there, so many on this host. `cores` and `allocated` are what the job has on this
+    host. 0 in `cpus`, `memory` and `disk`, and an empty `image`, were not given. `nodes` are all of the job's, in an
+    order that is the same on each, and `node` is which of them this host is, from 0 on."""
 
     job: int
     uid: int
@@ -36,13 +42,17 @@ class ProvideVm:
     cpus: int = 0
     memory: int = 0
     disk: int = 0
+    vms: int = 1
+    nodes: tuple[str, ...] = ()
+    node: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class EnterVm:
-    """A task of the job wants a connection to its guest."""
+    """A task of the job wants a connection to its guest, in that one of the job's VMs on this host."""
 
     job: int
+    vm: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +71,7 @@ def parse(line: bytes) -> ProvideVm | EnterVm | ReleaseVm:
         raise Refused(f"{job} is no job")
     match operation:
         case "enter":
-            return EnterVm(job)
+            return EnterVm(job, _number(values, "vm"))
         case "release":
             return ReleaseVm(job)
         case "provide":
@@ -69,8 +79,26 @@ def parse(line: bytes) -> ProvideVm | EnterVm | ReleaseVm:
             if image and not _IMAGE.fullmatch(image):
                 raise Refused(f"{image!r} is no name of an image")
             numbers = {key: _number(values, key) for key in ("uid", "cores", "allocated", "cpus", "memory", "disk")}
-            return ProvideVm(job, image=image, **numbers)
+            vms = _number(values, "vms") or 1
+            if vms > MOST_VMS:
+                raise Refused(f"--vm-per-node={vms}: a job has at most {MOST_VMS} VMs on a node")
+            nodes, node = _place(values)
+            return ProvideVm(job, image=image, vms=vms, nodes=nodes, node=node, **numbers)
     raise Refused(f"the agent cannot {operation!r}", hint="install the plugin and the agent of one release")
+
+
+def _place(values: dict[str, str]) -> tuple[tuple[str, ...], int]:
+    """The nodes of the job, and which of them this host is."""
+    own = values.get("node", "")
+    try:
+        nodes = tuple(NodeSet(values.get("nodes", ""), resolver=RESOLVER_NOGROUP))
+    except NodeSetException as error:
+        raise Refused(f"the nodes of the job cannot be read: {error}") from error
+    if own not in nodes:
+        raise Refused(
+            "which nodes the job has is unknown here", hint="are there too many of them, with too long names?"
+        )
+    return nodes, nodes.index(own)
 
 
 def _number(values: dict[str, str], key: str) -> int:
@@ -89,26 +117,47 @@ def answer(error: MultiverseError | None = None) -> bytes:
 
 
 def vm_size(request: ProvideVm, least: int, overhead: int) -> Size:
-    """The size of the VM for a job. `least` is the memory of the smallest VM, `overhead` what its QEMU takes of the
-    job's memory beside the guest's. Raises `Refused` for what the job cannot hold."""
-    cpus = request.cpus or request.cores
-    if not 0 < cpus <= max(request.cores, 1):
+    """The size of each VM of a job on this host: an equal part of what the job has, or what was asked for. `least` is
+    the memory of the smallest VM, `overhead` what a QEMU takes of the job's memory beside its guest's. Raises `Refused`
+    for what the job cannot hold."""
+    return Size(_cpus(request), _memory(request, least, overhead), request.disk)
+
+
+def _cpus(request: ProvideVm) -> int:
+    vms = request.vms
+    cpus = request.cpus or request.cores // vms
+    if not cpus:
         raise Refused(
-            f"--vcpu-per-vm={cpus}: the job has {request.cores} cores on this node",
-            hint=f"submit it with --cpus-per-task={cpus}",
+            f"--vm-per-node={vms}: the job has {request.cores} cores on this node, and each VM needs one",
+            hint=f"submit it with --cpus-per-task={vms}, or for fewer VMs",
         )
-    most = request.allocated - overhead if request.allocated else request.memory
+    if vms * cpus > max(request.cores, 1):
+        raise Refused(
+            f"--vcpu-per-vm={cpus}{_times(vms)}: the job has {request.cores} cores on this node",
+            hint=f"submit it with --cpus-per-task={vms * cpus}",
+        )
+    return cpus
+
+
+def _memory(request: ProvideVm, least: int, overhead: int) -> int:
+    vms = request.vms
+    most = request.allocated // vms - overhead if request.allocated else request.memory
     if not most:
         raise Refused("how much memory the job has is unknown here", hint="submit it with --memory-per-vm")
     memory = request.memory or most
     if memory > most:
         raise Refused(
-            f"--memory-per-vm={memory}: the job has {request.allocated} MiB on this node, and QEMU takes {overhead}",
-            hint=f"submit it with --mem={memory + overhead}",
+            f"--memory-per-vm={memory}{_times(vms)}: the job has {request.allocated} MiB on this node, "
+            f"and QEMU takes {overhead}{_times(vms)}",
+            hint=f"submit it with --mem={vms * (memory + overhead)}",
         )
     if memory < least:
         raise Refused(
             f"a VM has at least {least} MiB, and this one would have {max(0, memory)}",
-            hint=f"submit the job with --mem={least + overhead} or more",
+            hint=f"submit the job with --mem={vms * (least + overhead)} or more",
         )
-    return Size(cpus, memory, request.disk)
+    return memory
+
+
+def _times(vms: int) -> str:
+    return f" for each of {vms} VMs" if vms > 1 else ""

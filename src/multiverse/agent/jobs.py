@@ -1,8 +1,8 @@
 """VMs inside the allocations of jobs, as Slurm's plugin asks for them. No controller is involved.
 
-One VM per job on this host. What the agent has to know of it is in a file, written before the VM exists, so that the
-next agent goes on. A job has a record of the plugin's as long as its allocation on this host lasts: a VM whose job has
-none is released when the agent starts.
+A job has one VM on this host, or as many as it asked for: all of them or none. What the agent has to know of them is in
+a file, written before they exist, so that the next agent goes on. A job has a record of the plugin's as long as its
+allocation on this host lasts: VMs whose job has none are released when the agent starts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -32,9 +32,10 @@ from multiverse.system.peers import peer_of
 log = structlog.get_logger()
 
 T = TypeVar("T")
+_random = secrets.SystemRandom()
 
 RUNS = 512
-"""How many runs of a job have names of their own."""
+"""How many names the VMs of one job can have on a host."""
 
 PLUGIN_UID = 0
 """The user that slurmd runs the plugin as."""
@@ -52,9 +53,10 @@ ENTERED_AT_ONCE = 4
 
 @dataclass(frozen=True, slots=True)
 class JobVm:
-    """The VM of one run of a job. `run` is random, for its name; `record` is when the plugin recorded the run (Unix
-    time in nanoseconds), 0 if it did not. `number` chooses its address; `token` is the VM's, `task_token` what its
-    guest knows the agent of the host by. `groups` are the job's control groups."""
+    """A VM of one run of a job, and which one of the job's on this host by `index`. `run` is random, for its name;
+    `record` is when the plugin recorded the run (Unix time in nanoseconds), 0 if it did not. `number` chooses its
+    address; `token` is the VM's, `task_token` what its guest knows the agent of the host by. `groups` are the job's
+    control groups."""
 
     job: int
     run: int
@@ -68,6 +70,7 @@ class JobVm:
     token: str
     task_token: str
     groups: tuple[str, ...]
+    index: int = 0
 
     @property
     def size(self) -> Size:
@@ -109,9 +112,9 @@ class JobVmService:
         self, host: JobHost, users: Callable[[int], Awaitable[User]], state: Path, records: Path, sizes: JobVmSizes
     ) -> None:
         self._host, self._users, self._state, self._records, self._sizes = host, users, state, records, sizes
-        self._known: dict[int, JobVm] = {}
+        self._known: dict[int, tuple[JobVm, ...]] = {}
         self._locks: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()  # while somebody holds it or waits
-        self._released: set[int] = set()  # jobs that ended while their VM was being made
+        self._released: set[int] = set()  # jobs that ended while their VMs were being made
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="jobs")
         # Threads of their own, because a guest can keep one waiting, and jobs must be able to end meanwhile.
         self._entering = ThreadPoolExecutor(_THREADS, thread_name_prefix="entering")
@@ -125,16 +128,15 @@ class JobVmService:
         self._state.mkdir(parents=True, exist_ok=True, mode=0o700)
         for path in self._state.glob("*.json"):
             with suppress(OSError, ValueError, TypeError, KeyError):
-                raw = json.loads(path.read_text())
-                vm = JobVm(**{**raw, "groups": tuple(raw["groups"])})
-                self._known[vm.job] = vm
+                vms = _read(path)
+                self._known[vms[0].job] = vms
         for job in list(self._known):
             if (self._records / str(job)).exists() and self._groups(job).exists():
                 continue
             try:
                 await self._release(job)
             except MultiverseError as error:
-                log.warning("VM of an ended job not released", job=job, reason=str(error))
+                log.warning("VMs of an ended job not released", job=job, reason=str(error))
 
     async def close(self) -> None:
         """End the connections. VMs stay as they are, also unfinished ones."""
@@ -173,7 +175,7 @@ class JobVmService:
         try:
             request = parse(line)
             if isinstance(request, EnterVm):
-                await self._enter(request.job, uid, gid, sock)
+                await self._enter(request, uid, gid, sock)
                 return
             if uid != PLUGIN_UID:
                 raise Refused("only root may do that: Slurm's plugin does it for the job")
@@ -198,55 +200,63 @@ class JobVmService:
         job = request.job
         async with self._lock(job):
             known = self._known.get(job)
-            if known is not None and (known.record, known.uid) != (self._recorded(job), request.uid):
+            if known is not None and (known[0].record, known[0].uid) != (self._recorded(job), request.uid):
                 await self._remove(known)  # of an earlier run, whose epilog did not reach us
                 known = None
             if known is None:
                 await self._make(await self._planned(request, pid))
-            elif not await self._call(self._host.is_alive, known):
-                raise Gone("the VM of this job has ended, and what was in it is lost", hint="submit the job again")
+            elif not all([await self._call(self._host.is_alive, vm) for vm in known]):
+                raise Gone("a VM of this job has ended, and what was in it is lost", hint="submit the job again")
 
-    async def _planned(self, request: ProvideVm, pid: int) -> JobVm:
+    async def _planned(self, request: ProvideVm, pid: int) -> tuple[JobVm, ...]:
         size = vm_size(request, self._sizes.least, self._sizes.overhead)
         groups = await self._call(self._host.find_groups, request.job, pid)
-        # Nothing is awaited from here until the VM is known: its number is taken then.
-        taken = {vm.number for vm in self._known.values()}
-        number = next((n for n in range(_ADDRESSES) if n not in taken), None)
-        if number is None:
-            raise Refused(f"this host has VMs inside of {_ADDRESSES} jobs already")
-        return JobVm(
-            job=request.job,
-            run=secrets.randbelow(RUNS),
-            record=self._recorded(request.job),
-            uid=request.uid,
-            number=number,
-            image=request.image or self._sizes.default_image,
-            cpus=size.cpus,
-            memory=size.memory,
-            disk=size.disk,
-            token=secrets.token_hex(16),
-            task_token=secrets.token_hex(16),
-            groups=groups,
+        # Nothing is awaited from here until the VMs are known: their numbers are taken then.
+        taken = {vm.number for vms in self._known.values() for vm in vms}
+        numbers = [number for number in range(_ADDRESSES) if number not in taken][: request.vms]
+        if len(numbers) < request.vms:
+            raise Refused(f"this host has {len(taken)} VMs inside of jobs already, of {_ADDRESSES}")
+        runs = _random.sample(range(RUNS), request.vms)
+        return tuple(
+            JobVm(
+                job=request.job,
+                run=run,
+                record=self._recorded(request.job),
+                uid=request.uid,
+                number=number,
+                image=request.image or self._sizes.default_image,
+                cpus=size.cpus,
+                memory=size.memory,
+                disk=size.disk,
+                token=secrets.token_hex(16),
+                task_token=secrets.token_hex(16),
+                groups=groups,
+                index=index,
+            )
+            for index, (number, run) in enumerate(zip(numbers, runs, strict=True))
         )
 
-    async def _make(self, vm: JobVm) -> None:
-        self._known[vm.job] = vm
+    async def _make(self, vms: tuple[JobVm, ...]) -> None:
+        """Make all of these, at the same time, or none."""
+        first = vms[0]
+        self._known[first.job] = vms
         try:
-            user = await self._users(vm.uid)
-            await self._call(self._write, vm)
-            groups = await self._call(self._host.make, vm, user)
-            await self._call(self._write_groups, vm, groups)
-            if vm.job in self._released:
+            user = await self._users(first.uid)
+            await self._call(self._write, vms)
+            groups = await _all_done(self._call(self._host.make, vm, user) for vm in vms)
+            await self._call(self._write_groups, first.job, [one for several in groups for one in several])
+            if first.job in self._released:
                 raise Gone("the job has ended")
         except Exception:
-            # Not if this agent ends: a thread may still make the VM, after it was removed. The next agent removes it.
+            # Not if this agent ends: a thread may still make a VM, after it was removed. The next agent removes it.
             with suppress(MultiverseError):
-                await self._remove(vm)
+                await self._remove(vms)
             raise
-        log.info("VM of a job made", job=vm.job, image=vm.image, cpus=vm.cpus, memory=vm.memory)
+        log.info("VMs of a job made", job=first.job, vms=len(vms), image=first.image, size=str(first.size))
 
-    async def _enter(self, job: int, uid: int, gid: int, sock: socket.socket) -> None:
-        vm = self._known.get(job)
+    async def _enter(self, request: EnterVm, uid: int, gid: int, sock: socket.socket) -> None:
+        job = request.job
+        vm = next((vm for vm in self._known.get(job, ()) if vm.index == request.vm), None)
         if vm is None or vm.uid != uid:  # a job of another user is as good as none
             raise Refused(f"job {job} has no VM of yours on this host")
         user = await self._users(uid)
@@ -266,25 +276,28 @@ class JobVmService:
 
     async def _release(self, job: int) -> None:
         lock = self._lock(job)
-        if lock.locked() and (vm := self._known.get(job)) is not None:
+        if lock.locked() and (vms := self._known.get(job)) is not None:
             self._released.add(job)
-            with suppress(MultiverseError):
-                await self._call(self._host.kill, vm)  # it is being made: that fails soon
+            for vm in vms:
+                with suppress(MultiverseError):
+                    await self._call(self._host.kill, vm)  # it is being made: that fails soon
         async with lock:
             self._released.discard(job)  # who made it has seen that; it must not fail the job's next run
-            if (vm := self._known.get(job)) is not None:
-                await self._remove(vm)
+            if (vms := self._known.get(job)) is not None:
+                await self._remove(vms)
 
     def _lock(self, job: int) -> asyncio.Lock:
         """One request for a job at a time."""
         return self._locks.setdefault(job, asyncio.Lock())
 
-    async def _remove(self, vm: JobVm) -> None:
-        await self._call(self._host.remove, vm)
-        for path in (self._state / f"{vm.job}.json", self._groups(vm.job)):
+    async def _remove(self, vms: tuple[JobVm, ...]) -> None:
+        """Remove all of a job's. If one cannot be removed, all stay known, and are removed again."""
+        job = vms[0].job
+        await _all_done(self._call(self._host.remove, vm) for vm in vms)
+        for path in (self._state / f"{job}.json", self._groups(job)):
             await self._call(lambda path=path: path.unlink(missing_ok=True))
-        self._known.pop(vm.job, None)
-        log.info("VM of a job released", job=vm.job)
+        self._known.pop(job, None)
+        log.info("VMs of a job released", job=job)
 
     def _recorded(self, job: int) -> int:
         """When the plugin recorded the job's present run: it does so before the first step, and removes the record at
@@ -296,15 +309,15 @@ class JobVmService:
 
     # --- files ----------------------------------------------------------------------------------------
 
-    def _write(self, vm: JobVm) -> None:
-        files.replace(self._state / f"{vm.job}.json", json.dumps(asdict(vm)))
+    def _write(self, vms: tuple[JobVm, ...]) -> None:
+        files.replace(self._state / f"{vms[0].job}.json", json.dumps([asdict(vm) for vm in vms]))
 
     def _groups(self, job: int) -> Path:
         return self._records / f"{job}.groups"
 
-    def _write_groups(self, vm: JobVm, groups: list[str]) -> None:
-        """Tell the plugin where it finds the VM's processes if there is no agent at the job's end."""
-        files.replace(self._groups(vm.job), "".join(f"{group}\n" for group in groups))
+    def _write_groups(self, job: int, groups: list[str]) -> None:
+        """Tell the plugin where it finds the VMs' processes if there is no agent at the job's end."""
+        files.replace(self._groups(job), "".join(f"{group}\n" for group in groups))
 
     async def _call(self, function: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
@@ -317,3 +330,20 @@ class JobVmSizes:
     default_image: str
     least: int
     overhead: int
+
+
+def _read(path: Path) -> tuple[JobVm, ...]:
+    """The VMs of a job, from their file. Raises what a damaged file raises."""
+    found = tuple(JobVm(**{**one, "groups": tuple(one["groups"])}) for one in json.loads(path.read_text()))
+    if not found:
+        raise ValueError(f"{path} is empty")
+    return found
+
+
+async def _all_done(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """What all of these return, or the error of one of them, when all have ended."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
