@@ -1,10 +1,13 @@
 /*
  * SPANK plugin of Multiverse: VMs inside a job's allocation.
  *
- * A job that was submitted with one of our options has VMs on its nodes, and its tasks run in these. The job's prolog
- * records the options in a file, so that each step of the job is such a step, whatever its environment says. A task asks
- * the agent of the host for the VMs before it gives up root's rights, and then executes mventer in place of its command.
- * The epilog releases the VMs.
+ * A job that was submitted with one of our options, or with the same in its comment, has VMs on its nodes, and its tasks
+ * run in these. The job's prolog records the options in a file, so that each step of the job is such a step, whatever its
+ * environment says. A task asks the agent of the host for the VMs before it gives up root's rights, and then executes
+ * mventer in place of its command. The epilog releases the VMs.
+ *
+ * A node without this plugin would run such a job without a VM. So job_submit.lua gives the job a feature as a constraint,
+ * which a node gets from its agent, after Slurm has loaded this plugin there for a test.
  *
  * Other jobs pay the look-up of one file. No hook starts a process or holds a lock, no failure here drains a node, and
  * each wait has a limit. See docs/decisions/0057-vms-inside-a-job.md.
@@ -27,14 +30,15 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <slurm/slurm.h>
 #include <slurm/spank.h>
 
 #define EXPORTED __attribute__((visibility("default")))
 #define NAME "multiverse"
-#define BATCH 0xfffffffbU /* SLURM_BATCH_SCRIPT of slurm/slurm.h */
 #define MOST_VMS 64 /* as in agent/job_protocol.py */
 #define LONGEST_LIST 3072 /* bytes */
-#define NO_VAL64 0xfffffffffffffffeULL
+#define PROTOCOL 2 /* of what plugin and agent say to each other: agent/job_protocol.py has the same */
+#define TEST "MULTIVERSE_PLUGIN_TEST" /* set by the agent, which runs srun --help to test the plugin */
 
 EXPORTED extern const char plugin_name[], plugin_type[];
 EXPORTED extern const unsigned int plugin_version, spank_plugin_version;
@@ -52,7 +56,10 @@ static struct spank_option options[COUNT] = {
 	{"disk-size", "SIZE", "what a VM's users may write to its disk, in MiB or with K, M, G, T", 1, DISK, take},
 	{"vm-per-node", "N", "VMs of the job on each of its nodes (default: 1)", 1, VMS, take},
 };
+/* For the agent, and in the record. */
 static const char *const keys[COUNT] = {"image", "cpus", "memory", "disk", "vms"};
+/* In a comment: vm:image=slim,vcpu=2 */
+static const char *const words[COUNT] = {"image", "vcpu", "memory", "disk", "per-node"};
 
 static char values[COUNT][65];   /* as the agent reads them: an image's name, numbers in MiB; empty if not given */
 static char nodes[LONGEST_LIST]; /* of the job, as Slurm writes them; empty if that is longer */
@@ -64,9 +71,10 @@ static int is_ours;              /* whether this process's job has a VM */
 static const char *agent = "/run/multiverse/jobs.sock";
 static const char *records = "/run/multiverse/jobs";
 static const char *enter = "/usr/local/libexec/multiverse/mventer";
+static const char *feature = "job-vms";
 static int timeout = 300; /* seconds for a VM: its template may have to be built */
 
-static const int release_timeout = 60;
+static const int release_timeout = 60, test_timeout = 10;
 
 static void read_arguments(int count, char *arguments[])
 {
@@ -79,6 +87,8 @@ static void read_arguments(int count, char *arguments[])
 			enter = arguments[i] + 6;
 		else if (!strncmp(arguments[i], "timeout=", 8))
 			timeout = atoi(arguments[i] + 8);
+		else if (!strncmp(arguments[i], "feature=", 8))
+			feature = arguments[i] + 8;
 		else
 			slurm_error(NAME ": plugstack.conf: unknown argument %s", arguments[i]);
 	}
@@ -116,35 +126,77 @@ static int is_image(const char *text)
 	       strspn(text, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-") == length;
 }
 
-/* Checks and keeps an option's value: at submission, and in a step to which it was handed on. */
-static int take(int which, const char *value, int remote)
+/* Keeps an option's value. NULL, or what the value has to be. */
+static const char *mistake(int which, const char *value)
 {
 	unsigned long long number = 0;
 	char *end = NULL;
 
-	(void)remote;
-	value = value ? value : "";
 	if (which == IMAGE) {
-		if (!is_image(value)) {
-			slurm_error(NAME ": --vm-image=%s: an image's name has letters, digits and ._- only", value);
-			return -1;
-		}
+		if (!is_image(value))
+			return "an image's name has letters, digits and ._- only";
 		strcpy(values[IMAGE], value);
-		return 0;
+		return NULL;
 	}
 	if (which == CPUS || which == VMS) {
 		number = *value >= '0' && *value <= '9' ? strtoull(value, &end, 10) : 0;
-		if (!end || *end || !number || number > (which == VMS ? MOST_VMS : 4096)) {
-			slurm_error(which == VMS ? NAME ": --vm-per-node=%s: it is a number of VMs, from 1 to 64"
-						 : NAME ": --vcpu-per-vm=%s: it is a number of virtual CPUs, at least 1", value);
-			return -1;
-		}
+		if (!end || *end || !number || number > (which == VMS ? MOST_VMS : 4096))
+			return which == VMS ? "it is a number of VMs, from 1 to 64"
+					    : "it is a number of virtual CPUs, at least 1";
 	} else if (!(number = size_of(value))) {
-		slurm_error(NAME ": --%s=%s: it is a size in MiB, or with K, M, G or T after it", options[which].name, value);
-		return -1;
+		return "it is a size in MiB, or with K, M, G or T after it";
 	}
 	snprintf(values[which], sizeof values[which], "%llu", number);
-	return 0;
+	return NULL;
+}
+
+/* Checks and keeps an option's value: at submission, and in a step to which it was handed on. */
+static int take(int which, const char *value, int remote)
+{
+	const char *wrong = mistake(which, value ? value : "");
+
+	(void)remote;
+	if (!wrong)
+		return 0;
+	snprintf(problem, sizeof problem, "--%s=%.200s: %s", options[which].name, value ? value : "", wrong);
+	slurm_error(NAME ": %s", problem);
+	return -1;
+}
+
+/* Keeps what is asked for by one part of the comment's words, such as vcpu=2; why it is wrong in `problem`. */
+static void take_part(const char *part)
+{
+	const char *equals = strchrnul(part, '='), *wrong = "use image, per-node, vcpu, memory or disk";
+
+	for (int i = 0; i < COUNT; i++) {
+		if (strlen(words[i]) != (size_t)(equals - part) || strncmp(part, words[i], (size_t)(equals - part)))
+			continue;
+		wrong = *values[i] ? "give it once" : mistake(i, *equals ? equals + 1 : "");
+		break;
+	}
+	if (wrong && !*problem)
+		snprintf(problem, sizeof problem, "vm:%.200s in --comment: %s", part, wrong);
+}
+
+/* Reads what a comment asks for, as multiverse_jobs.lua does at submission: whether it asks for a VM. */
+static int take_comment(const char *comment)
+{
+	char *copy = strdup(comment), *rest = copy, *word, *part;
+	int asked = 0;
+
+	while ((word = strsep(&rest, " \t\n\v\f\r"))) {
+		if (strncmp(word, "vm:", 3))
+			continue;
+		word += 3;
+		while ((part = strsep(&word, ","))) {
+			if (*part) {
+				asked = 1;
+				take_part(part);
+			}
+		}
+	}
+	free(copy);
+	return asked;
 }
 
 /* --- the record of a job ------------------------------------------------------------------------------------------ */
@@ -154,7 +206,8 @@ static void path_of(char *path, size_t size, uint32_t job, const char *suffix)
 	snprintf(path, size, "%s/%u%s", records, job, suffix);
 }
 
-/* Fills `values` from the record of a job. 1 if there is one, 0 if there is none, -1 if it cannot be read. */
+/* Fills `values` from the record of a job, or `problem`, if the prolog found one. 1 if there is a record, 0 if there is none,
+ * -1 if it cannot be read. */
 static int read_record(uint32_t job)
 {
 	char path[PATH_MAX], line[LONGEST_LIST + 1024], *rest = line, *word;
@@ -166,6 +219,11 @@ static int read_record(uint32_t job)
 	if (!fgets(line, sizeof line, file))
 		*line = 0;
 	fclose(file);
+	if (!strncmp(line, "error ", 6)) {
+		line[strcspn(line, "\n")] = 0;
+		snprintf(problem, sizeof problem, "%.1000s", line + 6);
+		return 1;
+	}
 	while ((word = strsep(&rest, " \n"))) {
 		if (!strncmp(word, "nodes=", 6))
 			snprintf(nodes, sizeof nodes, "%s", word + 6);
@@ -181,6 +239,7 @@ static int read_record(uint32_t job)
 	return 1;
 }
 
+/* Records a job: what `problem` says, if anything, and else `values`. 0, or -1 with the reason in errno and no record. */
 static int write_record(uint32_t job)
 {
 	char path[PATH_MAX], line[LONGEST_LIST + 1024];
@@ -192,12 +251,23 @@ static int write_record(uint32_t job)
 	path_of(path, sizeof path, job, "");
 	if ((fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644)) < 0)
 		return -1;
-	for (int i = 0; i < COUNT; i++)
+	if (*problem)
+		length = snprintf(line, sizeof line, "error %s\n", problem);
+	for (int i = 0; i < COUNT && !*problem; i++)
 		length += snprintf(line + length, sizeof line - (size_t)length, "%s=%s ", keys[i], values[i]);
-	length += snprintf(line + length, sizeof line - (size_t)length, "nodes=%s node=%.255s\n",
-			   all && strlen(all) < LONGEST_LIST ? all : "", own ? own : "");
+	if (!*problem)
+		length += snprintf(line + length, sizeof line - (size_t)length, "nodes=%s node=%.255s\n",
+				   all && strlen(all) < LONGEST_LIST ? all : "", own ? own : "");
+	errno = ENOSPC; /* if only a part is written */
 	done = write(fd, line, (size_t)length) == length;
-	return close(fd) || !done ? -1 : 0;
+	if (close(fd) || !done) {
+		int reason = errno;
+
+		unlink(path);
+		errno = reason;
+		return -1;
+	}
+	return 0;
 }
 
 /* --- the agent ---------------------------------------------------------------------------------------------------- */
@@ -330,18 +400,106 @@ static uint32_t job_of(spank_t spank)
 	return spank_get_item(spank, S_JOB_ID, &job) == ESPANK_SUCCESS ? job : 0;
 }
 
+/* Forgets options that were handed on to the user's shell by a job that it runs in: they are not those of a new job. */
+static void forget_options_of_others(void)
+{
+	char name[128];
+
+	for (int i = 0; i < COUNT; i++) {
+		snprintf(name, sizeof name, "_SLURM_SPANK_OPTION_" NAME "_%s", options[i].name);
+		for (char *at = name; *at; at++)
+			*at = *at == '-' ? '_' : *at;
+		unsetenv(name);
+	}
+}
+
+/* Tells the agent, which runs srun --help for it, whether jobs can have VMs on this node: that Slurm loads this plugin and
+ * with which arguments, that a job can be recorded, and that the agent answers. */
+static void test(void)
+{
+	char path[PATH_MAX];
+
+	if (access(enter, X_OK)) {
+		snprintf(problem, sizeof problem, "cannot execute %s: %s", enter, strerror(errno));
+	} else if (write_record(0)) {
+		snprintf(problem, sizeof problem, "cannot record jobs in %s: %s", records, strerror(errno));
+	} else {
+		path_of(path, sizeof path, 0, "");
+		unlink(path);
+		ask(test_timeout, "test\n");
+	}
+	printf(NAME "-plugin protocol=%d feature=%s records=%s\n", PROTOCOL, feature, records);
+	printf(NAME "-plugin %s\n", *problem ? problem : "works");
+	*problem = 0;
+}
+
 EXPORTED int slurm_spank_init(spank_t spank, int count, char *arguments[])
 {
+	spank_context_t context = spank_context();
+
 	read_arguments(count, arguments);
+	if (context == S_CTX_LOCAL && getenv(TEST))
+		test();
+	if (context == S_CTX_ALLOCATOR)
+		forget_options_of_others();
 	for (int i = 0; i < COUNT; i++)
 		if (spank_option_register(spank, &options[i]) != ESPANK_SUCCESS)
 			slurm_error(NAME ": cannot register --%s", options[i].name);
 	return 0;
 }
 
+static int has_word(const char *list, const char *word)
+{
+	size_t length = strlen(word);
+
+	for (; list && *list; list += strcspn(list, ","), list += *list == ',')
+		if (strcspn(list, ",") == length && !strncmp(list, word, length))
+			return 1;
+	return 0;
+}
+
+/* At submission: Slurm refuses a job whose feature no node has with a message that names neither feature nor reason. */
+EXPORTED int slurm_spank_init_post_opt(spank_t spank, int count, char *arguments[])
+{
+	spank_context_t context = spank_context();
+	node_info_msg_t *all = NULL;
+	int given = 0, found = 0;
+
+	(void)spank;
+	(void)count;
+	(void)arguments;
+	for (int i = 0; i < COUNT; i++)
+		given |= *values[i];
+	if (!given || !(context == S_CTX_ALLOCATOR || (context == S_CTX_LOCAL && !getenv("SLURM_JOB_ID"))) ||
+	    slurm_load_node(0, &all, SHOW_ALL))
+		return 0;
+	for (uint32_t i = 0; i < all->record_count; i++)
+		found |= has_word(all->node_array[i].features_act, feature);
+	slurm_free_node_info_msg(all);
+	if (!found)
+		slurm_error(NAME ": no node can run a job in a VM now, because none has the feature %s, which the agent of a "
+			    "node sets after a test: ask an administrator to read the agent's log", feature);
+	return 0;
+}
+
+/* A job that is to have a VM, and cannot be recorded, must not run: its steps would not know. Failing here would drain the
+ * node. */
+static void cancel(uint32_t job, const char *reason)
+{
+	char message[1024];
+
+	snprintf(message, sizeof message, NAME ": the job is cancelled, because its VM cannot be recorded in %s: %s", records,
+		 reason);
+	slurm_error("%s (job %u)", message, job);
+	slurm_notify_job(job, message);
+	if (slurm_kill_job(job, SIGKILL, 0))
+		slurm_error(NAME ": job %u cannot be cancelled: %s", job, slurm_strerror(errno));
+}
+
 /* On each node of a job, before its first step. */
 EXPORTED int slurm_spank_job_prolog(spank_t spank, int count, char *arguments[])
 {
+	const char *comment = getenv("SLURM_JOB_COMMENT"); /* from the job's credential, not from its user */
 	uint32_t job = job_of(spank);
 	int given = 0;
 
@@ -349,12 +507,15 @@ EXPORTED int slurm_spank_job_prolog(spank_t spank, int count, char *arguments[])
 	for (int i = 0; i < COUNT; i++) {
 		char *value = NULL;
 
-		if (spank_option_getopt(spank, &options[i], &value) == ESPANK_SUCCESS)
-			given |= take(i, value, 1) == 0;
+		if (spank_option_getopt(spank, &options[i], &value) == ESPANK_SUCCESS) {
+			given = 1;
+			take(i, value, 1);
+		}
 	}
-	/* No failure, which would drain the node: a step with these options and no record does not run. */
+	if (!given && comment)
+		given = take_comment(comment);
 	if (job && given && write_record(job))
-		slurm_error(NAME ": cannot record job %u in %s: %m", job, records);
+		cancel(job, strerror(errno));
 	return 0;
 }
 
@@ -367,13 +528,15 @@ EXPORTED int slurm_spank_task_init_privileged(spank_t spank, int count, char *ar
 	read_arguments(count, arguments);
 	for (int i = 0; i < COUNT; i++)
 		given |= *values[i];
+	*problem = 0; /* of an option that was handed on: the record decides */
 	recorded = job ? read_record(job) : 0;
 	is_ours = given || recorded;
 	if (recorded < 0)
 		snprintf(problem, sizeof problem, "the record of this job in %s cannot be read", records);
 	else if (given && !recorded) /* nobody would release its VM */
-		snprintf(problem, sizeof problem, "the job was submitted without options for a VM; give them to sbatch or salloc");
-	else if (recorded)
+		snprintf(problem, sizeof problem, "this job has no record on this node; give the options for its VM to sbatch or "
+			 "salloc, not to srun in the job");
+	else if (!*problem)
 		provide(spank, job);
 	return 0;
 }
@@ -398,7 +561,7 @@ EXPORTED int slurm_spank_task_init(spank_t spank, int count, char *arguments[])
 		    spank_get_item(spank, S_JOB_ENV, &environment) != ESPANK_SUCCESS || argc < 1 ||
 		    !(whole = calloc((size_t)argc + 6, sizeof *whole))) {
 			snprintf(problem, sizeof problem, "the command of this task is unknown");
-		} else if (vms > 1 && step != BATCH && has_pmi(environment)) {
+		} else if (vms > 1 && step != SLURM_BATCH_SCRIPT && has_pmi(environment)) {
 			snprintf(problem, sizeof problem, "srun's MPI knows nothing of several VMs on a node; "
 				 "use --mpi=none, or submit the job with --vm-per-node=1");
 		} else {
@@ -408,7 +571,7 @@ EXPORTED int slurm_spank_task_init(spank_t spank, int count, char *arguments[])
 			whole[used++] = (char *)agent;
 			whole[used++] = number;
 			whole[used++] = vm;
-			whole[used++] = step == BATCH ? "script" : "command";
+			whole[used++] = step == SLURM_BATCH_SCRIPT ? "script" : "command";
 			memcpy(whole + used, argv, (size_t)argc * sizeof *argv);
 			execve(enter, whole, environment);
 			snprintf(problem, sizeof problem, "cannot execute %s: %s", enter, strerror(errno));

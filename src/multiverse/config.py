@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import math
+import re
 import socket
 import tomllib
 from collections import Counter
@@ -315,6 +316,11 @@ class JobVmSettings:
     plugin: Path = Path("/usr/local/lib/slurm/multiverse.so")
     enter: Path = Path("/usr/local/libexec/multiverse/mventer")  # runs a task's command in the job's VM
     timeout: int = 300  # seconds that a task waits for its VM: its template may have to be built
+    # The feature of nodes that take jobs with VMs inside. The agent gives it to its node as long as the plugin passes a
+    # test there, each `check` seconds. `node` is what Slurm calls this host; empty: host.name.
+    feature: str = "job-vms"
+    node: str = ""
+    check: float = 15.0
     # A bridge of the host's own for these VMs, which exists as long as there is one, and its network. The first address
     # is the host's. The same on each host, because nothing connects these bridges.
     bridge: str = "mvjobs0"
@@ -618,8 +624,10 @@ def _wrong_job_vms(s: Settings) -> Iterator[str]:
             yield f"job_vms.subnet: needs 256 addresses or more, none of them in network.subnet {s.network.subnet}"
     except ValueError as error:
         yield f"job_vms.subnet: {error}"
-    if jobs.overhead < 64 or jobs.timeout < 1:
-        yield "job_vms: overhead must be at least 64 MiB, and timeout at least 1 s"
+    if jobs.overhead < 64 or jobs.timeout < 1 or jobs.check < 1:
+        yield "job_vms: overhead must be at least 64 MiB, and timeout and check at least 1 s"
+    if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", jobs.feature) or jobs.feature.startswith("mv_"):
+        yield "job_vms.feature: must be a name of letters, digits and ._- that does not begin with mv_"
 
 
 def _wrong_qemu(qemu: QemuSettings) -> Iterator[str]:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import re
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from multiverse import config
+from multiverse.config import JobVmSettings
 from multiverse.core.errors import Broken
 from multiverse.drivers.slurm.plugstack import plugstack
 from multiverse.lab import baremetal
+from multiverse.lab.configure import changed_conf, hostname
 from multiverse.lab.plan import load
 from multiverse.lab.service import Lab
 from multiverse.lab.services import AGENT
@@ -27,6 +32,7 @@ pytestmark = pytest.mark.integration
 
 BUILT = Path(__file__).parents[2] / "var" / "spank"
 IN_A_VM = ("--mem=700", "--vm-image=slim")
+FEATURE = JobVmSettings().feature
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,11 @@ class BareNode:
         found += [str(path) for path in Path("/sys/class/net").glob(jobs.bridge)]
         groups = Path("/sys/fs/cgroup").glob(f"*/slurm_{baremetal.NODE}/uid_*/job_*/mvjob-*")
         return found + [str(path) for path in groups]
+
+    def has_feature(self) -> bool:
+        """Whether the node takes jobs with VMs."""
+        shown = self.under_test.run("sinfo", "-h", "-n", baremetal.NODE, "-o", "%f").stdout.strip()
+        return FEATURE in shown.split(",")
 
     def nothing_left(self) -> None:
         """No part of a VM remains, and the node takes jobs."""
@@ -98,6 +109,7 @@ def node(lab: LabUnderTest, _images: None) -> Iterator[BareNode]:
             pytest.skip(f"slurmd does not run here: {error}")
         try:
             node = BareNode(lab, own)
+            until("the agent has tested the plugin", node.has_feature, 60)
             assert node.srun("true").returncode == 0, "the first VM, whose template has to be built"
             yield node
         finally:
@@ -187,9 +199,7 @@ def test_each_mistake_has_a_sentence(node: BareNode) -> None:
         assert failed.returncode == 1 and sentence in failed.stderr and not failed.stdout, failed.stderr
 
 
-def test_jobs_without_options_need_neither_the_agent_nor_the_plugin_and_others_fail_with_a_message(
-    node: BareNode,
-) -> None:
+def test_jobs_without_options_do_not_need_the_agent_and_others_fail_with_a_message(node: BareNode) -> None:
     where = node.under_test.where
     asyncio.run(AGENT.stop(where))
     try:
@@ -199,13 +209,6 @@ def test_jobs_without_options_need_neither_the_agent_nor_the_plugin_and_others_f
         assert "the agent of this host does not answer" in failed.stderr
     finally:
         _ensure_agent(node.lab)
-    file = where.etc / "plugstack.conf"
-    before = file.read_text()
-    file.write_text(before.replace("multiverse.so", "absent.so"))
-    try:
-        assert node.srun("hostname", vm=False).returncode == 0
-    finally:
-        file.write_text(before)
 
 
 def test_a_step_without_the_options_in_its_environment_runs_in_the_jobs_vm_too(node: BareNode) -> None:
@@ -245,3 +248,114 @@ def _pid_of_agent(node: BareNode) -> int:
     running = AGENT.running(node.under_test.where)
     assert running is not None
     return running.pid
+
+
+@contextmanager
+def _plugstack(node: BareNode, plugin: str) -> Iterator[None]:
+    """Another plugin in plugstack.conf meanwhile."""
+    file = node.under_test.where.etc / "plugstack.conf"
+    before = file.read_text()
+    file.write_text(before.replace(f"{BUILT}/multiverse.so", plugin))
+    try:
+        yield
+    finally:
+        file.write_text(before)
+        until("the node takes jobs with VMs again", node.has_feature, 60)
+
+
+def _of_another_release(directory: Path) -> Path:
+    """The plugin, built for another release of Slurm."""
+    headers = directory / "include" / "slurm"
+    shutil.copytree("/usr/include/slurm", headers)
+    for header in headers.glob("*.h"):
+        text = header.read_text()
+        header.write_text(re.sub(r"(define SLURM_VERSION_NUMBER\s+)\S+", r"\g<1>SLURM_VERSION_NUM(20,11,0)", text))
+    built = directory / "multiverse.so"
+    source = Path(__file__).parents[2] / "spank" / "multiverse.c"
+    subprocess.run(["cc", f"-I{headers.parent}", "-shared", "-fPIC", "-o", built, source], check=True)
+    return built
+
+
+@pytest.mark.parametrize("defect", ["missing", "another release"])
+def test_a_job_does_not_run_where_the_plugin_cannot_be_loaded_and_other_jobs_do(
+    node: BareNode, tmp_path: Path, defect: str
+) -> None:
+    tmp_path.chmod(0o755)
+    plugin = tmp_path / "absent.so" if defect == "missing" else _of_another_release(tmp_path)
+    asked, out = "--comment=vm:image=slim", node.output("never.out")
+    with _plugstack(node, str(plugin)):
+        until("the agent has seen it", lambda: not node.has_feature(), 60)
+        other = node.under_test.run("srun", "-Q", "-p", "bare", "hostname", user=node.under_test.other, timeout=240)
+        assert other.stdout.strip()
+        refused = node.srun("--mem=700", asked, f"--output={out}", "hostname", vm=False)
+        assert refused.returncode != 0 and "Unable to allocate resources" in refused.stderr
+        assert f"on a node with the feature {FEATURE}" in refused.stderr
+        assert not out.exists()
+
+
+def test_a_waiting_job_starts_when_the_feature_that_slurmctld_forgot_is_there_again(node: BareNode) -> None:
+    """slurmctld forgets features that are in no slurm.conf. The job may have become BadConstraints meanwhile."""
+    out = node.output("waiting.out")
+    blocker = node.under_test.sbatch("sleep 600", "--partition=bare", "--exclusive", "--output=/dev/null")
+    job = node.sbatch("hostname", f"--output={out}")
+    node.under_test.run("scontrol", "reconfigure")
+    until("the agent has given the node its feature again", node.has_feature, 60)
+    node.under_test.run("scancel", blocker)
+    assert accounted(node.under_test, job, 240) == ("COMPLETED", "0:0")
+    assert written(out).startswith("mvjob-")
+
+
+def test_a_comment_asks_for_a_vm_as_the_options_do(node: BareNode) -> None:
+    """Without the plugin on the machine where the job is submitted, too, which a comment does not need."""
+    out = node.output("comment.out")
+    script, where = "hostname; nproc", ("--partition=bare", "--mem=700", f"--output={out}")
+    with _plugstack_of_clients(node) as env:
+        done = subprocess.run(
+            ["sbatch", "--parsable", *where, "--comment=mine vm:image=slim,vcpu=1", f"--wrap={script}"],
+            env=node.under_test.env | env | {"HOME": str(node.under_test.user.home)},
+            user=node.under_test.user.uid, group=node.under_test.user.uid, extra_groups=[],
+            cwd=node.under_test.user.home, capture_output=True, text=True, check=True, timeout=60,
+        )  # fmt: skip
+    assert FEATURE in done.stderr
+    assert accounted(node.under_test, done.stdout.strip(), 240) == ("COMPLETED", "0:0")
+    host, cpus = written(out).split()
+    assert host.startswith("mvjob-") and cpus == "1"
+    refused = node.srun("--comment=vm:image=slim,vcpu=none", "true", vm=False)
+    assert refused.returncode != 0 and "give a number of virtual CPUs" in refused.stderr
+
+
+@contextmanager
+def _plugstack_of_clients(node: BareNode) -> Iterator[dict[str, str]]:
+    """The environment of a machine without the plugin."""
+    where = node.under_test.where
+    conf = where.etc / "client.conf"
+    conf.write_text(changed_conf(where.slurm_conf.read_text(), {"PlugStackConfig": "/dev/null"}))
+    try:
+        yield {"SLURM_CONF": str(conf)}
+    finally:
+        conf.unlink()
+
+
+def test_the_options_are_refused_where_each_node_is_a_vm(node: BareNode) -> None:
+    refused = node.under_test.run(
+        "sbatch", "--partition=vm", "--vm-image=slim", "--wrap=true", user=node.under_test.user, check=False
+    )
+    assert refused.returncode != 0 and "in partition vm each node is a VM" in refused.stderr
+
+
+def test_a_job_whose_record_cannot_be_written_does_not_run(node: BareNode) -> None:
+    """Its prolog cancels it. A failure of the prolog would drain the node."""
+    records, out = config.load(node.under_test.where.settings).job_vms.records, node.output("unrecorded.out")
+    asyncio.run(AGENT.stop(node.under_test.where))  # else it takes the feature away
+    moved = records.with_name("elsewhere")
+    records.rename(moved)
+    try:
+        records.write_text("no directory")
+        jobs = [node.sbatch("hostname", f"--output={out}", f"--export={export}") for export in ("NONE", "ALL")]
+        for job in jobs:
+            assert accounted(node.under_test, job, 180)[0].startswith("CANCELLED")
+        assert not out.exists() or not {hostname(), "mvjob-"} & set(re.split(r"[\s\d]", out.read_text()))
+    finally:
+        records.unlink()
+        moved.rename(records)
+        _ensure_agent(node.lab)

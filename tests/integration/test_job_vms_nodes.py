@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from multiverse.config import JobVmSettings
 from multiverse.lab.hosts.physical import physical_services
 from multiverse.lab.plan import LabOptions, load
 from multiverse.lab.service import Lab
@@ -28,6 +29,7 @@ def lab_of_two(accelerator: Path, _images: None) -> Iterator[LabUnderTest]:
     settings = {"job_vms": {"enabled": True, "plugin": f"{BUILT}/multiverse.so", "enter": f"{BUILT}/mventer"}}
     options = LabOptions(cores=2, memory=4096, physical=2, settings=settings)
     with new_lab(accelerator, options, controller=False) as made:
+        until("the agents have tested the plugin", lambda: _features(made) == {JobVmSettings().feature}, 60)
         yield made
 
 
@@ -49,6 +51,10 @@ def _left(lab: LabUnderTest) -> list[Path]:
 
 def _states(lab: LabUnderTest) -> set[str]:
     return set(lab.run("sinfo", "-h", "-p", "physical", "-N", "-o", "%T").stdout.split())
+
+
+def _features(lab: LabUnderTest) -> set[str]:
+    return set(lab.run("sinfo", "-h", "-p", "physical", "-N", "-o", "%f").stdout.split())
 
 
 def _plan(lab: LabUnderTest) -> Lab:

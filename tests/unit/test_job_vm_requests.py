@@ -110,4 +110,5 @@ def test_the_plugin_is_optional_and_gets_its_paths() -> None:
         "records=/run/multiverse/jobs",
         "enter=/usr/local/libexec/multiverse/mventer",
         "timeout=90",
+        "feature=job-vms",
     ]

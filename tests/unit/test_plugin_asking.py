@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[2] / "spank" / "multiverse.c"
+from tests.unit.plugin_harness import build, needs_plugin
+
 LIMIT = 60
 MAIN = """
-spank_err_t spank_get_item(spank_t spank, spank_item_t item, ...) { return ESPANK_ERROR; }
-spank_err_t spank_getenv(spank_t spank, const char *name, char *to, int size) { return ESPANK_ERROR; }
-spank_err_t spank_option_register(spank_t spank, struct spank_option *option) { return ESPANK_ERROR; }
-spank_err_t spank_option_getopt(spank_t spank, struct spank_option *option, char **value) { return ESPANK_ERROR; }
-void slurm_error(const char *format, ...) {}
 int main(int count, char *arguments[])
 {
 	int failed;
@@ -32,17 +27,12 @@ int main(int count, char *arguments[])
 }
 """
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("cc") is None or not Path("/usr/include/slurm/spank.h").exists(),
-    reason="there is no C compiler, or Slurm's headers are missing",
-)
+pytestmark = needs_plugin
 
 
 @pytest.fixture
 def asking(tmp_path: Path) -> list[str]:
-    (tmp_path / "main.c").write_text(f'#include "{SOURCE}"\n{MAIN}')
-    subprocess.run(["cc", "-std=gnu11", "-o", tmp_path / "asking", tmp_path / "main.c"], check=True)
-    return [str(tmp_path / "asking"), str(tmp_path / "sock")]
+    return [str(build(tmp_path, MAIN)), str(tmp_path / "sock")]
 
 
 def test_an_agent_to_which_too_many_connect_holds_up_no_job_for_longer_than_asked(

@@ -105,7 +105,7 @@ def site(tmp_path: Path) -> Settings:
         ("user_id = 1000, comment = 'vm:net'", "vm:net in --comment is wrong"),
         ("user_id = 1000, comment = 'vm:per-host=2M'", "vm:per-host=2M in --comment is wrong: give a number of VMs"),
         ("user_id = 1000, comment = 'vm:per-host=1 vm:per-host=1'", "vm:per-host is given twice in --comment"),
-        ("user_id = 1000, comment = 'vm:speed=3', partition = 'other'", "|0|nil"),
+        ("user_id = 1000, comment = 'a vms:x vm:', partition = 'other'", "|0|nil"),
         ("user_id = 1000, partition = 'other', contiguous = 1, min_mem_per_node = 0", "|0|nil|nil-nil"),
     ],
 )

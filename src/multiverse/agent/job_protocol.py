@@ -3,9 +3,10 @@
     provide job=12 uid=1000 cores=2 allocated=600 image=slim cpus=2 memory=512 disk= vms=1 nodes=n[1-2] node=n1
     enter job=12 vm=0
     release job=12
+    test
 
 The answer is `ok`, or `error` and a sentence for the user. Sizes are MiB; what is empty or missing was not given. The
-plugin and the agent are of one release: they are installed together.
+plugin and the agent speak one protocol: they are installed together, and a test of the plugin compares it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 
 from multiverse.core.errors import MultiverseError, Refused
 from multiverse.core.model import Size
+
+PROTOCOL = 2
+"""What the plugin and the agent say to each other, records included. spank/multiverse.c has the same number."""
 
 LONGEST_REQUEST = 8192
 """Bytes of a request."""
@@ -62,9 +66,16 @@ class ReleaseVm:
     job: int
 
 
-def parse(line: bytes) -> ProvideVm | EnterVm | ReleaseVm:
+@dataclass(frozen=True, slots=True)
+class PluginTest:
+    """The plugin is being tested, and wants to know whether the agent answers."""
+
+
+def parse(line: bytes) -> ProvideVm | EnterVm | ReleaseVm | PluginTest:
     """The request in a line. Raises `Refused`."""
     operation, *words = line.decode("ascii", "replace").split() or [""]
+    if operation == "test":
+        return PluginTest()
     values = dict(word.partition("=")[::2] for word in words)
     job = _number(values, "job")
     if not 0 < job <= _LAST_JOB:

@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from multiverse.core.errors import Broken
-from multiverse.lab.configure import BARE_FEATURE, cgroup_conf, changed_conf, environment
+from multiverse.lab.configure import BARE_FEATURE, BARE_NODE, cgroup_conf, changed_conf, environment
 from multiverse.lab.process import DaemonCommand
 from multiverse.lab.service import Lab, Service
 
-NODE = "bare1"
+NODE = BARE_NODE
 
 
 def _directory(lab: Lab) -> Path:

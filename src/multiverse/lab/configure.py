@@ -27,6 +27,7 @@ CLUSTER = "multiverse"
 MEMORY_PER_CPU = 150  # MiB: Slurm's DefMemPerCPU
 MAX_NODES = 4096
 BARE_PARTITION = BARE_FEATURE = "bare"
+BARE_NODE = "bare1"
 SLURM_USER = "slurm"
 
 
@@ -127,6 +128,7 @@ def _configure_nodes(where: Layout, plan: LabPlan, environment: Environment, val
         sections = _share_of_uids(_sections(where, plan), MOST_HOSTS + node.number)
         sections["qemu"]["images"] = str(where.images)
         sections["image"] = {**sections["image"], "source": plan.images}
+        sections["job_vms"] = {**sections["job_vms"], "node": node.name}
         _write_settings(own, where, environment, values, sections)
         changes = _NODE_SETTINGS | {"Epilog": str(where.etc / "epilog")}
         _write(own.etc / "slurm.conf", changed_conf(where.slurm_conf.read_text(), changes))
@@ -172,6 +174,8 @@ def _sections(where: Layout, plan: LabPlan) -> dict[str, dict[str, Any]]:
         "job_vms": {
             "socket": str(where.run / "jobs.sock"),
             "records": str(where.run / "jobs"),
+            "node": BARE_NODE,
+            "check": 2.0,
             "bridge": plan.job_bridge,
             "subnet": plan.job_subnet,
         },

@@ -6,13 +6,19 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from multiverse.agent.job_protocol import LONGEST_REQUEST
+import structlog
+
+from multiverse.agent.job_protocol import LONGEST_REQUEST, PROTOCOL
 from multiverse.agent.jobs import JobVmService, JobVmSizes
 from multiverse.config import Settings
-from multiverse.core.errors import Refused
+from multiverse.core.errors import MultiverseError, Refused, Unknown
 from multiverse.drivers.qemu.job_vms import QemuJobVms
 from multiverse.drivers.slurm.account import NameService
+from multiverse.drivers.slurm.command import SlurmCommands
+from multiverse.drivers.slurm.job_feature import set_feature, why_not
 from multiverse.service.startup import bind
+
+log = structlog.get_logger()
 
 
 @asynccontextmanager
@@ -38,9 +44,45 @@ async def serve_jobs(settings: Settings) -> AsyncIterator[None]:
     try:
         await service.start()
         listening = await asyncio.start_unix_server(service.serve, sock=sock, limit=LONGEST_REQUEST)
-        yield
-        listening.close()
+        testing = asyncio.create_task(_NodeFeature(settings).keep(), name="plugin-test")
+        try:
+            yield
+        finally:
+            testing.cancel()
+            await asyncio.gather(testing, return_exceptions=True)
+            listening.close()
     finally:
         path.unlink(missing_ok=True)
         await service.close()
         host.close()
+
+
+class _NodeFeature:
+    """Keeps the feature of jobs with VMs on this node as long as the plugin works here. It stays when the agent ends:
+    another takes over soon, and without any agent these jobs fail with that reason."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._commands, self._jobs = SlurmCommands(settings.slurm), settings.job_vms
+        self._node = settings.job_vms.node or settings.host.name
+        self._told = ""  # the reason that was logged last
+
+    async def keep(self) -> None:
+        while True:
+            await self._test()
+            await asyncio.sleep(self._jobs.check)
+
+    async def _test(self) -> None:
+        """Test the plugin, and tell slurmctld, which forgets it when it reads its configuration again."""
+        jobs = self._jobs
+        expected = {"protocol": str(PROTOCOL), "feature": jobs.feature, "records": str(jobs.records)}
+        reason = await why_not(self._commands, expected)
+        try:
+            if isinstance(reason, Unknown):
+                raise reason  # the last test counts
+            if await set_feature(self._commands, self._node, jobs.feature, reason is None) and reason is None:
+                log.info("this node takes jobs with VMs", node=self._node, feature=jobs.feature)
+        except MultiverseError as error:
+            reason = reason or error
+        if (told := str(reason or "")) and told != self._told:
+            log.warning("this node takes no jobs with VMs", node=self._node, feature=jobs.feature, reason=told)
+        self._told = told

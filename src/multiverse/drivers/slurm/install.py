@@ -34,6 +34,7 @@ EPILOG = "multiverse-epilog"
 # File name to mode. All belong beside slurm.conf, readable by slurmctld.
 FILES = {
     OURS: 0o644,
+    "multiverse_jobs.lua": 0o644,  # before multiverse.lua, which loads it
     "multiverse.lua": 0o644,
     "multiverse_site.lua": 0o644,
     HOOK: 0o644,
@@ -94,6 +95,7 @@ def render(settings: Settings, site: Site) -> dict[str, str]:
         "directory": slurm.conf.parent,
         "hook": hook_lines(settings),
         "inbox": slurm.inbox,
+        "job_feature": settings.job_vms.feature,
         "gate_partition": slurm.gate_partition,
         "run_partition": slurm.run_partition,
         "gate_feature": slurm.gate_feature,

@@ -16,6 +16,7 @@ def plugstack(settings: JobVmSettings) -> str:
         "records": settings.records,
         "enter": settings.enter,
         "timeout": settings.timeout,
+        "feature": settings.feature,
     }
     words = " ".join(f"{key}={value}" for key, value in arguments.items())
     return f"# VMs inside jobs: include this file in plugstack.conf on all nodes.\noptional {settings.plugin} {words}\n"

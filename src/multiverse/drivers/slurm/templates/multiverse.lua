@@ -3,6 +3,7 @@
 
 local multiverse = {}
 local site = dofile("{{ directory }}/multiverse_site.lua")
+local inside = dofile("{{ directory }}/multiverse_jobs.lua") -- VMs inside jobs of other partitions
 
 local NO_VAL, NO_VAL16 = 4294967294, 65534
 local PENDING = 0 -- the base state of a waiting job (slurm.h)
@@ -554,7 +555,7 @@ local function submit(job, partition, partitions)
     return refuse("heterogeneous jobs are not supported: submit each component as a separate job")
   end
   local _, unknown = wishes(job.comment)
-  local message = unknown or unsupported_option(job) or unsupported_variable(job) or ambiguous_features(job)
+  local message = inside.unsupported(job) or unknown or unsupported_option(job) or unsupported_variable(job) or ambiguous_features(job)
     or unsupported_topology(job) or overcommitted(job)
   if message then return refuse(message) end
   local nodes, too_many = choose_node_count(job)
@@ -657,17 +658,30 @@ local function guarded(what, ...)
   return refuse("{{ failed }}")
 end
 
--- Jobs of other partitions are accepted before any code runs that could fail.
+-- Jobs of other partitions with VMs inside.
+local function submit_inside(job)
+  local message = inside.submit(job)
+  return message and refuse(message) or slurm.SUCCESS
+end
+
+local function modify_inside(job, record)
+  local message = inside.modify(job, record)
+  return message and refuse(message) or slurm.SUCCESS
+end
+
+-- Other jobs of other partitions are accepted before any code runs that could fail.
 function multiverse.submit(job, partitions, uid)
   local partition = job.partition or default_partition(partitions)
-  if not any_ours(partition) then return slurm.SUCCESS end
-  return guarded(submit, job, partition, partitions)
+  if any_ours(partition) then return guarded(submit, job, partition, partitions) end
+  if inside.asked(job) then return guarded(submit_inside, job) end
+  return slurm.SUCCESS
 end
 
 function multiverse.modify(job, record, partitions, uid)
   if site.administrators[uid] then return slurm.SUCCESS end
-  if not ours(record.partition) and not any_ours(job.partition) then return slurm.SUCCESS end
-  return guarded(modify, job, record)
+  if ours(record.partition) or any_ours(job.partition) then return guarded(modify, job, record) end
+  if job.comment or job.features then return guarded(modify_inside, job, record) end
+  return slurm.SUCCESS
 end
 
 return multiverse

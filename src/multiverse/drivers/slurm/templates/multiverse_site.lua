@@ -4,6 +4,7 @@ return {
   run_partition = "{{ run_partition }}",
   gate_feature = "{{ gate_feature }}",
   inbox = "{{ inbox }}",
+  job_feature = "{{ job_feature }}",
   max_nodes = {{ gate_nodes }},
   max_sockets = {{ gate_sockets }},
   max_disk = {{ max_disk }},

@@ -5,24 +5,35 @@ multiverse_is_called = true
 
 local _, multiverse = pcall(dofile, "{{ directory }}/multiverse.lua")
 if type(multiverse) ~= "table" then
-  -- Without multiverse.lua no job is sent to the gate. Jobs of Multiverse's partitions are refused, all others accepted.
+  -- Without multiverse.lua no job is sent to the gate, and none with a VM inside is kept from nodes that cannot have it.
+  -- Jobs of Multiverse's partitions are refused, and those that ask for a VM inside. All others are accepted.
   slurm.log_error("multiverse: %s", tostring(multiverse))
   local ours = { ["{{ gate_partition }}"] = true, ["{{ run_partition }}"] = true }
   local administrators = { {% for uid in administrators %}[{{ uid }}] = true, {% endfor %}}
 
+  local function refuse()
+    slurm.log_user("%s", "{{ failed }}")
+    return slurm.ERROR
+  end
+
   local function answer(names)
     for name in string.gmatch(names, "[^,]+") do
-      if ours[name] then
-        slurm.log_user("%s", "{{ failed }}")
-        return slurm.ERROR
-      end
+      if ours[name] then return refuse() end
     end
     return slurm.SUCCESS
+  end
+
+  local function has_vm_inside(job)
+    for _, entry in pairs(type(job.spank_job_env) == "table" and job.spank_job_env or {}) do
+      if string.find(entry, "_SLURM_SPANK_OPTION_multiverse_", 1, true) then return true end
+    end
+    return string.find(" " .. (job.comment or ""), "%svm:[^%s]") ~= nil
   end
 
   multiverse = {}
 
   function multiverse.submit(job, partitions, uid)
+    if has_vm_inside(job) then return refuse() end
     for name, partition in pairs(partitions or {}) do
       if not job.partition and partition.flag_default == 1 then return answer(name) end
     end
