@@ -37,6 +37,7 @@ from typing import Any
 
 from multiverse.bench.stats import median, ratio
 from multiverse.host import firewall, manifest, process, tap
+from multiverse.host.nft import Nft
 from multiverse.host.qemu.qmp import Command, Monitor
 from multiverse.system.processes import ProcessIdentity
 
@@ -298,9 +299,8 @@ def json_elements(verb: str) -> dict[str, Any]:
 
 
 def nftables_pairs(nftables: Any, place: Place) -> Iterator[Case]:
-    own, theirs = firewall._Nft.load(), nftables.Nftables()
-    assert own is not None
-    table = firewall._TABLE.format(table="mvb", prefix="mvb-")
+    own, theirs = Nft(), nftables.Nftables()
+    table = firewall._TABLE.format(table="mvb", prefix="mvb-", guests="10.9.0.1-10.9.0.254")
     assert own.run(table) == ""
     both = elements("add") + "\n" + elements("delete")
 
@@ -333,7 +333,7 @@ def inheritable() -> set[int]:
 
 def nftables_facts(nftables: Any, place: Place) -> Iterator[Fact]:
     counts = []
-    for make in (firewall._Nft.load, nftables.Nftables):
+    for make in (Nft, nftables.Nftables):
         before = inheritable()
         held = make()
         counts.append(len(inheritable() - before))

@@ -16,8 +16,6 @@ rate are dropped, to which TCP adapts. Nothing is queued, so no other VM's frame
 
 from __future__ import annotations
 
-import ctypes
-import os
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -28,12 +26,12 @@ import structlog
 from multiverse.core.errors import Broken
 from multiverse.host import manifest
 from multiverse.host.manifest import Manifest
+from multiverse.host.nft import Nft
 from multiverse.host.registry import host_lock
 
 log = structlog.get_logger(__name__)
 
 _OPEN = "VMs' addresses are not checked, and VMs of different jobs reach each other"
-_LIBRARY = "libnftables.so.1"
 # Bytes that a VM may send at once, beside what its rate lets it send in a second (net/netfilter/nft_limit.c counts so):
 # two frames as large as a guest may hand over (64 KiB, virtio's offloads).
 _BURST = 128 << 10
@@ -95,7 +93,7 @@ class Firewall:
         self._prefix, self._vms, self._guests = prefix, vms, "-".join(guests)
         self._table = prefix.rstrip("-")
         self._lock = threading.Lock()
-        self._nft = _Nft.load()
+        self._nft = _library()
         with self._locked():
             problem = self._create_table(self._nft) if self._nft is not None else ""
         if problem:
@@ -146,7 +144,7 @@ class Firewall:
         with self._lock, host_lock(self._vms) if self._vms.is_dir() else nullcontext():
             yield
 
-    def _create_table(self, nft: _Nft) -> str:
+    def _create_table(self, nft: Nft) -> str:
         """Create the whole table, or replace it, in one transaction. Returns the problem, or nothing."""
         lines = [_TABLE.format(table=self._table, prefix=self._prefix, guests=self._guests)]
         for home in self._homes():
@@ -187,47 +185,14 @@ class Firewall:
         return lines
 
 
+def _library() -> Nft | None:
+    """The library; None, with a warning, if this machine has none."""
+    try:
+        return Nft()
+    except OSError as error:
+        log.warning(_OPEN, reason=str(error))
+        return None
+
+
 def _is_absent(problem: str) -> bool:
     return "No such file or directory" in problem
-
-
-def _descriptors() -> set[int]:
-    """The open descriptors of this process, without the one that this listing uses itself: that one is closed again,
-    and its number is the next to be given out."""
-    listed = os.listdir("/proc/self/fd")  # noqa: PTH208  (numbers, not paths)
-    return {int(number) for number in listed if os.path.lexists(f"/proc/self/fd/{number}")}
-
-
-class _Nft:
-    """libnftables, loaded into this process. One thread at a time may use it."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._run, self._error = library.nft_run_cmd_from_buffer, library.nft_ctx_get_error_buffer
-        library.nft_ctx_new.restype = ctypes.c_void_p
-        self._run.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
-        self._error.argtypes, self._error.restype = [ctypes.c_void_p], ctypes.c_char_p
-        before = _descriptors()
-        self._context = ctypes.c_void_p(library.nft_ctx_new(0))
-        for fd in _descriptors() - before:
-            try:
-                os.set_inheritable(fd, False)  # programs that this process starts must not inherit its socket
-            except OSError:
-                continue
-        for buffer in (library.nft_ctx_buffer_error, library.nft_ctx_buffer_output):
-            buffer.argtypes = [ctypes.c_void_p]
-            buffer(self._context)
-
-    @classmethod
-    def load(cls) -> _Nft | None:
-        """The library; None, with a warning, if this machine has none."""
-        try:
-            return cls(ctypes.CDLL(_LIBRARY))
-        except OSError as error:
-            log.warning(_OPEN, reason=str(error))
-            return None
-
-    def run(self, commands: str) -> str:
-        """Run the commands as one transaction. Returns the problem, or nothing."""
-        if self._run(self._context, commands.encode()) == 0:
-            return ""
-        return str(self._error(self._context).decode(errors="replace")).strip().partition("\n")[0] or "nftables refused"
