@@ -291,6 +291,7 @@ complete -c multiverse -n "__multiverse_at 'lab'" -s h -l help -d 'Show the help
 complete -c multiverse -n "__multiverse_at 'lab up'" -l dir -r -d 'The lab\'s directory; else $MULTIVERSE_LAB, else /var/lib/multiverse/lab'
 complete -c multiverse -n "__multiverse_at 'lab up'" -l hosts -r -d 'Hosts; of several, each has namespaces'
 complete -c multiverse -n "__multiverse_at 'lab up'" -l physical -r -d 'Bare-metal nodes, in partition `physical`'
+complete -c multiverse -n "__multiverse_at 'lab up'" -l routed -l switched -d 'A router between the hosts'
 complete -c multiverse -n "__multiverse_at 'lab up'" -l cores -r -d 'Cores each host declares'
 complete -c multiverse -n "__multiverse_at 'lab up'" -l memory -r -d 'Memory each host declares'
 complete -c multiverse -n "__multiverse_at 'lab up'" -l share -r -d 'A directory that guests see too; may be repeated'

@@ -115,6 +115,20 @@ class NetworkSettings:
 
 
 @dataclass(frozen=True)
+class OverlaySettings:
+    """A VXLAN between the hosts and the controller's machine, where no layer 2 connects their bridges. All of them have
+    the same settings."""
+
+    enabled: bool = False
+    # (name, IPv4 address) of hosts, and of the controller's machine: the address at which the others reach it. Where it
+    # is not given, it is what the name service says of the name.
+    addresses: tuple[tuple[str, str], ...] = ()
+    port: int = 14789  # UDP, to be used for nothing else on these machines
+    mtu: int = 1450  # of VMs: 50 bytes less than every packet between hosts may have
+    network: int = 0  # the 24-bit id of the virtual network; 0: derived from the site
+
+
+@dataclass(frozen=True)
 class ImageSettings:
     """The default image and kind of clone, and what images have in common."""
 
@@ -349,6 +363,7 @@ class Settings:
     slurm: SlurmSettings = field(default_factory=SlurmSettings)
     qemu: QemuSettings = field(default_factory=QemuSettings)
     network: NetworkSettings = field(default_factory=NetworkSettings)
+    overlay: OverlaySettings = field(default_factory=OverlaySettings)
     image: ImageSettings = field(default_factory=ImageSettings)
     pacing: PacingSettings = field(default_factory=PacingSettings)
     backfill: BackfillSettings = field(default_factory=BackfillSettings)
@@ -405,6 +420,22 @@ def host_settings(settings: Settings, name: str) -> HostSettings | None:
 def uplink_of(settings: Settings, name: str) -> str:
     """The uplink of a host that the settings name; empty if it has none."""
     return _of_class(settings, _classes(settings).get(name)).qemu.uplink
+
+
+def overlay_address(settings: Settings, name: str) -> str:
+    """The IPv4 address of a host, or of the controller's machine, in the network of the hosts. Asks the name service if
+    the settings do not say it. Raises `Refused` if neither knows one by which other machines reach it."""
+    given = dict(settings.overlay.addresses).get(name)
+    if given is not None:
+        return given
+    hint = f'give it in the settings of all hosts: [overlay] addresses = [["{name}", "ADDRESS"]]'
+    try:
+        found = str(socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_DGRAM)[0][4][0])
+    except OSError as error:
+        raise Refused(f"the name service knows no IPv4 address of {name}: {error}", hint=hint) from error
+    if ipaddress.IPv4Address(found).is_loopback:
+        raise Refused(f"the name service gives {name} the address {found}, which no other machine reaches", hint=hint)
+    return found
 
 
 def site_cpus(settings: Settings) -> int:
@@ -509,6 +540,7 @@ def _contradictions(s: Settings) -> Iterator[str]:
     yield from _wrong_fence(s)
     yield from _wrong_sampling(s.agent)
     yield from _wrong_network(s)
+    yield from _wrong_overlay(s)
     yield from _wrong_job_vms(s)
     yield from _wrong_qemu(s.qemu)
     yield from _wrong_slurm(s.slurm)
@@ -612,6 +644,25 @@ def _wrong_network(s: Settings) -> Iterator[str]:
             yield f"network.first: must be within {network}"
     except ValueError as error:
         yield f"network: {error}"
+
+
+def _wrong_overlay(s: Settings) -> Iterator[str]:
+    overlay = s.overlay
+    for name, address in overlay.addresses:
+        try:
+            ipaddress.IPv4Address(address)
+        except ValueError:
+            yield f"overlay.addresses: {address!r} of {name} is no IPv4 address"
+    if not 0 < overlay.port < 65536:
+        yield "overlay.port: must be from 1 to 65535"
+    if not 576 <= overlay.mtu <= 9000:
+        yield "overlay.mtu: must be from 576 to 9000 bytes"
+    if not 0 <= overlay.network < 1 << 24:
+        yield "overlay.network: must be below 16777216, or 0"
+    if overlay.enabled and any(_of_class(s, one).qemu.uplink for one in (None, *s.hosts)):
+        yield "overlay: with qemu.uplink, frames would reach a host in two ways; set one of the two"
+    if overlay.enabled and s.lease:
+        yield "overlay: not possible with [[lease]]: the bridge of a leased node is connected by its uplink"
 
 
 def _wrong_job_vms(s: Settings) -> Iterator[str]:

@@ -24,6 +24,7 @@ from multiverse.core.model import (
     Host,
     HypervisorView,
     Identity,
+    Neighbour,
     NodeBootstrap,
     Overcommitment,
     Size,
@@ -590,6 +591,7 @@ def test_a_line_keeps_what_it_says() -> None:
         protocol.Start(vm=VmRef("mv-1", "h", "t"), size=SIZE, identity=identity),
         protocol.Destroy(vm=VmRef("mv-1", "h", "t"), grace=1.5),
         protocol.AddUser(vm=VmRef("mv-1"), user=user),
+        protocol.Connect(vm=VmRef("mv-1"), neighbours=(Neighbour("10.0.0.3", "02:00:5e:00:00:02", "192.0.2.1"),)),
         protocol.BuildTemplate(template=TemplateKey("h", "slim", SIZE, "physics")),
         protocol.DeleteTemplate(template=TemplateKey("h", "slim", SIZE)),
         protocol.Measure(),
@@ -599,6 +601,22 @@ def test_a_line_keeps_what_it_says() -> None:
         data = encode(line)
         assert data.endswith(b"\n") and data.count(b"\n") == 1
         assert decode_line(data) == line
+
+
+@virtual
+async def test_a_host_without_an_overlay_and_an_agent_without_the_call_refuse_it(agents: list[SimulatedAgent]) -> None:
+    """An agent of the release before would end the connection, with all calls that run on it."""
+    async with controller(agents) as one:
+        await one.connected()
+        await one.hypervisor.create(spec())
+        with pytest.raises(Refused, match="has no overlay"):
+            await one.hypervisor.connect(VmRef("mvtest0-1", "h1"), ())
+        old = one.connections[1]
+        assert old.welcome is not None
+        old.welcome = old.welcome.model_copy(update={"protocol": protocol.PROTOCOL - 1})
+        with pytest.raises(Refused, match="release without overlays"):
+            await one.hypervisor.connect(VmRef("mvtest0-1", "h1"), ())
+        assert "mvtest0-1" in await observed(one)
 
 
 def test_an_error_of_a_later_release_says_nothing_about_what_was_done() -> None:

@@ -199,6 +199,29 @@ def test_several_hosts_have_names_addresses_and_ports_of_their_own() -> None:
     assert PLAN.own_hosts == (), "a single host is this machine"
 
 
+def test_routed_hosts_are_in_networks_of_their_own(short: Path) -> None:
+    made = replace(PLAN, hosts=2, routed=True)
+    networks = [ipaddress.IPv4Interface(f"{host.address}/24").network for host in made.own_hosts]
+    networks.append(ipaddress.IPv4Interface(f"{made.underlay(0)[1]}/24").network)
+    assert len(set(networks)) == 3
+    for network in networks:
+        assert network.subnet_of(ipaddress.IPv4Network(made.underlays))
+        assert not network.overlaps(ipaddress.IPv4Network(PLAN.subnet))
+        assert not network.overlaps(ipaddress.IPv4Network(PLAN.job_subnet))
+    assert all(ipaddress.IPv4Address(host.router) in net for host, net in zip(made.own_hosts, networks, strict=False))
+    assert max(map(len, (made.router, made.machine_port))) <= 15
+    assert not any(host.router for host in replace(PLAN, hosts=2).own_hosts)
+    where = layout(short)
+    where.make()
+    sections = configure._sections(where, made)
+    given = dict(sections["overlay"]["addresses"])
+    assert given == {configure.hostname(): made.underlay(0)[1]} | {one.name: one.address for one in made.own_hosts}
+    assert "overlay" not in configure._sections(where, replace(PLAN, hosts=2))
+    with pytest.raises(Refused, match="this lab has one"):
+        plan.decide(where, LabOptions(routed=True))
+    assert plan.decide(where, LabOptions(hosts=2, routed=True)).routed == plan.decide(where, LabOptions()).routed
+
+
 def test_bare_metal_nodes_are_beside_the_hosts(short: Path) -> None:
     made = replace(PLAN, hosts=2, physical=plan.MOST_PHYSICAL)
     nodes = made.physical_nodes

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
 from multiverse.agent.connection import AgentConnection
+from multiverse.agent.overlay import OverlayDirectory
 from multiverse.agent.protocol import (
     AddUser,
     BuildTemplate,
+    Connect,
     Counted,
     CountProcesses,
     Create,
@@ -35,6 +38,7 @@ from multiverse.core.model import (
     HypervisorView,
     Identity,
     LeasedHost,
+    Neighbour,
     Size,
     Stage,
     TemplateKey,
@@ -46,6 +50,9 @@ from multiverse.ports import NOT_LEASED
 
 SAMPLING = 2
 """The first protocol with the call `utilization`."""
+
+OVERLAY = 3
+"""The first protocol with the call `connect`, and with neighbours in an identity."""
 
 
 class AgentSource:
@@ -94,6 +101,7 @@ class AgentHypervisor:
         self._connect_leased = connect_leased or (lambda host: connect(host.lease.name))
         self._sources: dict[str, AgentSource] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}  # that keep connections up
+        self.overlay: OverlayDirectory | None = None  # by which hosts reach VMs of other hosts, if they need one
         self._failed: asyncio.Future[None] | None = None  # while `run` runs: gets the first error of a connection
         self.keep(hosts, leased)
 
@@ -166,8 +174,22 @@ class AgentHypervisor:
         return cast(Stages, await self._agent(vm.host).call(Create(vm=vm))).stages
 
     async def start(self, vm: VmRef, size: Size, identity: Identity) -> Sequence[Stage]:
-        """See `ports.Hypervisor`."""
+        """See `ports.Hypervisor`. With an overlay, its peers and the controller's machine can reach the VM before
+        it runs; raises what `OverlayDirectory.introduce` raises."""
+        if self.overlay is not None:
+            self._overlaid(vm.source)
+            identity = replace(identity, neighbours=await self.overlay.introduce(vm, identity))
         return cast(Stages, await self._agent(vm.source).call(Start(vm=vm, size=size, identity=identity))).stages
+
+    async def connect(self, vm: VmRef, neighbours: tuple[Neighbour, ...]) -> None:
+        """See `agent.server.VmConnections`. Raises `Refused` if its agent is of a release without overlays."""
+        await self._overlaid(vm.source).call(Connect(vm=vm, neighbours=neighbours))
+
+    def _overlaid(self, host: str) -> AgentConnection:
+        agent = self._agent(host)
+        if agent.welcome is not None and agent.welcome.protocol < OVERLAY:
+            raise Refused(f"the agent of {host} is of a release without overlays", hint="upgrade it")
+        return agent
 
     async def destroy(self, vm: VmRef, grace: float) -> None:
         """See `ports.Hypervisor`."""

@@ -43,6 +43,7 @@ from multiverse.core.model import (
     HostUsage,
     HypervisorView,
     Identity,
+    Neighbour,
     Size,
     Stage,
     TemplateKey,
@@ -55,8 +56,8 @@ from multiverse.core.model import (
 
 M = TypeVar("M", bound=BaseModel)
 
-PROTOCOL = 2
-"""What this release speaks. 2: the call `utilization`."""
+PROTOCOL = 3
+"""What this release speaks. 2: the call `utilization`. 3: the call `connect`, and neighbours in an identity."""
 
 OLDEST = 1
 """The oldest protocol that this release understands: that of the release before it."""
@@ -154,6 +155,14 @@ class Start(Message):
     identity: Identity
 
 
+class Connect(Message):
+    """See `agent.server.VmConnections`. An agent of protocol 2 does not know it, and would end the connection."""
+
+    name: Literal["connect"] = "connect"
+    vm: VmRef
+    neighbours: tuple[Neighbour, ...]
+
+
 class Destroy(Message):
     """See `ports.Hypervisor.destroy`."""
 
@@ -213,6 +222,7 @@ Call = Annotated[
     Observe
     | Create
     | Start
+    | Connect
     | Destroy
     | AddUser
     | BuildTemplate
@@ -286,6 +296,7 @@ RESULTS: dict[type[Message], type[Result]] = {
     Observe: HypervisorAnswer,
     Create: Stages,
     Start: Stages,
+    Connect: Nothing,
     Destroy: Nothing,
     AddUser: Nothing,
     BuildTemplate: Stages,

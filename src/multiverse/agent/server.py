@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from multiverse.agent.protocol import (
     BuildTemplate,
     Call,
     CallFailure,
+    Connect,
     Counted,
     CountProcesses,
     Create,
@@ -47,10 +48,29 @@ from multiverse.agent.protocol import (
 )
 from multiverse.agent.self_fence import FenceTimer
 from multiverse.core.errors import MultiverseError, Refused, Unknown
-from multiverse.core.model import HostUsage, HypervisorView, Load, VmCondition, VmSeen, VmSpec, vm_prefix
+from multiverse.core.model import (
+    HostUsage,
+    HypervisorView,
+    Load,
+    Neighbour,
+    VmCondition,
+    VmRef,
+    VmSeen,
+    VmSpec,
+    vm_prefix,
+)
 from multiverse.ports import GuestUsers, Hypervisor, Source, Templates
 
 log = structlog.get_logger()
+
+
+class VmConnections(Protocol):
+    """The overlay that connects this host's bridge with VMs of other hosts."""
+
+    async def connect(self, vm: VmRef, neighbours: Sequence[Neighbour]) -> None:
+        """Let a VM reach these addresses, beside those that it was or will be started with. `Gone` if there is no such
+        VM."""
+        ...
 
 
 class LocalHypervisor(Hypervisor, Source, Protocol):
@@ -61,6 +81,11 @@ class LocalHypervisor(Hypervisor, Source, Protocol):
 
     @property
     def users(self) -> GuestUsers: ...
+
+    @property
+    def overlay(self) -> VmConnections | None:
+        """None if nothing but the site's own layer 2 connects the bridges of hosts."""
+        ...
 
     async def measure(self) -> Mapping[str, tuple[float, float, float]]:
         """(CPU seconds, unique MiB, proportional MiB) of each VM that lives."""
@@ -324,6 +349,10 @@ class AgentServer:
                 return await self._create(connection, call.vm)
             case Start():
                 return Stages(stages=tuple(await hypervisor.start(call.vm, call.size, call.identity)))
+            case Connect():
+                if hypervisor.overlay is None:
+                    raise Refused("this host has no overlay", hint="set overlay.enabled on all hosts")
+                await hypervisor.overlay.connect(call.vm, call.neighbours)
             case BuildTemplate():
                 return Stages(stages=tuple(await hypervisor.templates.build_template(call.template)))
             case Destroy():
@@ -332,6 +361,14 @@ class AgentServer:
                 await hypervisor.users.add_user(call.vm, call.user)
             case DeleteTemplate():
                 await hypervisor.templates.delete_template(call.template)
+            case _:
+                return await self._tell(connection, call)
+        return Nothing()
+
+    async def _tell(self, connection: _Connection, call: Measure | Examine | CountProcesses | Utilization) -> Result:
+        """What an operator or a metric asks for."""
+        hypervisor = connection.hypervisor
+        match call:
             case Measure():
                 return Measured(vms=dict(await hypervisor.measure()))
             case Examine():
@@ -340,7 +377,6 @@ class AgentServer:
                 return Counted(programs=dict(self._processes))
             case Utilization():
                 return await self._utilization(connection.site, call.span)
-        return Nothing()
 
     async def _utilization(self, site: str, span: float) -> Utilized:
         if self._samples is None:

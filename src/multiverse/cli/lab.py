@@ -75,6 +75,9 @@ def up(
         int | None,
         typer.Option(min=0, max=MOST_PHYSICAL, help="Bare-metal nodes, in partition `physical`. [first time: 0]"),
     ] = None,
+    routed: Annotated[
+        bool | None, typer.Option("--routed/--switched", help="A router between the hosts. [first time: a switch]")
+    ] = None,
     cores: Annotated[int | None, typer.Option(min=1, help="Cores each host declares. [first time: 8]")] = None,
     memory: Annotated[str | None, typer.Option(help="Memory each host declares. [first time: 16G]")] = None,
     share: Annotated[list[Path] | None, typer.Option(help="A directory that guests see too; may be repeated.")] = None,
@@ -91,6 +94,7 @@ def up(
         cores=cores,
         hosts=hosts,
         physical=physical,
+        routed=routed,
         memory=mebibytes(memory) if memory else None,
         shares=shares(share or ()),
         image=image,

@@ -14,7 +14,7 @@ from typing import Any
 
 from multiverse.config import Settings
 from multiverse.core.errors import MultiverseError, Refused
-from multiverse.lab import bridge, vms
+from multiverse.lab import bridge, router, vms
 from multiverse.lab.configure import configure
 from multiverse.lab.hosts.machine import remove_remains
 from multiverse.lab.hosts.physical import physical_services
@@ -75,6 +75,10 @@ async def _up(
         began = time.monotonic()
         created = await asyncio.to_thread(bridge.up, plan)
         progress("bridge", "created" if created else "exists", time.monotonic() - began)
+        if plan.routed:
+            began = time.monotonic()
+            created = await asyncio.to_thread(router.up, plan)
+            progress("router", "created" if created else "exists", time.monotonic() - began)
         for service in wanted(plan):
             began = time.monotonic()
             started = await service.ensure(lab)
@@ -85,12 +89,16 @@ async def _up(
 def _check_hosts(where: Layout, options: LabOptions) -> None:
     """`Refused` if the number of hosts is to change while something of the lab runs."""
     plan = load(where)
-    if plan is None or (options.hosts in (None, plan.hosts) and options.physical in (None, plan.physical)):
+    if plan is None:
+        return
+    wanted = ((options.hosts, plan.hosts), (options.physical, plan.physical), (options.routed, plan.routed))
+    if all(one in (None, there) for one, there in wanted):
         return
     if any(service.running(where) for service in services(plan)):
         nodes = f" and {plan.physical} bare-metal node{'s' if plan.physical > 1 else ''}" if plan.physical else ""
+        between = ", a router" if plan.routed else ""
         raise Refused(
-            f"the lab in {where.root} runs with {plan.hosts} host{'s' if plan.hosts > 1 else ''}{nodes}",
+            f"the lab in {where.root} runs with {plan.hosts} host{'s' if plan.hosts > 1 else ''}{between}{nodes}",
             hint="bring it down first: multiverse lab down",
         )
 
@@ -137,8 +145,12 @@ async def down(where: Layout, progress: Progress = lambda name, result, seconds:
             async with _step(f"{host.name}-vms", progress, errors) as result:
                 await _stop_host(where, host)
                 result.append("removed")
+        if plan is not None and plan.routed:
+            async with _step("router", progress, errors) as result:
+                result.append("deleted" if await asyncio.to_thread(router.down, plan) else "did not exist")
         if plan is not None:
             async with _step("bridge", progress, errors) as result:
+                await asyncio.to_thread(router.remove_overlays, where)
                 result.append("deleted" if await asyncio.to_thread(bridge.down, plan) else "did not exist")
         if errors:
             raise errors[0]

@@ -25,8 +25,9 @@ from multiverse.system import files
 class LabOptions:
     """The options of `lab up`. None means as before, or the default. Memory in MiB.
 
-    `cores` and `memory` are those of each host, and of each of the `physical` nodes. `settings` are the controller's,
-    by section and key; if given, they replace all those given before.
+    With `routed`, a router is between the hosts. `cores` and `memory` are those of each host, and of each of the
+    `physical` nodes. `settings` are the controller's, by section and key; if given, they replace all those given
+    before.
     """
 
     cores: int | None = None
@@ -36,6 +37,7 @@ class LabOptions:
     images: Path | None = None
     hosts: int | None = None
     physical: int | None = None
+    routed: bool | None = None
     settings: Mapping[str, Mapping[str, Any]] | None = None
 
 
@@ -48,7 +50,8 @@ _FIRST_PHYSICAL = 20  # and physical node 1 the one after this
 
 @dataclass(frozen=True, slots=True)
 class LabHost:
-    """A host with namespaces of its own. `uplink` is its port at the lab's bridge, which is the switch.
+    """A host with namespaces of its own. `uplink` is its port at the lab's bridge, which is the switch. With `router`,
+    the router's address in the host's network, it is the router's port.
 
     A `physical` one is a node of Slurm, with a slurmd in place of an agent and an sshd.
     """
@@ -57,6 +60,7 @@ class LabHost:
     address: str
     uplink: str
     physical: bool = False
+    router: str = ""
 
     @property
     def name(self) -> str:
@@ -68,7 +72,8 @@ class LabPlan:
     """What a lab consists of. Memory and disk in MiB.
 
     `hosts` is the number of hosts. A single one is this machine itself; of several, each has namespaces of its own, and
-    `cores` and `memory` are what each of them declares. Besides, there are `physical` nodes, which users use directly.
+    `cores` and `memory` are what each of them declares. With `routed`, each of them has a network of its own, and a
+    router connects these with this machine. Besides, there are `physical` nodes, which users use directly.
 
     `disk` is what VMs may write: the space that was free when the lab was made; a plan of an earlier release has the
     default of the settings. `bridge` has the first address of `subnet`. The ports are on this machine. `settings`
@@ -90,6 +95,7 @@ class LabPlan:
     disk: int = HostSettings.disk
     hosts: int = 1
     physical: int = 0
+    routed: bool = False
 
     @property
     def own_hosts(self) -> tuple[LabHost, ...]:
@@ -98,6 +104,11 @@ class LabPlan:
             return ()
         addresses = ipaddress.IPv4Network(self.subnet)
         numbers = range(1, self.hosts + 1)
+        if self.routed:
+            return tuple(
+                LabHost(one, self.underlay(one)[1], f"{self.bridge}h{one}", router=self.underlay(one)[0])
+                for one in numbers
+            )
         return tuple(LabHost(one, str(addresses[_FIRST_HOST + one]), f"{self.bridge}h{one}") for one in numbers)
 
     @property
@@ -110,6 +121,28 @@ class LabPlan:
             LabHost(one, str(addresses[_FIRST_PHYSICAL + one]), f"{port}p{one}", physical=True)
             for one in range(1, self.physical + 1)
         )
+
+    def underlay(self, number: int) -> tuple[str, str]:
+        """The addresses of the router, and of the host of that number, in the host's network of 256 addresses; 0 is
+        this machine."""
+        network = f"{self.underlays.rpartition('.0.0')[0]}.{number}"
+        return f"{network}.1", f"{network}.2"
+
+    @property
+    def underlays(self) -> str:
+        """What contains these networks, and belongs to no other lab (see `_free_network`)."""
+        first, second, *_ = ipaddress.IPv4Network(self.subnet).network_address.packed
+        return f"{first}.{(second + 50) % 200}.0.0/16"
+
+    @property
+    def machine_port(self) -> str:
+        """The interface that connects this machine with the router."""
+        return f"{self.bridge.removeprefix('mv')}r"
+
+    @property
+    def router(self) -> str:
+        """The network namespace of the router."""
+        return f"{self.bridge}router"
 
     @property
     def gateway(self) -> str:
@@ -160,8 +193,11 @@ def decide(where: Layout, options: LabOptions) -> LabPlan:
         shares=tuple(shares),
         hosts=options.hosts or plan.hosts,
         physical=plan.physical if options.physical is None else options.physical,
+        routed=plan.routed if options.routed is None else options.routed,
         settings=plan.settings if options.settings is None else options.settings,
     )
+    if plan.routed and not plan.own_hosts:
+        raise Refused("a router is between hosts, and this lab has one", hint="lab up --hosts 2 --routed")
     files.replace(where.state, json.dumps(asdict(plan), indent=2) + "\n", mode=0o644)
     return plan
 

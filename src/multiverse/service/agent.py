@@ -10,6 +10,7 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import structlog
 
@@ -18,7 +19,7 @@ from multiverse.agent.epochs import EpochFile
 from multiverse.agent.protocol import LONGEST_LINE
 from multiverse.agent.self_fence import ContactFile, FenceTimer, SelfFence
 from multiverse.agent.server import AgentIdentity, AgentServer
-from multiverse.config import Settings
+from multiverse.config import OverlaySettings, Settings
 from multiverse.core.errors import MultiverseError, Refused
 from multiverse.core.model import HostUsage, Load, VmRef, is_site
 from multiverse.drivers.qemu.driver import QemuHypervisor, sites
@@ -45,7 +46,8 @@ class _Hypervisors:
 
     def check(self) -> None:
         """Make the host's directories; see `QemuHypervisor.check`. That does not depend on the site."""
-        QemuHypervisor(self._settings, "check").check()
+        alone = replace(self._settings, overlay=OverlaySettings())  # an overlay belongs to a site
+        QemuHypervisor(alone, "check").check()
 
     def of(self, site: str) -> QemuHypervisor:
         """The one of this site, the same each time. Raises `Refused` for what is no name of a site."""
@@ -54,6 +56,16 @@ class _Hypervisors:
         if site not in self._of_site:
             self._of_site[site] = QemuHypervisor(self._settings, site)
         return self._of_site[site]
+
+    def of_controller(self, site: str) -> QemuHypervisor:
+        """The one of this site, whose controller connects. Its VMs are observed and ended also where its overlay cannot
+        be made; none is started there. Raises what `of` raises."""
+        hypervisor = self.of(site)
+        try:
+            hypervisor.restore_overlay()
+        except MultiverseError as error:
+            log.warning("the overlay cannot be made", reason=str(error))
+        return hypervisor
 
     def close(self) -> None:
         for hypervisor in self._of_site.values():
@@ -177,7 +189,9 @@ async def serve(settings: Settings, *, leased: bool = False) -> None:
         fence = await _self_fence(settings, hypervisors)
         timer = fence.timer if fence else None
         samples = await stack.enter_async_context(_sampling(settings))
-        server = AgentServer(who, EpochFile(state / "epochs"), hypervisors.of, processes.programs, timer, samples)
+        server = AgentServer(
+            who, EpochFile(state / "epochs"), hypervisors.of_controller, processes.programs, timer, samples
+        )
         stop = stop_signal()
         sock = bind(settings.agent.socket, "agent.socket")
         stack.callback(settings.agent.socket.unlink, missing_ok=True)

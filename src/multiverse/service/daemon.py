@@ -13,6 +13,7 @@ from typing import Any
 import structlog
 
 from multiverse.agent.hypervisor import AgentHypervisor
+from multiverse.agent.overlay import OverlayDirectory
 from multiverse.api import Alert
 from multiverse.config import Settings, users_socket
 from multiverse.controller.job_usage import JobUsageRecorder
@@ -20,7 +21,8 @@ from multiverse.controller.loop import Controller
 from multiverse.controller.pruning import prune_regularly
 from multiverse.controller.utilization import UtilizationRecorder
 from multiverse.core.errors import Refused
-from multiverse.drivers.qemu.driver import sites
+from multiverse.core.model import Key, Vm, serial_of
+from multiverse.drivers.qemu.driver import overlay_config, sites
 from multiverse.drivers.slurm.auth import munge_socket
 from multiverse.drivers.slurm.bootstrap import slurm_uid
 from multiverse.drivers.slurm.driver import SlurmScheduler
@@ -35,6 +37,7 @@ from multiverse.service.image_copies import copy_regularly
 from multiverse.service.inbox_access import warn_of_closed_inbox
 from multiverse.service.move_log import MoveLog
 from multiverse.service.node_count import NodeCount
+from multiverse.service.overlay import MachineOverlay, follow_regularly
 from multiverse.service.processes import ProcessCounter, Processes
 from multiverse.service.publisher import Publisher
 from multiverse.service.startup import Server, bind, bind_tcp, bind_web, http_server, locked, stop_signal
@@ -105,6 +108,7 @@ async def serve(settings: Settings) -> None:
         controller = Controller(store, *traced, clock, settings)
         controller.fence_by(FenceCommand(settings.fence))
         controller.place_by(placements.load())
+        overlay = await _overlay(settings, store.site, hypervisor, controller)
         sock = bind(settings.socket, "socket")
         stack.callback(settings.socket.unlink, missing_ok=True)
         web = bind_web(settings.web)
@@ -138,8 +142,25 @@ async def serve(settings: Settings) -> None:
             log.warning(event, name=alert.name, reason=alert.message)
         log.info("daemon started", site=store.site, socket=str(settings.socket), pid=os.getpid())
         stack.callback(scheduler.close)
-        await _run(settings, backend, hypervisor, (sock, web), users)
+        await _run(settings, backend, hypervisor, overlay, (sock, web), users)
     log.info("daemon stopped")
+
+
+async def _overlay(
+    settings: Settings, site: str, hypervisor: AgentHypervisor, controller: Controller
+) -> MachineOverlay | None:
+    """This machine in the overlay, in which the hypervisor's hosts take part from here on; None if there is none."""
+    config = overlay_config(settings, site)
+    if config is None:
+        return None
+
+    def find(name: str) -> Vm | None:
+        row = controller.state.get(Key("vm", serial_of(name)))
+        return row if isinstance(row, Vm) and row.name == name else None
+
+    machine = await asyncio.to_thread(MachineOverlay, settings, config)
+    hypervisor.overlay = OverlayDirectory(machine, find, hypervisor.connect)
+    return machine
 
 
 def _other_site(site: str) -> Alert:
@@ -174,6 +195,7 @@ async def _run(
     settings: Settings,
     backend: Backend,
     hypervisor: AgentHypervisor,
+    overlay: MachineOverlay | None,
     sockets: tuple[socket.socket, socket.socket | None],
     users: Listening | None,
 ) -> None:
@@ -194,6 +216,9 @@ async def _run(
     if backend.utilization is not None:
         work.append(asyncio.create_task(backend.utilization.jobs.run(), name="use of jobs"))
         work.append(asyncio.create_task(backend.utilization.recorder.run(), name="utilization"))
+    if overlay is not None:
+        following = follow_regularly(overlay, lambda: controller.state.vms, settings.poll)
+        work.append(asyncio.create_task(following, name="overlay"))
     if users is not None:
         desk = Desk(backend, PrivateData(settings.slurm.conf), Pace(backend.clock))
         answering = serve_users(desk, *users, Credentials(munge_socket(settings.slurm.conf)))

@@ -151,6 +151,10 @@ class OneHost:
     async def delete_template(self, template: TemplateKey) -> None:
         await self._answer(self._hosts.delete_template(template))
 
+    @property
+    def overlay(self) -> None:
+        return None
+
     async def measure(self) -> Mapping[str, tuple[float, float, float]]:
         return {}
 

@@ -18,7 +18,7 @@ from multiverse.core.model.host import (
     NumaNode,
     Overcommitment,
 )
-from multiverse.core.model.identity import Daemon, GuestFile, Identity, Mount, NodeBootstrap, User, UserSeen
+from multiverse.core.model.identity import Daemon, GuestFile, Identity, Mount, Neighbour, NodeBootstrap, User, UserSeen
 from multiverse.core.model.job import (
     ENDING_STATES,
     PINNED_STATES,
@@ -58,6 +58,7 @@ from multiverse.core.model.names import (
     lease_name,
     mac_of,
     machine_id,
+    network_id_of,
     serial_of,
     site_of,
     token_of,
@@ -130,6 +131,7 @@ __all__ = [
     "LeasedHost",
     "Load",
     "Mount",
+    "Neighbour",
     "Node",
     "NodeBootstrap",
     "NodeSpec",
@@ -171,6 +173,7 @@ __all__ = [
     "lease_name",
     "mac_of",
     "machine_id",
+    "network_id_of",
     "serial_of",
     "site_of",
     "token_of",

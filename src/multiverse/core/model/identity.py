@@ -74,6 +74,16 @@ class NodeBootstrap:
 
 
 @dataclass(frozen=True, slots=True)
+class Neighbour:
+    """What a VM reaches through the overlay of the hosts: an address and its MAC. `machine` is where that is, by its
+    address in the network of the hosts."""
+
+    address: str
+    mac: str
+    machine: str
+
+
+@dataclass(frozen=True, slots=True)
 class Identity:
     """What makes a clone itself. Random bytes and the clock are added when it is sent, never kept."""
 
@@ -86,3 +96,4 @@ class Identity:
     mounts: tuple[Mount, ...] = ()
     peers: tuple[tuple[str, str], ...] = ()  # (host name, address)
     bootstrap: NodeBootstrap = NodeBootstrap()
+    neighbours: tuple[Neighbour, ...] = ()  # for the VM's host: its guest is not told of them

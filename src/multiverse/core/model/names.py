@@ -94,6 +94,12 @@ def mac_of_address(address: str) -> str:
     return f"02:4d:{IPv4Address(address).packed.hex(':')}"
 
 
+def network_id_of(site: str) -> int:
+    """The 24-bit id of the site's virtual network, which is not 0. Two sites may have the same: no host accepts packets
+    from another site's machines."""
+    return zlib.crc32(site.encode()) % 0xFFFFFF + 1
+
+
 def machine_id(name: str) -> str:
     """32 hex digits (machine-id(5)) that no other VM has. They are the same each time, so that an identity that is sent
     again is the same identity."""

@@ -9,11 +9,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from multiverse.config import Settings
+from multiverse.config import Settings, overlay_address
 from multiverse.core.errors import Gone, MultiverseError
 from multiverse.core.model import (
     HypervisorView,
     Identity,
+    Neighbour,
     Overcommitment,
     Size,
     Stage,
@@ -21,9 +22,11 @@ from multiverse.core.model import (
     User,
     VmRef,
     VmSpec,
+    network_id_of,
     site_of,
     vm_prefix,
 )
+from multiverse.host.overlay import OverlayConfig
 from multiverse.host.qemu.library import QemuHost, QemuHostConfig
 from multiverse.host.qemu.machine import Accelerator, Feature
 from multiverse.host.specification import Specification
@@ -76,6 +79,11 @@ class QemuHypervisor:
         return self
 
     @property
+    def overlay(self) -> QemuHypervisor | None:
+        """See `agent.server.LocalHypervisor`."""
+        return self if self._host.config.overlay is not None else None
+
+    @property
     def hosts(self) -> Sequence[str]:
         """See `ports.Hypervisor`."""
         return [self._host.config.host]
@@ -88,6 +96,10 @@ class QemuHypervisor:
     def check(self) -> None:
         """Make the host's directories; see `QemuHost.check`."""
         self._host.check()
+
+    def restore_overlay(self) -> None:
+        """See `QemuHost.restore_overlay`."""
+        self._urgent.submit(self._host.restore_overlay).result()  # pyroute2 runs in no thread with an event loop
 
     async def observe(self) -> HypervisorView:
         """See `ports.Hypervisor`."""
@@ -164,6 +176,10 @@ class QemuHypervisor:
         """See `ports.Hypervisor`."""
         await self._in_thread(self._host.add_user, vm.name, user)
 
+    async def connect(self, vm: VmRef, neighbours: Sequence[Neighbour]) -> None:
+        """See `agent.server.VmConnections`. It waits for no other call."""
+        await self._in_thread(self._host.connect, vm.name, neighbours, urgent=True)
+
     async def destroy(self, vm: VmRef, grace: float) -> None:
         """See `ports.Hypervisor`."""
         name = vm.name
@@ -215,6 +231,23 @@ def sites(settings: Settings) -> list[str]:
     return sorted({site_of(path.name) for place in places for path in place.iterdir()} - {"", JOB_SITE})
 
 
+def overlay_config(settings: Settings, site: str) -> OverlayConfig | None:
+    """The overlay of this machine; None if there is none, as for VMs inside jobs. Raises `Refused` if nobody knows the
+    machine's address."""
+    overlay = settings.overlay
+    if not overlay.enabled or site == JOB_SITE:
+        return None
+    return OverlayConfig(
+        site,
+        overlay.network or network_id_of(site),
+        overlay.port,
+        overlay_address(settings, settings.host.name),
+        overlay.mtu,
+        settings.qemu.bridge,
+        settings.state_dir.absolute() / f"overlay-{site}",
+    )
+
+
 def host_config(settings: Settings, site: str) -> QemuHostConfig:
     """What the host library needs of the settings."""
     host, qemu = settings.host, settings.qemu
@@ -247,4 +280,6 @@ def host_config(settings: Settings, site: str) -> QemuHostConfig:
             Feature.IOTHREAD: qemu.iothread,
         },
         guests=(str(network[settings.network.first]), str(network[-2])),
+        overlay=overlay_config(settings, site),
+        mtu=settings.overlay.mtu if settings.overlay.enabled else 0,
     )

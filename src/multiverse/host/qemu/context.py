@@ -17,6 +17,7 @@ from multiverse.host.job_groups import JobGroups
 from multiverse.host.memfd import SealedMemory
 from multiverse.host.namespaces import System
 from multiverse.host.numa import NODES, NumaNodes
+from multiverse.host.overlay import Overlay, OverlayConfig
 from multiverse.host.qemu import features, probe, templates
 from multiverse.host.qemu.ability_cache import AbilityCache
 from multiverse.host.qemu.connections import Connections
@@ -49,7 +50,8 @@ class QemuHostConfig:
     `tb_size` is emulation's cache of translated code, 0 for QEMU's default. `guests` are the first and the last address
     that a VM of any host can have. `uplink` connects the bridge with other hosts, if it is known; where `capacity` has
     no bandwidth, that of the uplink counts. Images that are not in `images` are copied from `image_source`. `features`
-    are the modes of `HostFeatures`. `numa` is where the kernel describes the machine's NUMA nodes.
+    are the modes of `HostFeatures`. `numa` is where the kernel describes the machine's NUMA nodes. `overlay` connects
+    the bridge with those of other hosts, and `mtu` is that of guests where it is not 1500.
     """
 
     host: str
@@ -72,6 +74,8 @@ class QemuHostConfig:
     guests: tuple[str, str] = ("0.0.0.0", "0.255.255.255")
     uplink: str = ""
     numa: Path = NODES
+    overlay: OverlayConfig | None = None
+    mtu: int = 0
     features: Mapping[Feature, str] = field(default_factory=dict)
 
 
@@ -115,6 +119,7 @@ class HostContext:
         self.numa = NumaNodes(config.vms, config.overcommit.cpus, config.numa)
         self.cgroups = Cgroups(cpusets=self.numa.are_several)
         self.firewall = Firewall(config.prefix, config.vms, config.guests)
+        self.overlay = Overlay(config.overlay) if config.overlay is not None else None
         self.connections = Connections(self.paths)
         self.outputs = OutputStore()
         self.paused = PausedGuests(config.vms, self.paths)
@@ -214,6 +219,7 @@ class HostContext:
             initrd=image.initrd,
             cmdline=self.accelerator.cmdline(image.cmdline),
             features=self.features.in_use & {Feature.VHOST_NET, Feature.IOTHREAD},
+            mtu=self.config.mtu,
         )
 
     def largest(self, image: Image, size: Size) -> Size:

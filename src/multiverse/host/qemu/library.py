@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
-from multiverse.core.errors import Gone
-from multiverse.core.model import HypervisorView, Identity, Size, Stage, TemplateKey, User
+from multiverse.core.errors import Gone, Refused
+from multiverse.core.model import HypervisorView, Identity, Neighbour, Size, Stage, TemplateKey, User
 from multiverse.guest.protocol import AUDIT, Report, add_user_message, serve_tasks_message
 from multiverse.host import manifest, namespaces, path_security, process
+from multiverse.host.overlay import is_of_machine
 from multiverse.host.qemu import creation, removal, start, templates
 from multiverse.host.qemu.context import HostContext, QemuHostConfig
 from multiverse.host.qemu.machine import Accelerator
@@ -61,6 +62,13 @@ class QemuHost:
             namespaces.check(self._context.system, config.run)
         if config.images.exists():  # each image is checked when it is used
             path_security.check(config.images)
+
+    def restore_overlay(self) -> None:
+        """Make the overlay's interface, its rules and the entries of this host's VMs, if there is to be an overlay. See
+        `Overlay.restore`."""
+        vms = self.config.vms
+        if (overlay := self._context.overlay) is not None:
+            overlay.restore(lambda owner: is_of_machine(owner) or (vms / owner).exists())
 
     def close(self) -> None:
         """End all connections and builds of templates; calls that still wait end with an error. VMs and finished
@@ -187,6 +195,20 @@ class QemuHost:
             known = manifest.read(home)
             if known is not None and user.uid not in known.introduced:
                 manifest.write(home, replace(known, introduced=(*known.introduced, user.uid)))
+
+    def connect(self, name: str, neighbours: Iterable[Neighbour]) -> None:
+        """Let a VM reach these addresses of other hosts through the overlay, beside those that it was started with.
+        Raises `Gone` if there is no such VM, and what `Overlay.add` raises."""
+        self._context.check_name(name)
+        overlay, home = self._context.overlay, self._context.paths(name).home
+        if overlay is None:
+            raise Refused(f"host {self.config.host} has no overlay", hint="set overlay.enabled on all hosts")
+        if home.exists():
+            overlay.add(name, neighbours)
+            if home.exists():
+                return
+            overlay.drop(name)  # it was destroyed meanwhile
+        raise Gone(f"there is no VM {name}", hint="create it first")
 
     def serve_tasks(self, name: str, token: str) -> None:
         """Make the guest accept the tasks of the job that its VM is inside of, on connections to its `TASKS_PORT` that

@@ -117,6 +117,7 @@ class QemuMachine:
     """One VM, as QEMU is to create it. `limits` is the size that it can have after plugging. With `waits_for_room` the
     guest is paused when the host's disk is full (see `full_disk`); otherwise it sees an error. Other errors, as of a
     file that exceeds RLIMIT_FSIZE, are the guest's in any case. `HUGE_PAGES` is no feature of a machine: see `hotplug`.
+    `mtu` is the largest packet that its interface sends; 0: Ethernet's 1500 bytes.
     """
 
     name: str
@@ -132,6 +133,7 @@ class QemuMachine:
     cmdline: str
     waits_for_room: bool = True
     features: frozenset[Feature] = frozenset()
+    mtu: int = 0
 
     def shape(self) -> list[str]:
         """The arguments that must be the same for a template and its clones. The others may differ."""
@@ -191,9 +193,10 @@ class QemuMachine:
     def network_argv(self, wiring: Wiring) -> list[str]:
         """The arguments for the interface."""
         vhost = f",vhost=on,vhostfd={wiring.vhost}" if wiring.vhost is not None else ""
+        mtu = f",host_mtu={self.mtu}" if self.mtu else ""
         quiet = "romfile=,guest_announce=off"  # no boot ROM; a clone announces itself once it has its address
         return ["-netdev", f"tap,id=net,fd={wiring.tap}{vhost}",
-                "-device", f"virtio-net-pci,netdev=net,mac={self.mac},bus=pcie.0,addr=5,{quiet},{_MODERN}",
+                "-device", f"virtio-net-pci,netdev=net,mac={self.mac},bus=pcie.0,addr=5,{quiet},{_MODERN}{mtu}",
                 ]  # fmt: skip
 
 

@@ -115,6 +115,8 @@ def directory_name(which: TemplateKey) -> str:
 def key_of(image: Image, machine: QemuMachine, version: str) -> str:
     """The key of the template that this image, machine and QEMU make. Clones need a template of the same key."""
     facts = [version, image.key, machine.cmdline, *machine.shape(), *sorted(machine.features)]
+    if machine.mtu:  # its guest has been told of it
+        facts.append(f"mtu {machine.mtu}")
     digest = hashlib.sha256("\0".join(facts).encode())
     digest.update(_device_list())
     return digest.hexdigest()[:16]

@@ -10,6 +10,7 @@ from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 
 from multiverse.core.errors import Broken
+from multiverse.lab import router
 from multiverse.lab.plan import LabHost, LabPlan
 from multiverse.site.rendering import bridge_mac
 
@@ -17,7 +18,11 @@ _UPLINK = "uplink"  # not "mv…": the firewall takes such ports for VMs
 
 
 def connect(plan: LabPlan, host: LabHost, pid: int) -> None:
-    """Connect the host, whose first process is `pid`, to the switch; again if it has been connected before."""
+    """Connect the host, whose first process is `pid`, to the switch, or to the router; again if it has been connected
+    before."""
+    if host.router:
+        router.connect(plan, host, pid)
+        return
     disconnect(host)
     with IPRoute() as ip:
         peer = {"ifname": _UPLINK, "net_ns_pid": pid}

@@ -1,0 +1,72 @@
+"""The controller's part of an overlay: it tells each host on which machines there is what the host's VMs may need.
+
+A VM needs the other VMs of its job, and the controller's machine, which needs the VM. A VM that is started learns of
+all of them; those that were started before it learn of the VM before it runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from multiverse.core.errors import Gone
+from multiverse.core.model import Identity, Neighbour, Vm, VmRef, VmState
+
+NOT_STARTED = (VmState.PLANNED, VmState.PARKED)
+"""A VM in one of these states learns of its peers when it is started."""
+
+Connect = Callable[[VmRef, tuple[Neighbour, ...]], Awaitable[None]]
+"""Let a VM reach these addresses, as `agent.server.VmConnections` does on the VM's host."""
+
+
+class OverlayMachines(Protocol):
+    """The machines that the overlay connects."""
+
+    @property
+    def own(self) -> str:
+        """The name of the controller's machine, which may be a host."""
+        ...
+
+    async def address_of(self, host: str) -> str:
+        """The address of a host, or of the controller's machine, in the network of the hosts. Raises `Refused` if
+        nobody knows it."""
+        ...
+
+    async def gateway(self) -> Neighbour:
+        """How the VMs of other machines reach the controller's."""
+        ...
+
+    async def reach(self, vm: str, neighbour: Neighbour) -> None:
+        """Let the controller's machine reach a VM of another one."""
+        ...
+
+
+class OverlayDirectory:
+    """Where the VMs of a site are. `find` gives the row of the VM of that name, if there is one."""
+
+    def __init__(self, machines: OverlayMachines, find: Callable[[str], Vm | None], connect: Connect) -> None:
+        self._machines, self._find, self._connect = machines, find, connect
+
+    async def introduce(self, vm: VmRef, identity: Identity) -> tuple[Neighbour, ...]:
+        """What a VM of `vm.source` that is about to be started has to reach on other machines. All that is there
+        reaches the VM when this returns. Again is success. Raises `Refused` if an address of a machine is not known,
+        and what the agents of its peers raise."""
+        machines, host = self._machines, vm.source
+        address = identity.address.partition("/")[0]
+        itself = Neighbour(address, identity.mac, await machines.address_of(host))
+        peers = [peer for name, _ in identity.peers if (peer := self._find(name)) is not None and peer.host != host]
+        neighbours = [
+            Neighbour(peer.address.partition("/")[0], peer.mac, await machines.address_of(peer.host)) for peer in peers
+        ]
+        if host != machines.own:
+            neighbours.append(await machines.gateway())
+            await machines.reach(vm.name, itself)
+        await asyncio.gather(*(self._tell(peer, itself) for peer in peers if peer.state not in NOT_STARTED))
+        return tuple(neighbours)
+
+    async def _tell(self, peer: Vm, neighbour: Neighbour) -> None:
+        try:
+            await self._connect(peer.ref, (neighbour,))
+        except Gone:  # its own end will be seen
+            return

@@ -1,0 +1,363 @@
+"""The way from this host's bridge to VMs of other hosts, where no layer 2 connects the hosts: a VXLAN (RFC 7348).
+
+Nothing is learnt from packets, and nothing is flooded. For each address that a VM of this host may need there is one
+entry that says on which machine it is, and one by which the kernel answers ARP for it here. A frame for any other
+address ends at this host. Entries belong to owners, mostly VMs, in whose files they are recorded; they end with the
+last owner that has them.
+
+Packets are accepted from machines of such entries only. What this host sends to the port has to come from its bridge:
+frames that leave by the VXLAN are marked, and a packet with this host's address and without the mark is dropped,
+whichever user or guest has made it. The VXLAN and these two rules stay when there is no entry, because other hosts may
+still accept what comes from this one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from ipaddress import IPv4Address
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from multiverse.core.errors import Broken, Exhausted, Refused
+from multiverse.core.model import Neighbour
+from multiverse.host.nft import Nft
+from multiverse.system import files
+from multiverse.system.locks import locked_file
+
+if TYPE_CHECKING:
+    from pyroute2 import IPRoute
+
+OVERHEAD = 50
+"""Bytes that a packet grows by: outer Ethernet header, IPv4, UDP and VXLAN (RFC 7348, section 5)."""
+
+_MACHINE = "machine:"
+_LOCK = ".lock"
+# <linux/neighbour.h>, <errno.h>
+NTF_SELF, NUD_PERMANENT = 0x02, 0x80
+ENOENT, EEXIST = 2, 17
+
+_MARK = 0x6D76_4F56
+"""Of frames that leave by a VXLAN of ours. Only root can mark a packet of its own (socket(7), SO_MARK)."""
+
+# The last chain runs after the translation of source addresses (priority 100). So it also sees what guests or
+# containers send, if it leaves with this host's address. The rules are about the whole port, not about the id in the
+# packet: the kernel may carry several datagrams of one sender as one packet, of which a rule sees the first id only
+# (udp(7), UDP_SEGMENT).
+_TABLES = """
+add table bridge {table}
+delete table bridge {table}
+table bridge {table} {{
+    chain leaving {{
+        type filter hook postrouting priority 0; policy accept;
+        oifname "{device}" meta mark set {mark}
+    }}
+}}
+add table inet {table}
+delete table inet {table}
+table inet {table} {{
+    set machines {{ type ipv4_addr; {elements} }}
+    chain arriving {{
+        type filter hook input priority -200; policy accept;
+        meta nfproto ipv4 udp dport {port} ip saddr != @machines drop
+        meta nfproto ipv6 udp dport {port} drop
+    }}
+    chain leaving {{
+        type filter hook postrouting priority 200; policy accept;
+        ip saddr {address} udp dport {port} meta mark != {mark} drop
+    }}
+}}
+"""
+
+
+@dataclass(frozen=True)
+class OverlayConfig:
+    """The VXLAN of one site on one host.
+
+    `network` is its 24-bit id, and `port` its UDP port, the same on all hosts. `address` is the host's own in the
+    network of the hosts. `mtu` is that of guests. `records` is the directory that says which entries there are; all
+    processes of the host agree on it.
+    """
+
+    site: str
+    network: int
+    port: int
+    address: str
+    mtu: int
+    bridge: str
+    records: Path
+
+    @property
+    def device(self) -> str:
+        """The interface. The firewall of the bridge takes only interfaces named "mv…" for VMs."""
+        return f"vx{self.site}"
+
+    @property
+    def table(self) -> str:
+        """The nftables tables, of the families bridge and inet."""
+        return f"mv{self.site}.overlay"
+
+
+class Overlay:
+    """See the module. Calls block for milliseconds, and may be made from any process, and any thread without an event
+    loop. All of them mean *ensure*; after an error or an interruption the same call may be repeated."""
+
+    def __init__(self, config: OverlayConfig) -> None:
+        """Raises `Refused` if this machine has no nftables: then everybody could send packets to VMs."""
+        self.config = config
+        self._lock = threading.Lock()
+        try:
+            self._nft = Nft()
+        except OSError as error:
+            raise Refused(
+                f"an overlay needs nftables on this host: {error}", hint="install libnftables, or set overlay.enabled"
+            ) from error
+
+    def restore(self, keep: Callable[[str], bool] = lambda owner: True) -> None:
+        """Make the VXLAN, its rules and the entries of recorded owners, and remove all other entries, also of recorded
+        owners that are not to be kept. Raises `Refused` if the settings do not fit this machine, or if another VXLAN
+        has the port, and `Broken` if the kernel refuses it."""
+        with self._changing() as ip:
+            for owner in self._owners():
+                if not keep(owner):
+                    (self.config.records / owner).unlink(missing_ok=True)
+            self._restore(ip)
+
+    def owners(self) -> frozenset[str]:
+        """Whose entries are recorded."""
+        return frozenset(self._owners())
+
+    def add(self, owner: str, neighbours: Iterable[Neighbour]) -> None:
+        """Let what is behind this host's bridge reach these addresses, as long as `owner` is not dropped. What the
+        owner had before stays."""
+        with self._changing() as ip:
+            entries = {one.address: one for one in (*self._recorded(owner), *neighbours)}
+            try:
+                files.replace(self.config.records / owner, json.dumps([asdict(one) for one in entries.values()]))
+            except OSError as error:
+                hint = f"is there room in {self.config.records}?"
+                raise Exhausted(f"cannot record the network of {owner}: {error}", hint=hint) from error
+            index = self._index(ip)
+            if index is None or not self._has_tables():  # somebody removed it, or flushed all rules
+                self._restore(ip)
+            else:
+                self._program(ip, index, entries.values())
+
+    def drop(self, owner: str) -> None:
+        """Remove the entries that no other owner has. Unknown is success."""
+        record = self.config.records / owner
+        if not record.exists():
+            return
+        with self._changing() as ip:
+            left = set(self._entries(without=owner))
+            index = self._index(ip)
+            if index is not None and self._has_tables():
+                self._unprogram(ip, index, set(self._recorded(owner)) - left, left)
+            record.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Remove all of it from this machine. Absent is success."""
+        with self._changing() as ip:
+            index = self._index(ip)
+            if index is not None:
+                ip.link("del", index=index)
+            table = self.config.table
+            for family in ("bridge", "inet"):
+                self._run(f"add table {family} {table}\ndelete table {family} {table}")
+            for owner in self._owners():
+                (self.config.records / owner).unlink(missing_ok=True)
+
+    # --- records ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _changing(self) -> Iterator[IPRoute]:
+        """Hold the lock of the records, with a connection to the kernel. Its errors become `Broken`."""
+        from pyroute2 import IPRoute  # a tenth of a second, and most hosts have no overlay
+        from pyroute2.netlink.exceptions import NetlinkError
+
+        records = self.config.records
+        try:
+            records.mkdir(parents=True, exist_ok=True)
+            with self._lock, locked_file(records / _LOCK), IPRoute() as ip:
+                yield ip
+        except (NetlinkError, OSError) as error:
+            raise Broken(
+                f"cannot change the overlay {self.config.device}: {error}",
+                hint=f"see `ip -d link show {self.config.device}`",
+            ) from error
+
+    def _owners(self) -> list[str]:
+        with suppress(FileNotFoundError):
+            return sorted(entry.name for entry in os.scandir(self.config.records) if not entry.name.startswith("."))
+        return []
+
+    def _recorded(self, owner: str) -> list[Neighbour]:
+        """What is recorded of an owner. A file that cannot be read says nothing, as after a crash of the machine."""
+        try:
+            return [Neighbour(**each) for each in json.loads((self.config.records / owner).read_text())]
+        except (OSError, ValueError, TypeError):
+            return []
+
+    def _entries(self, without: str = "") -> list[Neighbour]:
+        return [one for owner in self._owners() if owner != without for one in self._recorded(owner)]
+
+    # --- the kernel -------------------------------------------------------------------------------------
+
+    def _index(self, ip: IPRoute) -> int | None:
+        found = ip.link_lookup(ifname=self.config.device)
+        return int(found[0]) if found else None
+
+    def _restore(self, ip: IPRoute) -> None:
+        entries = list({one.address: one for one in self._entries()}.values())
+        self._check_underlay(ip)
+        self._make_tables(entries)  # first: without them, forged packets would be accepted
+        index = self._make_device(ip)
+        _forget_others(ip, index, entries)
+        self._program(ip, index, entries)
+
+    def _check_underlay(self, ip: IPRoute) -> None:
+        config = self.config
+        own = [each["index"] for each in ip.get_addr() if each.get_attr("IFA_ADDRESS") == config.address]
+        if not own:
+            raise Refused(
+                f"no interface of this host has the address {config.address}",
+                hint="give the host's own address in overlay.addresses",
+            )
+        mtu = ip.get_links(own[0])[0].get_attr("IFLA_MTU")
+        if mtu < config.mtu + OVERHEAD:
+            raise Refused(
+                f"packets of {config.mtu} bytes and the overlay's {OVERHEAD} do not fit the MTU {mtu} of this host",
+                hint=f"set overlay.mtu to {mtu - OVERHEAD} or less on all hosts",
+            )
+
+    def _make_tables(self, entries: Collection[Neighbour]) -> None:
+        config = self.config
+        machines = ", ".join(sorted({one.machine for one in entries}))
+        elements = f"elements = {{ {machines} }};" if machines else ""
+        values = {"table": config.table, "device": config.device, "port": config.port, "address": config.address}
+        self._run(_TABLES.format(**values, elements=elements, mark=_MARK))
+
+    def _make_device(self, ip: IPRoute) -> int:
+        """The index of the VXLAN, as a port of the bridge. One with other settings is replaced."""
+        config = self.config
+        bridge = ip.link_lookup(ifname=config.bridge)
+        if not bridge:
+            raise Broken(f"there is no bridge {config.bridge}", hint="start it: systemctl start multiverse-bridge")
+        index = self._index(ip)
+        if index is not None and not self._is_as_configured(ip.get_links(index)[0]):
+            ip.link("del", index=index)
+            index = None
+        if index is None:
+            self._check_port(ip)
+            # A bridge without an address of its own takes the lowest of its ports. A high one keeps the bridge's.
+            mac = f"fe:4d:{IPv4Address(config.address).packed.hex(':')}"
+            ip.link(
+                "add",
+                ifname=config.device,
+                kind="vxlan",
+                address=mac,
+                mtu=config.mtu,
+                vxlan_id=config.network,
+                vxlan_local=config.address,
+                vxlan_port=config.port,
+                vxlan_learning=False,
+                vxlan_proxy=True,
+            )
+            (index,) = ip.link_lookup(ifname=config.device)
+        ip.link("set", index=index, master=bridge[0], state="up")
+        ip.brport("set", index=index, learning=0)
+        return int(index)
+
+    def _is_as_configured(self, link: Any) -> bool:
+        config, found = self.config, _vxlan(link)
+        wanted = {
+            "IFLA_VXLAN_ID": config.network,
+            "IFLA_VXLAN_LOCAL": config.address,
+            "IFLA_VXLAN_PORT": config.port,
+            "IFLA_VXLAN_LEARNING": 0,
+            "IFLA_VXLAN_PROXY": 1,
+        }
+        return found is not None and link.get_attr("IFLA_MTU") == config.mtu and wanted.items() <= found.items()
+
+    def _check_port(self, ip: IPRoute) -> None:
+        """The rules are about the port, so no other VXLAN may have it, be its id the same or not."""
+        for link in ip.get_links():
+            found, name = _vxlan(link), link.get_attr("IFLA_IFNAME")
+            if found is not None and found["IFLA_VXLAN_PORT"] == self.config.port:
+                raise Refused(
+                    f"another VXLAN of this host, {name} with the id {found['IFLA_VXLAN_ID']}, has the port "
+                    f"{self.config.port}",
+                    hint=f"give this site another overlay.port; if {name} is not needed: ip link del {name}",
+                )
+
+    def _program(self, ip: IPRoute, index: int, entries: Iterable[Neighbour]) -> None:
+        for one in entries:
+            self._run(f"add element inet {self.config.table} machines {{ {one.machine} }}")
+            ip.fdb("replace", flags=NTF_SELF, ifindex=index, lladdr=one.mac, dst=one.machine)
+            ip.neigh("replace", ifindex=index, dst=one.address, lladdr=one.mac, state=NUD_PERMANENT)
+
+    def _unprogram(self, ip: IPRoute, index: int, gone: set[Neighbour], left: set[Neighbour]) -> None:
+        macs, addresses = {one.mac for one in left}, {one.address for one in left}
+        for one in gone:
+            if one.address not in addresses:
+                _ensure_absent(ip.neigh, ifindex=index, dst=one.address, lladdr=one.mac)
+            if one.mac not in macs:
+                _ensure_absent(ip.fdb, flags=NTF_SELF, ifindex=index, lladdr=one.mac, dst=one.machine)
+        table = self.config.table
+        for machine in {one.machine for one in gone} - {one.machine for one in left}:
+            # Added first, because an element that is absent cannot be deleted.
+            self._run("\n".join(f"{verb} element inet {table} machines {{ {machine} }}" for verb in ("add", "delete")))
+
+    def _has_tables(self) -> bool:
+        return not any(self._nft.run(f"list table {family} {self.config.table}") for family in ("bridge", "inet"))
+
+    def _run(self, commands: str) -> None:
+        problem = self._nft.run(commands)
+        if problem:
+            raise Broken(f"cannot change the rules of {self.config.device}: {problem}", hint="see `nft list ruleset`")
+
+
+def machine_owner(vm: str) -> str:
+    """The owner of the entry by which this machine itself reaches a VM of another host."""
+    return f"{_MACHINE}{vm}"
+
+
+def is_of_machine(owner: str) -> bool:
+    """Whether an owner is one of `machine_owner`."""
+    return owner.startswith(_MACHINE)
+
+
+def _vxlan(link: Any) -> dict[str, Any] | None:
+    """The attributes of a VXLAN; None for another interface."""
+    info = link.get_attr("IFLA_LINKINFO")
+    if info is None or info.get_attr("IFLA_INFO_KIND") != "vxlan":
+        return None
+    return dict(info.get_attr("IFLA_INFO_DATA")["attrs"])
+
+
+def _forget_others(ip: IPRoute, index: int, entries: Iterable[Neighbour]) -> None:
+    """Remove the entries of the VXLAN that are not among these."""
+    known = {(one.mac, one.machine) for one in entries}
+    addresses = {one.address for one in entries}
+    for each in ip.fdb("dump", ifindex=index):
+        mac, machine = each.get_attr("NDA_LLADDR"), each.get_attr("NDA_DST")
+        if machine is not None and (mac, machine) not in known:
+            _ensure_absent(ip.fdb, flags=NTF_SELF, ifindex=index, lladdr=mac, dst=machine)
+    for each in ip.get_neighbours(ifindex=index):
+        if each.get_attr("NDA_DST") not in addresses and each["state"] == NUD_PERMANENT:
+            address, mac = each.get_attr("NDA_DST"), each.get_attr("NDA_LLADDR")
+            _ensure_absent(ip.neigh, ifindex=index, dst=address, lladdr=mac)
+
+
+def _ensure_absent(change: Callable[..., object], **entry: object) -> None:
+    from pyroute2.netlink.exceptions import NetlinkError
+
+    try:
+        change("del", **entry)
+    except NetlinkError as error:
+        if error.code != ENOENT:
+            raise
