@@ -16,7 +16,12 @@ needs_plugin = pytest.mark.skipif(
 )
 
 _SLURM = """
-spank_context_t spank_context(void) { return S_CTX_JOB_SCRIPT; }
+spank_context_t spank_context(void)
+{
+	const char *context = getenv("CONTEXT");
+
+	return context ? !strcmp(context, "sbatch") ? S_CTX_ALLOCATOR : S_CTX_LOCAL : S_CTX_JOB_SCRIPT;
+}
 spank_err_t spank_get_item(spank_t spank, spank_item_t item, ...)
 {
 	va_list arguments;
@@ -43,7 +48,8 @@ int slurm_kill_job(uint32_t job, uint16_t number, uint16_t flags) { return print
 
 
 def build(directory: Path, main: str) -> Path:
-    """The program, in this directory. Options of the job are environment variables such as `vm-image`; its id is 7."""
+    """The program, in this directory. Options of the job are environment variables such as `vm-image`; its id is 7.
+    The command that loads the plugin is in CONTEXT: `sbatch`, `srun`, or by default that of a prolog."""
     (directory / "main.c").write_text(f'#include "{SOURCE}"\n{_SLURM}\n{main}')
     program = directory / "plugin"
     subprocess.run(["cc", "-std=gnu11", "-o", program, directory / "main.c"], check=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import subprocess
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,8 +15,10 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from multiverse.agent.job_protocol import PROTOCOL
+from multiverse.agent.job_protocol import PROTOCOL, PluginTest, parse
+from multiverse.agent.job_protocol import answer as answer_of_agent
 from multiverse.config import Settings, SlurmSettings
+from multiverse.drivers.slurm.job_feature import TEST
 from multiverse.drivers.slurm.plugstack import plugstack
 from tests.unit.plugin_harness import SOURCE, build, needs_plugin
 from tests.unit.slurm_lua import PARTITIONS, install_scripts, modify, needs_lua, run, submit, submit_each
@@ -57,7 +61,7 @@ def site(tmp_path: Path) -> Settings:
         ("partition = 'other', spank_job_env = { 'OTHER_PLUGIN=1' }, comment = 'a comment'", "|0|nil|"),
         (f"partition = 'vm', user_id = 1000, {OPTION}", "in partition vm each node is a VM, so select an image with"),
         (f"user_id = 1000, {OPTION}", "in partition vm each node is a VM"),
-        ("user_id = 1000, comment = 'vm:image=slim'", "vm:image=slim in --comment is not supported"),
+        ("user_id = 1000, comment = 'vm:image=slim'", "vm:image=slim in --comment is for VMs inside jobs of other"),
     ],
 )
 def test_a_job_with_a_vm_inside_needs_the_feature_or_is_refused_with_a_sentence(
@@ -120,6 +124,10 @@ int main(int count, char *arguments[])
 	/* For each line a job, as its prolog reads its comment: what is wrong with it, or what it asks for. */
 	char line[1024];
 
+	if (getenv("CONTEXT")) {
+		slurm_spank_init(NULL, count - 1, arguments + 1);
+		return printf("handed on: %s\\n", getenv("_SLURM_SPANK_OPTION_multiverse_vm_image")) < 0;
+	}
 	if (count > 1)
 		return slurm_spank_job_prolog(NULL, count - 1, arguments + 1);
 	while (fgets(line, sizeof line, stdin)) {
@@ -214,6 +222,49 @@ def test_a_job_that_cannot_be_recorded_is_told_so_and_cancelled(plugin: Path, tm
         said = _prolog(plugin, records, vm_image="slim").splitlines()
         assert said[0].startswith("notify 7 ") and os.strerror(reason) in said[0] and said[1:] == ["kill 7 9"]
         assert _prolog(plugin, records) == "", "no concern of other jobs"
+
+
+def _load(plugin: Path, context: str, *arguments: str, **environment: str) -> str:
+    variables = {"CONTEXT": context, "_SLURM_SPANK_OPTION_multiverse_vm_image": "slim", **environment}
+    argv = [str(plugin), *arguments]
+    return subprocess.run(argv, env=os.environ | variables, capture_output=True, text=True, check=True).stdout
+
+
+@needs_plugin
+def test_a_job_that_is_submitted_within_a_job_does_not_inherit_its_options(plugin: Path) -> None:
+    assert _load(plugin, "sbatch") == "handed on: (null)\n"
+    assert _load(plugin, "srun") == "handed on: slim\n", "a step of the job"
+
+
+@needs_plugin
+def test_the_plugin_tells_the_agent_what_does_not_work(plugin: Path, tmp_path: Path) -> None:
+    def test(**arguments: Path) -> str:
+        words = [f"{key}={value}" for key, value in arguments.items()]
+        head, said, _ = _load(plugin, "srun", *words, **{TEST: "1"}).splitlines()
+        assert head == f"multiverse-plugin protocol={PROTOCOL} feature=job-vms records={arguments['records']}"
+        return said.removeprefix("multiverse-plugin ")
+
+    absent, enter = tmp_path / "absent", Path("/bin/true")
+    assert test(records=tmp_path, enter=absent) == f"cannot execute {absent}: No such file or directory"
+    assert test(records=absent / "r", enter=enter).startswith(f"cannot record jobs in {absent}/r: No such file")
+    assert test(records=tmp_path, enter=enter, agent=absent).startswith("the agent of this host does not answer")
+    assert list(tmp_path.iterdir()) == []
+    with socket.socket(socket.AF_UNIX) as agent:
+        agent.bind(str(tmp_path / "sock"))
+        agent.listen()
+        agent.settimeout(60)
+        answering = threading.Thread(target=_answer, args=(agent,))
+        answering.start()
+        assert test(records=tmp_path, enter=enter, agent=tmp_path / "sock") == "works"
+        answering.join()
+    assert "plugin" not in _load(plugin, "srun"), "it is tested only if it is asked to"
+
+
+def _answer(agent: socket.socket) -> None:
+    connection, _ = agent.accept()
+    with connection:
+        assert isinstance(parse(connection.recv(100)), PluginTest)
+        connection.sendall(answer_of_agent())
 
 
 def test_the_plugin_and_the_agent_speak_one_protocol_and_name_one_feature() -> None:

@@ -352,6 +352,7 @@ def test_an_alert_says_what_the_hosts_need_and_a_changed_file_is_read_again_and_
         ("PartitionName=gpu", "PartitionName=vm", "problem", "PartitionName=vm", "slurm.gate_partition"),
         ("PartitionName=gpu", "PartitionName=vmrun", "problem", "PartitionName=vmrun", "slurm.run_partition"),
         ("Feature=skylake", "Feature=skylake,vm", "problem", "NodeName=n[1-9]", "slurm.node_feature"),
+        ("Feature=skylake", "Feature=skylake,job-vms", "problem", "NodeName=n[1-9]", "remove job-vms"),
         ("NodeName=gpu1", "NodeName=mvgate7", "problem", "NodeName=mvgate", "mvgate"),
         ("NodeName=gpu1", "NodeSet=mvvms Feature=x\nNodeName=gpu1", "problem", "NodeSet=mvvms", "name"),
         ("ClusterName=prod", "ClusterName=prod\nAuthType=auth/jwt", "problem", "AuthType", "munge"),

@@ -146,6 +146,14 @@ def _job_vms(settings: Settings, site: SiteConf) -> Iterator[Finding]:
             "a step whose environment lacks the options of its job would not run in the job's VM",
             "add Alloc to PrologFlags, then restart slurmctld and all slurmds",
         )
+    feature = settings.job_vms.feature
+    for node in site.records("NodeName"):
+        if feature in _features(node):
+            yield _problem(
+                f"NodeName={node['nodename']}",
+                f"the node has the feature {feature} also where the plugin for VMs inside jobs does not work",
+                f"remove {feature} from slurm.conf, where slurmctld finds it at each start: the node's agent sets it",
+            )
 
 
 def _include(site: SiteConf) -> Iterator[Finding]:

@@ -202,6 +202,7 @@ local function wishes(comment)
     for _, wish in ipairs(words(string.match(word, "^vm:(.*)$"), ",")) do
       local key, text = string.match(wish, "^([^=]*)=?(.*)$")
       local known = WISHES[key]
+      if not known and inside.is_word(key) then return nil, inside.foreign(string.format("vm:%s in --comment", wish)) end
       if not known then
         return nil, string.format("vm:%s in --comment is not supported: use mem-per-task, net or per-host", wish)
       end

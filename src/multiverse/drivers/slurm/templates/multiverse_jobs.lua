@@ -98,13 +98,19 @@ function inside.asked(job)
   return any or #parts(job.comment) > 0
 end
 
+-- Whether a comment asks by this word for a VM inside a job.
+function inside.is_word(key) return WORDS[key] ~= nil end
+
+-- Why a job of Multiverse's partitions cannot have what is for VMs inside jobs.
+function inside.foreign(what)
+  return string.format("%s is for VMs inside jobs of other partitions: in partition %s each node is a VM, so select an"
+    .. " image with --constraint, and its size with --cpus-per-task, --mem and --tmp", what, site.gate_partition)
+end
+
 -- Why a job of Multiverse's partitions cannot have the options of the plugin, or nil.
 function inside.unsupported(job)
   local _, any = options(job)
-  if not any then return nil end
-  return string.format("--vm-image and the options beside it are for VMs inside jobs on other partitions: in partition %s"
-    .. " each node is a VM, so select an image with --constraint, and its size with --cpus-per-task, --mem and --tmp",
-    site.gate_partition)
+  return any and inside.foreign("--vm-image or another option of the plugin") or nil
 end
 
 -- Give a job that asks for a VM inside the constraint that it needs; why it cannot have one, or nil.
