@@ -21,7 +21,7 @@ from multiverse.config import JobVmSettings
 from multiverse.core.errors import Broken
 from multiverse.drivers.slurm.plugstack import plugstack
 from multiverse.lab import baremetal
-from multiverse.lab.configure import changed_conf, hostname
+from multiverse.lab.configure import BARE_FEATURE, changed_conf, hostname
 from multiverse.lab.plan import load
 from multiverse.lab.service import Lab
 from multiverse.lab.services import AGENT
@@ -293,15 +293,35 @@ def test_a_job_does_not_run_where_the_plugin_cannot_be_loaded_and_other_jobs_do(
         assert not out.exists()
 
 
-def test_a_waiting_job_starts_when_the_feature_that_slurmctld_forgot_is_there_again(node: BareNode) -> None:
-    """slurmctld forgets features that are in no slurm.conf. The job may have become BadConstraints meanwhile."""
-    out = node.output("waiting.out")
-    blocker = node.under_test.sbatch("sleep 600", "--partition=bare", "--exclusive", "--output=/dev/null")
+def _forget_feature(node: BareNode) -> None:
+    """As slurmctld does when it reads its configuration again: the feature is in no slurm.conf."""
+    features = (f"{which}Features={BARE_FEATURE}" for which in ("Available", "Active"))
+    node.under_test.run("scontrol", "update", f"NodeName={baremetal.NODE}", *features)
+
+
+def test_the_agent_tells_slurmctld_again_what_it_has_forgotten(node: BareNode) -> None:
+    _forget_feature(node)
+    until("the node has its feature again", node.has_feature, 60)
+    shown = node.under_test.run("scontrol", "show", "node", "--oneliner", baremetal.NODE).stdout
+    assert f"ActiveFeatures={BARE_FEATURE},{FEATURE} " in shown
+
+
+@pytest.mark.slow
+def test_a_waiting_job_without_a_node_that_has_the_feature_starts_when_there_is_one(node: BareNode) -> None:
+    """Slurm sets its priority to 0 meanwhile, and takes that back within half a minute after features were updated."""
+    out, lab = node.output("waiting.out"), node.under_test
+    blocker = lab.sbatch("sleep 600", "--partition=bare", "--exclusive", "--output=/dev/null")
+    until("it runs", lambda: lab.run("squeue", "-h", "-j", blocker, "-o", "%T").stdout.strip() == "RUNNING", 60)
     job = node.sbatch("hostname", f"--output={out}")
-    node.under_test.run("scontrol", "reconfigure")
-    until("the agent has given the node its feature again", node.has_feature, 60)
-    node.under_test.run("scancel", blocker)
-    assert accounted(node.under_test, job, 240) == ("COMPLETED", "0:0")
+    asyncio.run(AGENT.stop(lab.where))
+    try:
+        _forget_feature(node)
+        shown = ("squeue", "-h", "-j", job, "-o", "%r %Q")
+        until("no node has the feature", lambda: lab.run(*shown).stdout.strip() == "BadConstraints 0", 120)
+    finally:
+        _ensure_agent(node.lab)
+        lab.run("scancel", blocker)
+    assert accounted(lab, job, 240) == ("COMPLETED", "0:0")
     assert written(out).startswith("mvjob-")
 
 
