@@ -19,7 +19,7 @@ help:
 setup:
 	@scripts/setup
 
-demo: setup
+demo: spank
 	@multiverse demo
 
 soak: setup

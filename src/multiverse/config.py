@@ -325,6 +325,8 @@ class JobVmSettings:
     """VMs inside the allocations of jobs, which the agent of a node provides to Slurm's plugin. Memory in MiB."""
 
     enabled: bool = False
+    # Whether the agent serves these VMs alone, and no controller. A node with such an agent can be leased, too.
+    only: bool = False
     socket: Path = Path("/run/multiverse/jobs.sock")  # the plugin and the tasks of users connect to it
     records: Path = Path("/run/multiverse/jobs")  # where the plugin records which jobs have a VM
     plugin: Path = Path("/usr/local/lib/slurm/multiverse.so")
@@ -675,6 +677,8 @@ def _wrong_job_vms(s: Settings) -> Iterator[str]:
             yield f"job_vms.subnet: needs 256 addresses or more, none of them in network.subnet {s.network.subnet}"
     except ValueError as error:
         yield f"job_vms.subnet: {error}"
+    if jobs.only and not jobs.enabled:
+        yield "job_vms.only: such an agent serves nothing unless job_vms.enabled is true"
     if jobs.overhead < 64 or jobs.timeout < 1 or jobs.check < 1:
         yield "job_vms: overhead must be at least 64 MiB, and timeout and check at least 1 s"
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", jobs.feature) or jobs.feature.startswith("mv_"):

@@ -26,9 +26,7 @@ TWO_NODES = ("--quiet", "--partition=physical", "--nodes=2", "--vm-image=slim")
 def lab_of_two(accelerator: Path, _images: None) -> Iterator[LabUnderTest]:
     missing = [name for name in ("multiverse.so", "mventer") if not (BUILT / name).exists()]
     assert not missing, f"not built: {' '.join(missing)}; run make spank"
-    settings = {"job_vms": {"enabled": True, "plugin": f"{BUILT}/multiverse.so", "enter": f"{BUILT}/mventer"}}
-    options = LabOptions(cores=2, memory=4096, physical=2, settings=settings)
-    with new_lab(accelerator, options, controller=False) as made:
+    with new_lab(accelerator, LabOptions(cores=2, memory=4096, physical=2), controller=False) as made:
         until("the agents have tested the plugin", lambda: _features(made) == {JobVmSettings().feature}, 60)
         yield made
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from multiverse.client import Client
-from multiverse.config import LEASE_RESERVE, LeaseSettings, Settings
+from multiverse.config import LEASE_RESERVE, JobVmSettings, LeaseSettings, Settings
 from multiverse.core.errors import MultiverseError, Unknown
 from multiverse.core.model import CloneKind, HypervisorView, LeasedHost, LeaseSpec, PilotSeen, PilotState, Size
 from multiverse.drivers.slurm.driver import SlurmScheduler
@@ -35,7 +35,7 @@ from tests.integration.conftest import LabUnderTest, new_lab
 from tests.integration.images import slim
 from tests.integration.test_agent import THROUGH_THE_AGENT, Behind, Controller, connected
 from tests.integration.test_contract_qemu import LONG, Real
-from tests.integration.watch import ended, kill, until
+from tests.integration.watch import accounted, ended, kill, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")]
 
@@ -236,6 +236,31 @@ async def with_a_vm(pilots: Pilots, spec: LeaseSpec) -> AsyncIterator[tuple[OnLe
             yield real, host, qemu
     finally:
         pilots.lab.run("scancel", f"--name={spec.name}")
+
+
+async def test_a_job_with_a_vm_inside_it_is_on_the_node_of_a_lease(physical: LabUnderTest) -> None:
+    """The node's own agent serves the plugin. Nothing that it has is the lease's, and the lease ends nothing of it."""
+    pilots = Pilots.of(physical, cpus=2, memory=3000)
+    spec = pilots.spec(size=Size(2, 3000))
+    jobs, feature = pilots.own.controller / "vms", JobVmSettings().feature
+    features = ("sinfo", "-h", "-n", NODE, "-o", "%f")
+    until("the agent has tested the plugin", lambda: feature in physical.run(*features).stdout, 60)
+    async with with_a_vm(pilots, spec) as (real, _, qemu):
+        out, go = physical.user.home / "beside", physical.user.home / "go"
+        script = f"hostname; until [ -e {go} ]; do sleep 0.2; done; echo over"
+        job = physical.sbatch(script, "-p", "physical", "--mem=700", "--vm-image=slim", f"--output={out}")
+        until("the job's VM runs", lambda: out.exists() and out.read_text().startswith("mvjob-"), 240)
+        (inside,) = pilots.qemus(out.read_text().split()[0])
+        users = [Path(f"/proc/{pid}").stat().st_uid for pid in (qemu, inside)]
+        assert users[0] != users[1] and 0 not in users
+        assert list((await real.observe()).vms) and [*jobs.glob("mvjob-*")]
+        physical.run("scancel", f"--name={spec.name}")
+        await pilots.ended(spec)
+        assert alive(inside) and not alive(qemu)
+        go.touch()
+        until("the job has ended", lambda: out.read_text().split()[1:] == ["over"])
+        until("nothing is left of its VM", lambda: not [*jobs.glob("mvjob-*")] and not alive(inside))
+        assert accounted(physical, job, 90) == ("COMPLETED", "0:0")
 
 
 @contextlib.asynccontextmanager

@@ -26,6 +26,7 @@ from multiverse.lab import configure, lifecycle, plan, process
 from multiverse.lab.layout import Layout, layout
 from multiverse.lab.plan import LabOptions, LabPlan
 from multiverse.lab.services import SERVICES, services
+from multiverse.lab.spank import built_plugin
 from multiverse.system.locks import try_locked_directory
 
 PLAN = LabPlan(
@@ -90,7 +91,8 @@ def test_the_controllers_settings_are_kept_until_new_ones_are_given(short: Path)
         configure.configure(where, plan.decide(where, LabOptions(settings={"host": {"overcomit": 2}})))
 
 
-def test_a_plan_is_chosen_once_and_kept(short: Path) -> None:
+def test_a_plan_is_chosen_once_and_kept(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "built_plugin", lambda: None)
     where = layout(short)
     where.state.write_text(json.dumps(asdict(PLAN)))
     kept = plan.decide(where, LabOptions())
@@ -241,6 +243,51 @@ def test_bare_metal_nodes_are_beside_the_hosts(short: Path) -> None:
     with pytest.raises(Refused, match="runs with 1 host and 2 bare-metal nodes"):
         lifecycle._check_hosts(where, LabOptions(physical=0))
     assert plan.decide(where, LabOptions(physical=0)).physical_nodes == ()
+
+
+def test_bare_metal_nodes_have_agents_for_vms_inside_jobs_if_the_plugin_is_built(
+    short: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = layout(short)
+    for built, requested, expected in (
+        (None, None, False),
+        ((Path("/p/multiverse.so"), Path("/p/mventer")), None, True),
+        ((Path("/p/multiverse.so"), Path("/p/mventer")), {"job_vms": {"enabled": False}}, False),
+    ):
+        monkeypatch.setattr(plan, "built_plugin", lambda built=built: built)
+        made = plan.decide(where, LabOptions(physical=1, settings=requested))
+        names = [service.name for service in services(made)]
+        assert made.job_vms is expected and ("mvp1-agent" in names) is expected
+    assert not replace(PLAN, plugin="/p/multiverse.so").job_vms, "only bare-metal nodes have a slurmd"
+
+
+def test_the_plugin_is_the_checkouts_or_an_installed_one(tmp_path: Path) -> None:
+    places = [(tmp_path / name / "multiverse.so", tmp_path / name / "mventer") for name in ("built", "installed")]
+    assert built_plugin(places) is None
+    for plugin, enter in reversed(places):
+        plugin.parent.mkdir()
+        plugin.touch()
+        before = built_plugin(places)
+        assert before is None or before[0].parent.name == "installed", "one of the two alone is not enough"
+        enter.touch()
+        assert built_plugin(places) == (plugin, enter)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="files get their owners")
+def test_the_agent_of_a_node_serves_vms_inside_jobs_alone(short: Path) -> None:
+    if not _has_user("slurm"):
+        pytest.skip("no slurm user here")
+    where = layout(short / "lab")
+    where.make()
+    made = replace(PLAN, hosts=2, physical=1, plugin="/p/multiverse.so", enter="/p/mventer")
+    settings = configure.configure(where, made)
+    assert settings.job_vms.enabled and not settings.job_vms.only
+    assert "PrologFlags=Alloc" in where.slurm_conf.read_text()
+    line = (where.etc / "plugstack.conf").read_text()
+    assert f"optional /p/multiverse.so agent={where.jobs_socket} records={where.run}/jobs enter=/p/mventer" in line
+    node, host = (tomllib.loads(where.host(name).settings.read_text())["job_vms"] for name in ("mvp1", "mvh1"))
+    assert (node["enabled"], node["only"], node["socket"]) == (True, True, str(settings.job_vms.socket))
+    assert not host["enabled"], "no slurmd is there"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="files get their owners")

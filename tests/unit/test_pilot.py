@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.config import LEASE_RESERVE, AgentSettings, QemuSettings, Settings
+from multiverse.config import LEASE_RESERVE, AgentSettings, JobVmSettings, QemuSettings, Settings
 from multiverse.core.errors import Exhausted, Refused
 from multiverse.pilot.groups import job_of, make_groups, memory_limit, remove_groups
 from multiverse.pilot.init import PilotOrder, leased_settings
 from multiverse.pilot.network import port_name
-from multiverse.pilot.place import SLOTS, LeasePlace, PilotRecord, place_of, places, share_of, slot
+from multiverse.pilot.place import NODE_SHARE, SLOTS, LeasePlace, PilotRecord, place_of, places, share_of, slot
 from multiverse.service.pilot import PilotJob, _completed
 
 V1 = "8:pids:/system\n6:freezer:/slurm/uid_0/job_17/step_0\n4:memory:/slurm/uid_0/job_17/step_0/task_0\n0::/\n"
@@ -33,7 +33,11 @@ def test_the_job_is_what_the_environment_says() -> None:
 
 
 def test_a_lease_is_a_host_of_its_own(tmp_path: Path) -> None:
-    settings = Settings(qemu=QemuSettings(uids=(1000, 160)), agent=AgentSettings(self_fence=600.0, leases=tmp_path))
+    settings = Settings(
+        qemu=QemuSettings(uids=(1000, 160)),
+        agent=AgentSettings(self_fence=600.0, leases=tmp_path),
+        job_vms=JobVmSettings(enabled=True, only=True),
+    )
     place = LeasePlace(tmp_path / "lease-ab12c-1")
     place.root.mkdir()
     order = PilotOrder("lease-ab12c-1", "17", 8, 4000, settings, lambda _: None)
@@ -41,9 +45,12 @@ def test_a_lease_is_a_host_of_its_own(tmp_path: Path) -> None:
     assert (own.host.name, own.host.cores, own.host.memory) == ("lease-ab12c-1", 8, 4000 - LEASE_RESERVE)
     assert 0 < own.host.disk <= settings.host.disk
     assert own.agent.socket.parent == own.agent.state_dir.parent == place.root and own.agent.self_fence == 0
-    assert own.qemu.uids == (1030, 10)
-    shares = [range(first, first + count) for first, count in (share_of((1000, 160), n) for n in range(SLOTS))]
-    assert len({uid for share in shares for uid in share}) == 160, "no two leases of a node share a user"
+    assert not own.job_vms.enabled and not own.job_vms.only, "those are of the node's own agent"
+    assert own.qemu.uids == (1027, 9)
+    shares = [
+        range(first, first + count) for first, count in (share_of((1000, 170), n) for n in (*range(SLOTS), NODE_SHARE))
+    ]
+    assert len({uid for share in shares for uid in share}) == 170, "nobody else on the node has a lease's users"
     assert share_of((0, 0), 5) == (0, 0)
     assert len({port_name(f"lease-ab12c-{n}") for n in range(100)}) == 100
     assert all(len(port_name(name)) <= 15 and not port_name(name).startswith("mv") for name in ("x", "y" * 40))

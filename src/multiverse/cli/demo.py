@@ -5,23 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
-from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
-from multiverse.api import HostView, JobView, SizeView, TemplateView, TimelineView, VmView, decode
+from multiverse.api import HostView, SizeView, TemplateView, TimelineView, decode
 from multiverse.cli import progress, render
 from multiverse.cli.demo_first import first_impression
+from multiverse.cli.demo_jobs import LIMIT, LOG_HINT, DemoJob, follow, text_of
+from multiverse.cli.demo_physical import NODES, physical_nodes
 from multiverse.cli.render import console, duration
 from multiverse.client import Client
 from multiverse.core.errors import Broken, MultiverseError, Refused
@@ -29,7 +27,6 @@ from multiverse.images.build import build as build_image
 from multiverse.lab.layout import Layout, layout
 from multiverse.lab.lifecycle import Progress
 from multiverse.lab.plan import LabOptions, load
-from multiverse.lab.program import multiverse
 from multiverse.lab.services import services
 from multiverse.lab.session import LabSession, session
 
@@ -37,16 +34,9 @@ T = TypeVar("T")
 
 IMAGE = "hpc"
 HOSTS, CORES, MEMORY = 2, 4, 8192  # of each host; memory in MiB
-LIMIT = 600.0
-"""Seconds for the template, and for all jobs together."""
-
-REQUEUE_LIMIT = 3
-"""The number of times that a job may be requeued before the demonstration fails."""
-
 ACCOUNTING_LIMIT = 30.0
 """Seconds after which Slurm's accounting must know the end of every job."""
 
-LOG_HINT = "see log/controller.log in the lab's directory"
 NO_JOB = "–"
 """Shown instead of a job id where sbatch refused the job."""
 
@@ -110,25 +100,6 @@ mpirun hpcc
 """
 
 
-@dataclass
-class DemoJob:
-    """One line of the demonstration: a job or a task of an array. `expected` is Slurm's word for how it must end,
-    `refusal` what sbatch said if it refused the job."""
-
-    what: str
-    job: str
-    expected: str
-    state: str = "submitted"
-    vm: str = ""
-    hosts: str = ""
-    note: str = ""
-    refusal: str = ""
-
-    @property
-    def over(self) -> bool:
-        return self.state in ("done", "cancelled", "revoked", "failed", "refused")
-
-
 def demo(
     directory: Annotated[Path, typer.Option("--dir", help="Where the lab is kept.")] = Path("/var/lib/multiverse/demo"),
     images: Annotated[Path, typer.Option("--images", help="Where images are kept.")] = Path(
@@ -161,17 +132,17 @@ def _lab_progress(where: Layout, say: Callable[[str], None]) -> Progress:
 
 
 async def _demo(directory: Path, images: Path) -> None:
-    options = LabOptions(cores=CORES, memory=MEMORY, hosts=HOSTS, image=IMAGE, images=images)
+    options = LabOptions(cores=CORES, memory=MEMORY, hosts=HOSTS, physical=NODES, image=IMAGE, images=images)
     stack, where = AsyncExitStack(), layout(directory)
     try:
-        with progress.step(f"lab, a whole cluster with {HOSTS} hosts on this machine") as say:
+        with progress.step(f"lab: a cluster of {HOSTS} hosts and {NODES} bare-metal nodes on this machine") as say:
             lab = await stack.enter_async_context(session(where, options, _lab_progress(where, say)))
         with Client(lab.settings.socket) as client:
             await _templates(client)
             await first_impression(lab, client)
             rows = await _run(lab, client)
-            _show_hosts(lab)
-            wrong = await _report(lab, client, rows)
+            wrong = await physical_nodes(lab, client)
+            wrong += await _report(lab, client, rows)
     finally:
         with progress.step("ending everything", "everything ended"):
             await stack.aclose()
@@ -210,15 +181,6 @@ def _built(client: Client) -> list[TemplateView] | None:
     return ended if len(ended) == HOSTS else None
 
 
-def _show_hosts(lab: LabSession) -> None:
-    console.rule("multiverse hosts", style="dim")
-    width = {"COLUMNS": str(console.width)}
-    done = subprocess.run(
-        multiverse("hosts"), env={**os.environ, **lab.env, **width}, capture_output=True, text=True, check=False
-    )
-    console.print(done.stdout or done.stderr, markup=False, highlight=False)
-
-
 async def _eventually(deadline: float, ask: Callable[[], T | None]) -> T:
     """The first answer that is not None. Raises `Broken` at the deadline."""
     while time.monotonic() < deadline:
@@ -249,58 +211,17 @@ async def _run(lab: LabSession, client: Client) -> list[DemoJob]:
                 "larger than any", NO_JOB, "refused", "refused", note="at submission, see below", refusal=error.message
             )
         )
-    deadline = time.monotonic() + LIMIT
-    with Live(console=console, auto_refresh=False) as live:
-        while not all(row.over for row in rows):
-            if time.monotonic() > deadline:
-                late = ", ".join(row.what for row in rows if not row.over)
-                raise Broken(f"not over after {duration(LIMIT)}: {late}", hint=LOG_HINT)
-            _follow(client, rows)
-            if victim.state in ("claimed", "spawning") and victim.note == "":
-                victim.note = f"scancel while {victim.state}"
-                await asyncio.to_thread(lab.run, "scancel", victim.job)
-            if console.is_terminal:
-                live.update(_table(rows), refresh=True)
-            await asyncio.sleep(0.05)
-        live.update(_table(rows), refresh=True)
-    if not console.is_terminal:
-        console.print()  # Live does not end its last line without a terminal
+
+    async def cancel() -> None:
+        if victim.state in ("claimed", "spawning") and victim.note == "":
+            victim.note = f"scancel while {victim.state}"
+            await asyncio.to_thread(lab.run, "scancel", victim.job)
+
+    await follow(client, rows, cancel)
     for row in rows:
         if row.refusal:
             console.print(Text.assemble((f"{row.what}: ", "bold"), row.refusal))
     return rows
-
-
-def _follow(client: Client, rows: Sequence[DemoJob]) -> None:
-    """Update the lines with what the controller knows about each job's latest attempt, which it lists last."""
-    jobs = decode(list[JobView], client.jobs(ended=True))
-    hosts = {vm.name: vm.host for vm in decode(list[VmView], client.vms())}
-    latest = {job.job_id: job for job in jobs}
-    for row in rows:
-        job = latest.get(row.job)
-        if job is None or row.over:
-            continue
-        if row.state != job.state:
-            row.state = job.state
-            if not console.is_terminal:
-                console.print(f"  {row.job:>6}  {row.what:<16} {row.state}", markup=False)
-        row.vm = job.vms[-1] if job.vms else ""
-        if of_job := {hosts[vm] for vm in job.vms if vm in hosts}:
-            row.hosts = " ".join(sorted(of_job))
-        again = [one.reason for one in jobs if one.job_id == row.job and one.state == "requeued"]
-        if len(again) == REQUEUE_LIMIT:
-            raise Broken(f"{row.what} was requeued {REQUEUE_LIMIT} times: {again[-1]}", hint=LOG_HINT)
-        if again:
-            row.note = f"requeued: {again[-1]}"
-
-
-def _table(rows: Sequence[DemoJob]) -> Table:
-    table = render.table("JOB", "WHAT", "STATE", "VM", "HOST", "", fold=("",))
-    for column in table.columns[2:5]:
-        column.min_width = 10  # otherwise the columns would move as states change
-    for row in rows:
-        table.add_row(row.job, row.what, render.state(row.state), row.vm, row.hosts, Text(row.note))
-    return table
 
 
 async def _report(lab: LabSession, client: Client, rows: Sequence[DemoJob]) -> list[str]:
@@ -339,7 +260,7 @@ def _show_outputs(lab: LabSession) -> list[str]:
     wrong: list[str] = []
     console.rule("what the jobs wrote, where they were submitted", style="dim")
     for name in ("hello.out", "array-1.out", "array-2.out", "array-3.out", "gang.out"):
-        text = "; ".join(sorted(_text(lab.user.home / name).splitlines()))
+        text = "; ".join(sorted(text_of(lab.user.home / name).splitlines()))
         console.print(Text.assemble((f"{name:<12}", "bold"), text or "(nothing)"))
         if not text:
             wrong.append(f"{name} is empty")
@@ -392,17 +313,9 @@ async def _accounts(lab: LabSession, rows: Sequence[DemoJob]) -> dict[str, tuple
         await asyncio.sleep(0.25)
 
 
-def _text(path: Path) -> str:
-    """The file's text; empty if it cannot be read."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
 def _hpcc(path: Path) -> str:
     """The figures of HPL and RandomAccess from HPCC's summary; empty unless HPL found its own result correct."""
-    summary = _text(path)
+    summary = text_of(path)
     found = dict(
         re.findall(r"^(HPL_Tflops|MPIRandomAccess_GUPs|Success|HPL_N|CommWorldProcs)=(\S+)$", summary, re.MULTILINE)
     )

@@ -104,6 +104,11 @@ def up(
     if json:
         as_json(lifecycle.status(where))
         return
+    plan = load(where)
+    if plan and plan.physical and not plan.plugin:
+        console.print(
+            "Jobs have no VMs inside them: Slurm's plugin is not built. Build it, and repeat this: make spank"
+        )
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
     console.print(
         f"{_who(settings)} {settings.host.cores} cores and {settings.host.memory} MiB for VMs; this machine has "

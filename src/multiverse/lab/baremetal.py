@@ -23,8 +23,11 @@ def _directory(lab: Lab) -> Path:
 
 
 def _prepare(lab: Lab) -> None:
-    """Write a configuration directory: the lab's slurm.conf, with a cgroup.conf that works on any machine."""
-    _write_configuration(lab, {}, "")
+    """Write a configuration directory: the lab's slurm.conf, with a cgroup.conf that works on any machine. Without the
+    plugin for VMs inside jobs, whose prolog and epilog a plain node does not pay for."""
+    plugstack = _directory(lab) / "plugstack.conf"
+    _write_configuration(lab, {"PlugStackConfig": str(plugstack)}, "")
+    plugstack.write_text("")
 
 
 def _prepare_with_memory_limits(lab: Lab) -> None:

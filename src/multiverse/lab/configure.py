@@ -84,7 +84,9 @@ def _configure_hosts(where: Layout, plan: LabPlan, environment: Environment, val
     for host in hosts:
         own = where.host(host.name)
         own.make()
-        _write_settings(own, where, environment, values, _share_of_uids(_sections(where, plan), host.number))
+        sections = _share_of_uids(_sections(where, plan), host.number)
+        sections["job_vms"] = {**sections["job_vms"], "enabled": False}  # no slurmd is there
+        _write_settings(own, where, environment, values, sections)
         # sshd admits no account whose password is locked, and root's usually is.
         _write(own.etc / "shadow", "".join(f"{user.pw_name}:*:::::::\n" for user in pwd.getpwall()), 0o600)
     if hosts:
@@ -128,7 +130,8 @@ def _configure_nodes(where: Layout, plan: LabPlan, environment: Environment, val
         sections = _share_of_uids(_sections(where, plan), MOST_HOSTS + node.number)
         sections["qemu"]["images"] = str(where.images)
         sections["image"] = {**sections["image"], "source": plan.images}
-        sections["job_vms"] = {**sections["job_vms"], "node": node.name}
+        # The node can be leased, too, if the agent serves no controller.
+        sections["job_vms"] = {**sections["job_vms"], "node": node.name, "only": plan.job_vms}
         _write_settings(own, where, environment, values, sections)
         changes = _NODE_SETTINGS | {"Epilog": str(where.etc / "epilog")}
         _write(own.etc / "slurm.conf", changed_conf(where.slurm_conf.read_text(), changes))
@@ -172,7 +175,7 @@ def _sections(where: Layout, plan: LabPlan) -> dict[str, dict[str, Any]]:
         "network": {"subnet": plan.subnet, "gateway": plan.gateway, "hosts": [[name, plan.gateway]]},
         "image": {"default": plan.image},
         "job_vms": {
-            "socket": str(where.run / "jobs.sock"),
+            "socket": str(where.jobs_socket),
             "records": str(where.run / "jobs"),
             "node": BARE_NODE,
             "check": 2.0,
@@ -180,6 +183,10 @@ def _sections(where: Layout, plan: LabPlan) -> dict[str, dict[str, Any]]:
             "subnet": plan.job_subnet,
         },
     }
+    if plan.job_vms:
+        sections["job_vms"]["enabled"] = True
+    if plan.plugin:
+        sections["job_vms"] |= {"plugin": plan.plugin, "enter": plan.enter}
     if plan.own_hosts:
         # The same on each host, which has a directory of its own in place of the lab's. A host's name is its own.
         del sections["host"]["name"]

@@ -109,6 +109,11 @@ class Layout:
     def agent_socket(self) -> Path:
         return self.run / "agent.sock"
 
+    @property
+    def jobs_socket(self) -> Path:
+        """Where the agent of a node serves VMs inside jobs."""
+        return self.run / "jobs.sock"
+
     def host(self, name: str) -> Layout:
         """The paths of a host with namespaces of its own, as this machine sees them. The host itself sees this
         directory in place of the lab's."""

@@ -18,6 +18,7 @@ from pyroute2 import IPRoute
 from multiverse.config import HostSettings
 from multiverse.core.errors import Broken, Exhausted, Refused
 from multiverse.lab.layout import Layout
+from multiverse.lab.spank import built_plugin
 from multiverse.system import files
 
 
@@ -53,7 +54,7 @@ class LabHost:
     """A host with namespaces of its own. `uplink` is its port at the lab's bridge, which is the switch. With `router`,
     the router's address in the host's network, it is the router's port.
 
-    A `physical` one is a node of Slurm, with a slurmd in place of an agent and an sshd.
+    A `physical` one is a node of Slurm, with a slurmd in place of an sshd. It has an agent if jobs can have VMs on it.
     """
 
     number: int
@@ -77,7 +78,8 @@ class LabPlan:
 
     `disk` is what VMs may write: the space that was free when the lab was made; a plan of an earlier release has the
     default of the settings. `bridge` has the first address of `subnet`. The ports are on this machine. `settings`
-    override the controller's settings that the lab would choose, by section and key.
+    override the controller's settings that the lab would choose, by section and key. `plugin` and `enter` are Slurm's
+    plugin for VMs inside jobs and its program; empty if they are not built.
     """
 
     cores: int
@@ -96,6 +98,8 @@ class LabPlan:
     hosts: int = 1
     physical: int = 0
     routed: bool = False
+    plugin: str = ""
+    enter: str = ""
 
     @property
     def own_hosts(self) -> tuple[LabHost, ...]:
@@ -150,8 +154,8 @@ class LabPlan:
 
     @property
     def job_vms(self) -> bool:
-        """Whether jobs can have VMs inside their allocations."""
-        return bool(self.settings.get("job_vms", {}).get("enabled"))
+        """Whether jobs can have VMs inside their allocations: with bare-metal nodes and the plugin, or as is set."""
+        return bool(self.settings.get("job_vms", {}).get("enabled", self.physical and self.plugin))
 
     @property
     def job_bridge(self) -> str:
@@ -184,6 +188,7 @@ def decide(where: Layout, options: LabOptions) -> LabPlan:
     """The existing plan, or a new one on free ports, changed by the options. Writes lab.json."""
     plan = load(where) or _new(where)
     shares = dict.fromkeys((*plan.shares, *(str(path) for path in options.shares)))
+    plugin, enter = built_plugin() or ("", "")
     plan = replace(
         plan,
         cores=options.cores or plan.cores,
@@ -195,6 +200,8 @@ def decide(where: Layout, options: LabOptions) -> LabPlan:
         physical=plan.physical if options.physical is None else options.physical,
         routed=plan.routed if options.routed is None else options.routed,
         settings=plan.settings if options.settings is None else options.settings,
+        plugin=str(plugin),
+        enter=str(enter),
     )
     if plan.routed and not plan.own_hosts:
         raise Refused("a router is between hosts, and this lab has one", hint="lab up --hosts 2 --routed")

@@ -52,7 +52,7 @@ def leased_settings(order: PilotOrder, place: LeasePlace, slot: int) -> Settings
     return replace(
         settings,
         hosts=(),
-        job_vms=replace(settings.job_vms, enabled=False),  # those are of the node's own agent
+        job_vms=replace(settings.job_vms, enabled=False, only=False),  # those are of the node's own agent
         host=replace(settings.host, name=order.name, cores=order.cores, memory=memory, disk=disk),
         agent=replace(settings.agent, socket=place.socket, state_dir=place.state, self_fence=0.0, metrics=""),
         qemu=replace(settings.qemu, uids=share_of(settings.qemu.uids, slot)),

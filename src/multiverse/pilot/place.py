@@ -19,6 +19,9 @@ _SLOTS = ".slots"
 SLOTS = 16
 """Leases that one node can have at the same time: each has as large a part of `qemu.uids`."""
 
+NODE_SHARE = SLOTS
+"""The part of `qemu.uids` that no lease has: it is for VMs inside jobs."""
+
 
 @dataclass(frozen=True, slots=True)
 class PilotRecord:
@@ -119,9 +122,10 @@ def slot(leases: Path) -> Iterator[int]:
 
 
 def share_of(uids: tuple[int, int], number: int) -> tuple[int, int]:
-    """The users of QEMUs of the lease that holds this slot, as (first, count). With a count of 0 none has its own."""
+    """The users of QEMUs of the lease that holds this slot, or of `NODE_SHARE`, as (first, count). With a count of 0
+    none has its own."""
     first, count = uids
-    share = count // SLOTS
+    share = count // (SLOTS + 1)
     return first + number * share, share
 
 

@@ -36,7 +36,8 @@ def run(order: PilotOrder, signalled: Callable[[], None] = lambda: None) -> int:
     if os.geteuid() != 0:
         raise Refused("the pilot is not root", hint="set become under [[lease]], or let pilots be jobs of root")
     if is_locked(settings.agent.state_dir / "lock"):
-        raise Refused("this node is a host of the site already: its agent runs", hint="lease other nodes")
+        hint = "lease other nodes, or set job_vms.only if the agent is for VMs inside jobs alone"
+        raise Refused("this node is a host of the site already: its agent runs", hint=hint)
     place = place_of(settings.agent.leases, order.name)
     settings.state_dir.mkdir(parents=True, exist_ok=True)  # what is found out about the node is kept there
     settings.state_dir.chmod(0o711)

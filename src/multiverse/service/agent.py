@@ -27,6 +27,7 @@ from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.nodes import reached_nodes
 from multiverse.host.sampling import Sampler
 from multiverse.pilot.init import END_VMS
+from multiverse.pilot.place import NODE_SHARE, share_of
 from multiverse.service import metrics
 from multiverse.service.job_vms import serve_jobs
 from multiverse.service.processes import ProcessCounter
@@ -174,10 +175,31 @@ async def _serve_until_ending(
     stop.set()
 
 
+async def _serve_jobs_alone(settings: Settings) -> None:
+    """Serve VMs inside jobs, and no controller. The lock of a host's agent stays free: pilots refuse a node where it is
+    held. The VMs of a lease on this node have directories, networks and control groups of their own (`pilot.init`).
+    Users of QEMUs are all that both would share, so they are of a part that no lease has."""
+    settings = replace(settings, qemu=replace(settings.qemu, uids=share_of(settings.qemu.uids, NODE_SHARE)))
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(locked(settings.agent.state_dir / "jobs.lock", "agent"))
+        hypervisors = _Hypervisors(settings)
+        hypervisors.check()
+        if settings.agent.metrics:
+            await stack.enter_async_context(_sampling(settings))
+        stop = stop_signal()
+        await stack.enter_async_context(serve_jobs(settings))
+        log.info("agent of VMs inside jobs started", socket=str(settings.job_vms.socket), pid=os.getpid())
+        await stop.wait()
+    log.info("agent stopped")
+
+
 async def serve(settings: Settings, *, leased: bool = False) -> None:
     """Run until SIGTERM or SIGINT. VMs are left as they are; the next agent finds them. With `leased`, the pilot of a
     lease runs this agent, and tells it when the lease ends."""
     _make_directories(settings)
+    if settings.job_vms.only:
+        await _serve_jobs_alone(settings)
+        return
     state = settings.agent.state_dir
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(locked(state / "lock", "agent"))

@@ -1,7 +1,7 @@
 """The bare-metal nodes of a lab: each has a munged and a slurmd in namespaces of its own.
 
 Jobs of partition `physical` run on them directly, as on any site's nodes, each in control groups of its own. Where the
-settings enable VMs inside jobs, each node has an agent, too.
+settings enable VMs inside jobs, each node has an agent, too; a lease has an agent of its own.
 """
 
 from __future__ import annotations
@@ -41,34 +41,40 @@ class _NodeServices:
             ready=self._registered,
             prepare=self._connect,
             initialize=self._resume,
-            config_files=tuple(f"../hosts/{host.name}/etc/{name}" for name in ("slurm.conf", "cgroup.conf")),
+            config_files=(*self._files("slurm.conf", "cgroup.conf"), "plugstack.conf"),
         )
         self.agent = Service(
             f"{host.name}-agent",
             self._init.run_agent,
             # Users have jobs there before its other socket is made.
-            ready=lambda lab: answers(str(lab.where.host(host.name).run / "jobs.sock")),
+            ready=lambda lab: answers(str(lab.where.host(host.name).jobs_socket)),
             prepare=self._prepare_agent,
-            config_files=tuple(f"../hosts/{host.name}/etc/{name}" for name in (SETTINGS, "site.toml")),
+            config_files=self._files(SETTINGS, "site.toml"),
             grace=20.0,
         )
         self.first = (self._init.service, munged)
 
+    def _files(self, *names: str) -> tuple[str, ...]:
+        """Files that the node has in etc, from the lab's."""
+        return tuple(f"../hosts/{self._host.name}/etc/{name}" for name in names)
+
     def _prepare_munge(self, lab: Lab) -> None:
-        """Give the node the cluster's key, and the directories of slurmd."""
+        """Give the node the cluster's key."""
         own = lab.where.host(self._host.name)
         prepare_munge(own)
         write_munge_key(own, lab.where.munge_key.read_bytes())
-        for name in ("multiverse.conf", "site.conf", "plugstack.conf"):
-            shutil.copy(lab.where.etc / name, own.etc)
 
     def _prepare_agent(self, lab: Lab) -> None:
         self._init.prepare_agent(lab)
         self._init.masquerade(lab)
 
     def _connect(self, lab: Lab) -> None:
+        """Connect the node, and give slurmd its files and directories."""
         self._init.connect(lab)
-        (lab.where.host(self._host.name).run / "slurmd").mkdir(exist_ok=True)
+        own = lab.where.host(self._host.name)
+        for name in ("multiverse.conf", "site.conf", "plugstack.conf"):
+            shutil.copy(lab.where.etc / name, own.etc)
+        (own.run / "slurmd").mkdir(exist_ok=True)
 
     def _run_slurmd(self, lab: Lab) -> DaemonCommand:
         conf = str(lab.where.slurm_conf)
