@@ -113,6 +113,18 @@ def test_means_and_peaks_are_those_of_the_span() -> None:
     assert history.usage(1199.0, 1.0) is None, "no sample is later than the last one"
 
 
+def test_samples_that_do_not_know_a_figure_are_left_out_of_its_mean() -> None:
+    history = History()
+    for second in range(2 * CHUNK):
+        history.add(float(second), sample(1.0, active=UNKNOWN if second % 3 else 90.0 + second % 2 * 60.0))
+    usage = history.usage(-1.0, 1.0)
+    assert usage and (usage.active, usage.cpu_pressure, usage.cpus) == (120.0, None, 1.0)
+    for second in range(2 * CHUNK, 4 * CHUNK):
+        history.add(float(second), sample(1.0, active=0.0))
+    usage = history.usage(float(2 * CHUNK) - 1.0, 1.0)
+    assert usage and usage.active == 0.0, "nothing is known, and that it is 0, are different"
+
+
 def test_an_hour_is_kept_and_no_more_memory_is_taken() -> None:
     history = History(limit=600)
     for second in range(5000):

@@ -45,15 +45,17 @@ class History:
 
     def usage(self, after: float, interval: float) -> Usage | None:
         """What the samples later than `after` (monotonic) come to, each of which covers `interval` seconds; None if
-        there is none."""
+        there is none. A figure that some of them do not know is the mean of the others."""
         parts = list(self._since(after))
         count = sum(len(part) for part in parts) // WIDTH
         if not count:
             return None
         means: dict[str, float | None] = {}
         for column, name in enumerate(MEANS, start=1):
-            mean = sum(sum(part[column::WIDTH]) for part in parts) / count
-            means[name] = None if mean < 0 else mean
+            columns = [part[column::WIDTH] for part in parts]
+            unknown = sum(values.count(UNKNOWN) for values in columns)
+            known = sum(map(sum, columns)) - unknown * UNKNOWN
+            means[name] = known / (count - unknown) if unknown < count else None
         return Usage(
             count * interval,
             cpus_peak=max(max(part[_CPUS::WIDTH]) for part in parts),
